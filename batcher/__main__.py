@@ -1,0 +1,3 @@
+from batcher.process import main
+
+main()

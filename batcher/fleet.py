@@ -1,0 +1,103 @@
+"""The workers of the pool: who is there, who answered this epoch, who shows no sign of life."""
+
+import logging
+import time
+
+from redis.asyncio import Redis
+
+from batcher.dispatch import Dispatch
+from batcher.inbox import Inbox
+from batcher.scheduler import Scheduler
+from common.broker import script
+from common.codec import WireError, decode
+from common.keys import Keys
+from common.messages import Report, Worker
+
+log = logging.getLogger(__name__)
+
+
+class Fleet:
+    """Every worker is taken over first: it drops what it holds, says so, and only then is given rows.
+
+    Attributes:
+        greeted: capacity of each worker that a takeover was sent to.
+        settled: incarnations of which nothing unexpected can come any more: they answered, or are dead and read to the end.
+        unsettled: incarnations from before this epoch of which that is not known yet.
+    """
+
+    def __init__(self, redis: Redis, keys: Keys, inbox: Inbox, dispatch: Dispatch, scheduler: Scheduler, ttl_s: float) -> None:
+        self.redis, self.keys, self.inbox, self.dispatch, self.scheduler, self.ttl_s = redis, keys, inbox, dispatch, scheduler, ttl_s
+        self.seal_script = script(redis, "seal")
+        self.greeted: dict[str, Worker] = {}
+        self.settled: set[str] = set()
+        self.unsettled: set[str] = set()
+        self.trusted_from = 0.0
+        self.distrust()
+
+    def distrust(self) -> None:
+        """The broker was away, so signs of life may be missing: no verdicts for one TTL."""
+        self.trusted_from = time.monotonic() + self.ttl_s
+
+    @property
+    def trusting(self) -> bool:
+        return time.monotonic() >= self.trusted_from
+
+    async def members(self) -> list[str]:
+        return [member.decode() for member in await self.redis.zrange(self.keys.workers, 0, -1)]
+
+    async def begin(self) -> None:
+        self.unsettled = set(await self.members())
+        for incarnation in self.unsettled:
+            await self.greet(incarnation)
+
+    async def greet(self, incarnation: str) -> None:
+        """Sends the takeover to a worker that shows signs of life, once; notes that a worker wants to leave."""
+        state, capacity = await self.redis.hmget(self.keys.worker(incarnation), ["state", "capacity"])  # type: ignore[misc]
+        if state == b"draining":
+            self.scheduler.drain(incarnation)
+        if state is None or incarnation in self.greeted:
+            return
+        try:
+            worker = decode(Worker, capacity)
+        except WireError as error:
+            log.error("worker %s announces itself in words that cannot be read: %s", incarnation, error)
+            return
+        if await self.dispatch.takeover(incarnation, self.scheduler.epoch) == "OK":
+            self.greeted[incarnation] = worker
+            self.inbox.follow(self.keys.reports(incarnation))
+
+    def hear(self, incarnation: str, report: Report) -> None:
+        """Takes in a report; the answer to our takeover makes the worker one of ours."""
+        if incarnation in self.scheduler.replicas:
+            self.scheduler.take_in(incarnation, report)
+        elif report.takeover and report.epoch == self.scheduler.epoch and incarnation in self.greeted:
+            replica = self.scheduler.join(self.greeted[incarnation])
+            replica.step = replica.until = report.step
+            self.settled.add(incarnation)
+            self.unsettled.discard(incarnation)
+            log.info("worker %s joined: %d blocks of %d tokens", incarnation, replica.pool.num_blocks, replica.block_size)
+
+    async def look(self) -> list[str]:
+        """Greets workers that nobody told us of. Returns those that show no sign of life."""
+        incarnations = sorted({*await self.members(), *self.greeted, *self.unsettled})
+        async with self.redis.pipeline(transaction=False) as pipe:
+            for incarnation in incarnations:
+                pipe.hget(self.keys.worker(incarnation), "state")
+            states = await pipe.execute()
+        for incarnation, state in zip(incarnations, states, strict=True):
+            if state is not None:
+                await self.greet(incarnation)
+        return [incarnation for incarnation, state in zip(incarnations, states, strict=True) if state is None and self.trusting]
+
+    async def seal(self, incarnation: str) -> bool:
+        """Ends an incarnation: nothing can be appended to its logs after this. Returns whether there are such logs."""
+        keys = [self.keys.log(incarnation), self.keys.reports(incarnation), self.keys.worker(incarnation), self.keys.workers]
+        return bool(await self.seal_script(keys=keys, args=[incarnation]))
+
+    async def bury(self, incarnation: str) -> None:
+        """Removes what is left of a sealed incarnation; it has been read to the end."""
+        await self.redis.delete(self.keys.log(incarnation), self.keys.reports(incarnation), self.keys.plans(incarnation))
+        self.inbox.drop(self.keys.reports(incarnation))
+        self.greeted.pop(incarnation, None)
+        self.unsettled.discard(incarnation)
+        self.settled.add(incarnation)

@@ -1,0 +1,28 @@
+"""Takes requests, cancels and workers' words off the streams."""
+
+import msgpack
+
+from batcher.inbox import Entry
+from batcher.sequence import Sequence
+from common.codec import WireError, decode
+from common.ids import pair
+from common.messages import Generate
+
+
+def sequence(entry: Entry) -> Sequence:
+    """The sequence of a `requests` entry; its time to live counts from the entry's id. Raises WireError."""
+    request = decode(Generate, entry.data)
+    if not request.prompt_ids or len(request.prompt_ids) % 4:
+        raise WireError("Generate.prompt_ids: empty, or no multiple of 4 bytes")
+    if request.max_new_tokens < 1:
+        raise WireError(f"Generate.max_new_tokens: {request.max_new_tokens} is not positive")
+    return Sequence(request, entry.id, len(entry.data), pair(entry.id)[0] + request.ttl_ms)
+
+
+def request_id(data: bytes) -> str | None:
+    """The request id in a payload that is no valid `Generate`, if one can be read."""
+    try:
+        name = msgpack.unpackb(data)["id"]
+    except Exception:  # any bytes at all may stand here
+        return None
+    return name if isinstance(name, str) else None

@@ -1,0 +1,243 @@
+"""The active batcher: hears, decides, acts, for ever."""
+
+import asyncio
+import logging
+import time
+from collections import deque
+from collections.abc import Awaitable, Callable
+
+from redis.asyncio import Redis
+
+from batcher import intake
+from batcher.dispatch import Dispatch
+from batcher.fleet import Fleet
+from batcher.gateways import Gateways
+from batcher.inbox import Entry, Inbox
+from batcher.lease import Lease, LeaseLost
+from batcher.recovery import Recovery
+from batcher.replica import Limits, Replica
+from batcher.scheduler import Scheduler
+from batcher.sequence import Row, Sequence
+from batcher.terminals import Terminals
+from common.broker import ERRORS, cause
+from common.channels import REPEAT_S, Channels
+from common.codec import WireError, decode
+from common.ids import pair
+from common.keys import Keys
+from common.messages import Cancel, Died, Plan, Report
+from common.settings import Settings
+
+log = logging.getLogger(__name__)
+
+Action = Callable[[], Awaitable[None]]
+TURN_MS = 100
+
+
+class Batcher:
+    """One epoch. What is decided but not yet done waits in `actions`: in order, and each can be repeated when the broker fails in between.
+
+    Attributes:
+        backlog_end: id of the last request queued before this epoch; what is committed of those is read before they are placed.
+        undecodable: entries that could not be read.
+    """
+
+    def __init__(self, settings: Settings, redis: Redis, keys: Keys, lease: Lease, epoch: int) -> None:
+        self.settings, self.redis, self.keys, self.lease, self.epoch = settings, redis, keys, lease, epoch
+        limits = Limits(settings.max_batch_size, settings.max_batch_prefill_tokens, settings.max_batch_total_tokens, settings.horizon)
+        self.channels = Channels(f"{lease.who}-{epoch}")
+        self.scheduler = Scheduler(limits, epoch)
+        self.inbox = Inbox(redis)
+        self.dispatch = Dispatch(redis, keys)
+        self.terminals = Terminals(redis, keys, self.channels)
+        self.recovery = Recovery(redis, keys)
+        self.fleet = Fleet(redis, keys, self.inbox, self.dispatch, self.scheduler, settings.worker_ttl_s)
+        self.gateways = Gateways(redis, keys)
+        self.actions: deque[Action] = deque()
+        self.backlog_end = (0, 0)
+        self.undecodable = 0
+        self.housekeeping_at = 0.0
+
+    async def run(self) -> None:
+        """Raises LeaseLost when another batcher took over."""
+        await self.persist(self.begin)
+        while True:
+            await self.persist(self.turn)
+
+    async def persist(self, verb: Action) -> None:
+        """Does `verb`, again and again while the broker fails."""
+        while True:
+            try:
+                return await verb()
+            except ERRORS as error:
+                log.warning("%s", cause(error))
+                self.fleet.distrust()
+                await asyncio.sleep(0.2)
+
+    async def begin(self) -> None:
+        """Notes what was there before this epoch. Requests are read only when every earlier worker has answered, or is dead."""
+        newest = await self.redis.xrevrange(self.keys.requests, count=1)
+        self.backlog_end = pair(newest[0][0]) if newest else (0, 0)
+        self.inbox.follow(
+            self.keys.control, "$" if not (last := await self.redis.xrevrange(self.keys.control, count=1)) else last[0][0].decode()
+        )
+        await self.fleet.begin()
+        log.info("active, epoch %d; %d workers to take over", self.epoch, len(self.fleet.unsettled))
+
+    async def turn(self) -> None:
+        await self.act()
+        if time.monotonic() >= self.housekeeping_at:
+            await self.keep_house()
+        if not self.fleet.unsettled:
+            self.inbox.follow(self.keys.requests)
+        for entry in await self.inbox.read(TURN_MS):
+            self.hear(entry)
+        self.decide()
+
+    async def act(self) -> None:
+        """Does what was decided, and what follows from it, until nothing is left."""
+        while self.actions:
+            await self.actions[0]()
+            self.actions.popleft()
+            if not self.actions:
+                self.decide()
+
+    def do(self, action: Action) -> None:
+        self.actions.append(action)
+
+    def hear(self, entry: Entry) -> None:
+        """Takes in one entry; one that cannot be read is counted, and not seen again."""
+        try:
+            if entry.stream == self.keys.requests:
+                self.hear_request(entry)
+            elif entry.stream == self.keys.control:
+                self.hear_control(entry)
+            else:
+                self.hear_worker(entry)
+        except WireError as error:
+            self.undecodable += 1
+            log.error("entry %s of %s cannot be read (%d so far): %s", entry.id, entry.stream, self.undecodable, error)
+            if entry.stream == self.keys.requests:
+                self.do(lambda: self.answer_undecodable(entry))
+
+    def hear_request(self, entry: Entry) -> None:
+        if entry.kind != "generate":
+            raise WireError(f"unknown kind {entry.kind!r}")
+        sequence = intake.sequence(entry)
+        if sequence.request_id in self.scheduler.sequences:
+            return
+        if pair(entry.id) <= self.backlog_end:
+            self.do(lambda: self.restore(sequence))
+        else:
+            self.scheduler.register(sequence)
+            self.scheduler.enqueue(sequence)
+
+    def hear_control(self, entry: Entry) -> None:
+        match entry.kind:
+            case "cancel":
+                cancel = decode(Cancel, entry.data)
+                self.scheduler.cancel(cancel.request_id, cancel.why)
+            case "hello":
+                incarnation = entry.data.decode()
+                self.do(lambda: self.fleet.greet(incarnation))
+            case "died":
+                died = decode(Died, entry.data)
+                self.do(lambda: self.seal(died.incarnation, "its process ended"))
+            case other:
+                raise WireError(f"unknown kind {other!r}")
+
+    def hear_worker(self, entry: Entry) -> None:
+        incarnation = entry.stream.removeprefix(self.keys.reports(""))
+        match entry.kind:
+            case "report":
+                report = decode(Report, entry.data)
+                if report.epoch > self.epoch:
+                    raise LeaseLost(f"worker {incarnation} obeys epoch {report.epoch}")
+                self.fleet.hear(incarnation, report)
+            case "sealed":
+                held = self.scheduler.lose(incarnation)
+                self.inbox.drop(entry.stream)
+                self.do(lambda: self.bury(incarnation, held))
+            case "open":
+                pass
+            case other:
+                raise WireError(f"unknown kind {other!r}")
+
+    def decide(self) -> None:
+        """Turns what was heard into plans and other deeds."""
+        for replica, plan, started in self.scheduler.plans():
+            self.do(lambda replica=replica, plan=plan, started=started: self.send(replica, plan, started))  # type: ignore[misc]
+        outcomes = self.scheduler.take_outcomes()
+        for sequence in outcomes.settled:
+            self.do(lambda sequence=sequence: self.settle(sequence))  # type: ignore[misc]
+        for sequence, why in outcomes.unwanted:
+            self.do(lambda sequence=sequence, why=why: self.end(sequence, why))  # type: ignore[misc]
+        if outcomes.interrupted:
+            self.do(lambda: self.resume(outcomes.interrupted, struck=False))
+
+    async def send(self, replica: Replica, plan: Plan, started: list[Row]) -> None:
+        answer, refused = await self.dispatch.send(replica, plan, started)
+        for row in refused:
+            replica.withdraw(row)
+            self.do(lambda row=row: self.end(row.sequence, row.sequence.asked_to_end or "client"))  # type: ignore[misc]
+        if answer == "FENCED":
+            raise LeaseLost(f"worker {replica.capacity.incarnation} has a plan of a newer epoch")
+        if answer == "MISSING":
+            self.do(lambda: self.seal(replica.capacity.incarnation, "its logs are gone"))
+
+    async def seal(self, incarnation: str, why: str) -> None:
+        """Declares a worker dead. Its sealed reports are read to the end first; without them there is nothing to wait for."""
+        log.warning("worker %s is sealed: %s", incarnation, why)
+        if await self.fleet.seal(incarnation):
+            self.inbox.follow(self.keys.reports(incarnation))
+        else:
+            held = self.scheduler.lose(incarnation)
+            self.do(lambda: self.bury(incarnation, held))
+
+    async def settle(self, sequence: Sequence) -> None:
+        await self.terminals.settle(sequence.request_id, sequence.entry_id, sequence.entry_bytes)
+        self.scheduler.forget(sequence)
+
+    async def end(self, sequence: Sequence, why: str) -> None:
+        await self.terminals.finish(sequence, why)
+        await self.settle(sequence)
+
+    async def answer_undecodable(self, entry: Entry) -> None:
+        if (request_id := intake.request_id(entry.data)) is not None:
+            channel: bytes | None = await self.redis.hget(self.keys.home(request_id), "channel")  # type: ignore[misc]
+            await self.terminals.say(request_id, (channel or b"").decode(), 60_000, "malformed", 0)
+        await self.terminals.settle(request_id or "", entry.id, len(entry.data))
+
+    async def bury(self, incarnation: str, held: list[Sequence]) -> None:
+        """A sealed worker: what it held goes on elsewhere, and what it wrote is kept in a place of its own."""
+        await self.resume(held, struck=True)
+        await self.fleet.bury(incarnation)
+        log.warning("worker %s is gone; %d requests go on elsewhere", incarnation, len(held))
+
+    async def resume(self, sequences: list[Sequence], struck: bool) -> None:
+        """Reads what is committed of interrupted requests; the live ones go on from there."""
+        live, over = await self.recovery.read(sequences, struck)
+        for sequence in live:
+            self.scheduler.resume(sequence)
+        for sequence in over:
+            await self.settle(sequence)
+
+    async def restore(self, sequence: Sequence) -> None:
+        """A request from before this epoch. A worker that never answered this epoch cannot be left to go on with it."""
+        if (stranger := await self.recovery.stranger(sequence, self.fleet.settled)) is not None:
+            await self.fleet.seal(stranger)
+        self.scheduler.register(sequence)
+        await self.resume([sequence], struck=False)
+
+    async def keep_house(self) -> None:
+        """What must be looked at now and then: the lease, signs of life, deadlines."""
+        self.housekeeping_at = time.monotonic() + min(self.settings.heartbeat_s, REPEAT_S)
+        await self.lease.renew()
+        now_s, now_us = await self.redis.time()
+        self.scheduler.expire(now_s * 1000 + now_us // 1000)
+        for incarnation in await self.fleet.look():
+            self.do(lambda incarnation=incarnation: self.seal(incarnation, "no sign of life"))  # type: ignore[misc]
+        if self.fleet.trusting:
+            for request_id in await self.gateways.orphans(self.scheduler.sequences.values()):
+                self.scheduler.cancel(request_id, "gateway")
+        for channel, payload in self.channels.repeats():
+            await self.redis.publish(channel, payload)

@@ -1,0 +1,42 @@
+"""The end of requests that no worker holds, and the end of every entry."""
+
+import logging
+
+from redis.asyncio import Redis
+
+from batcher.sequence import Sequence
+from common.broker import script
+from common.channels import Channels
+from common.codec import encode
+from common.endings import failure, terminal
+from common.keys import Keys
+from common.messages import Events
+
+log = logging.getLogger(__name__)
+
+
+class Terminals:
+    """Says terminals for the batcher, and settles."""
+
+    def __init__(self, redis: Redis, keys: Keys, channels: Channels) -> None:
+        self.keys, self.channels = keys, channels
+        self.finish_script = script(redis, "finish")
+        self.settle_script = script(redis, "settle")
+
+    async def finish(self, sequence: Sequence, why: str) -> None:
+        """The terminal of a request that no worker holds; nothing happens if it has one already."""
+        await self.say(sequence.request_id, sequence.request.channel, sequence.request.result_ttl_ms, why, sequence.base)
+        log.info("request %s ended by the batcher: %s", sequence.request_id, why)
+
+    async def say(self, request_id: str, channel: str, ttl_ms: int, why: str, num_tokens: int) -> None:
+        end = terminal(request_id, why, num_tokens)
+        events = Events(self.channels.source, self.channels.number(channel) if channel else 0, terminals=[end])
+        await self.finish_script(
+            keys=[self.keys.home(request_id), self.keys.result(request_id), self.keys.tokens(request_id)],
+            args=[end.reason, failure(end), ttl_ms, channel, encode(events)],
+        )
+
+    async def settle(self, request_id: str, entry_id: str, entry_bytes: int) -> None:
+        """Takes the entry of an ended request out of the queue."""
+        keys = [self.keys.requests, self.keys.requests_bytes, self.keys.tokens(request_id)]
+        await self.settle_script(keys=keys, args=[entry_id, entry_bytes])

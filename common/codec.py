@@ -1,0 +1,126 @@
+"""Frozen dataclasses to msgpack maps and back: short stable names, a version, unknown fields ignored, wrong types refused."""
+
+import dataclasses
+import types
+import typing
+from collections.abc import Callable
+from functools import cache
+from typing import Any, TypeVar
+
+import msgpack
+
+VERSION = 1
+T = TypeVar("T")
+
+
+class WireError(ValueError):
+    """Bytes that are not the message they should be; `str()` names the field."""
+
+
+def wire(name: str, default: Any = dataclasses.MISSING, default_factory: Any = dataclasses.MISSING) -> Any:
+    """A field that travels under the short `name`."""
+    chosen = {} if default is dataclasses.MISSING else {"default": default}
+    chosen |= {} if default_factory is dataclasses.MISSING else {"default_factory": default_factory}
+    return dataclasses.field(metadata={"wire": name}, **chosen)
+
+
+def encode(message: Any) -> bytes:
+    """The bytes of a message."""
+    data: bytes = msgpack.packb({"v": VERSION, **to_map(message)})
+    return data
+
+
+def decode(cls: type[T], data: bytes) -> T:
+    """A message of type `cls` from its bytes.
+
+    Raises:
+        WireError: not msgpack, another version, a field missing or of the wrong type.
+    """
+    try:
+        body = msgpack.unpackb(data)
+    except Exception as error:  # msgpack raises its own types, ValueError, UnicodeDecodeError and more
+        raise WireError(f"{cls.__name__}: not msgpack: {error}") from error
+    if not isinstance(body, dict):
+        raise WireError(f"{cls.__name__}: not a map")
+    if body.get("v") != VERSION:
+        raise WireError(f"{cls.__name__}: version {body.get('v')!r}, not {VERSION}")
+    return from_map(cls, body)
+
+
+def to_map(message: Any) -> dict[str, Any]:
+    return {short: write(getattr(message, name)) for name, short, write in writers(typing.cast(Any, type(message)))}
+
+
+def from_map(cls: type[T], body: Any) -> T:
+    if not isinstance(body, dict):
+        raise WireError(f"{cls.__name__}: not a map")
+    values = {}
+    for name, short, read, required in readers(typing.cast(Any, cls)):
+        if short in body:
+            try:
+                values[name] = read(body[short])
+            except TypeError as error:
+                raise WireError(f"{cls.__name__}.{name}: {error}") from error
+        elif required:
+            raise WireError(f"{cls.__name__}.{name}: missing")
+    return cls(**values)
+
+
+def same(value: Any) -> Any:
+    return value
+
+
+@cache
+def writers(cls: type) -> list[tuple[str, str, Callable[[Any], Any]]]:
+    hints = typing.get_type_hints(cls)
+    return [(item.name, item.metadata["wire"], writer(hints[item.name])) for item in dataclasses.fields(cls)]
+
+
+def writer(kind: Any) -> Callable[[Any], Any]:
+    if dataclasses.is_dataclass(kind):
+        return to_map
+    inner = typing.get_args(kind)
+    if typing.get_origin(kind) is list and dataclasses.is_dataclass(inner[0]):
+        return lambda value: [to_map(item) for item in value]
+    return same
+
+
+@cache
+def readers(cls: type) -> list[tuple[str, str, Callable[[Any], Any], bool]]:
+    hints = typing.get_type_hints(cls)
+    absent = dataclasses.MISSING
+    return [
+        (item.name, item.metadata["wire"], reader(hints[item.name]), item.default is absent and item.default_factory is absent)
+        for item in dataclasses.fields(cls)
+    ]
+
+
+def reader(kind: Any) -> Callable[[Any], Any]:
+    """A function that checks and converts one field: it raises TypeError for a value that `kind` does not admit."""
+    origin, inner = typing.get_origin(kind), typing.get_args(kind)
+    if dataclasses.is_dataclass(kind):
+        return lambda value: from_map(typing.cast(Any, kind), value)
+    if origin is list:
+        item = reader(inner[0])
+        return lambda value: [item(one) for one in exact(value, list)]
+    if origin is tuple:
+        parts = [reader(part) for part in inner]
+        return lambda value: tuple(part(one) for part, one in zip(parts, sized(value, len(parts)), strict=True))
+    if origin in (typing.Union, types.UnionType):
+        some = reader(next(part for part in inner if part is not type(None)))
+        return lambda value: None if value is None else some(value)
+    if kind is float:
+        return lambda value: float(exact(value, int) if isinstance(value, int) else exact(value, float))
+    return lambda value: exact(value, kind)
+
+
+def exact(value: Any, kind: type) -> Any:
+    if type(value) is not kind:
+        raise TypeError(f"{type(value).__name__}, not {kind.__name__}")
+    return value
+
+
+def sized(value: Any, size: int) -> Any:
+    if len(exact(value, list)) != size:
+        raise TypeError(f"{len(value)} items, not {size}")
+    return value

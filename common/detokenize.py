@@ -1,0 +1,66 @@
+"""Ids to text. The text after token k is a pure function of prompt, ids and stop strings, so whoever asks gets the same bytes: the
+worker's agent, and a gateway that fills a gap."""
+
+from collections.abc import Sequence
+
+from tokenizers import Tokenizer
+
+CONTEXT_TOKENS = 5
+"""Tokens of the prompt that come before the first new one, so that spacing at the start is right."""
+MAX_PENDING_TOKENS = 32
+"""A token's text may wait for that many more: no character is longer, and endless invalid bytes must not make each step slower."""
+INCOMPLETE = "\ufffd"
+
+
+class Detokenizer:
+    """What each token adds to the text of one request. Special tokens appear as their literal text."""
+
+    def __init__(self, tokenizer: Tokenizer, prompt_ids: Sequence[int]) -> None:
+        self.tokenizer = tokenizer
+        self.ids = list(prompt_ids[-CONTEXT_TOKENS:])
+        self.num_read = len(self.ids)
+        self.read = self.decode(self.ids)
+
+    def decode(self, ids: list[int]) -> str:
+        text: str = self.tokenizer.decode(ids, skip_special_tokens=False)
+        return text
+
+    def step(self, token_id: int) -> str:
+        """The text that `token_id` completes: empty while a character is incomplete."""
+        self.ids.append(token_id)
+        text = self.decode(self.ids)
+        pending = len(self.ids) - self.num_read
+        if len(text) <= len(self.read) or (text.endswith(INCOMPLETE) and pending < MAX_PENDING_TOKENS):
+            return ""
+        new = text[len(self.read) :]
+        self.ids = self.ids[self.num_read :]
+        self.num_read = pending
+        self.read = self.decode(self.ids)
+        return new
+
+
+class StopMatcher:
+    """Looks for stop strings in a text that comes in pieces."""
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        self.stops = stops
+        self.overlap = max(map(len, stops), default=1) - 1
+        self.tail = ""
+        self.matched = False
+
+    def step(self, text: str) -> bool:
+        """Whether a stop string has appeared anywhere up to the end of `text`, the next piece."""
+        seen = self.tail + text
+        self.tail = seen[-self.overlap :] if self.overlap else ""
+        self.matched = self.matched or any(stop in seen for stop in self.stops)
+        return self.matched
+
+
+def generated_text(tokenizer: Tokenizer, prompt_ids: Sequence[int], ids: Sequence[int], stops: Sequence[str], reason: str) -> str:
+    """The whole text of an ended request, without special tokens; with reason `stop_sequence` it ends behind the first stop string."""
+    context = list(prompt_ids[-CONTEXT_TOKENS:])
+    before: str = tokenizer.decode(context, skip_special_tokens=True)
+    whole: str = tokenizer.decode(context + list(ids), skip_special_tokens=True)
+    text = whole[len(before) :].rstrip(INCOMPLETE)
+    ends = [text.index(stop) + len(stop) for stop in stops if stop in text] if reason == "stop_sequence" else []
+    return text[: min(ends)] if ends else text

@@ -1,0 +1,45 @@
+"""How a request ends: its terminal, and the answer that stays under `result:{request}`."""
+
+import json
+
+from common.messages import Generate, Terminal
+from common.recover import split
+
+FINISHED = ("length", "eos_token", "stop_sequence")
+ERRORS = {
+    "timeout": ("timeout", "the request was not finished before its deadline"),
+    "poison": ("generation", "two workers died while they worked on this request"),
+    "capacity": ("generation", "no worker's KV cache can hold this request"),
+    "malformed": ("generation", "the queued request cannot be read"),
+}
+"""Why a request is ended against its will → (error type, error). What is in neither table is a cancel."""
+
+
+def terminal(request_id: str, why: str, num_tokens: int) -> Terminal:
+    """The terminal for a reason as rows, queues and deadlines name it."""
+    if why in FINISHED:
+        return Terminal(request_id, why, num_tokens)
+    if why in ERRORS:
+        kind, text = ERRORS[why]
+        return Terminal(request_id, "error", num_tokens, text, kind)
+    return Terminal(request_id, "cancelled", num_tokens, f"cancelled: {why}", "cancelled")
+
+
+def failure(end: Terminal) -> str:
+    """The answer (JSON) of a request that did not finish."""
+    return json.dumps({"id": end.request_id, "error": end.error, "error_type": end.error_type})
+
+
+def answer(request: Generate, end: Terminal, text: str, records: bytes) -> str:
+    """The answer (JSON) of a request that finished."""
+    ids, logprobs = split(records)
+    body = {
+        "id": request.request_id,
+        "generated_text": text,
+        "finish_reason": end.reason,
+        "prompt_tokens": len(request.prompt_ids) // 4,
+        "generated_tokens": len(ids),
+        "ids": ids,
+        "logprobs": logprobs,
+    }
+    return json.dumps(body, ensure_ascii=False)

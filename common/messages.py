@@ -1,0 +1,246 @@
+"""Every message between processes, and nothing else.
+
+On the wire they are msgpack maps (common/codec.py); token ids are packed little-endian int32.
+"""
+
+import struct
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass
+from sys import byteorder
+from typing import Any
+
+from common.codec import WireError, decode, encode, wire
+
+__all__ = ["WireError", "decode", "encode", "pack_floats", "pack_ids", "unpack_floats", "unpack_ids"]
+
+if byteorder != "little":
+    raise ImportError("token ids travel as little-endian int32; this machine is big-endian")
+
+
+def pack_ids(ids: Sequence[int]) -> bytes:
+    """Token ids as little-endian int32."""
+    return array("i", ids).tobytes()
+
+
+def unpack_ids(data: bytes) -> list[int]:
+    """Token ids of `pack_ids`. Raises WireError when the length is no multiple of four bytes."""
+    return unpack("i", data)
+
+
+def pack_floats(values: Sequence[float]) -> bytes:
+    return array("f", values).tobytes()
+
+
+def unpack_floats(data: bytes) -> list[float]:
+    return unpack("f", data)
+
+
+def unpack(code: str, data: bytes) -> list[Any]:
+    if len(data) % 4:
+        raise WireError(f"{len(data)} bytes are no multiple of 4")
+    values = array(code)
+    values.frombytes(data)
+    return values.tolist()
+
+
+@dataclass(frozen=True, slots=True)
+class Generate:
+    """A request as it waits in the stream `requests`; an entry there exists exactly while the request is live.
+
+    Attributes:
+        digest: of the content; the same id with another digest is refused.
+        prompt_ids: packed ids.
+        max_new_tokens: the request ends with reason `length` when it has so many.
+        ttl_ms: time to live; the clock starts at the entry's id.
+        channel: pub/sub channel of the replies.
+        gateway: who asked; its requests are cancelled `grace_ms` after its last sign of life.
+        result_ttl_ms: how long the result is kept for whoever polls.
+        priority, tenant, trace: service class, payer, W3C trace context.
+    """
+
+    request_id: str = wire("id")
+    digest: str = wire("dg")
+    prompt_ids: bytes = wire("p")
+    max_new_tokens: int = wire("mx")
+    stop: list[str] = wire("st", default_factory=list)
+    ignore_eos: bool = wire("ie", default=False)
+    seed: int = wire("sd", default=0)
+    ttl_ms: int = wire("tl", default=600_000)
+    channel: str = wire("ch", default="")
+    gateway: str = wire("gw", default="")
+    grace_ms: int = wire("gr", default=0)
+    result_ttl_ms: int = wire("rt", default=60_000)
+    priority: str = wire("cl", default="")
+    tenant: str = wire("tn", default="")
+    trace: str = wire("tc", default="")
+
+
+@dataclass(frozen=True, slots=True)
+class Cancel:
+    """The client is gone, or nobody wants the answer any more."""
+
+    request_id: str = wire("id")
+    why: str = wire("w")
+
+
+@dataclass(frozen=True, slots=True)
+class Died:
+    """A launcher saw the end of a worker process: its logs can be sealed without waiting for the heartbeat's TTL."""
+
+    incarnation: str = wire("i")
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """A row that starts on a worker: one attempt of one request.
+
+    Attributes:
+        row: number of the row, unique in the incarnation's life.
+        base: index of the first token this attempt samples; the number of records in `shown`.
+        shown: packed records (`RECORD`) of the tokens of earlier attempts: facts, never computed again.
+        blocks: packed numbers of the KV blocks that the row owns at first.
+    """
+
+    row: int = wire("r")
+    attempt: int = wire("a")
+    base: int = wire("b")
+    shown: bytes = wire("s")
+    blocks: bytes = wire("k")
+    request: Generate = wire("q")
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What a worker may do from its next step boundary on; in the stream `plans:{worker}` under the id `{epoch}-{number}`.
+
+    Attributes:
+        until: the last step granted.
+        prefill_tokens: prompt tokens of one step.
+        starts: rows that start, in order.
+        blocks: (row, packed blocks) that rows own in addition.
+        stops: (row, why) of rows asked to stop.
+        acknowledged: sequence of the last report taken in; the worker trims its reports up to it.
+        takeover: a new batcher asks the worker to stop every row and to answer with a report that says so.
+    """
+
+    epoch: int = wire("e")
+    number: int = wire("n")
+    until: int = wire("u")
+    prefill_tokens: int = wire("pt")
+    starts: list[Start] = wire("s", default_factory=list)
+    blocks: list[tuple[int, bytes]] = wire("b", default_factory=list)
+    stops: list[tuple[int, str]] = wire("x", default_factory=list)
+    acknowledged: int = wire("k", default=0)
+    takeover: bool = wire("t", default=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What happened on a worker since its last report; in the stream `reports:{worker}` under the id `{sequence}-0`.
+
+    Attributes:
+        sequence: number of the flush that carries it; rises, with gaps.
+        epoch, plan: the newest plan seen.
+        step: the last step completed.
+        prefilled: (row, kv_len, step) of rows whose prompt is computed; from `step` on they grow by a token a step.
+        ended: (row, why, end index, exclusive).
+        released: (row, kv_len): the row's blocks may go to others.
+        takeover: answer to a plan with `takeover`: nothing is held any more.
+    """
+
+    sequence: int = wire("q")
+    epoch: int = wire("e")
+    plan: int = wire("n")
+    step: int = wire("s")
+    prefilled: list[tuple[int, int, int]] = wire("p", default_factory=list)
+    ended: list[tuple[int, str, int]] = wire("x", default_factory=list)
+    released: list[tuple[int, int]] = wire("r", default_factory=list)
+    takeover: bool = wire("t", default=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Worker:
+    """A worker's capacity, learnt at warm-up; field `capacity` of the hash `worker:{incarnation}`.
+
+    Attributes:
+        context: longest sequence of the model, in tokens.
+        eos_ids: packed ids that end a generation.
+    """
+
+    incarnation: str = wire("i")
+    name: str = wire("nm")
+    model: str = wire("m")
+    dtype: str = wire("d")
+    block_size: int = wire("bs")
+    num_blocks: int = wire("nb")
+    max_batch_prefill_tokens: int = wire("pt")
+    context: int = wire("c")
+    eos_ids: bytes = wire("eo", default=b"")
+    world_size: int = wire("w", default=1)
+
+    @property
+    def max_total_tokens(self) -> int:
+        """Longest request that this worker can hold."""
+        return min(self.context, self.num_blocks * self.block_size)
+
+
+@dataclass(frozen=True, slots=True)
+class Tokens:
+    """Consecutive tokens of one request.
+
+    Attributes:
+        index: of the first token, counted from 0 over all attempts.
+        ids, logprobs: packed int32 and float32, of equal length.
+        texts: what each token adds to the text; empty in logs, where only ids count.
+    """
+
+    request_id: str = wire("id")
+    attempt: int = wire("a")
+    index: int = wire("i")
+    ids: bytes = wire("t")
+    logprobs: bytes = wire("l")
+    texts: list[str] = wire("x", default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class Terminal:
+    """The one end of a request. `reason` is `length`, `eos_token`, `stop_sequence`, `cancelled` or `error`.
+
+    Attributes:
+        num_tokens: generated tokens in all; a gateway that has fewer fills the gap first.
+        error, error_type: for reason `error`.
+    """
+
+    request_id: str = wire("id")
+    reason: str = wire("w")
+    num_tokens: int = wire("n")
+    error: str = wire("e", default="")
+    error_type: str = wire("y", default="")
+
+
+@dataclass(frozen=True, slots=True)
+class Events:
+    """One pub/sub message to a gateway.
+
+    Attributes:
+        source: incarnation of the worker, or the batcher, that speaks.
+        sequence: of this source on this channel; a message without tokens and terminals only repeats the last one, so that a lost last
+            message shows.
+    """
+
+    source: str = wire("s")
+    sequence: int = wire("q")
+    tokens: list[Tokens] = wire("t", default_factory=list)
+    terminals: list[Terminal] = wire("x", default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class LogEntry:
+    """The ids of one flush; in the stream `log:{worker}` under the id `{sequence}-0`."""
+
+    tokens: list[Tokens] = wire("t")
+
+
+RECORD = struct.Struct("<if")
+"""One token in the string `tokens:{request}`: its id and its log-probability. Tokens stand there in order, from index 0."""

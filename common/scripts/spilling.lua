@@ -1,0 +1,11 @@
+-- Appends 8-byte token records to the string of a request, from token `offset` on. What stands there already is not written again; a
+-- write that would leave a hole is refused.
+local function spill(tokens, offset, records, ttl_ms)
+  local missing = redis.call('STRLEN', tokens) - offset * 8
+  if missing < 0 then return false end
+  if missing < #records then
+    redis.call('APPEND', tokens, string.sub(records, missing + 1))
+    redis.call('PEXPIRE', tokens, ttl_ms)
+  end
+  return true
+end
