@@ -1,0 +1,3 @@
+from gpu_worker.process import main
+
+main()

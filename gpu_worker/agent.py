@@ -1,0 +1,273 @@
+"""The agent: plans in, tokens out. It knows Redis and text; the engine, behind the door, knows neither."""
+
+import asyncio
+import contextlib
+import logging
+import time
+
+from redis.asyncio import Redis
+
+from common.broker import ERRORS, cause, script
+from common.channels import REPEAT_S
+from common.codec import WireError, decode, encode
+from common.keys import Keys
+from common.messages import Plan, Report, Start, Worker, unpack_floats, unpack_ids
+from common.recover import split
+from common.settings import Settings
+from gpu_worker.door import Grant, StartRow, Step
+from gpu_worker.engine_link import EngineLink
+from gpu_worker.outbox import Outbox
+from gpu_worker.publish import STREAMS_TTL_MS, Publisher, Sealed
+from gpu_worker.table import INTERRUPTIONS, RowText, Table
+
+log = logging.getLogger(__name__)
+
+TICK_S = 0.1
+RETRY_S = 0.05
+
+
+class EngineStuck(Exception):
+    """The engine holds rows and completed no step for too long."""
+
+
+class Agent:
+    """One incarnation of a worker.
+
+    Attributes:
+        step: the last step that the engine completed.
+        until: the last step granted; at `tick_at` the batcher is told how far we are, so that the next grant comes in time.
+        draining: no rows are wanted any more.
+        idle: whether nothing is held and everything is published.
+    """
+
+    def __init__(self, settings: Settings, redis: Redis, engine: EngineLink, table: Table, worker: Worker) -> None:
+        self.settings, self.redis, self.engine, self.table, self.worker = settings, redis, engine, table, worker
+        self.keys = Keys(settings.pool)
+        self.publisher = Publisher(redis, self.keys, worker.incarnation)
+        self.announce_script = script(redis, "announce")
+        self.outbox = Outbox()
+        self.wake = asyncio.Event()
+        self.epoch = self.plan = self.acknowledged = 0
+        self.step = self.until = self.tick_at = 0
+        self.prefill_tokens = 0
+        self.takeover_pending = False
+        self.reported_at = self.stepped_at = 0.0
+        self.draining = asyncio.Event()
+        self.idle = asyncio.Event()
+        self.idle.set()
+        self.undecodable = 0
+
+    async def run(self) -> None:
+        """Serves until drained. Raises Sealed, EngineDied or EngineStuck when this incarnation is over before that."""
+        await self.open()
+        verbs = [
+            self.follow_plans(),
+            self.follow_steps(),
+            self.flush_for_ever(),
+            self.announce_for_ever(),
+            self.watch_engine(),
+            self.drain(),
+        ]
+        tasks = [asyncio.create_task(verb) for verb in verbs]
+        done, pending = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        for task in pending:
+            task.cancel()
+        await asyncio.gather(*pending, return_exceptions=True)
+        for task in done:
+            task.result()
+
+    async def open(self) -> None:
+        """Creates our streams; nothing is heard or said before that."""
+        opening = script(self.redis, "open")
+        keys = [self.keys.log(self.worker.incarnation), self.keys.reports(self.worker.incarnation)]
+        while True:
+            try:
+                await opening(keys=keys, args=[self.worker.incarnation, STREAMS_TTL_MS])
+                return
+            except ERRORS as error:
+                log.warning("open: %s", cause(error))
+                await asyncio.sleep(RETRY_S)
+
+    # Plans, from the batcher to the engine.
+
+    async def follow_plans(self) -> None:
+        stream, after = self.keys.plans(self.worker.incarnation), "0"
+        while True:
+            try:
+                answer = await self.redis.xread({stream: after}, block=5000)
+            except ERRORS as error:
+                log.warning("plans: %s", cause(error))
+                await asyncio.sleep(RETRY_S)
+                continue
+            for entry_id, fields in answer[0][1] if answer else []:
+                after = entry_id.decode()
+                try:
+                    self.apply(decode(Plan, fields[b"plan"]))
+                except (WireError, KeyError) as error:
+                    self.undecodable += 1
+                    log.error("plan %s cannot be read (%d so far): %s", after, self.undecodable, error)
+
+    def apply(self, plan: Plan) -> None:
+        """Hands a plan on to the engine."""
+        self.epoch, self.plan, self.acknowledged = plan.epoch, plan.number, plan.acknowledged
+        if plan.takeover:
+            self.drop_everything()
+            return
+        self.until, self.prefill_tokens = max(self.until, plan.until), plan.prefill_tokens
+        self.tick_at = (self.step + self.until + 1) // 2
+        if not self.table.rows:
+            self.stepped_at = time.monotonic()
+        starts = [self.start(start) for start in plan.starts]
+        self.idle.clear()
+        self.engine.send(Grant(self.until, self.prefill_tokens, starts, plan.blocks, plan.stops))
+
+    def start(self, start: Start) -> StartRow:
+        request = self.table.start(start).request
+        shown_ids, _ = split(start.shown)
+        ids = request.prompt_ids + b"".join(token_id.to_bytes(4, "little", signed=True) for token_id in shown_ids)
+        return StartRow(start.row, ids, start.base, request.max_new_tokens, request.ignore_eos, start.blocks)
+
+    def drop_everything(self) -> None:
+        """A new batcher: every row ends here, and goes on when that batcher says where."""
+        self.takeover_pending = True
+        if self.table.rows:
+            self.stop(list(self.table.rows), "takeover")
+        else:
+            self.answer_takeover()
+
+    def answer_takeover(self) -> None:
+        self.takeover_pending = False
+        self.outbox.takeover = True
+        self.wake.set()
+
+    # Steps, from the engine to everybody.
+
+    async def follow_steps(self) -> None:
+        while True:
+            self.take_in(await self.engine.step())
+
+    def take_in(self, step: Step) -> None:
+        """Moves rows on by one step."""
+        self.step, self.stepped_at = step.step, time.monotonic()
+        tokens = zip(unpack_ids(step.rows), unpack_ids(step.indices), unpack_ids(step.ids), unpack_floats(step.logprobs), strict=True)
+        for number, index, token_id, logprob in tokens:
+            if (row := self.table.rows.get(number)) is not None and not row.ended:
+                text = row.add(token_id, logprob)
+                self.outbox.add(row, index, token_id, logprob, text)
+                if row.stopped_by(text):
+                    self.stop_at_string(row, step)
+        self.outbox.prefilled += [(number, kv_len, step.step) for number, kv_len in step.prefilled]
+        for number, why, end in step.ended:
+            if (row := self.table.rows.get(number)) is not None and not row.ended:
+                self.end(row, why, end)
+        for number, kv_len in step.released:
+            self.table.rows.pop(number, None)
+            self.outbox.released.append((number, kv_len))
+        if self.takeover_pending and not self.table.rows:
+            self.answer_takeover()
+        self.wake.set()
+
+    def stop_at_string(self, row: RowText, step: Step) -> None:
+        """Ends a row whose text has a stop string, unless this very token ends it anyway for a reason that comes first."""
+        if any(number == row.row for number, _, _ in step.ended):
+            return
+        self.end(row, "stop_sequence", row.num_tokens)
+        self.stop([row.row], "stop_sequence")
+
+    def stop(self, rows: list[int], why: str) -> None:
+        self.engine.send(Grant(self.until, self.prefill_tokens, stops=[(row, why) for row in rows]))
+
+    def end(self, row: RowText, why: str, end: int) -> None:
+        row.ended = True
+        self.outbox.ended.append((row.row, why, end))
+        if why in INTERRUPTIONS:
+            self.outbox.interrupted.append(row)
+        else:
+            self.outbox.terminals.append((row, why))
+
+    # Flushes: log, report and events.
+
+    async def flush_for_ever(self) -> None:
+        while True:
+            await self.wake.wait()
+            self.wake.clear()
+            await self.flush()
+            if not self.table.rows and self.outbox.empty:
+                self.idle.set()
+
+    async def flush(self) -> None:
+        """Publishes what has gathered; what gathers meanwhile goes with the next flush."""
+        outbox, self.outbox = self.outbox, Outbox()
+        if outbox.empty and not self.tick_due():
+            return None
+        flush = self.publisher.build(outbox, self.report(outbox), self.acknowledged, self.table.live)
+        while True:
+            try:
+                return await self.publisher.write(flush)
+            except ERRORS as error:
+                log.warning("flush %d: %s", self.publisher.sequence, cause(error))
+                await asyncio.sleep(RETRY_S)
+
+    def tick_due(self) -> bool:
+        return bool(self.table.rows) and (self.step >= self.tick_at or time.monotonic() - self.reported_at >= TICK_S)
+
+    def report(self, outbox: Outbox) -> Report | None:
+        """The report of a flush, when the batcher must hear something, or has heard nothing for a while."""
+        if not outbox.has_news and not self.tick_due():
+            return None
+        self.reported_at = time.monotonic()
+        self.tick_at = self.until + 1 if self.step >= self.tick_at else self.tick_at
+        return Report(
+            sequence=self.publisher.sequence + 1,
+            epoch=self.epoch,
+            plan=self.plan,
+            step=self.step,
+            prefilled=outbox.prefilled,
+            ended=outbox.ended,
+            released=outbox.released,
+            takeover=outbox.takeover,
+        )
+
+    # Signs of life, and the end.
+
+    async def announce_for_ever(self) -> None:
+        while True:
+            try:
+                await self.announce()
+                for channel, payload in self.publisher.channels.repeats():
+                    await self.redis.publish(channel, payload)
+            except ERRORS as error:
+                log.warning("announce: %s", cause(error))
+            await asyncio.sleep(min(REPEAT_S, self.settings.heartbeat_s))
+
+    async def announce(self) -> None:
+        state = "draining" if self.draining.is_set() else "ready"
+        name = self.worker.incarnation
+        said: bytes = await self.announce_script(
+            keys=[
+                self.keys.worker(name),
+                self.keys.workers,
+                self.keys.log(name),
+                self.keys.reports(name),
+                self.keys.plans(name),
+                self.keys.control,
+            ],
+            args=[name, int(self.settings.worker_ttl_s * 1000), STREAMS_TTL_MS, state, self.step, encode(self.worker)],
+        )
+        if said != b"OK":
+            raise Sealed(said.decode())
+
+    async def watch_engine(self) -> None:
+        while True:
+            await asyncio.sleep(1)
+            waited_s = time.monotonic() - self.stepped_at
+            if self.table.rows and self.step < self.until and waited_s > self.settings.step_timeout_s:
+                raise EngineStuck(f"no step for {waited_s:.0f} s (STEP_TIMEOUT_S)")
+
+    async def drain(self) -> None:
+        """After SIGTERM: the batcher takes our rows elsewhere; then we are done."""
+        await self.draining.wait()
+        log.info("draining: %d rows", len(self.table.rows))
+        await self.announce()
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self.idle.wait(), self.settings.graceful_termination_timeout)

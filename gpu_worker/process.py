@@ -1,0 +1,102 @@
+"""One worker process: starts its engine, serves as its agent, and seals its own logs when it ends."""
+
+import asyncio
+import logging
+import os
+import secrets
+import signal
+import sys
+from pathlib import Path
+
+import setproctitle
+import uvloop
+from redis.asyncio import Redis
+from tokenizers import Tokenizer
+
+from common import broker, lifeline, logs, model_files
+from common.broker import ERRORS, cause, script
+from common.keys import Keys
+from common.messages import Worker
+from common.settings import SettingError, Settings
+from gpu_worker.agent import Agent, EngineStuck
+from gpu_worker.door import Ready
+from gpu_worker.engine_link import EngineDied, EngineLink, EngineRefused
+from gpu_worker.publish import Sealed
+from gpu_worker.table import Table
+
+log = logging.getLogger(__name__)
+
+EXIT_SETTING = 78
+SEAL_TIMEOUT_S = 2.0
+
+
+async def serve(settings: Settings, name: str, incarnation: str) -> int:
+    """Serves as one incarnation. Returns the exit status."""
+    directory = model_files.resolve(settings.model_id, settings.revision, log.info)
+    engine = await EngineLink.start({**settings.environ(), "MODEL_ID": str(directory), "WORKER_NAME": name})
+    try:
+        table = Table(Tokenizer.from_file(str(directory / "tokenizer.json")))
+        said, ready = await engine.ready()
+        log.info("%s", "; ".join(said) or "engine ready")
+        return await serve_engine(settings, engine, table, capacity(ready, name, incarnation, directory))
+    except EngineRefused as error:
+        raise SettingError(error.setting, error.cause) from error
+    except EngineDied as error:
+        log.error("%s", error)
+        return 1
+    finally:
+        engine.kill()
+
+
+async def serve_engine(settings: Settings, engine: EngineLink, table: Table, worker: Worker) -> int:
+    redis = broker.connect(settings.redis_url or "")
+    agent = Agent(settings, redis, engine, table, worker)
+    loop = asyncio.get_running_loop()
+    loop.add_signal_handler(signal.SIGTERM, agent.draining.set)
+    loop.add_signal_handler(signal.SIGINT, agent.draining.set)
+    try:
+        await agent.run()
+        return 0
+    except (Sealed, EngineDied, EngineStuck) as error:
+        log.error("incarnation %s is over: %s: %s", worker.incarnation, type(error).__name__, error)
+        return 1
+    finally:
+        await seal(redis, Keys(settings.pool), worker.incarnation)
+
+
+def capacity(ready: Ready, name: str, incarnation: str, directory: Path) -> Worker:
+    return Worker(
+        incarnation=incarnation,
+        name=name,
+        model=directory.name,
+        dtype=ready.dtype,
+        block_size=ready.block_size,
+        num_blocks=ready.num_blocks,
+        max_batch_prefill_tokens=ready.max_batch_prefill_tokens,
+        context=ready.context,
+        eos_ids=ready.eos_ids,
+        world_size=ready.world_size,
+    )
+
+
+async def seal(redis: Redis, keys: Keys, incarnation: str) -> None:
+    """Our last word: whoever follows our reports learns at once that nothing more comes."""
+    try:
+        async with asyncio.timeout(SEAL_TIMEOUT_S):
+            logs_of = [keys.log(incarnation), keys.reports(incarnation), keys.worker(incarnation), keys.workers]
+            await script(redis, "seal")(keys=logs_of, args=[incarnation])
+    except (*ERRORS, TimeoutError) as error:
+        log.warning("not sealed: %s", cause(error))
+
+
+def main() -> None:
+    lifeline.die_with_parent()
+    settings, name = Settings.read([]), os.environ.get("PROCESS_NAME", "w0")
+    incarnation = os.environ.get("INCARNATION") or f"{name}-{secrets.token_hex(4)}"
+    setproctitle.setproctitle(f"tokenfleet worker {name}")
+    logs.set_up(name, settings.log_level)
+    try:
+        sys.exit(uvloop.run(serve(settings, name, incarnation)))
+    except SettingError as error:
+        print(error, file=sys.stderr)
+        sys.exit(EXIT_SETTING)

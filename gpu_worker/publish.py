@@ -1,0 +1,95 @@
+"""One flush: token log, report, events, terminals and spills, in one script."""
+
+from collections import defaultdict
+from dataclasses import dataclass
+from typing import Any
+
+from redis.asyncio import Redis
+
+from common.broker import script
+from common.channels import Channels
+from common.codec import encode
+from common.endings import FINISHED, answer, failure, terminal
+from common.keys import Keys
+from common.messages import Events, LogEntry, Report, Tokens
+from gpu_worker.outbox import Outbox
+from gpu_worker.table import RowText
+
+SPILL_EVERY = 64
+"""Flushes after which every live row's tokens are copied to its own string, and the log is trimmed: the bound of the log."""
+STREAMS_TTL_MS = 3_600_000
+
+
+class Sealed(Exception):
+    """This incarnation has been declared dead, or its streams are gone: nothing of it may be seen any more."""
+
+
+@dataclass(slots=True)
+class Flush:
+    """Keys and arguments of one call of flush.lua; calling it again does nothing new.
+
+    Attributes:
+        spilled: (row, number of its tokens) that stand in their own strings once the flush is done.
+    """
+
+    keys: list[str]
+    args: list[Any]
+    spilled: list[tuple[RowText, int]]
+
+
+class Publisher:
+    """Writes flushes, one after the other."""
+
+    def __init__(self, redis: Redis, keys: Keys, incarnation: str) -> None:
+        self.keys, self.incarnation = keys, incarnation
+        self.channels = Channels(incarnation)
+        self.script = script(redis, "flush")
+        self.sequence = 0
+
+    def build(self, outbox: Outbox, report: Report | None, acknowledged: int, live: list[RowText]) -> Flush:
+        """The flush of an outbox. `live` rows are spilled every so many flushes; `report` gets this flush's number."""
+        self.sequence += 1
+        trim = self.sequence % SPILL_EVERY == 0
+        by_channel: defaultdict[str, list[Tokens]] = defaultdict(list)
+        entry = []
+        for span in outbox.spans.values():
+            tokens = span.tokens()
+            entry.append(Tokens(tokens.request_id, tokens.attempt, tokens.index, tokens.ids, tokens.logprobs))
+            if channel := span.row.request.channel:
+                by_channel[channel].append(tokens)
+        messages = [self.message(channel, tokens) for channel, tokens in by_channel.items()]
+        spills = [*outbox.interrupted, *(live if trim else ())]
+        keys, args = [self.keys.log(self.incarnation), self.keys.reports(self.incarnation)], []
+        for row, why in outbox.terminals:
+            keys += self.terminal_keys(row.request.request_id)
+            args += self.terminal(row, why)
+        for row in spills:
+            keys.append(self.keys.tokens(row.request.request_id))
+            args += [row.num_spilled, row.unspilled()]
+        head = [self.sequence, encode(LogEntry(entry)), encode(report) if report else "", f"{acknowledged}-0", STREAMS_TTL_MS]
+        counts = [len(messages), len(outbox.terminals), len(spills), "1" if trim else ""]
+        flat = [part for message in messages for part in message]
+        return Flush(keys, [*head, *counts, *flat, *args], [(row, row.num_tokens) for row in spills])
+
+    def message(self, channel: str, tokens: list[Tokens]) -> tuple[str, bytes]:
+        return channel, encode(Events(self.incarnation, self.channels.number(channel), tokens))
+
+    def terminal_keys(self, request_id: str) -> list[str]:
+        return [self.keys.home(request_id), self.keys.result(request_id), self.keys.tokens(request_id)]
+
+    def terminal(self, row: RowText, why: str) -> list[Any]:
+        """Reason, result, its time to live, channel and message of a request that ends."""
+        request = row.request
+        end = terminal(request.request_id, why, row.num_tokens)
+        result = answer(request, end, row.text(why), bytes(row.records)) if why in FINISHED else failure(end)
+        channel = request.channel
+        event = encode(Events(self.incarnation, self.channels.number(channel), terminals=[end])) if channel else b""
+        return [end.reason, result, request.result_ttl_ms, channel, event]
+
+    async def write(self, flush: Flush) -> None:
+        """Raises Sealed, or whatever the broker raises; after that the same flush may be written again."""
+        said: bytes = await self.script(keys=flush.keys, args=flush.args)
+        if said != b"OK":
+            raise Sealed(said.decode())
+        for row, num_tokens in flush.spilled:
+            row.num_spilled = num_tokens

@@ -1,0 +1,89 @@
+"""The rows of a worker as text: what each token adds, and when a stop string ends a row."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from tokenizers import Tokenizer
+
+from common.detokenize import Detokenizer, StopMatcher, generated_text
+from common.messages import RECORD, Generate, Start, unpack_ids
+from common.recover import split
+
+INTERRUPTIONS = ("preempted", "takeover")
+"""Reasons after which the request goes on, here or elsewhere."""
+
+
+@dataclass(slots=True, eq=False)
+class RowText:
+    """One row.
+
+    Attributes:
+        records: packed records of all tokens of the request, earlier attempts' included.
+        num_tokens: how many.
+        num_spilled: how many of them stand in the request's own string in Redis.
+        ended: whether the row has ended for the client; what the engine still samples for it is dropped.
+    """
+
+    row: int
+    attempt: int
+    request: Generate
+    prompt_ids: list[int]
+    detokenizer: Detokenizer
+    matcher: StopMatcher | None
+    records: bytearray
+    num_tokens: int
+    num_spilled: int
+    ended: bool = False
+
+    def add(self, token_id: int, logprob: float) -> str:
+        """Takes the next token. Returns the text that it adds."""
+        self.records += RECORD.pack(token_id, logprob)
+        self.num_tokens += 1
+        return self.detokenizer.step(token_id)
+
+    def stopped_by(self, text: str) -> bool:
+        return self.matcher is not None and self.matcher.step(text)
+
+    def unspilled(self) -> bytes:
+        return bytes(self.records[self.num_spilled * RECORD.size :])
+
+    def text(self, reason: str) -> str:
+        """The whole answer."""
+        ids, _ = split(bytes(self.records))
+        return generated_text(self.detokenizer.tokenizer, self.prompt_ids, ids, self.request.stop, reason)
+
+
+@dataclass(slots=True)
+class Table:
+    """Rows from their start until the engine released them, by number."""
+
+    tokenizer: Tokenizer
+    rows: dict[int, RowText] = field(default_factory=dict)
+
+    def start(self, start: Start) -> RowText:
+        """A row that starts. Tokens of earlier attempts have been shown: they only set the scene."""
+        prompt_ids = unpack_ids(start.request.prompt_ids)
+        shown_ids, _ = split(start.shown)
+        row = RowText(
+            row=start.row,
+            attempt=start.attempt,
+            request=start.request,
+            prompt_ids=prompt_ids,
+            detokenizer=Detokenizer(self.tokenizer, prompt_ids),
+            matcher=StopMatcher(start.request.stop) if start.request.stop else None,
+            records=bytearray(start.shown),
+            num_tokens=start.base,
+            num_spilled=start.base,
+        )
+        replay(row, shown_ids)
+        self.rows[start.row] = row
+        return row
+
+    @property
+    def live(self) -> list[RowText]:
+        return [row for row in self.rows.values() if not row.ended]
+
+
+def replay(row: RowText, shown_ids: Sequence[int]) -> None:
+    for token_id in shown_ids:
+        row.stopped_by(row.detokenizer.step(token_id))

@@ -1,0 +1,127 @@
+"""A worker without model, text or Redis: it obeys plans and makes reports, and complains when a plan breaks the rules of blocks."""
+
+import random
+from dataclasses import dataclass, field
+
+from common.messages import Plan, Report, Start, unpack_ids
+
+
+@dataclass(eq=False)
+class SimulatedRow:
+    start: Start
+    blocks: list[int]
+    kv_len: int = 0
+    num_tokens: int = 0
+
+    @property
+    def target(self) -> int:
+        return len(self.start.request.prompt_ids) // 4 + self.start.base
+
+    @property
+    def prefilled(self) -> bool:
+        return self.kv_len >= self.target
+
+
+@dataclass
+class SimulatedWorker:
+    """Ends rows at random (`draw`) or at their limit; releases each a few reports after its end."""
+
+    block_size: int
+    draw: random.Random
+    eos_chance: float = 0.02
+    rows: dict[int, SimulatedRow] = field(default_factory=dict)
+    leaving: list[tuple[int, SimulatedRow]] = field(default_factory=list)
+    owned: dict[int, int] = field(default_factory=dict)
+    committed: dict[str, int] = field(default_factory=dict)
+    until: int = 0
+    step: int = 0
+    plan: int = 0
+    sequence: int = 0
+    prefill_tokens: int = 0
+    most_rows: int = 0
+    report: Report = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.clear()
+
+    def clear(self) -> None:
+        self.sequence += 1
+        self.report = Report(self.sequence, 1, self.plan, self.step)
+
+    def obey(self, plan: Plan) -> None:
+        assert plan.number > self.plan, "plans come in order"
+        self.plan, self.until, self.prefill_tokens = plan.number, max(self.until, plan.until), plan.prefill_tokens
+        for number, why in plan.stops:
+            if number in self.rows:
+                self.end(number, why)
+        for number, blocks in plan.blocks:
+            if number in self.rows:
+                self.own(number, unpack_ids(blocks))
+        for start in plan.starts:
+            assert start.row not in self.rows
+            self.rows[start.row] = SimulatedRow(start, [], num_tokens=start.base)
+            self.own(start.row, unpack_ids(start.blocks))
+        self.most_rows = max(self.most_rows, len(self.rows))
+
+    def own(self, number: int, blocks: list[int]) -> None:
+        for block in blocks:
+            assert block > 0, "block 0 is scratch"
+            assert block not in self.owned, f"block {block} was handed out before row {self.owned.get(block)} was released"
+            self.owned[block] = number
+        self.rows[number].blocks += blocks
+
+    def end(self, number: int, why: str) -> None:
+        row = self.rows.pop(number)
+        self.report.ended.append((number, why, row.num_tokens))
+        self.leaving.append((number, row))
+
+    def run(self) -> bool:
+        """One step, if one is granted and a row can take part."""
+        budget = self.prefill_tokens
+        took_part = False
+        if self.step >= self.until:
+            return False
+        for number, row in list(self.rows.items()):
+            room = len(row.blocks) * self.block_size - row.kv_len
+            if not row.prefilled:
+                chunk = min(row.target - row.kv_len, budget, room)
+                budget -= chunk
+                row.kv_len += chunk
+                took_part = took_part or chunk > 0
+                if row.prefilled:
+                    self.report.prefilled.append((number, row.kv_len, self.step + 1))
+                    self.sample(number, row)
+            elif room > 0:
+                row.kv_len += 1
+                took_part = True
+                self.sample(number, row)
+        self.step += took_part
+        return took_part
+
+    def sample(self, number: int, row: SimulatedRow) -> None:
+        row.num_tokens += 1
+        request = row.start.request
+        self.committed[request.request_id] = row.num_tokens
+        if row.num_tokens == request.max_new_tokens:
+            self.end(number, "length")
+        elif self.draw.random() < self.eos_chance:
+            self.end(number, "eos_token")
+
+    def release(self) -> None:
+        """Rows that have ended leave the device, some sooner and some later."""
+        staying = []
+        for number, row in self.leaving:
+            if self.draw.random() < 0.5:
+                staying.append((number, row))
+                continue
+            for block in row.blocks:
+                del self.owned[block]
+            self.report.released.append((number, row.kv_len))
+        self.leaving = staying
+
+    def tell(self) -> Report:
+        report = Report(
+            self.sequence, 1, self.plan, self.step, self.report.prefilled, self.report.ended, self.report.released, self.report.takeover
+        )
+        self.clear()
+        return report

@@ -1,0 +1,233 @@
+"""The scheduler against simulated workers: blocks, budgets, ends, deaths. Every request comes to its end, whatever happens."""
+
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from batcher.replica import Limits
+from batcher.scheduler import Scheduler
+from batcher.sequence import Sequence
+from common.messages import RECORD, Generate, Worker, pack_ids
+from tests.simulated_worker import SimulatedWorker
+
+BLOCK_SIZE = 16
+
+
+def request(name: str, num_prompt: int, max_new_tokens: int, entry: int = 0, ttl_ms: int = 60_000) -> Sequence:
+    generate = Generate(name, "d", pack_ids(range(num_prompt)), max_new_tokens)
+    return Sequence(generate, f"1000-{entry}", 100, 1000 + ttl_ms)
+
+
+class Pool:
+    """A scheduler, simulated workers, and a loop between them."""
+
+    def __init__(self, num_workers: int, num_blocks: int, seed: int, limits: Limits | None = None, eos_chance: float = 0.02) -> None:
+        self.draw = random.Random(seed)
+        self.eos_chance = eos_chance
+        self.scheduler = Scheduler(limits or Limits(), epoch=1)
+        self.workers: dict[str, SimulatedWorker] = {}
+        self.num_blocks = num_blocks
+        self.settled: list[str] = []
+        self.unwanted: list[tuple[str, str]] = []
+        self.committed: dict[str, int] = {}
+        self.born = 0
+        for _ in range(num_workers):
+            self.add_worker()
+
+    def add_worker(self) -> str:
+        name = f"w{self.born}"
+        self.born += 1
+        self.workers[name] = SimulatedWorker(BLOCK_SIZE, self.draw, self.eos_chance)
+        self.scheduler.join(Worker(name, name, "m", "float32", BLOCK_SIZE, self.num_blocks, 64, 4096))
+        return name
+
+    def add(self, *sequences: Sequence) -> None:
+        for sequence in sequences:
+            self.scheduler.register(sequence)
+            self.scheduler.enqueue(sequence)
+
+    def decide(self) -> None:
+        for replica, plan, _ in self.scheduler.plans():
+            self.workers[replica.capacity.incarnation].obey(plan)
+        outcomes = self.scheduler.take_outcomes()
+        for sequence in outcomes.settled:
+            self.settled.append(sequence.request_id)
+            self.scheduler.forget(sequence)
+        for sequence, why in outcomes.unwanted:
+            self.unwanted.append((sequence.request_id, why))
+            self.scheduler.forget(sequence)
+        for sequence in outcomes.interrupted:
+            self.resume(sequence)
+        assert all(worker.most_rows <= self.scheduler.limits.max_batch_size for worker in self.workers.values())
+
+    def resume(self, sequence: Sequence) -> None:
+        sequence.records = RECORD.pack(0, 0.0) * self.committed.get(sequence.request_id, 0)
+        self.scheduler.resume(sequence)
+
+    def turn(self) -> None:
+        self.decide()
+        for name, worker in self.workers.items():
+            for _ in range(self.draw.randint(1, 12)):
+                worker.run()
+            worker.release()
+            self.committed |= worker.committed
+            self.scheduler.take_in(name, worker.tell())
+
+    def kill(self, name: str) -> None:
+        del self.workers[name]
+        for sequence in self.scheduler.lose(name):
+            sequence.strikes = 0
+            self.resume(sequence)
+
+    def run(self, max_turns: int = 3000) -> None:
+        for _ in range(max_turns):
+            if not self.scheduler.sequences:
+                return
+            self.turn()
+        raise AssertionError(f"{len(self.scheduler.sequences)} requests never ended")
+
+    def check_blocks_returned(self) -> None:
+        for _ in range(50):
+            self.turn()
+        for replica in self.scheduler.replicas.values():
+            assert replica.pool.num_free == replica.pool.num_blocks
+            assert not replica.rows and replica.live == 0
+
+
+sizes = st.lists(st.tuples(st.integers(1, 200), st.integers(1, 120)), min_size=1, max_size=40)
+
+
+@settings(max_examples=60, deadline=None)
+@given(sizes=sizes, num_workers=st.integers(1, 3), num_blocks=st.integers(20, 60), seed=st.integers(0, 10**6), kills=st.integers(0, 3))
+def test_every_request_ends_once_and_every_block_comes_back(sizes, num_workers, num_blocks, seed, kills):
+    pool = Pool(num_workers, num_blocks, seed, Limits(max_batch_size=8))
+    pool.add(*(request(f"r{i}", prompt, new, i) for i, (prompt, new) in enumerate(sizes)))
+    for _ in range(kills):
+        for _ in range(pool.draw.randint(1, 30)):
+            pool.turn()
+        pool.kill(pool.draw.choice(list(pool.workers)))
+        pool.add_worker()
+    pool.run()
+    assert sorted(pool.settled) == sorted(f"r{i}" for i in range(len(sizes)))
+    assert pool.unwanted == []
+    pool.check_blocks_returned()
+
+
+def test_scarce_blocks_preempt_the_youngest_and_nobody_starves():
+    pool = Pool(1, num_blocks=26, seed=1, eos_chance=0)
+    pool.add(*(request(f"r{i}", 40, 300, i) for i in range(3)))
+    pool.run()
+    assert pool.settled[0] == "r0"
+    assert sorted(pool.settled) == ["r0", "r1", "r2"]
+    assert all(pool.committed[name] == 300 for name in pool.settled)
+
+
+def test_first_come_first_served():
+    pool = Pool(1, num_blocks=200, seed=1, limits=Limits(max_batch_size=1), eos_chance=0)
+    pool.add(*(request(f"r{i}", 10, 5, i) for i in (9, 10, 8)))
+    pool.run()
+    assert pool.settled == ["r8", "r9", "r10"]
+
+
+def test_rows_go_to_the_least_loaded_worker():
+    pool = Pool(3, num_blocks=200, seed=1)
+    pool.add(*(request(f"r{i}", 10, 50, i) for i in range(7)))
+    pool.decide()
+    assert sorted(replica.live for replica in pool.scheduler.replicas.values()) == [2, 2, 3]
+
+
+def test_cancel_of_a_waiting_request_never_starts_it():
+    pool = Pool(0, num_blocks=100, seed=1)
+    pool.add(request("r0", 10, 5))
+    pool.scheduler.cancel("r0", "client")
+    pool.scheduler.cancel("r0", "client")
+    pool.decide()
+    assert pool.unwanted == [("r0", "client")]
+    pool.add_worker()
+    pool.decide()
+    assert not pool.workers["w0"].rows
+
+
+def test_cancel_of_a_running_request_asks_the_worker_once():
+    pool = Pool(1, num_blocks=100, seed=1, eos_chance=0)
+    pool.add(request("r0", 10, 500))
+    pool.turn()
+    pool.scheduler.cancel("r0", "client")
+    plans = [plan for _, plan, _ in pool.scheduler.plans()]
+    assert [plan.stops for plan in plans] == [[(1, "client")]]
+    assert all(not plan.stops for _, plan, _ in pool.scheduler.plans())
+
+
+def test_deadline_ends_waiting_and_running_requests():
+    pool = Pool(1, num_blocks=100, seed=1, limits=Limits(max_batch_size=1), eos_chance=0)
+    pool.add(request("r0", 10, 500, 0, ttl_ms=5000), request("r1", 10, 500, 1, ttl_ms=5000))
+    pool.turn()
+    pool.scheduler.expire(5999)
+    pool.decide()
+    assert pool.unwanted == []
+    pool.scheduler.expire(6000)
+    pool.decide()
+    assert pool.unwanted == [("r1", "timeout")]
+    pool.run()
+    assert pool.settled == ["r0"]
+
+
+def test_a_request_under_which_two_workers_died_is_failed():
+    pool = Pool(1, num_blocks=100, seed=1)
+    pool.add(request("r0", 10, 50))
+    for strikes in (1, 2):
+        pool.decide()
+        (sequence,) = pool.scheduler.lose(f"w{strikes - 1}")
+        sequence.strikes = strikes
+        pool.scheduler.resume(sequence)
+        del pool.workers[f"w{strikes - 1}"]
+        pool.add_worker()
+    pool.decide()
+    assert pool.unwanted == [("r0", "poison")]
+
+
+def test_suspects_start_one_at_a_time():
+    pool = Pool(1, num_blocks=100, seed=1, eos_chance=0)
+    suspects = [request(f"r{i}", 10, 50, i) for i in range(3)]
+    for one in suspects:
+        one.strikes = 1
+    pool.add(*suspects, request("r9", 10, 50, 9))
+    pool.decide()
+    assert len(pool.workers["w0"].rows) == 2
+    assert {row.start.request.request_id for row in pool.workers["w0"].rows.values()} == {"r0", "r9"}
+    pool.turn()
+    pool.decide()
+    assert len(pool.workers["w0"].rows) == 3
+
+
+def test_a_draining_worker_gives_its_rows_away():
+    pool = Pool(2, num_blocks=100, seed=1, eos_chance=0)
+    pool.add(*(request(f"r{i}", 10, 400, i) for i in range(4)))
+    pool.turn()
+    pool.scheduler.drain("w0")
+    for _ in range(30):
+        pool.turn()
+    assert not pool.workers["w0"].rows and len(pool.workers["w1"].rows) == 4
+    pool.run()
+    assert len(pool.settled) == 4
+
+
+def test_a_request_that_no_cache_can_hold_is_refused_and_blocks_nobody():
+    pool = Pool(1, num_blocks=10, seed=1, eos_chance=0)
+    pool.add(request("big", 200, 50, 0), request("small", 10, 5, 1))
+    pool.run()
+    assert pool.unwanted == [("big", "capacity")]
+    assert pool.settled == ["small"]
+
+
+@pytest.mark.parametrize("max_total", [64, 160])
+def test_max_batch_total_tokens_bounds_the_blocks_in_use(max_total):
+    pool = Pool(1, num_blocks=100, seed=1, limits=Limits(max_batch_total_tokens=max_total), eos_chance=0)
+    pool.add(*(request(f"r{i}", 20, 30, i) for i in range(8)))
+    most = 0
+    while pool.scheduler.sequences:
+        pool.turn()
+        most = max(most, len(pool.workers["w0"].owned))
+    assert 0 < most <= max_total // BLOCK_SIZE

@@ -1,0 +1,105 @@
+"""The wire, byte by byte: a change of layout must be seen here."""
+
+import msgpack
+import pytest
+
+from common.codec import WireError, decode, encode
+from common.messages import (
+    RECORD,
+    Cancel,
+    Died,
+    Events,
+    Generate,
+    LogEntry,
+    Plan,
+    Report,
+    Start,
+    Terminal,
+    Tokens,
+    Worker,
+    pack_floats,
+    pack_ids,
+    unpack_ids,
+)
+
+GENERATE = Generate("r1", "d1", pack_ids([1, 258]), 7, ["x"], True, 5, 1000, "ch", "g", 30, 60, "batch", "t", "tr")
+TOKENS = Tokens("r1", 2, 3, pack_ids([5]), pack_floats([-0.5]), ["hi"])
+EXAMPLES = [
+    (
+        GENERATE,
+        {"v": 1, "id": "r1", "dg": "d1", "p": b"\x01\0\0\0\x02\x01\0\0", "mx": 7, "st": ["x"], "ie": True, "sd": 5, "tl": 1000}
+        | {"ch": "ch", "gw": "g", "gr": 30, "rt": 60, "cl": "batch", "tn": "t", "tc": "tr"},
+    ),
+    (Cancel("r1", "client"), {"v": 1, "id": "r1", "w": "client"}),
+    (Died("w0-1"), {"v": 1, "i": "w0-1"}),
+    (
+        Plan(9, 2, 40, 64, [Start(1, 1, 0, b"", b"\x01\0\0\0", GENERATE)], [(1, b"\x02\0\0\0")], [(3, "client")], 8, False),
+        {"v": 1, "e": 9, "n": 2, "u": 40, "pt": 64}
+        | {"s": [{"r": 1, "a": 1, "b": 0, "s": b"", "k": b"\x01\0\0\0", "q": msgpack.unpackb(encode(GENERATE))}]}
+        | {"b": [[1, b"\x02\0\0\0"]], "x": [[3, "client"]], "k": 8, "t": False},
+    ),
+    (
+        Report(4, 9, 2, 11, [(1, 8, 10)], [(2, "length", 7)], [(2, 9)], True),
+        {"v": 1, "q": 4, "e": 9, "n": 2, "s": 11, "p": [[1, 8, 10]], "x": [[2, "length", 7]], "r": [[2, 9]], "t": True},
+    ),
+    (
+        Worker("w0-1", "w0", "m", "float32", 16, 10, 64, 2048, pack_ids([2]), 1),
+        {"v": 1, "i": "w0-1", "nm": "w0", "m": "m", "d": "float32", "bs": 16, "nb": 10, "pt": 64, "c": 2048, "eo": b"\x02\0\0\0", "w": 1},
+    ),
+    (
+        Events("w0-1", 6, [TOKENS], [Terminal("r1", "error", 4, "why", "generation")]),
+        {"v": 1, "s": "w0-1", "q": 6, "t": [{"id": "r1", "a": 2, "i": 3, "t": b"\x05\0\0\0", "l": b"\0\0\0\xbf", "x": ["hi"]}]}
+        | {"x": [{"id": "r1", "w": "error", "n": 4, "e": "why", "y": "generation"}]},
+    ),
+    (LogEntry([TOKENS]), {"v": 1, "t": [{"id": "r1", "a": 2, "i": 3, "t": b"\x05\0\0\0", "l": b"\0\0\0\xbf", "x": ["hi"]}]}),
+]
+
+
+def without_versions(value):
+    if isinstance(value, dict):
+        return {key: without_versions(item) for key, item in value.items() if key != "v"}
+    return [without_versions(item) for item in value] if isinstance(value, list) else value
+
+
+@pytest.mark.parametrize(("message", "wire"), EXAMPLES, ids=lambda value: type(value).__name__)
+def test_wire_format(message, wire):
+    data = encode(message)
+    assert msgpack.unpackb(data)["v"] == 1
+    assert without_versions(msgpack.unpackb(data)) == without_versions(wire)
+    assert decode(type(message), data) == message
+
+
+def test_golden_bytes():
+    assert encode(Cancel("r1", "client")) == b"\x83\xa1v\x01\xa2id\xa2r1\xa1w\xa6client"
+    assert RECORD.pack(258, -0.5) == b"\x02\x01\0\0\0\0\0\xbf"
+    assert unpack_ids(b"\xff\xff\xff\xff") == [-1]
+
+
+@pytest.mark.parametrize(("message", "wire"), EXAMPLES, ids=lambda value: type(value).__name__)
+def test_unknown_fields_are_ignored(message, wire):
+    body = msgpack.unpackb(encode(message))
+    assert decode(type(message), msgpack.packb(body | {"new": [1, {"a": 2}]})) == message
+
+
+@pytest.mark.parametrize(("message", "wire"), EXAMPLES, ids=lambda value: type(value).__name__)
+def test_wrong_types_are_refused_by_name(message, wire):
+    body = msgpack.unpackb(encode(message))
+    for name in body:
+        if name == "v":
+            continue
+        wrong = 1.5 if not isinstance(body[name], float) else "x"
+        with pytest.raises(WireError, match=type(message).__name__):
+            decode(type(message), msgpack.packb(body | {name: wrong}))
+
+
+@pytest.mark.parametrize(
+    "data", [b"", b"\xc1", b"garbage", msgpack.packb([1]), msgpack.packb({"v": 1}), msgpack.packb({"v": 2, "id": "r", "w": "x"})]
+)
+def test_garbage_is_refused(data):
+    with pytest.raises(WireError):
+        decode(Cancel, data)
+
+
+def test_bools_are_no_ints():
+    with pytest.raises(WireError, match=r"Report\.step"):
+        decode(Report, msgpack.packb({"v": 1, "q": 1, "e": 1, "n": 1, "s": True}))

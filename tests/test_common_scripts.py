@@ -1,0 +1,234 @@
+"""Each script alone, against the real broker."""
+
+import json
+
+import pytest
+
+from common import broker as brokers
+from common.codec import encode
+from common.keys import SEALED, Keys
+from common.messages import RECORD, LogEntry, Tokens, pack_floats, pack_ids
+from common.recover import read, split
+
+KEYS = Keys("test")
+
+
+@pytest.fixture
+async def redis(broker):
+    client = brokers.connect(broker.url)
+    yield client
+    await client.aclose()
+
+
+async def call(redis, name, keys, args=()):
+    return await brokers.script(redis, name)(keys=keys, args=list(args))
+
+
+async def admit(redis, request_id="r1", payload=b"x" * 10, max_count=2, max_bytes=100, digest="d"):
+    keys = [KEYS.requests, KEYS.requests_bytes, KEYS.home(request_id)]
+    return await call(redis, "admit", keys, [payload, max_count, max_bytes, digest, "ch", "g", 60_000])
+
+
+async def open_worker(redis, name="w1"):
+    await call(redis, "open", [KEYS.log(name), KEYS.reports(name)], [name, 60_000])
+
+
+async def hand_over(redis, plan_id, rows=(), worker="w1"):
+    keys = [KEYS.plans(worker), KEYS.log(worker), *(KEYS.home(name) for name, _, _ in rows)]
+    args = [plan_id, b"plan", "0-0", 60_000, worker, *(part for _, attempt, base in rows for part in (attempt, base))]
+    return await call(redis, "hand_over", keys, args)
+
+
+def entry(request_id, index, ids, attempt=1):
+    return encode(LogEntry([Tokens(request_id, attempt, index, pack_ids(ids), pack_floats([-1.0] * len(ids)))]))
+
+
+async def flush(redis, sequence, log=b"", report=b"", messages=(), terminals=(), spills=(), trim="", worker="w1"):
+    keys = [KEYS.log(worker), KEYS.reports(worker)]
+    for name, *_ in terminals:
+        keys += [KEYS.home(name), KEYS.result(name), KEYS.tokens(name)]
+    keys += [KEYS.tokens(name) for name, _, _ in spills]
+    args = [sequence, log or entry("r0", 0, []), report, "0-0", 60_000, len(messages), len(terminals), len(spills), trim]
+    args += [part for message in messages for part in message]
+    args += [part for _, *rest in terminals for part in rest]
+    args += [part for _, offset, records in spills for part in (offset, records)]
+    return await call(redis, "flush", keys, args)
+
+
+async def seal(redis, worker="w1"):
+    return await call(redis, "seal", [KEYS.log(worker), KEYS.reports(worker), KEYS.worker(worker), KEYS.workers], [worker])
+
+
+async def heard(pubsub):
+    """Everything published so far, in order."""
+    messages = []
+    while (message := await pubsub.get_message(ignore_subscribe_messages=True, timeout=0.05)) is not None:
+        messages.append(message["data"])
+    return messages
+
+
+@pytest.fixture
+async def pubsub(redis):
+    async with redis.pubsub() as subscription:
+        await subscription.subscribe("ch")
+        assert (await subscription.get_message(timeout=1))["type"] == "subscribe"
+        yield subscription
+
+
+async def test_admission_counts_bytes_and_entries(redis):
+    assert (await admit(redis, "r1"))[0] == b"admitted"
+    assert (await admit(redis, "r2", b"y" * 89))[0] == b"admitted"
+    assert await redis.get(KEYS.requests_bytes) == b"99"
+    assert await admit(redis, "r3") == [b"count", 2]
+    assert await redis.exists(KEYS.home("r3")) == 0
+    assert await admit(redis, "r3", max_count=3) == [b"bytes", 99]
+
+
+async def test_the_same_id_attaches_or_conflicts(redis):
+    await admit(redis, "r1")
+    assert await admit(redis, "r1") == [b"attached"]
+    assert await admit(redis, "r1", digest="other") == [b"conflict"]
+    assert await redis.xlen(KEYS.requests) == 1
+
+
+async def test_settling_frees_what_admission_took_once(redis):
+    _, entry_id = await admit(redis, "r1")
+    await admit(redis, "r2")
+    for _ in range(2):
+        await call(redis, "settle", [KEYS.requests, KEYS.requests_bytes, KEYS.tokens("r1")], [entry_id, 10])
+    assert await redis.get(KEYS.requests_bytes) == b"10"
+    assert (await admit(redis, "r3"))[0] == b"admitted"
+
+
+async def test_hand_over_writes_plan_and_homes_together(redis):
+    await admit(redis, "r1")
+    await open_worker(redis)
+    assert await hand_over(redis, "5-1", [("r1", 1, 0)]) == [b"OK"]
+    assert await redis.hmget(KEYS.home("r1"), ["worker", "attempt", "base"]) == [b"w1", b"1", b"0"]
+    assert await hand_over(redis, "5-1", [("r1", 1, 0)]) == [b"OK"], "a repeated write is harmless"
+    assert await redis.xlen(KEYS.plans("w1")) == 1
+
+
+async def test_an_older_epoch_is_fenced(redis):
+    await open_worker(redis)
+    await hand_over(redis, "6-1")
+    assert (await hand_over(redis, "5-9"))[0] == b"FENCED"
+    assert await redis.xlen(KEYS.plans("w1")) == 1
+
+
+async def test_hand_over_refuses_cancelled_and_ended_rows_and_then_writes_nothing(redis):
+    for name in ("r1", "r2"):
+        await admit(redis, name)
+    await open_worker(redis)
+    await call(redis, "cancel", [KEYS.home("r2"), KEYS.control], [b"c"])
+    assert await hand_over(redis, "5-1", [("r1", 1, 0), ("r2", 1, 0), ("gone", 1, 0)]) == [b"refused", 2, 3]
+    assert await redis.exists(KEYS.plans("w1")) == 0
+    assert await redis.hget(KEYS.home("r1"), "worker") is None
+
+
+async def test_hand_over_to_a_sealed_or_missing_worker(redis):
+    assert await hand_over(redis, "5-1") == [b"MISSING"]
+    await open_worker(redis)
+    await seal(redis)
+    assert await hand_over(redis, "5-1") == [b"SEALED"]
+
+
+async def test_a_flush_appends_then_publishes(redis, pubsub):
+    await open_worker(redis)
+    assert await flush(redis, 1, entry("r1", 0, [7]), b"report", [("ch", b"one"), ("ch", b"two")]) == b"OK"
+    assert await heard(pubsub) == [b"one", b"two"]
+    assert [i for i, _ in await redis.xrange(KEYS.reports("w1"))] == [b"0-1", b"1-0"]
+    assert await flush(redis, 1, entry("r1", 0, [7]), b"report", [("ch", b"one")]) == b"OK", "a repeated flush"
+    assert await heard(pubsub) == []
+    assert await redis.xlen(KEYS.log("w1")) == 2
+
+
+async def test_a_sealed_or_missing_log_refuses_everything(redis, pubsub):
+    await admit(redis, "r1")
+    assert await flush(redis, 1, messages=[("ch", b"x")]) == b"MISSING"
+    await open_worker(redis)
+    await flush(redis, 1)
+    assert await seal(redis) == 1
+    terminal = ("r1", "length", "{}", 60_000, "ch", b"end")
+    assert await flush(redis, 2, messages=[("ch", b"x")], terminals=[terminal], spills=[("r1", 0, b"12345678")]) == b"SEALED"
+    assert await heard(pubsub) == []
+    assert await redis.exists(KEYS.result("r1"), KEYS.tokens("r1")) == 0
+    assert (await redis.xrange(KEYS.log("w1")))[-1][0] == SEALED.encode()
+    assert await seal(redis) == 1
+    assert await redis.xlen(KEYS.log("w1")) == 3, "sealed once"
+
+
+async def test_one_terminal_whoever_comes_first(redis, pubsub):
+    await admit(redis, "r1")
+    await open_worker(redis)
+    keys = [KEYS.home("r1"), KEYS.result("r1"), KEYS.tokens("r1")]
+    assert await call(redis, "finish", keys, ["cancelled", '{"a":1}', 60_000, "ch", b"cancelled"]) == 1
+    await flush(redis, 1, terminals=[("r1", "length", '{"a":2}', 60_000, "ch", b"length")])
+    assert await call(redis, "finish", keys, ["error", "{}", 60_000, "ch", b"error"]) == 0
+    assert await heard(pubsub) == [b"cancelled"]
+    assert json.loads(await redis.get(KEYS.result("r1"))) == {"a": 1}
+    assert 0 < await redis.pttl(KEYS.home("r1")) <= 60_000
+    assert await call(redis, "cancel", [KEYS.home("r1"), KEYS.control], [b"c"]) == 0
+
+
+async def test_spills_are_idempotent_and_leave_no_hole(redis):
+    records = b"".join(RECORD.pack(i, -1.0) for i in range(4))
+    await open_worker(redis)
+    await admit(redis, "r1")
+    await redis.hset(KEYS.home("r1"), "worker", "w1")
+    await flush(redis, 1, entry("r1", 0, [0, 1]))
+    await flush(redis, 2, entry("r1", 2, [2]), spills=[("r1", 0, records[:24])], trim="1")
+    assert [i for i, _ in await redis.xrange(KEYS.log("w1"))] == [b"2-0"], "what is spilled is trimmed"
+    await flush(redis, 3, entry("r1", 3, [3]), spills=[("r1", 1, records[8:])])
+    assert await redis.get(KEYS.tokens("r1")) == records
+    await flush(redis, 4, spills=[("r1", 9, records)], trim="1")
+    assert await redis.get(KEYS.tokens("r1")) == records, "a hole is refused"
+    assert await redis.xlen(KEYS.log("w1")) == 3, "and then nothing is trimmed"
+    state = (await read(redis, KEYS, ["r1"]))["r1"]
+    assert split(state.records)[0] == [0, 1, 2, 3]
+
+
+async def test_what_is_committed_is_string_plus_log(redis):
+    await open_worker(redis)
+    await admit(redis, "r1")
+    await hand_over(redis, "5-1", [("r1", 2, 1)])
+    await redis.set(KEYS.tokens("r1"), RECORD.pack(10, -1.0))
+    await flush(redis, 1, entry("r1", 1, [11], attempt=2))
+    await flush(redis, 2, entry("r1", 1, [11, 12], attempt=2))
+    await flush(redis, 3, entry("other", 0, [99]))
+    state = (await read(redis, KEYS, ["r1", "unknown"]))["r1"]
+    assert split(state.records)[0] == [10, 11, 12]
+    assert (state.spilled, state.worker, state.attempt, state.base) == (1, "w1", 2, 1)
+    keep = [KEYS.tokens("r1"), KEYS.home("r1")]
+    for _ in range(2):
+        await call(redis, "keep", keep, [state.spilled, state.records[8:], 60_000, 1])
+    assert await redis.get(KEYS.tokens("r1")) == state.records
+    assert not (await read(redis, KEYS, ["unknown"]))["unknown"].known
+
+
+async def test_signs_of_life_end_with_the_seal(redis):
+    await open_worker(redis)
+    keys = [KEYS.worker("w1"), KEYS.workers, KEYS.log("w1"), KEYS.reports("w1"), KEYS.plans("w1"), KEYS.control]
+    for _ in range(2):
+        assert await call(redis, "announce", keys, ["w1", 5000, 60_000, "ready", 3, b"capacity"]) == b"OK"
+    assert await redis.xlen(KEYS.control) == 1, "it is greeted once"
+    assert await redis.zrange(KEYS.workers, 0, -1) == [b"w1"]
+    await seal(redis)
+    assert await redis.exists(KEYS.worker("w1"), KEYS.workers) == 0
+    assert await call(redis, "announce", keys, ["w1", 5000, 60_000, "ready", 3, b"capacity"]) == b"SEALED"
+    assert await redis.exists(KEYS.worker("w1"), KEYS.workers) == 0
+
+
+async def test_one_lease_and_rising_epochs(redis):
+    keys = [KEYS.batcher, KEYS.epoch]
+    first = await call(redis, "lease", keys, ["b0", 5000, ""])
+    assert first and await call(redis, "lease", keys, ["b1", 5000, ""]) == b""
+    await redis.delete(KEYS.batcher)
+    assert await call(redis, "lease", keys, ["b0", 5000, first]) == first, "a lease that only expired is kept"
+    await redis.delete(KEYS.batcher)
+    second = await call(redis, "lease", keys, ["b1", 5000, ""])
+    assert int(second) > int(first)
+    assert await call(redis, "lease", keys, ["b0", 5000, first]) == b""
+    await redis.set(KEYS.epoch, 2**52)
+    await redis.delete(KEYS.batcher)
+    assert int(await call(redis, "lease", keys, ["b0", 5000, ""])) == 2**52 + 1
