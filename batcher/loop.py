@@ -31,6 +31,7 @@ log = logging.getLogger(__name__)
 
 Action = Callable[[], Awaitable[None]]
 TURN_MS = 100
+STATE_TTL_MS = 60_000
 
 
 class Batcher:
@@ -241,3 +242,10 @@ class Batcher:
                 self.scheduler.cancel(request_id, "gateway")
         for channel, payload in self.channels.repeats():
             await self.redis.publish(channel, payload)
+        await self.show_state()
+
+    async def show_state(self) -> None:
+        async with self.redis.pipeline() as pipe:
+            pipe.hset(self.keys.state, mapping={**self.scheduler.figures(), "undecodable": self.undecodable})
+            pipe.pexpire(self.keys.state, STATE_TTL_MS)
+            await pipe.execute()

@@ -52,6 +52,17 @@ class Scheduler:
         self.deadlines: list[tuple[int, str]] = []
         self.outcomes = Outcomes()
 
+    def figures(self) -> dict[str, int]:
+        """What is held: workers, live requests, those of them that wait, rows and KV blocks on workers."""
+        replicas = self.replicas.values()
+        return {
+            "workers": len(replicas),
+            "requests": len(self.sequences),
+            "waiting": sum(sequence.waiting for _, sequence in self.queue),
+            "rows": sum(len(replica.rows) for replica in replicas),
+            "blocks": sum(replica.pool.num_blocks - replica.pool.num_free for replica in replicas),
+        }
+
     def register(self, sequence: Sequence) -> None:
         """A live request, which `enqueue` or `resume` puts in the queue."""
         self.sequences[sequence.request_id] = sequence

@@ -10,8 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import redis.asyncio
-from redis.asyncio.retry import Retry
-from redis.backoff import NoBackoff
 from redis.exceptions import AuthenticationError, BusyLoadingError, InvalidResponse, OutOfMemoryError, ReadOnlyError, RedisError
 
 from common.settings import SettingError
@@ -31,12 +29,7 @@ def connect(url: str, **options: Any) -> redis.asyncio.Redis:
     A command waits for its answer for as long as the connection lives (XREAD may block), and is never repeated by the client:
     callers retry, scripts are safe to repeat. A peer that vanished is noticed by keep-alive probes within about 11 s.
     """
-    defaults: dict[str, Any] = {
-        "socket_connect_timeout": CONNECT_TIMEOUT_S,
-        "socket_timeout": None,
-        "retry": Retry(NoBackoff(), 0),
-        "decode_responses": False,
-    }
+    defaults: dict[str, Any] = {"socket_connect_timeout": CONNECT_TIMEOUT_S}
     if not url.startswith("unix:"):
         defaults |= {"socket_keepalive": True, "socket_keepalive_options": keepalive()}
     client: redis.asyncio.Redis = redis.asyncio.Redis.from_url(url, **(defaults | options))

@@ -37,6 +37,11 @@ class Keys:
         return self.key("batcher")
 
     @property
+    def state(self) -> str:
+        """Hash: what the active batcher holds, in figures, for dashboards and people."""
+        return self.key("state")
+
+    @property
     def epoch(self) -> str:
         return self.key("epoch")
 

@@ -23,6 +23,7 @@ from common.settings import SettingError
 BUNDLED = "smollm2"
 CONVERSION = 1  # raised whenever `gpu_worker.engine.convert` writes something else for the same GGUF file
 NEEDED = ("config.json", "tokenizer.json")
+CONTEXT_NAMES = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length")
 HUB_ID = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
 HUB_FILES = ["*.json", "*.safetensors", "*.jinja"]
 HUB_TIMEOUT_S = 3.0
@@ -138,9 +139,10 @@ def read_json(path: Path) -> dict[str, Any]:
 def context(path: Path) -> int:
     """The model's longest sequence in tokens."""
     config = read_json(path / "config.json")
-    length = config.get("max_position_embeddings") or config.get("text_config", {}).get("max_position_embeddings")
-    if not isinstance(length, int):
-        raise SettingError("model_id", f"{path / 'config.json'} has no max_position_embeddings")
+    values = (part.get(name) for part in (config, config.get("text_config", {})) for name in CONTEXT_NAMES)
+    length = next((value for value in values if isinstance(value, int)), None)
+    if length is None:
+        raise SettingError("model_id", f"{path / 'config.json'} has no {CONTEXT_NAMES[0]}")
     return length
 
 

@@ -1,0 +1,38 @@
+# Every target does the set-up that it needs. PYTHON=python3.12 chooses the interpreter, ARGS="--port 8080" adds flags.
+BIN := .venv/bin
+RUN := .venv/.installed-to-run
+DEV := .venv/.installed-to-develop
+export PYTHON
+
+.PHONY: serve test test-all check format clean
+
+# The fleet dies with make (PARENT_PID), however make dies.
+serve: $(RUN)
+	@PARENT_PID=$$PPID exec $(BIN)/tokenfleet serve $(ARGS)
+
+test: $(DEV)
+	$(BIN)/pytest $(ARGS)
+
+test-all: $(DEV)
+	$(BIN)/pytest -m 'not gpu' $(ARGS)
+
+check: $(DEV)
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/codespell
+
+format: $(DEV)
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+clean:
+	rm -rf .venv .mypy_cache .ruff_cache .pytest_cache *.egg-info
+
+$(RUN): pyproject.toml deploy/install.sh
+	@deploy/install.sh worker
+	@touch $@
+
+$(DEV): pyproject.toml deploy/install.sh
+	@deploy/install.sh worker,dev
+	@touch $@ $(RUN)

@@ -1,0 +1,56 @@
+"""What is looked at before anything starts: each failure is a SettingError, one line that names the setting and the cause."""
+
+import asyncio
+import dataclasses
+import errno
+import os
+import socket
+import sys
+
+from common import broker, model_files
+from common.settings import SettingError, Settings
+
+
+def check_numbers(settings: Settings) -> None:
+    for name in ("num_gateways", "num_batchers", "num_workers"):
+        if getattr(settings, name) < 1:
+            raise SettingError(name, "at least 1 is needed")
+    if not 1 <= settings.port <= 65_535:
+        raise SettingError("port", f"{settings.port} is no port that gateways can share: 1 to 65535")
+
+
+def check_port(settings: Settings) -> None:
+    """Gateways share their port (SO_REUSEPORT), so they would not notice a stranger of ours on it: a plain bind does."""
+    host, port = settings.listen_host, settings.port
+    try:
+        with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind((host, port))
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            raise SettingError("port", f"{host}:{port} is taken by another process") from error
+        name = "port" if error.errno == errno.EACCES else "hostname"
+        raise SettingError(name, f"cannot listen on {host}:{port}: {error.strerror}") from error
+
+
+def check_broker(settings: Settings) -> None:
+    if settings.redis_url is None:
+        raise SettingError("redis_url", "is not set: processes of a fleet meet at a broker, as in redis://127.0.0.1:6379")
+    asyncio.run(broker.check(settings.redis_url))
+
+
+def with_model(settings: Settings) -> Settings:
+    """The settings with the model's directory for `model_id`, so that no process has to look for it again. May download or convert."""
+    path = model_files.resolve(settings.model_id, settings.revision, lambda text: print(text, file=sys.stderr, flush=True))
+    name = settings.served_model_name or settings.model_id
+    return dataclasses.replace(settings, model_id=os.fspath(path), served_model_name=name)
+
+
+def reachable(settings: Settings) -> tuple[str, int]:
+    """Where a process of this machine finds the gateways."""
+    return {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(settings.listen_host, settings.listen_host), settings.port
+
+
+def base_url(settings: Settings) -> str:
+    host, port = reachable(settings)
+    return f"http://{f'[{host}]' if ':' in host else host}:{port}"

@@ -1,0 +1,125 @@
+"""One supervised process: its start, its end in words, and when it starts again."""
+
+import asyncio
+import contextlib
+import logging
+import os
+import secrets
+import signal
+from asyncio.subprocess import DEVNULL
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+log = logging.getLogger(__name__)
+
+FIRST_PAUSE_S = 0.5
+LAST_PAUSE_S = 10.0
+SHORT_LIFE_S = 5.0
+KILL_S = 3.0
+
+
+@dataclass(slots=True)
+class Restarts:
+    """When a process that ended starts again: at once the first time, then 0.5, 1, 2 … 10 s after its last start.
+
+    A life of SHORT_LIFE_S or more starts the count anew: no loop is tight then, and who is killed while it works is back at once.
+    """
+
+    num_short_lives: int = 0
+
+    def pause_s(self, lived_s: float) -> float:
+        if lived_s >= SHORT_LIFE_S:
+            self.num_short_lives = 0
+            return 0.0
+        since_start_s = FIRST_PAUSE_S * 2 ** (self.num_short_lives - 1) if self.num_short_lives else 0.0
+        self.num_short_lives += 1
+        return max(0.0, min(since_start_s, LAST_PAUSE_S) - lived_s)
+
+
+def describe(returncode: int) -> str:
+    """How a process ended, in words; a negative code is a signal's number, as in `subprocess`."""
+    if returncode >= 0:
+        return f"exit code {returncode}"
+    with contextlib.suppress(ValueError):
+        return f"killed by {signal.Signals(-returncode).name}"
+    return f"killed by signal {-returncode}"
+
+
+@dataclass(slots=True)
+class Process:
+    """A process of the fleet. It leads a session of its own, so that a terminal's Ctrl-C does not reach it, and dies with us.
+
+    Attributes:
+        kind: `broker`, `batcher`, `worker` or `gateway`.
+        environ: variables in addition to ours.
+        incarnation: name of this life of it, new at every start.
+        wanted: whether it is to be started again when it ends.
+    """
+
+    kind: str
+    name: str
+    command: Sequence[str]
+    environ: dict[str, str]
+    wanted: bool = True
+    incarnation: str = ""
+    running: asyncio.subprocess.Process | None = None
+    restarts: Restarts = field(default_factory=Restarts)
+
+    async def live(self) -> tuple[int, float]:
+        """One life, from start to end: (return code, seconds)."""
+        self.incarnation = f"{self.name}-{secrets.token_hex(4)}"
+        own = {"PROCESS_NAME": self.name, "INCARNATION": self.incarnation, "PARENT_PID": str(os.getpid())}
+        clock = asyncio.get_running_loop().time
+        started_s = clock()
+        environ = os.environ | self.environ | own
+        try:
+            self.running = await asyncio.create_subprocess_exec(*self.command, env=environ, stdin=DEVNULL, start_new_session=True)
+        except OSError as error:  # no memory, no process left: later, perhaps
+            log.error("%s does not start: %s", self.name, error)
+            return os.EX_OSERR, clock() - started_s
+        if not self.wanted:
+            self.send(signal.SIGTERM)
+        returncode = await self.running.wait()
+        self.kill_group()  # what it left behind
+        return returncode, clock() - started_s
+
+    @property
+    def is_running(self) -> bool:
+        return self.running is not None and self.running.returncode is None
+
+    def send(self, number: signal.Signals) -> None:
+        if self.running is not None and self.is_running:
+            self.running.send_signal(number)
+
+    def kill(self) -> None:
+        """Ends it now, with whatever it has started."""
+        if self.is_running:
+            self.kill_group()
+
+    def kill_group(self) -> None:
+        if self.running is not None:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(self.running.pid, signal.SIGKILL)
+
+
+async def stop(processes: Sequence[Process], timeout_s: float) -> None:
+    """Asks the processes to end, waits, and ends those that did not. None of them starts again."""
+    for process in processes:
+        process.wanted = False
+        process.send(signal.SIGTERM)
+    await all_ended(processes, timeout_s)
+    await kill(processes)
+
+
+async def kill(processes: Sequence[Process]) -> None:
+    """Ends the processes now."""
+    for process in processes:
+        process.wanted = False
+        process.kill()
+    await all_ended(processes, KILL_S)
+
+
+async def all_ended(processes: Sequence[Process], timeout_s: float) -> None:
+    ends = [asyncio.create_task(process.running.wait()) for process in processes if process.running]
+    if ends:
+        await asyncio.wait(ends, timeout=timeout_s)

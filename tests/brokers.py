@@ -1,0 +1,40 @@
+"""Throw-away brokers."""
+
+import contextlib
+import subprocess
+from collections.abc import Iterator
+
+import redis
+
+from deploy.broker import Broker, embedded
+from tests.waiting import wait_until_sync
+
+
+def start(broker: Broker, *options: str) -> subprocess.Popen[bytes]:
+    """Runs the broker's server, with options of Valkey in addition, and returns when it answers."""
+    process = subprocess.Popen([*broker.command(), *options])
+    wait_until_sync(lambda: process.poll() is not None or answers(broker.url))
+    assert process.poll() is None, (broker.directory / "broker.log").read_text()
+    return process
+
+
+def answers(url: str) -> bool:
+    with redis.Redis.from_url(url) as client:
+        try:
+            return bool(client.ping())
+        except (redis.exceptions.ResponseError, redis.exceptions.AuthenticationError):
+            return True
+        except (redis.exceptions.RedisError, OSError):
+            return False
+
+
+@contextlib.contextmanager
+def running(*options: str) -> Iterator[Broker]:
+    """A broker of one's own, which may be stopped, killed (by its port's process) or reconfigured."""
+    with embedded() as broker:
+        process = start(broker, *options)
+        try:
+            yield broker
+        finally:
+            process.kill()
+            process.wait()

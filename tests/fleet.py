@@ -1,0 +1,132 @@
+"""A whole fleet, started as a person would: `tokenfleet serve` in a process of its own, on a free port."""
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import psutil
+import redis
+
+from common.keys import Keys
+from deploy.broker import free_port
+from tests.waiting import wait_until_sync
+
+READY_S = 120.0
+
+
+class Fleet:
+    """`with Fleet(num_workers=2, kv_cache_bytes="64MiB") as fleet:` starts it and returns when it is ready; leaving kills all of it.
+
+    Settings are those of `common.settings`, by name. Inside `async with` the same happens.
+
+    Attributes:
+        base_url: of the gateways, without a slash at the end.
+        redis_url: of the broker, embedded or as given.
+        launcher: the process of `tokenfleet serve`.
+    """
+
+    def __init__(self, **settings: Any) -> None:
+        self.settings = {"hostname": "127.0.0.1", "port": free_port(), **settings}
+        self.base_url = f"http://127.0.0.1:{self.settings['port']}"
+        self.directory = Path(tempfile.mkdtemp(prefix="tokenfleet-test-"))
+
+    def start(self) -> "Fleet":
+        """Starts `tokenfleet serve` without waiting."""
+        variables = {name.upper(): str(value) for name, value in self.settings.items() if value is not None}
+        command = [sys.executable, "-P", "-m", "deploy.cli", "serve"]
+        environ = os.environ | variables | {"PARENT_PID": str(os.getpid())}
+        with (self.directory / "stdout").open("w") as out, (self.directory / "stderr").open("w") as error:
+            self.launcher = subprocess.Popen(command, env=environ, stdin=subprocess.DEVNULL, stdout=out, stderr=error)
+        self.known = {self.launcher.pid: psutil.Process(self.launcher.pid)}
+        return self
+
+    def ready(self, timeout_s: float = READY_S) -> "Fleet":
+        """Returns when the launcher says that the fleet serves. Raises AssertionError with its last words when it ends instead."""
+        wait_until_sync(lambda: self.launcher.poll() is not None or "/generate_stream" in self.output(), timeout_s)
+        assert self.launcher.poll() is None, f"`tokenfleet serve` ended with {self.launcher.returncode}:\n{self.errors()}"
+        return self
+
+    def kill(self) -> None:
+        """Ends every process of the fleet now."""
+        self.processes()
+        self.launcher.kill()
+        self.launcher.wait()
+        _, alive = psutil.wait_procs(list(self.known.values()), timeout=3)
+        for process in alive:
+            process.kill()
+        shutil.rmtree(self.directory, ignore_errors=True)
+
+    def output(self) -> str:
+        return (self.directory / "stdout").read_text()
+
+    def errors(self) -> str:
+        """What all processes of the fleet have logged."""
+        return (self.directory / "stderr").read_text()
+
+    @property
+    def redis_url(self) -> str:
+        if self.settings.get("redis_url"):
+            return str(self.settings["redis_url"])
+        listening = psutil.Process(self.pid("broker")).net_connections(kind="tcp")
+        [port] = {connection.laddr.port for connection in listening if connection.status == psutil.CONN_LISTEN}
+        return f"redis://127.0.0.1:{port}/0"
+
+    def processes(self) -> list[psutil.Process]:
+        """All living descendants of the launcher, and the launcher."""
+        launcher = self.known[self.launcher.pid]
+        everybody = [launcher, *launcher.children(recursive=True)] if launcher.is_running() else []
+        self.known |= {process.pid: process for process in everybody}
+        return everybody
+
+    def pids(self) -> dict[str, int]:
+        """Process ids by name: `broker`, `g0`, `b0`, `w0` … A process that is just being started has no name yet."""
+        return {name: child.pid for child in psutil.Process(self.launcher.pid).children() if (name := name_of(child))}
+
+    def pid(self, name: str, timeout_s: float = 10.0) -> int:
+        """Process id of `w0`, once there is one."""
+        return int(wait_until_sync(lambda: self.pids().get(name), timeout_s))
+
+    def workers_ready(self, pool: str = "default") -> int:
+        """Workers that the batcher has taken over and gives rows to."""
+        with redis.Redis.from_url(self.redis_url) as client:
+            return int(client.hget(Keys(pool).state, "workers") or 0)
+
+    def restarted(self, name: str, old_pid: int, timeout_s: float = READY_S) -> int:
+        """The pid of the successor of a process that ended."""
+        end_s = time.monotonic() + timeout_s
+        return int(wait_until_sync(lambda: (pid := self.pids().get(name)) != old_pid and pid, end_s - time.monotonic()))
+
+    def __enter__(self) -> Self:
+        self.start()
+        try:
+            self.ready()
+        except BaseException:
+            self.kill()
+            raise
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.kill()
+
+    async def __aenter__(self) -> Self:
+        return self.__enter__()
+
+    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.kill()
+
+
+def name_of(process: psutil.Process) -> str:
+    """`w0` of a process titled `tokenfleet worker w0`, `broker` of the broker, else nothing."""
+    try:
+        if process.name() == "valkey-server":
+            return "broker"
+        words = " ".join(process.cmdline()).split()
+    except psutil.Error:
+        return ""
+    return words[2] if len(words) == 3 and words[0] == "tokenfleet" else ""

@@ -1,0 +1,164 @@
+"""The batcher process and the broker, without any worker: what waits is answered all the same."""
+
+import asyncio
+import contextlib
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import msgpack
+import pytest
+
+from common.broker import connect, script
+from common.codec import decode, encode
+from common.keys import Keys
+from common.messages import Cancel, Events, Generate, pack_ids
+from tests.waiting import wait_until
+
+KEYS = Keys("default")
+CHANNEL = KEYS.events("g")
+
+
+@contextlib.contextmanager
+def batcher(url: str, name: str = "b0", **settings: str) -> Iterator[subprocess.Popen[bytes]]:
+    environ = {**os.environ, "REDIS_URL": url, "PROCESS_NAME": name, "HEARTBEAT_S": "0.1", "WORKER_TTL_S": "1", **settings}
+    process = subprocess.Popen([sys.executable, "-P", "-m", "batcher"], env=environ)
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+
+
+@pytest.fixture
+async def redis(broker):
+    client = connect(broker.url)
+    await client.set(KEYS.gateway("g"), 1)
+    yield client
+    await client.aclose()
+
+
+async def admit(redis, name: str, payload: bytes | None = None, **fields) -> bytes:
+    request = Generate(name, "d", pack_ids([1, 2, 3]), 5, channel=CHANNEL, gateway="g", **fields)
+    keys = [KEYS.requests, KEYS.requests_bytes, KEYS.home(name)]
+    answer = await script(redis, "admit")(keys=keys, args=[payload or encode(request), 100, 10**6, "d", CHANNEL, "g", 600_000])
+    return answer[1]
+
+
+async def result(redis, name: str) -> dict:
+    return json.loads(await wait_until(lambda: redis.get(KEYS.result(name))))
+
+
+async def settled(redis) -> bool:
+    return not await redis.xlen(KEYS.requests) and not await redis.exists(KEYS.requests_bytes)
+
+
+async def test_a_deadline_ends_what_waits_and_says_so_once(broker, redis):
+    async with redis.pubsub() as pubsub:
+        await pubsub.subscribe(CHANNEL)
+        with batcher(broker.url):
+            await admit(redis, "r1", ttl_ms=300)
+            assert (await result(redis, "r1"))["error_type"] == "timeout"
+            await wait_until(lambda: settled(redis))
+        terminals = []
+        while (message := await pubsub.get_message(timeout=0.05)) is not None:
+            if message["type"] == "message":
+                terminals += decode(Events, message["data"]).terminals
+        assert [(end.request_id, end.reason, end.error_type) for end in terminals] == [("r1", "error", "timeout")]
+
+
+async def test_a_waiting_request_is_cancelled(broker, redis):
+    with batcher(broker.url):
+        await admit(redis, "r1")
+        await admit(redis, "r2")
+        await wait_until(lambda: waiting(redis, 2))
+        await script(redis, "cancel")(keys=[KEYS.home("r1"), KEYS.control], args=[encode(Cancel("r1", "client"))])
+        assert (await result(redis, "r1"))["error_type"] == "cancelled"
+        await wait_until(lambda: waiting(redis, 1))
+        assert await redis.hget(KEYS.home("r1"), "terminal") == b"cancelled"
+        assert await redis.hget(KEYS.home("r2"), "terminal") is None
+
+
+async def waiting(redis, count: int) -> bool:
+    return int(await redis.hget(KEYS.state, "waiting") or 0) == count
+
+
+async def test_requests_of_a_dead_gateway_live_on_for_their_grace_only(broker, redis):
+    with batcher(broker.url):
+        await admit(redis, "r1", grace_ms=300)
+        await admit(redis, "r2", grace_ms=600_000)
+        await wait_until(lambda: waiting(redis, 2))
+        await redis.delete(KEYS.gateway("g"))
+        assert "gateway" in (await result(redis, "r1"))["error"]
+        await wait_until(lambda: waiting(redis, 1))
+        assert await redis.get(KEYS.result("r2")) is None
+
+
+@pytest.mark.parametrize(
+    "payload",
+    [
+        msgpack.packb({"v": 1, "id": "r1", "dg": "d"}),
+        msgpack.packb({"v": 99, "id": "r1"}),
+        encode(Generate("r1", "d", b"\0\0\0", 5)),
+        encode(Generate("r1", "d", b"\0\0\0\0", 0)),
+    ],
+)
+async def test_an_entry_that_cannot_be_read_is_counted_answered_and_gone(broker, redis, payload):
+    with batcher(broker.url):
+        await admit(redis, "r1", payload)
+        assert (await result(redis, "r1"))["error"]
+        await wait_until(lambda: settled(redis))
+        await wait_until(lambda: counted(redis))
+
+
+async def counted(redis) -> bool:
+    return int(await redis.hget(KEYS.state, "undecodable") or 0) == 1
+
+
+async def test_garbage_kills_nobody(broker, redis):
+    with batcher(broker.url) as process:
+        await wait_until(lambda: redis.exists(KEYS.state))
+        for stream in (KEYS.requests, KEYS.control):
+            for fields in (
+                {"generate": b"\xc1"},
+                {"cancel": b""},
+                {"x": "y"},
+                {b"\xff": b"\xff"},
+                {"died": msgpack.packb({"v": 1, "i": 5})},
+            ):
+                await redis.xadd(stream, fields)
+        await wait_until(lambda: redis.hget(KEYS.state, "undecodable"))
+        await wait_until(lambda: empty(redis))
+        await admit(redis, "r1", ttl_ms=1)
+        assert (await result(redis, "r1"))["error_type"] == "timeout"
+        assert process.poll() is None
+
+
+async def empty(redis) -> bool:
+    return not await redis.xlen(KEYS.requests)
+
+
+async def test_a_standby_takes_over_and_reads_what_waits(broker, redis):
+    with batcher(broker.url, "b0") as first:
+        await wait_until(lambda: redis.exists(KEYS.state))
+        epoch = int(await redis.get(KEYS.epoch))
+        with batcher(broker.url, "b1"):
+            await admit(redis, "r1", ttl_ms=600_000)
+            await wait_until(lambda: waiting(redis, 1))
+            first.kill()
+            first.wait()
+            await redis.delete(KEYS.state)
+            await wait_until(lambda: redis.exists(KEYS.state), 20)
+            await wait_until(lambda: waiting(redis, 1))
+            assert int(await redis.get(KEYS.epoch)) > epoch
+            await script(redis, "cancel")(keys=[KEYS.home("r1"), KEYS.control], args=[encode(Cancel("r1", "client"))])
+            assert (await result(redis, "r1"))["error_type"] == "cancelled"
+
+
+async def test_a_batcher_whose_lease_was_taken_ends(broker, redis):
+    with batcher(broker.url) as process:
+        await wait_until(lambda: redis.exists(KEYS.state))
+        await redis.incr(KEYS.epoch)
+        assert await asyncio.to_thread(process.wait, 10) == 1

@@ -1,0 +1,138 @@
+import asyncio
+import errno
+import socket
+import time
+from pathlib import Path
+
+import pytest
+from redis import exceptions
+
+from common import broker as access
+from common.settings import SettingError
+from deploy.broker import Broker, free_port
+from tests import brokers
+
+
+async def test_a_broker_that_answers_is_fine(broker: Broker) -> None:
+    await access.check(broker.url)
+
+
+async def refusal(url: str) -> str:
+    begun_s = time.monotonic()
+    with pytest.raises(SettingError) as refused:
+        await access.check(url)
+    assert time.monotonic() - begun_s < 6
+    assert "\n" not in str(refused.value)
+    assert str(refused.value).startswith("REDIS_URL: ")
+    return str(refused.value)
+
+
+async def test_nobody_there() -> None:
+    port = free_port()
+    assert f"127.0.0.1:{port}: {'Connection refused'}" in await refusal(f"redis://:secret@127.0.0.1:{port}")
+
+
+async def test_somebody_who_never_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(access, "CONNECT_TIMEOUT_S", 0.3)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        assert "did not answer in time" in await refusal(f"redis://127.0.0.1:{silent.getsockname()[1]}")
+
+
+async def test_somebody_who_speaks_something_else() -> None:
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(b"HTTP/1.1 400 Bad Request\r\n\r\n")
+        writer.close()
+
+    async with await asyncio.start_server(answer, "127.0.0.1", 0) as server:
+        assert "is not a broker" in await refusal(f"redis://127.0.0.1:{server.sockets[0].getsockname()[1]}")
+
+
+async def test_an_old_broker() -> None:
+    info = b"redis_version:6.2.14\r\n"
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while head := await reader.readline():  # *3, then for each word its length and itself
+            words = [await reader.readline() for _ in range(2 * int(head[1:]))][1::2]
+            writer.write(b"$%d\r\n%b\r\n" % (len(info), info) if words[0] == b"INFO\r\n" else b"+OK\r\n")
+        writer.close()
+
+    async with await asyncio.start_server(answer, "127.0.0.1", 0) as server:
+        assert "Redis 6.2.14; 7.0 or later" in await refusal(f"redis://127.0.0.1:{server.sockets[0].getsockname()[1]}")
+
+
+@pytest.mark.parametrize("url", ["http://host", "redis://:secret@host:12x4", "nonsense"])
+async def test_no_redis_url(url: str) -> None:
+    line = await refusal(url)
+    assert "is not a URL like redis://" in line
+    assert "secret" not in line
+
+
+async def test_wrong_and_missing_passwords() -> None:
+    with brokers.running("--requirepass", "correct") as locked:
+        for credentials in (":secret@", ""):
+            line = await refusal(f"redis://{credentials}127.0.0.1:{locked.port}")
+            assert "refused user name or password" in line
+            assert "secret" not in line
+        await access.check(f"redis://:correct@127.0.0.1:{locked.port}")
+
+
+async def test_refusals_of_a_running_broker_have_their_names() -> None:
+    with brokers.running() as full:
+        async with access.connect(full.url) as client:
+            await client.config_set("maxmemory", 1)
+            with pytest.raises(access.ERRORS) as refused:
+                await client.set("key", "value")
+            assert "out of memory" in access.cause(refused.value)
+            await client.config_set("maxmemory", 0)
+            await client.replicaof("127.0.0.1", "1")
+            with pytest.raises(access.ERRORS) as refused:
+                await client.set("key", "value")
+            assert "READONLY" in access.cause(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        (exceptions.BusyLoadingError("Redis is loading the dataset in memory"), "LOADING"),
+        (exceptions.ConnectionError("Connection closed by server."), "no connection"),
+        (exceptions.ConnectionError("redis://user:secret@host is away"), "redis://host is away"),
+        (TimeoutError(), "did not answer in time"),
+        (OSError(errno.ENETUNREACH, "Network is unreachable"), "Network is unreachable"),
+        (exceptions.ResponseError("WRONGTYPE not\nso"), "the broker refused (WRONGTYPE not so)"),
+    ],
+)
+def test_causes(error: Exception, words: str) -> None:
+    assert words in access.cause(error)
+    assert "secret" not in access.cause(error)
+
+
+async def test_a_blocking_read_outlasts_every_client_timeout(broker: Broker, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(access, "CONNECT_TIMEOUT_S", 0.3)
+    async with access.connect(broker.url) as client:
+        assert await client.xread({"nothing": "$"}, block=700) == []
+
+
+async def test_a_command_is_not_repeated_by_the_client(broker: Broker) -> None:
+    """A repeated INCR after a cut connection would count twice; who calls must decide."""
+    async with access.connect(broker.url) as client, access.connect(broker.url) as other:
+        identity = await client.client_id()
+        blocked = asyncio.ensure_future(client.xread({"nothing": "$"}, block=0))
+        while (await other.info("clients"))["blocked_clients"] == 0:  # noqa: ASYNC110 (the broker is asked, no event of ours)
+            await asyncio.sleep(0.01)
+        await other.client_kill_filter(_id=str(identity))
+        with pytest.raises(access.ERRORS):
+            await blocked
+
+
+async def test_scripts_load_what_they_need_and_survive_a_broker_that_forgot_them(
+    broker: Broker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "double.lua").write_text("local function double(x) return 2 * x end\n")
+    (tmp_path / "inc.lua").write_text("local function inc(x) return x + 1 end\n")
+    (tmp_path / "answer.lua").write_text("-- needs: double, inc\nreturn inc(double(tonumber(ARGV[1])))\n")
+    monkeypatch.setattr(access, "SCRIPTS", tmp_path)
+    async with access.connect(broker.url) as client:
+        answer = access.script(client, "answer")
+        assert await answer(args=[20]) == 41
+        await client.script_flush()
+        assert await answer(args=[4]) == 9

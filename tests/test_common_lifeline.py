@@ -1,0 +1,83 @@
+"""Descendants of a process that is killed are gone within three seconds, however they were started and whatever state they are in."""
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import psutil
+import pytest
+
+from tests.waiting import wait_until_sync
+
+GONE_S = 3.0
+BIND = "from common.lifeline import die_with_parent; die_with_parent();"
+SLEEP = "import time; print('up', flush=True); time.sleep(600)"
+NEST = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {BIND + SLEEP!r}])"
+# A parent with three children: Python, a foreign program behind the lifeline, and one that has a child of its own.
+PARENT = f"""
+import os, subprocess, sys
+own = os.environ | {{"PARENT_PID": str(os.getpid())}}
+children = [
+    subprocess.Popen([sys.executable, "-c", {BIND + SLEEP!r}], env=own, start_new_session=True, stdout=subprocess.PIPE),
+    subprocess.Popen([sys.executable, "-c", {BIND + NEST!r}],
+        env=own, start_new_session=True, stdout=subprocess.PIPE),
+    subprocess.Popen([sys.executable, "-m", "common.lifeline", "sh", "-c", "echo up; exec sleep 600"], env=own, stdout=subprocess.PIPE),
+]
+for child in children:
+    assert child.stdout.readline() == b"up\\n"
+print("up", flush=True)
+children[0].wait()
+"""
+
+
+@pytest.fixture
+def parent() -> Iterator[subprocess.Popen[bytes]]:
+    process = subprocess.Popen([sys.executable, "-c", PARENT], stdout=subprocess.PIPE)
+    assert process.stdout is not None
+    assert process.stdout.readline() == b"up\n"
+    descendants = psutil.Process(process.pid).children(recursive=True)
+    try:
+        yield process
+    finally:
+        for leftover in [psutil.Process(process.pid), *descendants] if process.poll() is None else descendants:
+            if leftover.is_running():
+                leftover.kill()
+        process.wait()
+        process.stdout.close()
+
+
+@pytest.mark.parametrize("stopped", [False, True])
+def test_descendants_go_with_a_killed_parent(parent: subprocess.Popen[bytes], stopped: bool) -> None:
+    descendants = psutil.Process(parent.pid).children(recursive=True)
+    assert len(descendants) == 4
+    if stopped:
+        for process in descendants:
+            process.suspend()
+    parent.kill()
+    parent.wait()
+    wait_until_sync(lambda: all(has_ended(process) for process in descendants), GONE_S)
+
+
+def has_ended(process: psutil.Process) -> bool:
+    try:
+        return process.status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
+
+
+def run_bound(parent_pid: int) -> int:
+    environ = os.environ | {"PARENT_PID": str(parent_pid)}
+    return subprocess.run([sys.executable, "-c", BIND + "import os; assert 'PARENT_PID' not in os.environ"], env=environ).returncode
+
+
+def test_a_parent_that_died_before_we_looked_is_noticed() -> None:
+    gone = subprocess.Popen(["true"])
+    gone.wait()
+    assert run_bound(gone.pid) == -signal.SIGKILL
+
+
+def test_who_is_bound_to_nobody_lives_on() -> None:
+    assert run_bound(0) == 0
+    assert run_bound(os.getpid()) == 0

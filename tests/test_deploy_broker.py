@@ -1,0 +1,31 @@
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import redis
+
+from deploy.broker import embedded
+from tests import brokers
+
+
+def test_a_killed_broker_keeps_its_port_and_its_data() -> None:
+    with embedded() as broker:
+        for number in range(3):
+            process = brokers.start(broker)
+            with redis.Redis.from_url(broker.url) as client:
+                assert client.incr("starts") == number + 1
+            process.kill()
+            process.wait()
+
+
+def test_directories_go_with_their_owners_or_at_the_next_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    killed = "import os, signal; from deploy.broker import embedded\nwith embedded(): os.kill(os.getpid(), signal.SIGKILL)"
+    subprocess.run([sys.executable, "-c", killed], env=os.environ | {"TMPDIR": str(tmp_path)})
+    [abandoned] = tmp_path.iterdir()
+    with embedded() as first, embedded() as second:
+        assert not abandoned.exists()
+        assert set(tmp_path.iterdir()) == {first.directory, second.directory}
+    assert not list(tmp_path.iterdir())

@@ -1,0 +1,88 @@
+"""What a person sees who types something that cannot be served: one line, soon, and a non-zero exit code."""
+
+import os
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from deploy.broker import free_port
+from tests import brokers
+
+
+def tokenfleet(*argv: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    environ = {name: value for name, value in os.environ.items() if name not in ("REDIS_URL", "MODEL_ID", "PORT")}
+    command = [str(Path(sys.executable).parent / "tokenfleet"), *argv]
+    return subprocess.run(command, env=environ | variables, capture_output=True, text=True, timeout=20)
+
+
+def refusal(*argv: str, **variables: str) -> str:
+    begun_s = time.monotonic()
+    done = tokenfleet(*argv, **variables)
+    assert time.monotonic() - begun_s < 10
+    assert done.returncode == 2
+    assert done.stdout == ""
+    [line] = done.stderr.splitlines()
+    return line
+
+
+def test_a_taken_port() -> None:
+    with socket.create_server(("0.0.0.0", 0), reuse_port=True) as taken:
+        port = taken.getsockname()[1]
+        assert refusal("serve", "--port", str(port)) == f"tokenfleet: PORT: 0.0.0.0:{port} is taken by another process"
+
+
+def test_a_port_that_was_just_left_is_free() -> None:
+    """Connections of an earlier fleet linger on it (TIME_WAIT): the next thing checked is what fails."""
+    with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()) as client:
+        port = server.getsockname()[1]
+        accepted, _ = server.accept()
+        accepted.close()
+        client.recv(1)
+    assert refusal("serve", "/no/such/model", "--port", str(port), "--hostname", "127.0.0.1").startswith("tokenfleet: MODEL_ID:")
+
+
+def test_a_model_that_is_not_there(tmp_path: Path) -> None:
+    assert refusal("serve", "/no/such/model", PORT=str(free_port())).startswith("tokenfleet: MODEL_ID: /no/such/model")
+    assert refusal("serve", PORT=str(free_port()), MODEL_ID=str(tmp_path)).startswith(f"tokenfleet: MODEL_ID: {tmp_path}")
+
+
+@pytest.mark.parametrize("command", ["serve", "api", "batcher", "worker"])
+def test_a_dead_broker(command: str) -> None:
+    url = f"redis://:secret@127.0.0.1:{free_port()}"
+    line = refusal(command, PORT=str(free_port()), REDIS_URL=url)
+    assert line.startswith("tokenfleet: REDIS_URL: no connection to the broker (127.0.0.1:")
+    assert "secret" not in line
+
+
+def test_a_wrong_password() -> None:
+    with brokers.running("--requirepass", "correct") as locked:
+        line = refusal("serve", "--redis-url", f"redis://:secret@127.0.0.1:{locked.port}", PORT=str(free_port()))
+    assert "REDIS_URL: the broker refused user name or password" in line
+    assert "secret" not in line
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["serv"], "COMMAND: 'serv' is none of ours; the nearest is serve"),
+        (["serve", "--prot", "80"], "--prot: unknown flag; the nearest is --port"),
+        (["serve", "model", "another"], "ARGUMENTS: 'another' is not expected"),
+        (["serve", "--port", "70000"], "PORT: 70000 is no port"),
+        (["serve", "--num-workers", "0"], "NUM_WORKERS: at least 1"),
+        (["serve", "--hostname", "203.0.113.1"], "HOSTNAME: cannot listen"),
+        (["worker"], "REDIS_URL: is not set"),
+        (["worker", "--name"], "FLAGS: argument --name: expected one argument"),
+    ],
+)
+def test_what_was_mistyped_is_named(argv: list[str], words: str) -> None:
+    assert words in refusal(*argv)
+
+
+def test_help_lists_commands_and_settings() -> None:
+    assert "serve [MODEL]" in tokenfleet("--help").stdout
+    assert "--max-batch-prefill-tokens" in tokenfleet("serve", "--help").stdout
+    assert tokenfleet("--version").stdout.startswith("tokenfleet ")

@@ -1,0 +1,179 @@
+"""Supervision, over fake gateways, batchers and workers and a real broker."""
+
+import functools
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import pytest
+import redis
+
+from common.keys import Keys
+from common.messages import Died, decode
+from deploy.broker import free_port
+from tests.waiting import wait_until_sync
+
+GONE_S = 3.0
+
+
+@dataclass
+class Launched:
+    process: subprocess.Popen[str]
+    directory: Path
+
+    def notes(self, *, of: str = "") -> list[str]:
+        path = self.directory / "notes"
+        return [line for line in path.read_text().splitlines() if line.startswith(of)] if path.exists() else []
+
+    def starts(self, name: str) -> list[tuple[int, str]]:
+        words = [line.split() for line in self.notes(of=f"{name} start")]
+        return [(int(pid), incarnation) for _, _, pid, incarnation in words]
+
+    def ready(self) -> str:
+        """The launcher's line; every process has started then."""
+        wait_until_sync(lambda: self.process.poll() is not None or all(map(self.starts, ("g0", "b0", "w0", "w1"))))
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        assert line, self.error()
+        return line
+
+    def error(self) -> str:
+        return (self.directory / "stderr").read_text()
+
+    def broker(self) -> psutil.Process:
+        return next(child for child in psutil.Process(self.process.pid).children() if child.name() == "valkey-server")
+
+    def client(self) -> redis.Redis:
+        [port] = {connection.laddr.port for connection in self.broker().net_connections() if connection.status == psutil.CONN_LISTEN}
+        return redis.Redis(port=port)
+
+
+@pytest.fixture
+def launch(tmp_path: Path) -> Iterator[Callable[[], Launched]]:
+    processes = []
+
+    def start() -> Launched:
+        command = [sys.executable, "-m", "tests.fake_fleet", str(tmp_path), str(free_port())]
+        with (tmp_path / "stderr").open("w") as error:
+            processes.append(subprocess.Popen(command, stdout=subprocess.PIPE, stderr=error, text=True))
+        return Launched(processes[-1], tmp_path)
+
+    yield start
+    for process in processes:
+        process.kill()
+        process.wait()
+        if process.stdout:
+            process.stdout.close()
+
+
+def test_ready_is_one_line_with_the_url_and_a_command(launch: Callable[[], Launched]) -> None:
+    line = launch().ready()
+    assert "http://127.0.0.1:" in line
+    assert "curl -N" in line
+    assert "/generate_stream" in line
+
+
+def test_a_killed_worker_comes_back_as_another_incarnation_and_the_batcher_is_told(launch: Callable[[], Launched]) -> None:
+    fleet = launch()
+    fleet.ready()
+    [(pid, incarnation)] = fleet.starts("w1")
+    os.kill(pid, signal.SIGKILL)
+    wait_until_sync(lambda: len(fleet.starts("w1")) == 2, GONE_S)
+    assert fleet.starts("w1")[1][1] != incarnation
+    assert len(fleet.starts("w0")) == 1
+    with fleet.client() as client:
+        [(_, entry)] = wait_until_sync(lambda: client.xrange(Keys("default").control))
+    assert decode(Died, entry[b"died"]) == Died(incarnation)
+    assert "w1 ended" in fleet.error()
+    assert "killed by SIGKILL; starts again in 0.0 s" in fleet.error()
+
+
+def test_a_killed_broker_comes_back_with_its_data_on_its_port(launch: Callable[[], Launched]) -> None:
+    fleet = launch()
+    fleet.ready()
+    with fleet.client() as client:
+        client.set("key", "value")
+        for _ in range(2):
+            old = fleet.broker().pid
+            os.kill(old, signal.SIGKILL)
+            wait_until_sync(functools.partial(has_broker_besides, fleet, old))
+            wait_until_sync(lambda: answers(client))
+            assert client.get("key") == b"value"
+
+
+def has_broker_besides(fleet: Launched, old: int) -> bool:
+    return any(child.name() == "valkey-server" and child.pid != old for child in psutil.Process(fleet.process.pid).children())
+
+
+def answers(client: redis.Redis) -> bool:
+    try:
+        return bool(client.ping())
+    except redis.exceptions.RedisError:
+        return False
+
+
+def test_sigterm_drains_gateways_first_and_supervises_the_others_meanwhile(launch: Callable[[], Launched]) -> None:
+    fleet = launch()
+    (fleet.directory / "hold").touch()
+    fleet.ready()
+    fleet.process.terminate()
+    wait_until_sync(lambda: "g0 told" in fleet.notes())
+    os.kill(fleet.starts("w0")[0][0], signal.SIGKILL)
+    wait_until_sync(lambda: len(fleet.starts("w0")) == 2)
+    assert not [line for line in fleet.notes() if line.endswith("told") and not line.startswith("g0")]
+    (fleet.directory / "hold").unlink()
+    assert fleet.process.wait(10) == 0
+    notes = fleet.notes()
+    assert {"b0 end", "w1 end"} <= set(notes[notes.index("g0 end") :])
+    assert len(fleet.starts("g0")) == 1
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_second_signal_ends_now(launch: Callable[[], Launched], number: signal.Signals) -> None:
+    fleet = launch()
+    (fleet.directory / "hold").touch()
+    fleet.ready()
+    children = psutil.Process(fleet.process.pid).children(recursive=True)
+    fleet.process.send_signal(number)
+    wait_until_sync(lambda: "g0 told" in fleet.notes())
+    fleet.process.send_signal(number)
+    assert fleet.process.wait(GONE_S) > 0
+    assert not [child for child in children if child.is_running()]
+
+
+def test_everything_goes_with_a_killed_launcher_even_what_is_stopped(launch: Callable[[], Launched]) -> None:
+    fleet = launch()
+    fleet.ready()
+    children = psutil.Process(fleet.process.pid).children(recursive=True)
+    assert len(children) == 5
+    os.kill(fleet.starts("w0")[0][0], signal.SIGSTOP)
+    fleet.process.kill()
+    wait_until_sync(lambda: not [child for child in children if child.is_running() and child.status() != psutil.STATUS_ZOMBIE], GONE_S)
+
+
+@pytest.mark.parametrize(
+    ("exit_code", "ours", "last"), [(78, 2, "NAME: the cause that w0 found"), (1, 1, "w0 ended before the fleet was ready: exit code 1")]
+)
+def test_an_end_before_the_fleet_was_ready_ends_it(
+    launch: Callable[[], Launched], tmp_path: Path, exit_code: int, ours: int, last: str
+) -> None:
+    (tmp_path / "loading").touch()
+    (tmp_path / "w0.fails").write_text(str(exit_code))
+    fleet = launch()
+    assert fleet.process.wait(10) == ours
+    assert fleet.error().splitlines()[-1].endswith(last)
+    assert len(fleet.starts("w0")) == 1
+
+
+def test_a_setting_that_cannot_be_served_is_fatal_at_any_time(launch: Callable[[], Launched]) -> None:
+    fleet = launch()
+    fleet.ready()
+    (fleet.directory / "w0.fails").write_text("78")
+    os.kill(fleet.starts("w0")[0][0], signal.SIGKILL)
+    assert fleet.process.wait(10) == 2
+    assert fleet.error().splitlines()[-1].endswith("NAME: the cause that w0 found")

@@ -1,0 +1,66 @@
+"""Who may import what, and that nobody else's `api` or `common` is taken for ours."""
+
+import ast
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PACKAGES = ("api", "batcher", "gpu_worker", "common", "deploy")
+ALLOWED = {
+    "api": {"api", "common"},
+    "batcher": {"batcher", "common"},
+    "gpu_worker": {"gpu_worker", "common"},
+    "common": {"common"},
+    "deploy": {"deploy", "common"},
+}
+AT_HOME = {"torch": "gpu_worker/engine", "transformers": "gpu_worker/engine", "fastapi": "api", "starlette": "api"}
+FILES = sorted(path for package in PACKAGES for path in (ROOT / package).rglob("*.py"))
+
+
+def imported(path: Path) -> Iterator[str]:
+    """First words of all modules that a file imports, anywhere in it."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name.split(".")[0] for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: a relative import"
+            yield (node.module or "").split(".")[0]
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_a_process_imports_common_and_itself_only(path: Path) -> None:
+    place = path.relative_to(ROOT)
+    found = set(imported(path))
+    assert found & set(PACKAGES) <= ALLOWED[place.parts[0]]
+    for module, home in AT_HOME.items():
+        assert module not in found or place.is_relative_to(home), f"{module} belongs to {home}"
+
+
+@pytest.mark.parametrize("path", [path for path in FILES if path.name == "__main__.py"], ids=lambda path: str(path.relative_to(ROOT)))
+def test_main_modules_define_nothing(path: Path) -> None:
+    """What is defined in `__main__` cannot be found by a child process."""
+    defined = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda)
+    assert not [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, defined)]
+
+
+def test_the_packages_come_from_this_checkout(tmp_path: Path) -> None:
+    (tmp_path / "api.py").write_text("raise ImportError('not ours')")
+    code = f"import importlib, json; print(json.dumps([importlib.import_module(name).__file__ for name in {PACKAGES}]))"
+    done = subprocess.run([sys.executable, "-P", "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert json.loads(done.stdout) == [str(ROOT / package / "__init__.py") for package in PACKAGES]
+
+
+@pytest.mark.parametrize("module", ["api", "batcher", "gpu_worker", "deploy.launcher"])
+def test_a_process_starts_without_torch(module: str) -> None:
+    """Indirect imports count too: torch costs seconds and hundreds of megabytes."""
+    code = f"import importlib, pkgutil, sys; package = importlib.import_module({module!r})\n"
+    code += "names = [item.name for item in pkgutil.iter_modules(getattr(package, '__path__', []))]\n"
+    code += f"[importlib.import_module({module!r} + '.' + name) for name in names if name not in ('__main__', 'engine')]\n"
+    code += "print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "False"

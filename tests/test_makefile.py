@@ -1,0 +1,78 @@
+"""`make serve` and its signals, with a fleet of fakes in the place of ours."""
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from deploy.broker import free_port
+from tests.waiting import wait_until_sync
+
+ROOT = Path(__file__).parent.parent
+GONE_S = 3.0
+
+
+@pytest.fixture
+def make(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
+    """A running `make serve`, in a process group of its own as in a terminal; everything is up."""
+    program = tmp_path / "tokenfleet"
+    program.write_text(f'#!/bin/sh\necho "$@" >{tmp_path}/argv\nexec {sys.executable} -m tests.fake_fleet {tmp_path} {free_port()}\n')
+    program.chmod(0o755)
+    command = ["make", "serve", f"BIN={tmp_path}", "ARGS=--port 8080", "-o", ".venv/.installed-to-run"]
+    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, process_group=0)
+    assert process.stdout is not None
+    assert "/generate_stream" in process.stdout.readline()
+    wait_until_sync(lambda: (tmp_path / "notes").read_text().count(" start ") == 4)
+    everybody = descendants(process)
+    yield process
+    for leftover in everybody:
+        if leftover.is_running():
+            leftover.kill()
+    process.kill()
+    process.wait()
+    process.stdout.close()
+
+
+def descendants(make: subprocess.Popen[str]) -> list[psutil.Process]:
+    found = psutil.Process(make.pid).children(recursive=True)
+    assert len(found) == 6
+    return found
+
+
+def gone(processes: list[psutil.Process]) -> bool:
+    return not [process for process in processes if process.is_running() and process.status() != psutil.STATUS_ZOMBIE]
+
+
+def test_flags_reach_the_launcher(make: subprocess.Popen[str], tmp_path: Path) -> None:
+    assert (tmp_path / "argv").read_text() == "serve --port 8080\n"
+
+
+def test_everything_goes_with_a_killed_make(make: subprocess.Popen[str]) -> None:
+    processes = descendants(make)
+    make.kill()
+    make.wait()
+    wait_until_sync(lambda: gone(processes), GONE_S)
+
+
+def test_sigterm_to_make_drains(make: subprocess.Popen[str], tmp_path: Path) -> None:
+    processes = descendants(make)
+    make.terminate()
+    make.wait(10)
+    wait_until_sync(lambda: gone(processes), GONE_S)
+    assert {"g0 end", "b0 end", "w0 end"} <= set((tmp_path / "notes").read_text().splitlines())
+
+
+def test_ctrl_c_drains_and_a_second_one_ends_now(make: subprocess.Popen[str], tmp_path: Path) -> None:
+    processes = descendants(make)
+    (tmp_path / "hold").touch()
+    os.killpg(make.pid, signal.SIGINT)
+    wait_until_sync(lambda: "g0 told" in (tmp_path / "notes").read_text())
+    assert not gone(processes)
+    os.killpg(make.pid, signal.SIGINT)
+    make.wait(GONE_S)
+    wait_until_sync(lambda: gone(processes), GONE_S)

@@ -1,0 +1,22 @@
+import dataclasses
+import re
+from pathlib import Path
+
+from common.settings import Settings
+
+README = (Path(__file__).parent.parent / "README.md").read_text()
+
+
+def table() -> str:
+    rows = ["| setting | default | |", "|---|---|---|"]
+    for item in dataclasses.fields(Settings):
+        default = "" if item.default is None else f"{item.default:_}" if type(item.default) is int else item.default
+        unit = f" ({item.metadata['unit']})" if item.metadata["unit"] else ""
+        rows.append(f"| `{item.name.upper()}` | {default} | {item.metadata['help']}{unit} |")
+    return "\n".join(rows)
+
+
+def test_the_table_of_settings_is_the_settings() -> None:
+    found = re.search(r"<!-- settings -->\n(.*)\n<!-- /settings -->", README, re.DOTALL)
+    assert found is not None
+    assert found[1] == table(), f"the README should say:\n{table()}"
