@@ -13,7 +13,6 @@ import re
 import shutil
 import subprocess
 import sys
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -110,14 +109,16 @@ def converted(gguf: Path, progress: Progress) -> Path:
 
 def convert(gguf: Path, target: Path) -> None:
     """Conversion needs torch and much memory, so it is a process of its own. The directory appears whole or not at all."""
-    draft = Path(tempfile.mkdtemp(prefix=".draft-", dir=target.parent))
+    draft = target.with_name(f".draft-{target.name}")
+    shutil.rmtree(draft, ignore_errors=True)  # of one who was killed
+    draft.mkdir()
     try:
         command = [sys.executable, "-m", "gpu_worker.engine.convert", str(gguf), str(draft)]
-        done = subprocess.run(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        environ = os.environ | {"PARENT_PID": str(os.getpid())}
+        done = subprocess.run(command, env=environ, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
         if done.returncode != 0:
             last = next((line for line in reversed(done.stdout.splitlines()) if line.strip()), f"exit status {done.returncode}")
             raise SettingError("model_id", f"{gguf} cannot be converted: {last.strip()}")
-        draft.chmod(0o755)
         checked(draft).rename(target)
     finally:
         shutil.rmtree(draft, ignore_errors=True)

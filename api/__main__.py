@@ -1,0 +1,3 @@
+from api.server import main
+
+main()

@@ -1,0 +1,66 @@
+"""What the routes of one gateway share, and its life."""
+
+import asyncio
+import contextlib
+import logging
+import signal
+from collections.abc import AsyncIterator, Callable, Coroutine
+from typing import Any, cast
+
+from fastapi import Request
+
+from api.fleet import Fleet
+from api.prompt import Vocabulary
+from api.relay import Relay
+from api.submit import Desk
+from common.broker import CONNECT_TIMEOUT_S, connect
+from common.keys import Keys
+from common.settings import Settings
+
+log = logging.getLogger(__name__)
+
+
+class Gateway:
+    """The parts of a gateway, tied together; `name` is new at every start."""
+
+    def __init__(self, settings: Settings, name: str, vocabulary: Vocabulary, lose: Callable[[], bool] | None = None) -> None:
+        keys = Keys(settings.pool)
+        self.settings, self.vocabulary = settings, vocabulary
+        self.redis = connect(settings.redis_url or "")
+        self.relay = Relay(self.redis, keys, name, lose)
+        self.fleet = Fleet(self.redis, keys, name, settings, num_streams=lambda: len(self.relay.streams))
+        self.desk = Desk(self.redis, keys, name, settings, vocabulary, self.relay, self.fleet)
+
+    @contextlib.asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        """The gateway lives while the context is open; a broker that is away now may come later."""
+        await self.fleet.look()
+        async with contextlib.AsyncExitStack() as stack:
+            stack.push_async_callback(self.redis.aclose)
+            stack.push_async_callback(self.fleet.leave)
+            for loop in (self.relay.run(), self.fleet.run()):
+                await stack.enter_async_context(running_task(loop))
+            stack.push_async_callback(self.desk.close)
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self.relay.subscribed.wait(), CONNECT_TIMEOUT_S)
+            yield
+
+
+@contextlib.asynccontextmanager
+async def running_task(loop: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
+    """A loop that runs while the context is open. Should it end by itself, so does this process: nobody would be served."""
+    task = asyncio.create_task(loop)
+    task.add_done_callback(end_with)
+    yield
+    task.cancel()
+    await asyncio.wait([task])
+
+
+def end_with(task: asyncio.Task[None]) -> None:
+    if not task.cancelled():
+        log.critical("a loop of the gateway ended", exc_info=task.exception())
+        signal.raise_signal(signal.SIGTERM)
+
+
+def gateway_of(request: Request) -> Gateway:
+    return cast(Gateway, request.app.state.gateway)

@@ -1,0 +1,100 @@
+"""One gateway process: its listeners, and its end."""
+
+import logging
+import os
+import random
+import secrets
+import signal
+import socket
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import setproctitle
+import uvicorn
+
+from api.app import build
+from api.gateway import Gateway
+from api.prompt import Vocabulary
+from common import lifeline, logs, model_files
+from common.settings import SettingError, Settings
+
+log = logging.getLogger(__name__)
+
+BACKLOG = 2048
+
+
+def main() -> None:
+    """Serves until SIGTERM; exits with EX_CONFIG where a setting cannot be served."""
+    lifeline.die_with_parent()
+    name = os.environ.get("PROCESS_NAME", "g0")
+    setproctitle.setproctitle(f"tokenfleet api {name}")
+    try:
+        settings = Settings.read([])
+        logs.set_up(name, settings.log_level)
+        serve(settings, name)
+    except SettingError as error:
+        print(f"tokenfleet api {name}: {error}", file=sys.stderr)
+        sys.exit(os.EX_CONFIG)
+
+
+def serve(settings: Settings, name: str) -> None:
+    """Runs one gateway to its end. Raises SettingError."""
+    if settings.redis_url is None:
+        raise SettingError("redis_url", "is not set")
+    incarnation = os.environ.get("INCARNATION") or f"{name}-{secrets.token_hex(4)}"
+    vocabulary = Vocabulary.load(Path(model_files.resolve(settings.model_id, settings.revision)))
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # one prompt at a time: no pool of threads for it
+    sockets = [shared_listener(settings.listen_host, settings.port), own_listener(settings.gateway_port)]
+    gateway = Gateway(settings, incarnation, vocabulary, lossy(os.environ.get("TOKENFLEET_TEST_LOSE", "")))
+    config = uvicorn.Config(
+        build(gateway),
+        loop="uvloop",
+        http="httptools",
+        lifespan="on",
+        log_config=None,
+        log_level="warning",
+        access_log=False,
+        server_header=False,
+        backlog=BACKLOG,
+        timeout_graceful_shutdown=round(settings.graceful_termination_timeout),
+    )
+    log.info("%s listens on %s", incarnation, " and ".join(f"{one.getsockname()[0]}:{one.getsockname()[1]}" for one in sockets))
+    signal.signal(signal.SIGTERM, ignore)  # uvicorn raises it again after a graceful end: that is no failure
+    uvicorn.Server(config).run(sockets)
+
+
+def ignore(*_: object) -> None:
+    pass
+
+
+def shared_listener(host: str, port: int) -> socket.socket:
+    """The port that all gateways of a machine share: the kernel spreads connections over them."""
+    return listener(host, port, "port", socket.SO_REUSEADDR, socket.SO_REUSEPORT)
+
+
+def own_listener(port: int) -> socket.socket:
+    """The port of this gateway alone."""
+    return listener("127.0.0.1", port, "gateway_port", socket.SO_REUSEADDR)
+
+
+def listener(host: str, port: int, name: str, *options: int) -> socket.socket:
+    """A bound socket. Raises SettingError of `name`."""
+    one = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
+    for option in options:
+        one.setsockopt(socket.SOL_SOCKET, option, 1)
+    try:
+        one.bind((host, port))
+    except OSError as error:
+        one.close()
+        raise SettingError(name, f"cannot listen on {host}:{port}: {error.strerror}") from error
+    return one
+
+
+def lossy(text: str) -> Callable[[], bool] | None:
+    """For tests of the relay: `0.1` or `0.1:seed` loses that share of all messages."""
+    if not text:
+        return None
+    share, _, seed = text.partition(":")
+    chance = random.Random(seed or None)
+    return lambda: chance.random() < float(share)

@@ -1,0 +1,134 @@
+"""One live request as its gateway knows it: what has come of it so far, whichever way it came."""
+
+import asyncio
+import json
+import time
+from collections.abc import Sequence
+
+from api.prompt import Vocabulary
+from common.detokenize import Detokenizer, StopMatcher, generated_text
+from common.messages import Generate, Terminal, Tokens, WireError, pack_floats, unpack_floats, unpack_ids
+from common.recover import Committed, split
+
+FINISHED = ("length", "eos_token", "stop_sequence")
+"""Reasons of a terminal that mean: here is the whole answer."""
+
+
+class Stream:
+    """Tokens 0, 1, 2, … of a request, each once, then its terminal. One reader waits on `changed`, whoever wants only the end on `ended`.
+
+    Attributes:
+        admitted: whether Redis is known to have the request.
+        attempt: the newest attempt heard of; what lower ones say is dropped.
+        heard_s: monotonic time of the last word about the request.
+    """
+
+    def __init__(self, request: Generate, vocabulary: Vocabulary) -> None:
+        self.request, self.vocabulary = request, vocabulary
+        self.prompt_ids = unpack_ids(request.prompt_ids)
+        self.ending_ids = frozenset() if request.ignore_eos else vocabulary.ending_ids
+        self.matcher = StopMatcher(request.stop) if request.stop else None
+        self.admitted = False
+        self.attempt = 0
+        self.ids: list[int] = []
+        self.logprobs: list[float] = []
+        self.texts: list[str] = []
+        self.terminal: Terminal | None = None
+        self.begun_s = self.heard_s = time.monotonic()
+        self.first_token_s = self.ended_s = 0.0
+        self.changed, self.ended = asyncio.Event(), asyncio.Event()
+        self.detokenizer: Detokenizer | None = None
+        self.num_detokenized = 0
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.ids)
+
+    @property
+    def finished(self) -> bool:
+        return self.terminal is not None and self.terminal.reason in FINISHED
+
+    @property
+    def num_ready(self) -> int:
+        """Tokens that may be shown now. The last one of an answer is shown together with its end, so what may be the last waits."""
+        waits = self.finished if self.terminal else self.may_be_last
+        return self.num_tokens - waits
+
+    @property
+    def may_be_last(self) -> bool:
+        if not self.ids:
+            return False
+        stopped = self.matcher is not None and self.matcher.matched
+        return stopped or self.num_tokens == self.request.max_new_tokens or self.ids[-1] in self.ending_ids
+
+    @property
+    def text(self) -> str:
+        """The whole answer, once it is finished."""
+        assert self.terminal is not None
+        return generated_text(self.vocabulary.tokenizer, self.prompt_ids, self.ids, self.request.stop, self.terminal.reason)
+
+    def take(self, tokens: Tokens) -> bool:
+        """Adds what is new of `tokens`. Returns False when tokens before them are missing. Raises WireError."""
+        self.heard_s = time.monotonic()
+        if self.terminal or tokens.attempt < self.attempt:
+            return True
+        self.attempt = tokens.attempt
+        seen = self.num_tokens - tokens.index
+        if seen < 0:
+            return False
+        ids, logprobs = unpack_ids(tokens.ids), unpack_floats(tokens.logprobs)
+        if not len(ids) == len(logprobs) == len(tokens.texts):
+            raise WireError(f"Tokens: {len(ids)} ids, {len(logprobs)} log-probabilities, {len(tokens.texts)} texts")
+        self.add(ids[seen:], logprobs[seen:], tokens.texts[seen:])
+        return True
+
+    def end(self, terminal: Terminal) -> bool:
+        """Ends the stream. Returns False when tokens before the end are missing."""
+        self.heard_s = time.monotonic()
+        if self.terminal:
+            return True
+        if self.num_tokens < terminal.num_tokens:
+            return False
+        self.terminal = terminal
+        self.ended_s = self.heard_s
+        self.changed.set()
+        self.ended.set()
+        return True
+
+    def fill(self, committed: Committed) -> None:
+        """Adds what Redis has and we have not."""
+        self.heard_s = time.monotonic()
+        request_id = self.request.request_id
+        if not committed.known:
+            self.end(Terminal(request_id, "error", 0, "the request is not known any more"))
+            return
+        self.attempt = max(self.attempt, committed.attempt)
+        if committed.result is None:
+            self.add_missing(*split(committed.records))
+            return
+        result = json.loads(committed.result)
+        ids = result.get("ids", [])
+        self.add_missing(ids, unpack_floats(pack_floats(result.get("logprobs", []))))
+        self.end(Terminal(request_id, committed.terminal, len(ids), result.get("error", ""), result.get("error_type", "")))
+
+    def add_missing(self, ids: Sequence[int], logprobs: Sequence[float]) -> None:
+        """Adds tokens whose text nobody has told us."""
+        seen = self.num_tokens
+        if self.terminal or len(ids) <= seen:
+            return
+        self.detokenizer = self.detokenizer or Detokenizer(self.vocabulary.tokenizer, self.prompt_ids)
+        for token_id in self.ids[self.num_detokenized :]:
+            self.detokenizer.step(token_id)
+        self.num_detokenized = len(ids)
+        self.add(ids[seen:], logprobs[seen:], [self.detokenizer.step(token_id) for token_id in ids[seen:]])
+
+    def add(self, ids: Sequence[int], logprobs: Sequence[float], texts: Sequence[str]) -> None:
+        if not ids:
+            return
+        self.first_token_s = self.first_token_s or self.heard_s
+        self.ids += ids
+        self.logprobs += logprobs
+        self.texts += texts
+        if self.matcher is not None:
+            self.matcher.step("".join(texts))
+        self.changed.set()

@@ -1,0 +1,157 @@
+"""The desk: where requests are admitted, and where their gateway takes leave of them."""
+
+import asyncio
+import hashlib
+import logging
+import uuid
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
+
+from redis.asyncio import Redis
+from redis.exceptions import AuthenticationError, BusyLoadingError, ConnectionError, ResponseError
+
+from api.errors import Refusal, overloaded, unavailable
+from api.fleet import Fleet
+from api.prompt import Vocabulary
+from api.relay import Relay
+from api.stream import Stream
+from api.validate import Wanted
+from common.broker import CONNECT_TIMEOUT_S, ERRORS, cause, script
+from common.codec import encode
+from common.keys import Keys
+from common.messages import Cancel, Generate, pack_ids
+from common.settings import Settings
+
+log = logging.getLogger(__name__)
+
+NOT_EXECUTED = (ResponseError, BusyLoadingError, AuthenticationError)
+"""Answers of a broker that did not do what it was asked to."""
+MAX_COMMANDS = 16
+HOME_MARGIN_MS = 60_000
+FAREWELL_S, LAST_FAREWELLS_S = 60.0, 2.0
+PAUSE_S = 0.2
+
+
+class Desk:
+    """Admits requests of one gateway, and leaves nothing of them behind."""
+
+    def __init__(
+        self, redis: Redis, keys: Keys, gateway: str, settings: Settings, vocabulary: Vocabulary, relay: Relay, fleet: Fleet
+    ) -> None:
+        self.redis, self.keys, self.gateway, self.settings = redis, keys, gateway, settings
+        self.vocabulary, self.relay, self.fleet = vocabulary, relay, fleet
+        self.admit, self.cancel = script(redis, "admit"), script(redis, "cancel")
+        self.turns = asyncio.Semaphore(MAX_COMMANDS)
+        self.farewells: set[asyncio.Task[None]] = set()
+
+    def check(self) -> None:
+        """Raises Refusal (503) when nothing can be served now."""
+        if self.relay.trouble:
+            raise unavailable(self.relay.trouble)
+        self.fleet.check()
+
+    async def submit(self, wanted: Wanted) -> Stream:
+        """Admits a request; its reader must `leave` the stream. Raises Refusal: 429, 503."""
+        self.check()
+        stream = Stream(self.generate(wanted), self.vocabulary)
+        self.relay.add(stream)
+        try:
+            answer = await self.admission(stream.request)
+        except NOT_EXECUTED as error:
+            self.relay.forget(stream)
+            raise unavailable(cause(error)) from error
+        except BaseException as error:
+            self.leave(stream)  # it may have been admitted all the same
+            if isinstance(error, ERRORS):
+                raise unavailable(cause(error)) from error
+            raise
+        if answer not in (b"admitted", b"attached"):
+            self.relay.forget(stream)
+            raise refusal(answer)
+        self.relay.admitted(stream)
+        return stream
+
+    def generate(self, wanted: Wanted) -> Generate:
+        content = Generate(
+            request_id="",
+            digest="",
+            prompt_ids=pack_ids(wanted.prompt_ids),
+            max_new_tokens=wanted.max_new_tokens,
+            stop=wanted.stop,
+            ignore_eos=wanted.ignore_eos,
+            ttl_ms=round(self.settings.request_timeout_s * 1000),
+            channel=self.relay.channel,
+            gateway=self.gateway,
+            grace_ms=round(self.settings.gateway_grace_s * 1000),
+        )
+        digest = hashlib.blake2b(encode(content), digest_size=16).hexdigest()
+        return replace(content, request_id=uuid.uuid4().hex, digest=digest)
+
+    async def admission(self, request: Generate) -> bytes:
+        """The broker's word on a request; where an answer was lost, the second one is `attached`."""
+        keys = [self.keys.requests, self.keys.requests_bytes, self.keys.home(request.request_id)]
+        limits = [self.settings.max_concurrent_requests, self.settings.max_queued_bytes]
+        args: list[bytes | str | int | float] = [
+            encode(request),
+            *limits,
+            request.digest,
+            request.channel,
+            request.gateway,
+            request.ttl_ms + HOME_MARGIN_MS,
+        ]
+        async with asyncio.timeout(CONNECT_TIMEOUT_S), self.turns:
+            try:
+                answer = await self.admit(keys=keys, args=args)
+            except NOT_EXECUTED:
+                raise
+            except ConnectionError as error:
+                log.info("admission of %s is sent again: %s", request.request_id, cause(error))
+                answer = await self.admit(keys=keys, args=args)
+            return bytes(answer[0])
+
+    # --- leaving --------------------------------------------------------------------------------------------------------------------
+
+    def leave(self, stream: Stream) -> None:
+        """Nobody reads the stream any more: in the background it is cancelled if it has not ended, and forgotten everywhere."""
+        task = asyncio.create_task(self.farewell(stream))
+        self.farewells.add(task)
+        task.add_done_callback(self.farewells.discard)
+
+    async def farewell(self, stream: Stream) -> None:
+        request_id = stream.request.request_id
+        home, result = self.keys.home(request_id), self.keys.result(request_id)
+        word = encode(Cancel(request_id, "client"))
+        try:
+            async with asyncio.timeout(FAREWELL_S):
+                if not stream.terminal and await self.insist(lambda: self.cancel(keys=[home, self.keys.control], args=[word])):
+                    self.relay.admitted(stream)
+                    await stream.ended.wait()
+                await self.insist(lambda: self.redis.delete(home, result))
+        except TimeoutError:
+            log.warning("request %s: no end within %.0f s of its cancel; Redis will expire it", request_id, FAREWELL_S)
+        finally:
+            self.relay.forget(stream)
+
+    async def insist(self, command: Callable[[], Awaitable[int]]) -> int:
+        """The command's answer, whenever the broker gives it."""
+        while True:
+            await self.relay.subscribed.wait()
+            try:
+                async with self.turns:
+                    return await command()
+            except ERRORS as error:
+                log.debug("once more: %s", cause(error))
+                await asyncio.sleep(PAUSE_S)
+
+    async def close(self) -> None:
+        """Gives what is still being said a moment."""
+        if self.farewells:
+            _, unheard = await asyncio.wait(self.farewells, timeout=LAST_FAREWELLS_S)
+            for task in unheard:
+                task.cancel()
+
+
+def refusal(answer: bytes) -> Refusal:
+    if answer in (b"count", b"bytes"):
+        return overloaded()
+    return Refusal(409, "conflict", "another request has this id")

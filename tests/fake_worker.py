@@ -1,0 +1,197 @@
+"""Worker and batcher in one, without a model: takes requests from Redis and answers with ids that the test has scripted, through the
+scripts that real workers use."""
+
+import asyncio
+import contextlib
+import json
+import secrets
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
+
+from redis.asyncio import Redis
+from tokenizers import Tokenizer
+
+from common.broker import ERRORS, connect, script
+from common.channels import Channels
+from common.codec import decode, encode
+from common.detokenize import Detokenizer, generated_text
+from common.keys import Keys
+from common.messages import Cancel, Events, Generate, LogEntry, Terminal, Tokens, Worker, pack_floats, pack_ids, unpack_floats, unpack_ids
+from common.recover import interleave
+
+SPILL_STEPS = 5
+TTL_MS = 60_000
+EOS = 2
+
+
+@dataclass
+class Answer:
+    """What a request is to be answered: ids one a step, within the request's limits, then end-of-sequence, the error, or nothing."""
+
+    ids: list[int]
+    ends: bool = True
+    error: str = ""
+
+
+class Live:
+    """One request as the worker holds it."""
+
+    def __init__(self, entry_id: bytes, size: int, request: Generate, answer: Answer, tokenizer: Tokenizer) -> None:
+        self.entry_id, self.size, self.request, self.error = entry_id, size, request, answer.error
+        self.ids = answer.ids + [EOS] * (answer.ends and not answer.error)
+        self.logprobs = unpack_floats(pack_floats([-0.1 - i / 7 for i in range(len(self.ids))]))
+        detokenizer = Detokenizer(tokenizer, unpack_ids(request.prompt_ids))
+        self.texts = [detokenizer.step(token_id) for token_id in self.ids]
+        self.done = 0
+        self.cancelled = False
+
+    @property
+    def reason(self) -> str | None:
+        if self.cancelled:
+            return "cancelled"
+        if self.error and self.done == len(self.ids):
+            return "error"
+        if self.done == self.request.max_new_tokens:
+            return "length"
+        if self.done and self.ids[self.done - 1] == EOS and not self.request.ignore_eos:
+            return "eos_token"
+        text = "".join(self.texts[: self.done])
+        return "stop_sequence" if any(stop in text for stop in self.request.stop) else None
+
+    def tokens(self, until: int) -> Tokens:
+        ids, logprobs = self.ids[self.done : until], self.logprobs[self.done : until]
+        return Tokens(self.request.request_id, 1, self.done, pack_ids(ids), pack_floats(logprobs), self.texts[self.done : until])
+
+
+class FakeWorker:
+    """Set `answer` to script; clear `going` to have it pause, with all it holds."""
+
+    def __init__(self, url: str, tokenizer: Tokenizer, answer: Callable[[Generate], Answer], step_s: float = 0.0) -> None:
+        self.redis: Redis = connect(url)
+        self.keys, self.tokenizer, self.answer, self.step_s = Keys("default"), tokenizer, answer, step_s
+        self.incarnation = f"w0-{secrets.token_hex(4)}"
+        self.channels = Channels(self.incarnation)
+        self.live: dict[str, Live] = {}
+        self.seen: list[Generate] = []
+        self.going = asyncio.Event()
+        self.going.set()
+        self.sequence = self.steps = 0
+        self.last_entry, self.last_control = b"0", b"0"
+
+    async def announce(self, state: str = "ready", num_blocks: int = 64) -> None:
+        capacity = Worker(self.incarnation, "w0", "fake", "float32", 16, num_blocks, 256, 8192)
+        keys = [self.keys.worker(self.incarnation), self.keys.workers, *self.streams, self.keys.plans(self.incarnation), self.keys.control]
+        answer = await script(self.redis, "announce")(keys=keys, args=[self.incarnation, TTL_MS, TTL_MS, state, 0, encode(capacity)])
+        assert answer == b"OK", answer
+
+    @property
+    def streams(self) -> list[str]:
+        return [self.keys.log(self.incarnation), self.keys.reports(self.incarnation)]
+
+    async def open(self) -> None:
+        await script(self.redis, "open")(keys=self.streams, args=[self.incarnation, TTL_MS])
+        await self.announce()
+
+    async def run(self) -> None:
+        while True:
+            with contextlib.suppress(*ERRORS):
+                await self.going.wait()
+                await self.take_requests()
+                await self.take_cancels()
+                await self.flush()
+                await self.repeat()
+            await asyncio.sleep(self.step_s or (0 if self.live else 0.005))
+
+    async def take_requests(self) -> None:
+        for entry_id, fields in await self.redis.xrange(self.keys.requests, b"(" + self.last_entry if self.last_entry != b"0" else "-"):
+            self.last_entry = entry_id
+            request = decode(Generate, fields[b"generate"])
+            self.seen.append(request)
+            self.live[request.request_id] = Live(entry_id, len(fields[b"generate"]), request, self.answer(request), self.tokenizer)
+            await self.redis.hset(self.keys.home(request.request_id), mapping={"worker": self.incarnation, "attempt": 1, "base": 0})
+
+    async def take_cancels(self) -> None:
+        for entry_id, fields in await self.redis.xrange(self.keys.control, b"(" + self.last_control if self.last_control != b"0" else "-"):
+            self.last_control = entry_id
+            if b"cancel" in fields and (live := self.live.get(decode(Cancel, fields[b"cancel"]).request_id)):
+                live.cancelled = True
+
+    async def flush(self) -> None:
+        """One step of every row: the next token of each, and the ends."""
+        rows = [(live, live.tokens(live.done if live.cancelled else live.done + 1)) for live in self.live.values()]
+        if not any(tokens.ids or live.reason for live, tokens in rows):
+            return
+        self.sequence, self.steps = self.sequence + 1, self.steps + 1
+        messages: list[object] = []
+        for channel in {live.request.channel for live, _ in rows}:
+            said = [tokens for live, tokens in rows if live.request.channel == channel and tokens.ids]
+            if said:
+                messages += [channel, encode(Events(self.incarnation, self.channels.number(channel), tokens=said))]
+        for live, tokens in rows:
+            live.done += len(tokens.ids) // 4
+        ended = [live for live, _ in rows if live.reason]
+        spilled = [live for live, _ in rows if not live.reason] if self.steps % SPILL_STEPS == 0 else []
+        keys = [*self.streams]
+        args = [
+            self.sequence,
+            encode(LogEntry([tokens for _, tokens in rows])),
+            "",
+            "0",
+            TTL_MS,
+            len(messages) // 2,
+            len(ended),
+            len(spilled),
+            "1" if spilled else "",
+            *messages,
+        ]
+        for live in ended:
+            keys += self.keys_of(live)
+            args += self.terminal(live)
+        for live in spilled:
+            keys.append(self.keys.tokens(live.request.request_id))
+            args += [0, interleave(pack_ids(live.ids[: live.done]), pack_floats(live.logprobs[: live.done]))]
+        assert await script(self.redis, "flush")(keys=keys, args=args) == b"OK"
+        for live in ended:
+            await self.settle(live)
+
+    def keys_of(self, live: Live) -> list[str]:
+        request_id = live.request.request_id
+        return [self.keys.home(request_id), self.keys.result(request_id), self.keys.tokens(request_id)]
+
+    def terminal(self, live: Live) -> list[object]:
+        """Arguments of `finish`."""
+        request, reason = live.request, live.reason or ""
+        ids, logprobs = live.ids[: live.done], live.logprobs[: live.done]
+        result: dict[str, object] = {"id": request.request_id, "ids": ids, "logprobs": logprobs, "finish_reason": reason}
+        if live.error:
+            result |= {"error": live.error, "error_type": "generation"}
+        else:
+            result["generated_text"] = generated_text(self.tokenizer, unpack_ids(request.prompt_ids), ids, request.stop, reason)
+        terminal = Terminal(request.request_id, reason, live.done, live.error, "generation" if live.error else "")
+        payload = encode(Events(self.incarnation, self.channels.number(request.channel), terminals=[terminal]))
+        return [reason, json.dumps(result), request.result_ttl_ms, request.channel, payload]
+
+    async def settle(self, live: Live) -> None:
+        keys = [self.keys.requests, self.keys.requests_bytes, self.keys.tokens(live.request.request_id)]
+        await script(self.redis, "settle")(keys=keys, args=[live.entry_id, live.size])
+        del self.live[live.request.request_id]
+
+    async def repeat(self) -> None:
+        for channel, payload in self.channels.repeats():
+            await self.redis.publish(channel, payload)
+
+
+@contextlib.asynccontextmanager
+async def working(url: str, tokenizer: Tokenizer, answer: Callable[[Generate], Answer], step_s: float = 0.0) -> AsyncIterator[FakeWorker]:
+    """A fake worker that is ready and works while the context is open."""
+    worker = FakeWorker(url, tokenizer, answer, step_s)
+    await worker.open()
+    task = asyncio.create_task(worker.run())
+    try:
+        yield worker
+    finally:
+        task.cancel()
+        await asyncio.wait([task])
+        await worker.redis.aclose()
+        if not task.cancelled() and task.exception():
+            raise task.exception()

@@ -1,0 +1,60 @@
+"""A gateway in this process, behind a real listener."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable
+from functools import cache
+from typing import Any
+
+import httpx
+import uvicorn
+
+from api.app import build
+from api.gateway import Gateway
+from api.prompt import Vocabulary
+from api.server import own_listener
+from common import model_files
+from common.settings import Settings
+from tests.waiting import wait_until
+
+
+@cache
+def vocabulary() -> Vocabulary:
+    return Vocabulary.load(model_files.resolve("smollm2"))
+
+
+@contextlib.asynccontextmanager
+async def serving(url: str, lose: Callable[[], bool] | None = None, **settings: Any) -> AsyncIterator[tuple[Gateway, httpx.AsyncClient]]:
+    """A gateway that serves while the context is open, and a client that talks to it."""
+    gateway = Gateway(Settings(redis_url=url, **({"heartbeat_s": 0.05} | settings)), "g0-test", vocabulary(), lose)
+    socket = own_listener(0)
+    server = uvicorn.Server(uvicorn.Config(build(gateway), log_config=None, http="httptools", timeout_graceful_shutdown=5))
+    task = asyncio.create_task(server.serve([socket]))
+    await wait_until(lambda: server.started or task.done())
+    host, port = socket.getsockname()
+    try:
+        async with httpx.AsyncClient(base_url=f"http://{host}:{port}", timeout=20, limits=httpx.Limits(max_connections=None)) as client:
+            yield gateway, client
+    finally:
+        server.should_exit = True
+        await task
+
+
+async def ready(gateway: Gateway) -> None:
+    """Returns when the gateway accepts requests."""
+
+    def serves() -> bool:
+        with contextlib.suppress(Exception):
+            gateway.desk.check()
+            return True
+        return False
+
+    await wait_until(serves)
+
+
+async def stream(client: httpx.AsyncClient, body: dict[str, Any]) -> bytes:
+    """The bytes of a whole stream."""
+    async with client.stream("POST", "/generate_stream", json=body) as response:
+        content = await response.aread()
+        assert response.status_code == 200, content
+        return content

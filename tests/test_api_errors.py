@@ -1,0 +1,175 @@
+"""Refusals that are not about the content of a request: TGI's error object for every one of them."""
+
+import asyncio
+import os
+import signal
+from collections.abc import Iterator
+
+import httpx
+import pytest
+import redis
+
+from api import submit
+from deploy.broker import Broker
+from tests import brokers
+from tests.fake_worker import Answer, working
+from tests.gateways import ready, serving, stream, vocabulary
+from tests.waiting import wait_until
+
+TOKENIZER = vocabulary().tokenizer
+BODY = {"inputs": "a"}
+JSON = {"content-type": "application/json"}
+
+
+def told(response: httpx.Response) -> tuple[int, str]:
+    answer = response.json()
+    assert set(answer) == {"error", "error_type"} and answer["error"]
+    return response.status_code, answer["error_type"]
+
+
+async def test_bodies_that_are_not_read(broker: Broker) -> None:
+    async def endless() -> Iterator[bytes]:
+        for _ in range(10_000):
+            yield b" " * 1000
+
+    async with working(broker.url, TOKENIZER, lambda _: Answer([1])), serving(broker.url, payload_limit=5000) as (gateway, client):
+        await ready(gateway)
+        large = await client.post("/generate", content=b"x" * 5001, headers=JSON)
+        assert told(large) == (413, "payload_too_large") and "5000 bytes" in large.text
+        assert told(await client.post("/generate", content=endless(), headers=JSON)) == (413, "payload_too_large")
+        assert told(await client.post("/generate_stream", content=b"{}", headers={"content-type": "text/plain"})) == (
+            415,
+            "unsupported_media_type",
+        )
+        assert told(await client.post("/generate", content=b"{}")) == (415, "unsupported_media_type")
+        odd = {"content-type": "Application/vnd.api+JSON; charset=utf-8"}
+        assert (await client.post("/generate", content=b'{"inputs":"a"}', headers=odd)).status_code == 200
+        assert (
+            await client.post("/generate", content=b'{"inputs":"' + b"a" * 4900 + b'","parameters":{"truncate":5}}', headers=JSON)
+        ).status_code == 200
+
+
+async def test_routes_that_there_are_not(broker: Broker) -> None:
+    async with serving(broker.url) as (_, client):
+        assert told(await client.get("/nothing")) == (404, "not_found")
+        wrong = await client.get("/generate")
+        assert told(wrong) == (405, "method_not_allowed") and wrong.headers["allow"] == "POST"
+
+
+async def test_models_and_health(broker: Broker) -> None:
+    async with serving(broker.url, served_model_name="small") as (gateway, client):
+        model = {"id": "small", "object": "model", "created": 0, "owned_by": "small"}
+        assert (await client.get("/v1/models")).json() == {"object": "list", "data": [model]}
+        assert told(await client.get("/health")) == (503, "healthcheck")
+        async with working(broker.url, TOKENIZER, lambda _: Answer([1])):
+            await ready(gateway)
+            health = await client.get("/health")
+            assert (health.status_code, health.content) == (200, b"")
+        assert "/generate_stream" in (await client.get("/openapi.json")).json()["paths"]
+
+
+@pytest.mark.parametrize("limits", [{"max_concurrent_requests": 1}, {"max_queued_bytes": 250}])
+@pytest.mark.parametrize("path", ["/generate", "/generate_stream"])
+async def test_a_full_queue_is_said_before_the_stream(broker: Broker, limits: dict[str, int], path: str) -> None:
+    async with working(broker.url, TOKENIZER, lambda _: Answer([11])) as worker, serving(broker.url, **limits) as (gateway, client):
+        await ready(gateway)
+        worker.going.clear()
+        first = asyncio.create_task(stream(client, BODY))
+        await wait_until(lambda: worker.redis.xlen(worker.keys.requests))
+        second = await client.post(path, json=BODY)
+        assert (told(second), second.json()["error"]) == ((429, "overloaded"), "Model is overloaded")
+        assert len(gateway.relay.streams) == 1
+        worker.going.set()
+        await first
+        await wait_until(lambda: not worker.live)
+        assert (await client.post(path, json=BODY)).status_code == 200
+
+
+async def test_before_a_worker_is_ready(broker: Broker) -> None:
+    async with serving(broker.url) as (gateway, client), working(broker.url, TOKENIZER, lambda _: Answer([11])) as worker:
+        await ready(gateway)
+        await worker.announce("draining")
+    async with serving(broker.url) as (gateway, client):
+        response = await client.post("/generate_stream", json=BODY)
+        assert told(response) == (503, "unavailable") and "no worker is ready yet" in response.text
+
+
+async def test_after_the_last_worker_died(broker: Broker) -> None:
+    """For worker_grace_s requests wait for the next one; then they are refused, and the limits of the dead are still known."""
+    async with serving(broker.url, worker_grace_s=0.5) as (gateway, client):
+        async with working(broker.url, TOKENIZER, lambda _: Answer([11])) as worker:
+            await ready(gateway)
+            worker.going.clear()
+            waiting = asyncio.create_task(client.post("/generate", json=BODY))
+            await wait_until(lambda: worker.redis.xlen(worker.keys.requests))
+            await worker.redis.delete(worker.keys.workers)
+        await wait_until(lambda: gateway.fleet.ready_s + 0.5 < asyncio.get_running_loop().time())
+        response = await client.post("/generate", json=BODY)
+        assert told(response) == (503, "unavailable") and "no worker for" in response.text
+        assert gateway.fleet.max_total_tokens == 1024
+        assert not waiting.done()
+        async with working(broker.url, TOKENIZER, lambda _: Answer([11])):
+            assert (await waiting).status_code == 200
+            await ready(gateway)
+
+
+@pytest.fixture
+def own_broker() -> Iterator[Broker]:
+    with brokers.running() as broker:
+        yield broker
+
+
+async def test_the_cause_of_a_broker_that_refuses(own_broker: Broker) -> None:
+    """And nobody dies of it: as soon as it has passed, requests are served."""
+    admin = redis.Redis.from_url(own_broker.url)
+    password = redis.Redis.from_url(own_broker.url, password="secret")
+    troubles = {
+        "out of memory": (lambda: admin.config_set("maxmemory", 1), lambda: admin.config_set("maxmemory", 0)),
+        "READONLY": (lambda: admin.replicaof("127.0.0.1", "1"), lambda: admin.replicaof("NO", "ONE")),
+        "refused user name or password": (
+            lambda: (admin.config_set("requirepass", "secret"), kill_all(admin)),
+            lambda: password.config_set("requirepass", ""),
+        ),
+    }
+    async with working(own_broker.url, TOKENIZER, lambda _: Answer([11])), serving(own_broker.url) as (gateway, client):
+        for words, (begin, end) in troubles.items():
+            await ready(gateway)
+            begin()
+
+            async def refused(words: str = words) -> bool:
+                response = await client.post("/generate_stream", json=BODY)
+                return response.status_code == 503 and told(response) == (503, "unavailable") and words in response.text
+
+            await wait_until(refused)
+            end()
+
+            async def served() -> bool:
+                return (await client.post("/generate", json=BODY)).status_code == 200
+
+            await wait_until(served)
+        await wait_until(lambda: not gateway.relay.streams)
+
+
+def kill_all(admin: redis.Redis) -> None:
+    for client in admin.client_list():
+        if client["id"] != str(admin.client_id()):
+            admin.client_kill_filter(_id=client["id"], skipme=True)
+
+
+async def test_a_broker_that_does_not_answer_or_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(submit, "CONNECT_TIMEOUT_S", 0.2)
+    with brokers.running() as broker:
+        pid = redis.Redis.from_url(broker.url).info("server")["process_id"]
+        async with working(broker.url, TOKENIZER, lambda _: Answer([11])), serving(broker.url) as (gateway, client):
+            await ready(gateway)
+            os.kill(pid, signal.SIGSTOP)
+            response = await client.post("/generate", json=BODY)
+            assert told(response) == (503, "unavailable") and "did not answer in time" in response.text
+            os.kill(pid, signal.SIGCONT)
+            await wait_until(lambda: not gateway.relay.streams)
+            assert (await client.post("/generate", json=BODY)).status_code == 200
+            os.kill(pid, signal.SIGKILL)
+            await wait_until(lambda: gateway.relay.trouble)
+            response = await client.post("/generate", json=BODY)
+            assert told(response) == (503, "unavailable") and "no connection to the broker" in response.text
+            assert told(await client.get("/health")) == (503, "healthcheck")

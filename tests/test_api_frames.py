@@ -1,0 +1,175 @@
+"""TGI's answers, through real HTTP and a real broker, from a worker whose tokens are scripted."""
+
+import asyncio
+import json
+
+import pytest
+
+from api import sse
+from api.stream import Stream
+from common.messages import Generate, Terminal, Tokens, pack_floats, pack_ids, unpack_floats
+from deploy.broker import Broker
+from tests.fake_worker import Answer, working
+from tests.gateways import ready, serving, stream, vocabulary
+
+TOKENIZER = vocabulary().tokenizer
+IM_END = TOKENIZER.token_to_id("<|im_end|>")
+
+
+def ids(text: str) -> list[int]:
+    found: list[int] = TOKENIZER.encode(text).ids
+    return found
+
+
+def frames(content: bytes) -> list[dict[str, object]]:
+    assert content.endswith(b"\n\n")
+    lines = content.decode().removesuffix("\n\n").split("\n\n")
+    assert all(line.startswith("data: {") and "\n" not in line for line in lines)
+    return [json.loads(line.removeprefix("data: ")) for line in lines]
+
+
+async def test_the_bytes_of_a_stream(broker: Broker) -> None:
+    answer = Answer(ids(" é🙂"))
+    expected_ids = [*answer.ids, IM_END]
+    async with working(broker.url, TOKENIZER, lambda _: answer) as worker, serving(broker.url) as (gateway, client):
+        await ready(gateway)
+        content = await stream(client, {"inputs": "Hi", "parameters": {"max_new_tokens": 9, "details": True}})
+    assert worker.seen[0].max_new_tokens == 9
+    whole = [
+        {"id": token_id, "text": text, "logprob": logprob, "special": token_id == IM_END}
+        for token_id, text, logprob in zip(expected_ids, pieces(expected_ids), logprobs(len(expected_ids)), strict=True)
+    ]
+    details = {"finish_reason": "eos_token", "generated_tokens": len(expected_ids), "seed": None, "input_length": len(ids("Hi"))}
+    bodies = [{"index": i + 1, "token": token, "generated_text": None, "details": None} for i, token in enumerate(whole)]
+    bodies[-1] |= {"generated_text": " é🙂", "details": details}
+    expected = "".join(f"data: {json.dumps(body, ensure_ascii=False, separators=(',', ':'))}\n\n" for body in bodies)
+    assert content == expected.encode()
+
+
+def logprobs(count: int) -> list[float]:
+    """As the fake worker has them, in float32."""
+    return unpack_floats(pack_floats([-0.1 - i / 7 for i in range(count)]))
+
+
+def pieces(token_ids: list[int]) -> list[str]:
+    """Texts by hand: every character appears whole, with its last byte."""
+    shown, found = "", []
+    for i in range(1, len(token_ids) + 1):
+        text = TOKENIZER.decode(token_ids[:i], skip_special_tokens=False)
+        found.append("" if text.endswith("\ufffd") else text[len(shown) :])
+        shown = shown + found[-1]
+    return found
+
+
+async def test_the_head_of_a_stream(broker: Broker) -> None:
+    async with working(broker.url, TOKENIZER, lambda _: Answer(ids("a b"))), serving(broker.url, compute_type="cpu") as (gateway, client):
+        await ready(gateway)
+        async with client.stream("POST", "/generate_stream", json={"inputs": "Hé"}) as response:
+            assert response.headers["content-type"] == "text/event-stream"
+            assert response.headers["cache-control"] == "no-cache"
+            assert response.headers["x-accel-buffering"] == "no"
+            assert response.headers["x-compute-type"] == "cpu"
+            assert response.headers["x-compute-characters"] == "2"
+            last = frames(await response.aread())[-1]
+    assert last["details"] is None
+    assert last["generated_text"] == "a b"
+
+
+async def test_tokens_are_shown_as_they_come(broker: Broker) -> None:
+    """A frame does not wait for the token after it, unless it may be the last."""
+    answer = Answer(ids("one two three four"), ends=False)
+    async with working(broker.url, TOKENIZER, lambda _: answer), serving(broker.url) as (gateway, client):
+        await ready(gateway)
+        async with client.stream("POST", "/generate_stream", json={"inputs": "count", "parameters": {"max_new_tokens": 9}}) as response:
+            seen = b""
+            async for chunk in response.aiter_raw():
+                seen += chunk
+                if len(frames(seen)) == len(answer.ids):
+                    break
+    assert [frame["index"] for frame in frames(seen)] == [1, 2, 3, 4]
+
+
+async def test_an_answer_at_once(broker: Broker) -> None:
+    answers = Answer(ids("one two three"))
+    async with working(broker.url, TOKENIZER, lambda _: answers), serving(broker.url) as (gateway, client):
+        await ready(gateway)
+        body = {"inputs": "Hi", "parameters": {"details": True, "stop": ["x", "tw"]}}
+        response = await client.post("/generate", json=body)
+        short = await client.post("/generate", json=body | {"parameters": {"stop": ["x", "tw"]}})
+    assert short.json() == {"generated_text": "one tw"}
+    answer = response.json()
+    assert list(answer) == ["generated_text", "details"]
+    assert list(answer["details"]) == ["finish_reason", "generated_tokens", "seed", "prefill", "tokens"]
+    assert answer["details"]["finish_reason"] == "stop_sequence"
+    assert [token["text"] for token in answer["details"]["tokens"]] == ["one", " two"]
+    assert answer["details"]["prefill"] == []
+    times = [response.headers[f"x-{name}"] for name in ("total-time", "validation-time", "queue-time", "inference-time", "time-per-token")]
+    assert all(time.isdecimal() for time in times)
+    assert abs(int(times[0]) - sum(map(int, times[1:4]))) <= 3
+    assert 0 < float(response.headers["x-compute-time"]) < 20
+    assert response.headers["x-prompt-tokens"] == str(len(ids("Hi")))
+    assert response.headers["x-generated-tokens"] == "2"
+    assert response.headers["x-compute-characters"] == "2"
+
+
+async def test_what_reaches_the_queue(broker: Broker) -> None:
+    parameters = {"truncate": 2, "stop": ["x", "yy"], "ignore_eos": True, "temperature": 1.0, "do_sample": False, "unknown": [1]}
+    async with working(broker.url, TOKENIZER, lambda _: Answer(ids("x"))) as worker, serving(broker.url) as (gateway, client):
+        await ready(gateway)
+        await stream(client, {"inputs": "one two three four", "parameters": parameters, "model": "any"})
+        await stream(client, {"inputs": "one two three four", "parameters": None})
+    first, second = worker.seen
+    assert first.prompt_ids == Generate("", "", b"".join(i.to_bytes(4, "little") for i in ids("one two three four")[-2:]), 1).prompt_ids
+    assert (first.stop, first.ignore_eos, first.max_new_tokens) == (["x", "yy"], True, 1024 - 2)
+    assert (second.stop, second.ignore_eos, second.max_new_tokens) == ([], False, 1024 - 4)
+    assert first.channel == gateway.relay.channel and first.gateway == "g0-test" and first.request_id != second.request_id
+
+
+async def test_end_of_sequence_tokens_are_shown_at_once_when_ignored(broker: Broker) -> None:
+    answer = Answer([IM_END, IM_END], ends=False)
+    async with working(broker.url, TOKENIZER, lambda _: answer), serving(broker.url) as (gateway, client):
+        await ready(gateway)
+        async with client.stream("POST", "/generate_stream", json={"inputs": "a", "parameters": {"ignore_eos": True}}) as response:
+            seen = b""
+            async for chunk in response.aiter_raw():
+                seen += chunk
+                if len(frames(seen)) == 2:
+                    break
+
+
+@pytest.mark.parametrize("shown", [0, 2])
+async def test_a_failed_stream_ends_with_the_error(broker: Broker, shown: int) -> None:
+    answer = Answer(ids("a b")[:shown], error="two workers died")
+    async with working(broker.url, TOKENIZER, lambda _: answer), serving(broker.url) as (gateway, client):
+        await ready(gateway)
+        found = frames(await stream(client, {"inputs": "a", "parameters": {"max_new_tokens": 2}}))
+        once = await client.post("/generate", json={"inputs": "a", "parameters": {"max_new_tokens": 2}})
+    error = {"error": "Request failed during generation: two workers died", "error_type": "generation"}
+    assert len(found) == shown + 1 and found[-1] == error
+    assert (once.status_code, once.json()) == (424, error)
+
+
+async def test_100_streams_are_not_mixed_up(broker: Broker) -> None:
+    def answer(request: Generate) -> Answer:
+        return Answer(ids(TOKENIZER.decode([token_id[0] for token_id in [[i] for i in prompt(request)]]) + " and so on"))
+
+    def prompt(request: Generate) -> list[int]:
+        data = request.prompt_ids
+        return [int.from_bytes(data[i : i + 4], "little") for i in range(0, len(data), 4)]
+
+    async with working(broker.url, TOKENIZER, answer), serving(broker.url) as (gateway, client):
+        await ready(gateway)
+        all_content = await asyncio.gather(*(stream(client, {"inputs": f"number {i}"}) for i in range(100)))
+    for i, content in enumerate(all_content):
+        assert frames(content)[-1]["generated_text"] == f"number {i} and so on"
+
+
+async def test_no_token_is_shown_twice_when_the_end_comes_as_a_surprise() -> None:
+    one = Stream(Generate("r", "", pack_ids([1]), 9), vocabulary())
+    found = sse.frames(one, False)
+    one.take(Tokens("r", 1, 0, pack_ids(ids("a")), pack_floats([-1.0]), ["a"]))
+    assert frames(await anext(found))[0]["index"] == 1
+    one.end(Terminal("r", "length", 1))
+    assert frames(await anext(found)) == [{"error": "Incomplete generation stream", "error_type": "incomplete_generation_stream"}]
+    with pytest.raises(StopAsyncIteration):
+        await anext(found)

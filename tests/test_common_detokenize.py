@@ -1,0 +1,131 @@
+"""Ids to text: whole characters, right spacing, stop strings anywhere."""
+
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+from common import model_files
+from common.detokenize import MAX_PENDING_TOKENS, Detokenizer, StopMatcher, generated_text
+from tests.prompts import PROMPTS
+
+AWKWARD = [
+    "🙂",
+    "👩‍👩‍👧‍👦 and 🏳️‍🌈",
+    "e\u0301a\u0308 \u0928\u092e\u0938\u094d\u0924\u0947",
+    "   three spaces, then\n\n\ttabs\r\n",
+    "日本の首都は東京です。",
+    "\u200bzero\u200bwidth\u00a0nbsp",
+    "𝔘𝔫𝔦𝔠𝔬𝔡𝔢 𐍈",
+    "a\ufffdb",
+    "<|im_end|>\n<|im_start|>assistant",
+    "\x00nul",
+]
+
+
+@pytest.fixture(scope="module")
+def smollm2() -> Tokenizer:
+    return Tokenizer.from_file(str(model_files.resolve("smollm2") / "tokenizer.json"))
+
+
+@pytest.fixture(scope="module")
+def llama() -> Tokenizer:
+    """A small tokenizer of the SentencePiece kind: ▁ for spaces, bytes for what it has no piece for, the first space stripped."""
+    pieces = ["<unk>", "<s>", "▁", "▁Hello", "▁world", "ly", "!", *(f"<0x{byte:02X}>" for byte in range(256))]
+    tokenizer = Tokenizer(models.BPE(dict(zip(pieces, range(len(pieces)), strict=True)), [], unk_token="<unk>", byte_fallback=True))
+    tokenizer.add_special_tokens([AddedToken("<s>", special=True)])
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
+    tokenizer.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)])
+    return tokenizer
+
+
+def texts(tokenizer: Tokenizer, prompt_ids: list[int], ids: list[int]) -> list[str]:
+    detokenizer = Detokenizer(tokenizer, prompt_ids)
+    return [detokenizer.step(token_id) for token_id in ids]
+
+
+@pytest.mark.parametrize("prompt", ["A", "Hello wor", "🙂", "", " ends with a space ", "<|im_start|>assistant\n"])
+@pytest.mark.parametrize("text", AWKWARD + PROMPTS)
+def test_the_pieces_of_a_text_are_the_text(smollm2: Tokenizer, prompt: str, text: str) -> None:
+    ids = smollm2.encode(text).ids
+    pieces = texts(smollm2, smollm2.encode(prompt).ids, ids)
+    assert "".join(pieces) == text
+    assert not any("\ufffd" in piece for piece in pieces) or "\ufffd" in text
+
+
+@settings(max_examples=200, deadline=None)
+@given(prompt=st.text(max_size=8), text=st.text(max_size=40))
+def test_the_pieces_of_any_text_are_the_text(smollm2: Tokenizer, prompt: str, text: str) -> None:
+    ids = smollm2.encode(text).ids
+    assume("\ufffd" not in text and smollm2.decode(ids, skip_special_tokens=False) == text)  # its vocabulary has not all bytes
+    prompt_ids = smollm2.encode(prompt).ids
+    assert "".join(texts(smollm2, prompt_ids, ids)) == text
+    assert generated_text(smollm2, prompt_ids, ids, [], "length") == text
+
+
+def test_a_character_appears_with_its_last_token(smollm2: Tokenizer) -> None:
+    ids = smollm2.encode("𐍈").ids
+    assert len(ids) > 1
+    assert texts(smollm2, [], ids) == [""] * (len(ids) - 1) + ["𐍈"]
+
+
+def test_an_incomplete_last_character_contributes_nothing(smollm2: Tokenizer) -> None:
+    ids = smollm2.encode("ab𐍈").ids[:-1]
+    assert "".join(texts(smollm2, [], ids)) == "ab"
+    assert generated_text(smollm2, [], ids, [], "length") == "ab"
+
+
+def test_endless_invalid_bytes_do_not_wait_for_ever(smollm2: Tokenizer) -> None:
+    half = smollm2.encode("𐍈").ids[0]
+    pieces = texts(smollm2, [], [half] * (2 * MAX_PENDING_TOKENS))
+    assert max(map(len, pieces)) <= MAX_PENDING_TOKENS
+    assert len("".join(pieces)) > MAX_PENDING_TOKENS
+
+
+def test_an_id_beyond_the_vocabulary_has_no_text(smollm2: Tokenizer) -> None:
+    assert texts(smollm2, [28], [10**6, smollm2.encode("x").ids[0]]) == ["", "x"]
+
+
+def test_the_first_piece_keeps_its_space(llama: Tokenizer) -> None:
+    hello, world, special = (llama.token_to_id(piece) for piece in ("▁Hello", "▁world", "<s>"))
+    assert texts(llama, [special, hello], [world, special, hello]) == [" world", "<s>", " Hello"]
+    assert texts(llama, [], [hello, world]) == ["Hello", " world"]
+    assert generated_text(llama, [special, hello], [world, hello], [], "length") == " world Hello"
+
+
+def test_bytes_become_a_character_with_the_last_one(llama: Tokenizer) -> None:
+    ids = [llama.token_to_id(f"<0x{byte:02X}>") for byte in "é🙂".encode()]
+    assert texts(llama, [llama.token_to_id("▁Hello")], ids) == ["", "é", "", "", "", "🙂"]
+
+
+def test_special_tokens_are_shown_but_not_part_of_the_whole(smollm2: Tokenizer) -> None:
+    ids = smollm2.encode("yes<|im_end|>").ids
+    assert "".join(texts(smollm2, [28], ids)) == "yes<|im_end|>"
+    assert generated_text(smollm2, [28], ids, [], "eos_token") == "yes"
+
+
+@pytest.mark.parametrize(
+    ("stops", "pieces", "matched"),
+    [
+        ([], ["a"], [False]),
+        (["b"], ["a", "abc", "x"], [False, True, True]),
+        (["END"], ["E", "N", "x", "EN", "D!"], [False, False, False, False, True]),
+        (["\n\n"], ["a\n", "\nb"], [False, True]),
+        (["long stop", "x"], ["long", "", " st", "op"], [False, False, False, True]),
+        (["🙂🚀"], ["", "🙂", "", "🚀"], [False, False, False, True]),
+    ],
+)
+def test_stop_strings_are_found_inside_and_across_pieces(stops: list[str], pieces: list[str], matched: list[bool]) -> None:
+    matcher = StopMatcher(stops)
+    assert [matcher.step(piece) for piece in pieces] == matched
+
+
+def test_the_text_ends_behind_the_first_stop_string(smollm2: Tokenizer) -> None:
+    ids = smollm2.encode("one two three two").ids
+    assert generated_text(smollm2, [], ids, ["three", "two"], "stop_sequence") == "one two"
+    assert generated_text(smollm2, [], ids, ["two"], "length") == "one two three two"
+
+
+def test_a_stop_string_that_only_the_stream_shows_cuts_nothing(smollm2: Tokenizer) -> None:
+    ids = smollm2.encode("yes<|im_end|>").ids
+    assert generated_text(smollm2, [28], ids, ["<|im_end|>"], "stop_sequence") == "yes"
