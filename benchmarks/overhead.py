@@ -1,0 +1,123 @@
+"""What the fleet costs over its engine: `python -m benchmarks.overhead [--runs 3]`.
+
+The same load at 1, 8 and 32 streams: once through the engine process alone, with all cores (grants in, steps out, through its socket), and
+once end to end over HTTP through a whole fleet with the client on the same cores. In turn, several runs, medians, and their ratio.
+"""
+
+import argparse
+import os
+import socket
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import pairwise
+
+import uvloop
+from tokenizers import Tokenizer
+
+from benchmarks.serve import OUT_TOKENS, STREAMS, Figures, load, median, prompt
+from common import model_files
+from common.messages import pack_ids
+from gpu_worker.door import LENGTH, Grant, Ready, StartRow, Step, decode, encode
+from tests.fleet import Fleet
+
+
+class Door:
+    """The bare engine process, driven as an agent would, without an agent: rows take the place of those that end."""
+
+    def __init__(self, end: socket.socket) -> None:
+        self.file = end.makefile("rwb")
+        while not isinstance(frame := self.receive(), Ready):
+            pass
+        self.ready = frame
+        self.tokenizer = Tokenizer.from_file(str(model_files.resolve("smollm2") / "tokenizer.json"))
+        self.until = self.started = 0
+
+    def receive(self) -> object:
+        (size,) = LENGTH.unpack(self.file.read(LENGTH.size))
+        return decode(self.file.read(size))
+
+    def run(self, streams: int, requests: int, seed: int) -> Figures:
+        """The load of `benchmarks.serve.load`, straight into the engine."""
+        prompts = [self.tokenizer.encode(prompt(seed * 1000 + i)).ids for i in range(requests)]
+        blocks_each = -(-(max(map(len, prompts)) + OUT_TOKENS) // self.ready.block_size)
+        free = [list(range(1 + i * blocks_each, 1 + (i + 1) * blocks_each)) for i in range(streams)]
+        owned: dict[int, list[int]] = {}
+        seen: dict[int, list[float]] = {}
+        began = time.monotonic()
+        ended = 0
+        while ended < requests:
+            starts = []
+            while free and prompts:
+                owned[self.started], seen[self.started] = free.pop(), [time.monotonic()]
+                starts.append(self.row(prompts.pop(), owned[self.started]))
+            if starts:
+                self.until += 10_000
+                self.file.write(encode(Grant(self.until, self.ready.max_batch_prefill_tokens, starts)))
+                self.file.flush()
+            step = self.receive()
+            assert isinstance(step, Step), step
+            for i in range(0, len(step.rows), 4):
+                seen[int.from_bytes(step.rows[i : i + 4], "little")].append(time.monotonic())
+            ended += len(step.ended)
+            free += [owned.pop(row) for row, _ in step.released]
+        return self.figures(list(seen.values()), time.monotonic() - began)
+
+    def row(self, ids: list[int], blocks: list[int]) -> StartRow:
+        self.started += 1
+        return StartRow(self.started - 1, pack_ids(ids), 0, OUT_TOKENS, True, pack_ids(blocks))
+
+    def figures(self, seen: list[list[float]], seconds: float) -> Figures:
+        gaps = sorted((later - sooner) * 1e3 for times in seen for sooner, later in pairwise(times[1:]))
+        return Figures(
+            tokens_per_s=sum(len(times) - 1 for times in seen) / seconds,
+            first_token_ms=statistics.median((times[1] - times[0]) * 1e3 for times in seen),
+            gap_ms=statistics.median(gaps),
+            gap_p99_ms=gaps[int(len(gaps) * 0.99)],
+        )
+
+
+@contextmanager
+def engine() -> Iterator[Door]:
+    ours, theirs = socket.socketpair()
+    environ = {**os.environ, "MODEL_ID": str(model_files.resolve("smollm2")), "PARENT_PID": str(os.getpid())}
+    command = [sys.executable, "-m", "gpu_worker.engine", "--fd", str(theirs.fileno())]
+    process = subprocess.Popen(command, pass_fds=[theirs.fileno()], env=environ)
+    theirs.close()
+    try:
+        yield Door(ours)
+    finally:
+        process.kill()
+        process.wait()
+
+
+def main(runs: int) -> None:
+    alone: dict[int, list[Figures]] = {streams: [] for streams, _ in STREAMS}
+    whole: dict[int, list[Figures]] = {streams: [] for streams, _ in STREAMS}
+    for run in range(1, runs + 1):
+        with engine() as door:
+            door.run(4, 8, 0)
+            for streams, requests in STREAMS:
+                alone[streams].append(door.run(streams, requests, run))
+        with Fleet(num_workers=1) as fleet:
+            url = f"{fleet.base_url}/generate_stream"
+            uvloop.run(load(url, 4, 8, "", 0))
+            for streams, requests in STREAMS:
+                whole[streams].append(uvloop.run(load(url, streams, requests, "", run)))
+    for streams, _ in STREAMS:
+        bare, fleet_figures = median(alone[streams]), median(whole[streams])
+        print(
+            f"{streams:3d} streams: engine {bare.tokens_per_s:6.1f} tokens/s, gap p50 {bare.gap_ms:6.2f} ms; "
+            f"fleet {fleet_figures.tokens_per_s:6.1f} tokens/s, gap p50 {fleet_figures.gap_ms:6.2f} ms; "
+            f"ratio {fleet_figures.tokens_per_s / bare.tokens_per_s:.3f}",
+            flush=True,
+        )
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--runs", type=int, default=3)
+    main(parser.parse_args().runs)

@@ -1,0 +1,60 @@
+"""How long a stream pauses when its worker is killed: `python -m benchmarks.pauses [--workers 2] [--kills 20]`.
+
+16 streams run; a random worker is killed (SIGKILL) once each stream has gone on and all workers are back. A pause is the longest gap of a
+stream between the kill and the moment when it has five tokens more. Streams on other workers count too, as their users do.
+"""
+
+import argparse
+import asyncio
+import os
+import random
+import signal
+import time
+from itertools import pairwise
+
+from tests.fleet import Fleet
+from tests.loads import Load
+from tests.waiting import wait_until
+
+OUT_TOKENS = 400
+
+
+async def main(num_workers: int, kills: int) -> None:
+    draw = random.Random(kills)
+    pauses: list[float] = []
+    with Fleet(num_workers=num_workers, kv_cache_bytes="256MiB") as fleet:
+        load = Load(fleet, OUT_TOKENS)
+        for _ in range(kills):
+            if max(len(one.frames) for one in load.streams) > OUT_TOKENS - 100:
+                await load.whole()
+                load = Load(fleet, OUT_TOKENS)
+            await load.progress(draw.randint(5, 20))
+            await wait_until(lambda fleet=fleet: fleet.workers_ready() == num_workers, 60)
+            pauses += await kill(fleet, load, f"w{draw.randrange(num_workers)}")
+        await load.whole()
+    pauses.sort()
+    print(
+        f"{num_workers} workers, {kills} kills, {len(pauses)} pauses: p50 {pauses[len(pauses) // 2]:.2f} s, "
+        f"p99 {pauses[int(len(pauses) * 0.99)]:.2f} s, longest {pauses[-1]:.2f} s",
+        flush=True,
+    )
+
+
+async def kill(fleet: Fleet, load: Load, name: str) -> list[float]:
+    """Longest gap of each stream after the kill, in seconds."""
+    killed_s, had = time.monotonic(), [len(one.frames) for one in load.streams]
+    os.kill(fleet.pid(name), signal.SIGKILL)
+    await load.progress(5)
+    gaps = []
+    for one, count in zip(load.streams, had, strict=True):
+        times = [max(one.times_s[count - 1], killed_s), *one.times_s[count : count + 6]]
+        gaps.append(max(later - sooner for sooner, later in pairwise(times)))
+    return gaps
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--kills", type=int, default=20)
+    args = parser.parse_args()
+    asyncio.run(main(args.workers, args.kills))

@@ -1,0 +1,3 @@
+from gpu_worker.engine.process import main
+
+main()

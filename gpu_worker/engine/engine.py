@@ -1,0 +1,76 @@
+"""The engine in one process, without a socket: grants in, steps out."""
+
+import time
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from common.model_files import Progress, silent
+from common.settings import Settings
+from gpu_worker.door import Grant, Ready, Step
+from gpu_worker.engine import inputs, warmup
+from gpu_worker.engine.load import load, name_of
+from gpu_worker.engine.rows import Int32, Part, Rows
+from gpu_worker.engine.sample import greedy
+
+NAN = float("nan")
+
+
+class Engine:
+    """Raises SettingError where the settings cannot be served. With `debug_kv` freed blocks are NaN, and zero again once granted."""
+
+    def __init__(self, settings: Settings, progress: Progress = silent) -> None:
+        self.loaded = load(settings, progress)
+        self.block_size = settings.block_size
+        self.debug_kv = settings.debug_kv
+        self.rows = Rows(settings.block_size, self.loaded.eos_ids)
+        progress("measuring")
+        self.ready = self.warm_up(settings)
+
+    def warm_up(self, settings: Settings) -> Ready:
+        loaded = self.loaded
+        tokens = settings.max_batch_prefill_tokens or warmup.max_batch_prefill_tokens(
+            self.forward, loaded.context, loaded.vocab_size, self.block_size
+        )
+        return Ready(
+            model=settings.model_id,
+            dtype=name_of(loaded.dtype),
+            device=loaded.device.type,
+            block_size=self.block_size,
+            num_blocks=loaded.num_blocks,
+            max_batch_prefill_tokens=tokens,
+            context=loaded.context,
+            eos_ids=np.array(loaded.eos_ids, "<i4").tobytes(),
+        )
+
+    def apply(self, grant: Grant) -> None:
+        self.fill(self.rows.apply(grant), 0.0)
+
+    def step(self) -> Step | None:
+        """Runs one step, if one may and can be run; None where nothing happened at all."""
+        began = time.perf_counter()
+        parts = inputs.arrange(self.rows.launch())
+        if parts:
+            ids, logprobs = self.forward(parts)
+            self.rows.read(parts, ids.tolist(), logprobs.tolist())
+        outcome = self.rows.report()
+        if not parts and not outcome:
+            return None
+        self.fill(outcome.freed, NAN)
+        return outcome.frame(self.rows.step, (time.perf_counter() - began) * 1e3 if parts else 0.0)
+
+    @torch.inference_mode()
+    def forward(self, parts: Sequence[Part]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Arranged parts → ids and log-probabilities of those that sample."""
+        line = inputs.build(parts, self.block_size, self.loaded.device)
+        self.loaded.backend.begin(line)
+        output = self.loaded.model(
+            input_ids=line.ids, position_ids=line.positions, use_cache=False, logits_to_keep=line.sampled, return_dict=True
+        )
+        return greedy(output.logits[0])
+
+    @torch.inference_mode()
+    def fill(self, blocks: Sequence[Int32], value: float) -> None:
+        if self.debug_kv and blocks:
+            self.loaded.cache.fill(np.concatenate(blocks).tolist(), value)

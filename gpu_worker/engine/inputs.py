@@ -1,0 +1,95 @@
+"""The parts of a step as tensors: one flat line of tokens, rows that decode first, then the chunks of prompts."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from gpu_worker.engine.rows import Int32, Part
+
+SPREAD = 512  # tokens; rows that decode are padded to the longest of their span, at most twice their own length or this much more
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Rows next to each other on the line with the same number of tokens.
+
+    Attributes:
+        begin, count: first token on the line, tokens of each row.
+        lengths: int64 [rows]; tokens a row has in the cache after this step.
+        blocks: int64 [rows, blocks]; padded with scratch block 0.
+    """
+
+    begin: int
+    count: int
+    lengths: npt.NDArray[np.int64]
+    blocks: npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class Inputs:
+    """
+    Attributes:
+        ids, positions: int64 [1, tokens].
+        slots: int64 [tokens]; where a token's K and V go: block * block_size + offset.
+        sampled: int64 [samples]; tokens on the line whose logits are wanted.
+    """
+
+    ids: torch.Tensor
+    positions: torch.Tensor
+    slots: npt.NDArray[np.int64]
+    sampled: torch.Tensor
+    spans: list[Span]
+
+
+def arrange(parts: Sequence[Part]) -> list[Part]:
+    """The order on the line: rows that decode, longest first, then the chunks of prompts in the order of starts."""
+    return sorted(parts, key=lambda part: (not part.decodes, -part.kv_len if part.decodes else 0))
+
+
+def build(parts: Sequence[Part], block_size: int, device: torch.device) -> Inputs:
+    """Tensors of arranged parts. The last sampled ids are known to the host."""
+    ids = np.concatenate([token_ids(part) for part in parts]).astype(np.int64)
+    positions = np.concatenate([np.arange(part.begin, part.kv_len) for part in parts])
+    blocks = np.concatenate([part.row.blocks[part.begin // block_size : -(-part.kv_len // block_size)].repeat(block_size)
+                             [part.begin % block_size :][: part.count] for part in parts])  # fmt: skip
+    last = np.cumsum([part.count for part in parts]) - 1
+    sampled = last[[part.samples for part in parts]]
+    return Inputs(
+        ids=torch.from_numpy(ids[None]).to(device),
+        positions=torch.from_numpy(positions[None]).to(device),
+        slots=blocks.astype(np.int64) * block_size + positions % block_size,
+        sampled=torch.from_numpy(sampled).to(device),
+        spans=spans(parts, block_size),
+    )
+
+
+def token_ids(part: Part) -> Int32:
+    return np.array([part.row.last_id], np.int32) if part.decodes else part.row.ids[part.begin : part.kv_len]
+
+
+def spans(parts: Sequence[Part], block_size: int) -> list[Span]:
+    result: list[Span] = []
+    group: list[Part] = []
+    begin = 0
+    for part in parts:
+        if group and not together(group[0], part):
+            result.append(span(group, begin, block_size))
+            begin, group = begin + sum(member.count for member in group), []
+        group.append(part)
+    return [*result, span(group, begin, block_size)]
+
+
+def together(longest: Part, part: Part) -> bool:
+    return longest.decodes and part.decodes and longest.kv_len <= max(2 * part.kv_len, part.kv_len + SPREAD)
+
+
+def span(parts: Sequence[Part], begin: int, block_size: int) -> Span:
+    lengths = np.array([part.kv_len for part in parts])
+    blocks = np.zeros((len(parts), -(-int(lengths.max()) // block_size)), np.int64)
+    for line, part in zip(blocks, parts, strict=True):
+        held = -(-part.kv_len // block_size)
+        line[:held] = part.row.blocks[:held]
+    return Span(begin, parts[0].count, lengths, blocks)

@@ -1,0 +1,58 @@
+"""The engine's end of the door."""
+
+import select
+import socket
+from collections.abc import Iterator
+
+from gpu_worker.door import LENGTH, Frame, Grant, decode, encode
+
+RECEIVE_BYTES = 2**18
+
+
+class Gone(Exception):
+    """The agent closed the door."""
+
+
+class Link:
+    """Frames over a blocking socket: an engine that is too far ahead of its agent waits in `send`."""
+
+    def __init__(self, channel: socket.socket) -> None:
+        self.channel = channel
+        self.channel.setblocking(True)
+        self.buffer = bytearray()
+
+    def send(self, frame: Frame) -> None:
+        try:
+            self.channel.sendall(encode(frame))
+        except ConnectionError as error:
+            raise Gone from error
+
+    def grants(self, wait: bool) -> Iterator[Grant]:
+        """All grants that are here by now, in order; with `wait` at least one."""
+        while self.receive(wait):
+            for frame in self.frames():
+                wait = False
+                assert isinstance(frame, Grant)
+                yield frame
+
+    def receive(self, wait: bool) -> bool:
+        """Whether something came."""
+        if not wait and not select.select([self.channel], [], [], 0)[0]:
+            return False
+        try:
+            data = self.channel.recv(RECEIVE_BYTES)
+        except ConnectionError as error:
+            raise Gone from error
+        if not data:
+            raise Gone
+        self.buffer += data
+        return True
+
+    def frames(self) -> Iterator[Frame]:
+        while len(self.buffer) >= LENGTH.size:
+            end = LENGTH.size + LENGTH.unpack_from(self.buffer)[0]
+            if len(self.buffer) < end:
+                return
+            frame = decode(bytes(self.buffer[LENGTH.size : end]))
+            del self.buffer[:end]
+            yield frame

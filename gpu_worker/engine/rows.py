@@ -1,0 +1,186 @@
+"""The row table: which rows take part in the next step and what becomes of them. Pure bookkeeping, no tensors.
+
+A step has two ends. `launch` decides who takes part and advances lengths, `read` takes the sampled ids. Another step may be launched
+between the two: everything that `launch` needs is arithmetic, so only what depends on sampled ids waits for `read`.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from gpu_worker.door import Grant, StartRow, Step
+
+Int32 = npt.NDArray[np.int32]
+NO_BLOCKS: Int32 = np.zeros(0, np.int32)
+
+
+@dataclass(slots=True, eq=False)
+class Row:
+    """`kv_len` and `index` are as of the last launched step, `read_index` as of the last read one.
+
+    Attributes:
+        ids: the prompt and the tokens generated before this row started; what prefill computes.
+        blocks: KV blocks in order; position p lies in blocks[p // block_size].
+        kv_len: tokens whose KV is written.
+        index: index of the next token to sample.
+        last_id: input of the next decode step.
+        in_flight: steps launched with this row and not read yet.
+    """
+
+    number: int
+    ids: Int32
+    index: int
+    end: int
+    ignore_eos: bool
+    blocks: Int32
+    kv_len: int = 0
+    read_index: int = 0
+    last_id: int = 0
+    in_flight: int = 0
+    ended: bool = False
+
+    @classmethod
+    def of(cls, start: StartRow) -> "Row":
+        ids, blocks = np.frombuffer(start.ids, "<i4"), np.frombuffer(start.blocks, "<i4")
+        return cls(start.row, ids, start.base, start.end, start.ignore_eos, blocks, read_index=start.base)
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """What a row does in one step: positions `begin` to `begin + count - 1`, then a sample where `samples`."""
+
+    row: Row
+    begin: int
+    count: int
+    samples: bool
+
+    @property
+    def decodes(self) -> bool:
+        return self.begin >= len(self.row.ids)
+
+    @property
+    def kv_len(self) -> int:
+        return self.begin + self.count
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What is to be reported with the next frame."""
+
+    rows: list[int] = field(default_factory=list)
+    indices: list[int] = field(default_factory=list)
+    ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    prefilled: list[tuple[int, int]] = field(default_factory=list)
+    ended: list[tuple[int, str, int]] = field(default_factory=list)
+    released: list[tuple[int, int]] = field(default_factory=list)
+    freed: list[Int32] = field(default_factory=list)
+
+    def __bool__(self) -> bool:
+        return bool(self.rows or self.ended or self.released)
+
+    def frame(self, step: int, duration_ms: float) -> Step:
+        rows, indices, ids = (np.array(values, "<i4").tobytes() for values in (self.rows, self.indices, self.ids))
+        logprobs = np.array(self.logprobs, "<f4").tobytes()
+        return Step(step, rows, indices, ids, logprobs, self.prefilled, self.ended, self.released, duration_ms)
+
+
+class Rows:
+    def __init__(self, block_size: int, eos_ids: Sequence[int]) -> None:
+        self.block_size = block_size
+        self.eos_ids = frozenset(eos_ids)
+        self.rows: dict[int, Row] = {}  # in the order of starts
+        self.step = 0
+        self.until = 0
+        self.prefill_tokens = 0
+        self.outcome = Outcome()
+
+    def apply(self, grant: Grant) -> list[Int32]:
+        """Takes a grant; returns the blocks that rows own newly."""
+        self.until, self.prefill_tokens = grant.until, grant.prefill_tokens
+        for number, why in grant.stops:
+            if number in self.rows:
+                self.finish(self.rows[number], why)
+        granted = [self.extend(number, np.frombuffer(blocks, "<i4")) for number, blocks in grant.blocks]
+        for start in grant.starts:
+            self.rows[start.row] = Row.of(start)
+            granted.append(self.rows[start.row].blocks)
+        return granted
+
+    def extend(self, number: int, blocks: Int32) -> Int32:
+        row = self.rows.get(number)
+        if row is None:
+            return NO_BLOCKS
+        row.blocks = np.concatenate((row.blocks, blocks))
+        return blocks
+
+    def launch(self) -> list[Part]:
+        """The parts of the next step, in the order of starts; empty where no step may or can be run."""
+        if self.step >= self.until:
+            return []
+        parts = self.parts()
+        self.step += bool(parts)
+        for part in parts:
+            part.row.kv_len = part.kv_len
+            part.row.index += part.samples
+            part.row.in_flight += 1
+        return parts
+
+    def parts(self) -> list[Part]:
+        parts, left = [], self.prefill_tokens
+        for row in self.rows.values():
+            if row.ended or row.index >= row.end:
+                continue
+            room = len(row.blocks) * self.block_size - row.kv_len
+            prefill = len(row.ids) - row.kv_len
+            count = min(room, 1 if prefill <= 0 else min(prefill, left))
+            if count > 0:
+                parts.append(Part(row, row.kv_len, count, samples=count >= prefill))
+                left -= count if prefill > 0 else 0
+        return parts
+
+    def read(self, parts: Sequence[Part], ids: Sequence[int], logprobs: Sequence[float]) -> None:
+        """Takes what a launched step brought: `ids` has one entry for each part that samples, in order."""
+        sampled = zip(ids, logprobs, strict=True)
+        for part in parts:
+            part.row.in_flight -= 1
+            if part.samples:
+                self.take(part, *next(sampled))
+            if part.row.ended:
+                self.release(part.row)
+
+    def take(self, part: Part, token: int, logprob: float) -> None:
+        row, outcome = part.row, self.outcome
+        if row.ended:
+            return
+        if not part.decodes:
+            outcome.prefilled.append((row.number, part.kv_len))
+        outcome.rows.append(row.number)
+        outcome.indices.append(row.read_index)
+        outcome.ids.append(token)
+        outcome.logprobs.append(logprob)
+        row.last_id = token
+        row.read_index += 1
+        if row.read_index >= row.end:
+            self.finish(row, "length")
+        elif token in self.eos_ids and not row.ignore_eos:
+            self.finish(row, "eos_token")
+
+    def finish(self, row: Row, why: str) -> None:
+        if not row.ended:
+            row.ended = True
+            self.outcome.ended.append((row.number, why, row.read_index))
+            self.release(row)
+
+    def release(self, row: Row) -> None:
+        """Lets go of an ended row, once no launched step holds it."""
+        if row.in_flight == 0 and self.rows.pop(row.number, None) is not None:
+            self.outcome.released.append((row.number, row.kv_len))
+            self.outcome.freed.append(row.blocks)
+
+    def report(self) -> Outcome:
+        """What happened since the last call."""
+        outcome, self.outcome = self.outcome, Outcome()
+        return outcome

@@ -1,0 +1,90 @@
+"""Plays the batcher for an engine in this process: starts rows, grants blocks, collects tokens and checks what the door promises."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from gpu_worker.door import Grant, StartRow, Step
+from gpu_worker.engine.engine import Engine
+
+
+def packed(values: Sequence[int]) -> bytes:
+    return np.array(values, "<i4").tobytes()
+
+
+def unpacked(data: bytes) -> list[int]:
+    return [int(value) for value in np.frombuffer(data, "<i4")]
+
+
+@dataclass(slots=True)
+class Played:
+    length: int
+    blocks: list[int]
+    ids: list[int] = field(default_factory=list)
+
+
+@dataclass
+class Player:
+    """Blocks go back to `free`, lowest first, as soon as the engine released them: so the next row gets what another just held."""
+
+    engine: Engine
+    free: list[int]
+    prefill_tokens: int = 10_000
+    rows: dict[int, Played] = field(default_factory=dict)
+    ids: dict[int, list[int]] = field(default_factory=dict)
+    ended: dict[int, tuple[str, int]] = field(default_factory=dict)
+    steps: list[Step] = field(default_factory=list)
+    until: int = 0
+
+    def start(self, number: int, ids: Sequence[int], end: int, base: int = 0, ignore_eos: bool = False) -> StartRow:
+        """A row that owns blocks for its first chunk only; `run` grants the others."""
+        blocks = self.take(1)
+        self.rows[number] = Played(len(ids), blocks)
+        self.ids[number] = []
+        return StartRow(number, packed(ids), base, end, ignore_eos, packed(blocks))
+
+    def take(self, count: int) -> list[int]:
+        self.free.sort()
+        taken, self.free = self.free[:count], self.free[count:]
+        return taken
+
+    def grow(self, lead: int, served: int) -> list[tuple[int, bytes]]:
+        """Blocks for the `served` oldest rows, as many as there are, up to `lead` tokens beyond what a row holds."""
+        added = []
+        for number, row in list(self.rows.items())[:served]:
+            wanted = -(-(row.length + len(row.ids) + lead) // self.engine.block_size) - len(row.blocks)
+            blocks = self.take(max(0, wanted))
+            if blocks:
+                row.blocks += blocks
+                added.append((number, packed(blocks)))
+        return added
+
+    def run(self, starts: Sequence[StartRow], horizon: int = 4, lead: int = 4, served: int = 1000) -> dict[int, list[int]]:
+        """All rows to their end; returns the new ids of each."""
+        self.engine.apply(Grant(self.until, self.prefill_tokens, list(starts)))
+        while self.rows:
+            self.until += horizon
+            self.engine.apply(Grant(self.until, self.prefill_tokens, blocks=self.grow(lead, served)))
+            frames = list(iter(self.engine.step, None))
+            assert frames, f"nothing moves: {self.rows}"
+            for frame in frames:
+                self.collect(frame)
+        return self.ids
+
+    def collect(self, step: Step) -> None:
+        assert step.step <= self.until
+        assert not self.steps or step.step >= self.steps[-1].step
+        self.steps.append(step)
+        logprobs = np.frombuffer(step.logprobs, "<f4")
+        assert np.all(logprobs <= 0) and np.all(np.isfinite(logprobs))
+        for number, _, token in zip(unpacked(step.rows), unpacked(step.indices), unpacked(step.ids), strict=True):
+            self.rows[number].ids.append(token)
+            self.ids[number].append(token)
+        for number, why, end in step.ended:
+            assert number not in self.ended
+            self.ended[number] = (why, end)
+        for number, kv_len in step.released:
+            row = self.rows.pop(number)
+            assert kv_len <= len(row.blocks) * self.engine.block_size
+            self.free += row.blocks

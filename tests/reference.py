@@ -1,0 +1,60 @@
+"""What transformers' own `generate` answers: the ids that the engine, and the fleet around it, must equal."""
+
+import hashlib
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from common import model_files
+
+CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tokenfleet" / "tests"
+
+
+def prompt_ids(prompts: Sequence[str], model_id: str = "smollm2") -> list[list[int]]:
+    """The prompts' token ids, without anything added around them."""
+    from tokenizers import Tokenizer
+
+    tokenizer = Tokenizer.from_file(str(model_files.resolve(model_id) / "tokenizer.json"))
+    return [tokenizer.encode(prompt, add_special_tokens=False).ids for prompt in prompts]
+
+
+def reference_ids(prompts_ids: Sequence[Sequence[int]], max_new_tokens: int, model_id: str = "smollm2") -> list[list[int]]:
+    """New ids of each prompt, end-of-sequence token included: greedy, float32, one prompt at a time. Each answer is computed once and kept
+    on disk, keyed by model, prompt and length."""
+    path = model_files.resolve(model_id)
+    files = [CACHE / f"{digest(path, ids, max_new_tokens)}.json" for ids in prompts_ids]
+    missing = [index for index, file in enumerate(files) if not file.exists()]
+    if missing:
+        CACHE.mkdir(parents=True, exist_ok=True)
+        model = load(path)
+        for index in missing:
+            keep(files[index], generate(model, prompts_ids[index], max_new_tokens))
+    return [json.loads(file.read_text()) for file in files]
+
+
+def digest(path: Path, ids: Sequence[int], max_new_tokens: int) -> str:
+    return hashlib.sha256(json.dumps([path.name, list(ids), max_new_tokens]).encode()).hexdigest()[:32]
+
+
+def load(path: Path) -> Any:
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+
+
+def generate(model: Any, ids: Sequence[int], max_new_tokens: int) -> list[int]:
+    import torch
+
+    prompt = torch.tensor([list(ids)])
+    output = model.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=max_new_tokens, do_sample=False)
+    new_ids: list[int] = output[0, len(ids) :].tolist()
+    return new_ids
+
+
+def keep(file: Path, ids: list[int]) -> None:
+    draft = file.with_suffix(f".{os.getpid()}")
+    draft.write_text(json.dumps(ids))
+    draft.replace(file)

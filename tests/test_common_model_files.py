@@ -1,0 +1,112 @@
+"""Where a model's files are, and what is read from them."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from common import model_files
+from common.settings import SettingError
+from tests.reference import prompt_ids
+
+STUB = """import pathlib, sys, time
+with open(pathlib.Path(__file__).parent / "conversions", "a") as log: log.write("x")
+time.sleep(0.3)
+for name in ("config.json", "tokenizer.json"): (pathlib.Path(sys.argv[2]) / name).write_text("{}")
+"""
+
+
+def write(folder: Path, **files: object) -> Path:
+    folder.mkdir(exist_ok=True)
+    for name, content in files.items():
+        (folder / f"{name}.json").write_text(json.dumps(content))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("model_id", "words"),
+    [
+        ("/no/such/dir", "/no/such/dir does not exist"),
+        ("no such model", "does not exist"),
+        ("../up/a/tree", "does not exist"),
+        ("no/such-model", "no/such-model is no directory here, and the model hub"),
+        ("no-such-model", "no-such-model is no directory here, and the model hub"),
+    ],
+)
+def test_no_such_model(model_id: str, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
+    began = time.monotonic()
+    with pytest.raises(SettingError) as caught:
+        model_files.resolve(model_id)
+    assert caught.value.name == "model_id"
+    assert words in str(caught.value) and "\n" not in str(caught.value)
+    assert time.monotonic() - began < 5
+
+
+def test_a_directory_needs_its_files(tmp_path: Path) -> None:
+    with pytest.raises(SettingError, match=r"has no tokenizer\.json"):
+        model_files.resolve(str(write(tmp_path, config={})))
+    assert model_files.resolve(str(write(tmp_path, tokenizer={}))) == tmp_path
+
+
+def test_a_file_must_be_gguf(tmp_path: Path) -> None:
+    (tmp_path / "model.bin").write_text("")
+    with pytest.raises(SettingError, match=r"neither a directory nor a \.gguf file"):
+        model_files.resolve(str(tmp_path / "model.bin"))
+
+
+def test_a_broken_gguf_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    (tmp_path / "model.gguf").write_text("not GGUF")
+    with pytest.raises(SettingError, match="cannot be converted") as caught:
+        model_files.resolve(str(tmp_path / "model.gguf"))
+    assert "\n" not in str(caught.value)
+    assert [path.suffix for path in model_files.cache_folder().iterdir()] == [".lock"]
+
+
+def test_processes_that_start_together_convert_once(tmp_path: Path) -> None:
+    """The conversion itself is replaced by one that counts."""
+    stub = tmp_path / "gpu_worker" / "engine"
+    stub.mkdir(parents=True)
+    for name, text in (("convert.py", STUB), ("__init__.py", ""), ("../__init__.py", "")):
+        (stub / name).write_text(text)
+    (tmp_path / "model.gguf").write_text("weights")
+    code = "import sys; from common import model_files; print(model_files.resolve(sys.argv[1]))"
+    checkout = str(Path(model_files.__file__).parents[1])
+    environ = os.environ | {"XDG_CACHE_HOME": str(tmp_path / "cache"), "PYTHONPATH": f"{tmp_path}:{checkout}"}
+    command = [sys.executable, "-c", code, str(tmp_path / "model.gguf")]
+    processes = [subprocess.Popen(command, env=environ, cwd=tmp_path, stdout=subprocess.PIPE, text=True) for _ in range(4)]
+    folders = {process.communicate(timeout=60)[0].strip() for process in processes}
+    assert len(folders) == 1 and Path(folders.pop()).is_dir()
+    assert (stub / "conversions").read_text() == "x"
+
+
+def test_the_bundled_model() -> None:
+    path = model_files.resolve("smollm2")
+    assert model_files.context(path) == 8192
+    assert model_files.eos_ids(path) == [2]
+    assert prompt_ids(["<|im_end|>"]) == [[2]]
+    assert {0, 1, 2} <= model_files.special_ids(path)
+
+
+def test_eos_ids_come_from_the_first_file_that_knows(tmp_path: Path) -> None:
+    added = [{"id": 5, "content": "</s>", "special": True}, {"id": 6, "content": "<tool>", "special": False}]
+    path = write(
+        tmp_path, config={"max_position_embeddings": 99}, tokenizer={"added_tokens": added}, tokenizer_config={"eos_token": "</s>"}
+    )
+    assert model_files.eos_ids(path) == [5]
+    write(path, config={"max_position_embeddings": 99, "eos_token_id": 7})
+    assert model_files.eos_ids(path) == [7]
+    write(path, generation_config={"eos_token_id": [8, 9]})
+    assert model_files.eos_ids(path) == [8, 9]
+    assert model_files.special_ids(path) == {5}
+    assert model_files.context(path) == 99
+
+
+def test_a_config_without_a_context(tmp_path: Path) -> None:
+    with pytest.raises(SettingError, match="has no max_position_embeddings"):
+        model_files.context(write(tmp_path, config={}))

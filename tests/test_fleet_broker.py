@@ -1,0 +1,144 @@
+"""The broker dies, cuts its connections, refuses: every stream whole, and whoever asks meanwhile learns why it cannot be served."""
+
+import asyncio
+import os
+import signal
+from collections.abc import Iterator
+
+import httpx
+import pytest
+import redis as redis_sync
+
+from benchmarks.client import Refused, stream
+from tests import brokers
+from tests.fleet import Fleet
+from tests.loads import Load, body
+from tests.waiting import wait_until
+
+SETTINGS = {"num_workers": 2, "dtype": "float32", "debug_kv": True, "kv_cache_bytes": "128MiB", "worker_ttl_s": 3}
+MAX_NEW_TOKENS = 100
+
+
+@pytest.fixture(scope="module")
+def fleet() -> Iterator[Fleet]:
+    with Fleet(**SETTINGS) as fleet:
+        yield fleet
+
+
+@pytest.fixture(scope="module")
+def undisturbed(fleet) -> list[list[int]]:
+    async def run():
+        return await Load(fleet, MAX_NEW_TOKENS).whole()
+
+    return asyncio.run(run())
+
+
+async def kill_broker(fleet: Fleet) -> None:
+    old = fleet.pid("broker")
+    os.kill(old, signal.SIGKILL)
+    await asyncio.to_thread(fleet.restarted, "broker", old)
+
+
+@pytest.mark.parametrize("count", [1, pytest.param(3, marks=pytest.mark.slow)])
+async def test_a_killed_broker_costs_no_token(fleet, undisturbed, count):
+    load = Load(fleet, MAX_NEW_TOKENS)
+    for _ in range(count):
+        await load.progress(10)
+        await kill_broker(fleet)
+    assert await load.whole() == undisturbed
+
+
+async def test_cut_connections_cost_no_token(fleet, undisturbed):
+    load = Load(fleet, MAX_NEW_TOKENS)
+    with redis_sync.Redis.from_url(fleet.redis_url) as redis:
+        for kind in ("normal", "pubsub", "normal"):
+            await load.progress(10)
+            assert redis.client_kill_filter(_type=kind, skipme=True) > 0
+    assert await load.whole() == undisturbed
+
+
+async def refused(fleet: Fleet, word: str) -> None:
+    """Returns when both routes answer 503 with the cause."""
+    async with httpx.AsyncClient(base_url=fleet.base_url, timeout=20) as client:
+
+        async def says_why() -> bool:
+            answer = await client.post("/generate", json=body(1, 3))
+            return answer.status_code == 503 and word in answer.json()["error"].lower()
+
+        await wait_until(says_why, 20)
+    with pytest.raises(Refused) as refusal:
+        await stream(f"{fleet.base_url}/generate_stream", body(1, 3))
+    assert refusal.value.status == 503 and word in refusal.value.body.decode().lower()
+
+
+async def serves(fleet: Fleet) -> None:
+    async with httpx.AsyncClient(base_url=fleet.base_url, timeout=60) as client:
+
+        async def answers() -> bool:
+            return (await client.post("/generate", json=body(1, 3))).status_code == 200
+
+        await wait_until(answers, 30)
+
+
+def pids(fleet: Fleet) -> dict[str, int]:
+    return {name: pid for name, pid in fleet.pids().items() if name != "broker"}
+
+
+async def test_a_full_broker_is_named_and_nobody_dies(fleet):
+    before = pids(fleet)
+    with redis_sync.Redis.from_url(fleet.redis_url) as redis:
+        redis.config_set("maxmemory", 1)
+        try:
+            await refused(fleet, "out of memory")
+        finally:
+            redis.config_set("maxmemory", 0)
+    await serves(fleet)
+    assert pids(fleet) == before
+
+
+async def test_a_read_only_broker_is_named_and_nobody_dies(fleet):
+    before = pids(fleet)
+    with redis_sync.Redis.from_url(fleet.redis_url) as redis:
+        redis.replicaof("127.0.0.1", 1)
+        try:
+            await refused(fleet, "readonly")
+        finally:
+            redis.replicaof("NO", "ONE")
+    await serves(fleet)
+    assert pids(fleet) == before
+
+
+async def test_a_changed_password_is_named_and_nobody_dies(fleet):
+    before = pids(fleet)
+    with redis_sync.Redis.from_url(fleet.redis_url) as redis:
+        redis.config_set("requirepass", "secret")
+        redis.auth("secret")
+        redis.client_kill_filter(_type="normal", skipme=True)
+        redis.client_kill_filter(_type="pubsub", skipme=True)
+        try:
+            await refused(fleet, "password")
+        finally:
+            redis.config_set("requirepass", "")
+    await serves(fleet)
+    assert pids(fleet) == before
+
+
+async def test_a_loading_broker_is_named_and_nobody_dies():
+    with brokers.running("--enable-debug-command", "local") as broker, Fleet(**SETTINGS, redis_url=broker.url) as fleet:
+        before = pids(fleet)
+        with redis_sync.Redis.from_url(broker.url) as redis:
+            with redis.pipeline(transaction=False) as pipe:
+                for i in range(20_000):
+                    pipe.set(f"ballast:{i % 10}", i)
+                pipe.execute()
+            redis.config_set("key-load-delay", 200)  # microseconds a command; it answers others after every 1,024
+            reload = asyncio.create_task(asyncio.to_thread(load_aof, broker.url))
+            await refused(fleet, "loading")
+            assert await reload
+        await serves(fleet)
+        assert pids(fleet) == before
+
+
+def load_aof(url: str) -> bool:
+    with redis_sync.Redis.from_url(url) as redis:
+        return bool(redis.execute_command("DEBUG", "LOADAOF"))

@@ -1,0 +1,127 @@
+"""Whole fleets, while somebody kills their processes: every stream whole, not one token lost or repeated."""
+
+import asyncio
+import os
+import random
+import signal
+from collections.abc import Iterator
+
+import psutil
+import pytest
+
+from common.broker import connect
+from common.keys import Keys
+from tests.fleet import Fleet
+from tests.loads import Load
+from tests.waiting import wait_until
+
+KEYS = Keys("default")
+SETTINGS = {"num_workers": 2, "num_gateways": 1, "debug_kv": True, "kv_cache_bytes": "128MiB", "worker_ttl_s": 3}
+
+
+@pytest.fixture(scope="module")
+def fleet() -> Iterator[Fleet]:
+    with Fleet(**SETTINGS, dtype="float32") as fleet:
+        yield fleet
+
+
+@pytest.fixture(scope="module")
+def undisturbed(fleet) -> list[list[int]]:
+    async def run():
+        return await Load(fleet, 160).whole()
+
+    return asyncio.run(run())
+
+
+async def two_ready(fleet: Fleet) -> None:
+    await wait_until(lambda: fleet.workers_ready() == 2, 60)
+
+
+async def kill_some_worker(fleet: Fleet, draw: random.Random) -> None:
+    """SIGKILL to an agent or to its engine, once both workers are there."""
+    await two_ready(fleet)
+    name = draw.choice(["w0", "w1"])
+    pid = fleet.pid(name)
+    engine = [child.pid for child in psutil.Process(pid).children()]
+    os.kill(draw.choice([pid, *engine]), signal.SIGKILL)
+    await asyncio.to_thread(fleet.restarted, name, pid)
+
+
+async def run_kills(fleet: Fleet, undisturbed: list[list[int]], count: int) -> None:
+    draw, kills = random.Random(count), 0
+    while kills < count:
+        load = Load(fleet, 160)
+        while load.running and kills < count:
+            await load.progress(draw.randint(5, 40))
+            await kill_some_worker(fleet, draw)
+            kills += 1
+        assert [ids[:160] for ids in await load.whole()] == undisturbed
+
+
+async def test_killed_workers_cost_no_token(fleet, undisturbed):
+    await run_kills(fleet, undisturbed, 2)
+
+
+@pytest.mark.slow
+async def test_twenty_killed_workers_cost_no_token(fleet, undisturbed):
+    await run_kills(fleet, undisturbed, 20)
+
+
+async def test_a_sleeping_worker_is_never_heard_again(fleet, undisturbed):
+    await sleep_and_wake(fleet, undisturbed)
+
+
+async def sleep_and_wake(fleet: Fleet, undisturbed: list[list[int]] | None) -> None:
+    """SIGSTOP to a worker until its rows run elsewhere, then SIGCONT: it says nothing more, and exits."""
+    await two_ready(fleet)
+    redis = connect(fleet.redis_url)
+    load = Load(fleet, 160)
+    await load.progress(5)
+    pid = fleet.pid("w0")
+    sleeper = [psutil.Process(pid), *psutil.Process(pid).children(recursive=True)]
+    [incarnation] = [name.decode() for name in await redis.zrange(KEYS.workers, 0, -1) if name.startswith(b"w0")]
+    async with redis.pubsub() as pubsub:
+        await pubsub.psubscribe(KEYS.events("*"))
+        for process in sleeper:
+            process.suspend()
+        await wait_until(lambda: not_in_pool(redis, incarnation), 30)
+        await load.progress(5)
+        while await pubsub.get_message(timeout=0) is not None:
+            pass
+        for process in sleeper:
+            process.resume()
+        await asyncio.to_thread(psutil.wait_procs, sleeper, 20)
+        assert not any(process.is_running() for process in sleeper)
+        heard = b""
+        while (message := await pubsub.get_message(timeout=0)) is not None:
+            heard += message["data"] if isinstance(message["data"], bytes) and b"\xa1i" in message["data"] else b""
+    ids = await load.whole()
+    assert incarnation.encode() not in heard
+    if undisturbed is not None:
+        assert ids == undisturbed
+    await redis.aclose()
+
+
+async def not_in_pool(redis, incarnation: str) -> bool:
+    return await redis.zscore(KEYS.workers, incarnation) is None
+
+
+async def test_a_killed_batcher_and_a_drained_worker(fleet, undisturbed):
+    await two_ready(fleet)
+    load = Load(fleet, 160)
+    await load.progress(5)
+    old = fleet.pid("b0")
+    os.kill(old, signal.SIGKILL)
+    await asyncio.to_thread(fleet.restarted, "b0", old)
+    await load.progress(5)
+    await two_ready(fleet)
+    old = fleet.pid("w1")
+    os.kill(old, signal.SIGTERM)
+    await asyncio.to_thread(fleet.restarted, "w1", old)
+    assert await load.whole() == undisturbed
+
+
+@pytest.mark.slow
+async def test_a_sleeping_worker_in_bfloat16():
+    with Fleet(**SETTINGS, dtype="bfloat16") as fleet:
+        await sleep_and_wake(fleet, None)

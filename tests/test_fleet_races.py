@@ -1,0 +1,96 @@
+"""Cancel, finish and worker death at the same time: exactly one terminal each, and nothing stays behind."""
+
+import asyncio
+import os
+import random
+import signal
+from collections import Counter
+
+import pytest
+
+from common.broker import connect, script
+from common.codec import decode, encode
+from common.keys import Keys
+from common.messages import Cancel, Events, Generate, pack_ids
+from tests.fleet import Fleet
+from tests.waiting import wait_until
+
+KEYS = Keys("default")
+CHANNEL = KEYS.events("test")
+SETTINGS = {"num_workers": 2, "dtype": "float32", "debug_kv": True, "kv_cache_bytes": "16MiB", "worker_ttl_s": 3}
+AT_ONCE = 32
+
+
+class Races:
+    """Submits through Redis itself, as a gateway does, and counts terminals."""
+
+    def __init__(self, fleet: Fleet, count: int, kill_every: int) -> None:
+        self.fleet, self.count, self.kill_every = fleet, count, kill_every
+        self.redis = connect(fleet.redis_url)
+        self.draw = random.Random(count)
+        self.terminals: Counter[str] = Counter()
+        self.reasons: Counter[str] = Counter()
+
+    async def run(self) -> None:
+        await self.redis.set(KEYS.gateway("test"), 1)
+        async with self.redis.pubsub() as pubsub:
+            await pubsub.subscribe(CHANNEL)
+            listening = asyncio.create_task(self.listen(pubsub))
+            turns = asyncio.Semaphore(AT_ONCE)
+            await asyncio.gather(*(self.race(f"r{i}", turns) for i in range(self.count)), self.kill_now_and_then())
+            await wait_until(self.settled, 30)
+            listening.cancel()
+
+    async def listen(self, pubsub) -> None:
+        async for message in pubsub.listen():
+            if message["type"] == "message":
+                for terminal in decode(Events, message["data"]).terminals:
+                    self.terminals[terminal.request_id] += 1
+                    self.reasons[terminal.reason] += 1
+
+    async def race(self, name: str, turns: asyncio.Semaphore) -> None:
+        async with turns:
+            await self.submit(name)
+            if self.draw.random() < 0.6:
+                await wait_until(lambda: True if self.draw.random() < 0.02 else self.terminals[name])
+                word = encode(Cancel(name, "client"))
+                await script(self.redis, "cancel")(keys=[KEYS.home(name), KEYS.control], args=[word])
+            await wait_until(lambda: self.terminals[name], 60)
+
+    async def submit(self, name: str) -> None:
+        ids = [self.draw.randrange(1000, 40_000) for _ in range(self.draw.randint(1, 40))]
+        request = Generate(name, "d", pack_ids(ids), self.draw.randint(1, 16), channel=CHANNEL, gateway="test", ignore_eos=True)
+        keys = [KEYS.requests, KEYS.requests_bytes, KEYS.home(name)]
+        answer = await script(self.redis, "admit")(keys=keys, args=[encode(request), 1000, 10**8, "d", CHANNEL, "test", 600_000])
+        assert answer[0] == b"admitted"
+
+    async def kill_now_and_then(self) -> None:
+        for ended in range(self.kill_every, self.count, self.kill_every):
+            await wait_until(lambda ended=ended: len(self.terminals) >= ended, 120)
+            name = self.draw.choice(["w0", "w1"])
+            os.kill(await asyncio.to_thread(self.fleet.pid, name), signal.SIGKILL)
+
+    async def settled(self) -> bool:
+        return not await self.redis.xlen(KEYS.requests)
+
+
+async def race(count: int, kill_every: int) -> None:
+    with Fleet(**SETTINGS) as fleet:
+        races = Races(fleet, count, kill_every)
+        await races.run()
+        assert len(races.terminals) == count
+        assert set(races.terminals.values()) == {1}
+        assert races.reasons["length"] > 0 and races.reasons["cancelled"] > 0, races.reasons
+        assert races.reasons["error"] == 0, races.reasons
+        assert [key async for key in races.redis.scan_iter(KEYS.tokens("*"))] == []
+        assert await races.redis.exists(KEYS.requests_bytes) == 0
+        await races.redis.aclose()
+
+
+async def test_one_terminal_each():
+    await race(100, kill_every=40)
+
+
+@pytest.mark.slow
+async def test_one_terminal_each_a_thousand_times():
+    await race(1000, kill_every=100)

@@ -1,0 +1,103 @@
+"""The engine's ids equal those of transformers' `generate`, however rows are batched, chunked, delayed and resumed."""
+
+from collections.abc import Iterator
+
+import pytest
+
+from common.settings import Settings
+from gpu_worker.door import Grant, Step
+from gpu_worker.engine.engine import Engine
+from tests.batch_player import Player
+from tests.prompts import PROMPTS
+from tests.reference import prompt_ids, reference_ids
+
+NEW_TOKENS = 40
+FEW = [0, 4, 7, 11, 15, 16, 20, 21]  # prompts of the default run
+INDICES = [pytest.param(FEW, id="few"), pytest.param(list(range(len(PROMPTS))), id="all", marks=pytest.mark.slow)]
+
+
+@pytest.fixture(scope="module")
+def engine() -> Iterator[Engine]:
+    yield Engine(Settings(dtype="float32", kv_cache_bytes=256 * 2**20, max_batch_prefill_tokens=256, debug_kv=True))
+
+
+@pytest.fixture(scope="module")
+def prompts() -> list[list[int]]:
+    return prompt_ids(PROMPTS)
+
+
+def expected(prompts: list[list[int]], indices: list[int]) -> dict[int, list[int]]:
+    answers = reference_ids([prompts[index] for index in indices], NEW_TOKENS)
+    return dict(zip(indices, answers, strict=True))
+
+
+def player(engine: Engine, num_blocks: int | None = None, prefill_tokens: int = 10_000) -> Player:
+    """Rows of earlier tests have all ended: numbers are free again, steps are not."""
+    assert not engine.rows.rows
+    free = list(range(1, 1 + (num_blocks or engine.ready.num_blocks)))
+    return Player(engine, free, prefill_tokens, until=engine.rows.step)
+
+
+def check_ends(played: Player, answers: dict[int, list[int]]) -> None:
+    whys = {index: ("length" if len(ids) == NEW_TOKENS else "eos_token", len(ids)) for index, ids in answers.items()}
+    assert played.ended == whys
+
+
+@pytest.mark.parametrize("indices", INDICES)
+def test_alone(engine: Engine, prompts: list[list[int]], indices: list[int]) -> None:
+    answers = expected(prompts, indices)
+    for index in indices:
+        played = player(engine)
+        assert played.run([played.start(index, prompts[index], NEW_TOKENS)]) == {index: answers[index]}
+
+
+@pytest.mark.parametrize("indices", INDICES)
+def test_all_at_once(engine: Engine, prompts: list[list[int]], indices: list[int]) -> None:
+    answers, played = expected(prompts, indices), player(engine)
+    assert played.run([played.start(index, prompts[index], NEW_TOKENS) for index in indices]) == answers
+    check_ends(played, answers)
+    assert len(played.free) == engine.ready.num_blocks
+
+
+@pytest.mark.parametrize("indices", INDICES)
+def test_chunked(engine: Engine, prompts: list[list[int]], indices: list[int]) -> None:
+    """A budget of 7 tokens, no divisor of the block size: chunks end anywhere in a block."""
+    answers, played = expected(prompts, indices), player(engine, prefill_tokens=7)
+    assert played.run([played.start(index, prompts[index], NEW_TOKENS) for index in indices]) == answers
+    assert len(played.steps) >= sum(len(prompts[index]) for index in indices) / 7
+
+
+@pytest.mark.parametrize("indices", INDICES)
+def test_scarce_blocks(engine: Engine, prompts: list[list[int]], indices: list[int]) -> None:
+    """Blocks for the longest row and one for each other: all start at once, all but the oldest wait, each goes on in blocks just freed."""
+    answers = expected(prompts, indices)
+    longest = max(len(prompts[index]) + NEW_TOKENS for index in indices)
+    played = player(engine, num_blocks=-(-longest // engine.block_size) + len(indices))
+    starts = [played.start(index, prompts[index], NEW_TOKENS) for index in indices]
+    assert played.run(starts, lead=1, served=1) == answers
+    check_ends(played, answers)
+    assert len(played.steps) > 3 * NEW_TOKENS
+
+
+@pytest.mark.parametrize("indices", INDICES)
+def test_resumed(engine: Engine, prompts: list[list[int]], indices: list[int]) -> None:
+    """Rows that start with some of their tokens generated elsewhere."""
+    answers, played = expected(prompts, indices), player(engine)
+    bases = {index: min(5 + 3 * index, len(answers[index]) - 1) for index in indices}
+    starts = [played.start(index, prompts[index] + answers[index][: bases[index]], NEW_TOKENS, bases[index]) for index in indices]
+    assert played.run(starts) == {index: answers[index][bases[index] :] for index in indices}
+    check_ends(played, answers)
+
+
+def test_freed_blocks_are_nan(engine: Engine, prompts: list[list[int]]) -> None:
+    played = player(engine)
+    played.run([played.start(0, prompts[20], end=1)])
+    held = -(-len(prompts[20]) // engine.block_size)
+    for tensor in (*engine.loaded.cache.keys, *engine.loaded.cache.values):
+        assert tensor[1 : 1 + held].isnan().all()
+        assert tensor[0].isfinite().all()
+    engine.apply(Grant(played.until, 0, [played.start(1, prompts[20], end=1)]))
+    assert not any(tensor[1].any() for tensor in (*engine.loaded.cache.keys, *engine.loaded.cache.values))
+    engine.apply(Grant(played.until, 0, stops=[(1, "cancelled")]))
+    assert engine.step() == Step(played.steps[-1].step, ended=[(1, "cancelled", 0)], released=[(1, 0)])
+    assert engine.step() is None

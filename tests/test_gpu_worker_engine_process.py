@@ -1,0 +1,119 @@
+"""The real engine process behind its socket."""
+
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from gpu_worker.door import LENGTH, Failure, Frame, Grant, Progress, Ready, StartRow, Step, decode, encode
+from tests.batch_player import packed, unpacked
+from tests.prompts import PROMPTS
+from tests.reference import prompt_ids, reference_ids
+
+TIMEOUT_S = 60.0
+ENVIRON = {"DTYPE": "float32", "KV_CACHE_BYTES": "64MiB", "MAX_BATCH_PREFILL_TOKENS": "64", "DEBUG_KV": "true"}
+
+
+@dataclass
+class Child:
+    process: subprocess.Popen[bytes]
+    channel: socket.socket
+
+    def send(self, frame: Frame) -> None:
+        self.channel.sendall(encode(frame))
+
+    def receive(self) -> Frame:
+        return decode(self.exactly(LENGTH.unpack(self.exactly(LENGTH.size))[0]))
+
+    def exactly(self, size: int) -> bytes:
+        data = b""
+        while len(data) < size:
+            more = self.channel.recv(size - len(data))
+            assert more, f"the engine is gone, {len(data)} of {size} bytes came"
+            data += more
+        return data
+
+    def ready(self) -> Ready | Failure:
+        while isinstance(frame := self.receive(), Progress):
+            assert frame.text
+        assert isinstance(frame, Ready | Failure)
+        return frame
+
+
+def start_child(**environ: str) -> Child:
+    ours, theirs = socket.socketpair()
+    ours.settimeout(TIMEOUT_S)
+    with theirs:
+        command = [sys.executable, "-m", "gpu_worker.engine", "--fd", str(theirs.fileno())]
+        process = subprocess.Popen(
+            command,
+            pass_fds=[theirs.fileno()],
+            env=os.environ | ENVIRON | environ,
+        )
+    return Child(process, ours)
+
+
+def end(child: Child) -> int:
+    child.channel.close()
+    try:
+        return child.process.wait(TIMEOUT_S)
+    finally:
+        child.process.kill()
+
+
+@pytest.fixture
+def child(request: pytest.FixtureRequest) -> Iterator[Child]:
+    child = start_child(**getattr(request, "param", {}))
+    yield child
+    end(child)
+
+
+def test_tokens_through_the_socket(child: Child) -> None:
+    """Signals are ignored, two grants that wait together are both applied, a stop without a step is answered, a closed socket ends it."""
+    index = 4
+    prompt = prompt_ids(PROMPTS)[index]
+    ready = child.ready()
+    assert isinstance(ready, Ready)
+    assert (ready.block_size, ready.context, unpacked(ready.eos_ids), ready.dtype) == (16, 8192, [2], "float32")
+    child.process.terminate()
+    child.send(Grant(3, 64, [StartRow(7, packed(prompt), 0, 40, False, packed([1, 2, 3, 4]))]))
+    child.send(Grant(5, 64))
+    ids: list[int] = []
+    while len(ids) < 5:
+        step = child.receive()
+        assert isinstance(step, Step) and step.duration_ms > 0
+        ids += unpacked(step.ids)
+    assert ids == reference_ids([prompt], 40)[0][:5]
+    child.send(Grant(5, 64, stops=[(7, "cancelled")]))
+    assert child.receive() == Step(5, ended=[(7, "cancelled", 5)], released=[(7, len(prompt) + 4)])
+    assert Path(f"/proc/{child.process.pid}/cmdline").read_text().startswith("tokenfleet engine")
+    assert end(child) == 0
+
+
+@pytest.mark.parametrize(
+    ("child", "setting", "words"),
+    [
+        ({"KV_CACHE_BYTES": "1000000GiB"}, "kv_cache_bytes", "MiB of memory are available"),
+        ({"KV_CACHE_BYTES": "1KiB"}, "kv_cache_bytes", "one block of 16 tokens"),
+        ({"MODEL_ID": "/nowhere"}, "model_id", "/nowhere does not exist"),
+        ({"BLOCK_SIZE": "many"}, "block_size", "'many' is not a whole number"),
+    ],
+    indirect=["child"],
+)
+def test_settings_that_cannot_be_served(child: Child, setting: str, words: str) -> None:
+    failure = child.ready()
+    assert isinstance(failure, Failure) and failure.setting == setting and words in failure.cause and "\n" not in failure.cause
+    assert child.process.wait(TIMEOUT_S) == 1
+
+
+def test_a_crash_is_said(child: Child) -> None:
+    assert isinstance(child.ready(), Ready)
+    child.send(Grant(5, 64, [StartRow(1, packed([10**6]), 0, 40, False, packed([1]))]))  # no such token
+    failure = child.receive()
+    assert isinstance(failure, Failure) and failure.setting == "" and "index out of range" in failure.cause
+    assert child.process.wait(TIMEOUT_S) == 1

@@ -1,0 +1,173 @@
+"""The row table alone: who takes part in a step, who waits, how rows end and when they are released."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gpu_worker.door import Grant, StartRow
+from gpu_worker.engine.rows import Outcome, Part, Rows
+from tests.batch_player import packed
+
+BLOCK = 4
+EOS = 2
+TEXT = 7  # any id that ends nothing
+
+
+def start(row: int, num_ids: int, num_blocks: int = 100, base: int = 0, end: int = 10, ignore_eos: bool = False) -> StartRow:
+    blocks = range(1 + 100 * row, 1 + 100 * row + num_blocks)
+    return StartRow(row, packed(range(num_ids)), base, end, ignore_eos, packed(blocks))
+
+
+def table(*starts: StartRow, until: int = 1000, prefill_tokens: int = 1000) -> Rows:
+    rows = Rows(BLOCK, [EOS])
+    rows.apply(Grant(until, prefill_tokens, list(starts)))
+    return rows
+
+
+def shape(parts: list[Part]) -> list[tuple[int, int, int, bool]]:
+    return [(part.row.number, part.begin, part.count, part.samples) for part in parts]
+
+
+def read(rows: Rows, parts: list[Part], token: int = TEXT) -> Outcome:
+    num_samples = sum(part.samples for part in parts)
+    rows.read(parts, [token] * num_samples, [-0.5] * num_samples)
+    return rows.report()
+
+
+def step(rows: Rows, token: int = TEXT) -> tuple[list[tuple[int, int, int, bool]], Outcome]:
+    parts = rows.launch()
+    return shape(parts), read(rows, parts, token)
+
+
+def test_prefill_is_chunked_in_the_order_of_starts_beside_rows_that_decode() -> None:
+    rows = table(start(0, 2), start(1, 10), start(2, 5), prefill_tokens=8)
+    shapes = []
+    for _ in range(4):
+        parts, outcome = step(rows)
+        shapes.append(parts)
+    assert shapes == [
+        [(0, 0, 2, True), (1, 0, 6, False)],
+        [(0, 2, 1, True), (1, 6, 4, True), (2, 0, 4, False)],
+        [(0, 3, 1, True), (1, 10, 1, True), (2, 4, 1, True)],
+        [(0, 4, 1, True), (1, 11, 1, True), (2, 5, 1, True)],
+    ]
+    assert outcome.indices == [3, 2, 1]
+
+
+def test_prefilled_is_said_once() -> None:
+    rows = table(start(0, 6), prefill_tokens=4)
+    assert [step(rows)[1].prefilled for _ in range(4)] == [[], [(0, 6)], [], []]
+
+
+def test_no_step_beyond_the_grant() -> None:
+    rows = table(start(0, 3), until=2)
+    assert [bool(step(rows)[0]) for _ in range(4)] == [True, True, False, False]
+    rows.apply(Grant(3, 1000))
+    assert [bool(step(rows)[0]) for _ in range(2)] == [True, False]
+    assert rows.step == 3
+
+
+def test_a_row_without_a_free_slot_waits_and_others_go_on() -> None:
+    rows = table(start(0, 3, num_blocks=1), start(1, 1))
+    assert step(rows)[0] == [(0, 0, 3, True), (1, 0, 1, True)]
+    assert step(rows)[0] == [(0, 3, 1, True), (1, 1, 1, True)]
+    assert step(rows)[0] == [(1, 2, 1, True)]
+    rows.apply(Grant(1000, 1000, blocks=[(0, packed([9])), (77, packed([10]))]))
+    assert step(rows)[0] == [(0, 4, 1, True), (1, 3, 1, True)]
+    assert list(rows.rows[0].blocks) == [1, 9]
+
+
+def test_a_prompt_goes_as_far_as_its_blocks() -> None:
+    rows = table(start(0, 10, num_blocks=2), start(1, 3), prefill_tokens=12)
+    assert step(rows)[0] == [(0, 0, 8, False), (1, 0, 3, True)]
+    assert step(rows)[0] == [(1, 3, 1, True)]
+
+
+def test_length_comes_before_eos() -> None:
+    rows = table(start(0, 3, end=2), start(1, 3, end=1))
+    assert step(rows, EOS)[1].ended == [(0, "eos_token", 1), (1, "length", 1)]
+    assert rows.launch() == []
+
+
+def test_eos_can_be_ignored() -> None:
+    rows = table(start(0, 3, end=3, ignore_eos=True))
+    assert [step(rows, EOS)[1].ended for _ in range(3)] == [[], [], [(0, "length", 3)]]
+
+
+def test_a_resumed_row_counts_from_its_base() -> None:
+    rows = table(start(0, 6, base=4, end=6))
+    parts, outcome = step(rows)
+    assert parts == [(0, 0, 6, True)]
+    assert (outcome.rows, outcome.indices, outcome.ended) == ([0], [4], [])
+    _, outcome = step(rows)
+    assert (outcome.indices, outcome.ended, outcome.released) == ([5], [(0, "length", 6)], [(0, 7)])
+
+
+def test_a_stopped_row_is_released_at_the_boundary() -> None:
+    rows = table(start(0, 3), start(1, 3))
+    step(rows)
+    rows.apply(Grant(rows.step, 1000, stops=[(0, "stop_sequence"), (5, "cancelled")]))
+    assert rows.launch() == []
+    outcome = rows.report()
+    assert (outcome.ended, outcome.released) == ([(0, "stop_sequence", 1)], [(0, 3)])
+    assert [list(blocks) for blocks in outcome.freed] == [list(range(1, 101))]
+    assert not rows.report()
+
+
+def test_a_row_is_released_after_the_last_launched_step_that_held_it() -> None:
+    """Two steps in flight: what the second brought for a row that ended in the first is dropped."""
+    rows = table(start(0, 3), start(1, 3))
+    first = rows.launch()
+    second = rows.launch()
+    assert shape(second) == [(0, 3, 1, True), (1, 3, 1, True)]
+    rows.read(first, [EOS, TEXT], [0.0, 0.0])
+    outcome = rows.report()
+    assert (outcome.rows, outcome.ended, outcome.released) == ([0, 1], [(0, "eos_token", 1)], [])
+    rows.apply(Grant(1000, 1000, stops=[(1, "cancelled")]))
+    rows.read(second, [TEXT, TEXT], [0.0, 0.0])
+    outcome = rows.report()
+    assert (outcome.rows, outcome.ended, outcome.released) == ([], [(1, "cancelled", 1)], [(0, 4), (1, 4)])
+
+
+def test_no_step_is_launched_for_a_row_whose_last_token_is_in_flight() -> None:
+    rows = table(start(0, 3, end=1))
+    first = rows.launch()
+    assert rows.launch() == []
+    assert read(rows, first).released == [(0, 3)]
+
+
+@given(
+    lengths=st.lists(st.tuples(st.integers(1, 30), st.integers(1, 12)), min_size=1, max_size=8),
+    prefill_tokens=st.integers(1, 20),
+    tokens=st.lists(st.sampled_from([TEXT, EOS]), min_size=400, max_size=400),
+    ahead=st.booleans(),
+)
+def test_every_row_ends_once_and_within_its_blocks(
+    lengths: list[tuple[int, int]], prefill_tokens: int, tokens: list[int], ahead: bool
+) -> None:
+    """Blocks are granted one at a time. With `ahead` each step is launched before the one before it is read."""
+    rows = table(*[start(row, num_ids, 1, end=end) for row, (num_ids, end) in enumerate(lengths)], prefill_tokens=prefill_tokens)
+    taken: dict[int, list[int]] = {row: [] for row in range(len(lengths))}
+    ended: dict[int, tuple[str, int]] = {}
+    released: list[int] = []
+    flight: list[list[Part]] = []
+    while rows.rows:
+        parts = rows.launch()
+        assert sum(part.count for part in parts if not part.decodes) <= prefill_tokens
+        assert all(part.kv_len <= len(part.row.blocks) * BLOCK and not part.row.ended for part in parts)
+        flight += [parts] if parts else []
+        if not parts:
+            rows.apply(Grant(1000, prefill_tokens, blocks=[(row, packed([500 + len(tokens)])) for row in rows.rows]))
+        if flight and (not ahead or len(flight) > 1 or not parts):
+            landed = flight.pop(0)
+            num_samples = sum(part.samples for part in landed)
+            rows.read(landed, [tokens.pop() for _ in range(num_samples)], [0.0] * num_samples)
+        outcome = rows.report()
+        for row, index, token in zip(outcome.rows, outcome.indices, outcome.ids, strict=True):
+            assert index == len(taken[row]) and row not in ended
+            taken[row].append(token)
+        ended |= {row: (why, end) for row, why, end in outcome.ended}
+        released += [row for row, _ in outcome.released]
+    assert sorted(released) == sorted(ended) == sorted(taken)
+    for row, (why, end) in ended.items():
+        assert end == len(taken[row])
+        assert why == ("length" if end == lengths[row][1] else "eos_token")
