@@ -115,6 +115,7 @@ class Replica:
     def end(self, row: Row) -> None:
         row.ended = True
         self.live -= 1
+        self.starved = self.starved and self.live > 0
         row.sequence.row = None
 
     def release(self, row: Row) -> None:

@@ -11,13 +11,11 @@ from dataclasses import dataclass, field
 
 from batcher.replica import Limits, Replica
 from batcher.sequence import Row, Sequence
+from common.endings import INTERRUPTED
 from common.messages import Plan, Report, Start, Worker, pack_ids
 
 MAX_STRIKES = 2
 """A request under which so many incarnations died, without a token committed beyond its base, is failed."""
-
-RESUMES = ("preempted", "takeover")
-"""Reasons after which a row is not the end of its request."""
 
 
 @dataclass(slots=True)
@@ -137,7 +135,7 @@ class Scheduler:
         for number, why, _ in report.ended:
             if (row := replica.rows.get(number)) is not None and not row.ended:
                 replica.end(row)
-                (self.outcomes.interrupted if why in RESUMES else self.outcomes.settled).append(row.sequence)
+                (self.outcomes.interrupted if why in INTERRUPTED else self.outcomes.settled).append(row.sequence)
         for number, _ in report.released:
             if (row := replica.rows.get(number)) is not None:
                 replica.release(row)
@@ -178,7 +176,7 @@ class Scheduler:
         """What is new for a worker: rows that start, blocks for rows that grow, rows that stop, and steps to run; None if nothing is."""
         low = replica.low
         blocks = self.grow(replica, started) if low else []
-        stops = self.stops(replica)
+        stops = self.stops(replica, started)
         if not (started or low or stops):
             return None
         if low:
@@ -223,12 +221,12 @@ class Scheduler:
         if not leaving and len(running) > 1 and running[-1] is not row:
             running[-1].stopping = "preempt"
 
-    def stops(self, replica: Replica) -> list[tuple[int, str]]:
-        """Rows to stop that were not told so yet."""
+    def stops(self, replica: Replica, started: list[Row]) -> list[tuple[int, str]]:
+        """Rows to stop that were not told so yet. A row that starts with this plan is told with the next: a plan's stops come first."""
         asked = []
         for row in replica.running:
             why = row.sequence.asked_to_end or ("preempted" if replica.draining or row.stopping == "preempt" else "")
-            if why and row.stopping in ("", "preempt"):
+            if why and row.stopping in ("", "preempt") and row not in started:
                 row.stopping = why
                 asked.append((row.number, why))
         return asked

@@ -6,13 +6,16 @@ from common.messages import Generate, Terminal
 from common.recover import split
 
 FINISHED = ("length", "eos_token", "stop_sequence")
+"""Why a row ends with a whole answer."""
+INTERRUPTED = ("preempted", "takeover")
+"""Why a row ends although its request goes on, in another row."""
 ERRORS = {
     "timeout": ("timeout", "the request was not finished before its deadline"),
     "poison": ("generation", "two workers died while they worked on this request"),
     "capacity": ("generation", "no worker's KV cache can hold this request"),
     "malformed": ("generation", "the queued request cannot be read"),
 }
-"""Why a request is ended against its will → (error type, error). What is in neither table is a cancel."""
+"""Why a request is ended against its will → (error type, error). What is named nowhere here is a cancel."""
 
 
 def terminal(request_id: str, why: str, num_tokens: int) -> Terminal:

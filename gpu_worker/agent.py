@@ -10,6 +10,7 @@ from redis.asyncio import Redis
 from common.broker import ERRORS, cause, script
 from common.channels import REPEAT_S
 from common.codec import WireError, decode, encode
+from common.endings import INTERRUPTED
 from common.keys import Keys
 from common.messages import Plan, Report, Start, Worker, unpack_floats, unpack_ids
 from common.recover import split
@@ -18,7 +19,7 @@ from gpu_worker.door import Grant, StartRow, Step
 from gpu_worker.engine_link import EngineLink
 from gpu_worker.outbox import Outbox
 from gpu_worker.publish import STREAMS_TTL_MS, Publisher, Sealed
-from gpu_worker.table import INTERRUPTIONS, RowText, Table
+from gpu_worker.table import RowText, Table
 
 log = logging.getLogger(__name__)
 
@@ -180,7 +181,7 @@ class Agent:
     def end(self, row: RowText, why: str, end: int) -> None:
         row.ended = True
         self.outbox.ended.append((row.row, why, end))
-        if why in INTERRUPTIONS:
+        if why in INTERRUPTED:
             self.outbox.interrupted.append(row)
         else:
             self.outbox.terminals.append((row, why))

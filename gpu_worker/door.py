@@ -91,7 +91,8 @@ class Step:
     """What one step brought. `rows`, `indices`, `ids` and `logprobs` are parallel: one entry for each sampled token.
 
     Attributes:
-        step: number of the step, counted from 1 in this engine's life; a boundary without a step repeats the last number.
+        step: number of the step, counted from 1 in this engine's life; a boundary without a step repeats the last number, and so does a
+            sign of life, every five seconds at least, while rows wait that no step can hold.
         rows, indices, ids: packed int32; which row, the token's index in its generation, the token.
         logprobs: packed float32; natural logarithm of the token's probability.
         prefilled: (row, kv_len) of rows whose prefill this step completed.

@@ -9,9 +9,6 @@ from common.detokenize import Detokenizer, StopMatcher, generated_text
 from common.messages import RECORD, Generate, Start, unpack_ids
 from common.recover import split
 
-INTERRUPTIONS = ("preempted", "takeover")
-"""Reasons after which the request goes on, here or elsewhere."""
-
 
 @dataclass(slots=True, eq=False)
 class RowText:

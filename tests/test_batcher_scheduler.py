@@ -3,7 +3,7 @@
 import random
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from batcher.replica import Limits
@@ -99,19 +99,41 @@ class Pool:
 sizes = st.lists(st.tuples(st.integers(1, 200), st.integers(1, 120)), min_size=1, max_size=40)
 
 
-@settings(max_examples=60, deadline=None)
-@given(sizes=sizes, num_workers=st.integers(1, 3), num_blocks=st.integers(20, 60), seed=st.integers(0, 10**6), kills=st.integers(0, 3))
-def test_every_request_ends_once_and_every_block_comes_back(sizes, num_workers, num_blocks, seed, kills):
+@settings(max_examples=400, deadline=None)
+@example(
+    sizes=[(65, 49), (129, 13), (147, 47), (138, 56), (1, 1), (1, 11), (161, 33), (81, 49)],
+    num_workers=2,
+    num_blocks=20,
+    seed=8967,
+    deeds=["kill"],
+)
+@example(sizes=[(99, 63), (94, 52)], num_workers=1, num_blocks=20, seed=20, deeds=[])
+@given(
+    sizes=sizes,
+    num_workers=st.integers(1, 3),
+    num_blocks=st.integers(20, 60),
+    seed=st.integers(0, 10**6),
+    deeds=st.lists(st.sampled_from(["kill", "drain", "cancel", "cancel"]), max_size=6),
+)
+def test_every_request_ends_once_and_every_block_comes_back(sizes, num_workers, num_blocks, seed, deeds):
     pool = Pool(num_workers, num_blocks, seed, Limits(max_batch_size=8))
     pool.add(*(request(f"r{i}", prompt, new, i) for i, (prompt, new) in enumerate(sizes)))
-    for _ in range(kills):
+    for deed in deeds:
         for _ in range(pool.draw.randint(1, 30)):
             pool.turn()
-        pool.kill(pool.draw.choice(list(pool.workers)))
-        pool.add_worker()
+        name = pool.draw.choice(list(pool.workers))
+        match deed:
+            case "kill":
+                pool.kill(name)
+                pool.add_worker()
+            case "drain":
+                pool.scheduler.drain(name)
+                pool.add_worker()
+            case "cancel":
+                pool.scheduler.cancel(f"r{pool.draw.randrange(len(sizes))}", "client")
     pool.run()
-    assert sorted(pool.settled) == sorted(f"r{i}" for i in range(len(sizes)))
-    assert pool.unwanted == []
+    assert sorted([*pool.settled, *(name for name, _ in pool.unwanted)]) == sorted(f"r{i}" for i in range(len(sizes)))
+    assert {why for _, why in pool.unwanted} <= {"client"}
     pool.check_blocks_returned()
 
 

@@ -45,6 +45,7 @@ class Engine:
         )
 
     def apply(self, grant: Grant) -> None:
+        """Takes a grant. Granted blocks start as zeros: what an earlier row left in slots that are masked must not reach the products."""
         self.fill(self.rows.apply(grant), 0.0)
 
     def step(self) -> Step | None:
@@ -57,7 +58,8 @@ class Engine:
         outcome = self.rows.report()
         if not parts and not outcome:
             return None
-        self.fill(outcome.freed, NAN)
+        if self.debug_kv:
+            self.fill(outcome.freed, NAN)
         return outcome.frame(self.rows.step, (time.perf_counter() - began) * 1e3 if parts else 0.0)
 
     @torch.inference_mode()
@@ -72,5 +74,5 @@ class Engine:
 
     @torch.inference_mode()
     def fill(self, blocks: Sequence[Int32], value: float) -> None:
-        if self.debug_kv and blocks:
+        if blocks:
             self.loaded.cache.fill(np.concatenate(blocks).tolist(), value)

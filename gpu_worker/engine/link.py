@@ -27,17 +27,17 @@ class Link:
         except ConnectionError as error:
             raise Gone from error
 
-    def grants(self, wait: bool) -> Iterator[Grant]:
-        """All grants that are here by now, in order; with `wait` at least one."""
-        while self.receive(wait):
+    def grants(self, wait_s: float) -> Iterator[Grant]:
+        """All grants that are here by now, in order; waits up to `wait_s` for the first."""
+        while self.receive(wait_s):
             for frame in self.frames():
-                wait = False
+                wait_s = 0.0
                 assert isinstance(frame, Grant)
                 yield frame
 
-    def receive(self, wait: bool) -> bool:
+    def receive(self, wait_s: float) -> bool:
         """Whether something came."""
-        if not wait and not select.select([self.channel], [], [], 0)[0]:
+        if not select.select([self.channel], [], [], wait_s)[0]:
             return False
         try:
             data = self.channel.recv(RECEIVE_BYTES)

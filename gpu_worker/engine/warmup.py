@@ -8,25 +8,24 @@ import numpy as np
 from gpu_worker.engine.rows import Part, Row
 
 STEP_MS = 150.0
-SIZES = (32, 128)  # tokens of the steps that are timed
+TIMED_TOKENS = 128
+TIMES = 3
 MULTIPLE = 32
 
 Forward = Callable[[Sequence[Part]], object]
 
 
 def max_batch_prefill_tokens(forward: Forward, context: int, vocab_size: int, block_size: int) -> int:
-    """Prompt tokens of a step of 150 ms, from a line through two timed sizes; a multiple of 32."""
-    sizes = [min(size, context) for size in SIZES]
-    small_ms, large_ms = (measure_ms(forward, prompt(size, vocab_size, block_size)) for size in sizes)
-    token_ms = max(large_ms - small_ms, 1e-3) / max(1, sizes[1] - sizes[0])
-    tokens = sizes[0] + int((STEP_MS - small_ms) / token_ms)
+    """Prompt tokens of a step of 150 ms, in proportion to a step of 128; a multiple of 32."""
+    timed = min(TIMED_TOKENS, context)
+    tokens = int(timed * STEP_MS / measure_ms(forward, prompt(timed, vocab_size, block_size)))
     return max(MULTIPLE, min(tokens, context) // MULTIPLE * MULTIPLE)
 
 
 def measure_ms(forward: Forward, parts: Sequence[Part]) -> float:
-    """The better of two: what other processes do meanwhile must not lower the budget for this engine's whole life."""
+    """The best of several: what other processes do meanwhile must not lower the budget for this engine's whole life."""
     times = []
-    for _ in range(2):
+    for _ in range(TIMES):
         began = time.perf_counter()
         forward(parts)
         times.append(time.perf_counter() - began)

@@ -1,0 +1,134 @@
+"""What a gateway costs: `python -m benchmarks.gateway [--runs 5] [--contended]`.
+
+A real gateway process on a broker of its own. The tokens are scripted: a worker without a model says one of each stream every step, at a
+fixed pace, and shares this process with the client. Printed is the CPU time of the gateway, so that other load matters little: for a token
+while all streams run, and for what a request costs besides. `--contended` lets a process per core copy large arrays meanwhile, as an engine
+does that streams its weights: the gateway then finds its caches cold.
+"""
+
+import argparse
+import asyncio
+import os
+import statistics
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+
+import httpx
+import psutil
+import uvloop
+
+from benchmarks.client import Stream, stream
+from benchmarks.serve import prompt
+from deploy.broker import Broker, free_port
+from tests import brokers
+from tests.fake_worker import Answer, working
+from tests.gateways import vocabulary
+from tests.waiting import wait_until
+
+LOADS = ((1, 768, 0.01), (32, 256, 0.04))
+"""(streams, new tokens of each, seconds between steps)"""
+COPIES = "import numpy; a = numpy.ones(2**26, 'f4'); b = a.copy()\nwhile True: b[:] = a"
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """CPU time in µs."""
+
+    token_user: float
+    token_system: float
+    request: float
+
+
+class Gateway:
+    """The process and its clock; its times have a resolution of 10 ms."""
+
+    def __init__(self, pid: int, url: str) -> None:
+        self.process, self.url = psutil.Process(pid), url
+
+    def cpu_us(self) -> tuple[float, float]:
+        """User, system."""
+        times = self.process.cpu_times()
+        return times.user * 1e6, times.system * 1e6
+
+    async def serves(self) -> bool:
+        try:
+            async with httpx.AsyncClient() as client:
+                return (await client.get(f"{self.url}/health")).is_success
+        except httpx.TransportError:
+            return False
+
+
+@contextmanager
+def gateway(broker: Broker) -> Iterator[Gateway]:
+    port = free_port()
+    own = {"REDIS_URL": broker.url, "PORT": str(port), "HOSTNAME": "127.0.0.1", "PARENT_PID": str(os.getpid()), "LOG_LEVEL": "warning"}
+    with running([sys.executable, "-m", "api"], os.environ | own) as pid:
+        yield Gateway(pid, f"http://127.0.0.1:{port}")
+
+
+@contextmanager
+def running(command: list[str], environ: dict[str, str]) -> Iterator[int]:
+    process = subprocess.Popen(command, env=environ)
+    try:
+        yield process.pid
+    finally:
+        process.kill()
+        process.wait()
+
+
+async def load(gateway: Gateway, streams: int, out_tokens: int) -> Cost:
+    """All streams at once; what a token costs is taken from when all have begun until the first has ended."""
+    answers = [Stream() for _ in range(streams)]
+
+    def num_tokens() -> int:
+        return sum(len(answer.frames) for answer in answers)
+
+    begun = gateway.cpu_us()
+    url = f"{gateway.url}/generate_stream"
+    bodies = [{"inputs": prompt(i), "parameters": {"max_new_tokens": out_tokens, "ignore_eos": True}} for i in range(streams)]
+    tasks = [asyncio.create_task(stream(url, body, answer)) for body, answer in zip(bodies, answers, strict=True)]
+    await wait_until(lambda: all(answer.frames for answer in answers), 60)
+    first, num_first = gateway.cpu_us(), num_tokens()
+    await wait_until(lambda: any(len(answer.frames) > out_tokens - 8 for answer in answers), 60)
+    last, num_last = gateway.cpu_us(), num_tokens()
+    await asyncio.gather(*tasks)
+    ended = gateway.cpu_us()
+    user, system = ((last[i] - first[i]) / (num_last - num_first) for i in range(2))
+    request = (sum(ended) - sum(begun)) / streams - (user + system) * out_tokens
+    return Cost(user, system, request)
+
+
+async def measure(gateway: Gateway, broker: Broker, runs: int) -> None:
+    ids = vocabulary().tokenizer.encode(" ".join(prompt(i) for i in range(8))).ids
+    for streams, out_tokens, step_s in LOADS:
+        costs = []
+        for _ in range(runs):
+            async with working(broker.url, vocabulary().tokenizer, lambda _: Answer(ids), step_s):
+                await wait_until(gateway.serves, 60)
+                costs.append(await load(gateway, streams, out_tokens))
+        user, system, request = (statistics.median(getattr(cost, name) for cost in costs) for name in Cost.__slots__)
+        totals = sorted(cost.token_user + cost.token_system for cost in costs)
+        print(
+            f"{streams:3d} streams: {user + system:5.1f} µs a token ({user:.1f} user, {system:.1f} system), in single runs "
+            f"{totals[0]:.1f} to {totals[-1]:.1f}; {request:5.0f} µs a request besides",
+            flush=True,
+        )
+
+
+def main(runs: int, contended: bool) -> None:
+    with ExitStack() as stack:
+        for _ in range((os.cpu_count() or 1) * contended):
+            stack.enter_context(running([sys.executable, "-c", COPIES], dict(os.environ)))
+        broker = stack.enter_context(brokers.running())
+        uvloop.run(measure(stack.enter_context(gateway(broker)), broker, runs))
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--runs", type=int, default=5)
+    parser.add_argument("--contended", action="store_true")
+    args = parser.parse_args()
+    main(args.runs, args.contended)
