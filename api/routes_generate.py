@@ -44,7 +44,7 @@ async def generate(request: Request) -> Response:
     if not stream.finished:
         raise failed(stream.terminal)
     headers = prompt_headers(gateway, wanted) | time_headers(stream, begun_s)
-    return Response(encode(answer(stream, details)).encode(), 200, headers, "application/json")
+    return Response(encode(answer(stream, details)), 200, headers, "application/json")
 
 
 async def accept(request: Request, gateway: Gateway) -> tuple[bool, Wanted]:

@@ -1,6 +1,5 @@
 """Server-sent events: frames of TGI's shape, keep-alive comments, and the end of whoever reads them."""
 
-import math
 from collections.abc import AsyncIterator, Callable, Mapping
 from typing import Any
 
@@ -32,6 +31,15 @@ class TokenStream(EventSourceResponse):
         finally:
             self.leave(self.stream)
 
+    async def _stream_response(self, send: Send) -> None:
+        """As the library does it, without what it does for every chunk: these are bytes already, and to send them has no deadline."""
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        async for chunk in self.body_iterator:
+            await send({"type": "http.response.body", "body": chunk, "more_body": True})
+        async with self._send_lock:
+            self.active = False
+            await send({"type": "http.response.body", "body": b"", "more_body": False})
+
 
 def keep_alive() -> ServerSentEvent:
     return ServerSentEvent(comment="", sep="\n")
@@ -49,20 +57,20 @@ async def frames(stream: Stream, details: bool) -> AsyncIterator[bytes]:
         if ended:
             new.append(last_frame(stream, shown, details))
         if new:
-            yield "".join(new).encode()
+            yield b"".join(new)
         if ended:
             return
 
 
-def frame(body: str) -> str:
-    return f"data: {body}\n\n"
+def frame(body: bytes) -> bytes:
+    return b"data: %b\n\n" % body
 
 
-def frame_body(stream: Stream, i: int, text: str | None = None, details: dict[str, Any] | None = None) -> str:
+def frame_body(stream: Stream, i: int, text: str | None = None, details: dict[str, Any] | None = None) -> bytes:
     return encode({"index": i + 1, "token": token(stream, i), "generated_text": text, "details": details})
 
 
-def last_frame(stream: Stream, shown: int, details: bool) -> str:
+def last_frame(stream: Stream, shown: int, details: bool) -> bytes:
     """The last token with the whole text, or the error."""
     assert stream.terminal is not None
     if not stream.finished:
@@ -73,13 +81,9 @@ def last_frame(stream: Stream, shown: int, details: bool) -> str:
 
 
 def token(stream: Stream, i: int) -> dict[str, Any]:
-    logprob = stream.logprobs[i]
-    return {
-        "id": stream.ids[i],
-        "text": stream.texts[i],
-        "logprob": logprob if math.isfinite(logprob) else None,
-        "special": stream.ids[i] in stream.vocabulary.special_ids,
-    }
+    token_id = stream.ids[i]
+    special = token_id in stream.vocabulary.special_ids
+    return {"id": token_id, "text": stream.texts[i], "logprob": stream.logprobs[i], "special": special}
 
 
 def summary(stream: Stream) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from deploy.broker import free_port
 from tests.waiting import wait_until_sync
 
 READY_S = 120.0
+LAST_WORDS = 10_000
 
 
 class Fleet:
@@ -112,13 +113,15 @@ class Fleet:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if error is not None:
+            print(self.errors()[-LAST_WORDS:], file=sys.stderr)
         self.kill()
 
     async def __aenter__(self) -> Self:
         return self.__enter__()
 
     async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self.kill()
+        self.__exit__(kind, error, trace)
 
 
 def name_of(process: psutil.Process) -> str:
