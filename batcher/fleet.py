@@ -14,6 +14,7 @@ from common.keys import Keys
 from common.messages import Report, Worker
 
 log = logging.getLogger(__name__)
+CLOCK_JUMP_MS = 1000
 
 
 class Fleet:
@@ -23,6 +24,7 @@ class Fleet:
         greeted: capacity of each worker that a takeover was sent to.
         settled: incarnations of which nothing unexpected can come any more: they answered, or are dead and read to the end.
         unsettled: incarnations from before this epoch of which that is not known yet.
+        unreadable: incarnations that speak another version of the wire: nothing can be given to them.
     """
 
     def __init__(self, redis: Redis, keys: Keys, inbox: Inbox, dispatch: Dispatch, scheduler: Scheduler, ttl_s: float) -> None:
@@ -31,6 +33,8 @@ class Fleet:
         self.greeted: dict[str, Worker] = {}
         self.settled: set[str] = set()
         self.unsettled: set[str] = set()
+        self.unreadable: set[str] = set()
+        self.clock_offset_ms: float | None = None
         self.trusted_from = 0.0
         self.distrust()
 
@@ -41,6 +45,14 @@ class Fleet:
     @property
     def trusting(self) -> bool:
         return time.monotonic() >= self.trusted_from
+
+    def heed_clock(self, now_ms: int) -> None:
+        """The broker's clock decides when a sign of life expires: after it has jumped, they may all have."""
+        offset_ms = now_ms - time.monotonic() * 1000
+        if self.clock_offset_ms is not None and abs(offset_ms - self.clock_offset_ms) > CLOCK_JUMP_MS:
+            log.warning("the broker's clock jumped by %.1f s", (offset_ms - self.clock_offset_ms) / 1000)
+            self.distrust()
+        self.clock_offset_ms = offset_ms
 
     async def members(self) -> list[str]:
         return [member.decode() for member in await self.redis.zrange(self.keys.workers, 0, -1)]
@@ -60,7 +72,9 @@ class Fleet:
         try:
             worker = decode(Worker, capacity)
         except WireError as error:
-            log.error("worker %s announces itself in words that cannot be read: %s", incarnation, error)
+            if incarnation not in self.unreadable:
+                log.error("worker %s announces itself in words that cannot be read: %s", incarnation, error)
+            self.unreadable.add(incarnation)
             return
         if await self.dispatch.takeover(incarnation, self.scheduler.epoch) == "OK":
             self.greeted[incarnation] = worker
@@ -78,7 +92,8 @@ class Fleet:
             log.info("worker %s joined: %d blocks of %d tokens", incarnation, replica.pool.num_blocks, replica.block_size)
 
     async def look(self) -> list[str]:
-        """Greets workers that nobody told us of. Returns those that show no sign of life."""
+        """Greets workers that nobody told us of. Returns those that are to be sealed: they show no sign of life, or hold rows but cannot
+        be asked for them."""
         incarnations = sorted({*await self.members(), *self.greeted, *self.unsettled})
         async with self.redis.pipeline(transaction=False) as pipe:
             for incarnation in incarnations:
@@ -87,7 +102,8 @@ class Fleet:
         for incarnation, state in zip(incarnations, states, strict=True):
             if state is not None:
                 await self.greet(incarnation)
-        return [incarnation for incarnation, state in zip(incarnations, states, strict=True) if state is None and self.trusting]
+        gone = {incarnation for incarnation, state in zip(incarnations, states, strict=True) if state is None and self.trusting}
+        return sorted(gone | (self.unreadable & self.unsettled))
 
     async def seal(self, incarnation: str) -> bool:
         """Ends an incarnation: nothing can be appended to its logs after this. Returns whether there are such logs."""

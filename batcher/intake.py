@@ -14,9 +14,18 @@ def sequence(entry: Entry) -> Sequence:
     request = decode(Generate, entry.data)
     if not request.prompt_ids or len(request.prompt_ids) % 4:
         raise WireError("Generate.prompt_ids: empty, or no multiple of 4 bytes")
-    if request.max_new_tokens < 1:
-        raise WireError(f"Generate.max_new_tokens: {request.max_new_tokens} is not positive")
+    for field in ("max_new_tokens", "ttl_ms", "result_ttl_ms"):
+        if getattr(request, field) < 1:
+            raise WireError(f"Generate.{field}: {getattr(request, field)} is not positive")
     return Sequence(request, entry.id, len(entry.data), pair(entry.id)[0] + request.ttl_ms)
+
+
+def name(data: bytes) -> str:
+    """An incarnation's name. Raises WireError."""
+    try:
+        return data.decode()
+    except UnicodeDecodeError as error:
+        raise WireError(f"no name: {error}") from error
 
 
 def request_id(data: bytes) -> str | None:

@@ -9,6 +9,7 @@ from common.broker import ERRORS, cause, script
 from common.keys import Keys
 
 log = logging.getLogger(__name__)
+GIVE_BACK_S = 1.0
 
 
 class LeaseLost(Exception):
@@ -23,8 +24,8 @@ class Lease:
         self.script = script(redis, "lease")
         self.epoch = ""
 
-    async def ask(self) -> str:
-        answer: bytes = await self.script(keys=[self.keys.batcher, self.keys.epoch], args=[self.who, int(self.ttl_s * 1000), self.epoch])
+    async def ask(self, ttl_s: float) -> str:
+        answer: bytes = await self.script(keys=[self.keys.batcher, self.keys.epoch], args=[self.who, int(ttl_s * 1000), self.epoch])
         return answer.decode()
 
     async def take(self) -> int:
@@ -32,7 +33,7 @@ class Lease:
         standing_by = False
         while True:
             try:
-                if epoch := await self.ask():
+                if epoch := await self.ask(self.ttl_s):
                     self.epoch = epoch
                     return int(epoch)
                 if not standing_by:
@@ -43,5 +44,13 @@ class Lease:
             await asyncio.sleep(min(0.5, self.ttl_s / 4))
 
     async def renew(self) -> None:
-        if await self.ask() != self.epoch:
+        if await self.ask(self.ttl_s) != self.epoch:
             raise LeaseLost(f"epoch {self.epoch} is over")
+
+    async def give_back(self) -> None:
+        """A successor need not wait."""
+        try:
+            async with asyncio.timeout(GIVE_BACK_S):
+                await self.ask(0)
+        except ERRORS as error:
+            log.warning("the lease stays until it expires: %s", cause(error))

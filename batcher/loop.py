@@ -14,17 +14,18 @@ from batcher.fleet import Fleet
 from batcher.gateways import Gateways
 from batcher.inbox import Entry, Inbox
 from batcher.lease import Lease, LeaseLost
+from batcher.order import Order
 from batcher.recovery import Recovery
-from batcher.replica import Limits, Replica
+from batcher.replica import Limits
 from batcher.scheduler import Scheduler
-from batcher.sequence import Row, Sequence
+from batcher.sequence import Sequence
 from batcher.terminals import Terminals
 from common.broker import ERRORS, cause
 from common.channels import REPEAT_S, Channels
 from common.codec import WireError, decode
 from common.ids import pair
 from common.keys import Keys
-from common.messages import Cancel, Died, Plan, Report
+from common.messages import Cancel, Died, Report
 from common.settings import Settings
 
 log = logging.getLogger(__name__)
@@ -44,7 +45,7 @@ class Batcher:
 
     def __init__(self, settings: Settings, redis: Redis, keys: Keys, lease: Lease, epoch: int) -> None:
         self.settings, self.redis, self.keys, self.lease, self.epoch = settings, redis, keys, lease, epoch
-        limits = Limits(settings.max_batch_size, settings.max_batch_prefill_tokens, settings.max_batch_total_tokens, settings.horizon)
+        limits = Limits(settings.max_batch_size, settings.horizon)
         self.channels = Channels(f"{lease.who}-{epoch}")
         self.scheduler = Scheduler(limits, epoch)
         self.inbox = Inbox(redis)
@@ -78,9 +79,8 @@ class Batcher:
         """Notes what was there before this epoch. Requests are read only when every earlier worker has answered, or is dead."""
         newest = await self.redis.xrevrange(self.keys.requests, count=1)
         self.backlog_end = pair(newest[0][0]) if newest else (0, 0)
-        self.inbox.follow(
-            self.keys.control, "$" if not (last := await self.redis.xrevrange(self.keys.control, count=1)) else last[0][0].decode()
-        )
+        last = await self.redis.xrevrange(self.keys.control, count=1)
+        self.inbox.follow(self.keys.control, last[0][0].decode() if last else "0")
         await self.fleet.begin()
         log.info("active, epoch %d; %d workers to take over", self.epoch, len(self.fleet.unsettled))
 
@@ -138,7 +138,7 @@ class Batcher:
                 cancel = decode(Cancel, entry.data)
                 self.scheduler.cancel(cancel.request_id, cancel.why)
             case "hello":
-                incarnation = entry.data.decode()
+                incarnation = intake.name(entry.data)
                 self.do(lambda: self.fleet.greet(incarnation))
             case "died":
                 died = decode(Died, entry.data)
@@ -165,25 +165,31 @@ class Batcher:
 
     def decide(self) -> None:
         """Turns what was heard into plans and other deeds."""
-        for replica, plan, started in self.scheduler.plans():
-            self.do(lambda replica=replica, plan=plan, started=started: self.send(replica, plan, started))  # type: ignore[misc]
+        for order in self.scheduler.plans():
+            self.do(lambda order=order: self.send(order))  # type: ignore[misc]
         outcomes = self.scheduler.take_outcomes()
         for sequence in outcomes.settled:
             self.do(lambda sequence=sequence: self.settle(sequence))  # type: ignore[misc]
         for sequence, why in outcomes.unwanted:
             self.do(lambda sequence=sequence, why=why: self.end(sequence, why))  # type: ignore[misc]
         if outcomes.interrupted:
-            self.do(lambda: self.resume(outcomes.interrupted, struck=False))
+            self.do(lambda: self.resume(outcomes.interrupted))
 
-    async def send(self, replica: Replica, plan: Plan, started: list[Row]) -> None:
-        answer, refused = await self.dispatch.send(replica, plan, started)
-        for row in refused:
-            replica.withdraw(row)
-            self.do(lambda row=row: self.end(row.sequence, row.sequence.asked_to_end or "client"))  # type: ignore[misc]
-        if answer == "FENCED":
-            raise LeaseLost(f"worker {replica.capacity.incarnation} has a plan of a newer epoch")
-        if answer == "MISSING":
-            self.do(lambda: self.seal(replica.capacity.incarnation, "its logs are gone"))
+    async def send(self, order: Order) -> None:
+        """Hands a plan over, without the rows that turn out cancelled or ended: those leave the order before it is written again."""
+        incarnation = order.replica.capacity.incarnation
+        answer, refused = await self.dispatch.write(order)
+        while answer == "refused":
+            for row in order.withdraw(refused):
+                self.do(lambda row=row: self.end(row.sequence, row.sequence.asked_to_end or "client"))  # type: ignore[misc]
+            answer, refused = await self.dispatch.write(order)
+        match answer:
+            case "OK":
+                order.handed_over()
+            case "FENCED":
+                raise LeaseLost(f"worker {incarnation} has a plan of a newer epoch")
+            case "MISSING":
+                self.do(lambda: self.seal(incarnation, "its logs are gone"))
 
     async def seal(self, incarnation: str, why: str) -> None:
         """Declares a worker dead. Its sealed reports are read to the end first; without them there is nothing to wait for."""
@@ -210,13 +216,13 @@ class Batcher:
 
     async def bury(self, incarnation: str, held: list[Sequence]) -> None:
         """A sealed worker: what it held goes on elsewhere, and what it wrote is kept in a place of its own."""
-        await self.resume(held, struck=True)
+        await self.resume(held)
         await self.fleet.bury(incarnation)
         log.warning("worker %s is gone; %d requests go on elsewhere", incarnation, len(held))
 
-    async def resume(self, sequences: list[Sequence], struck: bool) -> None:
+    async def resume(self, sequences: list[Sequence]) -> None:
         """Reads what is committed of interrupted requests; the live ones go on from there."""
-        live, over = await self.recovery.read(sequences, struck)
+        live, over = await self.recovery.read(sequences)
         for sequence in live:
             self.scheduler.resume(sequence)
         for sequence in over:
@@ -227,14 +233,16 @@ class Batcher:
         if (stranger := await self.recovery.stranger(sequence, self.fleet.settled)) is not None:
             await self.fleet.seal(stranger)
         self.scheduler.register(sequence)
-        await self.resume([sequence], struck=False)
+        await self.resume([sequence])
 
     async def keep_house(self) -> None:
         """What must be looked at now and then: the lease, signs of life, deadlines."""
         self.housekeeping_at = time.monotonic() + min(self.settings.heartbeat_s, REPEAT_S)
         await self.lease.renew()
         now_s, now_us = await self.redis.time()
-        self.scheduler.expire(now_s * 1000 + now_us // 1000)
+        now_ms = now_s * 1000 + now_us // 1000
+        self.fleet.heed_clock(now_ms)
+        self.scheduler.expire(now_ms)
         for incarnation in await self.fleet.look():
             self.do(lambda incarnation=incarnation: self.seal(incarnation, "no sign of life"))  # type: ignore[misc]
         if self.fleet.trusting:

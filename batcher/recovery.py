@@ -5,18 +5,17 @@ from redis.asyncio import Redis
 from batcher.sequence import Sequence
 from common import recover
 from common.broker import script
-from common.keys import Keys
+from common.keys import TOKENS_TTL_MS, Keys
 from common.messages import RECORD
 from common.recover import Committed
 
-TOKENS_TTL_MS = 3_600_000
 
-
-def count_strikes(sequence: Sequence, state: Committed, struck: bool) -> int:
+def count_strikes(sequence: Sequence, state: Committed) -> int:
     """Incarnations in a row that ended under a request without a token committed beyond its base."""
     if state.num_tokens > state.base:
         return 0
-    return sequence.strikes + 1 if struck else state.strikes
+    seen = sequence.strikes if sequence.attempt else state.strikes
+    return seen + sequence.struck
 
 
 class Recovery:
@@ -26,17 +25,20 @@ class Recovery:
         self.redis, self.keys = redis, keys
         self.keep_script = script(redis, "keep")
 
-    async def read(self, sequences: list[Sequence], struck: bool) -> tuple[list[Sequence], list[Sequence]]:
-        """Brings sequences up to what is committed; `struck` when their worker died. Returns those that live, and those that are over."""
+    async def read(self, sequences: list[Sequence]) -> tuple[list[Sequence], list[Sequence]]:
+        """Brings sequences up to what is committed. Returns those that live, and those that are over."""
         states = await recover.read(self.redis, self.keys, [sequence.request_id for sequence in sequences])
-        over = [one for one in sequences if not states[one.request_id].known or states[one.request_id].terminal]
-        live = [one for one in sequences if one not in over]
-        strikes = {one.request_id: count_strikes(one, states[one.request_id], struck) for one in live}
-        for sequence in live:
-            await self.keep(sequence, states[sequence.request_id], strikes[sequence.request_id])
-        for sequence in live:
+        live: list[Sequence] = []
+        over: list[Sequence] = []
+        for sequence in sequences:
             state = states[sequence.request_id]
-            sequence.records, sequence.attempt, sequence.strikes = state.records, state.attempt, strikes[sequence.request_id]
+            (live if state.known and not state.terminal else over).append(sequence)
+        strikes = [count_strikes(sequence, states[sequence.request_id]) for sequence in live]
+        for sequence, count in zip(live, strikes, strict=True):
+            await self.keep(sequence, states[sequence.request_id], count)
+        for sequence, count in zip(live, strikes, strict=True):
+            state = states[sequence.request_id]
+            sequence.records, sequence.attempt, sequence.strikes, sequence.struck = state.records, state.attempt, count, False
         return live, over
 
     async def keep(self, sequence: Sequence, state: Committed, strikes: int) -> None:

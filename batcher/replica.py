@@ -10,11 +10,9 @@ from common.messages import Worker
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """The budgets of every worker; None means what the worker's warm-up found."""
+    """What bounds every worker, besides the capacity that it announces itself."""
 
     max_batch_size: int = 256
-    max_batch_prefill_tokens: int | None = None
-    max_batch_total_tokens: int | None = None
     horizon: int = 32
 
 
@@ -48,17 +46,11 @@ class Replica:
     next_row: int = 1
 
     def __post_init__(self) -> None:
-        tokens = self.limits.max_batch_total_tokens
-        num_blocks = self.capacity.num_blocks
-        self.pool = BlockPool(num_blocks if tokens is None else min(num_blocks, tokens // self.block_size))
+        self.pool = BlockPool(self.capacity.num_blocks)
 
     @property
     def block_size(self) -> int:
         return self.capacity.block_size
-
-    @property
-    def prefill_tokens(self) -> int:
-        return self.limits.max_batch_prefill_tokens or self.capacity.max_batch_prefill_tokens
 
     @property
     def running(self) -> Iterator[Row]:

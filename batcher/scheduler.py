@@ -9,6 +9,7 @@ import heapq
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+from batcher.order import Order
 from batcher.replica import Limits, Replica
 from batcher.sequence import Row, Sequence
 from common.endings import INTERRUPTED
@@ -97,6 +98,9 @@ class Scheduler:
         """Ends what has outlived its deadline."""
         while self.deadlines and self.deadlines[0][0] <= now_ms:
             self.cancel(heapq.heappop(self.deadlines)[1], "timeout")
+        if len(self.deadlines) > 2 * len(self.sequences) + 1000:
+            self.deadlines = [(sequence.deadline_ms, name) for name, sequence in self.sequences.items()]
+            heapq.heapify(self.deadlines)
 
     def forget(self, sequence: Sequence) -> None:
         """The request has its terminal and is settled."""
@@ -113,14 +117,15 @@ class Scheduler:
             replica.draining = True
 
     def lose(self, incarnation: str) -> list[Sequence]:
-        """The worker is dead and its logs are sealed. Returns the requests that it held."""
+        """The worker is dead and its logs are sealed. Returns the requests that it held: what killed it, perhaps, unless it was leaving."""
         replica = self.replicas.pop(incarnation, None)
         if replica is None:
             return []
-        held = [row.sequence for row in replica.running]
-        for sequence in held:
-            sequence.row = None
-        return held
+        held = list(replica.running)
+        for row in held:
+            row.sequence.row = None
+            row.sequence.struck = row.handed_over and not replica.draining
+        return [row.sequence for row in held]
 
     def take_in(self, incarnation: str, report: Report) -> None:
         """Moves the rows of a worker on."""
@@ -140,13 +145,13 @@ class Scheduler:
             if (row := replica.rows.get(number)) is not None:
                 replica.release(row)
 
-    def plans(self) -> Iterator[tuple[Replica, Plan, list[Row]]]:
+    def plans(self) -> Iterator[Order]:
         """A plan for each worker for which something changes, with the rows that it starts."""
         starts = self.place()
         for incarnation, replica in self.replicas.items():
             started = starts.get(incarnation, [])
             if (plan := self.plan(replica, started)) is not None:
-                yield replica, plan, started
+                yield Order(replica, plan, started)
 
     def place(self) -> dict[str, list[Row]]:
         """Starts what waits, in order, each on the least loaded worker that can take it."""
@@ -186,7 +191,7 @@ class Scheduler:
             epoch=self.epoch,
             number=replica.plan,
             until=replica.until,
-            prefill_tokens=replica.prefill_tokens,
+            prefill_tokens=replica.capacity.max_batch_prefill_tokens,
             starts=[start(row) for row in started],
             blocks=blocks,
             stops=stops,

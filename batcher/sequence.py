@@ -15,6 +15,7 @@ class Sequence:
         deadline_ms: Redis time after which it ends with an error.
         records: packed records of all committed tokens, as last read; the row that runs may be ahead of it.
         strikes: incarnations that ended under it without a token committed beyond its base.
+        struck: whether its worker died under it, until what is committed has been read.
         asked_to_end: why a running row was asked to stop for good, or a waiting one shall not start.
         order: place in the queue; smaller starts first.
     """
@@ -26,6 +27,7 @@ class Sequence:
     records: bytes = b""
     attempt: int = 0
     strikes: int = 0
+    struck: bool = False
     asked_to_end: str = ""
     row: "Row | None" = None
     waiting: bool = False
@@ -70,6 +72,7 @@ class Row:
     Attributes:
         blocks: KV blocks it owns, until the engine reports it released.
         kv_len, at_step: after step `at_step` it held `kv_len` tokens, and one more with each step since; 0 before its prefill is done.
+        handed_over: whether the worker has been told of it.
         stopping: why it was asked to stop, once it was.
         ended: whether the worker said that it takes part in no further step.
     """
@@ -79,6 +82,7 @@ class Row:
     blocks: list[int] = field(default_factory=list)
     kv_len: int = 0
     at_step: int = 0
+    handed_over: bool = False
     stopping: str = ""
     ended: bool = False
 

@@ -11,7 +11,7 @@ REPEATED_FOR_S = 10.0
 
 
 class Channels:
-    """The channels that `source` publishes to. A channel is forgotten when nothing was said on it for REPEATED_FOR_S."""
+    """The channels that `source` publishes to. The last number is repeated until nothing was said for REPEATED_FOR_S."""
 
     def __init__(self, source: str) -> None:
         self.source = source

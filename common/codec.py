@@ -55,11 +55,10 @@ def from_map(cls: type[T], body: Any) -> T:
     if not isinstance(body, dict):
         raise WireError(f"{cls.__name__}: not a map")
     values = {}
-    for name, short, kind, read, required in readers(typing.cast(Any, cls)):
+    for name, short, read, required in readers(typing.cast(Any, cls)):
         if short in body:
-            value = body[short]
             try:
-                values[name] = value if type(value) is kind else read(value)
+                values[name] = read(body[short])
             except TypeError as error:
                 raise WireError(f"{cls.__name__}.{name}: {error}") from error
         elif required:
@@ -87,12 +86,11 @@ def writer(kind: Any) -> Callable[[Any], Any]:
 
 
 @cache
-def readers(cls: type) -> list[tuple[str, str, Any, Callable[[Any], Any], bool]]:
-    """Of each field: its name, its short one, the type of which a value needs no reading, how another is read, whether it must be there."""
+def readers(cls: type) -> list[tuple[str, str, Callable[[Any], Any], bool]]:
     hints = typing.get_type_hints(cls)
     absent = dataclasses.MISSING
     return [
-        (item.name, item.metadata["wire"], hints[item.name], reader(hints[item.name]), item.default is item.default_factory is absent)
+        (item.name, item.metadata["wire"], reader(hints[item.name]), item.default is absent and item.default_factory is absent)
         for item in dataclasses.fields(cls)
     ]
 

@@ -5,6 +5,11 @@ from dataclasses import dataclass
 SEALED = "18446744073709551615-18446744073709551615"
 """The highest stream id there is: after an entry with it nothing can be appended."""
 
+STREAMS_TTL_MS = 3_600_000
+"""Plans, reports and logs of a worker that shows no signs of life any more."""
+TOKENS_TTL_MS = 86_400_000
+"""Committed tokens of a request that never got a terminal: as long as the longest deadline."""
+
 
 @dataclass(frozen=True, slots=True)
 class Keys:

@@ -6,8 +6,10 @@ Gateways fill gaps with it, and the batcher resumes with it: one reading, so bot
 import struct
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 from redis.asyncio import Redis
+from redis.exceptions import ResponseError
 
 from common.codec import WireError, decode
 from common.keys import Keys
@@ -82,10 +84,12 @@ async def read_once(redis: Redis, keys: Keys, request_ids: list[str], workers: l
             pipe.get(keys.result(request_id))
         for worker in workers:
             pipe.xrange(keys.log(worker))
-        answers = await pipe.execute()
+        answers = [known_good(answer) for answer in await pipe.execute(raise_on_error=False)]
     reading: dict[str, Committed] = {}
     for i, request_id in enumerate(request_ids):
-        (digest, worker, attempt, base, strikes, cancel, terminal), records, result = answers[3 * i : 3 * i + 3]
+        home, records, result = answers[3 * i : 3 * i + 3]
+        digest, worker, attempt, base, strikes, cancel, terminal = home or [None] * 7
+        records = (records or b"")[: len(records or b"") // RECORD.size * RECORD.size]
         reading[request_id] = Committed(
             known=digest is not None,
             worker=(worker or b"").decode(),
@@ -94,13 +98,22 @@ async def read_once(redis: Redis, keys: Keys, request_ids: list[str], workers: l
             strikes=int(strikes or 0),
             cancelled=cancel is not None,
             terminal=(terminal or b"").decode(),
-            records=records or b"",
-            spilled=len(records or b"") // RECORD.size,
+            records=records,
+            spilled=len(records) // RECORD.size,
             result=result,
         )
     for entries in answers[3 * len(request_ids) :]:
-        replay(entries, reading)
+        replay(entries or [], reading)
     return reading
+
+
+def known_good(answer: Any) -> Any:
+    """An answer, or None for a key of another type than ours: it spoils its own request and no other. Raises what else went wrong."""
+    if isinstance(answer, ResponseError) and str(answer).startswith("WRONGTYPE"):
+        return None
+    if isinstance(answer, Exception):
+        raise answer
+    return answer
 
 
 def replay(entries: list[tuple[bytes, dict[bytes, bytes]]], reading: dict[str, Committed]) -> None:

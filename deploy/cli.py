@@ -11,7 +11,7 @@ from typing import NoReturn
 import setproctitle
 
 from common.lifeline import die_with_parent
-from common.settings import FlagParser, SettingError, Settings
+from common.settings import FlagParser, SettingError, Settings, exit_when_unservable
 from deploy import checks, launcher
 from deploy.fleet import MODULES, command
 
@@ -29,10 +29,8 @@ KINDS = {"api": "gateway", "batcher": "batcher", "worker": "worker"}
 
 def main() -> int:
     try:
-        return run(sys.argv[1:])
-    except SettingError as error:
-        print(f"tokenfleet: {error}", file=sys.stderr)
-        return 2
+        with exit_when_unservable():
+            return run(sys.argv[1:])
     except KeyboardInterrupt:
         return 130
 

@@ -23,6 +23,7 @@ log = logging.getLogger(__name__)
 POLL_S = 0.1
 PROGRESS_S = 2.0
 SHORT_STOP_S = 3.0
+ONE_REQUEST_S = 0.5
 TELL_S = 5.0
 MAX_CONTROL = 10_000
 PROMPT = '{"inputs":"The sky is blue because","parameters":{"max_new_tokens":64}}'
@@ -43,8 +44,8 @@ def serve(settings: Settings) -> int:
         SettingError: the settings cannot be served; nothing was started.
     """
     logs.set_up("serve", settings.log_level)
-    checks.check_numbers(settings)
     checks.check_port(settings)
+    checks.check_memory(settings)
     if settings.redis_url is not None:
         checks.check_broker(settings)
     settings = checks.with_model(settings)
@@ -92,9 +93,9 @@ async def supervise(process: Process, fleet: Fleet, tasks: asyncio.TaskGroup) ->
             return
         if process.kind == "worker":
             tasks.create_task(tell_died(fleet.settings, process.incarnation))
-        if returncode == os.EX_CONFIG:  # it has said itself which setting cannot be served
-            raise Over(2)
         if not fleet.was_ready:
+            if returncode == os.EX_CONFIG:  # it has said itself which setting cannot be served
+                raise Over(os.EX_CONFIG)
             raise Over(1, f"{process.name} ended before the fleet was ready: {describe(returncode)}")
         pause_s = process.restarts.pause_s(lived_s)
         log.warning("%s ended after %.1f s: %s; starts again in %.1f s", process.name, lived_s, describe(returncode), pause_s)
@@ -151,16 +152,23 @@ async def is_healthy(settings: Settings) -> bool:
 
 
 async def heed_signals(fleet: Fleet) -> None:
-    """The first SIGTERM or SIGINT drains the fleet, the second ends it now."""
-    signals: asyncio.Queue[int] = asyncio.Queue()
+    """The first SIGTERM or SIGINT drains the fleet, a later one ends it now."""
+    asked = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
-        asyncio.get_running_loop().add_signal_handler(number, signals.put_nowait, number)
-    await signals.get()
+        asyncio.get_running_loop().add_signal_handler(number, asked.set)
+    await asked.wait()
     log.info("draining for up to %.0f s; once more ends it now", fleet.settings.graceful_termination_timeout)
     drained = asyncio.create_task(drain(fleet))
-    again = asyncio.create_task(signals.get())
+    again = asyncio.create_task(asked_again(asked))
     await asyncio.wait((drained, again), return_when=asyncio.FIRST_COMPLETED)
     raise Over(0 if drained.done() else 1)
+
+
+async def asked_again(asked: asyncio.Event) -> None:
+    """Who signals our whole group is often followed by who passes the same signal on (make, timeout, systemd): that is one request."""
+    await asyncio.sleep(ONE_REQUEST_S)
+    asked.clear()
+    await asked.wait()
 
 
 async def drain(fleet: Fleet) -> None:

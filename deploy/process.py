@@ -38,6 +38,8 @@ class Restarts:
 
 def describe(returncode: int) -> str:
     """How a process ended, in words; a negative code is a signal's number, as in `subprocess`."""
+    if returncode == os.EX_CONFIG:
+        return f"exit code {returncode}, for the setting named above"
     if returncode >= 0:
         return f"exit code {returncode}"
     with contextlib.suppress(ValueError):

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import logging
 import time
+from collections.abc import Iterable
 
 from redis.asyncio import Redis
 
@@ -11,14 +12,14 @@ from common.broker import ERRORS, cause, script
 from common.channels import REPEAT_S
 from common.codec import WireError, decode, encode
 from common.endings import INTERRUPTED
-from common.keys import Keys
+from common.keys import STREAMS_TTL_MS, Keys
 from common.messages import Plan, Report, Start, Worker, unpack_floats, unpack_ids
 from common.recover import split
 from common.settings import Settings
 from gpu_worker.door import Grant, StartRow, Step
 from gpu_worker.engine_link import EngineLink
 from gpu_worker.outbox import Outbox
-from gpu_worker.publish import STREAMS_TTL_MS, Publisher, Sealed
+from gpu_worker.publish import Publisher, Sealed
 from gpu_worker.table import RowText, Table
 
 log = logging.getLogger(__name__)
@@ -54,6 +55,7 @@ class Agent:
         self.takeover_pending = False
         self.reported_at = self.stepped_at = 0.0
         self.draining = asyncio.Event()
+        self.announce_now = asyncio.Event()
         self.idle = asyncio.Event()
         self.idle.set()
         self.undecodable = 0
@@ -119,8 +121,17 @@ class Agent:
         if not self.table.rows:
             self.stepped_at = time.monotonic()
         starts = [self.start(start) for start in plan.starts]
-        self.idle.clear()
+        if starts:
+            self.idle.clear()
         self.engine.send(Grant(self.until, self.prefill_tokens, starts, plan.blocks, plan.stops))
+        self.disown(row for row, _ in plan.stops if row not in self.table.rows)
+
+    def disown(self, rows: Iterable[int]) -> None:
+        """Answers for rows that are not here, for their plan could not be read (or they are long released): their requests go on."""
+        for row in rows:
+            self.outbox.ended.append((row, "preempted", 0))
+            self.outbox.released.append((row, 0))
+            self.wake.set()
 
     def start(self, start: Start) -> StartRow:
         request = self.table.start(start).request
@@ -239,7 +250,9 @@ class Agent:
                     await self.redis.publish(channel, payload)
             except ERRORS as error:
                 log.warning("announce: %s", cause(error))
-            await asyncio.sleep(min(REPEAT_S, self.settings.heartbeat_s))
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self.announce_now.wait(), min(REPEAT_S, self.settings.heartbeat_s))
+            self.announce_now.clear()
 
     async def announce(self) -> None:
         state = "draining" if self.draining.is_set() else "ready"
@@ -269,6 +282,6 @@ class Agent:
         """After SIGTERM: the batcher takes our rows elsewhere; then we are done."""
         await self.draining.wait()
         log.info("draining: %d rows", len(self.table.rows))
-        await self.announce()
+        self.announce_now.set()
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self.idle.wait(), self.settings.graceful_termination_timeout)

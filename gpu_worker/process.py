@@ -17,7 +17,7 @@ from common import broker, lifeline, logs, model_files
 from common.broker import ERRORS, cause, script
 from common.keys import Keys
 from common.messages import Worker
-from common.settings import SettingError, Settings
+from common.settings import SettingError, Settings, exit_when_unservable
 from gpu_worker.agent import Agent, EngineStuck
 from gpu_worker.door import Ready
 from gpu_worker.engine_link import EngineDied, EngineLink, EngineRefused
@@ -26,7 +26,6 @@ from gpu_worker.table import Table
 
 log = logging.getLogger(__name__)
 
-EXIT_SETTING = 78
 SEAL_TIMEOUT_S = 2.0
 
 
@@ -38,7 +37,7 @@ async def serve(settings: Settings, name: str, incarnation: str) -> int:
         table = Table(Tokenizer.from_file(str(directory / "tokenizer.json")))
         said, ready = await engine.ready()
         log.info("%s", "; ".join(said) or "engine ready")
-        return await serve_engine(settings, engine, table, capacity(ready, name, incarnation, directory))
+        return await serve_engine(settings, engine, table, capacity(settings, ready, name, incarnation, directory))
     except EngineRefused as error:
         raise SettingError(error.setting, error.cause) from error
     except EngineDied as error:
@@ -64,14 +63,19 @@ async def serve_engine(settings: Settings, engine: EngineLink, table: Table, wor
         await seal(redis, Keys(settings.pool), worker.incarnation)
 
 
-def capacity(ready: Ready, name: str, incarnation: str, directory: Path) -> Worker:
+def capacity(settings: Settings, ready: Ready, name: str, incarnation: str, directory: Path) -> Worker:
+    """What is announced. Raises SettingError when a budget leaves no room for a single block."""
+    budget = settings.max_batch_total_tokens
+    num_blocks = ready.num_blocks if budget is None else min(ready.num_blocks, budget // ready.block_size)
+    if not num_blocks:
+        raise SettingError("max_batch_total_tokens", f"{budget} is less than one block of {ready.block_size} tokens")
     return Worker(
         incarnation=incarnation,
         name=name,
         model=directory.name,
         dtype=ready.dtype,
         block_size=ready.block_size,
-        num_blocks=ready.num_blocks,
+        num_blocks=num_blocks,
         max_batch_prefill_tokens=ready.max_batch_prefill_tokens,
         context=ready.context,
         eos_ids=ready.eos_ids,
@@ -91,12 +95,10 @@ async def seal(redis: Redis, keys: Keys, incarnation: str) -> None:
 
 def main() -> None:
     lifeline.die_with_parent()
-    settings, name = Settings.read([]), os.environ.get("PROCESS_NAME", "w0")
+    name = os.environ.get("PROCESS_NAME", "w0")
     incarnation = os.environ.get("INCARNATION") or f"{name}-{secrets.token_hex(4)}"
     setproctitle.setproctitle(f"tokenfleet worker {name}")
-    logs.set_up(name, settings.log_level)
-    try:
+    with exit_when_unservable():
+        settings = Settings.read([])
+        logs.set_up(name, settings.log_level)
         sys.exit(uvloop.run(serve(settings, name, incarnation)))
-    except SettingError as error:
-        print(error, file=sys.stderr)
-        sys.exit(EXIT_SETTING)

@@ -10,14 +10,13 @@ from common.broker import script
 from common.channels import Channels
 from common.codec import encode
 from common.endings import FINISHED, answer, failure, terminal
-from common.keys import Keys
+from common.keys import TOKENS_TTL_MS, Keys
 from common.messages import Events, LogEntry, Report, Tokens
 from gpu_worker.outbox import Outbox
 from gpu_worker.table import RowText
 
 SPILL_EVERY = 64
 """Flushes after which every live row's tokens are copied to its own string, and the log is trimmed: the bound of the log."""
-STREAMS_TTL_MS = 3_600_000
 
 
 class Sealed(Exception):
@@ -66,7 +65,7 @@ class Publisher:
         for row in spills:
             keys.append(self.keys.tokens(row.request.request_id))
             args += [row.num_spilled, row.unspilled()]
-        head = [self.sequence, encode(LogEntry(entry)), encode(report) if report else "", f"{acknowledged}-0", STREAMS_TTL_MS]
+        head = [self.sequence, encode(LogEntry(entry)), encode(report) if report else "", f"{acknowledged}-0", TOKENS_TTL_MS]
         counts = [len(messages), len(outbox.terminals), len(spills), "1" if trim else ""]
         flat = [part for message in messages for part in message]
         return Flush(keys, [*head, *counts, *flat, *args], [(row, row.num_tokens) for row in spills])

@@ -2,7 +2,6 @@
 
 import random
 
-import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
@@ -49,8 +48,9 @@ class Pool:
             self.scheduler.enqueue(sequence)
 
     def decide(self) -> None:
-        for replica, plan, _ in self.scheduler.plans():
-            self.workers[replica.capacity.incarnation].obey(plan)
+        for order in self.scheduler.plans():
+            self.workers[order.replica.capacity.incarnation].obey(order.plan)
+            order.handed_over()
         outcomes = self.scheduler.take_outcomes()
         for sequence in outcomes.settled:
             self.settled.append(sequence.request_id)
@@ -78,7 +78,7 @@ class Pool:
     def kill(self, name: str) -> None:
         del self.workers[name]
         for sequence in self.scheduler.lose(name):
-            sequence.strikes = 0
+            sequence.struck = False
             self.resume(sequence)
 
     def run(self, max_turns: int = 3000) -> None:
@@ -177,9 +177,8 @@ def test_cancel_of_a_running_request_asks_the_worker_once():
     pool.add(request("r0", 10, 500))
     pool.turn()
     pool.scheduler.cancel("r0", "client")
-    plans = [plan for _, plan, _ in pool.scheduler.plans()]
-    assert [plan.stops for plan in plans] == [[(1, "client")]]
-    assert all(not plan.stops for _, plan, _ in pool.scheduler.plans())
+    assert [order.plan.stops for order in pool.scheduler.plans()] == [[(1, "client")]]
+    assert all(not order.plan.stops for order in pool.scheduler.plans())
 
 
 def test_deadline_ends_waiting_and_running_requests():
@@ -202,6 +201,7 @@ def test_a_request_under_which_two_workers_died_is_failed():
     for strikes in (1, 2):
         pool.decide()
         (sequence,) = pool.scheduler.lose(f"w{strikes - 1}")
+        assert sequence.struck
         sequence.strikes = strikes
         pool.scheduler.resume(sequence)
         del pool.workers[f"w{strikes - 1}"]
@@ -244,12 +244,29 @@ def test_a_request_that_no_cache_can_hold_is_refused_and_blocks_nobody():
     assert pool.settled == ["small"]
 
 
-@pytest.mark.parametrize("max_total", [64, 160])
-def test_max_batch_total_tokens_bounds_the_blocks_in_use(max_total):
-    pool = Pool(1, num_blocks=100, seed=1, limits=Limits(max_batch_total_tokens=max_total), eos_chance=0)
-    pool.add(*(request(f"r{i}", 20, 30, i) for i in range(8)))
-    most = 0
-    while pool.scheduler.sequences:
-        pool.turn()
-        most = max(most, len(pool.workers["w0"].owned))
-    assert 0 < most <= max_total // BLOCK_SIZE
+def test_only_what_a_worker_was_told_of_can_have_killed_it():
+    pool = Pool(1, num_blocks=100, seed=1, eos_chance=0)
+    pool.add(request("told", 10, 50, 0))
+    pool.decide()
+    pool.add(request("not told", 10, 50, 1))
+    list(pool.scheduler.plans())
+    assert {sequence.request_id: sequence.struck for sequence in pool.scheduler.lose("w0")} == {"told": True, "not told": False}
+
+
+def test_nobody_is_to_blame_when_a_worker_leaves():
+    pool = Pool(1, num_blocks=100, seed=1, eos_chance=0)
+    pool.add(request("r0", 10, 50))
+    pool.decide()
+    pool.scheduler.drain("w0")
+    assert [sequence.struck for sequence in pool.scheduler.lose("w0")] == [False]
+
+
+def test_a_withdrawn_row_was_never_there():
+    pool = Pool(1, num_blocks=100, seed=1, eos_chance=0)
+    pool.add(*(request(f"r{i}", 10, 50, i) for i in range(3)))
+    (order,) = pool.scheduler.plans()
+    (row,) = order.withdraw([1])
+    assert row.sequence.request_id == "r1" and row.sequence.row is None
+    assert [start.request.request_id for start in order.plan.starts] == ["r0", "r2"]
+    pool.workers["w0"].obey(order.plan)
+    assert len(pool.workers["w0"].owned) == pool.num_blocks - order.replica.pool.num_free

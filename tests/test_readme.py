@@ -1,6 +1,7 @@
 import dataclasses
 import re
 from pathlib import Path
+from typing import Any
 
 from common.settings import Settings
 
@@ -10,10 +11,15 @@ README = (Path(__file__).parent.parent / "README.md").read_text()
 def table() -> str:
     rows = ["| setting | default | |", "|---|---|---|"]
     for item in dataclasses.fields(Settings):
-        default = "" if item.default is None else f"{item.default:_}" if type(item.default) is int else item.default
         unit = f" ({item.metadata['unit']})" if item.metadata["unit"] else ""
-        rows.append(f"| `{item.name.upper()}` | {default} | {item.metadata['help']}{unit} |")
+        rows.append(f"| `{item.name.upper()}` | {shown(item.default)} | {item.metadata['help']}{unit} |")
     return "\n".join(rows)
+
+
+def shown(default: Any) -> str:
+    if default is None:
+        return ""
+    return f"{default:_}" if type(default) is int and default >= 100_000 else str(default)
 
 
 def test_the_table_of_settings_is_the_settings() -> None:

@@ -2,7 +2,7 @@
 -- One flush of a worker: log and report are appended, and only then is anything published. A sealed or missing log refuses all of it; a
 -- flush that is sent again does nothing.
 -- KEYS log, reports, then home, result, tokens of each terminal, then tokens of each spill
--- ARGV sequence, log entry, report or '', oldest report to keep, ttl in ms, number of messages, terminals, spills, '1' to trim the log
+-- ARGV sequence, log entry, report or '', oldest report to keep, ttl of spilled tokens in ms, number of messages, terminals, spills, '1' to trim the log
 --      then channel, payload of each message; reason, result, ttl in ms, channel, payload of each terminal; offset, records of each spill
 -- Returns 'OK', 'MISSING' or 'SEALED'.
 local closed_by = closed(KEYS[1])
@@ -16,17 +16,19 @@ if type(added) == 'table' and added.err then
 end
 if ARGV[3] ~= '' then redis.call('XADD', KEYS[2], 'MINID', ARGV[4], id, 'report', ARGV[3]) end
 local key, arg = 3, 10
+-- A terminal or a spill that cannot be done (somebody wrote to its keys) must not take the others with it: the flush is on record already.
 for _ = 1, messages do
   redis.call('PUBLISH', ARGV[arg], ARGV[arg + 1])
   arg = arg + 2
 end
 for _ = 1, terminals do
-  finish(KEYS[key], KEYS[key + 1], KEYS[key + 2], ARGV[arg], ARGV[arg + 1], ARGV[arg + 2], ARGV[arg + 3], ARGV[arg + 4])
+  pcall(finish, KEYS[key], KEYS[key + 1], KEYS[key + 2], ARGV[arg], ARGV[arg + 1], ARGV[arg + 2], ARGV[arg + 3], ARGV[arg + 4])
   key, arg = key + 3, arg + 5
 end
 local whole = true
 for _ = 1, spills do
-  whole = spill(KEYS[key], tonumber(ARGV[arg]), ARGV[arg + 1], ttl_ms) and whole
+  local done, spilled = pcall(spill, KEYS[key], tonumber(ARGV[arg]), ARGV[arg + 1], ttl_ms)
+  whole = done and spilled and whole
   key, arg = key + 1, arg + 2
 end
 if whole and ARGV[9] == '1' then redis.call('XTRIM', KEYS[1], 'MINID', id) end

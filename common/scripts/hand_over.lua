@@ -7,8 +7,8 @@ local closed_by = closed(KEYS[2])
 if closed_by then return {closed_by} end
 local refused = {'refused'}
 for i = 3, #KEYS do
-  local home = redis.call('HMGET', KEYS[i], 'digest', 'terminal', 'cancel')
-  if not home[1] or home[2] or home[3] then refused[#refused + 1] = i - 2 end
+  local home = redis.pcall('HMGET', KEYS[i], 'digest', 'terminal', 'cancel')
+  if home.err or not home[1] or home[2] or home[3] then refused[#refused + 1] = i - 2 end
 end
 local last = redis.call('XREVRANGE', KEYS[1], '+', '-', 'COUNT', 1)[1]
 if last and last[1] == ARGV[1] then return {'OK'} end

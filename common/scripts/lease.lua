@@ -1,7 +1,11 @@
--- The active batcher's lease. KEYS batcher, epoch   ARGV who, ttl in ms, epoch held ('' to take the lease)
+-- The active batcher's lease. KEYS batcher, epoch   ARGV who, ttl in ms (0 gives the lease back), epoch held ('' to take the lease)
 -- Returns the epoch, or '' when another holds the lease or a newer epoch has begun.
 local holder, last = redis.call('GET', KEYS[1]), redis.call('GET', KEYS[2])
 if holder and holder ~= ARGV[1] then return '' end
+if ARGV[2] == '0' then
+  redis.call('DEL', KEYS[1])
+  return ''
+end
 local epoch = ARGV[3]
 if epoch == '' then
   local now = redis.call('TIME')

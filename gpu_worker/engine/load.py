@@ -9,7 +9,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils import logging
 
-from common import model_files
+from common import memory, model_files
 from common.settings import SettingError, Settings
 from gpu_worker.engine import attention
 from gpu_worker.engine.cache import Cache, Geometry
@@ -41,7 +41,8 @@ def load(settings: Settings, progress: model_files.Progress) -> Loaded:
     torch.set_num_threads(settings.threads or max(1, num_cores() // max(1, settings.num_workers)))
     config = read_config(path, settings.model_id)
     geometry = Geometry.of(config, settings.block_size, dtype)
-    num_blocks = geometry.num_blocks(settings.kv_cache_bytes, available_bytes(device))
+    available_bytes = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else memory.available_bytes()
+    num_blocks = geometry.num_blocks(settings.kv_cache_bytes, available_bytes)
     logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     progress(f"loading {settings.model_id} as {name_of(dtype)} on {device.type}")
     try:
@@ -112,13 +113,3 @@ def cpu_flags() -> set[str]:
 
 def num_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def available_bytes(device: torch.device) -> int:
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-    except OSError:
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))

@@ -1,0 +1,148 @@
+"""The active batcher, turn by turn, against the real broker: lost replies, strange words, keys that somebody else wrote."""
+
+from collections.abc import AsyncIterator
+
+import pytest
+from redis.exceptions import ConnectionError
+
+from batcher.lease import Lease
+from batcher.loop import Batcher
+from common import broker as brokers
+from common.codec import decode, encode
+from common.keys import Keys
+from common.messages import Cancel, Generate, Plan, Report, Worker, pack_ids
+from common.settings import Settings
+
+KEYS = Keys("default")
+
+
+@pytest.fixture
+async def redis(broker):
+    client = brokers.connect(broker.url)
+    yield client
+    await client.aclose()
+
+
+@pytest.fixture
+async def batcher(redis) -> AsyncIterator[Batcher]:
+    lease = Lease(redis, KEYS, "b0-1", 60.0)
+    yield Batcher(Settings(), redis, KEYS, lease, await lease.take())
+
+
+async def turns(batcher: Batcher, count: int = 6) -> None:
+    for _ in range(count):
+        await batcher.persist(batcher.turn)
+
+
+async def admit(redis, name: str) -> None:
+    request = Generate(name, "d", pack_ids([1] * 4), 20, gateway="")
+    keys = [KEYS.requests, KEYS.requests_bytes, KEYS.home(name)]
+    await brokers.script(redis, "admit")(keys=keys, args=[encode(request), 100, 10**9, "d", "", "", 660_000])
+
+
+async def open_worker(redis, name: str, capacity: bytes | None = None) -> None:
+    keys = [KEYS.worker(name), KEYS.workers, KEYS.log(name), KEYS.reports(name), KEYS.plans(name), KEYS.control]
+    await brokers.script(redis, "open")(keys=[KEYS.log(name), KEYS.reports(name)], args=[name, 3_600_000])
+    capacity = capacity or encode(Worker(name, "w0", "m", "float32", 16, 30, 512, 8192))
+    await brokers.script(redis, "announce")(keys=keys, args=[name, 600_000, 3_600_000, "ready", 0, capacity])
+
+
+async def join(batcher: Batcher, redis, name: str = "w1") -> None:
+    """A worker that has answered the takeover."""
+    await open_worker(redis, name)
+    await turns(batcher, 2)
+    await redis.xadd(KEYS.reports(name), {"report": encode(Report(1, batcher.epoch, 1, 0, takeover=True))}, id="1-0")
+    await turns(batcher, 2)
+    assert name in batcher.scheduler.replicas
+
+
+async def plans(redis, name: str = "w1") -> list[Plan]:
+    return [decode(Plan, fields[b"plan"]) for _, fields in await redis.xrange(KEYS.plans(name))]
+
+
+def lose_reply(batcher: Batcher, number: int) -> None:
+    """The connection is cut after hand-over `number` was done and before its reply came."""
+    real, calls = batcher.dispatch.script, 0
+
+    async def flaky(**words):
+        nonlocal calls
+        answer = await real(**words)
+        calls += 1
+        if calls == number:
+            raise ConnectionError("cut")
+        return answer
+
+    batcher.dispatch.script = flaky
+
+
+@pytest.mark.parametrize("lost", [1, 2])
+async def test_a_lost_reply_loses_no_refused_row(batcher, redis, lost):
+    await batcher.begin()
+    await join(batcher, redis)
+    await admit(redis, "keep")
+    await admit(redis, "gone")
+    await redis.hset(KEYS.home("gone"), "cancel", 1)
+    lose_reply(batcher, lost)
+    await turns(batcher)
+    assert [row.sequence.request_id for row in batcher.scheduler.replicas["w1"].rows.values()] == ["keep"]
+    assert [start.request.request_id for plan in await plans(redis) for start in plan.starts] == ["keep"]
+    assert list(batcher.scheduler.sequences) == ["keep"]
+    assert await redis.hget(KEYS.home("gone"), "terminal") == b"cancelled"
+    assert await redis.xlen(KEYS.requests) == 1
+
+
+async def test_nothing_said_between_two_reads_is_missed(batcher, redis):
+    await batcher.begin()
+    await redis.xadd(KEYS.control, {"cancel": encode(Cancel("r1", "client"))})
+    assert [entry.kind for entry in await batcher.inbox.read(50)] == ["cancel"]
+
+
+async def test_a_hello_that_is_no_name_is_counted(batcher, redis):
+    await batcher.begin()
+    await redis.xadd(KEYS.control, {"hello": b"\xff\xfe"})
+    await turns(batcher)
+    assert batcher.undecodable == 1
+
+
+async def test_an_earlier_worker_that_cannot_be_read_holds_nobody_up(batcher, redis):
+    await open_worker(redis, "w1", b"junk")
+    await admit(redis, "r1")
+    await batcher.begin()
+    batcher.fleet.trusted_from = 0.0
+    await turns(batcher, 12)
+    assert "r1" in batcher.scheduler.sequences
+    assert await redis.exists(KEYS.worker("w1"), KEYS.log("w1")) == 0
+
+
+async def test_a_key_of_another_type_spoils_its_own_request_only(batcher, redis):
+    await batcher.begin()
+    for name in ("bad", "good"):
+        await admit(redis, name)
+    await redis.delete(KEYS.home("bad"))
+    await redis.set(KEYS.home("bad"), "x")
+    await redis.lpush(KEYS.tokens("good"), "x")
+    await join(batcher, redis)
+    await turns(batcher)
+    assert [start.request.request_id for plan in await plans(redis) for start in plan.starts] == ["good"]
+    assert list(batcher.scheduler.sequences) == ["good"]
+
+
+async def test_a_worker_that_dies_is_read_to_its_end(batcher, redis):
+    await batcher.begin()
+    await join(batcher, redis)
+    await admit(redis, "r1")
+    await turns(batcher, 2)
+    await redis.xadd(KEYS.reports("w1"), {"report": encode(Report(2, batcher.epoch, 2, 5, ended=[(1, "length", 20)]))}, id="2-0")
+    await batcher.seal("w1", "test")
+    await turns(batcher)
+    assert not batcher.scheduler.sequences, "it had ended before the seal"
+    assert await redis.xlen(KEYS.requests) == 0
+    assert await redis.exists(KEYS.log("w1"), KEYS.reports("w1"), KEYS.plans("w1")) == 0
+
+
+async def test_a_clock_that_jumps_gives_everybody_time(batcher, redis):
+    batcher.fleet.trusted_from = 0.0
+    batcher.fleet.heed_clock(1_000_000)
+    assert batcher.fleet.trusting
+    batcher.fleet.heed_clock(1_010_000)
+    assert not batcher.fleet.trusting
