@@ -85,7 +85,8 @@ def answer(stream: Stream, details: bool) -> dict[str, Any]:
 
 
 def prompt_headers(gateway: Gateway, wanted: Wanted) -> dict[str, str]:
-    return {"x-compute-type": gateway.settings.compute_type or gateway.settings.device, "x-compute-characters": str(wanted.num_chars)}
+    known = {"x-compute-type": gateway.settings.compute_type} if gateway.settings.compute_type else {}
+    return known | {"x-compute-characters": str(wanted.num_chars)}
 
 
 def time_headers(stream: Stream, begun_s: float) -> dict[str, str]:

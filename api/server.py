@@ -34,7 +34,7 @@ def main() -> None:
         logs.set_up(name, settings.log_level)
         serve(settings, name)
     except SettingError as error:
-        print(f"tokenfleet api {name}: {error}", file=sys.stderr)
+        print(f"tokenfleet: {error}", file=sys.stderr)
         sys.exit(os.EX_CONFIG)
 
 

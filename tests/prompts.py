@@ -41,3 +41,6 @@ PROMPTS: list[str] = [
     STORY * 5 + "Summary: the keeper",
     STORY * 8 + CODE * 2 + "In the end",
 ]
+
+FEW = [0, 4, 7, 11, 15, 16, 20, 21]
+"""Places of those that the default run takes."""

@@ -110,6 +110,7 @@ async def test_an_answer_at_once(broker: Broker) -> None:
     assert response.headers["x-prompt-tokens"] == str(len(ids("Hi")))
     assert response.headers["x-generated-tokens"] == "2"
     assert response.headers["x-compute-characters"] == "2"
+    assert "x-compute-type" not in response.headers
 
 
 async def test_what_reaches_the_queue(broker: Broker) -> None:

@@ -1,4 +1,7 @@
 import dataclasses
+import os
+import subprocess
+import sys
 
 import pytest
 
@@ -36,7 +39,8 @@ def test_optional_numbers() -> None:
         ([], {"MAX_BATCH_SIZE": "1.5"}, "MAX_BATCH_SIZE: '1.5' is not a whole number"),
         ([], {"DEBUG_KV": "perhaps"}, "DEBUG_KV: 'perhaps' is not true or false"),
         ([], {"HEARTBEAT_S": "soon"}, "HEARTBEAT_S: 'soon' is not a number"),
-        ([], {"NUM_WORKERS": "-1"}, "NUM_WORKERS: -1 is negative"),
+        ([], {"MAX_BATCH_SIZE": "9" * 400 + ".5"}, f"MAX_BATCH_SIZE: '{'9' * 400}.5' is not a whole number"),
+        ([], {"REQUEST_TIMEOUT_S": "nan"}, "REQUEST_TIMEOUT_S: 'nan' is not a number"),
         (["--dtype", "int3"], {}, "DTYPE: 'int3' is not one of auto, float32, float16, bfloat16"),
         ([], {"LOG_LEVEL": "loud"}, "LOG_LEVEL: 'loud' is not one of debug, info, warning, error"),
         (["stray"], {}, "ARGUMENTS: 'stray' is not expected"),
@@ -47,6 +51,59 @@ def test_what_cannot_be_read_is_refused_by_name(argv: list[str], environ: dict[s
     with pytest.raises(SettingError) as refusal:
         Settings.read(argv, environ)
     assert str(refusal.value) == line
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "limit"),
+    [
+        ("PORT", "0", "less than 1"),
+        ("PORT", "70000", "more than 65535"),
+        ("GATEWAY_PORT", "65536", "more than 65535"),
+        ("PAYLOAD_LIMIT", "0", "less than 1"),
+        ("MAX_CONCURRENT_REQUESTS", "0", "less than 1"),
+        ("MAX_QUEUED_BYTES", "0", "less than 1"),
+        ("MAX_STOP_SEQUENCES", "-1", "less than 0"),
+        ("REQUEST_TIMEOUT_S", "0", "less than 0.1"),
+        ("REQUEST_TIMEOUT_S", "inf", "more than 604800"),
+        ("WORKER_GRACE_S", "-0.5", "less than 0"),
+        ("NUM_GATEWAYS", "0", "less than 1"),
+        ("NUM_BATCHERS", "0", "less than 1"),
+        ("NUM_WORKERS", "1025", "more than 1024"),
+        ("MAX_INPUT_TOKENS", "0", "less than 1"),
+        ("MAX_TOTAL_TOKENS", "1", "less than 2"),
+        ("MAX_BATCH_PREFILL_TOKENS", "0", "less than 1"),
+        ("MAX_BATCH_TOTAL_TOKENS", "0", "less than 1"),
+        ("MAX_BATCH_SIZE", "0", "less than 1"),
+        ("MAX_BATCH_SIZE", "1" + 18 * "0", "more than 9007199254740992"),
+        ("HORIZON", "0", "less than 1"),
+        ("THREADS", "0", "less than 1"),
+        ("KV_CACHE_BYTES", "0", "less than 1"),
+        ("BLOCK_SIZE", "0", "less than 1"),
+        ("STEP_TIMEOUT_S", "0", "less than 1"),
+        ("HEARTBEAT_S", "0", "less than 0.01"),
+        ("WORKER_TTL_S", "0.9", "less than twice HEARTBEAT_S (0.5)"),
+    ],
+)
+def test_what_is_out_of_range_is_refused_with_the_limit(name: str, text: str, limit: str) -> None:
+    with pytest.raises(SettingError) as refusal:
+        Settings.read([], {name: text})
+    assert str(refusal.value) == f"{name}: {text} is {limit}"
+
+
+def test_limits_themselves_are_served() -> None:
+    limits = ["--port=65535", "--gateway-port=0", "--horizon=1", "--max-total-tokens=2", "--worker-grace-s=0", "--request-timeout-s=604800"]
+    assert Settings.read([*limits, "--worker-ttl-s=2", "--heartbeat-s=1"], {}).horizon == 1
+
+
+def test_defaults_are_in_range() -> None:
+    assert Settings.read([], Settings().environ()) == Settings()
+
+
+@pytest.mark.parametrize("module", ["api", "gpu_worker"])
+def test_a_process_that_cannot_serve_a_setting_says_so_in_one_line(module: str) -> None:
+    environ = os.environ | {"KV_CACHE_BYTES": "0", "REDIS_URL": "redis://127.0.0.1:1"}
+    done = subprocess.run([sys.executable, "-m", module], env=environ, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (os.EX_CONFIG, "tokenfleet: KV_CACHE_BYTES: 0 is less than 1\n")
 
 
 @pytest.mark.parametrize(

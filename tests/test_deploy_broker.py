@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import redis
 
-from deploy.broker import embedded
+from deploy.broker import PREFIX, embedded
 from tests import brokers
 
 
@@ -25,7 +25,12 @@ def test_directories_go_with_their_owners_or_at_the_next_start(tmp_path: Path, m
     killed = "import os, signal; from deploy.broker import embedded\nwith embedded(): os.kill(os.getpid(), signal.SIGKILL)"
     subprocess.run([sys.executable, "-c", killed], env=os.environ | {"TMPDIR": str(tmp_path)})
     [abandoned] = tmp_path.iterdir()
-    with embedded() as first, embedded() as second:
-        assert not abandoned.exists()
-        assert set(tmp_path.iterdir()) == {first.directory, second.directory}
-    assert not list(tmp_path.iterdir())
+    fresh = tmp_path / f"{PREFIX}which-is-being-made"
+    fresh.mkdir()
+    with embedded() as first:
+        for directory in (abandoned, first.directory):
+            (directory / "data").mkdir()
+            os.utime(directory, (0, 0))
+        with embedded() as second:
+            assert set(tmp_path.iterdir()) == {fresh, first.directory, second.directory}
+    assert list(tmp_path.iterdir()) == [fresh]

@@ -23,7 +23,7 @@ def refusal(*argv: str, **variables: str) -> str:
     begun_s = time.monotonic()
     done = tokenfleet(*argv, **variables)
     assert time.monotonic() - begun_s < 10
-    assert done.returncode == 2
+    assert done.returncode == os.EX_CONFIG
     assert done.stdout == ""
     [line] = done.stderr.splitlines()
     return line
@@ -71,8 +71,12 @@ def test_a_wrong_password() -> None:
         (["serv"], "COMMAND: 'serv' is none of ours; the nearest is serve"),
         (["serve", "--prot", "80"], "--prot: unknown flag; the nearest is --port"),
         (["serve", "model", "another"], "ARGUMENTS: 'another' is not expected"),
-        (["serve", "--port", "70000"], "PORT: 70000 is no port"),
-        (["serve", "--num-workers", "0"], "NUM_WORKERS: at least 1"),
+        (["serve", "--num-workers", "0"], "NUM_WORKERS: 0 is less than 1"),
+        (
+            ["serve", "--device", "cpu", "--num-workers", "2", "--kv-cache-bytes", "8192GiB"],
+            "KV_CACHE_BYTES: 8388608 MiB for each of 2 (NUM_WORKERS), but only",
+        ),
+        (["api", "--port", "70000"], "PORT: 70000 is more than 65535"),
         (["serve", "--hostname", "203.0.113.1"], "HOSTNAME: cannot listen"),
         (["worker"], "REDIS_URL: is not set"),
         (["worker", "--name"], "FLAGS: argument --name: expected one argument"),

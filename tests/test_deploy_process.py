@@ -22,7 +22,14 @@ def test_a_life_of_some_length_forgets_the_past() -> None:
 
 
 @pytest.mark.parametrize(
-    ("returncode", "words"), [(0, "exit code 0"), (3, "exit code 3"), (-9, "killed by SIGKILL"), (-64, "killed by SIGRTMAX")]
+    ("returncode", "words"),
+    [
+        (0, "exit code 0"),
+        (3, "exit code 3"),
+        (78, "exit code 78, for the setting named above"),
+        (-9, "killed by SIGKILL"),
+        (-64, "killed by SIGRTMAX"),
+    ],
 )
 def test_ends_in_words(returncode: int, words: str) -> None:
     assert describe(returncode) == words

@@ -60,7 +60,7 @@ def test_a_cache_that_does_not_fit_ends_the_start_with_one_line() -> None:
     fleet = Fleet(kv_cache_bytes=2**50)
     begun_s = time.monotonic()
     try:
-        assert fleet.start().launcher.wait(20) == 2
+        assert fleet.start().launcher.wait(20) == os.EX_CONFIG
         assert time.monotonic() - begun_s < 10
         last = fleet.errors().splitlines()[-1]
         assert "KV_CACHE_BYTES" in last

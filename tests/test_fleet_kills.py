@@ -10,7 +10,9 @@ import psutil
 import pytest
 
 from common.broker import connect
+from common.codec import decode
 from common.keys import Keys
+from common.messages import Events
 from tests.fleet import Fleet
 from tests.loads import Load
 from tests.waiting import wait_until
@@ -37,14 +39,15 @@ async def two_ready(fleet: Fleet) -> None:
     await wait_until(lambda: fleet.workers_ready() == 2, 60)
 
 
-async def kill_some_worker(fleet: Fleet, draw: random.Random) -> None:
-    """SIGKILL to an agent or to its engine, once both workers are there."""
-    await two_ready(fleet)
+async def kill_some_worker(fleet: Fleet, draw: random.Random, load: Load) -> bool:
+    """SIGKILL to an agent or to its engine. Returns whether streams were running."""
     name = draw.choice(["w0", "w1"])
     pid = fleet.pid(name)
     engine = [child.pid for child in psutil.Process(pid).children()]
+    hit = load.running
     os.kill(draw.choice([pid, *engine]), signal.SIGKILL)
     await asyncio.to_thread(fleet.restarted, name, pid)
+    return hit
 
 
 async def run_kills(fleet: Fleet, undisturbed: list[list[int]], count: int) -> None:
@@ -53,9 +56,9 @@ async def run_kills(fleet: Fleet, undisturbed: list[list[int]], count: int) -> N
         load = Load(fleet, 160)
         while load.running and kills < count:
             await load.progress(draw.randint(5, 40))
-            await kill_some_worker(fleet, draw)
-            kills += 1
-        assert [ids[:160] for ids in await load.whole()] == undisturbed
+            await two_ready(fleet)
+            kills += await kill_some_worker(fleet, draw, load)
+        assert await load.whole() == undisturbed
 
 
 async def test_killed_workers_cost_no_token(fleet, undisturbed):
@@ -92,11 +95,12 @@ async def sleep_and_wake(fleet: Fleet, undisturbed: list[list[int]] | None) -> N
             process.resume()
         await asyncio.to_thread(psutil.wait_procs, sleeper, 20)
         assert not any(process.is_running() for process in sleeper)
-        heard = b""
+        heard = []
         while (message := await pubsub.get_message(timeout=0)) is not None:
-            heard += message["data"] if isinstance(message["data"], bytes) and b"\xa1i" in message["data"] else b""
+            heard.append(decode(Events, message["data"]))
+    assert not [events for events in heard if events.source == incarnation and (events.tokens or events.terminals)]
+    assert [events for events in heard if events.tokens], "others were heard"
     ids = await load.whole()
-    assert incarnation.encode() not in heard
     if undisturbed is not None:
         assert ids == undisturbed
     await redis.aclose()

@@ -8,11 +8,10 @@ from common.settings import Settings
 from gpu_worker.door import Grant, Step
 from gpu_worker.engine.engine import Engine
 from tests.batch_player import Player
-from tests.prompts import PROMPTS
+from tests.prompts import FEW, PROMPTS
 from tests.reference import prompt_ids, reference_ids
 
 NEW_TOKENS = 40
-FEW = [0, 4, 7, 11, 15, 16, 20, 21]  # prompts of the default run
 INDICES = [pytest.param(FEW, id="few"), pytest.param(list(range(len(PROMPTS))), id="all", marks=pytest.mark.slow)]
 
 

@@ -1,0 +1,189 @@
+"""The agent between a batcher and an engine that are not there: what it hands on, and what it publishes."""
+
+import json
+
+import pytest
+from tokenizers import Tokenizer
+
+from common import broker as brokers
+from common import model_files
+from common.codec import decode
+from common.keys import Keys
+from common.messages import RECORD, Events, Generate, Plan, Report, Start, Worker, pack_floats, pack_ids, unpack_ids
+from common.recover import read, split
+from common.settings import Settings
+from gpu_worker.agent import Agent
+from gpu_worker.door import Grant, Step
+from gpu_worker.publish import Sealed
+from gpu_worker.table import Table
+
+KEYS = Keys("default")
+CHANNEL = KEYS.events("g")
+PROMPT = [504, 905]
+TOKENIZER = Tokenizer.from_file(str(model_files.resolve("smollm2") / "tokenizer.json"))
+
+
+class Engine:
+    """Remembers what it was granted."""
+
+    def __init__(self) -> None:
+        self.grants: list[Grant] = []
+
+    def send(self, grant: Grant) -> None:
+        self.grants.append(grant)
+
+
+@pytest.fixture
+async def redis(broker):
+    client = brokers.connect(broker.url)
+    yield client
+    await client.aclose()
+
+
+@pytest.fixture
+async def agent(redis) -> Agent:
+    worker = Worker("w0-1", "w0", "m", "float32", 16, 100, 64, 2048)
+    agent = Agent(Settings(), redis, Engine(), Table(TOKENIZER), worker)
+    await agent.open()
+    return agent
+
+
+async def start(agent: Agent, row: int = 1, shown: bytes = b"", **fields) -> None:
+    """A plan that starts one admitted request."""
+    name = f"r{row}"
+    request = Generate(name, "d", pack_ids(PROMPT), fields.pop("max_new_tokens", 10), channel=CHANNEL, **fields)
+    await agent.redis.hset(KEYS.home(name), mapping={"digest": "d", "worker": "w0-1", "attempt": 1, "base": len(shown) // 8})
+    agent.apply(plan(agent, starts=[Start(row, 1, len(shown) // RECORD.size, shown, pack_ids([1]), request)]))
+
+
+def plan(agent: Agent, **fields) -> Plan:
+    return Plan(7, agent.plan + 1, agent.step + 32, 64, **fields)
+
+
+def step(agent: Agent, tokens: dict[int, tuple[int, int]] | None = None, **fields) -> None:
+    """One step that sampled {row: (index, id)}."""
+    tokens = tokens or {}
+    columns = [pack_ids(list(tokens)), pack_ids([i for i, _ in tokens.values()]), pack_ids([t for _, t in tokens.values()])]
+    agent.take_in(Step(agent.step + 1, *columns, pack_floats([-0.5] * len(tokens)), **fields))
+
+
+async def reports(redis) -> list[Report]:
+    return [decode(Report, fields[b"report"]) for _, fields in await redis.xrange(KEYS.reports("w0-1")) if b"report" in fields]
+
+
+def ids_of(text: str) -> list[int]:
+    return TOKENIZER.encode(text).ids
+
+
+async def test_tokens_ends_and_releases_go_out_together(agent, redis):
+    async with redis.pubsub() as pubsub:
+        await pubsub.subscribe(CHANNEL)
+        await pubsub.get_message(timeout=1)
+        await start(agent, max_new_tokens=2)
+        first, second = ids_of(" the sea")
+        step(agent, {1: (0, first)}, prefilled=[(1, 2)])
+        step(agent, {1: (1, second)}, ended=[(1, "length", 2)], released=[(1, 3)])
+        await agent.flush()
+        said = [decode(Events, message["data"]) for message in [await pubsub.get_message(timeout=1) for _ in range(2)]]
+    assert [events.sequence for events in said] == [1, 2]
+    (tokens,) = said[0].tokens
+    assert (tokens.index, unpack_ids(tokens.ids), tokens.texts) == (0, [first, second], [" the", " sea"])
+    assert (said[1].terminals[0].reason, said[1].terminals[0].num_tokens) == ("length", 2)
+    result = json.loads(await redis.get(KEYS.result("r1")))
+    assert (result["generated_text"], result["ids"], result["logprobs"]) == (" the sea", [first, second], [-0.5, -0.5])
+    (report,) = await reports(redis)
+    assert (report.prefilled, report.ended, report.released) == ([(1, 2, 1)], [(1, "length", 2)], [(1, 3)])
+    assert not agent.table.rows
+
+
+async def test_a_stop_string_ends_a_row_at_once_and_nothing_after_it_is_seen(agent, redis):
+    await start(agent, stop=["sea"])
+    the, sea = ids_of(" the sea")
+    step(agent, {1: (0, the)})
+    step(agent, {1: (1, sea)})
+    assert agent.engine.grants[-1].stops == [(1, "stop_sequence")] and agent.engine.grants[-1].prefill_tokens == 64
+    step(agent, {1: (2, the)})
+    step(agent, ended=[(1, "stop_sequence", 3)], released=[(1, 4)])
+    await agent.flush()
+    assert json.loads(await redis.get(KEYS.result("r1")))["ids"] == [the, sea]
+    (report,) = await reports(redis)
+    assert report.ended == [(1, "stop_sequence", 2)]
+
+
+async def test_a_resumed_row_goes_on_where_it_was(agent, redis):
+    the, sea = ids_of(" the sea")
+    await start(agent, shown=RECORD.pack(the, -1.0), stop=["the sea"])
+    assert unpack_ids(agent.engine.grants[-1].starts[0].ids) == [*PROMPT, the]
+    step(agent, {1: (1, sea)})
+    await agent.flush()
+    result = json.loads(await redis.get(KEYS.result("r1")))
+    assert (result["ids"], result["finish_reason"], result["generated_text"]) == ([the, sea], "stop_sequence", " the sea")
+
+
+async def test_a_preempted_row_is_spilled_and_has_no_terminal(agent, redis):
+    await start(agent)
+    step(agent, {1: (0, 5)})
+    await agent.flush()
+    step(agent, {1: (1, 6)}, ended=[(1, "preempted", 2)], released=[(1, 3)])
+    await agent.flush()
+    assert split(await redis.get(KEYS.tokens("r1")))[0] == [5, 6]
+    assert await redis.exists(KEYS.result("r1")) == 0
+
+
+async def test_the_log_is_bounded_and_loses_nothing(agent, redis):
+    await start(agent, max_new_tokens=1000)
+    for index in range(200):
+        step(agent, {1: (index, index)})
+        await agent.flush()
+    assert await redis.xlen(KEYS.log("w0-1")) <= 65
+    committed = (await read(redis, KEYS, ["r1"]))["r1"]
+    assert split(committed.records)[0] == list(range(200))
+
+
+async def test_a_takeover_drops_all_rows_and_says_so_when_they_are_gone(agent, redis):
+    await start(agent)
+    agent.apply(Plan(8, 1, 0, 0, takeover=True))
+    assert agent.engine.grants[-1].stops == [(1, "takeover")]
+    step(agent, ended=[(1, "takeover", 0)])
+    await agent.flush()
+    step(agent, released=[(1, 2)])
+    await agent.flush()
+    assert [(report.epoch, report.takeover) for report in await reports(redis)] == [(8, False), (8, True)]
+    assert await redis.exists(KEYS.result("r1")) == 0
+
+
+async def test_rows_that_are_not_here_are_given_back(agent, redis):
+    agent.apply(plan(agent, stops=[(9, "client")]))
+    await agent.flush()
+    (report,) = await reports(redis)
+    assert (report.ended, report.released) == ([(9, "preempted", 0)], [(9, 0)])
+
+
+async def test_it_is_idle_when_nothing_is_held(agent):
+    assert agent.idle.is_set()
+    agent.apply(plan(agent, blocks=[(5, pack_ids([3]))]))
+    assert agent.idle.is_set(), "blocks for a row that has just ended hold nobody up"
+    await start(agent)
+    assert not agent.idle.is_set()
+
+
+async def test_a_sealed_agent_publishes_nothing(agent, redis):
+    await start(agent)
+    seal = [KEYS.log("w0-1"), KEYS.reports("w0-1"), KEYS.worker("w0-1"), KEYS.workers]
+    await brokers.script(redis, "seal")(keys=seal, args=["w0-1"])
+    step(agent, {1: (0, 5)}, ended=[(1, "length", 1)])
+    with pytest.raises(Sealed):
+        await agent.flush()
+    with pytest.raises(Sealed):
+        await agent.announce()
+    assert await redis.exists(KEYS.result("r1")) == 0
+
+
+async def test_one_spoiled_key_does_not_take_other_terminals_with_it(agent, redis):
+    await start(agent, row=1)
+    await start(agent, row=2)
+    await redis.delete(KEYS.home("r1"))
+    await redis.set(KEYS.home("r1"), "x")
+    step(agent, {1: (0, 5), 2: (0, 6)}, ended=[(1, "length", 1), (2, "length", 1)])
+    await agent.flush()
+    assert json.loads(await redis.get(KEYS.result("r2")))["ids"] == [6]
