@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import logging
-import signal
+import os
 from collections.abc import AsyncIterator, Callable, Coroutine
 from typing import Any, cast
 
@@ -59,7 +59,7 @@ async def running_task(loop: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
 def end_with(task: asyncio.Task[None]) -> None:
     if not task.cancelled():
         log.critical("a loop of the gateway ended", exc_info=task.exception())
-        signal.raise_signal(signal.SIGTERM)
+        os._exit(1)  # no stream can go on; its successor serves the next ones
 
 
 def gateway_of(request: Request) -> Gateway:

@@ -7,11 +7,9 @@ from collections.abc import Sequence
 
 from api.prompt import Vocabulary
 from common.detokenize import Detokenizer, StopMatcher, generated_text
+from common.endings import FINISHED
 from common.messages import Generate, Terminal, Tokens, WireError, pack_floats, unpack_floats, unpack_ids
 from common.recover import Committed, split
-
-FINISHED = ("length", "eos_token", "stop_sequence")
-"""Reasons of a terminal that mean: here is the whole answer."""
 
 
 class Stream:

@@ -143,7 +143,7 @@ def test_a_second_signal_ends_now(launch: Callable[[], Launched], number: signal
     fleet.process.send_signal(number)
     wait_until_sync(lambda: "g0 told" in fleet.notes())
     wait_until_sync(lambda: fleet.process.poll() is not None or fleet.process.send_signal(number), ONE_REQUEST_S + GONE_S)
-    assert fleet.process.returncode > 0
+    assert fleet.process.returncode != 0
     assert not [child for child in children if child.is_running()]
 
 
@@ -191,11 +191,10 @@ def test_a_setting_that_cannot_be_served_any_more_ends_nobody_else(launch: Calla
     fleet.ready()
     (fleet.directory / "w0.fails").write_text("78")
     os.kill(fleet.starts("w0")[0][0], signal.SIGKILL)
-    wait_until_sync(lambda: len(fleet.starts("w0")) >= 3)
+    wait_until_sync(lambda: fleet.error().count("exit code 78, for the setting named above; starts again in") == 2)
     assert "NAME: the cause that w0 found" in fleet.error()
-    assert "exit code 78, for the setting named above; starts again in 0.5 s" in fleet.error()
     (fleet.directory / "w0.fails").unlink()
-    wait_until_sync(lambda: psutil.pid_exists(fleet.starts("w0")[-1][0]) and "w0 ended" in fleet.error())
+    wait_until_sync(lambda: len(fleet.starts("w0")) == 4)
     assert len(fleet.starts("g0")) == len(fleet.starts("w1")) == 1
     fleet.process.terminate()
     assert fleet.process.wait(10) == 0

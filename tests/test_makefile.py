@@ -11,6 +11,7 @@ import psutil
 import pytest
 
 from deploy.broker import free_port
+from deploy.launcher import ONE_REQUEST_S
 from tests.waiting import wait_until_sync
 
 ROOT = Path(__file__).parent.parent
@@ -67,12 +68,22 @@ def test_sigterm_to_make_drains(make: subprocess.Popen[str], tmp_path: Path) -> 
     assert {"g0 end", "b0 end", "w0 end"} <= set((tmp_path / "notes").read_text().splitlines())
 
 
+def test_a_sigterm_to_the_whole_group_is_one_request(make: subprocess.Popen[str], tmp_path: Path) -> None:
+    """Make passes it on to the launcher, which has it already."""
+    processes = descendants(make)
+    (tmp_path / "hold").touch()
+    os.killpg(make.pid, signal.SIGTERM)
+    wait_until_sync(lambda: "g0 told" in (tmp_path / "notes").read_text())
+    (tmp_path / "hold").unlink()
+    wait_until_sync(lambda: gone(processes), 10)
+    assert {"g0 end", "b0 end", "w0 end"} <= set((tmp_path / "notes").read_text().splitlines())
+
+
 def test_ctrl_c_drains_and_a_second_one_ends_now(make: subprocess.Popen[str], tmp_path: Path) -> None:
     processes = descendants(make)
     (tmp_path / "hold").touch()
     os.killpg(make.pid, signal.SIGINT)
     wait_until_sync(lambda: "g0 told" in (tmp_path / "notes").read_text())
     assert not gone(processes)
-    os.killpg(make.pid, signal.SIGINT)
-    make.wait(GONE_S)
+    wait_until_sync(lambda: make.poll() is not None or os.killpg(make.pid, signal.SIGINT), ONE_REQUEST_S + GONE_S)
     wait_until_sync(lambda: gone(processes), GONE_S)
