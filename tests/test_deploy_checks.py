@@ -1,0 +1,29 @@
+from pathlib import Path
+
+import pytest
+
+from common import memory
+from common.settings import SettingError, Settings
+from deploy import checks
+
+GIB = 2**30
+
+
+def test_the_caches_of_all_workers_must_fit_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "available_bytes", lambda: 3 * GIB)
+    monkeypatch.setattr(checks, "NVIDIA", tmp_path / "nvidiactl")
+    checks.check_memory(Settings(num_workers=3))
+    for device in ("cpu", "auto"):
+        with pytest.raises(SettingError) as refusal:
+            checks.check_memory(Settings(num_workers=4, device=device))
+        words = "1024 MiB for each of 4 (NUM_WORKERS), but only 3072 MiB of memory are available"
+        assert str(refusal.value) == f"KV_CACHE_BYTES: {words}"
+
+
+def test_caches_on_a_gpu_are_left_to_the_workers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "available_bytes", lambda: 0)
+    monkeypatch.setattr(checks, "NVIDIA", tmp_path)
+    for device in ("cuda", "auto"):
+        checks.check_memory(Settings(device=device))
+    with pytest.raises(SettingError):
+        checks.check_memory(Settings(device="cpu"))
