@@ -6,7 +6,6 @@ import random
 import secrets
 import signal
 import socket
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -17,7 +16,7 @@ from api.app import build
 from api.gateway import Gateway
 from api.prompt import Vocabulary
 from common import lifeline, logs, model_files
-from common.settings import SettingError, Settings
+from common.settings import SettingError, Settings, exit_when_unservable
 
 log = logging.getLogger(__name__)
 
@@ -29,13 +28,10 @@ def main() -> None:
     lifeline.die_with_parent()
     name = os.environ.get("PROCESS_NAME", "g0")
     setproctitle.setproctitle(f"tokenfleet api {name}")
-    try:
+    with exit_when_unservable():
         settings = Settings.read([])
         logs.set_up(name, settings.log_level)
         serve(settings, name)
-    except SettingError as error:
-        print(f"tokenfleet: {error}", file=sys.stderr)
-        sys.exit(os.EX_CONFIG)
 
 
 def serve(settings: Settings, name: str) -> None:

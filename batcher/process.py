@@ -15,7 +15,7 @@ from batcher.lease import Lease, LeaseLost
 from batcher.loop import Batcher
 from common import broker, lifeline, logs
 from common.keys import Keys
-from common.settings import Settings
+from common.settings import Settings, exit_when_unservable
 
 log = logging.getLogger(__name__)
 LEASE_S = 2.0
@@ -41,7 +41,9 @@ async def work(settings: Settings, redis: Redis, keys: Keys, lease: Lease) -> No
 
 def main() -> None:
     lifeline.die_with_parent()
-    settings, name = Settings.read([]), os.environ.get("PROCESS_NAME", "b0")
+    name = os.environ.get("PROCESS_NAME", "b0")
+    with exit_when_unservable():
+        settings = Settings.read([])
     setproctitle.setproctitle(f"tokenfleet batcher {name}")
     logs.set_up(name, settings.log_level)
     try:

@@ -99,7 +99,7 @@ def test_defaults_are_in_range() -> None:
     assert Settings.read([], Settings().environ()) == Settings()
 
 
-@pytest.mark.parametrize("module", ["api", "gpu_worker"])
+@pytest.mark.parametrize("module", ["api", "batcher", "gpu_worker"])
 def test_a_process_that_cannot_serve_a_setting_says_so_in_one_line(module: str) -> None:
     environ = os.environ | {"KV_CACHE_BYTES": "0", "REDIS_URL": "redis://127.0.0.1:1"}
     done = subprocess.run([sys.executable, "-m", module], env=environ, capture_output=True, text=True, timeout=60)
