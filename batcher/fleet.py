@@ -15,6 +15,7 @@ from common.messages import Report, Worker
 
 log = logging.getLogger(__name__)
 CLOCK_JUMP_MS = 1000
+STALL_S = 2.0
 
 
 class Fleet:
@@ -35,6 +36,7 @@ class Fleet:
         self.unsettled: set[str] = set()
         self.unreadable: set[str] = set()
         self.clock_offset_ms: float | None = None
+        self.looked_s = time.monotonic()
         self.trusted_from = 0.0
         self.distrust()
 
@@ -45,6 +47,14 @@ class Fleet:
     @property
     def trusting(self) -> bool:
         return time.monotonic() >= self.trusted_from
+
+    def heed_stall(self) -> None:
+        """Whoever waited long for the broker (it loads, its disk is busy, it or we were stopped) may not blame others for their silence."""
+        now = time.monotonic()
+        if now - self.looked_s > STALL_S:
+            log.warning("nothing was heard of the broker for %.1f s", now - self.looked_s)
+            self.distrust()
+        self.looked_s = now
 
     def heed_clock(self, now_ms: int) -> None:
         """The broker's clock decides when a sign of life expires: after it has jumped, they may all have."""
@@ -99,8 +109,9 @@ class Fleet:
             for incarnation in incarnations:
                 pipe.hget(self.keys.worker(incarnation), "state")
             states = await pipe.execute()
+        self.heed_stall()
         for incarnation, state in zip(incarnations, states, strict=True):
-            if state is not None:
+            if state == b"draining" or (state is not None and incarnation not in self.greeted):
                 await self.greet(incarnation)
         gone = {incarnation for incarnation, state in zip(incarnations, states, strict=True) if state is None and self.trusting}
         return sorted(gone | (self.unreadable & self.unsettled))

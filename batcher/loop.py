@@ -5,6 +5,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable
+from functools import partial
 
 from redis.asyncio import Redis
 
@@ -118,7 +119,7 @@ class Batcher:
             self.undecodable += 1
             log.error("entry %s of %s cannot be read (%d so far): %s", entry.id, entry.stream, self.undecodable, error)
             if entry.stream == self.keys.requests:
-                self.do(lambda: self.answer_undecodable(entry))
+                self.do(partial(self.answer_undecodable, entry))
 
     def hear_request(self, entry: Entry) -> None:
         if entry.kind != "generate":
@@ -127,7 +128,7 @@ class Batcher:
         if sequence.request_id in self.scheduler.sequences:
             return
         if pair(entry.id) <= self.backlog_end:
-            self.do(lambda: self.restore(sequence))
+            self.do(partial(self.restore, sequence))
         else:
             self.scheduler.register(sequence)
             self.scheduler.enqueue(sequence)
@@ -139,10 +140,10 @@ class Batcher:
                 self.scheduler.cancel(cancel.request_id, cancel.why)
             case "hello":
                 incarnation = intake.name(entry.data)
-                self.do(lambda: self.fleet.greet(incarnation))
+                self.do(partial(self.fleet.greet, incarnation))
             case "died":
                 died = decode(Died, entry.data)
-                self.do(lambda: self.seal(died.incarnation, "its process ended"))
+                self.do(partial(self.seal, died.incarnation, "its process ended"))
             case other:
                 raise WireError(f"unknown kind {other!r}")
 
@@ -157,7 +158,7 @@ class Batcher:
             case "sealed":
                 held = self.scheduler.lose(incarnation)
                 self.inbox.drop(entry.stream)
-                self.do(lambda: self.bury(incarnation, held))
+                self.do(partial(self.bury, incarnation, held))
             case "open":
                 pass
             case other:
@@ -166,14 +167,14 @@ class Batcher:
     def decide(self) -> None:
         """Turns what was heard into plans and other deeds."""
         for order in self.scheduler.plans():
-            self.do(lambda order=order: self.send(order))  # type: ignore[misc]
+            self.do(partial(self.send, order))
         outcomes = self.scheduler.take_outcomes()
         for sequence in outcomes.settled:
-            self.do(lambda sequence=sequence: self.settle(sequence))  # type: ignore[misc]
+            self.do(partial(self.settle, sequence))
         for sequence, why in outcomes.unwanted:
-            self.do(lambda sequence=sequence, why=why: self.end(sequence, why))  # type: ignore[misc]
+            self.do(partial(self.end, sequence, why))
         if outcomes.interrupted:
-            self.do(lambda: self.resume(outcomes.interrupted))
+            self.do(partial(self.resume, outcomes.interrupted))
 
     async def send(self, order: Order) -> None:
         """Hands a plan over, without the rows that turn out cancelled or ended: those leave the order before it is written again."""
@@ -181,7 +182,7 @@ class Batcher:
         answer, refused = await self.dispatch.write(order)
         while answer == "refused":
             for row in order.withdraw(refused):
-                self.do(lambda row=row: self.end(row.sequence, row.sequence.asked_to_end or "client"))  # type: ignore[misc]
+                self.do(partial(self.end, row.sequence, row.sequence.asked_to_end or "client"))
             answer, refused = await self.dispatch.write(order)
         match answer:
             case "OK":
@@ -189,7 +190,7 @@ class Batcher:
             case "FENCED":
                 raise LeaseLost(f"worker {incarnation} has a plan of a newer epoch")
             case "MISSING":
-                self.do(lambda: self.seal(incarnation, "its logs are gone"))
+                self.do(partial(self.seal, incarnation, "its logs are gone"))
 
     async def seal(self, incarnation: str, why: str) -> None:
         """Declares a worker dead. Its sealed reports are read to the end first; without them there is nothing to wait for."""
@@ -198,7 +199,7 @@ class Batcher:
             self.inbox.follow(self.keys.reports(incarnation))
         else:
             held = self.scheduler.lose(incarnation)
-            self.do(lambda: self.bury(incarnation, held))
+            self.do(partial(self.bury, incarnation, held))
 
     async def settle(self, sequence: Sequence) -> None:
         await self.terminals.settle(sequence.request_id, sequence.entry_id, sequence.entry_bytes)
@@ -244,7 +245,7 @@ class Batcher:
         self.fleet.heed_clock(now_ms)
         self.scheduler.expire(now_ms)
         for incarnation in await self.fleet.look():
-            self.do(lambda incarnation=incarnation: self.seal(incarnation, "no sign of life"))  # type: ignore[misc]
+            self.do(partial(self.seal, incarnation, "no sign of life"))
         if self.fleet.trusting:
             for request_id in await self.gateways.orphans(self.scheduler.sequences.values()):
                 self.scheduler.cancel(request_id, "gateway")

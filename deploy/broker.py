@@ -42,7 +42,7 @@ class Broker:
             "--bind": "127.0.0.1",
             "--dir": str(self.directory),
             "--appendonly": "yes",
-            "--appendfsync": "everysec",
+            "--appendfsync": "no",  # the file must outlive the server, not the machine; and a busy disk must not stop us
             "--save": "",
             "--maxmemory-policy": "noeviction",
             "--loglevel": "warning",

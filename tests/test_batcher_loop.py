@@ -140,6 +140,17 @@ async def test_a_worker_that_dies_is_read_to_its_end(batcher, redis):
     assert await redis.exists(KEYS.log("w1"), KEYS.reports("w1"), KEYS.plans("w1")) == 0
 
 
+async def test_who_was_stopped_blames_nobody(batcher, redis):
+    await batcher.begin()
+    await join(batcher, redis)
+    await redis.delete(KEYS.worker("w1"))
+    batcher.fleet.trusted_from = 0.0
+    batcher.fleet.looked_s -= 10
+    assert await batcher.fleet.look() == []
+    batcher.fleet.trusted_from = 0.0
+    assert await batcher.fleet.look() == ["w1"]
+
+
 async def test_a_clock_that_jumps_gives_everybody_time(batcher, redis):
     batcher.fleet.trusted_from = 0.0
     batcher.fleet.heed_clock(1_000_000)

@@ -16,6 +16,8 @@ from tests.waiting import wait_until_sync
 
 ROOT = Path(__file__).parent.parent
 GONE_S = 3.0
+ENVIRON = {name: value for name, value in os.environ.items() if name not in ("MAKEFLAGS", "MFLAGS", "MAKELEVEL")}
+"""As in a person's shell: these tests may run under a make of their own."""
 
 
 @pytest.fixture
@@ -25,7 +27,9 @@ def make(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
     program.write_text(f'#!/bin/sh\necho "$@" >{tmp_path}/argv\nexec {sys.executable} -m tests.fake_fleet {tmp_path} {free_port()}\n')
     program.chmod(0o755)
     command = ["make", "serve", f"BIN={tmp_path}", "ARGS=--port 8080", "-o", ".venv/.installed-to-run"]
-    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, process_group=0)
+    process = subprocess.Popen(
+        command, cwd=ROOT, env=ENVIRON, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, process_group=0
+    )
     assert process.stdout is not None
     assert "/generate_stream" in process.stdout.readline()
     wait_until_sync(lambda: (tmp_path / "notes").read_text().count(" start ") == 4)
