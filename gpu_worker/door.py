@@ -13,7 +13,6 @@ from typing import Any, Literal
 
 import msgpack
 
-MAX_FRAME_BYTES = 256 * 2**20
 LENGTH = struct.Struct("<I")
 
 

@@ -64,11 +64,15 @@ async def serve_engine(settings: Settings, engine: EngineLink, table: Table, wor
 
 
 def capacity(settings: Settings, ready: Ready, name: str, incarnation: str, directory: Path) -> Worker:
-    """What is announced. Raises SettingError when a budget leaves no room for a single block."""
+    """What is announced. Raises SettingError for a limit that leaves no room, or that asks for more room than there is."""
     budget = settings.max_batch_total_tokens
     num_blocks = ready.num_blocks if budget is None else min(ready.num_blocks, budget // ready.block_size)
     if not num_blocks:
         raise SettingError("max_batch_total_tokens", f"{budget} is less than one block of {ready.block_size} tokens")
+    longest = min(ready.context, num_blocks * ready.block_size)
+    for setting in ("max_total_tokens", "max_input_tokens"):
+        if (getattr(settings, setting) or 0) > longest:
+            raise SettingError(setting, f"{getattr(settings, setting)} is more than the {longest} tokens that context and KV cache allow")
     return Worker(
         incarnation=incarnation,
         name=name,

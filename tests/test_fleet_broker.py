@@ -16,7 +16,7 @@ from tests.loads import Load, body
 from tests.waiting import wait_until
 
 SETTINGS = {"num_workers": 2, "dtype": "float32", "debug_kv": True, "kv_cache_bytes": "128MiB", "worker_ttl_s": 3}
-MAX_NEW_TOKENS = 100
+MAX_NEW_TOKENS = 80
 
 
 @pytest.fixture(scope="module")

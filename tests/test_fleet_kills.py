@@ -18,6 +18,7 @@ from tests.loads import Load
 from tests.waiting import wait_until
 
 KEYS = Keys("default")
+MAX_NEW_TOKENS = 100
 SETTINGS = {"num_workers": 2, "num_gateways": 1, "debug_kv": True, "kv_cache_bytes": "128MiB", "worker_ttl_s": 3}
 
 
@@ -30,7 +31,7 @@ def fleet() -> Iterator[Fleet]:
 @pytest.fixture(scope="module")
 def undisturbed(fleet) -> list[list[int]]:
     async def run():
-        return await Load(fleet, 160).whole()
+        return await Load(fleet, MAX_NEW_TOKENS).whole()
 
     return asyncio.run(run())
 
@@ -53,7 +54,7 @@ async def kill_some_worker(fleet: Fleet, draw: random.Random, load: Load) -> boo
 async def run_kills(fleet: Fleet, undisturbed: list[list[int]], count: int) -> None:
     draw, kills = random.Random(count), 0
     while kills < count:
-        load = Load(fleet, 160)
+        load = Load(fleet, MAX_NEW_TOKENS)
         while load.running and kills < count:
             await load.progress(draw.randint(5, 40))
             await two_ready(fleet)
@@ -78,7 +79,7 @@ async def sleep_and_wake(fleet: Fleet, undisturbed: list[list[int]] | None) -> N
     """SIGSTOP to a worker until its rows run elsewhere, then SIGCONT: it says nothing more, and exits."""
     await two_ready(fleet)
     redis = connect(fleet.redis_url)
-    load = Load(fleet, 160)
+    load = Load(fleet, MAX_NEW_TOKENS)
     await load.progress(5)
     pid = fleet.pid("w0")
     sleeper = [psutil.Process(pid), *psutil.Process(pid).children(recursive=True)]
@@ -112,7 +113,7 @@ async def not_in_pool(redis, incarnation: str) -> bool:
 
 async def test_a_killed_batcher_and_a_drained_worker(fleet, undisturbed):
     await two_ready(fleet)
-    load = Load(fleet, 160)
+    load = Load(fleet, MAX_NEW_TOKENS)
     await load.progress(5)
     old = fleet.pid("b0")
     os.kill(old, signal.SIGKILL)

@@ -1,6 +1,7 @@
 """The agent between a batcher and an engine that are not there: what it hands on, and what it publishes."""
 
 import json
+from pathlib import Path
 
 import pytest
 from tokenizers import Tokenizer
@@ -11,9 +12,10 @@ from common.codec import decode
 from common.keys import Keys
 from common.messages import RECORD, Events, Generate, Plan, Report, Start, Worker, pack_floats, pack_ids, unpack_ids
 from common.recover import read, split
-from common.settings import Settings
+from common.settings import SettingError, Settings
 from gpu_worker.agent import Agent
-from gpu_worker.door import Grant, Step
+from gpu_worker.door import Grant, Ready, Step
+from gpu_worker.process import capacity
 from gpu_worker.publish import Sealed
 from gpu_worker.table import Table
 
@@ -177,6 +179,27 @@ async def test_a_sealed_agent_publishes_nothing(agent, redis):
     with pytest.raises(Sealed):
         await agent.announce()
     assert await redis.exists(KEYS.result("r1")) == 0
+
+
+READY = Ready("m", "float32", "cpu", 16, 100, 64, 2048, pack_ids([2]))
+
+
+@pytest.mark.parametrize(
+    ("settings", "line"),
+    [
+        ({"max_batch_total_tokens": 15}, "MAX_BATCH_TOTAL_TOKENS: 15 is less than one block of 16 tokens"),
+        ({"max_total_tokens": 1601}, "MAX_TOTAL_TOKENS: 1601 is more than the 1600 tokens that context and KV cache allow"),
+        ({"max_input_tokens": 800, "max_batch_total_tokens": 700}, "MAX_INPUT_TOKENS: 800 is more than the 688 tokens that"),
+    ],
+)
+def test_limits_that_cannot_be_kept_are_refused(settings, line):
+    with pytest.raises(SettingError, match=line):
+        capacity(Settings(**settings), READY, "w0", "w0-1", Path("m"))
+
+
+def test_a_budget_bounds_what_is_announced():
+    worker = capacity(Settings(max_batch_total_tokens=700), READY, "w0", "w0-1", Path("m"))
+    assert (worker.num_blocks, worker.max_total_tokens) == (43, 688)
 
 
 async def test_one_spoiled_key_does_not_take_other_terminals_with_it(agent, redis):

@@ -5,10 +5,8 @@ local closed_by = closed(KEYS[3])
 if closed_by then return closed_by end
 redis.call('HSET', KEYS[1], 'state', ARGV[4], 'step', ARGV[5], 'capacity', ARGV[6])
 redis.call('PEXPIRE', KEYS[1], ARGV[2])
-if ARGV[4] ~= 'starting' then
-  local now = redis.call('TIME')
-  local fresh = redis.call('ZADD', KEYS[2], now[1] * 1000 + math.floor(now[2] / 1000), ARGV[1]) == 1
-  if fresh or ARGV[4] == 'draining' then redis.call('XADD', KEYS[6], 'MAXLEN', '~', 10000, '*', 'hello', ARGV[1]) end
-end
+local now = redis.call('TIME')
+local fresh = redis.call('ZADD', KEYS[2], now[1] * 1000 + math.floor(now[2] / 1000), ARGV[1]) == 1
+if fresh or ARGV[4] == 'draining' then redis.call('XADD', KEYS[6], 'MAXLEN', '~', 10000, '*', 'hello', ARGV[1]) end
 for i = 2, 5 do redis.call('PEXPIRE', KEYS[i], ARGV[3]) end
 return 'OK'
