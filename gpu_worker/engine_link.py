@@ -5,6 +5,7 @@ import os
 import socket
 import sys
 from asyncio.subprocess import Process
+from collections.abc import Callable
 
 from gpu_worker.door import LENGTH, Failure, Frame, Grant, Progress, Ready, Step, decode, encode
 
@@ -53,15 +54,14 @@ class EngineLink:
             raise EngineDied(f"engine failed: {frame.cause}")
         return frame
 
-    async def ready(self) -> tuple[list[str], Ready]:
-        """Waits for the warm-up. Returns what the engine said meanwhile, and its capacity."""
-        said = []
+    async def ready(self, progress: Callable[[str], None]) -> Ready:
+        """Waits for the warm-up; `progress` gets what the engine says meanwhile. Returns its capacity."""
         while True:
             match await self.receive():
                 case Progress(text):
-                    said.append(text)
+                    progress(text)
                 case Ready() as ready:
-                    return said, ready
+                    return ready
                 case other:
                     raise EngineDied(f"engine spoke out of turn: {other}")
 

@@ -35,8 +35,7 @@ async def serve(settings: Settings, name: str, incarnation: str) -> int:
     engine = await EngineLink.start({**settings.environ(), "MODEL_ID": str(directory), "WORKER_NAME": name})
     try:
         table = Table(Tokenizer.from_file(str(directory / "tokenizer.json")))
-        said, ready = await engine.ready()
-        log.info("%s", "; ".join(said) or "engine ready")
+        ready = await engine.ready(log.info)
         return await serve_engine(settings, engine, table, capacity(settings, ready, name, incarnation, directory))
     except EngineRefused as error:
         raise SettingError(error.setting, error.cause) from error
