@@ -1,8 +1,10 @@
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 
 import pytest
-import redis
+import redis as redis_sync
+from redis.asyncio import Redis
 
+from common.broker import connect
 from deploy.broker import Broker
 from tests import brokers
 
@@ -16,7 +18,14 @@ def shared_broker() -> Iterator[Broker]:
 @pytest.fixture
 def broker(shared_broker: Broker) -> Broker:
     """A running broker (`broker.url`) without any key; the same server for all tests."""
-    with redis.Redis.from_url(shared_broker.url) as client:
+    with redis_sync.Redis.from_url(shared_broker.url) as client:
         client.flushall()
         client.script_flush()
     return shared_broker
+
+
+@pytest.fixture
+async def redis(broker: Broker) -> AsyncIterator[Redis]:
+    """A client of the broker, as the processes make theirs."""
+    async with connect(broker.url) as client:
+        yield client

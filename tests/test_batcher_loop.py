@@ -17,13 +17,6 @@ KEYS = Keys("default")
 
 
 @pytest.fixture
-async def redis(broker):
-    client = brokers.connect(broker.url)
-    yield client
-    await client.aclose()
-
-
-@pytest.fixture
 async def batcher(redis) -> AsyncIterator[Batcher]:
     lease = Lease(redis, KEYS, "b0-1", 60.0)
     yield Batcher(Settings(), redis, KEYS, lease, await lease.take())

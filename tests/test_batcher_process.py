@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import msgpack
 import pytest
 
-from common.broker import connect, script
+from common.broker import script
 from common.codec import decode, encode
 from common.keys import Keys
 from common.messages import Cancel, Events, Generate, pack_ids
@@ -32,12 +32,10 @@ def batcher(url: str, name: str = "b0", **settings: str) -> Iterator[subprocess.
         process.wait()
 
 
-@pytest.fixture
-async def redis(broker):
-    client = connect(broker.url)
-    await client.set(KEYS.gateway("g"), 1)
-    yield client
-    await client.aclose()
+@pytest.fixture(autouse=True)
+async def gateway(redis) -> None:
+    """One that shows signs of life."""
+    await redis.set(KEYS.gateway("g"), 1)
 
 
 async def admit(redis, name: str, payload: bytes | None = None, **fields) -> bytes:

@@ -13,13 +13,6 @@ from common.recover import read, split
 KEYS = Keys("test")
 
 
-@pytest.fixture
-async def redis(broker):
-    client = brokers.connect(broker.url)
-    yield client
-    await client.aclose()
-
-
 async def call(redis, name, keys, args=()):
     return await brokers.script(redis, name)(keys=keys, args=list(args))
 

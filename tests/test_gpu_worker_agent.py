@@ -36,13 +36,6 @@ class Engine:
 
 
 @pytest.fixture
-async def redis(broker):
-    client = brokers.connect(broker.url)
-    yield client
-    await client.aclose()
-
-
-@pytest.fixture
 async def agent(redis) -> Agent:
     worker = Worker("w0-1", "w0", "m", "float32", 16, 100, 64, 2048)
     agent = Agent(Settings(), redis, Engine(), Table(TOKENIZER), worker)
