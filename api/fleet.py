@@ -17,6 +17,7 @@ from common.messages import Worker
 from common.settings import Settings
 
 log = logging.getLogger(__name__)
+FRESH_S = 0.05
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +45,8 @@ class Fleet:
         self.ready_s: float | None = None
         self.max_total_tokens = 0
         self.trouble = "not connected to the broker yet"
+        self.looked_s = 0.0
+        self.looking = asyncio.Lock()
 
     async def run(self) -> None:
         """Never returns."""
@@ -62,6 +65,13 @@ class Fleet:
             if self.trouble != cause(error):
                 self.trouble = cause(error)
                 log.warning("cannot look at the workers: %s", self.trouble)
+        self.looked_s = time.monotonic()
+
+    async def look_again(self) -> None:
+        """A look, unless somebody has had one just now."""
+        async with self.looking:
+            if time.monotonic() - self.looked_s > FRESH_S:
+                await self.look()
 
     async def say_alive(self) -> None:
         """Our sign of life, with what we hold."""

@@ -50,7 +50,7 @@ async def generate(request: Request) -> Response:
 async def accept(request: Request, gateway: Gateway) -> tuple[bool, Wanted]:
     """Whether details are wanted, and what else. Raises Refusal."""
     asked = await body.read(request, GenerateRequest, gateway.settings.payload_limit)
-    gateway.desk.check()
+    await gateway.desk.check()
     wanted = await validate(asked, gateway.fleet.limits, gateway.vocabulary)
     return bool(asked.parameters and asked.parameters.details), wanted
 

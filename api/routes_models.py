@@ -15,7 +15,7 @@ router = APIRouter()
 async def health(request: Request) -> Response:
     """Whether a request would be accepted now."""
     try:
-        gateway_of(request).desk.check()
+        await gateway_of(request).desk.check()
     except Refusal as refusal:
         return Refusal(503, "healthcheck", f"unhealthy: {refusal.text}").response()
     return Response()

@@ -44,15 +44,19 @@ class Desk:
         self.turns = asyncio.Semaphore(MAX_COMMANDS)
         self.farewells: set[asyncio.Task[None]] = set()
 
-    def check(self) -> None:
-        """Raises Refusal (503) when nothing can be served now."""
+    async def check(self) -> None:
+        """Raises Refusal (503) when nothing can be served now. Nobody is refused for what a fresh look at the workers disproves."""
         if self.relay.trouble:
             raise unavailable(self.relay.trouble)
-        self.fleet.check()
+        try:
+            self.fleet.check()
+        except Refusal:
+            await self.fleet.look_again()
+            self.fleet.check()
 
     async def submit(self, wanted: Wanted) -> Stream:
         """Admits a request; its reader must `leave` the stream. Raises Refusal: 429, 503."""
-        self.check()
+        await self.check()
         stream = Stream(self.generate(wanted), self.vocabulary)
         self.relay.add(stream)
         try:

@@ -43,9 +43,9 @@ async def serving(url: str, lose: Callable[[], bool] | None = None, **settings: 
 async def ready(gateway: Gateway) -> None:
     """Returns when the gateway accepts requests."""
 
-    def serves() -> bool:
+    async def serves() -> bool:
         with contextlib.suppress(Exception):
-            gateway.desk.check()
+            await gateway.desk.check()
             return True
         return False
 

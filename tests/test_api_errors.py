@@ -94,6 +94,15 @@ async def test_before_a_worker_is_ready(broker: Broker) -> None:
         assert told(response) == (503, "unavailable") and "no worker is ready yet" in response.text
 
 
+async def test_nobody_is_refused_because_the_last_look_was_too_early(broker: Broker) -> None:
+    """Another gateway may have seen the worker first, and the client have been told that all is ready."""
+    async with serving(broker.url, heartbeat_s=3600) as (_, client):
+        assert (await client.post("/generate", json=BODY)).status_code == 503
+        async with working(broker.url, TOKENIZER, lambda _: Answer([11])) as worker:
+            await wait_until(lambda: worker.redis.zcard(worker.keys.workers))
+            await wait_until(lambda: answers(client))
+
+
 async def test_after_the_last_worker_died(broker: Broker) -> None:
     """For worker_grace_s requests wait for the next one; then they are refused, and the limits of the dead are still known."""
     async with serving(broker.url, worker_grace_s=0.5) as (gateway, client):
@@ -173,3 +182,7 @@ async def test_a_broker_that_does_not_answer_or_is_not_there(monkeypatch: pytest
             response = await client.post("/generate", json=BODY)
             assert told(response) == (503, "unavailable") and "no connection to the broker" in response.text
             assert told(await client.get("/health")) == (503, "healthcheck")
+
+
+async def answers(client: httpx.AsyncClient) -> bool:
+    return (await client.post("/generate", json=BODY)).status_code == 200
