@@ -13,7 +13,7 @@ from common.channels import REPEAT_S
 from common.codec import WireError, decode, encode
 from common.endings import INTERRUPTED
 from common.keys import STREAMS_TTL_MS, Keys
-from common.messages import Plan, Report, Start, Worker, unpack_floats, unpack_ids
+from common.messages import Plan, Report, Start, Worker, pack_ids, unpack_floats, unpack_ids
 from common.recover import split
 from common.settings import Settings
 from gpu_worker.door import Grant, StartRow, Step
@@ -136,8 +136,9 @@ class Agent:
     def start(self, start: Start) -> StartRow:
         request = self.table.start(start).request
         shown_ids, _ = split(start.shown)
-        ids = request.prompt_ids + b"".join(token_id.to_bytes(4, "little", signed=True) for token_id in shown_ids)
-        return StartRow(start.row, ids, start.base, request.max_new_tokens, request.ignore_eos, start.blocks)
+        return StartRow(
+            start.row, request.prompt_ids + pack_ids(shown_ids), start.base, request.max_new_tokens, request.ignore_eos, start.blocks
+        )
 
     def drop_everything(self) -> None:
         """A new batcher: every row ends here, and goes on when that batcher says where."""

@@ -9,7 +9,7 @@ The engine knows token ids, rows and blocks. It does not know text, requests, at
 
 import struct
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 import msgpack
 
@@ -120,7 +120,6 @@ class Failure:
 
 
 Frame = Grant | Progress | Ready | Step | Failure
-Kind = Literal["grant", "progress", "ready", "step", "failure"]
 KINDS: dict[str, type[Frame]] = {"grant": Grant, "progress": Progress, "ready": Ready, "step": Step, "failure": Failure}
 NAMES = {cls: name for name, cls in KINDS.items()}
 
