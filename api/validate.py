@@ -1,10 +1,11 @@
 """What a client may ask for: parameters and lengths within their limits, and nothing that would be silently ignored."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from api.errors import invalid
 from api.prompt import Vocabulary
 from api.schemas_tgi import GenerateRequest, Parameters
+from common.messages import Sampling
 
 NEUTRAL: dict[str, tuple[object, ...]] = {
     "best_of": (0, 1),
@@ -37,13 +38,17 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """What a client asks for, found valid."""
+    """What a client asks for, found valid; one answer of possibly several."""
 
     prompt_ids: list[int]
     num_chars: int
     max_new_tokens: int
-    stop: list[str]
-    ignore_eos: bool
+    stop: list[str] = field(default_factory=list)
+    ignore_eos: bool = False
+    min_new_tokens: int = 0
+    stop_ids: list[int] = field(default_factory=list)
+    top_n_tokens: int = 0
+    sampling: Sampling | None = None
 
 
 async def validate(body: GenerateRequest, limits: Limits, vocabulary: Vocabulary) -> Wanted:

@@ -82,6 +82,8 @@ def writer(kind: Any) -> Callable[[Any], Any]:
     inner = typing.get_args(kind)
     if typing.get_origin(kind) is list and dataclasses.is_dataclass(inner[0]):
         return lambda value: [to_map(item) for item in value]
+    if typing.get_origin(kind) is types.UnionType and dataclasses.is_dataclass(inner[0]):
+        return lambda value: None if value is None else to_map(value)
     return same
 
 

@@ -45,6 +45,41 @@ def unpack(code: str, data: bytes) -> list[Any]:
 
 
 @dataclass(frozen=True, slots=True)
+class Sampling:
+    """How a row chooses its tokens, where that is not plainly the likeliest. Defaults change nothing.
+
+    Applied in this order: logit bias and banned words, repetition, frequency and presence penalties, temperature, top-k, top-p, min-p,
+    typical-p; then the choice. The random number for a token is a function of (seed, choice, index of the token).
+
+    Attributes:
+        temperature: 0 is greedy: the likeliest token after bias and penalties.
+        top_k: 0 is off.
+        repetition_penalty: over the ids of prompt and generation, as in CTRL (arXiv:1909.05858).
+        frequency_penalty, presence_penalty: OpenAI's; over generated ids.
+        relative_frequency_penalty: TGI's; times the share of an id in prompt and generation.
+        choice: which of the n answers to one request this is.
+        logit_bias: (id, what is added to its logit).
+        bad_words: packed ids of sequences that must not be completed.
+        raw_logprobs: whether log-probabilities are those of the model's own distribution (OpenAI's, vLLM's way), or of the processed one (TGI's).
+    """
+
+    temperature: float = wire("t", default=0.0)
+    top_k: int = wire("k", default=0)
+    top_p: float = wire("p", default=1.0)
+    min_p: float = wire("m", default=0.0)
+    typical_p: float = wire("y", default=1.0)
+    repetition_penalty: float = wire("r", default=1.0)
+    frequency_penalty: float = wire("f", default=0.0)
+    presence_penalty: float = wire("e", default=0.0)
+    relative_frequency_penalty: float = wire("l", default=0.0)
+    seed: int = wire("s", default=0)
+    choice: int = wire("c", default=0)
+    logit_bias: list[tuple[int, float]] = wire("b", default_factory=list)
+    bad_words: list[bytes] = wire("w", default_factory=list)
+    raw_logprobs: bool = wire("x", default=False)
+
+
+@dataclass(frozen=True, slots=True)
 class Generate:
     """A request as it waits in the stream `requests`; an entry there exists exactly while the request is live.
 
@@ -52,6 +87,10 @@ class Generate:
         digest: of the content; the same id with another digest is refused.
         prompt_ids: packed ids.
         max_new_tokens: the request ends with reason `length` when it has so many.
+        min_new_tokens: before it has so many, no end-of-sequence token, stop id or stop string ends it; such ids are not sampled.
+        stop_ids: packed ids that end it with reason `stop_sequence`.
+        top_n_tokens: so many of the likeliest tokens are told with each token.
+        sampling: None is greedy, with nothing to change: the path that costs nothing.
         ttl_ms: time to live; the clock starts at the entry's id.
         channel: pub/sub channel of the replies.
         gateway: who asked; its requests are cancelled `grace_ms` after its last sign of life.
@@ -65,7 +104,10 @@ class Generate:
     max_new_tokens: int = wire("mx")
     stop: list[str] = wire("st", default_factory=list)
     ignore_eos: bool = wire("ie", default=False)
-    seed: int = wire("sd", default=0)
+    min_new_tokens: int = wire("mn", default=0)
+    stop_ids: bytes = wire("si", default=b"")
+    top_n_tokens: int = wire("tp", default=0)
+    sampling: Sampling | None = wire("sa", default=None)
     ttl_ms: int = wire("tl", default=600_000)
     channel: str = wire("ch", default="")
     gateway: str = wire("gw", default="")
@@ -192,6 +234,7 @@ class Tokens:
     Attributes:
         index: of the first token, counted from 0 over all attempts.
         ids, logprobs: packed int32 and float32, of equal length.
+        top_ids, top_logprobs: of the likeliest tokens, likeliest first; `top_n_tokens` of them for each token.
         texts: what each token adds to the text; empty in logs, where only ids count.
     """
 
@@ -201,6 +244,8 @@ class Tokens:
     ids: bytes = wire("t")
     logprobs: bytes = wire("l")
     texts: list[str] = wire("x", default_factory=list)
+    top_ids: bytes = wire("ti", default=b"")
+    top_logprobs: bytes = wire("tl", default=b"")
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,6 +13,9 @@ from typing import Any
 
 import msgpack
 
+from common.codec import from_map, to_map
+from common.messages import Sampling
+
 LENGTH = struct.Struct("<I")
 
 
@@ -26,6 +29,10 @@ class StartRow:
         base: index of the first token to sample; 0 for a request that starts fresh.
         end: the row ends with reason `length` once it sampled the token of index `end - 1`.
         ignore_eos: whether an end-of-sequence token ends the row.
+        min_end: before the row has sampled the token of index `min_end - 1`, ids that would end it are not sampled.
+        stop_ids: packed int32; ids that end the row with reason `stop_sequence`.
+        top_n: so many of the likeliest tokens are reported with each token.
+        sampling: None is greedy, with nothing to change.
         blocks: packed int32; KV blocks, in order, that the row owns at first. Block 0 is scratch and never granted.
     """
 
@@ -35,6 +42,10 @@ class StartRow:
     end: int
     ignore_eos: bool
     blocks: bytes
+    min_end: int = 0
+    stop_ids: bytes = b""
+    top_n: int = 0
+    sampling: Sampling | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,8 +105,10 @@ class Step:
             sign of life, every five seconds at least, while rows wait that no step can hold.
         rows, indices, ids: packed int32; which row, the token's index in its generation, the token.
         logprobs: packed float32; natural logarithm of the token's probability.
+        tops: (entry in those lists, packed int32 ids, packed float32 log-probabilities): the row's `top_n` likeliest tokens, likeliest first.
         prefilled: (row, kv_len) of rows whose prefill this step completed.
-        ended: (row, why, end index, exclusive). `length` and `eos_token` are the engine's own words, others repeat a stop's `why`.
+        ended: (row, why, end index, exclusive). `length`, `eos_token` and `stop_sequence` (for a stop id) are the engine's own words, others
+            repeat a stop's `why`.
         released: (row, kv_len): the last launched step that held the row is over; its blocks may be granted to others.
         duration_ms: of the step.
     """
@@ -105,6 +118,7 @@ class Step:
     indices: bytes = b""
     ids: bytes = b""
     logprobs: bytes = b""
+    tops: list[tuple[int, bytes, bytes]] = field(default_factory=list)
     prefilled: list[tuple[int, int]] = field(default_factory=list)
     ended: list[tuple[int, str, int]] = field(default_factory=list)
     released: list[tuple[int, int]] = field(default_factory=list)
@@ -126,7 +140,8 @@ NAMES = {cls: name for name, cls in KINDS.items()}
 
 def plain(value: Any) -> Any:
     if isinstance(value, StartRow):
-        return {name: getattr(value, name) for name in StartRow.__slots__}
+        row = {name: getattr(value, name) for name in StartRow.__slots__}
+        return row | ({"sampling": to_map(value.sampling)} if value.sampling else {})
     return [plain(item) for item in value] if isinstance(value, list) and value and isinstance(value[0], StartRow) else value
 
 
@@ -137,12 +152,17 @@ def encode(frame: Frame) -> bytes:
     return LENGTH.pack(len(data)) + data
 
 
+def start_row(body: dict[str, Any]) -> StartRow:
+    sampling = body.pop("sampling")
+    return StartRow(**body, sampling=sampling and from_map(Sampling, sampling))
+
+
 def decode(data: bytes | memoryview) -> Frame:
     """One frame from its bytes, length excluded. Both ends come from one checkout, so a frame is trusted."""
-    name, body = msgpack.unpackb(data, use_list=False)
-    for key in ("prefilled", "ended", "released", "blocks", "stops"):
-        if isinstance(body.get(key), tuple):
-            body[key] = list(body[key])
+    name, body = msgpack.unpackb(data)
+    for key in ("tops", "prefilled", "ended", "released", "blocks", "stops"):
+        if key in body:
+            body[key] = [tuple(item) for item in body[key]]
     if "starts" in body:
-        body["starts"] = [StartRow(**start) for start in body["starts"]]
+        body["starts"] = [start_row(start) for start in body["starts"]]
     return KINDS[name](**body)

@@ -84,7 +84,17 @@ class Outcome:
     def frame(self, step: int, duration_ms: float) -> Step:
         rows, indices, ids = (np.array(values, "<i4").tobytes() for values in (self.rows, self.indices, self.ids))
         logprobs = np.array(self.logprobs, "<f4").tobytes()
-        return Step(step, rows, indices, ids, logprobs, self.prefilled, self.ended, self.released, duration_ms)
+        return Step(
+            step,
+            rows,
+            indices,
+            ids,
+            logprobs,
+            prefilled=self.prefilled,
+            ended=self.ended,
+            released=self.released,
+            duration_ms=duration_ms,
+        )
 
 
 class Rows:
