@@ -60,7 +60,7 @@ class Sampling:
         choice: which of the n answers to one request this is.
         logit_bias: (id, what is added to its logit).
         bad_words: packed ids of sequences that must not be completed.
-        raw_logprobs: whether log-probabilities are those of the model's own distribution (OpenAI's, vLLM's way), or of the processed one (TGI's).
+        raw_logprobs: whether log-probabilities are of the model's own distribution (OpenAI's way) or of the processed one (TGI's).
     """
 
     temperature: float = wire("t", default=0.0)

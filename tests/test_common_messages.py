@@ -13,6 +13,7 @@ from common.messages import (
     LogEntry,
     Plan,
     Report,
+    Sampling,
     Start,
     Terminal,
     Tokens,
@@ -22,12 +23,45 @@ from common.messages import (
     unpack_ids,
 )
 
-GENERATE = Generate("r1", "d1", pack_ids([1, 258]), 7, ["x"], True, 5, 1000, "ch", "g", 30, 60, "batch", "t", "tr")
+SAMPLING = Sampling(0.5, 3, 0.9, 0.1, 0.8, 1.1, 0.2, 0.3, 0.4, 7, 1, [(5, -1.0)], [pack_ids([6])], True)
+GENERATE = Generate(
+    "r1", "d1", pack_ids([1, 258]), 7, ["x"], True, 2, pack_ids([9]), 3, SAMPLING, 1000, "ch", "g", 30, 60, "batch", "t", "tr"
+)
 TOKENS = Tokens("r1", 2, 3, pack_ids([5]), pack_floats([-0.5]), ["hi"])
 EXAMPLES = [
     (
         GENERATE,
-        {"v": 1, "id": "r1", "dg": "d1", "p": b"\x01\0\0\0\x02\x01\0\0", "mx": 7, "st": ["x"], "ie": True, "sd": 5, "tl": 1000}
+        {
+            "v": 1,
+            "id": "r1",
+            "dg": "d1",
+            "p": b"\x01\0\0\0\x02\x01\0\0",
+            "mx": 7,
+            "st": ["x"],
+            "ie": True,
+            "mn": 2,
+            "si": b"\x09\0\0\0",
+            "tp": 3,
+        }
+        | {
+            "sa": {
+                "t": 0.5,
+                "k": 3,
+                "p": 0.9,
+                "m": 0.1,
+                "y": 0.8,
+                "r": 1.1,
+                "f": 0.2,
+                "e": 0.3,
+                "l": 0.4,
+                "s": 7,
+                "c": 1,
+                "b": [[5, -1.0]],
+                "w": [b"\x06\0\0\0"],
+                "x": True,
+            }
+        }
+        | {"tl": 1000}
         | {"ch": "ch", "gw": "g", "gr": 30, "rt": 60, "cl": "batch", "tn": "t", "tc": "tr"},
     ),
     (Cancel("r1", "client"), {"v": 1, "id": "r1", "w": "client"}),
@@ -48,10 +82,18 @@ EXAMPLES = [
     ),
     (
         Events("w0-1", 6, [TOKENS], [Terminal("r1", "error", 4, "why", "generation")]),
-        {"v": 1, "s": "w0-1", "q": 6, "t": [{"id": "r1", "a": 2, "i": 3, "t": b"\x05\0\0\0", "l": b"\0\0\0\xbf", "x": ["hi"]}]}
+        {
+            "v": 1,
+            "s": "w0-1",
+            "q": 6,
+            "t": [{"id": "r1", "a": 2, "i": 3, "t": b"\x05\0\0\0", "l": b"\0\0\0\xbf", "x": ["hi"], "ti": b"", "tl": b""}],
+        }
         | {"x": [{"id": "r1", "w": "error", "n": 4, "e": "why", "y": "generation"}]},
     ),
-    (LogEntry([TOKENS]), {"v": 1, "t": [{"id": "r1", "a": 2, "i": 3, "t": b"\x05\0\0\0", "l": b"\0\0\0\xbf", "x": ["hi"]}]}),
+    (
+        LogEntry([TOKENS]),
+        {"v": 1, "t": [{"id": "r1", "a": 2, "i": 3, "t": b"\x05\0\0\0", "l": b"\0\0\0\xbf", "x": ["hi"], "ti": b"", "tl": b""}]},
+    ),
 ]
 
 
