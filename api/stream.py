@@ -9,7 +9,7 @@ from api.prompt import Vocabulary
 from common.detokenize import Detokenizer, StopMatcher, generated_text
 from common.endings import FINISHED
 from common.messages import Generate, Terminal, Tokens, WireError, pack_floats, unpack_floats, unpack_ids
-from common.recover import Committed, split
+from common.recover import Committed, Top, interleave, split
 
 
 class Stream:
@@ -17,6 +17,7 @@ class Stream:
 
     Attributes:
         admitted: whether Redis is known to have the request.
+        tops: parallel to `ids` where the request asks for the likeliest tokens, else empty.
         attempt: the newest attempt heard of; what lower ones say is dropped.
         heard_s: monotonic time of the last word about the request.
     """
@@ -24,13 +25,14 @@ class Stream:
     def __init__(self, request: Generate, vocabulary: Vocabulary) -> None:
         self.request, self.vocabulary = request, vocabulary
         self.prompt_ids = unpack_ids(request.prompt_ids)
-        self.ending_ids = frozenset() if request.ignore_eos else vocabulary.ending_ids
+        self.ending_ids = (frozenset() if request.ignore_eos else vocabulary.ending_ids).union(unpack_ids(request.stop_ids))
         self.matcher = StopMatcher(request.stop) if request.stop else None
         self.admitted = False
         self.attempt = 0
         self.ids: list[int] = []
         self.logprobs: list[float] = []
         self.texts: list[str] = []
+        self.tops: list[Top] = []
         self.terminal: Terminal | None = None
         self.begun_s = self.heard_s = time.monotonic()
         self.first_token_s = self.ended_s = 0.0
@@ -63,7 +65,8 @@ class Stream:
     def text(self) -> str:
         """The whole answer, once it is finished."""
         assert self.terminal is not None
-        return generated_text(self.vocabulary.tokenizer, self.prompt_ids, self.ids, self.request.stop, self.terminal.reason)
+        request, reason = self.request, self.terminal.reason
+        return generated_text(self.vocabulary.tokenizer, self.prompt_ids, self.ids, request.stop, reason, request.min_new_tokens)
 
     def take(self, tokens: Tokens) -> bool:
         """Adds what is new of `tokens`. Returns False when tokens before them are missing. Raises WireError."""
@@ -75,9 +78,10 @@ class Stream:
         if seen < 0:
             return False
         ids, logprobs = unpack_ids(tokens.ids), unpack_floats(tokens.logprobs)
-        if not len(ids) == len(logprobs) == len(tokens.texts):
-            raise WireError(f"Tokens: {len(ids)} ids, {len(logprobs)} log-probabilities, {len(tokens.texts)} texts")
-        self.add(ids[seen:], logprobs[seen:], tokens.texts[seen:])
+        tops = split(interleave(tokens), self.request.width)[2] if tokens.top_ids else []
+        if not len(ids) == len(logprobs) == len(tokens.texts) or (tops and len(tops) != len(ids)):
+            raise WireError(f"Tokens: {len(ids)} ids, {len(logprobs)} log-probabilities, {len(tokens.texts)} texts, {len(tops)} tops")
+        self.add(ids[seen:], logprobs[seen:], tokens.texts[seen:], tops[seen:])
         return True
 
     def end(self, terminal: Terminal) -> bool:
@@ -102,14 +106,14 @@ class Stream:
             return
         self.attempt = max(self.attempt, committed.attempt)
         if committed.result is None:
-            self.add_missing(*split(committed.records))
+            self.add_missing(*split(committed.records, self.request.width))
             return
         result = json.loads(committed.result)
-        ids = result.get("ids", [])
-        self.add_missing(ids, unpack_floats(pack_floats(result.get("logprobs", []))))
+        ids, tops = result.get("ids", []), [[(token_id, logprob) for token_id, logprob in top] for top in result.get("tops", [])]
+        self.add_missing(ids, unpack_floats(pack_floats(result.get("logprobs", []))), tops)
         self.end(Terminal(request_id, committed.terminal, len(ids), result.get("error", ""), result.get("error_type", "")))
 
-    def add_missing(self, ids: Sequence[int], logprobs: Sequence[float]) -> None:
+    def add_missing(self, ids: Sequence[int], logprobs: Sequence[float], tops: Sequence[Top]) -> None:
         """Adds tokens whose text nobody has told us."""
         seen = self.num_tokens
         if self.terminal or len(ids) <= seen:
@@ -118,15 +122,17 @@ class Stream:
         for token_id in self.ids[self.num_detokenized :]:
             self.detokenizer.step(token_id)
         self.num_detokenized = len(ids)
-        self.add(ids[seen:], logprobs[seen:], [self.detokenizer.step(token_id) for token_id in ids[seen:]])
+        self.add(ids[seen:], logprobs[seen:], [self.detokenizer.step(token_id) for token_id in ids[seen:]], tops[seen:])
 
-    def add(self, ids: Sequence[int], logprobs: Sequence[float], texts: Sequence[str]) -> None:
+    def add(self, ids: Sequence[int], logprobs: Sequence[float], texts: Sequence[str], tops: Sequence[Top]) -> None:
         if not ids:
             return
         self.first_token_s = self.first_token_s or self.heard_s
         self.ids += ids
         self.logprobs += logprobs
         self.texts += texts
+        self.tops += tops
         if self.matcher is not None:
-            self.matcher.step("".join(texts))
+            unmatched = max(0, self.request.min_new_tokens - self.num_tokens + len(ids))
+            self.matcher.step("".join(texts[unmatched:]))
         self.changed.set()

@@ -106,6 +106,7 @@ class Desk:
             request.channel,
             request.gateway,
             request.ttl_ms + HOME_MARGIN_MS,
+            request.width,
         ]
         async with asyncio.timeout(CONNECT_TIMEOUT_S), self.turns:
             try:

@@ -6,7 +6,6 @@ from batcher.sequence import Sequence
 from common import recover
 from common.broker import script
 from common.keys import TOKENS_TTL_MS, Keys
-from common.messages import RECORD
 from common.recover import Committed
 
 
@@ -45,7 +44,7 @@ class Recovery:
         """What only the log of a worker says moves to the request's own string."""
         await self.keep_script(
             keys=[self.keys.tokens(sequence.request_id), self.keys.home(sequence.request_id)],
-            args=[state.spilled, state.records[state.spilled * RECORD.size :], TOKENS_TTL_MS, strikes],
+            args=[state.spilled_bytes, state.records[state.spilled_bytes :], TOKENS_TTL_MS, strikes],
         )
 
     async def stranger(self, sequence: Sequence, settled: set[str]) -> str | None:

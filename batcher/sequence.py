@@ -52,7 +52,7 @@ class Sequence:
 
     @property
     def base(self) -> int:
-        return len(self.records) // RECORD.size
+        return len(self.records) // (RECORD.size * self.request.width)
 
     @property
     def num_known(self) -> int:

@@ -59,7 +59,7 @@ def from_map(cls: type[T], body: Any) -> T:
         if short in body:
             try:
                 values[name] = read(body[short])
-            except TypeError as error:
+            except (TypeError, WireError) as error:
                 raise WireError(f"{cls.__name__}.{name}: {error}") from error
         elif required:
             raise WireError(f"{cls.__name__}.{name}: missing")

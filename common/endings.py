@@ -35,7 +35,7 @@ def failure(end: Terminal) -> str:
 
 def answer(request: Generate, end: Terminal, text: str, records: bytes) -> str:
     """The answer (JSON) of a request that finished."""
-    ids, logprobs = split(records)
+    ids, logprobs, tops = split(records, request.width)
     body = {
         "id": request.request_id,
         "generated_text": text,
@@ -44,5 +44,6 @@ def answer(request: Generate, end: Terminal, text: str, records: bytes) -> str:
         "generated_tokens": len(ids),
         "ids": ids,
         "logprobs": logprobs,
+        "tops": tops,
     }
     return json.dumps(body, ensure_ascii=False)

@@ -117,6 +117,11 @@ class Generate:
     tenant: str = wire("tn", default="")
     trace: str = wire("tc", default="")
 
+    @property
+    def width(self) -> int:
+        """`RECORD`s of one token: its own, then one for each of its likeliest tokens."""
+        return 1 + self.top_n_tokens
+
 
 @dataclass(frozen=True, slots=True)
 class Cancel:
@@ -288,4 +293,4 @@ class LogEntry:
 
 
 RECORD = struct.Struct("<if")
-"""One token in the string `tokens:{request}`: its id and its log-probability. Tokens stand there in order, from index 0."""
+"""An id and its log-probability; `Generate.width` of them are one token in the string `tokens:{request}`, in order, from index 0."""

@@ -22,8 +22,9 @@ class Committed:
 
     Attributes:
         known: whether the request exists at all (or has been settled and forgotten).
-        records: packed `RECORD`s of tokens 0, 1, 2, …: all that is committed.
-        spilled: how many of them stand in the string.
+        width: `RECORD`s of one token: its own, then one for each of its likeliest tokens.
+        records: packed, of tokens 0, 1, 2, …: all that is committed.
+        spilled_bytes: how much of that stands in the string.
         result: the final answer (JSON bytes) once there is a terminal.
     """
 
@@ -34,30 +35,49 @@ class Committed:
     strikes: int = 0
     cancelled: bool = False
     terminal: str = ""
+    width: int = 1
     records: bytes = b""
-    spilled: int = 0
+    spilled_bytes: int = 0
     result: bytes | None = None
 
     @property
     def num_tokens(self) -> int:
-        return len(self.records) // RECORD.size
+        return len(self.records) // self.token_bytes
+
+    @property
+    def token_bytes(self) -> int:
+        return RECORD.size * self.width
 
     def append(self, tokens: Tokens) -> None:
         """Adds what `tokens` knows beyond what is here already."""
         have = self.num_tokens - tokens.index
         if 0 <= have < len(tokens.ids) // 4:
-            self.records += interleave(tokens.ids, tokens.logprobs)[have * RECORD.size :]
+            self.records += interleave(tokens)[have * self.token_bytes :]
 
 
-def interleave(ids: bytes, logprobs: bytes) -> bytes:
-    """Packed records from packed ids and packed log-probabilities."""
-    return b"".join(ids[i : i + 4] + logprobs[i : i + 4] for i in range(0, len(ids), 4))
+def interleave(tokens: Tokens) -> bytes:
+    """Packed records: of each token its own, then those of its likeliest tokens."""
+    own = pairs(tokens.ids, tokens.logprobs)
+    if not tokens.top_ids:
+        return b"".join(own)
+    top, n = pairs(tokens.top_ids, tokens.top_logprobs), len(tokens.top_ids) // len(tokens.ids)
+    return b"".join(record + b"".join(top[i * n : (i + 1) * n]) for i, record in enumerate(own))
 
 
-def split(records: bytes) -> tuple[list[int], list[float]]:
-    """Ids and log-probabilities of packed records."""
-    pairs = list(struct.iter_unpack(RECORD.format, records))
-    return [pair[0] for pair in pairs], [pair[1] for pair in pairs]
+def pairs(ids: bytes, logprobs: bytes) -> list[bytes]:
+    return [ids[i : i + 4] + logprobs[i : i + 4] for i in range(0, len(ids), 4)]
+
+
+Top = list[tuple[int, float]]
+"""The likeliest tokens at one position, likeliest first: id, log-probability."""
+
+
+def split(records: bytes, width: int = 1) -> tuple[list[int], list[float], list[Top]]:
+    """Ids, log-probabilities and likeliest tokens (nothing where `width` is 1) of packed records."""
+    unpacked: Top = list(struct.iter_unpack(RECORD.format, records))
+    own = unpacked[::width]
+    tops = [unpacked[i + 1 : i + width] for i in range(0, len(unpacked), width)] if width > 1 else []
+    return [token_id for token_id, _ in own], [logprob for _, logprob in own], tops
 
 
 async def read(redis: Redis, keys: Keys, request_ids: Iterable[str]) -> dict[str, Committed]:
@@ -76,10 +96,13 @@ async def read(redis: Redis, keys: Keys, request_ids: Iterable[str]) -> dict[str
         workers = homes
 
 
+FIELDS = ["digest", "worker", "attempt", "base", "strikes", "cancel", "terminal", "width"]
+
+
 async def read_once(redis: Redis, keys: Keys, request_ids: list[str], workers: list[str]) -> dict[str, Committed]:
     async with redis.pipeline(transaction=True) as pipe:
         for request_id in request_ids:
-            pipe.hmget(keys.home(request_id), ["digest", "worker", "attempt", "base", "strikes", "cancel", "terminal"])
+            pipe.hmget(keys.home(request_id), FIELDS)
             pipe.get(keys.tokens(request_id))
             pipe.get(keys.result(request_id))
         for worker in workers:
@@ -88,9 +111,8 @@ async def read_once(redis: Redis, keys: Keys, request_ids: list[str], workers: l
     reading: dict[str, Committed] = {}
     for i, request_id in enumerate(request_ids):
         home, records, result = answers[3 * i : 3 * i + 3]
-        digest, worker, attempt, base, strikes, cancel, terminal = home or [None] * 7
-        records = (records or b"")[: len(records or b"") // RECORD.size * RECORD.size]
-        reading[request_id] = Committed(
+        digest, worker, attempt, base, strikes, cancel, terminal, width = home or [None] * len(FIELDS)
+        state = reading[request_id] = Committed(
             known=digest is not None,
             worker=(worker or b"").decode(),
             attempt=int(attempt or 0),
@@ -98,10 +120,12 @@ async def read_once(redis: Redis, keys: Keys, request_ids: list[str], workers: l
             strikes=int(strikes or 0),
             cancelled=cancel is not None,
             terminal=(terminal or b"").decode(),
-            records=records,
-            spilled=len(records) // RECORD.size,
+            width=int(width or 1),
             result=result,
         )
+        records = records or b""
+        state.records = records[: len(records) // state.token_bytes * state.token_bytes]
+        state.spilled_bytes = len(state.records)
     for entries in answers[3 * len(request_ids) :]:
         replay(entries or [], reading)
     return reading

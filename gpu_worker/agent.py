@@ -135,9 +135,18 @@ class Agent:
 
     def start(self, start: Start) -> StartRow:
         request = self.table.start(start).request
-        shown_ids, _ = split(start.shown)
+        shown_ids, _, _ = split(start.shown, request.width)
         return StartRow(
-            start.row, request.prompt_ids + pack_ids(shown_ids), start.base, request.max_new_tokens, request.ignore_eos, start.blocks
+            row=start.row,
+            ids=request.prompt_ids + pack_ids(shown_ids),
+            base=start.base,
+            end=request.max_new_tokens,
+            ignore_eos=request.ignore_eos,
+            blocks=start.blocks,
+            min_end=request.min_new_tokens,
+            stop_ids=request.stop_ids,
+            top_n=request.top_n_tokens,
+            sampling=request.sampling,
         )
 
     def drop_everything(self) -> None:
@@ -163,10 +172,12 @@ class Agent:
         """Moves rows on by one step."""
         self.step, self.stepped_at = step.step, time.monotonic()
         tokens = zip(unpack_ids(step.rows), unpack_ids(step.indices), unpack_ids(step.ids), unpack_floats(step.logprobs), strict=True)
-        for number, index, token_id, logprob in tokens:
+        tops = {entry: list(zip(unpack_ids(ids), unpack_floats(logprobs), strict=True)) for entry, ids, logprobs in step.tops}
+        for entry, (number, index, token_id, logprob) in enumerate(tokens):
             if (row := self.table.rows.get(number)) is not None and not row.ended:
-                text = row.add(token_id, logprob)
-                self.outbox.add(row, index, token_id, logprob, text)
+                top = tops.get(entry)
+                text = row.add(token_id, logprob, top)
+                self.outbox.add(row, index, token_id, logprob, text, top)
                 if row.stopped_by(text):
                     self.stop_at_string(row, step)
         self.outbox.prefilled += [(number, kv_len, step.step) for number, kv_len in step.prefilled]

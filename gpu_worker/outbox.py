@@ -1,8 +1,9 @@
 """What gathers between two flushes: tokens, ends, releases."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from common.messages import Tokens, pack_floats, pack_ids
+from common.recover import Top
 from gpu_worker.table import RowText
 
 
@@ -15,10 +16,15 @@ class Span:
     ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     texts: list[str] = field(default_factory=list)
+    top: Top = field(default_factory=list)
 
     def tokens(self) -> Tokens:
         request = self.row.request
-        return Tokens(request.request_id, self.row.attempt, self.index, pack_ids(self.ids), pack_floats(self.logprobs), self.texts)
+        tokens = Tokens(request.request_id, self.row.attempt, self.index, pack_ids(self.ids), pack_floats(self.logprobs), self.texts)
+        if not self.top:
+            return tokens
+        top_ids, top_logprobs = zip(*self.top, strict=True)
+        return replace(tokens, top_ids=pack_ids(top_ids), top_logprobs=pack_floats(top_logprobs))
 
 
 @dataclass(slots=True)
@@ -40,12 +46,13 @@ class Outbox:
     released: list[tuple[int, int]] = field(default_factory=list)
     takeover: bool = False
 
-    def add(self, row: RowText, index: int, token_id: int, logprob: float, text: str) -> None:
+    def add(self, row: RowText, index: int, token_id: int, logprob: float, text: str, top: Top | None = None) -> None:
         if (span := self.spans.get(row.row)) is None:
             span = self.spans[row.row] = Span(row, index)
         span.ids.append(token_id)
         span.logprobs.append(logprob)
         span.texts.append(text)
+        span.top += top or ()
 
     @property
     def has_news(self) -> bool:

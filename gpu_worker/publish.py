@@ -1,7 +1,7 @@
 """One flush: token log, report, events, terminals and spills, in one script."""
 
 from collections import defaultdict
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from redis.asyncio import Redis
@@ -53,7 +53,7 @@ class Publisher:
         entry = []
         for span in outbox.spans.values():
             tokens = span.tokens()
-            entry.append(Tokens(tokens.request_id, tokens.attempt, tokens.index, tokens.ids, tokens.logprobs))
+            entry.append(replace(tokens, texts=[]))
             if channel := span.row.request.channel:
                 by_channel[channel].append(tokens)
         messages = [self.message(channel, tokens) for channel, tokens in by_channel.items()]
@@ -64,7 +64,7 @@ class Publisher:
             args += self.terminal(row, why)
         for row in spills:
             keys.append(self.keys.tokens(row.request.request_id))
-            args += [row.num_spilled, row.unspilled()]
+            args += [row.spilled_bytes, row.unspilled()]
         head = [self.sequence, encode(LogEntry(entry)), encode(report) if report else "", f"{acknowledged}-0", TOKENS_TTL_MS]
         counts = [len(messages), len(outbox.terminals), len(spills), "1" if trim else ""]
         flat = [part for message in messages for part in message]

@@ -7,7 +7,7 @@ from tokenizers import Tokenizer
 
 from common.detokenize import Detokenizer, StopMatcher, generated_text
 from common.messages import RECORD, Generate, Start, unpack_ids
-from common.recover import split
+from common.recover import Top, split
 
 
 @dataclass(slots=True, eq=False)
@@ -32,22 +32,29 @@ class RowText:
     num_spilled: int
     ended: bool = False
 
-    def add(self, token_id: int, logprob: float) -> str:
-        """Takes the next token. Returns the text that it adds."""
+    def add(self, token_id: int, logprob: float, top: Top | None = None) -> str:
+        """Takes the next token, with its likeliest ones if they were asked for. Returns the text that it adds."""
         self.records += RECORD.pack(token_id, logprob)
+        for pair in top or ():
+            self.records += RECORD.pack(*pair)
         self.num_tokens += 1
         return self.detokenizer.step(token_id)
 
     def stopped_by(self, text: str) -> bool:
-        return self.matcher is not None and self.matcher.step(text)
+        """Whether a stop string has appeared up to the end of `text`, what the newest token adds."""
+        return self.matcher is not None and self.num_tokens > self.request.min_new_tokens and self.matcher.step(text)
+
+    @property
+    def spilled_bytes(self) -> int:
+        return self.num_spilled * RECORD.size * self.request.width
 
     def unspilled(self) -> bytes:
-        return bytes(self.records[self.num_spilled * RECORD.size :])
+        return bytes(self.records[self.spilled_bytes :])
 
     def text(self, reason: str) -> str:
         """The whole answer."""
-        ids, _ = split(bytes(self.records))
-        return generated_text(self.detokenizer.tokenizer, self.prompt_ids, ids, self.request.stop, reason)
+        ids, _, _ = split(bytes(self.records), self.request.width)
+        return generated_text(self.detokenizer.tokenizer, self.prompt_ids, ids, self.request.stop, reason, self.request.min_new_tokens)
 
 
 @dataclass(slots=True)
@@ -60,7 +67,7 @@ class Table:
     def start(self, start: Start) -> RowText:
         """A row that starts. Tokens of earlier attempts have been shown: they only set the scene."""
         prompt_ids = unpack_ids(start.request.prompt_ids)
-        shown_ids, _ = split(start.shown)
+        shown_ids, _, _ = split(start.shown, start.request.width)
         row = RowText(
             row=start.row,
             attempt=start.attempt,
@@ -69,7 +76,7 @@ class Table:
             detokenizer=Detokenizer(self.tokenizer, prompt_ids),
             matcher=StopMatcher(start.request.stop) if start.request.stop else None,
             records=bytearray(start.shown),
-            num_tokens=start.base,
+            num_tokens=0,
             num_spilled=start.base,
         )
         replay(row, shown_ids)
@@ -83,4 +90,5 @@ class Table:
 
 def replay(row: RowText, shown_ids: Sequence[int]) -> None:
     for token_id in shown_ids:
+        row.num_tokens += 1
         row.stopped_by(row.detokenizer.step(token_id))

@@ -149,7 +149,7 @@ class FakeWorker:
             args += self.terminal(live)
         for live in spilled:
             keys.append(self.keys.tokens(live.request.request_id))
-            args += [0, interleave(pack_ids(live.ids[: live.done]), pack_floats(live.logprobs[: live.done]))]
+            args += [0, interleave(Tokens("", 1, 0, pack_ids(live.ids[: live.done]), pack_floats(live.logprobs[: live.done])))]
         assert await script(self.redis, "flush")(keys=keys, args=args) == b"OK"
         for live in ended:
             await self.settle(live)

@@ -142,7 +142,7 @@ async def commit(redis: Redis, spilled: int, logged: int, request_id: str = "r")
     """The first tokens of the answer stand in the string, the others in the log of w0."""
     await redis.hset(KEYS.home(request_id), mapping={"digest": "d", "worker": "w0", "attempt": 1, "base": 0})
     if spilled:
-        await redis.set(KEYS.tokens(request_id), interleave(pack_ids(IDS[:spilled]), pack_floats([0.0] * spilled)))
+        await redis.set(KEYS.tokens(request_id), interleave(Tokens("", 1, 0, pack_ids(IDS[:spilled]), pack_floats([0.0] * spilled))))
     for i in range(spilled, logged):
         await redis.xadd(KEYS.log("w0"), {"entry": encode(LogEntry([tokens(i, i + 1, request_id=request_id)]))})
 

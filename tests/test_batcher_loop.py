@@ -30,7 +30,7 @@ async def turns(batcher: Batcher, count: int = 6) -> None:
 async def admit(redis, name: str) -> None:
     request = Generate(name, "d", pack_ids([1] * 4), 20, gateway="")
     keys = [KEYS.requests, KEYS.requests_bytes, KEYS.home(name)]
-    await brokers.script(redis, "admit")(keys=keys, args=[encode(request), 100, 10**9, "d", "", "", 660_000])
+    await brokers.script(redis, "admit")(keys=keys, args=[encode(request), 100, 10**9, "d", "", "", 660_000, 1])
 
 
 async def open_worker(redis, name: str, capacity: bytes | None = None) -> None:

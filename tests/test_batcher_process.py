@@ -41,7 +41,7 @@ async def gateway(redis) -> None:
 async def admit(redis, name: str, payload: bytes | None = None, **fields) -> bytes:
     request = Generate(name, "d", pack_ids([1, 2, 3]), 5, channel=CHANNEL, gateway="g", **fields)
     keys = [KEYS.requests, KEYS.requests_bytes, KEYS.home(name)]
-    answer = await script(redis, "admit")(keys=keys, args=[payload or encode(request), 100, 10**6, "d", CHANNEL, "g", 600_000])
+    answer = await script(redis, "admit")(keys=keys, args=[payload or encode(request), 100, 10**6, "d", CHANNEL, "g", 600_000, 1])
     return answer[1]
 
 

@@ -8,7 +8,7 @@ from common import broker as brokers
 from common.codec import encode
 from common.keys import SEALED, Keys
 from common.messages import RECORD, LogEntry, Tokens, pack_floats, pack_ids
-from common.recover import read, split
+from common.recover import interleave, read, split
 
 KEYS = Keys("test")
 
@@ -17,9 +17,9 @@ async def call(redis, name, keys, args=()):
     return await brokers.script(redis, name)(keys=keys, args=list(args))
 
 
-async def admit(redis, request_id="r1", payload=b"x" * 10, max_count=2, max_bytes=100, digest="d"):
+async def admit(redis, request_id="r1", payload=b"x" * 10, max_count=2, max_bytes=100, digest="d", width=1):
     keys = [KEYS.requests, KEYS.requests_bytes, KEYS.home(request_id)]
-    return await call(redis, "admit", keys, [payload, max_count, max_bytes, digest, "ch", "g", 60_000])
+    return await call(redis, "admit", keys, [payload, max_count, max_bytes, digest, "ch", "g", 60_000, width])
 
 
 async def open_worker(redis, name="w1"):
@@ -172,9 +172,9 @@ async def test_spills_are_idempotent_and_leave_no_hole(redis):
     await flush(redis, 1, entry("r1", 0, [0, 1]))
     await flush(redis, 2, entry("r1", 2, [2]), spills=[("r1", 0, records[:24])], trim="1")
     assert [i for i, _ in await redis.xrange(KEYS.log("w1"))] == [b"2-0"], "what is spilled is trimmed"
-    await flush(redis, 3, entry("r1", 3, [3]), spills=[("r1", 1, records[8:])])
+    await flush(redis, 3, entry("r1", 3, [3]), spills=[("r1", 8, records[8:])])
     assert await redis.get(KEYS.tokens("r1")) == records
-    await flush(redis, 4, spills=[("r1", 9, records)], trim="1")
+    await flush(redis, 4, spills=[("r1", 72, records)], trim="1")
     assert await redis.get(KEYS.tokens("r1")) == records, "a hole is refused"
     assert await redis.xlen(KEYS.log("w1")) == 3, "and then nothing is trimmed"
     state = (await read(redis, KEYS, ["r1"]))["r1"]
@@ -191,10 +191,10 @@ async def test_what_is_committed_is_string_plus_log(redis):
     await flush(redis, 3, entry("other", 0, [99]))
     state = (await read(redis, KEYS, ["r1", "unknown"]))["r1"]
     assert split(state.records)[0] == [10, 11, 12]
-    assert (state.spilled, state.worker, state.attempt, state.base) == (1, "w1", 2, 1)
+    assert (state.spilled_bytes, state.worker, state.attempt, state.base) == (8, "w1", 2, 1)
     keep = [KEYS.tokens("r1"), KEYS.home("r1")]
     for _ in range(2):
-        await call(redis, "keep", keep, [state.spilled, state.records[8:], 60_000, 1])
+        await call(redis, "keep", keep, [state.spilled_bytes, state.records[8:], 60_000, 1])
     assert await redis.get(KEYS.tokens("r1")) == state.records
     assert not (await read(redis, KEYS, ["unknown"]))["unknown"].known
 
@@ -225,3 +225,15 @@ async def test_one_lease_and_rising_epochs(redis):
     await redis.set(KEYS.epoch, 2**52)
     await redis.delete(KEYS.batcher)
     assert int(await call(redis, "lease", keys, ["b0", 5000, ""])) == 2**52 + 1
+
+
+async def test_likeliest_tokens_are_committed_with_their_token(redis):
+    await open_worker(redis)
+    await admit(redis, "r1", width=3)
+    await hand_over(redis, "5-1", [("r1", 1, 0)])
+    said = [Tokens("r1", 1, i, pack_ids([i]), pack_floats([-1.0]), [], pack_ids([i, 7]), pack_floats([-1.0, -2.0])) for i in range(3)]
+    await redis.set(KEYS.tokens("r1"), interleave(said[0]) + b"half of a token")
+    await flush(redis, 1, encode(LogEntry(said[1:])))
+    state = (await read(redis, KEYS, ["r1"]))["r1"]
+    assert (state.num_tokens, state.spilled_bytes) == (3, 24)
+    assert split(state.records, 3) == ([0, 1, 2], [-1.0] * 3, [[(i, -1.0), (7, -2.0)] for i in range(3)])

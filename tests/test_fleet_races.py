@@ -61,7 +61,7 @@ class Races:
         ids = [self.draw.randrange(1000, 40_000) for _ in range(self.draw.randint(1, 40))]
         request = Generate(name, "d", pack_ids(ids), self.draw.randint(1, 16), channel=CHANNEL, gateway="test", ignore_eos=True)
         keys = [KEYS.requests, KEYS.requests_bytes, KEYS.home(name)]
-        answer = await script(self.redis, "admit")(keys=keys, args=[encode(request), 1000, 10**8, "d", CHANNEL, "test", 600_000])
+        answer = await script(self.redis, "admit")(keys=keys, args=[encode(request), 1000, 10**8, "d", CHANNEL, "test", 600_000, 1])
         assert answer[0] == b"admitted"
 
     async def kill_now_and_then(self) -> None:
