@@ -4,11 +4,15 @@ RUN := .venv/.installed-to-run
 DEV := .venv/.installed-to-develop
 export PYTHON
 
-.PHONY: serve test test-all check format clean
+.PHONY: serve demo test test-all check format clean
 
 # The fleet dies with make (PARENT_PID), however make dies.
 serve: $(RUN)
 	@PARENT_PID=$$PPID exec $(BIN)/tokenfleet serve $(ARGS)
+
+# Two workers, and a page with buttons that kill them: http://127.0.0.1:3000
+demo: $(RUN)
+	@PARENT_PID=$$PPID exec $(BIN)/tokenfleet serve --demo --hostname 127.0.0.1 --num-workers 2 $(ARGS)
 
 test: $(DEV)
 	$(BIN)/pytest $(ARGS)

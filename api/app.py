@@ -3,29 +3,74 @@
 import contextlib
 from collections.abc import AsyncIterator
 
-from fastapi import FastAPI
+from fastapi import Depends, FastAPI
+from fastapi.security import HTTPBearer
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
+from starlette.types import ASGIApp
 
-from api import routes_generate, routes_models
+from api import (
+    routes_chat,
+    routes_completions,
+    routes_explain,
+    routes_fleet,
+    routes_generate,
+    routes_health,
+    routes_info,
+    routes_metrics,
+    routes_models,
+    routes_page,
+    routes_tokenize,
+)
 from api.errors import Refusal, answer_crash, answer_http, answer_nobody, answer_refusal
 from api.gateway import Gateway
+from api.key import check_key
+from api.meter import Meter
+from api.openapi import describe
+from api.request_id import RequestIds
+from common.settings import Settings
+from common.tally import counting
 
 
-def build(gateway: Gateway) -> FastAPI:
+def build(gateway: Gateway) -> ASGIApp:
     """The application; the gateway runs from its start-up to its shutdown."""
 
     @contextlib.asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        async with gateway.running():
+        async with gateway.running(), counting(gateway.redis, gateway.fleet.keys):
             yield
 
-    app = FastAPI(title="Tokenfleet", lifespan=lifespan, redirect_slashes=False)
+    app = FastAPI(
+        title="Tokenfleet",
+        lifespan=lifespan,
+        redirect_slashes=False,
+        openapi_url="/api-doc/openapi.json",
+        redoc_url=None,
+        generate_unique_id_function=lambda route: route.name,
+    )
+    app.openapi = lambda: describe(app)  # type: ignore[method-assign]
     app.state.gateway = gateway
-    app.include_router(routes_generate.router)
+    keyed = [Depends(check_key), Depends(HTTPBearer(auto_error=False))] if gateway.settings.api_key else []
+    app.include_router(routes_generate.router, dependencies=keyed)
+    app.include_router(routes_tokenize.router, dependencies=keyed)
+    app.include_router(routes_chat.router, dependencies=keyed)
+    app.include_router(routes_completions.router, dependencies=keyed)
+    app.include_router(routes_health.router)
+    app.include_router(routes_info.router)
     app.include_router(routes_models.router)
+    app.include_router(routes_fleet.router, dependencies=keyed)
+    app.include_router(routes_page.router)
+    app.include_router(routes_metrics.router)
+    app.include_router(routes_explain.router, dependencies=keyed)
     app.add_exception_handler(Refusal, answer_refusal)
     app.add_exception_handler(HTTPException, answer_http)
     app.add_exception_handler(ClientDisconnect, answer_nobody)
     app.add_exception_handler(Exception, answer_crash)
-    return app
+    return RequestIds(Meter(cors(app, gateway.settings)))
+
+
+def cors(app: ASGIApp, settings: Settings) -> ASGIApp:
+    """Answers that a browser may hand to pages of other origins."""
+    origins = settings.cors_allow_origin or ("*",)
+    return CORSMiddleware(app, allow_origins=origins, allow_methods=["GET", "POST"], allow_headers=["*"], expose_headers=["*"])

@@ -17,10 +17,16 @@ async def read(request: Request, shape: type[Shape], max_bytes: int) -> Shape:
     try:
         return shape.model_validate_json(await content(request, max_bytes))
     except ValidationError as error:
-        problems = error.errors(include_url=False, include_context=False, include_input=False)
+        raise refuse_shape(error) from error
+
+
+def refuse_shape(error: ValidationError) -> Refusal:
+    """400 where it is not JSON, else 422 that names the fields at fault."""
+    problems = error.errors(include_url=False, include_context=False, include_input=False)
     if problems[0]["type"] == "json_invalid":
-        raise Refusal(400, "invalid_json", problems[0]["msg"])
-    raise invalid("; ".join(f"`{'.'.join(map(str, one['loc'])) or 'body'}`: {one['msg']}" for one in problems[:MAX_PROBLEMS]))
+        return Refusal(400, "invalid_json", problems[0]["msg"])
+    fields = [".".join(map(str, one["loc"])) or "body" for one in problems[:MAX_PROBLEMS]]
+    return invalid("; ".join(f"`{field}`: {one['msg']}" for field, one in zip(fields, problems, strict=False)), fields[0])
 
 
 def check_content_type(request: Request) -> None:

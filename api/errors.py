@@ -1,40 +1,87 @@
-"""What a client is told when a request cannot be served: a status and TGI's object {"error", "error_type"}."""
+"""What a client is told when a request cannot be served: a status and an error object, each in the way of the API that it speaks."""
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import orjson
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.routing import Match
 
+from api import meter
 from common.messages import Terminal
 
 log = logging.getLogger(__name__)
 
 CLIENT_GONE = 499
+METHODS = ("DELETE", "GET", "HEAD", "PATCH", "POST", "PUT")
 
 encode = orjson.dumps
 """Compact JSON, as in every answer; a number that JSON has no word for is null."""
 
 
 class Refusal(Exception):
-    """A request that is not served, and why; `str()` is the text that the client sees."""
+    """A request that is not served, and why.
 
-    def __init__(self, status: int, error_type: str, text: str) -> None:
-        self.status, self.error_type, self.text = status, error_type, text
+    Attributes:
+        status, error_type: as on TGI's routes; OpenAI's follow from them.
+        text: what a person reads.
+        param: the field at fault, as the client wrote it.
+        code: OpenAI's word for the cause, where its clients look for one.
+    """
+
+    def __init__(self, status: int, error_type: str, text: str, param: str | None = None, code: str | None = None) -> None:
+        self.status, self.error_type, self.text, self.param, self.code = status, error_type, text, param, code
         super().__init__(text)
 
-    @property
-    def body(self) -> bytes:
-        return encode({"error": self.text, "error_type": self.error_type})
 
-    def response(self, headers: Mapping[str, str] | None = None) -> Response:
-        return Response(self.body, self.status, headers, "application/json")
+# --- the two families -------------------------------------------------------------------------------------------------------------
+
+Family = Callable[[Refusal], tuple[int, dict[str, Any]]]
+"""Status and error object of a refusal, as the clients of one API expect them."""
+
+PREFIXES = {"validation": "Input validation error: ", "template_error": "Template error: ", "tool_error": "Tool error: "}
+OPENAI_STATUS = {422: 400, 424: 500}
+OPENAI_TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_exceeded"}
+OPENAI_CODES = {401: "invalid_api_key", 429: "rate_limit_exceeded"}
 
 
-def invalid(detail: str) -> Refusal:
-    return Refusal(422, "validation", f"Input validation error: {detail}")
+def tgi(refusal: Refusal) -> tuple[int, dict[str, Any]]:
+    return refusal.status, {"error": PREFIXES.get(refusal.error_type, "") + refusal.text, "error_type": refusal.error_type}
+
+
+def openai(refusal: Refusal) -> tuple[int, dict[str, Any]]:
+    status = OPENAI_STATUS.get(refusal.status, refusal.status)
+    kind = OPENAI_TYPES.get(status, "server_error" if status >= 500 else "invalid_request_error")
+    code = refusal.code or OPENAI_CODES.get(status)
+    return status, {"error": {"message": refusal.text, "type": kind, "param": refusal.param, "code": code}}
+
+
+def family(path: str) -> Family:
+    """Of the route with this path."""
+    return openai if path == "/v1" or path.startswith("/v1/") else tgi
+
+
+def respond(refusal: Refusal, path: str, headers: Mapping[str, str] | None = None) -> Response:
+    """The refusal as an answer of the route with this path."""
+    status, body = family(path)(refusal)
+    known = dict(headers or {})
+    if refusal.status == 424:
+        known["x-should-retry"] = "false"  # OpenAI's clients repeat what ended with 500: a request that kills workers must not come back
+    return Response(encode(body), status, known, "application/json")
+
+
+# --- causes -----------------------------------------------------------------------------------------------------------------------
+
+
+def invalid(detail: str, param: str | None = None) -> Refusal:
+    return Refusal(422, "validation", detail, param)
+
+
+def unauthorised() -> Refusal:
+    return Refusal(401, "unauthorized", "Incorrect API key: expected the header `Authorization: Bearer <key>`")
 
 
 def overloaded() -> Refusal:
@@ -51,16 +98,27 @@ def failed(terminal: Terminal) -> Refusal:
     return Refusal(424, terminal.error_type or "generation", f"Request failed during generation: {cause}")
 
 
+# --- handlers ---------------------------------------------------------------------------------------------------------------------
+
+
 async def answer_refusal(request: Request, refusal: Exception) -> Response:
     assert isinstance(refusal, Refusal)
-    return refusal.response()
+    meter.refused(refusal.status, refusal.error_type)
+    return respond(refusal, request.url.path)
 
 
 async def answer_http(request: Request, error: Exception) -> Response:
     """No such route, or not with this method."""
     assert isinstance(error, HTTPException)
     error_type = error.detail.lower().replace(" ", "_")
-    return Refusal(error.status_code, error_type, f"{error.detail}: {request.method} {request.url.path}").response(error.headers)
+    refusal = Refusal(error.status_code, error_type, f"{error.detail}: {request.method} {request.url.path}")
+    return respond(refusal, request.url.path, {"allow": allowed(request)} if error.status_code == 405 else error.headers)
+
+
+def allowed(request: Request) -> str:
+    """The methods of a path, of whichever route; Starlette names those of the first one."""
+    routes = request.app.routes
+    return ", ".join(one for one in METHODS if any(route.matches({**request.scope, "method": one})[0] is Match.FULL for route in routes))
 
 
 async def answer_nobody(request: Request, error: Exception) -> Response:
@@ -70,4 +128,4 @@ async def answer_nobody(request: Request, error: Exception) -> Response:
 
 async def answer_crash(request: Request, error: Exception) -> Response:
     """The log has the traceback: Starlette raises the error again."""
-    return Refusal(500, "internal", "Internal error").response()
+    return respond(Refusal(500, "internal", "Internal error"), request.url.path)

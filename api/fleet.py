@@ -15,9 +15,12 @@ from common.codec import WireError, decode
 from common.keys import Keys
 from common.messages import Worker
 from common.settings import Settings
+from common.sign import Sign
 
 log = logging.getLogger(__name__)
 FRESH_S = 0.05
+TTL_SHARE = 0.8
+"""A gateway's sign of life is gone before WORKER_TTL_S is over: there is time left for others to take its jobs over."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +43,7 @@ class Fleet:
 
     def __init__(self, redis: Redis, keys: Keys, gateway: str, settings: Settings, num_streams: Callable[[], int]) -> None:
         self.redis, self.keys, self.settings = redis, keys, settings
-        self.own_key = keys.gateway(gateway)
+        self.sign = Sign(redis, keys, "gateway", gateway, TTL_SHARE * settings.worker_ttl_s)
         self.num_streams = num_streams
         self.ready_s: float | None = None
         self.max_total_tokens = 0
@@ -75,16 +78,13 @@ class Fleet:
 
     async def say_alive(self) -> None:
         """Our sign of life, with what we hold."""
-        async with self.redis.pipeline() as pipe:
-            pipe.hset(self.own_key, mapping={"streams": self.num_streams(), "tasks": len(asyncio.all_tasks())})
-            pipe.pexpire(self.own_key, round(self.settings.worker_ttl_s * 1000))
-            await pipe.execute()
+        await self.sign.show(state="ready", streams=self.num_streams(), tasks=len(asyncio.all_tasks()))
 
     async def leave(self) -> None:
         """Takes the sign of life away: this gateway has no requests any more."""
         try:
             async with asyncio.timeout(1.0):
-                await self.redis.delete(self.own_key)
+                await self.sign.take_away()
         except ERRORS as error:
             log.warning("the sign of life stays until it expires: %s", cause(error))
 
@@ -129,4 +129,11 @@ class Fleet:
         """Meaningful after `check`."""
         max_total_tokens = min(self.settings.max_total_tokens or self.max_total_tokens, self.max_total_tokens)
         max_input_tokens = min(self.settings.max_input_tokens or max_total_tokens, max_total_tokens - 1)
-        return Limits(max_input_tokens, max_total_tokens, self.settings.max_stop_sequences)
+        return Limits(
+            max_input_tokens,
+            max_total_tokens,
+            self.settings.max_stop_sequences,
+            self.settings.max_top_n_tokens,
+            self.settings.max_best_of,
+            self.settings.max_client_batch_size,
+        )

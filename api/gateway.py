@@ -10,6 +10,8 @@ from typing import Any, cast
 from fastapi import Request
 
 from api.fleet import Fleet
+from api.jobs import Jobs
+from api.pools import Pools
 from api.prompt import Vocabulary
 from api.relay import Relay
 from api.submit import Desk
@@ -21,7 +23,11 @@ log = logging.getLogger(__name__)
 
 
 class Gateway:
-    """The parts of a gateway, tied together; `name` is new at every start."""
+    """The parts of a gateway that serve one pool, tied together; `name` is new at every start.
+
+    Attributes:
+        pools: from a model's name to the gateway that serves it, this one or one like it.
+    """
 
     def __init__(self, settings: Settings, name: str, vocabulary: Vocabulary, lose: Callable[[], bool] | None = None) -> None:
         keys = Keys(settings.pool)
@@ -29,21 +35,24 @@ class Gateway:
         self.redis = connect(settings.redis_url or "")
         self.relay = Relay(self.redis, keys, name, lose)
         self.fleet = Fleet(self.redis, keys, name, settings, num_streams=lambda: len(self.relay.streams))
+        self.pools = Pools(self, self.redis, name)
         self.desk = Desk(self.redis, keys, name, settings, vocabulary, self.relay, self.fleet)
+        self.jobs = Jobs(self, name)
 
     @contextlib.asynccontextmanager
-    async def running(self) -> AsyncIterator[None]:
+    async def running(self) -> AsyncIterator["Gateway"]:
         """The gateway lives while the context is open; a broker that is away now may come later."""
         await self.fleet.look()
         async with contextlib.AsyncExitStack() as stack:
             stack.push_async_callback(self.redis.aclose)
             stack.push_async_callback(self.fleet.leave)
-            for loop in (self.relay.run(), self.fleet.run()):
+            for loop in (self.relay.run(), self.fleet.run(), self.jobs.run()):
                 await stack.enter_async_context(running_task(loop))
             stack.push_async_callback(self.desk.close)
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self.relay.subscribed.wait(), CONNECT_TIMEOUT_S)
-            yield
+            stack.push_async_callback(self.pools.close)
+            yield self
 
 
 @contextlib.asynccontextmanager

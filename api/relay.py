@@ -5,11 +5,14 @@ source (a sequence number left out) or in silence; the answer is always the same
 """
 
 import asyncio
+import contextlib
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable
 
 from redis.asyncio import Redis
+from redis.asyncio.client import PubSub
 
 from api.stream import Stream
 from common.broker import CONNECT_TIMEOUT_S, ERRORS, cause
@@ -31,6 +34,7 @@ class Relay:
 
     Attributes:
         streams: live ones, by request id.
+        followed: channels of other gateways, whose requests have become ours → how many streams need each.
         trouble: why there is no subscription; empty while there is one.
     """
 
@@ -38,7 +42,9 @@ class Relay:
         self.redis, self.keys, self.channel = redis, keys, keys.events(gateway)
         self.lose = lose
         self.streams: dict[str, Stream] = {}
-        self.sequences: dict[str, tuple[int, float]] = {}
+        self.followed: Counter[str] = Counter()
+        self.pubsub: PubSub | None = None
+        self.sequences: dict[tuple[str, str], tuple[int, float]] = {}
         self.trouble = "not connected to the broker yet"
         self.subscribed = asyncio.Event()
         self.wanted: set[str] = set()
@@ -67,6 +73,21 @@ class Relay:
         self.streams.pop(stream.request.request_id, None)
         self.wanted.discard(stream.request.request_id)
 
+    async def follow(self, channel: str) -> None:
+        """Hears what is said to another gateway as well. Where that cannot be said now, it is from the next subscription on."""
+        self.followed[channel] += 1
+        if self.followed[channel] == 1 and self.pubsub is not None:
+            with contextlib.suppress(*ERRORS):
+                await self.pubsub.subscribe(channel)
+
+    async def unfollow(self, channel: str) -> None:
+        self.followed[channel] -= 1
+        if not self.followed[channel]:
+            del self.followed[channel]
+            if self.pubsub is not None:
+                with contextlib.suppress(*ERRORS):
+                    await self.pubsub.unsubscribe(channel)
+
     # --- messages -----------------------------------------------------------------------------------------------------------------
 
     async def listen(self) -> None:
@@ -86,21 +107,24 @@ class Relay:
 
     async def subscribe(self) -> None:
         """Hears messages for as long as the connection holds."""
-        async with self.redis.pubsub() as pubsub:
-            await pubsub.subscribe(self.channel)
-            async for message in pubsub.listen():
-                if message["type"] == "subscribe":
-                    self.subscribed.set()
-                    self.trouble = ""
-                    self.ask(self.streams.values())
-                elif message["type"] == "message" and not (self.lose and self.lose()):
-                    self.hear(message["data"])
+        async with self.redis.pubsub() as self.pubsub:
+            try:
+                await self.pubsub.subscribe(self.channel, *self.followed)
+                async for message in self.pubsub.listen():
+                    if message["type"] == "subscribe":
+                        self.subscribed.set()
+                        self.trouble = ""
+                        self.ask(self.streams.values())
+                    elif message["type"] == "message" and not (self.lose and self.lose()):
+                        self.hear(message["data"], message["channel"].decode())
+            finally:
+                self.pubsub = None
 
-    def hear(self, data: bytes) -> None:
+    def hear(self, data: bytes, channel: str = "") -> None:
         """One message of one source."""
         try:
             events = decode(Events, data)
-            if self.missed(events):
+            if self.missed(events, channel):
                 self.ask(self.streams.values())
             for tokens in events.tokens:
                 stream = self.streams.get(tokens.request_id)
@@ -114,11 +138,11 @@ class Relay:
             log.error("undecodable message: %s", error)
             self.ask(self.streams.values())
 
-    def missed(self, events: Events) -> bool:
-        """Whether messages of this source went past us. One without content repeats its last number."""
-        last, _ = self.sequences.get(events.source, (0, 0.0))
+    def missed(self, events: Events, channel: str) -> bool:
+        """Whether messages of this source to this channel went past us. One without content repeats its last number."""
+        last, _ = self.sequences.get((events.source, channel), (0, 0.0))
         says_something = bool(events.tokens or events.terminals)
-        self.sequences[events.source] = (max(last, events.sequence), time.monotonic())
+        self.sequences[events.source, channel] = (max(last, events.sequence), time.monotonic())
         return events.sequence > last + says_something
 
     # --- filling ------------------------------------------------------------------------------------------------------------------

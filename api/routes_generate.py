@@ -1,107 +1,103 @@
-"""POST /generate and /generate_stream, as TGI has them."""
+"""POST /generate, /generate_stream and /, as TGI has them."""
 
-import asyncio
 import time
+from dataclasses import dataclass
 from typing import Any
 
 from fastapi import APIRouter, Request
+from sse_starlette import EventSourceResponse
 from starlette.responses import Response
 
-from api import body
-from api.errors import CLIENT_GONE, encode, failed
+from api import best_of, body
+from api.answer_tgi import answer, frames
+from api.errors import encode
 from api.gateway import Gateway, gateway_of
-from api.schemas_tgi import GenerateRequest
-from api.sse import TokenStream, token
-from api.stream import Stream
+from api.headers import prompt_headers, time_headers
+from api.openapi import sends_events, takes
+from api.replies_tgi import GENERATE_REFUSALS, GenerateResponse, StreamResponse
+from api.request_id import request_id
+from api.schemas_tgi import CompatRequest, GenerateRequest, Parameters
+from api.sse import TokenStream
 from api.validate import Wanted, validate
+from api.wait import finished
 
-router = APIRouter()
-BODY: dict[str, Any] = {"requestBody": {"required": True, "content": {"application/json": {"schema": GenerateRequest.model_json_schema()}}}}
+router = APIRouter(responses=GENERATE_REFUSALS)
+
+EVENTS: dict[int | str, dict[str, Any]] = {200: {"content": sends_events(StreamResponse)}}
 
 
-@router.post("/generate_stream", openapi_extra=BODY)
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One call of a route, found valid.
+
+    Attributes:
+        begun_s: monotonic time of its arrival.
+        prefix: what the whole text begins with.
+    """
+
+    request: Request
+    gateway: Gateway
+    begun_s: float
+    wanted: list[Wanted]
+    details: bool
+    prefix: str
+    streamed: bool
+
+
+@router.post("/generate_stream", openapi_extra=takes(GenerateRequest), responses=EVENTS, response_class=EventSourceResponse)
 async def generate_stream(request: Request) -> Response:
     """Tokens as server-sent events, one frame each; the last one carries the whole text."""
-    gateway = gateway_of(request)
-    details, wanted = await accept(request, gateway)
-    stream = await gateway.desk.submit(wanted)
-    return TokenStream(stream, details, prompt_headers(gateway, wanted), gateway.desk.leave)
+    return await stream(await accept(request, GenerateRequest, streamed=True))
 
 
-@router.post("/generate", openapi_extra=BODY)
+@router.post("/generate", openapi_extra=takes(GenerateRequest), responses={200: {"model": GenerateResponse}})
 async def generate(request: Request) -> Response:
     """The whole text at once."""
-    begun_s = time.monotonic()
-    gateway = gateway_of(request)
-    details, wanted = await accept(request, gateway)
-    stream = await gateway.desk.submit(wanted)
-    try:
-        await ended_or_abandoned(stream, request)
-    finally:
-        gateway.desk.leave(stream)
-    if stream.terminal is None:
-        return Response(status_code=CLIENT_GONE)
-    if not stream.finished:
-        raise failed(stream.terminal)
-    headers = prompt_headers(gateway, wanted) | time_headers(stream, begun_s)
-    return Response(encode(answer(stream, details)), 200, headers, "application/json")
+    return reply(*await whole(await accept(request, GenerateRequest, streamed=False)))
 
 
-async def accept(request: Request, gateway: Gateway) -> tuple[bool, Wanted]:
-    """Whether details are wanted, and what else. Raises Refusal."""
-    asked = await body.read(request, GenerateRequest, gateway.settings.payload_limit)
+@router.post("/", openapi_extra=takes(CompatRequest), responses={200: {"model": list[GenerateResponse], **EVENTS[200]}})
+async def compat_generate(request: Request) -> Response:
+    """As /generate_stream with `stream`, else as /generate, in an array of one. The prompt is part of the text unless that is denied."""
+    call = await accept(request, CompatRequest, full_text=True)
+    if call.streamed:
+        return await stream(call)
+    content, headers = await whole(call)
+    return reply([content], headers)
+
+
+async def accept(request: Request, shape: type[GenerateRequest], streamed: bool | None = None, full_text: bool = False) -> Call:
+    """Raises Refusal. Where they are not given, `streamed` is as the body says, and `full_text` the default of `return_full_text`."""
+    begun_s, gateway = time.monotonic(), gateway_of(request)
+    given = await body.read(request, shape, gateway.settings.payload_limit)
+    parameters = given.parameters or Parameters()
     await gateway.desk.check()
-    wanted = await validate(asked, gateway.fleet.limits, gateway.vocabulary)
-    return bool(asked.parameters and asked.parameters.details), wanted
+    asked, limits = given.asked(), gateway.fleet.limits
+    if streamed is None:
+        streamed = isinstance(given, CompatRequest) and bool(given.stream)
+    best_of.check(asked, limits, streamed)
+    wanted = await validate(asked, limits, gateway.vocabulary)
+    wanted = best_of.apart(wanted) if asked.n > 1 else wanted
+    prefix = given.inputs if (full_text if parameters.return_full_text is None else parameters.return_full_text) else ""
+    return Call(request, gateway, begun_s, wanted, bool(parameters.details), prefix, streamed)
 
 
-async def ended_or_abandoned(stream: Stream, request: Request) -> None:
-    """Returns when the stream has ended or its client is gone."""
-    tasks = {asyncio.create_task(stream.ended.wait()), asyncio.create_task(abandoned(request))}
-    try:
-        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-    finally:
-        for task in tasks:
-            task.cancel()
+async def stream(call: Call) -> Response:
+    desk, [wanted] = call.gateway.desk, call.wanted
+    [one] = await desk.submit_all([wanted], request_id(call.request))
+    headers = prompt_headers(call.gateway.settings, wanted.num_chars)
+    return TokenStream(frames(one, call.prefix, call.details), [one], headers, desk.leave)
 
 
-async def abandoned(request: Request) -> None:
-    while (await request.receive())["type"] != "http.disconnect":
-        pass
+async def whole(call: Call) -> tuple[dict[str, Any], dict[str, str]]:
+    """The best answer, and the headers that go with it."""
+    desk, wanted = call.gateway.desk, call.wanted[0]
+    streams = await desk.submit_all(call.wanted, request_id(call.request))
+    await finished(streams, call.request, desk.leave)
+    best, *others = best_of.ranked(streams)
+    headers = prompt_headers(call.gateway.settings, wanted.num_chars) | time_headers(best, call.begun_s)
+    return answer(best, others, call.prefix, call.details), headers
 
 
-def answer(stream: Stream, details: bool) -> dict[str, Any]:
-    assert stream.terminal is not None
-    if not details:
-        return {"generated_text": stream.text}
-    about = {
-        "finish_reason": stream.terminal.reason,
-        "generated_tokens": stream.num_tokens,
-        "seed": None,
-        "prefill": [],
-        "tokens": [token(stream, i) for i in range(stream.num_tokens)],
-    }
-    return {"generated_text": stream.text, "details": about}
-
-
-def prompt_headers(gateway: Gateway, wanted: Wanted) -> dict[str, str]:
-    known = {"x-compute-type": gateway.settings.compute_type} if gateway.settings.compute_type else {}
-    return known | {"x-compute-characters": str(wanted.num_chars)}
-
-
-def time_headers(stream: Stream, begun_s: float) -> dict[str, str]:
-    """Waiting and prefill count as the time in the queue: a gateway sees the first token, not the first step."""
-    total_s = stream.ended_s - begun_s
-    inference_s = stream.ended_s - stream.first_token_s
-    milliseconds = {
-        "x-total-time": total_s,
-        "x-validation-time": stream.begun_s - begun_s,
-        "x-queue-time": stream.first_token_s - stream.begun_s,
-        "x-inference-time": inference_s,
-        "x-time-per-token": inference_s / max(1, stream.num_tokens),
-    }
-    return {name: str(round(1000 * value)) for name, value in milliseconds.items()} | {
-        "x-compute-time": f"{total_s:.6f}",
-        "x-prompt-tokens": str(len(stream.prompt_ids)),
-        "x-generated-tokens": str(stream.num_tokens),
-    }
+def reply(content: Any, headers: dict[str, str]) -> Response:
+    return Response(encode(content), 200, headers, "application/json")

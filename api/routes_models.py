@@ -1,29 +1,38 @@
-"""GET /health and /v1/models."""
+"""GET /v1/models: what can be named as `model`."""
 
 from typing import Any
 
 from fastapi import APIRouter, Request
-from starlette.responses import Response
 
-from api.errors import Refusal
-from api.gateway import gateway_of
+from api.errors import unavailable
+from api.gateway import Gateway, gateway_of
+from api.replies_openai import REFUSALS, Model, ModelList
+from common.broker import ERRORS, cause
 
 router = APIRouter()
 
 
-@router.get("/health")
-async def health(request: Request) -> Response:
-    """Whether a request would be accepted now."""
-    try:
-        await gateway_of(request).desk.check()
-    except Refusal as refusal:
-        return Refusal(503, "healthcheck", f"unhealthy: {refusal.text}").response()
-    return Response()
-
-
-@router.get("/v1/models")
+@router.get("/v1/models", responses={200: {"model": ModelList}, 503: REFUSALS[503]})
 async def models(request: Request) -> dict[str, Any]:
-    """The one model of this pool."""
-    settings = gateway_of(request).settings
-    name = settings.served_model_name or settings.model_id
-    return {"object": "list", "data": [{"id": name, "object": "model", "created": 0, "owned_by": name}]}
+    """What can be named as `model`: the model of this pool, and other pools that have a live worker."""
+    gateway = gateway_of(request)
+    try:
+        others = await gateway.pools.others()
+    except ERRORS as error:
+        raise unavailable(cause(error)) from error
+    return {"object": "list", "data": [described(name) for name in (own_name(gateway), *others)]}
+
+
+@router.get("/v1/models/{name:path}", responses={200: {"model": Model}, 404: REFUSALS[404], 503: REFUSALS[503]})
+async def model(request: Request, name: str) -> dict[str, Any]:
+    """One of them."""
+    gateway = await gateway_of(request).pools.find(name)
+    return described(own_name(gateway))
+
+
+def own_name(gateway: Gateway) -> str:
+    return gateway.settings.served_model_name or gateway.settings.model_id
+
+
+def described(name: str) -> dict[str, Any]:
+    return {"id": name, "object": "model", "created": 0, "owned_by": name}

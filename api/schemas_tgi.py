@@ -4,6 +4,24 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from api.asked import Asked
+from api.errors import invalid
+from api.ranges import BIASES, RANGES
+
+NAMES = {
+    "text": "inputs",
+    "stop_ids": "stop_token_ids",
+    "relative_frequency_penalty": "frequency_penalty",
+    "n": "best_of",
+}
+UNSERVED: dict[str, tuple[object, ...]] = {"watermark": (False,), "decoder_input_details": (False,), "grammar": (), "adapter_id": ()}
+"""Parameters that are not served: the values, besides null, that change nothing."""
+
+
+def ranged(name: str, description: str | None = None) -> Any:
+    """A number; what it may be is checked with the rest of what was asked, and described here."""
+    return Field(default=None, description=description, json_schema_extra=RANGES[name].schema)
+
 
 class Parameters(BaseModel):
     """How to generate; a field that is null or absent has its default."""
@@ -11,26 +29,38 @@ class Parameters(BaseModel):
     model_config = ConfigDict(strict=True)
 
     max_new_tokens: int | None = Field(default=None, ge=0, description="default: what is left of the context")
+    min_new_tokens: int | None = Field(default=None, ge=0, description="before it has so many, nothing but `max_new_tokens` ends an answer")
     stop: list[str] | None = Field(default=None, description="the answer ends with the first of these, which is part of it")
+    stop_token_ids: list[int] | None = Field(default=None, description="ids that end the answer, with reason `stop_sequence`")
+    ignore_eos: bool | None = Field(default=None, description="go on behind the end-of-sequence token")
     truncate: int | None = Field(default=None, ge=0, description="the prompt's last so many tokens are used")
-    details: bool | None = None
-    ignore_eos: bool | None = None
 
-    best_of: int | None = None
-    temperature: float | None = None
-    repetition_penalty: float | None = None
-    frequency_penalty: float | None = None
-    top_k: int | None = None
-    top_p: float | None = None
-    typical_p: float | None = None
-    do_sample: bool | None = None
-    return_full_text: bool | None = None
-    watermark: bool | None = None
-    decoder_input_details: bool | None = None
-    seed: int | None = None
-    top_n_tokens: int | None = None
-    grammar: dict[str, Any] | None = None
-    adapter_id: str | None = None
+    do_sample: bool | None = Field(default=None, description="draw tokens; so does any of the next six fields, where it changes something")
+    temperature: float | None = ranged("temperature", "default 1.0; 0 is greedy")
+    top_k: int | None = ranged("top_k", "0 and -1 are off")
+    top_p: float | None = ranged("top_p")
+    min_p: float | None = ranged("min_p")
+    typical_p: float | None = ranged("typical_p")
+    seed: int | None = ranged("seed", "default: drawn by chance")
+    repetition_penalty: float | None = ranged("repetition_penalty")
+    frequency_penalty: float | None = ranged("relative_frequency_penalty", "TGI's: times the share of a token in prompt and answer")
+    presence_penalty: float | None = ranged("presence_penalty", "OpenAI's")
+    logit_bias: dict[int, float] | None = Field(
+        default=None,
+        description="token id → what is added to its logit",
+        json_schema_extra={"propertyNames": {"pattern": "^[0-9]{1,6}$"}, "additionalProperties": {"type": "number", **BIASES.schema}},
+    )
+    bad_words: list[str] | None = Field(default=None, description="words that do not appear")
+
+    best_of: int | None = Field(default=None, ge=0, description="the best of so many answers, by mean log-probability")
+    details: bool | None = None
+    top_n_tokens: int | None = Field(default=None, ge=0, description="so many of the likeliest tokens are told with each token")
+    return_full_text: bool | None = Field(default=None, description="prompt and answer together; on `/` this is the default")
+
+    watermark: bool | None = Field(default=None, description="not supported yet")
+    decoder_input_details: bool | None = Field(default=None, description="not supported yet")
+    grammar: dict[str, Any] | None = Field(default=None, description="not supported yet")
+    adapter_id: str | None = Field(default=None, description="not supported yet")
 
 
 class GenerateRequest(BaseModel):
@@ -38,5 +68,51 @@ class GenerateRequest(BaseModel):
 
     model_config = ConfigDict(strict=True)
 
-    inputs: str
+    inputs: str = Field(json_schema_extra={"minLength": 1})
     parameters: Parameters | None = None
+
+    def asked(self) -> Asked:
+        """Raises Refusal (422) for what is not served."""
+        given = self.parameters or Parameters()
+        for name, neutral in UNSERVED.items():
+            value = getattr(given, name)
+            if value is not None and value not in neutral:
+                raise invalid(f"`{name}` is not supported yet", name)
+        return Asked(
+            text=self.inputs,
+            max_new_tokens=given.max_new_tokens,
+            min_new_tokens=given.min_new_tokens or 0,
+            stop=given.stop or [],
+            stop_ids=given.stop_token_ids or [],
+            ignore_eos=bool(given.ignore_eos),
+            truncate=given.truncate,
+            do_sample=given.do_sample,
+            temperature=given.temperature,
+            top_k=given.top_k,
+            top_p=given.top_p,
+            min_p=given.min_p,
+            typical_p=given.typical_p,
+            seed=given.seed,
+            repetition_penalty=given.repetition_penalty,
+            relative_frequency_penalty=given.frequency_penalty,
+            presence_penalty=given.presence_penalty,
+            logit_bias=given.logit_bias or {},
+            bad_words=given.bad_words or [],
+            n=given.best_of or 1,
+            top_n_tokens=given.top_n_tokens or 0,
+            names=NAMES,
+        )
+
+
+class TokenizeRequest(BaseModel):
+    """Body of /tokenize."""
+
+    model_config = ConfigDict(strict=True)
+
+    inputs: str
+
+
+class CompatRequest(GenerateRequest):
+    """Body of POST /."""
+
+    stream: bool | None = None

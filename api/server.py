@@ -7,7 +7,6 @@ import secrets
 import signal
 import socket
 from collections.abc import Callable
-from pathlib import Path
 
 import setproctitle
 import uvicorn
@@ -15,7 +14,7 @@ import uvicorn
 from api.app import build
 from api.gateway import Gateway
 from api.prompt import Vocabulary
-from common import lifeline, logs, model_files
+from common import lifeline, logs, metrics_port, model_files
 from common.settings import SettingError, Settings, exit_when_unservable
 
 log = logging.getLogger(__name__)
@@ -30,7 +29,8 @@ def main() -> None:
     setproctitle.setproctitle(f"tokenfleet api {name}")
     with exit_when_unservable():
         settings = Settings.read([])
-        logs.set_up(name, settings.log_level)
+        logs.set_up(name, settings.log_level, settings.json_output)
+        metrics_port.serve(settings)
         serve(settings, name)
 
 
@@ -39,7 +39,7 @@ def serve(settings: Settings, name: str) -> None:
     if settings.redis_url is None:
         raise SettingError("redis_url", "is not set")
     incarnation = os.environ.get("INCARNATION") or f"{name}-{secrets.token_hex(4)}"
-    vocabulary = Vocabulary.load(Path(model_files.resolve(settings.model_id, settings.revision)))
+    vocabulary = Vocabulary.load(model_files.resolve(settings.model_id, settings.revision), settings.tokenizer_config_path)
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # one prompt at a time: no pool of threads for it
     sockets = [shared_listener(settings.listen_host, settings.port), own_listener(settings.gateway_port)]
     gateway = Gateway(settings, incarnation, vocabulary, lossy(os.environ.get("TOKENFLEET_TEST_LOSE", "")))
@@ -76,7 +76,8 @@ def own_listener(port: int) -> socket.socket:
 
 def listener(host: str, port: int, name: str, *options: int) -> socket.socket:
     """A bound socket. Raises SettingError of `name`."""
-    one = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    one = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)  # named, so that asyncio sees TCP and sends without delay
     for option in options:
         one.setsockopt(socket.SOL_SOCKET, option, 1)
     try:

@@ -1,13 +1,11 @@
-"""Server-sent events: frames of TGI's shape, keep-alive comments, and the end of whoever reads them."""
+"""Server-sent events: when a stream has something new to show, keep-alive comments, and the end of whoever reads them."""
 
-from collections.abc import AsyncIterator, Callable, Mapping
-from typing import Any
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 
 from sse_starlette import EventSourceResponse, ServerSentEvent
 from sse_starlette.sse import AppStatus
 from starlette.types import Receive, Scope, Send
 
-from api.errors import Refusal, encode, failed
 from api.stream import Stream
 
 KEEP_ALIVE_S = 15
@@ -17,19 +15,20 @@ AppStatus.disable_automatic_graceful_drain()  # type: ignore[no-untyped-call]  #
 
 
 class TokenStream(EventSourceResponse):
-    """The frames of a stream as an answer. `leave` is called once, when it is sent or its client is gone."""
+    """`frames` of one or more streams as an answer. `leave` is called once for each, when it is sent or its client is gone."""
 
-    def __init__(self, stream: Stream, details: bool, headers: Mapping[str, str], leave: Callable[[Stream], None]) -> None:
-        super().__init__(
-            frames(stream, details), headers=HEADERS | dict(headers), sep="\n", ping=KEEP_ALIVE_S, ping_message_factory=keep_alive
-        )
-        self.stream, self.leave = stream, leave
+    def __init__(
+        self, frames: AsyncIterator[bytes], streams: Sequence[Stream], headers: Mapping[str, str], leave: Callable[[Stream], None]
+    ) -> None:
+        super().__init__(frames, headers=HEADERS | dict(headers), sep="\n", ping=KEEP_ALIVE_S, ping_message_factory=keep_alive)
+        self.streams, self.leave = streams, leave
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             await super().__call__(scope, receive, send)
         finally:
-            self.leave(self.stream)
+            for stream in self.streams:
+                self.leave(stream)
 
     async def _stream_response(self, send: Send) -> None:
         """As the library does it, without what it does for every chunk: these are bytes already, and to send them has no deadline."""
@@ -45,53 +44,27 @@ def keep_alive() -> ServerSentEvent:
     return ServerSentEvent(comment="", sep="\n")
 
 
-async def frames(stream: Stream, details: bool) -> AsyncIterator[bytes]:
-    """The frames that are ready, as often as there are new ones, up to the last."""
+def frame(body: bytes) -> bytes:
+    return b"data: %b\n\n" % body
+
+
+def bodies(frames: bytes) -> list[bytes]:
+    """Of the frames joined in `frames`."""
+    return [one.removeprefix(b"data: ") for one in frames.split(b"\n\n") if one]
+
+
+async def news(stream: Stream) -> AsyncIterator[tuple[range, bool]]:
+    """(indices of tokens to show now, whether the stream has ended), as often as there is something new, up to the end.
+
+    The last token of a finished answer is in no range: it is shown together with the end.
+    """
     shown = 0
     while True:
         await stream.changed.wait()
         stream.changed.clear()
         ready, ended = stream.num_ready, stream.terminal is not None
-        new = [frame(frame_body(stream, i)) for i in range(shown, ready)]
+        if ready > shown or ended:
+            yield range(shown, ready), ended
         shown = max(shown, ready)
         if ended:
-            new.append(last_frame(stream, shown, details))
-        if new:
-            yield b"".join(new)
-        if ended:
             return
-
-
-def frame(body: bytes) -> bytes:
-    return b"data: %b\n\n" % body
-
-
-def frame_body(stream: Stream, i: int, text: str | None = None, details: dict[str, Any] | None = None) -> bytes:
-    return encode({"index": i + 1, "token": token(stream, i), "generated_text": text, "details": details})
-
-
-def last_frame(stream: Stream, shown: int, details: bool) -> bytes:
-    """The last token with the whole text, or the error."""
-    assert stream.terminal is not None
-    if not stream.finished:
-        return frame(failed(stream.terminal).body)
-    if shown == stream.num_tokens:  # an end that nothing announced: no token is shown twice
-        return frame(Refusal(500, "incomplete_generation_stream", "Incomplete generation stream").body)
-    return frame(frame_body(stream, stream.num_tokens - 1, stream.text, summary(stream) if details else None))
-
-
-def token(stream: Stream, i: int) -> dict[str, Any]:
-    token_id = stream.ids[i]
-    special = token_id in stream.vocabulary.special_ids
-    return {"id": token_id, "text": stream.texts[i], "logprob": stream.logprobs[i], "special": special}
-
-
-def summary(stream: Stream) -> dict[str, Any]:
-    """`details` of the last frame."""
-    assert stream.terminal is not None
-    return {
-        "finish_reason": stream.terminal.reason,
-        "generated_tokens": stream.num_tokens,
-        "seed": None,
-        "input_length": len(stream.prompt_ids),
-    }

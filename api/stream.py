@@ -6,6 +6,7 @@ import time
 from collections.abc import Sequence
 
 from api.prompt import Vocabulary
+from common import metrics
 from common.detokenize import Detokenizer, StopMatcher, generated_text
 from common.endings import FINISHED
 from common.messages import Generate, Terminal, Tokens, WireError, pack_floats, unpack_floats, unpack_ids
@@ -20,6 +21,8 @@ class Stream:
         tops: parallel to `ids` where the request asks for the likeliest tokens, else empty.
         attempt: the newest attempt heard of; what lower ones say is dropped.
         heard_s: monotonic time of the last word about the request.
+        placed_s, first_token_s, token_s, ended_s: of its start on a worker (of its first token, where the word on that was lost), first
+            token, last token, end; 0 before that.
     """
 
     def __init__(self, request: Generate, vocabulary: Vocabulary) -> None:
@@ -35,7 +38,7 @@ class Stream:
         self.tops: list[Top] = []
         self.terminal: Terminal | None = None
         self.begun_s = self.heard_s = time.monotonic()
-        self.first_token_s = self.ended_s = 0.0
+        self.placed_s = self.first_token_s = self.token_s = self.ended_s = 0.0
         self.changed, self.ended = asyncio.Event(), asyncio.Event()
         self.detokenizer: Detokenizer | None = None
         self.num_detokenized = 0
@@ -81,6 +84,8 @@ class Stream:
         tops = split(interleave(tokens), self.request.width)[2] if tokens.top_ids else []
         if not len(ids) == len(logprobs) == len(tokens.texts) or (tops and len(tops) != len(ids)):
             raise WireError(f"Tokens: {len(ids)} ids, {len(logprobs)} log-probabilities, {len(tokens.texts)} texts, {len(tops)} tops")
+        if not self.ids:
+            self.placed_s = max(self.begun_s, self.heard_s - tokens.since_start_ms / 1000)
         self.add(ids[seen:], logprobs[seen:], tokens.texts[seen:], tops[seen:])
         return True
 
@@ -127,7 +132,7 @@ class Stream:
     def add(self, ids: Sequence[int], logprobs: Sequence[float], texts: Sequence[str], tops: Sequence[Top]) -> None:
         if not ids:
             return
-        self.first_token_s = self.first_token_s or self.heard_s
+        self.time(len(ids))
         self.ids += ids
         self.logprobs += logprobs
         self.texts += texts
@@ -136,3 +141,14 @@ class Stream:
             unmatched = max(0, self.request.min_new_tokens - self.num_tokens + len(ids))
             self.matcher.step("".join(texts[unmatched:]))
         self.changed.set()
+
+    def time(self, num_new: int) -> None:
+        """Notes and counts how long the tokens just heard were waited for; those that come together share their time."""
+        service_class = metrics.service_class(self.request.priority)
+        if self.first_token_s:
+            metrics.TOKEN_LATENCY.observe((self.heard_s - self.token_s) / num_new, service_class, times=num_new)
+        else:
+            self.placed_s = self.placed_s or self.heard_s
+            self.first_token_s = self.heard_s
+            metrics.FIRST_TOKEN.observe(self.heard_s - self.begun_s, service_class)
+        self.token_s = self.heard_s

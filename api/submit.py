@@ -6,10 +6,12 @@ import logging
 import uuid
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
+from typing import Any
 
 from redis.asyncio import Redis
 from redis.exceptions import AuthenticationError, BusyLoadingError, ConnectionError, ResponseError
 
+from api import meter
 from api.errors import Refusal, overloaded, unavailable
 from api.fleet import Fleet
 from api.prompt import Vocabulary
@@ -54,10 +56,23 @@ class Desk:
             await self.fleet.look_again()
             self.fleet.check()
 
-    async def submit(self, wanted: Wanted) -> Stream:
+    async def submit_all(self, wanted: list[Wanted], request_id: str | None = None) -> list[Stream]:
+        """Admits all or none, as `{request_id}`, or as `{request_id}.{i}` where there are several. As `submit` otherwise."""
+        request_id = request_id or uuid.uuid4().hex
+        streams: list[Stream] = []
+        try:
+            for i, one in enumerate(wanted):
+                streams.append(await self.submit(one, request_id if len(wanted) == 1 else f"{request_id}.{i}"))
+        except BaseException:
+            for stream in streams:
+                self.leave(stream)
+            raise
+        return streams
+
+    async def submit(self, wanted: Wanted, request_id: str) -> Stream:
         """Admits a request; its reader must `leave` the stream. Raises Refusal: 429, 503."""
         await self.check()
-        stream = Stream(self.generate(wanted), self.vocabulary)
+        stream = Stream(self.generate(wanted, request_id), self.vocabulary)
         self.relay.add(stream)
         try:
             answer = await self.admission(stream.request)
@@ -75,7 +90,7 @@ class Desk:
         self.relay.admitted(stream)
         return stream
 
-    def generate(self, wanted: Wanted) -> Generate:
+    def generate(self, wanted: Wanted, request_id: str) -> Generate:
         content = Generate(
             request_id="",
             digest="",
@@ -93,7 +108,7 @@ class Desk:
             grace_ms=round(self.settings.gateway_grace_s * 1000),
         )
         digest = hashlib.blake2b(encode(content), digest_size=16).hexdigest()
-        return replace(content, request_id=uuid.uuid4().hex, digest=digest)
+        return replace(content, request_id=request_id, digest=digest)
 
     async def admission(self, request: Generate) -> bytes:
         """The broker's word on a request; where an answer was lost, the second one is `attached`."""
@@ -122,6 +137,7 @@ class Desk:
 
     def leave(self, stream: Stream) -> None:
         """Nobody reads the stream any more: in the background it is cancelled if it has not ended, and forgotten everywhere."""
+        meter.left(stream, self.fleet.limits)
         task = asyncio.create_task(self.farewell(stream))
         self.farewells.add(task)
         task.add_done_callback(self.farewells.discard)
@@ -141,7 +157,7 @@ class Desk:
         finally:
             self.relay.forget(stream)
 
-    async def insist(self, command: Callable[[], Awaitable[int]]) -> int:
+    async def insist(self, command: Callable[[], Awaitable[Any]]) -> Any:
         """The command's answer, whenever the broker gives it."""
         while True:
             await self.relay.subscribed.wait()

@@ -64,6 +64,10 @@ class Fleet:
             self.distrust()
         self.clock_offset_ms = offset_ms
 
+    def now_ms(self) -> int:
+        """The broker's clock, as last looked at."""
+        return round(time.monotonic() * 1000 + (self.clock_offset_ms or 0.0))
+
     async def members(self) -> list[str]:
         return [member.decode() for member in await self.redis.zrange(self.keys.workers, 0, -1)]
 

@@ -15,25 +15,29 @@ from batcher.fleet import Fleet
 from batcher.gateways import Gateways
 from batcher.inbox import Entry, Inbox
 from batcher.lease import Lease, LeaseLost
+from batcher.life import Lives
 from batcher.order import Order
 from batcher.recovery import Recovery
 from batcher.replica import Limits
 from batcher.scheduler import Scheduler
 from batcher.sequence import Sequence
 from batcher.terminals import Terminals
+from common import metrics
 from common.broker import ERRORS, cause
 from common.channels import REPEAT_S, Channels
 from common.codec import WireError, decode
 from common.ids import pair
-from common.keys import Keys
+from common.keys import POOLS, Keys
 from common.messages import Cancel, Died, Report
 from common.settings import Settings
+from common.sign import Sign
 
 log = logging.getLogger(__name__)
 
 Action = Callable[[], Awaitable[None]]
 TURN_MS = 100
 STATE_TTL_MS = 60_000
+POOL_FORGOTTEN_S = 3600
 
 
 class Batcher:
@@ -55,6 +59,8 @@ class Batcher:
         self.recovery = Recovery(redis, keys)
         self.fleet = Fleet(redis, keys, self.inbox, self.dispatch, self.scheduler, settings.worker_ttl_s)
         self.gateways = Gateways(redis, keys)
+        self.sign = Sign(redis, keys, "batcher", lease.who, settings.worker_ttl_s)
+        self.lives = Lives(redis, keys, self.fleet.now_ms)
         self.actions: deque[Action] = deque()
         self.backlog_end = (0, 0)
         self.undecodable = 0
@@ -87,6 +93,7 @@ class Batcher:
 
     async def turn(self) -> None:
         await self.act()
+        await self.lives.write()
         if time.monotonic() >= self.housekeeping_at:
             await self.keep_house()
         if not self.fleet.unsettled:
@@ -117,6 +124,7 @@ class Batcher:
                 self.hear_worker(entry)
         except WireError as error:
             self.undecodable += 1
+            metrics.UNDECODABLE.add()
             log.error("entry %s of %s cannot be read (%d so far): %s", entry.id, entry.stream, self.undecodable, error)
             if entry.stream == self.keys.requests:
                 self.do(partial(self.answer_undecodable, entry))
@@ -127,6 +135,7 @@ class Batcher:
         sequence = intake.sequence(entry)
         if sequence.request_id in self.scheduler.sequences:
             return
+        self.lives.queued(sequence)
         if pair(entry.id) <= self.backlog_end:
             self.do(partial(self.restore, sequence))
         else:
@@ -154,6 +163,8 @@ class Batcher:
                 report = decode(Report, entry.data)
                 if report.epoch > self.epoch:
                     raise LeaseLost(f"worker {incarnation} obeys epoch {report.epoch}")
+                if (replica := self.scheduler.replicas.get(incarnation)) is not None:
+                    self.lives.heard(replica, report)
                 self.fleet.hear(incarnation, report)
             case "sealed":
                 held = self.scheduler.lose(incarnation)
@@ -187,6 +198,7 @@ class Batcher:
         match answer:
             case "OK":
                 order.handed_over()
+                self.lives.placed(order)
             case "FENCED":
                 raise LeaseLost(f"worker {incarnation} has a plan of a newer epoch")
             case "MISSING":
@@ -208,6 +220,7 @@ class Batcher:
     async def end(self, sequence: Sequence, why: str) -> None:
         await self.terminals.finish(sequence, why)
         await self.settle(sequence)
+        self.lives.ended(sequence, why)
 
     async def answer_undecodable(self, entry: Entry) -> None:
         if (request_id := intake.request_id(entry.data)) is not None:
@@ -219,6 +232,7 @@ class Batcher:
         """A sealed worker: what it held goes on elsewhere, and what it wrote is kept in a place of its own."""
         await self.resume(held)
         await self.fleet.bury(incarnation)
+        self.lives.died(incarnation, held)
         log.warning("worker %s is gone; %d requests go on elsewhere", incarnation, len(held))
 
     async def resume(self, sequences: list[Sequence]) -> None:
@@ -235,6 +249,7 @@ class Batcher:
             await self.fleet.seal(stranger)
         self.scheduler.register(sequence)
         await self.resume([sequence])
+        self.lives.taken_over(sequence)
 
     async def keep_house(self) -> None:
         """What must be looked at now and then: the lease, signs of life, deadlines."""
@@ -254,7 +269,11 @@ class Batcher:
         await self.show_state()
 
     async def show_state(self) -> None:
+        figures = self.scheduler.figures()
         async with self.redis.pipeline() as pipe:
-            pipe.hset(self.keys.state, mapping={**self.scheduler.figures(), "undecodable": self.undecodable})
+            pipe.hset(self.keys.state, mapping={**figures, "undecodable": self.undecodable})
             pipe.pexpire(self.keys.state, STATE_TTL_MS)
+            pipe.zadd(POOLS, {self.keys.pool: time.time()})
+            pipe.zremrangebyscore(POOLS, 0, time.time() - POOL_FORGOTTEN_S)
             await pipe.execute()
+        await self.sign.show(waiting=figures["waiting"], rows=figures["rows"])

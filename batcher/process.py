@@ -13,9 +13,11 @@ from redis.asyncio import Redis
 
 from batcher.lease import Lease, LeaseLost
 from batcher.loop import Batcher
-from common import broker, lifeline, logs
+from common import broker, lifeline, logs, metrics_port
 from common.keys import Keys
 from common.settings import Settings, exit_when_unservable
+from common.sign import Sign
+from common.tally import counting
 
 log = logging.getLogger(__name__)
 LEASE_S = 2.0
@@ -35,8 +37,19 @@ async def serve(settings: Settings, incarnation: str) -> None:
 
 
 async def work(settings: Settings, redis: Redis, keys: Keys, lease: Lease) -> None:
-    epoch = await lease.take()
-    await Batcher(settings, redis, keys, lease, epoch).run()
+    epoch = await stand_by(settings, redis, keys, lease)
+    async with counting(redis, keys):
+        await Batcher(settings, redis, keys, lease, epoch).run()
+
+
+async def stand_by(settings: Settings, redis: Redis, keys: Keys, lease: Lease) -> int:
+    """Returns our epoch, once the lease is ours; people see meanwhile that we are there."""
+    sign = Sign(redis, keys, "batcher", lease.who, settings.worker_ttl_s)
+    showing = asyncio.create_task(sign.show_for_ever(settings.heartbeat_s, lambda: {"waiting": 0, "rows": 0}))
+    try:
+        return await lease.take()
+    finally:
+        showing.cancel()
 
 
 def main() -> None:
@@ -44,8 +57,9 @@ def main() -> None:
     name = os.environ.get("PROCESS_NAME", "b0")
     with exit_when_unservable():
         settings = Settings.read([])
-    setproctitle.setproctitle(f"tokenfleet batcher {name}")
-    logs.set_up(name, settings.log_level)
+        setproctitle.setproctitle(f"tokenfleet batcher {name}")
+        logs.set_up(name, settings.log_level, settings.json_output)
+        metrics_port.serve(settings)
     try:
         uvloop.run(serve(settings, os.environ.get("INCARNATION") or f"{name}-{secrets.token_hex(4)}"))
     except LeaseLost as error:

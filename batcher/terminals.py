@@ -10,6 +10,7 @@ from common.channels import Channels
 from common.codec import encode
 from common.endings import failure, terminal
 from common.keys import Keys
+from common.logs import about
 from common.messages import Events
 
 log = logging.getLogger(__name__)
@@ -26,7 +27,7 @@ class Terminals:
     async def finish(self, sequence: Sequence, why: str) -> None:
         """The terminal of a request that no worker holds; nothing happens if it has one already."""
         await self.say(sequence.request_id, sequence.request.channel, sequence.request.result_ttl_ms, why, sequence.base)
-        log.info("request %s ended by the batcher: %s", sequence.request_id, why)
+        log.info("request %s ended by the batcher: %s", sequence.request_id, why, extra=about(sequence.request_id))
 
     async def say(self, request_id: str, channel: str, ttl_ms: int, why: str, num_tokens: int) -> None:
         end = terminal(request_id, why, num_tokens)

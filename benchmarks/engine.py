@@ -1,15 +1,18 @@
 """The bare engine in this process, with all cores: `python -m benchmarks.engine [flags of the settings]`.
 
-Prints tokens/s and milliseconds of a decode step at 1, 8 and 32 rows (128 tokens in, 64 out), and prompt tokens/s.
+Prints tokens/s and milliseconds of a decode step at 1, 8 and 32 rows (128 tokens in, 64 out), the same where all rows sample, and prompt
+tokens/s.
 """
 
 import statistics
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 
+from common.messages import Sampling
 from common.settings import Settings
 from gpu_worker.door import Grant, StartRow
 from gpu_worker.engine.engine import Engine
@@ -18,6 +21,14 @@ ROWS = (1, 8, 32)
 IN_TOKENS, OUT_TOKENS = 128, 64
 PROMPT_TOKENS = (128, 512, 2048)
 EVER = 2**30
+SAMPLING = {
+    "greedy": None,
+    "temperature": Sampling(temperature=0.8),
+    "temperature, top-p": Sampling(temperature=0.8, top_p=0.95),
+    "temperature, top-p, penalties": Sampling(
+        temperature=0.8, top_p=0.95, repetition_penalty=1.1, frequency_penalty=0.2, presence_penalty=0.2
+    ),
+}
 
 
 def packed(values: Sequence[int]) -> bytes:
@@ -30,25 +41,27 @@ class Bench:
         self.random = np.random.default_rng(0)
         self.num_started = 0
 
-    def start(self, num_rows: int, in_tokens: int, out_tokens: int, prefill_tokens: int) -> None:
-        self.engine.apply(Grant(EVER, prefill_tokens, [self.row(index, in_tokens, out_tokens) for index in range(num_rows)]))
+    def start(self, num_rows: int, in_tokens: int, out_tokens: int, prefill_tokens: int, sampling: Sampling | None = None) -> None:
+        starts = [self.row(index, in_tokens, out_tokens, sampling) for index in range(num_rows)]
+        self.engine.apply(Grant(EVER, prefill_tokens, starts))
         self.num_started += num_rows
 
-    def row(self, index: int, in_tokens: int, out_tokens: int) -> StartRow:
+    def row(self, index: int, in_tokens: int, out_tokens: int, sampling: Sampling | None) -> StartRow:
         blocks = -(-(in_tokens + out_tokens) // self.engine.block_size)
         ids = self.random.integers(100, self.engine.loaded.vocab_size, in_tokens).tolist()
         owned = range(1 + index * blocks, 1 + (index + 1) * blocks)
-        return StartRow(self.num_started + index, packed(ids), 0, out_tokens, True, packed(owned))
+        seeded = sampling and replace(sampling, seed=index)
+        return StartRow(self.num_started + index, packed(ids), 0, out_tokens, True, packed(owned), sampling=seeded)
 
-    def decode(self, num_rows: int) -> None:
+    def decode(self, num_rows: int, name: str = "greedy") -> None:
         began = time.perf_counter()
-        self.start(num_rows, IN_TOKENS, OUT_TOKENS, num_rows * IN_TOKENS)
+        self.start(num_rows, IN_TOKENS, OUT_TOKENS, num_rows * IN_TOKENS, SAMPLING[name])
         steps = list(iter(self.engine.step, None))
         seconds = time.perf_counter() - began
         decoded = [step.duration_ms for step in steps if not step.prefilled]
         step_ms = statistics.median(decoded)
         print(
-            f"{num_rows:3d} rows: step {step_ms:6.1f} ms, decode {num_rows / step_ms * 1e3:6.0f} tokens/s, "
+            f"{num_rows:3d} rows, {name}: step {step_ms:6.1f} ms, decode {num_rows / step_ms * 1e3:6.0f} tokens/s, "
             f"with prefill {num_rows * OUT_TOKENS / seconds:6.0f} tokens/s",
             flush=True,
         )
@@ -69,6 +82,8 @@ def main() -> None:
     bench.decode(8)  # warms up
     for num_rows in ROWS:
         bench.decode(num_rows)
+    for name in SAMPLING:
+        bench.decode(max(ROWS), name)
     for tokens in PROMPT_TOKENS:
         bench.prefill(tokens, ready.max_batch_prefill_tokens)
 

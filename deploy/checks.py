@@ -5,20 +5,33 @@ import dataclasses
 import errno
 import os
 import socket
-import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from common import broker, memory, model_files
 from common.settings import SettingError, Settings
+from deploy.progress import progress
 
 MIB = 2**20
 NVIDIA = Path("/dev/nvidiactl")
 
 
+def read_settings(argv: Sequence[str], prog: str) -> Settings:
+    """Settings of a command that may be given the model without a flag, as its first word. Raises SettingError."""
+    words = list(argv)
+    if words and not words[0].startswith("-"):
+        words = ["--model-id", *words]
+    return Settings.read(words, prog=prog)
+
+
+def caches_on_gpu(settings: Settings) -> bool:
+    return settings.device == "cuda" or (settings.device == "auto" and NVIDIA.exists())
+
+
 def check_memory(settings: Settings) -> None:
     """The caches of all workers together: pages are taken as they are used, so each worker alone would see room for its own."""
-    if settings.device == "cuda" or (settings.device == "auto" and NVIDIA.exists()):
-        return  # the caches are on the GPU, where the workers look themselves
+    if caches_on_gpu(settings):
+        return  # the workers look themselves
     available_bytes = memory.available_bytes()
     if settings.num_workers * settings.kv_cache_bytes > available_bytes:
         wanted = f"{settings.kv_cache_bytes // MIB} MiB for each of {settings.num_workers} (NUM_WORKERS)"
@@ -47,9 +60,19 @@ def check_broker(settings: Settings) -> None:
 
 def with_model(settings: Settings) -> Settings:
     """The settings with the model's directory for `model_id`, so that no process has to look for it again. May download or convert."""
-    path = model_files.resolve(settings.model_id, settings.revision, lambda text: print(text, file=sys.stderr, flush=True))
+    tell_hub(settings)
+    with progress() as show:
+        path = model_files.resolve(settings.model_id, settings.revision, show)
     name = settings.served_model_name or settings.model_id
     return dataclasses.replace(settings, model_id=os.fspath(path), served_model_name=name)
+
+
+def tell_hub(settings: Settings) -> None:
+    """huggingface_hub reads variables, once, when it is first imported."""
+    if settings.huggingface_hub_cache is not None:
+        os.environ["HF_HUB_CACHE"] = settings.huggingface_hub_cache
+    if "HF_API_TOKEN" in os.environ:
+        os.environ.setdefault("HF_TOKEN", os.environ["HF_API_TOKEN"])
 
 
 def reachable(settings: Settings) -> tuple[str, int]:

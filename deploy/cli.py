@@ -1,30 +1,24 @@
-"""The command `tokenfleet`: one word for the whole fleet, and one for each kind of process."""
+"""The command `tokenfleet`: one word for the whole fleet, one for each kind of process, and what people ask of a fleet."""
 
 import difflib
+import functools
+import importlib
 import os
 import secrets
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib.metadata import version
 from typing import NoReturn
 
 import setproctitle
 
+from common.flags import FlagParser
 from common.lifeline import die_with_parent
-from common.settings import FlagParser, SettingError, Settings, exit_when_unservable
+from common.settings import SettingError, Settings, exit_when_unservable
 from deploy import checks, launcher
 from deploy.fleet import MODULES, command
 
-USAGE = """usage: tokenfleet COMMAND [--setting value …]
-
-  serve [MODEL]   the whole fleet on this machine: broker, gateway, batcher, worker
-  api             one gateway            (these three need REDIS_URL, and accept --name)
-  batcher         one batcher
-  worker          one worker
-  --version
-
-A setting is a flag (--port 8080) or a variable (PORT=8080); `tokenfleet serve --help` lists them."""
-KINDS = {"api": "gateway", "batcher": "batcher", "worker": "worker"}
+KINDS = {"api": "gateway", "batcher": "batcher", "worker": "worker", "jobs": "jobs"}
 
 
 def main() -> int:
@@ -39,25 +33,22 @@ def run(argv: Sequence[str]) -> int:
     """Runs one command. Returns the exit code."""
     os.environ.setdefault("PARENT_PID", "0")  # a person started us, and may log out
     match list(argv):
-        case ["serve", *rest]:
-            return serve(rest)
-        case [("api" | "batcher" | "worker") as name, *rest]:
-            become(name, rest)
         case ["--version" | "-V"]:
             print(f"tokenfleet {version('tokenfleet')}")
         case [] | ["--help" | "-h" | "help"]:
-            print(USAGE)
-        case [word, *_]:
-            commands = ["serve", *KINDS, "--help", "--version"]
-            near = difflib.get_close_matches(word, commands, n=1, cutoff=0.0)
-            raise SettingError("command", f"{word!r} is none of ours; the nearest is {near[0]}")
+            print(usage())
+        case [word, *rest]:
+            if word not in COMMANDS:
+                [near] = difflib.get_close_matches(word, [*COMMANDS, "--help", "--version"], n=1, cutoff=0.0)
+                raise SettingError("command", f"{word!r} is none of ours; the nearest is {near}")
+            return COMMANDS[word][2](rest)
     return 0
 
 
 def serve(argv: list[str]) -> int:
-    if argv and not argv[0].startswith("-"):
-        argv = ["--model-id", *argv]
-    settings = Settings.read(argv, prog="tokenfleet serve")
+    settings = checks.read_settings(argv, "tokenfleet serve")
+    if {"--env", "-e"} & set(argv):
+        lazily("doctor", argv)
     die_with_parent()
     setproctitle.setproctitle("tokenfleet serve")
     return launcher.serve(settings)
@@ -77,6 +68,40 @@ def become(word: str, argv: list[str]) -> NoReturn:
     names = {"PROCESS_NAME": own.name, "INCARNATION": f"{own.name}-{secrets.token_hex(4)}"}
     words = command(MODULES[kind])
     os.execve(words[0], words, os.environ | settings.environ() | names | parent)
+
+
+def lazily(module: str, argv: list[str]) -> int:
+    """`main` of one of our files, which is read only now: no command pays for another's libraries."""
+    code: int = importlib.import_module(f"deploy.{module}").main(argv)
+    return code
+
+
+COMMANDS: dict[str, tuple[str, str, Callable[[list[str]], int]]] = {
+    "serve": ("[MODEL]", "the whole fleet on this machine: broker, gateway, batcher, worker, jobs", serve),
+    "api": ("", "one gateway            (these four need REDIS_URL, and accept --name)", functools.partial(become, "api")),
+    "batcher": ("", "one batcher", functools.partial(become, "batcher")),
+    "worker": ("", "one worker", functools.partial(become, "worker")),
+    "jobs": ("", "one arq worker with the jobs `generate` and `chat`", functools.partial(become, "jobs")),
+    "status": ("", "what the fleet does now, as a live table", functools.partial(lazily, "status")),
+    "chat": ("", "talks with the model in this terminal", functools.partial(lazily, "chat")),
+    "bench": ("", "a minute of load on this fleet, beside another server", functools.partial(lazily, "bench")),
+    "explain": ("REQUEST_ID", "the life of one request", functools.partial(lazily, "explain")),
+    "doctor": ("", "what of this machine and its settings would not work, and the fix", functools.partial(lazily, "doctor")),
+    "download-weights": ("MODEL_ID", "fetches a model now, so that no start waits for it", functools.partial(lazily, "download")),
+}
+"""Word → what follows it, what it does, who does it. Each takes the words after its own and returns the exit code."""
+
+
+def usage() -> str:
+    rows = [f"  {f'{word} {operand}':<27} {help}" for word, (operand, help, _) in COMMANDS.items()]
+    return "\n".join(
+        [
+            "usage: tokenfleet COMMAND [--setting value …]\n",
+            *rows,
+            "  --version\n",
+            "A setting is a flag (--port 8080) or a variable (PORT=8080); `tokenfleet serve --help` lists them.",
+        ]
+    )
 
 
 if __name__ == "__main__":

@@ -2,22 +2,23 @@
 
 import argparse
 import contextlib
+import io
 import os
 import sys
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Iterator
+from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 import httpx
 import orjson
 
-from common.settings import SettingError, parse
+from common.settings import SettingError, Settings
 
 CONNECT_S = 5.0
-DEFAULT_PORT = "3000"
 MAX_MESSAGE = 500
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
-CONTROL = {code: None for code in range(32) if chr(code) not in "\n\t"} | {code: None for code in range(127, 160)}
+Client = TypeVar("Client", httpx.Client, httpx.AsyncClient)
+CONTROL = {code: None for code in range(32) if chr(code) not in "\n\t"} | dict.fromkeys(range(127, 160))
 
 
 class Trouble(Exception):
@@ -30,8 +31,15 @@ def complain(trouble: Trouble) -> int:
     return 1
 
 
+def print_anything() -> None:
+    """What a terminal's encoding has no sign for is shown as a question mark."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")
+
+
 def add_url(parser: argparse.ArgumentParser) -> None:
-    port = parse("port", os.environ.get("PORT") or DEFAULT_PORT)
+    port = Settings.read([], {"PORT": os.environ.get("PORT", "")}).port
     parser.add_argument("--url", type=base_url, default=f"http://127.0.0.1:{port}", help="the server (default: %(default)s, by PORT)")
 
 
@@ -45,20 +53,27 @@ def base_url(text: str) -> str:
             return url
     except ValueError:
         pass
-    raise SettingError("--url", f"{text!r} is no address of a server, as http://127.0.0.1:3000 is one")
+    raise SettingError("url", f"{text!r} is no address of a server, as http://127.0.0.1:3000 is one")
 
 
-def connection(url: str, read_s: float | None) -> dict[str, Any]:
-    """Arguments of an httpx client. A proxy of the environment is no way to our own machine."""
-    timeout = httpx.Timeout(read_s, connect=CONNECT_S)
-    headers = {"accept-encoding": "identity"}
-    return {"base_url": url, "timeout": timeout, "headers": headers, "trust_env": urlsplit(url).hostname not in LOOPBACK}
+def new_client(kind: type[Client], url: str, read_s: float, key: str | None) -> Client:
+    """A client of httpx for one server. Raises Trouble.
+
+    A proxy of the environment is no way to our own machine.
+    """
+    if key is not None and not key.isascii():
+        raise Trouble("a key for the server (API_KEY) has letters that no header can carry")
+    headers = {"accept-encoding": "identity"} | ({"authorization": f"Bearer {key}"} if key else {})
+    timeout, limits = httpx.Timeout(read_s, connect=CONNECT_S), httpx.Limits(max_connections=None, max_keepalive_connections=None)
+    proxies = urlsplit(url).hostname not in LOOPBACK
+    try:
+        return kind(base_url=url, timeout=timeout, limits=limits, headers=headers, trust_env=proxies)
+    except (ImportError, ValueError, httpx.InvalidURL) as error:
+        raise Trouble(f"{url} cannot be asked: {error}") from error
 
 
-def api_key(environ: Mapping[str, str]) -> dict[str, str]:
-    """The header for the key in API_KEY or OPENAI_API_KEY, if there is one."""
-    key = environ.get("API_KEY") or environ.get("OPENAI_API_KEY")
-    return {"authorization": f"Bearer {key}"} if key else {}
+def api_key() -> str | None:
+    return os.environ.get("API_KEY") or os.environ.get("OPENAI_API_KEY")
 
 
 @contextlib.contextmanager
@@ -72,6 +87,15 @@ def explained(url: str) -> Iterator[None]:
         raise Trouble(f"{url} does not answer ({type(error).__name__})") from error
     except (httpx.HTTPError, httpx.InvalidURL) as error:
         raise Trouble(f"the connection to {url} broke off: {error or type(error).__name__}") from error
+
+
+@contextlib.contextmanager
+def unexpected(frame: Any) -> Iterator[None]:
+    """What cannot be read inside is the frame's fault, and raised as Trouble."""
+    try:
+        yield
+    except (LookupError, AttributeError, TypeError) as error:
+        raise Trouble(f"the server sent a frame of an unknown shape: {shown(str(frame))}") from error
 
 
 def check(status: int, body: bytes) -> None:

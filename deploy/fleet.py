@@ -1,13 +1,14 @@
 """The processes that make a fleet on one machine."""
 
 import sys
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 
-from common.settings import Settings
+from common.settings import MAX_PORT, SettingError, Settings
 from deploy.broker import Broker
 from deploy.process import Process
 
-MODULES = {"batcher": "batcher", "worker": "gpu_worker", "gateway": "api"}
+MODULES = {"batcher": "batcher", "worker": "gpu_worker", "gateway": "api", "jobs": "api.jobs_process"}
 
 
 @dataclass(slots=True)
@@ -16,6 +17,7 @@ class Fleet:
 
     Attributes:
         settings: with the `redis_url` that all processes use.
+        jobs: the job workers.
         brokers: the embedded broker, or nothing when the broker is not ours.
         was_ready: whether the fleet ever served.
     """
@@ -25,11 +27,17 @@ class Fleet:
     batchers: list[Process]
     workers: list[Process]
     gateways: list[Process]
+    jobs: list[Process] = field(default_factory=list)
     was_ready: bool = False
 
     @property
     def all(self) -> list[Process]:
-        return [*self.brokers, *self.batchers, *self.workers, *self.gateways]
+        return [*self.brokers, *self.ours]
+
+    @property
+    def ours(self) -> list[Process]:
+        """All but the broker, in the order of their start."""
+        return [*self.batchers, *self.workers, *self.gateways, *self.jobs]
 
 
 def command(module: str) -> list[str]:
@@ -44,14 +52,24 @@ def new_fleet(settings: Settings, broker: Broker | None) -> Fleet:
     def members(kind: str, count: int) -> list[Process]:
         return [Process(kind, f"{kind[0]}{number}", command(MODULES[kind]), environ) for number in range(count)]
 
-    gateways = members("gateway", settings.num_gateways)
-    if settings.gateway_port:
-        for number, gateway in enumerate(gateways):
-            gateway.environ = environ | {"GATEWAY_PORT": str(settings.gateway_port + number)}
-    return Fleet(
+    fleet = Fleet(
         settings=settings,
         brokers=[Process("broker", "broker", broker.command(), {})] if broker else [],
         batchers=members("batcher", settings.num_batchers),
         workers=members("worker", settings.num_workers),
-        gateways=gateways,
+        gateways=members("gateway", settings.num_gateways),
+        jobs=members("jobs", settings.num_jobs),
     )
+    number_ports(fleet.gateways, "GATEWAY_PORT", settings.gateway_port)
+    number_ports(fleet.ours, "METRICS_PORT", settings.metrics_port)
+    return fleet
+
+
+def number_ports(processes: Sequence[Process], name: str, first: int) -> None:
+    """Gives each process a port of its own, from `first` on, where that is not 0. Raises SettingError."""
+    if not first:
+        return
+    if first + len(processes) - 1 > MAX_PORT:
+        raise SettingError(name, f"{first} leaves no room for {len(processes)} ports up to {MAX_PORT}")
+    for number, process in enumerate(processes):
+        process.environ = process.environ | {name: str(first + number)}

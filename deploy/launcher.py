@@ -43,7 +43,7 @@ def serve(settings: Settings) -> int:
     Raises:
         SettingError: the settings cannot be served; nothing was started.
     """
-    logs.set_up("serve", settings.log_level)
+    logs.set_up("serve", settings.log_level, settings.json_output)
     checks.check_port(settings)
     checks.check_memory(settings)
     if settings.redis_url is not None:
@@ -65,7 +65,7 @@ async def run(fleet: Fleet) -> int:
     except* Over as group:
         over = next(error for error in group.exceptions if isinstance(error, Over))
     finally:
-        await kill([*fleet.gateways, *fleet.batchers, *fleet.workers])
+        await kill(fleet.ours)
         await kill(fleet.brokers)  # last, so that nobody complains of it
     if str(over):
         log.error("%s", over)
@@ -76,7 +76,7 @@ async def launch(fleet: Fleet, tasks: asyncio.TaskGroup) -> None:
     for process in fleet.brokers:
         tasks.create_task(supervise(process, fleet, tasks))
         await broker_answers(fleet.settings)
-    for process in [*fleet.batchers, *fleet.workers, *fleet.gateways]:
+    for process in fleet.ours:
         tasks.create_task(supervise(process, fleet, tasks))
     await gateway_answers(fleet)
     fleet.was_ready = True
@@ -172,6 +172,6 @@ async def asked_again(asked: asyncio.Event) -> None:
 
 
 async def drain(fleet: Fleet) -> None:
-    await stop(fleet.gateways, fleet.settings.graceful_termination_timeout)
+    await stop([*fleet.gateways, *fleet.jobs], fleet.settings.graceful_termination_timeout)
     await stop([*fleet.batchers, *fleet.workers], SHORT_STOP_S)
     await stop(fleet.brokers, SHORT_STOP_S)

@@ -10,16 +10,17 @@ from redis.asyncio import Redis
 
 from common.broker import ERRORS, cause, script
 from common.channels import REPEAT_S
-from common.codec import WireError, decode, encode
+from common.codec import WireError, decode
 from common.endings import INTERRUPTED
 from common.keys import STREAMS_TTL_MS, Keys
 from common.messages import Plan, Report, Start, Worker, pack_ids, unpack_floats, unpack_ids
 from common.recover import split
 from common.settings import Settings
+from gpu_worker.announce import Announcer
 from gpu_worker.door import Grant, StartRow, Step
 from gpu_worker.engine_link import EngineLink
 from gpu_worker.outbox import Outbox
-from gpu_worker.publish import Publisher, Sealed
+from gpu_worker.publish import Publisher
 from gpu_worker.table import RowText, Table
 
 log = logging.getLogger(__name__)
@@ -37,6 +38,7 @@ class Agent:
 
     Attributes:
         step: the last step that the engine completed.
+        num_tokens: tokens sampled in this incarnation's life.
         until: the last step granted; at `tick_at` the batcher is told how far we are, so that the next grant comes in time.
         draining: no rows are wanted any more.
         idle: whether nothing is held and everything is published.
@@ -46,11 +48,11 @@ class Agent:
         self.settings, self.redis, self.engine, self.table, self.worker = settings, redis, engine, table, worker
         self.keys = Keys(settings.pool)
         self.publisher = Publisher(redis, self.keys, worker.incarnation)
-        self.announce_script = script(redis, "announce")
+        self.announcer = Announcer(redis, self.keys, settings, worker)
         self.outbox = Outbox()
         self.wake = asyncio.Event()
         self.epoch = self.plan = self.acknowledged = 0
-        self.step = self.until = self.tick_at = 0
+        self.step = self.until = self.tick_at = self.num_tokens = 0
         self.prefill_tokens = 0
         self.takeover_pending = False
         self.reported_at = self.stepped_at = 0.0
@@ -171,6 +173,7 @@ class Agent:
     def take_in(self, step: Step) -> None:
         """Moves rows on by one step."""
         self.step, self.stepped_at = step.step, time.monotonic()
+        self.num_tokens += len(step.ids) // 4
         tokens = zip(unpack_ids(step.rows), unpack_ids(step.indices), unpack_ids(step.ids), unpack_floats(step.logprobs), strict=True)
         tops = {entry: list(zip(unpack_ids(ids), unpack_floats(logprobs), strict=True)) for entry, ids, logprobs in step.tops}
         for entry, (number, index, token_id, logprob) in enumerate(tokens):
@@ -268,20 +271,7 @@ class Agent:
 
     async def announce(self) -> None:
         state = "draining" if self.draining.is_set() else "ready"
-        name = self.worker.incarnation
-        said: bytes = await self.announce_script(
-            keys=[
-                self.keys.worker(name),
-                self.keys.workers,
-                self.keys.log(name),
-                self.keys.reports(name),
-                self.keys.plans(name),
-                self.keys.control,
-            ],
-            args=[name, int(self.settings.worker_ttl_s * 1000), STREAMS_TTL_MS, state, self.step, encode(self.worker)],
-        )
-        if said != b"OK":
-            raise Sealed(said.decode())
+        await self.announcer.announce(state, self.step, self.table, self.num_tokens)
 
     async def watch_engine(self) -> None:
         while True:

@@ -105,7 +105,8 @@ class Step:
             sign of life, every five seconds at least, while rows wait that no step can hold.
         rows, indices, ids: packed int32; which row, the token's index in its generation, the token.
         logprobs: packed float32; natural logarithm of the token's probability.
-        tops: (entry in those lists, packed int32 ids, packed float32 log-probabilities): the `top_n` likeliest tokens, likeliest first.
+        tops: (entry in those lists, packed int32 ids, packed float32 log-probabilities): the `top_n` likeliest tokens, likeliest first;
+            -inf for those that truncation left out.
         prefilled: (row, kv_len) of rows whose prefill this step completed.
         ended: (row, why, end index, exclusive). `length`, `eos_token` and `stop_sequence` (a stop id) are the engine's own words,
             others repeat a stop's `why`.

@@ -4,10 +4,12 @@ import asyncio
 import os
 import socket
 import sys
+import time
 from asyncio.subprocess import Process
 from collections.abc import Callable
 
 from gpu_worker.door import LENGTH, Failure, Frame, Grant, Progress, Ready, Step, decode, encode
+from gpu_worker.meter import Meter
 
 
 class EngineDied(Exception):
@@ -27,6 +29,7 @@ class EngineLink:
 
     def __init__(self, process: Process, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.process, self.reader, self.writer = process, reader, writer
+        self.meter = Meter()
 
     @classmethod
     async def start(cls, environ: dict[str, str]) -> "EngineLink":
@@ -67,13 +70,21 @@ class EngineLink:
 
     async def step(self) -> Step:
         """The next completed step."""
-        frame = await self.receive()
+        self.meter.waits()
+        try:
+            frame = await self.receive()
+        except EngineDied:
+            self.meter.failed()
+            raise
         if not isinstance(frame, Step):
             raise EngineDied(f"engine spoke out of turn: {frame}")
+        self.meter.took(frame)
         return frame
 
     def send(self, grant: Grant) -> None:
+        began_s = time.perf_counter()
         self.writer.write(encode(grant))
+        self.meter.granted(grant, began_s)
 
     def kill(self) -> None:
         if self.process.returncode is None:

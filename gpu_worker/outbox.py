@@ -1,5 +1,6 @@
 """What gathers between two flushes: tokens, ends, releases."""
 
+import time
 from dataclasses import dataclass, field, replace
 
 from common.messages import Tokens, pack_floats, pack_ids
@@ -20,7 +21,15 @@ class Span:
 
     def tokens(self) -> Tokens:
         request = self.row.request
-        tokens = Tokens(request.request_id, self.row.attempt, self.index, pack_ids(self.ids), pack_floats(self.logprobs), self.texts)
+        tokens = Tokens(
+            request.request_id,
+            self.row.attempt,
+            self.index,
+            pack_ids(self.ids),
+            pack_floats(self.logprobs),
+            self.texts,
+            since_start_ms=0 if self.index else round(1000 * (time.monotonic() - self.row.started_s)),
+        )
         if not self.top:
             return tokens
         top_ids, top_logprobs = zip(*self.top, strict=True)

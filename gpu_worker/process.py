@@ -13,11 +13,14 @@ import uvloop
 from redis.asyncio import Redis
 from tokenizers import Tokenizer
 
-from common import broker, lifeline, logs, model_files
+from common import broker, lifeline, logs, metrics_port, model_files
 from common.broker import ERRORS, cause, script
 from common.keys import Keys
 from common.messages import Worker
 from common.settings import SettingError, Settings, exit_when_unservable
+from common.sign import Sign
+from common.tally import counting
+from gpu_worker import gpus
 from gpu_worker.agent import Agent, EngineStuck
 from gpu_worker.door import Ready
 from gpu_worker.engine_link import EngineDied, EngineLink, EngineRefused
@@ -32,10 +35,12 @@ SEAL_TIMEOUT_S = 2.0
 async def serve(settings: Settings, name: str, incarnation: str) -> int:
     """Serves as one incarnation. Returns the exit status."""
     directory = model_files.resolve(settings.model_id, settings.revision, log.info)
-    engine = await EngineLink.start({**settings.environ(), "MODEL_ID": str(directory), "WORKER_NAME": name})
+    gpu = gpus.claim(settings)
+    devices = {"CUDA_VISIBLE_DEVICES": gpu[0]} if gpu else {}
+    engine = await EngineLink.start({**settings.environ(), **devices, "MODEL_ID": str(directory), "WORKER_NAME": name})
     try:
         table = Table(Tokenizer.from_file(str(directory / "tokenizer.json")))
-        ready = await engine.ready(log.info)
+        ready = await loaded(settings, engine, incarnation)
         return await serve_engine(settings, engine, table, capacity(settings, ready, name, incarnation, directory))
     except EngineRefused as error:
         raise SettingError(error.setting, error.cause) from error
@@ -46,6 +51,14 @@ async def serve(settings: Settings, name: str, incarnation: str) -> int:
         engine.kill()
 
 
+async def loaded(settings: Settings, engine: EngineLink, incarnation: str) -> Ready:
+    """Waits for the engine; people see meanwhile that we are there. Raises EngineRefused, EngineDied."""
+    async with broker.connect(settings.redis_url or "") as redis:
+        sign = Sign(redis, Keys(settings.pool), "starting", incarnation, settings.worker_ttl_s)
+        async with sign.shown(settings.heartbeat_s):
+            return await engine.ready(log.info)
+
+
 async def serve_engine(settings: Settings, engine: EngineLink, table: Table, worker: Worker) -> int:
     redis = broker.connect(settings.redis_url or "")
     agent = Agent(settings, redis, engine, table, worker)
@@ -53,7 +66,8 @@ async def serve_engine(settings: Settings, engine: EngineLink, table: Table, wor
     loop.add_signal_handler(signal.SIGTERM, agent.draining.set)
     loop.add_signal_handler(signal.SIGINT, agent.draining.set)
     try:
-        await agent.run()
+        async with counting(redis, agent.keys):
+            await agent.run()
         return 0
     except (Sealed, EngineDied, EngineStuck) as error:
         log.error("incarnation %s is over: %s: %s", worker.incarnation, type(error).__name__, error)
@@ -76,6 +90,7 @@ def capacity(settings: Settings, ready: Ready, name: str, incarnation: str, dire
         incarnation=incarnation,
         name=name,
         model=directory.name,
+        model_id=settings.model_id,
         dtype=ready.dtype,
         block_size=ready.block_size,
         num_blocks=num_blocks,
@@ -83,6 +98,7 @@ def capacity(settings: Settings, ready: Ready, name: str, incarnation: str, dire
         context=ready.context,
         eos_ids=ready.eos_ids,
         world_size=ready.world_size,
+        device=ready.device,
     )
 
 
@@ -103,5 +119,6 @@ def main() -> None:
     setproctitle.setproctitle(f"tokenfleet worker {name}")
     with exit_when_unservable():
         settings = Settings.read([])
-        logs.set_up(name, settings.log_level)
+        logs.set_up(name, settings.log_level, settings.json_output)
+        metrics_port.serve(settings)
         sys.exit(uvloop.run(serve(settings, name, incarnation)))

@@ -1,5 +1,6 @@
 """The rows of a worker as text: what each token adds, and when a stop string ends a row."""
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -19,6 +20,7 @@ class RowText:
         num_tokens: how many.
         num_spilled: how many of them stand in the request's own string in Redis.
         ended: whether the row has ended for the client; what the engine still samples for it is dropped.
+        started_s: monotonic time.
     """
 
     row: int
@@ -31,6 +33,7 @@ class RowText:
     num_tokens: int
     num_spilled: int
     ended: bool = False
+    started_s: float = field(default_factory=time.monotonic)
 
     def add(self, token_id: int, logprob: float, top: Top | None = None) -> str:
         """Takes the next token, with its likeliest ones if they were asked for. Returns the text that it adds."""
@@ -86,6 +89,10 @@ class Table:
     @property
     def live(self) -> list[RowText]:
         return [row for row in self.rows.values() if not row.ended]
+
+    def num_blocks(self, block_size: int) -> int:
+        """KV blocks that the tokens of all rows fill."""
+        return sum(-(-(len(row.prompt_ids) + row.num_tokens) // block_size) for row in self.rows.values())
 
 
 def replay(row: RowText, shown_ids: Sequence[int]) -> None:

@@ -2,9 +2,11 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
+from common.messages import unpack_floats
 from gpu_worker.door import Grant, StartRow, Step
 from gpu_worker.engine.engine import Engine
 
@@ -33,16 +35,17 @@ class Player:
     prefill_tokens: int = 10_000
     rows: dict[int, Played] = field(default_factory=dict)
     ids: dict[int, list[int]] = field(default_factory=dict)
+    tops: dict[tuple[int, int], dict[int, float]] = field(default_factory=dict)  # by row and index
     ended: dict[int, tuple[str, int]] = field(default_factory=dict)
     steps: list[Step] = field(default_factory=list)
     until: int = 0
 
-    def start(self, number: int, ids: Sequence[int], end: int, base: int = 0, ignore_eos: bool = False) -> StartRow:
-        """A row that owns blocks for its first chunk only; `run` grants the others."""
+    def start(self, number: int, ids: Sequence[int], end: int, base: int = 0, ignore_eos: bool = False, **asked: Any) -> StartRow:
+        """A row that owns blocks for its first chunk only; `run` grants the others. `asked` are further fields of `StartRow`."""
         blocks = self.take(1)
         self.rows[number] = Played(len(ids), blocks)
         self.ids[number] = []
-        return StartRow(number, packed(ids), base, end, ignore_eos, packed(blocks))
+        return StartRow(number, packed(ids), base, end, ignore_eos, packed(blocks), **asked)
 
     def take(self, count: int) -> list[int]:
         self.free.sort()
@@ -78,9 +81,14 @@ class Player:
         self.steps.append(step)
         logprobs = np.frombuffer(step.logprobs, "<f4")
         assert np.all(logprobs <= 0) and np.all(np.isfinite(logprobs))
-        for number, _, token in zip(unpacked(step.rows), unpacked(step.indices), unpacked(step.ids), strict=True):
+        numbers, indices, ids = unpacked(step.rows), unpacked(step.indices), unpacked(step.ids)
+        for number, token in zip(numbers, ids, strict=True):
             self.rows[number].ids.append(token)
             self.ids[number].append(token)
+        for entry, top_ids, top_logprobs in step.tops:
+            told = dict(zip(unpacked(top_ids), unpack_floats(top_logprobs), strict=True))
+            self.tops[numbers[entry], indices[entry]] = told
+            assert told.get(ids[entry], logprobs[entry]) == logprobs[entry]
         for number, why, end in step.ended:
             assert number not in self.ended
             self.ended[number] = (why, end)

@@ -55,12 +55,25 @@ class Live:
             return "length"
         if self.done and self.ids[self.done - 1] == EOS and not self.request.ignore_eos:
             return "eos_token"
-        text = "".join(self.texts[: self.done])
+        if self.done and self.ids[self.done - 1] in unpack_ids(self.request.stop_ids):
+            return "stop_sequence"
+        text = "".join(self.texts[self.request.min_new_tokens : self.done])
         return "stop_sequence" if any(stop in text for stop in self.request.stop) else None
 
-    def tokens(self, until: int) -> Tokens:
-        ids, logprobs = self.ids[self.done : until], self.logprobs[self.done : until]
-        return Tokens(self.request.request_id, 1, self.done, pack_ids(ids), pack_floats(logprobs), self.texts[self.done : until])
+    def tokens(self, begin: int, until: int) -> Tokens:
+        """Beside each token the likeliest ones: itself, then its neighbours, each a nat less likely."""
+        ids, logprobs = self.ids[begin:until], self.logprobs[begin:until]
+        neighbours = range(self.request.top_n_tokens)
+        return Tokens(
+            self.request.request_id,
+            1,
+            begin,
+            pack_ids(ids),
+            pack_floats(logprobs),
+            self.texts[begin:until],
+            pack_ids([token_id + i for token_id in ids for i in neighbours]),
+            pack_floats([logprob - i for logprob in logprobs for i in neighbours]),
+        )
 
 
 class FakeWorker:
@@ -118,7 +131,7 @@ class FakeWorker:
 
     async def flush(self) -> None:
         """One step of every row: the next token of each, and the ends."""
-        rows = [(live, live.tokens(live.done if live.cancelled else live.done + 1)) for live in self.live.values()]
+        rows = [(live, live.tokens(live.done, live.done if live.cancelled else live.done + 1)) for live in self.live.values()]
         if not any(tokens.ids or live.reason for live, tokens in rows):
             return
         self.sequence, self.steps = self.sequence + 1, self.steps + 1
@@ -149,7 +162,7 @@ class FakeWorker:
             args += self.terminal(live)
         for live in spilled:
             keys.append(self.keys.tokens(live.request.request_id))
-            args += [0, interleave(Tokens("", 1, 0, pack_ids(live.ids[: live.done]), pack_floats(live.logprobs[: live.done])))]
+            args += [0, interleave(live.tokens(0, live.done))]
         assert await script(self.redis, "flush")(keys=keys, args=args) == b"OK"
         for live in ended:
             await self.settle(live)

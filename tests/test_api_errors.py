@@ -1,6 +1,7 @@
-"""Refusals that are not about the content of a request: TGI's error object for every one of them."""
+"""Refusals that are not about the content of a request: its family's error object for every one of them."""
 
 import asyncio
+import json
 import os
 import signal
 from collections.abc import Iterator
@@ -10,6 +11,8 @@ import pytest
 import redis
 
 from api import submit
+from api.errors import Refusal, failed, invalid, overloaded, respond, unavailable
+from common.messages import Terminal
 from deploy.broker import Broker
 from tests import brokers
 from tests.fake_worker import Answer, working
@@ -49,23 +52,76 @@ async def test_bodies_that_are_not_read(broker: Broker) -> None:
         ).status_code == 200
 
 
+def told_by_openai(response: httpx.Response) -> tuple[int, str, str | None]:
+    answer = response.json()
+    assert set(answer) == {"error"} and set(answer["error"]) == {"message", "type", "param", "code"} and answer["error"]["message"]
+    return response.status_code, answer["error"]["type"], answer["error"]["code"]
+
+
 async def test_routes_that_there_are_not(broker: Broker) -> None:
     async with serving(broker.url) as (_, client):
         assert told(await client.get("/nothing")) == (404, "not_found")
+        assert told(await client.get("/v11")) == (404, "not_found")
         wrong = await client.get("/generate")
         assert told(wrong) == (405, "method_not_allowed") and wrong.headers["allow"] == "POST"
+        assert (await client.put("/")).headers["allow"] == "GET, POST"
+        for path in ("/v1", "/v1/nothing"):
+            assert told_by_openai(await client.get(path)) == (404, "invalid_request_error", None)
+        wrong = await client.get("/v1/completions")
+        assert told_by_openai(wrong) == (405, "invalid_request_error", None) and wrong.headers["allow"] == "POST"
+
+
+REFUSALS = [
+    (Refusal(400, "invalid_json", "x"), 400, "invalid_request_error", None),
+    (Refusal(401, "unauthorized", "x"), 401, "authentication_error", "invalid_api_key"),
+    (Refusal(404, "model_not_found", "x", "model", "model_not_found"), 404, "invalid_request_error", "model_not_found"),
+    (Refusal(413, "payload_too_large", "x"), 413, "invalid_request_error", None),
+    (Refusal(415, "unsupported_media_type", "x"), 415, "invalid_request_error", None),
+    (invalid("x", "stop"), 400, "invalid_request_error", None),
+    (failed(Terminal("r", "error", 0, "two workers died")), 500, "server_error", None),
+    (overloaded(), 429, "rate_limit_exceeded", "rate_limit_exceeded"),
+    (unavailable("no worker"), 503, "server_error", None),
+]
+
+
+@pytest.mark.parametrize(("refusal", "status", "kind", "code"), REFUSALS)
+def test_a_refusal_in_both_families(refusal: Refusal, status: int, kind: str, code: str | None) -> None:
+    answer = {"error": {"message": refusal.text, "type": kind, "param": refusal.param, "code": code}}
+    for path in ("/v1/chat/completions", "/v1/models"):
+        response = respond(refusal, path)
+        assert (response.status_code, json.loads(response.body), response.media_type) == (status, answer, "application/json")
+    for path in ("/generate", "/", "/v1x"):
+        response = respond(refusal, path)
+        assert (response.status_code, set(json.loads(response.body))) == (refusal.status, {"error", "error_type"})
+
+
+def test_what_failed_while_it_was_generated_is_not_asked_again_by_openai_s_client() -> None:
+    assert respond(failed(Terminal("r", "error", 0)), "/v1/completions").headers["x-should-retry"] == "false"
+
+
+@pytest.mark.parametrize("path", ["/generate", "/v1/chat/completions"])
+async def test_a_crash_is_an_error_of_the_family(broker: Broker, path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with serving(broker.url) as (gateway, client):
+        monkeypatch.setattr(gateway.desk, "check", lambda: 1 / 0)
+        response = await client.post(path, json={"inputs": "a", "messages": [{"role": "user", "content": "a"}]})
+        assert response.status_code == 500 and len(response.headers["x-request-id"]) == 32
+        answer = {"error": "Internal error", "error_type": "internal"}
+        openai = {"error": {"message": "Internal error", "type": "server_error", "param": None, "code": None}}
+        assert response.json() == (openai if path.startswith("/v1") else answer)
 
 
 async def test_models_and_health(broker: Broker) -> None:
     async with serving(broker.url, served_model_name="small") as (gateway, client):
         model = {"id": "small", "object": "model", "created": 0, "owned_by": "small"}
         assert (await client.get("/v1/models")).json() == {"object": "list", "data": [model]}
-        assert told(await client.get("/health")) == (503, "healthcheck")
+        for path in ("/health", "/ping", "/"):
+            assert told(await client.get(path)) == (503, "healthcheck")
         async with working(broker.url, TOKENIZER, lambda _: Answer([1])):
             await ready(gateway)
-            health = await client.get("/health")
-            assert (health.status_code, health.content) == (200, b"")
-        assert "/generate_stream" in (await client.get("/openapi.json")).json()["paths"]
+            for path in ("/health", "/ping", "/"):
+                health = await client.get(path)
+                assert (health.status_code, health.content) == (200, b"")
+        assert "/generate_stream" in (await client.get("/api-doc/openapi.json")).json()["paths"]
 
 
 @pytest.mark.parametrize("limits", [{"max_concurrent_requests": 1}, {"max_queued_bytes": 250}])

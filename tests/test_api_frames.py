@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from api import sse
+from api.answer_tgi import frames as tgi_frames
 from api.stream import Stream
 from common.messages import Generate, Terminal, Tokens, pack_floats, pack_ids, unpack_floats
 from deploy.broker import Broker
@@ -170,14 +170,14 @@ async def test_frames_are_json_whatever_a_token_holds() -> None:
     logprobs = unpack_floats(pack_floats([-1e-9, -3e-5, -20.5, float("-inf"), float("nan")]))
     one = Stream(Generate("r", "", pack_ids([1]), 9), vocabulary())
     one.take(Tokens("r", 1, 0, pack_ids(ids("a") * 5), pack_floats(logprobs), [text] * 5))
-    shown = await anext(sse.frames(one, False))
+    shown = await anext(tgi_frames(one, "", False))
     assert [frame["token"]["logprob"] for frame in frames(shown)] == [*logprobs[:3], None, None]
     assert all(json.dumps(text, ensure_ascii=False).encode() in line for line in shown.split(b"\n\n")[:-1])
 
 
 async def test_no_token_is_shown_twice_when_the_end_comes_as_a_surprise() -> None:
     one = Stream(Generate("r", "", pack_ids([1]), 9), vocabulary())
-    found = sse.frames(one, False)
+    found = tgi_frames(one, "", False)
     one.take(Tokens("r", 1, 0, pack_ids(ids("a")), pack_floats([-1.0]), ["a"]))
     assert frames(await anext(found))[0]["index"] == 1
     one.end(Terminal("r", "length", 1))

@@ -255,7 +255,7 @@ async def nothing_left(gateway: Gateway, worker: FakeWorker) -> None:
     await wait_until(lambda: not gateway.relay.streams and not gateway.desk.farewells and not worker.live)
     assert not gateway.relay.wanted
     kinds = {key.decode().split(":")[2] for key in await worker.redis.keys("*")}
-    assert kinds <= {"log", "reports", "worker", "workers", "gateway", "control", "requests"}
+    assert kinds <= {"log", "reports", "worker", "workers", "gateway", "processes", "control", "requests", "submit", "metrics"}
     assert await worker.redis.xlen(KEYS.requests) == 0
 
 
@@ -345,3 +345,37 @@ async def test_a_cancel_waits_for_the_broker(broker: Broker) -> None:
         finally:
             await worker.redis.config_set("maxmemory", 0)
         await nothing_left(gateway, worker)
+
+
+# --- channels of other gateways -----------------------------------------------------------------------------------------------------------
+
+
+async def test_another_gateways_channel_is_followed(redis: Redis, relay: Relay) -> None:
+    """From then on, through a lost connection, and no longer than it is needed."""
+    mine, theirs = KEYS.events("g0"), KEYS.events("g9")
+    one = new_stream()
+    relay.add(one)
+
+    async def heard(channel: str) -> bool:
+        return (await redis.pubsub_numsub(channel))[0][1] == 1
+
+    for _ in range(2):
+        await relay.follow(theirs)
+    await wait_until(lambda: heard(theirs))
+    await redis.publish(theirs, say(1, tokens(0, 1)))
+    await wait_until(lambda: one.num_tokens == 1)
+    await redis.publish(mine, say(1, tokens(1, 2)))
+    await wait_until(lambda: one.num_tokens == 2)
+    await redis.client_kill_filter(_type="pubsub")
+    await wait_until(lambda: heard(theirs))
+    await redis.publish(theirs, say(2, tokens(2, 3)))
+    await wait_until(lambda: one.num_tokens == 3)
+    await relay.unfollow(theirs)
+    assert await heard(theirs)
+    await relay.unfollow(theirs)
+
+    async def left() -> bool:
+        return not await heard(theirs)
+
+    await wait_until(left)
+    assert (await redis.pubsub_numsub(mine))[0][1] == 1

@@ -1,4 +1,4 @@
-"""What is refused before it reaches the queue: each case says what must stand in the answer."""
+"""What is refused before it reaches the queue: each case says what must stand in the answer. And what goes on, and how."""
 
 import json
 from typing import Any
@@ -6,11 +6,17 @@ from typing import Any
 import httpx
 import pytest
 
+from api.asked import Asked
+from api.errors import Refusal
+from api.validate import Limits, Wanted, validate
+from common.messages import Sampling, pack_ids, unpack_ids
 from deploy.broker import Broker
 from tests.fake_worker import Answer, working
 from tests.gateways import ready, serving, vocabulary
 
 TOKENIZER = vocabulary().tokenizer
+SIZE = vocabulary().size
+LIMITS = Limits(99, 100, 4, 5, 2, 4)
 
 CASES: list[tuple[Any, int, str]] = [  # parameters, or a whole body with `inputs`; status; words of the answer
     ({"max_new_tokens": 0}, 422, "`max_new_tokens` must be strictly positive. Given: 0"),
@@ -20,31 +26,50 @@ CASES: list[tuple[Any, int, str]] = [  # parameters, or a whole body with `input
     ({"max_new_tokens": True}, 422, "`parameters.max_new_tokens`"),
     ({"max_new_tokens": 1024}, 422, "must be at most 1024. Given: 1 `inputs` tokens and 1024 `max_new_tokens`"),
     ({"max_new_tokens": 10**400}, 422, "`max_new_tokens`"),
+    ({"min_new_tokens": 5, "max_new_tokens": 4}, 422, "`min_new_tokens` must be at least 0 and at most 4. Given: 5"),
     ({"stop": ["a"] * 5}, 422, "`stop` supports up to 4 stop sequences. Given: 5"),
     ({"stop": [""]}, 422, "`stop`"),
     ({"stop": "a"}, 422, "`parameters.stop`"),
     ({"stop": [1]}, 422, "`parameters.stop.0`"),
+    ({"stop_token_ids": [1, SIZE]}, 422, f"`stop_token_ids` must have token ids of at least 0 and below {SIZE}. Given: {SIZE}"),
+    ({"stop_token_ids": [-1]}, 422, "`stop_token_ids` must have token ids of at least 0"),
+    ({"stop_token_ids": [1] * 129}, 422, "`stop_token_ids` supports up to 128 token ids. Given: 129"),
     ({"truncate": 0}, 422, "`truncate` must be strictly positive and at most 1023. Given: 0"),
     ({"truncate": 1024}, 422, "at most 1023. Given: 1024"),
     ({"details": "yes"}, 422, "`parameters.details`"),
-    ({"temperature": 0.5}, 422, "`temperature` is not supported yet"),
+    ({"temperature": -0.5}, 422, "`temperature` must be at least 0 and at most 100. Given: -0.5"),
+    ({"temperature": 101}, 422, "`temperature` must be at least 0 and at most 100. Given: 101"),
     ({"temperature": "hot"}, 422, "`parameters.temperature`"),
-    ({"repetition_penalty": 1.1}, 422, "`repetition_penalty` is not supported yet"),
-    ({"frequency_penalty": 0.1}, 422, "`frequency_penalty` is not supported yet"),
-    ({"top_k": 10}, 422, "`top_k` is not supported yet"),
-    ({"top_p": 0.9}, 422, "`top_p` is not supported yet"),
-    ({"typical_p": 0.9}, 422, "`typical_p` is not supported yet"),
-    ({"do_sample": True}, 422, "`do_sample` is not supported yet"),
-    ({"best_of": 2}, 422, "`best_of` is not supported yet"),
-    ({"return_full_text": True}, 422, "`return_full_text` is not supported yet"),
+    ({"repetition_penalty": 0}, 422, "`repetition_penalty` must be above 0 and at most 100. Given: 0"),
+    ({"frequency_penalty": 2.1}, 422, "`frequency_penalty` must be at least -2 and at most 2. Given: 2.1"),
+    ({"presence_penalty": -2.1}, 422, "`presence_penalty` must be at least -2 and at most 2. Given: -2.1"),
+    ({"top_k": -2}, 422, "`top_k` must be at least -1. Given: -2"),
+    ({"top_k": 1.5}, 422, "`parameters.top_k`"),
+    ({"top_p": 1.1}, 422, "`top_p` must be at least 0 and at most 1. Given: 1.1"),
+    ({"min_p": -0.1}, 422, "`min_p` must be at least 0 and at most 1. Given: -0.1"),
+    ({"typical_p": 0}, 422, "`typical_p` must be above 0 and at most 1. Given: 0"),
+    ({"do_sample": 1}, 422, "`parameters.do_sample`"),
+    ({"seed": 2**64}, 422, "`seed` must be"),
+    ({"seed": "1"}, 422, "`parameters.seed`"),
+    ({"logit_bias": {"5": 101}}, 422, "`logit_bias` must have values of at least -100 and at most 100. Given: 101"),
+    ({"logit_bias": {str(SIZE): 1}}, 422, f"`logit_bias` must have token ids of at least 0 and below {SIZE}. Given: {SIZE}"),
+    ({"logit_bias": {str(i): 1 for i in range(1025)}}, 422, "`logit_bias` supports up to 1024 token ids. Given: 1025"),
+    ({"logit_bias": {"five": 1}}, 422, "`parameters.logit_bias.five"),
+    ({"logit_bias": [1.0]}, 422, "`parameters.logit_bias`"),
+    ({"bad_words": [" "]}, 422, "`bad_words` must have words of 1 to 200 characters. Given: 0"),
+    ({"bad_words": ["a" * 201]}, 422, "`bad_words` must have words of 1 to 200 characters. Given: 201"),
+    ({"bad_words": ["a"] * 129}, 422, "`bad_words` supports up to 128 words. Given: 129"),
+    ({"best_of": 3, "do_sample": True}, 422, "`best_of` must be at most 2. Given: 3"),
+    ({"best_of": -1}, 422, "`parameters.best_of`"),
+    ({"best_of": 2}, 422, "`best_of`"),
+    ({"top_n_tokens": 6}, 422, "`top_n_tokens` must be at least 0 and at most 5. Given: 6"),
     ({"watermark": True}, 422, "`watermark` is not supported yet"),
     ({"decoder_input_details": True}, 422, "`decoder_input_details` is not supported yet"),
-    ({"seed": 0}, 422, "`seed` is not supported yet"),
-    ({"top_n_tokens": 2}, 422, "`top_n_tokens` is not supported yet"),
     ({"grammar": {"type": "regex", "value": "a"}}, 422, "`grammar` is not supported yet"),
     ({"adapter_id": "x"}, 422, "`adapter_id` is not supported yet"),
-    (b'{"inputs":"a","parameters":{"temperature":NaN}}', 422, "`temperature` is not supported yet"),
-    (b'{"inputs":"a","parameters":{"temperature":1e999}}', 422, "`temperature` is not supported yet"),
+    (b'{"inputs":"a","parameters":{"temperature":NaN}}', 422, "`temperature` must be"),
+    (b'{"inputs":"a","parameters":{"temperature":1e999}}', 422, "`temperature` must be"),
+    (b'{"inputs":"a","parameters":{"logit_bias":{"1":NaN}}}', 422, "`logit_bias` must have values"),
     (b'{"inputs":"a","parameters":{"max_new_tokens":NaN}}', 422, "`parameters.max_new_tokens`"),
     (b'{"inputs":"a","parameters":{"max_new_tokens":1' + b"0" * 5000 + b"}}", 400, "out of range"),
     ({"inputs": ""}, 422, "`inputs` cannot be empty"),
@@ -67,10 +92,16 @@ NEUTRAL: dict[str, Any] = {
     "temperature": 1,
     "repetition_penalty": 1.0,
     "frequency_penalty": 0,
+    "presence_penalty": 0,
     "top_k": 0,
     "top_p": 1.0,
+    "min_p": 0,
     "typical_p": 1.0,
     "do_sample": False,
+    "logit_bias": {},
+    "bad_words": [],
+    "min_new_tokens": 0,
+    "stop_token_ids": [],
     "return_full_text": False,
     "watermark": False,
     "decoder_input_details": False,
@@ -83,7 +114,7 @@ async def post(client: httpx.AsyncClient, case: Any, path: str = "/generate") ->
     return await client.post(path, content=body, headers={"content-type": "application/json"})
 
 
-@pytest.mark.parametrize(("path", "cases"), [("/generate", CASES), ("/generate_stream", CASES[::6])])
+@pytest.mark.parametrize(("path", "cases"), [("/generate", CASES), ("/generate_stream", CASES[::6]), ("/", CASES[::6])])
 async def test_refusals_name_the_field_and_the_limit(broker: Broker, path: str, cases: list[tuple[Any, int, str]]) -> None:
     async with working(broker.url, TOKENIZER, lambda _: Answer([])) as worker, serving(broker.url) as (gateway, client):
         await ready(gateway)
@@ -101,13 +132,31 @@ async def test_refusals_name_the_field_and_the_limit(broker: Broker, path: str, 
         assert not worker.seen
 
 
+async def test_best_of_is_for_several_answers_that_can_differ(broker: Broker) -> None:
+    cases = [
+        ("/generate", {"best_of": 2}, "`best_of` above 1 needs sampling"),
+        ("/generate", {"best_of": 2, "temperature": 0, "do_sample": True}, "`best_of` above 1 needs sampling"),
+        ("/generate", {"best_of": 2, "do_sample": True, "seed": 1}, "`seed` must not be set when `best_of` is above 1"),
+        ("/generate_stream", {"best_of": 2, "do_sample": True}, "`best_of` must be 1 when tokens are streamed. Given: 2"),
+    ]
+    async with working(broker.url, TOKENIZER, lambda _: Answer([])), serving(broker.url) as (gateway, client):
+        await ready(gateway)
+        for path, parameters, words in cases:
+            response = await post(client, parameters, path)
+            assert response.status_code == 422 and words in response.json()["error"], response.text
+        both = {"inputs": "a", "stream": True, "parameters": {"best_of": 2, "do_sample": True}}
+        assert "when tokens are streamed" in (await post(client, both, "/")).text
+
+
 async def test_neutral_values_and_null_are_accepted(broker: Broker) -> None:
     one = Answer(TOKENIZER.encode("a").ids)
-    async with working(broker.url, TOKENIZER, lambda _: one), serving(broker.url) as (gateway, client):
+    async with working(broker.url, TOKENIZER, lambda _: one) as worker, serving(broker.url) as (gateway, client):
         await ready(gateway)
-        for parameters in (NEUTRAL, dict.fromkeys([*NEUTRAL, "seed", "grammar", "adapter_id", "stop", "truncate", "max_new_tokens"])):
+        absent = dict.fromkeys([*NEUTRAL, "seed", "grammar", "adapter_id", "stop", "truncate", "max_new_tokens"])
+        for parameters in (NEUTRAL, absent, {"temperature": 0, "top_k": -1}):
             response = await post(client, parameters)
             assert (response.status_code, response.text) == (200, '{"generated_text":"a"}')
+    assert [request.sampling for request in worker.seen] == [None] * 3
 
 
 async def test_odd_but_valid_inputs_are_served(broker: Broker) -> None:
@@ -128,11 +177,98 @@ async def test_long_prompts_can_be_truncated(broker: Broker) -> None:
 
 
 async def test_settings_lower_the_limits(broker: Broker) -> None:
-    async with (
-        working(broker.url, TOKENIZER, lambda _: Answer([])),
-        serving(broker.url, max_total_tokens=20, max_input_tokens=3, max_stop_sequences=1) as (gateway, client),
-    ):
+    settings = {"max_total_tokens": 20, "max_input_tokens": 3, "max_stop_sequences": 1, "max_best_of": 1, "max_top_n_tokens": 0}
+    async with working(broker.url, TOKENIZER, lambda _: Answer([])), serving(broker.url, **settings) as (gateway, client):
         await ready(gateway)
         assert "at most 3 tokens. Given: 4" in (await post(client, {"inputs": "one two three four"})).text
         assert "at most 20. Given: 1" in (await post(client, {"max_new_tokens": 20})).text
         assert "up to 1 stop" in (await post(client, {"stop": ["a", "b"]})).text
+        assert "`best_of` must be at most 1" in (await post(client, {"best_of": 2, "do_sample": True})).text
+        assert "`top_n_tokens` must be at least 0 and at most 0" in (await post(client, {"top_n_tokens": 1})).text
+
+
+# --- what goes on -----------------------------------------------------------------------------------------------------------------
+
+
+async def wanted(**fields: Any) -> list[Wanted]:
+    return await validate(Asked(**({"text": "a"} | fields)), LIMITS, vocabulary())
+
+
+async def test_every_parameter_reaches_the_worker(broker: Broker) -> None:
+    parameters = {
+        "temperature": 0.5,
+        "top_k": 7,
+        "top_p": 0.9,
+        "min_p": 0.1,
+        "typical_p": 0.8,
+        "repetition_penalty": 1.5,
+        "frequency_penalty": 0.5,
+        "presence_penalty": 0.25,
+        "seed": 2**63 - 1,
+        "logit_bias": {"5": -100, "7": 1.5},
+        "bad_words": ["dog"],
+        "min_new_tokens": 2,
+        "stop_token_ids": [3, 4],
+        "ignore_eos": True,
+        "top_n_tokens": 5,
+        "max_new_tokens": 3,
+    }
+    answer = Answer(TOKENIZER.encode("a b c").ids)
+    async with working(broker.url, TOKENIZER, lambda _: answer) as worker, serving(broker.url) as (gateway, client):
+        await ready(gateway)
+        response = await post(client, parameters | {"top_n_tokens": 0})
+        assert response.status_code == 200, response.text
+    [request] = worker.seen
+    assert request.sampling == Sampling(
+        temperature=0.5,
+        top_k=7,
+        top_p=0.9,
+        min_p=0.1,
+        typical_p=0.8,
+        repetition_penalty=1.5,
+        relative_frequency_penalty=0.5,
+        presence_penalty=0.25,
+        seed=2**63 - 1,
+        logit_bias=[(5, -100.0), (7, 1.5)],
+        bad_words=[pack_ids(TOKENIZER.encode(text).ids) for text in ("dog", " dog")],
+    )
+    assert (request.min_new_tokens, unpack_ids(request.stop_ids), request.ignore_eos, request.max_new_tokens) == (2, [3, 4], True, 3)
+
+
+@pytest.mark.parametrize(
+    "fields", [{"do_sample": True}, {"temperature": 0.9}, {"top_k": 1}, {"top_p": 0.0}, {"min_p": 0.1}, {"typical_p": 0.9}]
+)
+async def test_what_makes_tokens_be_drawn(fields: dict[str, Any]) -> None:
+    first, second = [(await wanted(**fields))[0].sampling for _ in range(2)]
+    assert first is not None and second is not None
+    assert first.temperature == fields.get("temperature", 1.0)
+    assert 0 <= first.seed < 2**63 and first.seed != second.seed
+    [cold] = await wanted(**fields | {"temperature": 0.0})
+    assert cold.sampling is None
+
+
+async def test_penalties_alone_leave_a_choice_greedy() -> None:
+    [one] = await wanted(repetition_penalty=1.2, seed=5, temperature=1.0, raw_logprobs=True)
+    assert one.sampling == Sampling(temperature=0.0, repetition_penalty=1.2, raw_logprobs=True)
+
+
+async def test_choices_differ_in_their_number_alone() -> None:
+    found = await wanted(do_sample=True, n=3, seed=9)
+    assert [one.sampling and (one.sampling.seed, one.sampling.choice) for one in found] == [(9, 0), (9, 1), (9, 2)]
+    assert [one.sampling for one in await wanted(n=2)] == [None, None]
+    with pytest.raises(Refusal, match="`n` must be at least 1 and at most 128"):
+        await wanted(n=0)
+
+
+async def test_prompts_of_ids_and_the_client_s_own_names() -> None:
+    assert (await wanted(text=None, prompt_ids=[1, 2, 3], truncate=2))[0].prompt_ids == [2, 3]
+    for fields, words, param in [
+        ({"prompt_ids": [SIZE]}, f"`prompt` must have token ids of at least 0 and below {SIZE}", "prompt"),
+        ({"prompt_ids": []}, "`prompt` has no tokens", "prompt"),
+        ({"prompt_ids": [1] * 100}, "`prompt` must have at most 99 tokens. Given: 100", "prompt"),
+        ({"prompt_ids": [1], "max_new_tokens": 100}, "`prompt` tokens + `max_tokens` must be at most 100", "max_tokens"),
+        ({"prompt_ids": [1], "max_new_tokens": -1}, "`max_tokens` must be strictly positive. Given: -1", "max_tokens"),
+    ]:
+        with pytest.raises(Refusal) as refused:
+            await wanted(text=None, names={"prompt_ids": "prompt", "max_new_tokens": "max_tokens"}, **fields)
+        assert words in str(refused.value) and refused.value.param == param

@@ -10,6 +10,8 @@ from common.messages import (
     Died,
     Events,
     Generate,
+    Happening,
+    Life,
     LogEntry,
     Plan,
     Report,
@@ -27,7 +29,7 @@ SAMPLING = Sampling(0.5, 3, 0.9, 0.1, 0.8, 1.1, 0.2, 0.3, 0.4, 7, 1, [(5, -1.0)]
 GENERATE = Generate(
     "r1", "d1", pack_ids([1, 258]), 7, ["x"], True, 2, pack_ids([9]), 3, SAMPLING, 1000, "ch", "g", 30, 60, "batch", "t", "tr"
 )
-TOKENS = Tokens("r1", 2, 3, pack_ids([5]), pack_floats([-0.5]), ["hi"])
+TOKENS = Tokens("r1", 2, 3, pack_ids([5]), pack_floats([-0.5]), ["hi"], since_start_ms=7)
 EXAMPLES = [
     (
         GENERATE,
@@ -77,8 +79,9 @@ EXAMPLES = [
         {"v": 1, "q": 4, "e": 9, "n": 2, "s": 11, "p": [[1, 8, 10]], "x": [[2, "length", 7]], "r": [[2, 9]], "t": True},
     ),
     (
-        Worker("w0-1", "w0", "m", "float32", 16, 10, 64, 2048, pack_ids([2]), 1),
-        {"v": 1, "i": "w0-1", "nm": "w0", "m": "m", "d": "float32", "bs": 16, "nb": 10, "pt": 64, "c": 2048, "eo": b"\x02\0\0\0", "w": 1},
+        Worker("w0-1", "w0", "m", "float32", 16, 10, 64, 2048, pack_ids([2]), 1, "cpu", "dir/m"),
+        {"v": 1, "i": "w0-1", "nm": "w0", "m": "m", "d": "float32", "bs": 16, "nb": 10, "pt": 64, "c": 2048, "eo": b"\x02\0\0\0", "w": 1, "mi": "dir/m"}
+        | {"dv": "cpu"},
     ),
     (
         Events("w0-1", 6, [TOKENS], [Terminal("r1", "error", 4, "why", "generation")]),
@@ -86,13 +89,17 @@ EXAMPLES = [
             "v": 1,
             "s": "w0-1",
             "q": 6,
-            "t": [{"id": "r1", "a": 2, "i": 3, "t": b"\x05\0\0\0", "l": b"\0\0\0\xbf", "x": ["hi"], "ti": b"", "tl": b""}],
+            "t": [{"id": "r1", "a": 2, "i": 3, "t": b"\x05\0\0\0", "l": b"\0\0\0\xbf", "x": ["hi"], "ti": b"", "tl": b"", "ss": 7}],
         }
         | {"x": [{"id": "r1", "w": "error", "n": 4, "e": "why", "y": "generation"}]},
     ),
     (
+        Life([Happening(5, "ended", "w0-1", 2, 37, "length")]),
+        {"v": 1, "h": [{"t": 5, "w": "ended", "i": "w0-1", "a": 2, "n": 37, "y": "length"}]},
+    ),
+    (
         LogEntry([TOKENS]),
-        {"v": 1, "t": [{"id": "r1", "a": 2, "i": 3, "t": b"\x05\0\0\0", "l": b"\0\0\0\xbf", "x": ["hi"], "ti": b"", "tl": b""}]},
+        {"v": 1, "t": [{"id": "r1", "a": 2, "i": 3, "t": b"\x05\0\0\0", "l": b"\0\0\0\xbf", "x": ["hi"], "ti": b"", "tl": b"", "ss": 7}]},
     ),
 ]
 

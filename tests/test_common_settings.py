@@ -5,7 +5,8 @@ import sys
 
 import pytest
 
-from common.settings import SettingError, Settings, flag_parser
+from common.flags import flag_parser
+from common.settings import SettingError, Settings
 
 
 def test_a_flag_wins_over_its_variable_and_a_variable_over_the_default() -> None:
@@ -44,7 +45,7 @@ def test_optional_numbers() -> None:
         (["--dtype", "int3"], {}, "DTYPE: 'int3' is not one of auto, float32, float16, bfloat16"),
         ([], {"LOG_LEVEL": "loud"}, "LOG_LEVEL: 'loud' is not one of debug, info, warning, error"),
         (["stray"], {}, "ARGUMENTS: 'stray' is not expected"),
-        (["--port"], {}, "FLAGS: argument --port: expected one argument"),
+        (["--port"], {}, "FLAGS: argument -p/--port: expected one argument"),
     ],
 )
 def test_what_cannot_be_read_is_refused_by_name(argv: list[str], environ: dict[str, str], line: str) -> None:
@@ -119,7 +120,7 @@ def test_environ_gives_a_child_the_same_settings() -> None:
 
 
 def test_every_setting_has_a_flag_and_a_help_text() -> None:
-    text = flag_parser("tokenfleet").format_help()
+    text = flag_parser(Settings, "tokenfleet").format_help()
     for item in dataclasses.fields(Settings):
         assert f"--{item.name.replace('_', '-')} " in text
         assert item.metadata["help"]

@@ -18,7 +18,12 @@ from tests.waiting import wait_until
 KEYS = Keys("default")
 SETTINGS = {"num_workers": 2, "num_gateways": 2, "dtype": "float32", "debug_kv": True, "kv_cache_bytes": "256MiB"}
 NUM_KINDS = 10
-STANDING = {"workers", "batcher", "epoch", "control", "state", "requests", "worker", "gateway", "plans", "reports", "log"}
+STANDING = {"workers", "processes", "batcher", "epoch", "control", "state", "requests", "worker", "gateway", "plans", "reports", "log"} | {
+    "metrics",
+    "life",
+    "submit",
+    "jobs",
+}
 """Keys of a fleet that does nothing: all but those of requests."""
 
 

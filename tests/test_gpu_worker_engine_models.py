@@ -1,74 +1,107 @@
-"""Other decoders than Llama, tiny and random: served with the ids of `generate`, or refused with the cause."""
+"""Every family of decoders, tiny and random: served with the ids of transformers' `generate`, or refused with the cause."""
 
-import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import transformers
 
 from common.settings import SettingError, Settings
+from gpu_worker.engine import load, sdpa
+from gpu_worker.engine.cache import Geometry, Layer
 from gpu_worker.engine.engine import Engine
+from tests import tiny_models
 from tests.batch_player import Player
+from tests.tiny_models import FAMILIES, LLAMA, SIZES, VOCAB
 
-SIZES = {"vocab_size": 500, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "max_position_embeddings": 256}
-LLAMA = SIZES | {"intermediate_size": 128, "num_key_value_heads": 2}
-OTHER_NAMES = {"vocab_size": 500, "n_layer": 2, "n_head": 4}
-NEW_TOKENS = 12
-
-SERVED = {
-    "Llama": LLAMA,
-    "Qwen3": LLAMA | {"head_dim": 32},
-    "Granite": LLAMA | {"logits_scaling": 4.0, "attention_multiplier": 0.3},
-    "Mixtral": LLAMA | {"num_local_experts": 4, "sliding_window": None},
-    "GPT2": OTHER_NAMES | {"n_embd": 64, "n_positions": 256},
-    "GPTNeoX": SIZES | {"intermediate_size": 128},
-}
+NEW_TOKENS = 40
+LENGTHS = (1, 20, 50, 70)
+"""Of prompts: some beyond the windows and the original rope lengths."""
+MANY = 15
+QUICK = ("Llama-dynamic", "Llama-longrope", "Qwen3-MoE", "Gemma2", "GPT2", "OPT", "StableLM", "DeepSeek-V3", "gpt-oss")
+SERVED = [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in FAMILIES]
+OLD = {"vocab_size": VOCAB, "n_layer": 2, "n_head": 4}
 REFUSED = {
-    "Bloom": (OTHER_NAMES | {"hidden_size": 64}, "cannot be replaced"),
-    "Mpt": ({"vocab_size": 500, "d_model": 64, "n_layers": 2, "n_heads": 4}, "cannot be replaced"),
+    "Bloom": (OLD | {"hidden_size": 64}, "cannot be replaced"),
+    "Mpt": ({"vocab_size": VOCAB, "d_model": 64, "n_layers": 2, "n_heads": 4}, "cannot be replaced"),
+    "GPTJ": (OLD | {"n_embd": 64, "rotary_dim": 8}, "cannot be replaced"),
     "Falcon": (SIZES | {"alibi": True}, "ALiBi"),
-    "Mistral": (LLAMA | {"sliding_window": 32}, "its attention needs sliding_window"),
-    "DeepseekV3": (LLAMA | {"num_key_value_heads": 4, "n_routed_experts": 4, "n_group": 1, "topk_group": 1}, "not of the shape"),
-    "Mamba": ({"vocab_size": 500, "hidden_size": 64, "num_hidden_layers": 2}, "no attention heads"),
-    "T5": ({"vocab_size": 500, "d_model": 64, "num_layers": 2, "num_heads": 4}, "encoder-decoder"),
+    "Llama4Text": (LLAMA | {"head_dim": 16, "attention_chunk_size": 16, "num_local_experts": 2}, "neither causal nor a sliding window"),
+    "Mamba": ({"vocab_size": VOCAB, "hidden_size": 64, "num_hidden_layers": 2}, "no attention heads"),
+    "T5": ({"vocab_size": VOCAB, "d_model": 64, "num_layers": 2, "num_heads": 4}, "encoder-decoder"),
 }
-
-
-def save(folder: Path, family: str, sizes: dict[str, Any]) -> Any:
-    torch.manual_seed(0)
-    config = getattr(transformers, f"{family}Config")(**sizes)
-    kind = transformers.AutoModelForSeq2SeqLM if config.is_encoder_decoder else transformers.AutoModelForCausalLM
-    model = kind.from_config(config).eval()
-    with torch.no_grad():
-        for weight in model.parameters():  # wider apart, so that the ids vary
-            weight.mul_(3 if weight.dim() > 1 else 1)
-    model.save_pretrained(folder)
-    (folder / "tokenizer.json").write_text(json.dumps({"added_tokens": []}))
-    return model
 
 
 def engine_of(folder: Path) -> Engine:
-    return Engine(Settings(model_id=str(folder), dtype="float32", kv_cache_bytes=2**22, max_batch_prefill_tokens=64))
+    settings = {
+        "dtype": "float32",
+        "kv_cache_bytes": 2**23,
+        "max_batch_prefill_tokens": 64,
+        "block_size": 8,
+        "debug_kv": True,
+        "threads": 1,
+    }
+    return Engine(Settings(model_id=str(folder), **settings))
+
+
+def prompts() -> list[list[int]]:
+    torch.manual_seed(1)
+    return [torch.randint(3, VOCAB, (length,)).tolist() for length in LENGTHS]
+
+
+def play(engine: Engine, prefixes: dict[int, list[int]], prefill_tokens: int = 1000, base: int = 0) -> dict[int, list[int]]:
+    """All ids of rows that start with `base` tokens generated, beyond them."""
+    played = Player(engine, list(range(1, engine.ready.num_blocks + 1)), prefill_tokens, until=engine.rows.step)
+    return played.run([played.start(row, ids, NEW_TOKENS, base, ignore_eos=True) for row, ids in prefixes.items()])
 
 
 @pytest.mark.parametrize("family", SERVED)
 def test_served(family: str, tmp_path: Path) -> None:
-    model = save(tmp_path, family, SERVED[family])
-    engine = engine_of(tmp_path)
-    prompts = [torch.randint(3, 500, (length,)).tolist() for length in (1, 20, 50)]
-    played = Player(engine, list(range(1, engine.ready.num_blocks + 1)), prefill_tokens=16)
-    ids = played.run([played.start(row, prompt, NEW_TOKENS, ignore_eos=True) for row, prompt in enumerate(prompts)])
-    for row, prompt in enumerate(prompts):
-        output = model.generate(torch.tensor([prompt]), max_new_tokens=NEW_TOKENS, do_sample=False, eos_token_id=None, pad_token_id=0)
-        assert ids[row] == output[0, len(prompt) :].tolist()
+    model = tiny_models.save(tmp_path, *FAMILIES[family])
+    wanted = {row: tiny_models.generate(model, prompt, NEW_TOKENS) for row, prompt in enumerate(prompts())}
+    assert all(len(set(ids)) >= MANY for ids in wanted.values()), "ids that repeat prove little"
+    engine, fresh = engine_of(tmp_path), dict(enumerate(prompts()))
+    assert [play(engine, {row: prompt})[row] for row, prompt in fresh.items()] == list(wanted.values()), "alone"
+    assert play(engine, fresh) == wanted, "batched"
+    assert play(engine, fresh, prefill_tokens=7) == wanted, "chunked"
+    resumed = play(engine, {row: prompt + wanted[row][:9] for row, prompt in fresh.items()}, base=9)
+    assert resumed == {row: ids[9:] for row, ids in wanted.items()}, "resumed"
+
+
+def without_windows(layers: list[Layer], *rest: Any) -> Geometry:
+    return Geometry([replace(layer, view=replace(layer.view, window=None)) for layer in layers], *rest)
+
+
+@pytest.mark.parametrize(
+    ("family", "owner", "name", "off"),
+    [
+        ("Mistral", load, "Geometry", without_windows),
+        (
+            "Gemma2",
+            sdpa.Sdpa,
+            "scores",
+            lambda self, q, k, bias, scaling, softcap: torch.baddbmm(bias, q, k.transpose(1, 2), alpha=scaling),
+        ),
+        ("gpt-oss", sdpa, "softmax_with_sinks", lambda scores, *rest: torch.softmax(scores, -1)),
+        ("Llama-dynamic", load.rope, "by_length", lambda model: []),
+        ("Llama-longrope", load.rope, "by_length", lambda model: []),
+    ],
+    ids=["window", "softcap", "sinks", "dynamic", "longrope"],
+)
+def test_each_feature_counts(family, owner, name, off, tmp_path, monkeypatch) -> None:
+    """What the tests above would say if our code had not the feature."""
+    config_name, sizes = FAMILIES[family]
+    model = tiny_models.save(tmp_path, config_name, sizes)
+    wanted = {row: tiny_models.generate(model, prompt, NEW_TOKENS) for row, prompt in enumerate(prompts())}
+    monkeypatch.setattr(owner, name, off)
+    assert play(engine_of(tmp_path), dict(enumerate(prompts()))) != wanted
 
 
 @pytest.mark.parametrize("family", REFUSED)
 def test_refused(family: str, tmp_path: Path) -> None:
     sizes, words = REFUSED[family]
-    save(tmp_path, family, sizes)
+    tiny_models.save(tmp_path, family, sizes)
     with pytest.raises(SettingError, match=words) as caught:
         engine_of(tmp_path)
     assert caught.value.name == "model_id" and "\n" not in str(caught.value)

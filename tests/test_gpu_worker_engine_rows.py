@@ -1,10 +1,13 @@
 """The row table alone: who takes part in a step, who waits, how rows end and when they are released."""
 
+from typing import Any
+
 from hypothesis import given
 from hypothesis import strategies as st
 
+from common.messages import Sampling, pack_floats
 from gpu_worker.door import Grant, StartRow
-from gpu_worker.engine.rows import Outcome, Part, Rows
+from gpu_worker.engine.rows import Outcome, Part, Rows, Top
 from tests.batch_player import packed
 
 BLOCK = 4
@@ -12,9 +15,9 @@ EOS = 2
 TEXT = 7  # any id that ends nothing
 
 
-def start(row: int, num_ids: int, num_blocks: int = 100, base: int = 0, end: int = 10, ignore_eos: bool = False) -> StartRow:
+def start(row: int, num_ids: int, num_blocks: int = 100, base: int = 0, end: int = 10, ignore_eos: bool = False, **asked: Any) -> StartRow:
     blocks = range(1 + 100 * row, 1 + 100 * row + num_blocks)
-    return StartRow(row, packed(range(num_ids)), base, end, ignore_eos, packed(blocks))
+    return StartRow(row, packed(range(num_ids)), base, end, ignore_eos, packed(blocks), **asked)
 
 
 def table(*starts: StartRow, until: int = 1000, prefill_tokens: int = 1000) -> Rows:
@@ -91,6 +94,38 @@ def test_length_comes_before_eos() -> None:
 def test_eos_can_be_ignored() -> None:
     rows = table(start(0, 3, end=3, ignore_eos=True))
     assert [step(rows, EOS)[1].ended for _ in range(3)] == [[], [], [(0, "length", 3)]]
+
+
+def test_stop_ids_end_a_row_after_length_and_eos() -> None:
+    stops = {"stop_ids": packed([TEXT, EOS])}
+    rows = table(start(0, 3, **stops), start(1, 3, end=1, **stops))
+    assert step(rows)[1].ended == [(0, "stop_sequence", 1), (1, "length", 1)]
+    rows = table(start(0, 3, **stops), start(1, 3, ignore_eos=True, **stops))
+    assert step(rows, EOS)[1].ended == [(0, "eos_token", 1), (1, "stop_sequence", 1)]
+
+
+def test_only_rows_that_ask_have_a_turn() -> None:
+    """Row 1 asks until it has the tokens that it must have, whatever it started with; row 2 must have none but stop ids; row 3 samples."""
+    sampling = Sampling(temperature=1.0)
+    rows = table(
+        start(0, 3), start(1, 9, base=4, min_end=6), start(2, 3, stop_ids=packed([1])), start(3, 3, sampling=sampling), prefill_tokens=15
+    )
+    turns = []
+    for _ in range(4):
+        parts = rows.launch()
+        turns.append([(part.row.number, part.turn.index) for part in parts if part.samples and part.turn])
+        read(rows, parts)
+    assert turns == [[(1, 4)], [(1, 5), (3, 0)], [(3, 1)], [(3, 2)]]
+
+
+def test_likeliest_tokens_stand_beside_their_row() -> None:
+    """The token of a row that was stopped meanwhile is dropped: those after it move up."""
+    rows = table(start(0, 3), start(1, 3), start(2, 3))
+    parts = rows.launch()
+    rows.apply(Grant(1000, 1000, stops=[(1, "cancelled")]))
+    rows.read(parts, [TEXT] * 3, [-0.5] * 3, {1: Top([8], [-1.0]), 2: Top([7, 9], [-0.5, float("-inf")])})
+    outcome = rows.report()
+    assert (outcome.rows, outcome.tops) == ([0, 2], [(1, packed([7, 9]), pack_floats([-0.5, float("-inf")]))])
 
 
 def test_a_resumed_row_counts_from_its_base() -> None:

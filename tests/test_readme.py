@@ -17,7 +17,7 @@ def table() -> str:
 
 
 def shown(default: Any) -> str:
-    if default is None:
+    if default in (None, ()):
         return ""
     return f"{default:_}" if type(default) is int and default >= 100_000 else str(default)
 

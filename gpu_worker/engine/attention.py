@@ -4,20 +4,20 @@ transformers calls `attend` from every attention module. The module carries its 
 which knows the step that runs: so no layer's signature changes, and a compiler sees the same code in every layer.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-import numpy as np
 import torch
 from transformers import AttentionInterface
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
-from gpu_worker.engine.cache import Cache, Geometry
-from gpu_worker.engine.inputs import Inputs, Span
+from gpu_worker.engine.cache import Cache, Geometry, Layer, View
+from gpu_worker.engine.inputs import Inputs
 
 NAME = "tokenfleet"
-TILE = 128  # queries of a prompt that are attended at once: their scores stay within the processor's caches
+LONG = 4096
+"""A mask that says of no window is compared with a causal one up to twice this many tokens."""
 
 
 class Unservable(Exception):
@@ -26,156 +26,118 @@ class Unservable(Exception):
 
 class Backend(Protocol):
     def begin(self, inputs: Inputs) -> None:
-        """Called before each forward: what all layers share is computed here."""
+        """Called before each forward: what layers share is computed here."""
 
-    def attend(self, query: Any, key: Any, value: Any, keys: torch.Tensor, values: torch.Tensor, scaling: float) -> torch.Tensor:
+    def attend(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        module: Any,
+        scaling: float,
+        softcap: float | None,
+        sinks: torch.Tensor | None,
+    ) -> torch.Tensor:
         """Writes K and V of the step's tokens and attends over the cache.
 
-        query [1, heads, tokens, head_dim], key and value [1, kv_heads, tokens, head_dim], keys and values one layer's cache
-        → [1, tokens, heads, head_dim].
+        query [1, heads, tokens, key_dim], key [1, kv_heads, tokens, key_dim], value [1, kv_heads, tokens, value_dim]; `module` carries
+        `keys`, `values` and `view` of its layer; `softcap` bounds scores as in Gemma 2 (arXiv:2408.00118); `sinks` [heads] are scores
+        that take their share of each softmax and give nothing, as in gpt-oss → [1, tokens, heads, value_dim].
         """
 
 
 def attend(
-    module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: None, scaling: float | None = None, **rest: Any
+    module: Any,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: None,
+    scaling: float | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
+    **rest: Any,
 ) -> tuple[torch.Tensor, None]:
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
-    return module.backend.attend(query, key, value, module.keys, module.values, scaling), None
+    return module.backend.attend(query, key, value, module, scaling, softcap, s_aux), None
 
 
-def attach(model: Any, forward: Callable[[], object], geometry: Geometry, cache: Cache, backend: Backend) -> None:
-    """Hangs cache and backend on the attention modules, found by watching who calls during `forward` of one token.
+# --- what a model needs -------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Mask:
+    """Stands for a mask while a model is watched; `window` as in View."""
+
+    window: int | None
+
+
+def mask_of(mask_function: Callable[..., Any], local_size: int | None = None, **rest: Any) -> Mask:
+    """The mask that transformers would build, by what it lets through. Raises Unservable for all but causal ones and sliding windows."""
+    size = local_size or LONG
+    queries = torch.tensor([0, 1, size - 1, size, size + 1, 2 * size + 1])[:, None]
+    keys = torch.arange(2 * size + 3)[None]
+    for window in (local_size, None):
+        expected = (keys <= queries) & (keys > queries - (window or len(keys[0])))
+        zero = torch.tensor(0)
+        if torch.equal(torch.as_tensor(mask_function(zero, zero, queries, keys)).expand_as(expected), expected):
+            return Mask(window)
+    raise Unservable("its attention mask is neither causal nor a sliding window")
+
+
+def watch(model: Any, forward: Callable[[], object]) -> dict[Any, Layer]:
+    """The attention modules of a model, in the order in which `forward` of one token calls them, and what each keeps.
 
     Raises:
-        Unservable: the model attends in a way, or keeps K and V of a shape, that the paged cache does not have.
+        Unservable: the model attends in a way that the paged cache does not have.
     """
-    if not model.is_backend_compatible():
-        raise Unservable(f"the attention of {type(model).__name__} cannot be replaced")
-    modules: list[Any] = []
+    found: dict[Any, Layer] = {}
 
-    def watch(
-        module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: None, **rest: Any
+    def note(
+        module: Any,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        mask: Any,
+        sliding_window: int | None = None,
+        position_bias: torch.Tensor | None = None,
+        **rest: Any,
     ) -> tuple[torch.Tensor, None]:
-        needs = [name for name in ("sliding_window", "softcap", "s_aux") if rest.get(name) is not None]
-        if needs:
-            raise Unservable(f"its attention needs {' and '.join(needs)}, which is not served")
-        shape = (geometry.kv_heads, 1, geometry.head_dim)
-        if key.shape[1:] != shape or value.shape[1:] != shape:
-            raise Unservable(f"its K {list(key.shape[1:])} and V {list(value.shape[1:])} are not of the shape {list(shape)} of its config")
-        modules.append(module)
-        return query.transpose(1, 2), None
+        if module in found:
+            raise Unservable("one of its attention modules is used twice")
+        if not isinstance(mask, Mask) or position_bias is not None or not getattr(module, "is_causal", True):
+            raise Unservable("its attention needs more than a causal mask")
+        if sliding_window not in (None, mask.window):
+            raise Unservable(f"its attention has a window of {sliding_window} and a mask of {mask.window}")
+        kv_heads = key.shape[1]
+        found[module] = Layer(View(kv_heads, query.shape[1] // kv_heads, mask.window), key.shape[-1], value.shape[-1])
+        return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[-1]), None
 
-    AttentionInterface.register(NAME, watch)
+    AttentionInterface.register(NAME, note)
+    ALL_MASK_ATTENTION_FUNCTIONS.register(NAME, mask_of)
     try:
         forward()
+    except (TypeError, AttributeError) as error:  # model code that computes with the mask itself
+        raise Unservable(f"the attention of {type(model).__name__} cannot be replaced: {error}") from error
     finally:
-        AttentionInterface.register(NAME, attend)
-    if len(modules) != geometry.num_layers:
-        raise Unservable(f"{len(modules)} of its {geometry.num_layers} layers have attention that can be paged")
-    for module, keys, values in zip(modules, cache.keys, cache.values, strict=True):
-        module.keys, module.values, module.backend = keys, values, backend
+        register()
+    if len(found) != (wanted := model.config.get_text_config().num_hidden_layers):
+        raise Unservable(f"{len(found)} of its {wanted} layers have attention that can be paged")
+    return found
 
 
-AttentionInterface.register(NAME, attend)
-ALL_MASK_ATTENTION_FUNCTIONS.register(NAME, lambda *args, **kwargs: None)
+def attach(modules: Iterable[Any], geometry: Geometry, cache: Cache, backend: Backend) -> None:
+    """Hangs cache and backend on the attention modules, which are in the order of layers."""
+    for module, layer, keys, values in zip(modules, geometry.layers, cache.keys, cache.values, strict=True):
+        module.keys, module.values, module.view, module.backend = keys, values, layer.view, backend
 
 
-# --- sdpa: anywhere ---------------------------------------------------------------------------------------------------------------
+def no_mask(*args: Any, **kwargs: Any) -> None:
+    """The backend knows who sees what."""
 
 
-@dataclass(frozen=True, slots=True)
-class Tile:
-    """Queries `begin` to `end` on the line, and the bias that hides all but their own past: [rows * kv_heads or 1, queries, length].
-
-    `length` is a whole number of blocks: a product over part of a gathered page would copy all of them first.
-    """
-
-    begin: int
-    end: int
-    length: int
-    bias: torch.Tensor
+def register() -> None:
+    AttentionInterface.register(NAME, attend)
+    ALL_MASK_ATTENTION_FUNCTIONS.register(NAME, no_mask)
 
 
-@dataclass(frozen=True, slots=True)
-class Gathered:
-    """A span, ready for every layer. `pages` picks [rows, kv_heads, blocks] out of the cache seen as [blocks * kv_heads] pages."""
-
-    rows: int
-    pages: torch.Tensor
-    tiles: list[Tile]
-
-
-class Sdpa:
-    """Gathers the pages of a span's rows, then two batched products with a softmax between them.
-
-    The queries that share a K head stand in one matrix, so the product is batched over rows and K heads. (The fused
-    `scaled_dot_product_attention` of torch 2.13 was measured on CPU: 4 to 6 times slower for rows that decode.)
-    """
-
-    def __init__(self, geometry: Geometry, num_heads: int, device: torch.device) -> None:
-        self.geometry, self.device = geometry, device
-        self.group = num_heads // geometry.kv_heads
-        self.heads = np.arange(geometry.kv_heads)
-        self.slots = torch.zeros(0, dtype=torch.int64)
-        self.spans: list[Gathered] = []
-
-    def begin(self, inputs: Inputs) -> None:
-        blocks, offsets = np.divmod(inputs.slots, self.geometry.block_size)
-        slots = (blocks * self.geometry.kv_heads + self.heads[:, None]) * self.geometry.block_size + offsets
-        self.slots = self.tensor(slots.reshape(-1))
-        self.spans = [self.gather(span) for span in inputs.spans]
-
-    def gather(self, span: Span) -> Gathered:
-        pages = span.blocks[:, None, :] * self.geometry.kv_heads + self.heads[None, :, None]
-        tiles = [self.decode_tile(span)] if span.count == 1 else self.prompt_tiles(span)
-        return Gathered(len(span.lengths), self.tensor(pages.reshape(-1)), tiles)
-
-    def decode_tile(self, span: Span) -> Tile:
-        length = span.blocks.shape[1] * self.geometry.block_size
-        hidden = np.arange(length) >= span.lengths[:, None]
-        bias = self.bias(hidden.repeat(self.geometry.kv_heads, axis=0)[:, None])
-        return Tile(span.begin, span.begin + len(span.lengths), length, bias)
-
-    def prompt_tiles(self, span: Span) -> list[Tile]:
-        first, tiles = int(span.lengths[0]) - span.count, []
-        for begin in range(0, span.count, TILE):
-            end = min(begin + TILE, span.count)
-            length = -(-(first + end) // self.geometry.block_size) * self.geometry.block_size
-            hidden = np.arange(length) > np.arange(first + begin, first + end)[:, None]
-            tiles.append(Tile(span.begin + begin, span.begin + end, length, self.bias(np.tile(hidden, (self.group, 1))[None])))
-        return tiles
-
-    def bias(self, hidden: Any) -> torch.Tensor:
-        bias = np.where(hidden, np.float32("-inf"), np.float32(0))
-        return self.tensor(bias).to(self.geometry.dtype)
-
-    def tensor(self, array: Any) -> torch.Tensor:
-        return torch.from_numpy(array).to(self.device)
-
-    def attend(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scaling: float
-    ) -> torch.Tensor:
-        head_dim = self.geometry.head_dim
-        keys.view(-1, head_dim).index_copy_(0, self.slots, key.reshape(-1, head_dim))
-        values.view(-1, head_dim).index_copy_(0, self.slots, value.reshape(-1, head_dim))
-        outputs = [
-            self.tile(tile, span.rows, query, key_pages, value_pages, scaling)
-            for span in self.spans
-            for key_pages, value_pages in [(self.pages(keys, span), self.pages(values, span))]
-            for tile in span.tiles
-        ]
-        return (outputs[0] if len(outputs) == 1 else torch.cat(outputs)).unsqueeze(0)
-
-    def pages(self, cache: torch.Tensor, span: Gathered) -> torch.Tensor:
-        """→ [rows * kv_heads, tokens, head_dim]"""
-        pages = cache.view(-1, self.geometry.block_size * self.geometry.head_dim).index_select(0, span.pages)
-        return pages.view(span.rows * self.geometry.kv_heads, -1, self.geometry.head_dim)
-
-    def tile(self, tile: Tile, rows: int, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scaling: float) -> torch.Tensor:
-        """→ [queries, heads, head_dim]"""
-        heads, head_dim = query.shape[1], query.shape[3]
-        queries = query[0, :, tile.begin : tile.end].view(heads, rows, -1, head_dim).transpose(0, 1)
-        queries = queries.reshape(rows * self.geometry.kv_heads, -1, head_dim)
-        scores = torch.baddbmm(tile.bias, queries, keys[:, : tile.length].transpose(1, 2), alpha=scaling)
-        output = torch.bmm(torch.softmax(scores, -1), values[:, : tile.length])
-        return output.view(rows, heads, -1, head_dim).transpose(1, 2).reshape(-1, heads, head_dim)
+register()

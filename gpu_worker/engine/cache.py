@@ -1,9 +1,8 @@
-"""The paged KV cache: for each layer one tensor of K and one of V, `[blocks, kv_heads, block_size, head_dim]`. Block 0 is scratch."""
+"""The paged KV cache: for each layer one tensor of K and one of V, `[blocks, kv_heads, block_size, dim]`. Block 0 is scratch."""
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
@@ -12,25 +11,40 @@ from common.settings import SettingError
 
 
 @dataclass(frozen=True, slots=True)
-class Geometry:
-    """What a model keeps for each token, as its config tells before any weights are read."""
+class View:
+    """How queries meet the cache; layers with the same view share what a step prepares.
 
-    num_layers: int
+    Attributes:
+        group: query heads that share one K head.
+        window: keys that a query sees, its own included; None is all of its past.
+    """
+
     kv_heads: int
-    head_dim: int
+    group: int
+    window: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """What the attention of one layer keeps of each token."""
+
+    view: View
+    key_dim: int
+    value_dim: int
+
+
+@dataclass(frozen=True, slots=True)
+class Geometry:
+    """What a model keeps of each token."""
+
+    layers: list[Layer]
     block_size: int
     dtype: torch.dtype
 
-    @classmethod
-    def of(cls, config: Any, block_size: int, dtype: torch.dtype) -> "Geometry":
-        heads = config.num_attention_heads
-        kv_heads = getattr(config, "num_key_value_heads", None) or heads
-        head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
-        return cls(config.num_hidden_layers, kv_heads, head_dim, block_size, dtype)
-
     @property
     def block_bytes(self) -> int:
-        return 2 * self.num_layers * self.kv_heads * self.head_dim * self.block_size * self.dtype.itemsize
+        numbers = sum(layer.view.kv_heads * (layer.key_dim + layer.value_dim) for layer in self.layers)
+        return numbers * self.block_size * self.dtype.itemsize
 
     def num_blocks(self, kv_cache_bytes: int, available_bytes: int) -> int:
         """Blocks that may be granted; the scratch block comes on top. Raises SettingError."""
@@ -55,10 +69,11 @@ def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> t
 
 class Cache:
     def __init__(self, geometry: Geometry, num_blocks: int, device: torch.device) -> None:
-        shape = (num_blocks + 1, geometry.kv_heads, geometry.block_size, geometry.head_dim)
-        layers = range(geometry.num_layers)
-        self.keys = [zeros(shape, geometry.dtype, device) for _ in layers]
-        self.values = [zeros(shape, geometry.dtype, device) for _ in layers]
+        self.keys, self.values = [], []
+        for layer in geometry.layers:
+            shape = (num_blocks + 1, layer.view.kv_heads, geometry.block_size)
+            self.keys.append(zeros((*shape, layer.key_dim), geometry.dtype, device))
+            self.values.append(zeros((*shape, layer.value_dim), geometry.dtype, device))
 
     def fill(self, blocks: Sequence[int], value: float) -> None:
         index = torch.tensor(blocks, dtype=torch.int64, device=self.keys[0].device)

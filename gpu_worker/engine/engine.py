@@ -12,7 +12,7 @@ from gpu_worker.door import Grant, Ready, Step
 from gpu_worker.engine import inputs, warmup
 from gpu_worker.engine.load import load, name_of
 from gpu_worker.engine.rows import Int32, Part, Rows
-from gpu_worker.engine.sample import greedy
+from gpu_worker.engine.sample import sample
 
 NAN = float("nan")
 
@@ -53,8 +53,8 @@ class Engine:
         began = time.perf_counter()
         parts = inputs.arrange(self.rows.launch())
         if parts:
-            ids, logprobs = self.forward(parts)
-            self.rows.read(parts, ids.tolist(), logprobs.tolist())
+            sampled = sample(self.forward(parts), [part.turn for part in parts if part.samples])
+            self.rows.read(parts, sampled.ids, sampled.logprobs, sampled.tops)
         outcome = self.rows.report()
         if not parts and not outcome:
             return None
@@ -63,14 +63,15 @@ class Engine:
         return outcome.frame(self.rows.step, (time.perf_counter() - began) * 1e3 if parts else 0.0)
 
     @torch.inference_mode()
-    def forward(self, parts: Sequence[Part]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Arranged parts → ids and log-probabilities of those that sample."""
+    def forward(self, parts: Sequence[Part]) -> torch.Tensor:
+        """Arranged parts → logits [samples, vocabulary] of those that sample."""
         line = inputs.build(parts, self.block_size, self.loaded.device)
-        self.loaded.backend.begin(line)
+        self.loaded.begin(line)
         output = self.loaded.model(
             input_ids=line.ids, position_ids=line.positions, use_cache=False, logits_to_keep=line.sampled, return_dict=True
         )
-        return greedy(output.logits[0])
+        logits: torch.Tensor = output.logits[0]
+        return logits
 
     @torch.inference_mode()
     def fill(self, blocks: Sequence[Int32], value: float) -> None:

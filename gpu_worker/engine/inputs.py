@@ -35,12 +35,14 @@ class Inputs:
         ids, positions: int64 [1, tokens].
         slots: int64 [tokens]; where a token's K and V go: block * block_size + offset.
         sampled: int64 [samples]; tokens on the line whose logits are wanted.
+        lengths: int64 [tokens]; of a token's sequence when its K is first computed: the prompt's, or up to the token where it is generated.
     """
 
     ids: torch.Tensor
     positions: torch.Tensor
     slots: npt.NDArray[np.int64]
     sampled: torch.Tensor
+    lengths: torch.Tensor
     spans: list[Span]
 
 
@@ -55,6 +57,7 @@ def build(parts: Sequence[Part], block_size: int, device: torch.device) -> Input
     positions = np.concatenate([np.arange(part.begin, part.kv_len) for part in parts])
     blocks = np.concatenate([part.row.blocks[part.begin // block_size : -(-part.kv_len // block_size)].repeat(block_size)
                              [part.begin % block_size :][: part.count] for part in parts])  # fmt: skip
+    prompt_lengths = np.repeat([len(part.row.ids) - part.row.base for part in parts], [part.count for part in parts])
     last = np.cumsum([part.count for part in parts]) - 1
     sampled = last[[part.samples for part in parts]]
     return Inputs(
@@ -62,6 +65,7 @@ def build(parts: Sequence[Part], block_size: int, device: torch.device) -> Input
         positions=torch.from_numpy(positions[None]).to(device),
         slots=blocks.astype(np.int64) * block_size + positions % block_size,
         sampled=torch.from_numpy(sampled).to(device),
+        lengths=torch.from_numpy(np.maximum(positions + 1, prompt_lengths)).to(device),
         spans=spans(parts, block_size),
     )
 

@@ -1,22 +1,23 @@
 """From settings to a model on its device, with a cache on its attention modules."""
 
-import os
+import sys
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils import logging
 
-from common import memory, model_files
+from common import memory, model_files, processor
 from common.settings import SettingError, Settings
-from gpu_worker.engine import attention
+from gpu_worker.engine import attention, rope
 from gpu_worker.engine.cache import Cache, Geometry
+from gpu_worker.engine.config import read_config, unservable
+from gpu_worker.engine.inputs import Inputs
 from gpu_worker.engine.pack import pack
+from gpu_worker.engine.sdpa import Sdpa
+from gpu_worker.engine.weights import read_weights
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
-BFLOAT16_FLAGS = {"avx512_bf16", "amx_bf16", "bf16"}  # Intel and AMD; Arm
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,9 +28,16 @@ class Loaded:
     num_blocks: int
     cache: Cache
     backend: attention.Backend
+    ropes: list[rope.Rope]
     context: int
     eos_ids: list[int]
     vocab_size: int
+
+    def begin(self, line: Inputs) -> None:
+        """Called before each forward."""
+        self.backend.begin(line)
+        for one in self.ropes:
+            one.begin(line)
 
 
 @torch.inference_mode()
@@ -38,25 +46,27 @@ def load(settings: Settings, progress: model_files.Progress) -> Loaded:
     path = model_files.resolve(settings.model_id, settings.revision, progress)
     device = choose_device(settings.device)
     dtype = choose_dtype(settings.dtype, device)
-    torch.set_num_threads(settings.threads or max(1, num_cores() // max(1, settings.num_workers)))
-    config = read_config(path, settings.model_id)
-    geometry = Geometry.of(config, settings.block_size, dtype)
-    available_bytes = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else memory.available_bytes()
-    num_blocks = geometry.num_blocks(settings.kv_cache_bytes, available_bytes)
-    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    torch.set_num_threads(settings.threads or max(1, processor.num_cores() // max(1, settings.num_workers)))
+    config = read_config(path, settings)
+    if not sys.stderr.isatty():
+        logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     progress(f"loading {settings.model_id} as {name_of(dtype)} on {device.type}")
     try:
-        model: Any = AutoModelForCausalLM.from_pretrained(path, config=config, dtype=dtype, attn_implementation=attention.NAME)
-        model.to(device)
+        model = read_weights(path, config, dtype, device, settings)
         if device.type == "cpu":
             pack(model)
-        cache = Cache(geometry, num_blocks, device)
-        backend = attention.Sdpa(geometry, config.num_attention_heads, device)
-        attention.attach(model, lambda: forward_one(model, device), geometry, cache, backend)
+        layers = attention.watch(model, lambda: forward_one(model, device))
+    except KeyError as error:  # model code that looks attention up in a table of its own
+        raise unservable(settings.model_id, attention.Unservable(f"the attention of {config.model_type} cannot be replaced")) from error
     except (attention.Unservable, ValueError, OSError) as error:
         raise unservable(settings.model_id, error) from error
-    context, eos_ids = model_files.context(path), model_files.eos_ids(path)
-    return Loaded(model, device, dtype, num_blocks, cache, backend, context, eos_ids, config.vocab_size)
+    geometry = Geometry(list(layers.values()), settings.block_size, dtype)
+    available_bytes = cuda_bytes(device, settings.cuda_memory_fraction) if device.type == "cuda" else memory.available_bytes()
+    num_blocks = geometry.num_blocks(settings.kv_cache_bytes, available_bytes)
+    cache, backend = Cache(geometry, num_blocks, device), Sdpa(geometry, device)
+    attention.attach(layers, geometry, cache, backend)
+    context, eos_ids = int(model_files.context(path) * (settings.rope_factor or 1)), model_files.eos_ids(path)
+    return Loaded(model, device, dtype, num_blocks, cache, backend, rope.by_length(model), context, eos_ids, config.vocab_size)
 
 
 def forward_one(model: Any, device: torch.device) -> None:
@@ -64,25 +74,11 @@ def forward_one(model: Any, device: torch.device) -> None:
     model(input_ids=zero, position_ids=zero, use_cache=False)
 
 
-def read_config(path: Path, model_id: str) -> Any:
-    """The model's text config, refused where it says that its attention cannot be paged."""
-    try:
-        config = AutoConfig.from_pretrained(path)
-    except (ValueError, OSError, KeyError) as error:
-        raise unservable(model_id, error) from error
-    text = config.get_text_config()
-    if config.is_encoder_decoder:
-        raise SettingError("model_id", f"{model_id} is an encoder-decoder model; only decoders are served")
-    if not getattr(text, "num_attention_heads", None) or not getattr(text, "num_hidden_layers", None):
-        raise SettingError("model_id", f"{model_id} ({config.model_type}) has no attention heads; only decoders with attention are served")
-    if getattr(text, "alibi", False):
-        raise SettingError("model_id", f"{model_id} ({config.model_type}) uses ALiBi position biases, which are not served")
-    return text
-
-
-def unservable(model_id: str, error: Exception) -> SettingError:
-    cause = next(iter(str(error).splitlines()), "") or type(error).__name__
-    return SettingError("model_id", f"{model_id} cannot be served: {cause}")
+def cuda_bytes(device: torch.device, fraction: float) -> int:
+    """What this process may still take of a GPU: no more than its fraction of the whole, which torch enforces from now on."""
+    torch.cuda.set_per_process_memory_fraction(fraction)
+    free_bytes, total_bytes = torch.cuda.mem_get_info(device)
+    return min(free_bytes, int(fraction * total_bytes) - torch.cuda.memory_reserved(device))
 
 
 def choose_device(name: str) -> torch.device:
@@ -94,22 +90,10 @@ def choose_device(name: str) -> torch.device:
 
 def choose_dtype(name: str, device: torch.device) -> torch.dtype:
     if name == "auto":
-        fast = torch.cuda.is_bf16_supported() if device.type == "cuda" else bool(BFLOAT16_FLAGS & cpu_flags())
+        fast = torch.cuda.is_bf16_supported() if device.type == "cuda" else processor.has_bfloat16()
         return torch.bfloat16 if fast else torch.float32
     return DTYPES[name]
 
 
 def name_of(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
-
-
-def cpu_flags() -> set[str]:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return set()
-    return {flag for line in lines if line.lower().startswith(("flags", "features")) for flag in line.partition(":")[2].split()}
-
-
-def num_cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -3,6 +3,7 @@
 import argparse
 import contextlib
 import gc
+import logging
 import os
 import signal
 import socket
@@ -10,10 +11,13 @@ import sys
 
 import setproctitle
 
+from common import logs
 from common.lifeline import die_with_parent
 from common.settings import SettingError, Settings
 from gpu_worker.door import Failure, Progress
 from gpu_worker.engine.link import Gone, Link
+
+log = logging.getLogger(__name__)
 
 
 def main() -> None:
@@ -31,12 +35,13 @@ def main() -> None:
     except SettingError as error:
         fail(link, Failure(error.name, error.cause))
     except BaseException as error:
-        sys.excepthook(*sys.exc_info())
+        log.critical("the engine crashed", exc_info=True)
         fail(link, Failure("", repr(error)))
 
 
 def serve(link: Link) -> None:
     settings = Settings.read([], os.environ)
+    logs.set_up(f"{os.environ.get('WORKER_NAME', 'w0')} engine", settings.log_level, settings.json_output)
     gc.disable()  # collections while torch and transformers are imported take a fifth of the start
     from gpu_worker.engine.engine import Engine  # seconds: after the socket is ours and bad settings were said
     from gpu_worker.engine.loop import run

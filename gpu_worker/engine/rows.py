@@ -4,13 +4,16 @@ A step has two ends. `launch` decides who takes part and advances lengths, `read
 between the two: everything that `launch` needs is arithmetic, so only what depends on sampled ids waits for `read`.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
+from common.messages import pack_floats, pack_ids, unpack_ids
 from gpu_worker.door import Grant, StartRow, Step
+from gpu_worker.engine.manner import Manner, Turn
 
 Int32 = npt.NDArray[np.int32]
 NO_BLOCKS: Int32 = np.zeros(0, np.int32)
@@ -25,6 +28,8 @@ class Row:
         blocks: KV blocks in order; position p lies in blocks[p // block_size].
         kv_len: tokens whose KV is written.
         index: index of the next token to sample.
+        ends: what ids end the row with which reason.
+        manner: how it chooses; None is plainly greedy.
         last_id: input of the next decode step.
         in_flight: steps launched with this row and not read yet.
     """
@@ -33,8 +38,10 @@ class Row:
     ids: Int32
     index: int
     end: int
-    ignore_eos: bool
     blocks: Int32
+    ends: Mapping[int, str] = field(default_factory=dict)
+    manner: Manner | None = None
+    base: int = 0
     kv_len: int = 0
     read_index: int = 0
     last_id: int = 0
@@ -42,9 +49,12 @@ class Row:
     ended: bool = False
 
     @classmethod
-    def of(cls, start: StartRow) -> "Row":
+    def of(cls, start: StartRow, eos_ids: Sequence[int]) -> "Row":
         ids, blocks = np.frombuffer(start.ids, "<i4"), np.frombuffer(start.blocks, "<i4")
-        return cls(start.row, ids, start.base, start.end, start.ignore_eos, blocks, read_index=start.base)
+        ends = dict.fromkeys(unpack_ids(start.stop_ids), "stop_sequence")
+        ends |= {} if start.ignore_eos else dict.fromkeys(eos_ids, "eos_token")
+        manner = Manner.of(start, list(ends))
+        return cls(start.row, ids, start.base, start.end, blocks, ends, manner, start.base, read_index=start.base)
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +74,22 @@ class Part:
     def kv_len(self) -> int:
         return self.begin + self.count
 
+    @property
+    def turn(self) -> Turn | None:
+        """None where the likeliest token is wanted."""
+        manner, index = self.row.manner, self.kv_len - (len(self.row.ids) - self.row.base)
+        return Turn(manner, index) if manner and manner.asks(index) else None
+
+
+class Top(NamedTuple):
+    """The likeliest tokens beside a sampled one, likeliest first; those that truncation took away have -inf."""
+
+    ids: list[int]
+    logprobs: list[float]
+
+
+NO_TOPS: Mapping[int, Top] = {}
+
 
 @dataclass(slots=True)
 class Outcome:
@@ -73,6 +99,7 @@ class Outcome:
     indices: list[int] = field(default_factory=list)
     ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
+    tops: list[tuple[int, bytes, bytes]] = field(default_factory=list)
     prefilled: list[tuple[int, int]] = field(default_factory=list)
     ended: list[tuple[int, str, int]] = field(default_factory=list)
     released: list[tuple[int, int]] = field(default_factory=list)
@@ -82,14 +109,13 @@ class Outcome:
         return bool(self.rows or self.ended or self.released)
 
     def frame(self, step: int, duration_ms: float) -> Step:
-        rows, indices, ids = (np.array(values, "<i4").tobytes() for values in (self.rows, self.indices, self.ids))
-        logprobs = np.array(self.logprobs, "<f4").tobytes()
         return Step(
             step,
-            rows,
-            indices,
-            ids,
-            logprobs,
+            rows=pack_ids(self.rows),
+            indices=pack_ids(self.indices),
+            ids=pack_ids(self.ids),
+            logprobs=pack_floats(self.logprobs),
+            tops=self.tops,
             prefilled=self.prefilled,
             ended=self.ended,
             released=self.released,
@@ -100,7 +126,7 @@ class Outcome:
 class Rows:
     def __init__(self, block_size: int, eos_ids: Sequence[int]) -> None:
         self.block_size = block_size
-        self.eos_ids = frozenset(eos_ids)
+        self.eos_ids = eos_ids
         self.rows: dict[int, Row] = {}  # in the order of starts
         self.step = 0
         self.until = 0
@@ -115,7 +141,7 @@ class Rows:
                 self.finish(self.rows[number], why)
         granted = [self.extend(number, np.frombuffer(blocks, "<i4")) for number, blocks in grant.blocks]
         for start in grant.starts:
-            self.rows[start.row] = Row.of(start)
+            self.rows[start.row] = Row.of(start, self.eos_ids)
             granted.append(self.rows[start.row].blocks)
         return granted
 
@@ -151,32 +177,37 @@ class Rows:
                 left -= count if prefill > 0 else 0
         return parts
 
-    def read(self, parts: Sequence[Part], ids: Sequence[int], logprobs: Sequence[float]) -> None:
-        """Takes what a launched step brought: `ids` has one entry for each part that samples, in order."""
-        sampled = zip(ids, logprobs, strict=True)
+    def read(self, parts: Sequence[Part], ids: Sequence[int], logprobs: Sequence[float], tops: Mapping[int, Top] = NO_TOPS) -> None:
+        """Takes what a launched step brought: `ids` has one entry for each part that samples, in order; `tops` is by their place there."""
+        sampled = enumerate(zip(ids, logprobs, strict=True))
         for part in parts:
             part.row.in_flight -= 1
             if part.samples:
-                self.take(part, *next(sampled))
+                place, (token, logprob) = next(sampled)
+                self.take(part, token, logprob, tops.get(place))
             if part.row.ended:
                 self.release(part.row)
 
-    def take(self, part: Part, token: int, logprob: float) -> None:
+    def take(self, part: Part, token: int, logprob: float, top: Top | None) -> None:
         row, outcome = part.row, self.outcome
         if row.ended:
             return
         if not part.decodes:
             outcome.prefilled.append((row.number, part.kv_len))
+        if top:
+            outcome.tops.append((len(outcome.rows), pack_ids(top.ids), pack_floats(top.logprobs)))
         outcome.rows.append(row.number)
         outcome.indices.append(row.read_index)
         outcome.ids.append(token)
         outcome.logprobs.append(logprob)
         row.last_id = token
         row.read_index += 1
+        if row.manner:
+            row.manner.take(token)
         if row.read_index >= row.end:
             self.finish(row, "length")
-        elif token in self.eos_ids and not row.ignore_eos:
-            self.finish(row, "eos_token")
+        elif token in row.ends:
+            self.finish(row, row.ends[token])
 
     def finish(self, row: Row, why: str) -> None:
         if not row.ended:

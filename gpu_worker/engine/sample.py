@@ -1,6 +1,59 @@
 """Logits to tokens."""
 
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
 import torch
+
+from gpu_worker.engine.choose import Way, choose, way_of
+from gpu_worker.engine.draw import Drawn
+from gpu_worker.engine.manner import Turn
+from gpu_worker.engine.rows import Top
+
+SCORES = 2**19  # looked at together on CPU: larger buffers come from the system each time, and their page faults cost more than the sums
+
+
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """What a step sampled, on the host; `tops` by the place of the sample."""
+
+    ids: list[int]
+    logprobs: list[float]
+    tops: dict[int, Top] = field(default_factory=dict)
+
+
+@torch.inference_mode()
+def sample(logits: torch.Tensor, turns: Sequence[Turn | None]) -> Sampled:
+    """logits [samples, vocabulary]; None is plainly the likeliest. Rows that choose in the same way are chosen for together."""
+    size = max(1, SCORES // logits.shape[1]) if logits.device.type == "cpu" else len(turns)
+    groups: dict[Way | None, list[int]] = {}
+    for place, turn in enumerate(turns):
+        groups.setdefault(way_of(turn.manner) if turn else None, []).append(place)
+    if groups.keys() <= {None}:
+        ids, logprobs = greedy(logits)
+        return Sampled(ids.tolist(), logprobs.tolist())
+    lots = [(way, places[first : first + size]) for way, places in groups.items() for first in range(0, len(places), size)]
+    return gathered([(places, drawn(logits[places], way, [turns[place] for place in places])) for way, places in lots], turns)
+
+
+def drawn(logits: torch.Tensor, way: Way | None, turns: Sequence[Turn | None]) -> Drawn:
+    if way is None:
+        ids, logprobs = greedy(logits)
+        return Drawn(ids, logprobs, ids[:, None][:, :0], logprobs[:, None][:, :0])
+    return choose(logits, way, [turn for turn in turns if turn])
+
+
+def gathered(groups: Sequence[tuple[list[int], Drawn]], turns: Sequence[Turn | None]) -> Sampled:
+    """The groups' rows in the order of the samples."""
+    sampled = Sampled([0] * len(turns), [0.0] * len(turns))
+    for places, drawn in groups:
+        columns = (column.tolist() for column in drawn)
+        for place, token, logprob, top_ids, top_logprobs in zip(places, *columns, strict=True):
+            sampled.ids[place], sampled.logprobs[place] = token, logprob
+            turn = turns[place]
+            if turn and turn.manner.top_n:
+                sampled.tops[place] = Top(top_ids[: turn.manner.top_n], top_logprobs[: turn.manner.top_n])
+    return sampled
 
 
 def greedy(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -36,4 +36,4 @@ def prompt(length: int, vocab_size: int, block_size: int) -> list[Part]:
     """The prefill of a row that owns nothing but the scratch block."""
     ids = np.arange(length, dtype=np.int32) % vocab_size
     blocks = np.zeros(-(-length // block_size), np.int32)
-    return [Part(Row(0, ids, 0, 1, True, blocks), 0, length, samples=True)]
+    return [Part(Row(0, ids, 0, 1, blocks), 0, length, samples=True)]

@@ -1,0 +1,98 @@
+"""Answers on OpenAI's routes: what chat and completion have in common."""
+
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from importlib.metadata import version
+from typing import Any
+
+from api.choice import Choice, Piece
+from api.errors import encode
+from api.schemas_openai import Body
+from api.stream import Stream
+from api.token_bytes import token_bytes
+
+FINGERPRINT = f"tokenfleet-{version('tokenfleet')}"
+LEAST_LOGPROB = -9999.0
+"""OpenAI's word for a token that cannot be: JSON has none for minus infinity."""
+
+
+class Answer(ABC):
+    """The choices of one request, and the objects that show them.
+
+    Attributes:
+        num_prompt_tokens: of all prompts, each once.
+    """
+
+    prefix: str
+    whole_kind: str
+    chunk_kind: str
+
+    def __init__(self, body: Body, request_id: str, model: str, choices: Sequence[Choice]) -> None:
+        options = body.stream_options
+        self.shows_usage = bool(options and options.include_usage)
+        self.shows_usage_always = bool(self.shows_usage and options and options.continuous_usage_stats)
+        self.choices = choices
+        self.num_prompt_tokens = sum(len(choice.stream.prompt_ids) for choice in choices[:: body.n or 1])
+        self.id, self.created, self.model = f"{self.prefix}-{request_id}", int(time.time()), model
+
+    def whole(self) -> bytes:
+        """The answer, once all choices have finished."""
+        choices = []
+        for choice in self.choices:
+            text = choice.prefix + "".join(piece.text for piece in choice.pieces())
+            choices.append({"index": choice.index, **self.told(choice, text), **choice.ending})
+        return self.encoded(self.whole_kind, choices, {"usage": self.usage()})
+
+    def chunks(self, choice: Choice) -> Iterator[bytes]:
+        """What is new of a choice."""
+        begun = choice.begun
+        for piece in choice.pieces():
+            if not begun and (first := self.first(choice)):
+                yield self.chunk([{"index": choice.index, **first, "finish_reason": None}])
+            begun = True
+            yield self.chunk([{"index": choice.index, **self.added(choice, piece), **choice.ending}])
+
+    def chunk(self, choices: list[dict[str, Any]]) -> bytes:
+        usage = {"usage": self.usage() if self.shows_usage_always else None} if self.shows_usage else {}
+        return self.encoded(self.chunk_kind, choices, usage)
+
+    def usage_chunk(self) -> bytes:
+        return self.encoded(self.chunk_kind, [], {"usage": self.usage()})
+
+    def encoded(self, kind: str, choices: list[dict[str, Any]], usage: dict[str, Any]) -> bytes:
+        about = {"id": self.id, "object": kind, "created": self.created, "model": self.model, "system_fingerprint": FINGERPRINT}
+        return encode({**about, "choices": choices, **usage})
+
+    def usage(self) -> dict[str, int]:
+        """Of what was shown."""
+        completion = sum(choice.text.num_tokens for choice in self.choices)
+        prompt = self.num_prompt_tokens
+        return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
+
+    @abstractmethod
+    def told(self, choice: Choice, text: str) -> dict[str, Any]:
+        """A whole choice."""
+
+    @abstractmethod
+    def first(self, choice: Choice) -> dict[str, Any]:
+        """What the first chunk of a choice says before the first token; empty where there is nothing to say."""
+
+    @abstractmethod
+    def added(self, choice: Choice, piece: Piece) -> dict[str, Any]:
+        """A chunk of a choice."""
+
+
+# --- tokens -----------------------------------------------------------------------------------------------------------------------
+
+
+def spelled(stream: Stream, token_id: int) -> bytes:
+    return token_bytes(stream.vocabulary.tokenizer, token_id)
+
+
+def readable(spelling: bytes) -> str:
+    return spelling.decode(errors="replace")
+
+
+def told_logprob(logprob: float) -> float:
+    return max(logprob, LEAST_LOGPROB)

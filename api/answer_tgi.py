@@ -1,0 +1,91 @@
+"""TGI's answers: a token, a frame of a stream, a whole text with its details. Pure functions of streams."""
+
+from collections.abc import AsyncIterator, Sequence
+from typing import Any
+
+from api.errors import Refusal, encode, failed, tgi
+from api.sse import frame, news
+from api.stream import Stream
+
+
+def token(stream: Stream, i: int) -> dict[str, Any]:
+    return described(stream, stream.ids[i], stream.texts[i], stream.logprobs[i])
+
+
+def top_tokens(stream: Stream, i: int) -> list[dict[str, Any]]:
+    """The likeliest tokens in place of token `i`, each with its text alone."""
+    decode = stream.vocabulary.tokenizer.decode
+    return [described(stream, top, decode([top], skip_special_tokens=False), logprob) for top, logprob in stream.tops[i]]
+
+
+def described(stream: Stream, token_id: int, text: str, logprob: float) -> dict[str, Any]:
+    return {"id": token_id, "text": text, "logprob": logprob, "special": token_id in stream.vocabulary.special_ids}
+
+
+def seed(stream: Stream) -> int | None:
+    """None where no token was drawn."""
+    sampling = stream.request.sampling
+    return sampling.seed if sampling and sampling.temperature else None
+
+
+# --- streams ----------------------------------------------------------------------------------------------------------------------
+
+
+async def frames(stream: Stream, prefix: str, with_details: bool) -> AsyncIterator[bytes]:
+    """The frames that are ready, as often as there are new ones, up to the last; the whole text begins with `prefix`."""
+    shown = 0
+    async for fresh, ended in news(stream):
+        shown = max(shown, fresh.stop)
+        new = [frame(frame_body(stream, i)) for i in fresh]
+        if ended:
+            new.append(frame(last_body(stream, shown, prefix, summary(stream) if with_details and stream.finished else None)))
+        yield b"".join(new)
+
+
+def frame_body(stream: Stream, i: int, text: str | None = None, details: dict[str, Any] | None = None) -> bytes:
+    tops = {"top_tokens": top_tokens(stream, i)} if stream.tops else {}
+    return encode({"index": i + 1, "token": token(stream, i), **tops, "generated_text": text, "details": details})
+
+
+def last_body(stream: Stream, shown: int, prefix: str, details: dict[str, Any] | None) -> bytes:
+    """The last token with the whole text, or the error."""
+    assert stream.terminal is not None
+    if not stream.finished:
+        return encode(tgi(failed(stream.terminal))[1])
+    if shown == stream.num_tokens:  # an end that nothing announced: no token is shown twice
+        return encode(tgi(Refusal(500, "incomplete_generation_stream", "Incomplete generation stream"))[1])
+    return frame_body(stream, stream.num_tokens - 1, prefix + stream.text, details)
+
+
+def summary(stream: Stream) -> dict[str, Any]:
+    """`details` of the last frame."""
+    assert stream.terminal is not None
+    about = {"finish_reason": stream.terminal.reason, "generated_tokens": stream.num_tokens, "seed": seed(stream)}
+    return about | {"input_length": len(stream.prompt_ids)}
+
+
+# --- whole answers ----------------------------------------------------------------------------------------------------------------
+
+
+def answer(best: Stream, others: Sequence[Stream], prefix: str, with_details: bool) -> dict[str, Any]:
+    """The best text, which begins with `prefix`, and in its details those that it is better than."""
+    text = prefix + best.text
+    if not with_details:
+        return {"generated_text": text}
+    losers = [{"generated_text": prefix + one.text, **details(one)} for one in others]
+    known = details(best)
+    tops = {"top_tokens": known.pop("top_tokens")} if best.tops else {}
+    return {"generated_text": text, "details": known | ({"best_of_sequences": losers} if losers else {}) | tops}
+
+
+def details(stream: Stream) -> dict[str, Any]:
+    """How a finished answer came about."""
+    assert stream.terminal is not None
+    about = {
+        "finish_reason": stream.terminal.reason,
+        "generated_tokens": stream.num_tokens,
+        "seed": seed(stream),
+        "prefill": [],
+        "tokens": [token(stream, i) for i in range(stream.num_tokens)],
+    }
+    return about | ({"top_tokens": [top_tokens(stream, i) for i in range(stream.num_tokens)]} if stream.tops else {})

@@ -1,0 +1,90 @@
+"""The bodies of OpenAI's routes in the words of `Asked`."""
+
+import re
+from collections.abc import Mapping
+from dataclasses import replace
+
+from api.asked import Asked
+from api.errors import invalid
+from api.schemas_openai import Body, ChatRequest, CompletionRequest
+
+NAMES = {
+    "max_new_tokens": "max_tokens",
+    "min_new_tokens": "min_tokens",
+    "stop_ids": "stop_token_ids",
+    "truncate": "truncate_prompt_tokens",
+}
+CHAT_NAMES = {**NAMES, "text": "messages", "top_n_tokens": "top_logprobs"}
+PROMPT_NAMES = {**NAMES, "text": "prompt", "prompt_ids": "prompt", "top_n_tokens": "logprobs"}
+ID = re.compile(r"-?[0-9]{1,10}")
+
+
+def from_chat(body: ChatRequest, prompt: str) -> Asked:
+    """`prompt`: what the template made of the messages. Raises Refusal."""
+    most, newer = body.max_tokens, body.max_completion_tokens
+    if most is not None and newer is not None and most != newer:
+        raise invalid("`max_tokens` and `max_completion_tokens` differ: give one of them", "max_completion_tokens")
+    if body.top_logprobs and not body.logprobs:
+        raise invalid("`top_logprobs` needs `logprobs`: true", "top_logprobs")
+    names = CHAT_NAMES if newer is None else CHAT_NAMES | {"max_new_tokens": "max_completion_tokens"}
+    return replace(
+        common(body, names),
+        text=prompt,
+        add_special_tokens=bool(body.add_special_tokens),
+        max_new_tokens=most if newer is None else newer,
+        top_n_tokens=body.top_logprobs or 0,
+    )
+
+
+def from_completion(body: CompletionRequest) -> list[Asked]:
+    """One for each prompt. Raises Refusal."""
+    asked = replace(
+        common(body, PROMPT_NAMES),
+        add_special_tokens=body.add_special_tokens is not False,
+        max_new_tokens=body.max_tokens,
+        top_n_tokens=body.logprobs or 0,
+    )
+    return [replace(asked, text=one) if isinstance(one, str) else replace(asked, prompt_ids=one) for one in prompts(body)]
+
+
+def prompts(body: CompletionRequest) -> list[str] | list[list[int]]:
+    """One or several, each a text or ids. Raises Refusal."""
+    given = body.prompt
+    if isinstance(given, str):
+        return [given]
+    if not given:
+        raise invalid("`prompt` cannot be empty", "prompt")
+    return [given] if isinstance(given[0], int) else given  # the first tells for all
+
+
+def common(body: Body, names: Mapping[str, str]) -> Asked:
+    """What both routes have. Where no temperature is given it is 1, not what the model's generation_config.json proposes."""
+    return Asked(
+        min_new_tokens=body.min_tokens or 0,
+        stop=[body.stop] if isinstance(body.stop, str) else body.stop or [],
+        stop_ids=body.stop_token_ids or [],
+        ignore_eos=bool(body.ignore_eos),
+        truncate=body.truncate_prompt_tokens,
+        do_sample=True,
+        temperature=1.0 if body.temperature is None else body.temperature,
+        top_k=body.top_k,
+        top_p=body.top_p,
+        min_p=body.min_p,
+        typical_p=body.typical_p,
+        repetition_penalty=body.repetition_penalty,
+        frequency_penalty=body.frequency_penalty,
+        presence_penalty=body.presence_penalty,
+        seed=body.seed,
+        logit_bias=logit_bias(body.logit_bias or {}),
+        bad_words=body.bad_words or [],
+        raw_logprobs=True,
+        n=1 if body.n is None else body.n,
+        names=names,
+    )
+
+
+def logit_bias(given: Mapping[str, float]) -> dict[int, float]:
+    for key in given:
+        if not ID.fullmatch(key):
+            raise invalid(f"`logit_bias` must have token ids as keys. Given: {key[:20]!r}", "logit_bias")
+    return {int(key): value for key, value in given.items()}

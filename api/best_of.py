@@ -1,0 +1,38 @@
+"""TGI's `best_of`: several answers are drawn, and the likeliest is given."""
+
+import secrets
+from collections.abc import Sequence
+from dataclasses import replace
+
+from api.asked import Asked
+from api.errors import invalid
+from api.stream import Stream
+from api.validate import Limits, Wanted, draws
+
+
+def check(asked: Asked, limits: Limits, streamed: bool) -> None:
+    """Raises Refusal (422) where several answers cannot be, or would all be the same."""
+    if asked.n > limits.max_best_of:
+        raise invalid(f"`best_of` must be at most {limits.max_best_of}. Given: {asked.n}", "best_of")
+    if asked.n > 1 and streamed:
+        raise invalid(f"`best_of` must be 1 when tokens are streamed. Given: {asked.n}", "best_of")
+    if asked.n > 1 and not draws(asked):
+        raise invalid(
+            "`best_of` above 1 needs sampling: set `do_sample`, `temperature`, `top_k`, `top_p`, `min_p` or `typical_p`", "best_of"
+        )
+    if asked.n > 1 and asked.seed is not None:
+        raise invalid("`seed` must not be set when `best_of` is above 1", "seed")
+
+
+def apart(wanted: Sequence[Wanted]) -> list[Wanted]:
+    """Each answer with a seed of its own, which is told with it: it alone draws that answer again."""
+    return [replace(one, sampling=replace(one.sampling, seed=secrets.randbits(63), choice=0)) for one in wanted if one.sampling]
+
+
+def ranked(streams: Sequence[Stream]) -> list[Stream]:
+    """The best first."""
+    return sorted(streams, key=mean_logprob, reverse=True)
+
+
+def mean_logprob(stream: Stream) -> float:
+    return sum(stream.logprobs) / max(1, stream.num_tokens)

@@ -1,0 +1,158 @@
+"""A model's chat template: messages to the text of a prompt, to the letter as transformers' `apply_chat_template` has it.
+
+A template is a program by whoever made the model. It runs in Jinja's sandbox and sees plain data only.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from functools import cached_property
+from pathlib import Path
+from typing import Any, NoReturn
+
+from jinja2 import Template, TemplateError
+from jinja2.exceptions import SecurityError
+from jinja2.ext import Extension, loopcontrols
+from jinja2.nodes import Node, Scope
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.utils import Namespace
+
+from api.errors import Refusal
+from common.model_files import read_json
+from common.settings import SettingError
+
+Message = Mapping[str, Any]
+OWN_VARIABLES = ("messages", "tools", "documents", "add_generation_prompt")
+"""What a template is always given; a client's own variables have other names."""
+SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+END_MARK = "CONTINUE_FINAL_MESSAGE_TAG "
+
+
+class ChatTemplate:
+    """A template and the variables `bos_token`, `eos_token`, … that it is given."""
+
+    def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
+        self.source, self.special_tokens = source, special_tokens
+
+    @classmethod
+    def load(cls, path: Path, config_path: str | None = None) -> "ChatTemplate | None":
+        """Of the model in the directory `path`, where it has one; or of the tokenizer config at `config_path`. Raises SettingError."""
+        other = read_other(Path(config_path)) if config_path else {}
+        config = read_json(path / "tokenizer_config.json") | other
+        own = template_file(path) or read_json(path / "chat_template.json").get("chat_template") or config.get("chat_template")
+        source = other.get("chat_template", own)
+        if isinstance(source, list):
+            source = {one["name"]: one["template"] for one in source}
+        if isinstance(source, dict):
+            source = source.get("default")
+        return cls(source, special_tokens(config)) if source else None
+
+    @cached_property
+    def compiled(self) -> Template:
+        return environment().from_string(self.source)
+
+    def render(self, messages: Sequence[Message], add_generation_prompt: bool, variables: Mapping[str, Any]) -> str:
+        """The prompt up to where the next message, or with `add_generation_prompt` its content, begins. Raises Refusal."""
+        given = {"messages": messages, "tools": None, "documents": None, "add_generation_prompt": add_generation_prompt}
+        try:
+            return self.compiled.render({**self.special_tokens, **variables, **given})
+        except Exception as error:  # whatever it is, it is of the template's making
+            raise template_error(str(error) or type(error).__name__) from error
+
+    def render_open(self, messages: Sequence[Message], variables: Mapping[str, Any]) -> str:
+        """The prompt up to the end of the last message's content, which the model is to continue. Raises Refusal."""
+        *before, last = messages
+        rendered = self.render([*before, {**last, "content": last["content"] + END_MARK}], False, variables)
+        text, mark, rest = rendered.rpartition(END_MARK.strip())
+        if not mark or last["content"].strip() not in text:
+            raise template_error("the chat template changes the last message, so it cannot be continued")
+        return text if rest.startswith(" ") else text.rstrip()  # a template that trims content has trimmed the mark's last letter
+
+
+def read_other(path: Path) -> dict[str, Any]:
+    """A tokenizer config that is not the model's own. Raises SettingError."""
+    config = read_json(path)
+    if not config.get("chat_template"):
+        cause = "has no chat_template" if path.is_file() else "does not exist"
+        raise SettingError("tokenizer_config_path", f"{path} {cause}")
+    return config
+
+
+def template_file(path: Path) -> str | None:
+    file = path / "chat_template.jinja"
+    return file.read_text(encoding="utf-8") if file.is_file() else None
+
+
+def special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
+    """Of a tokenizer's config, where a token is a text or an object around it."""
+    tokens = {name: config.get(name) for name in SPECIAL_TOKENS}
+    texts = {name: token.get("content") if isinstance(token, dict) else token for name, token in tokens.items()}
+    return {name: text for name, text in texts.items() if isinstance(text, str)}
+
+
+def template_error(cause: str) -> Refusal:
+    return Refusal(422, "template_error", cause, "messages")
+
+
+# --- what templates may use -------------------------------------------------------------------------------------------------------
+
+
+def environment() -> ImmutableSandboxedEnvironment:
+    """Jinja as templates expect it."""
+    jinja = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols])
+    jinja.filters["tojson"] = tojson
+    jinja.globals |= {"raise_exception": raise_exception, "strftime_now": strftime_now, "dict": Dict(), "namespace": Variables}
+    return jinja
+
+
+def tojson(value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False) -> str:
+    """Unlike Jinja's own it escapes nothing for HTML."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def raise_exception(text: str) -> NoReturn:
+    raise TemplateError(text)
+
+
+def strftime_now(format: str) -> str:
+    return datetime.now().strftime(format)
+
+
+class Generation(Extension):
+    """`{% generation %}` marks, for training, what an assistant wrote; here its content is rendered as it stands."""
+
+    tags = {"generation"}  # noqa: RUF012  # the library's own type
+
+    def parse(self, parser: Parser) -> Node:
+        line = next(parser.stream).lineno
+        return Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True)).set_lineno(line)
+
+
+class Dict:
+    """`dict(…)` without the class, whose attributes would lead out of the sandbox."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:
+        return dict(*args, **kwargs)
+
+    def fromkeys(self, *args: Any) -> dict[Any, Any]:
+        return dict.fromkeys(*args)
+
+
+class Variables(Namespace):
+    """`namespace(…)` whose names do not begin with an underscore."""
+
+    def __init__(*args: Any, **kwargs: Any) -> None:  # `self` may be among the names
+        values = dict(*args[1:], **kwargs)
+        for name in values:
+            check_name(name)
+        Namespace.__init__(args[0], values)
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        check_name(name)
+        super().__setitem__(name, value)
+
+
+def check_name(name: str) -> None:
+    if isinstance(name, str) and name.startswith("_"):
+        raise SecurityError(f"a namespace cannot have {name!r}")

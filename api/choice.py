@@ -1,0 +1,70 @@
+"""One choice of an answer on OpenAI's routes, and the pieces in which it is shown."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from api.answer_text import AnswerText
+from api.schemas_openai import Body
+from api.stream import Stream
+
+FINISH_REASONS = {"length": "length", "eos_token": "stop", "stop_sequence": "stop"}
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """What is shown at once.
+
+    Attributes:
+        text: without what must wait, with what had to.
+        tokens: indices of the tokens that it comes with.
+    """
+
+    text: str
+    tokens: range
+
+
+class Choice:
+    """A stream and what of it is shown.
+
+    Attributes:
+        prefix: text that comes before the answer's own.
+        offsets: for each token taken, how many characters of the answer come before it.
+        ended: whether all of it was taken.
+    """
+
+    def __init__(self, index: int, stream: Stream, text: AnswerText, prefix: str = "") -> None:
+        self.index, self.stream, self.text, self.prefix = index, stream, text, prefix
+        self.offsets: list[int] = []
+        self.ended = False
+
+    @property
+    def begun(self) -> bool:
+        return self.ended or self.text.num_tokens > 0
+
+    @property
+    def failed(self) -> bool:
+        return self.stream.terminal is not None and not self.stream.finished
+
+    def pieces(self) -> Iterator[Piece]:
+        """One for each token that can be shown by now; the last one of a finished answer comes with its end."""
+        while self.text.num_tokens < self.stream.num_ready:
+            yield self.piece(1)
+        if self.stream.finished and not self.ended:
+            self.ended = True
+            yield self.piece(self.stream.num_tokens - self.text.num_tokens)
+
+    def piece(self, num_tokens: int) -> Piece:
+        begin = self.text.num_tokens
+        self.offsets += [len(self.prefix) + self.text.num_chars] * num_tokens
+        return Piece(self.text.last() if self.ended else self.text.step(), range(begin, begin + num_tokens))
+
+    @property
+    def ending(self) -> dict[str, str | int | None]:
+        """How the choice ended; nulls before."""
+        reason = FINISH_REASONS[self.stream.terminal.reason] if self.ended and self.stream.terminal else None
+        return {"finish_reason": reason, "stop_reason": self.text.stop_reason}
+
+
+def choice(i: int, stream: Stream, body: Body, prefix: str) -> Choice:
+    text = AnswerText(stream, skip_special=body.skip_special_tokens is not False, include_stop=bool(body.include_stop_str_in_output))
+    return Choice(i, stream, text, prefix)

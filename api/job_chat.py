@@ -1,0 +1,68 @@
+"""Jobs with `messages`: the fields, chunks, answers and errors of /v1/chat/completions."""
+
+from collections import Counter
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from api import conversation
+from api.answer_chat import ChatAnswer
+from api.asked_openai import from_chat
+from api.choice import choice
+from api.errors import invalid
+from api.job import Job, shaped
+from api.job_reply import Frame
+from api.schemas_openai import ChatRequest
+from api.sse_openai import news
+from api.stream import Stream
+from api.validate import Wanted, validate
+
+if TYPE_CHECKING:
+    from api.gateway import Gateway
+
+OURS = ("messages", "model", "stream")
+"""What stands beside `parameters`, or is said by `reply_to` and `reply`."""
+
+
+@dataclass(frozen=True, slots=True)
+class ChatOrder:
+    wanted: list[Wanted]
+    chat: ChatRequest
+    job: Job
+    model: str
+
+    async def frames(self, streams: list[Stream]) -> AsyncIterator[list[Frame]]:
+        """The chunks without `[DONE]`, which is no JSON."""
+        num_frames: Counter[int] = Counter()
+        async for chunks, _ in news(self.of(streams)):
+            new = []
+            for lane, chunk in chunks:
+                new.append((lane, num_frames[lane], chunk))
+                num_frames[lane] += 1
+            yield new
+
+    def answer(self, streams: list[Stream]) -> bytes:
+        return self.of(streams).whole()
+
+    def of(self, streams: list[Stream]) -> ChatAnswer:
+        prefix = conversation.echoed(self.chat)
+        choices = [choice(i, stream, self.chat, prefix) for i, stream in enumerate(streams)]
+        answer = ChatAnswer(self.chat, self.job.id, self.model, choices)
+        answer.created = self.job.created_s
+        return answer
+
+
+async def accept(gateway: "Gateway", job: Job) -> ChatOrder:
+    """Raises Refusal."""
+    assert job.body is not None
+    parameters = job.body.parameters or {}
+    for name in OURS:
+        if name in parameters:
+            raise invalid(f"`{name}` is no parameter of a job", name)
+    chat = shaped(ChatRequest, parameters | {"messages": job.body.messages, "stream": True})
+    chat.check()
+    asked = from_chat(chat, conversation.prompt(chat, gateway.vocabulary.chat_template))
+    asked = replace(asked, seed=job.seed if asked.seed is None else asked.seed)
+    wanted = await validate(asked, gateway.fleet.limits, gateway.vocabulary)
+    settings = gateway.settings
+    return ChatOrder(wanted, chat, job, settings.served_model_name or settings.model_id)

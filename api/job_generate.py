@@ -1,0 +1,51 @@
+"""Jobs with `inputs`: the parameters, frames, answers and errors of TGI's /generate_stream and /generate."""
+
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from api import answer_tgi, best_of
+from api.errors import encode
+from api.job import Job, shaped
+from api.job_reply import Frame
+from api.schemas_tgi import GenerateRequest, Parameters
+from api.sse import bodies
+from api.stream import Stream
+from api.validate import Wanted, validate
+
+if TYPE_CHECKING:
+    from api.gateway import Gateway
+
+
+@dataclass(frozen=True, slots=True)
+class GenerateOrder:
+    wanted: list[Wanted]
+    prefix: str
+    details: bool
+
+    async def frames(self, streams: list[Stream]) -> AsyncIterator[list[Frame]]:
+        """None where the best of several is wanted: it is known at the end."""
+        num_frames = 0
+        for stream in streams if len(streams) == 1 else []:
+            async for data in answer_tgi.frames(stream, self.prefix, self.details):
+                new = [(0, num_frames + i, body) for i, body in enumerate(bodies(data))]
+                num_frames += len(new)
+                yield new
+
+    def answer(self, streams: list[Stream]) -> bytes:
+        best, *others = best_of.ranked(streams)
+        return encode(answer_tgi.answer(best, others, self.prefix, self.details))
+
+
+async def accept(gateway: "Gateway", job: Job) -> GenerateOrder:
+    """Raises Refusal."""
+    assert job.body is not None
+    given = shaped(GenerateRequest, {"inputs": job.body.inputs, "parameters": job.body.parameters})
+    parameters = given.parameters or Parameters()
+    asked, limits = given.asked(), gateway.fleet.limits
+    best_of.check(asked, limits, streamed=bool(job.reply_to or job.in_stream))
+    asked = replace(asked, seed=job.seed if asked.seed is None else asked.seed)
+    wanted = await validate(asked, limits, gateway.vocabulary)
+    if asked.n > 1:
+        wanted = [replace(one, sampling=replace(one.sampling, seed=job.seed ^ i, choice=0)) for i, one in enumerate(wanted) if one.sampling]
+    return GenerateOrder(wanted, given.inputs if parameters.return_full_text else "", bool(parameters.details))

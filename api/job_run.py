@@ -1,0 +1,228 @@
+"""One job in the hands of a gateway, which acts as its client: admits it, tells its frames, and leaves its answer."""
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Protocol
+
+from redis.exceptions import ResponseError
+
+from api import meter
+from api.errors import Family, Refusal, encode, failed, overloaded, unavailable
+from api.job import Job
+from api.job_reply import Frame, Reply
+from api.pools import ANY_MODEL, names
+from api.stream import Stream
+from api.submit import PAUSE_S, Desk
+from api.validate import Wanted
+from api.wait import all_ended
+from common.broker import ERRORS, cause
+from common.codec import encode as pack
+from common.keys import RESULT_TTL_MS
+from common.messages import Cancel, Generate, Terminal
+from common.settings import Settings
+
+if TYPE_CHECKING:
+    from api.gateway import Gateway
+
+log = logging.getLogger(__name__)
+
+MORE_FRAMES = 8
+"""Of a choice, besides one for each token."""
+
+
+class Order(Protocol):
+    """What a job asks for, found valid, in the shapes of one API.
+
+    Attributes:
+        wanted: one for each choice.
+    """
+
+    @property
+    def wanted(self) -> list[Wanted]: ...
+
+    def frames(self, streams: list[Stream]) -> AsyncIterator[list[Frame]]:
+        """Every frame of every choice, as soon as it is there."""
+
+    def answer(self, streams: list[Stream]) -> bytes:
+        """The body that HTTP would give without streaming; all streams have finished."""
+
+
+Accept = Callable[["Gateway", Job], Awaitable[Order]]
+"""Finds a job valid, or raises Refusal."""
+
+
+class JobRun:
+    """A job from its admission to its answer.
+
+    Attributes:
+        frames: all that have been made so far; nobody makes them until a reply has listeners.
+        ended: set when the answer stands.
+    """
+
+    def __init__(self, gateway: "Gateway", job: Job, door: asyncio.Lock) -> None:
+        self.gateway, self.job, self.door = gateway, job, door
+        self.keys, self.desk, self.relay = gateway.desk.keys, gateway.desk, gateway.relay
+        self.redis: Any = gateway.redis
+        self.replies: list[Reply] = []
+        self.heard, self.ended = asyncio.Event(), asyncio.Event()
+        self.frames: list[Frame] = []
+        self.max_frames = 1
+        self.streams: list[Stream] = []
+
+    def join(self, reply: Reply) -> None:
+        """Another entry asks for the same: it hears all of it."""
+        self.replies.append(reply)
+        if reply.has_listeners:
+            self.heard.set()
+
+    async def run(self, accept: Accept, family: Family) -> None:
+        """Returns when the job is answered, well or not."""
+        try:
+            answer = await self.outcome(accept, family)
+            request_ids = [stream.request.request_id for stream in self.streams]
+            for reply in self.replies:
+                await reply.conclude(self.frames, self.max_frames, answer, request_ids)
+        finally:
+            self.ended.set()
+            await self.let_go()
+
+    async def outcome(self, accept: Accept, family: Family) -> bytes:
+        """The answer or the error; that is the last frame as well, unless it has been one already."""
+        try:
+            return await self.serve(accept)
+        except Refusal as refusal:
+            meter.refused(refusal.status, refusal.error_type)
+            error = encode(family(refusal)[1])
+        except Exception:
+            log.exception("job %s", self.job.id)
+            error = encode(family(Refusal(500, "internal", "Internal error"))[1])
+        if all(text != error for _, _, text in self.frames):
+            self.frames.append((0, sum(lane == 0 for lane, _, _ in self.frames), error))
+        return error
+
+    async def serve(self, accept: Accept) -> bytes:
+        """The answer. Raises Refusal."""
+        if self.job.fault:
+            raise self.job.fault
+        check_model(self.job, self.gateway.settings)
+        async with self.door:
+            await self.served()
+            order: Order = await accept(self.gateway, self.job)
+            await self.admit_all(order.wanted)
+        self.max_frames = sum(one.max_new_tokens + MORE_FRAMES for one in order.wanted)
+        await self.tell(order)
+        for stream in self.streams:
+            assert stream.terminal is not None
+            if not stream.finished:
+                raise failed(stream.terminal)
+        return order.answer(self.streams)
+
+    # --- admission ------------------------------------------------------------------------------------------------------------------
+
+    async def served(self) -> None:
+        """Returns when somebody could serve the job: it waits as long as it takes. Raises Refusal when it is called off."""
+        while True:
+            try:
+                return await self.desk.check()
+            except Refusal:
+                await self.check_wanted()
+                await asyncio.sleep(PAUSE_S)
+
+    async def admit_all(self, wanted: list[Wanted]) -> None:
+        await self.check_wanted()
+        job_key = self.keys.job(self.job.id)
+        await self.desk.insist(lambda: self.redis.hset(job_key, "choices", len(wanted)))
+        for i, one in enumerate(wanted):
+            request = replace(
+                self.desk.generate(one, f"{self.job.id}#{i}"), digest=self.job.digest, gateway="", grace_ms=0, result_ttl_ms=RESULT_TTL_MS
+            )
+            stream = Stream(request, self.gateway.vocabulary)
+            self.streams.append(stream)
+            self.relay.add(stream)
+            await self.admit(stream)
+        await self.check_wanted()
+
+    async def admit(self, stream: Stream) -> None:
+        """Returns when the fleet has the request, however long there is no room for it. Raises Refusal."""
+        if len(pack(stream.request)) > self.gateway.settings.max_queued_bytes:
+            raise overloaded()
+        while (answer := await self.admission(stream.request)) not in (b"admitted", b"attached"):
+            if answer == b"conflict":
+                raise Refusal(409, "conflict", "another request has this id")
+            await self.check_wanted()
+            await asyncio.sleep(PAUSE_S)
+        if answer == b"attached":
+            await self.follow(stream)
+        self.relay.admitted(stream)
+        self.relay.ask([stream])
+
+    async def admission(self, request: Generate) -> bytes:
+        try:
+            return await self.desk.admission(request)
+        except ERRORS as error:
+            if isinstance(error, ResponseError) and "WRONGTYPE" in str(error):  # somebody wrote to our keys: that does not pass
+                raise unavailable(cause(error)) from error
+            return b""
+
+    async def follow(self, stream: Stream) -> None:
+        """What is said about the request goes to whoever admitted it first."""
+        home = self.keys.home(stream.request.request_id)
+        channel: bytes | None = await self.desk.insist(lambda: self.redis.hget(home, "channel"))
+        if channel and channel.decode() != self.relay.channel:
+            stream.request = replace(stream.request, channel=channel.decode())
+            await self.relay.follow(stream.request.channel)
+
+    async def check_wanted(self) -> None:
+        """Raises Refusal when the job has been called off; what has been admitted of it is cancelled."""
+        key = self.keys.job(self.job.id)
+        if await self.desk.insist(lambda: self.redis.hexists(key, "cancel")):
+            for stream in self.streams:
+                await cancel(self.desk, stream.request.request_id)
+            if not self.streams or not self.streams[-1].admitted:
+                raise failed(Terminal(self.job.id, "cancelled", 0, "cancelled: client", "cancelled"))
+
+    # --- answer ---------------------------------------------------------------------------------------------------------------------
+
+    async def tell(self, order: Order) -> None:
+        """Tells frames for as long as there are any; without listeners it only waits for the end."""
+        if not await self.has_listeners():
+            return
+        async for new in order.frames(self.streams):
+            self.frames += new
+            if not all(stream.terminal for stream in self.streams):  # the last ones are told together with the answer
+                for reply in self.replies:
+                    await reply.say(self.frames, self.max_frames)
+
+    async def has_listeners(self) -> bool:
+        """Whether anybody listens, or came to listen before all was over."""
+        tasks = {asyncio.create_task(self.heard.wait()), asyncio.create_task(all_ended(self.streams))}
+        try:
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for task in tasks:
+                task.cancel()
+        return self.heard.is_set()
+
+    async def let_go(self) -> None:
+        """Forgets the streams, here and nowhere else: should the job not be answered, another gateway goes on with them."""
+        for stream in self.streams:
+            self.relay.forget(stream)
+            if stream.terminal:
+                meter.left(stream, self.gateway.fleet.limits)
+            if stream.request.channel != self.relay.channel:
+                await self.relay.unfollow(stream.request.channel)
+
+
+def check_model(job: Job, settings: Settings) -> None:
+    """Raises Refusal (404): a pool has its own stream of jobs."""
+    model = job.body and job.body.model
+    if model not in ANY_MODEL and model not in names(settings):
+        text = f"The model `{model}` is not served here: a job goes to the stream of its own pool"
+        raise Refusal(404, "model_not_found", text, param="model", code="model_not_found")
+
+
+async def cancel(desk: Desk, request_id: str) -> None:
+    word = pack(Cancel(request_id, "client"))
+    await desk.insist(lambda: desk.cancel(keys=[desk.keys.home(request_id), desk.keys.control], args=[word]))

@@ -1,0 +1,72 @@
+"""The kill button of a demonstration: SIGKILL to a process of our own fleet, and to nothing else.
+
+Nobody but the person at this machine may press it: DEMO is on, the page was loaded from a loopback address, and the process that the roll
+names is, like this gateway, a child of the launcher.
+"""
+
+import asyncio
+import contextlib
+import ipaddress
+import os
+import signal
+import socket
+from typing import Any
+from urllib.parse import urlsplit
+
+from starlette.requests import Request
+
+from api.errors import Refusal
+
+TITLES = {
+    "gateway": "tokenfleet api",
+    "batcher": "tokenfleet batcher",
+    "worker": "tokenfleet worker",
+    "jobs": "tokenfleet jobs",
+    "broker": "valkey-server",
+}
+"""What the command line of a process of each kind holds."""
+
+
+def forbidden(cause: str) -> Refusal:
+    return Refusal(403, "forbidden", f"Not killed: {cause}")
+
+
+def check_asker(request: Request) -> None:
+    """Raises Refusal (403) unless a page of ours asks, or somebody without a page: a foreign page may send this request, too."""
+    host = request.headers.get("host", "")
+    if not is_loopback(urlsplit(f"//{host}").hostname or ""):
+        raise forbidden(f"the host {host!r} is no loopback address")
+    origin = request.headers.get("origin")
+    if origin is not None and origin != f"{request.url.scheme}://{host}":
+        raise forbidden(f"the page's origin {origin!r} is not ours")
+
+
+def is_loopback(host: str) -> bool:
+    with contextlib.suppress(ValueError):
+        return ipaddress.ip_address(host).is_loopback
+    return host == "localhost"
+
+
+async def check_process(process: dict[str, Any]) -> None:
+    """Raises Refusal (403) unless the roll's process is a child of our own launcher, on this machine."""
+    if process["kind"] != "broker" and process["host"] != socket.gethostname():
+        raise forbidden(f"it runs on {process['host'] or 'another machine'}")
+    parent, user, title = await look_at(process["pid"])
+    if parent != os.getppid() or user != os.getuid() or TITLES[process["kind"]] not in title:
+        raise forbidden(f"process {process['pid']} is not of this fleet")
+
+
+async def look_at(pid: int) -> tuple[int, int, str]:
+    """Parent, user and command line of a process. Raises Refusal (404) where there is none."""
+    command = ("ps", "-o", "ppid=,uid=,command=", "-p", str(pid))
+    ps = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.DEVNULL)
+    said, _ = await ps.communicate()
+    if not said.strip():
+        raise Refusal(404, "not_found", f"There is no process {pid}")
+    parent, user, title = said.decode(errors="replace").split(maxsplit=2)
+    return int(parent), int(user), title
+
+
+def kill(pid: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGKILL)

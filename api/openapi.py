@@ -1,0 +1,49 @@
+"""The description of the API at /docs and /api-doc/openapi.json. Routes read their bodies themselves, so they say here what these are."""
+
+from functools import cache
+from importlib.metadata import version
+from typing import Any
+
+from fastapi import FastAPI
+from fastapi.openapi.utils import get_openapi
+from pydantic import BaseModel
+
+REFERENCE = "#/components/schemas/{model}"
+
+
+def takes(shape: type[BaseModel]) -> dict[str, Any]:
+    """A route's `openapi_extra`: its body is JSON of this shape."""
+    return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema(shape, "validation")}}}}
+
+
+def sends_events(shape: type[BaseModel]) -> dict[str, Any]:
+    """The content of a route's answer that is a stream of frames of this shape."""
+    data = {"type": "string", "contentMediaType": "application/json", "contentSchema": schema(shape, "serialization")}
+    return {"text/event-stream": {"schema": {"type": "object", "required": ["data"], "properties": {"data": data}}}}
+
+
+@cache
+def schema(shape: type[BaseModel], mode: Any) -> dict[str, Any]:
+    """With definitions of what it refers to under `$defs`, from where `describe` takes them."""
+    return shape.model_json_schema(ref_template=REFERENCE, mode=mode)
+
+
+def describe(app: FastAPI) -> dict[str, Any]:
+    """The whole description; computed once."""
+    if app.openapi_schema is None:
+        document = get_openapi(title=app.title, version=version("tokenfleet"), routes=app.routes)
+        definitions: dict[str, Any] = {}
+        document["paths"] = hoisted(document["paths"], definitions)
+        document["components"]["schemas"] |= definitions
+        app.openapi_schema = document
+    return app.openapi_schema
+
+
+def hoisted(node: Any, definitions: dict[str, Any]) -> Any:
+    """A copy of `node` without `$defs`, which go into `definitions`."""
+    if isinstance(node, list):
+        return [hoisted(item, definitions) for item in node]
+    if not isinstance(node, dict):
+        return node
+    definitions |= node.get("$defs", {})
+    return {key: hoisted(value, definitions) for key, value in node.items() if key != "$defs"}

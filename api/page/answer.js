@@ -1,0 +1,125 @@
+// One answer as it comes: its text, its figures, and its pauses.
+
+import { figure, make, plural, say } from "./node.js";
+import { look, on } from "./fleet.js";
+
+const SILENCE_MS = 700;
+const PAUSE_MS = 120;
+const RECENT_MS = 4000;
+const CHECK_MS = 100;
+const FIRST_LOOK_MS = 200;
+
+/** The answer that streams now hears of processes that end. */
+let current = null;
+on("went", (process) => current?.lost(process));
+on("killed", (process) => current?.lost(process));
+
+export class Answer {
+  constructor() {
+    this.words = make("p", { className: "words" }, "");
+    this.status = make("p", { className: "status", hidden: true });
+    this.figures = make("p", { className: "figures" });
+    this.node = make("article", { className: "turn model", "aria-label": "Answer" }, this.words, this.status, this.figures);
+    this.node.dataset.state = "streaming";
+    this.begun_ms = this.heard_ms = performance.now();
+    this.first_ms = null;
+    this.num_tokens = 0;
+    this.dead = null;
+    this.gap = null;
+    this.pauses = [];
+    this.heard_of = new Set();
+    this.ticking = setInterval(() => this.tick(), CHECK_MS);
+    current = this;
+  }
+
+  get text() {
+    return this.words.textContent;
+  }
+
+  add(text) {
+    const now = performance.now();
+    const silence_ms = now - this.heard_ms;
+    if (this.first_ms === null) setTimeout(look, FIRST_LOOK_MS);
+    this.first_ms ??= now;
+    if (this.num_tokens && this.isLong(silence_ms, PAUSE_MS)) this.resumed(silence_ms);
+    this.heard_ms = now;
+    this.num_tokens += 1;
+    this.words.append(document.createTextNode(text));
+    this.status.hidden = true;
+    this.show();
+  }
+
+  /** Whether a silence is longer than the pace of this answer explains. */
+  isLong(silence_ms, least_ms) {
+    const usual_ms = this.num_tokens > 1 ? (this.heard_ms - this.first_ms) / (this.num_tokens - 1) : 0;
+    return silence_ms > Math.max(least_ms, 3 * usual_ms);
+  }
+
+  /** After a gap. If a worker died just now, that was why; if we hear so a moment later, too. */
+  resumed(silence_ms) {
+    const mark = make("span", { className: "resumed" });
+    this.words.append(mark);
+    this.gap = { mark, silence_ms, at_ms: performance.now(), token: this.num_tokens };
+    if (this.dead && performance.now() - this.dead.at_ms < RECENT_MS + silence_ms) this.explain();
+  }
+
+  /** A process is gone. It is told once of each life of one that may have held this answer. */
+  lost(process) {
+    const matters = { worker: process.rows > 0, batcher: process.active, broker: true }[process.kind];
+    if (!matters || this.heard_of.has(process.id)) return;
+    if (process.kind !== "broker") this.heard_of.add(process.id);
+    this.dead = { process, at_ms: performance.now() };
+    if (this.gap && performance.now() - this.gap.at_ms < RECENT_MS) this.explain();
+    else this.tick();
+  }
+
+  explain() {
+    const { mark, silence_ms, token } = this.gap;
+    const { process } = this.dead;
+    const seconds = (silence_ms / 1000).toFixed(1);
+    mark.classList.add("known");
+    mark.title = `${process.kind} ${process.id} died here, after token ${token}; the answer went on ${seconds} s later`;
+    this.pauses.push(`${name(process)} died at token ${token}, resumed after ${seconds} s`);
+    this.gap = this.dead = null;
+    this.show();
+  }
+
+  /** Silence has a reason: we ask the fleet for it. */
+  tick() {
+    const silence_ms = performance.now() - this.heard_ms;
+    if (this.dead && performance.now() - this.dead.at_ms > RECENT_MS + silence_ms) this.dead = null;
+    if (!this.isLong(silence_ms, this.dead ? PAUSE_MS : SILENCE_MS)) return;
+    const seconds = (silence_ms / 1000).toFixed(1);
+    this.status.hidden = false;
+    this.status.dataset.mood = this.dead ? "bad" : "";
+    if (this.dead) say(this.status, `${this.dead.process.kind} ${name(this.dead.process)} died, resuming… ${seconds} s`);
+    else say(this.status, this.num_tokens ? `no token for ${seconds} s` : `waiting for the first token, ${seconds} s`);
+    if (silence_ms % 500 < CHECK_MS) look();
+  }
+
+  get speed() {
+    const seconds = (this.heard_ms - this.first_ms) / 1000;
+    return seconds > 0 ? (this.num_tokens - 1) / seconds : 0;
+  }
+
+  show() {
+    const first = this.first_ms === null ? [] : [`first token ${((this.first_ms - this.begun_ms) / 1000).toFixed(2)} s`];
+    const speed = this.num_tokens > 1 ? [`${figure(this.speed)} tokens/s`] : [];
+    const all = [plural(this.num_tokens, "token"), ...first, ...speed, ...this.pauses, ...(this.ending ? [this.ending] : [])];
+    say(this.figures, all.join(" · "));
+  }
+
+  /** `state` is `done`, `stopped` or `broken`. */
+  end(state, why = "") {
+    clearInterval(this.ticking);
+    if (current === this) current = null;
+    this.node.dataset.state = state;
+    this.status.hidden = state !== "broken";
+    this.status.dataset.mood = "bad";
+    if (state === "broken") say(this.status, why);
+    else this.ending = why;
+    this.show();
+  }
+}
+
+const name = (process) => process.id.split("-")[0];

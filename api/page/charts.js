@@ -1,0 +1,79 @@
+// The last minutes as three strips: tokens per second, the queue, the KV cache. A red line is the end of a process.
+
+import { figure, find, make, say } from "./node.js";
+import { on } from "./fleet.js";
+
+const LEAST_S = 60;
+const MOST_S = 300;
+const WIDTH = 300;
+const HEIGHT = 64;
+const SVG = "http://www.w3.org/2000/svg";
+
+const STRIPS = [
+  { name: "Tokens per second", of: (f) => sum(workers(f), "rate"), note: (f) => `${f.requests.running} running`, least: 10 },
+  { name: "Queue", of: (f) => f.requests.waiting, note: (f) => `${f.requests.live} of ${f.requests.limit} live`, least: 4 },
+  { name: "KV cache", of: (f) => (100 * sum(workers(f), "blocks")) / (sum(workers(f), "num_blocks") || 1), note: blocks, least: 10, unit: "%" },
+];
+
+const workers = (fleet) => fleet.processes.filter((one) => one.kind === "worker");
+const sum = (list, name) => list.reduce((total, one) => total + one[name], 0);
+
+function blocks(fleet) {
+  return `${figure(sum(workers(fleet), "blocks"))} of ${figure(sum(workers(fleet), "num_blocks"))}`;
+}
+
+export function startCharts() {
+  const strips = STRIPS.map(strip);
+  const deaths = [];
+  find("charts").append(...strips.map((one) => one.node));
+  on("went", () => deaths.push(Date.now() / 1000));
+  on("seen", (fleet) => strips.forEach((one) => one.add(fleet, deaths)));
+}
+
+function strip({ name, of, note, least, unit = "" }) {
+  const [value, about, top] = [make("output"), make("span", { className: "about" }), make("span", { className: "top-of-scale" })];
+  const [area, line, marks] = [svg("path", "area"), svg("path", "line"), svg("path", "mark")];
+  const picture = svg("svg", "picture");
+  picture.setAttribute("viewBox", `0 0 ${WIDTH} ${HEIGHT}`);
+  picture.setAttribute("preserveAspectRatio", "none");
+  picture.setAttribute("role", "img");
+  picture.append(area, line, marks);
+  const since = make("span");
+  const scale = make("div", { className: "scale" }, since, make("span", {}, "now"));
+  const head = make("div", { className: "head" }, make("h3", {}, name), about);
+  const node = make("article", { className: "strip" }, head, value, make("div", { className: "frame" }, picture, top), scale);
+  const points = [];
+
+  function add(fleet, deaths) {
+    const now = Date.now() / 1000;
+    const latest = of(fleet);
+    points.push([now, latest]);
+    while (points[0][0] < now - MOST_S) points.shift();
+    const span_s = Math.max(LEAST_S, now - points[0][0]);
+    const most = roof(Math.max(least, ...points.map(([, height]) => height)));
+    const x = (time_s) => (WIDTH * (1 - (now - time_s) / span_s)).toFixed(1);
+    const way = points.map(([time_s, height]) => `${x(time_s)} ${(HEIGHT - (HEIGHT - 3) * (height / most) - 1).toFixed(1)}`).join("L");
+    line.setAttribute("d", `M${way}`);
+    area.setAttribute("d", `M${way}L${WIDTH} ${HEIGHT}L${x(points[0][0])} ${HEIGHT}Z`);
+    marks.setAttribute("d", deaths.filter((time_s) => time_s > now - span_s).map((time_s) => `M${x(time_s)} 0V${HEIGHT}`).join(""));
+    picture.setAttribute("aria-label", `${name}: now ${figure(latest)}${unit}`);
+    say(since, span_s < 90 ? `${Math.round(span_s)} s ago` : `${(span_s / 60).toFixed(1)} min ago`);
+    say(value, figure(latest) + unit);
+    say(about, note(fleet));
+    say(top, figure(most) + unit);
+  }
+
+  return { node, add };
+}
+
+/** The next of 1, 2, 5, 10, 20 … */
+function roof(value) {
+  const power = 10 ** Math.floor(Math.log10(value));
+  return [1, 2, 5, 10].map((step) => step * power).find((step) => step >= value);
+}
+
+function svg(tag, name) {
+  const node = document.createElementNS(SVG, tag);
+  node.setAttribute("class", name);
+  return node;
+}

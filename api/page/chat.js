@@ -1,0 +1,149 @@
+// The chat: what was said, what is asked, and the answer as it streams in.
+
+import { Answer } from "./answer.js";
+import { Refused, ask } from "./door.js";
+import { events } from "./stream.js";
+import { find, make, say } from "./node.js";
+
+const HISTORY = "tokenfleet.history";
+const ENDINGS = { stop: "", length: "stopped at its limit" };
+const IDEAS = [
+  "Tell me a long story about a lighthouse keeper and a storm.",
+  "Explain step by step how a bicycle stays upright.",
+  "Write twenty short facts about the ocean, numbered.",
+];
+
+let turns = [];
+let stopping = null;
+
+export function startChat() {
+  find("composer").onsubmit = (event) => (event.preventDefault(), submit());
+  find("words").onkeydown = (event) => {
+    if (event.key === "Enter" && !event.shiftKey && !event.isComposing) event.preventDefault(), submit();
+  };
+  document.addEventListener("keydown", (event) => event.key === "Escape" && stopping?.abort());
+  find("stop").onclick = () => stopping?.abort();
+  find("anew").onclick = anew;
+  find("ideas").append(...IDEAS.map((idea) => make("button", { type: "button", className: "plain", onclick: () => send(idea) }, idea)));
+  JSON.parse(sessionStorage.getItem(HISTORY) ?? "[]").forEach(recall);
+}
+
+function recall(turn) {
+  turns.push(turn);
+  put(make("article", { className: `turn ${turn.role === "user" ? "user" : "model"}` }, make("p", { className: "words" }, turn.content)));
+}
+
+function anew() {
+  stopping?.abort();
+  turns = [];
+  sessionStorage.removeItem(HISTORY);
+  find("talk").replaceChildren(find("empty"));
+  find("empty").hidden = false;
+  find("words").focus();
+}
+
+function submit() {
+  const text = find("words").value.trim();
+  if (!text || stopping) return;
+  find("words").value = "";
+  send(text);
+}
+
+function send(text) {
+  if (stopping) return;
+  recall({ role: "user", content: text });
+  find("talk").scrollTop = find("talk").scrollHeight;
+  answer();
+}
+
+/** Has the model answer what was said so far. */
+async function answer() {
+  const one = new Answer();
+  const history = turns;
+  put(one.node);
+  busy(new AbortController());
+  try {
+    const ending = await stream(one);
+    one.end("done", ENDINGS[ending] ?? ending);
+    say(find("said"), one.text);
+  } catch (error) {
+    if (error.name === "AbortError") one.end("stopped", "stopped");
+    else broke(one, error);
+  }
+  busy(null);
+  if (turns === history && one.text) turns.push({ role: "assistant", content: one.text });
+  if (turns === history) sessionStorage.setItem(HISTORY, JSON.stringify(turns));
+  follow();
+}
+
+/** Reads the answer to its end. Returns the finish reason. Throws Refused, or AbortError. */
+async function stream(one) {
+  const response = await ask("/v1/chat/completions", {
+    method: "POST",
+    headers: { "content-type": "application/json" },
+    body: JSON.stringify(request()),
+    signal: stopping.signal,
+  });
+  let ending = null;
+  try {
+    for await (const data of events(response)) {
+      if (data === "[DONE]") break;
+      const frame = JSON.parse(data);
+      if (frame.error) throw new Refused(response.status, frame.error.message ?? frame.error);
+      const choice = frame.choices?.[0];
+      if (choice?.delta?.content) one.add(choice.delta.content), follow();
+      ending = choice?.finish_reason ?? ending;
+      if (frame.usage) one.num_tokens = frame.usage.completion_tokens;
+    }
+  } catch (error) {
+    if (error.name === "AbortError" || error instanceof Refused) throw error;
+    throw new Refused(0, "");
+  }
+  if (ending === null) throw new Refused(0, "");
+  return ending;
+}
+
+function request() {
+  const system = find("system").value.trim();
+  return {
+    model: "tgi",
+    messages: [...(system ? [{ role: "system", content: system }] : []), ...turns],
+    temperature: find("temperature").valueAsNumber || 0,
+    max_tokens: find("max_tokens").valueAsNumber || 400,
+    stream: true,
+    stream_options: { include_usage: true },
+  };
+}
+
+function broke(one, error) {
+  const cut = "This stream was cut: the gateway that carried it died. Its successor takes the next one.";
+  const why = one.num_tokens && !error.status ? cut : error.message || cut;
+  one.end("broken", why);
+  const again = make("button", { type: "button", className: "plain" }, "Ask again");
+  again.onclick = () => {
+    if (stopping) return;
+    if (turns.at(-1)?.role === "assistant") turns.pop();
+    one.node.remove();
+    answer();
+  };
+  one.node.append(again);
+}
+
+function put(node) {
+  find("empty").hidden = true;
+  find("talk").append(node);
+  follow();
+}
+
+/** Keeps the end in sight, unless the reader has scrolled up. */
+function follow() {
+  const talk = find("talk");
+  if (talk.scrollHeight - talk.scrollTop - talk.clientHeight < 160) talk.scrollTop = talk.scrollHeight;
+}
+
+function busy(controller) {
+  stopping = controller;
+  find("send").disabled = controller !== null;
+  find("stop").hidden = controller === null;
+  find("talk").setAttribute("aria-busy", controller !== null);
+}

@@ -1,0 +1,62 @@
+// The way to the gateway: requests with the API key, where one is asked for, and errors in words.
+
+import { find, say } from "./node.js";
+
+const KEY = "tokenfleet.api_key";
+
+/** An answer that is no answer; `status` is 0 where nobody answered. */
+export class Refused extends Error {
+  constructor(status, text) {
+    super(text);
+    this.status = status;
+  }
+}
+
+/** A response that is well, within `patience_ms` where that is given. Throws Refused. After a 401 the person is asked for the key. */
+export async function ask(path, { patience_ms, ...options } = {}) {
+  const key = sessionStorage.getItem(KEY);
+  const headers = { ...options.headers, ...(key ? { authorization: `Bearer ${key}` } : {}) };
+  let response;
+  try {
+    const signal = patience_ms ? AbortSignal.timeout(patience_ms) : options.signal;
+    response = await fetch(path, { ...options, headers, signal });
+  } catch (error) {
+    if (error.name === "AbortError") throw error;
+    throw new Refused(0, "No gateway answers.");
+  }
+  if (response.status === 401) {
+    await keyEntered();
+    return ask(path, { patience_ms, ...options });
+  }
+  if (!response.ok) throw new Refused(response.status, await cause(response));
+  return response;
+}
+
+async function cause(response) {
+  const text = await response.text();
+  try {
+    const { error } = JSON.parse(text);
+    return error?.message ?? error ?? text;
+  } catch {
+    return text || `${response.status} ${response.statusText}`;
+  }
+}
+
+let entering = null;
+
+/** One question, however many requests wait for its answer. */
+function keyEntered() {
+  entering ??= new Promise((resolve) => {
+    const dialog = find("key");
+    say(find("key-hint"), sessionStorage.getItem(KEY) ? "That key is refused." : "It is kept in this tab until you close it.");
+    sessionStorage.removeItem(KEY);
+    find("key-form").onsubmit = () => sessionStorage.setItem(KEY, find("key-word").value);
+    dialog.onclose = () => {
+      if (!sessionStorage.getItem(KEY)) return dialog.showModal();
+      entering = null;
+      resolve();
+    };
+    dialog.showModal();
+  });
+  return entering;
+}

@@ -1,0 +1,78 @@
+// What the fleet does: asked every second, told to whoever listens.
+
+import { ask } from "./door.js";
+
+const EVERY_MS = 1000;
+const PATIENCE_MS = 5000;
+const SILENT_S = 2;
+
+/** Listeners by what they hear: `seen` a snapshot; `lost` why there is none; a process that `came`, `turned` another state or `went`, or that
+ * was `killed` from here. */
+const listeners = { seen: [], lost: [], came: [], turned: [], went: [], killed: [] };
+let known = null;
+let signs = new Map();
+let looking = null;
+
+export const on = (what, listener) => listeners[what].push(listener);
+export const tell = (what, ...about) => listeners[what].forEach((listener) => listener(...about));
+
+export async function watch() {
+  for (;;) {
+    await look();
+    await new Promise((resolve) => setTimeout(resolve, EVERY_MS));
+  }
+}
+
+/** A look now; whoever asks meanwhile shares it. */
+export function look() {
+  looking ??= glance().finally(() => (looking = null));
+  return looking;
+}
+
+async function glance() {
+  let fleet;
+  try {
+    fleet = await (await ask("/fleet", { patience_ms: PATIENCE_MS })).json();
+  } catch (error) {
+    tell("lost", error.status ? error.message : "No gateway answers.");
+    return;
+  }
+  measure(fleet);
+  compare(fleet.processes);
+  tell("seen", fleet);
+}
+
+/** Tokens per second of each worker: between its last two signs of life. */
+function measure(fleet) {
+  const latest = new Map();
+  for (const worker of fleet.processes.filter((one) => one.kind === "worker")) {
+    const time_s = fleet.time_s - worker.age_s;
+    const last = signs.get(worker.id);
+    if (last && time_s - last.time_s < 0.1) {
+      worker.rate = worker.age_s < SILENT_S ? last.rate : 0;
+      latest.set(worker.id, { ...last, rate: worker.rate });
+    } else {
+      worker.rate = last ? (worker.tokens - last.tokens) / (time_s - last.time_s) : 0;
+      latest.set(worker.id, { time_s, tokens: worker.tokens, rate: worker.rate });
+    }
+  }
+  signs = latest;
+}
+
+function compare(processes) {
+  const now = new Map(processes.map((one) => [one.id, one]));
+  if (known) {
+    for (const [id, one] of known) if (!now.has(id)) tell("went", one);
+    for (const [id, one] of now) {
+      if (!known.has(id)) tell("came", one);
+      else if (known.get(id).state !== one.state) tell("turned", one);
+    }
+  }
+  known = now;
+}
+
+export async function kill(process) {
+  await ask(`/fleet/processes/${encodeURIComponent(process.id)}/kill`, { method: "POST" });
+  tell("killed", process);
+  setTimeout(look, 300);
+}

@@ -1,0 +1,31 @@
+// Small words for the document.
+
+export const find = (id) => document.getElementById(id);
+
+/** An element with properties (`className`, `onclick` …; `aria-…`, `role` and `data-…` as attributes) and children, texts included. */
+export function make(tag, properties = {}, ...children) {
+  const node = document.createElement(tag);
+  for (const [name, value] of Object.entries(properties)) {
+    if (name.includes("-") || name === "role") node.setAttribute(name, value);
+    else node[name] = value;
+  }
+  node.append(...children);
+  return node;
+}
+
+/** Sets a text only where it changes: readers of screens hear of it once. */
+export function say(node, text) {
+  if (node.textContent !== text) node.textContent = text;
+}
+
+export const plural = (count, word) => `${count} ${word}${count === 1 ? "" : "s"}`;
+
+const wide = new Intl.NumberFormat("en", { maximumFractionDigits: 0 });
+/** Three digits are enough for a dial. */
+export const figure = (value) => (value >= 100 || Number.isInteger(value) ? wide.format(value) : value.toFixed(value >= 1 ? 1 : 2));
+
+export function bytes(count) {
+  const units = ["B", "KiB", "MiB", "GiB", "TiB"];
+  const power = Math.min(units.length - 1, Math.floor(Math.log2(Math.max(1, count)) / 10));
+  return `${figure(count / 2 ** (10 * power))} ${units[power]}`;
+}

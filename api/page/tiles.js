@@ -1,0 +1,186 @@
+// A tile for each process. One that is gone leaves its tile to its successor, so that nothing moves under the hand that kills.
+
+import { bytes, figure, find, make, plural, say } from "./node.js";
+import { kill, on } from "./fleet.js";
+import { note } from "./log.js";
+
+const SILENT_S = 2;
+const LINGER_MS = 30_000;
+const ORDER = ["worker", "batcher", "gateway", "jobs", "broker"];
+const OVER = ["silent", "killed", "gone"];
+const DEAD = ["killed", "gone"];
+
+/** By the id of the process that a tile shows; a process whose successor has its tile is shown no more. */
+const tiles = new Map();
+const replaced = new Set();
+
+export function startTiles() {
+  on("seen", (fleet) => {
+    for (const process of fleet.processes) if (!replaced.has(process.id)) tileOf(process).show(process, fleet.demo);
+    arrange();
+  });
+  on("went", (process) => tiles.get(process.id)?.end());
+  on("killed", (process) => tiles.get(process.id)?.mark("killed"));
+  on("lost", () => tiles.forEach((tile) => tile.lose()));
+}
+
+function tileOf(process) {
+  if (tiles.has(process.id)) return tiles.get(process.id);
+  const left = [...tiles.values()].find((tile) => tile.isFor(process));
+  if (left) {
+    replaced.add(left.process.id);
+    tiles.delete(left.process.id);
+    left.renew();
+  }
+  tiles.set(process.id, left ?? tile(process));
+  return tiles.get(process.id);
+}
+
+/** Moves only what is out of place: a button keeps its focus. */
+function arrange() {
+  const rank = ({ process }) => `${ORDER.indexOf(process.kind)} ${process.id}`;
+  const sorted = [...tiles.values()].sort((one, other) => (rank(one) < rank(other) ? -1 : 1));
+  sorted.forEach(({ node }, place) => {
+    const there = find("tiles").children[place];
+    if (there !== node) find("tiles").insertBefore(node, there ?? null);
+  });
+}
+
+/** `w0-3f2a…` is a name and one life of it. */
+function split(id) {
+  const at = id.lastIndexOf("-");
+  return at < 0 ? [id, ""] : [id.slice(0, at), id.slice(at + 1)];
+}
+
+function tile(process) {
+  const [life, state, foot] = [make("small"), make("span", { className: "state" }), make("p", { className: "foot" })];
+  const [value, unit] = [make("output"), make("span")];
+  const dials = process.kind === "worker" ? [dial("rows", "rows", "max_rows"), dial("KV blocks", "blocks", "num_blocks")] : [];
+  const button = make("button", { type: "button", className: "kill", hidden: true }, "Kill");
+  const node = make(
+    "li",
+    { className: "tile", "data-kind": process.kind },
+    make("p", { className: "kind" }, process.kind === "jobs" ? "job worker" : process.kind),
+    make("div", { className: "head" }, make("h3", {}, make("b", {}, split(process.id)[0]), life), state),
+    make("p", { className: "main-figure" }, value, unit),
+    ...dials.map((one) => one.node),
+    make("div", { className: "end" }, foot, button),
+  );
+  const self = { node, process, show, mark, lose, end, isFor, isLike, renew };
+  button.onclick = () => press(button, self.process);
+
+  function show(latest, demo) {
+    self.process = latest;
+    say(life, split(latest.id)[1]);
+    button.hidden = !demo;
+    button.setAttribute("aria-label", `Kill ${latest.kind} ${latest.id}`);
+    if (node.dataset.state !== "killed" || latest.kind === "broker") mark(latest.age_s > SILENT_S ? "silent" : latest.state);
+    const [main, about] = mainFigure(latest);
+    say(value, main);
+    say(unit, about);
+    dials.forEach((one) => one.set(latest));
+    say(foot, footnote(latest));
+    node.classList.toggle("busy", latest.rows > 0 && latest.kind === "worker");
+  }
+
+  function mark(word) {
+    node.dataset.state = word;
+    button.disabled = word === "unknown" || DEAD.includes(word);
+    say(state, word === "silent" ? `silent for ${self.process.age_s.toFixed(0)} s` : word);
+  }
+
+  function lose() {
+    if (!DEAD.includes(node.dataset.state)) mark("unknown");
+  }
+
+  function end() {
+    mark("gone");
+    say(value, "–");
+    dials.forEach((one) => one.clear());
+    const id = self.process.id;
+    const hasHeir = [...tiles.values()].some((tile) => tile !== self && tile.isLike(self.process));
+    const leave = () => {
+      if (self.process.id !== id) return;
+      node.remove();
+      tiles.delete(id);
+    };
+    setTimeout(leave, hasHeir ? 0 : LINGER_MS);
+  }
+
+  function isLike(other) {
+    const { kind, id, host } = self.process;
+    return kind === other.kind && host === other.host && split(id)[0] === split(other.id)[0];
+  }
+
+  /** Whether this tile's process is over, and that one follows it. */
+  function isFor(other) {
+    return OVER.includes(node.dataset.state) && isLike(other);
+  }
+
+  function renew() {
+    node.dataset.state = "";
+    node.classList.remove("new");
+    requestAnimationFrame(() => node.classList.add("new"));
+  }
+
+  return self;
+}
+
+function mainFigure(process) {
+  switch (process.kind) {
+    case "worker":
+      return [figure(process.rate), "tokens/s"];
+    case "batcher":
+      return process.active ? [figure(process.waiting), `waiting, ${plural(process.rows, "row")}`] : ["–", "stands by"];
+    case "gateway":
+      return [figure(process.streams), process.streams === 1 ? "stream" : "streams"];
+    case "jobs":
+      return [figure(process.running), process.running === 1 ? "job" : "jobs"];
+    default:
+      return [figure(process.commands_per_s), "commands/s"];
+  }
+}
+
+function footnote(process) {
+  switch (process.kind) {
+    case "worker":
+      return [process.device, process.dtype, `pid ${process.pid}`].filter(Boolean).join(" · ");
+    case "broker":
+      return `${bytes(process.memory_bytes)} · ${plural(process.clients, "client")}`;
+    default:
+      return `${process.host} · pid ${process.pid}`;
+  }
+}
+
+function dial(label, name, limit) {
+  const [fill, count] = [make("i"), make("span")];
+  const track = make("div", { className: "track", role: "meter", "aria-label": label, "aria-valuemin": "0" }, fill);
+  const node = make("div", { className: "dial" }, make("span", {}, label), count, track);
+
+  function set(process) {
+    const [value, most] = [process[name], process[limit]];
+    fill.style.width = `${most ? Math.min(100, (100 * value) / most) : 0}%`;
+    fill.hidden = value === 0;
+    track.setAttribute("aria-valuenow", value);
+    track.setAttribute("aria-valuemax", most);
+    say(count, most ? `${figure(value)} / ${figure(most)}` : "–");
+  }
+
+  function clear() {
+    fill.hidden = true;
+    track.removeAttribute("aria-valuenow");
+    say(count, "–");
+  }
+
+  return { node, set, clear };
+}
+
+async function press(button, process) {
+  button.disabled = true;
+  try {
+    await kill(process);
+  } catch (error) {
+    button.disabled = false;
+    note(error.message, "bad");
+  }
+}

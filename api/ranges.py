@@ -1,0 +1,46 @@
+"""The numbers that a client may give, where they are wrong or right on their own."""
+
+from dataclasses import dataclass
+from typing import Any
+
+MAX_CHOICES = 128
+
+
+@dataclass(frozen=True, slots=True)
+class Range:
+    """From `least`, or with `above` from just above it, up to `most`."""
+
+    least: int
+    most: int | None = None
+    above: bool = False
+
+    def holds(self, value: float) -> bool:
+        """False for NaN."""
+        enough = value > self.least if self.above else value >= self.least
+        return enough and (self.most is None or value <= self.most)
+
+    def __str__(self) -> str:
+        low = f"{'above' if self.above else 'at least'} {self.least}"
+        return low if self.most is None else f"{low} and at most {self.most}"
+
+    @property
+    def schema(self) -> dict[str, Any]:
+        """In JSON Schema's words; null is outside of what they are about."""
+        low = {"exclusiveMinimum" if self.above else "minimum": self.least}
+        return low if self.most is None else low | {"maximum": self.most}
+
+
+RANGES = {
+    "temperature": Range(0, 100),
+    "top_k": Range(-1),
+    "top_p": Range(0, 1),
+    "min_p": Range(0, 1),
+    "typical_p": Range(0, 1, above=True),
+    "repetition_penalty": Range(0, 100, above=True),
+    "frequency_penalty": Range(-2, 2),
+    "presence_penalty": Range(-2, 2),
+    "relative_frequency_penalty": Range(-2, 2),
+    "seed": Range(-(2**63), 2**64 - 1),
+    "n": Range(1, MAX_CHOICES),
+}
+BIASES = Range(-100, 100)

@@ -1,0 +1,176 @@
+"""Shapes of the answers of OpenAI's routes, for their description at /docs. The answers are built in `answer_chat.py` and
+`answer_completion.py`."""
+
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict
+
+from api.openapi import sends_events
+
+FinishReason = Literal["stop", "length"]
+
+
+class Reply(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+
+class Usage(Reply):
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+
+
+class Answer(Reply):
+    id: str
+    created: int
+    model: str
+    system_fingerprint: str
+
+
+class Ending(Reply):
+    """`stop_reason`: the stop string or id that ended the choice."""
+
+    index: int
+    finish_reason: FinishReason
+    stop_reason: str | int | None
+
+
+class Progress(Reply):
+    index: int
+    finish_reason: FinishReason | None
+    stop_reason: str | int | None = None
+
+
+# --- chat -------------------------------------------------------------------------------------------------------------------------
+
+
+class TopLogprob(Reply):
+    token: str
+    logprob: float | None
+    bytes: list[int]
+
+
+class TokenLogprob(TopLogprob):
+    top_logprobs: list[TopLogprob]
+
+
+class ChatLogprobs(Reply):
+    content: list[TokenLogprob]
+
+
+class AssistantMessage(Reply):
+    role: Literal["assistant"]
+    content: str
+    refusal: None
+
+
+class ChatChoice(Ending):
+    message: AssistantMessage
+    logprobs: ChatLogprobs | None
+
+
+class ChatCompletion(Answer):
+    object: Literal["chat.completion"]
+    choices: list[ChatChoice]
+    usage: Usage
+
+
+class Delta(Reply):
+    """The first one of a choice has the role."""
+
+    role: Literal["assistant"] = None  # type: ignore[assignment]  # absent, not null
+    content: str
+
+
+class ChatChunkChoice(Progress):
+    delta: Delta
+    logprobs: ChatLogprobs | None
+
+
+class ChatCompletionChunk(Answer):
+    """One frame, `data: {…}`. Where the request failed it is an OpenAIError; the last one is `data: [DONE]`."""
+
+    object: Literal["chat.completion.chunk"]
+    choices: list[ChatChunkChoice]
+    usage: Usage | None = None
+
+
+# --- completion -------------------------------------------------------------------------------------------------------------------
+
+
+class CompletionLogprobs(Reply):
+    tokens: list[str]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float | None]]
+    text_offset: list[int]
+
+
+class CompletionChoice(Ending):
+    text: str
+    logprobs: CompletionLogprobs | None
+
+
+class Completion(Answer):
+    object: Literal["text_completion"]
+    choices: list[CompletionChoice]
+    usage: Usage
+
+
+class CompletionChunkChoice(Progress):
+    text: str
+    logprobs: CompletionLogprobs | None
+
+
+class CompletionChunk(Answer):
+    """One frame, `data: {…}`. Where the request failed it is an OpenAIError; the last one is `data: [DONE]`."""
+
+    object: Literal["text_completion"]
+    choices: list[CompletionChunkChoice]
+    usage: Usage | None = None
+
+
+# --- models and errors ------------------------------------------------------------------------------------------------------------
+
+
+class Model(Reply):
+    id: str
+    object: Literal["model"]
+    created: int
+    owned_by: str
+
+
+class ModelList(Reply):
+    object: Literal["list"]
+    data: list[Model]
+
+
+class ErrorDetail(Reply):
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class OpenAIError(Reply):
+    error: ErrorDetail
+
+
+REFUSALS: dict[int | str, dict[str, Any]] = {
+    status: {"model": OpenAIError, "description": description}
+    for status, description in {
+        400: "The body is not JSON, or a field is wrong or not served: `param` names it",
+        401: "The API key is missing or wrong",
+        404: "There is no such model",
+        413: "The body is too large",
+        415: "The body is not announced as JSON",
+        429: "The fleet is overloaded",
+        500: "Internal error, or the request failed while it was generated",
+        503: "No worker, or no broker",
+    }.items()
+}
+"""What a route that takes a body may answer besides 200."""
+
+
+def answers(whole: type[Answer], chunk: type[Answer]) -> dict[int | str, dict[str, Any]]:
+    """A route's `responses` where `stream` decides between the two."""
+    return {200: {"model": whole, "content": sends_events(chunk)}}

@@ -1,0 +1,119 @@
+"""The roll of a pool: every process that shows signs of life, with its figures. All of it is read from Redis: any gateway says the same."""
+
+import logging
+from dataclasses import dataclass, field
+from typing import Any
+
+from redis.asyncio import Redis
+
+from common.codec import WireError, decode
+from common.keys import Keys
+from common.messages import Worker
+
+log = logging.getLogger(__name__)
+
+WORKER_FIGURES = ("rows", "max_rows", "blocks", "tokens", "step")
+BROKER = "broker"
+"""Kind of the broker, and its id: a pool has one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Roll:
+    """Who is there.
+
+    Attributes:
+        time_s: the broker's clock.
+        num_live: requests, waiting and running.
+        processes: as `GET /fleet` tells them, by kind and id.
+    """
+
+    time_s: float
+    num_live: int
+    processes: list[dict[str, Any]] = field(default_factory=list)
+
+    def find(self, process_id: str) -> dict[str, Any] | None:
+        return next((one for one in self.processes if one["id"] == process_id), None)
+
+    def of(self, kind: str) -> list[dict[str, Any]]:
+        return [one for one in self.processes if one["kind"] == kind]
+
+    @property
+    def requests(self) -> dict[str, int]:
+        """By the word of the batcher that is active; without one, all that is live waits."""
+        active = next((one for one in self.of("batcher") if one["active"]), None)
+        counts = {"waiting": active["waiting"], "running": active["rows"]} if active else {"waiting": self.num_live, "running": 0}
+        return {"live": self.num_live} | counts
+
+
+async def call(redis: Redis, keys: Keys) -> Roll:
+    """The roll as it is now. Raises an error of the broker."""
+    async with redis.pipeline(transaction=False) as pipe:
+        pipe.time()
+        pipe.zrange(keys.workers, 0, -1, withscores=True)
+        pipe.zrange(keys.processes, 0, -1, withscores=True)
+        pipe.xlen(keys.requests)
+        pipe.get(keys.batcher)
+        pipe.info()
+        (seconds, microseconds), workers, others, num_live, holder, about = await pipe.execute()
+    seen = [(*member.decode().split(":", 1), seen_ms) for member, seen_ms in others]
+    seen += [("worker", name.decode(), seen_ms) for name, seen_ms in workers]
+    async with redis.pipeline(transaction=False) as pipe:
+        for kind, name, _ in seen:
+            pipe.hgetall(keys.process(kind, name))
+        hashes = await pipe.execute()
+    time_s = seconds + microseconds / 1e6
+    processes = {BROKER: broker(about)}
+    for (kind, name, seen_ms), said in zip(seen, hashes, strict=True):
+        common = {"kind": kind, "id": name, "age_s": round(max(0.0, time_s - seen_ms / 1000), 3)}
+        if said and (own := describe(kind, said, has_lease=name.encode() == holder)) is not None:
+            processes[name] = common | own
+    return Roll(time_s, num_live, sorted(processes.values(), key=lambda one: (one["kind"], one["id"])))
+
+
+def describe(kind: str, said: dict[bytes, bytes], has_lease: bool) -> dict[str, Any] | None:
+    """A sign of life in words; None where it cannot be read."""
+
+    def number(name: str) -> int:
+        return int(said.get(name.encode(), b"0"))
+
+    def text(name: str) -> str:
+        return said.get(name.encode(), b"").decode()
+
+    about: dict[str, Any] = {"host": text("host"), "pid": number("pid"), "state": text("state") or "ready"}
+    match kind:
+        case "starting":
+            return about | {"kind": "worker", "state": "starting", **dict.fromkeys(WORKER_FIGURES, 0), "num_blocks": 0}
+        case "gateway":
+            return about | {"streams": number("streams")}
+        case "batcher":
+            state = "active" if has_lease else "standby"
+            return about | {"state": state, "active": has_lease, "waiting": number("waiting"), "rows": number("rows")}
+        case "worker":
+            try:
+                capacity = decode(Worker, said[b"capacity"])
+            except (WireError, KeyError) as error:
+                log.error("a worker's sign of life cannot be read: %s", error)
+                return None
+            figures = {name: number(name) for name in WORKER_FIGURES}
+            return (
+                about
+                | figures
+                | {"num_blocks": capacity.num_blocks, "block_size": capacity.block_size, "device": capacity.device, "dtype": capacity.dtype}
+            )
+        case _:
+            return about | {"running": number("running")}
+
+
+def broker(about: dict[str, Any]) -> dict[str, Any]:
+    """The broker's own word on itself (INFO)."""
+    return {
+        "kind": BROKER,
+        "id": BROKER,
+        "host": "",
+        "pid": about.get("process_id", 0),
+        "state": "ready",
+        "age_s": 0.0,
+        "clients": about.get("connected_clients", 0),
+        "memory_bytes": about.get("used_memory", 0),
+        "commands_per_s": about.get("instantaneous_ops_per_sec", 0),
+    }

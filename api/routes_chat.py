@@ -1,0 +1,32 @@
+"""POST /v1/chat/completions, as OpenAI has it, with what vLLM and TGI add."""
+
+import time
+from functools import partial
+
+from fastapi import APIRouter, Request
+from starlette.responses import Response
+
+from api import body, conversation
+from api.answer_chat import ChatAnswer
+from api.asked_openai import from_chat
+from api.gateway import gateway_of
+from api.openapi import takes
+from api.replies_openai import REFUSALS, ChatCompletion, ChatCompletionChunk, answers
+from api.schemas_openai import ChatRequest
+from api.serve_openai import serve
+from api.validate import validate
+
+router = APIRouter(responses=REFUSALS)
+
+
+@router.post("/v1/chat/completions", openapi_extra=takes(ChatRequest), responses=answers(ChatCompletion, ChatCompletionChunk))
+async def chat_completions(request: Request) -> Response:
+    """The assistant's next message, as a stream of chunks with `stream`, else as a whole."""
+    begun_s, gateway = time.monotonic(), gateway_of(request)
+    chat = await body.read(request, ChatRequest, gateway.settings.payload_limit)
+    chat.check()
+    gateway = await gateway.pools.find(chat.model)
+    await gateway.desk.check()
+    prompt = conversation.prompt(chat, gateway.vocabulary.chat_template)
+    wanted = await validate(from_chat(chat, prompt), gateway.fleet.limits, gateway.vocabulary)
+    return await serve(request, gateway, chat, wanted, [conversation.echoed(chat)] * len(wanted), partial(ChatAnswer, chat), begun_s)

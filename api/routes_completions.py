@@ -1,0 +1,56 @@
+"""POST /v1/completions, as OpenAI has it, with what vLLM and TGI add."""
+
+import time
+from functools import partial
+
+from fastapi import APIRouter, Request
+from starlette.responses import Response
+
+from api import body
+from api.answer_completion import CompletionAnswer
+from api.asked import Asked
+from api.asked_openai import from_completion
+from api.errors import invalid
+from api.gateway import gateway_of
+from api.openapi import takes
+from api.prompt import Vocabulary
+from api.replies_openai import REFUSALS, Completion, CompletionChunk, answers
+from api.schemas_openai import CompletionRequest
+from api.serve_openai import serve
+from api.validate import Limits, validate
+
+router = APIRouter(responses=REFUSALS)
+
+
+@router.post("/v1/completions", openapi_extra=takes(CompletionRequest), responses=answers(Completion, CompletionChunk))
+async def completions(request: Request) -> Response:
+    """How each prompt goes on: its choices stand together, in the order of the prompts."""
+    begun_s, gateway = time.monotonic(), gateway_of(request)
+    completion = await body.read(request, CompletionRequest, gateway.settings.payload_limit)
+    completion.check()
+    gateway = await gateway.pools.find(completion.model)
+    await gateway.desk.check()
+    prompts, limits, vocabulary = from_completion(completion), gateway.fleet.limits, gateway.vocabulary
+    check_number(prompts, limits)
+    wanted, prefixes = [], []
+    for asked in prompts:
+        choices = await validate(asked, limits, vocabulary)
+        wanted += choices
+        prefixes += [echoed(completion, asked, vocabulary)] * len(choices)
+    return await serve(request, gateway, completion, wanted, prefixes, partial(CompletionAnswer, completion), begun_s)
+
+
+def check_number(prompts: list[Asked], limits: Limits) -> None:
+    if len(prompts) > limits.max_client_batch_size:
+        raise invalid(f"`prompt` supports up to {limits.max_client_batch_size} prompts. Given: {len(prompts)}", "prompt")
+
+
+def echoed(completion: CompletionRequest, asked: Asked, vocabulary: Vocabulary) -> str:
+    """The prompt's text, where it is to be repeated. Raises Refusal."""
+    if not completion.echo:
+        return ""
+    if completion.logprobs is not None:
+        raise invalid("`echo` with `logprobs` is not supported yet", "echo")
+    if asked.prompt_ids is not None:
+        return str(vocabulary.tokenizer.decode(asked.prompt_ids, skip_special_tokens=False))
+    return asked.text or ""

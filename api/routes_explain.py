@@ -1,0 +1,24 @@
+"""GET /fleet/requests/{id}: one request's life, as the batcher told it."""
+
+from fastapi import APIRouter, Request
+from starlette.responses import Response
+
+from api import life
+from api.errors import Refusal, encode, unavailable
+from api.gateway import gateway_of
+from common.broker import ERRORS, cause
+
+router = APIRouter()
+
+
+@router.get("/fleet/requests/{request_id}")
+async def explain(request: Request, request_id: str) -> Response:
+    """What happened to a request, and to each of its choices. 404 for one that was never heard of, or so long ago that it is forgotten."""
+    gateway = gateway_of(request)
+    try:
+        lives = await life.read(gateway.redis, gateway.fleet.keys, request_id)
+    except ERRORS as error:
+        raise unavailable(cause(error)) from error
+    if not lives:
+        raise Refusal(404, "not_found", f"Nothing is known of a request {request_id}: it never came, or was forgotten since")
+    return Response(encode({"request_id": request_id, "lives": lives}), 200, {"cache-control": "no-store"}, "application/json")

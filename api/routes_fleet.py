@@ -1,0 +1,63 @@
+"""GET /fleet: who is there and what they do. POST /fleet/processes/{id}/kill: the kill button of a demonstration."""
+
+from importlib.metadata import version
+from typing import Any
+
+from fastapi import APIRouter, Request
+from starlette.background import BackgroundTask
+from starlette.responses import Response
+
+from api import roll
+from api.errors import Refusal, encode, unavailable
+from api.gateway import Gateway, gateway_of
+from api.kill import check_asker, check_process, forbidden, kill
+from api.replies_tgi import ALL, ErrorResponse, Refusals
+from common.broker import ERRORS, cause
+
+KILL_REFUSALS: Refusals = {
+    403: {"model": ErrorResponse, "description": "Not for this asker, or not a process of this fleet"},
+    404: {"model": ErrorResponse, "description": "No such process"},
+}
+router = APIRouter(responses={status: ALL[status] for status in (401, 503)})
+VERSION = version("tokenfleet")
+
+
+@router.get("/fleet")
+async def fleet(request: Request) -> Response:
+    """Every process of the pool, and what waits and runs. 503 while the broker does not answer."""
+    gateway = gateway_of(request)
+    called = await call_roll(gateway)
+    settings = gateway.settings
+    answer = {
+        "pool": settings.pool,
+        "model": settings.served_model_name or settings.model_id,
+        "version": VERSION,
+        "time_s": called.time_s,
+        "demo": settings.demo,
+        "requests": called.requests | {"limit": settings.max_concurrent_requests},
+        "processes": called.processes,
+    }
+    return Response(encode(answer), 200, {"cache-control": "no-store"}, "application/json")
+
+
+@router.post("/fleet/processes/{process_id}/kill", status_code=202, responses=KILL_REFUSALS)
+async def kill_process(request: Request, process_id: str) -> Response:
+    """SIGKILL to a process of this fleet. Only with DEMO, and only for a page of this machine: 403 for all others, 404 for unknown ones."""
+    gateway = gateway_of(request)
+    if not gateway.settings.demo:
+        raise forbidden("DEMO is not on")
+    check_asker(request)
+    process: dict[str, Any] | None = (await call_roll(gateway)).find(process_id)
+    if process is None:
+        raise Refusal(404, "not_found", f"There is no process {process_id} in this fleet")
+    await check_process(process)
+    # Afterwards, so that a gateway that kills itself has answered.
+    return Response(encode({"killed": process_id}), 202, media_type="application/json", background=BackgroundTask(kill, process["pid"]))
+
+
+async def call_roll(gateway: Gateway) -> roll.Roll:
+    """Raises Refusal (503)."""
+    try:
+        return await roll.call(gateway.redis, gateway.fleet.keys)
+    except ERRORS as error:
+        raise unavailable(cause(error)) from error

@@ -1,0 +1,21 @@
+"""GET /health and /ping: whether a request would be accepted now. Open to everybody."""
+
+from fastapi import APIRouter, Request
+from starlette.responses import Response
+
+from api.errors import Refusal
+from api.gateway import gateway_of
+from api.replies_tgi import ErrorResponse
+
+router = APIRouter(responses={503: {"model": ErrorResponse, "description": "No worker, or no broker"}})
+
+
+@router.get("/ping", response_class=Response, name="ping")
+@router.get("/health", response_class=Response)
+async def health(request: Request) -> Response:
+    """An empty answer where all is well."""
+    try:
+        await gateway_of(request).desk.check()
+    except Refusal as refusal:
+        raise Refusal(503, "healthcheck", f"unhealthy: {refusal.text}") from refusal
+    return Response()

@@ -1,0 +1,42 @@
+"""GET /info: the model and its limits, as TGI tells them."""
+
+import os
+from importlib.metadata import version
+
+from fastapi import APIRouter, Request
+from starlette.responses import Response
+
+from api.errors import encode, unavailable
+from api.gateway import gateway_of
+from api.replies_tgi import ErrorResponse, Info
+
+router = APIRouter(responses={503: {"model": ErrorResponse, "description": "No worker has been ready yet"}})
+
+
+@router.get("/info", responses={200: {"model": Info}})
+async def info(request: Request) -> Response:
+    """Limits are those of the smallest worker, and once known they stay when the workers go."""
+    gateway = gateway_of(request)
+    settings, fleet = gateway.settings, gateway.fleet
+    if not fleet.max_total_tokens:
+        await fleet.look_again()
+    if not fleet.max_total_tokens:
+        raise unavailable(fleet.trouble or "no worker is ready yet")
+    limits = fleet.limits
+    known = Info(
+        model_id=settings.model_id,
+        model_sha=settings.revision,
+        model_pipeline_tag="text-generation",
+        max_concurrent_requests=settings.max_concurrent_requests,
+        max_best_of=limits.max_best_of,
+        max_stop_sequences=limits.max_stop_sequences,
+        max_input_tokens=limits.max_input_tokens,
+        max_total_tokens=limits.max_total_tokens,
+        validation_workers=settings.num_gateways,
+        max_client_batch_size=limits.max_client_batch_size,
+        router="tokenfleet",
+        version=version("tokenfleet"),
+        sha=None,
+        docker_label=os.environ.get("DOCKER_LABEL"),
+    )
+    return Response(encode(known.model_dump()), media_type="application/json")

@@ -1,0 +1,45 @@
+"""POST /tokenize and /chat_tokenize: what the model's tokenizer makes of a text, or of a chat."""
+
+from itertools import accumulate
+from typing import Any
+
+from fastapi import APIRouter, Request
+from starlette.responses import Response
+
+from api import body, conversation
+from api.errors import encode
+from api.gateway import gateway_of
+from api.openapi import takes
+from api.prompt import Vocabulary
+from api.replies_tgi import TOKENIZE_REFUSALS, ChatTokenizeResponse, SimpleToken
+from api.schemas_openai import ChatRequest
+from api.schemas_tgi import TokenizeRequest
+
+router = APIRouter(responses=TOKENIZE_REFUSALS)
+
+
+@router.post("/tokenize", openapi_extra=takes(TokenizeRequest), responses={200: {"model": list[SimpleToken]}})
+async def tokenize(request: Request) -> Response:
+    """Tokens of `inputs`, with what the model wants around a prompt."""
+    gateway = gateway_of(request)
+    asked = await body.read(request, TokenizeRequest, gateway.settings.payload_limit)
+    return Response(encode(await simple_tokens(gateway.vocabulary, asked.inputs)), media_type="application/json")
+
+
+@router.post("/chat_tokenize", openapi_extra=takes(ChatRequest), responses={200: {"model": ChatTokenizeResponse}})
+async def chat_tokenize(request: Request) -> Response:
+    """The prompt that /v1/chat/completions would make of the same body, and its tokens."""
+    gateway = gateway_of(request)
+    chat = await body.read(request, ChatRequest, gateway.settings.payload_limit)
+    chat.check()
+    gateway = await gateway.pools.find(chat.model)
+    text = conversation.prompt(chat, gateway.vocabulary.chat_template)
+    tokens = await simple_tokens(gateway.vocabulary, text, bool(chat.add_special_tokens))
+    return Response(encode({"tokenize_response": tokens, "templated_text": text}), media_type="application/json")
+
+
+async def simple_tokens(vocabulary: Vocabulary, text: str, add_special_tokens: bool = True) -> list[dict[str, Any]]:
+    """TGI's `{id, text, start, stop}` of each token; offsets in bytes of the text's UTF-8."""
+    spans = await vocabulary.spans(text, add_special_tokens)
+    offsets = [0, *accumulate(len(character.encode()) for character in text)]
+    return [{"id": one, "text": text[start:end], "start": offsets[start], "stop": offsets[end]} for one, start, end in spans]

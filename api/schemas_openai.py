@@ -1,0 +1,187 @@
+"""Shapes of the bodies of OpenAI's routes, with what vLLM and TGI add to them. Nothing is converted (`"5"` is no number).
+
+What these APIs know and this one does not serve is refused by name, and so is what only another route has; names that nobody knows are
+ignored.
+"""
+
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidatorFunctionWrapHandler, WrapValidator
+from pydantic_core import PydanticCustomError
+
+from api.errors import invalid
+from api.ranges import BIASES
+from api.schemas_tgi import Parameters, ranged
+
+UNSERVED: dict[str, tuple[object, ...]] = {
+    "allowed_token_ids": (),
+    "audio": (),
+    "best_of": (1,),
+    "cache_salt": (),
+    "chat_template": (),
+    "documents": (),
+    "function_call": ("none",),
+    "functions": ([],),
+    "grammar": (),
+    "guided_choice": (),
+    "guided_decoding_backend": (),
+    "guided_grammar": (),
+    "guided_json": (),
+    "guided_regex": (),
+    "guided_whitespace_pattern": (),
+    "include_reasoning": (True,),
+    "kv_transfer_params": (),
+    "length_penalty": (1.0,),
+    "logits_processors": (),
+    "mm_processor_kwargs": (),
+    "modalities": (["text"],),
+    "moderation": (),
+    "parallel_tool_calls": (True, False),
+    "prediction": (),
+    "priority": (0,),
+    "prompt_embeds": (),
+    "prompt_logprobs": (),
+    "reasoning_effort": (),
+    "request_id": (),
+    "response_format": ({"type": "text"},),
+    "return_token_ids": (False,),
+    "return_tokens_as_token_ids": (False,),
+    "spaces_between_special_tokens": (True,),
+    "structured_outputs": (),
+    "suffix": ("",),
+    "tool_choice": ("none",),
+    "tool_prompt": (),
+    "tools": ([],),
+    "use_beam_search": (False,),
+    "verbosity": (),
+    "vllm_xargs": (),
+    "web_search_options": (),
+}
+"""Fields that are not served: the values, besides null, that change nothing."""
+
+
+def said_once(words: str) -> WrapValidator:
+    """For a field of several shapes: one error in place of one for each shape."""
+
+    def check(value: Any, shapes: ValidatorFunctionWrapHandler) -> Any:
+        try:
+            return shapes(value)
+        except ValidationError as error:
+            raise PydanticCustomError("shape", words) from error
+
+    return WrapValidator(check)
+
+
+Stop = Annotated[str | list[str], said_once("Input should be a string or a list of strings")]
+Prompt = Annotated[
+    str | list[str] | list[int] | list[list[int]],
+    said_once("Input should be a string, a list of strings, a list of token ids, or a list of lists of token ids"),
+]
+
+
+def least(value: int, description: str) -> Any:
+    """A whole number; that it is not less is checked with the rest of what was asked, and described here."""
+    return Field(default=None, description=description, json_schema_extra={"minimum": value})
+
+
+class StreamOptions(BaseModel):
+    model_config = ConfigDict(strict=True)
+
+    include_usage: bool | None = Field(default=None, description="a last chunk without choices says how many tokens there were")
+    continuous_usage_stats: bool | None = Field(default=None, description="with include_usage: every chunk says how many tokens there were")
+
+
+class Body(BaseModel):
+    """What both routes have. A field that is null or absent has its default.
+
+    `user`, `metadata`, `store` and the like are labels: accepted, and without effect.
+    """
+
+    model_config = ConfigDict(strict=True, extra="allow")
+
+    model: str | None = Field(default=None, description="a served model; null, empty, `tgi` and `dummy` mean the one that is")
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+
+    max_tokens: int | None = least(1, "default: what is left of the context")
+    min_tokens: int | None = least(0, "before it has so many, nothing but `max_tokens` ends an answer")
+    stop: Stop | None = Field(default=None, description="the answer ends before the first of these")
+    stop_token_ids: list[int] | None = Field(default=None, description="ids that end the answer")
+    include_stop_str_in_output: bool | None = None
+    ignore_eos: bool | None = Field(default=None, description="go on behind the end-of-sequence token")
+    skip_special_tokens: bool | None = Field(default=None, description="default: true")
+    add_special_tokens: bool | None = Field(default=None, description="default: true for a prompt, false for a chat: its template has them")
+    truncate_prompt_tokens: int | None = least(1, "the prompt's last so many tokens are used")
+    n: int | None = ranged("n", "answers to each prompt")
+
+    temperature: float | None = ranged("temperature", "default 1; 0 is greedy")
+    top_k: int | None = ranged("top_k", "0 and -1 are off")
+    top_p: float | None = ranged("top_p")
+    min_p: float | None = ranged("min_p")
+    typical_p: float | None = ranged("typical_p")
+    repetition_penalty: float | None = ranged("repetition_penalty")
+    frequency_penalty: float | None = ranged("frequency_penalty")
+    presence_penalty: float | None = ranged("presence_penalty")
+    seed: int | None = ranged("seed", "default: drawn by chance")
+    logit_bias: dict[str, float] | None = Field(
+        default=None,
+        description="token id → what is added to its logit",
+        json_schema_extra={"propertyNames": {"pattern": "^[0-9]{1,6}$"}, "additionalProperties": {"type": "number", **BIASES.schema}},
+    )
+    bad_words: list[str] | None = Field(default=None, description="words that do not appear")
+    echo: bool | None = None
+
+    def check(self) -> None:
+        """Raises Refusal for what is not served, and for fields that contradict each other."""
+        for name, value in (self.model_extra or {}).items():
+            if value is None or value in UNSERVED.get(name, ()):
+                continue
+            if name in UNSERVED:
+                raise invalid(f"`{name}` is not supported yet", name)
+            if name in KNOWN:
+                raise invalid(f"`{name}` is no field of this route", name)
+        if self.stream_options is not None and not self.stream:
+            raise invalid("`stream_options` is only allowed with `stream`: true", "stream_options")
+
+
+class Part(BaseModel):
+    """Of a message's content; only the type `text` is served."""
+
+    model_config = ConfigDict(strict=True, extra="allow")
+
+    type: str = Field(json_schema_extra={"enum": ["text"]})
+    text: str | None = None
+
+
+ROLES = ("system", "developer", "user", "assistant")
+
+
+class ChatMessage(BaseModel):
+    model_config = ConfigDict(strict=True, extra="allow")
+
+    role: str = Field(json_schema_extra={"enum": list(ROLES)})
+    content: str | list[Part] | None = None
+    name: str | None = None
+
+
+class ChatRequest(Body):
+    """Body of /v1/chat/completions."""
+
+    messages: list[ChatMessage] = Field(json_schema_extra={"minItems": 1})
+    max_completion_tokens: int | None = least(1, "the newer name of max_tokens")
+    logprobs: bool | None = None
+    top_logprobs: int | None = least(0, "so many of the likeliest tokens are told with each token")
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = Field(default=None, description="default: whether the last message is the assistant's")
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
+class CompletionRequest(Body):
+    """Body of /v1/completions."""
+
+    prompt: Prompt
+    logprobs: int | None = least(0, "so many of the likeliest tokens are told with each token")
+
+
+KNOWN = frozenset({**Parameters.model_fields, **ChatRequest.model_fields, **CompletionRequest.model_fields})
+"""Fields that some route has."""

@@ -1,0 +1,49 @@
+"""What both of OpenAI's routes do with a request that was found valid."""
+
+from collections.abc import Callable, Sequence
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from api.answer_openai import Answer
+from api.choice import Choice, choice
+from api.errors import invalid
+from api.gateway import Gateway
+from api.headers import prompt_headers, time_headers
+from api.request_id import request_id
+from api.schemas_openai import Body
+from api.sse import TokenStream
+from api.sse_openai import frames
+from api.stream import Stream
+from api.validate import Wanted
+from api.wait import finished
+
+Make = Callable[[str, str, list[Choice]], Answer]
+"""(id of the request, name of the model, choices) → the answer."""
+
+
+async def serve(
+    request: Request, gateway: Gateway, body: Body, wanted: list[Wanted], prefixes: Sequence[str], make: Make, begun_s: float
+) -> Response:
+    """The answer to all that is `wanted`, as a stream or as a whole. `prefixes`: for each, what its choice begins with.
+
+    Raises Refusal.
+    """
+    settings, desk = gateway.settings, gateway.desk
+    if len(wanted) > settings.max_concurrent_requests:
+        raise invalid(f"`n` asks for {len(wanted)} choices: MAX_CONCURRENT_REQUESTS is {settings.max_concurrent_requests}", "n")
+    streams = await desk.submit_all(wanted, request_id(request))
+    choices = [choice(i, stream, body, prefix) for i, (stream, prefix) in enumerate(zip(streams, prefixes, strict=True))]
+    answer = make(request_id(request), settings.served_model_name or settings.model_id, choices)
+    headers = prompt_headers(settings, sum(one.num_chars for one in wanted[:: body.n or 1]))
+    if body.stream:
+        return TokenStream(frames(answer), streams, headers, desk.leave)
+    await finished(streams, request, desk.leave)
+    return Response(answer.whole(), 200, headers | cost_headers(answer, streams, begun_s), "application/json")
+
+
+def cost_headers(answer: Answer, streams: Sequence[Stream], begun_s: float) -> dict[str, str]:
+    """Times are those of the stream that ended last."""
+    num_generated = sum(stream.num_tokens for stream in streams)
+    totals = {"x-prompt-tokens": str(answer.num_prompt_tokens), "x-generated-tokens": str(num_generated)}
+    return time_headers(max(streams, key=lambda stream: stream.ended_s), begun_s) | totals

@@ -1,0 +1,41 @@
+"""The frames of a stream on OpenAI's routes."""
+
+import asyncio
+from collections.abc import AsyncIterator
+
+from api.answer_openai import Answer
+from api.errors import encode, failed, openai
+from api.sse import frame
+
+DONE = frame(b"[DONE]")
+OF_ALL = -1
+"""In place of a choice: a chunk that is of no single one."""
+
+
+async def frames(answer: Answer) -> AsyncIterator[bytes]:
+    """All chunks, as they come; then `[DONE]`."""
+    async for chunks, ended in news(answer):
+        yield b"".join([frame(chunk) for _, chunk in chunks] + [DONE] * ended)
+
+
+async def news(answer: Answer) -> AsyncIterator[tuple[list[tuple[int, bytes]], bool]]:
+    """(new chunks, each with the index of its choice; whether these are the last), up to the end of the last choice or the error of the
+    first that fails."""
+    changed = asyncio.Event()
+    changed.set()
+    for choice in answer.choices:
+        choice.stream.changed = changed
+    while True:
+        await changed.wait()
+        changed.clear()
+        new = [(choice.index, chunk) for choice in answer.choices for chunk in answer.chunks(choice)]
+        ended = all(choice.ended for choice in answer.choices)
+        failure = next((choice.stream.terminal for choice in answer.choices if choice.failed), None)
+        if failure:
+            new.append((OF_ALL, encode(openai(failed(failure))[1])))
+        elif ended and answer.shows_usage:
+            new.append((OF_ALL, answer.usage_chunk()))
+        if new or ended or failure:
+            yield new, bool(ended or failure)
+        if ended or failure:
+            return

@@ -1,0 +1,142 @@
+"""Figures as the text that Prometheus reads. prometheus_client words it, but TGI's counters are not called `_total`."""
+
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import product
+
+from prometheus_client import REGISTRY, CollectorRegistry, generate_latest
+from prometheus_client.core import GaugeMetricFamily, HistogramMetricFamily
+from prometheus_client.core import Metric as Family
+from prometheus_client.registry import Collector
+from prometheus_client.utils import floatToGoString
+
+from common.meters import INFINITY, SEPARATOR, SUM, Counter, Histogram, Labels, Metric, Summary
+from common.metrics import BY_NAME, COUNTED, POOL, TABLE
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+QUANTILES = ("0", "0.5", "0.9", "0.95", "0.99", "0.999", "1")
+TGI_COUNTER = re.compile(rb"^(# (?:HELP|TYPE) tgi_\w+)_total ", re.MULTILINE)
+
+Values = Mapping[str, float]
+Series = dict[Labels, dict[str, float]]
+Gauges = Mapping[str, Mapping[Labels, float]]
+
+
+def own_values() -> dict[str, float]:
+    """What this process has counted in its life, under the names that `Metric.field` gives."""
+    return {name: value for metric in COUNTED for name, value in metric.fields()}
+
+
+def own_text(pool: str) -> bytes:
+    """The figures of this process alone, and what the system says of it."""
+    return text(Figures(pool, COUNTED, own_values(), {})) + generate_latest(REGISTRY)
+
+
+def fleet_text(pool: str, values: Values | None, gauges: Gauges) -> bytes:
+    """The figures of the whole pool. What is not known is left out: gauges one by one, and all that is counted where `values` is None
+    (as 0 it would look like a new start)."""
+    known = [metric for metric in TABLE if metric.name in gauges or (metric.kind != "gauge" and values is not None)]
+    return text(Figures(pool, known, values or {}, gauges))
+
+
+def text(figures: "Figures") -> bytes:
+    registry = CollectorRegistry(auto_describe=False)
+    registry.register(figures)
+    return TGI_COUNTER.sub(rb"\1 ", generate_latest(registry))
+
+
+class Figures(Collector):
+    """Metrics and their numbers as prometheus_client wants them. Fields that are none of ours are left out."""
+
+    def __init__(self, pool: str, metrics: Iterable[Metric], values: Values, gauges: Gauges) -> None:
+        self.pool, self.metrics, self.gauges = pool, metrics, gauges
+        self.series = by_metric(values)
+
+    def collect(self) -> Iterator[Family]:
+        for metric in self.metrics:
+            series = self.series.get(metric.name, {})
+            match metric:
+                case Counter():
+                    yield self.counter(metric, series)
+                case Histogram():
+                    yield self.histogram(metric, series)
+                case Summary():
+                    yield idle_summary(metric)
+                case _:
+                    yield self.gauge(metric)
+
+    def names(self, metric: Metric) -> list[str]:
+        return [*([] if metric.name.startswith("tgi_") else [POOL]), *metric.labels]
+
+    def labels(self, metric: Metric, labels: Labels) -> list[str]:
+        return [*([] if metric.name.startswith("tgi_") else [self.pool]), *labels]
+
+    def counter(self, metric: Metric, series: Series) -> Family:
+        family = Family(metric.name, metric.help, "counter")
+        sample = metric.name if metric.name.startswith("tgi_") else f"{metric.name}_total"
+        names = self.names(metric)
+        for labels in all_labels(metric, series):
+            value = series.get(labels, {}).get("", 0.0)
+            family.add_sample(sample, dict(zip(names, self.labels(metric, labels), strict=True)), value)
+        return family
+
+    def histogram(self, metric: Histogram, series: Series) -> Family:
+        family = HistogramMetricFamily(metric.name, metric.help, labels=self.names(metric))
+        for labels in all_labels(metric, series):
+            parts = series.get(labels, {})
+            family.add_metric(self.labels(metric, labels), cumulative(metric.bounds, parts), parts.get(SUM, 0.0))
+        return family
+
+    def gauge(self, metric: Metric) -> Family:
+        family = GaugeMetricFamily(metric.name, metric.help, labels=self.names(metric))
+        for labels, value in self.gauges[metric.name].items():
+            family.add_metric(self.labels(metric, labels), value)
+        return family
+
+
+def by_metric(values: Values) -> dict[str, Series]:
+    """Numbers by metric, label values and part."""
+    found: dict[str, Series] = defaultdict(lambda: defaultdict(dict))
+    for name, value in values.items():
+        first, *labels = name.split(SEPARATOR)
+        metric = BY_NAME.get(first)
+        if metric is not None and len(labels) == len(metric.labels) + 1 and is_part(metric, part := labels.pop()):
+            found[first][tuple(labels)][part] = value
+    return found
+
+
+def is_part(metric: Metric, part: str) -> bool:
+    if isinstance(metric, Counter):
+        return part == ""
+    try:
+        return part == SUM or float(part) > 0
+    except ValueError:
+        return False
+
+
+def all_labels(metric: Metric, series: Series) -> list[Labels]:
+    """Label values that are known beforehand, and those that came up."""
+    return sorted({*product(*metric.labels.values()), *series})
+
+
+def cumulative(bounds: tuple[float, ...], parts: Mapping[str, float]) -> list[tuple[str, float]]:
+    """Buckets as Prometheus wants them, under the bounds of this process and of whoever had others."""
+    counts = dict.fromkeys(bounds, 0.0) | {float(part): count for part, count in parts.items() if part not in (SUM, "")}
+    total = 0.0
+    buckets = []
+    for bound in sorted(counts):
+        total += counts[bound]
+        buckets.append((str(floatToGoString(bound)), total))  # type: ignore[no-untyped-call]
+    assert bounds[-1] == INFINITY
+    return buckets
+
+
+def idle_summary(metric: Metric) -> Family:
+    """The quantiles of something that never happens."""
+    family = Family(metric.name, metric.help, "summary")
+    for quantile in QUANTILES:
+        family.add_sample(metric.name, {"quantile": quantile}, 0.0)
+    family.add_sample(f"{metric.name}_sum", {}, 0.0)
+    family.add_sample(f"{metric.name}_count", {}, 0.0)
+    return family

@@ -1,0 +1,97 @@
+"""What is counted in one process: counters and histograms, cheap enough for every step, and gauges, which are read when somebody looks.
+
+prometheus_client words the text (common/exposition.py). The counting is ours: processes add what is new to the fleet's figures every
+second, so what has changed must be cheap to find, and many equal values (the rows of a step) must count as cheaply as one.
+"""
+
+from bisect import bisect_left
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+INFINITY = float("inf")
+SUM = "sum"
+TOTAL = -INFINITY
+"""Stands among the bounds of a histogram's buckets for the sum of all values."""
+SEPARATOR = "|"
+
+Labels = tuple[str, ...]
+Kind = Literal["counter", "histogram", "gauge", "summary"]
+
+
+@dataclass(slots=True, eq=False)
+class Metric:
+    """A name of the table.
+
+    Attributes:
+        labels: name of each label → its values known beforehand: with them a series is there, as 0, before it is first counted.
+    """
+
+    name: str
+    help: str
+    labels: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+
+    kind: Kind = field(init=False, default="gauge")
+
+    def field(self, labels: Labels, part: str = "") -> str:
+        """The name of one number of one series in the fleet's hash."""
+        return SEPARATOR.join((self.name, *labels, part))
+
+
+@dataclass(slots=True, eq=False)
+class Gauge(Metric):
+    """Something that is, read when it is asked for."""
+
+
+@dataclass(slots=True, eq=False)
+class Summary(Metric):
+    """Quantiles of what happens; here only of what never does."""
+
+    kind: Kind = field(init=False, default="summary")
+
+
+@dataclass(slots=True, eq=False)
+class Counter(Metric):
+    kind: Kind = field(init=False, default="counter")
+    values: dict[Labels, float] = field(init=False, default_factory=lambda: defaultdict(float))
+
+    def add(self, amount: float = 1, *labels: str) -> None:
+        self.values[labels] += amount
+
+    def fields(self) -> Iterator[tuple[str, float]]:
+        for labels, value in self.values.items():
+            yield self.field(labels), value
+
+
+@dataclass(slots=True, eq=False)
+class Histogram(Metric):
+    """Counts values by the smallest bound that they do not exceed; not cumulative, so that histograms with other bounds can be added.
+
+    Attributes:
+        bounds: rising, the last one infinite.
+    """
+
+    bounds: tuple[float, ...] = (INFINITY,)
+    kind: Kind = field(init=False, default="histogram")
+    series: dict[Labels, dict[float, float]] = field(init=False, default_factory=lambda: defaultdict(lambda: defaultdict(float)))
+
+    def observe(self, value: float, *labels: str, times: int = 1) -> None:
+        """Counts a value, `times` over."""
+        parts = self.series[labels]
+        parts[self.bounds[bisect_left(self.bounds, value)]] += times
+        parts[TOTAL] += value * times
+
+    def fit(self, limit: int, num_buckets: int = 100) -> None:
+        """From now on the bounds are `num_buckets` equal steps up to `limit`."""
+        if self.bounds[-2:-1] != (float(limit),):
+            self.bounds = (*(limit * (i + 1) / num_buckets for i in range(num_buckets)), INFINITY)
+
+    def fields(self) -> Iterator[tuple[str, float]]:
+        for labels, parts in self.series.items():
+            for bound, number in parts.items():
+                yield self.field(labels, SUM if bound == TOTAL else repr(bound)), number
+
+
+def exponential(first: float, factor: float, count: int) -> tuple[float, ...]:
+    return (*(first * factor**i for i in range(count)), INFINITY)

@@ -1,0 +1,34 @@
+"""METRICS_PORT: what one process has counted itself, and what the system says of it, as `GET /metrics`."""
+
+import http.server
+import threading
+
+from common.exposition import CONTENT_TYPE, own_text
+from common.settings import SettingError, Settings
+
+
+def serve(settings: Settings) -> None:
+    """Answers from a thread until the process ends. Raises SettingError when the port is taken."""
+    if not settings.metrics_port:
+        return
+
+    class Answer(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            if self.path.split("?")[0] != "/metrics":
+                self.send_error(404)
+                return
+            body = own_text(settings.pool)
+            self.send_response(200)
+            self.send_header("content-type", CONTENT_TYPE)
+            self.send_header("content-length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, format: str, *args: object) -> None:
+            pass
+
+    try:
+        server = http.server.ThreadingHTTPServer((settings.listen_host, settings.metrics_port), Answer)
+    except OSError as error:
+        raise SettingError("metrics_port", f"cannot listen on {settings.listen_host}:{settings.metrics_port}: {error.strerror}") from error
+    threading.Thread(target=server.serve_forever, name="metrics", daemon=True).start()

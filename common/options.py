@@ -1,0 +1,176 @@
+"""Options of text-generation-inference and vLLM that are no settings of ours: other names for a setting, and fixed answers.
+
+An option that is not in `Settings` stands here. Where what it asks for is what happens anyway, it is accepted; else the start is refused
+with the reason. Nothing is ignored.
+"""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+ANY = ("*",)
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """An option with a fixed answer.
+
+    Attributes:
+        accepts: values that ask for what is the case; `ANY` where all do.
+        why: what is the case.
+        kind: type of its values.
+        same_as: a setting whose own value is accepted, too.
+        variable, flag: where it is read.
+    """
+
+    name: str
+    accepts: tuple[str, ...]
+    why: str
+    kind: Any = str
+    same_as: str = ""
+    variable: bool = True
+    flag: bool = True
+
+
+OFF = ("false",)
+ON = ("true",)
+NONE: tuple[str, ...] = ()
+SOCKET = "agent and engine of a worker share a socket without a name"
+ONE_SHARD = "a model on several GPUs (tensor parallel) is not built yet"
+CHUNKED = "prompts are computed in chunks beside the running requests, so none of both waits for the other"
+LOADED_AS_IS = "weights are loaded as the checkpoint has them, and none is quantised at the start"
+NO_TRACES = "traces are not built yet; metrics are (METRICS_PORT)"
+NO_NGROK = "tunnels are not built; put a proxy in front"
+NO_LORA = "adapters are not built yet; merge the adapter into the model"
+NO_WATERMARK = "watermarks are not built yet"
+NO_REPLACED_KERNELS = "there are no custom kernels"
+NOT_ROCM = "AMD GPUs are not served"
+OWN_TOKENIZER = "a model's tokenizer is its own; tokenizer.json stands beside its weights"
+TLS = "TLS is for a proxy in front"
+NO_TOOLS = "tools are not built yet"
+
+TGI = (
+    # launcher and router
+    Option("validation_workers", ANY, "a gateway tokenises short prompts at once and long ones in threads; NUM_GATEWAYS adds more", int),
+    Option("sharded", OFF, ONE_SHARD, bool),
+    Option("num_shard", ("1",), ONE_SHARD, int),
+    Option("quantize", NONE, f"{LOADED_AS_IS}; leave it out"),
+    Option("speculate", ("0",), "speculation is not built yet", int),
+    Option("kv_cache_dtype", ("auto",), "the KV cache has the type of the model (DTYPE)"),
+    Option("waiting_served_ratio", ANY, CHUNKED, float),
+    Option("max_waiting_tokens", ANY, CHUNKED, int),
+    Option("cuda_graphs", ("0", "1,2,4,8,16,32"), "no graphs are captured yet"),
+    Option("shard_uds_path", ANY, SOCKET),
+    Option("master_shard_uds_path", ANY, SOCKET),
+    Option("uds_path", ANY, SOCKET),
+    Option("master_addr", ANY, "used by several shards, and there is one"),
+    Option("master_port", ANY, "used by several shards, and there is one", int),
+    Option("weights_cache_override", NONE, "give the directory with the weights as MODEL_ID"),
+    Option("disable_custom_kernels", ANY, NO_REPLACED_KERNELS, bool),
+    Option("otlp_endpoint", NONE, NO_TRACES),
+    Option("otlp_service_name", ("text-generation-inference.router", "text-generation-inference.server"), NO_TRACES),
+    Option("watermark_gamma", ("0.5",), NO_WATERMARK, float),
+    Option("watermark_delta", ("2.0",), NO_WATERMARK, float),
+    Option("ngrok", OFF, NO_NGROK, bool),
+    Option("ngrok_authtoken", NONE, NO_NGROK),
+    Option("ngrok_edge", NONE, NO_NGROK),
+    Option("disable_grammar_support", ANY, "grammars are not built yet: a request for one is refused", bool),
+    Option("env", ANY, "prints what `tokenfleet doctor` finds, then starts", bool, variable=False),
+    Option("lora_adapters", NONE, NO_LORA),
+    Option("usage_stats", ("on", "no-stack", "off"), "nothing about the use is ever sent anywhere"),
+    Option("enable_prefill_logprobs", OFF, "log-probabilities of prompts are not built yet", bool),
+    Option("tokenizer_name", NONE, OWN_TOKENIZER, same_as="model_id"),
+    Option("max_image_fetch_size", ANY, "no image is ever fetched: models take text only", int),
+    # variables without a flag
+    Option("log_colorize", ANY, "lines of logs have no colours", flag=False),
+    Option("hf_token", ANY, "read by huggingface_hub", flag=False),
+    Option("hugging_face_hub_token", ANY, "read by huggingface_hub", flag=False),
+    Option("hf_api_token", ANY, "given to huggingface_hub", flag=False),
+    Option("hf_home", ANY, "read by huggingface_hub", flag=False),
+    Option("hf_hub_offline", ANY, "read by huggingface_hub", flag=False),
+    Option("hf_hub_enable_hf_transfer", ANY, "huggingface_hub has its own fast transfers", flag=False),
+    Option("hf_hub_user_agent_origin", ANY, "read by huggingface_hub", flag=False),
+    Option("attention", ("paged",), "attention is over pages, in torch's kernels", flag=False),
+    Option("prefix_caching", OFF, "a cache of prefixes is not built yet", bool, flag=False),
+    Option("prefill_chunking", ON, CHUNKED, bool, flag=False),
+    Option("tgi_wiggle_room", NONE, "KV_CACHE_BYTES says how large the cache is", flag=False),
+    Option("use_flash_attention", ANY, "there is one attention for all models", flag=False),
+    Option("request_logprobs", ANY, "log-probabilities are always there", flag=False),
+    Option("disable_exllama", ANY, NO_REPLACED_KERNELS, flag=False),
+    Option("exllama_version", ANY, NO_REPLACED_KERNELS, flag=False),
+    Option("rocm_use_flash_attn_v2_triton", NONE, NOT_ROCM, flag=False),
+    Option("rocm_use_custom_paged_attn", NONE, NOT_ROCM, flag=False),
+    Option("rocm_use_skinny_gemm", NONE, NOT_ROCM, flag=False),
+    Option("pytorch_tunableop_enabled", ANY, "read by torch", flag=False),
+    Option("pytorch_tunableop_tuning", ANY, "read by torch", flag=False),
+    Option("pytorch_tunableop_tuned_file", ANY, "read by torch", flag=False),
+    Option("xpu_memory_fraction", NONE, "Intel GPUs are not served", flag=False),
+    Option("debug", ANY, "there is no process group to fake", flag=False),
+    Option("rank", ("0",), ONE_SHARD, int, flag=False),
+    Option("world_size", ("1",), ONE_SHARD, int, flag=False),
+    Option("cuda_visible_devices", ANY, "read by CUDA", flag=False),
+    Option("nvidia_visible_devices", ANY, "read by the container's runtime", flag=False),
+    Option("ze_affinity_mask", ANY, "read by the driver of Intel GPUs, which are not served", flag=False),
+)
+
+VLLM = (
+    Option("pipeline_parallel_size", ("1",), ONE_SHARD, int),
+    Option("seed", ("0",), "a seed belongs to a request", int),
+    Option("tokenizer", NONE, OWN_TOKENIZER, same_as="model_id"),
+    Option("tokenizer_mode", ("auto",), OWN_TOKENIZER),
+    Option("load_format", ("auto", "safetensors"), "safetensors and GGUF are loaded"),
+    Option("chat_template", NONE, "put the template into a tokenizer_config.json and give that as TOKENIZER_CONFIG_PATH"),
+    Option("enforce_eager", ANY, "no graphs are captured yet", bool),
+    Option("swap_space", ANY, "nothing is swapped: what is preempted is computed again", float),
+    Option("cpu_offload_gb", ("0",), "weights stay on the device", float),
+    Option("disable_log_requests", ANY, "what requests say is never logged", bool),
+    Option("disable_log_stats", ANY, "figures are in /metrics, not in the log", bool),
+    Option("disable_custom_all_reduce", ANY, NO_REPLACED_KERNELS, bool),
+    Option("distributed_executor_backend", ("mp", "uni"), ONE_SHARD),
+    Option("no_enable_prefix_caching", ANY, "a cache of prefixes is not built yet", bool),
+    Option("no_enable_chunked_prefill", OFF, CHUNKED, bool),
+    Option("enable_lora", OFF, NO_LORA, bool),
+    Option("lora_modules", NONE, NO_LORA),
+    Option("speculative_config", NONE, "speculation is not built yet"),
+    Option("enable_auto_tool_choice", OFF, NO_TOOLS, bool),
+    Option("tool_call_parser", NONE, NO_TOOLS),
+    Option("reasoning_parser", NONE, "reasoning is not told apart from the answer yet"),
+    Option("allowed_origins", ('["*"]',), "give each as --cors-allow-origin"),
+    Option("root_path", NONE, "paths are for a proxy in front"),
+    Option("ssl_keyfile", NONE, TLS),
+    Option("ssl_certfile", NONE, TLS),
+)
+
+OPTIONS = {option.name: option for option in (*TGI, *(replace(option, variable=False) for option in VLLM))}
+
+ALIASES = {"max_input_length": "max_input_tokens", "prometheus_port": "metrics_port"}
+"""Of TGI: as flags and as variables."""
+
+FLAG_ALIASES = {
+    "logger_level": "log_level",  # of TGI's server
+    "model": "model_id",
+    "tensor_parallel_size": "num_shard",
+    "data_parallel_size": "num_workers",
+    "max_model_len": "max_total_tokens",
+    "gpu_memory_utilization": "cuda_memory_fraction",
+    "max_num_seqs": "max_batch_size",
+    "max_num_batched_tokens": "max_batch_prefill_tokens",
+    "max_logprobs": "max_top_n_tokens",
+    "host": "hostname",
+    "enable_prefix_caching": "prefix_caching",
+    "enable_chunked_prefill": "prefill_chunking",
+    "quantization": "quantize",
+    "download_dir": "huggingface_hub_cache",
+    "uvicorn_log_level": "log_level",
+}
+
+VARIABLE_ALIASES = {
+    "omp_num_threads": "threads",
+    "hf_model_id": "model_id",  # these are SageMaker's
+    "hf_model_revision": "revision",
+    "hf_model_quantize": "quantize",
+    "hf_model_trust_remote_code": "trust_remote_code",
+    "sm_num_gpus": "num_shard",
+    "sagemaker_bind_to_port": "port",
+}
+
+SHORT = {"-p": "port", "-e": "env", "-tp": "num_shard", "-dp": "num_workers", "-q": "quantize"}

@@ -1,0 +1,71 @@
+"""The fleet's figures: one hash in the broker, to which every process adds what it has counted, so that they outlive it."""
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import AsyncIterator
+
+from redis.asyncio import Redis
+
+from common.broker import ERRORS, cause
+from common.exposition import own_values
+from common.keys import METRICS_TTL_MS, Keys
+
+log = logging.getLogger(__name__)
+ADD_S = 1.0
+LAST_WORD_S = 1.0
+
+
+class Tally:
+    """What this process has counted since, and added so far. What it counts while the broker is away is added when it is back; when an answer gets lost,
+    its second may be counted twice."""
+
+    def __init__(self, redis: Redis, keys: Keys) -> None:
+        self.redis, self.keys = redis, keys
+        self.added = own_values()
+
+    async def run(self) -> None:
+        """Never returns."""
+        while True:
+            await asyncio.sleep(ADD_S)
+            with contextlib.suppress(*ERRORS):
+                await self.add()
+
+    async def add(self) -> None:
+        """Adds what is new."""
+        changed = {name: value for name, value in own_values().items() if value != self.added.get(name, 0.0)}
+        if not changed:
+            return
+        async with self.redis.pipeline(transaction=False) as pipe:
+            for name, value in changed.items():
+                pipe.hincrbyfloat(self.keys.metrics, name, value - self.added.get(name, 0.0))
+            pipe.pexpire(self.keys.metrics, METRICS_TTL_MS)
+            await pipe.execute()
+        self.added |= changed
+
+
+@contextlib.asynccontextmanager
+async def counting(redis: Redis, keys: Keys) -> AsyncIterator[None]:
+    """What this process counts is added to the pool's figures while the context is open; the last of it when it closes."""
+    tally = Tally(redis, keys)
+    task = asyncio.create_task(tally.run())
+    try:
+        yield
+    finally:
+        task.cancel()
+        await asyncio.wait([task])
+        try:
+            async with asyncio.timeout(LAST_WORD_S):
+                await tally.add()
+        except (*ERRORS, TimeoutError) as error:
+            log.debug("the last figures are lost: %s", cause(error))
+
+
+async def read(redis: Redis, keys: Keys) -> dict[str, float]:
+    """What all processes have counted, dead ones included. What is no number is left out."""
+    found: dict[bytes, bytes] = await redis.hgetall(keys.metrics)  # type: ignore[misc]
+    values = {}
+    for name, value in found.items():
+        with contextlib.suppress(ValueError):
+            values[name.decode()] = float(value)
+    return values

@@ -1,0 +1,128 @@
+"""The command: who is measured, how, and where the result goes."""
+
+import argparse
+import asyncio
+import contextlib
+import dataclasses
+import os
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import httpx
+import orjson
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+from common.flags import FlagParser
+from common.settings import SettingError
+from deploy.bench import load, report, servers, svg
+from deploy.bench.figures import figures
+from deploy.client import Trouble, add_url, api_key, base_url, complain, new_client, print_anything
+
+ANSWER_S = 60.0
+MAX_USERS = 1024
+MIN_DURATION_S = 1.0
+DESCRIPTION = """Measures this fleet, beside any TGI, vLLM, llama.cpp or OpenAI-compatible server
+if one is named: the same prompts in turn, streamed, greedy. API_KEY is sent to our server, AGAINST_API_KEY to the other."""
+
+
+def main(argv: Sequence[str]) -> int:
+    """Returns 0 when tokens came from everybody under every load. Raises SettingError for flags that cannot be served."""
+    print_anything()
+    flags = read(argv)
+    wanted = load.Wanted(flags.duration, flags.concurrency, flags.prompt_tokens, flags.max_tokens)
+    try:
+        result = asyncio.run(compare([flags.url, flags.against] if flags.against else [flags.url], wanted))
+    except Trouble as trouble:
+        return complain(trouble)
+    console = Console(highlight=False)
+    console.print(report.view(result, console.width))
+    if flags.svg:
+        write(flags.svg, svg.draw(result).encode())
+    if flags.json:
+        write(flags.json, orjson.dumps(as_json(result), option=orjson.OPT_INDENT_2))
+    return 0 if all(it.tokens_per_s for it in result.figures.values()) else 1
+
+
+def read(argv: Sequence[str]) -> argparse.Namespace:
+    parser = FlagParser(prog="tokenfleet bench", allow_abbrev=False, description=DESCRIPTION)
+    add_url(parser)
+    parser.add_argument("--against", type=base_url, metavar="URL", help="the other server")
+    parser.add_argument("--duration", type=float, default=60.0, metavar="S", help="seconds for all of it (default: %(default)g)")
+    parser.add_argument("--concurrency", default="1,8,32", metavar="N,N", help="users at once (default: %(default)s)")
+    parser.add_argument("--prompt-tokens", type=int, default=128, metavar="N", help="default: %(default)s")
+    parser.add_argument("--max-tokens", type=int, default=64, metavar="N", help="of one answer (default: %(default)s)")
+    parser.add_argument("--svg", type=Path, metavar="FILE", help="write a picture")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures")
+    flags = parser.parse_args(list(argv))
+    try:
+        flags.concurrency = sorted({int(word) for word in flags.concurrency.split(",")})
+    except ValueError as error:
+        raise SettingError("--concurrency", f"{flags.concurrency!r} is not numbers with commas, as 1,8,32 is") from error
+    if not (flags.concurrency[0] >= 1 and flags.concurrency[-1] <= MAX_USERS):
+        raise SettingError("--concurrency", f"from 1 to {MAX_USERS} users")
+    for name, least in (("duration", MIN_DURATION_S), ("prompt_tokens", 1), ("max_tokens", 1)):
+        if not least <= getattr(flags, name) < float("inf"):
+            raise SettingError(f"--{name.replace('_', '-')}", f"{getattr(flags, name)} is less than {least}, or endless")
+    for path in (flags.svg, flags.json):
+        if path is not None:
+            write(path, b"", "ab")  # better refused now than after a minute
+    return flags
+
+
+def write(path: Path, content: bytes, mode: str = "wb") -> None:
+    try:
+        with path.open(mode) as file:
+            file.write(content)
+    except OSError as error:
+        raise SettingError("file", f"{path} cannot be written: {error.strerror}") from error
+
+
+async def compare(urls: Sequence[str], wanted: load.Wanted) -> report.Comparison:
+    """Ours is the first. Raises Trouble."""
+    async with contextlib.AsyncExitStack() as stack:
+        clients = []
+        for url, key in zip(urls, (api_key(), os.environ.get("AGAINST_API_KEY")), strict=False):
+            clients.append(await stack.enter_async_context(new_client(httpx.AsyncClient, url, ANSWER_S, key)))
+        found = [await servers.identify(client) for client in clients]
+        path = servers.route(found)
+        targets = [load.Target(server, client, path) for server, client in zip(found, clients, strict=True)]
+        begun_s, begun_cpu_s = time.monotonic(), time.process_time()
+        with progress() as show:
+            prompt_tokens, rounds = await load.measure(targets, wanted, Stage(show, wanted.duration_s).say)
+        cores = (time.process_time() - begun_cpu_s) / (time.monotonic() - begun_s)
+    measured = {key: figures(done) for key, done in rounds.items()}
+    return report.Comparison(found, wanted, path, measured, prompt_tokens, cores)
+
+
+def progress() -> Progress:
+    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
+    console = Console(stderr=True)
+    return Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
+
+
+class Stage:
+    """The bar: it says which round runs, and moves with every one."""
+
+    def __init__(self, show: Progress, duration_s: float) -> None:
+        self.show, self.task = show, show.add_task("", total=duration_s)
+        self.done_s = 0.0
+
+    def say(self, words: str, seconds: float) -> None:
+        """A round begins; it takes so long."""
+        self.show.update(self.task, description=words, completed=self.done_s)
+        self.done_s += seconds
+
+
+def as_json(result: report.Comparison) -> dict[str, Any]:
+    rows = [{"users": users, "server": i} | dataclasses.asdict(it) for (users, i), it in result.figures.items()]
+    return {
+        "wanted": dataclasses.asdict(result.wanted),
+        "servers": [dataclasses.asdict(server) for server in result.servers],
+        "route": result.path,
+        "prompt_tokens": result.prompt_tokens,
+        "client_cores": result.client_cores,
+        "figures": rows,
+    }

@@ -1,0 +1,165 @@
+"""What was measured, for people: a table with ratios, and bars."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from deploy.bench.figures import Figures, ratio
+from deploy.bench.load import Wanted
+from deploy.bench.servers import Server
+
+WIDE, MEDIUM = 96, 70
+MAX_CELLS = 40
+BUSY = 0.7
+COLORS = ("cyan", "magenta")
+SAME = 0.02
+"""A ratio so near to 1 is no news."""
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """The whole result.
+
+    Attributes:
+        servers: ours first.
+        figures: by (users, server).
+        prompt_tokens: as measured; None when no server says.
+        client_cores: processor time of this client over time: near 1, it is the limit itself.
+    """
+
+    servers: Sequence[Server]
+    wanted: Wanted
+    path: str
+    figures: dict[tuple[int, int], Figures]
+    prompt_tokens: int | None
+    client_cores: float
+
+
+@dataclass(frozen=True, slots=True)
+class Measure:
+    """One column. `factor` makes the unit shown of what is stored."""
+
+    title: str
+    of: Callable[[Figures], float | None]
+    factor: float
+    more_is_better: bool
+    least_width: int = 0
+
+
+TOKENS = Measure("tokens/s", lambda it: it.tokens_per_s, 1, True)
+FIRST = Measure("first token ms", lambda it: it.first_p50_s, 1000, False)
+FIRST_P99 = Measure("p99", lambda it: it.first_p99_s, 1000, False, MEDIUM)
+GAP = Measure("next token ms", lambda it: it.gap_p50_s, 1000, False)
+GAP_P99 = Measure("p99", lambda it: it.gap_p99_s, 1000, False, MEDIUM)
+MEASURES = (TOKENS, FIRST, FIRST_P99, GAP, GAP_P99)
+BARS = (TOKENS, FIRST, GAP)
+
+
+def view(result: Comparison, width: int) -> RenderableType:
+    parts: list[RenderableType] = [head(result), Text(), table(result, width), Text()]
+    for measure in BARS:
+        parts += [bars(result, measure, width), Text()]
+    return Group(*parts, *(Text(note, style="yellow") for note in notes(result)))
+
+
+def head(result: Comparison) -> Text:
+    wanted = result.wanted
+    lines = Text()
+    for server, color in zip(result.servers, COLORS, strict=False):
+        lines.append(f"{server.name}  ", style=f"bold {color}").append(f"{server.model or 'model unknown'}  ")
+        lines.append(f"{server.url}\n", style="dim")
+    prompt = f"prompts of {result.prompt_tokens or f'about {wanted.prompt_tokens}'} tokens, {wanted.max_tokens} new ones"
+    return lines.append(f"{wanted.duration_s:g} s, {prompt}, greedy, {result.path}", style="dim")
+
+
+def table(result: Comparison, width: int) -> Table:
+    measures = [measure for measure in MEASURES if width >= measure.least_width]
+    shown = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
+    shown.add_column("users", justify="right")
+    shown.add_column("server", no_wrap=True, overflow="ellipsis")
+    for measure in measures:
+        shown.add_column(measure.title, justify="right")
+    if width >= WIDE:
+        shown.add_column("answers", justify="right")
+    shown.add_column("errors", justify="right")
+    for users in result.wanted.concurrency:
+        both = [result.figures[users, i] for i in range(len(result.servers))]
+        for i, (server, it) in enumerate(zip(result.servers, both, strict=True)):
+            cells = [number(measure.of(it), measure.factor) for measure in measures]
+            answers = [Text(str(it.num_answers), style="dim")] if width >= WIDE else []
+            errors = Text(str(it.num_errors), style="red" if it.num_errors else "dim")
+            shown.add_row(str(users) if i == 0 else "", Text(label(result, server), style=COLORS[i]), *cells, *answers, errors)
+        if len(both) == 2:
+            shown.add_row("", Text("ratio", style="bold"), *(compared(measure, *both) for measure in measures))
+        shown.add_row()
+    return shown
+
+
+def label(result: Comparison, server: Server) -> str:
+    """The kind; where both are of one kind, ours and theirs."""
+    if len({one.kind for one in result.servers}) == len(result.servers):
+        return server.kind
+    return "ours" if server is result.servers[0] else "theirs"
+
+
+def compared(measure: Measure, ours: Figures, theirs: Figures) -> Text:
+    """Ours over theirs; green where ours is better."""
+    part = ratio(measure.of(ours), measure.of(theirs))
+    if part is None:
+        return Text("–", style="dim")
+    better = part > 1 if measure.more_is_better else part < 1
+    return Text(f"{part:.2f}×", style="bold" if abs(part - 1) < SAME else "bold green" if better else "bold red")
+
+
+def number(value: float | None, factor: float = 1.0) -> str:
+    """Three digits say enough."""
+    if value is None:
+        return "–"
+    value *= factor
+    return f"{value:,.0f}".replace(",", " ") if value >= 100 else f"{value:.1f}" if value >= 10 else f"{value:.2f}"
+
+
+def bars(result: Comparison, measure: Measure, width: int) -> Text:
+    """One bar for each server and load, all on one scale."""
+    values = {key: value * measure.factor for key, it in result.figures.items() if (value := measure.of(it)) is not None}
+    widest = max(len(label(result, server)) for server in result.servers)
+    cells = max(4, min(MAX_CELLS, width - widest - 18))
+    lines = Text(measure.title, style="bold").append(
+        "  more is better" if measure.more_is_better else "  less is better", style="dim not bold"
+    )
+    for users in result.wanted.concurrency:
+        for i, server in enumerate(result.servers):
+            value = values.get((users, i))
+            lines.append(f"\n{users if i == 0 else '':>5}  {label(result, server):<{widest}}  ", style="not bold")
+            lines.append(bar((value or 0.0) / (max(values.values()) or 1.0), cells) if values else "", style=f"{COLORS[i]} not bold")
+            lines.append(f" {number(value)}", style="not bold")
+    return lines
+
+
+def bar(part: float, cells: int) -> str:
+    full, rest = divmod(round(part * cells * 8), 8)
+    return "█" * full + (" ▏▎▍▌▋▊▉"[rest] if rest else "")
+
+
+def notes(result: Comparison) -> list[str]:
+    """What a reader must know before they believe a figure."""
+    found = []
+    for i, server in enumerate(result.servers):
+        mine = {users: it for (users, index), it in result.figures.items() if index == i}
+        errors = sum(it.num_errors for it in mine.values())
+        if errors:
+            found.append(f"{server.name}: {errors} requests failed; the first: {next(it.error for it in mine.values() if it.error)}")
+        if not all(it.tokens_per_s or it.num_errors for it in mine.values()):
+            found.append(f"{server.name}: no token came in time; a longer --duration, fewer users or shorter prompts show more")
+        if any(it.tokens_per_frame > 1.05 for it in mine.values()):
+            found.append(f"{server.name} sends several tokens in one frame: its time to the next token is that to the next frame")
+        if not server.ignores_eos:
+            found.append(f"{server.name} cannot be told to go on after the end of a sequence: its answers may be shorter")
+    if len({server.model for server in result.servers}) > 1:
+        found.append("the names of the models differ: make sure that they are the same")
+    if result.client_cores > BUSY:
+        found.append(f"this client used {result.client_cores:.0%} of a core: it may be what limits the figures")
+    return found

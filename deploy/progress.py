@@ -1,0 +1,21 @@
+"""What takes long before the first process starts, shown while it lasts."""
+
+import contextlib
+import sys
+from collections.abc import Callable, Iterator
+
+from rich.console import Console
+from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+
+@contextlib.contextmanager
+def progress() -> Iterator[Callable[[str], None]]:
+    """A function that says what is being done: one live line with the time it takes in a terminal, a line each elsewhere."""
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        yield lambda text: print(text, file=sys.stderr, flush=True)
+        return
+    columns = (SpinnerColumn(), TextColumn("{task.description}", markup=False), TimeElapsedColumn())
+    with Progress(*columns, console=console, transient=True) as live:
+        task = live.add_task("", visible=False)
+        yield lambda text: live.reset(task, description=text, visible=True)

@@ -1,0 +1,38 @@
+"""A worker's sign of life: that it is there, what it can hold, and what it holds."""
+
+from redis.asyncio import Redis
+
+from common.broker import script
+from common.codec import encode
+from common.keys import STREAMS_TTL_MS, Keys
+from common.messages import Worker
+from common.settings import Settings
+from common.sign import Figures, here
+from gpu_worker.publish import Sealed
+from gpu_worker.table import Table
+
+
+class Announcer:
+    """Of one incarnation."""
+
+    def __init__(self, redis: Redis, keys: Keys, settings: Settings, worker: Worker) -> None:
+        self.settings, self.worker = settings, worker
+        self.script = script(redis, "announce")
+        name = worker.incarnation
+        self.keys = [keys.worker(name), keys.workers, keys.log(name), keys.reports(name), keys.plans(name), keys.control]
+
+    async def announce(self, state: str, step: int, table: Table, num_tokens: int) -> None:
+        """`num_tokens` were sampled in this incarnation's life. Raises Sealed when that is over."""
+        figures: Figures = here() | {
+            "rows": len(table.live),
+            "max_rows": self.settings.max_batch_size,
+            "blocks": table.num_blocks(self.worker.block_size),
+            "tokens": num_tokens,
+        }
+        ttl_ms = int(self.settings.worker_ttl_s * 1000)
+        own = [word for pair in figures.items() for word in pair]
+        said: bytes = await self.script(
+            keys=self.keys, args=[self.worker.incarnation, ttl_ms, STREAMS_TTL_MS, state, step, encode(self.worker), *own]
+        )
+        if said != b"OK":
+            raise Sealed(said.decode())

@@ -1,0 +1,45 @@
+"""The config of a model: read, stretched as the settings say, and refused where it says that the model cannot be served."""
+
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoConfig
+
+from common.settings import SettingError, Settings
+
+
+def read_config(path: Path, settings: Settings) -> Any:
+    """The model's text config, with `quantization_config` where the checkpoint has one. Raises SettingError."""
+    model_id = settings.model_id
+    try:
+        config = AutoConfig.from_pretrained(path, trust_remote_code=settings.trust_remote_code)
+    except (ValueError, OSError, KeyError, ImportError) as error:
+        raise unservable(model_id, error) from error
+    text = config.get_text_config()
+    if config.is_encoder_decoder:
+        raise SettingError("model_id", f"{model_id} is an encoder-decoder model; only decoders are served")
+    if not getattr(text, "num_attention_heads", None) or not getattr(text, "num_hidden_layers", None):
+        raise SettingError("model_id", f"{model_id} ({config.model_type}) has no attention heads; only decoders with attention are served")
+    if getattr(text, "alibi", False):
+        raise SettingError("model_id", f"{model_id} ({config.model_type}) uses ALiBi position biases, which are not served")
+    if getattr(config, "quantization_config", None) is not None:
+        text.quantization_config = config.quantization_config
+    if settings.rope_factor is not None:
+        stretch(text, settings.rope_scaling or "linear", settings.rope_factor)
+    return text
+
+
+def stretch(config: Any, kind: str, factor: float) -> None:
+    """Rotary positions for sequences `factor` times as long: `linear` (arXiv:2306.15595) or `dynamic` NTK. Raises SettingError."""
+    rope = getattr(config, "rope_parameters", None)
+    if not isinstance(rope, dict) or rope.get("rope_type", "default") != "default":
+        raise SettingError("rope_factor", f"{config.model_type} has no plain rotary positions to stretch")
+    config.rope_parameters = rope | {"rope_type": kind, "factor": factor}
+
+
+def unservable(model_id: str, error: Exception) -> SettingError:
+    lines = (line.strip() for line in str(error).splitlines())
+    cause = next(filter(None, lines), "") or type(error).__name__
+    if "trust_remote_code" in str(error):
+        cause = "it brings Python code along, which is run with TRUST_REMOTE_CODE only"
+    return SettingError("model_id", f"{model_id} cannot be served: {cause}")

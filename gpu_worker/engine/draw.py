@@ -1,0 +1,43 @@
+"""Scores to a token: one uniform number a row, inverse transform.
+
+Probabilities are summed as integers. Integers have the same sum in every order: so a choice depends on its own row and number alone,
+whatever shares the batch, on every device.
+"""
+
+from typing import NamedTuple
+
+import torch
+
+from gpu_worker.engine.likeliest import likeliest
+
+ONE = 2.0**40  # 2**23 tokens as likely as the likeliest fit into an int64
+
+
+class Drawn(NamedTuple):
+    """ids int64 [rows], logprobs float32 [rows]; of the likeliest tokens top_ids int64 [rows, n], top_logprobs float32 [rows, n]."""
+
+    ids: torch.Tensor
+    logprobs: torch.Tensor
+    top_ids: torch.Tensor
+    top_logprobs: torch.Tensor
+
+
+def fixed(scores: torch.Tensor) -> torch.Tensor:
+    """Scores, the likeliest of a row at 0 → their weights as int64: `exp(scores)` in units of 2**-40."""
+    return scores.exp().mul_(ONE).long()
+
+
+def draw(scores: torch.Tensor, weights: torch.Tensor, numbers: torch.Tensor, num_tops: int) -> Drawn:
+    """scores float32 [rows, n], weights theirs, numbers float64 [rows] in [0, 1)."""
+    mass = weights.cumsum(-1)
+    total = mass[:, -1:]
+    target = torch.minimum((numbers[:, None] * total).long(), total - 1)
+    ids = torch.searchsorted(mass, target, right=True)
+    return told(scores, weights, ids.clamp_(max=scores.shape[1] - 1), num_tops)  # beyond the end where the scores are not numbers
+
+
+def told(scores: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, num_tops: int) -> Drawn:
+    """ids int64 [rows, 1] and the likeliest, with their log-probabilities."""
+    total = weights.sum(-1, keepdim=True).double().div_(ONE).log_().float()
+    top_scores, top_ids = likeliest(scores, num_tops) if num_tops else (scores[:, :0], ids[:, :0])
+    return Drawn(ids[:, 0], (scores.gather(1, ids) - total)[:, 0], top_ids, top_scores - total)

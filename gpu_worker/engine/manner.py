@@ -1,0 +1,111 @@
+"""The manner in which a row chooses its tokens, and what it remembers from one to the next. No tensors."""
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from common.messages import Sampling, unpack_ids
+from gpu_worker.door import StartRow
+from gpu_worker.engine.history import History
+from gpu_worker.engine.uniforms import Uniforms
+
+Int64 = npt.NDArray[np.int64]
+Float32 = npt.NDArray[np.float32]
+
+
+@dataclass(slots=True, eq=False)
+class Manner:
+    """
+    Attributes:
+        lasts: whether something is asked for beyond `min_end`.
+        end_ids: ids that are not sampled before the index `min_end`.
+        bias_ids, bias: what is added to their logits.
+        banned_ids: bad words of one id.
+        bad_words: (ids before the last, last id) of the longer ones.
+        tail: the row's last ids, as many as the longest bad word needs.
+        history: None where nothing is penalised.
+    """
+
+    sampling: Sampling
+    top_n: int
+    min_end: int
+    lasts: bool
+    end_ids: list[int]
+    bias_ids: Int64
+    bias: Float32
+    banned_ids: list[int]
+    bad_words: list[tuple[list[int], int]]
+    tail_length: int
+    tail: list[int]
+    uniforms: Uniforms
+    history: History | None = field(default=None)
+
+    @classmethod
+    def of(cls, start: StartRow, end_ids: list[int]) -> "Manner | None":
+        """None is plainly greedy. `end_ids` would end the row."""
+        sampling = start.sampling or Sampling()
+        lasts = start.top_n > 0 or not is_plain(sampling)
+        if not lasts and start.min_end <= start.base:
+            return None
+        ids = np.frombuffer(start.ids, "<i4")
+        words = [unpack_ids(word) for word in sampling.bad_words]
+        tail_length = max((len(word) - 1 for word in words), default=0)
+        num_prompt = len(ids) - start.base
+        return cls(
+            sampling=sampling,
+            top_n=start.top_n,
+            min_end=start.min_end,
+            lasts=lasts,
+            end_ids=end_ids,
+            bias_ids=np.array([token for token, _ in sampling.logit_bias], np.int64),
+            bias=np.array([value for _, value in sampling.logit_bias], np.float32),
+            banned_ids=[word[0] for word in words if len(word) == 1],
+            bad_words=[(word[:-1], word[-1]) for word in words if len(word) > 1],
+            tail_length=tail_length,
+            tail=ids[max(0, len(ids) - tail_length) :].tolist(),
+            uniforms=Uniforms(sampling.seed, sampling.choice),
+            history=History(ids[:num_prompt], ids[num_prompt:].tolist()) if penalises(sampling) else None,
+        )
+
+    def asks(self, index: int) -> bool:
+        """Whether the token of this index is not plainly the likeliest."""
+        return self.lasts or index < self.min_end
+
+    def banned(self, index: int) -> list[int]:
+        """Ids that must not be sampled now."""
+        words = [last for rest, last in self.bad_words if self.tail[-len(rest) :] == rest]
+        return self.banned_ids + words + (self.end_ids if index < self.min_end else [])
+
+    def take(self, token: int) -> None:
+        """Remembers a sampled token."""
+        if self.history is not None:
+            self.history.add(token)
+        if self.tail_length:
+            self.tail = [*self.tail, token][-self.tail_length :]
+
+    def penalty(self) -> Float32:
+        """What is subtracted from the scores of the history's ids."""
+        assert self.history is not None
+        sampling, history = self.sampling, self.history
+        penalty = sampling.frequency_penalty * history.generated + sampling.presence_penalty * (history.generated > 0)
+        penalty = penalty + sampling.relative_frequency_penalty / history.length * history.counts
+        return np.asarray(penalty, np.float32)
+
+
+def penalises(sampling: Sampling) -> bool:
+    penalties = (sampling.frequency_penalty, sampling.presence_penalty, sampling.relative_frequency_penalty)
+    return sampling.repetition_penalty != 1 or any(penalties)
+
+
+def is_plain(sampling: Sampling) -> bool:
+    """Whether it comes to the likeliest token of the model's own logits; truncation never takes that away from a greedy row."""
+    return sampling.temperature == 0 and not (sampling.logit_bias or sampling.bad_words or penalises(sampling))
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """A row with a manner, and the index of the token that it samples now."""
+
+    manner: Manner
+    index: int

@@ -1,0 +1,70 @@
+"""The weights of a checkpoint: as transformers loads them, by its own quantizer where they are quantised. Never by guess."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM
+from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING, AutoHfQuantizer
+
+from common import model_files
+from common.settings import SettingError, Settings
+from gpu_worker.engine import attention
+
+PLAIN_TYPES = {"F64", "F32", "F16", "BF16"}
+MAX_NAMED = 3
+
+
+def read_weights(path: Path, config: Any, dtype: torch.dtype, device: torch.device, settings: Settings) -> Any:
+    """The model on its device. Raises SettingError where its weights would not be what the checkpoint means; or as transformers does."""
+    method = quantized_by(config, settings.model_id)
+    if method is None:
+        check_types(path, settings.model_id)
+        model = read(path, config, settings, dtype=dtype)
+        model.to(device)
+        return model
+    try:
+        return read(path, config, settings, dtype=dtype, device_map={"": device})
+    except (ImportError, RuntimeError, ValueError, NotImplementedError) as error:
+        cause = next(iter(str(error).splitlines()), "") or type(error).__name__
+        raise SettingError("model_id", f"{settings.model_id} is quantised ({method}): {cause}") from error
+
+
+def read(path: Path, config: Any, settings: Settings, **options: Any) -> Any:
+    options |= {"attn_implementation": attention.NAME, "trust_remote_code": settings.trust_remote_code, "output_loading_info": True}
+    loaded: Any = AutoModelForCausalLM.from_pretrained(path, config=config, **options)
+    model, info = loaded
+    missing = sorted({*info["missing_keys"], *(name for name, *_ in info["mismatched_keys"])})
+    if missing:
+        more = f" and {len(missing) - MAX_NAMED} more" if len(missing) > MAX_NAMED else ""
+        raise SettingError("model_id", f"{settings.model_id} has no weights for {', '.join(missing[:MAX_NAMED])}{more}")
+    return model
+
+
+def quantized_by(config: Any, model_id: str) -> str | None:
+    """The method that the config names, None for plain weights. Raises SettingError for one that transformers would skip."""
+    quantization = getattr(config, "quantization_config", None)
+    if quantization is None:
+        return None
+    values = quantization if isinstance(quantization, dict) else quantization.to_dict()
+    method = str(values.get("quant_method") or "method not named")
+    if method == "method not named" or not AutoHfQuantizer.supports_quant_method(values):  # type: ignore[no-untyped-call]
+        known = ", ".join(sorted(AUTO_QUANTIZER_MAPPING))
+        raise SettingError("model_id", f"{model_id} is quantised ({method}); transformers knows {known}")
+    return method
+
+
+def check_types(path: Path, model_id: str) -> None:
+    """A config that says nothing of quantisation beside weights of few bits: transformers would take these for plain numbers."""
+    for file in model_files.weights(path):
+        for name, kind in tensor_types(file).items():
+            if name.endswith(".weight") and kind not in PLAIN_TYPES:
+                raise SettingError("model_id", f"{model_id} has weights of type {kind} ({name}), and its config.json says nothing of them")
+
+
+def tensor_types(file: Path) -> dict[str, str]:
+    """Tensor → type, from the header of a safetensors file: 8 bytes with its length, little-endian, then JSON."""
+    with file.open("rb") as opened:
+        header = json.loads(opened.read(int.from_bytes(opened.read(8), "little")))
+    return {name: value["dtype"] for name, value in header.items() if name != "__metadata__"}

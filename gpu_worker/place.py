@@ -1,0 +1,61 @@
+"""A rank's place among the processes that run one model together, as torchrun's variables say it."""
+
+import os
+import socket
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from common.settings import SettingError, Settings
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """
+    Attributes:
+        rank, world_size: of all ranks of the worker; rank 0 hears the agent.
+        local_rank, local_world_size: of those on this machine.
+        address, port: where rank 0 listens while the ranks find each other.
+    """
+
+    rank: int = 0
+    world_size: int = 1
+    local_rank: int = 0
+    local_world_size: int = 1
+    address: str = ""
+    port: int = 0
+
+    @classmethod
+    def read(cls, environ: Mapping[str, str]) -> "Place":
+        """Raises SettingError for a part of the variables without the others."""
+        if "RANK" not in environ:
+            return cls()
+        try:
+            rank, world_size, port = (int(environ[name]) for name in ("RANK", "WORLD_SIZE", "MASTER_PORT"))
+            local = [int(environ.get(name, default)) for name, default in (("LOCAL_RANK", rank), ("LOCAL_WORLD_SIZE", world_size))]
+            return cls(rank, world_size, *local, environ["MASTER_ADDR"], port)
+        except (KeyError, ValueError) as error:
+            raise SettingError("rank", f"RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT belong together: {error}") from error
+
+    def environ(self) -> dict[str, str]:
+        names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+        values = (self.rank, self.world_size, self.local_rank, self.local_world_size, self.address, self.port)
+        return dict(zip(names, map(str, values), strict=True))
+
+
+def local_places(settings: Settings, environ: Mapping[str, str] = os.environ) -> list[Place]:
+    """The ranks that a worker starts on this machine: all of them, or only rank 0 where torchrun starts the others. Raises SettingError."""
+    given = Place.read(environ)
+    if given.world_size > 1:
+        if settings.num_shard not in (1, given.world_size):
+            raise SettingError("num_shard", f"{settings.num_shard}, but torchrun started {given.world_size} ranks (WORLD_SIZE)")
+        return [given]
+    if settings.num_shard == 1:
+        return [Place()]
+    size, port = settings.num_shard, free_port()
+    return [Place(rank, size, rank, size, "127.0.0.1", port) for rank in range(size)]
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

@@ -1,0 +1,54 @@
+"""What tests of OpenAI's routes share: scripted ids, and the frames of a stream."""
+
+import contextlib
+import json
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import httpx
+
+from api.gateway import Gateway
+from common.messages import Generate, pack_floats, unpack_floats
+from tests.fake_worker import Answer, FakeWorker, working
+from tests.gateways import ready, serving, vocabulary
+
+TOKENIZER = vocabulary().tokenizer
+IM_END = TOKENIZER.token_to_id("<|im_end|>")
+
+
+def ids(text: str) -> list[int]:
+    found: list[int] = TOKENIZER.encode(text).ids
+    return found
+
+
+@contextlib.asynccontextmanager
+async def answering(
+    url: str, answer: Answer | Callable[[Generate], Answer], **settings: Any
+) -> AsyncIterator[tuple[FakeWorker, Gateway, httpx.AsyncClient]]:
+    """A worker that answers so, a gateway that is ready, and a client."""
+    scripted = answer if callable(answer) else lambda _: answer
+    async with working(url, TOKENIZER, scripted) as worker, serving(url, **settings) as (gateway, client):
+        await ready(gateway)
+        yield worker, gateway, client
+
+
+def logprobs(count: int) -> list[float]:
+    """As the fake worker has them, in float32."""
+    return unpack_floats(pack_floats([-0.1 - i / 7 for i in range(count)]))
+
+
+async def streamed(client: httpx.AsyncClient, path: str, body: dict[str, Any]) -> bytes:
+    """The bytes of a whole stream."""
+    async with client.stream("POST", path, json=body | {"stream": True}) as response:
+        content = await response.aread()
+        assert response.status_code == 200, content
+        assert response.headers["content-type"] == "text/event-stream"
+        return content
+
+
+def frames(content: bytes) -> list[dict[str, Any]]:
+    """Without the last one, `[DONE]`."""
+    *found, done, end = content.decode().split("\n\n")
+    assert (done, end) == ("data: [DONE]", "")
+    assert all(frame.startswith("data: {") and "\n" not in frame for frame in found)
+    return [json.loads(frame.removeprefix("data: ")) for frame in found]

@@ -1,0 +1,145 @@
+"""Servers that speak as others do, without a model: what vLLM, TGI, llama.cpp and a Tokenfleet answer, in a thread, on a free port."""
+
+import asyncio
+import contextlib
+import json
+import threading
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import uvicorn
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
+
+from deploy.broker import free_port
+from tests.waiting import wait_until_sync
+
+WORDS = "The sky is blue because light scatters, and \u2028 lines may hold any sign.".split(" ")
+
+
+@dataclass
+class Server:
+    """What it is (`routes` it answers), and what it was asked.
+
+    Attributes:
+        bodies: of all POSTs, in order; `keys`: their authorization headers.
+        num_closed: streams that their client closed before the end.
+        pause_s: between two tokens.
+        endless: the stream says the words again and again.
+        refusal: status and body of every POST, instead of a stream.
+        fleet: the answer of GET /fleet.
+    """
+
+    kind: str
+    port: int = field(default_factory=free_port)
+    bodies: list[dict[str, Any]] = field(default_factory=list)
+    keys: list[str | None] = field(default_factory=list)
+    num_closed: int = 0
+    pause_s: float = 0.0
+    endless: bool = False
+    refusal: tuple[int, Any] | None = None
+    late_error: Any = None
+    fleet: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    def app(self) -> Starlette:
+        return Starlette(routes=[Route(path, self.answer, methods=["GET", "POST"]) for path in PATHS[self.kind]])
+
+    async def answer(self, request: Request) -> Response:
+        path = request.url.path
+        if request.method == "GET":
+            return JSONResponse(self.fleet if path == "/fleet" else GET[self.kind][path])
+        body = await request.json()
+        self.bodies.append(body)
+        self.keys.append(request.headers.get("authorization"))
+        if self.refusal:
+            status, said = self.refusal
+            return JSONResponse(said, status)
+        return StreamingResponse(self.frames(path, body), media_type="text/event-stream")
+
+    async def frames(self, path: str, body: dict[str, Any]) -> AsyncIterator[bytes]:
+        wanted = body.get("max_tokens") or body.get("parameters", {}).get("max_new_tokens") or len(WORDS)
+        num = 10**9 if self.endless else wanted
+        try:
+            for i in range(num):
+                await asyncio.sleep(self.pause_s)
+                yield frame(token(path, WORDS[i % len(WORDS)] + " "))
+                if self.late_error:
+                    yield frame(self.late_error)
+                    return
+        except asyncio.CancelledError:
+            self.num_closed += 1
+            raise
+        if path.startswith("/v1"):
+            usage = {"prompt_tokens": len(str(body.get("prompt", "")).split()), "completion_tokens": num}
+            if (body.get("stream_options") or {}).get("include_usage"):
+                yield frame({"choices": [], "usage": usage})
+            yield b"data: [DONE]\n\n"
+
+
+def token(path: str, text: str) -> dict[str, Any]:
+    if path == "/generate_stream":
+        return {"index": 1, "token": {"id": 5, "text": text, "logprob": -1.0, "special": False}, "generated_text": None, "details": None}
+    return {"choices": [{"index": 0, "delta": {"content": text}} if "chat" in path else {"index": 0, "text": text}]}
+
+
+def frame(value: Any) -> bytes:
+    return b"data: " + json.dumps(value, ensure_ascii=False).encode() + b"\n\n"
+
+
+def models(owner: str) -> dict[str, Any]:
+    return {"object": "list", "data": [{"id": "tiny", "object": "model", "owned_by": owner}]}
+
+
+OPENAI = ("/v1/completions", "/v1/chat/completions")
+GET: dict[str, dict[str, Any]] = {
+    "tokenfleet": {"/fleet": {}, "/v1/models": models("tokenfleet")},
+    "tgi": {"/info": {"router": "text-generation-router", "model_id": "tiny", "version": "3.3.7"}, "/v1/models": models("tiny")},
+    "vllm": {"/version": {"version": "0.11.0"}, "/v1/models": models("vllm")},
+    "llama.cpp": {"/props": {"model_path": "/models/tiny.gguf", "build_info": "b6000"}, "/v1/models": models("llamacpp")},
+    "openai": {"/v1/models": models("somebody")},
+    "nothing": {"/": {}},
+}
+POST = {
+    "tokenfleet": (*OPENAI, "/generate_stream"),
+    "tgi": (*OPENAI, "/generate_stream"),
+    "vllm": OPENAI,
+    "llama.cpp": OPENAI,
+    "openai": OPENAI,
+    "nothing": (),
+}
+PATHS = {kind: [*GET[kind], *POST[kind]] for kind in GET}
+FLEET: dict[str, Any] = {
+    "pool": "default",
+    "model": "tiny",
+    "version": "0.1.0",
+    "requests": {"live": 3, "waiting": 1, "running": 2, "limit": 1024},
+    "processes": [
+        {"kind": "worker", "id": "w0-aaaa", "host": "here", "pid": 41, "state": "ready", "age_s": 0.2}
+        | {"rows": 2, "max_rows": 256, "blocks": 12, "num_blocks": 4096, "tokens": 1000, "step": 77},
+        {"kind": "gateway", "id": "g0-bbbb", "host": "here", "pid": 42, "state": "ready", "age_s": 0.1, "streams": 3},
+        {"kind": "batcher", "id": "b0-cccc", "host": "here", "pid": 43, "state": "active", "age_s": 3.5, "waiting": 1},
+    ],
+    "time_s": 1000.0,
+}
+
+
+@contextlib.contextmanager
+def running(kind: str, **about: Any) -> Iterator[Server]:
+    """A server of a kind (a key of GET); leaving ends it and all its streams."""
+    server = Server(kind, **about)
+    http = uvicorn.Server(uvicorn.Config(server.app(), "127.0.0.1", server.port, log_level="critical", timeout_graceful_shutdown=0))
+    thread = threading.Thread(target=http.run, daemon=True)
+    thread.start()
+    try:
+        wait_until_sync(lambda: http.started)
+        yield server
+    finally:
+        http.should_exit = http.force_exit = True
+        thread.join(10)

@@ -1,0 +1,71 @@
+"""What `Sampling` means, in float64 and one token at a time: from the papers, OpenAI's reference and TGI's definitions."""
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from common.messages import Sampling, unpack_ids
+
+Array = Any
+OUT = -np.inf
+
+
+def processed(logits: Array, sampling: Sampling, prompt: Sequence[int], generated: Sequence[int], barred: Sequence[int] = ()) -> Array:
+    """Log-probabilities [vocabulary] of what the token is chosen from; `barred` ids may not come yet."""
+    scores = penalised(np.asarray(logits, np.float64).copy(), sampling, [*prompt], [*generated], barred)
+    return log_softmax(truncated(scores / sampling.temperature, sampling) if sampling.temperature else scores)
+
+
+def log_softmax(scores: Array) -> Array:
+    below = scores - scores.max()
+    return below - np.log(np.exp(below).sum())
+
+
+def penalised(scores: Array, sampling: Sampling, prompt: list[int], generated: list[int], barred: Sequence[int]) -> Array:
+    for token, bias in sampling.logit_bias:
+        scores[token] += bias
+    ids = prompt + generated
+    for *rest, last in map(unpack_ids, sampling.bad_words):
+        if not rest or ids[-len(rest) :] == rest:
+            scores[last] = OUT
+    scores[list(barred)] = OUT
+    for token in set(ids):
+        scores[token] *= sampling.repetition_penalty if scores[token] < 0 else 1 / sampling.repetition_penalty
+    for token, count in Counter(generated).items():
+        scores[token] -= sampling.frequency_penalty * count + sampling.presence_penalty
+    for token, count in Counter(ids).items():
+        scores[token] -= sampling.relative_frequency_penalty * count / len(ids)
+    return scores
+
+
+def truncated(scores: Array, sampling: Sampling) -> Array:
+    if sampling.top_k:
+        scores[scores < np.sort(scores)[::-1][: sampling.top_k][-1]] = OUT
+    if sampling.top_p < 1:
+        scores = nucleus(scores, sampling.top_p)
+    likelihoods = np.exp(log_softmax(scores))
+    scores[likelihoods < sampling.min_p * likelihoods.max()] = OUT
+    return typical(scores, sampling.typical_p) if sampling.typical_p < 1 else scores
+
+
+def nucleus(scores: Array, share: float) -> Array:
+    """The smallest set, built from the likeliest token on, the lower id first, until its mass reaches `share`."""
+    likelihoods, mass, kept = np.exp(log_softmax(scores)), 0.0, []
+    for token in sorted(range(len(scores)), key=lambda token: (-scores[token], token)):
+        kept.append(token)
+        mass += likelihoods[token]
+        if mass >= share:
+            break
+    return np.where(np.isin(np.arange(len(scores)), kept), scores, OUT)
+
+
+def typical(scores: Array, share: float) -> Array:
+    logprobs = log_softmax(scores)
+    likelihoods = np.exp(logprobs)
+    entropy = -np.sum(likelihoods[likelihoods > 0] * logprobs[likelihoods > 0])
+    distance = np.abs(-logprobs - entropy)
+    order = np.argsort(distance, kind="stable")
+    last = min(int((np.cumsum(likelihoods[order]) < share).sum()), len(scores) - 1)
+    return np.where(distance <= distance[order[last]] + 1e-9, scores, OUT)

@@ -1,0 +1,239 @@
+"""The job worker as clients of arq know it."""
+
+import asyncio
+import contextlib
+import json
+import pickle
+import time
+from collections.abc import AsyncIterator
+from typing import Any
+
+import msgpack
+import pytest
+from arq import create_pool
+from arq.connections import ArqRedis, RedisSettings
+from arq.jobs import DeserializationError, Job, JobStatus, SerializationError
+from redis.asyncio import Redis
+
+from api.arq_worker import JobWorker
+from common.broker import connect
+from common.keys import Keys
+from common.messages import Generate
+from common.settings import Settings
+from deploy.broker import Broker
+from tests.fake_worker import Answer, FakeWorker, working
+from tests.gateways import vocabulary
+from tests.test_api_jobs import CHAT, IDS, TEXT, gateway
+from tests.waiting import wait_until
+
+KEYS = Keys("default")
+QUEUE = "tf:{default}:jobs"
+
+
+def answer(request: Generate) -> Answer:
+    return Answer(IDS)
+
+
+@pytest.fixture
+async def worker(broker: Broker) -> AsyncIterator[FakeWorker]:
+    """A fleet that answers."""
+    async with working(broker.url, vocabulary().tokenizer, answer) as one, gateway(broker.url):
+        yield one
+
+
+@pytest.fixture
+async def client(broker: Broker) -> AsyncIterator[ArqRedis]:
+    pool = await create_pool(
+        RedisSettings.from_dsn(broker.url), job_serializer=msgpack.packb, job_deserializer=msgpack.unpackb, default_queue_name=QUEUE
+    )
+    yield pool
+    await pool.aclose()
+
+
+@contextlib.asynccontextmanager
+async def job_worker(url: str, **settings: Any) -> AsyncIterator[JobWorker]:
+    redis = connect(url)
+    one = JobWorker(redis, Settings(redis_url=url, **settings))
+    task = asyncio.create_task(one.main())
+    try:
+        yield one
+    finally:
+        task.cancel()
+        await asyncio.wait([task])
+        one.handle_sig(15)
+        await one.close()
+        await redis.aclose()
+
+
+async def enqueue(client: ArqRedis, *args: Any, **kwargs: Any) -> Job:
+    job = await client.enqueue_job(*args, **kwargs)
+    assert job is not None
+    return job
+
+
+async def result(job: Job) -> Any:
+    return await job.result(timeout=15, poll_delay=0.05)
+
+
+async def test_an_arq_client_gets_its_answers(client: ArqRedis, worker: FakeWorker, broker: Broker) -> None:
+    async with job_worker(broker.url):
+        one = await enqueue(client, "generate", "Count.", {"details": True}, _job_id="g")
+        other = await enqueue(client, "chat", CHAT["messages"], max_tokens=50)
+        generated, chat = await result(one), await result(other)
+        assert (await one.status()) == JobStatus.complete
+    assert generated["generated_text"] == TEXT
+    assert generated["details"]["generated_tokens"] == len(IDS) + 1
+    assert chat["choices"][0]["message"]["content"] == TEXT
+    assert json.loads(await client.get(KEYS.result("g"))) == generated
+
+
+@pytest.mark.parametrize(
+    ("args", "kwargs", "words"),
+    [
+        (("generate", ""), {}, "`inputs` cannot be empty"),
+        (("generate", "a", {"top_p": 7}), {}, "`top_p`"),
+        (("generate", "a"), {"_job_id": "a b"}, "`id`"),
+        (("generate",), {}, "missing 1 required positional argument"),
+        (("generate", b"\xff"), {}, "bytes"),
+        (("chat", CHAT["messages"]), {"n": 1000}, "`n`"),
+        (("train", "a"), {}, "'train' not found"),
+    ],
+)
+async def test_what_cannot_be_served_is_an_error(
+    client: ArqRedis, worker: FakeWorker, broker: Broker, args: Any, kwargs: Any, words: str
+) -> None:
+    async with job_worker(broker.url):
+        with pytest.raises(SerializationError, match=words):
+            await result(await enqueue(client, *args, **kwargs))
+
+
+class Trap:
+    """Notes that somebody unpickled it."""
+
+    def __reduce__(self) -> Any:
+        return (pytest.fail, ("a job was unpickled",))
+
+
+async def test_a_pickled_job_is_refused_unread(client: ArqRedis, worker: FakeWorker, broker: Broker) -> None:
+    pickling = await create_pool(RedisSettings.from_dsn(broker.url), default_queue_name=QUEUE)
+    async with job_worker(broker.url):
+        pickled = await enqueue(pickling, "generate", Trap())
+        with pytest.raises(DeserializationError):
+            await result(pickled)
+        packing = Job(pickled.job_id, client, QUEUE, msgpack.unpackb)
+        with pytest.raises(SerializationError, match="unable to deserialize job"):
+            await result(packing)
+        assert (await result(await enqueue(client, "generate", "Count.")))["generated_text"] == TEXT
+    await pickling.aclose()
+
+
+GARBAGE: list[Any] = [
+    b"\xc1",
+    b"\x00",
+    msgpack.packb([1]),
+    msgpack.packb({"f": ["generate"], "a": [], "k": {}, "t": None, "et": 1}),
+    msgpack.packb({"f": "generate", "a": 5, "k": {}, "t": None, "et": 1}),
+    msgpack.packb({"f": "generate", "a": [], "k": {1: 2}, "t": None, "et": 1}, strict_types=False),
+    msgpack.packb({"f": "generate", "a": ["a"], "k": {}, "t": 2**40, "et": 1}),
+    msgpack.packb({"f": "generate", "a": ["a"], "k": {}, "t": None, "et": 2**62}),
+    msgpack.packb({"f": "generate", "a": ["a" * 3000], "k": {}, "t": None, "et": 1}),
+    pickle.dumps({"f": "generate", "a": ("a",), "k": {}, "t": None, "et": 1}),
+]
+
+
+async def test_garbage_kills_no_job_worker(client: ArqRedis, worker: FakeWorker, broker: Broker) -> None:
+    now_ms = round(time.time() * 1000)
+    async with job_worker(broker.url, payload_limit=2000, max_jobs=2) as one:
+        for i, data in enumerate(GARBAGE):
+            await client.set(f"arq:job:garbage{i}", data)
+            await client.zadd(QUEUE, {f"garbage{i}": now_ms})
+        await client.rpush("arq:job:list", "mine")
+        await client.zadd(QUEUE, {b"\xff\xfe": now_ms, "list": now_ms, "": now_ms})
+        await client.zadd("arq:abort", {b"\xff\xfe": now_ms})
+        for i in range(len(GARBAGE)):
+            with pytest.raises(SerializationError, match="unable to deserialize job"):
+                await result(Job(f"garbage{i}", client, QUEUE, msgpack.unpackb))
+        assert (await result(await enqueue(client, "generate", "Count.")))["generated_text"] == TEXT
+        await wait_until(lambda: one.job_counter == 0)
+
+        async def empty() -> bool:
+            return await client.zcard(QUEUE) == 0
+
+        await wait_until(empty)
+
+
+async def test_a_queue_that_is_none_is_waited_for(client: ArqRedis, worker: FakeWorker, broker: Broker) -> None:
+    await client.set(QUEUE, "mine")
+    async with job_worker(broker.url):
+        await asyncio.sleep(0)
+        await client.delete(QUEUE)
+        assert (await result(await enqueue(client, "generate", "Count.")))["generated_text"] == TEXT
+
+
+async def test_an_aborted_job_is_called_off(client: ArqRedis, broker: Broker) -> None:
+    async with (
+        working(broker.url, vocabulary().tokenizer, lambda _: Answer(IDS * 500, ends=False), step_s=0.01) as worker,
+        gateway(broker.url),
+        job_worker(broker.url),
+    ):
+        job = await enqueue(client, "generate", "Count.", _job_id="a")
+        await wait_until(lambda: worker.live)
+        with pytest.raises(SerializationError, match="CancelledError"):
+            await job.abort(timeout=15, poll_delay=0.05)
+        await wait_until(lambda: not worker.live)
+        assert "cancelled" in json.loads(await wait_until(lambda: client.get(KEYS.result("a"))))["error"]
+
+
+async def test_a_job_outlives_its_workers(client: ArqRedis, worker: FakeWorker, broker: Broker) -> None:
+    """The first is killed, the second told to stop; the third waits for what was begun: nothing is generated twice."""
+    worker.going.clear()
+    redis = connect(broker.url)
+    killed = JobWorker(redis, Settings(redis_url=broker.url, worker_ttl_s=1.0))
+    life = asyncio.create_task(killed.main())
+    job = await enqueue(client, "generate", "Count.", _job_id="a")
+    await wait_until(lambda: killed.client.waiting)
+    await kill(killed, life)
+    async with job_worker(broker.url, worker_ttl_s=1.0) as stopped:
+        await wait_until(lambda: stopped.client.waiting)
+    async with job_worker(broker.url, worker_ttl_s=1.0) as last:
+        await wait_until(lambda: last.client.waiting)
+        worker.going.set()
+        assert (await result(job))["generated_text"] == TEXT
+    assert len(worker.seen) == 1
+    await redis.aclose()
+
+
+async def kill(one: JobWorker, life: asyncio.Task[None]) -> None:
+    """Its tasks end, and nothing that they would say at their end is heard."""
+    one.finish_job = asyncio.sleep  # type: ignore[assignment]
+    life.cancel()
+    for task in one.tasks.values():
+        task.cancel()
+    await asyncio.wait([life, *one.tasks.values()])
+
+
+async def test_limits_are_ours(broker: Broker, redis: Redis) -> None:
+    one = JobWorker(redis, Settings(redis_url=broker.url, request_timeout_s=700, max_jobs=33))
+    assert one.job_timeout_s == 710
+    assert one.max_jobs == 33
+    assert one.allow_abort_jobs
+    assert one.keep_result_s == 3600
+    assert one.queue_name == QUEUE
+
+
+async def test_many_jobs_wait_at_once(client: ArqRedis, worker: FakeWorker, broker: Broker) -> None:
+    """More than arq's ten."""
+    worker.going.clear()
+    async with job_worker(broker.url) as one:
+        jobs = [await enqueue(client, "generate", "Count.") for _ in range(40)]
+        await wait_until(lambda: len(one.client.waiting) == 40)
+        worker.going.set()
+        assert {(await result(job))["generated_text"] for job in jobs} == {TEXT}
+
+
+async def test_a_strangers_answer_is_not_taken_for_ours(client: ArqRedis, redis: Redis, worker: FakeWorker, broker: Broker) -> None:
+    await redis.xadd(KEYS.submit, {"job": json.dumps({"id": "a", "inputs": "Count to three."})})
+    await wait_until(lambda: redis.get(KEYS.result("a")))
+    async with job_worker(broker.url):
+        with pytest.raises(SerializationError, match="conflict"):
+            await result(await enqueue(client, "generate", "Count.", _job_id="a"))

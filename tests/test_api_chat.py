@@ -1,0 +1,264 @@
+"""/v1/chat/completions through real HTTP and a real broker, from a worker whose tokens are scripted."""
+
+import asyncio
+import json
+from typing import Any
+
+import pytest
+
+from api.answer_openai import FINGERPRINT
+from common.messages import unpack_ids
+from deploy.broker import Broker
+from tests.fake_worker import Answer
+from tests.gateways import vocabulary
+from tests.openai_frames import IM_END, TOKENIZER, answering, frames, ids, logprobs, streamed
+from tests.waiting import wait_until
+
+PATH = "/v1/chat/completions"
+CHAT = {"messages": [{"role": "user", "content": "Hi"}]}
+PROMPT = (
+    "<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n"
+)
+OPEN = "<|im_start|>assistant\n"
+
+
+def head(found: dict[str, Any], kind: str, model: str = "smollm2") -> dict[str, Any]:
+    """What every object begins with."""
+    assert found["id"].startswith("chatcmpl-") and isinstance(found["created"], int)
+    known = {"id": found["id"], "object": kind, "created": found["created"], "model": model, "system_fingerprint": FINGERPRINT}
+    assert list(found)[:6] == [*known, "choices"]
+    return known
+
+
+async def test_the_frames_of_a_stream(broker: Broker) -> None:
+    answer = Answer(ids(" é🙂 b"))
+    async with answering(broker.url, answer) as (worker, _, client):
+        found = frames(await streamed(client, PATH, CHAT))
+    assert TOKENIZER.decode(unpack_ids(worker.seen[0].prompt_ids), skip_special_tokens=False) == PROMPT + OPEN
+    known = head(found[0], "chat.completion.chunk")
+    texts = [" é", "", "🙂", " b"]
+    choices = [
+        {"index": 0, "delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None},
+        *({"index": 0, "delta": {"content": text}, "logprobs": None, "finish_reason": None, "stop_reason": None} for text in texts),
+        {"index": 0, "delta": {"content": ""}, "logprobs": None, "finish_reason": "stop", "stop_reason": None},
+    ]
+    assert found == [{**known, "choices": [choice]} for choice in choices]
+
+
+async def test_the_whole_answer(broker: Broker) -> None:
+    async with answering(broker.url, Answer(ids(" é🙂")), served_model_name="m") as (_, _, client):
+        response = await client.post(PATH, json=CHAT | {"model": "m"})
+    found = response.json()
+    message = {"role": "assistant", "content": " é🙂", "refusal": None}
+    choice = {"index": 0, "message": message, "logprobs": None, "finish_reason": "stop", "stop_reason": None}
+    num_prompt, num_new = len(ids(PROMPT + OPEN)), len(ids(" é🙂")) + 1
+    usage = {"prompt_tokens": num_prompt, "completion_tokens": num_new, "total_tokens": num_prompt + num_new}
+    assert found == {**head(found, "chat.completion", "m"), "choices": [choice], "usage": usage}
+    assert found["id"] == f"chatcmpl-{response.headers['x-request-id']}"
+    assert response.headers["x-prompt-tokens"] == str(num_prompt)
+    assert response.headers["x-generated-tokens"] == str(num_new)
+    assert response.headers["x-compute-characters"] == str(len(PROMPT + OPEN))
+
+
+async def test_stop_strings_are_held_back_until_they_are_none(broker: Broker) -> None:
+    answer = Answer(ids("one two three"), ends=False)
+    async with answering(broker.url, answer) as (_, _, client):
+        found = frames(await streamed(client, PATH, CHAT | {"stop": ["ne twice", "o thr"]}))
+        kept = (await client.post(PATH, json=CHAT | {"stop": "o thr", "include_stop_str_in_output": True})).json()
+        by_id = (await client.post(PATH, json=CHAT | {"stop_token_ids": ids(" two")})).json()
+        bound = (await client.post(PATH, json=CHAT | {"stop": ["one"], "min_tokens": 1, "max_tokens": 2})).json()
+    assert [frame["choices"][0]["delta"]["content"] for frame in found] == ["", "o", "ne tw", ""]
+    last = found[-1]["choices"][0]
+    assert (last["finish_reason"], last["stop_reason"]) == ("stop", "o thr")
+    assert told(kept) == ("one two thr", "stop", "o thr")
+    assert told(by_id) == ("one", "stop", ids(" two")[0])
+    assert told(bound) == ("one two", "length", None)
+
+
+def told(answer: dict[str, Any]) -> tuple[str, str, Any]:
+    [choice] = answer["choices"]
+    return choice["message"]["content"], choice["finish_reason"], choice["stop_reason"]
+
+
+async def test_logprobs(broker: Broker) -> None:
+    token_ids = [*ids(" é🙂"), IM_END]
+    async with answering(broker.url, Answer(token_ids[:-1])) as (worker, _, client):
+        body = CHAT | {"logprobs": True, "top_logprobs": 2}
+        whole = (await client.post(PATH, json=body)).json()
+        chunks = frames(await streamed(client, PATH, body))[1:]
+        plain = (await client.post(PATH, json=CHAT | {"logprobs": True})).json()
+    expected = [
+        entry(token_id, logprob) | {"top_logprobs": [entry(token_id, logprob), entry(token_id + 1, logprob - 1)]}
+        for token_id, logprob in zip(token_ids, logprobs(len(token_ids)), strict=True)
+    ]
+    assert close(whole["choices"][0]["logprobs"]["content"], expected)
+    assert [chunk["choices"][0]["logprobs"] for chunk in chunks] == [
+        {"content": [one]} for one in whole["choices"][0]["logprobs"]["content"]
+    ]
+    assert plain["choices"][0]["logprobs"]["content"][0] == entry(token_ids[0], logprobs(1)[0]) | {"top_logprobs": []}
+    assert worker.seen[0].sampling is not None and worker.seen[0].sampling.raw_logprobs
+
+
+def entry(token_id: int, logprob: float) -> dict[str, Any]:
+    known = {ids(" é")[0]: " é".encode(), ids("🙂")[0]: b"\xf0\x9f", ids("🙂")[1]: b"\x99\x82"}
+    spelling = known.get(token_id, TOKENIZER.decode([token_id], skip_special_tokens=False).encode())
+    return {"token": spelling.decode(errors="replace"), "logprob": logprob, "bytes": list(spelling)}
+
+
+def close(left: Any, right: Any) -> bool:
+    """Equal, but for what float32 makes of a sum."""
+    return json.loads(json.dumps(left), parse_float=short) == json.loads(json.dumps(right), parse_float=short)
+
+
+def short(text: str) -> float:
+    return round(float(text), 5)
+
+
+async def test_several_choices(broker: Broker) -> None:
+    """Each has its number, its role, its own end; the prompt is counted once."""
+
+    def answer(request: Any) -> Answer:
+        return Answer(ids(["one", "two three", "four five six"][request.sampling.choice]))
+
+    async with answering(broker.url, answer) as (worker, gateway, client):
+        body = CHAT | {"n": 3, "seed": 7, "stream_options": {"include_usage": True}}
+        found = frames(await streamed(client, PATH, body))
+        whole = (await client.post(PATH, json=CHAT | {"n": 3})).json()
+        await wait_until(lambda: not gateway.relay.streams)
+    deltas: list[list[dict[str, str]]] = [[], [], []]
+    for frame in found[:-1]:
+        [choice] = frame["choices"]
+        assert frame["usage"] is None
+        deltas[choice["index"]].append(choice["delta"])
+    assert [["role" in delta for delta in own] for own in deltas] == [[True] + [False] * (len(own) - 1) for own in deltas]
+    texts = ["".join(delta["content"] for delta in own) for own in deltas]
+    assert texts == ["one", "two three", "four five six"]
+    num_prompt = len(ids(PROMPT + OPEN))
+    assert (found[-1]["choices"], found[-1]["usage"]) == (
+        [],
+        {"prompt_tokens": num_prompt, "completion_tokens": 9, "total_tokens": num_prompt + 9},
+    )
+    assert [choice["message"]["content"] for choice in whole["choices"]] == texts
+    assert [choice["index"] for choice in whole["choices"]] == [0, 1, 2]
+    assert whole["usage"] == found[-1]["usage"]
+    assert [request.sampling.choice for request in worker.seen] == [0, 1, 2, 0, 1, 2]
+    assert {request.sampling.seed for request in worker.seen[:3]} == {7}
+
+
+async def test_usage_in_every_chunk(broker: Broker) -> None:
+    async with answering(broker.url, Answer(ids("one two"))) as (_, _, client):
+        options = {"include_usage": True, "continuous_usage_stats": True}
+        found = frames(await streamed(client, PATH, CHAT | {"stream_options": options}))
+    assert [frame["usage"]["completion_tokens"] for frame in found] == [1, 1, 2, 3, 3]
+
+
+async def test_a_failed_stream_ends_with_the_error(broker: Broker) -> None:
+    async with answering(broker.url, Answer(ids("a b"), error="two workers died")) as (_, gateway, client):
+        found = frames(await streamed(client, PATH, CHAT | {"n": 2}))
+        once = await client.post(PATH, json=CHAT)
+        await wait_until(lambda: not gateway.relay.streams)
+    error = {"message": "Request failed during generation: two workers died", "type": "server_error", "param": None, "code": None}
+    assert found[-1] == {"error": error}
+    assert [frame["choices"][0]["delta"]["content"] for frame in found[:-1] if frame["choices"][0]["index"] == 0] == ["", "a", " b"]
+    assert (once.status_code, once.json()) == (500, {"error": error})
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_every_choice_ends_when_the_client_goes(broker: Broker, stream: bool) -> None:
+    async with answering(broker.url, Answer(ids("a b c"), ends=False)) as (worker, gateway, client):
+        task = asyncio.create_task(client.post(PATH, json=CHAT | {"n": 3, "stream": stream}))
+        await wait_until(lambda: len(worker.live) == 3 and all(live.done == 3 for live in worker.live.values()))
+        task.cancel()
+        await wait_until(lambda: not worker.live and not gateway.relay.streams)
+
+
+async def test_what_reaches_the_queue(broker: Broker) -> None:
+    fields = {
+        "max_completion_tokens": 2,
+        "min_tokens": 2,
+        "temperature": 0.5,
+        "top_k": 7,
+        "top_p": 0.75,
+        "min_p": 0.25,
+        "typical_p": 0.5,
+        "repetition_penalty": 1.5,
+        "frequency_penalty": -1,
+        "presence_penalty": 0.5,
+        "seed": 3,
+        "logit_bias": {"5": 1.5, "7": -100},
+        "bad_words": ["bad"],
+        "stop": "x",
+        "stop_token_ids": [9],
+        "ignore_eos": True,
+        "truncate_prompt_tokens": 4,
+        "user": "u",
+        "metadata": {"a": "b"},
+        "store": True,
+        "service_tier": "auto",
+        "tools": [],
+        "tool_choice": "none",
+        "response_format": {"type": "text"},
+        "unknown": 1,
+    }
+    async with answering(broker.url, Answer(ids("x"))) as (worker, _, client):
+        assert (await client.post(PATH, json=CHAT | fields)).status_code == 200
+        for temperature in (0, None):
+            assert (await client.post(PATH, json=CHAT | {"temperature": temperature, "max_tokens": 1})).status_code == 200
+    full, greedy, default = worker.seen
+    assert unpack_ids(full.prompt_ids) == ids(PROMPT + OPEN)[-4:]
+    assert (full.max_new_tokens, full.min_new_tokens, full.stop, full.ignore_eos) == (2, 2, ["x"], True)
+    assert unpack_ids(full.stop_ids) == [9]
+    sampling = full.sampling
+    assert sampling is not None
+    assert (sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p, sampling.typical_p) == (0.5, 7, 0.75, 0.25, 0.5)
+    assert (sampling.repetition_penalty, sampling.frequency_penalty, sampling.presence_penalty) == (1.5, -1, 0.5)
+    assert (sampling.seed, sampling.relative_frequency_penalty, sampling.raw_logprobs) == (3, 0, True)
+    assert dict(sampling.logit_bias) == {5: 1.5, 7: -100}
+    assert sampling.bad_words
+    assert greedy.sampling is None
+    assert default.sampling is not None and default.sampling.temperature == 1
+
+
+SYSTEM = {"role": "system", "content": "S"}
+USER = {"role": "user", "content": "U"}
+ASSISTANT = {"role": "assistant", "content": "A "}
+PARTS = {"role": "user", "content": [{"type": "text", "text": text} for text in ("", "U", "")]}
+BEGIN = "<|im_start|>system\nS<|im_end|>\n<|im_start|>user\nU<|im_end|>\n"
+
+
+@pytest.mark.parametrize(
+    ("body", "prompt"),
+    [
+        ({"messages": [SYSTEM, USER]}, BEGIN + OPEN),
+        ({"messages": [SYSTEM, USER], "add_generation_prompt": False}, BEGIN),
+        ({"messages": [SYSTEM, USER, ASSISTANT]}, BEGIN + OPEN + "A "),
+        ({"messages": [SYSTEM, USER, ASSISTANT], "add_generation_prompt": True}, BEGIN + OPEN + "A <|im_end|>\n" + OPEN),
+        ({"messages": [SYSTEM, USER, ASSISTANT], "continue_final_message": False}, BEGIN + OPEN + "A <|im_end|>\n" + OPEN),
+        ({"messages": [SYSTEM, USER], "continue_final_message": True}, BEGIN.removesuffix("<|im_end|>\n")),
+        ({"messages": [SYSTEM | {"role": "developer"}, USER]}, "<|im_start|>system\nS<|im_end|>\n<|im_start|>user\nU<|im_end|>\n" + OPEN),
+        ({"messages": [SYSTEM, PARTS]}, BEGIN + OPEN),
+        ({"messages": [SYSTEM, USER | {"name": "Ann"}], "chat_template_kwargs": {"thinking": True}}, BEGIN + OPEN),
+    ],
+)
+async def test_prompts_of_messages(broker: Broker, body: dict[str, Any], prompt: str) -> None:
+    async with answering(broker.url, Answer(ids("x"))) as (worker, _, client):
+        response = await client.post(PATH, json=body)
+    assert response.status_code == 200, response.text
+    assert TOKENIZER.decode(unpack_ids(worker.seen[0].prompt_ids), skip_special_tokens=False) == prompt
+    assert vocabulary().encode(prompt, add_special_tokens=False) == unpack_ids(worker.seen[0].prompt_ids)
+
+
+async def test_echo_repeats_what_is_continued(broker: Broker) -> None:
+    async with answering(broker.url, Answer(ids("x"))) as (_, _, client):
+        body = {"messages": [USER, ASSISTANT], "echo": True}
+        assert (await client.post(PATH, json=body)).json()["choices"][0]["message"]["content"] == "A x"
+        found = frames(await streamed(client, PATH, body))
+    assert "".join(frame["choices"][0]["delta"]["content"] for frame in found) == "A x"
+
+
+async def test_a_model_without_a_template(broker: Broker, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with answering(broker.url, Answer(ids("x"))) as (_, _, client):
+        monkeypatch.setattr(type(vocabulary()), "chat_template", None)
+        response = await client.post(PATH, json=CHAT)
+    assert (response.status_code, response.json()["error"]["param"]) == (400, "messages")
+    assert "no chat template" in response.text

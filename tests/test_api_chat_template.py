@@ -1,0 +1,137 @@
+"""Prompts from messages, compared with what transformers makes of the same template."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoTokenizer
+
+from api.chat_template import ChatTemplate
+from api.errors import Refusal
+from api.prompt import Vocabulary
+from common import model_files
+from common.settings import SettingError
+
+CHAT = [
+    {"role": "system", "content": "  Be <brief> & kind.\n"},
+    {"role": "user", "content": "Hé 🙂\n\n\tHow are you? "},
+    {"role": "assistant", "content": " Fine.\n"},
+    {"role": "user", "content": "{{ 1 + 1 }} <|im_end|>", "name": "Ann"},
+]
+TEMPLATES = {
+    "chatml": "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}",
+    "trims": "{{ bos_token }}\n{% for m in messages %}\n    {% if m['role'] == 'system' %}\nSYS {{ m['content'] | trim }}\n"
+    "    {% elif m['role'] == 'user' %}\n[INST] {{ m['content'] | trim }} [/INST]\n    {% else %}\n"
+    "{{ m['content'] | trim }}{{ eos_token }}\n    {% endif %}\n{% endfor %}",
+    "blocks": "{%- set ns = namespace(n=0, last='') %}{% for m in messages %}{% if m.role == 'system' %}{% continue %}{% endif %}"
+    "{% set ns.n = ns.n + 1 %}{% generation %}{{ ns.n }}: {{ m | tojson(indent=1) }}{{ [m.content] | tojson }}{% endgeneration %}"
+    "{% if ns.n > 2 %}{% break %}{% endif %}{% endfor %}{{ dict(a=1).items() | list }}{{ tools is none }}{{ nothing }}",
+    "given": "{{ style | upper }}{% if thinking is defined and thinking %} thinks{% endif %}{{ messages | length }}{{ strftime_now('%Y') }}",
+}
+VARIABLES = {"style": "loud", "thinking": True}
+
+
+@pytest.fixture(scope="module")
+def path() -> Path:
+    return model_files.resolve("smollm2")
+
+
+@pytest.fixture(scope="module")
+def tokenizer(path: Path) -> Any:
+    return AutoTokenizer.from_pretrained(path)
+
+
+@pytest.mark.parametrize("add_generation_prompt", [True, False])
+@pytest.mark.parametrize("name", ["the model's own", *TEMPLATES])
+def test_ids_are_those_of_transformers(path: Path, tokenizer: Any, name: str, add_generation_prompt: bool) -> None:
+    own = ChatTemplate.load(path)
+    assert own is not None
+    template = ChatTemplate(TEMPLATES[name], own.special_tokens) if name in TEMPLATES else own
+    for chat in (CHAT, CHAT[1:3], CHAT[3:]):
+        given = {"add_generation_prompt": add_generation_prompt, **VARIABLES}
+        theirs = tokenizer.apply_chat_template(chat, chat_template=TEMPLATES.get(name), tokenize=False, **given)
+        ids = tokenizer.apply_chat_template(chat, chat_template=TEMPLATES.get(name), return_dict=False, **given)
+        ours = template.render(chat, add_generation_prompt, VARIABLES)
+        assert ours == theirs
+        assert Vocabulary.load(path).encode(ours, add_special_tokens=False) == ids
+
+
+@pytest.mark.parametrize("name", ["the model's own", "chatml", "trims"])
+@pytest.mark.parametrize("content", ["Once upon", "Once upon ", " a\n", "CONTINUE"])
+def test_a_last_message_is_continued_as_transformers_does(path: Path, tokenizer: Any, name: str, content: str) -> None:
+    own = ChatTemplate.load(path)
+    assert own is not None
+    template = ChatTemplate(TEMPLATES[name], own.special_tokens) if name in TEMPLATES else own
+    chat = [*CHAT[:2], {"role": "assistant", "content": content}]
+    theirs = tokenizer.apply_chat_template(chat, chat_template=TEMPLATES.get(name), tokenize=False, continue_final_message=True)
+    assert template.render_open(chat, {}) == theirs
+    assert theirs.endswith(content.strip() if name == "trims" else content)
+
+
+@pytest.mark.parametrize(
+    ("source", "words"),
+    [
+        ("{{ raise_exception('roles must alternate') }}", "roles must alternate"),
+        ("{% for %}", "xpected"),
+        ("{{ messages[9].content.x }}", "no element 9"),
+        ("{{ ''.__class__.__mro__ }}", "unsafe"),
+        ("{{ dict.__class__.__init__.__globals__ }}", "unsafe"),
+        ("{% set ns = namespace() %}{% set ns.__class__ = 1 %}", "__class__"),
+        ("{{ messages.append(1) }}", "unsafe"),
+        ("{% for i in range(10**9) %}{% endfor %}", "Range too big"),
+        ("{{ 1 // 0 }}", "division"),
+        ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "recursion"),
+    ],
+)
+def test_what_a_template_cannot_do_is_its_error(source: str, words: str) -> None:
+    with pytest.raises(Refusal, match=words) as caught:
+        ChatTemplate(source, {}).render(CHAT, True, {})
+    assert (caught.value.status, caught.value.error_type, caught.value.param) == (422, "template_error", "messages")
+
+
+def test_a_template_that_drops_the_last_message_cannot_continue_it() -> None:
+    with pytest.raises(Refusal, match="cannot be continued"):
+        ChatTemplate("{{ messages[0].content }}", {}).render_open(CHAT, {})
+
+
+def test_where_a_template_is_found(tmp_path: Path) -> None:
+    assert ChatTemplate.load(tmp_path) is None
+    eos = {"content": "</s>", "lstrip": False}
+    write(
+        tmp_path, "tokenizer_config.json", {"chat_template": "config{{ bos_token }}{{ eos_token }}", "bos_token": "<s>", "eos_token": eos}
+    )
+    assert rendered(tmp_path) == "config<s></s>"
+    several = [{"name": "rag", "template": "rag"}, {"name": "default", "template": "of several"}]
+    write(tmp_path, "tokenizer_config.json", {"chat_template": several})
+    assert rendered(tmp_path) == "of several"
+    write(tmp_path, "chat_template.json", {"chat_template": "of a processor"})
+    assert rendered(tmp_path) == "of a processor"
+    (tmp_path / "chat_template.jinja").write_text("of its own file é")
+    assert rendered(tmp_path) == "of its own file é"
+
+
+def test_another_tokenizer_config_wins(tmp_path: Path) -> None:
+    (tmp_path / "chat_template.jinja").write_text("of its own file")
+    write(tmp_path, "tokenizer_config.json", {"bos_token": "<s>"})
+    write(tmp_path, "other.json", {"chat_template": "other{{ bos_token }}"})
+    template = ChatTemplate.load(tmp_path, str(tmp_path / "other.json"))
+    assert template is not None and template.render(CHAT, True, {}) == "other<s>"
+
+
+@pytest.mark.parametrize(("name", "cause"), [("tokenizer_config.json", "has no chat_template"), ("nowhere.json", "does not exist")])
+def test_another_tokenizer_config_without_a_template_is_refused(name: str, cause: str, tmp_path: Path) -> None:
+    write(tmp_path, "tokenizer_config.json", {"bos_token": "<s>"})
+    with pytest.raises(SettingError, match=f"^TOKENIZER_CONFIG_PATH: {tmp_path / name} {cause}$"):
+        ChatTemplate.load(tmp_path, str(tmp_path / name))
+
+
+def write(path: Path, name: str, content: object) -> None:
+    (path / name).write_text(json.dumps(content))
+
+
+def rendered(path: Path) -> str:
+    template = ChatTemplate.load(path)
+    assert template is not None
+    return template.render(CHAT, True, {})

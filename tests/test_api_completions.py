@@ -1,0 +1,121 @@
+"""/v1/completions through real HTTP and a real broker, from a worker whose tokens are scripted."""
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from api.answer_openai import FINGERPRINT
+from common.messages import Generate, unpack_ids
+from deploy.broker import Broker
+from tests.fake_worker import Answer
+from tests.openai_frames import TOKENIZER, answering, frames, ids, logprobs, streamed
+from tests.waiting import wait_until
+
+PATH = "/v1/completions"
+
+
+def repeat(request: Generate) -> Answer:
+    """The prompt and how often it was asked."""
+    choice = request.sampling.choice if request.sampling else 0
+    return Answer(ids(f"{TOKENIZER.decode(unpack_ids(request.prompt_ids))} {choice}"))
+
+
+async def test_the_frames_of_a_stream(broker: Broker) -> None:
+    async with answering(broker.url, Answer(ids(" é b"))) as (_, _, client):
+        found = frames(await streamed(client, PATH, {"prompt": "a", "stream_options": {"include_usage": True}}))
+    known = {"id": found[0]["id"], "object": "text_completion", "created": found[0]["created"], "model": "smollm2"}
+    assert known["id"].startswith("cmpl-")
+    known |= {"system_fingerprint": FINGERPRINT}
+    choices = [
+        {"index": 0, "text": " é", "logprobs": None, "finish_reason": None, "stop_reason": None},
+        {"index": 0, "text": " b", "logprobs": None, "finish_reason": None, "stop_reason": None},
+        {"index": 0, "text": "", "logprobs": None, "finish_reason": "stop", "stop_reason": None},
+    ]
+    usage = {"prompt_tokens": 1, "completion_tokens": 3, "total_tokens": 4}
+    assert found == [*({**known, "choices": [choice], "usage": None} for choice in choices), {**known, "choices": [], "usage": usage}]
+
+
+async def test_choices_stand_in_the_order_of_the_prompts(broker: Broker) -> None:
+    async with answering(broker.url, repeat) as (worker, gateway, client):
+        response = await client.post(PATH, json={"prompt": ["a b", "c", "d e f"], "n": 2})
+        found = frames(await streamed(client, PATH, {"prompt": ["a b", "c", "d e f"], "n": 2}))
+        await wait_until(lambda: not gateway.relay.streams)
+    answer = response.json()
+    texts = ["a b 0", "a b 1", "c 0", "c 1", "d e f 0", "d e f 1"]
+    assert [(choice["index"], choice["text"]) for choice in answer["choices"]] == list(enumerate(texts))
+    num_new = sum(len(ids(text)) + 1 for text in texts)
+    assert answer["usage"] == {"prompt_tokens": 6, "completion_tokens": num_new, "total_tokens": 6 + num_new}
+    assert response.headers["x-prompt-tokens"] == "6" and response.headers["x-generated-tokens"] == str(num_new)
+    assert response.headers["x-compute-characters"] == str(len("a bcd e f"))
+    shown = [""] * 6
+    for choice in (choice for frame in found for choice in frame["choices"]):
+        shown[choice["index"]] += choice["text"]
+    assert shown == texts
+    assert len({request.request_id.partition(".")[0] for request in worker.seen}) == 2
+
+
+@pytest.mark.parametrize(
+    ("prompt", "prompts"),
+    [("a b", [ids("a b")]), (["a", "b"], [ids("a"), ids("b")]), ([5, 6], [[5, 6]]), ([[5], [6, 7]], [[5], [6, 7]])],
+)
+async def test_prompts_are_texts_or_ids(broker: Broker, prompt: Any, prompts: list[list[int]]) -> None:
+    async with answering(broker.url, Answer(ids("x"))) as (worker, _, client):
+        assert (await client.post(PATH, json={"prompt": prompt})).status_code == 200
+    assert [unpack_ids(request.prompt_ids) for request in worker.seen] == prompts
+
+
+async def test_logprobs_are_parallel_lists(broker: Broker) -> None:
+    """The text is not as long as its tokens: what is special is not shown, and a character may need several."""
+    async with answering(broker.url, Answer(ids("a🙂 b"), ends=False)) as (_, _, client):
+        body = {"prompt": "a", "max_tokens": 4}
+        [choice] = (await client.post(PATH, json=body | {"logprobs": 2})).json()["choices"]
+        [plain] = (await client.post(PATH, json=body | {"logprobs": 0})).json()["choices"]
+        found = frames(await streamed(client, PATH, body | {"logprobs": 2}))
+    told = choice["logprobs"]
+    assert choice["text"] == "a🙂 b"
+    assert told["tokens"] == ["a", "\ufffd", "\ufffd\ufffd", " b"]
+    assert told["text_offset"] == [0, 1, 1, 2]
+    assert told["token_logprobs"] == logprobs(4)
+    assert told["top_logprobs"][0] == {"a": logprobs(1)[0], "b": pytest.approx(logprobs(1)[0] - 1)}
+    assert plain["logprobs"]["top_logprobs"][3] == {" b": logprobs(4)[3]}
+    for name, values in told.items():
+        assert [value for frame in found for value in frame["choices"][0]["logprobs"][name]] == values
+
+
+async def test_echo(broker: Broker) -> None:
+    async with answering(broker.url, Answer(ids(" b"))) as (_, _, client):
+        for prompt, text in (("a é", "a é b"), (ids("a é"), "a é b")):
+            assert (await client.post(PATH, json={"prompt": prompt, "echo": True})).json()["choices"][0]["text"] == text
+            found = frames(await streamed(client, PATH, {"prompt": prompt, "echo": True}))
+            assert [frame["choices"][0]["text"] for frame in found] == ["a é", " b", ""]
+
+
+async def test_special_tokens_on_demand(broker: Broker) -> None:
+    answer = Answer([*ids("a"), TOKENIZER.token_to_id("<|im_start|>"), *ids(" b")])
+    async with answering(broker.url, answer) as (_, _, client):
+        for body, text in (({}, "a b"), ({"skip_special_tokens": False}, "a<|im_start|> b")):
+            assert (await client.post(PATH, json={"prompt": "a", **body})).json()["choices"][0]["text"] == text
+
+
+async def test_a_failing_prompt_fails_all(broker: Broker) -> None:
+    def answer(request: Generate) -> Answer:
+        return Answer(ids("x"), error="poison") if unpack_ids(request.prompt_ids) == ids("bad") else Answer(ids("a b c"), ends=False)
+
+    async with answering(broker.url, answer) as (worker, gateway, client):
+        found = frames(await streamed(client, PATH, {"prompt": ["good", "bad"]}))
+        await wait_until(lambda: not worker.live and not gateway.relay.streams)
+    assert found[-1]["error"]["message"].endswith("poison")
+
+
+async def test_all_prompts_or_none_are_admitted(broker: Broker) -> None:
+    async with answering(broker.url, Answer(ids("x"), ends=False), max_concurrent_requests=3) as (worker, gateway, client):
+        task = asyncio.create_task(client.post(PATH, json={"prompt": ["a", "b"]}))
+        await wait_until(lambda: len(worker.live) == 2)
+        refused = await client.post(PATH, json={"prompt": ["a", "b"], "stream": True})
+        assert (refused.status_code, refused.json()["error"]["type"]) == (429, "rate_limit_exceeded")
+        await wait_until(lambda: len(worker.live) == 2 and len(gateway.relay.streams) == 2)
+        never = await client.post(PATH, json={"prompt": ["a", "b"], "n": 2})
+        assert (never.status_code, never.json()["error"]["param"]) == (400, "n") and "MAX_CONCURRENT_REQUESTS is 3" in never.text
+        task.cancel()
+        await wait_until(lambda: not worker.live and not gateway.relay.streams)

@@ -1,0 +1,165 @@
+"""What TGI's routes do beyond plain text: several answers, the likeliest tokens, seeds, the prompt before the text, POST /."""
+
+from typing import Any
+
+import httpx
+import pytest
+
+from api.answer_tgi import frames
+from api.best_of import ranked
+from api.stream import Stream
+from common.messages import Generate, Sampling, Terminal, Tokens, pack_floats, pack_ids, unpack_floats
+from deploy.broker import Broker
+from tests.fake_worker import EOS, Answer, working
+from tests.gateways import ready, serving, vocabulary
+from tests.test_api_frames import frames as parsed
+from tests.waiting import wait_until
+
+TOKENIZER = vocabulary().tokenizer
+
+
+def ids(text: str) -> list[int]:
+    found: list[int] = TOKENIZER.encode(text).ids
+    return found
+
+
+def described(token_id: int, logprob: float) -> dict[str, Any]:
+    """A token by itself, as TGI shows it."""
+    logprob = unpack_floats(pack_floats([logprob]))[0]
+    return {
+        "id": token_id,
+        "text": TOKENIZER.decode([token_id], skip_special_tokens=False),
+        "logprob": logprob,
+        "special": token_id in vocabulary().special_ids,
+    }
+
+
+async def test_the_likeliest_tokens_beside_each(broker: Broker) -> None:
+    """Streamed they stand in each frame, else in the details."""
+    body = {"inputs": "Hi", "parameters": {"details": True, "top_n_tokens": 2, "do_sample": True, "seed": 7}}
+    async with working(broker.url, TOKENIZER, lambda _: Answer(ids("one two"))), serving(broker.url) as (gateway, client):
+        await ready(gateway)
+        whole = (await client.post("/generate", json=body)).json()
+        shown = parsed((await client.post("/generate_stream", json=body)).content)
+    tokens = [described(token_id, -0.1 - i / 7) for i, token_id in enumerate([*ids("one two"), EOS])]
+    tops = [[token, described(token["id"] + 1, token["logprob"] - 1)] for token in tokens]
+    about = {"finish_reason": "eos_token", "generated_tokens": 3, "seed": 7}
+    assert whole == {"generated_text": "one two", "details": about | {"prefill": [], "tokens": tokens, "top_tokens": tops}}
+    assert list(whole["details"]) == ["finish_reason", "generated_tokens", "seed", "prefill", "tokens", "top_tokens"]
+    assert [frame["top_tokens"] for frame in shown] == tops
+    assert list(shown[0]) == ["index", "token", "top_tokens", "generated_text", "details"]
+    assert shown[-1]["details"] == about | {"input_length": 1}
+
+
+@pytest.mark.parametrize("path", ["/generate", "/generate_stream"])
+async def test_a_seed_is_told_where_tokens_were_drawn(broker: Broker, path: str) -> None:
+    async def seed(client: httpx.AsyncClient, parameters: dict[str, Any]) -> Any:
+        response = await client.post(path, json={"inputs": "Hi", "parameters": {"details": True} | parameters})
+        answer = parsed(response.content)[-1] if path == "/generate_stream" else response.json()
+        return answer["details"]["seed"]
+
+    async with working(broker.url, TOKENIZER, lambda _: Answer(ids("one"))) as worker, serving(broker.url) as (gateway, client):
+        await ready(gateway)
+        assert await seed(client, {"temperature": 0.5, "seed": 2**64 - 1}) == 2**64 - 1
+        assert await seed(client, {"seed": 5}) is None
+        assert await seed(client, {"repetition_penalty": 1.5, "seed": 5}) is None
+        drawn = await seed(client, {"top_k": 3})
+        assert drawn == worker.seen[-1].sampling.seed and 0 <= drawn < 2**63
+
+
+async def test_the_best_of_several_answers(broker: Broker) -> None:
+    """Here the shorter one is the likelier. Each has a seed of its own, which is told with it."""
+    texts = iter(["one two three", "one"])
+    body = {"inputs": "Hi", "parameters": {"details": True, "best_of": 2, "temperature": 0.7, "return_full_text": True}}
+    async with working(broker.url, TOKENIZER, lambda _: Answer(ids(next(texts)))) as worker, serving(broker.url) as (gateway, client):
+        await ready(gateway)
+        response = await client.post("/generate", json=body)
+    answer = response.json()
+    assert answer["generated_text"] == "Hione"
+    assert list(answer["details"]) == ["finish_reason", "generated_tokens", "seed", "prefill", "tokens", "best_of_sequences"]
+    [other] = answer["details"]["best_of_sequences"]
+    assert list(other) == ["generated_text", "finish_reason", "generated_tokens", "seed", "prefill", "tokens"]
+    assert (other["generated_text"], other["generated_tokens"]) == ("Hione two three", 4)
+    assert [request.sampling.seed for request in worker.seen] == [other["seed"], answer["details"]["seed"]]
+    assert [request.sampling.choice for request in worker.seen] == [0, 0] and other["seed"] != answer["details"]["seed"]
+    assert [request.request_id for request in worker.seen] == [f"{response.headers['x-request-id']}.{i}" for i in (0, 1)]
+    assert response.headers["x-generated-tokens"] == "2"
+
+
+async def test_one_failure_of_several_answers_is_told(broker: Broker) -> None:
+    answers = iter([Answer(ids("one")), Answer([], error="two workers died")])
+    async with working(broker.url, TOKENIZER, lambda _: next(answers)), serving(broker.url) as (gateway, client):
+        await ready(gateway)
+        response = await client.post("/generate", json={"inputs": "Hi", "parameters": {"best_of": 2, "do_sample": True}})
+        assert (response.status_code, response.json()["error_type"]) == (424, "generation")
+        await wait_until(lambda: not gateway.relay.streams)
+
+
+async def test_all_or_none_of_several_answers_are_admitted(broker: Broker) -> None:
+    body = {"inputs": "Hi", "parameters": {"best_of": 2, "do_sample": True}}
+    endless = Answer(ids("one") * 200, ends=False)
+    async with (
+        working(broker.url, TOKENIZER, lambda _: endless) as worker,
+        serving(broker.url, max_concurrent_requests=1) as (gateway, client),
+    ):
+        await ready(gateway)
+        worker.going.clear()
+        response = await client.post("/generate", json=body)
+        assert (response.status_code, response.json()["error_type"]) == (429, "overloaded")
+        worker.going.set()
+
+        async def nothing_is_left() -> bool:
+            return not gateway.relay.streams and not await worker.redis.xlen(worker.keys.requests)
+
+        await wait_until(nothing_is_left)
+
+
+async def test_post_to_the_root(broker: Broker) -> None:
+    """Its text begins with the prompt unless that is denied; an array of one, or a stream."""
+    async with working(broker.url, TOKENIZER, lambda _: Answer(ids(" one"))), serving(broker.url) as (gateway, client):
+        await ready(gateway)
+
+        async def text(**fields: Any) -> Any:
+            return (await client.post("/", json={"inputs": "Hi"} | fields)).json()
+
+        assert await text() == [{"generated_text": "Hi one"}]
+        assert await text(stream=None, parameters={"return_full_text": None}) == [{"generated_text": "Hi one"}]
+        assert await text(parameters={"return_full_text": False}) == [{"generated_text": " one"}]
+        streamed = await client.post("/", json={"inputs": "Hi", "stream": True})
+        assert streamed.headers["content-type"] == "text/event-stream"
+        assert [frame["generated_text"] for frame in parsed(streamed.content)] == [None, "Hi one"]
+        same = await client.post("/generate_stream", json={"inputs": "Hi", "parameters": {"return_full_text": True}})
+        assert same.content == streamed.content
+        for path in ("/generate", "/generate_stream"):
+            plain = await client.post(path, json={"inputs": "Hi"})
+            assert b'"generated_text":" one"' in plain.content
+
+
+async def test_a_stop_id_ends_an_answer_and_is_part_of_it(broker: Broker) -> None:
+    two = ids(" two")[0]
+    body = {"inputs": "Hi", "parameters": {"stop_token_ids": [two], "details": True}}
+    async with working(broker.url, TOKENIZER, lambda _: Answer(ids("one two three"))), serving(broker.url) as (gateway, client):
+        await ready(gateway)
+        whole = (await client.post("/generate", json=body)).json()
+        last = parsed((await client.post("/generate_stream", json=body)).content)[-1]
+    assert (whole["generated_text"], whole["details"]["finish_reason"]) == ("one two", "stop_sequence")
+    assert (last["generated_text"], last["details"]["finish_reason"], last["token"]["id"]) == ("one two", "stop_sequence", two)
+
+
+def ended(logprobs: list[float]) -> Stream:
+    one = Stream(Generate("r", "", pack_ids([1]), 9, sampling=Sampling(temperature=1.0, seed=3)), vocabulary())
+    one.take(Tokens("r", 1, 0, pack_ids([5] * len(logprobs)), pack_floats(logprobs), ["x"] * len(logprobs)))
+    one.end(Terminal("r", "length", len(logprobs)))
+    return one
+
+
+def test_the_best_has_the_highest_mean_log_probability() -> None:
+    """Not the highest sum: the longer answer is the better one here."""
+    short, long = ended([-1.0]), ended([-0.5, -0.6, -0.7])
+    assert ranked([short, long]) == [long, short]
+
+
+async def test_what_was_asked_for_decides_whether_the_last_frame_has_details() -> None:
+    for wanted in (True, False):
+        [content] = [one async for one in frames(ended([-1.0]), "", wanted)]
+        assert (parsed(content)[-1]["details"] is not None) is wanted

@@ -1,0 +1,148 @@
+"""What a gateway counts, and what it answers to Prometheus."""
+
+import re
+from typing import Any
+
+import httpx
+import pytest
+import redis
+
+from common.messages import Generate
+from deploy.broker import Broker
+from tests import brokers
+from tests.fake_worker import Answer, FakeWorker, working
+from tests.gateways import ready, serving, stream, vocabulary
+from tests.waiting import wait_until
+
+TOKENIZER = vocabulary().tokenizer
+IDS = TOKENIZER.encode(" the sea is so blue").ids
+
+
+def scripted(request: Generate) -> Answer:
+    return Answer(IDS, error="" if request.max_new_tokens != 13 else "the worker says no")
+
+
+def body(**parameters: Any) -> dict[str, Any]:
+    return {"inputs": "The sky", "parameters": parameters}
+
+
+class Figures:
+    """What /metrics said at first; calling it gives what has been added to a series since."""
+
+    def __init__(self, client: httpx.AsyncClient) -> None:
+        self.client = client
+        self.before: dict[str, float] = {}
+
+    async def read(self) -> dict[str, float]:
+        response = await self.client.get("/metrics")
+        assert response.status_code == 200
+        assert response.headers["content-type"] == "text/plain; version=0.0.4; charset=utf-8"
+        lines = [line.rsplit(" ", 1) for line in response.text.splitlines() if not line.startswith("#")]
+        return {name: float(value) for name, value in lines}
+
+    async def begin(self) -> "Figures":
+        self.before = await self.read()
+        return self
+
+    async def added(self, name: str) -> float:
+        return (await self.read())[name] - self.before.get(name, 0.0)
+
+    async def until(self, name: str, value: float) -> None:
+        async def reached() -> bool:
+            return await self.added(name) == value
+
+        await wait_until(reached, 20)
+
+
+async def test_requests_their_times_and_lengths(broker: Broker) -> None:
+    async with working(broker.url, TOKENIZER, scripted, step_s=0.02), serving(broker.url) as (gateway, client):
+        await ready(gateway)
+        figures = await Figures(client).begin()
+        await stream(client, body())
+        assert (await client.post("/generate", json=body(max_new_tokens=3))).status_code == 200
+        await figures.until("tgi_request_success", 2)
+        assert await figures.added("tgi_request_count") == 2
+        for name in ("request", "request_validation", "request_queue", "request_inference", "request_mean_time_per_token"):
+            assert await figures.added(f"tgi_{name}_duration_count") == 2, name
+        assert await figures.added("tgi_request_generated_tokens_sum") == len(IDS) + 1 + 3
+        assert await figures.added("tgi_request_input_length_sum") == 2 * len(TOKENIZER.encode("The sky").ids)
+        assert 0.02 * len(IDS) <= await figures.added("tgi_request_duration_sum") <= 20
+        ours = 'class="default",pool="default"'
+        assert await figures.added(f"tokenfleet_time_to_first_token_seconds_count{{{ours}}}") == 2
+        assert await figures.added(f"tokenfleet_inter_token_latency_seconds_count{{{ours}}}") == len(IDS) + 2
+        assert await figures.added(f'tokenfleet_requests_total{{{ours},reason="length"}}') == 1
+
+
+async def test_failures_by_cause(broker: Broker) -> None:
+    async with working(broker.url, TOKENIZER, scripted) as worker, serving(broker.url, max_concurrent_requests=1) as (gateway, client):
+        await ready(gateway)
+        figures = await Figures(client).begin()
+        assert (await client.post("/generate", json={"inputs": ""})).status_code == 422
+        assert (await client.post("/v1/completions", json={"prompt": 5.5})).status_code == 400
+        assert (await client.post("/generate", json=body(max_new_tokens=13))).status_code == 424
+        assert (await client.post("/fleet/processes/x/kill")).status_code == 403
+        await gone(client, worker)
+        await figures.until('tgi_request_failure{err="dropped"}', 1)
+        await overload(client, worker)
+        await figures.until('tgi_request_failure{err="overloaded"}', 1)
+        assert await figures.added('tgi_request_failure{err="validation"}') == 2
+        assert await figures.added('tgi_request_failure{err="generation"}') == 1
+        assert await figures.added("tgi_request_count") == 6
+
+
+async def gone(client: httpx.AsyncClient, worker: FakeWorker) -> None:
+    """A client that goes before its answer comes."""
+    worker.going.clear()
+    with pytest.raises(httpx.ReadTimeout):
+        await client.post("/generate", json=body(), timeout=0.3)
+    worker.going.set()
+    await wait_until(lambda: not worker.live)
+
+
+async def overload(client: httpx.AsyncClient, worker: FakeWorker) -> None:
+    """One request more than may be live."""
+    worker.going.clear()
+    async with client.stream("POST", "/generate_stream", json=body()) as first:
+        assert (await client.post("/generate", json=body())).status_code == 429
+        worker.going.set()
+        await first.aread()
+
+
+async def test_what_is_there(broker: Broker) -> None:
+    async with working(broker.url, TOKENIZER, scripted) as worker, serving(broker.url) as (gateway, client):
+        await ready(gateway)
+        worker.going.clear()
+        async with client.stream("POST", "/generate_stream", json=body()):
+            found = await Figures(client).read()
+            assert found['tokenfleet_workers{pool="default",state="ready"}'] == 1
+            assert found["tgi_queue_size"] == found['tokenfleet_live_requests{pool="default"}'] == 1
+            assert found["tgi_batch_max_total_tokens"] == 64 * 16
+            assert found['tokenfleet_kv_cache_usage_ratio{pool="default"}'] == 0
+            assert found['tokenfleet_broker_up{pool="default"}'] == 1
+            worker.going.set()
+        await worker.announce("draining")
+        assert (await Figures(client).read())['tokenfleet_workers{pool="default",state="draining"}'] == 1
+
+
+async def test_a_broker_that_is_gone_is_told_and_nothing_else() -> None:
+    with brokers.running() as own:
+        async with serving(own.url) as (_, client):
+            assert (await Figures(client).read())['tokenfleet_broker_up{pool="default"}'] == 1
+            shut(own)
+            found = await Figures(client).read()
+            assert found == {'tokenfleet_broker_up{pool="default"}': 0}
+
+
+def shut(own: Broker) -> None:
+    with redis.Redis.from_url(own.url) as client:
+        client.shutdown(nosave=True)
+
+
+async def test_lines_of_a_gateway_have_the_request_s_id(broker: Broker, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "api.meter")
+    async with working(broker.url, TOKENIZER, scripted), serving(broker.url) as (gateway, client):
+        await ready(gateway)
+        response = await client.post("/generate", json=body(max_new_tokens=3))
+    [line] = [one for one in caplog.records if one.name == "api.meter"]
+    assert line.request_id == response.headers["x-request-id"]  # type: ignore[attr-defined]
+    assert re.fullmatch(r"request \w+: length after 3 tokens and \d\.\d{3} s", line.getMessage())

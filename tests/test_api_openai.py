@@ -1,0 +1,104 @@
+"""OpenAI's own package against a whole fleet with the real model."""
+
+from collections.abc import AsyncIterator, Iterator
+from typing import Any
+
+import openai
+import pytest
+from openai import AsyncOpenAI
+from transformers import AutoTokenizer
+
+from common import model_files
+from tests.fleet import Fleet
+from tests.openai_frames import TOKENIZER
+
+MODEL = "smollm2"
+CHAT: list[Any] = [{"role": "user", "content": "Name three colours."}]
+GREEDY: dict[str, Any] = {"model": MODEL, "messages": CHAT, "temperature": 0, "max_tokens": 12}
+
+
+@pytest.fixture(scope="module")
+def fleet() -> Iterator[Fleet]:
+    with Fleet(kv_cache_bytes="64MiB") as fleet:
+        yield fleet
+
+
+@pytest.fixture
+async def client(fleet: Fleet) -> AsyncIterator[AsyncOpenAI]:
+    async with AsyncOpenAI(base_url=f"{fleet.base_url}/v1", api_key="none", max_retries=0, timeout=300) as client:
+        yield client
+
+
+async def test_a_chat_is_the_same_streamed_and_whole(client: AsyncOpenAI) -> None:
+    whole = await client.chat.completions.create(**GREEDY)
+    [choice] = whole.choices
+    tokenizer = AutoTokenizer.from_pretrained(model_files.resolve(MODEL))
+    prompt = tokenizer.apply_chat_template(CHAT, add_generation_prompt=True, tokenize=False)
+    same = await client.completions.create(model=MODEL, prompt=prompt, temperature=0, max_tokens=12)
+    assert choice.message.content and choice.message.content == same.choices[0].text
+    assert whole.usage is not None and whole.usage.prompt_tokens == len(tokenizer(prompt)["input_ids"])
+    chunks = [chunk async for chunk in await client.chat.completions.create(**GREEDY, stream=True, stream_options={"include_usage": True})]
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks[:-1]) == choice.message.content
+    assert chunks[0].choices[0].delta.role == "assistant"
+    assert chunks[-2].choices[0].finish_reason == choice.finish_reason
+    assert chunks[-1].usage == whole.usage
+    assert len({chunk.id for chunk in chunks}) == 1
+
+
+async def test_choices_differ_and_a_seed_repeats_them(client: AsyncOpenAI) -> None:
+    async def texts(seed: int) -> list[str | None]:
+        warm = GREEDY | {"temperature": 1.5, "n": 2, "seed": seed}
+        return [choice.message.content for choice in (await client.chat.completions.create(**warm)).choices]
+
+    first, again, other = await texts(1), await texts(1), await texts(2)
+    assert first == again
+    assert len({*first, *other}) == 4
+
+
+async def test_a_stop_string_ends_the_answer(client: AsyncOpenAI) -> None:
+    text = (await client.chat.completions.create(**GREEDY)).choices[0].message.content
+    assert text is not None
+    stop = text[7:12]
+    [choice] = (await client.chat.completions.create(**GREEDY, stop=[stop])).choices
+    assert choice.finish_reason == "stop"
+    assert choice.message.content == text[: text.index(stop)]
+
+
+async def test_logprobs_and_what_a_bias_does_to_them(client: AsyncOpenAI) -> None:
+    body = GREEDY | {"logprobs": True, "top_logprobs": 3, "max_tokens": 4}
+    [free] = (await client.chat.completions.create(**body)).choices
+    assert free.logprobs is not None and free.logprobs.content is not None
+    assert len(free.logprobs.content) == 4
+    for one in free.logprobs.content:
+        assert bytes(one.bytes or []).decode() == one.token == one.top_logprobs[0].token
+        assert [top.logprob for top in one.top_logprobs] == sorted((top.logprob for top in one.top_logprobs), reverse=True)
+        assert one.logprob == pytest.approx(one.top_logprobs[0].logprob)
+    likeliest = TOKENIZER.encode(free.logprobs.content[0].token).ids[0]
+    [biased] = (await client.chat.completions.create(**body, logit_bias={str(likeliest): -100})).choices
+    assert biased.logprobs is not None and biased.logprobs.content is not None
+    assert biased.logprobs.content[0].token == free.logprobs.content[0].top_logprobs[1].token
+    assert biased.logprobs.content[0].top_logprobs == free.logprobs.content[0].top_logprobs, "they are of the model's own distribution"
+
+
+async def test_prompts_as_texts_and_ids(client: AsyncOpenAI) -> None:
+    texts = ["The capital of France is", "1, 1, 2, 3, 5,"]
+    body: dict[str, Any] = {"model": MODEL, "temperature": 0, "max_tokens": 6}
+    by_text = await client.completions.create(prompt=texts, logprobs=1, **body)
+    by_ids = await client.completions.create(prompt=[TOKENIZER.encode(text).ids for text in texts], **body)
+    assert [choice.text for choice in by_text.choices] == [choice.text for choice in by_ids.choices]
+    assert "Paris" in by_text.choices[0].text
+    told = by_text.choices[0].logprobs
+    assert told is not None and told.tokens is not None and "".join(told.tokens) == by_text.choices[0].text
+
+
+async def test_refusals_are_the_exceptions_of_the_package(client: AsyncOpenAI) -> None:
+    with pytest.raises(openai.BadRequestError) as caught:
+        await client.chat.completions.create(**GREEDY | {"temperature": -1}, stream=True)
+    assert (caught.value.param, caught.value.type) == ("temperature", "invalid_request_error")
+    with pytest.raises(openai.NotFoundError) as missing:
+        await client.chat.completions.create(**GREEDY | {"model": "gpt-5"})
+    assert missing.value.code == "model_not_found"
+    with pytest.raises(openai.BadRequestError, match="`tools` is not supported yet"):
+        await client.chat.completions.create(**GREEDY, tools=[{"type": "function", "function": {"name": "f"}}])
+    assert [model.id async for model in client.models.list()] == [MODEL]
+    assert (await client.models.retrieve(MODEL)).id == MODEL

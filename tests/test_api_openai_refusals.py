@@ -1,0 +1,148 @@
+"""What OpenAI's routes do not serve is refused by name, in OpenAI's words."""
+
+from collections.abc import AsyncIterator
+from typing import Any
+
+import httpx
+import pytest
+from openai.types import completion_create_params
+from openai.types.chat import completion_create_params as chat_create_params
+
+from api.schemas_openai import UNSERVED, ChatRequest, CompletionRequest
+from deploy.broker import Broker
+from tests.fake_worker import Answer
+from tests.openai_frames import answering, ids
+
+CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "Hi"}]}
+PROMPT: dict[str, Any] = {"prompt": "Hi"}
+LABELS = {
+    "metadata",
+    "prompt_cache_key",
+    "prompt_cache_options",
+    "prompt_cache_retention",
+    "safety_identifier",
+    "service_tier",
+    "store",
+    "user",
+}
+"""Accepted without effect."""
+
+
+def user(content: object, **fields: object) -> dict[str, Any]:
+    return {"messages": [{"role": "system", "content": "S"}, {"role": "user", "content": content} | fields]}
+
+
+IMAGE = {"type": "image_url", "image_url": {"url": "http://x/y.png"}}
+REFUSED: list[tuple[dict[str, Any], str, str]] = [
+    (CHAT | {"temperature": "1"}, "temperature", "valid number"),
+    (CHAT | {"temperature": -0.1}, "temperature", "at least 0"),
+    (CHAT | {"top_p": 1.1}, "top_p", "at most 1"),
+    (CHAT | {"n": 129}, "n", "at most 128"),
+    (CHAT | {"presence_penalty": 2.1}, "presence_penalty", "at most 2"),
+    (CHAT | {"max_tokens": 0}, "max_tokens", "strictly positive"),
+    (CHAT | {"max_completion_tokens": 10_000}, "max_completion_tokens", "1024"),
+    (CHAT | {"max_tokens": 1, "max_completion_tokens": 2}, "max_completion_tokens", "differ"),
+    (CHAT | {"max_tokens": 2, "min_tokens": 3}, "min_tokens", "at most 2"),
+    (CHAT | {"stop": list("abcde")}, "stop", "up to 4"),
+    (CHAT | {"stop": [1]}, "stop", "a string or a list of strings"),
+    (CHAT | {"stop_token_ids": [-1]}, "stop_token_ids", "at least 0"),
+    (CHAT | {"logit_bias": {"a": 1}}, "logit_bias", "'a'"),
+    (CHAT | {"logit_bias": {"9" * 5000: 1}}, "logit_bias", "token ids"),
+    (CHAT | {"logit_bias": {"999999": 1}}, "logit_bias", "999999"),
+    (CHAT | {"logit_bias": {"1": 101}}, "logit_bias", "at most 100"),
+    (CHAT | {"top_logprobs": 1}, "top_logprobs", "needs `logprobs`"),
+    (CHAT | {"logprobs": True, "top_logprobs": 6}, "top_logprobs", "at most 5"),
+    (CHAT | {"truncate_prompt_tokens": 0}, "truncate_prompt_tokens", "positive"),
+    (CHAT | {"stream_options": {"include_usage": True}}, "stream_options", "`stream`"),
+    (CHAT | {"max_new_tokens": 5}, "max_new_tokens", "no field of this route"),
+    (CHAT | {"response_format": {"type": "json_object"}}, "response_format", "not supported yet"),
+    (CHAT | {"tools": [{"type": "function"}]}, "tools", "not supported yet"),
+    (CHAT | {"tool_choice": "auto"}, "tool_choice", "not supported yet"),
+    (CHAT | {"continue_final_message": True, "add_generation_prompt": True}, "continue_final_message", "exclude"),
+    (CHAT | {"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs", "`messages`"),
+    ({"messages": []}, "messages", "empty"),
+    ({}, "messages", "required"),
+    (user("a" * 20_000), "messages", "at most 1023 tokens"),
+    (user(None), "messages[1].content", "required"),
+    (user("a", role="wizard"), "messages[1].role", "'wizard'"),
+    (user("a", role="tool"), "messages[1].role", "not supported yet"),
+    (user("a", tool_calls=[{"id": "1"}]), "messages[1].tool_calls", "not supported yet"),
+    (user([{"type": "text", "text": "What is this?"}, IMAGE]), "messages[1].content", "this model takes text only"),
+    (user([{"type": "text"}]), "messages[1].content", "text` is required"),
+    (PROMPT | {"prompt": []}, "prompt", "empty"),
+    (PROMPT | {"prompt": ""}, "prompt", "empty"),
+    (PROMPT | {"prompt": [""]}, "prompt", "empty"),
+    (PROMPT | {"prompt": [[]]}, "prompt", "no tokens"),
+    (PROMPT | {"prompt": [10**6]}, "prompt", "1000000"),
+    (PROMPT | {"prompt": list("abcde")}, "prompt", "up to 4 prompts"),
+    (PROMPT | {"prompt": ["a", 1]}, "prompt", "a list of token ids"),
+    (PROMPT | {"prompt": {"a": 1}}, "prompt", "a list of token ids"),
+    (PROMPT | {"logprobs": True}, "logprobs", "valid integer"),
+    (PROMPT | {"logprobs": 6}, "logprobs", "at most 5"),
+    (PROMPT | {"max_completion_tokens": 6}, "max_completion_tokens", "no field of this route"),
+    (PROMPT | {"suffix": "a"}, "suffix", "not supported yet"),
+    (PROMPT | {"best_of": 2}, "best_of", "not supported yet"),
+    (PROMPT | {"echo": True, "logprobs": 0}, "echo", "not supported yet"),
+]
+
+
+@pytest.fixture
+async def client(broker: Broker) -> AsyncIterator[httpx.AsyncClient]:
+    async with answering(broker.url, Answer(ids("x"))) as (_, _, client):
+        yield client
+
+
+async def test_the_field_at_fault_is_named(client: httpx.AsyncClient) -> None:
+    for body, param, words in REFUSED:
+        path = "/v1/completions" if "prompt" in body else "/v1/chat/completions"
+        for streamed in ({}, {"stream": True}) if "stream_options" not in body else ({},):
+            response = await client.post(path, json=body | streamed)
+            error = response.json()["error"]
+            assert (response.status_code, error["type"], error["param"]) == (400, "invalid_request_error", param), (body, error)
+            assert words in error["message"] and f"`{param}" in error["message"], error
+
+
+async def test_whatever_is_not_served_is_named_unless_it_changes_nothing(client: httpx.AsyncClient) -> None:
+    for name, neutral in UNSERVED.items():
+        response = await client.post("/v1/chat/completions", json=CHAT | {name: "something"})
+        assert (response.status_code, response.json()["error"]["param"]) == (400, name)
+        assert response.json()["error"]["message"] == f"`{name}` is not supported yet"
+        for value in (None, *neutral):
+            assert (await client.post("/v1/chat/completions", json=CHAT | {name: value})).status_code == 200, (name, value)
+
+
+def test_nothing_that_openai_knows_is_overlooked() -> None:
+    chat = set(chat_create_params.CompletionCreateParamsBase.__annotations__)
+    completion = set(completion_create_params.CompletionCreateParamsBase.__annotations__)
+    assert chat <= set(ChatRequest.model_fields) | set(UNSERVED) | LABELS
+    assert completion <= set(CompletionRequest.model_fields) | set(UNSERVED) | LABELS
+
+
+async def test_models(client: httpx.AsyncClient) -> None:
+    for model in ("smollm2", "tgi", "dummy", "", None):
+        answer = await client.post("/v1/chat/completions", json=CHAT | {"model": model})
+        assert (answer.status_code, answer.json()["model"]) == (200, "smollm2")
+    for answer in (
+        await client.post("/v1/chat/completions", json=CHAT | {"model": "gpt-5"}),
+        await client.post("/v1/completions", json=PROMPT | {"model": "gpt-5"}),
+        await client.get("/v1/models/gpt-5"),
+    ):
+        error = {
+            "message": "The model `gpt-5` does not exist",
+            "type": "invalid_request_error",
+            "param": "model",
+            "code": "model_not_found",
+        }
+        assert (answer.status_code, answer.json()) == (404, {"error": error})
+    known = {"id": "smollm2", "object": "model", "created": 0, "owned_by": "smollm2"}
+    assert (await client.get("/v1/models")).json() == {"object": "list", "data": [known]}
+    assert (await client.get("/v1/models/smollm2")).json() == known
+
+
+async def test_bodies_that_cannot_be_read(client: httpx.AsyncClient) -> None:
+    json = {"content-type": "application/json"}
+    for path in ("/v1/chat/completions", "/v1/completions"):
+        for content, headers, status in ((b"{", json, 400), (b"[]", json, 400), (b"{}", {}, 415), (b" " * 2_000_001, json, 413)):
+            response = await client.post(path, content=content, headers=headers)
+            assert (response.status_code, response.json()["error"]["type"]) == (status, "invalid_request_error")
+        assert (await client.get(path)).status_code == 405

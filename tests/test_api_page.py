@@ -1,0 +1,172 @@
+"""The page in a browser, in front of a real fleet of two workers: a message streams, its worker is killed, and the answer is whole."""
+
+import contextlib
+import shutil
+from collections.abc import Iterator
+
+import httpx
+import pytest
+from playwright.sync_api import Browser, Page, expect, sync_playwright
+
+from deploy.broker import Broker, free_port
+from tests.fleet import Fleet
+from tests.test_api_server import start
+from tests.waiting import wait_until_sync
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+OPTIONS = ["--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"]
+SETTINGS = {"num_workers": 2, "dtype": "float32", "kv_cache_bytes": "64MiB", "demo": True, "threads": 1, "heartbeat_s": 0.1}
+QUESTION = "Count from one to two hundred in words."
+MAX_TOKENS = 128
+SOME_CHARS = 30
+ANSWER_MS = 60_000
+
+pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on PATH")
+
+
+@pytest.fixture(scope="module")
+def fleet() -> Iterator[Fleet]:
+    with Fleet(**SETTINGS) as fleet:
+        wait_until_sync(lambda: fleet.workers_ready() == 2, 60)
+        yield fleet
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=OPTIONS)
+        yield browser
+        browser.close()
+
+
+@pytest.fixture
+def page(fleet: Fleet, browser: Browser) -> Iterator[Page]:
+    """The page, which must not have complained to the console."""
+    context = browser.new_context(viewport={"width": 1280, "height": 800})
+    page = context.new_page()
+    complaints: list[str] = []
+    page.on("pageerror", lambda error: complaints.append(str(error)))
+    page.on("console", lambda message: complaints.append(message.text) if "Content Security Policy" in message.text else None)
+    page.goto(fleet.base_url)
+    expect(page.locator(".tile[data-kind=worker][data-state=ready]").first).to_be_visible(timeout=60_000)
+    yield page
+    context.close()
+    assert not complaints
+
+
+def undisturbed(fleet: Fleet, question: str) -> str:
+    body = {"model": "tgi", "messages": [{"role": "user", "content": question}], "temperature": 0, "max_tokens": MAX_TOKENS}
+    answer = httpx.post(f"{fleet.base_url}/v1/chat/completions", json=body, timeout=60)
+    return str(answer.json()["choices"][0]["message"]["content"])
+
+
+def send(page: Page, text: str, max_tokens: int = MAX_TOKENS) -> None:
+    page.get_by_text("Settings").click()
+    page.get_by_label("At most, tokens").fill(str(max_tokens))
+    page.get_by_label("Message").fill(text)
+    page.get_by_label("Message").press("Enter")
+
+
+def streamed(page: Page) -> str:
+    words = page.locator(".turn.model .words")
+    return (words.last.text_content() or "") if words.count() else ""
+
+
+def test_a_killed_worker_changes_no_word(fleet: Fleet, page: Page) -> None:
+    expected = undisturbed(fleet, QUESTION)
+    send(page, QUESTION)
+    wait_until_sync(lambda: len(streamed(page)) > SOME_CHARS, 60)
+    busy = page.locator(".tile.busy[data-kind=worker]")
+    name = busy.get_by_role("button").get_attribute("aria-label", timeout=10_000)
+    busy.get_by_role("button").click()
+    assert len(streamed(page)) < len(expected), "it was killed while it worked"
+    expect(page.locator(".turn.model[data-state=done]")).to_be_visible(timeout=ANSWER_MS)
+    assert streamed(page) == expected
+    assert name is not None
+    incarnation = name.removeprefix("Kill worker ")
+    expect(page.locator("#log")).to_contain_text(f"worker {incarnation} is gone")
+    expect(page.locator(".figures")).to_contain_text(f"{incarnation.split('-')[0]} died at token")
+
+
+def test_what_is_said_is_text_and_is_kept(page: Page, fleet: Fleet) -> None:
+    markup = "<img src=x onerror=alert(1)> Say <b>hello</b>."
+    send(page, markup, 8)
+    expect(page.locator(".turn.model[data-state=done]")).to_be_visible(timeout=ANSWER_MS)
+    expect(page.locator(".turn.user .words")).to_have_text(markup)
+    assert page.locator(".turn img, .turn b").count() == 0
+    answer = streamed(page)
+    page.reload()
+    expect(page.locator(".turn.model .words")).to_have_text(answer)
+    page.get_by_role("button", name="New chat").click()
+    expect(page.locator(".turn")).to_have_count(0)
+
+
+def test_a_stream_is_stopped(page: Page) -> None:
+    send(page, QUESTION)
+    wait_until_sync(lambda: streamed(page), 60)
+    page.keyboard.press("Escape")
+    expect(page.locator(".turn.model[data-state=stopped] .figures")).to_contain_text("stopped")
+    expect(page.get_by_role("button", name="Send")).to_be_enabled()
+
+
+def test_errors_are_words(page: Page) -> None:
+    page.get_by_text("Settings").click()
+    page.get_by_label("At most, tokens").fill("1000000")
+    page.get_by_label("Message").fill("Hello")
+    page.get_by_role("button", name="Send").click()
+    expect(page.locator(".turn.model[data-state=broken] .status")).to_contain_text("1000000")
+    page.get_by_label("At most, tokens").fill("3")
+    page.get_by_role("button", name="Ask again").click()
+    expect(page.locator(".turn.model[data-state=done]")).to_be_visible(timeout=ANSWER_MS)
+
+
+def test_a_dead_gateway_comes_back(fleet: Fleet, page: Page) -> None:
+    send(page, QUESTION)
+    wait_until_sync(lambda: len(streamed(page)) > SOME_CHARS, 60)
+    page.locator(".tile[data-kind=gateway]").get_by_role("button").click()
+    expect(page.locator(".turn.model[data-state=broken] .status")).to_contain_text("the gateway that carried it died")
+    expect(page.locator(".tile[data-kind=gateway][data-state=ready]")).to_be_visible(timeout=30_000)
+    expect(page.locator("#trouble")).to_be_hidden()
+    page.get_by_label("At most, tokens").fill("3")
+    page.get_by_role("button", name="Ask again").click()
+    expect(page.locator(".turn.model[data-state=done]")).to_be_visible(timeout=ANSWER_MS)
+
+
+def test_a_key_is_asked_for_once(broker: Broker, browser: Browser) -> None:
+    port = free_port()
+    process = start(broker, "g0", port, API_KEY="open sesame")
+    context = browser.new_context()
+    try:
+        page = context.new_page()
+        wait_until_sync(lambda: answers(port), 60)
+        page.goto(f"http://127.0.0.1:{port}")
+        for key in ("wrong", "open sesame"):
+            page.get_by_label("API key", exact=True).fill(key)
+            page.get_by_role("button", name="Use it").click()
+        expect(page.locator(".tile[data-kind=gateway]")).to_be_visible()
+        page.reload()
+        expect(page.locator(".tile[data-kind=gateway]")).to_be_visible()
+        expect(page.get_by_role("dialog")).to_be_hidden()
+    finally:
+        context.close()
+        process.kill()
+        process.communicate()
+
+
+def answers(port: int) -> bool:
+    with contextlib.suppress(httpx.TransportError):
+        return httpx.get(f"http://127.0.0.1:{port}/fleet").status_code == 401
+    return False
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_a_phone(fleet: Fleet, browser: Browser, scheme: str) -> None:
+    context = browser.new_context(viewport={"width": 360, "height": 740}, color_scheme=scheme)
+    page = context.new_page()
+    page.goto(fleet.base_url)
+    page.locator(".tile").first.wait_for()
+    page.get_by_text("Settings").click()
+    assert page.evaluate("document.documentElement.scrollWidth") == 360
+    red, green, blue = page.evaluate("getComputedStyle(document.body).backgroundColor.match(/\\d+/g).slice(0, 3).map(Number)")
+    assert (red + green + blue > 600) == (scheme == "light")
+    context.close()

@@ -1,0 +1,110 @@
+"""What the batcher tells of requests, and how it is read back."""
+
+from redis.asyncio import Redis
+
+from api.life import read
+from batcher.life import MAX_UNTOLD, REQUESTS_PER_ENTRY, WRITE_S, Lives
+from batcher.order import Order
+from batcher.replica import Limits, Replica
+from batcher.sequence import Sequence
+from common.codec import encode
+from common.keys import Keys
+from common.messages import RECORD, Generate, Happening, Life, Plan, Report, Worker, pack_ids
+
+KEYS = Keys("default")
+NOW_MS = 1_000_000
+
+
+def sequence(name: str = "r1", entry_ms: int = NOW_MS) -> Sequence:
+    return Sequence(Generate(name, "d", pack_ids([1, 2, 3]), 50), f"{entry_ms}-0", 10, NOW_MS + 60_000)
+
+
+def replica() -> Replica:
+    return Replica(Worker("w0-1", "w0", "m", "float32", 16, 100, 64, 2048), Limits())
+
+
+def lives(redis: Redis) -> Lives:
+    return Lives(redis, KEYS, lambda: NOW_MS)
+
+
+def whats(told: list[dict]) -> list[tuple]:
+    return [(one["what"], one["worker"], one["attempt"], one["num_tokens"], one["why"]) for one in told]
+
+
+async def test_a_life_from_queue_to_end(redis):
+    told, one, worker = lives(redis), sequence(), replica()
+    told.queued(one)
+    row = worker.start(one)
+    told.placed(Order(worker, Plan(1, 2, 32, 64), [row]))
+    told.heard(worker, Report(1, 1, 2, 1, prefilled=[(row.number, 3, 1)]))
+    one.records = b"\0" * RECORD.size * 37
+    told.died("w0-1", [one])
+    row = worker.start(one)
+    told.placed(Order(worker, Plan(1, 3, 64, 64), [row]))
+    told.heard(worker, Report(2, 1, 3, 40, ended=[(row.number, "preempted", 41), (99, "length", 1)]))
+    told.heard(worker, Report(3, 1, 3, 50, ended=[(row.number, "length", 50)]))
+    await told.write()
+    assert whats((await read(redis, KEYS, "r1"))["r1"]) == [
+        ("queued", "", 0, 3, ""),
+        ("placed", "w0-1", 1, 0, ""),
+        ("prefilled", "w0-1", 1, 1, ""),
+        ("died", "w0-1", 1, 37, ""),
+        ("placed", "w0-1", 2, 37, ""),
+        ("interrupted", "w0-1", 2, 41, "preempted"),
+        ("ended", "w0-1", 2, 50, "length"),
+    ]
+    assert await redis.pttl(KEYS.life) > 0
+
+
+async def test_it_is_written_now_and_then_and_bounded(redis):
+    told = lives(redis)
+    for i in range(REQUESTS_PER_ENTRY + 1):
+        told.queued(sequence(f"r{i}"))
+    await told.write()
+    assert await redis.xlen(KEYS.life) == 2
+    told.queued(sequence("late"))
+    await told.write()
+    assert told.untold and not await read(redis, KEYS, "late")
+    told.written_s -= WRITE_S
+    await told.write()
+    assert await read(redis, KEYS, "late") and not told.untold
+
+
+async def test_a_key_of_somebody_else_s_harms_nobody(redis):
+    await redis.set(KEYS.life, "spoilt")
+    told = lives(redis)
+    told.queued(sequence())
+    await told.write()
+    assert told.untold
+    for i in range(MAX_UNTOLD + 1):
+        told.queued(sequence(f"r{i}"))
+    told.written_s -= WRITE_S
+    await told.write()
+    assert not told.untold
+
+
+async def test_choices_belong_to_their_request(redis):
+    told = lives(redis)
+    for name in ("r1.0", "r1.1", "r10", "r1", "job#0"):
+        told.queued(sequence(name))
+    await told.write()
+    assert list(await read(redis, KEYS, "r1")) == ["r1", "r1.0", "r1.1"]
+    assert list(await read(redis, KEYS, "r1.1")) == ["r1.1"]
+    assert list(await read(redis, KEYS, "job")) == ["job#0"]
+    assert await read(redis, KEYS, "r") == {}
+
+
+async def test_reading_goes_back_as_far_as_needed_and_skips_what_is_none_of_ours(redis):
+    def entry(name: str, *happenings: Happening) -> dict[str, bytes]:
+        return {name: encode(Life(list(happenings)))}
+
+    await redis.xadd(KEYS.life, entry("r1", Happening(1000, "ended")), id="1000-0")
+    await redis.xadd(KEYS.life, entry("r1", Happening(20_000, "queued")), id="20000-0")
+    await redis.xadd(KEYS.life, {"r1": b"garbage", b"\xff": b""}, id="20001-0")
+    async with redis.pipeline() as pipe:
+        for i in range(1200):
+            pipe.xadd(KEYS.life, entry("other", Happening(30_000, "placed")), id=f"30000-{i}")
+        await pipe.execute()
+    await redis.xadd(KEYS.life, entry("r1", Happening(40_000, "ended")), id="40000-0")
+    assert [one["at_ms"] for one in (await read(redis, KEYS, "r1"))["r1"]] == [1000, 20_000, 40_000]
+    assert len((await read(redis, KEYS, "other"))["other"]) == 1200

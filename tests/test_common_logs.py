@@ -1,0 +1,55 @@
+"""Lines for people, and lines for machines."""
+
+import json
+import logging
+import subprocess
+import sys
+from datetime import datetime
+
+from common.logs import REQUEST_ID, JsonLine, Line, about
+
+
+def record(message: str, *args: object, **extra: str) -> logging.LogRecord:
+    return logging.getLogger("api.server").makeRecord("api.server", logging.WARNING, "", 0, message, args, None, extra=extra)
+
+
+def test_a_line_for_people():
+    text = Line("g0").format(record("hello %s", "you"))
+    assert text.endswith(" W g0 hello you") and "\n" not in text
+
+
+def test_a_line_for_machines():
+    line = json.loads(JsonLine("g0").format(record('a "word"\nof %d', 2, **about("r1"))))
+    stamp = datetime.fromisoformat(line.pop("timestamp"))
+    assert stamp.tzinfo is not None and abs(stamp.timestamp() - datetime.now().timestamp()) < 60
+    assert line == {"level": "WARNING", "process": "g0", "target": "api.server", "message": 'a "word"\nof 2', "request_id": "r1"}
+
+
+def test_lines_of_a_task_that_serves_a_request_have_its_id():
+    token = REQUEST_ID.set("r2")
+    try:
+        assert json.loads(JsonLine("g0").format(record("x")))["request_id"] == "r2"
+        assert json.loads(JsonLine("g0").format(record("x", **about("r2.1"))))["request_id"] == "r2.1"
+    finally:
+        REQUEST_ID.reset(token)
+    assert "request_id" not in json.loads(JsonLine("g0").format(record("x")))
+
+
+def test_every_line_of_a_process_is_json_tracebacks_and_libraries_included():
+    code = """
+import logging, warnings
+from common import logs
+logs.set_up("w0", "info", True)
+logging.getLogger("uvicorn.error").warning("odd")
+logging.debug("not said")
+warnings.warn("old")
+try:
+    1 / 0
+except ZeroDivisionError:
+    logging.exception("crash")
+"""
+    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stderr
+    odd, old, crash = (json.loads(line) for line in said.splitlines())
+    assert (odd["process"], odd["target"], odd["message"]) == ("w0", "uvicorn.error", "odd")
+    assert "UserWarning: old" in old["message"]
+    assert crash["message"] == "crash" and "ZeroDivisionError" in crash["exception"]

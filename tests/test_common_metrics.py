@@ -1,0 +1,202 @@
+"""Names, types, labels and buckets, and that what many processes count adds up."""
+
+import re
+import shutil
+import subprocess
+import sys
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from common import exposition, metrics, tally
+from common.exposition import fleet_text
+from common.keys import Keys
+from common.meters import INFINITY, Counter, Histogram
+from common.tally import Tally, counting
+
+KEYS = Keys("default")
+DURATIONS = [f"tgi_request{part}_duration" for part in ("", "_validation", "_queue", "_inference", "_mean_time_per_token")]
+BATCH_DURATIONS = [f"tgi_batch_{part}_duration" for part in ("inference", "forward", "decode", "filter")]
+BATCH_COUNTERS = [f"tgi_batch_inference_{part}" for part in ("count", "success", "failure")]
+GAUGES = (
+    "tgi_queue_size",
+    "tgi_batch_current_size",
+    "tgi_batch_current_max_tokens",
+    "tgi_batch_max_total_tokens",
+    "tgi_batch_total_tokens",
+)
+TGI = {
+    **{name: ("counter", {}) for name in ("tgi_request_count", "tgi_request_success")},
+    "tgi_request_failure": ("counter", {"err": {"overloaded", "validation", "incomplete", "generation", "dropped", "template"}}),
+    **{name: ("histogram", {}) for name in DURATIONS},
+    **{f"tgi_request_{name}": ("histogram", {}) for name in ("input_length", "max_new_tokens", "generated_tokens")},
+    "tgi_request_skipped_tokens": ("summary", {}),
+    **{name: ("gauge", {}) for name in GAUGES},
+    "tgi_batch_next_size": ("histogram", {}),
+    **{name: ("counter", {"method": {"prefill", "decode"}}) for name in BATCH_COUNTERS},
+    **{name: ("histogram", {"method": {"prefill", "decode"}}) for name in BATCH_DURATIONS},
+    "tgi_batch_concat_duration": ("histogram", {"method": {"decode"}}),
+    "tgi_batch_concat": ("counter", {"reason": {"backpressure", "wait_exceeded", "chunking"}}),
+}
+"""As text-generation-inference has them."""
+
+
+def whole_text(values: dict[str, float] | None = None) -> str:
+    """With every gauge known."""
+    return fleet_text("p", values or {}, {one.name: {("x",) * len(one.labels): 1} for one in metrics.TABLE if one.kind == "gauge"}).decode()
+
+
+def numbers(text: str) -> dict[str, float]:
+    """Value by name and labels, as they stand in the text."""
+    return {line.rsplit(" ", 1)[0]: float(line.rsplit(" ", 1)[1]) for line in text.splitlines() if not line.startswith("#")}
+
+
+def test_tgi_s_names_types_and_labels():
+    text = whole_text()
+    types = dict(re.findall(r"^# TYPE (tgi_\w+) (\w+)$", text, re.MULTILINE))
+    assert types == {name: kind for name, (kind, _) in TGI.items()}
+    for name, (_, labels) in TGI.items():
+        lines = re.findall(rf"^{name}(?:_bucket|_sum|_count)?(?:{{(.*)}})? ", text, re.MULTILINE)
+        pairs = {pair for line in lines for pair in re.findall(r'(\w+)="([^"]*)"', line)} - {("le", "")}
+        found = {label: {value for name, value in pairs if name == label} for label in {label for label, _ in pairs} - {"le", "quantile"}}
+        assert found == labels, name
+    assert not re.search(r"tgi_\w+_total\b", text)
+
+
+def test_tgi_s_buckets():
+    metrics.INPUT_LENGTH.fit(1000)
+    families = {family.name: family for family in text_string_to_metric_families(whole_text())}
+
+    def bounds(name: str) -> list[float]:
+        return sorted({float(sample.labels["le"]) for sample in families[name].samples if "le" in sample.labels})
+
+    for name in (*DURATIONS, *BATCH_DURATIONS, "tgi_batch_concat_duration"):
+        assert bounds(name) == pytest.approx([*(0.0001 * 1.5**k for k in range(1, 36)), INFINITY])
+    assert bounds("tgi_batch_next_size") == [*range(1, 1025), INFINITY]
+    assert bounds("tgi_request_input_length") == [*range(10, 1001, 10), INFINITY]
+
+
+def test_ours_carry_the_pool():
+    lines = [line for line in whole_text().splitlines() if line.startswith("tokenfleet_")]
+    assert len({line.split("{")[0] for line in lines}) >= 12
+    assert all('pool="p"' in line for line in lines)
+
+
+def test_histograms_count_weigh_and_cumulate():
+    one = Histogram("tgi_batch_next_size", "", bounds=(1.0, 2.0, 4.0, INFINITY))
+    one.observe(1)
+    one.observe(1.5, times=3)
+    one.observe(100)
+    assert dict(one.fields()) == {
+        "tgi_batch_next_size|1.0": 1,
+        "tgi_batch_next_size|2.0": 3,
+        "tgi_batch_next_size|inf": 1,
+        "tgi_batch_next_size|sum": 105.5,
+    }
+    found = numbers(whole_text(dict(one.fields())))
+    assert found['tgi_batch_next_size_bucket{le="1.0"}'] == 1
+    assert found['tgi_batch_next_size_bucket{le="3.0"}'] == 4
+    assert found['tgi_batch_next_size_bucket{le="+Inf"}'] == found["tgi_batch_next_size_count"] == 5
+    assert found["tgi_batch_next_size_sum"] == 105.5
+
+
+def test_histograms_with_other_bounds_add_up():
+    """As when a gateway learns of a smaller worker than the others did."""
+    one, other = (Histogram("tgi_request_input_length", "") for _ in range(2))
+    one.fit(100)
+    other.fit(150)
+    one.observe(50)
+    other.observe(50)
+    text = whole_text(dict(one.fields()) | dict(other.fields()) | {"tgi_request_input_length|sum": 100.0})
+    buckets = {float(le): value for le, value in re.findall(r'tgi_request_input_length_bucket{le="(.*)"} (.*)', text)}
+    assert buckets[49.0 if 49.0 in buckets else 40.0] == "0.0" and buckets[INFINITY] == "2.0"
+    values = [float(buckets[le]) for le in sorted(buckets)]
+    assert values == sorted(values)
+
+
+def test_strange_fields_are_left_out():
+    values = {"": 1.0, "tgi_request_count": 1.0, "tgi_request_count|x|": 1.0, "nobody|": 1.0, "tgi_request_count|": 2.0}
+    values |= {"tgi_request_duration|x": 1.0, "tgi_request_duration|": 1.0, "tgi_request_duration|nan": 1.0}
+    assert numbers(whole_text(values))["tgi_request_count"] == 2
+
+
+def test_without_a_broker_nothing_looks_like_a_new_start():
+    text = fleet_text("p", None, {"tokenfleet_broker_up": {(): 0.0}}).decode()
+    assert numbers(text) == {'tokenfleet_broker_up{pool="p"}': 0.0}
+
+
+async def test_processes_add_up_and_outlive_themselves(redis, monkeypatch):
+    """Two processes by two tallies: each adds only what is new."""
+    mine = {"tgi_request_count|": 10.0}
+    monkeypatch.setattr(tally, "own_values", mine.copy)
+    one, other = Tally(redis, KEYS), Tally(redis, KEYS)
+    mine |= {"tgi_request_count|": 13.0, "tgi_request_duration|0.1": 1.0}
+    await one.add()
+    await one.add()
+    await other.add()
+    mine["tgi_request_count|"] = 15.0
+    await one.add()
+    assert await tally.read(redis, KEYS) == {"tgi_request_count|": 8.0, "tgi_request_duration|0.1": 2.0}
+    assert await redis.pttl(KEYS.metrics) > 0
+    await redis.hset(KEYS.metrics, mapping={"tgi_request_count|x": "no number", b"\xff": "1"})
+    assert len(await tally.read(redis, KEYS)) == 2
+
+
+async def test_what_is_counted_while_the_broker_is_away_comes_later(redis, monkeypatch):
+    mine: dict[str, float] = {}
+    monkeypatch.setattr(tally, "own_values", mine.copy)
+    one = Tally(redis, KEYS)
+    mine["tgi_request_count|"] = 3.0
+    await redis.set(KEYS.metrics, "spoilt")
+    with pytest.raises(Exception, match="WRONGTYPE"):
+        await one.add()
+    await redis.delete(KEYS.metrics)
+    await one.add()
+    assert await tally.read(redis, KEYS) == {"tgi_request_count|": 3.0}
+
+
+async def test_the_last_of_it_is_added_at_the_end(redis, monkeypatch):
+    mine: dict[str, float] = {}
+    monkeypatch.setattr(tally, "own_values", mine.copy)
+    async with counting(redis, KEYS):
+        mine["tgi_request_count|"] = 3.0
+    assert await tally.read(redis, KEYS) == {"tgi_request_count|": 3.0}
+
+
+def test_a_process_serves_its_own_figures_on_its_port():
+    code = """
+import sys, urllib.request
+from common import metrics, metrics_port
+from common.settings import Settings
+from deploy.broker import free_port
+port = free_port()
+metrics_port.serve(Settings(metrics_port=port, hostname="127.0.0.1"))
+metrics.GRANTS.add(7)
+print(urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics").read().decode())
+try:
+    metrics_port.serve(Settings(metrics_port=port, hostname="127.0.0.1"))
+except Exception as error:
+    print("#", error)
+"""
+    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    found = numbers("\n".join(line for line in said.splitlines() if line))
+    assert found['tokenfleet_grants_total{pool="default"}'] == 7
+    assert "# METRICS_PORT: cannot listen on 127.0.0.1:" in said
+    if sys.platform == "linux":
+        assert found["process_resident_memory_bytes"] > 0
+
+
+@pytest.mark.skipif(not shutil.which("promtool"), reason="needs promtool")
+def test_promtool_finds_fault_with_tgi_s_names_only():
+    done = subprocess.run(["promtool", "check", "metrics"], input=whole_text(), capture_output=True, text=True)
+    faults = (done.stdout + done.stderr).splitlines()
+    names = {fault.split()[0] for fault in faults}
+    assert names <= set(TGI), faults
+
+
+def test_counters_and_fields():
+    one = Counter("tgi_request_failure", "", {"err": ()})
+    one.add(1, "dropped")
+    one.add(2, "dropped")
+    assert list(one.fields()) == [("tgi_request_failure|dropped|", 3)]
+    assert exposition.by_metric({"tgi_request_failure|dropped|": 3.0}) == {"tgi_request_failure": {("dropped",): {"": 3.0}}}

@@ -1,0 +1,269 @@
+"""`tokenfleet bench`: its arithmetic, and whole runs against servers that speak as others do."""
+
+import dataclasses
+import io
+import json
+import xml.etree.ElementTree as ElementTree
+from pathlib import Path
+
+import httpx
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.console import Console
+
+from common.settings import SettingError
+from deploy.bench import load, main, report, svg
+from deploy.bench.ask import Answer, ask, body, encode
+from deploy.bench.figures import Figures, Round, figures, quantile
+from deploy.bench.prompts import prompt
+from deploy.bench.servers import COMPLETIONS, GENERATE, Server, identify, route
+from deploy.broker import Broker, free_port
+from deploy.client import Trouble
+from tests.fake_worker import EOS
+from tests.fake_worker import Answer as Answered
+from tests.openai_frames import answering, ids
+from tests.other_servers import FLEET, WORDS, running
+
+KINDS = {"tokenfleet": "Tokenfleet", "tgi": "TGI", "vllm": "vLLM", "llama.cpp": "llama.cpp", "openai": "OpenAI API"}
+WAITS = st.lists(st.floats(0, 100), min_size=1, max_size=50)
+QUICK = ["--duration", "1", "--concurrency", "1,2", "--max-tokens", "4"]
+
+
+@pytest.fixture(autouse=True)
+def short_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(load, "SETTLE_S", 0.01)
+    monkeypatch.setattr(load, "MIN_ROUND_S", 0.1)
+
+
+@given(WAITS, st.sampled_from([0.5, 0.9, 0.99, 1.0]))
+def test_without_cuts_a_quantile_is_the_nearest_rank(waits: list[float], q: float) -> None:
+    found = quantile(waits, [], q)
+    assert found is not None
+    assert sum(wait <= found for wait in waits) >= q * len(waits) - 1e-6
+    assert sum(wait < found for wait in waits) < q * len(waits) + 1e-6
+
+
+@given(WAITS, WAITS)
+def test_a_wait_that_was_cut_off_never_makes_a_server_look_faster(done: list[float], cut: list[float]) -> None:
+    plain, fair = quantile(done, [], 0.5), quantile(done, [max(done) + 1 + wait for wait in cut], 0.5)
+    assert plain is not None
+    assert fair is None or fair >= plain
+
+
+def test_quantiles_by_hand() -> None:
+    assert quantile([1, 2, 3, 4], [], 0.5) == 2
+    assert quantile([1, 2, 3, 4], [9, 9, 9, 9], 0.5) == 4
+    assert quantile([1, 2, 3, 4], [9, 9, 9, 9, 9], 0.5) is None
+    assert quantile([1, 3], [2, 2], 0.5) == 3, "1 ends a quarter of all waits, 3 the rest"
+    assert quantile([], [1.0], 0.5) is None
+    assert quantile([], [], 0.5) is None
+
+
+def test_figures_of_a_round() -> None:
+    whole = Answer(10.0, [10.5, 10.6, 10.9], 11.0, num_tokens=6)
+    short = Answer(11.0, [11.2, 11.4])
+    waiting = Answer(11.5)
+    failed = Answer(10.0, error="too many")
+    it = figures([Round(10.0, 12.0, [whole, short, waiting, failed])])
+    assert it.tokens_per_frame == 2.0
+    assert it.tokens_per_s == 5.0, "five frames of two tokens in two seconds"
+    assert (it.num_answers, it.num_errors, it.error) == (1, 1, "too many")
+    assert it.first_p50_s == pytest.approx(0.5), "of 0.2, 0.5 and one that had waited for 0.5"
+    assert it.first_p99_s is None
+    assert it.gap_p50_s == pytest.approx(0.2), "of 0.1, 0.3, 0.2 and one that had waited for 0.6"
+
+
+def test_figures_of_a_server_that_never_answers() -> None:
+    it = figures([Round(0.0, 5.0, [Answer(0.0)])])
+    assert it == Figures(0.0, None, None, None, None, 1.0, 0, 0, "")
+    ended_at_once = Answer(0.0, [], 1.0, num_tokens=1)
+    assert figures([Round(0.0, 5.0, [ended_at_once])]).num_answers == 1
+
+
+def test_both_servers_are_driven_in_alternation_and_in_time() -> None:
+    assert load.schedule(2, [1, 8], 2) == [(1, 0), (1, 1), (1, 1), (1, 0), (8, 1), (8, 0), (8, 0), (8, 1)]
+    assert load.schedule(2, [1, 8], 1) == [(1, 0), (1, 1), (8, 1), (8, 0)]
+    assert load.schedule(1, [4], 2) == [(4, 0), (4, 0)]
+    wanted = load.Wanted(60, [1, 8, 32], 128, 64)
+    for num_servers in (1, 2):
+        for num_turns in (1, 2):
+            seconds = num_servers * 3 * num_turns * (load.round_s(wanted, num_servers, num_turns) + load.SETTLE_S)
+            assert seconds + num_servers * load.warm_s(wanted, num_servers) == pytest.approx(60)
+
+
+def test_a_slow_server_is_seen_once_for_longer() -> None:
+    quick, slow, silent = (Round(0, 4, [Answer(0.0, times)]) for times in ([0.1, 0.2], [2.0, 3.0], []))
+    assert load.turns([quick, quick]) == 2
+    assert load.turns([quick, slow]) == 1
+    assert load.turns([silent]) == 1
+
+
+def test_prompts_are_the_same_for_both_and_differ_from_the_start() -> None:
+    ours, theirs = load.prompts("a", 100), load.prompts("a", 100)
+    texts = [next(ours) for _ in range(50)]
+    assert texts == [next(theirs) for _ in range(50)]
+    assert len({text[:20] for text in texts}) == 50
+    assert all(len(text.split()) == 100 for text in texts)
+    assert len(prompt(1, 1).split()) == 1
+
+
+@pytest.mark.parametrize("kind", KINDS)
+async def test_servers_are_known_by_what_they_answer(kind: str) -> None:
+    with running(kind, fleet=FLEET) as server:
+        async with httpx.AsyncClient(base_url=server.url) as client:
+            found = await identify(client)
+    assert (found.kind, found.url) == (KINDS[kind], server.url)
+    assert found.model == "tiny"
+
+
+async def test_an_unknown_server_is_none_of_ours() -> None:
+    with running("nothing") as server:
+        async with httpx.AsyncClient(base_url=server.url) as client:
+            with pytest.raises(Trouble, match="none of the servers known here"):
+                await identify(client)
+
+
+def test_how_servers_are_asked() -> None:
+    ours, vllm, tgi, other = (Server("u", kind, "", "m") for kind in ("Tokenfleet", "vLLM", "TGI", "OpenAI API"))
+    assert route([ours, vllm]) == COMPLETIONS
+    assert route([ours, tgi]) == GENERATE
+    assert body(vllm, COMPLETIONS, "Hi", 4)["ignore_eos"] is True
+    assert "ignore_eos" not in body(other, COMPLETIONS, "Hi", 4)
+    assert body(ours, GENERATE, "Hi", 4)["parameters"]["ignore_eos"] is True
+    assert "ignore_eos" not in body(tgi, GENERATE, "Hi", 4)["parameters"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+async def test_every_token_is_counted_once(kind: str) -> None:
+    with running(kind, fleet=FLEET) as server:
+        async with httpx.AsyncClient(base_url=server.url) as client:
+            found = await identify(client)
+            path, answer = route([found]), Answer(0.0)
+            await ask(client, path, encode(body(found, path, "one two three", 9)), answer)
+    assert len(answer.times_s) == 9
+    assert answer.ended_s
+    assert answer.num_tokens == (None if kind == "tgi" else 9)
+    assert answer.prompt_tokens == (None if kind == "tgi" else 3)
+
+
+@pytest.mark.parametrize("kind", ["vllm", "tgi"])
+def test_a_whole_run(kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(load, "MIN_ROUND_S", 0.3)
+    monkeypatch.setenv("API_KEY", "ours")
+    monkeypatch.setenv("AGAINST_API_KEY", "theirs")
+    drawn, told = tmp_path / "figures.svg", tmp_path / "figures.json"
+    with running("tokenfleet", fleet=FLEET, pause_s=0.002) as ours, running(kind, pause_s=0.002) as other:
+        files = ["--svg", str(drawn), "--json", str(told)]
+        assert main(["--url", ours.url, "--against", other.url, *QUICK, "--concurrency", "2", *files]) == 0
+    out, error = capsys.readouterr()
+    assert error == ""
+    assert f"{KINDS[kind]}" in out
+    assert "ratio" in out
+    assert [word in out for word in ("tokens/s", "first token ms", "next token ms", "×", "█")] == [True] * 5
+    assert (set(ours.keys), set(other.keys)) == ({"Bearer ours"}, {"Bearer theirs"})
+    result = json.loads(told.read_text())
+    assert {(row["users"], row["server"]) for row in result["figures"]} == {(2, 0), (2, 1)}
+    assert all(row["tokens_per_s"] > 0 and row["num_errors"] == 0 for row in result["figures"])
+    ElementTree.parse(drawn)
+
+
+@pytest.mark.parametrize("path", [COMPLETIONS, GENERATE])
+async def test_our_own_gateway(path: str, broker: Broker) -> None:
+    """Both sides of the contract are real; only the worker is scripted."""
+    async with answering(broker.url, Answered([*ids(" four")[:1], EOS, *ids(" six seven eight")], ends=False)) as (_, _, client):
+        found, answer = await identify(client), Answer(0.0)
+        assert (found.kind, found.model) == ("Tokenfleet", "smollm2")
+        await ask(client, path, encode(body(found, path, "one two three", 5)), answer)
+    assert len(answer.times_s) == 5, "the end-of-sequence token is one of them"
+    assert (answer.num_tokens, answer.prompt_tokens) == (5, 3)
+
+
+def test_without_another_there_is_no_ratio(capsys: pytest.CaptureFixture[str]) -> None:
+    with running("tokenfleet", fleet=FLEET) as ours:
+        assert main(["--url", ours.url, "--duration", "1", "--concurrency", "1", "--max-tokens", "4"]) == 0
+    assert "ratio" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("words", ["answers no request: the server answers 400: no such field", "no server answers at"])
+def test_who_fails_is_named_with_the_cause(words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with running("tokenfleet", fleet=FLEET) as ours, running("vllm", refusal=(400, {"error": {"message": "no such field"}})) as other:
+        url = other.url if "400" in words else f"http://127.0.0.1:{free_port()}"
+        assert main(["--url", ours.url, "--against", url, *QUICK]) == 1
+    out, error = capsys.readouterr()
+    assert out == ""
+    assert words in error
+    assert url in error
+    assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["--concurrency", "1;8"], "--concurrency: '1;8' is not numbers"),
+        (["--concurrency", "0"], "--concurrency: from 1 to"),
+        (["--duration", "nan"], "--duration: nan"),
+        (["--max-tokens", "0"], "--max-tokens: 0 is less than 1"),
+        (["--against", "nowhere:x"], "URL: 'nowhere:x'"),
+        (["--svg", "/no/such/place.svg"], "FILE: /no/such/place.svg cannot be written: No such file"),
+        (["--durations", "5"], "--durations"),
+    ],
+)
+def test_flags_that_cannot_be_served(argv: list[str], words: str) -> None:
+    with pytest.raises(SettingError) as error:
+        main(argv)
+    assert words in str(error.value)
+
+
+RESULT = report.Comparison(
+    servers=[Server("http://a", "Tokenfleet", "1", "tiny"), Server("http://b", "TGI", "3.3.7", "<other>")],
+    wanted=load.Wanted(60, [1, 32], 128, 64),
+    path=GENERATE,
+    figures={
+        (1, 0): Figures(100.0, 0.1, 0.2, 0.01, 0.02, 1.0, 5, 0, ""),
+        (1, 1): Figures(50.0, 0.2, 0.2, 0.02, 0.02, 1.0, 3, 0, ""),
+        (32, 0): Figures(900.0, 0.4, None, 0.03, 0.05, 1.5, 50, 0, ""),
+        (32, 1): Figures(0.0, None, None, None, None, 1.0, 0, 7, "out of memory"),
+    },
+    prompt_tokens=127,
+    client_cores=0.9,
+)
+
+
+@pytest.mark.parametrize("width", [60, 80, 120])
+def test_the_table_fits(width: int) -> None:
+    out = io.StringIO()
+    Console(file=out, width=width, color_system=None).print(report.view(RESULT, width))
+    lines = [line.rstrip() for line in out.getvalue().splitlines()]
+    assert max(map(len, lines)) <= width
+    first, second = (line.split() for line in lines if "ratio" in line)
+    assert first[:3] == ["ratio", "2.00×", "0.50×"]
+    assert second[:3] == ["ratio", "–", "–"]
+
+
+def test_what_a_reader_must_know() -> None:
+    notes = " | ".join(report.notes(RESULT))
+    for words in (
+        "TGI 3.3.7: 7 requests failed; the first: out of memory",
+        "several tokens in one frame",
+        "cannot be told",
+        "differ",
+        "90% of a core",
+    ):
+        assert words in notes
+    assert "no token came" not in notes
+    silent = dataclasses.replace(RESULT, figures=dict.fromkeys(RESULT.figures, figures([Round(0, 1, [Answer(0.0)])])))
+    assert "TGI 3.3.7: no token came in time" in " | ".join(report.notes(silent))
+
+
+def test_the_picture_has_a_bar_for_every_figure() -> None:
+    root = ElementTree.fromstring(svg.draw(RESULT))
+    space = "{http://www.w3.org/2000/svg}"
+    bars = [title.text for title in root.iter(f"{space}title")]
+    assert bars[:3] == ["Tokenfleet, 1 users: 100", "TGI, 1 users: 50.0", "Tokenfleet, 32 users: 900"]
+    assert len(bars) == 3 * 4 - 2
+    assert "TGI 3.3.7 <other>" in [text.text for text in root.iter(f"{space}text")]
+
+
+def test_the_words_of_the_fake_servers_are_no_json_lines() -> None:
+    assert "\u2028" in "".join(WORDS), "or no test sees a line cut in two"

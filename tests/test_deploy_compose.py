@@ -1,0 +1,186 @@
+"""docker-compose.yml and the images, as far as a machine without a container engine can tell: commands and environments of the services
+are started as processes, the lines of the Dockerfiles replayed into empty folders."""
+
+import contextlib
+import json
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import sysconfig
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import redis
+import yaml
+
+from common.keys import Keys
+from deploy.broker import free_port
+from tests.waiting import wait_until_sync
+
+ROOT = Path(__file__).parent.parent
+COMPOSE = yaml.safe_load((ROOT / "docker-compose.yml").read_text())
+SERVICES = COMPOSE["services"]
+OURS = {"api", "batcher", "jobs", "gpu_worker", "cpu_worker"}
+FILES = ["deploy/Dockerfile", "deploy/Dockerfile.worker"]
+START_S = 120
+
+
+def lines(file: str, instruction: str) -> list[str]:
+    text = (ROOT / file).read_text().replace("\\\n", " ")
+    return [line.removeprefix(instruction).strip() for line in text.splitlines() if line.startswith(instruction + " ")]
+
+
+def test_services() -> None:
+    assert set(SERVICES) == OURS | {"redis", "prometheus", "grafana"}
+    assert all("healthcheck" in service for service in SERVICES.values())
+    assert {name: service["profiles"] for name, service in SERVICES.items() if "profiles" in service} == {
+        "gpu_worker": ["gpu"],
+        "cpu_worker": ["cpu"],
+    }
+    assert "redis:/data" in SERVICES["redis"]["volumes"] and "--appendonly" in SERVICES["redis"]["command"]
+    for name in OURS:
+        assert (ROOT / SERVICES[name]["build"]["dockerfile"]).exists()
+        assert "container_name" not in SERVICES[name] and not (name == "gpu_worker" and "ports" in SERVICES[name]), "it can be scaled"
+
+
+@pytest.mark.parametrize("file", FILES)
+def test_images_run_without_root(file: str) -> None:
+    assert lines(file, "USER") == ["tokenfleet"] and "useradd --uid 10001 tokenfleet" in (ROOT / file).read_text()
+
+
+@pytest.mark.parametrize(("extras", "torch"), [([], False), (["worker"], True)])
+def test_only_workers_have_torch(extras: list[str], torch: bool) -> None:
+    listed = subprocess.run([sys.executable, "deploy/requirements.py", *extras], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert any(line.startswith("torch") for line in listed.stdout.splitlines()) is torch
+
+
+@pytest.mark.skipif(not shutil.which("promtool"), reason="promtool is not installed")
+def test_prometheus_takes_its_configuration() -> None:
+    subprocess.run(["promtool", "check", "config", ROOT / "deploy/prometheus/prometheus.yml"], check=True, capture_output=True)
+
+
+# --- the services as processes --------------------------------------------------------------------------------------------------------
+
+
+def filled(text: str, environ: dict[str, str]) -> str:
+    """`${NAME:-default}` as compose fills it in."""
+    return re.sub(r"\$\{(\w+):-([^}]*)\}", lambda match: environ.get(match[1]) or match[2], text)
+
+
+class Composed:
+    """Services of the compose file, each one process or several, all on this machine."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.port, self.redis_port = folder, free_port(), free_port()
+        self.children: list[subprocess.Popen[bytes]] = []
+
+    def start(self, name: str, **extra: str) -> None:
+        service = SERVICES[name]
+        fixed = {"PORT": str(self.port), "METRICS_PORT": str(free_port()), "REDIS_URL": f"redis://127.0.0.1:{self.redis_port}/0"}
+        environ = {key: filled(value, {}) for key, value in service.get("environment", {}).items()} | fixed | extra
+        words = ["tokenfleet", *service["command"]] if name in OURS else service["command"]
+        if name == "redis":
+            words = [*words, "--port", str(self.redis_port), "--dir", str(self.folder)]
+        log = (self.folder / f"{name}-{len(self.children)}.log").open("wb")
+        path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+        self.children.append(subprocess.Popen(words, env=os.environ | environ | {"PATH": path}, stdout=log, stderr=log))
+
+    def logs(self) -> str:
+        return "\n".join(path.read_text()[-3000:] for path in self.folder.glob("*.log"))
+
+
+@pytest.fixture
+def composed(tmp_path: Path) -> Iterator[Composed]:
+    one = Composed(tmp_path)
+    try:
+        yield one
+    finally:
+        for child in reversed(one.children):
+            child.terminate()
+        for child in one.children:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                child.wait(10)
+            child.kill()
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not shutil.which("redis-server"), reason="Debian's redis-server is not installed")
+def test_the_services_serve_together(composed: Composed) -> None:
+    """With three workers from the one entry."""
+    composed.start("redis")
+    client = redis.Redis(port=composed.redis_port)
+    wait_until_sync(lambda: contextlib.suppress(redis.ConnectionError) and answers(client), 20)
+    for name in ("batcher", "api", "jobs", "cpu_worker", "cpu_worker", "cpu_worker"):
+        composed.start(name, **({"THREADS": "1", "KV_CACHE_BYTES": "128MiB"} if name == "cpu_worker" else {}))
+    wait_until_sync(lambda: client.zcard(Keys("default").workers) == 3, START_S)
+    body = {"inputs": "The sky is", "parameters": {"max_new_tokens": 5, "details": True}}
+    url = f"http://127.0.0.1:{composed.port}"
+    wait_until_sync(lambda: health(url) == 200, 30)
+    answer = httpx.post(f"{url}/generate", json=body, timeout=60)
+    assert answer.status_code == 200, composed.logs()
+    assert answer.json()["details"]["generated_tokens"] == 5
+    assert httpx.get(f"{url}/metrics").status_code == 200
+    incarnations = [name.decode() for name in client.zrange(Keys("default").workers, 0, -1)]
+    assert len(set(incarnations)) == 3
+    log = next(composed.folder.glob("api-*.log")).read_text().splitlines()
+    assert log and all(json.loads(line)["level"] for line in log), "JSON_OUTPUT holds for every line"
+
+
+def answers(client: Any) -> bool:
+    try:
+        return bool(client.ping())
+    except redis.ConnectionError:
+        return False
+
+
+def health(url: str) -> int:
+    try:
+        return httpx.get(f"{url}/health").status_code
+    except httpx.TransportError:
+        return 0
+
+
+# --- the images ---------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("file", "command", "torch"), [(FILES[0], "api", False), (FILES[1], "worker", True)])
+def test_an_image_holds_what_it_needs(file: str, command: str, torch: bool, tmp_path: Path) -> None:
+    """Its COPY and pip lines, replayed into an empty folder and an empty environment, make something that starts. The worker's environment
+    sees what this one has: its torch is gigabytes."""
+    app, venv = tmp_path / "app", tmp_path / "venv"
+    app.mkdir()
+    subprocess.run([sys.executable, "-m", "venv", venv], check=True)
+    if torch:
+        [packages] = venv.glob("lib/python*/site-packages")
+        (packages / "this.pth").write_text(sysconfig.get_path("purelib"))
+    environ = {
+        **os.environ,
+        "PATH": f"{venv / 'bin'}:{os.environ['PATH']}",
+        "PYTHONPATH": str(app),
+        "TORCH_INDEX": "https://pypi.org/simple",
+    }
+    for line in (ROOT / file).read_text().splitlines():
+        word, _, rest = line.partition(" ")
+        if word == "COPY":
+            *sources, target = rest.split()
+            for source in sources:
+                place = app / target
+                where = place / Path(source).name if target.endswith("/") else place
+                (shutil.copytree if (ROOT / source).is_dir() else shutil.copy)(ROOT / source, where)
+        elif word == "RUN" and re.match(r"pip|python", rest):
+            command_line = rest.replace('--extra-index-url "$TORCH_INDEX" ', "")
+            subprocess.run(["sh", "-c", command_line], cwd=app, env=environ, check=True)
+    has_torch = subprocess.run([venv / "bin/python", "-c", "import torch"], env=environ, capture_output=True).returncode == 0
+    assert has_torch is torch
+    words = [str(venv / "bin" / shlex.split(part)[0]) for part in json.loads(lines(file, "ENTRYPOINT")[0])]
+    version = subprocess.run([*words, "--version"], cwd=tmp_path, env=environ, capture_output=True, text=True, check=True)
+    assert version.stdout.startswith("tokenfleet ")
+    started = subprocess.run([*words, command], cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=60)
+    assert started.returncode == os.EX_CONFIG and "REDIS_URL: is not set" in started.stderr

@@ -1,0 +1,137 @@
+import json
+import resource
+import subprocess
+from importlib.metadata import PackageNotFoundError
+from pathlib import Path
+from typing import Any
+
+import pytest
+from redis import Redis
+
+from common import memory, model_files, processor
+from common.settings import Settings
+from deploy import checks, doctor
+from deploy.broker import Broker, free_port
+from deploy.doctor import Finding
+from tests.test_deploy_cli import tokenfleet
+
+GIB = 2**30
+
+
+@pytest.fixture(autouse=True)
+def nowhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """No GPU; an empty cache of models."""
+    monkeypatch.setattr(checks, "NVIDIA", tmp_path / "nvidiactl")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    return tmp_path
+
+
+def found(name: str, **settings: Any) -> Finding:
+    return dict(doctor.examine(Settings(hostname="127.0.0.1", port=free_port(), **settings)))[name]
+
+
+def test_a_healthy_machine_passes(broker: Broker) -> None:
+    done = tokenfleet("doctor", "--hostname", "127.0.0.1", "--port", str(free_port()), "--redis-url", broker.url)
+    lines = done.stdout.splitlines()
+    assert [line.split()[1] for line in lines if line[0] != " "] == [name.split()[0] for name in doctor.CHECKS]
+    assert done.returncode == 0
+    assert "answers, and is new enough" in done.stdout
+
+
+def test_what_is_wrong_is_named_with_its_fix() -> None:
+    url = f"redis://:secret@127.0.0.1:{free_port()}"
+    done = tokenfleet("doctor", "/no/such/model", "--device", "cuda", "--kv-cache-bytes", "8192GiB", REDIS_URL=url)
+    failed = {line.split()[1]: line for line in done.stdout.splitlines() if line.startswith("fail")}
+    assert done.returncode == 1
+    assert "no connection to the broker" in failed["broker"] and "→ start a Redis" in failed["broker"] and "secret" not in done.stdout
+    assert "/no/such/model does not exist" in failed["model"] and "→ MODEL_ID is" in failed["model"]
+    assert "no NVIDIA driver, but DEVICE=cuda" in failed["GPU"]
+
+
+def test_settings_themselves_are_refused_as_at_a_start() -> None:
+    assert "DEMO" in tokenfleet("doctor", "--demo").stderr
+
+
+def test_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "available_bytes", lambda: 2 * GIB)
+    assert found("memory", num_workers=1).level == "ok"
+    too_much = found("memory", num_workers=3)
+    assert too_much.level == "fail" and "1024 MiB for each of 3" in too_much.found and "KV_CACHE_BYTES" in too_much.fix
+
+
+def test_memory_for_the_weights_of_every_worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "available_bytes", lambda: 2 * GIB)
+    with (model(tmp_path) / "model.safetensors").open("wb") as weights:
+        weights.truncate(GIB + 1)
+    assert found("memory", model_id=str(tmp_path), num_workers=1).level == "warn"
+
+
+def test_a_model_without_all_of_its_weights(tmp_path: Path) -> None:
+    folder = model(tmp_path)
+    assert found("model", model_id=str(folder)).level == "fail"
+    (folder / "one.safetensors").write_bytes(b"1")
+    assert found("model", model_id=str(folder)) == Finding("ok", f"{folder}: 0.0 GiB, up to 64 tokens, in {folder}")
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": "one.safetensors", "b": "two.safetensors"}}))
+    assert found("model", model_id=str(folder)).level == "fail"
+
+
+def model(folder: Path) -> Path:
+    (folder / "config.json").write_text(json.dumps({"max_position_embeddings": 64}))
+    (folder / "tokenizer.json").write_text("{}")
+    return folder
+
+
+def test_a_model_that_is_yet_to_come() -> None:
+    for model_id in ("smollm2", "an-organisation/a-model"):
+        assert found("model", model_id=model_id).fix == f"tokenfleet download-weights {model_id}"
+
+
+def test_no_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    def version(name: str) -> str:
+        if name == "torch":
+            raise PackageNotFoundError(name)
+        return "1"
+
+    monkeypatch.setattr(doctor, "version", version)
+    assert found("torch").level == "warn" and "pip install" in found("torch").fix
+
+
+def test_torch_for_cpu_beside_a_gpu(nowhere: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "version", lambda name: "2.13.0+cpu")
+    assert found("torch").level == "ok"
+    checks.NVIDIA.touch()
+    assert found("torch").level == "warn"
+    assert "driver does not answer" in found("GPU").found
+
+
+def test_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    answer = subprocess.CompletedProcess([], 0, "NVIDIA H200, 143771 MiB, 570.1\n", "")
+    monkeypatch.setattr(subprocess, "run", lambda *_, **__: answer)
+    assert doctor.check_gpu(Settings(device="cuda")) == Finding("ok", "NVIDIA H200, 143771 MiB, 570.1")
+
+
+def test_a_processor_without_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(processor, "has_bfloat16", lambda: False)
+    assert found("bfloat16").level == "ok"
+    assert found("bfloat16", dtype="bfloat16").fix == "DTYPE=float32, or auto"
+
+
+def test_too_few_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (1024, 4096))
+    assert found("open files", max_concurrent_requests=100).level == "ok"
+    assert found("open files", max_concurrent_requests=2000).fix == f"ulimit -n {2000 + doctor.SPARE_FILES}"
+    assert found("open files", max_concurrent_requests=5000).fix.startswith("raise the hard limit")
+
+
+def test_no_compiler_and_little_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.setattr(doctor, "LITTLE_DISK_BYTES", 2**60)
+    assert (found("compiler").level, found("disk").level) == ("warn", "warn")
+    assert str(model_files.cache_folder().parents[1]) in found("disk").found
+
+
+def test_an_old_broker_is_too_old(broker: Broker, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("common.broker.OLDEST", (99, 0))
+    assert found("broker", redis_url=broker.url).level == "fail"
+    with Redis.from_url(broker.url) as client:
+        assert client.ping()

@@ -1,0 +1,24 @@
+import pytest
+
+from common.settings import SettingError, Settings
+from deploy.fleet import new_fleet
+
+
+def test_every_process_has_ports_of_its_own() -> None:
+    fleet = new_fleet(Settings(num_workers=2, num_gateways=2, num_jobs=1, metrics_port=9000, gateway_port=8000), None)
+    ports = {process.name: process.environ["METRICS_PORT"] for process in fleet.all}
+    assert ports == {"b0": "9000", "w0": "9001", "w1": "9002", "g0": "9003", "g1": "9004", "j0": "9005"}
+    assert [process.environ["GATEWAY_PORT"] for process in fleet.gateways] == ["8000", "8001"]
+
+
+def test_no_metrics_port_for_one_is_none_for_all() -> None:
+    assert {process.environ["METRICS_PORT"] for process in new_fleet(Settings(), None).all} == {"0"}
+
+
+def test_ports_end_somewhere() -> None:
+    with pytest.raises(SettingError, match="METRICS_PORT: 65533 leaves no room for 4 ports up to 65535"):
+        new_fleet(Settings(metrics_port=65_533), None)
+
+
+def test_no_job_worker_is_started_where_none_is_wanted() -> None:
+    assert new_fleet(Settings(num_jobs=0), None).jobs == []

@@ -1,0 +1,185 @@
+"""Other services and arq clients against a whole fleet: what docs/ says is so, and whoever dies, nothing is lost or said twice."""
+
+import json
+import os
+import re
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import redis
+
+from common.keys import Keys
+from tests.fleet import Fleet
+from tests.waiting import wait_until_sync
+
+ROOT = Path(__file__).parent.parent
+KEYS = Keys("default")
+BODY = {"inputs": "One, two, three,", "parameters": {"max_new_tokens": 12, "ignore_eos": True, "details": True}}
+LONG = {"inputs": "One, two, three,", "parameters": {"max_new_tokens": 24, "ignore_eos": True, "details": True}}
+SUBMIT_JS = """
+import { createClient } from 'redis';
+const client = await createClient({ url: process.argv[2] }).connect();
+const listener = await client.duplicate().connect();
+const frames = [];
+await listener.subscribe('tf:{default}:ext:node', frame => frames.push(JSON.parse(frame)));
+const job = { id: 'node', reply_to: 'ext:node', reply: 'stream', ...JSON.parse(process.argv[3]) };
+await client.xAdd('tf:{default}:submit', '*', { job: JSON.stringify(job) });
+let result = null;
+while (result === null || frames.length < 12) {
+  await new Promise(resolve => setTimeout(resolve, 20));
+  result = await client.get('tf:{default}:result:node');
+}
+const kept = await client.xRange('tf:{default}:reply:node', '-', '+');
+console.log(JSON.stringify({ result: JSON.parse(result), frames, kept: kept.map(entry => JSON.parse(entry.message.frame)) }));
+await listener.close();
+await client.close();
+"""
+
+
+@pytest.fixture(scope="module")
+def fleet() -> Iterator[Fleet]:
+    with Fleet(num_gateways=2, num_jobs=2, dtype="float32", kv_cache_bytes="64MiB") as one:
+        yield one
+
+
+@pytest.fixture
+def client(fleet: Fleet) -> Iterator[redis.Redis]:
+    with redis.Redis.from_url(fleet.redis_url) as one:
+        yield one
+
+
+def submit(client: redis.Redis, **job: Any) -> str:
+    return client.xadd(KEYS.submit, {"job": json.dumps(job)}).decode()
+
+
+def result(client: redis.Redis, job_id: str) -> Any:
+    return json.loads(wait_until_sync(lambda: client.get(KEYS.result(job_id)), 60))
+
+
+def plain(body: Any) -> Any:
+    """An answer without what differs each time: names, times, and log-probabilities, which round otherwise in another batch."""
+    if isinstance(body, list):
+        return [plain(one) for one in body]
+    if isinstance(body, dict):
+        return {name: plain(value) for name, value in body.items() if name not in ("id", "created", "logprob")} | tokens(body)
+    return body
+
+
+def tokens(body: Any) -> dict[str, Any]:
+    return {"token": body["id"]} if "logprob" in body else {}
+
+
+def test_a_job_says_what_http_says(fleet: Fleet, client: redis.Redis) -> None:
+    chat = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 5, "temperature": 0}
+    entry_id = submit(client, **BODY)
+    submit(client, id="chat", messages=chat["messages"], parameters={"max_tokens": 5, "temperature": 0})
+    submit(client, id="sampled", inputs="a", parameters={"do_sample": True, "seed": 7, "max_new_tokens": 8})
+    with httpx.Client(base_url=fleet.base_url, timeout=60) as http:
+        assert plain(result(client, entry_id)) == plain(http.post("/generate", json=BODY).json())
+        assert plain(result(client, "chat")) == plain(http.post("/v1/chat/completions", json=chat).json())
+        sampled = {"inputs": "a", "parameters": {"do_sample": True, "seed": 7, "max_new_tokens": 8}}
+        assert result(client, "sampled") == http.post("/generate", json=sampled).json()
+
+
+def test_a_killed_gateways_jobs_go_on(fleet: Fleet, client: redis.Redis) -> None:
+    """Killed with a job half told: the other gateway tells the rest, and no frame is missing or comes twice."""
+    submit(client, id="undisturbed", **LONG)
+    expected = result(client, "undisturbed")
+    with client.pubsub() as pubsub:
+        pubsub.subscribe(KEYS.channel("ext:k"))
+        submit(client, id="k", **LONG, reply_to="ext:k", reply="stream")
+        heard: list[Any] = []
+        for message in pubsub.listen():
+            if message["type"] == "message":
+                heard.append(json.loads(message["data"]))
+                if len(heard) == 6:
+                    [holder] = [one["name"].decode() for one in client.xinfo_consumers(KEYS.submit, "gateways") if one["pending"]]
+                    os.kill(int(client.hget(KEYS.gateway(holder), "pid") or 0), signal.SIGKILL)
+                if heard[-1].get("generated_text") or "error" in heard[-1]:
+                    break
+    assert [frame["index"] for frame in heard] == list(range(1, 25))
+    assert plain([frame["token"] for frame in heard]) == plain(expected["details"]["tokens"])
+    assert [json.loads(fields[b"frame"]) for _, fields in client.xrange(KEYS.reply("k"))] == heard
+    assert plain(result(client, "k")) == plain(expected)
+    wait_until_sync(lambda: client.xlen(KEYS.submit) == 0)
+    assert not [one for one in client.xinfo_consumers(KEYS.submit, "gateways") if one["pending"]]
+
+
+# --- docs ---------------------------------------------------------------------------------------------------------------------------------
+
+
+def console_blocks(page: str) -> list[str]:
+    return re.findall(r"```console\n(.*?)```", (ROOT / "docs" / page).read_text(), re.DOTALL)
+
+
+def looks_like(expected: str, printed: str) -> bool:
+    """Equal, where `…` stands for anything and entries of `submit` have ids of their own."""
+    pattern = re.escape(expected.strip()).replace("…", ".*").replace("1760000000000\\-", r"\d+\-")
+    return re.fullmatch(re.sub(r"(\\d\+\\-)\d", r"\1\\d+", pattern), printed.strip(), re.DOTALL) is not None
+
+
+@pytest.mark.skipif(shutil.which("redis-cli") is None, reason="no redis-cli on this machine")
+def test_the_session_in_the_page_is_true(fleet: Fleet, tmp_path: Path) -> None:
+    cli = ["redis-cli", "--no-raw", "-u", fleet.redis_url]
+    heard = tmp_path / "heard"
+    with heard.open("w") as out:
+        listeners: list[subprocess.Popen[bytes]] = []
+        try:
+            for block in console_blocks("redis.md"):
+                if not block.startswith("> "):
+                    wait_until_sync(lambda block=block: looks_like(f"…{block}…", heard.read_text()), 30)
+                for step in block.split("> ")[1:] if block.startswith("> ") else []:
+                    command, _, expected = step.partition("\n")
+                    if command.startswith("SUBSCRIBE"):
+                        listeners.append(subprocess.Popen([*cli, *shlex.split(command)], stdout=out))
+                        wait_until_sync(lambda expected=expected: looks_like(f"{expected}…", heard.read_text()), 30)
+                        continue
+
+                    def printed(command: str = command) -> str:
+                        return subprocess.run([*cli, *shlex.split(command)], capture_output=True, text=True, check=True).stdout
+
+                    said = wait_until_sync(lambda: "(nil)" not in (text := printed()) and text, 60)
+                    assert looks_like(expected, said), f"{command}\n{said}"
+        finally:
+            for listener in listeners:
+                listener.kill()
+                listener.wait()
+
+
+def test_the_arq_page_is_true(fleet: Fleet, tmp_path: Path) -> None:
+    [code] = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "arq.md").read_text(), re.DOTALL)
+    example = tmp_path / "example.py"
+    example.write_text(code.replace("redis://127.0.0.1:6379/0", fleet.redis_url))
+    done = subprocess.run([sys.executable, example], cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    generated, chatted = done.stdout.splitlines()[:2]
+    assert generated == "{'generated_text': ' Paris.\\n\\n'}"
+    assert chatted
+
+
+@pytest.mark.slow
+def test_node_submits_a_job(fleet: Fleet, client: redis.Redis, tmp_path: Path) -> None:
+    if shutil.which("npm") is None:
+        pytest.skip("no npm on this machine")
+    (tmp_path / "package.json").write_text('{"type": "module"}')
+    install = subprocess.run(
+        ["npm", "install", "--no-audit", "--no-fund", "redis"], cwd=tmp_path, capture_output=True, text=True, check=False
+    )
+    if install.returncode:
+        pytest.skip(f"npm cannot install the package redis: {install.stderr[-200:]}")
+    (tmp_path / "submit.js").write_text(SUBMIT_JS)
+    command = ["node", "submit.js", fleet.redis_url, json.dumps(BODY)]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=True)
+    heard = json.loads(done.stdout)
+    assert heard["frames"] == heard["kept"]
+    assert [frame["token"] for frame in heard["frames"]] == heard["result"]["details"]["tokens"]
+    submit(client, id="py", **BODY)
+    assert plain(heard["result"]) == plain(result(client, "py"))

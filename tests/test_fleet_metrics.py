@@ -1,0 +1,151 @@
+"""A real fleet under a real Prometheus: a worker dies, and figures, logs and the request's life all say so."""
+
+import asyncio
+import json
+import os
+import shutil
+import signal
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+import yaml
+
+from deploy.broker import free_port
+from deploy.cli import run
+from tests.fleet import Fleet
+from tests.waiting import wait_until_sync
+
+NUM_TOKENS = 80
+KILLED_AT = 20
+DEPLOY = Path(__file__).parent.parent / "deploy"
+PROMETHEUS = DEPLOY / "prometheus"
+
+
+@pytest.fixture(scope="module")
+def fleet() -> Iterator[Fleet]:
+    settings = {"num_workers": 2, "kv_cache_bytes": "64MiB", "json_output": "true", "metrics_port": free_port()}
+    with Fleet(**settings) as fleet:
+        wait_until_sync(lambda: fleet.workers_ready() == 2, 60)
+        yield fleet
+
+
+@pytest.fixture(scope="module")
+def request_id(fleet: Fleet) -> str:
+    """Of a request whose worker is killed while it streams."""
+    body = {"inputs": "The sky", "parameters": {"max_new_tokens": NUM_TOKENS, "ignore_eos": True}}
+    with httpx.stream("POST", f"{fleet.base_url}/generate_stream", json=body, timeout=60) as response:
+        name = response.headers["x-request-id"]
+        seen = 0
+        for line in response.iter_lines():
+            seen += line.startswith("data:")
+            if seen == KILLED_AT and line:
+                placed = [one for one in life(fleet, name) if one["what"] == "placed"]
+                os.kill(fleet.pid(placed[0]["worker"].split("-")[0]), signal.SIGKILL)
+    assert seen == NUM_TOKENS
+    wait_until_sync(lambda: life(fleet, name)[-1]["what"] == "ended")
+    return name
+
+
+def life(fleet: Fleet, request_id: str) -> list[dict]:
+    return httpx.get(f"{fleet.base_url}/fleet/requests/{request_id}").json()["lives"][request_id]
+
+
+def figures(fleet: Fleet) -> dict[str, float]:
+    lines = httpx.get(f"{fleet.base_url}/metrics").text.splitlines()
+    return {name: float(value) for name, value in (line.rsplit(" ", 1) for line in lines if not line.startswith("#"))}
+
+
+def test_figures_survive_the_worker(fleet: Fleet, request_id: str) -> None:
+    wait_until_sync(lambda: figures(fleet)["tgi_request_success"] == 1)
+    found = figures(fleet)
+    assert found['tokenfleet_request_resumes_total{cause="died",class="default",pool="default"}'] == 1
+    assert found['tokenfleet_workers_lost_total{pool="default"}'] == 1
+    assert found["tgi_request_generated_tokens_sum"] == NUM_TOKENS
+    wait_until_sync(lambda: figures(fleet)['tokenfleet_generated_tokens_total{pool="default"}'] >= NUM_TOKENS - KILLED_AT - 1)
+    found = figures(fleet)
+    assert found['tgi_batch_inference_success{method="decode"}'] > found['tgi_batch_inference_success{method="prefill"}'] >= 1
+    for part in ("forward", "decode", "inference", "filter"):
+        assert found[f'tgi_batch_{part}_duration_sum{{method="decode"}}'] > 0, part
+    assert found["tgi_batch_next_size_count"] >= 1
+    waited_s = found['tokenfleet_time_to_first_token_seconds_sum{class="default",pool="default"}']
+    assert 0 < found["tgi_request_queue_duration_sum"] < waited_s, "the prefill is not time in the queue"
+
+
+def test_explain_tells_it(fleet: Fleet, request_id: str, capsys: pytest.CaptureFixture[str]) -> None:
+    told = life(fleet, request_id)
+    assert [one["what"] for one in told] == ["queued", "placed", "prefilled", "died", "placed", "prefilled", "ended"]
+    died, ended = told[3], told[-1]
+    assert KILLED_AT <= died["num_tokens"] < NUM_TOKENS == ended["num_tokens"]
+    assert told[4]["worker"] != died["worker"] == told[1]["worker"]
+    assert [one["at_ms"] for one in told] == sorted(one["at_ms"] for one in told)
+    assert run(["explain", request_id, "--url", fleet.base_url]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert f"died at token {died['num_tokens']}" in said and "resumed after" in said and f"ended with {NUM_TOKENS} tokens" in said
+
+
+def test_every_line_of_every_process_is_json(fleet: Fleet, request_id: str) -> None:
+    lines = [json.loads(line) for line in fleet.errors().splitlines() if line]
+    assert {"serve", "g0", "b0", "w0", "w1"} <= {line["process"] for line in lines}
+    assert [line["process"] for line in lines if line.get("request_id") == request_id] == ["g0"]
+
+
+@pytest.mark.skipif(not shutil.which("prometheus"), reason="needs prometheus")
+def test_prometheus_scrapes_the_fleet_and_each_process(fleet: Fleet, request_id: str, tmp_path: Path) -> None:
+    """With the file of deploy/prometheus, but for names and intervals."""
+    first_port = int(fleet.settings["metrics_port"])
+    configuration = yaml.safe_load((PROMETHEUS / "prometheus.yml").read_text())
+    configuration["global"] = {"scrape_interval": "200ms", "scrape_timeout": "200ms", "evaluation_interval": "1s"}
+    configuration["rule_files"] = [str(PROMETHEUS / "alerts.yml")]
+    pool, processes = configuration["scrape_configs"]
+    pool["static_configs"][0]["targets"] = [fleet.base_url.removeprefix("http://")]
+    del processes["dns_sd_configs"], processes["relabel_configs"]
+    own_ports = [first_port + i for i in range(len(fleet.pids()) - 1)]
+    processes["static_configs"] = [{"targets": [f"127.0.0.1:{port}" for port in own_ports]}]
+    (tmp_path / "prometheus.yml").write_text(yaml.safe_dump(configuration))
+    port = free_port()
+    options = [f"--storage.tsdb.path={tmp_path}/data", f"--web.listen-address=127.0.0.1:{port}", "--log.level=error"]
+    with subprocess.Popen(["prometheus", f"--config.file={tmp_path}/prometheus.yml", *options]) as process:
+        try:
+            asyncio.run(asked(f"http://127.0.0.1:{port}", len(own_ports)))
+        finally:
+            process.kill()
+
+
+def panels() -> list[str]:
+    """What Grafana asks, as Grafana would."""
+    dashboard = json.loads((DEPLOY / "grafana" / "dashboards" / "tokenfleet.json").read_text())
+    asked = [target["expr"] for panel in dashboard["panels"] for target in panel.get("targets", [])]
+    return [expression.replace("$service", "tokenfleet").replace("$__rate_interval", "1m") for expression in asked]
+
+
+async def asked(url: str, num_processes: int) -> None:
+    async with httpx.AsyncClient(base_url=url) as client:
+
+        async def value(query: str) -> float | None:
+            answer = await client.get("/api/v1/query", params={"query": query})
+            result = answer.json()["data"]["result"] if answer.status_code == 200 else []
+            return float(result[0]["value"][1]) if result else None
+
+        async def reaches(query: str, wanted: float) -> None:
+            for _ in range(300):
+                try:
+                    if await value(query) == wanted:
+                        return
+                except httpx.HTTPError:
+                    pass
+                await asyncio.sleep(0.1)
+            raise AssertionError(f"{query} is {await value(query)}, not {wanted}")
+
+        await reaches('up{job="tokenfleet"}', 1)
+        await reaches('sum(up{job="processes"})', num_processes)
+        await reaches('tgi_request_success{container="tokenfleet"}', 1)
+        await reaches('count(histogram_quantile(0.5, tgi_request_duration_bucket{container="tokenfleet"}))', 1)
+        await reaches('count(process_resident_memory_bytes{job="processes"})', num_processes)
+        await reaches('count(rate(tgi_request_success{container="tokenfleet"}[1m]))', 1)
+        for expression in panels():
+            assert await value(expression) is not None, expression
+        answer = await client.get("/api/v1/targets/metadata", params={"metric": "tgi_request_count"})
+        assert {one["type"] for one in answer.json()["data"]} == {"counter"}

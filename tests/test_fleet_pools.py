@@ -1,0 +1,70 @@
+"""A pool of another model, of another family, served beside the first by the same gateways: it is named by `model`."""
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import openai
+import pytest
+import torch
+
+from common import model_files
+from tests import tiny_models
+from tests.fleet import Fleet
+from tests.waiting import wait_until_sync
+
+SETTINGS = {"dtype": "float32", "kv_cache_bytes": "64MiB", "threads": 1, "num_jobs": 0}
+NEW_TOKENS = 12
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random GPT-NeoX that speaks the first model's tokens."""
+    folder = tmp_path_factory.mktemp("tiny")
+    name, sizes = tiny_models.FAMILIES["GPT-NeoX"]
+    tiny_models.save(folder, name, sizes | {"vocab_size": 49_152})
+    first = model_files.resolve("smollm2")
+    for file in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(first / file, folder / file)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def fleets(tiny: Path) -> Iterator[tuple[Fleet, Fleet]]:
+    with Fleet(**SETTINGS) as first, Fleet(**SETTINGS, redis_url=first.redis_url, pool="tiny", model_id=tiny) as second:
+        yield first, second
+
+
+def complete(fleet: Fleet, model: str) -> str:
+    client = openai.OpenAI(base_url=f"{fleet.base_url}/v1", api_key="none", max_retries=0)
+    choice = client.completions.create(
+        model=model, prompt="The sky is", max_tokens=NEW_TOKENS, temperature=0, extra_body={"ignore_eos": True}
+    )
+    assert choice.model == model
+    return choice.choices[0].text
+
+
+def test_the_first_gateway_serves_both(fleets: tuple[Fleet, Fleet], tiny: Path) -> None:
+    from tokenizers import Tokenizer
+    from transformers import AutoModelForCausalLM
+
+    tokenizer = Tokenizer.from_file(str(tiny / "tokenizer.json"))
+    prompt = tokenizer.encode("The sky is").ids
+    ids = tiny_models.generate(AutoModelForCausalLM.from_pretrained(tiny, dtype=torch.float32), prompt, NEW_TOKENS)
+    assert complete(fleets[0], "tiny") == tokenizer.decode(ids, skip_special_tokens=True) != complete(fleets[0], "smollm2")
+    client = openai.OpenAI(base_url=f"{fleets[0].base_url}/v1", api_key="none")
+    assert [model.id for model in client.models.list()] == ["smollm2", "tiny"]
+
+
+def test_a_pool_that_nobody_serves_is_not_found(fleets: tuple[Fleet, Fleet]) -> None:
+    for name in ("nobody", "x}:requests", "a b", "*"):
+        with pytest.raises(openai.NotFoundError) as caught:
+            complete(fleets[0], name)
+        assert caught.value.code == "model_not_found"
+
+
+def test_a_pool_whose_fleet_is_gone_is_gone(fleets: tuple[Fleet, Fleet]) -> None:
+    fleets[1].kill()
+    client = openai.OpenAI(base_url=f"{fleets[0].base_url}/v1", api_key="none")
+    wait_until_sync(lambda: [model.id for model in client.models.list()] == ["smollm2"], 60)
+    assert complete(fleets[0], "smollm2")

@@ -1,0 +1,250 @@
+"""The sampler alone: its distributions against a float64 reference, its choices against its distributions, its rows against each other."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy.stats import chisquare
+
+from common.messages import Sampling, pack_ids
+from gpu_worker.door import StartRow
+from gpu_worker.engine import likeliest
+from gpu_worker.engine.manner import Manner, Turn
+from gpu_worker.engine.sample import Sampled, greedy, sample
+from gpu_worker.engine.uniforms import AHEAD, Uniforms, uniforms
+from tests.sampling_reference import log_softmax, processed
+
+VOCABULARY = 60
+PROMPT, GENERATED = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3], [5, 8, 9, 7, 9]
+ENDS = [2, 7]
+BAD_WORDS = [pack_ids(word) for word in ([11], [9, 12], [7, 9, 13], [8, 9, 14], [6, 5, 3, 5, 8, 9, 7, 9, 15])]  # all but one come next
+ALONE = {
+    "temperature": {"temperature": 0.6},
+    "top_k": {"temperature": 1.0, "top_k": 7},
+    "top_k_of_all": {"temperature": 1.0, "top_k": 1000},
+    "top_p": {"temperature": 1.0, "top_p": 0.83},
+    "top_p_of_one": {"temperature": 1.0, "top_p": 0.0},
+    "min_p": {"temperature": 1.3, "min_p": 0.07},
+    "typical_p": {"temperature": 1.0, "typical_p": 0.61},
+    "repetition": {"repetition_penalty": 1.7},
+    "frequency": {"frequency_penalty": 0.9},
+    "presence": {"presence_penalty": -1.1},
+    "relative_frequency": {"relative_frequency_penalty": 1.9},
+    "logit_bias": {"logit_bias": [(5, 4.0), (40, -100.0), (10**6, 50.0)]},
+    "bad_words": {"bad_words": BAD_WORDS},
+    "all": {
+        "temperature": 0.8, "top_k": 30, "top_p": 0.95, "min_p": 0.01, "typical_p": 0.9,
+        "repetition_penalty": 1.2, "frequency_penalty": 0.3, "presence_penalty": 0.2, "relative_frequency_penalty": 0.5,
+        "logit_bias": [(5, 1.5)], "bad_words": BAD_WORDS,
+    },
+}  # fmt: skip
+
+shares = st.sampled_from([0.13, 0.61, 0.9, 0.97, 1.0])
+samplings = st.builds(
+    Sampling,
+    temperature=st.sampled_from([0.0, 0.3, 0.8, 1.0, 1.7]),
+    top_k=st.sampled_from([0, 0, 1, 5, 30, 100]),
+    top_p=shares,
+    min_p=st.sampled_from([0.0, 0.0, 0.03, 0.4]),
+    typical_p=shares,
+    repetition_penalty=st.sampled_from([1.0, 0.8, 1.4]),
+    frequency_penalty=st.sampled_from([0.0, 0.7]),
+    presence_penalty=st.sampled_from([0.0, -0.3]),
+    relative_frequency_penalty=st.sampled_from([0.0, 1.1]),
+    seed=st.integers(-(2**63), 2**64 - 1),
+    choice=st.integers(0, 3),
+    logit_bias=st.lists(st.tuples(st.integers(0, VOCABULARY - 1), st.floats(-9, 9, width=16)), max_size=3, unique_by=lambda bias: bias[0]),
+    bad_words=st.lists(st.sampled_from(BAD_WORDS), max_size=3),
+    raw_logprobs=st.booleans(),
+)
+PINNED = [0.8824668302545412, 0.3690383346754841, 0.5170696944527113]
+askings = st.tuples(samplings, st.sampled_from([0, 3, VOCABULARY]), st.sampled_from([0, 20]))
+"""Sampling, top_n, min_end."""
+
+
+def turn(sampling: Sampling | None, top_n: int = 0, min_end: int = 0, generated: Sequence[int] = GENERATED, index: int = -1) -> Turn | None:
+    """Of a row that generated so much; `index` where another token than the next is meant."""
+    start = StartRow(0, pack_ids([*PROMPT, *generated]), len(generated), 100, False, b"", min_end, top_n=top_n, sampling=sampling)
+    manner = Manner.of(start, ENDS)
+    return manner and Turn(manner, len(generated) if index < 0 else index)
+
+
+def logits_of(seed: int, num: int = 1, ties: bool = False, size: int = VOCABULARY) -> torch.Tensor:
+    """With `ties`, halves of whole numbers: many are equal."""
+    values = np.random.default_rng(seed).normal(0, 3, (num, size))
+    return torch.tensor(np.round(2 * values) / 2 if ties else values, dtype=torch.float32)
+
+
+def distribution(sampled: Sampled, row: int, size: int = VOCABULARY) -> Any:
+    """Told by `top_n` of the whole vocabulary."""
+    top, logprobs = sampled.tops[row], np.full(size, np.nan)
+    logprobs[top.ids] = top.logprobs
+    assert top.logprobs == sorted(top.logprobs, reverse=True)
+    return logprobs
+
+
+def check(sampled: Sampled, row: int, logits: torch.Tensor, sampling: Sampling, barred: Sequence[int] = ()) -> None:
+    """The told distribution is the reference's, and the id comes from what is left."""
+    expected = processed(logits.numpy(), replace(sampling, logit_bias=known(sampling)), PROMPT, GENERATED, barred)
+    assert np.isfinite(expected[sampled.ids[row]])
+    if sampling.temperature == 0:
+        assert expected[sampled.ids[row]] == pytest.approx(expected.max(), abs=1e-5)
+    told = log_softmax(logits.double().numpy()) if sampling.raw_logprobs else expected
+    assert sampled.logprobs[row] == pytest.approx(told[sampled.ids[row]], abs=1e-4)
+    if row in sampled.tops:
+        top = sampled.tops[row]
+        np.testing.assert_allclose(top.logprobs, np.sort(told)[::-1][: len(top.ids)], atol=1e-4)
+        np.testing.assert_allclose(top.logprobs, told[top.ids], atol=1e-4)
+
+
+def known(sampling: Sampling) -> list[tuple[int, float]]:
+    return [(token, bias) for token, bias in sampling.logit_bias if token < VOCABULARY]
+
+
+@pytest.mark.parametrize("ties", [False, True])
+@pytest.mark.parametrize("raw", [False, True])
+@pytest.mark.parametrize("name", ALONE)
+def test_each_parameter(name: str, raw: bool, ties: bool) -> None:
+    sampling = Sampling(**ALONE[name], raw_logprobs=raw)
+    logits = logits_of(1, 8, ties)
+    sampled = sample(logits, [turn(replace(sampling, seed=row), VOCABULARY) for row in range(8)])
+    for row in range(8):
+        check(sampled, row, logits[row], sampling)
+        assert raw or not np.array_equal(distribution(sampled, row), log_softmax(logits[row].double().numpy()))
+
+
+@settings(max_examples=50, deadline=None)
+@given(rows=st.lists(st.none() | askings, min_size=1, max_size=9), seed=st.integers(0, 99), ties=st.booleans())
+def test_mixed_in_one_batch(rows: list[tuple[Sampling, int, int] | None], seed: int, ties: bool) -> None:
+    logits = logits_of(seed, len(rows), ties)
+    sampled = sample(logits, [turn(*asked) if asked else None for asked in rows])
+    for row, asked in enumerate(rows):
+        sampling, top_n, min_end = asked or (Sampling(), 0, 0)
+        check(sampled, row, logits[row], sampling, ENDS if min_end else [])
+        assert len(sampled.tops[row].ids if top_n else []) == top_n and (row in sampled.tops) == bool(top_n)
+
+
+@settings(max_examples=30, deadline=None)
+@given(rows=st.lists(askings, min_size=2, max_size=9), seed=st.integers(0, 99), data=st.data(), size=st.sampled_from([VOCABULARY, 3000]))
+def test_neighbours_change_nothing(rows: list[tuple[Sampling, int, int]], seed: int, data: st.DataObject, size: int) -> None:
+    """Bit for bit, also beside rows that are no numbers."""
+    logits = logits_of(seed, len(rows), size=size)
+    together = sample(logits, [turn(*asked) for asked in rows])
+    some = data.draw(st.lists(st.sampled_from(range(len(rows))), min_size=1, unique=True))
+    broken = logits[some + some]
+    broken[len(some) :] = math.nan
+    again = sample(broken, [turn(*rows[row]) for row in some + some])
+    for place, row in enumerate(some):
+        assert (again.ids[place], again.logprobs[place]) == (together.ids[row], together.logprobs[row])
+        assert again.tops.get(place) == together.tops.get(row)
+
+
+@pytest.mark.parametrize("name", [name for name in ALONE if "temperature" in ALONE[name]])
+def test_choices_follow_the_distribution(name: str) -> None:
+    """One row for each of 2000 tokens, of two seeds and two choices; the rarest tokens are counted together."""
+    num, logits = 2000, logits_of(2)
+    turns = [turn(Sampling(**ALONE[name], seed=row % 2, choice=row // 2 % 2), index=row // 4) for row in range(num)]
+    sampled = sample(logits.expand(num, -1), turns)
+    expected = num * np.exp(processed(logits[0].numpy(), Sampling(**ALONE[name]), PROMPT, GENERATED))
+    counts = np.bincount(sampled.ids, minlength=VOCABULARY)
+    assert not counts[expected == 0].any()
+    often = expected >= 5
+    observed, awaited = np.append(counts[often], counts[~often].sum()), np.append(expected[often], expected[~often].sum())
+    filled = awaited > 0
+    assert len(observed[filled]) == 1 or chisquare(observed[filled], awaited[filled]).pvalue > 1e-3
+
+
+def test_tokens_of_a_row_are_independent() -> None:
+    """Pairs of one token and the next, of a seed and the next, of a choice and the next."""
+    numbers = np.array([[uniforms(seed, choice, 0, 4096) for choice in range(2)] for seed in range(2)])
+    for one, other in ((numbers[..., :-1], numbers[..., 1:]), (numbers[0], numbers[1]), (numbers[:, 0], numbers[:, 1])):
+        pairs = np.histogram2d(one.ravel(), other.ravel(), bins=8, range=[[0, 1], [0, 1]])[0]
+        assert chisquare(pairs.ravel()).pvalue > 1e-3
+
+
+def test_numbers_are_a_function_of_seed_choice_and_index() -> None:
+    """Pinned: another library, machine or version must not change what a seed means."""
+    assert uniforms(7, 1, 0, 3).tolist() == PINNED
+    assert uniforms(7, 1, 64, 8).tolist() == uniforms(7, 1, 0, 128)[64:72].tolist()
+    for begin in (0, 1, AHEAD - 1, AHEAD, 1000):
+        row = Uniforms(7, 1)
+        assert [row.at(index) for index in range(begin, begin + 200)] == uniforms(7, 1, 0, 1200)[begin : begin + 200].tolist()
+    assert Uniforms(2**64 - 1, 0).at(5) == Uniforms(-1, 0).at(5) != Uniforms(0, 0).at(5)
+
+
+@pytest.mark.parametrize("sampling", [{"top_p": 0.6}, {"top_k": 20}, {"min_p": 0.2}, {"top_k": 30, "top_p": 0.6}])
+@pytest.mark.parametrize("ties", [False, True])
+def test_a_first_look_at_few_tokens_changes_nothing(sampling: dict[str, Any], ties: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of these rows some are done after the first look, and some need a second."""
+    logits = logits_of(3, 40, ties) * torch.linspace(0, 1, 40)[:, None]
+    turns = [turn(Sampling(temperature=1.0, seed=row, **sampling), top_n=12) for row in range(40)]
+    whole = sample(logits, turns)
+    monkeypatch.setattr(likeliest, "WIDTH", 15)
+    assert sample(logits, turns) == whole
+
+
+def test_ties() -> None:
+    """Of equally likely tokens the lower ids are in a nucleus, all are in the top k, and the lowest is the likeliest."""
+    logits = torch.zeros(1, 8)
+    logits[0, 3] = -9.0
+    cases = {"top_p": ({"top_p": 0.4}, [0, 1, 2]), "top_k": ({"top_k": 2}, [0, 1, 2, 4, 5, 6, 7]), "greedy": ({"temperature": 0.0}, [0])}
+    for asked, left in cases.values():
+        turns = [turn(Sampling(**{"temperature": 1.0, "seed": seed, **asked})) for seed in range(100)]
+        assert sorted(set(sample(logits.expand(100, -1), turns).ids)) == left
+    top = sample(torch.tensor([[-1.0, -3.0, -4.0, -2.0, -3.0]]), [turn(None, top_n=3)]).tops[0]
+    assert top.ids == [0, 3, 1]
+
+
+def test_a_single_survivor_is_certain() -> None:
+    """As in TGI: of the processed distribution it has the logarithm 0, of the model's own it has not."""
+    for asked in ({"top_k": 1}, {"top_p": 0.01}, {"min_p": 1.0}):
+        for raw in (False, True):
+            sampled = sample(logits_of(4), [turn(Sampling(temperature=1.0, raw_logprobs=raw, **asked), top_n=2)])
+            assert (sampled.logprobs[0] == 0.0) == (not raw)
+            assert math.isfinite(sampled.tops[0].logprobs[1]) == raw
+
+
+def test_rows_that_ask_for_nothing_are_plainly_greedy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sampling that changes nothing is no asking; a batch without asking goes through `greedy` as it is, the same tensor."""
+    nothing = [Sampling(), Sampling(seed=3, raw_logprobs=True, top_k=4, top_p=0.1, min_p=0.1, typical_p=0.1)]
+    assert [turn(sampling) for sampling in nothing] == [None, None]
+    assert turn(None, min_end=3) is None  # has so many
+    logits, seen = logits_of(5, 2), []
+    monkeypatch.setattr("gpu_worker.engine.sample.greedy", lambda logits: seen.append(logits) or greedy(logits))
+    assert sample(logits, [None, None]).ids == logits.argmax(-1).tolist()
+    assert len(seen) == 1 and seen[0] is logits
+
+
+@given(
+    st.lists(st.integers(0, 9), min_size=1, max_size=30),
+    st.lists(st.integers(0, 200), max_size=200),
+    st.integers(0, 200),
+    st.lists(st.lists(st.integers(0, 9), min_size=1, max_size=4), max_size=5),
+)
+def test_a_manner_remembers_what_a_resumed_one_finds(prompt: list[int], tokens: list[int], base: int, words: list[list[int]]) -> None:
+    penalties = {"frequency_penalty": 0.5, "presence_penalty": 0.2, "relative_frequency_penalty": 0.7}
+    sampling = Sampling(**penalties, bad_words=[pack_ids(word) for word in words])
+    start = StartRow(0, pack_ids([*prompt, *tokens[:base]]), len(tokens[:base]), 999, False, b"", sampling=sampling)
+    whole = StartRow(0, pack_ids([*prompt, *tokens]), len(tokens), 999, False, b"", sampling=sampling)
+    grown, resumed = Manner.of(start, []), Manner.of(whole, [])
+    assert grown and resumed
+    for token in tokens[base:]:
+        grown.take(token)
+    assert sorted(grown.banned(5)) == sorted(resumed.banned(5))
+    found = penalties_of(grown)
+    assert found == penalties_of(resumed)
+    for token, penalty in found.items():
+        count, all_ids = tokens.count(token), [*prompt, *tokens]
+        expected = 0.5 * count + 0.2 * (count > 0) + 0.7 * all_ids.count(token) / len(all_ids)
+        assert penalty == pytest.approx(expected, rel=1e-5)
+
+
+def penalties_of(manner: Manner | None) -> dict[int, float]:
+    assert manner and manner.history
+    return dict(zip(manner.history.ids.tolist(), manner.penalty().tolist(), strict=True))

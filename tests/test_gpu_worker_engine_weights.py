@@ -1,0 +1,126 @@
+"""A quantised checkpoint has the ids that transformers gives it, or is refused with what to install; never served by guess."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
+
+from common.settings import SettingError, Settings
+from gpu_worker.engine.engine import Engine
+from tests import tiny_models
+from tests.batch_player import Player
+
+BLOCK = 32
+NEW_TOKENS = 12
+PROMPTS = ([5, 6, 7], list(range(3, 40)))
+FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [BLOCK, BLOCK], "modules_to_not_convert": ["lm_head"]}
+
+
+def engine_of(folder: Path, **settings: Any) -> Engine:
+    return Engine(Settings(model_id=str(folder), dtype="float32", kv_cache_bytes=2**22, max_batch_prefill_tokens=64, threads=1, **settings))
+
+
+def ids_of(engine: Engine) -> list[list[int]]:
+    played = Player(engine, list(range(1, engine.ready.num_blocks + 1)))
+    found = played.run([played.start(row, prompt, NEW_TOKENS, ignore_eos=True) for row, prompt in enumerate(PROMPTS)])
+    return [found[row] for row in range(len(PROMPTS))]
+
+
+def configure(folder: Path, **values: Any) -> None:
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | values))
+
+
+def quantize(folder: Path) -> None:
+    """Weights of linear layers as 8-bit floats with a scale for each block, as DeepSeek publishes them."""
+    tensors = load_file(folder / "model.safetensors")
+    for name in [name for name in tensors if "_proj." in name]:
+        rows, columns = tensors[name].shape
+        blocks = tensors[name].float().view(rows // BLOCK, BLOCK, columns // BLOCK, BLOCK)
+        scales = blocks.abs().amax((1, 3)) / 448
+        tensors[name] = (blocks / scales[:, None, :, None]).view(rows, columns).to(torch.float8_e4m3fn)
+        tensors[f"{name}_scale_inv"] = scales
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def test_8_bit_floats_have_the_ids_of_transformers(tmp_path: Path) -> None:
+    plain = tiny_models.save(tmp_path, "Llama", tiny_models.LLAMA)
+    quantize(tmp_path)
+    configure(tmp_path, quantization_config=FP8)
+    reference = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    wanted = [tiny_models.generate(reference, prompt, NEW_TOKENS) for prompt in PROMPTS]
+    assert ids_of(engine_of(tmp_path)) == wanted
+    assert wanted != [tiny_models.generate(plain, prompt, NEW_TOKENS) for prompt in PROMPTS]
+
+
+@pytest.mark.parametrize(
+    ("quantization", "words"),
+    [
+        ({"quant_method": "gptq", "bits": 4, "group_size": 128}, r"is quantised \(gptq\): .*install.*optimum"),
+        ({"quant_method": "awq", "bits": 4, "group_size": 128}, r"is quantised \(awq\): .*install"),
+        ({"quant_method": "bitsandbytes", "load_in_4bit": True}, r"is quantised \(bitsandbytes\): .*bitsandbytes"),
+        ({"quant_method": "compressed-tensors", "config_groups": {}}, r"is quantised \(compressed-tensors\): .*compressed-tensors"),
+        ({"quant_method": "modelopt"}, r"is quantised \(modelopt\); transformers knows .*gptq"),
+        ({"bits": 4}, r"is quantised \(method not named\)"),
+    ],
+    ids=["gptq", "awq", "bitsandbytes", "compressed-tensors", "unknown", "nameless"],
+)
+def test_a_method_that_is_not_at_hand_is_refused(quantization: dict[str, Any], words: str, tmp_path: Path) -> None:
+    tiny_models.save(tmp_path, "Llama", tiny_models.LLAMA)
+    configure(tmp_path, quantization_config=quantization)
+    refused(tmp_path, words)
+
+
+def test_8_bit_weights_without_a_word_in_the_config_are_refused(tmp_path: Path) -> None:
+    tiny_models.save(tmp_path, "Llama", tiny_models.LLAMA)
+    quantize(tmp_path)
+    refused(tmp_path, r"has weights of type F8_E4M3 \(model\.layers\.0\.\S+\), and its config\.json says nothing of them")
+
+
+def test_weights_that_are_not_there_are_not_made_up(tmp_path: Path) -> None:
+    tiny_models.save(tmp_path, "Llama", tiny_models.LLAMA)
+    tensors = load_file(tmp_path / "model.safetensors")
+    del tensors["model.layers.1.mlp.up_proj.weight"]
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    refused(tmp_path, r"has no weights for model\.layers\.1\.mlp\.up_proj\.weight$")
+
+
+def refused(folder: Path, words: str) -> None:
+    with pytest.raises(SettingError, match=words) as caught:
+        engine_of(folder)
+    assert caught.value.name == "model_id" and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("kind", [None, "linear", "dynamic"])
+def test_positions_are_stretched(kind: str | None, tmp_path: Path) -> None:
+    """One prompt is longer than the model was trained for."""
+    tiny_models.save(tmp_path, "Llama", tiny_models.LLAMA | {"max_position_embeddings": 32})
+    engine = engine_of(tmp_path, rope_scaling=kind, rope_factor=2.0)
+    config: LlamaConfig = AutoConfig.from_pretrained(tmp_path)
+    config.rope_parameters |= {"rope_type": kind or "linear", "factor": 2.0}
+    reference = AutoModelForCausalLM.from_pretrained(tmp_path, config=config, dtype=torch.float32)
+    assert engine.ready.context == 2 * config.max_position_embeddings
+    assert ids_of(engine) == [tiny_models.generate(reference, prompt, NEW_TOKENS) for prompt in PROMPTS]
+
+
+def test_what_has_no_rotary_positions_cannot_be_stretched(tmp_path: Path) -> None:
+    tiny_models.save(tmp_path, "GPT2", tiny_models.GPT)
+    with pytest.raises(SettingError, match="ROPE_FACTOR: gpt2 has no plain rotary positions to stretch"):
+        engine_of(tmp_path, rope_factor=2.0)
+
+
+def test_code_of_a_checkpoint_runs_only_when_trusted(tmp_path: Path) -> None:
+    tiny_models.save(tmp_path, "Llama", tiny_models.LLAMA)
+    configure(tmp_path, model_type="mine", auto_map={"AutoConfig": "mine.Config", "AutoModelForCausalLM": "mine.Model"})
+    (tmp_path / "mine.py").write_text(
+        "from transformers import LlamaConfig, LlamaForCausalLM\n"
+        "class Config(LlamaConfig):\n    model_type = 'mine'\n"
+        "class Model(LlamaForCausalLM):\n    config_class = Config\n"
+    )
+    refused(tmp_path, "Python code along, which is run with TRUST_REMOTE_CODE only")
+    engine = engine_of(tmp_path, trust_remote_code=True)
+    assert type(engine.loaded.model).__name__ == "Model"

@@ -1,0 +1,118 @@
+"""Tiny models with random weights, of every family that is served, made so that each feature of its attention shows in the ids."""
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+VOCAB = 500
+SIZES = {
+    "vocab_size": VOCAB,
+    "hidden_size": 64,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 256,
+    "initializer_range": 0.25,
+    "tie_word_embeddings": False,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+LLAMA = SIZES | {"intermediate_size": 128, "num_key_value_heads": 2}
+GPT = {
+    "vocab_size": VOCAB,
+    "n_layer": 3,
+    "n_head": 4,
+    "n_embd": 64,
+    "n_positions": 256,
+    "initializer_range": 0.25,
+    "tie_word_embeddings": False,
+}
+MIXED = {"sliding_window": 16, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
+WIDE = {"head_dim": 32}
+SPREAD = {"initializer_range": 0.5}
+MIXTURE = {"num_experts_per_tok": 2, "moe_intermediate_size": 64}
+LATENT = {"kv_lora_rank": 16, "q_lora_rank": 24, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 12, "num_key_value_heads": 4}
+
+
+def rope(kind: str, **parameters: Any) -> dict[str, Any]:
+    return {"rope_parameters": {"rope_type": kind, "rope_theta": 10_000.0, **parameters}}
+
+
+LONG = {"short_factor": [1.0] * 8, "long_factor": [2.0 + i for i in range(8)], "original_max_position_embeddings": 32}
+
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "Llama": ("Llama", LLAMA),
+    "Llama-linear": ("Llama", LLAMA | rope("linear", factor=4.0)),
+    "Llama-llama3": (
+        "Llama",
+        LLAMA | rope("llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=32),
+    ),
+    "Llama-yarn": ("Llama", LLAMA | rope("yarn", factor=4.0, original_max_position_embeddings=64)),
+    "Llama-dynamic": ("Llama", LLAMA | {"max_position_embeddings": 32} | rope("dynamic", factor=4.0)),
+    "Llama-longrope": ("Llama", LLAMA | rope("longrope", factor=4.0, **LONG)),
+    "Mistral": ("Mistral", LLAMA | {"sliding_window": 16}),
+    "Mixtral": ("Mixtral", LLAMA | {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 16}),
+    "Qwen2": ("Qwen2", LLAMA | {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 1}),
+    "Qwen3": ("Qwen3", LLAMA | WIDE),
+    "Qwen3-MoE": ("Qwen3Moe", LLAMA | WIDE | MIXTURE | {"num_experts": 4}),
+    "Gemma2": ("Gemma2", LLAMA | WIDE | {"sliding_window": 16, "attn_logit_softcapping": 5.0, "query_pre_attn_scalar": 32}),
+    "Gemma3": ("Gemma3Text", LLAMA | WIDE | MIXED | SPREAD),
+    "Phi": ("Phi", LLAMA | {"partial_rotary_factor": 0.5, "num_key_value_heads": 4}),
+    "Phi3": ("Phi3", LLAMA | {"sliding_window": 16}),
+    "GPT2": ("GPT2", GPT),
+    "GPT-NeoX": ("GPTNeoX", SIZES | SPREAD | {"intermediate_size": 128}),
+    "StarCoder2": ("Starcoder2", LLAMA | SPREAD | {"sliding_window": 16}),
+    "GPT-BigCode": ("GPTBigCode", GPT),
+    "OPT": ("OPT", SIZES | SPREAD | {"ffn_dim": 128, "word_embed_proj_dim": 64}),
+    "OLMo2": ("Olmo2", LLAMA | SPREAD),
+    "Cohere": ("Cohere", LLAMA | {"use_qk_norm": True, "logit_scale": 0.25}),
+    "Cohere2": ("Cohere2", LLAMA | MIXED | {"logit_scale": 0.25}),
+    "Granite": ("Granite", LLAMA | {"logits_scaling": 4.0, "attention_multiplier": 0.3}),
+    "SmolLM3": ("SmolLM3", LLAMA | {"no_rope_layers": [1, 0, 1], "use_sliding_window": False}),
+    "StableLM": ("StableLm", LLAMA | {"partial_rotary_factor": 0.5, "use_qkv_bias": True}),
+    "DeepSeek-V3": (
+        "DeepseekV3",
+        LLAMA
+        | MIXTURE
+        | LATENT
+        | {"n_routed_experts": 8, "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1, "n_shared_experts": 1},
+    ),
+    "gpt-oss": ("GptOss", LLAMA | WIDE | MIXED | {"num_local_experts": 4, "num_experts_per_tok": 2}),
+}
+
+
+def save(folder: Path, config_name: str, sizes: dict[str, Any]) -> Any:
+    """Writes a random model of the family of `config_name`, with a tokenizer in name only; returns it as it is read again, in float32."""
+    torch.manual_seed(1)
+    config = getattr(transformers, f"{config_name}Config")(**sizes)
+    kind = transformers.AutoModelForSeq2SeqLM if config.is_encoder_decoder else transformers.AutoModelForCausalLM
+    model = kind.from_config(config).eval()
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            spread = (
+                2.0
+                if name.endswith("sinks")
+                else 0.1
+                if name.endswith("bias")
+                else getattr(config, "initializer_range", 0.25)
+                if weight.dim() > 1
+                else 0.0
+            )
+            if spread:
+                weight.normal_(0, spread)
+    model.save_pretrained(folder)
+    (folder / "tokenizer.json").write_text(json.dumps({"added_tokens": []}))
+    return kind.from_pretrained(folder, dtype=torch.float32)
+
+
+def generate(model: Any, prompt: list[int], max_new_tokens: int) -> list[int]:
+    """Greedy new ids. On a copy: rotary embeddings of some types remember the longest sequence they saw."""
+    ids = torch.tensor([prompt])
+    settings = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0, "attention_mask": torch.ones_like(ids)}
+    output = copy.deepcopy(model).generate(ids, max_new_tokens=max_new_tokens, **settings)
+    new_ids: list[int] = output[0, len(prompt) :].tolist()
+    return new_ids
