@@ -7,7 +7,7 @@ from redis.asyncio import Redis
 
 from common.codec import WireError, decode
 from common.keys import Keys
-from common.messages import Life
+from common.life import Life
 
 CHUNK = 500
 SIBLINGS_MS = 5000

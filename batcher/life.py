@@ -16,7 +16,8 @@ from common.codec import encode
 from common.endings import INTERRUPTED
 from common.ids import pair
 from common.keys import Keys
-from common.messages import Happening, Life, Report
+from common.life import Happening, Life
+from common.messages import Report
 
 log = logging.getLogger(__name__)
 

@@ -297,31 +297,5 @@ class LogEntry:
     tokens: list[Tokens] = wire("t")
 
 
-@dataclass(frozen=True, slots=True)
-class Happening:
-    """Something that happened to a request, for people.
-
-    Attributes:
-        at_ms: by the broker's clock.
-        what: `queued`, `placed`, `prefilled`, `interrupted`, `died`, `taken_over` or `ended`.
-        num_tokens: of the prompt for `queued`, else generated so far.
-        why: the reason of `interrupted` and `ended`.
-    """
-
-    at_ms: int = wire("t")
-    what: str = wire("w")
-    worker: str = wire("i", default="")
-    attempt: int = wire("a", default=0)
-    num_tokens: int = wire("n", default=0)
-    why: str = wire("y", default="")
-
-
-@dataclass(frozen=True, slots=True)
-class Life:
-    """A part of a request's life, in order; in the stream `life`, in a field named after the request."""
-
-    happenings: list[Happening] = wire("h")
-
-
 RECORD = struct.Struct("<if")
 """An id and its log-probability; `Generate.width` of them are one token in the string `tokens:{request}`, in order, from index 0."""

@@ -17,8 +17,8 @@ LAST_WORD_S = 1.0
 
 
 class Tally:
-    """What this process has counted since, and added so far. What it counts while the broker is away is added when it is back; when an answer gets lost,
-    its second may be counted twice."""
+    """What this process counts from now on, and how much of it has been added. What it counts while the broker is away is added when
+    that is back; when an answer gets lost, one second may be counted twice."""
 
     def __init__(self, redis: Redis, keys: Keys) -> None:
         self.redis, self.keys = redis, keys

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 from common.settings import SettingError, Settings
 
+LOOPBACK = "127.0.0.1"
+
 
 @dataclass(frozen=True, slots=True)
 class Place:
@@ -52,10 +54,10 @@ def local_places(settings: Settings, environ: Mapping[str, str] = os.environ) ->
     if settings.num_shard == 1:
         return [Place()]
     size, port = settings.num_shard, free_port()
-    return [Place(rank, size, rank, size, "127.0.0.1", port) for rank in range(size)]
+    return [Place(rank, size, rank, size, LOOPBACK, port) for rank in range(size)]
 
 
 def free_port() -> int:
     with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
+        probe.bind((LOOPBACK, 0))
         return int(probe.getsockname()[1])

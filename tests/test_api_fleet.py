@@ -14,6 +14,7 @@ from common.settings import SettingError, Settings
 from common.sign import Sign, here
 from tests.fake_worker import Answer, working
 from tests.gateways import ready, serving, vocabulary
+from tests.test_batcher_process import batcher
 from tests.waiting import wait_until
 
 KEYS = Keys("default")
@@ -92,6 +93,20 @@ async def test_a_worker_is_seen_before_it_can_work(broker, redis):
             await wait_until(workers)
             assert await workers() == ["starting"]
         assert await workers() == []
+
+
+async def test_of_two_batchers_the_one_with_the_lease_is_active(broker, redis):
+    with batcher(broker.url, "b0") as first, batcher(broker.url, "b1") as second:
+        async with serving(broker.url) as (_, client):
+
+            async def both() -> list[dict]:
+                found = [one for one in (await client.get("/fleet")).json()["processes"] if one["kind"] == "batcher"]
+                return found if {one["state"] for one in found} == {"active", "standby"} else []
+
+            found = await wait_until(both, 30)
+            holder = (await redis.get(KEYS.batcher)).decode()
+            assert {one["id"] for one in found if one["active"]} == {holder}
+            assert {one["pid"] for one in found} == {first.pid, second.pid}
 
 
 async def test_without_a_batcher_everything_waits(broker, redis):

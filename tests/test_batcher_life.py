@@ -9,7 +9,8 @@ from batcher.replica import Limits, Replica
 from batcher.sequence import Sequence
 from common.codec import encode
 from common.keys import Keys
-from common.messages import RECORD, Generate, Happening, Life, Plan, Report, Worker, pack_ids
+from common.life import Happening, Life
+from common.messages import RECORD, Generate, Plan, Report, Worker, pack_ids
 
 KEYS = Keys("default")
 NOW_MS = 1_000_000

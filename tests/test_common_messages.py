@@ -4,14 +4,13 @@ import msgpack
 import pytest
 
 from common.codec import WireError, decode, encode
+from common.life import Happening, Life
 from common.messages import (
     RECORD,
     Cancel,
     Died,
     Events,
     Generate,
-    Happening,
-    Life,
     LogEntry,
     Plan,
     Report,
@@ -80,7 +79,20 @@ EXAMPLES = [
     ),
     (
         Worker("w0-1", "w0", "m", "float32", 16, 10, 64, 2048, pack_ids([2]), 1, "cpu", "dir/m"),
-        {"v": 1, "i": "w0-1", "nm": "w0", "m": "m", "d": "float32", "bs": 16, "nb": 10, "pt": 64, "c": 2048, "eo": b"\x02\0\0\0", "w": 1, "mi": "dir/m"}
+        {
+            "v": 1,
+            "i": "w0-1",
+            "nm": "w0",
+            "m": "m",
+            "d": "float32",
+            "bs": 16,
+            "nb": 10,
+            "pt": 64,
+            "c": 2048,
+            "eo": b"\x02\0\0\0",
+            "w": 1,
+            "mi": "dir/m",
+        }
         | {"dv": "cpu"},
     ),
     (

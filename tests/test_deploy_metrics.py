@@ -31,7 +31,7 @@ def exported() -> set[str]:
 
 def named(expression: str) -> set[str]:
     """Names of series in an expression of PromQL, by their selectors and by our prefixes."""
-    return {name for name in re.findall(r"[a-z_]+(?={)", expression)} | set(re.findall(r"\b(?:tgi|tokenfleet)_\w+", expression))
+    return set(re.findall(r"[a-z_]+(?={)", expression)) | set(re.findall(r"\b(?:tgi|tokenfleet)_\w+", expression))
 
 
 def expressions(value: Any) -> list[str]:

@@ -10,6 +10,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 
 from common.settings import SettingError, Settings
+from gpu_worker.engine import load
 from gpu_worker.engine.engine import Engine
 from tests import tiny_models
 from tests.batch_player import Player
@@ -93,6 +94,15 @@ def refused(folder: Path, words: str) -> None:
     with pytest.raises(SettingError, match=words) as caught:
         engine_of(folder)
     assert caught.value.name == "model_id" and "\n" not in str(caught.value)
+
+
+def test_long_loading_says_how_far_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(load, "BAR_S", 0.0)
+    model = tiny_models.save(tmp_path, "Llama", tiny_models.LLAMA)
+    said: list[str] = []
+    Engine(Settings(model_id=str(tmp_path), kv_cache_bytes=2**22, max_batch_prefill_tokens=64, threads=1), said.append)
+    total = len(list(model.parameters()))
+    assert f"Loading weights: {total} of {total}" in said
 
 
 @pytest.mark.parametrize("kind", [None, "linear", "dynamic"])

@@ -68,6 +68,8 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "StarCoder2": ("Starcoder2", LLAMA | SPREAD | {"sliding_window": 16}),
     "GPT-BigCode": ("GPTBigCode", GPT),
     "OPT": ("OPT", SIZES | SPREAD | {"ffn_dim": 128, "word_embed_proj_dim": 64}),
+    "Falcon": ("Falcon", SIZES | SPREAD | {"alibi": False, "new_decoder_architecture": True, "num_kv_heads": 2}),
+    "Falcon-7b": ("Falcon", SIZES | SPREAD | {"alibi": False, "new_decoder_architecture": False, "multi_query": True}),
     "OLMo2": ("Olmo2", LLAMA | SPREAD),
     "Cohere": ("Cohere", LLAMA | {"use_qk_norm": True, "logit_scale": 0.25}),
     "Cohere2": ("Cohere2", LLAMA | MIXED | {"logit_scale": 0.25}),

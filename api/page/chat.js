@@ -141,9 +141,12 @@ function follow() {
   if (talk.scrollHeight - talk.scrollTop - talk.clientHeight < 160) talk.scrollTop = talk.scrollHeight;
 }
 
+/** Stop takes the place of Send, and its focus, while an answer streams. */
 function busy(controller) {
   stopping = controller;
-  find("send").disabled = controller !== null;
-  find("stop").hidden = controller === null;
+  const [off, on] = controller ? [find("send"), find("stop")] : [find("stop"), find("send")];
+  const focused = document.activeElement === off;
+  [off.hidden, on.hidden] = [true, false];
+  if (focused) on.focus();
   find("talk").setAttribute("aria-busy", controller !== null);
 }

@@ -30,7 +30,7 @@ class Link:
     def grants(self, wait_s: float) -> Iterator[Grant]:
         """All grants that are here by now, in order; waits up to `wait_s` for the first."""
         while self.receive(wait_s):
-            for frame in self.frames():
+            for frame in frames(self.buffer):
                 wait_s = 0.0
                 assert isinstance(frame, Grant)
                 yield frame
@@ -48,11 +48,13 @@ class Link:
         self.buffer += data
         return True
 
-    def frames(self) -> Iterator[Frame]:
-        while len(self.buffer) >= LENGTH.size:
-            end = LENGTH.size + LENGTH.unpack_from(self.buffer)[0]
-            if len(self.buffer) < end:
-                return
-            frame = decode(bytes(self.buffer[LENGTH.size : end]))
-            del self.buffer[:end]
-            yield frame
+
+def frames(buffer: bytearray) -> Iterator[Frame]:
+    """Takes all whole frames off the front of `buffer`."""
+    while len(buffer) >= LENGTH.size:
+        end = LENGTH.size + LENGTH.unpack_from(buffer)[0]
+        if len(buffer) < end:
+            return
+        frame = decode(bytes(buffer[LENGTH.size : end]))
+        del buffer[:end]
+        yield frame

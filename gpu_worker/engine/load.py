@@ -1,6 +1,7 @@
 """From settings to a model on its device, with a cache on its attention modules."""
 
-import sys
+import importlib
+import io
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +19,9 @@ from gpu_worker.engine.sdpa import Sdpa
 from gpu_worker.engine.weights import read_weights
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+WRITTEN_OUT = {"falcon": "gpu_worker.engine.falcon"}
+"""Families whose model code attends by itself → what makes it go through the interface."""
+BAR_S = 2.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,8 +52,9 @@ def load(settings: Settings, progress: model_files.Progress) -> Loaded:
     dtype = choose_dtype(settings.dtype, device)
     torch.set_num_threads(settings.threads or max(1, processor.num_cores() // max(1, settings.num_workers)))
     config = read_config(path, settings)
-    if not sys.stderr.isatty():
-        logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    if config.model_type in WRITTEN_OUT:
+        importlib.import_module(WRITTEN_OUT[config.model_type])
+    show_bars(progress)
     progress(f"loading {settings.model_id} as {name_of(dtype)} on {device.type}")
     try:
         model = read_weights(path, config, dtype, device, settings)
@@ -67,6 +72,17 @@ def load(settings: Settings, progress: model_files.Progress) -> Loaded:
     attention.attach(layers, geometry, cache, backend)
     context, eos_ids = int(model_files.context(path) * (settings.rope_factor or 1)), model_files.eos_ids(path)
     return Loaded(model, device, dtype, num_blocks, cache, backend, rope.by_length(model), context, eos_ids, config.vocab_size)
+
+
+def show_bars(progress: model_files.Progress) -> None:
+    """What transformers draws as progress bars is said now and then instead; what is over sooner is not."""
+
+    def hook(bar_of: Any, args: Any, options: dict[str, Any]) -> Any:
+        bar = bar_of(*args, **options, file=io.StringIO(), mininterval=BAR_S, delay=BAR_S)
+        bar.display = lambda *_, **__: progress(f"{bar.desc}: {bar.n} of {bar.total}")
+        return bar
+
+    logging.set_tqdm_hook(hook)
 
 
 def forward_one(model: Any, device: torch.device) -> None:

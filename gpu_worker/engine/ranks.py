@@ -1,35 +1,38 @@
-"""The ranks of a worker and what they say to each other. Numbers go where tensors are: gloo on CPU, NCCL on CUDA; words go over gloo."""
+"""The ranks of a worker and what they say to each other. Tensors go by gloo on CPU and by NCCL on CUDA, words by gloo."""
 
+import os
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 
-from gpu_worker.door import Grant
-from gpu_worker.engine.frames import Frames
-from gpu_worker.place import Place
+from gpu_worker.door import Frame, Grant, encode
+from gpu_worker.engine.link import frames
+from gpu_worker.place import LOOPBACK, Place
 
 FOREVER = timedelta(days=365)
-"""The agent watches how long a step takes; ranks that have nothing to do wait for each other without an end."""
+"""The agent watches how long a step takes; ranks that have nothing to do wait for rank 0 without an end."""
 
 
 class Ranks:
-    """Rank 0 decides: it hears the grants and samples. All others do what they are told, step by step.
+    """Rank 0 hears the grants and samples; the others apply and launch the same, step by step.
 
-    Only the sampled ids of rank 0 are taken. Each rank could sample the same by itself, but only where all compute the same numbers
-    bit by bit, and ranks may run on processors of different kinds: a row must not go on with one id here and with another there.
+    Each rank could sample by itself, but would choose the same only where all compute the same numbers bit by bit, and ranks may run on
+    processors of different kinds. A row must not go on with one token here and with another there: what rank 0 sampled counts.
     """
 
     def __init__(self, place: Place) -> None:
         """Returns when all ranks are there."""
         self.place, self.rank, self.world_size = place, place.rank, place.world_size
         if self.world_size > 1:
-            address, backend = f"tcp://{place.address}:{place.port}", "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+            if place.address == LOOPBACK:
+                os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
+            backend, address = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo", f"tcp://{place.address}:{place.port}"
             dist.init_process_group(backend, init_method=address, rank=self.rank, world_size=self.world_size, timeout=FOREVER)
 
-    # Tensors.
+    # Tensors: the same on all ranks afterwards.
 
     def sum(self, tensor: torch.Tensor) -> torch.Tensor:
         """The sum over all ranks, in place."""
@@ -37,27 +40,48 @@ class Ranks:
         return tensor
 
     def join(self, tensor: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
-        """The ranks' tensors, `sizes` wide, next to each other in the last dimension."""
-        width = max(sizes)
-        padded = torch.nn.functional.pad(tensor, (0, width - tensor.shape[-1])).contiguous()
-        parts = padded.new_empty(self.world_size, *padded.shape)
-        dist.all_gather_into_tensor(parts, padded)
+        """The ranks' tensors next to each other in the last dimension, in which rank r's has `sizes[r]` entries."""
+        padded = torch.nn.functional.pad(tensor, (0, max(sizes) - tensor.shape[-1])).contiguous()
+        parts = [torch.empty_like(padded) for _ in sizes]
+        dist.all_gather(parts, padded)
         return torch.cat([part[..., :size] for part, size in zip(parts, sizes, strict=True)], -1)
 
-    # Numbers.
+    def said(self, values: Sequence[int]) -> list[int]:
+        """What rank 0 has for `values`; the others give as many of their own."""
+        if self.world_size == 1 or not values:
+            return list(values)
+        tensor = torch.tensor(values)
+        dist.broadcast(tensor, 0)
+        told: list[int] = tensor.tolist()
+        return told
 
-    def smallest(self, number: int) -> int:
-        return self.reduced(number, dist.ReduceOp.MIN)
+    def smallest(self, value: int) -> int:
+        return self.reduced(value, dist.ReduceOp.MIN)
 
-    def total(self, number: int) -> int:
-        return self.reduced(number, dist.ReduceOp.SUM)
+    def total(self, value: int) -> int:
+        return self.reduced(value, dist.ReduceOp.SUM)
 
-    def reduced(self, number: int, operation: dist.ReduceOp.RedOpType) -> int:
-        value = torch.tensor(number)
+    def reduced(self, value: int, operation: dist.ReduceOp.RedOpType) -> int:
+        tensor = torch.tensor(value)
         if self.world_size > 1:
-            dist.all_reduce(value, operation)
-        return int(value)
+            dist.all_reduce(tensor, operation)
+        return int(tensor)
 
-    # Words of rank 0.
+    # Grants: what rank 0 applies before a step, all others apply before theirs.
 
-    def tell(self, grants: Iterable[Grant]) -> None: ...
+    def tell(self, grants: Iterable[Grant]) -> list[Grant]:
+        """Rank 0's part. Returns the grants."""
+        grants = list(grants)
+        if self.world_size > 1:
+            data = b"".join(map(encode, grants))
+            if self.said([len(data)])[0]:
+                dist.broadcast(torch.frombuffer(bytearray(data), dtype=torch.uint8), 0)
+        return grants
+
+    def hear(self) -> Iterator[Frame]:
+        """The others' part; waits for rank 0."""
+        [size] = self.said([0])
+        buffer = torch.empty(size, dtype=torch.uint8)
+        if size:
+            dist.broadcast(buffer, 0)
+        return frames(bytearray(buffer.numpy()))

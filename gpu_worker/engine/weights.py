@@ -1,6 +1,8 @@
 """The weights of a checkpoint: as transformers loads them, by its own quantizer where they are quantised. Never by guess."""
 
 import json
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,22 +21,23 @@ MAX_NAMED = 3
 def read_weights(path: Path, config: Any, dtype: torch.dtype, device: torch.device, settings: Settings) -> Any:
     """The model on its device. Raises SettingError where its weights would not be what the checkpoint means; or as transformers does."""
     method = quantized_by(config, settings.model_id)
+    whole = partial(AutoModelForCausalLM.from_pretrained, path, config=config)
     if method is None:
         check_types(path, settings.model_id)
-        model = read(path, config, settings, dtype=dtype)
+        model = read(whole, settings, dtype=dtype)
         model.to(device)
         return model
     try:
-        return read(path, config, settings, dtype=dtype, device_map={"": device})
+        return read(whole, settings, dtype=dtype, device_map={"": device})
     except (ImportError, RuntimeError, ValueError, NotImplementedError) as error:
         cause = next(iter(str(error).splitlines()), "") or type(error).__name__
         raise SettingError("model_id", f"{settings.model_id} is quantised ({method}): {cause}") from error
 
 
-def read(path: Path, config: Any, settings: Settings, **options: Any) -> Any:
+def read(source: Callable[..., Any], settings: Settings, **options: Any) -> Any:
+    """What `source`, a `from_pretrained` of transformers, gives. Raises SettingError where it is not whole."""
     options |= {"attn_implementation": attention.NAME, "trust_remote_code": settings.trust_remote_code, "output_loading_info": True}
-    loaded: Any = AutoModelForCausalLM.from_pretrained(path, config=config, **options)
-    model, info = loaded
+    model, info = source(**options)
     missing = sorted({*info["missing_keys"], *(name for name, *_ in info["mismatched_keys"])})
     if missing:
         more = f" and {len(missing) - MAX_NAMED} more" if len(missing) > MAX_NAMED else ""

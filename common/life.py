@@ -1,0 +1,31 @@
+"""What happened to requests, for people: the entries of the stream `life`. Nothing depends on it."""
+
+from dataclasses import dataclass
+
+from common.codec import wire
+
+
+@dataclass(frozen=True, slots=True)
+class Happening:
+    """Something that happened to a request, for people.
+
+    Attributes:
+        at_ms: by the broker's clock.
+        what: `queued`, `placed`, `prefilled`, `interrupted`, `died`, `taken_over` or `ended`.
+        num_tokens: of the prompt for `queued`, else generated so far.
+        why: the reason of `interrupted` and `ended`.
+    """
+
+    at_ms: int = wire("t")
+    what: str = wire("w")
+    worker: str = wire("i", default="")
+    attempt: int = wire("a", default=0)
+    num_tokens: int = wire("n", default=0)
+    why: str = wire("y", default="")
+
+
+@dataclass(frozen=True, slots=True)
+class Life:
+    """A part of a request's life, in order; in a field named after the request."""
+
+    happenings: list[Happening] = wire("h")

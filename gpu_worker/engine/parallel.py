@@ -1,0 +1,144 @@
+"""Tensor parallel: a rank's part of a model, read from the checkpoint and joined to the others' parts.
+
+The part is a smaller model of the same class, with plain tensors. What its plan splits comes together in a few modules, whose `forward`
+sums or joins the ranks' results (arXiv:1909.08053).
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import nn
+from transformers import AutoModelForCausalLM
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
+
+from common import model_files
+from common.settings import SettingError, Settings
+from gpu_worker.engine.attention import NAME, Unservable
+from gpu_worker.engine.ranks import Ranks
+from gpu_worker.engine.shares import EMBEDDING, GATHERED, SPLIT, SUMMED, Cut, Interval, Shares, shares
+from gpu_worker.engine.weights import check_types, read
+
+# --- reading ------------------------------------------------------------------------------------------------------------------------
+
+
+class Slices:
+    """Stands for a tensor of a safetensors file, as transformers takes it, and reads only `intervals` of one dimension."""
+
+    def __init__(self, whole: Any, dim: int, intervals: Sequence[Interval]) -> None:
+        self.whole, self.dim, self.intervals = whole, dim, intervals
+
+    def get_dtype(self) -> str:
+        return str(self.whole.get_dtype())
+
+    def get_shape(self) -> list[int]:
+        shape = list(self.whole.get_shape())
+        shape[self.dim] = sum(end - begin for begin, end in self.intervals)
+        return shape
+
+    def __getitem__(self, everything: Any) -> torch.Tensor:
+        before = (slice(None),) * self.dim
+        pieces = [self.whole[(*before, slice(begin, end))] for begin, end in self.intervals]
+        return pieces[0].clone() if len(pieces) == 1 else torch.cat(pieces, self.dim)
+
+
+def read_part(path: Path, config: Any, dtype: torch.dtype, settings: Settings, ranks: Ranks) -> tuple[Any, Shares]:
+    """This rank's part of a model on CPU, and how all parts belong together. Raises as `read_weights`, and Unservable."""
+    if getattr(config, "quantization_config", None) is not None:
+        raise SettingError("num_shard", f"{ranks.world_size}, but {settings.model_id} is quantised, and its weights cannot be split")
+    check_types(path, settings.model_id)
+    with torch.device("meta"):
+        whole = AutoModelForCausalLM.from_config(config, attn_implementation=NAME, trust_remote_code=settings.trust_remote_code)
+    plan = shares(whole, ranks.world_size)
+    tensors = dict(slices(path, whole, plan.cuts, ranks.rank))
+
+    class Part(type(whole)):  # type: ignore[misc]
+        def __init__(self, *arguments: Any, **options: Any) -> None:
+            super().__init__(*arguments, **options)
+            shrink(self, plan.cuts, ranks.rank)
+
+    Part.__name__ = type(whole).__name__  # transformers finds by it how checkpoints of the class are renamed
+    return read(partial(Part.from_pretrained, None, config=config, state_dict=tensors), settings, dtype=dtype), plan
+
+
+def slices(path: Path, model: Any, cuts: Mapping[str, Cut], rank: int) -> Iterator[tuple[str, Any]]:
+    """The checkpoint's tensors by their names in it, each as this rank needs it; none is read yet."""
+    shapes = {name: tensor.shape for name, tensor in model.state_dict().items()}
+    changes = get_model_conversion_mapping(model)
+    renamings, converters = ([change for change in changes if isinstance(change, kind)] for kind in (WeightRenaming, WeightConverter))
+    for file in model_files.weights(path):
+        opened = safe_open(file, framework="pt")
+        for key in opened.keys():  # noqa: SIM118
+            name, _ = rename_source_key(key, renamings, converters, model.base_model_prefix, shapes)
+            tensor = opened.get_slice(key)
+            yield key, sliced(name, tensor, cuts[name], shapes[name], rank) if name in cuts else tensor
+
+
+def sliced(name: str, tensor: Any, cut: Cut, shape: Sequence[int], rank: int) -> Slices:
+    """`shape` is the whole parameter's; a checkpoint may have it in pieces: one for each expert, or the packed parts one by one."""
+    own = tensor.get_shape()
+    dim = cut.dim - (len(shape) - len(own))
+    begin, end = cut.intervals[rank]
+    each = shape[cut.dim] // cut.packed
+    if dim < 0 or own[dim] not in (each, shape[cut.dim]):
+        raise Unservable(f"its checkpoint has {name} in pieces that cannot be split between ranks (NUM_SHARD)")
+    return Slices(tensor, dim, [(each * part + begin, each * part + end) for part in range(own[dim] // each)])
+
+
+def shrink(model: Any, cuts: Mapping[str, Cut], rank: int) -> None:
+    """Leaves of each parameter, still without values, as much as the rank holds."""
+    for name, cut in cuts.items():
+        place, _, leaf = name.rpartition(".")
+        module, parameter = model.get_submodule(place), model.get_parameter(name)
+        shape, (begin, end) = list(parameter.shape), cut.intervals[rank]
+        shape[cut.dim] = cut.packed * (end - begin)
+        setattr(module, leaf, nn.Parameter(parameter.new_empty(shape), requires_grad=False))
+        if isinstance(module, nn.Linear):
+            module.out_features, module.in_features = module.weight.shape
+        elif isinstance(module, nn.Embedding):
+            module.num_embeddings, module.padding_idx = shape[0], None
+
+
+# --- joining ------------------------------------------------------------------------------------------------------------------------
+
+Forward = Callable[..., torch.Tensor]
+
+
+def join(model: Any, plan: Shares, ranks: Ranks) -> None:
+    """Makes the ranks' parts compute what the whole model would."""
+    for name, style in plan.styles.items():
+        module, cut = model.get_submodule(name), plan.cuts.get(f"{name}.weight")
+        if style in SPLIT and cut:
+            module.forward = partial(split, module.forward, cut.intervals[ranks.rank])
+        if style in SUMMED:
+            if ranks.rank and getattr(module, "bias", None) is not None:
+                module.bias.data.zero_()  # a sum has it once
+            module.forward = partial(summed, module.forward, ranks)
+        elif style in GATHERED and cut:
+            module.forward = partial(gathered, module.forward, ranks, [end - begin for begin, end in cut.intervals])
+        elif style == EMBEDDING and cut:
+            module.forward = partial(embedded, module.forward, ranks, cut.intervals[ranks.rank])
+
+
+def summed(forward: Forward, ranks: Ranks, *inputs: Any, **options: Any) -> torch.Tensor:
+    return ranks.sum(forward(*inputs, **options))
+
+
+def gathered(forward: Forward, ranks: Ranks, sizes: Sequence[int], rows: torch.Tensor) -> torch.Tensor:
+    return ranks.join(forward(rows), sizes)
+
+
+def split(forward: Forward, mine: Interval, rows: torch.Tensor) -> torch.Tensor:
+    return forward(rows[..., mine[0] : mine[1]])
+
+
+def embedded(forward: Forward, ranks: Ranks, mine: Interval, ids: torch.Tensor) -> torch.Tensor:
+    """Ids of other ranks are zeros here, and their sum is the embedding."""
+    begin, end = mine
+    elsewhere = (ids < begin) | (ids >= end)
+    rows = forward((ids - begin).masked_fill(elsewhere, 0))
+    return ranks.sum(rows.masked_fill(elsewhere[..., None], 0))

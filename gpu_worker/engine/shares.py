@@ -1,0 +1,145 @@
+"""Which part of each weight a rank holds, by the plan that the model brings along (transformers' `tp_plan`).
+
+A matrix is cut where its plan says: `colwise` along its outputs, `rowwise` along its inputs. What belongs to heads is cut between heads, so that
+a rank computes whole ones: with more ranks than K and V heads, ranks share one and split the queries that look at it. Parts need not be
+of the same size, so nothing has to divide.
+"""
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from gpu_worker.engine.attention import Unservable
+from gpu_worker.place import Place
+
+UNIT = 64
+"""Features are cut at multiples of this, as matrix products like it, where there are enough of them."""
+GATHERED = ("colwise_gather_output", "colwise_rep")
+SPLIT = ("rowwise_split_input", "rowwise_rep")
+EMBEDDING = "embedding_rowwise"
+COLUMNS = ("colwise", "packed_colwise", EMBEDDING, *GATHERED)
+ROWS = ("rowwise", *SPLIT)
+SUMMED = ("all_reduce", "moe_tp_experts", *ROWS)
+WHOLE = ("replicated_with_grad_allreduce", "mla_kv_a_proj", "replicate")
+"""Styles that say something of gradients only: every rank holds all of it."""
+KEYS_AND_VALUES = ("k_proj", "v_proj")
+
+Interval = tuple[int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """Of one parameter: the entries that rank r holds along `dim` are `intervals[r]`, in each of `packed` equal parts side by side."""
+
+    dim: int
+    intervals: Sequence[Interval]
+    packed: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Shares:
+    """
+    Attributes:
+        cuts: by the name of a parameter.
+        styles: of modules, by their names.
+    """
+
+    cuts: Mapping[str, Cut]
+    styles: Mapping[str, str]
+
+
+def evenly(size: int, world_size: int) -> list[Interval]:
+    unit = UNIT if size >= UNIT * world_size else 1
+    bounds = [size // unit * rank // world_size * unit for rank in range(world_size)] + [size]
+    return list(zip(bounds, bounds[1:], strict=False))
+
+
+def heads(query_heads: int, kv_heads: int, world_size: int) -> tuple[list[Interval], list[Interval]]:
+    """Heads of each rank: of queries, and of K and V. Each K head of a rank is seen by as many of its queries as any other.
+
+    Raises:
+        Unservable: there are fewer query heads than ranks.
+    """
+    group = query_heads // kv_heads
+    if query_heads < world_size:
+        raise Unservable(f"it has {query_heads} attention heads, fewer than NUM_SHARD ({world_size})")
+    if kv_heads >= world_size:
+        bounds = [kv_heads * rank // world_size for rank in range(world_size + 1)]
+        kept = list(zip(bounds, bounds[1:], strict=False))
+        return [(begin * group, end * group) for begin, end in kept], kept
+    mine = [rank * kv_heads // world_size for rank in range(world_size)]
+    queries = []
+    for rank, head in enumerate(mine):
+        sharers, place = mine.count(head), rank - mine.index(head)
+        if sharers > group:
+            raise Unservable(f"NUM_SHARD ({world_size}) ranks cannot split {group} query heads of each of {kv_heads} K heads")
+        queries.append((head * group + group * place // sharers, head * group + group * (place + 1) // sharers))
+    return queries, [(head, head + 1) for head in mine]
+
+
+# --- the plan -----------------------------------------------------------------------------------------------------------------------
+
+
+def shares(model: Any, world_size: int) -> Shares:
+    """For a whole model, which may be on the meta device. Raises Unservable where its plan cannot be followed."""
+    plan = plan_of(model)
+    cuts: dict[str, Cut] = {}
+    styles: dict[str, str] = {}
+    for name, module in model.named_modules():
+        style = plan.get(pattern(name))
+        if style:
+            styles[name] = style
+        for leaf, parameter in module.named_parameters(recurse=False):
+            own = plan.get(pattern(f"{name}.{leaf}"), style if isinstance(module, nn.Linear | nn.Embedding) else None)
+            if own and (found := cut(model, name, leaf, parameter.shape, own, world_size)):
+                cuts[f"{name}.{leaf}"] = found
+    return Shares(cuts, styles)
+
+
+def plan_of(model: Any) -> dict[str, str]:
+    """Styles by the patterns of names; the vocabulary is always cut, except where head and embedding are one and the head is not cut."""
+    plan = {name: style for name, style in (model.tp_plan or {}).items() if style not in WHOLE}
+    if not any("*" in name for name in plan):
+        raise Unservable(f"transformers has no plan for {model.config.model_type} on several ranks (NUM_SHARD)")
+    if unknown := sorted({*plan.values()} - {*COLUMNS, *SUMMED}):
+        raise Unservable(f"its plan for several ranks (NUM_SHARD) asks for {unknown[0]}, which is not served")
+    names = {module: name for name, module in model.named_modules()}
+    embedding, head = (names[module] for module in (model.get_input_embeddings(), model.get_output_embeddings()))
+    plan[embedding] = EMBEDDING
+    if model.config.tie_word_embeddings and head not in plan:
+        del plan[embedding]
+    return plan
+
+
+def pattern(name: str) -> str:
+    """`model.layers.*.mlp` of `model.layers.7.mlp`"""
+    return re.sub(r"\.\d+(?=\.|$)", ".*", name)
+
+
+def cut(model: Any, name: str, leaf: str, shape: Sequence[int], style: str, world_size: int) -> Cut | None:
+    """Of one parameter; None where every rank holds all of it."""
+    if style in ROWS and len(shape) == 1 or style not in (*COLUMNS, *ROWS):
+        return None  # a bias, added once
+    dim = len(shape) - 1 if style in ROWS else max(0, len(shape) - 2)
+    owner = model.get_submodule(name.rpartition(".")[0])
+    if style in ("colwise", "rowwise") and hasattr(owner, "is_causal"):
+        return Cut(dim, by_heads(owner, name, model.config, shape[dim], world_size))
+    packed = 2 if style == "packed_colwise" else 1
+    return Cut(dim, evenly(shape[dim] // packed, world_size), packed)
+
+
+def by_heads(attention: Any, name: str, config: Any, size: int, world_size: int) -> list[Interval]:
+    """Of `size` features of all heads of a projection."""
+    kv_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    query_heads = config.num_attention_heads
+    if hasattr(attention, "k_proj") and hasattr(attention, "head_dim"):  # layers may differ
+        kv_heads = attention.k_proj.out_features // attention.head_dim
+        query_heads = kv_heads * getattr(attention, "num_key_value_groups", 1)
+    queries, kept = heads(query_heads, kv_heads, world_size)
+    mine, count = (kept, kv_heads) if name.endswith(KEYS_AND_VALUES) else (queries, query_heads)
+    if size % count:
+        raise Unservable(f"{name} has {size} features for {count} heads")
+    return [(begin * size // count, end * size // count) for begin, end in mine]
