@@ -24,7 +24,7 @@ async def info(request: Request) -> Response:
         raise unavailable(fleet.trouble or "no worker is ready yet")
     limits = fleet.limits
     known = Info(
-        model_id=settings.model_id,
+        model_id=settings.served_model_name or settings.model_id,
         model_sha=settings.revision,
         model_pipeline_tag="text-generation",
         max_concurrent_requests=settings.max_concurrent_requests,

@@ -64,7 +64,7 @@ def check_option(option: Option, given: Given, own: Any) -> None:
     value = convert(option.kind, given.text, given.said)
     accepted = [convert(option.kind, text, option.name) for text in option.accepts if option.accepts is not ANY]
     if option.accepts is not ANY and value not in accepted and (own is None or value != own):
-        raise SettingError(given.said, f"{given.text} is not served: {option.why}")
+        raise SettingError(given.said, f"{'…' if option.secret else given.text} is not served: {option.why}")
 
 
 # --- variables --------------------------------------------------------------------------------------------------------------------

@@ -20,6 +20,7 @@ class Option:
         kind: type of its values.
         same_as: a setting whose own value is accepted, too.
         variable, flag: where it is read.
+        secret: its value is not repeated.
     """
 
     name: str
@@ -29,6 +30,7 @@ class Option:
     same_as: str = ""
     variable: bool = True
     flag: bool = True
+    secret: bool = False
 
 
 OFF = ("false",)
@@ -71,7 +73,7 @@ TGI = (
     Option("watermark_gamma", ("0.5",), NO_WATERMARK, float),
     Option("watermark_delta", ("2.0",), NO_WATERMARK, float),
     Option("ngrok", OFF, NO_NGROK, bool),
-    Option("ngrok_authtoken", NONE, NO_NGROK),
+    Option("ngrok_authtoken", NONE, NO_NGROK, secret=True),
     Option("ngrok_edge", NONE, NO_NGROK),
     Option("disable_grammar_support", ANY, "grammars are not built yet: a request for one is refused", bool),
     Option("env", ANY, "prints what `tokenfleet doctor` finds, then starts", bool, variable=False),

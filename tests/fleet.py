@@ -33,7 +33,7 @@ class Fleet:
     """
 
     def __init__(self, **settings: Any) -> None:
-        self.settings = {"hostname": "127.0.0.1", "port": free_port(), **settings}
+        self.settings = {"hostname": "127.0.0.1", "port": free_port(), "num_jobs": 0, **settings}
         self.base_url = f"http://127.0.0.1:{self.settings['port']}"
         self.directory = Path(tempfile.mkdtemp(prefix="tokenfleet-test-"))
 

@@ -71,6 +71,16 @@ async def test_routes_that_there_are_not(broker: Broker) -> None:
         assert told_by_openai(wrong) == (405, "invalid_request_error", None) and wrong.headers["allow"] == "POST"
 
 
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
+async def test_bodies_that_are_not_read_on_openai_s_routes(broker: Broker, path: str) -> None:
+    async with working(broker.url, TOKENIZER, lambda _: Answer([1])), serving(broker.url, payload_limit=100) as (gateway, client):
+        await ready(gateway)
+        cases = [(b"x" * 101, JSON, 413), (b"{}", {"content-type": "text/plain"}, 415), (b"{", JSON, 400), (b"[]", JSON, 400)]
+        for content, headers, status in cases:
+            answer = await client.post(path, content=content, headers=headers)
+            assert told_by_openai(answer) == (status, "invalid_request_error", None)
+
+
 REFUSALS = [
     (Refusal(400, "invalid_json", "x"), 400, "invalid_request_error", None),
     (Refusal(401, "unauthorized", "x"), 401, "authentication_error", "invalid_api_key"),

@@ -85,7 +85,6 @@ NOT_SERVED = """
 --otlp-endpoint http://collector:4317
 --otlp-service-name mine
 --ngrok true
---ngrok-authtoken secret
 --ngrok-edge edge
 --tokenizer-name bigscience/bloom
 --watermark-gamma 0.25
@@ -198,6 +197,11 @@ def test_what_is_refused_bears_the_name_that_the_person_said(argv: list[str], li
     with pytest.raises(SettingError) as refusal:
         Settings.read(argv, {})
     assert line in str(refusal.value)
+
+
+def test_a_secret_is_not_repeated() -> None:
+    with pytest.raises(SettingError, match=r"^NGROK_AUTHTOKEN: … is not served: tunnels are not built"):
+        Settings.read([], {"NGROK_AUTHTOKEN": "secret"})
 
 
 def test_our_own_variable_wins_over_anothers_name_for_it() -> None:

@@ -77,6 +77,12 @@ def test_what_cannot_be_read_is_refused_by_name(argv: list[str], environ: dict[s
         ("MAX_BATCH_SIZE", "0", "less than 1"),
         ("MAX_BATCH_SIZE", "1" + 18 * "0", "more than 9007199254740992"),
         ("HORIZON", "0", "less than 1"),
+        ("METRICS_PORT", "65536", "more than 65535"),
+        ("CUDA_MEMORY_FRACTION", "0", "less than 0.01"),
+        ("CUDA_MEMORY_FRACTION", "1.5", "more than 1"),
+        ("ROPE_FACTOR", "0.5", "less than 1"),
+        ("NUM_JOBS", "1025", "more than 1024"),
+        ("MAX_BEST_OF", "0", "less than 1"),
         ("THREADS", "0", "less than 1"),
         ("KV_CACHE_BYTES", "0", "less than 1"),
         ("BLOCK_SIZE", "0", "less than 1"),
@@ -115,7 +121,9 @@ def test_a_machines_name_listens_everywhere(hostname: str, host: str) -> None:
 
 
 def test_environ_gives_a_child_the_same_settings() -> None:
-    settings = Settings.read(["--debug-kv", "--threads", "2", "--redis-url", "redis://h", "--request-timeout-s", "1.5"], {})
+    flags = ["--debug-kv", "--threads", "2", "--redis-url", "redis://h", "--request-timeout-s", "1.5", "--cors-allow-origin", "a, b"]
+    settings = Settings.read(flags, {})
+    assert settings.cors_allow_origin == ("a", "b")
     assert Settings.read([], settings.environ()) == settings
 
 

@@ -181,11 +181,11 @@ def test_numbers_are_a_function_of_seed_choice_and_index() -> None:
 @pytest.mark.parametrize("sampling", [{"top_p": 0.6}, {"top_k": 20}, {"min_p": 0.2}, {"top_k": 30, "top_p": 0.6}])
 @pytest.mark.parametrize("ties", [False, True])
 def test_a_first_look_at_few_tokens_changes_nothing(sampling: dict[str, Any], ties: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of these rows some are done after the first look, and some need a second."""
+    """Of these rows some are done after the first look, some after a second, and some need a third."""
     logits = logits_of(3, 40, ties) * torch.linspace(0, 1, 40)[:, None]
     turns = [turn(Sampling(temperature=1.0, seed=row, **sampling), top_n=12) for row in range(40)]
     whole = sample(logits, turns)
-    monkeypatch.setattr(likeliest, "WIDTH", 15)
+    monkeypatch.setattr(likeliest, "WIDTHS", (15, 25))
     assert sample(logits, turns) == whole
 
 

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from gpu_worker.engine.adjust import adjust
-from gpu_worker.engine.draw import Drawn, draw, fixed, told
+from gpu_worker.engine.draw import Drawn, drawn, fixed, told
 from gpu_worker.engine.manner import Manner, Turn
 from gpu_worker.engine.truncate import Limits, narrowly, typically
 
@@ -29,9 +29,9 @@ def choose(logits: torch.Tensor, way: Way, turns: Sequence[Turn]) -> Drawn:
     scores = logits.to(torch.float32, copy=True)
     adjust(scores, manners, [turn.index for turn in turns])
     temper(scores, manners)
-    drawn = way(scores, fixed(scores), limits(turns, scores.device), max(manner.top_n for manner in manners))
+    chosen = way(scores, fixed(scores), limits(turns, scores.device), max(manner.top_n for manner in manners))
     own = [row for row, manner in enumerate(manners) if manner.sampling.raw_logprobs]
-    return told_by_model(drawn, logits, own) if own else drawn
+    return told_by_model(chosen, logits, own) if own else chosen
 
 
 def temper(scores: torch.Tensor, manners: Sequence[Manner]) -> None:
@@ -43,27 +43,27 @@ def temper(scores: torch.Tensor, manners: Sequence[Manner]) -> None:
 
 def limits(turns: Sequence[Turn], device: torch.device) -> Limits:
     sampled = [turn.manner.sampling for turn in turns]
-    shares = [[one.top_p for one in sampled], [one.min_p for one in sampled], [one.typical_p for one in sampled]]
-    numbers = [turn.manner.uniforms.at(turn.index) for turn in turns]
-    return Limits(
-        torch.tensor([one.top_k for one in sampled], device=device), *torch.tensor([*shares, numbers], dtype=torch.float64, device=device)
-    )
+    shares = [[one.top_p, one.min_p, one.typical_p, turn.manner.uniforms.at(turn.index)] for one, turn in zip(sampled, turns, strict=True)]
+    top_k = torch.tensor([one.top_k for one in sampled], device=device)
+    return Limits(top_k[:, None], *torch.tensor(shares, dtype=torch.float64, device=device).split(1, dim=1))
 
 
 def greedily(scores: torch.Tensor, weights: torch.Tensor, limits: Limits, num_tops: int) -> Drawn:
-    return told(scores, weights, scores.max(-1, keepdim=True).indices, num_tops)
+    return told(scores, weights.sum(-1, keepdim=True), scores.max(-1, keepdim=True).indices, num_tops)
 
 
 def widely(scores: torch.Tensor, weights: torch.Tensor, limits: Limits, num_tops: int) -> Drawn:
     """Among all tokens: nothing needs to be sorted."""
-    return draw(scores, weights, limits.numbers, num_tops)
+    mass = weights.cumsum(-1)
+    totals = mass[:, -1:]
+    return told(scores, totals, drawn(mass, totals, limits.numbers), num_tops)
 
 
-def told_by_model(drawn: Drawn, logits: torch.Tensor, rows: list[int]) -> Drawn:
+def told_by_model(chosen: Drawn, logits: torch.Tensor, rows: list[int]) -> Drawn:
     """With the model's own log-probabilities for these rows."""
     scores = logits[rows].to(torch.float32)
     scores.sub_(scores.amax(-1, keepdim=True))
-    own = told(scores, fixed(scores), drawn.ids[rows, None], drawn.top_ids.shape[1])
-    for column, values in zip(drawn, own, strict=True):
+    own = told(scores, fixed(scores).sum(-1, keepdim=True), chosen.ids[rows, None], chosen.top_ids.shape[1])
+    for column, values in zip(chosen, own, strict=True):
         column[rows] = values
-    return drawn
+    return chosen

@@ -27,17 +27,22 @@ def fixed(scores: torch.Tensor) -> torch.Tensor:
     return scores.exp().mul_(ONE).long()
 
 
-def draw(scores: torch.Tensor, weights: torch.Tensor, numbers: torch.Tensor, num_tops: int) -> Drawn:
-    """scores float32 [rows, n], weights theirs, numbers float64 [rows] in [0, 1)."""
-    mass = weights.cumsum(-1)
-    total = mass[:, -1:]
-    target = torch.minimum((numbers[:, None] * total).long(), total - 1)
-    ids = torch.searchsorted(mass, target, right=True)
-    return told(scores, weights, ids.clamp_(max=scores.shape[1] - 1), num_tops)  # beyond the end where the scores are not numbers
+def log(weights: torch.Tensor) -> torch.Tensor:
+    return weights.double().div_(ONE).log_().float()
 
 
-def told(scores: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, num_tops: int) -> Drawn:
-    """ids int64 [rows, 1] and the likeliest, with their log-probabilities."""
-    total = weights.sum(-1, keepdim=True).double().div_(ONE).log_().float()
+def drawn(mass: torch.Tensor, totals: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
+    """Which candidates: int64 [rows, 1].
+
+    mass int64 [rows, n]: sums of the weights up to each candidate; totals int64 [rows, 1]: up to the last that may be drawn; numbers
+    float64 [rows] in [0, 1).
+    """
+    target = torch.minimum((numbers[:, None] * totals).long(), totals - 1)
+    return torch.searchsorted(mass, target, right=True).clamp_(max=mass.shape[1] - 1)  # no index is right where scores are not numbers
+
+
+def told(scores: torch.Tensor, totals: torch.Tensor, ids: torch.Tensor, num_tops: int) -> Drawn:
+    """ids int64 [rows, 1] and the likeliest, with their log-probabilities; totals int64 [rows, 1] are the sums of the rows' weights."""
     top_scores, top_ids = likeliest(scores, num_tops) if num_tops else (scores[:, :0], ids[:, :0])
+    total = log(totals)
     return Drawn(ids[:, 0], (scores.gather(1, ids) - total)[:, 0], top_ids, top_scores - total)

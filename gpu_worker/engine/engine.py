@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -11,8 +12,9 @@ from common.settings import Settings
 from gpu_worker.door import Grant, Ready, Step
 from gpu_worker.engine import inputs, warmup
 from gpu_worker.engine.load import load, name_of
+from gpu_worker.engine.ranks import ALONE, Ranks
 from gpu_worker.engine.rows import Int32, Part, Rows
-from gpu_worker.engine.sample import sample
+from gpu_worker.engine.sample import Sampled, sample
 
 NAN = float("nan")
 
@@ -20,8 +22,9 @@ NAN = float("nan")
 class Engine:
     """Raises SettingError where the settings cannot be served. With `debug_kv` freed blocks are NaN, and zero again once granted."""
 
-    def __init__(self, settings: Settings, progress: Progress = silent) -> None:
-        self.loaded = load(settings, progress)
+    def __init__(self, settings: Settings, progress: Progress = silent, ranks: Ranks = ALONE) -> None:
+        self.ranks = ranks
+        self.loaded = load(settings, progress, ranks)
         self.block_size = settings.block_size
         self.debug_kv = settings.debug_kv
         self.rows = Rows(settings.block_size, self.loaded.eos_ids)
@@ -30,8 +33,8 @@ class Engine:
 
     def warm_up(self, settings: Settings) -> Ready:
         loaded = self.loaded
-        tokens = settings.max_batch_prefill_tokens or warmup.max_batch_prefill_tokens(
-            self.forward, loaded.context, loaded.vocab_size, self.block_size
+        tokens = settings.max_batch_prefill_tokens or self.ranks.smallest(
+            warmup.max_batch_prefill_tokens(self.forward, loaded.context, loaded.vocab_size, self.block_size)
         )
         return Ready(
             model=settings.model_id,
@@ -42,6 +45,7 @@ class Engine:
             max_batch_prefill_tokens=tokens,
             context=loaded.context,
             eos_ids=np.array(loaded.eos_ids, "<i4").tobytes(),
+            world_size=self.ranks.world_size,
         )
 
     def apply(self, grant: Grant) -> None:
@@ -53,7 +57,7 @@ class Engine:
         began = time.perf_counter()
         parts = inputs.arrange(self.rows.launch())
         if parts:
-            sampled = sample(self.forward(parts), [part.turn for part in parts if part.samples])
+            sampled = self.sample(parts)
             self.rows.read(parts, sampled.ids, sampled.logprobs, sampled.tops)
         outcome = self.rows.report()
         if not parts and not outcome:
@@ -61,6 +65,12 @@ class Engine:
         if self.debug_kv:
             self.fill(outcome.freed, NAN)
         return outcome.frame(self.rows.step, (time.perf_counter() - began) * 1e3 if parts else 0.0)
+
+    def sample(self, parts: Sequence[Part]) -> Sampled:
+        """What arranged parts sample: on all ranks what rank 0 does."""
+        logits, turns = self.forward(parts), [part.turn for part in parts if part.samples]
+        sampled = Sampled([0] * len(turns), [0.0] * len(turns)) if self.ranks.rank else sample(logits, turns)
+        return replace(sampled, ids=self.ranks.said(sampled.ids))
 
     @torch.inference_mode()
     def forward(self, parts: Sequence[Part]) -> torch.Tensor:

@@ -10,13 +10,15 @@ from transformers.utils import logging
 
 from common import memory, model_files, processor
 from common.settings import SettingError, Settings
-from gpu_worker.engine import attention, rope
+from gpu_worker.engine import attention, parallel, rope
 from gpu_worker.engine.cache import Cache, Geometry
 from gpu_worker.engine.config import read_config, unservable
 from gpu_worker.engine.inputs import Inputs
 from gpu_worker.engine.pack import pack
+from gpu_worker.engine.ranks import Ranks
 from gpu_worker.engine.sdpa import Sdpa
 from gpu_worker.engine.weights import read_weights
+from gpu_worker.place import Place
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 WRITTEN_OUT = {"falcon": "gpu_worker.engine.falcon"}
@@ -45,21 +47,25 @@ class Loaded:
 
 
 @torch.inference_mode()
-def load(settings: Settings, progress: model_files.Progress) -> Loaded:
+def load(settings: Settings, progress: model_files.Progress, ranks: Ranks) -> Loaded:
     """Raises SettingError where these settings cannot be served; what can be known before weights are read is checked before."""
     path = model_files.resolve(settings.model_id, settings.revision, progress)
-    device = choose_device(settings.device)
+    device = choose_device(settings.device, ranks.place)
     dtype = choose_dtype(settings.dtype, device)
-    torch.set_num_threads(settings.threads or max(1, processor.num_cores() // max(1, settings.num_workers)))
+    torch.set_num_threads(settings.threads or max(1, processor.num_cores() // max(1, settings.num_workers * ranks.place.local_world_size)))
     config = read_config(path, settings)
     if config.model_type in WRITTEN_OUT:
         importlib.import_module(WRITTEN_OUT[config.model_type])
     show_bars(progress)
     progress(f"loading {settings.model_id} as {name_of(dtype)} on {device.type}")
     try:
-        model = read_weights(path, config, dtype, device, settings)
+        if ranks.world_size > 1:
+            model, plan = parallel.read_part(path, config, dtype, device, settings, ranks)
+        else:
+            model, plan = read_weights(path, config, dtype, device, settings), parallel.NOT_SHARED
         if device.type == "cpu":
             pack(model)
+        parallel.join(model, plan, ranks)
         layers = attention.watch(model, lambda: forward_one(model, device))
     except KeyError as error:  # model code that looks attention up in a table of its own
         raise unservable(settings.model_id, attention.Unservable(f"the attention of {config.model_type} cannot be replaced")) from error
@@ -67,7 +73,8 @@ def load(settings: Settings, progress: model_files.Progress) -> Loaded:
         raise unservable(settings.model_id, error) from error
     geometry = Geometry(list(layers.values()), settings.block_size, dtype)
     available_bytes = cuda_bytes(device, settings.cuda_memory_fraction) if device.type == "cuda" else memory.available_bytes()
-    num_blocks = geometry.num_blocks(settings.kv_cache_bytes, available_bytes)
+    share_bytes = settings.kv_cache_bytes * geometry.block_bytes // ranks.total(geometry.block_bytes)
+    num_blocks = ranks.smallest(geometry.num_blocks(share_bytes, available_bytes))
     cache, backend = Cache(geometry, num_blocks, device), Sdpa(geometry, device)
     attention.attach(layers, geometry, cache, backend)
     context, eos_ids = int(model_files.context(path) * (settings.rope_factor or 1)), model_files.eos_ids(path)
@@ -97,11 +104,16 @@ def cuda_bytes(device: torch.device, fraction: float) -> int:
     return min(free_bytes, int(fraction * total_bytes) - torch.cuda.memory_reserved(device))
 
 
-def choose_device(name: str) -> torch.device:
+def choose_device(name: str, place: Place) -> torch.device:
     available = torch.cuda.is_available()
     if name == "cuda" and not available:
         raise SettingError("device", "cuda, but torch sees no CUDA device")
-    return torch.device("cuda" if available and name != "cpu" else "cpu")
+    if not available or name == "cpu":
+        return torch.device("cpu")
+    if place.local_rank >= torch.cuda.device_count():
+        raise SettingError("num_shard", f"{place.local_world_size}, but torch sees {torch.cuda.device_count()} CUDA devices")
+    torch.cuda.set_device(place.local_rank)
+    return torch.device("cuda", place.local_rank)
 
 
 def choose_dtype(name: str, device: torch.device) -> torch.dtype:

@@ -1,17 +1,18 @@
-"""The loop of an engine process."""
+"""The loops of engine processes: of rank 0, which hears the agent, and of the others, which do the same."""
 
 from gpu_worker.door import Step
 from gpu_worker.engine.engine import Engine
 from gpu_worker.engine.link import Link
+from gpu_worker.engine.ranks import Ranks
 
 SIGN_OF_LIFE_S = 5.0
 
 
-def run(engine: Engine, link: Link) -> None:
+def lead(engine: Engine, ranks: Ranks, link: Link) -> None:
     """Until the agent is gone (`link` raises Gone). Rows that wait for blocks or steps are no reason to be silent for long."""
     wait_s = 0.0
     while True:
-        for grant in link.grants(wait_s):
+        for grant in ranks.tell(link.grants(wait_s)):
             engine.apply(grant)
         step = engine.step()
         wait_s = 0.0 if step else SIGN_OF_LIFE_S
@@ -19,3 +20,11 @@ def run(engine: Engine, link: Link) -> None:
             step = Step(engine.rows.step)
         if step is not None:
             link.send(step)
+
+
+def follow(engine: Engine, ranks: Ranks) -> None:
+    """Until rank 0 is gone (`ranks` raises RuntimeError)."""
+    while True:
+        for grant in ranks.hear():
+            engine.apply(grant)
+        engine.step()

@@ -23,6 +23,8 @@ from gpu_worker.engine.ranks import Ranks
 from gpu_worker.engine.shares import EMBEDDING, GATHERED, SPLIT, SUMMED, Cut, Interval, Shares, shares
 from gpu_worker.engine.weights import check_types, read
 
+NOT_SHARED = Shares({}, {})
+
 # --- reading ------------------------------------------------------------------------------------------------------------------------
 
 
@@ -46,8 +48,8 @@ class Slices:
         return pieces[0].clone() if len(pieces) == 1 else torch.cat(pieces, self.dim)
 
 
-def read_part(path: Path, config: Any, dtype: torch.dtype, settings: Settings, ranks: Ranks) -> tuple[Any, Shares]:
-    """This rank's part of a model on CPU, and how all parts belong together. Raises as `read_weights`, and Unservable."""
+def read_part(path: Path, config: Any, dtype: torch.dtype, device: torch.device, settings: Settings, ranks: Ranks) -> tuple[Any, Shares]:
+    """This rank's part of a model on its device, and how all parts belong together. Raises as `read_weights`, and Unservable."""
     if getattr(config, "quantization_config", None) is not None:
         raise SettingError("num_shard", f"{ranks.world_size}, but {settings.model_id} is quantised, and its weights cannot be split")
     check_types(path, settings.model_id)
@@ -62,7 +64,8 @@ def read_part(path: Path, config: Any, dtype: torch.dtype, settings: Settings, r
             shrink(self, plan.cuts, ranks.rank)
 
     Part.__name__ = type(whole).__name__  # transformers finds by it how checkpoints of the class are renamed
-    return read(partial(Part.from_pretrained, None, config=config, state_dict=tensors), settings, dtype=dtype), plan
+    model = read(partial(Part.from_pretrained, None, config=config, state_dict=tensors), settings, dtype=dtype)
+    return model.to(device), plan
 
 
 def slices(path: Path, model: Any, cuts: Mapping[str, Cut], rank: int) -> Iterator[tuple[str, Any]]:

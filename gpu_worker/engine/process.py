@@ -1,4 +1,8 @@
-"""An engine process: `python -m gpu_worker.engine --fd N`, settings in the environment, a socket to the agent as file N."""
+"""An engine process, one rank of a worker: `python -m gpu_worker.engine --fd N`.
+
+Settings and its place among the ranks (torchrun's variables) are in the environment; file N is a socket to the agent, through which ranks
+above 0 say no more than why they failed. A rank that torchrun starts on another machine has no agent beside it, and no socket.
+"""
 
 import argparse
 import contextlib
@@ -13,16 +17,17 @@ import setproctitle
 
 from common import logs
 from common.lifeline import die_with_parent
+from common.model_files import silent
 from common.settings import SettingError, Settings
 from gpu_worker.door import Failure, Progress
 from gpu_worker.engine.link import Gone, Link
+from gpu_worker.place import Place
 
 log = logging.getLogger(__name__)
 
 
 def main() -> None:
     die_with_parent()
-    setproctitle.setproctitle(f"tokenfleet engine {os.environ.get('WORKER_NAME', 'w0')}")
     for number in (signal.SIGINT, signal.SIGTERM):  # the agent decides when the engine ends
         signal.signal(number, signal.SIG_IGN)
     parser = argparse.ArgumentParser(prog="python -m gpu_worker.engine")
@@ -35,22 +40,27 @@ def main() -> None:
     except SettingError as error:
         fail(link, Failure(error.name, error.cause))
     except BaseException as error:
-        log.critical("the engine crashed", exc_info=True)
+        sys.excepthook(*sys.exc_info())
         fail(link, Failure("", repr(error)))
 
 
 def serve(link: Link) -> None:
-    settings = Settings.read([], os.environ)
-    logs.set_up(f"{os.environ.get('WORKER_NAME', 'w0')} engine", settings.log_level, settings.json_output)
+    settings, place = Settings.read([], os.environ), Place.read(os.environ)
+    of = f"rank {place.rank} " if place.rank else ""
+    setproctitle.setproctitle(f"tokenfleet engine {of}{os.environ.get('WORKER_NAME', 'w0')}")
     gc.disable()  # collections while torch and transformers are imported take a fifth of the start
     from gpu_worker.engine.engine import Engine  # seconds: after the socket is ours and bad settings were said
-    from gpu_worker.engine.loop import run
+    from gpu_worker.engine.loop import follow, lead
+    from gpu_worker.engine.ranks import Ranks
 
-    engine = Engine(settings, lambda text: link.send(Progress(text)))
+    ranks = Ranks(place)
+    engine = Engine(settings, silent if place.rank else lambda text: link.send(Progress(text)), ranks)
     gc.freeze()
     gc.enable()
+    if place.rank:
+        follow(engine, ranks)
     link.send(engine.ready)
-    run(engine, link)
+    lead(engine, ranks, link)
 
 
 def fail(link: Link, failure: Failure) -> None:
