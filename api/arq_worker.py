@@ -70,11 +70,14 @@ class JobWorker(Worker):
 
     async def persist(self) -> None:
         """arq's own loop, again and again."""
+        trouble = ""
         while True:
             try:
                 await super().main()
             except ERRORS as error:
-                log.warning("no jobs: %s", cause(error))
+                if trouble != cause(error):
+                    trouble = cause(error)
+                    log.warning("no jobs: %s", trouble)
                 await asyncio.sleep(PAUSE_S)
             except UnicodeDecodeError:
                 for key in (self.queue_name, abort_jobs_ss):

@@ -92,7 +92,7 @@ def special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
 
 
 def template_error(cause: str) -> Refusal:
-    return Refusal(422, "template_error", cause, "messages")
+    return Refusal(422, "template_error", cause, "messages", "template_error")
 
 
 # --- what templates may use -------------------------------------------------------------------------------------------------------

@@ -2,8 +2,8 @@
 
 from typing import Any
 
-from api.chat_template import OWN_VARIABLES, ChatTemplate
-from api.errors import Refusal, invalid
+from api.chat_template import OWN_VARIABLES, ChatTemplate, template_error
+from api.errors import invalid
 from api.schemas_openai import ROLES, ChatMessage, ChatRequest, Part
 
 ROLES_OF_TOOLS = ("tool", "function")
@@ -19,7 +19,7 @@ def prompt(body: ChatRequest, template: ChatTemplate | None) -> str:
     if not messages:
         raise invalid("`messages` cannot be empty", "messages")
     if template is None:
-        raise Refusal(422, "template_error", "this model has no chat template: use a route that takes a prompt", "messages")
+        raise template_error("this model has no chat template: use a route that takes a prompt")
     variables = body.chat_template_kwargs or {}
     for name in OWN_VARIABLES:
         if name in variables:

@@ -1,6 +1,5 @@
 """What a client is told when a request cannot be served: a status and an error object, each in the way of the API that it speaks."""
 
-import logging
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -12,8 +11,6 @@ from starlette.routing import Match
 
 from api import meter
 from common.messages import Terminal
-
-log = logging.getLogger(__name__)
 
 CLIENT_GONE = 499
 METHODS = ("DELETE", "GET", "HEAD", "PATCH", "POST", "PUT")

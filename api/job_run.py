@@ -30,6 +30,8 @@ log = logging.getLogger(__name__)
 
 MORE_FRAMES = 8
 """Of a choice, besides one for each token."""
+MANY_FRAMES = 2**20
+"""More than there can be, as long as it is not known what is asked for."""
 
 
 class Order(Protocol):
@@ -68,7 +70,7 @@ class JobRun:
         self.replies: list[Reply] = []
         self.heard, self.ended = asyncio.Event(), asyncio.Event()
         self.frames: list[Frame] = []
-        self.max_frames = 1
+        self.max_frames = MANY_FRAMES
         self.streams: list[Stream] = []
 
     def join(self, reply: Reply) -> None:

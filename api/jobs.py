@@ -5,6 +5,7 @@ An entry stays with the gateway that took it until its job has been answered; wh
 
 import asyncio
 import logging
+import re
 from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +13,7 @@ from redis.exceptions import ResponseError
 
 from api import job_chat, job_generate, meter
 from api.errors import Refusal, encode, openai, overloaded, tgi
-from api.job import Job, read
+from api.job import NAME, Job, read
 from api.job_reply import Reply
 from api.job_run import JobRun, cancel
 from api.submit import PAUSE_S
@@ -146,6 +147,9 @@ class Jobs:
     async def call_off(self, name: bytes) -> None:
         """Asks for the end of a job, in whoever's hands it is."""
         job_id = name.decode(errors="replace")
+        if not re.fullmatch(NAME, job_id):
+            log.warning("nothing is called off: %.100r is no id of a job", name)
+            return
         num_requests = await self.call_off_script(keys=[self.keys.job(job_id)], args=[TOMBSTONE_MS])
         for i in range(num_requests):
             await cancel(self.desk, f"{job_id}#{i}")

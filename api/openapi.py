@@ -16,9 +16,11 @@ def takes(shape: type[BaseModel]) -> dict[str, Any]:
     return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema(shape, "validation")}}}}
 
 
-def sends_events(shape: type[BaseModel]) -> dict[str, Any]:
-    """The content of a route's answer that is a stream of frames of this shape."""
-    data = {"type": "string", "contentMediaType": "application/json", "contentSchema": schema(shape, "serialization")}
+def sends_events(shape: type[BaseModel], *words: str) -> dict[str, Any]:
+    """The content of a route's answer that is a stream of frames of this shape, and of these words."""
+    data: dict[str, Any] = {"type": "string", "contentMediaType": "application/json", "contentSchema": schema(shape, "serialization")}
+    if words:
+        data = {"anyOf": [{"enum": list(words)}, data]}
     return {"text/event-stream": {"schema": {"type": "object", "required": ["data"], "properties": {"data": data}}}}
 
 

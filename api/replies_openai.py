@@ -173,4 +173,4 @@ REFUSALS: dict[int | str, dict[str, Any]] = {
 
 def answers(whole: type[Answer], chunk: type[Answer]) -> dict[int | str, dict[str, Any]]:
     """A route's `responses` where `stream` decides between the two."""
-    return {200: {"model": whole, "content": sends_events(chunk)}}
+    return {200: {"model": whole, "content": sends_events(chunk, "[DONE]")}}

@@ -6,12 +6,13 @@ from starlette.responses import Response
 from api import life
 from api.errors import Refusal, encode, unavailable
 from api.gateway import gateway_of
+from api.replies_tgi import ALL, ErrorResponse
 from common.broker import ERRORS, cause
 
-router = APIRouter()
+router = APIRouter(responses={status: ALL[status] for status in (401, 503)})
 
 
-@router.get("/fleet/requests/{request_id}")
+@router.get("/fleet/requests/{request_id}", responses={404: {"model": ErrorResponse, "description": "No such request"}})
 async def explain(request: Request, request_id: str) -> Response:
     """What happened to a request, and to each of its choices. 404 for one that was never heard of, or so long ago that it is forgotten."""
     gateway = gateway_of(request)

@@ -4,7 +4,7 @@ import asyncio
 from collections import Counter
 
 from fastapi import APIRouter, Request
-from starlette.responses import Response
+from starlette.responses import PlainTextResponse, Response
 
 from api import meter, roll
 from api.gateway import gateway_of
@@ -17,7 +17,7 @@ from common.meters import Labels
 router = APIRouter()
 
 
-@router.get("/metrics")
+@router.get("/metrics", response_class=PlainTextResponse)
 async def figures(request: Request) -> Response:
     """What all processes of the pool have counted, and what the broker shows now; without a broker, that there is none."""
     gateway = gateway_of(request)

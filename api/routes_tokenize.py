@@ -7,6 +7,7 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from api import body, conversation
+from api.asked_openai import from_chat
 from api.errors import encode
 from api.gateway import gateway_of
 from api.openapi import takes
@@ -14,6 +15,7 @@ from api.prompt import Vocabulary
 from api.replies_tgi import TOKENIZE_REFUSALS, ChatTokenizeResponse, SimpleToken
 from api.schemas_openai import ChatRequest
 from api.schemas_tgi import TokenizeRequest
+from api.validate import check
 
 router = APIRouter(responses=TOKENIZE_REFUSALS)
 
@@ -28,12 +30,13 @@ async def tokenize(request: Request) -> Response:
 
 @router.post("/chat_tokenize", openapi_extra=takes(ChatRequest), responses={200: {"model": ChatTokenizeResponse}})
 async def chat_tokenize(request: Request) -> Response:
-    """The prompt that /v1/chat/completions would make of the same body, and its tokens."""
+    """The prompt that /v1/chat/completions would make of the same body, and its tokens; however long it is."""
     gateway = gateway_of(request)
     chat = await body.read(request, ChatRequest, gateway.settings.payload_limit)
     chat.check()
     gateway = await gateway.pools.find(chat.model)
     text = conversation.prompt(chat, gateway.vocabulary.chat_template)
+    check(from_chat(chat, text), gateway.fleet.limits, gateway.vocabulary)
     tokens = await simple_tokens(gateway.vocabulary, text, bool(chat.add_special_tokens))
     return Response(encode({"tokenize_response": tokens, "templated_text": text}), media_type="application/json")
 

@@ -105,8 +105,14 @@ class Body(BaseModel):
 
     max_tokens: int | None = least(1, "default: what is left of the context")
     min_tokens: int | None = least(0, "before it has so many, nothing but `max_tokens` ends an answer")
-    stop: Stop | None = Field(default=None, description="the answer ends before the first of these")
-    stop_token_ids: list[int] | None = Field(default=None, description="ids that end the answer")
+    stop: Stop | None = Field(
+        default=None,
+        description="the answer ends before the first of these",
+        json_schema_extra={"minLength": 1, "items": {"minLength": 1}},
+    )
+    stop_token_ids: list[int] | None = Field(
+        default=None, description="ids that end the answer", json_schema_extra={"items": {"minimum": 0}}
+    )
     include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = Field(default=None, description="go on behind the end-of-sequence token")
     skip_special_tokens: bool | None = Field(default=None, description="default: true")
@@ -128,7 +134,9 @@ class Body(BaseModel):
         description="token id → what is added to its logit",
         json_schema_extra={"propertyNames": {"pattern": "^[0-9]{1,6}$"}, "additionalProperties": {"type": "number", **BIASES.schema}},
     )
-    bad_words: list[str] | None = Field(default=None, description="words that do not appear")
+    bad_words: list[str] | None = Field(
+        default=None, description="words that do not appear", json_schema_extra={"items": {"pattern": r"\S"}}
+    )
     echo: bool | None = None
 
     def check(self) -> None:
@@ -147,20 +155,20 @@ class Body(BaseModel):
 class Part(BaseModel):
     """Of a message's content; only the type `text` is served."""
 
-    model_config = ConfigDict(strict=True, extra="allow")
+    model_config = ConfigDict(strict=True, extra="allow", json_schema_extra={"required": ["type", "text"]})
 
     type: str = Field(json_schema_extra={"enum": ["text"]})
-    text: str | None = None
+    text: str | None = Field(default=None, json_schema_extra={"type": "string"})
 
 
 ROLES = ("system", "developer", "user", "assistant")
 
 
 class ChatMessage(BaseModel):
-    model_config = ConfigDict(strict=True, extra="allow")
+    model_config = ConfigDict(strict=True, extra="allow", json_schema_extra={"required": ["role", "content"]})
 
     role: str = Field(json_schema_extra={"enum": list(ROLES)})
-    content: str | list[Part] | None = None
+    content: str | list[Part] | None = Field(default=None, json_schema_extra={"type": ["string", "array"]})
     name: str | None = None
 
 
@@ -179,7 +187,9 @@ class ChatRequest(Body):
 class CompletionRequest(Body):
     """Body of /v1/completions."""
 
-    prompt: Prompt
+    prompt: Prompt = Field(
+        json_schema_extra={"minLength": 1, "minItems": 1, "items": {"minLength": 1, "minItems": 1, "minimum": 0, "items": {"minimum": 0}}}
+    )
     logprobs: int | None = least(0, "so many of the likeliest tokens are told with each token")
 
 

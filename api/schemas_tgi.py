@@ -23,17 +23,28 @@ def ranged(name: str, description: str | None = None) -> Any:
     return Field(default=None, description=description, json_schema_extra=RANGES[name].schema)
 
 
+def unserved(name: str) -> Any:
+    served: list[Any] = [None, *UNSERVED[name]]
+    return Field(default=None, description="not supported yet", json_schema_extra={"enum": served})
+
+
 class Parameters(BaseModel):
     """How to generate; a field that is null or absent has its default."""
 
     model_config = ConfigDict(strict=True)
 
-    max_new_tokens: int | None = Field(default=None, ge=0, description="default: what is left of the context")
-    min_new_tokens: int | None = Field(default=None, ge=0, description="before it has so many, nothing but `max_new_tokens` ends an answer")
-    stop: list[str] | None = Field(default=None, description="the answer ends with the first of these, which is part of it")
-    stop_token_ids: list[int] | None = Field(default=None, description="ids that end the answer, with reason `stop_sequence`")
+    max_new_tokens: int | None = ranged("max_new_tokens", "default: what is left of the context")
+    min_new_tokens: int | None = ranged("min_new_tokens", "before it has so many, nothing but `max_new_tokens` ends an answer")
+    stop: list[str] | None = Field(
+        default=None,
+        description="the answer ends with the first of these, which is part of it",
+        json_schema_extra={"items": {"minLength": 1}},
+    )
+    stop_token_ids: list[int] | None = Field(
+        default=None, description="ids that end the answer, with reason `stop_sequence`", json_schema_extra={"items": {"minimum": 0}}
+    )
     ignore_eos: bool | None = Field(default=None, description="go on behind the end-of-sequence token")
-    truncate: int | None = Field(default=None, ge=0, description="the prompt's last so many tokens are used")
+    truncate: int | None = ranged("truncate", "the prompt's last so many tokens are used")
 
     do_sample: bool | None = Field(default=None, description="draw tokens; so does any of the next six fields, where it changes something")
     temperature: float | None = ranged("temperature", "default 1.0; 0 is greedy")
@@ -50,17 +61,19 @@ class Parameters(BaseModel):
         description="token id → what is added to its logit",
         json_schema_extra={"propertyNames": {"pattern": "^[0-9]{1,6}$"}, "additionalProperties": {"type": "number", **BIASES.schema}},
     )
-    bad_words: list[str] | None = Field(default=None, description="words that do not appear")
+    bad_words: list[str] | None = Field(
+        default=None, description="words that do not appear", json_schema_extra={"items": {"pattern": r"\S"}}
+    )
 
     best_of: int | None = Field(default=None, ge=0, description="the best of so many answers, by mean log-probability")
     details: bool | None = None
-    top_n_tokens: int | None = Field(default=None, ge=0, description="so many of the likeliest tokens are told with each token")
+    top_n_tokens: int | None = ranged("top_n_tokens", "so many of the likeliest tokens are told with each token")
     return_full_text: bool | None = Field(default=None, description="prompt and answer together; on `/` this is the default")
 
-    watermark: bool | None = Field(default=None, description="not supported yet")
-    decoder_input_details: bool | None = Field(default=None, description="not supported yet")
-    grammar: dict[str, Any] | None = Field(default=None, description="not supported yet")
-    adapter_id: str | None = Field(default=None, description="not supported yet")
+    watermark: bool | None = unserved("watermark")
+    decoder_input_details: bool | None = unserved("decoder_input_details")
+    grammar: dict[str, Any] | None = unserved("grammar")
+    adapter_id: str | None = unserved("adapter_id")
 
 
 class GenerateRequest(BaseModel):

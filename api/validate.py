@@ -46,10 +46,7 @@ class Wanted:
 
 async def validate(asked: Asked, limits: Limits, vocabulary: Vocabulary) -> list[Wanted]:
     """One Wanted for each of the `n` answers. Raises Refusal (422) naming the field at fault and its limit."""
-    check_ranges(asked)
-    check_stops(asked, limits, vocabulary)
-    check_logits(asked, vocabulary)
-    check_top_n(asked, limits)
+    check(asked, limits, vocabulary)
     prompt_ids = await prompt(asked, limits, vocabulary)
     wanted = Wanted(
         prompt_ids=prompt_ids,
@@ -63,6 +60,14 @@ async def validate(asked: Asked, limits: Limits, vocabulary: Vocabulary) -> list
         sampling=sampling(asked, vocabulary),
     )
     return [choice(wanted, i) for i in range(asked.n)]
+
+
+def check(asked: Asked, limits: Limits, vocabulary: Vocabulary) -> None:
+    """Raises Refusal (422) for what is wrong whatever the prompt."""
+    check_ranges(asked)
+    check_stops(asked, limits, vocabulary)
+    check_logits(asked, vocabulary)
+    check_top_n(asked, limits)
 
 
 def choice(wanted: Wanted, i: int) -> Wanted:
@@ -115,9 +120,8 @@ def check_ids(asked: Asked, field: str, ids: Sequence[int], vocabulary: Vocabula
 
 
 def check_top_n(asked: Asked, limits: Limits) -> None:
-    if not 0 <= asked.top_n_tokens <= limits.max_top_n_tokens:
-        words = f"must be at least 0 and at most {limits.max_top_n_tokens}. Given: {asked.top_n_tokens}"
-        raise refuse(asked, "top_n_tokens", words)
+    if asked.top_n_tokens > limits.max_top_n_tokens:
+        raise refuse(asked, "top_n_tokens", f"must be at most {limits.max_top_n_tokens}. Given: {asked.top_n_tokens}")
 
 
 # --- sampling ---------------------------------------------------------------------------------------------------------------------
@@ -165,9 +169,8 @@ def given(value: float | None, default: float) -> float:
 async def prompt(asked: Asked, limits: Limits, vocabulary: Vocabulary) -> list[int]:
     """The prompt's ids; its last `truncate` ones."""
     field = "text" if asked.prompt_ids is None else "prompt_ids"
-    if asked.truncate is not None and not 0 < asked.truncate <= limits.max_input_tokens:
-        words = f"must be strictly positive and at most {limits.max_input_tokens}. Given: {asked.truncate}"
-        raise refuse(asked, "truncate", words)
+    if asked.truncate is not None and asked.truncate > limits.max_input_tokens:
+        raise refuse(asked, "truncate", f"must be at most {limits.max_input_tokens}. Given: {asked.truncate}")
     if asked.prompt_ids is not None:
         check_ids(asked, field, asked.prompt_ids, vocabulary)
         ids = asked.prompt_ids
@@ -185,8 +188,6 @@ async def prompt(asked: Asked, limits: Limits, vocabulary: Vocabulary) -> list[i
 
 def num_new_tokens(asked: Asked, num_prompt_tokens: int, limits: Limits) -> int:
     rest, most = limits.max_total_tokens - num_prompt_tokens, asked.max_new_tokens
-    if most is not None and most <= 0:
-        raise refuse(asked, "max_new_tokens", f"must be strictly positive. Given: {most}")
     if most is not None and most > rest:
         name, prompt_name = asked.name("max_new_tokens"), asked.name("text" if asked.prompt_ids is None else "prompt_ids")
         raise invalid(
@@ -195,6 +196,6 @@ def num_new_tokens(asked: Asked, num_prompt_tokens: int, limits: Limits) -> int:
             name,
         )
     most = rest if most is None else most
-    if not 0 <= asked.min_new_tokens <= most:
-        raise refuse(asked, "min_new_tokens", f"must be at least 0 and at most {most}. Given: {asked.min_new_tokens}")
+    if asked.min_new_tokens > most:
+        raise refuse(asked, "min_new_tokens", f"must be at most {most}. Given: {asked.min_new_tokens}")
     return most

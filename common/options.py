@@ -37,7 +37,9 @@ OFF = ("false",)
 ON = ("true",)
 NONE: tuple[str, ...] = ()
 SOCKET = "agent and engine of a worker share a socket without a name"
-ONE_SHARD = "a model on several GPUs (tensor parallel) is not built yet"
+RANKS_FIND = "the ranks of one machine find each other by themselves; torchrun says where those of several do"
+BY_TORCHRUN = "set by torchrun for a worker whose ranks run on several machines (NUM_SHARD for those of one)"
+NO_STAGES = "layers are not split between GPUs (pipeline parallel); their weights are (NUM_SHARD)"
 CHUNKED = "prompts are computed in chunks beside the running requests, so none of both waits for the other"
 LOADED_AS_IS = "weights are loaded as the checkpoint has them, and none is quantised at the start"
 NO_TRACES = "traces are not built yet; metrics are (METRICS_PORT)"
@@ -53,8 +55,6 @@ NO_TOOLS = "tools are not built yet"
 TGI = (
     # launcher and router
     Option("validation_workers", ANY, "a gateway tokenises short prompts at once and long ones in threads; NUM_GATEWAYS adds more", int),
-    Option("sharded", OFF, ONE_SHARD, bool),
-    Option("num_shard", ("1",), ONE_SHARD, int),
     Option("quantize", NONE, f"{LOADED_AS_IS}; leave it out"),
     Option("speculate", ("0",), "speculation is not built yet", int),
     Option("kv_cache_dtype", ("auto",), "the KV cache has the type of the model (DTYPE)"),
@@ -64,8 +64,8 @@ TGI = (
     Option("shard_uds_path", ANY, SOCKET),
     Option("master_shard_uds_path", ANY, SOCKET),
     Option("uds_path", ANY, SOCKET),
-    Option("master_addr", ANY, "used by several shards, and there is one"),
-    Option("master_port", ANY, "used by several shards, and there is one", int),
+    Option("master_addr", ANY, RANKS_FIND),
+    Option("master_port", ANY, RANKS_FIND, int),
     Option("weights_cache_override", NONE, "give the directory with the weights as MODEL_ID"),
     Option("disable_custom_kernels", ANY, NO_REPLACED_KERNELS, bool),
     Option("otlp_endpoint", NONE, NO_TRACES),
@@ -107,15 +107,15 @@ TGI = (
     Option("pytorch_tunableop_tuned_file", ANY, "read by torch", flag=False),
     Option("xpu_memory_fraction", NONE, "Intel GPUs are not served", flag=False),
     Option("debug", ANY, "there is no process group to fake", flag=False),
-    Option("rank", ("0",), ONE_SHARD, int, flag=False),
-    Option("world_size", ("1",), ONE_SHARD, int, flag=False),
+    Option("rank", ANY, BY_TORCHRUN, int, flag=False),
+    Option("world_size", ANY, BY_TORCHRUN, int, flag=False),
     Option("cuda_visible_devices", ANY, "read by CUDA", flag=False),
     Option("nvidia_visible_devices", ANY, "read by the container's runtime", flag=False),
     Option("ze_affinity_mask", ANY, "read by the driver of Intel GPUs, which are not served", flag=False),
 )
 
 VLLM = (
-    Option("pipeline_parallel_size", ("1",), ONE_SHARD, int),
+    Option("pipeline_parallel_size", ("1",), NO_STAGES, int),
     Option("seed", ("0",), "a seed belongs to a request", int),
     Option("tokenizer", NONE, OWN_TOKENIZER, same_as="model_id"),
     Option("tokenizer_mode", ("auto",), OWN_TOKENIZER),
@@ -127,7 +127,7 @@ VLLM = (
     Option("disable_log_requests", ANY, "what requests say is never logged", bool),
     Option("disable_log_stats", ANY, "figures are in /metrics, not in the log", bool),
     Option("disable_custom_all_reduce", ANY, NO_REPLACED_KERNELS, bool),
-    Option("distributed_executor_backend", ("mp", "uni"), ONE_SHARD),
+    Option("distributed_executor_backend", ("mp", "uni"), "each rank is a process (NUM_SHARD)"),
     Option("no_enable_prefix_caching", ANY, "a cache of prefixes is not built yet", bool),
     Option("no_enable_chunked_prefill", OFF, CHUNKED, bool),
     Option("enable_lora", OFF, NO_LORA, bool),

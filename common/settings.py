@@ -82,6 +82,13 @@ class Settings:
         1, "batcher processes that `serve` starts (one is active, others stand by)", at_least=1, at_most=MAX_PROCESSES
     )
     num_workers: int = setting(1, "worker processes that `serve` starts", at_least=1, at_most=MAX_PROCESSES)
+    num_shard: int | None = setting(
+        None,
+        "ranks that run one model together, each on a GPU of its own (default: 1; all GPUs with SHARDED)",
+        at_least=1,
+        at_most=MAX_PROCESSES,
+    )
+    sharded: bool | None = setting(None, "true: several ranks run one model together (default: as NUM_SHARD says)")
     num_jobs: int = setting(1, "arq job worker processes that `serve` starts", at_most=MAX_PROCESSES)
 
     max_input_tokens: int | None = setting(None, "longest prompt (default: one less than max_total_tokens)", at_least=1)
@@ -135,6 +142,8 @@ class Settings:
         """What two settings must be to each other. Raises SettingError."""
         if self.worker_ttl_s < 2 * self.heartbeat_s:
             raise SettingError("worker_ttl_s", f"{self.worker_ttl_s} is less than twice HEARTBEAT_S ({self.heartbeat_s})")
+        if None not in (self.sharded, self.num_shard) and self.sharded != (self.num_shard != 1):
+            raise SettingError("sharded", f"{str(self.sharded).lower()} and {self.num_shard} ranks (NUM_SHARD) contradict each other")
         if self.rope_scaling and self.rope_factor is None:
             raise SettingError("rope_scaling", f"{self.rope_scaling} needs ROPE_FACTOR")
         if self.demo and not ipaddress.ip_address(self.listen_host).is_loopback:

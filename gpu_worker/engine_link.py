@@ -1,4 +1,4 @@
-"""The engine process, and the agent's end of the door (gpu_worker/door.py)."""
+"""The engine processes, and the agent's end of the door (gpu_worker/door.py)."""
 
 import asyncio
 import os
@@ -6,14 +6,16 @@ import socket
 import sys
 import time
 from asyncio.subprocess import Process
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from gpu_worker.door import LENGTH, Failure, Frame, Grant, Progress, Ready, Step, decode, encode
 from gpu_worker.meter import Meter
+from gpu_worker.place import Place
 
 
 class EngineDied(Exception):
-    """The engine process ended."""
+    """A process of the engine ended."""
 
 
 class EngineRefused(Exception):
@@ -24,33 +26,64 @@ class EngineRefused(Exception):
         super().__init__(f"{setting}: {cause}")
 
 
-class EngineLink:
-    """One engine process. It dies with us, and we with it."""
+@dataclass(frozen=True, slots=True)
+class Rank:
+    """One process of the engine."""
 
-    def __init__(self, process: Process, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self.process, self.reader, self.writer = process, reader, writer
-        self.meter = Meter()
+    process: Process
+    reader: asyncio.StreamReader
+    writer: asyncio.StreamWriter
 
     @classmethod
-    async def start(cls, environ: dict[str, str]) -> "EngineLink":
+    async def start(cls, place: Place, environ: dict[str, str]) -> "Rank":
         ours, theirs = socket.socketpair()
         with theirs:
             process = await asyncio.create_subprocess_exec(
                 *(sys.executable, "-m", "gpu_worker.engine", "--fd", str(theirs.fileno())),
                 pass_fds=[theirs.fileno()],
                 stdin=asyncio.subprocess.DEVNULL,
-                env={**os.environ, **environ, "PARENT_PID": str(os.getpid())},
+                env={**os.environ, **environ, **place.environ(), "PARENT_PID": str(os.getpid())},
             )
-        reader, writer = await asyncio.open_unix_connection(sock=ours)
-        return cls(process, reader, writer)
+        return cls(process, *await asyncio.open_unix_connection(sock=ours))
+
+    async def receive(self) -> Frame | None:
+        """The next frame; None when there is none any more."""
+        try:
+            (size,) = LENGTH.unpack(await self.reader.readexactly(LENGTH.size))
+            return decode(await self.reader.readexactly(size))
+        except (asyncio.IncompleteReadError, ConnectionError):
+            return None
+
+    def kill(self) -> None:
+        if self.process.returncode is None:
+            self.process.kill()
+
+
+class EngineLink:
+    """The engine: a process for each rank, of which rank 0 speaks for all. They die with us and with each other, and we with them."""
+
+    def __init__(self, ranks: Sequence[Rank]) -> None:
+        self.ranks = ranks
+        self.meter = Meter()
+        self.failure: Failure | None = None
+        self.watches = [asyncio.create_task(self.watch(number)) for number in range(1, len(ranks))]
+
+    @classmethod
+    async def start(cls, environ: dict[str, str], places: Sequence[Place]) -> "EngineLink":
+        return cls([await Rank.start(place, environ) for place in places])
+
+    async def watch(self, number: int) -> None:
+        """The end of one rank is the end of all. Ranks above 0 say no more than why they failed."""
+        frame = await self.ranks[number].receive()
+        self.failure = frame if isinstance(frame, Failure) else await self.end_of(number)
+        self.kill()
+
+    async def end_of(self, number: int) -> Failure:
+        return Failure("", f"the process of rank {number} ended with {await self.ranks[number].process.wait()}")
 
     async def receive(self) -> Frame:
         """The next frame. Raises EngineDied when there is none any more, EngineRefused for a Failure that names a setting."""
-        try:
-            (size,) = LENGTH.unpack(await self.reader.readexactly(LENGTH.size))
-            frame = decode(await self.reader.readexactly(size))
-        except (asyncio.IncompleteReadError, ConnectionError) as error:
-            raise EngineDied(f"engine process ended with {await self.process.wait()}") from error
+        frame = await self.ranks[0].receive() or self.failure or await self.end_of(0)
         if isinstance(frame, Failure):
             if frame.setting:
                 raise EngineRefused(frame.setting, frame.cause)
@@ -83,9 +116,9 @@ class EngineLink:
 
     def send(self, grant: Grant) -> None:
         began_s = time.perf_counter()
-        self.writer.write(encode(grant))
+        self.ranks[0].writer.write(encode(grant))
         self.meter.granted(grant, began_s)
 
     def kill(self) -> None:
-        if self.process.returncode is None:
-            self.process.kill()
+        for rank in self.ranks:
+            rank.kill()

@@ -1,4 +1,4 @@
-"""Which GPU is ours: workers of one machine, or containers that share a folder, never land on the same one by accident."""
+"""Which GPUs are ours: workers of one machine, or containers that share a folder, never land on the same one by accident."""
 
 import fcntl
 import os
@@ -24,24 +24,45 @@ def visible() -> list[str]:
     return [known[int(name)] if name.isdecimal() and int(name) < len(known) else name for name in names]
 
 
-def claim(settings: Settings) -> tuple[str, IO[str]] | None:
-    """The UUID of a GPU that no other worker holds, and the lock that keeps it while it is open. None where there is no GPU to use.
+def num_ranks(settings: Settings) -> int:
+    """How many run one model together. Raises SettingError."""
+    if settings.num_shard is None and settings.sharded:
+        if (count := len(usable(settings))) > 1:
+            return count
+        raise SettingError("sharded", f"true, but there are {count} GPUs; NUM_SHARD says how many ranks run without")
+    return settings.num_shard or 1
+
+
+def usable(settings: Settings) -> list[str]:
+    return visible() if settings.device != "cpu" else []
+
+
+def claim(settings: Settings, count: int) -> dict[str, IO[str]]:
+    """The UUIDs of `count` GPUs that no other worker holds, with the locks that keep them while these are open; none without GPUs.
 
     Workers that take only a part of a GPU's memory (CUDA_MEMORY_FRACTION) share it, as many as there is room for.
 
     Raises:
-        SettingError: every GPU is held.
+        SettingError: too few GPUs are left.
     """
-    gpus = visible() if settings.device != "cpu" else []
+    gpus = usable(settings)
     if not gpus:
-        return None  # the engine says what is wrong, where DEVICE=cuda
+        return {}  # the engine says what is wrong, where DEVICE=cuda
+    if count > len(gpus):
+        raise SettingError("num_shard", f"{count}, but there are {len(gpus)} GPUs")
     folder = Path(settings.gpu_locks)
     folder.mkdir(parents=True, exist_ok=True)
+    held: dict[str, IO[str]] = {}
     for place in range(int(1 / settings.cuda_memory_fraction)):
         for gpu in gpus:
-            if (lock := hold(folder / f"{gpu}.{place}")) is not None:
-                return gpu, lock
-    raise SettingError("device", f"all {len(gpus)} GPUs are held by other workers of this machine (locks in {folder})")
+            if len(held) < count and gpu not in held and (lock := hold(folder / f"{gpu}.{place}")) is not None:
+                held[gpu] = lock
+    if len(held) == count:
+        return held
+    for lock in held.values():
+        lock.close()
+    some = "all" if not held else f"{len(gpus) - len(held)} of"
+    raise SettingError("device", f"{some} {len(gpus)} GPUs are held by other workers of this machine (locks in {folder})")
 
 
 def hold(path: Path) -> IO[str] | None:

@@ -1,11 +1,10 @@
 """A rank's place among the processes that run one model together, as torchrun's variables say it."""
 
-import os
 import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from common.settings import SettingError, Settings
+from common.settings import SettingError
 
 LOOPBACK = "127.0.0.1"
 
@@ -29,12 +28,12 @@ class Place:
     @classmethod
     def read(cls, environ: Mapping[str, str]) -> "Place":
         """Raises SettingError for a part of the variables without the others."""
-        if "RANK" not in environ:
+        if environ.get("WORLD_SIZE", "1") == "1":
             return cls()
         try:
             rank, world_size, port = (int(environ[name]) for name in ("RANK", "WORLD_SIZE", "MASTER_PORT"))
-            local = [int(environ.get(name, default)) for name, default in (("LOCAL_RANK", rank), ("LOCAL_WORLD_SIZE", world_size))]
-            return cls(rank, world_size, *local, environ["MASTER_ADDR"], port)
+            local_rank, local_world_size = int(environ.get("LOCAL_RANK", rank)), int(environ.get("LOCAL_WORLD_SIZE", world_size))
+            return cls(rank, world_size, local_rank, local_world_size, environ["MASTER_ADDR"], port)
         except (KeyError, ValueError) as error:
             raise SettingError("rank", f"RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT belong together: {error}") from error
 
@@ -44,17 +43,12 @@ class Place:
         return dict(zip(names, map(str, values), strict=True))
 
 
-def local_places(settings: Settings, environ: Mapping[str, str] = os.environ) -> list[Place]:
-    """The ranks that a worker starts on this machine: all of them, or only rank 0 where torchrun starts the others. Raises SettingError."""
-    given = Place.read(environ)
-    if given.world_size > 1:
-        if settings.num_shard not in (1, given.world_size):
-            raise SettingError("num_shard", f"{settings.num_shard}, but torchrun started {given.world_size} ranks (WORLD_SIZE)")
-        return [given]
-    if settings.num_shard == 1:
+def local_places(num_ranks: int) -> list[Place]:
+    """Of the ranks of one machine."""
+    if num_ranks == 1:
         return [Place()]
-    size, port = settings.num_shard, free_port()
-    return [Place(rank, size, rank, size, LOOPBACK, port) for rank in range(size)]
+    port = free_port()
+    return [Place(rank, num_ranks, rank, num_ranks, LOOPBACK, port) for rank in range(num_ranks)]
 
 
 def free_port() -> int:

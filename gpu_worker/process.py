@@ -24,6 +24,7 @@ from gpu_worker import gpus
 from gpu_worker.agent import Agent, EngineStuck
 from gpu_worker.door import Ready
 from gpu_worker.engine_link import EngineDied, EngineLink, EngineRefused
+from gpu_worker.place import Place, local_places
 from gpu_worker.publish import Sealed
 from gpu_worker.table import Table
 
@@ -35,9 +36,11 @@ SEAL_TIMEOUT_S = 2.0
 async def serve(settings: Settings, name: str, incarnation: str) -> int:
     """Serves as one incarnation. Returns the exit status."""
     directory = model_files.resolve(settings.model_id, settings.revision, log.info)
-    gpu = gpus.claim(settings)
-    devices = {"CUDA_VISIBLE_DEVICES": gpu[0]} if gpu else {}
-    engine = await EngineLink.start({**settings.environ(), **devices, "MODEL_ID": str(directory), "WORKER_NAME": name})
+    given = Place.read(os.environ)
+    places = [given] if given.world_size > 1 else local_places(gpus.num_ranks(settings))
+    held = gpus.claim(settings, len(places)) if given.world_size == 1 else {}  # torchrun's ranks take those that they are given
+    devices = {"CUDA_VISIBLE_DEVICES": ",".join(held)} if held else {}
+    engine = await EngineLink.start({**settings.environ(), **devices, "MODEL_ID": str(directory), "WORKER_NAME": name}, places)
     try:
         table = Table(Tokenizer.from_file(str(directory / "tokenizer.json")))
         ready = await loaded(settings, engine, incarnation)
@@ -113,12 +116,17 @@ async def seal(redis: Redis, keys: Keys, incarnation: str) -> None:
 
 
 def main() -> None:
+    """A worker; or, where torchrun started us as a rank above 0, one more process of the engine of a worker elsewhere."""
     lifeline.die_with_parent()
     name = os.environ.get("PROCESS_NAME", "w0")
     incarnation = os.environ.get("INCARNATION") or f"{name}-{secrets.token_hex(4)}"
     setproctitle.setproctitle(f"tokenfleet worker {name}")
     with exit_when_unservable():
-        settings = Settings.read([])
+        settings, place = Settings.read([]), Place.read(os.environ)
+        if place.world_size not in (1, settings.num_shard or place.world_size):
+            raise SettingError("num_shard", f"{settings.num_shard}, but torchrun started {place.world_size} ranks (WORLD_SIZE)")
+        if place.rank:
+            os.execv(sys.executable, [sys.executable, "-m", "gpu_worker.engine"])
         logs.set_up(name, settings.log_level, settings.json_output)
         metrics_port.serve(settings)
         sys.exit(uvloop.run(serve(settings, name, incarnation)))

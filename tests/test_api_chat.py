@@ -4,7 +4,9 @@ import asyncio
 import json
 from typing import Any
 
+import openai
 import pytest
+from openai import AsyncOpenAI
 
 from api.answer_openai import FINGERPRINT
 from common.messages import unpack_ids
@@ -15,7 +17,7 @@ from tests.openai_frames import IM_END, TOKENIZER, answering, frames, ids, logpr
 from tests.waiting import wait_until
 
 PATH = "/v1/chat/completions"
-CHAT = {"messages": [{"role": "user", "content": "Hi"}]}
+CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "Hi"}]}
 PROMPT = (
     "<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n"
 )
@@ -163,6 +165,21 @@ async def test_a_failed_stream_ends_with_the_error(broker: Broker) -> None:
     assert (once.status_code, once.json()) == (500, {"error": error})
 
 
+async def test_a_failed_stream_raises_in_the_package_of_openai(broker: Broker) -> None:
+    async with (
+        answering(broker.url, Answer(ids("a b"), error="two workers died")) as (worker, _, client),
+        AsyncOpenAI(base_url=f"{client.base_url}/v1", api_key="none") as package,
+    ):
+        shown = ""
+        with pytest.raises(openai.APIError, match="two workers died"):
+            async for chunk in await package.chat.completions.create(model="tgi", **CHAT, stream=True):
+                shown += chunk.choices[0].delta.content or ""
+        assert shown == "a b"
+        with pytest.raises(openai.InternalServerError, match="two workers died"):
+            await package.chat.completions.create(model="tgi", **CHAT)
+    assert len(worker.seen) == 2, "a request that failed is not sent again"
+
+
 @pytest.mark.parametrize("stream", [True, False])
 async def test_every_choice_ends_when_the_client_goes(broker: Broker, stream: bool) -> None:
     async with answering(broker.url, Answer(ids("a b c"), ends=False)) as (worker, gateway, client):
@@ -226,26 +243,27 @@ PARTS = {"role": "user", "content": [{"type": "text", "text": text} for text in 
 BEGIN = "<|im_start|>system\nS<|im_end|>\n<|im_start|>user\nU<|im_end|>\n"
 
 
-@pytest.mark.parametrize(
-    ("body", "prompt"),
-    [
-        ({"messages": [SYSTEM, USER]}, BEGIN + OPEN),
-        ({"messages": [SYSTEM, USER], "add_generation_prompt": False}, BEGIN),
-        ({"messages": [SYSTEM, USER, ASSISTANT]}, BEGIN + OPEN + "A "),
-        ({"messages": [SYSTEM, USER, ASSISTANT], "add_generation_prompt": True}, BEGIN + OPEN + "A <|im_end|>\n" + OPEN),
-        ({"messages": [SYSTEM, USER, ASSISTANT], "continue_final_message": False}, BEGIN + OPEN + "A <|im_end|>\n" + OPEN),
-        ({"messages": [SYSTEM, USER], "continue_final_message": True}, BEGIN.removesuffix("<|im_end|>\n")),
-        ({"messages": [SYSTEM | {"role": "developer"}, USER]}, "<|im_start|>system\nS<|im_end|>\n<|im_start|>user\nU<|im_end|>\n" + OPEN),
-        ({"messages": [SYSTEM, PARTS]}, BEGIN + OPEN),
-        ({"messages": [SYSTEM, USER | {"name": "Ann"}], "chat_template_kwargs": {"thinking": True}}, BEGIN + OPEN),
-    ],
-)
-async def test_prompts_of_messages(broker: Broker, body: dict[str, Any], prompt: str) -> None:
+PROMPTS: list[tuple[dict[str, Any], str]] = [
+    ({"messages": [SYSTEM, USER]}, BEGIN + OPEN),
+    ({"messages": [SYSTEM, USER], "add_generation_prompt": False}, BEGIN),
+    ({"messages": [SYSTEM, USER, ASSISTANT]}, BEGIN + OPEN + "A "),
+    ({"messages": [SYSTEM, USER, ASSISTANT], "add_generation_prompt": True}, BEGIN + OPEN + "A <|im_end|>\n" + OPEN),
+    ({"messages": [SYSTEM, USER, ASSISTANT], "continue_final_message": False}, BEGIN + OPEN + "A <|im_end|>\n" + OPEN),
+    ({"messages": [SYSTEM, USER], "continue_final_message": True}, BEGIN.removesuffix("<|im_end|>\n")),
+    ({"messages": [SYSTEM | {"role": "developer"}, USER]}, "<|im_start|>system\nS<|im_end|>\n<|im_start|>user\nU<|im_end|>\n" + OPEN),
+    ({"messages": [SYSTEM, PARTS]}, BEGIN + OPEN),
+    ({"messages": [SYSTEM, USER | {"name": "Ann"}], "chat_template_kwargs": {"thinking": True}}, BEGIN + OPEN),
+]
+
+
+async def test_prompts_of_messages(broker: Broker) -> None:
     async with answering(broker.url, Answer(ids("x"))) as (worker, _, client):
-        response = await client.post(PATH, json=body)
-    assert response.status_code == 200, response.text
-    assert TOKENIZER.decode(unpack_ids(worker.seen[0].prompt_ids), skip_special_tokens=False) == prompt
-    assert vocabulary().encode(prompt, add_special_tokens=False) == unpack_ids(worker.seen[0].prompt_ids)
+        for body, prompt in PROMPTS:
+            response = await client.post(PATH, json=body)
+            assert response.status_code == 200, response.text
+            prompt_ids = unpack_ids(worker.seen[-1].prompt_ids)
+            assert TOKENIZER.decode(prompt_ids, skip_special_tokens=False) == prompt
+            assert vocabulary().encode(prompt, add_special_tokens=False) == prompt_ids
 
 
 async def test_echo_repeats_what_is_continued(broker: Broker) -> None:
@@ -260,5 +278,6 @@ async def test_a_model_without_a_template(broker: Broker, monkeypatch: pytest.Mo
     async with answering(broker.url, Answer(ids("x"))) as (_, _, client):
         monkeypatch.setattr(type(vocabulary()), "chat_template", None)
         response = await client.post(PATH, json=CHAT)
-    assert (response.status_code, response.json()["error"]["param"]) == (400, "messages")
-    assert "no chat template" in response.text
+    assert response.status_code == 400
+    error = response.json()["error"]
+    assert (error["param"], error["code"]) == ("messages", "template_error") and "no chat template" in error["message"]

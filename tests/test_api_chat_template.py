@@ -9,9 +9,9 @@ from transformers import AutoTokenizer
 
 from api.chat_template import ChatTemplate
 from api.errors import Refusal
-from api.prompt import Vocabulary
 from common import model_files
 from common.settings import SettingError
+from tests.gateways import vocabulary
 
 CHAT = [
     {"role": "system", "content": "  Be <brief> & kind.\n"},
@@ -28,7 +28,8 @@ TEMPLATES = {
     "blocks": "{%- set ns = namespace(n=0, last='') %}{% for m in messages %}{% if m.role == 'system' %}{% continue %}{% endif %}"
     "{% set ns.n = ns.n + 1 %}{% generation %}{{ ns.n }}: {{ m | tojson(indent=1) }}{{ [m.content] | tojson }}{% endgeneration %}"
     "{% if ns.n > 2 %}{% break %}{% endif %}{% endfor %}{{ dict(a=1).items() | list }}{{ tools is none }}{{ nothing }}",
-    "given": "{{ style | upper }}{% if thinking is defined and thinking %} thinks{% endif %}{{ messages | length }}{{ strftime_now('%Y') }}",
+    "given": "{{ style | upper }}{% if thinking is defined and thinking %} thinks{% endif %}{{ messages | length }}"
+    "{{ strftime_now('%Y') }}",
 }
 VARIABLES = {"style": "loud", "thinking": True}
 
@@ -55,7 +56,7 @@ def test_ids_are_those_of_transformers(path: Path, tokenizer: Any, name: str, ad
         ids = tokenizer.apply_chat_template(chat, chat_template=TEMPLATES.get(name), return_dict=False, **given)
         ours = template.render(chat, add_generation_prompt, VARIABLES)
         assert ours == theirs
-        assert Vocabulary.load(path).encode(ours, add_special_tokens=False) == ids
+        assert vocabulary().encode(ours, add_special_tokens=False) == ids
 
 
 @pytest.mark.parametrize("name", ["the model's own", "chatml", "trims"])

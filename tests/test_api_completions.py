@@ -55,14 +55,17 @@ async def test_choices_stand_in_the_order_of_the_prompts(broker: Broker) -> None
     assert len({request.request_id.partition(".")[0] for request in worker.seen}) == 2
 
 
-@pytest.mark.parametrize(
-    ("prompt", "prompts"),
-    [("a b", [ids("a b")]), (["a", "b"], [ids("a"), ids("b")]), ([5, 6], [[5, 6]]), ([[5], [6, 7]], [[5], [6, 7]])],
-)
-async def test_prompts_are_texts_or_ids(broker: Broker, prompt: Any, prompts: list[list[int]]) -> None:
+async def test_prompts_are_texts_or_ids(broker: Broker) -> None:
+    known: list[tuple[Any, list[list[int]]]] = [
+        ("a b", [ids("a b")]),
+        (["a", "b"], [ids("a"), ids("b")]),
+        ([5, 6], [[5, 6]]),
+        ([[5], [6, 7]], [[5], [6, 7]]),
+    ]
     async with answering(broker.url, Answer(ids("x"))) as (worker, _, client):
-        assert (await client.post(PATH, json={"prompt": prompt})).status_code == 200
-    assert [unpack_ids(request.prompt_ids) for request in worker.seen] == prompts
+        for prompt, prompts in known:
+            assert (await client.post(PATH, json={"prompt": prompt})).status_code == 200
+            assert [unpack_ids(request.prompt_ids) for request in worker.seen[-len(prompts) :]] == prompts
 
 
 async def test_logprobs_are_parallel_lists(broker: Broker) -> None:

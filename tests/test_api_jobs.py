@@ -273,6 +273,7 @@ async def test_a_successor_goes_on_where_the_dead_gateway_stopped(service: Servi
         task.cancel()
     await asyncio.wait(life)
     async with gateway(broker.url, "g1", worker_ttl_s=0.3) as other:
+        await wait_until(lambda: other.relay.followed == {KEYS.events("g0"): 3})
         assert await service.result("a") == {"generated_text": TEXT}
         assert [choice["message"]["content"] for choice in (await service.result("c"))["choices"]] == [TEXT] * 2
         await service.settled()
@@ -286,3 +287,45 @@ async def test_a_successor_goes_on_where_the_dead_gateway_stopped(service: Servi
         assert "".join(deltas) == TEXT
     assert len(worker.seen) == 3
     await dead.redis.aclose()
+
+
+async def test_cut_connections_lose_and_repeat_nothing(service: Service, worker: FakeWorker, broker: Broker) -> None:
+    """Jobs whose reading, admission, frames or answers fall into a gap."""
+    heard = await service.listen("ext:me")
+    worker.step_s = 0.02
+    async with gateway(f"{broker.url}?client_name=gateway") as one:
+        for i in range(12):
+            await service.submit(id=f"j{i}", inputs="Count.", reply="stream", **({"reply_to": "ext:me"} if i == 0 else {}))
+            for client in await service.redis.client_list():
+                if client["name"] == "gateway":
+                    await service.redis.client_kill_filter(_id=client["id"])
+            await wait_until(one.relay.subscribed.is_set)
+        assert [await service.result(f"j{i}", 30) for i in range(12)] == [{"generated_text": TEXT}] * 12
+        await service.settled()
+    for i in range(12):
+        assert [frame["token"]["id"] for frame in await service.stream(f"j{i}")] == [*IDS, 2]
+    await wait_until(lambda: len(heard) == len(IDS) + 1)
+    assert heard == await service.stream("j0")
+    assert len(worker.seen) == 12
+
+
+async def test_two_that_hold_a_job_say_it_once(service: Service, worker: FakeWorker, broker: Broker) -> None:
+    """A gateway that shows no signs of life any more, and works all the same."""
+    heard = await service.listen("ext:me")
+    worker.step_s = 0.05
+    silent = Gateway(Settings(redis_url=broker.url, heartbeat_s=0.05, worker_ttl_s=0.3), "g0", vocabulary())
+    life = [asyncio.create_task(loop) for loop in (silent.relay.run(), silent.jobs.run())]
+    await silent.fleet.look()
+    await service.submit(id="a", inputs="Count.", reply_to="ext:me", reply="stream")
+    await wait_until(lambda: heard)
+    async with gateway(broker.url, "g1", worker_ttl_s=0.3) as other:
+        await wait_until(lambda: "a" in other.jobs.runs and "a" in silent.jobs.runs)
+        assert await service.result("a") == {"generated_text": TEXT}
+        await wait_until(lambda: not other.jobs.runs and not silent.jobs.runs)
+    assert [frame["token"]["id"] for frame in heard] == [*IDS, 2]
+    assert await service.stream("a") == heard
+    assert len(worker.seen) == 1
+    for task in life:
+        task.cancel()
+    await asyncio.wait(life)
+    await silent.redis.aclose()

@@ -19,14 +19,14 @@ SIZE = vocabulary().size
 LIMITS = Limits(99, 100, 4, 5, 2, 4)
 
 CASES: list[tuple[Any, int, str]] = [  # parameters, or a whole body with `inputs`; status; words of the answer
-    ({"max_new_tokens": 0}, 422, "`max_new_tokens` must be strictly positive. Given: 0"),
-    ({"max_new_tokens": -1}, 422, "`parameters.max_new_tokens`"),
+    ({"max_new_tokens": 0}, 422, "`max_new_tokens` must be at least 1. Given: 0"),
+    ({"max_new_tokens": -1}, 422, "`max_new_tokens` must be at least 1. Given: -1"),
     ({"max_new_tokens": 1.5}, 422, "`parameters.max_new_tokens`"),
     ({"max_new_tokens": "5"}, 422, "`parameters.max_new_tokens`"),
     ({"max_new_tokens": True}, 422, "`parameters.max_new_tokens`"),
     ({"max_new_tokens": 1024}, 422, "must be at most 1024. Given: 1 `inputs` tokens and 1024 `max_new_tokens`"),
     ({"max_new_tokens": 10**400}, 422, "`max_new_tokens`"),
-    ({"min_new_tokens": 5, "max_new_tokens": 4}, 422, "`min_new_tokens` must be at least 0 and at most 4. Given: 5"),
+    ({"min_new_tokens": 5, "max_new_tokens": 4}, 422, "`min_new_tokens` must be at most 4. Given: 5"),
     ({"stop": ["a"] * 5}, 422, "`stop` supports up to 4 stop sequences. Given: 5"),
     ({"stop": [""]}, 422, "`stop`"),
     ({"stop": "a"}, 422, "`parameters.stop`"),
@@ -34,8 +34,8 @@ CASES: list[tuple[Any, int, str]] = [  # parameters, or a whole body with `input
     ({"stop_token_ids": [1, SIZE]}, 422, f"`stop_token_ids` must have token ids of at least 0 and below {SIZE}. Given: {SIZE}"),
     ({"stop_token_ids": [-1]}, 422, "`stop_token_ids` must have token ids of at least 0"),
     ({"stop_token_ids": [1] * 129}, 422, "`stop_token_ids` supports up to 128 token ids. Given: 129"),
-    ({"truncate": 0}, 422, "`truncate` must be strictly positive and at most 1023. Given: 0"),
-    ({"truncate": 1024}, 422, "at most 1023. Given: 1024"),
+    ({"truncate": 0}, 422, "`truncate` must be at least 1. Given: 0"),
+    ({"truncate": 1024}, 422, "`truncate` must be at most 1023. Given: 1024"),
     ({"details": "yes"}, 422, "`parameters.details`"),
     ({"temperature": -0.5}, 422, "`temperature` must be at least 0 and at most 100. Given: -0.5"),
     ({"temperature": 101}, 422, "`temperature` must be at least 0 and at most 100. Given: 101"),
@@ -62,7 +62,7 @@ CASES: list[tuple[Any, int, str]] = [  # parameters, or a whole body with `input
     ({"best_of": 3, "do_sample": True}, 422, "`best_of` must be at most 2. Given: 3"),
     ({"best_of": -1}, 422, "`parameters.best_of`"),
     ({"best_of": 2}, 422, "`best_of`"),
-    ({"top_n_tokens": 6}, 422, "`top_n_tokens` must be at least 0 and at most 5. Given: 6"),
+    ({"top_n_tokens": 6}, 422, "`top_n_tokens` must be at most 5. Given: 6"),
     ({"watermark": True}, 422, "`watermark` is not supported yet"),
     ({"decoder_input_details": True}, 422, "`decoder_input_details` is not supported yet"),
     ({"grammar": {"type": "regex", "value": "a"}}, 422, "`grammar` is not supported yet"),
@@ -184,7 +184,7 @@ async def test_settings_lower_the_limits(broker: Broker) -> None:
         assert "at most 20. Given: 1" in (await post(client, {"max_new_tokens": 20})).text
         assert "up to 1 stop" in (await post(client, {"stop": ["a", "b"]})).text
         assert "`best_of` must be at most 1" in (await post(client, {"best_of": 2, "do_sample": True})).text
-        assert "`top_n_tokens` must be at least 0 and at most 0" in (await post(client, {"top_n_tokens": 1})).text
+        assert "`top_n_tokens` must be at most 0" in (await post(client, {"top_n_tokens": 1})).text
 
 
 # --- what goes on -----------------------------------------------------------------------------------------------------------------
@@ -267,7 +267,7 @@ async def test_prompts_of_ids_and_the_client_s_own_names() -> None:
         ({"prompt_ids": []}, "`prompt` has no tokens", "prompt"),
         ({"prompt_ids": [1] * 100}, "`prompt` must have at most 99 tokens. Given: 100", "prompt"),
         ({"prompt_ids": [1], "max_new_tokens": 100}, "`prompt` tokens + `max_tokens` must be at most 100", "max_tokens"),
-        ({"prompt_ids": [1], "max_new_tokens": -1}, "`max_tokens` must be strictly positive. Given: -1", "max_tokens"),
+        ({"prompt_ids": [1], "max_new_tokens": -1}, "`max_tokens` must be at least 1. Given: -1", "max_tokens"),
     ]:
         with pytest.raises(Refusal) as refused:
             await wanted(text=None, names={"prompt_ids": "prompt", "max_new_tokens": "max_tokens"}, **fields)

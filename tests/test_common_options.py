@@ -65,8 +65,6 @@ TGI_DEFAULTS = """
 """Flags of router, launcher and server with their defaults, or with a value where the default is none. All are variables, too."""
 
 NOT_SERVED = """
---sharded true
---num-shard 2
 --quantize awq
 --quantize compressed-tensors
 --quantize eetq
@@ -97,15 +95,15 @@ VARIABLES = """
 LOG_LEVEL=info LOG_LEVEL=warn LOG_LEVEL=debug,hyper=info LOG_COLORIZE=1 COMPUTE_TYPE=gpu HF_TOKEN=t HUGGING_FACE_HUB_TOKEN=t HF_API_TOKEN=t
 HUGGINGFACE_HUB_CACHE=/data HF_HOME=/data HF_HUB_OFFLINE=1 HF_HUB_ENABLE_HF_TRANSFER=1 HF_HUB_USER_AGENT_ORIGIN=here
 ATTENTION=paged PREFIX_CACHING=0 PREFILL_CHUNKING=1 CUDA_GRAPHS=0 USE_FLASH_ATTENTION=true REQUEST_LOGPROBS=1
-DISABLE_EXLLAMA=1 EXLLAMA_VERSION=2 OMP_NUM_THREADS=2 PYTORCH_TUNABLEOP_ENABLED=1 DEBUG=1 RANK=0 WORLD_SIZE=1
+DISABLE_EXLLAMA=1 EXLLAMA_VERSION=2 OMP_NUM_THREADS=2 PYTORCH_TUNABLEOP_ENABLED=1 DEBUG=1 RANK=1 WORLD_SIZE=2
 CUDA_VISIBLE_DEVICES=0 NVIDIA_VISIBLE_DEVICES=all ZE_AFFINITY_MASK=0
-HF_MODEL_ID=org/model HF_MODEL_REVISION=main SM_NUM_GPUS=1 HF_MODEL_TRUST_REMOTE_CODE=true SAGEMAKER_BIND_TO_PORT=8080
+HF_MODEL_ID=org/model HF_MODEL_REVISION=main SM_NUM_GPUS=4 HF_MODEL_TRUST_REMOTE_CODE=true SAGEMAKER_BIND_TO_PORT=8080
 """.split()
 
 VARIABLES_NOT_SERVED = """
 ATTENTION=flashdecoding ATTENTION=flashdecoding-ipex ATTENTION=flashinfer PREFIX_CACHING=1 PREFILL_CHUNKING=0 TGI_WIGGLE_ROOM=0.9
-ROCM_USE_FLASH_ATTN_V2_TRITON=1 ROCM_USE_CUSTOM_PAGED_ATTN=1 ROCM_USE_SKINNY_GEMM=1 XPU_MEMORY_FRACTION=0.5 RANK=1 WORLD_SIZE=2
-SM_NUM_GPUS=4 HF_MODEL_QUANTIZE=gptq
+ROCM_USE_FLASH_ATTN_V2_TRITON=1 ROCM_USE_CUSTOM_PAGED_ATTN=1 ROCM_USE_SKINNY_GEMM=1 XPU_MEMORY_FRACTION=0.5
+HF_MODEL_QUANTIZE=gptq
 """.split()
 
 
@@ -181,7 +179,6 @@ def test_flags_of_others_mean_ours(argv: list[str], name: str, value: Any) -> No
 @pytest.mark.parametrize(
     ("argv", "line"),
     [
-        (["--tensor-parallel-size", "2"], "--tensor-parallel-size: 2 is not served: a model on several GPUs"),
         (["--enable-prefix-caching"], "--enable-prefix-caching: true is not served: a cache of prefixes"),
         (["--seed", "7"], "SEED: 7 is not served: a seed belongs to a request"),
         (["--seed", "x"], "SEED: 'x' is not a whole number"),

@@ -13,8 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import msgpack
 import pytest
 import redis
+from arq import create_pool
+from arq.connections import RedisSettings
 
 from common.keys import Keys
 from tests.fleet import Fleet
@@ -22,8 +25,8 @@ from tests.waiting import wait_until_sync
 
 ROOT = Path(__file__).parent.parent
 KEYS = Keys("default")
-BODY = {"inputs": "One, two, three,", "parameters": {"max_new_tokens": 12, "ignore_eos": True, "details": True}}
-LONG = {"inputs": "One, two, three,", "parameters": {"max_new_tokens": 24, "ignore_eos": True, "details": True}}
+BODY = {"inputs": "One, two, three,", "parameters": {"max_new_tokens": 6, "ignore_eos": True, "details": True}}
+LONG = {"inputs": "One, two, three,", "parameters": {"max_new_tokens": 20, "ignore_eos": True, "details": True}}
 SUBMIT_JS = """
 import { createClient } from 'redis';
 const client = await createClient({ url: process.argv[2] }).connect();
@@ -33,7 +36,7 @@ await listener.subscribe('tf:{default}:ext:node', frame => frames.push(JSON.pars
 const job = { id: 'node', reply_to: 'ext:node', reply: 'stream', ...JSON.parse(process.argv[3]) };
 await client.xAdd('tf:{default}:submit', '*', { job: JSON.stringify(job) });
 let result = null;
-while (result === null || frames.length < 12) {
+while (result === null || frames.length < 6) {
   await new Promise(resolve => setTimeout(resolve, 20));
   result = await client.get('tf:{default}:result:node');
 }
@@ -78,14 +81,14 @@ def tokens(body: Any) -> dict[str, Any]:
 
 
 def test_a_job_says_what_http_says(fleet: Fleet, client: redis.Redis) -> None:
-    chat = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 5, "temperature": 0}
+    chat = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 3, "temperature": 0}
     entry_id = submit(client, **BODY)
-    submit(client, id="chat", messages=chat["messages"], parameters={"max_tokens": 5, "temperature": 0})
-    submit(client, id="sampled", inputs="a", parameters={"do_sample": True, "seed": 7, "max_new_tokens": 8})
+    submit(client, id="chat", messages=chat["messages"], parameters={"max_tokens": 3, "temperature": 0})
+    submit(client, id="sampled", inputs="a", parameters={"do_sample": True, "seed": 7, "max_new_tokens": 4})
     with httpx.Client(base_url=fleet.base_url, timeout=60) as http:
         assert plain(result(client, entry_id)) == plain(http.post("/generate", json=BODY).json())
         assert plain(result(client, "chat")) == plain(http.post("/v1/chat/completions", json=chat).json())
-        sampled = {"inputs": "a", "parameters": {"do_sample": True, "seed": 7, "max_new_tokens": 8}}
+        sampled = {"inputs": "a", "parameters": {"do_sample": True, "seed": 7, "max_new_tokens": 4}}
         assert result(client, "sampled") == http.post("/generate", json=sampled).json()
 
 
@@ -105,12 +108,35 @@ def test_a_killed_gateways_jobs_go_on(fleet: Fleet, client: redis.Redis) -> None
                     os.kill(int(client.hget(KEYS.gateway(holder), "pid") or 0), signal.SIGKILL)
                 if heard[-1].get("generated_text") or "error" in heard[-1]:
                     break
-    assert [frame["index"] for frame in heard] == list(range(1, 25))
+    assert [frame["index"] for frame in heard] == list(range(1, 21))
     assert plain([frame["token"] for frame in heard]) == plain(expected["details"]["tokens"])
     assert [json.loads(fields[b"frame"]) for _, fields in client.xrange(KEYS.reply("k"))] == heard
     assert plain(result(client, "k")) == plain(expected)
     wait_until_sync(lambda: client.xlen(KEYS.submit) == 0)
     assert not [one for one in client.xinfo_consumers(KEYS.submit, "gateways") if one["pending"]]
+
+
+@pytest.mark.slow
+async def test_a_killed_job_workers_jobs_go_on(fleet: Fleet, client: redis.Redis) -> None:
+    submit(client, id="calm", **LONG)
+    expected = result(client, "calm")
+    pool = await create_pool(
+        RedisSettings.from_dsn(fleet.redis_url),
+        job_serializer=msgpack.packb,
+        job_deserializer=msgpack.unpackb,
+        default_queue_name=KEYS.jobs,
+    )
+    job = await pool.enqueue_job("generate", LONG["inputs"], LONG["parameters"], _job_id="arq")
+    assert job is not None
+
+    def holders() -> list[int]:
+        said = [client.hgetall(key) for key in client.scan_iter(KEYS.process("jobs", "j*"))]
+        return [int(one[b"pid"]) for one in said if one[b"running"] == b"1"]
+
+    [holder] = wait_until_sync(lambda: client.hexists(KEYS.job("arq"), "choices") and holders(), 60)
+    os.kill(holder, signal.SIGKILL)
+    assert plain(await job.result(timeout=120)) == plain(expected)
+    await pool.aclose()
 
 
 # --- docs ---------------------------------------------------------------------------------------------------------------------------------
@@ -135,12 +161,12 @@ def test_the_session_in_the_page_is_true(fleet: Fleet, tmp_path: Path) -> None:
         try:
             for block in console_blocks("redis.md"):
                 if not block.startswith("> "):
-                    wait_until_sync(lambda block=block: looks_like(f"…{block}…", heard.read_text()), 30)
+                    wait_until_sync(lambda block=block: looks_like(f"…{block.strip()}…", heard.read_text()), 30)
                 for step in block.split("> ")[1:] if block.startswith("> ") else []:
                     command, _, expected = step.partition("\n")
                     if command.startswith("SUBSCRIBE"):
                         listeners.append(subprocess.Popen([*cli, *shlex.split(command)], stdout=out))
-                        wait_until_sync(lambda expected=expected: looks_like(f"{expected}…", heard.read_text()), 30)
+                        wait_until_sync(lambda expected=expected: looks_like(f"…{expected.strip()}…", heard.read_text()), 30)
                         continue
 
                     def printed(command: str = command) -> str:

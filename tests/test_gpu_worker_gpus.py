@@ -23,29 +23,47 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_each_worker_has_its_own(machine: Path) -> None:
     settings = Settings(gpu_locks=str(machine))
-    first, second = gpus.claim(settings), gpus.claim(settings)
-    assert first and second and [first[0], second[0]] == ["GPU-a", "GPU-b"]
+    first, second = gpus.claim(settings, 1), gpus.claim(settings, 1)
+    assert [*first, *second] == ["GPU-a", "GPU-b"]
     with pytest.raises(SettingError, match="DEVICE: all 2 GPUs are held by other workers"):
-        gpus.claim(settings)
-    first[1].close()  # as the end of its process does
-    again = gpus.claim(settings)
-    assert again and again[0] == "GPU-a"
+        gpus.claim(settings, 1)
+    first["GPU-a"].close()  # as the end of its process does
+    assert [*gpus.claim(settings, 1)] == ["GPU-a"]
+
+
+def test_ranks_have_one_each_or_none_at_all(machine: Path) -> None:
+    settings = Settings(gpu_locks=str(machine))
+    with pytest.raises(SettingError, match="NUM_SHARD: 3, but there are 2 GPUs"):
+        gpus.claim(settings, 3)
+    held = gpus.claim(settings, 1)
+    with pytest.raises(SettingError, match="DEVICE: 1 of 2 GPUs are held by other workers"):
+        gpus.claim(settings, 2)
+    held["GPU-a"].close()
+    assert [*gpus.claim(settings, 2)] == ["GPU-a", "GPU-b"]
 
 
 def test_halves_of_a_gpu_are_shared(machine: Path) -> None:
     settings = Settings(gpu_locks=str(machine), cuda_memory_fraction=0.5)
-    held = [gpus.claim(settings) for _ in range(4)]
-    assert [gpu for gpu, _ in filter(None, held)] == ["GPU-a", "GPU-b", "GPU-a", "GPU-b"]
+    held = [gpus.claim(settings, count) for count in (1, 2, 1)]
+    assert [[*gpus] for gpus in held] == [["GPU-a"], ["GPU-b", "GPU-a"], ["GPU-b"]]
     with pytest.raises(SettingError):
-        gpus.claim(settings)
+        gpus.claim(settings, 1)
 
 
-@pytest.mark.parametrize(("chosen", "taken"), [("1", "GPU-b"), ("GPU-b,GPU-a", "GPU-b"), ("", None)])
-def test_chosen_gpus_only(machine: Path, monkeypatch: pytest.MonkeyPatch, chosen: str, taken: str | None) -> None:
+@pytest.mark.parametrize(("chosen", "taken"), [("1", ["GPU-b"]), ("GPU-b,GPU-a", ["GPU-b"]), ("", [])])
+def test_chosen_gpus_only(machine: Path, monkeypatch: pytest.MonkeyPatch, chosen: str, taken: list[str]) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", chosen)
-    claimed = gpus.claim(Settings(gpu_locks=str(machine)))
-    assert (claimed and claimed[0]) == taken
+    assert [*gpus.claim(Settings(gpu_locks=str(machine)), 1)] == taken
 
 
 def test_a_worker_on_the_processor_takes_none(machine: Path) -> None:
-    assert gpus.claim(Settings(gpu_locks=str(machine), device="cpu")) is None
+    assert gpus.claim(Settings(gpu_locks=str(machine), device="cpu"), 2) == {}
+
+
+def test_how_many_ranks(machine: Path) -> None:
+    asked = ({}, {"num_shard": 3}, {"sharded": True}, {"sharded": False}, {"sharded": True, "num_shard": 4, "device": "cpu"})
+    assert [gpus.num_ranks(Settings(**settings)) for settings in asked] == [1, 3, 2, 1, 4]
+    with pytest.raises(SettingError, match="SHARDED: true, but there are 0 GPUs"):
+        gpus.num_ranks(Settings(sharded=True, device="cpu"))
+    with pytest.raises(SettingError, match="SHARDED: false and 2 ranks"):
+        Settings.read(["--sharded", "false", "--num-shard", "2"], {})

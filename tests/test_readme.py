@@ -1,11 +1,35 @@
+"""The README does what it says: its table of settings is the settings, its flags exist, and its examples run and print what it shows.
+
+Each block of `sh` or `python` is an example. The block of `text` that follows one is what it prints, in shape: JSON has the same
+fields with values of the same types. Blocks of `console` are not run.
+"""
+
 import dataclasses
+import json
+import os
 import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from common.settings import Settings
+import pytest
 
-README = (Path(__file__).parent.parent / "README.md").read_text()
+from common.options import ALIASES, FLAG_ALIASES, OPTIONS
+from common.settings import Settings
+from tests.fleet import Fleet
+
+ROOT = Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text()
+BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+EXAMPLE_S = 60
+FLAGS_OF_OTHERS = {"help", "gpus", "shm-size", "profile", "scale"}
+FLAGS_OF_COMMANDS = {"against", "once", "max-tokens"}
+
+
+# --- settings and flags -----------------------------------------------------------------------------------------------------------
 
 
 def table() -> str:
@@ -26,3 +50,95 @@ def test_the_table_of_settings_is_the_settings() -> None:
     found = re.search(r"<!-- settings -->\n(.*)\n<!-- /settings -->", README, re.DOTALL)
     assert found is not None
     assert found[1] == table(), f"the README should say:\n{table()}"
+
+
+def test_every_flag_that_is_named_exists() -> None:
+    fields = {item.name for item in dataclasses.fields(Settings)}
+    ours = {name.replace("_", "-") for name in (*fields, *ALIASES, *FLAG_ALIASES, *OPTIONS)}
+    named = set(re.findall(r"(?<![\w-])--([a-z][a-z-]+)", README))
+    assert named - ours - FLAGS_OF_OTHERS - FLAGS_OF_COMMANDS == set()
+
+
+def test_flags_of_vllm_mean_what_the_table_says() -> None:
+    pairs = re.findall(r"^\| `--([a-z-]+)` \| `--([a-z-]+)` \|$", README, re.MULTILINE)
+    assert len(pairs) >= 8
+    for theirs, ours in pairs:
+        assert FLAG_ALIASES[theirs.replace("-", "_")] == ours.replace("-", "_")
+
+
+def test_every_link_leads_somewhere() -> None:
+    for page in ("README.md", "ARCHITECTURE.md", "CONTRIBUTING.md", "CHANGELOG.md"):
+        links = re.findall(r"\]\((?!http)([^)#]+)\)", (ROOT / page).read_text())
+        assert [link for link in links if not (ROOT / link).is_file()] == []
+
+
+# --- examples ---------------------------------------------------------------------------------------------------------------------
+
+
+def examples() -> Iterator[tuple[str, str, str | None]]:
+    """Language, program and what it prints, in the order of the page: a later one may need an earlier one."""
+    blocks = BLOCK.findall(README)
+    for (language, program), (next_language, printed) in zip(blocks, [*blocks[1:], ("", "")], strict=True):
+        if language in ("sh", "python"):
+            yield language, program, printed if next_language == "text" else None
+
+
+def shape(value: Any) -> Any:
+    """Types in the place of values; of a list, those that occur in it."""
+    if isinstance(value, dict):
+        return {name: shape(one) for name, one in value.items()}
+    if isinstance(value, list):
+        return [one for one, _ in groupby(map(shape, value))]
+    return type(value).__name__
+
+
+def shapes(printed: str) -> list[Any]:
+    """Of each line; lines in a row that have the same one are one."""
+    return [one for one, _ in groupby(map(line_shape, printed.strip().splitlines()))]
+
+
+def line_shape(line: str) -> Any:
+    try:
+        return shape(json.loads(line.removeprefix("data: ")))
+    except ValueError:
+        return "text" if line else ""
+
+
+@pytest.fixture(scope="module")
+def fleet() -> Iterator[Fleet]:
+    with Fleet(kv_cache_bytes="64MiB") as fleet:
+        yield fleet
+
+
+def run(fleet: Fleet, language: str, program: str) -> str:
+    """What an example prints when it is run in a shell where the virtual environment is active."""
+    here = program.replace("http://127.0.0.1:3000", fleet.base_url).replace("redis://127.0.0.1:6379/0", fleet.redis_url)
+    command = ["bash", "-euo", "pipefail", "-c", here] if language == "sh" else [sys.executable, "-c", here]
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    environ = os.environ | {"PATH": path, "PORT": str(fleet.settings["port"])}
+    done = subprocess.run(command, env=environ, cwd=ROOT, capture_output=True, text=True, timeout=EXAMPLE_S)
+    assert done.returncode == 0, f"{program}\n{done.stderr}"
+    return done.stdout
+
+
+def test_every_example_runs_and_prints_what_is_shown(fleet: Fleet) -> None:
+    for language, program, printed in examples():
+        answer = run(fleet, language, program)
+        assert answer.strip(), program
+        if printed is not None:
+            assert shapes(answer) == shapes(printed), program
+
+
+def test_there_are_examples_of_every_way_to_ask() -> None:
+    programs = "\n".join(program for _, program, _ in examples())
+    for word in (
+        "/generate_stream",
+        "/v1/chat/completions",
+        "openai",
+        "huggingface_hub",
+        "redis-cli",
+        "import redis",
+        "tokenfleet chat",
+        "tokenfleet status",
+    ):
+        assert word in programs

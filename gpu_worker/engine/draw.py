@@ -35,9 +35,9 @@ def drawn(mass: torch.Tensor, totals: torch.Tensor, numbers: torch.Tensor) -> to
     """Which candidates: int64 [rows, 1].
 
     mass int64 [rows, n]: sums of the weights up to each candidate; totals int64 [rows, 1]: up to the last that may be drawn; numbers
-    float64 [rows] in [0, 1).
+    float64 [rows, 1] in [0, 1).
     """
-    target = torch.minimum((numbers[:, None] * totals).long(), totals - 1)
+    target = torch.minimum((numbers * totals).long(), totals - 1)
     return torch.searchsorted(mass, target, right=True).clamp_(max=mass.shape[1] - 1)  # no index is right where scores are not numbers
 
 

@@ -1,5 +1,6 @@
 """The engine in one process, without a socket: grants in, steps out."""
 
+import logging
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -11,10 +12,13 @@ from common.model_files import Progress, silent
 from common.settings import Settings
 from gpu_worker.door import Grant, Ready, Step
 from gpu_worker.engine import inputs, warmup
+from gpu_worker.engine.halves import halves, out_of_memory
 from gpu_worker.engine.load import load, name_of
 from gpu_worker.engine.ranks import ALONE, Ranks
 from gpu_worker.engine.rows import Int32, Part, Rows
 from gpu_worker.engine.sample import Sampled, sample
+
+log = logging.getLogger(__name__)
 
 NAN = float("nan")
 
@@ -72,9 +76,22 @@ class Engine:
         sampled = Sampled([0] * len(turns), [0.0] * len(turns)) if self.ranks.rank else sample(logits, turns)
         return replace(sampled, ids=self.ranks.said(sampled.ids))
 
-    @torch.inference_mode()
     def forward(self, parts: Sequence[Part]) -> torch.Tensor:
-        """Arranged parts → logits [samples, vocabulary] of those that sample."""
+        """Arranged parts → logits [samples, vocabulary] of those that sample. Where memory does not suffice for all at once, half by half:
+        what a first try wrote into the cache is written again."""
+        try:
+            return self.compute(parts)
+        except RuntimeError as error:
+            smaller = halves(parts)
+            if not smaller or not out_of_memory(error) or self.ranks.world_size > 1:  # ranks must not fall out of step
+                raise
+            log.warning("no memory for a step of %d tokens: it is done in halves", sum(part.count for part in parts))
+        torch.cuda.empty_cache()
+        return torch.cat([self.forward(half) for half in smaller])
+
+    @torch.inference_mode()
+    def compute(self, parts: Sequence[Part]) -> torch.Tensor:
+        """`forward`, all at once."""
         line = inputs.build(parts, self.block_size, self.loaded.device)
         self.loaded.begin(line)
         output = self.loaded.model(

@@ -8,11 +8,13 @@ from transformers.models.falcon import modeling_falcon
 
 from gpu_worker.engine.attention import NAME
 
+modeling: Any = modeling_falcon
 
-class PagedFalconAttention(modeling_falcon.FalconAttention):  # type: ignore[misc]
+
+class PagedFalconAttention(modeling_falcon.FalconAttention):
     """Without ALiBi. K and V keep the heads that the checkpoint has."""
 
-    def forward(
+    def forward(  # type: ignore[override]
         self,
         hidden_states: torch.Tensor,
         alibi: None,
@@ -22,8 +24,9 @@ class PagedFalconAttention(modeling_falcon.FalconAttention):  # type: ignore[mis
     ) -> tuple[torch.Tensor, None]:
         batch, tokens, hidden = hidden_states.shape
         query, key, value = (part.transpose(1, 2) for part in self.heads(self.query_key_value(hidden_states)))
-        query, key = modeling_falcon.apply_rotary_pos_emb(query, key, *position_embeddings)
-        output, _ = AttentionInterface()[NAME](self, query, key, value, attention_mask, scaling=self.inv_norm_factor)
+        query, key = modeling.apply_rotary_pos_emb(query, key, *position_embeddings)
+        attend = AttentionInterface()[NAME]  # type: ignore[no-untyped-call]
+        output, _ = attend(self, query, key, value, attention_mask, scaling=self.inv_norm_factor)
         return self.dense(output.reshape(batch, tokens, hidden)), None
 
     def heads(self, fused: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -31,8 +34,8 @@ class PagedFalconAttention(modeling_falcon.FalconAttention):  # type: ignore[mis
         if not self.new_decoder_architecture:
             query, key, value = self._split_heads(fused)
             return query, key, value
-        groups = fused.view(*fused.shape[:2], self.num_kv_heads, -1, self.head_dim)
+        groups = fused.view(*fused.shape[:2], self.num_kv_heads or 1, -1, self.head_dim)
         return groups[..., :-2, :].flatten(2, 3), groups[..., -2, :], groups[..., -1, :]
 
 
-modeling_falcon.FALCON_ATTENTION_CLASSES[NAME] = PagedFalconAttention
+modeling.FALCON_ATTENTION_CLASSES[NAME] = PagedFalconAttention

@@ -10,7 +10,7 @@ RECEIVE_BYTES = 2**18
 
 
 class Gone(Exception):
-    """The agent closed the door."""
+    """The agent closed the door; or, to ranks above 0, rank 0 is no more."""
 
 
 class Link:

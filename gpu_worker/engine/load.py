@@ -10,11 +10,12 @@ from transformers.utils import logging
 
 from common import memory, model_files, processor
 from common.settings import SettingError, Settings
-from gpu_worker.engine import attention, parallel, rope
+from gpu_worker.engine import attention, native, paged, parallel, rope
 from gpu_worker.engine.cache import Cache, Geometry
 from gpu_worker.engine.config import read_config, unservable
 from gpu_worker.engine.inputs import Inputs
 from gpu_worker.engine.pack import pack
+from gpu_worker.engine.paged import Paged
 from gpu_worker.engine.ranks import Ranks
 from gpu_worker.engine.sdpa import Sdpa
 from gpu_worker.engine.weights import read_weights
@@ -75,10 +76,15 @@ def load(settings: Settings, progress: model_files.Progress, ranks: Ranks) -> Lo
     available_bytes = cuda_bytes(device, settings.cuda_memory_fraction) if device.type == "cuda" else memory.available_bytes()
     share_bytes = settings.kv_cache_bytes * geometry.block_bytes // ranks.total(geometry.block_bytes)
     num_blocks = ranks.smallest(geometry.num_blocks(share_bytes, available_bytes))
-    cache, backend = Cache(geometry, num_blocks, device), Sdpa(geometry, device)
+    cache, backend = Cache(geometry, num_blocks, device), backend_of(geometry, device)
     attention.attach(layers, geometry, cache, backend)
     context, eos_ids = int(model_files.context(path) * (settings.rope_factor or 1)), model_files.eos_ids(path)
     return Loaded(model, device, dtype, num_blocks, cache, backend, rope.by_length(model), context, eos_ids, config.vocab_size)
+
+
+def backend_of(geometry: Geometry, device: torch.device) -> attention.Backend:
+    library = native.library() if device.type == "cpu" and paged.serves(geometry) else None
+    return Paged(geometry, library) if library else Sdpa(geometry, device)
 
 
 def show_bars(progress: model_files.Progress) -> None:

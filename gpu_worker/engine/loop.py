@@ -23,7 +23,7 @@ def lead(engine: Engine, ranks: Ranks, link: Link) -> None:
 
 
 def follow(engine: Engine, ranks: Ranks) -> None:
-    """Until rank 0 is gone (`ranks` raises RuntimeError)."""
+    """Until rank 0 is gone (`ranks` raises Gone)."""
     while True:
         for grant in ranks.hear():
             engine.apply(grant)

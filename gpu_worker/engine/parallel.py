@@ -45,7 +45,7 @@ class Slices:
     def __getitem__(self, everything: Any) -> torch.Tensor:
         before = (slice(None),) * self.dim
         pieces = [self.whole[(*before, slice(begin, end))] for begin, end in self.intervals]
-        return pieces[0].clone() if len(pieces) == 1 else torch.cat(pieces, self.dim)
+        return pieces[0].contiguous() if len(pieces) == 1 else torch.cat(pieces, self.dim)
 
 
 def read_part(path: Path, config: Any, dtype: torch.dtype, device: torch.device, settings: Settings, ranks: Ranks) -> tuple[Any, Shares]:
@@ -53,28 +53,35 @@ def read_part(path: Path, config: Any, dtype: torch.dtype, device: torch.device,
     if getattr(config, "quantization_config", None) is not None:
         raise SettingError("num_shard", f"{ranks.world_size}, but {settings.model_id} is quantised, and its weights cannot be split")
     check_types(path, settings.model_id)
+    from_config: Any = AutoModelForCausalLM.from_config
     with torch.device("meta"):
-        whole = AutoModelForCausalLM.from_config(config, attn_implementation=NAME, trust_remote_code=settings.trust_remote_code)
+        whole = from_config(config, attn_implementation=NAME, trust_remote_code=settings.trust_remote_code)
     plan = shares(whole, ranks.world_size)
     tensors = dict(slices(path, whole, plan.cuts, ranks.rank))
 
-    class Part(type(whole)):  # type: ignore[misc]
-        def __init__(self, *arguments: Any, **options: Any) -> None:
-            super().__init__(*arguments, **options)
-            shrink(self, plan.cuts, ranks.rank)
-
-    Part.__name__ = type(whole).__name__  # transformers finds by it how checkpoints of the class are renamed
-    model = read(partial(Part.from_pretrained, None, config=config, state_dict=tensors), settings, dtype=dtype)
+    part = smaller(type(whole), plan.cuts, ranks.rank)
+    model = read(partial(part.from_pretrained, None, config=config, state_dict=tensors), settings, dtype=dtype)
     return model.to(device), plan
+
+
+def smaller(whole: type[Any], cuts: Mapping[str, Cut], rank: int) -> type[Any]:
+    """The class of a model → the same, whose models are a rank's part. It keeps the name by which transformers finds its conversions."""
+
+    def __init__(self: Any, *arguments: Any, **options: Any) -> None:
+        whole.__init__(self, *arguments, **options)
+        shrink(self, cuts, rank)
+
+    return type(whole.__name__, (whole,), {"__init__": __init__, "__module__": whole.__module__})
 
 
 def slices(path: Path, model: Any, cuts: Mapping[str, Cut], rank: int) -> Iterator[tuple[str, Any]]:
     """The checkpoint's tensors by their names in it, each as this rank needs it; none is read yet."""
     shapes = {name: tensor.shape for name, tensor in model.state_dict().items()}
     changes = get_model_conversion_mapping(model)
-    renamings, converters = ([change for change in changes if isinstance(change, kind)] for kind in (WeightRenaming, WeightConverter))
+    renamings = [change for change in changes if isinstance(change, WeightRenaming)]
+    converters = [change for change in changes if isinstance(change, WeightConverter)]
     for file in model_files.weights(path):
-        opened = safe_open(file, framework="pt")
+        opened: Any = safe_open(file, framework="pt")
         for key in opened.keys():  # noqa: SIM118
             name, _ = rename_source_key(key, renamings, converters, model.base_model_prefix, shapes)
             tensor = opened.get_slice(key)

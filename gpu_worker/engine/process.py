@@ -12,6 +12,7 @@ import os
 import signal
 import socket
 import sys
+from typing import NoReturn
 
 import setproctitle
 
@@ -28,11 +29,13 @@ log = logging.getLogger(__name__)
 
 def main() -> None:
     die_with_parent()
+    setproctitle.setproctitle(f"tokenfleet engine {os.environ.get('WORKER_NAME', 'w0')}")
     for number in (signal.SIGINT, signal.SIGTERM):  # the agent decides when the engine ends
         signal.signal(number, signal.SIG_IGN)
     parser = argparse.ArgumentParser(prog="python -m gpu_worker.engine")
-    parser.add_argument("--fd", type=int, required=True, help="inherited stream socket to the agent")
-    link = Link(socket.socket(fileno=parser.parse_args().fd))
+    parser.add_argument("--fd", type=int, help="inherited stream socket to the agent")
+    number = parser.parse_args().fd
+    link = Link(socket.socket(fileno=number)) if number is not None else None
     try:
         serve(link)
     except Gone:
@@ -40,36 +43,41 @@ def main() -> None:
     except SettingError as error:
         fail(link, Failure(error.name, error.cause))
     except BaseException as error:
-        sys.excepthook(*sys.exc_info())
+        log.critical("the engine crashed", exc_info=True)
         fail(link, Failure("", repr(error)))
 
 
-def serve(link: Link) -> None:
+def serve(link: Link | None) -> None:
     settings, place = Settings.read([], os.environ), Place.read(os.environ)
-    of = f"rank {place.rank} " if place.rank else ""
-    setproctitle.setproctitle(f"tokenfleet engine {of}{os.environ.get('WORKER_NAME', 'w0')}")
+    name = f"{os.environ.get('WORKER_NAME', 'w0')} engine{f' rank {place.rank}' if place.rank else ''}"
+    logs.set_up(name, settings.log_level, settings.json_output)
     gc.disable()  # collections while torch and transformers are imported take a fifth of the start
     from gpu_worker.engine.engine import Engine  # seconds: after the socket is ours and bad settings were said
     from gpu_worker.engine.loop import follow, lead
     from gpu_worker.engine.ranks import Ranks
 
     ranks = Ranks(place)
-    engine = Engine(settings, silent if place.rank else lambda text: link.send(Progress(text)), ranks)
+    leads = link if place.rank == 0 else None
+    engine = Engine(settings, (lambda text: leads.send(Progress(text))) if leads else silent, ranks)
     gc.freeze()
     gc.enable()
-    if place.rank:
+    if leads is None:
         follow(engine, ranks)
-    link.send(engine.ready)
-    lead(engine, ranks, link)
+    else:
+        leads.send(engine.ready)
+        lead(engine, ranks, leads)
 
 
-def fail(link: Link, failure: Failure) -> None:
+def fail(link: Link | None, failure: Failure) -> None:
+    if link is None:
+        log.critical("%s: %s", failure.setting.upper(), failure.cause)
+        leave(1)
     with contextlib.suppress(Gone):
         link.send(failure)
     leave(1)
 
 
-def leave(status: int) -> None:
+def leave(status: int) -> NoReturn:
     """At once: nobody waits for memory to be given back in order."""
     sys.stderr.flush()
     os._exit(status)

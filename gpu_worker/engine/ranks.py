@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from gpu_worker.door import Grant, encode
-from gpu_worker.engine.link import frames
+from gpu_worker.engine.link import Gone, frames
 from gpu_worker.place import LOOPBACK, Place
 
 FOREVER = timedelta(days=365)
@@ -80,7 +80,10 @@ class Ranks:
 
     def hear(self) -> Iterator[Grant]:
         """The others' part; waits for rank 0."""
-        [size] = self.said([0])
+        try:
+            [size] = self.said([0])
+        except RuntimeError as error:
+            raise Gone from error
         buffer = torch.empty(size, dtype=torch.uint8)
         if size:
             dist.broadcast(buffer, 0)

@@ -1,19 +1,19 @@
 """Which part of each weight a rank holds, by the plan that the model brings along (transformers' `tp_plan`).
 
-A matrix is cut where its plan says: `colwise` along its outputs, `rowwise` along its inputs. What belongs to heads is cut between heads, so that
-a rank computes whole ones: with more ranks than K and V heads, ranks share one and split the queries that look at it. Parts need not be
-of the same size, so nothing has to divide.
+A matrix is cut as its plan says: `colwise` along its outputs, `rowwise` along its inputs. What belongs to heads is cut between heads,
+so that a rank computes whole ones: with more ranks than K and V heads, ranks share one and split the queries that look at it. Parts
+need not be of the same size, so nothing has to divide.
 """
 
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 from torch import nn
 
 from gpu_worker.engine.attention import Unservable
-from gpu_worker.place import Place
 
 UNIT = 64
 """Features are cut at multiples of this, as matrix products like it, where there are enough of them."""
@@ -25,7 +25,7 @@ ROWS = ("rowwise", *SPLIT)
 SUMMED = ("all_reduce", "moe_tp_experts", *ROWS)
 WHOLE = ("replicated_with_grad_allreduce", "mla_kv_a_proj", "replicate")
 """Styles that say something of gradients only: every rank holds all of it."""
-KEYS_AND_VALUES = ("k_proj", "v_proj")
+KEYS_AND_VALUES = ("k_proj", "v_proj", "k_norm")
 
 Interval = tuple[int, int]
 
@@ -54,7 +54,7 @@ class Shares:
 def evenly(size: int, world_size: int) -> list[Interval]:
     unit = UNIT if size >= UNIT * world_size else 1
     bounds = [size // unit * rank // world_size * unit for rank in range(world_size)] + [size]
-    return list(zip(bounds, bounds[1:], strict=False))
+    return list(pairwise(bounds))
 
 
 def heads(query_heads: int, kv_heads: int, world_size: int) -> tuple[list[Interval], list[Interval]]:
@@ -68,14 +68,12 @@ def heads(query_heads: int, kv_heads: int, world_size: int) -> tuple[list[Interv
         raise Unservable(f"it has {query_heads} attention heads, fewer than NUM_SHARD ({world_size})")
     if kv_heads >= world_size:
         bounds = [kv_heads * rank // world_size for rank in range(world_size + 1)]
-        kept = list(zip(bounds, bounds[1:], strict=False))
+        kept = list(pairwise(bounds))
         return [(begin * group, end * group) for begin, end in kept], kept
     mine = [rank * kv_heads // world_size for rank in range(world_size)]
     queries = []
     for rank, head in enumerate(mine):
         sharers, place = mine.count(head), rank - mine.index(head)
-        if sharers > group:
-            raise Unservable(f"NUM_SHARD ({world_size}) ranks cannot split {group} query heads of each of {kv_heads} K heads")
         queries.append((head * group + group * place // sharers, head * group + group * (place + 1) // sharers))
     return queries, [(head, head + 1) for head in mine]
 
@@ -93,10 +91,19 @@ def shares(model: Any, world_size: int) -> Shares:
         if style:
             styles[name] = style
         for leaf, parameter in module.named_parameters(recurse=False):
-            own = plan.get(pattern(f"{name}.{leaf}"), style if isinstance(module, nn.Linear | nn.Embedding) else None)
+            own = plan.get(pattern(f"{name}.{leaf}"), style_of(plan, name, module, parameter))
             if own and (found := cut(model, name, leaf, parameter.shape, own, world_size)):
                 cuts[f"{name}.{leaf}"] = found
     return Shares(cuts, styles)
+
+
+def style_of(plan: Mapping[str, str], name: str, module: nn.Module, parameter: nn.Parameter) -> str | None:
+    """Of the parameters of a module: its own, and for a norm that has a line for each head, that of the projection before it."""
+    if isinstance(module, nn.Linear | nn.Embedding):
+        return plan.get(pattern(name))
+    if parameter.dim() == 2 and plan.get(pattern(name).replace("_norm", "_proj")) == "colwise":
+        return "colwise"
+    return None
 
 
 def plan_of(model: Any) -> dict[str, str]:
@@ -121,7 +128,7 @@ def pattern(name: str) -> str:
 
 def cut(model: Any, name: str, leaf: str, shape: Sequence[int], style: str, world_size: int) -> Cut | None:
     """Of one parameter; None where every rank holds all of it."""
-    if style in ROWS and len(shape) == 1 or style not in (*COLUMNS, *ROWS):
+    if (style in ROWS and len(shape) == 1) or style not in (*COLUMNS, *ROWS):
         return None  # a bias, added once
     dim = len(shape) - 1 if style in ROWS else max(0, len(shape) - 2)
     owner = model.get_submodule(name.rpartition(".")[0])

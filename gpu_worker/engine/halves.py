@@ -1,0 +1,26 @@
+"""A step for which memory does not suffice, in halves."""
+
+from collections.abc import Sequence
+
+import torch
+
+from gpu_worker.engine.rows import Part
+
+CPU_WORDS = ("can't allocate memory", "not enough memory")
+
+
+def out_of_memory(error: RuntimeError) -> bool:
+    """Whether torch found no room; its allocator on CPU has no exception of its own."""
+    return isinstance(error, torch.OutOfMemoryError) or any(words in str(error) for words in CPU_WORDS)
+
+
+def halves(parts: Sequence[Part]) -> list[list[Part]]:
+    """The parts of two steps that together do what one would; nothing where one token is all there is."""
+    if len(parts) > 1:
+        middle = len(parts) // 2
+        return [list(parts[:middle]), list(parts[middle:])]
+    [part] = parts
+    if part.count == 1:
+        return []
+    first = part.count // 2
+    return [[Part(part.row, part.begin, first, False)], [Part(part.row, part.begin + first, part.count - first, part.samples)]]

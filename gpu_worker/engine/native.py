@@ -1,0 +1,129 @@
+"""The C++ kernels of `native/`: compiled once for this processor, kept in the user's cache, called through ctypes.
+
+They run on the threads of torch's own OpenMP runtime: two runtimes would fight for the cores.
+"""
+
+import ctypes
+import fcntl
+import functools
+import hashlib
+import logging
+import os
+import platform
+import shutil
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+from ctypes import POINTER, c_float, c_int32, c_int64, c_void_p
+from pathlib import Path
+
+import torch
+
+log = logging.getLogger(__name__)
+
+SOURCES = Path(__file__).parent / "native"
+CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tokenfleet" / "native"
+COMPILERS = ("c++", "g++", "clang++")
+COMPILE_S = 300
+TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+
+
+class Step(ctypes.Structure):
+    _fields_ = [(name, c_int32) for name in ("threads", "num_tokens", "num_tiles", "block_size")] + [
+        (name, c_void_p) for name in ("slots", "tiles", "tables")
+    ]
+
+
+class Cache(ctypes.Structure):
+    _fields_ = [
+        ("keys", c_void_p),
+        ("values", c_void_p),
+        *((name, c_int32) for name in ("kv_heads", "group", "key_dim", "value_dim", "window")),
+        ("scaling", c_float),
+        ("softcap", c_float),
+        ("sinks", c_void_p),
+    ]
+
+
+class Heads(ctypes.Structure):
+    _fields_ = [("data", c_void_p), ("token", c_int64), ("head", c_int64)]
+
+
+SIGNATURES = {"tf_attend": [c_int32, POINTER(Step), POINTER(Cache), POINTER(Heads), POINTER(Heads), POINTER(Heads), c_void_p]}
+
+
+@functools.cache
+def library() -> ctypes.CDLL | None:
+    """None where there is no compiler, or it fails: then torch computes."""
+    try:
+        loaded = ctypes.CDLL(str(built()))
+    except (OSError, subprocess.SubprocessError) as error:
+        detail = getattr(error, "stderr", None) or str(error)
+        log.warning("no native kernels, torch's are used and are slower: %s", detail.strip().splitlines()[0])
+        return None
+    for name, arguments in SIGNATURES.items():
+        function = getattr(loaded, name)
+        function.argtypes, function.restype = arguments, None
+    return loaded
+
+
+def built() -> Path:
+    """Raises OSError or SubprocessError."""
+    command = compiler()
+    version = subprocess.run([*command[:1], "--version"], capture_output=True, text=True, check=True).stdout
+    parts = [*(path.read_text() for path in sorted(SOURCES.iterdir()) if path.is_file()), *command, version, processor()]
+    path = CACHE / f"{hashlib.sha256(repr(parts).encode()).hexdigest()[:24]}.so"
+    if not path.exists():
+        with only_one():
+            if not path.exists():
+                build(command, path)
+    return path
+
+
+def build(command: list[str], path: Path) -> None:
+    log.info("compiling native kernels, once for this machine")
+    part = path.with_suffix(f".{os.getpid()}")
+    try:
+        subprocess.run([*command, "-o", str(part)], capture_output=True, text=True, check=True, timeout=COMPILE_S)
+        part.rename(path)
+    finally:
+        part.unlink(missing_ok=True)
+
+
+def compiler() -> list[str]:
+    """Raises FileNotFoundError."""
+    found = next((name for name in COMPILERS if shutil.which(name)), None)
+    if not found:
+        raise FileNotFoundError("no C++ compiler (g++ or clang++) is installed")
+    flags = ["-std=c++17", "-O3", "-march=native", "-fPIC", "-shared"]
+    return [found, *flags, *threading(), str(SOURCES / "kernels.cpp"), *runtime()]
+
+
+def threading() -> list[str]:
+    """A plain `-fopenmp` would link the compiler's own runtime, too, and Apple's compiler does not know it."""
+    return ["-Xpreprocessor", "-fopenmp"] if runtime() else []
+
+
+@functools.cache
+def runtime() -> list[str]:
+    """The OpenMP runtime that torch has loaded; none where it has none: then kernels have one thread."""
+    maps = Path("/proc/self/maps")
+    loaded = {line.split()[-1] for line in maps.read_text().splitlines()} if maps.exists() else set()
+    beside = {str(path) for path in (Path(torch.__file__).parent / "lib").glob("lib*omp*.dylib")}
+    return sorted(name for name in loaded | beside if Path(name).name.startswith(("libgomp", "libomp", "libiomp5")))[:1]
+
+
+def processor() -> str:
+    """What `-march=native` depends on."""
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    return next((line for line in lines if line.lower().startswith(("flags", "features"))), platform.processor())
+
+
+@contextmanager
+def only_one() -> Iterator[None]:
+    """Workers that start together compile once."""
+    CACHE.mkdir(parents=True, exist_ok=True)
+    with (CACHE / "lock").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield

@@ -1,0 +1,26 @@
+// What Python hands over; gpu_worker/engine/native.py has the same fields in the same order.
+#pragma once
+#include <cstdint>
+
+// What all layers share in a step. A tile is a few tokens next to each other of one row.
+struct Step {
+    int32_t threads, num_tokens, num_tiles, block_size;
+    const int64_t* slots;    // [tokens] block * block_size + offset: where K and V go
+    const int32_t* tiles;    // [tiles][4] first token, tokens, position of the first, where its row's blocks begin in `tables`
+    const int32_t* tables;
+};
+
+// K pages are [blocks][kv_heads][key_dim / P][block_size][P], V pages [blocks][kv_heads][block_size][value_dim].
+struct Cache {
+    void *keys, *values;
+    int32_t kv_heads, group, key_dim, value_dim;
+    int32_t window;  // keys that a query sees; 0 is all
+    float scaling, softcap;  // 0 is none
+    const float* sinks;      // [heads] or null
+};
+
+// [tokens][heads][dim], numbers from one to the next token or head.
+struct Heads {
+    const void* data;
+    int64_t token, head;
+};

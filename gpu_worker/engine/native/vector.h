@@ -1,0 +1,114 @@
+// Vectors as wide as the processor's, and numbers of any storage type in and out of them. Arithmetic is float32 everywhere.
+#pragma once
+#include <cstdint>
+#include <cstring>
+#if defined(__AVX512BF16__)
+#include <immintrin.h>
+#endif
+
+#if defined(__AVX512F__)
+constexpr int LANES = 16, ROWS = 8;  // ROWS by WIDTH accumulators stay in registers
+#elif defined(__AVX__)
+constexpr int LANES = 8, ROWS = 4;
+#else
+constexpr int LANES = 4, ROWS = 8;
+#endif
+constexpr int WIDTH = 3;
+
+typedef float Floats __attribute__((vector_size(4 * LANES)));
+typedef int32_t Ints __attribute__((vector_size(4 * LANES)));
+typedef uint32_t Words __attribute__((vector_size(4 * LANES)));
+typedef uint16_t Halves __attribute__((vector_size(2 * LANES)));
+
+struct bfloat16 { uint16_t bits; };
+struct float16 { _Float16 value; };
+
+template <class V> inline V read(const void* from) {
+    V vector;
+    memcpy(&vector, from, sizeof(V));
+    return vector;
+}
+
+inline Floats splat(float x) { return Floats{} + x; }
+
+inline Floats load(const float* from) { return read<Floats>(from); }
+inline Floats load(const bfloat16* from) { return (Floats)(__builtin_convertvector(read<Halves>(from), Words) << 16); }
+inline Floats load(const float16* from) {
+    Floats vector;
+    for (int i = 0; i < LANES; i++) vector[i] = (float)from[i].value;
+    return vector;
+}
+inline float load_one(const float* from) { return *from; }
+inline float load_one(const bfloat16* from) {
+    uint32_t bits = (uint32_t)from->bits << 16;
+    float x;
+    memcpy(&x, &bits, 4);
+    return x;
+}
+inline float load_one(const float16* from) { return (float)from->value; }
+
+inline void store(float* to, Floats x) { memcpy(to, &x, sizeof x); }
+inline void store(bfloat16* to, Floats x) {  // rounds to even; a NaN stays one
+    Words bits = (Words)x;
+    bits = x == x ? bits + 0x7fff + (bits >> 16 & 1) : bits | 0x400000;
+    Halves halves = __builtin_convertvector(bits >> 16, Halves);
+    memcpy(to, &halves, sizeof halves);
+}
+inline void store(float16* to, Floats x) {
+    for (int i = 0; i < LANES; i++) to[i].value = (_Float16)x[i];
+}
+template <class T> inline void store_one(T* to, float x) {
+    T many[LANES];
+    store(many, splat(x));
+    *to = many[0];
+}
+
+inline Floats larger(Floats a, Floats b) { return a > b ? a : b; }
+inline float largest(Floats x) {
+    float best = x[0];
+    for (int i = 1; i < LANES; i++) best = x[i] > best ? x[i] : best;
+    return best;
+}
+inline float sum(Floats x) {
+    float total = 0;
+    for (int i = 0; i < LANES; i++) total += x[i];
+    return total;
+}
+
+// e to the x, within 2 units in the last place; 0 below the smallest normal number (Cephes' expf).
+inline Floats exponential(Floats x) {
+    const Floats magic = splat(12582912.f);  // 1.5 * 2^23: adding it rounds to an integer
+    Floats bounded = x < -87.3f ? splat(-87.3f) : x > 88.f ? splat(88.f) : x;
+    Floats shifted = bounded * 1.44269504088896341f + magic, n = shifted - magic;
+    Floats r = bounded - n * 0.693359375f + n * 2.12194440e-4f;
+    Floats y = splat(1.9875691500e-4f);
+    y = y * r + 1.3981999507e-3f;
+    y = y * r + 8.3334519073e-3f;
+    y = y * r + 4.1665795894e-2f;
+    y = y * r + 1.6666665459e-1f;
+    y = y * r + 5.0000001201e-1f;
+    y = y * r * r + r + 1.f;
+    Ints power = ((Ints)shifted - (Ints)magic + 127) << 23;
+    return x < -87.3f ? splat(0.f) : y * (Floats)power;
+}
+inline Floats tangent(Floats x) { return 1.f - 2.f / (exponential(2.f * x) + 1.f); }  // hyperbolic
+
+// How numbers lie that are multiplied and summed along K: in twos where the processor multiplies pairs.
+template <class T> struct Pairs {
+    static constexpr int P = 1;
+    typedef float Query;
+    static inline Floats multiply(Floats sum, const T* k, const float* q) { return sum + load(k) * *q; }
+    static inline float query(const T* from) { return load_one(from); }
+};
+#if defined(__AVX512BF16__)
+template <> struct Pairs<bfloat16> {
+    static constexpr int P = 2;
+    typedef bfloat16 Query;
+    static inline Floats multiply(Floats sum, const bfloat16* k, const bfloat16* q) {
+        int32_t pair;
+        memcpy(&pair, q, 4);
+        return (Floats)_mm512_dpbf16_ps((__m512)sum, (__m512bh)_mm512_loadu_si512(k), (__m512bh)_mm512_set1_epi32(pair));
+    }
+    static inline bfloat16 query(const bfloat16* from) { return *from; }
+};
+#endif

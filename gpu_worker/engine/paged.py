@@ -1,0 +1,96 @@
+"""Attention on CPU through the native kernels: over pages where they lie, without gathering them."""
+
+import ctypes
+from ctypes import byref
+from typing import Any
+
+import numpy as np
+import torch
+
+from gpu_worker.engine import native
+from gpu_worker.engine.cache import Geometry
+from gpu_worker.engine.inputs import Inputs, Span
+
+TILE = 16  # tokens of a prompt whose queries go over a chunk of keys together
+
+
+def serves(geometry: Geometry) -> bool:
+    """K dimensions are multiplied in pairs."""
+    return all(layer.key_dim % 2 == 0 for layer in geometry.layers)
+
+
+class Paged:
+    """Its K pages are transposed, `[key_dim / 2, block_size, 2]` or `[key_dim, block_size]`: one load takes a number of each of many keys."""
+
+    def __init__(self, geometry: Geometry, library: ctypes.CDLL) -> None:
+        self.block_size, self.dtype, self.library = geometry.block_size, native.TYPES[geometry.dtype], library
+        self.caches: dict[Any, native.Cache] = {}
+        self.kept: list[torch.Tensor] = []
+        self.step = native.Step()
+        self.arrays: tuple[Any, ...] = ()
+
+    def begin(self, inputs: Inputs) -> None:
+        widths = [span.blocks.shape[1] for span in inputs.spans]
+        starts = np.cumsum([0, *(span.blocks.size for span in inputs.spans)])
+        tiles = np.concatenate([tiles_of(span, start, width) for span, start, width in zip(inputs.spans, starts, widths, strict=False)])
+        tables = np.concatenate([span.blocks.ravel() for span in inputs.spans])
+        self.arrays = slots, tiles, tables = inputs.slots, tiles.astype(np.int32), tables.astype(np.int32)
+        pointers = (array.ctypes.data for array in (slots, tiles, tables))
+        self.step = native.Step(torch.get_num_threads(), len(slots), len(tiles), self.block_size, *pointers)
+
+    def attend(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        module: Any,
+        scaling: float,
+        softcap: float | None,
+        sinks: torch.Tensor | None,
+    ) -> torch.Tensor:
+        cache = self.caches.get(module)
+        if cache is None:
+            cache = self.caches[module] = self.cache(module, scaling, softcap, sinks)
+        output = query.new_empty(1, query.shape[2], query.shape[1], value.shape[3])
+        query, key, value = dense(query), dense(key), dense(value)
+        self.library.tf_attend(
+            self.dtype, byref(self.step), byref(cache), byref(heads(query)), byref(heads(key)), byref(heads(value)), output.data_ptr()
+        )
+        return output
+
+    def cache(self, module: Any, scaling: float, softcap: float | None, sinks: torch.Tensor | None) -> native.Cache:
+        """What stays the same for a module in every step."""
+        keys, values, view = module.keys, module.values, module.view
+        if sinks is not None:
+            self.kept.append(sinks := sinks.detach().float().contiguous())
+        return native.Cache(
+            keys.data_ptr(),
+            values.data_ptr(),
+            view.kv_heads,
+            view.group,
+            keys.shape[3],
+            values.shape[3],
+            view.window or 0,
+            scaling,
+            softcap or 0.0,
+            None if sinks is None else sinks.data_ptr(),
+        )
+
+
+def tiles_of(span: Span, start: int, width: int) -> Any:
+    """→ [tiles, 4] as in native/shapes.h; a row's blocks begin at a multiple of `width` after `start` in the tables."""
+    if span.count == 1:
+        rows = np.arange(len(span.lengths))
+        return np.stack((span.begin + rows, np.ones_like(rows), span.lengths - 1, start + rows * width), 1)
+    offsets = np.arange(0, span.count, TILE)
+    counts = np.minimum(TILE, span.count - offsets)
+    return np.stack((span.begin + offsets, counts, span.lengths[0] - span.count + offsets, np.full_like(offsets, start)), 1)
+
+
+def dense(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor if tensor.stride(3) == 1 else tensor.contiguous()
+
+
+def heads(tensor: torch.Tensor) -> native.Heads:
+    """Of [1, heads, tokens, dim]."""
+    return native.Heads(tensor.data_ptr(), tensor.stride(2), tensor.stride(1))

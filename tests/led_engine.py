@@ -1,0 +1,96 @@
+"""An engine of several ranks: rank 0 in this process, where a Player can drive it, the others in processes of their own.
+
+`python -m tests.led_engine RANK WORLD_SIZE PORT` is one of the others: it takes part in one engine after the other.
+"""
+
+import contextlib
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import torch.distributed as dist
+
+from common.lifeline import die_with_parent
+from common.settings import SettingError, Settings
+from gpu_worker.door import Grant, Step
+from gpu_worker.engine.engine import Engine
+from gpu_worker.engine.loop import follow
+from gpu_worker.engine.ranks import Ranks
+from gpu_worker.place import LOOPBACK, Place, free_port
+
+OVER = Grant(-1, 0)
+
+
+class Over(Exception):
+    """This engine is done with."""
+
+
+class Follower(Ranks):
+    def hear(self) -> Iterator[Grant]:
+        for grant in super().hear():
+            if grant.until < 0:
+                raise Over
+            yield grant
+
+
+class Led:
+    """Rank 0 of an engine, as Player takes engines."""
+
+    def __init__(self, ranks: Ranks, **settings: Any) -> None:
+        """Raises SettingError, as all ranks do."""
+        dist.broadcast_object_list([settings], 0)
+        self.ranks, self.grants = ranks, list[Grant]()
+        self.engine = Engine(Settings(**settings), ranks=ranks)
+        self.ready, self.rows, self.block_size = self.engine.ready, self.engine.rows, self.engine.block_size
+
+    def apply(self, grant: Grant) -> None:
+        self.grants.append(grant)
+
+    def step(self) -> Step | None:
+        grants, self.grants = self.grants, []
+        for grant in self.ranks.tell(grants):
+            self.engine.apply(grant)
+        return self.engine.step()
+
+    def __enter__(self) -> "Led":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.ranks.tell([OVER])
+
+
+@contextlib.contextmanager
+def running(world_size: int) -> Iterator[Ranks]:
+    """Rank 0 of so many; the others are there, and end with it."""
+    port = free_port()
+    environ = os.environ | {"PARENT_PID": str(os.getpid())}
+    command = [sys.executable, "-m", "tests.led_engine"]
+    others = [subprocess.Popen([*command, str(rank), str(world_size), str(port)], env=environ) for rank in range(1, world_size)]
+    try:
+        yield Ranks(place(0, world_size, port))
+    finally:
+        for process in others:
+            process.kill()
+            process.wait()
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def place(rank: int, world_size: int, port: int) -> Place:
+    return Place(rank, world_size, rank, world_size, LOOPBACK, port)
+
+
+def main(rank: int, world_size: int, port: int) -> None:
+    die_with_parent()
+    ranks = Follower(place(rank, world_size, port))
+    while True:
+        job: list[Any] = [None]
+        dist.broadcast_object_list(job, 0)
+        with contextlib.suppress(SettingError, Over):
+            follow(Engine(Settings(**job[0]), ranks=ranks), ranks)
+
+
+if __name__ == "__main__":
+    main(*map(int, sys.argv[1:]))

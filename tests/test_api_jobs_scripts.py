@@ -1,0 +1,104 @@
+"""The scripts of jobs, each alone, against the real broker."""
+
+from typing import Any
+
+import pytest
+from redis.asyncio import Redis
+
+from common.broker import script
+from common.keys import Keys
+
+KEYS = Keys("default")
+JOB, STREAM, RESULT = KEYS.job("a"), KEYS.reply("a"), KEYS.result("a")
+CHANNEL = KEYS.channel("ext:me")
+
+
+async def enlist(redis: Redis, digest: str = "d", channel: str = "", in_stream: int = 0) -> str:
+    answer: bytes = await script(redis, "enlist")(keys=[JOB, STREAM], args=[digest, 5000, channel, in_stream, 5000])
+    return answer.decode()
+
+
+async def reply(redis: Redis, *frames: tuple[int, int, str], channel: str = CHANNEL, most: int = 9, answer: str = "") -> int:
+    args: list[Any] = [channel, most, 1000, 500, 2000, answer, *(part for frame in frames for part in frame)]
+    said: int = await script(redis, "reply")(keys=[JOB, STREAM, RESULT, KEYS.home("a#0")], args=args)
+    return said
+
+
+async def kept(redis: Redis) -> list[tuple[bytes, bytes]]:
+    return [(entry_id, fields[b"frame"]) for entry_id, fields in await redis.xrange(STREAM)]
+
+
+async def test_enlist_knows_a_job_again(redis: Redis) -> None:
+    assert [await enlist(redis), await enlist(redis), await enlist(redis, "other")] == ["live", "live", "conflict"]
+    assert 0 < await redis.pttl(JOB) <= 5000
+    await reply(redis, (0, 0, "last"), answer="whole")
+    async with redis.pubsub() as pubsub:
+        await pubsub.subscribe(CHANNEL)
+        await redis.delete(STREAM)
+        assert await enlist(redis, channel=CHANNEL, in_stream=1) == "ended"
+        assert await enlist(redis, "other", CHANNEL, 1) == "conflict"
+        heard = [await pubsub.get_message(timeout=0.05) for _ in range(3)]
+    assert [message["data"] for message in heard if message] == [1, b"last"]
+    assert await kept(redis) == [(b"1-0", b"last")]
+    await redis.delete(JOB)
+    await redis.set(JOB, "mine")
+    assert await enlist(redis) == "spoiled"
+    assert await reply(redis, (0, 0, "a"), answer="b") == -1
+
+
+async def test_reply_says_each_frame_once_and_in_order(redis: Redis) -> None:
+    assert await reply(redis, (0, 0, "a"), (1, 0, "A"), (0, 1, "b")) == 3
+    assert await reply(redis, (0, 0, "a"), (0, 1, "b"), (0, 2, "c"), (1, 0, "A")) == 1
+    assert await reply(redis, (0, 4, "too early")) == 0
+    assert await kept(redis) == [(b"1-0", b"a"), (b"2-0", b"A"), (b"3-0", b"b"), (b"4-0", b"c")]
+    assert await reply(redis, (0, 0, "a"), channel=KEYS.channel("ext:other"), most=0) == 1
+    assert 1000 < await redis.pttl(JOB) <= 2000
+
+
+async def test_reply_answers_once(redis: Redis) -> None:
+    await redis.hset(KEYS.home("a#0"), "digest", "d")
+    await redis.rpush(RESULT, "mine")
+    await reply(redis, (0, 0, "a"), answer="first")
+    await reply(redis, (0, 1, "b"), answer="second")
+    assert await redis.get(RESULT) == b"first"
+    assert await redis.hget(JOB, "last") == b"a"
+    assert 0 < await redis.pttl(KEYS.home("a#0")) <= 500 < await redis.pttl(RESULT) <= 1000
+    assert await redis.pttl(JOB) <= 1000
+
+
+async def test_reply_lives_with_a_stream_that_is_none(redis: Redis) -> None:
+    await redis.set(STREAM, "mine")
+    assert await reply(redis, (0, 0, "a"), answer="whole") == 1
+    assert await redis.get(RESULT) == b"whole"
+
+
+async def test_the_stream_is_bounded(redis: Redis) -> None:
+    await reply(redis, *((0, i, str(i)) for i in range(9)), most=3)
+    assert [frame for _, frame in await kept(redis)] == [b"6", b"7", b"8"]
+
+
+@pytest.mark.parametrize(
+    ("known", "answer", "ttl_ms"), [({}, 0, 500), ({"digest": "d"}, 0, -1), ({"digest": "d", "choices": 2}, 2, -1), ({"last": "x"}, -1, -1)]
+)
+async def test_call_off(redis: Redis, known: dict[str, Any], answer: int, ttl_ms: int) -> None:
+    if known:
+        await redis.hset(JOB, mapping=known)
+    assert await script(redis, "call_off")(keys=[JOB], args=[500]) == answer
+    assert await redis.hexists(JOB, "cancel") == (answer >= 0)
+    assert await redis.pttl(JOB) == ttl_ms if ttl_ms < 0 else 0 < await redis.pttl(JOB) <= ttl_ms
+
+
+async def test_take_over_takes_from_the_dead_alone(redis: Redis) -> None:
+    async def take_over() -> list[bytes]:
+        args = ["gateways", "g0", "g1", 2]
+        taken: list[bytes] = await script(redis, "take_over")(keys=[KEYS.submit, KEYS.gateway("g0")], args=args)
+        return taken
+
+    await redis.xgroup_create(KEYS.submit, "gateways", id="0", mkstream=True)
+    ids = [await redis.xadd(KEYS.submit, {"job": str(i)}) for i in range(3)]
+    await redis.xreadgroup("gateways", "g0", {KEYS.submit: ">"})
+    await redis.hset(KEYS.gateway("g0"), "streams", 1)
+    assert await take_over() == []
+    await redis.delete(KEYS.gateway("g0"))
+    assert [await take_over(), await take_over(), await take_over()] == [ids[:2], ids[2:], []]
+    assert [(one["name"], one["pending"]) for one in await redis.xinfo_consumers(KEYS.submit, "gateways")] == [(b"g1", 3)]

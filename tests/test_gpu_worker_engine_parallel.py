@@ -1,0 +1,145 @@
+"""One model on several ranks: the ids of transformers' `generate`, however heads, experts and vocabulary divide; or a refusal."""
+
+from collections.abc import Iterator
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from common.messages import Sampling
+from common.settings import SettingError, Settings
+from gpu_worker.engine.attention import Unservable
+from gpu_worker.engine.engine import Engine
+from gpu_worker.engine.ranks import Ranks
+from gpu_worker.engine.shares import UNIT, evenly, heads
+from tests import led_engine, tiny_models
+from tests.batch_player import Player
+from tests.led_engine import Led
+from tests.tiny_models import FAMILIES, LLAMA, VOCAB
+
+NEW_TOKENS = 24
+LENGTHS = (1, 20, 70)
+SETTINGS: dict[str, Any] = {"dtype": "float32", "kv_cache_bytes": 2**23, "max_batch_prefill_tokens": 64, "block_size": 8, "debug_kv": True}
+MODELS = FAMILIES | {
+    "one K head": ("Llama", LLAMA | {"num_key_value_heads": 1, "vocab_size": VOCAB + 1}),
+    "three K heads": (
+        "Llama",
+        LLAMA | {"num_attention_heads": 6, "num_key_value_heads": 3, "hidden_size": 96, "tie_word_embeddings": True, "vocab_size": 99},
+    ),
+    "biases": ("Llama", LLAMA | {"attention_bias": True, "mlp_bias": True}),
+}
+QUICK = ("one K head", "three K heads", "Mixtral")
+PLANNED = ("Llama", "Llama-dynamic", "Mistral", "Qwen2", "Qwen3", "Qwen3-MoE", "Gemma2", "Gemma3", "Phi", "Phi3", "GPT-NeoX", "StarCoder2")
+PLANNED += ("biases", "OLMo2", "Cohere", "Cohere2", "Granite", "SmolLM3", "DeepSeek-V3")
+REFUSED = {
+    "GPT2": (FAMILIES["GPT2"], "no plan for gpt2"),
+    "gpt-oss": (FAMILIES["gpt-oss"], "no plan for gpt_oss"),
+    "one head": (("Llama", LLAMA | {"num_attention_heads": 1, "num_key_value_heads": 1}), "1 attention heads, fewer than NUM_SHARD"),
+}
+
+
+@pytest.fixture(scope="module")
+def two() -> Iterator[Ranks]:
+    with led_engine.running(2) as ranks:
+        yield ranks
+
+
+def prompts(vocab_size: int) -> list[list[int]]:
+    torch.manual_seed(1)
+    return [torch.randint(3, vocab_size, (length,)).tolist() for length in LENGTHS]
+
+
+def play(engine: Any, prefixes: dict[int, list[int]], prefill_tokens: int = 1000, base: int = 0, **asked: Any) -> dict[int, list[int]]:
+    """All ids of rows that start with `base` tokens generated, beyond them."""
+    played = Player(engine, list(range(1, engine.ready.num_blocks + 1)), prefill_tokens, until=engine.rows.step)
+    return played.run([played.start(row, ids, NEW_TOKENS, base, ignore_eos=True, **asked) for row, ids in prefixes.items()])
+
+
+def check(ranks: Ranks, family: str, folder: Path) -> None:
+    model = tiny_models.save(folder, *MODELS[family])
+    fresh = dict(enumerate(prompts(model.config.vocab_size)))
+    wanted = {row: tiny_models.generate(model, prompt, NEW_TOKENS) for row, prompt in fresh.items()}
+    with Led(ranks, model_id=str(folder), threads=1, **SETTINGS) as engine:
+        assert engine.ready.world_size == ranks.world_size
+        assert play(engine, {1: fresh[1]})[1] == wanted[1], "alone"
+        assert play(engine, fresh) == wanted, "batched"
+        assert play(engine, fresh, prefill_tokens=7) == wanted, "chunked"
+        resumed = play(engine, {row: prompt + wanted[row][:9] for row, prompt in fresh.items()}, base=9)
+        assert resumed == {row: ids[9:] for row, ids in wanted.items()}, "resumed"
+
+
+@pytest.mark.parametrize("family", [*QUICK, *(pytest.param(name, marks=pytest.mark.slow) for name in PLANNED)])
+def test_two_ranks(two: Ranks, family: str, tmp_path: Path) -> None:
+    check(two, family, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world_size", [3, 4])
+def test_more_ranks_than_divide(world_size: int, tmp_path: Path) -> None:
+    with led_engine.running(world_size) as ranks:
+        for family in ("Llama", "one K head", "three K heads", "Qwen3-MoE", "Phi3", "GPT-NeoX"):
+            check(ranks, family, tmp_path / family)
+
+
+def test_sampled_rows_choose_the_same(two: Ranks, tmp_path: Path) -> None:
+    tiny_models.save(tmp_path, *FAMILIES["Llama"])
+    settings = SETTINGS | {"model_id": str(tmp_path), "threads": 1}
+    asked = {"sampling": Sampling(temperature=1.0, top_p=0.95, seed=7, repetition_penalty=1.1), "top_n": 2}
+    rows = dict(enumerate(prompts(VOCAB)))
+    wanted = play(Engine(Settings(**settings)), rows, **asked)
+    with Led(two, **settings) as engine:
+        assert play(engine, rows, **asked) == wanted
+
+
+@pytest.mark.parametrize("family", REFUSED)
+def test_refused(two: Ranks, family: str, tmp_path: Path) -> None:
+    (config, sizes), words = REFUSED[family]
+    tiny_models.save(tmp_path, config, sizes)
+    with pytest.raises(SettingError, match=words) as caught:
+        Led(two, model_id=str(tmp_path), threads=1, **SETTINGS)
+    assert caught.value.name == "model_id" and "\n" not in str(caught.value)
+
+
+def test_what_a_rank_holds(two: Ranks, tmp_path: Path) -> None:
+    """Half of the matrices of layers, experts and vocabulary; only the router's and the norms' weights are whole."""
+    whole = tiny_models.save(tmp_path, *FAMILIES["Mixtral"])
+    with Led(two, model_id=str(tmp_path), threads=1, **SETTINGS) as engine:
+        held = {name: weight.numel() for name, weight in engine.engine.loaded.model.named_parameters()}
+    for name, weight in whole.named_parameters():
+        if name in held:  # packed ones have their own names
+            halved = weight.dim() > 1 and not name.endswith("gate.weight")
+            assert held[name] == (weight.numel() * 192 // VOCAB if "embed" in name else weight.numel() // (1 + halved)), name
+    assert [name for name in held if "experts" in name]
+
+
+@pytest.mark.parametrize("size", [1, 7, 64, 100, 500, 49_152, 151_936])
+@pytest.mark.parametrize("world_size", [1, 2, 3, 8])
+def test_even_shares(size: int, world_size: int) -> None:
+    shares = evenly(size, world_size)
+    assert shares[0][0] == 0 and shares[-1][1] == size and len(shares) == world_size
+    assert all(end == begin for (_, end), (begin, _) in pairwise(shares))
+    widths = [end - begin for begin, end in shares]
+    assert max(widths) - min(widths) <= 2 * UNIT if size >= UNIT * world_size else max(widths) - min(widths) <= 1
+
+
+@pytest.mark.parametrize(
+    ("query_heads", "kv_heads", "world_size", "queries", "kept"),
+    [
+        (8, 8, 2, [(0, 4), (4, 8)], [(0, 4), (4, 8)]),
+        (9, 3, 2, [(0, 3), (3, 9)], [(0, 1), (1, 3)]),
+        (4, 2, 4, [(0, 1), (1, 2), (2, 3), (3, 4)], [(0, 1), (0, 1), (1, 2), (1, 2)]),
+        (14, 2, 4, [(0, 3), (3, 7), (7, 10), (10, 14)], [(0, 1), (0, 1), (1, 2), (1, 2)]),
+        (4, 2, 3, [(0, 1), (1, 2), (2, 4)], [(0, 1), (0, 1), (1, 2)]),
+        (8, 1, 3, [(0, 2), (2, 5), (5, 8)], [(0, 1), (0, 1), (0, 1)]),
+    ],
+)
+def test_heads(query_heads: int, kv_heads: int, world_size: int, queries: Any, kept: Any) -> None:
+    assert heads(query_heads, kv_heads, world_size) == (queries, kept)
+
+
+def test_too_many_ranks_for_the_heads() -> None:
+    assert all(end > begin for begin, end in heads(6, 3, 6)[0])
+    with pytest.raises(Unservable, match="NUM_SHARD"):
+        heads(6, 3, 7)
