@@ -117,7 +117,11 @@ class Settings:
     gpu_locks: str = setting("/tmp/tokenfleet-gpus", "folder of the locks by which workers of one machine take different GPUs")
     block_size: int = setting(16, "tokens of one KV block", at_least=1)
     debug_kv: bool = setting(False, "fill freed KV blocks with NaN, so that a use after release shows")
-    step_timeout_s: float = seconds(60.0, "an engine that holds rows and completes no step for so long is killed", at_least=1)
+    step_timeout_s: float = seconds(
+        60.0,
+        "an engine that holds rows and completes no step for so long, and for 20 times what the step should take, is killed",
+        at_least=1,
+    )
 
     heartbeat_s: float = seconds(0.5, "between two signs of life of a process", at_least=0.01)
     worker_ttl_s: float = seconds(5.0, "a worker without a sign of life for so long is declared dead; at least twice HEARTBEAT_S")

@@ -24,7 +24,7 @@ from deploy import checks
 
 GIB = 2**30
 PYTHONS = ((3, 11), (3, 13))
-COMPILERS = ("cc", "gcc", "clang")
+COMPILERS = ("c++", "g++", "clang++")
 LITTLE_DISK_BYTES = 5 * GIB
 WIDE = 240
 SPARE_FILES = 256
@@ -117,7 +117,7 @@ def check_bfloat16(settings: Settings) -> Finding:
 def check_compiler(_: Settings) -> Finding:
     path = next((path for name in COMPILERS if (path := shutil.which(name))), None)
     if path is None:
-        return Finding("warn", "none; kernels that are compiled at the start are not to be had", "apt install gcc, or the like")
+        return Finding("warn", "none; attention in C++ cannot be built, and torch's is slower on CPU", "apt install g++, or the like")
     return Finding("ok", path)
 
 

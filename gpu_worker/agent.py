@@ -27,6 +27,7 @@ log = logging.getLogger(__name__)
 
 TICK_S = 0.1
 RETRY_S = 0.05
+MANY_STEPS = 20
 
 
 class EngineStuck(Exception):
@@ -277,8 +278,14 @@ class Agent:
         while True:
             await asyncio.sleep(1)
             waited_s = time.monotonic() - self.stepped_at
-            if self.table.rows and self.step < self.until and waited_s > self.settings.step_timeout_s:
+            if self.table.rows and self.step < self.until and waited_s > self.step_timeout_s:
                 raise EngineStuck(f"no step for {waited_s:.0f} s (STEP_TIMEOUT_S)")
+
+    @property
+    def step_timeout_s(self) -> float:
+        """A step of many prompt tokens may take long: as long as many such steps should, by what warm-up found."""
+        tokens = self.prefill_tokens + len(self.table.rows)
+        return max(self.settings.step_timeout_s, MANY_STEPS * tokens * self.engine.token_ms / 1e3)
 
     async def drain(self) -> None:
         """After SIGTERM: the batcher takes our rows elsewhere; then we are done."""

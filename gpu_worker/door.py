@@ -83,6 +83,7 @@ class Ready:
         max_batch_prefill_tokens: prompt tokens of one step that warm-up found to take 150 ms on CPU.
         context: the model's longest sequence, in tokens.
         eos_ids: packed int32; ids that end a row.
+        token_ms: time of one prompt token.
     """
 
     model: str
@@ -94,6 +95,7 @@ class Ready:
     context: int
     eos_ids: bytes
     world_size: int = 1
+    token_ms: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

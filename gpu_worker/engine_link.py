@@ -60,11 +60,16 @@ class Rank:
 
 
 class EngineLink:
-    """The engine: a process for each rank, of which rank 0 speaks for all. They die with us and with each other, and we with them."""
+    """The engine: a process for each rank, of which rank 0 speaks for all. They die with us and with each other, and we with them.
+
+    Attributes:
+        token_ms: time of one prompt token, as warm-up found.
+    """
 
     def __init__(self, ranks: Sequence[Rank]) -> None:
         self.ranks = ranks
         self.meter = Meter()
+        self.token_ms = 0.0
         self.failure: Failure | None = None
         self.watches = [asyncio.create_task(self.watch(number)) for number in range(1, len(ranks))]
 
@@ -97,6 +102,7 @@ class EngineLink:
                 case Progress(text):
                     progress(text)
                 case Ready() as ready:
+                    self.token_ms = ready.token_ms
                     return ready
                 case other:
                     raise EngineDied(f"engine spoke out of turn: {other}")

@@ -4,20 +4,31 @@ import asyncio
 import os
 import shutil
 import signal
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
 import pytest
+import redis
 
+from benchmarks.client import stream
 from common import model_files
+from common.codec import decode
+from common.keys import Keys
+from common.messages import Worker
+from deploy.broker import Broker, free_port
 from tests import tiny_models
 from tests.fleet import Fleet
 from tests.loads import Load
+from tests.prompts import FEW, PROMPTS
+from tests.reference import prompt_ids, reference_ids
 from tests.waiting import wait_until, wait_until_sync
 
 MAX_NEW_TOKENS = 100
+NEW_TOKENS = 40
 STREAMS = 3
+KEYS = Keys("default")
 STEP_TIMEOUT_S = 2
 VOCAB = 49_152
 SETTINGS = {"device": "cpu", "dtype": "float32", "debug_kv": True, "kv_cache_bytes": "32MiB", "worker_ttl_s": 3, "threads": 1}
@@ -62,14 +73,51 @@ async def undisturbed(fleet: Fleet) -> list[list[int]]:
     return await Load(fleet, MAX_NEW_TOKENS, STREAMS).whole()
 
 
-async def test_a_killed_or_stopped_rank_costs_no_token(fleet: Fleet) -> None:
+@pytest.mark.parametrize(
+    ("number", "sent"),
+    [(1, signal.SIGKILL), *(pytest.param(*how, marks=pytest.mark.slow) for how in ((0, signal.SIGKILL), (1, signal.SIGSTOP)))],
+)
+async def test_a_rank_that_dies_or_stops_costs_no_token(fleet: Fleet, number: int, sent: int) -> None:
     wanted = await undisturbed(fleet)
-    assert await interrupted(fleet, 1, signal.SIGKILL) == wanted
-    assert await interrupted(fleet, 1, signal.SIGSTOP) == wanted
+    assert await interrupted(fleet, number, sent) == wanted
 
 
 @pytest.mark.slow
-async def test_ranks_give_the_ids_of_one(fleet: Fleet, model: Path) -> None:
-    with Fleet(num_workers=1, model_id=model, **SETTINGS) as alone:
-        wanted = await undisturbed(alone)
-    assert await undisturbed(fleet) == wanted
+async def test_rows_go_on_elsewhere(model: Path) -> None:
+    """Not on the same worker started anew, for which nobody waits."""
+    with Fleet(num_shard=2, num_workers=2, model_id=model, step_timeout_s=STEP_TIMEOUT_S, **SETTINGS) as fleet:
+        wanted = await undisturbed(fleet)
+        assert await interrupted(fleet, 1, signal.SIGSTOP) == wanted
+
+
+@pytest.mark.slow
+async def test_the_model_that_is_served_by_default() -> None:
+    """Two do not divide its nine heads, nor its three K heads."""
+    prompts = [PROMPTS[place] for place in FEW]
+    with Fleet(num_shard=2, num_workers=1, **SETTINGS | {"kv_cache_bytes": "128MiB"}) as fleet:
+        bodies = [{"inputs": prompt, "parameters": {"max_new_tokens": NEW_TOKENS, "details": True}} for prompt in prompts]
+        answers = await asyncio.gather(*(stream(f"{fleet.base_url}/generate_stream", body) for body in bodies))
+    assert [answer.ids for answer in answers] == reference_ids(prompt_ids(prompts), NEW_TOKENS)
+
+
+@pytest.mark.slow
+def test_two_machines(broker: Broker, model: Path) -> None:
+    """torchrun starts a rank on each, of which the first is the worker; the end of one is the end of both."""
+    port = free_port()
+    command = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--master-addr", "127.0.0.1", "--master-port", str(port)]
+    variables = {name.upper(): str(value) for name, value in SETTINGS.items()} | {"MODEL_ID": str(model), "REDIS_URL": broker.url}
+    environ = os.environ | variables
+    machines = [psutil.Popen([*command, "--node-rank", str(node), "-m", "gpu_worker"], env=environ) for node in range(2)]
+    try:
+        with redis.Redis.from_url(broker.url) as client:
+            [incarnation] = wait_until_sync(lambda: client.zrange(KEYS.workers, 0, -1), 90)
+            worker = decode(Worker, wait_until_sync(lambda: client.hget(KEYS.worker(incarnation.decode()), "capacity"), 10))
+        assert worker.world_size == 2
+        ranks = [process for machine in machines for process in machine.children(recursive=True)]
+        machines[1].kill()
+        wait_until_sync(lambda: not any(process.is_running() and process.status() != psutil.STATUS_ZOMBIE for process in ranks), 30)
+    finally:
+        for machine in machines:
+            for process in [*machine.children(recursive=True), machine] if machine.is_running() else []:
+                process.kill()
+            machine.wait()

@@ -37,9 +37,8 @@ class Engine:
 
     def warm_up(self, settings: Settings) -> Ready:
         loaded = self.loaded
-        tokens = settings.max_batch_prefill_tokens or self.ranks.smallest(
-            warmup.max_batch_prefill_tokens(self.forward, loaded.context, loaded.vocab_size, self.block_size)
-        )
+        token_ms = warmup.token_ms(self.forward, loaded.context, loaded.vocab_size, self.block_size)
+        tokens = settings.max_batch_prefill_tokens or warmup.max_batch_prefill_tokens(token_ms, loaded.context)
         return Ready(
             model=settings.model_id,
             dtype=name_of(loaded.dtype),
@@ -50,6 +49,7 @@ class Engine:
             context=loaded.context,
             eos_ids=np.array(loaded.eos_ids, "<i4").tobytes(),
             world_size=self.ranks.world_size,
+            token_ms=token_ms,
         )
 
     def apply(self, grant: Grant) -> None:

@@ -15,11 +15,11 @@ def lead(engine: Engine, ranks: Ranks, link: Link) -> None:
         for grant in ranks.tell(link.grants(wait_s)):
             engine.apply(grant)
         step = engine.step()
-        wait_s = 0.0 if step else SIGN_OF_LIFE_S
-        if step is None and engine.rows.rows:
-            step = Step(engine.rows.step)
         if step is not None:
             link.send(step)
+        elif wait_s and engine.rows.rows:
+            link.send(Step(engine.rows.step))
+        wait_s = 0.0 if step else SIGN_OF_LIFE_S
 
 
 def follow(engine: Engine, ranks: Ranks) -> None:

@@ -1,4 +1,4 @@
-"""How many prompt tokens one step may take."""
+"""How long prompt tokens take, and how many of them one step may take."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -15,10 +15,15 @@ MULTIPLE = 32
 Forward = Callable[[Sequence[Part]], object]
 
 
-def max_batch_prefill_tokens(forward: Forward, context: int, vocab_size: int, block_size: int) -> int:
-    """Prompt tokens of a step of 150 ms, in proportion to a step of 128; a multiple of 32."""
+def token_ms(forward: Forward, context: int, vocab_size: int, block_size: int) -> float:
+    """Of one prompt token, in a step of 128."""
     timed = min(TIMED_TOKENS, context)
-    tokens = int(timed * STEP_MS / measure_ms(forward, prompt(timed, vocab_size, block_size)))
+    return measure_ms(forward, prompt(timed, vocab_size, block_size)) / timed
+
+
+def max_batch_prefill_tokens(token_ms: float, context: int) -> int:
+    """Prompt tokens of a step of 150 ms; a multiple of 32."""
+    tokens = int(STEP_MS / token_ms)
     return max(MULTIPLE, min(tokens, context) // MULTIPLE * MULTIPLE)
 
 
