@@ -10,25 +10,16 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp
 
-from api import (
-    routes_chat,
-    routes_completions,
-    routes_explain,
-    routes_fleet,
-    routes_generate,
-    routes_health,
-    routes_info,
-    routes_metrics,
-    routes_models,
-    routes_page,
-    routes_tokenize,
-)
+from api import routes_explain, routes_fleet, routes_health, routes_metrics, routes_page
 from api.errors import Refusal, answer_crash, answer_http, answer_nobody, answer_refusal
 from api.gateway import Gateway
 from api.key import check_key
 from api.meter import Meter
+from api.openai import routes_chat, routes_completions, routes_models
 from api.openapi import describe
 from api.request_id import RequestIds
+from api.tgi import routes as routes_generate
+from api.tgi import routes_info, routes_tokenize
 from common.settings import Settings
 from common.tally import counting
 

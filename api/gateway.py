@@ -10,7 +10,7 @@ from typing import Any, cast
 from fastapi import Request
 
 from api.fleet import Fleet
-from api.jobs import Jobs
+from api.jobs.intake import Jobs
 from api.pools import Pools
 from api.prompt import Vocabulary
 from api.relay import Relay

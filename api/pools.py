@@ -91,5 +91,11 @@ def names(settings: Settings) -> tuple[str, ...]:
 def of_pool(settings: Settings, pool: str, worker: Worker) -> Settings:
     """Settings for another pool: its limits are what its workers say."""
     return replace(
-        settings, pool=pool, model_id=worker.model_id or worker.model, served_model_name=pool, revision=None, max_total_tokens=None, max_input_tokens=None
+        settings,
+        pool=pool,
+        model_id=worker.model_id or worker.model,
+        served_model_name=pool,
+        revision=None,
+        max_total_tokens=None,
+        max_input_tokens=None,
     )

@@ -8,7 +8,7 @@ from typing import TypeVar
 
 from tokenizers import Tokenizer
 
-from api.chat_template import ChatTemplate
+from api.openai.chat_template import ChatTemplate
 from common import model_files
 
 Result = TypeVar("Result")

@@ -6,7 +6,7 @@ from starlette.responses import Response
 from api import life
 from api.errors import Refusal, encode, unavailable
 from api.gateway import gateway_of
-from api.replies_tgi import ALL, ErrorResponse
+from api.tgi.replies import ALL, ErrorResponse
 from common.broker import ERRORS, cause
 
 router = APIRouter(responses={status: ALL[status] for status in (401, 503)})

@@ -11,7 +11,7 @@ from api import roll
 from api.errors import Refusal, encode, unavailable
 from api.gateway import Gateway, gateway_of
 from api.kill import check_asker, check_process, forbidden, kill
-from api.replies_tgi import ALL, ErrorResponse, Refusals
+from api.tgi.replies import ALL, ErrorResponse, Refusals
 from common.broker import ERRORS, cause
 
 KILL_REFUSALS: Refusals = {

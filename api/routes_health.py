@@ -5,7 +5,7 @@ from starlette.responses import Response
 
 from api.errors import Refusal
 from api.gateway import gateway_of
-from api.replies_tgi import ErrorResponse
+from api.tgi.replies import ErrorResponse
 
 router = APIRouter(responses={503: {"model": ErrorResponse, "description": "No worker, or no broker"}})
 

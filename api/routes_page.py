@@ -6,8 +6,8 @@ from fastapi import APIRouter, Request
 from starlette.exceptions import HTTPException
 from starlette.responses import FileResponse, Response
 
-from api.replies_tgi import ErrorResponse
 from api.routes_health import health
+from api.tgi.replies import ErrorResponse
 
 router = APIRouter()
 FILES = {path.name: path for path in (Path(__file__).parent / "page").iterdir()}

@@ -1,4 +1,4 @@
-"""python -m benchmarks.agent: what a token costs the agent, from the engine's frame to its publication: text, stop strings, both logs, events.
+"""python -m benchmarks.agent: what a token costs the agent, from the engine's frame to its publication (text, stops, logs, events).
 
 The engine is scripted and the broker is real. Microseconds of this process's CPU, so the broker's own work is not in it; medians of runs.
 """
@@ -35,6 +35,11 @@ class Silence:
         pass
 
 
+def step(at: int, num_rows: int, ids: list[int]) -> Step:
+    sampled = [ids[(at + row) % len(ids)] for row in range(num_rows)]
+    return Step(at, pack_ids(range(num_rows)), pack_ids([at] * num_rows), pack_ids(sampled), pack_floats([-1.5] * num_rows))
+
+
 async def measure(redis: Any, tokenizer: Tokenizer, num_rows: int, number: int) -> float:
     """µs of CPU a token."""
     ids = tokenizer.encode(TEXT).ids
@@ -47,11 +52,7 @@ async def measure(redis: Any, tokenizer: Tokenizer, num_rows: int, number: int) 
         await redis.hset(keys.home(request.request_id), mapping={"digest": "d", "worker": name, "attempt": 1, "base": 0, "width": 1})
         starts.append(Start(row, 1, 0, b"", b"", request))
     agent.apply(Plan(1, 1, 10**6, 64, starts))
-    packed_rows, logprobs = pack_ids(range(num_rows)), pack_floats([-1.5] * num_rows)
-    frames = [
-        encode(Step(at, packed_rows, pack_ids([at] * num_rows), pack_ids([ids[(at + row) % len(ids)] for row in range(num_rows)]), logprobs))
-        for at in range(TOKENS // num_rows)
-    ]
+    frames = [encode(step(at, num_rows, ids)) for at in range(TOKENS // num_rows)]
     began = time.process_time()
     for frame in frames:
         agent.take_in(decode(frame[4:]))  # type: ignore[arg-type]

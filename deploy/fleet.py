@@ -8,7 +8,7 @@ from common.settings import MAX_PORT, SettingError, Settings
 from deploy.broker import Broker
 from deploy.process import Process
 
-MODULES = {"batcher": "batcher", "worker": "gpu_worker", "gateway": "api", "jobs": "api.jobs_process"}
+MODULES = {"batcher": "batcher", "worker": "gpu_worker", "gateway": "api", "jobs": "api.jobs.process"}
 
 
 @dataclass(slots=True)

@@ -1,4 +1,4 @@
-"""python requirements.py [EXTRA …]: what pyproject.toml beside it asks for, a line each, so that images install it in a layer of its own."""
+"""python requirements.py [EXTRA …]: what pyproject.toml asks for, a line each, so that images install it in a layer of its own."""
 
 import sys
 import tomllib

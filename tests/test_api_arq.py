@@ -15,7 +15,7 @@ from arq.connections import ArqRedis, RedisSettings
 from arq.jobs import DeserializationError, Job, JobStatus, SerializationError
 from redis.asyncio import Redis
 
-from api.arq_worker import JobWorker
+from api.jobs.arq_worker import JobWorker
 from common.broker import connect
 from common.keys import Keys
 from common.messages import Generate

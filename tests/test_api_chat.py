@@ -8,7 +8,7 @@ import openai
 import pytest
 from openai import AsyncOpenAI
 
-from api.answer_openai import FINGERPRINT
+from api.openai.answer import FINGERPRINT
 from common.messages import unpack_ids
 from deploy.broker import Broker
 from tests.fake_worker import Answer

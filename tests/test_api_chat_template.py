@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 
-from api.chat_template import ChatTemplate
 from api.errors import Refusal
+from api.openai.chat_template import ChatTemplate
 from common import model_files
 from common.settings import SettingError
 from tests.gateways import vocabulary

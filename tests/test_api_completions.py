@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from api.answer_openai import FINGERPRINT
+from api.openai.answer import FINGERPRINT
 from common.messages import Generate, unpack_ids
 from deploy.broker import Broker
 from tests.fake_worker import Answer

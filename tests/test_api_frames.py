@@ -5,8 +5,8 @@ import json
 
 import pytest
 
-from api.answer_tgi import frames as tgi_frames
 from api.stream import Stream
+from api.tgi.answer import frames as tgi_frames
 from common.messages import Generate, Terminal, Tokens, pack_floats, pack_ids, unpack_floats
 from deploy.broker import Broker
 from tests.fake_worker import Answer, working

@@ -5,9 +5,9 @@ from typing import Any
 import httpx
 import pytest
 
-from api.answer_tgi import frames
-from api.best_of import ranked
 from api.stream import Stream
+from api.tgi.answer import frames
+from api.tgi.best_of import ranked
 from common.messages import Generate, Sampling, Terminal, Tokens, pack_floats, pack_ids, unpack_floats
 from deploy.broker import Broker
 from tests.fake_worker import EOS, Answer, working

@@ -8,7 +8,7 @@ import pytest
 from openai.types import completion_create_params
 from openai.types.chat import completion_create_params as chat_create_params
 
-from api.schemas_openai import UNSERVED, ChatRequest, CompletionRequest
+from api.openai.schemas import UNSERVED, ChatRequest, CompletionRequest
 from deploy.broker import Broker
 from tests.fake_worker import Answer
 from tests.openai_frames import answering, ids

@@ -3,9 +3,9 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from api.answer_text import AnswerText
+from api.openai.text import AnswerText
+from api.openai.token_bytes import token_bytes
 from api.stream import Stream
-from api.token_bytes import token_bytes
 from common.detokenize import StopMatcher
 from common.messages import Generate, Terminal, Tokens, pack_floats, pack_ids
 from tests.gateways import vocabulary

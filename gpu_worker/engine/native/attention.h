@@ -157,3 +157,17 @@ template <class T> void attend(const Step& step, const Cache& cache, int tile, i
         for (; d < cache.value_dim; d++) store_one(to + d, outputs[row * width + d] * inverse);
     }
 }
+
+template <class T> void write_and_attend(const Step& step, const Cache& cache, Heads query, Heads key, Heads value, T* out) {
+#pragma omp parallel num_threads(step.threads)
+    {
+#pragma omp for
+        for (int token = 0; token < step.num_tokens; token++)
+            for (int head = 0; head < cache.kv_heads; head++)
+                write<T>(step, cache, token, head, (const T*)key.data + token * key.token + head * key.head,
+                         (const T*)value.data + token * value.token + head * value.head);
+#pragma omp for collapse(2) schedule(dynamic)
+        for (int tile = 0; tile < step.num_tiles; tile++)
+            for (int head = 0; head < cache.kv_heads; head++) attend<T>(step, cache, tile, head, query, out);
+    }
+}

@@ -1,26 +1,70 @@
 // What Python calls. Types of numbers: 0 float32, 1 bfloat16, 2 float16.
-#include "attention.h"
-
 #if defined(_OPENMP)
 extern "C" int omp_get_thread_num();  // its header is not everywhere where its runtime is
+inline int thread_number() { return omp_get_thread_num(); }
+#else
+inline int thread_number() { return 0; }
 #endif
+#include "attention.h"
+#include "layer.h"
+#include "likeliest.h"
+#include "products.h"
 
-template <class T> void write_and_attend(const Step& step, const Cache& cache, Heads query, Heads key, Heads value, T* out) {
-#pragma omp parallel num_threads(step.threads)
-    {
-#pragma omp for
-        for (int token = 0; token < step.num_tokens; token++)
-            for (int head = 0; head < cache.kv_heads; head++)
-                write<T>(step, cache, token, head, (const T*)key.data + token * key.token + head * key.head,
-                         (const T*)value.data + token * value.token + head * value.head);
-#pragma omp for collapse(2) schedule(dynamic)
-        for (int tile = 0; tile < step.num_tiles; tile++)
-            for (int head = 0; head < cache.kv_heads; head++) attend<T>(step, cache, tile, head, query, out);
-    }
+template <class F> void typed(int type, F call) {
+    if (type == 0) call(float{});
+    if (type == 1) call(bfloat16{});
+    if (type == 2) call(float16{});
+}
+
+// Types whose rows are multiplied as they lie.
+template <class F> void multiplied(int type, F call) {
+    if (type == 0) call(float{});
+#if defined(__AVX512BF16__)
+    if (type == 1) call(bfloat16{});
+#endif
 }
 
 extern "C" void tf_attend(int type, const Step* step, const Cache* cache, const Heads* query, const Heads* key, const Heads* value, void* out) {
-    if (type == 0) write_and_attend(*step, *cache, *query, *key, *value, (float*)out);
-    if (type == 1) write_and_attend(*step, *cache, *query, *key, *value, (bfloat16*)out);
-    if (type == 2) write_and_attend(*step, *cache, *query, *key, *value, (float16*)out);
+    typed(type, [=](auto number) { write_and_attend(*step, *cache, *query, *key, *value, (decltype(number)*)out); });
+}
+
+// Whether products of this type are faster here than torch's.
+extern "C" int tf_multiplies(int type) {
+#if defined(__AVX512BF16__)
+    return type == 0 || type == 1;
+#elif defined(__AVX512F__)
+    return type == 0;
+#else
+    return 0;
+#endif
+}
+
+extern "C" int tf_panel() { return PANEL; }
+
+extern "C" void tf_pack(int type, const void* weight, int outputs, int inputs, void* packed) {
+    multiplied(type, [=](auto number) { pack((const decltype(number)*)weight, outputs, inputs, (decltype(number)*)packed); });
+}
+
+extern "C" void tf_product(int type, int threads, const void* rows, int num_rows, const Linear* linear, void* out) {
+    multiplied(type, [=](auto number) {
+        typedef decltype(number) T;
+#pragma omp parallel num_threads(threads)
+        own_panels(num_panels(*linear), thread_number(), threads, [&](int panel) {
+            panel_product<T>((const T*)rows, num_rows, *linear, panel, (T*)out, linear->outputs, nullptr);
+        });
+    });
+}
+
+extern "C" void tf_layer(int type, const Step* step, const Layer* layer, const void* in, const void* cosines, const void* sines, void* out) {
+    multiplied(type, [=](auto number) {
+        typedef decltype(number) T;
+        run_layer(*step, *layer, (const T*)in, (const T*)cosines, (const T*)sines, (T*)out);
+    });
+}
+
+extern "C" void tf_likeliest(int type, int threads, const void* logits, int rows, int size, int64_t stride, int64_t* ids, float* logprobs) {
+    typed(type, [=](auto number) {
+#pragma omp parallel for num_threads(threads)
+        for (int row = 0; row < rows; row++) likeliest((const decltype(number)*)logits + row * stride, size, ids + row, logprobs + row);
+    });
 }

@@ -24,3 +24,22 @@ struct Heads {
     const void* data;
     int64_t token, head;
 };
+
+struct Linear {
+    const void* packed;
+    const float* bias;  // [outputs, rounded up to whole panels] or null
+    int32_t inputs, outputs;
+};
+
+struct Norm {
+    const float* weight;  // null: there is none
+    float epsilon;
+};
+
+// A layer of the shape that Llama made common: norm, attention, norm, gated feed-forward, each half added to what came in.
+struct Layer {
+    Cache cache;
+    Linear q, k, v, o, gate, up, down;
+    Norm before_attention, before_mlp, of_query, of_key;  // the latter two are of each head
+    int32_t rotary;  // numbers of a head that are rotated, half against half
+};

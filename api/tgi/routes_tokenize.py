@@ -6,15 +6,16 @@ from typing import Any
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from api import body, conversation
-from api.asked_openai import from_chat
+from api import body
 from api.errors import encode
 from api.gateway import gateway_of
+from api.openai import conversation
+from api.openai.asked import from_chat
+from api.openai.schemas import ChatRequest
 from api.openapi import takes
 from api.prompt import Vocabulary
-from api.replies_tgi import TOKENIZE_REFUSALS, ChatTokenizeResponse, SimpleToken
-from api.schemas_openai import ChatRequest
-from api.schemas_tgi import TokenizeRequest
+from api.tgi.replies import TOKENIZE_REFUSALS, ChatTokenizeResponse, SimpleToken
+from api.tgi.schemas import TokenizeRequest
 from api.validate import check
 
 router = APIRouter(responses=TOKENIZE_REFUSALS)

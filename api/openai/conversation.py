@@ -2,9 +2,9 @@
 
 from typing import Any
 
-from api.chat_template import OWN_VARIABLES, ChatTemplate, template_error
 from api.errors import invalid
-from api.schemas_openai import ROLES, ChatMessage, ChatRequest, Part
+from api.openai.chat_template import OWN_VARIABLES, ChatTemplate, template_error
+from api.openai.schemas import ROLES, ChatMessage, ChatRequest, Part
 
 ROLES_OF_TOOLS = ("tool", "function")
 FIELDS_OF_TOOLS = ("tool_calls", "tool_call_id", "function_call")

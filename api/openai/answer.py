@@ -6,11 +6,11 @@ from collections.abc import Iterator, Sequence
 from importlib.metadata import version
 from typing import Any
 
-from api.choice import Choice, Piece
 from api.errors import encode
-from api.schemas_openai import Body
+from api.openai.choice import Choice, Piece
+from api.openai.schemas import Body
+from api.openai.token_bytes import token_bytes
 from api.stream import Stream
-from api.token_bytes import token_bytes
 
 FINGERPRINT = f"tokenfleet-{version('tokenfleet')}"
 LEAST_LOGPROB = -9999.0

@@ -7,16 +7,16 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from api import body
-from api.answer_completion import CompletionAnswer
 from api.asked import Asked
-from api.asked_openai import from_completion
 from api.errors import invalid
 from api.gateway import gateway_of
+from api.openai.answer_completion import CompletionAnswer
+from api.openai.asked import from_completion
+from api.openai.replies import REFUSALS, Completion, CompletionChunk, answers
+from api.openai.schemas import CompletionRequest
+from api.openai.serve import serve
 from api.openapi import takes
 from api.prompt import Vocabulary
-from api.replies_openai import REFUSALS, Completion, CompletionChunk, answers
-from api.schemas_openai import CompletionRequest
-from api.serve_openai import serve
 from api.validate import Limits, validate
 
 router = APIRouter(responses=REFUSALS)

@@ -3,9 +3,9 @@
 from collections.abc import Sequence
 from typing import Any
 
-from api.answer_openai import Answer, readable, spelled, told_logprob
-from api.choice import Choice, Piece
-from api.schemas_openai import CompletionRequest
+from api.openai.answer import Answer, readable, spelled, told_logprob
+from api.openai.choice import Choice, Piece
+from api.openai.schemas import CompletionRequest
 from api.stream import Stream
 
 

@@ -4,13 +4,14 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from api import answer_tgi, best_of
 from api.errors import encode
-from api.job import Job, shaped
-from api.job_reply import Frame
-from api.schemas_tgi import GenerateRequest, Parameters
+from api.jobs.job import Job, shaped
+from api.jobs.reply import Frame
 from api.sse import bodies
 from api.stream import Stream
+from api.tgi import answer as answer_tgi
+from api.tgi import best_of
+from api.tgi.schemas import GenerateRequest, Parameters
 from api.validate import Wanted, validate
 
 if TYPE_CHECKING:

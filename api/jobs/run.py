@@ -10,8 +10,8 @@ from redis.exceptions import ResponseError
 
 from api import meter
 from api.errors import Family, Refusal, encode, failed, overloaded, unavailable
-from api.job import Job
-from api.job_reply import Frame, Reply
+from api.jobs.job import Job
+from api.jobs.reply import Frame, Reply
 from api.pools import ANY_MODEL, names
 from api.stream import Stream
 from api.submit import PAUSE_S, Desk

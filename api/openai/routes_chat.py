@@ -6,14 +6,15 @@ from functools import partial
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from api import body, conversation
-from api.answer_chat import ChatAnswer
-from api.asked_openai import from_chat
+from api import body
 from api.gateway import gateway_of
+from api.openai import conversation
+from api.openai.answer_chat import ChatAnswer
+from api.openai.asked import from_chat
+from api.openai.replies import REFUSALS, ChatCompletion, ChatCompletionChunk, answers
+from api.openai.schemas import ChatRequest
+from api.openai.serve import serve
 from api.openapi import takes
-from api.replies_openai import REFUSALS, ChatCompletion, ChatCompletionChunk, answers
-from api.schemas_openai import ChatRequest
-from api.serve_openai import serve
 from api.validate import validate
 
 router = APIRouter(responses=REFUSALS)

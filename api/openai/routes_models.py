@@ -6,7 +6,7 @@ from fastapi import APIRouter, Request
 
 from api.errors import unavailable
 from api.gateway import Gateway, gateway_of
-from api.replies_openai import REFUSALS, Model, ModelList
+from api.openai.replies import REFUSALS, Model, ModelList
 from common.broker import ERRORS, cause
 
 router = APIRouter()

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from api.asked import Asked
 from api.errors import invalid
-from api.schemas_openai import Body, ChatRequest, CompletionRequest
+from api.openai.schemas import Body, ChatRequest, CompletionRequest
 
 NAMES = {
     "max_new_tokens": "max_tokens",

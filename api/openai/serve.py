@@ -5,15 +5,15 @@ from collections.abc import Callable, Sequence
 from starlette.requests import Request
 from starlette.responses import Response
 
-from api.answer_openai import Answer
-from api.choice import Choice, choice
 from api.errors import invalid
 from api.gateway import Gateway
 from api.headers import prompt_headers, time_headers
+from api.openai.answer import Answer
+from api.openai.choice import Choice, choice
+from api.openai.schemas import Body
+from api.openai.sse import frames
 from api.request_id import request_id
-from api.schemas_openai import Body
 from api.sse import TokenStream
-from api.sse_openai import frames
 from api.stream import Stream
 from api.validate import Wanted
 from api.wait import finished

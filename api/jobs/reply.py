@@ -6,7 +6,7 @@ from typing import Any
 
 from redis.asyncio import Redis
 
-from api.job import Job
+from api.jobs.job import Job
 from common.broker import script
 from common.keys import JOB_TTL_MS, RESULT_TTL_MS, Keys
 

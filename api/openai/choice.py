@@ -3,8 +3,8 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from api.answer_text import AnswerText
-from api.schemas_openai import Body
+from api.openai.schemas import Body
+from api.openai.text import AnswerText
 from api.stream import Stream
 
 FINISH_REASONS = {"length": "length", "eos_token": "stop", "stop_sequence": "stop"}

@@ -3,8 +3,8 @@
 import asyncio
 from collections.abc import AsyncIterator
 
-from api.answer_openai import Answer
 from api.errors import encode, failed, openai
+from api.openai.answer import Answer
 from api.sse import frame
 
 DONE = frame(b"[DONE]")

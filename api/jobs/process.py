@@ -8,7 +8,7 @@ import secrets
 
 import setproctitle
 
-from api.arq_worker import JobWorker
+from api.jobs.arq_worker import JobWorker
 from common import broker, lifeline, logs, metrics_port
 from common.keys import Keys
 from common.settings import SettingError, Settings, exit_when_unservable

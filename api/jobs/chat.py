@@ -5,15 +5,15 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from api import conversation
-from api.answer_chat import ChatAnswer
-from api.asked_openai import from_chat
-from api.choice import choice
 from api.errors import invalid
-from api.job import Job, shaped
-from api.job_reply import Frame
-from api.schemas_openai import ChatRequest
-from api.sse_openai import news
+from api.jobs.job import Job, shaped
+from api.jobs.reply import Frame
+from api.openai import conversation
+from api.openai.answer_chat import ChatAnswer
+from api.openai.asked import from_chat
+from api.openai.choice import choice
+from api.openai.schemas import ChatRequest
+from api.openai.sse import news
 from api.stream import Stream
 from api.validate import Wanted, validate
 

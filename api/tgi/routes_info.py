@@ -8,7 +8,7 @@ from starlette.responses import Response
 
 from api.errors import encode, unavailable
 from api.gateway import gateway_of
-from api.replies_tgi import ErrorResponse, Info
+from api.tgi.replies import ErrorResponse, Info
 
 router = APIRouter(responses={503: {"model": ErrorResponse, "description": "No worker has been ready yet"}})
 

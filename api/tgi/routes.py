@@ -8,16 +8,17 @@ from fastapi import APIRouter, Request
 from sse_starlette import EventSourceResponse
 from starlette.responses import Response
 
-from api import best_of, body
-from api.answer_tgi import answer, frames
+from api import body
 from api.errors import encode
 from api.gateway import Gateway, gateway_of
 from api.headers import prompt_headers, time_headers
 from api.openapi import sends_events, takes
-from api.replies_tgi import GENERATE_REFUSALS, GenerateResponse, StreamResponse
 from api.request_id import request_id
-from api.schemas_tgi import CompatRequest, GenerateRequest, Parameters
 from api.sse import TokenStream
+from api.tgi import best_of
+from api.tgi.answer import answer, frames
+from api.tgi.replies import GENERATE_REFUSALS, GenerateResponse, StreamResponse
+from api.tgi.schemas import CompatRequest, GenerateRequest, Parameters
 from api.validate import Wanted, validate
 from api.wait import finished
 

@@ -11,7 +11,7 @@ from pydantic_core import PydanticCustomError
 
 from api.errors import invalid
 from api.ranges import BIASES
-from api.schemas_tgi import Parameters, ranged
+from api.tgi.schemas import Parameters, ranged
 
 UNSERVED: dict[str, tuple[object, ...]] = {
     "allowed_token_ids": (),

@@ -11,11 +11,12 @@ from typing import TYPE_CHECKING, Any
 
 from redis.exceptions import ResponseError
 
-from api import job_chat, job_generate, meter
+from api import meter
 from api.errors import Refusal, encode, openai, overloaded, tgi
-from api.job import NAME, Job, read
-from api.job_reply import Reply
-from api.job_run import JobRun, cancel
+from api.jobs import chat, generate
+from api.jobs.job import NAME, Job, read
+from api.jobs.reply import Reply
+from api.jobs.run import JobRun, cancel
 from api.submit import PAUSE_S
 from common.broker import ERRORS, cause, script
 from common.keys import RESULT_TTL_MS
@@ -198,9 +199,9 @@ class Jobs:
         run.join(reply)
         try:
             if job.is_chat:
-                await run.run(job_chat.accept, openai)
+                await run.run(chat.accept, openai)
             else:
-                await run.run(job_generate.accept, tgi)
+                await run.run(generate.accept, tgi)
         finally:
             del self.runs[job.id]
 

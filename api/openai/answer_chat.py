@@ -3,9 +3,9 @@
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from api.answer_openai import Answer, readable, spelled, told_logprob
-from api.choice import Choice, Piece
-from api.schemas_openai import ChatRequest
+from api.openai.answer import Answer, readable, spelled, told_logprob
+from api.openai.choice import Choice, Piece
+from api.openai.schemas import ChatRequest
 from api.stream import Stream
 
 
