@@ -1,5 +1,5 @@
-# Every target does the set-up that it needs. PYTHON=python3.12 chooses the interpreter, TORCH_INDEX=URL where torch comes from (else PyPI, or its
-# build for CPU where Linux has no NVIDIA driver), ARGS="--port 8080" adds flags.
+# Every target does the set-up that it needs. PYTHON=python3.12 chooses the interpreter, TORCH_INDEX=URL where torch comes from, ARGS="--port 8080"
+# adds flags.
 BIN := .venv/bin
 RUN := .venv/.installed-to-run
 DEV := .venv/.installed-to-develop

@@ -5,6 +5,7 @@ from typing import TypeVar
 from pydantic import BaseModel, ValidationError
 from starlette.requests import Request
 
+from api.aside import aside
 from api.errors import Refusal, invalid
 
 Shape = TypeVar("Shape", bound=BaseModel)
@@ -14,14 +15,19 @@ MAX_PROBLEMS = 5
 async def read(request: Request, shape: type[Shape], max_bytes: int) -> Shape:
     """The body as a `shape`. Raises Refusal: 413, 415, 400 where it is not JSON, 422 that names the fields at fault."""
     check_content_type(request)
+    data = await content(request, max_bytes)
+    return await aside(len(data), lambda: shaped(shape, data))
+
+
+def shaped(shape: type[Shape], data: bytes) -> Shape:
+    """JSON as a `shape`. Raises Refusal: 400 where it is none, 422 that names the fields at fault."""
     try:
-        return shape.model_validate_json(await content(request, max_bytes))
+        return shape.model_validate_json(data)
     except ValidationError as error:
         raise refuse_shape(error) from error
 
 
 def refuse_shape(error: ValidationError) -> Refusal:
-    """400 where it is not JSON, else 422 that names the fields at fault."""
     problems = error.errors(include_url=False, include_context=False, include_input=False)
     if problems[0]["type"] == "json_invalid":
         return Refusal(400, "invalid_json", problems[0]["msg"])

@@ -1,6 +1,8 @@
 """What a client is told when a request cannot be served: a status and an error object, each in the way of the API that it speaks."""
 
-from collections.abc import Callable, Mapping
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable, Mapping
 from typing import Any
 
 import orjson
@@ -10,6 +12,7 @@ from starlette.responses import Response
 from starlette.routing import Match
 
 from api import meter
+from common.broker import CONNECT_TIMEOUT_S, ERRORS, cause
 from common.messages import Terminal
 
 CLIENT_GONE = 499
@@ -65,6 +68,8 @@ def respond(refusal: Refusal, path: str, headers: Mapping[str, str] | None = Non
     """The refusal as an answer of the route with this path."""
     status, body = family(path)(refusal)
     known = dict(headers or {})
+    if refusal.status == 401:
+        known["www-authenticate"] = "Bearer"
     if refusal.status == 424:
         known["x-should-retry"] = "false"  # OpenAI's clients repeat what ended with 500: a request that kills workers must not come back
     return Response(encode(body), status, known, "application/json")
@@ -85,14 +90,24 @@ def overloaded() -> Refusal:
     return Refusal(429, "overloaded", "Model is overloaded")
 
 
-def unavailable(cause: str) -> Refusal:
-    return Refusal(503, "unavailable", f"Service unavailable: {cause}")
+def unavailable(why: str) -> Refusal:
+    return Refusal(503, "unavailable", f"Service unavailable: {why}")
+
+
+@contextlib.asynccontextmanager
+async def asking_broker() -> AsyncIterator[None]:
+    """Around a client's questions to the broker. Raises Refusal (503) where it refuses, or does not answer in time."""
+    try:
+        async with asyncio.timeout(CONNECT_TIMEOUT_S):
+            yield
+    except ERRORS as error:
+        raise unavailable(cause(error)) from error
 
 
 def failed(terminal: Terminal) -> Refusal:
     """For a request that was admitted and did not end well."""
-    cause = terminal.error or f"the request was {terminal.reason}"
-    return Refusal(424, terminal.error_type or "generation", f"Request failed during generation: {cause}")
+    why = terminal.error or f"the request was {terminal.reason}"
+    return Refusal(424, terminal.error_type or "generation", f"Request failed during generation: {why}")
 
 
 # --- handlers ---------------------------------------------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ import contextlib
 import logging
 import os
 from collections.abc import AsyncIterator, Callable, Coroutine
+from contextvars import Context
 from typing import Any, cast
 
 from fastapi import Request
@@ -58,7 +59,7 @@ class Gateway:
 @contextlib.asynccontextmanager
 async def running_task(loop: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
     """A loop that runs while the context is open. Should it end by itself, so does this process: nobody would be served."""
-    task = asyncio.create_task(loop)
+    task = asyncio.create_task(loop, context=Context())  # it serves no single request, though one may have caused its start
     task.add_done_callback(end_with)
     yield
     task.cancel()

@@ -9,10 +9,9 @@ from typing import TYPE_CHECKING
 
 from redis.asyncio import Redis
 
-from api.errors import Refusal, unavailable
+from api.errors import Refusal, asking_broker, unavailable
 from api.prompt import Vocabulary
 from common import model_files
-from common.broker import ERRORS, cause
 from common.codec import WireError, decode
 from common.keys import POOLS, Keys
 from common.messages import Worker
@@ -54,10 +53,8 @@ class Pools:
         return [pool for pool in pools if await self.worker(pool)]
 
     async def open(self, pool: str) -> "Gateway":
-        try:
+        async with asking_broker():
             worker = await self.worker(pool) if await self.redis.zscore(POOLS, pool) is not None else None
-        except ERRORS as error:
-            raise unavailable(cause(error)) from error
         if worker is None:
             raise Refusal(404, "model_not_found", f"The model `{pool}` does not exist", param="model", code="model_not_found")
         settings = of_pool(self.own.settings, pool, worker)

@@ -1,19 +1,13 @@
 """From a prompt's text to token ids."""
 
-import asyncio
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
 
 from tokenizers import Tokenizer
 
+from api.aside import aside
 from api.openai.chat_template import ChatTemplate
 from common import model_files
-
-Result = TypeVar("Result")
-LONG_CHARS = 4000
-"""A text from this length on (half a millisecond) is tokenised in a thread, so that no stream waits for it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,24 +42,19 @@ class Vocabulary:
 
     async def ids(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a prompt, with what the model wants around it unless the text has that already."""
-        return await aside(text, lambda: self.encode(text, add_special_tokens))
+        return await aside(len(text), lambda: self.encode(text, add_special_tokens))
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         encoded = self.tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)  # unlike `encode`, other threads run
         ids: list[int] = encoded[0].ids
         return ids
 
-    async def spans(self, text: str, add_special_tokens: bool = True) -> list[tuple[int, int, int]]:
+    def spans(self, text: str, add_special_tokens: bool = True) -> list[tuple[int, int, int]]:
         """(id, start, end) of a prompt's tokens, in characters of the text; those of one character have all of it, added ones nothing."""
-        encoded = await aside(text, lambda: self.tokenizer.encode_batch([text], add_special_tokens=add_special_tokens)[0])
+        encoded = self.tokenizer.encode_batch([text], add_special_tokens=add_special_tokens)[0]
         return [(token_id, start, end) for token_id, (start, end) in zip(encoded.ids, encoded.offsets, strict=True)]
 
     def spellings(self, word: str) -> list[list[int]]:
         """Ids of a word within a text and after a space; each once."""
         found = [self.encode(text, add_special_tokens=False) for text in (word.lstrip(), f" {word.lstrip()}")]
         return [ids for i, ids in enumerate(found) if ids and ids not in found[:i]]
-
-
-async def aside(text: str, work: Callable[[], Result]) -> Result:
-    """What `work` makes of a text; in a thread where that takes long."""
-    return work() if len(text) < LONG_CHARS else await asyncio.to_thread(work)

@@ -173,6 +173,7 @@ class Relay:
             for request_id, committed in reading.items():
                 if (stream := self.streams.get(request_id)) is not None:
                     stream.fill(committed)
+                await asyncio.sleep(0)  # after a lost connection there is much to fill: readers and signs of life go on meanwhile
 
     async def audit(self) -> None:
         """Has streams filled that have heard nothing for long, and forgets sources that are gone."""

@@ -4,22 +4,19 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from api import life
-from api.errors import Refusal, encode, unavailable
+from api.errors import Refusal, asking_broker, encode
 from api.gateway import gateway_of
 from api.tgi.replies import ALL, ErrorResponse
-from common.broker import ERRORS, cause
 
 router = APIRouter(responses={status: ALL[status] for status in (401, 503)})
 
 
-@router.get("/fleet/requests/{request_id}", responses={404: {"model": ErrorResponse, "description": "No such request"}})
+@router.get("/fleet/requests/{request_id:path}", responses={404: {"model": ErrorResponse, "description": "No such request"}})
 async def explain(request: Request, request_id: str) -> Response:
     """What happened to a request, and to each of its choices. 404 for one that was never heard of, or so long ago that it is forgotten."""
     gateway = gateway_of(request)
-    try:
+    async with asking_broker():
         lives = await life.read(gateway.redis, gateway.fleet.keys, request_id)
-    except ERRORS as error:
-        raise unavailable(cause(error)) from error
     if not lives:
         raise Refusal(404, "not_found", f"Nothing is known of a request {request_id}: it never came, or was forgotten since")
     return Response(encode({"request_id": request_id, "lives": lives}), 200, {"cache-control": "no-store"}, "application/json")

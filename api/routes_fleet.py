@@ -8,11 +8,10 @@ from starlette.background import BackgroundTask
 from starlette.responses import Response
 
 from api import roll
-from api.errors import Refusal, encode, unavailable
+from api.errors import Refusal, asking_broker, encode
 from api.gateway import Gateway, gateway_of
 from api.kill import check_asker, check_process, forbidden, kill
 from api.tgi.replies import ALL, ErrorResponse, Refusals
-from common.broker import ERRORS, cause
 
 KILL_REFUSALS: Refusals = {
     403: {"model": ErrorResponse, "description": "Not for this asker, or not a process of this fleet"},
@@ -57,7 +56,5 @@ async def kill_process(request: Request, process_id: str) -> Response:
 
 async def call_roll(gateway: Gateway) -> roll.Roll:
     """Raises Refusal (503)."""
-    try:
+    async with asking_broker():
         return await roll.call(gateway.redis, gateway.fleet.keys)
-    except ERRORS as error:
-        raise unavailable(cause(error)) from error

@@ -10,6 +10,8 @@ from api.tgi.replies import ErrorResponse
 router = APIRouter(responses={503: {"model": ErrorResponse, "description": "No worker, or no broker"}})
 
 
+@router.head("/ping", include_in_schema=False)
+@router.head("/health", include_in_schema=False)
 @router.get("/ping", response_class=Response, name="ping")
 @router.get("/health", response_class=Response)
 async def health(request: Request) -> Response:

@@ -29,7 +29,7 @@ async def figures(request: Request) -> Response:
             values = await tally.read(redis, keys)
             granted = await redis.hget(keys.state, "blocks")  # type: ignore[misc]
             gauges = gauges_of(await roll.call(redis, keys), int(granted or 0))
-    except (*ERRORS, TimeoutError):
+    except ERRORS:
         values = None
     if gateway.fleet.max_total_tokens:
         meter.fit(gateway.fleet.limits)

@@ -26,6 +26,7 @@ POLICY = "; ".join(
 HEADERS = {"cache-control": "no-cache", "content-security-policy": POLICY, "x-content-type-options": "nosniff"}
 
 
+@router.head("/", include_in_schema=False)
 @router.get("/", response_class=Response, responses={503: {"model": ErrorResponse}})
 async def root(request: Request) -> Response:
     """The page for a browser; for everybody else as /health."""

@@ -13,6 +13,7 @@ import uvicorn
 
 from api.app import build
 from api.gateway import Gateway
+from api.http import Http
 from api.prompt import Vocabulary
 from common import lifeline, logs, metrics_port, model_files
 from common.settings import SettingError, Settings, exit_when_unservable
@@ -46,7 +47,7 @@ def serve(settings: Settings, name: str) -> None:
     config = uvicorn.Config(
         build(gateway),
         loop="uvloop",
-        http="httptools",
+        http=Http,
         lifespan="on",
         log_config=None,
         log_level="warning",

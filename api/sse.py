@@ -48,11 +48,6 @@ def frame(body: bytes) -> bytes:
     return b"data: %b\n\n" % body
 
 
-def bodies(frames: bytes) -> list[bytes]:
-    """Of the frames joined in `frames`."""
-    return [one.removeprefix(b"data: ") for one in frames.split(b"\n\n") if one]
-
-
 async def news(stream: Stream) -> AsyncIterator[tuple[range, bool]]:
     """(indices of tokens to show now, whether the stream has ended), as often as there is something new, up to the end.
 

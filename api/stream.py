@@ -48,6 +48,11 @@ class Stream:
         return len(self.ids)
 
     @property
+    def num_records(self) -> int:
+        """Log-probabilities that an answer may tell: of tokens, and of the likeliest beside them."""
+        return self.num_tokens * self.request.width
+
+    @property
     def finished(self) -> bool:
         return self.terminal is not None and self.terminal.reason in FINISHED
 

@@ -4,10 +4,11 @@ import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
+from api.aside import aside
 from api.asked import Asked
 from api.errors import Refusal, invalid
 from api.prompt import Vocabulary
-from api.ranges import BIASES, RANGES
+from api.ranges import BIASES, MAX_STOP_CHARS, RANGES
 from common.messages import Sampling, pack_ids
 
 GREEDY_BELOW = 1e-5
@@ -57,7 +58,7 @@ async def validate(asked: Asked, limits: Limits, vocabulary: Vocabulary) -> list
         min_new_tokens=asked.min_new_tokens,
         stop_ids=asked.stop_ids,
         top_n_tokens=asked.top_n_tokens,
-        sampling=sampling(asked, vocabulary),
+        sampling=await aside(sum(map(len, asked.bad_words)), lambda: sampling(asked, vocabulary)),
     )
     return [choice(wanted, i) for i in range(asked.n)]
 
@@ -94,6 +95,8 @@ def check_stops(asked: Asked, limits: Limits, vocabulary: Vocabulary) -> None:
         raise refuse(asked, "stop", f"supports up to {limits.max_stop_sequences} stop sequences. Given: {len(asked.stop)}")
     if "" in asked.stop:
         raise refuse(asked, "stop", "must not have an empty stop sequence")
+    if (longest := max(map(len, asked.stop), default=0)) > MAX_STOP_CHARS:
+        raise refuse(asked, "stop", f"must have stop sequences of at most {MAX_STOP_CHARS} characters. Given: {longest}")
     if len(asked.stop_ids) > MAX_STOP_IDS:
         raise refuse(asked, "stop_ids", f"supports up to {MAX_STOP_IDS} token ids. Given: {len(asked.stop_ids)}")
     check_ids(asked, "stop_ids", asked.stop_ids, vocabulary)
@@ -172,7 +175,6 @@ async def prompt(asked: Asked, limits: Limits, vocabulary: Vocabulary) -> list[i
     if asked.truncate is not None and asked.truncate > limits.max_input_tokens:
         raise refuse(asked, "truncate", f"must be at most {limits.max_input_tokens}. Given: {asked.truncate}")
     if asked.prompt_ids is not None:
-        check_ids(asked, field, asked.prompt_ids, vocabulary)
         ids = asked.prompt_ids
     elif asked.text:
         ids = await vocabulary.ids(asked.text, asked.add_special_tokens)
@@ -183,6 +185,8 @@ async def prompt(asked: Asked, limits: Limits, vocabulary: Vocabulary) -> list[i
         raise refuse(asked, field, "has no tokens")
     if len(ids) > limits.max_input_tokens:
         raise refuse(asked, field, f"must have at most {limits.max_input_tokens} tokens. Given: {len(ids)}")
+    if asked.prompt_ids is not None:
+        check_ids(asked, field, ids, vocabulary)
     return ids
 
 

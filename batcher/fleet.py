@@ -125,6 +125,9 @@ class Fleet:
         keys = [self.keys.log(incarnation), self.keys.reports(incarnation), self.keys.worker(incarnation), self.keys.workers]
         return bool(await self.seal_script(keys=keys, args=[incarnation]))
 
+    def is_buried(self, incarnation: str) -> bool:
+        return incarnation in self.settled and incarnation not in self.greeted
+
     async def bury(self, incarnation: str) -> None:
         """Removes what is left of a sealed incarnation; it has been read to the end."""
         await self.redis.delete(self.keys.log(incarnation), self.keys.reports(incarnation), self.keys.plans(incarnation))

@@ -70,10 +70,12 @@ class Lives:
             self.count_resume(sequence, "died")
 
     def taken_over(self, sequence: Sequence) -> None:
-        """Found in the queue by a new batcher."""
+        """Found in the queue by a new batcher; where it was never placed, perhaps nobody has told yet that it was queued."""
+        if not sequence.attempt:
+            self.queued(sequence)
+            return
         self.note(sequence, "taken_over", num_tokens=sequence.base)
-        if sequence.attempt:
-            self.count_resume(sequence, "takeover")
+        self.count_resume(sequence, "takeover")
 
     def ended(self, sequence: Sequence, why: str) -> None:
         """The batcher itself says the terminal."""

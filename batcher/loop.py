@@ -34,7 +34,7 @@ from common.sign import Sign
 
 log = logging.getLogger(__name__)
 
-Action = Callable[[], Awaitable[None]]
+Action = Callable[[], Awaitable[object]]
 TURN_MS = 100
 STATE_TTL_MS = 60_000
 POOL_FORGOTTEN_S = 3600
@@ -76,7 +76,8 @@ class Batcher:
         """Does `verb`, again and again while the broker fails."""
         while True:
             try:
-                return await verb()
+                await verb()
+                return
             except ERRORS as error:
                 log.warning("%s", cause(error))
                 self.fleet.distrust()
@@ -135,10 +136,10 @@ class Batcher:
         sequence = intake.sequence(entry)
         if sequence.request_id in self.scheduler.sequences:
             return
-        self.lives.queued(sequence)
         if pair(entry.id) <= self.backlog_end:
             self.do(partial(self.restore, sequence))
         else:
+            self.lives.queued(sequence)
             self.scheduler.register(sequence)
             self.scheduler.enqueue(sequence)
 
@@ -206,6 +207,8 @@ class Batcher:
 
     async def seal(self, incarnation: str, why: str) -> None:
         """Declares a worker dead. Its sealed reports are read to the end first; without them there is nothing to wait for."""
+        if self.fleet.is_buried(incarnation):  # it had sealed its own logs
+            return
         log.warning("worker %s is sealed: %s", incarnation, why)
         if await self.fleet.seal(incarnation):
             self.inbox.follow(self.keys.reports(incarnation))
@@ -230,26 +233,27 @@ class Batcher:
 
     async def bury(self, incarnation: str, held: list[Sequence]) -> None:
         """A sealed worker: what it held goes on elsewhere, and what it wrote is kept in a place of its own."""
-        await self.resume(held)
+        live = await self.resume(held)
         await self.fleet.bury(incarnation)
-        self.lives.died(incarnation, held)
-        log.warning("worker %s is gone; %d requests go on elsewhere", incarnation, len(held))
+        self.lives.died(incarnation, live)
+        log.warning("worker %s is gone; %d requests go on elsewhere", incarnation, len(live))
 
-    async def resume(self, sequences: list[Sequence]) -> None:
-        """Reads what is committed of interrupted requests; the live ones go on from there."""
+    async def resume(self, sequences: list[Sequence]) -> list[Sequence]:
+        """Reads what is committed of interrupted requests; the live ones go on from there, and are returned."""
         live, over = await self.recovery.read(sequences)
         for sequence in live:
             self.scheduler.resume(sequence)
         for sequence in over:
             await self.settle(sequence)
+        return live
 
     async def restore(self, sequence: Sequence) -> None:
         """A request from before this epoch. A worker that never answered this epoch cannot be left to go on with it."""
         if (stranger := await self.recovery.stranger(sequence, self.fleet.settled)) is not None:
             await self.fleet.seal(stranger)
         self.scheduler.register(sequence)
-        await self.resume([sequence])
-        self.lives.taken_over(sequence)
+        for live in await self.resume([sequence]):
+            self.lives.taken_over(live)
 
     async def keep_house(self) -> None:
         """What must be looked at now and then: the lease, signs of life, deadlines."""

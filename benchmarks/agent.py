@@ -4,12 +4,12 @@ The engine is scripted and the broker is real. Microseconds of this process's CP
 """
 
 import argparse
-import asyncio
 import statistics
 import time
 from itertools import count
 from typing import Any
 
+import uvloop
 from tokenizers import Tokenizer
 
 from common import model_files
@@ -75,4 +75,4 @@ async def main() -> None:
 
 
 if __name__ == "__main__":
-    asyncio.run(main())
+    uvloop.run(main())

@@ -48,7 +48,11 @@ def decode(cls: type[T], data: bytes) -> T:
 
 
 def to_map(message: Any) -> dict[str, Any]:
-    return {short: write(getattr(message, name)) for name, short, write in writers(typing.cast(Any, type(message)))}
+    shorts, nested = writers(typing.cast(Any, type(message)))
+    body = {short: getattr(message, name) for name, short in shorts}
+    for short, write in nested:
+        body[short] = write(body[short])
+    return body
 
 
 def from_map(cls: type[T], body: Any) -> T:
@@ -66,17 +70,16 @@ def from_map(cls: type[T], body: Any) -> T:
     return cls(**values)
 
 
-def same(value: Any) -> Any:
-    return value
-
-
 @cache
-def writers(cls: type) -> list[tuple[str, str, Callable[[Any], Any]]]:
+def writers(cls: type) -> tuple[list[tuple[str, str]], list[tuple[str, Callable[[Any], Any]]]]:
+    """(name, short name) of every field; of those that hold messages, (short name, what makes maps of them)."""
     hints = typing.get_type_hints(cls)
-    return [(item.name, item.metadata["wire"], writer(hints[item.name])) for item in dataclasses.fields(cls)]
+    shorts = [(item.name, item.metadata["wire"]) for item in dataclasses.fields(cls)]
+    found = [(short, writer(hints[name])) for name, short in shorts]
+    return shorts, [(short, write) for short, write in found if write is not None]
 
 
-def writer(kind: Any) -> Callable[[Any], Any]:
+def writer(kind: Any) -> Callable[[Any], Any] | None:
     if dataclasses.is_dataclass(kind):
         return to_map
     inner = typing.get_args(kind)
@@ -84,7 +87,7 @@ def writer(kind: Any) -> Callable[[Any], Any]:
         return lambda value: [to_map(item) for item in value]
     if typing.get_origin(kind) is types.UnionType and dataclasses.is_dataclass(inner[0]):
         return lambda value: None if value is None else to_map(value)
-    return same
+    return None
 
 
 @cache

@@ -98,9 +98,9 @@ def flags(cls: type[Any], argv: Sequence[str], prog: str) -> Iterator[Given]:
 
 
 def flag_parser(cls: type[Any], prog: str) -> FlagParser:
-    parser = FlagParser(prog=prog, allow_abbrev=False)
+    parser = FlagParser(prog=prog, usage="%(prog)s [--setting X …]", allow_abbrev=False)
     for item in dataclasses.fields(cls):
-        default = "" if item.default in (None, ()) else f", default {item.default}"
+        default = "" if item.default in (None, ()) else f", default {str(item.default).lower()}"
         add(parser, item.name, f"{item.metadata['help']} [{item.name.upper()}{default}]", is_switch=item.type is bool)
     others = parser.add_argument_group("others", OTHERS)
     for option in OPTIONS.values():
@@ -122,6 +122,8 @@ def answer(option: Option) -> str:
     """What becomes of an option, for whoever reads the help."""
     if option.accepts is ANY:
         return f"accepted: {option.why}"
+    if option.same_as:
+        return f"only what {flag_of(option.same_as)} says: {option.why}"
     return f"{'only ' + ' or '.join(option.accepts) if option.accepts else 'refused'}: {option.why}"
 
 

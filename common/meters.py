@@ -60,7 +60,7 @@ class Counter(Metric):
         self.values[labels] += amount
 
     def fields(self) -> Iterator[tuple[str, float]]:
-        for labels, value in self.values.items():
+        for labels, value in list(self.values.items()):  # counting goes on while a thread shows it
             yield self.field(labels), value
 
 
@@ -88,8 +88,8 @@ class Histogram(Metric):
             self.bounds = (*(limit * (i + 1) / num_buckets for i in range(num_buckets)), INFINITY)
 
     def fields(self) -> Iterator[tuple[str, float]]:
-        for labels, parts in self.series.items():
-            for bound, number in parts.items():
+        for labels, parts in list(self.series.items()):
+            for bound, number in list(parts.items()):
                 yield self.field(labels, SUM if bound == TOTAL else repr(bound)), number
 
 

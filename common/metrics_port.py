@@ -1,10 +1,15 @@
 """METRICS_PORT: what one process has counted itself, and what the system says of it, as `GET /metrics`."""
 
 import http.server
+import socket
+import socketserver
 import threading
 
 from common.exposition import CONTENT_TYPE, own_text
 from common.settings import SettingError, Settings
+
+SILENCE_S = 10.0
+"""After which a client that says nothing is left."""
 
 
 def serve(settings: Settings) -> None:
@@ -13,6 +18,8 @@ def serve(settings: Settings) -> None:
         return
 
     class Answer(http.server.BaseHTTPRequestHandler):
+        timeout = SILENCE_S
+
         def do_GET(self) -> None:
             if self.path.split("?")[0] != "/metrics":
                 self.send_error(404)
@@ -27,8 +34,12 @@ def serve(settings: Settings) -> None:
         def log_message(self, format: str, *args: object) -> None:
             pass
 
+    class Server(socketserver.ThreadingTCPServer):  # http.server's own asks the DNS for our name first
+        address_family = socket.AF_INET6 if ":" in settings.listen_host else socket.AF_INET
+        allow_reuse_address = daemon_threads = True
+
     try:
-        server = http.server.ThreadingHTTPServer((settings.listen_host, settings.metrics_port), Answer)
+        server = Server((settings.listen_host, settings.metrics_port), Answer)
     except OSError as error:
         raise SettingError("metrics_port", f"cannot listen on {settings.listen_host}:{settings.metrics_port}: {error.strerror}") from error
     threading.Thread(target=server.serve_forever, name="metrics", daemon=True).start()

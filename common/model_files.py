@@ -155,7 +155,7 @@ def convert(gguf: Path, target: Path) -> None:
     shutil.rmtree(draft, ignore_errors=True)  # of one who was killed
     draft.mkdir()
     try:
-        command = [sys.executable, "-m", "gpu_worker.engine.convert", str(gguf), str(draft)]
+        command = [sys.executable, "-P", "-m", "gpu_worker.engine.convert", str(gguf), str(draft)]
         environ = os.environ | {"PARENT_PID": str(os.getpid())}
         done = subprocess.run(command, env=environ, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
         if done.returncode != 0:

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from common import flags
+from common.options import OPTIONS
 from common.values import SettingError, exit_when_unservable, seconds, setting, to_text
 
 __all__ = ["SettingError", "Settings", "exit_when_unservable"]
@@ -64,9 +65,11 @@ class Settings:
     max_jobs: int = setting(256, "arq jobs that one job worker waits for at once", at_least=1)
     max_stop_sequences: int = setting(4, "stop strings of one request")
     max_best_of: int = setting(2, "answers to one prompt from which `best_of` picks the best", at_least=1)
-    max_top_n_tokens: int = setting(5, "likeliest tokens told beside each token")
+    max_top_n_tokens: int = setting(20, "likeliest tokens told beside each token")
     max_client_batch_size: int = setting(4, "prompts of one request", at_least=1)
-    api_key: str | None = setting(None, "what `Authorization: Bearer` must say on all routes but health and metrics (default: nothing)")
+    api_key: str | None = setting(
+        None, "what `Authorization: Bearer` must say on routes that take a prompt, and on /fleet (default: nothing)"
+    )
     cors_allow_origin: tuple[str, ...] = setting(
         (), "origins that browsers may call from: with commas, or the flag repeated (default: any)"
     )
@@ -162,6 +165,7 @@ class Settings:
             return "127.0.0.1" if self.hostname == "localhost" else "0.0.0.0"
 
     def environ(self) -> dict[str, str]:
-        """The variables that give a child process these same settings."""
-        pairs = ((item.name.upper(), getattr(self, item.name)) for item in dataclasses.fields(self))
-        return {name: to_text(value) for name, value in pairs if value is not None}
+        """The variables that give a child process these same settings, and what must be the same as one of them."""
+        values = {item.name: getattr(self, item.name) for item in dataclasses.fields(self)}
+        values |= {option.name: values[option.same_as] for option in OPTIONS.values() if option.same_as and option.variable}
+        return {name.upper(): to_text(value) for name, value in values.items() if value is not None}

@@ -24,15 +24,20 @@ class Tally:
         self.redis, self.keys = redis, keys
         self.added = own_values()
 
-    async def run(self) -> None:
-        """Never returns."""
-        while True:
-            await asyncio.sleep(ADD_S)
-            with contextlib.suppress(*ERRORS):
+    async def run(self, over: asyncio.Event) -> None:
+        """Adds now and then, and once more when it is over. (Who is cancelled does not know whether what was sent has been added.)"""
+        last = False
+        while not last:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(over.wait(), ADD_S)
+            last = over.is_set()
+            try:
                 await self.add()
+            except ERRORS as error:
+                log.debug("figures wait: %s", cause(error))
 
     async def add(self) -> None:
-        """Adds what is new."""
+        """Adds what is new. A number that the broker refuses (somebody wrote another thing there) stays new, and hinders no other."""
         changed = {name: value for name, value in own_values().items() if value != self.added.get(name, 0.0)}
         if not changed:
             return
@@ -40,25 +45,21 @@ class Tally:
             for name, value in changed.items():
                 pipe.hincrbyfloat(self.keys.metrics, name, value - self.added.get(name, 0.0))
             pipe.pexpire(self.keys.metrics, METRICS_TTL_MS)
-            await pipe.execute()
-        self.added |= changed
+            *sums, _ = await pipe.execute(raise_on_error=False)
+        self.added |= {name: value for (name, value), total in zip(changed.items(), sums, strict=True) if not isinstance(total, Exception)}
 
 
 @contextlib.asynccontextmanager
 async def counting(redis: Redis, keys: Keys) -> AsyncIterator[None]:
     """What this process counts is added to the pool's figures while the context is open; the last of it when it closes."""
-    tally = Tally(redis, keys)
-    task = asyncio.create_task(tally.run())
+    over = asyncio.Event()
+    task = asyncio.create_task(Tally(redis, keys).run(over))
     try:
         yield
     finally:
+        over.set()
+        await asyncio.wait([task], timeout=LAST_WORD_S)
         task.cancel()
-        await asyncio.wait([task])
-        try:
-            async with asyncio.timeout(LAST_WORD_S):
-                await tally.add()
-        except (*ERRORS, TimeoutError) as error:
-            log.debug("the last figures are lost: %s", cause(error))
 
 
 async def read(redis: Redis, keys: Keys) -> dict[str, float]:

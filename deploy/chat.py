@@ -26,7 +26,6 @@ from deploy.client import (
     explained,
     harmless,
     new_client,
-    print_anything,
     said,
     shown,
     unexpected,
@@ -132,7 +131,6 @@ def content(frame: dict[str, Any]) -> str:
 
 def main(argv: Sequence[str]) -> int:
     """Returns 0, or 1 when the server cannot be asked. Raises SettingError for flags that are not ours."""
-    print_anything()
     flags = read(argv)
     try:
         with new_client(httpx.Client, flags.url, ANSWER_S, api_key()) as client:

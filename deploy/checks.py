@@ -21,7 +21,7 @@ def read_settings(argv: Sequence[str], prog: str) -> Settings:
     words = list(argv)
     if words and not words[0].startswith("-"):
         words = ["--model-id", *words]
-    return Settings.read(words, prog=prog)
+    return Settings.read(words, prog=f"{prog} [MODEL]")
 
 
 def caches_on_gpu(settings: Settings) -> bool:
@@ -36,6 +36,12 @@ def check_memory(settings: Settings) -> None:
     if settings.num_workers * settings.kv_cache_bytes > available_bytes:
         wanted = f"{settings.kv_cache_bytes // MIB} MiB for each of {settings.num_workers} (NUM_WORKERS)"
         raise SettingError("kv_cache_bytes", f"{wanted}, but only {available_bytes // MIB} MiB of memory are available")
+
+
+def check_ranks() -> None:
+    """Workers of ours would take torchrun's variables for theirs, and wait for ranks that nobody starts."""
+    if os.environ.get("WORLD_SIZE", "1") not in ("", "1"):
+        raise SettingError("world_size", "is torchrun's, which starts workers (-m gpu_worker), no fleets; give NUM_SHARD")
 
 
 def check_port(settings: Settings) -> None:

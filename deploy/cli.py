@@ -3,6 +3,7 @@
 import difflib
 import functools
 import importlib
+import io
 import os
 import secrets
 import sys
@@ -19,14 +20,24 @@ from deploy import checks, launcher
 from deploy.fleet import MODULES, command
 
 KINDS = {"api": "gateway", "batcher": "batcher", "worker": "worker", "jobs": "jobs"}
+WITH_MODEL = ("gateway", "worker")
+"""Who reads files of the model."""
 
 
 def main() -> int:
+    print_anything()
     try:
         with exit_when_unservable():
             return run(sys.argv[1:])
     except KeyboardInterrupt:
         return 130
+
+
+def print_anything() -> None:
+    """What a terminal's encoding has no sign for is shown as a question mark."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")
 
 
 def run(argv: Sequence[str]) -> int:
@@ -64,7 +75,8 @@ def become(word: str, argv: list[str]) -> NoReturn:
     die_with_parent()
     settings = Settings.read(rest, prog=f"tokenfleet {word}")
     checks.check_broker(settings)
-    settings = checks.with_model(settings)
+    if kind in WITH_MODEL:
+        settings = checks.with_model(settings)
     names = {"PROCESS_NAME": own.name, "INCARNATION": f"{own.name}-{secrets.token_hex(4)}"}
     words = command(MODULES[kind])
     os.execve(words[0], words, os.environ | settings.environ() | names | parent)

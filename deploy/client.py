@@ -2,7 +2,6 @@
 
 import argparse
 import contextlib
-import io
 import os
 import sys
 from collections.abc import Iterator
@@ -29,13 +28,6 @@ def complain(trouble: Trouble) -> int:
     """Says it. Returns the exit code."""
     print(f"tokenfleet: {trouble}", file=sys.stderr)
     return 1
-
-
-def print_anything() -> None:
-    """What a terminal's encoding has no sign for is shown as a question mark."""
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="replace")
 
 
 def add_url(parser: argparse.ArgumentParser) -> None:
@@ -73,7 +65,7 @@ def new_client(kind: type[Client], url: str, read_s: float, key: str | None) -> 
 
 
 def api_key() -> str | None:
-    return os.environ.get("API_KEY") or os.environ.get("OPENAI_API_KEY")
+    return os.environ.get("API_KEY")
 
 
 @contextlib.contextmanager

@@ -60,16 +60,19 @@ def new_fleet(settings: Settings, broker: Broker | None) -> Fleet:
         gateways=members("gateway", settings.num_gateways),
         jobs=members("jobs", settings.num_jobs),
     )
-    number_ports(fleet.gateways, "GATEWAY_PORT", settings.gateway_port)
-    number_ports(fleet.ours, "METRICS_PORT", settings.metrics_port)
+    taken = {settings.port: "PORT"}
+    number_ports(fleet.gateways, "GATEWAY_PORT", settings.gateway_port, taken)
+    number_ports(fleet.ours, "METRICS_PORT", settings.metrics_port, taken)
     return fleet
 
 
-def number_ports(processes: Sequence[Process], name: str, first: int) -> None:
+def number_ports(processes: Sequence[Process], name: str, first: int, taken: dict[int, str]) -> None:
     """Gives each process a port of its own, from `first` on, where that is not 0. Raises SettingError."""
     if not first:
         return
     if first + len(processes) - 1 > MAX_PORT:
         raise SettingError(name, f"{first} leaves no room for {len(processes)} ports up to {MAX_PORT}")
-    for number, process in enumerate(processes):
-        process.environ = process.environ | {name: str(first + number)}
+    for port, process in enumerate(processes, first):
+        if (other := taken.setdefault(port, name)) != name:
+            raise SettingError(name, f"from {first} on, {len(processes)} are needed, but {port} is for {other}")
+        process.environ = process.environ | {name: str(port)}

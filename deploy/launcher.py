@@ -44,6 +44,7 @@ def serve(settings: Settings) -> int:
         SettingError: the settings cannot be served; nothing was started.
     """
     logs.set_up("serve", settings.log_level, settings.json_output)
+    checks.check_ranks()
     checks.check_port(settings)
     checks.check_memory(settings)
     if settings.redis_url is not None:

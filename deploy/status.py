@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from common.flags import FlagParser
-from deploy.client import Trouble, add_url, api_key, check, complain, explained, harmless, new_client, print_anything
+from deploy.client import Trouble, add_url, api_key, check, complain, explained, harmless, new_client
 
 ANSWER_S = 5.0
 REFRESH_S = 1.0
@@ -32,7 +32,6 @@ Snapshot = dict[str, Any]
 
 def main(argv: Sequence[str]) -> int:
     """Returns 0 when at least one worker is ready. Raises SettingError for flags that are not ours."""
-    print_anything()
     parser = FlagParser(prog="tokenfleet status", allow_abbrev=False, description="One line for every process of the fleet.")
     add_url(parser)
     parser.add_argument("--once", action="store_true", help="print one table and end (as when the output is no terminal)")

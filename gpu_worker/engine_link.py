@@ -39,7 +39,7 @@ class Rank:
         ours, theirs = socket.socketpair()
         with theirs:
             process = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-m", "gpu_worker.engine", "--fd", str(theirs.fileno())),
+                *(sys.executable, "-P", "-m", "gpu_worker.engine", "--fd", str(theirs.fileno())),
                 pass_fds=[theirs.fileno()],
                 stdin=asyncio.subprocess.DEVNULL,
                 env={**os.environ, **environ, **place.environ(), "PARENT_PID": str(os.getpid())},

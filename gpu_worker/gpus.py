@@ -14,9 +14,10 @@ QUERY = ("nvidia-smi", "--query-gpu=uuid", "--format=csv,noheader")
 def visible() -> list[str]:
     """GPUs by UUID, those that CUDA_VISIBLE_DEVICES (places or UUIDs) leaves; none where there is no driver."""
     try:
-        known = subprocess.run(QUERY, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, timeout=30).stdout.split()
-    except (OSError, subprocess.TimeoutExpired):
+        answer = subprocess.run(QUERY, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, timeout=30, check=True)
+    except (OSError, subprocess.SubprocessError):  # without a driver it complains on stdout
         return []
+    known = answer.stdout.split()
     chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
     if chosen is None:
         return known
@@ -43,7 +44,7 @@ def claim(settings: Settings, count: int) -> dict[str, IO[str]]:
     Workers that take only a part of a GPU's memory (CUDA_MEMORY_FRACTION) share it, as many as there is room for.
 
     Raises:
-        SettingError: too few GPUs are left.
+        SettingError: too few GPUs are left, or the locks cannot be taken.
     """
     gpus = usable(settings)
     if not gpus:
@@ -51,7 +52,6 @@ def claim(settings: Settings, count: int) -> dict[str, IO[str]]:
     if count > len(gpus):
         raise SettingError("num_shard", f"{count}, but there are {len(gpus)} GPUs")
     folder = Path(settings.gpu_locks)
-    folder.mkdir(parents=True, exist_ok=True)
     held: dict[str, IO[str]] = {}
     for place in range(int(1 / settings.cuda_memory_fraction)):
         for gpu in gpus:
@@ -66,8 +66,12 @@ def claim(settings: Settings, count: int) -> dict[str, IO[str]]:
 
 
 def hold(path: Path) -> IO[str] | None:
-    """The lock on a file, or None where another process has it. It goes when that process ends, however it ends."""
-    file = path.open("a")
+    """The lock on a file, or None where another process has it. It goes when that process ends, however it ends. Raises SettingError."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        file = path.open("a")
+    except OSError as error:
+        raise SettingError("gpu_locks", f"{path} cannot be written to: {error.strerror}") from error
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

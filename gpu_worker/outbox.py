@@ -61,7 +61,8 @@ class Outbox:
         span.ids.append(token_id)
         span.logprobs.append(logprob)
         span.texts.append(text)
-        span.top += top or ()
+        if top:
+            span.top += top
 
     @property
     def has_news(self) -> bool:

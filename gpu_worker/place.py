@@ -28,7 +28,7 @@ class Place:
     @classmethod
     def read(cls, environ: Mapping[str, str]) -> "Place":
         """Raises SettingError for a part of the variables without the others."""
-        if environ.get("WORLD_SIZE", "1") == "1":
+        if environ.get("WORLD_SIZE", "1") in ("", "1"):
             return cls()
         try:
             rank, world_size, port = (int(environ[name]) for name in ("RANK", "WORLD_SIZE", "MASTER_PORT"))

@@ -126,7 +126,7 @@ def main() -> None:
         if place.world_size not in (1, settings.num_shard or place.world_size):
             raise SettingError("num_shard", f"{settings.num_shard}, but torchrun started {place.world_size} ranks (WORLD_SIZE)")
         if place.rank:
-            os.execv(sys.executable, [sys.executable, "-m", "gpu_worker.engine"])
+            os.execv(sys.executable, [sys.executable, "-P", "-m", "gpu_worker.engine"])
         logs.set_up(name, settings.log_level, settings.json_output)
         metrics_port.serve(settings)
         sys.exit(uvloop.run(serve(settings, name, incarnation)))

@@ -2,7 +2,7 @@
 
 import time
 from collections import defaultdict
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from redis.asyncio import Redis
@@ -57,7 +57,7 @@ class Publisher:
         entry = []
         for span in outbox.spans.values():
             tokens = span.tokens()
-            entry.append(replace(tokens, texts=[]))
+            entry.append(without_texts(tokens))
             if channel := span.row.request.channel:
                 by_channel[channel].append(tokens)
         messages = [self.message(channel, tokens) for channel, tokens in by_channel.items()]
@@ -99,3 +99,9 @@ class Publisher:
             raise Sealed(said.decode())
         for row, num_tokens in flush.spilled:
             row.num_spilled = num_tokens
+
+
+def without_texts(tokens: Tokens) -> Tokens:
+    """For the log. `dataclasses.replace` takes three times as long, and every token comes through here."""
+    of = (tokens.request_id, tokens.attempt, tokens.index, tokens.ids, tokens.logprobs)
+    return Tokens(*of, top_ids=tokens.top_ids, top_logprobs=tokens.top_logprobs, since_start_ms=tokens.since_start_ms)

@@ -1,3 +1,4 @@
+import os
 from collections.abc import AsyncIterator, Iterator
 
 import pytest
@@ -6,7 +7,10 @@ from redis.asyncio import Redis
 
 from common.broker import connect
 from deploy.broker import Broker
+from gpu_worker.engine.process import SPIN
 from tests import brokers
+
+os.environ.setdefault(*SPIN)  # before anything imports torch
 
 
 @pytest.fixture(scope="session")

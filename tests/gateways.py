@@ -11,6 +11,7 @@ import uvicorn
 
 from api.app import build
 from api.gateway import Gateway
+from api.http import Http
 from api.prompt import Vocabulary
 from api.server import own_listener
 from common import model_files
@@ -28,7 +29,7 @@ async def serving(url: str, lose: Callable[[], bool] | None = None, **settings: 
     """A gateway that serves while the context is open, and a client that talks to it."""
     gateway = Gateway(Settings(redis_url=url, **({"heartbeat_s": 0.05} | settings)), "g0-test", vocabulary(), lose)
     socket = own_listener(0)
-    server = uvicorn.Server(uvicorn.Config(build(gateway), log_config=None, http="httptools", timeout_graceful_shutdown=5))
+    server = uvicorn.Server(uvicorn.Config(build(gateway), log_config=None, http=Http, timeout_graceful_shutdown=5))
     task = asyncio.create_task(server.serve([socket]))
     await wait_until(lambda: server.started or task.done())
     host, port = socket.getsockname()

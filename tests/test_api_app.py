@@ -1,14 +1,18 @@
 """What stands around every answer: the request's id, the key, and what browsers of other origins may."""
 
+import asyncio
 import logging
 
 import httpx
 import pytest
 from openai import AsyncOpenAI, AuthenticationError
 
+from api.gateway import running_task
+from common.logs import REQUEST_ID
 from deploy.broker import Broker
 from tests.fake_worker import Answer, working
 from tests.gateways import ready, serving, vocabulary
+from tests.waiting import wait_until
 
 TOKENIZER = vocabulary().tokenizer
 BODY = {"inputs": "a"}
@@ -61,6 +65,19 @@ async def test_every_answer_has_an_id(broker: Broker) -> None:
     assert len({one.headers["x-request-id"] for one in answers}) == len(answers)
 
 
+async def test_what_runs_on_is_not_of_the_request_that_started_it() -> None:
+    seen: list[str] = []
+
+    async def loop() -> None:
+        seen.append(REQUEST_ID.get())
+        await asyncio.Event().wait()
+
+    REQUEST_ID.set("r")
+    async with running_task(loop()):
+        await wait_until(lambda: seen)
+    assert seen == [""]
+
+
 # --- the key ----------------------------------------------------------------------------------------------------------------------
 
 KEYED = ["/generate", "/generate_stream", "/", "/tokenize", "/chat_tokenize", "/v1/chat/completions", "/v1/completions"]
@@ -77,7 +94,7 @@ async def test_the_key_is_asked_for_in_the_family_s_words(broker: Broker) -> Non
 
 
 def assert_refused(path: str, response: httpx.Response) -> None:
-    assert response.status_code == 401
+    assert (response.status_code, response.headers["www-authenticate"]) == (401, "Bearer")
     answer = response.json()
     if path.startswith("/v1"):
         assert (answer["error"]["type"], answer["error"]["code"]) == ("authentication_error", "invalid_api_key")

@@ -10,7 +10,7 @@ import httpx
 import pytest
 import redis
 
-from api import submit
+from api import errors, submit
 from api.errors import Refusal, failed, invalid, overloaded, respond, unavailable
 from common.messages import Terminal
 from deploy.broker import Broker
@@ -64,11 +64,22 @@ async def test_routes_that_there_are_not(broker: Broker) -> None:
         assert told(await client.get("/v11")) == (404, "not_found")
         wrong = await client.get("/generate")
         assert told(wrong) == (405, "method_not_allowed") and wrong.headers["allow"] == "POST"
-        assert (await client.put("/")).headers["allow"] == "GET, POST"
+        assert (await client.put("/")).headers["allow"] == "GET, HEAD, POST"
         for path in ("/v1", "/v1/nothing"):
             assert told_by_openai(await client.get(path)) == (404, "invalid_request_error", None)
         wrong = await client.get("/v1/completions")
         assert told_by_openai(wrong) == (405, "invalid_request_error", None) and wrong.headers["allow"] == "POST"
+
+
+@pytest.mark.parametrize("garbage", [b"garbage\r\n\r\n", b"POST /generate HTTP/1.1\r\nhost: a\r\ncontent-length: x\r\n\r\n"])
+async def test_what_is_no_http(broker: Broker, garbage: bytes) -> None:
+    async with serving(broker.url) as (_, client):
+        reader, writer = await asyncio.open_connection(client.base_url.host, client.base_url.port)
+        writer.write(garbage)
+        head, _, body = (await reader.read()).partition(b"\r\n\r\n")
+        writer.close()
+    assert head.startswith(b"HTTP/1.1 400 Bad Request\r\n") and b"x-request-id: " in head
+    assert json.loads(body) == {"error": "Invalid HTTP request received.", "error_type": "bad_request"}
 
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
@@ -131,6 +142,7 @@ async def test_models_and_health(broker: Broker) -> None:
             for path in ("/health", "/ping", "/"):
                 health = await client.get(path)
                 assert (health.status_code, health.content) == (200, b"")
+                assert (await client.head(path)).status_code == 200
         assert "/generate_stream" in (await client.get("/api-doc/openapi.json")).json()["paths"]
 
 
@@ -232,7 +244,8 @@ def kill_all(admin: redis.Redis) -> None:
 
 
 async def test_a_broker_that_does_not_answer_or_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(submit, "CONNECT_TIMEOUT_S", 0.2)
+    for module in (submit, errors):
+        monkeypatch.setattr(module, "CONNECT_TIMEOUT_S", 0.2)
     with brokers.running() as broker:
         pid = redis.Redis.from_url(broker.url).info("server")["process_id"]
         async with working(broker.url, TOKENIZER, lambda _: Answer([11])), serving(broker.url) as (gateway, client):
@@ -240,6 +253,9 @@ async def test_a_broker_that_does_not_answer_or_is_not_there(monkeypatch: pytest
             os.kill(pid, signal.SIGSTOP)
             response = await client.post("/generate", json=BODY)
             assert told(response) == (503, "unavailable") and "did not answer in time" in response.text
+            for path in ("/fleet", "/fleet/requests/r", "/v1/models", "/v1/models/other"):
+                response = await client.get(path)
+                assert response.status_code == 503 and "did not answer in time" in response.text
             os.kill(pid, signal.SIGCONT)
             await wait_until(lambda: not gateway.relay.streams)
             assert (await client.post("/generate", json=BODY)).status_code == 200

@@ -6,12 +6,16 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from urllib.parse import quote
 
 import pytest
 
+from common.codec import encode
 from common.keys import Keys
+from common.life import Happening, Life
 from common.settings import SettingError, Settings
 from common.sign import Sign, here
+from deploy.broker import Broker
 from tests.fake_worker import Answer, working
 from tests.gateways import ready, serving, vocabulary
 from tests.test_batcher_process import batcher
@@ -170,3 +174,15 @@ async def test_a_browser_gets_the_page_and_everybody_else_the_health(broker):
             assert (await client.get(f"/page/{name}")).headers["content-type"].startswith(kind)
         for name in ("nothing.js", "..%2froll.py", "%2e%2e/roll.py"):
             assert (await client.get(f"/page/{name}")).status_code == 404
+
+
+# --- lives of requests ------------------------------------------------------------------------------------------------------------
+
+
+async def test_the_life_of_a_job_whatever_its_name(broker: Broker) -> None:
+    async with serving(broker.url) as (gateway, client):
+        life = encode(Life([Happening(5, "queued", num_tokens=3)]))
+        await gateway.redis.xadd(KEYS.life, {"team/a=1+2#0": life, "team/b": life})
+        found = await client.get(f"/fleet/requests/{quote('team/a=1+2', safe='')}")
+        assert found.status_code == 200 and list(found.json()["lives"]) == ["team/a=1+2#0"]
+        assert (await client.get("/fleet/requests/team")).status_code == 404

@@ -10,6 +10,8 @@ import pytest
 from redis.asyncio import Redis
 
 from api.gateway import Gateway
+from api.jobs.reply import Reply
+from api.jobs.run import JobRun
 from common.keys import Keys
 from common.messages import Generate
 from common.settings import Settings
@@ -107,6 +109,32 @@ async def test_a_job_is_answered_as_http_would(service: Service, worker: FakeWor
     assert await service.stream(job_id, after="4-0") == heard[4:]
     hour = [await service.redis.ttl(key) for key in (KEYS.result(job_id), KEYS.reply(job_id), KEYS.job(job_id))]
     assert all(3500 < ttl <= 3600 for ttl in hour)
+
+
+async def test_who_asks_while_the_last_answer_is_given_is_not_forgotten(
+    service: Service, worker: FakeWorker, broker: Broker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The job is read as a live one, and by then its run has told the last frame and does nothing but tidy up."""
+    tidy, tidying, go_on = JobRun.let_go, asyncio.Event(), asyncio.Event()
+
+    async def slowly(self: JobRun) -> None:
+        tidying.set()
+        await go_on.wait()
+        await tidy(self)
+
+    async def live(self: Reply) -> str:
+        return "live"
+
+    async with gateway(broker.url):
+        monkeypatch.setattr(JobRun, "let_go", slowly)
+        await service.submit(id="a", inputs="Count.")
+        await tidying.wait()
+        monkeypatch.setattr(Reply, "enlist", live)
+        heard = await service.listen("ext:me")
+        await service.submit(id="a", inputs="Count.", reply_to="ext:me")
+        await wait_until(lambda: len(heard) == len(IDS) + 1)
+        go_on.set()
+        await service.settled()
 
 
 async def test_a_chat_is_answered_as_http_would(service: Service, worker: FakeWorker, broker: Broker) -> None:

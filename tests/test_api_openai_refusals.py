@@ -8,7 +8,8 @@ import pytest
 from openai.types import completion_create_params
 from openai.types.chat import completion_create_params as chat_create_params
 
-from api.openai.schemas import UNSERVED, ChatRequest, CompletionRequest
+from api.openai.schemas import FIELDS, TGI_FIELDS, UNSERVED, ChatRequest, CompletionRequest
+from api.tgi.schemas import Parameters
 from deploy.broker import Broker
 from tests.fake_worker import Answer
 from tests.openai_frames import answering, ids
@@ -51,7 +52,7 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     (CHAT | {"logit_bias": {"999999": 1}}, "logit_bias", "999999"),
     (CHAT | {"logit_bias": {"1": 101}}, "logit_bias", "at most 100"),
     (CHAT | {"top_logprobs": 1}, "top_logprobs", "needs `logprobs`"),
-    (CHAT | {"logprobs": True, "top_logprobs": 6}, "top_logprobs", "at most 5"),
+    (CHAT | {"logprobs": True, "top_logprobs": 21}, "top_logprobs", "at most 20"),
     (CHAT | {"truncate_prompt_tokens": 0}, "truncate_prompt_tokens", "at least 1"),
     (CHAT | {"stream_options": {"include_usage": True}}, "stream_options", "`stream`"),
     (CHAT | {"max_new_tokens": 5}, "max_new_tokens", "no field of this route"),
@@ -78,7 +79,7 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     (PROMPT | {"prompt": ["a", 1]}, "prompt", "a list of token ids"),
     (PROMPT | {"prompt": {"a": 1}}, "prompt", "a list of token ids"),
     (PROMPT | {"logprobs": True}, "logprobs", "valid integer"),
-    (PROMPT | {"logprobs": 6}, "logprobs", "at most 5"),
+    (PROMPT | {"logprobs": 21}, "logprobs", "at most 20"),
     (PROMPT | {"max_completion_tokens": 6}, "max_completion_tokens", "no field of this route"),
     (PROMPT | {"suffix": "a"}, "suffix", "not supported yet"),
     (PROMPT | {"best_of": 2}, "best_of", "not supported yet"),
@@ -116,6 +117,10 @@ def test_nothing_that_openai_knows_is_overlooked() -> None:
     completion = set(completion_create_params.CompletionCreateParamsBase.__annotations__)
     assert chat <= set(ChatRequest.model_fields) | set(UNSERVED) | LABELS
     assert completion <= set(CompletionRequest.model_fields) | set(UNSERVED) | LABELS
+
+
+def test_what_only_tgi_knows_is_not_overlooked() -> None:
+    assert set(Parameters.model_fields) - FIELDS == TGI_FIELDS
 
 
 async def test_models(client: httpx.AsyncClient) -> None:

@@ -21,11 +21,11 @@ from tests.fake_worker import Answer, working
 from tests.gateways import ready, serving, vocabulary
 
 TOKENIZER = vocabulary().tokenizer
-NUM_EXAMPLES = 10
+NUM_EXAMPLES = 50
 NOT_SAID = re.compile(
     "Input should be a valid integer"  # JSON Schema takes 5.0 for one
-    "|`seed` must be"  # checked as a float, which has no 2**64-1
-    "|supports up to|and at most"  # limits of this fleet
+    "|`(seed|truncate|truncate_prompt_tokens|min_new_tokens|min_tokens|top_n_tokens|top_logprobs|logprobs|best_of)` must be"
+    "|supports up to|must be at most"  # limits of this fleet; and of seeds, 2**64-1 is no float
     "|tokens below|and below"
     "|has no tokens"
     "|`stream_options` is only allowed with|`top_logprobs` needs|exclude each other|differ|`best_of`"  # one field and another

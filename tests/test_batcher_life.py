@@ -57,6 +57,15 @@ async def test_a_life_from_queue_to_end(redis):
     assert await redis.pttl(KEYS.life) > 0
 
 
+async def test_a_request_that_a_new_batcher_finds_is_queued_or_taken_over(redis):
+    told, fresh, placed = lives(redis), sequence("fresh"), sequence("placed")
+    placed.attempt = 1
+    for one in (fresh, placed):
+        told.taken_over(one)
+    await told.write()
+    assert [one["what"] for name in ("fresh", "placed") for one in (await read(redis, KEYS, name))[name]] == ["queued", "taken_over"]
+
+
 async def test_it_is_written_now_and_then_and_bounded(redis):
     told = lives(redis)
     for i in range(REQUESTS_PER_ENTRY + 1):

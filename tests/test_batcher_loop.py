@@ -5,12 +5,14 @@ from collections.abc import AsyncIterator
 import pytest
 from redis.exceptions import ConnectionError
 
+from api import life
 from batcher.lease import Lease
 from batcher.loop import Batcher
 from common import broker as brokers
+from common import metrics
 from common.codec import decode, encode
 from common.keys import Keys
-from common.messages import Cancel, Generate, Plan, Report, Worker, pack_ids
+from common.messages import Cancel, Died, Generate, Plan, Report, Worker, pack_ids
 from common.settings import Settings
 
 KEYS = Keys("default")
@@ -66,6 +68,29 @@ def lose_reply(batcher: Batcher, number: int) -> None:
         return answer
 
     batcher.dispatch.script = flaky
+
+
+async def test_what_waited_before_this_epoch_is_told_of_once(batcher, redis):
+    await admit(redis, "r1")
+    await batcher.begin()
+    await turns(batcher)
+    batcher.lives.written_s = 0.0
+    await batcher.lives.write()
+    assert [happening["what"] for happening in (await life.read(redis, KEYS, "r1"))["r1"]] == ["queued"]
+
+
+async def test_a_worker_that_seals_its_own_logs_is_lost_once(batcher, redis):
+    """Whoever started it says that it died, too, before or after its seal has been read."""
+    await batcher.begin()
+    await join(batcher, redis)
+    lost = metrics.WORKERS_LOST.values[()]
+    keys = [KEYS.log("w1"), KEYS.reports("w1"), KEYS.worker("w1"), KEYS.workers]
+    await brokers.script(redis, "seal")(keys=keys, args=["w1"])
+    for _ in range(2):
+        await redis.xadd(KEYS.control, {"died": encode(Died("w1"))})
+        await turns(batcher, 3)
+    assert "w1" not in batcher.scheduler.replicas
+    assert metrics.WORKERS_LOST.values[()] == lost + 1
 
 
 @pytest.mark.parametrize("lost", [1, 2])

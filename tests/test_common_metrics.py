@@ -1,5 +1,6 @@
 """Names, types, labels and buckets, and that what many processes count adds up."""
 
+import asyncio
 import re
 import shutil
 import subprocess
@@ -7,6 +8,7 @@ import sys
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
+from redis.asyncio.client import Pipeline
 
 from common import exposition, metrics, tally
 from common.exposition import fleet_text
@@ -148,11 +150,24 @@ async def test_what_is_counted_while_the_broker_is_away_comes_later(redis, monke
     one = Tally(redis, KEYS)
     mine["tgi_request_count|"] = 3.0
     await redis.set(KEYS.metrics, "spoilt")
-    with pytest.raises(Exception, match="WRONGTYPE"):
-        await one.add()
+    await one.add()
     await redis.delete(KEYS.metrics)
     await one.add()
     assert await tally.read(redis, KEYS) == {"tgi_request_count|": 3.0}
+
+
+async def test_a_spoilt_number_hinders_no_other(redis, monkeypatch):
+    mine: dict[str, float] = {}
+    monkeypatch.setattr(tally, "own_values", mine.copy)
+    one = Tally(redis, KEYS)
+    mine |= {"tgi_request_count|": 3.0, "tgi_request_success|": 2.0}
+    await redis.hset(KEYS.metrics, "tgi_request_success|", "spoilt")
+    for _ in range(3):
+        await one.add()
+    assert await tally.read(redis, KEYS) == {"tgi_request_count|": 3.0}
+    await redis.hdel(KEYS.metrics, "tgi_request_success|")
+    await one.add()
+    assert await tally.read(redis, KEYS) == {"tgi_request_count|": 3.0, "tgi_request_success|": 2.0}
 
 
 async def test_the_last_of_it_is_added_at_the_end(redis, monkeypatch):
@@ -163,25 +178,47 @@ async def test_the_last_of_it_is_added_at_the_end(redis, monkeypatch):
     assert await tally.read(redis, KEYS) == {"tgi_request_count|": 3.0}
 
 
-def test_a_process_serves_its_own_figures_on_its_port():
+async def test_what_is_on_its_way_at_the_end_is_added_once(redis, monkeypatch):
+    mine: dict[str, float] = {}
+    sent, answered = asyncio.Event(), asyncio.Event()
+    real = Pipeline.execute
+
+    async def slow(*words, **options):
+        answer = await real(*words, **options)
+        sent.set()
+        await answered.wait()
+        return answer
+
+    monkeypatch.setattr(tally, "own_values", mine.copy)
+    monkeypatch.setattr(tally, "ADD_S", 0.01)
+    monkeypatch.setattr(Pipeline, "execute", slow)
+    async with counting(redis, KEYS):
+        mine["tgi_request_count|"] = 3.0
+        await sent.wait()
+        asyncio.get_running_loop().call_later(0.05, answered.set)
+    assert await tally.read(redis, KEYS) == {"tgi_request_count|": 3.0}
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
+def test_a_process_serves_its_own_figures_on_its_port(host: str):
     code = """
 import sys, urllib.request
 from common import metrics, metrics_port
 from common.settings import Settings
 from deploy.broker import free_port
-port = free_port()
-metrics_port.serve(Settings(metrics_port=port, hostname="127.0.0.1"))
+host, port = sys.argv[1], free_port()
+metrics_port.serve(Settings(metrics_port=port, hostname=host))
 metrics.GRANTS.add(7)
-print(urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics").read().decode())
+print(urllib.request.urlopen(f"http://{f'[{host}]' if ':' in host else host}:{port}/metrics").read().decode())
 try:
-    metrics_port.serve(Settings(metrics_port=port, hostname="127.0.0.1"))
+    metrics_port.serve(Settings(metrics_port=port, hostname=host))
 except Exception as error:
     print("#", error)
 """
-    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    said = subprocess.run([sys.executable, "-c", code, host], capture_output=True, text=True, check=True).stdout
     found = numbers("\n".join(line for line in said.splitlines() if line))
     assert found['tokenfleet_grants_total{pool="default"}'] == 7
-    assert "# METRICS_PORT: cannot listen on 127.0.0.1:" in said
+    assert f"# METRICS_PORT: cannot listen on {host}:" in said
     if sys.platform == "linux":
         assert found["process_resident_memory_bytes"] > 0
 

@@ -69,7 +69,10 @@ def test_a_broken_gguf_leaves_nothing(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 def test_processes_that_start_together_convert_once(tmp_path: Path) -> None:
-    """The conversion itself is replaced by one that counts."""
+    """The conversion itself is replaced by one that counts. What stands where the user does is none of ours."""
+    stranger = tmp_path / "home" / "gpu_worker"
+    stranger.mkdir(parents=True)
+    (stranger / "__init__.py").write_text("raise RuntimeError")
     stub = tmp_path / "gpu_worker" / "engine"
     stub.mkdir(parents=True)
     for name, text in (("convert.py", STUB), ("__init__.py", ""), ("../__init__.py", "")):
@@ -79,7 +82,7 @@ def test_processes_that_start_together_convert_once(tmp_path: Path) -> None:
     checkout = str(Path(model_files.__file__).parents[1])
     environ = os.environ | {"XDG_CACHE_HOME": str(tmp_path / "cache"), "PYTHONPATH": f"{tmp_path}:{checkout}"}
     command = [sys.executable, "-c", code, str(tmp_path / "model.gguf")]
-    processes = [subprocess.Popen(command, env=environ, cwd=tmp_path, stdout=subprocess.PIPE, text=True) for _ in range(4)]
+    processes = [subprocess.Popen(command, env=environ, cwd=stranger.parent, stdout=subprocess.PIPE, text=True) for _ in range(4)]
     folders = {process.communicate(timeout=60)[0].strip() for process in processes}
     assert len(folders) == 1 and Path(folders.pop()).is_dir()
     assert (stub / "conversions").read_text() == "x"

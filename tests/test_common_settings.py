@@ -127,6 +127,12 @@ def test_environ_gives_a_child_the_same_settings() -> None:
     assert Settings.read([], settings.environ()) == settings
 
 
+def test_a_child_whose_model_was_found_takes_the_variables_that_named_it() -> None:
+    variables = {"MODEL_ID": "org/model", "TOKENIZER_NAME": "org/model"}
+    found = dataclasses.replace(Settings.read([], variables), model_id="/cache/model")
+    assert Settings.read([], variables | found.environ()) == found
+
+
 def test_every_setting_has_a_flag_and_a_help_text() -> None:
     text = flag_parser(Settings, "tokenfleet").format_help()
     for item in dataclasses.fields(Settings):

@@ -22,7 +22,7 @@ from tests.other_servers import WORDS, Server, running
 from tests.waiting import wait_until_sync
 
 COMMAND = [sys.executable, "-P", "-c", "import sys; from deploy import chat; sys.exit(chat.main(sys.argv[1:]))"]
-ENVIRON = {name: value for name, value in os.environ.items() if name not in ("API_KEY", "OPENAI_API_KEY", "PORT")} | {"TERM": "xterm"}
+ENVIRON = {name: value for name, value in os.environ.items() if name not in ("API_KEY", "PORT")} | {"TERM": "xterm"}
 TEXT = " ".join(WORDS)
 
 
@@ -75,7 +75,7 @@ def terminal(server: Server, *flags: str) -> Iterator[Terminal]:
 def test_a_pipe_gets_the_answer_and_nothing_else() -> None:
     flags = ["--system", "Be brief.", "--temperature", "0", "--max-tokens", str(len(WORDS)), "--seed", "7"]
     with running("tokenfleet") as server:
-        done = piped(server.url, b"Why is\nthe sky blue?\n", *flags, OPENAI_API_KEY="sk-1")
+        done = piped(server.url, b"Why is\nthe sky blue?\n", *flags, API_KEY="sk-1")
         assert (done.stdout.decode(), done.stderr) == (TEXT + " \n", b"")
         assert done.returncode == 0
         [body] = server.bodies

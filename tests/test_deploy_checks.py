@@ -27,3 +27,11 @@ def test_caches_on_a_gpu_are_left_to_the_workers(tmp_path: Path, monkeypatch: py
         checks.check_memory(Settings(device=device))
     with pytest.raises(SettingError):
         checks.check_memory(Settings(device="cpu"))
+
+
+def test_a_fleet_is_not_started_by_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    checks.check_ranks()
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(SettingError, match="WORLD_SIZE: is torchrun's"):
+        checks.check_ranks()

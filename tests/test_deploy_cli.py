@@ -11,6 +11,7 @@ import pytest
 
 from deploy.broker import free_port
 from tests import brokers
+from tests.waiting import wait_until_sync
 
 
 def tokenfleet(*argv: str, **variables: str) -> subprocess.CompletedProcess[str]:
@@ -48,6 +49,26 @@ def test_a_port_that_was_just_left_is_free() -> None:
 def test_a_model_that_is_not_there(tmp_path: Path) -> None:
     assert refusal("serve", "/no/such/model", PORT=str(free_port())).startswith("tokenfleet: MODEL_ID: /no/such/model")
     assert refusal("serve", PORT=str(free_port()), MODEL_ID=str(tmp_path)).startswith(f"tokenfleet: MODEL_ID: {tmp_path}")
+
+
+@pytest.mark.parametrize("command", ["batcher", "jobs"])
+def test_who_reads_no_model_needs_none(command: str) -> None:
+    """As in images without torch, before a worker has converted it."""
+    environ = os.environ | {"MODEL_ID": "/no/such/model", "METRICS_PORT": str(free_port())}
+    with brokers.running() as broker:
+        words = [Path(sys.executable).parent / "tokenfleet", command]
+        process = subprocess.Popen(words, env=environ | {"REDIS_URL": broker.url}, stderr=subprocess.DEVNULL)
+        try:
+            wait_until_sync(lambda: process.poll() is not None or shows(int(environ["METRICS_PORT"])), 30)
+            assert process.poll() is None
+        finally:
+            process.kill()
+            process.wait()
+
+
+def shows(port: int) -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) == 0
 
 
 @pytest.mark.parametrize("command", ["serve", "api", "batcher", "worker"])
@@ -88,5 +109,8 @@ def test_what_was_mistyped_is_named(argv: list[str], words: str) -> None:
 
 def test_help_lists_commands_and_settings() -> None:
     assert "serve [MODEL]" in tokenfleet("--help").stdout
-    assert "--max-batch-prefill-tokens" in tokenfleet("serve", "--help").stdout
+    told = tokenfleet("serve", "--help").stdout
+    assert told.startswith("usage: tokenfleet serve [MODEL] [--setting X …]\n") and "--max-batch-prefill-tokens" in told
+    assert " ".join(told.split()).count("only what --model-id says") == 2
+    assert tokenfleet("serve", "--help", PYTHONIOENCODING="ascii").stdout.startswith("usage: tokenfleet serve [MODEL] [--setting X ?]")
     assert tokenfleet("--version").stdout.startswith("tokenfleet ")

@@ -43,6 +43,8 @@ def test_services() -> None:
         "gpu_worker": ["gpu"],
         "cpu_worker": ["cpu"],
     }
+    open_to_all = [port for name in ("prometheus", "grafana") for port in SERVICES[name]["ports"] if not port.startswith("127.0.0.1:")]
+    assert not open_to_all, "who can reach them need not say who they are"
     assert "redis:/data" in SERVICES["redis"]["volumes"] and "--appendonly" in SERVICES["redis"]["command"]
     for name in OURS:
         assert (ROOT / SERVICES[name]["build"]["dockerfile"]).exists()

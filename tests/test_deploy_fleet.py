@@ -20,5 +20,17 @@ def test_ports_end_somewhere() -> None:
         new_fleet(Settings(metrics_port=65_533), None)
 
 
+@pytest.mark.parametrize(
+    ("ports", "words"),
+    [
+        ({"port": 9001, "metrics_port": 9000}, "METRICS_PORT: from 9000 on, 4 are needed, but 9001 is for PORT"),
+        ({"gateway_port": 8003, "metrics_port": 8000}, "METRICS_PORT: from 8000 on, 4 are needed, but 8003 is for GATEWAY_PORT"),
+    ],
+)
+def test_nobody_takes_the_port_of_another(ports: dict[str, int], words: str) -> None:
+    with pytest.raises(SettingError, match=words):
+        new_fleet(Settings(**ports), None)
+
+
 def test_no_job_worker_is_started_where_none_is_wanted() -> None:
     assert new_fleet(Settings(num_jobs=0), None).jobs == []

@@ -56,14 +56,15 @@ def engines(fleet: Fleet, worker: str = "w0") -> list[psutil.Process]:
 
 
 async def interrupted(fleet: Fleet, number: int, sent: int) -> list[list[int]]:
-    """Ids of streams under which a signal goes to one rank of w0. Returns when all are whole; no process of that life is left."""
+    """Ids of streams under which a signal goes to one process of w0: 0 is its agent, others its ranks. Returns when all are whole, and no
+    process of that life is left."""
     await wait_until(lambda: fleet.workers_ready() == fleet.settings["num_workers"], 60)
     pid, ranks = fleet.pid("w0"), engines(fleet)
     assert len(ranks) == 2
     load = Load(fleet, MAX_NEW_TOKENS, STREAMS)
     await load.progress(5)
     assert load.running
-    os.kill(ranks[number].pid, sent)
+    os.kill([pid, *(rank.pid for rank in ranks)][number], sent)
     await asyncio.to_thread(fleet.restarted, "w0", pid)
     await wait_until(lambda: not any(process.is_running() for process in ranks), 10)
     return await load.whole()
@@ -73,21 +74,12 @@ async def undisturbed(fleet: Fleet) -> list[list[int]]:
     return await Load(fleet, MAX_NEW_TOKENS, STREAMS).whole()
 
 
-@pytest.mark.parametrize(
-    ("number", "sent"),
-    [(1, signal.SIGKILL), *(pytest.param(*how, marks=pytest.mark.slow) for how in ((0, signal.SIGKILL), (1, signal.SIGSTOP)))],
-)
-async def test_a_rank_that_dies_or_stops_costs_no_token(fleet: Fleet, number: int, sent: int) -> None:
-    wanted = await undisturbed(fleet)
-    assert await interrupted(fleet, number, sent) == wanted
-
-
 @pytest.mark.slow
 async def test_rows_go_on_elsewhere(model: Path) -> None:
     """Not on the same worker started anew, for which nobody waits."""
     with Fleet(num_shard=2, num_workers=2, model_id=model, step_timeout_s=STEP_TIMEOUT_S, **SETTINGS) as fleet:
         wanted = await undisturbed(fleet)
-        assert await interrupted(fleet, 1, signal.SIGSTOP) == wanted
+        assert await interrupted(fleet, 2, signal.SIGSTOP) == wanted
 
 
 @pytest.mark.slow
@@ -121,3 +113,15 @@ def test_two_machines(broker: Broker, model: Path) -> None:
             for process in [*machine.children(recursive=True), machine] if machine.is_running() else []:
                 process.kill()
             machine.wait()
+
+
+@pytest.mark.parametrize(
+    ("number", "sent"),
+    [
+        (2, signal.SIGKILL),
+        *(pytest.param(*how, marks=pytest.mark.slow) for how in ((0, signal.SIGKILL), (1, signal.SIGKILL), (2, signal.SIGSTOP))),
+    ],
+)
+async def test_a_process_that_dies_or_stops_costs_no_token(fleet: Fleet, number: int, sent: int) -> None:
+    wanted = await undisturbed(fleet)
+    assert await interrupted(fleet, number, sent) == wanted

@@ -21,7 +21,7 @@ from tests.waiting import wait_until
 
 KEYS = Keys("default")
 PROMPT = "Once upon a time there was"
-SEEDED = {"do_sample": True, "seed": 11, "temperature": 0.9, "max_new_tokens": 24, "ignore_eos": True, "details": True}
+SEEDED = {"do_sample": True, "seed": 11, "temperature": 0.9, "max_new_tokens": 20, "ignore_eos": True, "details": True}
 SHORT = {"seed": 11, "temperature": 0.9, "top_k": 40, "top_p": 0.95}
 CHAT = [{"role": "user", "content": "Tell me a story."}]
 EOS = 2
@@ -72,7 +72,7 @@ async def complete(http: httpx.AsyncClient, **fields: Any) -> list[str]:
 def mixed(i: int) -> dict[str, Any]:
     """Different ways to sample, and lengths of prompts."""
     ways = [{}, {"temperature": 1.3}, {"top_k": 5}, {"top_p": 0.8, "repetition_penalty": 1.2}, {"typical_p": 0.9}, {"min_p": 0.1}]
-    parameters = {"max_new_tokens": 36, "ignore_eos": True, "seed": i, **ways[i % len(ways)]}
+    parameters = {"max_new_tokens": 24, "ignore_eos": True, "seed": i, **ways[i % len(ways)]}
     return {"inputs": f"{PROMPT} " * (1 + i % 5), "parameters": parameters}
 
 
@@ -120,23 +120,27 @@ async def test_a_seed_says_the_text_at_every_door(http: httpx.AsyncClient, broke
     async def streamed(path: str, body: dict[str, Any]) -> list[Any]:
         return [frame async for frame in events(f"{http.base_url}{path}".replace("//v1", "/v1"), body | {"stream": True})]
 
-    tgi = SHORT | {"max_new_tokens": 12}
-    openai = SHORT | {"max_tokens": 12}
-    text = (await generate(http, **tgi))["generated_text"]
-    frames = await streamed("/v1/completions", {"prompt": PROMPT, **openai})
-    assert text == (await complete(http, **SHORT))[0] == "".join(frame["choices"][0]["text"] for frame in frames)
-    assert text == (await submitted(inputs=PROMPT, parameters=tgi))["generated_text"]
-    [root] = await post(http, "/", {"inputs": PROMPT, "parameters": tgi})
-    assert root["generated_text"] == PROMPT + text
-
+    tgi, openai = SHORT | {"max_new_tokens": 12}, SHORT | {"max_tokens": 12}
     prompt = (await post(http, "/chat_tokenize", {"messages": CHAT}))["templated_text"]
-    said = (await generate(http, prompt, **tgi))["generated_text"]
-    chat = await post(http, "/v1/chat/completions", {"messages": CHAT, **openai})
-    chunks = await streamed("/v1/chat/completions", {"messages": CHAT, **openai})
-    job = await submitted(messages=CHAT, parameters=openai)
-    assert said == chat["choices"][0]["message"]["content"] == job["choices"][0]["message"]["content"]
-    assert said == "".join(chunk["choices"][0]["delta"].get("content") or "" for chunk in chunks)
-    assert said != text
+    completion, chat = {"prompt": PROMPT, **openai}, {"messages": CHAT, **openai}
+    generated, [completed], chunks, job, [root] = await asyncio.gather(
+        generate(http, **tgi),
+        complete(http, **SHORT),
+        streamed("/v1/completions", completion),
+        submitted(inputs=PROMPT, parameters=tgi),
+        post(http, "/", {"inputs": PROMPT, "parameters": tgi}),
+    )
+    text = generated["generated_text"]
+    assert text == completed == job["generated_text"] == root["generated_text"].removeprefix(PROMPT)
+    assert text == "".join(chunk["choices"][0]["text"] for chunk in chunks)
+    generated, said, chunks, job = await asyncio.gather(
+        generate(http, prompt, **tgi),
+        post(http, "/v1/chat/completions", chat),
+        streamed("/v1/chat/completions", chat),
+        submitted(messages=CHAT, parameters=openai),
+    )
+    assert generated["generated_text"] == said["choices"][0]["message"]["content"] == job["choices"][0]["message"]["content"] != text
+    assert generated["generated_text"] == "".join(chunk["choices"][0]["delta"].get("content") or "" for chunk in chunks)
 
 
 async def test_other_seeds_and_choices_differ(http: httpx.AsyncClient) -> None:
@@ -200,19 +204,24 @@ async def test_biases_and_bad_words(http: httpx.AsyncClient) -> None:
 async def test_ends(http: httpx.AsyncClient) -> None:
     plain = await generate(http)
     ids, third = plain["ids"], plain["details"]["tokens"][2]["text"]
-    stopped = await generate(http, stop=[third])
-    assert (stopped["ids"], stopped["reason"]) == (ids[:3], "stop_sequence")
-    assert stopped["generated_text"].endswith(third)
-    assert (await complete(http, temperature=0, stop=third))[0] == stopped["generated_text"].removesuffix(third)
-    assert len((await generate(http, stop=[third], min_new_tokens=8))["ids"]) > 8
-    stopped = await generate(http, stop_token_ids=[ids[4]])
-    assert (stopped["ids"], stopped["reason"]) == (ids[:5], "stop_sequence")
-    assert len((await generate(http, stop_token_ids=[ids[4]], min_new_tokens=8))["ids"]) >= 8
     eos = {"logit_bias": {EOS: 100}}
-    assert [(await generate(http, **eos))[name] for name in ("ids", "reason")] == [[EOS], "eos_token"]
-    later = await generate(http, **eos, min_new_tokens=5)
-    assert EOS not in later["ids"][:5] and (later["ids"][5:], later["reason"]) == ([EOS], "eos_token")
-    never = await generate(http, **eos, ignore_eos=True)
+    ways = [
+        {"stop": [third]},
+        {"stop": [third], "min_new_tokens": 8},
+        {"stop_token_ids": [ids[4]]},
+        {"stop_token_ids": [ids[4]], "min_new_tokens": 8},
+        eos,
+        {**eos, "min_new_tokens": 5},
+        {**eos, "ignore_eos": True},
+    ]
+    stop, later_stop, stop_id, later_id, end, later_end, never = await asyncio.gather(*(generate(http, **way) for way in ways))
+    assert (stop["ids"], stop["reason"]) == (ids[:3], "stop_sequence")
+    assert stop["generated_text"].endswith(third)
+    assert await complete(http, temperature=0, stop=third) == [stop["generated_text"].removesuffix(third)]
+    assert (stop_id["ids"], stop_id["reason"]) == (ids[:5], "stop_sequence")
+    assert len(later_stop["ids"]) > 8 and len(later_id["ids"]) >= 8
+    assert (end["ids"], end["reason"]) == ([EOS], "eos_token")
+    assert EOS not in later_end["ids"][:5] and (later_end["ids"][5:], later_end["reason"]) == ([EOS], "eos_token")
     assert (never["ids"], never["reason"]) == ([EOS] * 12, "length")
 
 

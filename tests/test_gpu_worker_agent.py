@@ -30,6 +30,7 @@ class Engine:
 
     def __init__(self) -> None:
         self.grants: list[Grant] = []
+        self.token_ms = 0.5
 
     def send(self, grant: Grant) -> None:
         self.grants.append(grant)
@@ -89,6 +90,13 @@ async def test_tokens_ends_and_releases_go_out_together(agent, redis):
     (report,) = await reports(redis)
     assert (report.prefilled, report.ended, report.released) == ([(1, 2, 1)], [(1, "length", 2)], [(1, 3)])
     assert not agent.table.rows
+
+
+async def test_a_step_may_take_twenty_times_what_it_should(agent):
+    assert agent.step_timeout_s == agent.settings.step_timeout_s == 60
+    await start(agent)
+    agent.prefill_tokens = 9999
+    assert agent.step_timeout_s == 20 * 10_000 * 0.5 / 1000
 
 
 async def test_a_stop_string_ends_a_row_at_once_and_nothing_after_it_is_seen(agent, redis):

@@ -1,5 +1,6 @@
 """Every family of decoders, tiny and random: served with the ids of transformers' `generate`, or refused with the cause."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -8,9 +9,10 @@ import pytest
 import torch
 
 from common.settings import SettingError, Settings
-from gpu_worker.engine import load, sdpa
+from gpu_worker.engine import load, native, sdpa
 from gpu_worker.engine.cache import Geometry, Layer
 from gpu_worker.engine.engine import Engine
+from gpu_worker.engine.paged import Paged
 from tests import tiny_models
 from tests.batch_player import Player
 from tests.tiny_models import FAMILIES, LLAMA, SIZES, VOCAB
@@ -73,24 +75,41 @@ def without_windows(layers: list[Layer], *rest: Any) -> Geometry:
     return Geometry([replace(layer, view=replace(layer.view, window=None)) for layer in layers], *rest)
 
 
-@pytest.mark.parametrize(
-    ("family", "owner", "name", "off"),
-    [
-        ("Mistral", load, "Geometry", without_windows),
-        (
-            "Gemma2",
-            sdpa.Sdpa,
-            "scores",
-            lambda self, q, k, bias, scaling, softcap: torch.baddbmm(bias, q, k.transpose(1, 2), alpha=scaling),
-        ),
-        ("gpt-oss", sdpa, "softmax_with_sinks", lambda scores, *rest: torch.softmax(scores, -1)),
-        ("Llama-dynamic", load.rope, "by_length", lambda model: []),
-        ("Llama-longrope", load.rope, "by_length", lambda model: []),
-    ],
-    ids=["window", "softcap", "sinks", "dynamic", "longrope"],
-)
-def test_each_feature_counts(family, owner, name, off, tmp_path, monkeypatch) -> None:
+def without(part: str) -> Callable[..., native.Cache]:
+    """A layer's cache as the native kernels see it, less a part."""
+
+    def cache(self: Paged, *arguments: Any) -> native.Cache:
+        made = cache_of(self, *arguments)
+        setattr(made, part, 0)
+        return made
+
+    return cache
+
+
+def uncapped(self: Any, queries: Any, keys: Any, bias: Any, scaling: float, softcap: float) -> torch.Tensor:
+    return torch.baddbmm(bias, queries, keys.transpose(1, 2), alpha=scaling)
+
+
+cache_of = Paged.cache
+FEATURES = {
+    "window": ("Mistral", load, "Geometry", without_windows),
+    "softcap": ("Gemma2", Paged, "cache", without("softcap")),
+    "softcap, torch": ("Gemma2", sdpa.Sdpa, "scores", uncapped),
+    "sinks": ("gpt-oss", Paged, "cache", without("sinks")),
+    "sinks, torch": ("gpt-oss", sdpa, "softmax_with_sinks", lambda scores, *rest: torch.softmax(scores, -1)),
+    "dynamic": ("Llama-dynamic", load.rope, "by_length", lambda model: []),
+    "longrope": ("Llama-longrope", load.rope, "by_length", lambda model: []),
+}
+
+
+@pytest.mark.parametrize("feature", FEATURES)
+def test_each_feature_counts(feature: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What the tests above would say if our code had not the feature."""
+    family, owner, name, off = FEATURES[feature]
+    if "torch" in feature:
+        monkeypatch.setattr(native, "library", lambda: None)
+    elif owner is Paged and native.library() is None:
+        pytest.skip("no C++ compiler")
     config_name, sizes = FAMILIES[family]
     model = tiny_models.save(tmp_path, config_name, sizes)
     wanted = {row: tiny_models.generate(model, prompt, NEW_TOKENS) for row, prompt in enumerate(prompts())}

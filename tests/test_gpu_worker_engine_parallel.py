@@ -1,5 +1,6 @@
 """One model on several ranks: the ids of transformers' `generate`, however heads, experts and vocabulary divide; or a refusal."""
 
+import json
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
@@ -13,7 +14,8 @@ from common.settings import SettingError, Settings
 from gpu_worker.engine.attention import Unservable
 from gpu_worker.engine.engine import Engine
 from gpu_worker.engine.ranks import Ranks
-from gpu_worker.engine.shares import UNIT, evenly, heads
+from gpu_worker.engine.shares import evenly, heads
+from gpu_worker.place import Place, local_places
 from tests import led_engine, tiny_models
 from tests.batch_player import Player
 from tests.led_engine import Led
@@ -102,6 +104,14 @@ def test_refused(two: Ranks, family: str, tmp_path: Path) -> None:
     assert caught.value.name == "model_id" and "\n" not in str(caught.value)
 
 
+def test_quantised_weights_are_not_split(two: Ranks, tmp_path: Path) -> None:
+    tiny_models.save(tmp_path, *FAMILIES["Llama"])
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "fp8"}}))
+    with pytest.raises(SettingError, match=r"NUM_SHARD: 2, but .* is quantised"):
+        Led(two, model_id=str(tmp_path), threads=1, **SETTINGS)
+
+
 def test_what_a_rank_holds(two: Ranks, tmp_path: Path) -> None:
     """Half of the matrices of layers, experts and vocabulary; only the router's and the norms' weights are whole."""
     whole = tiny_models.save(tmp_path, *FAMILIES["Mixtral"])
@@ -121,7 +131,8 @@ def test_even_shares(size: int, world_size: int) -> None:
     assert shares[0][0] == 0 and shares[-1][1] == size and len(shares) == world_size
     assert all(end == begin for (_, end), (begin, _) in pairwise(shares))
     widths = [end - begin for begin, end in shares]
-    assert max(widths) - min(widths) <= 2 * UNIT if size >= UNIT * world_size else max(widths) - min(widths) <= 1
+    assert max(widths) - min(widths) < 2 * max(1, min(64, size // world_size))
+    assert all(begin % 8 == 0 for begin, _ in shares) or size < 8 * world_size
 
 
 @pytest.mark.parametrize(
@@ -143,3 +154,11 @@ def test_too_many_ranks_for_the_heads() -> None:
     assert all(end > begin for begin, end in heads(6, 3, 6)[0])
     with pytest.raises(Unservable, match="NUM_SHARD"):
         heads(6, 3, 7)
+
+
+def test_places_are_torchruns_variables() -> None:
+    places = local_places(3)
+    assert [Place.read(place.environ()) for place in places] == places
+    assert Place.read({"WORLD_SIZE": "1", "RANK": "0"}) == Place() == local_places(1)[0]
+    with pytest.raises(SettingError, match="RANK: RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT belong together: 'MASTER_PORT'"):
+        Place.read({"WORLD_SIZE": "2", "RANK": "0", "MASTER_ADDR": "here"})

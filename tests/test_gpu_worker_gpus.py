@@ -56,6 +56,17 @@ def test_chosen_gpus_only(machine: Path, monkeypatch: pytest.MonkeyPatch, chosen
     assert [*gpus.claim(Settings(gpu_locks=str(machine)), 1)] == taken
 
 
+def test_a_driver_that_fails_has_no_gpus(machine: Path) -> None:
+    (machine.parent / "nvidia-smi").write_text("#!/bin/sh\necho 'NVIDIA-SMI has failed'\nexit 9\n")
+    assert gpus.visible() == []
+
+
+def test_a_folder_for_locks_that_cannot_be_used(machine: Path) -> None:
+    machine.write_text("a file")
+    with pytest.raises(SettingError, match="GPU_LOCKS: "):
+        gpus.claim(Settings(gpu_locks=str(machine)), 1)
+
+
 def test_a_worker_on_the_processor_takes_none(machine: Path) -> None:
     assert gpus.claim(Settings(gpu_locks=str(machine), device="cpu"), 2) == {}
 

@@ -1,4 +1,4 @@
-"""The README does what it says: its table of settings is the settings, its flags exist, and its examples run and print what it shows.
+"""The README is true: its table of settings is the settings, its flags exist, and its examples run and print what it shows.
 
 Each block of `sh` or `python` is an example. The block of `text` that follows one is what it prints, in shape: JSON has the same
 fields with values of the same types. Blocks of `console` are not run.
@@ -93,15 +93,15 @@ def shape(value: Any) -> Any:
 
 
 def shapes(printed: str) -> list[Any]:
-    """Of each line; lines in a row that have the same one are one."""
-    return [one for one, _ in groupby(map(line_shape, printed.strip().splitlines()))]
+    """Of each line that says something; lines in a row that have the same one are one."""
+    return [one for one, _ in groupby(map(line_shape, filter(str.strip, printed.splitlines())))]
 
 
 def line_shape(line: str) -> Any:
     try:
         return shape(json.loads(line.removeprefix("data: ")))
     except ValueError:
-        return "text" if line else ""
+        return "text"
 
 
 @pytest.fixture(scope="module")
@@ -127,6 +127,13 @@ def test_every_example_runs_and_prints_what_is_shown(fleet: Fleet) -> None:
         assert answer.strip(), program
         if printed is not None:
             assert shapes(answer) == shapes(printed), program
+
+
+def test_the_first_words_of_a_fleet_say_what_to_do_next(fleet: Fleet) -> None:
+    [tried] = re.findall(r"try: (.*)", fleet.output())
+    assert shapes(run(fleet, "sh", tried)) == shapes(run(fleet, *next(examples())[:2]))
+    assert f"open {fleet.base_url} in a browser" in fleet.output()
+    assert f"{fleet.base_url}/docs" in fleet.output()
 
 
 def test_there_are_examples_of_every_way_to_ask() -> None:

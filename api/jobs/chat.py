@@ -5,8 +5,10 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from api.errors import invalid
-from api.jobs.job import Job, shaped
+from api.aside import aside
+from api.body import shaped
+from api.errors import encode, invalid
+from api.jobs.job import Job
 from api.jobs.reply import Frame
 from api.openai import conversation
 from api.openai.answer_chat import ChatAnswer
@@ -59,9 +61,10 @@ async def accept(gateway: "Gateway", job: Job) -> ChatOrder:
     for name in OURS:
         if name in parameters:
             raise invalid(f"`{name}` is no parameter of a job", name)
-    chat = shaped(ChatRequest, parameters | {"messages": job.body.messages, "stream": True})
+    content = encode(parameters | {"messages": job.body.messages, "stream": True})
+    chat = await aside(len(content), lambda: shaped(ChatRequest, content))
     chat.check()
-    asked = from_chat(chat, conversation.prompt(chat, gateway.vocabulary.chat_template))
+    asked = from_chat(chat, await conversation.prompt(chat, gateway.vocabulary.chat_template))
     asked = replace(asked, seed=job.seed if asked.seed is None else asked.seed)
     wanted = await validate(asked, gateway.fleet.limits, gateway.vocabulary)
     settings = gateway.settings

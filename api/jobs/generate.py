@@ -4,10 +4,11 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from api.aside import aside
+from api.body import shaped
 from api.errors import encode
-from api.jobs.job import Job, shaped
+from api.jobs.job import Job
 from api.jobs.reply import Frame
-from api.sse import bodies
 from api.stream import Stream
 from api.tgi import answer as answer_tgi
 from api.tgi import best_of
@@ -28,10 +29,9 @@ class GenerateOrder:
         """None where the best of several is wanted: it is known at the end."""
         num_frames = 0
         for stream in streams if len(streams) == 1 else []:
-            async for data in answer_tgi.frames(stream, self.prefix, self.details):
-                new = [(0, num_frames + i, body) for i, body in enumerate(bodies(data))]
-                num_frames += len(new)
-                yield new
+            async for bodies in answer_tgi.bodies(stream, self.prefix, self.details):
+                yield [(0, num_frames + i, body) for i, body in enumerate(bodies)]
+                num_frames += len(bodies)
 
     def answer(self, streams: list[Stream]) -> bytes:
         best, *others = best_of.ranked(streams)
@@ -41,7 +41,8 @@ class GenerateOrder:
 async def accept(gateway: "Gateway", job: Job) -> GenerateOrder:
     """Raises Refusal."""
     assert job.body is not None
-    given = shaped(GenerateRequest, {"inputs": job.body.inputs, "parameters": job.body.parameters})
+    content = encode({"inputs": job.body.inputs, "parameters": job.body.parameters})
+    given = await aside(len(content), lambda: shaped(GenerateRequest, content))
     parameters = given.parameters or Parameters()
     asked, limits = given.asked(), gateway.fleet.limits
     best_of.check(asked, limits, streamed=bool(job.reply_to or job.in_stream))

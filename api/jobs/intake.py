@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from redis.exceptions import ResponseError
 
 from api import meter
+from api.aside import aside
 from api.errors import Refusal, encode, openai, overloaded, tgi
 from api.jobs import chat, generate
 from api.jobs.job import NAME, Job, read
@@ -169,13 +170,16 @@ class Jobs:
                 if b"cancel" in fields:
                     await self.call_off(fields[b"cancel"])
                 else:
-                    await self.serve(read(entry_id, fields, self.settings.payload_limit))
+                    await self.serve(await self.read(entry_id, fields))
             await self.drop(entry_id)
         except Exception:
             log.exception("entry %s stays in the stream of jobs", entry_id)
         finally:
             self.held.discard(entry_id)
             self.turns.release()
+
+    async def read(self, entry_id: str, fields: dict[bytes, bytes]) -> Job:
+        return await aside(sum(map(len, fields.values())), lambda: read(entry_id, fields, self.settings.payload_limit))
 
     async def serve(self, job: Job) -> None:
         """Returns when the job has been answered."""
@@ -203,14 +207,15 @@ class Jobs:
             else:
                 await run.run(generate.accept, tgi)
         finally:
-            del self.runs[job.id]
+            del self.runs[job.id]  # with the last reply: whoever comes now is not heard by this run any more
+            await run.let_go()
 
     async def turn_away(self, entry_id: str, fields: dict[bytes, bytes]) -> None:
         """One job too many."""
         log.warning("job %s is refused: SUBMIT_LIMIT (%d) jobs have not ended", entry_id, self.settings.submit_limit)
         meter.arrive()
         meter.refused(429, "overloaded")
-        job = read(entry_id, fields, self.settings.payload_limit)
+        job = await self.read(entry_id, fields)
         known = await self.redis.exists(self.keys.job(job.id))
         await self.refuse(job, overloaded(), entry_id if known else job.id)
         await self.drop(entry_id)

@@ -4,20 +4,18 @@ import hashlib
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 import orjson
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field
 
-from api.body import refuse_shape
+from api.body import shaped
 from api.errors import Refusal, invalid
 
 NAME = r"[A-Za-z0-9._:@/+=~-]{1,128}"
 """An id or a channel. Requests of a job are named `{id}#{choice}`, which is no name of a job."""
 ADDRESS = ("id", "reply_to", "reply")
 """Fields that say where an answer goes: all others are the content."""
-
-Shape = TypeVar("Shape", bound=BaseModel)
 
 
 class JobBody(BaseModel):
@@ -78,7 +76,7 @@ def read(entry_id: str, fields: Mapping[bytes, bytes], max_bytes: int) -> Job:
     body: JobBody | None = None
     fault: Refusal | None = None
     try:
-        body = shaped(JobBody, given)
+        body = shaped(JobBody, orjson.dumps(given))
         check(body)
     except Refusal as refusal:
         fault = refusal
@@ -113,11 +111,3 @@ def check(body: JobBody) -> None:
 def digest(given: Mapping[str, Any]) -> str:
     asked = {name: value for name, value in given.items() if name not in ADDRESS}
     return hashlib.blake2b(orjson.dumps(asked, option=orjson.OPT_SORT_KEYS), digest_size=16).hexdigest()
-
-
-def shaped(shape: type[Shape], given: Any) -> Shape:
-    """`given` as a body of HTTP would be read. Raises Refusal (422)."""
-    try:
-        return shape.model_validate_json(orjson.dumps(given))
-    except ValidationError as error:
-        raise refuse_shape(error) from error

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from redis.exceptions import ResponseError
 
 from api import meter
+from api.aside import aside
 from api.errors import Family, Refusal, encode, failed, overloaded, unavailable
 from api.jobs.job import Job
 from api.jobs.reply import Frame, Reply
@@ -60,7 +61,7 @@ class JobRun:
 
     Attributes:
         frames: all that have been made so far; nobody makes them until a reply has listeners.
-        ended: set when the answer stands.
+        ended: set when the answer stands, or nobody here gives it.
     """
 
     def __init__(self, gateway: "Gateway", job: Job, door: asyncio.Lock) -> None:
@@ -81,14 +82,10 @@ class JobRun:
 
     async def run(self, accept: Accept, family: Family) -> None:
         """Returns when the job is answered, well or not."""
-        try:
-            answer = await self.outcome(accept, family)
-            request_ids = [stream.request.request_id for stream in self.streams]
-            for reply in self.replies:
-                await reply.conclude(self.frames, self.max_frames, answer, request_ids)
-        finally:
-            self.ended.set()
-            await self.let_go()
+        answer = await self.outcome(accept, family)
+        request_ids = [stream.request.request_id for stream in self.streams]
+        for reply in self.replies:
+            await reply.conclude(self.frames, self.max_frames, answer, request_ids)
 
     async def outcome(self, accept: Accept, family: Family) -> bytes:
         """The answer or the error; that is the last frame as well, unless it has been one already."""
@@ -119,7 +116,7 @@ class JobRun:
             assert stream.terminal is not None
             if not stream.finished:
                 raise failed(stream.terminal)
-        return order.answer(self.streams)
+        return await aside(sum(stream.num_records for stream in self.streams), lambda: order.answer(self.streams))
 
     # --- admission ------------------------------------------------------------------------------------------------------------------
 
@@ -209,8 +206,10 @@ class JobRun:
 
     async def let_go(self) -> None:
         """Forgets the streams, here and nowhere else: should the job not be answered, another gateway goes on with them."""
-        for stream in self.streams:
+        for stream in self.streams:  # all of them at once: the next run of this job may begin with the same
             self.relay.forget(stream)
+        self.ended.set()
+        for stream in self.streams:
             if stream.terminal:
                 meter.left(stream, self.gateway.fleet.limits)
             if stream.request.channel != self.relay.channel:

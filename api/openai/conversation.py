@@ -2,15 +2,23 @@
 
 from typing import Any
 
+from api.aside import aside
 from api.errors import invalid
 from api.openai.chat_template import OWN_VARIABLES, ChatTemplate, template_error
 from api.openai.schemas import ROLES, ChatMessage, ChatRequest, Part
 
 ROLES_OF_TOOLS = ("tool", "function")
 FIELDS_OF_TOOLS = ("tool_calls", "tool_call_id", "function_call")
+CHARS_OF_MESSAGE = 40
+"""A message takes a template as long as it takes to tokenise so many characters."""
 
 
-def prompt(body: ChatRequest, template: ChatTemplate | None) -> str:
+async def prompt(body: ChatRequest, template: ChatTemplate | None) -> str:
+    """As `rendered`, beside the streams where there are many messages."""
+    return await aside(CHARS_OF_MESSAGE * len(body.messages), lambda: rendered(body, template))
+
+
+def rendered(body: ChatRequest, template: ChatTemplate | None) -> str:
     """The text that the model goes on from. Where the last message is the assistant's, that is continued unless the client says otherwise.
 
     Raises Refusal (422): of `messages` or how they are to be used; `template_error`.

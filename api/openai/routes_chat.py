@@ -28,6 +28,6 @@ async def chat_completions(request: Request) -> Response:
     chat.check()
     gateway = await gateway.pools.find(chat.model)
     await gateway.desk.check()
-    prompt = conversation.prompt(chat, gateway.vocabulary.chat_template)
+    prompt = await conversation.prompt(chat, gateway.vocabulary.chat_template)
     wanted = await validate(from_chat(chat, prompt), gateway.fleet.limits, gateway.vocabulary)
     return await serve(request, gateway, chat, wanted, [conversation.echoed(chat)] * len(wanted), partial(ChatAnswer, chat), begun_s)

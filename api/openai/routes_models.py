@@ -4,10 +4,9 @@ from typing import Any
 
 from fastapi import APIRouter, Request
 
-from api.errors import unavailable
+from api.errors import asking_broker
 from api.gateway import Gateway, gateway_of
 from api.openai.replies import REFUSALS, Model, ModelList
-from common.broker import ERRORS, cause
 
 router = APIRouter()
 
@@ -16,10 +15,8 @@ router = APIRouter()
 async def models(request: Request) -> dict[str, Any]:
     """What can be named as `model`: the model of this pool, and other pools that have a live worker."""
     gateway = gateway_of(request)
-    try:
+    async with asking_broker():
         others = await gateway.pools.others()
-    except ERRORS as error:
-        raise unavailable(cause(error)) from error
     return {"object": "list", "data": [described(name) for name in (own_name(gateway), *others)]}
 
 

@@ -10,16 +10,17 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidatorFun
 from pydantic_core import PydanticCustomError
 
 from api.errors import invalid
-from api.ranges import BIASES
-from api.tgi.schemas import Parameters, ranged
+from api.ranges import BIASES, MAX_STOP_CHARS, ranged
+from api.unserved import Unserved, check_served
 
-UNSERVED: dict[str, tuple[object, ...]] = {
+UNSERVED: Unserved = {
     "allowed_token_ids": (),
     "audio": (),
     "best_of": (1,),
     "cache_salt": (),
     "chat_template": (),
     "documents": (),
+    "ec_transfer_params": (),
     "function_call": ("none",),
     "functions": ([],),
     "grammar": (),
@@ -33,6 +34,8 @@ UNSERVED: dict[str, tuple[object, ...]] = {
     "kv_transfer_params": (),
     "length_penalty": (1.0,),
     "logits_processors": (),
+    "logprob_token_ids": (),
+    "media_io_kwargs": (),
     "mm_processor_kwargs": (),
     "modalities": (["text"],),
     "moderation": (),
@@ -42,22 +45,43 @@ UNSERVED: dict[str, tuple[object, ...]] = {
     "prompt_embeds": (),
     "prompt_logprobs": (),
     "reasoning_effort": (),
+    "repetition_detection": (),
     "request_id": (),
     "response_format": ({"type": "text"},),
+    "return_prompt_text": (False,),
     "return_token_ids": (False,),
+    "return_token_offsets": (False,),
     "return_tokens_as_token_ids": (False,),
     "spaces_between_special_tokens": (True,),
+    "stream_interval": (1,),
     "structured_outputs": (),
     "suffix": ("",),
+    "thinking_token_budget": (),
     "tool_choice": ("none",),
     "tool_prompt": (),
     "tools": ([],),
+    "truncation_side": ("left",),
     "use_beam_search": (False,),
     "verbosity": (),
     "vllm_xargs": (),
+    "watermarking": (False,),
     "web_search_options": (),
 }
-"""Fields that are not served: the values, besides null, that change nothing."""
+TGI_FIELDS = frozenset(
+    {
+        "adapter_id",
+        "decoder_input_details",
+        "details",
+        "do_sample",
+        "max_new_tokens",
+        "min_new_tokens",
+        "return_full_text",
+        "top_n_tokens",
+        "truncate",
+        "watermark",
+    }
+)
+"""Parameters that only TGI's routes have."""
 
 
 def said_once(words: str) -> WrapValidator:
@@ -108,7 +132,7 @@ class Body(BaseModel):
     stop: Stop | None = Field(
         default=None,
         description="the answer ends before the first of these",
-        json_schema_extra={"minLength": 1, "items": {"minLength": 1}},
+        json_schema_extra={"minLength": 1, "maxLength": MAX_STOP_CHARS, "items": {"minLength": 1, "maxLength": MAX_STOP_CHARS}},
     )
     stop_token_ids: list[int] | None = Field(
         default=None, description="ids that end the answer", json_schema_extra={"items": {"minimum": 0}}
@@ -141,13 +165,7 @@ class Body(BaseModel):
 
     def check(self) -> None:
         """Raises Refusal for what is not served, and for fields that contradict each other."""
-        for name, value in (self.model_extra or {}).items():
-            if value is None or value in UNSERVED.get(name, ()):
-                continue
-            if name in UNSERVED:
-                raise invalid(f"`{name}` is not supported yet", name)
-            if name in KNOWN:
-                raise invalid(f"`{name}` is no field of this route", name)
+        check_served(self.model_extra or {}, UNSERVED, FIELDS | TGI_FIELDS)
         if self.stream_options is not None and not self.stream:
             raise invalid("`stream_options` is only allowed with `stream`: true", "stream_options")
 
@@ -193,5 +211,5 @@ class CompletionRequest(Body):
     logprobs: int | None = least(0, "so many of the likeliest tokens are told with each token")
 
 
-KNOWN = frozenset({**Parameters.model_fields, **ChatRequest.model_fields, **CompletionRequest.model_fields})
-"""Fields that some route has."""
+FIELDS = frozenset({*ChatRequest.model_fields, *CompletionRequest.model_fields, *UNSERVED})
+"""What clients of these routes know."""

@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from starlette.requests import Request
 from starlette.responses import Response
 
+from api.aside import aside
 from api.errors import invalid
 from api.gateway import Gateway
 from api.headers import prompt_headers, time_headers
@@ -39,7 +40,8 @@ async def serve(
     if body.stream:
         return TokenStream(frames(answer), streams, headers, desk.leave)
     await finished(streams, request, desk.leave)
-    return Response(answer.whole(), 200, headers | cost_headers(answer, streams, begun_s), "application/json")
+    content = await aside(sum(stream.num_records for stream in streams), answer.whole)
+    return Response(content, 200, headers | cost_headers(answer, streams, begun_s), "application/json")
 
 
 def cost_headers(answer: Answer, streams: Sequence[Stream], begun_s: float) -> dict[str, str]:

@@ -33,13 +33,19 @@ def seed(stream: Stream) -> int | None:
 
 async def frames(stream: Stream, prefix: str, with_details: bool) -> AsyncIterator[bytes]:
     """The frames that are ready, as often as there are new ones, up to the last; the whole text begins with `prefix`."""
+    async for new in bodies(stream, prefix, with_details):
+        yield b"".join(map(frame, new))
+
+
+async def bodies(stream: Stream, prefix: str, with_details: bool) -> AsyncIterator[list[bytes]]:
+    """What is in the frames."""
     shown = 0
     async for fresh, ended in news(stream):
         shown = max(shown, fresh.stop)
-        new = [frame(frame_body(stream, i)) for i in fresh]
+        new = [frame_body(stream, i) for i in fresh]
         if ended:
-            new.append(frame(last_body(stream, shown, prefix, summary(stream) if with_details and stream.finished else None)))
-        yield b"".join(new)
+            new.append(last_body(stream, shown, prefix, summary(stream) if with_details and stream.finished else None))
+        yield new
 
 
 def frame_body(stream: Stream, i: int, text: str | None = None, details: dict[str, Any] | None = None) -> bytes:

@@ -1,4 +1,4 @@
-"""Shapes of the answers of TGI's routes, for their description at /docs. The answers are built in `answer_tgi.py`."""
+"""Shapes of the answers of TGI's routes, for their description at /docs. The answers are built in `answer.py`."""
 
 from typing import Any, Literal
 

@@ -9,6 +9,7 @@ from sse_starlette import EventSourceResponse
 from starlette.responses import Response
 
 from api import body
+from api.aside import aside
 from api.errors import encode
 from api.gateway import Gateway, gateway_of
 from api.headers import prompt_headers, time_headers
@@ -54,17 +55,14 @@ async def generate_stream(request: Request) -> Response:
 @router.post("/generate", openapi_extra=takes(GenerateRequest), responses={200: {"model": GenerateResponse}})
 async def generate(request: Request) -> Response:
     """The whole text at once."""
-    return reply(*await whole(await accept(request, GenerateRequest, streamed=False)))
+    return await whole(await accept(request, GenerateRequest, streamed=False))
 
 
 @router.post("/", openapi_extra=takes(CompatRequest), responses={200: {"model": list[GenerateResponse], **EVENTS[200]}})
 async def compat_generate(request: Request) -> Response:
     """As /generate_stream with `stream`, else as /generate, in an array of one. The prompt is part of the text unless that is denied."""
     call = await accept(request, CompatRequest, full_text=True)
-    if call.streamed:
-        return await stream(call)
-    content, headers = await whole(call)
-    return reply([content], headers)
+    return await stream(call) if call.streamed else await whole(call, in_array=True)
 
 
 async def accept(request: Request, shape: type[GenerateRequest], streamed: bool | None = None, full_text: bool = False) -> Call:
@@ -90,15 +88,16 @@ async def stream(call: Call) -> Response:
     return TokenStream(frames(one, call.prefix, call.details), [one], headers, desk.leave)
 
 
-async def whole(call: Call) -> tuple[dict[str, Any], dict[str, str]]:
-    """The best answer, and the headers that go with it."""
+async def whole(call: Call, in_array: bool = False) -> Response:
+    """The best answer."""
     desk, wanted = call.gateway.desk, call.wanted[0]
     streams = await desk.submit_all(call.wanted, request_id(call.request))
     await finished(streams, call.request, desk.leave)
     best, *others = best_of.ranked(streams)
     headers = prompt_headers(call.gateway.settings, wanted.num_chars) | time_headers(best, call.begun_s)
-    return answer(best, others, call.prefix, call.details), headers
 
+    def content() -> bytes:
+        told = answer(best, others, call.prefix, call.details)
+        return encode([told] if in_array else told)
 
-def reply(content: Any, headers: dict[str, str]) -> Response:
-    return Response(encode(content), 200, headers, "application/json")
+    return Response(await aside(sum(one.num_records for one in streams), content), 200, headers, "application/json")

@@ -7,6 +7,7 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from api import body
+from api.aside import aside
 from api.errors import encode
 from api.gateway import gateway_of
 from api.openai import conversation
@@ -26,7 +27,8 @@ async def tokenize(request: Request) -> Response:
     """Tokens of `inputs`, with what the model wants around a prompt."""
     gateway = gateway_of(request)
     asked = await body.read(request, TokenizeRequest, gateway.settings.payload_limit)
-    return Response(encode(await simple_tokens(gateway.vocabulary, asked.inputs)), media_type="application/json")
+    content = await aside(len(asked.inputs), lambda: encode(simple_tokens(gateway.vocabulary, asked.inputs)))
+    return Response(content, media_type="application/json")
 
 
 @router.post("/chat_tokenize", openapi_extra=takes(ChatRequest), responses={200: {"model": ChatTokenizeResponse}})
@@ -36,14 +38,18 @@ async def chat_tokenize(request: Request) -> Response:
     chat = await body.read(request, ChatRequest, gateway.settings.payload_limit)
     chat.check()
     gateway = await gateway.pools.find(chat.model)
-    text = conversation.prompt(chat, gateway.vocabulary.chat_template)
-    check(from_chat(chat, text), gateway.fleet.limits, gateway.vocabulary)
-    tokens = await simple_tokens(gateway.vocabulary, text, bool(chat.add_special_tokens))
-    return Response(encode({"tokenize_response": tokens, "templated_text": text}), media_type="application/json")
+    vocabulary = gateway.vocabulary
+    text = await conversation.prompt(chat, vocabulary.chat_template)
+    check(from_chat(chat, text), gateway.fleet.limits, vocabulary)
+
+    def answer() -> bytes:
+        return encode({"tokenize_response": simple_tokens(vocabulary, text, bool(chat.add_special_tokens)), "templated_text": text})
+
+    return Response(await aside(len(text), answer), media_type="application/json")
 
 
-async def simple_tokens(vocabulary: Vocabulary, text: str, add_special_tokens: bool = True) -> list[dict[str, Any]]:
+def simple_tokens(vocabulary: Vocabulary, text: str, add_special_tokens: bool = True) -> list[dict[str, Any]]:
     """TGI's `{id, text, start, stop}` of each token; offsets in bytes of the text's UTF-8."""
-    spans = await vocabulary.spans(text, add_special_tokens)
+    spans = vocabulary.spans(text, add_special_tokens)
     offsets = [0, *accumulate(len(character.encode()) for character in text)]
     return [{"id": one, "text": text[start:end], "start": offsets[start], "stop": offsets[end]} for one, start, end in spans]

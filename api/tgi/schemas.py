@@ -1,12 +1,16 @@
-"""Shapes of the bodies of TGI's routes. Unknown fields are ignored; nothing is converted (`"5"` is no number)."""
+"""Shapes of the bodies of TGI's routes. Nothing is converted (`"5"` is no number).
+
+Parameters that are not served are refused by name, and so are those that only OpenAI's routes have; names that nobody knows are ignored.
+"""
 
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
 from api.asked import Asked
-from api.errors import invalid
-from api.ranges import BIASES, RANGES
+from api.openai.schemas import FIELDS
+from api.ranges import BIASES, MAX_STOP_CHARS, ranged
+from api.unserved import Unserved, check_served
 
 NAMES = {
     "text": "inputs",
@@ -14,13 +18,7 @@ NAMES = {
     "relative_frequency_penalty": "frequency_penalty",
     "n": "best_of",
 }
-UNSERVED: dict[str, tuple[object, ...]] = {"watermark": (False,), "decoder_input_details": (False,), "grammar": (), "adapter_id": ()}
-"""Parameters that are not served: the values, besides null, that change nothing."""
-
-
-def ranged(name: str, description: str | None = None) -> Any:
-    """A number; what it may be is checked with the rest of what was asked, and described here."""
-    return Field(default=None, description=description, json_schema_extra=RANGES[name].schema)
+UNSERVED: Unserved = {"watermark": (False,), "decoder_input_details": (False,), "grammar": (), "adapter_id": ()}
 
 
 def unserved(name: str) -> Any:
@@ -31,14 +29,14 @@ def unserved(name: str) -> Any:
 class Parameters(BaseModel):
     """How to generate; a field that is null or absent has its default."""
 
-    model_config = ConfigDict(strict=True)
+    model_config = ConfigDict(strict=True, extra="allow")
 
     max_new_tokens: int | None = ranged("max_new_tokens", "default: what is left of the context")
     min_new_tokens: int | None = ranged("min_new_tokens", "before it has so many, nothing but `max_new_tokens` ends an answer")
     stop: list[str] | None = Field(
         default=None,
         description="the answer ends with the first of these, which is part of it",
-        json_schema_extra={"items": {"minLength": 1}},
+        json_schema_extra={"items": {"minLength": 1, "maxLength": MAX_STOP_CHARS}},
     )
     stop_token_ids: list[int] | None = Field(
         default=None, description="ids that end the answer, with reason `stop_sequence`", json_schema_extra={"items": {"minimum": 0}}
@@ -87,10 +85,7 @@ class GenerateRequest(BaseModel):
     def asked(self) -> Asked:
         """Raises Refusal (422) for what is not served."""
         given = self.parameters or Parameters()
-        for name, neutral in UNSERVED.items():
-            value = getattr(given, name)
-            if value is not None and value not in neutral:
-                raise invalid(f"`{name}` is not supported yet", name)
+        check_served({name: getattr(given, name) for name in UNSERVED} | (given.model_extra or {}), UNSERVED, FIELDS)
         return Asked(
             text=self.inputs,
             max_new_tokens=given.max_new_tokens,

@@ -19,7 +19,7 @@ from common.flags import FlagParser
 from common.settings import SettingError
 from deploy.bench import load, report, servers, svg
 from deploy.bench.figures import figures
-from deploy.client import Trouble, add_url, api_key, base_url, complain, new_client, print_anything
+from deploy.client import Trouble, add_url, api_key, base_url, complain, new_client
 
 ANSWER_S = 60.0
 MAX_USERS = 1024
@@ -30,7 +30,6 @@ if one is named: the same prompts in turn, streamed, greedy. API_KEY is sent to 
 
 def main(argv: Sequence[str]) -> int:
     """Returns 0 when tokens came from everybody under every load. Raises SettingError for flags that cannot be served."""
-    print_anything()
     flags = read(argv)
     wanted = load.Wanted(flags.duration, flags.concurrency, flags.prompt_tokens, flags.max_tokens)
     try:

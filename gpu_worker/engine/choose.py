@@ -45,7 +45,7 @@ def limits(turns: Sequence[Turn], device: torch.device) -> Limits:
     sampled = [turn.manner.sampling for turn in turns]
     shares = [[one.top_p, one.min_p, one.typical_p, turn.manner.uniforms.at(turn.index)] for one, turn in zip(sampled, turns, strict=True)]
     top_k = torch.tensor([one.top_k for one in sampled], device=device)
-    return Limits(top_k[:, None], *torch.tensor(shares, dtype=torch.float64, device=device).split(1, dim=1))
+    return Limits(top_k[:, None], *torch.tensor(shares, dtype=torch.float64, device=device)[..., None].unbind(1))
 
 
 def greedily(scores: torch.Tensor, weights: torch.Tensor, limits: Limits, num_tops: int) -> Drawn:

@@ -13,6 +13,7 @@ from common.settings import SettingError, Settings
 from gpu_worker.engine import attention, native, paged, parallel, rope
 from gpu_worker.engine.cache import Cache, Geometry
 from gpu_worker.engine.config import read_config, unservable
+from gpu_worker.engine.fuse import fuse
 from gpu_worker.engine.inputs import Inputs
 from gpu_worker.engine.pack import pack
 from gpu_worker.engine.paged import Paged
@@ -79,7 +80,10 @@ def load(settings: Settings, progress: model_files.Progress, ranks: Ranks) -> Lo
     cache, backend = Cache(geometry, num_blocks, device), backend_of(geometry, device)
     attention.attach(layers, geometry, cache, backend)
     context, eos_ids = int(model_files.context(path) * (settings.rope_factor or 1)), model_files.eos_ids(path)
-    return Loaded(model, device, dtype, num_blocks, cache, backend, rope.by_length(model), context, eos_ids, config.vocab_size)
+    loaded = Loaded(model, device, dtype, num_blocks, cache, backend, rope.by_length(model), context, eos_ids, config.vocab_size)
+    if isinstance(backend, Paged):
+        fuse(model, backend, loaded.begin)
+    return loaded
 
 
 def backend_of(geometry: Geometry, device: torch.device) -> attention.Backend:

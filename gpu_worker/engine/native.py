@@ -49,7 +49,33 @@ class Heads(ctypes.Structure):
     _fields_ = [("data", c_void_p), ("token", c_int64), ("head", c_int64)]
 
 
-SIGNATURES = {"tf_attend": [c_int32, POINTER(Step), POINTER(Cache), POINTER(Heads), POINTER(Heads), POINTER(Heads), c_void_p]}
+class Linear(ctypes.Structure):
+    _fields_ = [("packed", c_void_p), ("bias", c_void_p), ("inputs", c_int32), ("outputs", c_int32)]
+
+
+class Norm(ctypes.Structure):
+    _fields_ = [("weight", c_void_p), ("epsilon", c_float)]
+
+
+class Layer(ctypes.Structure):
+    _fields_ = [
+        ("cache", Cache),
+        *((name, Linear) for name in ("q", "k", "v", "o", "gate", "up", "down")),
+        *((name, Norm) for name in ("before_attention", "before_mlp", "of_query", "of_key")),
+        ("rotary", c_int32),
+    ]
+
+
+SIGNATURES = {
+    "tf_attend": [c_int32, POINTER(Step), POINTER(Cache), POINTER(Heads), POINTER(Heads), POINTER(Heads), c_void_p],
+    "tf_multiplies": [c_int32],
+    "tf_panel": [],
+    "tf_pack": [c_int32, c_void_p, c_int32, c_int32, c_void_p],
+    "tf_product": [c_int32, c_int32, c_void_p, c_int32, POINTER(Linear), c_void_p],
+    "tf_layer": [c_int32, POINTER(Step), POINTER(Layer), c_void_p, c_void_p, c_void_p, c_void_p],
+    "tf_likeliest": [c_int32, c_int32, c_void_p, c_int32, c_int32, c_int64, c_void_p, c_void_p],
+}
+"""As in native/kernels.cpp."""
 
 
 @functools.cache
@@ -63,7 +89,7 @@ def library() -> ctypes.CDLL | None:
         return None
     for name, arguments in SIGNATURES.items():
         function = getattr(loaded, name)
-        function.argtypes, function.restype = arguments, None
+        function.argtypes, function.restype = arguments, c_int32
     return loaded
 
 

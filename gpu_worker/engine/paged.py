@@ -20,13 +20,13 @@ def serves(geometry: Geometry) -> bool:
 
 
 class Paged:
-    """Its K pages are transposed, `[key_dim / 2, block_size, 2]` or `[key_dim, block_size]`: one load takes a number of each of many keys."""
+    """Its K pages are transposed, `[key_dim / 2, block_size, 2]` or `[key_dim, block_size]`: one load takes numbers of many keys."""
 
     def __init__(self, geometry: Geometry, library: ctypes.CDLL) -> None:
         self.block_size, self.dtype, self.library = geometry.block_size, native.TYPES[geometry.dtype], library
         self.caches: dict[Any, native.Cache] = {}
         self.kept: list[torch.Tensor] = []
-        self.step = native.Step()
+        self.step = byref(native.Step())
         self.arrays: tuple[Any, ...] = ()
 
     def begin(self, inputs: Inputs) -> None:
@@ -36,7 +36,8 @@ class Paged:
         tables = np.concatenate([span.blocks.ravel() for span in inputs.spans])
         self.arrays = slots, tiles, tables = inputs.slots, tiles.astype(np.int32), tables.astype(np.int32)
         pointers = (array.ctypes.data for array in (slots, tiles, tables))
-        self.step = native.Step(torch.get_num_threads(), len(slots), len(tiles), self.block_size, *pointers)
+        step = native.Step(torch.get_num_threads(), len(slots), len(tiles), self.block_size, *pointers)
+        self.step = byref(step)
 
     def attend(
         self,
@@ -54,7 +55,7 @@ class Paged:
         output = query.new_empty(1, query.shape[2], query.shape[1], value.shape[3])
         query, key, value = dense(query), dense(key), dense(value)
         self.library.tf_attend(
-            self.dtype, byref(self.step), byref(cache), byref(heads(query)), byref(heads(key)), byref(heads(value)), output.data_ptr()
+            self.dtype, self.step, byref(cache), byref(heads(query)), byref(heads(key)), byref(heads(value)), output.data_ptr()
         )
         return output
 

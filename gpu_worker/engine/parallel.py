@@ -14,7 +14,7 @@ from safetensors import safe_open
 from torch import nn
 from transformers import AutoModelForCausalLM
 from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
+from transformers.core_model_loading import Concatenate, MergeModulelist, WeightConverter, WeightRenaming, rename_source_key
 
 from common import model_files
 from common.settings import SettingError, Settings
@@ -58,7 +58,6 @@ def read_part(path: Path, config: Any, dtype: torch.dtype, device: torch.device,
         whole = from_config(config, attn_implementation=NAME, trust_remote_code=settings.trust_remote_code)
     plan = shares(whole, ranks.world_size)
     tensors = dict(slices(path, whole, plan.cuts, ranks.rank))
-
     part = smaller(type(whole), plan.cuts, ranks.rank)
     model = read(partial(part.from_pretrained, None, config=config, state_dict=tensors), settings, dtype=dtype)
     return model.to(device), plan
@@ -80,11 +79,18 @@ def slices(path: Path, model: Any, cuts: Mapping[str, Cut], rank: int) -> Iterat
     changes = get_model_conversion_mapping(model)
     renamings = [change for change in changes if isinstance(change, WeightRenaming)]
     converters = [change for change in changes if isinstance(change, WeightConverter)]
+    side_by_side = {
+        pattern: all(isinstance(operation, MergeModulelist | Concatenate) for operation in converter.operations)
+        for converter in converters
+        for pattern in converter.source_patterns
+    }
     for file in model_files.weights(path):
         opened: Any = safe_open(file, framework="pt")
         for key in opened.keys():  # noqa: SIM118
-            name, _ = rename_source_key(key, renamings, converters, model.base_model_prefix, shapes)
+            name, converted = rename_source_key(key, renamings, converters, model.base_model_prefix, shapes)
             tensor = opened.get_slice(key)
+            if name in cuts and converted and not side_by_side[converted]:
+                raise Unservable(f"its checkpoint has {name} in another form, which cannot be split between ranks (NUM_SHARD)")
             yield key, sliced(name, tensor, cuts[name], shapes[name], rank) if name in cuts else tensor
 
 
@@ -94,7 +100,8 @@ def sliced(name: str, tensor: Any, cut: Cut, shape: Sequence[int], rank: int) ->
     dim = cut.dim - (len(shape) - len(own))
     begin, end = cut.intervals[rank]
     each = shape[cut.dim] // cut.packed
-    if dim < 0 or own[dim] not in (each, shape[cut.dim]):
+    others = [size for place, size in enumerate(own) if place != dim] == [*shape[-len(own) :][:dim], *shape[cut.dim + 1 :]]
+    if dim < 0 or not others or own[dim] not in (each, shape[cut.dim]):
         raise Unservable(f"its checkpoint has {name} in pieces that cannot be split between ranks (NUM_SHARD)")
     return Slices(tensor, dim, [(each * part + begin, each * part + end) for part in range(own[dim] // each)])
 

@@ -26,6 +26,11 @@ from gpu_worker.place import Place
 
 log = logging.getLogger(__name__)
 
+SPIN = ("GOMP_SPINCOUNT", "100")
+"""Threads that wait for each other sleep soon: on cores that other processes use, too, one that spins keeps away the one it waits for.
+Read when torch is imported.
+"""
+
 
 def main() -> None:
     die_with_parent()
@@ -51,6 +56,7 @@ def serve(link: Link | None) -> None:
     settings, place = Settings.read([], os.environ), Place.read(os.environ)
     name = f"{os.environ.get('WORKER_NAME', 'w0')} engine{f' rank {place.rank}' if place.rank else ''}"
     logs.set_up(name, settings.log_level, settings.json_output)
+    os.environ.setdefault(*SPIN)
     gc.disable()  # collections while torch and transformers are imported take a fifth of the start
     from gpu_worker.engine.engine import Engine  # seconds: after the socket is ours and bad settings were said
     from gpu_worker.engine.loop import follow, lead

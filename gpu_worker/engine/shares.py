@@ -15,8 +15,8 @@ from torch import nn
 
 from gpu_worker.engine.attention import Unservable
 
-UNIT = 64
-"""Features are cut at multiples of this, as matrix products like it, where there are enough of them."""
+UNITS = (64, 32, 16, 8, 1)
+"""Features are cut at multiples of the first of which each rank can have one: matrix products like, and some want, aligned rows."""
 GATHERED = ("colwise_gather_output", "colwise_rep")
 SPLIT = ("rowwise_split_input", "rowwise_rep")
 EMBEDDING = "embedding_rowwise"
@@ -52,7 +52,7 @@ class Shares:
 
 
 def evenly(size: int, world_size: int) -> list[Interval]:
-    unit = UNIT if size >= UNIT * world_size else 1
+    unit = next((unit for unit in UNITS if size >= unit * world_size), 1)
     bounds = [size // unit * rank // world_size * unit for rank in range(world_size)] + [size]
     return list(pairwise(bounds))
 
@@ -114,7 +114,7 @@ def plan_of(model: Any) -> dict[str, str]:
     if unknown := sorted({*plan.values()} - {*COLUMNS, *SUMMED}):
         raise Unservable(f"its plan for several ranks (NUM_SHARD) asks for {unknown[0]}, which is not served")
     names = {module: name for name, module in model.named_modules()}
-    embedding, head = (names[module] for module in (model.get_input_embeddings(), model.get_output_embeddings()))
+    embedding, head = names[model.get_input_embeddings()], names.get(model.get_output_embeddings())
     plan[embedding] = EMBEDDING
     if model.config.tie_word_embeddings and head not in plan:
         del plan[embedding]

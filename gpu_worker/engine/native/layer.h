@@ -29,47 +29,58 @@ template <class T> void rotate(const T* cosines, const T* sines, int size, T* he
     }
 }
 
+constexpr int FEW = 8;  // rows that every thread normalises for itself: sooner done than waited for
+
 // Memory for what lies between the parts; it grows and stays.
 template <class T> struct Between {
     std::vector<T> normed, projected, attended, gated;
-    void fit(int64_t rows, const Layer& layer) {
+    void fit(int64_t rows, int threads, const Layer& layer) {
         auto grow = [](std::vector<T>& to, int64_t size) { if ((int64_t)to.size() < size) to.resize(size); };
-        grow(normed, rows * layer.q.inputs);
+        grow(normed, std::max<int64_t>(rows, FEW * threads) * layer.q.inputs);
         grow(projected, rows * (layer.q.outputs + layer.k.outputs + layer.v.outputs));
         grow(attended, rows * layer.o.inputs);
         grow(gated, rows * layer.gate.outputs);
     }
 };
 
-// Q and K of a token's heads are normed and rotated, K and V written to their page.
-template <class T> void place(const Step& step, const Layer& layer, int token, const T* cosines, const T* sines, T* query) {
-    const Cache& cache = layer.cache;
-    T *key = query + layer.q.outputs, *value = key + layer.k.outputs;
-    auto ready = [&](T* head, const Norm& norm) {
-        if (norm.weight) normalise(norm, head, cache.key_dim, head);
-        if (layer.rotary) rotate(cosines + (int64_t)token * layer.rotary, sines + (int64_t)token * layer.rotary, layer.rotary, head);
-    };
-    for (int h = 0; h < cache.kv_heads * cache.group; h++) ready(query + h * cache.key_dim, layer.of_query);
-    for (int h = 0; h < cache.kv_heads; h++) {
-        ready(key + h * cache.key_dim, layer.of_key);
-        write<T>(step, cache, token, h, key + h * cache.key_dim, value + h * cache.value_dim);
+// All rows normalised, for the thread that calls.
+template <class T> const T* normalised(const Norm& norm, const T* from, int rows, int size, int thread, int threads, T* to) {
+    bool few = rows <= FEW;
+    if (few) to += (int64_t)thread * FEW * size;
+    for (int row = few ? 0 : thread; row < rows; row += few ? 1 : threads)
+        normalise(norm, from + (int64_t)row * size, size, to + (int64_t)row * size);
+    if (!few) {
+#pragma omp barrier
     }
+    return to;
+}
+
+// Of a token and a K head: Q and K are normed and rotated, K and V written to their page.
+template <class T> void place(const Step& step, const Layer& layer, int token, int head, const T* cosines, const T* sines, T* query) {
+    const Cache& cache = layer.cache;
+    T *key = query + layer.q.outputs + head * cache.key_dim, *value = query + layer.q.outputs + layer.k.outputs + head * cache.value_dim;
+    auto ready = [&](T* one, const Norm& norm) {
+        if (norm.weight) normalise(norm, one, cache.key_dim, one);
+        if (layer.rotary) rotate(cosines + (int64_t)token * layer.rotary, sines + (int64_t)token * layer.rotary, layer.rotary, one);
+    };
+    for (int h = head * cache.group; h < (head + 1) * cache.group; h++) ready(query + h * cache.key_dim, layer.of_query);
+    ready(key, layer.of_key);
+    write<T>(step, cache, token, head, key, value);
 }
 
 // in [tokens][hidden], cosines and sines [tokens][rotary] → out [tokens][hidden]
 template <class T> void run_layer(const Step& step, const Layer& layer, const T* in, const T* cosines, const T* sines, T* out) {
     static Between<T> between;
-    between.fit(step.num_tokens, layer);
-    T *normed = between.normed.data(), *projected = between.projected.data(), *attended = between.attended.data();
+    between.fit(step.num_tokens, step.threads, layer);
+    T *space = between.normed.data(), *projected = between.projected.data(), *attended = between.attended.data();
     T* gated = between.gated.data();
-    int rows = step.num_tokens, hidden = layer.q.inputs, stride = layer.q.outputs + layer.k.outputs + layer.v.outputs;
+    bool apart = step.num_tiles == step.num_tokens;  // no token sees another's K
+    int rows = step.num_tokens, heads = layer.cache.kv_heads, hidden = layer.q.inputs, stride = layer.q.outputs + layer.k.outputs + layer.v.outputs;
     int q_panels = num_panels(layer.q), k_panels = num_panels(layer.k), v_panels = num_panels(layer.v);
 #pragma omp parallel num_threads(step.threads)
     {
         int thread = thread_number(), threads = step.threads;
-        for (int row = thread; row < rows; row += threads)
-            normalise(layer.before_attention, in + (int64_t)row * hidden, hidden, normed + (int64_t)row * hidden);
-#pragma omp barrier
+        const T* normed = normalised(layer.before_attention, in, rows, hidden, thread, threads, space);
         own_panels(q_panels + k_panels + v_panels, thread, threads, [&](int panel) {
             const Linear& linear = panel < q_panels ? layer.q : panel < q_panels + k_panels ? layer.k : layer.v;
             T* to = projected + (&linear == &layer.q ? 0 : &linear == &layer.k ? layer.q.outputs : layer.q.outputs + layer.k.outputs);
@@ -77,18 +88,22 @@ template <class T> void run_layer(const Step& step, const Layer& layer, const T*
             panel_product<T>(normed, rows, linear, panel, to, stride, nullptr);
         });
 #pragma omp barrier
-        for (int row = thread; row < rows; row += threads) place(step, layer, row, cosines, sines, projected + (int64_t)row * stride);
+        if (!apart) {
+            for (int row = thread; row < rows; row += threads)
+                for (int head = 0; head < heads; head++) place(step, layer, row, head, cosines, sines, projected + (int64_t)row * stride);
 #pragma omp barrier
+        }
 #pragma omp for collapse(2) schedule(dynamic)
         for (int tile = 0; tile < step.num_tiles; tile++)
-            for (int head = 0; head < layer.cache.kv_heads; head++)
+            for (int head = 0; head < heads; head++) {
+                int64_t row = step.tiles[4 * tile];
+                if (apart) place(step, layer, row, head, cosines, sines, projected + row * stride);
                 attend<T>(step, layer.cache, tile, head, {projected, stride, layer.cache.key_dim}, attended);
+            }
         own_panels(num_panels(layer.o), thread, threads,
                    [&](int panel) { panel_product(attended, rows, layer.o, panel, out, hidden, in); });
 #pragma omp barrier
-        for (int row = thread; row < rows; row += threads)
-            normalise(layer.before_mlp, out + (int64_t)row * hidden, hidden, normed + (int64_t)row * hidden);
-#pragma omp barrier
+        normed = normalised(layer.before_mlp, out, rows, hidden, thread, threads, space);
         own_panels(num_panels(layer.gate), thread, threads, [&](int panel) { panel_gated(normed, rows, layer.gate, layer.up, panel, gated); });
 #pragma omp barrier
         own_panels(num_panels(layer.down), thread, threads,

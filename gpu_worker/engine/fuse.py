@@ -1,0 +1,163 @@
+"""Whole decoder layers in one native call, where a layer is of the shape that Llama made common.
+
+A layer is taken over when it consists of exactly the known parts, and its own code gives the same on inputs of several sizes.
+Every other layer stays as it is.
+"""
+
+from collections.abc import Callable, Iterator
+from ctypes import byref
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from gpu_worker.engine import native
+from gpu_worker.engine.inputs import Inputs, build
+from gpu_worker.engine.pack import NativeLinear
+from gpu_worker.engine.paged import Paged
+from gpu_worker.engine.rows import Part, Row
+
+TOKENS = 8  # of the prompt on which layers are compared
+SCALES = (0.1, 1.0, 30.0)
+TOLERANCES = {torch.float32: (1e-4, 1e-6), torch.bfloat16: (3e-2, 4e-3)}
+"""Of what a layer adds to its input, and of its output."""
+LAYER = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
+ATTENTION = {"q_proj", "k_proj", "v_proj", "o_proj"}
+HEAD_NORMS = {"q_norm", "k_norm"}
+MLP = {"gate_proj", "up_proj", "down_proj", "act_fn"}
+
+
+class Fused:
+    """The forward of one layer. `rotary`: numbers of a head that are rotated."""
+
+    def __init__(self, layer: Any, backend: Paged, rotary: int) -> None:
+        attention, mlp = layer.self_attn, layer.mlp
+        linears = [getattr(attention, f"{name}_proj").shape for name in "qkvo"]
+        linears += [getattr(mlp, f"{name}_proj").shape for name in ("gate", "up", "down")]
+        modules = (
+            layer.input_layernorm,
+            layer.post_attention_layernorm,
+            *(getattr(attention, name, None) for name in ("q_norm", "k_norm")),
+        )
+        self.weights = [norm and norm.weight.detach().float().contiguous() for norm in modules]
+        norms = [norm_of(module, weight) for module, weight in zip(modules, self.weights, strict=True)]
+        self.shape = byref(native.Layer(backend.caches[attention], *linears, *norms, rotary))
+        self.backend, self.dtype, self.run = backend, backend.dtype, backend.library.tf_layer
+
+    def __call__(self, hidden_states: torch.Tensor, *, position_embeddings: tuple[torch.Tensor, torch.Tensor], **rest: Any) -> torch.Tensor:
+        cosines, sines = position_embeddings
+        output = torch.empty_like(hidden_states)
+        pointers = (hidden_states.data_ptr(), cosines.data_ptr(), sines.data_ptr(), output.data_ptr())
+        self.run(self.dtype, self.backend.step, self.shape, *pointers)
+        return output
+
+
+def norm_of(module: Any, weight: torch.Tensor | None) -> native.Norm:
+    return native.Norm(None, 0.0) if weight is None else native.Norm(weight.data_ptr(), epsilon(module))
+
+
+def fuse(model: Any, backend: Paged, begin: Callable[[Inputs], None]) -> int:
+    """→ layers taken over"""
+    found = [layer for layer in candidates(model) if len(layer.self_attn.keys) * backend.block_size > TOKENS + backend.block_size]
+    taken = {layer: fused for layer, call in calls(model, found, backend, begin).items() if (fused := equal(layer, backend, call))}
+    for layer, fused in taken.items():
+        layer.forward = fused
+    return len(taken)
+
+
+# --- structure ----------------------------------------------------------------------------------------------------------------------
+
+
+def candidates(model: nn.Module) -> Iterator[Any]:
+    return (module for module in model.modules() if children(module) == LAYER and fits(module))
+
+
+def fits(layer: Any) -> bool:
+    attention, mlp = layer.self_attn, layer.mlp
+    if children(attention) not in (ATTENTION, ATTENTION | HEAD_NORMS) or children(mlp) != MLP or not parameters(attention) <= {"sinks"}:
+        return False
+    linears = [getattr(attention, name) for name in ATTENTION] + [getattr(mlp, name) for name in MLP - {"act_fn"}]
+    norms = [
+        layer.input_layernorm,
+        layer.post_attention_layernorm,
+        *(getattr(attention, name) for name in children(attention) & HEAD_NORMS),
+    ]
+    parts = all(type(linear) is NativeLinear for linear in linears) and all(is_rms_norm(norm) for norm in norms)
+    return parts and all(plain(part) for part in layer.modules())
+
+
+def children(module: Any) -> set[str]:
+    return {name for name, _ in module.named_children()}
+
+
+def parameters(module: nn.Module) -> set[str]:
+    return {name for name, _ in module.named_parameters(recurse=False)}
+
+
+def plain(module: nn.Module) -> bool:
+    """Nobody has changed what it computes."""
+    return "forward" not in vars(module) and not module._forward_hooks and not module._forward_pre_hooks
+
+
+def is_rms_norm(module: nn.Module) -> bool:
+    return parameters(module) == {"weight"} and module.weight.dim() == 1 and epsilon(module) > 0  # type: ignore[operator]
+
+
+def epsilon(module: Any) -> float:
+    return float(getattr(module, "variance_epsilon", getattr(module, "eps", None)) or 0.0)
+
+
+# --- comparison ---------------------------------------------------------------------------------------------------------------------
+
+
+def calls(model: Any, layers: list[Any], backend: Paged, begin: Callable[[Inputs], None]) -> dict[Any, tuple[Any, Any, Any]]:
+    """Runs the model on a few tokens → positional arguments, named ones and the output of each layer that is called as most are."""
+    seen: dict[Any, tuple[Any, Any, Any]] = {}
+
+    def note(module: Any, arguments: Any, options: Any, output: Any) -> None:
+        seen[module] = (arguments, options, output)
+
+    if layers:
+        hooks = [layer.register_forward_hook(note, with_kwargs=True) for layer in layers]
+        line = build([prompt(backend.block_size, model.config.get_text_config().vocab_size)], backend.block_size, torch.device("cpu"))
+        begin(line)
+        model(input_ids=line.ids, position_ids=line.positions, use_cache=False)
+        for hook in hooks:
+            hook.remove()
+    return {layer: call for layer, call in seen.items() if usual(*call)}
+
+
+def prompt(block_size: int, vocab_size: int) -> Part:
+    """In the first blocks, which nobody has been granted yet."""
+    blocks = np.arange(1, 1 + -(-TOKENS // block_size), dtype=np.int32)
+    ids = np.arange(TOKENS, dtype=np.int32) * 7 % vocab_size
+    return Part(Row(0, ids, 0, 1, blocks), 0, TOKENS, samples=True)
+
+
+def usual(arguments: Any, options: Any, output: Any) -> bool:
+    if len(arguments) != 1 or not torch.is_tensor(output) or not isinstance(options.get("position_embeddings"), tuple):
+        return False
+    tensors = (*arguments, output, *options["position_embeddings"])
+    dtypes = {tensor.dtype for tensor in tensors}
+    return len(tensors) == 4 and len(dtypes) == 1 and all(tensor.is_contiguous() and tensor.shape[:2] == (1, TOKENS) for tensor in tensors)
+
+
+def equal(layer: Any, backend: Paged, call: tuple[Any, Any, Any]) -> Fused | None:
+    """The native layer that gives what this one does, if there is one. Some models leave positions out of some layers."""
+    (states,), options, _ = call
+    random = torch.Generator().manual_seed(0)
+    inputs = [states, *((torch.randn(states.shape, generator=random) * scale).to(states.dtype) for scale in SCALES)]
+    expected = [layer(tensor, **options) for tensor in inputs]
+    rotary = options["position_embeddings"][0].shape[2]
+    fits = rotary <= backend.caches[layer.self_attn].key_dim
+    for fused in [Fused(layer, backend, size) for size in ((rotary, 0) if fits else (0,))]:
+        if all(close(fused(given, **options), wanted, given) for given, wanted in zip(inputs, expected, strict=True)):
+            return fused
+    return None
+
+
+def close(output: torch.Tensor, expected: torch.Tensor, given: torch.Tensor) -> bool:
+    of_added, of_output = TOLERANCES[expected.dtype]
+    bound = of_added * (expected.float() - given.float()).norm() + of_output * expected.float().norm()
+    return bool((output.float() - expected.float()).norm() <= bound)

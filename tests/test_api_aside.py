@@ -1,0 +1,55 @@
+"""Work that takes long is done in a thread, so that no stream waits for it."""
+
+import importlib
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from api.aside import LONG, aside
+from deploy.broker import Broker
+from tests.fake_worker import Answer, working
+from tests.gateways import ready, serving, vocabulary
+
+TOKENIZER = vocabulary().tokenizer
+
+
+async def test_what_is_long_goes_to_a_thread_and_its_error_comes_back() -> None:
+    here = threading.get_ident()
+    assert await aside(LONG - 1, threading.get_ident) == here
+    assert await aside(LONG, threading.get_ident) != here
+    with pytest.raises(ZeroDivisionError):
+        await aside(LONG, lambda: 1 / 0)
+
+
+CHAT = [{"role": "user", "content": "a"}] * 200
+CASES: list[tuple[str, str, str, dict[str, Any]]] = [
+    ("/tokenize", "api.body", "shaped", {"inputs": "a " * LONG}),
+    ("/tokenize", "api.tgi.routes_tokenize", "simple_tokens", {"inputs": "a " * LONG}),
+    ("/generate", "api.body", "shaped", {"inputs": "a", "parameters": {"stop_token_ids": [1] * LONG}}),
+    ("/generate", "api.tgi.routes", "answer", {"inputs": "a", "parameters": {"details": True, "top_n_tokens": 20}}),
+    ("/v1/completions", "api.body", "shaped", {"prompt": [1] * LONG}),
+    ("/v1/chat/completions", "api.openai.conversation", "rendered", {"messages": CHAT}),
+    ("/chat_tokenize", "api.openai.conversation", "rendered", {"messages": CHAT}),
+]
+
+
+@pytest.mark.parametrize(("path", "module", "name", "body"), CASES, ids=[f"{path} {name}" for path, _, name, _ in CASES])
+async def test_large_requests_keep_no_stream_waiting(
+    broker: Broker, path: str, module: str, name: str, body: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here, seen = threading.get_ident(), set[int]()
+    place = importlib.import_module(module)
+    work: Callable[..., Any] = getattr(place, name)
+
+    def watched(*args: Any) -> Any:
+        seen.add(threading.get_ident())
+        return work(*args)
+
+    monkeypatch.setattr(place, name, watched)
+    answer = Answer([TOKENIZER.token_to_id("a")] * (LONG // 20))
+    async with working(broker.url, TOKENIZER, lambda _: answer), serving(broker.url) as (gateway, client):
+        await ready(gateway)
+        await client.post(path, json=body)
+    assert seen and here not in seen

@@ -1,0 +1,163 @@
+"""Garbage at every door of a whole fleet: whoever can be answered is told what is wrong, no process ends, and all goes on."""
+
+import json
+import socket
+from collections.abc import Iterator
+
+import httpx
+import msgpack
+import pytest
+import redis
+
+from common.keys import Keys
+from tests.fleet import Fleet
+from tests.waiting import wait_until_sync
+
+KEYS = Keys("default")
+TGI = ["/", "/generate", "/generate_stream", "/tokenize", "/chat_tokenize"]
+OPENAI = ["/v1/chat/completions", "/v1/completions"]
+MB = 10**6
+
+
+@pytest.fixture(scope="module")
+def fleet() -> Iterator[Fleet]:
+    with Fleet(dtype="float32", threads=1, num_jobs=1, kv_cache_bytes="32MiB") as one:
+        yield one
+
+
+@pytest.fixture(autouse=True)
+def nobody_dies(fleet: Fleet) -> Iterator[None]:
+    """Whatever a test does, afterwards the same processes serve."""
+    before = fleet.pids()
+    yield
+    body = {"inputs": "The capital of France is", "parameters": {"max_new_tokens": 1}}
+    assert httpx.post(f"{fleet.base_url}/generate", json=body, timeout=60).json() == {"generated_text": " Paris"}
+    assert fleet.pids() == before, fleet.errors()[-2000:]
+
+
+# --- HTTP -------------------------------------------------------------------------------------------------------------------------
+
+BODIES = {
+    "empty": b"",
+    "all bytes": bytes(range(256)),
+    "no object": b"[1]",
+    "too large": b"[" * 3 * MB,
+    "deep": b'{"inputs":' * 99_999,
+    "deep, but JSON": b'{"prompt":%s,"inputs":%s,"messages":%s}' % ((b"[" * 150 + b"]" * 150,) * 3),
+    "invalid UTF-8": b'{"inputs":"\xff","prompt":"\xc3\x28","messages":"\xed\xa0\x80"}',
+    "a lone surrogate": b'{"inputs":"\\ud800","prompt":"\\udfff","messages":"\\ud800"}',
+    "UTF-16": '{"inputs":"a"}'.encode("utf-16"),
+    "a huge number": b'{"inputs":' + b"9" * 5000 + b"}",
+    "wrong types": b'{"inputs":{"a":1},"prompt":{"a":1},"messages":{"a":1}}',
+    "wrong types within": b'{"inputs":[1.5],"prompt":[[1.5]],"messages":[[1.5]]}',
+}
+TEMPLATES = {
+    "/generate": b'{"inputs":"a","parameters":{"max_new_tokens":1,"%s":%s}}',
+    "/v1/completions": b'{"prompt":"a","max_tokens":1,"%s":%s}',
+    "/v1/chat/completions": b'{"messages":[{"role":"user","content":"a"}],"max_tokens":1,"%s":%s}',
+}
+NUMBERS = [b"NaN", b"Infinity", b"-1e999", b'"5"', b"true", b"[]", b"{}", b"9" * 5000]
+FIELDS = [b"temperature", b"top_k", b"top_p", b"seed", b"repetition_penalty", b"frequency_penalty"]
+
+
+def told(answer: httpx.Response, path: str) -> int:
+    """The status, of an error object of the route's family."""
+    error = answer.json()
+    assert len(answer.headers["x-request-id"]) == 32
+    if path in OPENAI:
+        assert set(error["error"]) == {"message", "type", "param", "code"} and error["error"]["message"]
+    else:
+        assert set(error) == {"error", "error_type"} and error["error"]
+    return answer.status_code
+
+
+def test_bodies(fleet: Fleet) -> None:
+    json_type = {"content-type": "application/json"}
+    with httpx.Client(base_url=fleet.base_url, timeout=60) as http:
+        for path in TGI + OPENAI:
+            for name, content in BODIES.items():
+                answer = http.post(path, content=content, headers=json_type)
+                assert told(answer, path) in (400, 413, 422), (path, name)
+
+
+def test_numbers(fleet: Fleet) -> None:
+    with httpx.Client(base_url=fleet.base_url, timeout=60, headers={"content-type": "application/json"}) as http:
+        for path, template in TEMPLATES.items():
+            assert http.post(path, content=template % (b"seed", b"1")).status_code == 200
+            for field in FIELDS:
+                for number in NUMBERS:
+                    assert told(http.post(path, content=template % (field, number)), path) in (400, 422), (path, field, number)
+
+
+RAW = {
+    "no HTTP": b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + bytes(range(256)) + b"\r\n\r\n",
+    "a header of 1 MB": b"GET /health HTTP/1.1\r\nHost: x\r\nX-A: " + b"a" * MB + b"\r\n\r\n",
+    "10,000 headers": b"GET /health HTTP/1.1\r\nHost: x\r\n" + b"".join(b"X-%d: a\r\n" % i for i in range(10_000)) + b"\r\n",
+    "a path of 1 MB": b"GET /" + b"a" * MB + b" HTTP/1.1\r\nHost: x\r\n\r\n",
+    "a query of 100 kB": b"GET /fleet?" + b"%ff&" * 25_000 + b" HTTP/1.1\r\nHost: x\r\n\r\n",
+    "bytes in a path": b"GET /fleet/requests/%00%ff%fe\xff HTTP/1.1\r\nHost: x\r\n\r\n",
+    "bytes in headers": b"POST /generate HTTP/1.1\r\nHost: \xff\r\nx-request-id: \xff\xfe\r\ncontent-type: \xff\r\n\r\n",
+    "a length below 0": b"POST /generate HTTP/1.1\r\nHost: x\r\ncontent-type: application/json\r\ncontent-length: -1\r\n\r\n{}",
+    "a length of 10**30": b"POST /generate HTTP/1.1\r\nHost: x\r\ncontent-length: 1" + b"0" * 30 + b"\r\n\r\n{}",
+    "two lengths": b"POST /generate HTTP/1.1\r\nHost: x\r\ncontent-length: 2\r\ncontent-length: 5\r\n\r\n{}",
+    "broken chunks": b"POST /generate HTTP/1.1\r\nHost: x\r\ntransfer-encoding: chunked\r\n\r\nzz\r\n",
+    "another protocol": b"GET /health HTTP/1.1\r\nHost: x\r\nConnection: Upgrade\r\nUpgrade: websocket\r\nSec-WebSocket-Key: a\r\n\r\n",
+    "HTTP/9.9": b"GET / HTTP/9.9\r\nHost: x\r\n\r\n",
+}
+
+
+@pytest.mark.parametrize("name", RAW)
+def test_what_is_hardly_http(fleet: Fleet, name: str) -> None:
+    """An answer that is no crash, or none: the server's library closes what it cannot read."""
+    with socket.create_connection(("127.0.0.1", fleet.settings["port"]), timeout=10) as connection:
+        connection.sendall(RAW[name])
+        connection.shutdown(socket.SHUT_WR)
+        answer = b"".join(iter(lambda: connection.recv(65536), b""))
+    assert not answer or (answer.startswith(b"HTTP/1.1 ") and answer[9:10] in b"24"), answer[:300]
+
+
+# --- the broker -------------------------------------------------------------------------------------------------------------------
+
+DEEP = b"\x91" * 100_000 + b"\x00"
+PAYLOADS = [b"", b"\xc1", b"\xff" * 1000, b"garbage", DEEP, msgpack.packb({"v": 1}), msgpack.packb({"v": 99}), msgpack.packb([1, 2])]
+PAYLOADS += [msgpack.packb({"v": 1, "id": {"a": 1}, "s": 5, "q": "x", "e": -1, "n": 2**63, "u": None, "t": [5], "i": b"\xff"})]
+
+
+def entries(*fields: str) -> list[dict[bytes | str, bytes]]:
+    return [{field: payload} for field in fields for payload in PAYLOADS] + [{b"\xff\x00": b"\xff"}]
+
+
+@pytest.fixture
+def broker(fleet: Fleet) -> Iterator[redis.Redis]:
+    with redis.Redis.from_url(fleet.redis_url) as client:
+        yield client
+
+
+def test_streams_of_the_batcher(broker: redis.Redis) -> None:
+    for stream, fields in {KEYS.requests: ["generate"], KEYS.control: ["cancel", "died", "hello"]}.items():
+        for entry in entries(*fields):
+            broker.xadd(stream, entry)
+    wait_until_sync(lambda: broker.xlen(KEYS.requests) == 0, 30)
+
+
+def test_channels(broker: redis.Redis) -> None:
+    """Of gateways, and names that somebody may choose for answers to jobs."""
+    for key in broker.scan_iter(KEYS.gateway("*")):
+        for payload in PAYLOADS:
+            assert broker.publish(KEYS.events(key.decode().rpartition(":")[2]), payload)
+    for i, name in enumerate(
+        ["events:g0", "ext:", "ext:a b", "ext:\x00", "ext:" + "a" * 999, "ext:é", "ext:a\n", "EXT:a", "", 5, ["ext:a"], {}]
+    ):
+        broker.xadd(KEYS.submit, {"job": json.dumps({"id": f"channel{i}", "inputs": "a", "reply_to": name})})
+        answer = json.loads(wait_until_sync(lambda i=i: broker.get(KEYS.result(f"channel{i}")), 30))
+        assert "reply_to" in answer["error"], name
+
+
+def test_jobs(fleet: Fleet, broker: redis.Redis) -> None:
+    for entry in entries("job", "cancel"):
+        broker.xadd(KEYS.submit, entry)
+    wait_until_sync(lambda: broker.xlen(KEYS.submit) == 0, 30)
+    for i, payload in enumerate(PAYLOADS):
+        broker.set(f"arq:job:garbage{i}", payload)
+        broker.zadd(KEYS.jobs, {f"garbage{i}": 1})
+    wait_until_sync(lambda: broker.zcard(KEYS.jobs) == 0, 30)

@@ -1,0 +1,191 @@
+"""The native kernels against torch, and what is done where they cannot be built."""
+
+import itertools
+import logging
+import math
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from gpu_worker.engine import fuse, load, native, pack
+from gpu_worker.engine.cache import Cache, Geometry, Layer, View
+from gpu_worker.engine.inputs import arrange, build
+from gpu_worker.engine.pack import NativeLinear, PackedLinear
+from gpu_worker.engine.paged import Paged
+from gpu_worker.engine.rows import Part, Row
+from gpu_worker.engine.sample import greedy
+from gpu_worker.engine.sdpa import Sdpa
+from tests import tiny_models
+from tests.test_gpu_worker_engine_models import engine_of, play, prompts
+from tests.tiny_models import FAMILIES
+
+CPU = torch.device("cpu")
+ERRORS = {torch.float32: 2e-5, torch.float16: 5e-3, torch.bfloat16: 4e-2}
+BLOCKS = 99
+
+
+@pytest.fixture(autouse=True)
+def library() -> object:
+    if (found := native.library()) is None:
+        pytest.skip("no C++ compiler")
+    return found
+
+
+# --- attention ----------------------------------------------------------------------------------------------------------------------
+
+
+def rows(block_size: int, lengths: tuple[int, ...]) -> list[Row]:
+    """With blocks in no order."""
+    shuffled = np.random.default_rng(0).permutation(np.arange(1, BLOCKS + 1)).astype(np.int32)
+    sizes = [-(-(length + 4) // block_size) for length in lengths]
+    parts = np.split(shuffled, np.cumsum(sizes))
+    return [Row(number, np.zeros(length, np.int32), 0, 9, part) for number, (length, part) in enumerate(zip(lengths, parts, strict=False))]
+
+
+def chunk(row: Row, begin: int, count: int) -> Part:
+    return Part(row, begin, count, samples=True)
+
+
+STEPS = [[(0, 0, 41), (1, 0, 1), (2, 0, 33)], [(0, 41, 29), (1, 1, 1), (2, 33, 1), (3, 0, 90)], [(0, 70, 1), (1, 2, 1), (3, 90, 1)]]
+"""(row, begin, tokens): prompts in chunks, and rows that decode beside them."""
+
+
+@pytest.mark.parametrize("dtype", native.TYPES, ids=str)
+@pytest.mark.parametrize("block_size", [16, 8, 5])
+def test_attention(dtype: torch.dtype, block_size: int, library: object) -> None:
+    """Features in all combinations; dimensions that fit the vectors and such that do not. Slots that nobody wrote are NaN."""
+    for (key_dim, value_dim), group, window, softcap, sinks in itertools.product(
+        ((64, 64), (24, 18)), (1, 3), (None, 20), (None, 5.0), (None, torch.randn(6))
+    ):
+        torch.manual_seed(0)
+        view = View(2, group, window)
+        geometries = [Geometry([Layer(view, key_dim, value_dim)], block_size, number) for number in (torch.float32, dtype)]
+        caches = [Cache(geometry, BLOCKS, CPU) for geometry in geometries]
+        caches[1].fill(list(range(BLOCKS + 1)), math.nan)
+        backends = [Sdpa(geometries[0], CPU), Paged(geometries[1], library)]  # type: ignore[arg-type]
+        modules = [SimpleNamespace(keys=cache.keys[0], values=cache.values[0], view=view) for cache in caches]
+        modules = [type("Module", (), vars(module))() for module in modules]
+        lines = rows(block_size, (70, 1, 33, 90))
+        for step in STEPS:
+            line = build(arrange([chunk(lines[row], begin, count) for row, begin, count in step]), block_size, CPU)
+            tokens = line.ids.shape[1]
+            query = torch.randn(1, tokens, 2 * group, key_dim).to(dtype).transpose(1, 2)
+            key, value = torch.randn(1, 2, tokens, key_dim).to(dtype), torch.randn(1, tokens, 2, value_dim).to(dtype).transpose(1, 2)
+            outputs = []
+            for backend, module, number in zip(backends, modules, (torch.float32, dtype), strict=True):
+                backend.begin(line)
+                given = [tensor.to(number) for tensor in (query, key, value)]
+                outputs.append(backend.attend(*given, module, key_dim**-0.5, softcap, None if sinks is None else sinks[: 2 * group]))
+            torch.testing.assert_close(outputs[1].float(), outputs[0], rtol=0, atol=ERRORS[dtype])
+
+
+# --- products -----------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("inputs", "outputs", "bias"), [(96, 144, False), (50, 7, True), (64, 100, True)])
+def test_products(dtype: torch.dtype, inputs: int, outputs: int, bias: bool, library: object) -> None:
+    """A row's result is the same bits alone and among others."""
+    if not library.tf_multiplies(native.TYPES[dtype]):  # type: ignore[attr-defined]
+        pytest.skip("torch's products are used on this processor")
+    torch.manual_seed(0)
+    linear = nn.Linear(inputs, outputs, bias=bias).to(dtype)
+    packed = NativeLinear(linear, library)  # type: ignore[arg-type]
+    for num_rows in (*range(1, 10), 33):
+        states = torch.randn(1, num_rows, inputs).to(dtype)
+        wanted = states.double() @ linear.weight.double().T + (linear.bias.double() if bias else 0)
+        result = packed(states)
+        torch.testing.assert_close(result.double(), wanted, rtol=2 * torch.finfo(dtype).eps, atol=1e-5)
+        assert all(torch.equal(packed(states[:, row]), result[:, row]) for row in range(num_rows))
+
+
+# --- the likeliest token ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", native.TYPES, ids=str)
+@pytest.mark.parametrize("size", [1, 15, 16, 1000])
+def test_likeliest(dtype: torch.dtype, size: int) -> None:
+    torch.manual_seed(0)
+    logits = (torch.randn(5, size) * 8).to(dtype)
+    logits[0, size // 2 :] = 40.0  # many are the largest: the first counts
+    logits[1, : size // 2] = -math.inf
+    ids, logprobs = greedy(logits)
+    wanted = torch.log_softmax(logits.double(), -1)
+    assert ids[0] == size // 2
+    assert torch.equal(logits.gather(1, ids[:, None])[:, 0], logits.max(-1).values)
+    torch.testing.assert_close(logprobs.double(), wanted.gather(1, ids[:, None])[:, 0], rtol=0, atol=1e-5)
+
+
+# --- whole layers -------------------------------------------------------------------------------------------------------------------
+
+
+def num_fused(monkeypatch: pytest.MonkeyPatch, folder: Path, family: str, **sizes: float) -> int:
+    counts: list[int] = []
+    monkeypatch.setattr(load, "fuse", lambda *arguments: counts.append(fuse.fuse(*arguments)))
+    tiny_models.save(folder, FAMILIES[family][0], FAMILIES[family][1] | sizes)
+    engine_of(folder)
+    return counts[0]
+
+
+@pytest.mark.parametrize(
+    ("family", "wanted"),
+    [("Llama", 3), ("Llama-dynamic", 3), ("Mistral", 3), ("Qwen2", 3), ("Qwen3", 3), ("SmolLM3", 3), ("Gemma2", 0), ("OLMo2", 0)],
+)
+def test_layers_taken_over(family: str, wanted: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert num_fused(monkeypatch, tmp_path, family) == wanted
+
+
+def test_other_sums_are_not_taken_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert num_fused(monkeypatch, tmp_path, "Granite", residual_multiplier=0.95) == 0
+
+
+def test_other_code_is_not_taken_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same parts, put together in another way."""
+    import transformers.models.llama.modeling_llama as llama
+
+    class Louder(llama.LlamaMLP):  # type: ignore[misc]
+        def forward(self, states: torch.Tensor) -> torch.Tensor:
+            return super().forward(states) * 1.01
+
+    monkeypatch.setattr(llama, "LlamaMLP", Louder)
+    assert num_fused(monkeypatch, tmp_path, "Llama") == 0
+
+
+# --- without a compiler -------------------------------------------------------------------------------------------------------------
+
+
+def test_without_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """Said in one line, and the ids are the same."""
+    model = tiny_models.save(tmp_path, *FAMILIES["Llama"])
+    wanted = {row: tiny_models.generate(model, prompt, 40) for row, prompt in enumerate(prompts())}
+    monkeypatch.setattr(native, "COMPILERS", ())
+    monkeypatch.setattr(native, "library", native.functools.cache(native.library.__wrapped__))
+    with caplog.at_level(logging.WARNING):
+        engine = engine_of(tmp_path)
+    assert [record.message for record in caplog.records if record.name == native.__name__] == [
+        "no native kernels, torch's are used and are slower: no C++ compiler (g++ or clang++) is installed"
+    ]
+    assert isinstance(engine.loaded.backend, Sdpa) and isinstance(pack.packed(nn.Linear(8, 8)), PackedLinear)
+    assert play(engine, dict(enumerate(prompts()))) == wanted
+
+
+def test_built_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the folder named; what fails leaves nothing behind."""
+    monkeypatch.setattr(native, "CACHE", tmp_path)
+    monkeypatch.setattr(native.subprocess, "run", calls := Recorded(native.subprocess.run))
+    first = native.built()
+    assert native.built() == first and calls.count == 3, "version, compilation, version"
+    assert {path.name for path in tmp_path.iterdir()} == {first.name, "lock"}
+
+
+class Recorded:
+    def __init__(self, run) -> None:
+        self.run, self.count = run, 0
+
+    def __call__(self, *arguments, **options):
+        self.count += 1
+        return self.run(*arguments, **options)
