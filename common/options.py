@@ -46,7 +46,7 @@ NO_TRACES = "traces are not built yet; metrics are (METRICS_PORT)"
 NO_NGROK = "tunnels are not built; put a proxy in front"
 NO_LORA = "adapters are not built yet; merge the adapter into the model"
 NO_WATERMARK = "watermarks are not built yet"
-NO_REPLACED_KERNELS = "there are no custom kernels"
+NO_CUDA_KERNELS = "there are no CUDA kernels of our own"
 NOT_ROCM = "AMD GPUs are not served"
 OWN_TOKENIZER = "a model's tokenizer is its own; tokenizer.json stands beside its weights"
 TLS = "TLS is for a proxy in front"
@@ -67,7 +67,7 @@ TGI = (
     Option("master_addr", ANY, RANKS_FIND),
     Option("master_port", ANY, RANKS_FIND, int),
     Option("weights_cache_override", NONE, "give the directory with the weights as MODEL_ID"),
-    Option("disable_custom_kernels", ANY, NO_REPLACED_KERNELS, bool),
+    Option("disable_custom_kernels", ANY, NO_CUDA_KERNELS, bool),
     Option("otlp_endpoint", NONE, NO_TRACES),
     Option("otlp_service_name", ("text-generation-inference.router", "text-generation-inference.server"), NO_TRACES),
     Option("watermark_gamma", ("0.5",), NO_WATERMARK, float),
@@ -91,14 +91,14 @@ TGI = (
     Option("hf_hub_offline", ANY, "read by huggingface_hub", flag=False),
     Option("hf_hub_enable_hf_transfer", ANY, "huggingface_hub has its own fast transfers", flag=False),
     Option("hf_hub_user_agent_origin", ANY, "read by huggingface_hub", flag=False),
-    Option("attention", ("paged",), "attention is over pages, in torch's kernels", flag=False),
+    Option("attention", ("paged",), "attention is over pages, on every device", flag=False),
     Option("prefix_caching", OFF, "a cache of prefixes is not built yet", bool, flag=False),
     Option("prefill_chunking", ON, CHUNKED, bool, flag=False),
     Option("tgi_wiggle_room", NONE, "KV_CACHE_BYTES says how large the cache is", flag=False),
     Option("use_flash_attention", ANY, "there is one attention for all models", flag=False),
     Option("request_logprobs", ANY, "log-probabilities are always there", flag=False),
-    Option("disable_exllama", ANY, NO_REPLACED_KERNELS, flag=False),
-    Option("exllama_version", ANY, NO_REPLACED_KERNELS, flag=False),
+    Option("disable_exllama", ANY, NO_CUDA_KERNELS, flag=False),
+    Option("exllama_version", ANY, NO_CUDA_KERNELS, flag=False),
     Option("rocm_use_flash_attn_v2_triton", NONE, NOT_ROCM, flag=False),
     Option("rocm_use_custom_paged_attn", NONE, NOT_ROCM, flag=False),
     Option("rocm_use_skinny_gemm", NONE, NOT_ROCM, flag=False),
@@ -126,7 +126,7 @@ VLLM = (
     Option("cpu_offload_gb", ("0",), "weights stay on the device", float),
     Option("disable_log_requests", ANY, "what requests say is never logged", bool),
     Option("disable_log_stats", ANY, "figures are in /metrics, not in the log", bool),
-    Option("disable_custom_all_reduce", ANY, NO_REPLACED_KERNELS, bool),
+    Option("disable_custom_all_reduce", ANY, NO_CUDA_KERNELS, bool),
     Option("distributed_executor_backend", ("mp", "uni"), "each rank is a process (NUM_SHARD)"),
     Option("no_enable_prefix_caching", ANY, "a cache of prefixes is not built yet", bool),
     Option("no_enable_chunked_prefill", OFF, CHUNKED, bool),

@@ -237,3 +237,21 @@ async def test_likeliest_tokens_are_committed_with_their_token(redis):
     state = (await read(redis, KEYS, ["r1"]))["r1"]
     assert (state.num_tokens, state.spilled_bytes) == (3, 24)
     assert split(state.records, 3) == ([0, 1, 2], [-1.0] * 3, [[(i, -1.0), (7, -2.0)] for i in range(3)])
+
+
+@pytest.mark.parametrize("stream", ["log", "reports"])
+async def test_a_worker_whose_streams_a_stranger_wrote_to_is_over(redis, pubsub, stream):
+    """Its next flush is told so, and is not taken for one that was sent again."""
+    await open_worker(redis)
+    await redis.xadd(getattr(KEYS, stream)("w1"), {"a": "stranger"})
+    assert await flush(redis, 1, entry("r1", 0, [7]), b"report", [("ch", b"one")]) == b"SEALED"
+    assert await heard(pubsub) == []
+
+
+async def test_a_plan_is_not_taken_for_a_strangers_entry(redis):
+    """An epoch further on gets past it."""
+    await open_worker(redis)
+    assert await hand_over(redis, "5-1") == [b"OK"]
+    await redis.xadd(KEYS.plans("w1"), {"a": "stranger"}, id="5-2")
+    assert (await hand_over(redis, "5-2"))[0] == b"FENCED"
+    assert await hand_over(redis, "6-1") == [b"OK"]

@@ -1,6 +1,6 @@
 -- needs: sealed, terminal, spilling
 -- One flush of a worker: log and report are appended, and only then is anything published. A sealed or missing log refuses all of it; a
--- flush that is sent again does nothing.
+-- flush that is sent again does nothing. Where a stranger has written to the streams, nothing can follow: that is as good as a seal.
 -- KEYS log, reports, then home, result, tokens of each terminal, then tokens of each spill
 -- ARGV sequence, log entry, report or '', oldest report to keep, ttl of spilled tokens in ms, number of messages, terminals, spills, '1' to trim the log
 --      then channel, payload of each message; reason, result, ttl in ms, channel, payload of each terminal; offset, records of each spill
@@ -11,10 +11,14 @@ local id, ttl_ms = ARGV[1] .. '-0', ARGV[5]
 local messages, terminals, spills = tonumber(ARGV[6]), tonumber(ARGV[7]), tonumber(ARGV[8])
 local added = redis.pcall('XADD', KEYS[1], id, 'entry', ARGV[2])
 if type(added) == 'table' and added.err then
-  if string.find(added.err, 'equal or smaller') then return 'OK' end
-  return redis.error_reply(added.err)
+  if not string.find(added.err, 'equal or smaller') then return redis.error_reply(added.err) end
+  local last = redis.call('XREVRANGE', KEYS[1], '+', '-', 'COUNT', 1)[1]
+  return last[1] == id and last[2][2] == ARGV[2] and 'OK' or 'SEALED'
 end
-if ARGV[3] ~= '' then redis.call('XADD', KEYS[2], 'MINID', ARGV[4], id, 'report', ARGV[3]) end
+if ARGV[3] ~= '' then
+  added = redis.pcall('XADD', KEYS[2], 'MINID', ARGV[4], id, 'report', ARGV[3])
+  if type(added) == 'table' and added.err then return 'SEALED' end
+end
 local key, arg = 3, 10
 -- A terminal or a spill that cannot be done (somebody wrote to its keys) must not take the others with it: the flush is on record already.
 for _ = 1, messages do

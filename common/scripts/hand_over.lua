@@ -11,7 +11,7 @@ for i = 3, #KEYS do
   if home.err or not home[1] or home[2] or home[3] then refused[#refused + 1] = i - 2 end
 end
 local last = redis.call('XREVRANGE', KEYS[1], '+', '-', 'COUNT', 1)[1]
-if last and last[1] == ARGV[1] then return {'OK'} end
+if last and last[1] == ARGV[1] then return {last[2][2] == ARGV[2] and 'OK' or 'FENCED'} end -- else a stranger's: an epoch further on gets past it
 if #refused > 1 then return refused end
 local added = redis.pcall('XADD', KEYS[1], 'MINID', ARGV[3], ARGV[1], 'plan', ARGV[2])
 if type(added) == 'table' and added.err then return {'FENCED', added.err} end
