@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import re
 
 import httpx
 import pytest
@@ -140,3 +141,11 @@ async def test_origins_can_be_named(broker: Broker) -> None:
             answer = await client.get("/v1/models", headers={"origin": origin})
             assert (answer.headers.get("access-control-allow-origin") == origin) is allowed
             assert (await client.options("/generate", headers=asking(origin))).is_success is allowed
+
+
+async def test_the_description_needs_no_other_host(broker: Broker) -> None:
+    async with serving(broker.url) as (_, client):
+        page = (await client.get("/docs")).text
+        assert "https://" not in page and "//cdn" not in page
+        for path in re.findall(r'(?:src|href)="([^"]+)"', page):
+            assert (await client.get(path)).status_code == 200, path
