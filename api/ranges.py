@@ -3,8 +3,6 @@
 from dataclasses import dataclass
 from typing import Any
 
-from pydantic import Field
-
 MAX_CHOICES = 128
 MAX_STOP_CHARS = 1000
 
@@ -51,8 +49,3 @@ RANGES = {
     "n": Range(1, MAX_CHOICES),
 }
 BIASES = Range(-100, 100)
-
-
-def ranged(name: str, description: str | None = None) -> Any:
-    """A number in a body; what it may be is checked with the rest of what was asked, and described here."""
-    return Field(default=None, description=description, json_schema_extra=RANGES[name].schema)

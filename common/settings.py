@@ -153,6 +153,8 @@ class Settings:
             raise SettingError("sharded", f"{str(self.sharded).lower()} and {self.num_shard} ranks (NUM_SHARD) contradict each other")
         if self.rope_scaling and self.rope_factor is None:
             raise SettingError("rope_scaling", f"{self.rope_scaling} needs ROPE_FACTOR")
+        if self.compute_type and not (self.compute_type.isascii() and self.compute_type.isprintable()):
+            raise SettingError("compute_type", f"{self.compute_type!r} cannot be sent as a header: it must be printable ASCII")
         if self.demo and not ipaddress.ip_address(self.listen_host).is_loopback:
             raise SettingError("demo", "lets whoever sees the page kill processes: it is for HOSTNAME=127.0.0.1 only")
 

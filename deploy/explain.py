@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from common.flags import FlagParser
-from deploy.client import Trouble, add_url, api_key, check, complain, explained, harmless, new_client
+from deploy.client import Trouble, add_url, api_key, check, complain, explained, harmless, new_client, unexpected
 
 ANSWER_S = 15.0
 ENDS = {
@@ -44,12 +44,14 @@ def main(argv: Sequence[str]) -> int:
     flags = parser.parse_args(list(argv))
     try:
         lives = ask(flags.url, flags.request_id)
+        with unexpected(lives):
+            timelines = {request_id: timeline(life) for request_id, life in lives.items()}
     except Trouble as trouble:
         return complain(trouble)
     console = Console(highlight=False)
-    for request_id, life in lives.items():
+    for request_id, table in timelines.items():
         console.print(Text(f"request {harmless(request_id)}", style="bold"))
-        console.print(timeline(life))
+        console.print(table)
     return 0
 
 

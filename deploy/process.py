@@ -52,7 +52,7 @@ class Process:
     """A process of the fleet. It leads a session of its own, so that a terminal's Ctrl-C does not reach it, and dies with us.
 
     Attributes:
-        kind: `broker`, `batcher`, `worker` or `gateway`.
+        kind: `broker`, `batcher`, `worker`, `gateway` or `jobs`.
         environ: variables in addition to ours.
         incarnation: name of this life of it, new at every start.
         wanted: whether it is to be started again when it ends.

@@ -8,6 +8,7 @@ from collections.abc import Iterable
 
 from redis.asyncio import Redis
 
+from common import metrics
 from common.broker import ERRORS, cause, script
 from common.channels import REPEAT_S
 from common.codec import WireError, decode
@@ -61,7 +62,6 @@ class Agent:
         self.announce_now = asyncio.Event()
         self.idle = asyncio.Event()
         self.idle.set()
-        self.undecodable = 0
 
     async def run(self) -> None:
         """Serves until drained. Raises Sealed, EngineDied or EngineStuck when this incarnation is over before that."""
@@ -110,8 +110,8 @@ class Agent:
                 try:
                     self.apply(decode(Plan, fields[b"plan"]))
                 except (WireError, KeyError) as error:
-                    self.undecodable += 1
-                    log.error("plan %s cannot be read (%d so far): %s", after, self.undecodable, error)
+                    metrics.UNDECODABLE.add()
+                    log.error("plan %s cannot be read: %s", after, error)
 
     def apply(self, plan: Plan) -> None:
         """Hands a plan on to the engine."""

@@ -21,7 +21,7 @@ from tests.fake_worker import Answer, working
 from tests.gateways import ready, serving, vocabulary
 
 TOKENIZER = vocabulary().tokenizer
-NUM_EXAMPLES = 50
+NUM_EXAMPLES = 10
 NOT_SAID = re.compile(
     "Input should be a valid integer"  # JSON Schema takes 5.0 for one
     "|`(seed|truncate|truncate_prompt_tokens|min_new_tokens|min_tokens|top_n_tokens|top_logprobs|logprobs|best_of)` must be"

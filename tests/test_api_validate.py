@@ -66,6 +66,7 @@ CASES: list[tuple[Any, int, str]] = [  # parameters, or a whole body with `input
     ({"watermark": True}, 422, "`watermark` is not supported yet"),
     ({"decoder_input_details": True}, 422, "`decoder_input_details` is not supported yet"),
     ({"grammar": {"type": "regex", "value": "a"}}, 422, "`grammar` is not supported yet"),
+    ({"stop_token_ids": ["a", "b"]}, 422, "`parameters.stop_token_ids.0`: Input should be a valid integer"),
     ({"adapter_id": "x"}, 422, "`adapter_id` is not supported yet"),
     ({"max_tokens": 5}, 422, "`max_tokens` is no field of this route"),
     ({"response_format": {"type": "json_object"}}, 422, "`response_format` is no field of this route"),

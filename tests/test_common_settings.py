@@ -44,6 +44,7 @@ def test_optional_numbers() -> None:
         ([], {"REQUEST_TIMEOUT_S": "nan"}, "REQUEST_TIMEOUT_S: 'nan' is not a number"),
         (["--dtype", "int3"], {}, "DTYPE: 'int3' is not one of auto, float32, float16, bfloat16"),
         ([], {"LOG_LEVEL": "loud"}, "LOG_LEVEL: 'loud' is not one of debug, info, warning, error"),
+        ([], {"COMPUTE_TYPE": "a\r\nb: c"}, "COMPUTE_TYPE: 'a\\r\\nb: c' cannot be sent as a header: it must be printable ASCII"),
         (["stray"], {}, "ARGUMENTS: 'stray' is not expected"),
         (["--port"], {}, "FLAGS: argument -p/--port: expected one argument"),
     ],

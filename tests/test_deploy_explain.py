@@ -57,11 +57,15 @@ def test_a_life_whose_beginning_is_forgotten_and_that_goes_on():
     assert lines([happening(5, "something new")]) == ["+0.000 s something new"]
 
 
+ODD = {"list": {"lives": ["r"]}, "empty": {"lives": {"r": []}}, "words": {"lives": {"r": ["x"]}}, "none": {"requests": 1}}
+
+
 class Gateway(http.server.BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         known = unquote(self.path) == "/fleet/requests/a/b"
-        body = {"request_id": "a/b", "lives": {"a/b.0": LIFE, "a/b.1": LIFE[:1]}} if known else {"error": "Nothing is known of it"}
-        self.send_response(200 if known else 404)
+        odd = ODD.get(unquote(self.path).removeprefix("/fleet/requests/"))
+        body = {"request_id": "a/b", "lives": {"a/b.0": LIFE, "a/b.1": LIFE[:1]}} if known else odd or {"error": "Nothing is known of it"}
+        self.send_response(200 if known or odd else 404)
         self.end_headers()
         self.wfile.write(json.dumps(body).encode())
 
@@ -88,3 +92,10 @@ def test_an_unknown_one_is_one_line_and_exit_1(url: str, capsys: pytest.CaptureF
     assert capsys.readouterr() == ("", "tokenfleet: the server answers 404: Nothing is known of it\n")
     assert main(["nope", "--url", "http://127.0.0.1:1"]) == 1
     assert "no server answers at http://127.0.0.1:1" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("shape", ODD)
+def test_an_answer_of_another_shape_is_one_line_and_exit_1(shape: str, url: str, capsys: pytest.CaptureFixture[str]):
+    assert main([shape, "--url", url]) == 1
+    out, error = capsys.readouterr()
+    assert out == "" and error.startswith("tokenfleet: ") and error.count("\n") == 1

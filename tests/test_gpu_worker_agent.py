@@ -1,5 +1,6 @@
 """The agent between a batcher and an engine that are not there: what it hands on, and what it publishes."""
 
+import asyncio
 import json
 from pathlib import Path
 
@@ -7,8 +8,8 @@ import pytest
 from tokenizers import Tokenizer
 
 from common import broker as brokers
-from common import model_files
-from common.codec import decode
+from common import metrics, model_files
+from common.codec import decode, encode
 from common.keys import Keys
 from common.messages import RECORD, Events, Generate, Plan, Report, Start, Worker, pack_floats, pack_ids, unpack_ids
 from common.recover import read, split
@@ -18,6 +19,7 @@ from gpu_worker.door import Grant, Ready, Step
 from gpu_worker.process import capacity
 from gpu_worker.publish import Sealed
 from gpu_worker.table import Table
+from tests.waiting import wait_until
 
 KEYS = Keys("default")
 CHANNEL = KEYS.events("g")
@@ -211,3 +213,13 @@ async def test_one_spoiled_key_does_not_take_other_terminals_with_it(agent, redi
     step(agent, {1: (0, 5), 2: (0, 6)}, ended=[(1, "length", 1), (2, "length", 1)])
     await agent.flush()
     assert json.loads(await redis.get(KEYS.result("r2")))["ids"] == [6]
+
+
+async def test_a_plan_that_cannot_be_read_is_counted_and_the_next_one_applied(agent, redis):
+    before = metrics.UNDECODABLE.values[()]
+    await redis.xadd(KEYS.plans("w0-1"), {"plan": b"garbage"}, id="7-1")
+    await redis.xadd(KEYS.plans("w0-1"), {"plan": encode(Plan(7, 2, 32, 64))}, id="7-2")
+    following = asyncio.create_task(agent.follow_plans())
+    await wait_until(lambda: agent.plan == 2)
+    following.cancel()
+    assert metrics.UNDECODABLE.values[()] == before + 1

@@ -162,7 +162,7 @@ def test_choices_follow_the_distribution(name: str) -> None:
 
 
 def test_what_weighs_nothing_is_never_drawn() -> None:
-    mass = torch.tensor([[0, 5, 5, 9, 9]]).expand(5, -1)
+    mass = torch.tensor([[0, 5, 5, 9, 9]] * 5)
     numbers = torch.tensor([[0.0], [4 / 9], [5.001 / 9], [8 / 9], [1 - 2**-53]], dtype=torch.float64)
     assert drawn(mass, mass[:, -1:], numbers)[:, 0].tolist() == [1, 1, 3, 3, 3]
 

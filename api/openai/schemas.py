@@ -10,7 +10,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidatorFun
 from pydantic_core import PydanticCustomError
 
 from api.errors import invalid
-from api.ranges import BIASES, MAX_STOP_CHARS, ranged
+from api.fields import Listed, least, ranged
+from api.ranges import BIASES, MAX_STOP_CHARS
 from api.unserved import Unserved, check_served
 
 UNSERVED: Unserved = {
@@ -96,16 +97,11 @@ def said_once(words: str) -> WrapValidator:
     return WrapValidator(check)
 
 
-Stop = Annotated[str | list[str], said_once("Input should be a string or a list of strings")]
+Stop = Annotated[str | Listed[str], said_once("Input should be a string or a list of strings")]
 Prompt = Annotated[
-    str | list[str] | list[int] | list[list[int]],
+    str | Listed[str] | Listed[int] | Listed[Listed[int]],
     said_once("Input should be a string, a list of strings, a list of token ids, or a list of lists of token ids"),
 ]
-
-
-def least(value: int, description: str) -> Any:
-    """A whole number; that it is not less is checked with the rest of what was asked, and described here."""
-    return Field(default=None, description=description, json_schema_extra={"minimum": value})
 
 
 class StreamOptions(BaseModel):
@@ -134,7 +130,7 @@ class Body(BaseModel):
         description="the answer ends before the first of these",
         json_schema_extra={"minLength": 1, "maxLength": MAX_STOP_CHARS, "items": {"minLength": 1, "maxLength": MAX_STOP_CHARS}},
     )
-    stop_token_ids: list[int] | None = Field(
+    stop_token_ids: Listed[int] | None = Field(
         default=None, description="ids that end the answer", json_schema_extra={"items": {"minimum": 0}}
     )
     include_stop_str_in_output: bool | None = None
@@ -158,7 +154,7 @@ class Body(BaseModel):
         description="token id → what is added to its logit",
         json_schema_extra={"propertyNames": {"pattern": "^[0-9]{1,6}$"}, "additionalProperties": {"type": "number", **BIASES.schema}},
     )
-    bad_words: list[str] | None = Field(
+    bad_words: Listed[str] | None = Field(
         default=None, description="words that do not appear", json_schema_extra={"items": {"pattern": r"\S"}}
     )
     echo: bool | None = None
@@ -186,14 +182,14 @@ class ChatMessage(BaseModel):
     model_config = ConfigDict(strict=True, extra="allow", json_schema_extra={"required": ["role", "content"]})
 
     role: str = Field(json_schema_extra={"enum": list(ROLES)})
-    content: str | list[Part] | None = Field(default=None, json_schema_extra={"type": ["string", "array"]})
+    content: str | Listed[Part] | None = Field(default=None, json_schema_extra={"type": ["string", "array"]})
     name: str | None = None
 
 
 class ChatRequest(Body):
     """Body of /v1/chat/completions."""
 
-    messages: list[ChatMessage] = Field(json_schema_extra={"minItems": 1})
+    messages: Listed[ChatMessage] = Field(json_schema_extra={"minItems": 1})
     max_completion_tokens: int | None = least(1, "the newer name of max_tokens")
     logprobs: bool | None = None
     top_logprobs: int | None = least(0, "so many of the likeliest tokens are told with each token")

@@ -8,8 +8,9 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, Field
 
 from api.asked import Asked
+from api.fields import Listed, ranged
 from api.openai.schemas import FIELDS
-from api.ranges import BIASES, MAX_STOP_CHARS, ranged
+from api.ranges import BIASES, MAX_STOP_CHARS
 from api.unserved import Unserved, check_served
 
 NAMES = {
@@ -33,12 +34,12 @@ class Parameters(BaseModel):
 
     max_new_tokens: int | None = ranged("max_new_tokens", "default: what is left of the context")
     min_new_tokens: int | None = ranged("min_new_tokens", "before it has so many, nothing but `max_new_tokens` ends an answer")
-    stop: list[str] | None = Field(
+    stop: Listed[str] | None = Field(
         default=None,
         description="the answer ends with the first of these, which is part of it",
         json_schema_extra={"items": {"minLength": 1, "maxLength": MAX_STOP_CHARS}},
     )
-    stop_token_ids: list[int] | None = Field(
+    stop_token_ids: Listed[int] | None = Field(
         default=None, description="ids that end the answer, with reason `stop_sequence`", json_schema_extra={"items": {"minimum": 0}}
     )
     ignore_eos: bool | None = Field(default=None, description="go on behind the end-of-sequence token")
@@ -59,7 +60,7 @@ class Parameters(BaseModel):
         description="token id → what is added to its logit",
         json_schema_extra={"propertyNames": {"pattern": "^[0-9]{1,6}$"}, "additionalProperties": {"type": "number", **BIASES.schema}},
     )
-    bad_words: list[str] | None = Field(
+    bad_words: Listed[str] | None = Field(
         default=None, description="words that do not appear", json_schema_extra={"items": {"pattern": r"\S"}}
     )
 

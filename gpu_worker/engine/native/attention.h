@@ -27,28 +27,41 @@ template <class T> struct Chunk {
     std::vector<T> key_copy, value_copy;
 
     void gather(const Step& step, const Cache& cache, const int32_t* table, int head, int base, int end) {
-        int size = step.block_size, width = rounded_up(cache.value_dim, VECTORS * LANES);
+        int size = step.block_size, dim = cache.key_dim, width = rounded_up(cache.value_dim, VECTORS * LANES);
+        bool lies = size % LANES == 0, whole = width == cache.value_dim;
         num_keys = std::min(CHUNK, end - base);
-        auto page = [&](int key) { return ((int64_t)table[(base + key) / size] * cache.kv_heads + head) * size; };
-        stride = (size % LANES ? CHUNK : size) * P;
-        if (size % LANES) {
-            key_copy.assign(cache.key_dim * CHUNK, T{});
-            for (int j = 0; j < num_keys; j++) {
-                const T* from = (const T*)cache.keys + page(j) * cache.key_dim + (base + j) % size * P;
-                for (int d = 0; d < cache.key_dim; d += P) memcpy(&key_copy[d * CHUNK + j * P], from + (int64_t)d * size, sizeof(T) * P);
+        stride = (lies ? size : CHUNK) * P;
+        if (!lies) key_copy.assign(dim * CHUNK, T{});
+        if (!whole) value_copy.assign(CHUNK * width, T{});
+        int block = base / size, offset = base % size;
+        for (int key = 0; key < num_keys; block++, offset = 0) {
+            int64_t page = ((int64_t)table[block] * cache.kv_heads + head) * size;
+            const T *page_keys = (const T*)cache.keys + page * dim, *page_values = (const T*)cache.values + page * cache.value_dim;
+            for (; offset < size && key < num_keys; offset++, key++) {
+                const T* from = page_keys + offset * P;
+                if (lies && key % LANES == 0) keys[key / LANES] = from;
+                if (!lies)
+                    for (int d = 0; d < dim; d += P) memcpy(&key_copy[d * CHUNK + key * P], from + (int64_t)d * size, sizeof(T) * P);
+                const T* value = page_values + (int64_t)offset * cache.value_dim;
+                values[key] = whole ? value : (const T*)memcpy(&value_copy[key * width], value, sizeof(T) * cache.value_dim);
             }
         }
-        for (int v = 0; v < VECTORS; v++) {
-            int key = v * LANES < num_keys ? v * LANES : 0;
-            keys[v] = size % LANES ? &key_copy[key * P] : (const T*)cache.keys + page(key) * cache.key_dim + (base + key) % size * P;
-        }
-        if (width != cache.value_dim) value_copy.assign(CHUNK * width, T{});
-        for (int j = 0; j < num_keys; j++) {
-            values[j] = (const T*)cache.values + (page(j) + (base + j) % size) * cache.value_dim;
-            if (width != cache.value_dim) values[j] = (const T*)memcpy(&value_copy[j * width], values[j], sizeof(T) * cache.value_dim);
-        }
+        for (int v = 0; v < VECTORS; v++)
+            if (!lies || v * LANES >= num_keys) keys[v] = lies ? keys[0] : &key_copy[v * LANES * P];
     }
 };
+
+// Asks for the pages of the chunk that comes next, which lie anywhere.
+template <class T> void ask(const Step& step, const Cache& cache, const int32_t* table, int head, int base, int end) {
+    int size = step.block_size;
+    for (int block = base / size; block * size < std::min(base + CHUNK, end); block++) {
+        int64_t page = ((int64_t)table[block] * cache.kv_heads + head) * size;
+        const char *keys = (const char*)((const T*)cache.keys + page * cache.key_dim);
+        const char *values = (const char*)((const T*)cache.values + page * cache.value_dim);
+        for (size_t line = 0; line < size * cache.key_dim * sizeof(T); line += 64) __builtin_prefetch(keys + line);
+        for (size_t line = 0; line < size * cache.value_dim * sizeof(T); line += 64) __builtin_prefetch(values + line);
+    }
+}
 
 template <class T, int N> void score(const Chunk<T>& chunk, int dim, const typename Pairs<T>::Query* queries, float* scores) {
     constexpr int P = Pairs<T>::P;
@@ -143,6 +156,7 @@ template <class T> void attend(const Step& step, const Cache& cache, int tile, i
     int first = cache.window ? std::max(0, position - cache.window + 1) : 0;
     for (int base = first / CHUNK * CHUNK; base < end; base += CHUNK) {
         chunk.gather(step, cache, table, head, base, end);
+        ask<T>(step, cache, table, head, base + CHUNK, end);
         bool masked = base + CHUNK > position + 1 || (cache.window && base <= end - 1 - cache.window);
         score_rows<T>(rows, chunk, dim, queries.data(), scores.data());
         for (int row = 0; row < rows; row++)

@@ -28,7 +28,7 @@ template <class T, int N> void multiply(const T* rows, int inputs, const T* pane
     constexpr int P = Pairs<T>::P;
     Floats total[N][WIDTH] = {};
     for (int k = 0; k < inputs; k += P, panel += PANEL * P) {
-        if (N < ROWS) for (int w = 0; w < WIDTH; w++) __builtin_prefetch((const char*)(panel + w * LANES * P) + AHEAD);
+        for (int w = 0; w < WIDTH; w++) __builtin_prefetch((const char*)(panel + w * LANES * P) + AHEAD);
 #pragma GCC unroll 8
         for (int n = 0; n < N; n++)
 #pragma GCC unroll 3
