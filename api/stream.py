@@ -86,9 +86,10 @@ class Stream:
         if seen < 0:
             return False
         ids, logprobs = unpack_ids(tokens.ids), unpack_floats(tokens.logprobs)
+        num_tops = len(ids) * self.request.top_n_tokens
+        if not len(ids) == len(logprobs) == len(tokens.texts) or not len(tokens.top_ids) == len(tokens.top_logprobs) == 4 * num_tops:
+            raise WireError(f"Tokens: {len(ids)} ids do not agree with log-probabilities, texts, or likeliest tokens")
         tops = split(interleave(tokens), self.request.width)[2] if tokens.top_ids else []
-        if not len(ids) == len(logprobs) == len(tokens.texts) or (tops and len(tops) != len(ids)):
-            raise WireError(f"Tokens: {len(ids)} ids, {len(logprobs)} log-probabilities, {len(tokens.texts)} texts, {len(tops)} tops")
         if not self.ids:
             self.placed_s = max(self.begun_s, self.heard_s - tokens.since_start_ms / 1000)
         self.add(ids[seen:], logprobs[seen:], tokens.texts[seen:], tops[seen:])
@@ -118,10 +119,15 @@ class Stream:
         if committed.result is None:
             self.add_missing(*split(committed.records, self.request.width))
             return
-        result = json.loads(committed.result)
-        ids, tops = result.get("ids", []), [[(token_id, logprob) for token_id, logprob in top] for top in result.get("tops", [])]
-        self.add_missing(ids, unpack_floats(pack_floats(result.get("logprobs", []))), tops)
-        self.end(Terminal(request_id, committed.terminal, len(ids), result.get("error", ""), result.get("error_type", "")))
+        try:
+            result = json.loads(committed.result)
+            ids, tops = result.get("ids", []), [[(token_id, logprob) for token_id, logprob in top] for top in result.get("tops", [])]
+            logprobs = unpack_floats(pack_floats(result.get("logprobs", [])))
+        except (ValueError, TypeError, AttributeError):  # somebody wrote to the key
+            self.end(Terminal(request_id, "error", 0, "its result cannot be read"))
+            return
+        self.add_missing(ids, logprobs, tops)
+        self.end(Terminal(request_id, committed.terminal, len(ids), str(result.get("error", "")), str(result.get("error_type", ""))))
 
     def add_missing(self, ids: Sequence[int], logprobs: Sequence[float], tops: Sequence[Top]) -> None:
         """Adds tokens whose text nobody has told us."""

@@ -104,6 +104,8 @@ SEQUENCES: list[tuple[str, list[bytes], bool]] = [  # messages; whether the last
     ("an old one again", [say(1, tokens(0, 1)), say(2, tokens(1, 2)), say(1, tokens(0, 1))], False),
     ("not a message", [b"\xc1"], True),
     ("lengths that differ", [say(1, Tokens("r", 1, 0, pack_ids([1, 2]), pack_floats([0.0]), ["a"]))], True),
+    ("likeliest tokens of none", [say(1, Tokens("r", 1, 0, b"", b"", [], pack_ids([1]), pack_floats([0.0])))], True),
+    ("half a likeliest token", [say(1, Tokens("r", 1, 0, pack_ids([1]), pack_floats([0.0]), ["a"], b"abc", b"abc"))], True),
     ("half an id", [say(1, Tokens("r", 1, 0, b"abc", b"", []))], True),
     ("a request that is not ours", [say(1, tokens(5, 6, request_id="x"))], False),
 ]
@@ -161,6 +163,20 @@ async def test_a_gap_is_filled_with_the_same_text(redis: Redis, relay: Relay) ->
     await wait_until(lambda: one.num_tokens == 9)
     assert one.ids == IDS[:9]
     assert one.texts == [TOKENIZER.decode([i]) for i in IDS[:9]]
+
+
+@pytest.mark.parametrize("garbage", [b"not JSON", b"5", b'{"ids": 5, "logprobs": ["a"]}', b"\xff"])
+async def test_a_result_that_somebody_wrote_ends_its_own_stream_only(redis: Redis, relay: Relay, garbage: bytes) -> None:
+    spoilt, other = new_stream(), new_stream("other")
+    for one in (spoilt, other):
+        relay.add(one)
+        relay.admitted(one)
+        await commit(redis, 3, 3, one.request.request_id)
+    await redis.hset(KEYS.home("r"), "terminal", "length")
+    await redis.set(KEYS.result("r"), garbage)
+    relay.ask([spoilt, other])
+    await wait_until(lambda: spoilt.terminal and other.num_tokens == 3)
+    assert spoilt.terminal.error == "its result cannot be read" and not other.terminal
 
 
 async def test_nothing_is_read_before_the_request_is_admitted(redis: Redis, relay: Relay) -> None:

@@ -68,7 +68,7 @@ async def refused(fleet: Fleet, word: str) -> None:
         await wait_until(says_why, 20)
     with pytest.raises(Refused) as refusal:
         await stream(f"{fleet.base_url}/generate_stream", body(1, 3))
-    assert refusal.value.status == 503 and word in refusal.value.text.lower()
+    assert refusal.value.status == 503 and word in refusal.value.body.decode().lower()
 
 
 async def serves(fleet: Fleet) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 import psutil
 import pytest
+from redis.asyncio import Redis
 
 from common.broker import connect
 from common.codec import decode
@@ -75,6 +76,12 @@ async def test_a_sleeping_worker_is_never_heard_again(fleet, undisturbed):
     await sleep_and_wake(fleet, undisturbed)
 
 
+async def incarnation_of(redis: Redis, name: str) -> str:
+    """Of the live worker of that name; empty while there is none, or more than the one that is just being replaced."""
+    found = [one.decode() for one in await redis.zrange(KEYS.workers, 0, -1) if one.startswith(name.encode())]
+    return found[0] if len(found) == 1 else ""
+
+
 async def sleep_and_wake(fleet: Fleet, undisturbed: list[list[int]] | None) -> None:
     """SIGSTOP to a worker until its rows run elsewhere, then SIGCONT: it says nothing more, and exits."""
     await two_ready(fleet)
@@ -83,7 +90,7 @@ async def sleep_and_wake(fleet: Fleet, undisturbed: list[list[int]] | None) -> N
     await load.progress(5)
     pid = fleet.pid("w0")
     sleeper = [psutil.Process(pid), *psutil.Process(pid).children(recursive=True)]
-    [incarnation] = [name.decode() for name in await redis.zrange(KEYS.workers, 0, -1) if name.startswith(b"w0")]
+    incarnation = await wait_until(lambda: incarnation_of(redis, "w0"), 30)
     async with redis.pubsub() as pubsub:
         await pubsub.psubscribe(KEYS.events("*"))
         for process in sleeper:

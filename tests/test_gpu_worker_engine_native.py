@@ -13,6 +13,7 @@ from torch import nn
 
 from gpu_worker.engine import fuse, load, native, pack
 from gpu_worker.engine.cache import Cache, Geometry, Layer, View
+from gpu_worker.engine.engine import Engine
 from gpu_worker.engine.inputs import arrange, build
 from gpu_worker.engine.pack import NativeLinear, PackedLinear
 from gpu_worker.engine.paged import Paged
@@ -20,6 +21,7 @@ from gpu_worker.engine.rows import Part, Row
 from gpu_worker.engine.sample import greedy
 from gpu_worker.engine.sdpa import Sdpa
 from tests import tiny_models
+from tests.batch_player import Player
 from tests.test_gpu_worker_engine_models import engine_of, play, prompts
 from tests.tiny_models import FAMILIES
 
@@ -124,6 +126,8 @@ def test_likeliest(dtype: torch.dtype, size: int) -> None:
 
 
 def num_fused(monkeypatch: pytest.MonkeyPatch, folder: Path, family: str, **sizes: float) -> int:
+    if not native.library().tf_multiplies(native.TYPES[torch.float32]):
+        pytest.skip("torch's products are used on this processor")
     counts: list[int] = []
     monkeypatch.setattr(load, "fuse", lambda *arguments: counts.append(fuse.fuse(*arguments)))
     tiny_models.save(folder, FAMILIES[family][0], FAMILIES[family][1] | sizes)
@@ -153,6 +157,25 @@ def test_other_code_is_not_taken_over(tmp_path: Path, monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(llama, "LlamaMLP", Louder)
     assert num_fused(monkeypatch, tmp_path, "Llama") == 0
+
+
+def logprobs(engine: Engine, prefixes: dict[int, list[int]], prefill_tokens: int) -> dict[int, list[float]]:
+    played = Player(engine, list(range(1, engine.ready.num_blocks + 1)), prefill_tokens, until=engine.rows.step)
+    played.run([played.start(row, ids, 20, ignore_eos=True) for row, ids in prefixes.items()])
+    said: dict[int, list[float]] = {row: [] for row in prefixes}
+    for step in played.steps:
+        for row, logprob in zip(np.frombuffer(step.rows, "<i4"), np.frombuffer(step.logprobs, "<f4"), strict=True):
+            said[int(row)].append(float(logprob))
+    return said
+
+
+def test_same_bits_in_any_company(tmp_path: Path) -> None:
+    """Alone, with others, in chunks."""
+    tiny_models.save(tmp_path, *FAMILIES["Mistral"])
+    engine, rows_of = engine_of(tmp_path), dict(enumerate(prompts()))
+    together = logprobs(engine, rows_of, 1000)
+    assert logprobs(engine, rows_of, 7) == together
+    assert {row: logprobs(engine, {row: prompt}, 1000)[row] for row, prompt in rows_of.items()} == together
 
 
 # --- without a compiler -------------------------------------------------------------------------------------------------------------

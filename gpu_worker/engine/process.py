@@ -26,7 +26,7 @@ from gpu_worker.place import Place
 
 log = logging.getLogger(__name__)
 
-SPIN = ("GOMP_SPINCOUNT", "100")
+SPIN = ("GOMP_SPINCOUNT", "2000")
 """Threads that wait for each other sleep soon: on cores that other processes use, too, one that spins keeps away the one it waits for.
 Read when torch is imported.
 """

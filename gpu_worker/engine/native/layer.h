@@ -79,7 +79,7 @@ template <class T> void run_layer(const Step& step, const Layer& layer, const T*
     int q_panels = num_panels(layer.q), k_panels = num_panels(layer.k), v_panels = num_panels(layer.v);
 #pragma omp parallel num_threads(step.threads)
     {
-        int thread = thread_number(), threads = step.threads;
+        int thread = this_thread(), threads = all_threads();
         const T* normed = normalised(layer.before_attention, in, rows, hidden, thread, threads, space);
         own_panels(q_panels + k_panels + v_panels, thread, threads, [&](int panel) {
             const Linear& linear = panel < q_panels ? layer.q : panel < q_panels + k_panels ? layer.k : layer.v;
