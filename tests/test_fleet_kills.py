@@ -5,6 +5,7 @@ import os
 import random
 import signal
 from collections.abc import Iterator
+from typing import Any
 
 import psutil
 import pytest
@@ -97,21 +98,27 @@ async def sleep_and_wake(fleet: Fleet, undisturbed: list[list[int]] | None) -> N
             process.suspend()
         await wait_until(lambda: not_in_pool(redis, incarnation), 30)
         await load.progress(5)
-        while await pubsub.get_message(timeout=0) is not None:
-            pass
+        asleep = await heard_by(pubsub)
         for process in sleeper:
             process.resume()
         await asyncio.to_thread(psutil.wait_procs, sleeper, 20)
         assert not any(process.is_running() for process in sleeper)
-        heard = []
-        while (message := await pubsub.get_message(timeout=0)) is not None:
-            heard.append(decode(Events, message["data"]))
-    assert not [events for events in heard if events.source == incarnation and (events.tokens or events.terminals)]
-    assert [events for events in heard if events.tokens], "others were heard"
+        awake = await heard_by(pubsub)
+    assert not [events for events in awake if events.source == incarnation and (events.tokens or events.terminals)]
+    assert [events for events in asleep + awake if events.source != incarnation and events.tokens], "others were heard"
     ids = await load.whole()
     if undisturbed is not None:
         assert ids == undisturbed
     await redis.aclose()
+
+
+async def heard_by(pubsub: Any) -> list[Events]:
+    """What has come since the last call."""
+    heard = []
+    while (message := await pubsub.get_message(timeout=0)) is not None:
+        if message["type"] == "pmessage":
+            heard.append(decode(Events, message["data"]))
+    return heard
 
 
 async def not_in_pool(redis, incarnation: str) -> bool:
