@@ -119,6 +119,9 @@ class Settings:
     cuda_memory_fraction: float = setting(1.0, "share of a GPU's memory that a worker may take", at_least=0.01, at_most=1)
     gpu_locks: str = setting("/tmp/tokenfleet-gpus", "folder of the locks by which workers of one machine take different GPUs")
     block_size: int = setting(16, "tokens of one KV block", at_least=1)
+    deterministic: bool = setting(
+        False, "the same request gives the same bits whatever else runs, on workers alike; on CPU, for models whose layers allow it"
+    )
     debug_kv: bool = setting(False, "fill freed KV blocks with NaN, so that a use after release shows")
     step_timeout_s: float = seconds(
         60.0,

@@ -66,9 +66,15 @@ async def refused(fleet: Fleet, word: str) -> None:
             return answer.status_code == 503 and word in answer.json()["error"].lower()
 
         await wait_until(says_why, 20)
-    with pytest.raises(Refused) as refusal:
-        await stream(f"{fleet.base_url}/generate_stream", body(1, 3))
-    assert refusal.value.status == 503 and word in refusal.value.body.decode().lower()
+
+    async def stream_says_why() -> bool:
+        try:
+            await stream(f"{fleet.base_url}/generate_stream", body(1, 3))
+        except Refused as refusal:
+            return refusal.status == 503 and word in refusal.body.decode().lower()
+        return False
+
+    await wait_until(stream_says_why, 20)
 
 
 async def serves(fleet: Fleet) -> None:
@@ -132,11 +138,19 @@ async def test_a_loading_broker_is_named_and_nobody_dies():
                     pipe.set(f"ballast:{i % 10}", i)
                 pipe.execute()
             redis.config_set("key-load-delay", 200)  # microseconds a command; it answers others after every 1,024
-            reload = asyncio.create_task(asyncio.to_thread(load_aof, broker.url))
+            enough = asyncio.Event()
+            loads = asyncio.create_task(load_until(enough, broker.url))
             await refused(fleet, "loading")
-            assert await reload
+            enough.set()
+            await loads
         await serves(fleet)
         assert pids(fleet) == before
+
+
+async def load_until(enough: asyncio.Event, url: str) -> None:
+    """One load after the other: how long one takes is the broker's affair."""
+    while not enough.is_set():
+        assert await asyncio.to_thread(load_aof, url)
 
 
 def load_aof(url: str) -> bool:
