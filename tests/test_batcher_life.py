@@ -28,7 +28,7 @@ def lives(redis: Redis) -> Lives:
     return Lives(redis, KEYS, lambda: NOW_MS)
 
 
-def whats(told: list[dict]) -> list[tuple]:
+def happened(told: list[dict]) -> list[tuple]:
     return [(one["what"], one["worker"], one["attempt"], one["num_tokens"], one["why"]) for one in told]
 
 
@@ -45,7 +45,7 @@ async def test_a_life_from_queue_to_end(redis):
     told.heard(worker, Report(2, 1, 3, 40, ended=[(row.number, "preempted", 41), (99, "length", 1)]))
     told.heard(worker, Report(3, 1, 3, 50, ended=[(row.number, "length", 50)]))
     await told.write()
-    assert whats((await read(redis, KEYS, "r1"))["r1"]) == [
+    assert happened((await read(redis, KEYS, "r1"))["r1"]) == [
         ("queued", "", 0, 3, ""),
         ("placed", "w0-1", 1, 0, ""),
         ("prefilled", "w0-1", 1, 1, ""),
