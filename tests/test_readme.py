@@ -110,11 +110,26 @@ def fleet() -> Iterator[Fleet]:
         yield fleet
 
 
+REDIS_CLI = f"""#!{sys.executable}
+import sys, redis
+print(redis.Redis.from_url(sys.argv[2], decode_responses=True).execute_command(*sys.argv[3:]))
+"""
+
+
+def stand_in(fleet: Fleet) -> Path:
+    """A folder with a `redis-cli` for machines that have none."""
+    folder = fleet.directory / "bin"
+    folder.mkdir(exist_ok=True)
+    (folder / "redis-cli").write_text(REDIS_CLI)
+    (folder / "redis-cli").chmod(0o755)
+    return folder
+
+
 def run(fleet: Fleet, language: str, program: str) -> str:
     """What an example prints when it is run in a shell where the virtual environment is active."""
     here = program.replace("http://127.0.0.1:3000", fleet.base_url).replace("redis://127.0.0.1:6379/0", fleet.redis_url)
     command = ["bash", "-euo", "pipefail", "-c", here] if language == "sh" else [sys.executable, "-c", here]
-    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}:{stand_in(fleet)}"
     environ = os.environ | {"PATH": path, "PORT": str(fleet.settings["port"])}
     done = subprocess.run(command, env=environ, cwd=ROOT, capture_output=True, text=True, timeout=EXAMPLE_S)
     assert done.returncode == 0, f"{program}\n{done.stderr}"
