@@ -120,7 +120,8 @@ class Settings:
     gpu_locks: str = setting("/tmp/tokenfleet-gpus", "folder of the locks by which workers of one machine take different GPUs")
     block_size: int = setting(16, "tokens of one KV block", at_least=1)
     deterministic: bool = setting(
-        False, "the same request gives the same bits whatever else runs, on workers alike; on CPU, for models whose layers allow it"
+        False,
+        "the same request gives the same bits whatever else runs, on workers alike; on CPU in float32, for models whose layers allow it",
     )
     debug_kv: bool = setting(False, "fill freed KV blocks with NaN, so that a use after release shows")
     step_timeout_s: float = seconds(
