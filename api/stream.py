@@ -9,7 +9,8 @@ from api.prompt import Vocabulary
 from common import metrics
 from common.detokenize import Detokenizer, StopMatcher, generated_text
 from common.endings import FINISHED
-from common.messages import Generate, Terminal, Tokens, WireError, pack_floats, unpack_floats, unpack_ids
+from common.messages import Generate, Terminal, Tokens, WireError
+from common.packing import pack_floats, unpack_floats, unpack_ids
 from common.recover import Committed, Top, interleave, split
 
 

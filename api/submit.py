@@ -21,7 +21,8 @@ from api.validate import Wanted
 from common.broker import CONNECT_TIMEOUT_S, ERRORS, cause, script
 from common.codec import encode
 from common.keys import Keys
-from common.messages import Cancel, Generate, pack_ids
+from common.messages import Cancel, Generate
+from common.packing import pack_ids
 from common.settings import Settings
 
 log = logging.getLogger(__name__)

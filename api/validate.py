@@ -9,7 +9,8 @@ from api.asked import Asked
 from api.errors import Refusal, invalid
 from api.prompt import Vocabulary
 from api.ranges import BIASES, MAX_STOP_CHARS, RANGES
-from common.messages import Sampling, pack_ids
+from common.messages import Sampling
+from common.packing import pack_ids
 
 GREEDY_BELOW = 1e-5
 """A temperature this low is greedy: logits divided by it would leave float32."""

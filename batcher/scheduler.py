@@ -13,7 +13,8 @@ from batcher.order import Order
 from batcher.replica import Limits, Replica
 from batcher.sequence import Row, Sequence
 from common.endings import INTERRUPTED
-from common.messages import Plan, Report, Start, Worker, pack_ids
+from common.messages import Plan, Report, Start, Worker
+from common.packing import pack_ids
 
 MAX_STRIKES = 2
 """A request under which so many incarnations died, without a token committed beyond its base, is failed."""

@@ -15,7 +15,8 @@ from tokenizers import Tokenizer
 from common import model_files
 from common.broker import connect
 from common.keys import Keys
-from common.messages import Generate, Plan, Start, Worker, pack_floats, pack_ids
+from common.messages import Generate, Plan, Start, Worker
+from common.packing import pack_floats, pack_ids
 from common.settings import Settings
 from gpu_worker.agent import Agent
 from gpu_worker.door import Step, decode, encode

@@ -20,7 +20,7 @@ from tokenizers import Tokenizer
 
 from benchmarks.serve import OUT_TOKENS, STREAMS, Figures, load, median, prompt
 from common import model_files
-from common.messages import pack_ids
+from common.packing import pack_ids
 from gpu_worker.door import LENGTH, Grant, Ready, StartRow, Step, decode, encode
 from tests.fleet import Fleet
 

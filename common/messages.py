@@ -1,47 +1,14 @@
 """Every message between processes, and nothing else.
 
-On the wire they are msgpack maps (common/codec.py); token ids are packed little-endian int32.
+On the wire they are msgpack maps (common/codec.py); token ids are packed (common/packing.py).
 """
 
 import struct
-from array import array
-from collections.abc import Sequence
 from dataclasses import dataclass
-from sys import byteorder
-from typing import Any
 
 from common.codec import WireError, decode, encode, wire
 
-__all__ = ["WireError", "decode", "encode", "pack_floats", "pack_ids", "unpack_floats", "unpack_ids"]
-
-if byteorder != "little":
-    raise ImportError("token ids travel as little-endian int32; this machine is big-endian")
-
-
-def pack_ids(ids: Sequence[int]) -> bytes:
-    """Token ids as little-endian int32."""
-    return array("i", ids).tobytes()
-
-
-def unpack_ids(data: bytes) -> list[int]:
-    """Token ids of `pack_ids`. Raises WireError when the length is no multiple of four bytes."""
-    return unpack("i", data)
-
-
-def pack_floats(values: Sequence[float]) -> bytes:
-    return array("f", values).tobytes()
-
-
-def unpack_floats(data: bytes) -> list[float]:
-    return unpack("f", data)
-
-
-def unpack(code: str, data: bytes) -> list[Any]:
-    if len(data) % 4:
-        raise WireError(f"{len(data)} bytes are no multiple of 4")
-    values = array(code)
-    values.frombytes(data)
-    return values.tolist()
+__all__ = ["WireError", "decode", "encode"]
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,8 @@ from common.channels import REPEAT_S
 from common.codec import WireError, decode
 from common.endings import INTERRUPTED
 from common.keys import STREAMS_TTL_MS, Keys
-from common.messages import Plan, Report, Start, Worker, pack_ids, unpack_floats, unpack_ids
+from common.messages import Plan, Report, Start, Worker
+from common.packing import pack_ids, unpack_floats, unpack_ids
 from common.recover import split
 from common.settings import Settings
 from gpu_worker.announce import Announcer

@@ -3,7 +3,8 @@
 import time
 from dataclasses import dataclass, field, replace
 
-from common.messages import Tokens, pack_floats, pack_ids
+from common.messages import Tokens
+from common.packing import pack_floats, pack_ids
 from common.recover import Top
 from gpu_worker.table import RowText
 

@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 from tokenizers import Tokenizer
 
 from common.detokenize import Detokenizer, StopMatcher, generated_text
-from common.messages import RECORD, Generate, Start, unpack_ids
+from common.messages import RECORD, Generate, Start
+from common.packing import unpack_ids
 from common.recover import Top, split
 
 

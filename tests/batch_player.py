@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from common.messages import unpack_floats
+from common.packing import unpack_floats
 from gpu_worker.door import Grant, StartRow, Step
 from gpu_worker.engine.engine import Engine
 

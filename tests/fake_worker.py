@@ -16,7 +16,8 @@ from common.channels import Channels
 from common.codec import decode, encode
 from common.detokenize import Detokenizer, generated_text
 from common.keys import Keys
-from common.messages import Cancel, Events, Generate, LogEntry, Terminal, Tokens, Worker, pack_floats, pack_ids, unpack_floats, unpack_ids
+from common.messages import Cancel, Events, Generate, LogEntry, Terminal, Tokens, Worker
+from common.packing import pack_floats, pack_ids, unpack_floats, unpack_ids
 from common.recover import interleave
 
 SPILL_STEPS = 5

@@ -8,7 +8,8 @@ from typing import Any
 import httpx
 
 from api.gateway import Gateway
-from common.messages import Generate, pack_floats, unpack_floats
+from common.messages import Generate
+from common.packing import pack_floats, unpack_floats
 from tests.fake_worker import Answer, FakeWorker, working
 from tests.gateways import ready, serving, vocabulary
 

@@ -6,7 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from common.messages import Sampling, unpack_ids
+from common.messages import Sampling
+from common.packing import unpack_ids
 
 Array = Any
 OUT = -np.inf

@@ -9,7 +9,7 @@ import pytest
 from openai import AsyncOpenAI
 
 from api.openai.answer import FINGERPRINT
-from common.messages import unpack_ids
+from common.packing import unpack_ids
 from deploy.broker import Broker
 from tests.fake_worker import Answer
 from tests.gateways import vocabulary

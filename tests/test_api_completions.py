@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 
 from api.openai.answer import FINGERPRINT
-from common.messages import Generate, unpack_ids
+from common.messages import Generate
+from common.packing import unpack_ids
 from deploy.broker import Broker
 from tests.fake_worker import Answer
 from tests.openai_frames import TOKENIZER, answering, frames, ids, logprobs, streamed

@@ -7,7 +7,8 @@ import pytest
 
 from api.stream import Stream
 from api.tgi.answer import frames as tgi_frames
-from common.messages import Generate, Terminal, Tokens, pack_floats, pack_ids, unpack_floats
+from common.messages import Generate, Terminal, Tokens
+from common.packing import pack_floats, pack_ids, unpack_floats
 from deploy.broker import Broker
 from tests.fake_worker import Answer, working
 from tests.gateways import ready, serving, stream, vocabulary

@@ -8,7 +8,8 @@ import pytest
 from api.stream import Stream
 from api.tgi.answer import frames
 from api.tgi.best_of import ranked
-from common.messages import Generate, Sampling, Terminal, Tokens, pack_floats, pack_ids, unpack_floats
+from common.messages import Generate, Sampling, Terminal, Tokens
+from common.packing import pack_floats, pack_ids, unpack_floats
 from deploy.broker import Broker
 from tests.fake_worker import EOS, Answer, working
 from tests.gateways import ready, serving, vocabulary

@@ -7,7 +7,8 @@ from api.openai.text import AnswerText
 from api.openai.token_bytes import token_bytes
 from api.stream import Stream
 from common.detokenize import StopMatcher
-from common.messages import Generate, Terminal, Tokens, pack_floats, pack_ids
+from common.messages import Generate, Terminal, Tokens
+from common.packing import pack_floats, pack_ids
 from tests.gateways import vocabulary
 from tests.openai_frames import IM_END, TOKENIZER, ids
 

@@ -16,7 +16,8 @@ from api.stream import Stream
 from common.broker import connect
 from common.codec import encode
 from common.keys import Keys
-from common.messages import Events, Generate, LogEntry, Terminal, Tokens, pack_floats, pack_ids, unpack_ids
+from common.messages import Events, Generate, LogEntry, Terminal, Tokens
+from common.packing import pack_floats, pack_ids, unpack_ids
 from common.recover import interleave
 from deploy.broker import Broker
 from tests.fake_worker import Answer, FakeWorker, working

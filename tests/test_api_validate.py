@@ -9,7 +9,8 @@ import pytest
 from api.asked import Asked
 from api.errors import Refusal
 from api.validate import Limits, Wanted, validate
-from common.messages import Sampling, pack_ids, unpack_ids
+from common.messages import Sampling
+from common.packing import pack_ids, unpack_ids
 from deploy.broker import Broker
 from tests.fake_worker import Answer, working
 from tests.gateways import ready, serving, vocabulary

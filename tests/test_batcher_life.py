@@ -10,7 +10,8 @@ from batcher.sequence import Sequence
 from common.codec import encode
 from common.keys import Keys
 from common.life import Happening, Life
-from common.messages import RECORD, Generate, Plan, Report, Worker, pack_ids
+from common.messages import RECORD, Generate, Plan, Report, Worker
+from common.packing import pack_ids
 
 KEYS = Keys("default")
 NOW_MS = 1_000_000

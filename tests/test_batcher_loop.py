@@ -12,7 +12,8 @@ from common import broker as brokers
 from common import metrics
 from common.codec import decode, encode
 from common.keys import Keys
-from common.messages import Cancel, Died, Generate, Plan, Report, Worker, pack_ids
+from common.messages import Cancel, Died, Generate, Plan, Report, Worker
+from common.packing import pack_ids
 from common.settings import Settings
 
 KEYS = Keys("default")

@@ -14,7 +14,8 @@ import pytest
 from common.broker import script
 from common.codec import decode, encode
 from common.keys import Keys
-from common.messages import Cancel, Events, Generate, pack_ids
+from common.messages import Cancel, Events, Generate
+from common.packing import pack_ids
 from tests.waiting import wait_until
 
 KEYS = Keys("default")

@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 from batcher.replica import Limits
 from batcher.scheduler import Scheduler
 from batcher.sequence import Sequence
-from common.messages import RECORD, Generate, Worker, pack_ids
+from common.messages import RECORD, Generate, Worker
+from common.packing import pack_ids
 from tests.simulated_worker import SimulatedWorker
 
 BLOCK_SIZE = 16

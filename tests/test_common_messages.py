@@ -5,24 +5,8 @@ import pytest
 
 from common.codec import WireError, decode, encode
 from common.life import Happening, Life
-from common.messages import (
-    RECORD,
-    Cancel,
-    Died,
-    Events,
-    Generate,
-    LogEntry,
-    Plan,
-    Report,
-    Sampling,
-    Start,
-    Terminal,
-    Tokens,
-    Worker,
-    pack_floats,
-    pack_ids,
-    unpack_ids,
-)
+from common.messages import RECORD, Cancel, Died, Events, Generate, LogEntry, Plan, Report, Sampling, Start, Terminal, Tokens, Worker
+from common.packing import pack_floats, pack_ids, unpack_ids
 
 SAMPLING = Sampling(0.5, 3, 0.9, 0.1, 0.8, 1.1, 0.2, 0.3, 0.4, 7, 1, [(5, -1.0)], [pack_ids([6])], True)
 GENERATE = Generate(

@@ -7,7 +7,8 @@ import pytest
 from common import broker as brokers
 from common.codec import encode
 from common.keys import SEALED, Keys
-from common.messages import RECORD, LogEntry, Tokens, pack_floats, pack_ids
+from common.messages import RECORD, LogEntry, Tokens
+from common.packing import pack_floats, pack_ids
 from common.recover import interleave, read, split
 
 KEYS = Keys("test")

@@ -16,7 +16,8 @@ from api.submit import MAX_COMMANDS
 from common.broker import connect
 from common.codec import decode
 from common.keys import Keys
-from common.messages import Events, unpack_floats, unpack_ids
+from common.messages import Events
+from common.packing import unpack_floats, unpack_ids
 from tests.fleet import Fleet
 from tests.loads import Load
 from tests.waiting import wait_until

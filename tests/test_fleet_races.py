@@ -11,7 +11,8 @@ import pytest
 from common.broker import connect, script
 from common.codec import decode, encode
 from common.keys import Keys
-from common.messages import Cancel, Events, Generate, pack_ids
+from common.messages import Cancel, Events, Generate
+from common.packing import pack_ids
 from tests.fleet import Fleet
 from tests.waiting import wait_until
 

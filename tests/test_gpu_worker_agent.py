@@ -11,7 +11,8 @@ from common import broker as brokers
 from common import metrics, model_files
 from common.codec import decode, encode
 from common.keys import Keys
-from common.messages import RECORD, Events, Generate, Plan, Report, Start, Worker, pack_floats, pack_ids, unpack_ids
+from common.messages import RECORD, Events, Generate, Plan, Report, Start, Worker
+from common.packing import pack_floats, pack_ids, unpack_ids
 from common.recover import read, split
 from common.settings import SettingError, Settings
 from gpu_worker.agent import Agent

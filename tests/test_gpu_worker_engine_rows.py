@@ -5,7 +5,8 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from common.messages import Sampling, pack_floats
+from common.messages import Sampling
+from common.packing import pack_floats
 from gpu_worker.door import Grant, StartRow
 from gpu_worker.engine.rows import Outcome, Part, Rows, Top
 from tests.batch_player import packed

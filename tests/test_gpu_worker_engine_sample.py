@@ -12,7 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.stats import chisquare
 
-from common.messages import Sampling, pack_ids
+from common.messages import Sampling
+from common.packing import pack_ids
 from gpu_worker.door import StartRow
 from gpu_worker.engine import likeliest
 from gpu_worker.engine.draw import drawn

@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 from scipy.stats import chisquare
 
-from common.messages import Sampling, pack_ids
+from common.messages import Sampling
+from common.packing import pack_ids
 from common.settings import Settings
 from gpu_worker.engine.engine import Engine
 from tests.batch_player import Player

@@ -5,7 +5,8 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from common.messages import Sampling, unpack_ids
+from common.messages import Sampling
+from common.packing import unpack_ids
 from gpu_worker.door import StartRow
 from gpu_worker.engine.history import History
 from gpu_worker.engine.uniforms import Uniforms

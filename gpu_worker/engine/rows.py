@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from common.messages import pack_floats, pack_ids, unpack_ids
+from common.packing import pack_floats, pack_ids, unpack_ids
 from gpu_worker.door import Grant, StartRow, Step
 from gpu_worker.engine.manner import Manner, Turn
 
