@@ -120,8 +120,7 @@ class Settings:
     gpu_locks: str = setting("/tmp/tokenfleet-gpus", "folder of the locks by which workers of one machine take different GPUs")
     block_size: int = setting(16, "tokens of one KV block", at_least=1)
     deterministic: bool = setting(
-        False,
-        "the same request gives the same bits whatever else runs, on workers alike; on CPU in float32, for models whose layers allow it",
+        False, "the same request gives the same bits whatever else runs, on workers alike; on CPU, for models whose layers allow it"
     )
     debug_kv: bool = setting(False, "fill freed KV blocks with NaN, so that a use after release shows")
     step_timeout_s: float = seconds(
@@ -161,6 +160,11 @@ class Settings:
             raise SettingError("compute_type", f"{self.compute_type!r} cannot be sent as a header: it must be printable ASCII")
         if self.demo and not ipaddress.ip_address(self.listen_host).is_loopback:
             raise SettingError("demo", "lets whoever sees the page kill processes: it is for HOSTNAME=127.0.0.1 only")
+
+    @property
+    def model_name(self) -> str:
+        """In answers."""
+        return self.served_model_name or self.model_id
 
     @property
     def listen_host(self) -> str:

@@ -89,19 +89,21 @@ def test_attention(dtype: torch.dtype, block_size: int, library: object) -> None
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("whole", [False, True])
 @pytest.mark.parametrize(("inputs", "outputs", "bias"), [(96, 144, False), (50, 7, True), (64, 100, True)])
-def test_products(dtype: torch.dtype, inputs: int, outputs: int, bias: bool, library: object) -> None:
-    """A row's result is the same bits alone and among others."""
+def test_products(dtype: torch.dtype, whole: bool, inputs: int, outputs: int, bias: bool, library: object) -> None:
+    """A row's result is the same bits alone and among others; whole, it is as exact as float32."""
     if not library.tf_multiplies(native.TYPES[dtype]):  # type: ignore[attr-defined]
         pytest.skip("torch's products are used on this processor")
     torch.manual_seed(0)
     linear = nn.Linear(inputs, outputs, bias=bias).to(dtype)
-    packed = NativeLinear(linear, library)  # type: ignore[arg-type]
+    packed = NativeLinear(linear, library, whole)  # type: ignore[arg-type]
     for num_rows in (*range(1, 10), 33):
         states = torch.randn(1, num_rows, inputs).to(dtype)
         wanted = states.double() @ linear.weight.double().T + (linear.bias.double() if bias else 0)
         result = packed(states)
-        torch.testing.assert_close(result.double(), wanted, rtol=2 * torch.finfo(dtype).eps, atol=1e-5)
+        torch.testing.assert_close(result.double(), wanted, rtol=2 * torch.finfo(result.dtype).eps, atol=1e-5)
+        assert result.dtype == (torch.float32 if whole else dtype)
         assert all(torch.equal(packed(states[:, row]), result[:, row]) for row in range(num_rows))
 
 
@@ -192,7 +194,7 @@ def test_without_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplo
     assert [record.message for record in caplog.records if record.name == native.__name__] == [
         "no native kernels, torch's are used and are slower: no C++ compiler (g++ or clang++) is installed"
     ]
-    assert isinstance(engine.loaded.backend, Sdpa) and isinstance(pack.packed(nn.Linear(8, 8)), PackedLinear)
+    assert isinstance(engine.loaded.backend, Sdpa) and isinstance(pack.packed(nn.Linear(8, 8), whole=False), PackedLinear)
     assert play(engine, dict(enumerate(prompts()))) == wanted
 
 

@@ -81,8 +81,7 @@ def load(settings: Settings, progress: model_files.Progress, ranks: Ranks) -> Lo
     attention.attach(layers, geometry, cache, backend)
     context, eos_ids = int(model_files.context(path) * (settings.rope_factor or 1)), model_files.eos_ids(path)
     loaded = Loaded(model, device, dtype, num_blocks, cache, backend, rope.by_length(model), context, eos_ids, config.vocab_size)
-    # In bfloat16 whole layers were seen to change greedy answers of a chat: there the parts are native, the layer is the model's own.
-    fused = fuse(model, backend, loaded.begin) if isinstance(backend, Paged) and dtype == torch.float32 else 0
+    fused = fuse(model, backend, loaded.begin) if isinstance(backend, Paged) else 0
     if settings.deterministic and fused < len(geometry.layers):
         known = f"{fused} of its {len(geometry.layers)} layers run in kernels that compute each token by itself"
         raise SettingError("deterministic", f"{settings.model_id} as {name_of(dtype)} on {device.type}: {known}")

@@ -30,10 +30,11 @@ class PackedLinear(nn.Module):
 
 
 class NativeLinear(nn.Module):
-    """Through the native kernels: a row's result depends on no other row."""
+    """Through the native kernels: a row's result depends on no other row. `whole`: its outputs are float32, whatever the weights are."""
 
-    def __init__(self, linear: nn.Linear, library: ctypes.CDLL) -> None:
+    def __init__(self, linear: nn.Linear, library: ctypes.CDLL, whole: bool) -> None:
         super().__init__()
+        self.whole = whole
         self.in_features, self.out_features = linear.in_features, linear.out_features
         self.bias, self.library, self.dtype = linear.bias, library, native.TYPES[linear.weight.dtype]
         self.panels = -(-self.out_features // library.tf_panel())
@@ -55,24 +56,28 @@ class NativeLinear(nn.Module):
 
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
         rows = rows.contiguous()
-        output = rows.new_empty(*rows.shape[:-1], self.out_features)
+        output = rows.new_empty(*rows.shape[:-1], self.out_features, dtype=torch.float32 if self.whole else None)
         num_rows = math.prod(rows.shape[:-1])
-        self.library.tf_product(self.dtype, torch.get_num_threads(), rows.data_ptr(), num_rows, byref(self.shape), output.data_ptr())
+        pointers = (byref(self.shape), self.whole, output.data_ptr())
+        self.library.tf_product(self.dtype, torch.get_num_threads(), rows.data_ptr(), num_rows, *pointers)
         return output
 
 
-def pack(model: nn.Module) -> None:
-    """Replaces the plain linear layers of a model on CPU."""
+def pack(model: Any) -> None:
+    """Replaces the plain linear layers of a model on CPU. Logits are as exact as their sums: rounded to bfloat16, the two likeliest tokens
+    are often equal.
+    """
+    head = model.get_output_embeddings()
     for module in list(model.modules()):
         for name, child in module.named_children():
             if type(child) is nn.Linear:
-                setattr(module, name, packed(child))
+                setattr(module, name, packed(child, whole=child is head))
 
 
-def packed(linear: nn.Linear) -> nn.Module:
+def packed(linear: nn.Linear, whole: bool) -> nn.Module:
     library, dtype = native.library(), linear.weight.dtype
     if library and dtype in native.TYPES and library.tf_multiplies(native.TYPES[dtype]) and linear.in_features % 2 == 0:
-        return NativeLinear(linear, library)
+        return NativeLinear(linear, library, whole)
     if torch.backends.mkldnn.is_available() and dtype in TYPES:  # type: ignore[no-untyped-call]
         return PackedLinear(linear)
     return linear

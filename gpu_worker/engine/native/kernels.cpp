@@ -48,13 +48,19 @@ extern "C" void tf_pack(int type, const void* weight, int outputs, int inputs, v
     multiplied(type, [=](auto number) { pack((const decltype(number)*)weight, outputs, inputs, (decltype(number)*)packed); });
 }
 
-extern "C" void tf_product(int type, int threads, const void* rows, int num_rows, const Linear* linear, void* out) {
+template <class T, class U> void product(int threads, const T* rows, int num_rows, const Linear& linear, U* out) {
+#pragma omp parallel num_threads(threads)
+    own_panels(num_panels(linear), this_thread(), all_threads(), [&](int panel) {
+        panel_product<T>(rows, num_rows, linear, panel, out, linear.outputs, nullptr);
+    });
+}
+
+// `whole`: the outputs are the sums as they are, in float32.
+extern "C" void tf_product(int type, int threads, const void* rows, int num_rows, const Linear* linear, int whole, void* out) {
     multiplied(type, [=](auto number) {
         typedef decltype(number) T;
-#pragma omp parallel num_threads(threads)
-        own_panels(num_panels(*linear), this_thread(), all_threads(), [&](int panel) {
-            panel_product<T>((const T*)rows, num_rows, *linear, panel, (T*)out, linear->outputs, nullptr);
-        });
+        if (whole) product(threads, (const T*)rows, num_rows, *linear, (float*)out);
+        else product(threads, (const T*)rows, num_rows, *linear, (T*)out);
     });
 }
 

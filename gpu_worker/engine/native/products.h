@@ -64,8 +64,8 @@ template <class F> void own_panels(int panels, int thread, int threads, F each) 
 }
 
 // rows [num_rows][inputs] → out [num_rows][stride], on top of `residual` where there is one.
-template <class T>
-void panel_product(const T* rows, int num_rows, const Linear& linear, int panel, T* out, int64_t stride, const T* residual) {
+template <class T, class U>
+void panel_product(const T* rows, int num_rows, const Linear& linear, int panel, U* out, int64_t stride, const T* residual) {
     alignas(64) float sums[ROWS * PANEL];
     int width = std::min(PANEL, linear.outputs - panel * PANEL);
     for (int row = 0; row < num_rows; row += ROWS) {
