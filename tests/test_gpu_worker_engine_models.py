@@ -10,7 +10,7 @@ import torch
 
 from common.settings import SettingError, Settings
 from gpu_worker.engine import load, native, sdpa
-from gpu_worker.engine.cache import Geometry, Layer
+from gpu_worker.engine.cache import Geometry, Layer, View
 from gpu_worker.engine.engine import Engine
 from gpu_worker.engine.paged import Paged
 from tests import tiny_models
@@ -86,8 +86,8 @@ def without(part: str) -> Callable[..., native.Cache]:
     return cache
 
 
-def uncapped(self: Any, queries: Any, keys: Any, bias: Any, scaling: float, softcap: float) -> torch.Tensor:
-    return torch.baddbmm(bias, queries, keys.transpose(1, 2), alpha=scaling)
+def uncapped(self: Any, queries: Any, keys: Any, bias: Any, view: View) -> torch.Tensor:
+    return torch.baddbmm(bias, queries, keys.transpose(1, 2), alpha=view.scaling)
 
 
 cache_of = Paged.cache

@@ -64,7 +64,7 @@ def test_attention(dtype: torch.dtype, block_size: int, library: object) -> None
         ((64, 64), (24, 18)), (1, 3), (None, 20), (None, 5.0), (None, torch.randn(6))
     ):
         torch.manual_seed(0)
-        view = View(2, group, window)
+        view = View(2, group, window, key_dim**-0.5, softcap)
         geometries = [Geometry([Layer(view, key_dim, value_dim)], block_size, number) for number in (torch.float32, dtype)]
         caches = [Cache(geometry, BLOCKS, CPU) for geometry in geometries]
         caches[1].fill(list(range(BLOCKS + 1)), math.nan)
@@ -81,7 +81,7 @@ def test_attention(dtype: torch.dtype, block_size: int, library: object) -> None
             for backend, module, number in zip(backends, modules, (torch.float32, dtype), strict=True):
                 backend.begin(line)
                 given = [tensor.to(number) for tensor in (query, key, value)]
-                outputs.append(backend.attend(*given, module, key_dim**-0.5, softcap, None if sinks is None else sinks[: 2 * group]))
+                outputs.append(backend.attend(module, *given, None if sinks is None else sinks[: 2 * group]))
             torch.testing.assert_close(outputs[1].float(), outputs[0], rtol=0, atol=ERRORS[dtype])
 
 

@@ -28,21 +28,12 @@ class Backend(Protocol):
     def begin(self, inputs: Inputs) -> None:
         """Called before each forward: what layers share is computed here."""
 
-    def attend(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        module: Any,
-        scaling: float,
-        softcap: float | None,
-        sinks: torch.Tensor | None,
-    ) -> torch.Tensor:
+    def attend(self, module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, sinks: torch.Tensor | None) -> torch.Tensor:
         """Writes K and V of the step's tokens and attends over the cache.
 
         query [1, heads, tokens, key_dim], key [1, kv_heads, tokens, key_dim], value [1, kv_heads, tokens, value_dim]; `module` carries
-        `keys`, `values` and `view` of its layer; `softcap` bounds scores as in Gemma 2 (arXiv:2408.00118); `sinks` [heads] are scores
-        that take their share of each softmax and give nothing, as in gpt-oss → [1, tokens, heads, value_dim].
+        `keys`, `values` and `view` of its layer; `sinks` [heads] are scores that take their share of each softmax and give nothing, as
+        in gpt-oss → [1, tokens, heads, value_dim].
         """
 
 
@@ -52,13 +43,10 @@ def attend(
     key: torch.Tensor,
     value: torch.Tensor,
     mask: None,
-    scaling: float | None = None,
-    softcap: float | None = None,
     s_aux: torch.Tensor | None = None,
     **rest: Any,
 ) -> tuple[torch.Tensor, None]:
-    scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
-    return module.backend.attend(query, key, value, module, scaling, softcap, s_aux), None
+    return module.backend.attend(module, query, key, value, s_aux), None
 
 
 # --- what a model needs -------------------------------------------------------------------------------------------------------------
@@ -98,6 +86,8 @@ def watch(model: Any, forward: Callable[[], object]) -> dict[Any, Layer]:
         key: torch.Tensor,
         value: torch.Tensor,
         mask: Any,
+        scaling: float | None = None,
+        softcap: float | None = None,
         sliding_window: int | None = None,
         position_bias: torch.Tensor | None = None,
         **rest: Any,
@@ -108,8 +98,9 @@ def watch(model: Any, forward: Callable[[], object]) -> dict[Any, Layer]:
             raise Unservable("its attention needs more than a causal mask")
         if sliding_window not in (None, mask.window):
             raise Unservable(f"its attention has a window of {sliding_window} and a mask of {mask.window}")
-        kv_heads = key.shape[1]
-        found[module] = Layer(View(kv_heads, query.shape[1] // kv_heads, mask.window), key.shape[-1], value.shape[-1])
+        kv_heads, scaling = key.shape[1], query.shape[-1] ** -0.5 if scaling is None else float(scaling)
+        view = View(kv_heads, query.shape[1] // kv_heads, mask.window, scaling, softcap)
+        found[module] = Layer(view, key.shape[-1], value.shape[-1])
         return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[-1]), None
 
     AttentionInterface.register(NAME, note)

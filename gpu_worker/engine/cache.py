@@ -17,11 +17,15 @@ class View:
     Attributes:
         group: query heads that share one K head.
         window: keys that a query sees, its own included; None is all of its past.
+        scaling: what scores are multiplied with.
+        softcap: bounds scores as in Gemma 2 (arXiv:2408.00118).
     """
 
     kv_heads: int
     group: int
     window: int | None
+    scaling: float
+    softcap: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +44,11 @@ class Geometry:
     layers: list[Layer]
     block_size: int
     dtype: torch.dtype
+
+    @property
+    def views(self) -> list[View]:
+        """Each once, in the order of their first layers."""
+        return list(dict.fromkeys(layer.view for layer in self.layers))
 
     @property
     def block_bytes(self) -> int:

@@ -39,19 +39,10 @@ class Paged:
         step = native.Step(torch.get_num_threads(), len(slots), len(tiles), self.block_size, *pointers)
         self.step = byref(step)
 
-    def attend(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        module: Any,
-        scaling: float,
-        softcap: float | None,
-        sinks: torch.Tensor | None,
-    ) -> torch.Tensor:
+    def attend(self, module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, sinks: torch.Tensor | None) -> torch.Tensor:
         cache = self.caches.get(module)
         if cache is None:
-            cache = self.caches[module] = self.cache(module, scaling, softcap, sinks)
+            cache = self.caches[module] = self.cache(module, sinks)
         output = query.new_empty(1, query.shape[2], query.shape[1], value.shape[3])
         query, key, value = dense(query), dense(key), dense(value)
         self.library.tf_attend(
@@ -59,7 +50,7 @@ class Paged:
         )
         return output
 
-    def cache(self, module: Any, scaling: float, softcap: float | None, sinks: torch.Tensor | None) -> native.Cache:
+    def cache(self, module: Any, sinks: torch.Tensor | None) -> native.Cache:
         """What stays the same for a module in every step."""
         keys, values, view = module.keys, module.values, module.view
         if sinks is not None:
@@ -72,8 +63,8 @@ class Paged:
             keys.shape[3],
             values.shape[3],
             view.window or 0,
-            scaling,
-            softcap or 0.0,
+            view.scaling,
+            view.softcap or 0.0,
             None if sinks is None else sinks.data_ptr(),
         )
 

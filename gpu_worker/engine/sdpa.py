@@ -53,7 +53,7 @@ class Sdpa:
 
     def __init__(self, geometry: Geometry, device: torch.device) -> None:
         self.block_size, self.dtype, self.device = geometry.block_size, geometry.dtype, device
-        self.views = sorted({layer.view for layer in geometry.layers}, key=str)
+        self.views = geometry.views
         self.prepared: dict[View, Prepared] = {}
 
     def begin(self, inputs: Inputs) -> None:
@@ -102,16 +102,7 @@ class Sdpa:
     def tensor(self, array: Any) -> torch.Tensor:
         return torch.from_numpy(array).to(self.device)
 
-    def attend(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        module: Any,
-        scaling: float,
-        softcap: float | None,
-        sinks: torch.Tensor | None,
-    ) -> torch.Tensor:
+    def attend(self, module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, sinks: torch.Tensor | None) -> torch.Tensor:
         prepared, view = self.prepared[module.view], module.view
         for cache, new in ((module.keys, key), (module.values, value)):
             cache.view(-1, new.shape[-1]).index_copy_(0, prepared.slots, new.reshape(-1, new.shape[-1]))
@@ -120,7 +111,7 @@ class Sdpa:
             keys, values = (self.pages(cache, span, view.kv_heads) for cache in (module.keys, module.values))
             for tile in span.tiles:
                 queries = queries_of(query, tile, span.rows, view.kv_heads)
-                scores = self.scores(queries, keys[:, tile.first : tile.last], tile.bias, scaling, softcap)
+                scores = self.scores(queries, keys[:, tile.first : tile.last], tile.bias, view)
                 weights = torch.softmax(scores, -1) if sinks is None else softmax_with_sinks(scores, sinks, span.rows, view)
                 output = torch.bmm(weights, values[:, tile.first : tile.last])
                 outputs.append(output.view(span.rows, query.shape[1], -1, value.shape[-1]).transpose(1, 2).flatten(0, 1))
@@ -131,11 +122,11 @@ class Sdpa:
         dim = cache.shape[-1]
         return cache.view(-1, self.block_size * dim).index_select(0, span.pages).view(span.rows * kv_heads, -1, dim)
 
-    def scores(self, queries: torch.Tensor, keys: torch.Tensor, bias: torch.Tensor, scaling: float, softcap: float | None) -> torch.Tensor:
+    def scores(self, queries: torch.Tensor, keys: torch.Tensor, bias: torch.Tensor, view: View) -> torch.Tensor:
         """→ [rows * kv_heads, queries, keys]"""
-        if softcap is None:
-            return torch.baddbmm(bias, queries, keys.transpose(1, 2), alpha=scaling)
-        return torch.bmm(queries, keys.transpose(1, 2)).mul_(scaling / softcap).tanh_().mul_(softcap).add_(bias)
+        if view.softcap is None:
+            return torch.baddbmm(bias, queries, keys.transpose(1, 2), alpha=view.scaling)
+        return torch.bmm(queries, keys.transpose(1, 2)).mul_(view.scaling / view.softcap).tanh_().mul_(view.softcap).add_(bias)
 
 
 def shifted(blocks: Int64, first: Int64, width: int) -> Int64:
