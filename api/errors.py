@@ -90,6 +90,10 @@ def overloaded() -> Refusal:
     return Refusal(429, "overloaded", "Model is overloaded")
 
 
+def conflict(what: str) -> Refusal:
+    return Refusal(409, "conflict", f"another {what} has this id")
+
+
 def unavailable(why: str) -> Refusal:
     return Refusal(503, "unavailable", f"Service unavailable: {why}")
 

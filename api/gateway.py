@@ -16,7 +16,7 @@ from api.pools import Pools
 from api.prompt import Vocabulary
 from api.relay import Relay
 from api.submit import Desk
-from common.broker import CONNECT_TIMEOUT_S, connect
+from common.broker import CONNECT_TIMEOUT_S, connect, url_of
 from common.keys import Keys
 from common.settings import Settings
 
@@ -33,7 +33,7 @@ class Gateway:
     def __init__(self, settings: Settings, name: str, vocabulary: Vocabulary, lose: Callable[[], bool] | None = None) -> None:
         keys = Keys(settings.pool)
         self.settings, self.vocabulary = settings, vocabulary
-        self.redis = connect(settings.redis_url or "")
+        self.redis = connect(url_of(settings))
         self.relay = Relay(self.redis, keys, name, lose)
         self.fleet = Fleet(self.redis, keys, name, settings, num_streams=lambda: len(self.relay.streams))
         self.pools = Pools(self, self.redis, name)

@@ -10,6 +10,9 @@ from pydantic import BaseModel
 
 REFERENCE = "#/components/schemas/{model}"
 
+Refusals = dict[int | str, dict[str, Any]]
+"""A route's `responses` besides 200."""
+
 
 def takes(shape: type[BaseModel]) -> dict[str, Any]:
     """A route's `openapi_extra`: its body is JSON of this shape."""
@@ -22,6 +25,11 @@ def sends_events(shape: type[BaseModel], *words: str) -> dict[str, Any]:
     if words:
         data = {"anyOf": [{"enum": list(words)}, data]}
     return {"text/event-stream": {"schema": {"type": "object", "required": ["data"], "properties": {"data": data}}}}
+
+
+def refusals(shape: type[BaseModel], descriptions: dict[int, str]) -> Refusals:
+    """Why a route refuses, by status; the body is of this shape."""
+    return {status: {"model": shape, "description": description} for status, description in descriptions.items()}
 
 
 @cache

@@ -82,7 +82,7 @@ class Pools:
 
 def names(settings: Settings) -> tuple[str, ...]:
     """What the model of a pool is called: as answers name it, as it was given, and the pool itself."""
-    return (settings.served_model_name or settings.model_id, settings.model_id, settings.pool)
+    return (settings.model_name, settings.model_id, settings.pool)
 
 
 def of_pool(settings: Settings, pool: str, worker: Worker) -> Settings:

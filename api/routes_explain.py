@@ -6,12 +6,13 @@ from starlette.responses import Response
 from api import life
 from api.errors import Refusal, asking_broker, encode
 from api.gateway import gateway_of
+from api.openapi import refusals
 from api.tgi.replies import ALL, ErrorResponse
 
 router = APIRouter(responses={status: ALL[status] for status in (401, 503)})
 
 
-@router.get("/fleet/requests/{request_id:path}", responses={404: {"model": ErrorResponse, "description": "No such request"}})
+@router.get("/fleet/requests/{request_id:path}", responses=refusals(ErrorResponse, {404: "No such request"}))
 async def explain(request: Request, request_id: str) -> Response:
     """What happened to a request, and to each of its choices. 404 for one that was never heard of, or so long ago that it is forgotten."""
     gateway = gateway_of(request)

@@ -11,12 +11,10 @@ from api import roll
 from api.errors import Refusal, asking_broker, encode
 from api.gateway import Gateway, gateway_of
 from api.kill import check_asker, check_process, forbidden, kill
-from api.tgi.replies import ALL, ErrorResponse, Refusals
+from api.openapi import refusals
+from api.tgi.replies import ALL, ErrorResponse
 
-KILL_REFUSALS: Refusals = {
-    403: {"model": ErrorResponse, "description": "Not for this asker, or not a process of this fleet"},
-    404: {"model": ErrorResponse, "description": "No such process"},
-}
+KILL_REFUSALS = refusals(ErrorResponse, {403: "Not for this asker, or not a process of this fleet", 404: "No such process"})
 router = APIRouter(responses={status: ALL[status] for status in (401, 503)})
 VERSION = version("tokenfleet")
 
@@ -29,7 +27,7 @@ async def fleet(request: Request) -> Response:
     settings = gateway.settings
     answer = {
         "pool": settings.pool,
-        "model": settings.served_model_name or settings.model_id,
+        "model": settings.model_name,
         "version": VERSION,
         "time_s": called.time_s,
         "demo": settings.demo,

@@ -5,9 +5,9 @@ from starlette.responses import Response
 
 from api.errors import Refusal
 from api.gateway import gateway_of
-from api.tgi.replies import ErrorResponse
+from api.tgi.replies import ALL
 
-router = APIRouter(responses={503: {"model": ErrorResponse, "description": "No worker, or no broker"}})
+router = APIRouter(responses={503: ALL[503]})
 
 
 @router.head("/ping", include_in_schema=False)

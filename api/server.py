@@ -3,19 +3,18 @@
 import logging
 import os
 import random
-import secrets
 import signal
 import socket
 from collections.abc import Callable
 
-import setproctitle
 import uvicorn
 
 from api.app import build
 from api.gateway import Gateway
 from api.http import Http
 from api.prompt import Vocabulary
-from common import lifeline, logs, metrics_port, model_files
+from common import model_files
+from common.begin import begin, enter
 from common.settings import SettingError, Settings, exit_when_unservable
 
 log = logging.getLogger(__name__)
@@ -25,21 +24,15 @@ BACKLOG = 2048
 
 def main() -> None:
     """Serves until SIGTERM; exits with EX_CONFIG where a setting cannot be served."""
-    lifeline.die_with_parent()
-    name = os.environ.get("PROCESS_NAME", "g0")
-    setproctitle.setproctitle(f"tokenfleet api {name}")
+    own = begin("api", "g0")
     with exit_when_unservable():
         settings = Settings.read([])
-        logs.set_up(name, settings.log_level, settings.json_output)
-        metrics_port.serve(settings)
-        serve(settings, name)
+        enter(own, settings)
+        serve(settings, own.incarnation)
 
 
-def serve(settings: Settings, name: str) -> None:
+def serve(settings: Settings, incarnation: str) -> None:
     """Runs one gateway to its end. Raises SettingError."""
-    if settings.redis_url is None:
-        raise SettingError("redis_url", "is not set")
-    incarnation = os.environ.get("INCARNATION") or f"{name}-{secrets.token_hex(4)}"
     vocabulary = Vocabulary.load(model_files.resolve(settings.model_id, settings.revision), settings.tokenizer_config_path)
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # one prompt at a time: no pool of threads for it
     sockets = [shared_listener(settings.listen_host, settings.port), own_listener(settings.gateway_port)]

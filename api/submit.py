@@ -12,7 +12,7 @@ from redis.asyncio import Redis
 from redis.exceptions import AuthenticationError, BusyLoadingError, ConnectionError, ResponseError
 
 from api import meter
-from api.errors import Refusal, overloaded, unavailable
+from api.errors import Refusal, conflict, overloaded, unavailable
 from api.fleet import Fleet
 from api.prompt import Vocabulary
 from api.relay import Relay
@@ -146,10 +146,9 @@ class Desk:
     async def farewell(self, stream: Stream) -> None:
         request_id = stream.request.request_id
         home, result = self.keys.home(request_id), self.keys.result(request_id)
-        word = encode(Cancel(request_id, "client"))
         try:
             async with asyncio.timeout(FAREWELL_S):
-                if not stream.terminal and await self.insist(lambda: self.cancel(keys=[home, self.keys.control], args=[word])):
+                if not stream.terminal and await self.call_off(request_id):
                     self.relay.admitted(stream)
                     await stream.ended.wait()
                 await self.insist(lambda: self.redis.delete(home, result))
@@ -157,6 +156,11 @@ class Desk:
             log.warning("request %s: no end within %.0f s of its cancel; Redis will expire it", request_id, FAREWELL_S)
         finally:
             self.relay.forget(stream)
+
+    async def call_off(self, request_id: str) -> bool:
+        """Cancels a request, whenever the broker takes that in. Returns False where it had ended or never was."""
+        keys, word = [self.keys.home(request_id), self.keys.control], encode(Cancel(request_id, "client"))
+        return bool(await self.insist(lambda: self.cancel(keys=keys, args=[word])))
 
     async def insist(self, command: Callable[[], Awaitable[Any]]) -> Any:
         """The command's answer, whenever the broker gives it."""
@@ -180,4 +184,4 @@ class Desk:
 def refusal(answer: bytes) -> Refusal:
     if answer in (b"count", b"bytes"):
         return overloaded()
-    return Refusal(409, "conflict", "another request has this id")
+    return conflict("request")

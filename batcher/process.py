@@ -2,18 +2,16 @@
 
 import asyncio
 import logging
-import os
-import secrets
 import signal
 import sys
 
-import setproctitle
 import uvloop
 from redis.asyncio import Redis
 
 from batcher.lease import Lease, LeaseLost
 from batcher.loop import Batcher
-from common import broker, lifeline, logs, metrics_port
+from common import broker
+from common.begin import begin, enter
 from common.keys import Keys
 from common.settings import Settings, exit_when_unservable
 from common.sign import Sign
@@ -25,7 +23,7 @@ LEASE_S = 2.0
 
 async def serve(settings: Settings, incarnation: str) -> None:
     """Returns after SIGTERM. Raises LeaseLost."""
-    redis = broker.connect(settings.redis_url or "")
+    redis = broker.connect(broker.url_of(settings))
     keys = Keys(settings.pool)
     lease = Lease(redis, keys, incarnation, LEASE_S)
     working = asyncio.create_task(work(settings, redis, keys, lease))
@@ -53,15 +51,12 @@ async def stand_by(settings: Settings, redis: Redis, keys: Keys, lease: Lease) -
 
 
 def main() -> None:
-    lifeline.die_with_parent()
-    name = os.environ.get("PROCESS_NAME", "b0")
+    own = begin("batcher", "b0")
     with exit_when_unservable():
         settings = Settings.read([])
-        setproctitle.setproctitle(f"tokenfleet batcher {name}")
-        logs.set_up(name, settings.log_level, settings.json_output)
-        metrics_port.serve(settings)
+        enter(own, settings)
     try:
-        uvloop.run(serve(settings, os.environ.get("INCARNATION") or f"{name}-{secrets.token_hex(4)}"))
+        uvloop.run(serve(settings, own.incarnation))
     except LeaseLost as error:
         log.warning("lease lost: %s", error)
         sys.exit(1)

@@ -12,7 +12,7 @@ from typing import Any
 import redis.asyncio
 from redis.exceptions import AuthenticationError, BusyLoadingError, InvalidResponse, OutOfMemoryError, ReadOnlyError, RedisError
 
-from common.settings import SettingError
+from common.settings import SettingError, Settings
 
 CONNECT_TIMEOUT_S = 5.0
 OLDEST = (7, 0)
@@ -62,6 +62,13 @@ def cause(error: BaseException) -> str:
             return f"no connection to the broker ({text or type(error).__name__})"
         case _:
             return f"the broker refused ({text or type(error).__name__})"
+
+
+def url_of(settings: Settings) -> str:
+    """Where a fleet's broker is. Raises SettingError where nobody says."""
+    if settings.redis_url is None:
+        raise SettingError("redis_url", "is not set: processes of a fleet meet at a broker, as in redis://127.0.0.1:6379")
+    return settings.redis_url
 
 
 async def check(url: str) -> None:

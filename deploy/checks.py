@@ -59,9 +59,7 @@ def check_port(settings: Settings) -> None:
 
 
 def check_broker(settings: Settings) -> None:
-    if settings.redis_url is None:
-        raise SettingError("redis_url", "is not set: processes of a fleet meet at a broker, as in redis://127.0.0.1:6379")
-    asyncio.run(broker.check(settings.redis_url))
+    asyncio.run(broker.check(broker.url_of(settings)))
 
 
 def with_model(settings: Settings) -> Settings:
@@ -69,8 +67,7 @@ def with_model(settings: Settings) -> Settings:
     tell_hub(settings)
     with progress() as show:
         path = model_files.resolve(settings.model_id, settings.revision, show)
-    name = settings.served_model_name or settings.model_id
-    return dataclasses.replace(settings, model_id=os.fspath(path), served_model_name=name)
+    return dataclasses.replace(settings, model_id=os.fspath(path), served_model_name=settings.model_name)
 
 
 def tell_hub(settings: Settings) -> None:

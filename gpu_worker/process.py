@@ -3,17 +3,16 @@
 import asyncio
 import logging
 import os
-import secrets
 import signal
 import sys
 from pathlib import Path
 
-import setproctitle
 import uvloop
 from redis.asyncio import Redis
 from tokenizers import Tokenizer
 
-from common import broker, lifeline, logs, metrics_port, model_files
+from common import broker, model_files
+from common.begin import begin, enter
 from common.broker import ERRORS, cause, script
 from common.keys import Keys
 from common.messages import Worker
@@ -56,14 +55,14 @@ async def serve(settings: Settings, name: str, incarnation: str) -> int:
 
 async def loaded(settings: Settings, engine: EngineLink, incarnation: str) -> Ready:
     """Waits for the engine; people see meanwhile that we are there. Raises EngineRefused, EngineDied."""
-    async with broker.connect(settings.redis_url or "") as redis:
+    async with broker.connect(broker.url_of(settings)) as redis:
         sign = Sign(redis, Keys(settings.pool), "starting", incarnation, settings.worker_ttl_s)
         async with sign.shown(settings.heartbeat_s):
             return await engine.ready(log.info)
 
 
 async def serve_engine(settings: Settings, engine: EngineLink, table: Table, worker: Worker) -> int:
-    redis = broker.connect(settings.redis_url or "")
+    redis = broker.connect(broker.url_of(settings))
     agent = Agent(settings, redis, engine, table, worker)
     loop = asyncio.get_running_loop()
     loop.add_signal_handler(signal.SIGTERM, agent.draining.set)
@@ -117,16 +116,12 @@ async def seal(redis: Redis, keys: Keys, incarnation: str) -> None:
 
 def main() -> None:
     """A worker; or, where torchrun started us as a rank above 0, one more process of the engine of a worker elsewhere."""
-    lifeline.die_with_parent()
-    name = os.environ.get("PROCESS_NAME", "w0")
-    incarnation = os.environ.get("INCARNATION") or f"{name}-{secrets.token_hex(4)}"
-    setproctitle.setproctitle(f"tokenfleet worker {name}")
+    own = begin("worker", "w0")
     with exit_when_unservable():
         settings, place = Settings.read([]), Place.read(os.environ)
         if place.world_size not in (1, settings.num_shard or place.world_size):
             raise SettingError("num_shard", f"{settings.num_shard}, but torchrun started {place.world_size} ranks (WORLD_SIZE)")
         if place.rank:
             os.execv(sys.executable, [sys.executable, "-P", "-m", "gpu_worker.engine"])
-        logs.set_up(name, settings.log_level, settings.json_output)
-        metrics_port.serve(settings)
-        sys.exit(uvloop.run(serve(settings, name, incarnation)))
+        enter(own, settings)
+        sys.exit(uvloop.run(serve(settings, own.name, own.incarnation)))

@@ -67,5 +67,4 @@ async def accept(gateway: "Gateway", job: Job) -> ChatOrder:
     asked = from_chat(chat, await conversation.prompt(chat, gateway.vocabulary.chat_template))
     asked = replace(asked, seed=job.seed if asked.seed is None else asked.seed)
     wanted = await validate(asked, gateway.fleet.limits, gateway.vocabulary)
-    settings = gateway.settings
-    return ChatOrder(wanted, chat, job, settings.served_model_name or settings.model_id)
+    return ChatOrder(wanted, chat, job, gateway.settings.model_name)

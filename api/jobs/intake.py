@@ -13,11 +13,11 @@ from redis.exceptions import ResponseError
 
 from api import meter
 from api.aside import aside
-from api.errors import Refusal, encode, openai, overloaded, tgi
+from api.errors import Refusal, conflict, encode, openai, overloaded, tgi
 from api.jobs import chat, generate
 from api.jobs.job import NAME, Job, read
 from api.jobs.reply import Reply
-from api.jobs.run import JobRun, cancel
+from api.jobs.run import JobRun
 from api.submit import PAUSE_S
 from common.broker import ERRORS, cause, script
 from common.keys import RESULT_TTL_MS
@@ -154,7 +154,7 @@ class Jobs:
             return
         num_requests = await self.call_off_script(keys=[self.keys.job(job_id)], args=[TOMBSTONE_MS])
         for i in range(num_requests):
-            await cancel(self.desk, f"{job_id}#{i}")
+            await self.desk.call_off(f"{job_id}#{i}")
 
     # --- serving --------------------------------------------------------------------------------------------------------------------
 
@@ -188,7 +188,7 @@ class Jobs:
         reply = Reply(self.redis, self.keys, self.desk.insist, job)
         match await reply.enlist():
             case "conflict":
-                await self.refuse(job, Refusal(409, "conflict", "another job has this id"), job.entry_id)
+                await self.refuse(job, conflict("job"), job.entry_id)
             case "spoiled":
                 log.error("job %s: the key %s is none of ours", job.id, self.keys.job(job.id))
                 await self.refuse(job, Refusal(500, "internal", "the record of this job was overwritten"), job.id)

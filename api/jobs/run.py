@@ -10,18 +10,18 @@ from redis.exceptions import ResponseError
 
 from api import meter
 from api.aside import aside
-from api.errors import Family, Refusal, encode, failed, overloaded, unavailable
+from api.errors import Family, Refusal, conflict, encode, failed, overloaded, unavailable
 from api.jobs.job import Job
 from api.jobs.reply import Frame, Reply
 from api.pools import ANY_MODEL, names
 from api.stream import Stream
-from api.submit import PAUSE_S, Desk
+from api.submit import PAUSE_S
 from api.validate import Wanted
 from api.wait import all_ended
 from common.broker import ERRORS, cause
 from common.codec import encode as pack
 from common.keys import RESULT_TTL_MS
-from common.messages import Cancel, Generate, Terminal
+from common.messages import Generate, Terminal
 from common.settings import Settings
 
 if TYPE_CHECKING:
@@ -149,7 +149,7 @@ class JobRun:
             raise overloaded()
         while (answer := await self.admission(stream.request)) not in (b"admitted", b"attached"):
             if answer == b"conflict":
-                raise Refusal(409, "conflict", "another request has this id")
+                raise conflict("request")
             await self.check_wanted()
             await asyncio.sleep(PAUSE_S)
         if answer == b"attached":
@@ -178,7 +178,7 @@ class JobRun:
         key = self.keys.job(self.job.id)
         if await self.desk.insist(lambda: self.redis.hexists(key, "cancel")):
             for stream in self.streams:
-                await cancel(self.desk, stream.request.request_id)
+                await self.desk.call_off(stream.request.request_id)
             if not self.streams or not self.streams[-1].admitted:
                 raise failed(Terminal(self.job.id, "cancelled", 0, "cancelled: client", "cancelled"))
 
@@ -222,8 +222,3 @@ def check_model(job: Job, settings: Settings) -> None:
     if model not in ANY_MODEL and model not in names(settings):
         text = f"The model `{model}` is not served here: a job goes to the stream of its own pool"
         raise Refusal(404, "model_not_found", text, param="model", code="model_not_found")
-
-
-async def cancel(desk: Desk, request_id: str) -> None:
-    word = pack(Cancel(request_id, "client"))
-    await desk.insist(lambda: desk.cancel(keys=[desk.keys.home(request_id), desk.keys.control], args=[word]))

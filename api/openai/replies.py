@@ -5,7 +5,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict
 
-from api.openapi import sends_events
+from api.openapi import refusals, sends_events
 
 FinishReason = Literal["stop", "length"]
 
@@ -155,9 +155,9 @@ class OpenAIError(Reply):
     error: ErrorDetail
 
 
-REFUSALS: dict[int | str, dict[str, Any]] = {
-    status: {"model": OpenAIError, "description": description}
-    for status, description in {
+REFUSALS = refusals(
+    OpenAIError,
+    {
         400: "The body is not JSON, or a field is wrong or not served: `param` names it",
         401: "The API key is missing or wrong",
         404: "There is no such model",
@@ -166,8 +166,8 @@ REFUSALS: dict[int | str, dict[str, Any]] = {
         429: "The fleet is overloaded",
         500: "Internal error, or the request failed while it was generated",
         503: "No worker, or no broker",
-    }.items()
-}
+    },
+)
 """What a route that takes a body may answer besides 200."""
 
 

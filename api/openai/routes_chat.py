@@ -6,9 +6,8 @@ from functools import partial
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from api import body
-from api.gateway import gateway_of
 from api.openai import conversation
+from api.openai.accept import accept
 from api.openai.answer_chat import ChatAnswer
 from api.openai.asked import from_chat
 from api.openai.replies import REFUSALS, ChatCompletion, ChatCompletionChunk, answers
@@ -23,10 +22,8 @@ router = APIRouter(responses=REFUSALS)
 @router.post("/v1/chat/completions", openapi_extra=takes(ChatRequest), responses=answers(ChatCompletion, ChatCompletionChunk))
 async def chat_completions(request: Request) -> Response:
     """The assistant's next message, as a stream of chunks with `stream`, else as a whole."""
-    begun_s, gateway = time.monotonic(), gateway_of(request)
-    chat = await body.read(request, ChatRequest, gateway.settings.payload_limit)
-    chat.check()
-    gateway = await gateway.pools.find(chat.model)
+    begun_s = time.monotonic()
+    gateway, chat = await accept(request, ChatRequest)
     await gateway.desk.check()
     prompt = await conversation.prompt(chat, gateway.vocabulary.chat_template)
     wanted = await validate(from_chat(chat, prompt), gateway.fleet.limits, gateway.vocabulary)

@@ -6,10 +6,9 @@ from functools import partial
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from api import body
 from api.asked import Asked
 from api.errors import invalid
-from api.gateway import gateway_of
+from api.openai.accept import accept
 from api.openai.answer_completion import CompletionAnswer
 from api.openai.asked import from_completion
 from api.openai.replies import REFUSALS, Completion, CompletionChunk, answers
@@ -25,10 +24,8 @@ router = APIRouter(responses=REFUSALS)
 @router.post("/v1/completions", openapi_extra=takes(CompletionRequest), responses=answers(Completion, CompletionChunk))
 async def completions(request: Request) -> Response:
     """How each prompt goes on: its choices stand together, in the order of the prompts."""
-    begun_s, gateway = time.monotonic(), gateway_of(request)
-    completion = await body.read(request, CompletionRequest, gateway.settings.payload_limit)
-    completion.check()
-    gateway = await gateway.pools.find(completion.model)
+    begun_s = time.monotonic()
+    gateway, completion = await accept(request, CompletionRequest)
     await gateway.desk.check()
     prompts, limits, vocabulary = from_completion(completion), gateway.fleet.limits, gateway.vocabulary
     check_number(prompts, limits)

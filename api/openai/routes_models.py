@@ -5,7 +5,7 @@ from typing import Any
 from fastapi import APIRouter, Request
 
 from api.errors import asking_broker
-from api.gateway import Gateway, gateway_of
+from api.gateway import gateway_of
 from api.openai.replies import REFUSALS, Model, ModelList
 
 router = APIRouter()
@@ -17,18 +17,14 @@ async def models(request: Request) -> dict[str, Any]:
     gateway = gateway_of(request)
     async with asking_broker():
         others = await gateway.pools.others()
-    return {"object": "list", "data": [described(name) for name in (own_name(gateway), *others)]}
+    return {"object": "list", "data": [described(name) for name in (gateway.settings.model_name, *others)]}
 
 
 @router.get("/v1/models/{name:path}", responses={200: {"model": Model}, 404: REFUSALS[404], 503: REFUSALS[503]})
 async def model(request: Request, name: str) -> dict[str, Any]:
     """One of them."""
     gateway = await gateway_of(request).pools.find(name)
-    return described(own_name(gateway))
-
-
-def own_name(gateway: Gateway) -> str:
-    return gateway.settings.served_model_name or gateway.settings.model_id
+    return described(gateway.settings.model_name)
 
 
 def described(name: str) -> dict[str, Any]:

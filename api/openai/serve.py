@@ -35,7 +35,7 @@ async def serve(
         raise invalid(f"`n` asks for {len(wanted)} choices: MAX_CONCURRENT_REQUESTS is {settings.max_concurrent_requests}", "n")
     streams = await desk.submit_all(wanted, request_id(request))
     choices = [choice(i, stream, body, prefix) for i, (stream, prefix) in enumerate(zip(streams, prefixes, strict=True))]
-    answer = make(request_id(request), settings.served_model_name or settings.model_id, choices)
+    answer = make(request_id(request), settings.model_name, choices)
     headers = prompt_headers(settings, sum(one.num_chars for one in wanted[:: body.n or 1]))
     if body.stream:
         return TokenStream(frames(answer), streams, headers, desk.leave)

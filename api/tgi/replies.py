@@ -1,8 +1,10 @@
 """Shapes of the answers of TGI's routes, for their description at /docs. The answers are built in `answer.py`."""
 
-from typing import Any, Literal
+from typing import Literal
 
 from pydantic import BaseModel, ConfigDict
+
+from api.openapi import Refusals, refusals
 
 FinishReason = Literal["length", "eos_token", "stop_sequence"]
 
@@ -97,11 +99,9 @@ class ErrorResponse(Reply):
     error_type: str
 
 
-Refusals = dict[int | str, dict[str, Any]]
-
-ALL: Refusals = {
-    status: {"model": ErrorResponse, "description": description}
-    for status, description in {
+ALL = refusals(
+    ErrorResponse,
+    {
         400: "The body is not JSON",
         401: "The API key is missing or wrong",
         404: "There is no such model",
@@ -112,8 +112,8 @@ ALL: Refusals = {
         429: "The fleet is overloaded",
         500: "Internal error",
         503: "No worker, or no broker",
-    }.items()
-}
+    },
+)
 
 TOKENIZE_REFUSALS: Refusals = {status: ALL[status] for status in (400, 401, 404, 413, 415, 422, 500, 503)}
 GENERATE_REFUSALS: Refusals = {status: ALL[status] for status in (400, 401, 413, 415, 422, 424, 429, 500, 503)}

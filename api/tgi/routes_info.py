@@ -8,9 +8,10 @@ from starlette.responses import Response
 
 from api.errors import encode, unavailable
 from api.gateway import gateway_of
+from api.openapi import refusals
 from api.tgi.replies import ErrorResponse, Info
 
-router = APIRouter(responses={503: {"model": ErrorResponse, "description": "No worker has been ready yet"}})
+router = APIRouter(responses=refusals(ErrorResponse, {503: "No worker has been ready yet"}))
 
 
 @router.get("/info", responses={200: {"model": Info}})
@@ -24,7 +25,7 @@ async def info(request: Request) -> Response:
         raise unavailable(fleet.trouble or "no worker is ready yet")
     limits = fleet.limits
     known = Info(
-        model_id=settings.served_model_name or settings.model_id,
+        model_id=settings.model_name,
         model_sha=settings.revision,
         model_pipeline_tag="text-generation",
         max_concurrent_requests=settings.max_concurrent_requests,

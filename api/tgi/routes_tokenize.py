@@ -11,6 +11,7 @@ from api.aside import aside
 from api.errors import encode
 from api.gateway import gateway_of
 from api.openai import conversation
+from api.openai.accept import accept
 from api.openai.asked import from_chat
 from api.openai.schemas import ChatRequest
 from api.openapi import takes
@@ -34,10 +35,7 @@ async def tokenize(request: Request) -> Response:
 @router.post("/chat_tokenize", openapi_extra=takes(ChatRequest), responses={200: {"model": ChatTokenizeResponse}})
 async def chat_tokenize(request: Request) -> Response:
     """The prompt that /v1/chat/completions would make of the same body, and its tokens; however long it is."""
-    gateway = gateway_of(request)
-    chat = await body.read(request, ChatRequest, gateway.settings.payload_limit)
-    chat.check()
-    gateway = await gateway.pools.find(chat.model)
+    gateway, chat = await accept(request, ChatRequest)
     vocabulary = gateway.vocabulary
     text = await conversation.prompt(chat, vocabulary.chat_template)
     check(from_chat(chat, text), gateway.fleet.limits, vocabulary)

@@ -1,0 +1,19 @@
+"""The first steps of OpenAI's routes with any body."""
+
+from typing import TypeVar
+
+from starlette.requests import Request
+
+from api import body
+from api.gateway import Gateway, gateway_of
+from api.openai.schemas import Body
+
+Shape = TypeVar("Shape", bound=Body)
+
+
+async def accept(request: Request, shape: type[Shape]) -> tuple[Gateway, Shape]:
+    """The body, whose fields are served, and the gateway's part that serves its model. Raises Refusal."""
+    gateway = gateway_of(request)
+    given = await body.read(request, shape, gateway.settings.payload_limit)
+    given.check()
+    return await gateway.pools.find(given.model), given

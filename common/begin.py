@@ -1,0 +1,38 @@
+"""How every process of a fleet begins: with a name, bound to its parent; then with logs, a broker and a port for its figures."""
+
+import os
+import secrets
+from dataclasses import dataclass
+
+import setproctitle
+
+from common import broker, lifeline, logs, metrics_port
+from common.settings import Settings
+
+
+@dataclass(frozen=True, slots=True)
+class Own:
+    """What this process is called.
+
+    Attributes:
+        name: its place in the fleet, as `w0`; whoever follows it has the same.
+        incarnation: this one life.
+    """
+
+    name: str
+    incarnation: str
+
+
+def begin(kind: str, name: str) -> Own:
+    """From now on this process ends with its parent, and `ps` shows its kind and name: those that the launcher gave it, else `name`."""
+    lifeline.die_with_parent()
+    name = os.environ.get("PROCESS_NAME", name)
+    setproctitle.setproctitle(f"tokenfleet {kind} {name}")
+    return Own(name, os.environ.get("INCARNATION") or f"{name}-{secrets.token_hex(4)}")
+
+
+def enter(own: Own, settings: Settings) -> None:
+    """Sets up logging, and shows this process's own figures. Raises SettingError."""
+    logs.set_up(own.name, settings.log_level, settings.json_output)
+    broker.url_of(settings)
+    metrics_port.serve(settings)
