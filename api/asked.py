@@ -17,6 +17,7 @@ class Asked:
         frequency_penalty, presence_penalty: OpenAI's.
         relative_frequency_penalty: TGI's.
         logit_bias: id → what is added to its logit.
+        prompt_logprobs: those of the prompt's tokens are told as well, the model's own, with so many of the likeliest at each place.
         raw_logprobs: log-probabilities are of the model's own distribution (OpenAI's way), not of the processed one (TGI's).
         n: answers to this prompt.
         names: a field's name here → as this family's clients write it, where that is another one.
@@ -48,6 +49,7 @@ class Asked:
     bad_words: list[str] = field(default_factory=list)
 
     top_n_tokens: int = 0
+    prompt_logprobs: int | None = None
     raw_logprobs: bool = False
     n: int = 1
     names: Mapping[str, str] = field(default_factory=dict)

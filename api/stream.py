@@ -9,7 +9,7 @@ from api.prompt import Vocabulary
 from common import metrics
 from common.detokenize import Detokenizer, StopMatcher, generated_text
 from common.endings import FINISHED
-from common.messages import Generate, Terminal, Tokens, WireError
+from common.messages import RECORD, Generate, Terminal, Tokens, WireError
 from common.packing import pack_floats, unpack_floats, unpack_ids
 from common.recover import Committed, Top, interleave, split
 
@@ -20,6 +20,8 @@ class Stream:
     Attributes:
         admitted: whether Redis is known to have the request.
         tops: parallel to `ids` where the request asks for the likeliest tokens, else empty.
+        prompt: packed records of the prompt's tokens but the first, where the request asks for them. Nobody tells them: they are read from
+            Redis, and there are no tokens before that.
         attempt: the newest attempt heard of; what lower ones say is dropped.
         heard_s: monotonic time of the last word about the request.
         placed_s, first_token_s, token_s, ended_s: of its start on a worker (of its first token, where the word on that was lost), first
@@ -37,6 +39,7 @@ class Stream:
         self.logprobs: list[float] = []
         self.texts: list[str] = []
         self.tops: list[Top] = []
+        self.prompt: bytes | None = None
         self.terminal: Terminal | None = None
         self.begun_s = self.heard_s = time.monotonic()
         self.placed_s = self.first_token_s = self.token_s = self.ended_s = 0.0
@@ -51,7 +54,11 @@ class Stream:
     @property
     def num_records(self) -> int:
         """Log-probabilities that an answer may tell: of tokens, and of the likeliest beside them."""
-        return self.num_tokens * self.request.width
+        return self.num_tokens * self.request.width + self.num_prompt_records
+
+    @property
+    def num_prompt_records(self) -> int:
+        return len(self.prompt or b"") // RECORD.size
 
     @property
     def finished(self) -> bool:
@@ -83,16 +90,16 @@ class Stream:
         if self.terminal or tokens.attempt < self.attempt:
             return True
         self.attempt = tokens.attempt
+        if not tokens.index and not self.ids:
+            self.placed_s = max(self.begun_s, self.heard_s - tokens.since_start_ms / 1000)
         seen = self.num_tokens - tokens.index
-        if seen < 0:
+        if seen < 0 or self.lacks_prompt:
             return False
         ids, logprobs = unpack_ids(tokens.ids), unpack_floats(tokens.logprobs)
         num_tops = len(ids) * self.request.top_n_tokens
         if not len(ids) == len(logprobs) == len(tokens.texts) or not len(tokens.top_ids) == len(tokens.top_logprobs) == 4 * num_tops:
             raise WireError(f"Tokens: {len(ids)} ids do not agree with log-probabilities, texts, or likeliest tokens")
         tops = split(interleave(tokens), self.request.width)[2] if tokens.top_ids else []
-        if not self.ids:
-            self.placed_s = max(self.begun_s, self.heard_s - tokens.since_start_ms / 1000)
         self.add(ids[seen:], logprobs[seen:], tokens.texts[seen:], tops[seen:])
         return True
 
@@ -117,6 +124,7 @@ class Stream:
             self.end(Terminal(request_id, "error", 0, "the request is not known any more"))
             return
         self.attempt = max(self.attempt, committed.attempt)
+        self.take_prompt(committed.prompt)
         if committed.result is None:
             self.add_missing(*split(committed.records, self.request.width))
             return
@@ -130,10 +138,28 @@ class Stream:
         self.add_missing(ids, logprobs, tops)
         self.end(Terminal(request_id, committed.terminal, len(ids), str(result.get("error", "")), str(result.get("error_type", ""))))
 
+    @property
+    def lacks_prompt(self) -> bool:
+        return self.request.prompt_logprobs is not None and self.prompt is None
+
+    def take_prompt(self, records: bytes | None) -> None:
+        """What Redis has of the prompt, if that is asked for, and whole."""
+        num_bytes = (len(self.prompt_ids) - 1) * self.request.prompt_width * RECORD.size
+        if self.lacks_prompt and records is not None and len(records) == num_bytes:
+            self.prompt = records
+
+    def prompt_tokens(self) -> list[tuple[int, float | None, Top]]:
+        """Id, log-probability and likeliest tokens of each token of the prompt; of the first one only its id."""
+        ids, logprobs, tops = split(self.prompt or b"", self.request.prompt_width)
+        return [(self.prompt_ids[0], None, []), *zip(ids, logprobs, tops or [[]] * len(ids), strict=True)]
+
     def add_missing(self, ids: Sequence[int], logprobs: Sequence[float], tops: Sequence[Top]) -> None:
         """Adds tokens whose text nobody has told us."""
         seen = self.num_tokens
         if self.terminal or len(ids) <= seen:
+            return
+        if self.lacks_prompt:  # it is committed with the first token: somebody wrote to the key
+            self.end(Terminal(self.request.request_id, "error", 0, "the log-probabilities of its prompt cannot be read"))
             return
         self.detokenizer = self.detokenizer or Detokenizer(self.vocabulary.tokenizer, self.prompt_ids)
         for token_id in self.ids[self.num_detokenized :]:

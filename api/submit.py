@@ -102,6 +102,7 @@ class Desk:
             min_new_tokens=wanted.min_new_tokens,
             stop_ids=pack_ids(wanted.stop_ids),
             top_n_tokens=wanted.top_n_tokens,
+            prompt_logprobs=wanted.prompt_logprobs,
             sampling=wanted.sampling,
             ttl_ms=round(self.settings.request_timeout_s * 1000),
             channel=self.relay.channel,

@@ -43,6 +43,7 @@ class Wanted:
     min_new_tokens: int = 0
     stop_ids: list[int] = field(default_factory=list)
     top_n_tokens: int = 0
+    prompt_logprobs: int | None = None
     sampling: Sampling | None = None
 
 
@@ -59,6 +60,7 @@ async def validate(asked: Asked, limits: Limits, vocabulary: Vocabulary) -> list
         min_new_tokens=asked.min_new_tokens,
         stop_ids=asked.stop_ids,
         top_n_tokens=asked.top_n_tokens,
+        prompt_logprobs=asked.prompt_logprobs,
         sampling=await aside(sum(map(len, asked.bad_words)), lambda: sampling(asked, vocabulary)),
     )
     return [choice(wanted, i) for i in range(asked.n)]

@@ -57,6 +57,8 @@ class Generate:
         min_new_tokens: before it has so many, no end-of-sequence token, stop id or stop string ends it; such ids are not sampled.
         stop_ids: packed ids that end it with reason `stop_sequence`.
         top_n_tokens: so many of the likeliest tokens are told with each token.
+        prompt_logprobs: the model's own log-probabilities of the prompt's tokens are told, and so many of the likeliest at each place; None
+            tells nothing of the prompt.
         sampling: None is greedy, with nothing to change: the path that costs nothing.
         ttl_ms: time to live; the clock starts at the entry's id.
         channel: pub/sub channel of the replies.
@@ -74,6 +76,7 @@ class Generate:
     min_new_tokens: int = wire("mn", default=0)
     stop_ids: bytes = wire("si", default=b"")
     top_n_tokens: int = wire("tp", default=0)
+    prompt_logprobs: int | None = wire("pl", default=None)
     sampling: Sampling | None = wire("sa", default=None)
     ttl_ms: int = wire("tl", default=600_000)
     channel: str = wire("ch", default="")
@@ -88,6 +91,11 @@ class Generate:
     def width(self) -> int:
         """`RECORD`s of one token: its own, then one for each of its likeliest tokens."""
         return 1 + self.top_n_tokens
+
+    @property
+    def prompt_width(self) -> int:
+        """`RECORD`s of one token of the prompt, where they are told."""
+        return 1 + (self.prompt_logprobs or 0)
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,6 +25,7 @@ class Committed:
         width: `RECORD`s of one token: its own, then one for each of its likeliest tokens.
         records: packed, of tokens 0, 1, 2, …: all that is committed.
         spilled_bytes: how much of that stands in the string.
+        prompt: packed records of the prompt's tokens but the first; there from the first token on, where the request asks for them.
         result: the final answer (JSON bytes) once there is a terminal.
     """
 
@@ -38,6 +39,7 @@ class Committed:
     width: int = 1
     records: bytes = b""
     spilled_bytes: int = 0
+    prompt: bytes | None = None
     result: bytes | None = None
 
     @property
@@ -56,11 +58,16 @@ class Committed:
 
 
 def interleave(tokens: Tokens) -> bytes:
-    """Packed records: of each token its own, then those of its likeliest tokens."""
-    own = pairs(tokens.ids, tokens.logprobs)
-    if not tokens.top_ids:
+    """Packed records of tokens."""
+    return packed_records(tokens.ids, tokens.logprobs, tokens.top_ids, tokens.top_logprobs)
+
+
+def packed_records(ids: bytes, logprobs: bytes, top_ids: bytes, top_logprobs: bytes) -> bytes:
+    """Of each token its own record, then those of its likeliest tokens."""
+    own = pairs(ids, logprobs)
+    if not top_ids:
         return b"".join(own)
-    top, n = pairs(tokens.top_ids, tokens.top_logprobs), len(tokens.top_ids) // len(tokens.ids)
+    top, n = pairs(top_ids, top_logprobs), len(top_ids) // len(ids)
     return b"".join(record + b"".join(top[i * n : (i + 1) * n]) for i, record in enumerate(own))
 
 
@@ -96,7 +103,7 @@ async def read(redis: Redis, keys: Keys, request_ids: Iterable[str]) -> dict[str
         workers = homes
 
 
-FIELDS = ["digest", "worker", "attempt", "base", "strikes", "cancel", "terminal", "width"]
+FIELDS = ["digest", "worker", "attempt", "base", "strikes", "cancel", "terminal", "width", "prompt"]
 
 
 async def read_once(redis: Redis, keys: Keys, request_ids: list[str], workers: list[str]) -> dict[str, Committed]:
@@ -111,7 +118,7 @@ async def read_once(redis: Redis, keys: Keys, request_ids: list[str], workers: l
     reading: dict[str, Committed] = {}
     for i, request_id in enumerate(request_ids):
         home, records, result = answers[3 * i : 3 * i + 3]
-        digest, worker, attempt, base, strikes, cancel, terminal, width = home or [None] * len(FIELDS)
+        digest, worker, attempt, base, strikes, cancel, terminal, width, prompt = home or [None] * len(FIELDS)
         state = reading[request_id] = Committed(
             known=digest is not None,
             worker=(worker or b"").decode(),
@@ -121,6 +128,7 @@ async def read_once(redis: Redis, keys: Keys, request_ids: list[str], workers: l
             cancelled=cancel is not None,
             terminal=(terminal or b"").decode(),
             width=int(width or 1),
+            prompt=prompt,
             result=result,
         )
         records = records or b""

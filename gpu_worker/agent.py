@@ -138,7 +138,8 @@ class Agent:
             self.wake.set()
 
     def start(self, start: Start) -> StartRow:
-        request = self.table.start(start).request
+        row = self.table.start(start)
+        request = row.request
         shown_ids, _, _ = split(start.shown, request.width)
         return StartRow(
             row=start.row,
@@ -150,6 +151,7 @@ class Agent:
             min_end=request.min_new_tokens,
             stop_ids=request.stop_ids,
             top_n=request.top_n_tokens,
+            prompt_logprobs=None if row.prompt is None else request.prompt_logprobs,
             sampling=request.sampling,
         )
 
@@ -185,7 +187,13 @@ class Agent:
                 self.outbox.add(row, index, token_id, logprob, text, top)
                 if row.stopped_by(text):
                     self.stop_at_string(row, step)
-        self.outbox.prefilled += [(number, kv_len, step.step) for number, kv_len in step.prefilled]
+        for number, first, *told in step.prompts:
+            if (row := self.table.rows.get(number)) is not None:
+                row.add_prompt(first, *told)
+        for number, kv_len in step.prefilled:
+            self.outbox.prefilled.append((number, kv_len, step.step))
+            if (row := self.table.rows.get(number)) is not None and row.prompt is not None:
+                self.outbox.prompts.append(row)
         for number, why, end in step.ended:
             if (row := self.table.rows.get(number)) is not None and not row.ended:
                 self.end(row, why, end)

@@ -32,6 +32,8 @@ class StartRow:
         min_end: before the row has sampled the token of index `min_end - 1`, ids that would end it are not sampled.
         stop_ids: packed int32; ids that end the row with reason `stop_sequence`.
         top_n: so many of the likeliest tokens are reported with each token.
+        prompt_logprobs: the log-probabilities of `ids` but the first are reported, and so many of the likeliest tokens at each place; None
+            reports nothing of them.
         sampling: None is greedy, with nothing to change.
         blocks: packed int32; KV blocks, in order, that the row owns at first. Block 0 is scratch and never granted.
     """
@@ -45,6 +47,7 @@ class StartRow:
     min_end: int = 0
     stop_ids: bytes = b""
     top_n: int = 0
+    prompt_logprobs: int | None = None
     sampling: Sampling | None = None
 
 
@@ -109,6 +112,9 @@ class Step:
         logprobs: packed float32; natural logarithm of the token's probability.
         tops: (entry in those lists, packed int32 ids, packed float32 log-probabilities): the `top_n` likeliest tokens, likeliest first;
             -inf for those that truncation left out.
+        prompts: of rows that ask for it, each chunk in the step that computed it: (row, position of the first token told of, packed float32
+            log-probabilities of the tokens from there on, each given those before it and as the model has them, packed int32 ids and packed
+            float32 log-probabilities of the `prompt_logprobs` likeliest tokens in place of each, likeliest first).
         prefilled: (row, kv_len) of rows whose prefill this step completed.
         ended: (row, why, end index, exclusive). `length`, `eos_token` and `stop_sequence` (a stop id) are the engine's own words,
             others repeat a stop's `why`.
@@ -122,6 +128,7 @@ class Step:
     ids: bytes = b""
     logprobs: bytes = b""
     tops: list[tuple[int, bytes, bytes]] = field(default_factory=list)
+    prompts: list[tuple[int, int, bytes, bytes, bytes]] = field(default_factory=list)
     prefilled: list[tuple[int, int]] = field(default_factory=list)
     ended: list[tuple[int, str, int]] = field(default_factory=list)
     released: list[tuple[int, int]] = field(default_factory=list)
@@ -163,7 +170,7 @@ def start_row(body: dict[str, Any]) -> StartRow:
 def decode(data: bytes | memoryview) -> Frame:
     """One frame from its bytes, length excluded. Both ends come from one checkout, so a frame is trusted."""
     name, body = msgpack.unpackb(data)
-    for key in ("tops", "prefilled", "ended", "released", "blocks", "stops"):
+    for key in ("tops", "prompts", "prefilled", "ended", "released", "blocks", "stops"):
         if key in body:
             body[key] = [tuple(item) for item in body[key]]
     if "starts" in body:

@@ -43,12 +43,14 @@ class Outbox:
 
     Attributes:
         spans: by row number.
+        prompts: rows whose prompt is to be told of, all of it; this flush has their first token.
         terminals: (row, why) of rows whose request ends here.
         interrupted: rows that go on elsewhere; what they have must be spilled.
         prefilled, ended, released, takeover: of the next report.
     """
 
     spans: dict[int, Span] = field(default_factory=dict)
+    prompts: list[RowText] = field(default_factory=list)
     terminals: list[tuple[RowText, str]] = field(default_factory=list)
     interrupted: list[RowText] = field(default_factory=list)
     prefilled: list[tuple[int, int, int]] = field(default_factory=list)

@@ -63,6 +63,9 @@ class Publisher:
         messages = [self.message(channel, tokens) for channel, tokens in by_channel.items()]
         spills = [*outbox.interrupted, *(live if trim else ())]
         keys, args = [self.keys.log(self.incarnation), self.keys.reports(self.incarnation)], []
+        for row in outbox.prompts:
+            keys.append(self.keys.home(row.request.request_id))
+            args.append(bytes(row.prompt or b""))
         for row, why in outbox.terminals:
             keys += self.terminal_keys(row.request.request_id)
             args += self.terminal(row, why)
@@ -70,7 +73,7 @@ class Publisher:
             keys.append(self.keys.tokens(row.request.request_id))
             args += [row.spilled_bytes, row.unspilled()]
         head = [self.sequence, encode(LogEntry(entry)), encode(report) if report else "", f"{acknowledged}-0", TOKENS_TTL_MS]
-        counts = [len(messages), len(outbox.terminals), len(spills), "1" if trim else ""]
+        counts = [len(messages), len(outbox.prompts), len(outbox.terminals), len(spills), "1" if trim else ""]
         flat = [part for message in messages for part in message]
         method = "prefill" if outbox.prefilled else "decode"
         return Flush(keys, [*head, *counts, *flat, *args], [(row, row.num_tokens) for row in spills], method)

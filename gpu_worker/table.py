@@ -8,8 +8,8 @@ from tokenizers import Tokenizer
 
 from common.detokenize import Detokenizer, StopMatcher, generated_text
 from common.messages import RECORD, Generate, Start
-from common.packing import unpack_ids
-from common.recover import Top, split
+from common.packing import pack_ids, unpack_ids
+from common.recover import Top, packed_records, split
 
 
 @dataclass(slots=True, eq=False)
@@ -20,6 +20,8 @@ class RowText:
         records: packed records of all tokens of the request, earlier attempts' included.
         num_tokens: how many.
         num_spilled: how many of them stand in the request's own string in Redis.
+        prompt: packed records of the prompt's tokens but the first, as far as they are computed; None where nobody asked for them, or they
+            stand in Redis since an earlier attempt's first token.
         ended: whether the row has ended for the client; what the engine still samples for it is dropped.
         started_s: monotonic time.
     """
@@ -33,6 +35,7 @@ class RowText:
     records: bytearray
     num_tokens: int
     num_spilled: int
+    prompt: bytearray | None = None
     ended: bool = False
     started_s: float = field(default_factory=time.monotonic)
 
@@ -43,6 +46,12 @@ class RowText:
             self.records += RECORD.pack(*pair)
         self.num_tokens += 1
         return self.detokenizer.step(token_id)
+
+    def add_prompt(self, first: int, logprobs: bytes, top_ids: bytes, top_logprobs: bytes) -> None:
+        """Takes what a chunk says of the prompt's tokens from `first` on."""
+        if self.prompt is not None:
+            ids = pack_ids(self.prompt_ids[first : first + len(logprobs) // 4])
+            self.prompt += packed_records(ids, logprobs, top_ids, top_logprobs)
 
     def stopped_by(self, text: str) -> bool:
         """Whether a stop string has appeared up to the end of `text`, what the newest token adds."""
@@ -82,6 +91,7 @@ class Table:
             records=bytearray(start.shown),
             num_tokens=0,
             num_spilled=start.base,
+            prompt=None if start.request.prompt_logprobs is None or start.base else bytearray(),
         )
         replay(row, shown_ids)
         self.rows[start.row] = row

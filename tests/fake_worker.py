@@ -18,7 +18,7 @@ from common.detokenize import Detokenizer, generated_text
 from common.keys import Keys
 from common.messages import Cancel, Events, Generate, LogEntry, Terminal, Tokens, Worker
 from common.packing import pack_floats, pack_ids, unpack_floats, unpack_ids
-from common.recover import interleave
+from common.recover import interleave, packed_records
 
 SPILL_STEPS = 5
 TTL_MS = 60_000
@@ -62,19 +62,24 @@ class Live:
         return "stop_sequence" if any(stop in text for stop in self.request.stop) else None
 
     def tokens(self, begin: int, until: int) -> Tokens:
-        """Beside each token the likeliest ones: itself, then its neighbours, each a nat less likely."""
         ids, logprobs = self.ids[begin:until], self.logprobs[begin:until]
-        neighbours = range(self.request.top_n_tokens)
-        return Tokens(
-            self.request.request_id,
-            1,
-            begin,
-            pack_ids(ids),
-            pack_floats(logprobs),
-            self.texts[begin:until],
-            pack_ids([token_id + i for token_id in ids for i in neighbours]),
-            pack_floats([logprob - i for logprob in logprobs for i in neighbours]),
-        )
+        likeliest = neighbours(ids, logprobs, self.request.top_n_tokens)
+        own = (pack_ids(ids), pack_floats(logprobs), self.texts[begin:until])
+        return Tokens(self.request.request_id, 1, begin, *own, *likeliest)
+
+    @property
+    def prompt(self) -> bytes:
+        """What is told of the prompt: each token is half a nat less likely than the one before it."""
+        ids = unpack_ids(self.request.prompt_ids)[1:]
+        logprobs = [-0.5 * i for i in range(1, 1 + len(ids))]
+        likeliest = neighbours(ids, logprobs, self.request.prompt_logprobs or 0)
+        return packed_records(pack_ids(ids), pack_floats(logprobs), *likeliest)
+
+
+def neighbours(ids: list[int], logprobs: list[float], count: int) -> tuple[bytes, bytes]:
+    """The likeliest tokens beside others: these themselves, then their neighbours, each a nat less likely."""
+    others = [(token_id + i, logprob - i) for token_id, logprob in zip(ids, logprobs, strict=True) for i in range(count)]
+    return pack_ids([token_id for token_id, _ in others]), pack_floats([logprob for _, logprob in others])
 
 
 class FakeWorker:
@@ -141,6 +146,7 @@ class FakeWorker:
             said = [tokens for live, tokens in rows if live.request.channel == channel and tokens.ids]
             if said:
                 messages += [channel, encode(Events(self.incarnation, self.channels.number(channel), tokens=said))]
+        told = [live for live, tokens in rows if tokens.ids and not live.done and live.request.prompt_logprobs is not None]
         for live, tokens in rows:
             live.done += len(tokens.ids) // 4
         ended = [live for live, _ in rows if live.reason]
@@ -153,11 +159,15 @@ class FakeWorker:
             "0",
             TTL_MS,
             len(messages) // 2,
+            len(told),
             len(ended),
             len(spilled),
             "1" if spilled else "",
             *messages,
         ]
+        for live in told:
+            keys.append(self.keys.home(live.request.request_id))
+            args.append(live.prompt)
         for live in ended:
             keys += self.keys_of(live)
             args += self.terminal(live)

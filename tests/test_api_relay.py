@@ -18,7 +18,7 @@ from common.codec import encode
 from common.keys import Keys
 from common.messages import Events, Generate, LogEntry, Terminal, Tokens
 from common.packing import pack_floats, pack_ids, unpack_ids
-from common.recover import interleave
+from common.recover import interleave, packed_records
 from deploy.broker import Broker
 from tests.fake_worker import Answer, FakeWorker, working
 from tests.gateways import ready, serving, stream, vocabulary
@@ -178,6 +178,40 @@ async def test_a_result_that_somebody_wrote_ends_its_own_stream_only(redis: Redi
     relay.ask([spoilt, other])
     await wait_until(lambda: spoilt.terminal and other.num_tokens == 3)
     assert spoilt.terminal.error == "its result cannot be read" and not other.terminal
+
+
+async def test_a_prompt_is_read_before_the_first_token_is_shown(redis: Redis, relay: Relay) -> None:
+    """It stands in Redis since the first token; where it does not, somebody wrote to the key."""
+    asked = {"prompt_ids": pack_ids([28, 29, 30]), "prompt_logprobs": 1}
+    one, missing, short = (Stream(Generate(name, "", max_new_tokens=100, **asked), vocabulary()) for name in ("r", "missing", "short"))
+    records = packed_records(pack_ids([29, 30]), pack_floats([-0.5, -1.5]), pack_ids([7, 8]), pack_floats([-0.25, -1.0]))
+    for each in (one, missing, short):
+        relay.add(each)
+        relay.admitted(each)
+        await commit(redis, 0, 2, each.request.request_id)
+    await redis.hset(KEYS.home("r"), "prompt", records)
+    await redis.hset(KEYS.home("short"), "prompt", records[:-1])
+    assert not one.take(tokens(0, 1)) and not one.ids
+    await redis.publish(relay.channel, say(1, tokens(0, 1), tokens(0, 1, request_id="missing"), tokens(0, 1, request_id="short")))
+    await wait_until(lambda: one.num_tokens == 2 and missing.terminal and short.terminal)
+    assert one.prompt_tokens() == [(28, None, []), (29, -0.5, [(7, -0.25)]), (30, -1.5, [(8, -1.0)])]
+    assert one.take(tokens(2, 3)) and one.ids == IDS[:3] and one.texts == [TOKENIZER.decode([i]) for i in IDS[:3]]
+    assert {each.terminal and each.terminal.error for each in (missing, short)} == {"the log-probabilities of its prompt cannot be read"}
+    assert not missing.ids and not short.ids
+
+
+async def test_an_answer_that_failed_before_its_first_token_has_no_prompt(redis: Redis, relay: Relay) -> None:
+    told, filled = new_stream("told", prompt_logprobs=0), new_stream("filled", prompt_logprobs=0)
+    for each in (told, filled):
+        relay.add(each)
+        relay.admitted(each)
+        await commit(redis, 0, 0, each.request.request_id)
+    assert told.end(Terminal("told", "error", 0, "gone"))
+    await redis.hset(KEYS.home("filled"), "terminal", "error")
+    await redis.set(KEYS.result("filled"), b'{"error": "gone"}')
+    relay.ask([filled])
+    await wait_until(lambda: filled.terminal)
+    assert told.terminal and filled.terminal and told.terminal.error == filled.terminal.error == "gone"
 
 
 async def test_nothing_is_read_before_the_request_is_admitted(redis: Redis, relay: Relay) -> None:

@@ -10,7 +10,7 @@ from common.packing import pack_floats, pack_ids, unpack_ids
 
 SAMPLING = Sampling(0.5, 3, 0.9, 0.1, 0.8, 1.1, 0.2, 0.3, 0.4, 7, 1, [(5, -1.0)], [pack_ids([6])], True)
 GENERATE = Generate(
-    "r1", "d1", pack_ids([1, 258]), 7, ["x"], True, 2, pack_ids([9]), 3, SAMPLING, 1000, "ch", "g", 30, 60, "batch", "t", "tr"
+    "r1", "d1", pack_ids([1, 258]), 7, ["x"], True, 2, pack_ids([9]), 3, 2, SAMPLING, 1000, "ch", "g", 30, 60, "batch", "t", "tr"
 )
 TOKENS = Tokens("r1", 2, 3, pack_ids([5]), pack_floats([-0.5]), ["hi"], since_start_ms=7)
 EXAMPLES = [
@@ -27,6 +27,7 @@ EXAMPLES = [
             "mn": 2,
             "si": b"\x09\0\0\0",
             "tp": 3,
+            "pl": 2,
         }
         | {
             "sa": {

@@ -37,13 +37,15 @@ def entry(request_id, index, ids, attempt=1):
     return encode(LogEntry([Tokens(request_id, attempt, index, pack_ids(ids), pack_floats([-1.0] * len(ids)))]))
 
 
-async def flush(redis, sequence, log=b"", report=b"", messages=(), terminals=(), spills=(), trim="", worker="w1"):
+async def flush(redis, sequence, log=b"", report=b"", messages=(), prompts=(), terminals=(), spills=(), trim="", worker="w1"):
     keys = [KEYS.log(worker), KEYS.reports(worker)]
+    keys += [KEYS.home(name) for name, _ in prompts]
     for name, *_ in terminals:
         keys += [KEYS.home(name), KEYS.result(name), KEYS.tokens(name)]
     keys += [KEYS.tokens(name) for name, _, _ in spills]
-    args = [sequence, log or entry("r0", 0, []), report, "0-0", 60_000, len(messages), len(terminals), len(spills), trim]
+    args = [sequence, log or entry("r0", 0, []), report, "0-0", 60_000, len(messages), len(prompts), len(terminals), len(spills), trim]
     args += [part for message in messages for part in message]
+    args += [records for _, records in prompts]
     args += [part for _, *rest in terminals for part in rest]
     args += [part for _, offset, records in spills for part in (offset, records)]
     return await call(redis, "flush", keys, args)
@@ -247,6 +249,23 @@ async def test_a_worker_whose_streams_a_stranger_wrote_to_is_over(redis, pubsub,
     await redis.xadd(getattr(KEYS, stream)("w1"), {"a": "stranger"})
     assert await flush(redis, 1, entry("r1", 0, [7]), b"report", [("ch", b"one")]) == b"SEALED"
     assert await heard(pubsub) == []
+
+
+async def test_what_is_told_of_a_prompt_stands_with_its_first_token(redis):
+    """In the request's home, and so it ends with it; a home that is gone, or that somebody wrote to, stays as it is."""
+    await open_worker(redis)
+    await admit(redis, "r1")
+    await hand_over(redis, "5-1", [("r1", 1, 0)])
+    assert (await read(redis, KEYS, ["r1"]))["r1"].prompt is None
+    await redis.set(KEYS.home("spoiled"), "x")
+    prompts = [("gone", b"a"), ("spoiled", b"b"), ("r1", b"records")]
+    ends = [("r1", "length", "{}", 60_000, "", b"")]
+    assert await flush(redis, 1, entry("r1", 0, [7]), prompts=prompts, terminals=ends) == b"OK"
+    state = (await read(redis, KEYS, ["r1"]))["r1"]
+    assert (state.prompt, state.terminal) == (b"records", "length")
+    assert await redis.exists(KEYS.home("gone")) == 0
+    assert await redis.get(KEYS.home("spoiled")) == b"x"
+    assert 0 < await redis.pttl(KEYS.home("r1")) <= 60_000
 
 
 async def test_a_plan_is_not_taken_for_a_strangers_entry(redis):

@@ -50,7 +50,8 @@ async def agent(redis) -> Agent:
 async def start(agent: Agent, row: int = 1, shown: bytes = b"", **fields) -> None:
     """A plan that starts one admitted request."""
     name = f"r{row}"
-    request = Generate(name, "d", pack_ids(PROMPT), fields.pop("max_new_tokens", 10), channel=CHANNEL, **fields)
+    prompt_ids = fields.pop("prompt_ids", pack_ids(PROMPT))
+    request = Generate(name, "d", prompt_ids, fields.pop("max_new_tokens", 10), channel=CHANNEL, **fields)
     await agent.redis.hset(KEYS.home(name), mapping={"digest": "d", "worker": "w0-1", "attempt": 1, "base": len(shown) // 8})
     agent.apply(plan(agent, starts=[Start(row, 1, len(shown) // RECORD.size, shown, pack_ids([1]), request)]))
 
@@ -124,6 +125,54 @@ async def test_a_resumed_row_goes_on_where_it_was(agent, redis):
     await agent.flush()
     result = json.loads(await redis.get(KEYS.result("r1")))
     assert (result["ids"], result["finish_reason"], result["generated_text"]) == ([the, sea], "stop_sequence", " the sea")
+
+
+def told(first: int, *logprobs: float) -> tuple[int, int, bytes, bytes, bytes]:
+    """What a step says of the prompt of row 1: each token, and as the likeliest in its place number 7."""
+    return 1, first, pack_floats(logprobs), pack_ids([7] * len(logprobs)), pack_floats([-0.25] * len(logprobs))
+
+
+async def test_what_is_told_of_a_prompt_is_committed_with_the_first_token(agent, redis):
+    """Whole, however many chunks it came in."""
+    await start(agent, prompt_logprobs=1, prompt_ids=pack_ids([3, 4, 5, 6]))
+    assert agent.engine.grants[-1].starts[0].prompt_logprobs == 1
+    step(agent, prompts=[told(1, -1.0)])
+    await agent.flush()
+    assert (await read(redis, KEYS, ["r1"]))["r1"].prompt is None
+    step(agent, {1: (0, 9)}, prompts=[told(2, -2.0, -3.0)], prefilled=[(1, 4)])
+    step(agent, {1: (1, 9)})
+    await agent.flush()
+    state = (await read(redis, KEYS, ["r1"]))["r1"]
+    assert state.num_tokens == 2
+    assert split(state.prompt, 2) == ([4, 5, 6], [-1.0, -2.0, -3.0], [[(7, -0.25)]] * 3)
+
+
+async def test_a_prompt_of_one_token_has_nothing_to_be_told_of(agent, redis):
+    await start(agent, prompt_logprobs=0, prompt_ids=pack_ids([3]))
+    step(agent, {1: (0, 9)}, prefilled=[(1, 1)])
+    await agent.flush()
+    assert (await read(redis, KEYS, ["r1"]))["r1"].prompt == b""
+
+
+async def test_a_prompt_is_told_of_once(agent, redis):
+    """By the attempt that has the first token; a row that ends before that leaves nothing."""
+    await start(agent, prompt_logprobs=0)
+    step(agent, prompts=[told(1, -1.0)], ended=[(1, "preempted", 0)], released=[(1, 1)])
+    await agent.flush()
+    assert (await read(redis, KEYS, ["r1"]))["r1"].prompt is None
+    await start(agent, row=2, prompt_logprobs=0, shown=RECORD.pack(5, -1.0))
+    assert agent.engine.grants[-1].starts[0].prompt_logprobs is None
+    step(agent, {2: (1, 6)}, prefilled=[(2, 3)])
+    await agent.flush()
+    assert (await read(redis, KEYS, ["r2"]))["r2"].prompt is None
+
+
+async def test_rows_that_do_not_ask_are_not_told_of_their_prompt(agent, redis):
+    await start(agent)
+    assert agent.engine.grants[-1].starts[0].prompt_logprobs is None
+    step(agent, {1: (0, 9)}, prefilled=[(1, 2)])
+    await agent.flush()
+    assert await redis.hexists(KEYS.home("r1"), "prompt") == 0
 
 
 async def test_a_preempted_row_is_spilled_and_has_no_terminal(agent, redis):
