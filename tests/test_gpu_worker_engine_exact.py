@@ -18,8 +18,15 @@ INDICES = [pytest.param(FEW, id="few"), pytest.param(list(range(len(PROMPTS))), 
 
 
 @pytest.fixture(scope="module")
-def engine() -> Iterator[Engine]:
+def loaded() -> Iterator[Engine]:
     yield Engine(Settings(dtype="float32", kv_cache_bytes=256 * 2**20, max_batch_prefill_tokens=256, debug_kv=True))
+
+
+@pytest.fixture(params=[False, True], ids=["", "ahead"])
+def engine(request: pytest.FixtureRequest, loaded: Engine) -> Engine:
+    """As on CPU, where a step is read before the next is launched, and as on a device that computes by itself."""
+    loaded.ahead = request.param
+    return loaded
 
 
 @pytest.fixture(scope="module")

@@ -1,6 +1,5 @@
 """A forward that runs out of memory is done in halves: nobody's ids change, and the engine lives."""
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -35,12 +34,13 @@ class Scarce:
         return getattr(self.backend, name)
 
 
-@pytest.fixture
-def engine(tmp_path: Path) -> Iterator[Engine]:
+@pytest.fixture(params=[False, True], ids=["", "ahead"])
+def engine(request: pytest.FixtureRequest, tmp_path: Path) -> Engine:
     tiny_models.save(tmp_path, *FAMILIES["Qwen3"])
-    yield Engine(
-        Settings(model_id=str(tmp_path), dtype="float32", kv_cache_bytes=2**23, max_batch_prefill_tokens=64, block_size=8, threads=1)
-    )
+    settings = {"dtype": "float32", "kv_cache_bytes": 2**23, "max_batch_prefill_tokens": 64, "block_size": 8, "threads": 1}
+    engine = Engine(Settings(model_id=str(tmp_path), **settings))
+    engine.ahead = request.param
+    return engine
 
 
 def play(engine: Engine) -> dict[int, list[int]]:

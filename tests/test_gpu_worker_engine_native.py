@@ -14,10 +14,10 @@ from torch import nn
 from gpu_worker.engine import fuse, load, native, pack
 from gpu_worker.engine.cache import Cache, Geometry, Layer, View
 from gpu_worker.engine.engine import Engine
-from gpu_worker.engine.inputs import arrange, build
+from gpu_worker.engine.inputs import build
 from gpu_worker.engine.pack import NativeLinear, PackedLinear
 from gpu_worker.engine.paged import Paged
-from gpu_worker.engine.rows import Part, Row
+from gpu_worker.engine.rows import Part, Row, arrange
 from gpu_worker.engine.sample import greedy
 from gpu_worker.engine.sdpa import Sdpa
 from tests import tiny_models

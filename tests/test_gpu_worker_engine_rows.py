@@ -51,10 +51,28 @@ def test_prefill_is_chunked_in_the_order_of_starts_beside_rows_that_decode() -> 
     assert shapes == [
         [(0, 0, 2, True), (1, 0, 6, False)],
         [(0, 2, 1, True), (1, 6, 4, True), (2, 0, 4, False)],
-        [(0, 3, 1, True), (1, 10, 1, True), (2, 4, 1, True)],
-        [(0, 4, 1, True), (1, 11, 1, True), (2, 5, 1, True)],
+        [(1, 10, 1, True), (0, 3, 1, True), (2, 4, 1, True)],
+        [(1, 11, 1, True), (2, 5, 1, True), (0, 4, 1, True)],
     ]
-    assert outcome.indices == [3, 2, 1]
+    assert outcome.indices == [2, 1, 3]
+
+
+def test_a_row_in_flight_goes_on_from_what_is_not_read_yet() -> None:
+    """Its input has a place among the samples of that step; once it is read, the host knows the token."""
+    rows = table(start(0, 2), start(1, 10), start(2, 3), prefill_tokens=8)
+    flights = [rows.launch()]
+    for _ in range(4):
+        flights.append(rows.launch())
+        read(rows, flights[-2])
+    assert [[(part.row.number, part.source) for part in parts] for parts in flights] == [
+        [(0, None), (1, None)],
+        [(0, 0), (1, None), (2, None)],
+        [(1, 1), (0, 0), (2, 2)],
+        [(1, 0), (0, 1), (2, 2)],
+        [(1, 0), (0, 1), (2, 2)],
+    ]
+    read(rows, flights[-1])
+    assert [part.source for part in rows.launch()] == [None] * 3
 
 
 def test_prefilled_is_said_once() -> None:

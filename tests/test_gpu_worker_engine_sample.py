@@ -16,9 +16,10 @@ from common.messages import Sampling
 from common.packing import pack_ids
 from gpu_worker.door import StartRow
 from gpu_worker.engine import likeliest
+from gpu_worker.engine import sample as sampler
 from gpu_worker.engine.draw import drawn
 from gpu_worker.engine.manner import Manner, Turn
-from gpu_worker.engine.sample import Sampled, greedy, sample
+from gpu_worker.engine.sample import Sampled, greedy, read
 from gpu_worker.engine.uniforms import AHEAD, Uniforms, uniforms
 from tests.sampling_reference import log_softmax, processed
 
@@ -75,6 +76,10 @@ def turn(sampling: Sampling | None, top_n: int = 0, min_end: int = 0, generated:
     start = StartRow(0, pack_ids([*PROMPT, *generated]), len(generated), 100, False, b"", min_end, top_n=top_n, sampling=sampling)
     manner = Manner.of(start, ENDS)
     return manner and Turn(manner, len(generated) if index < 0 else index)
+
+
+def sample(logits: torch.Tensor, turns: Sequence[Turn | None]) -> Sampled:
+    return read(sampler.sample(logits, turns), turns)
 
 
 def logits_of(seed: int, num: int = 1, ties: bool = False, size: int = VOCABULARY) -> torch.Tensor:

@@ -30,8 +30,15 @@ ROWS: dict[int, Sampling | None] = {
 
 
 @pytest.fixture(scope="module")
-def engine() -> Iterator[Engine]:
+def loaded() -> Iterator[Engine]:
     yield Engine(Settings(dtype="float32", kv_cache_bytes=128 * 2**20, max_batch_prefill_tokens=256, debug_kv=True))
+
+
+@pytest.fixture(params=[False, True], ids=["", "ahead"])
+def engine(request: pytest.FixtureRequest, loaded: Engine) -> Engine:
+    """As on CPU, where a step is read before the next is launched, and as on a device that computes by itself."""
+    loaded.ahead = request.param
+    return loaded
 
 
 @pytest.fixture(scope="module")
@@ -41,9 +48,10 @@ def prompts() -> list[list[int]]:
 
 
 @pytest.fixture(scope="module")
-def answers(engine: Engine, prompts: list[list[int]]) -> dict[int, list[int]]:
+def answers(loaded: Engine, prompts: list[list[int]]) -> dict[int, list[int]]:
     """All rows at once."""
-    return play(engine, prompts, list(ROWS))
+    loaded.ahead = False
+    return play(loaded, prompts, list(ROWS))
 
 
 def player(engine: Engine, prefill_tokens: int = 10_000) -> Player:

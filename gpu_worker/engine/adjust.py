@@ -10,6 +10,7 @@ import numpy.typing as npt
 import torch
 
 from gpu_worker.engine.manner import Int64, Manner
+from gpu_worker.engine.upload import upload
 
 NOTHING = np.zeros(0, np.int64)
 
@@ -59,4 +60,4 @@ def at(scores: torch.Tensor, rows: Int64, ids: Int64) -> tuple[torch.Tensor, tor
 
 
 def on(scores: torch.Tensor, values: npt.NDArray[np.generic]) -> torch.Tensor:
-    return torch.from_numpy(values).to(scores.device)
+    return upload(values, scores.device)

@@ -8,6 +8,7 @@ from gpu_worker.engine.adjust import adjust
 from gpu_worker.engine.draw import Drawn, drawn, fixed, told
 from gpu_worker.engine.manner import Manner, Turn
 from gpu_worker.engine.truncate import Limits, narrowly, typically
+from gpu_worker.engine.upload import upload
 
 Way = Callable[[torch.Tensor, torch.Tensor, Limits, int], Drawn]
 """Scores float32 [rows, vocabulary] with the likeliest at 0, their weights, limits, number of the likeliest to be told → drawn."""
@@ -31,21 +32,21 @@ def choose(logits: torch.Tensor, way: Way, turns: Sequence[Turn]) -> Drawn:
     temper(scores, manners)
     chosen = way(scores, fixed(scores), limits(turns, scores.device), max(manner.top_n for manner in manners))
     own = [row for row, manner in enumerate(manners) if manner.sampling.raw_logprobs]
-    return told_by_model(chosen, logits, own) if own else chosen
+    return told_by_model(chosen, logits, upload(own, logits.device)) if own else chosen
 
 
 def temper(scores: torch.Tensor, manners: Sequence[Manner]) -> None:
     """In place: the likeliest of each row is 0 then, and no temperature makes the others overflow."""
     scores.sub_(scores.amax(-1, keepdim=True))
-    temperatures = torch.tensor([manner.sampling.temperature or 1.0 for manner in manners], device=scores.device)
+    temperatures = upload([manner.sampling.temperature or 1.0 for manner in manners], scores.device)
     scores.div_(temperatures[:, None])
 
 
 def limits(turns: Sequence[Turn], device: torch.device) -> Limits:
     sampled = [turn.manner.sampling for turn in turns]
     shares = [[one.top_p, one.min_p, one.typical_p, turn.manner.uniforms.at(turn.index)] for one, turn in zip(sampled, turns, strict=True)]
-    top_k = torch.tensor([one.top_k for one in sampled], device=device)
-    return Limits(top_k[:, None], *torch.tensor(shares, dtype=torch.float64, device=device)[..., None].unbind(1))
+    top_k = upload([one.top_k for one in sampled], device)
+    return Limits(top_k[:, None], *upload(shares, device, torch.float64)[..., None].unbind(1))
 
 
 def greedily(scores: torch.Tensor, weights: torch.Tensor, limits: Limits, num_tops: int) -> Drawn:
@@ -59,7 +60,7 @@ def widely(scores: torch.Tensor, weights: torch.Tensor, limits: Limits, num_tops
     return told(scores, totals, drawn(mass, totals, limits.numbers), num_tops)
 
 
-def told_by_model(chosen: Drawn, logits: torch.Tensor, rows: list[int]) -> Drawn:
+def told_by_model(chosen: Drawn, logits: torch.Tensor, rows: torch.Tensor) -> Drawn:
     """With the model's own log-probabilities for these rows."""
     scores = logits[rows].to(torch.float32)
     scores.sub_(scores.amax(-1, keepdim=True))

@@ -3,7 +3,6 @@
 import logging
 import time
 from collections.abc import Sequence
-from dataclasses import replace
 
 import numpy as np
 import torch
@@ -11,12 +10,14 @@ import torch
 from common.model_files import Progress, silent
 from common.settings import Settings
 from gpu_worker.door import Grant, Ready, Step
-from gpu_worker.engine import inputs, warmup
+from gpu_worker.engine import warmup
+from gpu_worker.engine.flight import Flight, Launched
 from gpu_worker.engine.halves import halves, out_of_memory
+from gpu_worker.engine.inputs import build
 from gpu_worker.engine.load import load, name_of
 from gpu_worker.engine.ranks import ALONE, Ranks
 from gpu_worker.engine.rows import Int32, Part, Rows
-from gpu_worker.engine.sample import Sampled, sample
+from gpu_worker.engine.sample import blank, sample
 
 log = logging.getLogger(__name__)
 
@@ -32,6 +33,9 @@ class Engine:
         self.block_size = settings.block_size
         self.debug_kv = settings.debug_kv
         self.rows = Rows(settings.block_size, self.loaded.eos_ids)
+        self.ahead = self.loaded.device.type != "cpu"
+        self.flight: Flight | None = None
+        self.landed, self.landed_s = 0, 0.0  # the last step read, and when
         progress("measuring")
         self.ready = self.warm_up(settings)
 
@@ -57,42 +61,60 @@ class Engine:
         self.fill(self.rows.apply(grant), 0.0)
 
     def step(self) -> Step | None:
-        """Runs one step, if one may and can be run; None where nothing happened at all."""
-        began = time.perf_counter()
-        parts = inputs.arrange(self.rows.launch())
-        if parts:
-            sampled = self.sample(parts)
-            self.rows.read(parts, sampled.ids, sampled.logprobs, sampled.tops)
+        """Reads one step, if one is in flight or may and can be run; None where nothing happened at all.
+
+        Where the device computes by itself, the forward of the next step is launched before this one is read. Its choice is launched after
+        that, while the forward runs: so what rows remember of their tokens is up to date.
+        """
+        flight = self.flight or self.choose(self.launch())
+        following = self.launch(flight) if flight and self.ahead else None
+        duration_ms = self.land(flight) if flight else 0.0
+        self.flight = self.choose(following)
         outcome = self.rows.report()
-        if not parts and not outcome:
+        if not flight and not outcome:
             return None
         if self.debug_kv:
             self.fill(outcome.freed, NAN)
-        return outcome.frame(self.rows.step, (time.perf_counter() - began) * 1e3 if parts else 0.0)
+        return outcome.frame(self.landed, duration_ms)
 
-    def sample(self, parts: Sequence[Part]) -> Sampled:
-        """What arranged parts sample: on all ranks what rank 0 does."""
-        logits, turns = self.forward(parts), [part.turn for part in parts if part.samples]
-        sampled = Sampled([0] * len(turns), [0.0] * len(turns)) if self.ranks.rank else sample(logits, turns)
-        return replace(sampled, ids=self.ranks.said(sampled.ids))
+    def launch(self, before: Flight | None = None) -> Launched | None:
+        """The forward of the next step; `before` is in flight."""
+        began_s, parts = time.monotonic(), self.rows.launch()
+        return Launched(self.rows.step, parts, self.forward(parts, before.ids if before else None), began_s) if parts else None
 
-    def forward(self, parts: Sequence[Part]) -> torch.Tensor:
+    def choose(self, launched: Launched | None) -> Flight | None:
+        """What its rows sample: on all ranks what rank 0 does."""
+        if launched is None:
+            return None
+        turns = launched.turns
+        drawn = blank(len(turns), 0, self.loaded.device) if self.ranks.rank else sample(launched.logits, turns)
+        self.ranks.same(drawn.ids)
+        return Flight(launched, turns, drawn)
+
+    def land(self, flight: Flight) -> float:
+        """Takes what a step sampled → its duration in ms: what it adds to that of the step before where they overlap."""
+        sampled = flight.read()
+        self.rows.read(flight.parts, sampled.ids, sampled.logprobs, sampled.tops)
+        began_s, self.landed_s, self.landed = max(flight.began_s, self.landed_s), time.monotonic(), flight.number
+        return (self.landed_s - began_s) * 1e3
+
+    def forward(self, parts: Sequence[Part], previous: torch.Tensor | None = None) -> torch.Tensor:
         """Arranged parts → logits [samples, vocabulary] of those that sample. Where memory does not suffice for all at once, half by half:
-        what a first try wrote into the cache is written again."""
+        what a first try wrote into the cache is written again. `previous`: int64, what the step in flight samples."""
         try:
-            return self.compute(parts)
+            return self.compute(parts, previous)
         except RuntimeError as error:
             smaller = halves(parts)
             if not smaller or not out_of_memory(error) or self.ranks.world_size > 1:  # ranks must not fall out of step
                 raise
             log.warning("no memory for a step of %d tokens: it is done in halves", sum(part.count for part in parts))
         torch.cuda.empty_cache()
-        return torch.cat([self.forward(half) for half in smaller])
+        return torch.cat([self.forward(half, previous) for half in smaller])
 
     @torch.inference_mode()
-    def compute(self, parts: Sequence[Part]) -> torch.Tensor:
+    def compute(self, parts: Sequence[Part], previous: torch.Tensor | None) -> torch.Tensor:
         """`forward`, all at once."""
-        line = inputs.build(parts, self.block_size, self.loaded.device)
+        line = build(parts, self.block_size, self.loaded.device, previous)
         self.loaded.begin(line)
         output = self.loaded.model(
             input_ids=line.ids, position_ids=line.positions, use_cache=False, logits_to_keep=line.sampled, return_dict=True

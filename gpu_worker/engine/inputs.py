@@ -8,6 +8,7 @@ import numpy.typing as npt
 import torch
 
 from gpu_worker.engine.rows import Int32, Part
+from gpu_worker.engine.upload import upload
 
 SPREAD = 512  # tokens; rows that decode are padded to the longest of their span, at most twice their own length or this much more
 
@@ -46,13 +47,8 @@ class Inputs:
     spans: list[Span]
 
 
-def arrange(parts: Sequence[Part]) -> list[Part]:
-    """The order on the line: rows that decode, longest first, then the chunks of prompts in the order of starts."""
-    return sorted(parts, key=lambda part: (not part.decodes, -part.kv_len if part.decodes else 0))
-
-
-def build(parts: Sequence[Part], block_size: int, device: torch.device) -> Inputs:
-    """Tensors of arranged parts. The last sampled ids are known to the host."""
+def build(parts: Sequence[Part], block_size: int, device: torch.device, previous: torch.Tensor | None = None) -> Inputs:
+    """Tensors of arranged parts. `previous`: int64, what the step before sampled, where it is not read yet."""
     ids = np.concatenate([token_ids(part) for part in parts]).astype(np.int64)
     positions = np.concatenate([np.arange(part.begin, part.kv_len) for part in parts])
     blocks = np.concatenate([part.row.blocks[part.begin // block_size : -(-part.kv_len // block_size)].repeat(block_size)
@@ -61,17 +57,24 @@ def build(parts: Sequence[Part], block_size: int, device: torch.device) -> Input
     last = np.cumsum([part.count for part in parts]) - 1
     sampled = last[[part.samples for part in parts]]
     return Inputs(
-        ids=torch.from_numpy(ids[None]).to(device),
-        positions=torch.from_numpy(positions[None]).to(device),
+        ids=resolved(upload(ids, device), previous)[None],
+        positions=upload(positions[None], device),
         slots=blocks.astype(np.int64) * block_size + positions % block_size,
-        sampled=torch.from_numpy(sampled).to(device),
-        lengths=torch.from_numpy(np.maximum(positions + 1, prompt_lengths)).to(device),
+        sampled=upload(sampled, device),
+        lengths=upload(np.maximum(positions + 1, prompt_lengths), device),
         spans=spans(parts, block_size),
     )
 
 
 def token_ids(part: Part) -> Int32:
-    return np.array([part.row.last_id], np.int32) if part.decodes else part.row.ids[part.begin : part.kv_len]
+    """A token that the host does not know yet is -1 less its place among the samples of the step before."""
+    if not part.decodes:
+        return part.row.ids[part.begin : part.kv_len]
+    return np.array([part.row.last_id if part.source is None else -1 - part.source], np.int32)
+
+
+def resolved(ids: torch.Tensor, previous: torch.Tensor | None) -> torch.Tensor:
+    return ids if previous is None or not len(previous) else torch.where(ids < 0, previous[(-1 - ids).clamp_(min=0)], ids)
 
 
 def spans(parts: Sequence[Part], block_size: int) -> list[Span]:

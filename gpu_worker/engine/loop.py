@@ -18,7 +18,7 @@ def lead(engine: Engine, ranks: Ranks, link: Link) -> None:
         if step is not None:
             link.send(step)
         elif wait_s and engine.rows.rows:
-            link.send(Step(engine.rows.step))
+            link.send(Step(engine.landed))
         wait_s = 0.0 if step else SIGN_OF_LIFE_S
 
 

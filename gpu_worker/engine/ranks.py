@@ -46,6 +46,11 @@ class Ranks:
         dist.all_gather(parts, padded)
         return torch.cat([part[..., :size] for part, size in zip(parts, sizes, strict=True)], -1)
 
+    def same(self, tensor: torch.Tensor) -> None:
+        """What rank 0 has, in place."""
+        if self.world_size > 1 and tensor.numel():
+            dist.broadcast(tensor, 0)
+
     def said(self, values: Sequence[int]) -> list[int]:
         """What rank 0 has for `values`; the others give as many of their own."""
         if self.world_size == 1 or not values:

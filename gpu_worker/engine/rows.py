@@ -1,6 +1,6 @@
 """The row table: which rows take part in the next step and what becomes of them. Pure bookkeeping, no tensors.
 
-A step has two ends. `launch` decides who takes part and advances lengths, `read` takes the sampled ids. Another step may be launched
+A step has two ends. `launch` decides who takes part and advances lengths, `read` takes the sampled ids. One more step may be launched
 between the two: everything that `launch` needs is arithmetic, so only what depends on sampled ids waits for `read`.
 """
 
@@ -30,7 +30,8 @@ class Row:
         index: index of the next token to sample.
         ends: what ids end the row with which reason.
         manner: how it chooses; None is plainly greedy.
-        last_id: input of the next decode step.
+        last_id: input of the next decode step, once the step that sampled it is read.
+        place: of its token among those sampled by the last launched step that held it.
         in_flight: steps launched with this row and not read yet.
     """
 
@@ -45,6 +46,7 @@ class Row:
     kv_len: int = 0
     read_index: int = 0
     last_id: int = 0
+    place: int = 0
     in_flight: int = 0
     ended: bool = False
 
@@ -59,12 +61,17 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """What a row does in one step: positions `begin` to `begin + count - 1`, then a sample where `samples`."""
+    """What a row does in one step: positions `begin` to `begin + count - 1`, then a sample where `samples`.
+
+    Attributes:
+        source: where its input is sampled by a step that is not read yet: the place among that step's samples.
+    """
 
     row: Row
     begin: int
     count: int
     samples: bool
+    source: int | None = None
 
     @property
     def decodes(self) -> bool:
@@ -123,6 +130,11 @@ class Outcome:
         )
 
 
+def arrange(parts: Sequence[Part]) -> list[Part]:
+    """The order on the line: rows that decode, longest first, then the chunks of prompts in the order of starts."""
+    return sorted(parts, key=lambda part: (not part.decodes, -part.kv_len if part.decodes else 0))
+
+
 class Rows:
     def __init__(self, block_size: int, eos_ids: Sequence[int]) -> None:
         self.block_size = block_size
@@ -153,15 +165,18 @@ class Rows:
         return blocks
 
     def launch(self) -> list[Part]:
-        """The parts of the next step, in the order of starts; empty where no step may or can be run."""
+        """The parts of the next step, as they stand on the line; empty where no step may or can be run."""
         if self.step >= self.until:
             return []
-        parts = self.parts()
+        parts = arrange(self.parts())
         self.step += bool(parts)
+        place = 0
         for part in parts:
-            part.row.kv_len = part.kv_len
-            part.row.index += part.samples
-            part.row.in_flight += 1
+            row = part.row
+            row.kv_len, row.place = part.kv_len, place
+            row.index += part.samples
+            row.in_flight += 1
+            place += part.samples
         return parts
 
     def parts(self) -> list[Part]:
@@ -173,7 +188,8 @@ class Rows:
             prefill = len(row.ids) - row.kv_len
             count = min(room, 1 if prefill <= 0 else min(prefill, left))
             if count > 0:
-                parts.append(Part(row, row.kv_len, count, samples=count >= prefill))
+                source = row.place if row.in_flight and prefill <= 0 else None
+                parts.append(Part(row, row.kv_len, count, count >= prefill, source))
                 left -= count if prefill > 0 else 0
         return parts
 

@@ -1,4 +1,4 @@
-"""Logits to tokens."""
+"""Logits to tokens: chosen on the device, then read."""
 
 import ctypes
 from collections.abc import Sequence
@@ -11,6 +11,7 @@ from gpu_worker.engine.choose import Way, choose, way_of
 from gpu_worker.engine.draw import Drawn
 from gpu_worker.engine.manner import Turn
 from gpu_worker.engine.rows import Top
+from gpu_worker.engine.upload import upload
 
 SCORES = 2**18  # looked at together on CPU: larger buffers come from the system each time, and their page faults cost more than the sums
 
@@ -25,37 +26,48 @@ class Sampled:
 
 
 @torch.inference_mode()
-def sample(logits: torch.Tensor, turns: Sequence[Turn | None]) -> Sampled:
-    """logits [samples, vocabulary]; None is plainly the likeliest. Rows that choose in the same way are chosen for together."""
+def sample(logits: torch.Tensor, turns: Sequence[Turn | None]) -> Drawn:
+    """logits [samples, vocabulary]; None is plainly the likeliest. Rows that choose in the same way are chosen for together. On CUDA the
+    work is only queued: nothing here waits for the device."""
     size = max(1, SCORES // logits.shape[1]) if logits.device.type == "cpu" else len(turns)
     groups: dict[Way | None, list[int]] = {}
     for place, turn in enumerate(turns):
         groups.setdefault(way_of(turn.manner) if turn else None, []).append(place)
     if groups.keys() <= {None}:
-        ids, logprobs = greedy(logits)
-        return Sampled(ids.tolist(), logprobs.tolist())
+        return likeliest_of(logits)
     lots = [(way, places[first : first + size]) for way, places in groups.items() for first in range(0, len(places), size)]
-    return gathered([(places, drawn(logits[places], way, [turns[place] for place in places])) for way, places in lots], turns)
-
-
-def drawn(logits: torch.Tensor, way: Way | None, turns: Sequence[Turn | None]) -> Drawn:
-    if way is None:
-        ids, logprobs = greedy(logits)
-        return Drawn(ids, logprobs, ids[:, None][:, :0], logprobs[:, None][:, :0])
-    return choose(logits, way, [turn for turn in turns if turn])
-
-
-def gathered(groups: Sequence[tuple[list[int], Drawn]], turns: Sequence[Turn | None]) -> Sampled:
-    """The groups' rows in the order of the samples."""
-    sampled = Sampled([0] * len(turns), [0.0] * len(turns))
-    for places, drawn in groups:
-        columns = (column.tolist() for column in drawn)
-        for place, token, logprob, top_ids, top_logprobs in zip(places, *columns, strict=True):
-            sampled.ids[place], sampled.logprobs[place] = token, logprob
-            turn = turns[place]
-            if turn and turn.manner.top_n:
-                sampled.tops[place] = Top(top_ids[: turn.manner.top_n], top_logprobs[: turn.manner.top_n])
+    sampled = blank(len(turns), max(turn.manner.top_n for turn in turns if turn), logits.device)
+    for way, places in lots:
+        put(sampled, upload(places, logits.device), logits, way, [turns[place] for place in places])
     return sampled
+
+
+def blank(num_samples: int, num_tops: int, device: torch.device) -> Drawn:
+    ids, logprobs = (
+        torch.zeros(num_samples, 1 + num_tops, dtype=torch.int64, device=device),
+        torch.zeros(num_samples, 1 + num_tops, device=device),
+    )
+    return Drawn(ids[:, 0].clone(), logprobs[:, 0].clone(), ids[:, 1:], logprobs[:, 1:])
+
+
+def put(sampled: Drawn, places: torch.Tensor, logits: torch.Tensor, way: Way | None, turns: Sequence[Turn | None]) -> None:
+    """Chooses for the rows at `places`."""
+    rows = logits.index_select(0, places)
+    drawn = likeliest_of(rows) if way is None else choose(rows, way, [turn for turn in turns if turn])
+    for column, values in zip(sampled, drawn, strict=True):
+        (column if column.dim() == 1 else column[:, : values.shape[1]]).index_copy_(0, places, values)
+
+
+def read(drawn: Drawn, turns: Sequence[Turn | None]) -> Sampled:
+    """Drawn columns that are on the host."""
+    ids, logprobs, top_ids, top_logprobs = (column.tolist() for column in drawn)
+    asked = {place: turn.manner.top_n for place, turn in enumerate(turns) if turn and turn.manner.top_n}
+    return Sampled(ids, logprobs, {place: Top(top_ids[place][:num], top_logprobs[place][:num]) for place, num in asked.items()})
+
+
+def likeliest_of(logits: torch.Tensor) -> Drawn:
+    ids, logprobs = greedy(logits)
+    return Drawn(ids, logprobs, ids[:, None][:, :0], logprobs[:, None][:, :0])
 
 
 def greedy(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

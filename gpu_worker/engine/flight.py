@@ -1,0 +1,51 @@
+"""A launched step, until the host has read what it sampled."""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from gpu_worker.engine.draw import Drawn
+from gpu_worker.engine.manner import Turn
+from gpu_worker.engine.rows import Part
+from gpu_worker.engine.sample import Sampled, read
+
+
+@dataclass(frozen=True, slots=True)
+class Launched:
+    """A step whose forward was launched.
+
+    Attributes:
+        number: of the step.
+        logits: [samples, vocabulary]; on CUDA they may still be computed.
+        began_s: monotonic time.
+    """
+
+    number: int
+    parts: Sequence[Part]
+    logits: torch.Tensor
+    began_s: float = field(default_factory=time.monotonic)
+
+    @property
+    def turns(self) -> list[Turn | None]:
+        """How its rows choose, once the host has read the step before."""
+        return [part.turn for part in self.parts if part.samples]
+
+
+class Flight:
+    """A step whose choice was launched, too; what it chose is on its way to the host."""
+
+    def __init__(self, launched: Launched, turns: Sequence[Turn | None], drawn: Drawn) -> None:
+        self.number, self.parts, self.began_s = launched.number, launched.parts, launched.began_s
+        self.turns, self.ids = turns, drawn.ids
+        self.columns = Drawn(*(column.to("cpu", non_blocking=True) for column in drawn))
+        self.here = torch.cuda.Event() if drawn.ids.is_cuda else None  # type: ignore[no-untyped-call]
+        if self.here:
+            self.here.record()
+
+    def read(self) -> Sampled:
+        """Waits for it: the one time in a step that the host waits for the device."""
+        if self.here:
+            self.here.synchronize()
+        return read(self.columns, self.turns)
