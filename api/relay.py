@@ -5,14 +5,13 @@ source (a sequence number left out) or in silence; the answer is always the same
 """
 
 import asyncio
-import contextlib
 import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable
+from typing import Any
 
 from redis.asyncio import Redis
-from redis.asyncio.client import PubSub
 
 from api.stream import Stream
 from common.broker import CONNECT_TIMEOUT_S, ERRORS, cause
@@ -20,6 +19,7 @@ from common.codec import WireError, decode
 from common.keys import Keys
 from common.messages import Events
 from common.recover import read
+from common.wire import Wire
 
 log = logging.getLogger(__name__)
 
@@ -43,7 +43,7 @@ class Relay:
         self.lose = lose
         self.streams: dict[str, Stream] = {}
         self.followed: Counter[str] = Counter()
-        self.pubsub: PubSub | None = None
+        self.wire: Wire | None = None
         self.sequences: dict[tuple[str, str], tuple[int, float]] = {}
         self.trouble = "not connected to the broker yet"
         self.subscribed = asyncio.Event()
@@ -73,20 +73,18 @@ class Relay:
         self.streams.pop(stream.request.request_id, None)
         self.wanted.discard(stream.request.request_id)
 
-    async def follow(self, channel: str) -> None:
+    def follow(self, channel: str) -> None:
         """Hears what is said to another gateway as well. Where that cannot be said now, it is from the next subscription on."""
         self.followed[channel] += 1
-        if self.followed[channel] == 1 and self.pubsub is not None:
-            with contextlib.suppress(*ERRORS):
-                await self.pubsub.subscribe(channel)
+        if self.followed[channel] == 1 and self.wire is not None:
+            self.wire.say("SUBSCRIBE", channel)
 
-    async def unfollow(self, channel: str) -> None:
+    def unfollow(self, channel: str) -> None:
         self.followed[channel] -= 1
         if not self.followed[channel]:
             del self.followed[channel]
-            if self.pubsub is not None:
-                with contextlib.suppress(*ERRORS):
-                    await self.pubsub.unsubscribe(channel)
+            if self.wire is not None:
+                self.wire.say("UNSUBSCRIBE", channel)
 
     # --- messages -----------------------------------------------------------------------------------------------------------------
 
@@ -107,18 +105,26 @@ class Relay:
 
     async def subscribe(self) -> None:
         """Hears messages for as long as the connection holds."""
-        async with self.redis.pubsub() as self.pubsub:
-            try:
-                await self.pubsub.subscribe(self.channel, *self.followed)
-                async for message in self.pubsub.listen():
-                    if message["type"] == "subscribe":
-                        self.subscribed.set()
-                        self.trouble = ""
-                        self.ask(self.streams.values())
-                    elif message["type"] == "message" and not (self.lose and self.lose()):
-                        self.hear(message["data"], message["channel"].decode())
-            finally:
-                self.pubsub = None
+        self.wire = wire = await Wire.dial(self.redis, self.take_in)
+        try:
+            wire.say("SUBSCRIBE", self.channel, *self.followed)
+            await wire.over
+        finally:
+            self.wire = None
+            wire.close()
+
+    def take_in(self, reply: Any) -> None:
+        """What the broker says to its subscriber; that something is refused ends the subscription."""
+        match reply:
+            case [b"message", channel, data]:
+                if not (self.lose and self.lose()):
+                    self.hear(data, channel.decode())
+            case [b"subscribe", *_]:
+                self.subscribed.set()
+                self.trouble = ""
+                self.ask(self.streams.values())
+            case Exception() if self.wire is not None:
+                self.wire.fail(reply)
 
     def hear(self, data: bytes, channel: str = "") -> None:
         """One message of one source."""

@@ -31,7 +31,7 @@ class RequestIds:
             await self.app(scope, receive, send)
             return
         ours, theirs = uuid.uuid4().hex, brought(scope)
-        scope.setdefault("state", {})["request_id"] = ours
+        scope.setdefault("state", {}).update(request_id=ours, send=send)
         REQUEST_ID.set(ours)
         if theirs:
             log.info("request %s is %s to its client", ours, theirs)

@@ -24,6 +24,7 @@ class TokenStream(EventSourceResponse):
         self.streams, self.leave = streams, leave
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self.send_body: Send = scope["state"]["send"]
         try:
             await super().__call__(scope, receive, send)
         finally:
@@ -31,10 +32,11 @@ class TokenStream(EventSourceResponse):
                 self.leave(stream)
 
     async def _stream_response(self, send: Send) -> None:
-        """As the library does it, without what it does for every chunk: these are bytes already, and to send them has no deadline."""
+        """As the library does it, without what it does for every chunk: these are bytes already, to send them has no deadline, and nobody
+        between us and the server has to do with more than the start."""
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
         async for chunk in self.body_iterator:
-            await send({"type": "http.response.body", "body": chunk, "more_body": True})
+            await self.send_body({"type": "http.response.body", "body": chunk, "more_body": True})
         async with self._send_lock:
             self.active = False
             await send({"type": "http.response.body", "body": b"", "more_body": False})

@@ -80,6 +80,7 @@ class Agent:
         for task in pending:
             task.cancel()
         await asyncio.gather(*pending, return_exceptions=True)
+        self.publisher.line.hang_up()
         for task in done:
             task.result()
 

@@ -8,12 +8,12 @@ from typing import Any
 from redis.asyncio import Redis
 
 from common import metrics
-from common.broker import script
 from common.channels import Channels
 from common.codec import encode
 from common.endings import FINISHED, answer, failure, terminal
 from common.keys import TOKENS_TTL_MS, Keys
 from common.messages import Events, LogEntry, Report, Tokens
+from common.wire import Line
 from gpu_worker.outbox import Outbox
 from gpu_worker.table import RowText
 
@@ -46,7 +46,8 @@ class Publisher:
     def __init__(self, redis: Redis, keys: Keys, incarnation: str) -> None:
         self.keys, self.incarnation = keys, incarnation
         self.channels = Channels(incarnation)
-        self.script = script(redis, "flush")
+        self.line = Line(redis)
+        self.script = self.line.script("flush")
         self.sequence = 0
 
     def build(self, outbox: Outbox, report: Report | None, acknowledged: int, live: list[RowText]) -> Flush:

@@ -411,7 +411,7 @@ async def test_another_gateways_channel_is_followed(redis: Redis, relay: Relay) 
         return (await redis.pubsub_numsub(channel))[0][1] == 1
 
     for _ in range(2):
-        await relay.follow(theirs)
+        relay.follow(theirs)
     await wait_until(lambda: heard(theirs))
     await redis.publish(theirs, say(1, tokens(0, 1)))
     await wait_until(lambda: one.num_tokens == 1)
@@ -421,9 +421,9 @@ async def test_another_gateways_channel_is_followed(redis: Redis, relay: Relay) 
     await wait_until(lambda: heard(theirs))
     await redis.publish(theirs, say(2, tokens(2, 3)))
     await wait_until(lambda: one.num_tokens == 3)
-    await relay.unfollow(theirs)
+    relay.unfollow(theirs)
     assert await heard(theirs)
-    await relay.unfollow(theirs)
+    relay.unfollow(theirs)
 
     async def left() -> bool:
         return not await heard(theirs)

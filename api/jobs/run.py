@@ -171,7 +171,7 @@ class JobRun:
         channel: bytes | None = await self.desk.insist(lambda: self.redis.hget(home, "channel"))
         if channel and channel.decode() != self.relay.channel:
             stream.request = replace(stream.request, channel=channel.decode())
-            await self.relay.follow(stream.request.channel)
+            self.relay.follow(stream.request.channel)
 
     async def check_wanted(self) -> None:
         """Raises Refusal when the job has been called off; what has been admitted of it is cancelled."""
@@ -213,7 +213,7 @@ class JobRun:
             if stream.terminal:
                 meter.left(stream, self.gateway.fleet.limits)
             if stream.request.channel != self.relay.channel:
-                await self.relay.unfollow(stream.request.channel)
+                self.relay.unfollow(stream.request.channel)
 
 
 def check_model(job: Job, settings: Settings) -> None:
