@@ -36,6 +36,8 @@ class Player:
     rows: dict[int, Played] = field(default_factory=dict)
     ids: dict[int, list[int]] = field(default_factory=dict)
     tops: dict[tuple[int, int], dict[int, float]] = field(default_factory=dict)  # by row and index
+    prompts: dict[int, list[float]] = field(default_factory=dict)  # of its tokens but the first
+    prompt_tops: dict[int, list[dict[int, float]]] = field(default_factory=dict)
     ended: dict[int, tuple[str, int]] = field(default_factory=dict)
     steps: list[Step] = field(default_factory=list)
     until: int = 0
@@ -89,6 +91,8 @@ class Player:
             told = dict(zip(unpacked(top_ids), unpack_floats(top_logprobs), strict=True))
             self.tops[numbers[entry], indices[entry]] = told
             assert told.get(ids[entry], logprobs[entry]) == logprobs[entry]
+        for number, first, values, top_ids, top_logprobs in step.prompts:
+            self.hear(number, first, unpack_floats(values), unpacked(top_ids), unpack_floats(top_logprobs))
         for number, why, end in step.ended:
             assert number not in self.ended
             self.ended[number] = (why, end)
@@ -96,3 +100,12 @@ class Player:
             row = self.rows.pop(number)
             assert kv_len <= len(row.blocks) * self.engine.block_size
             self.free += row.blocks
+
+    def hear(self, number: int, first: int, logprobs: list[float], top_ids: list[int], top_logprobs: list[float]) -> None:
+        """What is told of a prompt: in order, and none of it after the first sampled token."""
+        told, tops = self.prompts.setdefault(number, []), self.prompt_tops.setdefault(number, [])
+        assert first == len(told) + 1 and logprobs and len(self.ids[number]) <= 1
+        told += logprobs
+        width = len(top_ids) // len(logprobs)
+        pairs = list(zip(top_ids, top_logprobs, strict=True))
+        tops += [dict(pairs[i * width : (i + 1) * width]) for i in range(len(logprobs))]

@@ -34,8 +34,22 @@ def reference_ids(prompts_ids: Sequence[Sequence[int]], max_new_tokens: int, mod
     return [json.loads(file.read_text()) for file in files]
 
 
-def digest(path: Path, ids: Sequence[int], max_new_tokens: int) -> str:
-    return hashlib.sha256(json.dumps([path.name, list(ids), max_new_tokens]).encode()).hexdigest()[:32]
+def reference_logprobs(prompts_ids: Sequence[Sequence[int]], model_id: str = "smollm2") -> list[list[list[float]]]:
+    """Of each prompt's tokens but the first: its own log-probability, then those of the three likeliest in its place. From a plain forward
+    in float32; kept on disk, too."""
+    path = model_files.resolve(model_id)
+    files = [CACHE / f"{digest(path, ids, 'logprobs')}.json" for ids in prompts_ids]
+    missing = [index for index, file in enumerate(files) if not file.exists()]
+    if missing:
+        CACHE.mkdir(parents=True, exist_ok=True)
+        model = load(path)
+        for index in missing:
+            keep(files[index], logprobs(model, prompts_ids[index]))
+    return [json.loads(file.read_text()) for file in files]
+
+
+def digest(path: Path, ids: Sequence[int], what: int | str) -> str:
+    return hashlib.sha256(json.dumps([path.name, list(ids), what]).encode()).hexdigest()[:32]
 
 
 def load(path: Path) -> Any:
@@ -54,7 +68,17 @@ def generate(model: Any, ids: Sequence[int], max_new_tokens: int) -> list[int]:
     return new_ids
 
 
-def keep(file: Path, ids: list[int]) -> None:
+def logprobs(model: Any, ids: Sequence[int]) -> list[list[float]]:
+    import torch
+
+    with torch.inference_mode():
+        scores = model(torch.tensor([list(ids)])).logits[0, :-1].double().log_softmax(-1)
+    own = scores.gather(1, torch.tensor([list(ids[1:])]).T)
+    told: list[list[float]] = torch.cat((own, scores.topk(3).values), 1).tolist()
+    return told
+
+
+def keep(file: Path, answer: Any) -> None:
     draft = file.with_suffix(f".{os.getpid()}")
-    draft.write_text(json.dumps(ids))
+    draft.write_text(json.dumps(answer))
     draft.replace(file)

@@ -43,11 +43,13 @@ def engine(request: pytest.FixtureRequest, tmp_path: Path) -> Engine:
     return engine
 
 
-def play(engine: Engine) -> dict[int, list[int]]:
+def play(engine: Engine) -> Player:
     torch.manual_seed(1)
     played = Player(engine, list(range(1, engine.ready.num_blocks + 1)), until=engine.rows.step)
     prompts = [torch.randint(3, VOCAB, (length,)).tolist() for length in (3, 30, 11, 1)]
-    return played.run([played.start(row, ids, NEW_TOKENS, ignore_eos=True) for row, ids in enumerate(prompts)])
+    asked = [{"prompt_logprobs": 1}, {"prompt_logprobs": 0}, {}, {"prompt_logprobs": 0}]
+    played.run([played.start(row, ids, NEW_TOKENS, ignore_eos=True, **asked[row]) for row, ids in enumerate(prompts)])
+    return played
 
 
 def limit(engine: Engine, **rules: Any) -> Scarce:
@@ -63,8 +65,12 @@ def limit(engine: Engine, **rules: Any) -> Scarce:
 def test_nobody_notices(engine: Engine, room: int, since: int, error: RuntimeError) -> None:
     wanted = play(engine)
     scarce = limit(engine, room=room, since=since, error=error)
-    assert play(engine) == wanted
-    assert scarce.refusals
+    found = play(engine)
+    assert scarce.refusals and found.ids == wanted.ids
+    assert {row: len(told) for row, told in found.prompts.items()} == {0: 2, 1: 29}
+    for row, told in found.prompts.items():
+        assert told == pytest.approx(wanted.prompts[row], abs=1e-5)
+        assert [*found.prompt_tops[row]] == [pytest.approx(top, abs=1e-5) for top in wanted.prompt_tops[row]]
 
 
 def test_what_does_not_fit_at_all_is_an_error(engine: Engine) -> None:

@@ -95,6 +95,21 @@ def test_sampled_rows_choose_the_same(two: Ranks, tmp_path: Path) -> None:
         assert play(engine, rows, **asked) == wanted
 
 
+def test_prompts_are_told_of_the_same(two: Ranks, tmp_path: Path) -> None:
+    def told(engine: Any) -> dict[int, list[float]]:
+        played = Player(engine, list(range(1, engine.ready.num_blocks + 1)), 7, until=engine.rows.step)
+        asking = enumerate(prompts(VOCAB))
+        played.run([played.start(row, ids, 2, ignore_eos=True, prompt_logprobs=1) for row, ids in asking])
+        return played.prompts
+
+    tiny_models.save(tmp_path, *FAMILIES["Llama"])
+    settings = SETTINGS | {"model_id": str(tmp_path), "threads": 1}
+    wanted = told(Engine(Settings(**settings)))
+    assert [len(wanted[row]) for row in wanted] == [19, 69]
+    with Led(two, **settings) as engine:
+        assert told(engine) == {row: pytest.approx(logprobs, abs=1e-4) for row, logprobs in wanted.items()}
+
+
 @pytest.mark.parametrize("family", REFUSED)
 def test_refused(two: Ranks, family: str, tmp_path: Path) -> None:
     (config, sizes), words = REFUSED[family]

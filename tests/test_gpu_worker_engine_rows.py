@@ -8,12 +8,13 @@ from hypothesis import strategies as st
 from common.messages import Sampling
 from common.packing import pack_floats
 from gpu_worker.door import Grant, StartRow
-from gpu_worker.engine.rows import Outcome, Part, Rows, Top
+from gpu_worker.engine.rows import Outcome, Part, Rows, Told, Top
 from tests.batch_player import packed
 
 BLOCK = 4
 EOS = 2
 TEXT = 7  # any id that ends nothing
+TOLD = Told(b"", b"", b"")
 
 
 def start(row: int, num_ids: int, num_blocks: int = 100, base: int = 0, end: int = 10, ignore_eos: bool = False, **asked: Any) -> StartRow:
@@ -55,6 +56,36 @@ def test_prefill_is_chunked_in_the_order_of_starts_beside_rows_that_decode() -> 
         [(1, 11, 1, True), (2, 5, 1, True), (0, 4, 1, True)],
     ]
     assert outcome.indices == [2, 1, 3]
+
+
+def test_prompts_that_are_told_of_take_few_tokens_of_a_step() -> None:
+    """What comes after the last token of a prompt is sampled; what comes after all others is told of."""
+    rows = Rows(BLOCK, [EOS], max_scores=3)
+    rows.apply(
+        Grant(1000, 1000, [start(0, 5, prompt_logprobs=0), start(1, 4), start(2, 3, prompt_logprobs=1), start(3, 1, prompt_logprobs=0)])
+    )
+    shapes, told = [], []
+    for _ in range(4):
+        parts = rows.launch()
+        shapes.append([(part.row.number, part.begin, part.count, part.samples, part.scores) for part in parts if not part.decodes])
+        num_samples = sum(part.samples for part in parts)
+        rows.read(parts, [TEXT] * num_samples, [-0.5] * num_samples, prompts=[TOLD for part in parts if part.scores])
+        told.append([(row, first) for row, first, *_ in rows.report().prompts])
+    assert shapes == [
+        [(0, 0, 3, False, 3), (1, 0, 4, True, 0)],
+        [(0, 3, 2, True, 1), (2, 0, 1, False, 1)],
+        [(2, 1, 2, True, 1), (3, 0, 1, True, 0)],
+        [],
+    ]
+    assert told == [[(0, 1)], [(0, 4), (2, 1)], [(2, 2)], []]
+
+
+def test_a_row_that_has_ended_is_told_nothing_of_its_prompt() -> None:
+    rows = table(start(0, 6, prompt_logprobs=0), prefill_tokens=4)
+    parts = rows.launch()
+    rows.apply(Grant(1000, 4, stops=[(0, "client")]))
+    rows.read(parts, [], [], prompts=[TOLD])
+    assert rows.report().prompts == []
 
 
 def test_a_row_in_flight_goes_on_from_what_is_not_read_yet() -> None:

@@ -15,6 +15,7 @@ from gpu_worker.engine.flight import Flight, Launched
 from gpu_worker.engine.halves import halves, out_of_memory
 from gpu_worker.engine.inputs import build
 from gpu_worker.engine.load import load, name_of
+from gpu_worker.engine.prompt_scores import MAX_LOGITS, of_prompts, of_samples
 from gpu_worker.engine.ranks import ALONE, Ranks
 from gpu_worker.engine.rows import Int32, Part, Rows
 from gpu_worker.engine.sample import blank, sample
@@ -32,7 +33,7 @@ class Engine:
         self.loaded = load(settings, progress, ranks)
         self.block_size = settings.block_size
         self.debug_kv = settings.debug_kv
-        self.rows = Rows(settings.block_size, self.loaded.eos_ids)
+        self.rows = Rows(settings.block_size, self.loaded.eos_ids, max(1, MAX_LOGITS // self.loaded.vocab_size))
         self.ahead = self.loaded.device.type != "cpu"
         self.flight: Flight | None = None
         self.landed, self.landed_s = 0, 0.0  # the last step read, and when
@@ -87,19 +88,20 @@ class Engine:
         if launched is None:
             return None
         turns = launched.turns
-        drawn = blank(len(turns), 0, self.loaded.device) if self.ranks.rank else sample(launched.logits, turns)
+        logits, parts = launched.logits, launched.parts
+        drawn = blank(len(turns), 0, self.loaded.device) if self.ranks.rank else sample(of_samples(logits, parts), turns)
         self.ranks.same(drawn.ids)
-        return Flight(launched, turns, drawn)
+        return Flight(launched, turns, drawn, of_prompts(logits, parts))
 
     def land(self, flight: Flight) -> float:
         """Takes what a step sampled → its duration in ms: what it adds to that of the step before where they overlap."""
         sampled = flight.read()
-        self.rows.read(flight.parts, sampled.ids, sampled.logprobs, sampled.tops)
+        self.rows.read(flight.parts, sampled.ids, sampled.logprobs, sampled.tops, sampled.prompts)
         began_s, self.landed_s, self.landed = max(flight.began_s, self.landed_s), time.monotonic(), flight.number
         return (self.landed_s - began_s) * 1e3
 
     def forward(self, parts: Sequence[Part], previous: torch.Tensor | None = None) -> torch.Tensor:
-        """Arranged parts → logits [samples, vocabulary] of those that sample. Where memory does not suffice for all at once, half by half:
+        """Arranged parts → logits [wanted, vocabulary]: of each what it wants. Where memory does not suffice for all at once, half by half:
         what a first try wrote into the cache is written again. `previous`: int64, what the step in flight samples."""
         try:
             return self.compute(parts, previous)

@@ -2,13 +2,13 @@
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
 from gpu_worker.engine.draw import Drawn
 from gpu_worker.engine.manner import Turn
-from gpu_worker.engine.rows import Part
+from gpu_worker.engine.rows import Part, Told
 from gpu_worker.engine.sample import Sampled, read
 
 
@@ -18,7 +18,7 @@ class Launched:
 
     Attributes:
         number: of the step.
-        logits: [samples, vocabulary]; on CUDA they may still be computed.
+        logits: [wanted, vocabulary]; on CUDA they may still be computed.
         began_s: monotonic time.
     """
 
@@ -36,10 +36,10 @@ class Launched:
 class Flight:
     """A step whose choice was launched, too; what it chose is on its way to the host."""
 
-    def __init__(self, launched: Launched, turns: Sequence[Turn | None], drawn: Drawn) -> None:
+    def __init__(self, launched: Launched, turns: Sequence[Turn | None], drawn: Drawn, prompts: Sequence[Drawn]) -> None:
         self.number, self.parts, self.began_s = launched.number, launched.parts, launched.began_s
         self.turns, self.ids = turns, drawn.ids
-        self.columns = Drawn(*(column.to("cpu", non_blocking=True) for column in drawn))
+        self.columns, self.prompts = down(drawn), [down(one) for one in prompts]
         self.here = torch.cuda.Event() if drawn.ids.is_cuda else None  # type: ignore[no-untyped-call]
         if self.here:
             self.here.record()
@@ -48,4 +48,14 @@ class Flight:
         """Waits for it: the one time in a step that the host waits for the device."""
         if self.here:
             self.here.synchronize()
-        return read(self.columns, self.turns)
+        return replace(read(self.columns, self.turns), prompts=[told(one) for one in self.prompts])
+
+
+def down(drawn: Drawn) -> Drawn:
+    """On its way to the host."""
+    return Drawn(*(column.to("cpu", non_blocking=True) for column in drawn))
+
+
+def told(drawn: Drawn) -> Told:
+    columns = (drawn.logprobs.float(), drawn.top_ids.int(), drawn.top_logprobs.float())
+    return Told(*(column.numpy().tobytes() for column in columns))

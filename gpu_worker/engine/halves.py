@@ -23,4 +23,8 @@ def halves(parts: Sequence[Part]) -> list[list[Part]]:
     if part.count == 1:
         return []
     first = part.count // 2
-    return [[Part(part.row, part.begin, first, False)], [Part(part.row, part.begin + first, part.count - first, part.samples)]]
+    scores = min(first, part.scores)
+    return [
+        [Part(part.row, part.begin, first, False, scores=scores)],
+        [Part(part.row, part.begin + first, part.count - first, part.samples, scores=part.scores - scores)],
+    ]

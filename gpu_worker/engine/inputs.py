@@ -35,7 +35,7 @@ class Inputs:
     Attributes:
         ids, positions: int64 [1, tokens].
         slots: int64 [tokens]; where a token's K and V go: block * block_size + offset.
-        sampled: int64 [samples]; tokens on the line whose logits are wanted.
+        sampled: int64 [wanted]; tokens on the line whose logits are wanted: to sample from them, or to tell of the prompt.
         lengths: int64 [tokens]; of a token's sequence when its K is first computed: the prompt's, or up to the token where it is generated.
     """
 
@@ -54,16 +54,22 @@ def build(parts: Sequence[Part], block_size: int, device: torch.device, previous
     blocks = np.concatenate([part.row.blocks[part.begin // block_size : -(-part.kv_len // block_size)].repeat(block_size)
                              [part.begin % block_size :][: part.count] for part in parts])  # fmt: skip
     prompt_lengths = np.repeat([len(part.row.ids) - part.row.base for part in parts], [part.count for part in parts])
-    last = np.cumsum([part.count for part in parts]) - 1
-    sampled = last[[part.samples for part in parts]]
     return Inputs(
         ids=resolved(upload(ids, device), previous)[None],
         positions=upload(positions[None], device),
         slots=blocks.astype(np.int64) * block_size + positions % block_size,
-        sampled=upload(sampled, device),
+        sampled=upload(wanted(parts), device),
         lengths=upload(np.maximum(positions + 1, prompt_lengths), device),
         spans=spans(parts, block_size),
     )
+
+
+def wanted(parts: Sequence[Part]) -> npt.NDArray[np.int64]:
+    """Of each part its last tokens."""
+    ends = np.cumsum([part.count for part in parts])
+    if not any(part.scores for part in parts):
+        return np.asarray(ends[[part.samples for part in parts]] - 1)
+    return np.concatenate([np.arange(end - part.wanted, end) for end, part in zip(ends, parts, strict=True)])
 
 
 def token_ids(part: Part) -> Int32:

@@ -17,6 +17,7 @@ from gpu_worker.engine.manner import Manner, Turn
 
 Int32 = npt.NDArray[np.int32]
 NO_BLOCKS: Int32 = np.zeros(0, np.int32)
+MAX_SCORES = 256
 
 
 @dataclass(slots=True, eq=False)
@@ -29,6 +30,7 @@ class Row:
         kv_len: tokens whose KV is written.
         index: index of the next token to sample.
         ends: what ids end the row with which reason.
+        prompt_logprobs: how many of the likeliest tokens are told beside each token of `ids`; None where nothing is told of these.
         manner: how it chooses; None is plainly greedy.
         last_id: input of the next decode step, once the step that sampled it is read.
         place: of its token among those sampled by the last launched step that held it.
@@ -43,6 +45,7 @@ class Row:
     ends: Mapping[int, str] = field(default_factory=dict)
     manner: Manner | None = None
     base: int = 0
+    prompt_logprobs: int | None = None
     kv_len: int = 0
     read_index: int = 0
     last_id: int = 0
@@ -56,7 +59,7 @@ class Row:
         ends = dict.fromkeys(unpack_ids(start.stop_ids), "stop_sequence")
         ends |= {} if start.ignore_eos else dict.fromkeys(eos_ids, "eos_token")
         manner = Manner.of(start, list(ends))
-        return cls(start.row, ids, start.base, start.end, blocks, ends, manner, start.base, read_index=start.base)
+        return cls(start.row, ids, start.base, start.end, blocks, ends, manner, start.base, start.prompt_logprobs, read_index=start.base)
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +68,7 @@ class Part:
 
     Attributes:
         source: where its input is sampled by a step that is not read yet: the place among that step's samples.
+        scores: of so many tokens of the prompt it tells how likely they are, from position `begin + 1` on.
     """
 
     row: Row
@@ -72,6 +76,7 @@ class Part:
     count: int
     samples: bool
     source: int | None = None
+    scores: int = 0
 
     @property
     def decodes(self) -> bool:
@@ -80,6 +85,11 @@ class Part:
     @property
     def kv_len(self) -> int:
         return self.begin + self.count
+
+    @property
+    def wanted(self) -> int:
+        """Of how many tokens logits are wanted, up to its last: those that tell of the prompt, then the one that samples."""
+        return self.scores + self.samples
 
     @property
     def turn(self) -> Turn | None:
@@ -98,6 +108,17 @@ class Top(NamedTuple):
 NO_TOPS: Mapping[int, Top] = {}
 
 
+class Told(NamedTuple):
+    """What a part tells of its prompt: packed log-probabilities, and packed ids and log-probabilities of the likeliest tokens."""
+
+    logprobs: bytes
+    top_ids: bytes
+    top_logprobs: bytes
+
+
+NOTHING: Sequence[Told] = ()
+
+
 @dataclass(slots=True)
 class Outcome:
     """What is to be reported with the next frame."""
@@ -107,6 +128,7 @@ class Outcome:
     ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     tops: list[tuple[int, bytes, bytes]] = field(default_factory=list)
+    prompts: list[tuple[int, int, bytes, bytes, bytes]] = field(default_factory=list)
     prefilled: list[tuple[int, int]] = field(default_factory=list)
     ended: list[tuple[int, str, int]] = field(default_factory=list)
     released: list[tuple[int, int]] = field(default_factory=list)
@@ -123,6 +145,7 @@ class Outcome:
             ids=pack_ids(self.ids),
             logprobs=pack_floats(self.logprobs),
             tops=self.tops,
+            prompts=self.prompts,
             prefilled=self.prefilled,
             ended=self.ended,
             released=self.released,
@@ -136,9 +159,12 @@ def arrange(parts: Sequence[Part]) -> list[Part]:
 
 
 class Rows:
-    def __init__(self, block_size: int, eos_ids: Sequence[int]) -> None:
+    """`max_scores`: tokens in one step of prompts that are told of: each needs a line of logits."""
+
+    def __init__(self, block_size: int, eos_ids: Sequence[int], max_scores: int = MAX_SCORES) -> None:
         self.block_size = block_size
         self.eos_ids = eos_ids
+        self.max_scores = max_scores
         self.rows: dict[int, Row] = {}  # in the order of starts
         self.step = 0
         self.until = 0
@@ -180,29 +206,46 @@ class Rows:
         return parts
 
     def parts(self) -> list[Part]:
-        parts, left = [], self.prefill_tokens
+        parts, left, scores = [], self.prefill_tokens, self.max_scores
         for row in self.rows.values():
             if row.ended or row.index >= row.end:
                 continue
             room = len(row.blocks) * self.block_size - row.kv_len
             prefill = len(row.ids) - row.kv_len
-            count = min(room, 1 if prefill <= 0 else min(prefill, left))
+            told = row.prompt_logprobs is not None and prefill > 0
+            most = min(prefill, left, scores if told else left) if prefill > 0 else 1
+            count = min(room, most)
             if count > 0:
-                source = row.place if row.in_flight and prefill <= 0 else None
-                parts.append(Part(row, row.kv_len, count, count >= prefill, source))
+                source, samples = row.place if row.in_flight and prefill <= 0 else None, count >= prefill
+                parts.append(Part(row, row.kv_len, count, samples, source, count - samples if told else 0))
                 left -= count if prefill > 0 else 0
+                scores -= count if told else 0
         return parts
 
-    def read(self, parts: Sequence[Part], ids: Sequence[int], logprobs: Sequence[float], tops: Mapping[int, Top] = NO_TOPS) -> None:
-        """Takes what a launched step brought: `ids` has one entry for each part that samples, in order; `tops` is by their place there."""
-        sampled = enumerate(zip(ids, logprobs, strict=True))
+    def read(
+        self,
+        parts: Sequence[Part],
+        ids: Sequence[int],
+        logprobs: Sequence[float],
+        tops: Mapping[int, Top] = NO_TOPS,
+        prompts: Sequence[Told] = NOTHING,
+    ) -> None:
+        """Takes what a launched step brought: `ids` has one entry for each part that samples, in order; `tops` is by their place there;
+        `prompts` has one for each part that tells of its prompt, in order."""
+        sampled, told = enumerate(zip(ids, logprobs, strict=True)), iter(prompts)
         for part in parts:
             part.row.in_flight -= 1
+            if part.scores:
+                self.tell(part, next(told))
             if part.samples:
                 place, (token, logprob) = next(sampled)
                 self.take(part, token, logprob, tops.get(place))
             if part.row.ended:
                 self.release(part.row)
+
+    def tell(self, part: Part, told: Told) -> None:
+        if not part.row.ended:
+            self.outcome.prompts.append((part.row.number, part.begin + 1, *told))
 
     def take(self, part: Part, token: int, logprob: float, top: Top | None) -> None:
         row, outcome = part.row, self.outcome

@@ -10,7 +10,7 @@ from gpu_worker.engine import native
 from gpu_worker.engine.choose import Way, choose, way_of
 from gpu_worker.engine.draw import Drawn
 from gpu_worker.engine.manner import Turn
-from gpu_worker.engine.rows import Top
+from gpu_worker.engine.rows import Told, Top
 from gpu_worker.engine.upload import upload
 
 SCORES = 2**18  # looked at together on CPU: larger buffers come from the system each time, and their page faults cost more than the sums
@@ -18,11 +18,12 @@ SCORES = 2**18  # looked at together on CPU: larger buffers come from the system
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """What a step sampled, on the host; `tops` by the place of the sample."""
+    """What a step sampled, on the host; `tops` by the place of the sample. And what it tells of prompts, in the order of its parts."""
 
     ids: list[int]
     logprobs: list[float]
     tops: dict[int, Top] = field(default_factory=dict)
+    prompts: list[Told] = field(default_factory=list)
 
 
 @torch.inference_mode()

@@ -1,0 +1,54 @@
+"""How likely the model finds the tokens of a prompt: as sampling would, but the tokens are given."""
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from gpu_worker.engine.draw import Drawn
+from gpu_worker.engine.likeliest import likeliest
+from gpu_worker.engine.rows import Part
+from gpu_worker.engine.upload import upload
+
+MAX_LOGITS = 2**25
+"""Logits of prompts in one step: they and their float32 copies are some hundred MB, for which a device always has room."""
+TOGETHER = {"cpu": 2**18, "cuda": 2**24}
+"""Of these so many are copied at a time, by the type of the device."""
+
+
+def of_samples(logits: torch.Tensor, parts: Sequence[Part]) -> torch.Tensor:
+    """logits [wanted, vocabulary] of a step → [samples, vocabulary]."""
+    if not any(part.scores for part in parts):
+        return logits
+    last = np.cumsum([part.wanted for part in parts]) - 1
+    return logits.index_select(0, upload(last[[part.samples for part in parts]], logits.device))
+
+
+def of_prompts(logits: torch.Tensor, parts: Sequence[Part]) -> list[Drawn]:
+    """logits [wanted, vocabulary] of a step → what is told of each part's prompt, of those that tell of one."""
+    begins = np.cumsum([0, *(part.wanted for part in parts)]).tolist()
+    told = [(begin, part) for begin, part in zip(begins, parts, strict=False) if part.scores]
+    return [of_prompt(logits[begin : begin + part.scores], part) for begin, part in told]
+
+
+def of_prompt(logits: torch.Tensor, part: Part) -> Drawn:
+    ids = part.row.ids[part.begin + 1 : part.begin + 1 + part.scores].astype(np.int64)
+    return prompt_scores(logits, upload(ids, logits.device), part.row.prompt_logprobs or 0)
+
+
+@torch.inference_mode()
+def prompt_scores(logits: torch.Tensor, ids: torch.Tensor, num_tops: int) -> Drawn:
+    """logits [tokens, vocabulary], each what the model expects in place of the token in ids int64 [tokens] → log-probabilities of these
+    tokens, and of the `num_tops` likeliest in place of each."""
+    size = max(1, TOGETHER[logits.device.type] // logits.shape[1])
+    lots = [scored(logits[first : first + size], ids[first : first + size], num_tops) for first in range(0, len(ids), size)]
+    return Drawn(*map(torch.cat, zip(*lots, strict=True)))
+
+
+def scored(logits: torch.Tensor, ids: torch.Tensor, num_tops: int) -> Drawn:
+    scores = logits.to(torch.float32, copy=True)
+    scores.sub_(scores.amax(-1, keepdim=True))
+    own = scores.gather(1, ids[:, None])[:, 0]
+    top_scores, top_ids = likeliest(scores, num_tops) if num_tops else (scores[:, :0], ids[:, None][:, :0])
+    total = scores.exp_().sum(-1).log_()
+    return Drawn(ids, own - total, top_ids, top_scores - total[:, None])

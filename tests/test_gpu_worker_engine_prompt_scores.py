@@ -1,0 +1,150 @@
+"""Log-probabilities of given tokens: against a float64 reference, and an engine's against those of transformers."""
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import torch
+
+from common.settings import Settings
+from gpu_worker.engine import prompt_scores as module
+from gpu_worker.engine.engine import Engine
+from gpu_worker.engine.prompt_scores import prompt_scores
+from tests.batch_player import Player
+from tests.prompts import FEW, PROMPTS
+from tests.reference import prompt_ids, reference_ids, reference_logprobs
+from tests.sampling_reference import log_softmax
+
+INDICES = [pytest.param(FEW[:-1], id="few"), pytest.param(list(range(len(PROMPTS))), id="all", marks=pytest.mark.slow)]
+TOPS = 3
+NEW_TOKENS = 3
+
+
+def given(num_tokens: int, size: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(num_tokens)
+    logits = 8 * torch.randn(num_tokens, size, generator=generator)
+    logits[:, 3] = -torch.inf
+    return logits.to(dtype), torch.randint(0, size, (num_tokens,), generator=generator)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("num_tokens", "size"), [(1, 5), (37, 1000), (23, 49152)])
+def test_they_are_those_of_float64(num_tokens: int, size: int, dtype: torch.dtype) -> None:
+    """In one lot and in several; -inf where a token cannot be; the lower id first of equally likely ones."""
+    logits, ids = given(num_tokens, size, dtype)
+    before = logits.clone()
+    found = prompt_scores(logits, ids, 4)
+    wanted = np.stack([log_softmax(line) for line in logits.double().numpy()])
+    places = np.arange(num_tokens)
+    assert torch.equal(found.ids, ids) and torch.equal(logits, before)
+    np.testing.assert_allclose(found.logprobs.numpy(), wanted[places, ids.numpy()], rtol=1e-6, atol=2e-6)
+    tops = np.argsort(-wanted, axis=-1, kind="stable")[:, :4]
+    np.testing.assert_array_equal(found.top_ids.numpy(), tops)
+    np.testing.assert_allclose(found.top_logprobs.numpy(), np.take_along_axis(wanted, tops, -1), rtol=1e-6, atol=2e-6)
+
+
+def test_without_likeliest_tokens_there_are_none() -> None:
+    logits, ids = given(6, 50, torch.float32)
+    found = prompt_scores(logits, ids, 0)
+    assert found.top_ids.shape == found.top_logprobs.shape == (6, 0)
+    assert torch.equal(found.logprobs, prompt_scores(logits, ids, 5).logprobs)
+
+
+def test_no_more_scores_are_copied_than_are_looked_at_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[int] = []
+    scored = module.scored
+    monkeypatch.setattr(module, "scored", lambda logits, *others: (seen.append(logits.numel()), scored(logits, *others))[1])
+    logits, ids = given(23, 49152, torch.bfloat16)
+    whole = prompt_scores(logits, ids, 2)
+    assert max(seen) <= 2**18 and sum(seen) == logits.numel() and len(seen) == 5
+    monkeypatch.setitem(module.TOGETHER, "cpu", 1)
+    for found, one_by_one in zip(whole, prompt_scores(logits, ids, 2), strict=True):
+        torch.testing.assert_close(found, one_by_one, rtol=1e-6, atol=1e-6)
+
+
+# --- an engine --------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def loaded() -> Iterator[Engine]:
+    yield Engine(Settings(dtype="float32", kv_cache_bytes=128 * 2**20, max_batch_prefill_tokens=256, debug_kv=True))
+
+
+@pytest.fixture(params=[False, True], ids=["", "ahead"])
+def engine(request: pytest.FixtureRequest, loaded: Engine) -> Engine:
+    loaded.ahead = request.param
+    return loaded
+
+
+@pytest.fixture(scope="module")
+def prompts() -> list[list[int]]:
+    return prompt_ids(PROMPTS)
+
+
+def player(engine: Engine, prefill_tokens: int = 10_000) -> Player:
+    return Player(engine, list(range(1, 1 + engine.ready.num_blocks)), prefill_tokens, until=engine.rows.step)
+
+
+def check(played: Player, prompts: list[list[int]], indices: list[int]) -> None:
+    """What was told of these prompts is true; and what they go on with is what they would without."""
+    answers = dict(zip(indices, reference_ids([prompts[index] for index in indices], 40), strict=True))
+    for index, wanted in zip(indices, reference_logprobs([prompts[index] for index in indices]), strict=True):
+        told, tops = played.prompts.get(index, []), played.prompt_tops.get(index, [])
+        found = [[own, *top.values()] for own, top in zip(told, tops, strict=True)]
+        assert len(found) == len(wanted)
+        np.testing.assert_allclose(np.array(found), np.array(wanted), rtol=1e-4, atol=1e-4, err_msg=f"prompt {index}")
+        for token, logprob, top in zip(prompts[index][1:], told, tops, strict=True):
+            assert top.get(token, logprob) == logprob
+        assert played.ids[index] == answers[index][:NEW_TOKENS]
+
+
+@pytest.mark.parametrize("indices", INDICES)
+def test_alone(engine: Engine, prompts: list[list[int]], indices: list[int]) -> None:
+    for index in indices:
+        played = player(engine)
+        played.run([played.start(index, prompts[index], NEW_TOKENS, prompt_logprobs=TOPS)])
+        check(played, prompts, [index])
+
+
+@pytest.mark.parametrize("prefill_tokens", [10_000, 7])
+@pytest.mark.parametrize("indices", INDICES)
+def test_beside_others(engine: Engine, prompts: list[list[int]], indices: list[int], prefill_tokens: int) -> None:
+    """Of the others, nothing is told. Whole or in chunks of at most 7 tokens, which end anywhere."""
+    played = player(engine, prefill_tokens)
+    asking = indices[1::2]
+    starts = [played.start(index, prompts[index], NEW_TOKENS, prompt_logprobs=TOPS if index in asking else None) for index in indices]
+    played.run(starts)
+    check(played, prompts, asking)
+    assert played.prompts.keys() == {index for index in asking if len(prompts[index]) > 1}
+    assert all(len(told) <= 4 * prefill_tokens for step in played.steps for _, _, told, _, _ in step.prompts)
+
+
+def test_rows_that_ask_differently(engine: Engine, prompts: list[list[int]]) -> None:
+    """One has no likeliest tokens, one is sampled, one begins behind its first token and is told nothing."""
+    played = player(engine)
+    ids = prompts[20]
+    [answer] = reference_ids([ids], 40)
+    played.run(
+        [
+            played.start(0, ids, 1, prompt_logprobs=0),
+            played.start(1, ids, 1, prompt_logprobs=2, top_n=1),
+            played.start(2, [*ids, *answer[:2]], NEW_TOKENS, base=2),
+        ]
+    )
+    [wanted] = reference_logprobs([ids])
+    for number in (0, 1):
+        np.testing.assert_allclose(played.prompts[number], [own for own, *_ in wanted], rtol=1e-4, atol=1e-4)
+    assert played.prompts.keys() == {0, 1} and not any(played.prompt_tops[0]) and {len(top) for top in played.prompt_tops[1]} == {2}
+    assert played.ids == {0: answer[:1], 1: answer[:1], 2: answer[2:3]}
+
+
+def test_few_of_them_in_one_step(engine: Engine, prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever asks for nothing is not held up by that."""
+    monkeypatch.setattr(engine.rows, "max_scores", 16)
+    played, asking = player(engine), [15, 20]
+    played.run(
+        [played.start(index, prompts[index], NEW_TOKENS, prompt_logprobs=TOPS) for index in asking] + [played.start(4, prompts[4], 1)]
+    )
+    check(played, prompts, asking)
+    assert max(sum(len(told) // 4 for _, _, told, _, _ in step.prompts) for step in played.steps) <= 16
+    assert any(4 in np.frombuffer(step.rows, "<i4") for step in played.steps[:2])
