@@ -25,7 +25,8 @@ HEAD_BYTES = 2**20  # of a GGUF file, and as many at its end, tell it from other
 NEEDED = ("config.json", "tokenizer.json")
 CONTEXT_NAMES = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length")
 HUB_ID = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
-HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "*.py"]  # code is run with TRUST_REMOTE_CODE only
+HUB_FILES = ["*.json", "*.jinja", "*.py"]  # code is run with TRUST_REMOTE_CODE only
+WEIGHTS = "*.safetensors"
 HUB_TIMEOUT_S = 3.0
 
 Progress = Callable[[str], None]
@@ -35,8 +36,9 @@ def silent(text: str) -> None:
     pass
 
 
-def resolve(model_id: str, revision: str | None = None, progress: Progress = silent) -> Path:
-    """The directory of a model: a hub id (downloaded), a directory, a GGUF file (converted), or `smollm2`.
+def resolve(model_id: str, revision: str | None = None, progress: Progress = silent, weightless: bool = False) -> Path:
+    """The directory of a model: a hub id (downloaded; with `weightless` all but its weights), a directory, a GGUF file (converted), or
+    `smollm2`.
 
     Raises:
         SettingError: of `model_id`, where there is no such model; one line.
@@ -52,7 +54,7 @@ def resolve(model_id: str, revision: str | None = None, progress: Progress = sil
         return converted(path, progress)
     if not HUB_ID.fullmatch(model_id):
         raise SettingError("model_id", f"{model_id} does not exist")
-    return checked(downloaded(model_id, revision, progress))
+    return checked(downloaded(model_id, revision, progress, HUB_FILES if weightless else [*HUB_FILES, WEIGHTS]))
 
 
 def present(model_id: str, revision: str | None = None) -> Path | None:
@@ -83,7 +85,7 @@ def in_hub_cache(model_id: str, revision: str | None) -> Path | None:
 def weights(path: Path) -> list[Path]:
     """The files with weights in a model's directory, as its index names them."""
     named = read_json(path / "model.safetensors.index.json").get("weight_map", {})
-    files = sorted({path / name for name in named.values()}) or sorted(path.glob("*.safetensors"))
+    files = sorted({path / name for name in named.values()}) or sorted(path.glob(WEIGHTS))
     return files if all(file.is_file() for file in files) else []
 
 
@@ -102,13 +104,13 @@ def bundled() -> Path:
     return files[0]
 
 
-def downloaded(model_id: str, revision: str | None, progress: Progress) -> Path:
+def downloaded(model_id: str, revision: str | None, progress: Progress, patterns: list[str]) -> Path:
     import huggingface_hub
     from huggingface_hub.errors import LocalEntryNotFoundError
 
     progress(f"looking up {model_id}")
     try:
-        folder = huggingface_hub.snapshot_download(model_id, revision=revision, allow_patterns=HUB_FILES, etag_timeout=HUB_TIMEOUT_S)
+        folder = huggingface_hub.snapshot_download(model_id, revision=revision, allow_patterns=patterns, etag_timeout=HUB_TIMEOUT_S)
     except LocalEntryNotFoundError as error:
         raise SettingError("model_id", f"{model_id} is no directory here, and the model hub cannot be reached") from error
     except Exception as error:

@@ -119,7 +119,6 @@ VLLM = (
     Option("seed", ("0",), "a seed belongs to a request", int),
     Option("tokenizer", NONE, OWN_TOKENIZER, same_as="model_id"),
     Option("tokenizer_mode", ("auto",), OWN_TOKENIZER),
-    Option("load_format", ("auto", "safetensors"), "safetensors and GGUF are loaded"),
     Option("chat_template", NONE, "put the template into a tokenizer_config.json and give that as TOKENIZER_CONFIG_PATH"),
     Option("enforce_eager", ANY, "no graphs are captured yet", bool),
     Option("swap_space", ANY, "nothing is swapped: what is preempted is computed again", float),

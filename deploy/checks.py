@@ -66,7 +66,7 @@ def with_model(settings: Settings) -> Settings:
     """The settings with the model's directory for `model_id`, so that no process has to look for it again. May download or convert."""
     tell_hub(settings)
     with progress() as show:
-        path = model_files.resolve(settings.model_id, settings.revision, show)
+        path = model_files.resolve(settings.model_id, settings.revision, show, weightless=settings.makes_weights)
     return dataclasses.replace(settings, model_id=os.fspath(path), served_model_name=settings.model_name)
 
 

@@ -177,10 +177,10 @@ def check_model(settings: Settings) -> Finding:
     path = model_files.present(settings.model_id, settings.revision)
     if path is None:
         return Finding("warn", f"{settings.model_id} is fetched or converted first", f"tokenfleet download-weights {settings.model_id}")
-    if not model_files.weights(path):
+    if not model_files.weights(path) and not settings.makes_weights:
         return Finding("fail", f"{path} has no whole set of .safetensors files", "only safetensors and GGUF are served")
-    size = sum(file.stat().st_size for file in model_files.weights(path))
-    return Finding("ok", f"{settings.model_id}: {in_gib(size)}, up to {model_files.context(path)} tokens, in {path}")
+    size = "random weights" if settings.makes_weights else in_gib(sum(file.stat().st_size for file in model_files.weights(path)))
+    return Finding("ok", f"{settings.model_id}: {size}, up to {model_files.context(path)} tokens, in {path}")
 
 
 def weights(settings: Settings) -> list[Path]:

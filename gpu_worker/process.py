@@ -34,7 +34,7 @@ SEAL_TIMEOUT_S = 2.0
 
 async def serve(settings: Settings, name: str, incarnation: str) -> int:
     """Serves as one incarnation. Returns the exit status."""
-    directory = model_files.resolve(settings.model_id, settings.revision, log.info)
+    directory = model_files.resolve(settings.model_id, settings.revision, log.info, weightless=settings.makes_weights)
     given = Place.read(os.environ)
     places = [given] if given.world_size > 1 else local_places(gpus.num_ranks(settings))
     held = gpus.claim(settings, len(places)) if given.world_size == 1 else {}  # torchrun's ranks take those that they are given

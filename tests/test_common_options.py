@@ -159,6 +159,8 @@ def test_a_variable_that_is_not_served_is_refused_with_the_reason(pair: str) -> 
         (["--max-num-batched-tokens", "256"], "max_batch_prefill_tokens", 256),
         (["--data-parallel-size", "2"], "num_workers", 2),
         (["--download-dir", PATH], "huggingface_hub_cache", PATH),
+        (["--load-format", "safetensors"], "load_format", "auto"),
+        (["--load-format", "dummy"], "load_format", "dummy"),
         (["--dtype", "half"], "dtype", "float16"),
         (["--served-model-name", "mine"], "served_model_name", "mine"),
         (["--api-key", "secret"], "api_key", "secret"),

@@ -139,6 +139,15 @@ def test_what_a_rank_holds(two: Ranks, tmp_path: Path) -> None:
     assert [name for name in held if "experts" in name]
 
 
+def test_each_rank_makes_up_its_part(two: Ranks, tmp_path: Path) -> None:
+    whole = tiny_models.save(tmp_path, *FAMILIES["Mixtral"])
+    (tmp_path / "model.safetensors").unlink()
+    with Led(two, model_id=str(tmp_path), load_format="dummy", threads=1, **SETTINGS) as engine:
+        held = engine.engine.loaded.model.model.layers[0].mlp.experts.down_proj
+        assert held.numel() == whole.model.layers[0].mlp.experts.down_proj.numel() / 2 and torch.isfinite(held.detach()).all()
+        assert [len(ids) for ids in play(engine, dict(enumerate(prompts(VOCAB)))).values()] == [NEW_TOKENS] * len(LENGTHS)
+
+
 @pytest.mark.parametrize("size", [1, 7, 64, 100, 500, 49_152, 151_936])
 @pytest.mark.parametrize("world_size", [1, 2, 3, 8])
 def test_even_shares(size: int, world_size: int) -> None:

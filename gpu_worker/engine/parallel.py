@@ -12,16 +12,16 @@ from typing import Any
 import torch
 from safetensors import safe_open
 from torch import nn
-from transformers import AutoModelForCausalLM
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import Concatenate, MergeModulelist, WeightConverter, WeightRenaming, rename_source_key
 
 from common import model_files
 from common.settings import SettingError, Settings
-from gpu_worker.engine.attention import NAME, Unservable
+from gpu_worker.engine import dummy
+from gpu_worker.engine.attention import Unservable
 from gpu_worker.engine.ranks import Ranks
 from gpu_worker.engine.shares import EMBEDDING, GATHERED, SPLIT, SUMMED, Cut, Interval, Shares, shares
-from gpu_worker.engine.weights import check_types, read
+from gpu_worker.engine.weights import check_types, check_whole, read, shapeless
 
 NOT_SHARED = Shares({}, {})
 
@@ -52,15 +52,24 @@ def read_part(path: Path, config: Any, dtype: torch.dtype, device: torch.device,
     """This rank's part of a model on its device, and how all parts belong together. Raises as `read_weights`, and Unservable."""
     if getattr(config, "quantization_config", None) is not None:
         raise SettingError("num_shard", f"{ranks.world_size}, but {settings.model_id} is quantised, and its weights cannot be split")
-    check_types(path, settings.model_id)
-    from_config: Any = AutoModelForCausalLM.from_config
-    with torch.device("meta"):
-        whole = from_config(config, attn_implementation=NAME, trust_remote_code=settings.trust_remote_code)
+    whole = shapeless(config, settings)
     plan = shares(whole, ranks.world_size)
-    tensors = dict(slices(path, whole, plan.cuts, ranks.rank))
     part = smaller(type(whole), plan.cuts, ranks.rank)
+    if settings.makes_weights:
+        return alike(dummy.make(part, config, dtype, device, settings, ranks.rank), plan, ranks), plan
+    check_whole(path, settings.model_id)
+    check_types(path, settings.model_id)
+    tensors = dict(slices(path, whole, plan.cuts, ranks.rank))
     model = read(partial(part.from_pretrained, None, config=config, state_dict=tensors), settings, dtype=dtype)
     return model.to(device), plan
+
+
+def alike(model: Any, plan: Shares, ranks: Ranks) -> Any:
+    """The model, in which what every rank holds all of is rank 0's."""
+    for name, parameter in model.named_parameters():
+        if name not in plan.cuts:
+            ranks.same(parameter.data)
+    return model
 
 
 def smaller(whole: type[Any], cuts: Mapping[str, Cut], rank: int) -> type[Any]:

@@ -12,7 +12,7 @@ from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING, AutoHfQuantizer
 
 from common import model_files
 from common.settings import SettingError, Settings
-from gpu_worker.engine import attention
+from gpu_worker.engine import attention, dummy
 
 PLAIN_TYPES = {"F64", "F32", "F16", "BF16"}
 MAX_NAMED = 3
@@ -21,6 +21,9 @@ MAX_NAMED = 3
 def read_weights(path: Path, config: Any, dtype: torch.dtype, device: torch.device, settings: Settings) -> Any:
     """The model on its device. Raises SettingError where its weights would not be what the checkpoint means; or as transformers does."""
     method = quantized_by(config, settings.model_id)
+    if settings.makes_weights:
+        return dummy.make(type(shapeless(config, settings)), config, dtype, device, settings)
+    check_whole(path, settings.model_id)
     whole = partial(AutoModelForCausalLM.from_pretrained, path, config=config)
     if method is None:
         check_types(path, settings.model_id)
@@ -32,6 +35,13 @@ def read_weights(path: Path, config: Any, dtype: torch.dtype, device: torch.devi
     except (ImportError, RuntimeError, ValueError, NotImplementedError) as error:
         cause = next(iter(str(error).splitlines()), "") or type(error).__name__
         raise SettingError("model_id", f"{settings.model_id} is quantised ({method}): {cause}") from error
+
+
+def shapeless(config: Any, settings: Settings) -> Any:
+    """The whole model on the meta device: shapes without numbers."""
+    from_config: Any = AutoModelForCausalLM.from_config
+    with torch.device("meta"):
+        return from_config(config, attn_implementation=attention.NAME, trust_remote_code=settings.trust_remote_code)
 
 
 def read(source: Callable[..., Any], settings: Settings, **options: Any) -> Any:
@@ -56,6 +66,13 @@ def quantized_by(config: Any, model_id: str) -> str | None:
         known = ", ".join(sorted(AUTO_QUANTIZER_MAPPING))
         raise SettingError("model_id", f"{model_id} is quantised ({method}); transformers knows {known}")
     return method
+
+
+def check_whole(path: Path, model_id: str) -> None:
+    """What else lies there, as pickled weights, is not read. Raises SettingError."""
+    if not model_files.weights(path):
+        cause = f"has no whole set of .safetensors files in {path}, and nothing else is served"
+        raise SettingError("model_id", f"{model_id} {cause} (LOAD_FORMAT=dummy makes weights up, to measure speed)")
 
 
 def check_types(path: Path, model_id: str) -> None:
