@@ -79,7 +79,7 @@ TGI = (
     Option("env", ANY, "prints what `tokenfleet doctor` finds, then starts", bool, variable=False),
     Option("lora_adapters", NONE, NO_LORA),
     Option("usage_stats", ("on", "no-stack", "off"), "nothing about the use is ever sent anywhere"),
-    Option("enable_prefill_logprobs", OFF, "log-probabilities of prompts are not built yet", bool),
+    Option("enable_prefill_logprobs", ANY, "log-probabilities of a prompt are computed for whoever asks for them", bool),
     Option("tokenizer_name", NONE, OWN_TOKENIZER, same_as="model_id"),
     Option("max_image_fetch_size", ANY, "no image is ever fetched: models take text only", int),
     # variables without a flag

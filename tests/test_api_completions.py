@@ -6,10 +6,13 @@ from typing import Any
 import pytest
 
 from api.openai.answer import FINGERPRINT
+from api.openai.echo import offsets
+from api.stream import Stream
 from common.messages import Generate
-from common.packing import unpack_ids
+from common.packing import pack_ids, unpack_ids
 from deploy.broker import Broker
 from tests.fake_worker import Answer
+from tests.gateways import vocabulary
 from tests.openai_frames import TOKENIZER, answering, frames, ids, logprobs, streamed
 from tests.waiting import wait_until
 
@@ -93,6 +96,78 @@ async def test_echo(broker: Broker) -> None:
             assert (await client.post(PATH, json={"prompt": prompt, "echo": True})).json()["choices"][0]["text"] == text
             found = frames(await streamed(client, PATH, {"prompt": prompt, "echo": True}))
             assert [frame["choices"][0]["text"] for frame in found] == ["a é", " b", ""]
+
+
+def told(prompt: list[int]) -> list[float | None]:
+    """What the fake worker tells of a prompt."""
+    return [None, *(-0.5 * i for i in range(1, len(prompt)))]
+
+
+async def test_echo_with_logprobs_tells_of_the_prompt(broker: Broker) -> None:
+    """The same lists, streamed or not; a choice has what is told of its prompt, and then of its own tokens."""
+    body = {"prompt": ["a é b", "c d"], "n": 2, "echo": True}
+    async with answering(broker.url, Answer(ids(" x"), ends=False)) as (worker, _, client):
+        whole = (await client.post(PATH, json=body | {"max_tokens": 1, "logprobs": 2})).json()
+        found = frames(await streamed(client, PATH, body | {"max_tokens": 1, "logprobs": 2}))
+        [plain] = (await client.post(PATH, json={"prompt": "c d", "echo": True, "max_tokens": 1, "logprobs": 0})).json()["choices"]
+        assert [request.prompt_logprobs for request in worker.seen] == [2] * 8 + [0]
+        await client.post(PATH, json=body | {"max_tokens": 1})
+        await client.post(PATH, json={"prompt": "a", "max_tokens": 1, "logprobs": 2})
+        assert {request.prompt_logprobs for request in worker.seen[9:]} == {None}
+    assert [choice["text"] for choice in whole["choices"]] == ["a é b x", "a é b x", "c d x", "c d x"]
+    first, _, third, _ = whole["choices"]
+    assert first["logprobs"]["tokens"] == ["a", " é", " b", " x"]
+    assert first["logprobs"]["token_logprobs"] == [*told(ids("a é b")), *logprobs(1)]
+    assert first["logprobs"]["text_offset"] == [0, 1, 3, 5]
+    beside = TOKENIZER.decode([ids(" b")[0] + 1])
+    assert first["logprobs"]["top_logprobs"][0] is None
+    assert first["logprobs"]["top_logprobs"][2] == {" b": -1.0, beside: -2.0}
+    assert third["logprobs"]["token_logprobs"] == [*told(ids("c d")), *logprobs(1)]
+    assert plain["logprobs"]["top_logprobs"] == [None, {" d": -0.5}, {" x": logprobs(1)[0]}]
+    for choice in whole["choices"]:
+        parts = [one for frame in found for one in frame["choices"] if one["index"] == choice["index"]]
+        assert "".join(part["text"] for part in parts) == choice["text"]
+        for name, values in choice["logprobs"].items():
+            assert [value for part in parts for value in part["logprobs"][name]] == values
+
+
+async def test_the_prompt_alone(broker: Broker) -> None:
+    """`max_tokens` 0 is how prompts are scored: what is generated all the same is neither shown nor counted."""
+    async with answering(broker.url, Answer([])) as (worker, _, client):
+        body = {"prompt": ids("a é b"), "echo": True, "max_tokens": 0, "logprobs": 0, "stream_options": {"include_usage": True}}
+        found = frames(await streamed(client, PATH, body))
+        answer = await client.post(PATH, json=body | {"stream_options": None})
+        [bare] = (await client.post(PATH, json={"prompt": "a", "echo": True, "max_tokens": 0})).json()["choices"]
+    [choice] = answer.json()["choices"]
+    assert (choice["text"], choice["finish_reason"], choice["stop_reason"]) == ("a é b", "length", None)
+    assert choice["logprobs"]["tokens"] == ["a", " é", " b"] and choice["logprobs"]["token_logprobs"] == told(ids("a é b"))
+    assert choice["logprobs"]["text_offset"] == [0, 1, 3]
+    usage = {"prompt_tokens": 3, "completion_tokens": 0, "total_tokens": 3}
+    assert answer.json()["usage"] == found[-1]["usage"] == usage and answer.headers["x-generated-tokens"] == "0"
+    assert [frame["choices"][0]["text"] for frame in found[:-1]] == ["a é b", ""]
+    assert found[0]["choices"][0]["logprobs"] == choice["logprobs"] and found[1]["choices"][0]["finish_reason"] == "length"
+    assert (bare["text"], bare["logprobs"], worker.seen[-1].max_new_tokens) == ("a", None, 1)
+
+
+async def test_a_cut_prompt_is_repeated_as_it_was_cut(broker: Broker) -> None:
+    async with answering(broker.url, Answer(ids(" x"), ends=False)) as (_, _, client):
+        for prompt in ("a é b", ids("a é b")):
+            body = {"prompt": prompt, "truncate_prompt_tokens": 2, "max_tokens": 1, "echo": True, "logprobs": 0}
+            [choice] = (await client.post(PATH, json=body)).json()["choices"]
+            assert (choice["text"], choice["logprobs"]["text_offset"]) == (" é b x", [0, 2, 4])
+            assert choice["logprobs"]["token_logprobs"] == [*told([1, 2]), *logprobs(1)]
+
+
+def test_where_the_tokens_of_a_prompt_begin() -> None:
+    """A character may need several; what the tokenizer put there takes no room, what the client wrote does."""
+    begin = TOKENIZER.token_to_id("<|im_start|>")
+    for prompt, text, begins in (
+        (ids("a🙂 b"), "a🙂 b", [0, 1, 1, 2]),
+        ([begin, *ids("a b")], "a b", [0, 0, 1]),
+        ([begin, begin, *ids("a b")], "<|im_start|>a b", [0, 12, 12, 13]),
+        (ids("a🙂")[:2], "a\ufffd", [0, 1]),
+    ):
+        assert offsets(Stream(Generate("r", "", pack_ids(prompt), 1), vocabulary()), text) == begins
 
 
 async def test_special_tokens_on_demand(broker: Broker) -> None:

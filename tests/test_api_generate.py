@@ -52,6 +52,38 @@ async def test_the_likeliest_tokens_beside_each(broker: Broker) -> None:
     assert shown[-1]["details"] == about | {"input_length": 1}
 
 
+async def test_what_is_told_of_the_prompt(broker: Broker) -> None:
+    """Nothing of its first token, and nothing where tokens are streamed. It comes with details, whether these are asked for or not."""
+    asked = {"do_sample": True, "top_n_tokens": 2, "decoder_input_details": True}
+    prompt = ids("one two three")
+    texts = ["one", " two", " three"]
+    prefill = [{"id": prompt[i], "text": texts[i], "logprob": -0.5 * i if i else None} for i in range(3)]
+    async with working(broker.url, TOKENIZER, lambda _: Answer(ids(" x"))) as worker, serving(broker.url) as (gateway, client):
+        await ready(gateway)
+
+        async def told(inputs: str, path: str = "/generate", **parameters: Any) -> Any:
+            return (await client.post(path, json={"inputs": inputs, "parameters": asked | parameters})).json()
+
+        answer = await told("one two three")
+        assert list(answer["details"]) == ["finish_reason", "generated_tokens", "seed", "prefill", "tokens", "top_tokens"]
+        assert answer["details"]["prefill"] == prefill and len(answer["details"]["tokens"]) == 2
+        assert (await told("one two three", truncate=2))["details"]["prefill"] == [
+            {"id": token_id, "text": text, "logprob": logprob}
+            for token_id, text, logprob in zip(prompt[1:], texts[1:], [None, -0.5], strict=True)
+        ]
+        assert (await told("one"))["details"]["prefill"] == [prefill[0]]
+        best = (await told("one two three", best_of=2))["details"]
+        assert best["prefill"] == best["best_of_sequences"][0]["prefill"] == prefill
+        assert (await told("one two three", "/"))[0]["details"]["prefill"] == prefill
+        assert "details" not in await told("one two three", decoder_input_details=False)
+        assert (await told("one two", decoder_input_details=None, details=True))["details"]["prefill"] == []
+        assert [request.prompt_logprobs for request in worker.seen] == [0] * 6 + [None, None]
+        for path, fields in (("/generate_stream", {}), ("/", {"stream": True})):
+            refused = await client.post(path, json={"inputs": "one", "parameters": asked, **fields})
+            error = "Input validation error: `decoder_input_details` must be false when tokens are streamed"
+            assert (refused.status_code, refused.json()) == (422, {"error": error, "error_type": "validation"})
+
+
 @pytest.mark.parametrize("path", ["/generate", "/generate_stream"])
 async def test_a_seed_is_told_where_tokens_were_drawn(broker: Broker, path: str) -> None:
     async def seed(client: httpx.AsyncClient, parameters: dict[str, Any]) -> Any:

@@ -154,6 +154,18 @@ async def test_a_chat_is_answered_as_http_would(service: Service, worker: FakeWo
     assert await service.stream("c") == heard
 
 
+async def test_a_job_is_told_of_its_prompt_in_the_answer_alone(service: Service, worker: FakeWorker, broker: Broker) -> None:
+    asked = {"inputs": "Count to ten.", "parameters": {"decoder_input_details": True}}
+    async with gateway(broker.url):
+        result = await service.result(await service.submit(**asked))
+        refused = await service.result(await service.submit(**asked, reply="stream"))
+    ids = TOKENIZER.encode("Count to ten.").ids
+    assert [(token["id"], token["logprob"]) for token in result["details"]["prefill"]] == [(ids[0], None)] + [
+        (token_id, -0.5 * i) for i, token_id in enumerate(ids) if i
+    ]
+    assert (refused["error_type"], "`decoder_input_details`" in refused["error"]) == ("validation", True)
+
+
 async def test_an_error_is_an_answer(service: Service, broker: Broker) -> None:
     heard = await service.listen("ext:me")
     async with working(broker.url, TOKENIZER, lambda _: Answer(IDS[:3], error="the engine broke")), gateway(broker.url):

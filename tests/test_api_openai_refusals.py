@@ -83,7 +83,8 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     (PROMPT | {"max_completion_tokens": 6}, "max_completion_tokens", "no field of this route"),
     (PROMPT | {"suffix": "a"}, "suffix", "not supported yet"),
     (PROMPT | {"best_of": 2}, "best_of", "not supported yet"),
-    (PROMPT | {"echo": True, "logprobs": 0}, "echo", "not supported yet"),
+    (PROMPT | {"max_tokens": 0}, "max_tokens", "at least 1"),
+    (PROMPT | {"echo": True, "logprobs": 21}, "logprobs", "at most 20"),
 ]
 
 

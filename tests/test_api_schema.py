@@ -29,10 +29,10 @@ NOT_SAID = re.compile(
     "|tokens below|and below"
     "|has no tokens"
     "|`stream_options` is only allowed with|`top_logprobs` needs|exclude each other|differ|`best_of`"  # one field and another
+    "|`decoder_input_details` must be false when|`max_tokens` must be at least 1. Given: 0"
     "|does not exist"
     "|must have words of"
     "|chat_template_kwargs"
-    "|`echo` with `logprobs`"
     "|list of lists of token ids"  # 5.0 again
 )
 """Causes of a refusal that no description says: limits that depend on the fleet or on another field."""

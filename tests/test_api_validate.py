@@ -65,7 +65,7 @@ CASES: list[tuple[Any, int, str]] = [  # parameters, or a whole body with `input
     ({"best_of": 2}, 422, "`best_of`"),
     ({"top_n_tokens": 21}, 422, "`top_n_tokens` must be at most 20. Given: 21"),
     ({"watermark": True}, 422, "`watermark` is not supported yet"),
-    ({"decoder_input_details": True}, 422, "`decoder_input_details` is not supported yet"),
+    ({"decoder_input_details": 1}, 422, "`parameters.decoder_input_details`"),
     ({"grammar": {"type": "regex", "value": "a"}}, 422, "`grammar` is not supported yet"),
     ({"stop_token_ids": ["a", "b"]}, 422, "`parameters.stop_token_ids.0`: Input should be a valid integer"),
     ({"adapter_id": "x"}, 422, "`adapter_id` is not supported yet"),

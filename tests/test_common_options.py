@@ -59,6 +59,7 @@ TGI_DEFAULTS = """
 --watermark-gamma 0.5
 --watermark-delta 2.0
 --enable-prefill-logprobs false
+--enable-prefill-logprobs true
 --graceful-termination-timeout 90
 --uds-path /tmp/text-generation-server
 """
@@ -88,7 +89,6 @@ NOT_SERVED = """
 --watermark-gamma 0.25
 --watermark-delta 1.5
 --lora-adapters a,b=/path
---enable-prefill-logprobs true
 """
 
 VARIABLES = """

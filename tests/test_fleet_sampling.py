@@ -16,7 +16,7 @@ from common.broker import connect
 from common.keys import Keys
 from tests.fleet import Fleet
 from tests.prompts import FEW, PROMPTS
-from tests.reference import prompt_ids, reference_ids
+from tests.reference import prompt_ids, reference_ids, reference_logprobs
 from tests.waiting import wait_until
 
 KEYS = Keys("default")
@@ -236,6 +236,71 @@ async def test_what_is_told(http: httpx.AsyncClient) -> None:
     assert [len(tops) for tops in answer["choices"][0]["logprobs"]["top_logprobs"]] == [2] * 3
     cut = await generate(http, truncate=3)
     assert cut["ids"] == (await generate(http, " time there was"))["ids"] != plain["ids"]
+
+
+async def test_what_is_told_of_a_prompt(fleet: Fleet, http: httpx.AsyncClient, broker: Redis) -> None:
+    """At every door, alone and beside others, it is what transformers gives; and it outlives the worker that found it out."""
+    prompt = PROMPTS[FEW[-2]]
+    [ids] = prompt_ids([prompt])
+    [wanted] = reference_logprobs([ids])
+    own, likeliest = [[None, *(line[i] for line in wanted)] for i in (0, 1)]
+    asked = {"decoder_input_details": True, "ignore_eos": True}
+    echo = {"echo": True, "logprobs": 1, "max_tokens": 0}
+    others = [asyncio.create_task(post(http, "/generate", mixed(i))) for i in range(4)]
+    plain, told, *completions = await asyncio.gather(
+        generate(http, prompt),
+        generate(http, prompt, **asked),
+        *(post(http, "/v1/completions", echo | {"prompt": one}) for one in (prompt, ids)),
+    )
+    entry = await broker.xadd(KEYS.submit, {"job": json.dumps({"inputs": prompt, "parameters": asked | {"max_new_tokens": 2}})})
+    job = json.loads(await wait_until(lambda: broker.get(KEYS.result(entry.decode())), 60))
+    await asyncio.gather(*others)
+    for details in (told["details"], job["details"]):
+        assert [token["id"] for token in details["prefill"]] == ids
+        assert "".join(token["text"] for token in details["prefill"]) == prompt
+        assert [token["logprob"] for token in details["prefill"]] == close(own)
+    assert told["ids"] == plain["ids"] and plain["details"]["prefill"] == []
+    for choice in (completion["choices"][0] for completion in completions):
+        assert choice["text"] == prompt and choice["logprobs"]["token_logprobs"] == close(own)
+        assert [top and max(top.values()) for top in choice["logprobs"]["top_logprobs"]] == close(likeliest)
+
+    await wait_until(lambda: fleet.workers_ready() == 2, 60)
+    task = asyncio.create_task(generate(http, prompt, **asked, max_new_tokens=60))
+    [home] = await wait_until(lambda: homes(broker), 60)
+    await wait_until(lambda: broker.hexists(home, "prompt"), 60)
+    worker = (await broker.hget(home, "worker")).decode()
+    os.kill(int(await broker.hget(KEYS.worker(worker), "pid")), signal.SIGKILL)
+    answer = await task
+    assert [token["logprob"] for token in answer["details"]["prefill"]] == close(own) and len(answer["ids"]) == 60
+    lives = (await http.get(f"/fleet/requests/{home.decode().rpartition(':')[2]}")).json()["lives"]
+    assert "died" in [one["what"] for happenings in lives.values() for one in happenings]
+
+
+async def homes(redis: Redis) -> list[bytes]:
+    return [key async for key in redis.scan_iter(KEYS.home("*")) if await redis.hget(key, "gateway")]
+
+
+def close(values: list[float | None]) -> list[Any]:
+    return [value if value is None else pytest.approx(value, rel=1e-3, abs=1e-3) for value in values]
+
+
+async def test_a_prompt_whose_worker_dies_is_told_of_by_another(fleet: Fleet, http: httpx.AsyncClient, broker: Redis) -> None:
+    """Before there was a first token: all of it is found out again."""
+    prompt = PROMPTS[FEW[-2]]
+    [wanted] = reference_logprobs(prompt_ids([prompt]))
+    await wait_until(lambda: fleet.workers_ready() == 2, 60)
+    pids = [fleet.pid("w0"), fleet.pid("w1")]
+    for pid in pids:
+        os.kill(pid, signal.SIGSTOP)
+    task = asyncio.create_task(generate(http, prompt, decoder_input_details=True))
+    [home] = await wait_until(lambda: homes(broker), 60)
+    worker = (await wait_until(lambda: broker.hget(home, "worker"), 60)).decode()
+    pid = int(await broker.hget(KEYS.worker(worker), "pid"))
+    for other in pids:
+        os.kill(other, signal.SIGKILL if other == pid else signal.SIGCONT)
+    answer = await task
+    assert [token["logprob"] for token in answer["details"]["prefill"]] == close([None, *(own for own, *_ in wanted)])
+    assert (await broker.hget(home, "attempt")) in (None, b"2")
 
 
 async def test_the_best_of_two(http: httpx.AsyncClient) -> None:

@@ -44,10 +44,11 @@ async def accept(gateway: "Gateway", job: Job) -> GenerateOrder:
     content = encode({"inputs": job.body.inputs, "parameters": job.body.parameters})
     given = await aside(len(content), lambda: shaped(GenerateRequest, content))
     parameters = given.parameters or Parameters()
-    asked, limits = given.asked(), gateway.fleet.limits
-    best_of.check(asked, limits, streamed=bool(job.reply_to or job.in_stream))
+    streamed = bool(job.reply_to or job.in_stream)
+    asked, limits = given.asked(streamed), gateway.fleet.limits
+    best_of.check(asked, limits, streamed)
     asked = replace(asked, seed=job.seed if asked.seed is None else asked.seed)
     wanted = await validate(asked, limits, gateway.vocabulary)
     if asked.n > 1:
         wanted = [replace(one, sampling=replace(one.sampling, seed=job.seed ^ i, choice=0)) for i, one in enumerate(wanted) if one.sampling]
-    return GenerateOrder(wanted, given.inputs if parameters.return_full_text else "", bool(parameters.details))
+    return GenerateOrder(wanted, given.inputs if parameters.return_full_text else "", parameters.wants_details)

@@ -70,6 +70,10 @@ class Answer(ABC):
         prompt = self.num_prompt_tokens
         return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
 
+    def of_prompt(self, choice: Choice) -> dict[str, list[Any]] | None:
+        """What is told of a choice's prompt, besides its text. To find it out may take long, the first time."""
+        return None
+
     @abstractmethod
     def told(self, choice: Choice, text: str) -> dict[str, Any]:
         """A whole choice."""

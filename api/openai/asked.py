@@ -41,8 +41,9 @@ def from_completion(body: CompletionRequest) -> list[Asked]:
     asked = replace(
         common(body, PROMPT_NAMES),
         add_special_tokens=body.add_special_tokens is not False,
-        max_new_tokens=body.max_tokens,
+        max_new_tokens=1 if body.shows_prompt_only else body.max_tokens,
         top_n_tokens=body.logprobs or 0,
+        prompt_logprobs=body.logprobs if body.echo else None,
     )
     return [replace(asked, text=one) if isinstance(one, str) else replace(asked, prompt_ids=one) for one in prompts(body)]
 

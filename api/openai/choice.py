@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from api.openai.schemas import Body
+from api.openai.schemas import Body, CompletionRequest
 from api.openai.text import AnswerText
 from api.stream import Stream
 
@@ -28,12 +28,13 @@ class Choice:
 
     Attributes:
         prefix: text that comes before the answer's own.
+        prompt_only: the answer has no text of its own.
         offsets: for each token taken, how many characters of the answer come before it.
         ended: whether all of it was taken.
     """
 
-    def __init__(self, index: int, stream: Stream, text: AnswerText, prefix: str = "") -> None:
-        self.index, self.stream, self.text, self.prefix = index, stream, text, prefix
+    def __init__(self, index: int, stream: Stream, text: AnswerText, prefix: str = "", prompt_only: bool = False) -> None:
+        self.index, self.stream, self.text, self.prefix, self.prompt_only = index, stream, text, prefix, prompt_only
         self.offsets: list[int] = []
         self.ended = False
 
@@ -47,11 +48,11 @@ class Choice:
 
     def pieces(self) -> Iterator[Piece]:
         """One for each token that can be shown by now; the last one of a finished answer comes with its end."""
-        while self.text.num_tokens < self.stream.num_ready:
+        while self.text.num_tokens < self.stream.num_ready and not self.prompt_only:
             yield self.piece(1)
         if self.stream.finished and not self.ended:
             self.ended = True
-            yield self.piece(self.stream.num_tokens - self.text.num_tokens)
+            yield Piece("", range(0)) if self.prompt_only else self.piece(self.stream.num_tokens - self.text.num_tokens)
 
     def piece(self, num_tokens: int) -> Piece:
         begin = self.text.num_tokens
@@ -62,9 +63,9 @@ class Choice:
     def ending(self) -> dict[str, str | int | None]:
         """How the choice ended; nulls before."""
         reason = FINISH_REASONS[self.stream.terminal.reason] if self.ended and self.stream.terminal else None
-        return {"finish_reason": reason, "stop_reason": self.text.stop_reason}
+        return {"finish_reason": "length" if reason and self.prompt_only else reason, "stop_reason": self.text.stop_reason}
 
 
 def choice(i: int, stream: Stream, body: Body, prefix: str) -> Choice:
     text = AnswerText(stream, skip_special=body.skip_special_tokens is not False, include_stop=bool(body.include_stop_str_in_output))
-    return Choice(i, stream, text, prefix)
+    return Choice(i, stream, text, prefix, isinstance(body, CompletionRequest) and body.shows_prompt_only)

@@ -99,9 +99,11 @@ class ChatCompletionChunk(Answer):
 
 
 class CompletionLogprobs(Reply):
+    """Nothing is known of the first token of a prompt."""
+
     tokens: list[str]
     token_logprobs: list[float | None]
-    top_logprobs: list[dict[str, float | None]]
+    top_logprobs: list[dict[str, float | None] | None]
     text_offset: list[int]
 
 

@@ -11,11 +11,11 @@ from api.errors import invalid
 from api.openai.accept import accept
 from api.openai.answer_completion import CompletionAnswer
 from api.openai.asked import from_completion
+from api.openai.echo import echoed
 from api.openai.replies import REFUSALS, Completion, CompletionChunk, answers
 from api.openai.schemas import CompletionRequest
 from api.openai.serve import serve
 from api.openapi import takes
-from api.prompt import Vocabulary
 from api.validate import Limits, validate
 
 router = APIRouter(responses=REFUSALS)
@@ -33,21 +33,10 @@ async def completions(request: Request) -> Response:
     for asked in prompts:
         choices = await validate(asked, limits, vocabulary)
         wanted += choices
-        prefixes += [echoed(completion, asked, vocabulary)] * len(choices)
+        prefixes += [echoed(completion, asked, choices[0], vocabulary)] * len(choices)
     return await serve(request, gateway, completion, wanted, prefixes, partial(CompletionAnswer, completion), begun_s)
 
 
 def check_number(prompts: list[Asked], limits: Limits) -> None:
     if len(prompts) > limits.max_client_batch_size:
         raise invalid(f"`prompt` supports up to {limits.max_client_batch_size} prompts. Given: {len(prompts)}", "prompt")
-
-
-def echoed(completion: CompletionRequest, asked: Asked, vocabulary: Vocabulary) -> str:
-    """The prompt's text, where it is to be repeated. Raises Refusal."""
-    if not completion.echo:
-        return ""
-    if completion.logprobs is not None:
-        raise invalid("`echo` with `logprobs` is not supported yet", "echo")
-    if asked.prompt_ids is not None:
-        return str(vocabulary.tokenizer.decode(asked.prompt_ids, skip_special_tokens=False))
-    return asked.text or ""

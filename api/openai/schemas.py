@@ -201,10 +201,17 @@ class ChatRequest(Body):
 class CompletionRequest(Body):
     """Body of /v1/completions."""
 
+    max_tokens: int | None = least(0, "default: what is left of the context; 0, with `echo`, shows the prompt only")
+
     prompt: Prompt = Field(
         json_schema_extra={"minLength": 1, "minItems": 1, "items": {"minLength": 1, "minItems": 1, "minimum": 0, "items": {"minimum": 0}}}
     )
-    logprobs: int | None = least(0, "so many of the likeliest tokens are told with each token")
+    logprobs: int | None = least(0, "so many of the likeliest tokens are told with each token; with `echo` of the prompt's, too")
+
+    @property
+    def shows_prompt_only(self) -> bool:
+        """A token is generated all the same: what is known of a prompt comes with the first one."""
+        return bool(self.echo) and self.max_tokens == 0
 
 
 FIELDS = frozenset({*ChatRequest.model_fields, *CompletionRequest.model_fields, *UNSERVED})

@@ -46,6 +46,6 @@ async def serve(
 
 def cost_headers(answer: Answer, streams: Sequence[Stream], begun_s: float) -> dict[str, str]:
     """Times are those of the stream that ended last."""
-    num_generated = sum(stream.num_tokens for stream in streams)
-    totals = {"x-prompt-tokens": str(answer.num_prompt_tokens), "x-generated-tokens": str(num_generated)}
+    usage = answer.usage()
+    totals = {"x-prompt-tokens": str(usage["prompt_tokens"]), "x-generated-tokens": str(usage["completion_tokens"])}
     return time_headers(max(streams, key=lambda stream: stream.ended_s), begun_s) | totals

@@ -2,7 +2,9 @@
 
 import asyncio
 from collections.abc import AsyncIterator
+from functools import partial
 
+from api.aside import aside
 from api.errors import encode, failed, openai
 from api.openai.answer import Answer
 from api.sse import frame
@@ -28,6 +30,9 @@ async def news(answer: Answer) -> AsyncIterator[tuple[list[tuple[int, bytes]], b
     while True:
         await changed.wait()
         changed.clear()
+        for choice in answer.choices:
+            if choice.stream.num_tokens and not choice.begun:
+                await aside(choice.stream.num_prompt_records, partial(answer.of_prompt, choice))
         new = [(choice.index, chunk) for choice in answer.choices for chunk in answer.chunks(choice)]
         ended = all(choice.ended for choice in answer.choices)
         failure = next((choice.stream.terminal for choice in answer.choices if choice.failed), None)

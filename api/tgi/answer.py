@@ -22,6 +22,15 @@ def described(stream: Stream, token_id: int, text: str, logprob: float) -> dict[
     return {"id": token_id, "text": text, "logprob": logprob, "special": token_id in stream.vocabulary.special_ids}
 
 
+def prefill(stream: Stream) -> list[dict[str, Any]]:
+    """The prompt's tokens, each with its text alone; nothing where they were not asked for."""
+    if stream.prompt is None:
+        return []
+    told, decode = stream.prompt_tokens(), stream.vocabulary.tokenizer.decode_batch
+    texts = decode([[token_id] for token_id, _, _ in told], skip_special_tokens=False)
+    return [{"id": token_id, "text": text, "logprob": logprob} for (token_id, logprob, _), text in zip(told, texts, strict=True)]
+
+
 def seed(stream: Stream) -> int | None:
     """None where no token was drawn."""
     sampling = stream.request.sampling
@@ -91,7 +100,7 @@ def details(stream: Stream) -> dict[str, Any]:
         "finish_reason": stream.terminal.reason,
         "generated_tokens": stream.num_tokens,
         "seed": seed(stream),
-        "prefill": [],
+        "prefill": prefill(stream),
         "tokens": [token(stream, i) for i in range(stream.num_tokens)],
     }
     return about | ({"top_tokens": [top_tokens(stream, i) for i in range(stream.num_tokens)]} if stream.tops else {})

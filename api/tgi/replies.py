@@ -20,13 +20,21 @@ class Token(Reply):
     special: bool
 
 
+class PrefillToken(Reply):
+    """Of the prompt; nothing is known of the first one's log-probability."""
+
+    id: int
+    text: str
+    logprob: float | None
+
+
 class Answer(Reply):
-    """How one answer came about; `top_tokens` only where they were asked for."""
+    """How one answer came about; `prefill` is empty and `top_tokens` absent where they were not asked for."""
 
     finish_reason: FinishReason
     generated_tokens: int
     seed: int | None
-    prefill: list[Token]
+    prefill: list[PrefillToken]
     tokens: list[Token]
     top_tokens: list[list[Token]] = []
 

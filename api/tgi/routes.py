@@ -71,14 +71,14 @@ async def accept(request: Request, shape: type[GenerateRequest], streamed: bool 
     given = await body.read(request, shape, gateway.settings.payload_limit)
     parameters = given.parameters or Parameters()
     await gateway.desk.check()
-    asked, limits = given.asked(), gateway.fleet.limits
     if streamed is None:
         streamed = isinstance(given, CompatRequest) and bool(given.stream)
+    asked, limits = given.asked(streamed), gateway.fleet.limits
     best_of.check(asked, limits, streamed)
     wanted = await validate(asked, limits, gateway.vocabulary)
     wanted = best_of.apart(wanted) if asked.n > 1 else wanted
     prefix = given.inputs if (full_text if parameters.return_full_text is None else parameters.return_full_text) else ""
-    return Call(request, gateway, begun_s, wanted, bool(parameters.details), prefix, streamed)
+    return Call(request, gateway, begun_s, wanted, parameters.wants_details, prefix, streamed)
 
 
 async def stream(call: Call) -> Response:

@@ -8,6 +8,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, Field
 
 from api.asked import Asked
+from api.errors import invalid
 from api.fields import Listed, ranged
 from api.openai.schemas import FIELDS
 from api.ranges import BIASES, MAX_STOP_CHARS
@@ -19,7 +20,7 @@ NAMES = {
     "relative_frequency_penalty": "frequency_penalty",
     "n": "best_of",
 }
-UNSERVED: Unserved = {"watermark": (False,), "decoder_input_details": (False,), "grammar": (), "adapter_id": ()}
+UNSERVED: Unserved = {"watermark": (False,), "grammar": (), "adapter_id": ()}
 
 
 def unserved(name: str) -> Any:
@@ -66,13 +67,19 @@ class Parameters(BaseModel):
 
     best_of: int | None = Field(default=None, ge=0, description="the best of so many answers, by mean log-probability")
     details: bool | None = None
+    decoder_input_details: bool | None = Field(
+        default=None, description="details, with the log-probabilities of the prompt's tokens; not where tokens are streamed"
+    )
     top_n_tokens: int | None = ranged("top_n_tokens", "so many of the likeliest tokens are told with each token")
     return_full_text: bool | None = Field(default=None, description="prompt and answer together; on `/` this is the default")
 
     watermark: bool | None = unserved("watermark")
-    decoder_input_details: bool | None = unserved("decoder_input_details")
     grammar: dict[str, Any] | None = unserved("grammar")
     adapter_id: str | None = unserved("adapter_id")
+
+    @property
+    def wants_details(self) -> bool:
+        return bool(self.details or self.decoder_input_details)
 
 
 class GenerateRequest(BaseModel):
@@ -83,9 +90,11 @@ class GenerateRequest(BaseModel):
     inputs: str = Field(json_schema_extra={"minLength": 1})
     parameters: Parameters | None = None
 
-    def asked(self) -> Asked:
-        """Raises Refusal (422) for what is not served."""
+    def asked(self, streamed: bool) -> Asked:
+        """Raises Refusal (422) for what is not served, or not where tokens are streamed."""
         given = self.parameters or Parameters()
+        if given.decoder_input_details and streamed:
+            raise invalid("`decoder_input_details` must be false when tokens are streamed", "decoder_input_details")
         check_served({name: getattr(given, name) for name in UNSERVED} | (given.model_extra or {}), UNSERVED, FIELDS)
         return Asked(
             text=self.inputs,
@@ -109,6 +118,7 @@ class GenerateRequest(BaseModel):
             bad_words=given.bad_words or [],
             n=given.best_of or 1,
             top_n_tokens=given.top_n_tokens or 0,
+            prompt_logprobs=0 if given.decoder_input_details else None,
             names=NAMES,
         )
 

@@ -1,0 +1,29 @@
+"""The prompt in an answer to a completion with `echo`."""
+
+from api.asked import Asked
+from api.openai.schemas import CompletionRequest
+from api.prompt import Vocabulary
+from api.stream import Stream
+from api.validate import Wanted
+from common.detokenize import Detokenizer
+
+
+def echoed(completion: CompletionRequest, asked: Asked, wanted: Wanted, vocabulary: Vocabulary) -> str:
+    """The text of the prompt, where it is to be repeated; where that was cut, of what is left of it."""
+    if not completion.echo:
+        return ""
+    cut = asked.truncate is not None and asked.truncate == len(wanted.prompt_ids)
+    if asked.text is not None and not cut:
+        return asked.text
+    return str(vocabulary.tokenizer.decode(wanted.prompt_ids, skip_special_tokens=False))
+
+
+def offsets(stream: Stream, text: str) -> list[int]:
+    """Where each token of the prompt begins in its `text`. What only the tokenizer put there (a begin of sequence) takes no room."""
+    tokenizer, special_ids = stream.vocabulary.tokenizer, stream.vocabulary.special_ids
+    detokenizer, at, found = Detokenizer(tokenizer, []), 0, []
+    for token_id in stream.prompt_ids:
+        found.append(at)
+        if token_id not in special_ids or text.startswith(tokenizer.decode([token_id], skip_special_tokens=False), at):
+            at = min(at + len(detokenizer.step(token_id)), len(text))
+    return found
