@@ -63,7 +63,7 @@ class Choice:
     def ending(self) -> dict[str, str | int | None]:
         """How the choice ended; nulls before."""
         reason = FINISH_REASONS[self.stream.terminal.reason] if self.ended and self.stream.terminal else None
-        return {"finish_reason": "length" if reason and self.prompt_only else reason, "stop_reason": self.text.stop_reason}
+        return {"finish_reason": reason, "stop_reason": self.text.stop_reason}
 
 
 def choice(i: int, stream: Stream, body: Body, prefix: str) -> Choice:
