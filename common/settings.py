@@ -126,10 +126,15 @@ class Settings:
     threads: int | None = setting(
         None, "threads of a worker's engine on CPU (default: cores / num_workers)", at_least=1, at_most=MAX_PROCESSES
     )
-    kv_cache_bytes: int = setting(GIB, "KV cache of a worker on CPU; accepts 512MiB, 1GiB", "bytes", at_least=1)
+    kv_cache_bytes: int | None = setting(
+        None,
+        "KV cache of a worker; accepts 512MiB, 1GiB (default: 1GiB on CPU, what CUDA_MEMORY_FRACTION leaves on CUDA)",
+        "bytes",
+        at_least=1,
+    )
     cuda_memory_fraction: float = setting(1.0, "share of a GPU's memory that a worker may take", at_least=0.01, at_most=1)
     gpu_locks: str = setting("/tmp/tokenfleet-gpus", "folder of the locks by which workers of one machine take different GPUs")
-    block_size: int = setting(16, "tokens of one KV block", at_least=1)
+    block_size: int | None = setting(None, "tokens of one KV block (default: 16 on CPU, 64 on CUDA)", at_least=1)
     deterministic: bool = setting(
         False, "the same request gives the same bits whatever else runs, on workers alike; on CPU, for models whose layers allow it"
     )
@@ -176,6 +181,11 @@ class Settings:
     def makes_weights(self) -> bool:
         """Whether weights are random, so that none are needed."""
         return self.load_format == "dummy"
+
+    @property
+    def cpu_cache_bytes(self) -> int:
+        """Of a worker on CPU."""
+        return self.kv_cache_bytes or GIB
 
     @property
     def model_name(self) -> str:

@@ -33,8 +33,8 @@ def check_memory(settings: Settings) -> None:
     if caches_on_gpu(settings):
         return  # the workers look themselves
     available_bytes = memory.available_bytes()
-    if settings.num_workers * settings.kv_cache_bytes > available_bytes:
-        wanted = f"{settings.kv_cache_bytes // MIB} MiB for each of {settings.num_workers} (NUM_WORKERS)"
+    if settings.num_workers * settings.cpu_cache_bytes > available_bytes:
+        wanted = f"{settings.cpu_cache_bytes // MIB} MiB for each of {settings.num_workers} (NUM_WORKERS)"
         raise SettingError("kv_cache_bytes", f"{wanted}, but only {available_bytes // MIB} MiB of memory are available")
 
 

@@ -128,7 +128,7 @@ def check_memory(settings: Settings) -> Finding:
         return Finding("ok", found)
     checks.check_memory(settings)
     weight_bytes = sum(file.stat().st_size for file in weights(settings))
-    wanted_bytes = settings.num_workers * (settings.kv_cache_bytes + weight_bytes)
+    wanted_bytes = settings.num_workers * (settings.cpu_cache_bytes + weight_bytes)
     wanted = f"{in_gib(wanted_bytes)} wanted for caches and weights of {settings.num_workers} (NUM_WORKERS)"
     if wanted_bytes > available_bytes:
         return Finding("warn", f"{found}, {wanted}", "fewer workers, or a smaller KV_CACHE_BYTES")

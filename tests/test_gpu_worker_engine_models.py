@@ -35,12 +35,12 @@ REFUSED = {
 }
 
 
-def engine_of(folder: Path) -> Engine:
+def engine_of(folder: Path, block_size: int = 8) -> Engine:
     settings = {
         "dtype": "float32",
         "kv_cache_bytes": 2**23,
         "max_batch_prefill_tokens": 64,
-        "block_size": 8,
+        "block_size": block_size,
         "debug_kv": True,
         "threads": 1,
     }

@@ -25,6 +25,10 @@ class Unservable(Exception):
 
 
 class Backend(Protocol):
+    """`plan_free`: whether it has `begin_decode`, so that steps in which all rows decode can be captured."""
+
+    plan_free: bool
+
     def begin(self, inputs: Inputs) -> None:
         """Called before each forward: what layers share is computed here."""
 
@@ -119,7 +123,8 @@ def watch(model: Any, forward: Callable[[], object]) -> dict[Any, Layer]:
 def attach(modules: Iterable[Any], geometry: Geometry, cache: Cache, backend: Backend) -> None:
     """Hangs cache and backend on the attention modules, which are in the order of layers."""
     for module, layer, keys, values in zip(modules, geometry.layers, cache.keys, cache.values, strict=True):
-        module.keys, module.values, module.view, module.backend = keys, values, layer.view, backend
+        module.keys, module.values, module.backend = keys, values, backend
+        module.view, module.view_number = layer.view, geometry.views.index(layer.view)
 
 
 def no_mask(*args: Any, **kwargs: Any) -> None:

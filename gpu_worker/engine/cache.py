@@ -1,6 +1,7 @@
 """The paged KV cache: for each layer one tensor of K and one of V, `[blocks, kv_heads, block_size, dim]`. Block 0 is scratch."""
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -8,6 +9,7 @@ import numpy as np
 import torch
 
 from common.settings import SettingError
+from gpu_worker.engine.upload import upload
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,14 +79,17 @@ def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> t
 
 
 class Cache:
+    """What is of one shape, in most models all of it, lies in one tensor: to fill a block of all layers is one call."""
+
     def __init__(self, geometry: Geometry, num_blocks: int, device: torch.device) -> None:
-        self.keys, self.values = [], []
-        for layer in geometry.layers:
-            shape = (num_blocks + 1, layer.view.kv_heads, geometry.block_size)
-            self.keys.append(zeros((*shape, layer.key_dim), geometry.dtype, device))
-            self.values.append(zeros((*shape, layer.value_dim), geometry.dtype, device))
+        self.num_blocks, self.device = num_blocks, device
+        pages = [(layer.view.kv_heads, geometry.block_size, dim) for layer in geometry.layers for dim in (layer.key_dim, layer.value_dim)]
+        self.stores = {page: zeros((num, num_blocks + 1, *page), geometry.dtype, device) for page, num in Counter(pages).items()}
+        parts = {page: iter(store) for page, store in self.stores.items()}
+        tensors = [next(parts[page]) for page in pages]
+        self.keys, self.values = tensors[::2], tensors[1::2]
 
     def fill(self, blocks: Sequence[int], value: float) -> None:
-        index = torch.tensor(blocks, dtype=torch.int64, device=self.keys[0].device)
-        for tensor in (*self.keys, *self.values):
-            tensor.index_fill_(0, index, value)
+        index = upload(list(blocks), self.device)
+        for store in self.stores.values():
+            store.index_fill_(1, index, value)

@@ -3,6 +3,7 @@
 import logging
 import time
 from collections.abc import Sequence
+from functools import partial
 
 import numpy as np
 import torch
@@ -11,7 +12,9 @@ from common.model_files import Progress, silent
 from common.settings import Settings
 from gpu_worker.door import Grant, Ready, Step
 from gpu_worker.engine import warmup
+from gpu_worker.engine.compiled import compile_layers
 from gpu_worker.engine.flight import Flight, Launched
+from gpu_worker.engine.graphs import Graphs, capture_on
 from gpu_worker.engine.halves import halves, out_of_memory
 from gpu_worker.engine.inputs import build
 from gpu_worker.engine.load import load, name_of
@@ -31,25 +34,42 @@ class Engine:
     def __init__(self, settings: Settings, progress: Progress = silent, ranks: Ranks = ALONE) -> None:
         self.ranks = ranks
         self.loaded = load(settings, progress, ranks)
-        self.block_size = settings.block_size
+        self.block_size = self.loaded.geometry.block_size
         self.debug_kv = settings.debug_kv
-        self.rows = Rows(settings.block_size, self.loaded.eos_ids, max(1, MAX_LOGITS // self.loaded.vocab_size))
+        self.rows = Rows(self.block_size, self.loaded.eos_ids, max(1, MAX_LOGITS // self.loaded.vocab_size))
+        self.graphs: Graphs | None = None
         self.ahead = self.loaded.device.type != "cpu"
         self.flight: Flight | None = None
         self.landed, self.landed_s = 0, 0.0  # the last step read, and when
+        if self.loaded.device.type == "cuda":
+            self.speed_up(settings, progress)
         progress("measuring")
         self.ready = self.warm_up(settings)
 
+    def speed_up(self, settings: Settings, progress: Progress) -> None:
+        """Compiles layers, and captures steps in which all rows decode."""
+        loaded = self.loaded
+        progress("compiling")
+        try_out = partial(warmup.steps_of_all_shapes, self.forward, loaded.vocab_size, self.block_size)
+        compile_layers(loaded.model, loaded.attentions, try_out)
+        if loaded.backend.plan_free and not loaded.ropes:
+            progress("capturing")
+            max_blocks = min(-(-loaded.context // self.block_size), loaded.cache.num_blocks)
+            of = (settings.max_batch_size, max_blocks, loaded.vocab_size, loaded.geometry.dtype, loaded.device)
+            self.graphs = Graphs(loaded.decode, *of)
+            self.graphs.capture(capture_on(loaded.device))
+
     def warm_up(self, settings: Settings) -> Ready:
         loaded = self.loaded
-        token_ms = warmup.token_ms(self.forward, loaded.context, loaded.vocab_size, self.block_size)
-        tokens = settings.max_batch_prefill_tokens or warmup.max_batch_prefill_tokens(token_ms, loaded.context)
+        token_ms = warmup.token_ms(self.forward, loaded.context, loaded.vocab_size, self.block_size, loaded.device)
+        most = warmup.most_tokens(settings.max_batch_prefill_tokens, loaded.context, loaded.device)
+        tokens = settings.max_batch_prefill_tokens or warmup.max_batch_prefill_tokens(token_ms, most)
         return Ready(
             model=settings.model_id,
-            dtype=name_of(loaded.dtype),
+            dtype=name_of(loaded.geometry.dtype),
             device=loaded.device.type,
             block_size=self.block_size,
-            num_blocks=loaded.num_blocks,
+            num_blocks=loaded.cache.num_blocks,
             max_batch_prefill_tokens=tokens,
             context=loaded.context,
             eos_ids=np.array(loaded.eos_ids, "<i4").tobytes(),
@@ -116,13 +136,9 @@ class Engine:
     @torch.inference_mode()
     def compute(self, parts: Sequence[Part], previous: torch.Tensor | None) -> torch.Tensor:
         """`forward`, all at once."""
-        line = build(parts, self.block_size, self.loaded.device, previous)
-        self.loaded.begin(line)
-        output = self.loaded.model(
-            input_ids=line.ids, position_ids=line.positions, use_cache=False, logits_to_keep=line.sampled, return_dict=True
-        )
-        logits: torch.Tensor = output.logits[0]
-        return logits
+        if self.graphs and self.graphs.hold(parts, previous):
+            return self.graphs.run(parts, previous)
+        return self.loaded.forward(build(parts, self.block_size, self.loaded.device, previous))
 
     @torch.inference_mode()
     def fill(self, blocks: Sequence[Int32], value: float) -> None:

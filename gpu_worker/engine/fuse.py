@@ -57,10 +57,10 @@ def norm_of(module: Any, weight: torch.Tensor | None) -> native.Norm:
     return native.Norm(None, 0.0) if weight is None else native.Norm(weight.data_ptr(), epsilon(module))
 
 
-def fuse(model: Any, backend: Paged, begin: Callable[[Inputs], None]) -> int:
+def fuse(model: Any, backend: Paged, forward: Callable[[Inputs], object]) -> int:
     """→ layers taken over"""
     found = [layer for layer in candidates(model) if len(layer.self_attn.keys) * backend.block_size > TOKENS + backend.block_size]
-    taken = {layer: fused for layer, call in calls(model, found, backend, begin).items() if (fused := equal(layer, backend, call))}
+    taken = {layer: fused for layer, call in calls(model, found, backend, forward).items() if (fused := equal(layer, backend, call))}
     for layer, fused in taken.items():
         layer.forward = fused
     return len(taken)
@@ -111,7 +111,7 @@ def epsilon(module: Any) -> float:
 # --- comparison ---------------------------------------------------------------------------------------------------------------------
 
 
-def calls(model: Any, layers: list[Any], backend: Paged, begin: Callable[[Inputs], None]) -> dict[Any, tuple[Any, Any, Any]]:
+def calls(model: Any, layers: list[Any], backend: Paged, forward: Callable[[Inputs], object]) -> dict[Any, tuple[Any, Any, Any]]:
     """Runs the model on a few tokens → positional arguments, named ones and the output of each layer that is called as most are."""
     seen: dict[Any, tuple[Any, Any, Any]] = {}
 
@@ -120,9 +120,8 @@ def calls(model: Any, layers: list[Any], backend: Paged, begin: Callable[[Inputs
 
     if layers:
         hooks = [layer.register_forward_hook(note, with_kwargs=True) for layer in layers]
-        line = build([prompt(backend.block_size, model.config.get_text_config().vocab_size)], backend.block_size, torch.device("cpu"))
-        begin(line)
-        model(input_ids=line.ids, position_ids=line.positions, use_cache=False)
+        part = prompt(backend.block_size, model.config.get_text_config().vocab_size)
+        forward(build([part], backend.block_size, torch.device("cpu")))
         for hook in hooks:
             hook.remove()
     return {layer: call for layer, call in seen.items() if usual(*call)}

@@ -73,13 +73,16 @@ def wanted(parts: Sequence[Part]) -> npt.NDArray[np.int64]:
 
 
 def token_ids(part: Part) -> Int32:
-    """A token that the host does not know yet is -1 less its place among the samples of the step before."""
-    if not part.decodes:
-        return part.row.ids[part.begin : part.kv_len]
-    return np.array([part.row.last_id if part.source is None else -1 - part.source], np.int32)
+    return np.array(last_ids([part]), np.int32) if part.decodes else part.row.ids[part.begin : part.kv_len]
+
+
+def last_ids(parts: Sequence[Part]) -> list[int]:
+    """Of rows that decode. A token that the host does not know yet is -1 less its place among the samples of the step before."""
+    return [part.row.last_id if part.source is None else -1 - part.source for part in parts]
 
 
 def resolved(ids: torch.Tensor, previous: torch.Tensor | None) -> torch.Tensor:
+    """int64 [tokens], with what the step before sampled where the host does not know it."""
     return ids if previous is None or not len(previous) else torch.where(ids < 0, previous[(-1 - ids).clamp_(min=0)], ids)
 
 

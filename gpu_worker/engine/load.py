@@ -2,50 +2,85 @@
 
 import importlib
 import io
-from dataclasses import dataclass
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from importlib.util import find_spec
 from typing import Any
 
 import torch
-from transformers.utils import logging
+from transformers.utils import logging as transformers_logging
 
-from common import memory, model_files, processor
+from common import model_files, processor
 from common.settings import SettingError, Settings
 from gpu_worker.engine import attention, native, paged, parallel, rope
 from gpu_worker.engine.cache import Cache, Geometry
 from gpu_worker.engine.config import read_config, unservable
 from gpu_worker.engine.fuse import fuse
-from gpu_worker.engine.inputs import Inputs
+from gpu_worker.engine.inputs import Inputs, build
+from gpu_worker.engine.merge import merge
 from gpu_worker.engine.pack import pack
 from gpu_worker.engine.paged import Paged
 from gpu_worker.engine.ranks import Ranks
+from gpu_worker.engine.rows import Part
 from gpu_worker.engine.sdpa import Sdpa
+from gpu_worker.engine.sizing import num_blocks, peak_on
+from gpu_worker.engine.warmup import largest_step, most_tokens
 from gpu_worker.engine.weights import read_weights
 from gpu_worker.place import Place
+
+log = logging.getLogger(__name__)
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 WRITTEN_OUT = {"falcon": "gpu_worker.engine.falcon"}
 """Families whose model code attends by itself → what makes it go through the interface."""
+BLOCK_SIZES = {"cpu": 16, "cuda": 64}
 BAR_S = 2.0
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Loaded:
+    """
+    Attributes:
+        attentions: the model's attention modules, in the order of layers.
+        cache: once one is attached.
+    """
+
     model: Any
+    attentions: list[Any]
+    geometry: Geometry
     device: torch.device
-    dtype: torch.dtype
-    num_blocks: int
-    cache: Cache
     backend: attention.Backend
     ropes: list[rope.Rope]
     context: int
     eos_ids: list[int]
     vocab_size: int
+    cache: Cache = field(init=False)
 
-    def begin(self, line: Inputs) -> None:
-        """Called before each forward."""
+    def attach(self, num_blocks: int) -> None:
+        """Gives it a cache of so many blocks, and of the scratch block."""
+        self.cache = Cache(self.geometry, num_blocks, self.device)
+        attention.attach(self.attentions, self.geometry, self.cache, self.backend)
+
+    @torch.inference_mode()
+    def forward(self, line: Inputs) -> torch.Tensor:
+        """→ logits [samples, vocabulary]"""
         self.backend.begin(line)
         for one in self.ropes:
             one.begin(line)
+        return self.logits(line.ids, line.positions, line.sampled)
+
+    @torch.inference_mode()
+    def decode(self, ids: torch.Tensor, positions: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+        """`forward` of rows that all decode, with nothing from the host: ids int64 [1, rows], positions int32 [rows], table int32
+        [rows, blocks]. For backends that are `plan_free`, and models without `ropes`."""
+        self.backend.begin_decode(positions, table)  # type: ignore[attr-defined]
+        return self.logits(ids, positions.long()[None], 0)
+
+    def logits(self, ids: torch.Tensor, positions: torch.Tensor, kept: torch.Tensor | int) -> torch.Tensor:
+        output = self.model(input_ids=ids, position_ids=positions, use_cache=False, logits_to_keep=kept, return_dict=True)
+        logits: torch.Tensor = output.logits[0]
+        return logits
 
 
 @torch.inference_mode()
@@ -65,23 +100,20 @@ def load(settings: Settings, progress: model_files.Progress, ranks: Ranks) -> Lo
             model, plan = parallel.read_part(path, config, dtype, device, settings, ranks)
         else:
             model, plan = read_weights(path, config, dtype, device, settings), parallel.NOT_SHARED
-        if device.type == "cpu":
-            pack(model)
+        (pack if device.type == "cpu" else merge)(model)
         parallel.join(model, plan, ranks)
         layers = attention.watch(model, lambda: forward_one(model, device))
     except KeyError as error:  # model code that looks attention up in a table of its own
         raise unservable(settings.model_id, attention.Unservable(f"the attention of {config.model_type} cannot be replaced")) from error
     except (attention.Unservable, ValueError, OSError) as error:
         raise unservable(settings.model_id, error) from error
-    geometry = Geometry(list(layers.values()), settings.block_size, dtype)
-    available_bytes = cuda_bytes(device, settings.cuda_memory_fraction) if device.type == "cuda" else memory.available_bytes()
-    share_bytes = settings.kv_cache_bytes * geometry.block_bytes // ranks.total(geometry.block_bytes)
-    num_blocks = ranks.smallest(geometry.num_blocks(share_bytes, available_bytes))
-    cache, backend = Cache(geometry, num_blocks, device), backend_of(geometry, device)
-    attention.attach(layers, geometry, cache, backend)
+    geometry = Geometry(list(layers.values()), settings.block_size or BLOCK_SIZES[device.type], dtype)
     context, eos_ids = int(model_files.context(path) * (settings.rope_factor or 1)), model_files.eos_ids(path)
-    loaded = Loaded(model, device, dtype, num_blocks, cache, backend, rope.by_length(model), context, eos_ids, config.vocab_size)
-    fused = fuse(model, backend, loaded.begin) if isinstance(backend, Paged) else 0
+    backend, ropes = backend_of(geometry, device), rope.by_length(model)
+    loaded = Loaded(model, list(layers), geometry, device, backend, ropes, context, eos_ids, config.vocab_size)
+    loaded.attach(0)
+    loaded.attach(num_blocks(settings, geometry, device, ranks, lambda: peak_bytes(loaded, settings)))
+    fused = fuse(model, backend, loaded.forward) if isinstance(backend, Paged) else 0
     if settings.deterministic and fused < len(geometry.layers):
         known = f"{fused} of its {len(geometry.layers)} layers run in kernels that compute each token by itself"
         raise SettingError("deterministic", f"{settings.model_id} as {name_of(dtype)} on {device.type}: {known}")
@@ -89,8 +121,35 @@ def load(settings: Settings, progress: model_files.Progress, ranks: Ranks) -> Lo
 
 
 def backend_of(geometry: Geometry, device: torch.device) -> attention.Backend:
-    library = native.library() if device.type == "cpu" and paged.serves(geometry) else None
+    if device.type == "cuda":
+        return on_cuda(geometry, device)
+    library = native.library() if paged.serves(geometry) else None
     return Paged(geometry, library) if library else Sdpa(geometry, device)
+
+
+def on_cuda(geometry: Geometry, device: torch.device) -> attention.Backend:
+    """FlashInfer's attention where it is installed and has kernels for the model."""
+    if find_spec("flashinfer") is None:
+        log.warning("flashinfer-python is not installed: torch's attention is used and is slower")
+        return Sdpa(geometry, device)
+    from gpu_worker.engine import flash  # imports CUDA libraries
+
+    if not flash.serves(geometry):
+        log.warning("FlashInfer has no attention for this model as %s: torch's is used and is slower", name_of(geometry.dtype))
+        return Sdpa(geometry, device)
+    return flash.Flash(geometry, device, torch.cuda.get_device_capability(device)[0])
+
+
+def peak_bytes(loaded: Loaded, settings: Settings) -> int:
+    """What the largest step allocates on CUDA, and what captured ones keep."""
+    shape = (loaded.context, loaded.vocab_size, loaded.geometry.block_size)
+    tokens, rows = most_tokens(settings.max_batch_prefill_tokens, loaded.context, loaded.device), settings.max_batch_size
+
+    def forward(parts: Sequence[Part]) -> torch.Tensor:
+        return loaded.forward(build(parts, loaded.geometry.block_size, loaded.device))
+
+    kept_bytes = rows * loaded.vocab_size * loaded.geometry.dtype.itemsize
+    return peak_on(loaded.device, lambda: largest_step(forward, tokens, rows, *shape)) + kept_bytes
 
 
 def show_bars(progress: model_files.Progress) -> None:
@@ -101,19 +160,12 @@ def show_bars(progress: model_files.Progress) -> None:
         bar.display = lambda *_, **__: progress(f"{bar.desc}: {bar.n} of {bar.total}")
         return bar
 
-    logging.set_tqdm_hook(hook)
+    transformers_logging.set_tqdm_hook(hook)
 
 
 def forward_one(model: Any, device: torch.device) -> None:
     zero = torch.zeros(1, 1, dtype=torch.int64, device=device)
     model(input_ids=zero, position_ids=zero, use_cache=False)
-
-
-def cuda_bytes(device: torch.device, fraction: float) -> int:
-    """What this process may still take of a GPU: no more than its fraction of the whole, which torch enforces from now on."""
-    torch.cuda.set_per_process_memory_fraction(fraction)
-    free_bytes, total_bytes = torch.cuda.mem_get_info(device)
-    return min(free_bytes, int(fraction * total_bytes) - torch.cuda.memory_reserved(device))
 
 
 def choose_device(name: str, place: Place) -> torch.device:

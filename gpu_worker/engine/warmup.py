@@ -1,44 +1,77 @@
-"""How long prompt tokens take, and how many of them one step may take."""
+"""What is found out before rows come: how much memory steps need, how long prompt tokens take, how many of them one step may have."""
 
 import time
 from collections.abc import Callable, Sequence
 
 import numpy as np
+import torch
 
+from common.messages import Sampling
+from gpu_worker.door import StartRow
+from gpu_worker.engine.manner import Manner, Turn
 from gpu_worker.engine.rows import Part, Row
+from gpu_worker.engine.sample import sample
 
 STEP_MS = 150.0
-TIMED_TOKENS = 128
 TIMES = 3
 MULTIPLE = 32
+TIMED_TOKENS = {"cpu": 128, "cuda": 2048}
+CUDA_TOKENS = 8192
+"""Prompt tokens of the largest step on CUDA, where nobody says otherwise: products of so many rows are bound by arithmetic long since."""
 
-Forward = Callable[[Sequence[Part]], object]
-
-
-def token_ms(forward: Forward, context: int, vocab_size: int, block_size: int) -> float:
-    """Of one prompt token, in a step of 128."""
-    timed = min(TIMED_TOKENS, context)
-    return measure_ms(forward, prompt(timed, vocab_size, block_size)) / timed
+Forward = Callable[[Sequence[Part]], torch.Tensor]
 
 
-def max_batch_prefill_tokens(token_ms: float, context: int) -> int:
+def most_tokens(asked: int | None, context: int, device: torch.device) -> int:
+    """Prompt tokens that a step may ever have."""
+    return asked or (CUDA_TOKENS if device.type == "cuda" else context)
+
+
+def token_ms(forward: Forward, context: int, vocab_size: int, block_size: int, device: torch.device) -> float:
+    """Of one prompt token, in a step of some."""
+    timed = min(TIMED_TOKENS[device.type], context)
+    return measure_ms(forward, prompts(timed, context, vocab_size, block_size), device) / timed
+
+
+def max_batch_prefill_tokens(token_ms: float, most: int) -> int:
     """Prompt tokens of a step of 150 ms; a multiple of 32."""
     tokens = int(STEP_MS / token_ms)
-    return max(MULTIPLE, min(tokens, context) // MULTIPLE * MULTIPLE)
+    return max(MULTIPLE, min(tokens, most) // MULTIPLE * MULTIPLE)
 
 
-def measure_ms(forward: Forward, parts: Sequence[Part]) -> float:
+def measure_ms(forward: Forward, parts: Sequence[Part], device: torch.device) -> float:
     """The best of several: what other processes do meanwhile must not lower the budget for this engine's whole life."""
     times = []
     for _ in range(TIMES):
         began = time.perf_counter()
         forward(parts)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
         times.append(time.perf_counter() - began)
     return min(times) * 1e3
 
 
-def prompt(length: int, vocab_size: int, block_size: int) -> list[Part]:
-    """The prefill of a row that owns nothing but the scratch block."""
+def largest_step(forward: Forward, tokens: int, rows: int, context: int, vocab_size: int, block_size: int) -> None:
+    """A forward of so many prompt tokens, and the choice of so many rows in the way that takes most memory."""
+    logits = forward(prompts(tokens, context, vocab_size, block_size))
+    manner = Manner.of(StartRow(0, b"", 0, 1, False, b"", sampling=Sampling(temperature=1.0, typical_p=0.9)), [])
+    assert manner
+    sample(logits.new_zeros(rows, logits.shape[1]), [Turn(manner, 0)] * rows)
+
+
+def steps_of_all_shapes(forward: Forward, vocab_size: int, block_size: int) -> None:
+    """Compilers make code for one token, and for any number of them."""
+    for tokens in (1, 2, 3, 16):
+        forward(prompts(tokens, tokens, vocab_size, block_size))
+
+
+def prompts(tokens: int, context: int, vocab_size: int, block_size: int) -> list[Part]:
+    """The prefills of rows that own nothing but the scratch block, none longer than the context."""
+    lengths = [min(context, tokens - begin) for begin in range(0, tokens, context)]
+    return [prompt(length, vocab_size, block_size) for length in lengths]
+
+
+def prompt(length: int, vocab_size: int, block_size: int) -> Part:
     ids = np.arange(length, dtype=np.int32) % vocab_size
     blocks = np.zeros(-(-length // block_size), np.int32)
-    return [Part(Row(0, ids, 0, 1, blocks), 0, length, samples=True)]
+    return Part(Row(0, ids, 0, 1, blocks), 0, length, samples=True)

@@ -1,0 +1,45 @@
+"""Decoder layers compiled by torch, each for itself: one compilation serves all layers that are alike."""
+
+import logging
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import nn
+
+log = logging.getLogger(__name__)
+
+COMPILATIONS = 64
+"""Of one piece of code. Beyond its own small limit torch goes on uncompiled and says so in a log only."""
+
+
+def compile_layers(model: nn.Module, attentions: Iterable[nn.Module], try_out: Callable[[], object]) -> int:
+    """→ layers compiled. `try_out` runs steps of all kinds of shapes: what they do not compile is never compiled later, while rows wait.
+
+    Where torch cannot compile the model, or the machine lacks what that takes, all layers run as they are, which is slower.
+    """
+    torch._dynamo.config.recompile_limit = COMPILATIONS
+    layers = layers_of(model, attentions)
+    for layer in layers:
+        layer.compile(dynamic=True)
+    try:
+        try_out()
+    except (torch._dynamo.exc.TorchDynamoException, torch._inductor.exc.InductorError, OSError) as error:
+        log.warning("its layers are not compiled, steps are slower: %s", next(iter(str(error).splitlines()), type(error).__name__))
+        for layer in layers:
+            layer._compiled_call_impl = None
+        return 0
+    torch.compiler.set_stance("eager_on_recompile")
+    return len(layers)
+
+
+def layers_of(model: nn.Module, attentions: Iterable[nn.Module]) -> list[Any]:
+    """The numbered modules that hold these: `model.layers.3` of `model.layers.3.self_attn`."""
+    names = {module: name for name, module in model.named_modules()}
+    found: dict[str, None] = {}
+    for attention in attentions:
+        parts = names[attention].split(".")
+        number = next((place for place, part in enumerate(parts) if part.isdigit()), None)
+        if number is not None:
+            found[".".join(parts[: number + 1])] = None
+    return [model.get_submodule(name) for name in found]

@@ -1,0 +1,198 @@
+"""Attention on CUDA, by FlashInfer: rows that decode by its XQA kernel, which takes all it needs from the device, prompts by kernels that
+the host plans."""
+
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Optional
+
+import flashinfer
+import numpy as np
+import torch
+from flashinfer.decode import xqa_batch_decode_with_kv_cache
+
+from gpu_worker.engine.cache import Geometry, View
+from gpu_worker.engine.inputs import Inputs, Span
+from gpu_worker.engine.upload import upload
+from gpu_worker.engine.write import write
+
+DTYPES = (torch.bfloat16, torch.float16)
+DIMS = (64, 128, 256)
+PLAN_FREE_BLOCKS = (16, 32, 64, 128)
+PLAN_FREE_GENERATIONS = (9, 10, 12)
+"""Major compute capabilities that XQA is compiled for."""
+WORKSPACE_BYTES = 256 * 2**20
+LOG2_E = 1.4426950408889634
+
+
+def serves(geometry: Geometry) -> bool:
+    dims = {dim for layer in geometry.layers for dim in (layer.key_dim, layer.value_dim)}
+    return geometry.dtype in DTYPES and len(dims) == 1 and dims <= set(DIMS)
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """
+    Attributes:
+        slots: int [tokens]
+        table: int32 [rows, blocks]; of the rows at the front of the line that decode without a plan.
+        lengths: int32 [rows]
+    """
+
+    slots: torch.Tensor
+    table: torch.Tensor
+    lengths: torch.Tensor
+
+
+class Flash:
+    """Pages are `[kv_heads, block_size, dim]`, FlashInfer's HND.
+
+    Attributes:
+        plan_free: whether a step in which all rows decode needs nothing from the host but its tokens and tables.
+    """
+
+    def __init__(self, geometry: Geometry, device: torch.device, generation: int) -> None:
+        self.block_size, self.dtype, self.device = geometry.block_size, geometry.dtype, device
+        self.dim, self.views = geometry.layers[0].key_dim, geometry.views
+        uncapped = all(view.softcap is None for view in self.views)
+        self.plan_free = uncapped and geometry.block_size in PLAN_FREE_BLOCKS and generation in PLAN_FREE_GENERATIONS
+        self.workspace = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=device)  # XQA's counters start at zero
+        scratch = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
+        # A plan lies in its wrapper's pinned memory until the device has taken it: one plan may wait there while the next one is made.
+        self.wrappers = [[flashinfer.BatchPrefillWithPagedKVCacheWrapper(scratch, "HND") for _ in self.views] for _ in range(2)]
+        self.turn = 0
+        self.step = self.rows_that_decode(
+            torch.zeros(1, dtype=torch.int32, device=device), torch.zeros(1, 1, dtype=torch.int32, device=device)
+        )
+        self.number = max(BACKENDS, default=0) + 1
+        BACKENDS[self.number] = self
+
+    # --- before a forward ---
+
+    def begin(self, inputs: Inputs) -> None:
+        first = next((place for place, span in enumerate(inputs.spans) if span.count > 1), len(inputs.spans)) if self.plan_free else 0
+        table, lengths = table_of(inputs.spans[:first])
+        self.step = Step(upload(inputs.slots, self.device), upload(table, self.device), upload(lengths, self.device))
+        if first < len(inputs.spans):
+            self.turn = 1 - self.turn
+            self.plan(inputs.spans[first:])
+
+    def begin_decode(self, positions: torch.Tensor, table: torch.Tensor) -> None:
+        """As `begin`, for rows that all decode, from tensors on the device: positions int32 [rows], table int32 [rows, blocks]."""
+        self.step = self.rows_that_decode(positions, table)
+
+    def rows_that_decode(self, positions: torch.Tensor, table: torch.Tensor) -> Step:
+        blocks = table.gather(1, (positions // self.block_size).long()[:, None])[:, 0]
+        return Step(blocks * self.block_size + positions % self.block_size, table, positions + 1)
+
+    def plan(self, spans: Sequence[Span]) -> None:
+        counts = np.concatenate([np.full(len(span.lengths), span.count) for span in spans])
+        lengths = np.concatenate([span.lengths for span in spans])
+        held = -(-lengths // self.block_size)
+        lines = (line for span in spans for line in span.blocks)
+        blocks = np.concatenate([line[:count] for line, count in zip(lines, held, strict=True)]).astype(np.int32)
+        last_lengths = lengths - (held - 1) * self.block_size
+        indices = (ends_of(counts), ends_of(held), upload(blocks, self.device), int32(last_lengths))
+        for view, wrapper in zip(self.views, self.wrappers[self.turn], strict=True):
+            wrapper.plan(
+                *indices,
+                view.kv_heads * view.group,
+                view.kv_heads,
+                self.dim,
+                self.block_size,
+                causal=True,
+                sm_scale=view.scaling,
+                window_left=window_left(view),
+                logits_soft_cap=view.softcap,
+                q_data_type=self.dtype,
+                kv_data_type=self.dtype,
+            )
+
+    # --- in a forward ---
+
+    def attend(self, module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, sinks: torch.Tensor | None) -> torch.Tensor:
+        output: torch.Tensor = attend(query, key, value, module.keys, module.values, sinks, self.number, module.view_number)
+        return output
+
+    def run(self, number: int, query: torch.Tensor, cache: tuple[torch.Tensor, torch.Tensor], sinks: torch.Tensor | None) -> torch.Tensor:
+        """query [tokens, heads, dim] → the same shape"""
+        rows, output = len(self.step.lengths), torch.empty_like(query)
+        if rows:
+            self.decode(self.views[number], query[:rows], cache, sinks, output[:rows])
+        if rows < len(query):
+            self.prefill(self.wrappers[self.turn][number], query[rows:], cache, sinks, output[rows:])
+        return output
+
+    def decode(self, view: View, query: torch.Tensor, cache: tuple[torch.Tensor, torch.Tensor], sinks: Any, output: torch.Tensor) -> None:
+        xqa_batch_decode_with_kv_cache(
+            query,
+            cache,
+            self.workspace,
+            self.step.table,
+            self.step.lengths,
+            self.step.table.shape[1] * self.block_size,
+            bmm1_scale=view.scaling,
+            window_left=window_left(view),
+            out=output,
+            sinks=sinks,
+            kv_layout="HND",
+        )
+
+    def prefill(
+        self, wrapper: Any, query: torch.Tensor, cache: tuple[torch.Tensor, torch.Tensor], sinks: Any, output: torch.Tensor
+    ) -> None:
+        """A sink takes its share of a softmax whose sum is known: what is left of the output is `sigmoid(log sum - sink)`."""
+        if sinks is None:
+            wrapper.run(query, cache, out=output)
+        else:
+            _, log2_sum = wrapper.run(query, cache, out=output, return_lse=True)
+            output.mul_(torch.sigmoid(log2_sum / LOG2_E - sinks)[..., None])
+
+
+def window_left(view: View) -> int:
+    return -1 if view.window is None else view.window - 1
+
+
+def table_of(spans: Sequence[Span]) -> tuple[Any, Any]:
+    """→ blocks int32 [rows, blocks], lengths int32 [rows]"""
+    width = max((span.blocks.shape[1] for span in spans), default=1)
+    tables = [np.pad(span.blocks, ((0, 0), (0, width - span.blocks.shape[1]))) for span in spans]
+    lengths = [span.lengths for span in spans]
+    return np.concatenate([np.zeros((0, width)), *tables]).astype(np.int32), np.concatenate([np.zeros(0), *lengths]).astype(np.int32)
+
+
+def ends_of(counts: Any) -> torch.Tensor:
+    return int32(np.concatenate([[0], np.cumsum(counts)]))
+
+
+def int32(values: Any) -> torch.Tensor:
+    """On the host, where plans are made."""
+    return torch.from_numpy(np.asarray(values, np.int32))
+
+
+# --- what a compiled layer calls ----------------------------------------------------------------------------------------------------
+
+BACKENDS: weakref.WeakValueDictionary[int, Flash] = weakref.WeakValueDictionary()
+"""By number: compiled code takes tensors and numbers only. They are the same for all layers of a view, so one compilation serves these."""
+
+
+@torch.library.custom_op("tokenfleet::attend", mutates_args=("keys", "values"))
+def attend(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    sinks: Optional[torch.Tensor],  # noqa: UP045  (schemas are read from annotations)
+    backend: int,
+    view: int,
+) -> torch.Tensor:
+    flash = BACKENDS[backend]
+    write(keys, values, key[0], value[0], flash.step.slots)
+    sinks = None if sinks is None else sinks.float()
+    return flash.run(view, query[0].transpose(0, 1).contiguous(), (keys, values), sinks)[None]
+
+
+@attend.register_fake
+def shape_of(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *rest: Any) -> torch.Tensor:
+    return query.new_empty(1, query.shape[2], query.shape[1], value.shape[3])

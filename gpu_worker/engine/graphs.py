@@ -1,0 +1,93 @@
+"""Steps in which all rows decode, captured as CUDA graphs: the host launches one thing instead of hundreds."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from gpu_worker.engine.inputs import last_ids, resolved
+from gpu_worker.engine.rows import Int32, Part
+from gpu_worker.engine.upload import upload
+
+Decode = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+"""ids int64 [1, rows], positions int32 [rows], table int32 [rows, blocks] → logits [rows, vocabulary]"""
+Capture = Callable[[Callable[[], None]], Callable[[], None]]
+"""What is to be done → what does it again."""
+
+
+def sizes(max_rows: int) -> list[int]:
+    """Numbers of rows that are captured; a step runs in the smallest that holds its rows."""
+    return sorted({min(size, max_rows) for size in (1, 2, 4, *range(8, max_rows + 8, 8))})
+
+
+class Graphs:
+    """One graph for each number of rows. They read and write tensors that stay where they are: what a step needs is copied there."""
+
+    def __init__(self, decode: Decode, max_rows: int, max_blocks: int, vocab_size: int, dtype: torch.dtype, device: torch.device) -> None:
+        self.decode, self.device, self.max_rows = decode, device, max_rows
+        self.ids, self.positions = (torch.zeros(max_rows, dtype=torch.int32, device=device) for _ in range(2))
+        self.table = torch.zeros(max_rows, max_blocks, dtype=torch.int32, device=device)
+        self.previous = torch.zeros(max_rows, dtype=torch.int64, device=device)
+        self.logits = torch.zeros(max_rows, vocab_size, dtype=dtype, device=device)
+        self.graphs: dict[int, Callable[[], None]] = {}
+
+    def capture(self, capture: Capture) -> None:
+        """The largest first: the others find room in its memory."""
+        for size in reversed(sizes(self.max_rows)):
+            self.graphs[size] = capture(lambda size=size: self.forward(size))  # type: ignore[misc]
+        self.graphs = dict(sorted(self.graphs.items()))
+
+    def forward(self, size: int) -> None:
+        ids = resolved(self.ids[:size].long(), self.previous)
+        self.logits[:size].copy_(self.decode(ids[None], self.positions[:size], self.table[:size]))
+
+    def hold(self, parts: Sequence[Part], previous: torch.Tensor | None) -> bool:
+        """Parts stand as on the line: rows that decode come first."""
+        rows = max(len(parts), 0 if previous is None else len(previous))
+        return parts[-1].decodes and rows <= max(self.graphs, default=0)
+
+    def run(self, parts: Sequence[Part], previous: torch.Tensor | None) -> torch.Tensor:
+        """Launches a step of rows that decode → logits, which the next step overwrites. `previous`: what the step in flight samples."""
+        size = next(size for size in self.graphs if size >= len(parts))
+        self.give(inputs_of(parts, size), size)
+        if previous is not None:
+            self.previous[: len(previous)].copy_(previous)
+        self.graphs[size]()
+        return self.logits[: len(parts)]
+
+    def give(self, inputs: npt.NDArray[Any], size: int) -> None:
+        """All in one copy; rows that only fill the graph write to scratch block 0."""
+        staged = upload(inputs, self.device)
+        self.ids[:size].copy_(staged[0])
+        self.positions[:size].copy_(staged[1])
+        self.table[:size, : len(staged) - 2].copy_(staged[2:].T)
+
+
+def inputs_of(parts: Sequence[Part], size: int) -> Int32:
+    """→ int32 [2 + blocks, size]: ids, positions, and the rows' blocks, each in its column."""
+    inputs = np.zeros((2 + max(len(part.row.blocks) for part in parts), size), np.int32)
+    inputs[0, : len(parts)] = last_ids(parts)
+    inputs[1, : len(parts)] = [part.begin for part in parts]
+    for column, part in enumerate(parts):
+        inputs[2 : 2 + len(part.row.blocks), column] = part.row.blocks
+    return inputs
+
+
+def capture_on(device: torch.device) -> Capture:
+    """Captures in one pool of memory; first on another stream without capturing, so that all kernels are there."""
+    pool = torch.cuda.graph_pool_handle()
+
+    def capture(run: Callable[[], None]) -> Callable[[], None]:
+        side = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        side.wait_stream(torch.cuda.current_stream(device))
+        with torch.cuda.stream(side):
+            run()
+        torch.cuda.current_stream(device).wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=pool):
+            run()
+        return graph.replay
+
+    return capture

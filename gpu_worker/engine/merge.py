@@ -1,0 +1,71 @@
+"""Products of the same input in one, on CUDA: a bigger product is nearer to the card's bandwidth than its parts."""
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+GROUPS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+"""Names of linear layers that model code calls one after the other with the same input."""
+
+
+class Merged:
+    """The weights of a group, and its product while parts of it are still to be taken."""
+
+    def __init__(self, linears: list[nn.Linear]) -> None:
+        self.weight = nn.Parameter(torch.cat(tuple(linear.weight for linear in linears)), requires_grad=False)
+        biases = tuple(linear.bias for linear in linears)
+        self.bias = None if biases[0] is None else nn.Parameter(torch.cat(biases), requires_grad=False)
+        self.sizes = [linear.out_features for linear in linears]
+        self.given: torch.Tensor | None = None
+        self.parts: tuple[torch.Tensor, ...] = ()
+
+    def multiply(self, rows: torch.Tensor) -> torch.Tensor:
+        self.given, self.parts = rows, torch.split(functional.linear(rows, self.weight, self.bias), self.sizes, -1)
+        return self.parts[0]
+
+    def take(self, number: int, rows: torch.Tensor) -> torch.Tensor:
+        """The part of a product that was made; or made by itself, where model code calls otherwise than expected."""
+        if self.given is not rows:
+            begin = sum(self.sizes[:number])
+            own = slice(begin, begin + self.sizes[number])
+            return functional.linear(rows, self.weight[own], None if self.bias is None else self.bias[own])
+        part = self.parts[number]
+        if number == len(self.sizes) - 1:
+            self.given, self.parts = None, ()
+        return part
+
+
+class Part(nn.Module):
+    """Stands for one linear layer of a group. The first one owns the weights."""
+
+    def __init__(self, merged: Merged, number: int, linear: nn.Linear) -> None:
+        super().__init__()
+        self.merged, self.number = merged, number
+        self.in_features, self.out_features = linear.in_features, linear.out_features
+        if number == 0:
+            self.weight, self.bias = merged.weight, merged.bias
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        return self.merged.take(self.number, rows) if self.number else self.merged.multiply(rows)
+
+
+def merge(model: nn.Module) -> None:
+    """Replaces the groups of plain linear layers of a model."""
+    for module in list(model.modules()):
+        for names in GROUPS:
+            linears = [getattr(module, name, None) for name in names]
+            if all(plain(linear) for linear in linears) and len({like(linear) for linear in linears}) == 1:
+                merged = Merged(linears)  # type: ignore[arg-type]
+                for number, name in enumerate(names):
+                    setattr(module, name, Part(merged, number, linears[number]))  # type: ignore[arg-type]
+
+
+def plain(linear: Any) -> bool:
+    """Nobody has changed what it computes."""
+    return type(linear) is nn.Linear and "forward" not in vars(linear)
+
+
+def like(linear: Any) -> tuple[int, bool, torch.dtype]:
+    return linear.in_features, linear.bias is None, linear.weight.dtype

@@ -1,0 +1,200 @@
+"""The parts of the engine that CUDA runs, on CPU: FlashInfer's attention is computed by torch, and graphs are captured by calling again."""
+
+import itertools
+import math
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from gpu_worker.engine import load, warmup
+from gpu_worker.engine.cache import Cache, Geometry, Layer, View
+from gpu_worker.engine.compiled import compile_layers, layers_of
+from gpu_worker.engine.engine import Engine
+from gpu_worker.engine.graphs import Graphs, sizes
+from gpu_worker.engine.inputs import build
+from gpu_worker.engine.merge import Part as Merged
+from gpu_worker.engine.merge import merge
+from gpu_worker.engine.rows import arrange
+from gpu_worker.engine.sdpa import Sdpa
+from tests import fake_flashinfer, tiny_models
+from tests.test_gpu_worker_engine_models import NEW_TOKENS, engine_of, play, prompts
+from tests.test_gpu_worker_engine_native import BLOCKS, CPU, STEPS, chunk, rows
+from tests.tiny_models import FAMILIES, VOCAB
+
+fake_flashinfer.install()
+from gpu_worker.engine.flash import Flash, serves  # noqa: E402  (imports flashinfer)
+
+HOPPER = 9
+SLOWLY = ("Llama", "Mistral", "Gemma2", "Qwen3-MoE", "GPT2")
+
+
+@pytest.mark.parametrize(("block_size", "generation"), [(16, HOPPER), (5, HOPPER), (16, 8)])
+def test_attention(block_size: int, generation: int) -> None:
+    """Against torch's, in all combinations; slots that nobody wrote are NaN."""
+    for window, softcap, sinks in itertools.product((None, 20), (None, 5.0), (None, torch.randn(6))):
+        group = 3 if window else 1
+        torch.manual_seed(0)
+        geometry = Geometry([Layer(View(2, group, window, 0.2, softcap), 64, 64)], block_size, torch.float32)
+        backends = [Sdpa(geometry, CPU), Flash(geometry, CPU, generation)]
+        assert backends[1].plan_free == (block_size == 16 and generation == HOPPER and softcap is None)
+        caches = [Cache(geometry, BLOCKS, CPU) for _ in backends]
+        caches[1].fill(list(range(BLOCKS + 1)), math.nan)
+        modules = [SimpleNamespace(keys=cache.keys[0], values=cache.values[0], view=geometry.views[0], view_number=0) for cache in caches]
+        lines = rows(block_size, (70, 1, 33, 90))
+        for step in STEPS:
+            line = build(arrange([chunk(lines[row], begin, count) for row, begin, count in step]), block_size, CPU)
+            tokens = line.ids.shape[1]
+            query = torch.randn(1, tokens, 2 * group, 64).transpose(1, 2)
+            key, value = torch.randn(1, 2, tokens, 64), torch.randn(1, tokens, 2, 64).transpose(1, 2)
+            outputs = []
+            for backend, module in zip(backends, modules, strict=True):
+                backend.begin(line)
+                outputs.append(backend.attend(module, query, key, value, None if sinks is None else sinks[: 2 * group]))
+            torch.testing.assert_close(outputs[1], outputs[0], rtol=0, atol=2e-5)
+
+
+def test_what_it_serves() -> None:
+    def geometry(dims: tuple[int, int], dtype: torch.dtype) -> Geometry:
+        return Geometry([Layer(View(2, 1, None, 1.0), *dims)], 64, dtype)
+
+    assert serves(geometry((128, 128), torch.bfloat16))
+    assert not any(serves(geometry(*one)) for one in (((128, 128), torch.float32), ((192, 128), torch.bfloat16), ((80, 80), torch.float16)))
+
+
+# --- the whole engine ---------------------------------------------------------------------------------------------------------------
+
+
+def again(run: Callable[[], None]) -> Callable[[], None]:
+    """Captures by calling again."""
+    run()
+    return run
+
+
+@pytest.fixture
+def like_cuda(monkeypatch: pytest.MonkeyPatch) -> Callable[[Path], Engine]:
+    """An engine on CPU made as one on CUDA is, but for the compiler."""
+
+    def backend_of(geometry: Geometry, device: torch.device) -> Flash:
+        return Flash(geometry, device, HOPPER)
+
+    def made(folder: Path) -> Engine:
+        monkeypatch.setattr(load, "pack", merge)
+        monkeypatch.setattr(load, "backend_of", backend_of)
+        engine = engine_of(folder, block_size=16)
+        loaded = engine.loaded
+        engine.ahead = True
+        engine.graphs = Graphs(loaded.decode, 3, loaded.context // 16, loaded.vocab_size, torch.float32, CPU)
+        engine.graphs.capture(again)
+        return engine
+
+    return made
+
+
+@pytest.mark.parametrize("family", ["Qwen2", "gpt-oss", *(pytest.param(name, marks=pytest.mark.slow) for name in SLOWLY)])
+def test_served(family: str, tmp_path: Path, like_cuda: Callable[[Path], Engine]) -> None:
+    """Steps of one to three rows that decode come from graphs, one of which is never full; others do not."""
+    model = tiny_models.save(tmp_path, *FAMILIES[family])
+    wanted = {row: tiny_models.generate(model, prompt, NEW_TOKENS) for row, prompt in enumerate(prompts())}
+    engine, fresh = like_cuda(tmp_path), dict(enumerate(prompts()))
+    if not engine.loaded.backend.plan_free:
+        engine.graphs = None
+    assert [play(engine, {row: prompt})[row] for row, prompt in fresh.items()] == list(wanted.values()), "alone"
+    assert play(engine, fresh) == wanted, "batched"
+    assert play(engine, fresh, prefill_tokens=7) == wanted, "chunked"
+    resumed = play(engine, {row: prompt + wanted[row][:9] for row, prompt in fresh.items()}, base=9)
+    assert resumed == {row: ids[9:] for row, ids in wanted.items()}, "resumed"
+
+
+def test_decoding_comes_from_graphs(tmp_path: Path, like_cuda: Callable[[Path], Engine]) -> None:
+    tiny_models.save(tmp_path, *FAMILIES["Llama"])
+    engine, seen = like_cuda(tmp_path), list[int]()
+    assert engine.graphs
+    graphs = {size: (lambda run=run, size=size: (seen.append(size), run())) for size, run in engine.graphs.graphs.items()}
+    engine.graphs.graphs = graphs  # type: ignore[assignment]
+    play(engine, dict(enumerate(prompts()[:2])))
+    assert list(graphs) == [1, 2, 3] and seen == [2] * (NEW_TOKENS - 1)
+
+
+def test_sizes_of_graphs() -> None:
+    assert sizes(1) == [1] and sizes(3) == [1, 2, 3] and sizes(20) == [1, 2, 4, 8, 16, 20]
+    assert sizes(256)[-3:] == [240, 248, 256] and len(sizes(256)) == 35
+
+
+# --- weights ------------------------------------------------------------------------------------------------------------------------
+
+
+class Odd(nn.Module):
+    """Calls q after k, and v with another input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q_proj, self.k_proj, self.v_proj = (nn.Linear(8, size) for size in (6, 4, 4))
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        return torch.cat((self.k_proj(rows), self.q_proj(rows), self.v_proj(2 * rows), self.k_proj(rows)), -1)
+
+
+def test_merged_products_are_what_the_parts_would_be() -> None:
+    model, given = Odd(), torch.randn(3, 8)
+    expected = model(given)
+    merge(model)
+    assert isinstance(model.q_proj, Merged)
+    for _ in range(2):
+        torch.testing.assert_close(model(given), expected)
+
+
+def test_what_is_changed_or_unlike_is_not_merged() -> None:
+    model = Odd()
+    model.v_proj = nn.Linear(8, 4, bias=False)
+    merge(model)
+    assert type(model.q_proj) is nn.Linear
+    model = Odd()
+    model.v_proj.forward = model.v_proj.forward
+    merge(model)
+    assert type(model.q_proj) is nn.Linear
+
+
+# --- the compiler -------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def dynamo() -> Iterator[Any]:
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    yield torch._dynamo.utils.counters
+    torch.compiler.set_stance("default")
+    torch._dynamo.reset()
+
+
+@pytest.mark.slow
+def test_one_compilation_serves_all_layers(tmp_path: Path, like_cuda: Callable[[Path], Engine], dynamo: Any) -> None:
+    """One for one token, one for any number; and the ids are the same."""
+    model = tiny_models.save(tmp_path, *FAMILIES["Llama"])
+    wanted = {row: tiny_models.generate(model, prompt, NEW_TOKENS) for row, prompt in enumerate(prompts())}
+    engine = like_cuda(tmp_path)
+    engine.graphs = None
+
+    def try_out() -> None:
+        warmup.steps_of_all_shapes(engine.forward, VOCAB, engine.block_size)
+
+    assert compile_layers(engine.loaded.model, engine.loaded.attentions, try_out) == 3
+    compiled = dynamo["stats"]["unique_graphs"]
+    assert 1 <= compiled <= 3 and not dynamo["graph_break"]
+    assert play(engine, dict(enumerate(prompts()))) == wanted
+    assert dynamo["stats"]["unique_graphs"] == compiled
+
+
+def test_where_nothing_compiles_layers_run_as_they_are(tmp_path: Path, dynamo: Any, caplog: pytest.LogCaptureFixture) -> None:
+    model = tiny_models.save(tmp_path, *FAMILIES["Llama"])
+
+    def fail() -> None:
+        raise torch._dynamo.exc.InternalTorchDynamoError("no compiler")
+
+    attentions = [module for name, module in model.named_modules() if name.endswith("self_attn")]
+    assert compile_layers(model, attentions, fail) == 0 and "no compiler" in caplog.text
+    assert all(layer._compiled_call_impl is None for layer in layers_of(model, attentions))
