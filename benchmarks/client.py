@@ -9,6 +9,8 @@ from itertools import pairwise
 from typing import Any
 from urllib.parse import urlsplit
 
+import orjson
+
 LIMIT_BYTES = 2**24
 
 
@@ -59,11 +61,14 @@ async def events(url: str, body: dict[str, Any]) -> AsyncIterator[dict[str, Any]
         status = int((await reader.readline()).split()[1])
         if status != 200:
             raise Refused(status, (await reader.read()).split(b"\r\n\r\n", 1)[-1])
-        while line := await reader.readline():
-            if line.startswith(b"data:") and line[5:].strip() != b"[DONE]":
-                yield json.loads(line[5:])
-            elif line == b"0\r\n":
-                return
+        rest = b""
+        while data := await reader.read(LIMIT_BYTES):  # once for all that has come: every wait costs more than a frame
+            *lines, rest = (rest + data).split(b"\n")
+            for line in lines:
+                if line.startswith(b"data:") and line[5:].strip() != b"[DONE]":
+                    yield orjson.loads(line[5:])
+                elif line == b"0\r":
+                    return
         raise Broken(f"{url}: the stream broke off")
     finally:
         writer.close()
