@@ -18,6 +18,7 @@ from gpu_worker.door import StartRow
 from gpu_worker.engine import likeliest
 from gpu_worker.engine import sample as sampler
 from gpu_worker.engine.draw import drawn
+from gpu_worker.engine.guide import Guide
 from gpu_worker.engine.manner import Manner, Turn
 from gpu_worker.engine.sample import Sampled, greedy, read
 from gpu_worker.engine.uniforms import AHEAD, Uniforms, uniforms
@@ -71,10 +72,17 @@ askings = st.tuples(samplings, st.sampled_from([0, 3, VOCABULARY]), st.sampled_f
 """Sampling, top_n, min_end."""
 
 
-def turn(sampling: Sampling | None, top_n: int = 0, min_end: int = 0, generated: Sequence[int] = GENERATED, index: int = -1) -> Turn | None:
+def turn(
+    sampling: Sampling | None,
+    top_n: int = 0,
+    min_end: int = 0,
+    generated: Sequence[int] = GENERATED,
+    index: int = -1,
+    guide: Guide | None = None,
+) -> Turn | None:
     """Of a row that generated so much; `index` where another token than the next is meant."""
     start = StartRow(0, pack_ids([*PROMPT, *generated]), len(generated), 100, False, b"", min_end, top_n=top_n, sampling=sampling)
-    manner = Manner.of(start, ENDS)
+    manner = Manner.of(start, ENDS, guide)
     return manner and Turn(manner, len(generated) if index < 0 else index)
 
 
@@ -221,6 +229,43 @@ def test_a_single_survivor_is_certain() -> None:
             sampled = sample(logits_of(4), [turn(Sampling(temperature=1.0, raw_logprobs=raw, **asked), top_n=2)])
             assert (sampled.logprobs[0] == 0.0) == (not raw)
             assert math.isfinite(sampled.tops[0].logprobs[1]) == raw
+
+
+class Fixed:
+    """A guide that says the same of every token; it remembers what it heard, and whom it was asked after."""
+
+    def __init__(self, allowed: Sequence[int] | None = None, biased: dict[int, float] | None = None) -> None:
+        self.allowed, self.biased, self.heard = allowed, biased, list[int]()
+
+    def take(self, token: int) -> None:
+        self.heard.append(token)
+
+    def mask(self) -> Any:
+        if self.allowed is None:
+            return None
+        bits = np.zeros(-(-VOCABULARY // 32) * 32, np.uint8)
+        bits[list(self.allowed)] = 1
+        return np.packbits(bits, bitorder="little").view(np.int32)
+
+    def bias(self) -> Any:
+        return None if self.biased is None else np.array([self.biased.get(token, 0) for token in range(VOCABULARY)], np.float32)
+
+
+def test_a_guide_has_its_say() -> None:
+    """Beside rows without one; its mask and bias come after all else, as a bias and a ban of the row's own would."""
+    logits = logits_of(6, 5)
+    drawn = Sampling(temperature=1.0, top_p=0.9, seed=1)
+    asked = [drawn, drawn, drawn, None, drawn]  # one is greedy but for its guide
+    guides = [None, Fixed(allowed=[3, 31, 32, 59]), Fixed(biased={7: 5.0}), Fixed(allowed=[4]), Fixed([9, 10, 11], {10: 3.0})]
+    sampled = sample(logits, [turn(sampling, VOCABULARY, guide=guide) for sampling, guide in zip(asked, guides, strict=True)])
+    for row, guide in enumerate(guides):
+        given = logits[row].clone()
+        if guide and guide.biased:
+            given += torch.from_numpy(guide.bias())
+        barred = sorted(set(range(VOCABULARY)) - set(guide.allowed)) if guide and guide.allowed else []
+        check(sampled, row, given, asked[row] or Sampling(), barred)
+        assert guide is None or guide.heard == GENERATED
+    assert sampled.ids[3] == 4
 
 
 def test_rows_that_ask_for_nothing_are_plainly_greedy(monkeypatch: pytest.MonkeyPatch) -> None:

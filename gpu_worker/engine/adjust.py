@@ -1,4 +1,4 @@
-"""What is changed in the scores of single tokens before anything is compared: bias, bans, penalties.
+"""What is changed in the scores of single tokens before anything is compared: bias, bans, penalties, and what a guide says.
 
 Few tokens of a row are concerned, so places are gathered and scattered; nothing here goes through the vocabulary.
 """
@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from gpu_worker.engine.guide import steer
 from gpu_worker.engine.manner import Int64, Manner
 from gpu_worker.engine.upload import upload
 
@@ -20,6 +21,7 @@ def adjust(scores: torch.Tensor, manners: Sequence[Manner], indices: Sequence[in
     bias(scores, manners)
     ban(scores, [np.array(manner.banned(index), np.int64) for manner, index in zip(manners, indices, strict=True)])
     penalise(scores, manners)
+    steer(scores, [manner.guide for manner in manners])
 
 
 def bias(scores: torch.Tensor, manners: Sequence[Manner]) -> None:

@@ -8,6 +8,7 @@ import numpy.typing as npt
 from common.messages import Sampling
 from common.packing import unpack_ids
 from gpu_worker.door import StartRow
+from gpu_worker.engine.guide import Guide
 from gpu_worker.engine.history import History
 from gpu_worker.engine.uniforms import Uniforms
 
@@ -26,6 +27,7 @@ class Manner:
         bad_words: (ids before the last, last id) of the longer ones.
         tail: the row's last ids, as many as the longest bad word needs.
         history: None where nothing is penalised.
+        guide: what else has a say in each token.
     """
 
     sampling: Sampling
@@ -41,18 +43,22 @@ class Manner:
     tail: list[int]
     uniforms: Uniforms
     history: History | None = field(default=None)
+    guide: Guide | None = None
 
     @classmethod
-    def of(cls, start: StartRow, end_ids: list[int]) -> "Manner | None":
-        """None is plainly greedy. `end_ids` would end the row."""
+    def of(cls, start: StartRow, end_ids: list[int], guide: Guide | None = None) -> "Manner | None":
+        """None is plainly greedy. `end_ids` would end the row. `guide` has not heard of any token yet."""
         sampling = start.sampling or Sampling()
-        lasts = start.top_n > 0 or not is_plain(sampling)
+        lasts = start.top_n > 0 or not is_plain(sampling) or guide is not None
         if not lasts and start.min_end <= start.base:
             return None
         ids = np.frombuffer(start.ids, "<i4")
         words = [unpack_ids(word) for word in sampling.bad_words]
         tail_length = max((len(word) - 1 for word in words), default=0)
         num_prompt = len(ids) - start.base
+        if guide is not None:
+            for token in ids[num_prompt:].tolist():
+                guide.take(token)
         return cls(
             sampling=sampling,
             top_n=start.top_n,
@@ -67,6 +73,7 @@ class Manner:
             tail=ids[max(0, len(ids) - tail_length) :].tolist(),
             uniforms=Uniforms(sampling.seed, sampling.choice),
             history=History(ids[:num_prompt], ids[num_prompt:].tolist()) if penalises(sampling) else None,
+            guide=guide,
         )
 
     def asks(self, index: int) -> bool:
@@ -84,6 +91,8 @@ class Manner:
             self.history.add(token)
         if self.tail_length:
             self.tail = [*self.tail, token][-self.tail_length :]
+        if self.guide is not None:
+            self.guide.take(token)
 
     def penalty(self) -> Float32:
         """What is subtracted from the scores of the history's ids."""
