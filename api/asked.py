@@ -38,6 +38,9 @@ class Asked:
     temperature: float | None = None
     top_k: int | None = None
     top_p: float | None = None
+    top_p_decay: float | None = None
+    top_p_min: float | None = None
+    top_p_reset_ids: list[int] = field(default_factory=list)
     min_p: float | None = None
     typical_p: float | None = None
     repetition_penalty: float | None = None

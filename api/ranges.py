@@ -39,6 +39,8 @@ RANGES = {
     "temperature": Range(0, 100),
     "top_k": Range(-1),
     "top_p": Range(0, 1),
+    "top_p_decay": Range(0, 1, above=True),
+    "top_p_min": Range(0, 1),
     "min_p": Range(0, 1),
     "typical_p": Range(0, 1, above=True),
     "repetition_penalty": Range(0, 100, above=True),

@@ -9,12 +9,12 @@ from api.asked import Asked
 from api.errors import Refusal, invalid
 from api.prompt import Vocabulary
 from api.ranges import BIASES, MAX_STOP_CHARS, RANGES
-from common.messages import Sampling
+from common.messages import TOP_P_MIN, Sampling
 from common.packing import pack_ids
 
 GREEDY_BELOW = 1e-5
 """A temperature this low is greedy: logits divided by it would leave float32."""
-MAX_STOP_IDS = 128
+MAX_LISTED_IDS = 128
 MAX_BIASES = 1024
 MAX_BAD_WORDS, MAX_BAD_WORD_CHARS = 128, 200
 
@@ -100,12 +100,11 @@ def check_stops(asked: Asked, limits: Limits, vocabulary: Vocabulary) -> None:
         raise refuse(asked, "stop", "must not have an empty stop sequence")
     if (longest := max(map(len, asked.stop), default=0)) > MAX_STOP_CHARS:
         raise refuse(asked, "stop", f"must have stop sequences of at most {MAX_STOP_CHARS} characters. Given: {longest}")
-    if len(asked.stop_ids) > MAX_STOP_IDS:
-        raise refuse(asked, "stop_ids", f"supports up to {MAX_STOP_IDS} token ids. Given: {len(asked.stop_ids)}")
-    check_ids(asked, "stop_ids", asked.stop_ids, vocabulary)
+    check_id_list(asked, "stop_ids", asked.stop_ids, vocabulary)
 
 
 def check_logits(asked: Asked, vocabulary: Vocabulary) -> None:
+    check_id_list(asked, "top_p_reset_ids", asked.top_p_reset_ids, vocabulary)
     if len(asked.logit_bias) > MAX_BIASES:
         raise refuse(asked, "logit_bias", f"supports up to {MAX_BIASES} token ids. Given: {len(asked.logit_bias)}")
     check_ids(asked, "logit_bias", list(asked.logit_bias), vocabulary)
@@ -117,6 +116,12 @@ def check_logits(asked: Asked, vocabulary: Vocabulary) -> None:
     for word in asked.bad_words:
         if not 0 < len(word.strip()) <= len(word) <= MAX_BAD_WORD_CHARS:
             raise refuse(asked, "bad_words", f"must have words of 1 to {MAX_BAD_WORD_CHARS} characters. Given: {len(word.strip())}")
+
+
+def check_id_list(asked: Asked, field: str, ids: Sequence[int], vocabulary: Vocabulary) -> None:
+    if len(ids) > MAX_LISTED_IDS:
+        raise refuse(asked, field, f"supports up to {MAX_LISTED_IDS} token ids. Given: {len(ids)}")
+    check_ids(asked, field, ids, vocabulary)
 
 
 def check_ids(asked: Asked, field: str, ids: Sequence[int], vocabulary: Vocabulary) -> None:
@@ -137,7 +142,7 @@ def draws(asked: Asked) -> bool:
     """Whether tokens are drawn: where that is said, or where something is given that makes no sense otherwise."""
     if asked.temperature is not None and asked.temperature < GREEDY_BELOW:
         return False
-    parts = (asked.temperature, asked.top_p, asked.typical_p)
+    parts = (asked.temperature, asked.top_p, asked.top_p_decay, asked.typical_p)
     return bool(asked.do_sample or (asked.top_k or 0) > 0 or asked.min_p or any(part not in (None, 1.0) for part in parts))
 
 
@@ -158,6 +163,9 @@ def sampling(asked: Asked, vocabulary: Vocabulary) -> Sampling | None:
         temperature=given(asked.temperature, 1.0),
         top_k=min(max(asked.top_k or 0, 0), vocabulary.size),
         top_p=given(asked.top_p, 1.0),
+        top_p_decay=given(asked.top_p_decay, 1.0),
+        top_p_min=given(asked.top_p_min, TOP_P_MIN),
+        top_p_reset_ids=pack_ids(asked.top_p_reset_ids),
         min_p=given(asked.min_p, 0.0),
         typical_p=given(asked.typical_p, 1.0),
         seed=secrets.randbits(63) if asked.seed is None else asked.seed,

@@ -11,6 +11,9 @@ from common.codec import WireError, decode, encode, wire
 __all__ = ["WireError", "decode", "encode"]
 
 
+TOP_P_MIN = 1e-6
+
+
 @dataclass(frozen=True, slots=True)
 class Sampling:
     """How a row chooses its tokens, where that is not plainly the likeliest. Defaults change nothing.
@@ -27,6 +30,8 @@ class Sampling:
         choice: which of the n answers to one request this is.
         logit_bias: (id, what is added to its logit).
         bad_words: packed ids of sequences that must not be completed.
+        top_p_decay, top_p_min, top_p_reset_ids: top_p shrinks by this factor with each token, down to its minimum, until one of these ids
+            (packed) comes: then it starts again (arXiv:2206.04624).
         raw_logprobs: whether log-probabilities are of the model's own distribution (OpenAI's way) or of the processed one (TGI's).
     """
 
@@ -43,6 +48,9 @@ class Sampling:
     choice: int = wire("c", default=0)
     logit_bias: list[tuple[int, float]] = wire("b", default_factory=list)
     bad_words: list[bytes] = wire("w", default_factory=list)
+    top_p_decay: float = wire("d", default=1.0)
+    top_p_min: float = wire("n", default=TOP_P_MIN)
+    top_p_reset_ids: bytes = wire("i", default=b"")
     raw_logprobs: bool = wire("x", default=False)
 
 

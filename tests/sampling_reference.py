@@ -16,7 +16,7 @@ OUT = -np.inf
 def processed(logits: Array, sampling: Sampling, prompt: Sequence[int], generated: Sequence[int], barred: Sequence[int] = ()) -> Array:
     """Log-probabilities [vocabulary] of what the token is chosen from; `barred` ids may not come yet."""
     scores = penalised(np.asarray(logits, np.float64).copy(), sampling, [*prompt], [*generated], barred)
-    return log_softmax(truncated(scores / sampling.temperature, sampling) if sampling.temperature else scores)
+    return log_softmax(truncated(scores / sampling.temperature, sampling, generated) if sampling.temperature else scores)
 
 
 def log_softmax(scores: Array) -> Array:
@@ -41,11 +41,22 @@ def penalised(scores: Array, sampling: Sampling, prompt: list[int], generated: l
     return scores
 
 
-def truncated(scores: Array, sampling: Sampling) -> Array:
+def decayed(sampling: Sampling, generated: list[int]) -> float:
+    """top_p after these tokens (arXiv:2206.04624, section 3.2)."""
+    resets = [place for place, token in enumerate(generated) if token in unpack_ids(sampling.top_p_reset_ids)]
+    since = len(generated) - 1 - resets[-1] if resets else len(generated)
+    return (
+        sampling.top_p
+        if sampling.top_p_decay == 1
+        else max(sampling.top_p * sampling.top_p_decay**since, min(sampling.top_p, sampling.top_p_min))
+    )
+
+
+def truncated(scores: Array, sampling: Sampling, generated: list[int]) -> Array:
     if sampling.top_k:
         scores[scores < np.sort(scores)[::-1][: sampling.top_k][-1]] = OUT
-    if sampling.top_p < 1:
-        scores = nucleus(scores, sampling.top_p)
+    if (top_p := decayed(sampling, generated)) < 1:
+        scores = nucleus(scores, top_p)
     likelihoods = np.exp(log_softmax(scores))
     scores[likelihoods < sampling.min_p * likelihoods.max()] = OUT
     return typical(scores, sampling.typical_p) if sampling.typical_p < 1 else scores

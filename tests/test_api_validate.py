@@ -47,6 +47,8 @@ CASES: list[tuple[Any, int, str]] = [  # parameters, or a whole body with `input
     ({"top_k": -2}, 422, "`top_k` must be at least -1. Given: -2"),
     ({"top_k": 1.5}, 422, "`parameters.top_k`"),
     ({"top_p": 1.1}, 422, "`top_p` must be at least 0 and at most 1. Given: 1.1"),
+    ({"top_p_decay": 0}, 422, "`top_p_decay` must be above 0 and at most 1. Given: 0"),
+    ({"top_p_reset_ids": [-1]}, 422, "`top_p_reset_ids` must have token ids of at least 0"),
     ({"min_p": -0.1}, 422, "`min_p` must be at least 0 and at most 1. Given: -0.1"),
     ({"typical_p": 0}, 422, "`typical_p` must be above 0 and at most 1. Given: 0"),
     ({"do_sample": 1}, 422, "`parameters.do_sample`"),
@@ -204,6 +206,9 @@ async def test_every_parameter_reaches_the_worker(broker: Broker) -> None:
         "temperature": 0.5,
         "top_k": 7,
         "top_p": 0.9,
+        "top_p_decay": 0.75,
+        "top_p_min": 0.25,
+        "top_p_reset_ids": [6, 9],
         "min_p": 0.1,
         "typical_p": 0.8,
         "repetition_penalty": 1.5,
@@ -228,6 +233,9 @@ async def test_every_parameter_reaches_the_worker(broker: Broker) -> None:
         temperature=0.5,
         top_k=7,
         top_p=0.9,
+        top_p_decay=0.75,
+        top_p_min=0.25,
+        top_p_reset_ids=pack_ids([6, 9]),
         min_p=0.1,
         typical_p=0.8,
         repetition_penalty=1.5,
@@ -241,7 +249,8 @@ async def test_every_parameter_reaches_the_worker(broker: Broker) -> None:
 
 
 @pytest.mark.parametrize(
-    "fields", [{"do_sample": True}, {"temperature": 0.9}, {"top_k": 1}, {"top_p": 0.0}, {"min_p": 0.1}, {"typical_p": 0.9}]
+    "fields",
+    [{"do_sample": True}, {"temperature": 0.9}, {"top_k": 1}, {"top_p": 0.0}, {"min_p": 0.1}, {"typical_p": 0.9}, {"top_p_decay": 0.9}],
 )
 async def test_what_makes_tokens_be_drawn(fields: dict[str, Any]) -> None:
     first, second = [(await wanted(**fields))[0].sampling for _ in range(2)]

@@ -8,7 +8,7 @@ from common.life import Happening, Life
 from common.messages import RECORD, Cancel, Died, Events, Generate, LogEntry, Plan, Report, Sampling, Start, Terminal, Tokens, Worker
 from common.packing import pack_floats, pack_ids, unpack_ids
 
-SAMPLING = Sampling(0.5, 3, 0.9, 0.1, 0.8, 1.1, 0.2, 0.3, 0.4, 7, 1, [(5, -1.0)], [pack_ids([6])], True)
+SAMPLING = Sampling(0.5, 3, 0.9, 0.1, 0.8, 1.1, 0.2, 0.3, 0.4, 7, 1, [(5, -1.0)], [pack_ids([6])], 0.7, 0.01, pack_ids([8]), True)
 GENERATE = Generate(
     "r1", "d1", pack_ids([1, 258]), 7, ["x"], True, 2, pack_ids([9]), 3, 2, SAMPLING, 1000, "ch", "g", 30, 60, "batch", "t", "tr"
 )
@@ -44,6 +44,9 @@ EXAMPLES = [
                 "c": 1,
                 "b": [[5, -1.0]],
                 "w": [b"\x06\0\0\0"],
+                "d": 0.7,
+                "n": 0.01,
+                "i": b"\x08\0\0\0",
                 "x": True,
             }
         }

@@ -34,6 +34,8 @@ ALONE = {
     "top_k_of_all": {"temperature": 1.0, "top_k": 1000},
     "top_p": {"temperature": 1.0, "top_p": 0.83},
     "top_p_of_one": {"temperature": 1.0, "top_p": 0.0},
+    "top_p_decay": {"temperature": 1.0, "top_p": 0.97, "top_p_decay": 0.8, "top_p_min": 0.3, "top_p_reset_ids": pack_ids([9, 40])},
+    "top_p_floor": {"temperature": 1.0, "top_p_decay": 0.5, "top_p_min": 0.4},
     "min_p": {"temperature": 1.3, "min_p": 0.07},
     "typical_p": {"temperature": 1.0, "typical_p": 0.61},
     "repetition": {"repetition_penalty": 1.7},
@@ -55,6 +57,9 @@ samplings = st.builds(
     temperature=st.sampled_from([0.0, 0.3, 0.8, 1.0, 1.7]),
     top_k=st.sampled_from([0, 0, 1, 5, 30, 100]),
     top_p=shares,
+    top_p_decay=st.sampled_from([1.0, 1.0, 0.7]),
+    top_p_min=st.sampled_from([1e-6, 0.5]),
+    top_p_reset_ids=st.sampled_from([b"", pack_ids([8]), pack_ids([7, 3])]),
     min_p=st.sampled_from([0.0, 0.0, 0.03, 0.4]),
     typical_p=shares,
     repetition_penalty=st.sampled_from([1.0, 0.8, 1.4]),
@@ -287,14 +292,15 @@ def test_rows_that_ask_for_nothing_are_plainly_greedy(monkeypatch: pytest.Monkey
 )
 def test_a_manner_remembers_what_a_resumed_one_finds(prompt: list[int], tokens: list[int], base: int, words: list[list[int]]) -> None:
     penalties = {"frequency_penalty": 0.5, "presence_penalty": 0.2, "relative_frequency_penalty": 0.7}
-    sampling = Sampling(**penalties, bad_words=[pack_ids(word) for word in words])
+    decay = {"temperature": 1.0, "top_p": 0.9, "top_p_decay": 0.9, "top_p_min": 0.2, "top_p_reset_ids": pack_ids([5])}
+    sampling = Sampling(**penalties, **decay, bad_words=[pack_ids(word) for word in words])
     start = StartRow(0, pack_ids([*prompt, *tokens[:base]]), len(tokens[:base]), 999, False, b"", sampling=sampling)
     whole = StartRow(0, pack_ids([*prompt, *tokens]), len(tokens), 999, False, b"", sampling=sampling)
     grown, resumed = Manner.of(start, []), Manner.of(whole, [])
     assert grown and resumed
     for token in tokens[base:]:
         grown.take(token)
-    assert (grown.tail, grown.banned(5)) == (resumed.tail, resumed.banned(5))
+    assert (grown.tail, grown.banned(5), grown.top_p) == (resumed.tail, resumed.banned(5), resumed.top_p)
     found = penalties_of(grown)
     assert found == penalties_of(resumed)
     for token, penalty in found.items():

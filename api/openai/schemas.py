@@ -143,6 +143,11 @@ class Body(BaseModel):
     temperature: float | None = ranged("temperature", "default 1; 0 is greedy")
     top_k: int | None = ranged("top_k", "0 and -1 are off")
     top_p: float | None = ranged("top_p")
+    top_p_decay: float | None = ranged("top_p_decay", "what `top_p` is multiplied with after each token")
+    top_p_min: float | None = ranged("top_p_min", "below which `top_p_decay` does not take it; default 0.000001")
+    top_p_reset_ids: Listed[int] | None = Field(
+        default=None, description="token ids after which `top_p` is as given again", json_schema_extra={"items": {"minimum": 0}}
+    )
     min_p: float | None = ranged("min_p")
     typical_p: float | None = ranged("typical_p")
     repetition_penalty: float | None = ranged("repetition_penalty")

@@ -46,10 +46,17 @@ class Parameters(BaseModel):
     ignore_eos: bool | None = Field(default=None, description="go on behind the end-of-sequence token")
     truncate: int | None = ranged("truncate", "the prompt's last so many tokens are used")
 
-    do_sample: bool | None = Field(default=None, description="draw tokens; so does any of the next six fields, where it changes something")
+    do_sample: bool | None = Field(
+        default=None, description="draw tokens; so does any of the next fields down to `typical_p`, where it changes something"
+    )
     temperature: float | None = ranged("temperature", "default 1.0; 0 is greedy")
     top_k: int | None = ranged("top_k", "0 and -1 are off")
     top_p: float | None = ranged("top_p")
+    top_p_decay: float | None = ranged("top_p_decay", "what `top_p` is multiplied with after each token")
+    top_p_min: float | None = ranged("top_p_min", "below which `top_p_decay` does not take it; default 0.000001")
+    top_p_reset_ids: Listed[int] | None = Field(
+        default=None, description="token ids after which `top_p` is as given again", json_schema_extra={"items": {"minimum": 0}}
+    )
     min_p: float | None = ranged("min_p")
     typical_p: float | None = ranged("typical_p")
     seed: int | None = ranged("seed", "default: drawn by chance")
@@ -108,6 +115,9 @@ class GenerateRequest(BaseModel):
             temperature=given.temperature,
             top_k=given.top_k,
             top_p=given.top_p,
+            top_p_decay=given.top_p_decay,
+            top_p_min=given.top_p_min,
+            top_p_reset_ids=given.top_p_reset_ids or [],
             min_p=given.min_p,
             typical_p=given.typical_p,
             seed=given.seed,

@@ -21,7 +21,7 @@ def way_of(manner: Manner) -> Way:
         return greedily
     if sampling.typical_p < 1:
         return typically
-    return narrowly if sampling.top_k or sampling.top_p < 1 or sampling.min_p else widely
+    return narrowly if sampling.top_k or min(sampling.top_p, sampling.top_p_decay) < 1 or sampling.min_p else widely
 
 
 def choose(logits: torch.Tensor, way: Way, turns: Sequence[Turn]) -> Drawn:
@@ -43,9 +43,10 @@ def temper(scores: torch.Tensor, manners: Sequence[Manner]) -> None:
 
 
 def limits(turns: Sequence[Turn], device: torch.device) -> Limits:
-    sampled = [turn.manner.sampling for turn in turns]
-    shares = [[one.top_p, one.min_p, one.typical_p, turn.manner.uniforms.at(turn.index)] for one, turn in zip(sampled, turns, strict=True)]
-    top_k = upload([one.top_k for one in sampled], device)
+    manners = [turn.manner for turn in turns]
+    sampled = [(manner, manner.sampling, turn.index) for manner, turn in zip(manners, turns, strict=True)]
+    shares = [[manner.top_p, one.min_p, one.typical_p, manner.uniforms.at(index)] for manner, one, index in sampled]
+    top_k = upload([manner.sampling.top_k for manner in manners], device)
     return Limits(top_k[:, None], *upload(shares, device, torch.float64)[..., None].unbind(1))
 
 

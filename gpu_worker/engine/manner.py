@@ -8,6 +8,7 @@ import numpy.typing as npt
 from common.messages import Sampling
 from common.packing import unpack_ids
 from gpu_worker.door import StartRow
+from gpu_worker.engine.decay import Decay
 from gpu_worker.engine.guide import Guide
 from gpu_worker.engine.history import History
 from gpu_worker.engine.uniforms import Uniforms
@@ -27,6 +28,7 @@ class Manner:
         bad_words: (ids before the last, last id) of the longer ones.
         tail: the row's last ids, as many as the longest bad word needs.
         history: None where nothing is penalised.
+        decay: None where top_p stays as it is.
         guide: what else has a say in each token.
     """
 
@@ -43,6 +45,7 @@ class Manner:
     tail: list[int]
     uniforms: Uniforms
     history: History | None = field(default=None)
+    decay: Decay | None = None
     guide: Guide | None = None
 
     @classmethod
@@ -73,8 +76,14 @@ class Manner:
             tail=ids[max(0, len(ids) - tail_length) :].tolist(),
             uniforms=Uniforms(sampling.seed, sampling.choice),
             history=History(ids[:num_prompt], ids[num_prompt:].tolist()) if penalises(sampling) else None,
+            decay=Decay(sampling, ids[num_prompt:].tolist()) if sampling.top_p_decay < 1 else None,
             guide=guide,
         )
+
+    @property
+    def top_p(self) -> float:
+        """Of the next token."""
+        return self.decay.top_p if self.decay else self.sampling.top_p
 
     def asks(self, index: int) -> bool:
         """Whether the token of this index is not plainly the likeliest."""
@@ -91,6 +100,8 @@ class Manner:
             self.history.add(token)
         if self.tail_length:
             self.tail = [*self.tail, token][-self.tail_length :]
+        if self.decay is not None:
+            self.decay.take(token)
         if self.guide is not None:
             self.guide.take(token)
 
