@@ -75,7 +75,7 @@ async def test_who_is_silent_leaves_the_roll(broker, redis):
         async def names() -> set[str]:
             return {one["id"] for one in (await client.get("/fleet")).json()["processes"]}
 
-        await Sign(redis, KEYS, "batcher", "b0-1", 0.3).show(rows=1)
+        await Sign(redis, KEYS, "batcher", "b0-1", 1.0).show(rows=1)
         assert await names() == {"broker", "g0-test", "b0-1"}
         await wait_until(lambda: gone(redis))
         assert await names() == {"broker", "g0-test"}
