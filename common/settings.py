@@ -136,7 +136,7 @@ class Settings:
     gpu_locks: str = setting("/tmp/tokenfleet-gpus", "folder of the locks by which workers of one machine take different GPUs")
     block_size: int | None = setting(None, "tokens of one KV block (default: 16 on CPU, 64 on CUDA)", at_least=1)
     deterministic: bool = setting(
-        False, "the same request gives the same bits whatever else runs, on workers alike; on CPU, for models whose layers allow it"
+        False, "the same request gives the same bits whatever else runs, on workers alike, for models whose layers allow it"
     )
     debug_kv: bool = setting(False, "fill freed KV blocks with NaN, so that a use after release shows")
     step_timeout_s: float = seconds(

@@ -7,10 +7,13 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
+from common.messages import Sampling
+from gpu_worker.engine import engine as engine_module
 from gpu_worker.engine import load, warmup
 from gpu_worker.engine.cache import Cache, Geometry, Layer, View
 from gpu_worker.engine.compiled import compile_layers, layers_of
@@ -21,12 +24,15 @@ from gpu_worker.engine.merge import Part as Merged
 from gpu_worker.engine.merge import merge
 from gpu_worker.engine.rows import arrange
 from gpu_worker.engine.sdpa import Sdpa
+from gpu_worker.engine.tokenwise import Tokenwise
 from tests import fake_flashinfer, tiny_models
+from tests.batch_player import Player, unpacked
 from tests.test_gpu_worker_engine_models import NEW_TOKENS, engine_of, play, prompts
 from tests.test_gpu_worker_engine_native import BLOCKS, CPU, STEPS, chunk, rows
 from tests.tiny_models import FAMILIES, VOCAB
 
-fake_flashinfer.install()
+if not fake_flashinfer.install():
+    pytest.skip("where there is a GPU, the tests marked gpu try the real parts", allow_module_level=True)
 from gpu_worker.engine.flash import Flash, serves  # noqa: E402  (imports flashinfer)
 
 HOPPER = 9
@@ -76,20 +82,20 @@ def again(run: Callable[[], None]) -> Callable[[], None]:
 
 
 @pytest.fixture
-def like_cuda(monkeypatch: pytest.MonkeyPatch) -> Callable[[Path], Engine]:
+def like_cuda(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Engine]:
     """An engine on CPU made as one on CUDA is, but for the compiler."""
 
     def backend_of(geometry: Geometry, device: torch.device) -> Flash:
         return Flash(geometry, device, HOPPER)
 
-    def made(folder: Path) -> Engine:
+    def made(folder: Path, deterministic: bool = False) -> Engine:
         monkeypatch.setattr(load, "pack", merge)
         monkeypatch.setattr(load, "backend_of", backend_of)
+        monkeypatch.setattr(engine_module, "TOKENS", 12)
         engine = engine_of(folder, block_size=16)
-        loaded = engine.loaded
         engine.ahead = True
-        engine.graphs = Graphs(loaded.decode, 3, loaded.context // 16, loaded.vocab_size, torch.float32, CPU)
-        engine.graphs.capture(again)
+        if engine.loaded.backend.plan_free:
+            engine.capture(again, 3, deterministic)
         return engine
 
     return made
@@ -101,8 +107,6 @@ def test_served(family: str, tmp_path: Path, like_cuda: Callable[[Path], Engine]
     model = tiny_models.save(tmp_path, *FAMILIES[family])
     wanted = {row: tiny_models.generate(model, prompt, NEW_TOKENS) for row, prompt in enumerate(prompts())}
     engine, fresh = like_cuda(tmp_path), dict(enumerate(prompts()))
-    if not engine.loaded.backend.plan_free:
-        engine.graphs = None
     assert [play(engine, {row: prompt})[row] for row, prompt in fresh.items()] == list(wanted.values()), "alone"
     assert play(engine, fresh) == wanted, "batched"
     assert play(engine, fresh, prefill_tokens=7) == wanted, "chunked"
@@ -113,11 +117,37 @@ def test_served(family: str, tmp_path: Path, like_cuda: Callable[[Path], Engine]
 def test_decoding_comes_from_graphs(tmp_path: Path, like_cuda: Callable[[Path], Engine]) -> None:
     tiny_models.save(tmp_path, *FAMILIES["Llama"])
     engine, seen = like_cuda(tmp_path), list[int]()
-    assert engine.graphs
+    assert isinstance(engine.graphs, Graphs)
     graphs = {size: (lambda run=run, size=size: (seen.append(size), run())) for size, run in engine.graphs.graphs.items()}
     engine.graphs.graphs = graphs  # type: ignore[assignment]
     play(engine, dict(enumerate(prompts()[:2])))
     assert list(graphs) == [1, 2, 3] and seen == [2] * (NEW_TOKENS - 1)
+
+
+def bits(engine: Engine, rows: list[int], prefill_tokens: int, shown: dict[int, list[int]]) -> dict[int, tuple[list[int], bytes]]:
+    """The ids of rows that draw, and the bits of their log-probabilities."""
+    played = Player(engine, list(range(1, engine.ready.num_blocks + 1)), prefill_tokens, until=engine.rows.step)
+    sampling = [None, Sampling(temperature=1.0, seed=3), Sampling(temperature=1.0, top_p=0.9, repetition_penalty=1.2, seed=4), None]
+    asked = {row: {"base": len(shown.get(row, [])), "ignore_eos": True, "sampling": sampling[row]} for row in rows}
+    starts = [played.start(row, prompts()[row] + shown.get(row, []), NEW_TOKENS, **asked[row]) for row in rows]
+    ids, told = played.run(starts), dict.fromkeys(rows, b"")
+    for step in played.steps:
+        for row, logprob in zip(unpacked(step.rows), np.frombuffer(step.logprobs, "<f4"), strict=True):
+            told[row] += logprob.tobytes()
+    return {row: (ids[row], told[row]) for row in rows}
+
+
+def test_deterministic(tmp_path: Path, like_cuda: Callable[..., Engine]) -> None:
+    """Everything goes through one graph, in lots that rows and chunks do not fit: ids are right, and bits a row's own."""
+    model = tiny_models.save(tmp_path, *FAMILIES["Qwen2"])
+    engine, rows = like_cuda(tmp_path, deterministic=True), list(range(len(prompts())))
+    assert isinstance(engine.graphs, Tokenwise) and list(engine.graphs.graphs.graphs) == [12]
+    alone = {row: bits(engine, [row], 1000, {})[row] for row in rows}
+    assert alone[0][0] == tiny_models.generate(model, prompts()[0], NEW_TOKENS)
+    assert bits(engine, rows, 1000, {}) == alone, "batched"
+    assert bits(engine, rows[::-1], 7, {}) == alone, "chunked, in another order"
+    resumed = bits(engine, rows, 1000, {row: alone[row][0][: 5 + row] for row in rows})
+    assert resumed == {row: (ids[5 + row :], told[4 * (5 + row) :]) for row, (ids, told) in alone.items()}, "resumed"
 
 
 def test_sizes_of_graphs() -> None:

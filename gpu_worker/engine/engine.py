@@ -14,7 +14,7 @@ from gpu_worker.door import Grant, Ready, Step
 from gpu_worker.engine import warmup
 from gpu_worker.engine.compiled import compile_layers
 from gpu_worker.engine.flight import Flight, Launched
-from gpu_worker.engine.graphs import Graphs, capture_on
+from gpu_worker.engine.graphs import Capture, Graphs, capture_on, sizes
 from gpu_worker.engine.halves import halves, out_of_memory
 from gpu_worker.engine.inputs import build
 from gpu_worker.engine.load import load, name_of
@@ -22,6 +22,7 @@ from gpu_worker.engine.prompt_scores import MAX_LOGITS, of_prompts, of_samples
 from gpu_worker.engine.ranks import ALONE, Ranks
 from gpu_worker.engine.rows import Int32, Part, Rows
 from gpu_worker.engine.sample import blank, sample
+from gpu_worker.engine.tokenwise import TOKENS, Tokenwise
 
 log = logging.getLogger(__name__)
 
@@ -37,7 +38,7 @@ class Engine:
         self.block_size = self.loaded.geometry.block_size
         self.debug_kv = settings.debug_kv
         self.rows = Rows(self.block_size, self.loaded.eos_ids, max(1, MAX_LOGITS // self.loaded.vocab_size))
-        self.graphs: Graphs | None = None
+        self.graphs: Graphs | Tokenwise | None = None
         self.ahead = self.loaded.device.type != "cpu"
         self.flight: Flight | None = None
         self.landed, self.landed_s = 0, 0.0  # the last step read, and when
@@ -54,10 +55,15 @@ class Engine:
         compile_layers(loaded.model, loaded.attentions, try_out)
         if loaded.backend.plan_free and not loaded.ropes:
             progress("capturing")
-            max_blocks = min(-(-loaded.context // self.block_size), loaded.cache.num_blocks)
-            of = (settings.max_batch_size, max_blocks, loaded.vocab_size, loaded.geometry.dtype, loaded.device)
-            self.graphs = Graphs(loaded.decode, *of)
-            self.graphs.capture(capture_on(loaded.device))
+            self.capture(capture_on(loaded.device), settings.max_batch_size, settings.deterministic)
+
+    def capture(self, capture: Capture, max_rows: int, deterministic: bool) -> None:
+        """Makes graphs of steps in which up to `max_rows` rows decode; or of one step through which everything goes."""
+        loaded, size = self.loaded, TOKENS if deterministic else max_rows
+        max_blocks = min(-(-loaded.context // self.block_size), loaded.cache.num_blocks)
+        graphs = Graphs(loaded.decode, size, max_blocks, loaded.vocab_size, loaded.geometry.dtype, loaded.device)
+        graphs.capture(capture, [size] if deterministic else sizes(size))
+        self.graphs = Tokenwise(graphs) if deterministic else graphs
 
     def warm_up(self, settings: Settings) -> Ready:
         loaded = self.loaded

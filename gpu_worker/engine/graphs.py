@@ -33,9 +33,9 @@ class Graphs:
         self.logits = torch.zeros(max_rows, vocab_size, dtype=dtype, device=device)
         self.graphs: dict[int, Callable[[], None]] = {}
 
-    def capture(self, capture: Capture) -> None:
+    def capture(self, capture: Capture, sizes: Sequence[int]) -> None:
         """The largest first: the others find room in its memory."""
-        for size in reversed(sizes(self.max_rows)):
+        for size in sorted(sizes, reverse=True):
             self.graphs[size] = capture(lambda size=size: self.forward(size))  # type: ignore[misc]
         self.graphs = dict(sorted(self.graphs.items()))
 

@@ -114,10 +114,22 @@ def load(settings: Settings, progress: model_files.Progress, ranks: Ranks) -> Lo
     loaded.attach(0)
     loaded.attach(num_blocks(settings, geometry, device, ranks, lambda: peak_bytes(loaded, settings)))
     fused = fuse(model, backend, loaded.forward) if isinstance(backend, Paged) else 0
-    if settings.deterministic and fused < len(geometry.layers):
-        known = f"{fused} of its {len(geometry.layers)} layers run in kernels that compute each token by itself"
-        raise SettingError("deterministic", f"{settings.model_id} as {name_of(dtype)} on {device.type}: {known}")
+    if settings.deterministic and (cause := undetermined(loaded, fused, ranks)):
+        raise SettingError("deterministic", f"{settings.model_id} as {name_of(dtype)} on {device.type}: {cause}")
     return loaded
+
+
+def undetermined(loaded: Loaded, fused: int, ranks: Ranks) -> str:
+    """Why a token's bits may depend on what else runs; empty where they do not."""
+    if loaded.device.type != "cuda":
+        layers = len(loaded.geometry.layers)
+        return "" if fused == layers else f"{fused} of its {layers} layers run in kernels that compute each token by itself"
+    if ranks.world_size > 1:
+        return "it runs on several ranks"
+    if not loaded.backend.plan_free or loaded.ropes:
+        return "its steps cannot be captured"
+    experts = any(weight.dim() == 3 for weight in loaded.model.parameters())
+    return "its experts' products have shapes that depend on the batch" if experts else ""
 
 
 def backend_of(geometry: Geometry, device: torch.device) -> attention.Backend:

@@ -1,0 +1,57 @@
+"""DETERMINISTIC on CUDA: each token is computed as a row that decodes, and always beside as many others, in one captured step.
+
+What a product, a norm or attention makes of a row depends on the shapes it is called with, which decide how sums are split; not on what
+stands in other rows. So with one shape for everything, a token's bits are the same in any batch, chunk or resume. XQA splits a row by
+the number of rows, of heads, and the width of the table, which are the graph's.
+"""
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import torch
+
+from gpu_worker.engine.graphs import Graphs
+from gpu_worker.engine.inputs import resolved, token_ids, wanted
+from gpu_worker.engine.rows import Int32, Part
+from gpu_worker.engine.upload import upload
+
+TOKENS = 256
+"""Of the captured step. Where weights are read from memory, a step of so many takes some twice as long as one of a single token."""
+
+
+class Tokenwise:
+    """As `Graphs`, for steps of all kinds."""
+
+    def __init__(self, graphs: Graphs) -> None:
+        """`graphs` hold one graph, the largest."""
+        self.graphs, self.size = graphs, graphs.max_rows
+
+    def hold(self, parts: Sequence[Part], previous: torch.Tensor | None) -> bool:
+        return True
+
+    def run(self, parts: Sequence[Part], previous: torch.Tensor | None) -> torch.Tensor:
+        """Launches a step, in lots → logits [wanted, vocabulary]. A lot sees the K and V of those before it, and a token those before it in
+        its own lot: they are written before anything is attended to."""
+        graphs, places, logits = self.graphs, wanted(parts), [self.graphs.logits[:0]]
+        for begin, inputs in lots(parts, self.size):
+            graphs.give(inputs, self.size)
+            graphs.ids.copy_(resolved(graphs.ids.long(), previous))
+            graphs.graphs[self.size]()
+            inside = places[(places >= begin) & (places < begin + self.size)] - begin
+            logits.append(graphs.logits.index_select(0, upload(inside, graphs.device)))
+        return torch.cat(logits)
+
+
+def lots(parts: Sequence[Part], size: int) -> Iterator[tuple[int, Int32]]:
+    """The tokens of a step, `size` at a time → the first one's place on the line, and what `Graphs.give` takes."""
+    ids = np.concatenate([token_ids(part) for part in parts])
+    positions = np.concatenate([np.arange(part.begin, part.kv_len) for part in parts])
+    rows = np.repeat(np.arange(len(parts)), [part.count for part in parts])
+    tables = np.zeros((len(parts), max(len(part.row.blocks) for part in parts)), np.int32)
+    for line, part in zip(tables, parts, strict=True):
+        line[: len(part.row.blocks)] = part.row.blocks
+    for begin in range(0, len(ids), size):
+        lot = slice(begin, begin + size)
+        inputs = np.zeros((2 + tables.shape[1], size), np.int32)
+        inputs[:, : len(ids[lot])] = np.vstack((ids[lot], positions[lot], tables[rows[lot]].T))
+        yield begin, inputs
