@@ -16,7 +16,7 @@ from common.messages import Sampling
 from gpu_worker.engine import engine as engine_module
 from gpu_worker.engine import load, warmup
 from gpu_worker.engine.cache import Cache, Geometry, Layer, View
-from gpu_worker.engine.compiled import compile_layers, layers_of
+from gpu_worker.engine.compiled import compile_layers, compile_no_more, layers_of
 from gpu_worker.engine.engine import Engine
 from gpu_worker.engine.graphs import Graphs, sizes
 from gpu_worker.engine.inputs import build
@@ -213,6 +213,7 @@ def test_one_compilation_serves_all_layers(tmp_path: Path, like_cuda: Callable[[
         warmup.steps_of_all_shapes(engine.forward, VOCAB, engine.block_size)
 
     assert compile_layers(engine.loaded.model, engine.loaded.attentions, try_out) == 3
+    compile_no_more()
     compiled = dynamo["stats"]["unique_graphs"]
     assert 1 <= compiled <= 3 and not dynamo["graph_break"]
     assert play(engine, dict(enumerate(prompts()))) == wanted

@@ -14,7 +14,7 @@ COMPILATIONS = 64
 
 
 def compile_layers(model: nn.Module, attentions: Iterable[nn.Module], try_out: Callable[[], object]) -> int:
-    """→ layers compiled. `try_out` runs steps of all kinds of shapes: what they do not compile is never compiled later, while rows wait.
+    """→ layers compiled. `try_out` runs steps of all kinds of shapes.
 
     Where torch cannot compile the model, or the machine lacks what that takes, all layers run as they are, which is slower.
     """
@@ -29,8 +29,13 @@ def compile_layers(model: nn.Module, attentions: Iterable[nn.Module], try_out: C
         for layer in layers:
             layer._compiled_call_impl = None
         return 0
-    torch.compiler.set_stance("eager_on_recompile")
     return len(layers)
+
+
+def compile_no_more() -> None:
+    """From now on, what is not compiled yet runs as it is: rows do not wait for a compiler."""
+    log.info("compiled code: %d pieces", torch._dynamo.utils.counters["stats"]["unique_graphs"])
+    torch.compiler.set_stance("eager_on_recompile")
 
 
 def layers_of(model: nn.Module, attentions: Iterable[nn.Module]) -> list[Any]:

@@ -12,7 +12,7 @@ from common.model_files import Progress, silent
 from common.settings import Settings
 from gpu_worker.door import Grant, Ready, Step
 from gpu_worker.engine import warmup
-from gpu_worker.engine.compiled import compile_layers
+from gpu_worker.engine.compiled import compile_layers, compile_no_more
 from gpu_worker.engine.flight import Flight, Launched
 from gpu_worker.engine.graphs import Capture, Graphs, capture_on, sizes
 from gpu_worker.engine.halves import halves, out_of_memory
@@ -56,6 +56,7 @@ class Engine:
         if loaded.backend.plan_free and not loaded.ropes:
             progress("capturing")
             self.capture(capture_on(loaded.device), settings.max_batch_size, settings.deterministic)
+        compile_no_more()
 
     def capture(self, capture: Capture, max_rows: int, deterministic: bool) -> None:
         """Makes graphs of steps in which up to `max_rows` rows decode; or of one step through which everything goes."""
