@@ -15,6 +15,7 @@ from gpu_worker.engine import fuse, load, native, pack
 from gpu_worker.engine.cache import Cache, Geometry, Layer, View
 from gpu_worker.engine.engine import Engine
 from gpu_worker.engine.inputs import build
+from gpu_worker.engine.large_pages import LargePages
 from gpu_worker.engine.pack import NativeLinear, PackedLinear
 from gpu_worker.engine.paged import Paged
 from gpu_worker.engine.rows import Part, Row, arrange
@@ -97,7 +98,7 @@ def test_products(dtype: torch.dtype, whole: bool, inputs: int, outputs: int, bi
         pytest.skip("torch's products are used on this processor")
     torch.manual_seed(0)
     linear = nn.Linear(inputs, outputs, bias=bias).to(dtype)
-    packed = NativeLinear(linear, library, whole)  # type: ignore[arg-type]
+    packed = NativeLinear(linear, library, whole, LargePages())  # type: ignore[arg-type]
     for num_rows in (*range(1, 10), 33):
         states = torch.randn(1, num_rows, inputs).to(dtype)
         wanted = states.double() @ linear.weight.double().T + (linear.bias.double() if bias else 0)
@@ -194,7 +195,7 @@ def test_without_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplo
     assert [record.message for record in caplog.records if record.name == native.__name__] == [
         "no native kernels, torch's are used and are slower: no C++ compiler (g++ or clang++) is installed"
     ]
-    assert isinstance(engine.loaded.backend, Sdpa) and isinstance(pack.packed(nn.Linear(8, 8), whole=False), PackedLinear)
+    assert isinstance(engine.loaded.backend, Sdpa) and isinstance(pack.packed(nn.Linear(8, 8), False, LargePages()), PackedLinear)
     assert play(engine, dict(enumerate(prompts()))) == wanted
 
 

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from gpu_worker.engine import native
+from gpu_worker.engine.large_pages import LargePages
 
 ROWS = 32  # the number of rows that oneDNN's layout is chosen for; any number works
 TYPES = (torch.float32, torch.bfloat16)
@@ -32,14 +33,14 @@ class PackedLinear(nn.Module):
 class NativeLinear(nn.Module):
     """Through the native kernels: a row's result depends on no other row. `whole`: its outputs are float32, whatever the weights are."""
 
-    def __init__(self, linear: nn.Linear, library: ctypes.CDLL, whole: bool) -> None:
+    def __init__(self, linear: nn.Linear, library: ctypes.CDLL, whole: bool, pages: LargePages) -> None:
         super().__init__()
         self.whole = whole
         self.in_features, self.out_features = linear.in_features, linear.out_features
         self.bias, self.library, self.dtype = linear.bias, library, native.TYPES[linear.weight.dtype]
         self.panels = -(-self.out_features // library.tf_panel())
         weight = linear.weight.detach().contiguous()
-        self.packed = weight.new_empty(self.panels * library.tf_panel() * self.in_features)
+        self.packed = pages.take(self.panels * library.tf_panel() * self.in_features, weight.dtype)
         library.tf_pack(self.dtype, weight.data_ptr(), self.out_features, self.in_features, self.packed.data_ptr())
         self.known: native.Linear | None = None
 
@@ -67,17 +68,17 @@ def pack(model: Any) -> None:
     """Replaces the plain linear layers of a model on CPU. Logits are as exact as their sums: rounded to bfloat16, the two likeliest tokens
     are often equal.
     """
-    head = model.get_output_embeddings()
+    head, pages = model.get_output_embeddings(), LargePages()
     for module in list(model.modules()):
         for name, child in module.named_children():
             if type(child) is nn.Linear:
-                setattr(module, name, packed(child, whole=child is head))
+                setattr(module, name, packed(child, child is head, pages))
 
 
-def packed(linear: nn.Linear, whole: bool) -> nn.Module:
+def packed(linear: nn.Linear, whole: bool, pages: LargePages) -> nn.Module:
     library, dtype = native.library(), linear.weight.dtype
     if library and dtype in native.TYPES and library.tf_multiplies(native.TYPES[dtype]) and linear.in_features % 2 == 0:
-        return NativeLinear(linear, library, whole)
+        return NativeLinear(linear, library, whole, pages)
     if torch.backends.mkldnn.is_available() and dtype in TYPES:  # type: ignore[no-untyped-call]
         return PackedLinear(linear)
     return linear
