@@ -14,7 +14,7 @@ from torch import nn
 
 from common.messages import Sampling
 from gpu_worker.engine import engine as engine_module
-from gpu_worker.engine import load, warmup
+from gpu_worker.engine import attention, load, warmup
 from gpu_worker.engine.cache import Cache, Geometry, Layer, View
 from gpu_worker.engine.compiled import compile_layers, compile_no_more, layers_of
 from gpu_worker.engine.engine import Engine
@@ -50,7 +50,9 @@ def test_attention(block_size: int, generation: int) -> None:
         assert backends[1].plan_free == (block_size == 16 and generation == HOPPER and softcap is None)
         caches = [Cache(geometry, BLOCKS, CPU) for _ in backends]
         caches[1].fill(list(range(BLOCKS + 1)), math.nan)
-        modules = [SimpleNamespace(keys=cache.keys[0], values=cache.values[0], view=geometry.views[0], view_number=0) for cache in caches]
+        modules = [SimpleNamespace() for _ in caches]
+        for module, cache, backend in zip(modules, caches, backends, strict=True):
+            attention.attach([module], geometry, cache, backend)
         lines = rows(block_size, (70, 1, 33, 90))
         for step in STEPS:
             line = build(arrange([chunk(lines[row], begin, count) for row, begin, count in step]), block_size, CPU)

@@ -25,9 +25,14 @@ class Unservable(Exception):
 
 
 class Backend(Protocol):
-    """`plan_free`: whether it has `begin_decode`, so that steps in which all rows decode can be captured."""
+    """
+    Attributes:
+        plan_free: whether it has `begin_decode`, so that steps in which all rows decode can be captured.
+        modules: the attention modules, in the order of layers.
+    """
 
     plan_free: bool
+    modules: list[Any]
 
     def begin(self, inputs: Inputs) -> None:
         """Called before each forward: what layers share is computed here."""
@@ -122,18 +127,18 @@ def watch(model: Any, forward: Callable[[], object]) -> dict[Any, Layer]:
 
 def attach(modules: Iterable[Any], geometry: Geometry, cache: Cache, backend: Backend) -> None:
     """Hangs cache and backend on the attention modules, which are in the order of layers."""
-    for module, layer, keys, values in zip(modules, geometry.layers, cache.keys, cache.values, strict=True):
-        module.keys, module.values, module.backend = keys, values, backend
+    backend.modules = list(modules)
+    for number, (module, layer) in enumerate(zip(backend.modules, geometry.layers, strict=True)):
+        module.keys, module.values = cache.keys[number], cache.values[number]
+        module.backend, module.layer = backend, torch.tensor(number)
         module.view, module.view_number = layer.view, geometry.views.index(layer.view)
 
 
-def no_mask(*args: Any, **kwargs: Any) -> None:
-    """The backend knows who sees what."""
-
-
 def register() -> None:
+    """Without masks: the backend knows who sees what. Where a way of attending has none, transformers does not look for sequences packed
+    into its input, for which the host would wait for the device."""
     AttentionInterface.register(NAME, attend)
-    ALL_MASK_ATTENTION_FUNCTIONS.register(NAME, no_mask)
+    ALL_MASK_ATTENTION_FUNCTIONS._global_mapping.pop(NAME, None)
 
 
 register()

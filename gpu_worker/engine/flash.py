@@ -60,7 +60,7 @@ class Flash:
         scratch = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
         # A plan lies in its wrapper's pinned memory until the device has taken it: one plan may wait there while the next one is made.
         self.wrappers = [[flashinfer.BatchPrefillWithPagedKVCacheWrapper(scratch, "HND") for _ in self.views] for _ in range(2)]
-        self.turn = 0
+        self.turn, self.modules = 0, list[Any]()
         self.step = self.rows_that_decode(
             torch.zeros(1, dtype=torch.int32, device=device), torch.zeros(1, 1, dtype=torch.int32, device=device)
         )
@@ -111,7 +111,7 @@ class Flash:
     # --- in a forward ---
 
     def attend(self, module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, sinks: torch.Tensor | None) -> torch.Tensor:
-        output: torch.Tensor = attend(query, key, value, module.keys, module.values, sinks, self.number, module.view_number)
+        output: torch.Tensor = attend(query, key, value, sinks, module.layer, self.number)
         return output
 
     def run(self, number: int, query: torch.Tensor, cache: tuple[torch.Tensor, torch.Tensor], sinks: torch.Tensor | None) -> torch.Tensor:
@@ -173,24 +173,26 @@ def int32(values: Any) -> torch.Tensor:
 # --- what a compiled layer calls ----------------------------------------------------------------------------------------------------
 
 BACKENDS: weakref.WeakValueDictionary[int, Flash] = weakref.WeakValueDictionary()
-"""By number: compiled code takes tensors and numbers only. They are the same for all layers of a view, so one compilation serves these."""
+"""By number: compiled code takes tensors and numbers only."""
 
 
-@torch.library.custom_op("tokenfleet::attend", mutates_args=("keys", "values"))
+@torch.library.custom_op("tokenfleet::attend", mutates_args=())
 def attend(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
     sinks: Optional[torch.Tensor],  # noqa: UP045  (schemas are read from annotations)
+    layer: torch.Tensor,
     backend: int,
-    view: int,
 ) -> torch.Tensor:
+    """`layer` is a number on the host, as a tensor: a plain number would make each layer compile for itself. The cache is not among the
+    arguments: compilers copy what is written to, and take views of one tensor for one thing."""
     flash = BACKENDS[backend]
+    module = flash.modules[int(layer)]
+    keys, values = module.keys, module.values
     write(keys, values, key[0], value[0], flash.step.slots)
     sinks = None if sinks is None else sinks.float()
-    return flash.run(view, query[0].transpose(0, 1).contiguous(), (keys, values), sinks)[None]
+    return flash.run(module.view_number, query[0].transpose(0, 1).contiguous(), (keys, values), sinks)[None]
 
 
 @attend.register_fake

@@ -30,6 +30,7 @@ class Paged:
         self.kept: list[torch.Tensor] = []
         self.step = byref(native.Step())
         self.arrays: tuple[Any, ...] = ()
+        self.modules: list[Any] = []
 
     def begin(self, inputs: Inputs) -> None:
         widths = [span.blocks.shape[1] for span in inputs.spans]

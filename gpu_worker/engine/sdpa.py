@@ -57,6 +57,7 @@ class Sdpa:
         self.block_size, self.dtype, self.device = geometry.block_size, geometry.dtype, device
         self.views = geometry.views
         self.prepared: dict[View, Prepared] = {}
+        self.modules: list[Any] = []
 
     def begin(self, inputs: Inputs) -> None:
         self.prepared = {view: self.prepare(view, inputs) for view in self.views}
