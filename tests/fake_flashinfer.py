@@ -1,7 +1,4 @@
-"""FlashInfer's two entrances that the engine uses, computed by torch: as their docstrings say, with what they demand of their arguments.
-
-`install()` puts it where `import flashinfer` finds it, unless the real one is there.
-"""
+"""FlashInfer's two entrances that the engine uses, computed by torch: as their docstrings say, with what they demand of their arguments."""
 
 import importlib.util
 import math
@@ -12,6 +9,8 @@ from typing import Any
 import torch
 
 Cache = tuple[torch.Tensor, torch.Tensor]
+COUNTERS_BYTES = 8 * 2**20
+"""Of XQA's workspace."""
 
 
 def attention(
@@ -42,47 +41,67 @@ def xqa_batch_decode_with_kv_cache(
     query: torch.Tensor, kv_cache: Cache, workspace_buffer: torch.Tensor, block_tables: torch.Tensor, seq_lens: torch.Tensor,
     max_seq_len: int, *, bmm1_scale: float, window_left: int, out: torch.Tensor, sinks: torch.Tensor | None, kv_layout: str,
 ) -> None:  # fmt: skip
-    assert kv_layout == "HND" and query.is_contiguous() and out.is_contiguous() and workspace_buffer.dtype == torch.uint8
-    assert block_tables.dtype == seq_lens.dtype == torch.int32 and len(block_tables) == len(seq_lens) == len(query)
-    assert kv_cache[0].shape[2] in (16, 32, 64, 128) and max_seq_len == block_tables.shape[1] * kv_cache[0].shape[2]
-    assert sinks is None or (sinks.dtype == torch.float32 and sinks.shape == (query.shape[1],))
+    """The kernel takes addresses and a few strides: everything else must be as it expects, and nothing checks it."""
+    (rows, heads, dim), (keys, values) = query.shape, kv_cache
+    kv_heads, block_size = keys.shape[1:3]
+    assert kv_layout == "HND" and keys.shape == values.shape and keys.stride() == values.stride() and keys.stride(3) == 1
+    assert block_size in (16, 32, 64, 128) and heads % kv_heads == 0 and dim % 16 == 0
+    assert -(-heads // kv_heads // 16) * 16 * dim * 2 <= 2**14, "queries of one program"
+    assert query.dtype == keys.dtype == values.dtype == out.dtype and out.shape == query.shape
+    assert all(tensor.is_contiguous() for tensor in (query, out, block_tables, seq_lens, workspace_buffer))
+    assert block_tables.dtype == seq_lens.dtype == torch.int32 and seq_lens.shape == (rows,)
+    assert block_tables.shape == (rows, max_seq_len // block_size) and max_seq_len % block_size == 0
+    assert workspace_buffer.dtype == torch.uint8 and len(workspace_buffer) > COUNTERS_BYTES
+    assert type(bmm1_scale) is float and type(window_left) is int
+    assert sinks is None or (sinks.dtype == torch.float32 and sinks.shape == (heads,))
     for row, (blocks, length) in enumerate(zip(block_tables, seq_lens.tolist(), strict=True)):
-        keys, values = (gathered(cache, blocks, length) for cache in kv_cache)
-        out[row] = attention(query[row : row + 1], keys, values, bmm1_scale, window_left, None, sinks)[0][0]
+        held = blocks[: -(-length // block_size)]
+        row_keys, row_values = (gathered(cache, held, length) for cache in kv_cache)
+        out[row] = attention(query[row : row + 1], row_keys, row_values, bmm1_scale, window_left, None, sinks)[0][0]
 
 
 class BatchPrefillWithPagedKVCacheWrapper:
     def __init__(self, float_workspace_buffer: torch.Tensor, kv_layout: str = "NHD") -> None:
-        assert kv_layout == "HND"
+        assert kv_layout == "HND" and float_workspace_buffer.dtype == torch.uint8 and len(float_workspace_buffer) >= 2**27
 
     def plan(
         self, qo_indptr: torch.Tensor, paged_kv_indptr: torch.Tensor, paged_kv_indices: torch.Tensor, paged_kv_last_page_len: torch.Tensor,
         num_qo_heads: int, num_kv_heads: int, head_dim_qk: int, page_size: int,
         *, causal: bool, sm_scale: float, window_left: int, logits_soft_cap: float | None,
-        q_data_type: torch.dtype, kv_data_type: torch.dtype,
+        q_data_type: torch.dtype, kv_data_type: torch.dtype, seq_lens: torch.Tensor,
     ) -> None:  # fmt: skip
-        tensors = (qo_indptr, paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len)
-        assert causal and all(tensor.dtype == torch.int32 for tensor in tensors) and qo_indptr.device.type == "cpu"
+        on_host = (qo_indptr, paged_kv_indptr, paged_kv_last_page_len, seq_lens)
+        assert all(tensor.device.type == "cpu" for tensor in on_host), "it copies them to the host, and waits"
+        assert all(tensor.dtype == torch.int32 and tensor.dim() == 1 and tensor.is_contiguous() for tensor in (*on_host, paged_kv_indices))
+        assert len(qo_indptr) == len(paged_kv_indptr) == len(paged_kv_last_page_len) + 1 == len(seq_lens) + 1
+        assert qo_indptr[0] == paged_kv_indptr[0] == 0 and (qo_indptr.diff() > 0).all() and (paged_kv_indptr.diff() > 0).all()
         assert paged_kv_last_page_len.min() >= 1 and paged_kv_last_page_len.max() <= page_size
         assert len(paged_kv_indices) == paged_kv_indptr[-1]
-        self.queries, self.blocks = qo_indptr.tolist(), paged_kv_indptr.tolist()
-        self.indices, self.lasts, self.page_size = paged_kv_indices, paged_kv_last_page_len.tolist(), page_size
-        self.rest = (sm_scale, window_left, logits_soft_cap)
+        assert torch.equal(seq_lens, (paged_kv_indptr.diff() - 1) * page_size + paged_kv_last_page_len)
+        assert causal and head_dim_qk % 16 == 0 and num_qo_heads % num_kv_heads == 0 and type(sm_scale) is float
+        self.queries, self.blocks, self.lengths = qo_indptr.tolist(), paged_kv_indptr.tolist(), seq_lens.tolist()
+        self.indices, self.rest = paged_kv_indices, (sm_scale, window_left, logits_soft_cap)
+        self.shape, self.page = (num_qo_heads, head_dim_qk), (num_kv_heads, page_size, head_dim_qk)
+        self.dtypes = (q_data_type, kv_data_type)
 
     def run(self, q: torch.Tensor, paged_kv_cache: Cache, *, out: torch.Tensor, return_lse: bool = False) -> Any:
-        assert len(q) == self.queries[-1]
+        keys, values = paged_kv_cache
+        assert q.shape == (self.queries[-1], *self.shape) and q.stride(2) == out.stride(2) == 1
+        assert out.shape == q.shape and out.dtype == q.dtype == self.dtypes[0] and keys.dtype == values.dtype == self.dtypes[1]
+        assert keys.shape[1:] == values.shape[1:] == self.page and keys.stride() == values.stride()
         sums = q.new_empty(q.shape[:2], dtype=torch.float32)
-        for row, last in enumerate(self.lasts):
+        for row, length in enumerate(self.lengths):
             mine, blocks = slice(*self.queries[row : row + 2]), self.indices[slice(*self.blocks[row : row + 2])]
-            length = (len(blocks) - 1) * self.page_size + last
-            keys, values = (gathered(cache, blocks, length) for cache in paged_kv_cache)
-            out[mine], sums[mine] = attention(q[mine], keys, values, *self.rest, None)
+            row_keys, row_values = (gathered(cache, blocks, length) for cache in paged_kv_cache)
+            out[mine], sums[mine] = attention(q[mine], row_keys, row_values, *self.rest, None)
         return (out, sums) if return_lse else out
 
 
-def install() -> None:
-    if importlib.util.find_spec("flashinfer") is None:
+def install() -> bool:
+    """Puts it where `import flashinfer` finds it → whether it stands in; not where the real one is installed, or there is a GPU."""
+    if "flashinfer" not in sys.modules and not torch.cuda.is_available() and importlib.util.find_spec("flashinfer") is None:
         fake, decode = ModuleType("flashinfer"), ModuleType("flashinfer.decode")
         fake.BatchPrefillWithPagedKVCacheWrapper = BatchPrefillWithPagedKVCacheWrapper  # type: ignore[attr-defined]
         decode.xqa_batch_decode_with_kv_cache = xqa_batch_decode_with_kv_cache  # type: ignore[attr-defined]
         sys.modules |= {"flashinfer": fake, "flashinfer.decode": decode}
+    return getattr(sys.modules.get("flashinfer"), "BatchPrefillWithPagedKVCacheWrapper", None) is BatchPrefillWithPagedKVCacheWrapper
