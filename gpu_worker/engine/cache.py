@@ -79,23 +79,17 @@ def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> t
 
 
 class Cache:
-    """All K of one shape, in most models that of all layers, lies in one tensor, and all V in another: to fill a block is two calls.
-    K and V of a layer share none: a compiled layer that writes to two views of one tensor copies it there and back."""
+    """What is of one shape, in most models all of it, lies in one tensor: to fill a block of all layers is one call."""
 
     def __init__(self, geometry: Geometry, num_blocks: int, device: torch.device) -> None:
         self.num_blocks, self.device = num_blocks, device
-        self.stores: list[torch.Tensor] = []
-        self.keys = self.made([(layer.view.kv_heads, geometry.block_size, layer.key_dim) for layer in geometry.layers], geometry.dtype)
-        self.values = self.made([(layer.view.kv_heads, geometry.block_size, layer.value_dim) for layer in geometry.layers], geometry.dtype)
-
-    def made(self, pages: Sequence[tuple[int, int, int]], dtype: torch.dtype) -> list[torch.Tensor]:
-        """A tensor for each layer, of its shape of a page."""
-        stores = {page: zeros((num, self.num_blocks + 1, *page), dtype, self.device) for page, num in Counter(pages).items()}
-        self.stores += stores.values()
-        parts = {page: iter(store) for page, store in stores.items()}
-        return [next(parts[page]) for page in pages]
+        pages = [(layer.view.kv_heads, geometry.block_size, dim) for layer in geometry.layers for dim in (layer.key_dim, layer.value_dim)]
+        self.stores = {page: zeros((num, num_blocks + 1, *page), geometry.dtype, device) for page, num in Counter(pages).items()}
+        parts = {page: iter(store) for page, store in self.stores.items()}
+        tensors = [next(parts[page]) for page in pages]
+        self.keys, self.values = tensors[::2], tensors[1::2]
 
     def fill(self, blocks: Sequence[int], value: float) -> None:
         index = upload(list(blocks), self.device)
-        for store in self.stores:
+        for store in self.stores.values():
             store.index_fill_(1, index, value)

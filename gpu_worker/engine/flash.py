@@ -13,7 +13,7 @@ from flashinfer.decode import xqa_batch_decode_with_kv_cache
 
 from gpu_worker.engine.cache import Geometry, View
 from gpu_worker.engine.inputs import Inputs, Span
-from gpu_worker.engine.upload import upload
+from gpu_worker.engine.upload import pinned, upload
 from gpu_worker.engine.write import write
 
 DTYPES = (torch.bfloat16, torch.float16)
@@ -21,6 +21,8 @@ DIMS = (64, 128, 256)
 PLAN_FREE_BLOCKS = (16, 32, 64, 128)
 PLAN_FREE_GENERATIONS = (9, 10, 12)
 """Major compute capabilities that XQA is compiled for."""
+PLAN_FREE_GROUP = 32
+"""Query heads that share one K head: of more, one program's queries do not fit where it keeps them, if they have 256 numbers."""
 WORKSPACE_BYTES = 256 * 2**20
 LOG2_E = 1.4426950408889634
 
@@ -54,12 +56,13 @@ class Flash:
     def __init__(self, geometry: Geometry, device: torch.device, generation: int) -> None:
         self.block_size, self.dtype, self.device = geometry.block_size, geometry.dtype, device
         self.dim, self.views = geometry.layers[0].key_dim, geometry.views
-        uncapped = all(view.softcap is None for view in self.views)
-        self.plan_free = uncapped and geometry.block_size in PLAN_FREE_BLOCKS and generation in PLAN_FREE_GENERATIONS
+        plain = all(view.softcap is None and view.group <= PLAN_FREE_GROUP for view in self.views)
+        self.plan_free = plain and geometry.block_size in PLAN_FREE_BLOCKS and generation in PLAN_FREE_GENERATIONS
         self.workspace = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=device)  # XQA's counters start at zero
         scratch = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
-        # A plan lies in its wrapper's pinned memory until the device has taken it: one plan may wait there while the next one is made.
+        # A plan lies in its wrapper's pinned memory until the device has taken it: one may wait there while the next one is made.
         self.wrappers = [[flashinfer.BatchPrefillWithPagedKVCacheWrapper(scratch, "HND") for _ in self.views] for _ in range(2)]
+        self.taken = [torch.cuda.Event() for _ in self.wrappers] if device.type == "cuda" else []  # type: ignore[no-untyped-call]
         self.turn, self.modules = 0, list[Any]()
         self.step = self.rows_that_decode(
             torch.zeros(1, dtype=torch.int32, device=device), torch.zeros(1, 1, dtype=torch.int32, device=device)
@@ -90,12 +93,19 @@ class Flash:
         lengths = np.concatenate([span.lengths for span in spans])
         held = -(-lengths // self.block_size)
         lines = (line for span in spans for line in span.blocks)
-        blocks = np.concatenate([line[:count] for line, count in zip(lines, held, strict=True)]).astype(np.int32)
+        blocks = np.concatenate([line[:count] for line, count in zip(lines, held, strict=True)])
         last_lengths = lengths - (held - 1) * self.block_size
-        indices = (ends_of(counts), ends_of(held), upload(blocks, self.device), int32(last_lengths))
+        host = (ends_of(counts), ends_of(held), last_lengths, lengths)
+        query_ends, block_ends, last_lengths, totals = (pinned(values.astype(np.int32), self.device) for values in host)
+        indices = upload(blocks.astype(np.int32), self.device)
+        if self.taken:
+            self.taken[self.turn].synchronize()
         for view, wrapper in zip(self.views, self.wrappers[self.turn], strict=True):
             wrapper.plan(
-                *indices,
+                query_ends,
+                block_ends,
+                indices,
+                last_lengths,
                 view.kv_heads * view.group,
                 view.kv_heads,
                 self.dim,
@@ -106,7 +116,10 @@ class Flash:
                 logits_soft_cap=view.softcap,
                 q_data_type=self.dtype,
                 kv_data_type=self.dtype,
+                seq_lens=totals,  # or FlashInfer computes them, in memory that is not pinned
             )
+        if self.taken:
+            self.taken[self.turn].record()
 
     # --- in a forward ---
 
@@ -161,13 +174,8 @@ def table_of(spans: Sequence[Span]) -> tuple[Any, Any]:
     return np.concatenate([np.zeros((0, width)), *tables]).astype(np.int32), np.concatenate([np.zeros(0), *lengths]).astype(np.int32)
 
 
-def ends_of(counts: Any) -> torch.Tensor:
-    return int32(np.concatenate([[0], np.cumsum(counts)]))
-
-
-def int32(values: Any) -> torch.Tensor:
-    """On the host, where plans are made."""
-    return torch.from_numpy(np.asarray(values, np.int32))
+def ends_of(counts: Any) -> Any:
+    return np.concatenate([[0], np.cumsum(counts)])
 
 
 # --- what a compiled layer calls ----------------------------------------------------------------------------------------------------

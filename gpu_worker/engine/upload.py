@@ -7,8 +7,13 @@ import numpy.typing as npt
 import torch
 
 
-def upload(array: npt.NDArray[Any] | list[Any], device: torch.device, dtype: torch.dtype | None = None) -> torch.Tensor:
-    """An array on the device. Plain copies to CUDA wait until the stream is empty; those from pinned memory are only queued, and torch
-    keeps that memory until they are done."""
+def pinned(array: npt.NDArray[Any] | list[Any], device: torch.device, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """An array on the host, from where its copies to the device are only queued: torch keeps that memory until they are done. Plain copies
+    to CUDA may wait until the stream is empty."""
     tensor = torch.as_tensor(np.ascontiguousarray(array) if isinstance(array, np.ndarray) else array, dtype=dtype)
-    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
+    return tensor.pin_memory() if device.type == "cuda" else tensor
+
+
+def upload(array: npt.NDArray[Any] | list[Any], device: torch.device, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """An array on the device."""
+    return pinned(array, device, dtype).to(device, non_blocking=True)
