@@ -72,17 +72,18 @@ def check(ranks: Ranks, family: str, folder: Path) -> None:
         assert resumed == {row: ids[9:] for row, ids in wanted.items()}, "resumed"
 
 
-@pytest.mark.parametrize("family", [*QUICK, *(pytest.param(name, marks=pytest.mark.slow) for name in PLANNED)])
-def test_two_ranks(two: Ranks, family: str, tmp_path: Path) -> None:
-    check(two, family, tmp_path)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("world_size", [3, 4])
 def test_more_ranks_than_divide(world_size: int, tmp_path: Path) -> None:
+    """Before `two` ranks stay for the others: a process is in one group at a time."""
     with led_engine.running(world_size) as ranks:
         for family in ("Llama", "one K head", "three K heads", "Qwen3-MoE", "Phi3", "GPT-NeoX"):
             check(ranks, family, tmp_path / family)
+
+
+@pytest.mark.parametrize("family", [*QUICK, *(pytest.param(name, marks=pytest.mark.slow) for name in PLANNED)])
+def test_two_ranks(two: Ranks, family: str, tmp_path: Path) -> None:
+    check(two, family, tmp_path)
 
 
 def test_sampled_rows_choose_the_same(two: Ranks, tmp_path: Path) -> None:

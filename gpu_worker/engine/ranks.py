@@ -1,9 +1,11 @@
 """The ranks of a worker and what they say to each other. Tensors go by gloo on CPU and by NCCL on CUDA, words by gloo."""
 
 import os
+import socket
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -29,8 +31,12 @@ class Ranks:
         if self.world_size > 1:
             if place.address == LOOPBACK:
                 os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
-            backend, address = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo", f"tcp://{place.address}:{place.port}"
-            dist.init_process_group(backend, init_method=address, rank=self.rank, world_size=self.world_size, timeout=FOREVER)
+            backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+            options: dict[str, Any] = {"rank": self.rank, "world_size": self.world_size, "timeout": FOREVER}
+            if place.address == LOOPBACK and "TORCHELASTIC_RUN_ID" not in os.environ:
+                dist.init_process_group(backend, store=local_store(place), **options)
+            else:
+                dist.init_process_group(backend, init_method=f"tcp://{place.address}:{place.port}", **options)
 
     # Tensors: the same on all ranks afterwards.
 
@@ -95,6 +101,13 @@ class Ranks:
         for frame in frames(bytearray(buffer.numpy())):
             assert isinstance(frame, Grant)
             yield frame
+
+
+def local_store(place: Place) -> Any:
+    """Where ranks that we started on this machine find each other. By itself torch would listen on all of the machine's addresses."""
+    leads = place.rank == 0
+    listener = socket.create_server((LOOPBACK, place.port)).detach() if leads else None
+    return dist.TCPStore(LOOPBACK, place.port, place.world_size, leads, FOREVER, master_listen_fd=listener)  # type: ignore[attr-defined]
 
 
 ALONE = Ranks(Place())
