@@ -30,7 +30,7 @@ class Launched:
     @property
     def turns(self) -> list[Turn | None]:
         """How its rows choose, once the host has read the step before."""
-        return [part.turn for part in self.parts if part.samples]
+        return [part.turn if part.row.manner else None for part in self.parts if part.samples]
 
 
 class Flight:

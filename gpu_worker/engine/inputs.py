@@ -49,15 +49,14 @@ class Inputs:
 
 def build(parts: Sequence[Part], block_size: int, device: torch.device, previous: torch.Tensor | None = None) -> Inputs:
     """Tensors of arranged parts. `previous`: int64, what the step before sampled, where it is not read yet."""
-    ids = np.concatenate([token_ids(part) for part in parts]).astype(np.int64)
-    positions = np.concatenate([np.arange(part.begin, part.kv_len) for part in parts])
-    blocks = np.concatenate([part.row.blocks[part.begin // block_size : -(-part.kv_len // block_size)].repeat(block_size)
-                             [part.begin % block_size :][: part.count] for part in parts])  # fmt: skip
-    prompt_lengths = np.repeat([len(part.row.ids) - part.row.base for part in parts], [part.count for part in parts])
+    ids, positions, counts = token_ids(parts).astype(np.int64), positions_of(parts), [part.count for part in parts]
+    tables = [part.row.blocks for part in parts]
+    begins = np.repeat(ends_of(tables)[:-1], counts)
+    prompt_lengths = np.repeat([len(part.row.ids) - part.row.base for part in parts], counts)
     return Inputs(
         ids=resolved(upload(ids, device), previous)[None],
         positions=upload(positions[None], device),
-        slots=blocks.astype(np.int64) * block_size + positions % block_size,
+        slots=np.concatenate(tables).astype(np.int64)[begins + positions // block_size] * block_size + positions % block_size,
         sampled=upload(wanted(parts), device),
         lengths=upload(np.maximum(positions + 1, prompt_lengths), device),
         spans=spans(parts, block_size),
@@ -72,8 +71,22 @@ def wanted(parts: Sequence[Part]) -> npt.NDArray[np.int64]:
     return np.concatenate([np.arange(end - part.wanted, end) for end, part in zip(ends, parts, strict=True)])
 
 
-def token_ids(part: Part) -> Int32:
-    return np.array(last_ids([part]), np.int32) if part.decodes else part.row.ids[part.begin : part.kv_len]
+def token_ids(parts: Sequence[Part]) -> Int32:
+    """Of arranged parts, int32 [tokens]."""
+    num_decoding = sum(part.decodes for part in parts)
+    prompts = (part.row.ids[part.begin : part.kv_len] for part in parts[num_decoding:])
+    return np.concatenate([np.array(last_ids(parts[:num_decoding]), np.int32), *prompts])
+
+
+def positions_of(parts: Sequence[Part]) -> npt.NDArray[np.int64]:
+    """int64 [tokens]"""
+    ends = np.cumsum([part.count for part in parts])
+    return np.arange(ends[-1]) + np.repeat([part.kv_len for part in parts] - ends, [part.count for part in parts])
+
+
+def ends_of(arrays: Sequence[Int32]) -> npt.NDArray[np.int64]:
+    """Where each begins, and the last one ends, when they stand next to each other."""
+    return np.cumsum([0, *map(len, arrays)])
 
 
 def last_ids(parts: Sequence[Part]) -> list[int]:
@@ -104,8 +117,8 @@ def together(longest: Part, part: Part) -> bool:
 
 def span(parts: Sequence[Part], begin: int, block_size: int) -> Span:
     lengths = np.array([part.kv_len for part in parts])
-    blocks = np.zeros((len(parts), -(-int(lengths.max()) // block_size)), np.int64)
-    for line, part in zip(blocks, parts, strict=True):
-        held = -(-part.kv_len // block_size)
-        line[:held] = part.row.blocks[:held]
+    held = -(-lengths // block_size)
+    blocks = np.zeros((len(parts), int(held.max())), np.int64)
+    tables = [part.row.blocks[:count] for part, count in zip(parts, held.tolist(), strict=True)]
+    blocks[np.arange(blocks.shape[1]) < held[:, None]] = np.concatenate(tables)
     return Span(begin, parts[0].count, lengths, blocks)

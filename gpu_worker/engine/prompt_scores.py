@@ -26,6 +26,8 @@ def of_samples(logits: torch.Tensor, parts: Sequence[Part]) -> torch.Tensor:
 
 def of_prompts(logits: torch.Tensor, parts: Sequence[Part]) -> list[Drawn]:
     """logits [wanted, vocabulary] of a step → what is told of each part's prompt, of those that tell of one."""
+    if not any(part.scores for part in parts):
+        return []
     begins = np.cumsum([0, *(part.wanted for part in parts)]).tolist()
     told = [(begin, part) for begin, part in zip(begins, parts, strict=False) if part.scores]
     return [of_prompt(logits[begin : begin + part.scores], part) for begin, part in told]

@@ -6,6 +6,7 @@ between the two: everything that `launch` needs is arithmetic, so only what depe
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import NamedTuple
 
 import numpy as np
@@ -62,7 +63,7 @@ class Row:
         return cls(start.row, ids, start.base, start.end, blocks, ends, manner, start.base, start.prompt_logprobs, read_index=start.base)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # not frozen: to make one would take twice as long
 class Part:
     """What a row does in one step: positions `begin` to `begin + count - 1`, then a sample where `samples`.
 
@@ -155,7 +156,8 @@ class Outcome:
 
 def arrange(parts: Sequence[Part]) -> list[Part]:
     """The order on the line: rows that decode, longest first, then the chunks of prompts in the order of starts."""
-    return sorted(parts, key=lambda part: (not part.decodes, -part.kv_len if part.decodes else 0))
+    decoding = sorted((part for part in parts if part.decodes), key=attrgetter("begin"), reverse=True)
+    return decoding + [part for part in parts if not part.decodes]
 
 
 class Rows:
@@ -210,15 +212,18 @@ class Rows:
         for row in self.rows.values():
             if row.ended or row.index >= row.end:
                 continue
-            room = len(row.blocks) * self.block_size - row.kv_len
-            prefill = len(row.ids) - row.kv_len
-            told = row.prompt_logprobs is not None and prefill > 0
-            most = min(prefill, left, scores if told else left) if prefill > 0 else 1
-            count = min(room, most)
+            begin = row.kv_len
+            room, prefill = len(row.blocks) * self.block_size - begin, len(row.ids) - begin
+            if prefill <= 0:
+                if room > 0:
+                    parts.append(Part(row, begin, 1, True, row.place if row.in_flight else None))
+                continue
+            told = row.prompt_logprobs is not None
+            count = min(room, prefill, left, scores if told else left)
             if count > 0:
-                source, samples = row.place if row.in_flight and prefill <= 0 else None, count >= prefill
-                parts.append(Part(row, row.kv_len, count, samples, source, count - samples if told else 0))
-                left -= count if prefill > 0 else 0
+                samples = count == prefill
+                parts.append(Part(row, begin, count, samples, scores=count - samples if told else 0))
+                left -= count
                 scores -= count if told else 0
         return parts
 

@@ -30,12 +30,12 @@ class Sampled:
 def sample(logits: torch.Tensor, turns: Sequence[Turn | None]) -> Drawn:
     """logits [samples, vocabulary]; None is plainly the likeliest. Rows that choose in the same way are chosen for together. On CUDA the
     work is only queued: nothing here waits for the device."""
+    if not any(turns):
+        return likeliest_of(logits)
     size = max(1, SCORES // logits.shape[1]) if logits.device.type == "cpu" else len(turns)
     groups: dict[Way | None, list[int]] = {}
     for place, turn in enumerate(turns):
         groups.setdefault(way_of(turn.manner) if turn else None, []).append(place)
-    if groups.keys() <= {None}:
-        return likeliest_of(logits)
     lots = [(way, places[first : first + size]) for way, places in groups.items() for first in range(0, len(places), size)]
     sampled = blank(len(turns), max(turn.manner.top_n for turn in turns if turn), logits.device)
     for way, places in lots:

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from gpu_worker.engine.graphs import Graphs
-from gpu_worker.engine.inputs import resolved, token_ids, wanted
+from gpu_worker.engine.inputs import positions_of, resolved, token_ids, wanted
 from gpu_worker.engine.rows import Int32, Part
 from gpu_worker.engine.upload import upload
 
@@ -44,8 +44,7 @@ class Tokenwise:
 
 def lots(parts: Sequence[Part], size: int) -> Iterator[tuple[int, Int32]]:
     """The tokens of a step, `size` at a time → the first one's place on the line, and what `Graphs.give` takes."""
-    ids = np.concatenate([token_ids(part) for part in parts])
-    positions = np.concatenate([np.arange(part.begin, part.kv_len) for part in parts])
+    ids, positions = token_ids(parts), positions_of(parts)
     rows = np.repeat(np.arange(len(parts)), [part.count for part in parts])
     tables = np.zeros((len(parts), max(len(part.row.blocks) for part in parts)), np.int32)
     for line, part in zip(tables, parts, strict=True):
