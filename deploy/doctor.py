@@ -25,6 +25,8 @@ from deploy import checks
 GIB = 2**30
 PYTHONS = ((3, 11), (3, 13))
 COMPILERS = ("c++", "g++", "clang++")
+CUDA = Path("/usr/local/cuda")
+"""Where FlashInfer looks for the CUDA toolkit that nobody named."""
 LITTLE_DISK_BYTES = 5 * GIB
 WIDE = 240
 SPARE_FILES = 256
@@ -121,6 +123,24 @@ def check_compiler(_: Settings) -> Finding:
     return Finding("ok", path)
 
 
+def check_kernels(settings: Settings) -> Finding:
+    """What the engine needs beside torch to be fast on a GPU."""
+    if not checks.NVIDIA.exists() or settings.device == "cpu":
+        return Finding("ok", "no GPU to compile any for")
+    try:
+        found = f"FlashInfer {version('flashinfer-python')}"
+    except PackageNotFoundError:
+        return Finding("warn", "no FlashInfer: torch's attention is used on the GPU, and is slower", "pip install -e '.[cuda]'")
+    home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
+    nvcc = shutil.which("nvcc", path=f"{home or CUDA}/bin") or (None if home else shutil.which("nvcc"))
+    if nvcc is None:
+        fix = "install the CUDA toolkit that torch is built for, and set CUDA_HOME if it is not in /usr/local/cuda"
+        return Finding("fail", f"{found} has no nvcc to compile its kernels with", fix)
+    if not any(map(shutil.which, COMPILERS)):
+        return Finding("fail", f"{found} and Triton have no C++ compiler beside nvcc", "apt install g++, or the like")
+    return Finding("ok", f"{found}, compiled by {nvcc}")
+
+
 def check_memory(settings: Settings) -> Finding:
     available_bytes = memory.available_bytes()
     found = f"{in_gib(available_bytes)} available"
@@ -201,6 +221,7 @@ CHECKS: dict[str, Callable[[Settings], Finding]] = {
     "GPU": check_gpu,
     "bfloat16": check_bfloat16,
     "compiler": check_compiler,
+    "kernels": check_kernels,
     "memory": check_memory,
     "disk": check_disk,
     "open files": check_files,

@@ -1,7 +1,8 @@
 #!/bin/sh
 # Makes .venv and installs the project into it, editable, with the extras given: deploy/install.sh worker,dev
 # PYTHON chooses the interpreter; without it the first Python 3.11 to 3.13 found is taken. TORCH_INDEX chooses where torch comes from; without it
-# that is PyPI, or on Linux without an NVIDIA driver PyTorch's index of builds for CPU. pip's own variables hold, too.
+# that is PyPI, or on Linux without an NVIDIA driver PyTorch's index of builds for CPU. Workers get FlashInfer, too, where there is such a driver.
+# pip's own variables hold, too.
 set -eu
 cd "$(dirname "$0")/.."
 extras=$1
@@ -61,6 +62,9 @@ if ! suits .venv/bin/python; then
     "$python" -m venv .venv
 fi
 check_machine
+case $(uname),$extras, in
+    Linux,*worker,*) if has_gpu; then extras=$extras,cuda; fi ;;
+esac
 echo "installing tokenfleet[$extras] into .venv; the first time takes some minutes"
 if [ -n "${TORCH_INDEX:-}" ]; then
     install --no-deps --index-url "$TORCH_INDEX" "$torch"

@@ -56,10 +56,24 @@ def test_images_run_without_root(file: str) -> None:
     assert lines(file, "USER") == ["tokenfleet"] and "useradd --uid 10001 tokenfleet" in (ROOT / file).read_text()
 
 
-@pytest.mark.parametrize(("extras", "torch"), [([], False), (["worker"], True)])
-def test_only_workers_have_torch(extras: list[str], torch: bool) -> None:
+@pytest.mark.parametrize(
+    ("extras", "torch", "flashinfer"), [([], False, False), (["worker"], True, False), (["worker", "cuda"], True, True)]
+)
+def test_only_workers_have_torch(extras: list[str], torch: bool, flashinfer: bool) -> None:
     listed = subprocess.run([sys.executable, "deploy/requirements.py", *extras], cwd=ROOT, capture_output=True, text=True, check=True)
     assert any(line.startswith("torch") for line in listed.stdout.splitlines()) is torch
+    assert any(line.startswith("flashinfer") for line in listed.stdout.splitlines()) is flashinfer
+
+
+def test_a_worker_on_a_gpu_can_compile_kernels_and_keeps_them() -> None:
+    """FlashInfer looks for nvcc in /usr/local/cuda. Caches are in the home of a user who has none, but for these variables."""
+    file = FILES[1]
+    assert lines(file, "ARG")[0] == "DEVICE=cuda" and 'EXTRAS="worker cuda"' in lines(file, "ARG")
+    assert "args" not in SERVICES["gpu_worker"]["build"] and SERVICES["cpu_worker"]["build"]["args"]["DEVICE"] == "cpu"
+    assert [line.split()[-1] for line in lines(file, "COPY") if line.startswith("--from=nvidia/cuda:")] == ["/usr/local/cuda"]
+    kept = dict(word.split("=") for line in lines(file, "ENV") for word in line.split())
+    names = ("FLASHINFER_WORKSPACE_BASE", "TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR")
+    assert all(kept[name].startswith("/models") for name in names) and "models:/models" in SERVICES["gpu_worker"]["volumes"]
 
 
 @pytest.mark.skipif(not shutil.which("promtool"), reason="promtool is not installed")
@@ -166,11 +180,11 @@ def test_an_image_holds_what_it_needs(file: str, command: str, torch: bool, tmp_
         **os.environ,
         "PATH": f"{venv / 'bin'}:{os.environ['PATH']}",
         "PYTHONPATH": str(app),
-        "TORCH_INDEX": "https://pypi.org/simple",
+        **SERVICES["cpu_worker"]["build"]["args"],
     }
     for line in (ROOT / file).read_text().splitlines():
         word, _, rest = line.partition(" ")
-        if word == "COPY":
+        if word == "COPY" and not rest.startswith("--from="):
             *sources, target = rest.split()
             for source in sources:
                 place = app / target

@@ -2,6 +2,7 @@ import json
 import resource
 import subprocess
 from importlib.metadata import PackageNotFoundError
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -108,6 +109,32 @@ def test_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     answer = subprocess.CompletedProcess([], 0, "NVIDIA H200, 143771 MiB, 570.1\n", "")
     monkeypatch.setattr(subprocess, "run", lambda *_, **__: answer)
     assert doctor.check_gpu(Settings(device="cuda")) == Finding("ok", "NVIDIA H200, 143771 MiB, 570.1")
+
+
+def test_kernels_for_a_gpu(nowhere: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """FlashInfer compiles them, with nvcc from CUDA_HOME and a C++ compiler."""
+    assert found("kernels").level == "ok"
+    checks.NVIDIA.touch()
+    for name in ("CUDA_HOME", "CUDA_PATH"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("PATH", str(nowhere / "bin"))
+    monkeypatch.setattr(doctor, "CUDA", nowhere / "none")
+    if find_spec("flashinfer") is None:
+        assert found("kernels").fix == "pip install -e '.[cuda]'" and found("kernels").level == "warn"
+    monkeypatch.setattr(doctor, "version", lambda name: "0.7.2")
+    assert found("kernels").level == "fail" and "nvcc" in found("kernels").found
+    program(nowhere / "toolkit/bin/nvcc")
+    monkeypatch.setenv("CUDA_HOME", str(nowhere / "toolkit"))
+    assert found("kernels").level == "fail" and "g++" in found("kernels").fix
+    program(nowhere / "bin/g++")
+    assert found("kernels") == Finding("ok", f"FlashInfer 0.7.2, compiled by {nowhere}/toolkit/bin/nvcc")
+    assert found("kernels", device="cpu").found == "no GPU to compile any for"
+
+
+def program(path: Path) -> None:
+    path.parent.mkdir(parents=True)
+    path.write_text("")
+    path.chmod(0o755)
 
 
 def test_a_processor_without_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:

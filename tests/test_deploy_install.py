@@ -62,6 +62,9 @@ ORDINARY = [
 ]
 
 
+WITH_GPU = [ORDINARY[0].replace("dev]", "dev,cuda]"), *ORDINARY[1:]]
+
+
 def torch() -> str:
     """As pyproject.toml asks for it."""
     lines = (ROOT / "pyproject.toml").read_text().split('"')
@@ -97,10 +100,17 @@ def test_when_the_index_for_cpu_does_not_answer_it_is_said_and_pypi_serves(tmp_p
     assert machine.asked()[2:] == ORDINARY
 
 
-def test_a_gpu_takes_torch_from_pypi(tmp_path: Path) -> None:
+def test_a_gpu_takes_torch_from_pypi_and_flashinfer(tmp_path: Path) -> None:
     machine = Machine(tmp_path, gpu=True)
     assert machine.install().returncode == 0
-    assert machine.asked() == ORDINARY
+    assert machine.asked() == WITH_GPU
+
+
+def test_only_workers_get_flashinfer(tmp_path: Path) -> None:
+    machine = Machine(tmp_path, gpu=True)
+    command = ["sh", "deploy/install.sh", "dev"]
+    subprocess.run(command, cwd=machine.path, env=machine.environ, check=True, capture_output=True, timeout=60)
+    assert machine.asked()[0].endswith("-e .[dev]")
 
 
 def test_a_mac_takes_torch_from_pypi(tmp_path: Path) -> None:
@@ -114,7 +124,7 @@ def test_torch_index_chooses(tmp_path: Path) -> None:
     assert machine.install(TORCH_INDEX="https://mirror/cu126").returncode == 0
     first, *rest = machine.asked()
     assert first.endswith(f"--no-deps --index-url https://mirror/cu126 {torch()}")
-    assert rest == ORDINARY
+    assert rest == WITH_GPU
 
 
 @pytest.mark.parametrize("name", ["Linux x86_64 ", "Darwin x86_64 ", "Linux ppc64le glibc", "MINGW64_NT-10.0 x86_64 "])
