@@ -88,7 +88,8 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def save(folder: Path, config_name: str, sizes: dict[str, Any]) -> Any:
-    """Writes a random model of the family of `config_name`, with a tokenizer in name only; returns it as it is read again, in float32."""
+    """Writes a random model of the family of `config_name`, with a tokenizer in name only; returns it as it is read again, in float32, with
+    attention written out: transformers 5.17 leaves soft-capping out of torch's own."""
     torch.manual_seed(1)
     config = getattr(transformers, f"{config_name}Config")(**sizes)
     kind = transformers.AutoModelForSeq2SeqLM if config.is_encoder_decoder else transformers.AutoModelForCausalLM
@@ -108,7 +109,7 @@ def save(folder: Path, config_name: str, sizes: dict[str, Any]) -> Any:
                 weight.normal_(0, spread)
     model.save_pretrained(folder)
     (folder / "tokenizer.json").write_text(json.dumps({"added_tokens": []}))
-    return kind.from_pretrained(folder, dtype=torch.float32)
+    return kind.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
 
 
 def generate(model: Any, prompt: list[int], max_new_tokens: int) -> list[int]:
