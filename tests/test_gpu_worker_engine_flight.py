@@ -1,0 +1,71 @@
+"""What of a step would make the host wait for a GPU before the step is read, found on CPU: operations whose result the host looks at."""
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from common.messages import Sampling
+from common.packing import pack_ids
+from gpu_worker.engine import truncate
+from gpu_worker.engine.engine import Engine
+from tests import tiny_models
+from tests.batch_player import Player
+from tests.test_gpu_worker_engine_flash import like_cuda  # noqa: F401
+from tests.test_gpu_worker_engine_models import prompts
+from tests.tiny_models import FAMILIES
+
+NEW_TOKENS = 6
+WAITING = {"_local_scalar_dense", "is_nonzero", "nonzero", "masked_select", "equal", "_unique2", "unique_consecutive", "bincount"}
+FAMILIES_TRIED = ("Qwen2", *(pytest.param(name, marks=pytest.mark.slow) for name in ("Qwen3-MoE", "GPT2", "gpt-oss", "OPT", "StableLM")))
+ASKED: list[dict[str, Any]] = [
+    {"top_n": 2, "prompt_logprobs": 2, "min_end": 4},
+    {"sampling": Sampling(temperature=0.8, top_p=0.9, top_k=20, repetition_penalty=1.2, frequency_penalty=0.2)},
+    {"sampling": Sampling(temperature=0.8, typical_p=0.9, raw_logprobs=True), "top_n": 3},
+    {"sampling": Sampling(logit_bias=[(5, 3.0)], bad_words=[pack_ids([5]), pack_ids([6, 7])])},
+]
+
+
+class Waits(TorchDispatchMode):
+    """Notes them; but for those of FlashInfer's stand-in, which the real one does not have."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: set[str] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.name().removeprefix("aten::").partition(".")[0]
+        picks = name in ("index", "index_put", "index_put_") and any(one is not None and one.dtype == torch.bool for one in args[1])
+        if (name in WAITING or picks) and not any("fake_flashinfer" in path for path in paths()):
+            self.found.add(f"{name} in {[path for path in paths() if '/torch/' not in path][:3]}")
+        return func(*args, **(kwargs or {}))
+
+
+def paths() -> list[str]:
+    """Where this was called, the innermost first."""
+    frame: Any = sys._getframe(2)
+    lines = []
+    while frame:
+        lines.append(f"{frame.f_code.co_filename}:{frame.f_lineno}")
+        frame = frame.f_back
+    return lines
+
+
+@pytest.mark.parametrize("family", FAMILIES_TRIED)
+def test_nothing_waits_before_a_step_is_read(
+    family: str,
+    tmp_path: Path,
+    like_cuda: Callable[..., Engine],  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    tiny_models.save(tmp_path, *FAMILIES[family])
+    monkeypatch.setattr(truncate, "widths", lambda scores: [scores.shape[1]])  # as on a GPU
+    engine = like_cuda(tmp_path)
+    played = Player(engine, list(range(1, engine.ready.num_blocks + 1)), 40, until=engine.rows.step)
+    with Waits() as waits:
+        played.run([played.start(row, ids, NEW_TOKENS, **ASKED[row]) for row, ids in enumerate(prompts())])
+    assert waits.found == set()
