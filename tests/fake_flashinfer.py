@@ -28,7 +28,7 @@ def attention(
     scores = scores.masked_fill(hidden, -math.inf)
     sums = scores.logsumexp(-1)
     totals = sums if sinks is None else torch.logaddexp(sums, sinks[:, None])
-    outputs = torch.einsum("hqk,khd->qhd", (scores - totals[..., None]).exp(), values)
+    outputs = torch.einsum("hqk,khd->qhd", (scores - totals[..., None]).exp().to(values.dtype), values)
     return outputs.to(query.dtype), (sums / math.log(2)).T.float()
 
 

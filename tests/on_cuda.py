@@ -1,0 +1,148 @@
+"""The engine as it is on CUDA: on a GPU, or on CPU with what stands in for the parts of it that need one.
+
+Tests take a `device` of `DEVICES`. On CPU they are slow ones: they prove that the test itself is sound, and pass where there is no GPU.
+"""
+
+import gc
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from common.model_files import silent
+from common.settings import Settings
+from gpu_worker.engine import engine as engines
+from gpu_worker.engine import load
+from gpu_worker.engine.cache import Geometry
+from gpu_worker.engine.engine import Engine
+from gpu_worker.engine.graphs import Graphs
+from gpu_worker.engine.merge import merge
+from gpu_worker.engine.rows import Part
+from gpu_worker.engine.sdpa import Sdpa
+from tests import fake_flashinfer
+from tests.tiny_models import FAMILIES, LLAMA
+
+STANDS_IN = fake_flashinfer.install()
+HOPPER = 9
+ON_CUDA = (
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device"),
+    pytest.mark.timeout(600),  # FlashInfer compiles a kernel when it is first used
+)
+ON_CPU = (pytest.mark.slow, pytest.mark.skipif(torch.cuda.is_available(), reason="the same test runs on the GPU"))
+DEVICES = [pytest.param("cuda", marks=ON_CUDA), pytest.param("cpu", marks=ON_CPU)]
+
+HEADS = {"hidden_size": 96, "num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 64}
+"""FlashInfer has kernels for this; it compiles them once for all models with the same group, and for SmolLM2."""
+FLASH_FAMILIES = {name: (FAMILIES[name][0], FAMILIES[name][1] | HEADS) for name in ("Qwen2", "gpt-oss", "Gemma2")}
+FLASH_FAMILIES["Llama"] = ("Llama", LLAMA | HEADS)
+SETTINGS: dict[str, Any] = {
+    "kv_cache_bytes": 2**26,
+    "max_batch_prefill_tokens": 128,
+    "max_batch_size": 6,
+    "block_size": 16,
+    "debug_kv": True,
+    "threads": 2,
+}
+
+FAR, MEAN = 1.0, 0.1
+"""Of the standard deviation of a position's logits: how far below the largest one, in a float32 forward, tokens may lie that bfloat16
+chose; the farthest, and all of a row on average. A token that was computed wrongly lies some 3 below."""
+
+
+def again(run: Callable[[], None]) -> Callable[[], None]:
+    """Stands in for a capture."""
+    run()
+    return run
+
+
+def needs_flash(device: str) -> None:
+    if device == "cuda":
+        pytest.importorskip("flashinfer", reason="flashinfer-python is not installed")
+
+
+def backend_of(geometry: Geometry, device: torch.device) -> Any:
+    """As on CUDA."""
+    from gpu_worker.engine.flash import Flash, serves
+
+    return Flash(geometry, device, HOPPER) if serves(geometry) else Sdpa(geometry, device)
+
+
+def engine_on(device: str, folder: Path | str, monkeypatch: pytest.MonkeyPatch, **settings: Any) -> Engine:
+    """With all that an engine on CUDA does: merged products, compiled layers, captured steps where the backend has them, a step ahead."""
+    asked = Settings(model_id=str(folder), device=device, **SETTINGS | settings)
+    if device == "cuda":
+        return Engine(asked)
+    monkeypatch.setattr(load, "pack", merge)
+    monkeypatch.setattr(load, "backend_of", backend_of)
+    monkeypatch.setattr(engines, "capture_on", lambda device: again)
+    engine = Engine(asked)
+    engine.ahead = True
+    engine.speed_up(asked, silent)
+    return engine
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left() -> Iterator[None]:
+    """Each test begins without compiled code, and gives the GPU's memory back."""
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    yield
+    torch.compiler.set_stance("default")
+    torch._dynamo.reset()
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.set_per_process_memory_fraction(1.0)
+        torch.cuda.empty_cache()
+
+
+# --- what is near enough ------------------------------------------------------------------------------------------------------------
+
+
+@torch.inference_mode()
+def distances(model: Any, prompt: Sequence[int], ids: Sequence[int]) -> torch.Tensor:
+    """How far each of the new ids lies below the likeliest in `model`'s forward over all of them, in standard deviations of the logits."""
+    logits = model(torch.tensor([[*prompt, *ids]])).logits[0, len(prompt) - 1 : -1].double()
+    below = logits.amax(-1) - logits.gather(1, torch.tensor([list(ids)]).T)[:, 0]
+    return below / logits.std(-1)
+
+
+def check_near(model: Any, prefixes: dict[int, list[int]], played: dict[int, list[int]], how: str) -> None:
+    """`prefixes`: what each row began with."""
+    for row, prefix in prefixes.items():
+        assert played[row]
+        found = distances(model, prefix, played[row])
+        assert found.max() < FAR and found.mean() < MEAN, f"row {row}, {how}: {found.tolist()}"
+
+
+# --- what an engine does ------------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def noted(engine: Engine) -> Iterator[tuple[list[bool], list[int]]]:
+    """Of the forwards made meanwhile: whether all rows decoded; and the numbers of rows of those that were graphs."""
+    computed, replayed = list[bool](), list[int]()
+    compute, graphs = engine.compute, engine.graphs if isinstance(engine.graphs, Graphs) else None
+    run = graphs.run if graphs else None
+
+    def note(parts: Sequence[Part], previous: torch.Tensor | None) -> torch.Tensor:
+        computed.append(all(part.decodes for part in parts))
+        return compute(parts, previous)
+
+    def note_replay(parts: Sequence[Part], previous: torch.Tensor | None) -> torch.Tensor:
+        assert run
+        replayed.append(len(parts))
+        return run(parts, previous)
+
+    engine.compute = note  # type: ignore[method-assign]
+    if graphs:
+        graphs.run = note_replay  # type: ignore[method-assign]
+    try:
+        yield computed, replayed
+    finally:
+        del engine.compute
+        if graphs:
+            del graphs.run

@@ -1,0 +1,85 @@
+"""A whole fleet with two workers on one GPU, one of which is killed while it streams."""
+
+import asyncio
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+from tests import tiny_models
+from tests.fleet import Fleet
+from tests.loads import Load
+from tests.on_cuda import DEVICES, FLASH_FAMILIES, needs_flash
+from tests.waiting import wait_until, wait_until_sync
+
+START_S = 500.0
+"""FlashInfer may have to compile its kernels."""
+NEW_TOKENS = 150
+KILLS = 3
+NEAR_BYTES = 512 * 2**20
+"""Of a GPU's memory: what drivers and allocators may keep."""
+
+
+def save(folder: Path) -> None:
+    """A tiny model whose tokens are bytes."""
+    tiny_models.save(folder, FLASH_FAMILIES["Llama"][0], FLASH_FAMILIES["Llama"][1] | {"max_position_embeddings": 1024})
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE({letter: token for token, letter in enumerate(alphabet)}, []))
+    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    tokenizer.save(str(folder / "tokenizer.json"))
+
+
+@pytest.fixture(params=DEVICES)
+def fleet(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Fleet]:
+    needs_flash(request.param)
+    save(tmp_path)
+    own = {"cuda_memory_fraction": 0.3, "gpu_locks": str(tmp_path / "locks")} if request.param == "cuda" else {"kv_cache_bytes": "64MiB"}
+    dtype = "bfloat16" if request.param == "cuda" else "float32"
+    fleet = Fleet(model_id=str(tmp_path), device=request.param, dtype=dtype, num_workers=2, max_batch_size=32, debug_kv=True, **own)
+    try:
+        fleet.start().ready(START_S)
+        wait_until_sync(lambda: fleet.workers_ready() == 2, START_S)
+        yield fleet
+    except BaseException:
+        print(fleet.errors()[-10_000:])
+        raise
+    finally:
+        fleet.kill()
+
+
+def used_bytes() -> int:
+    """Of the GPU, by everybody; this process holds none of it."""
+    if not torch.cuda.is_available():
+        return 0
+    free_bytes, total_bytes = torch.cuda.mem_get_info()
+    return total_bytes - free_bytes
+
+
+async def killed(fleet: Fleet, name: str) -> None:
+    """SIGKILL to a worker's engine while all streams run: they end whole, and its successor serves."""
+    load = Load(fleet, NEW_TOKENS)
+    await load.progress(10)
+    old = fleet.pid(name)
+    [engine] = psutil.Process(old).children()
+    assert load.running
+    os.kill(engine.pid, signal.SIGKILL)
+    await load.whole()
+    await asyncio.to_thread(fleet.restarted, name, old, START_S)
+    await wait_until(lambda: fleet.workers_ready() == 2, START_S)
+
+
+async def test_a_killed_worker_on_a_gpu_costs_no_token(fleet: Fleet) -> None:
+    """And leaves nothing behind: neither memory of the GPU, nor open files in those that live on."""
+    await Load(fleet, NEW_TOKENS).whole()
+    await killed(fleet, "w0")
+    before_bytes, others = used_bytes(), [psutil.Process(fleet.pid(name)) for name in ("g0", "b0")]
+    before = [one.num_fds() for one in others]
+    for kill in range(KILLS):
+        await killed(fleet, f"w{kill % 2}")
+    await wait_until(lambda: used_bytes() <= before_bytes + NEAR_BYTES, 60)
+    await wait_until(lambda: all(one.num_fds() <= count + 4 for one, count in zip(others, before, strict=True)), 60)

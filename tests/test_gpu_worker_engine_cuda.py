@@ -1,0 +1,104 @@
+"""The engine on CUDA: its ids, its captured and compiled steps."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from common import model_files
+from common.settings import SettingError
+from gpu_worker.engine.compiled import layers_of
+from gpu_worker.engine.engine import Engine
+from gpu_worker.engine.graphs import Graphs, sizes
+from gpu_worker.engine.merge import Part as Merged
+from tests import reference, tiny_models
+from tests.on_cuda import DEVICES, FLASH_FAMILIES, SETTINGS, check_near, engine_on, needs_flash, noted, nothing_is_left  # noqa: F401
+from tests.prompts import FEW, PROMPTS
+from tests.test_gpu_worker_engine_models import NEW_TOKENS, play, prompts
+from tests.tiny_models import FAMILIES
+
+pytestmark = pytest.mark.parametrize("device", DEVICES)
+QUICK = ("Llama", "gpt-oss")
+FLASH = [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in FLASH_FAMILIES]
+
+
+@pytest.mark.parametrize("family", ["Llama", "Llama-dynamic", "Mistral", "Gemma2", "Qwen3-MoE", "GPT2", "DeepSeek-V3", "gpt-oss"])
+def test_float32_gives_the_ids_of_generate(device: str, family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_models.save(tmp_path, *FAMILIES[family])
+    wanted = {row: tiny_models.generate(model, prompt, NEW_TOKENS) for row, prompt in enumerate(prompts())}
+    engine, fresh = engine_on(device, tmp_path, monkeypatch, dtype="float32"), dict(enumerate(prompts()))
+    assert [play(engine, {row: prompt})[row] for row, prompt in fresh.items()] == list(wanted.values()), "alone"
+    assert play(engine, fresh) == wanted, "batched"
+    assert play(engine, fresh, prefill_tokens=7) == wanted, "chunked"
+    resumed = play(engine, {row: prompt + wanted[row][:9] for row, prompt in fresh.items()}, base=9)
+    assert resumed == {row: ids[9:] for row, ids in wanted.items()}, "resumed"
+
+
+def check_in_every_way(engine: Engine, model: Any, fresh: dict[int, list[int]]) -> None:
+    for row, prompt in fresh.items():
+        check_near(model, {row: prompt}, play(engine, {row: prompt}), "alone")
+    batched = play(engine, fresh)
+    check_near(model, fresh, batched, "batched")
+    check_near(model, fresh, play(engine, fresh, prefill_tokens=7), "chunked")
+    begun = {row: prompt + batched[row][:9] for row, prompt in fresh.items()}
+    check_near(model, begun, play(engine, begun, base=9), "resumed")
+
+
+@pytest.mark.parametrize("family", FLASH)
+def test_bfloat16_is_near(device: str, family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    needs_flash(device)
+    model = tiny_models.save(tmp_path, *FLASH_FAMILIES[family])
+    engine = engine_on(device, tmp_path, monkeypatch, dtype="bfloat16")
+    assert bool(engine.graphs) == (family != "Gemma2"), "a softcap needs plans"
+    check_in_every_way(engine, model, dict(enumerate(prompts())))
+
+
+def test_smollm2_in_bfloat16_is_near(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    needs_flash(device)
+    try:
+        path = model_files.resolve("smollm2")
+    except SettingError as error:
+        pytest.skip(str(error))
+    settings = {"dtype": "bfloat16", "kv_cache_bytes": 2**28, "max_batch_size": len(FEW)}
+    engine = engine_on(device, "smollm2", monkeypatch, **settings)
+    fresh = dict(enumerate(reference.prompt_ids([PROMPTS[place] for place in FEW])))
+    check_in_every_way(engine, reference.load(path), fresh)
+
+
+def test_steps_that_decode_come_from_graphs(device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All of them, from the smallest that holds their rows; and without them the tokens are as good."""
+    needs_flash(device)
+    model = tiny_models.save(tmp_path, *FLASH_FAMILIES["Llama"])
+    engine, fresh = engine_on(device, tmp_path, monkeypatch, dtype="bfloat16"), dict(enumerate(prompts()))
+    assert isinstance(engine.graphs, Graphs) and list(engine.graphs.graphs) == sizes(SETTINGS["max_batch_size"]) == [1, 2, 4, 6]
+    for num_rows in (1, 2, 3, 4):
+        some = {row: fresh[row] for row in range(num_rows)}
+        with noted(engine) as (computed, replayed):
+            check_near(model, some, play(engine, some), f"{num_rows} rows from graphs")
+        assert replayed == [num_rows] * sum(computed) and sum(computed) >= NEW_TOKENS - 1
+        assert not all(computed), "prompts do not"
+    with noted(engine) as (computed, replayed):
+        play(engine, fresh, prefill_tokens=7)
+    assert len(replayed) == sum(computed) < len(computed), "beside chunks of prompts, rows do not decode from graphs"
+    engine.graphs = None
+    check_near(model, fresh, play(engine, fresh), "without graphs")
+
+
+def test_layers_are_compiled_before_rows_come(device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And never while they wait: with this stance torch raises where it would compile, or run uncompiled."""
+    needs_flash(device)
+    model = tiny_models.save(tmp_path, *FLASH_FAMILIES["Llama"])
+    engine, fresh = engine_on(device, tmp_path, monkeypatch, dtype="bfloat16"), dict(enumerate(prompts()))
+    loaded, counters = engine.loaded, torch._dynamo.utils.counters
+    layers = layers_of(loaded.model, loaded.attentions)
+    assert len(layers) == 3 and all(layer._compiled_call_impl for layer in layers)
+    assert all(isinstance(attention.q_proj, Merged) for attention in loaded.attentions)
+    compiled = counters["stats"]["unique_graphs"]
+    assert 1 <= compiled <= 3 and not counters["graph_break"]
+    torch.compiler.set_stance("fail_on_recompile")
+    for graphs in (engine.graphs, None):
+        engine.graphs = graphs
+        check_near(model, fresh, play(engine, fresh), "batched")
+        check_near(model, fresh, play(engine, fresh, prefill_tokens=7), "chunked")
+    assert counters["stats"]["unique_graphs"] == compiled

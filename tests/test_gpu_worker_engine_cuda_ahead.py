@@ -1,0 +1,126 @@
+"""A step ahead on CUDA: the host waits for the device once a step, for sampled ids, and for nothing else."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from common.messages import Sampling
+from gpu_worker.engine.engine import Engine
+from gpu_worker.engine.flight import Flight, Launched
+from tests import tiny_models
+from tests.batch_player import Player
+from tests.on_cuda import DEVICES, FLASH_FAMILIES, SETTINGS, engine_on, needs_flash, nothing_is_left  # noqa: F401
+from tests.test_gpu_worker_engine_models import prompts
+
+pytestmark = pytest.mark.parametrize("device", DEVICES)
+NEW_TOKENS = 12
+BUSY_CYCLES = 2 * 10**9
+"""A second and more of a GPU's time: far longer than a launch takes once all kernels are there."""
+ASKED: dict[str, dict[str, Any]] = {
+    "greedy": {},
+    "temperature": {"sampling": Sampling(temperature=0.8, seed=1)},
+    "top-p": {"sampling": Sampling(temperature=0.8, top_p=0.9, seed=1)},
+    "top-k, min-p": {"sampling": Sampling(temperature=0.8, top_k=20, min_p=0.01, seed=1)},
+    "typical-p": {"sampling": Sampling(temperature=0.8, typical_p=0.9, seed=1)},
+    "penalties": {"sampling": Sampling(temperature=0.8, repetition_penalty=1.2, frequency_penalty=0.2, presence_penalty=0.2, seed=1)},
+    "bias, bad words": {"sampling": Sampling(logit_bias=[(5, 3.0), (7, -3.0)], bad_words=[b"\x05\0\0\0", b"\x05\0\0\0\x06\0\0\0"])},
+    "log-probabilities": {"top_n": 3, "prompt_logprobs": 2},
+    "the model's own log-probabilities": {"sampling": Sampling(temperature=0.8, raw_logprobs=True, seed=1), "top_n": 3},
+    "minimum length": {"min_end": NEW_TOKENS, "ignore_eos": False},
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    tiny_models.save(folder, *FLASH_FAMILIES["Llama"])
+    return folder
+
+
+@pytest.fixture
+def engine(device: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Engine:
+    needs_flash(device)
+    settings: dict[str, Any] = {"dtype": "bfloat16"} | ({} if device == "cuda" else {"kv_cache_bytes": 2**25})
+    monkeypatch.setattr("gpu_worker.engine.engine.compile_layers", compile_on(device))
+    return engine_on(device, folder, monkeypatch, **settings)
+
+
+def compile_on(device: str) -> Callable[..., int]:
+    """On CPU nothing is gained by compiling: the order of what is launched is the same."""
+    from gpu_worker.engine.compiled import compile_layers
+
+    return compile_layers if device == "cuda" else lambda *arguments: 0
+
+
+def play(engine: Engine, prefill_tokens: int, asked: list[dict[str, Any]]) -> Player:
+    """One row for each of `asked`."""
+    played = Player(engine, list(range(1, engine.ready.num_blocks + 1)), prefill_tokens, until=engine.rows.step)
+    lines = prompts()
+    played.run(
+        [played.start(row, lines[row % len(lines)], NEW_TOKENS, **{"ignore_eos": True} | one) for row, one in enumerate(asked)], horizon=64
+    )
+    return played
+
+
+def test_a_step_is_launched_before_the_one_before_it_is_read(device: str, engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    said, launch, read = list[tuple[str, int]](), engine.launch, Flight.read
+
+    def note_launch(before: Flight | None = None) -> Launched | None:
+        launched = launch(before)
+        if launched:
+            said.append(("launch", launched.number))
+        return launched
+
+    def note_read(flight: Flight) -> Any:
+        said.append(("read", flight.number))
+        return read(flight)
+
+    monkeypatch.setattr(engine, "launch", note_launch)
+    monkeypatch.setattr(Flight, "read", note_read)
+    play(engine, 1000, [{}, {}])
+    numbers = sorted(number for what, number in said if what == "launch")
+    assert len(numbers) >= NEW_TOKENS and [number for what, number in said if what == "read"] == numbers
+    late = [number for number in numbers[1:] if said.index(("launch", number)) > said.index(("read", number - 1))]
+    assert late == [], "launched after the read of the step before"
+
+
+@pytest.mark.parametrize("asked", ASKED)
+def test_no_launch_waits_for_the_device(device: str, engine: Engine, asked: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What waits and is known to torch raises. What waits unknown to it finds the device busy for a second, and not busy any more after."""
+    rows, waited, launch, choose = [ASKED[asked], {}, ASKED[asked]], list[str](), engine.launch, engine.choose
+    for prefill_tokens in (1000, 7):
+        play(engine, prefill_tokens, rows)  # every kernel is there, and pinned memory
+
+    def watched(name: str, does: Callable[..., Any]) -> Callable[..., Any]:
+        def do(*arguments: Any) -> Any:
+            if device == "cpu":
+                return does(*arguments)
+            torch.cuda._sleep(BUSY_CYCLES)
+            busy = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            busy.record()
+            torch.cuda.set_sync_debug_mode("error")
+            try:
+                result = does(*arguments)
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+            if busy.query():
+                waited.append(name)
+            return result
+
+        return do
+
+    monkeypatch.setattr(engine, "launch", watched("launch", launch))
+    monkeypatch.setattr(engine, "choose", watched("choose", choose))
+    played = play(engine, 1000, rows)
+    assert [len(ids) for ids in played.ids.values()] == [NEW_TOKENS] * 3 and waited == []
+    played = play(engine, 7, rows)  # rows that decode beside chunks of prompts
+    assert [len(ids) for ids in played.ids.values()] == [NEW_TOKENS] * 3 and waited == []
+
+
+def test_more_rows_than_graphs_hold(device: str, engine: Engine) -> None:
+    """They run without one."""
+    played = play(engine, 1000, [{}] * (SETTINGS["max_batch_size"] + 2))
+    assert all(len(ids) == NEW_TOKENS for ids in played.ids.values())

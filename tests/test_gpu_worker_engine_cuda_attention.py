@@ -1,0 +1,152 @@
+"""FlashInfer's attention, and the kernel that writes K and V, against torch."""
+
+import itertools
+import math
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from gpu_worker.engine.attention import attach
+from gpu_worker.engine.cache import Cache, Geometry, Layer, View
+from gpu_worker.engine.inputs import build
+from gpu_worker.engine.rows import arrange
+from gpu_worker.engine.sdpa import Sdpa
+from gpu_worker.engine.upload import upload
+from gpu_worker.engine.write import write
+from tests.on_cuda import DEVICES, backend_of, needs_flash
+from tests.test_gpu_worker_engine_native import BLOCKS, CPU, STEPS, chunk, rows
+
+pytestmark = pytest.mark.parametrize("device", DEVICES)
+ERRORS = {torch.float16: 5e-3, torch.bfloat16: 4e-2}
+KV_HEADS = 2
+LENGTHS = (70, 1, 33, 90)
+
+SERVED = [(torch.bfloat16, 64, 128, 4), (torch.bfloat16, 64, 64, 3)]
+"""(dtype, block size, dimension, group) of the shapes that are timed. FlashInfer compiles each for itself, with and without a window."""
+OTHERS = [one for one in itertools.product((torch.bfloat16, torch.float16), (16, 64), (64, 128, 256), (1, 3, 4, 8)) if one not in SERVED]
+SHAPES = [*SERVED, *(pytest.param(*one, marks=pytest.mark.slow) for one in OTHERS)]
+FEATURES = list(itertools.product((None, 20), (None, 5.0), (False, True)))
+"""(window, softcap, sinks)"""
+
+
+class Pair:
+    """One layer's attention by torch in float32 on CPU, and by FlashInfer on the device."""
+
+    def __init__(self, device: str, dtype: torch.dtype, block_size: int, dim: int, view: View) -> None:
+        self.device, self.dtype, self.dim, self.view, self.block_size = torch.device(device), dtype, dim, view, block_size
+        layer = Layer(view, dim, dim)
+        exact, given = Geometry([layer], block_size, torch.float32), Geometry([layer], block_size, dtype)
+        self.exact, self.flash = Sdpa(exact, CPU), backend_of(given, self.device)
+        assert not isinstance(self.flash, Sdpa)
+        self.caches = [Cache(exact, BLOCKS, CPU), Cache(given, BLOCKS, self.device)]
+        self.modules = [SimpleNamespace() for _ in self.caches]
+        for module, geometry, cache, backend in zip(self.modules, (exact, given), self.caches, (self.exact, self.flash), strict=True):
+            attach([module], geometry, cache, backend)
+
+    def tokens(self, count: int) -> list[torch.Tensor]:
+        """Query, key and value, with strides as model code leaves them."""
+        heads, (kv_heads, dim) = self.view.kv_heads * self.view.group, (self.view.kv_heads, self.dim)
+        return [torch.randn(1, count, num, dim).to(self.dtype).transpose(1, 2) for num in (heads, kv_heads, kv_heads)]
+
+    def attend(self, parts: Any, given: list[torch.Tensor], sinks: torch.Tensor | None) -> list[torch.Tensor]:
+        outputs = []
+        for backend, module, device, dtype in zip(
+            (self.exact, self.flash), self.modules, (CPU, self.device), (torch.float32, self.dtype), strict=True
+        ):
+            backend.begin(build(parts, self.block_size, device))
+            own = None if sinks is None else sinks.to(device)
+            outputs.append(backend.attend(module, *(tensor.to(device, dtype) for tensor in given), own))
+        return outputs
+
+    def check(self, outputs: list[torch.Tensor], what: Any) -> None:
+        exact, found = outputs[0], outputs[1].float().cpu()
+        torch.testing.assert_close(found, exact, rtol=0, atol=ERRORS[self.dtype], msg=lambda text: f"{what}: {text}")
+
+
+def pair_of(device: str, shape: tuple[torch.dtype, int, int, int], window: int | None, softcap: float | None) -> Pair:
+    needs_flash(device)
+    dtype, block_size, dim, group = shape
+    return Pair(device, dtype, block_size, dim, View(KV_HEADS, group, window, dim**-0.5, softcap))
+
+
+def parts_of(lines: Any, step: Any) -> Any:
+    return arrange([chunk(lines[row], begin, count) for row, begin, count in step])
+
+
+def check_steps(pair: Pair, lines: Any, sinks: torch.Tensor | None) -> None:
+    for step in STEPS:
+        parts = parts_of(lines, step)
+        given = pair.tokens(sum(part.count for part in parts))
+        pair.check(pair.attend(parts, given, sinks), step)
+
+
+@pytest.mark.parametrize(("window", "softcap", "sinks"), FEATURES)
+@pytest.mark.parametrize(("dtype", "block_size", "dim", "group"), SHAPES)
+def test_attention(
+    device: str, dtype: torch.dtype, block_size: int, dim: int, group: int, window: int | None, softcap: float | None, sinks: bool
+) -> None:
+    """Prompts, rows that decode beside them, rows that decode. Blocks that nobody owns are NaN, others begin as zeros, as in the engine."""
+    torch.manual_seed(0)
+    pair, lines = pair_of(device, (dtype, block_size, dim, group), window, softcap), rows(block_size, LENGTHS)
+    owned = {int(block) for line in lines for block in line.blocks}
+    pair.caches[1].fill([block for block in range(BLOCKS + 1) if block not in owned], math.nan)
+    check_steps(pair, lines, torch.randn(KV_HEADS * group) if sinks else None)
+
+
+@pytest.mark.parametrize("window", [None, 20])
+def test_slots_that_nobody_wrote_may_be_anything(device: str, window: int | None) -> None:
+    """More than the engine needs, which fills blocks with zeros when they are granted."""
+    torch.manual_seed(0)
+    pair = pair_of(device, SERVED[1], window, None)  # type: ignore[arg-type]
+    pair.caches[1].fill(list(range(BLOCKS + 1)), math.nan)
+    check_steps(pair, rows(64, LENGTHS), None)
+
+
+@pytest.mark.parametrize("window", [None, 20])
+@pytest.mark.parametrize(("dtype", "block_size", "dim", "group"), SERVED)
+def test_what_comes_from_the_device_is_what_the_host_says(
+    device: str, dtype: torch.dtype, block_size: int, dim: int, group: int, window: int | None
+) -> None:
+    """`begin_decode` against `begin`: the same bits, also with rows beside them that only fill the graph."""
+    torch.manual_seed(0)
+    pair, lines = pair_of(device, (dtype, block_size, dim, group), window, None), rows(block_size, LENGTHS)
+    assert pair.flash.plan_free
+    check_steps(pair, lines, None)
+    parts = parts_of(lines, [(0, 71, 1), (1, 3, 1), (3, 91, 1)])
+    given = pair.tokens(len(parts))
+    _, planned = pair.attend(parts, given, None)
+    width = max(len(part.row.blocks) for part in parts)
+    table = torch.zeros(len(parts) + 2, width, dtype=torch.int32)
+    for line, part in zip(table, parts, strict=False):
+        line[: len(part.row.blocks)] = torch.from_numpy(part.row.blocks)
+    positions = torch.tensor([*(part.begin for part in parts), 0, 0], dtype=torch.int32)
+    pair.flash.begin_decode(positions.to(pair.device), table.to(pair.device))
+    filled = [torch.cat((tensor, tensor[:, :, :2]), 2).to(pair.device) for tensor in given]
+    found = pair.flash.attend(pair.modules[1], *filled, None)
+    assert torch.equal(found[:, : len(parts)], planned)
+
+
+@pytest.mark.parametrize("int_type", [torch.int32, torch.int64])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize(("key_dim", "value_dim"), [(64, 64), (128, 128), (24, 18), (192, 128)])
+def test_write(device: str, dtype: torch.dtype, int_type: torch.dtype, key_dim: int, value_dim: int) -> None:
+    """The kernel against torch's assignments, with strides of all kinds; what is not written stays."""
+    torch.manual_seed(0)
+    heads, block_size, blocks, where = 3, 16, 40, torch.device(device)
+    for tokens, kind in itertools.product((1, 5, 200), range(3)):
+        slots = torch.randperm(blocks * block_size)[:tokens].to(int_type)
+        wide = [torch.randn(tokens, heads, 2 * dim).to(dtype) for dim in (key_dim, value_dim)]
+        views = (
+            lambda tensor, dim: tensor[..., :dim].transpose(0, 1),
+            lambda tensor, dim: tensor[..., :dim].transpose(0, 1).contiguous(),
+            lambda tensor, dim: tensor[..., ::2].transpose(0, 1),
+        )
+        key, value = (views[kind](tensor, dim) for tensor, dim in zip(wide, (key_dim, value_dim), strict=True))
+        caches = [torch.randn(blocks, heads, block_size, dim).to(dtype) for dim in (key_dim, value_dim)]
+        expected = [cache.clone() for cache in caches]
+        write(*expected, key, value, slots)
+        found = [cache.to(where) for cache in caches]
+        write(*found, key.to(where), value.to(where), upload(slots.numpy(), where))
+        assert all(torch.equal(one.cpu(), other) for one, other in zip(found, expected, strict=True)), (tokens, kind)
