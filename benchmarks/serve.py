@@ -2,14 +2,19 @@
 
 The URL's path chooses the API: `/generate_stream` is TGI's (also when there is no path), `/v1/completions` OpenAI's. Distinct prompts
 of about 128 tokens, 64 new tokens, greedy, end-of-sequence tokens ignored. The client shares the machine with the server.
+
+`--load 32,128,512,256` (may be repeated) is 32 streams and 128 requests, of about 512 tokens in and 256 out, instead; with `--processes`
+clients that share the streams. What it prints then is in the words of vLLM's `bench serve`, as `benchmarks/ratios.py` reads them.
 """
 
 import argparse
 import asyncio
 import random
 import statistics
-import time
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
+from multiprocessing import get_context
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -21,6 +26,7 @@ STREAMS = ((1, 4), (8, 24), (32, 64))
 """(streams at once, requests)"""
 OUT_TOKENS = 64
 WORDS = 104
+WORDS_PER_TOKEN = WORDS / 128
 VERBS = "carried measured described painted repaired followed questioned gathered counted remembered ignored compared".split()
 NOUNS = "river engine teacher market garden letter bridge storm library soldier orchard machine captain village harbour".split()
 ADJECTIVES = "quiet enormous broken modern distant careful golden ancient practical nervous bright frozen curious local".split()
@@ -36,22 +42,23 @@ class Figures:
     gap_p99_ms: float
 
 
-def prompt(seed: int) -> str:
+def prompt(seed: int, words: int = WORDS) -> str:
     """About 128 tokens of plain English, different from the first word on for every seed."""
-    draw, text = random.Random(seed), [f"Story {seed * 7919 % 10007}:"]
-    while sum(len(sentence.split()) for sentence in text) < WORDS:
+    draw, text, num_words = random.Random(seed), [f"Story {seed * 7919 % 10007}:"], 2
+    while num_words < words:
         first, second = (
             f"the {draw.choice(ADJECTIVES)} {draw.choice(NOUNS)} {draw.choice(VERBS)} a {draw.choice(NOUNS)}" for _ in range(2)
         )
         text.append(f"{first.capitalize()} because {second}.")
+        num_words += len(text[-1].split())
     return " ".join(text)
 
 
-def request(url: str, seed: int, model: str, out_tokens: int) -> dict[str, Any]:
+def request(url: str, seed: int, model: str, out_tokens: int, words: int = WORDS) -> dict[str, Any]:
     if urlsplit(url).path.startswith("/v1"):
         fields = {"model": model, "stream": True, "temperature": 0, "max_tokens": out_tokens, "ignore_eos": True}
-        return {"prompt": prompt(seed), "stream_options": {"include_usage": True}, **fields}
-    return {"inputs": prompt(seed), "parameters": {"max_new_tokens": out_tokens, "ignore_eos": True, "details": True}}
+        return {"prompt": prompt(seed, words), "stream_options": {"include_usage": True}, **fields}
+    return {"inputs": prompt(seed, words), "parameters": {"max_new_tokens": out_tokens, "ignore_eos": True, "details": True}}
 
 
 def num_tokens(answer: Stream) -> int:
@@ -61,16 +68,23 @@ def num_tokens(answer: Stream) -> int:
 
 async def load(url: str, streams: int, requests: int, model: str, seed: int, out_tokens: int = OUT_TOKENS) -> Figures:
     """Keeps `streams` running until `requests` have been answered."""
-    queue = [request(url, seed * 1000 + i, model, out_tokens) for i in range(requests)]
+    return figures(await answers_of(url, [request(url, seed * 1000 + i, model, out_tokens) for i in range(requests)], streams))
+
+
+async def answers_of(url: str, queue: list[dict[str, Any]], streams: int) -> list[Stream]:
+    """Empties the queue, so many at a time."""
     answers: list[Stream] = []
 
     async def user() -> None:
         while queue:
             answers.append(await stream(url, queue.pop()))
 
-    began = time.monotonic()
     await asyncio.gather(*(user() for _ in range(streams)))
-    seconds = time.monotonic() - began
+    return answers
+
+
+def figures(answers: Sequence[Stream]) -> Figures:
+    seconds = max(answer.times_s[-1] for answer in answers) - min(answer.asked_s for answer in answers)
     gaps = sorted(gap * 1e3 for answer in answers for gap in answer.gaps_s)
     return Figures(
         tokens_per_s=sum(map(num_tokens, answers)) / seconds,
@@ -78,6 +92,22 @@ async def load(url: str, streams: int, requests: int, model: str, seed: int, out
         gap_ms=statistics.median(gaps),
         gap_p99_ms=gaps[int(len(gaps) * 0.99)],
     )
+
+
+def loaded(url: str, model: str, numbers: tuple[int, int, int, int], processes: int) -> Figures:
+    """Of streams, requests, tokens in and out, shared among processes: one alone keeps up with some 30,000 tokens/s."""
+    streams, requests, in_tokens, out_tokens = numbers
+    bodies = [request(url, i, model, out_tokens, max(1, int(in_tokens * WORDS_PER_TOKEN))) for i in range(requests)]
+    shares = min(processes, streams)
+    jobs = [(url, bodies[share::shares], streams // shares + (share < streams % shares)) for share in range(shares)]
+    with ProcessPoolExecutor(shares, get_context("spawn")) as pool:
+        return figures([answer for answers in pool.map(share_of, jobs) for answer in answers])
+
+
+def share_of(job: tuple[str, list[dict[str, Any]], int]) -> list[Stream]:
+    """In a process of its own. Of each frame only what figures need goes back."""
+    answers = uvloop.run(answers_of(*job))
+    return [Stream(one.asked_s, [{"usage": {"completion_tokens": num_tokens(one)}}], one.times_s) for one in answers]
 
 
 def median(runs: list[Figures]) -> Figures:
@@ -99,11 +129,32 @@ async def main(url: str, model: str, runs: int) -> None:
         )
 
 
+def report(url: str, model: str, loads: Sequence[tuple[int, int, int, int]], processes: int) -> None:
+    uvloop.run(load(url, 4, 8, model, seed=0, out_tokens=16))
+    for numbers in loads:
+        it = loaded(url, model, numbers, processes)
+        head = "streams={0} in={2} out={3}".format(*numbers)
+        print(f"{head} | Output token throughput (tok/s): {it.tokens_per_s:.2f}")
+        print(f"{head} | Median TTFT (ms): {it.first_token_ms:.2f}")
+        print(f"{head} | Median ITL (ms): {it.gap_ms:.2f}")
+        print(f"{head} | P99 ITL (ms): {it.gap_p99_ms:.2f}", flush=True)
+
+
+def load_of(text: str) -> tuple[int, int, int, int]:
+    streams, requests, in_tokens, out_tokens = map(int, text.split(","))
+    return streams, requests, in_tokens, out_tokens
+
+
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("url")
     parser.add_argument("--model", default="m")
     parser.add_argument("--runs", type=int, default=3)
+    parser.add_argument("--load", type=load_of, action="append", metavar="STREAMS,REQUESTS,IN,OUT")
+    parser.add_argument("--processes", type=int, default=1)
     args = parser.parse_args()
     target = args.url if urlsplit(args.url).path.strip("/") else args.url.rstrip("/") + "/generate_stream"
-    uvloop.run(main(target, args.model, args.runs))
+    if args.load:
+        report(target, args.model, args.load, args.processes)
+    else:
+        uvloop.run(main(target, args.model, args.runs))
