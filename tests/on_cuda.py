@@ -34,6 +34,7 @@ ON_CUDA = (
 )
 ON_CPU = (pytest.mark.slow, pytest.mark.skipif(torch.cuda.is_available(), reason="the same test runs on the GPU"))
 DEVICES = [pytest.param("cuda", marks=ON_CUDA), pytest.param("cpu", marks=ON_CPU)]
+ANYWHERE, ON_GPUS = (pytest.mark.parametrize("device", devices) for devices in (DEVICES, DEVICES[:1]))
 
 HEADS = {"hidden_size": 96, "num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 64}
 """FlashInfer has kernels for this; it compiles them once for all models with the same group, and for SmolLM2."""

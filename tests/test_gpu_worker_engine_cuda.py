@@ -13,18 +13,16 @@ from gpu_worker.engine.engine import Engine
 from gpu_worker.engine.graphs import Graphs, sizes
 from gpu_worker.engine.merge import Part as Merged
 from tests import reference, tiny_models
-from tests.on_cuda import DEVICES, FLASH_FAMILIES, SETTINGS, check_near, engine_on, needs_flash, noted, nothing_is_left  # noqa: F401
+from tests.on_cuda import ANYWHERE, FLASH_FAMILIES, ON_GPUS, SETTINGS, check_near, engine_on, needs_flash, noted, nothing_is_left  # noqa: F401
 from tests.prompts import FEW, PROMPTS
 from tests.test_gpu_worker_engine_models import NEW_TOKENS, play, prompts
 from tests.tiny_models import FAMILIES
 
-pytestmark = pytest.mark.parametrize("device", DEVICES)
 QUICK = ("Llama", "gpt-oss")
 FLASH = [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in FLASH_FAMILIES]
 
 
-@pytest.mark.parametrize("family", ["Llama", "Llama-dynamic", "Mistral", "Gemma2", "Qwen3-MoE", "GPT2", "DeepSeek-V3", "gpt-oss"])
-def test_float32_gives_the_ids_of_generate(device: str, family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def check_float32(device: str, family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny_models.save(tmp_path, *FAMILIES[family])
     wanted = {row: tiny_models.generate(model, prompt, NEW_TOKENS) for row, prompt in enumerate(prompts())}
     engine, fresh = engine_on(device, tmp_path, monkeypatch, dtype="float32"), dict(enumerate(prompts()))
@@ -33,6 +31,17 @@ def test_float32_gives_the_ids_of_generate(device: str, family: str, tmp_path: P
     assert play(engine, fresh, prefill_tokens=7) == wanted, "chunked"
     resumed = play(engine, {row: prompt + wanted[row][:9] for row, prompt in fresh.items()}, base=9)
     assert resumed == {row: ids[9:] for row, ids in wanted.items()}, "resumed"
+
+
+@ANYWHERE
+def test_float32_gives_the_ids_of_generate(device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    check_float32(device, "Llama", tmp_path, monkeypatch)
+
+
+@ON_GPUS
+@pytest.mark.parametrize("family", ["Llama-dynamic", "Mistral", "Gemma2", "Qwen3-MoE", "GPT2", "DeepSeek-V3", "gpt-oss"])
+def test_float32_of_other_families(device: str, family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    check_float32(device, family, tmp_path, monkeypatch)
 
 
 def check_in_every_way(engine: Engine, model: Any, fresh: dict[int, list[int]]) -> None:
@@ -45,6 +54,7 @@ def check_in_every_way(engine: Engine, model: Any, fresh: dict[int, list[int]]) 
     check_near(model, begun, play(engine, begun, base=9), "resumed")
 
 
+@ANYWHERE
 @pytest.mark.parametrize("family", FLASH)
 def test_bfloat16_is_near(device: str, family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     needs_flash(device)
@@ -54,6 +64,7 @@ def test_bfloat16_is_near(device: str, family: str, tmp_path: Path, monkeypatch:
     check_in_every_way(engine, model, dict(enumerate(prompts())))
 
 
+@ON_GPUS
 def test_smollm2_in_bfloat16_is_near(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     needs_flash(device)
     try:
@@ -66,6 +77,7 @@ def test_smollm2_in_bfloat16_is_near(device: str, monkeypatch: pytest.MonkeyPatc
     check_in_every_way(engine, reference.load(path), fresh)
 
 
+@ANYWHERE
 def test_steps_that_decode_come_from_graphs(device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """All of them, from the smallest that holds their rows; and without them the tokens are as good."""
     needs_flash(device)
@@ -85,6 +97,7 @@ def test_steps_that_decode_come_from_graphs(device: str, tmp_path: Path, monkeyp
     check_near(model, fresh, play(engine, fresh), "without graphs")
 
 
+@ANYWHERE
 def test_layers_are_compiled_before_rows_come(device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """And never while they wait: with this stance torch raises where it would compile, or run uncompiled."""
     needs_flash(device)

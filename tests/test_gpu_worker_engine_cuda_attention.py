@@ -15,18 +15,17 @@ from gpu_worker.engine.rows import arrange
 from gpu_worker.engine.sdpa import Sdpa
 from gpu_worker.engine.upload import upload
 from gpu_worker.engine.write import write
-from tests.on_cuda import DEVICES, backend_of, needs_flash
+from tests.on_cuda import ANYWHERE, ON_GPUS, backend_of, needs_flash
 from tests.test_gpu_worker_engine_native import BLOCKS, CPU, STEPS, chunk, rows
 
-pytestmark = pytest.mark.parametrize("device", DEVICES)
 ERRORS = {torch.float16: 5e-3, torch.bfloat16: 4e-2}
 KV_HEADS = 2
 LENGTHS = (70, 1, 33, 90)
 
-SERVED = [(torch.bfloat16, 64, 128, 4), (torch.bfloat16, 64, 64, 3)]
+Shape = tuple[torch.dtype, int, int, int]
+SERVED: list[Shape] = [(torch.bfloat16, 64, 128, 4), (torch.bfloat16, 64, 64, 3)]
 """(dtype, block size, dimension, group) of the shapes that are timed. FlashInfer compiles each for itself, with and without a window."""
 OTHERS = [one for one in itertools.product((torch.bfloat16, torch.float16), (16, 64), (64, 128, 256), (1, 3, 4, 8)) if one not in SERVED]
-SHAPES = [*SERVED, *(pytest.param(*one, marks=pytest.mark.slow) for one in OTHERS)]
 FEATURES = list(itertools.product((None, 20), (None, 5.0), (False, True)))
 """(window, softcap, sinks)"""
 
@@ -65,7 +64,7 @@ class Pair:
         torch.testing.assert_close(found, exact, rtol=0, atol=ERRORS[self.dtype], msg=lambda text: f"{what}: {text}")
 
 
-def pair_of(device: str, shape: tuple[torch.dtype, int, int, int], window: int | None, softcap: float | None) -> Pair:
+def pair_of(device: str, shape: Shape, window: int | None, softcap: float | None) -> Pair:
     needs_flash(device)
     dtype, block_size, dim, group = shape
     return Pair(device, dtype, block_size, dim, View(KV_HEADS, group, window, dim**-0.5, softcap))
@@ -82,36 +81,48 @@ def check_steps(pair: Pair, lines: Any, sinks: torch.Tensor | None) -> None:
         pair.check(pair.attend(parts, given, sinks), step)
 
 
-@pytest.mark.parametrize(("window", "softcap", "sinks"), FEATURES)
-@pytest.mark.parametrize(("dtype", "block_size", "dim", "group"), SHAPES)
-def test_attention(
-    device: str, dtype: torch.dtype, block_size: int, dim: int, group: int, window: int | None, softcap: float | None, sinks: bool
-) -> None:
+def check_shape(device: str, shape: Shape, window: int | None, softcap: float | None, sinks: bool) -> None:
     """Prompts, rows that decode beside them, rows that decode. Blocks that nobody owns are NaN, others begin as zeros, as in the engine."""
     torch.manual_seed(0)
-    pair, lines = pair_of(device, (dtype, block_size, dim, group), window, softcap), rows(block_size, LENGTHS)
+    _, block_size, _, group = shape
+    pair, lines = pair_of(device, shape, window, softcap), rows(block_size, LENGTHS)
     owned = {int(block) for line in lines for block in line.blocks}
     pair.caches[1].fill([block for block in range(BLOCKS + 1) if block not in owned], math.nan)
     check_steps(pair, lines, torch.randn(KV_HEADS * group) if sinks else None)
 
 
+@ANYWHERE
+@pytest.mark.parametrize(("window", "softcap", "sinks"), FEATURES)
+@pytest.mark.parametrize("shape", SERVED, ids=str)
+def test_attention(device: str, shape: Shape, window: int | None, softcap: float | None, sinks: bool) -> None:
+    check_shape(device, shape, window, softcap, sinks)
+
+
+@ON_GPUS
+@pytest.mark.slow
+@pytest.mark.parametrize(("window", "softcap", "sinks"), FEATURES)
+@pytest.mark.parametrize("shape", OTHERS, ids=str)
+def test_attention_of_other_shapes(device: str, shape: Shape, window: int | None, softcap: float | None, sinks: bool) -> None:
+    check_shape(device, shape, window, softcap, sinks)
+
+
+@ANYWHERE
 @pytest.mark.parametrize("window", [None, 20])
 def test_slots_that_nobody_wrote_may_be_anything(device: str, window: int | None) -> None:
     """More than the engine needs, which fills blocks with zeros when they are granted."""
     torch.manual_seed(0)
-    pair = pair_of(device, SERVED[1], window, None)  # type: ignore[arg-type]
+    pair = pair_of(device, SERVED[1], window, None)
     pair.caches[1].fill(list(range(BLOCKS + 1)), math.nan)
     check_steps(pair, rows(64, LENGTHS), None)
 
 
+@ANYWHERE
 @pytest.mark.parametrize("window", [None, 20])
-@pytest.mark.parametrize(("dtype", "block_size", "dim", "group"), SERVED)
-def test_what_comes_from_the_device_is_what_the_host_says(
-    device: str, dtype: torch.dtype, block_size: int, dim: int, group: int, window: int | None
-) -> None:
+@pytest.mark.parametrize("shape", SERVED, ids=str)
+def test_what_comes_from_the_device_is_what_the_host_says(device: str, shape: Shape, window: int | None) -> None:
     """`begin_decode` against `begin`: the same bits, also with rows beside them that only fill the graph."""
     torch.manual_seed(0)
-    pair, lines = pair_of(device, (dtype, block_size, dim, group), window, None), rows(block_size, LENGTHS)
+    pair, lines = pair_of(device, shape, window, None), rows(shape[1], LENGTHS)
     assert pair.flash.plan_free
     check_steps(pair, lines, None)
     parts = parts_of(lines, [(0, 71, 1), (1, 3, 1), (3, 91, 1)])
@@ -128,6 +139,7 @@ def test_what_comes_from_the_device_is_what_the_host_says(
     assert torch.equal(found[:, : len(parts)], planned)
 
 
+@ANYWHERE
 @pytest.mark.parametrize("int_type", [torch.int32, torch.int64])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize(("key_dim", "value_dim"), [(64, 64), (128, 128), (24, 18), (192, 128)])
