@@ -76,17 +76,17 @@ def inputs_of(parts: Sequence[Part], size: int) -> Int32:
 
 
 def capture_on(device: torch.device) -> Capture:
-    """Captures in one pool of memory; first on another stream without capturing, so that all kernels are there."""
-    pool = torch.cuda.graph_pool_handle()
+    """Captures in one pool of memory; first on another stream without capturing, so that all kernels are there. It is one stream for all:
+    libraries keep memory for each that they have seen."""
+    pool, side = torch.cuda.graph_pool_handle(), torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def capture(run: Callable[[], None]) -> Callable[[], None]:
-        side = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         side.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(side):
             run()
         torch.cuda.current_stream(device).wait_stream(side)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=pool):
+        with torch.cuda.graph(graph, pool=pool, stream=side):
             run()
         return graph.replay
 
