@@ -40,6 +40,7 @@ HEADS = {"hidden_size": 96, "num_attention_heads": 6, "num_key_value_heads": 2, 
 """FlashInfer has kernels for this; it compiles them once for all models with the same group, and for SmolLM2."""
 FLASH_FAMILIES = {name: (FAMILIES[name][0], FAMILIES[name][1] | HEADS) for name in ("Qwen2", "gpt-oss", "Gemma2")}
 FLASH_FAMILIES["Llama"] = ("Llama", LLAMA | HEADS)
+FLASH_FAMILIES["gpt-oss"][1]["num_local_experts"] = 2  # all of them: a choice between two that are nearly alike would hide other errors
 SETTINGS: dict[str, Any] = {
     "kv_cache_bytes": 2**26,
     "max_batch_prefill_tokens": 128,
@@ -49,9 +50,10 @@ SETTINGS: dict[str, Any] = {
     "threads": 2,
 }
 
-FAR, MEAN = 1.0, 0.1
+FAR, MEAN = 1.5, 0.15
 """Of the standard deviation of a position's logits: how far below the largest one, in a float32 forward, tokens may lie that bfloat16
-chose; the farthest, and all of a row on average. A token that was computed wrongly lies some 3 below."""
+chose; the farthest, and all of a row on average. Measured on CPU: 0.8 and 0.08 at most. A token that was computed
+wrongly lies some 3 below."""
 
 
 def again(run: Callable[[], None]) -> Callable[[], None]:
