@@ -28,10 +28,12 @@ class Backend(Protocol):
     """
     Attributes:
         plan_free: whether it has `begin_decode`, so that steps in which all rows decode can be captured.
+        opaque: whether compilers see one operation in `attend`. Into others they would look, and compile anew for most steps.
         modules: the attention modules, in the order of layers.
     """
 
     plan_free: bool
+    opaque: bool
     modules: list[Any]
 
     def begin(self, inputs: Inputs) -> None:

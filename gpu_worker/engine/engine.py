@@ -48,11 +48,12 @@ class Engine:
         self.ready = self.warm_up(settings)
 
     def speed_up(self, settings: Settings, progress: Progress) -> None:
-        """Compiles layers, and captures steps in which all rows decode."""
+        """Compiles layers, and captures steps in which all rows decode, where attention allows it."""
         loaded = self.loaded
-        progress("compiling")
-        try_out = partial(warmup.steps_of_all_shapes, self.forward, loaded.vocab_size, self.block_size)
-        compile_layers(loaded.model, loaded.attentions, try_out)
+        if loaded.backend.opaque:
+            progress("compiling")
+            try_out = partial(warmup.steps_of_all_shapes, self.forward, loaded.vocab_size, self.block_size)
+            compile_layers(loaded.model, loaded.attentions, try_out)
         if loaded.backend.plan_free and not loaded.ropes:
             progress("capturing")
             self.capture(capture_on(loaded.device), settings.max_batch_size, settings.deterministic)

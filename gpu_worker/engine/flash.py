@@ -53,6 +53,8 @@ class Flash:
         plan_free: whether a step in which all rows decode needs nothing from the host but its tokens and tables.
     """
 
+    opaque = True
+
     def __init__(self, geometry: Geometry, device: torch.device, generation: int) -> None:
         self.block_size, self.dtype, self.device = geometry.block_size, geometry.dtype, device
         self.dim, self.views = geometry.layers[0].key_dim, geometry.views

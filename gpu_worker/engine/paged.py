@@ -22,7 +22,7 @@ def serves(geometry: Geometry) -> bool:
 class Paged:
     """Its K pages are transposed, `[key_dim / 2, block_size, 2]` or `[key_dim, block_size]`: one load takes numbers of many keys."""
 
-    plan_free = False
+    plan_free = opaque = False
 
     def __init__(self, geometry: Geometry, library: ctypes.CDLL) -> None:
         self.block_size, self.dtype, self.library = geometry.block_size, native.TYPES[geometry.dtype], library

@@ -51,7 +51,7 @@ class Sdpa:
     `scaled_dot_product_attention` of torch 2.13 was measured on CPU: 4 to 6 times slower for rows that decode.)
     """
 
-    plan_free = False
+    plan_free = opaque = False
 
     def __init__(self, geometry: Geometry, device: torch.device) -> None:
         self.block_size, self.dtype, self.device = geometry.block_size, geometry.dtype, device
