@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 from common.messages import Sampling
-from gpu_worker.engine import engine as engine_module
 from gpu_worker.engine import attention, load, warmup
+from gpu_worker.engine import engine as engine_module
 from gpu_worker.engine.cache import Cache, Geometry, Layer, View
 from gpu_worker.engine.compiled import compile_layers, compile_no_more, layers_of
 from gpu_worker.engine.engine import Engine
@@ -33,7 +33,7 @@ from tests.tiny_models import FAMILIES, VOCAB
 
 if not fake_flashinfer.install():
     pytest.skip("where there is a GPU, the tests marked gpu try the real parts", allow_module_level=True)
-from gpu_worker.engine.flash import Flash, serves  # noqa: E402  (imports flashinfer)
+from gpu_worker.engine.flash import Flash, serves
 
 HOPPER = 9
 SLOWLY = ("Llama", "Mistral", "Gemma2", "Qwen3-MoE", "GPT2")
