@@ -1,5 +1,6 @@
 """FlashInfer's two entrances that the engine uses, computed by torch: as their docstrings say, with what they demand of their arguments."""
 
+import importlib
 import importlib.util
 import math
 import sys
@@ -98,10 +99,15 @@ class BatchPrefillWithPagedKVCacheWrapper:
 
 
 def install() -> bool:
-    """Puts it where `import flashinfer` finds it → whether it stands in; not where the real one is installed, or there is a GPU."""
-    if "flashinfer" not in sys.modules and not torch.cuda.is_available() and importlib.util.find_spec("flashinfer") is None:
-        fake, decode = ModuleType("flashinfer"), ModuleType("flashinfer.decode")
-        fake.BatchPrefillWithPagedKVCacheWrapper = BatchPrefillWithPagedKVCacheWrapper  # type: ignore[attr-defined]
-        decode.xqa_batch_decode_with_kv_cache = xqa_batch_decode_with_kv_cache  # type: ignore[attr-defined]
-        sys.modules |= {"flashinfer": fake, "flashinfer.decode": decode}
-    return getattr(sys.modules.get("flashinfer"), "BatchPrefillWithPagedKVCacheWrapper", None) is BatchPrefillWithPagedKVCacheWrapper
+    """Where the engine's code finds it, and nobody else. Not where the real one is installed, or a GPU on which to use it."""
+    if torch.cuda.is_available() or importlib.util.find_spec("flashinfer") is not None:
+        return False
+    fake, decode = ModuleType("flashinfer"), ModuleType("flashinfer.decode")
+    fake.BatchPrefillWithPagedKVCacheWrapper = BatchPrefillWithPagedKVCacheWrapper  # type: ignore[attr-defined]
+    decode.xqa_batch_decode_with_kv_cache = xqa_batch_decode_with_kv_cache  # type: ignore[attr-defined]
+    found = {"flashinfer": fake, "flashinfer.decode": decode}
+    sys.modules |= found
+    importlib.import_module("gpu_worker.engine.flash")
+    for name in found:
+        del sys.modules[name]
+    return True
