@@ -1,5 +1,6 @@
 import os
 from collections.abc import AsyncIterator, Iterator
+from typing import Any
 
 import pytest
 import redis as redis_sync
@@ -33,3 +34,19 @@ async def redis(broker: Broker) -> AsyncIterator[Redis]:
     """A client of the broker, as the processes make theirs."""
     async with connect(broker.url) as client:
         yield client
+
+
+@pytest.fixture(scope="module")
+def loaded() -> Any:
+    """An engine with the real model in float32; freed blocks are NaN."""
+    from common.settings import Settings
+    from gpu_worker.engine.engine import Engine  # seconds, which most tests need not wait
+
+    return Engine(Settings(dtype="float32", kv_cache_bytes=256 * 2**20, max_batch_prefill_tokens=256, debug_kv=True))
+
+
+@pytest.fixture(params=[False, True], ids=["", "ahead"])
+def engine(request: pytest.FixtureRequest, loaded: Any) -> Any:
+    """As on CPU, where a step is read before the next is launched, and as on a device that computes by itself."""
+    loaded.ahead = request.param
+    return loaded

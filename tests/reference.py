@@ -3,7 +3,7 @@
 import hashlib
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,28 +23,25 @@ def prompt_ids(prompts: Sequence[str], model_id: str = "smollm2") -> list[list[i
 def reference_ids(prompts_ids: Sequence[Sequence[int]], max_new_tokens: int, model_id: str = "smollm2") -> list[list[int]]:
     """New ids of each prompt, end-of-sequence token included: greedy, float32, one prompt at a time. Each answer is computed once and kept
     on disk, keyed by model, prompt and length."""
-    path = model_files.resolve(model_id)
-    files = [CACHE / f"{digest(path, ids, max_new_tokens)}.json" for ids in prompts_ids]
-    missing = [index for index, file in enumerate(files) if not file.exists()]
-    if missing:
-        CACHE.mkdir(parents=True, exist_ok=True)
-        model = load(path)
-        for index in missing:
-            keep(files[index], generate(model, prompts_ids[index], max_new_tokens))
-    return [json.loads(file.read_text()) for file in files]
+    return kept(prompts_ids, model_id, max_new_tokens, lambda model, ids: generate(model, ids, max_new_tokens))
 
 
 def reference_logprobs(prompts_ids: Sequence[Sequence[int]], model_id: str = "smollm2") -> list[list[list[float]]]:
     """Of each prompt's tokens but the first: its own log-probability, then those of the three likeliest in its place. From a plain forward
     in float32; kept on disk, too."""
+    return kept(prompts_ids, model_id, "logprobs", logprobs)
+
+
+def kept(prompts_ids: Sequence[Sequence[int]], model_id: str, what: int | str, answer: Callable[[Any, Sequence[int]], Any]) -> list[Any]:
+    """The model's answer to each prompt, from disk where it was asked before."""
     path = model_files.resolve(model_id)
-    files = [CACHE / f"{digest(path, ids, 'logprobs')}.json" for ids in prompts_ids]
+    files = [CACHE / f"{digest(path, ids, what)}.json" for ids in prompts_ids]
     missing = [index for index, file in enumerate(files) if not file.exists()]
     if missing:
         CACHE.mkdir(parents=True, exist_ok=True)
         model = load(path)
         for index in missing:
-            keep(files[index], logprobs(model, prompts_ids[index]))
+            keep(files[index], answer(model, prompts_ids[index]))
     return [json.loads(file.read_text()) for file in files]
 
 

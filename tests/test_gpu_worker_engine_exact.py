@@ -1,7 +1,5 @@
 """The engine's ids equal those of transformers' `generate`, however rows are batched, chunked, delayed and resumed."""
 
-from collections.abc import Iterator
-
 import pytest
 from tokenizers import Tokenizer
 
@@ -15,18 +13,6 @@ from tests.reference import prompt_ids, reference_ids
 
 NEW_TOKENS = 40
 INDICES = [pytest.param(FEW, id="few"), pytest.param(list(range(len(PROMPTS))), id="all", marks=pytest.mark.slow)]
-
-
-@pytest.fixture(scope="module")
-def loaded() -> Iterator[Engine]:
-    yield Engine(Settings(dtype="float32", kv_cache_bytes=256 * 2**20, max_batch_prefill_tokens=256, debug_kv=True))
-
-
-@pytest.fixture(params=[False, True], ids=["", "ahead"])
-def engine(request: pytest.FixtureRequest, loaded: Engine) -> Engine:
-    """As on CPU, where a step is read before the next is launched, and as on a device that computes by itself."""
-    loaded.ahead = request.param
-    return loaded
 
 
 @pytest.fixture(scope="module")

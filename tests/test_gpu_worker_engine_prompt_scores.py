@@ -1,12 +1,9 @@
 """Log-probabilities of given tokens: against a float64 reference, and an engine's against those of transformers."""
 
-from collections.abc import Iterator
-
 import numpy as np
 import pytest
 import torch
 
-from common.settings import Settings
 from gpu_worker.engine import prompt_scores as module
 from gpu_worker.engine.engine import Engine
 from gpu_worker.engine.prompt_scores import prompt_scores
@@ -63,17 +60,6 @@ def test_no_more_scores_are_copied_than_are_looked_at_together(monkeypatch: pyte
 
 
 # --- an engine --------------------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def loaded() -> Iterator[Engine]:
-    yield Engine(Settings(dtype="float32", kv_cache_bytes=128 * 2**20, max_batch_prefill_tokens=256, debug_kv=True))
-
-
-@pytest.fixture(params=[False, True], ids=["", "ahead"])
-def engine(request: pytest.FixtureRequest, loaded: Engine) -> Engine:
-    loaded.ahead = request.param
-    return loaded
 
 
 @pytest.fixture(scope="module")

@@ -1,6 +1,5 @@
 """Rows that sample, in the real engine: the same seed gives the same ids however rows are batched, chunked, ordered and resumed."""
 
-from collections.abc import Iterator
 from dataclasses import replace
 
 import numpy as np
@@ -9,7 +8,6 @@ from scipy.stats import chisquare
 
 from common.messages import Sampling
 from common.packing import pack_ids
-from common.settings import Settings
 from gpu_worker.engine.engine import Engine
 from tests.batch_player import Player
 from tests.prompts import PROMPTS
@@ -27,18 +25,6 @@ ROWS: dict[int, Sampling | None] = {
     7: Sampling(temperature=1.0, top_p=0.9, seed=11, choice=1),
 }
 """What row n asks for; row 7 has the prompt of row 0."""
-
-
-@pytest.fixture(scope="module")
-def loaded() -> Iterator[Engine]:
-    yield Engine(Settings(dtype="float32", kv_cache_bytes=128 * 2**20, max_batch_prefill_tokens=256, debug_kv=True))
-
-
-@pytest.fixture(params=[False, True], ids=["", "ahead"])
-def engine(request: pytest.FixtureRequest, loaded: Engine) -> Engine:
-    """As on CPU, where a step is read before the next is launched, and as on a device that computes by itself."""
-    loaded.ahead = request.param
-    return loaded
 
 
 @pytest.fixture(scope="module")

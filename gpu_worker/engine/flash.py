@@ -12,7 +12,7 @@ import torch
 from flashinfer.decode import xqa_batch_decode_with_kv_cache
 
 from gpu_worker.engine.cache import Geometry, View
-from gpu_worker.engine.inputs import Inputs, Span
+from gpu_worker.engine.inputs import Inputs, Span, ends_of
 from gpu_worker.engine.upload import pinned, upload
 from gpu_worker.engine.write import write
 
@@ -174,10 +174,6 @@ def table_of(spans: Sequence[Span]) -> tuple[Any, Any]:
     tables = [np.pad(span.blocks, ((0, 0), (0, width - span.blocks.shape[1]))) for span in spans]
     lengths = [span.lengths for span in spans]
     return np.concatenate([np.zeros((0, width)), *tables]).astype(np.int32), np.concatenate([np.zeros(0), *lengths]).astype(np.int32)
-
-
-def ends_of(counts: Any) -> Any:
-    return np.concatenate([[0], np.cumsum(counts)])
 
 
 # --- what a compiled layer calls ----------------------------------------------------------------------------------------------------

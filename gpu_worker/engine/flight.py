@@ -1,8 +1,7 @@
 """A launched step, until the host has read what it sampled."""
 
-import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -25,7 +24,7 @@ class Launched:
     number: int
     parts: Sequence[Part]
     logits: torch.Tensor
-    began_s: float = field(default_factory=time.monotonic)
+    began_s: float
 
     @property
     def turns(self) -> list[Turn | None]:

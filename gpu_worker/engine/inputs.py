@@ -1,6 +1,6 @@
 """The parts of a step as tensors: one flat line of tokens, rows that decode first, then the chunks of prompts."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -51,7 +51,7 @@ def build(parts: Sequence[Part], block_size: int, device: torch.device, previous
     """Tensors of arranged parts. `previous`: int64, what the step before sampled, where it is not read yet."""
     ids, positions, counts = token_ids(parts).astype(np.int64), positions_of(parts), [part.count for part in parts]
     tables = [part.row.blocks for part in parts]
-    begins = np.repeat(ends_of(tables)[:-1], counts)
+    begins = np.repeat(ends_of(map(len, tables))[:-1], counts)
     prompt_lengths = np.repeat([len(part.row.ids) - part.row.base for part in parts], counts)
     return Inputs(
         ids=resolved(upload(ids, device), previous)[None],
@@ -84,9 +84,9 @@ def positions_of(parts: Sequence[Part]) -> npt.NDArray[np.int64]:
     return np.arange(ends[-1]) + np.repeat([part.kv_len for part in parts] - ends, [part.count for part in parts])
 
 
-def ends_of(arrays: Sequence[Int32]) -> npt.NDArray[np.int64]:
-    """Where each begins, and the last one ends, when they stand next to each other."""
-    return np.cumsum([0, *map(len, arrays)])
+def ends_of(counts: Iterable[int]) -> npt.NDArray[np.int64]:
+    """Where each of so many begins, and the last one ends, when they stand next to each other."""
+    return np.cumsum([0, *counts])
 
 
 def last_ids(parts: Sequence[Part]) -> list[int]:

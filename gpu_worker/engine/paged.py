@@ -9,7 +9,7 @@ import torch
 
 from gpu_worker.engine import native
 from gpu_worker.engine.cache import Geometry
-from gpu_worker.engine.inputs import Inputs, Span
+from gpu_worker.engine.inputs import Inputs, Span, ends_of
 
 TILE = 16  # tokens of a prompt whose queries go over a chunk of keys together
 
@@ -34,7 +34,7 @@ class Paged:
 
     def begin(self, inputs: Inputs) -> None:
         widths = [span.blocks.shape[1] for span in inputs.spans]
-        starts = np.cumsum([0, *(span.blocks.size for span in inputs.spans)])
+        starts = ends_of(span.blocks.size for span in inputs.spans)
         tiles = np.concatenate([tiles_of(span, start, width) for span, start, width in zip(inputs.spans, starts, widths, strict=False)])
         tables = np.concatenate([span.blocks.ravel() for span in inputs.spans])
         self.arrays = slots, tiles, tables = inputs.slots, tiles.astype(np.int32), tables.astype(np.int32)

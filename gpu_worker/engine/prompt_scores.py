@@ -6,6 +6,7 @@ import numpy as np
 import torch
 
 from gpu_worker.engine.draw import Drawn
+from gpu_worker.engine.inputs import ends_of
 from gpu_worker.engine.likeliest import likeliest
 from gpu_worker.engine.rows import Part
 from gpu_worker.engine.upload import upload
@@ -28,7 +29,7 @@ def of_prompts(logits: torch.Tensor, parts: Sequence[Part]) -> list[Drawn]:
     """logits [wanted, vocabulary] of a step → what is told of each part's prompt, of those that tell of one."""
     if not any(part.scores for part in parts):
         return []
-    begins = np.cumsum([0, *(part.wanted for part in parts)]).tolist()
+    begins = ends_of(part.wanted for part in parts).tolist()
     told = [(begin, part) for begin, part in zip(begins, parts, strict=False) if part.scores]
     return [of_prompt(logits[begin : begin + part.scores], part) for begin, part in told]
 

@@ -44,11 +44,8 @@ def sample(logits: torch.Tensor, turns: Sequence[Turn | None]) -> Drawn:
 
 
 def blank(num_samples: int, num_tops: int, device: torch.device) -> Drawn:
-    ids, logprobs = (
-        torch.zeros(num_samples, 1 + num_tops, dtype=torch.int64, device=device),
-        torch.zeros(num_samples, 1 + num_tops, device=device),
-    )
-    return Drawn(ids[:, 0].clone(), logprobs[:, 0].clone(), ids[:, 1:], logprobs[:, 1:])
+    ids, logprobs = (torch.zeros(1 + num_tops, num_samples, dtype=dtype, device=device) for dtype in (torch.int64, torch.float32))
+    return Drawn(ids[0], logprobs[0], ids[1:].T, logprobs[1:].T)
 
 
 def put(sampled: Drawn, places: torch.Tensor, logits: torch.Tensor, way: Way | None, turns: Sequence[Turn | None]) -> None:
