@@ -1,8 +1,10 @@
 """The native kernels against torch, and what is done where they cannot be built."""
 
+import functools
 import itertools
 import logging
 import math
+import platform
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -106,6 +108,29 @@ def test_products(dtype: torch.dtype, whole: bool, inputs: int, outputs: int, bi
         torch.testing.assert_close(result.double(), wanted, rtol=2 * torch.finfo(result.dtype).eps, atol=1e-5)
         assert result.dtype == (torch.float32 if whole else dtype)
         assert all(torch.equal(packed(states[:, row]), result[:, row]) for row in range(num_rows))
+
+
+# --- builds for other processors ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="other processors' code runs on x86-64 only")
+@pytest.mark.parametrize(("march", "splits"), [("x86-64-v2", True), ("x86-64-v3", True), ("native", True), ("native", False)])
+def test_other_builds(march: str, splits: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Narrower vectors; pairs of bfloat16 that are multiplied as such, where this processor can, and pairs that are widened."""
+    command = [word.replace("=native", f"={march}") for word in native.compiler() if word != "-DSPLIT_PAIRS"]
+    command += ["-DSPLIT_PAIRS"] if splits else []
+    command += ["-fno-gnu-unique"] if "g++" in command[0] or command[0] == "c++" else []  # several builds in one process
+    monkeypatch.setattr(native, "CACHE", tmp_path)
+    monkeypatch.setattr(native, "compiler", lambda: command)
+    monkeypatch.setattr(native, "library", functools.partial(native.library.__wrapped__))
+    built = native.library()
+    assert built and built.tf_multiplies(native.TYPES[torch.bfloat16]) == (march != "x86-64-v2")
+    for dtype in native.TYPES:
+        test_attention(dtype, 16, built)
+        if built.tf_multiplies(native.TYPES[dtype]):
+            test_products(dtype, False, 50, 7, True, built)
+            test_products(dtype, True, 96, 144, False, built)
 
 
 # --- the likeliest token ------------------------------------------------------------------------------------------------------------

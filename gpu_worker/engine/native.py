@@ -9,7 +9,6 @@ import functools
 import hashlib
 import logging
 import os
-import platform
 import shutil
 import subprocess
 from collections.abc import Iterator
@@ -18,6 +17,8 @@ from ctypes import POINTER, c_float, c_int32, c_int64, c_void_p
 from pathlib import Path
 
 import torch
+
+from common import processor
 
 log = logging.getLogger(__name__)
 
@@ -97,7 +98,12 @@ def built() -> Path:
     """Raises OSError or SubprocessError."""
     command = compiler()
     version = subprocess.run([*command[:1], "--version"], capture_output=True, text=True, check=True).stdout
-    parts = [*(path.read_text() for path in sorted(SOURCES.iterdir()) if path.is_file()), *command, version, processor()]
+    parts = [
+        *(path.read_text() for path in sorted(SOURCES.iterdir()) if path.is_file()),
+        *command,
+        version,
+        processor.features(),
+    ]  # which -march=native depends on
     path = CACHE / f"{hashlib.sha256(repr(parts).encode()).hexdigest()[:24]}.so"
     if not path.exists():
         with only_one():
@@ -121,7 +127,7 @@ def compiler() -> list[str]:
     found = next((name for name in COMPILERS if shutil.which(name)), None)
     if not found:
         raise FileNotFoundError("no C++ compiler (g++ or clang++) is installed")
-    flags = ["-std=c++17", "-O3", "-march=native", "-fPIC", "-shared"]
+    flags = ["-std=c++17", "-O3", "-march=native", "-fPIC", "-shared", *(["-DSPLIT_PAIRS"] if processor.splits_pairs() else [])]
     return [found, *flags, *threading(), str(SOURCES / "kernels.cpp"), *runtime()]
 
 
@@ -137,13 +143,6 @@ def runtime() -> list[str]:
     loaded = {line.split()[-1] for line in maps.read_text().splitlines()} if maps.exists() else set()
     beside = {str(path) for path in (Path(torch.__file__).parent / "lib").glob("lib*omp*.dylib")}
     return sorted(name for name in loaded | beside if Path(name).name.startswith(("libgomp", "libomp", "libiomp5")))[:1]
-
-
-def processor() -> str:
-    """What `-march=native` depends on."""
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.exists() else []
-    return next((line for line in lines if line.lower().startswith(("flags", "features"))), platform.processor())
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 // Chunks of keys begin at multiples of CHUNK, and a query's sums do not depend on who is in its tile: so neither do its bits.
 #pragma once
 #include <algorithm>
+#include <atomic>
 #include <vector>
 #include "shapes.h"
 #include "vector.h"
@@ -19,92 +20,110 @@ template <class T> void write(const Step& step, const Cache& cache, int token, i
     memcpy((T*)cache.values + (page * size + offset) * cache.value_dim, value, sizeof(T) * cache.value_dim);
 }
 
-// A chunk of keys: where the K of every vector of them and the V of each lie. What the kernels cannot take as it lies is copied.
+// The keys that the queries of a tile see, from the beginning of a chunk on.
+struct Keys {
+    const int32_t* table;
+    int base, end;
+};
+
+inline Keys seen(const Step& step, const Cache& cache, int tile) {
+    const int32_t* at = step.tiles + 4 * tile;
+    int first = cache.window ? std::max(0, at[2] - cache.window + 1) : 0;
+    return {step.tables + at[3], first / CHUNK * CHUNK, at[2] + at[1]};
+}
+
+// A chunk of keys, LANES by LANES: where their K and V lie. What the kernels cannot take as it lies is copied.
 template <class T> struct Chunk {
     static constexpr int P = Pairs<T>::P;
-    int num_keys, stride;
-    const T *keys[VECTORS], *values[CHUNK];
+    int num_keys, key_stride, value_stride;  // from one pair of a K to its next one; from one V to the next key's
+    const T *keys[VECTORS], *values[VECTORS];
     std::vector<T> key_copy, value_copy;
 
-    void gather(const Step& step, const Cache& cache, const int32_t* table, int head, int base, int end) {
+    const T* value(int key) const { return values[key / LANES] + key % LANES * value_stride; }
+
+    void gather(const Step& step, const Cache& cache, Keys seen, int head) {
         int size = step.block_size, dim = cache.key_dim, width = rounded_up(cache.value_dim, VECTORS * LANES);
-        bool lies = size % LANES == 0, whole = width == cache.value_dim;
-        num_keys = std::min(CHUNK, end - base);
-        stride = (lies ? size : CHUNK) * P;
-        if (!lies) key_copy.assign(dim * CHUNK, T{});
-        if (!whole) value_copy.assign(CHUNK * width, T{});
-        int block = base / size, offset = base % size;
-        for (int key = 0; key < num_keys; block++, offset = 0) {
-            int64_t page = ((int64_t)table[block] * cache.kv_heads + head) * size;
-            const T *page_keys = (const T*)cache.keys + page * dim, *page_values = (const T*)cache.values + page * cache.value_dim;
-            for (; offset < size && key < num_keys; offset++, key++) {
-                const T* from = page_keys + offset * P;
-                if (lies && key % LANES == 0) keys[key / LANES] = from;
-                if (!lies)
-                    for (int d = 0; d < dim; d += P) memcpy(&key_copy[d * CHUNK + key * P], from + (int64_t)d * size, sizeof(T) * P);
-                const T* value = page_values + (int64_t)offset * cache.value_dim;
-                values[key] = whole ? value : (const T*)memcpy(&value_copy[key * width], value, sizeof(T) * cache.value_dim);
-            }
+        num_keys = std::min(CHUNK, seen.end - seen.base), key_stride = size * P, value_stride = cache.value_dim;
+        if (size % LANES || width != cache.value_dim) return copy(step, cache, seen, head, width);
+        for (int v = 0; v < VECTORS; v++) {
+            int key = seen.base + (v * LANES < num_keys ? v * LANES : 0);
+            int64_t page = ((int64_t)seen.table[key / size] * cache.kv_heads + head) * size;
+            keys[v] = (const T*)cache.keys + page * dim + key % size * P;
+            values[v] = (const T*)cache.values + (page + key % size) * width;
         }
-        for (int v = 0; v < VECTORS; v++)
-            if (!lies || v * LANES >= num_keys) keys[v] = lies ? keys[0] : &key_copy[v * LANES * P];
+    }
+
+    void copy(const Step& step, const Cache& cache, Keys seen, int head, int width) {
+        int size = step.block_size, dim = cache.key_dim;
+        key_copy.assign(dim * CHUNK, T{}), value_copy.assign(CHUNK * width, T{});
+        key_stride = CHUNK * P, value_stride = width;
+        for (int key = 0; key < num_keys; key++) {
+            int at = seen.base + key;
+            int64_t page = ((int64_t)seen.table[at / size] * cache.kv_heads + head) * size;
+            const T* from = (const T*)cache.keys + page * dim + at % size * P;
+            for (int d = 0; d < dim; d += P) memcpy(&key_copy[d * CHUNK + key * P], from + (int64_t)d * size, sizeof(T) * P);
+            memcpy(&value_copy[key * width], (const T*)cache.values + (page + at % size) * cache.value_dim, sizeof(T) * cache.value_dim);
+        }
+        for (int v = 0; v < VECTORS; v++) keys[v] = &key_copy[v * LANES * P], values[v] = &value_copy[v * LANES * width];
     }
 };
 
-// Asks for the pages of the chunk that comes next, which lie anywhere.
-template <class T> void ask(const Step& step, const Cache& cache, const int32_t* table, int head, int base, int end) {
-    int size = step.block_size;
-    for (int block = base / size; block * size < std::min(base + CHUNK, end); block++) {
-        int64_t page = ((int64_t)table[block] * cache.kv_heads + head) * size;
-        const char *keys = (const char*)((const T*)cache.keys + page * cache.key_dim);
-        const char *values = (const char*)((const T*)cache.values + page * cache.value_dim);
-        for (size_t line = 0; line < size * cache.key_dim * sizeof(T); line += 64) __builtin_prefetch(keys + line);
-        for (size_t line = 0; line < size * cache.value_dim * sizeof(T); line += 64) __builtin_prefetch(values + line);
-    }
-}
-
-template <class T, int N> void score(const Chunk<T>& chunk, int dim, const typename Pairs<T>::Query* queries, float* scores) {
+// Sums of one chunk; with ASK, what lies at the same place of the chunk that comes next is asked for meanwhile: memory takes long, and
+// answers few questions at a time.
+template <class T, int N, bool ASK> void score(const Chunk<T>& chunk, const Chunk<T>& next, int dim, const Factor<T>* queries, float* scores) {
     constexpr int P = Pairs<T>::P;
     Floats sums[N][VECTORS] = {};
     for (int d = 0; d < dim / P; d++)
 #pragma GCC unroll 4
-        for (int v = 0; v < VECTORS; v++)
+        for (int v = 0; v < VECTORS; v++) {
+            if (ASK) __builtin_prefetch(next.keys[v] + d * next.key_stride);
+#pragma GCC unroll 2
+            for (int part = 0; part < Pairs<T>::PARTS; part++) {
+                auto keys = Pairs<T>::part(chunk.keys[v] + d * chunk.key_stride, part);
 #pragma GCC unroll 8
-            for (int n = 0; n < N; n++)
-                sums[n][v] = Pairs<T>::multiply(sums[n][v], chunk.keys[v] + d * chunk.stride, queries + n * dim + d * P);
+                for (int n = 0; n < N; n++) sums[n][v] = Pairs<T>::multiply(sums[n][v], keys, queries + n * dim + d * P + part);
+            }
+        }
     for (int n = 0; n < N; n++)
         for (int v = 0; v < VECTORS; v++) store(scores + n * CHUNK + v * LANES, sums[n][v]);
 }
 
-template <class T, int N> void accumulate(const Chunk<T>& chunk, int width, const float* weights, const float* factors, float* outputs) {
+template <class T, int N, bool ASK>
+void accumulate(const Chunk<T>& chunk, const Chunk<T>& next, int width, const float* weights, const float* factors, float* outputs) {
     for (int d = 0; d < width; d += VECTORS * LANES) {
         Floats sums[N][VECTORS];
         for (int n = 0; n < N; n++)
             for (int v = 0; v < VECTORS; v++) sums[n][v] = load(outputs + n * width + d + v * LANES) * factors[n];
-        for (int j = 0; j < chunk.num_keys; j++)
+        for (int j = 0; j < chunk.num_keys; j++) {
+            const T *value = chunk.value(j) + d, *ahead = next.value(j) + d;
 #pragma GCC unroll 4
             for (int v = 0; v < VECTORS; v++) {
-                Floats value = load(chunk.values[j] + d + v * LANES);
+                if (ASK && v * LANES * sizeof(T) % 64 == 0) __builtin_prefetch(ahead + v * LANES);
+                Floats numbers = load(value + v * LANES);
 #pragma GCC unroll 8
-                for (int n = 0; n < N; n++) sums[n][v] += value * weights[n * CHUNK + j];
+                for (int n = 0; n < N; n++) sums[n][v] += numbers * weights[n * CHUNK + j];
             }
+        }
         for (int n = 0; n < N; n++)
             for (int v = 0; v < VECTORS; v++) store(outputs + n * width + d + v * LANES, sums[n][v]);
     }
 }
 
-template <class T, int N = BLOCK> void score_rows(int rows, const Chunk<T>& chunk, int dim, const typename Pairs<T>::Query* queries, float* scores) {
-    for (; rows >= N; rows -= N, queries += N * dim, scores += N * CHUNK) score<T, N>(chunk, dim, queries, scores);
+template <class T, int N = BLOCK>
+void score_rows(int rows, const Chunk<T>& chunk, const Chunk<T>& next, bool ask, int dim, const Factor<T>* queries, float* scores) {
+    for (; rows >= N; rows -= N, queries += N * dim, scores += N * CHUNK, ask = false)
+        (ask ? score<T, N, true> : score<T, N, false>)(chunk, next, dim, queries, scores);
     if constexpr (N > 1)
-        if (rows) score_rows<T, N - 1>(rows, chunk, dim, queries, scores);
+        if (rows) score_rows<T, N - 1>(rows, chunk, next, ask, dim, queries, scores);
 }
 
 template <class T, int N = BLOCK>
-void accumulate_rows(int rows, const Chunk<T>& chunk, int width, const float* weights, const float* factors, float* outputs) {
-    for (; rows >= N; rows -= N, weights += N * CHUNK, factors += N, outputs += N * width)
-        accumulate<T, N>(chunk, width, weights, factors, outputs);
+void accumulate_rows(int rows, const Chunk<T>& chunk, const Chunk<T>& next, bool ask, int width, const float* weights, const float* factors,
+                     float* outputs) {
+    for (; rows >= N; rows -= N, weights += N * CHUNK, factors += N, outputs += N * width, ask = false)
+        (ask ? accumulate<T, N, true> : accumulate<T, N, false>)(chunk, next, width, weights, factors, outputs);
     if constexpr (N > 1)
-        if (rows) accumulate_rows<T, N - 1>(rows, chunk, width, weights, factors, outputs);
+        if (rows) accumulate_rows<T, N - 1>(rows, chunk, next, ask, width, weights, factors, outputs);
 }
 
 // Scores of a chunk to weights; `top` and `total` go along, `factor` is what earlier sums are scaled with.
@@ -133,16 +152,20 @@ inline void soften(float* scores, const Cache& cache, int base, int position, bo
     }
 }
 
-// One tile and one K head → out [tokens][heads][value_dim]
-template <class T> void attend(const Step& step, const Cache& cache, int tile, int head, Heads query, T* out) {
-    typedef typename Pairs<T>::Query Query;
-    static thread_local Chunk<T> chunk;
-    static thread_local std::vector<Query> queries;
+// A tile and one of its K heads are a unit of work, numbered tile by tile. Threads take them as they come; each knows its next one.
+template <class F> void own_units(std::atomic<int>& taken, int units, int thread, F each) {
+    for (int unit = thread, next; unit < units; unit = next) each(unit, (next = taken++) < units ? next : unit);
+}
+
+// One unit → out [tokens][heads][value_dim]
+template <class T, class U> void attend(const Step& step, const Cache& cache, int unit, int next, Heads query, U* out) {
+    static thread_local Chunk<T> chunks[2];
+    static thread_local std::vector<Factor<T>> queries;
     static thread_local std::vector<float> scores, outputs, tops, factors;
     static thread_local std::vector<Floats> totals;
-    const int32_t* at = step.tiles + 4 * tile;
-    int begin = at[0], count = at[1], position = at[2], end = position + count, rows = cache.group * count, dim = cache.key_dim;
-    const int32_t* table = step.tables + at[3];
+    int head = unit % cache.kv_heads, next_head = next % cache.kv_heads;
+    const int32_t* at = step.tiles + 4 * (unit / cache.kv_heads);
+    int begin = at[0], count = at[1], position = at[2], rows = cache.group * count, dim = cache.key_dim;
     int width = rounded_up(cache.value_dim, VECTORS * LANES), heads = cache.kv_heads * cache.group;
 
     queries.resize(rows * dim), scores.resize(rows * CHUNK), factors.resize(rows);
@@ -150,21 +173,23 @@ template <class T> void attend(const Step& step, const Cache& cache, int tile, i
     for (int row = 0; row < rows; row++) {
         int h = head * cache.group + row / count;
         const T* from = (const T*)query.data + (begin + row % count) * query.token + h * query.head;
-        for (int d = 0; d < dim; d++) queries[row * dim + d] = Pairs<T>::query(from + d);
+        for (int d = 0; d < dim; d++) convert(from + d, &queries[row * dim + d]);
         if (cache.sinks) tops[row] = cache.sinks[h], totals[row][0] = 1;
     }
-    int first = cache.window ? std::max(0, position - cache.window + 1) : 0;
-    for (int base = first / CHUNK * CHUNK; base < end; base += CHUNK) {
-        chunk.gather(step, cache, table, head, base, end);
-        ask<T>(step, cache, table, head, base + CHUNK, end);
-        bool masked = base + CHUNK > position + 1 || (cache.window && base <= end - 1 - cache.window);
-        score_rows<T>(rows, chunk, dim, queries.data(), scores.data());
+    Keys keys = seen(step, cache, unit / cache.kv_heads), next_keys = seen(step, cache, next / cache.kv_heads);
+    chunks[0].gather(step, cache, keys, head);
+    for (int i = 0; keys.base < keys.end; i = !i, keys.base += CHUNK) {
+        const Chunk<T>&chunk = chunks[i], &ahead = chunks[!i];
+        bool last = keys.base + CHUNK >= keys.end;
+        chunks[!i].gather(step, cache, last ? next_keys : Keys{keys.table, keys.base + CHUNK, keys.end}, last ? next_head : head);
+        bool masked = keys.base + CHUNK > position + 1 || (cache.window && keys.base <= keys.end - 1 - cache.window);
+        score_rows<T>(rows, chunk, ahead, true, dim, queries.data(), scores.data());
         for (int row = 0; row < rows; row++)
-            soften(&scores[row * CHUNK], cache, base, position + row % count, masked, tops[row], totals[row], factors[row]);
-        accumulate_rows<T>(rows, chunk, width, scores.data(), factors.data(), outputs.data());
+            soften(&scores[row * CHUNK], cache, keys.base, position + row % count, masked, tops[row], totals[row], factors[row]);
+        accumulate_rows<T>(rows, chunk, ahead, true, width, scores.data(), factors.data(), outputs.data());
     }
     for (int row = 0; row < rows; row++) {
-        T* to = out + ((int64_t)(begin + row % count) * heads + head * cache.group + row / count) * cache.value_dim;
+        U* to = out + ((int64_t)(begin + row % count) * heads + head * cache.group + row / count) * cache.value_dim;
         float inverse = 1 / sum(totals[row]);
         int d = 0;
         for (; d + LANES <= cache.value_dim; d += LANES) store(to + d, load(&outputs[row * width + d]) * inverse);
@@ -173,6 +198,7 @@ template <class T> void attend(const Step& step, const Cache& cache, int tile, i
 }
 
 template <class T> void write_and_attend(const Step& step, const Cache& cache, Heads query, Heads key, Heads value, T* out) {
+    std::atomic<int> taken{step.threads};
 #pragma omp parallel num_threads(step.threads)
     {
 #pragma omp for
@@ -180,8 +206,7 @@ template <class T> void write_and_attend(const Step& step, const Cache& cache, H
             for (int head = 0; head < cache.kv_heads; head++)
                 write<T>(step, cache, token, head, (const T*)key.data + token * key.token + head * key.head,
                          (const T*)value.data + token * value.token + head * value.head);
-#pragma omp for collapse(2) schedule(dynamic)
-        for (int tile = 0; tile < step.num_tiles; tile++)
-            for (int head = 0; head < cache.kv_heads; head++) attend<T>(step, cache, tile, head, query, out);
+        own_units(taken, step.num_tiles * cache.kv_heads, this_thread(),
+                  [&](int unit, int next) { attend<T>(step, cache, unit, next, query, out); });
     }
 }

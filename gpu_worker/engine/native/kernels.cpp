@@ -22,9 +22,7 @@ template <class F> void typed(int type, F call) {
 // Types whose rows are multiplied as they lie.
 template <class F> void multiplied(int type, F call) {
     if (type == 0) call(float{});
-#if defined(__AVX512BF16__)
     if (type == 1) call(bfloat16{});
-#endif
 }
 
 extern "C" void tf_attend(int type, const Step* step, const Cache* cache, const Heads* query, const Heads* key, const Heads* value, void* out) {
@@ -33,10 +31,8 @@ extern "C" void tf_attend(int type, const Step* step, const Cache* cache, const 
 
 // Whether products of this type are taken from here: where they were measured to be no slower than oneDNN's, at any number of rows.
 extern "C" int tf_multiplies(int type) {
-#if defined(__AVX512BF16__)
+#if defined(__AVX2__)
     return type == 0 || type == 1;
-#elif defined(__AVX__)
-    return type == 0;
 #else
     return 0;
 #endif
@@ -48,10 +44,24 @@ extern "C" void tf_pack(int type, const void* weight, int outputs, int inputs, v
     multiplied(type, [=](auto number) { pack((const decltype(number)*)weight, outputs, inputs, (decltype(number)*)packed); });
 }
 
+// Rows as they are multiplied; in memory that grows and stays, where they have to be another type.
+template <class T> const Factor<T>* factors(int threads, const T* rows, int64_t count) {
+    if constexpr (std::is_same_v<T, Factor<T>>) return rows;
+    else {  // one caller at a time
+        static std::vector<Factor<T>> converted;
+        if ((int64_t)converted.size() < count) converted.resize(count);
+        Factor<T>* to = converted.data();
+#pragma omp parallel for num_threads(threads)
+        for (int64_t i = 0; i < count; i++) convert(rows + i, to + i);
+        return to;
+    }
+}
+
 template <class T, class U> void product(int threads, const T* rows, int num_rows, const Linear& linear, U* out) {
+    const Factor<T>* converted = factors(threads, rows, (int64_t)num_rows * linear.inputs);
 #pragma omp parallel num_threads(threads)
     own_panels(num_panels(linear), this_thread(), all_threads(), [&](int panel) {
-        panel_product<T>(rows, num_rows, linear, panel, out, linear.outputs, nullptr);
+        panel_product<T, U>(converted, num_rows, linear, panel, out, linear.outputs, nullptr);
     });
 }
 

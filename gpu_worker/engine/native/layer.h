@@ -4,7 +4,7 @@
 #include "attention.h"
 #include "products.h"
 
-template <class T> void normalise(const Norm& norm, const T* from, int size, T* to) {
+template <class T, class U> void normalise(const Norm& norm, const T* from, int size, U* to) {
     Floats squares = {};
     float rest = 0;
     int i = 0;
@@ -33,9 +33,10 @@ constexpr int FEW = 8;  // rows that every thread normalises for itself: sooner 
 
 // Memory for what lies between the parts; it grows and stays.
 template <class T> struct Between {
-    std::vector<T> normed, projected, attended, gated;
+    std::vector<T> projected;
+    std::vector<Factor<T>> normed, attended, gated;
     void fit(int64_t rows, int threads, const Layer& layer) {
-        auto grow = [](std::vector<T>& to, int64_t size) { if ((int64_t)to.size() < size) to.resize(size); };
+        auto grow = [](auto& to, int64_t size) { if ((int64_t)to.size() < size) to.resize(size); };
         grow(normed, std::max<int64_t>(rows, FEW * threads) * layer.q.inputs);
         grow(projected, rows * (layer.q.outputs + layer.k.outputs + layer.v.outputs));
         grow(attended, rows * layer.o.inputs);
@@ -44,7 +45,8 @@ template <class T> struct Between {
 };
 
 // All rows normalised, for the thread that calls.
-template <class T> const T* normalised(const Norm& norm, const T* from, int rows, int size, int thread, int threads, T* to) {
+template <class T>
+const Factor<T>* normalised(const Norm& norm, const T* from, int rows, int size, int thread, int threads, Factor<T>* to) {
     bool few = rows <= FEW;
     if (few) to += (int64_t)thread * FEW * size;
     for (int row = few ? 0 : thread; row < rows; row += few ? 1 : threads)
@@ -72,15 +74,16 @@ template <class T> void place(const Step& step, const Layer& layer, int token, i
 template <class T> void run_layer(const Step& step, const Layer& layer, const T* in, const T* cosines, const T* sines, T* out) {
     static Between<T> between;
     between.fit(step.num_tokens, step.threads, layer);
-    T *space = between.normed.data(), *projected = between.projected.data(), *attended = between.attended.data();
-    T* gated = between.gated.data();
+    T* projected = between.projected.data();
+    Factor<T> *space = between.normed.data(), *attended = between.attended.data(), *gated = between.gated.data();
+    std::atomic<int> taken{step.threads};
     bool apart = step.num_tiles == step.num_tokens;  // no token sees another's K
     int rows = step.num_tokens, heads = layer.cache.kv_heads, hidden = layer.q.inputs, stride = layer.q.outputs + layer.k.outputs + layer.v.outputs;
     int q_panels = num_panels(layer.q), k_panels = num_panels(layer.k), v_panels = num_panels(layer.v);
 #pragma omp parallel num_threads(step.threads)
     {
         int thread = this_thread(), threads = all_threads();
-        const T* normed = normalised(layer.before_attention, in, rows, hidden, thread, threads, space);
+        const Factor<T>* normed = normalised<T>(layer.before_attention, in, rows, hidden, thread, threads, space);
         own_panels(q_panels + k_panels + v_panels, thread, threads, [&](int panel) {
             const Linear& linear = panel < q_panels ? layer.q : panel < q_panels + k_panels ? layer.k : layer.v;
             T* to = projected + (&linear == &layer.q ? 0 : &linear == &layer.k ? layer.q.outputs : layer.q.outputs + layer.k.outputs);
@@ -93,20 +96,19 @@ template <class T> void run_layer(const Step& step, const Layer& layer, const T*
                 for (int head = 0; head < heads; head++) place(step, layer, row, head, cosines, sines, projected + (int64_t)row * stride);
 #pragma omp barrier
         }
-#pragma omp for collapse(2) schedule(dynamic)
-        for (int tile = 0; tile < step.num_tiles; tile++)
-            for (int head = 0; head < heads; head++) {
-                int64_t row = step.tiles[4 * tile];
-                if (apart) place(step, layer, row, head, cosines, sines, projected + row * stride);
-                attend<T>(step, layer.cache, tile, head, {projected, stride, layer.cache.key_dim}, attended);
-            }
-        own_panels(num_panels(layer.o), thread, threads,
-                   [&](int panel) { panel_product(attended, rows, layer.o, panel, out, hidden, in); });
+        own_units(taken, step.num_tiles * heads, thread, [&](int unit, int next) {
+            int64_t row = step.tiles[4 * (unit / heads)];
+            if (apart) place(step, layer, row, unit % heads, cosines, sines, projected + row * stride);
+            attend<T>(step, layer.cache, unit, next, {projected, stride, layer.cache.key_dim}, attended);
+        });
 #pragma omp barrier
-        normed = normalised(layer.before_mlp, out, rows, hidden, thread, threads, space);
-        own_panels(num_panels(layer.gate), thread, threads, [&](int panel) { panel_gated(normed, rows, layer.gate, layer.up, panel, gated); });
+        own_panels(num_panels(layer.o), thread, threads,
+                   [&](int panel) { panel_product<T>(attended, rows, layer.o, panel, out, hidden, in); });
+#pragma omp barrier
+        normed = normalised<T>(layer.before_mlp, out, rows, hidden, thread, threads, space);
+        own_panels(num_panels(layer.gate), thread, threads, [&](int panel) { panel_gated<T>(normed, rows, layer.gate, layer.up, panel, gated); });
 #pragma omp barrier
         own_panels(num_panels(layer.down), thread, threads,
-                   [&](int panel) { panel_product(gated, rows, layer.down, panel, out, hidden, out); });
+                   [&](int panel) { panel_product<T>(gated, rows, layer.down, panel, out, hidden, out); });
     }
 }

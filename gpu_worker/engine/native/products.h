@@ -5,7 +5,7 @@
 #include "shapes.h"
 #include "vector.h"
 
-constexpr int PANEL = WIDTH * LANES, AHEAD = 2048;  // bytes of weights asked for in advance
+constexpr int PANEL = WIDTH * LANES, AHEAD = 4096;  // bytes of weights asked for in advance
 
 inline int num_panels(const Linear& linear) { return (linear.outputs + PANEL - 1) / PANEL; }
 
@@ -24,27 +24,32 @@ template <class T> void pack(const T* weight, int outputs, int inputs, T* packed
 }
 
 // N rows and a panel → sums [N][PANEL]
-template <class T, int N> void multiply(const T* rows, int inputs, const T* panel, float* sums) {
+template <class T, int N> void multiply(const Factor<T>* rows, int inputs, const T* panel, float* sums) {
     constexpr int P = Pairs<T>::P;
     Floats total[N][WIDTH] = {};
     for (int k = 0; k < inputs; k += P, panel += PANEL * P) {
         for (int w = 0; w < WIDTH; w++) __builtin_prefetch((const char*)(panel + w * LANES * P) + AHEAD);
+#pragma GCC unroll 2
+        for (int part = 0; part < Pairs<T>::PARTS; part++) {
+            decltype(Pairs<T>::part(panel, part)) weights[WIDTH];
+            for (int w = 0; w < WIDTH; w++) weights[w] = Pairs<T>::part(panel + w * LANES * P, part);
 #pragma GCC unroll 8
-        for (int n = 0; n < N; n++)
+            for (int n = 0; n < N; n++)
 #pragma GCC unroll 3
-            for (int w = 0; w < WIDTH; w++) total[n][w] = Pairs<T>::multiply(total[n][w], panel + w * LANES * P, rows + (int64_t)n * inputs + k);
+                for (int w = 0; w < WIDTH; w++) total[n][w] = Pairs<T>::multiply(total[n][w], weights[w], rows + (int64_t)n * inputs + k + part);
+        }
     }
     for (int n = 0; n < N; n++)
         for (int w = 0; w < WIDTH; w++) store(sums + n * PANEL + w * LANES, total[n][w]);
 }
 
-template <class T, int N = ROWS> void multiply_rows(int count, const T* rows, int inputs, const T* panel, float* sums) {
+template <class T, int N = ROWS> void multiply_rows(int count, const Factor<T>* rows, int inputs, const T* panel, float* sums) {
     if (count == N) return multiply<T, N>(rows, inputs, panel, sums);
     if constexpr (N > 1) multiply_rows<T, N - 1>(count, rows, inputs, panel, sums);
 }
 
 // The sums of up to ROWS rows and a panel, with the bias.
-template <class T> void tile(const T* rows, int count, const Linear& linear, int panel, float* sums) {
+template <class T> void tile(const Factor<T>* rows, int count, const Linear& linear, int panel, float* sums) {
     multiply_rows<T>(count, rows, linear.inputs, (const T*)linear.packed + (int64_t)panel * PANEL * linear.inputs, sums);
     if (linear.bias)
         for (int n = 0; n < count; n++)
@@ -65,12 +70,12 @@ template <class F> void own_panels(int panels, int thread, int threads, F each) 
 
 // rows [num_rows][inputs] → out [num_rows][stride], on top of `residual` where there is one.
 template <class T, class U>
-void panel_product(const T* rows, int num_rows, const Linear& linear, int panel, U* out, int64_t stride, const T* residual) {
+void panel_product(const Factor<T>* rows, int num_rows, const Linear& linear, int panel, U* out, int64_t stride, const T* residual) {
     alignas(64) float sums[ROWS * PANEL];
     int width = std::min(PANEL, linear.outputs - panel * PANEL);
     for (int row = 0; row < num_rows; row += ROWS) {
         int count = std::min(ROWS, num_rows - row);
-        tile(rows + (int64_t)row * linear.inputs, count, linear, panel, sums);
+        tile<T>(rows + (int64_t)row * linear.inputs, count, linear, panel, sums);
         for (int n = 0; n < count; n++) {
             int64_t at = (row + n) * stride + panel * PANEL;
             if (residual)
@@ -83,13 +88,14 @@ void panel_product(const T* rows, int num_rows, const Linear& linear, int panel,
 inline Floats sigmoid_linear(Floats x) { return x / (1.f + exponential(-x)); }
 
 // silu(gate) * up of a panel → out [num_rows][outputs]
-template <class T> void panel_gated(const T* rows, int num_rows, const Linear& gate, const Linear& up, int panel, T* out) {
+template <class T>
+void panel_gated(const Factor<T>* rows, int num_rows, const Linear& gate, const Linear& up, int panel, Factor<T>* out) {
     alignas(64) float gates[ROWS * PANEL], ups[ROWS * PANEL];
     int width = std::min(PANEL, gate.outputs - panel * PANEL);
     for (int row = 0; row < num_rows; row += ROWS) {
         int count = std::min(ROWS, num_rows - row);
-        tile(rows + (int64_t)row * gate.inputs, count, gate, panel, gates);
-        tile(rows + (int64_t)row * up.inputs, count, up, panel, ups);
+        tile<T>(rows + (int64_t)row * gate.inputs, count, gate, panel, gates);
+        tile<T>(rows + (int64_t)row * up.inputs, count, up, panel, ups);
         for (int n = 0; n < count; n++) {
             for (int j = n * PANEL; j < (n + 1) * PANEL; j += LANES) store(gates + j, sigmoid_linear(load(gates + j)) * load(ups + j));
             put(out + (int64_t)(row + n) * gate.outputs + panel * PANEL, gates + n * PANEL, width);

@@ -64,16 +64,16 @@ template <class T> inline void store_one(T* to, float x) {
 }
 
 inline Floats larger(Floats a, Floats b) { return a > b ? a : b; }
-inline float largest(Floats x) {
-    float best = x[0];
-    for (int i = 1; i < LANES; i++) best = x[i] > best ? x[i] : best;
-    return best;
+template <int N, class F> inline float folded(const float* x, F fold) {  // halves upon each other until one is left
+    if constexpr (N == 1) return x[0];
+    else {
+        float half[N / 2];
+        for (int i = 0; i < N / 2; i++) half[i] = fold(x[i], x[i + N / 2]);
+        return folded<N / 2>(half, fold);
+    }
 }
-inline float sum(Floats x) {
-    float total = 0;
-    for (int i = 0; i < LANES; i++) total += x[i];
-    return total;
-}
+inline float largest(Floats x) { return folded<LANES>((const float*)&x, [](float a, float b) { return a > b ? a : b; }); }
+inline float sum(Floats x) { return folded<LANES>((const float*)&x, [](float a, float b) { return a + b; }); }
 
 // e to the x, within 2 units in the last place; 0 below the smallest normal number (Cephes' expf).
 inline Floats exponential(Floats x) {
@@ -93,22 +93,38 @@ inline Floats exponential(Floats x) {
 }
 inline Floats tangent(Floats x) { return 1.f - 2.f / (exponential(2.f * x) + 1.f); }  // hyperbolic
 
-// How numbers lie that are multiplied and summed along K: in twos where the processor multiplies pairs.
+// How numbers lie that are multiplied and summed along K: P of them next to each other, which are multiplied in PARTS goes, with numbers
+// that are held as Factor.
 template <class T> struct Pairs {
-    static constexpr int P = 1;
-    typedef float Query;
-    static inline Floats multiply(Floats sum, const T* k, const float* q) { return sum + load(k) * *q; }
-    static inline float query(const T* from) { return load_one(from); }
+    static constexpr int P = 1, PARTS = 1;
+    typedef float Factor;
+    static inline Floats part(const T* k, int) { return load(k); }
+    static inline Floats multiply(Floats sum, Floats k, const float* factor) { return sum + k * *factor; }
 };
-#if defined(__AVX512BF16__)
+
+#if defined(__AVX512BF16__) && !defined(SPLIT_PAIRS)  // the processor multiplies pairs
 template <> struct Pairs<bfloat16> {
-    static constexpr int P = 2;
-    typedef bfloat16 Query;
-    static inline Floats multiply(Floats sum, const bfloat16* k, const bfloat16* q) {
+    static constexpr int P = 2, PARTS = 1;
+    typedef bfloat16 Factor;
+    static inline __m512bh part(const bfloat16* k, int) { return (__m512bh)_mm512_loadu_si512(k); }
+    static inline Floats multiply(Floats sum, __m512bh k, const bfloat16* factor) {
         int32_t pair;
-        memcpy(&pair, q, 4);
-        return (Floats)_mm512_dpbf16_ps((__m512)sum, (__m512bh)_mm512_loadu_si512(k), (__m512bh)_mm512_set1_epi32(pair));
+        memcpy(&pair, factor, 4);
+        return (Floats)_mm512_dpbf16_ps((__m512)sum, k, (__m512bh)_mm512_set1_epi32(pair));
     }
-    static inline bfloat16 query(const bfloat16* from) { return *from; }
+};
+#else  // a pair is a word, and either half of it the upper half of a float
+template <> struct Pairs<bfloat16> {
+    static constexpr int P = 2, PARTS = 2;
+    typedef float Factor;
+    static inline Floats part(const bfloat16* k, int which) {
+        Words pairs = read<Words>(k);
+        return (Floats)(which ? pairs & 0xffff0000 : pairs << 16);
+    }
+    static inline Floats multiply(Floats sum, Floats k, const float* factor) { return sum + k * *factor; }
 };
 #endif
+
+template <class T> using Factor = typename Pairs<T>::Factor;
+inline void convert(const bfloat16* from, bfloat16* to) { *to = *from; }
+template <class T> inline void convert(const T* from, float* to) { *to = load_one(from); }
