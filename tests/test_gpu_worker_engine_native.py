@@ -110,16 +110,26 @@ def test_products(dtype: torch.dtype, whole: bool, inputs: int, outputs: int, bi
         assert all(torch.equal(packed(states[:, row]), result[:, row]) for row in range(num_rows))
 
 
+def test_wrong_products_are_not_used(library: object, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    right = NativeLinear.forward
+    monkeypatch.setattr(NativeLinear, "forward", lambda self, rows: right(self, rows) + 0.5 * (rows.shape[0] > 1))
+    monkeypatch.setattr(pack, "multiplies", pack.multiplies.__wrapped__)
+    assert type(pack.packed(nn.Linear(8, 8), False, LargePages())) is not NativeLinear
+    assert ("are wrong on this processor" in caplog.text) == bool(library.tf_multiplies(native.TYPES[torch.float32]))  # type: ignore[attr-defined]
+
+
 # --- builds for other processors ----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="other processors' code runs on x86-64 only")
-@pytest.mark.parametrize(("march", "splits"), [("x86-64-v2", True), ("x86-64-v3", True), ("native", True), ("native", False)])
-def test_other_builds(march: str, splits: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Narrower vectors; pairs of bfloat16 that are multiplied as such, where this processor can, and pairs that are widened."""
+@pytest.mark.parametrize(
+    ("march", "pairs"), [("x86-64-v2", "split"), ("x86-64-v3", "split"), ("native", "plain"), ("native", "split"), ("native", "tiles")]
+)
+def test_other_builds(march: str, pairs: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Narrower vectors; pairs of bfloat16 that are multiplied as such, where this processor can, that are widened, and a matrix unit."""
     command = [word.replace("=native", f"={march}") for word in native.compiler() if word != "-DSPLIT_PAIRS"]
-    command += ["-DSPLIT_PAIRS"] if splits else []
+    command += {"plain": [], "split": ["-DSPLIT_PAIRS"], "tiles": ["-include", str(Path(__file__).parent / "fake_tiles.h")]}[pairs]
     command += ["-fno-gnu-unique"] if "g++" in command[0] or command[0] == "c++" else []  # several builds in one process
     monkeypatch.setattr(native, "CACHE", tmp_path)
     monkeypatch.setattr(native, "compiler", lambda: command)
@@ -129,8 +139,9 @@ def test_other_builds(march: str, splits: bool, monkeypatch: pytest.MonkeyPatch,
     for dtype in native.TYPES:
         test_attention(dtype, 16, built)
         if built.tf_multiplies(native.TYPES[dtype]):
-            test_products(dtype, False, 50, 7, True, built)
-            test_products(dtype, True, 96, 144, False, built)
+            for inputs, outputs, bias in ((50, 7, True), (96, 144, False), (64, 100, True)):
+                test_products(dtype, True, inputs, outputs, bias, built)
+                test_products(dtype, False, inputs, outputs, bias, built)
 
 
 # --- the likeliest token ------------------------------------------------------------------------------------------------------------

@@ -1,6 +1,8 @@
 """Linear layers whose weights lie as the processor's matrix product wants them, packed once at load."""
 
 import ctypes
+import functools
+import logging
 import math
 from ctypes import byref
 from typing import Any
@@ -11,8 +13,12 @@ from torch import nn
 from gpu_worker.engine import native
 from gpu_worker.engine.large_pages import LargePages
 
+log = logging.getLogger(__name__)
+
 ROWS = 32  # the number of rows that oneDNN's layout is chosen for; any number works
 TYPES = (torch.float32, torch.bfloat16)
+TRIAL_SIZE = 64
+TRIAL_ERROR = 1e-3  # of sums of as many products of normal numbers; a wrong one is off by 8
 
 
 class PackedLinear(nn.Module):
@@ -77,8 +83,23 @@ def pack(model: Any) -> None:
 
 def packed(linear: nn.Linear, whole: bool, pages: LargePages) -> nn.Module:
     library, dtype = native.library(), linear.weight.dtype
-    if library and dtype in native.TYPES and library.tf_multiplies(native.TYPES[dtype]) and linear.in_features % 2 == 0:
+    if library and linear.in_features % 2 == 0 and multiplies(library, dtype):
         return NativeLinear(linear, library, whole, pages)
     if torch.backends.mkldnn.is_available() and dtype in TYPES:  # type: ignore[no-untyped-call]
         return PackedLinear(linear)
     return linear
+
+
+@functools.cache
+def multiplies(library: ctypes.CDLL, dtype: torch.dtype) -> bool:
+    """Whether products of this type are taken from here. They are tried first: not every processor that has its own way was at hand."""
+    if dtype not in native.TYPES or not library.tf_multiplies(native.TYPES[dtype]):
+        return False
+    random = torch.Generator().manual_seed(0)
+    linear = nn.Linear(TRIAL_SIZE, TRIAL_SIZE, bias=False)
+    rows, weight = (torch.randn(TRIAL_SIZE, TRIAL_SIZE, generator=random).to(dtype) for _ in range(2))
+    linear.weight = nn.Parameter(weight, requires_grad=False)
+    off = (NativeLinear(linear, library, True, LargePages())(rows) - rows.float() @ weight.float().T).abs().max()
+    if off > TRIAL_ERROR:
+        log.error("native products of %s are wrong on this processor (by %.2g): oneDNN's are used", dtype, off)
+    return bool(off <= TRIAL_ERROR)

@@ -3,9 +3,11 @@
 #pragma once
 #include <algorithm>
 #include "shapes.h"
+#include "tiles.h"
 #include "vector.h"
 
-constexpr int PANEL = WIDTH * LANES, AHEAD = 4096;  // bytes of weights asked for in advance
+constexpr int PANEL = WIDTH * LANES, AT_ONCE = std::max(ROWS, TILE);  // rows
+static_assert(TILE == 1 || PANEL == 3 * TILE);
 
 inline int num_panels(const Linear& linear) { return (linear.outputs + PANEL - 1) / PANEL; }
 
@@ -48,9 +50,12 @@ template <class T, int N = ROWS> void multiply_rows(int count, const Factor<T>* 
     if constexpr (N > 1) multiply_rows<T, N - 1>(count, rows, inputs, panel, sums);
 }
 
-// The sums of up to ROWS rows and a panel, with the bias.
-template <class T> void tile(const Factor<T>* rows, int count, const Linear& linear, int panel, float* sums) {
-    multiply_rows<T>(count, rows, linear.inputs, (const T*)linear.packed + (int64_t)panel * PANEL * linear.inputs, sums);
+// The sums of up to AT_ONCE rows and a panel, with the bias.
+template <class T> void tile(const Factor<T>* rows, int count, const Linear& linear, int panel, Tiles& tiles, float* sums) {
+    const T* packed = (const T*)linear.packed + (int64_t)panel * PANEL * linear.inputs;
+    if (!tiles.multiply(rows, count, linear.inputs, packed, sums))
+        for (int row = 0; row < count; row += ROWS)
+            multiply_rows<T>(std::min(ROWS, count - row), rows + (int64_t)row * linear.inputs, linear.inputs, packed, sums + row * PANEL);
     if (linear.bias)
         for (int n = 0; n < count; n++)
             for (int w = 0; w < WIDTH; w++)
@@ -71,11 +76,12 @@ template <class F> void own_panels(int panels, int thread, int threads, F each) 
 // rows [num_rows][inputs] → out [num_rows][stride], on top of `residual` where there is one.
 template <class T, class U>
 void panel_product(const Factor<T>* rows, int num_rows, const Linear& linear, int panel, U* out, int64_t stride, const T* residual) {
-    alignas(64) float sums[ROWS * PANEL];
+    alignas(64) float sums[AT_ONCE * PANEL];
+    Tiles tiles;
     int width = std::min(PANEL, linear.outputs - panel * PANEL);
-    for (int row = 0; row < num_rows; row += ROWS) {
-        int count = std::min(ROWS, num_rows - row);
-        tile<T>(rows + (int64_t)row * linear.inputs, count, linear, panel, sums);
+    for (int row = 0; row < num_rows; row += AT_ONCE) {
+        int count = std::min(AT_ONCE, num_rows - row);
+        tile<T>(rows + (int64_t)row * linear.inputs, count, linear, panel, tiles, sums);
         for (int n = 0; n < count; n++) {
             int64_t at = (row + n) * stride + panel * PANEL;
             if (residual)
@@ -90,12 +96,13 @@ inline Floats sigmoid_linear(Floats x) { return x / (1.f + exponential(-x)); }
 // silu(gate) * up of a panel → out [num_rows][outputs]
 template <class T>
 void panel_gated(const Factor<T>* rows, int num_rows, const Linear& gate, const Linear& up, int panel, Factor<T>* out) {
-    alignas(64) float gates[ROWS * PANEL], ups[ROWS * PANEL];
+    alignas(64) float gates[AT_ONCE * PANEL], ups[AT_ONCE * PANEL];
+    Tiles tiles;
     int width = std::min(PANEL, gate.outputs - panel * PANEL);
-    for (int row = 0; row < num_rows; row += ROWS) {
-        int count = std::min(ROWS, num_rows - row);
-        tile<T>(rows + (int64_t)row * gate.inputs, count, gate, panel, gates);
-        tile<T>(rows + (int64_t)row * up.inputs, count, up, panel, ups);
+    for (int row = 0; row < num_rows; row += AT_ONCE) {
+        int count = std::min(AT_ONCE, num_rows - row);
+        tile<T>(rows + (int64_t)row * gate.inputs, count, gate, panel, tiles, gates);
+        tile<T>(rows + (int64_t)row * up.inputs, count, up, panel, tiles, ups);
         for (int n = 0; n < count; n++) {
             for (int j = n * PANEL; j < (n + 1) * PANEL; j += LANES) store(gates + j, sigmoid_linear(load(gates + j)) * load(ups + j));
             put(out + (int64_t)(row + n) * gate.outputs + panel * PANEL, gates + n * PANEL, width);
