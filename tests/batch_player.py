@@ -1,7 +1,7 @@
 """Plays the batcher for an engine in this process: starts rows, grants blocks, collects tokens and checks what the door promises."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -34,6 +34,8 @@ class Player:
     free: list[int]
     prefill_tokens: int = 10_000
     rows: dict[int, Played] = field(default_factory=dict)
+    starts: dict[int, StartRow] = field(default_factory=dict)
+    again: list[StartRow] = field(default_factory=list)
     ids: dict[int, list[int]] = field(default_factory=dict)
     tops: dict[tuple[int, int], dict[int, float]] = field(default_factory=dict)  # by row and index
     prompts: dict[int, list[float]] = field(default_factory=dict)  # of its tokens but the first
@@ -47,7 +49,8 @@ class Player:
         blocks = self.take(1)
         self.rows[number] = Played(len(ids), blocks)
         self.ids[number] = []
-        return StartRow(number, packed(ids), base, end, ignore_eos, packed(blocks), **asked)
+        self.starts[number] = StartRow(number, packed(ids), base, end, ignore_eos, packed(blocks), **asked)
+        return self.starts[number]
 
     def take(self, count: int) -> list[int]:
         self.free.sort()
@@ -75,6 +78,8 @@ class Player:
             assert frames, f"nothing moves: {self.rows}"
             for frame in frames:
                 self.collect(frame)
+            starts, self.again = self.again, []
+            self.engine.apply(Grant(self.until, self.prefill_tokens, starts))
         return self.ids
 
     def collect(self, step: Step) -> None:
@@ -100,6 +105,16 @@ class Player:
             row = self.rows.pop(number)
             assert kv_len <= len(row.blocks) * self.engine.block_size
             self.free += row.blocks
+            if self.ended[number][0] == "preempted":
+                self.start_again(number, row.ids)
+
+    def start_again(self, number: int, ids: list[int]) -> None:
+        """A row that the engine itself preempted."""
+        start, blocks = self.starts[number], self.take(1)
+        del self.ended[number]
+        self.starts[number] = replace(start, ids=start.ids + packed(ids), base=start.base + len(ids), blocks=packed(blocks))
+        self.rows[number] = Played(len(start.ids) // 4 + len(ids), blocks)
+        self.again.append(self.starts[number])
 
     def hear(self, number: int, first: int, logprobs: list[float], top_ids: list[int], top_logprobs: list[float]) -> None:
         """What is told of a prompt: in order, and none of it after the first sampled token."""

@@ -21,7 +21,7 @@ NEW_TOKENS = 40
 LENGTHS = (1, 20, 50, 70)
 """Of prompts: some beyond the windows and the original rope lengths."""
 MANY = 15
-QUICK = ("Llama-dynamic", "Llama-longrope", "Qwen3-MoE", "Gemma2", "GPT2", "OPT", "StableLM", "DeepSeek-V3", "gpt-oss")
+QUICK = ("Llama-dynamic", "Llama-longrope", "Phi3-longrope", "Qwen3-MoE", "Gemma2", "GPT2", "OPT", "StableLM", "DeepSeek-V3", "gpt-oss")
 SERVED = [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in FAMILIES]
 OLD = {"vocab_size": VOCAB, "n_layer": 2, "n_head": 4}
 REFUSED = {
@@ -99,6 +99,7 @@ FEATURES = {
     "sinks, torch": ("gpt-oss", sdpa, "softmax_with_sinks", lambda scores, *rest: torch.softmax(scores, -1)),
     "dynamic": ("Llama-dynamic", load.rope, "by_length", lambda model: []),
     "longrope": ("Llama-longrope", load.rope, "by_length", lambda model: []),
+    "longrope, anew": ("Phi3-longrope", load.rope, "outgrown_at", lambda model: None),
 }
 
 

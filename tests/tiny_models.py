@@ -63,6 +63,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "Gemma3": ("Gemma3Text", LLAMA | WIDE | MIXED | SPREAD),
     "Phi": ("Phi", LLAMA | {"partial_rotary_factor": 0.5, "num_key_value_heads": 4}),
     "Phi3": ("Phi3", LLAMA | {"sliding_window": 16}),
+    "Phi3-longrope": ("Phi3", LLAMA | {"original_max_position_embeddings": 32} | rope("longrope", factor=4.0, **LONG)),
     "GPT2": ("GPT2", GPT),
     "GPT-NeoX": ("GPTNeoX", SIZES | SPREAD | {"intermediate_size": 128}),
     "StarCoder2": ("Starcoder2", LLAMA | SPREAD | {"sliding_window": 16}),

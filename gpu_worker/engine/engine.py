@@ -37,7 +37,7 @@ class Engine:
         self.loaded = load(settings, progress, ranks)
         self.block_size = self.loaded.geometry.block_size
         self.debug_kv = settings.debug_kv
-        self.rows = Rows(self.block_size, self.loaded.eos_ids, max(1, MAX_LOGITS // self.loaded.vocab_size))
+        self.rows = Rows(self.block_size, self.loaded.eos_ids, max(1, MAX_LOGITS // self.loaded.vocab_size), self.loaded.outgrown_at)
         self.graphs: Graphs | Tokenwise | None = None
         self.ahead = self.loaded.device.type != "cpu"
         self.flight: Flight | None = None

@@ -52,7 +52,7 @@ def build(parts: Sequence[Part], block_size: int, device: torch.device, previous
     ids, positions, counts = token_ids(parts).astype(np.int64), positions_of(parts), [part.count for part in parts]
     tables = [part.row.blocks for part in parts]
     begins = np.repeat(ends_of(map(len, tables))[:-1], counts)
-    prompt_lengths = np.repeat([len(part.row.ids) - part.row.base for part in parts], counts)
+    prompt_lengths = np.repeat([part.row.first_length for part in parts], counts)
     return Inputs(
         ids=resolved(upload(ids, device), previous)[None],
         positions=upload(positions[None], device),

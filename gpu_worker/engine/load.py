@@ -43,6 +43,7 @@ class Loaded:
     """
     Attributes:
         attentions: the model's attention modules, in the order of layers.
+        outgrown_at: of a sequence beyond this length every K is computed anew.
         cache: once one is attached.
     """
 
@@ -55,6 +56,7 @@ class Loaded:
     context: int
     eos_ids: list[int]
     vocab_size: int
+    outgrown_at: int | None
     cache: Cache = field(init=False)
 
     def attach(self, num_blocks: int) -> None:
@@ -110,7 +112,7 @@ def load(settings: Settings, progress: model_files.Progress, ranks: Ranks) -> Lo
     geometry = Geometry(list(layers.values()), settings.block_size or BLOCK_SIZES[device.type], dtype)
     context, eos_ids = int(model_files.context(path) * (settings.rope_factor or 1)), model_files.eos_ids(path)
     backend, ropes = backend_of(geometry, device), rope.by_length(model)
-    loaded = Loaded(model, list(layers), geometry, device, backend, ropes, context, eos_ids, config.vocab_size)
+    loaded = Loaded(model, list(layers), geometry, device, backend, ropes, context, eos_ids, config.vocab_size, rope.outgrown_at(model))
     loaded.attach(0)
     loaded.attach(num_blocks(settings, geometry, device, ranks, lambda: peak_bytes(loaded, settings)))
     fused = fuse(model, backend, loaded.forward) if isinstance(backend, Paged) else 0

@@ -1,7 +1,8 @@
 """Rotary embeddings whose frequencies depend on how long a sequence is, for a line of tokens of many sequences.
 
 transformers computes them once a forward, from the largest position in it. Here each token keeps the frequencies that it has when its
-sequence is alone: those for the length at which its K was first computed, the prompt's or its own.
+sequence is alone: those for the length at which its K was first computed, the prompt's or its own. Some models compute every K anew when
+a sequence outgrows the length that its first frequencies are for.
 """
 
 import inspect
@@ -48,6 +49,16 @@ class Rope:
         if length not in self.known:
             self.known[length] = ROPE_INIT_FUNCTIONS[self.module.rope_type](self.module.config, device, seq_len=length)
         return self.known[length]
+
+
+def outgrown_at(model: Any) -> int | None:
+    """The length beyond which the model's own generation computes every K anew (Phi-3), if it does."""
+    ways = inspect.getsource(type(model).prepare_inputs_for_generation)
+    long = (getattr(module, "config", None) for module in model.modules() if getattr(module, "rope_type", None) == "longrope")
+    config = next(long, None)
+    if config is None or "config.original_max_position_embeddings" not in ways:
+        return None
+    return int(config.original_max_position_embeddings)
 
 
 def by_length(model: Any) -> list[Rope]:

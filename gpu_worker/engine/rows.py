@@ -31,6 +31,7 @@ class Row:
         kv_len: tokens whose KV is written.
         index: index of the next token to sample.
         ends: what ids end the row with which reason.
+        first_length: of the sequence when the K of its first tokens are computed: the prompt's, or all of `ids`.
         prompt_logprobs: how many of the likeliest tokens are told beside each token of `ids`; None where nothing is told of these.
         manner: how it chooses; None is plainly greedy.
         last_id: input of the next decode step, once the step that sampled it is read.
@@ -46,6 +47,7 @@ class Row:
     ends: Mapping[int, str] = field(default_factory=dict)
     manner: Manner | None = None
     base: int = 0
+    first_length: int = 0
     prompt_logprobs: int | None = None
     kv_len: int = 0
     read_index: int = 0
@@ -55,12 +57,15 @@ class Row:
     ended: bool = False
 
     @classmethod
-    def of(cls, start: StartRow, eos_ids: Sequence[int]) -> "Row":
+    def of(cls, start: StartRow, eos_ids: Sequence[int], anew: bool = False) -> "Row":
+        """`anew`: what was generated before is computed as if it were of the prompt."""
         ids, blocks = np.frombuffer(start.ids, "<i4"), np.frombuffer(start.blocks, "<i4")
         ends = dict.fromkeys(unpack_ids(start.stop_ids), "stop_sequence")
         ends |= {} if start.ignore_eos else dict.fromkeys(eos_ids, "eos_token")
         manner = Manner.of(start, list(ends))
-        return cls(start.row, ids, start.base, start.end, blocks, ends, manner, start.base, start.prompt_logprobs, read_index=start.base)
+        first_length = len(ids) - (0 if anew else start.base)
+        told = start.prompt_logprobs
+        return cls(start.row, ids, start.base, start.end, blocks, ends, manner, start.base, first_length, told, read_index=start.base)
 
 
 @dataclass(slots=True)  # not frozen: to make one would take twice as long
@@ -161,12 +166,16 @@ def arrange(parts: Sequence[Part]) -> list[Part]:
 
 
 class Rows:
-    """`max_scores`: tokens in one step of prompts that are told of: each needs a line of logits."""
+    """
+    Attributes:
+        max_scores: tokens in one step of prompts that are told of: each needs a line of logits.
+        outgrown_at: beyond this length the model wants every K anew: then a row is preempted, and starts again with all its tokens.
+    """
 
-    def __init__(self, block_size: int, eos_ids: Sequence[int], max_scores: int = MAX_SCORES) -> None:
+    def __init__(self, block_size: int, eos_ids: Sequence[int], max_scores: int = MAX_SCORES, outgrown_at: int | None = None) -> None:
         self.block_size = block_size
         self.eos_ids = eos_ids
-        self.max_scores = max_scores
+        self.max_scores, self.outgrown_at = max_scores, outgrown_at
         self.rows: dict[int, Row] = {}  # in the order of starts
         self.step = 0
         self.until = 0
@@ -181,7 +190,7 @@ class Rows:
                 self.finish(self.rows[number], why)
         granted = [self.extend(number, np.frombuffer(blocks, "<i4")) for number, blocks in grant.blocks]
         for start in grant.starts:
-            self.rows[start.row] = Row.of(start, self.eos_ids)
+            self.rows[start.row] = Row.of(start, self.eos_ids, self.outgrown_at is not None)
             granted.append(self.rows[start.row].blocks)
         return granted
 
@@ -272,6 +281,8 @@ class Rows:
             self.finish(row, "length")
         elif token in row.ends:
             self.finish(row, row.ends[token])
+        elif part.kv_len == self.outgrown_at:
+            self.finish(row, "preempted")
 
     def finish(self, row: Row, why: str) -> None:
         if not row.ended:
