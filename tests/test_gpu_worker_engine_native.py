@@ -198,6 +198,17 @@ def test_other_code_is_not_taken_over(tmp_path: Path, monkeypatch: pytest.Monkey
     assert num_fused(monkeypatch, tmp_path, "Llama") == 0
 
 
+@pytest.mark.parametrize(("between", "joined"), [(1, True), (2, False)])
+def test_layers_are_joined_where_nothing_is_between(between: int, joined: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second = nn.Identity(), nn.Identity()
+    taken = {first: lambda states: states * 3, second: lambda states: states + 5}
+    for layer, way in taken.items():
+        layer.forward = way
+    monkeypatch.setattr(fuse.Fused, "joined", lambda parts: lambda states: parts[1](parts[0](states)))
+    fuse.join(taken, lambda: second(first(torch.ones(2)) * between))  # type: ignore[arg-type]
+    assert (second.forward is fuse.passed) == joined == (first.forward is not taken[first])
+
+
 def logprobs(engine: Engine, prefixes: dict[int, list[int]], prefill_tokens: int) -> dict[int, list[float]]:
     played = Player(engine, list(range(1, engine.ready.num_blocks + 1)), prefill_tokens, until=engine.rows.step)
     played.run([played.start(row, ids, 20, ignore_eos=True) for row, ids in prefixes.items()])

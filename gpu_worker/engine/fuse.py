@@ -1,11 +1,10 @@
 """Whole decoder layers in one native call, where a layer is of the shape that Llama made common.
 
 A layer is taken over when it consists of exactly the known parts, and its own code gives the same on inputs of several sizes.
-Every other layer stays as it is.
+Every other layer stays as it is. Those that follow each other are one call, where the model gives the same bits so.
 """
 
-from collections.abc import Callable, Iterator
-from ctypes import byref
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -29,9 +28,15 @@ MLP = {"gate_proj", "up_proj", "down_proj", "act_fn"}
 
 
 class Fused:
-    """The forward of one layer. `rotary`: numbers of a head that are rotated."""
+    """The forward of layers that follow each other."""
 
-    def __init__(self, layer: Any, backend: Paged, rotary: int) -> None:
+    def __init__(self, layers: list[native.Layer], weights: list[torch.Tensor | None], backend: Paged) -> None:
+        self.layers, self.weights = (native.Layer * len(layers))(*layers), weights  # whose memory the former point to
+        self.backend, self.dtype, self.run = backend, backend.dtype, backend.library.tf_layers
+
+    @classmethod
+    def of(cls, layer: Any, backend: Paged, rotary: int) -> "Fused":
+        """One layer. `rotary`: numbers of a head that are rotated."""
         attention, mlp = layer.self_attn, layer.mlp
         linears = [getattr(attention, f"{name}_proj").shape for name in "qkvo"]
         linears += [getattr(mlp, f"{name}_proj").shape for name in ("gate", "up", "down")]
@@ -40,30 +45,52 @@ class Fused:
             layer.post_attention_layernorm,
             *(getattr(attention, name, None) for name in ("q_norm", "k_norm")),
         )
-        self.weights = [norm and norm.weight.detach().float().contiguous() for norm in modules]
-        norms = [norm_of(module, weight) for module, weight in zip(modules, self.weights, strict=True)]
-        self.shape = byref(native.Layer(backend.caches[attention], *linears, *norms, rotary))
-        self.backend, self.dtype, self.run = backend, backend.dtype, backend.library.tf_layer
+        weights = [norm and norm.weight.detach().float().contiguous() for norm in modules]
+        norms = [norm_of(module, weight) for module, weight in zip(modules, weights, strict=True)]
+        return cls([native.Layer(backend.caches[attention], *linears, *norms, rotary)], weights, backend)
+
+    @classmethod
+    def joined(cls, parts: Sequence["Fused"]) -> "Fused":
+        return cls(
+            [layer for part in parts for layer in part.layers], [weight for part in parts for weight in part.weights], parts[0].backend
+        )
 
     def __call__(self, hidden_states: torch.Tensor, *, position_embeddings: tuple[torch.Tensor, torch.Tensor], **rest: Any) -> torch.Tensor:
         cosines, sines = position_embeddings
-        output = torch.empty_like(hidden_states)
-        pointers = (hidden_states.data_ptr(), cosines.data_ptr(), sines.data_ptr(), output.data_ptr())
-        self.run(self.dtype, self.backend.step, self.shape, *pointers)
-        return output
+        states = hidden_states.clone()
+        self.run(self.dtype, self.backend.step, self.layers, len(self.layers), cosines.data_ptr(), sines.data_ptr(), states.data_ptr())
+        return states
+
+
+def passed(hidden_states: torch.Tensor, **rest: Any) -> torch.Tensor:
+    """The forward of a layer that one before it has computed."""
+    return hidden_states
 
 
 def norm_of(module: Any, weight: torch.Tensor | None) -> native.Norm:
     return native.Norm(None, 0.0) if weight is None else native.Norm(weight.data_ptr(), epsilon(module))
 
 
-def fuse(model: Any, backend: Paged, forward: Callable[[Inputs], object]) -> int:
+def fuse(model: Any, backend: Paged, forward: Callable[[Inputs], torch.Tensor]) -> int:
     """→ layers taken over"""
     found = [layer for layer in candidates(model) if len(layer.self_attn.keys) * backend.block_size > TOKENS + backend.block_size]
     taken = {layer: fused for layer, call in calls(model, found, backend, forward).items() if (fused := equal(layer, backend, call))}
     for layer, fused in taken.items():
         layer.forward = fused
+    if taken:
+        join(taken, lambda: forward(trial(model, backend)))
     return len(taken)
+
+
+def join(taken: dict[Any, Fused], logits: Callable[[], torch.Tensor]) -> None:
+    """Where layers follow each other in other ways than they are listed in, the logits say so."""
+    apart = logits()
+    (first, *others), joined = taken, Fused.joined(list(taken.values()))
+    for layer, forward in {first: joined, **dict.fromkeys(others, passed)}.items():
+        layer.forward = forward
+    if not torch.equal(logits(), apart):
+        for layer, fused in taken.items():
+            layer.forward = fused
 
 
 # --- structure ----------------------------------------------------------------------------------------------------------------------
@@ -111,7 +138,7 @@ def epsilon(module: Any) -> float:
 # --- comparison ---------------------------------------------------------------------------------------------------------------------
 
 
-def calls(model: Any, layers: list[Any], backend: Paged, forward: Callable[[Inputs], object]) -> dict[Any, tuple[Any, Any, Any]]:
+def calls(model: Any, layers: list[Any], backend: Paged, forward: Callable[[Inputs], torch.Tensor]) -> dict[Any, tuple[Any, Any, Any]]:
     """Runs the model on a few tokens → positional arguments, named ones and the output of each layer that is called as most are."""
     seen: dict[Any, tuple[Any, Any, Any]] = {}
 
@@ -120,18 +147,17 @@ def calls(model: Any, layers: list[Any], backend: Paged, forward: Callable[[Inpu
 
     if layers:
         hooks = [layer.register_forward_hook(note, with_kwargs=True) for layer in layers]
-        part = prompt(backend.block_size, model.config.get_text_config().vocab_size)
-        forward(build([part], backend.block_size, torch.device("cpu")))
+        forward(trial(model, backend))
         for hook in hooks:
             hook.remove()
     return {layer: call for layer, call in seen.items() if usual(*call)}
 
 
-def prompt(block_size: int, vocab_size: int) -> Part:
-    """In the first blocks, which nobody has been granted yet."""
-    blocks = np.arange(1, 1 + -(-TOKENS // block_size), dtype=np.int32)
-    ids = np.arange(TOKENS, dtype=np.int32) * 7 % vocab_size
-    return Part(Row(0, ids, 0, 1, blocks), 0, TOKENS, samples=True)
+def trial(model: Any, backend: Paged) -> Inputs:
+    """A prompt in the first blocks, which nobody has been granted yet."""
+    blocks = np.arange(1, 1 + -(-TOKENS // backend.block_size), dtype=np.int32)
+    ids = np.arange(TOKENS, dtype=np.int32) * 7 % model.config.get_text_config().vocab_size
+    return build([Part(Row(0, ids, 0, 1, blocks), 0, TOKENS, samples=True)], backend.block_size, torch.device("cpu"))
 
 
 def usual(arguments: Any, options: Any, output: Any) -> bool:
@@ -150,7 +176,7 @@ def equal(layer: Any, backend: Paged, call: tuple[Any, Any, Any]) -> Fused | Non
     expected = [layer(tensor, **options) for tensor in inputs]
     rotary = options["position_embeddings"][0].shape[2]
     fits = rotary <= backend.caches[layer.self_attn].key_dim
-    for fused in [Fused(layer, backend, size) for size in ((rotary, 0) if fits else (0,))]:
+    for fused in [Fused.of(layer, backend, size) for size in ((rotary, 0) if fits else (0,))]:
         if all(close(fused(given, **options), wanted, given) for given, wanted in zip(inputs, expected, strict=True)):
             return fused
     return None

@@ -73,7 +73,7 @@ SIGNATURES = {
     "tf_panel": [],
     "tf_pack": [c_int32, c_void_p, c_int32, c_int32, c_void_p],
     "tf_product": [c_int32, c_int32, c_void_p, c_int32, POINTER(Linear), c_int32, c_void_p],
-    "tf_layer": [c_int32, POINTER(Step), POINTER(Layer), c_void_p, c_void_p, c_void_p, c_void_p],
+    "tf_layers": [c_int32, POINTER(Step), POINTER(Layer), c_int32, c_void_p, c_void_p, c_void_p],
     "tf_likeliest": [c_int32, c_int32, c_void_p, c_int32, c_int32, c_int64, c_void_p, c_void_p],
 }
 """As in native/kernels.cpp."""

@@ -74,10 +74,10 @@ extern "C" void tf_product(int type, int threads, const void* rows, int num_rows
     });
 }
 
-extern "C" void tf_layer(int type, const Step* step, const Layer* layer, const void* in, const void* cosines, const void* sines, void* out) {
+extern "C" void tf_layers(int type, const Step* step, const Layer* layers, int count, const void* cosines, const void* sines, void* states) {
     multiplied(type, [=](auto number) {
         typedef decltype(number) T;
-        run_layer(*step, *layer, (const T*)in, (const T*)cosines, (const T*)sines, (T*)out);
+        for (int i = 0; i < count; i++) run_layer(*step, layers[i], (const T*)cosines, (const T*)sines, (T*)states);
     });
 }
 

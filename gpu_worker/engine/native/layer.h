@@ -70,8 +70,8 @@ template <class T> void place(const Step& step, const Layer& layer, int token, i
     write<T>(step, cache, token, head, key, value);
 }
 
-// in [tokens][hidden], cosines and sines [tokens][rotary] → out [tokens][hidden]
-template <class T> void run_layer(const Step& step, const Layer& layer, const T* in, const T* cosines, const T* sines, T* out) {
+// states [tokens][hidden] in and out, cosines and sines [tokens][rotary]
+template <class T> void run_layer(const Step& step, const Layer& layer, const T* cosines, const T* sines, T* states) {
     static Between<T> between;
     between.fit(step.num_tokens, step.threads, layer);
     T* projected = between.projected.data();
@@ -83,7 +83,7 @@ template <class T> void run_layer(const Step& step, const Layer& layer, const T*
 #pragma omp parallel num_threads(step.threads)
     {
         int thread = this_thread(), threads = all_threads();
-        const Factor<T>* normed = normalised<T>(layer.before_attention, in, rows, hidden, thread, threads, space);
+        const Factor<T>* normed = normalised<T>(layer.before_attention, states, rows, hidden, thread, threads, space);
         own_panels(q_panels + k_panels + v_panels, thread, threads, [&](int panel) {
             const Linear& linear = panel < q_panels ? layer.q : panel < q_panels + k_panels ? layer.k : layer.v;
             T* to = projected + (&linear == &layer.q ? 0 : &linear == &layer.k ? layer.q.outputs : layer.q.outputs + layer.k.outputs);
@@ -103,12 +103,12 @@ template <class T> void run_layer(const Step& step, const Layer& layer, const T*
         });
 #pragma omp barrier
         own_panels(num_panels(layer.o), thread, threads,
-                   [&](int panel) { panel_product<T>(attended, rows, layer.o, panel, out, hidden, in); });
+                   [&](int panel) { panel_product<T>(attended, rows, layer.o, panel, states, hidden, states); });
 #pragma omp barrier
-        normed = normalised<T>(layer.before_mlp, out, rows, hidden, thread, threads, space);
+        normed = normalised<T>(layer.before_mlp, states, rows, hidden, thread, threads, space);
         own_panels(num_panels(layer.gate), thread, threads, [&](int panel) { panel_gated<T>(normed, rows, layer.gate, layer.up, panel, gated); });
 #pragma omp barrier
         own_panels(num_panels(layer.down), thread, threads,
-                   [&](int panel) { panel_product<T>(gated, rows, layer.down, panel, out, hidden, out); });
+                   [&](int panel) { panel_product<T>(gated, rows, layer.down, panel, states, hidden, states); });
     }
 }
