@@ -5,6 +5,7 @@ import types
 import typing
 from collections.abc import Callable
 from functools import cache
+from operator import attrgetter
 from typing import Any, TypeVar
 
 import msgpack
@@ -48,8 +49,8 @@ def decode(cls: type[T], data: bytes) -> T:
 
 
 def to_map(message: Any) -> dict[str, Any]:
-    shorts, nested = writers(typing.cast(Any, type(message)))
-    body = {short: getattr(message, name) for name, short in shorts}
+    shorts, values, nested = writers(typing.cast(Any, type(message)))
+    body = dict(zip(shorts, values(message), strict=False))
     for short, write in nested:
         body[short] = write(body[short])
     return body
@@ -71,12 +72,14 @@ def from_map(cls: type[T], body: Any) -> T:
 
 
 @cache
-def writers(cls: type) -> tuple[list[tuple[str, str]], list[tuple[str, Callable[[Any], Any]]]]:
-    """(name, short name) of every field; of those that hold messages, (short name, what makes maps of them)."""
+def writers(cls: type) -> tuple[list[str], Callable[[Any], tuple[Any, ...]], list[tuple[str, Callable[[Any], Any]]]]:
+    """The short names of all fields and what reads their values; of those that hold messages, (short name, what makes maps of them)."""
     hints = typing.get_type_hints(cls)
-    shorts = [(item.name, item.metadata["wire"]) for item in dataclasses.fields(cls)]
-    found = [(short, writer(hints[name])) for name, short in shorts]
-    return shorts, [(short, write) for short, write in found if write is not None]
+    names = [item.name for item in dataclasses.fields(cls)]
+    shorts = [item.metadata["wire"] for item in dataclasses.fields(cls)]
+    values = attrgetter(*names, names[0])  # once too often: of a single name it would not be a tuple
+    found = [(short, writer(hints[name])) for name, short in zip(names, shorts, strict=True)]
+    return shorts, values, [(short, write) for short, write in found if write is not None]
 
 
 def writer(kind: Any) -> Callable[[Any], Any] | None:
