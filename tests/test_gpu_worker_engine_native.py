@@ -124,12 +124,14 @@ def test_wrong_products_are_not_used(library: object, monkeypatch: pytest.Monkey
 @pytest.mark.slow
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="other processors' code runs on x86-64 only")
 @pytest.mark.parametrize(
-    ("march", "pairs"), [("x86-64-v2", "split"), ("x86-64-v3", "split"), ("native", "plain"), ("native", "split"), ("native", "tiles")]
+    ("march", "kind"),
+    [("x86-64-v2", "split"), ("x86-64-v3", "split"), ("native", "plain"), ("native", "split"), ("native", "tiles"), ("native", "one thread")],
 )
-def test_other_builds(march: str, pairs: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Narrower vectors; pairs of bfloat16 that are multiplied as such, where this processor can, that are widened, and a matrix unit."""
+def test_other_builds(march: str, kind: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Narrower vectors; pairs of bfloat16 that are multiplied as such, where this processor can, that are widened, and a matrix unit; no OpenMP."""
     command = [word.replace("=native", f"={march}") for word in native.compiler() if word != "-DSPLIT_PAIRS"]
-    command += {"plain": [], "split": ["-DSPLIT_PAIRS"], "tiles": ["-include", str(Path(__file__).parent / "fake_tiles.h")]}[pairs]
+    command += {"split": ["-DSPLIT_PAIRS"], "tiles": ["-include", str(Path(__file__).parent / "fake_tiles.h")]}.get(kind, [])
+    command = [word for word in command if kind != "one thread" or word not in native.threading()]
     command += ["-fno-gnu-unique"] if "g++" in command[0] or command[0] == "c++" else []  # several builds in one process
     monkeypatch.setattr(native, "CACHE", tmp_path)
     monkeypatch.setattr(native, "compiler", lambda: command)

@@ -153,8 +153,8 @@ inline void soften(float* scores, const Cache& cache, int base, int position, bo
 }
 
 // A tile and one of its K heads are a unit of work, numbered tile by tile. Threads take them as they come; each knows its next one.
-template <class F> void own_units(std::atomic<int>& taken, int units, int thread, F each) {
-    for (int unit = thread, next; unit < units; unit = next) each(unit, (next = taken++) < units ? next : unit);
+template <class F> void own_units(std::atomic<int>& taken, int units, F each) {
+    for (int unit = this_thread(), next; unit < units; unit = next) each(unit, (next = all_threads() + taken++) < units ? next : unit);
 }
 
 // One unit → out [tokens][heads][value_dim]
@@ -198,7 +198,7 @@ template <class T, class U> void attend(const Step& step, const Cache& cache, in
 }
 
 template <class T> void write_and_attend(const Step& step, const Cache& cache, Heads query, Heads key, Heads value, T* out) {
-    std::atomic<int> taken{step.threads};
+    std::atomic<int> taken{0};
 #pragma omp parallel num_threads(step.threads)
     {
 #pragma omp for
@@ -206,7 +206,7 @@ template <class T> void write_and_attend(const Step& step, const Cache& cache, H
             for (int head = 0; head < cache.kv_heads; head++)
                 write<T>(step, cache, token, head, (const T*)key.data + token * key.token + head * key.head,
                          (const T*)value.data + token * value.token + head * value.head);
-        own_units(taken, step.num_tiles * cache.kv_heads, this_thread(),
+        own_units(taken, step.num_tiles * cache.kv_heads,
                   [&](int unit, int next) { attend<T>(step, cache, unit, next, query, out); });
     }
 }

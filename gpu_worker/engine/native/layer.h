@@ -76,7 +76,7 @@ template <class T> void run_layer(const Step& step, const Layer& layer, const T*
     between.fit(step.num_tokens, step.threads, layer);
     T* projected = between.projected.data();
     Factor<T> *space = between.normed.data(), *attended = between.attended.data(), *gated = between.gated.data();
-    std::atomic<int> taken{step.threads};
+    std::atomic<int> taken{0};
     bool apart = step.num_tiles == step.num_tokens;  // no token sees another's K
     int rows = step.num_tokens, heads = layer.cache.kv_heads, hidden = layer.q.inputs, stride = layer.q.outputs + layer.k.outputs + layer.v.outputs;
     int q_panels = num_panels(layer.q), k_panels = num_panels(layer.k), v_panels = num_panels(layer.v);
@@ -96,7 +96,7 @@ template <class T> void run_layer(const Step& step, const Layer& layer, const T*
                 for (int head = 0; head < heads; head++) place(step, layer, row, head, cosines, sines, projected + (int64_t)row * stride);
 #pragma omp barrier
         }
-        own_units(taken, step.num_tiles * heads, thread, [&](int unit, int next) {
+        own_units(taken, step.num_tiles * heads, [&](int unit, int next) {
             int64_t row = step.tiles[4 * (unit / heads)];
             if (apart) place(step, layer, row, unit % heads, cosines, sines, projected + row * stride);
             attend<T>(step, layer.cache, unit, next, {projected, stride, layer.cache.key_dim}, attended);
