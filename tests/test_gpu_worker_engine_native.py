@@ -125,7 +125,14 @@ def test_wrong_products_are_not_used(library: object, monkeypatch: pytest.Monkey
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="other processors' code runs on x86-64 only")
 @pytest.mark.parametrize(
     ("march", "kind"),
-    [("x86-64-v2", "split"), ("x86-64-v3", "split"), ("native", "plain"), ("native", "split"), ("native", "tiles"), ("native", "one thread")],
+    [
+        ("x86-64-v2", "split"),
+        ("x86-64-v3", "split"),
+        ("native", "plain"),
+        ("native", "split"),
+        ("native", "tiles"),
+        ("native", "one thread"),
+    ],
 )
 def test_other_builds(march: str, kind: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Narrower vectors; pairs of bfloat16 that are multiplied as such, where this processor can, that are widened, and a matrix unit; no OpenMP."""

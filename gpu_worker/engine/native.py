@@ -98,12 +98,8 @@ def built() -> Path:
     """Raises OSError or SubprocessError."""
     command = compiler()
     version = subprocess.run([*command[:1], "--version"], capture_output=True, text=True, check=True).stdout
-    parts = [
-        *(path.read_text() for path in sorted(SOURCES.iterdir()) if path.is_file()),
-        *command,
-        version,
-        processor.features(),
-    ]  # which -march=native depends on
+    sources = [path.read_text() for path in sorted(SOURCES.iterdir()) if path.is_file()]
+    parts = [*sources, *command, version, processor.features()]  # -march=native means the latter
     path = CACHE / f"{hashlib.sha256(repr(parts).encode()).hexdigest()[:24]}.so"
     if not path.exists():
         with only_one():

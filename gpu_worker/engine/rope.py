@@ -53,10 +53,8 @@ class Rope:
 
 def outgrown_at(model: Any) -> int | None:
     """The length beyond which the model's own generation computes every K anew (Phi-3), if it does."""
-    ways = inspect.getsource(type(model).prepare_inputs_for_generation)
-    long = (getattr(module, "config", None) for module in model.modules() if getattr(module, "rope_type", None) == "longrope")
-    config = next(long, None)
-    if config is None or "config.original_max_position_embeddings" not in ways:
+    config = next((module.config for module in model.modules() if getattr(module, "rope_type", None) == "longrope"), None)
+    if config is None or "config.original_max_position_embeddings" not in inspect.getsource(type(model).prepare_inputs_for_generation):
         return None
     return int(config.original_max_position_embeddings)
 
