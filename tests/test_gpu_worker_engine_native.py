@@ -135,7 +135,7 @@ def test_wrong_products_are_not_used(library: object, monkeypatch: pytest.Monkey
     ],
 )
 def test_other_builds(march: str, kind: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Narrower vectors; pairs of bfloat16 that are multiplied as such, where this processor can, that are widened, and a matrix unit; no OpenMP."""
+    """Narrower vectors; bfloat16 multiplied in pairs, where this processor can, widened, or by a matrix unit; no OpenMP."""
     command = [word.replace("=native", f"={march}") for word in native.compiler() if word != "-DSPLIT_PAIRS"]
     command += {"split": ["-DSPLIT_PAIRS"], "tiles": ["-include", str(Path(__file__).parent / "fake_tiles.h")]}.get(kind, [])
     command = [word for word in command if kind != "one thread" or word not in native.threading()]
