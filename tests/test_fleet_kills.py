@@ -69,6 +69,7 @@ async def test_killed_workers_cost_no_token(fleet, undisturbed):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1500)  # where a worker takes 10 s to start, few kills hit the streams of one load
 async def test_twenty_killed_workers_cost_no_token(fleet, undisturbed):
     await run_kills(fleet, undisturbed, 20)
 
