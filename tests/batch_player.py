@@ -70,16 +70,16 @@ class Player:
 
     def run(self, starts: Sequence[StartRow], horizon: int = 4, lead: int = 4, served: int = 1000) -> dict[int, list[int]]:
         """All rows to their end; returns the new ids of each."""
-        self.engine.apply(Grant(self.until, self.prefill_tokens, list(starts)))
+        self.again = list(starts)
         while self.rows:
+            starts, self.again = self.again, []
+            self.engine.apply(Grant(self.until, self.prefill_tokens, starts))
             self.until += horizon
             self.engine.apply(Grant(self.until, self.prefill_tokens, blocks=self.grow(lead, served)))
             frames = list(iter(self.engine.step, None))
             assert frames, f"nothing moves: {self.rows}"
             for frame in frames:
                 self.collect(frame)
-            starts, self.again = self.again, []
-            self.engine.apply(Grant(self.until, self.prefill_tokens, starts))
         return self.ids
 
     def collect(self, step: Step) -> None:

@@ -1,6 +1,5 @@
 """The native kernels against torch, and what is done where they cannot be built."""
 
-import functools
 import itertools
 import logging
 import math
@@ -142,8 +141,7 @@ def test_other_builds(march: str, kind: str, monkeypatch: pytest.MonkeyPatch, tm
     command += ["-fno-gnu-unique"] if "g++" in command[0] or command[0] == "c++" else []  # several builds in one process
     monkeypatch.setattr(native, "CACHE", tmp_path)
     monkeypatch.setattr(native, "compiler", lambda: command)
-    monkeypatch.setattr(native, "library", functools.partial(native.library.__wrapped__))
-    built = native.library()
+    built = native.library.__wrapped__()
     assert built and built.tf_multiplies(native.TYPES[torch.bfloat16]) == (march != "x86-64-v2")
     for dtype in native.TYPES:
         test_attention(dtype, 16, built)

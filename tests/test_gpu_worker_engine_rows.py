@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 from common.messages import Sampling
 from common.packing import pack_floats
 from gpu_worker.door import Grant, StartRow
-from gpu_worker.engine.rows import Outcome, Part, Rows, Told, Top
+from gpu_worker.engine.outcome import Outcome, Told, Top
+from gpu_worker.engine.rows import Part, Rows
 from tests.batch_player import packed
 
 BLOCK = 4

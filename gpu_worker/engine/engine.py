@@ -18,9 +18,10 @@ from gpu_worker.engine.graphs import Capture, Graphs, capture_on, sizes
 from gpu_worker.engine.halves import halves, out_of_memory
 from gpu_worker.engine.inputs import build
 from gpu_worker.engine.load import load, name_of
+from gpu_worker.engine.outcome import Int32
 from gpu_worker.engine.prompt_scores import MAX_LOGITS, of_prompts, of_samples
 from gpu_worker.engine.ranks import ALONE, Ranks
-from gpu_worker.engine.rows import Int32, Part, Rows
+from gpu_worker.engine.rows import Part, Rows
 from gpu_worker.engine.sample import blank, sample
 from gpu_worker.engine.tokenwise import TOKENS, Tokenwise
 

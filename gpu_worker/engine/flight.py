@@ -7,7 +7,8 @@ import torch
 
 from gpu_worker.engine.draw import Drawn
 from gpu_worker.engine.manner import Turn
-from gpu_worker.engine.rows import Part, Told
+from gpu_worker.engine.outcome import Told
+from gpu_worker.engine.rows import Part
 from gpu_worker.engine.sample import Sampled, read
 
 

@@ -4,7 +4,7 @@ A layer is taken over when it consists of exactly the known parts, and its own c
 Every other layer stays as it is. Those that follow each other are one call, where the model gives the same bits so.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -75,8 +75,7 @@ def fuse(model: Any, backend: Paged, forward: Callable[[Inputs], torch.Tensor]) 
     """→ layers taken over"""
     found = [layer for layer in candidates(model) if len(layer.self_attn.keys) * backend.block_size > TOKENS + backend.block_size]
     taken = {layer: fused for layer, call in calls(model, found, backend, forward).items() if (fused := equal(layer, backend, call))}
-    for layer, fused in taken.items():
-        layer.forward = fused
+    hand_out(taken)
     if taken:
         join(taken, lambda: forward(trial(model, backend)))
     return len(taken)
@@ -86,11 +85,14 @@ def join(taken: dict[Any, Fused], logits: Callable[[], torch.Tensor]) -> None:
     """Where layers follow each other in other ways than they are listed in, the logits say so."""
     apart = logits()
     (first, *others), joined = taken, Fused.joined(list(taken.values()))
-    for layer, forward in {first: joined, **dict.fromkeys(others, passed)}.items():
-        layer.forward = forward
+    hand_out({first: joined, **dict.fromkeys(others, passed)})
     if not torch.equal(logits(), apart):
-        for layer, fused in taken.items():
-            layer.forward = fused
+        hand_out(taken)
+
+
+def hand_out(forwards: Mapping[Any, Callable[..., torch.Tensor]]) -> None:
+    for layer, forward in forwards.items():
+        layer.forward = forward
 
 
 # --- structure ----------------------------------------------------------------------------------------------------------------------

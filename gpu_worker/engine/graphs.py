@@ -8,7 +8,8 @@ import numpy.typing as npt
 import torch
 
 from gpu_worker.engine.inputs import last_ids, resolved
-from gpu_worker.engine.rows import Int32, Part
+from gpu_worker.engine.outcome import Int32
+from gpu_worker.engine.rows import Part
 from gpu_worker.engine.upload import upload
 
 Decode = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]

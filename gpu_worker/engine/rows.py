@@ -7,16 +7,14 @@ between the two: everything that `launch` needs is arithmetic, so only what depe
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
-from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from common.packing import pack_floats, pack_ids, unpack_ids
-from gpu_worker.door import Grant, StartRow, Step
+from gpu_worker.door import Grant, StartRow
 from gpu_worker.engine.manner import Manner, Turn
+from gpu_worker.engine.outcome import NO_TOPS, NOTHING, Int32, Outcome, Told, Top
 
-Int32 = npt.NDArray[np.int32]
 NO_BLOCKS: Int32 = np.zeros(0, np.int32)
 MAX_SCORES = 256
 
@@ -31,7 +29,7 @@ class Row:
         kv_len: tokens whose KV is written.
         index: index of the next token to sample.
         ends: what ids end the row with which reason.
-        first_length: of the sequence when the K of its first tokens are computed: the prompt's, or all of `ids`.
+        anew: what was generated before is computed as if it were of the prompt.
         prompt_logprobs: how many of the likeliest tokens are told beside each token of `ids`; None where nothing is told of these.
         manner: how it chooses; None is plainly greedy.
         last_id: input of the next decode step, once the step that sampled it is read.
@@ -47,7 +45,7 @@ class Row:
     ends: Mapping[int, str] = field(default_factory=dict)
     manner: Manner | None = None
     base: int = 0
-    first_length: int = 0
+    anew: bool = False
     prompt_logprobs: int | None = None
     kv_len: int = 0
     read_index: int = 0
@@ -58,14 +56,17 @@ class Row:
 
     @classmethod
     def of(cls, start: StartRow, eos_ids: Sequence[int], anew: bool = False) -> "Row":
-        """`anew`: what was generated before is computed as if it were of the prompt."""
         ids, blocks = np.frombuffer(start.ids, "<i4"), np.frombuffer(start.blocks, "<i4")
         ends = dict.fromkeys(unpack_ids(start.stop_ids), "stop_sequence")
         ends |= {} if start.ignore_eos else dict.fromkeys(eos_ids, "eos_token")
         manner = Manner.of(start, list(ends))
-        first_length = len(ids) - (0 if anew else start.base)
         told = start.prompt_logprobs
-        return cls(start.row, ids, start.base, start.end, blocks, ends, manner, start.base, first_length, told, read_index=start.base)
+        return cls(start.row, ids, start.base, start.end, blocks, ends, manner, start.base, anew, told, read_index=start.base)
+
+    @property
+    def first_length(self) -> int:
+        """Of the sequence, when the K of its first tokens are computed."""
+        return len(self.ids) - (0 if self.anew else self.base)
 
 
 @dataclass(slots=True)  # not frozen: to make one would take twice as long
@@ -102,61 +103,6 @@ class Part:
         """None where the likeliest token is wanted."""
         manner, index = self.row.manner, self.kv_len - (len(self.row.ids) - self.row.base)
         return Turn(manner, index) if manner and manner.asks(index) else None
-
-
-class Top(NamedTuple):
-    """The likeliest tokens beside a sampled one, likeliest first; those that truncation took away have -inf."""
-
-    ids: list[int]
-    logprobs: list[float]
-
-
-NO_TOPS: Mapping[int, Top] = {}
-
-
-class Told(NamedTuple):
-    """What a part tells of its prompt: packed log-probabilities, and packed ids and log-probabilities of the likeliest tokens."""
-
-    logprobs: bytes
-    top_ids: bytes
-    top_logprobs: bytes
-
-
-NOTHING: Sequence[Told] = ()
-
-
-@dataclass(slots=True)
-class Outcome:
-    """What is to be reported with the next frame."""
-
-    rows: list[int] = field(default_factory=list)
-    indices: list[int] = field(default_factory=list)
-    ids: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    tops: list[tuple[int, bytes, bytes]] = field(default_factory=list)
-    prompts: list[tuple[int, int, bytes, bytes, bytes]] = field(default_factory=list)
-    prefilled: list[tuple[int, int]] = field(default_factory=list)
-    ended: list[tuple[int, str, int]] = field(default_factory=list)
-    released: list[tuple[int, int]] = field(default_factory=list)
-    freed: list[Int32] = field(default_factory=list)
-
-    def __bool__(self) -> bool:
-        return bool(self.rows or self.ended or self.released)
-
-    def frame(self, step: int, duration_ms: float) -> Step:
-        return Step(
-            step,
-            rows=pack_ids(self.rows),
-            indices=pack_ids(self.indices),
-            ids=pack_ids(self.ids),
-            logprobs=pack_floats(self.logprobs),
-            tops=self.tops,
-            prompts=self.prompts,
-            prefilled=self.prefilled,
-            ended=self.ended,
-            released=self.released,
-            duration_ms=duration_ms,
-        )
 
 
 def arrange(parts: Sequence[Part]) -> list[Part]:

@@ -10,7 +10,7 @@ from gpu_worker.engine import native
 from gpu_worker.engine.choose import Way, choose, way_of
 from gpu_worker.engine.draw import Drawn
 from gpu_worker.engine.manner import Turn
-from gpu_worker.engine.rows import Told, Top
+from gpu_worker.engine.outcome import Told, Top
 from gpu_worker.engine.upload import upload
 
 SCORES = 2**18  # looked at together on CPU: larger buffers come from the system each time, and their page faults cost more than the sums

@@ -12,7 +12,8 @@ import torch
 
 from gpu_worker.engine.graphs import Graphs
 from gpu_worker.engine.inputs import positions_of, resolved, token_ids, wanted
-from gpu_worker.engine.rows import Int32, Part
+from gpu_worker.engine.outcome import Int32
+from gpu_worker.engine.rows import Part
 from gpu_worker.engine.upload import upload
 
 TOKENS = 256

@@ -95,11 +95,13 @@ inline Floats tangent(Floats x) { return 1.f - 2.f / (exponential(2.f * x) + 1.f
 
 // How numbers lie that are multiplied and summed along K: P of them next to each other, which are multiplied in PARTS goes, with numbers
 // that are held as Factor.
-template <class T> struct Pairs {
-    static constexpr int P = 1, PARTS = 1;
+struct Widened {
     typedef float Factor;
-    static inline Floats part(const T* k, int) { return load(k); }
     static inline Floats multiply(Floats sum, Floats k, const float* factor) { return sum + k * *factor; }
+};
+template <class T> struct Pairs : Widened {
+    static constexpr int P = 1, PARTS = 1;
+    static inline Floats part(const T* k, int) { return load(k); }
 };
 
 #if defined(__AVX512BF16__) && !defined(SPLIT_PAIRS)  // the processor multiplies pairs
@@ -114,14 +116,12 @@ template <> struct Pairs<bfloat16> {
     }
 };
 #else  // a pair is a word, and either half of it the upper half of a float
-template <> struct Pairs<bfloat16> {
+template <> struct Pairs<bfloat16> : Widened {
     static constexpr int P = 2, PARTS = 2;
-    typedef float Factor;
     static inline Floats part(const bfloat16* k, int which) {
         Words pairs = read<Words>(k);
         return (Floats)(which ? pairs & 0xffff0000 : pairs << 16);
     }
-    static inline Floats multiply(Floats sum, Floats k, const float* factor) { return sum + k * *factor; }
 };
 #endif
 

@@ -1,0 +1,68 @@
+"""What steps brought, until it is told to the agent."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from common.packing import pack_floats, pack_ids
+from gpu_worker.door import Step
+
+Int32 = npt.NDArray[np.int32]
+
+
+class Top(NamedTuple):
+    """The likeliest tokens beside a sampled one, likeliest first; those that truncation took away have -inf."""
+
+    ids: list[int]
+    logprobs: list[float]
+
+
+NO_TOPS: Mapping[int, Top] = {}
+
+
+class Told(NamedTuple):
+    """What a part tells of its prompt: packed log-probabilities, and packed ids and log-probabilities of the likeliest tokens."""
+
+    logprobs: bytes
+    top_ids: bytes
+    top_logprobs: bytes
+
+
+NOTHING: Sequence[Told] = ()
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What is to be reported with the next frame."""
+
+    rows: list[int] = field(default_factory=list)
+    indices: list[int] = field(default_factory=list)
+    ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    tops: list[tuple[int, bytes, bytes]] = field(default_factory=list)
+    prompts: list[tuple[int, int, bytes, bytes, bytes]] = field(default_factory=list)
+    prefilled: list[tuple[int, int]] = field(default_factory=list)
+    ended: list[tuple[int, str, int]] = field(default_factory=list)
+    released: list[tuple[int, int]] = field(default_factory=list)
+    freed: list[Int32] = field(default_factory=list)
+
+    def __bool__(self) -> bool:
+        return bool(self.rows or self.ended or self.released)
+
+    def frame(self, step: int, duration_ms: float) -> Step:
+        return Step(
+            step,
+            rows=pack_ids(self.rows),
+            indices=pack_ids(self.indices),
+            ids=pack_ids(self.ids),
+            logprobs=pack_floats(self.logprobs),
+            tops=self.tops,
+            prompts=self.prompts,
+            prefilled=self.prefilled,
+            ended=self.ended,
+            released=self.released,
+            duration_ms=duration_ms,
+        )
