@@ -68,7 +68,7 @@ def play(directory: Path, port: int, kind: str) -> int:
     told.wait()
     note("told")
     if kind == "gateway":
-        wait_until_sync(lambda: not (directory / "hold").exists(), 60)
+        wait_until_sync(lambda: not (directory / "hold").exists())
     note("end")
     return 0
 

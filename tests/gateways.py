@@ -34,7 +34,7 @@ async def serving(url: str, lose: Callable[[], bool] | None = None, **settings: 
     await wait_until(lambda: server.started or task.done())
     host, port = socket.getsockname()
     try:
-        async with httpx.AsyncClient(base_url=f"http://{host}:{port}", timeout=20, limits=httpx.Limits(max_connections=None)) as client:
+        async with httpx.AsyncClient(base_url=f"http://{host}:{port}", timeout=90, limits=httpx.Limits(max_connections=None)) as client:
             yield gateway, client
     finally:
         server.should_exit = True

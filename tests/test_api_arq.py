@@ -72,7 +72,7 @@ async def enqueue(client: ArqRedis, *args: Any, **kwargs: Any) -> Job:
 
 
 async def result(job: Job) -> Any:
-    return await job.result(timeout=15, poll_delay=0.05)
+    return await job.result(timeout=90, poll_delay=0.05)
 
 
 async def test_an_arq_client_gets_its_answers(client: ArqRedis, worker: FakeWorker, broker: Broker) -> None:
@@ -179,7 +179,7 @@ async def test_an_aborted_job_is_called_off(client: ArqRedis, broker: Broker) ->
         job = await enqueue(client, "generate", "Count.", _job_id="a")
         await wait_until(lambda: worker.live)
         with pytest.raises(SerializationError, match="CancelledError"):
-            await job.abort(timeout=15, poll_delay=0.05)
+            await job.abort(timeout=90, poll_delay=0.05)
         await wait_until(lambda: not worker.live)
         assert "cancelled" in json.loads(await wait_until(lambda: client.get(KEYS.result("a"))))["error"]
 

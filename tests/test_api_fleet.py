@@ -107,7 +107,7 @@ async def test_of_two_batchers_the_one_with_the_lease_is_active(broker, redis):
                 found = [one for one in (await client.get("/fleet")).json()["processes"] if one["kind"] == "batcher"]
                 return found if {one["state"] for one in found} == {"active", "standby"} else []
 
-            found = await wait_until(both, 30)
+            found = await wait_until(both)
             holder = (await redis.get(KEYS.batcher)).decode()
             assert {one["id"] for one in found if one["active"]} == {holder}
             assert {one["pid"] for one in found} == {first.pid, second.pid}

@@ -51,7 +51,7 @@ class Figures:
         async def reached() -> bool:
             return await self.added(name) == value
 
-        await wait_until(reached, 20)
+        await wait_until(reached)
 
 
 async def test_requests_their_times_and_lengths(broker: Broker) -> None:

@@ -27,7 +27,7 @@ pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on PATH")
 @pytest.fixture(scope="module")
 def fleet() -> Iterator[Fleet]:
     with Fleet(**SETTINGS) as fleet:
-        wait_until_sync(lambda: fleet.workers_ready() == 2, 60)
+        wait_until_sync(lambda: fleet.workers_ready() == 2)
         yield fleet
 
 
@@ -75,9 +75,9 @@ def streamed(page: Page) -> str:
 def test_a_killed_worker_changes_no_word(fleet: Fleet, page: Page) -> None:
     expected = undisturbed(fleet, QUESTION)
     send(page, QUESTION)
-    wait_until_sync(lambda: len(streamed(page)) > SOME_CHARS, 60)
+    wait_until_sync(lambda: len(streamed(page)) > SOME_CHARS)
     busy = page.locator(".tile.busy[data-kind=worker]")
-    name = busy.get_by_role("button").get_attribute("aria-label", timeout=10_000)
+    name = busy.get_by_role("button").get_attribute("aria-label", timeout=90_000)
     busy.get_by_role("button").click()
     assert len(streamed(page)) < len(expected), "it was killed while it worked"
     expect(page.locator(".turn.model[data-state=done]")).to_be_visible(timeout=ANSWER_MS)
@@ -105,7 +105,7 @@ def test_what_is_said_is_text_and_is_kept(page: Page, fleet: Fleet) -> None:
 
 def test_a_stream_is_stopped(page: Page) -> None:
     send(page, QUESTION)
-    wait_until_sync(lambda: streamed(page), 60)
+    wait_until_sync(lambda: streamed(page))
     page.keyboard.press("Escape")
     expect(page.locator(".turn.model[data-state=stopped] .figures")).to_contain_text("stopped")
     expect(page.get_by_role("button", name="Send")).to_be_visible()
@@ -124,10 +124,10 @@ def test_errors_are_words(page: Page) -> None:
 
 def test_a_dead_gateway_comes_back(fleet: Fleet, page: Page) -> None:
     send(page, QUESTION)
-    wait_until_sync(lambda: len(streamed(page)) > SOME_CHARS, 60)
+    wait_until_sync(lambda: len(streamed(page)) > SOME_CHARS)
     page.locator(".tile[data-kind=gateway]").get_by_role("button").click()
     expect(page.locator(".turn.model[data-state=broken] .status")).to_contain_text("the gateway that carried it died")
-    expect(page.locator(".tile[data-kind=gateway][data-state=ready]")).to_be_visible(timeout=30_000)
+    expect(page.locator(".tile[data-kind=gateway][data-state=ready]")).to_be_visible(timeout=90_000)
     expect(page.locator("#trouble")).to_be_hidden()
     page.get_by_label("At most, tokens").fill("3")
     page.get_by_role("button", name="Ask again").click()
@@ -140,7 +140,7 @@ def test_a_key_is_asked_for_once(broker: Broker, browser: Browser) -> None:
     context = browser.new_context()
     try:
         page = context.new_page()
-        wait_until_sync(lambda: answers(port), 60)
+        wait_until_sync(lambda: answers(port))
         page.goto(f"http://127.0.0.1:{port}")
         for key in ("wrong", "open sesame"):
             page.get_by_label("API key", exact=True).fill(key)

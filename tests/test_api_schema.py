@@ -19,6 +19,7 @@ from common.settings import Settings
 from deploy.broker import Broker
 from tests.fake_worker import Answer, working
 from tests.gateways import ready, serving, vocabulary
+from tests.waiting import PATIENCE_S
 
 TOKENIZER = vocabulary().tokenizer
 NUM_EXAMPLES = 10
@@ -64,7 +65,7 @@ def base_url(shared_broker: Broker) -> Iterator[str]:
 
     thread = threading.Thread(target=lambda: asyncio.run(serve()))
     thread.start()
-    assert served.wait(30)
+    assert served.wait(PATIENCE_S)
     yield urls[0]
     ends[0]()
     thread.join()

@@ -57,16 +57,16 @@ async def test_gateways_share_a_port_and_finish_what_they_began(broker: Broker, 
     ids = TOKENIZER.encode(" one two three four five six seven eight").ids
 
     async def talk() -> bytes:
-        async with httpx.AsyncClient(base_url=pair.url, timeout=30) as client:
+        async with httpx.AsyncClient(base_url=pair.url, timeout=90) as client:
             return await stream(client, {"inputs": "count", "parameters": {"max_new_tokens": len(ids)}})
 
     async with working(broker.url, TOKENIZER, lambda _: Answer(ids), step_s=0.05) as worker:
         for url in pair.own_urls:
-            await wait_until(lambda url=url: healthy(url), timeout_s=60)
+            await wait_until(lambda url=url: healthy(url))
         titles = {" ".join(psutil.Process(process.pid).cmdline()).strip() for process in pair.processes}
         assert titles == {"tokenfleet api g0", "tokenfleet api g1"}
         talks = [asyncio.create_task(talk()) for _ in range(16)]
-        await wait_until(lambda: len(worker.seen) == 16, timeout_s=30)
+        await wait_until(lambda: len(worker.seen) == 16)
         assert {request.gateway.split("-")[0] for request in worker.seen} == {"g0", "g1"}
         for process in pair.processes:
             process.send_signal(signal.SIGTERM)

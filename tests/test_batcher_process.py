@@ -149,7 +149,7 @@ async def test_a_standby_takes_over_and_reads_what_waits(broker, redis):
             first.kill()
             first.wait()
             await redis.delete(KEYS.state)
-            await wait_until(lambda: redis.exists(KEYS.state), 20)
+            await wait_until(lambda: redis.exists(KEYS.state))
             await wait_until(lambda: waiting(redis, 1))
             assert int(await redis.get(KEYS.epoch)) > epoch
             await script(redis, "cancel")(keys=[KEYS.home("r1"), KEYS.control], args=[encode(Cancel("r1", "client"))])

@@ -121,7 +121,7 @@ def composed(tmp_path: Path) -> Iterator[Composed]:
             child.terminate()
         for child in one.children:
             with contextlib.suppress(subprocess.TimeoutExpired):
-                child.wait(10)
+                child.wait(60)
             child.kill()
 
 
@@ -131,13 +131,13 @@ def test_the_services_serve_together(composed: Composed) -> None:
     """With three workers from the one entry."""
     composed.start("redis")
     client = redis.Redis(port=composed.redis_port)
-    wait_until_sync(lambda: contextlib.suppress(redis.ConnectionError) and answers(client), 20)
+    wait_until_sync(lambda: contextlib.suppress(redis.ConnectionError) and answers(client))
     for name in ("batcher", "api", "jobs", "cpu_worker", "cpu_worker", "cpu_worker"):
         composed.start(name, **({"THREADS": "1", "KV_CACHE_BYTES": "128MiB"} if name == "cpu_worker" else {}))
     wait_until_sync(lambda: client.zcard(Keys("default").workers) == 3, START_S)
     body = {"inputs": "The sky is", "parameters": {"max_new_tokens": 5, "details": True}}
     url = f"http://127.0.0.1:{composed.port}"
-    wait_until_sync(lambda: health(url) == 200, 30)
+    wait_until_sync(lambda: health(url) == 200)
     answer = httpx.post(f"{url}/generate", json=body, timeout=60)
     assert answer.status_code == 200, composed.logs()
     assert answer.json()["details"]["generated_tokens"] == 5

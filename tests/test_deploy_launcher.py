@@ -128,7 +128,7 @@ def test_sigterm_drains_gateways_first_and_supervises_the_others_meanwhile(launc
     wait_until_sync(lambda: len(fleet.starts("w0")) == 2)
     assert not [line for line in fleet.notes() if line.endswith("told") and not line.startswith("g0")]
     (fleet.directory / "hold").unlink()
-    assert fleet.process.wait(10) == 0
+    assert fleet.process.wait(60) == 0
     notes = fleet.notes()
     assert {"b0 end", "w1 end"} <= set(notes[notes.index("g0 end") :])
     assert len(fleet.starts("g0")) == 1
@@ -157,7 +157,7 @@ def test_signals_that_come_together_are_one_request(launch: Callable[[], Launche
     os.kill(fleet.starts("w0")[0][0], signal.SIGKILL)
     wait_until_sync(lambda: len(fleet.starts("w0")) == 2)
     (fleet.directory / "hold").unlink()
-    assert fleet.process.wait(10) == 0
+    assert fleet.process.wait(60) == 0
     assert {"g0 end", "b0 end", "w1 end"} <= set(fleet.notes())
 
 
@@ -180,7 +180,7 @@ def test_an_end_before_the_fleet_was_ready_ends_it(
     (tmp_path / "loading").touch()
     (tmp_path / "w0.fails").write_text(str(exit_code))
     fleet = launch()
-    assert fleet.process.wait(10) == ours
+    assert fleet.process.wait(60) == ours
     assert fleet.error().splitlines()[-1].endswith(last)
     assert len(fleet.starts("w0")) == 1
 
@@ -197,5 +197,5 @@ def test_a_setting_that_cannot_be_served_any_more_ends_nobody_else(launch: Calla
     wait_until_sync(lambda: len(fleet.starts("w0")) == 4)
     assert len(fleet.starts("g0")) == len(fleet.starts("w1")) == 1
     fleet.process.terminate()
-    assert fleet.process.wait(10) == 0
+    assert fleet.process.wait(60) == 0
     assert "w0 end" in fleet.notes()

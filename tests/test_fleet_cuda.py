@@ -81,5 +81,5 @@ async def test_a_killed_worker_on_a_gpu_costs_no_token(fleet: Fleet) -> None:
     before = [one.num_fds() for one in others]
     for kill in range(KILLS):
         await killed(fleet, f"w{kill % 2}")
-    await wait_until(lambda: used_bytes() <= before_bytes + NEAR_BYTES, 60)
-    await wait_until(lambda: all(one.num_fds() <= count + 4 for one, count in zip(others, before, strict=True)), 60)
+    await wait_until(lambda: used_bytes() <= before_bytes + NEAR_BYTES)
+    await wait_until(lambda: all(one.num_fds() <= count + 4 for one, count in zip(others, before, strict=True)))

@@ -137,7 +137,7 @@ def test_streams_of_the_batcher(broker: redis.Redis) -> None:
     for stream, fields in {KEYS.requests: ["generate"], KEYS.control: ["cancel", "died", "hello"]}.items():
         for entry in entries(*fields):
             broker.xadd(stream, entry)
-    wait_until_sync(lambda: broker.xlen(KEYS.requests) == 0, 30)
+    wait_until_sync(lambda: broker.xlen(KEYS.requests) == 0)
 
 
 def test_channels(broker: redis.Redis) -> None:
@@ -149,15 +149,15 @@ def test_channels(broker: redis.Redis) -> None:
         ["events:g0", "ext:", "ext:a b", "ext:\x00", "ext:" + "a" * 999, "ext:é", "ext:a\n", "EXT:a", "", 5, ["ext:a"], {}]
     ):
         broker.xadd(KEYS.submit, {"job": json.dumps({"id": f"channel{i}", "inputs": "a", "reply_to": name})})
-        answer = json.loads(wait_until_sync(lambda i=i: broker.get(KEYS.result(f"channel{i}")), 30))
+        answer = json.loads(wait_until_sync(lambda i=i: broker.get(KEYS.result(f"channel{i}"))))
         assert "reply_to" in answer["error"], name
 
 
 def test_jobs(fleet: Fleet, broker: redis.Redis) -> None:
     for entry in entries("job", "cancel"):
         broker.xadd(KEYS.submit, entry)
-    wait_until_sync(lambda: broker.xlen(KEYS.submit) == 0, 30)
+    wait_until_sync(lambda: broker.xlen(KEYS.submit) == 0)
     for i, payload in enumerate(PAYLOADS):
         broker.set(f"arq:job:garbage{i}", payload)
         broker.zadd(KEYS.jobs, {f"garbage{i}": 1})
-    wait_until_sync(lambda: broker.zcard(KEYS.jobs) == 0, 30)
+    wait_until_sync(lambda: broker.zcard(KEYS.jobs) == 0)

@@ -64,7 +64,7 @@ def submit(client: redis.Redis, **job: Any) -> str:
 
 
 def result(client: redis.Redis, job_id: str) -> Any:
-    return json.loads(wait_until_sync(lambda: client.get(KEYS.result(job_id)), 60))
+    return json.loads(wait_until_sync(lambda: client.get(KEYS.result(job_id))))
 
 
 def plain(body: Any) -> Any:
@@ -133,7 +133,7 @@ async def test_a_killed_job_workers_jobs_go_on(fleet: Fleet, client: redis.Redis
         said = [client.hgetall(key) for key in client.scan_iter(KEYS.process("jobs", "j*"))]
         return [int(one[b"pid"]) for one in said if one[b"running"] == b"1"]
 
-    [holder] = wait_until_sync(lambda: client.hexists(KEYS.job("arq"), "choices") and holders(), 60)
+    [holder] = wait_until_sync(lambda: client.hexists(KEYS.job("arq"), "choices") and holders())
     os.kill(holder, signal.SIGKILL)
     assert plain(await job.result(timeout=120)) == plain(expected)
     await pool.aclose()
@@ -161,18 +161,18 @@ def test_the_session_in_the_page_is_true(fleet: Fleet, tmp_path: Path) -> None:
         try:
             for block in console_blocks("redis.md"):
                 if not block.startswith("> "):
-                    wait_until_sync(lambda block=block: looks_like(f"…{block.strip()}…", heard.read_text()), 30)
+                    wait_until_sync(lambda block=block: looks_like(f"…{block.strip()}…", heard.read_text()))
                 for step in block.split("> ")[1:] if block.startswith("> ") else []:
                     command, _, expected = step.partition("\n")
                     if command.startswith("SUBSCRIBE"):
                         listeners.append(subprocess.Popen([*cli, *shlex.split(command)], stdout=out))
-                        wait_until_sync(lambda expected=expected: looks_like(f"…{expected.strip()}…", heard.read_text()), 30)
+                        wait_until_sync(lambda expected=expected: looks_like(f"…{expected.strip()}…", heard.read_text()))
                         continue
 
                     def printed(command: str = command) -> str:
                         return subprocess.run([*cli, *shlex.split(command)], capture_output=True, text=True, check=True).stdout
 
-                    said = wait_until_sync(lambda: "(nil)" not in (text := printed()) and text, 60)
+                    said = wait_until_sync(lambda: "(nil)" not in (text := printed()) and text)
                     assert looks_like(expected, said), f"{command}\n{said}"
         finally:
             for listener in listeners:

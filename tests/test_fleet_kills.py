@@ -39,7 +39,7 @@ def undisturbed(fleet) -> list[list[int]]:
 
 
 async def two_ready(fleet: Fleet) -> None:
-    await wait_until(lambda: fleet.workers_ready() == 2, 60)
+    await wait_until(lambda: fleet.workers_ready() == 2)
 
 
 async def kill_some_worker(fleet: Fleet, draw: random.Random, load: Load) -> bool:
@@ -56,6 +56,7 @@ async def kill_some_worker(fleet: Fleet, draw: random.Random, load: Load) -> boo
 async def run_kills(fleet: Fleet, undisturbed: list[list[int]], count: int) -> None:
     draw, kills = random.Random(count), 0
     while kills < count:
+        await two_ready(fleet)  # before the streams begin, which would be over by then
         load = Load(fleet, MAX_NEW_TOKENS)
         while load.running and kills < count:
             await load.progress(draw.randint(5, 40))
@@ -92,12 +93,12 @@ async def sleep_and_wake(fleet: Fleet, undisturbed: list[list[int]] | None) -> N
     await load.progress(5)
     pid = fleet.pid("w0")
     sleeper = [psutil.Process(pid), *psutil.Process(pid).children(recursive=True)]
-    incarnation = await wait_until(lambda: incarnation_of(redis, "w0"), 30)
+    incarnation = await wait_until(lambda: incarnation_of(redis, "w0"))
     async with redis.pubsub() as pubsub:
         await pubsub.psubscribe(KEYS.events("*"))
         for process in sleeper:
             process.suspend()
-        await wait_until(lambda: not_in_pool(redis, incarnation), 30)
+        await wait_until(lambda: not_in_pool(redis, incarnation))
         await load.progress(5)
         asleep = await heard_by(pubsub)
         for process in sleeper:

@@ -28,7 +28,7 @@ PROMETHEUS = DEPLOY / "prometheus"
 def fleet() -> Iterator[Fleet]:
     settings = {"num_workers": 2, "kv_cache_bytes": "64MiB", "json_output": "true", "metrics_port": free_port()}
     with Fleet(**settings) as fleet:
-        wait_until_sync(lambda: fleet.workers_ready() == 2, 60)
+        wait_until_sync(lambda: fleet.workers_ready() == 2)
         yield fleet
 
 

@@ -130,7 +130,7 @@ class Clients:
         called_off = self.draw.random() < 0.2
         if called_off:
             await self.redis.xadd(KEYS.submit, {"cancel": job_id})
-        answer = json.loads(await wait_until(lambda: self.redis.get(KEYS.result(job_id)), 60))
+        answer = json.loads(await wait_until(lambda: self.redis.get(KEYS.result(job_id))))
         if called_off and "error" in answer:
             return
         assert [token["id"] for token in answer["details"]["tokens"]] == ids, answer
@@ -264,14 +264,14 @@ async def test_nothing_is_left_of_mixed_requests(count: int) -> None:
             async with clients(fleet, redis) as some:
                 await some.learn()
                 await some.many(count // 4)
-                await wait_until(lambda: idle(redis), 60)
+                await wait_until(lambda: idle(redis))
                 before = await tasks(redis), handles(fleet), memory(fleet)
                 await some.many(count)
-                await wait_until(lambda: idle(redis), 60)
+                await wait_until(lambda: idle(redis))
                 assert not grown(fleet, before[2])
-            await wait_until(lambda: same(tasks(redis), before[0]), 20)
-            await wait_until(lambda: same(subscriptions(redis), subscribed), 20)
-            await wait_until(lambda: no_more(handles(fleet), before[1], MAX_COMMANDS), 20)  # connections to the broker are kept
+            await wait_until(lambda: same(tasks(redis), before[0]))
+            await wait_until(lambda: same(subscriptions(redis), subscribed))
+            await wait_until(lambda: no_more(handles(fleet), before[1], MAX_COMMANDS))  # connections to the broker are kept
             ttls = [await redis.ttl(key) for pattern in KEPT async for key in redis.scan_iter(pattern)]
             assert ttls and all(ttl != -1 and ttl <= 3600 for ttl in ttls)  # -1: for ever; -2: gone since
 
@@ -288,7 +288,7 @@ async def test_lost_messages_cost_no_frame() -> None:
             load = Load(fleet, 60)
             await load.whole()
             published = await said(pubsub)
-        await wait_until(lambda: idle(redis), 20)
+        await wait_until(lambda: idle(redis))
         await redis.aclose()
     shown = [[list(frame["token"].values())[:3] for frame in one.frames] for one in load.streams]
     assert sorted(shown) == sorted(published.values())

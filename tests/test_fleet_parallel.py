@@ -58,7 +58,7 @@ def engines(fleet: Fleet, worker: str = "w0") -> list[psutil.Process]:
 async def interrupted(fleet: Fleet, number: int, sent: int) -> list[list[int]]:
     """Ids of streams under which a signal goes to one process of w0: 0 is its agent, others its ranks. Returns when all are whole, and no
     process of that life is left."""
-    await wait_until(lambda: fleet.workers_ready() == fleet.settings["num_workers"], 60)
+    await wait_until(lambda: fleet.workers_ready() == fleet.settings["num_workers"])
     pid, ranks = fleet.pid("w0"), engines(fleet)
     assert len(ranks) == 2
     load = Load(fleet, MAX_NEW_TOKENS, STREAMS)
@@ -66,7 +66,7 @@ async def interrupted(fleet: Fleet, number: int, sent: int) -> list[list[int]]:
     assert load.running
     os.kill([pid, *(rank.pid for rank in ranks)][number], sent)
     await asyncio.to_thread(fleet.restarted, "w0", pid)
-    await wait_until(lambda: not any(process.is_running() for process in ranks), 10)
+    await wait_until(lambda: not any(process.is_running() for process in ranks))
     return await load.whole()
 
 
@@ -102,12 +102,12 @@ def test_two_machines(broker: Broker, model: Path) -> None:
     machines = [psutil.Popen([*command, "--node-rank", str(node), "-m", "gpu_worker"], env=environ) for node in range(2)]
     try:
         with redis.Redis.from_url(broker.url) as client:
-            [incarnation] = wait_until_sync(lambda: client.zrange(KEYS.workers, 0, -1), 90)
-            worker = decode(Worker, wait_until_sync(lambda: client.hget(KEYS.worker(incarnation.decode()), "capacity"), 10))
+            [incarnation] = wait_until_sync(lambda: client.zrange(KEYS.workers, 0, -1))
+            worker = decode(Worker, wait_until_sync(lambda: client.hget(KEYS.worker(incarnation.decode()), "capacity")))
         assert worker.world_size == 2
         ranks = [process for machine in machines for process in machine.children(recursive=True)]
         machines[1].kill()
-        wait_until_sync(lambda: not any(process.is_running() and process.status() != psutil.STATUS_ZOMBIE for process in ranks), 30)
+        wait_until_sync(lambda: not any(process.is_running() and process.status() != psutil.STATUS_ZOMBIE for process in ranks))
     finally:
         for machine in machines:
             for process in [*machine.children(recursive=True), machine] if machine.is_running() else []:

@@ -39,7 +39,7 @@ class Races:
             listening = asyncio.create_task(self.listen(pubsub))
             turns = asyncio.Semaphore(AT_ONCE)
             await asyncio.gather(*(self.race(f"r{i}", turns) for i in range(self.count)), self.kill_now_and_then())
-            await wait_until(self.settled, 30)
+            await wait_until(self.settled)
             listening.cancel()
 
     async def listen(self, pubsub) -> None:
@@ -56,7 +56,7 @@ class Races:
                 await wait_until(lambda: True if self.draw.random() < 0.02 else self.terminals[name])
                 word = encode(Cancel(name, "client"))
                 await script(self.redis, "cancel")(keys=[KEYS.home(name), KEYS.control], args=[word])
-            await wait_until(lambda: self.terminals[name], 60)
+            await wait_until(lambda: self.terminals[name])
 
     async def submit(self, name: str) -> None:
         ids = [self.draw.randrange(1000, 40_000) for _ in range(self.draw.randint(1, 40))]

@@ -83,9 +83,9 @@ async def rows(redis: Redis) -> int:
 async def test_a_seed_says_the_ids_alone_in_full_batches_and_on_each_worker(http: httpx.AsyncClient, broker: Redis) -> None:
     alone = (await generate(http, **SEEDED))["ids"]
     others = [asyncio.create_task(post(http, "/generate", mixed(i))) for i in range(2 * MAX_BATCH - 2)]
-    await wait_until(lambda: has_rows(broker, len(others)), 60)
+    await wait_until(lambda: has_rows(broker, len(others)))
     both = [asyncio.create_task(generate(http, **SEEDED)) for _ in range(2)]
-    await wait_until(lambda: has_rows(broker, 2 * MAX_BATCH), 60)
+    await wait_until(lambda: has_rows(broker, 2 * MAX_BATCH))
     homes = [await broker.hget(key, "worker") async for key in broker.scan_iter(KEYS.home("*"))]
     assert {homes.count(worker) for worker in set(homes)} == {MAX_BATCH}
     assert [(await one)["ids"] for one in both] == [alone] * 2
@@ -99,7 +99,7 @@ async def has_rows(redis: Redis, count: int) -> bool:
 
 async def test_a_seed_says_the_ids_after_the_worker_died(fleet: Fleet, http: httpx.AsyncClient, broker: Redis) -> None:
     undisturbed = (await generate(http, **SEEDED))["ids"]
-    await wait_until(lambda: fleet.workers_ready() == 2, 60)
+    await wait_until(lambda: fleet.workers_ready() == 2)
     ids: list[int] = []
     async for frame in events(f"{fleet.base_url}/generate_stream", {"inputs": PROMPT, "parameters": SEEDED}):
         ids.append(frame["token"]["id"])
@@ -115,7 +115,7 @@ async def test_a_seed_says_the_ids_after_the_worker_died(fleet: Fleet, http: htt
 async def test_a_seed_says_the_text_at_every_door(http: httpx.AsyncClient, broker: Redis) -> None:
     async def submitted(**job: Any) -> Any:
         entry = await broker.xadd(KEYS.submit, {"job": json.dumps(job)})
-        return json.loads(await wait_until(lambda: broker.get(KEYS.result(entry.decode())), 60))
+        return json.loads(await wait_until(lambda: broker.get(KEYS.result(entry.decode()))))
 
     async def streamed(path: str, body: dict[str, Any]) -> list[Any]:
         return [frame async for frame in events(f"{http.base_url}{path}".replace("//v1", "/v1"), body | {"stream": True})]
@@ -253,7 +253,7 @@ async def test_what_is_told_of_a_prompt(fleet: Fleet, http: httpx.AsyncClient, b
         *(post(http, "/v1/completions", echo | {"prompt": one}) for one in (prompt, ids)),
     )
     entry = await broker.xadd(KEYS.submit, {"job": json.dumps({"inputs": prompt, "parameters": asked | {"max_new_tokens": 2}})})
-    job = json.loads(await wait_until(lambda: broker.get(KEYS.result(entry.decode())), 60))
+    job = json.loads(await wait_until(lambda: broker.get(KEYS.result(entry.decode()))))
     await asyncio.gather(*others)
     for details in (told["details"], job["details"]):
         assert [token["id"] for token in details["prefill"]] == ids
@@ -264,10 +264,10 @@ async def test_what_is_told_of_a_prompt(fleet: Fleet, http: httpx.AsyncClient, b
         assert choice["text"] == prompt and choice["logprobs"]["token_logprobs"] == close(own)
         assert [top and max(top.values()) for top in choice["logprobs"]["top_logprobs"]] == close(likeliest)
 
-    await wait_until(lambda: fleet.workers_ready() == 2, 60)
+    await wait_until(lambda: fleet.workers_ready() == 2)
     task = asyncio.create_task(generate(http, prompt, **asked, max_new_tokens=60))
-    [home] = await wait_until(lambda: homes(broker), 60)
-    await wait_until(lambda: broker.hexists(home, "prompt"), 60)
+    [home] = await wait_until(lambda: homes(broker))
+    await wait_until(lambda: broker.hexists(home, "prompt"))
     worker = (await broker.hget(home, "worker")).decode()
     os.kill(int(await broker.hget(KEYS.worker(worker), "pid")), signal.SIGKILL)
     answer = await task
@@ -288,13 +288,13 @@ async def test_a_prompt_whose_worker_dies_is_told_of_by_another(fleet: Fleet, ht
     """Before there was a first token: all of it is found out again."""
     prompt = PROMPTS[FEW[-2]]
     [wanted] = reference_logprobs(prompt_ids([prompt]))
-    await wait_until(lambda: fleet.workers_ready() == 2, 60)
+    await wait_until(lambda: fleet.workers_ready() == 2)
     pids = [fleet.pid("w0"), fleet.pid("w1")]
     for pid in pids:
         os.kill(pid, signal.SIGSTOP)
     task = asyncio.create_task(generate(http, prompt, decoder_input_details=True))
-    [home] = await wait_until(lambda: homes(broker), 60)
-    worker = (await wait_until(lambda: broker.hget(home, "worker"), 60)).decode()
+    [home] = await wait_until(lambda: homes(broker))
+    worker = (await wait_until(lambda: broker.hget(home, "worker"))).decode()
     pid = int(await broker.hget(KEYS.worker(worker), "pid"))
     for other in pids:
         os.kill(other, signal.SIGKILL if other == pid else signal.SIGCONT)

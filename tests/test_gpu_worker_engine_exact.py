@@ -7,7 +7,7 @@ from common import model_files
 from common.settings import Settings
 from gpu_worker.door import Grant, Step
 from gpu_worker.engine.engine import Engine
-from tests.batch_player import Player
+from tests.batch_player import Player, packed
 from tests.prompts import FEW, PROMPTS
 from tests.reference import prompt_ids, reference_ids
 
@@ -94,6 +94,11 @@ def test_freed_blocks_are_nan(engine: Engine, prompts: list[list[int]]) -> None:
     assert not any(tensor[1].any() for tensor in (*engine.loaded.cache.keys, *engine.loaded.cache.values))
     engine.apply(Grant(played.until, 0, stops=[(1, "cancelled")]))
     assert engine.step() == Step(played.steps[-1].step, ended=[(1, "cancelled", 0)], released=[(1, 0)])
+    assert engine.step() is None
+
+
+def test_a_grant_may_hold_only_what_an_ended_row_would_have_got(engine: Engine) -> None:
+    engine.apply(Grant(engine.rows.step, 16, blocks=[(99, packed([1, 2]))], stops=[(99, "cancelled")]))
     assert engine.step() is None
 
 

@@ -183,10 +183,17 @@ def num_fused(monkeypatch: pytest.MonkeyPatch, folder: Path, family: str, **size
 
 @pytest.mark.parametrize(
     ("family", "wanted"),
-    [("Llama", 3), ("Llama-dynamic", 3), ("Mistral", 3), ("Qwen2", 3), ("Qwen3", 3), ("SmolLM3", 3), ("Gemma2", 0), ("OLMo2", 0)],
+    [("Llama", 3), ("Llama-dynamic", 3), ("Mistral", 3), ("Qwen2", 3), ("Qwen3", 3), ("SmolLM3", 3), ("Gemma2", 0), ("OLMo2", 0), ("Ministral3", 0)],
 )
 def test_layers_taken_over(family: str, wanted: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert num_fused(monkeypatch, tmp_path, family) == wanted
+
+
+def test_layers_that_look_at_positions_are_not_taken_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However near they come on the trial inputs."""
+    monkeypatch.setattr(fuse, "close", lambda *tensors: True)
+    assert num_fused(monkeypatch, tmp_path / "far", "Ministral3") == 0
+    assert num_fused(monkeypatch, tmp_path / "plain", "Llama") == 3
 
 
 def test_other_sums_are_not_taken_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -67,7 +67,7 @@ def test_everything_goes_with_a_killed_make(make: subprocess.Popen[str]) -> None
 def test_sigterm_to_make_drains(make: subprocess.Popen[str], tmp_path: Path) -> None:
     processes = descendants(make)
     make.terminate()
-    make.wait(10)
+    make.wait(60)
     wait_until_sync(lambda: gone(processes), GONE_S)
     assert {"g0 end", "b0 end", "w0 end"} <= set((tmp_path / "notes").read_text().splitlines())
 

@@ -55,6 +55,10 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "Llama-dynamic": ("Llama", LLAMA | {"max_position_embeddings": 32} | rope("dynamic", factor=4.0)),
     "Llama-longrope": ("Llama", LLAMA | rope("longrope", factor=4.0, **LONG)),
     "Mistral": ("Mistral", LLAMA | {"sliding_window": 16}),
+    "Ministral3": (
+        "Ministral3",
+        LLAMA | {"head_dim": 16} | rope("yarn", factor=8.0, original_max_position_embeddings=32, llama_4_scaling_beta=1.0),
+    ),
     "Mixtral": ("Mixtral", LLAMA | {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 16}),
     "Qwen2": ("Qwen2", LLAMA | {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 1}),
     "Qwen3": ("Qwen3", LLAMA | WIDE),

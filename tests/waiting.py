@@ -7,9 +7,10 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 POLL_S = 0.02
+PATIENCE_S = 90.0  # more than a slow, busy machine takes for anything a test waits for: only what does not come costs it
 
 
-async def wait_until(predicate: Callable[[], Any | Awaitable[Any]], timeout_s: float = 10.0) -> Any:
+async def wait_until(predicate: Callable[[], Any | Awaitable[Any]], timeout_s: float = PATIENCE_S) -> Any:
     """The predicate's first true value; it may be a coroutine function. Raises TimeoutError."""
     end_s = time.monotonic() + timeout_s
     while True:
@@ -23,7 +24,7 @@ async def wait_until(predicate: Callable[[], Any | Awaitable[Any]], timeout_s: f
         await asyncio.sleep(POLL_S)
 
 
-def wait_until_sync(predicate: Callable[[], Any], timeout_s: float = 10.0) -> Any:
+def wait_until_sync(predicate: Callable[[], Any], timeout_s: float = PATIENCE_S) -> Any:
     """The predicate's first true value. Raises TimeoutError."""
     end_s = time.monotonic() + timeout_s
     while True:

@@ -21,7 +21,7 @@ from gpu_worker.engine.load import load, name_of
 from gpu_worker.engine.outcome import Int32
 from gpu_worker.engine.prompt_scores import MAX_LOGITS, of_prompts, of_samples
 from gpu_worker.engine.ranks import ALONE, Ranks
-from gpu_worker.engine.rows import Part, Rows
+from gpu_worker.engine.rows import NO_BLOCKS, Part, Rows
 from gpu_worker.engine.sample import blank, sample
 from gpu_worker.engine.tokenwise import TOKENS, Tokenwise
 
@@ -151,5 +151,6 @@ class Engine:
 
     @torch.inference_mode()
     def fill(self, blocks: Sequence[Int32], value: float) -> None:
-        if blocks:
-            self.loaded.cache.fill(np.concatenate(blocks).tolist(), value)
+        numbers = np.concatenate((NO_BLOCKS, *blocks)).tolist()
+        if numbers:
+            self.loaded.cache.fill(numbers, value)
