@@ -183,7 +183,17 @@ def num_fused(monkeypatch: pytest.MonkeyPatch, folder: Path, family: str, **size
 
 @pytest.mark.parametrize(
     ("family", "wanted"),
-    [("Llama", 3), ("Llama-dynamic", 3), ("Mistral", 3), ("Qwen2", 3), ("Qwen3", 3), ("SmolLM3", 3), ("Gemma2", 0), ("OLMo2", 0), ("Ministral3", 0)],
+    [
+        ("Llama", 3),
+        ("Llama-dynamic", 3),
+        ("Mistral", 3),
+        ("Qwen2", 3),
+        ("Qwen3", 3),
+        ("SmolLM3", 3),
+        ("Gemma2", 0),
+        ("OLMo2", 0),
+        ("Ministral3", 0),
+    ],
 )
 def test_layers_taken_over(family: str, wanted: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert num_fused(monkeypatch, tmp_path, family) == wanted

@@ -5,6 +5,8 @@ Every other layer stays as it is. Those that follow each other are one call, whe
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -18,6 +20,7 @@ from gpu_worker.engine.paged import Paged
 from gpu_worker.engine.rows import Part, Row
 
 TOKENS = 8  # of the prompt on which layers are compared
+NEAR = torch.arange(TOKENS)[None]
 SCALES = (0.1, 1.0, 30.0)
 TOLERANCES = {torch.float32: (1e-4, 1e-6), torch.bfloat16: (3e-2, 4e-3)}
 """Of what a layer adds to its input, and of its output."""
@@ -71,13 +74,14 @@ def norm_of(module: Any, weight: torch.Tensor | None) -> native.Norm:
     return native.Norm(None, 0.0) if weight is None else native.Norm(weight.data_ptr(), epsilon(module))
 
 
-def fuse(model: Any, backend: Paged, forward: Callable[[Inputs], torch.Tensor]) -> int:
-    """→ layers taken over"""
+def fuse(model: Any, backend: Paged, forward: Callable[[Inputs], torch.Tensor], context: int) -> int:
+    """`context`: the longest sequence in tokens → layers taken over."""
+    run = partial(forward, trial(model, backend, context))
     found = [layer for layer in candidates(model) if len(layer.self_attn.keys) * backend.block_size > TOKENS + backend.block_size]
-    taken = {layer: fused for layer, call in calls(model, found, backend, forward).items() if (fused := equal(layer, backend, call))}
+    taken = {layer: fused for layer, call in calls(found, run).items() if (fused := equal(layer, backend, call))}
     hand_out(taken)
     if taken:
-        join(taken, lambda: forward(trial(model, backend)))
+        join(taken, run)
     return len(taken)
 
 
@@ -140,7 +144,7 @@ def epsilon(module: Any) -> float:
 # --- comparison ---------------------------------------------------------------------------------------------------------------------
 
 
-def calls(model: Any, layers: list[Any], backend: Paged, forward: Callable[[Inputs], torch.Tensor]) -> dict[Any, tuple[Any, Any, Any]]:
+def calls(layers: list[Any], run: Callable[[], object]) -> dict[Any, tuple[Any, Any, Any]]:
     """Runs the model on a few tokens → positional arguments, named ones and the output of each layer that is called as most are."""
     seen: dict[Any, tuple[Any, Any, Any]] = {}
 
@@ -149,17 +153,20 @@ def calls(model: Any, layers: list[Any], backend: Paged, forward: Callable[[Inpu
 
     if layers:
         hooks = [layer.register_forward_hook(note, with_kwargs=True) for layer in layers]
-        forward(trial(model, backend))
+        run()
         for hook in hooks:
             hook.remove()
     return {layer: call for layer, call in seen.items() if usual(*call)}
 
 
-def trial(model: Any, backend: Paged) -> Inputs:
-    """A prompt in the first blocks, which nobody has been granted yet."""
+def trial(model: Any, backend: Paged, context: int) -> Inputs:
+    """A prompt in the first blocks, which nobody has been granted yet. Its positions span the whole context: some models have factors
+    that depend on them."""
     blocks = np.arange(1, 1 + -(-TOKENS // backend.block_size), dtype=np.int32)
     ids = np.arange(TOKENS, dtype=np.int32) * 7 % model.config.get_text_config().vocab_size
-    return build([Part(Row(0, ids, 0, 1, blocks), 0, TOKENS, samples=True)], backend.block_size, torch.device("cpu"))
+    prompt = build([Part(Row(0, ids, 0, 1, blocks), 0, TOKENS, samples=True)], backend.block_size, torch.device("cpu"))
+    positions = torch.linspace(0, context - 1, TOKENS).long()
+    return replace(prompt, positions=positions[None], lengths=positions + 1)
 
 
 def usual(arguments: Any, options: Any, output: Any) -> bool:
@@ -172,7 +179,10 @@ def usual(arguments: Any, options: Any, output: Any) -> bool:
 
 def equal(layer: Any, backend: Paged, call: tuple[Any, Any, Any]) -> Fused | None:
     """The native layer that gives what this one does, if there is one. Some models leave positions out of some layers."""
-    (states,), options, _ = call
+    (states,), options, output = call
+    nearer = {name: NEAR if name == "position_ids" else value for name, value in options.items()}
+    if not torch.equal(layer(states, **nearer), output):
+        return None  # it looks at positions itself, which rounding may hide on so few tokens
     random = torch.Generator().manual_seed(0)
     inputs = [states, *((torch.randn(states.shape, generator=random) * scale).to(states.dtype) for scale in SCALES)]
     expected = [layer(tensor, **options) for tensor in inputs]

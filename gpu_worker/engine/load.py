@@ -115,7 +115,7 @@ def load(settings: Settings, progress: model_files.Progress, ranks: Ranks) -> Lo
     loaded = Loaded(model, list(layers), geometry, device, backend, ropes, context, eos_ids, config.vocab_size, rope.outgrown_at(model))
     loaded.attach(0)
     loaded.attach(num_blocks(settings, geometry, device, ranks, lambda: peak_bytes(loaded, settings)))
-    fused = fuse(model, backend, loaded.forward) if isinstance(backend, Paged) else 0
+    fused = fuse(model, backend, loaded.forward, context) if isinstance(backend, Paged) else 0
     if settings.deterministic and (cause := undetermined(loaded, fused, ranks)):
         raise SettingError("deterministic", f"{settings.model_id} as {name_of(dtype)} on {device.type}: {cause}")
     return loaded
