@@ -10,6 +10,7 @@ import torch
 
 from common.settings import SettingError
 from gpu_worker.engine.upload import upload
+from gpu_worker.engine.write import fill
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,4 +93,4 @@ class Cache:
     def fill(self, blocks: Sequence[int], value: float) -> None:
         index = upload(list(blocks), self.device)
         for store in self.stores.values():
-            store.index_fill_(1, index, value)
+            fill(store, index, value)

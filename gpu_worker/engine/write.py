@@ -1,4 +1,4 @@
-"""K and V of new tokens into the paged cache: on CUDA one kernel for both, elsewhere two assignments."""
+"""What is written into the paged cache: K and V of new tokens, on CUDA by one kernel for both; and one number into whole blocks."""
 
 import torch
 
@@ -14,3 +14,14 @@ def write(keys: torch.Tensor, values: torch.Tensor, key: torch.Tensor, value: to
         blocks, offsets = slots // keys.shape[2], slots % keys.shape[2]
         keys[blocks, :, offsets] = key.transpose(0, 1)
         values[blocks, :, offsets] = value.transpose(0, 1)
+
+
+def fill(store: torch.Tensor, blocks: torch.Tensor, value: float) -> None:
+    """In place. store [tensors, blocks, kv_heads, block_size, dim], contiguous; blocks int64 [n]. On CUDA torch's own way would be one
+    launch for every 2 GiB of a store, however few blocks are filled."""
+    if store.is_cuda:
+        from gpu_worker.engine.write_kernel import fill_pages
+
+        fill_pages(store, blocks, value)
+    else:
+        store.index_fill_(1, blocks, value)

@@ -1,20 +1,21 @@
-"""The Triton kernel that writes K and V of a step into the paged cache."""
-
-from typing import Any
+"""The Triton kernels that write into the paged cache. Triton evaluates what parameters are annotated with: its own types are safe."""
 
 import torch
 import triton
 import triton.language as tl
 
+WIDTH = 2048
+"""Numbers that one program fills."""
+
 
 @triton.jit  # type: ignore[untyped-decorator]
 def write_line(
-    keys: Any, values: Any, key: Any, value: Any, slots: Any,
-    key_head: Any, key_token: Any, value_head: Any, value_token: Any, heads: Any, block_size: Any,
+    keys: tl.tensor, values: tl.tensor, key: tl.tensor, value: tl.tensor, slots: tl.tensor,
+    key_head: tl.tensor, key_token: tl.tensor, value_head: tl.tensor, value_token: tl.tensor, heads: tl.tensor, block_size: tl.tensor,
     key_dim: tl.constexpr, value_dim: tl.constexpr, width: tl.constexpr,
 ) -> None:  # fmt: skip
     """One program for a token and a head: the numbers of its K and of its V, each next to each other on both sides."""
-    token, head = tl.program_id(0), tl.program_id(1)
+    token, head = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     slot = tl.load(slots + token).to(tl.int64)
     line = (slot // block_size * heads + head) * block_size + slot % block_size
     column = tl.arange(0, width)
@@ -32,3 +33,20 @@ def write_both(keys: torch.Tensor, values: torch.Tensor, key: torch.Tensor, valu
     strides = (key.stride(0), key.stride(1), value.stride(0), value.stride(1))
     dims = (key_dim, value.shape[2], triton.next_power_of_2(max(key_dim, value.shape[2])))
     write_line[(tokens, heads)](keys, values, key, value, slots, *strides, heads, keys.shape[2], *dims)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def fill_part(
+    store: tl.tensor, blocks: tl.tensor, value: tl.tensor, num_blocks: tl.tensor, page: tl.tensor, width: tl.constexpr
+) -> None:  # fmt: skip
+    """One program for a block, one of the store's tensors, and `width` numbers of the page that the block has in it."""
+    block = tl.load(blocks + tl.program_id(0)).to(tl.int64)
+    column = tl.program_id(2) * width + tl.arange(0, width)
+    place = (tl.program_id(1).to(tl.int64) * num_blocks + block) * page
+    tl.store(store + place + column, value, mask=column < page)
+
+
+def fill_pages(store: torch.Tensor, blocks: torch.Tensor, value: float) -> None:
+    """As `fill`."""
+    num_tensors, num_blocks, page = len(store), store.shape[1], store.stride(1)
+    fill_part[(len(blocks), num_tensors, triton.cdiv(page, WIDTH))](store, blocks, value, num_blocks, page, WIDTH)

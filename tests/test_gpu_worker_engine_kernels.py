@@ -1,0 +1,82 @@
+"""The Triton kernels where there is no GPU: in Triton's interpreter against torch, and compiled for one."""
+
+import importlib
+import importlib.util
+import math
+from types import ModuleType
+
+import pytest
+import torch
+
+from gpu_worker.engine.write import fill, write
+
+triton = pytest.importorskip("triton", reason="Triton is not installed")
+HOPPER, WARP = 90, 32
+BLOCKS, BLOCK_SIZE = 7, 16
+
+
+@pytest.fixture
+def interpreted(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """The kernels, of which Triton makes functions that run on tensors of the CPU."""
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    spec = importlib.util.find_spec("gpu_worker.engine.write_kernel")
+    assert spec and spec.loader
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def caches(kv_heads: int, dim: int) -> torch.Tensor:
+    return torch.randn(BLOCKS, kv_heads, BLOCK_SIZE, dim, dtype=torch.bfloat16)
+
+
+def as_model_code_leaves(tokens: int, kv_heads: int, dim: int) -> list[torch.Tensor]:
+    """Keys [kv_heads, tokens, dim] as a rotary embedding leaves them; values as part of a merged product; ones whose numbers lie apart."""
+    rotated = torch.randn(kv_heads, tokens, dim)
+    merged = torch.randn(tokens, kv_heads * 3 * dim)[:, kv_heads * dim : 2 * kv_heads * dim].unflatten(1, (kv_heads, dim)).transpose(0, 1)
+    return [rotated.bfloat16(), merged.bfloat16(), torch.randn(kv_heads, dim, tokens).bfloat16().transpose(1, 2)]
+
+
+@pytest.mark.parametrize(("kv_heads", "key_dim", "value_dim"), [(1, 64, 64), (3, 128, 128), (2, 24, 16)])
+def test_writing(kv_heads: int, key_dim: int, value_dim: int, interpreted: ModuleType) -> None:
+    torch.manual_seed(0)
+    slots = torch.tensor([100, 3, 16, 15, 111])
+    for key, value in zip(*(as_model_code_leaves(len(slots), kv_heads, dim) for dim in (key_dim, value_dim)), strict=True):
+        wanted = caches(kv_heads, key_dim), caches(kv_heads, value_dim)
+        found = [cache.clone() for cache in wanted]
+        write(*wanted, key, value, slots)
+        interpreted.write_both(*found, key, value, slots.int())
+        assert all(map(torch.equal, found, wanted))
+
+
+@pytest.mark.parametrize("page", [(2, 16, 64), (3, 16, 96), (1, 5, 3)])
+@pytest.mark.parametrize("value", [0.0, math.nan])
+def test_filling(page: tuple[int, int, int], value: float, interpreted: ModuleType) -> None:
+    store = torch.randn(6, BLOCKS, *page, dtype=torch.bfloat16)
+    found, blocks = store.clone(), torch.tensor([2, 6, 0])
+    fill(store, blocks, value)
+    interpreted.fill_pages(found, blocks, value)
+    torch.testing.assert_close(found, store, rtol=0, atol=0, equal_nan=True)
+
+
+def types_of(numbers: str, slots: str) -> dict[str, str]:
+    return dict.fromkeys(("keys", "values", "key", "value"), numbers) | {"slots": slots}
+
+
+COMPILED: list[tuple[str, dict[str, int], dict[str, str]]] = [
+    ("write_line", {"key_dim": 128, "value_dim": 128, "width": 128}, types_of("*bf16", "*i64")),
+    ("write_line", {"key_dim": 24, "value_dim": 16, "width": 32, "heads": 1}, types_of("*fp32", "*i32")),
+    ("fill_part", {"width": 2048}, {"store": "*bf16", "blocks": "*i64", "value": "fp32"}),
+]
+"""Kernel, what is a constant in it, and the types of what is no int32. Triton takes a 1 for a constant."""
+
+
+@pytest.mark.parametrize(("name", "constants", "types"), COMPILED)
+def test_they_compile(name: str, constants: dict[str, int], types: dict[str, str]) -> None:
+    """For a GPU that need not be there: what is annotated or computed in a way that Triton does not know fails here."""
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    kernel = getattr(importlib.import_module("gpu_worker.engine.write_kernel"), name)
+    signature = {argument: types.get(argument, "i32") for argument in kernel.arg_names} | dict.fromkeys(constants, "constexpr")
+    assert triton.compile(ASTSource(kernel, signature, constants), target=GPUTarget("cuda", HOPPER, WARP)).asm["cubin"]
