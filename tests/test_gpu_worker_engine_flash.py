@@ -27,6 +27,7 @@ from gpu_worker.engine.sdpa import Sdpa
 from gpu_worker.engine.tokenwise import Tokenwise
 from tests import fake_flashinfer, tiny_models
 from tests.batch_player import Player, unpacked
+from tests.test_gpu_worker_engine_memory import limit
 from tests.test_gpu_worker_engine_models import NEW_TOKENS, engine_of, play, prompts
 from tests.test_gpu_worker_engine_native import BLOCKS, CPU, STEPS, chunk, rows
 from tests.tiny_models import FAMILIES, VOCAB
@@ -124,6 +125,15 @@ def test_decoding_comes_from_graphs(tmp_path: Path, like_cuda: Callable[[Path], 
     engine.graphs.graphs = graphs  # type: ignore[assignment]
     play(engine, dict(enumerate(prompts()[:2])))
     assert list(graphs) == [1, 2, 3] and seen == [2] * (NEW_TOKENS - 1)
+
+
+def test_halves_of_a_step_may_be_graphs(tmp_path: Path, like_cuda: Callable[[Path], Engine]) -> None:
+    """A step with a chunk does not fit into memory; its rows that decode come from graphs, all of which write the same logits."""
+    tiny_models.save(tmp_path, *FAMILIES["Llama"])
+    engine, fresh = like_cuda(tmp_path), dict(enumerate(prompts()))
+    wanted = play(engine, fresh, prefill_tokens=7)
+    scarce = limit(engine, room=2, since=1, error=torch.OutOfMemoryError("CUDA out of memory"))
+    assert play(engine, fresh, prefill_tokens=7) == wanted and scarce.refusals
 
 
 def bits(engine: Engine, rows: list[int], prefill_tokens: int, shown: dict[int, list[int]]) -> dict[int, tuple[list[int], bytes]]:

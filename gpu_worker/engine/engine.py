@@ -140,7 +140,7 @@ class Engine:
                 raise
             log.warning("no memory for a step of %d tokens: it is done in halves", sum(part.count for part in parts))
         torch.cuda.empty_cache()
-        return torch.cat([self.forward(half, previous) for half in smaller])
+        return torch.cat([self.forward(half, previous).clone() for half in smaller])  # graphs write all into the same place
 
     @torch.inference_mode()
     def compute(self, parts: Sequence[Part], previous: torch.Tensor | None) -> torch.Tensor:
