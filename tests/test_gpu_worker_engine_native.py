@@ -109,6 +109,18 @@ def test_products(dtype: torch.dtype, whole: bool, inputs: int, outputs: int, bi
         assert all(torch.equal(packed(states[:, row]), result[:, row]) for row in range(num_rows))
 
 
+@pytest.mark.parametrize(
+    "rows", [torch.ones(2, 10), torch.ones(2, 6), torch.ones(2, 8, dtype=torch.bfloat16)], ids=["wide", "narrow", "type"]
+)
+def test_rows_that_do_not_fit_are_refused(rows: torch.Tensor, library: object) -> None:
+    """As torch does; nothing beyond them is read."""
+    linear = nn.Linear(8, 8)
+    packed = NativeLinear(linear, library, False, LargePages())  # type: ignore[arg-type]
+    for layer in (linear, packed):
+        with pytest.raises(RuntimeError):
+            layer(rows)
+
+
 def test_wrong_products_are_not_used(library: object, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     right = NativeLinear.forward
     monkeypatch.setattr(NativeLinear, "forward", lambda self, rows: right(self, rows) + 0.5 * (rows.shape[0] > 1))

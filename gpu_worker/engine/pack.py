@@ -62,6 +62,10 @@ class NativeLinear(nn.Module):
         return self.known
 
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        """Raises RuntimeError where the rows do not fit the weights, as torch's own does: the kernel would read past them."""
+        if rows.shape[-1] != self.in_features or native.TYPES.get(rows.dtype) != self.dtype:
+            weights = f"[{self.out_features}, {self.in_features}]"
+            raise RuntimeError(f"{rows.dtype} rows {list(rows.shape)} cannot be multiplied with weights {weights} of another type or width")
         rows = rows.contiguous()
         output = rows.new_empty(*rows.shape[:-1], self.out_features, dtype=torch.float32 if self.whole else None)
         num_rows = math.prod(rows.shape[:-1])
