@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from common.settings import SettingError, Settings
-from gpu_worker.engine import load, native, sdpa
+from gpu_worker.engine import config, load, native, sdpa
 from gpu_worker.engine.cache import Geometry, Layer, View
 from gpu_worker.engine.engine import Engine
 from gpu_worker.engine.paged import Paged
@@ -24,13 +24,18 @@ MANY = 15
 QUICK = ("Llama-dynamic", "Llama-longrope", "Phi3-longrope", "Qwen3-MoE", "Gemma2", "GPT2", "OPT", "StableLM", "DeepSeek-V3", "gpt-oss")
 SERVED = [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in FAMILIES]
 OLD = {"vocab_size": VOCAB, "n_layer": 2, "n_head": 4}
+HYBRID = {"mamba_d_ssm": 128, "mamba_n_heads": 4, "mamba_d_head": 32, "mamba_d_state": 16, "mamba_expand": 2}
+COMPRESSED = SIZES | {"num_key_value_heads": 2, "head_dim": 16, "num_experts": 4, "num_experts_per_tok": 1, "moe_intermediate_size": 32}
 REFUSED = {
-    "Bloom": (OLD | {"hidden_size": 64}, "cannot be replaced"),
-    "Mpt": ({"vocab_size": VOCAB, "d_model": 64, "n_layers": 2, "n_heads": 4}, "cannot be replaced"),
+    "Bloom": (OLD | {"hidden_size": 64}, "uses ALiBi"),
+    "Mpt": ({"vocab_size": VOCAB, "d_model": 64, "n_layers": 2, "n_heads": 4}, "uses ALiBi"),
     "GPTJ": (OLD | {"n_embd": 64, "rotary_dim": 8}, "cannot be replaced"),
     "Falcon": (SIZES | {"alibi": True}, "ALiBi"),
-    "Llama4Text": (LLAMA | {"head_dim": 16, "attention_chunk_size": 16, "num_local_experts": 2}, "neither causal nor a sliding window"),
+    "Llama4Text": (LLAMA | {"head_dim": 16, "attention_chunk_size": 16, "num_local_experts": 2}, "chunked_attention; only"),
+    "FalconH1": (LLAMA | HYBRID, "layers of type hybrid; only full_attention and sliding_attention are served"),
+    "DeepseekV4": (LLAMA | {"head_dim": 16, "moe_intermediate_size": 32, "n_routed_experts": 4}, "heavily_compressed_attention; only"),
     "Mamba": ({"vocab_size": VOCAB, "hidden_size": 64, "num_hidden_layers": 2}, "no attention heads"),
+    "Helium": (LLAMA | {"head_dim": 8}, "the code of HeliumForCausalLM fails"),
     "T5": ({"vocab_size": VOCAB, "d_model": 64, "num_layers": 2, "num_heads": 4}, "encoder-decoder"),
 }
 
@@ -125,3 +130,19 @@ def test_refused(family: str, tmp_path: Path) -> None:
     with pytest.raises(SettingError, match=words) as caught:
         engine_of(tmp_path)
     assert caught.value.name == "model_id" and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(("family", "sizes"), [("FalconH1", LLAMA | HYBRID), ("Zaya", COMPRESSED)])
+def test_tokens_that_mix_are_seen(family: str, sizes: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the config says of its layers: states beside attention, and convolutions of what goes into it."""
+    monkeypatch.setattr(config, "LAYER_TYPES", {"hybrid", "hybrid_sliding"})
+    tiny_models.save(tmp_path, family, sizes)
+    with pytest.raises(SettingError, match="see each other by other ways than attention"):
+        engine_of(tmp_path)
+
+
+def test_a_mask_that_is_no_window_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(config, "LAYER_TYPES", {"full_attention", "chunked_attention"})
+    tiny_models.save(tmp_path, "Llama4Text", REFUSED["Llama4Text"][0])
+    with pytest.raises(SettingError, match="neither causal nor a sliding window"):
+        engine_of(tmp_path)

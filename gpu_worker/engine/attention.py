@@ -16,6 +16,8 @@ from gpu_worker.engine.cache import Cache, Geometry, Layer, View
 from gpu_worker.engine.inputs import Inputs
 
 NAME = "tokenfleet"
+WATCHED = 8
+"""Tokens of the forward that shows what a model needs."""
 LONG = 4096
 """A mask that says of no window is compared with a causal one up to twice this many tokens."""
 
@@ -53,7 +55,7 @@ def attend(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    mask: None,
+    attention_mask: None,
     s_aux: torch.Tensor | None = None,
     **rest: Any,
 ) -> tuple[torch.Tensor, None]:
@@ -83,11 +85,12 @@ def mask_of(mask_function: Callable[..., Any], local_size: int | None = None, **
     raise Unservable("its attention mask is neither causal nor a sliding window")
 
 
-def watch(model: Any, forward: Callable[[], object]) -> dict[Any, Layer]:
-    """The attention modules of a model, in the order in which `forward` of one token calls them, and what each keeps.
+def watch(model: Any, forward: Callable[[], torch.Tensor]) -> dict[Any, Layer]:
+    """The attention modules of a model, in the order in which `forward` calls them, and what each keeps. `forward`: of WATCHED tokens of
+    one sequence → logits [1, WATCHED, vocabulary].
 
     Raises:
-        Unservable: the model attends in a way that the paged cache does not have.
+        Unservable: the model attends in a way that the paged cache does not have, or its tokens see each other in other ways, too.
     """
     found: dict[Any, Layer] = {}
 
@@ -96,7 +99,7 @@ def watch(model: Any, forward: Callable[[], object]) -> dict[Any, Layer]:
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
-        mask: Any,
+        attention_mask: Any,
         scaling: float | None = None,
         softcap: float | None = None,
         sliding_window: int | None = None,
@@ -105,26 +108,46 @@ def watch(model: Any, forward: Callable[[], object]) -> dict[Any, Layer]:
     ) -> tuple[torch.Tensor, None]:
         if module in found:
             raise Unservable("one of its attention modules is used twice")
-        if not isinstance(mask, Mask) or position_bias is not None or not getattr(module, "is_causal", True):
+        if not isinstance(attention_mask, Mask) or position_bias is not None or not getattr(module, "is_causal", True):
             raise Unservable("its attention needs more than a causal mask")
-        if sliding_window not in (None, mask.window):
-            raise Unservable(f"its attention has a window of {sliding_window} and a mask of {mask.window}")
+        if sliding_window not in (None, window := attention_mask.window):
+            raise Unservable(f"its attention has a window of {sliding_window} and a mask of {window}")
         kv_heads, scaling = key.shape[1], query.shape[-1] ** -0.5 if scaling is None else float(scaling)
-        view = View(kv_heads, query.shape[1] // kv_heads, mask.window, scaling, softcap)
+        view = View(kv_heads, query.shape[1] // kv_heads, window, scaling, softcap)
         found[module] = Layer(view, key.shape[-1], value.shape[-1])
-        return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[-1]), None
+        return nothing(query, key, value), None
 
     AttentionInterface.register(NAME, note)
     ALL_MASK_ATTENTION_FUNCTIONS.register(NAME, mask_of)
+    spoiling = model.get_input_embeddings().register_forward_hook(spoil)
     try:
-        forward()
+        logits = forward()
     except (TypeError, AttributeError) as error:  # model code that computes with the mask itself
         raise Unservable(f"the attention of {type(model).__name__} cannot be replaced: {error}") from error
+    except RuntimeError as error:
+        raise Unservable(f"the code of {type(model).__name__} fails: {error}") from error
     finally:
+        spoiling.remove()
         register()
     if len(found) != (wanted := model.config.get_text_config().num_hidden_layers):
         raise Unservable(f"{len(found)} of its {wanted} layers have attention that can be paged")
+    if logits[0].isnan().any(-1).tolist() != [True] + [False] * (WATCHED - 1):
+        raise Unservable("its tokens see each other by other ways than attention")
     return found
+
+
+def spoil(embedding: Any, ids: Any, output: torch.Tensor) -> torch.Tensor:
+    """The first token is not a number, and so is all that sees it, however little."""
+    output = output.clone()
+    output[:, 0] = torch.nan
+    return output
+
+
+def nothing(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """Attention through which no token sees another: zeros, where a token's own inputs are numbers → [1, tokens, heads, value_dim]"""
+    spoilt = query.isnan().any(3).any(1) | key.isnan().any(3).any(1) | value.isnan().any(3).any(1)
+    output = query.new_zeros(1, query.shape[2], query.shape[1], value.shape[3])
+    return output.masked_fill_(spoilt[..., None, None], torch.nan)
 
 
 def attach(modules: Iterable[Any], geometry: Geometry, cache: Cache, backend: Backend) -> None:

@@ -7,6 +7,8 @@ from transformers import AutoConfig
 
 from common.settings import SettingError, Settings
 
+LAYER_TYPES = {"full_attention", "sliding_attention"}
+
 
 def read_config(path: Path, settings: Settings) -> Any:
     """The model's text config, with `quantization_config` where the checkpoint has one. Raises SettingError."""
@@ -20,13 +22,21 @@ def read_config(path: Path, settings: Settings) -> Any:
         raise SettingError("model_id", f"{model_id} is an encoder-decoder model; only decoders are served")
     if not getattr(text, "num_attention_heads", None) or not getattr(text, "num_hidden_layers", None):
         raise SettingError("model_id", f"{model_id} ({config.model_type}) has no attention heads; only decoders with attention are served")
-    if getattr(text, "alibi", False):
+    if has_alibi(text):
         raise SettingError("model_id", f"{model_id} ({config.model_type}) uses ALiBi position biases, which are not served")
+    if others := sorted({*(getattr(text, "layer_types", None) or ())} - LAYER_TYPES):
+        cause = f"has layers of type {', '.join(others)}; only {' and '.join(sorted(LAYER_TYPES))} are served"
+        raise SettingError("model_id", f"{model_id} ({config.model_type}) {cause}")
     if getattr(config, "quantization_config", None) is not None:
         text.quantization_config = config.quantization_config
     if settings.rope_factor is not None:
         stretch(text, settings.rope_scaling or "linear", settings.rope_factor)
     return text
+
+
+def has_alibi(config: Any) -> bool:
+    """Bloom has nothing else, MPT says it among what it says of attention."""
+    return config.model_type == "bloom" or any(getattr(part, "alibi", False) for part in (config, getattr(config, "attn_config", None)))
 
 
 def stretch(config: Any, kind: str, factor: float) -> None:

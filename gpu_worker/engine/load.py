@@ -104,7 +104,7 @@ def load(settings: Settings, progress: model_files.Progress, ranks: Ranks) -> Lo
             model, plan = read_weights(path, config, dtype, device, settings), parallel.NOT_SHARED
         (pack if device.type == "cpu" else merge)(model)
         parallel.join(model, plan, ranks)
-        layers = attention.watch(model, lambda: forward_one(model, device))
+        layers = attention.watch(model, lambda: forward_few(model, device))
     except KeyError as error:  # model code that looks attention up in a table of its own
         raise unservable(settings.model_id, attention.Unservable(f"the attention of {config.model_type} cannot be replaced")) from error
     except (attention.Unservable, ValueError, OSError) as error:
@@ -177,9 +177,11 @@ def show_bars(progress: model_files.Progress) -> None:
     transformers_logging.set_tqdm_hook(hook)
 
 
-def forward_one(model: Any, device: torch.device) -> None:
-    zero = torch.zeros(1, 1, dtype=torch.int64, device=device)
-    model(input_ids=zero, position_ids=zero, use_cache=False)
+def forward_few(model: Any, device: torch.device) -> torch.Tensor:
+    """→ logits [1, attention.WATCHED, vocabulary]"""
+    positions = torch.arange(attention.WATCHED, device=device)[None]
+    logits: torch.Tensor = model(input_ids=torch.zeros_like(positions), position_ids=positions, use_cache=False).logits
+    return logits
 
 
 def choose_device(name: str, place: Place) -> torch.device:
