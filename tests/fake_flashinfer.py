@@ -69,13 +69,14 @@ class BatchPrefillWithPagedKVCacheWrapper:
         self, qo_indptr: torch.Tensor, paged_kv_indptr: torch.Tensor, paged_kv_indices: torch.Tensor, paged_kv_last_page_len: torch.Tensor,
         num_qo_heads: int, num_kv_heads: int, head_dim_qk: int, page_size: int,
         *, causal: bool, sm_scale: float, window_left: int, logits_soft_cap: float | None,
-        q_data_type: torch.dtype, kv_data_type: torch.dtype, seq_lens: torch.Tensor,
+        q_data_type: torch.dtype, kv_data_type: torch.dtype, seq_lens: torch.Tensor, max_token_per_sequence: int,
     ) -> None:  # fmt: skip
         on_host = (qo_indptr, paged_kv_indptr, paged_kv_last_page_len, seq_lens)
         assert all(tensor.device.type == "cpu" for tensor in on_host), "it copies them to the host, and waits"
         assert all(tensor.dtype == torch.int32 and tensor.dim() == 1 and tensor.is_contiguous() for tensor in (*on_host, paged_kv_indices))
         assert len(qo_indptr) == len(paged_kv_indptr) == len(paged_kv_last_page_len) + 1 == len(seq_lens) + 1
         assert qo_indptr[0] == paged_kv_indptr[0] == 0 and (qo_indptr.diff() > 0).all() and (paged_kv_indptr.diff() > 0).all()
+        assert type(max_token_per_sequence) is int and max_token_per_sequence == qo_indptr.diff().max()
         assert paged_kv_last_page_len.min() >= 1 and paged_kv_last_page_len.max() <= page_size
         assert len(paged_kv_indices) == paged_kv_indptr[-1]
         assert torch.equal(seq_lens, (paged_kv_indptr.diff() - 1) * page_size + paged_kv_last_page_len)

@@ -69,9 +69,9 @@ def needs_flash(device: str) -> None:
 
 def backend_of(geometry: Geometry, device: torch.device) -> Any:
     """As on CUDA."""
-    from gpu_worker.engine.flash import Flash, serves
+    from gpu_worker.engine.flash import Flash, lacks
 
-    return Flash(geometry, device, HOPPER) if serves(geometry) else Sdpa(geometry, device)
+    return Sdpa(geometry, device) if lacks(geometry) else Flash(geometry, device, HOPPER)
 
 
 def engine_on(device: str, folder: Path | str, monkeypatch: pytest.MonkeyPatch, **settings: Any) -> Engine:

@@ -34,7 +34,7 @@ from tests.tiny_models import FAMILIES, VOCAB
 
 if not fake_flashinfer.install():
     pytest.skip("where there is a GPU, the tests marked gpu try the real parts", allow_module_level=True)
-from gpu_worker.engine.flash import Flash, serves
+from gpu_worker.engine.flash import Flash, lacks, needs_plans
 
 HOPPER = 9
 SLOWLY = ("Llama", "Mistral", "Gemma2", "Qwen3-MoE", "GPT2")
@@ -67,12 +67,44 @@ def test_attention(block_size: int, generation: int) -> None:
             torch.testing.assert_close(outputs[1], outputs[0], rtol=0, atol=2e-5)
 
 
-def test_what_it_serves() -> None:
-    def geometry(dims: tuple[int, int], dtype: torch.dtype) -> Geometry:
-        return Geometry([Layer(View(2, 1, None, 1.0), *dims)], 64, dtype)
+@pytest.mark.parametrize(
+    ("dims", "dtype", "why"),
+    [
+        ((128, 128), torch.bfloat16, ""),
+        ((256, 256), torch.float16, ""),
+        ((128, 128), torch.float32, "not for torch.float32"),
+        ((192, 128), torch.bfloat16, "these have 128, 192"),
+        ((80, 80), torch.float16, "these have 80"),
+    ],
+)
+def test_what_it_lacks(
+    dims: tuple[int, int], dtype: torch.dtype, why: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    geometry = Geometry([Layer(View(2, 1, None, 1.0), *dims)], 64, dtype)
+    found = lacks(geometry)
+    assert why in found and bool(found) == bool(why)
+    monkeypatch.setattr(load, "find_spec", lambda name: name)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (HOPPER, 0))
+    assert isinstance(load.on_cuda(geometry, CPU), Sdpa if why else Flash) and found in caplog.text
 
-    assert serves(geometry((128, 128), torch.bfloat16))
-    assert not any(serves(geometry(*one)) for one in (((128, 128), torch.float32), ((192, 128), torch.bfloat16), ((80, 80), torch.float16)))
+
+@pytest.mark.parametrize(
+    ("group", "softcap", "block_size", "generation", "why"),
+    [
+        (32, None, 64, HOPPER, ""),
+        (71, None, 64, HOPPER, "71 query heads"),
+        (1, 30.0, 64, HOPPER, "soft-capped"),
+        (1, None, 48, HOPPER, "48 tokens (BLOCK_SIZE)"),
+        (1, None, 64, 8, "capability is 8"),
+    ],
+)
+def test_what_needs_plans(
+    group: int, softcap: float | None, block_size: int, generation: int, why: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    geometry = Geometry([Layer(View(2, group, None, 1.0, softcap), 64, 64)], block_size, torch.bfloat16)
+    found = needs_plans(geometry, generation)
+    assert why in found and bool(found) == bool(why)
+    assert Flash(geometry, CPU, generation).plan_free == (not why) and found in caplog.text
 
 
 # --- the whole engine ---------------------------------------------------------------------------------------------------------------

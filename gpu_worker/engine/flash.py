@@ -1,6 +1,7 @@
 """Attention on CUDA, by FlashInfer: rows that decode by its XQA kernel, which takes all it needs from the device, prompts by kernels that
 the host plans."""
 
+import logging
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,6 +17,8 @@ from gpu_worker.engine.inputs import Inputs, Span, ends_of
 from gpu_worker.engine.upload import pinned, upload
 from gpu_worker.engine.write import write
 
+log = logging.getLogger(__name__)
+
 DTYPES = (torch.bfloat16, torch.float16)
 DIMS = (64, 128, 256)
 PLAN_FREE_BLOCKS = (16, 32, 64, 128)
@@ -24,12 +27,35 @@ PLAN_FREE_GENERATIONS = (9, 10, 12)
 PLAN_FREE_GROUP = 32
 """Query heads that share one K head: of more, one program's queries do not fit where it keeps them, if they have 256 numbers."""
 WORKSPACE_BYTES = 256 * 2**20
+PLAN_FREE_BYTES = 16 * 2**20
+"""8 MiB of counters, then what programs that share a row hand to each other: of each multiprocessor 32 heads of 256 numbers at most."""
 LOG2_E = 1.4426950408889634
 
 
-def serves(geometry: Geometry) -> bool:
-    dims = {dim for layer in geometry.layers for dim in (layer.key_dim, layer.value_dim)}
-    return geometry.dtype in DTYPES and len(dims) == 1 and dims <= set(DIMS)
+def lacks(geometry: Geometry) -> str:
+    """Why FlashInfer has no attention for a model; empty where it has."""
+    dims = sorted({dim for layer in geometry.layers for dim in (layer.key_dim, layer.value_dim)})
+    if geometry.dtype not in DTYPES:
+        return f"it has kernels for {listed(DTYPES)}, not for {geometry.dtype}"
+    return "" if len(dims) == 1 and dims[0] in DIMS else f"it has kernels for heads of {listed(DIMS)} numbers, these have {listed(dims)}"
+
+
+def needs_plans(geometry: Geometry, generation: int) -> str:
+    """Why rows that decode need plans of the host, so that steps of such rows cannot be captured; empty where XQA serves them."""
+    groups, caps = {view.group for view in geometry.views}, {view.softcap for view in geometry.views}
+    if caps != {None}:
+        return "scores are soft-capped"
+    if max(groups) > PLAN_FREE_GROUP:
+        return f"{max(groups)} query heads share a K head, more than {PLAN_FREE_GROUP}"
+    if geometry.block_size not in PLAN_FREE_BLOCKS:
+        return f"blocks have {geometry.block_size} tokens (BLOCK_SIZE), not {listed(PLAN_FREE_BLOCKS)}"
+    return (
+        "" if generation in PLAN_FREE_GENERATIONS else f"the GPU's compute capability is {generation}, not {listed(PLAN_FREE_GENERATIONS)}"
+    )
+
+
+def listed(values: Sequence[object]) -> str:
+    return ", ".join(map(str, values))
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,9 +84,11 @@ class Flash:
     def __init__(self, geometry: Geometry, device: torch.device, generation: int) -> None:
         self.block_size, self.dtype, self.device = geometry.block_size, geometry.dtype, device
         self.dim, self.views = geometry.layers[0].key_dim, geometry.views
-        plain = all(view.softcap is None and view.group <= PLAN_FREE_GROUP for view in self.views)
-        self.plan_free = plain and geometry.block_size in PLAN_FREE_BLOCKS and generation in PLAN_FREE_GENERATIONS
-        self.workspace = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=device)  # XQA's counters start at zero
+        why = needs_plans(geometry, generation)
+        self.plan_free = not why
+        if why:
+            log.warning("FlashInfer plans each step that decodes, which is slower: %s", why)
+        self.workspace = torch.zeros(PLAN_FREE_BYTES, dtype=torch.uint8, device=device)  # XQA's counters start at zero
         scratch = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
         # A plan lies in its wrapper's pinned memory until the device has taken it: one may wait there while the next one is made.
         self.wrappers = [[flashinfer.BatchPrefillWithPagedKVCacheWrapper(scratch, "HND") for _ in self.views] for _ in range(2)]
@@ -96,7 +124,7 @@ class Flash:
         held = -(-lengths // self.block_size)
         lines = (line for span in spans for line in span.blocks)
         blocks = np.concatenate([line[:count] for line, count in zip(lines, held, strict=True)])
-        last_lengths = lengths - (held - 1) * self.block_size
+        last_lengths, longest = lengths - (held - 1) * self.block_size, int(counts.max())
         host = (ends_of(counts), ends_of(held), last_lengths, lengths)
         query_ends, block_ends, last_lengths, totals = (pinned(values.astype(np.int32), self.device) for values in host)
         indices = upload(blocks.astype(np.int32), self.device)
@@ -119,6 +147,7 @@ class Flash:
                 q_data_type=self.dtype,
                 kv_data_type=self.dtype,
                 seq_lens=totals,  # or FlashInfer computes them, in memory that is not pinned
+                max_token_per_sequence=longest,  # or it looks for it, number by number
             )
         if self.taken:
             self.taken[self.turn].record()

@@ -148,8 +148,8 @@ def on_cuda(geometry: Geometry, device: torch.device) -> attention.Backend:
         return Sdpa(geometry, device)
     from gpu_worker.engine import flash  # imports CUDA libraries
 
-    if not flash.serves(geometry):
-        log.warning("FlashInfer has no attention for this model as %s: torch's is used and is slower", name_of(geometry.dtype))
+    if why := flash.lacks(geometry):
+        log.warning("torch's attention is used instead of FlashInfer's, and is slower: %s", why)
         return Sdpa(geometry, device)
     return flash.Flash(geometry, device, torch.cuda.get_device_capability(device)[0])
 
