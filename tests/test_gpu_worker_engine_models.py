@@ -104,6 +104,7 @@ FEATURES = {
     "sinks, torch": ("gpt-oss", sdpa, "softmax_with_sinks", lambda scores, *rest: torch.softmax(scores, -1)),
     "dynamic": ("Llama-dynamic", load.rope, "by_length", lambda model: []),
     "longrope": ("Llama-longrope", load.rope, "by_length", lambda model: []),
+    "longrope, by type": ("Gemma3-longrope", load.rope, "by_length", lambda model: []),
     "longrope, anew": ("Phi3-longrope", load.rope, "outgrown_at", lambda model: None),
 }
 

@@ -117,9 +117,11 @@ def test_positions_are_stretched(kind: str | None, tmp_path: Path) -> None:
     assert ids_of(engine) == [tiny_models.generate(reference, prompt, NEW_TOKENS) for prompt in PROMPTS]
 
 
-def test_what_has_no_rotary_positions_cannot_be_stretched(tmp_path: Path) -> None:
-    tiny_models.save(tmp_path, "GPT2", tiny_models.GPT)
-    with pytest.raises(SettingError, match="ROPE_FACTOR: gpt2 has no plain rotary positions to stretch"):
+@pytest.mark.parametrize(("family", "kind"), [("GPT2", "gpt2"), ("Gemma3", "gemma3_text")])
+def test_what_has_no_plain_rotary_positions_cannot_be_stretched(family: str, kind: str, tmp_path: Path) -> None:
+    """None at all, or others for each type of layer."""
+    tiny_models.save(tmp_path, *tiny_models.FAMILIES[family])
+    with pytest.raises(SettingError, match=f"ROPE_FACTOR: {kind} has no plain rotary positions to stretch"):
         engine_of(tmp_path, rope_factor=2.0)
 
 

@@ -42,7 +42,14 @@ def rope(kind: str, **parameters: Any) -> dict[str, Any]:
     return {"rope_parameters": {"rope_type": kind, "rope_theta": 10_000.0, **parameters}}
 
 
+def by_type(**ropes: dict[str, Any]) -> dict[str, Any]:
+    """Default in layers of other types."""
+    sides = {"sliding_attention": rope("default"), "full_attention": rope("default")} | ropes
+    return {"rope_parameters": {layer_type: side["rope_parameters"] for layer_type, side in sides.items()}}
+
+
 LONG = {"short_factor": [1.0] * 8, "long_factor": [2.0 + i for i in range(8)], "original_max_position_embeddings": 32}
+WIDE_LONG = LONG | {"short_factor": [1.0] * 16, "long_factor": [2.0 + i for i in range(16)]}
 
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "Llama": ("Llama", LLAMA),
@@ -65,9 +72,20 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "Qwen3-MoE": ("Qwen3Moe", LLAMA | WIDE | MIXTURE | {"num_experts": 4}),
     "Gemma2": ("Gemma2", LLAMA | WIDE | {"sliding_window": 16, "attn_logit_softcapping": 5.0, "query_pre_attn_scalar": 32}),
     "Gemma3": ("Gemma3Text", LLAMA | WIDE | MIXED | SPREAD),
+    "Gemma3-dynamic": (
+        "Gemma3Text",
+        LLAMA | WIDE | MIXED | SPREAD | {"max_position_embeddings": 32} | by_type(full_attention=rope("dynamic", factor=4.0)),
+    ),
+    "Gemma3-longrope": ("Gemma3Text", LLAMA | WIDE | MIXED | SPREAD | by_type(full_attention=rope("longrope", factor=4.0, **WIDE_LONG))),
     "Phi": ("Phi", LLAMA | {"partial_rotary_factor": 0.5, "num_key_value_heads": 4}),
     "Phi3": ("Phi3", LLAMA | {"sliding_window": 16}),
     "Phi3-longrope": ("Phi3", LLAMA | {"original_max_position_embeddings": 32} | rope("longrope", factor=4.0, **LONG)),
+    "Phi-MoE-longrope": (
+        "Phimoe",
+        LLAMA
+        | {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None, "original_max_position_embeddings": 32}
+        | rope("longrope", factor=4.0, short_mscale=1.0, long_mscale=1.5, **LONG),
+    ),
     "GPT2": ("GPT2", GPT),
     "GPT-NeoX": ("GPTNeoX", SIZES | SPREAD | {"intermediate_size": 128}),
     "StarCoder2": ("Starcoder2", LLAMA | SPREAD | {"sliding_window": 16}),

@@ -42,7 +42,7 @@ def has_alibi(config: Any) -> bool:
 def stretch(config: Any, kind: str, factor: float) -> None:
     """Rotary positions for sequences `factor` times as long: `linear` (arXiv:2306.15595) or `dynamic` NTK. Raises SettingError."""
     rope = getattr(config, "rope_parameters", None)
-    if not isinstance(rope, dict) or rope.get("rope_type", "default") != "default":
+    if not isinstance(rope, dict) or rope.get("rope_type") != "default":
         raise SettingError("rope_factor", f"{config.model_type} has no plain rotary positions to stretch")
     config.rope_parameters = rope | {"rope_type": kind, "factor": factor}
 

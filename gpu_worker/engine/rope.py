@@ -13,47 +13,71 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from gpu_worker.engine.inputs import Inputs
 
+BY_LENGTH = ("dynamic", "longrope")
+
 
 class Rope:
-    """Replaces the forward of one rotary module of type `dynamic` (NTK) or `longrope` (arXiv:2402.13753)."""
+    """Replaces the forward of one rotary module of type `dynamic` (NTK) or `longrope` (arXiv:2402.13753). Some modules have a type of their
+    own for each type of layer: then only those that need it are computed here.
+    """
 
     def __init__(self, module: Any) -> None:
         self.module, self.plain = module, inspect.unwrap(type(module).forward)
-        self.lengths = torch.ones(1, dtype=torch.int64)
-        self.known: dict[int, tuple[torch.Tensor, float]] = {}
+        self.types = {layer_type: kind for layer_type, kind in types_of(module).items() if kind in BY_LENGTH}
+        self.lengths: dict[str | None, torch.Tensor] = {}
+        self.known: dict[tuple[str | None, int], tuple[torch.Tensor, float]] = {}
         module.forward = self.forward
 
     def begin(self, inputs: Inputs) -> None:
         """Called before each forward."""
-        config = self.module.config
-        if self.module.rope_type == "dynamic":
-            self.lengths = inputs.lengths.clamp(min=config.max_position_embeddings)
-        else:
-            original = config.rope_parameters["original_max_position_embeddings"]
-            self.lengths = inputs.lengths.clamp(original, original + 1)
+        self.lengths = {layer_type: self.counted(layer_type, inputs.lengths) for layer_type in self.types}
 
-    def forward(self, x: torch.Tensor, position_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def counted(self, layer_type: str | None, lengths: torch.Tensor) -> torch.Tensor:
+        """The lengths, but one for all that have the same frequencies."""
+        config = self.module.config
+        if self.types[layer_type] == "dynamic":
+            return lengths.clamp(min=config.max_position_embeddings)
+        parameters = config.rope_parameters if layer_type is None else config.rope_parameters[layer_type]
+        original = parameters["original_max_position_embeddings"]
+        return lengths.clamp(original, original + 1)
+
+    def forward(self, x: torch.Tensor, position_ids: torch.Tensor, layer_type: str | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         """→ cosines and sines, each [1, tokens, dim]"""
-        parts, order = [], []
-        for length in torch.unique(self.lengths).tolist():
-            chosen = (self.lengths == length).nonzero()[:, 0]
-            self.module.inv_freq, self.module.attention_scaling = self.frequencies(length, x.device)
-            parts.append(self.plain(self.module, x, position_ids[:, chosen]))
+        options = {} if layer_type is None else {"layer_type": layer_type}
+        if layer_type not in self.types:
+            return self.plain(self.module, x, position_ids, **options)  # type: ignore[no-any-return]
+        parts, order, lengths = [], [], self.lengths[layer_type]
+        for length in torch.unique(lengths).tolist():
+            chosen = (lengths == length).nonzero()[:, 0]
+            self.use(layer_type, length, x.device)
+            last = position_ids.new_full((1, 1), length - 1)  # Phi-MoE scales by the largest position that it is given
+            positions = torch.cat((position_ids[:, chosen], last), 1)
+            parts.append([tensor[:, :-1] for tensor in self.plain(self.module, x, positions, **options)])
             order.append(chosen)
         back = torch.cat(order).argsort()
         cosines, sines = (torch.cat(tensors, 1)[:, back] for tensors in zip(*parts, strict=True))
         return cosines, sines
 
-    def frequencies(self, length: int, device: torch.device) -> tuple[torch.Tensor, float]:
-        """Those of a sequence of `length` tokens, and what cosines and sines are scaled with."""
-        if length not in self.known:
-            self.known[length] = ROPE_INIT_FUNCTIONS[self.module.rope_type](self.module.config, device, seq_len=length)
-        return self.known[length]
+    def use(self, layer_type: str | None, length: int, device: torch.device) -> None:
+        """Gives the module the frequencies of a sequence of `length` tokens, and what it scales cosines and sines with."""
+        key, side = (layer_type, length), "" if layer_type is None else f"{layer_type}_"
+        if key not in self.known:
+            compute = ROPE_INIT_FUNCTIONS[self.types[layer_type]]
+            self.known[key] = compute(self.module.config, device, seq_len=length, layer_type=layer_type)
+        frequencies, scaling = self.known[key]
+        setattr(self.module, f"{side}inv_freq", frequencies)
+        setattr(self.module, f"{side}attention_scaling", scaling)
+
+
+def types_of(module: Any) -> dict[str | None, str]:
+    """Of a rotary module, by the type of layer where it has one for each; of others none."""
+    kind = getattr(module, "rope_type", None)
+    return kind if isinstance(kind, dict) else {None: kind} if kind else {}
 
 
 def outgrown_at(model: Any) -> int | None:
     """The length beyond which the model's own generation computes every K anew (Phi-3), if it does."""
-    config = next((module.config for module in model.modules() if getattr(module, "rope_type", None) == "longrope"), None)
+    config = next((module.config for module in model.modules() if "longrope" in types_of(module).values()), None)
     if config is None or "config.original_max_position_embeddings" not in inspect.getsource(type(model).prepare_inputs_for_generation):
         return None
     return int(config.original_max_position_embeddings)
@@ -61,4 +85,4 @@ def outgrown_at(model: Any) -> int | None:
 
 def by_length(model: Any) -> list[Rope]:
     """Takes over the rotary modules of a model that need it."""
-    return [Rope(module) for module in model.modules() if getattr(module, "rope_type", None) in ("dynamic", "longrope")]
+    return [Rope(module) for module in model.modules() if not set(BY_LENGTH).isdisjoint(types_of(module).values())]
