@@ -20,7 +20,7 @@ from typing import Any
 from common.settings import SettingError
 
 BUNDLED = "smollm2"
-CONVERSION = 1  # raised whenever `gpu_worker.engine.convert` writes something else for the same GGUF file
+CONVERSION = 2  # raised whenever `gpu_worker.engine.convert` writes something else for the same GGUF file
 HEAD_BYTES = 2**20  # of a GGUF file, and as many at its end, tell it from others: the same in every container that has it
 NEEDED = ("config.json", "tokenizer.json")
 CONTEXT_NAMES = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length")

@@ -1,7 +1,7 @@
-"""python -m gpu_worker.engine.convert SOURCE.gguf FOLDER: the model in a GGUF file as plain bfloat16 weights, tokenizer and configs."""
+"""python -m gpu_worker.engine.convert SOURCE.gguf FOLDER: the model in a GGUF file as plain weights, tokenizer and configs."""
 
 import sys
-from functools import cache
+from functools import cache, reduce
 from pathlib import Path
 
 import gguf
@@ -9,6 +9,8 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
 from common.lifeline import die_with_parent
+
+PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
 def read_once() -> None:
@@ -18,18 +20,27 @@ def read_once() -> None:
         setattr(gguf, function.__name__, cache(function))
 
 
-def main() -> None:
-    die_with_parent()  # who waits for us holds the lock
-    read_once()
-    source, folder = Path(sys.argv[1]), Path(sys.argv[2])
+def dtype_of(source: Path) -> torch.dtype:
+    """The type that the matrices of a GGUF file have; of files with quantised ones bfloat16."""
+    types = {tensor.tensor_type.name for tensor in gguf.GGUFReader(str(source)).tensors if len(tensor.shape) > 1}
+    return reduce(torch.promote_types, (PLAIN[name] for name in types)) if types <= {*PLAIN} else torch.bfloat16
+
+
+def convert(source: Path, folder: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name)
     model = AutoModelForCausalLM.from_pretrained(
-        source.parent, gguf_file=source.name, dtype=torch.bfloat16, quantization_config=GgufConfig(dequantize=True)
+        source.parent, gguf_file=source.name, dtype=dtype_of(source), quantization_config=GgufConfig(dequantize=True)
     )
     if model.generation_config.eos_token_id is None:
         model.generation_config.eos_token_id = tokenizer.eos_token_id
     tokenizer.save_pretrained(folder)
     model.save_pretrained(folder)
+
+
+def main() -> None:
+    die_with_parent()  # who waits for us holds the lock
+    read_once()
+    convert(Path(sys.argv[1]), Path(sys.argv[2]))
 
 
 if __name__ == "__main__":

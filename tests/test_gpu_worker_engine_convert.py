@@ -1,0 +1,108 @@
+"""A GGUF file is served with its own weights: those of plain types stay what they are."""
+
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from safetensors import safe_open
+from transformers import AutoModelForCausalLM, GgufConfig
+
+from gpu_worker.engine import convert
+from tests import tiny_models
+from tests.test_gpu_worker_engine_models import engine_of, play, prompts
+
+LAYERS, HIDDEN, MLP, HEADS, KV_HEADS, VOCAB = 2, 64, 128, 4, 2, 500
+KV_SIZE = HIDDEN // HEADS * KV_HEADS
+MATRICES = {
+    "attn_q": (HIDDEN, HIDDEN),
+    "attn_k": (KV_SIZE, HIDDEN),
+    "attn_v": (KV_SIZE, HIDDEN),
+    "attn_output": (HIDDEN, HIDDEN),
+    "ffn_gate": (MLP, HIDDEN),
+    "ffn_up": (MLP, HIDDEN),
+    "ffn_down": (HIDDEN, MLP),
+}
+TYPES = gguf.GGMLQuantizationType
+NEW_TOKENS = 40
+
+
+def write(path: Path, *types: TYPES) -> Path:
+    """A random Llama with a tokenizer of bytes; its matrices are of these types in turn, its norms float32, as llama.cpp writes them."""
+    random, writer = np.random.default_rng(0), gguf.GGUFWriter(path, "llama")
+    writer.add_name("tiny")
+    writer.add_context_length(256)
+    writer.add_embedding_length(HIDDEN)
+    writer.add_block_count(LAYERS)
+    writer.add_feed_forward_length(MLP)
+    writer.add_head_count(HEADS)
+    writer.add_head_count_kv(KV_HEADS)
+    writer.add_layer_norm_rms_eps(1e-5)
+    writer.add_rope_dimension_count(HIDDEN // HEADS)
+    writer.add_vocab_size(VOCAB)
+    writer.add_tokenizer_model("gpt2")
+    writer.add_token_list(["a", "b", "ab", *(f"<{number}>" for number in range(3, VOCAB))])
+    writer.add_token_merges(["a b"])
+    for name in ("bos", "eos", "unk"):
+        getattr(writer, f"add_{name}_token_id")(1)
+    shapes = {"token_embd": (VOCAB, HIDDEN), "output": (VOCAB, HIDDEN)}
+    shapes |= {f"blk.{layer}.{name}": shape for layer in range(LAYERS) for name, shape in MATRICES.items()}
+    for number, (name, shape) in enumerate(shapes.items()):
+        kind = types[number % len(types)]
+        matrix = gguf.quants.quantize(random.normal(0, 0.25, shape).astype(np.float32), kind)
+        writer.add_tensor(f"{name}.weight", matrix, raw_dtype=kind)
+    for name in ("output_norm", *(f"blk.{layer}.{norm}" for layer in range(LAYERS) for norm in ("attn_norm", "ffn_norm"))):
+        writer.add_tensor(f"{name}.weight", np.ones(HIDDEN, np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+@pytest.mark.parametrize(
+    ("types", "wanted"),
+    [
+        ([TYPES.F32], torch.float32),
+        ([TYPES.F16], torch.float16),
+        ([TYPES.BF16], torch.bfloat16),
+        ([TYPES.F32, TYPES.F16], torch.float32),
+        ([TYPES.F16, TYPES.BF16], torch.float32),
+        ([TYPES.Q8_0], torch.bfloat16),
+        ([TYPES.Q8_0, TYPES.F16], torch.bfloat16),
+    ],
+    ids=lambda value: str(value),
+)
+def test_the_type_of_a_file(types: list[TYPES], wanted: torch.dtype, tmp_path: Path) -> None:
+    assert convert.dtype_of(write(tmp_path / "tiny.gguf", *types)) == wanted
+
+
+@pytest.mark.parametrize("kind", [TYPES.F32, TYPES.F16])
+def test_plain_weights_stay_what_they_are(kind: TYPES, tmp_path: Path) -> None:
+    """The ids are those of transformers from the GGUF file itself, in float32: bfloat16 in between would change them."""
+    source, folder = write(tmp_path / "tiny.gguf", kind), tmp_path / "converted"
+    convert.convert(source, folder)
+    with safe_open(folder / "model.safetensors", "pt") as file:
+        assert {str(file.get_tensor(name).dtype) for name in file.keys()} == {f"torch.float{kind.name[1:]}"}  # noqa: SIM118
+    options: dict[str, Any] = {"gguf_file": source.name, "dtype": torch.float32, "quantization_config": GgufConfig(dequantize=True)}
+    model = AutoModelForCausalLM.from_pretrained(tmp_path, **options).eval()
+    wanted = {row: tiny_models.generate(model, prompt, NEW_TOKENS) for row, prompt in enumerate(prompts())}
+    assert play(engine_of(folder), dict(enumerate(prompts()))) == wanted
+
+
+def test_a_file_is_parsed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source, parsed = write(tmp_path / "tiny.gguf", TYPES.F32), list[str]()
+    read = gguf.GGUFReader.__init__
+
+    def counted(self: Any, path: str, *rest: Any) -> None:
+        parsed.append(path)
+        read(self, path, *rest)
+
+    monkeypatch.setattr(gguf.GGUFReader, "__init__", counted)
+    for name in ("GGUFReader", "get_tensor_name_map"):
+        monkeypatch.setattr(gguf, name, getattr(gguf, name))  # what `read_once` sets is taken back
+    convert.read_once()
+    convert.convert(source, tmp_path / "converted")
+    assert parsed == [str(source)]
