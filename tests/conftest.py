@@ -45,6 +45,19 @@ def loaded() -> Any:
     return Engine(Settings(dtype="float32", kv_cache_bytes=256 * 2**20, max_batch_prefill_tokens=256, debug_kv=True))
 
 
+@pytest.fixture(scope="module", params=["kernels", "torch"])
+def way(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Tokens are chosen by the native kernels, and as on a GPU or where there is no compiler."""
+    from gpu_worker.engine import native, native_choice
+
+    if request.param == "kernels" and native.library() is None:
+        pytest.skip("no C++ compiler")
+    with pytest.MonkeyPatch.context() as patch:
+        if request.param == "torch":
+            patch.setattr(native_choice, "kernels", lambda logits: None)
+        yield
+
+
 @pytest.fixture(params=[False, True], ids=["", "ahead"])
 def engine(request: pytest.FixtureRequest, loaded: Any) -> Any:
     """As on CPU, where a step is read before the next is launched, and as on a device that computes by itself."""

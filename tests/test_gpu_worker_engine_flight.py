@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from common.messages import Sampling
 from common.packing import pack_ids
-from gpu_worker.engine import truncate
+from gpu_worker.engine import native_choice
 from gpu_worker.engine.engine import Engine
 from tests import tiny_models
 from tests.batch_player import Player
@@ -63,7 +63,7 @@ def test_nothing_waits_before_a_step_is_read(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     tiny_models.save(tmp_path, *FAMILIES[family])
-    monkeypatch.setattr(truncate, "widths", lambda scores: [scores.shape[1]])  # as on a GPU
+    monkeypatch.setattr(native_choice, "kernels", lambda logits: None)  # as on a GPU
     engine = like_cuda(tmp_path)
     played = Player(engine, list(range(1, engine.ready.num_blocks + 1)), 40, until=engine.rows.step)
     with Waits() as waits:

@@ -20,8 +20,8 @@ from gpu_worker.engine.large_pages import LargePages
 from gpu_worker.engine.pack import NativeLinear, PackedLinear
 from gpu_worker.engine.paged import Paged
 from gpu_worker.engine.rows import Part, Row, arrange
-from gpu_worker.engine.sample import greedy
 from gpu_worker.engine.sdpa import Sdpa
+from tests import test_gpu_worker_engine_native_choice as choice
 from tests import tiny_models
 from tests.batch_player import Player
 from tests.test_gpu_worker_engine_models import engine_of, play, prompts
@@ -157,27 +157,13 @@ def test_other_builds(march: str, kind: str, monkeypatch: pytest.MonkeyPatch, tm
     assert built and built.tf_multiplies(native.TYPES[torch.bfloat16]) == (march != "x86-64-v2")
     for dtype in native.TYPES:
         test_attention(dtype, 16, built)
+        for size in (60, 3000):
+            choice.test_kernels_choose_as_torch_does(size, dtype, built)
+            choice.test_kernels_tell_what_torch_does(size, dtype, built)
         if built.tf_multiplies(native.TYPES[dtype]):
             for inputs, outputs, bias in ((50, 7, True), (96, 144, False), (64, 100, True)):
                 test_products(dtype, True, inputs, outputs, bias, built)
                 test_products(dtype, False, inputs, outputs, bias, built)
-
-
-# --- the likeliest token ------------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("dtype", native.TYPES, ids=str)
-@pytest.mark.parametrize("size", [1, 15, 16, 1000])
-def test_likeliest(dtype: torch.dtype, size: int) -> None:
-    torch.manual_seed(0)
-    logits = (torch.randn(5, size) * 8).to(dtype)
-    logits[0, size // 2 :] = 40.0  # many are the largest: the first counts
-    logits[1, : size // 2] = -math.inf
-    ids, logprobs = greedy(logits)
-    wanted = torch.log_softmax(logits.double(), -1)
-    assert ids[0] == size // 2
-    assert torch.equal(logits.gather(1, ids[:, None])[:, 0], logits.max(-1).values)
-    torch.testing.assert_close(logprobs.double(), wanted.gather(1, ids[:, None])[:, 0], rtol=0, atol=1e-5)
 
 
 # --- whole layers -------------------------------------------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 
+from gpu_worker.engine import native_choice
 from gpu_worker.engine import prompt_scores as module
 from gpu_worker.engine.engine import Engine
 from gpu_worker.engine.prompt_scores import prompt_scores
@@ -24,6 +25,7 @@ def given(num_tokens: int, size: int, dtype: torch.dtype) -> tuple[torch.Tensor,
     return logits.to(dtype), torch.randint(0, size, (num_tokens,), generator=generator)
 
 
+@pytest.mark.usefixtures("way")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(("num_tokens", "size"), [(1, 5), (37, 1000), (23, 49152)])
 def test_they_are_those_of_float64(num_tokens: int, size: int, dtype: torch.dtype) -> None:
@@ -40,6 +42,7 @@ def test_they_are_those_of_float64(num_tokens: int, size: int, dtype: torch.dtyp
     np.testing.assert_allclose(found.top_logprobs.numpy(), np.take_along_axis(wanted, tops, -1), rtol=1e-6, atol=2e-6)
 
 
+@pytest.mark.usefixtures("way")
 def test_without_likeliest_tokens_there_are_none() -> None:
     logits, ids = given(6, 50, torch.float32)
     found = prompt_scores(logits, ids, 0)
@@ -47,16 +50,19 @@ def test_without_likeliest_tokens_there_are_none() -> None:
     assert torch.equal(found.logprobs, prompt_scores(logits, ids, 5).logprobs)
 
 
-def test_no_more_scores_are_copied_than_are_looked_at_together(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_torch_copies_no_more_than_so_many_scores_together(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[int] = []
     scored = module.scored
+    monkeypatch.setattr(native_choice, "kernels", lambda logits: None)
     monkeypatch.setattr(module, "scored", lambda logits, *others: (seen.append(logits.numel()), scored(logits, *others))[1])
-    logits, ids = given(23, 49152, torch.bfloat16)
+    logits, ids = given(23, 1000, torch.bfloat16)
     whole = prompt_scores(logits, ids, 2)
-    assert max(seen) <= 2**18 and sum(seen) == logits.numel() and len(seen) == 5
-    monkeypatch.setitem(module.TOGETHER, "cpu", 1)
-    for found, one_by_one in zip(whole, prompt_scores(logits, ids, 2), strict=True):
-        torch.testing.assert_close(found, one_by_one, rtol=1e-6, atol=1e-6)
+    assert seen == [logits.numel()]
+    monkeypatch.setattr(module, "TOGETHER", 5999)
+    lots = prompt_scores(logits, ids, 2)
+    assert seen[1:] == [5000] * 4 + [3000]
+    for found, in_lots in zip(whole, lots, strict=True):
+        torch.testing.assert_close(found, in_lots, rtol=1e-6, atol=1e-6)
 
 
 # --- an engine --------------------------------------------------------------------------------------------------------------------

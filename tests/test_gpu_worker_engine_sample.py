@@ -15,12 +15,12 @@ from scipy.stats import chisquare
 from common.messages import Sampling
 from common.packing import pack_ids
 from gpu_worker.door import StartRow
-from gpu_worker.engine import likeliest
+from gpu_worker.engine import native_choice
 from gpu_worker.engine import sample as sampler
 from gpu_worker.engine.draw import drawn
 from gpu_worker.engine.guide import Guide
 from gpu_worker.engine.manner import Manner, Turn
-from gpu_worker.engine.sample import Sampled, greedy, read
+from gpu_worker.engine.sample import Sampled, read
 from gpu_worker.engine.uniforms import AHEAD, Uniforms, uniforms
 from tests.sampling_reference import log_softmax, processed
 
@@ -75,6 +75,9 @@ samplings = st.builds(
 PINNED = [0.8824668302545412, 0.3690383346754841, 0.5170696944527113]
 askings = st.tuples(samplings, st.sampled_from([0, 3, VOCABULARY]), st.sampled_from([0, 20]))
 """Sampling, top_n, min_end."""
+
+
+pytestmark = pytest.mark.usefixtures("way")
 
 
 def turn(
@@ -204,17 +207,6 @@ def test_numbers_are_a_function_of_seed_choice_and_index() -> None:
     assert Uniforms(2**64 - 1, 0).at(5) == Uniforms(-1, 0).at(5) != Uniforms(0, 0).at(5)
 
 
-@pytest.mark.parametrize("sampling", [{"top_p": 0.6}, {"top_k": 20}, {"min_p": 0.2}, {"top_k": 30, "top_p": 0.6}])
-@pytest.mark.parametrize("ties", [False, True])
-def test_a_first_look_at_few_tokens_changes_nothing(sampling: dict[str, Any], ties: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of these rows some are done after the first look, some after a second, and some need a third."""
-    logits = logits_of(3, 40, ties) * torch.linspace(0, 1, 40)[:, None]
-    turns = [turn(Sampling(temperature=1.0, seed=row, **sampling), top_n=12) for row in range(40)]
-    whole = sample(logits, turns)
-    monkeypatch.setattr(likeliest, "WIDTHS", (15, 25))
-    assert sample(logits, turns) == whole
-
-
 def test_ties() -> None:
     """Of equally likely tokens the lower ids are in a nucleus, all are in the top k, and the lowest is the likeliest."""
     logits = torch.zeros(1, 8)
@@ -274,14 +266,14 @@ def test_a_guide_has_its_say() -> None:
 
 
 def test_rows_that_ask_for_nothing_are_plainly_greedy(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sampling that changes nothing is no asking; a batch without asking goes through `greedy` as it is, the same tensor."""
+    """Sampling that changes nothing is no asking; a batch without asking is gone through as it is, and nothing is gathered of its rows."""
     nothing = [Sampling(), Sampling(seed=3, raw_logprobs=True, top_k=4, top_p=0.1, min_p=0.1, typical_p=0.1)]
     assert [turn(sampling) for sampling in nothing] == [None, None]
     assert turn(None, min_end=3) is None  # has so many
-    logits, seen = logits_of(5, 2), []
-    monkeypatch.setattr("gpu_worker.engine.sample.greedy", lambda logits: seen.append(logits) or greedy(logits))
+    monkeypatch.setattr(sampler, "put", None)
+    monkeypatch.setattr(native_choice, "column", None)
+    logits = logits_of(5, 2)
     assert sample(logits, [None, None]).ids == logits.argmax(-1).tolist()
-    assert len(seen) == 1 and seen[0] is logits
 
 
 @given(

@@ -5,23 +5,23 @@ from collections.abc import Callable, Sequence
 import torch
 
 from gpu_worker.engine.adjust import adjust
-from gpu_worker.engine.draw import Drawn, drawn, fixed, told
+from gpu_worker.engine.draw import Drawn, fixed, from_all, told
 from gpu_worker.engine.manner import Manner, Turn
 from gpu_worker.engine.truncate import Limits, narrowly, typically
 from gpu_worker.engine.upload import upload
 
-Way = Callable[[torch.Tensor, torch.Tensor, Limits, int], Drawn]
-"""Scores float32 [rows, vocabulary] with the likeliest at 0, their weights, limits, number of the likeliest to be told → drawn."""
+Way = Callable[[torch.Tensor, Limits, int], Drawn]
+"""Scores float32 [rows, vocabulary] with the likeliest at 0, limits, number of the likeliest to be told → drawn."""
 
 
 def way_of(manner: Manner) -> Way:
-    """Rows of different ways look at different parts of the vocabulary."""
+    """Of the next token. Rows of different ways look at different parts of the vocabulary."""
     sampling = manner.sampling
     if sampling.temperature == 0:
         return greedily
     if sampling.typical_p < 1:
         return typically
-    return narrowly if sampling.top_k or min(sampling.top_p, sampling.top_p_decay) < 1 or sampling.min_p else widely
+    return narrowly if sampling.top_k or manner.top_p < 1 or sampling.min_p else widely
 
 
 def choose(logits: torch.Tensor, way: Way, turns: Sequence[Turn]) -> Drawn:
@@ -30,7 +30,7 @@ def choose(logits: torch.Tensor, way: Way, turns: Sequence[Turn]) -> Drawn:
     scores = logits.to(torch.float32, copy=True)
     adjust(scores, manners, [turn.index for turn in turns])
     temper(scores, manners)
-    chosen = way(scores, fixed(scores), limits(turns, scores.device), max(manner.top_n for manner in manners))
+    chosen = way(scores, limits(turns, scores.device), max(manner.top_n for manner in manners))
     own = [row for row, manner in enumerate(manners) if manner.sampling.raw_logprobs]
     return told_by_model(chosen, logits, upload(own, logits.device)) if own else chosen
 
@@ -50,15 +50,12 @@ def limits(turns: Sequence[Turn], device: torch.device) -> Limits:
     return Limits(top_k[:, None], *upload(shares, device, torch.float64)[..., None].unbind(1))
 
 
-def greedily(scores: torch.Tensor, weights: torch.Tensor, limits: Limits, num_tops: int) -> Drawn:
-    return told(scores, weights.sum(-1, keepdim=True), scores.max(-1, keepdim=True).indices, num_tops)
+def greedily(scores: torch.Tensor, limits: Limits, num_tops: int) -> Drawn:
+    return told(scores, fixed(scores).sum(-1, keepdim=True), scores.max(-1, keepdim=True).indices, num_tops)
 
 
-def widely(scores: torch.Tensor, weights: torch.Tensor, limits: Limits, num_tops: int) -> Drawn:
-    """Among all tokens: nothing needs to be sorted."""
-    mass = weights.cumsum(-1)
-    totals = mass[:, -1:]
-    return told(scores, totals, drawn(mass, totals, limits.numbers), num_tops)
+def widely(scores: torch.Tensor, limits: Limits, num_tops: int) -> Drawn:
+    return from_all(scores, limits.numbers, num_tops)
 
 
 def told_by_model(chosen: Drawn, logits: torch.Tensor, rows: torch.Tensor) -> Drawn:

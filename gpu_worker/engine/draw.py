@@ -22,6 +22,12 @@ class Drawn(NamedTuple):
     top_logprobs: torch.Tensor
 
 
+def blank(num_rows: int, num_tops: int, device: torch.device) -> Drawn:
+    """The likeliest tokens lie one place after the other, in each all rows."""
+    ids, logprobs = (torch.zeros(1 + num_tops, num_rows, dtype=dtype, device=device) for dtype in (torch.int64, torch.float32))
+    return Drawn(ids[0], logprobs[0], ids[1:].T, logprobs[1:].T)
+
+
 def fixed(scores: torch.Tensor) -> torch.Tensor:
     """Scores, the likeliest of a row at 0 → their weights as int64: `exp(scores)` in units of 2**-40."""
     return scores.exp().mul_(ONE).long()
@@ -39,6 +45,13 @@ def drawn(mass: torch.Tensor, totals: torch.Tensor, numbers: torch.Tensor) -> to
     """
     target = torch.minimum((numbers * totals).long(), totals - 1)
     return torch.searchsorted(mass, target, right=True).clamp_(max=mass.shape[1] - 1)  # no index is right where scores are not numbers
+
+
+def from_all(scores: torch.Tensor, numbers: torch.Tensor, num_tops: int) -> Drawn:
+    """One of all tokens: nothing needs to be sorted."""
+    mass = fixed(scores).cumsum(-1)
+    totals = mass[:, -1:]
+    return told(scores, totals, drawn(mass, totals, numbers), num_tops)
 
 
 def told(scores: torch.Tensor, totals: torch.Tensor, ids: torch.Tensor, num_tops: int) -> Drawn:

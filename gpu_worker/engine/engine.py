@@ -13,6 +13,7 @@ from common.settings import Settings
 from gpu_worker.door import Grant, Ready, Step
 from gpu_worker.engine import warmup
 from gpu_worker.engine.compiled import compile_layers, compile_no_more
+from gpu_worker.engine.draw import blank
 from gpu_worker.engine.flight import Flight, Launched
 from gpu_worker.engine.graphs import Capture, Graphs, capture_on, sizes
 from gpu_worker.engine.halves import halves, out_of_memory
@@ -22,7 +23,7 @@ from gpu_worker.engine.outcome import Int32
 from gpu_worker.engine.prompt_scores import MAX_LOGITS, of_prompts, of_samples
 from gpu_worker.engine.ranks import ALONE, Ranks
 from gpu_worker.engine.rows import NO_BLOCKS, Part, Rows
-from gpu_worker.engine.sample import blank, sample
+from gpu_worker.engine.sample import sample
 from gpu_worker.engine.tokenwise import TOKENS, Tokenwise
 
 log = logging.getLogger(__name__)

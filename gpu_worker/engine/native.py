@@ -13,7 +13,7 @@ import shutil
 import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
-from ctypes import POINTER, c_float, c_int32, c_int64, c_void_p
+from ctypes import POINTER, c_double, c_float, c_int32, c_int64, c_void_p
 from pathlib import Path
 
 import torch
@@ -67,6 +67,26 @@ class Layer(ctypes.Structure):
     ]
 
 
+def listed(*names: str) -> Iterator[tuple[str, type]]:
+    """Fields of a List: where its numbers lie, and how many there are."""
+    return ((field, kind) for name in names for field, kind in ((name, c_void_p), (f"num_{name}", c_int64)))
+
+
+class Turn(ctypes.Structure):
+    _fields_ = [
+        *((name, c_int32) for name in ("asks", "num_tops", "raw", "top_k")),
+        *((name, c_float) for name in ("temperature", "repetition")),
+        *((name, c_double) for name in ("top_p", "min_p", "typical_p", "number", "frequency", "presence", "relative")),
+        *listed("biased", "bias", "banned", "history"),
+        ("room", c_int64),
+        *listed("guide_bias", "mask"),
+    ]
+
+
+class Choices(ctypes.Structure):
+    _fields_ = [*((name, c_void_p) for name in ("ids", "logprobs", "top_ids", "top_logprobs")), ("tops", c_int32)]
+
+
 SIGNATURES = {
     "tf_attend": [c_int32, POINTER(Step), POINTER(Cache), POINTER(Heads), POINTER(Heads), POINTER(Heads), c_void_p],
     "tf_multiplies": [c_int32],
@@ -74,7 +94,8 @@ SIGNATURES = {
     "tf_pack": [c_int32, c_void_p, c_int32, c_int32, c_void_p],
     "tf_product": [c_int32, c_int32, c_void_p, c_int32, POINTER(Linear), c_int32, c_void_p],
     "tf_layers": [c_int32, POINTER(Step), POINTER(Layer), c_int32, c_void_p, c_void_p, c_void_p],
-    "tf_likeliest": [c_int32, c_int32, c_void_p, c_int32, c_int32, c_int64, c_void_p, c_void_p],
+    "tf_choose": [c_int32, c_int32, c_void_p, c_int32, c_int32, c_int64, POINTER(Turn), POINTER(Choices)],
+    "tf_tell": [c_int32, c_int32, c_void_p, c_int32, c_int32, c_int64, POINTER(Choices)],
 }
 """As in native/kernels.cpp."""
 

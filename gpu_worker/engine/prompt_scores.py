@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
+from gpu_worker.engine import native_choice
 from gpu_worker.engine.draw import Drawn
 from gpu_worker.engine.inputs import ends_of
 from gpu_worker.engine.likeliest import likeliest
@@ -13,8 +14,8 @@ from gpu_worker.engine.upload import upload
 
 MAX_LOGITS = 2**25
 """Logits of prompts in one step: they and their float32 copies are some hundred MB, for which a device always has room."""
-TOGETHER = {"cpu": 2**18, "cuda": 2**24}
-"""Of these so many are copied at a time, by the type of the device."""
+TOGETHER = 2**24
+"""Of these torch copies so many at a time."""
 
 
 def of_samples(logits: torch.Tensor, parts: Sequence[Part]) -> torch.Tensor:
@@ -43,7 +44,9 @@ def of_prompt(logits: torch.Tensor, part: Part) -> Drawn:
 def prompt_scores(logits: torch.Tensor, ids: torch.Tensor, num_tops: int) -> Drawn:
     """logits [tokens, vocabulary], each what the model expects in place of the token in ids int64 [tokens] → log-probabilities of these
     tokens, and of the `num_tops` likeliest in place of each."""
-    size = max(1, TOGETHER[logits.device.type] // logits.shape[1])
+    if library := native_choice.kernels(logits):
+        return native_choice.tell(library, logits, ids, num_tops)
+    size = max(1, TOGETHER // logits.shape[1])
     lots = [scored(logits[first : first + size], ids[first : first + size], num_tops) for first in range(0, len(ids), size)]
     return Drawn(*map(torch.cat, zip(*lots, strict=True)))
 

@@ -1,19 +1,16 @@
 """Logits to tokens: chosen on the device, then read."""
 
-import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
 
-from gpu_worker.engine import native
+from gpu_worker.engine import native_choice
 from gpu_worker.engine.choose import Way, choose, way_of
-from gpu_worker.engine.draw import Drawn
+from gpu_worker.engine.draw import Drawn, blank
 from gpu_worker.engine.manner import Turn
 from gpu_worker.engine.outcome import Told, Top
 from gpu_worker.engine.upload import upload
-
-SCORES = 2**18  # looked at together on CPU: larger buffers come from the system each time, and their page faults cost more than the sums
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,24 +25,22 @@ class Sampled:
 
 @torch.inference_mode()
 def sample(logits: torch.Tensor, turns: Sequence[Turn | None]) -> Drawn:
-    """logits [samples, vocabulary]; None is plainly the likeliest. Rows that choose in the same way are chosen for together. On CUDA the
-    work is only queued: nothing here waits for the device."""
+    """logits [samples, vocabulary]; None is plainly the likeliest."""
+    library = native_choice.kernels(logits)
+    return native_choice.choose(library, logits, turns) if library else grouped(logits, turns)
+
+
+def grouped(logits: torch.Tensor, turns: Sequence[Turn | None]) -> Drawn:
+    """Rows that choose in the same way are chosen for together. On CUDA the work is only queued: nothing here waits for the device."""
     if not any(turns):
         return likeliest_of(logits)
-    size = max(1, SCORES // logits.shape[1]) if logits.device.type == "cpu" else len(turns)
     groups: dict[Way | None, list[int]] = {}
     for place, turn in enumerate(turns):
         groups.setdefault(way_of(turn.manner) if turn else None, []).append(place)
-    lots = [(way, places[first : first + size]) for way, places in groups.items() for first in range(0, len(places), size)]
     sampled = blank(len(turns), max(turn.manner.top_n for turn in turns if turn), logits.device)
-    for way, places in lots:
+    for way, places in groups.items():
         put(sampled, upload(places, logits.device), logits, way, [turns[place] for place in places])
     return sampled
-
-
-def blank(num_samples: int, num_tops: int, device: torch.device) -> Drawn:
-    ids, logprobs = (torch.zeros(1 + num_tops, num_samples, dtype=dtype, device=device) for dtype in (torch.int64, torch.float32))
-    return Drawn(ids[0], logprobs[0], ids[1:].T, logprobs[1:].T)
 
 
 def put(sampled: Drawn, places: torch.Tensor, logits: torch.Tensor, way: Way | None, turns: Sequence[Turn | None]) -> None:
@@ -70,20 +65,6 @@ def likeliest_of(logits: torch.Tensor) -> Drawn:
 
 def greedy(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """logits [samples, vocabulary] → ids int64 [samples], natural logarithms of their probabilities float32 [samples]."""
-    library = native.library() if logits.device.type == "cpu" and logits.dtype in native.TYPES and logits.stride(1) == 1 else None
-    if library:
-        return likeliest(logits, library)
     best, ids = logits.max(-1)
     below = logits.to(torch.float32, copy=True).sub_(best.float()[:, None])  # in place: another buffer of this size costs page faults
     return ids, below.exp_().sum(-1).log_().neg_()
-
-
-def likeliest(logits: torch.Tensor, library: ctypes.CDLL) -> tuple[torch.Tensor, torch.Tensor]:
-    """As greedy, going over the logits without writing any."""
-    num_rows, size = logits.shape
-    ids, logprobs = torch.empty(num_rows, dtype=torch.int64), torch.empty(num_rows)
-    pointers = (ids.data_ptr(), logprobs.data_ptr())
-    library.tf_likeliest(
-        native.TYPES[logits.dtype], torch.get_num_threads(), logits.data_ptr(), num_rows, size, logits.stride(0), *pointers
-    )
-    return ids, logprobs

@@ -4,8 +4,8 @@ from typing import NamedTuple
 
 import torch
 
-from gpu_worker.engine.draw import ONE, Drawn, drawn, fixed, log, told
-from gpu_worker.engine.likeliest import likeliest, widths
+from gpu_worker.engine.draw import ONE, Drawn, drawn, fixed, from_all, log
+from gpu_worker.engine.likeliest import likeliest
 
 OUT = float("-inf")
 
@@ -19,70 +19,38 @@ class Limits(NamedTuple):
     typical_p: torch.Tensor
     numbers: torch.Tensor
 
-    def of(self, rows: torch.Tensor) -> "Limits":
-        return Limits(*(column[rows] for column in self))
 
-
-class Prefix(NamedTuple):
-    """Which of its likeliest tokens each row keeps: the first `kept`, int64 [rows, 1]; `mass` int64 [rows, n] sums their weights; `sure`
-    bool [rows] where no more tokens need be looked at."""
-
-    mass: torch.Tensor
-    kept: torch.Tensor
-    sure: torch.Tensor
-
-
-def narrowly(scores: torch.Tensor, weights: torch.Tensor, limits: Limits, num_tops: int) -> Drawn:
-    """Without typical-p: the likeliest few, so not all are sorted."""
-    return within(scores, weights.sum(-1, keepdim=True), limits, num_tops, widths(scores))
-
-
-def within(scores: torch.Tensor, totals: torch.Tensor, limits: Limits, num_tops: int, widths: list[int]) -> Drawn:
-    """Looks at the first of `widths` likeliest tokens; goes on for the rows that need more."""
-    values, ids = likeliest(scores, widths[0])
-    found = prefix(values, totals, limits)
-    chosen = pick(values, ids, found, limits.numbers, num_tops)
-    if len(widths) > 1 and not found.sure.all():
-        rows = (~found.sure).nonzero()[:, 0]
-        wider = within(scores[rows], totals[rows], limits.of(rows), num_tops, widths[1:])
-        for column, better in zip(chosen, wider, strict=True):
-            column[rows] = better
-    return chosen
-
-
-def pick(values: torch.Tensor, ids: torch.Tensor, found: Prefix, numbers: torch.Tensor, num_tops: int) -> Drawn:
-    totals = found.mass.gather(1, found.kept - 1)
-    place, total = drawn(found.mass, totals, numbers), log(totals)
-    tops = values[:, :num_tops].masked_fill(beyond(num_tops, found.kept), OUT)
+def narrowly(scores: torch.Tensor, limits: Limits, num_tops: int) -> Drawn:
+    """Without typical-p: the likeliest, in their order."""
+    values, ids = likeliest(scores, scores.shape[1])
+    mass, kept = prefix(values, limits)
+    totals = mass.gather(1, kept - 1)
+    place, total = drawn(mass, totals, limits.numbers), log(totals)
+    tops = values[:, :num_tops].masked_fill(beyond(num_tops, kept), OUT)
     return Drawn(ids.gather(1, place)[:, 0], (values.gather(1, place) - total)[:, 0], ids[:, :num_tops], tops - total)
 
 
-def prefix(values: torch.Tensor, totals: torch.Tensor, limits: Limits) -> Prefix:
-    """values [rows, n]: the likeliest, in order.
+def prefix(values: torch.Tensor, limits: Limits) -> tuple[torch.Tensor, torch.Tensor]:
+    """values [rows, vocabulary] in order → int64 [rows, vocabulary], sums of their weights; int64 [rows, 1], how many each row keeps.
 
     Top-k keeps what is as likely as the last of k; top-p (arXiv:1904.09751) the fewest that have this share of what top-k left; min-p
     (arXiv:2407.01082) what has this share of the likeliest's probability.
     """
     width = values.shape[1]
-    mass, rising, by_k = fixed(values).cumsum(-1), -values, limits.top_k > 0
+    mass, rising = fixed(values).cumsum(-1), -values
     kth = rising.gather(1, limits.top_k.clamp(1, width) - 1)
-    num_k = torch.where(by_k, torch.searchsorted(rising, kth, right=True), width)
-    left = torch.where(by_k, mass.gather(1, num_k - 1), totals)
-    num_p = torch.searchsorted(mass, (limits.top_p * left).ceil().long()) + 1
+    num_k = torch.where(limits.top_k > 0, torch.searchsorted(rising, kth, right=True), width)
+    num_p = torch.searchsorted(mass, (limits.top_p * mass.gather(1, num_k - 1)).ceil().long()) + 1
     num_m = torch.searchsorted(rising, -limits.min_p.log().float(), right=True)
-    kept = torch.minimum(torch.minimum(num_k, num_m), torch.where(limits.top_p < 1, num_p, width)).clamp_(1, width)
-    return Prefix(mass, kept, ((kept < width) & (~by_k | (num_k < width)))[:, 0])
+    return mass, torch.minimum(torch.minimum(num_k, num_m), torch.where(limits.top_p < 1, num_p, width)).clamp_(1, width)
 
 
-def typically(scores: torch.Tensor, weights: torch.Tensor, limits: Limits, num_tops: int) -> Drawn:
+def typically(scores: torch.Tensor, limits: Limits, num_tops: int) -> Drawn:
     """Typical-p, after the others."""
     values, ids = likeliest(scores, scores.shape[1])
-    kept = prefix(values, weights.sum(-1, keepdim=True), limits).kept
+    kept = prefix(values, limits)[1]
     scores = scores.scatter(1, ids, values.masked_fill_(beyond(values.shape[1], kept), OUT))
-    scores.masked_fill_(atypical(scores, limits.typical_p), OUT)
-    mass = fixed(scores).cumsum(-1)
-    totals = mass[:, -1:]
-    return told(scores, totals, drawn(mass, totals, limits.numbers), num_tops)
+    return from_all(scores.masked_fill_(atypical(scores, limits.typical_p), OUT), limits.numbers, num_tops)
 
 
 def atypical(scores: torch.Tensor, share: torch.Tensor) -> torch.Tensor:

@@ -9,8 +9,8 @@ inline int this_thread() { return 0; }
 inline int all_threads() { return 1; }
 #endif
 #include "attention.h"
+#include "choose.h"
 #include "layer.h"
-#include "likeliest.h"
 #include "products.h"
 
 template <class F> void typed(int type, F call) {
@@ -81,9 +81,23 @@ extern "C" void tf_layers(int type, const Step* step, const Layer* layers, int c
     });
 }
 
-extern "C" void tf_likeliest(int type, int threads, const void* logits, int rows, int size, int64_t stride, int64_t* ids, float* logprobs) {
+// Rows that lie `stride` numbers apart; without turns all are plainly greedy.
+extern "C" void tf_choose(int type, int threads, const void* logits, int rows, int size, int64_t stride, const Turn* turns, const Choices* out) {
     typed(type, [=](auto number) {
-#pragma omp parallel for num_threads(threads)
-        for (int row = 0; row < rows; row++) likeliest((const decltype(number)*)logits + row * stride, size, ids + row, logprobs + row);
+#pragma omp parallel for num_threads(threads) schedule(dynamic) if (rows > 1)
+        for (int row = 0; row < rows; row++) {
+            auto* own = (const decltype(number)*)logits + row * stride;
+            if (turns && turns[row].asks) chooser().choose(own, size, turns[row], Choice{*out, rows, row});
+            else likeliest(own, size, out->ids + row, out->logprobs + row);
+        }
+    });
+}
+
+// What the model says of given ids, one in place of each row.
+extern "C" void tf_tell(int type, int threads, const void* logits, int rows, int size, int64_t stride, const Choices* out) {
+    typed(type, [=](auto number) {
+#pragma omp parallel for num_threads(threads) if (rows > 1)
+        for (int row = 0; row < rows; row++)
+            chooser().tell((const decltype(number)*)logits + row * stride, size, out->ids[row], out->tops, Choice{*out, rows, row});
     });
 }

@@ -43,3 +43,32 @@ struct Layer {
     Norm before_attention, before_mlp, of_query, of_key;  // the latter two are of each head
     int32_t rotary;  // numbers of a head that are rotated, half against half
 };
+
+template <class N> struct List {
+    const N* data;
+    int64_t count;
+};
+
+// How a row chooses its token: the fields of `Sampling` in common/messages.py, and what the row remembers.
+struct Turn {
+    int32_t asks;  // 0: plainly the likeliest, and nothing else here counts
+    int32_t num_tops, raw, top_k;
+    float temperature, repetition;
+    double top_p, min_p, typical_p, number;  // the latter in [0, 1)
+    double frequency, presence, relative;    // the latter by the number of all tokens in the history
+    List<int64_t> biased;
+    List<float> bias;
+    List<int64_t> banned, history;  // distinct ids; in further lists, `room` numbers apart: their counts, and those of the generated ones
+    int64_t room;
+    List<float> guide_bias;
+    List<int32_t> mask;  // bit i % 32 of word i / 32: token i may come
+};
+
+// Where choices go, [rows]; of the likeliest tokens [tops][rows], of which a row fills as many as it asks for.
+struct Choices {
+    int64_t* ids;
+    float* logprobs;
+    int64_t* top_ids;
+    float* top_logprobs;
+    int32_t tops;
+};

@@ -75,6 +75,13 @@ template <int N, class F> inline float folded(const float* x, F fold) {  // halv
 inline float largest(Floats x) { return folded<LANES>((const float*)&x, [](float a, float b) { return a > b ? a : b; }); }
 inline float sum(Floats x) { return folded<LANES>((const float*)&x, [](float a, float b) { return a + b; }); }
 
+inline bool any(Ints x) {
+    int64_t words[LANES / 2], all = 0;
+    memcpy(words, &x, sizeof x);
+    for (int64_t word : words) all |= word;
+    return all;
+}
+
 // e to the x, within 2 units in the last place; 0 below the smallest normal number (Cephes' expf).
 inline Floats exponential(Floats x) {
     const Floats magic = splat(12582912.f);  // 1.5 * 2^23: adding it rounds to an integer

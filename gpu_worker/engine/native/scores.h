@@ -1,0 +1,113 @@
+// A row of logits as scores, and these as weights: what one way of choosing does as another. As gpu_worker/engine/adjust.py and draw.py.
+#pragma once
+#include <algorithm>
+#include <cmath>
+#include <vector>
+#include "shapes.h"
+#include "vector.h"
+
+constexpr int STRETCH = 32 * LANES;  // scores that are gone through and summed together
+constexpr float OUT = -__builtin_inff();
+constexpr double ONE = 1099511627776.;  // 2^40, the weight of the likeliest: 2^23 tokens as likely fit into 64 bits
+constexpr float ROOT = 1048576.f;       // 2^20
+
+// Numbers from 0 to 1 in units of 2^-40: whole units of 2^-20, and what is left, so that vectors can sum them.
+struct Weights {
+    Ints high, low;
+    int64_t of(int lane) const { return ((int64_t)high[lane] << 20) + low[lane]; }
+};
+inline Weights fixed(Floats numbers) {
+    Floats units = numbers * ROOT;
+    Ints high = __builtin_convertvector(units, Ints);
+    return {high, __builtin_convertvector((units - __builtin_convertvector(high, Floats)) * ROOT, Ints)};
+}
+inline Weights weigh(Floats scores) { return fixed(scores > -28.f ? exponential(scores) : splat(0.f)); }  // nothing for what is no number
+inline Weights inform(Floats scores) { return fixed(scores > -80.f ? exponential(scores) * -scores : splat(0.f)); }  // p log p, for an entropy
+inline int64_t sum(Ints x) {
+    int64_t total = 0;
+    for (int lane = 0; lane < LANES; lane++) total += x[lane];
+    return total;
+}
+
+inline float log_of(int64_t weights) { return (float)std::log((double)weights / ONE); }
+
+// Whole stretches of scores; NaN behind the vocabulary and wherever the model has none: such a token is never chosen.
+struct Scores {
+    std::vector<float> values;
+    std::vector<int64_t> sums;  // of each stretch's weights
+    int size = 0;
+    int64_t total = 0;
+
+    float* begin() { return values.data(); }
+    int padded() const { return (int)sums.size() * STRETCH; }
+
+    template <class T> void read(const T* logits, int count) {
+        size = count;
+        sums.resize((size + STRETCH - 1) / STRETCH);
+        values.resize(padded());
+        int i = 0;
+        for (; i + LANES <= size; i += LANES) store(begin() + i, load(logits + i));
+        for (; i < size; i++) values[i] = load_one(logits + i);
+        std::fill(values.begin() + size, values.end(), __builtin_nanf(""));
+    }
+
+    float most() {
+        Floats best = splat(OUT);
+        for (int i = 0; i < padded(); i += LANES) best = larger(load(begin() + i), best);
+        return largest(best);
+    }
+
+    // The likeliest is 0 then, so no temperature makes others overflow. False where no score is a number that others can be compared with.
+    bool temper(float temperature) {
+        float top = most();
+        if (!std::isfinite(top)) return false;
+        for (int i = 0; i < padded(); i += LANES) store(begin() + i, (load(begin() + i) - top) / temperature);
+        return true;
+    }
+
+    template <class F> int64_t sum_of(int stretch, F parts) {
+        Ints high = {}, low = {};
+        for (int i = stretch * STRETCH; i < (stretch + 1) * STRETCH; i += LANES) {
+            Weights some = parts(load(begin() + i));
+            high += some.high, low += some.low;
+        }
+        return (sum(high) << 20) + sum(low);
+    }
+
+    void sum_up() {
+        total = 0;
+        for (int stretch = 0; stretch < (int)sums.size(); stretch++) total += sums[stretch] = sum_of(stretch, weigh);
+    }
+
+    // Both it and what a score says lack the logarithm of the total.
+    float entropy() {
+        int64_t information = 0;
+        for (int stretch = 0; stretch < (int)sums.size(); stretch++) information += sum_of(stretch, inform);
+        return (float)information / (float)total;
+    }
+};
+
+// An id outside the model's vocabulary is never sampled.
+template <class F> void each(const List<int64_t>& ids, const Scores& scores, F change) {
+    for (int64_t i = 0; i < ids.count; i++)
+        if (ids.data[i] < scores.size) change(i, ids.data[i]);
+}
+
+inline void adjust(Scores& scores, const Turn& turn) {
+    float* x = scores.begin();
+    each(turn.biased, scores, [&](int64_t i, int64_t id) { x[id] += turn.bias.data[i]; });
+    each(turn.banned, scores, [&](int64_t, int64_t id) { x[id] = OUT; });
+    const int64_t *counts = turn.history.data + turn.room, *generated = counts + turn.room;
+    each(turn.history, scores, [&](int64_t, int64_t id) { x[id] = x[id] < 0 ? x[id] * turn.repetition : x[id] / turn.repetition; });
+    each(turn.history, scores, [&](int64_t i, int64_t id) {
+        x[id] -= (float)(turn.frequency * generated[i] + turn.presence * (generated[i] > 0) + turn.relative * counts[i]);
+    });
+}
+
+// What a guide says; tokens behind the ends of its bias and mask stay as they are.
+inline void steer(Scores& scores, const Turn& turn) {
+    float* x = scores.begin();
+    for (int i = 0; i < std::min<int64_t>(turn.guide_bias.count, scores.size); i++) x[i] += turn.guide_bias.data[i];
+    for (int i = 0; i < std::min<int64_t>(turn.mask.count * 32, scores.size); i++)
+        if (!(turn.mask.data[i / 32] >> i % 32 & 1)) x[i] = OUT;
+}

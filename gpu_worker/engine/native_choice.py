@@ -1,0 +1,85 @@
+"""The choice of tokens on CPU by the native kernels: all rows of a step in one call. What they choose is what `choose.py` would."""
+
+import ctypes
+from collections.abc import Sequence
+from ctypes import byref
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from gpu_worker.engine import native
+from gpu_worker.engine.draw import Drawn, blank
+from gpu_worker.engine.manner import Turn
+
+Array = npt.NDArray[np.generic]
+CPU = torch.device("cpu")
+MAX_INT32 = 2**31 - 1
+
+
+def kernels(logits: torch.Tensor) -> ctypes.CDLL | None:
+    """None where the kernels cannot look at these logits."""
+    fits = logits.device.type == "cpu" and logits.dtype in native.TYPES and logits.stride(1) == 1
+    return native.library() if fits else None
+
+
+def choose(library: ctypes.CDLL, logits: torch.Tensor, turns: Sequence[Turn | None]) -> Drawn:
+    """logits [rows, vocabulary]; None is plainly the likeliest."""
+    drawn = blank(len(turns), max((turn.manner.top_n for turn in turns if turn), default=0), CPU)
+    kept: list[Array] = []
+    columns = (native.Turn * len(turns))(*(column(turn, kept) for turn in turns)) if any(turns) else None
+    library.tf_choose(*given(logits), columns, byref(choices(drawn)))
+    return drawn
+
+
+def tell(library: ctypes.CDLL, logits: torch.Tensor, ids: torch.Tensor, num_tops: int) -> Drawn:
+    """logits [tokens, vocabulary] → what the model says of ids int64 [tokens], one in place of each, and its likeliest there."""
+    told = blank(len(ids), num_tops, CPU)._replace(ids=ids)
+    library.tf_tell(*given(logits), byref(choices(told)))
+    return told
+
+
+def given(logits: torch.Tensor) -> tuple[int, ...]:
+    return native.TYPES[logits.dtype], torch.get_num_threads(), logits.data_ptr(), *logits.shape, logits.stride(0)
+
+
+def choices(drawn: Drawn) -> native.Choices:
+    return native.Choices(*(column.data_ptr() for column in drawn), drawn.top_ids.shape[1])
+
+
+def column(turn: Turn | None, kept: list[Array]) -> native.Turn:
+    """`kept` keeps the arrays that it points to."""
+    if turn is None:
+        return native.Turn()
+    manner, sampling, history, guide = turn.manner, turn.manner.sampling, turn.manner.history, turn.manner.guide
+    banned = manner.banned(turn.index)
+    bias, mask = (guide.bias(), guide.mask()) if guide else (None, None)
+
+    def listed(array: Array | None) -> tuple[int, int]:
+        if array is None or not array.size:
+            return 0, 0
+        kept.append(array := np.ascontiguousarray(array))
+        return array.ctypes.data, array.size
+
+    return native.Turn(
+        True,
+        manner.top_n,
+        sampling.raw_logprobs,
+        min(sampling.top_k, MAX_INT32),
+        sampling.temperature,
+        sampling.repetition_penalty,
+        manner.top_p,
+        sampling.min_p,
+        sampling.typical_p,
+        manner.uniforms.at(turn.index),
+        sampling.frequency_penalty,
+        sampling.presence_penalty,
+        sampling.relative_frequency_penalty / history.length if history else 0.0,
+        *listed(manner.bias_ids),
+        *listed(manner.bias),
+        *listed(np.array(banned, np.int64) if banned else None),
+        *listed(history.ids if history else None),
+        history.table.shape[1] if history else 0,
+        *listed(bias),
+        *listed(mask),
+    )

@@ -1,0 +1,169 @@
+"""The kernels that choose tokens, against torch: the same ids for the same rows."""
+
+import ctypes
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from common.messages import Sampling
+from common.packing import pack_ids
+from gpu_worker.door import StartRow
+from gpu_worker.engine import native, native_choice
+from gpu_worker.engine.draw import Drawn
+from gpu_worker.engine.manner import Manner, Turn
+from gpu_worker.engine.prompt_scores import scored
+from gpu_worker.engine.sample import grouped
+
+ENDS = [2, 9]
+SIZES = (1, 15, 60, 3000, 49152)
+SHAPES = ("spread", "peaked", "flat", "equal", "few")
+
+
+@pytest.fixture(scope="module")
+def library() -> ctypes.CDLL:
+    if (found := native.library()) is None:
+        pytest.skip("no C++ compiler")
+    return found
+
+
+@dataclass(frozen=True)
+class Fixed:
+    """A guide that says this of every token."""
+
+    words: Any
+    values: Any
+
+    def take(self, token: int) -> None:
+        """Whatever comes."""
+
+    def mask(self) -> Any:
+        return self.words
+
+    def bias(self) -> Any:
+        return self.values
+
+
+def logits_of(shape: str, random: np.random.Generator, num_rows: int, size: int, dtype: torch.dtype) -> torch.Tensor:
+    """Rows of a larger matrix; in bfloat16 many are equal."""
+    scale = {"spread": 3.0, "peaked": 3.0, "flat": 0.01, "equal": 0.0, "few": 3.0}[shape]
+    values = random.normal(0, 1, (num_rows, size + 3)) * scale
+    if shape == "peaked":
+        values[:, random.integers(0, size, 5)] += 12
+    if shape == "few":
+        values[random.random(values.shape) < 0.9] = -math.inf
+        values[:, size // 2] = 1.0
+    return torch.tensor(values, dtype=torch.float32).to(dtype)[:, :size]
+
+
+def turn_of(random: np.random.Generator, size: int, num_words: int, num_biases: int) -> Turn | None:
+    """Of a row that asks for some of everything there is, or for nothing; a guide speaks of so many words of tokens, and of so many tokens.
+    The token in the middle may always come."""
+
+    def one(*values: Any) -> Any:
+        return values[random.integers(len(values))]
+
+    def ids(count: int) -> list[int]:
+        return random.integers(0, size + 5, count).tolist()
+
+    sampling = Sampling(
+        temperature=one(0.0, 0.3, 1.0, 1.0, 1.7),
+        top_k=one(0, 0, 0, 1, 5, 50, 2000, 10**6),
+        top_p=one(1.0, 1.0, 0.0, 0.5, 0.95, 0.9999),
+        top_p_decay=one(1.0, 1.0, 0.9),
+        min_p=one(0.0, 0.0, 0.0, 0.05, 1.0),
+        typical_p=one(1.0, 1.0, 1.0, 0.4, 0.95),
+        repetition_penalty=one(1.0, 1.3, 0.7),
+        frequency_penalty=one(0.0, 0.7),
+        presence_penalty=one(0.0, -0.3),
+        relative_frequency_penalty=one(0.0, 1.1),
+        seed=int(random.integers(2**63)),
+        logit_bias=[(token, float(random.normal(0, 4))) for token in set(ids(one(0, 0, 3)))],
+        bad_words=[pack_ids([token]) for token in ids(one(0, 0, 2)) if token != size // 2],
+        raw_logprobs=one(False, False, True),
+    )
+    words = random.integers(-(2**31), 2**31, num_words).astype(np.int32)
+    words[size // 64 :][:1] = -1
+    bias = random.normal(0, 2, num_biases).astype(np.float32)
+    guide = one(None, None, Fixed(words, bias), Fixed(words, None), Fixed(None, bias))
+    generated = ids(one(0, 9))
+    start = StartRow(
+        0,
+        pack_ids(ids(one(5, 99)) + generated),
+        len(generated),
+        999,
+        False,
+        b"",
+        one(0, 99),
+        top_n=one(0, 0, min(3, size), size),
+        sampling=sampling,
+    )
+    manner = Manner.of(start, ENDS, guide)
+    return manner and Turn(manner, len(generated))
+
+
+def compare(found: Drawn, wanted: Drawn, turns: list[Turn | None]) -> None:
+    assert found.ids.tolist() == wanted.ids.tolist()
+    torch.testing.assert_close(found.logprobs, wanted.logprobs, rtol=1e-5, atol=2e-5)
+    assert found.top_ids.shape == wanted.top_ids.shape
+    for row, turn in enumerate(turns):
+        num = turn.manner.top_n if turn else 0
+        assert found.top_ids[row, :num].tolist() == wanted.top_ids[row, :num].tolist()
+        torch.testing.assert_close(found.top_logprobs[row, :num], wanted.top_logprobs[row, :num], rtol=1e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("dtype", native.TYPES, ids=str)
+@pytest.mark.parametrize("size", SIZES)
+def test_kernels_choose_as_torch_does(size: int, dtype: torch.dtype, library: ctypes.CDLL) -> None:
+    random = np.random.default_rng(size)
+    for shape in SHAPES:
+        num_rows = 12 if size > 10_000 else 60
+        logits = logits_of(shape, random, num_rows, size, dtype)
+        lengths = random.choice([1, size // 32 + 1, size // 32 + 3]), random.choice([1, size, size + 9])
+        turns = [turn_of(random, size, *lengths) for _ in range(num_rows)]
+        compare(native_choice.choose(library, logits, turns), grouped(logits, turns), turns)
+
+
+@pytest.mark.parametrize("dtype", native.TYPES, ids=str)
+@pytest.mark.parametrize("size", SIZES)
+def test_kernels_tell_what_torch_does(size: int, dtype: torch.dtype, library: ctypes.CDLL) -> None:
+    random = np.random.default_rng(size)
+    for shape in SHAPES:
+        logits, ids = logits_of(shape, random, 9, size, dtype), torch.from_numpy(random.integers(0, size, 9))
+        for num_tops in (0, min(size, 4)):
+            for found, wanted in zip(native_choice.tell(library, logits, ids, num_tops), scored(logits, ids, num_tops), strict=True):
+                torch.testing.assert_close(found, wanted, rtol=1e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("dtype", native.TYPES, ids=str)
+@pytest.mark.parametrize("size", SIZES)
+def test_likeliest(dtype: torch.dtype, size: int, library: ctypes.CDLL) -> None:
+    """Of rows that ask for nothing; in one many are the largest."""
+    torch.manual_seed(0)
+    logits = (torch.randn(5, size) * 8).to(dtype)
+    logits[0, size // 2 :] = 40.0
+    logits[1, : size // 2] = -math.inf
+    found = native_choice.choose(library, logits, [None] * 5)
+    assert found.ids.tolist() == [size // 2, *logits[1:].max(-1).indices.tolist()]
+    wanted = torch.log_softmax(logits.double(), -1).gather(1, found.ids[:, None])[:, 0]
+    torch.testing.assert_close(found.logprobs.double(), wanted, rtol=0, atol=1e-5)
+
+
+def test_rows_that_are_no_numbers(library: ctypes.CDLL) -> None:
+    """Some id; those beside them are not disturbed, and single ones are never chosen."""
+    random = np.random.default_rng(0)
+    turns = [turn_of(random, 3000, 94, 3000) for _ in range(60)]
+    logits = logits_of("spread", random, 60, 3000, torch.float32)
+    wanted = native_choice.choose(library, logits, turns)
+    for broken in (math.nan, math.inf, -math.inf):
+        some = logits.clone()
+        some[::2] = broken
+        found = native_choice.choose(library, some, turns)
+        assert found.ids[1::2].tolist() == wanted.ids[1::2].tolist()
+        assert ((found.ids >= 0) & (found.ids < 3000)).all()
+    logits[:, 7::2] = math.nan
+    drawn = [Turn(Manner.of(StartRow(0, b"", 0, 9, False, b"", sampling=Sampling(temperature=5.0, seed=row)), []), 0) for row in range(60)]
+    assert all(token % 2 == 0 or token < 7 for token in native_choice.choose(library, logits, drawn).ids.tolist())
