@@ -2,6 +2,9 @@
 
 import itertools
 import math
+import os
+import shutil
+import sysconfig
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -34,7 +37,7 @@ from tests.tiny_models import FAMILIES, VOCAB
 
 if not fake_flashinfer.install():
     pytest.skip("where there is a GPU, the tests marked gpu try the real parts", allow_module_level=True)
-from gpu_worker.engine.flash import Flash, lacks, needs_plans
+from gpu_worker.engine.flash import Flash, lacks, needs_plans, reach_ninja
 
 HOPPER = 9
 SLOWLY = ("Llama", "Mistral", "Gemma2", "Qwen3-MoE", "GPT2")
@@ -105,6 +108,18 @@ def test_what_needs_plans(
     found = needs_plans(geometry, generation)
     assert why in found and bool(found) == bool(why)
     assert Flash(geometry, CPU, generation).plan_free == (not why) and found in caplog.text
+
+
+def test_ninja_is_found_where_no_environment_was_activated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path / "bin"))
+    monkeypatch.setattr(sysconfig, "get_path", lambda name: str(tmp_path / name))
+    program = tmp_path / "scripts/ninja"
+    program.parent.mkdir()
+    program.touch(0o755)
+    for _ in range(2):
+        reach_ninja()
+        assert shutil.which("ninja") == str(program)
+    assert os.environ["PATH"] == f"{tmp_path}/bin:{tmp_path}/scripts", "once"
 
 
 # --- the whole engine ---------------------------------------------------------------------------------------------------------------

@@ -2,6 +2,9 @@
 the host plans."""
 
 import logging
+import os
+import shutil
+import sysconfig
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -54,6 +57,13 @@ def needs_plans(geometry: Geometry, generation: int) -> str:
     )
 
 
+def reach_ninja() -> None:
+    """FlashInfer compiles by ninja, which it brings and calls by name. It lies beside this interpreter, whose folder is in PATH only where
+    the virtual environment was activated."""
+    if shutil.which("ninja") is None:
+        os.environ["PATH"] = os.pathsep.join((os.environ.get("PATH", os.defpath), sysconfig.get_path("scripts")))
+
+
 def listed(values: Sequence[object]) -> str:
     return ", ".join(map(str, values))
 
@@ -82,6 +92,8 @@ class Flash:
     opaque = True
 
     def __init__(self, geometry: Geometry, device: torch.device, generation: int) -> None:
+        if device.type == "cuda":
+            reach_ninja()
         self.block_size, self.dtype, self.device = geometry.block_size, geometry.dtype, device
         self.dim, self.views = geometry.layers[0].key_dim, geometry.views
         why = needs_plans(geometry, generation)
