@@ -26,7 +26,7 @@ GIB = 2**30
 PYTHONS = ((3, 11), (3, 13))
 COMPILERS = ("c++", "g++", "clang++")
 CUDA = Path("/usr/local/cuda")
-"""Where FlashInfer looks for the CUDA toolkit that nobody named."""
+"""Where FlashInfer looks for the CUDA toolkit that nobody named, and no nvcc in PATH tells of."""
 LITTLE_DISK_BYTES = 5 * GIB
 WIDE = 240
 SPARE_FILES = 256
@@ -131,14 +131,21 @@ def check_kernels(settings: Settings) -> Finding:
         found = f"FlashInfer {version('flashinfer-python')}"
     except PackageNotFoundError:
         return Finding("warn", "no FlashInfer: torch's attention is used on the GPU, and is slower", "pip install -e '.[cuda]'")
-    home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
-    nvcc = shutil.which("nvcc", path=f"{home or CUDA}/bin") or (None if home else shutil.which("nvcc"))
+    nvcc = find_nvcc()
     if nvcc is None:
-        fix = "install the CUDA toolkit that torch is built for, and set CUDA_HOME if it is not in /usr/local/cuda"
+        fix = "install the CUDA toolkit that torch is built for, and set CUDA_HOME if nvcc is neither in PATH nor in /usr/local/cuda/bin"
         return Finding("fail", f"{found} has no nvcc to compile its kernels with", fix)
     if not any(map(shutil.which, COMPILERS)):
         return Finding("fail", f"{found} and Triton have no C++ compiler beside nvcc", "apt install g++, or the like")
     return Finding("ok", f"{found}, compiled by {nvcc}")
+
+
+def find_nvcc() -> str | None:
+    """Where FlashInfer looks for it."""
+    home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
+    if home:
+        return shutil.which("nvcc", path=f"{home}/bin")
+    return shutil.which("nvcc") or shutil.which("nvcc", path=f"{CUDA}/bin")
 
 
 def check_memory(settings: Settings) -> Finding:

@@ -131,8 +131,25 @@ def test_kernels_for_a_gpu(nowhere: Path, monkeypatch: pytest.MonkeyPatch) -> No
     assert found("kernels", device="cpu").found == "no GPU to compile any for"
 
 
+def test_nvcc_is_found_as_flashinfer_finds_it(nowhere: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is named comes first, and nothing else is looked at then; PATH comes before the usual place."""
+    for name in ("CUDA_HOME", "CUDA_PATH"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("PATH", str(nowhere / "bin"))
+    monkeypatch.setattr(doctor, "CUDA", nowhere / "usual")
+    assert doctor.find_nvcc() is None
+    program(nowhere / "usual/bin/nvcc")
+    assert doctor.find_nvcc() == str(nowhere / "usual/bin/nvcc")
+    program(nowhere / "bin/nvcc")
+    assert doctor.find_nvcc() == str(nowhere / "bin/nvcc")
+    monkeypatch.setenv("CUDA_PATH", str(nowhere / "empty"))
+    assert doctor.find_nvcc() is None
+    monkeypatch.setenv("CUDA_HOME", str(nowhere / "usual"))
+    assert doctor.find_nvcc() == str(nowhere / "usual/bin/nvcc")
+
+
 def program(path: Path) -> None:
-    path.parent.mkdir(parents=True)
+    path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("")
     path.chmod(0o755)
 
