@@ -6,6 +6,7 @@
 #   CLIENT   vllm: `vllm bench serve`, the default where it is installed; own: benchmarks/serve.py, in PROCESSES processes
 #   URL      a server that runs already, a peer's too: only the loads, with MODEL_NAME (default: m)
 #   PEER     a file with a peer's figures by the same client: ratios to these at the end
+#   START_S  how long the fleet may take to start, compiling (default: 1800)
 #   OUT      where figures and logs go (default: a new folder)
 # Settings are read from variables, as always: DTYPE, DEVICE, NUM_GATEWAYS. A minute on CPU, with a small model:
 #   DEVICE=cpu LOADS="1,4,32,16 8,16,64,16" ENGINE="--rows 1,8 --contexts 128" benchmarks/gpu.sh DIR
@@ -44,8 +45,13 @@ fleet() { # starts one, and returns when it serves
     "$python" -m deploy.cli serve --hostname 127.0.0.1 --port "$1" "${@:2}" >"$out/fleet.log" 2>&1 &
     pid=$!
     trap 'kill $pid 2>/dev/null; wait $pid 2>/dev/null || true' EXIT
-    until curl -sf "$url/health" >/dev/null; do
-        kill -0 $pid 2>/dev/null || { tail -30 "$out/fleet.log" >&2; exit 1; }
+    local begun=$SECONDS
+    until grep -q '^Tokenfleet serves' "$out/fleet.log"; do
+        if ((SECONDS - begun >= ${START_S:-1800})) || ! kill -0 $pid 2>/dev/null; then
+            tail -30 "$out/fleet.log" >&2
+            echo "the fleet does not serve after $((SECONDS - begun)) s: $out/fleet.log" >&2
+            exit 1
+        fi
         sleep 0.5
     done
 }
