@@ -16,7 +16,7 @@ from gpu_worker.engine.engine import Engine
 from gpu_worker.engine.ranks import Ranks
 from gpu_worker.engine.shares import evenly, heads
 from gpu_worker.place import Place, local_places
-from tests import led_engine, tiny_models
+from tests import led_engine, rank_memory, tiny_models
 from tests.batch_player import Player
 from tests.led_engine import Led
 from tests.tiny_models import FAMILIES, LLAMA, VOCAB
@@ -147,6 +147,16 @@ def test_each_rank_makes_up_its_part(two: Ranks, tmp_path: Path) -> None:
         held = engine.engine.loaded.model.model.layers[0].mlp.experts.down_proj
         assert held.numel() == whole.model.layers[0].mlp.experts.down_proj.numel() / 2 and torch.isfinite(held.detach()).all()
         assert [len(ids) for ids in play(engine, dict(enumerate(prompts(VOCAB)))).values()] == [NEW_TOKENS] * len(LENGTHS)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="Linux tells a process what it takes")
+def test_a_rank_reads_and_takes_its_part(tmp_path: Path) -> None:
+    """Of a checkpoint in several files. Norms are read by both ranks; the interpreter, and what one layer's packing takes, by each."""
+    total = rank_memory.write(tmp_path, 128 * rank_memory.MIB)
+    [alone], ranks = rank_memory.measure(tmp_path, 1), rank_memory.measure(tmp_path, 2)
+    assert alone.read == total and total < sum(rank.read for rank in ranks) < 1.001 * total
+    assert all(rank.read < 0.51 * total and rank.peak < 0.75 * alone.peak and rank.kept < 0.7 * alone.kept for rank in ranks)
 
 
 @pytest.mark.parametrize("size", [1, 7, 64, 100, 500, 49_152, 151_936])
