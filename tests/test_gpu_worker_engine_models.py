@@ -34,6 +34,7 @@ REFUSED = {
     "Llama4Text": (LLAMA | {"head_dim": 16, "attention_chunk_size": 16, "num_local_experts": 2}, "chunked_attention; only"),
     "FalconH1": (LLAMA | HYBRID, "layers of type hybrid; only full_attention and sliding_attention are served"),
     "DeepseekV4": (LLAMA | {"head_dim": 16, "moe_intermediate_size": 32, "n_routed_experts": 4}, "heavily_compressed_attention; only"),
+    "Moshi": (LLAMA | {"ffn_dim": 128, "sliding_window": 16}, "its cache has a window of 16 tokens and its mask none"),
     "Mamba": ({"vocab_size": VOCAB, "hidden_size": 64, "num_hidden_layers": 2}, "no attention heads"),
     "Helium": (LLAMA | {"head_dim": 8}, "the code of HeliumForCausalLM fails"),
     "T5": ({"vocab_size": VOCAB, "d_model": 64, "num_layers": 2, "num_heads": 4}, "encoder-decoder"),

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
-from transformers import AttentionInterface
+from transformers import AttentionInterface, DynamicCache
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 from gpu_worker.engine.cache import Cache, Geometry, Layer, View
@@ -131,9 +131,17 @@ def watch(model: Any, forward: Callable[[], torch.Tensor]) -> dict[Any, Layer]:
         register()
     if len(found) != (wanted := model.config.get_text_config().num_hidden_layers):
         raise Unservable(f"{len(found)} of its {wanted} layers have attention that can be paged")
+    for layer, window in zip(found.values(), cached_windows(model.config), strict=False):
+        if window not in (None, layer.view.window):
+            raise Unservable(f"its cache has a window of {window} tokens and its mask {layer.view.window or 'none'}")
     if logits[0].isnan().any(-1).tolist() != [True] + [False] * (WATCHED - 1):
         raise Unservable("its tokens see each other by other ways than attention")
     return found
+
+
+def cached_windows(config: Any) -> list[int | None]:
+    """Of each layer that has its own K and V: of how many tokens transformers keeps these while it generates, where it forgets some."""
+    return [getattr(layer, "sliding_window", None) for layer in DynamicCache(config=config).layers]
 
 
 def spoil(embedding: Any, ids: Any, output: torch.Tensor) -> torch.Tensor:
