@@ -68,6 +68,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "Mixtral": ("Mixtral", LLAMA | {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 16}),
     "Qwen2": ("Qwen2", LLAMA | {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 1}),
+    "Qwen2-MoE": ("Qwen2Moe", LLAMA | MIXTURE | {"num_experts": 4, "shared_expert_intermediate_size": 32}),
     "Qwen3": ("Qwen3", LLAMA | WIDE),
     "Qwen3-MoE": ("Qwen3Moe", LLAMA | WIDE | MIXTURE | {"num_experts": 4}),
     "Gemma2": ("Gemma2", LLAMA | WIDE | {"sliding_window": 16, "attn_logit_softcapping": 5.0, "query_pre_attn_scalar": 32}),

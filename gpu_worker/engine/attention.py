@@ -67,13 +67,14 @@ def attend(
 
 @dataclass(frozen=True, slots=True)
 class Mask:
-    """Stands for a mask while a model is watched; `window` as in View."""
+    """Stands for a mask while a model is watched; `window` as in View, `other`: it is neither causal nor a sliding window."""
 
-    window: int | None
+    window: int | None = None
+    other: bool = False
 
 
 def mask_of(mask_function: Callable[..., Any], local_size: int | None = None, **rest: Any) -> Mask:
-    """The mask that transformers would build, by what it lets through. Raises Unservable for all but causal ones and sliding windows."""
+    """The mask that transformers would build, by what it lets through. Models make some that they do not use."""
     size = local_size or LONG
     queries = torch.tensor([0, 1, size - 1, size, size + 1, 2 * size + 1])[:, None]
     keys = torch.arange(2 * size + 3)[None]
@@ -82,7 +83,7 @@ def mask_of(mask_function: Callable[..., Any], local_size: int | None = None, **
         zero = torch.tensor(0)
         if torch.equal(torch.as_tensor(mask_function(zero, zero, queries, keys)).expand_as(expected), expected):
             return Mask(window)
-    raise Unservable("its attention mask is neither causal nor a sliding window")
+    return Mask(other=True)
 
 
 def watch(model: Any, forward: Callable[[], torch.Tensor]) -> dict[Any, Layer]:
@@ -110,6 +111,8 @@ def watch(model: Any, forward: Callable[[], torch.Tensor]) -> dict[Any, Layer]:
             raise Unservable("one of its attention modules is used twice")
         if not isinstance(attention_mask, Mask) or position_bias is not None or not getattr(module, "is_causal", True):
             raise Unservable("its attention needs more than a causal mask")
+        if attention_mask.other:
+            raise Unservable("its attention mask is neither causal nor a sliding window")
         if sliding_window not in (None, window := attention_mask.window):
             raise Unservable(f"its attention has a window of {sliding_window} and a mask of {window}")
         kv_heads, scaling = key.shape[1], query.shape[-1] ** -0.5 if scaling is None else float(scaling)
