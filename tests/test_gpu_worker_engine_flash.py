@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from common.messages import Sampling
+from common.settings import SettingError, Settings
 from gpu_worker.engine import attention, load, warmup
 from gpu_worker.engine import engine as engine_module
 from gpu_worker.engine.cache import Cache, Geometry, Layer, View
@@ -40,7 +41,7 @@ if not fake_flashinfer.install():
 from gpu_worker.engine.flash import Flash, lacks, needs_plans, reach_ninja
 
 HOPPER = 9
-SLOWLY = ("Llama", "Mistral", "Gemma2", "Qwen3-MoE", "GPT2")
+SLOWLY = ("Llama", "Mistral", "Gemma2", "Qwen3-MoE", "GPT2", "Llama-dynamic", "Llama-longrope", "Gemma3-longrope")
 
 
 @pytest.mark.parametrize(("block_size", "generation"), [(16, HOPPER), (5, HOPPER), (16, 8)])
@@ -144,14 +145,14 @@ def like_cuda(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Engine]:
         monkeypatch.setattr(engine_module, "TOKENS", 12)
         engine = engine_of(folder, block_size=16)
         engine.ahead = True
-        if engine.loaded.backend.plan_free:
+        if engine.loaded.plan_free:
             engine.capture(again, 3, deterministic)
         return engine
 
     return made
 
 
-@pytest.mark.parametrize("family", ["Qwen2", "gpt-oss", *(pytest.param(name, marks=pytest.mark.slow) for name in SLOWLY)])
+@pytest.mark.parametrize("family", ["Qwen2", "gpt-oss", "Phi3-longrope", *(pytest.param(name, marks=pytest.mark.slow) for name in SLOWLY)])
 def test_served(family: str, tmp_path: Path, like_cuda: Callable[[Path], Engine]) -> None:
     """Steps of one to three rows that decode come from graphs, one of which is never full; others do not."""
     model = tiny_models.save(tmp_path, *FAMILIES[family])
@@ -172,6 +173,23 @@ def test_decoding_comes_from_graphs(tmp_path: Path, like_cuda: Callable[[Path], 
     engine.graphs.graphs = graphs  # type: ignore[assignment]
     play(engine, dict(enumerate(prompts()[:2])))
     assert list(graphs) == [1, 2, 3] and seen == [2] * (NEW_TOKENS - 1)
+
+
+def test_what_cannot_be_captured_is_launched(
+    tmp_path: Path, like_cuda: Callable[[Path], Engine], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    tiny_models.save(tmp_path, *FAMILIES["Llama"])
+    engine, fresh = like_cuda(tmp_path), dict(enumerate(prompts()))
+    wanted, engine.graphs = play(engine, fresh), None
+
+    def capture(run: Callable[[], None]) -> Callable[[], None]:
+        raise RuntimeError("operation not permitted when stream is capturing\nand so on")
+
+    monkeypatch.setattr(engine_module, "capture_on", lambda device: capture)
+    engine.try_to_capture(Settings())
+    assert engine.graphs is None and "not permitted when stream is capturing;" in caplog.text and play(engine, fresh) == wanted
+    with pytest.raises(SettingError, match="cannot be captured"):
+        engine.try_to_capture(Settings(deterministic=True))
 
 
 def test_halves_of_a_step_may_be_graphs(tmp_path: Path, like_cuda: Callable[[Path], Engine]) -> None:

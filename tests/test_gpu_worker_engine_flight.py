@@ -21,7 +21,11 @@ from tests.tiny_models import FAMILIES
 
 NEW_TOKENS = 6
 WAITING = {"_local_scalar_dense", "is_nonzero", "nonzero", "masked_select", "equal", "_unique2", "unique_consecutive", "bincount"}
-FAMILIES_TRIED = ("Qwen2", *(pytest.param(name, marks=pytest.mark.slow) for name in ("Qwen3-MoE", "GPT2", "gpt-oss", "OPT", "StableLM")))
+FAMILIES_TRIED = (
+    "Qwen2",
+    "Phi3-longrope",
+    *(pytest.param(name, marks=pytest.mark.slow) for name in ("Qwen3-MoE", "GPT2", "gpt-oss", "OPT", "StableLM")),
+)
 ASKED: list[dict[str, Any]] = [
     {"top_n": 2, "prompt_logprobs": 2, "min_end": 4},
     {"sampling": Sampling(temperature=0.8, top_p=0.9, top_k=20, repetition_penalty=1.2, frequency_penalty=0.2)},

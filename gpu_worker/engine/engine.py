@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from common.model_files import Progress, silent
-from common.settings import Settings
+from common.settings import SettingError, Settings
 from gpu_worker.door import Grant, Ready, Step
 from gpu_worker.engine import warmup
 from gpu_worker.engine.compiled import compile_layers, compile_no_more
@@ -56,10 +56,20 @@ class Engine:
             progress("compiling")
             try_out = partial(warmup.steps_of_all_shapes, self.forward, loaded.vocab_size, self.block_size)
             compile_layers(loaded.model, loaded.attentions, try_out)
-        if loaded.backend.plan_free and not loaded.ropes:
+        if loaded.plan_free:
             progress("capturing")
-            self.capture(capture_on(loaded.device), settings.max_batch_size, settings.deterministic)
+            self.try_to_capture(settings)
         compile_no_more()
+
+    def try_to_capture(self, settings: Settings) -> None:
+        """Model code that waits for the device within a step cannot be captured: its steps are launched one operation after the other."""
+        try:
+            self.capture(capture_on(self.loaded.device), settings.max_batch_size, settings.deterministic)
+        except RuntimeError as error:
+            cause = f"its steps cannot be captured: {next(iter(str(error).splitlines()), type(error).__name__)}"
+            if settings.deterministic:
+                raise SettingError("deterministic", f"{settings.model_id}: {cause}") from error
+            log.warning("%s; they are slower", cause)
 
     def capture(self, capture: Capture, max_rows: int, deterministic: bool) -> None:
         """Makes graphs of steps in which up to `max_rows` rows decode; or of one step through which everything goes."""

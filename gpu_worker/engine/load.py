@@ -59,6 +59,11 @@ class Loaded:
     outgrown_at: int | None
     cache: Cache = field(init=False)
 
+    @property
+    def plan_free(self) -> bool:
+        """Whether steps in which all rows decode need nothing from the host but ids, positions and tables."""
+        return self.backend.plan_free and not any(one.asks_device for one in self.ropes)
+
     def attach(self, num_blocks: int) -> None:
         """Gives it a cache of so many blocks, and of the scratch block."""
         self.cache = Cache(self.geometry, num_blocks, self.device)
@@ -75,8 +80,10 @@ class Loaded:
     @torch.inference_mode()
     def decode(self, ids: torch.Tensor, positions: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
         """`forward` of rows that all decode, with nothing from the host: ids int64 [1, rows], positions int32 [rows], table int32
-        [rows, blocks]. For backends that are `plan_free`, and models without `ropes`."""
+        [rows, blocks]. Only where `plan_free`."""
         self.backend.begin_decode(positions, table)  # type: ignore[attr-defined]
+        for one in self.ropes:
+            one.begin_decode(positions)
         return self.logits(ids, positions.long()[None], 0)
 
     def logits(self, ids: torch.Tensor, positions: torch.Tensor, kept: torch.Tensor | int) -> torch.Tensor:
@@ -128,7 +135,9 @@ def undetermined(loaded: Loaded, fused: int, ranks: Ranks) -> str:
         return "" if fused == layers else f"{fused} of its {layers} layers run in kernels that compute each token by itself"
     if ranks.world_size > 1:
         return "it runs on several ranks"
-    if not loaded.backend.plan_free or loaded.ropes:
+    if (
+        not loaded.plan_free or loaded.ropes
+    ):  # tokens of prompts go through as rows that decode: they would take a decoding row's frequencies
         return "its steps cannot be captured"
     experts = any(weight.dim() == 3 for weight in loaded.model.parameters())
     return "its experts' products have shapes that depend on the batch" if experts else ""

@@ -14,6 +14,8 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from gpu_worker.engine.inputs import Inputs
 
 BY_LENGTH = ("dynamic", "longrope")
+Turns = tuple[torch.Tensor, torch.Tensor]
+"""Cosines and sines."""
 
 
 class Rope:
@@ -24,39 +26,57 @@ class Rope:
     def __init__(self, module: Any) -> None:
         self.module, self.plain = module, inspect.unwrap(type(module).forward)
         self.types = {layer_type: kind for layer_type, kind in types_of(module).items() if kind in BY_LENGTH}
-        self.lengths: dict[str | None, torch.Tensor] = {}
+        self.lengths = torch.ones(1, dtype=torch.int64)
         self.known: dict[tuple[str | None, int], tuple[torch.Tensor, float]] = {}
         module.forward = self.forward
 
+    @property
+    def asks_device(self) -> bool:
+        """Whether the host must know the lengths: of `longrope` there are two sets of frequencies, of `dynamic` one for each length."""
+        return "dynamic" in self.types.values()
+
     def begin(self, inputs: Inputs) -> None:
         """Called before each forward."""
-        self.lengths = {layer_type: self.counted(layer_type, inputs.lengths) for layer_type in self.types}
+        self.lengths = inputs.lengths
 
-    def counted(self, layer_type: str | None, lengths: torch.Tensor) -> torch.Tensor:
-        """The lengths, but one for all that have the same frequencies."""
-        config = self.module.config
-        if self.types[layer_type] == "dynamic":
-            return lengths.clamp(min=config.max_position_embeddings)
-        parameters = config.rope_parameters if layer_type is None else config.rope_parameters[layer_type]
-        original = parameters["original_max_position_embeddings"]
-        return lengths.clamp(original, original + 1)
+    def begin_decode(self, positions: torch.Tensor) -> None:
+        """As `begin`, for rows that all decode: they have outgrown their prompts. positions int32 [rows]"""
+        self.lengths = positions.long() + 1
 
-    def forward(self, x: torch.Tensor, position_ids: torch.Tensor, layer_type: str | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(self, x: torch.Tensor, position_ids: torch.Tensor, layer_type: str | None = None) -> Turns:
         """→ cosines and sines, each [1, tokens, dim]"""
-        options = {} if layer_type is None else {"layer_type": layer_type}
-        if layer_type not in self.types:
-            return self.plain(self.module, x, position_ids, **options)  # type: ignore[no-any-return]
-        parts, order, lengths = [], [], self.lengths[layer_type]
+        kind = self.types.get(layer_type)
+        if kind is None:
+            return self.plain(self.module, x, position_ids, **options_of(layer_type))  # type: ignore[no-any-return]
+        return (self.by_length if kind == "dynamic" else self.by_side)(x, position_ids, layer_type)
+
+    def by_length(self, x: torch.Tensor, position_ids: torch.Tensor, layer_type: str | None) -> Turns:
+        """The tokens of each length that has frequencies of its own, one after the other."""
+        lengths, parts, order = self.lengths.clamp(min=self.module.config.max_position_embeddings), [], []
         for length in torch.unique(lengths).tolist():
             chosen = (lengths == length).nonzero()[:, 0]
-            self.use(layer_type, length, x.device)
-            last = position_ids.new_full((1, 1), length - 1)  # Phi-MoE scales by the largest position that it is given
-            positions = torch.cat((position_ids[:, chosen], last), 1)
-            parts.append([tensor[:, :-1] for tensor in self.plain(self.module, x, positions, **options)])
+            parts.append(self.turns(x, position_ids[:, chosen], layer_type, length))
             order.append(chosen)
         back = torch.cat(order).argsort()
         cosines, sines = (torch.cat(tensors, 1)[:, back] for tensors in zip(*parts, strict=True))
         return cosines, sines
+
+    def by_side(self, x: torch.Tensor, position_ids: torch.Tensor, layer_type: str | None) -> Turns:
+        """All tokens with both sets of frequencies, of which each takes its own: nothing here waits for the device."""
+        config = self.module.config
+        parameters = config.rope_parameters if layer_type is None else config.rope_parameters[layer_type]
+        original = parameters["original_max_position_embeddings"]
+        short = self.turns(x, position_ids.clamp(max=original - 1), layer_type, original)
+        long = self.turns(x, position_ids, layer_type, original + 1)
+        outgrown = (self.lengths > original)[None, :, None]
+        return torch.where(outgrown, long[0], short[0]), torch.where(outgrown, long[1], short[1])
+
+    def turns(self, x: torch.Tensor, position_ids: torch.Tensor, layer_type: str | None, length: int) -> Turns:
+        """With the frequencies of a sequence of `length` tokens, which has all of these positions."""
+        self.use(layer_type, length, x.device)
+        last = position_ids.new_full((1, 1), length - 1)  # Phi-MoE scales by the largest position that it is given
+        cosines, sines = self.plain(self.module, x, torch.cat((position_ids, last), 1), **options_of(layer_type))
+        return cosines[:, :-1], sines[:, :-1]
 
     def use(self, layer_type: str | None, length: int, device: torch.device) -> None:
         """Gives the module the frequencies of a sequence of `length` tokens, and what it scales cosines and sines with."""
@@ -67,6 +87,10 @@ class Rope:
         frequencies, scaling = self.known[key]
         setattr(self.module, f"{side}inv_freq", frequencies)
         setattr(self.module, f"{side}attention_scaling", scaling)
+
+
+def options_of(layer_type: str | None) -> dict[str, str]:
+    return {} if layer_type is None else {"layer_type": layer_type}
 
 
 def types_of(module: Any) -> dict[str | None, str]:
