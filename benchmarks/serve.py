@@ -1,7 +1,8 @@
 """Any server of either API under 1, 8 and 32 streams: `python -m benchmarks.serve http://127.0.0.1:3000 [--runs 3]`.
 
 The URL's path chooses the API: `/generate_stream` is TGI's (also when there is no path), `/v1/completions` OpenAI's. Distinct prompts
-of about 128 tokens, 64 new tokens, greedy, end-of-sequence tokens ignored. The client shares the machine with the server.
+of about 128 tokens, 64 new tokens, greedy (`--sampled`: temperature 0.8, top_p 0.95), end-of-sequence tokens ignored. The client shares
+the machine with the server.
 
 `--load 32,128,512,256` (may be repeated) is 32 streams and 128 requests, of about 512 tokens in and 256 out, instead; with `--processes`
 clients that share the streams. What it prints then is in the words of vLLM's `bench serve`, as `benchmarks/ratios.py` reads them.
@@ -25,6 +26,7 @@ from benchmarks.client import Stream, stream
 STREAMS = ((1, 4), (8, 24), (32, 64))
 """(streams at once, requests)"""
 OUT_TOKENS = 64
+SAMPLED = {"temperature": 0.8, "top_p": 0.95}
 WORDS = 104
 WORDS_PER_TOKEN = WORDS / 128
 VERBS = "carried measured described painted repaired followed questioned gathered counted remembered ignored compared".split()
@@ -54,11 +56,13 @@ def prompt(seed: int, words: int = WORDS) -> str:
     return " ".join(text)
 
 
-def request(url: str, seed: int, model: str, out_tokens: int, words: int = WORDS) -> dict[str, Any]:
+def request(url: str, seed: int, model: str, out_tokens: int, words: int = WORDS, sampled: bool = False) -> dict[str, Any]:
+    sampling = SAMPLED | {"seed": seed} if sampled else {}
     if urlsplit(url).path.startswith("/v1"):
-        fields = {"model": model, "stream": True, "temperature": 0, "max_tokens": out_tokens, "ignore_eos": True}
+        fields = {"model": model, "stream": True, "temperature": 0, "max_tokens": out_tokens, "ignore_eos": True} | sampling
         return {"prompt": prompt(seed, words), "stream_options": {"include_usage": True}, **fields}
-    return {"inputs": prompt(seed, words), "parameters": {"max_new_tokens": out_tokens, "ignore_eos": True, "details": True}}
+    parameters = {"max_new_tokens": out_tokens, "ignore_eos": True, "details": True, "do_sample": sampled} | sampling
+    return {"inputs": prompt(seed, words), "parameters": parameters}
 
 
 def num_tokens(answer: Stream) -> int:
@@ -66,9 +70,12 @@ def num_tokens(answer: Stream) -> int:
     return int(usage[-1]) if usage else len(answer.frames)
 
 
-async def load(url: str, streams: int, requests: int, model: str, seed: int, out_tokens: int = OUT_TOKENS) -> Figures:
+async def load(
+    url: str, streams: int, requests: int, model: str, seed: int, out_tokens: int = OUT_TOKENS, sampled: bool = False
+) -> Figures:
     """Keeps `streams` running until `requests` have been answered."""
-    return figures(await answers_of(url, [request(url, seed * 1000 + i, model, out_tokens) for i in range(requests)], streams))
+    bodies = [request(url, seed * 1000 + i, model, out_tokens, sampled=sampled) for i in range(requests)]
+    return figures(await answers_of(url, bodies, streams))
 
 
 async def answers_of(url: str, queue: list[dict[str, Any]], streams: int) -> list[Stream]:
@@ -94,10 +101,10 @@ def figures(answers: Sequence[Stream]) -> Figures:
     )
 
 
-def loaded(url: str, model: str, numbers: tuple[int, int, int, int], processes: int) -> Figures:
+def loaded(url: str, model: str, numbers: tuple[int, int, int, int], processes: int, sampled: bool) -> Figures:
     """Of streams, requests, tokens in and out, shared among processes: one alone keeps up with some 30,000 tokens/s."""
     streams, requests, in_tokens, out_tokens = numbers
-    bodies = [request(url, i, model, out_tokens, max(1, int(in_tokens * WORDS_PER_TOKEN))) for i in range(requests)]
+    bodies = [request(url, i, model, out_tokens, max(1, int(in_tokens * WORDS_PER_TOKEN)), sampled) for i in range(requests)]
     shares = min(processes, streams)
     jobs = [(url, bodies[share::shares], streams // shares + (share < streams % shares)) for share in range(shares)]
     with ProcessPoolExecutor(shares, get_context("spawn")) as pool:
@@ -114,14 +121,14 @@ def median(runs: list[Figures]) -> Figures:
     return Figures(*(statistics.median(getattr(run, name) for run in runs) for name in Figures.__slots__))
 
 
-async def measure(url: str, streams: int, requests: int, model: str, runs: int) -> Figures:
-    return median([await load(url, streams, requests, model, seed) for seed in range(1, runs + 1)])
+async def measure(url: str, streams: int, requests: int, model: str, runs: int, sampled: bool) -> Figures:
+    return median([await load(url, streams, requests, model, seed, sampled=sampled) for seed in range(1, runs + 1)])
 
 
-async def main(url: str, model: str, runs: int) -> None:
+async def main(url: str, model: str, runs: int, sampled: bool) -> None:
     await load(url, 4, 8, model, seed=0)
     for streams, requests in STREAMS:
-        it = await measure(url, streams, requests, model, runs)
+        it = await measure(url, streams, requests, model, runs, sampled)
         print(
             f"{streams:3d} streams: {it.tokens_per_s:7.1f} tokens/s, first token {it.first_token_ms:6.0f} ms, "
             f"gap p50 {it.gap_ms:6.2f} ms, p99 {it.gap_p99_ms:6.1f} ms",
@@ -129,10 +136,10 @@ async def main(url: str, model: str, runs: int) -> None:
         )
 
 
-def report(url: str, model: str, loads: Sequence[tuple[int, int, int, int]], processes: int) -> None:
+def report(url: str, model: str, loads: Sequence[tuple[int, int, int, int]], processes: int, sampled: bool) -> None:
     uvloop.run(load(url, 4, 8, model, seed=0, out_tokens=16))
     for numbers in loads:
-        it = loaded(url, model, numbers, processes)
+        it = loaded(url, model, numbers, processes, sampled)
         head = "streams={0} in={2} out={3}".format(*numbers)
         print(f"{head} | Output token throughput (tok/s): {it.tokens_per_s:.2f}")
         print(f"{head} | Median TTFT (ms): {it.first_token_ms:.2f}")
@@ -152,9 +159,10 @@ if __name__ == "__main__":
     parser.add_argument("--runs", type=int, default=3)
     parser.add_argument("--load", type=load_of, action="append", metavar="STREAMS,REQUESTS,IN,OUT")
     parser.add_argument("--processes", type=int, default=1)
+    parser.add_argument("--sampled", action="store_true")
     args = parser.parse_args()
     target = args.url if urlsplit(args.url).path.strip("/") else args.url.rstrip("/") + "/generate_stream"
     if args.load:
-        report(target, args.model, args.load, args.processes)
+        report(target, args.model, args.load, args.processes, args.sampled)
     else:
-        uvloop.run(main(target, args.model, args.runs))
+        uvloop.run(main(target, args.model, args.runs, args.sampled))
