@@ -9,13 +9,13 @@ import pytest
 import torch
 
 from common.settings import SettingError, Settings
-from gpu_worker.engine import config, load, native, sdpa
+from gpu_worker.engine import config, fuse, load, native, sdpa
 from gpu_worker.engine.cache import Geometry, Layer, View
 from gpu_worker.engine.engine import Engine
 from gpu_worker.engine.paged import Paged
 from tests import tiny_models
 from tests.batch_player import Player
-from tests.tiny_models import FAMILIES, LLAMA, SIZES, VOCAB
+from tests.tiny_models import FAMILIES, LLAMA, SIZES, VOCAB, rope
 
 NEW_TOKENS = 40
 LENGTHS = (1, 20, 50, 70)
@@ -96,32 +96,83 @@ def uncapped(self: Any, queries: Any, keys: Any, bias: Any, view: View) -> torch
     return torch.baddbmm(bias, queries, keys.transpose(1, 2), alpha=view.scaling)
 
 
-cache_of = Paged.cache
-FEATURES = {
-    "window": ("Mistral", load, "Geometry", without_windows),
-    "softcap": ("Gemma2", Paged, "cache", without("softcap")),
-    "softcap, torch": ("Gemma2", sdpa.Sdpa, "scores", uncapped),
-    "sinks": ("gpt-oss", Paged, "cache", without("sinks")),
-    "sinks, torch": ("gpt-oss", sdpa, "softmax_with_sinks", lambda scores, *rest: torch.softmax(scores, -1)),
-    "dynamic": ("Llama-dynamic", load.rope, "by_length", lambda model: []),
-    "longrope": ("Llama-longrope", load.rope, "by_length", lambda model: []),
-    "longrope, by type": ("Gemma3-longrope", load.rope, "by_length", lambda model: []),
-    "longrope, anew": ("Phi3-longrope", load.rope, "outgrown_at", lambda model: None),
+def of_one_kv_head(self: Paged, *arguments: Any) -> native.Cache:
+    made = cache_of(self, *arguments)
+    made.kv_heads, made.group = 1, made.kv_heads * made.group
+    return made
+
+
+def scaled_by_values(layers: list[Layer], *rest: Any) -> Geometry:
+    """As if K were as wide as V."""
+    return Geometry([replace(layer, view=replace(layer.view, scaling=layer.value_dim**-0.5)) for layer in layers], *rest)
+
+
+def fused_with(**parts: Any) -> list[tuple[Any, str, Any]]:
+    """Whole layers that are taken over whatever they give."""
+
+    def of(*arguments: Any) -> fuse.Fused:
+        made = fused_of(*arguments)
+        for name, value in parts.items():
+            setattr(made.layers[0], name, value)
+        return made
+
+    return [(fuse.Fused, "of", of), (fuse, "close", lambda *tensors: True)]
+
+
+def configured(**values: Any) -> list[tuple[Any, str, Any]]:
+    """What transformers' own code does for us is switched off in the config that we give it."""
+
+    def read(*arguments: Any) -> Any:
+        made = read_config(*arguments)
+        for name, value in values.items():
+            setattr(made, name, value)
+        return made
+
+    return [(load, "read_config", read)]
+
+
+cache_of, fused_of, read_config = Paged.cache, fuse.Fused.of, config.read_config
+PLAIN_ROPE = configured(**rope("default"))
+FEATURES: dict[str, tuple[str, list[tuple[Any, str, Any]]]] = {
+    "window": ("Mistral", [(load, "Geometry", without_windows)]),
+    "softcap": ("Gemma2", [(Paged, "cache", without("softcap"))]),
+    "softcap, torch": ("Gemma2", [(sdpa.Sdpa, "scores", uncapped)]),
+    "sinks": ("gpt-oss", [(Paged, "cache", without("sinks"))]),
+    "sinks, torch": ("gpt-oss", [(sdpa, "softmax_with_sinks", lambda scores, *rest: torch.softmax(scores, -1))]),
+    "grouped heads": ("Llama", [(Paged, "cache", of_one_kv_head)]),
+    "multi-head latent": ("DeepSeek-V3", [(load, "Geometry", scaled_by_values)]),
+    "QK norm": ("Qwen3", fused_with(of_query=native.Norm(None, 0.0), of_key=native.Norm(None, 0.0))),
+    "QK norm, Cohere": ("Cohere", configured(use_qk_norm=False)),
+    "layers without rope": ("SmolLM3", fused_with(rotary=16)),
+    "partial rotary": (
+        "StableLM",
+        configured(rope_parameters={"rope_theta": 10_000.0, "rope_type": "default", "partial_rotary_factor": 1.0}),
+    ),
+    "experts": ("Qwen3-MoE", configured(num_experts_per_tok=1)),
+    "linear": ("Llama-linear", PLAIN_ROPE),
+    "llama3": ("Llama-llama3", PLAIN_ROPE),
+    "yarn": ("Llama-yarn", PLAIN_ROPE),
+    "dynamic": ("Llama-dynamic", [(load.rope, "by_length", lambda model: [])]),
+    "longrope": ("Llama-longrope", [(load.rope, "by_length", lambda model: [])]),
+    "longrope, by type": ("Gemma3-longrope", [(load.rope, "by_length", lambda model: [])]),
+    "longrope, anew": ("Phi3-longrope", [(load.rope, "outgrown_at", lambda model: None)]),
 }
+NATIVE = (Paged, fuse.Fused, fuse)
 
 
 @pytest.mark.parametrize("feature", FEATURES)
 def test_each_feature_counts(feature: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What the tests above would say if our code had not the feature."""
-    family, owner, name, off = FEATURES[feature]
+    family, off = FEATURES[feature]
     if "torch" in feature:
         monkeypatch.setattr(native, "library", lambda: None)
-    elif owner is Paged and native.library() is None:
+    elif off[0][0] in NATIVE and native.library() is None:
         pytest.skip("no C++ compiler")
     config_name, sizes = FAMILIES[family]
     model = tiny_models.save(tmp_path, config_name, sizes)
     wanted = {row: tiny_models.generate(model, prompt, NEW_TOKENS) for row, prompt in enumerate(prompts())}
-    monkeypatch.setattr(owner, name, off)
+    for owner, name, value in off:
+        monkeypatch.setattr(owner, name, value)
     assert play(engine_of(tmp_path), dict(enumerate(prompts()))) != wanted
 
 

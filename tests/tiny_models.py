@@ -53,6 +53,7 @@ WIDE_LONG = LONG | {"short_factor": [1.0] * 16, "long_factor": [2.0 + i for i in
 
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "Llama": ("Llama", LLAMA),
+    "Llama-tied": ("Llama", LLAMA | {"tie_word_embeddings": True}),
     "Llama-linear": ("Llama", LLAMA | rope("linear", factor=4.0)),
     "Llama-llama3": (
         "Llama",
