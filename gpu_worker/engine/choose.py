@@ -44,10 +44,13 @@ def temper(scores: torch.Tensor, manners: Sequence[Manner]) -> None:
 
 def limits(turns: Sequence[Turn], device: torch.device) -> Limits:
     manners = [turn.manner for turn in turns]
-    sampled = [(manner, manner.sampling, turn.index) for manner, turn in zip(manners, turns, strict=True)]
-    shares = [[manner.top_p, one.min_p, one.typical_p, manner.uniforms.at(index)] for manner, one, index in sampled]
-    top_k = upload([manner.sampling.top_k for manner in manners], device)
-    return Limits(top_k[:, None], *upload(shares, device, torch.float64)[..., None].unbind(1))
+    top_k, top_p = [manner.sampling.top_k for manner in manners], [manner.top_p for manner in manners]
+    others = [[turn.manner.sampling.min_p, turn.manner.sampling.typical_p, turn.manner.uniforms.at(turn.index)] for turn in turns]
+    return Limits(
+        upload(top_k, device)[:, None] if any(top_k) else None,
+        upload(top_p, device, torch.float64)[:, None] if min(top_p) < 1 else None,
+        *upload(others, device, torch.float64)[..., None].unbind(1),
+    )
 
 
 def greedily(scores: torch.Tensor, limits: Limits, num_tops: int) -> Drawn:

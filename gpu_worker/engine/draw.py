@@ -43,8 +43,14 @@ def drawn(mass: torch.Tensor, totals: torch.Tensor, numbers: torch.Tensor) -> to
     mass int64 [rows, n]: sums of the weights up to each candidate; totals int64 [rows, 1]: up to the last that may be drawn; numbers
     float64 [rows, 1] in [0, 1).
     """
-    target = torch.minimum((numbers * totals).long(), totals - 1)
-    return torch.searchsorted(mass, target, right=True).clamp_(max=mass.shape[1] - 1)  # no index is right where scores are not numbers
+    return torch.searchsorted(mass, target_of(numbers, totals), right=True).clamp_(
+        max=mass.shape[1] - 1
+    )  # no index is right where scores are not numbers
+
+
+def target_of(numbers: torch.Tensor, totals: torch.Tensor) -> torch.Tensor:
+    """How much weight lies before what is drawn, at least, int64 [rows, 1]."""
+    return torch.minimum((numbers * totals).long(), totals - 1)
 
 
 def from_all(scores: torch.Tensor, numbers: torch.Tensor, num_tops: int) -> Drawn:
@@ -56,6 +62,6 @@ def from_all(scores: torch.Tensor, numbers: torch.Tensor, num_tops: int) -> Draw
 
 def told(scores: torch.Tensor, totals: torch.Tensor, ids: torch.Tensor, num_tops: int) -> Drawn:
     """ids int64 [rows, 1] and the likeliest, with their log-probabilities; totals int64 [rows, 1] are the sums of the rows' weights."""
-    top_scores, top_ids = likeliest(scores, num_tops) if num_tops else (scores[:, :0], ids[:, :0])
+    top_scores, top_ids = likeliest(scores, num_tops)
     total = log(totals)
     return Drawn(ids[:, 0], (scores.gather(1, ids) - total)[:, 0], top_ids, top_scores - total)

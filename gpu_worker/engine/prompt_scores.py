@@ -55,6 +55,6 @@ def scored(logits: torch.Tensor, ids: torch.Tensor, num_tops: int) -> Drawn:
     scores = logits.to(torch.float32, copy=True)
     scores.sub_(scores.amax(-1, keepdim=True))
     own = scores.gather(1, ids[:, None])[:, 0]
-    top_scores, top_ids = likeliest(scores, num_tops) if num_tops else (scores[:, :0], ids[:, None][:, :0])
+    top_scores, top_ids = likeliest(scores, num_tops)
     total = scores.exp_().sum(-1).log_()
     return Drawn(ids, own - total, top_ids, top_scores - total[:, None])
