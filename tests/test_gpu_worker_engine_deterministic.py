@@ -2,9 +2,11 @@
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from common.messages import Sampling
 from common.settings import SettingError, Settings
@@ -16,6 +18,7 @@ from tests.prompts import FEW, PROMPTS
 from tests.reference import prompt_ids
 
 NEW_TOKENS = 24
+SETTINGS: dict[str, Any] = {"dtype": "bfloat16", "kv_cache_bytes": 2**27, "max_batch_prefill_tokens": 256, "deterministic": True}
 SAMPLINGS = [None, Sampling(temperature=1.5, seed=3), Sampling(temperature=1.0, top_p=0.9, repetition_penalty=1.2, seed=4)]
 pytestmark = pytest.mark.skipif(native.library() is None, reason="no C++ compiler")
 
@@ -25,7 +28,7 @@ Told = tuple[list[int], bytes]
 
 @pytest.fixture(scope="module")
 def engine() -> Iterator[Engine]:
-    yield Engine(Settings(dtype="bfloat16", kv_cache_bytes=2**27, max_batch_prefill_tokens=256, deterministic=True))
+    yield Engine(Settings(**SETTINGS))
 
 
 def play(engine: Engine, rows: Sequence[int], prefill_tokens: int = 1000, shown: dict[int, list[int]] | None = None) -> dict[int, Told]:
@@ -51,6 +54,18 @@ def test_the_bits_of_a_row_are_its_own(engine: Engine) -> None:
     assert play(engine, rows[::-1], prefill_tokens=7) == alone, "chunked, in another order"
     resumed = play(engine, rows, shown={row: alone[row][0][: 5 + row] for row in rows})
     assert resumed == {row: (ids[5 + row :], bits[4 * (5 + row) :]) for row, (ids, bits) in alone.items()}, "resumed"
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_another_worker_with_other_threads_has_the_same_bits(engine: Engine, threads: int) -> None:
+    before, rows = torch.get_num_threads(), range(len(FEW))
+    wanted = play(engine, rows)
+    try:
+        other = Engine(Settings(**SETTINGS, threads=threads))
+        assert torch.get_num_threads() == threads
+        assert play(other, rows) == wanted
+    finally:
+        torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize("family", ["Gemma2", "GPT2"])
