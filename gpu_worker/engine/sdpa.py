@@ -9,6 +9,7 @@ import torch
 
 from gpu_worker.engine.cache import Geometry, View
 from gpu_worker.engine.inputs import Inputs, Span
+from gpu_worker.engine.upload import upload
 
 TILE = 128  # queries of a prompt that are attended at once: their scores stay within the processor's caches
 Int64 = npt.NDArray[np.int64]
@@ -103,7 +104,7 @@ class Sdpa:
         return self.tensor(bias).to(self.dtype)
 
     def tensor(self, array: Any) -> torch.Tensor:
-        return torch.from_numpy(array).to(self.device)
+        return upload(array, self.device)
 
     def attend(self, module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, sinks: torch.Tensor | None) -> torch.Tensor:
         prepared, view = self.prepared[module.view], module.view
