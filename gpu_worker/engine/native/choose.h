@@ -68,9 +68,9 @@ struct Chooser {
         int stretch = 0, last = scores.sums.size() - 1;
         while (stretch < last && target >= scores.sums[stretch]) target -= scores.sums[stretch++];
         for (int i = stretch * STRETCH; i < (stretch + 1) * STRETCH; i += LANES) {
-            Weights weights = weigh(load(scores.begin() + i));
+            Longs weights = weigh(load(scores.begin() + i)).whole();
             for (int lane = 0; lane < LANES; lane++)
-                if ((target -= weights.of(lane)) < 0) return i + lane;
+                if ((target -= weights[lane]) < 0) return i + lane;
         }
         return first();
     }

@@ -24,20 +24,18 @@ struct Candidates {
     // Those whose score is not below the bound.
     void take(const Scores& scores, float bound) {
         room(scores.padded());
-        size = 0;
         const float* x = scores.values.data();
-        for (int begin = 0; begin < scores.padded(); begin += LANES) {
-            Ints above = load(x + begin) >= bound;
-            if (!any(above)) continue;
-            for (int i = begin; i < begin + LANES; i++) {
-                keys[size] = x[i], ids[size] = i;
-                size += x[i] >= bound;
+        int count = 0;
+        for (int begin = 0; begin < scores.padded(); begin += LANES)
+            for (uint32_t above = bits(load(x + begin) >= bound); above; above &= above - 1, count++) {
+                ids[count] = begin + __builtin_ctz(above);
+                keys[count] = x[ids[count]];
             }
-        }
+        size = count;
         std::fill_n(keys.begin() + size, LANES, 0.f);
         for (int i = 0; i < size; i += LANES) {
-            Weights some = weigh(load(&keys[i]));
-            for (int lane = 0; lane < LANES; lane++) weights[i + lane] = some.of(lane);
+            Longs some = weigh(load(&keys[i])).whole();
+            memcpy(&weights[i], &some, sizeof some);
         }
     }
 };

@@ -11,10 +11,12 @@ constexpr float OUT = -__builtin_inff();
 constexpr double ONE = 1099511627776.;  // 2^40, the weight of the likeliest: 2^23 tokens as likely fit into 64 bits
 constexpr float ROOT = 1048576.f;       // 2^20
 
+typedef int64_t Longs __attribute__((vector_size(8 * LANES)));
+
 // Numbers from 0 to 1 in units of 2^-40: whole units of 2^-20, and what is left, so that vectors can sum them.
 struct Weights {
     Ints high, low;
-    int64_t of(int lane) const { return ((int64_t)high[lane] << 20) + low[lane]; }
+    Longs whole() const { return (__builtin_convertvector(high, Longs) << 20) + __builtin_convertvector(low, Longs); }
 };
 inline Weights fixed(Floats numbers) {
     Floats units = numbers * ROOT;

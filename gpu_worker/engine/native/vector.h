@@ -2,7 +2,7 @@
 #pragma once
 #include <cstdint>
 #include <cstring>
-#if defined(__AVX512BF16__)
+#if defined(__AVX__)
 #include <immintrin.h>
 #endif
 
@@ -75,11 +75,17 @@ template <int N, class F> inline float folded(const float* x, F fold) {  // halv
 inline float largest(Floats x) { return folded<LANES>((const float*)&x, [](float a, float b) { return a > b ? a : b; }); }
 inline float sum(Floats x) { return folded<LANES>((const float*)&x, [](float a, float b) { return a + b; }); }
 
-inline bool any(Ints x) {
-    int64_t words[LANES / 2], all = 0;
-    memcpy(words, &x, sizeof x);
-    for (int64_t word : words) all |= word;
-    return all;
+// The lanes of a comparison that hold, as bits.
+inline uint32_t bits(Ints mask) {
+#if defined(__AVX512F__)
+    return _mm512_cmplt_epi32_mask((__m512i)mask, _mm512_setzero_si512());
+#elif defined(__AVX__)
+    return _mm256_movemask_ps((__m256)mask);
+#else
+    uint32_t found = 0;
+    for (int lane = 0; lane < LANES; lane++) found |= (mask[lane] & 1u) << lane;
+    return found;
+#endif
 }
 
 // e to the x, within 2 units in the last place; 0 below the smallest normal number (Cephes' expf).
