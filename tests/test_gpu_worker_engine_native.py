@@ -122,8 +122,8 @@ def test_rows_that_do_not_fit_are_refused(rows: torch.Tensor, library: object) -
 
 
 def test_wrong_products_are_not_used(library: object, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    right = NativeLinear.forward
-    monkeypatch.setattr(NativeLinear, "forward", lambda self, rows: right(self, rows) + 0.5 * (rows.shape[0] > 1))
+    right = NativeLinear.product
+    monkeypatch.setattr(NativeLinear, "product", lambda self, rows, biased: right(self, rows, biased) + 0.5 * (rows.shape[0] > 1))
     monkeypatch.setattr(pack, "multiplies", pack.multiplies.__wrapped__)
     assert type(pack.packed(nn.Linear(8, 8), False, LargePages())) is not NativeLinear
     assert ("are wrong on this processor" in caplog.text) == bool(library.tf_multiplies(native.TYPES[torch.float32]))  # type: ignore[attr-defined]

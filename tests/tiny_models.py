@@ -88,6 +88,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         | {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None, "original_max_position_embeddings": 32}
         | rope("longrope", factor=4.0, short_mscale=1.0, long_mscale=1.5, **LONG),
     ),
+    "HunYuan-MoE": ("HunYuanMoEV1", LLAMA | {"head_dim": 16, "num_experts": 4, "moe_topk": 2}),
     "GPT2": ("GPT2", GPT),
     "GPT-NeoX": ("GPTNeoX", SIZES | SPREAD | {"intermediate_size": 128}),
     "StarCoder2": ("Starcoder2", LLAMA | SPREAD | {"sliding_window": 16}),
