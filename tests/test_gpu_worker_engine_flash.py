@@ -22,7 +22,7 @@ from gpu_worker.engine import engine as engine_module
 from gpu_worker.engine.cache import Cache, Geometry, Layer, View
 from gpu_worker.engine.compiled import compile_layers, compile_no_more, layers_of
 from gpu_worker.engine.engine import Engine
-from gpu_worker.engine.graphs import Graphs, sizes
+from gpu_worker.engine.graphs import Graphs, sizes, without_waiting
 from gpu_worker.engine.inputs import build
 from gpu_worker.engine.merge import Part as Merged
 from gpu_worker.engine.merge import merge
@@ -175,19 +175,29 @@ def test_decoding_comes_from_graphs(tmp_path: Path, like_cuda: Callable[[Path], 
     assert list(graphs) == [1, 2, 3] and seen == [2] * (NEW_TOKENS - 1)
 
 
-def test_what_cannot_be_captured_is_launched(
+def test_what_waits_for_the_device_is_not_captured(
     tmp_path: Path, like_cuda: Callable[[Path], Engine], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    """Torch raises where it would wait, before anything is captured."""
     tiny_models.save(tmp_path, *FAMILIES["Llama"])
-    engine, fresh = like_cuda(tmp_path), dict(enumerate(prompts()))
+    engine, fresh, modes = like_cuda(tmp_path), dict(enumerate(prompts())), list[str]()
     wanted, engine.graphs = play(engine, fresh), None
 
     def capture(run: Callable[[], None]) -> Callable[[], None]:
-        raise RuntimeError("operation not permitted when stream is capturing\nand so on")
+        def wait() -> None:
+            run()
+            assert modes == ["error"]
+            raise RuntimeError("called a synchronizing CUDA operation\nand so on")
 
+        without_waiting(wait)
+        return run
+
+    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", modes.append)
     monkeypatch.setattr(engine_module, "capture_on", lambda device: capture)
-    engine.try_to_capture(Settings())
-    assert engine.graphs is None and "not permitted when stream is capturing;" in caplog.text and play(engine, fresh) == wanted
+    engine.try_to_capture(Settings(max_batch_size=3))
+    assert engine.graphs is None and "captured: called a synchronizing CUDA operation;" in caplog.text and play(engine, fresh) == wanted
+    assert modes == ["error", "default"]
+    modes.clear()
     with pytest.raises(SettingError, match="cannot be captured"):
         engine.try_to_capture(Settings(deterministic=True))
 

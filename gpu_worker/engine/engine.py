@@ -15,7 +15,7 @@ from gpu_worker.engine import warmup
 from gpu_worker.engine.compiled import compile_layers, compile_no_more
 from gpu_worker.engine.draw import blank
 from gpu_worker.engine.flight import Flight, Launched
-from gpu_worker.engine.graphs import Capture, Graphs, capture_on, sizes
+from gpu_worker.engine.graphs import Capture, Graphs, Waits, capture_on, sizes
 from gpu_worker.engine.halves import halves, out_of_memory
 from gpu_worker.engine.inputs import build
 from gpu_worker.engine.load import load, name_of
@@ -65,8 +65,8 @@ class Engine:
         """Model code that waits for the device within a step cannot be captured: its steps are launched one operation after the other."""
         try:
             self.capture(capture_on(self.loaded.device), settings.max_batch_size, settings.deterministic)
-        except RuntimeError as error:
-            cause = f"its steps cannot be captured: {next(iter(str(error).splitlines()), type(error).__name__)}"
+        except Waits as error:
+            cause = f"its steps cannot be captured: {error}"
             if settings.deterministic:
                 raise SettingError("deterministic", f"{settings.model_id}: {cause}") from error
             log.warning("%s; they are slower", cause)

@@ -18,6 +18,10 @@ Capture = Callable[[Callable[[], None]], Callable[[], None]]
 """What is to be done → what does it again."""
 
 
+class Waits(Exception):
+    """What is to be captured waits for the device."""
+
+
 def sizes(max_rows: int) -> list[int]:
     """Numbers of rows that are captured; a step runs in the smallest that holds its rows."""
     return sorted({min(size, max_rows) for size in (1, 2, 4, *range(8, max_rows + 8, 8))})
@@ -78,13 +82,15 @@ def inputs_of(parts: Sequence[Part], size: int) -> Int32:
 
 def capture_on(device: torch.device) -> Capture:
     """Captures in one pool of memory; first on another stream without capturing, so that all kernels are there. It is one stream for all:
-    libraries keep memory for each that they have seen."""
+    libraries keep memory for each that they have seen. Capturing raises Waits before it has begun: a capture that fails leaves torch's
+    allocator unusable."""
     pool, side = torch.cuda.graph_pool_handle(), torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def capture(run: Callable[[], None]) -> Callable[[], None]:
         side.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(side):
             run()
+            without_waiting(run)
         torch.cuda.current_stream(device).wait_stream(side)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=pool, stream=side):
@@ -92,3 +98,16 @@ def capture_on(device: torch.device) -> Capture:
         return graph.replay
 
     return capture
+
+
+def without_waiting(run: Callable[[], None]) -> None:
+    """Runs it. Raises Waits where the host waits for the device in it, as far as torch knows."""
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        run()
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError as error:
+        raise Waits(next(iter(str(error).splitlines()), type(error).__name__)) from error
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
