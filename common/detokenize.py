@@ -1,7 +1,9 @@
 """Ids to text. The text after token k is a pure function of prompt, ids and stop strings, so whoever asks gets the same bytes: the
 worker's agent, and a gateway that fills a gap."""
 
+import json
 from collections.abc import Sequence
+from functools import lru_cache
 
 from tokenizers import Tokenizer
 
@@ -12,14 +14,38 @@ MAX_PENDING_TOKENS = 32
 INCOMPLETE = "\ufffd"
 
 
+CONCATENATE = [["ByteLevel"], ["Replace", "ByteFallback", "Fuse"], ["Replace", "ByteFallback", "Fuse", "Strip"]]
+"""Decoders with which a token of whole characters adds the same to every text of whole characters."""
+
+
+@lru_cache(maxsize=16)
+def concatenates(tokenizer: Tokenizer) -> bool:
+    """Whether its decoder is one of those."""
+    decoder = json.loads(tokenizer.decoder.__getstate__()) if tokenizer.decoder else {}
+    parts = decoder.get("decoders", [decoder])
+    return [part.get("type") for part in parts] in CONCATENATE and not parts[-1].get("stop")
+
+
+@lru_cache(maxsize=16)
+def pieces_of(tokenizer: Tokenizer) -> dict[int, tuple[str, str]]:
+    """Of the tokens that were met: what each adds to a text, and its text alone, of which a decoder may strip the first space."""
+    return {}
+
+
 class Detokenizer:
-    """What each token adds to the text of one request. Special tokens appear as their literal text."""
+    """What each token adds to the text of one request. Special tokens appear as their literal text.
+
+    Attributes:
+        read: the text of the first `num_read` of `ids`; what the others add is not known yet.
+        settled: whether no others are there and a piece holds for the next token, if there is one.
+    """
 
     def __init__(self, tokenizer: Tokenizer, prompt_ids: Sequence[int]) -> None:
-        self.tokenizer = tokenizer
+        self.tokenizer, self.pieces, self.concatenates = tokenizer, pieces_of(tokenizer), concatenates(tokenizer)
         self.ids = list(prompt_ids[-CONTEXT_TOKENS:])
         self.num_read = len(self.ids)
         self.read = self.decode(self.ids)
+        self.settled = self.concatenates and whole(self.read)
 
     def decode(self, ids: list[int]) -> str:
         text: str = self.tokenizer.decode(ids, skip_special_tokens=False)
@@ -27,6 +53,18 @@ class Detokenizer:
 
     def step(self, token_id: int) -> str:
         """The text that `token_id` completes: empty while a character is incomplete."""
+        if self.settled and (piece := self.pieces.get(token_id)):
+            self.ids, self.num_read = [token_id], 1
+            new, self.read = piece
+            return new
+        settled, new = self.settled, self.look(token_id)
+        self.settled = self.concatenates and bool(new) and whole(self.read)
+        if settled and self.settled and whole(new):
+            self.pieces[token_id] = new, self.read
+        return new
+
+    def look(self, token_id: int) -> str:
+        """`step`, by decoding what is not read yet behind what is."""
         self.ids.append(token_id)
         text = self.decode(self.ids)
         pending = len(self.ids) - self.num_read
@@ -37,6 +75,11 @@ class Detokenizer:
         self.num_read = pending
         self.read = self.decode(self.ids)
         return new
+
+
+def whole(text: str) -> bool:
+    """Whether there is a text, of nothing but complete characters."""
+    return bool(text) and INCOMPLETE not in text
 
 
 class StopMatcher:
@@ -52,7 +95,9 @@ class StopMatcher:
         """Whether a stop string has appeared anywhere up to the end of `text`, the next piece."""
         seen = self.tail + text
         self.tail = seen[-self.overlap :] if self.overlap else ""
-        self.matched = self.matched or any(stop in seen for stop in self.stops)
+        for stop in self.stops:
+            if stop in seen:
+                self.matched = True
         return self.matched
 
 

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from common import model_files
-from common.detokenize import MAX_PENDING_TOKENS, Detokenizer, StopMatcher, generated_text
+from common.detokenize import MAX_PENDING_TOKENS, Detokenizer, StopMatcher, concatenates, generated_text, pieces_of
 from tests.prompts import PROMPTS
 
 AWKWARD = [
@@ -129,3 +129,45 @@ def test_the_text_ends_behind_the_first_stop_string(smollm2: Tokenizer) -> None:
 def test_a_stop_string_that_only_the_stream_shows_cuts_nothing(smollm2: Tokenizer) -> None:
     ids = smollm2.encode("yes<|im_end|>").ids
     assert generated_text(smollm2, [28], ids, ["<|im_end|>"], "stop_sequence") == "yes"
+
+
+def decoded(tokenizer: Tokenizer, prompt_ids: list[int], ids: list[int]) -> list[str]:
+    """What each token adds, without what is remembered of tokens."""
+    detokenizer = Detokenizer(tokenizer, prompt_ids)
+    return [detokenizer.look(token_id) for token_id in ids]
+
+
+@settings(max_examples=300, deadline=None)
+@given(data=st.data())
+@pytest.mark.parametrize("name", ["smollm2", "llama"])
+def test_what_is_remembered_of_tokens_is_what_they_add(name: str, data: st.DataObject, request: pytest.FixtureRequest) -> None:
+    """Few tokens, so that they meet again: spaces, parts of characters, bytes that are none, special ones, ids beyond the vocabulary."""
+    tokenizer: Tokenizer = request.getfixturevalue(name)
+    if name == "llama":
+        some = range(tokenizer.get_vocab_size() + 1)
+    else:
+        some = [*tokenizer.encode(" the sea\n\n🙂  日本𐍈<|im_end|>\x00'll").ids, 10**6]
+    token = st.sampled_from(some)
+    prompt_ids, ids = data.draw(st.lists(token, max_size=7)), data.draw(st.lists(token, max_size=60))
+    assert texts(tokenizer, prompt_ids, ids) == decoded(tokenizer, prompt_ids, ids)
+
+
+def test_behind_bytes_that_are_no_character_a_token_is_looked_at_anew(llama: Tokenizer) -> None:
+    """A byte among them is none either, though it was met as a letter."""
+    hello, half, letter = (llama.token_to_id(piece) for piece in ("▁Hello", "<0x80>", "<0x41>"))
+    assert texts(llama, [hello], [letter]) == ["A"] and letter in pieces_of(llama)
+    ids = [half] * MAX_PENDING_TOKENS + [letter, hello]
+    assert texts(llama, [hello], ids) == decoded(llama, [hello], ids)
+
+
+def test_tokens_are_remembered_only_where_the_decoder_concatenates(smollm2: Tokenizer, llama: Tokenizer) -> None:
+    """This one looks at what follows: `##` joins a piece to the one before."""
+    assert concatenates(smollm2) and concatenates(llama)
+    tokenizer = Tokenizer(models.WordPiece({"[UNK]": 0, "sea": 1, "##side": 2, "the": 3}, unk_token="[UNK]"))
+    for decoder in (decoders.WordPiece(), decoders.BPEDecoder(), decoders.Sequence([decoders.Fuse(), decoders.Replace("e s", "ES")])):
+        tokenizer = Tokenizer.from_str(tokenizer.to_str())
+        tokenizer.decoder = decoder
+        assert not concatenates(tokenizer)
+        ids = [3, 1, 2, 1, 3, 1, 2, 3, 2, 1]
+        assert texts(tokenizer, [3], ids) == decoded(tokenizer, [3], ids)
+        assert not pieces_of(tokenizer)
