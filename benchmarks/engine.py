@@ -92,7 +92,7 @@ class Bench:
         list(iter(self.engine.step, None))  # one token of the prompts, then decoding
         self.start(num_rows, context, GRID_STEPS, num_rows)
         self.stand_at(context - 1)
-        steps = [step.duration_ms for step in iter(self.engine.step, None) if step.rows]
+        steps = [step.duration_ms for step in iter(self.engine.step, None) if step.samples]
         step_ms, mean_context = statistics.median(steps[1:]), context + GRID_STEPS // 2
         read_bytes = num_rows * floors.kv_bytes(self.geometry, mean_context)
         floor_ms = floors.floor_ms(self.ceilings, self.weights, num_rows, num_rows, read_bytes)

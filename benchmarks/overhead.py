@@ -21,7 +21,7 @@ from tokenizers import Tokenizer
 from benchmarks.serve import OUT_TOKENS, STREAMS, Figures, load, median, prompt
 from common import model_files
 from common.packing import pack_ids
-from gpu_worker.door import LENGTH, Grant, Ready, StartRow, Step, decode, encode
+from gpu_worker.door import Frame, Frames, Grant, Ready, StartRow, Step, encode
 from tests.fleet import Fleet
 
 
@@ -29,16 +29,17 @@ class Door:
     """The bare engine process, driven as an agent would, without an agent: rows take the place of those that end."""
 
     def __init__(self, end: socket.socket) -> None:
-        self.file = end.makefile("rwb")
+        self.end, self.frames = end, Frames()
         while not isinstance(frame := self.receive(), Ready):
             pass
         self.ready = frame
         self.tokenizer = Tokenizer.from_file(str(model_files.resolve("smollm2") / "tokenizer.json"))
         self.until = self.started = 0
 
-    def receive(self) -> object:
-        (size,) = LENGTH.unpack(self.file.read(LENGTH.size))
-        return decode(self.file.read(size))
+    def receive(self) -> Frame:
+        while (frame := next(self.frames, None)) is None:
+            self.frames.feed(self.end.recv(2**16))
+        return frame
 
     def run(self, streams: int, requests: int, seed: int) -> Figures:
         """The load of `benchmarks.serve.load`, straight into the engine."""
@@ -56,12 +57,11 @@ class Door:
                 starts.append(self.row(prompts.pop(), owned[self.started]))
             if starts:
                 self.until += 10_000
-                self.file.write(encode(Grant(self.until, self.ready.max_batch_prefill_tokens, starts)))
-                self.file.flush()
+                self.end.sendall(encode(Grant(self.until, self.ready.max_batch_prefill_tokens, starts)))
             step = self.receive()
             assert isinstance(step, Step), step
-            for i in range(0, len(step.rows), 4):
-                seen[int.from_bytes(step.rows[i : i + 4], "little")].append(time.monotonic())
+            for row, *_ in step.sampled:
+                seen[row].append(time.monotonic())
             ended += len(step.ended)
             free += [owned.pop(row) for row, _ in step.released]
         return self.figures(list(seen.values()), time.monotonic() - began)

@@ -6,7 +6,7 @@ second, so what has changed must be cheap to find, and many equal values (the ro
 
 from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -81,6 +81,13 @@ class Histogram(Metric):
         parts = self.series[labels]
         parts[self.bounds[bisect_left(self.bounds, value)]] += times
         parts[TOTAL] += value * times
+
+    def observe_all(self, values: Iterable[float], *labels: str) -> None:
+        """Counts each of them."""
+        parts = self.series[labels]
+        for value in values:
+            parts[self.bounds[bisect_left(self.bounds, value)]] += 1
+            parts[TOTAL] += value
 
     def fit(self, limit: int, num_buckets: int = 100) -> None:
         """From now on the bounds are `num_buckets` equal steps up to `limit`."""

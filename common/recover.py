@@ -75,6 +75,16 @@ def pairs(ids: bytes, logprobs: bytes) -> list[bytes]:
     return [ids[i : i + 4] + logprobs[i : i + 4] for i in range(0, len(ids), 4)]
 
 
+def columns(records: memoryview, width: int) -> tuple[bytes, bytes, bytes, bytes]:
+    """What `packed_records` joined."""
+    words, step = records.cast("i"), 2 * width
+    own = words[::step].tobytes(), words[1::step].tobytes()
+    if width == 1:
+        return *own, b"", b""
+    tops = [words[i + 2 : i + step] for i in range(0, len(words), step)]
+    return *own, b"".join(top[::2].tobytes() for top in tops), b"".join(top[1::2].tobytes() for top in tops)
+
+
 Top = list[tuple[int, float]]
 """The likeliest tokens at one position, likeliest first: id, log-probability."""
 

@@ -15,7 +15,7 @@ from common.codec import WireError, decode
 from common.endings import INTERRUPTED
 from common.keys import STREAMS_TTL_MS, Keys
 from common.messages import Plan, Report, Start, Worker
-from common.packing import pack_ids, unpack_floats, unpack_ids
+from common.packing import pack_ids
 from common.recover import split
 from common.settings import Settings
 from gpu_worker.announce import Announcer
@@ -24,16 +24,12 @@ from gpu_worker.engine_link import EngineLink
 from gpu_worker.outbox import Outbox
 from gpu_worker.publish import Publisher
 from gpu_worker.table import RowText, Table
+from gpu_worker.watch import Watch
 
 log = logging.getLogger(__name__)
 
 TICK_S = 0.1
 RETRY_S = 0.05
-MANY_STEPS = 20
-
-
-class EngineStuck(Exception):
-    """The engine holds rows and completed no step for too long."""
 
 
 class Agent:
@@ -58,7 +54,8 @@ class Agent:
         self.step = self.until = self.tick_at = self.num_tokens = 0
         self.prefill_tokens = 0
         self.takeover_pending = False
-        self.reported_at = self.stepped_at = 0.0
+        self.reported_at = 0.0
+        self.watch = Watch(self)
         self.draining = asyncio.Event()
         self.announce_now = asyncio.Event()
         self.idle = asyncio.Event()
@@ -72,7 +69,7 @@ class Agent:
             self.follow_steps(),
             self.flush_for_ever(),
             self.announce_for_ever(),
-            self.watch_engine(),
+            self.watch.look_for_ever(),
             self.drain(),
         ]
         tasks = [asyncio.create_task(verb) for verb in verbs]
@@ -124,7 +121,7 @@ class Agent:
         self.until, self.prefill_tokens = max(self.until, plan.until), plan.prefill_tokens
         self.tick_at = (self.step + self.until + 1) // 2
         if not self.table.rows:
-            self.stepped_at = time.monotonic()
+            self.watch.moved()
         starts = [self.start(start) for start in plan.starts]
         if starts:
             self.idle.clear()
@@ -173,37 +170,37 @@ class Agent:
 
     async def follow_steps(self) -> None:
         while True:
-            self.take_in(await self.engine.step())
+            for step in await self.engine.steps():
+                self.take_in(step)
+            self.watch.moved()
+            self.wake.set()
 
     def take_in(self, step: Step) -> None:
         """Moves rows on by one step."""
-        self.step, self.stepped_at = step.step, time.monotonic()
-        self.num_tokens += len(step.ids) // 4
-        tokens = zip(unpack_ids(step.rows), unpack_ids(step.indices), unpack_ids(step.ids), unpack_floats(step.logprobs), strict=True)
-        tops = {entry: list(zip(unpack_ids(ids), unpack_floats(logprobs), strict=True)) for entry, ids, logprobs in step.tops}
-        for entry, (number, index, token_id, logprob) in enumerate(tokens):
-            if (row := self.table.rows.get(number)) is not None and not row.ended:
-                top = tops.get(entry)
-                text = row.add(token_id, logprob, top)
-                self.outbox.add(row, index, token_id, logprob, text, top)
-                if row.stopped_by(text):
+        self.step = step.step
+        self.num_tokens += step.num_samples
+        rows, tops = self.table.rows, {place: top for place, *top in step.tops}
+        for place, (number, _, token_id, logprob) in enumerate(step.sampled):
+            if (row := rows.get(number)) is not None and not row.ended:
+                if not row.texts:
+                    self.outbox.rows.append(row)
+                if row.stopped_by(row.add(token_id, logprob, tops.get(place))):
                     self.stop_at_string(row, step)
         for number, first, *told in step.prompts:
-            if (row := self.table.rows.get(number)) is not None:
+            if (row := rows.get(number)) is not None:
                 row.add_prompt(first, *told)
         for number, kv_len in step.prefilled:
             self.outbox.prefilled.append((number, kv_len, step.step))
-            if (row := self.table.rows.get(number)) is not None and row.prompt is not None:
+            if (row := rows.get(number)) is not None and row.prompt is not None:
                 self.outbox.prompts.append(row)
         for number, why, end in step.ended:
-            if (row := self.table.rows.get(number)) is not None and not row.ended:
+            if (row := rows.get(number)) is not None and not row.ended:
                 self.end(row, why, end)
         for number, kv_len in step.released:
-            self.table.rows.pop(number, None)
+            rows.pop(number, None)
             self.outbox.released.append((number, kv_len))
-        if self.takeover_pending and not self.table.rows:
+        if self.takeover_pending and not rows:
             self.answer_takeover()
-        self.wake.set()
 
     def stop_at_string(self, row: RowText, step: Step) -> None:
         """Ends a row whose text has a stop string, unless this very token ends it anyway for a reason that comes first."""
@@ -283,19 +280,6 @@ class Agent:
     async def announce(self) -> None:
         state = "draining" if self.draining.is_set() else "ready"
         await self.announcer.announce(state, self.step, self.table, self.num_tokens)
-
-    async def watch_engine(self) -> None:
-        while True:
-            await asyncio.sleep(1)
-            waited_s = time.monotonic() - self.stepped_at
-            if self.table.rows and self.step < self.until and waited_s > self.step_timeout_s:
-                raise EngineStuck(f"no step for {waited_s:.0f} s (STEP_TIMEOUT_S)")
-
-    @property
-    def step_timeout_s(self) -> float:
-        """A step of many prompt tokens may take long: as long as many such steps should, by what warm-up found."""
-        tokens = self.prefill_tokens + len(self.table.rows)
-        return max(self.settings.step_timeout_s, MANY_STEPS * tokens * self.engine.token_ms / 1e3)
 
     async def drain(self) -> None:
         """After SIGTERM: the batcher takes our rows elsewhere; then we are done."""

@@ -1,22 +1,31 @@
 """The door between agent and engine: what goes through it, and nothing else does.
 
-Frames over one stream socket: a 4-byte little-endian length, then a msgpack map. The agent sends `Grant`; the engine sends
-`Progress` while it loads, `Ready` once, then one `Step` for each step (and for each boundary at which rows were stopped without a
-step). Ids, rows and indices travel as packed little-endian int32, log-probabilities as packed float32.
+Frames follow each other on one stream socket. A frame is a msgpack array: its name, then its fields in order. The agent sends `Grant`;
+the engine sends `Progress` while it loads, `Ready` once, then one `Step` for each step (and for each boundary at which rows were stopped
+without a step). Ids and blocks travel as packed little-endian int32, log-probabilities as packed float32, sampled tokens as `SAMPLE`s.
 
 The engine knows token ids, rows and blocks. It does not know text, requests, attempts, Redis or time limits.
 """
 
 import struct
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import msgpack
 
-from common.codec import from_map, to_map
+from common.codec import decode as from_bytes
+from common.codec import encode as to_bytes
 from common.messages import Sampling
 
-LENGTH = struct.Struct("<I")
+SAMPLE = struct.Struct("<iiif")
+"""A sampled token: row, index of the token in its generation, id, natural logarithm of its probability."""
+MAX_PART_BYTES = 2**28
+"""Of one text or packed field of a frame: what waits for its end is kept in memory."""
+
+
+class DoorError(ValueError):
+    """What came through the door is no frame."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,9 +74,9 @@ class Grant:
 
     until: int
     prefill_tokens: int
-    starts: list[StartRow] = field(default_factory=list)
-    blocks: list[tuple[int, bytes]] = field(default_factory=list)
-    stops: list[tuple[int, str]] = field(default_factory=list)
+    starts: Sequence[StartRow] = ()
+    blocks: Sequence[tuple[int, bytes]] = ()
+    stops: Sequence[tuple[int, str]] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,16 +110,15 @@ class Ready:
     token_ms: float = 0.0
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Step:
-    """What one step brought. `rows`, `indices`, `ids` and `logprobs` are parallel: one entry for each sampled token.
+    """What one step brought. It is not frozen, for there is one a token where one row runs: that takes seven times as long to make.
 
     Attributes:
         step: number of the step, counted from 1 in this engine's life; a boundary without a step repeats the last number, and so does a
             sign of life, every five seconds at least, while rows wait that no step can hold.
-        rows, indices, ids: packed int32; which row, the token's index in its generation, the token.
-        logprobs: packed float32; natural logarithm of the token's probability.
-        tops: (entry in those lists, packed int32 ids, packed float32 log-probabilities): the `top_n` likeliest tokens, likeliest first;
+        samples: packed `SAMPLE`s, one for each sampled token.
+        tops: (place among the samples, packed int32 ids, packed float32 log-probabilities): the `top_n` likeliest tokens, likeliest first;
             -inf for those that truncation left out.
         prompts: of rows that ask for it, each chunk in the step that computed it: (row, position of the first token told of, packed float32
             log-probabilities of the tokens from there on, each given those before it and as the model has them, packed int32 ids and packed
@@ -123,16 +131,22 @@ class Step:
     """
 
     step: int
-    rows: bytes = b""
-    indices: bytes = b""
-    ids: bytes = b""
-    logprobs: bytes = b""
-    tops: list[tuple[int, bytes, bytes]] = field(default_factory=list)
-    prompts: list[tuple[int, int, bytes, bytes, bytes]] = field(default_factory=list)
-    prefilled: list[tuple[int, int]] = field(default_factory=list)
-    ended: list[tuple[int, str, int]] = field(default_factory=list)
-    released: list[tuple[int, int]] = field(default_factory=list)
+    samples: bytes = b""
+    tops: Sequence[tuple[int, bytes, bytes]] = ()
+    prompts: Sequence[tuple[int, int, bytes, bytes, bytes]] = ()
+    prefilled: Sequence[tuple[int, int]] = ()
+    ended: Sequence[tuple[int, str, int]] = ()
+    released: Sequence[tuple[int, int]] = ()
     duration_ms: float = 0.0
+
+    @property
+    def num_samples(self) -> int:
+        return len(self.samples) // SAMPLE.size
+
+    @property
+    def sampled(self) -> Iterator[tuple[int, int, int, float]]:
+        """Row, index, id, log-probability of each sampled token."""
+        return SAMPLE.iter_unpack(self.samples)
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,35 +158,61 @@ class Failure:
 
 
 Frame = Grant | Progress | Ready | Step | Failure
-KINDS: dict[str, type[Frame]] = {"grant": Grant, "progress": Progress, "ready": Ready, "step": Step, "failure": Failure}
-NAMES = {cls: name for name, cls in KINDS.items()}
-
-
-def plain(value: Any) -> Any:
-    if isinstance(value, StartRow):
-        row = {name: getattr(value, name) for name in StartRow.__slots__}
-        return row | ({"sampling": to_map(value.sampling)} if value.sampling else {})
-    return [plain(item) for item in value] if isinstance(value, list) and value and isinstance(value[0], StartRow) else value
+NAMES: dict[type[Frame], str] = {Grant: "grant", Progress: "progress", Ready: "ready", Step: "step", Failure: "failure"}
 
 
 def encode(frame: Frame) -> bytes:
-    """The bytes of one frame, length included."""
-    body = {name: plain(getattr(frame, name)) for name in type(frame).__slots__}
-    data: bytes = msgpack.packb([NAMES[type(frame)], body])
-    return LENGTH.pack(len(data)) + data
+    """The bytes of one frame."""
+    data: bytes = PACKER.pack([NAMES[type(frame)], *fields(frame)])
+    return data
 
 
-def start_row(body: dict[str, Any]) -> StartRow:
-    sampling = body.pop("sampling")
-    return StartRow(**body, sampling=sampling and from_map(Sampling, sampling))
+def fields(value: Any) -> list[Any]:
+    return [getattr(value, name) for name in type(value).__slots__]
 
 
-def decode(data: bytes | memoryview) -> Frame:
-    """One frame from its bytes, length excluded. Both ends come from one checkout, so a frame is trusted."""
-    name, body = msgpack.unpackb(data)
-    for key in ("tops", "prompts", "prefilled", "ended", "released", "blocks", "stops"):
-        if key in body:
-            body[key] = [tuple(item) for item in body[key]]
-    if "starts" in body:
-        body["starts"] = [start_row(start) for start in body["starts"]]
-    return KINDS[name](**body)
+def part(value: Any) -> Any:
+    """What stands in a frame for something that msgpack does not know."""
+    return to_bytes(value) if isinstance(value, Sampling) else fields(value)
+
+
+PACKER = msgpack.Packer(default=part)
+
+
+class Frames:
+    """Cuts frames out of bytes that are fed as they come. Iterating over it gives those that are whole, each once."""
+
+    def __init__(self, max_part_bytes: int = MAX_PART_BYTES) -> None:
+        self.max_part_bytes = max_part_bytes
+        self.unpacker = msgpack.Unpacker(use_list=False, max_buffer_size=max_part_bytes)
+
+    def feed(self, data: bytes) -> None:
+        """Raises DoorError when more waits than part of a frame may have."""
+        try:
+            self.unpacker.feed(data)
+        except msgpack.BufferFull as error:
+            raise DoorError(f"part of a frame has more than {self.max_part_bytes} bytes") from error
+
+    def __iter__(self) -> Iterator[Frame]:
+        return self
+
+    def __next__(self) -> Frame:
+        """Raises DoorError for what is no frame; what follows that cannot be read either."""
+        try:
+            name, *values = next(self.unpacker)
+            return MAKERS[name](*values)
+        except (ValueError, TypeError, KeyError, msgpack.UnpackException) as error:
+            raise DoorError(f"no frame: {type(error).__name__}: {error}") from error
+
+
+def grant(until: int, prefill_tokens: int, starts: Sequence[Any], *others: Any) -> Grant:
+    return Grant(until, prefill_tokens, tuple(start_row(*start) for start in starts), *others)
+
+
+def start_row(*values: Any) -> StartRow:
+    *others, sampling = values
+    return StartRow(*[*others, sampling and from_bytes(Sampling, sampling)])
+
+
+MAKERS: dict[str, Callable[..., Frame]] = {name: kind for kind, name in NAMES.items()} | {"grant": grant}
+"""By the name of a frame; they take its fields. Both ends come from one checkout, so the fields themselves are trusted."""

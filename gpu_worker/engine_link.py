@@ -6,12 +6,14 @@ import socket
 import sys
 import time
 from asyncio.subprocess import Process
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 
-from gpu_worker.door import LENGTH, Failure, Frame, Grant, Progress, Ready, Step, decode, encode
+from gpu_worker.door import DoorError, Failure, Frame, Frames, Grant, Progress, Ready, Step, encode
 from gpu_worker.meter import Meter
 from gpu_worker.place import Place
+
+RECEIVE_BYTES = 2**16
 
 
 class EngineDied(Exception):
@@ -33,6 +35,7 @@ class Rank:
     process: Process
     reader: asyncio.StreamReader
     writer: asyncio.StreamWriter
+    frames: Frames = field(default_factory=Frames)
 
     @classmethod
     async def start(cls, place: Place, environ: dict[str, str]) -> "Rank":
@@ -49,14 +52,47 @@ class Rank:
     async def receive(self) -> Frame | None:
         """The next frame; None when there is none any more."""
         try:
-            (size,) = LENGTH.unpack(await self.reader.readexactly(LENGTH.size))
-            return decode(await self.reader.readexactly(size))
-        except (asyncio.IncompleteReadError, ConnectionError):
+            while (frame := next(self.here(), None)) is None:
+                data = await self.reader.read(RECEIVE_BYTES)
+                if not data:
+                    return None
+                self.frames.feed(data)
+        except ConnectionError:
             return None
+        except DoorError as error:
+            return unreadable(error)
+        return frame
+
+    def here(self) -> Iterator[Frame]:
+        """Frames that have come."""
+        try:
+            yield from self.frames
+        except DoorError as error:
+            yield unreadable(error)
 
     def kill(self) -> None:
         if self.process.returncode is None:
             self.process.kill()
+
+
+def unreadable(error: DoorError) -> Failure:
+    """What an engine says that cannot be read is as good as its failure."""
+    return Failure("", f"at the door: {error}")
+
+
+def heard(frame: Frame) -> Frame:
+    """Raises EngineDied for a Failure, EngineRefused for one that names a setting."""
+    if isinstance(frame, Failure):
+        raise EngineRefused(frame.setting, frame.cause) if frame.setting else EngineDied(f"engine failed: {frame.cause}")
+    return frame
+
+
+def step_of(frame: Frame) -> Step:
+    """Raises EngineDied for any other."""
+    frame = heard(frame)
+    if not isinstance(frame, Step):
+        raise EngineDied(f"engine spoke out of turn: {frame}")
+    return frame
 
 
 class EngineLink:
@@ -87,13 +123,8 @@ class EngineLink:
         return Failure("", f"the process of rank {number} ended with {await self.ranks[number].process.wait()}")
 
     async def receive(self) -> Frame:
-        """The next frame. Raises EngineDied when there is none any more, EngineRefused for a Failure that names a setting."""
-        frame = await self.ranks[0].receive() or self.failure or await self.end_of(0)
-        if isinstance(frame, Failure):
-            if frame.setting:
-                raise EngineRefused(frame.setting, frame.cause)
-            raise EngineDied(f"engine failed: {frame.cause}")
-        return frame
+        """The next frame. Raises EngineDied when there is none any more, and as `heard` does."""
+        return heard(await self.ranks[0].receive() or self.failure or await self.end_of(0))
 
     async def ready(self, progress: Callable[[str], None]) -> Ready:
         """Waits for the warm-up; `progress` gets what the engine says meanwhile. Returns its capacity."""
@@ -107,18 +138,16 @@ class EngineLink:
                 case other:
                     raise EngineDied(f"engine spoke out of turn: {other}")
 
-    async def step(self) -> Step:
-        """The next completed step."""
+    async def steps(self) -> Sequence[Step]:
+        """The steps that were completed since the last call, at least one."""
         self.meter.waits()
         try:
-            frame = await self.receive()
+            steps = [step_of(await self.receive()), *map(step_of, self.ranks[0].here())]
         except EngineDied:
             self.meter.failed()
             raise
-        if not isinstance(frame, Step):
-            raise EngineDied(f"engine spoke out of turn: {frame}")
-        self.meter.took(frame)
-        return frame
+        self.meter.took(steps)
+        return steps
 
     def send(self, grant: Grant) -> None:
         began_s = time.perf_counter()

@@ -1,6 +1,7 @@
-"""What a worker counts: its steps, what starts in them, and what the agent does for each. All of it per step, nothing per token."""
+"""What a worker counts: its steps, what starts in them, and what the agent does for them. Nothing is counted token by token."""
 
 import time
+from collections.abc import Sequence
 
 from common import metrics
 from gpu_worker.door import Grant, Step
@@ -12,13 +13,13 @@ class Meter:
     Attributes:
         prefilling: rows that started and whose prompt is not computed yet.
         running: rows that decode.
-        step: the step that the agent is busy with since `took_s`; None while it waits for the next one.
+        steps: those that the agent is busy with since `took_s`; none while it waits for the next.
     """
 
     def __init__(self) -> None:
         self.prefilling: set[int] = set()
         self.running: set[int] = set()
-        self.step: Step | None = None
+        self.steps: Sequence[Step] = ()
         self.took_s = 0.0
 
     @property
@@ -36,27 +37,33 @@ class Meter:
             metrics.BATCH_CONCAT_DURATION.observe(time.perf_counter() - began_s, "decode")
         self.prefilling.update(start.row for start in grant.starts)
 
-    def took(self, step: Step) -> None:
-        """The agent has a step, and is busy with it until it waits for the next one."""
-        self.step, self.took_s = step, time.perf_counter()
+    def took(self, steps: Sequence[Step]) -> None:
+        """The agent has steps, and is busy with them until it waits for the next."""
+        self.steps, self.took_s = steps, time.perf_counter()
 
     def waits(self) -> None:
-        """The agent is done with the last step."""
-        step, self.step = self.step, None
-        if step is None:
+        """The agent is done with the last steps."""
+        steps, self.steps = self.steps, ()
+        if not steps:
             return
-        if step.duration_ms:
-            self.count(step, self.method, time.perf_counter() - self.took_s)
-        self.move(step)
+        text_s = (time.perf_counter() - self.took_s) / len(steps)
+        forwards: dict[str, list[float]] = {"prefill": [], "decode": []}
+        for step in steps:
+            if step.duration_ms:
+                forwards[self.method].append(step.duration_ms / 1000)
+            self.move(step)
+        for method, forwards_s in forwards.items():
+            if forwards_s:
+                self.count(method, forwards_s, text_s)
+        metrics.TOKENS.add(sum(step.num_samples for step in steps))
 
-    def count(self, step: Step, method: str, text_s: float) -> None:
-        forward_s = step.duration_ms / 1000
-        metrics.BATCH_COUNT.add(1, method)
-        metrics.BATCH_SUCCESS.add(1, method)
-        metrics.BATCH_FORWARD.observe(forward_s, method)
-        metrics.BATCH_DECODE.observe(text_s, method)
-        metrics.BATCH_DURATION.observe(forward_s + text_s, method)
-        metrics.TOKENS.add(len(step.rows) // 4)
+    def count(self, method: str, forwards_s: Sequence[float], text_s: float) -> None:
+        """Steps of one method, each of which took the agent `text_s`."""
+        metrics.BATCH_COUNT.add(len(forwards_s), method)
+        metrics.BATCH_SUCCESS.add(len(forwards_s), method)
+        metrics.BATCH_FORWARD.observe_all(forwards_s, method)
+        metrics.BATCH_DECODE.observe(text_s, method, times=len(forwards_s))
+        metrics.BATCH_DURATION.observe_all([forward_s + text_s for forward_s in forwards_s], method)
 
     def move(self, step: Step) -> None:
         for row, kv_len in step.prefilled:

@@ -20,12 +20,13 @@ from common.settings import SettingError, Settings, exit_when_unservable
 from common.sign import Sign
 from common.tally import counting
 from gpu_worker import gpus
-from gpu_worker.agent import Agent, EngineStuck
+from gpu_worker.agent import Agent
 from gpu_worker.door import Ready
 from gpu_worker.engine_link import EngineDied, EngineLink, EngineRefused
 from gpu_worker.place import Place, local_places
 from gpu_worker.publish import Sealed
 from gpu_worker.table import Table
+from gpu_worker.watch import EngineStuck
 
 log = logging.getLogger(__name__)
 

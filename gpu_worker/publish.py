@@ -56,10 +56,10 @@ class Publisher:
         trim = self.sequence % SPILL_EVERY == 0
         by_channel: defaultdict[str, list[Tokens]] = defaultdict(list)
         entry = []
-        for span in outbox.spans.values():
-            tokens = span.tokens()
+        for row in outbox.rows:
+            tokens = row.new_tokens()
             entry.append(without_texts(tokens))
-            if channel := span.row.request.channel:
+            if channel := row.request.channel:
                 by_channel[channel].append(tokens)
         messages = [self.message(channel, tokens) for channel, tokens in by_channel.items()]
         spills = [*outbox.interrupted, *(live if trim else ())]
@@ -108,4 +108,4 @@ class Publisher:
 def without_texts(tokens: Tokens) -> Tokens:
     """For the log. `dataclasses.replace` takes three times as long, and every token comes through here."""
     of = (tokens.request_id, tokens.attempt, tokens.index, tokens.ids, tokens.logprobs)
-    return Tokens(*of, top_ids=tokens.top_ids, top_logprobs=tokens.top_logprobs, since_start_ms=tokens.since_start_ms)
+    return Tokens(*of, [], tokens.top_ids, tokens.top_logprobs, tokens.since_start_ms)

@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 from tokenizers import Tokenizer
 
 from common.detokenize import Detokenizer, StopMatcher, generated_text
-from common.messages import RECORD, Generate, Start
+from common.messages import RECORD, Generate, Start, Tokens
 from common.packing import pack_ids, unpack_ids
-from common.recover import Top, packed_records, split
+from common.recover import columns, packed_records, pairs, split
 
 
 @dataclass(slots=True, eq=False)
@@ -22,6 +22,7 @@ class RowText:
         num_spilled: how many of them stand in the request's own string in Redis.
         prompt: packed records of the prompt's tokens but the first, as far as they are computed; None where nobody asked for them, or they
             stand in Redis since an earlier attempt's first token.
+        texts: what the tokens that are not published yet add to the text, one by one.
         ended: whether the row has ended for the client; what the engine still samples for it is dropped.
         started_s: monotonic time.
     """
@@ -36,16 +37,29 @@ class RowText:
     num_tokens: int
     num_spilled: int
     prompt: bytearray | None = None
+    texts: list[str] = field(default_factory=list)
     ended: bool = False
     started_s: float = field(default_factory=time.monotonic)
 
-    def add(self, token_id: int, logprob: float, top: Top | None = None) -> str:
-        """Takes the next token, with its likeliest ones if they were asked for. Returns the text that it adds."""
+    def add(self, token_id: int, logprob: float, top: Sequence[bytes] | None = None) -> str:
+        """Takes the next token, with packed ids and log-probabilities of its likeliest ones if they were asked for. Returns the text that
+        it adds."""
         self.records += RECORD.pack(token_id, logprob)
-        for pair in top or ():
-            self.records += RECORD.pack(*pair)
+        if top:
+            self.records += b"".join(pairs(*top))
         self.num_tokens += 1
-        return self.detokenizer.step(token_id)
+        text = self.detokenizer.step(token_id)
+        self.texts.append(text)
+        return text
+
+    def new_tokens(self) -> Tokens:
+        """Those that came since the last call."""
+        texts, self.texts = self.texts, []
+        request, index = self.request, self.num_tokens - len(texts)
+        new = memoryview(self.records)[index * RECORD.size * request.width :]
+        ids, logprobs, top_ids, top_logprobs = columns(new, request.width)
+        since_start_ms = 0 if index else round(1000 * (time.monotonic() - self.started_s))
+        return Tokens(request.request_id, self.attempt, index, ids, logprobs, texts, top_ids, top_logprobs, since_start_ms)
 
     def add_prompt(self, first: int, logprobs: bytes, top_ids: bytes, top_logprobs: bytes) -> None:
         """Takes what a chunk says of the prompt's tokens from `first` on."""

@@ -1,5 +1,6 @@
 """Plays the batcher for an engine in this process: starts rows, grants blocks, collects tokens and checks what the door promises."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -86,16 +87,16 @@ class Player:
         assert step.step <= self.until
         assert not self.steps or step.step >= self.steps[-1].step
         self.steps.append(step)
-        logprobs = np.frombuffer(step.logprobs, "<f4")
-        assert np.all(logprobs <= 0) and np.all(np.isfinite(logprobs))
-        numbers, indices, ids = unpacked(step.rows), unpacked(step.indices), unpacked(step.ids)
-        for number, token in zip(numbers, ids, strict=True):
+        samples = list(step.sampled)
+        for number, _, token, logprob in samples:
+            assert logprob <= 0 and math.isfinite(logprob)
             self.rows[number].ids.append(token)
             self.ids[number].append(token)
-        for entry, top_ids, top_logprobs in step.tops:
+        for place, top_ids, top_logprobs in step.tops:
+            number, index, token, logprob = samples[place]
             told = dict(zip(unpacked(top_ids), unpack_floats(top_logprobs), strict=True))
-            self.tops[numbers[entry], indices[entry]] = told
-            assert told.get(ids[entry], logprobs[entry]) == logprobs[entry]
+            self.tops[number, index] = told
+            assert told.get(token, logprob) == logprob
         for number, first, values, top_ids, top_logprobs in step.prompts:
             self.hear(number, first, unpack_floats(values), unpacked(top_ids), unpack_floats(top_logprobs))
         for number, why, end in step.ended:

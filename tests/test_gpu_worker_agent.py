@@ -12,11 +12,11 @@ from common import metrics, model_files
 from common.codec import decode, encode
 from common.keys import Keys
 from common.messages import RECORD, Events, Generate, Plan, Report, Start, Worker
-from common.packing import pack_floats, pack_ids, unpack_ids
+from common.packing import pack_floats, pack_ids, unpack_floats, unpack_ids
 from common.recover import read, split
 from common.settings import SettingError, Settings
 from gpu_worker.agent import Agent
-from gpu_worker.door import Grant, Ready, Step
+from gpu_worker.door import SAMPLE, Grant, Ready, Step
 from gpu_worker.process import capacity
 from gpu_worker.publish import Sealed
 from gpu_worker.table import Table
@@ -63,8 +63,8 @@ def plan(agent: Agent, **fields) -> Plan:
 def step(agent: Agent, tokens: dict[int, tuple[int, int]] | None = None, **fields) -> None:
     """One step that sampled {row: (index, id)}."""
     tokens = tokens or {}
-    columns = [pack_ids(list(tokens)), pack_ids([i for i, _ in tokens.values()]), pack_ids([t for _, t in tokens.values()])]
-    agent.take_in(Step(agent.step + 1, *columns, pack_floats([-0.5] * len(tokens)), **fields))
+    samples = b"".join(SAMPLE.pack(row, index, token, -0.5) for row, (index, token) in tokens.items())
+    agent.take_in(Step(agent.step + 1, samples, **fields))
 
 
 async def reports(redis) -> list[Report]:
@@ -96,11 +96,32 @@ async def test_tokens_ends_and_releases_go_out_together(agent, redis):
     assert not agent.table.rows
 
 
+async def test_the_likeliest_tokens_stand_beside_their_own(agent, redis):
+    """In the order of the tokens, however many steps a flush has."""
+    async with redis.pubsub() as pubsub:
+        await pubsub.subscribe(CHANNEL)
+        await pubsub.get_message(timeout=1)
+        await start(agent, row=1, top_n_tokens=2)
+        await start(agent, row=2)
+        for index in range(2):
+            top = pack_ids([7 + index, 3]), pack_floats([-0.25, float("-inf")])
+            step(agent, {2: (index, 4), 1: (index, 5 + index)}, tops=[(1, *top)])
+        await agent.flush()
+        events = decode(Events, (await pubsub.get_message(timeout=1))["data"])
+    second, first = events.tokens
+    assert (unpack_ids(first.ids), unpack_ids(first.top_ids)) == ([5, 6], [7, 3, 8, 3])
+    assert unpack_floats(first.logprobs) == [-0.5, -0.5] and unpack_floats(first.top_logprobs) == [-0.25, float("-inf")] * 2
+    assert (unpack_ids(second.ids), second.top_ids) == ([4, 4], b"")
+    await redis.hset(KEYS.home("r1"), "width", 3)
+    committed = (await read(redis, KEYS, ["r1"]))["r1"]
+    assert split(committed.records, 3)[2] == [[(7, -0.25), (3, float("-inf"))], [(8, -0.25), (3, float("-inf"))]]
+
+
 async def test_a_step_may_take_twenty_times_what_it_should(agent):
-    assert agent.step_timeout_s == agent.settings.step_timeout_s == 60
+    assert agent.watch.step_timeout_s == agent.settings.step_timeout_s == 60
     await start(agent)
     agent.prefill_tokens = 9999
-    assert agent.step_timeout_s == 20 * 10_000 * 0.5 / 1000
+    assert agent.watch.step_timeout_s == 20 * 10_000 * 0.5 / 1000
 
 
 async def test_a_stop_string_ends_a_row_at_once_and_nothing_after_it_is_seen(agent, redis):

@@ -13,7 +13,7 @@ from common.settings import SettingError, Settings
 from gpu_worker.engine import native
 from gpu_worker.engine.engine import Engine
 from tests import tiny_models
-from tests.batch_player import Player, unpacked
+from tests.batch_player import Player
 from tests.prompts import FEW, PROMPTS
 from tests.reference import prompt_ids
 
@@ -42,8 +42,8 @@ def play(engine: Engine, rows: Sequence[int], prefill_tokens: int = 1000, shown:
     ids = played.run(starts)
     bits: dict[int, bytes] = dict.fromkeys(rows, b"")
     for step in played.steps:
-        for row, logprob in zip(unpacked(step.rows), np.frombuffer(step.logprobs, "<f4"), strict=True):
-            bits[row] += logprob.tobytes()
+        for row, _, _, logprob in step.sampled:
+            bits[row] += np.float32(logprob).tobytes()
     return {row: (ids[row], bits[row]) for row in rows}
 
 

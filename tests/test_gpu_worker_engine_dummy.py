@@ -15,7 +15,6 @@ import pytest
 import torch
 import transformers
 
-from common.packing import unpack_floats
 from common.settings import SettingError, Settings
 from gpu_worker.engine import dummy, parallel
 from gpu_worker.engine.engine import Engine
@@ -44,7 +43,7 @@ def told(engine: Any) -> tuple[dict[int, list[int]], list[float]]:
     """New ids, and their log-probabilities."""
     played = Player(engine, list(range(1, engine.ready.num_blocks + 1)))
     ids = played.run([played.start(row, prompt, NEW_TOKENS, ignore_eos=True) for row, prompt in enumerate(PROMPTS)])
-    return ids, [logprob for step in played.steps for logprob in unpack_floats(step.logprobs)]
+    return ids, [logprob for step in played.steps for *_, logprob in step.sampled]
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

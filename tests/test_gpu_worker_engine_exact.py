@@ -93,7 +93,7 @@ def test_freed_blocks_are_nan(engine: Engine, prompts: list[list[int]]) -> None:
     engine.apply(Grant(played.until, 0, [played.start(1, prompts[20], end=1)]))
     assert not any(tensor[1].any() for tensor in (*engine.loaded.cache.keys, *engine.loaded.cache.values))
     engine.apply(Grant(played.until, 0, stops=[(1, "cancelled")]))
-    assert engine.step() == Step(played.steps[-1].step, ended=[(1, "cancelled", 0)], released=[(1, 0)])
+    assert engine.step() == Step(played.steps[-1].step, ended=((1, "cancelled", 0),), released=((1, 0),))
     assert engine.step() is None
 
 

@@ -30,7 +30,7 @@ from gpu_worker.engine.rows import arrange
 from gpu_worker.engine.sdpa import Sdpa
 from gpu_worker.engine.tokenwise import Tokenwise
 from tests import fake_flashinfer, tiny_models
-from tests.batch_player import Player, unpacked
+from tests.batch_player import Player
 from tests.test_gpu_worker_engine_memory import limit
 from tests.test_gpu_worker_engine_models import NEW_TOKENS, engine_of, play, prompts
 from tests.test_gpu_worker_engine_native import BLOCKS, CPU, STEPS, chunk, rows
@@ -219,8 +219,8 @@ def bits(engine: Engine, rows: list[int], prefill_tokens: int, shown: dict[int, 
     starts = [played.start(row, prompts()[row] + shown.get(row, []), NEW_TOKENS, **asked[row]) for row in rows]
     ids, told = played.run(starts), dict.fromkeys(rows, b"")
     for step in played.steps:
-        for row, logprob in zip(unpacked(step.rows), np.frombuffer(step.logprobs, "<f4"), strict=True):
-            told[row] += logprob.tobytes()
+        for row, _, _, logprob in step.sampled:
+            told[row] += np.float32(logprob).tobytes()
     return {row: (ids[row], told[row]) for row in rows}
 
 

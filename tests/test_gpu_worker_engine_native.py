@@ -236,8 +236,8 @@ def logprobs(engine: Engine, prefixes: dict[int, list[int]], prefill_tokens: int
     played.run([played.start(row, ids, 20, ignore_eos=True) for row, ids in prefixes.items()])
     said: dict[int, list[float]] = {row: [] for row in prefixes}
     for step in played.steps:
-        for row, logprob in zip(np.frombuffer(step.rows, "<i4"), np.frombuffer(step.logprobs, "<f4"), strict=True):
-            said[int(row)].append(float(logprob))
+        for row, _, _, logprob in step.sampled:
+            said[row].append(logprob)
     return said
 
 

@@ -5,12 +5,12 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
 
-from gpu_worker.door import LENGTH, Failure, Frame, Grant, Progress, Ready, StartRow, Step, decode, encode
+from gpu_worker.door import Failure, Frame, Frames, Grant, Progress, Ready, StartRow, Step, encode
 from tests.batch_player import packed, unpacked
 from tests.prompts import PROMPTS
 from tests.reference import prompt_ids, reference_ids
@@ -23,20 +23,17 @@ ENVIRON = {"DTYPE": "float32", "KV_CACHE_BYTES": "64MiB", "MAX_BATCH_PREFILL_TOK
 class Child:
     process: subprocess.Popen[bytes]
     channel: socket.socket
+    frames: Frames = field(default_factory=Frames)
 
     def send(self, frame: Frame) -> None:
         self.channel.sendall(encode(frame))
 
     def receive(self) -> Frame:
-        return decode(self.exactly(LENGTH.unpack(self.exactly(LENGTH.size))[0]))
-
-    def exactly(self, size: int) -> bytes:
-        data = b""
-        while len(data) < size:
-            more = self.channel.recv(size - len(data))
-            assert more, f"the engine is gone, {len(data)} of {size} bytes came"
-            data += more
-        return data
+        while (frame := next(self.frames, None)) is None:
+            data = self.channel.recv(2**16)
+            assert data, "the engine is gone"
+            self.frames.feed(data)
+        return frame
 
     def ready(self) -> Ready | Failure:
         while isinstance(frame := self.receive(), Progress):
@@ -87,10 +84,10 @@ def test_tokens_through_the_socket(child: Child) -> None:
     while len(ids) < 5:
         step = child.receive()
         assert isinstance(step, Step) and step.duration_ms > 0
-        ids += unpacked(step.ids)
+        ids += [token for _, _, token, _ in step.sampled]
     assert ids == reference_ids([prompt], 40)[0][:5]
     child.send(Grant(5, 64, stops=[(7, "cancelled")]))
-    assert child.receive() == Step(5, ended=[(7, "cancelled", 5)], released=[(7, len(prompt) + 4)])
+    assert child.receive() == Step(5, ended=((7, "cancelled", 5),), released=((7, len(prompt) + 4),))
     assert Path(f"/proc/{child.process.pid}/cmdline").read_text().startswith("tokenfleet engine")
     assert end(child) == 0
 

@@ -44,6 +44,15 @@ def step(rows: Rows, token: int = TEXT) -> tuple[list[tuple[int, int, int, bool]
     return shape(parts), read(rows, parts, token)
 
 
+def numbers(outcome: Outcome) -> list[int]:
+    """Rows that sampled."""
+    return [row for row, *_ in outcome.samples]
+
+
+def indices(outcome: Outcome) -> list[int]:
+    return [index for _, index, *_ in outcome.samples]
+
+
 def test_prefill_is_chunked_in_the_order_of_starts_beside_rows_that_decode() -> None:
     rows = table(start(0, 2), start(1, 10), start(2, 5), prefill_tokens=8)
     shapes = []
@@ -56,7 +65,7 @@ def test_prefill_is_chunked_in_the_order_of_starts_beside_rows_that_decode() -> 
         [(1, 10, 1, True), (0, 3, 1, True), (2, 4, 1, True)],
         [(1, 11, 1, True), (2, 5, 1, True), (0, 4, 1, True)],
     ]
-    assert outcome.indices == [2, 1, 3]
+    assert indices(outcome) == [2, 1, 3]
 
 
 def test_prompts_that_are_told_of_take_few_tokens_of_a_step() -> None:
@@ -176,16 +185,16 @@ def test_likeliest_tokens_stand_beside_their_row() -> None:
     rows.apply(Grant(1000, 1000, stops=[(1, "cancelled")]))
     rows.read(parts, [TEXT] * 3, [-0.5] * 3, {1: Top([8], [-1.0]), 2: Top([7, 9], [-0.5, float("-inf")])})
     outcome = rows.report()
-    assert (outcome.rows, outcome.tops) == ([0, 2], [(1, packed([7, 9]), pack_floats([-0.5, float("-inf")]))])
+    assert (numbers(outcome), outcome.tops) == ([0, 2], [(1, packed([7, 9]), pack_floats([-0.5, float("-inf")]))])
 
 
 def test_a_resumed_row_counts_from_its_base() -> None:
     rows = table(start(0, 6, base=4, end=6))
     parts, outcome = step(rows)
     assert parts == [(0, 0, 6, True)]
-    assert (outcome.rows, outcome.indices, outcome.ended) == ([0], [4], [])
+    assert (numbers(outcome), indices(outcome), outcome.ended) == ([0], [4], [])
     _, outcome = step(rows)
-    assert (outcome.indices, outcome.ended, outcome.released) == ([5], [(0, "length", 6)], [(0, 7)])
+    assert (indices(outcome), outcome.ended, outcome.released) == ([5], [(0, "length", 6)], [(0, 7)])
 
 
 def test_a_stopped_row_is_released_at_the_boundary() -> None:
@@ -207,11 +216,11 @@ def test_a_row_is_released_after_the_last_launched_step_that_held_it() -> None:
     assert shape(second) == [(0, 3, 1, True), (1, 3, 1, True)]
     rows.read(first, [EOS, TEXT], [0.0, 0.0])
     outcome = rows.report()
-    assert (outcome.rows, outcome.ended, outcome.released) == ([0, 1], [(0, "eos_token", 1)], [])
+    assert (numbers(outcome), outcome.ended, outcome.released) == ([0, 1], [(0, "eos_token", 1)], [])
     rows.apply(Grant(1000, 1000, stops=[(1, "cancelled")]))
     rows.read(second, [TEXT, TEXT], [0.0, 0.0])
     outcome = rows.report()
-    assert (outcome.rows, outcome.ended, outcome.released) == ([], [(1, "cancelled", 1)], [(0, 4), (1, 4)])
+    assert (numbers(outcome), outcome.ended, outcome.released) == ([], [(1, "cancelled", 1)], [(0, 4), (1, 4)])
 
 
 def test_no_step_is_launched_for_a_row_whose_last_token_is_in_flight() -> None:
@@ -248,7 +257,7 @@ def test_every_row_ends_once_and_within_its_blocks(
             num_samples = sum(part.samples for part in landed)
             rows.read(landed, [tokens.pop() for _ in range(num_samples)], [0.0] * num_samples)
         outcome = rows.report()
-        for row, index, token in zip(outcome.rows, outcome.indices, outcome.ids, strict=True):
+        for row, index, token, _ in outcome.samples:
             assert index == len(taken[row]) and row not in ended
             taken[row].append(token)
         ended |= {row: (why, end) for row, why, end in outcome.ended}

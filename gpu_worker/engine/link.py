@@ -4,7 +4,7 @@ import select
 import socket
 from collections.abc import Iterator
 
-from gpu_worker.door import LENGTH, Frame, Grant, decode, encode
+from gpu_worker.door import Frame, Frames, Grant, encode
 
 RECEIVE_BYTES = 2**18
 
@@ -19,7 +19,7 @@ class Link:
     def __init__(self, channel: socket.socket) -> None:
         self.channel = channel
         self.channel.setblocking(True)
-        self.buffer = bytearray()
+        self.frames = Frames()
 
     def send(self, frame: Frame) -> None:
         try:
@@ -30,7 +30,7 @@ class Link:
     def grants(self, wait_s: float) -> Iterator[Grant]:
         """All grants that are here by now, in order; waits up to `wait_s` for the first."""
         while self.receive(wait_s):
-            for frame in frames(self.buffer):
+            for frame in self.frames:
                 wait_s = 0.0
                 assert isinstance(frame, Grant)
                 yield frame
@@ -45,16 +45,5 @@ class Link:
             raise Gone from error
         if not data:
             raise Gone
-        self.buffer += data
+        self.frames.feed(data)
         return True
-
-
-def frames(buffer: bytearray) -> Iterator[Frame]:
-    """Takes all whole frames off the front of `buffer`."""
-    while len(buffer) >= LENGTH.size:
-        end = LENGTH.size + LENGTH.unpack_from(buffer)[0]
-        if len(buffer) < end:
-            return
-        frame = decode(bytes(buffer[LENGTH.size : end]))
-        del buffer[:end]
-        yield frame

@@ -2,13 +2,13 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import starmap
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from common.packing import pack_floats, pack_ids
-from gpu_worker.door import Step
+from gpu_worker.door import SAMPLE, Step
 
 Int32 = npt.NDArray[np.int32]
 
@@ -36,12 +36,14 @@ NOTHING: Sequence[Told] = ()
 
 @dataclass(slots=True)
 class Outcome:
-    """What is to be reported with the next frame."""
+    """What is to be reported with the next frame.
 
-    rows: list[int] = field(default_factory=list)
-    indices: list[int] = field(default_factory=list)
-    ids: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
+    Attributes:
+        samples: row, index, id, log-probability.
+        freed: blocks of released rows.
+    """
+
+    samples: list[tuple[int, int, int, float]] = field(default_factory=list)
     tops: list[tuple[int, bytes, bytes]] = field(default_factory=list)
     prompts: list[tuple[int, int, bytes, bytes, bytes]] = field(default_factory=list)
     prefilled: list[tuple[int, int]] = field(default_factory=list)
@@ -50,19 +52,16 @@ class Outcome:
     freed: list[Int32] = field(default_factory=list)
 
     def __bool__(self) -> bool:
-        return bool(self.rows or self.ended or self.released)
+        return bool(self.samples or self.ended or self.released)
 
     def frame(self, step: int, duration_ms: float) -> Step:
         return Step(
             step,
-            rows=pack_ids(self.rows),
-            indices=pack_ids(self.indices),
-            ids=pack_ids(self.ids),
-            logprobs=pack_floats(self.logprobs),
-            tops=self.tops,
-            prompts=self.prompts,
-            prefilled=self.prefilled,
-            ended=self.ended,
-            released=self.released,
-            duration_ms=duration_ms,
+            b"".join(starmap(SAMPLE.pack, self.samples)),
+            tuple(self.tops),
+            tuple(self.prompts),
+            tuple(self.prefilled),
+            tuple(self.ended),
+            tuple(self.released),
+            duration_ms,
         )

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from gpu_worker.door import Grant, encode
-from gpu_worker.engine.link import Gone, frames
+from gpu_worker.door import Frames, Grant, encode
+from gpu_worker.engine.link import Gone
 from gpu_worker.place import LOOPBACK, Place
 
 FOREVER = timedelta(days=365)
@@ -98,7 +98,9 @@ class Ranks:
         buffer = torch.empty(size, dtype=torch.uint8)
         if size:
             dist.broadcast(buffer, 0)
-        for frame in frames(bytearray(buffer.numpy())):
+        frames = Frames()
+        frames.feed(buffer.numpy().tobytes())
+        for frame in frames:
             assert isinstance(frame, Grant)
             yield frame
 

@@ -214,11 +214,8 @@ class Rows:
         if not part.decodes:
             outcome.prefilled.append((row.number, part.kv_len))
         if top:
-            outcome.tops.append((len(outcome.rows), pack_ids(top.ids), pack_floats(top.logprobs)))
-        outcome.rows.append(row.number)
-        outcome.indices.append(row.read_index)
-        outcome.ids.append(token)
-        outcome.logprobs.append(logprob)
+            outcome.tops.append((len(outcome.samples), pack_ids(top.ids), pack_floats(top.logprobs)))
+        outcome.samples.append((row.number, row.read_index, token, logprob))
         row.last_id = token
         row.read_index += 1
         if row.manner:

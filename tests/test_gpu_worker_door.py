@@ -1,0 +1,89 @@
+"""Frames through the door: cut anywhere they arrive whole; what is no frame is said to be none."""
+
+import struct
+from typing import Any
+
+import msgpack
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from common.messages import Sampling
+from gpu_worker.door import SAMPLE, DoorError, Failure, Frame, Frames, Grant, Progress, Ready, StartRow, Step, encode
+
+SAMPLING = Sampling(0.7, top_k=5, seed=2**63, logit_bias=[(7, -1.5)], bad_words=[b"1234"])
+ASKED: dict[str, Any] = {"min_end": 1, "stop_ids": b"5678", "top_n": 2, "prompt_logprobs": 0}
+FRAMES: list[Frame] = [
+    Progress("loading"),
+    Ready("m", "float32", "cpu", 16, 100, 64, 2048, b"1234", world_size=2, token_ms=0.5),
+    Grant(5, 64),
+    Grant(
+        9, 64, (StartRow(1, b"ids.", 0, 4, True, b"blks"), StartRow(2, b"", 1, 9, False, b"", **ASKED, sampling=SAMPLING)), ((1, b"more"),)
+    ),
+    Grant(9, 64, stops=((2, "cancelled"),)),
+    Step(1, prompts=((1, 1, b"1234", b"1234", b"5678"),)),
+    Step(2, SAMPLE.pack(1, 0, 504, -0.5), ((0, b"1234", b"5678"),), (), ((1, 7),), ((1, "length", 1),), ((1, 7),), 12.5),
+    Failure("dtype", "float7 is none"),
+]
+
+
+@given(st.lists(st.sampled_from(FRAMES), max_size=8), st.data())
+def test_frames_arrive_whole_wherever_their_bytes_are_cut(sent: list[Frame], data: st.DataObject) -> None:
+    whole = b"".join(map(encode, sent))
+    cuts = sorted(data.draw(st.sets(st.integers(0, len(whole)))))
+    frames, received = Frames(), []
+    for first, last in zip([0, *cuts], [*cuts, len(whole)], strict=True):
+        frames.feed(whole[first:last])
+        received += list(frames)
+    assert received == sent
+
+
+def test_a_frame_is_there_with_its_last_byte_and_not_before() -> None:
+    for frame in FRAMES:
+        frames, whole = Frames(), encode(frame)
+        for i in range(len(whole) - 1):
+            frames.feed(whole[i : i + 1])
+            assert next(frames, None) is None
+        frames.feed(whole[-1:])
+        assert [*frames] == [frame]
+
+
+def test_what_a_step_sampled_is_packed_and_read_again() -> None:
+    samples = [(1, 0, 504, -0.5), (2**31 - 1, 8191, 151_935, float("-inf")), (0, 3, 0, 0.0)]
+    step = Step(1, b"".join(SAMPLE.pack(*sample) for sample in samples))
+    assert (step.num_samples, list(step.sampled)) == (3, samples)
+    assert step.samples[:16] == struct.pack("<iiif", *samples[0])
+    assert (Step(1).num_samples, list(Step(1).sampled)) == (0, [])
+
+
+@pytest.mark.parametrize(
+    ("data", "cause"),
+    [
+        (b"\xc1", "FormatError"),
+        (b"GET / HTTP/1.1", "cannot unpack"),
+        (msgpack.packb(["leap", 1]), "'leap'"),
+        (msgpack.packb(["progress", "a", "b"]), "takes 2 positional arguments"),
+        (msgpack.packb(["step"]), "missing 1 required positional argument: 'step'"),
+        (msgpack.packb(["grant", 1, 2, 3, [], []]), "not iterable"),
+        (msgpack.packb(["grant", 1, 2, [[1, b"", 0, 1, True, b"", 0, b"", 0, None, b"what?"]], [], []]), "Sampling"),
+    ],
+)
+def test_what_is_no_frame_is_said_to_be_none(data: bytes, cause: str) -> None:
+    frames = Frames()
+    frames.feed(encode(FRAMES[0]) + data)
+    assert next(frames) == FRAMES[0]
+    with pytest.raises(DoorError, match=f"^no frame: .*{cause}"):
+        next(frames)
+
+
+def test_no_more_waits_than_part_of_a_frame_may_have() -> None:
+    """However long it says that it is."""
+    frames = Frames(max_part_bytes=1000)
+    for _ in range(3):
+        frames.feed(encode(Progress("x" * 900)))
+        assert len(list(frames)) == 1
+    endless = encode(Progress("x" * 10**6))
+    frames.feed(endless[:900])
+    assert next(frames, None) is None
+    with pytest.raises(DoorError, match="part of a frame has more than 1000 bytes"):
+        frames.feed(endless[900:1100])
