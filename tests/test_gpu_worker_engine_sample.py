@@ -17,7 +17,6 @@ from common.packing import pack_ids
 from gpu_worker.door import StartRow
 from gpu_worker.engine import native_choice
 from gpu_worker.engine import sample as sampler
-from gpu_worker.engine.draw import drawn
 from gpu_worker.engine.guide import Guide
 from gpu_worker.engine.manner import Manner, Turn
 from gpu_worker.engine.sample import Sampled, read
@@ -183,10 +182,16 @@ def test_choices_follow_the_distribution(name: str) -> None:
     assert len(observed[filled]) == 1 or chisquare(observed[filled], awaited[filled]).pvalue > 1e-3
 
 
-def test_what_weighs_nothing_is_never_drawn() -> None:
-    mass = torch.tensor([[0, 5, 5, 9, 9]] * 5)
-    numbers = torch.tensor([[0.0], [4 / 9], [5.001 / 9], [8 / 9], [1 - 2**-53]], dtype=torch.float64)
-    assert drawn(mass, mass[:, -1:], numbers)[:, 0].tolist() == [1, 1, 3, 3, 3]
+@pytest.mark.parametrize("asked", [{}, {"top_k": 4}, {"top_p": 0.9999}, {"typical_p": 0.9999}])
+def test_what_weighs_nothing_is_never_drawn(asked: dict[str, Any]) -> None:
+    """Four tokens share the numbers equally; a number at a border is the next one's."""
+    numbers = [0.0, 0.2499, 0.25, 0.5, 0.7499, 0.75, 1 - 2**-53]
+    turns = [turn(Sampling(temperature=1.0, **asked)) for _ in numbers]
+    for number, one in zip(numbers, turns, strict=True):
+        assert one
+        one.manner.uniforms.begin, one.manner.uniforms.values = 0, [number] * AHEAD
+    logits = torch.tensor([-math.inf, 1.0, 1.0, -math.inf, 1.0, 1.0, -math.inf])
+    assert sample(logits.expand(len(numbers), -1), turns).ids == [1, 1, 2, 4, 4, 5, 5]
 
 
 def test_tokens_of_a_row_are_independent() -> None:
