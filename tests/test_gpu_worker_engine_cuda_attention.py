@@ -14,7 +14,7 @@ from gpu_worker.engine.inputs import build
 from gpu_worker.engine.rows import arrange
 from gpu_worker.engine.sdpa import Sdpa
 from gpu_worker.engine.upload import upload
-from gpu_worker.engine.write import write
+from gpu_worker.engine.write import fill, write
 from tests.on_cuda import ANYWHERE, ON_GPUS, backend_of, needs_flash
 from tests.test_gpu_worker_engine_native import BLOCKS, CPU, STEPS, chunk, rows
 
@@ -137,6 +137,18 @@ def test_what_comes_from_the_device_is_what_the_host_says(device: str, shape: Sh
     filled = [torch.cat((tensor, tensor[:, :, :2]), 2).to(pair.device) for tensor in given]
     found = pair.flash.attend(pair.modules[1], *filled, None)
     assert torch.equal(found[:, : len(parts)], planned)
+
+
+@ANYWHERE
+@pytest.mark.parametrize("value", [0.0, math.nan])
+def test_fill(device: str, value: float) -> None:
+    """The kernel against torch's way, in a store and in pages of sizes that no program fills evenly."""
+    for page, blocks in (((2, 16, 64), [3, 1]), ((3, 5, 24), [0, 7, 4]), ((8, 64, 128), [7])):
+        store = torch.randn(6, 8, *page).bfloat16()
+        found, where = store.to(device, copy=True), torch.device(device)
+        store[:, blocks] = value
+        fill(found, upload(blocks, where), value)
+        torch.testing.assert_close(found.cpu(), store, rtol=0, atol=0, equal_nan=True)
 
 
 @ANYWHERE
