@@ -182,16 +182,29 @@ def test_choices_follow_the_distribution(name: str) -> None:
     assert len(observed[filled]) == 1 or chisquare(observed[filled], awaited[filled]).pvalue > 1e-3
 
 
-@pytest.mark.parametrize("asked", [{}, {"top_k": 4}, {"top_p": 0.9999}, {"typical_p": 0.9999}])
-def test_what_weighs_nothing_is_never_drawn(asked: dict[str, Any]) -> None:
-    """Four tokens share the numbers equally; a number at a border is the next one's."""
-    numbers = [0.0, 0.2499, 0.25, 0.5, 0.7499, 0.75, 1 - 2**-53]
+ALL_OF_THEM = [{}, {"top_k": 1}, {"top_p": 0.9999}, {"typical_p": 0.9999}]
+"""Each keeps all tokens that are as likely as the likeliest, of 4,096 too."""
+
+
+def drawn(logits: torch.Tensor, numbers: Sequence[float], asked: dict[str, Any]) -> list[int]:
+    """What rows of the same logits take for these random numbers."""
     turns = [turn(Sampling(temperature=1.0, **asked)) for _ in numbers]
     for number, one in zip(numbers, turns, strict=True):
         assert one
         one.manner.uniforms.begin, one.manner.uniforms.values = 0, [number] * AHEAD
+    return sample(logits.expand(len(numbers), -1), turns).ids
+
+
+@pytest.mark.parametrize("asked", ALL_OF_THEM)
+def test_what_weighs_nothing_is_never_drawn(asked: dict[str, Any]) -> None:
+    """Four tokens share the numbers equally; a number at a border is the next one's."""
     logits = torch.tensor([-math.inf, 1.0, 1.0, -math.inf, 1.0, 1.0, -math.inf])
-    assert sample(logits.expand(len(numbers), -1), turns).ids == [1, 1, 2, 4, 4, 5, 5]
+    assert drawn(logits, [0.0, 0.2499, 0.25, 0.5, 0.7499, 0.75, 1 - 2**-53], asked) == [1, 1, 2, 4, 4, 5, 5]
+
+
+@pytest.mark.parametrize("asked", ALL_OF_THEM)
+def test_equal_tokens_share_the_numbers(asked: dict[str, Any]) -> None:
+    assert drawn(torch.zeros(4096), [part / 32 for part in range(32)], asked) == list(range(0, 4096, 128))
 
 
 def test_tokens_of_a_row_are_independent() -> None:
