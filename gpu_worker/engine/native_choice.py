@@ -34,7 +34,8 @@ def choose(library: ctypes.CDLL, logits: torch.Tensor, turns: Sequence[Turn | No
 
 def tell(library: ctypes.CDLL, logits: torch.Tensor, ids: torch.Tensor, num_tops: int) -> Drawn:
     """logits [tokens, vocabulary] → what the model says of ids int64 [tokens], one in place of each, and its likeliest there."""
-    told = blank(len(ids), num_tops, CPU)._replace(ids=ids)
+    told = blank(len(ids), num_tops, CPU)
+    told.ids.copy_(ids)
     library.tf_tell(*given(logits), byref(choices(told)))
     return told
 
