@@ -15,7 +15,7 @@ from gpu_worker.engine.engine import Engine
 from gpu_worker.engine.paged import Paged
 from tests import tiny_models
 from tests.batch_player import Player
-from tests.tiny_models import FAMILIES, LLAMA, SIZES, VOCAB, rope
+from tests.tiny_models import FAMILIES, LATENT, LLAMA, MIXTURE, SIZES, VOCAB, rope
 
 NEW_TOKENS = 40
 LENGTHS = (1, 20, 50, 70)
@@ -26,6 +26,7 @@ SERVED = [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) fo
 OLD = {"vocab_size": VOCAB, "n_layer": 2, "n_head": 4}
 HYBRID = {"mamba_d_ssm": 128, "mamba_n_heads": 4, "mamba_d_head": 32, "mamba_d_state": 16, "mamba_expand": 2}
 COMPRESSED = SIZES | {"num_key_value_heads": 2, "head_dim": 16, "num_experts": 4, "num_experts_per_tok": 1, "moe_intermediate_size": 32}
+INDEXED = LATENT | {"index_topk": 8, "index_head_dim": 16, "index_n_heads": 2, "sliding_window": 16}
 REFUSED = {
     "Bloom": (OLD | {"hidden_size": 64}, "uses ALiBi"),
     "Mpt": ({"vocab_size": VOCAB, "d_model": 64, "n_layers": 2, "n_heads": 4}, "uses ALiBi"),
@@ -36,6 +37,7 @@ REFUSED = {
     "DeepseekV4": (LLAMA | {"head_dim": 16, "moe_intermediate_size": 32, "n_routed_experts": 4}, "heavily_compressed_attention; only"),
     "Moshi": (LLAMA | {"ffn_dim": 128, "sliding_window": 16}, "its cache has a window of 16 tokens and its mask none"),
     "Mamba": ({"vocab_size": VOCAB, "hidden_size": 64, "num_hidden_layers": 2}, "no attention heads"),
+    "Dots3NoteText": (LLAMA | {"head_dim": 16, "n_routed_experts": 4} | MIXTURE | INDEXED, "layers of type indexed_attention; only"),
     "Helium": (LLAMA | {"head_dim": 8}, "the code of HeliumForCausalLM fails"),
     "T5": ({"vocab_size": VOCAB, "d_model": 64, "num_layers": 2, "num_heads": 4}, "encoder-decoder"),
 }

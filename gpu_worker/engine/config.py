@@ -18,20 +18,33 @@ def read_config(path: Path, settings: Settings) -> Any:
     except (ValueError, OSError, KeyError, ImportError) as error:
         raise unservable(model_id, error) from error
     text = config.get_text_config()
-    if config.is_encoder_decoder:
-        raise SettingError("model_id", f"{model_id} is an encoder-decoder model; only decoders are served")
-    if not getattr(text, "num_attention_heads", None) or not getattr(text, "num_hidden_layers", None):
-        raise SettingError("model_id", f"{model_id} ({config.model_type}) has no attention heads; only decoders with attention are served")
-    if has_alibi(text):
-        raise SettingError("model_id", f"{model_id} ({config.model_type}) uses ALiBi position biases, which are not served")
-    if others := sorted({*(getattr(text, "layer_types", None) or ())} - LAYER_TYPES):
-        cause = f"has layers of type {', '.join(others)}; only {' and '.join(sorted(LAYER_TYPES))} are served"
+    if cause := cause_against(config, text):
         raise SettingError("model_id", f"{model_id} ({config.model_type}) {cause}")
     if getattr(config, "quantization_config", None) is not None:
         text.quantization_config = config.quantization_config
     if settings.rope_factor is not None:
         stretch(text, settings.rope_scaling or "linear", settings.rope_factor)
     return text
+
+
+def cause_against(config: Any, text: Any) -> str | None:
+    """What a config says that is not served, of a model and of its part for text."""
+    if config.is_encoder_decoder:
+        return "is an encoder-decoder model; only decoders are served"
+    if not has_attention(text):
+        return "has no attention heads; only decoders with attention are served"
+    if has_alibi(text):
+        return "uses ALiBi position biases, which are not served"
+    if others := sorted({*(getattr(text, "layer_types", None) or ())} - LAYER_TYPES):
+        return f"has layers of type {', '.join(others)}; only {' and '.join(sorted(LAYER_TYPES))} are served"
+    return None
+
+
+def has_attention(config: Any) -> bool:
+    try:
+        return bool(getattr(config, "num_attention_heads", None) and getattr(config, "num_hidden_layers", None))
+    except RuntimeError:  # transformers', where the number differs between layers
+        return True
 
 
 def has_alibi(config: Any) -> bool:
