@@ -3,27 +3,34 @@
 import importlib
 import importlib.util
 import math
+from collections.abc import Callable
 from types import ModuleType
 
 import pytest
 import torch
 
+from gpu_worker.engine.sample import greedy
 from gpu_worker.engine.write import fill, write
 
 triton = pytest.importorskip("triton", reason="Triton is not installed")
 HOPPER, WARP = 90, 32
 BLOCKS, BLOCK_SIZE = 7, 16
+Interpreted = Callable[[str], ModuleType]
 
 
 @pytest.fixture
-def interpreted(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """The kernels, of which Triton makes functions that run on tensors of the CPU."""
+def interpreted(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], ModuleType]:
+    """Modules with kernels, of which Triton makes functions that run on tensors of the CPU."""
     monkeypatch.setenv("TRITON_INTERPRET", "1")
-    spec = importlib.util.find_spec("gpu_worker.engine.write_kernel")
-    assert spec and spec.loader
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+
+    def made(name: str) -> ModuleType:
+        spec = importlib.util.find_spec(f"gpu_worker.engine.{name}")
+        assert spec and spec.loader
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        return module
+
+    return made
 
 
 def caches(kv_heads: int, dim: int) -> torch.Tensor:
@@ -38,45 +45,64 @@ def as_model_code_leaves(tokens: int, kv_heads: int, dim: int) -> list[torch.Ten
 
 
 @pytest.mark.parametrize(("kv_heads", "key_dim", "value_dim"), [(1, 64, 64), (3, 128, 128), (2, 24, 16)])
-def test_writing(kv_heads: int, key_dim: int, value_dim: int, interpreted: ModuleType) -> None:
+def test_writing(kv_heads: int, key_dim: int, value_dim: int, interpreted: Interpreted) -> None:
     torch.manual_seed(0)
     slots = torch.tensor([100, 3, 16, 15, 111])
     for key, value in zip(*(as_model_code_leaves(len(slots), kv_heads, dim) for dim in (key_dim, value_dim)), strict=True):
         wanted = caches(kv_heads, key_dim), caches(kv_heads, value_dim)
         found = [cache.clone() for cache in wanted]
         write(*wanted, key, value, slots)
-        interpreted.write_both(*found, key, value, slots.int())
+        interpreted("write_kernel").write_both(*found, key, value, slots.int())
         assert all(map(torch.equal, found, wanted))
 
 
 @pytest.mark.parametrize("page", [(2, 16, 64), (3, 16, 96), (1, 5, 3)])
 @pytest.mark.parametrize("value", [0.0, math.nan])
-def test_filling(page: tuple[int, int, int], value: float, interpreted: ModuleType) -> None:
+def test_filling(page: tuple[int, int, int], value: float, interpreted: Interpreted) -> None:
     store = torch.randn(6, BLOCKS, *page, dtype=torch.bfloat16)
     found, blocks = store.clone(), torch.tensor([2, 6, 0])
     fill(store, blocks, value)
-    interpreted.fill_pages(found, blocks, value)
+    interpreted("write_kernel").fill_pages(found, blocks, value)
     torch.testing.assert_close(found, store, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("size", [64, 1000])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_likeliest(size: int, dtype: torch.dtype, interpreted: Interpreted, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some are equal, some impossible; a row's bits are its own."""
+    torch.manual_seed(0)
+    logits = torch.randn(4, size).to(dtype)
+    logits[1, 7::64] = logits[1, 12] = 9.0
+    logits[2, 1:-1] = -math.inf
+    kernels = interpreted("greedy_kernel")
+    monkeypatch.setattr(kernels, "WIDTH", 64)
+    ids, logprobs = kernels.likeliest_rows(logits)
+    wanted_ids, wanted = greedy(logits)
+    assert ids.tolist() == wanted_ids.tolist() and ids[1] == 7
+    torch.testing.assert_close(logprobs, wanted, rtol=0, atol=1e-6)
+    alone = [kernels.likeliest_rows(row[None])[1] for row in logits]
+    assert torch.equal(torch.cat(alone), logprobs)
 
 
 def types_of(numbers: str, slots: str) -> dict[str, str]:
     return dict.fromkeys(("keys", "values", "key", "value"), numbers) | {"slots": slots}
 
 
-COMPILED: list[tuple[str, dict[str, int], dict[str, str]]] = [
-    ("write_line", {"key_dim": 128, "value_dim": 128, "width": 128}, types_of("*bf16", "*i64")),
-    ("write_line", {"key_dim": 24, "value_dim": 16, "width": 32, "heads": 1}, types_of("*fp32", "*i32")),
-    ("fill_part", {"width": 2048}, {"store": "*bf16", "blocks": "*i64", "value": "fp32"}),
+COMPILED: list[tuple[str, str, dict[str, int], dict[str, str]]] = [
+    ("write_kernel", "write_line", {"key_dim": 128, "value_dim": 128, "width": 128}, types_of("*bf16", "*i64")),
+    ("write_kernel", "write_line", {"key_dim": 24, "value_dim": 16, "width": 32, "heads": 1}, types_of("*fp32", "*i32")),
+    ("write_kernel", "fill_part", {"width": 2048}, {"store": "*bf16", "blocks": "*i64", "value": "fp32"}),
+    ("greedy_kernel", "likeliest_row", {"size": 49_152, "width": 8192}, {"logits": "*bf16", "ids": "*i64", "logprobs": "*fp32"}),
 ]
-"""Kernel, what is a constant in it, and the types of what is no int32. Triton takes a 1 for a constant."""
+"""Module, kernel, what is a constant in it, and the types of what is no int32. Triton takes a 1 for a constant."""
 
 
-@pytest.mark.parametrize(("name", "constants", "types"), COMPILED)
-def test_they_compile(name: str, constants: dict[str, int], types: dict[str, str]) -> None:
+@pytest.mark.parametrize(("module", "name", "constants", "types"), COMPILED)
+def test_they_compile(module: str, name: str, constants: dict[str, int], types: dict[str, str]) -> None:
     """For a GPU that need not be there: what is annotated or computed in a way that Triton does not know fails here."""
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    kernel = getattr(importlib.import_module("gpu_worker.engine.write_kernel"), name)
+    kernel = getattr(importlib.import_module(f"gpu_worker.engine.{module}"), name)
     signature = {argument: types.get(argument, "i32") for argument in kernel.arg_names} | dict.fromkeys(constants, "constexpr")
     assert triton.compile(ASTSource(kernel, signature, constants), target=GPUTarget("cuda", HOPPER, WARP)).asm["cubin"]

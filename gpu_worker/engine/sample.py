@@ -65,6 +65,10 @@ def likeliest_of(logits: torch.Tensor) -> Drawn:
 
 def greedy(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """logits [samples, vocabulary] → ids int64 [samples], natural logarithms of their probabilities float32 [samples]."""
+    if logits.is_cuda:
+        from gpu_worker.engine.greedy_kernel import likeliest_rows  # Triton comes with torch's builds for CUDA only
+
+        return likeliest_rows(logits)
     best, ids = logits.max(-1)
     below = logits.to(torch.float32, copy=True).sub_(best.float()[:, None])  # in place: another buffer of this size costs page faults
     return ids, below.exp_().sum(-1).log_().neg_()
