@@ -50,6 +50,14 @@ def test_without_likeliest_tokens_there_are_none() -> None:
     assert torch.equal(found.logprobs, prompt_scores(logits, ids, 5).logprobs)
 
 
+@pytest.mark.usefixtures("way")
+def test_bits_do_not_depend_on_how_many_are_told_together() -> None:
+    logits, ids = given(40, 100_003, torch.float32)
+    logits /= 8  # many count
+    alone = [prompt_scores(logits[row : row + 1], ids[row : row + 1], 0).logprobs for row in range(len(ids))]
+    assert torch.equal(torch.cat(alone), prompt_scores(logits, ids, 0).logprobs)
+
+
 def test_torch_copies_no_more_than_so_many_scores_together(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[int] = []
     scored = module.scored

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from gpu_worker.engine import native_choice
-from gpu_worker.engine.draw import Drawn
+from gpu_worker.engine.draw import Drawn, fixed, log
 from gpu_worker.engine.inputs import ends_of
 from gpu_worker.engine.likeliest import likeliest
 from gpu_worker.engine.rows import Part
@@ -56,5 +56,5 @@ def scored(logits: torch.Tensor, ids: torch.Tensor, num_tops: int) -> Drawn:
     scores.sub_(scores.amax(-1, keepdim=True))
     own = scores.gather(1, ids[:, None])[:, 0]
     top_scores, top_ids = likeliest(scores, num_tops)
-    total = scores.exp_().sum(-1).log_()
+    total = log(fixed(scores).sum(-1))
     return Drawn(ids, own - total, top_ids, top_scores - total[:, None])
