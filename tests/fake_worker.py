@@ -83,7 +83,7 @@ def neighbours(ids: list[int], logprobs: list[float], count: int) -> tuple[bytes
 
 
 class FakeWorker:
-    """Set `answer` to script; clear `going` to have it pause, with all it holds."""
+    """Set `answer` to script; `pause` has it keep all it holds until `going` is set."""
 
     def __init__(self, url: str, tokenizer: Tokenizer, answer: Callable[[Generate], Answer], step_s: float = 0.0) -> None:
         self.redis: Redis = connect(url)
@@ -92,7 +92,7 @@ class FakeWorker:
         self.channels = Channels(self.incarnation)
         self.live: dict[str, Live] = {}
         self.seen: list[Generate] = []
-        self.going = asyncio.Event()
+        self.going, self.resting = asyncio.Event(), asyncio.Event()
         self.going.set()
         self.sequence = self.steps = 0
         self.last_entry, self.last_control = b"0", b"0"
@@ -114,12 +114,23 @@ class FakeWorker:
     async def run(self) -> None:
         while True:
             with contextlib.suppress(*ERRORS):
-                await self.going.wait()
+                await self.rest()
                 await self.take_requests()
                 await self.take_cancels()
                 await self.flush()
                 await self.repeat()
             await asyncio.sleep(self.step_s or (0 if self.live else 0.005))
+
+    async def rest(self) -> None:
+        if not self.going.is_set():
+            self.resting.set()
+            await self.going.wait()
+            self.resting.clear()
+
+    async def pause(self) -> None:
+        """Returns when it takes nothing more."""
+        self.going.clear()
+        await self.resting.wait()
 
     async def take_requests(self) -> None:
         for entry_id, fields in await self.redis.xrange(self.keys.requests, b"(" + self.last_entry if self.last_entry != b"0" else "-"):

@@ -18,6 +18,8 @@ from common import model_files
 from common.settings import Settings
 from tests.waiting import wait_until
 
+SETTINGS: dict[str, Any] = {"heartbeat_s": 0.05, "worker_grace_s": 3600}  # a scripted worker shows itself once
+
 
 @cache
 def vocabulary() -> Vocabulary:
@@ -27,7 +29,7 @@ def vocabulary() -> Vocabulary:
 @contextlib.asynccontextmanager
 async def serving(url: str, lose: Callable[[], bool] | None = None, **settings: Any) -> AsyncIterator[tuple[Gateway, httpx.AsyncClient]]:
     """A gateway that serves while the context is open, and a client that talks to it."""
-    gateway = Gateway(Settings(redis_url=url, **({"heartbeat_s": 0.05} | settings)), "g0-test", vocabulary(), lose)
+    gateway = Gateway(Settings(redis_url=url, **(SETTINGS | settings)), "g0-test", vocabulary(), lose)
     socket = own_listener(0)
     server = uvicorn.Server(uvicorn.Config(build(gateway), log_config=None, http=Http, timeout_graceful_shutdown=5))
     task = asyncio.create_task(server.serve([socket]))

@@ -186,7 +186,7 @@ async def test_an_aborted_job_is_called_off(client: ArqRedis, broker: Broker) ->
 
 async def test_a_job_outlives_its_workers(client: ArqRedis, worker: FakeWorker, broker: Broker) -> None:
     """The first is killed, the second told to stop; the third waits for what was begun: nothing is generated twice."""
-    worker.going.clear()
+    await worker.pause()
     redis = connect(broker.url)
     killed = JobWorker(redis, Settings(redis_url=broker.url, worker_ttl_s=1.0))
     life = asyncio.create_task(killed.main())
@@ -223,7 +223,7 @@ async def test_limits_are_ours(broker: Broker, redis: Redis) -> None:
 
 async def test_many_jobs_wait_at_once(client: ArqRedis, worker: FakeWorker, broker: Broker) -> None:
     """More than arq's ten."""
-    worker.going.clear()
+    await worker.pause()
     async with job_worker(broker.url) as one:
         jobs = [await enqueue(client, "generate", "Count.") for _ in range(40)]
         await wait_until(lambda: len(one.client.waiting) == 40)

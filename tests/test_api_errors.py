@@ -151,7 +151,7 @@ async def test_models_and_health(broker: Broker) -> None:
 async def test_a_full_queue_is_said_before_the_stream(broker: Broker, limits: dict[str, int], path: str) -> None:
     async with working(broker.url, TOKENIZER, lambda _: Answer([11])) as worker, serving(broker.url, **limits) as (gateway, client):
         await ready(gateway)
-        worker.going.clear()
+        await worker.pause()
         first = asyncio.create_task(stream(client, BODY))
         await wait_until(lambda: worker.redis.xlen(worker.keys.requests))
         second = await client.post(path, json=BODY)
@@ -186,7 +186,7 @@ async def test_after_the_last_worker_died(broker: Broker) -> None:
     async with serving(broker.url, worker_grace_s=2.0) as (gateway, client):
         async with working(broker.url, TOKENIZER, lambda _: Answer([11])) as worker:
             await ready(gateway)
-            worker.going.clear()
+            await worker.pause()
             waiting = asyncio.create_task(client.post("/generate", json=BODY))
             await wait_until(lambda: worker.redis.xlen(worker.keys.requests))
             await worker.redis.delete(worker.keys.workers)

@@ -136,7 +136,7 @@ async def test_all_or_none_of_several_answers_are_admitted(broker: Broker) -> No
         serving(broker.url, max_concurrent_requests=1) as (gateway, client),
     ):
         await ready(gateway)
-        worker.going.clear()
+        await worker.pause()
         response = await client.post("/generate", json=body)
         assert (response.status_code, response.json()["error_type"]) == (429, "overloaded")
         worker.going.set()

@@ -17,8 +17,8 @@ from common.messages import Generate
 from common.settings import Settings
 from deploy.broker import Broker
 from tests.fake_worker import Answer, FakeWorker, working
-from tests.gateways import ready, vocabulary
-from tests.waiting import wait_until
+from tests.gateways import SETTINGS, ready, vocabulary
+from tests.waiting import PATIENCE_S, wait_until
 
 TOKENIZER = vocabulary().tokenizer
 IDS: list[int] = TOKENIZER.encode(" zero one two three four five six seven eight nine").ids
@@ -33,7 +33,7 @@ def answer(_: Generate) -> Answer:
 
 @contextlib.asynccontextmanager
 async def gateway(url: str, name: str = "g0-test", **settings: Any) -> AsyncIterator[Gateway]:
-    one = Gateway(Settings(redis_url=url, **({"heartbeat_s": 0.05} | settings)), name, vocabulary())
+    one = Gateway(Settings(redis_url=url, **(SETTINGS | settings)), name, vocabulary())
     async with one.running():
         await ready(one)
         yield one
@@ -64,7 +64,7 @@ class Service:
         self.tasks.append(asyncio.create_task(collect(heard)))
         return heard
 
-    async def result(self, job_id: str, timeout_s: float = 10.0) -> Any:
+    async def result(self, job_id: str, timeout_s: float = PATIENCE_S) -> Any:
         return json.loads(await wait_until(lambda: self.redis.get(KEYS.result(job_id)), timeout_s))
 
     async def stream(self, job_id: str, after: str = "0") -> list[Any]:
@@ -227,13 +227,13 @@ async def test_a_stranger_at_our_keys_does_no_harm(service: Service, worker: Fak
         await service.submit(id="fine", inputs="Count.", reply="stream")
         assert await service.result("fine") == {"generated_text": TEXT}
         await service.settled()
-        assert not one.jobs.held and not one.relay.streams
+        await wait_until(lambda: not one.jobs.held and not one.relay.streams)
 
 
 async def test_the_same_job_attaches_and_another_conflicts(service: Service, worker: FakeWorker, broker: Broker) -> None:
     first, second, third = [await service.listen(f"ext:{i}") for i in range(3)]
     async with gateway(broker.url, "g0") as one, gateway(broker.url, "g1") as other:
-        worker.going.clear()
+        await worker.pause()
         for i in range(2):
             await service.submit(id="a", inputs="Count.", reply_to=f"ext:{i}")
         await wait_until(lambda: sum(len(run.replies) for gate in (one, other) for run in gate.jobs.runs.values()) == 2)
@@ -260,7 +260,7 @@ async def test_a_job_waits_for_room(service: Service, worker: FakeWorker, broker
 
 
 async def test_a_job_waits_for_a_worker(service: Service, broker: Broker) -> None:
-    one = Gateway(Settings(redis_url=broker.url, heartbeat_s=0.05), "g0", vocabulary())
+    one = Gateway(Settings(redis_url=broker.url, **SETTINGS), "g0", vocabulary())
     async with one.running():
         await service.submit(id="a", inputs="Count.")
         await wait_until(lambda: one.jobs.runs)
@@ -269,7 +269,7 @@ async def test_a_job_waits_for_a_worker(service: Service, broker: Broker) -> Non
 
 
 async def test_jobs_beyond_the_limit_are_refused(service: Service, worker: FakeWorker, broker: Broker) -> None:
-    worker.going.clear()
+    await worker.pause()
     async with gateway(broker.url, submit_limit=3):
         for i in range(5):
             await service.submit(id=f"j{i}", inputs="Count.")
@@ -304,7 +304,7 @@ async def test_a_successor_goes_on_where_the_dead_gateway_stopped(service: Servi
     """Each frame once, on the channel and in the stream, with the text of one generation."""
     heard = await service.listen("ext:me")
     worker.step_s = 0.05
-    dead = Gateway(Settings(redis_url=broker.url, heartbeat_s=0.05, worker_ttl_s=0.3), "g0", vocabulary())
+    dead = Gateway(Settings(redis_url=broker.url, **SETTINGS, worker_ttl_s=0.3), "g0", vocabulary())
     life = [asyncio.create_task(loop) for loop in (dead.relay.run(), dead.fleet.run(), dead.jobs.run())]
     await service.submit(id="a", inputs="Count.", reply_to="ext:me", reply="stream")
     await service.submit(id="c", **CHAT, parameters={"n": 2}, reply="stream")
@@ -353,7 +353,7 @@ async def test_two_that_hold_a_job_say_it_once(service: Service, worker: FakeWor
     """A gateway that shows no signs of life any more, and works all the same."""
     heard = await service.listen("ext:me")
     worker.step_s = 0.05
-    silent = Gateway(Settings(redis_url=broker.url, heartbeat_s=0.05, worker_ttl_s=0.3), "g0", vocabulary())
+    silent = Gateway(Settings(redis_url=broker.url, **SETTINGS, worker_ttl_s=0.3), "g0", vocabulary())
     life = [asyncio.create_task(loop) for loop in (silent.relay.run(), silent.jobs.run())]
     await silent.fleet.look()
     await service.submit(id="a", inputs="Count.", reply_to="ext:me", reply="stream")

@@ -92,7 +92,7 @@ async def test_failures_by_cause(broker: Broker) -> None:
 
 async def gone(client: httpx.AsyncClient, worker: FakeWorker) -> None:
     """A client that goes before its answer comes."""
-    worker.going.clear()
+    await worker.pause()
     with pytest.raises(httpx.ReadTimeout):
         await client.post("/generate", json=body(), timeout=0.3)
     worker.going.set()
@@ -101,7 +101,7 @@ async def gone(client: httpx.AsyncClient, worker: FakeWorker) -> None:
 
 async def overload(client: httpx.AsyncClient, worker: FakeWorker) -> None:
     """One request more than may be live."""
-    worker.going.clear()
+    await worker.pause()
     async with client.stream("POST", "/generate_stream", json=body()) as first:
         assert (await client.post("/generate", json=body())).status_code == 429
         worker.going.set()
@@ -111,7 +111,7 @@ async def overload(client: httpx.AsyncClient, worker: FakeWorker) -> None:
 async def test_what_is_there(broker: Broker) -> None:
     async with working(broker.url, TOKENIZER, scripted) as worker, serving(broker.url) as (gateway, client):
         await ready(gateway)
-        worker.going.clear()
+        await worker.pause()
         async with client.stream("POST", "/generate_stream", json=body()):
             found = await Figures(client).read()
             assert found['tokenfleet_workers{pool="default",state="ready"}'] == 1

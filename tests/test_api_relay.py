@@ -374,7 +374,7 @@ async def test_clients_that_leave_are_cancelled(broker: Broker) -> None:
             task.cancel()
             await asyncio.wait([task])
         await nothing_left(gateway, worker)
-        worker.going.clear()
+        await worker.pause()
         task = asyncio.create_task(client.post("/generate", json={"inputs": "text 3"}))
         await wait_until(lambda: worker.redis.xlen(KEYS.requests))
         task.cancel()
