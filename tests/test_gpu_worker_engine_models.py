@@ -15,14 +15,15 @@ from gpu_worker.engine.engine import Engine
 from gpu_worker.engine.paged import Paged
 from tests import tiny_models
 from tests.batch_player import Player
-from tests.tiny_models import FAMILIES, LATENT, LLAMA, MIXTURE, SIZES, VOCAB, rope
+from tests.tiny_models import FAMILIES, LATENT, LLAMA, MIXTURE, SEEING, SIZES, VOCAB, rope
 
 NEW_TOKENS = 40
 LENGTHS = (1, 20, 50, 70)
 """Of prompts: some beyond the windows and the original rope lengths."""
 MANY = 15
 QUICK = ("Llama-dynamic", "Llama-longrope", "Phi3-longrope", "Qwen3-MoE", "Gemma2", "GPT2", "OPT", "StableLM", "DeepSeek-V3", "gpt-oss")
-SERVED = [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in FAMILIES]
+QUICK += ("Gemma3-images",)
+SERVED = [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in FAMILIES | SEEING]
 OLD = {"vocab_size": VOCAB, "n_layer": 2, "n_head": 4}
 HYBRID = {"mamba_d_ssm": 128, "mamba_n_heads": 4, "mamba_d_head": 32, "mamba_d_state": 16, "mamba_expand": 2}
 COMPRESSED = SIZES | {"num_key_value_heads": 2, "head_dim": 16, "num_experts": 4, "num_experts_per_tok": 1, "moe_intermediate_size": 32}
@@ -68,7 +69,7 @@ def play(engine: Engine, prefixes: dict[int, list[int]], prefill_tokens: int = 1
 
 @pytest.mark.parametrize("family", SERVED)
 def test_served(family: str, tmp_path: Path) -> None:
-    model = tiny_models.save(tmp_path, *FAMILIES[family])
+    model = tiny_models.save(tmp_path, *(FAMILIES | SEEING)[family])
     wanted = {row: tiny_models.generate(model, prompt, NEW_TOKENS) for row, prompt in enumerate(prompts())}
     assert all(len(set(ids)) >= MANY for ids in wanted.values()), "ids that repeat prove little"
     engine, fresh = engine_of(tmp_path), dict(enumerate(prompts()))

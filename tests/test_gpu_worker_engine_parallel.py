@@ -19,22 +19,26 @@ from gpu_worker.place import Place, local_places
 from tests import led_engine, rank_memory, tiny_models
 from tests.batch_player import Player
 from tests.led_engine import Led
-from tests.tiny_models import FAMILIES, LLAMA, VOCAB
+from tests.tiny_models import FAMILIES, LLAMA, SEEING, VOCAB
 
 NEW_TOKENS = 24
 LENGTHS = (1, 20, 70)
 SETTINGS: dict[str, Any] = {"dtype": "float32", "kv_cache_bytes": 2**23, "max_batch_prefill_tokens": 64, "block_size": 8, "debug_kv": True}
-MODELS = FAMILIES | {
-    "one K head": ("Llama", LLAMA | {"num_key_value_heads": 1, "vocab_size": VOCAB + 1}),
-    "three K heads": (
-        "Llama",
-        LLAMA | {"num_attention_heads": 6, "num_key_value_heads": 3, "hidden_size": 96, "tie_word_embeddings": True, "vocab_size": 99},
-    ),
-    "biases": ("Llama", LLAMA | {"attention_bias": True, "mlp_bias": True}),
-}
+MODELS = (
+    FAMILIES
+    | SEEING
+    | {
+        "one K head": ("Llama", LLAMA | {"num_key_value_heads": 1, "vocab_size": VOCAB + 1}),
+        "three K heads": (
+            "Llama",
+            LLAMA | {"num_attention_heads": 6, "num_key_value_heads": 3, "hidden_size": 96, "tie_word_embeddings": True, "vocab_size": 99},
+        ),
+        "biases": ("Llama", LLAMA | {"attention_bias": True, "mlp_bias": True}),
+    }
+)
 QUICK = ("one K head", "three K heads", "Mixtral")
 PLANNED = ("Llama", "Llama-dynamic", "Mistral", "Qwen2", "Qwen3", "Qwen3-MoE", "Gemma2", "Gemma3", "Phi", "Phi3", "GPT-NeoX", "StarCoder2")
-PLANNED += ("biases", "OLMo2", "Cohere", "Cohere2", "Granite", "SmolLM3", "DeepSeek-V3")
+PLANNED += ("biases", "OLMo2", "Cohere", "Cohere2", "Granite", "SmolLM3", "DeepSeek-V3", "Gemma3-images")
 REFUSED = {
     "GPT2": (FAMILIES["GPT2"], "no plan for gpt2"),
     "gpt-oss": (FAMILIES["gpt-oss"], "no plan for gpt_oss"),
@@ -61,7 +65,7 @@ def play(engine: Any, prefixes: dict[int, list[int]], prefill_tokens: int = 1000
 
 def check(ranks: Ranks, family: str, folder: Path) -> None:
     model = tiny_models.save(folder, *MODELS[family])
-    fresh = dict(enumerate(prompts(model.config.vocab_size)))
+    fresh = dict(enumerate(prompts(model.config.get_text_config().vocab_size)))
     wanted = {row: tiny_models.generate(model, prompt, NEW_TOKENS) for row, prompt in fresh.items()}
     with Led(ranks, model_id=str(folder), threads=1, **SETTINGS) as engine:
         assert engine.ready.world_size == ranks.world_size

@@ -36,6 +36,8 @@ WIDE = {"head_dim": 32}
 SPREAD = {"initializer_range": 0.5}
 MIXTURE = {"num_experts_per_tok": 2, "moe_intermediate_size": 64}
 LATENT = {"kv_lora_rank": 16, "q_lora_rank": 24, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 12, "num_key_value_heads": 4}
+EYES = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 28, "patch_size": 14}
+UNTIED = {"tie_word_embeddings": False}
 
 
 def rope(kind: str, **parameters: Any) -> dict[str, Any]:
@@ -111,6 +113,20 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "gpt-oss": ("GptOss", LLAMA | WIDE | MIXED | {"num_local_experts": 4, "num_experts_per_tok": 2}),
 }
+SEEING: dict[str, tuple[str, dict[str, Any]]] = {
+    "Gemma3-images": ("Gemma3", {"text_config": LLAMA | WIDE | MIXED | SPREAD, "vision_config": EYES} | UNTIED),
+    "Ministral3-images": (
+        "Mistral3",
+        {"text_config": LLAMA | {"model_type": "ministral3", "head_dim": 16}, "vision_config": EYES | {"model_type": "pixtral"}} | UNTIED,
+    ),
+}
+"""Models that see images, too: their part for text is served."""
+
+KINDS: dict[str, Any] = {
+    "is_encoder_decoder": transformers.AutoModelForSeq2SeqLM,
+    "vision_config": transformers.AutoModelForImageTextToText,
+}
+"""By what a config says."""
 
 
 def save(folder: Path, config_name: str, sizes: dict[str, Any]) -> Any:
@@ -118,7 +134,7 @@ def save(folder: Path, config_name: str, sizes: dict[str, Any]) -> Any:
     attention written out: transformers 5.17 leaves soft-capping out of torch's own."""
     torch.manual_seed(1)
     config = getattr(transformers, f"{config_name}Config")(**sizes)
-    kind = transformers.AutoModelForSeq2SeqLM if config.is_encoder_decoder else transformers.AutoModelForCausalLM
+    kind = next((kind for part, kind in KINDS.items() if getattr(config, part, None)), transformers.AutoModelForCausalLM)
     model = kind.from_config(config).eval()
     with torch.no_grad():
         for name, weight in model.named_parameters():
@@ -127,7 +143,7 @@ def save(folder: Path, config_name: str, sizes: dict[str, Any]) -> Any:
                 if name.endswith("sinks")
                 else 0.1
                 if name.endswith("bias")
-                else getattr(config, "initializer_range", 0.25)
+                else getattr(config.get_text_config(), "initializer_range", 0.25)
                 if weight.dim() > 1
                 else 0.0
             )

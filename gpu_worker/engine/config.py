@@ -11,15 +11,16 @@ LAYER_TYPES = {"full_attention", "sliding_attention"}
 
 
 def read_config(path: Path, settings: Settings) -> Any:
-    """The model's text config, with `quantization_config` where the checkpoint has one. Raises SettingError."""
+    """The model's text config, with what the config of a model that sees images, too, says of the whole. Raises SettingError."""
     model_id = settings.model_id
     try:
         config = AutoConfig.from_pretrained(path, trust_remote_code=settings.trust_remote_code)
+        text = config.get_text_config()
     except (ValueError, OSError, KeyError, ImportError) as error:
         raise unservable(model_id, error) from error
-    text = config.get_text_config()
     if cause := cause_against(config, text):
         raise SettingError("model_id", f"{model_id} ({config.model_type}) {cause}")
+    text.tie_word_embeddings = getattr(config, "tie_word_embeddings", False)
     if getattr(config, "quantization_config", None) is not None:
         text.quantization_config = config.quantization_config
     if settings.rope_factor is not None:

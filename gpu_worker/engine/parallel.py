@@ -21,7 +21,7 @@ from gpu_worker.engine import dummy
 from gpu_worker.engine.attention import Unservable
 from gpu_worker.engine.ranks import Ranks
 from gpu_worker.engine.shares import EMBEDDING, GATHERED, SPLIT, SUMMED, Cut, Interval, Shares, shares
-from gpu_worker.engine.weights import check_types, check_whole, read, shapeless
+from gpu_worker.engine.weights import OF_TEXT, check_types, check_whole, read, shapeless
 
 NOT_SHARED = Shares({}, {})
 
@@ -85,7 +85,7 @@ def smaller(whole: type[Any], cuts: Mapping[str, Cut], rank: int) -> type[Any]:
 def slices(path: Path, model: Any, cuts: Mapping[str, Cut], rank: int) -> Iterator[tuple[str, Any]]:
     """The checkpoint's tensors by their names in it, each as this rank needs it; none is read yet."""
     shapes = {name: tensor.shape for name, tensor in model.state_dict().items()}
-    changes = get_model_conversion_mapping(model)
+    changes = get_model_conversion_mapping(model, OF_TEXT)
     renamings = [change for change in changes if isinstance(change, WeightRenaming)]
     converters = [change for change in changes if isinstance(change, WeightConverter)]
     side_by_side = {

@@ -16,6 +16,8 @@ from gpu_worker.engine import attention, dummy
 
 PLAIN_TYPES = {"F64", "F32", "F16", "BF16"}
 MAX_NAMED = 3
+OF_TEXT = {r"^language_model\.model\.": "model.", r"^language_model\.lm_head\.": "lm_head.", r"^model\.language_model\.": "model."}
+"""Names of the weights for text in checkpoints of models that see images, too (Gemma 3, Mistral 3, Llava) → those in the model for text."""
 
 
 def read_weights(path: Path, config: Any, dtype: torch.dtype, device: torch.device, settings: Settings) -> Any:
@@ -47,6 +49,7 @@ def shapeless(config: Any, settings: Settings) -> Any:
 def read(source: Callable[..., Any], settings: Settings, **options: Any) -> Any:
     """What `source`, a `from_pretrained` of transformers, gives. Raises SettingError where it is not whole."""
     options |= {"attn_implementation": attention.NAME, "trust_remote_code": settings.trust_remote_code, "output_loading_info": True}
+    options["key_mapping"] = OF_TEXT
     model, info = source(**options)
     missing = sorted({*info["missing_keys"], *(name for name, *_ in info["mismatched_keys"])})
     if missing:
