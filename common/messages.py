@@ -1,7 +1,7 @@
 """Every message between processes, and nothing else.
 
-On the wire they are msgpack maps (common/codec.py); token ids are packed (common/packing.py). They are values, made once and read; those
-that are made with every token are not frozen, for that takes seven times as long.
+On the wire they are msgpack maps (common/codec.py); token ids are packed (common/packing.py). They are values; those that are made
+with every token are not frozen, for that takes seven times as long.
 """
 
 import struct

@@ -15,6 +15,8 @@ from common.codec import WireError, decode
 from common.keys import Keys
 from common.messages import RECORD, LogEntry, Tokens
 
+ALONE = struct.Struct("4s4s")
+
 
 @dataclass(slots=True)
 class Committed:
@@ -75,9 +77,11 @@ def pairs(ids: bytes, logprobs: bytes) -> list[bytes]:
     return [ids[i : i + 4] + logprobs[i : i + 4] for i in range(0, len(ids), 4)]
 
 
-def columns(records: memoryview, width: int) -> tuple[bytes, bytes, bytes, bytes]:
-    """What `packed_records` joined."""
-    words, step = records.cast("i"), 2 * width
+def columns(records: bytearray, begin: int, width: int) -> tuple[bytes, bytes, bytes, bytes]:
+    """What `packed_records` joined, of the records from byte `begin` on."""
+    if len(records) - begin == RECORD.size:  # one token, as a step brings it
+        return *ALONE.unpack_from(records, begin), b"", b""
+    words, step = memoryview(records)[begin:].cast("i"), 2 * width
     own = words[::step].tobytes(), words[1::step].tobytes()
     if width == 1:
         return *own, b"", b""

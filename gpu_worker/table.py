@@ -56,8 +56,7 @@ class RowText:
         """Those that came since the last call."""
         texts, self.texts = self.texts, []
         request, index = self.request, self.num_tokens - len(texts)
-        new = memoryview(self.records)[index * RECORD.size * request.width :]
-        ids, logprobs, top_ids, top_logprobs = columns(new, request.width)
+        ids, logprobs, top_ids, top_logprobs = columns(self.records, index * RECORD.size * request.width, request.width)
         since_start_ms = 0 if index else round(1000 * (time.monotonic() - self.started_s))
         return Tokens(request.request_id, self.attempt, index, ids, logprobs, texts, top_ids, top_logprobs, since_start_ms)
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ from common import broker as brokers
 from common import metrics, model_files
 from common.codec import decode, encode
 from common.keys import Keys
-from common.messages import RECORD, Events, Generate, Plan, Report, Start, Worker
+from common.messages import RECORD, Events, Generate, LogEntry, Plan, Report, Start, Worker
 from common.packing import pack_floats, pack_ids, unpack_floats, unpack_ids
 from common.recover import read, split
 from common.settings import SettingError, Settings
@@ -88,6 +89,9 @@ async def test_tokens_ends_and_releases_go_out_together(agent, redis):
     assert [events.sequence for events in said] == [1, 2]
     (tokens,) = said[0].tokens
     assert (tokens.index, unpack_ids(tokens.ids), tokens.texts) == (0, [first, second], [" the", " sea"])
+    [(_, fields)] = await redis.xrange(KEYS.log("w0-1"), min="1")
+    [logged] = decode(LogEntry, fields[b"entry"]).tokens
+    assert logged == replace(tokens, texts=[])
     assert (said[1].terminals[0].reason, said[1].terminals[0].num_tokens) == ("length", 2)
     result = json.loads(await redis.get(KEYS.result("r1")))
     assert (result["generated_text"], result["ids"], result["logprobs"]) == (" the sea", [first, second], [-0.5, -0.5])
