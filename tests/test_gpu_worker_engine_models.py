@@ -202,3 +202,10 @@ def test_a_mask_that_is_no_window_is_seen(tmp_path: Path, monkeypatch: pytest.Mo
     tiny_models.save(tmp_path, "Llama4Text", REFUSED["Llama4Text"][0])
     with pytest.raises(SettingError, match="neither causal nor a sliding window"):
         engine_of(tmp_path)
+
+
+def test_attention_that_counts_by_its_cache_is_seen(tmp_path: Path) -> None:
+    """Llama 4's, which scales queries by it in layers without rotary positions."""
+    tiny_models.save(tmp_path, "Llama4Text", REFUSED["Llama4Text"][0] | {"layer_types": ["full_attention"] * 3})
+    with pytest.raises(SettingError, match="counts tokens by a cache of its own"):
+        engine_of(tmp_path)

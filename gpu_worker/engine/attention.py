@@ -4,6 +4,7 @@ transformers calls `attend` from every attention module. The module carries its 
 which knows the step that runs: so no layer's signature changes, and a compiler sees the same code in every layer.
 """
 
+import inspect
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -134,6 +135,8 @@ def watch(model: Any, forward: Callable[[], torch.Tensor]) -> dict[Any, Layer]:
         register()
     if len(found) != (wanted := model.config.get_text_config().num_hidden_layers):
         raise Unservable(f"{len(found)} of its {wanted} layers have attention that can be paged")
+    if any("get_seq_length" in inspect.unwrap(type(module).forward).__code__.co_names for module in found):
+        raise Unservable("its attention counts tokens by a cache of its own")
     for layer, window in zip(found.values(), cached_windows(model.config), strict=False):
         if window not in (None, layer.view.window):
             raise Unservable(f"its cache has a window of {window} tokens and its mask {layer.view.window or 'none'}")
