@@ -111,6 +111,14 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         | LATENT
         | {"n_routed_experts": 8, "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1, "n_shared_experts": 1},
     ),
+    "DeepSeek-V2-dynamic": (
+        "DeepseekV2",
+        LLAMA
+        | MIXTURE
+        | LATENT
+        | {"n_routed_experts": 4, "first_k_dense_replace": 1, "max_position_embeddings": 32}
+        | rope("dynamic", factor=4.0),
+    ),
     "gpt-oss": ("GptOss", LLAMA | WIDE | MIXED | {"num_local_experts": 4, "num_experts_per_tok": 2}),
 }
 SEEING: dict[str, tuple[str, dict[str, Any]]] = {

@@ -26,7 +26,7 @@ class Rope:
     def __init__(self, module: Any) -> None:
         self.module, self.plain = module, inspect.unwrap(type(module).forward)
         self.types = {layer_type: kind for layer_type, kind in types_of(module).items() if kind in BY_LENGTH}
-        self.lengths = torch.ones(1, dtype=torch.int64)
+        self.lengths, self.complex = torch.ones(1, dtype=torch.int64), False
         self.known: dict[tuple[str | None, int], tuple[torch.Tensor, float]] = {}
         module.forward = self.forward
 
@@ -43,12 +43,13 @@ class Rope:
         """As `begin`, for rows that all decode: they have outgrown their prompts. positions int32 [rows]"""
         self.lengths = positions.long() + 1
 
-    def forward(self, x: torch.Tensor, position_ids: torch.Tensor, layer_type: str | None = None) -> Turns:
-        """→ cosines and sines, each [1, tokens, dim]"""
+    def forward(self, x: torch.Tensor, position_ids: torch.Tensor, layer_type: str | None = None) -> Turns | torch.Tensor:
+        """→ cosines and sines, each [1, tokens, dim]; where the module gives these as complex numbers (DeepSeek-V2), such"""
         kind = self.types.get(layer_type)
         if kind is None:
             return self.plain(self.module, x, position_ids, **options_of(layer_type))  # type: ignore[no-any-return]
-        return (self.by_length if kind == "dynamic" else self.by_side)(x, position_ids, layer_type)
+        turns = (self.by_length if kind == "dynamic" else self.by_side)(x, position_ids, layer_type)
+        return torch.complex(*turns) if self.complex else turns
 
     def by_length(self, x: torch.Tensor, position_ids: torch.Tensor, layer_type: str | None) -> Turns:
         """The tokens of each length that has frequencies of its own, one after the other."""
@@ -75,7 +76,9 @@ class Rope:
         """With the frequencies of a sequence of `length` tokens, which has all of these positions."""
         self.use(layer_type, length, x.device)
         last = position_ids.new_full((1, 1), length - 1)  # Phi-MoE scales by the largest position that it is given
-        cosines, sines = self.plain(self.module, x, torch.cat((position_ids, last), 1), **options_of(layer_type))
+        output = self.plain(self.module, x, torch.cat((position_ids, last), 1), **options_of(layer_type))
+        self.complex = torch.is_tensor(output)
+        cosines, sines = (output.real, output.imag) if self.complex else output
         return cosines[:, :-1], sines[:, :-1]
 
     def use(self, layer_type: str | None, length: int, device: torch.device) -> None:
