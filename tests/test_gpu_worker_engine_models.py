@@ -22,7 +22,7 @@ LENGTHS = (1, 20, 50, 70)
 """Of prompts: some beyond the windows and the original rope lengths."""
 MANY = 15
 QUICK = ("Llama-dynamic", "Llama-longrope", "Phi3-longrope", "Qwen3-MoE", "Gemma2", "GPT2", "OPT", "StableLM", "DeepSeek-V3", "gpt-oss")
-QUICK += ("Gemma3-images",)
+QUICK += ("Gemma3-images", "Qwen2-MoE")
 SERVED = [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in FAMILIES | SEEING]
 OLD = {"vocab_size": VOCAB, "n_layer": 2, "n_head": 4}
 HYBRID = {"mamba_d_ssm": 128, "mamba_n_heads": 4, "mamba_d_head": 32, "mamba_d_state": 16, "mamba_expand": 2}
