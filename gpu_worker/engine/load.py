@@ -135,10 +135,10 @@ def undetermined(loaded: Loaded, fused: int, ranks: Ranks) -> str:
         return "" if fused == layers else f"{fused} of its {layers} layers run in kernels that compute each token by itself"
     if ranks.world_size > 1:
         return "it runs on several ranks"
-    if (
-        not loaded.plan_free or loaded.ropes
-    ):  # tokens of prompts go through as rows that decode: they would take a decoding row's frequencies
+    if not loaded.plan_free:
         return "its steps cannot be captured"
+    if loaded.ropes:  # tokens of prompts go through as rows that decode, and would take their frequencies
+        return "its rotary frequencies depend on the length of the prompt"
     experts = any(weight.dim() == 3 for weight in loaded.model.parameters())
     return "its experts' products have shapes that depend on the batch" if experts else ""
 
