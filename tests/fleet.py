@@ -15,7 +15,7 @@ import redis
 
 from common.keys import Keys
 from deploy.broker import free_port
-from tests.waiting import PATIENCE_S, wait_until_sync
+from tests.waiting import wait_until_sync
 
 READY_S = 240.0
 LAST_WORDS = 10_000
@@ -89,9 +89,9 @@ class Fleet:
         """Process ids by name: `broker`, `g0`, `b0`, `w0` … A process that is just being started has no name yet."""
         return {name: child.pid for child in psutil.Process(self.launcher.pid).children() if (name := name_of(child))}
 
-    def pid(self, name: str, timeout_s: float = PATIENCE_S) -> int:
+    def pid(self, name: str) -> int:
         """Process id of `w0`, once there is one."""
-        return int(wait_until_sync(lambda: self.pids().get(name), timeout_s))
+        return int(wait_until_sync(lambda: self.pids().get(name)))
 
     def workers_ready(self, pool: str = "default") -> int:
         """Workers that the batcher has taken over and gives rows to."""

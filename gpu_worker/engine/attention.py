@@ -5,7 +5,7 @@ which knows the step that runs: so no layer's signature changes, and a compiler 
 """
 
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -133,6 +133,12 @@ def watch(model: Any, forward: Callable[[], torch.Tensor]) -> dict[Any, Layer]:
     finally:
         spoiling.remove()
         register()
+    check(model, found, logits)
+    return found
+
+
+def check(model: Any, found: Mapping[Any, Layer], logits: torch.Tensor) -> None:
+    """What a forward with its first token spoilt has shown. Raises Unservable."""
     if len(found) != (wanted := model.config.get_text_config().num_hidden_layers):
         raise Unservable(f"{len(found)} of its {wanted} layers have attention that can be paged")
     if any("get_seq_length" in inspect.unwrap(type(module).forward).__code__.co_names for module in found):
@@ -142,7 +148,6 @@ def watch(model: Any, forward: Callable[[], torch.Tensor]) -> dict[Any, Layer]:
             raise Unservable(f"its cache has a window of {window} tokens and its mask {layer.view.window or 'none'}")
     if logits[0].isnan().any(-1).tolist() != [True] + [False] * (WATCHED - 1):
         raise Unservable("its tokens see each other by other ways than attention")
-    return found
 
 
 def cached_windows(config: Any) -> list[int | None]:
