@@ -11,18 +11,18 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp
 
-from api import routes_explain, routes_fleet, routes_health, routes_metrics, routes_page
+from api.admin import routes_fleet, routes_health, routes_metrics, routes_page, routes_timeline
 from api.errors import Refusal, answer_crash, answer_http, answer_nobody, answer_refusal
-from api.gateway import Gateway
-from api.key import check_key
-from api.meter import Meter
+from api.http.auth import check_key
+from api.http.openapi import describe
+from api.http.request_id import RequestIds
+from api.inference.metrics import Meter
+from api.inference.pool import Gateway
 from api.openai import routes_chat, routes_completions, routes_models
-from api.openapi import describe
-from api.request_id import RequestIds
-from api.tgi import routes as routes_generate
+from api.tgi import routes_generate as routes_generate
 from api.tgi import routes_info, routes_tokenize
-from common.settings import Settings
-from common.tally import counting
+from common.metrics.aggregate import counting
+from common.settings.settings import Settings
 
 
 def build(gateway: Gateway) -> ASGIApp:
@@ -54,7 +54,7 @@ def build(gateway: Gateway) -> ASGIApp:
     app.include_router(routes_fleet.router, dependencies=keyed)
     app.include_router(routes_page.router)
     app.include_router(routes_metrics.router)
-    app.include_router(routes_explain.router, dependencies=keyed)
+    app.include_router(routes_timeline.router, dependencies=keyed)
     app.add_exception_handler(Refusal, answer_refusal)
     app.add_exception_handler(HTTPException, answer_http)
     app.add_exception_handler(ClientDisconnect, answer_nobody)

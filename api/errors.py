@@ -11,9 +11,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Match
 
-from api import meter
-from common.broker import CONNECT_TIMEOUT_S, ERRORS, cause
-from common.messages import Terminal
+from api.inference import metrics
+from common.broker.client import CONNECT_TIMEOUT_S, ERRORS, cause
+from common.messages.messages import Terminal
 
 CLIENT_GONE = 499
 METHODS = ("DELETE", "GET", "HEAD", "PATCH", "POST", "PUT")
@@ -119,7 +119,7 @@ def failed(terminal: Terminal) -> Refusal:
 
 async def answer_refusal(request: Request, refusal: Exception) -> Response:
     assert isinstance(refusal, Refusal)
-    meter.refused(refusal.status, refusal.error_type)
+    metrics.refused(refusal.status, refusal.error_type)
     return respond(refusal, request.url.path)
 
 

@@ -10,12 +10,12 @@ from collections.abc import Callable
 import uvicorn
 
 from api.app import build
-from api.gateway import Gateway
-from api.http import Http
-from api.prompt import Vocabulary
+from api.http.protocol import Http
+from api.inference.pool import Gateway
+from api.inference.tokenizer import Vocabulary
 from common import model_files
-from common.begin import begin, enter
-from common.settings import SettingError, Settings, exit_when_unservable
+from common.process.startup import begin, enter
+from common.settings.settings import SettingError, Settings, exit_when_unservable
 
 log = logging.getLogger(__name__)
 

@@ -2,12 +2,12 @@
 
 from redis.asyncio import Redis
 
-from batcher.order import Order
+from batcher.pending_plan import Order
 from batcher.sequence import Row
-from common.broker import script
-from common.codec import encode
-from common.keys import STREAMS_TTL_MS, Keys
-from common.messages import Plan
+from common.broker.client import script
+from common.broker.keys import STREAMS_TTL_MS, Keys
+from common.messages.codec import encode
+from common.messages.messages import Plan
 
 
 class Dispatch:

@@ -5,8 +5,8 @@ import logging
 
 from redis.asyncio import Redis
 
-from common.broker import ERRORS, cause, script
-from common.keys import Keys
+from common.broker.client import ERRORS, cause, script
+from common.broker.keys import Keys
 
 log = logging.getLogger(__name__)
 GIVE_BACK_S = 1.0

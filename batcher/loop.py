@@ -9,28 +9,28 @@ from functools import partial
 
 from redis.asyncio import Redis
 
-from batcher import intake
+from batcher import parse
 from batcher.dispatch import Dispatch
-from batcher.fleet import Fleet
-from batcher.gateways import Gateways
 from batcher.inbox import Entry, Inbox
 from batcher.lease import Lease, LeaseLost
-from batcher.life import Lives
-from batcher.order import Order
+from batcher.orphans import Gateways
+from batcher.pending_plan import Order
 from batcher.recovery import Recovery
 from batcher.replica import Limits
 from batcher.scheduler import Scheduler
 from batcher.sequence import Sequence
 from batcher.terminals import Terminals
-from common import metrics
-from common.broker import ERRORS, cause
-from common.channels import REPEAT_S, Channels
-from common.codec import WireError, decode
-from common.ids import pair
-from common.keys import POOLS, Keys
-from common.messages import Cancel, Died, Report
-from common.settings import Settings
-from common.sign import Sign
+from batcher.timeline import Lives
+from batcher.workers import Fleet
+from common.broker.client import ERRORS, cause
+from common.broker.keys import POOLS, Keys
+from common.broker.sequences import REPEAT_S, Channels
+from common.broker.stream_ids import pair
+from common.messages.codec import WireError, decode
+from common.messages.messages import Cancel, Died, Report
+from common.metrics import catalogue
+from common.process.heartbeat import Sign
+from common.settings.settings import Settings
 
 log = logging.getLogger(__name__)
 
@@ -125,7 +125,7 @@ class Batcher:
                 self.hear_worker(entry)
         except WireError as error:
             self.undecodable += 1
-            metrics.UNDECODABLE.add()
+            catalogue.UNDECODABLE.add()
             log.error("entry %s of %s cannot be read (%d so far): %s", entry.id, entry.stream, self.undecodable, error)
             if entry.stream == self.keys.requests:
                 self.do(partial(self.answer_undecodable, entry))
@@ -133,7 +133,7 @@ class Batcher:
     def hear_request(self, entry: Entry) -> None:
         if entry.kind != "generate":
             raise WireError(f"unknown kind {entry.kind!r}")
-        sequence = intake.sequence(entry)
+        sequence = parse.sequence(entry)
         if sequence.request_id in self.scheduler.sequences:
             return
         if pair(entry.id) <= self.backlog_end:
@@ -149,7 +149,7 @@ class Batcher:
                 cancel = decode(Cancel, entry.data)
                 self.scheduler.cancel(cancel.request_id, cancel.why)
             case "hello":
-                incarnation = intake.name(entry.data)
+                incarnation = parse.name(entry.data)
                 self.do(partial(self.fleet.greet, incarnation))
             case "died":
                 died = decode(Died, entry.data)
@@ -226,7 +226,7 @@ class Batcher:
         self.lives.ended(sequence, why)
 
     async def answer_undecodable(self, entry: Entry) -> None:
-        if (request_id := intake.request_id(entry.data)) is not None:
+        if (request_id := parse.request_id(entry.data)) is not None:
             channel: bytes | None = await self.redis.hget(self.keys.home(request_id), "channel")  # type: ignore[misc]
             await self.terminals.say(request_id, (channel or b"").decode(), 60_000, "malformed", 0)
         await self.terminals.settle(request_id or "", entry.id, len(entry.data))

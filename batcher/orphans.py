@@ -6,7 +6,7 @@ from collections.abc import Collection
 from redis.asyncio import Redis
 
 from batcher.sequence import Sequence
-from common.keys import Keys
+from common.broker.keys import Keys
 
 
 class Gateways:

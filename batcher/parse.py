@@ -4,9 +4,9 @@ import msgpack
 
 from batcher.inbox import Entry
 from batcher.sequence import Sequence
-from common.codec import WireError, decode
-from common.ids import pair
-from common.messages import Generate
+from common.broker.stream_ids import pair
+from common.messages.codec import WireError, decode
+from common.messages.messages import Generate
 
 
 def sequence(entry: Entry) -> Sequence:

@@ -10,12 +10,12 @@ from redis.asyncio import Redis
 
 from batcher.lease import Lease, LeaseLost
 from batcher.loop import Batcher
-from common import broker
-from common.begin import begin, enter
-from common.keys import Keys
-from common.settings import Settings, exit_when_unservable
-from common.sign import Sign
-from common.tally import counting
+from common.broker import client
+from common.broker.keys import Keys
+from common.metrics.aggregate import counting
+from common.process.heartbeat import Sign
+from common.process.startup import begin, enter
+from common.settings.settings import Settings, exit_when_unservable
 
 log = logging.getLogger(__name__)
 LEASE_S = 2.0
@@ -23,7 +23,7 @@ LEASE_S = 2.0
 
 async def serve(settings: Settings, incarnation: str) -> None:
     """Returns after SIGTERM. Raises LeaseLost."""
-    redis = broker.connect(broker.url_of(settings))
+    redis = client.connect(client.url_of(settings))
     keys = Keys(settings.pool)
     lease = Lease(redis, keys, incarnation, LEASE_S)
     working = asyncio.create_task(work(settings, redis, keys, lease))

@@ -3,10 +3,10 @@
 from redis.asyncio import Redis
 
 from batcher.sequence import Sequence
-from common import recover
-from common.broker import script
-from common.keys import TOKENS_TTL_MS, Keys
-from common.recover import Committed
+from common.broker import committed
+from common.broker.client import script
+from common.broker.committed import Committed
+from common.broker.keys import TOKENS_TTL_MS, Keys
 
 
 def count_strikes(sequence: Sequence, state: Committed) -> int:
@@ -26,7 +26,7 @@ class Recovery:
 
     async def read(self, sequences: list[Sequence]) -> tuple[list[Sequence], list[Sequence]]:
         """Brings sequences up to what is committed. Returns those that live, and those that are over."""
-        states = await recover.read(self.redis, self.keys, [sequence.request_id for sequence in sequences])
+        states = await committed.read(self.redis, self.keys, [sequence.request_id for sequence in sequences])
         live: list[Sequence] = []
         over: list[Sequence] = []
         for sequence in sequences:
@@ -49,5 +49,5 @@ class Recovery:
 
     async def stranger(self, sequence: Sequence, settled: set[str]) -> str | None:
         """The incarnation that holds a request from before this epoch, when it is none that answered or died since."""
-        state = (await recover.read(self.redis, self.keys, [sequence.request_id]))[sequence.request_id]
+        state = (await committed.read(self.redis, self.keys, [sequence.request_id]))[sequence.request_id]
         return state.worker if state.worker and not state.terminal and state.worker not in settled else None

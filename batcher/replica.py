@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 from batcher.block_pool import BlockPool
 from batcher.sequence import Row, Sequence
-from common.messages import Worker
+from common.messages.messages import Worker
 
 
 @dataclass(frozen=True, slots=True)

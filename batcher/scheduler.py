@@ -9,12 +9,12 @@ import heapq
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from batcher.order import Order
+from batcher.pending_plan import Order
 from batcher.replica import Limits, Replica
 from batcher.sequence import Row, Sequence
-from common.endings import INTERRUPTED
-from common.messages import Plan, Report, Start, Worker
-from common.packing import pack_ids
+from common.messages.finish_reasons import INTERRUPTED
+from common.messages.messages import Plan, Report, Start, Worker
+from common.messages.packing import pack_ids
 
 MAX_STRIKES = 2
 """A request under which so many incarnations died, without a token committed beyond its base, is failed."""

@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass, field
 
-from common.ids import pair
-from common.messages import RECORD, Generate
+from common.broker.stream_ids import pair
+from common.messages.messages import RECORD, Generate
 
 
 @dataclass(slots=True, eq=False)

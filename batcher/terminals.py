@@ -5,13 +5,13 @@ import logging
 from redis.asyncio import Redis
 
 from batcher.sequence import Sequence
-from common.broker import script
-from common.channels import Channels
-from common.codec import encode
-from common.endings import failure, terminal
-from common.keys import Keys
-from common.logs import about
-from common.messages import Events
+from common.broker.client import script
+from common.broker.keys import Keys
+from common.broker.sequences import Channels
+from common.messages.codec import encode
+from common.messages.finish_reasons import failure, terminal
+from common.messages.messages import Events
+from common.process.logs import about
 
 log = logging.getLogger(__name__)
 

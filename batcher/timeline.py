@@ -7,17 +7,17 @@ from itertools import islice
 
 from redis.asyncio import Redis
 
-from batcher.order import Order
+from batcher.pending_plan import Order
 from batcher.replica import Replica
 from batcher.sequence import Sequence
-from common import metrics
-from common.broker import ERRORS, cause
-from common.codec import encode
-from common.endings import INTERRUPTED
-from common.ids import pair
-from common.keys import Keys
-from common.life import Happening, Life
-from common.messages import Report
+from common.broker.client import ERRORS, cause
+from common.broker.keys import Keys
+from common.broker.stream_ids import pair
+from common.messages.codec import encode
+from common.messages.finish_reasons import INTERRUPTED
+from common.messages.messages import Report
+from common.messages.timeline import Happening, Life
+from common.metrics import catalogue
 
 log = logging.getLogger(__name__)
 
@@ -45,7 +45,7 @@ class Lives:
 
     def placed(self, order: Order) -> None:
         """A plan was handed over."""
-        metrics.GRANTS.add()
+        catalogue.GRANTS.add()
         for row in order.started:
             self.note(row.sequence, "placed", order.replica.capacity.incarnation, row.sequence.base)
 
@@ -64,7 +64,7 @@ class Lives:
 
     def died(self, incarnation: str, sequences: Iterable[Sequence]) -> None:
         """A worker is gone, and what it had committed of these has been read."""
-        metrics.WORKERS_LOST.add()
+        catalogue.WORKERS_LOST.add()
         for sequence in sequences:
             self.note(sequence, "died", incarnation, sequence.base)
             self.count_resume(sequence, "died")
@@ -82,7 +82,7 @@ class Lives:
         self.note(sequence, "ended", num_tokens=sequence.base, why=why)
 
     def count_resume(self, sequence: Sequence, cause: str) -> None:
-        metrics.RESUMES.add(1, metrics.service_class(sequence.request.priority), cause)
+        catalogue.RESUMES.add(1, catalogue.service_class(sequence.request.priority), cause)
 
     async def write(self) -> None:
         """Tells what has not been told. Should the broker refuse, it is kept for later, up to a bound."""

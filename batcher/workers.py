@@ -8,10 +8,10 @@ from redis.asyncio import Redis
 from batcher.dispatch import Dispatch
 from batcher.inbox import Inbox
 from batcher.scheduler import Scheduler
-from common.broker import script
-from common.codec import WireError, decode
-from common.keys import Keys
-from common.messages import Report, Worker
+from common.broker.client import script
+from common.broker.keys import Keys
+from common.messages.codec import WireError, decode
+from common.messages.messages import Report, Worker
 
 log = logging.getLogger(__name__)
 CLOCK_JUMP_MS = 1000

@@ -23,17 +23,17 @@ from redis.asyncio import Redis
 from tokenizers import Tokenizer
 
 from common import model_files
-from common.broker import connect
-from common.codec import encode
-from common.keys import Keys
-from common.messages import Generate, Plan, Start, Worker
-from common.packing import pack_ids
-from common.settings import Settings
-from gpu_worker.agent import Agent
-from gpu_worker.engine_link import EngineDied, EngineLink, Rank
-from gpu_worker.table import Table
-from tests import brokers
-from tests.waiting import wait_until
+from common.broker.client import connect
+from common.broker.keys import Keys
+from common.messages.codec import encode
+from common.messages.messages import Generate, Plan, Start, Worker
+from common.messages.packing import pack_ids
+from common.settings.settings import Settings
+from gpu_worker.agent.agent import Agent
+from gpu_worker.agent.engine_client import EngineDied, EngineLink, Rank
+from gpu_worker.agent.row_text import Table
+from tests.support import brokers
+from tests.support.waiting import wait_until
 
 TEXT = (Path(__file__).parent.parent / "README.md").read_text()
 PROMPT_TOKENS = 2048

@@ -16,10 +16,10 @@ import torch
 
 from benchmarks import floors
 from benchmarks.waits import Waits
-from common.messages import Sampling
-from common.settings import Settings
-from gpu_worker.door import Grant, StartRow
+from common.messages.messages import Sampling
+from common.settings.settings import Settings
 from gpu_worker.engine.engine import Engine
+from gpu_worker.protocol import Grant, StartRow
 
 ROWS = (1, 8, 32)
 GRID_STEPS = 32

@@ -8,11 +8,11 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from common import model_files
-from common.settings import Settings
-from gpu_worker.engine.cache import Geometry
-from gpu_worker.engine.config import read_config
-from gpu_worker.engine.load import choose_device, choose_dtype
-from gpu_worker.place import Place
+from common.settings.settings import Settings
+from gpu_worker.engine.attention.kv_cache import Geometry
+from gpu_worker.engine.model.config import read_config
+from gpu_worker.engine.model.load import choose_device, choose_dtype
+from gpu_worker.rank import Place
 
 COPIED_BYTES = {"cpu": 2**28, "cuda": 2**32}
 """Far more than caches hold."""

@@ -23,10 +23,10 @@ import uvloop
 from benchmarks.client import Stream, stream
 from benchmarks.serve import prompt
 from deploy.broker import Broker, free_port
-from tests import brokers
-from tests.fake_worker import Answer, working
-from tests.gateways import vocabulary
-from tests.waiting import wait_until
+from tests.support import brokers
+from tests.support.fleet.gateways import vocabulary
+from tests.support.fleet.scripted_worker import Answer, working
+from tests.support.waiting import wait_until
 
 LOADS = ((1, 768, 0.01), (32, 256, 0.04))
 """(streams, new tokens of each, seconds between steps)"""

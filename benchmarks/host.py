@@ -19,8 +19,8 @@ import uvloop
 
 from benchmarks.client import Stream, stream
 from benchmarks.serve import prompt
-from tests.fleet import Fleet
-from tests.waiting import wait_until
+from tests.support.fleet.fleet import Fleet
+from tests.support.waiting import wait_until
 
 LOADS = ((1, 256), (8, 160), (32, 96))
 """(streams, new tokens of each)"""

@@ -20,9 +20,9 @@ from tokenizers import Tokenizer
 
 from benchmarks.serve import OUT_TOKENS, STREAMS, Figures, load, median, prompt
 from common import model_files
-from common.packing import pack_ids
-from gpu_worker.door import Frame, Frames, Grant, Ready, StartRow, Step, encode
-from tests.fleet import Fleet
+from common.messages.packing import pack_ids
+from gpu_worker.protocol import Frame, Frames, Grant, Ready, StartRow, Step, encode
+from tests.support.fleet.fleet import Fleet
 
 
 class Door:

@@ -12,9 +12,9 @@ import signal
 import time
 from itertools import pairwise
 
-from tests.fleet import Fleet
-from tests.loads import Load
-from tests.waiting import wait_until
+from tests.support.fleet.fleet import Fleet
+from tests.support.load import Load
+from tests.support.waiting import wait_until
 
 
 async def main(num_workers: int, kills: int, out_tokens: int) -> None:

@@ -14,11 +14,11 @@ from collections.abc import Iterator
 
 import redis
 
-from common.codec import decode
-from common.messages import Events
-from common.packing import unpack_ids
-from gpu_worker.door import SAMPLE, StartRow, Step, encode
-from gpu_worker.engine.link import Link
+from common.messages.codec import decode
+from common.messages.messages import Events
+from common.messages.packing import unpack_ids
+from gpu_worker.engine.agent_link import Link
+from gpu_worker.protocol import SAMPLE, StartRow, Step, encode
 
 LOGPROB, DURATION_MS = -1.5, 10.0
 

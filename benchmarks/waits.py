@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from gpu_worker.engine.engine import Engine
-from gpu_worker.engine.flight import Flight, Launched
+from gpu_worker.engine.in_flight import Flight, Launched
 
 
 class Moments:

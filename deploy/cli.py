@@ -13,9 +13,9 @@ from typing import NoReturn
 
 import setproctitle
 
-from common.flags import FlagParser
-from common.lifeline import die_with_parent
-from common.settings import SettingError, Settings, exit_when_unservable
+from common.process.parent_death import die_with_parent
+from common.settings.flags import FlagParser
+from common.settings.settings import SettingError, Settings, exit_when_unservable
 from deploy import checks, launcher
 from deploy.fleet import MODULES, command
 

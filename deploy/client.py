@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 import httpx
 import orjson
 
-from common.settings import SettingError, Settings
+from common.settings.settings import SettingError, Settings
 
 CONNECT_S = 5.0
 MAX_MESSAGE = 500

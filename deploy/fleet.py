@@ -4,11 +4,11 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from common.settings import MAX_PORT, SettingError, Settings
+from common.settings.settings import MAX_PORT, SettingError, Settings
 from deploy.broker import Broker
 from deploy.process import Process
 
-MODULES = {"batcher": "batcher", "worker": "gpu_worker", "gateway": "api", "jobs": "api.jobs.process"}
+MODULES = {"batcher": "batcher", "worker": "gpu_worker", "gateway": "api", "jobs": "api.arq.process"}
 
 
 @dataclass(slots=True)

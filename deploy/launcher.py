@@ -8,11 +8,11 @@ import os
 import signal
 from typing import Any
 
-from common import logs
-from common.broker import ERRORS, check, connect
-from common.keys import Keys
-from common.messages import Died, encode
-from common.settings import SettingError, Settings
+from common.broker.client import ERRORS, check, connect
+from common.broker.keys import Keys
+from common.messages.messages import Died, encode
+from common.process import logs
+from common.settings.settings import SettingError, Settings
 from deploy import checks
 from deploy.broker import embedded
 from deploy.fleet import Fleet, new_fleet

@@ -13,7 +13,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from common.flags import FlagParser
+from common.settings.flags import FlagParser
 from deploy.client import Trouble, add_url, api_key, check, complain, explained, harmless, new_client
 
 ANSWER_S = 5.0

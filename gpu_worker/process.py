@@ -11,22 +11,23 @@ import uvloop
 from redis.asyncio import Redis
 from tokenizers import Tokenizer
 
-from common import broker, model_files
-from common.begin import begin, enter
-from common.broker import ERRORS, cause, script
-from common.keys import Keys
-from common.messages import Worker
-from common.settings import SettingError, Settings, exit_when_unservable
-from common.sign import Sign
-from common.tally import counting
-from gpu_worker import gpus
-from gpu_worker.agent import Agent
-from gpu_worker.door import Ready
-from gpu_worker.engine_link import EngineDied, EngineLink, EngineRefused
-from gpu_worker.place import Place, local_places
-from gpu_worker.publish import Sealed
-from gpu_worker.table import Table
-from gpu_worker.watch import EngineStuck
+from common import model_files
+from common.broker import client
+from common.broker.client import ERRORS, cause, script
+from common.broker.keys import Keys
+from common.messages.messages import Worker
+from common.metrics.aggregate import counting
+from common.process.heartbeat import Sign
+from common.process.startup import begin, enter
+from common.settings.settings import SettingError, Settings, exit_when_unservable
+from gpu_worker.agent import gpu_claims
+from gpu_worker.agent.agent import Agent
+from gpu_worker.agent.engine_client import EngineDied, EngineLink, EngineRefused
+from gpu_worker.agent.publish import Sealed
+from gpu_worker.agent.row_text import Table
+from gpu_worker.agent.watchdog import EngineStuck
+from gpu_worker.protocol import Ready
+from gpu_worker.rank import Place, local_places
 
 log = logging.getLogger(__name__)
 
@@ -37,8 +38,8 @@ async def serve(settings: Settings, name: str, incarnation: str) -> int:
     """Serves as one incarnation. Returns the exit status."""
     directory = model_files.resolve(settings.model_id, settings.revision, log.info, weightless=settings.makes_weights)
     given = Place.read(os.environ)
-    places = [given] if given.world_size > 1 else local_places(gpus.num_ranks(settings))
-    held = gpus.claim(settings, len(places)) if given.world_size == 1 else {}  # torchrun's ranks take those that they are given
+    places = [given] if given.world_size > 1 else local_places(gpu_claims.num_ranks(settings))
+    held = gpu_claims.claim(settings, len(places)) if given.world_size == 1 else {}  # torchrun's ranks take those that they are given
     devices = {"CUDA_VISIBLE_DEVICES": ",".join(held)} if held else {}
     engine = await EngineLink.start({**settings.environ(), **devices, "MODEL_ID": str(directory), "WORKER_NAME": name}, places)
     try:
@@ -56,14 +57,14 @@ async def serve(settings: Settings, name: str, incarnation: str) -> int:
 
 async def loaded(settings: Settings, engine: EngineLink, incarnation: str) -> Ready:
     """Waits for the engine; people see meanwhile that we are there. Raises EngineRefused, EngineDied."""
-    async with broker.connect(broker.url_of(settings)) as redis:
+    async with client.connect(client.url_of(settings)) as redis:
         sign = Sign(redis, Keys(settings.pool), "starting", incarnation, settings.worker_ttl_s)
         async with sign.shown(settings.heartbeat_s):
             return await engine.ready(log.info)
 
 
 async def serve_engine(settings: Settings, engine: EngineLink, table: Table, worker: Worker) -> int:
-    redis = broker.connect(broker.url_of(settings))
+    redis = client.connect(client.url_of(settings))
     agent = Agent(settings, redis, engine, table, worker)
     loop = asyncio.get_running_loop()
     loop.add_signal_handler(signal.SIGTERM, agent.draining.set)

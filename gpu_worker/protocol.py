@@ -14,9 +14,9 @@ from typing import Any
 
 import msgpack
 
-from common.codec import decode as from_bytes
-from common.codec import encode as to_bytes
-from common.messages import Sampling
+from common.messages.codec import decode as from_bytes
+from common.messages.codec import encode as to_bytes
+from common.messages.messages import Sampling
 
 SAMPLE = struct.Struct("<iiif")
 """A sampled token: row, index of the token in its generation, id, natural logarithm of its probability."""

@@ -4,7 +4,7 @@ import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from common.settings import SettingError
+from common.settings.settings import SettingError
 
 LOOPBACK = "127.0.0.1"
 

@@ -6,10 +6,10 @@ import pytest
 import redis as redis_sync
 from redis.asyncio import Redis
 
-from common.broker import connect
+from common.broker.client import connect
 from deploy.broker import Broker
 from gpu_worker.engine.process import SPIN
-from tests import brokers
+from tests.support import brokers
 
 os.environ.setdefault(*SPIN)  # before anything imports torch
 
@@ -39,7 +39,7 @@ async def redis(broker: Broker) -> AsyncIterator[Redis]:
 @pytest.fixture(scope="module")
 def loaded() -> Any:
     """An engine with the real model in float32; freed blocks are NaN."""
-    from common.settings import Settings
+    from common.settings.settings import Settings
     from gpu_worker.engine.engine import Engine  # seconds, which most tests need not wait
 
     return Engine(Settings(dtype="float32", kv_cache_bytes=256 * 2**20, max_batch_prefill_tokens=256, debug_kv=True))
@@ -48,13 +48,13 @@ def loaded() -> Any:
 @pytest.fixture(scope="module", params=["kernels", "torch"])
 def way(request: pytest.FixtureRequest) -> Iterator[None]:
     """Tokens are chosen by the native kernels, and as on a GPU or where there is no compiler."""
-    from gpu_worker.engine import native, native_choice
+    from gpu_worker.engine.cpu import native, sampler
 
     if request.param == "kernels" and native.library() is None:
         pytest.skip("no C++ compiler")
     with pytest.MonkeyPatch.context() as patch:
         if request.param == "torch":
-            patch.setattr(native_choice, "kernels", lambda logits: None)
+            patch.setattr(sampler, "kernels", lambda logits: None)
         yield
 
 

@@ -6,9 +6,9 @@ from typing import Any
 
 from redis.asyncio import Redis
 
-from common.codec import WireError, decode
-from common.keys import Keys
-from common.messages import Worker
+from common.broker.keys import Keys
+from common.messages.codec import WireError, decode
+from common.messages.messages import Worker
 
 log = logging.getLogger(__name__)
 

@@ -7,12 +7,12 @@ from fastapi import APIRouter, Request
 from starlette.background import BackgroundTask
 from starlette.responses import Response
 
-from api import roll
+from api.admin import processes
+from api.admin.kill import check_asker, check_process, forbidden, kill
 from api.errors import Refusal, asking_broker, encode
-from api.gateway import Gateway, gateway_of
-from api.kill import check_asker, check_process, forbidden, kill
-from api.openapi import refusals
-from api.tgi.replies import ALL, ErrorResponse
+from api.http.openapi import refusals
+from api.inference.pool import Gateway, gateway_of
+from api.tgi.response_schemas import ALL, ErrorResponse
 
 KILL_REFUSALS = refusals(ErrorResponse, {403: "Not for this asker, or not a process of this fleet", 404: "No such process"})
 router = APIRouter(responses={status: ALL[status] for status in (401, 503)})
@@ -52,7 +52,7 @@ async def kill_process(request: Request, process_id: str) -> Response:
     return Response(encode({"killed": process_id}), 202, media_type="application/json", background=BackgroundTask(kill, process["pid"]))
 
 
-async def call_roll(gateway: Gateway) -> roll.Roll:
+async def call_roll(gateway: Gateway) -> processes.Roll:
     """Raises Refusal (503)."""
     async with asking_broker():
-        return await roll.call(gateway.redis, gateway.fleet.keys)
+        return await processes.call(gateway.redis, gateway.fleet.keys)

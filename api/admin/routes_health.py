@@ -4,8 +4,8 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from api.errors import Refusal
-from api.gateway import gateway_of
-from api.tgi.replies import ALL
+from api.inference.pool import gateway_of
+from api.tgi.response_schemas import ALL
 
 router = APIRouter(responses={503: ALL[503]})
 

@@ -6,13 +6,14 @@ from collections import Counter
 from fastapi import APIRouter, Request
 from starlette.responses import PlainTextResponse, Response
 
-from api import meter, roll
-from api.gateway import gateway_of
-from api.roll import Roll
-from common import metrics, tally
-from common.broker import CONNECT_TIMEOUT_S, ERRORS
-from common.exposition import CONTENT_TYPE, Gauges, Values, fleet_text
-from common.meters import Labels
+from api.admin import processes
+from api.admin.processes import Roll
+from api.inference import metrics as meter
+from api.inference.pool import gateway_of
+from common.broker.client import CONNECT_TIMEOUT_S, ERRORS
+from common.metrics import aggregate, catalogue
+from common.metrics.exposition import CONTENT_TYPE, Gauges, Values, fleet_text
+from common.metrics.primitives import Labels
 
 router = APIRouter()
 
@@ -23,12 +24,12 @@ async def figures(request: Request) -> Response:
     gateway = gateway_of(request)
     redis, keys = gateway.redis, gateway.fleet.keys
     values: Values | None = None
-    gauges: Gauges = {metrics.BROKER_UP.name: {(): 0.0}}
+    gauges: Gauges = {catalogue.BROKER_UP.name: {(): 0.0}}
     try:
         async with asyncio.timeout(CONNECT_TIMEOUT_S):
-            values = await tally.read(redis, keys)
+            values = await aggregate.read(redis, keys)
             granted = await redis.hget(keys.state, "blocks")  # type: ignore[misc]
-            gauges = gauges_of(await roll.call(redis, keys), int(granted or 0))
+            gauges = gauges_of(await processes.call(redis, keys), int(granted or 0))
     except ERRORS:
         values = None
     if gateway.fleet.max_total_tokens:
@@ -45,20 +46,20 @@ def gauges_of(called: Roll, num_granted: int) -> Gauges:
     max_tokens = sum(one["num_blocks"] * one["block_size"] for one in able)
     usage = num_granted / num_blocks if num_blocks else 0.0
     return {
-        metrics.QUEUE_SIZE.name: {(): requests["waiting"]},
-        metrics.LIVE_REQUESTS.name: {(): requests["live"]},
-        metrics.BATCH_SIZE.name: {(): requests["running"]},
-        metrics.BATCH_MAX_TOKENS.name: {(): usage * max_tokens},
-        metrics.BATCH_TOTAL_TOKENS.name: {(): usage * max_tokens},
-        metrics.MAX_TOTAL_TOKENS.name: {(): max_tokens},
-        metrics.KV_USAGE.name: {(): usage},
-        metrics.WORKERS.name: states(workers),
-        metrics.BROKER_UP.name: {(): 1.0},
+        catalogue.QUEUE_SIZE.name: {(): requests["waiting"]},
+        catalogue.LIVE_REQUESTS.name: {(): requests["live"]},
+        catalogue.BATCH_SIZE.name: {(): requests["running"]},
+        catalogue.BATCH_MAX_TOKENS.name: {(): usage * max_tokens},
+        catalogue.BATCH_TOTAL_TOKENS.name: {(): usage * max_tokens},
+        catalogue.MAX_TOTAL_TOKENS.name: {(): max_tokens},
+        catalogue.KV_USAGE.name: {(): usage},
+        catalogue.WORKERS.name: states(workers),
+        catalogue.BROKER_UP.name: {(): 1.0},
     }
 
 
 def states(workers: list[dict[str, object]]) -> dict[Labels, float]:
     """How many workers are in each state; known states are there with none, too."""
-    known = dict.fromkeys(metrics.WORKERS.labels["state"], 0)
+    known = dict.fromkeys(catalogue.WORKERS.labels["state"], 0)
     counts = Counter(str(one["state"]) for one in workers)
     return {(state,): float(count) for state, count in (known | counts).items()}

@@ -6,11 +6,11 @@ from fastapi import APIRouter, Request
 from starlette.exceptions import HTTPException
 from starlette.responses import FileResponse, Response
 
-from api.routes_health import health
-from api.tgi.replies import ErrorResponse
+from api.admin.routes_health import health
+from api.tgi.response_schemas import ErrorResponse
 
 router = APIRouter()
-FILES = {path.name: path for path in (Path(__file__).parent / "page").iterdir()}
+FILES = {path.name: path for path in (Path(__file__).parents[1] / "page").iterdir()}
 POLICY = "; ".join(
     [
         "default-src 'none'",

@@ -5,9 +5,9 @@ from typing import Any
 
 from redis.asyncio import Redis
 
-from common.codec import WireError, decode
-from common.keys import Keys
-from common.life import Life
+from common.broker.keys import Keys
+from common.messages.codec import WireError, decode
+from common.messages.timeline import Life
 
 CHUNK = 500
 SIBLINGS_MS = 5000

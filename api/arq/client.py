@@ -7,8 +7,8 @@ from typing import Any
 import orjson
 from redis.asyncio import Redis
 
-from common.broker import ERRORS, cause
-from common.keys import Keys
+from common.broker.client import ERRORS, cause
+from common.broker.keys import Keys
 
 log = logging.getLogger(__name__)
 

@@ -4,12 +4,12 @@ import asyncio
 import contextlib
 import logging
 
-from api.jobs.arq_worker import JobWorker
-from common import broker
-from common.begin import begin, enter
-from common.keys import Keys
-from common.settings import Settings, exit_when_unservable
-from common.sign import Sign
+from api.arq.worker import JobWorker
+from common.broker import client
+from common.broker.keys import Keys
+from common.process.heartbeat import Sign
+from common.process.startup import begin, enter
+from common.settings.settings import Settings, exit_when_unservable
 
 log = logging.getLogger(__name__)
 
@@ -26,7 +26,7 @@ def main() -> None:
 
 async def serve(settings: Settings, incarnation: str) -> None:
     """Returns after SIGTERM; jobs that are not answered yet are left to others."""
-    redis = broker.connect(broker.url_of(settings))
+    redis = client.connect(client.url_of(settings))
     worker = JobWorker(redis, settings)
     sign = Sign(redis, Keys(settings.pool), "jobs", incarnation, settings.worker_ttl_s)
     log.info("%s takes jobs of the queue %s", incarnation, worker.queue_name)
@@ -35,7 +35,7 @@ async def serve(settings: Settings, incarnation: str) -> None:
             with contextlib.suppress(asyncio.CancelledError):  # arq's answer to SIGTERM
                 await worker.async_run()
     finally:
-        with contextlib.suppress(*broker.ERRORS):
+        with contextlib.suppress(*client.ERRORS):
             await worker.close()
         await redis.aclose()
 

@@ -10,11 +10,11 @@ from arq.constants import abort_jobs_ss, in_progress_key_prefix, job_key_prefix
 from arq.worker import Function, Worker, func
 from redis.asyncio import Redis
 
-from api.jobs.arq_client import Client
-from api.jobs.arq_codec import pack, unpacking
-from common.broker import ERRORS, cause
-from common.keys import RESULT_TTL_MS, Keys
-from common.settings import Settings
+from api.arq.client import Client
+from api.arq.serializer import pack, unpacking
+from common.broker.client import ERRORS, cause
+from common.broker.keys import RESULT_TTL_MS, Keys
+from common.settings.settings import Settings
 
 log = logging.getLogger(__name__)
 

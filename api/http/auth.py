@@ -5,7 +5,7 @@ import secrets
 from fastapi import Request
 
 from api.errors import unauthorised
-from api.gateway import gateway_of
+from api.inference.pool import gateway_of
 
 
 def check_key(request: Request) -> None:

@@ -5,8 +5,8 @@ from typing import TypeVar
 from pydantic import BaseModel, ValidationError
 from starlette.requests import Request
 
-from api.aside import aside
 from api.errors import Refusal, invalid
+from api.offload import aside
 
 Shape = TypeVar("Shape", bound=BaseModel)
 MAX_PROBLEMS = 5

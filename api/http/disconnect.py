@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from starlette.requests import ClientDisconnect, Request
 
 from api.errors import failed
-from api.stream import Stream
+from api.inference.stream import Stream
 
 
 async def finished(streams: Sequence[Stream], request: Request, leave: Callable[[Stream], None]) -> None:

@@ -1,7 +1,7 @@
 """TGI's headers of an answer: what it cost. Gateways of services account by them."""
 
-from api.stream import Stream
-from common.settings import Settings
+from api.inference.stream import Stream
+from common.settings.settings import Settings
 
 
 def prompt_headers(settings: Settings, num_chars: int) -> dict[str, str]:

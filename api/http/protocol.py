@@ -5,7 +5,7 @@ import uuid
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from api.errors import Refusal, encode, tgi
-from api.request_id import HEADER
+from api.http.request_id import HEADER
 
 
 class Http(HttpToolsProtocol):

@@ -12,7 +12,7 @@ from starlette.datastructures import MutableHeaders
 from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from common.logs import REQUEST_ID
+from common.process.logs import REQUEST_ID
 
 log = logging.getLogger(__name__)
 

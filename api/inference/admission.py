@@ -11,19 +11,19 @@ from typing import Any
 from redis.asyncio import Redis
 from redis.exceptions import AuthenticationError, BusyLoadingError, ConnectionError, ResponseError
 
-from api import meter
 from api.errors import Refusal, conflict, overloaded, unavailable
-from api.fleet import Fleet
-from api.prompt import Vocabulary
-from api.relay import Relay
-from api.stream import Stream
-from api.validate import Wanted
-from common.broker import CONNECT_TIMEOUT_S, ERRORS, cause, script
-from common.codec import encode
-from common.keys import Keys
-from common.messages import Cancel, Generate
-from common.packing import pack_ids
-from common.settings import Settings
+from api.inference import metrics
+from api.inference.capacity import Fleet
+from api.inference.relay import Relay
+from api.inference.stream import Stream
+from api.inference.tokenizer import Vocabulary
+from api.inference.validate import Wanted
+from common.broker.client import CONNECT_TIMEOUT_S, ERRORS, cause, script
+from common.broker.keys import Keys
+from common.messages.codec import encode
+from common.messages.messages import Cancel, Generate
+from common.messages.packing import pack_ids
+from common.settings.settings import Settings
 
 log = logging.getLogger(__name__)
 
@@ -139,7 +139,7 @@ class Desk:
 
     def leave(self, stream: Stream) -> None:
         """Nobody reads the stream any more: in the background it is cancelled if it has not ended, and forgotten everywhere."""
-        meter.left(stream, self.fleet.limits)
+        metrics.left(stream, self.fleet.limits)
         task = asyncio.create_task(self.farewell(stream))
         self.farewells.add(task)
         task.add_done_callback(self.farewells.discard)

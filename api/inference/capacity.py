@@ -9,13 +9,13 @@ from dataclasses import dataclass
 from redis.asyncio import Redis
 
 from api.errors import unavailable
-from api.validate import Limits
-from common.broker import CONNECT_TIMEOUT_S, ERRORS, cause
-from common.codec import WireError, decode
-from common.keys import Keys
-from common.messages import Worker
-from common.settings import Settings
-from common.sign import Sign
+from api.inference.validate import Limits
+from common.broker.client import CONNECT_TIMEOUT_S, ERRORS, cause
+from common.broker.keys import Keys
+from common.messages.codec import WireError, decode
+from common.messages.messages import Worker
+from common.process.heartbeat import Sign
+from common.settings.settings import Settings
 
 log = logging.getLogger(__name__)
 FRESH_S = 0.05

@@ -20,7 +20,7 @@ from jinja2.utils import Namespace
 
 from api.errors import Refusal
 from common.model_files import read_json
-from common.settings import SettingError
+from common.settings.settings import SettingError
 
 Message = Mapping[str, Any]
 OWN_VARIABLES = ("messages", "tools", "documents", "add_generation_prompt")

@@ -4,7 +4,7 @@ from typing import Annotated, Any, TypeVar
 
 from pydantic import Field
 
-from api.ranges import RANGES
+from api.inference.ranges import RANGES
 
 Item = TypeVar("Item")
 

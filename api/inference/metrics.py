@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from common import metrics
-from common.logs import about
-from common.metrics import service_class
+from common.metrics import catalogue
+from common.metrics.catalogue import service_class
+from common.process.logs import about
 
 if TYPE_CHECKING:
-    from api.stream import Stream
-    from api.validate import Limits
+    from api.inference.stream import Stream
+    from api.inference.validate import Limits
 
 log = logging.getLogger(__name__)
 
@@ -39,13 +39,13 @@ class Meter:
 def arrive() -> None:
     """A request arrives, by whatever door; what this task does from here on is done for it."""
     ARRIVED_S.set(time.monotonic())
-    metrics.REQUEST_COUNT.add()
+    catalogue.REQUEST_COUNT.add()
 
 
 def refused(status: int, error_type: str) -> None:
     """An error is answered. What failed after its admission (424) is counted when its stream is left."""
     if ARRIVED_S.get() and status != 424:
-        metrics.REQUEST_FAILURE.add(1, FAILURES.get(error_type, "validation"))
+        catalogue.REQUEST_FAILURE.add(1, FAILURES.get(error_type, "validation"))
 
 
 def left(stream: "Stream", limits: "Limits") -> None:
@@ -53,32 +53,32 @@ def left(stream: "Stream", limits: "Limits") -> None:
     if not stream.admitted:
         return
     fit(limits)
-    metrics.INPUT_LENGTH.observe(len(stream.prompt_ids))
-    metrics.MAX_NEW_TOKENS.observe(stream.request.max_new_tokens)
+    catalogue.INPUT_LENGTH.observe(len(stream.prompt_ids))
+    catalogue.MAX_NEW_TOKENS.observe(stream.request.max_new_tokens)
     reason = stream.terminal.reason if stream.terminal else "cancelled"
     request_id, so_far_s = stream.request.request_id, time.monotonic() - stream.begun_s
     log.info("request %s: %s after %d tokens and %.3f s", request_id, reason, stream.num_tokens, so_far_s, extra=about(request_id))
-    metrics.REQUESTS.add(1, service_class(stream.request.priority), reason)
+    catalogue.REQUESTS.add(1, service_class(stream.request.priority), reason)
     if stream.finished:
         succeeded(stream)
     else:
-        metrics.REQUEST_FAILURE.add(1, "dropped" if reason == "cancelled" else "generation")
+        catalogue.REQUEST_FAILURE.add(1, "dropped" if reason == "cancelled" else "generation")
 
 
 def fit(limits: "Limits") -> None:
     """The buckets of lengths reach up to what is possible."""
-    metrics.INPUT_LENGTH.fit(limits.max_input_tokens)
-    metrics.MAX_NEW_TOKENS.fit(limits.max_total_tokens)
-    metrics.GENERATED_TOKENS.fit(limits.max_total_tokens)
+    catalogue.INPUT_LENGTH.fit(limits.max_input_tokens)
+    catalogue.MAX_NEW_TOKENS.fit(limits.max_total_tokens)
+    catalogue.GENERATED_TOKENS.fit(limits.max_total_tokens)
 
 
 def succeeded(stream: "Stream") -> None:
     arrived_s = ARRIVED_S.get() or stream.begun_s
     inference_s = stream.ended_s - stream.placed_s
-    metrics.REQUEST_SUCCESS.add()
-    metrics.REQUEST_DURATION.observe(stream.ended_s - arrived_s)
-    metrics.VALIDATION_DURATION.observe(stream.begun_s - arrived_s)
-    metrics.QUEUE_DURATION.observe(stream.placed_s - stream.begun_s)
-    metrics.INFERENCE_DURATION.observe(inference_s)
-    metrics.TIME_PER_TOKEN.observe(inference_s / max(1, stream.num_tokens))
-    metrics.GENERATED_TOKENS.observe(stream.num_tokens)
+    catalogue.REQUEST_SUCCESS.add()
+    catalogue.REQUEST_DURATION.observe(stream.ended_s - arrived_s)
+    catalogue.VALIDATION_DURATION.observe(stream.begun_s - arrived_s)
+    catalogue.QUEUE_DURATION.observe(stream.placed_s - stream.begun_s)
+    catalogue.INFERENCE_DURATION.observe(inference_s)
+    catalogue.TIME_PER_TOKEN.observe(inference_s / max(1, stream.num_tokens))
+    catalogue.GENERATED_TOKENS.observe(stream.num_tokens)

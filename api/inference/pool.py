@@ -10,15 +10,15 @@ from typing import Any, cast
 
 from fastapi import Request
 
-from api.fleet import Fleet
-from api.jobs.intake import Jobs
-from api.pools import Pools
-from api.prompt import Vocabulary
-from api.relay import Relay
-from api.submit import Desk
-from common.broker import CONNECT_TIMEOUT_S, connect, url_of
-from common.keys import Keys
-from common.settings import Settings
+from api.inference.admission import Desk
+from api.inference.capacity import Fleet
+from api.inference.pools import Pools
+from api.inference.relay import Relay
+from api.inference.tokenizer import Vocabulary
+from api.jobs.consumer import Jobs
+from common.broker.client import CONNECT_TIMEOUT_S, connect, url_of
+from common.broker.keys import Keys
+from common.settings.settings import Settings
 
 log = logging.getLogger(__name__)
 

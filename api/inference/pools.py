@@ -10,15 +10,15 @@ from typing import TYPE_CHECKING
 from redis.asyncio import Redis
 
 from api.errors import Refusal, asking_broker, unavailable
-from api.prompt import Vocabulary
+from api.inference.tokenizer import Vocabulary
 from common import model_files
-from common.codec import WireError, decode
-from common.keys import POOLS, Keys
-from common.messages import Worker
-from common.settings import SettingError, Settings
+from common.broker.keys import POOLS, Keys
+from common.messages.codec import WireError, decode
+from common.messages.messages import Worker
+from common.settings.settings import SettingError, Settings
 
 if TYPE_CHECKING:
-    from api.gateway import Gateway
+    from api.inference.pool import Gateway
 
 log = logging.getLogger(__name__)
 

@@ -13,13 +13,13 @@ from typing import Any
 
 from redis.asyncio import Redis
 
-from api.stream import Stream
-from common.broker import CONNECT_TIMEOUT_S, ERRORS, cause
-from common.codec import WireError, decode
-from common.keys import Keys
-from common.messages import Events
-from common.recover import read
-from common.wire import Wire
+from api.inference.stream import Stream
+from common.broker.client import CONNECT_TIMEOUT_S, ERRORS, cause
+from common.broker.committed import read
+from common.broker.fast_client import Wire
+from common.broker.keys import Keys
+from common.messages.codec import WireError, decode
+from common.messages.messages import Events
 
 log = logging.getLogger(__name__)
 

@@ -5,13 +5,13 @@ import json
 import time
 from collections.abc import Sequence
 
-from api.prompt import Vocabulary
-from common import metrics
+from api.inference.tokenizer import Vocabulary
+from common.broker.committed import Committed, Top, interleave, split
 from common.detokenize import Detokenizer, StopMatcher, generated_text
-from common.endings import FINISHED
-from common.messages import RECORD, Generate, Terminal, Tokens, WireError
-from common.packing import pack_floats, unpack_floats, unpack_ids
-from common.recover import Committed, Top, interleave, split
+from common.messages.finish_reasons import FINISHED
+from common.messages.messages import RECORD, Generate, Terminal, Tokens, WireError
+from common.messages.packing import pack_floats, unpack_floats, unpack_ids
+from common.metrics import catalogue
 
 
 class Stream:
@@ -182,11 +182,11 @@ class Stream:
 
     def time(self, num_new: int) -> None:
         """Notes and counts how long the tokens just heard were waited for; those that come together share their time."""
-        service_class = metrics.service_class(self.request.priority)
+        service_class = catalogue.service_class(self.request.priority)
         if self.first_token_s:
-            metrics.TOKEN_LATENCY.observe((self.heard_s - self.token_s) / num_new, service_class, times=num_new)
+            catalogue.TOKEN_LATENCY.observe((self.heard_s - self.token_s) / num_new, service_class, times=num_new)
         else:
             self.placed_s = self.placed_s or self.heard_s
             self.first_token_s = self.heard_s
-            metrics.FIRST_TOKEN.observe(self.heard_s - self.begun_s, service_class)
+            catalogue.FIRST_TOKEN.observe(self.heard_s - self.begun_s, service_class)
         self.token_s = self.heard_s

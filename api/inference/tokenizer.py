@@ -5,8 +5,8 @@ from pathlib import Path
 
 from tokenizers import Tokenizer
 
-from api.aside import aside
-from api.openai.chat_template import ChatTemplate
+from api.inference.chat_template import ChatTemplate
+from api.offload import aside
 from common import model_files
 
 

@@ -4,13 +4,13 @@ import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from api.aside import aside
-from api.asked import Asked
 from api.errors import Refusal, invalid
-from api.prompt import Vocabulary
-from api.ranges import BIASES, MAX_STOP_CHARS, RANGES
-from common.messages import TOP_P_MIN, Sampling
-from common.packing import pack_ids
+from api.inference.params import Asked
+from api.inference.ranges import BIASES, MAX_STOP_CHARS, RANGES
+from api.inference.tokenizer import Vocabulary
+from api.offload import aside
+from common.messages.messages import TOP_P_MIN, Sampling
+from common.messages.packing import pack_ids
 
 GREEDY_BELOW = 1e-5
 """A temperature this low is greedy: logits divided by it would leave float32."""

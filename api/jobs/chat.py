@@ -5,22 +5,22 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from api.aside import aside
-from api.body import shaped
 from api.errors import encode, invalid
+from api.http.body import shaped
+from api.inference.stream import Stream
+from api.inference.validate import Wanted, validate
 from api.jobs.job import Job
 from api.jobs.reply import Frame
-from api.openai import conversation
-from api.openai.answer_chat import ChatAnswer
-from api.openai.asked import from_chat
+from api.offload import aside
+from api.openai import chat_prompt
 from api.openai.choice import choice
-from api.openai.schemas import ChatRequest
-from api.openai.sse import news
-from api.stream import Stream
-from api.validate import Wanted, validate
+from api.openai.params import from_chat
+from api.openai.render_chat import ChatAnswer
+from api.openai.request_schemas import ChatRequest
+from api.openai.stream import news
 
 if TYPE_CHECKING:
-    from api.gateway import Gateway
+    from api.inference.pool import Gateway
 
 OURS = ("messages", "model", "stream")
 """What stands beside `parameters`, or is said by `reply_to` and `reply`."""
@@ -47,7 +47,7 @@ class ChatOrder:
         return self.of(streams).whole()
 
     def of(self, streams: list[Stream]) -> ChatAnswer:
-        prefix = conversation.echoed(self.chat)
+        prefix = chat_prompt.echoed(self.chat)
         choices = [choice(i, stream, self.chat, prefix) for i, stream in enumerate(streams)]
         answer = ChatAnswer(self.chat, self.job.id, self.model, choices)
         answer.created = self.job.created_s
@@ -64,7 +64,7 @@ async def accept(gateway: "Gateway", job: Job) -> ChatOrder:
     content = encode(parameters | {"messages": job.body.messages, "stream": True})
     chat = await aside(len(content), lambda: shaped(ChatRequest, content))
     chat.check()
-    asked = from_chat(chat, await conversation.prompt(chat, gateway.vocabulary.chat_template))
+    asked = from_chat(chat, await chat_prompt.prompt(chat, gateway.vocabulary.chat_template))
     asked = replace(asked, seed=job.seed if asked.seed is None else asked.seed)
     wanted = await validate(asked, gateway.fleet.limits, gateway.vocabulary)
     return ChatOrder(wanted, chat, job, gateway.settings.model_name)

@@ -11,20 +11,20 @@ from typing import TYPE_CHECKING, Any
 
 from redis.exceptions import ResponseError
 
-from api import meter
-from api.aside import aside
 from api.errors import Refusal, conflict, encode, openai, overloaded, tgi
+from api.inference import metrics
+from api.inference.admission import PAUSE_S
 from api.jobs import chat, generate
 from api.jobs.job import NAME, Job, read
 from api.jobs.reply import Reply
-from api.jobs.run import JobRun
-from api.submit import PAUSE_S
-from common.broker import ERRORS, cause, script
-from common.keys import RESULT_TTL_MS
-from common.logs import REQUEST_ID
+from api.jobs.runner import JobRun
+from api.offload import aside
+from common.broker.client import ERRORS, cause, script
+from common.broker.keys import RESULT_TTL_MS
+from common.process.logs import REQUEST_ID
 
 if TYPE_CHECKING:
-    from api.gateway import Gateway
+    from api.inference.pool import Gateway
 
 log = logging.getLogger(__name__)
 
@@ -184,7 +184,7 @@ class Jobs:
     async def serve(self, job: Job) -> None:
         """Returns when the job has been answered."""
         REQUEST_ID.set(job.id)
-        meter.arrive()
+        metrics.arrive()
         reply = Reply(self.redis, self.keys, self.desk.insist, job)
         match await reply.enlist():
             case "conflict":
@@ -213,8 +213,8 @@ class Jobs:
     async def turn_away(self, entry_id: str, fields: dict[bytes, bytes]) -> None:
         """One job too many."""
         log.warning("job %s is refused: SUBMIT_LIMIT (%d) jobs have not ended", entry_id, self.settings.submit_limit)
-        meter.arrive()
-        meter.refused(429, "overloaded")
+        metrics.arrive()
+        metrics.refused(429, "overloaded")
         job = await self.read(entry_id, fields)
         known = await self.redis.exists(self.keys.job(job.id))
         await self.refuse(job, overloaded(), entry_id if known else job.id)

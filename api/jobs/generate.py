@@ -4,19 +4,19 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from api.aside import aside
-from api.body import shaped
 from api.errors import encode
+from api.http.body import shaped
+from api.inference.stream import Stream
+from api.inference.validate import Wanted, validate
 from api.jobs.job import Job
 from api.jobs.reply import Frame
-from api.stream import Stream
-from api.tgi import answer as answer_tgi
+from api.offload import aside
 from api.tgi import best_of
-from api.tgi.schemas import GenerateRequest, Parameters
-from api.validate import Wanted, validate
+from api.tgi import render as answer_tgi
+from api.tgi.request_schemas import GenerateRequest, Parameters
 
 if TYPE_CHECKING:
-    from api.gateway import Gateway
+    from api.inference.pool import Gateway
 
 
 @dataclass(frozen=True, slots=True)

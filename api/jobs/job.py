@@ -9,8 +9,8 @@ from typing import Any, Literal
 import orjson
 from pydantic import BaseModel, ConfigDict, Field
 
-from api.body import shaped
 from api.errors import Refusal, invalid
+from api.http.body import shaped
 
 NAME = r"[A-Za-z0-9._:@/+=~-]{1,128}"
 """An id or a channel. Requests of a job are named `{id}#{choice}`, which is no name of a job."""

@@ -7,8 +7,8 @@ from typing import Any
 from redis.asyncio import Redis
 
 from api.jobs.job import Job
-from common.broker import script
-from common.keys import JOB_TTL_MS, RESULT_TTL_MS, Keys
+from common.broker.client import script
+from common.broker.keys import JOB_TTL_MS, RESULT_TTL_MS, Keys
 
 log = logging.getLogger(__name__)
 

@@ -8,24 +8,24 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from redis.exceptions import ResponseError
 
-from api import meter
-from api.aside import aside
 from api.errors import Family, Refusal, conflict, encode, failed, overloaded, unavailable
+from api.http.disconnect import all_ended
+from api.inference import metrics
+from api.inference.admission import PAUSE_S
+from api.inference.pools import ANY_MODEL, names
+from api.inference.stream import Stream
+from api.inference.validate import Wanted
 from api.jobs.job import Job
 from api.jobs.reply import Frame, Reply
-from api.pools import ANY_MODEL, names
-from api.stream import Stream
-from api.submit import PAUSE_S
-from api.validate import Wanted
-from api.wait import all_ended
-from common.broker import ERRORS, cause
-from common.codec import encode as pack
-from common.keys import RESULT_TTL_MS
-from common.messages import Generate, Terminal
-from common.settings import Settings
+from api.offload import aside
+from common.broker.client import ERRORS, cause
+from common.broker.keys import RESULT_TTL_MS
+from common.messages.codec import encode as pack
+from common.messages.messages import Generate, Terminal
+from common.settings.settings import Settings
 
 if TYPE_CHECKING:
-    from api.gateway import Gateway
+    from api.inference.pool import Gateway
 
 log = logging.getLogger(__name__)
 
@@ -92,7 +92,7 @@ class JobRun:
         try:
             return await self.serve(accept)
         except Refusal as refusal:
-            meter.refused(refusal.status, refusal.error_type)
+            metrics.refused(refusal.status, refusal.error_type)
             error = encode(family(refusal)[1])
         except Exception:
             log.exception("job %s", self.job.id)
@@ -211,7 +211,7 @@ class JobRun:
         self.ended.set()
         for stream in self.streams:
             if stream.terminal:
-                meter.left(stream, self.gateway.fleet.limits)
+                metrics.left(stream, self.gateway.fleet.limits)
             if stream.request.channel != self.relay.channel:
                 self.relay.unfollow(stream.request.channel)
 

@@ -4,9 +4,9 @@ from typing import TypeVar
 
 from starlette.requests import Request
 
-from api import body
-from api.gateway import Gateway, gateway_of
-from api.openai.schemas import Body
+from api.http import body
+from api.inference.pool import Gateway, gateway_of
+from api.openai.request_schemas import Body
 
 Shape = TypeVar("Shape", bound=Body)
 

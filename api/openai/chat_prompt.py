@@ -2,10 +2,10 @@
 
 from typing import Any
 
-from api.aside import aside
 from api.errors import invalid
-from api.openai.chat_template import OWN_VARIABLES, ChatTemplate, template_error
-from api.openai.schemas import ROLES, ChatMessage, ChatRequest, Part
+from api.inference.chat_template import OWN_VARIABLES, ChatTemplate, template_error
+from api.offload import aside
+from api.openai.request_schemas import ROLES, ChatMessage, ChatRequest, Part
 
 ROLES_OF_TOOLS = ("tool", "function")
 FIELDS_OF_TOOLS = ("tool_calls", "tool_call_id", "function_call")

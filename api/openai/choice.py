@@ -3,9 +3,9 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from api.openai.schemas import Body, CompletionRequest
-from api.openai.text import AnswerText
-from api.stream import Stream
+from api.inference.stream import Stream
+from api.openai.request_schemas import Body, CompletionRequest
+from api.openai.stop_text import AnswerText
 
 FINISH_REASONS = {"length": "length", "eos_token": "stop", "stop_sequence": "stop"}
 

@@ -1,10 +1,10 @@
 """The prompt in an answer to a completion with `echo`."""
 
-from api.asked import Asked
-from api.openai.schemas import CompletionRequest
-from api.prompt import Vocabulary
-from api.stream import Stream
-from api.validate import Wanted
+from api.inference.params import Asked
+from api.inference.stream import Stream
+from api.inference.tokenizer import Vocabulary
+from api.inference.validate import Wanted
+from api.openai.request_schemas import CompletionRequest
 from common.detokenize import Detokenizer
 
 

@@ -4,9 +4,9 @@ import re
 from collections.abc import Mapping
 from dataclasses import replace
 
-from api.asked import Asked
 from api.errors import invalid
-from api.openai.schemas import Body, ChatRequest, CompletionRequest
+from api.inference.params import Asked
+from api.openai.request_schemas import Body, ChatRequest, CompletionRequest
 
 NAMES = {
     "max_new_tokens": "max_tokens",

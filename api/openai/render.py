@@ -7,10 +7,10 @@ from importlib.metadata import version
 from typing import Any
 
 from api.errors import encode
+from api.inference.stream import Stream
 from api.openai.choice import Choice, Piece
-from api.openai.schemas import Body
+from api.openai.request_schemas import Body
 from api.openai.token_bytes import token_bytes
-from api.stream import Stream
 
 FINGERPRINT = f"tokenfleet-{version('tokenfleet')}"
 LEAST_LOGPROB = -9999.0

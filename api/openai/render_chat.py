@@ -3,10 +3,10 @@
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from api.openai.answer import Answer, readable, spelled, told_logprob
+from api.inference.stream import Stream
 from api.openai.choice import Choice, Piece
-from api.openai.schemas import ChatRequest
-from api.stream import Stream
+from api.openai.render import Answer, readable, spelled, told_logprob
+from api.openai.request_schemas import ChatRequest
 
 
 class ChatAnswer(Answer):

@@ -3,12 +3,12 @@
 from collections.abc import Sequence
 from typing import Any
 
-from api.openai.answer import Answer, readable, spelled, told_logprob
+from api.inference.stream import Stream
 from api.openai.choice import Choice, Piece
 from api.openai.echo import offsets
-from api.openai.schemas import CompletionRequest
-from api.stream import Stream
-from common.recover import Top
+from api.openai.render import Answer, readable, spelled, told_logprob
+from api.openai.request_schemas import CompletionRequest
+from common.broker.committed import Top
 
 Lists = dict[str, list[Any]]
 """Log-probabilities of the older kind: four parallel lists."""

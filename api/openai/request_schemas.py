@@ -10,9 +10,9 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidatorFun
 from pydantic_core import PydanticCustomError
 
 from api.errors import invalid
-from api.fields import Listed, least, ranged
-from api.ranges import BIASES, MAX_STOP_CHARS
-from api.unserved import Unserved, check_served
+from api.http.unsupported import Unserved, check_served
+from api.inference.fields import Listed, least, ranged
+from api.inference.ranges import BIASES, MAX_STOP_CHARS
 
 UNSERVED: Unserved = {
     "allowed_token_ids": (),

@@ -5,19 +5,19 @@ from collections.abc import Callable, Sequence
 from starlette.requests import Request
 from starlette.responses import Response
 
-from api.aside import aside
 from api.errors import invalid
-from api.gateway import Gateway
-from api.headers import prompt_headers, time_headers
-from api.openai.answer import Answer
+from api.http.disconnect import finished
+from api.http.headers import prompt_headers, time_headers
+from api.http.request_id import request_id
+from api.http.sse import TokenStream
+from api.inference.pool import Gateway
+from api.inference.stream import Stream
+from api.inference.validate import Wanted
+from api.offload import aside
 from api.openai.choice import Choice, choice
-from api.openai.schemas import Body
-from api.openai.sse import frames
-from api.request_id import request_id
-from api.sse import TokenStream
-from api.stream import Stream
-from api.validate import Wanted
-from api.wait import finished
+from api.openai.render import Answer
+from api.openai.request_schemas import Body
+from api.openai.stream import frames
 
 Make = Callable[[str, str, list[Choice]], Answer]
 """(id of the request, name of the model, choices) → the answer."""

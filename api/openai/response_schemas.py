@@ -5,7 +5,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict
 
-from api.openapi import refusals, sends_events
+from api.http.openapi import refusals, sends_events
 
 FinishReason = Literal["stop", "length"]
 

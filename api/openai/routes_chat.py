@@ -6,15 +6,15 @@ from functools import partial
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from api.openai import conversation
+from api.http.openapi import takes
+from api.inference.validate import validate
+from api.openai import chat_prompt
 from api.openai.accept import accept
-from api.openai.answer_chat import ChatAnswer
-from api.openai.asked import from_chat
-from api.openai.replies import REFUSALS, ChatCompletion, ChatCompletionChunk, answers
-from api.openai.schemas import ChatRequest
-from api.openai.serve import serve
-from api.openapi import takes
-from api.validate import validate
+from api.openai.params import from_chat
+from api.openai.render_chat import ChatAnswer
+from api.openai.request_schemas import ChatRequest
+from api.openai.respond import serve
+from api.openai.response_schemas import REFUSALS, ChatCompletion, ChatCompletionChunk, answers
 
 router = APIRouter(responses=REFUSALS)
 
@@ -25,6 +25,6 @@ async def chat_completions(request: Request) -> Response:
     begun_s = time.monotonic()
     gateway, chat = await accept(request, ChatRequest)
     await gateway.desk.check()
-    prompt = await conversation.prompt(chat, gateway.vocabulary.chat_template)
+    prompt = await chat_prompt.prompt(chat, gateway.vocabulary.chat_template)
     wanted = await validate(from_chat(chat, prompt), gateway.fleet.limits, gateway.vocabulary)
-    return await serve(request, gateway, chat, wanted, [conversation.echoed(chat)] * len(wanted), partial(ChatAnswer, chat), begun_s)
+    return await serve(request, gateway, chat, wanted, [chat_prompt.echoed(chat)] * len(wanted), partial(ChatAnswer, chat), begun_s)

@@ -6,17 +6,17 @@ from functools import partial
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from api.asked import Asked
 from api.errors import invalid
+from api.http.openapi import takes
+from api.inference.params import Asked
+from api.inference.validate import Limits, validate
 from api.openai.accept import accept
-from api.openai.answer_completion import CompletionAnswer
-from api.openai.asked import from_completion
 from api.openai.echo import echoed
-from api.openai.replies import REFUSALS, Completion, CompletionChunk, answers
-from api.openai.schemas import CompletionRequest
-from api.openai.serve import serve
-from api.openapi import takes
-from api.validate import Limits, validate
+from api.openai.params import from_completion
+from api.openai.render_completion import CompletionAnswer
+from api.openai.request_schemas import CompletionRequest
+from api.openai.respond import serve
+from api.openai.response_schemas import REFUSALS, Completion, CompletionChunk, answers
 
 router = APIRouter(responses=REFUSALS)
 

@@ -5,8 +5,8 @@ from typing import Any
 from fastapi import APIRouter, Request
 
 from api.errors import asking_broker
-from api.gateway import gateway_of
-from api.openai.replies import REFUSALS, Model, ModelList
+from api.inference.pool import gateway_of
+from api.openai.response_schemas import REFUSALS, Model, ModelList
 
 router = APIRouter()
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from api.stream import Stream
+from api.inference.stream import Stream
 
 
 class AnswerText:

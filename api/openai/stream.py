@@ -4,10 +4,10 @@ import asyncio
 from collections.abc import AsyncIterator
 from functools import partial
 
-from api.aside import aside
 from api.errors import encode, failed, openai
-from api.openai.answer import Answer
-from api.sse import frame
+from api.http.sse import frame
+from api.offload import aside
+from api.openai.render import Answer
 
 DONE = frame(b"[DONE]")
 OF_ALL = -1

@@ -4,10 +4,10 @@ import secrets
 from collections.abc import Sequence
 from dataclasses import replace
 
-from api.asked import Asked
 from api.errors import invalid
-from api.stream import Stream
-from api.validate import Limits, Wanted, draws
+from api.inference.params import Asked
+from api.inference.stream import Stream
+from api.inference.validate import Limits, Wanted, draws
 
 
 def check(asked: Asked, limits: Limits, streamed: bool) -> None:

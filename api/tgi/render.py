@@ -4,8 +4,8 @@ from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 from api.errors import Refusal, encode, failed, tgi
-from api.sse import frame, news
-from api.stream import Stream
+from api.http.sse import frame, news
+from api.inference.stream import Stream
 
 
 def token(stream: Stream, i: int) -> dict[str, Any]:

@@ -7,12 +7,12 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from api.asked import Asked
 from api.errors import invalid
-from api.fields import Listed, ranged
-from api.openai.schemas import FIELDS
-from api.ranges import BIASES, MAX_STOP_CHARS
-from api.unserved import Unserved, check_served
+from api.http.unsupported import Unserved, check_served
+from api.inference.fields import Listed, ranged
+from api.inference.params import Asked
+from api.inference.ranges import BIASES, MAX_STOP_CHARS
+from api.openai.request_schemas import FIELDS
 
 NAMES = {
     "text": "inputs",

@@ -4,7 +4,7 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict
 
-from api.openapi import Refusals, refusals
+from api.http.openapi import Refusals, refusals
 
 FinishReason = Literal["length", "eos_token", "stop_sequence"]
 

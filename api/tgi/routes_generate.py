@@ -8,20 +8,20 @@ from fastapi import APIRouter, Request
 from sse_starlette import EventSourceResponse
 from starlette.responses import Response
 
-from api import body
-from api.aside import aside
 from api.errors import encode
-from api.gateway import Gateway, gateway_of
-from api.headers import prompt_headers, time_headers
-from api.openapi import sends_events, takes
-from api.request_id import request_id
-from api.sse import TokenStream
+from api.http import body
+from api.http.disconnect import finished
+from api.http.headers import prompt_headers, time_headers
+from api.http.openapi import sends_events, takes
+from api.http.request_id import request_id
+from api.http.sse import TokenStream
+from api.inference.pool import Gateway, gateway_of
+from api.inference.validate import Wanted, validate
+from api.offload import aside
 from api.tgi import best_of
-from api.tgi.answer import answer, frames
-from api.tgi.replies import GENERATE_REFUSALS, GenerateResponse, StreamResponse
-from api.tgi.schemas import CompatRequest, GenerateRequest, Parameters
-from api.validate import Wanted, validate
-from api.wait import finished
+from api.tgi.render import answer, frames
+from api.tgi.request_schemas import CompatRequest, GenerateRequest, Parameters
+from api.tgi.response_schemas import GENERATE_REFUSALS, GenerateResponse, StreamResponse
 
 router = APIRouter(responses=GENERATE_REFUSALS)
 

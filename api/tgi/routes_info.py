@@ -7,9 +7,9 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from api.errors import encode, unavailable
-from api.gateway import gateway_of
-from api.openapi import refusals
-from api.tgi.replies import ErrorResponse, Info
+from api.http.openapi import refusals
+from api.inference.pool import gateway_of
+from api.tgi.response_schemas import ErrorResponse, Info
 
 router = APIRouter(responses=refusals(ErrorResponse, {503: "No worker has been ready yet"}))
 

@@ -6,19 +6,19 @@ from typing import Any
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from api import body
-from api.aside import aside
 from api.errors import encode
-from api.gateway import gateway_of
-from api.openai import conversation
+from api.http import body
+from api.http.openapi import takes
+from api.inference.pool import gateway_of
+from api.inference.tokenizer import Vocabulary
+from api.inference.validate import check
+from api.offload import aside
+from api.openai import chat_prompt
 from api.openai.accept import accept
-from api.openai.asked import from_chat
-from api.openai.schemas import ChatRequest
-from api.openapi import takes
-from api.prompt import Vocabulary
-from api.tgi.replies import TOKENIZE_REFUSALS, ChatTokenizeResponse, SimpleToken
-from api.tgi.schemas import TokenizeRequest
-from api.validate import check
+from api.openai.params import from_chat
+from api.openai.request_schemas import ChatRequest
+from api.tgi.request_schemas import TokenizeRequest
+from api.tgi.response_schemas import TOKENIZE_REFUSALS, ChatTokenizeResponse, SimpleToken
 
 router = APIRouter(responses=TOKENIZE_REFUSALS)
 
@@ -37,7 +37,7 @@ async def chat_tokenize(request: Request) -> Response:
     """The prompt that /v1/chat/completions would make of the same body, and its tokens; however long it is."""
     gateway, chat = await accept(request, ChatRequest)
     vocabulary = gateway.vocabulary
-    text = await conversation.prompt(chat, vocabulary.chat_template)
+    text = await chat_prompt.prompt(chat, vocabulary.chat_template)
     check(from_chat(chat, text), gateway.fleet.limits, vocabulary)
 
     def answer() -> bytes:

@@ -14,11 +14,11 @@ import redis.asyncio
 from redis.asyncio.connection import AbstractConnection
 from redis.exceptions import AuthenticationError, BusyLoadingError, InvalidResponse, OutOfMemoryError, ReadOnlyError, RedisError
 
-from common.settings import SettingError, Settings
+from common.settings.settings import SettingError, Settings
 
 CONNECT_TIMEOUT_S = 5.0
 OLDEST = (7, 0)
-SCRIPTS = Path(__file__).parent / "scripts"
+SCRIPTS = Path(__file__).parents[1] / "scripts"
 ERRORS = (RedisError, OSError)
 """What a command may raise while the broker is away or refuses; `cause` puts any of them into words."""
 

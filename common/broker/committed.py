@@ -11,9 +11,9 @@ from typing import Any
 from redis.asyncio import Redis
 from redis.exceptions import ResponseError
 
-from common.codec import WireError, decode
-from common.keys import Keys
-from common.messages import RECORD, LogEntry, Tokens
+from common.broker.keys import Keys
+from common.messages.codec import WireError, decode
+from common.messages.messages import RECORD, LogEntry, Tokens
 
 ALONE = struct.Struct("4s4s")
 

@@ -11,7 +11,7 @@ from redis.asyncio import Redis
 from redis.asyncio.connection import AbstractConnection, DefaultParser
 from redis.exceptions import ConnectionError, InvalidResponse, NoScriptError
 
-from common.broker import Script, load
+from common.broker.client import Script, load
 
 Word = str | bytes | int
 NOTHING_YET = object()
@@ -34,7 +34,7 @@ class Wire(asyncio.Protocol):
 
     @classmethod
     async def dial(cls, redis: Redis, hear: Callable[[Any], None]) -> "Wire":
-        """A connection beside those of `redis`, to the same broker. Raises what connecting raises (`common.broker.ERRORS`)."""
+        """A connection beside those of `redis`, to the same broker. Raises what connecting raises (`common.broker.client.ERRORS`)."""
         connection = redis.connection_pool.make_connection()  # type: ignore[no-untyped-call]
         await connection.connect()
         return cls(connection, hear)
@@ -103,7 +103,7 @@ class Line:
             self.wire = None
 
     def script(self, name: str) -> Script:
-        """As `common.broker.script`."""
+        """As `common.broker.client.script`."""
         text = load(name)
         digest = hashlib.sha1(text.encode()).hexdigest()
 

@@ -3,8 +3,8 @@
 import time
 from collections.abc import Iterator
 
-from common.codec import encode
-from common.messages import Events
+from common.messages.codec import encode
+from common.messages.messages import Events
 
 REPEAT_S = 0.5
 REPEATED_FOR_S = 10.0

@@ -2,8 +2,8 @@
 
 import json
 
-from common.messages import Generate, Terminal
-from common.recover import split
+from common.broker.committed import split
+from common.messages.messages import Generate, Terminal
 
 FINISHED = ("length", "eos_token", "stop_sequence")
 """Why a row ends with a whole answer."""

@@ -1,13 +1,13 @@
 """Every message between processes, and nothing else.
 
-On the wire they are msgpack maps (common/codec.py); token ids are packed (common/packing.py). They are values; those that are made
+On the wire they are msgpack maps (common/messages/codec.py); token ids are packed (common/messages/packing.py). They are values; those that are made
 with every token are not frozen, for that takes seven times as long.
 """
 
 import struct
 from dataclasses import dataclass
 
-from common.codec import WireError, decode, encode, wire
+from common.messages.codec import WireError, decode, encode, wire
 
 __all__ = ["WireError", "decode", "encode"]
 

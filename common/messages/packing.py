@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from sys import byteorder
 from typing import Any
 
-from common.codec import WireError
+from common.messages.codec import WireError
 
 if byteorder != "little":
     raise ImportError("token ids travel as little-endian int32; this machine is big-endian")

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from common.codec import wire
+from common.messages.codec import wire
 
 
 @dataclass(frozen=True, slots=True)

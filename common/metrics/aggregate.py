@@ -7,9 +7,9 @@ from collections.abc import AsyncIterator
 
 from redis.asyncio import Redis
 
-from common.broker import ERRORS, cause
-from common.exposition import own_values
-from common.keys import METRICS_TTL_MS, Keys
+from common.broker.client import ERRORS, cause
+from common.broker.keys import METRICS_TTL_MS, Keys
+from common.metrics.exposition import own_values
 
 log = logging.getLogger(__name__)
 ADD_S = 1.0

@@ -4,7 +4,7 @@ Names that begin with `tgi_` are TGI's, with its types, labels and buckets, so t
 ours; the label `pool` is added where the text is worded, for a process serves one pool.
 """
 
-from common.meters import INFINITY, Counter, Gauge, Histogram, Metric, Summary, exponential
+from common.metrics.primitives import INFINITY, Counter, Gauge, Histogram, Metric, Summary, exponential
 
 POOL = "pool"
 METHODS = {"method": ("prefill", "decode")}

@@ -11,8 +11,8 @@ from prometheus_client.core import Metric as Family
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
-from common.meters import INFINITY, SEPARATOR, SUM, Counter, Histogram, Labels, Metric, Summary
-from common.metrics import BY_NAME, COUNTED, POOL, TABLE
+from common.metrics.catalogue import BY_NAME, COUNTED, POOL, TABLE
+from common.metrics.primitives import INFINITY, SEPARATOR, SUM, Counter, Histogram, Labels, Metric, Summary
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 QUANTILES = ("0", "0.5", "0.9", "0.95", "0.99", "0.999", "1")

@@ -5,8 +5,8 @@ import socket
 import socketserver
 import threading
 
-from common.exposition import CONTENT_TYPE, own_text
-from common.settings import SettingError, Settings
+from common.metrics.exposition import CONTENT_TYPE, own_text
+from common.settings.settings import SettingError, Settings
 
 SILENCE_S = 10.0
 """After which a client that says nothing is left."""

@@ -1,6 +1,6 @@
 """What is counted in one process: counters and histograms, cheap enough for every step, and gauges, which are read when somebody looks.
 
-prometheus_client words the text (common/exposition.py). The counting is ours: processes add what is new to the fleet's figures every
+prometheus_client words the text (common/metrics/exposition.py). The counting is ours: processes add what is new to the fleet's figures every
 second, so what has changed must be cheap to find, and many equal values (the rows of a step) must count as cheaply as one.
 """
 

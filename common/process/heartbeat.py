@@ -9,8 +9,8 @@ from collections.abc import AsyncIterator, Callable
 
 from redis.asyncio import Redis
 
-from common.broker import CONNECT_TIMEOUT_S, ERRORS, cause, script
-from common.keys import Keys
+from common.broker.client import CONNECT_TIMEOUT_S, ERRORS, cause, script
+from common.broker.keys import Keys
 
 log = logging.getLogger(__name__)
 

@@ -1,4 +1,4 @@
-"""A process that must not outlive its parent: `die_with_parent()`, or `python -m common.lifeline COMMAND …` for one that is not Python.
+"""A process that must not outlive its parent: `die_with_parent()`, or `python -m common.process.parent_death COMMAND …` for one that is not Python.
 
 The variable PARENT_PID says whose life is followed: the process id of the parent, so that a parent that died before we looked is
 noticed; 0 for nobody (a process that a person started by hand); without it, whoever is the parent now. It is taken out of the

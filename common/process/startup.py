@@ -6,8 +6,10 @@ from dataclasses import dataclass
 
 import setproctitle
 
-from common import broker, lifeline, logs, metrics_port
-from common.settings import Settings
+from common.broker import client
+from common.metrics import http
+from common.process import logs, parent_death
+from common.settings.settings import Settings
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +27,7 @@ class Own:
 
 def begin(kind: str, name: str) -> Own:
     """From now on this process ends with its parent, and `ps` shows its kind and name: those that the launcher gave it, else `name`."""
-    lifeline.die_with_parent()
+    parent_death.die_with_parent()
     name = os.environ.get("PROCESS_NAME", name)
     setproctitle.setproctitle(f"tokenfleet {kind} {name}")
     return Own(name, os.environ.get("INCARNATION") or f"{name}-{secrets.token_hex(4)}")
@@ -34,5 +36,5 @@ def begin(kind: str, name: str) -> Own:
 def enter(own: Own, settings: Settings) -> None:
     """Sets up logging, and shows this process's own figures. Raises SettingError."""
     logs.set_up(own.name, settings.log_level, settings.json_output)
-    broker.url_of(settings)
-    metrics_port.serve(settings)
+    client.url_of(settings)
+    http.serve(settings)

@@ -7,8 +7,8 @@ import typing
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
-from common.options import ALIASES, ANY, FLAG_ALIASES, OPTIONS, SHORT, VARIABLE_ALIASES, Option
-from common.values import List, SettingError, convert, parse
+from common.settings.compat import ALIASES, ANY, FLAG_ALIASES, OPTIONS, SHORT, VARIABLE_ALIASES, Option
+from common.settings.types import List, SettingError, convert, parse
 
 OTHERS = "Options of text-generation-inference and vLLM that are understood, too:"
 

@@ -2,7 +2,7 @@
 
 A field `max_batch_size` is the variable `MAX_BATCH_SIZE` and the flag `--max-batch-size`; a flag wins over its variable, a variable over
 the default. Settings are frozen: what a process learns at run time (capacity, limits) travels in messages. Options of others that are no
-field here are answered in `common/options.py`.
+field here are answered in `common/settings/compat.py`.
 """
 
 import dataclasses
@@ -11,9 +11,9 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from common import flags
-from common.options import OPTIONS
-from common.values import SettingError, exit_when_unservable, seconds, setting, to_text
+from common.settings import flags
+from common.settings.compat import OPTIONS
+from common.settings.types import SettingError, exit_when_unservable, seconds, setting, to_text
 
 __all__ = ["SettingError", "Settings", "exit_when_unservable"]
 

@@ -15,8 +15,8 @@ import orjson
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-from common.flags import FlagParser
-from common.settings import SettingError
+from common.settings.flags import FlagParser
+from common.settings.settings import SettingError
 from deploy.bench import load, report, servers, svg
 from deploy.bench.figures import figures
 from deploy.client import Trouble, add_url, api_key, base_url, complain, new_client

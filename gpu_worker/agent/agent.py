@@ -8,23 +8,23 @@ from collections.abc import Iterable
 
 from redis.asyncio import Redis
 
-from common import metrics
-from common.broker import ERRORS, cause, script
-from common.channels import REPEAT_S
-from common.codec import WireError, decode
-from common.endings import INTERRUPTED
-from common.keys import STREAMS_TTL_MS, Keys
-from common.messages import Plan, Report, Start, Worker
-from common.packing import pack_ids
-from common.recover import split
-from common.settings import Settings
-from gpu_worker.announce import Announcer
-from gpu_worker.door import Grant, StartRow, Step
-from gpu_worker.engine_link import EngineLink
-from gpu_worker.outbox import Outbox
-from gpu_worker.publish import Publisher
-from gpu_worker.table import RowText, Table
-from gpu_worker.watch import Watch
+from common.broker.client import ERRORS, cause, script
+from common.broker.committed import split
+from common.broker.keys import STREAMS_TTL_MS, Keys
+from common.broker.sequences import REPEAT_S
+from common.messages.codec import WireError, decode
+from common.messages.finish_reasons import INTERRUPTED
+from common.messages.messages import Plan, Report, Start, Worker
+from common.messages.packing import pack_ids
+from common.metrics import catalogue
+from common.settings.settings import Settings
+from gpu_worker.agent.engine_client import EngineLink
+from gpu_worker.agent.heartbeat import Announcer
+from gpu_worker.agent.outbox import Outbox
+from gpu_worker.agent.publish import Publisher
+from gpu_worker.agent.row_text import RowText, Table
+from gpu_worker.agent.watchdog import Watch
+from gpu_worker.protocol import Grant, StartRow, Step
 
 log = logging.getLogger(__name__)
 
@@ -109,7 +109,7 @@ class Agent:
                 try:
                     self.apply(decode(Plan, fields[b"plan"]))
                 except (WireError, KeyError) as error:
-                    metrics.UNDECODABLE.add()
+                    catalogue.UNDECODABLE.add()
                     log.error("plan %s cannot be read: %s", after, error)
 
     def apply(self, plan: Plan) -> None:

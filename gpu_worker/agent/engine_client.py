@@ -1,4 +1,4 @@
-"""The engine processes, and the agent's end of the door (gpu_worker/door.py)."""
+"""The engine processes, and the agent's end of the door (gpu_worker/protocol.py)."""
 
 import asyncio
 import os
@@ -9,9 +9,9 @@ from asyncio.subprocess import Process
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from gpu_worker.door import DoorError, Failure, Frame, Frames, Grant, Progress, Ready, Step, encode
-from gpu_worker.meter import Meter
-from gpu_worker.place import Place
+from gpu_worker.agent.metrics import Meter
+from gpu_worker.protocol import DoorError, Failure, Frame, Frames, Grant, Progress, Ready, Step, encode
+from gpu_worker.rank import Place
 
 RECEIVE_BYTES = 2**16
 

@@ -6,7 +6,7 @@ import subprocess
 from pathlib import Path
 from typing import IO
 
-from common.settings import SettingError, Settings
+from common.settings.settings import SettingError, Settings
 
 QUERY = ("nvidia-smi", "--query-gpu=uuid", "--format=csv,noheader")
 

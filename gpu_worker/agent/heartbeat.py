@@ -2,14 +2,14 @@
 
 from redis.asyncio import Redis
 
-from common.broker import script
-from common.codec import encode
-from common.keys import STREAMS_TTL_MS, Keys
-from common.messages import Worker
-from common.settings import Settings
-from common.sign import Figures, here
-from gpu_worker.publish import Sealed
-from gpu_worker.table import Table
+from common.broker.client import script
+from common.broker.keys import STREAMS_TTL_MS, Keys
+from common.messages.codec import encode
+from common.messages.messages import Worker
+from common.process.heartbeat import Figures, here
+from common.settings.settings import Settings
+from gpu_worker.agent.publish import Sealed
+from gpu_worker.agent.row_text import Table
 
 
 class Announcer:

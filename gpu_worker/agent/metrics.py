@@ -3,8 +3,8 @@
 import time
 from collections.abc import Sequence
 
-from common import metrics
-from gpu_worker.door import Grant, Step
+from common.metrics import catalogue
+from gpu_worker.protocol import Grant, Step
 
 
 class Meter:
@@ -31,10 +31,10 @@ class Meter:
         """The engine was sent a grant."""
         if not grant.starts:
             return
-        metrics.BATCH_NEXT_SIZE.observe(len(grant.starts))
+        catalogue.BATCH_NEXT_SIZE.observe(len(grant.starts))
         if self.running:
-            metrics.BATCH_CONCAT.add(1, "chunking")
-            metrics.BATCH_CONCAT_DURATION.observe(time.perf_counter() - began_s, "decode")
+            catalogue.BATCH_CONCAT.add(1, "chunking")
+            catalogue.BATCH_CONCAT_DURATION.observe(time.perf_counter() - began_s, "decode")
         self.prefilling.update(start.row for start in grant.starts)
 
     def took(self, steps: Sequence[Step]) -> None:
@@ -55,19 +55,19 @@ class Meter:
         for method, forwards_s in forwards.items():
             if forwards_s:
                 self.count(method, forwards_s, text_s)
-        metrics.TOKENS.add(sum(step.num_samples for step in steps))
+        catalogue.TOKENS.add(sum(step.num_samples for step in steps))
 
     def count(self, method: str, forwards_s: Sequence[float], text_s: float) -> None:
         """Steps of one method, each of which took the agent `text_s`."""
-        metrics.BATCH_COUNT.add(len(forwards_s), method)
-        metrics.BATCH_SUCCESS.add(len(forwards_s), method)
-        metrics.BATCH_FORWARD.observe_all(forwards_s, method)
-        metrics.BATCH_DECODE.observe(text_s, method, times=len(forwards_s))
-        metrics.BATCH_DURATION.observe_all([forward_s + text_s for forward_s in forwards_s], method)
+        catalogue.BATCH_COUNT.add(len(forwards_s), method)
+        catalogue.BATCH_SUCCESS.add(len(forwards_s), method)
+        catalogue.BATCH_FORWARD.observe_all(forwards_s, method)
+        catalogue.BATCH_DECODE.observe(text_s, method, times=len(forwards_s))
+        catalogue.BATCH_DURATION.observe_all([forward_s + text_s for forward_s in forwards_s], method)
 
     def move(self, step: Step) -> None:
         for row, kv_len in step.prefilled:
-            metrics.PREFILLED_TOKENS.add(kv_len)
+            catalogue.PREFILLED_TOKENS.add(kv_len)
             self.prefilling.discard(row)
             self.running.add(row)
         for row, _, _ in step.ended:
@@ -77,5 +77,5 @@ class Meter:
     def failed(self) -> None:
         """The engine ended under its rows."""
         if self.prefilling or self.running:
-            metrics.BATCH_COUNT.add(1, self.method)
-            metrics.BATCH_FAILURE.add(1, self.method)
+            catalogue.BATCH_COUNT.add(1, self.method)
+            catalogue.BATCH_FAILURE.add(1, self.method)

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from gpu_worker.table import RowText
+from gpu_worker.agent.row_text import RowText
 
 
 @dataclass(slots=True)

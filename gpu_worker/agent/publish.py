@@ -7,15 +7,15 @@ from typing import Any
 
 from redis.asyncio import Redis
 
-from common import metrics
-from common.channels import Channels
-from common.codec import encode
-from common.endings import FINISHED, answer, failure, terminal
-from common.keys import TOKENS_TTL_MS, Keys
-from common.messages import Events, LogEntry, Report, Tokens
-from common.wire import Line
-from gpu_worker.outbox import Outbox
-from gpu_worker.table import RowText
+from common.broker.fast_client import Line
+from common.broker.keys import TOKENS_TTL_MS, Keys
+from common.broker.sequences import Channels
+from common.messages.codec import encode
+from common.messages.finish_reasons import FINISHED, answer, failure, terminal
+from common.messages.messages import Events, LogEntry, Report, Tokens
+from common.metrics import catalogue
+from gpu_worker.agent.outbox import Outbox
+from gpu_worker.agent.row_text import RowText
 
 SPILL_EVERY = 64
 """Flushes after which every live row's tokens are copied to its own string, and the log is trimmed: the bound of the log."""
@@ -98,7 +98,7 @@ class Publisher:
         """Raises Sealed, or whatever the broker raises; after that the same flush may be written again."""
         began_s = time.perf_counter()
         said: bytes = await self.script(keys=flush.keys, args=flush.args)
-        metrics.BATCH_FILTER.observe(time.perf_counter() - began_s, flush.method)
+        catalogue.BATCH_FILTER.observe(time.perf_counter() - began_s, flush.method)
         if said != b"OK":
             raise Sealed(said.decode())
         for row, num_tokens in flush.spilled:

@@ -6,10 +6,10 @@ from dataclasses import dataclass, field
 
 from tokenizers import Tokenizer
 
+from common.broker.committed import columns, packed_records, pairs, split
 from common.detokenize import Detokenizer, StopMatcher, generated_text
-from common.messages import RECORD, Generate, Start, Tokens
-from common.packing import pack_ids, unpack_ids
-from common.recover import columns, packed_records, pairs, split
+from common.messages.messages import RECORD, Generate, Start, Tokens
+from common.messages.packing import pack_ids, unpack_ids
 
 
 @dataclass(slots=True, eq=False)

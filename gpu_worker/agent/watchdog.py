@@ -5,7 +5,7 @@ import time
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from gpu_worker.agent import Agent
+    from gpu_worker.agent.agent import Agent
 
 LOOK_S = 1.0
 MANY_STEPS = 20

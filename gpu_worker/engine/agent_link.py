@@ -4,7 +4,7 @@ import select
 import socket
 from collections.abc import Iterator
 
-from gpu_worker.door import Frame, Frames, Grant, encode
+from gpu_worker.protocol import Frame, Frames, Grant, encode
 
 RECEIVE_BYTES = 2**18
 

@@ -9,22 +9,22 @@ import numpy as np
 import torch
 
 from common.model_files import Progress, silent
-from common.settings import SettingError, Settings
-from gpu_worker.door import Grant, Ready, Step
-from gpu_worker.engine import warmup
-from gpu_worker.engine.compiled import compile_layers, compile_no_more
-from gpu_worker.engine.draw import blank
-from gpu_worker.engine.flight import Flight, Launched
-from gpu_worker.engine.graphs import Capture, Graphs, Waits, capture_on, sizes
-from gpu_worker.engine.halves import halves, out_of_memory
-from gpu_worker.engine.inputs import build
-from gpu_worker.engine.load import load, name_of
-from gpu_worker.engine.outcome import Int32
-from gpu_worker.engine.prompt_scores import MAX_LOGITS, of_prompts, of_samples
-from gpu_worker.engine.ranks import ALONE, Ranks
-from gpu_worker.engine.rows import NO_BLOCKS, Part, Rows
-from gpu_worker.engine.sample import sample
-from gpu_worker.engine.tokenwise import TOKENS, Tokenwise
+from common.settings.settings import SettingError, Settings
+from gpu_worker.engine.batch.inputs import build
+from gpu_worker.engine.batch.outcome import Int32
+from gpu_worker.engine.batch.rows import NO_BLOCKS, Part, Rows
+from gpu_worker.engine.cuda.compile import compile_layers, compile_no_more
+from gpu_worker.engine.cuda.deterministic import TOKENS, Tokenwise
+from gpu_worker.engine.cuda.graphs import Capture, Graphs, Waits, capture_on, sizes
+from gpu_worker.engine.in_flight import Flight, Launched
+from gpu_worker.engine.model import warmup
+from gpu_worker.engine.model.load import load, name_of
+from gpu_worker.engine.parallel.communicator import ALONE, Ranks
+from gpu_worker.engine.sampling.multinomial import blank
+from gpu_worker.engine.sampling.prompt_logprobs import MAX_LOGITS, of_prompts, of_samples
+from gpu_worker.engine.sampling.sample import sample
+from gpu_worker.engine.split_step import halves, out_of_memory
+from gpu_worker.protocol import Grant, Ready, Step
 
 log = logging.getLogger(__name__)
 

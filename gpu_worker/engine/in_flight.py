@@ -5,11 +5,11 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from gpu_worker.engine.draw import Drawn
-from gpu_worker.engine.manner import Turn
-from gpu_worker.engine.outcome import Told
-from gpu_worker.engine.rows import Part
-from gpu_worker.engine.sample import Sampled, read
+from gpu_worker.engine.batch.outcome import Told
+from gpu_worker.engine.batch.rows import Part
+from gpu_worker.engine.batch.sampling_state import Turn
+from gpu_worker.engine.sampling.multinomial import Drawn
+from gpu_worker.engine.sampling.sample import Sampled, read
 
 
 @dataclass(frozen=True, slots=True)

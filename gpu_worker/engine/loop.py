@@ -1,9 +1,9 @@
 """The loops of engine processes: of rank 0, which hears the agent, and of the others, which do the same."""
 
-from gpu_worker.door import Step
+from gpu_worker.engine.agent_link import Link
 from gpu_worker.engine.engine import Engine
-from gpu_worker.engine.link import Link
-from gpu_worker.engine.ranks import Ranks
+from gpu_worker.engine.parallel.communicator import Ranks
+from gpu_worker.protocol import Step
 
 SIGN_OF_LIFE_S = 5.0
 

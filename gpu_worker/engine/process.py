@@ -16,13 +16,13 @@ from typing import NoReturn
 
 import setproctitle
 
-from common import logs
-from common.lifeline import die_with_parent
 from common.model_files import silent
-from common.settings import SettingError, Settings
-from gpu_worker.door import Failure, Progress
-from gpu_worker.engine.link import Gone, Link
-from gpu_worker.place import Place
+from common.process import logs
+from common.process.parent_death import die_with_parent
+from common.settings.settings import SettingError, Settings
+from gpu_worker.engine.agent_link import Gone, Link
+from gpu_worker.protocol import Failure, Progress
+from gpu_worker.rank import Place
 
 log = logging.getLogger(__name__)
 
@@ -60,7 +60,7 @@ def serve(link: Link | None) -> None:
     gc.disable()  # collections while torch and transformers are imported take a fifth of the start
     from gpu_worker.engine.engine import Engine  # seconds: after the socket is ours and bad settings were said
     from gpu_worker.engine.loop import follow, lead
-    from gpu_worker.engine.ranks import Ranks
+    from gpu_worker.engine.parallel.communicator import Ranks
 
     ranks = Ranks(place)
     leads = link if place.rank == 0 else None

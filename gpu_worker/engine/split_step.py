@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import torch
 
-from gpu_worker.engine.rows import Part
+from gpu_worker.engine.batch.rows import Part
 
 CPU_WORDS = ("can't allocate memory", "not enough memory")
 

@@ -10,10 +10,10 @@ import pytest
 import redis as redis_sync
 
 from benchmarks.client import Refused, stream
-from tests import brokers
-from tests.fleet import Fleet
-from tests.loads import Load, body
-from tests.waiting import wait_until
+from tests.support import brokers
+from tests.support.fleet.fleet import Fleet
+from tests.support.load import Load, body
+from tests.support.waiting import wait_until
 
 SETTINGS = {"num_workers": 2, "dtype": "float32", "debug_kv": True, "kv_cache_bytes": "128MiB", "worker_ttl_s": 3}
 MAX_NEW_TOKENS = 80

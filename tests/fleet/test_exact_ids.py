@@ -5,12 +5,12 @@ import asyncio
 import pytest
 
 from benchmarks.client import stream
-from common.broker import connect
-from common.keys import Keys
-from tests import brokers
-from tests.fleet import Fleet
-from tests.prompts import FEW, PROMPTS
-from tests.reference import prompt_ids, reference_ids
+from common.broker.client import connect
+from common.broker.keys import Keys
+from tests.support import brokers
+from tests.support.engine.reference import prompt_ids, reference_ids
+from tests.support.fleet.fleet import Fleet
+from tests.support.prompts import FEW, PROMPTS
 
 MAX_NEW_TOKENS = 40
 SETTINGS = {"dtype": "float32", "debug_kv": True, "kv_cache_bytes": "128MiB"}

@@ -9,9 +9,9 @@ import msgpack
 import pytest
 import redis
 
-from common.keys import Keys
-from tests.fleet import Fleet
-from tests.waiting import wait_until_sync
+from common.broker.keys import Keys
+from tests.support.fleet.fleet import Fleet
+from tests.support.waiting import wait_until_sync
 
 KEYS = Keys("default")
 TGI = ["/", "/generate", "/generate_stream", "/tokenize", "/chat_tokenize"]

@@ -19,11 +19,11 @@ import redis
 from arq import create_pool
 from arq.connections import RedisSettings
 
-from common.keys import Keys
-from tests.fleet import Fleet
-from tests.waiting import wait_until_sync
+from common.broker.keys import Keys
+from tests.support.fleet.fleet import Fleet
+from tests.support.waiting import wait_until_sync
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 KEYS = Keys("default")
 BODY = {"inputs": "One, two, three,", "parameters": {"max_new_tokens": 6, "ignore_eos": True, "details": True}}
 LONG = {"inputs": "One, two, three,", "parameters": {"max_new_tokens": 20, "ignore_eos": True, "details": True}}

@@ -11,13 +11,13 @@ import psutil
 import pytest
 from redis.asyncio import Redis
 
-from common.broker import connect
-from common.codec import decode
-from common.keys import Keys
-from common.messages import Events
-from tests.fleet import Fleet
-from tests.loads import Load
-from tests.waiting import wait_until
+from common.broker.client import connect
+from common.broker.keys import Keys
+from common.messages.codec import decode
+from common.messages.messages import Events
+from tests.support.fleet.fleet import Fleet
+from tests.support.load import Load
+from tests.support.waiting import wait_until
 
 KEYS = Keys("default")
 MAX_NEW_TOKENS = 100

@@ -15,12 +15,12 @@ import yaml
 
 from deploy.broker import free_port
 from deploy.cli import run
-from tests.fleet import Fleet
-from tests.waiting import wait_until_sync
+from tests.support.fleet.fleet import Fleet
+from tests.support.waiting import wait_until_sync
 
 NUM_TOKENS = 80
 KILLED_AT = 20
-DEPLOY = Path(__file__).parent.parent / "deploy"
+DEPLOY = Path(__file__).parents[2] / "deploy"
 PROMETHEUS = DEPLOY / "prometheus"
 
 

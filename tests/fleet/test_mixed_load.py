@@ -12,15 +12,15 @@ import psutil
 import pytest
 from redis.asyncio import Redis
 
-from api.submit import MAX_COMMANDS
-from common.broker import connect
-from common.codec import decode
-from common.keys import Keys
-from common.messages import Events
-from common.packing import unpack_floats, unpack_ids
-from tests.fleet import Fleet
-from tests.loads import Load
-from tests.waiting import wait_until
+from api.inference.admission import MAX_COMMANDS
+from common.broker.client import connect
+from common.broker.keys import Keys
+from common.messages.codec import decode
+from common.messages.messages import Events
+from common.messages.packing import unpack_floats, unpack_ids
+from tests.support.fleet.fleet import Fleet
+from tests.support.load import Load
+from tests.support.waiting import wait_until
 
 KEYS = Keys("default")
 SETTINGS = {"num_workers": 2, "num_gateways": 2, "dtype": "float32", "debug_kv": True, "kv_cache_bytes": "64MiB"}

@@ -9,8 +9,8 @@ from openai import AsyncOpenAI
 from transformers import AutoTokenizer
 
 from common import model_files
-from tests.fleet import Fleet
-from tests.openai_frames import TOKENIZER
+from tests.support.fleet.fleet import Fleet
+from tests.support.openai_frames import TOKENIZER
 
 MODEL = "smollm2"
 CHAT: list[Any] = [{"role": "user", "content": "Name three colours."}]

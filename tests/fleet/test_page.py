@@ -9,9 +9,9 @@ import pytest
 from playwright.sync_api import Browser, Page, expect, sync_playwright
 
 from deploy.broker import Broker, free_port
-from tests.fleet import Fleet
-from tests.test_api_server import start
-from tests.waiting import wait_until_sync
+from tests.integration.api.test_server import start
+from tests.support.fleet.fleet import Fleet
+from tests.support.waiting import wait_until_sync
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 OPTIONS = ["--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"]

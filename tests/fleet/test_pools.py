@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from common import model_files
-from tests import tiny_models
-from tests.fleet import Fleet
-from tests.waiting import wait_until_sync
+from tests.support.engine import tiny_models
+from tests.support.fleet.fleet import Fleet
+from tests.support.waiting import wait_until_sync
 
 SETTINGS = {"dtype": "float32", "kv_cache_bytes": "64MiB", "threads": 1, "num_jobs": 0}
 NEW_TOKENS = 40

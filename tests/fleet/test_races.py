@@ -8,13 +8,13 @@ from collections import Counter
 
 import pytest
 
-from common.broker import connect, script
-from common.codec import decode, encode
-from common.keys import Keys
-from common.messages import Cancel, Events, Generate
-from common.packing import pack_ids
-from tests.fleet import Fleet
-from tests.waiting import wait_until
+from common.broker.client import connect, script
+from common.broker.keys import Keys
+from common.messages.codec import decode, encode
+from common.messages.messages import Cancel, Events, Generate
+from common.messages.packing import pack_ids
+from tests.support.fleet.fleet import Fleet
+from tests.support.waiting import wait_until
 
 KEYS = Keys("default")
 CHANNEL = KEYS.events("test")

@@ -12,12 +12,12 @@ import pytest
 from redis.asyncio import Redis
 
 from benchmarks.client import events
-from common.broker import connect
-from common.keys import Keys
-from tests.fleet import Fleet
-from tests.prompts import FEW, PROMPTS
-from tests.reference import prompt_ids, reference_ids, reference_logprobs
-from tests.waiting import wait_until
+from common.broker.client import connect
+from common.broker.keys import Keys
+from tests.support.engine.reference import prompt_ids, reference_ids, reference_logprobs
+from tests.support.fleet.fleet import Fleet
+from tests.support.prompts import FEW, PROMPTS
+from tests.support.waiting import wait_until
 
 KEYS = Keys("default")
 PROMPT = "Once upon a time there was"

@@ -8,10 +8,10 @@ import time
 import httpx
 import psutil
 
-from common.settings import Settings
+from common.settings.settings import Settings
 from deploy import checks
-from tests.fleet import Fleet
-from tests.waiting import wait_until_sync
+from tests.support.fleet.fleet import Fleet
+from tests.support.waiting import wait_until_sync
 
 GONE_S = 3.0
 PROMPT = "The sky is blue because"

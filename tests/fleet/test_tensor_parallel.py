@@ -14,16 +14,16 @@ import redis
 
 from benchmarks.client import stream
 from common import model_files
-from common.codec import decode
-from common.keys import Keys
-from common.messages import Worker
+from common.broker.keys import Keys
+from common.messages.codec import decode
+from common.messages.messages import Worker
 from deploy.broker import Broker, free_port
-from tests import tiny_models
-from tests.fleet import Fleet
-from tests.loads import Load
-from tests.prompts import FEW, PROMPTS
-from tests.reference import prompt_ids, reference_ids
-from tests.waiting import wait_until, wait_until_sync
+from tests.support.engine import tiny_models
+from tests.support.engine.reference import prompt_ids, reference_ids
+from tests.support.fleet.fleet import Fleet
+from tests.support.load import Load
+from tests.support.prompts import FEW, PROMPTS
+from tests.support.waiting import wait_until, wait_until_sync
 
 MAX_NEW_TOKENS = 100
 NEW_TOKENS = 40

@@ -8,15 +8,15 @@ from typing import Any
 import pytest
 import torch
 
-from gpu_worker.engine.attention import attach
-from gpu_worker.engine.cache import Cache, Geometry, Layer, View
-from gpu_worker.engine.inputs import build
-from gpu_worker.engine.rows import arrange
-from gpu_worker.engine.sdpa import Sdpa
-from gpu_worker.engine.upload import upload
-from gpu_worker.engine.write import fill, write
-from tests.on_cuda import ANYWHERE, ON_GPUS, backend_of, needs_flash
-from tests.test_gpu_worker_engine_native import BLOCKS, CPU, STEPS, chunk, rows
+from gpu_worker.engine.attention.backend import attach
+from gpu_worker.engine.attention.kv_cache import Cache, Geometry, Layer, View
+from gpu_worker.engine.attention.kv_write import fill, write
+from gpu_worker.engine.attention.sdpa import Sdpa
+from gpu_worker.engine.batch.inputs import build
+from gpu_worker.engine.batch.rows import arrange
+from gpu_worker.engine.batch.to_device import upload
+from tests.support.engine.on_cuda import ANYWHERE, ON_GPUS, backend_of, needs_flash
+from tests.unit.gpu_worker.engine.cpu.test_native import BLOCKS, CPU, STEPS, chunk, rows
 
 ERRORS = {torch.float16: 5e-3, torch.bfloat16: 4e-2}
 KV_HEADS = 2

@@ -7,16 +7,26 @@ import pytest
 import torch
 
 from common import model_files
-from common.settings import SettingError
-from gpu_worker.engine.compiled import layers_of
+from common.settings.settings import SettingError
+from gpu_worker.engine.cuda.compile import layers_of
+from gpu_worker.engine.cuda.fused_linear import Part as Merged
+from gpu_worker.engine.cuda.graphs import Graphs, sizes
 from gpu_worker.engine.engine import Engine
-from gpu_worker.engine.graphs import Graphs, sizes
-from gpu_worker.engine.merge import Part as Merged
-from tests import reference, tiny_models
-from tests.on_cuda import ANYWHERE, FLASH_FAMILIES, ON_GPUS, SETTINGS, check_near, engine_on, needs_flash, noted, nothing_is_left  # noqa: F401
-from tests.prompts import FEW, PROMPTS
-from tests.test_gpu_worker_engine_models import NEW_TOKENS, play, prompts
-from tests.tiny_models import FAMILIES
+from tests.support.engine import reference, tiny_models
+from tests.support.engine.on_cuda import (  # noqa: F401
+    ANYWHERE,
+    FLASH_FAMILIES,
+    ON_GPUS,
+    SETTINGS,
+    check_near,
+    engine_on,
+    needs_flash,
+    noted,
+    nothing_is_left,
+)
+from tests.support.engine.tiny_models import FAMILIES
+from tests.support.prompts import FEW, PROMPTS
+from tests.unit.gpu_worker.engine.model.test_families import NEW_TOKENS, play, prompts
 
 QUICK = ("Llama", "gpt-oss")
 FLASH = [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in FLASH_FAMILIES]

@@ -11,11 +11,11 @@ import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from tests import tiny_models
-from tests.fleet import Fleet
-from tests.loads import Load
-from tests.on_cuda import DEVICES, FLASH_FAMILIES, needs_flash
-from tests.waiting import wait_until, wait_until_sync
+from tests.support.engine import tiny_models
+from tests.support.engine.on_cuda import DEVICES, FLASH_FAMILIES, needs_flash
+from tests.support.fleet.fleet import Fleet
+from tests.support.load import Load
+from tests.support.waiting import wait_until, wait_until_sync
 
 START_S = 500.0
 """FlashInfer may have to compile its kernels."""

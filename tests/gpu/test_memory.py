@@ -7,13 +7,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from gpu_worker.engine import warmup
-from gpu_worker.engine.sizing import peak_on
-from tests import led_engine, tiny_models
-from tests.led_engine import Led
-from tests.on_cuda import FLASH_FAMILIES, ON_CUDA, SETTINGS, check_near, engine_on, needs_flash, nothing_is_left  # noqa: F401
-from tests.test_gpu_worker_engine_models import play, prompts
-from tests.tiny_models import FAMILIES
+from gpu_worker.engine.model import warmup
+from gpu_worker.engine.model.kv_budget import peak_on
+from tests.support.engine import led_engine, tiny_models
+from tests.support.engine.led_engine import Led
+from tests.support.engine.on_cuda import FLASH_FAMILIES, ON_CUDA, SETTINGS, check_near, engine_on, needs_flash, nothing_is_left  # noqa: F401
+from tests.support.engine.tiny_models import FAMILIES
+from tests.unit.gpu_worker.engine.model.test_families import play, prompts
 
 pytestmark = list(ON_CUDA)
 FRACTION = 0.3

@@ -7,13 +7,13 @@ from typing import Any
 import pytest
 import torch
 
-from common.messages import Sampling
+from common.messages.messages import Sampling
 from gpu_worker.engine.engine import Engine
-from gpu_worker.engine.flight import Flight, Launched
-from tests import tiny_models
-from tests.batch_player import Player
-from tests.on_cuda import DEVICES, FLASH_FAMILIES, SETTINGS, engine_on, needs_flash, nothing_is_left  # noqa: F401
-from tests.test_gpu_worker_engine_models import prompts
+from gpu_worker.engine.in_flight import Flight, Launched
+from tests.support.engine import tiny_models
+from tests.support.engine.batch_player import Player
+from tests.support.engine.on_cuda import DEVICES, FLASH_FAMILIES, SETTINGS, engine_on, needs_flash, nothing_is_left  # noqa: F401
+from tests.unit.gpu_worker.engine.model.test_families import prompts
 
 pytestmark = pytest.mark.parametrize("device", DEVICES)
 NEW_TOKENS = 12
@@ -50,7 +50,7 @@ def engine(device: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Engine
 
 def compile_on(device: str) -> Callable[..., int]:
     """On CPU nothing is gained by compiling: the order of what is launched is the same."""
-    from gpu_worker.engine.compiled import compile_layers
+    from gpu_worker.engine.cuda.compile import compile_layers
 
     return compile_layers if device == "cuda" else lambda *arguments: 0
 

@@ -1,12 +1,12 @@
-"""ARCHITECTURE.md is about this tree: each file that it names exists, and its table of keys is `common/keys.py`."""
+"""ARCHITECTURE.md is about this tree: each file that it names exists, and its table of keys is `common/broker/keys.py`."""
 
 import inspect
 import re
 from pathlib import Path
 
-from common.keys import POOLS, Keys
+from common.broker.keys import POOLS, Keys
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 TEXT = (ROOT / "ARCHITECTURE.md").read_text()
 NAME = re.compile(r"`([\w./-]+\.(?:py|lua|md|yml|html|toml)|[\w./-]*Dockerfile[\w.]*)`")
 OF_ARQ = {"jobs:health-check"}

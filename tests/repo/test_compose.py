@@ -19,11 +19,11 @@ import pytest
 import redis
 import yaml
 
-from common.keys import Keys
+from common.broker.keys import Keys
 from deploy.broker import free_port
-from tests.waiting import wait_until_sync
+from tests.support.waiting import wait_until_sync
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 COMPOSE = yaml.safe_load((ROOT / "docker-compose.yml").read_text())
 SERVICES = COMPOSE["services"]
 OURS = {"api", "batcher", "jobs", "gpu_worker", "cpu_worker"}

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import yaml
 
-from common import metrics
-from common.exposition import fleet_text
+from common.metrics import catalogue
+from common.metrics.exposition import fleet_text
 
-DEPLOY = Path(__file__).parent.parent / "deploy"
+DEPLOY = Path(__file__).parents[2] / "deploy"
 PROMETHEUS = DEPLOY / "prometheus"
 GRAFANA = DEPLOY / "grafana"
 BUILT_IN = {"up"}
@@ -25,7 +25,7 @@ needs_promtool = pytest.mark.skipif(not shutil.which("promtool"), reason="needs 
 @cache
 def exported() -> set[str]:
     """Names of all series that a gateway can show."""
-    gauges = {one.name: {("x",) * len(one.labels): 1.0} for one in metrics.TABLE if one.kind == "gauge"}
+    gauges = {one.name: {("x",) * len(one.labels): 1.0} for one in catalogue.TABLE if one.kind == "gauge"}
     return set(re.findall(r"^(\w+)[{ ]", fleet_text("p", {}, gauges).decode(), re.MULTILINE))
 
 
@@ -54,7 +54,7 @@ def test_what_is_asked_for_is_exported(path: Path):
 
 def test_the_page_about_figures_names_all_of_ours():
     text = (DEPLOY.parent / "docs" / "metrics.md").read_text()
-    ours = {f"{one.name}_total" if one.kind == "counter" else one.name for one in metrics.TABLE if one.name.startswith("tokenfleet")}
+    ours = {f"{one.name}_total" if one.kind == "counter" else one.name for one in catalogue.TABLE if one.name.startswith("tokenfleet")}
     assert set(re.findall(r"^\| `(tokenfleet_\w+)`", text, re.MULTILINE)) == ours
 
 

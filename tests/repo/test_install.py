@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 TOOLS = ("sh", "dirname", "sed", "mkdir", "rm", "cp", "chmod", "timeout")
 CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 LINUX, MAC = "Linux x86_64 glibc", "Darwin arm64 "

@@ -12,9 +12,9 @@ import pytest
 
 from deploy.broker import free_port
 from deploy.launcher import ONE_REQUEST_S
-from tests.waiting import wait_until_sync
+from tests.support.waiting import wait_until_sync
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 GONE_S = 3.0
 ENVIRON = {name: value for name, value in os.environ.items() if name not in ("MAKEFLAGS", "MFLAGS", "MAKELEVEL")}
 """As in a person's shell: these tests may run under a make of their own."""
@@ -24,7 +24,9 @@ ENVIRON = {name: value for name, value in os.environ.items() if name not in ("MA
 def make(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
     """A running `make serve`, in a process group of its own as in a terminal; everything is up."""
     program = tmp_path / "tokenfleet"
-    program.write_text(f'#!/bin/sh\necho "$@" >{tmp_path}/argv\nexec {sys.executable} -m tests.fake_fleet {tmp_path} {free_port()}\n')
+    program.write_text(
+        f'#!/bin/sh\necho "$@" >{tmp_path}/argv\nexec {sys.executable} -m tests.support.fleet.fake_fleet {tmp_path} {free_port()}\n'
+    )
     program.chmod(0o755)
     command = ["make", "serve", f"BIN={tmp_path}", "ARGS=--port 8080", "-o", ".venv/.installed-to-run"]
     process = subprocess.Popen(

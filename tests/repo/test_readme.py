@@ -17,11 +17,11 @@ from typing import Any
 
 import pytest
 
-from common.options import ALIASES, FLAG_ALIASES, OPTIONS
-from common.settings import Settings
-from tests.fleet import Fleet
+from common.settings.compat import ALIASES, FLAG_ALIASES, OPTIONS
+from common.settings.settings import Settings
+from tests.support.fleet.fleet import Fleet
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 EXAMPLE_S = 60

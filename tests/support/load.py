@@ -3,8 +3,8 @@
 import asyncio
 
 from benchmarks.client import Stream, stream
-from tests.fleet import Fleet
-from tests.waiting import wait_until
+from tests.support.fleet.fleet import Fleet
+from tests.support.waiting import wait_until
 
 NUM_STREAMS = 16
 

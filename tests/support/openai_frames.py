@@ -7,11 +7,11 @@ from typing import Any
 
 import httpx
 
-from api.gateway import Gateway
-from common.messages import Generate
-from common.packing import pack_floats, unpack_floats
-from tests.fake_worker import Answer, FakeWorker, working
-from tests.gateways import ready, serving, vocabulary
+from api.inference.pool import Gateway
+from common.messages.messages import Generate
+from common.messages.packing import pack_floats, unpack_floats
+from tests.support.fleet.gateways import ready, serving, vocabulary
+from tests.support.fleet.scripted_worker import Answer, FakeWorker, working
 
 TOKENIZER = vocabulary().tokenizer
 IM_END = TOKENIZER.token_to_id("<|im_end|>")

@@ -15,7 +15,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from deploy.broker import free_port
-from tests.waiting import wait_until_sync
+from tests.support.waiting import wait_until_sync
 
 WORDS = "The sky is blue because light scatters, and \u2028 lines may hold any sign.".split(" ")
 

@@ -13,8 +13,8 @@ import torch
 from transformers import AttentionInterface, DynamicCache
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
-from gpu_worker.engine.cache import Cache, Geometry, Layer, View
-from gpu_worker.engine.inputs import Inputs
+from gpu_worker.engine.attention.kv_cache import Cache, Geometry, Layer, View
+from gpu_worker.engine.batch.inputs import Inputs
 
 NAME = "tokenfleet"
 WATCHED = 8

@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from gpu_worker.engine import native
-from gpu_worker.engine.cache import Geometry
-from gpu_worker.engine.inputs import Inputs, Span, ends_of
+from gpu_worker.engine.attention.kv_cache import Geometry
+from gpu_worker.engine.batch.inputs import Inputs, Span, ends_of
+from gpu_worker.engine.cpu import native
 
 TILE = 16  # tokens of a prompt whose queries go over a chunk of keys together
 
@@ -73,7 +73,7 @@ class Paged:
 
 
 def tiles_of(span: Span, start: int, width: int) -> Any:
-    """→ [tiles, 4] as in native/shapes.h; a row's blocks begin at a multiple of `width` after `start` in the tables."""
+    """→ [tiles, 4] as in cpu/kernels/shapes.h; a row's blocks begin at a multiple of `width` after `start` in the tables."""
     if span.count == 1:
         rows = np.arange(len(span.lengths))
         return np.stack((span.begin + rows, np.ones_like(rows), span.lengths - 1, start + rows * width), 1)

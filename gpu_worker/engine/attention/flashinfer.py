@@ -15,10 +15,10 @@ import numpy as np
 import torch
 from flashinfer.decode import xqa_batch_decode_with_kv_cache
 
-from gpu_worker.engine.cache import Geometry, View
-from gpu_worker.engine.inputs import Inputs, Span, ends_of
-from gpu_worker.engine.upload import pinned, upload
-from gpu_worker.engine.write import write
+from gpu_worker.engine.attention.kv_cache import Geometry, View
+from gpu_worker.engine.attention.kv_write import write
+from gpu_worker.engine.batch.inputs import Inputs, Span, ends_of
+from gpu_worker.engine.batch.to_device import pinned, upload
 
 log = logging.getLogger(__name__)
 

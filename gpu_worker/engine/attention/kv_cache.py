@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from common.settings import SettingError
-from gpu_worker.engine.upload import upload
-from gpu_worker.engine.write import fill
+from common.settings.settings import SettingError
+from gpu_worker.engine.attention.kv_write import fill
+from gpu_worker.engine.batch.to_device import upload
 
 
 @dataclass(frozen=True, slots=True)

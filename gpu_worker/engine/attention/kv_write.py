@@ -7,7 +7,7 @@ def write(keys: torch.Tensor, values: torch.Tensor, key: torch.Tensor, value: to
     """In place. keys, values [blocks, kv_heads, block_size, dim], contiguous; key, value [kv_heads, tokens, dim], with any strides of heads
     and tokens; slots int [tokens]: block * block_size + offset."""
     if key.is_cuda:
-        from gpu_worker.engine.write_kernel import write_both  # Triton comes with torch's builds for CUDA only
+        from gpu_worker.engine.cuda.kernels.kv_write import write_both  # Triton comes with torch's builds for CUDA only
 
         write_both(keys, values, key, value, slots)
     else:
@@ -20,7 +20,7 @@ def fill(store: torch.Tensor, blocks: torch.Tensor, value: float) -> None:
     """In place. store [tensors, blocks, kv_heads, block_size, dim], contiguous; blocks int64 [n]. On CUDA torch's own way would be one
     launch for every 2 GiB of a store, however few blocks are filled."""
     if store.is_cuda:
-        from gpu_worker.engine.write_kernel import fill_pages
+        from gpu_worker.engine.cuda.kernels.kv_write import fill_pages
 
         fill_pages(store, blocks, value)
     else:

@@ -7,9 +7,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from gpu_worker.engine.cache import Geometry, View
-from gpu_worker.engine.inputs import Inputs, Span
-from gpu_worker.engine.upload import upload
+from gpu_worker.engine.attention.kv_cache import Geometry, View
+from gpu_worker.engine.batch.inputs import Inputs, Span
+from gpu_worker.engine.batch.to_device import upload
 
 TILE = 128  # queries of a prompt that are attended at once: their scores stay within the processor's caches
 Int64 = npt.NDArray[np.int64]

@@ -7,7 +7,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from gpu_worker.engine.upload import upload
+from gpu_worker.engine.batch.to_device import upload
 
 Bits = npt.NDArray[np.int32]
 Float32 = npt.NDArray[np.float32]

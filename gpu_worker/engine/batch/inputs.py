@@ -7,9 +7,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from gpu_worker.engine.outcome import Int32
-from gpu_worker.engine.rows import Part
-from gpu_worker.engine.upload import upload
+from gpu_worker.engine.batch.outcome import Int32
+from gpu_worker.engine.batch.rows import Part
+from gpu_worker.engine.batch.to_device import upload
 
 SPREAD = 512  # tokens; rows that decode are padded to the longest of their span, at most twice their own length or this much more
 

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from gpu_worker.door import SAMPLE, Step
+from gpu_worker.protocol import SAMPLE, Step
 
 Int32 = npt.NDArray[np.int32]
 

@@ -10,10 +10,10 @@ from operator import attrgetter
 
 import numpy as np
 
-from common.packing import pack_floats, pack_ids, unpack_ids
-from gpu_worker.door import Grant, StartRow
-from gpu_worker.engine.manner import Manner, Turn
-from gpu_worker.engine.outcome import NO_TOPS, NOTHING, Int32, Outcome, Told, Top
+from common.messages.packing import pack_floats, pack_ids, unpack_ids
+from gpu_worker.engine.batch.outcome import NO_TOPS, NOTHING, Int32, Outcome, Told, Top
+from gpu_worker.engine.batch.sampling_state import Manner, Turn
+from gpu_worker.protocol import Grant, StartRow
 
 NO_BLOCKS: Int32 = np.zeros(0, np.int32)
 MAX_SCORES = 256

@@ -5,13 +5,13 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from common.messages import Sampling
-from common.packing import unpack_ids
-from gpu_worker.door import StartRow
-from gpu_worker.engine.decay import Decay
-from gpu_worker.engine.guide import Guide
-from gpu_worker.engine.history import History
-from gpu_worker.engine.uniforms import Uniforms
+from common.messages.messages import Sampling
+from common.messages.packing import unpack_ids
+from gpu_worker.engine.batch.grammar import Guide
+from gpu_worker.engine.batch.philox import Uniforms
+from gpu_worker.engine.batch.token_counts import History
+from gpu_worker.engine.batch.top_p_decay import Decay
+from gpu_worker.protocol import StartRow
 
 Int64 = npt.NDArray[np.int64]
 Float32 = npt.NDArray[np.float32]

@@ -2,8 +2,8 @@
 
 from collections.abc import Iterable
 
-from common.messages import Sampling
-from common.packing import unpack_ids
+from common.messages.messages import Sampling
+from common.messages.packing import unpack_ids
 
 
 class Decay:

@@ -13,11 +13,11 @@ import numpy as np
 import torch
 from torch import nn
 
-from gpu_worker.engine import native
-from gpu_worker.engine.inputs import Inputs, build
-from gpu_worker.engine.pack import NativeLinear
-from gpu_worker.engine.paged import Paged
-from gpu_worker.engine.rows import Part, Row
+from gpu_worker.engine.attention.cpu_paged import Paged
+from gpu_worker.engine.batch.inputs import Inputs, build
+from gpu_worker.engine.batch.rows import Part, Row
+from gpu_worker.engine.cpu import native
+from gpu_worker.engine.cpu.packed_linear import NativeLinear
 
 TOKENS = 8  # of the prompt on which layers are compared
 NEAR = torch.arange(TOKENS)[None]

@@ -1,4 +1,4 @@
-"""The C++ kernels of `native/`: compiled once for this processor, kept in the user's cache, called through ctypes.
+"""The C++ kernels of `kernels/`: compiled once for this processor, kept in the user's cache, called through ctypes.
 
 They run on the threads of torch's own OpenMP runtime: two runtimes would fight for the cores.
 """
@@ -18,11 +18,11 @@ from pathlib import Path
 
 import torch
 
-from common import processor
+from common.process import cpu
 
 log = logging.getLogger(__name__)
 
-SOURCES = Path(__file__).parent / "native"
+SOURCES = Path(__file__).parent / "kernels"
 CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tokenfleet" / "native"
 COMPILERS = ("c++", "g++", "clang++")
 COMPILE_S = 300
@@ -97,7 +97,7 @@ SIGNATURES = {
     "tf_choose": [c_int32, c_int32, c_void_p, c_int32, c_int32, c_int64, POINTER(Turn), POINTER(Choices)],
     "tf_tell": [c_int32, c_int32, c_void_p, c_int32, c_int32, c_int64, POINTER(Choices)],
 }
-"""As in native/kernels.cpp."""
+"""As in kernels/kernels.cpp."""
 
 
 @functools.cache
@@ -120,7 +120,7 @@ def built() -> Path:
     command = compiler()
     version = subprocess.run([*command[:1], "--version"], capture_output=True, text=True, check=True).stdout
     sources = [path.read_text() for path in sorted(SOURCES.iterdir()) if path.is_file()]
-    parts = [*sources, *command, version, processor.features()]  # -march=native means the latter
+    parts = [*sources, *command, version, cpu.features()]  # -march=native means the latter
     path = CACHE / f"{hashlib.sha256(repr(parts).encode()).hexdigest()[:24]}.so"
     if not path.exists():
         with only_one():
@@ -144,7 +144,7 @@ def compiler() -> list[str]:
     found = next((name for name in COMPILERS if shutil.which(name)), None)
     if not found:
         raise FileNotFoundError("no C++ compiler (g++ or clang++) is installed")
-    flags = ["-std=c++17", "-O3", "-march=native", "-fPIC", "-shared", *(["-DSPLIT_PAIRS"] if processor.splits_pairs() else [])]
+    flags = ["-std=c++17", "-O3", "-march=native", "-fPIC", "-shared", *(["-DSPLIT_PAIRS"] if cpu.splits_pairs() else [])]
     return [found, *flags, *threading(), str(SOURCES / "kernels.cpp"), *runtime()]
 
 

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from gpu_worker.engine import native
-from gpu_worker.engine.large_pages import LargePages
+from gpu_worker.engine.cpu import native
+from gpu_worker.engine.cpu.large_pages import LargePages
 
 log = logging.getLogger(__name__)
 

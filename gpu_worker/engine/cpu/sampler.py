@@ -8,9 +8,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from gpu_worker.engine import native
-from gpu_worker.engine.draw import Drawn, blank
-from gpu_worker.engine.manner import Turn
+from gpu_worker.engine.batch.sampling_state import Turn
+from gpu_worker.engine.cpu import native
+from gpu_worker.engine.sampling.multinomial import Drawn, blank
 
 Array = npt.NDArray[np.generic]
 CPU = torch.device("cpu")

@@ -10,11 +10,11 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 import torch
 
-from gpu_worker.engine.graphs import Graphs
-from gpu_worker.engine.inputs import positions_of, resolved, token_ids, wanted
-from gpu_worker.engine.outcome import Int32
-from gpu_worker.engine.rows import Part
-from gpu_worker.engine.upload import upload
+from gpu_worker.engine.batch.inputs import positions_of, resolved, token_ids, wanted
+from gpu_worker.engine.batch.outcome import Int32
+from gpu_worker.engine.batch.rows import Part
+from gpu_worker.engine.batch.to_device import upload
+from gpu_worker.engine.cuda.graphs import Graphs
 
 TOKENS = 256
 """Of the captured step. Where weights are read from memory, a step of so many takes some twice as long as one of a single token."""

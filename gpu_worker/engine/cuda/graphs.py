@@ -7,10 +7,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from gpu_worker.engine.inputs import last_ids, resolved
-from gpu_worker.engine.outcome import Int32
-from gpu_worker.engine.rows import Part
-from gpu_worker.engine.upload import upload
+from gpu_worker.engine.batch.inputs import last_ids, resolved
+from gpu_worker.engine.batch.outcome import Int32
+from gpu_worker.engine.batch.rows import Part
+from gpu_worker.engine.batch.to_device import upload
 
 Decode = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 """ids int64 [1, rows], positions int32 [rows], table int32 [rows, blocks] → logits [rows, vocabulary]"""

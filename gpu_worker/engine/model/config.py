@@ -5,7 +5,7 @@ from typing import Any
 
 from transformers import AutoConfig
 
-from common.settings import SettingError, Settings
+from common.settings.settings import SettingError, Settings
 
 LAYER_TYPES = {"full_attention", "sliding_attention"}
 

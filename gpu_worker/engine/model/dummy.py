@@ -6,8 +6,8 @@ from typing import Any
 import torch
 from transformers.utils import logging as transformers_logging
 
-from common.settings import SettingError, Settings
-from gpu_worker.engine import attention
+from common.settings.settings import SettingError, Settings
+from gpu_worker.engine.attention import backend
 
 log = logging.getLogger(__name__)
 
@@ -25,7 +25,7 @@ def make(kind: type[Any], config: Any, dtype: torch.dtype, device: torch.device,
     verbosity = transformers_logging.get_verbosity()
     transformers_logging.set_verbosity_error()  # type: ignore[no-untyped-call]  # it would list each weight that no file has
     try:
-        options = {"dtype": dtype, "device_map": {"": device}, "attn_implementation": attention.NAME}
+        options = {"dtype": dtype, "device_map": {"": device}, "attn_implementation": backend.NAME}
         return kind.from_pretrained(None, config=config, state_dict={}, **options)
     finally:
         transformers_logging.set_verbosity(verbosity)

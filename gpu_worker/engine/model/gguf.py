@@ -1,4 +1,4 @@
-"""python -m gpu_worker.engine.convert SOURCE.gguf FOLDER: the model in a GGUF file as plain weights, tokenizer and configs."""
+"""python -m gpu_worker.engine.model.gguf SOURCE.gguf FOLDER: the model in a GGUF file as plain weights, tokenizer and configs."""
 
 import sys
 from functools import cache, reduce
@@ -8,7 +8,7 @@ import gguf
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
-from common.lifeline import die_with_parent
+from common.process.parent_death import die_with_parent
 
 PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 

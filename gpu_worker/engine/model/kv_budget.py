@@ -4,10 +4,10 @@ from collections.abc import Callable
 
 import torch
 
-from common import memory
-from common.settings import Settings
-from gpu_worker.engine.cache import Geometry
-from gpu_worker.engine.ranks import Ranks
+from common.process import memory
+from common.settings.settings import Settings
+from gpu_worker.engine.attention.kv_cache import Geometry
+from gpu_worker.engine.parallel.communicator import Ranks
 
 MARGIN = 0.02
 """Share of a GPU that is left alone: what libraries allocate by themselves, and holes between allocations."""

@@ -11,28 +11,33 @@ from typing import Any
 import torch
 from transformers.utils import logging as transformers_logging
 
-from common import model_files, processor
-from common.settings import SettingError, Settings
-from gpu_worker.engine import attention, native, paged, parallel, rope
-from gpu_worker.engine.cache import Cache, Geometry
-from gpu_worker.engine.config import read_config, unservable
-from gpu_worker.engine.fuse import fuse
-from gpu_worker.engine.inputs import Inputs, build
-from gpu_worker.engine.merge import merge
-from gpu_worker.engine.pack import pack
-from gpu_worker.engine.paged import Paged
-from gpu_worker.engine.ranks import Ranks
-from gpu_worker.engine.rows import Part
-from gpu_worker.engine.sdpa import Sdpa
-from gpu_worker.engine.sizing import num_blocks, peak_on
-from gpu_worker.engine.warmup import largest_step, most_tokens
-from gpu_worker.engine.weights import read_weights
-from gpu_worker.place import Place
+from common import model_files
+from common.process import cpu
+from common.settings.settings import SettingError, Settings
+from gpu_worker.engine.attention import backend as attention
+from gpu_worker.engine.attention import cpu_paged
+from gpu_worker.engine.attention.cpu_paged import Paged
+from gpu_worker.engine.attention.kv_cache import Cache, Geometry
+from gpu_worker.engine.attention.sdpa import Sdpa
+from gpu_worker.engine.batch.inputs import Inputs, build
+from gpu_worker.engine.batch.rows import Part
+from gpu_worker.engine.cpu import native
+from gpu_worker.engine.cpu.fused_layer import fuse
+from gpu_worker.engine.cpu.packed_linear import pack
+from gpu_worker.engine.cuda.fused_linear import merge
+from gpu_worker.engine.model import rope
+from gpu_worker.engine.model.config import read_config, unservable
+from gpu_worker.engine.model.kv_budget import num_blocks, peak_on
+from gpu_worker.engine.model.warmup import largest_step, most_tokens
+from gpu_worker.engine.model.weights import read_weights
+from gpu_worker.engine.parallel import tp_model
+from gpu_worker.engine.parallel.communicator import Ranks
+from gpu_worker.rank import Place
 
 log = logging.getLogger(__name__)
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
-WRITTEN_OUT = {"falcon": "gpu_worker.engine.falcon"}
+WRITTEN_OUT = {"falcon": "gpu_worker.engine.model.families.falcon"}
 """Families whose model code attends by itself → what makes it go through the interface."""
 BLOCK_SIZES = {"cpu": 16, "cuda": 64}
 BAR_S = 2.0
@@ -98,7 +103,7 @@ def load(settings: Settings, progress: model_files.Progress, ranks: Ranks) -> Lo
     path = model_files.resolve(settings.model_id, settings.revision, progress)
     device = choose_device(settings.device, ranks.place)
     dtype = choose_dtype(settings.dtype, device)
-    torch.set_num_threads(settings.threads or max(1, processor.num_cores() // max(1, settings.num_workers * ranks.place.local_world_size)))
+    torch.set_num_threads(settings.threads or max(1, cpu.num_cores() // max(1, settings.num_workers * ranks.place.local_world_size)))
     config = read_config(path, settings)
     if config.model_type in WRITTEN_OUT:
         importlib.import_module(WRITTEN_OUT[config.model_type])
@@ -106,11 +111,11 @@ def load(settings: Settings, progress: model_files.Progress, ranks: Ranks) -> Lo
     progress(f"loading {settings.model_id} as {name_of(dtype)} on {device.type}")
     try:
         if ranks.world_size > 1:
-            model, plan = parallel.read_part(path, config, dtype, device, settings, ranks)
+            model, plan = tp_model.read_part(path, config, dtype, device, settings, ranks)
         else:
-            model, plan = read_weights(path, config, dtype, device, settings), parallel.NOT_SHARED
+            model, plan = read_weights(path, config, dtype, device, settings), tp_model.NOT_SHARED
         (pack if device.type == "cpu" else merge)(model)
-        parallel.join(model, plan, ranks)
+        tp_model.join(model, plan, ranks)
         layers = attention.watch(model, lambda: forward_few(model, device))
     except KeyError as error:  # model code that looks attention up in a table of its own
         raise unservable(settings.model_id, attention.Unservable(f"the attention of {config.model_type} cannot be replaced")) from error
@@ -146,7 +151,7 @@ def undetermined(loaded: Loaded, fused: int, ranks: Ranks) -> str:
 def backend_of(geometry: Geometry, device: torch.device) -> attention.Backend:
     if device.type == "cuda":
         return on_cuda(geometry, device)
-    library = native.library() if paged.serves(geometry) else None
+    library = native.library() if cpu_paged.serves(geometry) else None
     return Paged(geometry, library) if library else Sdpa(geometry, device)
 
 
@@ -155,12 +160,12 @@ def on_cuda(geometry: Geometry, device: torch.device) -> attention.Backend:
     if find_spec("flashinfer") is None:
         log.warning("flashinfer-python is not installed: torch's attention is used and is slower")
         return Sdpa(geometry, device)
-    from gpu_worker.engine import flash  # imports CUDA libraries
+    from gpu_worker.engine.attention import flashinfer
 
-    if why := flash.lacks(geometry):
+    if why := flashinfer.lacks(geometry):
         log.warning("torch's attention is used instead of FlashInfer's, and is slower: %s", why)
         return Sdpa(geometry, device)
-    return flash.Flash(geometry, device, torch.cuda.get_device_capability(device)[0])
+    return flashinfer.Flash(geometry, device, torch.cuda.get_device_capability(device)[0])
 
 
 def peak_bytes(loaded: Loaded, settings: Settings) -> int:
@@ -207,7 +212,7 @@ def choose_device(name: str, place: Place) -> torch.device:
 
 def choose_dtype(name: str, device: torch.device) -> torch.dtype:
     if name == "auto":
-        fast = torch.cuda.is_bf16_supported() if device.type == "cuda" else processor.has_bfloat16()
+        fast = torch.cuda.is_bf16_supported() if device.type == "cuda" else cpu.has_bfloat16()
         return torch.bfloat16 if fast else torch.float32
     return DTYPES[name]
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from gpu_worker.engine.inputs import Inputs
+from gpu_worker.engine.batch.inputs import Inputs
 
 BY_LENGTH = ("dynamic", "longrope")
 Turns = tuple[torch.Tensor, torch.Tensor]

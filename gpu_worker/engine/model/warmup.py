@@ -6,11 +6,11 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import torch
 
-from common.messages import Sampling
-from gpu_worker.door import StartRow
-from gpu_worker.engine.manner import Manner, Turn
-from gpu_worker.engine.rows import Part, Row
-from gpu_worker.engine.sample import sample
+from common.messages.messages import Sampling
+from gpu_worker.engine.batch.rows import Part, Row
+from gpu_worker.engine.batch.sampling_state import Manner, Turn
+from gpu_worker.engine.sampling.sample import sample
+from gpu_worker.protocol import StartRow
 
 STEP_MS = 150.0
 TIMES = 3

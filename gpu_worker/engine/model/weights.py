@@ -11,8 +11,9 @@ from transformers import AutoModelForCausalLM
 from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING, AutoHfQuantizer
 
 from common import model_files
-from common.settings import SettingError, Settings
-from gpu_worker.engine import attention, dummy
+from common.settings.settings import SettingError, Settings
+from gpu_worker.engine.attention import backend
+from gpu_worker.engine.model import dummy
 
 PLAIN_TYPES = {"F64", "F32", "F16", "BF16"}
 MAX_NAMED = 3
@@ -43,12 +44,12 @@ def shapeless(config: Any, settings: Settings) -> Any:
     """The whole model on the meta device: shapes without numbers."""
     from_config: Any = AutoModelForCausalLM.from_config
     with torch.device("meta"):
-        return from_config(config, attn_implementation=attention.NAME, trust_remote_code=settings.trust_remote_code)
+        return from_config(config, attn_implementation=backend.NAME, trust_remote_code=settings.trust_remote_code)
 
 
 def read(source: Callable[..., Any], settings: Settings, **options: Any) -> Any:
     """What `source`, a `from_pretrained` of transformers, gives. Raises SettingError where it is not whole."""
-    options |= {"attn_implementation": attention.NAME, "trust_remote_code": settings.trust_remote_code, "output_loading_info": True}
+    options |= {"attn_implementation": backend.NAME, "trust_remote_code": settings.trust_remote_code, "output_loading_info": True}
     options["key_mapping"] = OF_TEXT
     model, info = source(**options)
     missing = sorted({*info["missing_keys"], *(name for name, *_ in info["mismatched_keys"])})

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from gpu_worker.door import Frames, Grant, encode
-from gpu_worker.engine.link import Gone
-from gpu_worker.place import LOOPBACK, Place
+from gpu_worker.engine.agent_link import Gone
+from gpu_worker.protocol import Frames, Grant, encode
+from gpu_worker.rank import LOOPBACK, Place
 
 FOREVER = timedelta(days=365)
 """The agent watches how long a step takes; ranks that have nothing to do wait for rank 0 without an end."""

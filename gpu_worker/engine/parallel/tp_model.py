@@ -16,12 +16,12 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import Concatenate, MergeModulelist, WeightConverter, WeightRenaming, rename_source_key
 
 from common import model_files
-from common.settings import SettingError, Settings
-from gpu_worker.engine import dummy
-from gpu_worker.engine.attention import Unservable
-from gpu_worker.engine.ranks import Ranks
-from gpu_worker.engine.shares import EMBEDDING, GATHERED, SPLIT, SUMMED, Cut, Interval, Shares, shares
-from gpu_worker.engine.weights import OF_TEXT, check_types, check_whole, read, shapeless
+from common.settings.settings import SettingError, Settings
+from gpu_worker.engine.attention.backend import Unservable
+from gpu_worker.engine.model import dummy
+from gpu_worker.engine.model.weights import OF_TEXT, check_types, check_whole, read, shapeless
+from gpu_worker.engine.parallel.communicator import Ranks
+from gpu_worker.engine.parallel.tp_plan import EMBEDDING, GATHERED, SPLIT, SUMMED, Cut, Interval, Shares, shares
 
 NOT_SHARED = Shares({}, {})
 

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import torch
 
-from gpu_worker.engine.likeliest import likeliest
+from gpu_worker.engine.sampling.top_k import likeliest
 
 ONE = 2.0**40  # 2**23 tokens as likely as the likeliest fit into an int64
 

@@ -9,9 +9,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from gpu_worker.engine.guide import steer
-from gpu_worker.engine.manner import Int64, Manner
-from gpu_worker.engine.upload import upload
+from gpu_worker.engine.batch.grammar import steer
+from gpu_worker.engine.batch.sampling_state import Int64, Manner
+from gpu_worker.engine.batch.to_device import upload
 
 NOTHING = np.zeros(0, np.int64)
 

@@ -5,12 +5,12 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from gpu_worker.engine import native_choice
-from gpu_worker.engine.draw import Drawn, fixed, log
-from gpu_worker.engine.inputs import ends_of
-from gpu_worker.engine.likeliest import likeliest
-from gpu_worker.engine.rows import Part
-from gpu_worker.engine.upload import upload
+from gpu_worker.engine.batch.inputs import ends_of
+from gpu_worker.engine.batch.rows import Part
+from gpu_worker.engine.batch.to_device import upload
+from gpu_worker.engine.cpu import sampler
+from gpu_worker.engine.sampling.multinomial import Drawn, fixed, log
+from gpu_worker.engine.sampling.top_k import likeliest
 
 MAX_LOGITS = 2**25
 """Logits of prompts in one step: they and their float32 copies are some hundred MB, for which a device always has room."""
@@ -44,8 +44,8 @@ def of_prompt(logits: torch.Tensor, part: Part) -> Drawn:
 def prompt_scores(logits: torch.Tensor, ids: torch.Tensor, num_tops: int) -> Drawn:
     """logits [tokens, vocabulary], each what the model expects in place of the token in ids int64 [tokens] → log-probabilities of these
     tokens, and of the `num_tops` likeliest in place of each."""
-    if library := native_choice.kernels(logits):
-        return native_choice.tell(library, logits, ids, num_tops)
+    if library := sampler.kernels(logits):
+        return sampler.tell(library, logits, ids, num_tops)
     size = max(1, TOGETHER // logits.shape[1])
     lots = [scored(logits[first : first + size], ids[first : first + size], num_tops) for first in range(0, len(ids), size)]
     return Drawn(*map(torch.cat, zip(*lots, strict=True)))

@@ -5,12 +5,12 @@ from dataclasses import dataclass, field
 
 import torch
 
-from gpu_worker.engine import native_choice
-from gpu_worker.engine.choose import Way, choose, way_of
-from gpu_worker.engine.draw import Drawn, blank
-from gpu_worker.engine.manner import Turn
-from gpu_worker.engine.outcome import Told, Top
-from gpu_worker.engine.upload import upload
+from gpu_worker.engine.batch.outcome import Told, Top
+from gpu_worker.engine.batch.sampling_state import Turn
+from gpu_worker.engine.batch.to_device import upload
+from gpu_worker.engine.cpu import sampler
+from gpu_worker.engine.sampling.multinomial import Drawn, blank
+from gpu_worker.engine.sampling.sampler import Way, choose, way_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,8 +26,8 @@ class Sampled:
 @torch.inference_mode()
 def sample(logits: torch.Tensor, turns: Sequence[Turn | None]) -> Drawn:
     """logits [samples, vocabulary]; None is plainly the likeliest."""
-    library = native_choice.kernels(logits)
-    return native_choice.choose(library, logits, turns) if library else grouped(logits, turns)
+    library = sampler.kernels(logits)
+    return sampler.choose(library, logits, turns) if library else grouped(logits, turns)
 
 
 def grouped(logits: torch.Tensor, turns: Sequence[Turn | None]) -> Drawn:
@@ -66,7 +66,7 @@ def likeliest_of(logits: torch.Tensor) -> Drawn:
 def greedy(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """logits [samples, vocabulary] → ids int64 [samples], natural logarithms of their probabilities float32 [samples]."""
     if logits.is_cuda:
-        from gpu_worker.engine.greedy_kernel import likeliest_rows  # Triton comes with torch's builds for CUDA only
+        from gpu_worker.engine.cuda.kernels.greedy import likeliest_rows  # Triton comes with torch's builds for CUDA only
 
         return likeliest_rows(logits)
     best, ids = logits.max(-1)

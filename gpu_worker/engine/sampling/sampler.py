@@ -4,11 +4,11 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from gpu_worker.engine.adjust import adjust
-from gpu_worker.engine.draw import Drawn, fixed, from_all, told
-from gpu_worker.engine.manner import Manner, Turn
-from gpu_worker.engine.truncate import Limits, narrowly, typically
-from gpu_worker.engine.upload import upload
+from gpu_worker.engine.batch.sampling_state import Manner, Turn
+from gpu_worker.engine.batch.to_device import upload
+from gpu_worker.engine.sampling.multinomial import Drawn, fixed, from_all, told
+from gpu_worker.engine.sampling.penalties import adjust
+from gpu_worker.engine.sampling.truncation import Limits, narrowly, typically
 
 Way = Callable[[torch.Tensor, Limits, int], Drawn]
 """Scores float32 [rows, vocabulary] with the likeliest at 0, limits, number of the likeliest to be told → drawn."""

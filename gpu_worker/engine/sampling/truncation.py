@@ -4,8 +4,8 @@ from typing import NamedTuple
 
 import torch
 
-from gpu_worker.engine.draw import ONE, Drawn, fixed, from_all, log, target_of
-from gpu_worker.engine.likeliest import border, keys_of, likeliest
+from gpu_worker.engine.sampling.multinomial import ONE, Drawn, fixed, from_all, log, target_of
+from gpu_worker.engine.sampling.top_k import border, keys_of, likeliest
 
 OUT = float("-inf")
 ALL = 2**31 - 1

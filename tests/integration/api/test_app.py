@@ -8,12 +8,12 @@ import httpx
 import pytest
 from openai import AsyncOpenAI, AuthenticationError
 
-from api.gateway import running_task
-from common.logs import REQUEST_ID
+from api.inference.pool import running_task
+from common.process.logs import REQUEST_ID
 from deploy.broker import Broker
-from tests.fake_worker import Answer, working
-from tests.gateways import ready, serving, vocabulary
-from tests.waiting import wait_until
+from tests.support.fleet.gateways import ready, serving, vocabulary
+from tests.support.fleet.scripted_worker import Answer, working
+from tests.support.waiting import wait_until
 
 TOKENIZER = vocabulary().tokenizer
 BODY = {"inputs": "a"}
@@ -36,7 +36,7 @@ async def test_the_id_in_the_header_is_the_one_in_redis(broker: Broker) -> None:
 async def test_a_client_s_own_id_is_echoed_and_ours_is_logged_with_it(
     broker: Broker, brought: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    caplog.set_level(logging.INFO, "api.request_id")
+    caplog.set_level(logging.INFO, "api.http.request_id")
     async with working(broker.url, TOKENIZER, lambda _: Answer([11])) as worker, serving(broker.url) as (gateway, client):
         await ready(gateway)
         response = await client.post("/generate", json=BODY, headers={"X-Request-ID": brought})

@@ -15,16 +15,16 @@ from arq.connections import ArqRedis, RedisSettings
 from arq.jobs import DeserializationError, Job, JobStatus, SerializationError
 from redis.asyncio import Redis
 
-from api.jobs.arq_worker import JobWorker
-from common.broker import connect
-from common.keys import Keys
-from common.messages import Generate
-from common.settings import Settings
+from api.arq.worker import JobWorker
+from common.broker.client import connect
+from common.broker.keys import Keys
+from common.messages.messages import Generate
+from common.settings.settings import Settings
 from deploy.broker import Broker
-from tests.fake_worker import Answer, FakeWorker, working
-from tests.gateways import vocabulary
-from tests.test_api_jobs import CHAT, IDS, TEXT, gateway
-from tests.waiting import wait_until
+from tests.integration.api.test_jobs import CHAT, IDS, TEXT, gateway
+from tests.support.fleet.gateways import vocabulary
+from tests.support.fleet.scripted_worker import Answer, FakeWorker, working
+from tests.support.waiting import wait_until
 
 KEYS = Keys("default")
 QUEUE = "tf:{default}:jobs"

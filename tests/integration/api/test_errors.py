@@ -10,14 +10,15 @@ import httpx
 import pytest
 import redis
 
-from api import errors, submit
+from api import errors
 from api.errors import Refusal, failed, invalid, overloaded, respond, unavailable
-from common.messages import Terminal
+from api.inference import admission
+from common.messages.messages import Terminal
 from deploy.broker import Broker
-from tests import brokers
-from tests.fake_worker import Answer, working
-from tests.gateways import ready, serving, stream, vocabulary
-from tests.waiting import wait_until
+from tests.support import brokers
+from tests.support.fleet.gateways import ready, serving, stream, vocabulary
+from tests.support.fleet.scripted_worker import Answer, working
+from tests.support.waiting import wait_until
 
 TOKENIZER = vocabulary().tokenizer
 BODY = {"inputs": "a"}
@@ -244,7 +245,7 @@ def kill_all(admin: redis.Redis) -> None:
 
 
 async def test_a_broker_that_does_not_answer_or_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (submit, errors):
+    for module in (admission, errors):
         monkeypatch.setattr(module, "CONNECT_TIMEOUT_S", 0.2)
     with brokers.running() as broker:
         pid = redis.Redis.from_url(broker.url).info("server")["process_id"]

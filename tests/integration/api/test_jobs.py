@@ -9,16 +9,16 @@ from typing import Any
 import pytest
 from redis.asyncio import Redis
 
-from api.gateway import Gateway
+from api.inference.pool import Gateway
 from api.jobs.reply import Reply
-from api.jobs.run import JobRun
-from common.keys import Keys
-from common.messages import Generate
-from common.settings import Settings
+from api.jobs.runner import JobRun
+from common.broker.keys import Keys
+from common.messages.messages import Generate
+from common.settings.settings import Settings
 from deploy.broker import Broker
-from tests.fake_worker import Answer, FakeWorker, working
-from tests.gateways import SETTINGS, ready, vocabulary
-from tests.waiting import PATIENCE_S, wait_until
+from tests.support.fleet.gateways import SETTINGS, ready, vocabulary
+from tests.support.fleet.scripted_worker import Answer, FakeWorker, working
+from tests.support.waiting import PATIENCE_S, wait_until
 
 TOKENIZER = vocabulary().tokenizer
 IDS: list[int] = TOKENIZER.encode(" zero one two three four five six seven eight nine").ids

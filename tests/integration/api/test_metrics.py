@@ -7,12 +7,12 @@ import httpx
 import pytest
 import redis
 
-from common.messages import Generate
+from common.messages.messages import Generate
 from deploy.broker import Broker
-from tests import brokers
-from tests.fake_worker import Answer, FakeWorker, working
-from tests.gateways import ready, serving, stream, vocabulary
-from tests.waiting import wait_until
+from tests.support import brokers
+from tests.support.fleet.gateways import ready, serving, stream, vocabulary
+from tests.support.fleet.scripted_worker import Answer, FakeWorker, working
+from tests.support.waiting import wait_until
 
 TOKENIZER = vocabulary().tokenizer
 IDS = TOKENIZER.encode(" the sea is so blue").ids
@@ -139,10 +139,10 @@ def shut(own: Broker) -> None:
 
 
 async def test_lines_of_a_gateway_have_the_request_s_id(broker: Broker, caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level("INFO", "api.meter")
+    caplog.set_level("INFO", "api.inference.metrics")
     async with working(broker.url, TOKENIZER, scripted), serving(broker.url) as (gateway, client):
         await ready(gateway)
         response = await client.post("/generate", json=body(max_new_tokens=3))
-    [line] = [one for one in caplog.records if one.name == "api.meter"]
+    [line] = [one for one in caplog.records if one.name == "api.inference.metrics"]
     assert line.request_id == response.headers["x-request-id"]  # type: ignore[attr-defined]
     assert re.fullmatch(r"request \w+: length after 3 tokens and \d\.\d{3} s", line.getMessage())

@@ -8,13 +8,13 @@ import openai
 import pytest
 from openai import AsyncOpenAI
 
-from api.openai.answer import FINGERPRINT
-from common.packing import unpack_ids
+from api.openai.render import FINGERPRINT
+from common.messages.packing import unpack_ids
 from deploy.broker import Broker
-from tests.fake_worker import Answer
-from tests.gateways import vocabulary
-from tests.openai_frames import IM_END, TOKENIZER, answering, frames, ids, logprobs, streamed
-from tests.waiting import wait_until
+from tests.support.fleet.gateways import vocabulary
+from tests.support.fleet.scripted_worker import Answer
+from tests.support.openai_frames import IM_END, TOKENIZER, answering, frames, ids, logprobs, streamed
+from tests.support.waiting import wait_until
 
 PATH = "/v1/chat/completions"
 CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "Hi"}]}

@@ -5,16 +5,16 @@ from typing import Any
 
 import pytest
 
-from api.openai.answer import FINGERPRINT
+from api.inference.stream import Stream
 from api.openai.echo import offsets
-from api.stream import Stream
-from common.messages import Generate
-from common.packing import pack_ids, unpack_ids
+from api.openai.render import FINGERPRINT
+from common.messages.messages import Generate
+from common.messages.packing import pack_ids, unpack_ids
 from deploy.broker import Broker
-from tests.fake_worker import Answer
-from tests.gateways import vocabulary
-from tests.openai_frames import TOKENIZER, answering, frames, ids, logprobs, streamed
-from tests.waiting import wait_until
+from tests.support.fleet.gateways import vocabulary
+from tests.support.fleet.scripted_worker import Answer
+from tests.support.openai_frames import TOKENIZER, answering, frames, ids, logprobs, streamed
+from tests.support.waiting import wait_until
 
 PATH = "/v1/completions"
 

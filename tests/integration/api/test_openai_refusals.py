@@ -8,11 +8,11 @@ import pytest
 from openai.types import completion_create_params
 from openai.types.chat import completion_create_params as chat_create_params
 
-from api.openai.schemas import FIELDS, TGI_FIELDS, UNSERVED, ChatRequest, CompletionRequest
-from api.tgi.schemas import Parameters
+from api.openai.request_schemas import FIELDS, TGI_FIELDS, UNSERVED, ChatRequest, CompletionRequest
+from api.tgi.request_schemas import Parameters
 from deploy.broker import Broker
-from tests.fake_worker import Answer
-from tests.openai_frames import answering, ids
+from tests.support.fleet.scripted_worker import Answer
+from tests.support.openai_frames import answering, ids
 
 CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "Hi"}]}
 PROMPT: dict[str, Any] = {"prompt": "Hi"}

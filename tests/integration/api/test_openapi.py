@@ -6,9 +6,9 @@ from typing import Any
 from jsonschema_rs import Draft202012Validator
 
 from deploy.broker import Broker
-from tests.fake_worker import Answer, working
-from tests.gateways import ready, serving, vocabulary
-from tests.test_api_frames import frames
+from tests.integration.api.test_tgi_frames import frames
+from tests.support.fleet.gateways import ready, serving, vocabulary
+from tests.support.fleet.scripted_worker import Answer, working
 
 TOKENIZER = vocabulary().tokenizer
 TAKES_BODY = ["/", "/generate", "/generate_stream", "/tokenize", "/chat_tokenize", "/v1/chat/completions", "/v1/completions"]

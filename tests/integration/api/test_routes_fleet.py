@@ -10,16 +10,16 @@ from urllib.parse import quote
 
 import pytest
 
-from common.codec import encode
-from common.keys import Keys
-from common.life import Happening, Life
-from common.settings import SettingError, Settings
-from common.sign import Sign, here
+from common.broker.keys import Keys
+from common.messages.codec import encode
+from common.messages.timeline import Happening, Life
+from common.process.heartbeat import Sign, here
+from common.settings.settings import SettingError, Settings
 from deploy.broker import Broker
-from tests.fake_worker import Answer, working
-from tests.gateways import ready, serving, vocabulary
-from tests.test_batcher_process import batcher
-from tests.waiting import wait_until
+from tests.integration.batcher.test_process import batcher
+from tests.support.fleet.gateways import ready, serving, vocabulary
+from tests.support.fleet.scripted_worker import Answer, working
+from tests.support.waiting import wait_until
 
 KEYS = Keys("default")
 TOKENIZER = vocabulary().tokenizer
@@ -44,7 +44,7 @@ def bystander(title: str) -> Iterator[subprocess.Popen[bytes]]:
 def sibling(monkeypatch: pytest.MonkeyPatch) -> None:
     """Makes this process the launcher of the gateway that it serves itself."""
     own = os.getpid()
-    monkeypatch.setattr("api.kill.os.getppid", lambda: own)
+    monkeypatch.setattr("api.admin.kill.os.getppid", lambda: own)
 
 
 async def show(redis, name: str, **figures) -> None:
@@ -150,7 +150,7 @@ async def test_the_button_kills_nothing_else(broker, redis, sibling, monkeypatch
             assert await refused(client) == (403, f"Not killed: process {other.pid} is not of this fleet")
             await show(redis, "b0-1", pid=2**22 + 1)
             assert (await refused(client))[0] == 404
-            monkeypatch.setattr("api.kill.os.getppid", lambda: 1)
+            monkeypatch.setattr("api.admin.kill.os.getppid", lambda: 1)
             await show(redis, "b0-1", pid=process.pid)
             assert await refused(client) == (403, f"Not killed: process {process.pid} is not of this fleet")
         assert process.poll() is None and other.poll() is None

@@ -14,12 +14,12 @@ from hypothesis import HealthCheck, settings
 from schemathesis.specs.openapi.checks import negative_data_rejection, positive_data_acceptance
 
 from api.app import build
-from api.gateway import Gateway
-from common.settings import Settings
+from api.inference.pool import Gateway
+from common.settings.settings import Settings
 from deploy.broker import Broker
-from tests.fake_worker import Answer, working
-from tests.gateways import ready, serving, vocabulary
-from tests.waiting import PATIENCE_S
+from tests.support.fleet.gateways import ready, serving, vocabulary
+from tests.support.fleet.scripted_worker import Answer, working
+from tests.support.waiting import PATIENCE_S
 
 TOKENIZER = vocabulary().tokenizer
 NUM_EXAMPLES = 10

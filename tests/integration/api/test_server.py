@@ -14,13 +14,13 @@ import httpx
 import psutil
 import pytest
 
+from api.http.sse import KEEP_ALIVE_S, TokenStream
 from api.server import lossy, shared_listener
-from api.sse import KEEP_ALIVE_S, TokenStream
-from common.settings import SettingError
+from common.settings.settings import SettingError
 from deploy.broker import Broker, free_port
-from tests.fake_worker import Answer, working
-from tests.gateways import ready, serving, stream, vocabulary
-from tests.waiting import wait_until
+from tests.support.fleet.gateways import ready, serving, stream, vocabulary
+from tests.support.fleet.scripted_worker import Answer, working
+from tests.support.waiting import wait_until
 
 TOKENIZER = vocabulary().tokenizer
 

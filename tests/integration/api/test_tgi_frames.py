@@ -5,13 +5,13 @@ import json
 
 import pytest
 
-from api.stream import Stream
-from api.tgi.answer import frames as tgi_frames
-from common.messages import Generate, Terminal, Tokens
-from common.packing import pack_floats, pack_ids, unpack_floats
+from api.inference.stream import Stream
+from api.tgi.render import frames as tgi_frames
+from common.messages.messages import Generate, Terminal, Tokens
+from common.messages.packing import pack_floats, pack_ids, unpack_floats
 from deploy.broker import Broker
-from tests.fake_worker import Answer, working
-from tests.gateways import ready, serving, stream, vocabulary
+from tests.support.fleet.gateways import ready, serving, stream, vocabulary
+from tests.support.fleet.scripted_worker import Answer, working
 
 TOKENIZER = vocabulary().tokenizer
 IM_END = TOKENIZER.token_to_id("<|im_end|>")

@@ -5,16 +5,16 @@ from typing import Any
 import httpx
 import pytest
 
-from api.stream import Stream
-from api.tgi.answer import frames
+from api.inference.stream import Stream
 from api.tgi.best_of import ranked
-from common.messages import Generate, Sampling, Terminal, Tokens
-from common.packing import pack_floats, pack_ids, unpack_floats
+from api.tgi.render import frames
+from common.messages.messages import Generate, Sampling, Terminal, Tokens
+from common.messages.packing import pack_floats, pack_ids, unpack_floats
 from deploy.broker import Broker
-from tests.fake_worker import EOS, Answer, working
-from tests.gateways import ready, serving, vocabulary
-from tests.test_api_frames import frames as parsed
-from tests.waiting import wait_until
+from tests.integration.api.test_tgi_frames import frames as parsed
+from tests.support.fleet.gateways import ready, serving, vocabulary
+from tests.support.fleet.scripted_worker import EOS, Answer, working
+from tests.support.waiting import wait_until
 
 TOKENIZER = vocabulary().tokenizer
 

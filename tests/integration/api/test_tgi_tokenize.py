@@ -7,8 +7,8 @@ import httpx
 import pytest
 
 from deploy.broker import Broker
-from tests.fake_worker import Answer, working
-from tests.gateways import ready, serving, vocabulary
+from tests.support.fleet.gateways import ready, serving, vocabulary
+from tests.support.fleet.scripted_worker import Answer, working
 
 TOKENIZER = vocabulary().tokenizer
 

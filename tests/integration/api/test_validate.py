@@ -6,14 +6,14 @@ from typing import Any
 import httpx
 import pytest
 
-from api.asked import Asked
 from api.errors import Refusal
-from api.validate import Limits, Wanted, validate
-from common.messages import Sampling
-from common.packing import pack_ids, unpack_ids
+from api.inference.params import Asked
+from api.inference.validate import Limits, Wanted, validate
+from common.messages.messages import Sampling
+from common.messages.packing import pack_ids, unpack_ids
 from deploy.broker import Broker
-from tests.fake_worker import Answer, working
-from tests.gateways import ready, serving, vocabulary
+from tests.support.fleet.gateways import ready, serving, vocabulary
+from tests.support.fleet.scripted_worker import Answer, working
 
 TOKENIZER = vocabulary().tokenizer
 SIZE = vocabulary().size

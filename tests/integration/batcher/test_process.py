@@ -11,12 +11,12 @@ from collections.abc import Iterator
 import msgpack
 import pytest
 
-from common.broker import script
-from common.codec import decode, encode
-from common.keys import Keys
-from common.messages import Cancel, Events, Generate
-from common.packing import pack_ids
-from tests.waiting import wait_until
+from common.broker.client import script
+from common.broker.keys import Keys
+from common.messages.codec import decode, encode
+from common.messages.messages import Cancel, Events, Generate
+from common.messages.packing import pack_ids
+from tests.support.waiting import wait_until
 
 KEYS = Keys("default")
 CHANNEL = KEYS.events("g")

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from common.settings import SettingError
+from common.settings.settings import SettingError
 from deploy.bench import load, main, report, svg
 from deploy.bench.ask import Answer, ask, body, encode
 from deploy.bench.figures import Figures, Round, figures, quantile
@@ -20,10 +20,10 @@ from deploy.bench.prompts import prompt
 from deploy.bench.servers import COMPLETIONS, GENERATE, Server, identify, route
 from deploy.broker import Broker, free_port
 from deploy.client import Trouble
-from tests.fake_worker import EOS
-from tests.fake_worker import Answer as Answered
-from tests.openai_frames import answering, ids
-from tests.other_servers import FLEET, WORDS, running
+from tests.support.fleet.scripted_worker import EOS
+from tests.support.fleet.scripted_worker import Answer as Answered
+from tests.support.openai_frames import answering, ids
+from tests.support.other_servers import FLEET, WORDS, running
 
 KINDS = {"tokenfleet": "Tokenfleet", "tgi": "TGI", "vllm": "vLLM", "llama.cpp": "llama.cpp", "openai": "OpenAI API"}
 WAITS = st.lists(st.floats(0, 100), min_size=1, max_size=50)

@@ -16,10 +16,10 @@ import pytest
 from deploy.broker import Broker, free_port
 from deploy.chat import Answer
 from deploy.client import Frames, base_url, message
-from tests.fake_worker import Answer as Answered
-from tests.openai_frames import answering, ids
-from tests.other_servers import WORDS, Server, running
-from tests.waiting import wait_until_sync
+from tests.support.fleet.scripted_worker import Answer as Answered
+from tests.support.openai_frames import answering, ids
+from tests.support.other_servers import WORDS, Server, running
+from tests.support.waiting import wait_until_sync
 
 COMMAND = [sys.executable, "-P", "-c", "import sys; from deploy import chat; sys.exit(chat.main(sys.argv[1:]))"]
 ENVIRON = {name: value for name, value in os.environ.items() if name not in ("API_KEY", "PORT")} | {"TERM": "xterm"}

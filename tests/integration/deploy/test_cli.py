@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from deploy.broker import free_port
-from tests import brokers
-from tests.waiting import wait_until_sync
+from tests.support import brokers
+from tests.support.waiting import wait_until_sync
 
 
 def tokenfleet(*argv: str, **variables: str) -> subprocess.CompletedProcess[str]:

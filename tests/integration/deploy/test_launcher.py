@@ -13,11 +13,11 @@ import psutil
 import pytest
 import redis
 
-from common.keys import Keys
-from common.messages import Died, decode
+from common.broker.keys import Keys
+from common.messages.messages import Died, decode
 from deploy.broker import free_port
 from deploy.launcher import ONE_REQUEST_S
-from tests.waiting import wait_until_sync
+from tests.support.waiting import wait_until_sync
 
 GONE_S = 3.0
 
@@ -59,7 +59,7 @@ def launch(tmp_path: Path) -> Iterator[Callable[[], Launched]]:
     processes = []
 
     def start() -> Launched:
-        command = [sys.executable, "-m", "tests.fake_fleet", str(tmp_path), str(free_port())]
+        command = [sys.executable, "-m", "tests.support.fleet.fake_fleet", str(tmp_path), str(free_port())]
         with (tmp_path / "stderr").open("w") as error:
             processes.append(subprocess.Popen(command, stdout=subprocess.PIPE, stderr=error, text=True))
         return Launched(processes[-1], tmp_path)

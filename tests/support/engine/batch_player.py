@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from common.packing import unpack_floats
-from gpu_worker.door import Grant, StartRow, Step
+from common.messages.packing import unpack_floats
 from gpu_worker.engine.engine import Engine
+from gpu_worker.protocol import Grant, StartRow, Step
 
 
 def packed(values: Sequence[int]) -> bytes:

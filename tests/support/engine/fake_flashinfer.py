@@ -108,7 +108,7 @@ def install() -> bool:
     decode.xqa_batch_decode_with_kv_cache = xqa_batch_decode_with_kv_cache  # type: ignore[attr-defined]
     found = {"flashinfer": fake, "flashinfer.decode": decode}
     sys.modules |= found
-    importlib.import_module("gpu_worker.engine.flash")
+    importlib.import_module("gpu_worker.engine.attention.flashinfer")
     for name in found:
         del sys.modules[name]
     return True

@@ -1,6 +1,6 @@
 """An engine of several ranks: rank 0 in this process, where a Player can drive it, the others in processes of their own.
 
-`python -m tests.led_engine RANK WORLD_SIZE PORT` is one of the others: it takes part in one engine after the other.
+`python -m tests.support.engine.led_engine RANK WORLD_SIZE PORT` is one of the others: it takes part in one engine after the other.
 """
 
 import contextlib
@@ -12,13 +12,13 @@ from typing import Any
 
 import torch.distributed as dist
 
-from common.lifeline import die_with_parent
-from common.settings import SettingError, Settings
-from gpu_worker.door import Grant, Step
+from common.process.parent_death import die_with_parent
+from common.settings.settings import SettingError, Settings
 from gpu_worker.engine.engine import Engine
 from gpu_worker.engine.loop import follow
-from gpu_worker.engine.ranks import Ranks
-from gpu_worker.place import LOOPBACK, Place, free_port
+from gpu_worker.engine.parallel.communicator import Ranks
+from gpu_worker.protocol import Grant, Step
+from gpu_worker.rank import LOOPBACK, Place, free_port
 
 OVER = Grant(-1, 0)
 
@@ -66,7 +66,7 @@ def running(world_size: int) -> Iterator[Ranks]:
     """Rank 0 of so many; the others are there, and end with it."""
     port = free_port()
     environ = os.environ | {"PARENT_PID": str(os.getpid())}
-    command = [sys.executable, "-m", "tests.led_engine"]
+    command = [sys.executable, "-m", "tests.support.engine.led_engine"]
     others = [subprocess.Popen([*command, str(rank), str(world_size), str(port)], env=environ) for rank in range(1, world_size)]
     try:
         yield Ranks(place(0, world_size, port))

@@ -13,17 +13,17 @@ import pytest
 import torch
 
 from common.model_files import silent
-from common.settings import Settings
+from common.settings.settings import Settings
 from gpu_worker.engine import engine as engines
-from gpu_worker.engine import load
-from gpu_worker.engine.cache import Geometry
+from gpu_worker.engine.attention.kv_cache import Geometry
+from gpu_worker.engine.attention.sdpa import Sdpa
+from gpu_worker.engine.batch.rows import Part
+from gpu_worker.engine.cuda.fused_linear import merge
+from gpu_worker.engine.cuda.graphs import Graphs
 from gpu_worker.engine.engine import Engine
-from gpu_worker.engine.graphs import Graphs
-from gpu_worker.engine.merge import merge
-from gpu_worker.engine.rows import Part
-from gpu_worker.engine.sdpa import Sdpa
-from tests import fake_flashinfer
-from tests.tiny_models import FAMILIES, LLAMA
+from gpu_worker.engine.model import load
+from tests.support.engine import fake_flashinfer
+from tests.support.engine.tiny_models import FAMILIES, LLAMA
 
 STANDS_IN = fake_flashinfer.install()
 HOPPER = 9
@@ -69,7 +69,7 @@ def needs_flash(device: str) -> None:
 
 def backend_of(geometry: Geometry, device: torch.device) -> Any:
     """As on CUDA."""
-    from gpu_worker.engine.flash import Flash, lacks
+    from gpu_worker.engine.attention.flashinfer import Flash, lacks
 
     return Sdpa(geometry, device) if lacks(geometry) else Flash(geometry, device, HOPPER)
 

@@ -1,6 +1,6 @@
-"""`python -m tests.rank_memory [MIB]`: what each rank on CPU reads of a checkpoint in several files, and what it takes at its peak.
+"""`python -m tests.support.engine.rank_memory [MIB]`: what each rank on CPU reads of a checkpoint in several files, and what it takes at its peak.
 
-`python -m tests.rank_memory FOLDER RANK WORLD_SIZE PORT` is one rank, a process of its own, which says so in JSON.
+`python -m tests.support.engine.rank_memory FOLDER RANK WORLD_SIZE PORT` is one rank, a process of its own, which says so in JSON.
 """
 
 import json
@@ -21,13 +21,13 @@ from safetensors import safe_open
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from common import model_files
-from common.lifeline import die_with_parent
-from common.settings import Settings
-from gpu_worker.engine import parallel
+from common.process.parent_death import die_with_parent
+from common.settings.settings import Settings
 from gpu_worker.engine.engine import Engine
-from gpu_worker.engine.ranks import ALONE, Ranks
-from gpu_worker.place import free_port
-from tests import led_engine
+from gpu_worker.engine.parallel import tp_model
+from gpu_worker.engine.parallel.communicator import ALONE, Ranks
+from gpu_worker.rank import free_port
+from tests.support.engine import led_engine
 
 MIB = 2**20
 HIDDEN = 1024
@@ -66,21 +66,24 @@ def write(folder: Path, num_bytes: int) -> int:
 def measure(folder: Path, world_size: int) -> list[Taken]:
     """Of each rank."""
     port, environ = free_port(), os.environ | {"PARENT_PID": str(os.getpid())}
-    commands = [[sys.executable, "-m", "tests.rank_memory", str(folder), *map(str, (rank, world_size, port))] for rank in range(world_size)]
+    commands = [
+        [sys.executable, "-m", "tests.support.engine.rank_memory", str(folder), *map(str, (rank, world_size, port))]
+        for rank in range(world_size)
+    ]
     ranks = [subprocess.Popen(command, env=environ, stdout=subprocess.PIPE, text=True) for command in commands]
     return [Taken(**json.loads(rank.communicate()[0].splitlines()[-1])) for rank in ranks]
 
 
 def load(folder: Path, ranks: Ranks) -> Taken:
     parts: list[Any] = []
-    slices = parallel.slices
+    slices = tp_model.slices
 
     def noted(*arguments: Any) -> Iterator[tuple[str, Any]]:
         for name, part in slices(*arguments):
             parts.append(part)
             yield name, part
 
-    parallel.slices = noted  # type: ignore[assignment]
+    tp_model.slices = noted  # type: ignore[assignment]
     before = own_bytes()
     with sampled() as samples:
         engine = Engine(Settings(model_id=str(folder), dtype="bfloat16", kv_cache_bytes=2**22, max_batch_prefill_tokens=64), ranks=ranks)

@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from common.messages import Sampling
-from common.packing import unpack_ids
+from common.messages.messages import Sampling
+from common.messages.packing import unpack_ids
 
 Array = Any
 OUT = -np.inf

@@ -1,4 +1,4 @@
-"""A launcher over fake processes: `python -m tests.fake_fleet DIRECTORY PORT` supervises, `… DIRECTORY PORT KIND` is one of them.
+"""A launcher over fake processes: `python -m tests.support.fleet.fake_fleet DIRECTORY PORT` supervises, `… DIRECTORY PORT KIND` is one of them.
 
 Fakes note what happens to them in DIRECTORY/notes. A file DIRECTORY/{name}.fails makes that process end at its start with the exit code
 that it holds; DIRECTORY/hold makes gateways drain for as long as it is there.
@@ -13,14 +13,14 @@ import threading
 from pathlib import Path
 from typing import Any
 
-from common import logs
-from common.lifeline import die_with_parent
-from common.settings import Settings
+from common.process import logs
+from common.process.parent_death import die_with_parent
+from common.settings.settings import Settings
 from deploy.broker import embedded
 from deploy.fleet import Fleet
 from deploy.launcher import run
 from deploy.process import Process
-from tests.waiting import wait_until_sync
+from tests.support.waiting import wait_until_sync
 
 
 def launch(directory: Path, port: int) -> int:
@@ -29,7 +29,7 @@ def launch(directory: Path, port: int) -> int:
     logs.set_up("serve", "info")
 
     def process(kind: str, name: str) -> Process:
-        return Process(kind, name, [sys.executable, "-m", "tests.fake_fleet", str(directory), str(port), kind], {})
+        return Process(kind, name, [sys.executable, "-m", "tests.support.fleet.fake_fleet", str(directory), str(port), kind], {})
 
     with embedded() as broker:
         settings = Settings(port=port, hostname="127.0.0.1", redis_url=broker.url, served_model_name="fake")

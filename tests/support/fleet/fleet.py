@@ -13,9 +13,9 @@ from typing import Any, Self
 import psutil
 import redis
 
-from common.keys import Keys
+from common.broker.keys import Keys
 from deploy.broker import free_port
-from tests.waiting import wait_until_sync
+from tests.support.waiting import wait_until_sync
 
 READY_S = 240.0
 LAST_WORDS = 10_000
@@ -24,7 +24,7 @@ LAST_WORDS = 10_000
 class Fleet:
     """`with Fleet(num_workers=2, kv_cache_bytes="64MiB") as fleet:` starts it and returns when it is ready; leaving kills all of it.
 
-    Settings are those of `common.settings`, by name. Inside `async with` the same happens.
+    Settings are those of `common.settings.settings`, by name. Inside `async with` the same happens.
 
     Attributes:
         base_url: of the gateways, without a slash at the end.

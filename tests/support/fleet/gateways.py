@@ -10,13 +10,13 @@ import httpx
 import uvicorn
 
 from api.app import build
-from api.gateway import Gateway
-from api.http import Http
-from api.prompt import Vocabulary
+from api.http.protocol import Http
+from api.inference.pool import Gateway
+from api.inference.tokenizer import Vocabulary
 from api.server import own_listener
 from common import model_files
-from common.settings import Settings
-from tests.waiting import wait_until
+from common.settings.settings import Settings
+from tests.support.waiting import wait_until
 
 SETTINGS: dict[str, Any] = {"heartbeat_s": 0.05, "worker_grace_s": 3600}  # a scripted worker shows itself once
 

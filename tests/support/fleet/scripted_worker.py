@@ -11,14 +11,14 @@ from dataclasses import dataclass
 from redis.asyncio import Redis
 from tokenizers import Tokenizer
 
-from common.broker import ERRORS, connect, script
-from common.channels import Channels
-from common.codec import decode, encode
+from common.broker.client import ERRORS, connect, script
+from common.broker.committed import interleave, packed_records
+from common.broker.keys import Keys
+from common.broker.sequences import Channels
 from common.detokenize import Detokenizer, generated_text
-from common.keys import Keys
-from common.messages import Cancel, Events, Generate, LogEntry, Terminal, Tokens, Worker
-from common.packing import pack_floats, pack_ids, unpack_floats, unpack_ids
-from common.recover import interleave, packed_records
+from common.messages.codec import decode, encode
+from common.messages.messages import Cancel, Events, Generate, LogEntry, Terminal, Tokens, Worker
+from common.messages.packing import pack_floats, pack_ids, unpack_floats, unpack_ids
 
 SPILL_STEPS = 5
 TTL_MS = 3_600_000  # longer than any test takes on a busy machine

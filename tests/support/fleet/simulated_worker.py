@@ -3,8 +3,8 @@
 import random
 from dataclasses import dataclass, field
 
-from common.messages import Plan, Report, Start
-from common.packing import unpack_ids
+from common.messages.messages import Plan, Report, Start
+from common.messages.packing import unpack_ids
 
 
 @dataclass(eq=False)

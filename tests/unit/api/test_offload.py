@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from api.aside import LONG, aside
+from api.offload import LONG, aside
 from deploy.broker import Broker
-from tests.fake_worker import Answer, working
-from tests.gateways import ready, serving, vocabulary
+from tests.support.fleet.gateways import ready, serving, vocabulary
+from tests.support.fleet.scripted_worker import Answer, working
 
 TOKENIZER = vocabulary().tokenizer
 
@@ -25,13 +25,13 @@ async def test_what_is_long_goes_to_a_thread_and_its_error_comes_back() -> None:
 
 CHAT = [{"role": "user", "content": "a"}] * 200
 CASES: list[tuple[str, str, str, dict[str, Any]]] = [
-    ("/tokenize", "api.body", "shaped", {"inputs": "a " * LONG}),
+    ("/tokenize", "api.http.body", "shaped", {"inputs": "a " * LONG}),
     ("/tokenize", "api.tgi.routes_tokenize", "simple_tokens", {"inputs": "a " * LONG}),
-    ("/generate", "api.body", "shaped", {"inputs": "a", "parameters": {"stop_token_ids": [1] * LONG}}),
-    ("/generate", "api.tgi.routes", "answer", {"inputs": "a", "parameters": {"details": True, "top_n_tokens": 20}}),
-    ("/v1/completions", "api.body", "shaped", {"prompt": [1] * LONG}),
-    ("/v1/chat/completions", "api.openai.conversation", "rendered", {"messages": CHAT}),
-    ("/chat_tokenize", "api.openai.conversation", "rendered", {"messages": CHAT}),
+    ("/generate", "api.http.body", "shaped", {"inputs": "a", "parameters": {"stop_token_ids": [1] * LONG}}),
+    ("/generate", "api.tgi.routes_generate", "answer", {"inputs": "a", "parameters": {"details": True, "top_n_tokens": 20}}),
+    ("/v1/completions", "api.http.body", "shaped", {"prompt": [1] * LONG}),
+    ("/v1/chat/completions", "api.openai.chat_prompt", "rendered", {"messages": CHAT}),
+    ("/chat_tokenize", "api.openai.chat_prompt", "rendered", {"messages": CHAT}),
 ]
 
 

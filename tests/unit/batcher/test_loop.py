@@ -5,16 +5,16 @@ from collections.abc import AsyncIterator
 import pytest
 from redis.exceptions import ConnectionError
 
-from api import life
+from api.admin import timeline
 from batcher.lease import Lease
 from batcher.loop import Batcher
-from common import broker as brokers
-from common import metrics
-from common.codec import decode, encode
-from common.keys import Keys
-from common.messages import Cancel, Died, Generate, Plan, Report, Worker
-from common.packing import pack_ids
-from common.settings import Settings
+from common.broker import client as brokers
+from common.broker.keys import Keys
+from common.messages.codec import decode, encode
+from common.messages.messages import Cancel, Died, Generate, Plan, Report, Worker
+from common.messages.packing import pack_ids
+from common.metrics import catalogue
+from common.settings.settings import Settings
 
 KEYS = Keys("default")
 
@@ -77,21 +77,21 @@ async def test_what_waited_before_this_epoch_is_told_of_once(batcher, redis):
     await turns(batcher)
     batcher.lives.written_s = 0.0
     await batcher.lives.write()
-    assert [happening["what"] for happening in (await life.read(redis, KEYS, "r1"))["r1"]] == ["queued"]
+    assert [happening["what"] for happening in (await timeline.read(redis, KEYS, "r1"))["r1"]] == ["queued"]
 
 
 async def test_a_worker_that_seals_its_own_logs_is_lost_once(batcher, redis):
     """Whoever started it says that it died, too, before or after its seal has been read."""
     await batcher.begin()
     await join(batcher, redis)
-    lost = metrics.WORKERS_LOST.values[()]
+    lost = catalogue.WORKERS_LOST.values[()]
     keys = [KEYS.log("w1"), KEYS.reports("w1"), KEYS.worker("w1"), KEYS.workers]
     await brokers.script(redis, "seal")(keys=keys, args=["w1"])
     for _ in range(2):
         await redis.xadd(KEYS.control, {"died": encode(Died("w1"))})
         await turns(batcher, 3)
     assert "w1" not in batcher.scheduler.replicas
-    assert metrics.WORKERS_LOST.values[()] == lost + 1
+    assert catalogue.WORKERS_LOST.values[()] == lost + 1
 
 
 @pytest.mark.parametrize("lost", [1, 2])
@@ -127,7 +127,7 @@ async def test_an_earlier_worker_that_cannot_be_read_holds_nobody_up(batcher, re
     await open_worker(redis, "w1", b"junk")
     await admit(redis, "r1")
     await batcher.begin()
-    batcher.fleet.trusted_from = 0.0
+    batcher.workers.trusted_from = 0.0
     await turns(batcher, 12)
     assert "r1" in batcher.scheduler.sequences
     assert await redis.exists(KEYS.worker("w1"), KEYS.log("w1")) == 0
@@ -163,16 +163,16 @@ async def test_who_was_stopped_blames_nobody(batcher, redis):
     await batcher.begin()
     await join(batcher, redis)
     await redis.delete(KEYS.worker("w1"))
-    batcher.fleet.trusted_from = 0.0
-    batcher.fleet.looked_s -= 10
-    assert await batcher.fleet.look() == []
-    batcher.fleet.trusted_from = 0.0
-    assert await batcher.fleet.look() == ["w1"]
+    batcher.workers.trusted_from = 0.0
+    batcher.workers.looked_s -= 10
+    assert await batcher.workers.look() == []
+    batcher.workers.trusted_from = 0.0
+    assert await batcher.workers.look() == ["w1"]
 
 
 async def test_a_clock_that_jumps_gives_everybody_time(batcher, redis):
-    batcher.fleet.trusted_from = 0.0
-    batcher.fleet.heed_clock(1_000_000)
-    assert batcher.fleet.trusting
-    batcher.fleet.heed_clock(1_010_000)
-    assert not batcher.fleet.trusting
+    batcher.workers.trusted_from = 0.0
+    batcher.workers.heed_clock(1_000_000)
+    assert batcher.workers.trusting
+    batcher.workers.heed_clock(1_010_000)
+    assert not batcher.workers.trusting

@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 from batcher.replica import Limits
 from batcher.scheduler import Scheduler
 from batcher.sequence import Sequence
-from common.messages import RECORD, Generate, Worker
-from common.packing import pack_ids
-from tests.simulated_worker import SimulatedWorker
+from common.messages.messages import RECORD, Generate, Worker
+from common.messages.packing import pack_ids
+from tests.support.fleet.simulated_worker import SimulatedWorker
 
 BLOCK_SIZE = 16
 

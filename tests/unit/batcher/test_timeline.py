@@ -2,16 +2,16 @@
 
 from redis.asyncio import Redis
 
-from api.life import read
-from batcher.life import MAX_UNTOLD, REQUESTS_PER_ENTRY, WRITE_S, Lives
-from batcher.order import Order
+from api.admin.timeline import read
+from batcher.pending_plan import Order
 from batcher.replica import Limits, Replica
 from batcher.sequence import Sequence
-from common.codec import encode
-from common.keys import Keys
-from common.life import Happening, Life
-from common.messages import RECORD, Generate, Plan, Report, Worker
-from common.packing import pack_ids
+from batcher.timeline import MAX_UNTOLD, REQUESTS_PER_ENTRY, WRITE_S, Lives
+from common.broker.keys import Keys
+from common.messages.codec import encode
+from common.messages.messages import RECORD, Generate, Plan, Report, Worker
+from common.messages.packing import pack_ids
+from common.messages.timeline import Happening, Life
 
 KEYS = Keys("default")
 NOW_MS = 1_000_000

@@ -7,7 +7,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from common import model_files
 from common.detokenize import MAX_PENDING_TOKENS, Detokenizer, StopMatcher, concatenates, generated_text, pieces_of
-from tests.prompts import PROMPTS
+from tests.support.prompts import PROMPTS
 
 AWKWARD = [
     "🙂",

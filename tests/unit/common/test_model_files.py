@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from common import model_files
-from common.settings import SettingError
-from tests.reference import prompt_ids
+from common.settings.settings import SettingError
+from tests.support.engine.reference import prompt_ids
 
 STUB = """import pathlib, sys, time
 with open(pathlib.Path(__file__).parent / "conversions", "a") as log: log.write("x")

@@ -7,7 +7,7 @@ import pytest
 import redis
 
 from deploy.broker import PREFIX, embedded
-from tests import brokers
+from tests.support import brokers
 
 
 def test_a_killed_broker_keeps_its_port_and_its_data() -> None:

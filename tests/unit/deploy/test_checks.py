@@ -2,8 +2,8 @@ from pathlib import Path
 
 import pytest
 
-from common import memory
-from common.settings import SettingError, Settings
+from common.process import memory
+from common.settings.settings import SettingError, Settings
 from deploy import checks
 
 GIB = 2**30

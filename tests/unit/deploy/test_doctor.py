@@ -9,12 +9,13 @@ from typing import Any
 import pytest
 from redis import Redis
 
-from common import memory, model_files, processor
-from common.settings import Settings
+from common import model_files
+from common.process import cpu, memory
+from common.settings.settings import Settings
 from deploy import checks, doctor
 from deploy.broker import Broker, free_port
 from deploy.doctor import Finding
-from tests.test_deploy_cli import tokenfleet
+from tests.integration.deploy.test_cli import tokenfleet
 
 GIB = 2**30
 
@@ -155,7 +156,7 @@ def program(path: Path) -> None:
 
 
 def test_a_processor_without_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(processor, "has_bfloat16", lambda: False)
+    monkeypatch.setattr(cpu, "has_bfloat16", lambda: False)
     assert found("bfloat16").level == "ok"
     assert found("bfloat16", dtype="bfloat16").fix == "DTYPE=float32, or auto"
 
@@ -175,7 +176,7 @@ def test_no_compiler_and_little_disk(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_an_old_broker_is_too_old(broker: Broker, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("common.broker.OLDEST", (99, 0))
+    monkeypatch.setattr("common.broker.client.OLDEST", (99, 0))
     assert found("broker", redis_url=broker.url).level == "fail"
     with Redis.from_url(broker.url) as client:
         assert client.ping()

@@ -6,8 +6,8 @@ import pytest
 
 from common import model_files
 from deploy import download, progress
-from tests.test_deploy_cli import tokenfleet
-from tests.test_deploy_doctor import model
+from tests.integration.deploy.test_cli import tokenfleet
+from tests.unit.deploy.test_doctor import model
 
 
 @pytest.fixture(autouse=True)

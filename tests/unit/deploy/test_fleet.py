@@ -1,6 +1,6 @@
 import pytest
 
-from common.settings import SettingError, Settings
+from common.settings.settings import SettingError, Settings
 from deploy.fleet import new_fleet
 
 

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from common.settings import SettingError
+from common.settings.settings import SettingError
 from deploy import status
 from deploy.broker import Broker, free_port
-from tests.fake_worker import Answer
-from tests.openai_frames import answering
-from tests.other_servers import FLEET, running
+from tests.support.fleet.scripted_worker import Answer
+from tests.support.openai_frames import answering
+from tests.support.other_servers import FLEET, running
 
 
 def later(seconds: float, tokens: int) -> dict[str, Any]:

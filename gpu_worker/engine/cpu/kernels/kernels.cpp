@@ -9,7 +9,7 @@ inline int this_thread() { return 0; }
 inline int all_threads() { return 1; }
 #endif
 #include "attention.h"
-#include "choose.h"
+#include "sampler.h"
 #include "layer.h"
 #include "products.h"
 

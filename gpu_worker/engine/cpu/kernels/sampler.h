@@ -1,7 +1,7 @@
-// A row's choice by inverse transform of its one random number. As gpu_worker/engine/choose.py and truncate.py, whose docstrings say where
+// A row's choice by inverse transform of its one random number. As gpu_worker/engine/sampling/sampler.py and truncate.py, whose docstrings say where
 // each part comes from.
 #pragma once
-#include "likeliest.h"
+#include "top_k.h"
 #include "ranking.h"
 
 // Where the choice of one row goes.

@@ -1,4 +1,4 @@
-// A row of logits as scores, and these as weights: what one way of choosing does as another. As gpu_worker/engine/adjust.py and draw.py.
+// A row of logits as scores, and these as weights: what one way of choosing does as another. As gpu_worker/engine/sampling/penalties.py and draw.py.
 #pragma once
 #include <algorithm>
 #include <cmath>

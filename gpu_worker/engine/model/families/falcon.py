@@ -6,7 +6,7 @@ import torch
 from transformers import AttentionInterface
 from transformers.models.falcon import modeling_falcon
 
-from gpu_worker.engine.attention import NAME
+from gpu_worker.engine.attention.backend import NAME
 
 modeling: Any = modeling_falcon
 

@@ -8,10 +8,10 @@ import pytest
 from transformers import AutoTokenizer
 
 from api.errors import Refusal
-from api.openai.chat_template import ChatTemplate
+from api.inference.chat_template import ChatTemplate
 from common import model_files
-from common.settings import SettingError
-from tests.gateways import vocabulary
+from common.settings.settings import SettingError
+from tests.support.fleet.gateways import vocabulary
 
 CHAT = [
     {"role": "system", "content": "  Be <brief> & kind.\n"},

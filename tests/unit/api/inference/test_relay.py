@@ -9,20 +9,20 @@ import httpx
 import pytest
 from redis.asyncio import Redis
 
-from api import relay as relay_module
-from api.gateway import Gateway
-from api.relay import Relay
-from api.stream import Stream
-from common.broker import connect
-from common.codec import encode
-from common.keys import Keys
-from common.messages import Events, Generate, LogEntry, Terminal, Tokens
-from common.packing import pack_floats, pack_ids, unpack_ids
-from common.recover import interleave, packed_records
+from api.inference import relay as relay_module
+from api.inference.pool import Gateway
+from api.inference.relay import Relay
+from api.inference.stream import Stream
+from common.broker.client import connect
+from common.broker.committed import interleave, packed_records
+from common.broker.keys import Keys
+from common.messages.codec import encode
+from common.messages.messages import Events, Generate, LogEntry, Terminal, Tokens
+from common.messages.packing import pack_floats, pack_ids, unpack_ids
 from deploy.broker import Broker
-from tests.fake_worker import Answer, FakeWorker, working
-from tests.gateways import ready, serving, stream, vocabulary
-from tests.waiting import wait_until
+from tests.support.fleet.gateways import ready, serving, stream, vocabulary
+from tests.support.fleet.scripted_worker import Answer, FakeWorker, working
+from tests.support.waiting import wait_until
 
 TOKENIZER = vocabulary().tokenizer
 IDS: list[int] = TOKENIZER.encode(" zero one two three four five six seven eight nine").ids

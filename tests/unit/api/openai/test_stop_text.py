@@ -3,14 +3,14 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from api.openai.text import AnswerText
+from api.inference.stream import Stream
+from api.openai.stop_text import AnswerText
 from api.openai.token_bytes import token_bytes
-from api.stream import Stream
 from common.detokenize import StopMatcher
-from common.messages import Generate, Terminal, Tokens
-from common.packing import pack_floats, pack_ids
-from tests.gateways import vocabulary
-from tests.openai_frames import IM_END, TOKENIZER, ids
+from common.messages.messages import Generate, Terminal, Tokens
+from common.messages.packing import pack_floats, pack_ids
+from tests.support.fleet.gateways import vocabulary
+from tests.support.openai_frames import IM_END, TOKENIZER, ids
 
 LETTERS = "ab"
 PLAIN = ids("a")[0]

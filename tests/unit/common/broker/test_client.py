@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 from redis import exceptions
 
-from common import broker as access
-from common.settings import SettingError
+from common.broker import client as access
+from common.settings.settings import SettingError
 from deploy.broker import Broker, free_port
-from tests import brokers
+from tests.support import brokers
 
 
 async def test_a_broker_that_answers_is_fine(broker: Broker) -> None:

@@ -6,10 +6,10 @@ import pytest
 from redis.asyncio import Redis
 from redis.exceptions import ResponseError
 
-from common import broker as access
-from common.wire import Line, Wire
+from common.broker import client as access
+from common.broker.fast_client import Line, Wire
 from deploy.broker import Broker
-from tests import brokers
+from tests.support import brokers
 
 
 @pytest.fixture

@@ -3,10 +3,24 @@
 import msgpack
 import pytest
 
-from common.codec import WireError, decode, encode
-from common.life import Happening, Life
-from common.messages import RECORD, Cancel, Died, Events, Generate, LogEntry, Plan, Report, Sampling, Start, Terminal, Tokens, Worker
-from common.packing import pack_floats, pack_ids, unpack_ids
+from common.messages.codec import WireError, decode, encode
+from common.messages.messages import (
+    RECORD,
+    Cancel,
+    Died,
+    Events,
+    Generate,
+    LogEntry,
+    Plan,
+    Report,
+    Sampling,
+    Start,
+    Terminal,
+    Tokens,
+    Worker,
+)
+from common.messages.packing import pack_floats, pack_ids, unpack_ids
+from common.messages.timeline import Happening, Life
 
 SAMPLING = Sampling(0.5, 3, 0.9, 0.1, 0.8, 1.1, 0.2, 0.3, 0.4, 7, 1, [(5, -1.0)], [pack_ids([6])], 0.7, 0.01, pack_ids([8]), True)
 GENERATE = Generate(

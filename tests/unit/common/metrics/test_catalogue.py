@@ -10,11 +10,11 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from redis.asyncio.client import Pipeline
 
-from common import exposition, metrics, tally
-from common.exposition import fleet_text
-from common.keys import Keys
-from common.meters import INFINITY, Counter, Histogram
-from common.tally import Tally, counting
+from common.broker.keys import Keys
+from common.metrics import aggregate, catalogue, exposition
+from common.metrics.aggregate import Tally, counting
+from common.metrics.exposition import fleet_text
+from common.metrics.primitives import INFINITY, Counter, Histogram
 
 KEYS = Keys("default")
 DURATIONS = [f"tgi_request{part}_duration" for part in ("", "_validation", "_queue", "_inference", "_mean_time_per_token")]
@@ -45,7 +45,9 @@ TGI = {
 
 def whole_text(values: dict[str, float] | None = None) -> str:
     """With every gauge known."""
-    return fleet_text("p", values or {}, {one.name: {("x",) * len(one.labels): 1} for one in metrics.TABLE if one.kind == "gauge"}).decode()
+    return fleet_text(
+        "p", values or {}, {one.name: {("x",) * len(one.labels): 1} for one in catalogue.TABLE if one.kind == "gauge"}
+    ).decode()
 
 
 def numbers(text: str) -> dict[str, float]:
@@ -66,7 +68,7 @@ def test_tgi_s_names_types_and_labels():
 
 
 def test_tgi_s_buckets():
-    metrics.INPUT_LENGTH.fit(1000)
+    catalogue.INPUT_LENGTH.fit(1000)
     families = {family.name: family for family in text_string_to_metric_families(whole_text())}
 
     def bounds(name: str) -> list[float]:
@@ -130,7 +132,7 @@ def test_without_a_broker_nothing_looks_like_a_new_start():
 async def test_processes_add_up_and_outlive_themselves(redis, monkeypatch):
     """Two processes by two tallies: each adds only what is new."""
     mine = {"tgi_request_count|": 10.0}
-    monkeypatch.setattr(tally, "own_values", mine.copy)
+    monkeypatch.setattr(aggregate, "own_values", mine.copy)
     one, other = Tally(redis, KEYS), Tally(redis, KEYS)
     mine |= {"tgi_request_count|": 13.0, "tgi_request_duration|0.1": 1.0}
     await one.add()
@@ -138,44 +140,44 @@ async def test_processes_add_up_and_outlive_themselves(redis, monkeypatch):
     await other.add()
     mine["tgi_request_count|"] = 15.0
     await one.add()
-    assert await tally.read(redis, KEYS) == {"tgi_request_count|": 8.0, "tgi_request_duration|0.1": 2.0}
+    assert await aggregate.read(redis, KEYS) == {"tgi_request_count|": 8.0, "tgi_request_duration|0.1": 2.0}
     assert await redis.pttl(KEYS.metrics) > 0
     await redis.hset(KEYS.metrics, mapping={"tgi_request_count|x": "no number", b"\xff": "1"})
-    assert len(await tally.read(redis, KEYS)) == 2
+    assert len(await aggregate.read(redis, KEYS)) == 2
 
 
 async def test_what_is_counted_while_the_broker_is_away_comes_later(redis, monkeypatch):
     mine: dict[str, float] = {}
-    monkeypatch.setattr(tally, "own_values", mine.copy)
+    monkeypatch.setattr(aggregate, "own_values", mine.copy)
     one = Tally(redis, KEYS)
     mine["tgi_request_count|"] = 3.0
     await redis.set(KEYS.metrics, "spoilt")
     await one.add()
     await redis.delete(KEYS.metrics)
     await one.add()
-    assert await tally.read(redis, KEYS) == {"tgi_request_count|": 3.0}
+    assert await aggregate.read(redis, KEYS) == {"tgi_request_count|": 3.0}
 
 
 async def test_a_spoilt_number_hinders_no_other(redis, monkeypatch):
     mine: dict[str, float] = {}
-    monkeypatch.setattr(tally, "own_values", mine.copy)
+    monkeypatch.setattr(aggregate, "own_values", mine.copy)
     one = Tally(redis, KEYS)
     mine |= {"tgi_request_count|": 3.0, "tgi_request_success|": 2.0}
     await redis.hset(KEYS.metrics, "tgi_request_success|", "spoilt")
     for _ in range(3):
         await one.add()
-    assert await tally.read(redis, KEYS) == {"tgi_request_count|": 3.0}
+    assert await aggregate.read(redis, KEYS) == {"tgi_request_count|": 3.0}
     await redis.hdel(KEYS.metrics, "tgi_request_success|")
     await one.add()
-    assert await tally.read(redis, KEYS) == {"tgi_request_count|": 3.0, "tgi_request_success|": 2.0}
+    assert await aggregate.read(redis, KEYS) == {"tgi_request_count|": 3.0, "tgi_request_success|": 2.0}
 
 
 async def test_the_last_of_it_is_added_at_the_end(redis, monkeypatch):
     mine: dict[str, float] = {}
-    monkeypatch.setattr(tally, "own_values", mine.copy)
+    monkeypatch.setattr(aggregate, "own_values", mine.copy)
     async with counting(redis, KEYS):
         mine["tgi_request_count|"] = 3.0
-    assert await tally.read(redis, KEYS) == {"tgi_request_count|": 3.0}
+    assert await aggregate.read(redis, KEYS) == {"tgi_request_count|": 3.0}
 
 
 async def test_what_is_on_its_way_at_the_end_is_added_once(redis, monkeypatch):
@@ -189,14 +191,14 @@ async def test_what_is_on_its_way_at_the_end_is_added_once(redis, monkeypatch):
         await answered.wait()
         return answer
 
-    monkeypatch.setattr(tally, "own_values", mine.copy)
-    monkeypatch.setattr(tally, "ADD_S", 0.01)
+    monkeypatch.setattr(aggregate, "own_values", mine.copy)
+    monkeypatch.setattr(aggregate, "ADD_S", 0.01)
     monkeypatch.setattr(Pipeline, "execute", slow)
     async with counting(redis, KEYS):
         mine["tgi_request_count|"] = 3.0
         await sent.wait()
         asyncio.get_running_loop().call_later(0.05, answered.set)
-    assert await tally.read(redis, KEYS) == {"tgi_request_count|": 3.0}
+    assert await aggregate.read(redis, KEYS) == {"tgi_request_count|": 3.0}
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
@@ -204,7 +206,7 @@ def test_a_process_serves_its_own_figures_on_its_port(host: str):
     code = """
 import sys, urllib.request
 from common import metrics, metrics_port
-from common.settings import Settings
+from common.settings.settings import Settings
 from deploy.broker import free_port
 host, port = sys.argv[1], free_port()
 metrics_port.serve(Settings(metrics_port=port, hostname=host))

@@ -6,7 +6,7 @@ import subprocess
 import sys
 from datetime import datetime
 
-from common.logs import REQUEST_ID, JsonLine, Line, about
+from common.process.logs import REQUEST_ID, JsonLine, Line, about
 
 
 def record(message: str, *args: object, **extra: str) -> logging.LogRecord:

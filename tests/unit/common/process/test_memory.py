@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from common.memory import available_bytes
+from common.process.memory import available_bytes
 
 MIB = 2**20
 UNLIMITED_V1 = 9223372036854771712

@@ -9,10 +9,10 @@ from collections.abc import Iterator
 import psutil
 import pytest
 
-from tests.waiting import wait_until_sync
+from tests.support.waiting import wait_until_sync
 
 GONE_S = 3.0
-BIND = "from common.lifeline import die_with_parent; die_with_parent();"
+BIND = "from common.process.parent_death import die_with_parent; die_with_parent();"
 SLEEP = "import time; print('up', flush=True); time.sleep(600)"
 NEST = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {BIND + SLEEP!r}])"
 # A parent with three children: Python, a foreign program behind the lifeline, and one that has a child of its own.
@@ -23,7 +23,7 @@ children = [
     subprocess.Popen([sys.executable, "-c", {BIND + SLEEP!r}], env=own, start_new_session=True, stdout=subprocess.PIPE),
     subprocess.Popen([sys.executable, "-c", {BIND + NEST!r}],
         env=own, start_new_session=True, stdout=subprocess.PIPE),
-    subprocess.Popen([sys.executable, "-m", "common.lifeline", "sh", "-c", "echo up; exec sleep 600"], env=own, stdout=subprocess.PIPE),
+    subprocess.Popen([sys.executable, "-m", "common.process.parent_death", "sh", "-c", "echo up; exec sleep 600"], env=own, stdout=subprocess.PIPE),
 ]
 for child in children:
     assert child.stdout.readline() == b"up\\n"

@@ -7,7 +7,7 @@ import sys
 import pytest
 
 
-@pytest.mark.parametrize("module", ["api", "batcher", "gpu_worker", "api.jobs.process"])
+@pytest.mark.parametrize("module", ["api", "batcher", "gpu_worker", "api.arq.process"])
 def test_a_process_without_a_broker_names_the_setting(module: str) -> None:
     environ = {name: value for name, value in os.environ.items() if name != "REDIS_URL"}
     ended = subprocess.run([sys.executable, "-P", "-m", module], env=environ, capture_output=True, text=True, timeout=60)

@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 from redis.asyncio import Redis
 
-from common.broker import script
-from common.keys import Keys
+from common.broker.client import script
+from common.broker.keys import Keys
 
 KEYS = Keys("default")
 JOB, STREAM, RESULT = KEYS.job("a"), KEYS.reply("a"), KEYS.result("a")

@@ -4,12 +4,12 @@ import json
 
 import pytest
 
-from common import broker as brokers
-from common.codec import encode
-from common.keys import SEALED, Keys
-from common.messages import RECORD, LogEntry, Tokens
-from common.packing import pack_floats, pack_ids
-from common.recover import interleave, read, split
+from common.broker import client as brokers
+from common.broker.committed import interleave, read, split
+from common.broker.keys import SEALED, Keys
+from common.messages.codec import encode
+from common.messages.messages import RECORD, LogEntry, Tokens
+from common.messages.packing import pack_floats, pack_ids
 
 KEYS = Keys("test")
 

@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 
-from common.flags import flag_parser
-from common.options import ANY, FLAG_ALIASES, OPTIONS, SHORT, VARIABLE_ALIASES
-from common.settings import SettingError, Settings
+from common.settings.compat import ANY, FLAG_ALIASES, OPTIONS, SHORT, VARIABLE_ALIASES
+from common.settings.flags import flag_parser
+from common.settings.settings import SettingError, Settings
 
 PATH = "/some/path"
 TGI_DEFAULTS = """

@@ -5,8 +5,8 @@ import sys
 
 import pytest
 
-from common.flags import flag_parser
-from common.settings import SettingError, Settings
+from common.settings.flags import flag_parser
+from common.settings.settings import SettingError, Settings
 
 
 def test_a_flag_wins_over_its_variable_and_a_variable_over_the_default() -> None:

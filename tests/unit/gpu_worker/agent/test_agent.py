@@ -8,20 +8,21 @@ from pathlib import Path
 import pytest
 from tokenizers import Tokenizer
 
-from common import broker as brokers
-from common import metrics, model_files
-from common.codec import decode, encode
-from common.keys import Keys
-from common.messages import RECORD, Events, Generate, LogEntry, Plan, Report, Start, Worker
-from common.packing import pack_floats, pack_ids, unpack_floats, unpack_ids
-from common.recover import read, split
-from common.settings import SettingError, Settings
-from gpu_worker.agent import Agent
-from gpu_worker.door import SAMPLE, Grant, Ready, Step
+from common import model_files
+from common.broker import client as brokers
+from common.broker.committed import read, split
+from common.broker.keys import Keys
+from common.messages.codec import decode, encode
+from common.messages.messages import RECORD, Events, Generate, LogEntry, Plan, Report, Start, Worker
+from common.messages.packing import pack_floats, pack_ids, unpack_floats, unpack_ids
+from common.metrics import catalogue
+from common.settings.settings import SettingError, Settings
+from gpu_worker.agent.agent import Agent
+from gpu_worker.agent.publish import Sealed
+from gpu_worker.agent.row_text import Table
 from gpu_worker.process import capacity
-from gpu_worker.publish import Sealed
-from gpu_worker.table import Table
-from tests.waiting import wait_until
+from gpu_worker.protocol import SAMPLE, Grant, Ready, Step
+from tests.support.waiting import wait_until
 
 KEYS = Keys("default")
 CHANNEL = KEYS.events("g")
@@ -291,10 +292,10 @@ async def test_one_spoiled_key_does_not_take_other_terminals_with_it(agent, redi
 
 
 async def test_a_plan_that_cannot_be_read_is_counted_and_the_next_one_applied(agent, redis):
-    before = metrics.UNDECODABLE.values[()]
+    before = catalogue.UNDECODABLE.values[()]
     await redis.xadd(KEYS.plans("w0-1"), {"plan": b"garbage"}, id="7-1")
     await redis.xadd(KEYS.plans("w0-1"), {"plan": encode(Plan(7, 2, 32, 64))}, id="7-2")
     following = asyncio.create_task(agent.follow_plans())
     await wait_until(lambda: agent.plan == 2)
     following.cancel()
-    assert metrics.UNDECODABLE.values[()] == before + 1
+    assert catalogue.UNDECODABLE.values[()] == before + 1

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 
 import pytest
 
-from common import metrics
-from gpu_worker.door import SAMPLE, Failure, Grant, Progress, Ready, StartRow, Step, encode
-from gpu_worker.engine_link import EngineDied, EngineLink, EngineRefused, Rank
+from common.metrics import catalogue
+from gpu_worker.agent.engine_client import EngineDied, EngineLink, EngineRefused, Rank
+from gpu_worker.protocol import SAMPLE, Failure, Grant, Progress, Ready, StartRow, Step, encode
 
 READY = Ready("m", "float32", "cpu", 16, 100, 64, 2048, b"", token_ms=0.5)
 TWO = SAMPLE.pack(1, 0, 5, -0.5) + SAMPLE.pack(2, 0, 6, -0.5)
@@ -41,8 +41,8 @@ async def engine() -> AsyncIterator[Mouth]:
 
 def counted() -> list[float]:
     """Tokens, steps that decode, and those that prefill."""
-    steps = [metrics.BATCH_FORWARD.series[method,] for method in ("decode", "prefill")]
-    return [metrics.TOKENS.values[()], *(sum(number for bound, number in parts.items() if bound > 0) for parts in steps)]
+    steps = [catalogue.BATCH_FORWARD.series[method,] for method in ("decode", "prefill")]
+    return [catalogue.TOKENS.values[()], *(sum(number for bound, number in parts.items() if bound > 0) for parts in steps)]
 
 
 async def test_steps_that_came_together_are_taken_together_and_counted(engine: Mouth) -> None:

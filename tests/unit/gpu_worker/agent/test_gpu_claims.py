@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from common.settings import SettingError, Settings
-from gpu_worker import gpus
+from common.settings.settings import SettingError, Settings
+from gpu_worker.agent import gpu_claims as gpus
 
 
 @pytest.fixture

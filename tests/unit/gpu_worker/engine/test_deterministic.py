@@ -8,14 +8,14 @@ import numpy as np
 import pytest
 import torch
 
-from common.messages import Sampling
-from common.settings import SettingError, Settings
-from gpu_worker.engine import native
+from common.messages.messages import Sampling
+from common.settings.settings import SettingError, Settings
+from gpu_worker.engine.cpu import native
 from gpu_worker.engine.engine import Engine
-from tests import tiny_models
-from tests.batch_player import Player
-from tests.prompts import FEW, PROMPTS
-from tests.reference import prompt_ids
+from tests.support.engine import tiny_models
+from tests.support.engine.batch_player import Player
+from tests.support.engine.reference import prompt_ids
+from tests.support.prompts import FEW, PROMPTS
 
 NEW_TOKENS = 24
 SETTINGS: dict[str, Any] = {"dtype": "bfloat16", "kv_cache_bytes": 2**27, "max_batch_prefill_tokens": 256, "deterministic": True}

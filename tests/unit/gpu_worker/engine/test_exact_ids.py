@@ -4,12 +4,12 @@ import pytest
 from tokenizers import Tokenizer
 
 from common import model_files
-from common.settings import Settings
-from gpu_worker.door import Grant, Step
+from common.settings.settings import Settings
 from gpu_worker.engine.engine import Engine
-from tests.batch_player import Player, packed
-from tests.prompts import FEW, PROMPTS
-from tests.reference import prompt_ids, reference_ids
+from gpu_worker.protocol import Grant, Step
+from tests.support.engine.batch_player import Player, packed
+from tests.support.engine.reference import prompt_ids, reference_ids
+from tests.support.prompts import FEW, PROMPTS
 
 NEW_TOKENS = 40
 INDICES = [pytest.param(FEW, id="few"), pytest.param(list(range(len(PROMPTS))), id="all", marks=pytest.mark.slow)]

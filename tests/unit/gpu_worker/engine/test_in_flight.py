@@ -9,15 +9,15 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from common.messages import Sampling
-from common.packing import pack_ids
-from gpu_worker.engine import native_choice
+from common.messages.messages import Sampling
+from common.messages.packing import pack_ids
+from gpu_worker.engine.cpu import sampler
 from gpu_worker.engine.engine import Engine
-from tests import tiny_models
-from tests.batch_player import Player
-from tests.test_gpu_worker_engine_flash import like_cuda  # noqa: F401
-from tests.test_gpu_worker_engine_models import prompts
-from tests.tiny_models import FAMILIES
+from tests.support.engine import tiny_models
+from tests.support.engine.batch_player import Player
+from tests.support.engine.tiny_models import FAMILIES
+from tests.unit.gpu_worker.engine.attention.test_flashinfer import like_cuda  # noqa: F401
+from tests.unit.gpu_worker.engine.model.test_families import prompts
 
 NEW_TOKENS = 6
 WAITING = {"_local_scalar_dense", "is_nonzero", "nonzero", "masked_select", "equal", "_unique2", "unique_consecutive", "bincount"}
@@ -67,7 +67,7 @@ def test_nothing_waits_before_a_step_is_read(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     tiny_models.save(tmp_path, *FAMILIES[family])
-    monkeypatch.setattr(native_choice, "kernels", lambda logits: None)  # as on a GPU
+    monkeypatch.setattr(sampler, "kernels", lambda logits: None)  # as on a GPU
     engine = like_cuda(tmp_path)
     played = Player(engine, list(range(1, engine.ready.num_blocks + 1)), 40, until=engine.rows.step)
     with Waits() as waits:

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from gpu_worker.door import Failure, Frame, Frames, Grant, Progress, Ready, StartRow, Step, encode
-from tests.batch_player import packed, unpacked
-from tests.prompts import PROMPTS
-from tests.reference import prompt_ids, reference_ids
+from gpu_worker.protocol import Failure, Frame, Frames, Grant, Progress, Ready, StartRow, Step, encode
+from tests.support.engine.batch_player import packed, unpacked
+from tests.support.engine.reference import prompt_ids, reference_ids
+from tests.support.prompts import PROMPTS
 
 TIMEOUT_S = 60.0
 ENVIRON = {"DTYPE": "float32", "KV_CACHE_BYTES": "64MiB", "MAX_BATCH_PREFILL_TOKENS": "64", "DEBUG_KV": "true"}

@@ -6,12 +6,12 @@ from typing import Any
 import pytest
 import torch
 
-from common.settings import Settings
+from common.settings.settings import Settings
+from gpu_worker.engine.batch.inputs import Inputs
 from gpu_worker.engine.engine import Engine
-from gpu_worker.engine.inputs import Inputs
-from tests import tiny_models
-from tests.batch_player import Player
-from tests.tiny_models import FAMILIES, VOCAB
+from tests.support.engine import tiny_models
+from tests.support.engine.batch_player import Player
+from tests.support.engine.tiny_models import FAMILIES, VOCAB
 
 NEW_TOKENS = 12
 

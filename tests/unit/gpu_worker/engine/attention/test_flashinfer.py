@@ -15,30 +15,31 @@ import pytest
 import torch
 from torch import nn
 
-from common.messages import Sampling
-from common.settings import SettingError, Settings
-from gpu_worker.engine import attention, load, warmup
+from common.messages.messages import Sampling
+from common.settings.settings import SettingError, Settings
 from gpu_worker.engine import engine as engine_module
-from gpu_worker.engine.cache import Cache, Geometry, Layer, View
-from gpu_worker.engine.compiled import compile_layers, compile_no_more, layers_of
+from gpu_worker.engine.attention import backend as attention
+from gpu_worker.engine.attention.kv_cache import Cache, Geometry, Layer, View
+from gpu_worker.engine.attention.sdpa import Sdpa
+from gpu_worker.engine.batch.inputs import build
+from gpu_worker.engine.batch.rows import arrange
+from gpu_worker.engine.cuda.compile import compile_layers, compile_no_more, layers_of
+from gpu_worker.engine.cuda.deterministic import Tokenwise
+from gpu_worker.engine.cuda.fused_linear import Part as Merged
+from gpu_worker.engine.cuda.fused_linear import merge
+from gpu_worker.engine.cuda.graphs import Graphs, sizes, without_waiting
 from gpu_worker.engine.engine import Engine
-from gpu_worker.engine.graphs import Graphs, sizes, without_waiting
-from gpu_worker.engine.inputs import build
-from gpu_worker.engine.merge import Part as Merged
-from gpu_worker.engine.merge import merge
-from gpu_worker.engine.rows import arrange
-from gpu_worker.engine.sdpa import Sdpa
-from gpu_worker.engine.tokenwise import Tokenwise
-from tests import fake_flashinfer, tiny_models
-from tests.batch_player import Player
-from tests.test_gpu_worker_engine_memory import limit
-from tests.test_gpu_worker_engine_models import NEW_TOKENS, engine_of, play, prompts
-from tests.test_gpu_worker_engine_native import BLOCKS, CPU, STEPS, chunk, rows
-from tests.tiny_models import FAMILIES, VOCAB
+from gpu_worker.engine.model import load, warmup
+from tests.support.engine import fake_flashinfer, tiny_models
+from tests.support.engine.batch_player import Player
+from tests.support.engine.tiny_models import FAMILIES, VOCAB
+from tests.unit.gpu_worker.engine.cpu.test_native import BLOCKS, CPU, STEPS, chunk, rows
+from tests.unit.gpu_worker.engine.model.test_families import NEW_TOKENS, engine_of, play, prompts
+from tests.unit.gpu_worker.engine.test_split_step import limit
 
 if not fake_flashinfer.install():
     pytest.skip("where there is a GPU, the tests marked gpu try the real parts", allow_module_level=True)
-from gpu_worker.engine.flash import Flash, lacks, needs_plans, reach_ninja
+from gpu_worker.engine.attention.flashinfer import Flash, lacks, needs_plans, reach_ninja
 
 HOPPER = 9
 SLOWLY = ("Llama", "Mistral", "Gemma2", "Qwen3-MoE", "GPT2", "Llama-dynamic", "Llama-longrope", "Gemma3-longrope")

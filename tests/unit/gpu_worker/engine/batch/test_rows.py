@@ -5,12 +5,12 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from common.messages import Sampling
-from common.packing import pack_floats
-from gpu_worker.door import Grant, StartRow
-from gpu_worker.engine.outcome import Outcome, Told, Top
-from gpu_worker.engine.rows import Part, Rows
-from tests.batch_player import packed
+from common.messages.messages import Sampling
+from common.messages.packing import pack_floats
+from gpu_worker.engine.batch.outcome import Outcome, Told, Top
+from gpu_worker.engine.batch.rows import Part, Rows
+from gpu_worker.protocol import Grant, StartRow
+from tests.support.engine.batch_player import packed
 
 BLOCK = 4
 EOS = 2

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from gpu_worker.engine import large_pages
-from gpu_worker.engine.large_pages import LargePages
+from gpu_worker.engine.cpu import large_pages
+from gpu_worker.engine.cpu.large_pages import LargePages
 
 
 def test_tensors_are_each_their_own() -> None:

@@ -12,20 +12,21 @@ import pytest
 import torch
 from torch import nn
 
-from gpu_worker.engine import fuse, load, native, pack
-from gpu_worker.engine.cache import Cache, Geometry, Layer, View
+from gpu_worker.engine.attention.cpu_paged import Paged
+from gpu_worker.engine.attention.kv_cache import Cache, Geometry, Layer, View
+from gpu_worker.engine.attention.sdpa import Sdpa
+from gpu_worker.engine.batch.inputs import build
+from gpu_worker.engine.batch.rows import Part, Row, arrange
+from gpu_worker.engine.cpu import fused_layer, native, packed_linear
+from gpu_worker.engine.cpu.large_pages import LargePages
+from gpu_worker.engine.cpu.packed_linear import NativeLinear, PackedLinear
 from gpu_worker.engine.engine import Engine
-from gpu_worker.engine.inputs import build
-from gpu_worker.engine.large_pages import LargePages
-from gpu_worker.engine.pack import NativeLinear, PackedLinear
-from gpu_worker.engine.paged import Paged
-from gpu_worker.engine.rows import Part, Row, arrange
-from gpu_worker.engine.sdpa import Sdpa
-from tests import test_gpu_worker_engine_native_choice as choice
-from tests import tiny_models
-from tests.batch_player import Player
-from tests.test_gpu_worker_engine_models import engine_of, play, prompts
-from tests.tiny_models import FAMILIES
+from gpu_worker.engine.model import load
+from tests.support.engine import tiny_models
+from tests.support.engine.batch_player import Player
+from tests.support.engine.tiny_models import FAMILIES
+from tests.unit.gpu_worker.engine.cpu import test_sampler as choice
+from tests.unit.gpu_worker.engine.model.test_families import engine_of, play, prompts
 
 CPU = torch.device("cpu")
 ERRORS = {torch.float32: 2e-5, torch.float16: 5e-3, torch.bfloat16: 4e-2}
@@ -124,8 +125,8 @@ def test_rows_that_do_not_fit_are_refused(rows: torch.Tensor, library: object) -
 def test_wrong_products_are_not_used(library: object, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     right = NativeLinear.product
     monkeypatch.setattr(NativeLinear, "product", lambda self, rows, biased: right(self, rows, biased) + 0.5 * (rows.shape[0] > 1))
-    monkeypatch.setattr(pack, "multiplies", pack.multiplies.__wrapped__)
-    assert type(pack.packed(nn.Linear(8, 8), False, LargePages())) is not NativeLinear
+    monkeypatch.setattr(packed_linear, "multiplies", packed_linear.multiplies.__wrapped__)
+    assert type(packed_linear.packed(nn.Linear(8, 8), False, LargePages())) is not NativeLinear
     assert ("are wrong on this processor" in caplog.text) == bool(library.tf_multiplies(native.TYPES[torch.float32]))  # type: ignore[attr-defined]
 
 
@@ -148,7 +149,9 @@ def test_wrong_products_are_not_used(library: object, monkeypatch: pytest.Monkey
 def test_other_builds(march: str, kind: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Narrower vectors; bfloat16 multiplied in pairs, where this processor can, widened, or by a matrix unit; no OpenMP."""
     command = [word.replace("=native", f"={march}") for word in native.compiler() if word != "-DSPLIT_PAIRS"]
-    command += {"split": ["-DSPLIT_PAIRS"], "tiles": ["-include", str(Path(__file__).parent / "fake_tiles.h")]}.get(kind, [])
+    command += {"split": ["-DSPLIT_PAIRS"], "tiles": ["-include", str(Path(__file__).parents[4] / "support/engine/fake_tiles.h")]}.get(
+        kind, []
+    )
     command = [word for word in command if kind != "one thread" or word not in native.threading()]
     command += ["-fno-gnu-unique"] if "g++" in command[0] or command[0] == "c++" else []  # several builds in one process
     monkeypatch.setattr(native, "CACHE", tmp_path)
@@ -173,7 +176,7 @@ def num_fused(monkeypatch: pytest.MonkeyPatch, folder: Path, family: str, **size
     if not native.library().tf_multiplies(native.TYPES[torch.float32]):
         pytest.skip("torch's products are used on this processor")
     counts: list[int] = []
-    monkeypatch.setattr(load, "fuse", lambda *arguments: counts.append(fuse.fuse(*arguments)))
+    monkeypatch.setattr(load, "fuse", lambda *arguments: counts.append(fused_layer.fuse(*arguments)))
     tiny_models.save(folder, FAMILIES[family][0], FAMILIES[family][1] | sizes)
     engine_of(folder)
     return counts[0]
@@ -199,7 +202,7 @@ def test_layers_taken_over(family: str, wanted: int, tmp_path: Path, monkeypatch
 
 def test_layers_that_look_at_positions_are_not_taken_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """However near they come on the trial inputs."""
-    monkeypatch.setattr(fuse, "close", lambda *tensors: True)
+    monkeypatch.setattr(fused_layer, "close", lambda *tensors: True)
     assert num_fused(monkeypatch, tmp_path / "far", "Ministral3") == 0
     assert num_fused(monkeypatch, tmp_path / "plain", "Llama") == 3
 
@@ -226,9 +229,9 @@ def test_layers_are_joined_where_nothing_is_between(between: int, joined: bool, 
     taken = {first: lambda states: states * 3, second: lambda states: states + 5}
     for layer, way in taken.items():
         layer.forward = way
-    monkeypatch.setattr(fuse.Fused, "joined", lambda parts: lambda states: parts[1](parts[0](states)))
-    fuse.join(taken, lambda: second(first(torch.ones(2)) * between))  # type: ignore[arg-type]
-    assert (second.forward is fuse.passed) == joined == (first.forward is not taken[first])
+    monkeypatch.setattr(fused_layer.Fused, "joined", lambda parts: lambda states: parts[1](parts[0](states)))
+    fused_layer.join(taken, lambda: second(first(torch.ones(2)) * between))  # type: ignore[arg-type]
+    assert (second.forward is fused_layer.passed) == joined == (first.forward is not taken[first])
 
 
 def logprobs(engine: Engine, prefixes: dict[int, list[int]], prefill_tokens: int) -> dict[int, list[float]]:
@@ -264,7 +267,7 @@ def test_without_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplo
     assert [record.message for record in caplog.records if record.name == native.__name__] == [
         "no native kernels, torch's are used and are slower: no C++ compiler (g++ or clang++) is installed"
     ]
-    assert isinstance(engine.loaded.backend, Sdpa) and isinstance(pack.packed(nn.Linear(8, 8), False, LargePages()), PackedLinear)
+    assert isinstance(engine.loaded.backend, Sdpa) and isinstance(packed_linear.packed(nn.Linear(8, 8), False, LargePages()), PackedLinear)
     assert play(engine, dict(enumerate(prompts()))) == wanted
 
 

@@ -9,14 +9,14 @@ import numpy as np
 import pytest
 import torch
 
-from common.messages import Sampling
-from common.packing import pack_ids
-from gpu_worker.door import StartRow
-from gpu_worker.engine import native, native_choice
-from gpu_worker.engine.draw import Drawn
-from gpu_worker.engine.manner import Manner, Turn
-from gpu_worker.engine.prompt_scores import scored
-from gpu_worker.engine.sample import grouped
+from common.messages.messages import Sampling
+from common.messages.packing import pack_ids
+from gpu_worker.engine.batch.sampling_state import Manner, Turn
+from gpu_worker.engine.cpu import native, sampler
+from gpu_worker.engine.sampling.multinomial import Drawn
+from gpu_worker.engine.sampling.prompt_logprobs import scored
+from gpu_worker.engine.sampling.sample import grouped
+from gpu_worker.protocol import StartRow
 
 ENDS = [2, 9]
 SIZES = (1, 15, 60, 3000, 49152)
@@ -124,7 +124,7 @@ def test_kernels_choose_as_torch_does(size: int, dtype: torch.dtype, library: ct
         logits = logits_of(shape, random, num_rows, size, dtype)
         lengths = random.choice([1, size // 32 + 1, size // 32 + 3]), random.choice([1, size, size + 9])
         turns = [turn_of(random, size, *lengths) for _ in range(num_rows)]
-        compare(native_choice.choose(library, logits, turns), grouped(logits, turns), turns)
+        compare(sampler.choose(library, logits, turns), grouped(logits, turns), turns)
 
 
 @pytest.mark.parametrize("dtype", native.TYPES, ids=str)
@@ -134,7 +134,7 @@ def test_kernels_tell_what_torch_does(size: int, dtype: torch.dtype, library: ct
     for shape in SHAPES:
         logits, ids = logits_of(shape, random, 9, size, dtype), torch.from_numpy(random.integers(0, size, 9))
         for num_tops in (0, min(size, 4)):
-            for found, wanted in zip(native_choice.tell(library, logits, ids, num_tops), scored(logits, ids, num_tops), strict=True):
+            for found, wanted in zip(sampler.tell(library, logits, ids, num_tops), scored(logits, ids, num_tops), strict=True):
                 torch.testing.assert_close(found, wanted, rtol=1e-5, atol=2e-5)
 
 
@@ -146,7 +146,7 @@ def test_likeliest(dtype: torch.dtype, size: int, library: ctypes.CDLL) -> None:
     logits = (torch.randn(5, size) * 8).to(dtype)
     logits[0, size // 2 :] = 40.0
     logits[1, : size // 2] = -math.inf
-    found = native_choice.choose(library, logits, [None] * 5)
+    found = sampler.choose(library, logits, [None] * 5)
     assert found.ids.tolist() == [size // 2, *logits[1:].max(-1).indices.tolist()]
     wanted = torch.log_softmax(logits.double(), -1).gather(1, found.ids[:, None])[:, 0]
     torch.testing.assert_close(found.logprobs.double(), wanted, rtol=0, atol=1e-5)
@@ -157,13 +157,13 @@ def test_rows_that_are_no_numbers(library: ctypes.CDLL) -> None:
     random = np.random.default_rng(0)
     turns = [turn_of(random, 3000, 94, 3000) for _ in range(60)]
     logits = logits_of("spread", random, 60, 3000, torch.float32)
-    wanted = native_choice.choose(library, logits, turns)
+    wanted = sampler.choose(library, logits, turns)
     for broken in (math.nan, math.inf, -math.inf):
         some = logits.clone()
         some[::2] = broken
-        found = native_choice.choose(library, some, turns)
+        found = sampler.choose(library, some, turns)
         assert found.ids[1::2].tolist() == wanted.ids[1::2].tolist()
         assert ((found.ids >= 0) & (found.ids < 3000)).all()
     logits[:, 7::2] = math.nan
     drawn = [Turn(Manner.of(StartRow(0, b"", 0, 9, False, b"", sampling=Sampling(temperature=5.0, seed=row)), []), 0) for row in range(60)]
-    assert all(token % 2 == 0 or token < 7 for token in native_choice.choose(library, logits, drawn).ids.tolist())
+    assert all(token % 2 == 0 or token < 7 for token in sampler.choose(library, logits, drawn).ids.tolist())

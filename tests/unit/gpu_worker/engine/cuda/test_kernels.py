@@ -9,8 +9,8 @@ from types import ModuleType
 import pytest
 import torch
 
-from gpu_worker.engine.sample import greedy
-from gpu_worker.engine.write import fill, write
+from gpu_worker.engine.attention.kv_write import fill, write
+from gpu_worker.engine.sampling.sample import greedy
 
 triton = pytest.importorskip("triton", reason="Triton is not installed")
 HOPPER, WARP = 90, 32

@@ -15,13 +15,14 @@ import pytest
 import torch
 import transformers
 
-from common.settings import SettingError, Settings
-from gpu_worker.engine import dummy, parallel
+from common.settings.settings import SettingError, Settings
 from gpu_worker.engine.engine import Engine
-from gpu_worker.engine.load import WRITTEN_OUT
-from gpu_worker.engine.shares import shares
-from tests import tiny_models
-from tests.batch_player import Player
+from gpu_worker.engine.model import dummy
+from gpu_worker.engine.model.load import WRITTEN_OUT
+from gpu_worker.engine.parallel import tp_model
+from gpu_worker.engine.parallel.tp_plan import shares
+from tests.support.engine import tiny_models
+from tests.support.engine.batch_player import Player
 
 NEW_TOKENS = 12
 PROMPTS = ([5, 6, 7], list(range(3, 40)))
@@ -63,7 +64,7 @@ def test_every_weight_is_made(family: str, monkeypatch: pytest.MonkeyPatch) -> N
     config = getattr(transformers, f"{name}Config")(**sizes)
     if config.model_type in WRITTEN_OUT:
         importlib.import_module(WRITTEN_OUT[config.model_type])
-    whole = parallel.shapeless(config, Settings())
+    whole = tp_model.shapeless(config, Settings())
     for allocate in (torch.empty_like, torch.empty):
         monkeypatch.setattr(torch, allocate.__name__, partial(spoiled, allocate))
     model = dummy.make(type(whole), config, torch.bfloat16, torch.device("cpu"), Settings())
@@ -79,9 +80,9 @@ def spoiled(allocate: Callable[..., torch.Tensor], *args: Any, **options: Any) -
 
 def test_what_ranks_share_is_the_first_ones() -> None:
     config = transformers.Qwen3MoeConfig(**tiny_models.FAMILIES["Qwen3-MoE"][1])
-    whole = parallel.shapeless(config, Settings())
+    whole = tp_model.shapeless(config, Settings())
     plan, sent = shares(whole, 2), list[torch.Tensor]()
-    parallel.alike(whole, plan, SimpleNamespace(same=sent.append))  # type: ignore[arg-type]
+    tp_model.alike(whole, plan, SimpleNamespace(same=sent.append))  # type: ignore[arg-type]
     names = {id(parameter): name for name, parameter in whole.named_parameters()}
     shared = {name for name in names.values() if name not in plan.cuts}
     assert len(sent) == len(shared) and "model.layers.0.mlp.gate.weight" in shared

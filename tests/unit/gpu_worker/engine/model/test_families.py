@@ -8,14 +8,16 @@ from typing import Any
 import pytest
 import torch
 
-from common.settings import SettingError, Settings
-from gpu_worker.engine import config, fuse, load, native, sdpa
-from gpu_worker.engine.cache import Geometry, Layer, View
+from common.settings.settings import SettingError, Settings
+from gpu_worker.engine.attention import sdpa
+from gpu_worker.engine.attention.cpu_paged import Paged
+from gpu_worker.engine.attention.kv_cache import Geometry, Layer, View
+from gpu_worker.engine.cpu import fused_layer, native
 from gpu_worker.engine.engine import Engine
-from gpu_worker.engine.paged import Paged
-from tests import tiny_models
-from tests.batch_player import Player
-from tests.tiny_models import FAMILIES, LATENT, LLAMA, MIXTURE, SEEING, SIZES, VOCAB, rope
+from gpu_worker.engine.model import config, load
+from tests.support.engine import tiny_models
+from tests.support.engine.batch_player import Player
+from tests.support.engine.tiny_models import FAMILIES, LATENT, LLAMA, MIXTURE, SEEING, SIZES, VOCAB, rope
 
 NEW_TOKENS = 40
 LENGTHS = (1, 20, 50, 70)
@@ -113,13 +115,13 @@ def scaled_by_values(layers: list[Layer], *rest: Any) -> Geometry:
 def fused_with(**parts: Any) -> list[tuple[Any, str, Any]]:
     """Whole layers that are taken over whatever they give."""
 
-    def of(*arguments: Any) -> fuse.Fused:
+    def of(*arguments: Any) -> fused_layer.Fused:
         made = fused_of(*arguments)
         for name, value in parts.items():
             setattr(made.layers[0], name, value)
         return made
 
-    return [(fuse.Fused, "of", of), (fuse, "close", lambda *tensors: True)]
+    return [(fused_layer.Fused, "of", of), (fused_layer, "close", lambda *tensors: True)]
 
 
 def configured(**values: Any) -> list[tuple[Any, str, Any]]:
@@ -134,7 +136,7 @@ def configured(**values: Any) -> list[tuple[Any, str, Any]]:
     return [(load, "read_config", read)]
 
 
-cache_of, fused_of, read_config = Paged.cache, fuse.Fused.of, config.read_config
+cache_of, fused_of, read_config = Paged.cache, fused_layer.Fused.of, config.read_config
 PLAIN_ROPE = configured(**rope("default"))
 FEATURES: dict[str, tuple[str, list[tuple[Any, str, Any]]]] = {
     "window": ("Mistral", [(load, "Geometry", without_windows)]),
@@ -160,7 +162,7 @@ FEATURES: dict[str, tuple[str, list[tuple[Any, str, Any]]]] = {
     "longrope, by type": ("Gemma3-longrope", [(load.rope, "by_length", lambda model: [])]),
     "longrope, anew": ("Phi3-longrope", [(load.rope, "outgrown_at", lambda model: None)]),
 }
-NATIVE = (Paged, fuse.Fused, fuse)
+NATIVE = (Paged, fused_layer.Fused, fused_layer)
 
 
 @pytest.mark.parametrize("feature", FEATURES)

@@ -10,9 +10,9 @@ import torch
 from safetensors import safe_open
 from transformers import AutoModelForCausalLM, GgufConfig
 
-from gpu_worker.engine import convert
-from tests import tiny_models
-from tests.test_gpu_worker_engine_models import engine_of, play, prompts
+from gpu_worker.engine.model import gguf as convert
+from tests.support.engine import tiny_models
+from tests.unit.gpu_worker.engine.model.test_families import engine_of, play, prompts
 
 LAYERS, HIDDEN, MLP, HEADS, KV_HEADS, VOCAB = 2, 64, 128, 4, 2, 500
 KV_SIZE = HIDDEN // HEADS * KV_HEADS

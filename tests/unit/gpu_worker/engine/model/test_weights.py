@@ -9,11 +9,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 
-from common.settings import SettingError, Settings
-from gpu_worker.engine import load
+from common.settings.settings import SettingError, Settings
 from gpu_worker.engine.engine import Engine
-from tests import tiny_models
-from tests.batch_player import Player
+from gpu_worker.engine.model import load
+from tests.support.engine import tiny_models
+from tests.support.engine.batch_player import Player
 
 BLOCK = 32
 NEW_TOKENS = 12

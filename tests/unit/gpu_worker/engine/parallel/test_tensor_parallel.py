@@ -9,17 +9,17 @@ from typing import Any
 import pytest
 import torch
 
-from common.messages import Sampling
-from common.settings import SettingError, Settings
-from gpu_worker.engine.attention import Unservable
+from common.messages.messages import Sampling
+from common.settings.settings import SettingError, Settings
+from gpu_worker.engine.attention.backend import Unservable
 from gpu_worker.engine.engine import Engine
-from gpu_worker.engine.ranks import Ranks
-from gpu_worker.engine.shares import evenly, heads
-from gpu_worker.place import Place, local_places
-from tests import led_engine, rank_memory, tiny_models
-from tests.batch_player import Player
-from tests.led_engine import Led
-from tests.tiny_models import FAMILIES, LLAMA, SEEING, VOCAB
+from gpu_worker.engine.parallel.communicator import Ranks
+from gpu_worker.engine.parallel.tp_plan import evenly, heads
+from gpu_worker.rank import Place, local_places
+from tests.support.engine import led_engine, rank_memory, tiny_models
+from tests.support.engine.batch_player import Player
+from tests.support.engine.led_engine import Led
+from tests.support.engine.tiny_models import FAMILIES, LLAMA, SEEING, VOCAB
 
 NEW_TOKENS = 24
 LENGTHS = (1, 20, 70)

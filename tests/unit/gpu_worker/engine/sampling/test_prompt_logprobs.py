@@ -4,14 +4,14 @@ import numpy as np
 import pytest
 import torch
 
-from gpu_worker.engine import native_choice
-from gpu_worker.engine import prompt_scores as module
+from gpu_worker.engine.cpu import sampler
 from gpu_worker.engine.engine import Engine
-from gpu_worker.engine.prompt_scores import prompt_scores
-from tests.batch_player import Player
-from tests.prompts import FEW, PROMPTS
-from tests.reference import prompt_ids, reference_ids, reference_logprobs
-from tests.sampling_reference import log_softmax
+from gpu_worker.engine.sampling import prompt_logprobs as module
+from gpu_worker.engine.sampling.prompt_logprobs import prompt_scores
+from tests.support.engine.batch_player import Player
+from tests.support.engine.reference import prompt_ids, reference_ids, reference_logprobs
+from tests.support.engine.sampling_reference import log_softmax
+from tests.support.prompts import FEW, PROMPTS
 
 INDICES = [pytest.param(FEW[:-1], id="few"), pytest.param(list(range(len(PROMPTS))), id="all", marks=pytest.mark.slow)]
 TOPS = 3
@@ -61,7 +61,7 @@ def test_bits_do_not_depend_on_how_many_are_told_together() -> None:
 def test_torch_copies_no_more_than_so_many_scores_together(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[int] = []
     scored = module.scored
-    monkeypatch.setattr(native_choice, "kernels", lambda logits: None)
+    monkeypatch.setattr(sampler, "kernels", lambda logits: None)
     monkeypatch.setattr(module, "scored", lambda logits, *others: (seen.append(logits.numel()), scored(logits, *others))[1])
     logits, ids = given(23, 1000, torch.bfloat16)
     whole = prompt_scores(logits, ids, 2)

@@ -12,16 +12,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.stats import chisquare
 
-from common.messages import Sampling
-from common.packing import pack_ids
-from gpu_worker.door import StartRow
-from gpu_worker.engine import native_choice
-from gpu_worker.engine import sample as sampler
-from gpu_worker.engine.guide import Guide
-from gpu_worker.engine.manner import Manner, Turn
-from gpu_worker.engine.sample import Sampled, read
-from gpu_worker.engine.uniforms import AHEAD, Uniforms, uniforms
-from tests.sampling_reference import log_softmax, processed
+from common.messages.messages import Sampling
+from common.messages.packing import pack_ids
+from gpu_worker.engine.batch.grammar import Guide
+from gpu_worker.engine.batch.philox import AHEAD, Uniforms, uniforms
+from gpu_worker.engine.batch.sampling_state import Manner, Turn
+from gpu_worker.engine.cpu import sampler as native_choice
+from gpu_worker.engine.sampling import sample as sampler
+from gpu_worker.engine.sampling.sample import Sampled, read
+from gpu_worker.protocol import StartRow
+from tests.support.engine.sampling_reference import log_softmax, processed
 
 VOCABULARY = 60
 PROMPT, GENERATED = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3], [5, 8, 9, 7, 9]

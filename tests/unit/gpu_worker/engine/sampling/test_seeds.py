@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 from scipy.stats import chisquare
 
-from common.messages import Sampling
-from common.packing import pack_ids
+from common.messages.messages import Sampling
+from common.messages.packing import pack_ids
 from gpu_worker.engine.engine import Engine
-from tests.batch_player import Player
-from tests.prompts import PROMPTS
-from tests.reference import prompt_ids, reference_ids
+from tests.support.engine.batch_player import Player
+from tests.support.engine.reference import prompt_ids, reference_ids
+from tests.support.prompts import PROMPTS
 
 NEW_TOKENS = 10
 ROWS: dict[int, Sampling | None] = {
