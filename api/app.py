@@ -65,4 +65,6 @@ def build(gateway: Gateway) -> ASGIApp:
 def cors(app: ASGIApp, settings: Settings) -> ASGIApp:
     """Answers that a browser may hand to pages of other origins."""
     origins = settings.cors_allow_origin or ("*",)
-    return CORSMiddleware(app, allow_origins=origins, allow_methods=["GET", "POST"], allow_headers=["*"], expose_headers=["*"])
+    return CORSMiddleware(
+        app, allow_origins=origins, allow_methods=["GET", "POST"], allow_headers=["*"], expose_headers=["*"]
+    )

@@ -1,4 +1,6 @@
-"""What a client is told when a request cannot be served: a status and an error object, each in the way of the API that it speaks."""
+"""What a client is told when a request cannot be served: a status and an error object, each in the way of the
+API that it speaks.
+"""
 
 import asyncio
 import contextlib
@@ -32,24 +34,33 @@ class Refusal(Exception):
         code: OpenAI's word for the cause, where its clients look for one.
     """
 
-    def __init__(self, status: int, error_type: str, text: str, param: str | None = None, code: str | None = None) -> None:
+    def __init__(
+        self, status: int, error_type: str, text: str, param: str | None = None, code: str | None = None
+    ) -> None:
         self.status, self.error_type, self.text, self.param, self.code = status, error_type, text, param, code
         super().__init__(text)
 
 
-# --- the two families -------------------------------------------------------------------------------------------------------------
+# --- the two families ---------------------------------------------------------------------------------------
 
 Family = Callable[[Refusal], tuple[int, dict[str, Any]]]
 """Status and error object of a refusal, as the clients of one API expect them."""
 
-PREFIXES = {"validation": "Input validation error: ", "template_error": "Template error: ", "tool_error": "Tool error: "}
+PREFIXES = {
+    "validation": "Input validation error: ",
+    "template_error": "Template error: ",
+    "tool_error": "Tool error: ",
+}
 OPENAI_STATUS = {422: 400, 424: 500}
 OPENAI_TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_exceeded"}
 OPENAI_CODES = {401: "invalid_api_key", 429: "rate_limit_exceeded"}
 
 
 def tgi(refusal: Refusal) -> tuple[int, dict[str, Any]]:
-    return refusal.status, {"error": PREFIXES.get(refusal.error_type, "") + refusal.text, "error_type": refusal.error_type}
+    return refusal.status, {
+        "error": PREFIXES.get(refusal.error_type, "") + refusal.text,
+        "error_type": refusal.error_type,
+    }
 
 
 def openai(refusal: Refusal) -> tuple[int, dict[str, Any]]:
@@ -71,11 +82,14 @@ def respond(refusal: Refusal, path: str, headers: Mapping[str, str] | None = Non
     if refusal.status == 401:
         known["www-authenticate"] = "Bearer"
     if refusal.status == 424:
-        known["x-should-retry"] = "false"  # OpenAI's clients repeat what ended with 500: a request that kills workers must not come back
+        known["x-should-retry"] = (
+            # OpenAI's clients repeat what ended with 500: a request that kills workers must not come back
+            "false"
+        )
     return Response(encode(body), status, known, "application/json")
 
 
-# --- causes -----------------------------------------------------------------------------------------------------------------------
+# --- causes -------------------------------------------------------------------------------------------------
 
 
 def invalid(detail: str, param: str | None = None) -> Refusal:
@@ -83,7 +97,9 @@ def invalid(detail: str, param: str | None = None) -> Refusal:
 
 
 def unauthorised() -> Refusal:
-    return Refusal(401, "unauthorized", "Incorrect API key: expected the header `Authorization: Bearer <key>`")
+    return Refusal(
+        401, "unauthorized", "Incorrect API key: expected the header `Authorization: Bearer <key>`"
+    )
 
 
 def overloaded() -> Refusal:
@@ -100,7 +116,9 @@ def unavailable(why: str) -> Refusal:
 
 @contextlib.asynccontextmanager
 async def asking_broker() -> AsyncIterator[None]:
-    """Around a client's questions to the broker. Raises Refusal (503) where it refuses, or does not answer in time."""
+    """Around a client's questions to the broker. Raises Refusal (503) where it refuses, or does not answer in
+    time.
+    """
     try:
         async with asyncio.timeout(CONNECT_TIMEOUT_S):
             yield
@@ -114,7 +132,7 @@ def failed(terminal: Terminal) -> Refusal:
     return Refusal(424, terminal.error_type or "generation", f"Request failed during generation: {why}")
 
 
-# --- handlers ---------------------------------------------------------------------------------------------------------------------
+# --- handlers -----------------------------------------------------------------------------------------------
 
 
 async def answer_refusal(request: Request, refusal: Exception) -> Response:
@@ -128,13 +146,19 @@ async def answer_http(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     error_type = error.detail.lower().replace(" ", "_")
     refusal = Refusal(error.status_code, error_type, f"{error.detail}: {request.method} {request.url.path}")
-    return respond(refusal, request.url.path, {"allow": allowed(request)} if error.status_code == 405 else error.headers)
+    return respond(
+        refusal, request.url.path, {"allow": allowed(request)} if error.status_code == 405 else error.headers
+    )
 
 
 def allowed(request: Request) -> str:
     """The methods of a path, of whichever route; Starlette names those of the first one."""
     routes = request.app.routes
-    return ", ".join(one for one in METHODS if any(route.matches({**request.scope, "method": one})[0] is Match.FULL for route in routes))
+    return ", ".join(
+        one
+        for one in METHODS
+        if any(route.matches({**request.scope, "method": one})[0] is Match.FULL for route in routes)
+    )
 
 
 async def answer_nobody(request: Request, error: Exception) -> Response:

@@ -33,8 +33,12 @@ def main() -> None:
 
 def serve(settings: Settings, incarnation: str) -> None:
     """Runs one gateway to its end. Raises SettingError."""
-    vocabulary = Vocabulary.load(model_files.resolve(settings.model_id, settings.revision), settings.tokenizer_config_path)
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # one prompt at a time: no pool of threads for it
+    vocabulary = Vocabulary.load(
+        model_files.resolve(settings.model_id, settings.revision), settings.tokenizer_config_path
+    )
+    os.environ.setdefault(
+        "TOKENIZERS_PARALLELISM", "false"
+    )  # one prompt at a time: no pool of threads for it
     sockets = [shared_listener(settings.listen_host, settings.port), own_listener(settings.gateway_port)]
     gateway = Gateway(settings, incarnation, vocabulary, lossy(os.environ.get("TOKENFLEET_TEST_LOSE", "")))
     config = uvicorn.Config(
@@ -49,7 +53,11 @@ def serve(settings: Settings, incarnation: str) -> None:
         backlog=BACKLOG,
         timeout_graceful_shutdown=round(settings.graceful_termination_timeout),
     )
-    log.info("%s listens on %s", incarnation, " and ".join(f"{one.getsockname()[0]}:{one.getsockname()[1]}" for one in sockets))
+    log.info(
+        "%s listens on %s",
+        incarnation,
+        " and ".join(f"{one.getsockname()[0]}:{one.getsockname()[1]}" for one in sockets),
+    )
     signal.signal(signal.SIGTERM, ignore)  # uvicorn raises it again after a graceful end: that is no failure
     uvicorn.Server(config).run(sockets)
 
@@ -71,7 +79,9 @@ def own_listener(port: int) -> socket.socket:
 def listener(host: str, port: int, name: str, *options: int) -> socket.socket:
     """A bound socket. Raises SettingError of `name`."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    one = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)  # named, so that asyncio sees TCP and sends without delay
+    one = socket.socket(
+        family, socket.SOCK_STREAM, socket.IPPROTO_TCP
+    )  # named, so that asyncio sees TCP and sends without delay
     for option in options:
         one.setsockopt(socket.SOL_SOCKET, option, 1)
     try:

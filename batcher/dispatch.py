@@ -22,14 +22,27 @@ class Dispatch:
         return (await self.hand_over(incarnation, Plan(epoch, 1, 0, 0, takeover=True), [], 1))[0]
 
     async def write(self, order: Order) -> tuple[str, list[int]]:
-        """Returns "OK", or why nothing was written; with "refused" the places, from 0, of rows that are cancelled or have ended."""
-        return await self.hand_over(order.replica.capacity.incarnation, order.plan, order.started, order.replica.plan_seen)
+        """Returns "OK", or why nothing was written; with "refused" the places, from 0, of rows that are
+        cancelled or have ended.
+        """
+        return await self.hand_over(
+            order.replica.capacity.incarnation, order.plan, order.started, order.replica.plan_seen
+        )
 
-    async def hand_over(self, incarnation: str, plan: Plan, started: list[Row], oldest: int) -> tuple[str, list[int]]:
+    async def hand_over(
+        self, incarnation: str, plan: Plan, started: list[Row], oldest: int
+    ) -> tuple[str, list[int]]:
         rows = [part for row in started for part in (row.sequence.attempt, row.sequence.base)]
         homes = [self.keys.home(row.sequence.request_id) for row in started]
         answer = await self.script(
             keys=[self.keys.plans(incarnation), self.keys.log(incarnation), *homes],
-            args=[f"{plan.epoch}-{plan.number}", encode(plan), f"{plan.epoch}-{oldest}", STREAMS_TTL_MS, incarnation, *rows],
+            args=[
+                f"{plan.epoch}-{plan.number}",
+                encode(plan),
+                f"{plan.epoch}-{oldest}",
+                STREAMS_TTL_MS,
+                incarnation,
+                *rows,
+            ],
         )
         return answer[0].decode(), [int(place) - 1 for place in answer[1:]] if answer[0] == b"refused" else []

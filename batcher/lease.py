@@ -1,4 +1,6 @@
-"""The right to be the active batcher of a pool: one holder at a time, and an epoch that fences the plans of earlier ones."""
+"""The right to be the active batcher of a pool: one holder at a time, and an epoch that fences the plans of
+earlier ones.
+"""
 
 import asyncio
 import logging
@@ -25,7 +27,9 @@ class Lease:
         self.epoch = ""
 
     async def ask(self, ttl_s: float) -> str:
-        answer: bytes = await self.script(keys=[self.keys.batcher, self.keys.epoch], args=[self.who, int(ttl_s * 1000), self.epoch])
+        answer: bytes = await self.script(
+            keys=[self.keys.batcher, self.keys.epoch], args=[self.who, int(ttl_s * 1000), self.epoch]
+        )
         return answer.decode()
 
     async def take(self) -> int:

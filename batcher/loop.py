@@ -41,10 +41,12 @@ POOL_FORGOTTEN_S = 3600
 
 
 class Batcher:
-    """One epoch. What is decided but not yet done waits in `actions`: in order, and each can be repeated when the broker fails in between.
+    """One epoch. What is decided but not yet done waits in `actions`: in order, and each can be repeated when
+    the broker fails in between.
 
     Attributes:
-        backlog_end: id of the last request queued before this epoch; what is committed of those is read before they are placed.
+        backlog_end: id of the last request queued before this epoch; what is committed of those is read
+            before they are placed.
         undecodable: entries that could not be read.
     """
 
@@ -84,7 +86,9 @@ class Batcher:
                 await asyncio.sleep(0.2)
 
     async def begin(self) -> None:
-        """Notes what was there before this epoch. Requests are read only when every earlier worker has answered, or is dead."""
+        """Notes what was there before this epoch. Requests are read only when every earlier worker has
+        answered, or is dead.
+        """
         newest = await self.redis.xrevrange(self.keys.requests, count=1)
         self.backlog_end = pair(newest[0][0]) if newest else (0, 0)
         last = await self.redis.xrevrange(self.keys.control, count=1)
@@ -126,7 +130,13 @@ class Batcher:
         except WireError as error:
             self.undecodable += 1
             catalogue.UNDECODABLE.add()
-            log.error("entry %s of %s cannot be read (%d so far): %s", entry.id, entry.stream, self.undecodable, error)
+            log.error(
+                "entry %s of %s cannot be read (%d so far): %s",
+                entry.id,
+                entry.stream,
+                self.undecodable,
+                error,
+            )
             if entry.stream == self.keys.requests:
                 self.do(partial(self.answer_undecodable, entry))
 
@@ -189,7 +199,9 @@ class Batcher:
             self.do(partial(self.resume, outcomes.interrupted))
 
     async def send(self, order: Order) -> None:
-        """Hands a plan over, without the rows that turn out cancelled or ended: those leave the order before it is written again."""
+        """Hands a plan over, without the rows that turn out cancelled or ended: those leave the order before
+        it is written again.
+        """
         incarnation = order.replica.capacity.incarnation
         answer, refused = await self.dispatch.write(order)
         while answer == "refused":
@@ -206,7 +218,9 @@ class Batcher:
                 self.do(partial(self.seal, incarnation, "its logs are gone"))
 
     async def seal(self, incarnation: str, why: str) -> None:
-        """Declares a worker dead. Its sealed reports are read to the end first; without them there is nothing to wait for."""
+        """Declares a worker dead. Its sealed reports are read to the end first; without them there is nothing
+        to wait for.
+        """
         if self.fleet.is_buried(incarnation):  # it had sealed its own logs
             return
         log.warning("worker %s is sealed: %s", incarnation, why)
@@ -248,7 +262,9 @@ class Batcher:
         return live
 
     async def restore(self, sequence: Sequence) -> None:
-        """A request from before this epoch. A worker that never answered this epoch cannot be left to go on with it."""
+        """A request from before this epoch. A worker that never answered this epoch cannot be left to go on
+        with it.
+        """
         if (stranger := await self.recovery.stranger(sequence, self.fleet.settled)) is not None:
             await self.fleet.seal(stranger)
         self.scheduler.register(sequence)

@@ -29,5 +29,6 @@ class Gateways:
         return [
             one.request_id
             for one in sequences
-            if (since := self.absent_since.get(one.request.gateway)) and (now - since) * 1000 >= one.request.grace_ms
+            if (since := self.absent_since.get(one.request.gateway))
+            and (now - since) * 1000 >= one.request.grace_ms
         ]

@@ -21,7 +21,9 @@ class Order:
         out = [self.started[place] for place in places]
         numbers = {row.number for row in out}
         self.started = [row for row in self.started if row.number not in numbers]
-        self.plan = replace(self.plan, starts=[start for start in self.plan.starts if start.row not in numbers])
+        self.plan = replace(
+            self.plan, starts=[start for start in self.plan.starts if start.row not in numbers]
+        )
         for row in out:
             self.replica.withdraw(row)
         return out

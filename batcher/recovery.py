@@ -37,7 +37,12 @@ class Recovery:
             await self.keep(sequence, states[sequence.request_id], count)
         for sequence, count in zip(live, strikes, strict=True):
             state = states[sequence.request_id]
-            sequence.records, sequence.attempt, sequence.strikes, sequence.struck = state.records, state.attempt, count, False
+            sequence.records, sequence.attempt, sequence.strikes, sequence.struck = (
+                state.records,
+                state.attempt,
+                count,
+                False,
+            )
         return live, over
 
     async def keep(self, sequence: Sequence, state: Committed, strikes: int) -> None:
@@ -48,6 +53,8 @@ class Recovery:
         )
 
     async def stranger(self, sequence: Sequence, settled: set[str]) -> str | None:
-        """The incarnation that holds a request from before this epoch, when it is none that answered or died since."""
+        """The incarnation that holds a request from before this epoch, when it is none that answered or died
+        since.
+        """
         state = (await committed.read(self.redis, self.keys, [sequence.request_id]))[sequence.request_id]
         return state.worker if state.worker and not state.terminal and state.worker not in settled else None

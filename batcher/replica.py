@@ -69,7 +69,9 @@ class Replica:
     @property
     def low(self) -> bool:
         """Whether it is time to grant more steps, or blocks that were missing."""
-        return self.live > 0 and (self.until - self.step <= self.limits.horizon // 2 or (self.starved and self.pool.num_free > 0))
+        return self.live > 0 and (
+            self.until - self.step <= self.limits.horizon // 2 or (self.starved and self.pool.num_free > 0)
+        )
 
     def blocks_for(self, tokens: int) -> int:
         return -(-tokens // self.block_size)
@@ -83,8 +85,15 @@ class Replica:
         return self.blocks_for(sequence.max_kv) <= self.pool.num_blocks
 
     def can_start(self, sequence: Sequence) -> bool:
-        """Whether a row may start, with a block left over for each row that runs, so that it is not preempted at once."""
-        if self.draining or self.starved or self.live >= self.limits.max_batch_size or (sequence.strikes and self.has_suspect):
+        """Whether a row may start, with a block left over for each row that runs, so that it is not preempted
+        at once.
+        """
+        if (
+            self.draining
+            or self.starved
+            or self.live >= self.limits.max_batch_size
+            or (sequence.strikes and self.has_suspect)
+        ):
             return False
         return self.pool.can_take(self.first_blocks(sequence) + self.live)
 

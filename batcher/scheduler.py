@@ -1,8 +1,9 @@
-"""Who runs where: a pure function of requests, reports, limits and the time it is given. No I/O, no clock, no torch.
+"""Who runs where: a pure function of requests, reports, limits and the time it is given. No I/O, no clock, no
+torch.
 
-The loop tells it what happened (`register`, `enqueue`, `resume`, `cancel`, `join`, `drain`, `take_in`, `lose`, `expire`) and asks for
-plans. What it cannot do itself it leaves in `outcomes`: sequences that ended, that must be ended, or whose committed tokens must be
-read before they go on.
+The loop tells it what happened (`register`, `enqueue`, `resume`, `cancel`, `join`, `drain`, `take_in`,
+`lose`, `expire`) and asks for plans. What it cannot do itself it leaves in `outcomes`: sequences that ended,
+that must be ended, or whose committed tokens must be read before they go on.
 """
 
 import heapq
@@ -76,7 +77,9 @@ class Scheduler:
         heapq.heappush(self.queue, (sequence.order, sequence))
 
     def resume(self, sequence: Sequence) -> None:
-        """An interrupted request goes on, before all new ones and the shortest first: it is the quickest to come back."""
+        """An interrupted request goes on, before all new ones and the shortest first: it is the quickest to
+        come back.
+        """
         if sequence.waiting or sequence.row is not None:
             return
         sequence.order = (0, sequence.num_known, sequence.rank)
@@ -118,7 +121,9 @@ class Scheduler:
             replica.draining = True
 
     def lose(self, incarnation: str) -> list[Sequence]:
-        """The worker is dead and its logs are sealed. Returns the requests that it held: what killed it, perhaps, unless it was leaving."""
+        """The worker is dead and its logs are sealed. Returns the requests that it held: what killed it,
+        perhaps, unless it was leaving.
+        """
         replica = self.replicas.pop(incarnation, None)
         if replica is None:
             return []
@@ -141,7 +146,9 @@ class Scheduler:
         for number, why, _ in report.ended:
             if (row := replica.rows.get(number)) is not None and not row.ended:
                 replica.end(row)
-                (self.outcomes.interrupted if why in INTERRUPTED else self.outcomes.settled).append(row.sequence)
+                (self.outcomes.interrupted if why in INTERRUPTED else self.outcomes.settled).append(
+                    row.sequence
+                )
         for number, _ in report.released:
             if (row := replica.rows.get(number)) is not None:
                 replica.release(row)
@@ -179,7 +186,9 @@ class Scheduler:
         return starts
 
     def plan(self, replica: Replica, started: list[Row]) -> Plan | None:
-        """What is new for a worker: rows that start, blocks for rows that grow, rows that stop, and steps to run; None if nothing is."""
+        """What is new for a worker: rows that start, blocks for rows that grow, rows that stop, and steps to
+        run; None if nothing is.
+        """
         low = replica.low
         blocks = self.grow(replica, started) if low else []
         stops = self.stops(replica, started)
@@ -200,7 +209,9 @@ class Scheduler:
         )
 
     def grow(self, replica: Replica, started: list[Row]) -> list[tuple[int, bytes]]:
-        """Blocks for the steps about to be granted, oldest row first; when they run out the youngest row is preempted."""
+        """Blocks for the steps about to be granted, oldest row first; when they run out the youngest row is
+        preempted.
+        """
         grown = []
         until = replica.step + self.limits.horizon
         replica.starved = False
@@ -221,17 +232,23 @@ class Scheduler:
         return grown
 
     def make_room(self, replica: Replica, row: Row) -> None:
-        """Preempts the youngest row for the sake of an older one, unless one is on its way out: its blocks come with its release."""
+        """Preempts the youngest row for the sake of an older one, unless one is on its way out: its blocks
+        come with its release.
+        """
         running = [one for one in replica.running if not one.stopping]
         leaving = any(one.stopping or one.ended for one in replica.rows.values())
         if not leaving and len(running) > 1 and running[-1] is not row:
             running[-1].stopping = "preempt"
 
     def stops(self, replica: Replica, started: list[Row]) -> list[tuple[int, str]]:
-        """Rows to stop that were not told so yet. A row that starts with this plan is told with the next: a plan's stops come first."""
+        """Rows to stop that were not told so yet. A row that starts with this plan is told with the next: a
+        plan's stops come first.
+        """
         asked = []
         for row in replica.running:
-            why = row.sequence.asked_to_end or ("preempted" if replica.draining or row.stopping == "preempt" else "")
+            why = row.sequence.asked_to_end or (
+                "preempted" if replica.draining or row.stopping == "preempt" else ""
+            )
             if why and row.stopping in ("", "preempt") and row not in started:
                 row.stopping = why
                 asked.append((row.number, why))
@@ -240,4 +257,6 @@ class Scheduler:
 
 def start(row: Row) -> Start:
     sequence = row.sequence
-    return Start(row.number, sequence.attempt, sequence.base, sequence.records, pack_ids(row.blocks), sequence.request)
+    return Start(
+        row.number, sequence.attempt, sequence.base, sequence.records, pack_ids(row.blocks), sequence.request
+    )

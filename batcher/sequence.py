@@ -71,7 +71,8 @@ class Row:
 
     Attributes:
         blocks: KV blocks it owns, until the engine reports it released.
-        kv_len, at_step: after step `at_step` it held `kv_len` tokens, and one more with each step since; 0 before its prefill is done.
+        kv_len, at_step: after step `at_step` it held `kv_len` tokens, and one more with each step since; 0
+            before its prefill is done.
         handed_over: whether the worker has been told of it.
         stopping: why it was asked to stop, once it was.
         ended: whether the worker said that it takes part in no further step.
@@ -91,6 +92,10 @@ class Row:
         return self.kv_len > 0
 
     def kv_at(self, step: int, start: int) -> int:
-        """The most KV slots it can have filled after `step`; `start` is the step at which it might have begun at the earliest."""
-        grown = self.kv_len + step - self.at_step if self.prefilled else self.sequence.num_known + step - start
+        """The most KV slots it can have filled after `step`; `start` is the step at which it might have begun
+        at the earliest.
+        """
+        grown = (
+            self.kv_len + step - self.at_step if self.prefilled else self.sequence.num_known + step - start
+        )
         return min(grown, self.sequence.max_kv)

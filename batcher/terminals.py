@@ -26,12 +26,18 @@ class Terminals:
 
     async def finish(self, sequence: Sequence, why: str) -> None:
         """The terminal of a request that no worker holds; nothing happens if it has one already."""
-        await self.say(sequence.request_id, sequence.request.channel, sequence.request.result_ttl_ms, why, sequence.base)
-        log.info("request %s ended by the batcher: %s", sequence.request_id, why, extra=about(sequence.request_id))
+        await self.say(
+            sequence.request_id, sequence.request.channel, sequence.request.result_ttl_ms, why, sequence.base
+        )
+        log.info(
+            "request %s ended by the batcher: %s", sequence.request_id, why, extra=about(sequence.request_id)
+        )
 
     async def say(self, request_id: str, channel: str, ttl_ms: int, why: str, num_tokens: int) -> None:
         end = terminal(request_id, why, num_tokens)
-        events = Events(self.channels.source, self.channels.number(channel) if channel else 0, terminals=[end])
+        events = Events(
+            self.channels.source, self.channels.number(channel) if channel else 0, terminals=[end]
+        )
         await self.finish_script(
             keys=[self.keys.home(request_id), self.keys.result(request_id), self.keys.tokens(request_id)],
             args=[end.reason, failure(end), ttl_ms, channel, encode(events)],

@@ -22,7 +22,9 @@ from common.metrics import catalogue
 log = logging.getLogger(__name__)
 
 MAX_ENTRIES, REQUESTS_PER_ENTRY = 20_000, 10
-"""Bounds of the stream: it holds some 200,000 parts of lives, a few tens of MB, and is gone a day after the last one."""
+"""Bounds of the stream: it holds some 200,000 parts of lives, a few tens of MB, and is gone a day after the
+last one.
+"""
 LIFE_TTL_MS = 86_400_000
 WRITE_S = 0.1
 MAX_UNTOLD = 10_000
@@ -36,7 +38,15 @@ class Lives:
         self.untold: dict[str, list[Happening]] = {}
         self.written_s = 0.0
 
-    def note(self, sequence: Sequence, what: str, worker: str = "", num_tokens: int = 0, why: str = "", at_ms: int | None = None) -> None:
+    def note(
+        self,
+        sequence: Sequence,
+        what: str,
+        worker: str = "",
+        num_tokens: int = 0,
+        why: str = "",
+        at_ms: int | None = None,
+    ) -> None:
         happening = Happening(at_ms or self.clock(), what, worker, sequence.attempt, num_tokens, why)
         self.untold.setdefault(sequence.request_id, []).append(happening)
 
@@ -70,7 +80,9 @@ class Lives:
             self.count_resume(sequence, "died")
 
     def taken_over(self, sequence: Sequence) -> None:
-        """Found in the queue by a new batcher; where it was never placed, perhaps nobody has told yet that it was queued."""
+        """Found in the queue by a new batcher; where it was never placed, perhaps nobody has told yet that it
+        was queued.
+        """
         if not sequence.attempt:
             self.queued(sequence)
             return
@@ -92,7 +104,9 @@ class Lives:
         try:
             async with self.redis.pipeline(transaction=False) as pipe:
                 parts = iter(self.untold.items())
-                while fields := {request_id: encode(Life(told)) for request_id, told in islice(parts, REQUESTS_PER_ENTRY)}:
+                while fields := {
+                    request_id: encode(Life(told)) for request_id, told in islice(parts, REQUESTS_PER_ENTRY)
+                }:
                     pipe.xadd(self.keys.life, fields, maxlen=MAX_ENTRIES)  # type: ignore[arg-type]
                 pipe.pexpire(self.keys.life, LIFE_TTL_MS)
                 await pipe.execute()

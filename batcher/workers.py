@@ -23,13 +23,23 @@ class Fleet:
 
     Attributes:
         greeted: capacity of each worker that a takeover was sent to.
-        settled: incarnations of which nothing unexpected can come any more: they answered, or are dead and read to the end.
+        settled: incarnations of which nothing unexpected can come any more: they answered, or are dead and
+            read to the end.
         unsettled: incarnations from before this epoch of which that is not known yet.
         unreadable: incarnations that speak another version of the wire: nothing can be given to them.
     """
 
-    def __init__(self, redis: Redis, keys: Keys, inbox: Inbox, dispatch: Dispatch, scheduler: Scheduler, ttl_s: float) -> None:
-        self.redis, self.keys, self.inbox, self.dispatch, self.scheduler, self.ttl_s = redis, keys, inbox, dispatch, scheduler, ttl_s
+    def __init__(
+        self, redis: Redis, keys: Keys, inbox: Inbox, dispatch: Dispatch, scheduler: Scheduler, ttl_s: float
+    ) -> None:
+        self.redis, self.keys, self.inbox, self.dispatch, self.scheduler, self.ttl_s = (
+            redis,
+            keys,
+            inbox,
+            dispatch,
+            scheduler,
+            ttl_s,
+        )
         self.seal_script = script(redis, "seal")
         self.greeted: dict[str, Worker] = {}
         self.settled: set[str] = set()
@@ -49,7 +59,9 @@ class Fleet:
         return time.monotonic() >= self.trusted_from
 
     def heed_stall(self) -> None:
-        """Whoever waited long for the broker (it loads, its disk is busy, it or we were stopped) may not blame others for their silence."""
+        """Whoever waited long for the broker (it loads, its disk is busy, it or we were stopped) may not
+        blame others for their silence.
+        """
         now = time.monotonic()
         if now - self.looked_s > STALL_S:
             log.warning("nothing was heard of the broker for %.1f s", now - self.looked_s)
@@ -103,11 +115,17 @@ class Fleet:
             replica.step = replica.until = report.step
             self.settled.add(incarnation)
             self.unsettled.discard(incarnation)
-            log.info("worker %s joined: %d blocks of %d tokens", incarnation, replica.pool.num_blocks, replica.block_size)
+            log.info(
+                "worker %s joined: %d blocks of %d tokens",
+                incarnation,
+                replica.pool.num_blocks,
+                replica.block_size,
+            )
 
     async def look(self) -> list[str]:
-        """Greets workers that nobody told us of. Returns those that are to be sealed: they show no sign of life, or hold rows but cannot
-        be asked for them."""
+        """Greets workers that nobody told us of. Returns those that are to be sealed: they show no sign of
+        life, or hold rows but cannot be asked for them.
+        """
         incarnations = sorted({*await self.members(), *self.greeted, *self.unsettled})
         async with self.redis.pipeline(transaction=False) as pipe:
             for incarnation in incarnations:
@@ -117,12 +135,23 @@ class Fleet:
         for incarnation, state in zip(incarnations, states, strict=True):
             if state == b"draining" or (state is not None and incarnation not in self.greeted):
                 await self.greet(incarnation)
-        gone = {incarnation for incarnation, state in zip(incarnations, states, strict=True) if state is None and self.trusting}
+        gone = {
+            incarnation
+            for incarnation, state in zip(incarnations, states, strict=True)
+            if state is None and self.trusting
+        }
         return sorted(gone | (self.unreadable & self.unsettled))
 
     async def seal(self, incarnation: str) -> bool:
-        """Ends an incarnation: nothing can be appended to its logs after this. Returns whether there are such logs."""
-        keys = [self.keys.log(incarnation), self.keys.reports(incarnation), self.keys.worker(incarnation), self.keys.workers]
+        """Ends an incarnation: nothing can be appended to its logs after this. Returns whether there are such
+        logs.
+        """
+        keys = [
+            self.keys.log(incarnation),
+            self.keys.reports(incarnation),
+            self.keys.worker(incarnation),
+            self.keys.workers,
+        ]
         return bool(await self.seal_script(keys=keys, args=[incarnation]))
 
     def is_buried(self, incarnation: str) -> bool:
@@ -130,7 +159,9 @@ class Fleet:
 
     async def bury(self, incarnation: str) -> None:
         """Removes what is left of a sealed incarnation; it has been read to the end."""
-        await self.redis.delete(self.keys.log(incarnation), self.keys.reports(incarnation), self.keys.plans(incarnation))
+        await self.redis.delete(
+            self.keys.log(incarnation), self.keys.reports(incarnation), self.keys.plans(incarnation)
+        )
         self.inbox.drop(self.keys.reports(incarnation))
         self.greeted.pop(incarnation, None)
         self.unsettled.discard(incarnation)

@@ -1,9 +1,11 @@
-"""What a token costs the agent, from the engine's frame to the gateway's event: `python -m benchmarks.agent [--runs 3]`.
+"""What a token costs the agent, from the engine's frame to the gateway's event: `python -m benchmarks.agent
+[--runs 3]`.
 
-The whole agent runs (text, stop strings, both logs, events), with a real broker and behind its door an engine that says what it was told
-beforehand (benchmarks/scripted_engine.py): as fast as the agent takes it, so that a flush has what came since the last; and each step when
-the one before was published, so that each is a flush. Printed are µs of this process's CPU a token (the broker's and the engine's are
-not in it), and for the second way the time from frame to gateway; medians of runs.
+The whole agent runs (text, stop strings, both logs, events), with a real broker and behind its door an engine
+that says what it was told beforehand (benchmarks/scripted_engine.py): as fast as the agent takes it, so that
+a flush has what came since the last; and each step when the one before was published, so that each is a
+flush. Printed are µs of this process's CPU a token (the broker's and the engine's are not in it), and for the
+second way the time from frame to gateway; medians of runs.
 """
 
 import argparse
@@ -57,7 +59,13 @@ class Cost:
 async def measure(url: str, tokenizer: Tokenizer, name: str, num_rows: int, waits: bool) -> Cost:
     num_steps = min(TOKENS // num_rows, MAX_TURNS if waits else TOKENS)
     redis, engine = connect(url), EngineLink([await scripted(url, num_steps, waits)])
-    agent = Agent(Settings(), redis, engine, Table(tokenizer), Worker(name, name, "m", "bfloat16", 16, 10_000, 64, 100_000))
+    agent = Agent(
+        Settings(),
+        redis,
+        engine,
+        Table(tokenizer),
+        Worker(name, name, "m", "bfloat16", 16, 10_000, 64, 100_000),
+    )
     serving = asyncio.create_task(agent.run())
     await hand(redis, name, num_rows, pack_ids(tokenizer.encode(TEXT).ids[:PROMPT_TOKENS]))
     await wait_until(lambda: len(agent.table.rows) == num_rows)
@@ -76,7 +84,17 @@ async def scripted(url: str, num_steps: int, waits: bool) -> Rank:
     ours, theirs = socket.socketpair()
     with theirs:
         process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "benchmarks.scripted_engine", "--fd", str(theirs.fileno()), "--broker", url, "--channel", CHANNEL),
+            *(
+                sys.executable,
+                "-m",
+                "benchmarks.scripted_engine",
+                "--fd",
+                str(theirs.fileno()),
+                "--broker",
+                url,
+                "--channel",
+                CHANNEL,
+            ),
             *("--steps", str(num_steps), *(["--wait"] if waits else [])),
             pass_fds=[theirs.fileno()],
             stdout=asyncio.subprocess.PIPE,
@@ -94,8 +112,13 @@ async def hand(redis: Redis, worker: str, num_rows: int, prompt_ids: bytes) -> N
     """Rows to a worker, as the batcher does; every other one looks for a stop string."""
     starts = []
     for row in range(num_rows):
-        request = Generate(f"{worker}-{row}", "d", prompt_ids, 10**6, stop=["xyz"] if row % 2 else [], channel=CHANNEL)
-        await redis.hset(KEYS.home(request.request_id), mapping={"digest": "d", "worker": worker, "attempt": 1, "base": 0, "width": 1})
+        request = Generate(
+            f"{worker}-{row}", "d", prompt_ids, 10**6, stop=["xyz"] if row % 2 else [], channel=CHANNEL
+        )
+        await redis.hset(
+            KEYS.home(request.request_id),
+            mapping={"digest": "d", "worker": worker, "attempt": 1, "base": 0, "width": 1},
+        )
         starts.append(Start(row, 1, 0, b"", b"", request))
     await plan(redis, worker, Plan(1, 1, 0, 64, starts))
 
@@ -105,7 +128,9 @@ async def plan(redis: Redis, worker: str, plan: Plan) -> None:
 
 
 async def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--runs", type=int, default=3)
     runs = parser.parse_args().runs
     tokenizer = Tokenizer.from_file(str(model_files.resolve("smollm2") / "tokenizer.json"))
@@ -115,7 +140,10 @@ async def main() -> None:
             fast = [await measure(broker.url, tokenizer, next(names), num_rows, False) for _ in range(runs)]
             turns = [await measure(broker.url, tokenizer, next(names), num_rows, True) for _ in range(runs)]
             way_ms = statistics.median(cost.way_ms for cost in turns)
-            print(f"{num_rows:4} rows: {told(fast)}; a flush a step {told(turns)}, {way_ms:.2f} ms to the gateway", flush=True)
+            print(
+                f"{num_rows:4} rows: {told(fast)}; a flush a step {told(turns)}, {way_ms:.2f} ms to the gateway",
+                flush=True,
+            )
 
 
 def told(costs: list[Cost]) -> str:

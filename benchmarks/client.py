@@ -1,4 +1,6 @@
-"""A client that costs little: it shares the cores with what it measures. One connection a request, frames with their arrival times."""
+"""A client that costs little: it shares the cores with what it measures. One connection a request, frames
+with their arrival times.
+"""
 
 import asyncio
 import json
@@ -51,7 +53,9 @@ class Stream:
 
 
 async def events(url: str, body: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:
-    """Posts `body` and yields the objects of its server-sent events, as they arrive. Raises Refused or Broken."""
+    """Posts `body` and yields the objects of its server-sent events, as they arrive. Raises Refused or
+    Broken.
+    """
     parts = urlsplit(url)
     reader, writer = await asyncio.open_connection(parts.hostname, parts.port or 80, limit=LIMIT_BYTES)
     try:
@@ -62,7 +66,9 @@ async def events(url: str, body: dict[str, Any]) -> AsyncIterator[dict[str, Any]
         if status != 200:
             raise Refused(status, (await reader.read()).split(b"\r\n\r\n", 1)[-1])
         rest = b""
-        while data := await reader.read(LIMIT_BYTES):  # once for all that has come: every wait costs more than a frame
+        while data := await reader.read(
+            LIMIT_BYTES
+        ):  # once for all that has come: every wait costs more than a frame
             *lines, rest = (rest + data).split(b"\n")
             for line in lines:
                 if line.startswith(b"data:") and line[5:].strip() != b"[DONE]":

@@ -1,8 +1,9 @@
-"""The bare engine in this process, with all cores: `python -m benchmarks.engine [--rows 1,8] [--contexts 128] [flags of the settings]`.
+"""The bare engine in this process, with all cores: `python -m benchmarks.engine [--rows 1,8] [--contexts 128]
+[flags of the settings]`.
 
-Prints tokens/s and milliseconds of a decode step at 1, 8 and 32 rows (128 tokens in, 64 out), the same where all rows sample, and prompt
-tokens/s. Then decode steps by rows and context, each with its share of what this device could do at best (measured in the same run), and
-how long host and device wait for each other.
+Prints tokens/s and milliseconds of a decode step at 1, 8 and 32 rows (128 tokens in, 64 out), the same where
+all rows sample, and prompt tokens/s. Then decode steps by rows and context, each with its share of what this
+device could do at best (measured in the same run), and how long host and device wait for each other.
 """
 
 import argparse
@@ -48,7 +49,14 @@ class Bench:
         self.num_started = 0
         self.waits = Waits(engine)
 
-    def start(self, num_rows: int, in_tokens: int, out_tokens: int, prefill_tokens: int, sampling: Sampling | None = None) -> None:
+    def start(
+        self,
+        num_rows: int,
+        in_tokens: int,
+        out_tokens: int,
+        prefill_tokens: int,
+        sampling: Sampling | None = None,
+    ) -> None:
         starts = [self.row(index, in_tokens, out_tokens, sampling) for index in range(num_rows)]
         self.engine.apply(Grant(EVER, prefill_tokens, starts))
         self.num_started += num_rows
@@ -59,7 +67,9 @@ class Bench:
         ids = self.random.integers(100, self.engine.loaded.vocab_size, in_tokens).tolist()
         owned = range(1 + index * blocks, 1 + (index + 1) * blocks)
         seeded = sampling and replace(sampling, seed=index)
-        return StartRow(self.num_started + index, packed(ids), 0, out_tokens, True, packed(owned), sampling=seeded)
+        return StartRow(
+            self.num_started + index, packed(ids), 0, out_tokens, True, packed(owned), sampling=seeded
+        )
 
     def holds(self, num_rows: int, context: int) -> bool:
         blocks = num_rows * -(-(context + GRID_STEPS) // self.engine.block_size)
@@ -117,8 +127,12 @@ def numbers(text: str) -> list[int]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
-    parser.add_argument("--rows", type=numbers, default=[1, 8, 32, 256], help="of the steps by rows and context")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    parser.add_argument(
+        "--rows", type=numbers, default=[1, 8, 32, 256], help="of the steps by rows and context"
+    )
     parser.add_argument("--contexts", type=numbers, default=[128, 2048])
     flags, others = parser.parse_known_args()
     settings = Settings.read(others)
@@ -127,8 +141,13 @@ def main() -> None:
     engine = Engine(settings)
     ready = engine.ready
     print(f"{ready.model} {ready.dtype} on {ready.device}: ready after {time.perf_counter() - began:.1f} s")
-    print(f"max_batch_prefill_tokens {ready.max_batch_prefill_tokens}, {ready.num_blocks} blocks of {ready.block_size} tokens")
-    print(f"copies {ceilings.bytes_per_s / 1e9:.0f} GB/s, products {ceilings.flops_per_s / 1e12:.2f} TFLOP/s, ", end="")
+    print(
+        f"max_batch_prefill_tokens {ready.max_batch_prefill_tokens}, {ready.num_blocks} blocks of {ready.block_size} tokens"
+    )
+    print(
+        f"copies {ceilings.bytes_per_s / 1e9:.0f} GB/s, products {ceilings.flops_per_s / 1e12:.2f} TFLOP/s, ",
+        end="",
+    )
     print(f"weights of a step {weights.num_bytes / 1e9:.2f} GB", flush=True)
     bench = Bench(engine, ceilings, weights)
     bench.decode(8)  # warms up

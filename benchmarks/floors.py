@@ -1,4 +1,6 @@
-"""How fast a step could be at best on this device: what it must read over the bandwidth, or compute over the rate of products."""
+"""How fast a step could be at best on this device: what it must read over the bandwidth, or compute over the
+rate of products.
+"""
 
 import time
 from collections.abc import Callable
@@ -23,7 +25,9 @@ TIMES = 10
 
 @dataclass(frozen=True, slots=True)
 class Ceilings:
-    """Measured on this device: bytes read and written in a second by a copy, and floating-point operations in a second of a product."""
+    """Measured on this device: bytes read and written in a second by a copy, and floating-point operations in
+    a second of a product.
+    """
 
     bytes_per_s: float
     flops_per_s: float
@@ -31,11 +35,12 @@ class Ceilings:
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """What a step must multiply with: all but the input embeddings, where these are not the output's, too. Of a mixture of experts all are
-    counted, so its share of the floor is too good for few rows.
+    """What a step must multiply with: all but the input embeddings, where these are not the output's, too. Of
+    a mixture of experts all are counted, so its share of the floor is too good for few rows.
 
     Attributes:
-        numbers: of all matrices; `head` of the last one, which only tokens go through whose logits are wanted.
+        numbers: of all matrices; `head` of the last one, which only tokens go through whose logits are
+            wanted.
     """
 
     numbers: int
@@ -52,7 +57,9 @@ def measure(settings: Settings) -> tuple[Ceilings, Weights]:
     device = choose_device(settings.device, Place())
     torch.set_num_threads(settings.threads or torch.get_num_threads())
     dtype = choose_dtype(settings.dtype, device)
-    dtypes = {dtype, torch.float32} if device.type == "cpu" else {dtype}  # some processors multiply float32 faster
+    dtypes = (
+        {dtype, torch.float32} if device.type == "cpu" else {dtype}
+    )  # some processors multiply float32 faster
     ceilings = Ceilings(copy_rate(device), max(product_rate(device, each) for each in dtypes))
     if device.type == "cuda":
         torch.cuda.empty_cache()
@@ -101,13 +108,16 @@ def weights_of(settings: Settings, dtype: torch.dtype) -> Weights:
 def kv_bytes(geometry: Geometry, context: int) -> int:
     """What attention reads for one row."""
     each = (
-        min(context, layer.view.window or context) * layer.view.kv_heads * (layer.key_dim + layer.value_dim) for layer in geometry.layers
+        min(context, layer.view.window or context) * layer.view.kv_heads * (layer.key_dim + layer.value_dim)
+        for layer in geometry.layers
     )
     return sum(each) * geometry.dtype.itemsize
 
 
 def floor_ms(ceilings: Ceilings, weights: Weights, tokens: int, samples: int, read_bytes: int) -> float:
-    """Of a step of so many tokens, some of which sample, that reads so much of the cache. What attention computes is left out."""
+    """Of a step of so many tokens, some of which sample, that reads so much of the cache. What attention
+    computes is left out.
+    """
     moved_s = (weights.num_bytes + read_bytes) / ceilings.bytes_per_s
     flops = 2 * ((weights.numbers - weights.head) * tokens + weights.head * samples)
     return max(moved_s, flops / ceilings.flops_per_s) * 1e3

@@ -1,9 +1,10 @@
 """What a gateway costs: `python -m benchmarks.gateway [--runs 5] [--contended]`.
 
-A real gateway process on a broker of its own. The tokens are scripted: a worker without a model says one of each stream every step, at a
-fixed pace, and shares this process with the client. Printed is the CPU time of the gateway, so that other load matters little: for a token
-while all streams run, and for what a request costs besides. `--contended` lets a process per core copy large arrays meanwhile, as an engine
-does that streams its weights: the gateway then finds its caches cold.
+A real gateway process on a broker of its own. The tokens are scripted: a worker without a model says one of
+each stream every step, at a fixed pace, and shares this process with the client. Printed is the CPU time of
+the gateway, so that other load matters little: for a token while all streams run, and for what a request
+costs besides. `--contended` lets a process per core copy large arrays meanwhile, as an engine does that
+streams its weights: the gateway then finds its caches cold.
 """
 
 import argparse
@@ -64,7 +65,13 @@ class Gateway:
 @contextmanager
 def gateway(broker: Broker) -> Iterator[Gateway]:
     port = free_port()
-    own = {"REDIS_URL": broker.url, "PORT": str(port), "HOSTNAME": "127.0.0.1", "PARENT_PID": str(os.getpid()), "LOG_LEVEL": "warning"}
+    own = {
+        "REDIS_URL": broker.url,
+        "PORT": str(port),
+        "HOSTNAME": "127.0.0.1",
+        "PARENT_PID": str(os.getpid()),
+        "LOG_LEVEL": "warning",
+    }
     with running([sys.executable, "-m", "api"], os.environ | own) as pid:
         yield Gateway(pid, f"http://127.0.0.1:{port}")
 
@@ -88,8 +95,13 @@ async def load(gateway: Gateway, streams: int, out_tokens: int) -> Cost:
 
     begun = gateway.cpu_us()
     url = f"{gateway.url}/generate_stream"
-    bodies = [{"inputs": prompt(i), "parameters": {"max_new_tokens": out_tokens, "ignore_eos": True}} for i in range(streams)]
-    tasks = [asyncio.create_task(stream(url, body, answer)) for body, answer in zip(bodies, answers, strict=True)]
+    bodies = [
+        {"inputs": prompt(i), "parameters": {"max_new_tokens": out_tokens, "ignore_eos": True}}
+        for i in range(streams)
+    ]
+    tasks = [
+        asyncio.create_task(stream(url, body, answer)) for body, answer in zip(bodies, answers, strict=True)
+    ]
     await wait_until(lambda: all(answer.frames for answer in answers), 60)
     first, num_first = gateway.cpu_us(), num_tokens()
     await wait_until(lambda: any(len(answer.frames) > out_tokens - 8 for answer in answers), 60)
@@ -109,7 +121,9 @@ async def measure(gateway: Gateway, broker: Broker, runs: int) -> None:
             async with working(broker.url, vocabulary().tokenizer, lambda _: Answer(ids), step_s):
                 await wait_until(gateway.serves, 60)
                 costs.append(await load(gateway, streams, out_tokens))
-        user, system, request = (statistics.median(getattr(cost, name) for cost in costs) for name in Cost.__slots__)
+        user, system, request = (
+            statistics.median(getattr(cost, name) for cost in costs) for name in Cost.__slots__
+        )
         totals = sorted(cost.token_user + cost.token_system for cost in costs)
         print(
             f"{streams:3d} streams: {user + system:5.1f} µs a token ({user:.1f} user, {system:.1f} system), in single runs "
@@ -127,7 +141,9 @@ def main(runs: int, contended: bool) -> None:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--runs", type=int, default=5)
     parser.add_argument("--contended", action="store_true")
     args = parser.parse_args()

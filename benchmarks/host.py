@@ -1,8 +1,9 @@
 """What a token costs each process of a fleet: `python -m benchmarks.host [--runs 3]`.
 
-A whole fleet with its real engine and the client on the same machine, at 1, 8 and 32 streams. Printed is, for each process, the CPU time of
-a token while all streams run (all threads, to the ns, from /proc), and how often it was switched off a core: because it waited, or because
-another took its place. CPU time moves less than wall time when others use the machine too, but it does move: caches are shared.
+A whole fleet with its real engine and the client on the same machine, at 1, 8 and 32 streams. Printed is, for
+each process, the CPU time of a token while all streams run (all threads, to the ns, from /proc), and how
+often it was switched off a core: because it waited, or because another took its place. CPU time moves less
+than wall time when others use the machine too, but it does move: caches are shared.
 """
 
 import argparse
@@ -55,10 +56,17 @@ async def load(url: str, streams: int, out_tokens: int, seed: int, pids: dict[st
     answers = [Stream() for _ in range(streams)]
 
     def now() -> tuple[int, dict[str, Use]]:
-        return sum(len(answer.frames) for answer in answers), {name: Use.of(pid) for name, pid in pids.items()}
+        return sum(len(answer.frames) for answer in answers), {
+            name: Use.of(pid) for name, pid in pids.items()
+        }
 
-    bodies = [{"inputs": prompt(seed * 100 + i), "parameters": {"max_new_tokens": out_tokens, "ignore_eos": True}} for i in range(streams)]
-    tasks = [asyncio.create_task(stream(url, body, answer)) for body, answer in zip(bodies, answers, strict=True)]
+    bodies = [
+        {"inputs": prompt(seed * 100 + i), "parameters": {"max_new_tokens": out_tokens, "ignore_eos": True}}
+        for i in range(streams)
+    ]
+    tasks = [
+        asyncio.create_task(stream(url, body, answer)) for body, answer in zip(bodies, answers, strict=True)
+    ]
     await wait_until(lambda: all(len(answer.frames) > NUM_MARGIN for answer in answers), 300)
     first, begun = now()
     await wait_until(lambda: any(len(answer.frames) > out_tokens - NUM_MARGIN for answer in answers), 300)
@@ -78,11 +86,18 @@ def main(runs: int) -> None:
             costs = [uvloop.run(load(url, streams, out_tokens, run, pids)) for run in range(1, runs + 1)]
             print(f"{streams} streams; of a token:")
             for name in pids:
-                cpu, waits, preemptions = (statistics.median(getattr(cost[name], field) for cost in costs) for field in Use.__slots__)
-                print(f"  {name:8} {cpu:8.1f} µs of CPU, {waits:6.2f} waits, {preemptions:6.2f} preemptions", flush=True)
+                cpu, waits, preemptions = (
+                    statistics.median(getattr(cost[name], field) for cost in costs) for field in Use.__slots__
+                )
+                print(
+                    f"  {name:8} {cpu:8.1f} µs of CPU, {waits:6.2f} waits, {preemptions:6.2f} preemptions",
+                    flush=True,
+                )
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--runs", type=int, default=3)
     main(parser.parse_args().runs)

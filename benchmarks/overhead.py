@@ -1,7 +1,8 @@
 """What the fleet costs over its engine: `python -m benchmarks.overhead [--runs 3]`.
 
-The same load at 1, 8 and 32 streams: once through the engine process alone, with all cores (grants in, steps out, through its socket), and
-once end to end over HTTP through a whole fleet with the client on the same cores. In turn, several runs, medians, and their ratio.
+The same load at 1, 8 and 32 streams: once through the engine process alone, with all cores (grants in, steps
+out, through its socket), and once end to end over HTTP through a whole fleet with the client on the same
+cores. In turn, several runs, medians, and their ratio.
 """
 
 import argparse
@@ -26,7 +27,9 @@ from tests.support.fleet.fleet import Fleet
 
 
 class Door:
-    """The bare engine process, driven as an agent would, without an agent: rows take the place of those that end."""
+    """The bare engine process, driven as an agent would, without an agent: rows take the place of those that
+    end.
+    """
 
     def __init__(self, end: socket.socket) -> None:
         self.end, self.frames = end, Frames()
@@ -118,6 +121,8 @@ def main(runs: int) -> None:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--runs", type=int, default=3)
     main(parser.parse_args().runs)

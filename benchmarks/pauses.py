@@ -1,7 +1,9 @@
-"""How long a stream pauses when its worker is killed: `python -m benchmarks.pauses [--workers 2] [--kills 20] [--tokens 100]`.
+"""How long a stream pauses when its worker is killed: `python -m benchmarks.pauses [--workers 2] [--kills 20]
+[--tokens 100]`.
 
-16 streams run; a random worker is killed (SIGKILL) once each stream has gone on and all workers are back. A pause is the longest gap of a
-stream between the kill and the moment when it has five tokens more. Streams on other workers count too, as their users do.
+16 streams run; a random worker is killed (SIGKILL) once each stream has gone on and all workers are back. A
+pause is the longest gap of a stream between the kill and the moment when it has five tokens more. Streams on
+other workers count too, as their users do.
 """
 
 import argparse
@@ -51,7 +53,9 @@ async def kill(fleet: Fleet, load: Load, name: str) -> list[float]:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--kills", type=int, default=20)
     parser.add_argument("--tokens", type=int, default=100, help="new tokens of each stream")

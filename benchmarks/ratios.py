@@ -1,7 +1,8 @@
-"""Ours over a peer's: `python -m benchmarks.ratios PEER_FILE OUR_FILE`, of figures as `benchmarks/gpu.sh` prints them.
+"""Ours over a peer's: `python -m benchmarks.ratios PEER_FILE OUR_FILE`, of figures as `benchmarks/gpu.sh`
+prints them.
 
-For each load and figure that both files have: theirs, ours, and how many times better ours is (tokens/s: ours over theirs; times: theirs
-over ours).
+For each load and figure that both files have: theirs, ours, and how many times better ours is (tokens/s: ours
+over theirs; times: theirs over ours).
 """
 
 import re

@@ -1,7 +1,9 @@
-"""An engine that says what it was told beforehand, for benchmarks/agent.py: `python -m benchmarks.scripted_engine --fd N --broker URL …`.
+"""An engine that says what it was told beforehand, for benchmarks/agent.py: `python -m
+benchmarks.scripted_engine --fd N --broker URL …`.
 
-Its rows say their prompts over and over, each from another place, a token a step. It hears on the gateway's channel when they were
-published, ends when the last one was, and prints the milliseconds from frame to gateway, of each step that waited for the one before.
+Its rows say their prompts over and over, each from another place, a token a step. It hears on the gateway's
+channel when they were published, ends when the last one was, and prints the milliseconds from frame to
+gateway, of each step that waited for the one before.
 """
 
 import argparse
@@ -24,12 +26,16 @@ LOGPROB, DURATION_MS = -1.5, 10.0
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--fd", type=int, required=True, help="inherited stream socket to the agent")
     parser.add_argument("--broker", required=True, help="its URL")
     parser.add_argument("--channel", required=True, help="the gateway's")
     parser.add_argument("--steps", type=int, required=True)
-    parser.add_argument("--wait", action="store_true", help="each step waits until the one before was published")
+    parser.add_argument(
+        "--wait", action="store_true", help="each step waits until the one before was published"
+    )
     told = parser.parse_args()
     channel = socket.socket(fileno=told.fd)
     lengths = published(told.broker, told.channel)
@@ -56,7 +62,9 @@ def starts(link: Link) -> list[StartRow]:
 def script(rows: list[StartRow], num_steps: int) -> Iterator[Step]:
     prompts = [(start.row, unpack_ids(start.ids)) for start in rows]
     for index in range(num_steps):
-        samples = b"".join(SAMPLE.pack(row, index, ids[(index + row) % len(ids)], LOGPROB) for row, ids in prompts)
+        samples = b"".join(
+            SAMPLE.pack(row, index, ids[(index + row) % len(ids)], LOGPROB) for row, ids in prompts
+        )
         yield Step(index + 1, samples, duration_ms=DURATION_MS)
 
 
@@ -69,7 +77,9 @@ def turn(channel: socket.socket, frame: bytes, lengths: Iterator[int]) -> float:
 
 
 def published(url: str, channel: str) -> Iterator[int]:
-    """How many tokens of each row the gateway has heard, with each message that brings some; first 0, when it listens."""
+    """How many tokens of each row the gateway has heard, with each message that brings some; first 0, when it
+    listens.
+    """
     with redis.Redis.from_url(url).pubsub(ignore_subscribe_messages=False) as listener:
         listener.subscribe(channel)
         for message in listener.listen():

@@ -1,11 +1,13 @@
-"""Any server of either API under 1, 8 and 32 streams: `python -m benchmarks.serve http://127.0.0.1:3000 [--runs 3]`.
+"""Any server of either API under 1, 8 and 32 streams: `python -m benchmarks.serve http://127.0.0.1:3000
+[--runs 3]`.
 
-The URL's path chooses the API: `/generate_stream` is TGI's (also when there is no path), `/v1/completions` OpenAI's. Distinct prompts
-of about 128 tokens, 64 new tokens, greedy (`--sampled`: temperature 0.8, top_p 0.95), end-of-sequence tokens ignored. The client shares
-the machine with the server.
+The URL's path chooses the API: `/generate_stream` is TGI's (also when there is no path), `/v1/completions`
+OpenAI's. Distinct prompts of about 128 tokens, 64 new tokens, greedy (`--sampled`: temperature 0.8, top_p
+0.95), end-of-sequence tokens ignored. The client shares the machine with the server.
 
-`--load 32,128,512,256` (may be repeated) is 32 streams and 128 requests, of about 512 tokens in and 256 out, instead; with `--processes`
-clients that share the streams. What it prints then is in the words of vLLM's `bench serve`, as `benchmarks/ratios.py` reads them.
+`--load 32,128,512,256` (may be repeated) is 32 streams and 128 requests, of about 512 tokens in and 256 out,
+instead; with `--processes` clients that share the streams. What it prints then is in the words of vLLM's
+`bench serve`, as `benchmarks/ratios.py` reads them.
 """
 
 import argparse
@@ -49,19 +51,33 @@ def prompt(seed: int, words: int = WORDS) -> str:
     draw, text, num_words = random.Random(seed), [f"Story {seed * 7919 % 10007}:"], 2
     while num_words < words:
         first, second = (
-            f"the {draw.choice(ADJECTIVES)} {draw.choice(NOUNS)} {draw.choice(VERBS)} a {draw.choice(NOUNS)}" for _ in range(2)
+            f"the {draw.choice(ADJECTIVES)} {draw.choice(NOUNS)} {draw.choice(VERBS)} a {draw.choice(NOUNS)}"
+            for _ in range(2)
         )
         text.append(f"{first.capitalize()} because {second}.")
         num_words += len(text[-1].split())
     return " ".join(text)
 
 
-def request(url: str, seed: int, model: str, out_tokens: int, words: int = WORDS, sampled: bool = False) -> dict[str, Any]:
+def request(
+    url: str, seed: int, model: str, out_tokens: int, words: int = WORDS, sampled: bool = False
+) -> dict[str, Any]:
     sampling = SAMPLED if sampled else {}  # without seeds: vLLM 0.32 on CPU dies of rows that have some
     if urlsplit(url).path.startswith("/v1"):
-        fields = {"model": model, "stream": True, "temperature": 0, "max_tokens": out_tokens, "ignore_eos": True} | sampling
+        fields = {
+            "model": model,
+            "stream": True,
+            "temperature": 0,
+            "max_tokens": out_tokens,
+            "ignore_eos": True,
+        } | sampling
         return {"prompt": prompt(seed, words), "stream_options": {"include_usage": True}, **fields}
-    parameters = {"max_new_tokens": out_tokens, "ignore_eos": True, "details": True, "do_sample": sampled} | sampling
+    parameters = {
+        "max_new_tokens": out_tokens,
+        "ignore_eos": True,
+        "details": True,
+        "do_sample": sampled,
+    } | sampling
     return {"inputs": prompt(seed, words), "parameters": parameters}
 
 
@@ -71,7 +87,13 @@ def num_tokens(answer: Stream) -> int:
 
 
 async def load(
-    url: str, streams: int, requests: int, model: str, seed: int, out_tokens: int = OUT_TOKENS, sampled: bool = False
+    url: str,
+    streams: int,
+    requests: int,
+    model: str,
+    seed: int,
+    out_tokens: int = OUT_TOKENS,
+    sampled: bool = False,
 ) -> Figures:
     """Keeps `streams` running until `requests` have been answered."""
     bodies = [request(url, seed * 1000 + i, model, out_tokens, sampled=sampled) for i in range(requests)]
@@ -101,12 +123,22 @@ def figures(answers: Sequence[Stream]) -> Figures:
     )
 
 
-def loaded(url: str, model: str, numbers: tuple[int, int, int, int], processes: int, sampled: bool) -> Figures:
-    """Of streams, requests, tokens in and out, shared among processes: one alone keeps up with some 30,000 tokens/s."""
+def loaded(
+    url: str, model: str, numbers: tuple[int, int, int, int], processes: int, sampled: bool
+) -> Figures:
+    """Of streams, requests, tokens in and out, shared among processes: one alone keeps up with some 30,000
+    tokens/s.
+    """
     streams, requests, in_tokens, out_tokens = numbers
-    bodies = [request(url, i, model, out_tokens, max(1, int(in_tokens * WORDS_PER_TOKEN)), sampled) for i in range(requests)]
+    bodies = [
+        request(url, i, model, out_tokens, max(1, int(in_tokens * WORDS_PER_TOKEN)), sampled)
+        for i in range(requests)
+    ]
     shares = min(processes, streams)
-    jobs = [(url, bodies[share::shares], streams // shares + (share < streams % shares)) for share in range(shares)]
+    jobs = [
+        (url, bodies[share::shares], streams // shares + (share < streams % shares))
+        for share in range(shares)
+    ]
     with ProcessPoolExecutor(shares, get_context("spawn")) as pool:
         return figures([answer for answers in pool.map(share_of, jobs) for answer in answers])
 
@@ -114,7 +146,10 @@ def loaded(url: str, model: str, numbers: tuple[int, int, int, int], processes: 
 def share_of(job: tuple[str, list[dict[str, Any]], int]) -> list[Stream]:
     """In a process of its own. Of each frame only what figures need goes back."""
     answers = uvloop.run(answers_of(*job))
-    return [Stream(one.asked_s, [{"usage": {"completion_tokens": num_tokens(one)}}], one.times_s) for one in answers]
+    return [
+        Stream(one.asked_s, [{"usage": {"completion_tokens": num_tokens(one)}}], one.times_s)
+        for one in answers
+    ]
 
 
 def median(runs: list[Figures]) -> Figures:
@@ -122,7 +157,9 @@ def median(runs: list[Figures]) -> Figures:
 
 
 async def measure(url: str, streams: int, requests: int, model: str, runs: int, sampled: bool) -> Figures:
-    return median([await load(url, streams, requests, model, seed, sampled=sampled) for seed in range(1, runs + 1)])
+    return median(
+        [await load(url, streams, requests, model, seed, sampled=sampled) for seed in range(1, runs + 1)]
+    )
 
 
 async def main(url: str, model: str, runs: int, sampled: bool) -> None:
@@ -136,7 +173,9 @@ async def main(url: str, model: str, runs: int, sampled: bool) -> None:
         )
 
 
-def report(url: str, model: str, loads: Sequence[tuple[int, int, int, int]], processes: int, sampled: bool) -> None:
+def report(
+    url: str, model: str, loads: Sequence[tuple[int, int, int, int]], processes: int, sampled: bool
+) -> None:
     uvloop.run(load(url, 4, 8, model, seed=0, out_tokens=16))
     for numbers in loads:
         it = loaded(url, model, numbers, processes, sampled)
@@ -153,7 +192,9 @@ def load_of(text: str) -> tuple[int, int, int, int]:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("url")
     parser.add_argument("--model", default="m")
     parser.add_argument("--runs", type=int, default=3)

@@ -1,4 +1,6 @@
-"""Who waits for whom in an engine's steps: the host for the device, in the read of a step, or the device for the host, between launches."""
+"""Who waits for whom in an engine's steps: the host for the device, in the read of a step, or the device for
+the host, between launches.
+"""
 
 import time
 from itertools import pairwise
@@ -42,8 +44,8 @@ class Read:
 class Waits:
     """Watches an engine's steps from now on.
 
-    A forward and a choice are one stretch of device work each, uploads included; what lies between two stretches is idle. What is idle
-    within a forward that the host launches kernel by kernel counts as work.
+    A forward and a choice are one stretch of device work each, uploads included; what lies between two
+    stretches is idle. What is idle within a forward that the host launches kernel by kernel counts as work.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -74,5 +76,10 @@ class Waits:
 
     def told(self, steps: int) -> str:
         """Of steps that have all been read."""
-        idle_ms = sum(self.moments.between_ms(end, begin) for (_, end), (begin, _) in pairwise(self.stretches)) / steps
-        return f"the host waits {sum(self.waits_s) / steps * 1e3:.2f} ms of a step, the device {idle_ms:.2f} ms"
+        idle_ms = (
+            sum(self.moments.between_ms(end, begin) for (_, end), (begin, _) in pairwise(self.stretches))
+            / steps
+        )
+        return (
+            f"the host waits {sum(self.waits_s) / steps * 1e3:.2f} ms of a step, the device {idle_ms:.2f} ms"
+        )

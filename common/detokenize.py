@@ -1,5 +1,6 @@
-"""Ids to text. The text after token k is a pure function of prompt, ids and stop strings, so whoever asks gets the same bytes: the
-worker's agent, and a gateway that fills a gap."""
+"""Ids to text. The text after token k is a pure function of prompt, ids and stop strings, so whoever asks
+gets the same bytes: the worker's agent, and a gateway that fills a gap.
+"""
 
 import json
 from collections.abc import Sequence
@@ -10,11 +11,17 @@ from tokenizers import Tokenizer
 CONTEXT_TOKENS = 5
 """Tokens of the prompt that come before the first new one, so that spacing at the start is right."""
 MAX_PENDING_TOKENS = 32
-"""A token's text may wait for that many more: no character is longer, and endless invalid bytes must not make each step slower."""
+"""A token's text may wait for that many more: no character is longer, and endless invalid bytes must not make
+each step slower.
+"""
 INCOMPLETE = "\ufffd"
 
 
-CONCATENATE = [["ByteLevel"], ["Replace", "ByteFallback", "Fuse"], ["Replace", "ByteFallback", "Fuse", "Strip"]]
+CONCATENATE = [
+    ["ByteLevel"],
+    ["Replace", "ByteFallback", "Fuse"],
+    ["Replace", "ByteFallback", "Fuse", "Strip"],
+]
 """Decoders with which a token of whole characters adds the same to every text of whole characters."""
 
 
@@ -28,7 +35,9 @@ def concatenates(tokenizer: Tokenizer) -> bool:
 
 @lru_cache(maxsize=16)
 def pieces_of(tokenizer: Tokenizer) -> dict[int, tuple[str, str]]:
-    """Of the tokens that were met: what each adds to a text, and its text alone, of which a decoder may strip the first space."""
+    """Of the tokens that were met: what each adds to a text, and its text alone, of which a decoder may strip
+    the first space.
+    """
     return {}
 
 
@@ -41,7 +50,11 @@ class Detokenizer:
     """
 
     def __init__(self, tokenizer: Tokenizer, prompt_ids: Sequence[int]) -> None:
-        self.tokenizer, self.pieces, self.concatenates = tokenizer, pieces_of(tokenizer), concatenates(tokenizer)
+        self.tokenizer, self.pieces, self.concatenates = (
+            tokenizer,
+            pieces_of(tokenizer),
+            concatenates(tokenizer),
+        )
         self.ids = list(prompt_ids[-CONTEXT_TOKENS:])
         self.num_read = len(self.ids)
         self.read = self.decode(self.ids)
@@ -102,10 +115,16 @@ class StopMatcher:
 
 
 def generated_text(
-    tokenizer: Tokenizer, prompt_ids: Sequence[int], ids: Sequence[int], stops: Sequence[str], reason: str, min_new_tokens: int = 0
+    tokenizer: Tokenizer,
+    prompt_ids: Sequence[int],
+    ids: Sequence[int],
+    stops: Sequence[str],
+    reason: str,
+    min_new_tokens: int = 0,
 ) -> str:
-    """The whole text of an ended request, without special tokens; with reason `stop_sequence` it ends behind the first stop string that
-    comes after the first `min_new_tokens` tokens."""
+    """The whole text of an ended request, without special tokens; with reason `stop_sequence` it ends behind
+    the first stop string that comes after the first `min_new_tokens` tokens.
+    """
     text = clean_text(tokenizer, prompt_ids, ids)
     if reason != "stop_sequence":
         return text

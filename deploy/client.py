@@ -1,4 +1,6 @@
-"""What the commands that speak HTTP share: where the server is, how its frames are read, and what went wrong in one line."""
+"""What the commands that speak HTTP share: where the server is, how its frames are read, and what went wrong
+in one line.
+"""
 
 import argparse
 import contextlib
@@ -32,7 +34,12 @@ def complain(trouble: Trouble) -> int:
 
 def add_url(parser: argparse.ArgumentParser) -> None:
     port = Settings.read([], {"PORT": os.environ.get("PORT", "")}).port
-    parser.add_argument("--url", type=base_url, default=f"http://127.0.0.1:{port}", help="the server (default: %(default)s, by PORT)")
+    parser.add_argument(
+        "--url",
+        type=base_url,
+        default=f"http://127.0.0.1:{port}",
+        help="the server (default: %(default)s, by PORT)",
+    )
 
 
 def base_url(text: str) -> str:
@@ -56,7 +63,10 @@ def new_client(kind: type[Client], url: str, read_s: float, key: str | None) -> 
     if key is not None and not key.isascii():
         raise Trouble("a key for the server (API_KEY) has letters that no header can carry")
     headers = {"accept-encoding": "identity"} | ({"authorization": f"Bearer {key}"} if key else {})
-    timeout, limits = httpx.Timeout(read_s, connect=CONNECT_S), httpx.Limits(max_connections=None, max_keepalive_connections=None)
+    timeout, limits = (
+        httpx.Timeout(read_s, connect=CONNECT_S),
+        httpx.Limits(max_connections=None, max_keepalive_connections=None),
+    )
     proxies = urlsplit(url).hostname not in LOOPBACK
     try:
         return kind(base_url=url, timeout=timeout, limits=limits, headers=headers, trust_env=proxies)
@@ -74,7 +84,9 @@ def explained(url: str) -> Iterator[None]:
     try:
         yield
     except httpx.ConnectError as error:
-        raise Trouble(f"no server answers at {url} ({error}); `tokenfleet serve` starts one, --url names another") from error
+        raise Trouble(
+            f"no server answers at {url} ({error}); `tokenfleet serve` starts one, --url names another"
+        ) from error
     except httpx.TimeoutException as error:
         raise Trouble(f"{url} does not answer ({type(error).__name__})") from error
     except (httpx.HTTPError, httpx.InvalidURL) as error:
@@ -125,9 +137,11 @@ def harmless(text: str) -> str:
 
 
 class Frames:
-    """Server-sent events, whole or in pieces: `feed` yields the objects that a chunk of bytes completes; `[DONE]` is none.
+    """Server-sent events, whole or in pieces: `feed` yields the objects that a chunk of bytes completes;
+    `[DONE]` is none.
 
-    Lines end with a line feed only: a JSON text may hold the other characters at which `str.splitlines` would cut.
+    Lines end with a line feed only: a JSON text may hold the other characters at which `str.splitlines` would
+    cut.
     """
 
     def __init__(self) -> None:
@@ -142,6 +156,8 @@ class Frames:
             try:
                 frame = orjson.loads(data)
             except orjson.JSONDecodeError as error:
-                raise Trouble(f"the server sent a frame that is not JSON: {shown(data.decode(errors='replace'))}") from error
+                raise Trouble(
+                    f"the server sent a frame that is not JSON: {shown(data.decode(errors='replace'))}"
+                ) from error
             if isinstance(frame, dict):
                 yield frame

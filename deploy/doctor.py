@@ -1,4 +1,6 @@
-"""`tokenfleet doctor`: what of this machine and of the settings would not work, and how to mend it. Starts nothing, fetches nothing."""
+"""`tokenfleet doctor`: what of this machine and of the settings would not work, and how to mend it. Starts
+nothing, fetches nothing.
+"""
 
 import asyncio
 import os
@@ -39,7 +41,9 @@ QUERY = ("nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One line. `level` is ok, warn (it works, but not well) or fail (it cannot work); `fix` is empty where all is well."""
+    """One line. `level` is ok, warn (it works, but not well) or fail (it cannot work); `fix` is empty where
+    all is well.
+    """
 
     level: str
     found: str
@@ -68,11 +72,16 @@ def table(findings: dict[str, Finding]) -> Table:
     for _ in range(4):
         rows.add_column(overflow="fold")
     for name, finding in findings.items():
-        rows.add_row(Text(finding.level, STYLES[finding.level]), name, Text(finding.found), Text(finding.fix and f"→ {finding.fix}"))
+        rows.add_row(
+            Text(finding.level, STYLES[finding.level]),
+            name,
+            Text(finding.found),
+            Text(finding.fix and f"→ {finding.fix}"),
+        )
     return rows
 
 
-# --- this machine -----------------------------------------------------------------------------------------------------------------
+# --- this machine -------------------------------------------------------------------------------------------
 
 
 def check_python(_: Settings) -> Finding:
@@ -88,9 +97,17 @@ def check_torch(_: Settings) -> Finding:
         build = version("torch")
         found = f"torch {build}, transformers {version('transformers')}"
     except PackageNotFoundError as error:
-        return Finding("warn", f"no {error.name}: no worker can run here, gateways and batchers can", "pip install -e '.[worker]'")
+        return Finding(
+            "warn",
+            f"no {error.name}: no worker can run here, gateways and batchers can",
+            "pip install -e '.[worker]'",
+        )
     if checks.NVIDIA.exists() and build.endswith("+cpu"):
-        return Finding("warn", f"{found} is built for CPU only, and here is a GPU", "pip install a torch with CUDA from pytorch.org")
+        return Finding(
+            "warn",
+            f"{found} is built for CPU only, and here is a GPU",
+            "pip install a torch with CUDA from pytorch.org",
+        )
     return Finding("ok", found)
 
 
@@ -102,7 +119,9 @@ def check_gpu(settings: Settings) -> Finding:
     if answer is not None and answer.returncode == 0 and answer.stdout.strip():
         return Finding("ok", "; ".join(answer.stdout.strip().splitlines()))
     if checks.NVIDIA.exists():
-        return Finding("warn", "a GPU whose driver does not answer nvidia-smi", "look at `nvidia-smi` and `dmesg`")
+        return Finding(
+            "warn", "a GPU whose driver does not answer nvidia-smi", "look at `nvidia-smi` and `dmesg`"
+        )
     if settings.device == "cuda":
         return Finding("fail", "no NVIDIA driver, but DEVICE=cuda", "install the driver, or DEVICE=auto")
     return Finding("ok", "none; workers compute on the CPU")
@@ -114,14 +133,20 @@ def check_bfloat16(settings: Settings) -> Finding:
     if cpu.has_bfloat16():
         return Finding("ok", f"this processor has it ({cpu.num_cores()} cores)")
     if settings.dtype in ("bfloat16", "float16"):
-        return Finding("warn", f"this processor has none: {settings.dtype} is slow on it", "DTYPE=float32, or auto")
+        return Finding(
+            "warn", f"this processor has none: {settings.dtype} is slow on it", "DTYPE=float32, or auto"
+        )
     return Finding("ok", f"this processor has none, so weights are float32 ({cpu.num_cores()} cores)")
 
 
 def check_compiler(_: Settings) -> Finding:
     path = next((path for name in COMPILERS if (path := shutil.which(name))), None)
     if path is None:
-        return Finding("warn", "none; attention in C++ cannot be built, and torch's is slower on CPU", "apt install g++, or the like")
+        return Finding(
+            "warn",
+            "none; attention in C++ cannot be built, and torch's is slower on CPU",
+            "apt install g++, or the like",
+        )
     return Finding("ok", path)
 
 
@@ -132,13 +157,19 @@ def check_kernels(settings: Settings) -> Finding:
     try:
         found = f"FlashInfer {version('flashinfer-python')}"
     except PackageNotFoundError:
-        return Finding("warn", "no FlashInfer: torch's attention is used on the GPU, and is slower", "pip install -e '.[cuda]'")
+        return Finding(
+            "warn",
+            "no FlashInfer: torch's attention is used on the GPU, and is slower",
+            "pip install -e '.[cuda]'",
+        )
     nvcc = find_nvcc()
     if nvcc is None:
         fix = "install the CUDA toolkit that torch is built for, and set CUDA_HOME if nvcc is neither in PATH nor in /usr/local/cuda/bin"
         return Finding("fail", f"{found} has no nvcc to compile its kernels with", fix)
     if not any(map(shutil.which, COMPILERS)):
-        return Finding("fail", f"{found} and Triton have no C++ compiler beside nvcc", "apt install g++, or the like")
+        return Finding(
+            "fail", f"{found} and Triton have no C++ compiler beside nvcc", "apt install g++, or the like"
+        )
     return Finding("ok", f"{found}, compiled by {nvcc}")
 
 
@@ -165,7 +196,11 @@ def check_memory(settings: Settings) -> Finding:
 
 
 def check_disk(_: Settings) -> Finding:
-    folder = next(folder for folder in (model_files.cache_folder(), *model_files.cache_folder().parents) if folder.is_dir())
+    folder = next(
+        folder
+        for folder in (model_files.cache_folder(), *model_files.cache_folder().parents)
+        if folder.is_dir()
+    )
     free_bytes = shutil.disk_usage(folder).free
     found = f"{in_gib(free_bytes)} free in {folder}"
     if not os.access(folder, os.W_OK):
@@ -180,11 +215,17 @@ def check_files(settings: Settings) -> Finding:
     wanted = settings.max_concurrent_requests + SPARE_FILES
     if soft == resource.RLIM_INFINITY or soft >= wanted:
         return Finding("ok", f"{soft} for each process")
-    fix = f"ulimit -n {wanted}" if hard == resource.RLIM_INFINITY or hard >= wanted else f"raise the hard limit to {wanted}"
-    return Finding("warn", f"{soft}: too few for MAX_CONCURRENT_REQUESTS={settings.max_concurrent_requests}", fix)
+    fix = (
+        f"ulimit -n {wanted}"
+        if hard == resource.RLIM_INFINITY or hard >= wanted
+        else f"raise the hard limit to {wanted}"
+    )
+    return Finding(
+        "warn", f"{soft}: too few for MAX_CONCURRENT_REQUESTS={settings.max_concurrent_requests}", fix
+    )
 
 
-# --- what the fleet stands on -----------------------------------------------------------------------------------------------------
+# --- what the fleet stands on -------------------------------------------------------------------------------
 
 
 def check_port(settings: Settings) -> Finding:
@@ -199,16 +240,30 @@ def check_broker(settings: Settings) -> Finding:
     try:
         return Finding("ok", f"embedded: {get_binary_path().name}")
     except ValkeyBinaryNotFoundError as error:
-        return Finding("fail", f"no embedded broker for this machine ({error})", "start a Redis 7 or later, and set REDIS_URL")
+        return Finding(
+            "fail",
+            f"no embedded broker for this machine ({error})",
+            "start a Redis 7 or later, and set REDIS_URL",
+        )
 
 
 def check_model(settings: Settings) -> Finding:
     path = model_files.present(settings.model_id, settings.revision)
     if path is None:
-        return Finding("warn", f"{settings.model_id} is fetched or converted first", f"tokenfleet download-weights {settings.model_id}")
+        return Finding(
+            "warn",
+            f"{settings.model_id} is fetched or converted first",
+            f"tokenfleet download-weights {settings.model_id}",
+        )
     if not model_files.weights(path) and not settings.makes_weights:
-        return Finding("fail", f"{path} has no whole set of .safetensors files", "only safetensors and GGUF are served")
-    size = "random weights" if settings.makes_weights else in_gib(sum(file.stat().st_size for file in model_files.weights(path)))
+        return Finding(
+            "fail", f"{path} has no whole set of .safetensors files", "only safetensors and GGUF are served"
+        )
+    size = (
+        "random weights"
+        if settings.makes_weights
+        else in_gib(sum(file.stat().st_size for file in model_files.weights(path)))
+    )
     return Finding("ok", f"{settings.model_id}: {size}, up to {model_files.context(path)} tokens, in {path}")
 
 

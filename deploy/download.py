@@ -1,4 +1,6 @@
-"""`tokenfleet download-weights MODEL_ID`: fetches (or converts) a model now, with TGI's flags, and prints where it is."""
+"""`tokenfleet download-weights MODEL_ID`: fetches (or converts) a model now, with TGI's flags, and prints
+where it is.
+"""
 
 import os
 import sys
@@ -27,9 +29,13 @@ def main(argv: Sequence[str]) -> int:
 
 def read_settings(argv: Sequence[str]) -> Settings:
     parser = FlagParser(prog="tokenfleet download-weights", allow_abbrev=False, description=DESCRIPTION)
-    parser.add_argument("model_id", nargs="?", help="hub id, directory, GGUF file or `smollm2` (default: MODEL_ID)")
+    parser.add_argument(
+        "model_id", nargs="?", help="hub id, directory, GGUF file or `smollm2` (default: MODEL_ID)"
+    )
     parser.add_argument("--revision", help="of a hub model")
-    parser.add_argument("--extension", default=".safetensors", help="only .safetensors (GGUF files are converted)")
+    parser.add_argument(
+        "--extension", default=".safetensors", help="only .safetensors (GGUF files are converted)"
+    )
     for flag in ("--logger-level", "--huggingface-hub-cache"):
         parser.add_argument(flag, help="as for `serve`")
     for name, help in SWITCHES.items():
@@ -37,11 +43,18 @@ def read_settings(argv: Sequence[str]) -> Settings:
     flags = parser.parse_args(list(argv))
     switches = {name: convert(bool, getattr(flags, name), flag_of(name)) for name in SWITCHES}
     if flags.extension != ".safetensors":
-        raise SettingError("--extension", f"{flags.extension} is not served: only .safetensors, and GGUF files, which are converted")
+        raise SettingError(
+            "--extension",
+            f"{flags.extension} is not served: only .safetensors, and GGUF files, which are converted",
+        )
     if switches["merge_lora"]:
         raise SettingError("--merge-lora", "adapters are not built yet; merge the adapter into the model")
     words = ("revision", "logger_level", "huggingface_hub_cache", "model_id")
-    given = [f"--{word.replace('_', '-')}={getattr(flags, word)}" for word in words if getattr(flags, word) is not None]
+    given = [
+        f"--{word.replace('_', '-')}={getattr(flags, word)}"
+        for word in words
+        if getattr(flags, word) is not None
+    ]
     return Settings.read(given, prog="tokenfleet download-weights")
 
 
@@ -54,6 +67,9 @@ def download(settings: Settings) -> int:
         with progress() as show:
             path = model_files.resolve(settings.model_id, settings.revision, show)
     if not model_files.weights(path):
-        raise SettingError("model_id", f"{settings.model_id} has no whole set of .safetensors files in {path}; nothing else is served")
+        raise SettingError(
+            "model_id",
+            f"{settings.model_id} has no whole set of .safetensors files in {path}; nothing else is served",
+        )
     print(os.fspath(path))
     return 0

@@ -12,7 +12,17 @@ from rich.table import Table
 from rich.text import Text
 
 from common.settings.flags import FlagParser
-from deploy.client import Trouble, add_url, api_key, check, complain, explained, harmless, new_client, unexpected
+from deploy.client import (
+    Trouble,
+    add_url,
+    api_key,
+    check,
+    complain,
+    explained,
+    harmless,
+    new_client,
+    unexpected,
+)
 
 ANSWER_S = 15.0
 ENDS = {
@@ -38,8 +48,15 @@ Happening = dict[str, Any]
 
 def main(argv: Sequence[str]) -> int:
     """Returns 1 when nothing is known of the request. Raises SettingError for flags that are not ours."""
-    parser = FlagParser(prog="tokenfleet explain", allow_abbrev=False, description="What happened to a request: where it waited and ran.")
-    parser.add_argument("request_id", help="as in the header x-request-id of its answer, with or without the number of a choice")
+    parser = FlagParser(
+        prog="tokenfleet explain",
+        allow_abbrev=False,
+        description="What happened to a request: where it waited and ran.",
+    )
+    parser.add_argument(
+        "request_id",
+        help="as in the header x-request-id of its answer, with or without the number of a choice",
+    )
     add_url(parser)
     flags = parser.parse_args(list(argv))
     try:
@@ -76,12 +93,18 @@ def timeline(life: Sequence[Happening]) -> Table:
     begin_ms = life[0]["at_ms"]
     for one, words in zip(life, told(life), strict=True):
         clock = datetime.fromtimestamp(one["at_ms"] / 1000).strftime("%H:%M:%S.%f")[:-3]
-        table.add_row(clock, f"+{max(0, one['at_ms'] - begin_ms) / 1000:.3f} s", Text(harmless(words), style=STYLES.get(one["what"], "")))
+        table.add_row(
+            clock,
+            f"+{max(0, one['at_ms'] - begin_ms) / 1000:.3f} s",
+            Text(harmless(words), style=STYLES.get(one["what"], "")),
+        )
     return table
 
 
 def told(life: Sequence[Happening]) -> Iterator[str]:
-    """What happened, in words; a pause begins with what first interrupted the request, and ends with its next token."""
+    """What happened, in words; a pause begins with what first interrupted the request, and ends with its next
+    token.
+    """
     pause: Happening | None = None
     for one in life:
         match one["what"]:
@@ -89,7 +112,11 @@ def told(life: Sequence[Happening]) -> Iterator[str]:
                 yield token(one, life[0], pause)
                 pause = None
             case "placed":
-                waited = f" after {seconds(life[0], one)} in the queue" if one["attempt"] == 1 and life[0]["what"] == "queued" else ""
+                waited = (
+                    f" after {seconds(life[0], one)} in the queue"
+                    if one["attempt"] == 1 and life[0]["what"] == "queued"
+                    else ""
+                )
                 yield f"placed on {one['worker']}, attempt {one['attempt']}{waited}"
             case _:
                 yield words(one)
@@ -100,7 +127,9 @@ def token(one: Happening, begin: Happening, pause: Happening | None) -> str:
     """The first token of an attempt."""
     if one["num_tokens"] > 1:
         return f"token {one['num_tokens']}" + (f": resumed after {seconds(pause, one)}" if pause else "")
-    return "first token" + (f", {seconds(begin, one)} after it was queued" if begin["what"] == "queued" else "")
+    return "first token" + (
+        f", {seconds(begin, one)} after it was queued" if begin["what"] == "queued" else ""
+    )
 
 
 def words(one: Happening) -> str:

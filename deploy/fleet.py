@@ -46,11 +46,15 @@ def command(module: str) -> list[str]:
 
 
 def new_fleet(settings: Settings, broker: Broker | None) -> Fleet:
-    """A fleet not yet started. `broker` is the one to start, None where `settings.redis_url` leads to another."""
+    """A fleet not yet started. `broker` is the one to start, None where `settings.redis_url` leads to
+    another.
+    """
     environ = settings.environ()
 
     def members(kind: str, count: int) -> list[Process]:
-        return [Process(kind, f"{kind[0]}{number}", command(MODULES[kind]), environ) for number in range(count)]
+        return [
+            Process(kind, f"{kind[0]}{number}", command(MODULES[kind]), environ) for number in range(count)
+        ]
 
     fleet = Fleet(
         settings=settings,
@@ -74,5 +78,7 @@ def number_ports(processes: Sequence[Process], name: str, first: int, taken: dic
         raise SettingError(name, f"{first} leaves no room for {len(processes)} ports up to {MAX_PORT}")
     for port, process in enumerate(processes, first):
         if (other := taken.setdefault(port, name)) != name:
-            raise SettingError(name, f"from {first} on, {len(processes)} are needed, but {port} is for {other}")
+            raise SettingError(
+                name, f"from {first} on, {len(processes)} are needed, but {port} is for {other}"
+            )
         process.environ = process.environ | {name: str(port)}

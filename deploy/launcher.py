@@ -1,4 +1,6 @@
-"""`tokenfleet serve`: starts the whole fleet on this machine, keeps every process of it alive, and ends it in order."""
+"""`tokenfleet serve`: starts the whole fleet on this machine, keeps every process of it alive, and ends it in
+order.
+"""
 
 import asyncio
 import contextlib
@@ -57,7 +59,9 @@ def serve(settings: Settings) -> int:
 
 
 async def run(fleet: Fleet) -> int:
-    """Starts and supervises the processes until a signal or a fatal end. Returns the exit code; no process is left."""
+    """Starts and supervises the processes until a signal or a fatal end. Returns the exit code; no process is
+    left.
+    """
     over = Over(0)
     try:
         async with asyncio.TaskGroup() as tasks:
@@ -100,7 +104,13 @@ async def supervise(process: Process, fleet: Fleet, tasks: asyncio.TaskGroup) ->
                 raise Over(os.EX_CONFIG)
             raise Over(1, f"{process.name} ended before the fleet was ready: {describe(returncode)}")
         pause_s = process.restarts.pause_s(lived_s)
-        log.warning("%s ended after %.1f s: %s; starts again in %.1f s", process.name, lived_s, describe(returncode), pause_s)
+        log.warning(
+            "%s ended after %.1f s: %s; starts again in %.1f s",
+            process.name,
+            lived_s,
+            describe(returncode),
+            pause_s,
+        )
         await asyncio.sleep(pause_s)
 
 
@@ -167,7 +177,9 @@ async def heed_signals(fleet: Fleet) -> None:
 
 
 async def asked_again(asked: asyncio.Event) -> None:
-    """Who signals our whole group is often followed by who passes the same signal on (make, timeout, systemd): that is one request."""
+    """Who signals our whole group is often followed by who passes the same signal on (make, timeout,
+    systemd): that is one request.
+    """
     await asyncio.sleep(ONE_REQUEST_S)
     asked.clear()
     await asked.wait()

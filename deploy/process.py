@@ -20,9 +20,11 @@ KILL_S = 3.0
 
 @dataclass(slots=True)
 class Restarts:
-    """When a process that ended starts again: at once the first time, then 0.5, 1, 2 … 10 s after its last start.
+    """When a process that ended starts again: at once the first time, then 0.5, 1, 2 … 10 s after its last
+    start.
 
-    A life of SHORT_LIFE_S or more starts the count anew: no loop is tight then, and who is killed while it works is back at once.
+    A life of SHORT_LIFE_S or more starts the count anew: no loop is tight then, and who is killed while it
+    works is back at once.
     """
 
     num_short_lives: int = 0
@@ -49,7 +51,8 @@ def describe(returncode: int) -> str:
 
 @dataclass(slots=True)
 class Process:
-    """A process of the fleet. It leads a session of its own, so that a terminal's Ctrl-C does not reach it, and dies with us.
+    """A process of the fleet. It leads a session of its own, so that a terminal's Ctrl-C does not reach it,
+    and dies with us.
 
     Attributes:
         kind: `broker`, `batcher`, `worker`, `gateway` or `jobs`.
@@ -75,7 +78,9 @@ class Process:
         started_s = clock()
         environ = os.environ | self.environ | own
         try:
-            self.running = await asyncio.create_subprocess_exec(*self.command, env=environ, stdin=DEVNULL, start_new_session=True)
+            self.running = await asyncio.create_subprocess_exec(
+                *self.command, env=environ, stdin=DEVNULL, start_new_session=True
+            )
         except OSError as error:  # no memory, no process left: later, perhaps
             log.error("%s does not start: %s", self.name, error)
             return os.EX_OSERR, clock() - started_s

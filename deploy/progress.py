@@ -10,7 +10,9 @@ from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 @contextlib.contextmanager
 def progress() -> Iterator[Callable[[str], None]]:
-    """A function that says what is being done: one live line with the time it takes in a terminal, a line each elsewhere."""
+    """A function that says what is being done: one live line with the time it takes in a terminal, a line
+    each elsewhere.
+    """
     console = Console(stderr=True)
     if not console.is_terminal:
         yield lambda text: print(text, file=sys.stderr, flush=True)

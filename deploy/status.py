@@ -23,7 +23,14 @@ NUM_LOOKS = 4
 LATE_S = 2.0
 NEARLY_FULL = 0.9
 WIDE, MEDIUM, SMALL = 118, 72, 56
-STYLES = {"ready": "green", "active": "green", "standby": "cyan", "starting": "yellow", "draining": "yellow", "dead": "red"}
+STYLES = {
+    "ready": "green",
+    "active": "green",
+    "standby": "cyan",
+    "starting": "yellow",
+    "draining": "yellow",
+    "dead": "red",
+}
 KINDS = ("broker", "gateway", "batcher", "worker", "jobs")
 
 Snapshot = dict[str, Any]
@@ -32,9 +39,13 @@ Snapshot = dict[str, Any]
 
 def main(argv: Sequence[str]) -> int:
     """Returns 0 when at least one worker is ready. Raises SettingError for flags that are not ours."""
-    parser = FlagParser(prog="tokenfleet status", allow_abbrev=False, description="One line for every process of the fleet.")
+    parser = FlagParser(
+        prog="tokenfleet status", allow_abbrev=False, description="One line for every process of the fleet."
+    )
     add_url(parser)
-    parser.add_argument("--once", action="store_true", help="print one table and end (as when the output is no terminal)")
+    parser.add_argument(
+        "--once", action="store_true", help="print one table and end (as when the output is no terminal)"
+    )
     parser.add_argument("--json", action="store_true", help="print GET /fleet with rates, and end")
     flags = parser.parse_args(list(argv))
     console = Console()
@@ -79,7 +90,10 @@ def once(client: httpx.Client, looks: deque[Snapshot], console: Console, as_json
 
 def watch(client: httpx.Client, looks: deque[Snapshot], console: Console) -> None:
     """Until Ctrl-C. A fleet that does not answer is asked again."""
-    with contextlib.suppress(KeyboardInterrupt), Live(console=console, auto_refresh=False, transient=False) as live:
+    with (
+        contextlib.suppress(KeyboardInterrupt),
+        Live(console=console, auto_refresh=False, transient=False) as live,
+    ):
         trouble = ""
         while True:
             live.update(view(looks, console.width, trouble), refresh=True)
@@ -96,9 +110,14 @@ def num_ready(fleet: Snapshot) -> int:
 
 
 def with_rates(looks: Sequence[Snapshot]) -> Snapshot:
-    """The last look, with "tokens_per_s" (null: not known yet) for every process that counts tokens, and for the fleet."""
+    """The last look, with "tokens_per_s" (null: not known yet) for every process that counts tokens, and for
+    the fleet.
+    """
     known = rates(looks)
-    processes = [one | {"tokens_per_s": known.get(one.get("id"))} if "tokens" in one else one for one in looks[-1]["processes"]]
+    processes = [
+        one | {"tokens_per_s": known.get(one.get("id"))} if "tokens" in one else one
+        for one in looks[-1]["processes"]
+    ]
     return looks[-1] | {"processes": processes, "tokens_per_s": total(known)}
 
 
@@ -122,7 +141,11 @@ def total(known: dict[Any, float]) -> float | None:
 
 def view(looks: Sequence[Snapshot], width: int, trouble: str = "") -> RenderableType:
     known = rates(looks)
-    parts: list[RenderableType] = [head(looks[-1], total(known), width), Text(), table(looks[-1], known, width)]
+    parts: list[RenderableType] = [
+        head(looks[-1], total(known), width),
+        Text(),
+        table(looks[-1], known, width),
+    ]
     if trouble:
         parts += [Text(), Text(f"{trouble}; asking again", style="red")]
     return Group(*parts)
@@ -189,7 +212,9 @@ def line(one: Snapshot, rate: float | None, wide: bool) -> dict[str, Text]:
         "KV blocks": share(one.get("blocks"), one.get("num_blocks"), wide),
         "tokens/s": Text(number(rate, 1) if "tokens" in one else ""),
         "load": Text(load(one)),
-        "seen": Text("" if age_s is None else f"{age_s:.1f} s", style="yellow" if age_s and age_s > LATE_S else "dim"),
+        "seen": Text(
+            "" if age_s is None else f"{age_s:.1f} s", style="yellow" if age_s and age_s > LATE_S else "dim"
+        ),
     }
 
 
@@ -199,7 +224,11 @@ def text(value: Any, style: str) -> Text:
 
 def load(one: Snapshot) -> str:
     """What waits at a batcher, the streams that a gateway holds open, a broker's commands."""
-    figures = ((one.get("waiting"), "waiting"), (one.get("streams"), "streams"), (one.get("commands_per_s"), "ops/s"))
+    figures = (
+        (one.get("waiting"), "waiting"),
+        (one.get("streams"), "streams"),
+        (one.get("commands_per_s"), "ops/s"),
+    )
     return ", ".join(f"{number(value)} {unit}" for value, unit in figures if value is not None)
 
 
@@ -217,7 +246,9 @@ def bar(part: float, cells: int = 8) -> Text:
     eighths = round(min(1.0, max(0.0, part)) * cells * 8) or int(part > 0)
     full, rest = divmod(eighths, 8)
     filled = "█" * full + (" ▏▎▍▌▋▊▉"[rest] if rest else "")
-    return Text.assemble((filled, "green" if part < NEARLY_FULL else "yellow"), ("·" * (cells - len(filled)), "dim"))
+    return Text.assemble(
+        (filled, "green" if part < NEARLY_FULL else "yellow"), ("·" * (cells - len(filled)), "dim")
+    )
 
 
 def number(value: float | None, digits: int = 0) -> str:

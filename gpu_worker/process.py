@@ -36,16 +36,24 @@ SEAL_TIMEOUT_S = 2.0
 
 async def serve(settings: Settings, name: str, incarnation: str) -> int:
     """Serves as one incarnation. Returns the exit status."""
-    directory = model_files.resolve(settings.model_id, settings.revision, log.info, weightless=settings.makes_weights)
+    directory = model_files.resolve(
+        settings.model_id, settings.revision, log.info, weightless=settings.makes_weights
+    )
     given = Place.read(os.environ)
     places = [given] if given.world_size > 1 else local_places(gpu_claims.num_ranks(settings))
-    held = gpu_claims.claim(settings, len(places)) if given.world_size == 1 else {}  # torchrun's ranks take those that they are given
+    held = (
+        gpu_claims.claim(settings, len(places)) if given.world_size == 1 else {}
+    )  # torchrun's ranks take those that they are given
     devices = {"CUDA_VISIBLE_DEVICES": ",".join(held)} if held else {}
-    engine = await EngineLink.start({**settings.environ(), **devices, "MODEL_ID": str(directory), "WORKER_NAME": name}, places)
+    engine = await EngineLink.start(
+        {**settings.environ(), **devices, "MODEL_ID": str(directory), "WORKER_NAME": name}, places
+    )
     try:
         table = Table(Tokenizer.from_file(str(directory / "tokenizer.json")))
         ready = await loaded(settings, engine, incarnation)
-        return await serve_engine(settings, engine, table, capacity(settings, ready, name, incarnation, directory))
+        return await serve_engine(
+            settings, engine, table, capacity(settings, ready, name, incarnation, directory)
+        )
     except EngineRefused as error:
         raise SettingError(error.setting, error.cause) from error
     except EngineDied as error:
@@ -81,15 +89,22 @@ async def serve_engine(settings: Settings, engine: EngineLink, table: Table, wor
 
 
 def capacity(settings: Settings, ready: Ready, name: str, incarnation: str, directory: Path) -> Worker:
-    """What is announced. Raises SettingError for a limit that leaves no room, or that asks for more room than there is."""
+    """What is announced. Raises SettingError for a limit that leaves no room, or that asks for more room than
+    there is.
+    """
     budget = settings.max_batch_total_tokens
     num_blocks = ready.num_blocks if budget is None else min(ready.num_blocks, budget // ready.block_size)
     if not num_blocks:
-        raise SettingError("max_batch_total_tokens", f"{budget} is less than one block of {ready.block_size} tokens")
+        raise SettingError(
+            "max_batch_total_tokens", f"{budget} is less than one block of {ready.block_size} tokens"
+        )
     longest = min(ready.context, num_blocks * ready.block_size)
     for setting in ("max_total_tokens", "max_input_tokens"):
         if (getattr(settings, setting) or 0) > longest:
-            raise SettingError(setting, f"{getattr(settings, setting)} is more than the {longest} tokens that context and KV cache allow")
+            raise SettingError(
+                setting,
+                f"{getattr(settings, setting)} is more than the {longest} tokens that context and KV cache allow",
+            )
     return Worker(
         incarnation=incarnation,
         name=name,
@@ -110,19 +125,29 @@ async def seal(redis: Redis, keys: Keys, incarnation: str) -> None:
     """Our last word: whoever follows our reports learns at once that nothing more comes."""
     try:
         async with asyncio.timeout(SEAL_TIMEOUT_S):
-            logs_of = [keys.log(incarnation), keys.reports(incarnation), keys.worker(incarnation), keys.workers]
+            logs_of = [
+                keys.log(incarnation),
+                keys.reports(incarnation),
+                keys.worker(incarnation),
+                keys.workers,
+            ]
             await script(redis, "seal")(keys=logs_of, args=[incarnation])
     except (*ERRORS, TimeoutError) as error:
         log.warning("not sealed: %s", cause(error))
 
 
 def main() -> None:
-    """A worker; or, where torchrun started us as a rank above 0, one more process of the engine of a worker elsewhere."""
+    """A worker; or, where torchrun started us as a rank above 0, one more process of the engine of a worker
+    elsewhere.
+    """
     own = begin("worker", "w0")
     with exit_when_unservable():
         settings, place = Settings.read([]), Place.read(os.environ)
         if place.world_size not in (1, settings.num_shard or place.world_size):
-            raise SettingError("num_shard", f"{settings.num_shard}, but torchrun started {place.world_size} ranks (WORLD_SIZE)")
+            raise SettingError(
+                "num_shard",
+                f"{settings.num_shard}, but torchrun started {place.world_size} ranks (WORLD_SIZE)",
+            )
         if place.rank:
             os.execv(sys.executable, [sys.executable, "-P", "-m", "gpu_worker.engine"])
         enter(own, settings)

@@ -1,8 +1,9 @@
 """The door between agent and engine: what goes through it, and nothing else does.
 
-Frames follow each other on one stream socket. A frame is a msgpack array: its name, then its fields in order. The agent sends `Grant`;
-the engine sends `Progress` while it loads, `Ready` once, then one `Step` for each step (and for each boundary at which rows were stopped
-without a step). Ids and blocks travel as packed little-endian int32, log-probabilities as packed float32, sampled tokens as `SAMPLE`s.
+Frames follow each other on one stream socket. A frame is a msgpack array: its name, then its fields in order.
+The agent sends `Grant`; the engine sends `Progress` while it loads, `Ready` once, then one `Step` for each
+step (and for each boundary at which rows were stopped without a step). Ids and blocks travel as packed
+little-endian int32, log-probabilities as packed float32, sampled tokens as `SAMPLE`s.
 
 The engine knows token ids, rows and blocks. It does not know text, requests, attempts, Redis or time limits.
 """
@@ -30,7 +31,8 @@ class DoorError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class StartRow:
-    """A row that starts: the KV of `ids` is computed (a prefill, in chunks), then tokens `base`, `base + 1`, … are sampled.
+    """A row that starts: the KV of `ids` is computed (a prefill, in chunks), then tokens `base`, `base + 1`,
+    … are sampled.
 
     Attributes:
         row: number of the row, unique in this engine's life.
@@ -38,13 +40,15 @@ class StartRow:
         base: index of the first token to sample; 0 for a request that starts fresh.
         end: the row ends with reason `length` once it sampled the token of index `end - 1`.
         ignore_eos: whether an end-of-sequence token ends the row.
-        min_end: before the row has sampled the token of index `min_end - 1`, ids that would end it are not sampled.
+        min_end: before the row has sampled the token of index `min_end - 1`, ids that would end it are not
+            sampled.
         stop_ids: packed int32; ids that end the row with reason `stop_sequence`.
         top_n: so many of the likeliest tokens are reported with each token.
-        prompt_logprobs: the log-probabilities of `ids` but the first are reported, and so many of the likeliest tokens at each place; None
-            reports nothing of them.
+        prompt_logprobs: the log-probabilities of `ids` but the first are reported, and so many of the
+            likeliest tokens at each place; None reports nothing of them.
         sampling: None is greedy, with nothing to change.
-        blocks: packed int32; KV blocks, in order, that the row owns at first. Block 0 is scratch and never granted.
+        blocks: packed int32; KV blocks, in order, that the row owns at first. Block 0 is scratch and never
+            granted.
     """
 
     row: int
@@ -66,10 +70,13 @@ class Grant:
 
     Attributes:
         until: the last step that may be run; never smaller than in an earlier grant.
-        prefill_tokens: prompt tokens in one step, over all rows; prompts longer than what is left are chunked, in the order of starts.
+        prefill_tokens: prompt tokens in one step, over all rows; prompts longer than what is left are
+            chunked, in the order of starts.
         starts: rows that start.
-        blocks: (row, packed int32 blocks) appended to what the row owns. Unknown rows are ignored: they have ended.
-        stops: (row, why): the row takes part in no further step and is reported ended with `why`. Unknown rows are ignored.
+        blocks: (row, packed int32 blocks) appended to what the row owns. Unknown rows are ignored: they have
+            ended.
+        stops: (row, why): the row takes part in no further step and is reported ended with `why`. Unknown
+            rows are ignored.
     """
 
     until: int
@@ -112,21 +119,25 @@ class Ready:
 
 @dataclass(slots=True)
 class Step:
-    """What one step brought. It is not frozen, for there is one a token where one row runs: that takes seven times as long to make.
+    """What one step brought. It is not frozen, for there is one a token where one row runs: that takes seven
+    times as long to make.
 
     Attributes:
-        step: number of the step, counted from 1 in this engine's life; a boundary without a step repeats the last number, and so does a
-            sign of life, every five seconds at least, while rows wait that no step can hold.
+        step: number of the step, counted from 1 in this engine's life; a boundary without a step repeats the
+            last number, and so does a sign of life, every five seconds at least, while rows wait that no step
+            can hold.
         samples: packed `SAMPLE`s, one for each sampled token.
-        tops: (place among the samples, packed int32 ids, packed float32 log-probabilities): the `top_n` likeliest tokens, likeliest first;
-            -inf for those that truncation left out.
-        prompts: of rows that ask for it, each chunk in the step that computed it: (row, position of the first token told of, packed float32
-            log-probabilities of the tokens from there on, each given those before it and as the model has them, packed int32 ids and packed
-            float32 log-probabilities of the `prompt_logprobs` likeliest tokens in place of each, likeliest first).
+        tops: (place among the samples, packed int32 ids, packed float32 log-probabilities): the `top_n`
+            likeliest tokens, likeliest first; -inf for those that truncation left out.
+        prompts: of rows that ask for it, each chunk in the step that computed it: (row, position of the first
+            token told of, packed float32 log-probabilities of the tokens from there on, each given those
+            before it and as the model has them, packed int32 ids and packed float32 log-probabilities of the
+            `prompt_logprobs` likeliest tokens in place of each, likeliest first).
         prefilled: (row, kv_len) of rows whose prefill this step completed.
-        ended: (row, why, end index, exclusive). `length`, `eos_token` and `stop_sequence` (a stop id) are the engine's own words,
-            others repeat a stop's `why`.
-        released: (row, kv_len): the last launched step that held the row is over; its blocks may be granted to others.
+        ended: (row, why, end index, exclusive). `length`, `eos_token` and `stop_sequence` (a stop id) are the
+            engine's own words, others repeat a stop's `why`.
+        released: (row, kv_len): the last launched step that held the row is over; its blocks may be granted
+            to others.
         duration_ms: of the step.
     """
 
@@ -158,7 +169,13 @@ class Failure:
 
 
 Frame = Grant | Progress | Ready | Step | Failure
-NAMES: dict[type[Frame], str] = {Grant: "grant", Progress: "progress", Ready: "ready", Step: "step", Failure: "failure"}
+NAMES: dict[type[Frame], str] = {
+    Grant: "grant",
+    Progress: "progress",
+    Ready: "ready",
+    Step: "step",
+    Failure: "failure",
+}
 
 
 def encode(frame: Frame) -> bytes:
@@ -180,7 +197,9 @@ PACKER = msgpack.Packer(default=part)
 
 
 class Frames:
-    """Cuts frames out of bytes that are fed as they come. Iterating over it gives those that are whole, each once."""
+    """Cuts frames out of bytes that are fed as they come. Iterating over it gives those that are whole, each
+    once.
+    """
 
     def __init__(self, max_part_bytes: int = MAX_PART_BYTES) -> None:
         self.max_part_bytes = max_part_bytes
@@ -215,4 +234,6 @@ def start_row(*values: Any) -> StartRow:
 
 
 MAKERS: dict[str, Callable[..., Frame]] = {name: kind for kind, name in NAMES.items()} | {"grant": grant}
-"""By the name of a frame; they take its fields. Both ends come from one checkout, so the fields themselves are trusted."""
+"""By the name of a frame; they take its fields. Both ends come from one checkout, so the fields themselves
+are trusted.
+"""

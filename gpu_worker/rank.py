@@ -32,10 +32,15 @@ class Place:
             return cls()
         try:
             rank, world_size, port = (int(environ[name]) for name in ("RANK", "WORLD_SIZE", "MASTER_PORT"))
-            local_rank, local_world_size = int(environ.get("LOCAL_RANK", rank)), int(environ.get("LOCAL_WORLD_SIZE", world_size))
+            local_rank, local_world_size = (
+                int(environ.get("LOCAL_RANK", rank)),
+                int(environ.get("LOCAL_WORLD_SIZE", world_size)),
+            )
             return cls(rank, world_size, local_rank, local_world_size, environ["MASTER_ADDR"], port)
         except (KeyError, ValueError) as error:
-            raise SettingError("rank", f"RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT belong together: {error}") from error
+            raise SettingError(
+                "rank", f"RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT belong together: {error}"
+            ) from error
 
     def environ(self) -> dict[str, str]:
         names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")

@@ -42,7 +42,9 @@ def loaded() -> Any:
     from common.settings.settings import Settings
     from gpu_worker.engine.engine import Engine  # seconds, which most tests need not wait
 
-    return Engine(Settings(dtype="float32", kv_cache_bytes=256 * 2**20, max_batch_prefill_tokens=256, debug_kv=True))
+    return Engine(
+        Settings(dtype="float32", kv_cache_bytes=256 * 2**20, max_batch_prefill_tokens=256, debug_kv=True)
+    )
 
 
 @pytest.fixture(scope="module", params=["kernels", "torch"])
@@ -60,6 +62,8 @@ def way(request: pytest.FixtureRequest) -> Iterator[None]:
 
 @pytest.fixture(params=[False, True], ids=["", "ahead"])
 def engine(request: pytest.FixtureRequest, loaded: Any) -> Any:
-    """As on CPU, where a step is read before the next is launched, and as on a device that computes by itself."""
+    """As on CPU, where a step is read before the next is launched, and as on a device that computes by
+    itself.
+    """
     loaded.ahead = request.param
     return loaded

@@ -1,7 +1,7 @@
 """The kill button of a demonstration: SIGKILL to a process of our own fleet, and to nothing else.
 
-Nobody but the person at this machine may press it: DEMO is on, the page was loaded from a loopback address, and the process that the roll
-names is, like this gateway, a child of the launcher.
+Nobody but the person at this machine may press it: DEMO is on, the page was loaded from a loopback address,
+and the process that the roll names is, like this gateway, a child of the launcher.
 """
 
 import asyncio
@@ -32,7 +32,9 @@ def forbidden(cause: str) -> Refusal:
 
 
 def check_asker(request: Request) -> None:
-    """Raises Refusal (403) unless a page of ours asks, or somebody without a page: a foreign page may send this request, too."""
+    """Raises Refusal (403) unless a page of ours asks, or somebody without a page: a foreign page may send
+    this request, too.
+    """
     host = request.headers.get("host", "")
     if not is_loopback(urlsplit(f"//{host}").hostname or ""):
         raise forbidden(f"the host {host!r} is no loopback address")
@@ -59,7 +61,9 @@ async def check_process(process: dict[str, Any]) -> None:
 async def look_at(pid: int) -> tuple[int, int, str]:
     """Parent, user and command line of a process. Raises Refusal (404) where there is none."""
     command = ("ps", "-o", "ppid=,uid=,command=", "-p", str(pid))
-    ps = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.DEVNULL)
+    ps = await asyncio.create_subprocess_exec(
+        *command, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.DEVNULL
+    )
     said, _ = await ps.communicate()
     if not said.strip():
         raise Refusal(404, "not_found", f"There is no process {pid}")

@@ -1,4 +1,6 @@
-"""The roll of a pool: every process that shows signs of life, with its figures. All of it is read from Redis: any gateway says the same."""
+"""The roll of a pool: every process that shows signs of life, with its figures. All of it is read from Redis:
+any gateway says the same.
+"""
 
 import logging
 from dataclasses import dataclass, field
@@ -41,7 +43,11 @@ class Roll:
     def requests(self) -> dict[str, int]:
         """By the word of the batcher that is active; without one, all that is live waits."""
         active = next((one for one in self.of("batcher") if one["active"]), None)
-        counts = {"waiting": active["waiting"], "running": active["rows"]} if active else {"waiting": self.num_live, "running": 0}
+        counts = (
+            {"waiting": active["waiting"], "running": active["rows"]}
+            if active
+            else {"waiting": self.num_live, "running": 0}
+        )
         return {"live": self.num_live} | counts
 
 
@@ -82,12 +88,22 @@ def describe(kind: str, said: dict[bytes, bytes], has_lease: bool) -> dict[str, 
     about: dict[str, Any] = {"host": text("host"), "pid": number("pid"), "state": text("state") or "ready"}
     match kind:
         case "starting":
-            return about | {"kind": "worker", "state": "starting", **dict.fromkeys(WORKER_FIGURES, 0), "num_blocks": 0}
+            return about | {
+                "kind": "worker",
+                "state": "starting",
+                **dict.fromkeys(WORKER_FIGURES, 0),
+                "num_blocks": 0,
+            }
         case "gateway":
             return about | {"streams": number("streams")}
         case "batcher":
             state = "active" if has_lease else "standby"
-            return about | {"state": state, "active": has_lease, "waiting": number("waiting"), "rows": number("rows")}
+            return about | {
+                "state": state,
+                "active": has_lease,
+                "waiting": number("waiting"),
+                "rows": number("rows"),
+            }
         case "worker":
             try:
                 capacity = decode(Worker, said[b"capacity"])
@@ -98,7 +114,12 @@ def describe(kind: str, said: dict[bytes, bytes], has_lease: bool) -> dict[str, 
             return (
                 about
                 | figures
-                | {"num_blocks": capacity.num_blocks, "block_size": capacity.block_size, "device": capacity.device, "dtype": capacity.dtype}
+                | {
+                    "num_blocks": capacity.num_blocks,
+                    "block_size": capacity.block_size,
+                    "device": capacity.device,
+                    "dtype": capacity.dtype,
+                }
             )
         case _:
             return about | {"running": number("running")}

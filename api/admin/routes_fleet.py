@@ -1,4 +1,6 @@
-"""GET /fleet: who is there and what they do. POST /fleet/processes/{id}/kill: the kill button of a demonstration."""
+"""GET /fleet: who is there and what they do. POST /fleet/processes/{id}/kill: the kill button of a
+demonstration.
+"""
 
 from importlib.metadata import version
 from typing import Any
@@ -14,7 +16,9 @@ from api.http.openapi import refusals
 from api.inference.pool import Gateway, gateway_of
 from api.tgi.response_schemas import ALL, ErrorResponse
 
-KILL_REFUSALS = refusals(ErrorResponse, {403: "Not for this asker, or not a process of this fleet", 404: "No such process"})
+KILL_REFUSALS = refusals(
+    ErrorResponse, {403: "Not for this asker, or not a process of this fleet", 404: "No such process"}
+)
 router = APIRouter(responses={status: ALL[status] for status in (401, 503)})
 VERSION = version("tokenfleet")
 
@@ -39,7 +43,9 @@ async def fleet(request: Request) -> Response:
 
 @router.post("/fleet/processes/{process_id}/kill", status_code=202, responses=KILL_REFUSALS)
 async def kill_process(request: Request, process_id: str) -> Response:
-    """SIGKILL to a process of this fleet. Only with DEMO, and only for a page of this machine: 403 for all others, 404 for unknown ones."""
+    """SIGKILL to a process of this fleet. Only with DEMO, and only for a page of this machine: 403 for all
+    others, 404 for unknown ones.
+    """
     gateway = gateway_of(request)
     if not gateway.settings.demo:
         raise forbidden("DEMO is not on")
@@ -49,7 +55,12 @@ async def kill_process(request: Request, process_id: str) -> Response:
         raise Refusal(404, "not_found", f"There is no process {process_id} in this fleet")
     await check_process(process)
     # Afterwards, so that a gateway that kills itself has answered.
-    return Response(encode({"killed": process_id}), 202, media_type="application/json", background=BackgroundTask(kill, process["pid"]))
+    return Response(
+        encode({"killed": process_id}),
+        202,
+        media_type="application/json",
+        background=BackgroundTask(kill, process["pid"]),
+    )
 
 
 async def call_roll(gateway: Gateway) -> processes.Roll:

@@ -20,7 +20,9 @@ router = APIRouter()
 
 @router.get("/metrics", response_class=PlainTextResponse)
 async def figures(request: Request) -> Response:
-    """What all processes of the pool have counted, and what the broker shows now; without a broker, that there is none."""
+    """What all processes of the pool have counted, and what the broker shows now; without a broker, that
+    there is none.
+    """
     gateway = gateway_of(request)
     redis, keys = gateway.redis, gateway.fleet.keys
     values: Values | None = None

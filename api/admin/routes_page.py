@@ -23,7 +23,11 @@ POLICY = "; ".join(
         "frame-ancestors 'none'",
     ]
 )
-HEADERS = {"cache-control": "no-cache", "content-security-policy": POLICY, "x-content-type-options": "nosniff"}
+HEADERS = {
+    "cache-control": "no-cache",
+    "content-security-policy": POLICY,
+    "x-content-type-options": "nosniff",
+}
 
 
 @router.head("/", include_in_schema=False)

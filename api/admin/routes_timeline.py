@@ -14,10 +14,21 @@ router = APIRouter(responses={status: ALL[status] for status in (401, 503)})
 
 @router.get("/fleet/requests/{request_id:path}", responses=refusals(ErrorResponse, {404: "No such request"}))
 async def explain(request: Request, request_id: str) -> Response:
-    """What happened to a request, and to each of its choices. 404 for one that was never heard of, or so long ago that it is forgotten."""
+    """What happened to a request, and to each of its choices. 404 for one that was never heard of, or so long
+    ago that it is forgotten.
+    """
     gateway = gateway_of(request)
     async with asking_broker():
         lives = await timeline.read(gateway.redis, gateway.fleet.keys, request_id)
     if not lives:
-        raise Refusal(404, "not_found", f"Nothing is known of a request {request_id}: it never came, or was forgotten since")
-    return Response(encode({"request_id": request_id, "lives": lives}), 200, {"cache-control": "no-store"}, "application/json")
+        raise Refusal(
+            404,
+            "not_found",
+            f"Nothing is known of a request {request_id}: it never came, or was forgotten since",
+        )
+    return Response(
+        encode({"request_id": request_id, "lives": lives}),
+        200,
+        {"cache-control": "no-store"},
+        "application/json",
+    )

@@ -21,7 +21,9 @@ Happenings = list[dict[str, Any]]
 
 
 async def read(redis: Redis, keys: Keys, request_id: str) -> dict[str, Happenings]:
-    """What happened to a request or job and to its choices, oldest first, by id; read from the newest entry back."""
+    """What happened to a request or job and to its choices, oldest first, by id; read from the newest entry
+    back.
+    """
     lives: dict[str, Happenings] = {}
     newest = "+"
     while entries := await redis.xrevrange(keys.life, newest, "-", count=CHUNK):
@@ -51,4 +53,6 @@ def is_whole(lives: dict[str, Happenings], oldest: Entry) -> bool:
     """Whether nothing before this entry can belong to these lives."""
     begins = [happenings[0] for happenings in lives.values()]
     entry_ms = int(oldest[0].split(b"-")[0])
-    return bool(begins) and all(one["what"] == "queued" and entry_ms < one["at_ms"] - SIBLINGS_MS for one in begins)
+    return bool(begins) and all(
+        one["what"] == "queued" and entry_ms < one["at_ms"] - SIBLINGS_MS for one in begins
+    )

@@ -41,4 +41,11 @@ def is_job(job: Packed) -> bool:
     name, args, kwargs, tries, queued_ms = (job.get(key) for key in ("f", "a", "k", "t", "et"))
     named = isinstance(kwargs, dict) and all(isinstance(key, str) for key in kwargs)
     counted = tries is None or (type(tries) is int and 0 <= tries < 2**31)
-    return isinstance(name, str) and isinstance(args, list) and named and counted and type(queued_ms) is int and 0 <= queued_ms < LAST_MS
+    return (
+        isinstance(name, str)
+        and isinstance(args, list)
+        and named
+        and counted
+        and type(queued_ms) is int
+        and 0 <= queued_ms < LAST_MS
+    )

@@ -24,11 +24,15 @@ HEALTH_S = 10
 MARGIN_S = 10.0
 """The fleet ends a request at its deadline, and arq a job a little later."""
 MAX_TRIES = 1000
-"""To try again costs nothing: the job is in the fleet's hands. Only a job that ends its worker again and again is given up."""
+"""To try again costs nothing: the job is in the fleet's hands. Only a job that ends its worker again and
+again is given up.
+"""
 
 
 class JobWorker(Worker):
-    """An arq worker that outlives its broker's absence and strangers' keys, and whose jobs are soon taken up by others when it dies."""
+    """An arq worker that outlives its broker's absence and strangers' keys, and whose jobs are soon taken up
+    by others when it dies.
+    """
 
     def __init__(self, redis: Redis, settings: Settings) -> None:
         keys = Keys(settings.pool)
@@ -52,7 +56,9 @@ class JobWorker(Worker):
         self.in_progress_timeout_s = settings.worker_ttl_s
 
     async def ask(self, job_id: str, content: dict[str, Any]) -> Any:
-        """The fleet's answer. An aborted job is called off; one whose worker stops goes on, and another worker waits for it."""
+        """The fleet's answer. An aborted job is called off; one whose worker stops goes on, and another
+        worker waits for it.
+        """
         try:
             return await self.client.ask(job_id, content)
         except asyncio.CancelledError:
@@ -60,7 +66,7 @@ class JobWorker(Worker):
                 await self.client.call_off(job_id)
             raise
 
-    # --- arq's verbs ----------------------------------------------------------------------------------------------------------------
+    # --- arq's verbs ----------------------------------------------------------------------------------------
 
     async def main(self) -> None:
         """Never returns."""

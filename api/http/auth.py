@@ -12,5 +12,7 @@ def check_key(request: Request) -> None:
     """Raises Refusal (401) unless the client says the key."""
     key = gateway_of(request).settings.api_key
     scheme, _, given = request.headers.get("authorization", "").partition(" ")
-    if key and not (scheme.lower() == "bearer" and secrets.compare_digest(given.strip().encode("latin-1"), key.encode())):
+    if key and not (
+        scheme.lower() == "bearer" and secrets.compare_digest(given.strip().encode("latin-1"), key.encode())
+    ):
         raise unauthorised()

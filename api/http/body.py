@@ -13,7 +13,9 @@ MAX_PROBLEMS = 5
 
 
 async def read(request: Request, shape: type[Shape], max_bytes: int) -> Shape:
-    """The body as a `shape`. Raises Refusal: 413, 415, 400 where it is not JSON, 422 that names the fields at fault."""
+    """The body as a `shape`. Raises Refusal: 413, 415, 400 where it is not JSON, 422 that names the fields at
+    fault.
+    """
     check_content_type(request)
     data = await content(request, max_bytes)
     return await aside(len(data), lambda: shaped(shape, data))
@@ -32,7 +34,9 @@ def refuse_shape(error: ValidationError) -> Refusal:
     if problems[0]["type"] == "json_invalid":
         return Refusal(400, "invalid_json", problems[0]["msg"])
     fields = [".".join(map(str, one["loc"])) or "body" for one in problems[:MAX_PROBLEMS]]
-    return invalid("; ".join(f"`{field}`: {one['msg']}" for field, one in zip(fields, problems, strict=False)), fields[0])
+    return invalid(
+        "; ".join(f"`{field}`: {one['msg']}" for field, one in zip(fields, problems, strict=False)), fields[0]
+    )
 
 
 def check_content_type(request: Request) -> None:

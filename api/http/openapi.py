@@ -1,4 +1,6 @@
-"""The description of the API at /docs and /api-doc/openapi.json. Routes read their bodies themselves, so they say here what these are."""
+"""The description of the API at /docs and /api-doc/openapi.json. Routes read their bodies themselves, so they
+say here what these are.
+"""
 
 from functools import cache
 from importlib.metadata import version
@@ -16,20 +18,35 @@ Refusals = dict[int | str, dict[str, Any]]
 
 def takes(shape: type[BaseModel]) -> dict[str, Any]:
     """A route's `openapi_extra`: its body is JSON of this shape."""
-    return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema(shape, "validation")}}}}
+    return {
+        "requestBody": {
+            "required": True,
+            "content": {"application/json": {"schema": schema(shape, "validation")}},
+        }
+    }
 
 
 def sends_events(shape: type[BaseModel], *words: str) -> dict[str, Any]:
     """The content of a route's answer that is a stream of frames of this shape, and of these words."""
-    data: dict[str, Any] = {"type": "string", "contentMediaType": "application/json", "contentSchema": schema(shape, "serialization")}
+    data: dict[str, Any] = {
+        "type": "string",
+        "contentMediaType": "application/json",
+        "contentSchema": schema(shape, "serialization"),
+    }
     if words:
         data = {"anyOf": [{"enum": list(words)}, data]}
-    return {"text/event-stream": {"schema": {"type": "object", "required": ["data"], "properties": {"data": data}}}}
+    return {
+        "text/event-stream": {
+            "schema": {"type": "object", "required": ["data"], "properties": {"data": data}}
+        }
+    }
 
 
 def refusals(shape: type[BaseModel], descriptions: dict[int, str]) -> Refusals:
     """Why a route refuses, by status; the body is of this shape."""
-    return {status: {"model": shape, "description": description} for status, description in descriptions.items()}
+    return {
+        status: {"model": shape, "description": description} for status, description in descriptions.items()
+    }
 
 
 @cache

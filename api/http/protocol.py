@@ -1,4 +1,6 @@
-"""HTTP as the server reads it. What cannot be read reaches no route; it is refused in TGI's words all the same."""
+"""HTTP as the server reads it. What cannot be read reaches no route; it is refused in TGI's words all the
+same.
+"""
 
 import uuid
 

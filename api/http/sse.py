@@ -1,4 +1,6 @@
-"""Server-sent events: when a stream has something new to show, keep-alive comments, and the end of whoever reads them."""
+"""Server-sent events: when a stream has something new to show, keep-alive comments, and the end of whoever
+reads them.
+"""
 
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 
@@ -11,16 +13,29 @@ from api.inference.stream import Stream
 KEEP_ALIVE_S = 15
 HEADERS = {"content-type": "text/event-stream", "cache-control": "no-cache", "x-accel-buffering": "no"}
 
-AppStatus.disable_automatic_graceful_drain()  # type: ignore[no-untyped-call]  # streams in flight are finished, not cut, when the server is told to stop
+# streams in flight are finished, not cut, when the server is told to stop
+AppStatus.disable_automatic_graceful_drain()  # type: ignore[no-untyped-call]
 
 
 class TokenStream(EventSourceResponse):
-    """`frames` of one or more streams as an answer. `leave` is called once for each, when it is sent or its client is gone."""
+    """`frames` of one or more streams as an answer. `leave` is called once for each, when it is sent or its
+    client is gone.
+    """
 
     def __init__(
-        self, frames: AsyncIterator[bytes], streams: Sequence[Stream], headers: Mapping[str, str], leave: Callable[[Stream], None]
+        self,
+        frames: AsyncIterator[bytes],
+        streams: Sequence[Stream],
+        headers: Mapping[str, str],
+        leave: Callable[[Stream], None],
     ) -> None:
-        super().__init__(frames, headers=HEADERS | dict(headers), sep="\n", ping=KEEP_ALIVE_S, ping_message_factory=keep_alive)
+        super().__init__(
+            frames,
+            headers=HEADERS | dict(headers),
+            sep="\n",
+            ping=KEEP_ALIVE_S,
+            ping_message_factory=keep_alive,
+        )
         self.streams, self.leave = streams, leave
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -32,8 +47,9 @@ class TokenStream(EventSourceResponse):
                 self.leave(stream)
 
     async def _stream_response(self, send: Send) -> None:
-        """As the library does it, without what it does for every chunk: these are bytes already, to send them has no deadline, and nobody
-        between us and the server has to do with more than the start."""
+        """As the library does it, without what it does for every chunk: these are bytes already, to send them
+        has no deadline, and nobody between us and the server has to do with more than the start.
+        """
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
         async for chunk in self.body_iterator:
             await self.send_body({"type": "http.response.body", "body": chunk, "more_body": True})
@@ -51,7 +67,8 @@ def frame(body: bytes) -> bytes:
 
 
 async def news(stream: Stream) -> AsyncIterator[tuple[range, bool]]:
-    """(indices of tokens to show now, whether the stream has ended), as often as there is something new, up to the end.
+    """(indices of tokens to show now, whether the stream has ended), as often as there is something new, up
+    to the end.
 
     The last token of a finished answer is in no range: it is shown together with the end.
     """

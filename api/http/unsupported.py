@@ -9,7 +9,9 @@ Unserved = Mapping[str, Collection[object]]
 
 
 def check_served(given: Mapping[str, object], unserved: Unserved, elsewhere: Collection[str]) -> None:
-    """Raises Refusal (422) for what is unserved, and for what only routes elsewhere have; names that nobody knows are ignored."""
+    """Raises Refusal (422) for what is unserved, and for what only routes elsewhere have; names that nobody
+    knows are ignored.
+    """
     for name, value in given.items():
         if value is None or value in unserved.get(name, ()):
             continue

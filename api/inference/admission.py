@@ -39,7 +39,14 @@ class Desk:
     """Admits requests of one gateway, and leaves nothing of them behind."""
 
     def __init__(
-        self, redis: Redis, keys: Keys, gateway: str, settings: Settings, vocabulary: Vocabulary, relay: Relay, fleet: Fleet
+        self,
+        redis: Redis,
+        keys: Keys,
+        gateway: str,
+        settings: Settings,
+        vocabulary: Vocabulary,
+        relay: Relay,
+        fleet: Fleet,
     ) -> None:
         self.redis, self.keys, self.gateway, self.settings = redis, keys, gateway, settings
         self.vocabulary, self.relay, self.fleet = vocabulary, relay, fleet
@@ -48,7 +55,9 @@ class Desk:
         self.farewells: set[asyncio.Task[None]] = set()
 
     async def check(self) -> None:
-        """Raises Refusal (503) when nothing can be served now. Nobody is refused for what a fresh look at the workers disproves."""
+        """Raises Refusal (503) when nothing can be served now. Nobody is refused for what a fresh look at the
+        workers disproves.
+        """
         if self.relay.trouble:
             raise unavailable(self.relay.trouble)
         try:
@@ -58,12 +67,16 @@ class Desk:
             self.fleet.check()
 
     async def submit_all(self, wanted: list[Wanted], request_id: str | None = None) -> list[Stream]:
-        """Admits all or none, as `{request_id}`, or as `{request_id}.{i}` where there are several. As `submit` otherwise."""
+        """Admits all or none, as `{request_id}`, or as `{request_id}.{i}` where there are several. As
+        `submit` otherwise.
+        """
         request_id = request_id or uuid.uuid4().hex
         streams: list[Stream] = []
         try:
             for i, one in enumerate(wanted):
-                streams.append(await self.submit(one, request_id if len(wanted) == 1 else f"{request_id}.{i}"))
+                streams.append(
+                    await self.submit(one, request_id if len(wanted) == 1 else f"{request_id}.{i}")
+                )
         except BaseException:
             for stream in streams:
                 self.leave(stream)
@@ -135,10 +148,12 @@ class Desk:
                 answer = await self.admit(keys=keys, args=args)
             return bytes(answer[0])
 
-    # --- leaving --------------------------------------------------------------------------------------------------------------------
+    # --- leaving --------------------------------------------------------------------------------------------
 
     def leave(self, stream: Stream) -> None:
-        """Nobody reads the stream any more: in the background it is cancelled if it has not ended, and forgotten everywhere."""
+        """Nobody reads the stream any more: in the background it is cancelled if it has not ended, and
+        forgotten everywhere.
+        """
         metrics.left(stream, self.fleet.limits)
         task = asyncio.create_task(self.farewell(stream))
         self.farewells.add(task)
@@ -154,12 +169,16 @@ class Desk:
                     await stream.ended.wait()
                 await self.insist(lambda: self.redis.delete(home, result))
         except TimeoutError:
-            log.warning("request %s: no end within %.0f s of its cancel; Redis will expire it", request_id, FAREWELL_S)
+            log.warning(
+                "request %s: no end within %.0f s of its cancel; Redis will expire it", request_id, FAREWELL_S
+            )
         finally:
             self.relay.forget(stream)
 
     async def call_off(self, request_id: str) -> bool:
-        """Cancels a request, whenever the broker takes that in. Returns False where it had ended or never was."""
+        """Cancels a request, whenever the broker takes that in. Returns False where it had ended or never
+        was.
+        """
         keys, word = [self.keys.home(request_id), self.keys.control], encode(Cancel(request_id, "client"))
         return bool(await self.insist(lambda: self.cancel(keys=keys, args=[word])))
 

@@ -20,7 +20,9 @@ from common.settings.settings import Settings
 log = logging.getLogger(__name__)
 FRESH_S = 0.05
 TTL_SHARE = 0.8
-"""A gateway's sign of life is gone before WORKER_TTL_S is over: there is time left for others to take its jobs over."""
+"""A gateway's sign of life is gone before WORKER_TTL_S is over: there is time left for others to take its
+jobs over.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,12 +38,15 @@ class Fleet:
     """Looks at the workers every heartbeat. What was learnt of them is kept when they die.
 
     Attributes:
-        ready_s: monotonic time of the last sign of life of a worker that was ready; None before there was one.
+        ready_s: monotonic time of the last sign of life of a worker that was ready; None before there was
+            one.
         max_total_tokens: of the smallest worker.
         trouble: why the last look failed; empty when it did not.
     """
 
-    def __init__(self, redis: Redis, keys: Keys, gateway: str, settings: Settings, num_streams: Callable[[], int]) -> None:
+    def __init__(
+        self, redis: Redis, keys: Keys, gateway: str, settings: Settings, num_streams: Callable[[], int]
+    ) -> None:
         self.redis, self.keys, self.settings = redis, keys, settings
         self.sign = Sign(redis, keys, "gateway", gateway, TTL_SHARE * settings.worker_ttl_s)
         self.num_streams = num_streams

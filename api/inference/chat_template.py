@@ -1,4 +1,5 @@
-"""A model's chat template: messages to the text of a prompt, to the letter as transformers' `apply_chat_template` has it.
+"""A model's chat template: messages to the text of a prompt, to the letter as transformers'
+`apply_chat_template` has it.
 
 A template is a program by whoever made the model. It runs in Jinja's sandbox and sees plain data only.
 """
@@ -37,10 +38,16 @@ class ChatTemplate:
 
     @classmethod
     def load(cls, path: Path, config_path: str | None = None) -> "ChatTemplate | None":
-        """Of the model in the directory `path`, where it has one; or of the tokenizer config at `config_path`. Raises SettingError."""
+        """Of the model in the directory `path`, where it has one; or of the tokenizer config at
+        `config_path`. Raises SettingError.
+        """
         other = read_other(Path(config_path)) if config_path else {}
         config = read_json(path / "tokenizer_config.json") | other
-        own = template_file(path) or read_json(path / "chat_template.json").get("chat_template") or config.get("chat_template")
+        own = (
+            template_file(path)
+            or read_json(path / "chat_template.json").get("chat_template")
+            or config.get("chat_template")
+        )
         source = other.get("chat_template", own)
         if isinstance(source, list):
             source = {one["name"]: one["template"] for one in source}
@@ -52,22 +59,35 @@ class ChatTemplate:
     def compiled(self) -> Template:
         return environment().from_string(self.source)
 
-    def render(self, messages: Sequence[Message], add_generation_prompt: bool, variables: Mapping[str, Any]) -> str:
-        """The prompt up to where the next message, or with `add_generation_prompt` its content, begins. Raises Refusal."""
-        given = {"messages": messages, "tools": None, "documents": None, "add_generation_prompt": add_generation_prompt}
+    def render(
+        self, messages: Sequence[Message], add_generation_prompt: bool, variables: Mapping[str, Any]
+    ) -> str:
+        """The prompt up to where the next message, or with `add_generation_prompt` its content, begins.
+        Raises Refusal.
+        """
+        given = {
+            "messages": messages,
+            "tools": None,
+            "documents": None,
+            "add_generation_prompt": add_generation_prompt,
+        }
         try:
             return self.compiled.render({**self.special_tokens, **variables, **given})
         except Exception as error:  # whatever it is, it is of the template's making
             raise template_error(str(error) or type(error).__name__) from error
 
     def render_open(self, messages: Sequence[Message], variables: Mapping[str, Any]) -> str:
-        """The prompt up to the end of the last message's content, which the model is to continue. Raises Refusal."""
+        """The prompt up to the end of the last message's content, which the model is to continue. Raises
+        Refusal.
+        """
         *before, last = messages
         rendered = self.render([*before, {**last, "content": last["content"] + END_MARK}], False, variables)
         text, mark, rest = rendered.rpartition(END_MARK.strip())
         if not mark or last["content"].strip() not in text:
             raise template_error("the chat template changes the last message, so it cannot be continued")
-        return text if rest.startswith(" ") else text.rstrip()  # a template that trims content has trimmed the mark's last letter
+        return (
+            text if rest.startswith(" ") else text.rstrip()
+        )  # a template that trims content has trimmed the mark's last letter
 
 
 def read_other(path: Path) -> dict[str, Any]:
@@ -87,7 +107,9 @@ def template_file(path: Path) -> str | None:
 def special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
     """Of a tokenizer's config, where a token is a text or an object around it."""
     tokens = {name: config.get(name) for name in SPECIAL_TOKENS}
-    texts = {name: token.get("content") if isinstance(token, dict) else token for name, token in tokens.items()}
+    texts = {
+        name: token.get("content") if isinstance(token, dict) else token for name, token in tokens.items()
+    }
     return {name: text for name, text in texts.items() if isinstance(text, str)}
 
 
@@ -95,20 +117,35 @@ def template_error(cause: str) -> Refusal:
     return Refusal(422, "template_error", cause, "messages", "template_error")
 
 
-# --- what templates may use -------------------------------------------------------------------------------------------------------
+# --- what templates may use ---------------------------------------------------------------------------------
 
 
 def environment() -> ImmutableSandboxedEnvironment:
     """Jinja as templates expect it."""
-    jinja = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols])
+    jinja = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols]
+    )
     jinja.filters["tojson"] = tojson
-    jinja.globals |= {"raise_exception": raise_exception, "strftime_now": strftime_now, "dict": Dict(), "namespace": Variables}
+    jinja.globals |= {
+        "raise_exception": raise_exception,
+        "strftime_now": strftime_now,
+        "dict": Dict(),
+        "namespace": Variables,
+    }
     return jinja
 
 
-def tojson(value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False) -> str:
+def tojson(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: Any = None,
+    separators: Any = None,
+    sort_keys: bool = False,
+) -> str:
     """Unlike Jinja's own it escapes nothing for HTML."""
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+    return json.dumps(
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )
 
 
 def raise_exception(text: str) -> NoReturn:
@@ -120,7 +157,9 @@ def strftime_now(format: str) -> str:
 
 
 class Generation(Extension):
-    """`{% generation %}` marks, for training, what an assistant wrote; here its content is rendered as it stands."""
+    """`{% generation %}` marks, for training, what an assistant wrote; here its content is rendered as it
+    stands.
+    """
 
     tags = {"generation"}  # noqa: RUF012  # the library's own type
 

@@ -1,4 +1,6 @@
-"""Kinds of fields that bodies have. What a number may be is checked with the rest of what was asked, and only described here."""
+"""Kinds of fields that bodies have. What a number may be is checked with the rest of what was asked, and only
+described here.
+"""
 
 from typing import Annotated, Any, TypeVar
 

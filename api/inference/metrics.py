@@ -57,7 +57,14 @@ def left(stream: "Stream", limits: "Limits") -> None:
     catalogue.MAX_NEW_TOKENS.observe(stream.request.max_new_tokens)
     reason = stream.terminal.reason if stream.terminal else "cancelled"
     request_id, so_far_s = stream.request.request_id, time.monotonic() - stream.begun_s
-    log.info("request %s: %s after %d tokens and %.3f s", request_id, reason, stream.num_tokens, so_far_s, extra=about(request_id))
+    log.info(
+        "request %s: %s after %d tokens and %.3f s",
+        request_id,
+        reason,
+        stream.num_tokens,
+        so_far_s,
+        extra=about(request_id),
+    )
     catalogue.REQUESTS.add(1, service_class(stream.request.priority), reason)
     if stream.finished:
         succeeded(stream)

@@ -1,4 +1,6 @@
-"""What a client asks for, in words that belong to no API: each family's routes translate their bodies into this."""
+"""What a client asks for, in words that belong to no API: each family's routes translate their bodies into
+this.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -6,19 +8,24 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Asked:
-    """One prompt and how to go on from it; nothing is checked yet. Defaults change nothing, and None means "not given".
+    """One prompt and how to go on from it; nothing is checked yet. Defaults change nothing, and None means
+    "not given".
 
     Attributes:
         text, prompt_ids: the prompt; one of the two is given.
-        add_special_tokens: whether `text` gets what the model wants around a prompt; a chat template writes that itself.
-        do_sample: whether a token is drawn; so it is as well where a temperature, a top_k, … is given. None is False.
+        add_special_tokens: whether `text` gets what the model wants around a prompt; a chat template writes
+            that itself.
+        do_sample: whether a token is drawn; so it is as well where a temperature, a top_k, … is given. None
+            is False.
         temperature: 0 is greedy.
         top_k: 0 and -1 are off.
         frequency_penalty, presence_penalty: OpenAI's.
         relative_frequency_penalty: TGI's.
         logit_bias: id → what is added to its logit.
-        prompt_logprobs: those of the prompt's tokens are told as well, the model's own, with so many of the likeliest at each place.
-        raw_logprobs: log-probabilities are of the model's own distribution (OpenAI's way), not of the processed one (TGI's).
+        prompt_logprobs: those of the prompt's tokens are told as well, the model's own, with so many of the
+            likeliest at each place.
+        raw_logprobs: log-probabilities are of the model's own distribution (OpenAI's way), not of the
+            processed one (TGI's).
         n: answers to this prompt.
         names: a field's name here → as this family's clients write it, where that is another one.
     """

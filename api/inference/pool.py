@@ -30,7 +30,9 @@ class Gateway:
         pools: from a model's name to the gateway that serves it, this one or one like it.
     """
 
-    def __init__(self, settings: Settings, name: str, vocabulary: Vocabulary, lose: Callable[[], bool] | None = None) -> None:
+    def __init__(
+        self, settings: Settings, name: str, vocabulary: Vocabulary, lose: Callable[[], bool] | None = None
+    ) -> None:
         keys = Keys(settings.pool)
         self.settings, self.vocabulary = settings, vocabulary
         self.redis = connect(url_of(settings))
@@ -58,8 +60,12 @@ class Gateway:
 
 @contextlib.asynccontextmanager
 async def running_task(loop: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
-    """A loop that runs while the context is open. Should it end by itself, so does this process: nobody would be served."""
-    task = asyncio.create_task(loop, context=Context())  # it serves no single request, though one may have caused its start
+    """A loop that runs while the context is open. Should it end by itself, so does this process: nobody would
+    be served.
+    """
+    task = asyncio.create_task(
+        loop, context=Context()
+    )  # it serves no single request, though one may have caused its start
     task.add_done_callback(end_with)
     yield
     task.cancel()

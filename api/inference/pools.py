@@ -36,7 +36,9 @@ class Pools:
         self.opening = asyncio.Lock()
 
     async def find(self, model: str | None) -> "Gateway":
-        """The parts that serve `model`. Raises Refusal: 404 `model_not_found`, 503 where that cannot be found out."""
+        """The parts that serve `model`. Raises Refusal: 404 `model_not_found`, 503 where that cannot be found
+        out.
+        """
         if model in ANY_MODEL or model in names(self.own.settings):
             return self.own
         assert model is not None
@@ -56,7 +58,13 @@ class Pools:
         async with asking_broker():
             worker = await self.worker(pool) if await self.redis.zscore(POOLS, pool) is not None else None
         if worker is None:
-            raise Refusal(404, "model_not_found", f"The model `{pool}` does not exist", param="model", code="model_not_found")
+            raise Refusal(
+                404,
+                "model_not_found",
+                f"The model `{pool}` does not exist",
+                param="model",
+                code="model_not_found",
+            )
         settings = of_pool(self.own.settings, pool, worker)
         try:
             path = await asyncio.to_thread(model_files.resolve, settings.model_id, settings.revision)

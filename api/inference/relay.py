@@ -1,7 +1,9 @@
-"""One subscription for all streams of a gateway. A message says what is new; whatever was missed is read from Redis.
+"""One subscription for all streams of a gateway. A message says what is new; whatever was missed is read from
+Redis.
 
-Messages may be lost, one by one or with the connection. That something is missing shows in a stream (an index beyond what it has), in a
-source (a sequence number left out) or in silence; the answer is always the same: fill.
+Messages may be lost, one by one or with the connection. That something is missing shows in a stream (an index
+beyond what it has), in a source (a sequence number left out) or in silence; the answer is always the same:
+fill.
 """
 
 import asyncio
@@ -38,7 +40,9 @@ class Relay:
         trouble: why there is no subscription; empty while there is one.
     """
 
-    def __init__(self, redis: Redis, keys: Keys, gateway: str, lose: Callable[[], bool] | None = None) -> None:
+    def __init__(
+        self, redis: Redis, keys: Keys, gateway: str, lose: Callable[[], bool] | None = None
+    ) -> None:
         self.redis, self.keys, self.channel = redis, keys, keys.events(gateway)
         self.lose = lose
         self.streams: dict[str, Stream] = {}
@@ -58,10 +62,12 @@ class Relay:
             tasks.create_task(self.fill())
             tasks.create_task(self.audit())
 
-    # --- streams come and go ------------------------------------------------------------------------------------------------------
+    # --- streams come and go --------------------------------------------------------------------------------
 
     def add(self, stream: Stream) -> None:
-        """From here on the stream hears what is said about it. It is filled once it is admitted, which may be later."""
+        """From here on the stream hears what is said about it. It is filled once it is admitted, which may be
+        later.
+        """
         self.streams[stream.request.request_id] = stream
 
     def admitted(self, stream: Stream) -> None:
@@ -74,7 +80,9 @@ class Relay:
         self.wanted.discard(stream.request.request_id)
 
     def follow(self, channel: str) -> None:
-        """Hears what is said to another gateway as well. Where that cannot be said now, it is from the next subscription on."""
+        """Hears what is said to another gateway as well. Where that cannot be said now, it is from the next
+        subscription on.
+        """
         self.followed[channel] += 1
         if self.followed[channel] == 1 and self.wire is not None:
             self.wire.say("SUBSCRIBE", channel)
@@ -86,7 +94,7 @@ class Relay:
             if self.wire is not None:
                 self.wire.say("UNSUBSCRIBE", channel)
 
-    # --- messages -----------------------------------------------------------------------------------------------------------------
+    # --- messages -------------------------------------------------------------------------------------------
 
     async def listen(self) -> None:
         pause_s = FIRST_PAUSE_S
@@ -145,13 +153,15 @@ class Relay:
             self.ask(self.streams.values())
 
     def missed(self, events: Events, channel: str) -> bool:
-        """Whether messages of this source to this channel went past us. One without content repeats its last number."""
+        """Whether messages of this source to this channel went past us. One without content repeats its last
+        number.
+        """
         last, _ = self.sequences.get((events.source, channel), (0, 0.0))
         says_something = bool(events.tokens or events.terminals)
         self.sequences[events.source, channel] = (max(last, events.sequence), time.monotonic())
         return events.sequence > last + says_something
 
-    # --- filling ------------------------------------------------------------------------------------------------------------------
+    # --- filling --------------------------------------------------------------------------------------------
 
     def ask(self, streams: Iterable[Stream]) -> None:
         """Has these streams filled; what is asked for while a fill runs goes into the next one."""
@@ -179,15 +189,23 @@ class Relay:
             for request_id, committed in reading.items():
                 if (stream := self.streams.get(request_id)) is not None:
                     stream.fill(committed)
-                await asyncio.sleep(0)  # after a lost connection there is much to fill: readers and signs of life go on meanwhile
+                await asyncio.sleep(
+                    0
+                )  # after a lost connection there is much to fill: readers and signs of life go on meanwhile
 
     async def audit(self) -> None:
         """Has streams filled that have heard nothing for long, and forgets sources that are gone."""
         while True:
             await asyncio.sleep(AUDIT_S)
             now = time.monotonic()
-            silent = [stream for stream in self.streams.values() if now - stream.heard_s > SILENCE_S and not stream.terminal]
+            silent = [
+                stream
+                for stream in self.streams.values()
+                if now - stream.heard_s > SILENCE_S and not stream.terminal
+            ]
             self.ask(silent)
             for stream in silent:
                 stream.heard_s = now
-            self.sequences = {source: said for source, said in self.sequences.items() if now - said[1] < SOURCE_FORGOTTEN_S}
+            self.sequences = {
+                source: said for source, said in self.sequences.items() if now - said[1] < SOURCE_FORGOTTEN_S
+            }

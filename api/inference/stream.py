@@ -15,23 +15,26 @@ from common.metrics import catalogue
 
 
 class Stream:
-    """Tokens 0, 1, 2, … of a request, each once, then its terminal. One reader waits on `changed`, whoever wants only the end on `ended`.
+    """Tokens 0, 1, 2, … of a request, each once, then its terminal. One reader waits on `changed`, whoever
+    wants only the end on `ended`.
 
     Attributes:
         admitted: whether Redis is known to have the request.
         tops: parallel to `ids` where the request asks for the likeliest tokens, else empty.
-        prompt: packed records of the prompt's tokens but the first, where the request asks for them. Nobody tells them: they are read from
-            Redis, and there are no tokens before that.
+        prompt: packed records of the prompt's tokens but the first, where the request asks for them. Nobody
+            tells them: they are read from Redis, and there are no tokens before that.
         attempt: the newest attempt heard of; what lower ones say is dropped.
         heard_s: monotonic time of the last word about the request.
-        placed_s, first_token_s, token_s, ended_s: of its start on a worker (of its first token, where the word on that was lost), first
-            token, last token, end; 0 before that.
+        placed_s, first_token_s, token_s, ended_s: of its start on a worker (of its first token, where the
+            word on that was lost), first token, last token, end; 0 before that.
     """
 
     def __init__(self, request: Generate, vocabulary: Vocabulary) -> None:
         self.request, self.vocabulary = request, vocabulary
         self.prompt_ids = unpack_ids(request.prompt_ids)
-        self.ending_ids = (frozenset() if request.ignore_eos else vocabulary.ending_ids).union(unpack_ids(request.stop_ids))
+        self.ending_ids = (frozenset() if request.ignore_eos else vocabulary.ending_ids).union(
+            unpack_ids(request.stop_ids)
+        )
         self.matcher = StopMatcher(request.stop) if request.stop else None
         self.admitted = False
         self.attempt = 0
@@ -66,7 +69,9 @@ class Stream:
 
     @property
     def num_ready(self) -> int:
-        """Tokens that may be shown now. The last one of an answer is shown together with its end, so what may be the last waits."""
+        """Tokens that may be shown now. The last one of an answer is shown together with its end, so what may
+        be the last waits.
+        """
         waits = self.finished if self.terminal else self.may_be_last
         return self.num_tokens - waits
 
@@ -82,7 +87,9 @@ class Stream:
         """The whole answer, once it is finished."""
         assert self.terminal is not None
         request, reason = self.request, self.terminal.reason
-        return generated_text(self.vocabulary.tokenizer, self.prompt_ids, self.ids, request.stop, reason, request.min_new_tokens)
+        return generated_text(
+            self.vocabulary.tokenizer, self.prompt_ids, self.ids, request.stop, reason, request.min_new_tokens
+        )
 
     def take(self, tokens: Tokens) -> bool:
         """Adds what is new of `tokens`. Returns False when tokens before them are missing. Raises WireError."""
@@ -97,8 +104,13 @@ class Stream:
             return False
         ids, logprobs = unpack_ids(tokens.ids), unpack_floats(tokens.logprobs)
         num_tops = len(ids) * self.request.top_n_tokens
-        if not len(ids) == len(logprobs) == len(tokens.texts) or not len(tokens.top_ids) == len(tokens.top_logprobs) == 4 * num_tops:
-            raise WireError(f"Tokens: {len(ids)} ids do not agree with log-probabilities, texts, or likeliest tokens")
+        if (
+            not len(ids) == len(logprobs) == len(tokens.texts)
+            or not len(tokens.top_ids) == len(tokens.top_logprobs) == 4 * num_tops
+        ):
+            raise WireError(
+                f"Tokens: {len(ids)} ids do not agree with log-probabilities, texts, or likeliest tokens"
+            )
         tops = split(interleave(tokens), self.request.width)[2] if tokens.top_ids else []
         self.add(ids[seen:], logprobs[seen:], tokens.texts[seen:], tops[seen:])
         return True
@@ -130,13 +142,24 @@ class Stream:
             return
         try:
             result = json.loads(committed.result)
-            ids, tops = result.get("ids", []), [[(token_id, logprob) for token_id, logprob in top] for top in result.get("tops", [])]
+            ids, tops = (
+                result.get("ids", []),
+                [[(token_id, logprob) for token_id, logprob in top] for top in result.get("tops", [])],
+            )
             logprobs = unpack_floats(pack_floats(result.get("logprobs", [])))
         except (ValueError, TypeError, AttributeError):  # somebody wrote to the key
             self.end(Terminal(request_id, "error", 0, "its result cannot be read"))
             return
         self.add_missing(ids, logprobs, tops)
-        self.end(Terminal(request_id, committed.terminal, len(ids), str(result.get("error", "")), str(result.get("error_type", ""))))
+        self.end(
+            Terminal(
+                request_id,
+                committed.terminal,
+                len(ids),
+                str(result.get("error", "")),
+                str(result.get("error_type", "")),
+            )
+        )
 
     @property
     def lacks_prompt(self) -> bool:
@@ -159,15 +182,26 @@ class Stream:
         if self.terminal or len(ids) <= seen:
             return
         if self.lacks_prompt:  # it is committed with the first token: somebody wrote to the key
-            self.end(Terminal(self.request.request_id, "error", 0, "the log-probabilities of its prompt cannot be read"))
+            self.end(
+                Terminal(
+                    self.request.request_id, "error", 0, "the log-probabilities of its prompt cannot be read"
+                )
+            )
             return
         self.detokenizer = self.detokenizer or Detokenizer(self.vocabulary.tokenizer, self.prompt_ids)
         for token_id in self.ids[self.num_detokenized :]:
             self.detokenizer.step(token_id)
         self.num_detokenized = len(ids)
-        self.add(ids[seen:], logprobs[seen:], [self.detokenizer.step(token_id) for token_id in ids[seen:]], tops[seen:])
+        self.add(
+            ids[seen:],
+            logprobs[seen:],
+            [self.detokenizer.step(token_id) for token_id in ids[seen:]],
+            tops[seen:],
+        )
 
-    def add(self, ids: Sequence[int], logprobs: Sequence[float], texts: Sequence[str], tops: Sequence[Top]) -> None:
+    def add(
+        self, ids: Sequence[int], logprobs: Sequence[float], texts: Sequence[str], tops: Sequence[Top]
+    ) -> None:
         if not ids:
             return
         self.time(len(ids))
@@ -181,10 +215,14 @@ class Stream:
         self.changed.set()
 
     def time(self, num_new: int) -> None:
-        """Notes and counts how long the tokens just heard were waited for; those that come together share their time."""
+        """Notes and counts how long the tokens just heard were waited for; those that come together share
+        their time.
+        """
         service_class = catalogue.service_class(self.request.priority)
         if self.first_token_s:
-            catalogue.TOKEN_LATENCY.observe((self.heard_s - self.token_s) / num_new, service_class, times=num_new)
+            catalogue.TOKEN_LATENCY.observe(
+                (self.heard_s - self.token_s) / num_new, service_class, times=num_new
+            )
         else:
             self.placed_s = self.placed_s or self.heard_s
             self.first_token_s = self.heard_s

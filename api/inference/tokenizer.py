@@ -45,14 +45,21 @@ class Vocabulary:
         return await aside(len(text), lambda: self.encode(text, add_special_tokens))
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        encoded = self.tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)  # unlike `encode`, other threads run
+        encoded = self.tokenizer.encode_batch_fast(
+            [text], add_special_tokens=add_special_tokens
+        )  # unlike `encode`, other threads run
         ids: list[int] = encoded[0].ids
         return ids
 
     def spans(self, text: str, add_special_tokens: bool = True) -> list[tuple[int, int, int]]:
-        """(id, start, end) of a prompt's tokens, in characters of the text; those of one character have all of it, added ones nothing."""
+        """(id, start, end) of a prompt's tokens, in characters of the text; those of one character have all
+        of it, added ones nothing.
+        """
         encoded = self.tokenizer.encode_batch([text], add_special_tokens=add_special_tokens)[0]
-        return [(token_id, start, end) for token_id, (start, end) in zip(encoded.ids, encoded.offsets, strict=True)]
+        return [
+            (token_id, start, end)
+            for token_id, (start, end) in zip(encoded.ids, encoded.offsets, strict=True)
+        ]
 
     def spellings(self, word: str) -> list[list[int]]:
         """Ids of a word within a text and after a space; each once."""

@@ -1,4 +1,6 @@
-"""What a client may ask for: parameters and lengths within their limits, and nothing that would be silently ignored."""
+"""What a client may ask for: parameters and lengths within their limits, and nothing that would be silently
+ignored.
+"""
 
 import secrets
 from collections.abc import Sequence
@@ -83,7 +85,7 @@ def refuse(asked: Asked, field: str, words: str) -> Refusal:
     return invalid(f"`{asked.name(field)}` {words}", asked.name(field))
 
 
-# --- parameters -------------------------------------------------------------------------------------------------------------------
+# --- parameters ---------------------------------------------------------------------------------------------
 
 
 def check_ranges(asked: Asked) -> None:
@@ -95,27 +97,43 @@ def check_ranges(asked: Asked) -> None:
 
 def check_stops(asked: Asked, limits: Limits, vocabulary: Vocabulary) -> None:
     if len(asked.stop) > limits.max_stop_sequences:
-        raise refuse(asked, "stop", f"supports up to {limits.max_stop_sequences} stop sequences. Given: {len(asked.stop)}")
+        raise refuse(
+            asked,
+            "stop",
+            f"supports up to {limits.max_stop_sequences} stop sequences. Given: {len(asked.stop)}",
+        )
     if "" in asked.stop:
         raise refuse(asked, "stop", "must not have an empty stop sequence")
     if (longest := max(map(len, asked.stop), default=0)) > MAX_STOP_CHARS:
-        raise refuse(asked, "stop", f"must have stop sequences of at most {MAX_STOP_CHARS} characters. Given: {longest}")
+        raise refuse(
+            asked,
+            "stop",
+            f"must have stop sequences of at most {MAX_STOP_CHARS} characters. Given: {longest}",
+        )
     check_id_list(asked, "stop_ids", asked.stop_ids, vocabulary)
 
 
 def check_logits(asked: Asked, vocabulary: Vocabulary) -> None:
     check_id_list(asked, "top_p_reset_ids", asked.top_p_reset_ids, vocabulary)
     if len(asked.logit_bias) > MAX_BIASES:
-        raise refuse(asked, "logit_bias", f"supports up to {MAX_BIASES} token ids. Given: {len(asked.logit_bias)}")
+        raise refuse(
+            asked, "logit_bias", f"supports up to {MAX_BIASES} token ids. Given: {len(asked.logit_bias)}"
+        )
     check_ids(asked, "logit_bias", list(asked.logit_bias), vocabulary)
     for value in asked.logit_bias.values():
         if not BIASES.holds(value):
             raise refuse(asked, "logit_bias", f"must have values of {BIASES}. Given: {value}")
     if len(asked.bad_words) > MAX_BAD_WORDS:
-        raise refuse(asked, "bad_words", f"supports up to {MAX_BAD_WORDS} words. Given: {len(asked.bad_words)}")
+        raise refuse(
+            asked, "bad_words", f"supports up to {MAX_BAD_WORDS} words. Given: {len(asked.bad_words)}"
+        )
     for word in asked.bad_words:
         if not 0 < len(word.strip()) <= len(word) <= MAX_BAD_WORD_CHARS:
-            raise refuse(asked, "bad_words", f"must have words of 1 to {MAX_BAD_WORD_CHARS} characters. Given: {len(word.strip())}")
+            raise refuse(
+                asked,
+                "bad_words",
+                f"must have words of 1 to {MAX_BAD_WORD_CHARS} characters. Given: {len(word.strip())}",
+            )
 
 
 def check_id_list(asked: Asked, field: str, ids: Sequence[int], vocabulary: Vocabulary) -> None:
@@ -127,23 +145,36 @@ def check_id_list(asked: Asked, field: str, ids: Sequence[int], vocabulary: Voca
 def check_ids(asked: Asked, field: str, ids: Sequence[int], vocabulary: Vocabulary) -> None:
     for token_id in ids:
         if not 0 <= token_id < vocabulary.size:
-            raise refuse(asked, field, f"must have token ids of at least 0 and below {vocabulary.size}. Given: {token_id}")
+            raise refuse(
+                asked,
+                field,
+                f"must have token ids of at least 0 and below {vocabulary.size}. Given: {token_id}",
+            )
 
 
 def check_top_n(asked: Asked, limits: Limits) -> None:
     if asked.top_n_tokens > limits.max_top_n_tokens:
-        raise refuse(asked, "top_n_tokens", f"must be at most {limits.max_top_n_tokens}. Given: {asked.top_n_tokens}")
+        raise refuse(
+            asked, "top_n_tokens", f"must be at most {limits.max_top_n_tokens}. Given: {asked.top_n_tokens}"
+        )
 
 
-# --- sampling ---------------------------------------------------------------------------------------------------------------------
+# --- sampling -----------------------------------------------------------------------------------------------
 
 
 def draws(asked: Asked) -> bool:
-    """Whether tokens are drawn: where that is said, or where something is given that makes no sense otherwise."""
+    """Whether tokens are drawn: where that is said, or where something is given that makes no sense
+    otherwise.
+    """
     if asked.temperature is not None and asked.temperature < GREEDY_BELOW:
         return False
     parts = (asked.temperature, asked.top_p, asked.top_p_decay, asked.typical_p)
-    return bool(asked.do_sample or (asked.top_k or 0) > 0 or asked.min_p or any(part not in (None, 1.0) for part in parts))
+    return bool(
+        asked.do_sample
+        or (asked.top_k or 0) > 0
+        or asked.min_p
+        or any(part not in (None, 1.0) for part in parts)
+    )
 
 
 def sampling(asked: Asked, vocabulary: Vocabulary) -> Sampling | None:
@@ -177,7 +208,7 @@ def given(value: float | None, default: float) -> float:
     return default if value is None else float(value)
 
 
-# --- lengths ----------------------------------------------------------------------------------------------------------------------
+# --- lengths ------------------------------------------------------------------------------------------------
 
 
 async def prompt(asked: Asked, limits: Limits, vocabulary: Vocabulary) -> list[int]:
@@ -204,7 +235,10 @@ async def prompt(asked: Asked, limits: Limits, vocabulary: Vocabulary) -> list[i
 def num_new_tokens(asked: Asked, num_prompt_tokens: int, limits: Limits) -> int:
     rest, most = limits.max_total_tokens - num_prompt_tokens, asked.max_new_tokens
     if most is not None and most > rest:
-        name, prompt_name = asked.name("max_new_tokens"), asked.name("text" if asked.prompt_ids is None else "prompt_ids")
+        name, prompt_name = (
+            asked.name("max_new_tokens"),
+            asked.name("text" if asked.prompt_ids is None else "prompt_ids"),
+        )
         raise invalid(
             f"`{prompt_name}` tokens + `{name}` must be at most {limits.max_total_tokens}. "
             f"Given: {num_prompt_tokens} `{prompt_name}` tokens and {most} `{name}`",

@@ -1,6 +1,8 @@
-"""The door for other services: jobs in the stream `submit`, in JSON. The gateways of a pool share them, and act as their clients.
+"""The door for other services: jobs in the stream `submit`, in JSON. The gateways of a pool share them, and
+act as their clients.
 
-An entry stays with the gateway that took it until its job has been answered; what a dead gateway held is taken over by the others.
+An entry stays with the gateway that took it until its job has been answered; what a dead gateway held is
+taken over by the others.
 """
 
 import asyncio
@@ -49,7 +51,10 @@ class Jobs:
         self.gateway, self.desk, self.settings, self.name = gateway, gateway.desk, gateway.settings, name
         self.redis: Any = gateway.redis
         self.keys = gateway.desk.keys
-        self.take_over_script, self.call_off_script = script(self.redis, "take_over"), script(self.redis, "call_off")
+        self.take_over_script, self.call_off_script = (
+            script(self.redis, "take_over"),
+            script(self.redis, "call_off"),
+        )
         self.held: set[str] = set()
         self.waiting: asyncio.Queue[str] = asyncio.Queue()
         self.turns = asyncio.Semaphore(self.settings.max_concurrent_requests)
@@ -77,12 +82,16 @@ class Jobs:
                     log.warning("no jobs: %s", trouble)
                 await asyncio.sleep(PAUSE_S)
 
-    # --- taking ---------------------------------------------------------------------------------------------------------------------
+    # --- taking ---------------------------------------------------------------------------------------------
 
     async def take(self) -> None:
-        """New jobs, as they come, for as long as the broker gives them; and first what it gave us without our hearing it."""
+        """New jobs, as they come, for as long as the broker gives them; and first what it gave us without our
+        hearing it.
+        """
         await self.join()
-        for entry in await self.redis.xpending_range(self.keys.submit, GROUP, "-", "+", MAX_PENDING, self.name):
+        for entry in await self.redis.xpending_range(
+            self.keys.submit, GROUP, "-", "+", MAX_PENDING, self.name
+        ):
             self.hold(entry["message_id"].decode())
         self.joined.set()
         while True:
@@ -101,7 +110,9 @@ class Jobs:
                 raise
 
     async def entries(self) -> list[tuple[str, dict[bytes, bytes]]]:
-        answer = await self.redis.xreadgroup(GROUP, self.name, {self.keys.submit: ">"}, count=NUM_READ, block=BLOCK_MS)
+        answer = await self.redis.xreadgroup(
+            GROUP, self.name, {self.keys.submit: ">"}, count=NUM_READ, block=BLOCK_MS
+        )
         return [(entry_id.decode(), fields) for _, items in answer for entry_id, fields in items]
 
     async def surplus(self) -> int:
@@ -116,7 +127,9 @@ class Jobs:
             other = consumer["name"].decode(errors="surrogateescape")
             if other != self.name:
                 keys = [self.keys.submit, self.keys.gateway(other)]
-                taken = await self.take_over_script(keys=keys, args=[GROUP, consumer["name"], self.name, NUM_CLAIMED])
+                taken = await self.take_over_script(
+                    keys=keys, args=[GROUP, consumer["name"], self.name, NUM_CLAIMED]
+                )
                 if taken:
                     log.warning("%d jobs of gateway %s are taken over", len(taken), other)
                 for entry_id in taken:
@@ -156,7 +169,7 @@ class Jobs:
         for i in range(num_requests):
             await self.desk.call_off(f"{job_id}#{i}")
 
-    # --- serving --------------------------------------------------------------------------------------------------------------------
+    # --- serving --------------------------------------------------------------------------------------------
 
     async def work(self) -> None:
         """Starts what waits; as many at once as the pool could have."""
@@ -166,7 +179,9 @@ class Jobs:
 
     async def finish(self, entry_id: str) -> None:
         try:
-            for _, fields in await self.desk.insist(lambda: self.redis.xrange(self.keys.submit, entry_id, entry_id)):
+            for _, fields in await self.desk.insist(
+                lambda: self.redis.xrange(self.keys.submit, entry_id, entry_id)
+            ):
                 if b"cancel" in fields:
                     await self.call_off(fields[b"cancel"])
                 else:
@@ -179,7 +194,9 @@ class Jobs:
             self.turns.release()
 
     async def read(self, entry_id: str, fields: dict[bytes, bytes]) -> Job:
-        return await aside(sum(map(len, fields.values())), lambda: read(entry_id, fields, self.settings.payload_limit))
+        return await aside(
+            sum(map(len, fields.values())), lambda: read(entry_id, fields, self.settings.payload_limit)
+        )
 
     async def serve(self, job: Job) -> None:
         """Returns when the job has been answered."""
@@ -191,7 +208,9 @@ class Jobs:
                 await self.refuse(job, conflict("job"), job.entry_id)
             case "spoiled":
                 log.error("job %s: the key %s is none of ours", job.id, self.keys.job(job.id))
-                await self.refuse(job, Refusal(500, "internal", "the record of this job was overwritten"), job.id)
+                await self.refuse(
+                    job, Refusal(500, "internal", "the record of this job was overwritten"), job.id
+                )
             case "live" if (run := self.runs.get(job.id)) is not None:
                 run.join(reply)
                 await run.ended.wait()
@@ -212,7 +231,9 @@ class Jobs:
 
     async def turn_away(self, entry_id: str, fields: dict[bytes, bytes]) -> None:
         """One job too many."""
-        log.warning("job %s is refused: SUBMIT_LIMIT (%d) jobs have not ended", entry_id, self.settings.submit_limit)
+        log.warning(
+            "job %s is refused: SUBMIT_LIMIT (%d) jobs have not ended", entry_id, self.settings.submit_limit
+        )
         metrics.arrive()
         metrics.refused(429, "overloaded")
         job = await self.read(entry_id, fields)

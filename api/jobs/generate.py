@@ -50,5 +50,11 @@ async def accept(gateway: "Gateway", job: Job) -> GenerateOrder:
     asked = replace(asked, seed=job.seed if asked.seed is None else asked.seed)
     wanted = await validate(asked, limits, gateway.vocabulary)
     if asked.n > 1:
-        wanted = [replace(one, sampling=replace(one.sampling, seed=job.seed ^ i, choice=0)) for i, one in enumerate(wanted) if one.sampling]
-    return GenerateOrder(wanted, given.inputs if parameters.return_full_text else "", parameters.wants_details)
+        wanted = [
+            replace(one, sampling=replace(one.sampling, seed=job.seed ^ i, choice=0))
+            for i, one in enumerate(wanted)
+            if one.sampling
+        ]
+    return GenerateOrder(
+        wanted, given.inputs if parameters.return_full_text else "", parameters.wants_details
+    )

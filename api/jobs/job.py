@@ -19,7 +19,9 @@ ADDRESS = ("id", "reply_to", "reply")
 
 
 class JobBody(BaseModel):
-    """The field `job`. Unlike bodies of HTTP it must not have other fields: whoever misspells `reply_to` would wait for ever."""
+    """The field `job`. Unlike bodies of HTTP it must not have other fields: whoever misspells `reply_to`
+    would wait for ever.
+    """
 
     model_config = ConfigDict(strict=True, extra="forbid")
 

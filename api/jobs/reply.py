@@ -1,4 +1,6 @@
-"""Where the answer to a job goes: frames to a channel and a stream, each once, whoever says them; the whole to `result:{id}`."""
+"""Where the answer to a job goes: frames to a channel and a stream, each once, whoever says them; the whole
+to `result:{id}`.
+"""
 
 import logging
 from collections.abc import Awaitable, Callable
@@ -13,7 +15,9 @@ from common.broker.keys import JOB_TTL_MS, RESULT_TTL_MS, Keys
 log = logging.getLogger(__name__)
 
 Frame = tuple[int, int, bytes]
-"""Lane, index in its lane, text. The frames of a lane are the same whoever makes them; lanes may mingle in any order."""
+"""Lane, index in its lane, text. The frames of a lane are the same whoever makes them; lanes may mingle in
+any order.
+"""
 Insist = Callable[[Callable[[], Awaitable[Any]]], Awaitable[Any]]
 
 KEPT_MS = 60_000
@@ -45,19 +49,32 @@ class Reply:
         return answer.decode()
 
     async def say(self, frames: list[Frame], max_frames: int) -> None:
-        """All frames of the job so far, of which it says the new ones; there will be no more than `max_frames`."""
+        """All frames of the job so far, of which it says the new ones; there will be no more than
+        `max_frames`.
+        """
         new, self.num_said = frames[self.num_said :], len(frames)
         if new and self.has_listeners:
             await self.send(new, max_frames, b"")
 
-    async def conclude(self, frames: list[Frame], max_frames: int, answer: bytes, request_ids: list[str]) -> None:
+    async def conclude(
+        self, frames: list[Frame], max_frames: int, answer: bytes, request_ids: list[str]
+    ) -> None:
         """The last frames, and with them the answer: it stands there when the last frame is heard."""
         new, self.num_said = frames[self.num_said :], len(frames)
         await self.send(new, max_frames, answer, request_ids)
 
-    async def send(self, frames: list[Frame], max_frames: int, answer: bytes, request_ids: list[str] | None = None) -> None:
+    async def send(
+        self, frames: list[Frame], max_frames: int, answer: bytes, request_ids: list[str] | None = None
+    ) -> None:
         others = [key for one in request_ids or [] for key in (self.keys.home(one), self.keys.result(one))]
-        args: list[Any] = [self.channel, max_frames * self.job.in_stream, RESULT_TTL_MS, KEPT_MS, JOB_TTL_MS, answer]
+        args: list[Any] = [
+            self.channel,
+            max_frames * self.job.in_stream,
+            RESULT_TTL_MS,
+            KEPT_MS,
+            JOB_TTL_MS,
+            answer,
+        ]
         args += [part for frame in frames for part in frame]
         if await self.insist(lambda: self.reply_script(keys=[*self.own_keys, *others], args=args)) < 0:
             log.error("job %s: %s is none of our keys; its answer is lost", self.job.id, self.own_keys[0])

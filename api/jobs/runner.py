@@ -1,4 +1,6 @@
-"""One job in the hands of a gateway, which acts as its client: admits it, tells its frames, and leaves its answer."""
+"""One job in the hands of a gateway, which acts as its client: admits it, tells its frames, and leaves its
+answer.
+"""
 
 import asyncio
 import logging
@@ -116,12 +118,16 @@ class JobRun:
             assert stream.terminal is not None
             if not stream.finished:
                 raise failed(stream.terminal)
-        return await aside(sum(stream.num_records for stream in self.streams), lambda: order.answer(self.streams))
+        return await aside(
+            sum(stream.num_records for stream in self.streams), lambda: order.answer(self.streams)
+        )
 
-    # --- admission ------------------------------------------------------------------------------------------------------------------
+    # --- admission ------------------------------------------------------------------------------------------
 
     async def served(self) -> None:
-        """Returns when somebody could serve the job: it waits as long as it takes. Raises Refusal when it is called off."""
+        """Returns when somebody could serve the job: it waits as long as it takes. Raises Refusal when it is
+        called off.
+        """
         while True:
             try:
                 return await self.desk.check()
@@ -135,7 +141,11 @@ class JobRun:
         await self.desk.insist(lambda: self.redis.hset(job_key, "choices", len(wanted)))
         for i, one in enumerate(wanted):
             request = replace(
-                self.desk.generate(one, f"{self.job.id}#{i}"), digest=self.job.digest, gateway="", grace_ms=0, result_ttl_ms=RESULT_TTL_MS
+                self.desk.generate(one, f"{self.job.id}#{i}"),
+                digest=self.job.digest,
+                gateway="",
+                grace_ms=0,
+                result_ttl_ms=RESULT_TTL_MS,
             )
             stream = Stream(request, self.gateway.vocabulary)
             self.streams.append(stream)
@@ -161,7 +171,9 @@ class JobRun:
         try:
             return await self.desk.admission(request)
         except ERRORS as error:
-            if isinstance(error, ResponseError) and "WRONGTYPE" in str(error):  # somebody wrote to our keys: that does not pass
+            if isinstance(error, ResponseError) and "WRONGTYPE" in str(
+                error
+            ):  # somebody wrote to our keys: that does not pass
                 raise unavailable(cause(error)) from error
             return b""
 
@@ -182,7 +194,7 @@ class JobRun:
             if not self.streams or not self.streams[-1].admitted:
                 raise failed(Terminal(self.job.id, "cancelled", 0, "cancelled: client", "cancelled"))
 
-    # --- answer ---------------------------------------------------------------------------------------------------------------------
+    # --- answer ---------------------------------------------------------------------------------------------
 
     async def tell(self, order: Order) -> None:
         """Tells frames for as long as there are any; without listeners it only waits for the end."""
@@ -190,7 +202,9 @@ class JobRun:
             return
         async for new in order.frames(self.streams):
             self.frames += new
-            if not all(stream.terminal for stream in self.streams):  # the last ones are told together with the answer
+            if not all(
+                stream.terminal for stream in self.streams
+            ):  # the last ones are told together with the answer
                 for reply in self.replies:
                     await reply.say(self.frames, self.max_frames)
 
@@ -205,7 +219,9 @@ class JobRun:
         return self.heard.is_set()
 
     async def let_go(self) -> None:
-        """Forgets the streams, here and nowhere else: should the job not be answered, another gateway goes on with them."""
+        """Forgets the streams, here and nowhere else: should the job not be answered, another gateway goes on
+        with them.
+        """
         for stream in self.streams:  # all of them at once: the next run of this job may begin with the same
             self.relay.forget(stream)
         self.ended.set()

@@ -19,7 +19,8 @@ async def prompt(body: ChatRequest, template: ChatTemplate | None) -> str:
 
 
 def rendered(body: ChatRequest, template: ChatTemplate | None) -> str:
-    """The text that the model goes on from. Where the last message is the assistant's, that is continued unless the client says otherwise.
+    """The text that the model goes on from. Where the last message is the assistant's, that is continued
+    unless the client says otherwise.
 
     Raises Refusal (422): of `messages` or how they are to be used; `template_error`.
     """
@@ -42,7 +43,10 @@ def rendered(body: ChatRequest, template: ChatTemplate | None) -> str:
 def continues(body: ChatRequest) -> bool:
     """Whether the last message goes on. Raises Refusal where it is also to be followed by another."""
     if body.continue_final_message and body.add_generation_prompt:
-        raise invalid("`continue_final_message` and `add_generation_prompt` exclude each other", "continue_final_message")
+        raise invalid(
+            "`continue_final_message` and `add_generation_prompt` exclude each other",
+            "continue_final_message",
+        )
     if body.continue_final_message is not None:
         return body.continue_final_message
     return body.messages[-1].role == "assistant" and not body.add_generation_prompt

@@ -33,8 +33,16 @@ class Choice:
         ended: whether all of it was taken.
     """
 
-    def __init__(self, index: int, stream: Stream, text: AnswerText, prefix: str = "", prompt_only: bool = False) -> None:
-        self.index, self.stream, self.text, self.prefix, self.prompt_only = index, stream, text, prefix, prompt_only
+    def __init__(
+        self, index: int, stream: Stream, text: AnswerText, prefix: str = "", prompt_only: bool = False
+    ) -> None:
+        self.index, self.stream, self.text, self.prefix, self.prompt_only = (
+            index,
+            stream,
+            text,
+            prefix,
+            prompt_only,
+        )
         self.offsets: list[int] = []
         self.ended = False
 
@@ -52,7 +60,11 @@ class Choice:
             yield self.piece(1)
         if self.stream.finished and not self.ended:
             self.ended = True
-            yield Piece("", range(0)) if self.prompt_only else self.piece(self.stream.num_tokens - self.text.num_tokens)
+            yield (
+                Piece("", range(0))
+                if self.prompt_only
+                else self.piece(self.stream.num_tokens - self.text.num_tokens)
+            )
 
     def piece(self, num_tokens: int) -> Piece:
         begin = self.text.num_tokens
@@ -67,5 +79,9 @@ class Choice:
 
 
 def choice(i: int, stream: Stream, body: Body, prefix: str) -> Choice:
-    text = AnswerText(stream, skip_special=body.skip_special_tokens is not False, include_stop=bool(body.include_stop_str_in_output))
+    text = AnswerText(
+        stream,
+        skip_special=body.skip_special_tokens is not False,
+        include_stop=bool(body.include_stop_str_in_output),
+    )
     return Choice(i, stream, text, prefix, isinstance(body, CompletionRequest) and body.shows_prompt_only)

@@ -19,11 +19,15 @@ def echoed(completion: CompletionRequest, asked: Asked, wanted: Wanted, vocabula
 
 
 def offsets(stream: Stream, text: str) -> list[int]:
-    """Where each token of the prompt begins in its `text`. What only the tokenizer put there (a begin of sequence) takes no room."""
+    """Where each token of the prompt begins in its `text`. What only the tokenizer put there (a begin of
+    sequence) takes no room.
+    """
     tokenizer, special_ids = stream.vocabulary.tokenizer, stream.vocabulary.special_ids
     detokenizer, at, found = Detokenizer(tokenizer, []), 0, []
     for token_id in stream.prompt_ids:
         found.append(at)
-        if token_id not in special_ids or text.startswith(tokenizer.decode([token_id], skip_special_tokens=False), at):
+        if token_id not in special_ids or text.startswith(
+            tokenizer.decode([token_id], skip_special_tokens=False), at
+        ):
             at = min(at + len(detokenizer.step(token_id)), len(text))
     return found

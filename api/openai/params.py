@@ -23,7 +23,9 @@ def from_chat(body: ChatRequest, prompt: str) -> Asked:
     """`prompt`: what the template made of the messages. Raises Refusal."""
     most, newer = body.max_tokens, body.max_completion_tokens
     if most is not None and newer is not None and most != newer:
-        raise invalid("`max_tokens` and `max_completion_tokens` differ: give one of them", "max_completion_tokens")
+        raise invalid(
+            "`max_tokens` and `max_completion_tokens` differ: give one of them", "max_completion_tokens"
+        )
     if body.top_logprobs and not body.logprobs:
         raise invalid("`top_logprobs` needs `logprobs`: true", "top_logprobs")
     names = CHAT_NAMES if newer is None else CHAT_NAMES | {"max_new_tokens": "max_completion_tokens"}
@@ -45,7 +47,10 @@ def from_completion(body: CompletionRequest) -> list[Asked]:
         top_n_tokens=body.logprobs or 0,
         prompt_logprobs=body.logprobs if body.echo else None,
     )
-    return [replace(asked, text=one) if isinstance(one, str) else replace(asked, prompt_ids=one) for one in prompts(body)]
+    return [
+        replace(asked, text=one) if isinstance(one, str) else replace(asked, prompt_ids=one)
+        for one in prompts(body)
+    ]
 
 
 def prompts(body: CompletionRequest) -> list[str] | list[list[int]]:
@@ -59,7 +64,9 @@ def prompts(body: CompletionRequest) -> list[str] | list[list[int]]:
 
 
 def common(body: Body, names: Mapping[str, str]) -> Asked:
-    """What both routes have. Where no temperature is given it is 1, not what the model's generation_config.json proposes."""
+    """What both routes have. Where no temperature is given it is 1, not what the model's
+    generation_config.json proposes.
+    """
     return Asked(
         min_new_tokens=body.min_tokens or 0,
         stop=[body.stop] if isinstance(body.stop, str) else body.stop or [],

@@ -61,7 +61,13 @@ class Answer(ABC):
         return self.encoded(self.chunk_kind, [], {"usage": self.usage()})
 
     def encoded(self, kind: str, choices: list[dict[str, Any]], usage: dict[str, Any]) -> bytes:
-        about = {"id": self.id, "object": kind, "created": self.created, "model": self.model, "system_fingerprint": FINGERPRINT}
+        about = {
+            "id": self.id,
+            "object": kind,
+            "created": self.created,
+            "model": self.model,
+            "system_fingerprint": FINGERPRINT,
+        }
         return encode({**about, "choices": choices, **usage})
 
     def usage(self) -> dict[str, int]:
@@ -87,7 +93,7 @@ class Answer(ABC):
         """A chunk of a choice."""
 
 
-# --- tokens -----------------------------------------------------------------------------------------------------------------------
+# --- tokens -------------------------------------------------------------------------------------------------
 
 
 def spelled(stream: Stream, token_id: int) -> bytes:

@@ -31,7 +31,10 @@ class ChatAnswer(Answer):
             return None
         entries = []
         for i in tokens:
-            tops = [entry(stream, token_id, logprob) for token_id, logprob in (stream.tops[i] if stream.tops else [])]
+            tops = [
+                entry(stream, token_id, logprob)
+                for token_id, logprob in (stream.tops[i] if stream.tops else [])
+            ]
             entries.append(entry(stream, stream.ids[i], stream.logprobs[i]) | {"top_logprobs": tops})
         return {"content": entries}
 

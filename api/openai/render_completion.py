@@ -17,7 +17,9 @@ Lists = dict[str, list[Any]]
 class CompletionAnswer(Answer):
     prefix, whole_kind, chunk_kind = "cmpl", "text_completion", "text_completion"
 
-    def __init__(self, body: CompletionRequest, request_id: str, model: str, choices: Sequence[Choice]) -> None:
+    def __init__(
+        self, body: CompletionRequest, request_id: str, model: str, choices: Sequence[Choice]
+    ) -> None:
         super().__init__(body, request_id, model, choices)
         self.shows_logprobs = body.logprobs is not None
         self.prompts: dict[int, Lists] = {}
@@ -49,11 +51,16 @@ class CompletionAnswer(Answer):
 
 
 def lists(stream: Stream, told: Sequence[tuple[int, float | None, Top]], offsets: list[int]) -> Lists:
-    """Of tokens: id, log-probability, likeliest ones. The token itself is always among these; of a prompt's first one nothing is known."""
+    """Of tokens: id, log-probability, likeliest ones. The token itself is always among these; of a prompt's
+    first one nothing is known.
+    """
     return {
         "tokens": [word(stream, token_id) for token_id, _, _ in told],
         "token_logprobs": [None if logprob is None else told_logprob(logprob) for _, logprob, _ in told],
-        "top_logprobs": [None if logprob is None else likeliest(stream, token_id, logprob, top) for token_id, logprob, top in told],
+        "top_logprobs": [
+            None if logprob is None else likeliest(stream, token_id, logprob, top)
+            for token_id, logprob, top in told
+        ],
         "text_offset": offsets,
     }
 
@@ -63,7 +70,9 @@ def joined(first: Lists | None, second: Lists) -> Lists:
 
 
 def likeliest(stream: Stream, token_id: int, logprob: float, top: Top) -> dict[str, float]:
-    return {word(stream, other): told_logprob(value) for other, value in top} | {word(stream, token_id): told_logprob(logprob)}
+    return {word(stream, other): told_logprob(value) for other, value in top} | {
+        word(stream, token_id): told_logprob(logprob)
+    }
 
 
 def word(stream: Stream, token_id: int) -> str:

@@ -1,12 +1,20 @@
-"""Shapes of the bodies of OpenAI's routes, with what vLLM and TGI add to them. Nothing is converted (`"5"` is no number).
+"""Shapes of the bodies of OpenAI's routes, with what vLLM and TGI add to them. Nothing is converted (`"5"` is
+no number).
 
-What these APIs know and this one does not serve is refused by name, and so is what only another route has; names that nobody knows are
-ignored.
+What these APIs know and this one does not serve is refused by name, and so is what only another route has;
+names that nobody knows are ignored.
 """
 
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidatorFunctionWrapHandler, WrapValidator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationError,
+    ValidatorFunctionWrapHandler,
+    WrapValidator,
+)
 from pydantic_core import PydanticCustomError
 
 from api.errors import invalid
@@ -100,15 +108,21 @@ def said_once(words: str) -> WrapValidator:
 Stop = Annotated[str | Listed[str], said_once("Input should be a string or a list of strings")]
 Prompt = Annotated[
     str | Listed[str] | Listed[int] | Listed[Listed[int]],
-    said_once("Input should be a string, a list of strings, a list of token ids, or a list of lists of token ids"),
+    said_once(
+        "Input should be a string, a list of strings, a list of token ids, or a list of lists of token ids"
+    ),
 ]
 
 
 class StreamOptions(BaseModel):
     model_config = ConfigDict(strict=True)
 
-    include_usage: bool | None = Field(default=None, description="a last chunk without choices says how many tokens there were")
-    continuous_usage_stats: bool | None = Field(default=None, description="with include_usage: every chunk says how many tokens there were")
+    include_usage: bool | None = Field(
+        default=None, description="a last chunk without choices says how many tokens there were"
+    )
+    continuous_usage_stats: bool | None = Field(
+        default=None, description="with include_usage: every chunk says how many tokens there were"
+    )
 
 
 class Body(BaseModel):
@@ -119,7 +133,9 @@ class Body(BaseModel):
 
     model_config = ConfigDict(strict=True, extra="allow")
 
-    model: str | None = Field(default=None, description="a served model; null, empty, `tgi` and `dummy` mean the one that is")
+    model: str | None = Field(
+        default=None, description="a served model; null, empty, `tgi` and `dummy` mean the one that is"
+    )
     stream: bool | None = None
     stream_options: StreamOptions | None = None
 
@@ -128,7 +144,11 @@ class Body(BaseModel):
     stop: Stop | None = Field(
         default=None,
         description="the answer ends before the first of these",
-        json_schema_extra={"minLength": 1, "maxLength": MAX_STOP_CHARS, "items": {"minLength": 1, "maxLength": MAX_STOP_CHARS}},
+        json_schema_extra={
+            "minLength": 1,
+            "maxLength": MAX_STOP_CHARS,
+            "items": {"minLength": 1, "maxLength": MAX_STOP_CHARS},
+        },
     )
     stop_token_ids: Listed[int] | None = Field(
         default=None, description="ids that end the answer", json_schema_extra={"items": {"minimum": 0}}
@@ -136,7 +156,9 @@ class Body(BaseModel):
     include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = Field(default=None, description="go on behind the end-of-sequence token")
     skip_special_tokens: bool | None = Field(default=None, description="default: true")
-    add_special_tokens: bool | None = Field(default=None, description="default: true for a prompt, false for a chat: its template has them")
+    add_special_tokens: bool | None = Field(
+        default=None, description="default: true for a prompt, false for a chat: its template has them"
+    )
     truncate_prompt_tokens: int | None = least(1, "the prompt's last so many tokens are used")
     n: int | None = ranged("n", "answers to each prompt")
 
@@ -144,9 +166,13 @@ class Body(BaseModel):
     top_k: int | None = ranged("top_k", "0 and -1 are off")
     top_p: float | None = ranged("top_p")
     top_p_decay: float | None = ranged("top_p_decay", "what `top_p` is multiplied with after each token")
-    top_p_min: float | None = ranged("top_p_min", "below which `top_p_decay` does not take it; default 0.000001")
+    top_p_min: float | None = ranged(
+        "top_p_min", "below which `top_p_decay` does not take it; default 0.000001"
+    )
     top_p_reset_ids: Listed[int] | None = Field(
-        default=None, description="token ids after which `top_p` is as given again", json_schema_extra={"items": {"minimum": 0}}
+        default=None,
+        description="token ids after which `top_p` is as given again",
+        json_schema_extra={"items": {"minimum": 0}},
     )
     min_p: float | None = ranged("min_p")
     typical_p: float | None = ranged("typical_p")
@@ -157,7 +183,10 @@ class Body(BaseModel):
     logit_bias: dict[str, float] | None = Field(
         default=None,
         description="token id → what is added to its logit",
-        json_schema_extra={"propertyNames": {"pattern": "^[0-9]{1,6}$"}, "additionalProperties": {"type": "number", **BIASES.schema}},
+        json_schema_extra={
+            "propertyNames": {"pattern": "^[0-9]{1,6}$"},
+            "additionalProperties": {"type": "number", **BIASES.schema},
+        },
     )
     bad_words: Listed[str] | None = Field(
         default=None, description="words that do not appear", json_schema_extra={"items": {"pattern": r"\S"}}
@@ -199,19 +228,29 @@ class ChatRequest(Body):
     logprobs: bool | None = None
     top_logprobs: int | None = least(0, "so many of the likeliest tokens are told with each token")
     add_generation_prompt: bool | None = None
-    continue_final_message: bool | None = Field(default=None, description="default: whether the last message is the assistant's")
+    continue_final_message: bool | None = Field(
+        default=None, description="default: whether the last message is the assistant's"
+    )
     chat_template_kwargs: dict[str, Any] | None = None
 
 
 class CompletionRequest(Body):
     """Body of /v1/completions."""
 
-    max_tokens: int | None = least(0, "default: what is left of the context; 0, with `echo`, shows the prompt only")
+    max_tokens: int | None = least(
+        0, "default: what is left of the context; 0, with `echo`, shows the prompt only"
+    )
 
     prompt: Prompt = Field(
-        json_schema_extra={"minLength": 1, "minItems": 1, "items": {"minLength": 1, "minItems": 1, "minimum": 0, "items": {"minimum": 0}}}
+        json_schema_extra={
+            "minLength": 1,
+            "minItems": 1,
+            "items": {"minLength": 1, "minItems": 1, "minimum": 0, "items": {"minimum": 0}},
+        }
     )
-    logprobs: int | None = least(0, "so many of the likeliest tokens are told with each token; with `echo` of the prompt's, too")
+    logprobs: int | None = least(
+        0, "so many of the likeliest tokens are told with each token; with `echo` of the prompt's, too"
+    )
 
     @property
     def shows_prompt_only(self) -> bool:

@@ -24,17 +24,30 @@ Make = Callable[[str, str, list[Choice]], Answer]
 
 
 async def serve(
-    request: Request, gateway: Gateway, body: Body, wanted: list[Wanted], prefixes: Sequence[str], make: Make, begun_s: float
+    request: Request,
+    gateway: Gateway,
+    body: Body,
+    wanted: list[Wanted],
+    prefixes: Sequence[str],
+    make: Make,
+    begun_s: float,
 ) -> Response:
-    """The answer to all that is `wanted`, as a stream or as a whole. `prefixes`: for each, what its choice begins with.
+    """The answer to all that is `wanted`, as a stream or as a whole. `prefixes`: for each, what its choice
+    begins with.
 
     Raises Refusal.
     """
     settings, desk = gateway.settings, gateway.desk
     if len(wanted) > settings.max_concurrent_requests:
-        raise invalid(f"`n` asks for {len(wanted)} choices: MAX_CONCURRENT_REQUESTS is {settings.max_concurrent_requests}", "n")
+        raise invalid(
+            f"`n` asks for {len(wanted)} choices: MAX_CONCURRENT_REQUESTS is {settings.max_concurrent_requests}",
+            "n",
+        )
     streams = await desk.submit_all(wanted, request_id(request))
-    choices = [choice(i, stream, body, prefix) for i, (stream, prefix) in enumerate(zip(streams, prefixes, strict=True))]
+    choices = [
+        choice(i, stream, body, prefix)
+        for i, (stream, prefix) in enumerate(zip(streams, prefixes, strict=True))
+    ]
     answer = make(request_id(request), settings.model_name, choices)
     headers = prompt_headers(settings, sum(one.num_chars for one in wanted[:: body.n or 1]))
     if body.stream:
@@ -47,5 +60,8 @@ async def serve(
 def cost_headers(answer: Answer, streams: Sequence[Stream], begun_s: float) -> dict[str, str]:
     """Times are those of the stream that ended last."""
     usage = answer.usage()
-    totals = {"x-prompt-tokens": str(usage["prompt_tokens"]), "x-generated-tokens": str(usage["completion_tokens"])}
+    totals = {
+        "x-prompt-tokens": str(usage["prompt_tokens"]),
+        "x-generated-tokens": str(usage["completion_tokens"]),
+    }
     return time_headers(max(streams, key=lambda stream: stream.ended_s), begun_s) | totals

@@ -1,5 +1,6 @@
-"""Shapes of the answers of OpenAI's routes, for their description at /docs. The answers are built in `answer_chat.py` and
-`answer_completion.py`."""
+"""Shapes of the answers of OpenAI's routes, for their description at /docs. The answers are built in
+`answer_chat.py` and `answer_completion.py`.
+"""
 
 from typing import Any, Literal
 
@@ -41,7 +42,7 @@ class Progress(Reply):
     stop_reason: str | int | None = None
 
 
-# --- chat -------------------------------------------------------------------------------------------------------------------------
+# --- chat ---------------------------------------------------------------------------------------------------
 
 
 class TopLogprob(Reply):
@@ -95,7 +96,7 @@ class ChatCompletionChunk(Answer):
     usage: Usage | None = None
 
 
-# --- completion -------------------------------------------------------------------------------------------------------------------
+# --- completion ---------------------------------------------------------------------------------------------
 
 
 class CompletionLogprobs(Reply):
@@ -131,7 +132,7 @@ class CompletionChunk(Answer):
     usage: Usage | None = None
 
 
-# --- models and errors ------------------------------------------------------------------------------------------------------------
+# --- models and errors --------------------------------------------------------------------------------------
 
 
 class Model(Reply):

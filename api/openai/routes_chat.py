@@ -19,7 +19,11 @@ from api.openai.response_schemas import REFUSALS, ChatCompletion, ChatCompletion
 router = APIRouter(responses=REFUSALS)
 
 
-@router.post("/v1/chat/completions", openapi_extra=takes(ChatRequest), responses=answers(ChatCompletion, ChatCompletionChunk))
+@router.post(
+    "/v1/chat/completions",
+    openapi_extra=takes(ChatRequest),
+    responses=answers(ChatCompletion, ChatCompletionChunk),
+)
 async def chat_completions(request: Request) -> Response:
     """The assistant's next message, as a stream of chunks with `stream`, else as a whole."""
     begun_s = time.monotonic()
@@ -27,4 +31,12 @@ async def chat_completions(request: Request) -> Response:
     await gateway.desk.check()
     prompt = await chat_prompt.prompt(chat, gateway.vocabulary.chat_template)
     wanted = await validate(from_chat(chat, prompt), gateway.fleet.limits, gateway.vocabulary)
-    return await serve(request, gateway, chat, wanted, [chat_prompt.echoed(chat)] * len(wanted), partial(ChatAnswer, chat), begun_s)
+    return await serve(
+        request,
+        gateway,
+        chat,
+        wanted,
+        [chat_prompt.echoed(chat)] * len(wanted),
+        partial(ChatAnswer, chat),
+        begun_s,
+    )

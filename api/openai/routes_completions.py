@@ -21,7 +21,9 @@ from api.openai.response_schemas import REFUSALS, Completion, CompletionChunk, a
 router = APIRouter(responses=REFUSALS)
 
 
-@router.post("/v1/completions", openapi_extra=takes(CompletionRequest), responses=answers(Completion, CompletionChunk))
+@router.post(
+    "/v1/completions", openapi_extra=takes(CompletionRequest), responses=answers(Completion, CompletionChunk)
+)
 async def completions(request: Request) -> Response:
     """How each prompt goes on: its choices stand together, in the order of the prompts."""
     begun_s = time.monotonic()
@@ -34,9 +36,13 @@ async def completions(request: Request) -> Response:
         choices = await validate(asked, limits, vocabulary)
         wanted += choices
         prefixes += [echoed(completion, asked, choices[0], vocabulary)] * len(choices)
-    return await serve(request, gateway, completion, wanted, prefixes, partial(CompletionAnswer, completion), begun_s)
+    return await serve(
+        request, gateway, completion, wanted, prefixes, partial(CompletionAnswer, completion), begun_s
+    )
 
 
 def check_number(prompts: list[Asked], limits: Limits) -> None:
     if len(prompts) > limits.max_client_batch_size:
-        raise invalid(f"`prompt` supports up to {limits.max_client_batch_size} prompts. Given: {len(prompts)}", "prompt")
+        raise invalid(
+            f"`prompt` supports up to {limits.max_client_batch_size} prompts. Given: {len(prompts)}", "prompt"
+        )

@@ -20,7 +20,9 @@ async def models(request: Request) -> dict[str, Any]:
     return {"object": "list", "data": [described(name) for name in (gateway.settings.model_name, *others)]}
 
 
-@router.get("/v1/models/{name:path}", responses={200: {"model": Model}, 404: REFUSALS[404], 503: REFUSALS[503]})
+@router.get(
+    "/v1/models/{name:path}", responses={200: {"model": Model}, 404: REFUSALS[404], 503: REFUSALS[503]}
+)
 async def model(request: Request, name: str) -> dict[str, Any]:
     """One of them."""
     gateway = await gateway_of(request).pools.find(name)

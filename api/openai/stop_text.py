@@ -1,4 +1,6 @@
-"""The text of an answer as OpenAI's clients see it: no special tokens, no stop string, and nothing early that may become part of one."""
+"""The text of an answer as OpenAI's clients see it: no special tokens, no stop string, and nothing early that
+may become part of one.
+"""
 
 from collections.abc import Sequence
 
@@ -8,8 +10,8 @@ from api.inference.stream import Stream
 class AnswerText:
     """Gives out the text of a stream token by token; all of it together is the whole answer.
 
-    Where stop strings may begin is as in `StopMatcher`: not before the first `min_new_tokens` tokens, and special tokens count as their
-    literal text.
+    Where stop strings may begin is as in `StopMatcher`: not before the first `min_new_tokens` tokens, and
+    special tokens count as their literal text.
 
     Attributes:
         num_tokens: tokens taken.
@@ -33,7 +35,9 @@ class AnswerText:
         return self.release(num_promising(self.text, request.stop))
 
     def last(self) -> str:
-        """What the last token adds to all that was held back. If that token was taken before, the rest is all there is."""
+        """What the last token adds to all that was held back. If that token was taken before, the rest is all
+        there is.
+        """
         assert self.stream.terminal is not None
         reason, fresh = self.stream.terminal.reason, self.num_tokens < self.stream.num_tokens
         if fresh:
@@ -48,7 +52,7 @@ class AnswerText:
             self.held.pop()
         return self.release(0)
 
-    # --- pieces: (text, what is shown of it: all or nothing) ------------------------------------------------------------------------
+    # --- pieces: (text, what is shown of it: all or nothing) ------------------------------------------------
 
     @property
     def text(self) -> str:

@@ -21,8 +21,9 @@ async def frames(answer: Answer) -> AsyncIterator[bytes]:
 
 
 async def news(answer: Answer) -> AsyncIterator[tuple[list[tuple[int, bytes]], bool]]:
-    """(new chunks, each with the index of its choice; whether these are the last), up to the end of the last choice or the error of the
-    first that fails."""
+    """(new chunks, each with the index of its choice; whether these are the last), up to the end of the last
+    choice or the error of the first that fails.
+    """
     changed = asyncio.Event()
     changed.set()
     for choice in answer.choices:

@@ -18,7 +18,8 @@ def check(asked: Asked, limits: Limits, streamed: bool) -> None:
         raise invalid(f"`best_of` must be 1 when tokens are streamed. Given: {asked.n}", "best_of")
     if asked.n > 1 and not draws(asked):
         raise invalid(
-            "`best_of` above 1 needs sampling: set `do_sample`, `temperature`, `top_k`, `top_p`, `min_p` or `typical_p`", "best_of"
+            "`best_of` above 1 needs sampling: set `do_sample`, `temperature`, `top_k`, `top_p`, `min_p` or `typical_p`",
+            "best_of",
         )
     if asked.n > 1 and asked.seed is not None:
         raise invalid("`seed` must not be set when `best_of` is above 1", "seed")
@@ -26,7 +27,11 @@ def check(asked: Asked, limits: Limits, streamed: bool) -> None:
 
 def apart(wanted: Sequence[Wanted]) -> list[Wanted]:
     """Each answer with a seed of its own, which is told with it: it alone draws that answer again."""
-    return [replace(one, sampling=replace(one.sampling, seed=secrets.randbits(63), choice=0)) for one in wanted if one.sampling]
+    return [
+        replace(one, sampling=replace(one.sampling, seed=secrets.randbits(63), choice=0))
+        for one in wanted
+        if one.sampling
+    ]
 
 
 def ranked(streams: Sequence[Stream]) -> list[Stream]:

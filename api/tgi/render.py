@@ -15,11 +15,19 @@ def token(stream: Stream, i: int) -> dict[str, Any]:
 def top_tokens(stream: Stream, i: int) -> list[dict[str, Any]]:
     """The likeliest tokens in place of token `i`, each with its text alone."""
     decode = stream.vocabulary.tokenizer.decode
-    return [described(stream, top, decode([top], skip_special_tokens=False), logprob) for top, logprob in stream.tops[i]]
+    return [
+        described(stream, top, decode([top], skip_special_tokens=False), logprob)
+        for top, logprob in stream.tops[i]
+    ]
 
 
 def described(stream: Stream, token_id: int, text: str, logprob: float) -> dict[str, Any]:
-    return {"id": token_id, "text": text, "logprob": logprob, "special": token_id in stream.vocabulary.special_ids}
+    return {
+        "id": token_id,
+        "text": text,
+        "logprob": logprob,
+        "special": token_id in stream.vocabulary.special_ids,
+    }
 
 
 def prefill(stream: Stream) -> list[dict[str, Any]]:
@@ -28,7 +36,10 @@ def prefill(stream: Stream) -> list[dict[str, Any]]:
         return []
     told, decode = stream.prompt_tokens(), stream.vocabulary.tokenizer.decode_batch
     texts = decode([[token_id] for token_id, _, _ in told], skip_special_tokens=False)
-    return [{"id": token_id, "text": text, "logprob": logprob} for (token_id, logprob, _), text in zip(told, texts, strict=True)]
+    return [
+        {"id": token_id, "text": text, "logprob": logprob}
+        for (token_id, logprob, _), text in zip(told, texts, strict=True)
+    ]
 
 
 def seed(stream: Stream) -> int | None:
@@ -37,11 +48,13 @@ def seed(stream: Stream) -> int | None:
     return sampling.seed if sampling and sampling.temperature else None
 
 
-# --- streams ----------------------------------------------------------------------------------------------------------------------
+# --- streams ------------------------------------------------------------------------------------------------
 
 
 async def frames(stream: Stream, prefix: str, with_details: bool) -> AsyncIterator[bytes]:
-    """The frames that are ready, as often as there are new ones, up to the last; the whole text begins with `prefix`."""
+    """The frames that are ready, as often as there are new ones, up to the last; the whole text begins with
+    `prefix`.
+    """
     async for new in bodies(stream, prefix, with_details):
         yield b"".join(map(frame, new))
 
@@ -53,13 +66,21 @@ async def bodies(stream: Stream, prefix: str, with_details: bool) -> AsyncIterat
         shown = max(shown, fresh.stop)
         new = [frame_body(stream, i) for i in fresh]
         if ended:
-            new.append(last_body(stream, shown, prefix, summary(stream) if with_details and stream.finished else None))
+            new.append(
+                last_body(
+                    stream, shown, prefix, summary(stream) if with_details and stream.finished else None
+                )
+            )
         yield new
 
 
-def frame_body(stream: Stream, i: int, text: str | None = None, details: dict[str, Any] | None = None) -> bytes:
+def frame_body(
+    stream: Stream, i: int, text: str | None = None, details: dict[str, Any] | None = None
+) -> bytes:
     tops = {"top_tokens": top_tokens(stream, i)} if stream.tops else {}
-    return encode({"index": i + 1, "token": token(stream, i), **tops, "generated_text": text, "details": details})
+    return encode(
+        {"index": i + 1, "token": token(stream, i), **tops, "generated_text": text, "details": details}
+    )
 
 
 def last_body(stream: Stream, shown: int, prefix: str, details: dict[str, Any] | None) -> bytes:
@@ -75,11 +96,15 @@ def last_body(stream: Stream, shown: int, prefix: str, details: dict[str, Any] |
 def summary(stream: Stream) -> dict[str, Any]:
     """`details` of the last frame."""
     assert stream.terminal is not None
-    about = {"finish_reason": stream.terminal.reason, "generated_tokens": stream.num_tokens, "seed": seed(stream)}
+    about = {
+        "finish_reason": stream.terminal.reason,
+        "generated_tokens": stream.num_tokens,
+        "seed": seed(stream),
+    }
     return about | {"input_length": len(stream.prompt_ids)}
 
 
-# --- whole answers ----------------------------------------------------------------------------------------------------------------
+# --- whole answers ------------------------------------------------------------------------------------------
 
 
 def answer(best: Stream, others: Sequence[Stream], prefix: str, with_details: bool) -> dict[str, Any]:
@@ -90,7 +115,10 @@ def answer(best: Stream, others: Sequence[Stream], prefix: str, with_details: bo
     losers = [{"generated_text": prefix + one.text, **details(one)} for one in others]
     known = details(best)
     tops = {"top_tokens": known.pop("top_tokens")} if best.tops else {}
-    return {"generated_text": text, "details": known | ({"best_of_sequences": losers} if losers else {}) | tops}
+    return {
+        "generated_text": text,
+        "details": known | ({"best_of_sequences": losers} if losers else {}) | tops,
+    }
 
 
 def details(stream: Stream) -> dict[str, Any]:
@@ -103,4 +131,6 @@ def details(stream: Stream) -> dict[str, Any]:
         "prefill": prefill(stream),
         "tokens": [token(stream, i) for i in range(stream.num_tokens)],
     }
-    return about | ({"top_tokens": [top_tokens(stream, i) for i in range(stream.num_tokens)]} if stream.tops else {})
+    return about | (
+        {"top_tokens": [top_tokens(stream, i) for i in range(stream.num_tokens)]} if stream.tops else {}
+    )

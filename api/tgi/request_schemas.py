@@ -1,6 +1,7 @@
 """Shapes of the bodies of TGI's routes. Nothing is converted (`"5"` is no number).
 
-Parameters that are not served are refused by name, and so are those that only OpenAI's routes have; names that nobody knows are ignored.
+Parameters that are not served are refused by name, and so are those that only OpenAI's routes have; names
+that nobody knows are ignored.
 """
 
 from typing import Any
@@ -34,51 +35,72 @@ class Parameters(BaseModel):
     model_config = ConfigDict(strict=True, extra="allow")
 
     max_new_tokens: int | None = ranged("max_new_tokens", "default: what is left of the context")
-    min_new_tokens: int | None = ranged("min_new_tokens", "before it has so many, nothing but `max_new_tokens` ends an answer")
+    min_new_tokens: int | None = ranged(
+        "min_new_tokens", "before it has so many, nothing but `max_new_tokens` ends an answer"
+    )
     stop: Listed[str] | None = Field(
         default=None,
         description="the answer ends with the first of these, which is part of it",
         json_schema_extra={"items": {"minLength": 1, "maxLength": MAX_STOP_CHARS}},
     )
     stop_token_ids: Listed[int] | None = Field(
-        default=None, description="ids that end the answer, with reason `stop_sequence`", json_schema_extra={"items": {"minimum": 0}}
+        default=None,
+        description="ids that end the answer, with reason `stop_sequence`",
+        json_schema_extra={"items": {"minimum": 0}},
     )
     ignore_eos: bool | None = Field(default=None, description="go on behind the end-of-sequence token")
     truncate: int | None = ranged("truncate", "the prompt's last so many tokens are used")
 
     do_sample: bool | None = Field(
-        default=None, description="draw tokens; so does any of the next fields down to `typical_p`, where it changes something"
+        default=None,
+        description="draw tokens; so does any of the next fields down to `typical_p`, where it changes something",
     )
     temperature: float | None = ranged("temperature", "default 1.0; 0 is greedy")
     top_k: int | None = ranged("top_k", "0 and -1 are off")
     top_p: float | None = ranged("top_p")
     top_p_decay: float | None = ranged("top_p_decay", "what `top_p` is multiplied with after each token")
-    top_p_min: float | None = ranged("top_p_min", "below which `top_p_decay` does not take it; default 0.000001")
+    top_p_min: float | None = ranged(
+        "top_p_min", "below which `top_p_decay` does not take it; default 0.000001"
+    )
     top_p_reset_ids: Listed[int] | None = Field(
-        default=None, description="token ids after which `top_p` is as given again", json_schema_extra={"items": {"minimum": 0}}
+        default=None,
+        description="token ids after which `top_p` is as given again",
+        json_schema_extra={"items": {"minimum": 0}},
     )
     min_p: float | None = ranged("min_p")
     typical_p: float | None = ranged("typical_p")
     seed: int | None = ranged("seed", "default: drawn by chance")
     repetition_penalty: float | None = ranged("repetition_penalty")
-    frequency_penalty: float | None = ranged("relative_frequency_penalty", "TGI's: times the share of a token in prompt and answer")
+    frequency_penalty: float | None = ranged(
+        "relative_frequency_penalty", "TGI's: times the share of a token in prompt and answer"
+    )
     presence_penalty: float | None = ranged("presence_penalty", "OpenAI's")
     logit_bias: dict[int, float] | None = Field(
         default=None,
         description="token id → what is added to its logit",
-        json_schema_extra={"propertyNames": {"pattern": "^[0-9]{1,6}$"}, "additionalProperties": {"type": "number", **BIASES.schema}},
+        json_schema_extra={
+            "propertyNames": {"pattern": "^[0-9]{1,6}$"},
+            "additionalProperties": {"type": "number", **BIASES.schema},
+        },
     )
     bad_words: Listed[str] | None = Field(
         default=None, description="words that do not appear", json_schema_extra={"items": {"pattern": r"\S"}}
     )
 
-    best_of: int | None = Field(default=None, ge=0, description="the best of so many answers, by mean log-probability")
+    best_of: int | None = Field(
+        default=None, ge=0, description="the best of so many answers, by mean log-probability"
+    )
     details: bool | None = None
     decoder_input_details: bool | None = Field(
-        default=None, description="details, with the log-probabilities of the prompt's tokens; not where tokens are streamed"
+        default=None,
+        description="details, with the log-probabilities of the prompt's tokens; not where tokens are streamed",
     )
-    top_n_tokens: int | None = ranged("top_n_tokens", "so many of the likeliest tokens are told with each token")
-    return_full_text: bool | None = Field(default=None, description="prompt and answer together; on `/` this is the default")
+    top_n_tokens: int | None = ranged(
+        "top_n_tokens", "so many of the likeliest tokens are told with each token"
+    )
+    return_full_text: bool | None = Field(
+        default=None, description="prompt and answer together; on `/` this is the default"
+    )
 
     watermark: bool | None = unserved("watermark")
     grammar: dict[str, Any] | None = unserved("grammar")
@@ -101,8 +123,12 @@ class GenerateRequest(BaseModel):
         """Raises Refusal (422) for what is not served, or not where tokens are streamed."""
         given = self.parameters or Parameters()
         if given.decoder_input_details and streamed:
-            raise invalid("`decoder_input_details` must be false when tokens are streamed", "decoder_input_details")
-        check_served({name: getattr(given, name) for name in UNSERVED} | (given.model_extra or {}), UNSERVED, FIELDS)
+            raise invalid(
+                "`decoder_input_details` must be false when tokens are streamed", "decoder_input_details"
+            )
+        check_served(
+            {name: getattr(given, name) for name in UNSERVED} | (given.model_extra or {}), UNSERVED, FIELDS
+        )
         return Asked(
             text=self.inputs,
             max_new_tokens=given.max_new_tokens,

@@ -1,4 +1,6 @@
-"""Shapes of the answers of TGI's routes, for their description at /docs. The answers are built in `answer.py`."""
+"""Shapes of the answers of TGI's routes, for their description at /docs. The answers are built in
+`answer.py`.
+"""
 
 from typing import Literal
 
@@ -62,7 +64,9 @@ class StreamDetails(Reply):
 
 
 class StreamResponse(Reply):
-    """One frame, `data: {…}`. The last one has the whole text; where the request failed it is an ErrorResponse."""
+    """One frame, `data: {…}`. The last one has the whole text; where the request failed it is an
+    ErrorResponse.
+    """
 
     index: int
     token: Token
@@ -124,5 +128,7 @@ ALL = refusals(
 )
 
 TOKENIZE_REFUSALS: Refusals = {status: ALL[status] for status in (400, 401, 404, 413, 415, 422, 500, 503)}
-GENERATE_REFUSALS: Refusals = {status: ALL[status] for status in (400, 401, 413, 415, 422, 424, 429, 500, 503)}
+GENERATE_REFUSALS: Refusals = {
+    status: ALL[status] for status in (400, 401, 413, 415, 422, 424, 429, 500, 503)
+}
 """What a route may answer besides 200."""

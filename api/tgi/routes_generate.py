@@ -46,7 +46,12 @@ class Call:
     streamed: bool
 
 
-@router.post("/generate_stream", openapi_extra=takes(GenerateRequest), responses=EVENTS, response_class=EventSourceResponse)
+@router.post(
+    "/generate_stream",
+    openapi_extra=takes(GenerateRequest),
+    responses=EVENTS,
+    response_class=EventSourceResponse,
+)
 async def generate_stream(request: Request) -> Response:
     """Tokens as server-sent events, one frame each; the last one carries the whole text."""
     return await stream(await accept(request, GenerateRequest, streamed=True))
@@ -58,15 +63,23 @@ async def generate(request: Request) -> Response:
     return await whole(await accept(request, GenerateRequest, streamed=False))
 
 
-@router.post("/", openapi_extra=takes(CompatRequest), responses={200: {"model": list[GenerateResponse], **EVENTS[200]}})
+@router.post(
+    "/", openapi_extra=takes(CompatRequest), responses={200: {"model": list[GenerateResponse], **EVENTS[200]}}
+)
 async def compat_generate(request: Request) -> Response:
-    """As /generate_stream with `stream`, else as /generate, in an array of one. The prompt is part of the text unless that is denied."""
+    """As /generate_stream with `stream`, else as /generate, in an array of one. The prompt is part of the
+    text unless that is denied.
+    """
     call = await accept(request, CompatRequest, full_text=True)
     return await stream(call) if call.streamed else await whole(call, in_array=True)
 
 
-async def accept(request: Request, shape: type[GenerateRequest], streamed: bool | None = None, full_text: bool = False) -> Call:
-    """Raises Refusal. Where they are not given, `streamed` is as the body says, and `full_text` the default of `return_full_text`."""
+async def accept(
+    request: Request, shape: type[GenerateRequest], streamed: bool | None = None, full_text: bool = False
+) -> Call:
+    """Raises Refusal. Where they are not given, `streamed` is as the body says, and `full_text` the default
+    of `return_full_text`.
+    """
     begun_s, gateway = time.monotonic(), gateway_of(request)
     given = await body.read(request, shape, gateway.settings.payload_limit)
     parameters = given.parameters or Parameters()
@@ -77,7 +90,11 @@ async def accept(request: Request, shape: type[GenerateRequest], streamed: bool 
     best_of.check(asked, limits, streamed)
     wanted = await validate(asked, limits, gateway.vocabulary)
     wanted = best_of.apart(wanted) if asked.n > 1 else wanted
-    prefix = given.inputs if (full_text if parameters.return_full_text is None else parameters.return_full_text) else ""
+    prefix = (
+        given.inputs
+        if (full_text if parameters.return_full_text is None else parameters.return_full_text)
+        else ""
+    )
     return Call(request, gateway, begun_s, wanted, parameters.wants_details, prefix, streamed)
 
 
@@ -100,4 +117,6 @@ async def whole(call: Call, in_array: bool = False) -> Response:
         told = answer(best, others, call.prefix, call.details)
         return encode([told] if in_array else told)
 
-    return Response(await aside(sum(one.num_records for one in streams), content), 200, headers, "application/json")
+    return Response(
+        await aside(sum(one.num_records for one in streams), content), 200, headers, "application/json"
+    )

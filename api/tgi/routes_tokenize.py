@@ -32,7 +32,9 @@ async def tokenize(request: Request) -> Response:
     return Response(content, media_type="application/json")
 
 
-@router.post("/chat_tokenize", openapi_extra=takes(ChatRequest), responses={200: {"model": ChatTokenizeResponse}})
+@router.post(
+    "/chat_tokenize", openapi_extra=takes(ChatRequest), responses={200: {"model": ChatTokenizeResponse}}
+)
 async def chat_tokenize(request: Request) -> Response:
     """The prompt that /v1/chat/completions would make of the same body, and its tokens; however long it is."""
     gateway, chat = await accept(request, ChatRequest)
@@ -41,7 +43,12 @@ async def chat_tokenize(request: Request) -> Response:
     check(from_chat(chat, text), gateway.fleet.limits, vocabulary)
 
     def answer() -> bytes:
-        return encode({"tokenize_response": simple_tokens(vocabulary, text, bool(chat.add_special_tokens)), "templated_text": text})
+        return encode(
+            {
+                "tokenize_response": simple_tokens(vocabulary, text, bool(chat.add_special_tokens)),
+                "templated_text": text,
+            }
+        )
 
     return Response(await aside(len(text), answer), media_type="application/json")
 
@@ -50,4 +57,7 @@ def simple_tokens(vocabulary: Vocabulary, text: str, add_special_tokens: bool = 
     """TGI's `{id, text, start, stop}` of each token; offsets in bytes of the text's UTF-8."""
     spans = vocabulary.spans(text, add_special_tokens)
     offsets = [0, *accumulate(len(character.encode()) for character in text)]
-    return [{"id": one, "text": text[start:end], "start": offsets[start], "stop": offsets[end]} for one, start, end in spans]
+    return [
+        {"id": one, "text": text[start:end], "start": offsets[start], "stop": offsets[end]}
+        for one, start, end in spans
+    ]

@@ -1,4 +1,5 @@
-"""What is committed of a request: read from the string that outlives workers and from the log of the worker that holds it.
+"""What is committed of a request: read from the string that outlives workers and from the log of the worker
+that holds it.
 
 Gateways fill gaps with it, and the batcher resumes with it: one reading, so both see the same.
 """
@@ -27,7 +28,8 @@ class Committed:
         width: `RECORD`s of one token: its own, then one for each of its likeliest tokens.
         records: packed, of tokens 0, 1, 2, …: all that is committed.
         spilled_bytes: how much of that stands in the string.
-        prompt: packed records of the prompt's tokens but the first; there from the first token on, where the request asks for them.
+        prompt: packed records of the prompt's tokens but the first; there from the first token on, where the
+            request asks for them.
         result: the final answer (JSON bytes) once there is a terminal.
     """
 
@@ -104,8 +106,8 @@ def split(records: bytes, width: int = 1) -> tuple[list[int], list[float], list[
 async def read(redis: Redis, keys: Keys, request_ids: Iterable[str]) -> dict[str, Committed]:
     """What is committed of each request.
 
-    A spill moves ids from log to string while we look, and a hand-over moves a request to another worker: so strings and logs are read in
-    one transaction, and again when a request turned out to live elsewhere.
+    A spill moves ids from log to string while we look, and a hand-over moves a request to another worker: so
+    strings and logs are read in one transaction, and again when a request turned out to live elsewhere.
     """
     request_ids = list(request_ids)
     workers: set[str] = set()
@@ -120,7 +122,9 @@ async def read(redis: Redis, keys: Keys, request_ids: Iterable[str]) -> dict[str
 FIELDS = ["digest", "worker", "attempt", "base", "strikes", "cancel", "terminal", "width", "prompt"]
 
 
-async def read_once(redis: Redis, keys: Keys, request_ids: list[str], workers: list[str]) -> dict[str, Committed]:
+async def read_once(
+    redis: Redis, keys: Keys, request_ids: list[str], workers: list[str]
+) -> dict[str, Committed]:
     async with redis.pipeline(transaction=True) as pipe:
         for request_id in request_ids:
             pipe.hmget(keys.home(request_id), FIELDS)
@@ -154,7 +158,9 @@ async def read_once(redis: Redis, keys: Keys, request_ids: list[str], workers: l
 
 
 def known_good(answer: Any) -> Any:
-    """An answer, or None for a key of another type than ours: it spoils its own request and no other. Raises what else went wrong."""
+    """An answer, or None for a key of another type than ours: it spoils its own request and no other. Raises
+    what else went wrong.
+    """
     if isinstance(answer, ResponseError) and str(answer).startswith("WRONGTYPE"):
         return None
     if isinstance(answer, Exception):

@@ -1,5 +1,7 @@
-"""A connection to the broker for what passes with every token: words out, replies in. redis-py makes it (address, TLS, password), then
-steps aside: next to an engine that empties the caches, its layers around a command cost several times what the command does."""
+"""A connection to the broker for what passes with every token: words out, replies in. redis-py makes it
+(address, TLS, password), then steps aside: next to an engine that empties the caches, its layers around a
+command cost several times what the command does.
+"""
 
 import asyncio
 import hashlib
@@ -26,7 +28,9 @@ class Wire(asyncio.Protocol):
 
     def __init__(self, connection: AbstractConnection, hear: Callable[[Any], None]) -> None:
         self.connection, self.hear = connection, hear
-        self.replies = hiredis.Reader(protocolError=InvalidResponse, replyError=DefaultParser.parse_error, notEnoughData=NOTHING_YET)
+        self.replies = hiredis.Reader(
+            protocolError=InvalidResponse, replyError=DefaultParser.parse_error, notEnoughData=NOTHING_YET
+        )
         self.over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         assert connection._writer is not None
         self.transport = connection._writer.transport
@@ -34,13 +38,16 @@ class Wire(asyncio.Protocol):
 
     @classmethod
     async def dial(cls, redis: Redis, hear: Callable[[Any], None]) -> "Wire":
-        """A connection beside those of `redis`, to the same broker. Raises what connecting raises (`common.broker.client.ERRORS`)."""
+        """A connection beside those of `redis`, to the same broker. Raises what connecting raises
+        (`common.broker.client.ERRORS`).
+        """
         connection = redis.connection_pool.make_connection()  # type: ignore[no-untyped-call]
         await connection.connect()
         return cls(connection, hear)
 
     def say(self, *words: Word) -> None:
-        self.transport.write(hiredis.pack_command(words))  # type: ignore[arg-type]  # its hints know one word only
+        # its hints know one word only
+        self.transport.write(hiredis.pack_command(words))  # type: ignore[arg-type]
 
     def close(self) -> None:
         self.connection._close()  # type: ignore[no-untyped-call]
@@ -70,7 +77,9 @@ class Line:
         self.answer: asyncio.Future[Any] | None = None
 
     async def ask(self, *words: Word) -> Any:
-        """The broker's answer. Raises what it refuses, or what befell the wire; then it may have done it all the same."""
+        """The broker's answer. Raises what it refuses, or what befell the wire; then it may have done it all
+        the same.
+        """
         wire = self.wire or await self.dial()
         self.answer = asyncio.get_running_loop().create_future()
         wire.say(*words)

@@ -1,4 +1,6 @@
-"""Every Redis key and channel, built here and nowhere else. The braces are a Redis Cluster hash tag: a pool lives on one shard."""
+"""Every Redis key and channel, built here and nowhere else. The braces are a Redis Cluster hash tag: a pool
+lives on one shard.
+"""
 
 from dataclasses import dataclass
 
@@ -17,7 +19,9 @@ METRICS_TTL_MS = 7 * 86_400_000
 """The figures of a pool in which nothing happens any more."""
 
 POOLS = "tf:pools"
-"""Sorted set: pool → time of its batcher's last sign of life, in s; those of an hour ago are gone. The one key that is of no pool."""
+"""Sorted set: pool → time of its batcher's last sign of life, in s; those of an hour ago are gone. The one
+key that is of no pool.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +52,9 @@ class Keys:
 
     @property
     def processes(self) -> str:
-        """Sorted set: kind:name of every process that is no worker → Redis time of its last sign of life, in ms."""
+        """Sorted set: kind:name of every process that is no worker → Redis time of its last sign of life, in
+        ms.
+        """
         return self.key("processes")
 
     @property
@@ -62,7 +68,9 @@ class Keys:
 
     @property
     def metrics(self) -> str:
-        """Hash: what all processes of the pool have counted, dead ones included; a field is built by `Metric.field`."""
+        """Hash: what all processes of the pool have counted, dead ones included; a field is built by
+        `Metric.field`.
+        """
         return self.key("metrics")
 
     @property

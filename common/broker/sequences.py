@@ -1,4 +1,6 @@
-"""Sequence numbers of what one process publishes, per channel; the last one is repeated for a while, so that a lost last message shows."""
+"""Sequence numbers of what one process publishes, per channel; the last one is repeated for a while, so that
+a lost last message shows.
+"""
 
 import time
 from collections.abc import Iterator
@@ -11,7 +13,9 @@ REPEATED_FOR_S = 10.0
 
 
 class Channels:
-    """The channels that `source` publishes to. The last number is repeated until nothing was said for REPEATED_FOR_S."""
+    """The channels that `source` publishes to. The last number is repeated until nothing was said for
+    REPEATED_FOR_S.
+    """
 
     def __init__(self, source: str) -> None:
         self.source = source

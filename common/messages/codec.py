@@ -1,4 +1,6 @@
-"""Dataclasses to msgpack maps and back: short stable names, a version, unknown fields ignored, wrong types refused."""
+"""Dataclasses to msgpack maps and back: short stable names, a version, unknown fields ignored, wrong types
+refused.
+"""
 
 import dataclasses
 import types
@@ -53,7 +55,9 @@ def to_map(message: Any) -> dict[str, Any]:
 
 
 PACKER = msgpack.Packer(default=to_map)
-"""One for all messages of a process, for to make one takes longer than to pack a message: all are made in one thread."""
+"""One for all messages of a process, for to make one takes longer than to pack a message: all are made in one
+thread.
+"""
 
 
 def from_map(cls: type[T], body: Any) -> T:
@@ -84,13 +88,20 @@ def readers(cls: type) -> list[tuple[str, str, Callable[[Any], Any], bool]]:
     hints = typing.get_type_hints(cls)
     absent = dataclasses.MISSING
     return [
-        (item.name, item.metadata["wire"], reader(hints[item.name]), item.default is absent and item.default_factory is absent)
+        (
+            item.name,
+            item.metadata["wire"],
+            reader(hints[item.name]),
+            item.default is absent and item.default_factory is absent,
+        )
         for item in dataclasses.fields(cls)
     ]
 
 
 def reader(kind: Any) -> Callable[[Any], Any]:
-    """A function that checks and converts one field: it raises TypeError for a value that `kind` does not admit."""
+    """A function that checks and converts one field: it raises TypeError for a value that `kind` does not
+    admit.
+    """
     origin, inner = typing.get_origin(kind), typing.get_args(kind)
     if dataclasses.is_dataclass(kind):
         return lambda value: from_map(typing.cast(Any, kind), value)
@@ -99,7 +110,9 @@ def reader(kind: Any) -> Callable[[Any], Any]:
         return lambda value: [item(one) for one in exact(value, list)]
     if origin is tuple:
         parts = [reader(part) for part in inner]
-        return lambda value: tuple(part(one) for part, one in zip(parts, sized(value, len(parts)), strict=True))
+        return lambda value: tuple(
+            part(one) for part, one in zip(parts, sized(value, len(parts)), strict=True)
+        )
     if origin in (typing.Union, types.UnionType):
         some = reader(next(part for part in inner if part is not type(None)))
         return lambda value: None if value is None else some(value)

@@ -1,7 +1,8 @@
 """Every message between processes, and nothing else.
 
-On the wire they are msgpack maps (common/messages/codec.py); token ids are packed (common/messages/packing.py). They are values; those that are made
-with every token are not frozen, for that takes seven times as long.
+On the wire they are msgpack maps (common/messages/codec.py); token ids are packed
+(common/messages/packing.py). They are values; those that are made with every token are not frozen, for that
+takes seven times as long.
 """
 
 import struct
@@ -19,8 +20,9 @@ TOP_P_MIN = 1e-6
 class Sampling:
     """How a row chooses its tokens, where that is not plainly the likeliest. Defaults change nothing.
 
-    Applied in this order: logit bias and banned words, repetition, frequency and presence penalties, temperature, top-k, top-p, min-p,
-    typical-p; then the choice. The random number for a token is a function of (seed, choice, index of the token).
+    Applied in this order: logit bias and banned words, repetition, frequency and presence penalties,
+    temperature, top-k, top-p, min-p, typical-p; then the choice. The random number for a token is a function
+    of (seed, choice, index of the token).
 
     Attributes:
         temperature: 0 is greedy: the likeliest token after bias and penalties.
@@ -31,9 +33,10 @@ class Sampling:
         choice: which of the n answers to one request this is.
         logit_bias: (id, what is added to its logit).
         bad_words: packed ids of sequences that must not be completed.
-        top_p_decay, top_p_min, top_p_reset_ids: top_p shrinks by this factor with each token, down to its minimum, until one of these ids
-            (packed) comes: then it starts again (arXiv:2206.04624).
-        raw_logprobs: whether log-probabilities are of the model's own distribution (OpenAI's way) or of the processed one (TGI's).
+        top_p_decay, top_p_min, top_p_reset_ids: top_p shrinks by this factor with each token, down to its
+            minimum, until one of these ids (packed) comes: then it starts again (arXiv:2206.04624).
+        raw_logprobs: whether log-probabilities are of the model's own distribution (OpenAI's way) or of the
+            processed one (TGI's).
     """
 
     temperature: float = wire("t", default=0.0)
@@ -57,17 +60,19 @@ class Sampling:
 
 @dataclass(frozen=True, slots=True)
 class Generate:
-    """A request as it waits in the stream `requests`; an entry there exists exactly while the request is live.
+    """A request as it waits in the stream `requests`; an entry there exists exactly while the request is
+    live.
 
     Attributes:
         digest: of the content; the same id with another digest is refused.
         prompt_ids: packed ids.
         max_new_tokens: the request ends with reason `length` when it has so many.
-        min_new_tokens: before it has so many, no end-of-sequence token, stop id or stop string ends it; such ids are not sampled.
+        min_new_tokens: before it has so many, no end-of-sequence token, stop id or stop string ends it; such
+            ids are not sampled.
         stop_ids: packed ids that end it with reason `stop_sequence`.
         top_n_tokens: so many of the likeliest tokens are told with each token.
-        prompt_logprobs: the model's own log-probabilities of the prompt's tokens are told, and so many of the likeliest at each place; None
-            tells nothing of the prompt.
+        prompt_logprobs: the model's own log-probabilities of the prompt's tokens are told, and so many of the
+            likeliest at each place; None tells nothing of the prompt.
         sampling: None is greedy, with nothing to change: the path that costs nothing.
         ttl_ms: time to live; the clock starts at the entry's id.
         channel: pub/sub channel of the replies.
@@ -117,7 +122,9 @@ class Cancel:
 
 @dataclass(frozen=True, slots=True)
 class Died:
-    """A launcher saw the end of a worker process: its logs can be sealed without waiting for the heartbeat's TTL."""
+    """A launcher saw the end of a worker process: its logs can be sealed without waiting for the heartbeat's
+    TTL.
+    """
 
     incarnation: str = wire("i")
 
@@ -143,7 +150,8 @@ class Start:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What a worker may do from its next step boundary on; in the stream `plans:{worker}` under the id `{epoch}-{number}`.
+    """What a worker may do from its next step boundary on; in the stream `plans:{worker}` under the id
+    `{epoch}-{number}`.
 
     Attributes:
         until: the last step granted.
@@ -168,13 +176,15 @@ class Plan:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What happened on a worker since its last report; in the stream `reports:{worker}` under the id `{sequence}-0`.
+    """What happened on a worker since its last report; in the stream `reports:{worker}` under the id
+    `{sequence}-0`.
 
     Attributes:
         sequence: number of the flush that carries it; rises, with gaps.
         epoch, plan: the newest plan seen.
         step: the last step completed.
-        prefilled: (row, kv_len, step) of rows whose prompt is computed; from `step` on they grow by a token a step.
+        prefilled: (row, kv_len, step) of rows whose prompt is computed; from `step` on they grow by a token a
+            step.
         ended: (row, why, end index, exclusive).
         released: (row, kv_len): the row's blocks may go to others.
         takeover: answer to a plan with `takeover`: nothing is held any more.
@@ -226,7 +236,8 @@ class Tokens:
     Attributes:
         index: of the first token, counted from 0 over all attempts.
         ids, logprobs: packed int32 and float32, of equal length.
-        top_ids, top_logprobs: of the likeliest tokens, likeliest first; `top_n_tokens` of them for each token.
+        top_ids, top_logprobs: of the likeliest tokens, likeliest first; `top_n_tokens` of them for each
+            token.
         texts: what each token adds to the text; empty in logs, where only ids count.
         since_start_ms: with the request's first token, the time since this worker was handed it; else 0.
     """
@@ -264,8 +275,8 @@ class Events:
 
     Attributes:
         source: incarnation of the worker, or the batcher, that speaks.
-        sequence: of this source on this channel; a message without tokens and terminals only repeats the last one, so that a lost last
-            message shows.
+        sequence: of this source on this channel; a message without tokens and terminals only repeats the last
+            one, so that a lost last message shows.
     """
 
     source: str = wire("s")
@@ -282,4 +293,6 @@ class LogEntry:
 
 
 RECORD = struct.Struct("<if")
-"""An id and its log-probability; `Generate.width` of them are one token in the string `tokens:{request}`, in order, from index 0."""
+"""An id and its log-probability; `Generate.width` of them are one token in the string `tokens:{request}`, in
+order, from index 0.
+"""

@@ -1,4 +1,6 @@
-"""The fleet's figures: one hash in the broker, to which every process adds what it has counted, so that they outlive it."""
+"""The fleet's figures: one hash in the broker, to which every process adds what it has counted, so that they
+outlive it.
+"""
 
 import asyncio
 import contextlib
@@ -17,15 +19,18 @@ LAST_WORD_S = 1.0
 
 
 class Tally:
-    """What this process counts from now on, and how much of it has been added. What it counts while the broker is away is added when
-    that is back; when an answer gets lost, one second may be counted twice."""
+    """What this process counts from now on, and how much of it has been added. What it counts while the
+    broker is away is added when that is back; when an answer gets lost, one second may be counted twice.
+    """
 
     def __init__(self, redis: Redis, keys: Keys) -> None:
         self.redis, self.keys = redis, keys
         self.added = own_values()
 
     async def run(self, over: asyncio.Event) -> None:
-        """Adds now and then, and once more when it is over. (Who is cancelled does not know whether what was sent has been added.)"""
+        """Adds now and then, and once more when it is over. (Who is cancelled does not know whether what was
+        sent has been added.)
+        """
         last = False
         while not last:
             with contextlib.suppress(TimeoutError):
@@ -37,7 +42,9 @@ class Tally:
                 log.debug("figures wait: %s", cause(error))
 
     async def add(self) -> None:
-        """Adds what is new. A number that the broker refuses (somebody wrote another thing there) stays new, and hinders no other."""
+        """Adds what is new. A number that the broker refuses (somebody wrote another thing there) stays new,
+        and hinders no other.
+        """
         changed = {name: value for name, value in own_values().items() if value != self.added.get(name, 0.0)}
         if not changed:
             return
@@ -46,12 +53,18 @@ class Tally:
                 pipe.hincrbyfloat(self.keys.metrics, name, value - self.added.get(name, 0.0))
             pipe.pexpire(self.keys.metrics, METRICS_TTL_MS)
             *sums, _ = await pipe.execute(raise_on_error=False)
-        self.added |= {name: value for (name, value), total in zip(changed.items(), sums, strict=True) if not isinstance(total, Exception)}
+        self.added |= {
+            name: value
+            for (name, value), total in zip(changed.items(), sums, strict=True)
+            if not isinstance(total, Exception)
+        }
 
 
 @contextlib.asynccontextmanager
 async def counting(redis: Redis, keys: Keys) -> AsyncIterator[None]:
-    """What this process counts is added to the pool's figures while the context is open; the last of it when it closes."""
+    """What this process counts is added to the pool's figures while the context is open; the last of it when
+    it closes.
+    """
     over = asyncio.Event()
     task = asyncio.create_task(Tally(redis, keys).run(over))
     try:

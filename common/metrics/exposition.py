@@ -1,4 +1,6 @@
-"""Figures as the text that Prometheus reads. prometheus_client words it, but TGI's counters are not called `_total`."""
+"""Figures as the text that Prometheus reads. prometheus_client words it, but TGI's counters are not called
+`_total`.
+"""
 
 import re
 from collections import defaultdict
@@ -34,9 +36,12 @@ def own_text(pool: str) -> bytes:
 
 
 def fleet_text(pool: str, values: Values | None, gauges: Gauges) -> bytes:
-    """The figures of the whole pool. What is not known is left out: gauges one by one, and all that is counted where `values` is None
-    (as 0 it would look like a new start)."""
-    known = [metric for metric in TABLE if metric.name in gauges or (metric.kind != "gauge" and values is not None)]
+    """The figures of the whole pool. What is not known is left out: gauges one by one, and all that is
+    counted where `values` is None (as 0 it would look like a new start).
+    """
+    known = [
+        metric for metric in TABLE if metric.name in gauges or (metric.kind != "gauge" and values is not None)
+    ]
     return text(Figures(pool, known, values or {}, gauges))
 
 
@@ -85,7 +90,9 @@ class Figures(Collector):
         family = HistogramMetricFamily(metric.name, metric.help, labels=self.names(metric))
         for labels in all_labels(metric, series):
             parts = series.get(labels, {})
-            family.add_metric(self.labels(metric, labels), cumulative(metric.bounds, parts), parts.get(SUM, 0.0))
+            family.add_metric(
+                self.labels(metric, labels), cumulative(metric.bounds, parts), parts.get(SUM, 0.0)
+            )
         return family
 
     def gauge(self, metric: Metric) -> Family:
@@ -101,7 +108,11 @@ def by_metric(values: Values) -> dict[str, Series]:
     for name, value in values.items():
         first, *labels = name.split(SEPARATOR)
         metric = BY_NAME.get(first)
-        if metric is not None and len(labels) == len(metric.labels) + 1 and is_part(metric, part := labels.pop()):
+        if (
+            metric is not None
+            and len(labels) == len(metric.labels) + 1
+            and is_part(metric, part := labels.pop())
+        ):
             found[first][tuple(labels)][part] = value
     return found
 
@@ -122,7 +133,9 @@ def all_labels(metric: Metric, series: Series) -> list[Labels]:
 
 def cumulative(bounds: tuple[float, ...], parts: Mapping[str, float]) -> list[tuple[str, float]]:
     """Buckets as Prometheus wants them, under the bounds of this process and of whoever had others."""
-    counts = dict.fromkeys(bounds, 0.0) | {float(part): count for part, count in parts.items() if part not in (SUM, "")}
+    counts = dict.fromkeys(bounds, 0.0) | {
+        float(part): count for part, count in parts.items() if part not in (SUM, "")
+    }
     total = 0.0
     buckets = []
     for bound in sorted(counts):

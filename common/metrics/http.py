@@ -41,5 +41,8 @@ def serve(settings: Settings) -> None:
     try:
         server = Server((settings.listen_host, settings.metrics_port), Answer)
     except OSError as error:
-        raise SettingError("metrics_port", f"cannot listen on {settings.listen_host}:{settings.metrics_port}: {error.strerror}") from error
+        raise SettingError(
+            "metrics_port",
+            f"cannot listen on {settings.listen_host}:{settings.metrics_port}: {error.strerror}",
+        ) from error
     threading.Thread(target=server.serve_forever, name="metrics", daemon=True).start()

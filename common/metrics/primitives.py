@@ -1,7 +1,9 @@
-"""What is counted in one process: counters and histograms, cheap enough for every step, and gauges, which are read when somebody looks.
+"""What is counted in one process: counters and histograms, cheap enough for every step, and gauges, which are
+read when somebody looks.
 
-prometheus_client words the text (common/metrics/exposition.py). The counting is ours: processes add what is new to the fleet's figures every
-second, so what has changed must be cheap to find, and many equal values (the rows of a step) must count as cheaply as one.
+prometheus_client words the text (common/metrics/exposition.py). The counting is ours: processes add what is
+new to the fleet's figures every second, so what has changed must be cheap to find, and many equal values (the
+rows of a step) must count as cheaply as one.
 """
 
 from bisect import bisect_left
@@ -25,7 +27,8 @@ class Metric:
     """A name of the table.
 
     Attributes:
-        labels: name of each label → its values known beforehand: with them a series is there, as 0, before it is first counted.
+        labels: name of each label → its values known beforehand: with them a series is there, as 0, before it
+            is first counted.
     """
 
     name: str
@@ -66,7 +69,8 @@ class Counter(Metric):
 
 @dataclass(slots=True, eq=False)
 class Histogram(Metric):
-    """Counts values by the smallest bound that they do not exceed; not cumulative, so that histograms with other bounds can be added.
+    """Counts values by the smallest bound that they do not exceed; not cumulative, so that histograms with
+    other bounds can be added.
 
     Attributes:
         bounds: rising, the last one infinite.
@@ -74,7 +78,9 @@ class Histogram(Metric):
 
     bounds: tuple[float, ...] = (INFINITY,)
     kind: Kind = field(init=False, default="histogram")
-    series: dict[Labels, dict[float, float]] = field(init=False, default_factory=lambda: defaultdict(lambda: defaultdict(float)))
+    series: dict[Labels, dict[float, float]] = field(
+        init=False, default_factory=lambda: defaultdict(lambda: defaultdict(float))
+    )
 
     def observe(self, value: float, *labels: str, times: int = 1) -> None:
         """Counts a value, `times` over."""

@@ -14,9 +14,9 @@ def has_bfloat16() -> bool:
 
 
 def splits_pairs() -> bool:
-    """Whether it takes less time to multiply bfloat16 as float32, widened, than by its own instruction for pairs of them. Measured:
-    Intel's (Sapphire Rapids) takes four times as long as one for float32, which multiplies half as many; AMD's takes no longer. Where
-    there is a matrix unit, pairs are for that.
+    """Whether it takes less time to multiply bfloat16 as float32, widened, than by its own instruction for
+    pairs of them. Measured: Intel's (Sapphire Rapids) takes four times as long as one for float32, which
+    multiplies half as many; AMD's takes no longer. Where there is a matrix unit, pairs are for that.
     """
     return told("vendor_id") == "GenuineIntel" and "amx_bf16" not in features().split()
 

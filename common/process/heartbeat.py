@@ -1,4 +1,6 @@
-"""Signs of life: what a process says of itself, now and then, for as long as it lives. A worker's own way is `announce.lua`."""
+"""Signs of life: what a process says of itself, now and then, for as long as it lives. A worker's own way is
+`announce.lua`.
+"""
 
 import asyncio
 import contextlib
@@ -25,7 +27,9 @@ def here() -> Figures:
 
 
 class Sign:
-    """The sign of life of one process that is no worker: it stands in Redis for `ttl_s`, unless it is shown again or taken away."""
+    """The sign of life of one process that is no worker: it stands in Redis for `ttl_s`, unless it is shown
+    again or taken away.
+    """
 
     def __init__(self, redis: Redis, keys: Keys, kind: str, name: str, ttl_s: float) -> None:
         self.redis, self.ttl_ms = redis, round(ttl_s * 1000)

@@ -1,6 +1,8 @@
-"""Logs of every process: one line per event on stderr, as `15:04:05.123 I w0 message`, or as a JSON object with JSON_OUTPUT.
+"""Logs of every process: one line per event on stderr, as `15:04:05.123 I w0 message`, or as a JSON object
+with JSON_OUTPUT.
 
-A line about a request has its id: what is logged while a gateway serves it by REQUEST_ID, any other by `extra=about(request_id)`.
+A line about a request has its id: what is logged while a gateway serves it by REQUEST_ID, any other by
+`extra=about(request_id)`.
 """
 
 import json
@@ -19,7 +21,9 @@ def about(request_id: str) -> dict[str, str]:
 
 
 class Line(logging.Formatter):
-    """Local time with milliseconds, the level's first letter, the process's name, the message; a traceback follows on its own lines."""
+    """Local time with milliseconds, the level's first letter, the process's name, the message; a traceback
+    follows on its own lines.
+    """
 
     def __init__(self, process: str) -> None:
         super().__init__(f"%(asctime)s.%(msecs)03d %(letter)s {process} %(message)s", datefmt="%H:%M:%S")
@@ -30,7 +34,9 @@ class Line(logging.Formatter):
 
 
 class JsonLine(logging.Formatter):
-    """timestamp (UTC), level, process, target, message; request_id where the line is about a request; exception where there is one."""
+    """timestamp (UTC), level, process, target, message; request_id where the line is about a request;
+    exception where there is one.
+    """
 
     def __init__(self, process: str) -> None:
         super().__init__()
@@ -52,7 +58,9 @@ class JsonLine(logging.Formatter):
 
 
 def set_up(process: str, level: str, as_json: bool = False) -> None:
-    """Sends all logging of this process, and Python's warnings, to stderr. `process` is its name, as `w0`; `level` Settings.log_level."""
+    """Sends all logging of this process, and Python's warnings, to stderr. `process` is its name, as `w0`;
+    `level` Settings.log_level.
+    """
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonLine(process) if as_json else Line(process))
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)

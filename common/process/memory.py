@@ -1,12 +1,19 @@
-"""How much memory this process may still take: of the machine's, and of what its control groups leave of theirs (a container's limit)."""
+"""How much memory this process may still take: of the machine's, and of what its control groups leave of
+theirs (a container's limit).
+"""
 
 import contextlib
 import os
 from collections.abc import Iterator
 from pathlib import Path
 
-LIMITS = (("memory.max", "memory.current", "inactive_file"), ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"))
-"""Names in version 2 and version 1 of control groups: the limit, what is used, and how much of that is cache that yields."""
+LIMITS = (
+    ("memory.max", "memory.current", "inactive_file"),
+    ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+)
+"""Names in version 2 and version 1 of control groups: the limit, what is used, and how much of that is cache
+that yields.
+"""
 
 
 def available_bytes(root: Path = Path("/")) -> int:
@@ -35,5 +42,7 @@ def group_bytes(folder: Path) -> Iterator[int]:
     for limit, used, cache in LIMITS:
         with contextlib.suppress(OSError, ValueError):  # another version; or `max`, which is no limit
             stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
-            left = int((folder / limit).read_text()) - int((folder / used).read_text()) + int(stat.get(cache, 0))
+            left = (
+                int((folder / limit).read_text()) - int((folder / used).read_text()) + int(stat.get(cache, 0))
+            )
             yield max(0, left)

@@ -1,8 +1,9 @@
-"""A process that must not outlive its parent: `die_with_parent()`, or `python -m common.process.parent_death COMMAND …` for one that is not Python.
+"""A process that must not outlive its parent: `die_with_parent()`, or `python -m common.process.parent_death
+COMMAND …` for one that is not Python.
 
-The variable PARENT_PID says whose life is followed: the process id of the parent, so that a parent that died before we looked is
-noticed; 0 for nobody (a process that a person started by hand); without it, whoever is the parent now. It is taken out of the
-environment: it is not meant for grandchildren.
+The variable PARENT_PID says whose life is followed: the process id of the parent, so that a parent that died
+before we looked is noticed; 0 for nobody (a process that a person started by hand); without it, whoever is
+the parent now. It is taken out of the environment: it is not meant for grandchildren.
 """
 
 import contextlib
@@ -21,8 +22,8 @@ PR_SET_PDEATHSIG = 1
 def die_with_parent() -> None:
     """From now on this process is killed (SIGKILL, even when it is stopped) as soon as its parent ends.
 
-    On Linux the kernel does it, and "parent" is the thread that started us: start children from a thread that stays.
-    Elsewhere a thread watches.
+    On Linux the kernel does it, and "parent" is the thread that started us: start children from a thread that
+    stays. Elsewhere a thread watches.
     """
     parent_pid = int(os.environ.pop("PARENT_PID", os.getppid()))
     if parent_pid == 0:

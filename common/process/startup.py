@@ -1,4 +1,6 @@
-"""How every process of a fleet begins: with a name, bound to its parent; then with logs, a broker and a port for its figures."""
+"""How every process of a fleet begins: with a name, bound to its parent; then with logs, a broker and a port
+for its figures.
+"""
 
 import os
 import secrets
@@ -26,7 +28,9 @@ class Own:
 
 
 def begin(kind: str, name: str) -> Own:
-    """From now on this process ends with its parent, and `ps` shows its kind and name: those that the launcher gave it, else `name`."""
+    """From now on this process ends with its parent, and `ps` shows its kind and name: those that the
+    launcher gave it, else `name`.
+    """
     parent_death.die_with_parent()
     name = os.environ.get("PROCESS_NAME", name)
     setproctitle.setproctitle(f"tokenfleet {kind} {name}")

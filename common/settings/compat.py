@@ -1,7 +1,8 @@
-"""Options of text-generation-inference and vLLM that are no settings of ours: other names for a setting, and fixed answers.
+"""Options of text-generation-inference and vLLM that are no settings of ours: other names for a setting, and
+fixed answers.
 
-An option that is not in `Settings` stands here. Where what it asks for is what happens anyway, it is accepted; else the start is refused
-with the reason. Nothing is ignored.
+An option that is not in `Settings` stands here. Where what it asks for is what happens anyway, it is
+accepted; else the start is refused with the reason. Nothing is ignored.
 """
 
 from dataclasses import dataclass, replace
@@ -54,7 +55,12 @@ NO_TOOLS = "tools are not built yet"
 
 TGI = (
     # launcher and router
-    Option("validation_workers", ANY, "a gateway tokenises short prompts at once and long ones in threads; NUM_GATEWAYS adds more", int),
+    Option(
+        "validation_workers",
+        ANY,
+        "a gateway tokenises short prompts at once and long ones in threads; NUM_GATEWAYS adds more",
+        int,
+    ),
     Option("quantize", NONE, f"{LOADED_AS_IS}; leave it out"),
     Option("speculate", ("0",), "speculation is not built yet", int),
     Option("kv_cache_dtype", ("auto",), "the KV cache has the type of the model (DTYPE)"),
@@ -69,7 +75,11 @@ TGI = (
     Option("weights_cache_override", NONE, "give the directory with the weights as MODEL_ID"),
     Option("disable_custom_kernels", ANY, NO_CUDA_KERNELS, bool),
     Option("otlp_endpoint", NONE, NO_TRACES),
-    Option("otlp_service_name", ("text-generation-inference.router", "text-generation-inference.server"), NO_TRACES),
+    Option(
+        "otlp_service_name",
+        ("text-generation-inference.router", "text-generation-inference.server"),
+        NO_TRACES,
+    ),
     Option("watermark_gamma", ("0.5",), NO_WATERMARK, float),
     Option("watermark_delta", ("2.0",), NO_WATERMARK, float),
     Option("ngrok", OFF, NO_NGROK, bool),
@@ -79,7 +89,12 @@ TGI = (
     Option("env", ANY, "prints what `tokenfleet doctor` finds, then starts", bool, variable=False),
     Option("lora_adapters", NONE, NO_LORA),
     Option("usage_stats", ("on", "no-stack", "off"), "nothing about the use is ever sent anywhere"),
-    Option("enable_prefill_logprobs", ANY, "log-probabilities of a prompt are computed for whoever asks for them", bool),
+    Option(
+        "enable_prefill_logprobs",
+        ANY,
+        "log-probabilities of a prompt are computed for whoever asks for them",
+        bool,
+    ),
     Option("tokenizer_name", NONE, OWN_TOKENIZER, same_as="model_id"),
     Option("max_image_fetch_size", ANY, "no image is ever fetched: models take text only", int),
     # variables without a flag
@@ -119,7 +134,11 @@ VLLM = (
     Option("seed", ("0",), "a seed belongs to a request", int),
     Option("tokenizer", NONE, OWN_TOKENIZER, same_as="model_id"),
     Option("tokenizer_mode", ("auto",), OWN_TOKENIZER),
-    Option("chat_template", NONE, "put the template into a tokenizer_config.json and give that as TOKENIZER_CONFIG_PATH"),
+    Option(
+        "chat_template",
+        NONE,
+        "put the template into a tokenizer_config.json and give that as TOKENIZER_CONFIG_PATH",
+    ),
     Option("enforce_eager", ANY, "no graphs are captured yet", bool),
     Option("swap_space", ANY, "nothing is swapped: what is preempted is computed again", float),
     Option("cpu_offload_gb", ("0",), "weights stay on the device", float),

@@ -33,10 +33,12 @@ class FlagParser(argparse.ArgumentParser):
 
 
 def read(cls: type[Any], argv: Sequence[str], environ: Mapping[str, str], prog: str) -> dict[str, Any]:
-    """Values of fields of the dataclass `cls`: a flag wins over a variable, a variable of ours over another's name for it.
+    """Values of fields of the dataclass `cls`: a flag wins over a variable, a variable of ours over another's
+    name for it.
 
     Raises:
-        SettingError: an unknown flag (the nearest of ours is named), a value of the wrong type or out of range, an option not served.
+        SettingError: an unknown flag (the nearest of ours is named), a value of the wrong type or out of
+            range, an option not served.
     """
     fields = {item.name: item for item in dataclasses.fields(cls)}
     hints = typing.get_type_hints(cls)
@@ -44,7 +46,9 @@ def read(cls: type[Any], argv: Sequence[str], environ: Mapping[str, str], prog: 
     fixed: list[tuple[Option, Given]] = []
     for given in (*variables(fields, environ), *flags(cls, argv, prog)):
         if given.target in fields:
-            values[given.target] = parse(fields[given.target], plain(hints[given.target]), given.text, given.said)
+            values[given.target] = parse(
+                fields[given.target], plain(hints[given.target]), given.text, given.said
+            )
         else:
             fixed.append((OPTIONS[given.target], given))
     for option, given in fixed:
@@ -62,12 +66,14 @@ def plain(hint: Any) -> Any:
 def check_option(option: Option, given: Given, own: Any) -> None:
     """Raises SettingError where the option asks for what is not the case."""
     value = convert(option.kind, given.text, given.said)
-    accepted = [convert(option.kind, text, option.name) for text in option.accepts if option.accepts is not ANY]
+    accepted = [
+        convert(option.kind, text, option.name) for text in option.accepts if option.accepts is not ANY
+    ]
     if option.accepts is not ANY and value not in accepted and (own is None or value != own):
         raise SettingError(given.said, f"{'…' if option.secret else given.text} is not served: {option.why}")
 
 
-# --- variables --------------------------------------------------------------------------------------------------------------------
+# --- variables ----------------------------------------------------------------------------------------------
 
 
 def variables(fields: Mapping[str, Any], environ: Mapping[str, str]) -> Iterator[Given]:
@@ -78,7 +84,7 @@ def variables(fields: Mapping[str, Any], environ: Mapping[str, str]) -> Iterator
             yield Given(said, target, text)
 
 
-# --- flags ------------------------------------------------------------------------------------------------------------------------
+# --- flags --------------------------------------------------------------------------------------------------
 
 
 def flags(cls: type[Any], argv: Sequence[str], prog: str) -> Iterator[Given]:
@@ -92,22 +98,36 @@ def flags(cls: type[Any], argv: Sequence[str], prog: str) -> Iterator[Given]:
     for said, texts in vars(found).items():
         target = (FLAG_ALIASES | ALIASES).get(said, said)
         if target in said_as:
-            raise SettingError(flag_of(said), f"means the same as {flag_of(said_as[target])}, which is given, too")
+            raise SettingError(
+                flag_of(said), f"means the same as {flag_of(said_as[target])}, which is given, too"
+            )
         said_as[target] = said
-        yield Given(said if said == target else flag_of(said), target, ",".join(texts) if said in lists else texts[-1])
+        yield Given(
+            said if said == target else flag_of(said), target, ",".join(texts) if said in lists else texts[-1]
+        )
 
 
 def flag_parser(cls: type[Any], prog: str) -> FlagParser:
     parser = FlagParser(prog=prog, usage="%(prog)s [--setting X …]", allow_abbrev=False)
     for item in dataclasses.fields(cls):
         default = "" if item.default in (None, ()) else f", default {str(item.default).lower()}"
-        add(parser, item.name, f"{item.metadata['help']} [{item.name.upper()}{default}]", is_switch=item.type is bool)
+        add(
+            parser,
+            item.name,
+            f"{item.metadata['help']} [{item.name.upper()}{default}]",
+            is_switch=item.type is bool,
+        )
     others = parser.add_argument_group("others", OTHERS)
     for option in OPTIONS.values():
         if option.flag:
             add(others, option.name, answer(option), is_switch=option.kind is bool)
     for name, target in (ALIASES | FLAG_ALIASES).items():
-        add(others, name, f"see {flag_of(target)}", is_switch=target in OPTIONS and OPTIONS[target].kind is bool)
+        add(
+            others,
+            name,
+            f"see {flag_of(target)}",
+            is_switch=target in OPTIONS and OPTIONS[target].kind is bool,
+        )
     return parser
 
 
@@ -115,7 +135,9 @@ def add(parser: Any, name: str, help: str, is_switch: bool) -> None:
     names = [short for short, target in SHORT.items() if target == name] + [flag_of(name)]
     switch: dict[str, Any] = {"nargs": "?", "const": "true"} if is_switch else {}
     text = help.replace("%", "%%")
-    parser.add_argument(*names, dest=name, action="append", help=text, default=argparse.SUPPRESS, metavar="X", **switch)
+    parser.add_argument(
+        *names, dest=name, action="append", help=text, default=argparse.SUPPRESS, metavar="X", **switch
+    )
 
 
 def answer(option: Option) -> str:
@@ -133,6 +155,14 @@ def flag_of(name: str) -> str:
 
 def nearest(cls: type[Any], flag: str) -> str:
     fields = (item.name for item in dataclasses.fields(cls))
-    ours = [flag_of(name) for name in (*fields, *ALIASES, *FLAG_ALIASES, *(option.name for option in OPTIONS.values() if option.flag))]
+    ours = [
+        flag_of(name)
+        for name in (
+            *fields,
+            *ALIASES,
+            *FLAG_ALIASES,
+            *(option.name for option in OPTIONS.values() if option.flag),
+        )
+    ]
     match = difflib.get_close_matches(flag.split("=")[0], ours, n=1, cutoff=0.4)
     return f"; the nearest is {match[0]}" if match else ""

@@ -13,11 +13,24 @@ from typing import Any
 WEEK_S = 7 * 86_400
 MAX_NUMBER = 2**53
 """Scripts count in doubles, which are exact up to here."""
-SIZES = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "kib": 2**10, "mib": 2**20, "gib": 2**30, "kb": 10**3, "mb": 10**6, "gb": 10**9}
+SIZES = {
+    "": 1,
+    "k": 10**3,
+    "m": 10**6,
+    "g": 10**9,
+    "kib": 2**10,
+    "mib": 2**20,
+    "gib": 2**30,
+    "kb": 10**3,
+    "mb": 10**6,
+    "gb": 10**9,
+}
 
 
 class SettingError(Exception):
-    """A setting that cannot be served. `str()` is the one line a person sees: it names the setting and the cause."""
+    """A setting that cannot be served. `str()` is the one line a person sees: it names the setting and the
+    cause.
+    """
 
     def __init__(self, name: str, cause: str) -> None:
         self.name, self.cause = name, cause
@@ -26,7 +39,9 @@ class SettingError(Exception):
 
 @contextlib.contextmanager
 def exit_when_unservable() -> Iterator[None]:
-    """A SettingError inside ends this process with one line and EX_CONFIG (78), which tells the launcher that it was a setting."""
+    """A SettingError inside ends this process with one line and EX_CONFIG (78), which tells the launcher that
+    it was a setting.
+    """
     try:
         yield
     except SettingError as error:
@@ -43,9 +58,17 @@ def setting(
     at_least: float = 0,
     at_most: int = MAX_NUMBER,
 ) -> Any:
-    """A field of Settings. `at_least` and `at_most` bound numbers, where these are read: a default stands for itself. `respell`
-    turns what others call one of the choices into ours."""
-    metadata = {"help": help, "unit": unit, "choices": choices, "respell": respell, "at_least": at_least, "at_most": at_most}
+    """A field of Settings. `at_least` and `at_most` bound numbers, where these are read: a default stands for
+    itself. `respell` turns what others call one of the choices into ours.
+    """
+    metadata = {
+        "help": help,
+        "unit": unit,
+        "choices": choices,
+        "respell": respell,
+        "at_least": at_least,
+        "at_most": at_most,
+    }
     return field(default=default, metadata=metadata)
 
 
@@ -54,7 +77,9 @@ def seconds(default: float, help: str, at_least: float = 0) -> Any:
 
 
 def parse(item: dataclasses.Field[Any], kind: Any, text: str, name: str) -> Any:
-    """The value of type `kind` that `text` gives to a field of Settings. Raises SettingError of `name`, which is what the person said."""
+    """The value of type `kind` that `text` gives to a field of Settings. Raises SettingError of `name`, which
+    is what the person said.
+    """
     value = convert(kind, text, name)
     choices = item.metadata["choices"]
     if choices:
@@ -99,7 +124,16 @@ def to_float(text: str) -> float:
 
 
 def to_bool(text: str) -> bool:
-    answers = {"true": True, "1": True, "yes": True, "on": True, "false": False, "0": False, "no": False, "off": False}
+    answers = {
+        "true": True,
+        "1": True,
+        "yes": True,
+        "on": True,
+        "false": False,
+        "0": False,
+        "no": False,
+        "off": False,
+    }
     if text.lower() not in answers:
         raise ValueError(text)
     return answers[text.lower()]
@@ -116,4 +150,10 @@ def to_text(value: Any) -> str:
 
 List = tuple[str, ...]
 CONVERT: dict[Any, Any] = {int: to_int, float: to_float, bool: to_bool, str: str, List: to_list}
-NAMES: dict[Any, str] = {int: "a whole number", float: "a number", bool: "true or false", str: "text", List: "a list"}
+NAMES: dict[Any, str] = {
+    int: "a whole number",
+    float: "a number",
+    bool: "true or false",
+    str: "text",
+    List: "a list",
+}

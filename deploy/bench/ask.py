@@ -16,7 +16,8 @@ class Answer:
     """Filled while it comes.
 
     Attributes:
-        asked_s, times_s, ended_s: monotonic times of the request, of each frame with tokens, of the end (0: it was cut off).
+        asked_s, times_s, ended_s: monotonic times of the request, of each frame with tokens, of the end (0:
+            it was cut off).
         num_tokens, prompt_tokens: by the server's word; None: it has not said.
         error: why it failed; empty when it did not.
     """
@@ -33,7 +34,10 @@ def body(server: Server, path: str, prompt: str, max_tokens: int) -> dict[str, A
     """Greedy, streamed; on past the end of the sequence where the server can."""
     on = {"ignore_eos": True} if server.ignores_eos else {}
     if path == GENERATE:
-        return {"inputs": prompt, "parameters": {"max_new_tokens": max_tokens, "do_sample": False, "details": True} | on}
+        return {
+            "inputs": prompt,
+            "parameters": {"max_new_tokens": max_tokens, "do_sample": False, "details": True} | on,
+        }
     fields = {"model": server.model, "prompt": prompt, "max_tokens": max_tokens, "temperature": 0}
     return fields | {"stream": True, "stream_options": {"include_usage": True}} | on
 
@@ -64,12 +68,18 @@ def take(answer: Answer, frame: dict[str, Any], now_s: float) -> None:
             answer.times_s.append(now_s)
         usage = frame.get("usage") or {}
         details = frame.get("details") or {}
-        answer.num_tokens = usage.get("completion_tokens") or details.get("generated_tokens") or answer.num_tokens
-        answer.prompt_tokens = usage.get("prompt_tokens") or details.get("input_length") or answer.prompt_tokens
+        answer.num_tokens = (
+            usage.get("completion_tokens") or details.get("generated_tokens") or answer.num_tokens
+        )
+        answer.prompt_tokens = (
+            usage.get("prompt_tokens") or details.get("input_length") or answer.prompt_tokens
+        )
 
 
 def has_tokens(frame: dict[str, Any]) -> bool:
-    """A token may have no text (half a character). A last frame that only says why it is the last has neither."""
+    """A token may have no text (half a character). A last frame that only says why it is the last has
+    neither.
+    """
     choices = frame.get("choices")
     if not choices:
         return "token" in frame

@@ -29,7 +29,9 @@ if one is named: the same prompts in turn, streamed, greedy. API_KEY is sent to 
 
 
 def main(argv: Sequence[str]) -> int:
-    """Returns 0 when tokens came from everybody under every load. Raises SettingError for flags that cannot be served."""
+    """Returns 0 when tokens came from everybody under every load. Raises SettingError for flags that cannot
+    be served.
+    """
     flags = read(argv)
     wanted = load.Wanted(flags.duration, flags.concurrency, flags.prompt_tokens, flags.max_tokens)
     try:
@@ -49,22 +51,36 @@ def read(argv: Sequence[str]) -> argparse.Namespace:
     parser = FlagParser(prog="tokenfleet bench", allow_abbrev=False, description=DESCRIPTION)
     add_url(parser)
     parser.add_argument("--against", type=base_url, metavar="URL", help="the other server")
-    parser.add_argument("--duration", type=float, default=60.0, metavar="S", help="seconds for all of it (default: %(default)g)")
-    parser.add_argument("--concurrency", default="1,8,32", metavar="N,N", help="users at once (default: %(default)s)")
+    parser.add_argument(
+        "--duration",
+        type=float,
+        default=60.0,
+        metavar="S",
+        help="seconds for all of it (default: %(default)g)",
+    )
+    parser.add_argument(
+        "--concurrency", default="1,8,32", metavar="N,N", help="users at once (default: %(default)s)"
+    )
     parser.add_argument("--prompt-tokens", type=int, default=128, metavar="N", help="default: %(default)s")
-    parser.add_argument("--max-tokens", type=int, default=64, metavar="N", help="of one answer (default: %(default)s)")
+    parser.add_argument(
+        "--max-tokens", type=int, default=64, metavar="N", help="of one answer (default: %(default)s)"
+    )
     parser.add_argument("--svg", type=Path, metavar="FILE", help="write a picture")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures")
     flags = parser.parse_args(list(argv))
     try:
         flags.concurrency = sorted({int(word) for word in flags.concurrency.split(",")})
     except ValueError as error:
-        raise SettingError("--concurrency", f"{flags.concurrency!r} is not numbers with commas, as 1,8,32 is") from error
+        raise SettingError(
+            "--concurrency", f"{flags.concurrency!r} is not numbers with commas, as 1,8,32 is"
+        ) from error
     if not (flags.concurrency[0] >= 1 and flags.concurrency[-1] <= MAX_USERS):
         raise SettingError("--concurrency", f"from 1 to {MAX_USERS} users")
     for name, least in (("duration", MIN_DURATION_S), ("prompt_tokens", 1), ("max_tokens", 1)):
         if not least <= getattr(flags, name) < float("inf"):
-            raise SettingError(f"--{name.replace('_', '-')}", f"{getattr(flags, name)} is less than {least}, or endless")
+            raise SettingError(
+                f"--{name.replace('_', '-')}", f"{getattr(flags, name)} is less than {least}, or endless"
+            )
     for path in (flags.svg, flags.json):
         if path is not None:
             write(path, b"", "ab")  # better refused now than after a minute
@@ -116,7 +132,9 @@ class Stage:
 
 
 def as_json(result: report.Comparison) -> dict[str, Any]:
-    rows = [{"users": users, "server": i} | dataclasses.asdict(it) for (users, i), it in result.figures.items()]
+    rows = [
+        {"users": users, "server": i} | dataclasses.asdict(it) for (users, i), it in result.figures.items()
+    ]
     return {
         "wanted": dataclasses.asdict(result.wanted),
         "servers": [dataclasses.asdict(server) for server in result.servers],

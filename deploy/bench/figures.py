@@ -41,8 +41,9 @@ class Figures:
 def quantile(done: Iterable[float], cut: Iterable[float], q: float) -> float | None:
     """The smallest time within which a share `q` of all waits ends. None when too many were cut off to know.
 
-    A wait that was cut off lasted at least so long (Kaplan and Meier, "Nonparametric Estimation from Incomplete Observations", 1958):
-    to leave it out would flatter the server that lets people wait. Without cuts this is the nearest-rank percentile.
+    A wait that was cut off lasted at least so long (Kaplan and Meier, "Nonparametric Estimation from
+    Incomplete Observations", 1958): to leave it out would flatter the server that lets people wait. Without
+    cuts this is the nearest-rank percentile.
     """
     waits = sorted([(wait, False) for wait in done] + [(wait, True) for wait in cut])
     waiting, still = len(waits), 1.0
@@ -80,7 +81,11 @@ def figures(rounds: Sequence[Round]) -> Figures:
 
 def tokens_per_frame(complete: Sequence[Answer]) -> float:
     """By the word of the server where it gives one."""
-    told = [(answer.num_tokens, len(answer.times_s)) for answer in complete if answer.num_tokens and answer.times_s]
+    told = [
+        (answer.num_tokens, len(answer.times_s))
+        for answer in complete
+        if answer.num_tokens and answer.times_s
+    ]
     return sum(tokens for tokens, _ in told) / sum(frames for _, frames in told) if told else 1.0
 
 

@@ -46,14 +46,20 @@ class Target:
 def schedule(num_servers: int, concurrency: Sequence[int], num_turns: int) -> list[tuple[int, int]]:
     """(users, server) of every round, in order; who begins changes from turn to turn."""
     order = list(range(num_servers))
-    turns = [(users, order if (i + turn) % 2 == 0 else order[::-1]) for i, users in enumerate(concurrency) for turn in range(num_turns)]
+    turns = [
+        (users, order if (i + turn) % 2 == 0 else order[::-1])
+        for i, users in enumerate(concurrency)
+        for turn in range(num_turns)
+    ]
     return [(users, server) for users, turn in turns for server in turn]
 
 
 def round_s(wanted: Wanted, num_servers: int, num_turns: int) -> float:
     """Of one round, so that all of them and the warm-up (one short one for each server) take the duration."""
     num_rounds = num_servers * len(wanted.concurrency) * num_turns
-    return max(MIN_ROUND_S, (wanted.duration_s - num_servers * warm_s(wanted, num_servers)) / num_rounds - SETTLE_S)
+    return max(
+        MIN_ROUND_S, (wanted.duration_s - num_servers * warm_s(wanted, num_servers)) / num_rounds - SETTLE_S
+    )
 
 
 def warm_s(wanted: Wanted, num_servers: int) -> float:
@@ -64,14 +70,18 @@ def warm_s(wanted: Wanted, num_servers: int) -> float:
 def turns(warm: Sequence[Round]) -> int:
     """A server that needs a good part of a round for its first tokens is better seen once for twice as long."""
     medians = [figures([one]).first_p50_s for one in warm]
-    slow = any(median is None or median > SLOW * (one.ended_s - one.begun_s) for one, median in zip(warm, medians, strict=True))
+    slow = any(
+        median is None or median > SLOW * (one.ended_s - one.begun_s)
+        for one, median in zip(warm, medians, strict=True)
+    )
     return 1 if slow else MAX_TURNS
 
 
 async def measure(
     targets: Sequence[Target], wanted: Wanted, say: Callable[[str, float], None]
 ) -> tuple[int | None, dict[tuple[int, int], list[Round]]]:
-    """Mean prompt tokens by the servers' word, and the rounds by (users, server). `say` hears what each round is, and how long.
+    """Mean prompt tokens by the servers' word, and the rounds by (users, server). `say` hears what each round
+    is, and how long.
 
     Raises Trouble when a server does not answer its first request.
     """
@@ -98,12 +108,16 @@ async def measure(
 
 
 async def greet(target: Target, text: str) -> Answer:
-    """One token, however long it takes: says how long the prompt is. Raises Trouble when there is no use in going on."""
+    """One token, however long it takes: says how long the prompt is. Raises Trouble when there is no use in
+    going on.
+    """
     answer = Answer(time.monotonic())
     try:
         await ask(target.client, target.path, encode(body(target.server, target.path, text, 1)), answer)
     except Trouble as trouble:
-        raise Trouble(f"{target.server.name} at {target.server.url} answers no request: {trouble}") from trouble
+        raise Trouble(
+            f"{target.server.name} at {target.server.url} answers no request: {trouble}"
+        ) from trouble
     return answer
 
 

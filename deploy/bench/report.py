@@ -91,9 +91,17 @@ def table(result: Comparison, width: int) -> Table:
             cells = [number(measure.of(it), measure.factor) for measure in measures]
             answers = [Text(str(it.num_answers), style="dim")] if width >= WIDE else []
             errors = Text(str(it.num_errors), style="red" if it.num_errors else "dim")
-            shown.add_row(str(users) if i == 0 else "", Text(label(result, server), style=COLORS[i]), *cells, *answers, errors)
+            shown.add_row(
+                str(users) if i == 0 else "",
+                Text(label(result, server), style=COLORS[i]),
+                *cells,
+                *answers,
+                errors,
+            )
         if len(both) == 2:
-            shown.add_row("", Text("ratio", style="bold"), *(compared(measure, *both) for measure in measures))
+            shown.add_row(
+                "", Text("ratio", style="bold"), *(compared(measure, *both) for measure in measures)
+            )
         shown.add_row()
     return shown
 
@@ -111,7 +119,9 @@ def compared(measure: Measure, ours: Figures, theirs: Figures) -> Text:
     if part is None:
         return Text("–", style="dim")
     better = part > 1 if measure.more_is_better else part < 1
-    return Text(f"{part:.2f}×", style="bold" if abs(part - 1) < SAME else "bold green" if better else "bold red")
+    return Text(
+        f"{part:.2f}×", style="bold" if abs(part - 1) < SAME else "bold green" if better else "bold red"
+    )
 
 
 def number(value: float | None, factor: float = 1.0) -> str:
@@ -119,12 +129,22 @@ def number(value: float | None, factor: float = 1.0) -> str:
     if value is None:
         return "–"
     value *= factor
-    return f"{value:,.0f}".replace(",", " ") if value >= 100 else f"{value:.1f}" if value >= 10 else f"{value:.2f}"
+    return (
+        f"{value:,.0f}".replace(",", " ")
+        if value >= 100
+        else f"{value:.1f}"
+        if value >= 10
+        else f"{value:.2f}"
+    )
 
 
 def bars(result: Comparison, measure: Measure, width: int) -> Text:
     """One bar for each server and load, all on one scale."""
-    values = {key: value * measure.factor for key, it in result.figures.items() if (value := measure.of(it)) is not None}
+    values = {
+        key: value * measure.factor
+        for key, it in result.figures.items()
+        if (value := measure.of(it)) is not None
+    }
     widest = max(len(label(result, server)) for server in result.servers)
     cells = max(4, min(MAX_CELLS, width - widest - 18))
     lines = Text(measure.title, style="bold").append(
@@ -133,8 +153,13 @@ def bars(result: Comparison, measure: Measure, width: int) -> Text:
     for users in result.wanted.concurrency:
         for i, server in enumerate(result.servers):
             value = values.get((users, i))
-            lines.append(f"\n{users if i == 0 else '':>5}  {label(result, server):<{widest}}  ", style="not bold")
-            lines.append(bar((value or 0.0) / (max(values.values()) or 1.0), cells) if values else "", style=f"{COLORS[i]} not bold")
+            lines.append(
+                f"\n{users if i == 0 else '':>5}  {label(result, server):<{widest}}  ", style="not bold"
+            )
+            lines.append(
+                bar((value or 0.0) / (max(values.values()) or 1.0), cells) if values else "",
+                style=f"{COLORS[i]} not bold",
+            )
             lines.append(f" {number(value)}", style="not bold")
     return lines
 
@@ -151,15 +176,25 @@ def notes(result: Comparison) -> list[str]:
         mine = {users: it for (users, index), it in result.figures.items() if index == i}
         errors = sum(it.num_errors for it in mine.values())
         if errors:
-            found.append(f"{server.name}: {errors} requests failed; the first: {next(it.error for it in mine.values() if it.error)}")
+            found.append(
+                f"{server.name}: {errors} requests failed; the first: {next(it.error for it in mine.values() if it.error)}"
+            )
         if not all(it.tokens_per_s or it.num_errors for it in mine.values()):
-            found.append(f"{server.name}: no token came in time; a longer --duration, fewer users or shorter prompts show more")
+            found.append(
+                f"{server.name}: no token came in time; a longer --duration, fewer users or shorter prompts show more"
+            )
         if any(it.tokens_per_frame > 1.05 for it in mine.values()):
-            found.append(f"{server.name} sends several tokens in one frame: its time to the next token is that to the next frame")
+            found.append(
+                f"{server.name} sends several tokens in one frame: its time to the next token is that to the next frame"
+            )
         if not server.ignores_eos:
-            found.append(f"{server.name} cannot be told to go on after the end of a sequence: its answers may be shorter")
+            found.append(
+                f"{server.name} cannot be told to go on after the end of a sequence: its answers may be shorter"
+            )
     if len({server.model for server in result.servers}) > 1:
         found.append("the names of the models differ: make sure that they are the same")
     if result.client_cores > BUSY:
-        found.append(f"this client used {result.client_cores:.0%} of a core: it may be what limits the figures")
+        found.append(
+            f"this client used {result.client_cores:.0%} of a core: it may be what limits the figures"
+        )
     return found

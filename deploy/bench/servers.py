@@ -13,7 +13,8 @@ COMPLETIONS = "/v1/completions"
 GENERATE = "/generate_stream"
 TOKENFLEET, TGI, VLLM, LLAMA_CPP, OPENAI = "Tokenfleet", "TGI", "vLLM", "llama.cpp", "OpenAI API"
 IGNORES_EOS = (TOKENFLEET, VLLM, LLAMA_CPP)
-"""These can be told to go on after an end-of-sequence token. Of the others, the tokens that come are counted."""
+"""These can be told to go on after an end-of-sequence token. Of the others, the tokens that come are counted.
+"""
 KEY_REFUSED = (401, 403)
 
 
@@ -68,7 +69,9 @@ def first_model(answer: dict[str, Any]) -> str:
 
 
 async def get(client: httpx.AsyncClient, path: str) -> dict[str, Any]:
-    """The object at a path; empty when there is none. Raises Trouble when nobody answers, or our key is refused."""
+    """The object at a path; empty when there is none. Raises Trouble when nobody answers, or our key is
+    refused.
+    """
     with explained(str(client.base_url)):
         answer = await client.get(path)
     if answer.status_code in KEY_REFUSED:

@@ -23,14 +23,20 @@ def draw(result: Comparison) -> str:
     parts += [panel(result, measure, 20 + i * (PANEL + GAP_PX)) for i, measure in enumerate(BARS)]
     size = f'width="{WIDTH}" height="{HEIGHT}" viewBox="0 0 {WIDTH} {HEIGHT}"'
     frame = f'<rect class="back" width="{WIDTH}" height="{HEIGHT}"/>'
-    return f'<svg xmlns="http://www.w3.org/2000/svg" {size}>\n<style>{STYLE}</style>\n{frame}\n' + "\n".join(parts) + "\n</svg>\n"
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" {size}>\n<style>{STYLE}</style>\n{frame}\n'
+        + "\n".join(parts)
+        + "\n</svg>\n"
+    )
 
 
 def legend(result: Comparison) -> str:
     x, parts = 20, []
     for i, server in enumerate(result.servers):
         words = f"{server.name} {server.model}".strip()
-        parts.append(f'<rect class="s{i}" x="{x}" y="18" width="12" height="12" rx="2"/>{text(x + 18, 28, words)}')
+        parts.append(
+            f'<rect class="s{i}" x="{x}" y="18" width="12" height="12" rx="2"/>{text(x + 18, 28, words)}'
+        )
         x += 40 + 7 * len(words)
     wanted = result.wanted
     about = f"prompts of {result.prompt_tokens or wanted.prompt_tokens} tokens, {wanted.max_tokens} new ones, greedy"
@@ -52,12 +58,32 @@ def panel(result: Comparison, measure: Measure, left: int) -> str:
         for i, server in enumerate(result.servers):
             value, high = shown[users, i]
             x = middle + each * (i - len(result.servers) / 2)
-            parts.append(bar(i, x, each - 3, value, high, most, measure.factor, f"{label(result, server)}, {users} users"))
+            parts.append(
+                bar(
+                    i,
+                    x,
+                    each - 3,
+                    value,
+                    high,
+                    most,
+                    measure.factor,
+                    f"{label(result, server)}, {users} users",
+                )
+            )
     parts.append(f'<line class="axis" x1="{left}" x2="{left + PANEL}" y1="{BOTTOM}" y2="{BOTTOM}"/>')
     return "".join(parts)
 
 
-def bar(i: int, x: float, width: float, value: float | None, high: float | None, most: float, factor: float, title: str) -> str:
+def bar(
+    i: int,
+    x: float,
+    width: float,
+    value: float | None,
+    high: float | None,
+    most: float,
+    factor: float,
+    title: str,
+) -> str:
     middle = x + width / 2
     if value is None:
         return text(middle, BOTTOM - 5, "–", "", "middle")

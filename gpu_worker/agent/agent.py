@@ -38,13 +38,22 @@ class Agent:
     Attributes:
         step: the last step that the engine completed.
         num_tokens: tokens sampled in this incarnation's life.
-        until: the last step granted; at `tick_at` the batcher is told how far we are, so that the next grant comes in time.
+        until: the last step granted; at `tick_at` the batcher is told how far we are, so that the next grant
+            comes in time.
         draining: no rows are wanted any more.
         idle: whether nothing is held and everything is published.
     """
 
-    def __init__(self, settings: Settings, redis: Redis, engine: EngineLink, table: Table, worker: Worker) -> None:
-        self.settings, self.redis, self.engine, self.table, self.worker = settings, redis, engine, table, worker
+    def __init__(
+        self, settings: Settings, redis: Redis, engine: EngineLink, table: Table, worker: Worker
+    ) -> None:
+        self.settings, self.redis, self.engine, self.table, self.worker = (
+            settings,
+            redis,
+            engine,
+            table,
+            worker,
+        )
         self.keys = Keys(settings.pool)
         self.publisher = Publisher(redis, self.keys, worker.incarnation)
         self.announcer = Announcer(redis, self.keys, settings, worker)
@@ -62,7 +71,9 @@ class Agent:
         self.idle.set()
 
     async def run(self) -> None:
-        """Serves until drained. Raises Sealed, EngineDied or EngineStuck when this incarnation is over before that."""
+        """Serves until drained. Raises Sealed, EngineDied or EngineStuck when this incarnation is over before
+        that.
+        """
         await self.open()
         verbs = [
             self.follow_plans(),
@@ -129,7 +140,9 @@ class Agent:
         self.disown(row for row, _ in plan.stops if row not in self.table.rows)
 
     def disown(self, rows: Iterable[int]) -> None:
-        """Answers for rows that are not here, for their plan could not be read (or they are long released): their requests go on."""
+        """Answers for rows that are not here, for their plan could not be read (or they are long released):
+        their requests go on.
+        """
         for row in rows:
             self.outbox.ended.append((row, "preempted", 0))
             self.outbox.released.append((row, 0))
@@ -203,7 +216,9 @@ class Agent:
             self.answer_takeover()
 
     def stop_at_string(self, row: RowText, step: Step) -> None:
-        """Ends a row whose text has a stop string, unless this very token ends it anyway for a reason that comes first."""
+        """Ends a row whose text has a stop string, unless this very token ends it anyway for a reason that
+        comes first.
+        """
         if any(number == row.row for number, _, _ in step.ended):
             return
         self.end(row, "stop_sequence", row.num_tokens)
@@ -244,7 +259,9 @@ class Agent:
                 await asyncio.sleep(RETRY_S)
 
     def tick_due(self) -> bool:
-        return bool(self.table.rows) and (self.step >= self.tick_at or time.monotonic() - self.reported_at >= TICK_S)
+        return bool(self.table.rows) and (
+            self.step >= self.tick_at or time.monotonic() - self.reported_at >= TICK_S
+        )
 
     def report(self, outbox: Outbox) -> Report | None:
         """The report of a flush, when the batcher must hear something, or has heard nothing for a while."""

@@ -83,7 +83,11 @@ def unreadable(error: DoorError) -> Failure:
 def heard(frame: Frame) -> Frame:
     """Raises EngineDied for a Failure, EngineRefused for one that names a setting."""
     if isinstance(frame, Failure):
-        raise EngineRefused(frame.setting, frame.cause) if frame.setting else EngineDied(f"engine failed: {frame.cause}")
+        raise (
+            EngineRefused(frame.setting, frame.cause)
+            if frame.setting
+            else EngineDied(f"engine failed: {frame.cause}")
+        )
     return frame
 
 
@@ -96,7 +100,8 @@ def step_of(frame: Frame) -> Step:
 
 
 class EngineLink:
-    """The engine: a process for each rank, of which rank 0 speaks for all. They die with us and with each other, and we with them.
+    """The engine: a process for each rank, of which rank 0 speaks for all. They die with us and with each
+    other, and we with them.
 
     Attributes:
         token_ms: time of one prompt token, as warm-up found.
@@ -120,7 +125,9 @@ class EngineLink:
         self.kill()
 
     async def end_of(self, number: int) -> Failure:
-        return Failure("", f"the process of rank {number} ended with {await self.ranks[number].process.wait()}")
+        return Failure(
+            "", f"the process of rank {number} ended with {await self.ranks[number].process.wait()}"
+        )
 
     async def receive(self) -> Frame:
         """The next frame. Raises EngineDied when there is none any more, and as `heard` does."""

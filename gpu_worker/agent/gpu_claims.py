@@ -1,4 +1,6 @@
-"""Which GPUs are ours: workers of one machine, or containers that share a folder, never land on the same one by accident."""
+"""Which GPUs are ours: workers of one machine, or containers that share a folder, never land on the same one
+by accident.
+"""
 
 import fcntl
 import os
@@ -14,7 +16,9 @@ QUERY = ("nvidia-smi", "--query-gpu=uuid", "--format=csv,noheader")
 def visible() -> list[str]:
     """GPUs by UUID, those that CUDA_VISIBLE_DEVICES (places or UUIDs) leaves; none where there is no driver."""
     try:
-        answer = subprocess.run(QUERY, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, timeout=30, check=True)
+        answer = subprocess.run(
+            QUERY, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, timeout=30, check=True
+        )
     except (OSError, subprocess.SubprocessError):  # without a driver it complains on stdout
         return []
     known = answer.stdout.split()
@@ -30,7 +34,9 @@ def num_ranks(settings: Settings) -> int:
     if settings.num_shard is None and settings.sharded:
         if (count := len(usable(settings))) > 1:
             return count
-        raise SettingError("sharded", f"true, but there are {count} GPUs; NUM_SHARD says how many ranks run without")
+        raise SettingError(
+            "sharded", f"true, but there are {count} GPUs; NUM_SHARD says how many ranks run without"
+        )
     return settings.num_shard or 1
 
 
@@ -39,9 +45,11 @@ def usable(settings: Settings) -> list[str]:
 
 
 def claim(settings: Settings, count: int) -> dict[str, IO[str]]:
-    """The UUIDs of `count` GPUs that no other worker holds, with the locks that keep them while these are open; none without GPUs.
+    """The UUIDs of `count` GPUs that no other worker holds, with the locks that keep them while these are
+    open; none without GPUs.
 
-    Workers that take only a part of a GPU's memory (CUDA_MEMORY_FRACTION) share it, as many as there is room for.
+    Workers that take only a part of a GPU's memory (CUDA_MEMORY_FRACTION) share it, as many as there is room
+    for.
 
     Raises:
         SettingError: too few GPUs are left, or the locks cannot be taken.
@@ -55,18 +63,26 @@ def claim(settings: Settings, count: int) -> dict[str, IO[str]]:
     held: dict[str, IO[str]] = {}
     for place in range(int(1 / settings.cuda_memory_fraction)):
         for gpu in gpus:
-            if len(held) < count and gpu not in held and (lock := hold(folder / f"{gpu}.{place}")) is not None:
+            if (
+                len(held) < count
+                and gpu not in held
+                and (lock := hold(folder / f"{gpu}.{place}")) is not None
+            ):
                 held[gpu] = lock
     if len(held) == count:
         return held
     for lock in held.values():
         lock.close()
     some = "all" if not held else f"{len(gpus) - len(held)} of"
-    raise SettingError("device", f"{some} {len(gpus)} GPUs are held by other workers of this machine (locks in {folder})")
+    raise SettingError(
+        "device", f"{some} {len(gpus)} GPUs are held by other workers of this machine (locks in {folder})"
+    )
 
 
 def hold(path: Path) -> IO[str] | None:
-    """The lock on a file, or None where another process has it. It goes when that process ends, however it ends. Raises SettingError."""
+    """The lock on a file, or None where another process has it. It goes when that process ends, however it
+    ends. Raises SettingError.
+    """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         file = path.open("a")

@@ -19,7 +19,14 @@ class Announcer:
         self.settings, self.worker = settings, worker
         self.script = script(redis, "announce")
         name = worker.incarnation
-        self.keys = [keys.worker(name), keys.workers, keys.log(name), keys.reports(name), keys.plans(name), keys.control]
+        self.keys = [
+            keys.worker(name),
+            keys.workers,
+            keys.log(name),
+            keys.reports(name),
+            keys.plans(name),
+            keys.control,
+        ]
 
     async def announce(self, state: str, step: int, table: Table, num_tokens: int) -> None:
         """`num_tokens` were sampled in this incarnation's life. Raises Sealed when that is over."""
@@ -32,7 +39,8 @@ class Announcer:
         ttl_ms = int(self.settings.worker_ttl_s * 1000)
         own = [word for pair in figures.items() for word in pair]
         said: bytes = await self.script(
-            keys=self.keys, args=[self.worker.incarnation, ttl_ms, STREAMS_TTL_MS, state, step, encode(self.worker), *own]
+            keys=self.keys,
+            args=[self.worker.incarnation, ttl_ms, STREAMS_TTL_MS, state, step, encode(self.worker), *own],
         )
         if said != b"OK":
             raise Sealed(said.decode())

@@ -1,4 +1,6 @@
-"""What a worker counts: its steps, what starts in them, and what the agent does for them. Nothing is counted token by token."""
+"""What a worker counts: its steps, what starts in them, and what the agent does for them. Nothing is counted
+token by token.
+"""
 
 import time
 from collections.abc import Sequence

@@ -18,7 +18,9 @@ from gpu_worker.agent.outbox import Outbox
 from gpu_worker.agent.row_text import RowText
 
 SPILL_EVERY = 64
-"""Flushes after which every live row's tokens are copied to its own string, and the log is trimmed: the bound of the log."""
+"""Flushes after which every live row's tokens are copied to its own string, and the log is trimmed: the bound
+of the log.
+"""
 
 
 class Sealed(Exception):
@@ -51,7 +53,9 @@ class Publisher:
         self.sequence = 0
 
     def build(self, outbox: Outbox, report: Report | None, acknowledged: int, live: list[RowText]) -> Flush:
-        """The flush of an outbox. `live` rows are spilled every so many flushes; `report` gets this flush's number."""
+        """The flush of an outbox. `live` rows are spilled every so many flushes; `report` gets this flush's
+        number.
+        """
         self.sequence += 1
         trim = self.sequence % SPILL_EVERY == 0
         by_channel: defaultdict[str, list[Tokens]] = defaultdict(list)
@@ -73,7 +77,13 @@ class Publisher:
         for row in spills:
             keys.append(self.keys.tokens(row.request.request_id))
             args += [row.spilled_bytes, row.unspilled()]
-        head = [self.sequence, encode(LogEntry(new)), encode(report) if report else "", f"{acknowledged}-0", TOKENS_TTL_MS]
+        head = [
+            self.sequence,
+            encode(LogEntry(new)),
+            encode(report) if report else "",
+            f"{acknowledged}-0",
+            TOKENS_TTL_MS,
+        ]
         counts = [len(messages), len(outbox.prompts), len(outbox.terminals), len(spills), "1" if trim else ""]
         flat = [part for message in messages for part in message]
         method = "prefill" if outbox.prefilled else "decode"
@@ -91,7 +101,11 @@ class Publisher:
         end = terminal(request.request_id, why, row.num_tokens)
         result = answer(request, end, row.text(why), bytes(row.records)) if why in FINISHED else failure(end)
         channel = request.channel
-        event = encode(Events(self.incarnation, self.channels.number(channel), terminals=[end])) if channel else b""
+        event = (
+            encode(Events(self.incarnation, self.channels.number(channel), terminals=[end]))
+            if channel
+            else b""
+        )
         return [end.reason, result, request.result_ttl_ms, channel, event]
 
     async def write(self, flush: Flush) -> None:

@@ -20,8 +20,8 @@ class RowText:
         records: packed records of all tokens of the request, earlier attempts' included.
         num_tokens: how many.
         num_spilled: how many of them stand in the request's own string in Redis.
-        prompt: packed records of the prompt's tokens but the first, as far as they are computed; None where nobody asked for them, or they
-            stand in Redis since an earlier attempt's first token.
+        prompt: packed records of the prompt's tokens but the first, as far as they are computed; None where
+            nobody asked for them, or they stand in Redis since an earlier attempt's first token.
         texts: what the tokens that are not published yet add to the text, one by one.
         ended: whether the row has ended for the client; what the engine still samples for it is dropped.
         started_s: monotonic time.
@@ -42,8 +42,9 @@ class RowText:
     started_s: float = field(default_factory=time.monotonic)
 
     def add(self, token_id: int, logprob: float, top: Sequence[bytes] | None = None) -> str:
-        """Takes the next token, with packed ids and log-probabilities of its likeliest ones if they were asked for. Returns the text that
-        it adds."""
+        """Takes the next token, with packed ids and log-probabilities of its likeliest ones if they were
+        asked for. Returns the text that it adds.
+        """
         self.records += RECORD.pack(token_id, logprob)
         if top:
             self.records += b"".join(pairs(*top))
@@ -56,9 +57,21 @@ class RowText:
         """Those that came since the last call."""
         texts, self.texts = self.texts, []
         request, index = self.request, self.num_tokens - len(texts)
-        ids, logprobs, top_ids, top_logprobs = columns(self.records, index * RECORD.size * request.width, request.width)
+        ids, logprobs, top_ids, top_logprobs = columns(
+            self.records, index * RECORD.size * request.width, request.width
+        )
         since_start_ms = 0 if index else round(1000 * (time.monotonic() - self.started_s))
-        return Tokens(request.request_id, self.attempt, index, ids, logprobs, texts, top_ids, top_logprobs, since_start_ms)
+        return Tokens(
+            request.request_id,
+            self.attempt,
+            index,
+            ids,
+            logprobs,
+            texts,
+            top_ids,
+            top_logprobs,
+            since_start_ms,
+        )
 
     def add_prompt(self, first: int, logprobs: bytes, top_ids: bytes, top_logprobs: bytes) -> None:
         """Takes what a chunk says of the prompt's tokens from `first` on."""
@@ -68,7 +81,11 @@ class RowText:
 
     def stopped_by(self, text: str) -> bool:
         """Whether a stop string has appeared up to the end of `text`, what the newest token adds."""
-        return self.matcher is not None and self.num_tokens > self.request.min_new_tokens and self.matcher.step(text)
+        return (
+            self.matcher is not None
+            and self.num_tokens > self.request.min_new_tokens
+            and self.matcher.step(text)
+        )
 
     @property
     def spilled_bytes(self) -> int:
@@ -80,7 +97,14 @@ class RowText:
     def text(self, reason: str) -> str:
         """The whole answer."""
         ids, _, _ = split(bytes(self.records), self.request.width)
-        return generated_text(self.detokenizer.tokenizer, self.prompt_ids, ids, self.request.stop, reason, self.request.min_new_tokens)
+        return generated_text(
+            self.detokenizer.tokenizer,
+            self.prompt_ids,
+            ids,
+            self.request.stop,
+            reason,
+            self.request.min_new_tokens,
+        )
 
 
 @dataclass(slots=True)

@@ -34,12 +34,18 @@ class Watch:
         while True:
             await asyncio.sleep(LOOK_S)
             waited_s = time.monotonic() - self.moved_s
-            if self.agent.table.rows and self.agent.step < self.agent.until and waited_s > self.step_timeout_s:
+            if (
+                self.agent.table.rows
+                and self.agent.step < self.agent.until
+                and waited_s > self.step_timeout_s
+            ):
                 raise EngineStuck(f"no step for {waited_s:.0f} s (STEP_TIMEOUT_S)")
 
     @property
     def step_timeout_s(self) -> float:
-        """A step of many prompt tokens may take long: as long as many such steps should, by what warm-up found."""
+        """A step of many prompt tokens may take long: as long as many such steps should, by what warm-up
+        found.
+        """
         agent = self.agent
         tokens = agent.prefill_tokens + len(agent.table.rows)
         return max(agent.settings.step_timeout_s, MANY_STEPS * tokens * agent.engine.token_ms / 1e3)

@@ -32,14 +32,21 @@ NAN = float("nan")
 
 
 class Engine:
-    """Raises SettingError where the settings cannot be served. With `debug_kv` freed blocks are NaN, and zero again once granted."""
+    """Raises SettingError where the settings cannot be served. With `debug_kv` freed blocks are NaN, and zero
+    again once granted.
+    """
 
     def __init__(self, settings: Settings, progress: Progress = silent, ranks: Ranks = ALONE) -> None:
         self.ranks = ranks
         self.loaded = load(settings, progress, ranks)
         self.block_size = self.loaded.geometry.block_size
         self.debug_kv = settings.debug_kv
-        self.rows = Rows(self.block_size, self.loaded.eos_ids, max(1, MAX_LOGITS // self.loaded.vocab_size), self.loaded.outgrown_at)
+        self.rows = Rows(
+            self.block_size,
+            self.loaded.eos_ids,
+            max(1, MAX_LOGITS // self.loaded.vocab_size),
+            self.loaded.outgrown_at,
+        )
         self.graphs: Graphs | Tokenwise | None = None
         self.ahead = self.loaded.device.type != "cpu"
         self.flight: Flight | None = None
@@ -62,7 +69,9 @@ class Engine:
         compile_no_more()
 
     def try_to_capture(self, settings: Settings) -> None:
-        """Model code that waits for the device within a step cannot be captured: its steps are launched one operation after the other."""
+        """Model code that waits for the device within a step cannot be captured: its steps are launched one
+        operation after the other.
+        """
         try:
             self.capture(capture_on(self.loaded.device), settings.max_batch_size, settings.deterministic)
         except Waits as error:
@@ -72,16 +81,22 @@ class Engine:
             log.warning("%s; they are slower", cause)
 
     def capture(self, capture: Capture, max_rows: int, deterministic: bool) -> None:
-        """Makes graphs of steps in which up to `max_rows` rows decode; or of one step through which everything goes."""
+        """Makes graphs of steps in which up to `max_rows` rows decode; or of one step through which
+        everything goes.
+        """
         loaded, size = self.loaded, TOKENS if deterministic else max_rows
         max_blocks = min(-(-loaded.context // self.block_size), loaded.cache.num_blocks)
-        graphs = Graphs(loaded.decode, size, max_blocks, loaded.vocab_size, loaded.geometry.dtype, loaded.device)
+        graphs = Graphs(
+            loaded.decode, size, max_blocks, loaded.vocab_size, loaded.geometry.dtype, loaded.device
+        )
         graphs.capture(capture, [size] if deterministic else sizes(size))
         self.graphs = Tokenwise(graphs) if deterministic else graphs
 
     def warm_up(self, settings: Settings) -> Ready:
         loaded = self.loaded
-        token_ms = warmup.token_ms(self.forward, loaded.context, loaded.vocab_size, self.block_size, loaded.device)
+        token_ms = warmup.token_ms(
+            self.forward, loaded.context, loaded.vocab_size, self.block_size, loaded.device
+        )
         most = warmup.most_tokens(settings.max_batch_prefill_tokens, loaded.context, loaded.device)
         tokens = settings.max_batch_prefill_tokens or warmup.max_batch_prefill_tokens(token_ms, most)
         return Ready(
@@ -98,14 +113,17 @@ class Engine:
         )
 
     def apply(self, grant: Grant) -> None:
-        """Takes a grant. Granted blocks start as zeros: what an earlier row left in slots that are masked must not reach the products."""
+        """Takes a grant. Granted blocks start as zeros: what an earlier row left in slots that are masked
+        must not reach the products.
+        """
         self.fill(self.rows.apply(grant), 0.0)
 
     def step(self) -> Step | None:
         """Reads one step, if one is in flight or may and can be run; None where nothing happened at all.
 
-        Where the device computes by itself, the forward of the next step is launched before this one is read. Its choice is launched after
-        that, while the forward runs: so what rows remember of their tokens is up to date.
+        Where the device computes by itself, the forward of the next step is launched before this one is read.
+        Its choice is launched after that, while the forward runs: so what rows remember of their tokens is up
+        to date.
         """
         flight = self.flight or self.choose(self.launch())
         following = self.launch(flight) if flight and self.ahead else None
@@ -121,7 +139,11 @@ class Engine:
     def launch(self, before: Flight | None = None) -> Launched | None:
         """The forward of the next step; `before` is in flight."""
         began_s, parts = time.monotonic(), self.rows.launch()
-        return Launched(self.rows.step, parts, self.forward(parts, before.ids if before else None), began_s) if parts else None
+        return (
+            Launched(self.rows.step, parts, self.forward(parts, before.ids if before else None), began_s)
+            if parts
+            else None
+        )
 
     def choose(self, launched: Launched | None) -> Flight | None:
         """What its rows sample: on all ranks what rank 0 does."""
@@ -129,29 +151,47 @@ class Engine:
             return None
         turns = launched.turns
         logits, parts = launched.logits, launched.parts
-        drawn = blank(len(turns), 0, self.loaded.device) if self.ranks.rank else sample(of_samples(logits, parts), turns)
+        drawn = (
+            blank(len(turns), 0, self.loaded.device)
+            if self.ranks.rank
+            else sample(of_samples(logits, parts), turns)
+        )
         self.ranks.same(drawn.ids)
         return Flight(launched, turns, drawn, of_prompts(logits, parts))
 
     def land(self, flight: Flight) -> float:
-        """Takes what a step sampled → its duration in ms: what it adds to that of the step before where they overlap."""
+        """Takes what a step sampled → its duration in ms: what it adds to that of the step before where they
+        overlap.
+        """
         sampled = flight.read()
         self.rows.read(flight.parts, sampled.ids, sampled.logprobs, sampled.tops, sampled.prompts)
-        began_s, self.landed_s, self.landed = max(flight.began_s, self.landed_s), time.monotonic(), flight.number
+        began_s, self.landed_s, self.landed = (
+            max(flight.began_s, self.landed_s),
+            time.monotonic(),
+            flight.number,
+        )
         return (self.landed_s - began_s) * 1e3
 
     def forward(self, parts: Sequence[Part], previous: torch.Tensor | None = None) -> torch.Tensor:
-        """Arranged parts → logits [wanted, vocabulary]: of each what it wants. Where memory does not suffice for all at once, half by half:
-        what a first try wrote into the cache is written again. `previous`: int64, what the step in flight samples."""
+        """Arranged parts → logits [wanted, vocabulary]: of each what it wants. Where memory does not suffice
+        for all at once, half by half: what a first try wrote into the cache is written again. `previous`:
+        int64, what the step in flight samples.
+        """
         try:
             return self.compute(parts, previous)
         except RuntimeError as error:
             smaller = halves(parts)
-            if not smaller or not out_of_memory(error) or self.ranks.world_size > 1:  # ranks must not fall out of step
+            if (
+                not smaller or not out_of_memory(error) or self.ranks.world_size > 1
+            ):  # ranks must not fall out of step
                 raise
-            log.warning("no memory for a step of %d tokens: it is done in halves", sum(part.count for part in parts))
+            log.warning(
+                "no memory for a step of %d tokens: it is done in halves", sum(part.count for part in parts)
+            )
         torch.cuda.empty_cache()
-        return torch.cat([self.forward(half, previous).clone() for half in smaller])  # graphs write all into the same place
+        return torch.cat(
+            [self.forward(half, previous).clone() for half in smaller]
+        )  # graphs write all into the same place
 
     @torch.inference_mode()
     def compute(self, parts: Sequence[Part], previous: torch.Tensor | None) -> torch.Tensor:

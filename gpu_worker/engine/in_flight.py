@@ -36,7 +36,9 @@ class Launched:
 class Flight:
     """A step whose choice was launched, too; what it chose is on its way to the host."""
 
-    def __init__(self, launched: Launched, turns: Sequence[Turn | None], drawn: Drawn, prompts: Sequence[Drawn]) -> None:
+    def __init__(
+        self, launched: Launched, turns: Sequence[Turn | None], drawn: Drawn, prompts: Sequence[Drawn]
+    ) -> None:
         self.number, self.parts, self.began_s = launched.number, launched.parts, launched.began_s
         self.turns, self.ids = turns, drawn.ids
         self.columns, self.prompts = down(drawn), [down(one) for one in prompts]

@@ -9,7 +9,9 @@ SIGN_OF_LIFE_S = 5.0
 
 
 def lead(engine: Engine, ranks: Ranks, link: Link) -> None:
-    """Until the agent is gone (`link` raises Gone). Rows that wait for blocks or steps are no reason to be silent for long."""
+    """Until the agent is gone (`link` raises Gone). Rows that wait for blocks or steps are no reason to be
+    silent for long.
+    """
     wait_s = 0.0
     while True:
         for grant in ranks.tell(link.grants(wait_s)):

@@ -1,7 +1,8 @@
 """An engine process, one rank of a worker: `python -m gpu_worker.engine --fd N`.
 
-Settings and its place among the ranks (torchrun's variables) are in the environment; file N is a socket to the agent, through which ranks
-above 0 say no more than why they failed. A rank that torchrun starts on another machine has no agent beside it, and no socket.
+Settings and its place among the ranks (torchrun's variables) are in the environment; file N is a socket to
+the agent, through which ranks above 0 say no more than why they failed. A rank that torchrun starts on
+another machine has no agent beside it, and no socket.
 """
 
 import argparse
@@ -27,8 +28,8 @@ from gpu_worker.rank import Place
 log = logging.getLogger(__name__)
 
 SPIN = ("GOMP_SPINCOUNT", "2000")
-"""Threads that wait for each other sleep soon: on cores that other processes use, too, one that spins keeps away the one it waits for.
-Read when torch is imported.
+"""Threads that wait for each other sleep soon: on cores that other processes use, too, one that spins keeps
+away the one it waits for. Read when torch is imported.
 """
 
 
@@ -58,7 +59,9 @@ def serve(link: Link | None) -> None:
     logs.set_up(name, settings.log_level, settings.json_output)
     os.environ.setdefault(*SPIN)
     gc.disable()  # collections while torch and transformers are imported take a fifth of the start
-    from gpu_worker.engine.engine import Engine  # seconds: after the socket is ours and bad settings were said
+    from gpu_worker.engine.engine import (
+        Engine,
+    )  # seconds: after the socket is ours and bad settings were said
     from gpu_worker.engine.loop import follow, lead
     from gpu_worker.engine.parallel.communicator import Ranks
 

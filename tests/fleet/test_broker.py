@@ -1,4 +1,6 @@
-"""The broker dies, cuts its connections, refuses: every stream whole, and whoever asks meanwhile learns why it cannot be served."""
+"""The broker dies, cuts its connections, refuses: every stream whole, and whoever asks meanwhile learns why
+it cannot be served.
+"""
 
 import asyncio
 import os
@@ -15,7 +17,13 @@ from tests.support.fleet.fleet import Fleet
 from tests.support.load import Load, body
 from tests.support.waiting import wait_until
 
-SETTINGS = {"num_workers": 2, "dtype": "float32", "debug_kv": True, "kv_cache_bytes": "128MiB", "worker_ttl_s": 3}
+SETTINGS = {
+    "num_workers": 2,
+    "dtype": "float32",
+    "debug_kv": True,
+    "kv_cache_bytes": "128MiB",
+    "worker_ttl_s": 3,
+}
 MAX_NEW_TOKENS = 80
 
 
@@ -130,14 +138,19 @@ async def test_a_changed_password_is_named_and_nobody_dies(fleet):
 
 
 async def test_a_loading_broker_is_named_and_nobody_dies():
-    with brokers.running("--enable-debug-command", "local") as broker, Fleet(**SETTINGS, redis_url=broker.url) as fleet:
+    with (
+        brokers.running("--enable-debug-command", "local") as broker,
+        Fleet(**SETTINGS, redis_url=broker.url) as fleet,
+    ):
         before = pids(fleet)
         with redis_sync.Redis.from_url(broker.url) as redis:
             with redis.pipeline(transaction=False) as pipe:
                 for i in range(20_000):
                     pipe.set(f"ballast:{i % 10}", i)
                 pipe.execute()
-            redis.config_set("key-load-delay", 200)  # microseconds a command; it answers others after every 1,024
+            redis.config_set(
+                "key-load-delay", 200
+            )  # microseconds a command; it answers others after every 1,024
             enough = asyncio.Event()
             loads = asyncio.create_task(load_until(enough, broker.url))
             await refused(fleet, "loading")

@@ -1,4 +1,6 @@
-"""Through HTTP, Redis and back: the ids are those of transformers' `generate`. And two pools on one broker keep apart."""
+"""Through HTTP, Redis and back: the ids are those of transformers' `generate`. And two pools on one broker
+keep apart.
+"""
 
 import asyncio
 
@@ -17,13 +19,20 @@ SETTINGS = {"dtype": "float32", "debug_kv": True, "kv_cache_bytes": "128MiB"}
 
 
 @pytest.mark.parametrize(
-    "prompts", [pytest.param([PROMPTS[place] for place in FEW], id="few"), pytest.param(PROMPTS, id="all", marks=pytest.mark.slow)]
+    "prompts",
+    [
+        pytest.param([PROMPTS[place] for place in FEW], id="few"),
+        pytest.param(PROMPTS, id="all", marks=pytest.mark.slow),
+    ],
 )
 async def test_ids_equal_generate(prompts):
     wanted = reference_ids(prompt_ids(prompts), MAX_NEW_TOKENS)
     with Fleet(**SETTINGS, max_batch_prefill_tokens=64) as fleet:
         url = f"{fleet.base_url}/generate_stream"
-        bodies = [{"inputs": prompt, "parameters": {"max_new_tokens": MAX_NEW_TOKENS, "details": True}} for prompt in prompts]
+        bodies = [
+            {"inputs": prompt, "parameters": {"max_new_tokens": MAX_NEW_TOKENS, "details": True}}
+            for prompt in prompts
+        ]
         alone = [(await stream(url, body)).ids for body in bodies[:3]]
         together = await asyncio.gather(*(stream(url, body) for body in bodies))
     assert alone == wanted[:3]

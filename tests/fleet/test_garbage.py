@@ -1,4 +1,6 @@
-"""Garbage at every door of a whole fleet: whoever can be answered is told what is wrong, no process ends, and all goes on."""
+"""Garbage at every door of a whole fleet: whoever can be answered is told what is wrong, no process ends, and
+all goes on.
+"""
 
 import json
 import socket
@@ -31,11 +33,13 @@ def nobody_dies(fleet: Fleet) -> Iterator[None]:
     before = fleet.pids()
     yield
     body = {"inputs": "The capital of France is", "parameters": {"max_new_tokens": 1}}
-    assert httpx.post(f"{fleet.base_url}/generate", json=body, timeout=60).json() == {"generated_text": " Paris"}
+    assert httpx.post(f"{fleet.base_url}/generate", json=body, timeout=60).json() == {
+        "generated_text": " Paris"
+    }
     assert fleet.pids() == before, fleet.errors()[-2000:]
 
 
-# --- HTTP -------------------------------------------------------------------------------------------------------------------------
+# --- HTTP ---------------------------------------------------------------------------------------------------
 
 BODIES = {
     "empty": b"",
@@ -81,24 +85,34 @@ def test_bodies(fleet: Fleet) -> None:
 
 
 def test_numbers(fleet: Fleet) -> None:
-    with httpx.Client(base_url=fleet.base_url, timeout=60, headers={"content-type": "application/json"}) as http:
+    with httpx.Client(
+        base_url=fleet.base_url, timeout=60, headers={"content-type": "application/json"}
+    ) as http:
         for path, template in TEMPLATES.items():
             assert http.post(path, content=template % (b"seed", b"1")).status_code == 200
             for field in FIELDS:
                 for number in NUMBERS:
-                    assert told(http.post(path, content=template % (field, number)), path) in (400, 422), (path, field, number)
+                    assert told(http.post(path, content=template % (field, number)), path) in (400, 422), (
+                        path,
+                        field,
+                        number,
+                    )
 
 
 RAW = {
     "no HTTP": b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + bytes(range(256)) + b"\r\n\r\n",
     "a header of 1 MB": b"GET /health HTTP/1.1\r\nHost: x\r\nX-A: " + b"a" * MB + b"\r\n\r\n",
-    "10,000 headers": b"GET /health HTTP/1.1\r\nHost: x\r\n" + b"".join(b"X-%d: a\r\n" % i for i in range(10_000)) + b"\r\n",
+    "10,000 headers": b"GET /health HTTP/1.1\r\nHost: x\r\n"
+    + b"".join(b"X-%d: a\r\n" % i for i in range(10_000))
+    + b"\r\n",
     "a path of 1 MB": b"GET /" + b"a" * MB + b" HTTP/1.1\r\nHost: x\r\n\r\n",
     "a query of 100 kB": b"GET /fleet?" + b"%ff&" * 25_000 + b" HTTP/1.1\r\nHost: x\r\n\r\n",
     "bytes in a path": b"GET /fleet/requests/%00%ff%fe\xff HTTP/1.1\r\nHost: x\r\n\r\n",
     "bytes in headers": b"POST /generate HTTP/1.1\r\nHost: \xff\r\nx-request-id: \xff\xfe\r\ncontent-type: \xff\r\n\r\n",
     "a length below 0": b"POST /generate HTTP/1.1\r\nHost: x\r\ncontent-type: application/json\r\ncontent-length: -1\r\n\r\n{}",
-    "a length of 10**30": b"POST /generate HTTP/1.1\r\nHost: x\r\ncontent-length: 1" + b"0" * 30 + b"\r\n\r\n{}",
+    "a length of 10**30": b"POST /generate HTTP/1.1\r\nHost: x\r\ncontent-length: 1"
+    + b"0" * 30
+    + b"\r\n\r\n{}",
     "two lengths": b"POST /generate HTTP/1.1\r\nHost: x\r\ncontent-length: 2\r\ncontent-length: 5\r\n\r\n{}",
     "broken chunks": b"POST /generate HTTP/1.1\r\nHost: x\r\ntransfer-encoding: chunked\r\n\r\nzz\r\n",
     "another protocol": b"GET /health HTTP/1.1\r\nHost: x\r\nConnection: Upgrade\r\nUpgrade: websocket\r\nSec-WebSocket-Key: a\r\n\r\n",
@@ -116,11 +130,24 @@ def test_what_is_hardly_http(fleet: Fleet, name: str) -> None:
     assert not answer or (answer.startswith(b"HTTP/1.1 ") and answer[9:10] in b"24"), answer[:300]
 
 
-# --- the broker -------------------------------------------------------------------------------------------------------------------
+# --- the broker ---------------------------------------------------------------------------------------------
 
 DEEP = b"\x91" * 100_000 + b"\x00"
-PAYLOADS = [b"", b"\xc1", b"\xff" * 1000, b"garbage", DEEP, msgpack.packb({"v": 1}), msgpack.packb({"v": 99}), msgpack.packb([1, 2])]
-PAYLOADS += [msgpack.packb({"v": 1, "id": {"a": 1}, "s": 5, "q": "x", "e": -1, "n": 2**63, "u": None, "t": [5], "i": b"\xff"})]
+PAYLOADS = [
+    b"",
+    b"\xc1",
+    b"\xff" * 1000,
+    b"garbage",
+    DEEP,
+    msgpack.packb({"v": 1}),
+    msgpack.packb({"v": 99}),
+    msgpack.packb([1, 2]),
+]
+PAYLOADS += [
+    msgpack.packb(
+        {"v": 1, "id": {"a": 1}, "s": 5, "q": "x", "e": -1, "n": 2**63, "u": None, "t": [5], "i": b"\xff"}
+    )
+]
 
 
 def entries(*fields: str) -> list[dict[bytes | str, bytes]]:
@@ -146,7 +173,20 @@ def test_channels(broker: redis.Redis) -> None:
         for payload in PAYLOADS:
             assert broker.publish(KEYS.events(key.decode().rpartition(":")[2]), payload)
     for i, name in enumerate(
-        ["events:g0", "ext:", "ext:a b", "ext:\x00", "ext:" + "a" * 999, "ext:é", "ext:a\n", "EXT:a", "", 5, ["ext:a"], {}]
+        [
+            "events:g0",
+            "ext:",
+            "ext:a b",
+            "ext:\x00",
+            "ext:" + "a" * 999,
+            "ext:é",
+            "ext:a\n",
+            "EXT:a",
+            "",
+            5,
+            ["ext:a"],
+            {},
+        ]
     ):
         broker.xadd(KEYS.submit, {"job": json.dumps({"id": f"channel{i}", "inputs": "a", "reply_to": name})})
         answer = json.loads(wait_until_sync(lambda i=i: broker.get(KEYS.result(f"channel{i}"))))

@@ -1,4 +1,6 @@
-"""Other services and arq clients against a whole fleet: what docs/ says is so, and whoever dies, nothing is lost or said twice."""
+"""Other services and arq clients against a whole fleet: what docs/ says is so, and whoever dies, nothing is
+lost or said twice.
+"""
 
 import json
 import os
@@ -25,8 +27,14 @@ from tests.support.waiting import wait_until_sync
 
 ROOT = Path(__file__).parents[2]
 KEYS = Keys("default")
-BODY = {"inputs": "One, two, three,", "parameters": {"max_new_tokens": 6, "ignore_eos": True, "details": True}}
-LONG = {"inputs": "One, two, three,", "parameters": {"max_new_tokens": 20, "ignore_eos": True, "details": True}}
+BODY = {
+    "inputs": "One, two, three,",
+    "parameters": {"max_new_tokens": 6, "ignore_eos": True, "details": True},
+}
+LONG = {
+    "inputs": "One, two, three,",
+    "parameters": {"max_new_tokens": 20, "ignore_eos": True, "details": True},
+}
 SUBMIT_JS = """
 import { createClient } from 'redis';
 const client = await createClient({ url: process.argv[2] }).connect();
@@ -68,11 +76,15 @@ def result(client: redis.Redis, job_id: str) -> Any:
 
 
 def plain(body: Any) -> Any:
-    """An answer without what differs each time: names, times, and log-probabilities, which round otherwise in another batch."""
+    """An answer without what differs each time: names, times, and log-probabilities, which round otherwise in
+    another batch.
+    """
     if isinstance(body, list):
         return [plain(one) for one in body]
     if isinstance(body, dict):
-        return {name: plain(value) for name, value in body.items() if name not in ("id", "created", "logprob")} | tokens(body)
+        return {
+            name: plain(value) for name, value in body.items() if name not in ("id", "created", "logprob")
+        } | tokens(body)
     return body
 
 
@@ -104,7 +116,11 @@ def test_a_killed_gateways_jobs_go_on(fleet: Fleet, client: redis.Redis) -> None
             if message["type"] == "message":
                 heard.append(json.loads(message["data"]))
                 if len(heard) == 6:
-                    [holder] = [one["name"].decode() for one in client.xinfo_consumers(KEYS.submit, "gateways") if one["pending"]]
+                    [holder] = [
+                        one["name"].decode()
+                        for one in client.xinfo_consumers(KEYS.submit, "gateways")
+                        if one["pending"]
+                    ]
                     os.kill(int(client.hget(KEYS.gateway(holder), "pid") or 0), signal.SIGKILL)
                 if heard[-1].get("generated_text") or "error" in heard[-1]:
                     break
@@ -139,7 +155,7 @@ async def test_a_killed_job_workers_jobs_go_on(fleet: Fleet, client: redis.Redis
     await pool.aclose()
 
 
-# --- docs ---------------------------------------------------------------------------------------------------------------------------------
+# --- docs ---------------------------------------------------------------------------------------------------
 
 
 def console_blocks(page: str) -> list[str]:
@@ -166,11 +182,15 @@ def test_the_session_in_the_page_is_true(fleet: Fleet, tmp_path: Path) -> None:
                     command, _, expected = step.partition("\n")
                     if command.startswith("SUBSCRIBE"):
                         listeners.append(subprocess.Popen([*cli, *shlex.split(command)], stdout=out))
-                        wait_until_sync(lambda expected=expected: looks_like(f"…{expected.strip()}…", heard.read_text()))
+                        wait_until_sync(
+                            lambda expected=expected: looks_like(f"…{expected.strip()}…", heard.read_text())
+                        )
                         continue
 
                     def printed(command: str = command) -> str:
-                        return subprocess.run([*cli, *shlex.split(command)], capture_output=True, text=True, check=True).stdout
+                        return subprocess.run(
+                            [*cli, *shlex.split(command)], capture_output=True, text=True, check=True
+                        ).stdout
 
                     said = wait_until_sync(lambda: "(nil)" not in (text := printed()) and text)
                     assert looks_like(expected, said), f"{command}\n{said}"
@@ -184,7 +204,9 @@ def test_the_arq_page_is_true(fleet: Fleet, tmp_path: Path) -> None:
     [code] = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "arq.md").read_text(), re.DOTALL)
     example = tmp_path / "example.py"
     example.write_text(code.replace("redis://127.0.0.1:6379/0", fleet.redis_url))
-    done = subprocess.run([sys.executable, example], cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(
+        [sys.executable, example], cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False
+    )
     assert done.returncode == 0, done.stderr
     generated, chatted = done.stdout.splitlines()[:2]
     assert generated == "{'generated_text': ' Paris.'}"
@@ -197,7 +219,11 @@ def test_node_submits_a_job(fleet: Fleet, client: redis.Redis, tmp_path: Path) -
         pytest.skip("no npm on this machine")
     (tmp_path / "package.json").write_text('{"type": "module"}')
     install = subprocess.run(
-        ["npm", "install", "--no-audit", "--no-fund", "redis"], cwd=tmp_path, capture_output=True, text=True, check=False
+        ["npm", "install", "--no-audit", "--no-fund", "redis"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
     )
     if install.returncode:
         pytest.skip(f"npm cannot install the package redis: {install.stderr[-200:]}")

@@ -21,7 +21,13 @@ from tests.support.waiting import wait_until
 
 KEYS = Keys("default")
 MAX_NEW_TOKENS = 100
-SETTINGS = {"num_workers": 2, "num_gateways": 1, "debug_kv": True, "kv_cache_bytes": "128MiB", "worker_ttl_s": 3}
+SETTINGS = {
+    "num_workers": 2,
+    "num_gateways": 1,
+    "debug_kv": True,
+    "kv_cache_bytes": "128MiB",
+    "worker_ttl_s": 3,
+}
 
 
 @pytest.fixture(scope="module")
@@ -80,7 +86,9 @@ async def test_a_sleeping_worker_is_never_heard_again(fleet, undisturbed):
 
 
 async def incarnation_of(redis: Redis, name: str) -> str:
-    """Of the live worker of that name; empty while there is none, or more than the one that is just being replaced."""
+    """Of the live worker of that name; empty while there is none, or more than the one that is just being
+    replaced.
+    """
     found = [one.decode() for one in await redis.zrange(KEYS.workers, 0, -1) if one.startswith(name.encode())]
     return found[0] if len(found) == 1 else ""
 
@@ -106,8 +114,12 @@ async def sleep_and_wake(fleet: Fleet, undisturbed: list[list[int]] | None) -> N
         await asyncio.to_thread(psutil.wait_procs, sleeper, 20)
         assert not any(process.is_running() for process in sleeper)
         awake = await heard_by(pubsub)
-    assert not [events for events in awake if events.source == incarnation and (events.tokens or events.terminals)]
-    assert [events for events in asleep + awake if events.source != incarnation and events.tokens], "others were heard"
+    assert not [
+        events for events in awake if events.source == incarnation and (events.tokens or events.terminals)
+    ]
+    assert [events for events in asleep + awake if events.source != incarnation and events.tokens], (
+        "others were heard"
+    )
     ids = await load.whole()
     if undisturbed is not None:
         assert ids == undisturbed

@@ -26,7 +26,12 @@ PROMETHEUS = DEPLOY / "prometheus"
 
 @pytest.fixture(scope="module")
 def fleet() -> Iterator[Fleet]:
-    settings = {"num_workers": 2, "kv_cache_bytes": "64MiB", "json_output": "true", "metrics_port": free_port()}
+    settings = {
+        "num_workers": 2,
+        "kv_cache_bytes": "64MiB",
+        "json_output": "true",
+        "metrics_port": free_port(),
+    }
     with Fleet(**settings) as fleet:
         wait_until_sync(lambda: fleet.workers_ready() == 2)
         yield fleet
@@ -55,7 +60,10 @@ def life(fleet: Fleet, request_id: str) -> list[dict]:
 
 def figures(fleet: Fleet) -> dict[str, float]:
     lines = httpx.get(f"{fleet.base_url}/metrics").text.splitlines()
-    return {name: float(value) for name, value in (line.rsplit(" ", 1) for line in lines if not line.startswith("#"))}
+    return {
+        name: float(value)
+        for name, value in (line.rsplit(" ", 1) for line in lines if not line.startswith("#"))
+    }
 
 
 def test_figures_survive_the_worker(fleet: Fleet, request_id: str) -> None:
@@ -65,9 +73,15 @@ def test_figures_survive_the_worker(fleet: Fleet, request_id: str) -> None:
     assert found['tokenfleet_workers_lost_total{pool="default"}'] == 1
     assert found["tgi_request_generated_tokens_sum"] == NUM_TOKENS
     [shown] = [one["num_tokens"] for one in life(fleet, request_id) if one["what"] == "died"]
-    wait_until_sync(lambda: figures(fleet)['tokenfleet_generated_tokens_total{pool="default"}'] >= NUM_TOKENS - shown)
+    wait_until_sync(
+        lambda: figures(fleet)['tokenfleet_generated_tokens_total{pool="default"}'] >= NUM_TOKENS - shown
+    )
     found = figures(fleet)
-    assert found['tgi_batch_inference_success{method="decode"}'] > found['tgi_batch_inference_success{method="prefill"}'] >= 1
+    assert (
+        found['tgi_batch_inference_success{method="decode"}']
+        > found['tgi_batch_inference_success{method="prefill"}']
+        >= 1
+    )
     for part in ("forward", "decode", "inference", "filter"):
         assert found[f'tgi_batch_{part}_duration_sum{{method="decode"}}'] > 0, part
     assert found["tgi_batch_next_size_count"] >= 1
@@ -77,14 +91,26 @@ def test_figures_survive_the_worker(fleet: Fleet, request_id: str) -> None:
 
 def test_explain_tells_it(fleet: Fleet, request_id: str, capsys: pytest.CaptureFixture[str]) -> None:
     told = life(fleet, request_id)
-    assert [one["what"] for one in told] == ["queued", "placed", "prefilled", "died", "placed", "prefilled", "ended"]
+    assert [one["what"] for one in told] == [
+        "queued",
+        "placed",
+        "prefilled",
+        "died",
+        "placed",
+        "prefilled",
+        "ended",
+    ]
     died, ended = told[3], told[-1]
     assert KILLED_AT <= died["num_tokens"] < NUM_TOKENS == ended["num_tokens"]
     assert told[4]["worker"] != died["worker"] == told[1]["worker"]
     assert [one["at_ms"] for one in told] == sorted(one["at_ms"] for one in told)
     assert run(["explain", request_id, "--url", fleet.base_url]) == 0
     said = " ".join(capsys.readouterr().out.split())
-    assert f"died at token {died['num_tokens']}" in said and "resumed after" in said and f"ended with {NUM_TOKENS} tokens" in said
+    assert (
+        f"died at token {died['num_tokens']}" in said
+        and "resumed after" in said
+        and f"ended with {NUM_TOKENS} tokens" in said
+    )
 
 
 def test_every_line_of_every_process_is_json(fleet: Fleet, request_id: str) -> None:
@@ -98,7 +124,11 @@ def test_prometheus_scrapes_the_fleet_and_each_process(fleet: Fleet, request_id:
     """With the file of deploy/prometheus, but for names and intervals."""
     first_port = int(fleet.settings["metrics_port"])
     configuration = yaml.safe_load((PROMETHEUS / "prometheus.yml").read_text())
-    configuration["global"] = {"scrape_interval": "200ms", "scrape_timeout": "200ms", "evaluation_interval": "1s"}
+    configuration["global"] = {
+        "scrape_interval": "200ms",
+        "scrape_timeout": "200ms",
+        "evaluation_interval": "1s",
+    }
     configuration["rule_files"] = [str(PROMETHEUS / "alerts.yml")]
     pool, processes = configuration["scrape_configs"]
     pool["static_configs"][0]["targets"] = [fleet.base_url.removeprefix("http://")]
@@ -107,7 +137,11 @@ def test_prometheus_scrapes_the_fleet_and_each_process(fleet: Fleet, request_id:
     processes["static_configs"] = [{"targets": [f"127.0.0.1:{port}" for port in own_ports]}]
     (tmp_path / "prometheus.yml").write_text(yaml.safe_dump(configuration))
     port = free_port()
-    options = [f"--storage.tsdb.path={tmp_path}/data", f"--web.listen-address=127.0.0.1:{port}", "--log.level=error"]
+    options = [
+        f"--storage.tsdb.path={tmp_path}/data",
+        f"--web.listen-address=127.0.0.1:{port}",
+        "--log.level=error",
+    ]
     with subprocess.Popen(["prometheus", f"--config.file={tmp_path}/prometheus.yml", *options]) as process:
         try:
             asyncio.run(asked(f"http://127.0.0.1:{port}", len(own_ports)))
@@ -119,7 +153,9 @@ def panels() -> list[str]:
     """What Grafana asks, as Grafana would."""
     dashboard = json.loads((DEPLOY / "grafana" / "dashboards" / "tokenfleet.json").read_text())
     asked = [target["expr"] for panel in dashboard["panels"] for target in panel.get("targets", [])]
-    return [expression.replace("$service", "tokenfleet").replace("$__rate_interval", "1m") for expression in asked]
+    return [
+        expression.replace("$service", "tokenfleet").replace("$__rate_interval", "1m") for expression in asked
+    ]
 
 
 async def asked(url: str, num_processes: int) -> None:
@@ -143,7 +179,9 @@ async def asked(url: str, num_processes: int) -> None:
         await reaches('up{job="tokenfleet"}', 1)
         await reaches('sum(up{job="processes"})', num_processes)
         await reaches('tgi_request_success{container="tokenfleet"}', 1)
-        await reaches('count(histogram_quantile(0.5, tgi_request_duration_bucket{container="tokenfleet"}))', 1)
+        await reaches(
+            'count(histogram_quantile(0.5, tgi_request_duration_bucket{container="tokenfleet"}))', 1
+        )
         await reaches('count(process_resident_memory_bytes{job="processes"})', num_processes)
         await reaches('count(rate(tgi_request_success{container="tokenfleet"}[1m]))', 1)
         for expression in panels():

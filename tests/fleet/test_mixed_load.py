@@ -1,4 +1,6 @@
-"""Everything that clients do, at once and at random, some of it cut off half-way: each answer is right, and afterwards nothing is left."""
+"""Everything that clients do, at once and at random, some of it cut off half-way: each answer is right, and
+afterwards nothing is left.
+"""
 
 import asyncio
 import contextlib
@@ -23,9 +25,28 @@ from tests.support.load import Load
 from tests.support.waiting import wait_until
 
 KEYS = Keys("default")
-SETTINGS = {"num_workers": 2, "num_gateways": 2, "dtype": "float32", "debug_kv": True, "kv_cache_bytes": "64MiB"}
+SETTINGS = {
+    "num_workers": 2,
+    "num_gateways": 2,
+    "dtype": "float32",
+    "debug_kv": True,
+    "kv_cache_bytes": "64MiB",
+}
 MIB = 2**20
-STANDING = {"workers", "processes", "batcher", "epoch", "control", "state", "requests", "worker", "gateway", "plans", "reports", "log"} | {
+STANDING = {
+    "workers",
+    "processes",
+    "batcher",
+    "epoch",
+    "control",
+    "state",
+    "requests",
+    "worker",
+    "gateway",
+    "plans",
+    "reports",
+    "log",
+} | {
     "metrics",
     "life",
     "submit",
@@ -39,14 +60,19 @@ NUM_AT_ONCE = 32
 PROMPTS = ["One, two,", "A B C", "The sky is", "Once upon a time", "Hello", "1 + 1 =", "import os", "Q: Why?"]
 MOST_TOKENS = 5
 MOST_GROWTH = {"tokenfleet engine": 96 * MIB, "tokenfleet": 12 * MIB}
-"""Of a process, after its first requests. Tensors of ever new sizes fragment the engine's memory for some thousand requests."""
+"""Of a process, after its first requests. Tensors of ever new sizes fragment the engine's memory for some
+thousand requests.
+"""
 
 
-# --- what clients do --------------------------------------------------------------------------------------------------------------
+# --- what clients do ----------------------------------------------------------------------------------------
 
 
 def greedy(prompt: str, max_new_tokens: int) -> dict[str, Any]:
-    return {"inputs": prompt, "parameters": {"max_new_tokens": max_new_tokens, "ignore_eos": True, "details": True}}
+    return {
+        "inputs": prompt,
+        "parameters": {"max_new_tokens": max_new_tokens, "ignore_eos": True, "details": True},
+    }
 
 
 class Clients:
@@ -66,7 +92,17 @@ class Clients:
 
     async def many(self, count: int) -> None:
         turns = asyncio.Semaphore(NUM_AT_ONCE)
-        verbs = [self.generate, self.stream, self.chat, self.complete, self.err, self.submit, self.look, self.leave, self.leave_early]
+        verbs = [
+            self.generate,
+            self.stream,
+            self.chat,
+            self.complete,
+            self.err,
+            self.submit,
+            self.look,
+            self.leave,
+            self.leave_early,
+        ]
 
         async def one(verb: Any) -> None:
             async with turns:
@@ -115,10 +151,16 @@ class Clients:
 
     async def err(self) -> None:
         headers = {"content-type": "application/json"}
-        path = self.draw.choice(["/generate", "/generate_stream", "/v1/chat/completions", "/v1/completions", "/tokenize"])
-        content, status = self.draw.choice([(b"{", 400), (b'{"inputs": 5, "prompt": 5, "messages": 5}', 422), (b" " * 2_000_001, 413)])
+        path = self.draw.choice(
+            ["/generate", "/generate_stream", "/v1/chat/completions", "/v1/completions", "/tokenize"]
+        )
+        content, status = self.draw.choice(
+            [(b"{", 400), (b'{"inputs": 5, "prompt": 5, "messages": 5}', 422), (b" " * 2_000_001, 413)]
+        )
         answer = await self.http.post(path, content=content, headers=headers)
-        assert answer.status_code == (400 if path.startswith("/v1") and status == 422 else status), answer.text
+        assert answer.status_code == (400 if path.startswith("/v1") and status == 422 else status), (
+            answer.text
+        )
 
     async def submit(self) -> None:
         """A job with frames on a channel, in a stream, on both or on neither; one in five is called off."""
@@ -150,7 +192,12 @@ class Clients:
         tgi = {"inputs": "Hi", "stream": True, "parameters": {"ignore_eos": True, "max_new_tokens": 500}}
         openai = {"stream": True, "ignore_eos": True, "max_tokens": 500, "n": self.draw.randint(1, 2)}
         chat = openai | {"messages": [{"role": "user", "content": "Hi"}]}
-        bodies = {"/": tgi, "/generate_stream": tgi, "/v1/chat/completions": chat, "/v1/completions": openai | {"prompt": "Hi"}}
+        bodies = {
+            "/": tgi,
+            "/generate_stream": tgi,
+            "/v1/chat/completions": chat,
+            "/v1/completions": openai | {"prompt": "Hi"},
+        }
         path, num_frames = self.draw.choice(sorted(bodies)), self.draw.randint(1, 4)
         async with contextlib.aclosing(self.frames(path, bodies[path])) as frames:
             async for _ in frames:
@@ -183,12 +230,16 @@ class Clients:
             await pubsub.psubscribe(KEYS.channel("ext:*"))
             async for message in pubsub.listen():
                 if message["type"] == "pmessage":
-                    self.heard.setdefault(message["channel"].decode().rpartition(":")[2], []).append(json.loads(message["data"]))
+                    self.heard.setdefault(message["channel"].decode().rpartition(":")[2], []).append(
+                        json.loads(message["data"])
+                    )
 
 
 @contextlib.asynccontextmanager
 async def clients(fleet: Fleet, redis: Redis) -> AsyncIterator[Clients]:
-    async with httpx.AsyncClient(base_url=fleet.base_url, timeout=120, limits=httpx.Limits(max_connections=None)) as http:
+    async with httpx.AsyncClient(
+        base_url=fleet.base_url, timeout=120, limits=httpx.Limits(max_connections=None)
+    ) as http:
         some = Clients(fleet, http, redis, random.Random(20))
         hearing = asyncio.create_task(some.hear())
         try:
@@ -198,7 +249,7 @@ async def clients(fleet: Fleet, redis: Redis) -> AsyncIterator[Clients]:
             await asyncio.wait([hearing])
 
 
-# --- what is left -----------------------------------------------------------------------------------------------------------------
+# --- what is left -------------------------------------------------------------------------------------------
 
 
 async def idle(redis: Redis) -> bool:
@@ -245,7 +296,11 @@ def memory(fleet: Fleet) -> dict[str, int]:
 def grown(fleet: Fleet, before: dict[str, int]) -> dict[str, int]:
     """What has grown too much, by how many bytes."""
     growth = {name: size - before[name] for name, size in memory(fleet).items()}
-    return {name: more for name, more in growth.items() if more > next(most for kind, most in MOST_GROWTH.items() if name.startswith(kind))}
+    return {
+        name: more
+        for name, more in growth.items()
+        if more > next(most for kind, most in MOST_GROWTH.items() if name.startswith(kind))
+    }
 
 
 async def same(now: Any, before: Any) -> bool:
@@ -256,7 +311,9 @@ def no_more(now: dict[int, int], before: dict[int, int], most: int) -> bool:
     return now.keys() == before.keys() and all(now[pid] <= before[pid] + most for pid in before)
 
 
-@pytest.mark.parametrize("count", [300, pytest.param(3000, marks=[pytest.mark.slow, pytest.mark.timeout(900)])])
+@pytest.mark.parametrize(
+    "count", [300, pytest.param(3000, marks=[pytest.mark.slow, pytest.mark.timeout(900)])]
+)
 async def test_nothing_is_left_of_mixed_requests(count: int) -> None:
     with Fleet(**SETTINGS) as fleet:
         async with connect(fleet.redis_url) as redis:
@@ -271,12 +328,14 @@ async def test_nothing_is_left_of_mixed_requests(count: int) -> None:
                 assert not grown(fleet, before[2])
             await wait_until(lambda: same(tasks(redis), before[0]))
             await wait_until(lambda: same(subscriptions(redis), subscribed))
-            await wait_until(lambda: no_more(handles(fleet), before[1], MAX_COMMANDS))  # connections to the broker are kept
+            await wait_until(
+                lambda: no_more(handles(fleet), before[1], MAX_COMMANDS)
+            )  # connections to the broker are kept
             ttls = [await redis.ttl(key) for pattern in KEPT async for key in redis.scan_iter(pattern)]
             assert ttls and all(ttl != -1 and ttl <= 3600 for ttl in ttls)  # -1: for ever; -2: gone since
 
 
-# --- lost messages ----------------------------------------------------------------------------------------------------------------
+# --- lost messages ------------------------------------------------------------------------------------------
 
 
 async def test_lost_messages_cost_no_frame() -> None:

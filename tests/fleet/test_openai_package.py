@@ -25,7 +25,9 @@ def fleet() -> Iterator[Fleet]:
 
 @pytest.fixture
 async def client(fleet: Fleet) -> AsyncIterator[AsyncOpenAI]:
-    async with AsyncOpenAI(base_url=f"{fleet.base_url}/v1", api_key="none", max_retries=0, timeout=300) as client:
+    async with AsyncOpenAI(
+        base_url=f"{fleet.base_url}/v1", api_key="none", max_retries=0, timeout=300
+    ) as client:
         yield client
 
 
@@ -37,7 +39,12 @@ async def test_a_chat_is_the_same_streamed_and_whole(client: AsyncOpenAI) -> Non
     same = await client.completions.create(model=MODEL, prompt=prompt, temperature=0, max_tokens=12)
     assert choice.message.content and choice.message.content == same.choices[0].text
     assert whole.usage is not None and whole.usage.prompt_tokens == len(tokenizer(prompt)["input_ids"])
-    chunks = [chunk async for chunk in await client.chat.completions.create(**GREEDY, stream=True, stream_options={"include_usage": True})]
+    chunks = [
+        chunk
+        async for chunk in await client.chat.completions.create(
+            **GREEDY, stream=True, stream_options={"include_usage": True}
+        )
+    ]
     assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks[:-1]) == choice.message.content
     assert chunks[0].choices[0].delta.role == "assistant"
     assert chunks[-2].choices[0].finish_reason == choice.finish_reason
@@ -71,13 +78,17 @@ async def test_logprobs_and_what_a_bias_does_to_them(client: AsyncOpenAI) -> Non
     assert len(free.logprobs.content) == 4
     for one in free.logprobs.content:
         assert bytes(one.bytes or []).decode() == one.token == one.top_logprobs[0].token
-        assert [top.logprob for top in one.top_logprobs] == sorted((top.logprob for top in one.top_logprobs), reverse=True)
+        assert [top.logprob for top in one.top_logprobs] == sorted(
+            (top.logprob for top in one.top_logprobs), reverse=True
+        )
         assert one.logprob == pytest.approx(one.top_logprobs[0].logprob)
     likeliest = TOKENIZER.encode(free.logprobs.content[0].token).ids[0]
     [biased] = (await client.chat.completions.create(**body, logit_bias={str(likeliest): -100})).choices
     assert biased.logprobs is not None and biased.logprobs.content is not None
     assert biased.logprobs.content[0].token == free.logprobs.content[0].top_logprobs[1].token
-    assert biased.logprobs.content[0].top_logprobs == free.logprobs.content[0].top_logprobs, "they are of the model's own distribution"
+    assert biased.logprobs.content[0].top_logprobs == free.logprobs.content[0].top_logprobs, (
+        "they are of the model's own distribution"
+    )
 
 
 async def test_prompts_as_texts_and_ids(client: AsyncOpenAI) -> None:
@@ -99,6 +110,8 @@ async def test_refusals_are_the_exceptions_of_the_package(client: AsyncOpenAI) -
         await client.chat.completions.create(**GREEDY | {"model": "gpt-5"})
     assert missing.value.code == "model_not_found"
     with pytest.raises(openai.BadRequestError, match="`tools` is not supported yet"):
-        await client.chat.completions.create(**GREEDY, tools=[{"type": "function", "function": {"name": "f"}}])
+        await client.chat.completions.create(
+            **GREEDY, tools=[{"type": "function", "function": {"name": "f"}}]
+        )
     assert [model.id async for model in client.models.list()] == [MODEL]
     assert (await client.models.retrieve(MODEL)).id == MODEL

@@ -1,4 +1,6 @@
-"""The page in a browser, in front of a real fleet of two workers: a message streams, its worker is killed, and the answer is whole."""
+"""The page in a browser, in front of a real fleet of two workers: a message streams, its worker is killed,
+and the answer is whole.
+"""
 
 import contextlib
 import shutil
@@ -15,7 +17,14 @@ from tests.support.waiting import wait_until_sync
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 OPTIONS = ["--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"]
-SETTINGS = {"num_workers": 2, "dtype": "float32", "kv_cache_bytes": "64MiB", "demo": True, "threads": 1, "heartbeat_s": 0.1}
+SETTINGS = {
+    "num_workers": 2,
+    "dtype": "float32",
+    "kv_cache_bytes": "64MiB",
+    "demo": True,
+    "threads": 1,
+    "heartbeat_s": 0.1,
+}
 QUESTION = "Count from one to two hundred in words."
 MAX_TOKENS = 128
 SOME_CHARS = 30
@@ -46,7 +55,12 @@ def page(fleet: Fleet, browser: Browser) -> Iterator[Page]:
     page = context.new_page()
     complaints: list[str] = []
     page.on("pageerror", lambda error: complaints.append(str(error)))
-    page.on("console", lambda message: complaints.append(message.text) if "Content Security Policy" in message.text else None)
+    page.on(
+        "console",
+        lambda message: (
+            complaints.append(message.text) if "Content Security Policy" in message.text else None
+        ),
+    )
     page.goto(fleet.base_url)
     expect(page.locator(".tile[data-kind=worker][data-state=ready]").first).to_be_visible(timeout=60_000)
     yield page
@@ -55,7 +69,12 @@ def page(fleet: Fleet, browser: Browser) -> Iterator[Page]:
 
 
 def undisturbed(fleet: Fleet, question: str) -> str:
-    body = {"model": "tgi", "messages": [{"role": "user", "content": question}], "temperature": 0, "max_tokens": MAX_TOKENS}
+    body = {
+        "model": "tgi",
+        "messages": [{"role": "user", "content": question}],
+        "temperature": 0,
+        "max_tokens": MAX_TOKENS,
+    }
     answer = httpx.post(f"{fleet.base_url}/v1/chat/completions", json=body, timeout=60)
     return str(answer.json()["choices"][0]["message"]["content"])
 
@@ -87,7 +106,9 @@ def test_a_killed_worker_changes_no_word(fleet: Fleet, page: Page) -> None:
     expect(page.locator("#log")).to_contain_text(f"worker {incarnation} is gone")
     expect(page.locator(".figures")).to_contain_text(f"{incarnation.split('-')[0]} died at token")
     processes = httpx.get(f"{fleet.base_url}/fleet").json()["processes"]
-    assert any(one.get("tokens", 0) > 1 and one["max_rows"] == 256 for one in processes), "the other worker has sampled the rest"
+    assert any(one.get("tokens", 0) > 1 and one["max_rows"] == 256 for one in processes), (
+        "the other worker has sampled the rest"
+    )
 
 
 def test_what_is_said_is_text_and_is_kept(page: Page, fleet: Fleet) -> None:
@@ -126,7 +147,9 @@ def test_a_dead_gateway_comes_back(fleet: Fleet, page: Page) -> None:
     send(page, QUESTION)
     wait_until_sync(lambda: len(streamed(page)) > SOME_CHARS)
     page.locator(".tile[data-kind=gateway]").get_by_role("button").click()
-    expect(page.locator(".turn.model[data-state=broken] .status")).to_contain_text("the gateway that carried it died")
+    expect(page.locator(".turn.model[data-state=broken] .status")).to_contain_text(
+        "the gateway that carried it died"
+    )
     expect(page.locator(".tile[data-kind=gateway][data-state=ready]")).to_be_visible(timeout=90_000)
     expect(page.locator("#trouble")).to_be_hidden()
     page.get_by_label("At most, tokens").fill("3")
@@ -169,6 +192,8 @@ def test_a_phone(fleet: Fleet, browser: Browser, scheme: str) -> None:
     page.locator(".tile").first.wait_for()
     page.get_by_text("Settings").click()
     assert page.evaluate("document.documentElement.scrollWidth") == 360
-    red, green, blue = page.evaluate("getComputedStyle(document.body).backgroundColor.match(/\\d+/g).slice(0, 3).map(Number)")
+    red, green, blue = page.evaluate(
+        "getComputedStyle(document.body).backgroundColor.match(/\\d+/g).slice(0, 3).map(Number)"
+    )
     assert (red + green + blue > 600) == (scheme == "light")
     context.close()

@@ -1,4 +1,6 @@
-"""A pool of another model, of another family, served beside the first by the same gateways: it is named by `model`."""
+"""A pool of another model, of another family, served beside the first by the same gateways: it is named by
+`model`.
+"""
 
 import shutil
 from collections.abc import Iterator
@@ -31,14 +33,21 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def fleets(tiny: Path) -> Iterator[tuple[Fleet, Fleet]]:
-    with Fleet(**SETTINGS) as first, Fleet(**SETTINGS, redis_url=first.redis_url, pool="tiny", model_id=tiny) as second:
+    with (
+        Fleet(**SETTINGS) as first,
+        Fleet(**SETTINGS, redis_url=first.redis_url, pool="tiny", model_id=tiny) as second,
+    ):
         yield first, second
 
 
 def complete(fleet: Fleet, model: str) -> str:
     client = openai.OpenAI(base_url=f"{fleet.base_url}/v1", api_key="none", max_retries=0)
     choice = client.completions.create(
-        model=model, prompt="The sky is", max_tokens=NEW_TOKENS, temperature=0, extra_body={"ignore_eos": True}
+        model=model,
+        prompt="The sky is",
+        max_tokens=NEW_TOKENS,
+        temperature=0,
+        extra_body={"ignore_eos": True},
     )
     assert choice.model == model
     return choice.choices[0].text
@@ -50,8 +59,14 @@ def test_the_first_gateway_serves_both(fleets: tuple[Fleet, Fleet], tiny: Path) 
 
     tokenizer = Tokenizer.from_file(str(tiny / "tokenizer.json"))
     prompt = tokenizer.encode("The sky is").ids
-    ids = tiny_models.generate(AutoModelForCausalLM.from_pretrained(tiny, dtype=torch.float32), prompt, NEW_TOKENS)
-    assert complete(fleets[0], "tiny") == tokenizer.decode(ids, skip_special_tokens=True) != complete(fleets[0], "smollm2")
+    ids = tiny_models.generate(
+        AutoModelForCausalLM.from_pretrained(tiny, dtype=torch.float32), prompt, NEW_TOKENS
+    )
+    assert (
+        complete(fleets[0], "tiny")
+        == tokenizer.decode(ids, skip_special_tokens=True)
+        != complete(fleets[0], "smollm2")
+    )
     client = openai.OpenAI(base_url=f"{fleets[0].base_url}/v1", api_key="none")
     assert [model.id for model in client.models.list()] == ["smollm2", "tiny"]
 

@@ -18,7 +18,13 @@ from tests.support.waiting import wait_until
 
 KEYS = Keys("default")
 CHANNEL = KEYS.events("test")
-SETTINGS = {"num_workers": 2, "dtype": "float32", "debug_kv": True, "kv_cache_bytes": "16MiB", "worker_ttl_s": 3}
+SETTINGS = {
+    "num_workers": 2,
+    "dtype": "float32",
+    "debug_kv": True,
+    "kv_cache_bytes": "16MiB",
+    "worker_ttl_s": 3,
+}
 AT_ONCE = 32
 
 
@@ -38,7 +44,9 @@ class Races:
             await pubsub.subscribe(CHANNEL)
             listening = asyncio.create_task(self.listen(pubsub))
             turns = asyncio.Semaphore(AT_ONCE)
-            await asyncio.gather(*(self.race(f"r{i}", turns) for i in range(self.count)), self.kill_now_and_then())
+            await asyncio.gather(
+                *(self.race(f"r{i}", turns) for i in range(self.count)), self.kill_now_and_then()
+            )
             await wait_until(self.settled)
             listening.cancel()
 
@@ -60,9 +68,19 @@ class Races:
 
     async def submit(self, name: str) -> None:
         ids = [self.draw.randrange(1000, 40_000) for _ in range(self.draw.randint(1, 40))]
-        request = Generate(name, "d", pack_ids(ids), self.draw.randint(1, 16), channel=CHANNEL, gateway="test", ignore_eos=True)
+        request = Generate(
+            name,
+            "d",
+            pack_ids(ids),
+            self.draw.randint(1, 16),
+            channel=CHANNEL,
+            gateway="test",
+            ignore_eos=True,
+        )
         keys = [KEYS.requests, KEYS.requests_bytes, KEYS.home(name)]
-        answer = await script(self.redis, "admit")(keys=keys, args=[encode(request), 1000, 10**8, "d", CHANNEL, "test", 600_000, 1])
+        answer = await script(self.redis, "admit")(
+            keys=keys, args=[encode(request), 1000, 10**8, "d", CHANNEL, "test", 600_000, 1]
+        )
         assert answer[0] == b"admitted"
 
     async def kill_now_and_then(self) -> None:

@@ -1,4 +1,6 @@
-"""Sampling through the whole fleet: a seed says the ids, whoever computes them beside what, and every parameter shows in the answer."""
+"""Sampling through the whole fleet: a seed says the ids, whoever computes them beside what, and every
+parameter shows in the answer.
+"""
 
 import asyncio
 import json
@@ -21,7 +23,14 @@ from tests.support.waiting import wait_until
 
 KEYS = Keys("default")
 PROMPT = "Once upon a time there was"
-SEEDED = {"do_sample": True, "seed": 11, "temperature": 0.9, "max_new_tokens": 20, "ignore_eos": True, "details": True}
+SEEDED = {
+    "do_sample": True,
+    "seed": 11,
+    "temperature": 0.9,
+    "max_new_tokens": 20,
+    "ignore_eos": True,
+    "details": True,
+}
 SHORT = {"seed": 11, "temperature": 0.9, "top_k": 40, "top_p": 0.95}
 CHAT = [{"role": "user", "content": "Tell me a story."}]
 EOS = 2
@@ -30,13 +39,17 @@ MAX_BATCH = 16
 
 @pytest.fixture(scope="module")
 def fleet() -> Iterator[Fleet]:
-    with Fleet(num_workers=2, dtype="float32", threads=1, kv_cache_bytes="64MiB", max_batch_size=MAX_BATCH) as one:
+    with Fleet(
+        num_workers=2, dtype="float32", threads=1, kv_cache_bytes="64MiB", max_batch_size=MAX_BATCH
+    ) as one:
         yield one
 
 
 @pytest.fixture
 async def http(fleet: Fleet) -> AsyncIterator[httpx.AsyncClient]:
-    async with httpx.AsyncClient(base_url=fleet.base_url, timeout=60, limits=httpx.Limits(max_connections=None)) as client:
+    async with httpx.AsyncClient(
+        base_url=fleet.base_url, timeout=60, limits=httpx.Limits(max_connections=None)
+    ) as client:
         yield client
 
 
@@ -66,12 +79,19 @@ async def complete(http: httpx.AsyncClient, **fields: Any) -> list[str]:
     return [choice["text"] for choice in answer["choices"]]
 
 
-# --- seeds ------------------------------------------------------------------------------------------------------------------------
+# --- seeds --------------------------------------------------------------------------------------------------
 
 
 def mixed(i: int) -> dict[str, Any]:
     """Different ways to sample, and lengths of prompts."""
-    ways = [{}, {"temperature": 1.3}, {"top_k": 5}, {"top_p": 0.8, "repetition_penalty": 1.2}, {"typical_p": 0.9}, {"min_p": 0.1}]
+    ways = [
+        {},
+        {"temperature": 1.3},
+        {"top_k": 5},
+        {"top_p": 0.8, "repetition_penalty": 1.2},
+        {"typical_p": 0.9},
+        {"min_p": 0.1},
+    ]
     parameters = {"max_new_tokens": 24, "ignore_eos": True, "seed": i, **ways[i % len(ways)]}
     return {"inputs": f"{PROMPT} " * (1 + i % 5), "parameters": parameters}
 
@@ -80,7 +100,9 @@ async def rows(redis: Redis) -> int:
     return int(await redis.hget(KEYS.state, "rows") or 0)
 
 
-async def test_a_seed_says_the_ids_alone_in_full_batches_and_on_each_worker(http: httpx.AsyncClient, broker: Redis) -> None:
+async def test_a_seed_says_the_ids_alone_in_full_batches_and_on_each_worker(
+    http: httpx.AsyncClient, broker: Redis
+) -> None:
     alone = (await generate(http, **SEEDED))["ids"]
     others = [asyncio.create_task(post(http, "/generate", mixed(i))) for i in range(2 * MAX_BATCH - 2)]
     await wait_until(lambda: has_rows(broker, len(others)))
@@ -97,7 +119,9 @@ async def has_rows(redis: Redis, count: int) -> bool:
     return await rows(redis) == count
 
 
-async def test_a_seed_says_the_ids_after_the_worker_died(fleet: Fleet, http: httpx.AsyncClient, broker: Redis) -> None:
+async def test_a_seed_says_the_ids_after_the_worker_died(
+    fleet: Fleet, http: httpx.AsyncClient, broker: Redis
+) -> None:
     undisturbed = (await generate(http, **SEEDED))["ids"]
     await wait_until(lambda: fleet.workers_ready() == 2)
     ids: list[int] = []
@@ -118,7 +142,12 @@ async def test_a_seed_says_the_text_at_every_door(http: httpx.AsyncClient, broke
         return json.loads(await wait_until(lambda: broker.get(KEYS.result(entry.decode()))))
 
     async def streamed(path: str, body: dict[str, Any]) -> list[Any]:
-        return [frame async for frame in events(f"{http.base_url}{path}".replace("//v1", "/v1"), body | {"stream": True})]
+        return [
+            frame
+            async for frame in events(
+                f"{http.base_url}{path}".replace("//v1", "/v1"), body | {"stream": True}
+            )
+        ]
 
     tgi, openai = SHORT | {"max_new_tokens": 12}, SHORT | {"max_tokens": 12}
     prompt = (await post(http, "/chat_tokenize", {"messages": CHAT}))["templated_text"]
@@ -139,8 +168,15 @@ async def test_a_seed_says_the_text_at_every_door(http: httpx.AsyncClient, broke
         streamed("/v1/chat/completions", chat),
         submitted(messages=CHAT, parameters=openai),
     )
-    assert generated["generated_text"] == said["choices"][0]["message"]["content"] == job["choices"][0]["message"]["content"] != text
-    assert generated["generated_text"] == "".join(chunk["choices"][0]["delta"].get("content") or "" for chunk in chunks)
+    assert (
+        generated["generated_text"]
+        == said["choices"][0]["message"]["content"]
+        == job["choices"][0]["message"]["content"]
+        != text
+    )
+    assert generated["generated_text"] == "".join(
+        chunk["choices"][0]["delta"].get("content") or "" for chunk in chunks
+    )
 
 
 async def test_other_seeds_and_choices_differ(http: httpx.AsyncClient) -> None:
@@ -155,7 +191,7 @@ async def test_other_seeds_and_choices_differ(http: httpx.AsyncClient) -> None:
     assert (await generate(http, do_sample=True, seed=drawn["details"]["seed"]))["ids"] == drawn["ids"]
 
 
-# --- parameters -------------------------------------------------------------------------------------------------------------------
+# --- parameters ---------------------------------------------------------------------------------------------
 
 
 async def test_what_is_greedy_equals_transformers(http: httpx.AsyncClient) -> None:
@@ -178,7 +214,14 @@ async def test_what_is_greedy_equals_transformers(http: httpx.AsyncClient) -> No
 async def test_what_changes_a_distribution_changes_the_text(http: httpx.AsyncClient) -> None:
     """With a seed that shows it, and on both families' routes; where they mean the same, they say the same."""
     plain = {"seed": 2, "do_sample": True, "max_new_tokens": 24}
-    same = [{"temperature": 2.0}, {"top_k": 3}, {"top_p": 0.3}, {"min_p": 0.3}, {"typical_p": 0.2}, {"repetition_penalty": 3.0}]
+    same = [
+        {"temperature": 2.0},
+        {"top_k": 3},
+        {"top_p": 0.3},
+        {"min_p": 0.3},
+        {"typical_p": 0.2},
+        {"repetition_penalty": 3.0},
+    ]
     penalties = [{"presence_penalty": 2.0}, {"frequency_penalty": 1.0}]
     ways = [{}, *same, *penalties]
     by_tgi = await asyncio.gather(*(generate(http, **plain, **way) for way in ways))
@@ -193,9 +236,9 @@ async def test_biases_and_bad_words(http: httpx.AsyncClient) -> None:
     first, word = plain["ids"][0], plain["details"]["tokens"][1]["text"].strip()
     assert (await generate(http, logit_bias={first: -100}))["ids"][0] != first
     assert (await generate(http, logit_bias={500: 100}))["ids"] == [500] * 12
-    assert (await complete(http, temperature=0, logit_bias={"500": 100}))[0] == (await generate(http, logit_bias={500: 100}))[
-        "generated_text"
-    ]
+    assert (await complete(http, temperature=0, logit_bias={"500": 100}))[0] == (
+        await generate(http, logit_bias={500: 100})
+    )["generated_text"]
     assert word in plain["generated_text"].split()
     assert word not in (await generate(http, bad_words=[word]))["generated_text"].split()
     assert word not in (await complete(http, temperature=0, bad_words=[word]))[0].split()
@@ -214,14 +257,19 @@ async def test_ends(http: httpx.AsyncClient) -> None:
         {**eos, "min_new_tokens": 5},
         {**eos, "ignore_eos": True},
     ]
-    stop, later_stop, stop_id, later_id, end, later_end, never = await asyncio.gather(*(generate(http, **way) for way in ways))
+    stop, later_stop, stop_id, later_id, end, later_end, never = await asyncio.gather(
+        *(generate(http, **way) for way in ways)
+    )
     assert (stop["ids"], stop["reason"]) == (ids[:3], "stop_sequence")
     assert stop["generated_text"].endswith(third)
     assert await complete(http, temperature=0, stop=third) == [stop["generated_text"].removesuffix(third)]
     assert (stop_id["ids"], stop_id["reason"]) == (ids[:5], "stop_sequence")
     assert len(later_stop["ids"]) > 8 and len(later_id["ids"]) >= 8
     assert (end["ids"], end["reason"]) == ([EOS], "eos_token")
-    assert EOS not in later_end["ids"][:5] and (later_end["ids"][5:], later_end["reason"]) == ([EOS], "eos_token")
+    assert EOS not in later_end["ids"][:5] and (later_end["ids"][5:], later_end["reason"]) == (
+        [EOS],
+        "eos_token",
+    )
     assert (never["ids"], never["reason"]) == ([EOS] * 12, "length")
 
 
@@ -230,16 +278,25 @@ async def test_what_is_told(http: httpx.AsyncClient) -> None:
     told = await generate(http, top_n_tokens=3, return_full_text=True)
     assert told["generated_text"] == PROMPT + plain["generated_text"]
     assert told["ids"] == [tops[0]["id"] for tops in told["details"]["top_tokens"]]
-    assert all(len(tops) == 3 and tops[0]["logprob"] >= tops[1]["logprob"] >= tops[2]["logprob"] for tops in told["details"]["top_tokens"])
-    assert set(await post(http, "/generate", {"inputs": PROMPT, "parameters": {"max_new_tokens": 2}})) == {"generated_text"}
-    answer = await post(http, "/v1/completions", {"prompt": PROMPT, "max_tokens": 3, "temperature": 0, "logprobs": 2})
+    assert all(
+        len(tops) == 3 and tops[0]["logprob"] >= tops[1]["logprob"] >= tops[2]["logprob"]
+        for tops in told["details"]["top_tokens"]
+    )
+    assert set(await post(http, "/generate", {"inputs": PROMPT, "parameters": {"max_new_tokens": 2}})) == {
+        "generated_text"
+    }
+    answer = await post(
+        http, "/v1/completions", {"prompt": PROMPT, "max_tokens": 3, "temperature": 0, "logprobs": 2}
+    )
     assert [len(tops) for tops in answer["choices"][0]["logprobs"]["top_logprobs"]] == [2] * 3
     cut = await generate(http, truncate=3)
     assert cut["ids"] == (await generate(http, " time there was"))["ids"] != plain["ids"]
 
 
 async def test_what_is_told_of_a_prompt(fleet: Fleet, http: httpx.AsyncClient, broker: Redis) -> None:
-    """At every door, alone and beside others, it is what transformers gives; and it outlives the worker that found it out."""
+    """At every door, alone and beside others, it is what transformers gives; and it outlives the worker that
+    found it out.
+    """
     prompt = PROMPTS[FEW[-2]]
     [ids] = prompt_ids([prompt])
     [wanted] = reference_logprobs([ids])
@@ -252,7 +309,9 @@ async def test_what_is_told_of_a_prompt(fleet: Fleet, http: httpx.AsyncClient, b
         generate(http, prompt, **asked),
         *(post(http, "/v1/completions", echo | {"prompt": one}) for one in (prompt, ids)),
     )
-    entry = await broker.xadd(KEYS.submit, {"job": json.dumps({"inputs": prompt, "parameters": asked | {"max_new_tokens": 2}})})
+    entry = await broker.xadd(
+        KEYS.submit, {"job": json.dumps({"inputs": prompt, "parameters": asked | {"max_new_tokens": 2}})}
+    )
     job = json.loads(await wait_until(lambda: broker.get(KEYS.result(entry.decode()))))
     await asyncio.gather(*others)
     for details in (told["details"], job["details"]):
@@ -271,7 +330,9 @@ async def test_what_is_told_of_a_prompt(fleet: Fleet, http: httpx.AsyncClient, b
     worker = (await broker.hget(home, "worker")).decode()
     os.kill(int(await broker.hget(KEYS.worker(worker), "pid")), signal.SIGKILL)
     answer = await task
-    assert [token["logprob"] for token in answer["details"]["prefill"]] == close(own) and len(answer["ids"]) == 60
+    assert [token["logprob"] for token in answer["details"]["prefill"]] == close(own) and len(
+        answer["ids"]
+    ) == 60
     lives = (await http.get(f"/fleet/requests/{home.decode().rpartition(':')[2]}")).json()["lives"]
     assert "died" in [one["what"] for happenings in lives.values() for one in happenings]
 
@@ -284,7 +345,9 @@ def close(values: list[float | None]) -> list[Any]:
     return [value if value is None else pytest.approx(value, rel=1e-3, abs=1e-3) for value in values]
 
 
-async def test_a_prompt_whose_worker_dies_is_told_of_by_another(fleet: Fleet, http: httpx.AsyncClient, broker: Redis) -> None:
+async def test_a_prompt_whose_worker_dies_is_told_of_by_another(
+    fleet: Fleet, http: httpx.AsyncClient, broker: Redis
+) -> None:
     """Before there was a first token: all of it is found out again."""
     prompt = PROMPTS[FEW[-2]]
     [wanted] = reference_logprobs(prompt_ids([prompt]))
@@ -299,7 +362,9 @@ async def test_a_prompt_whose_worker_dies_is_told_of_by_another(fleet: Fleet, ht
     for other in pids:
         os.kill(other, signal.SIGKILL if other == pid else signal.SIGCONT)
     answer = await task
-    assert [token["logprob"] for token in answer["details"]["prefill"]] == close([None, *(own for own, *_ in wanted)])
+    assert [token["logprob"] for token in answer["details"]["prefill"]] == close(
+        [None, *(own for own, *_ in wanted)]
+    )
     assert (await broker.hget(home, "attempt")) in (None, b"2")
 
 

@@ -20,7 +20,13 @@ PROMPT = "The sky is blue because"
 def test_processes_have_names_restart_and_drain() -> None:
     with Fleet(num_workers=2, kv_cache_bytes="64MiB") as fleet:
         titles = {" ".join(process.cmdline()).strip() for process in fleet.processes()}
-        assert {"tokenfleet serve", "tokenfleet api g0", "tokenfleet batcher b0", "tokenfleet worker w0", "tokenfleet worker w1"} <= titles
+        assert {
+            "tokenfleet serve",
+            "tokenfleet api g0",
+            "tokenfleet batcher b0",
+            "tokenfleet worker w0",
+            "tokenfleet worker w1",
+        } <= titles
         assert httpx.get(f"{fleet.base_url}/v1/models").json()["data"][0]["id"] == "smollm2"
 
         old = fleet.pid("w1")
@@ -35,7 +41,9 @@ def test_processes_have_names_restart_and_drain() -> None:
             frames = [json.loads(line.removeprefix("data:")) for line in lines if line.startswith("data:")]
         assert frames[-1]["details"]["generated_tokens"] == 60
         assert fleet.launcher.wait(60) == 0
-        checks.check_port(Settings(hostname="127.0.0.1", port=fleet.settings["port"]))  # a next fleet may start at once
+        checks.check_port(
+            Settings(hostname="127.0.0.1", port=fleet.settings["port"])
+        )  # a next fleet may start at once
 
 
 def test_everything_goes_with_a_killed_launcher() -> None:

@@ -1,4 +1,6 @@
-"""Workers of two ranks in a whole fleet: the ids of one rank, and whoever of them dies or stops takes the whole worker along."""
+"""Workers of two ranks in a whole fleet: the ids of one rank, and whoever of them dies or stops takes the
+whole worker along.
+"""
 
 import asyncio
 import os
@@ -31,14 +33,23 @@ STREAMS = 3
 KEYS = Keys("default")
 STEP_TIMEOUT_S = 2
 VOCAB = 49_152
-SETTINGS = {"device": "cpu", "dtype": "float32", "debug_kv": True, "kv_cache_bytes": "32MiB", "worker_ttl_s": 3, "threads": 1}
+SETTINGS = {
+    "device": "cpu",
+    "dtype": "float32",
+    "debug_kv": True,
+    "kv_cache_bytes": "32MiB",
+    "worker_ttl_s": 3,
+    "threads": 1,
+}
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny model with a real tokenizer: what is slow here are processes, not numbers."""
     folder = tmp_path_factory.mktemp("model")
-    tiny_models.save(folder, "Llama", tiny_models.LLAMA | {"vocab_size": VOCAB, "max_position_embeddings": 512})
+    tiny_models.save(
+        folder, "Llama", tiny_models.LLAMA | {"vocab_size": VOCAB, "max_position_embeddings": 512}
+    )
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(model_files.resolve("smollm2") / name, folder)
     return folder
@@ -46,7 +57,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def fleet(model: Path) -> Iterator[Fleet]:
-    with Fleet(num_shard=2, num_workers=1, model_id=model, step_timeout_s=STEP_TIMEOUT_S, **SETTINGS) as fleet:
+    with Fleet(
+        num_shard=2, num_workers=1, model_id=model, step_timeout_s=STEP_TIMEOUT_S, **SETTINGS
+    ) as fleet:
         yield fleet
 
 
@@ -56,8 +69,9 @@ def engines(fleet: Fleet, worker: str = "w0") -> list[psutil.Process]:
 
 
 async def interrupted(fleet: Fleet, number: int, sent: int) -> list[list[int]]:
-    """Ids of streams under which a signal goes to one process of w0: 0 is its agent, others its ranks. Returns when all are whole, and no
-    process of that life is left."""
+    """Ids of streams under which a signal goes to one process of w0: 0 is its agent, others its ranks.
+    Returns when all are whole, and no process of that life is left.
+    """
     await wait_until(lambda: fleet.workers_ready() == fleet.settings["num_workers"])
     pid, ranks = fleet.pid("w0"), engines(fleet)
     assert len(ranks) == 2
@@ -77,7 +91,9 @@ async def undisturbed(fleet: Fleet) -> list[list[int]]:
 @pytest.mark.slow
 async def test_rows_go_on_elsewhere(model: Path) -> None:
     """Not on the same worker started anew, for which nobody waits."""
-    with Fleet(num_shard=2, num_workers=2, model_id=model, step_timeout_s=STEP_TIMEOUT_S, **SETTINGS) as fleet:
+    with Fleet(
+        num_shard=2, num_workers=2, model_id=model, step_timeout_s=STEP_TIMEOUT_S, **SETTINGS
+    ) as fleet:
         wanted = await undisturbed(fleet)
         assert await interrupted(fleet, 2, signal.SIGSTOP) == wanted
 
@@ -87,8 +103,13 @@ async def test_the_model_that_is_served_by_default() -> None:
     """Two do not divide its nine heads, nor its three K heads."""
     prompts = [PROMPTS[place] for place in FEW]
     with Fleet(num_shard=2, num_workers=1, **SETTINGS | {"kv_cache_bytes": "128MiB"}) as fleet:
-        bodies = [{"inputs": prompt, "parameters": {"max_new_tokens": NEW_TOKENS, "details": True}} for prompt in prompts]
-        answers = await asyncio.gather(*(stream(f"{fleet.base_url}/generate_stream", body) for body in bodies))
+        bodies = [
+            {"inputs": prompt, "parameters": {"max_new_tokens": NEW_TOKENS, "details": True}}
+            for prompt in prompts
+        ]
+        answers = await asyncio.gather(
+            *(stream(f"{fleet.base_url}/generate_stream", body) for body in bodies)
+        )
     assert [answer.ids for answer in answers] == reference_ids(prompt_ids(prompts), NEW_TOKENS)
 
 
@@ -96,18 +117,42 @@ async def test_the_model_that_is_served_by_default() -> None:
 def test_two_machines(broker: Broker, model: Path) -> None:
     """torchrun starts a rank on each, of which the first is the worker; the end of one is the end of both."""
     port = free_port()
-    command = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--master-addr", "127.0.0.1", "--master-port", str(port)]
-    variables = {name.upper(): str(value) for name, value in SETTINGS.items()} | {"MODEL_ID": str(model), "REDIS_URL": broker.url}
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nnodes",
+        "2",
+        "--master-addr",
+        "127.0.0.1",
+        "--master-port",
+        str(port),
+    ]
+    variables = {name.upper(): str(value) for name, value in SETTINGS.items()} | {
+        "MODEL_ID": str(model),
+        "REDIS_URL": broker.url,
+    }
     environ = os.environ | variables
-    machines = [psutil.Popen([*command, "--node-rank", str(node), "-m", "gpu_worker"], env=environ) for node in range(2)]
+    machines = [
+        psutil.Popen([*command, "--node-rank", str(node), "-m", "gpu_worker"], env=environ)
+        for node in range(2)
+    ]
     try:
         with redis.Redis.from_url(broker.url) as client:
             [incarnation] = wait_until_sync(lambda: client.zrange(KEYS.workers, 0, -1))
-            worker = decode(Worker, wait_until_sync(lambda: client.hget(KEYS.worker(incarnation.decode()), "capacity")))
+            worker = decode(
+                Worker, wait_until_sync(lambda: client.hget(KEYS.worker(incarnation.decode()), "capacity"))
+            )
         assert worker.world_size == 2
         ranks = [process for machine in machines for process in machine.children(recursive=True)]
         machines[1].kill()
-        wait_until_sync(lambda: not any(process.is_running() and process.status() != psutil.STATUS_ZOMBIE for process in ranks))
+        wait_until_sync(
+            lambda: (
+                not any(
+                    process.is_running() and process.status() != psutil.STATUS_ZOMBIE for process in ranks
+                )
+            )
+        )
     finally:
         for machine in machines:
             for process in [*machine.children(recursive=True), machine] if machine.is_running() else []:
@@ -119,7 +164,10 @@ def test_two_machines(broker: Broker, model: Path) -> None:
     ("number", "sent"),
     [
         (2, signal.SIGKILL),
-        *(pytest.param(*how, marks=pytest.mark.slow) for how in ((0, signal.SIGKILL), (1, signal.SIGKILL), (2, signal.SIGSTOP))),
+        *(
+            pytest.param(*how, marks=pytest.mark.slow)
+            for how in ((0, signal.SIGKILL), (1, signal.SIGKILL), (2, signal.SIGSTOP))
+        ),
     ],
 )
 async def test_a_process_that_dies_or_stops_costs_no_token(fleet: Fleet, number: int, sent: int) -> None:

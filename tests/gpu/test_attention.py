@@ -24,8 +24,14 @@ LENGTHS = (70, 1, 33, 90)
 
 Shape = tuple[torch.dtype, int, int, int]
 SERVED: list[Shape] = [(torch.bfloat16, 64, 128, 4), (torch.bfloat16, 64, 64, 3)]
-"""(dtype, block size, dimension, group) of the shapes that are timed. FlashInfer compiles each for itself, with and without a window."""
-OTHERS = [one for one in itertools.product((torch.bfloat16, torch.float16), (16, 64), (64, 128, 256), (1, 3, 4, 8)) if one not in SERVED]
+"""(dtype, block size, dimension, group) of the shapes that are timed. FlashInfer compiles each for itself,
+with and without a window.
+"""
+OTHERS = [
+    one
+    for one in itertools.product((torch.bfloat16, torch.float16), (16, 64), (64, 128, 256), (1, 3, 4, 8))
+    if one not in SERVED
+]
 FEATURES = list(itertools.product((None, 20), (None, 5.0), (False, True)))
 """(window, softcap, sinks)"""
 
@@ -34,25 +40,40 @@ class Pair:
     """One layer's attention by torch in float32 on CPU, and by FlashInfer on the device."""
 
     def __init__(self, device: str, dtype: torch.dtype, block_size: int, dim: int, view: View) -> None:
-        self.device, self.dtype, self.dim, self.view, self.block_size = torch.device(device), dtype, dim, view, block_size
+        self.device, self.dtype, self.dim, self.view, self.block_size = (
+            torch.device(device),
+            dtype,
+            dim,
+            view,
+            block_size,
+        )
         layer = Layer(view, dim, dim)
         exact, given = Geometry([layer], block_size, torch.float32), Geometry([layer], block_size, dtype)
         self.exact, self.flash = Sdpa(exact, CPU), backend_of(given, self.device)
         assert not isinstance(self.flash, Sdpa)
         self.caches = [Cache(exact, BLOCKS, CPU), Cache(given, BLOCKS, self.device)]
         self.modules = [SimpleNamespace() for _ in self.caches]
-        for module, geometry, cache, backend in zip(self.modules, (exact, given), self.caches, (self.exact, self.flash), strict=True):
+        for module, geometry, cache, backend in zip(
+            self.modules, (exact, given), self.caches, (self.exact, self.flash), strict=True
+        ):
             attach([module], geometry, cache, backend)
 
     def tokens(self, count: int) -> list[torch.Tensor]:
         """Query, key and value, with strides as model code leaves them."""
         heads, (kv_heads, dim) = self.view.kv_heads * self.view.group, (self.view.kv_heads, self.dim)
-        return [torch.randn(1, count, num, dim).to(self.dtype).transpose(1, 2) for num in (heads, kv_heads, kv_heads)]
+        return [
+            torch.randn(1, count, num, dim).to(self.dtype).transpose(1, 2)
+            for num in (heads, kv_heads, kv_heads)
+        ]
 
     def attend(self, parts: Any, given: list[torch.Tensor], sinks: torch.Tensor | None) -> list[torch.Tensor]:
         outputs = []
         for backend, module, device, dtype in zip(
-            (self.exact, self.flash), self.modules, (CPU, self.device), (torch.float32, self.dtype), strict=True
+            (self.exact, self.flash),
+            self.modules,
+            (CPU, self.device),
+            (torch.float32, self.dtype),
+            strict=True,
         ):
             backend.begin(build(parts, self.block_size, device))
             own = None if sinks is None else sinks.to(device)
@@ -61,7 +82,9 @@ class Pair:
 
     def check(self, outputs: list[torch.Tensor], what: Any) -> None:
         exact, found = outputs[0], outputs[1].float().cpu()
-        torch.testing.assert_close(found, exact, rtol=0, atol=ERRORS[self.dtype], msg=lambda text: f"{what}: {text}")
+        torch.testing.assert_close(
+            found, exact, rtol=0, atol=ERRORS[self.dtype], msg=lambda text: f"{what}: {text}"
+        )
 
 
 def pair_of(device: str, shape: Shape, window: int | None, softcap: float | None) -> Pair:
@@ -82,7 +105,9 @@ def check_steps(pair: Pair, lines: Any, sinks: torch.Tensor | None) -> None:
 
 
 def check_shape(device: str, shape: Shape, window: int | None, softcap: float | None, sinks: bool) -> None:
-    """Prompts, rows that decode beside them, rows that decode. Blocks that nobody owns are NaN, others begin as zeros, as in the engine."""
+    """Prompts, rows that decode beside them, rows that decode. Blocks that nobody owns are NaN, others begin
+    as zeros, as in the engine.
+    """
     torch.manual_seed(0)
     _, block_size, _, group = shape
     pair, lines = pair_of(device, shape, window, softcap), rows(block_size, LENGTHS)
@@ -102,7 +127,9 @@ def test_attention(device: str, shape: Shape, window: int | None, softcap: float
 @pytest.mark.slow
 @pytest.mark.parametrize(("window", "softcap", "sinks"), FEATURES)
 @pytest.mark.parametrize("shape", OTHERS, ids=str)
-def test_attention_of_other_shapes(device: str, shape: Shape, window: int | None, softcap: float | None, sinks: bool) -> None:
+def test_attention_of_other_shapes(
+    device: str, shape: Shape, window: int | None, softcap: float | None, sinks: bool
+) -> None:
     check_shape(device, shape, window, softcap, sinks)
 
 
@@ -119,7 +146,9 @@ def test_slots_that_nobody_wrote_may_be_anything(device: str, window: int | None
 @ANYWHERE
 @pytest.mark.parametrize("window", [None, 20])
 @pytest.mark.parametrize("shape", SERVED, ids=str)
-def test_what_comes_from_the_device_is_what_the_host_says(device: str, shape: Shape, window: int | None) -> None:
+def test_what_comes_from_the_device_is_what_the_host_says(
+    device: str, shape: Shape, window: int | None
+) -> None:
     """`begin_decode` against `begin`: the same bits, also with rows beside them that only fill the graph."""
     torch.manual_seed(0)
     pair, lines = pair_of(device, shape, window, None), rows(shape[1], LENGTHS)
@@ -167,10 +196,15 @@ def test_write(device: str, dtype: torch.dtype, int_type: torch.dtype, key_dim: 
             lambda tensor, dim: tensor[..., :dim].transpose(0, 1).contiguous(),
             lambda tensor, dim: tensor[..., ::2].transpose(0, 1),
         )
-        key, value = (views[kind](tensor, dim) for tensor, dim in zip(wide, (key_dim, value_dim), strict=True))
+        key, value = (
+            views[kind](tensor, dim) for tensor, dim in zip(wide, (key_dim, value_dim), strict=True)
+        )
         caches = [torch.randn(blocks, heads, block_size, dim).to(dtype) for dim in (key_dim, value_dim)]
         expected = [cache.clone() for cache in caches]
         write(*expected, key, value, slots)
         found = [cache.to(where) for cache in caches]
         write(*found, key.to(where), value.to(where), upload(slots.numpy(), where))
-        assert all(torch.equal(one.cpu(), other) for one, other in zip(found, expected, strict=True)), (tokens, kind)
+        assert all(torch.equal(one.cpu(), other) for one, other in zip(found, expected, strict=True)), (
+            tokens,
+            kind,
+        )

@@ -36,7 +36,9 @@ def check_float32(device: str, family: str, tmp_path: Path, monkeypatch: pytest.
     model = tiny_models.save(tmp_path, *FAMILIES[family])
     wanted = {row: tiny_models.generate(model, prompt, NEW_TOKENS) for row, prompt in enumerate(prompts())}
     engine, fresh = engine_on(device, tmp_path, monkeypatch, dtype="float32"), dict(enumerate(prompts()))
-    assert [play(engine, {row: prompt})[row] for row, prompt in fresh.items()] == list(wanted.values()), "alone"
+    assert [play(engine, {row: prompt})[row] for row, prompt in fresh.items()] == list(wanted.values()), (
+        "alone"
+    )
     assert play(engine, fresh) == wanted, "batched"
     assert play(engine, fresh, prefill_tokens=7) == wanted, "chunked"
     resumed = play(engine, {row: prompt + wanted[row][:9] for row, prompt in fresh.items()}, base=9)
@@ -44,13 +46,19 @@ def check_float32(device: str, family: str, tmp_path: Path, monkeypatch: pytest.
 
 
 @ANYWHERE
-def test_float32_gives_the_ids_of_generate(device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_float32_gives_the_ids_of_generate(
+    device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     check_float32(device, "Llama", tmp_path, monkeypatch)
 
 
 @ON_GPUS
-@pytest.mark.parametrize("family", ["Llama-dynamic", "Mistral", "Gemma2", "Qwen3-MoE", "GPT2", "DeepSeek-V3", "gpt-oss"])
-def test_float32_of_other_families(device: str, family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "family", ["Llama-dynamic", "Mistral", "Gemma2", "Qwen3-MoE", "GPT2", "DeepSeek-V3", "gpt-oss"]
+)
+def test_float32_of_other_families(
+    device: str, family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     check_float32(device, family, tmp_path, monkeypatch)
 
 
@@ -88,12 +96,16 @@ def test_smollm2_in_bfloat16_is_near(device: str, monkeypatch: pytest.MonkeyPatc
 
 
 @ANYWHERE
-def test_steps_that_decode_come_from_graphs(device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_steps_that_decode_come_from_graphs(
+    device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """All of them, from the smallest that holds their rows; and without them the tokens are as good."""
     needs_flash(device)
     model = tiny_models.save(tmp_path, *FLASH_FAMILIES["Llama"])
     engine, fresh = engine_on(device, tmp_path, monkeypatch, dtype="bfloat16"), dict(enumerate(prompts()))
-    assert isinstance(engine.graphs, Graphs) and list(engine.graphs.graphs) == sizes(SETTINGS["max_batch_size"]) == [1, 2, 4, 6]
+    assert isinstance(engine.graphs, Graphs) and list(engine.graphs.graphs) == sizes(
+        SETTINGS["max_batch_size"]
+    ) == [1, 2, 4, 6]
     for num_rows in (1, 2, 3, 4):
         some = {row: fresh[row] for row in range(num_rows)}
         with noted(engine) as (computed, replayed):
@@ -102,13 +114,17 @@ def test_steps_that_decode_come_from_graphs(device: str, tmp_path: Path, monkeyp
         assert not all(computed), "prompts do not"
     with noted(engine) as (computed, replayed):
         play(engine, fresh, prefill_tokens=7)
-    assert len(replayed) == sum(computed) < len(computed), "beside chunks of prompts, rows do not decode from graphs"
+    assert len(replayed) == sum(computed) < len(computed), (
+        "beside chunks of prompts, rows do not decode from graphs"
+    )
     engine.graphs = None
     check_near(model, fresh, play(engine, fresh), "without graphs")
 
 
 @ANYWHERE
-def test_layers_are_compiled_before_rows_come(device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_layers_are_compiled_before_rows_come(
+    device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """And never while they wait: with this stance torch raises where it would compile, or run uncompiled."""
     needs_flash(device)
     model = tiny_models.save(tmp_path, *FLASH_FAMILIES["Llama"])

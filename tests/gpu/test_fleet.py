@@ -27,10 +27,15 @@ NEAR_BYTES = 512 * 2**20
 
 def save(folder: Path) -> None:
     """A tiny model whose tokens are bytes."""
-    tiny_models.save(folder, FLASH_FAMILIES["Llama"][0], FLASH_FAMILIES["Llama"][1] | {"max_position_embeddings": 1024})
+    tiny_models.save(
+        folder, FLASH_FAMILIES["Llama"][0], FLASH_FAMILIES["Llama"][1] | {"max_position_embeddings": 1024}
+    )
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE({letter: token for token, letter in enumerate(alphabet)}, []))
-    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    tokenizer.pre_tokenizer, tokenizer.decoder = (
+        pre_tokenizers.ByteLevel(add_prefix_space=False),
+        decoders.ByteLevel(),
+    )
     tokenizer.save(str(folder / "tokenizer.json"))
 
 
@@ -38,9 +43,21 @@ def save(folder: Path) -> None:
 def fleet(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Fleet]:
     needs_flash(request.param)
     save(tmp_path)
-    own = {"cuda_memory_fraction": 0.3, "gpu_locks": str(tmp_path / "locks")} if request.param == "cuda" else {"kv_cache_bytes": "64MiB"}
+    own = (
+        {"cuda_memory_fraction": 0.3, "gpu_locks": str(tmp_path / "locks")}
+        if request.param == "cuda"
+        else {"kv_cache_bytes": "64MiB"}
+    )
     dtype = "bfloat16" if request.param == "cuda" else "float32"
-    fleet = Fleet(model_id=str(tmp_path), device=request.param, dtype=dtype, num_workers=2, max_batch_size=32, debug_kv=True, **own)
+    fleet = Fleet(
+        model_id=str(tmp_path),
+        device=request.param,
+        dtype=dtype,
+        num_workers=2,
+        max_batch_size=32,
+        debug_kv=True,
+        **own,
+    )
     try:
         fleet.start().ready(START_S)
         wait_until_sync(lambda: fleet.workers_ready() == 2, START_S)
@@ -82,4 +99,6 @@ async def test_a_killed_worker_on_a_gpu_costs_no_token(fleet: Fleet) -> None:
     for kill in range(KILLS):
         await killed(fleet, f"w{kill % 2}")
     await wait_until(lambda: used_bytes() <= before_bytes + NEAR_BYTES)
-    await wait_until(lambda: all(one.num_fds() <= count + 4 for one, count in zip(others, before, strict=True)))
+    await wait_until(
+        lambda: all(one.num_fds() <= count + 4 for one, count in zip(others, before, strict=True))
+    )

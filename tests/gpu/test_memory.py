@@ -1,4 +1,6 @@
-"""Memory of a GPU: what an engine takes is bounded, a step that finds no room is done in halves; and several GPUs."""
+"""Memory of a GPU: what an engine takes is bounded, a step that finds no room is done in halves; and several
+GPUs.
+"""
 
 import gc
 import logging
@@ -11,7 +13,15 @@ from gpu_worker.engine.model import warmup
 from gpu_worker.engine.model.kv_budget import peak_on
 from tests.support.engine import led_engine, tiny_models
 from tests.support.engine.led_engine import Led
-from tests.support.engine.on_cuda import FLASH_FAMILIES, ON_CUDA, SETTINGS, check_near, engine_on, needs_flash, nothing_is_left  # noqa: F401
+from tests.support.engine.on_cuda import (
+    FLASH_FAMILIES,
+    ON_CUDA,
+    SETTINGS,
+    check_near,
+    engine_on,
+    needs_flash,
+    nothing_is_left,
+)  # noqa: F401
 from tests.support.engine.tiny_models import FAMILIES
 from tests.unit.gpu_worker.engine.model.test_families import play, prompts
 
@@ -28,13 +38,20 @@ def used_bytes() -> int:
 
 
 def test_an_engine_stays_within_its_fraction(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In the largest step, with graphs, workspaces and all that libraries take by themselves; and little is left unused."""
+    """In the largest step, with graphs, workspaces and all that libraries take by themselves; and little is
+    left unused.
+    """
     needs_flash("cuda")
     tiny_models.save(tmp_path, "Llama", LONG)
     gc.collect()
     torch.cuda.empty_cache()
     before_bytes, total_bytes = used_bytes(), torch.cuda.mem_get_info()[1]
-    settings = {"kv_cache_bytes": None, "cuda_memory_fraction": FRACTION, "max_batch_prefill_tokens": CONTEXT, "max_batch_size": 256}
+    settings = {
+        "kv_cache_bytes": None,
+        "cuda_memory_fraction": FRACTION,
+        "max_batch_prefill_tokens": CONTEXT,
+        "max_batch_size": 256,
+    }
     engine = engine_on("cuda", tmp_path, monkeypatch, dtype="bfloat16", **settings | {"block_size": 64})
     warmup.largest_step(engine.forward, CONTEXT, 256, CONTEXT, engine.loaded.vocab_size, engine.block_size)
     play(engine, dict(enumerate(prompts())))
@@ -44,7 +61,9 @@ def test_an_engine_stays_within_its_fraction(tmp_path: Path, monkeypatch: pytest
     assert used_bytes() - before_bytes >= 0.8 * FRACTION * total_bytes, "most of it is used"
 
 
-def test_a_step_without_room_is_done_in_halves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_step_without_room_is_done_in_halves(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     """Of a real allocator: it is left two thirds of what the step takes at its peak."""
     needs_flash("cuda")
     model = tiny_models.save(tmp_path, "Llama", LONG)
@@ -69,10 +88,16 @@ def test_two_ranks(dtype: str, tmp_path: Path) -> None:
     """By NCCL."""
     family = FAMILIES["Llama"] if dtype == "float32" else FLASH_FAMILIES["Llama"]
     model, fresh = tiny_models.save(tmp_path, *family), dict(enumerate(prompts()))
-    with led_engine.running(2) as ranks, Led(ranks, model_id=str(tmp_path), dtype=dtype, device="cuda", **SETTINGS) as engine:
+    with (
+        led_engine.running(2) as ranks,
+        Led(ranks, model_id=str(tmp_path), dtype=dtype, device="cuda", **SETTINGS) as engine,
+    ):
         assert engine.ready.world_size == 2 and engine.ready.device == "cuda"
         for how, prefill_tokens in (("batched", 1000), ("chunked", 7)):
             played = play(engine, fresh, prefill_tokens)  # type: ignore[arg-type]
             if dtype == "float32":
-                assert played == {row: tiny_models.generate(model, prompt, len(played[row])) for row, prompt in fresh.items()}, how
+                assert played == {
+                    row: tiny_models.generate(model, prompt, len(played[row]))
+                    for row, prompt in fresh.items()
+                }, how
             check_near(model, fresh, played, how)

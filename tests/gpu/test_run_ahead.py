@@ -12,7 +12,14 @@ from gpu_worker.engine.engine import Engine
 from gpu_worker.engine.in_flight import Flight, Launched
 from tests.support.engine import tiny_models
 from tests.support.engine.batch_player import Player
-from tests.support.engine.on_cuda import DEVICES, FLASH_FAMILIES, SETTINGS, engine_on, needs_flash, nothing_is_left  # noqa: F401
+from tests.support.engine.on_cuda import (
+    DEVICES,
+    FLASH_FAMILIES,
+    SETTINGS,
+    engine_on,
+    needs_flash,
+    nothing_is_left,
+)  # noqa: F401
 from tests.unit.gpu_worker.engine.model.test_families import prompts
 
 pytestmark = pytest.mark.parametrize("device", DEVICES)
@@ -25,10 +32,21 @@ ASKED: dict[str, dict[str, Any]] = {
     "top-p": {"sampling": Sampling(temperature=0.8, top_p=0.9, seed=1)},
     "top-k, min-p": {"sampling": Sampling(temperature=0.8, top_k=20, min_p=0.01, seed=1)},
     "typical-p": {"sampling": Sampling(temperature=0.8, typical_p=0.9, seed=1)},
-    "penalties": {"sampling": Sampling(temperature=0.8, repetition_penalty=1.2, frequency_penalty=0.2, presence_penalty=0.2, seed=1)},
-    "bias, bad words": {"sampling": Sampling(logit_bias=[(5, 3.0), (7, -3.0)], bad_words=[b"\x05\0\0\0", b"\x05\0\0\0\x06\0\0\0"])},
+    "penalties": {
+        "sampling": Sampling(
+            temperature=0.8, repetition_penalty=1.2, frequency_penalty=0.2, presence_penalty=0.2, seed=1
+        )
+    },
+    "bias, bad words": {
+        "sampling": Sampling(
+            logit_bias=[(5, 3.0), (7, -3.0)], bad_words=[b"\x05\0\0\0", b"\x05\0\0\0\x06\0\0\0"]
+        )
+    },
     "log-probabilities": {"top_n": 3, "prompt_logprobs": 2},
-    "the model's own log-probabilities": {"sampling": Sampling(temperature=0.8, raw_logprobs=True, seed=1), "top_n": 3},
+    "the model's own log-probabilities": {
+        "sampling": Sampling(temperature=0.8, raw_logprobs=True, seed=1),
+        "top_n": 3,
+    },
     "minimum length": {"min_end": NEW_TOKENS, "ignore_eos": False},
 }
 
@@ -57,15 +75,23 @@ def compile_on(device: str) -> Callable[..., int]:
 
 def play(engine: Engine, prefill_tokens: int, asked: list[dict[str, Any]]) -> Player:
     """One row for each of `asked`."""
-    played = Player(engine, list(range(1, engine.ready.num_blocks + 1)), prefill_tokens, until=engine.rows.step)
+    played = Player(
+        engine, list(range(1, engine.ready.num_blocks + 1)), prefill_tokens, until=engine.rows.step
+    )
     lines = prompts()
     played.run(
-        [played.start(row, lines[row % len(lines)], NEW_TOKENS, **{"ignore_eos": True} | one) for row, one in enumerate(asked)], horizon=64
+        [
+            played.start(row, lines[row % len(lines)], NEW_TOKENS, **{"ignore_eos": True} | one)
+            for row, one in enumerate(asked)
+        ],
+        horizon=64,
     )
     return played
 
 
-def test_a_step_is_launched_before_the_one_before_it_is_read(device: str, engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_is_launched_before_the_one_before_it_is_read(
+    device: str, engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
     said, launch, read = list[tuple[str, int]](), engine.launch, Flight.read
 
     def note_launch(before: Flight | None = None) -> Launched | None:
@@ -83,13 +109,19 @@ def test_a_step_is_launched_before_the_one_before_it_is_read(device: str, engine
     play(engine, 1000, [{}, {}])
     numbers = sorted(number for what, number in said if what == "launch")
     assert len(numbers) >= NEW_TOKENS and [number for what, number in said if what == "read"] == numbers
-    late = [number for number in numbers[1:] if said.index(("launch", number)) > said.index(("read", number - 1))]
+    late = [
+        number for number in numbers[1:] if said.index(("launch", number)) > said.index(("read", number - 1))
+    ]
     assert late == [], "launched after the read of the step before"
 
 
 @pytest.mark.parametrize("asked", ASKED)
-def test_no_launch_waits_for_the_device(device: str, engine: Engine, asked: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What waits and is known to torch raises. What waits unknown to it finds the device busy for a second, and not busy any more after."""
+def test_no_launch_waits_for_the_device(
+    device: str, engine: Engine, asked: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What waits and is known to torch raises. What waits unknown to it finds the device busy for a second,
+    and not busy any more after.
+    """
     rows, waited, launch, choose = [ASKED[asked], {}, ASKED[asked]], list[str](), engine.launch, engine.choose
     for prefill_tokens in (1000, 7):
         play(engine, prefill_tokens, rows)  # every kernel is there, and pinned memory

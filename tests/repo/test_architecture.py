@@ -1,4 +1,6 @@
-"""ARCHITECTURE.md is about this tree: each file that it names exists, and its table of keys is `common/broker/keys.py`."""
+"""ARCHITECTURE.md is about this tree: each file that it names exists, and its table of keys is
+`common/broker/keys.py`.
+"""
 
 import inspect
 import re
@@ -36,16 +38,28 @@ def kinds_in_the_table() -> set[str]:
 
 def kinds_in_the_code() -> set[str]:
     keys = Keys("")
-    own = {name: member for name, member in inspect.getmembers(Keys) if not name.startswith("_") and name not in ("pool", "key")}
+    own = {
+        name: member
+        for name, member in inspect.getmembers(Keys)
+        if not name.startswith("_") and name not in ("pool", "key")
+    }
     plain = [str(getattr(keys, name)) for name, member in own.items() if isinstance(member, property)]
-    named = [getattr(keys, name)("{}") for name in own if name not in ("process", "channel") and not isinstance(own[name], property)]
+    named = [
+        getattr(keys, name)("{}")
+        for name in own
+        if name not in ("process", "channel") and not isinstance(own[name], property)
+    ]
     others = [keys.channel("ext:{}"), *(keys.process(one, "{}") for one in process_kinds())]
     return {name.removeprefix(keys.key("")) for name in (*plain, *named, *others)} | {POOLS}
 
 
 def process_kinds() -> set[str]:
     """Kinds of signs of life: the word before the name, wherever one is made."""
-    sources = "\n".join(path.read_text() for folder in ("api", "batcher", "gpu_worker") for path in (ROOT / folder).rglob("*.py"))
+    sources = "\n".join(
+        path.read_text()
+        for folder in ("api", "batcher", "gpu_worker")
+        for path in (ROOT / folder).rglob("*.py")
+    )
     found = set(re.findall(r'Sign\([^"\n]*"(\w+)"', sources))
     assert {"gateway", "batcher"} <= found
     return found

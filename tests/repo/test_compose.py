@@ -1,5 +1,7 @@
-"""docker-compose.yml and the images, as far as a machine without a container engine can tell: commands and environments of the services
-are started as processes, the lines of the Dockerfiles replayed into empty folders."""
+"""docker-compose.yml and the images, as far as a machine without a container engine can tell: commands and
+environments of the services are started as processes, the lines of the Dockerfiles replayed into empty
+folders.
+"""
 
 import contextlib
 import json
@@ -33,7 +35,11 @@ START_S = 120
 
 def lines(file: str, instruction: str) -> list[str]:
     text = (ROOT / file).read_text().replace("\\\n", " ")
-    return [line.removeprefix(instruction).strip() for line in text.splitlines() if line.startswith(instruction + " ")]
+    return [
+        line.removeprefix(instruction).strip()
+        for line in text.splitlines()
+        if line.startswith(instruction + " ")
+    ]
 
 
 def test_services() -> None:
@@ -43,45 +49,76 @@ def test_services() -> None:
         "gpu_worker": ["gpu"],
         "cpu_worker": ["cpu"],
     }
-    open_to_all = [port for name in ("prometheus", "grafana") for port in SERVICES[name]["ports"] if not port.startswith("127.0.0.1:")]
+    open_to_all = [
+        port
+        for name in ("prometheus", "grafana")
+        for port in SERVICES[name]["ports"]
+        if not port.startswith("127.0.0.1:")
+    ]
     assert not open_to_all, "who can reach them need not say who they are"
     assert "redis:/data" in SERVICES["redis"]["volumes"] and "--appendonly" in SERVICES["redis"]["command"]
     for name in OURS:
         assert (ROOT / SERVICES[name]["build"]["dockerfile"]).exists()
-        assert "container_name" not in SERVICES[name] and not (name == "gpu_worker" and "ports" in SERVICES[name]), "it can be scaled"
+        assert "container_name" not in SERVICES[name] and not (
+            name == "gpu_worker" and "ports" in SERVICES[name]
+        ), "it can be scaled"
 
 
 @pytest.mark.parametrize("file", FILES)
 def test_images_run_without_root(file: str) -> None:
-    assert lines(file, "USER") == ["tokenfleet"] and "useradd --uid 10001 tokenfleet" in (ROOT / file).read_text()
+    assert (
+        lines(file, "USER") == ["tokenfleet"]
+        and "useradd --uid 10001 tokenfleet" in (ROOT / file).read_text()
+    )
 
 
 @pytest.mark.parametrize(
-    ("extras", "torch", "flashinfer"), [([], False, False), (["worker"], True, False), (["worker", "cuda"], True, True)]
+    ("extras", "torch", "flashinfer"),
+    [([], False, False), (["worker"], True, False), (["worker", "cuda"], True, True)],
 )
 def test_only_workers_have_torch(extras: list[str], torch: bool, flashinfer: bool) -> None:
-    listed = subprocess.run([sys.executable, "deploy/requirements.py", *extras], cwd=ROOT, capture_output=True, text=True, check=True)
+    listed = subprocess.run(
+        [sys.executable, "deploy/requirements.py", *extras],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
     assert any(line.startswith("torch") for line in listed.stdout.splitlines()) is torch
     assert any(line.startswith("flashinfer") for line in listed.stdout.splitlines()) is flashinfer
 
 
 def test_a_worker_on_a_gpu_can_compile_kernels_and_keeps_them() -> None:
-    """FlashInfer looks for nvcc in /usr/local/cuda. Caches are in the home of a user who has none, but for these variables."""
+    """FlashInfer looks for nvcc in /usr/local/cuda. Caches are in the home of a user who has none, but for
+    these variables.
+    """
     file = FILES[1]
     assert lines(file, "ARG")[0] == "DEVICE=cuda" and 'EXTRAS="worker cuda"' in lines(file, "ARG")
-    assert "args" not in SERVICES["gpu_worker"]["build"] and SERVICES["cpu_worker"]["build"]["args"]["DEVICE"] == "cpu"
-    assert [line.split()[-1] for line in lines(file, "COPY") if line.startswith("--from=nvidia/cuda:")] == ["/usr/local/cuda"]
+    assert (
+        "args" not in SERVICES["gpu_worker"]["build"]
+        and SERVICES["cpu_worker"]["build"]["args"]["DEVICE"] == "cpu"
+    )
+    assert [line.split()[-1] for line in lines(file, "COPY") if line.startswith("--from=nvidia/cuda:")] == [
+        "/usr/local/cuda"
+    ]
     kept = dict(word.split("=") for line in lines(file, "ENV") for word in line.split())
     names = ("FLASHINFER_WORKSPACE_BASE", "TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR")
-    assert all(kept[name].startswith("/models") for name in names) and "models:/models" in SERVICES["gpu_worker"]["volumes"]
+    assert (
+        all(kept[name].startswith("/models") for name in names)
+        and "models:/models" in SERVICES["gpu_worker"]["volumes"]
+    )
 
 
 @pytest.mark.skipif(not shutil.which("promtool"), reason="promtool is not installed")
 def test_prometheus_takes_its_configuration() -> None:
-    subprocess.run(["promtool", "check", "config", ROOT / "deploy/prometheus/prometheus.yml"], check=True, capture_output=True)
+    subprocess.run(
+        ["promtool", "check", "config", ROOT / "deploy/prometheus/prometheus.yml"],
+        check=True,
+        capture_output=True,
+    )
 
 
-# --- the services as processes --------------------------------------------------------------------------------------------------------
+# --- the services as processes ------------------------------------------------------------------------------
 
 
 def filled(text: str, environ: dict[str, str]) -> str:
@@ -98,14 +135,22 @@ class Composed:
 
     def start(self, name: str, **extra: str) -> None:
         service = SERVICES[name]
-        fixed = {"PORT": str(self.port), "METRICS_PORT": str(free_port()), "REDIS_URL": f"redis://127.0.0.1:{self.redis_port}/0"}
-        environ = {key: filled(value, {}) for key, value in service.get("environment", {}).items()} | fixed | extra
+        fixed = {
+            "PORT": str(self.port),
+            "METRICS_PORT": str(free_port()),
+            "REDIS_URL": f"redis://127.0.0.1:{self.redis_port}/0",
+        }
+        environ = (
+            {key: filled(value, {}) for key, value in service.get("environment", {}).items()} | fixed | extra
+        )
         words = ["tokenfleet", *service["command"]] if name in OURS else service["command"]
         if name == "redis":
             words = [*words, "--port", str(self.redis_port), "--dir", str(self.folder)]
         log = (self.folder / f"{name}-{len(self.children)}.log").open("wb")
         path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-        self.children.append(subprocess.Popen(words, env=os.environ | environ | {"PATH": path}, stdout=log, stderr=log))
+        self.children.append(
+            subprocess.Popen(words, env=os.environ | environ | {"PATH": path}, stdout=log, stderr=log)
+        )
 
     def logs(self) -> str:
         return "\n".join(path.read_text()[-3000:] for path in self.folder.glob("*.log"))
@@ -162,14 +207,15 @@ def health(url: str) -> int:
         return 0
 
 
-# --- the images ---------------------------------------------------------------------------------------------------------------------
+# --- the images ---------------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("file", "command", "torch"), [(FILES[0], "api", False), (FILES[1], "worker", True)])
 def test_an_image_holds_what_it_needs(file: str, command: str, torch: bool, tmp_path: Path) -> None:
-    """Its COPY and pip lines, replayed into an empty folder and an empty environment, make something that starts. The worker's environment
-    sees what this one has: its torch is gigabytes."""
+    """Its COPY and pip lines, replayed into an empty folder and an empty environment, make something that
+    starts. The worker's environment sees what this one has: its torch is gigabytes.
+    """
     app, venv = tmp_path / "app", tmp_path / "venv"
     app.mkdir()
     subprocess.run([sys.executable, "-m", "venv", venv], check=True)
@@ -193,10 +239,19 @@ def test_an_image_holds_what_it_needs(file: str, command: str, torch: bool, tmp_
         elif word == "RUN" and re.match(r"pip|python", rest):
             command_line = rest.replace('--extra-index-url "$TORCH_INDEX" ', "")
             subprocess.run(["sh", "-c", command_line], cwd=app, env=environ, check=True)
-    has_torch = subprocess.run([venv / "bin/python", "-c", "import torch"], env=environ, capture_output=True).returncode == 0
+    has_torch = (
+        subprocess.run(
+            [venv / "bin/python", "-c", "import torch"], env=environ, capture_output=True
+        ).returncode
+        == 0
+    )
     assert has_torch is torch
     words = [str(venv / "bin" / shlex.split(part)[0]) for part in json.loads(lines(file, "ENTRYPOINT")[0])]
-    version = subprocess.run([*words, "--version"], cwd=tmp_path, env=environ, capture_output=True, text=True, check=True)
+    version = subprocess.run(
+        [*words, "--version"], cwd=tmp_path, env=environ, capture_output=True, text=True, check=True
+    )
     assert version.stdout.startswith("tokenfleet ")
-    started = subprocess.run([*words, command], cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=60)
+    started = subprocess.run(
+        [*words, command], cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=60
+    )
     assert started.returncode == os.EX_CONFIG and "REDIS_URL: is not set" in started.stderr

@@ -31,7 +31,9 @@ def exported() -> set[str]:
 
 def named(expression: str) -> set[str]:
     """Names of series in an expression of PromQL, by their selectors and by our prefixes."""
-    return set(re.findall(r"[a-z_]+(?={)", expression)) | set(re.findall(r"\b(?:tgi|tokenfleet)_\w+", expression))
+    return set(re.findall(r"[a-z_]+(?={)", expression)) | set(
+        re.findall(r"\b(?:tgi|tokenfleet)_\w+", expression)
+    )
 
 
 def expressions(value: Any) -> list[str]:
@@ -44,7 +46,11 @@ def expressions(value: Any) -> list[str]:
     return own + [found for one in value.values() for found in expressions(one)]
 
 
-@pytest.mark.parametrize("path", [PROMETHEUS / "alerts.yml", GRAFANA / "dashboards" / "tokenfleet.json"], ids=lambda path: path.name)
+@pytest.mark.parametrize(
+    "path",
+    [PROMETHEUS / "alerts.yml", GRAFANA / "dashboards" / "tokenfleet.json"],
+    ids=lambda path: path.name,
+)
 def test_what_is_asked_for_is_exported(path: Path):
     asked = expressions(yaml.safe_load(path.read_text()))
     assert len(asked) >= 8
@@ -54,7 +60,11 @@ def test_what_is_asked_for_is_exported(path: Path):
 
 def test_the_page_about_figures_names_all_of_ours():
     text = (DEPLOY.parent / "docs" / "metrics.md").read_text()
-    ours = {f"{one.name}_total" if one.kind == "counter" else one.name for one in catalogue.TABLE if one.name.startswith("tokenfleet")}
+    ours = {
+        f"{one.name}_total" if one.kind == "counter" else one.name
+        for one in catalogue.TABLE
+        if one.name.startswith("tokenfleet")
+    }
     assert set(re.findall(r"^\| `(tokenfleet_\w+)`", text, re.MULTILINE)) == ours
 
 
@@ -62,11 +72,25 @@ def test_every_panel_has_its_place_and_source():
     dashboard = json.loads((GRAFANA / "dashboards" / "tokenfleet.json").read_text())
     panels = dashboard["panels"]
     assert len({panel["id"] for panel in panels}) == len(panels)
-    cells = [(x, y) for panel in panels for x in range(*span(panel, "x", "w")) for y in range(*span(panel, "y", "h"))]
+    cells = [
+        (x, y)
+        for panel in panels
+        for x in range(*span(panel, "x", "w"))
+        for y in range(*span(panel, "y", "h"))
+    ]
     assert len(set(cells)) == len(cells) and max(x for x, _ in cells) == 23, "panels overlap"
     titles = {panel["title"] for panel in panels}
-    assert {"Time to first token", "Decode per-token latency", "Queue Size", "Batch Size", "Forward quantiles", "KV cache usage"} <= titles
-    source = yaml.safe_load((GRAFANA / "provisioning" / "datasources" / "prometheus.yml").read_text())["datasources"][0]
+    assert {
+        "Time to first token",
+        "Decode per-token latency",
+        "Queue Size",
+        "Batch Size",
+        "Forward quantiles",
+        "KV cache usage",
+    } <= titles
+    source = yaml.safe_load((GRAFANA / "provisioning" / "datasources" / "prometheus.yml").read_text())[
+        "datasources"
+    ][0]
     assert dashboard["templating"]["list"][0]["current"]["value"] == source["uid"]
 
 
@@ -78,12 +102,19 @@ def span(panel: dict[str, Any], start: str, size: str) -> tuple[int, int]:
 def test_the_service_that_dashboards_pick_is_scraped():
     [fleet, processes] = yaml.safe_load((PROMETHEUS / "prometheus.yml").read_text())["scrape_configs"]
     assert fleet["static_configs"][0]["labels"] == {"container": "tokenfleet"}
-    assert "container" not in json.dumps(processes), "figures of single processes must not be added to those of the fleet"
+    assert "container" not in json.dumps(processes), (
+        "figures of single processes must not be added to those of the fleet"
+    )
 
 
 @needs_promtool
 @pytest.mark.parametrize(
-    "command", [["check", "config", "prometheus.yml"], ["check", "rules", "alerts.yml"], ["test", "rules", "alerts_test.yml"]]
+    "command",
+    [
+        ["check", "config", "prometheus.yml"],
+        ["check", "rules", "alerts.yml"],
+        ["test", "rules", "alerts_test.yml"],
+    ],
 )
 def test_promtool_agrees(command: list[str]):
     done = subprocess.run(["promtool", *command], cwd=PROMETHEUS, capture_output=True, text=True)

@@ -18,7 +18,12 @@ ALLOWED = {
     "common": {"common"},
     "deploy": {"deploy", "common"},
 }
-AT_HOME = {"torch": "gpu_worker/engine", "transformers": "gpu_worker/engine", "fastapi": "api", "starlette": "api"}
+AT_HOME = {
+    "torch": "gpu_worker/engine",
+    "transformers": "gpu_worker/engine",
+    "fastapi": "api",
+    "starlette": "api",
+}
 FILES = sorted(path for package in PACKAGES for path in (ROOT / package).rglob("*.py"))
 
 
@@ -41,7 +46,11 @@ def test_a_process_imports_common_and_itself_only(path: Path) -> None:
         assert module not in found or place.is_relative_to(home), f"{module} belongs to {home}"
 
 
-@pytest.mark.parametrize("path", [path for path in FILES if path.name == "__main__.py"], ids=lambda path: str(path.relative_to(ROOT)))
+@pytest.mark.parametrize(
+    "path",
+    [path for path in FILES if path.name == "__main__.py"],
+    ids=lambda path: str(path.relative_to(ROOT)),
+)
 def test_main_modules_define_nothing(path: Path) -> None:
     """What is defined in `__main__` cannot be found by a child process."""
     defined = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda)
@@ -51,7 +60,9 @@ def test_main_modules_define_nothing(path: Path) -> None:
 def test_the_packages_come_from_this_checkout(tmp_path: Path) -> None:
     (tmp_path / "api.py").write_text("raise ImportError('not ours')")
     code = f"import importlib, json; print(json.dumps([importlib.import_module(name).__file__ for name in {PACKAGES}]))"
-    done = subprocess.run([sys.executable, "-P", "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True
+    )
     assert json.loads(done.stdout) == [str(ROOT / package / "__init__.py") for package in PACKAGES]
 
 

@@ -1,4 +1,6 @@
-"""deploy/install.sh on other people's machines: with fakes of Python, pip and uname before everything else, in a tree of its own."""
+"""deploy/install.sh on other people's machines: with fakes of Python, pip and uname before everything else,
+in a tree of its own.
+"""
 
 import shutil
 import subprocess
@@ -27,13 +29,17 @@ done
 UNAME = """#!/bin/sh
 echo "${MACHINE%% *}"
 """
-has_driver = pytest.mark.skipif(Path("/proc/driver/nvidia").exists(), reason="this machine has an NVIDIA driver")
+has_driver = pytest.mark.skipif(
+    Path("/proc/driver/nvidia").exists(), reason="this machine has an NVIDIA driver"
+)
 
 
 class Machine:
     """Another machine. `fails` are shell patterns of what pip is asked in vain."""
 
-    def __init__(self, path: Path, name: str = LINUX, fails: str = "*no-index*", gpu: bool = False, suits: str = "yes") -> None:
+    def __init__(
+        self, path: Path, name: str = LINUX, fails: str = "*no-index*", gpu: bool = False, suits: str = "yes"
+    ) -> None:
         self.path, self.bin = path, path / "bin"
         (path / "deploy").mkdir()
         self.bin.mkdir()
@@ -41,7 +47,9 @@ class Machine:
         shutil.copy(ROOT / "pyproject.toml", path)
         for tool in TOOLS:
             (self.bin / tool).symlink_to(str(shutil.which(tool)))
-        programs = {"python3": PYTHON, "pip": PIP, "uname": UNAME} | ({"nvidia-smi": "#!/bin/sh\n"} if gpu else {})
+        programs = {"python3": PYTHON, "pip": PIP, "uname": UNAME} | (
+            {"nvidia-smi": "#!/bin/sh\n"} if gpu else {}
+        )
         for program, text in programs.items():
             (self.bin / program).write_text(text)
             (self.bin / program).chmod(0o755)
@@ -49,7 +57,9 @@ class Machine:
 
     def install(self, **variables: str) -> subprocess.CompletedProcess[str]:
         command = ["sh", "deploy/install.sh", "worker,dev"]
-        return subprocess.run(command, cwd=self.path, env=self.environ | variables, capture_output=True, text=True, timeout=60)
+        return subprocess.run(
+            command, cwd=self.path, env=self.environ | variables, capture_output=True, text=True, timeout=60
+        )
 
     def asked(self) -> list[str]:
         """What pip was asked."""
@@ -109,7 +119,9 @@ def test_a_gpu_takes_torch_from_pypi_and_flashinfer(tmp_path: Path) -> None:
 def test_only_workers_get_flashinfer(tmp_path: Path) -> None:
     machine = Machine(tmp_path, gpu=True)
     command = ["sh", "deploy/install.sh", "dev"]
-    subprocess.run(command, cwd=machine.path, env=machine.environ, check=True, capture_output=True, timeout=60)
+    subprocess.run(
+        command, cwd=machine.path, env=machine.environ, check=True, capture_output=True, timeout=60
+    )
     assert machine.asked()[0].endswith("-e .[dev]")
 
 
@@ -127,7 +139,9 @@ def test_torch_index_chooses(tmp_path: Path) -> None:
     assert rest == WITH_GPU
 
 
-@pytest.mark.parametrize("name", ["Linux x86_64 ", "Darwin x86_64 ", "Linux ppc64le glibc", "MINGW64_NT-10.0 x86_64 "])
+@pytest.mark.parametrize(
+    "name", ["Linux x86_64 ", "Darwin x86_64 ", "Linux ppc64le glibc", "MINGW64_NT-10.0 x86_64 "]
+)
 def test_a_machine_without_torch_is_refused_before_anything_is_fetched(tmp_path: Path, name: str) -> None:
     machine = Machine(tmp_path, name)
     done = machine.install()

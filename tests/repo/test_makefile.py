@@ -16,7 +16,9 @@ from tests.support.waiting import wait_until_sync
 
 ROOT = Path(__file__).parents[2]
 GONE_S = 3.0
-ENVIRON = {name: value for name, value in os.environ.items() if name not in ("MAKEFLAGS", "MFLAGS", "MAKELEVEL")}
+ENVIRON = {
+    name: value for name, value in os.environ.items() if name not in ("MAKEFLAGS", "MFLAGS", "MAKELEVEL")
+}
 """As in a person's shell: these tests may run under a make of their own."""
 
 
@@ -30,7 +32,13 @@ def make(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
     program.chmod(0o755)
     command = ["make", "serve", f"BIN={tmp_path}", "ARGS=--port 8080", "-o", ".venv/.installed-to-run"]
     process = subprocess.Popen(
-        command, cwd=ROOT, env=ENVIRON, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, process_group=0
+        command,
+        cwd=ROOT,
+        env=ENVIRON,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+        process_group=0,
     )
     assert process.stdout is not None
     assert "/generate_stream" in process.stdout.readline()
@@ -52,7 +60,9 @@ def descendants(make: subprocess.Popen[str]) -> list[psutil.Process]:
 
 
 def gone(processes: list[psutil.Process]) -> bool:
-    return not [process for process in processes if process.is_running() and process.status() != psutil.STATUS_ZOMBIE]
+    return not [
+        process for process in processes if process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    ]
 
 
 def test_flags_reach_the_launcher(make: subprocess.Popen[str], tmp_path: Path) -> None:
@@ -91,5 +101,7 @@ def test_ctrl_c_drains_and_a_second_one_ends_now(make: subprocess.Popen[str], tm
     os.killpg(make.pid, signal.SIGINT)
     wait_until_sync(lambda: "g0 told" in (tmp_path / "notes").read_text())
     assert not gone(processes)
-    wait_until_sync(lambda: make.poll() is not None or os.killpg(make.pid, signal.SIGINT), ONE_REQUEST_S + GONE_S)
+    wait_until_sync(
+        lambda: make.poll() is not None or os.killpg(make.pid, signal.SIGINT), ONE_REQUEST_S + GONE_S
+    )
     wait_until_sync(lambda: gone(processes), GONE_S)

@@ -1,7 +1,8 @@
-"""The README is true: its table of settings is the settings, its flags exist, and its examples run and print what it shows.
+"""The README is true: its table of settings is the settings, its flags exist, and its examples run and print
+what it shows.
 
-Each block of `sh` or `python` is an example. The block of `text` that follows one is what it prints, in shape: JSON has the same
-fields with values of the same types. Blocks of `console` are not run.
+Each block of `sh` or `python` is an example. The block of `text` that follows one is what it prints, in
+shape: JSON has the same fields with values of the same types. Blocks of `console` are not run.
 """
 
 import dataclasses
@@ -29,7 +30,7 @@ FLAGS_OF_OTHERS = {"help", "gpus", "shm-size", "profile", "scale"}
 FLAGS_OF_COMMANDS = {"against", "once", "max-tokens", "temperature"}
 
 
-# --- settings and flags -----------------------------------------------------------------------------------------------------------
+# --- settings and flags -------------------------------------------------------------------------------------
 
 
 def table() -> str:
@@ -72,7 +73,7 @@ def test_every_link_leads_somewhere() -> None:
         assert [link for link in links if not (ROOT / link).is_file()] == []
 
 
-# --- examples ---------------------------------------------------------------------------------------------------------------------
+# --- examples -----------------------------------------------------------------------------------------------
 
 
 def examples() -> Iterator[tuple[str, str, str | None]]:
@@ -106,7 +107,9 @@ def line_shape(line: str) -> Any:
 
 @pytest.fixture(scope="module")
 def fleet() -> Iterator[Fleet]:
-    with Fleet(kv_cache_bytes="64MiB", threads=1) as fleet:  # several would wait for each other on a busy machine
+    with Fleet(
+        kv_cache_bytes="64MiB", threads=1
+    ) as fleet:  # several would wait for each other on a busy machine
         yield fleet
 
 
@@ -127,7 +130,9 @@ def stand_in(fleet: Fleet) -> Path:
 
 def run(fleet: Fleet, language: str, program: str) -> str:
     """What an example prints when it is run in a shell where the virtual environment is active."""
-    here = program.replace("http://127.0.0.1:3000", fleet.base_url).replace("redis://127.0.0.1:6379/0", fleet.redis_url)
+    here = program.replace("http://127.0.0.1:3000", fleet.base_url).replace(
+        "redis://127.0.0.1:6379/0", fleet.redis_url
+    )
     command = ["bash", "-euo", "pipefail", "-c", here] if language == "sh" else [sys.executable, "-c", here]
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}:{stand_in(fleet)}"
     environ = os.environ | {"PATH": path, "PORT": str(fleet.settings["port"])}

@@ -1,4 +1,6 @@
-"""Throw-away brokers: the embedded one, or the server that TEST_BROKER names (`TEST_BROKER=/usr/bin/redis-server make test`)."""
+"""Throw-away brokers: the embedded one, or the server that TEST_BROKER names
+(`TEST_BROKER=/usr/bin/redis-server make test`).
+"""
 
 import contextlib
 import os

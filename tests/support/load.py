@@ -11,7 +11,10 @@ NUM_STREAMS = 16
 
 def body(i: int, max_new_tokens: int) -> dict:
     inputs = f"<|im_start|>user\nTell me story number {i} about the sea.<|im_end|>\n<|im_start|>assistant\n"
-    return {"inputs": inputs, "parameters": {"max_new_tokens": max_new_tokens, "ignore_eos": True, "details": True}}
+    return {
+        "inputs": inputs,
+        "parameters": {"max_new_tokens": max_new_tokens, "ignore_eos": True, "details": True},
+    }
 
 
 class Load:
@@ -21,7 +24,10 @@ class Load:
         self.max_new_tokens = max_new_tokens
         self.streams = [Stream() for _ in range(count)]
         url = f"{fleet.base_url}/generate_stream"
-        self.tasks = [asyncio.create_task(stream(url, body(i, max_new_tokens), one)) for i, one in enumerate(self.streams)]
+        self.tasks = [
+            asyncio.create_task(stream(url, body(i, max_new_tokens), one))
+            for i, one in enumerate(self.streams)
+        ]
 
     @property
     def running(self) -> bool:
@@ -31,7 +37,10 @@ class Load:
         """Returns when every stream has `tokens` more than now, or has ended."""
         have = [len(one.frames) + tokens for one in self.streams]
         await wait_until(
-            lambda: all(len(s.frames) >= n or t.done() for s, n, t in zip(self.streams, have, self.tasks, strict=True)), timeout_s
+            lambda: all(
+                len(s.frames) >= n or t.done() for s, n, t in zip(self.streams, have, self.tasks, strict=True)
+            ),
+            timeout_s,
         )
 
     async def whole(self) -> list[list[int]]:
@@ -39,7 +48,9 @@ class Load:
         async with asyncio.timeout(120):
             await asyncio.gather(*self.tasks)
         for one in self.streams:
-            assert [frame.get("index") for frame in one.frames] == list(range(1, self.max_new_tokens + 1)), one.frames[-1]
+            assert [frame.get("index") for frame in one.frames] == list(range(1, self.max_new_tokens + 1)), (
+                one.frames[-1]
+            )
             assert one.frames[-1]["details"]["finish_reason"] == "length"
             assert one.frames[-1]["generated_text"] == "".join(frame["token"]["text"] for frame in one.frames)
         return [one.ids for one in self.streams]

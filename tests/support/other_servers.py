@@ -1,4 +1,6 @@
-"""Servers that speak as others do, without a model: what vLLM, TGI, llama.cpp and a Tokenfleet answer, in a thread, on a free port."""
+"""Servers that speak as others do, without a model: what vLLM, TGI, llama.cpp and a Tokenfleet answer, in a
+thread, on a free port.
+"""
 
 import asyncio
 import contextlib
@@ -49,7 +51,9 @@ class Server:
         return f"http://127.0.0.1:{self.port}"
 
     def app(self) -> Starlette:
-        return Starlette(routes=[Route(path, self.answer, methods=["GET", "POST"]) for path in PATHS[self.kind]])
+        return Starlette(
+            routes=[Route(path, self.answer, methods=["GET", "POST"]) for path in PATHS[self.kind]]
+        )
 
     async def answer(self, request: Request) -> Response:
         path = request.url.path
@@ -85,8 +89,17 @@ class Server:
 
 def token(path: str, text: str) -> dict[str, Any]:
     if path == "/generate_stream":
-        return {"index": 1, "token": {"id": 5, "text": text, "logprob": -1.0, "special": False}, "generated_text": None, "details": None}
-    return {"choices": [{"index": 0, "delta": {"content": text}} if "chat" in path else {"index": 0, "text": text}]}
+        return {
+            "index": 1,
+            "token": {"id": 5, "text": text, "logprob": -1.0, "special": False},
+            "generated_text": None,
+            "details": None,
+        }
+    return {
+        "choices": [
+            {"index": 0, "delta": {"content": text}} if "chat" in path else {"index": 0, "text": text}
+        ]
+    }
 
 
 def frame(value: Any) -> bytes:
@@ -100,9 +113,15 @@ def models(owner: str) -> dict[str, Any]:
 OPENAI = ("/v1/completions", "/v1/chat/completions")
 GET: dict[str, dict[str, Any]] = {
     "tokenfleet": {"/fleet": {}, "/v1/models": models("tokenfleet")},
-    "tgi": {"/info": {"router": "text-generation-router", "model_id": "tiny", "version": "3.3.7"}, "/v1/models": models("tiny")},
+    "tgi": {
+        "/info": {"router": "text-generation-router", "model_id": "tiny", "version": "3.3.7"},
+        "/v1/models": models("tiny"),
+    },
     "vllm": {"/version": {"version": "0.11.0"}, "/v1/models": models("vllm")},
-    "llama.cpp": {"/props": {"model_path": "/models/tiny.gguf", "build_info": "b6000"}, "/v1/models": models("llamacpp")},
+    "llama.cpp": {
+        "/props": {"model_path": "/models/tiny.gguf", "build_info": "b6000"},
+        "/v1/models": models("llamacpp"),
+    },
     "openai": {"/v1/models": models("somebody")},
     "nothing": {"/": {}},
 }
@@ -123,8 +142,24 @@ FLEET: dict[str, Any] = {
     "processes": [
         {"kind": "worker", "id": "w0-aaaa", "host": "here", "pid": 41, "state": "ready", "age_s": 0.2}
         | {"rows": 2, "max_rows": 256, "blocks": 12, "num_blocks": 4096, "tokens": 1000, "step": 77},
-        {"kind": "gateway", "id": "g0-bbbb", "host": "here", "pid": 42, "state": "ready", "age_s": 0.1, "streams": 3},
-        {"kind": "batcher", "id": "b0-cccc", "host": "here", "pid": 43, "state": "active", "age_s": 3.5, "waiting": 1},
+        {
+            "kind": "gateway",
+            "id": "g0-bbbb",
+            "host": "here",
+            "pid": 42,
+            "state": "ready",
+            "age_s": 0.1,
+            "streams": 3,
+        },
+        {
+            "kind": "batcher",
+            "id": "b0-cccc",
+            "host": "here",
+            "pid": 43,
+            "state": "active",
+            "age_s": 3.5,
+            "waiting": 1,
+        },
     ],
     "time_s": 1000.0,
 }
@@ -134,7 +169,11 @@ FLEET: dict[str, Any] = {
 def running(kind: str, **about: Any) -> Iterator[Server]:
     """A server of a kind (a key of GET); leaving ends it and all its streams."""
     server = Server(kind, **about)
-    http = uvicorn.Server(uvicorn.Config(server.app(), "127.0.0.1", server.port, log_level="critical", timeout_graceful_shutdown=0))
+    http = uvicorn.Server(
+        uvicorn.Config(
+            server.app(), "127.0.0.1", server.port, log_level="critical", timeout_graceful_shutdown=0
+        )
+    )
     thread = threading.Thread(target=http.run, daemon=True)
     thread.start()
     try:

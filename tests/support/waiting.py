@@ -7,7 +7,8 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 POLL_S = 0.02
-PATIENCE_S = 90.0  # more than a slow, busy machine takes for anything a test waits for: only what does not come costs it
+# more than a slow, busy machine takes for anything a test waits for: only what does not come costs it
+PATIENCE_S = 90.0
 
 
 async def wait_until(predicate: Callable[[], Any | Awaitable[Any]], timeout_s: float = PATIENCE_S) -> Any:

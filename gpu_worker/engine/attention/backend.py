@@ -1,7 +1,8 @@
 """Paged attention under transformers' model code.
 
-transformers calls `attend` from every attention module. The module carries its layer's K and V cache as plain tensors, and the backend,
-which knows the step that runs: so no layer's signature changes, and a compiler sees the same code in every layer.
+transformers calls `attend` from every attention module. The module carries its layer's K and V cache as plain
+tensors, and the backend, which knows the step that runs: so no layer's signature changes, and a compiler sees
+the same code in every layer.
 """
 
 import inspect
@@ -31,7 +32,8 @@ class Backend(Protocol):
     """
     Attributes:
         plan_free: whether it has `begin_decode`, so that steps in which all rows decode can be captured.
-        opaque: whether compilers see one operation in `attend`. Into others they would look, and compile anew for most steps.
+        opaque: whether compilers see one operation in `attend`. Into others they would look, and compile anew
+            for most steps.
         modules: the attention modules, in the order of layers.
     """
 
@@ -42,12 +44,19 @@ class Backend(Protocol):
     def begin(self, inputs: Inputs) -> None:
         """Called before each forward: what layers share is computed here."""
 
-    def attend(self, module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, sinks: torch.Tensor | None) -> torch.Tensor:
+    def attend(
+        self,
+        module: Any,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        sinks: torch.Tensor | None,
+    ) -> torch.Tensor:
         """Writes K and V of the step's tokens and attends over the cache.
 
-        query [1, heads, tokens, key_dim], key [1, kv_heads, tokens, key_dim], value [1, kv_heads, tokens, value_dim]; `module` carries
-        `keys`, `values` and `view` of its layer; `sinks` [heads] are scores that take their share of each softmax and give nothing, as
-        in gpt-oss → [1, tokens, heads, value_dim].
+        query [1, heads, tokens, key_dim], key [1, kv_heads, tokens, key_dim], value [1, kv_heads, tokens,
+        value_dim]; `module` carries `keys`, `values` and `view` of its layer; `sinks` [heads] are scores that
+        take their share of each softmax and give nothing, as in gpt-oss → [1, tokens, heads, value_dim].
         """
 
 
@@ -63,12 +72,14 @@ def attend(
     return module.backend.attend(module, query, key, value, s_aux), None
 
 
-# --- what a model needs -------------------------------------------------------------------------------------------------------------
+# --- what a model needs -------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class Mask:
-    """Stands for a mask while a model is watched; `window` as in View, `other`: it is neither causal nor a sliding window."""
+    """Stands for a mask while a model is watched; `window` as in View, `other`: it is neither causal nor a
+    sliding window.
+    """
 
     window: int | None = None
     other: bool = False
@@ -82,17 +93,20 @@ def mask_of(mask_function: Callable[..., Any], local_size: int | None = None, **
     for window in (local_size, None):
         expected = (keys <= queries) & (keys > queries - (window or len(keys[0])))
         zero = torch.tensor(0)
-        if torch.equal(torch.as_tensor(mask_function(zero, zero, queries, keys)).expand_as(expected), expected):
+        if torch.equal(
+            torch.as_tensor(mask_function(zero, zero, queries, keys)).expand_as(expected), expected
+        ):
             return Mask(window)
     return Mask(other=True)
 
 
 def watch(model: Any, forward: Callable[[], torch.Tensor]) -> dict[Any, Layer]:
-    """The attention modules of a model, in the order in which `forward` calls them, and what each keeps. `forward`: of WATCHED tokens of
-    one sequence → logits [1, WATCHED, vocabulary].
+    """The attention modules of a model, in the order in which `forward` calls them, and what each keeps.
+    `forward`: of WATCHED tokens of one sequence → logits [1, WATCHED, vocabulary].
 
     Raises:
-        Unservable: the model attends in a way that the paged cache does not have, or its tokens see each other in other ways, too.
+        Unservable: the model attends in a way that the paged cache does not have, or its tokens see each
+            other in other ways, too.
     """
     found: dict[Any, Layer] = {}
 
@@ -110,7 +124,11 @@ def watch(model: Any, forward: Callable[[], torch.Tensor]) -> dict[Any, Layer]:
     ) -> tuple[torch.Tensor, None]:
         if module in found:
             raise Unservable("one of its attention modules is used twice")
-        if not isinstance(attention_mask, Mask) or position_bias is not None or not getattr(module, "is_causal", True):
+        if (
+            not isinstance(attention_mask, Mask)
+            or position_bias is not None
+            or not getattr(module, "is_causal", True)
+        ):
             raise Unservable("its attention needs more than a causal mask")
         if attention_mask.other:
             raise Unservable("its attention mask is neither causal nor a sliding window")
@@ -145,13 +163,17 @@ def check(model: Any, found: Mapping[Any, Layer], logits: torch.Tensor) -> None:
         raise Unservable("its attention counts tokens by a cache of its own")
     for layer, window in zip(found.values(), cached_windows(model.config), strict=False):
         if window not in (None, layer.view.window):
-            raise Unservable(f"its cache has a window of {window} tokens and its mask {layer.view.window or 'none'}")
+            raise Unservable(
+                f"its cache has a window of {window} tokens and its mask {layer.view.window or 'none'}"
+            )
     if logits[0].isnan().any(-1).tolist() != [True] + [False] * (WATCHED - 1):
         raise Unservable("its tokens see each other by other ways than attention")
 
 
 def cached_windows(config: Any) -> list[int | None]:
-    """Of each layer that has its own K and V: of how many tokens transformers keeps these while it generates, where it forgets some."""
+    """Of each layer that has its own K and V: of how many tokens transformers keeps these while it generates,
+    where it forgets some.
+    """
     return [getattr(layer, "sliding_window", None) for layer in DynamicCache(config=config).layers]
 
 
@@ -163,7 +185,9 @@ def spoil(embedding: Any, ids: Any, output: torch.Tensor) -> torch.Tensor:
 
 
 def nothing(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    """Attention through which no token sees another: zeros, where a token's own inputs are numbers → [1, tokens, heads, value_dim]"""
+    """Attention through which no token sees another: zeros, where a token's own inputs are numbers → [1,
+    tokens, heads, value_dim]
+    """
     spoilt = query.isnan().any(3).any(1) | key.isnan().any(3).any(1) | value.isnan().any(3).any(1)
     output = query.new_zeros(1, query.shape[2], query.shape[1], value.shape[3])
     return output.masked_fill_(spoilt[..., None, None], torch.nan)
@@ -179,8 +203,9 @@ def attach(modules: Iterable[Any], geometry: Geometry, cache: Cache, backend: Ba
 
 
 def register() -> None:
-    """Without masks: the backend knows who sees what. Where a way of attending has none, transformers does not look for sequences packed
-    into its input, for which the host would wait for the device."""
+    """Without masks: the backend knows who sees what. Where a way of attending has none, transformers does
+    not look for sequences packed into its input, for which the host would wait for the device.
+    """
     AttentionInterface.register(NAME, attend)
     ALL_MASK_ATTENTION_FUNCTIONS._global_mapping.pop(NAME, None)
 

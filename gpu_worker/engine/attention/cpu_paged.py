@@ -20,7 +20,9 @@ def serves(geometry: Geometry) -> bool:
 
 
 class Paged:
-    """Its K pages are transposed, `[key_dim / 2, block_size, 2]` or `[key_dim, block_size]`: one load takes numbers of many keys."""
+    """Its K pages are transposed, `[key_dim / 2, block_size, 2]` or `[key_dim, block_size]`: one load takes
+    numbers of many keys.
+    """
 
     plan_free = opaque = False
 
@@ -35,21 +37,39 @@ class Paged:
     def begin(self, inputs: Inputs) -> None:
         widths = [span.blocks.shape[1] for span in inputs.spans]
         starts = ends_of(span.blocks.size for span in inputs.spans)
-        tiles = np.concatenate([tiles_of(span, start, width) for span, start, width in zip(inputs.spans, starts, widths, strict=False)])
+        tiles = np.concatenate(
+            [
+                tiles_of(span, start, width)
+                for span, start, width in zip(inputs.spans, starts, widths, strict=False)
+            ]
+        )
         tables = np.concatenate([span.blocks.ravel() for span in inputs.spans])
         self.arrays = slots, tiles, tables = inputs.slots, tiles.astype(np.int32), tables.astype(np.int32)
         pointers = (array.ctypes.data for array in (slots, tiles, tables))
         step = native.Step(torch.get_num_threads(), len(slots), len(tiles), self.block_size, *pointers)
         self.step = byref(step)
 
-    def attend(self, module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, sinks: torch.Tensor | None) -> torch.Tensor:
+    def attend(
+        self,
+        module: Any,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        sinks: torch.Tensor | None,
+    ) -> torch.Tensor:
         cache = self.caches.get(module)
         if cache is None:
             cache = self.caches[module] = self.cache(module, sinks)
         output = query.new_empty(1, query.shape[2], query.shape[1], value.shape[3])
         query, key, value = dense(query), dense(key), dense(value)
         self.library.tf_attend(
-            self.dtype, self.step, byref(cache), byref(heads(query)), byref(heads(key)), byref(heads(value)), output.data_ptr()
+            self.dtype,
+            self.step,
+            byref(cache),
+            byref(heads(query)),
+            byref(heads(key)),
+            byref(heads(value)),
+            output.data_ptr(),
         )
         return output
 
@@ -73,13 +93,18 @@ class Paged:
 
 
 def tiles_of(span: Span, start: int, width: int) -> Any:
-    """→ [tiles, 4] as in cpu/kernels/shapes.h; a row's blocks begin at a multiple of `width` after `start` in the tables."""
+    """→ [tiles, 4] as in cpu/kernels/shapes.h; a row's blocks begin at a multiple of `width` after `start` in
+    the tables.
+    """
     if span.count == 1:
         rows = np.arange(len(span.lengths))
         return np.stack((span.begin + rows, np.ones_like(rows), span.lengths - 1, start + rows * width), 1)
     offsets = np.arange(0, span.count, TILE)
     counts = np.minimum(TILE, span.count - offsets)
-    return np.stack((span.begin + offsets, counts, span.lengths[0] - span.count + offsets, np.full_like(offsets, start)), 1)
+    return np.stack(
+        (span.begin + offsets, counts, span.lengths[0] - span.count + offsets, np.full_like(offsets, start)),
+        1,
+    )
 
 
 def dense(tensor: torch.Tensor) -> torch.Tensor:

@@ -1,5 +1,6 @@
-"""Attention on CUDA, by FlashInfer: rows that decode by its XQA kernel, which takes all it needs from the device, prompts by kernels that
-the host plans."""
+"""Attention on CUDA, by FlashInfer: rows that decode by its XQA kernel, which takes all it needs from the
+device, prompts by kernels that the host plans.
+"""
 
 import logging
 import os
@@ -28,10 +29,14 @@ PLAN_FREE_BLOCKS = (16, 32, 64, 128)
 PLAN_FREE_GENERATIONS = (9, 10, 12)
 """Major compute capabilities that XQA is compiled for."""
 PLAN_FREE_GROUP = 32
-"""Query heads that share one K head: of more, one program's queries do not fit where it keeps them, if they have 256 numbers."""
+"""Query heads that share one K head: of more, one program's queries do not fit where it keeps them, if they
+have 256 numbers.
+"""
 WORKSPACE_BYTES = 256 * 2**20
 PLAN_FREE_BYTES = 16 * 2**20
-"""8 MiB of counters, then what programs that share a row hand to each other: of each multiprocessor 32 heads of 256 numbers at most."""
+"""8 MiB of counters, then what programs that share a row hand to each other: of each multiprocessor 32 heads
+of 256 numbers at most.
+"""
 LOG2_E = 1.4426950408889634
 
 
@@ -40,11 +45,17 @@ def lacks(geometry: Geometry) -> str:
     dims = sorted({dim for layer in geometry.layers for dim in (layer.key_dim, layer.value_dim)})
     if geometry.dtype not in DTYPES:
         return f"it has kernels for {listed(DTYPES)}, not for {geometry.dtype}"
-    return "" if len(dims) == 1 and dims[0] in DIMS else f"it has kernels for heads of {listed(DIMS)} numbers, these have {listed(dims)}"
+    return (
+        ""
+        if len(dims) == 1 and dims[0] in DIMS
+        else f"it has kernels for heads of {listed(DIMS)} numbers, these have {listed(dims)}"
+    )
 
 
 def needs_plans(geometry: Geometry, generation: int) -> str:
-    """Why rows that decode need plans of the host, so that steps of such rows cannot be captured; empty where XQA serves them."""
+    """Why rows that decode need plans of the host, so that steps of such rows cannot be captured; empty where
+    XQA serves them.
+    """
     groups, caps = {view.group for view in geometry.views}, {view.softcap for view in geometry.views}
     if caps != {None}:
         return "scores are soft-capped"
@@ -53,15 +64,20 @@ def needs_plans(geometry: Geometry, generation: int) -> str:
     if geometry.block_size not in PLAN_FREE_BLOCKS:
         return f"blocks have {geometry.block_size} tokens (BLOCK_SIZE), not {listed(PLAN_FREE_BLOCKS)}"
     return (
-        "" if generation in PLAN_FREE_GENERATIONS else f"the GPU's compute capability is {generation}, not {listed(PLAN_FREE_GENERATIONS)}"
+        ""
+        if generation in PLAN_FREE_GENERATIONS
+        else f"the GPU's compute capability is {generation}, not {listed(PLAN_FREE_GENERATIONS)}"
     )
 
 
 def reach_ninja() -> None:
-    """FlashInfer compiles by ninja, which it brings and calls by name. It lies beside this interpreter, whose folder is in PATH only where
-    the virtual environment was activated."""
+    """FlashInfer compiles by ninja, which it brings and calls by name. It lies beside this interpreter, whose
+    folder is in PATH only where the virtual environment was activated.
+    """
     if shutil.which("ninja") is None:
-        os.environ["PATH"] = os.pathsep.join((os.environ.get("PATH", os.defpath), sysconfig.get_path("scripts")))
+        os.environ["PATH"] = os.pathsep.join(
+            (os.environ.get("PATH", os.defpath), sysconfig.get_path("scripts"))
+        )
 
 
 def listed(values: Sequence[object]) -> str:
@@ -86,7 +102,8 @@ class Flash:
     """Pages are `[kv_heads, block_size, dim]`, FlashInfer's HND.
 
     Attributes:
-        plan_free: whether a step in which all rows decode needs nothing from the host but its tokens and tables.
+        plan_free: whether a step in which all rows decode needs nothing from the host but its tokens and
+            tables.
     """
 
     opaque = True
@@ -100,14 +117,21 @@ class Flash:
         self.plan_free = not why
         if why:
             log.warning("FlashInfer plans each step that decodes, which is slower: %s", why)
-        self.workspace = torch.zeros(PLAN_FREE_BYTES, dtype=torch.uint8, device=device)  # XQA's counters start at zero
+        self.workspace = torch.zeros(
+            PLAN_FREE_BYTES, dtype=torch.uint8, device=device
+        )  # XQA's counters start at zero
         scratch = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
-        # A plan lies in its wrapper's pinned memory until the device has taken it: one may wait there while the next one is made.
-        self.wrappers = [[flashinfer.BatchPrefillWithPagedKVCacheWrapper(scratch, "HND") for _ in self.views] for _ in range(2)]
+        # A plan lies in its wrapper's pinned memory until the device has taken it: one may wait there while
+        # the next one is made.
+        self.wrappers = [
+            [flashinfer.BatchPrefillWithPagedKVCacheWrapper(scratch, "HND") for _ in self.views]
+            for _ in range(2)
+        ]
         self.taken = [torch.cuda.Event() for _ in self.wrappers] if device.type == "cuda" else []  # type: ignore[no-untyped-call]
         self.turn, self.modules = 0, list[Any]()
         self.step = self.rows_that_decode(
-            torch.zeros(1, dtype=torch.int32, device=device), torch.zeros(1, 1, dtype=torch.int32, device=device)
+            torch.zeros(1, dtype=torch.int32, device=device),
+            torch.zeros(1, 1, dtype=torch.int32, device=device),
         )
         self.number = max(BACKENDS, default=0) + 1
         BACKENDS[self.number] = self
@@ -115,15 +139,23 @@ class Flash:
     # --- before a forward ---
 
     def begin(self, inputs: Inputs) -> None:
-        first = next((place for place, span in enumerate(inputs.spans) if span.count > 1), len(inputs.spans)) if self.plan_free else 0
+        first = (
+            next((place for place, span in enumerate(inputs.spans) if span.count > 1), len(inputs.spans))
+            if self.plan_free
+            else 0
+        )
         table, lengths = table_of(inputs.spans[:first])
-        self.step = Step(upload(inputs.slots, self.device), upload(table, self.device), upload(lengths, self.device))
+        self.step = Step(
+            upload(inputs.slots, self.device), upload(table, self.device), upload(lengths, self.device)
+        )
         if first < len(inputs.spans):
             self.turn = 1 - self.turn
             self.plan(inputs.spans[first:])
 
     def begin_decode(self, positions: torch.Tensor, table: torch.Tensor) -> None:
-        """As `begin`, for rows that all decode, from tensors on the device: positions int32 [rows], table int32 [rows, blocks]."""
+        """As `begin`, for rows that all decode, from tensors on the device: positions int32 [rows], table
+        int32 [rows, blocks].
+        """
         self.step = self.rows_that_decode(positions, table)
 
     def rows_that_decode(self, positions: torch.Tensor, table: torch.Tensor) -> Step:
@@ -138,7 +170,9 @@ class Flash:
         blocks = np.concatenate([line[:count] for line, count in zip(lines, held, strict=True)])
         last_lengths, longest = lengths - (held - 1) * self.block_size, int(counts.max())
         host = (ends_of(counts), ends_of(held), last_lengths, lengths)
-        query_ends, block_ends, last_lengths, totals = (pinned(values.astype(np.int32), self.device) for values in host)
+        query_ends, block_ends, last_lengths, totals = (
+            pinned(values.astype(np.int32), self.device) for values in host
+        )
         indices = upload(blocks.astype(np.int32), self.device)
         if self.taken:
             self.taken[self.turn].synchronize()
@@ -166,11 +200,24 @@ class Flash:
 
     # --- in a forward ---
 
-    def attend(self, module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, sinks: torch.Tensor | None) -> torch.Tensor:
+    def attend(
+        self,
+        module: Any,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        sinks: torch.Tensor | None,
+    ) -> torch.Tensor:
         output: torch.Tensor = attend(query, key, value, sinks, module.layer, self.number)
         return output
 
-    def run(self, number: int, query: torch.Tensor, cache: tuple[torch.Tensor, torch.Tensor], sinks: torch.Tensor | None) -> torch.Tensor:
+    def run(
+        self,
+        number: int,
+        query: torch.Tensor,
+        cache: tuple[torch.Tensor, torch.Tensor],
+        sinks: torch.Tensor | None,
+    ) -> torch.Tensor:
         """query [tokens, heads, dim] → the same shape"""
         rows, output = len(self.step.lengths), torch.empty_like(query)
         if rows:
@@ -179,7 +226,14 @@ class Flash:
             self.prefill(self.wrappers[self.turn][number], query[rows:], cache, sinks, output[rows:])
         return output
 
-    def decode(self, view: View, query: torch.Tensor, cache: tuple[torch.Tensor, torch.Tensor], sinks: Any, output: torch.Tensor) -> None:
+    def decode(
+        self,
+        view: View,
+        query: torch.Tensor,
+        cache: tuple[torch.Tensor, torch.Tensor],
+        sinks: Any,
+        output: torch.Tensor,
+    ) -> None:
         xqa_batch_decode_with_kv_cache(
             query,
             cache,
@@ -195,9 +249,16 @@ class Flash:
         )
 
     def prefill(
-        self, wrapper: Any, query: torch.Tensor, cache: tuple[torch.Tensor, torch.Tensor], sinks: Any, output: torch.Tensor
+        self,
+        wrapper: Any,
+        query: torch.Tensor,
+        cache: tuple[torch.Tensor, torch.Tensor],
+        sinks: Any,
+        output: torch.Tensor,
     ) -> None:
-        """A sink takes its share of a softmax whose sum is known: what is left of the output is `sigmoid(log sum - sink)`."""
+        """A sink takes its share of a softmax whose sum is known: what is left of the output is `sigmoid(log
+        sum - sink)`.
+        """
         if sinks is None:
             wrapper.run(query, cache, out=output)
         else:
@@ -214,10 +275,12 @@ def table_of(spans: Sequence[Span]) -> tuple[Any, Any]:
     width = max((span.blocks.shape[1] for span in spans), default=1)
     tables = [np.pad(span.blocks, ((0, 0), (0, width - span.blocks.shape[1]))) for span in spans]
     lengths = [span.lengths for span in spans]
-    return np.concatenate([np.zeros((0, width)), *tables]).astype(np.int32), np.concatenate([np.zeros(0), *lengths]).astype(np.int32)
+    return np.concatenate([np.zeros((0, width)), *tables]).astype(np.int32), np.concatenate(
+        [np.zeros(0), *lengths]
+    ).astype(np.int32)
 
 
-# --- what a compiled layer calls ----------------------------------------------------------------------------------------------------
+# --- what a compiled layer calls ----------------------------------------------------------------------------
 
 BACKENDS: weakref.WeakValueDictionary[int, Flash] = weakref.WeakValueDictionary()
 """By number: compiled code takes tensors and numbers only."""
@@ -232,8 +295,10 @@ def attend(
     layer: torch.Tensor,
     backend: int,
 ) -> torch.Tensor:
-    """`layer` is a number on the host, as a tensor: a plain number would make each layer compile for itself. The cache is not among the
-    arguments: compilers copy what is written to, and take views of one tensor for one thing."""
+    """`layer` is a number on the host, as a tensor: a plain number would make each layer compile for itself.
+    The cache is not among the arguments: compilers copy what is written to, and take views of one tensor for
+    one thing.
+    """
     flash = BACKENDS[backend]
     module = flash.modules[int(layer)]
     keys, values = module.keys, module.values

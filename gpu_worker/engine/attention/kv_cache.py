@@ -1,4 +1,6 @@
-"""The paged KV cache: for each layer one tensor of K and one of V, `[blocks, kv_heads, block_size, dim]`. Block 0 is scratch."""
+"""The paged KV cache: for each layer one tensor of K and one of V, `[blocks, kv_heads, block_size, dim]`.
+Block 0 is scratch.
+"""
 
 import math
 from collections import Counter
@@ -61,7 +63,10 @@ class Geometry:
     def num_blocks(self, kv_cache_bytes: int, available_bytes: int) -> int:
         """Blocks that may be granted; the scratch block comes on top. Raises SettingError."""
         if kv_cache_bytes > available_bytes:
-            raise SettingError("kv_cache_bytes", f"{mib(kv_cache_bytes)} MiB, but only {mib(available_bytes)} MiB of memory are available")
+            raise SettingError(
+                "kv_cache_bytes",
+                f"{mib(kv_cache_bytes)} MiB, but only {mib(available_bytes)} MiB of memory are available",
+            )
         if kv_cache_bytes < self.block_bytes:
             block = f"one block of {self.block_size} tokens of this model takes {self.block_bytes} bytes"
             raise SettingError("kv_cache_bytes", f"{kv_cache_bytes} bytes are too few: {block}")
@@ -73,19 +78,30 @@ def mib(num_bytes: int) -> int:
 
 
 def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """On CPU the system hands out zeroed pages as they are first touched; `torch.zeros` would write a gigabyte at every start."""
+    """On CPU the system hands out zeroed pages as they are first touched; `torch.zeros` would write a
+    gigabyte at every start.
+    """
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
     return torch.from_numpy(np.zeros(math.prod(shape) * dtype.itemsize, np.uint8)).view(dtype).view(shape)
 
 
 class Cache:
-    """What is of one shape, in most models all of it, lies in one tensor: to fill a block of all layers is one call."""
+    """What is of one shape, in most models all of it, lies in one tensor: to fill a block of all layers is
+    one call.
+    """
 
     def __init__(self, geometry: Geometry, num_blocks: int, device: torch.device) -> None:
         self.num_blocks, self.device = num_blocks, device
-        pages = [(layer.view.kv_heads, geometry.block_size, dim) for layer in geometry.layers for dim in (layer.key_dim, layer.value_dim)]
-        self.stores = {page: zeros((num, num_blocks + 1, *page), geometry.dtype, device) for page, num in Counter(pages).items()}
+        pages = [
+            (layer.view.kv_heads, geometry.block_size, dim)
+            for layer in geometry.layers
+            for dim in (layer.key_dim, layer.value_dim)
+        ]
+        self.stores = {
+            page: zeros((num, num_blocks + 1, *page), geometry.dtype, device)
+            for page, num in Counter(pages).items()
+        }
         parts = {page: iter(store) for page, store in self.stores.items()}
         tensors = [next(parts[page]) for page in pages]
         self.keys, self.values = tensors[::2], tensors[1::2]

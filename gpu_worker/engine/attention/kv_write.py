@@ -1,13 +1,20 @@
-"""What is written into the paged cache: K and V of new tokens, on CUDA by one kernel for both; and one number into whole blocks."""
+"""What is written into the paged cache: K and V of new tokens, on CUDA by one kernel for both; and one number
+into whole blocks.
+"""
 
 import torch
 
 
-def write(keys: torch.Tensor, values: torch.Tensor, key: torch.Tensor, value: torch.Tensor, slots: torch.Tensor) -> None:
-    """In place. keys, values [blocks, kv_heads, block_size, dim], contiguous; key, value [kv_heads, tokens, dim], with any strides of heads
-    and tokens; slots int [tokens]: block * block_size + offset."""
+def write(
+    keys: torch.Tensor, values: torch.Tensor, key: torch.Tensor, value: torch.Tensor, slots: torch.Tensor
+) -> None:
+    """In place. keys, values [blocks, kv_heads, block_size, dim], contiguous; key, value [kv_heads, tokens,
+    dim], with any strides of heads and tokens; slots int [tokens]: block * block_size + offset.
+    """
     if key.is_cuda:
-        from gpu_worker.engine.cuda.kernels.kv_write import write_both  # Triton comes with torch's builds for CUDA only
+        from gpu_worker.engine.cuda.kernels.kv_write import (
+            write_both,
+        )  # Triton comes with torch's builds for CUDA only
 
         write_both(keys, values, key, value, slots)
     else:
@@ -17,8 +24,9 @@ def write(keys: torch.Tensor, values: torch.Tensor, key: torch.Tensor, value: to
 
 
 def fill(store: torch.Tensor, blocks: torch.Tensor, value: float) -> None:
-    """In place. store [tensors, blocks, kv_heads, block_size, dim], contiguous; blocks int64 [n]. On CUDA torch's own way would be one
-    launch for every 2 GiB of a store, however few blocks are filled."""
+    """In place. store [tensors, blocks, kv_heads, block_size, dim], contiguous; blocks int64 [n]. On CUDA
+    torch's own way would be one launch for every 2 GiB of a store, however few blocks are filled.
+    """
     if store.is_cuda:
         from gpu_worker.engine.cuda.kernels.kv_write import fill_pages
 

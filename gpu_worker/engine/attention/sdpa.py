@@ -17,10 +17,11 @@ Int64 = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """Queries `begin` to `end` on the line, the gathered keys `first` to `last`, and the bias that hides all but what each query sees:
-    [rows * kv_heads or 1, queries, keys].
+    """Queries `begin` to `end` on the line, the gathered keys `first` to `last`, and the bias that hides all
+    but what each query sees: [rows * kv_heads or 1, queries, keys].
 
-    `first` and `last` are whole numbers of blocks: a product over part of a gathered page would copy all of them first.
+    `first` and `last` are whole numbers of blocks: a product over part of a gathered page would copy all of
+    them first.
     """
 
     begin: int
@@ -32,7 +33,9 @@ class Tile:
 
 @dataclass(frozen=True, slots=True)
 class Gathered:
-    """A span, ready for every layer of a view. `pages` picks [rows, kv_heads, blocks] of the cache seen as [blocks * kv_heads] pages."""
+    """A span, ready for every layer of a view. `pages` picks [rows, kv_heads, blocks] of the cache seen as
+    [blocks * kv_heads] pages.
+    """
 
     rows: int
     pages: torch.Tensor
@@ -41,15 +44,18 @@ class Gathered:
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """What the layers of one view share in a step; `slots` are lines of the cache seen as [blocks * kv_heads * block_size] lines."""
+    """What the layers of one view share in a step; `slots` are lines of the cache seen as [blocks * kv_heads
+    * block_size] lines.
+    """
 
     slots: torch.Tensor
     spans: list[Gathered]
 
 
 class Sdpa:
-    """The queries that share a K head stand in one matrix, so products are batched over rows and K heads. (The fused
-    `scaled_dot_product_attention` of torch 2.13 was measured on CPU: 4 to 6 times slower for rows that decode.)
+    """The queries that share a K head stand in one matrix, so products are batched over rows and K heads.
+    (The fused `scaled_dot_product_attention` of torch 2.13 was measured on CPU: 4 to 6 times slower for rows
+    that decode.)
     """
 
     plan_free = opaque = False
@@ -69,7 +75,9 @@ class Sdpa:
         return Prepared(self.tensor(slots.reshape(-1)), [self.gather(view, span) for span in inputs.spans])
 
     def gather(self, view: View, span: Span) -> Gathered:
-        blocks, tiles = self.decode_tile(view, span) if span.count == 1 else (span.blocks, self.prompt_tiles(view, span))
+        blocks, tiles = (
+            self.decode_tile(view, span) if span.count == 1 else (span.blocks, self.prompt_tiles(view, span))
+        )
         pages = blocks[:, None, :] * view.kv_heads + np.arange(view.kv_heads)[None, :, None]
         return Gathered(len(span.lengths), self.tensor(pages.reshape(-1)), tiles)
 
@@ -96,7 +104,15 @@ class Sdpa:
             last = -(-(start + end) // self.block_size) * self.block_size
             positions = np.arange(first, last)
             hidden = (positions > queries) | (positions <= seen_from)
-            tiles.append(Tile(span.begin + begin, span.begin + end, first, last, self.bias(np.tile(hidden, (view.group, 1))[None])))
+            tiles.append(
+                Tile(
+                    span.begin + begin,
+                    span.begin + end,
+                    first,
+                    last,
+                    self.bias(np.tile(hidden, (view.group, 1))[None]),
+                )
+            )
         return tiles
 
     def bias(self, hidden: Any) -> torch.Tensor:
@@ -106,7 +122,14 @@ class Sdpa:
     def tensor(self, array: Any) -> torch.Tensor:
         return upload(array, self.device)
 
-    def attend(self, module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, sinks: torch.Tensor | None) -> torch.Tensor:
+    def attend(
+        self,
+        module: Any,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        sinks: torch.Tensor | None,
+    ) -> torch.Tensor:
         prepared, view = self.prepared[module.view], module.view
         for cache, new in ((module.keys, key), (module.values, value)):
             cache.view(-1, new.shape[-1]).index_copy_(0, prepared.slots, new.reshape(-1, new.shape[-1]))
@@ -116,21 +139,39 @@ class Sdpa:
             for tile in span.tiles:
                 queries = queries_of(query, tile, span.rows, view.kv_heads)
                 scores = self.scores(queries, keys[:, tile.first : tile.last], tile.bias, view)
-                weights = torch.softmax(scores, -1) if sinks is None else softmax_with_sinks(scores, sinks, span.rows, view)
+                weights = (
+                    torch.softmax(scores, -1)
+                    if sinks is None
+                    else softmax_with_sinks(scores, sinks, span.rows, view)
+                )
                 output = torch.bmm(weights, values[:, tile.first : tile.last])
-                outputs.append(output.view(span.rows, query.shape[1], -1, value.shape[-1]).transpose(1, 2).flatten(0, 1))
+                outputs.append(
+                    output.view(span.rows, query.shape[1], -1, value.shape[-1]).transpose(1, 2).flatten(0, 1)
+                )
         return (outputs[0] if len(outputs) == 1 else torch.cat(outputs)).unsqueeze(0)
 
     def pages(self, cache: torch.Tensor, span: Gathered, kv_heads: int) -> torch.Tensor:
         """→ [rows * kv_heads, tokens, dim]"""
         dim = cache.shape[-1]
-        return cache.view(-1, self.block_size * dim).index_select(0, span.pages).view(span.rows * kv_heads, -1, dim)
+        return (
+            cache.view(-1, self.block_size * dim)
+            .index_select(0, span.pages)
+            .view(span.rows * kv_heads, -1, dim)
+        )
 
-    def scores(self, queries: torch.Tensor, keys: torch.Tensor, bias: torch.Tensor, view: View) -> torch.Tensor:
+    def scores(
+        self, queries: torch.Tensor, keys: torch.Tensor, bias: torch.Tensor, view: View
+    ) -> torch.Tensor:
         """→ [rows * kv_heads, queries, keys]"""
         if view.softcap is None:
             return torch.baddbmm(bias, queries, keys.transpose(1, 2), alpha=view.scaling)
-        return torch.bmm(queries, keys.transpose(1, 2)).mul_(view.scaling / view.softcap).tanh_().mul_(view.softcap).add_(bias)
+        return (
+            torch.bmm(queries, keys.transpose(1, 2))
+            .mul_(view.scaling / view.softcap)
+            .tanh_()
+            .mul_(view.softcap)
+            .add_(bias)
+        )
 
 
 def shifted(blocks: Int64, first: Int64, width: int) -> Int64:
@@ -149,5 +190,10 @@ def queries_of(query: torch.Tensor, tile: Tile, rows: int, kv_heads: int) -> tor
 
 def softmax_with_sinks(scores: torch.Tensor, sinks: torch.Tensor, rows: int, view: View) -> torch.Tensor:
     """The softmax with one more score for each head, whose weight is then left out."""
-    per_query = sinks.to(scores.dtype).repeat_interleave(scores.shape[1] // view.group).view(view.kv_heads, -1, 1).repeat(rows, 1, 1)
+    per_query = (
+        sinks.to(scores.dtype)
+        .repeat_interleave(scores.shape[1] // view.group)
+        .view(view.kv_heads, -1, 1)
+        .repeat(rows, 1, 1)
+    )
     return torch.softmax(torch.cat((scores, per_query), -1), -1)[..., :-1]

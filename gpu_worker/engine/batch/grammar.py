@@ -1,4 +1,6 @@
-"""What something outside of the sampler says of each next token of a row: a grammar or a tool's schema by a mask, a watermark by a bias."""
+"""What something outside of the sampler says of each next token of a row: a grammar or a tool's schema by a
+mask, a watermark by a bias.
+"""
 
 from collections.abc import Sequence
 from typing import Protocol
@@ -14,7 +16,9 @@ Float32 = npt.NDArray[np.float32]
 
 
 class Guide(Protocol):
-    """It is asked after the forward was launched, and may take its time while that runs: the sampler waits for it, nothing else does."""
+    """It is asked after the forward was launched, and may take its time while that runs: the sampler waits
+    for it, nothing else does.
+    """
 
     def take(self, token: int) -> None:
         """The row's newest token; in a resume also those before."""
@@ -27,7 +31,9 @@ class Guide(Protocol):
 
 
 def steer(scores: torch.Tensor, guides: Sequence[Guide | None]) -> None:
-    """In place. scores [rows, vocabulary]; what no mask and no bias speaks of stays as it is, also tokens beyond their ends."""
+    """In place. scores [rows, vocabulary]; what no mask and no bias speaks of stays as it is, also tokens
+    beyond their ends.
+    """
     biases = {row: bias for row, guide in enumerate(guides) if guide and (bias := guide.bias()) is not None}
     masks = {row: mask for row, guide in enumerate(guides) if guide and (mask := guide.mask()) is not None}
     if biases:
@@ -42,4 +48,6 @@ def steer(scores: torch.Tensor, guides: Sequence[Guide | None]) -> None:
 
 def allowed(bits: torch.Tensor) -> torch.Tensor:
     """int32 [rows, words] → bool [rows, 32 * words]"""
-    return ((bits[..., None] >> torch.arange(32, dtype=torch.int32, device=bits.device)) & 1).bool().flatten(1)
+    return (
+        ((bits[..., None] >> torch.arange(32, dtype=torch.int32, device=bits.device)) & 1).bool().flatten(1)
+    )

@@ -1,4 +1,6 @@
-"""The parts of a step as tensors: one flat line of tokens, rows that decode first, then the chunks of prompts."""
+"""The parts of a step as tensors: one flat line of tokens, rows that decode first, then the chunks of
+prompts.
+"""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -11,7 +13,9 @@ from gpu_worker.engine.batch.outcome import Int32
 from gpu_worker.engine.batch.rows import Part
 from gpu_worker.engine.batch.to_device import upload
 
-SPREAD = 512  # tokens; rows that decode are padded to the longest of their span, at most twice their own length or this much more
+# tokens; rows that decode are padded to the longest of their span, at most twice their own length or this
+# much more
+SPREAD = 512
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,8 +40,10 @@ class Inputs:
     Attributes:
         ids, positions: int64 [1, tokens].
         slots: int64 [tokens]; where a token's K and V go: block * block_size + offset.
-        sampled: int64 [wanted]; tokens on the line whose logits are wanted: to sample from them, or to tell of the prompt.
-        lengths: int64 [tokens]; of a token's sequence when its K is first computed: the prompt's, or up to the token where it is generated.
+        sampled: int64 [wanted]; tokens on the line whose logits are wanted: to sample from them, or to tell
+            of the prompt.
+        lengths: int64 [tokens]; of a token's sequence when its K is first computed: the prompt's, or up to
+            the token where it is generated.
     """
 
     ids: torch.Tensor
@@ -48,16 +54,23 @@ class Inputs:
     spans: list[Span]
 
 
-def build(parts: Sequence[Part], block_size: int, device: torch.device, previous: torch.Tensor | None = None) -> Inputs:
+def build(
+    parts: Sequence[Part], block_size: int, device: torch.device, previous: torch.Tensor | None = None
+) -> Inputs:
     """Tensors of arranged parts. `previous`: int64, what the step before sampled, where it is not read yet."""
-    ids, positions, counts = token_ids(parts).astype(np.int64), positions_of(parts), [part.count for part in parts]
+    ids, positions, counts = (
+        token_ids(parts).astype(np.int64),
+        positions_of(parts),
+        [part.count for part in parts],
+    )
     tables = [part.row.blocks for part in parts]
     begins = np.repeat(ends_of(map(len, tables))[:-1], counts)
     prompt_lengths = np.repeat([part.row.first_length for part in parts], counts)
     return Inputs(
         ids=resolved(upload(ids, device), previous)[None],
         positions=upload(positions[None], device),
-        slots=np.concatenate(tables).astype(np.int64)[begins + positions // block_size] * block_size + positions % block_size,
+        slots=np.concatenate(tables).astype(np.int64)[begins + positions // block_size] * block_size
+        + positions % block_size,
         sampled=upload(wanted(parts), device),
         lengths=upload(np.maximum(positions + 1, prompt_lengths), device),
         spans=spans(parts, block_size),
@@ -82,7 +95,9 @@ def token_ids(parts: Sequence[Part]) -> Int32:
 def positions_of(parts: Sequence[Part]) -> npt.NDArray[np.int64]:
     """int64 [tokens]"""
     ends = np.cumsum([part.count for part in parts])
-    return np.arange(ends[-1]) + np.repeat([part.kv_len for part in parts] - ends, [part.count for part in parts])
+    return np.arange(ends[-1]) + np.repeat(
+        [part.kv_len for part in parts] - ends, [part.count for part in parts]
+    )
 
 
 def ends_of(counts: Iterable[int]) -> npt.NDArray[np.int64]:
@@ -91,13 +106,19 @@ def ends_of(counts: Iterable[int]) -> npt.NDArray[np.int64]:
 
 
 def last_ids(parts: Sequence[Part]) -> list[int]:
-    """Of rows that decode. A token that the host does not know yet is -1 less its place among the samples of the step before."""
+    """Of rows that decode. A token that the host does not know yet is -1 less its place among the samples of
+    the step before.
+    """
     return [part.row.last_id if part.source is None else -1 - part.source for part in parts]
 
 
 def resolved(ids: torch.Tensor, previous: torch.Tensor | None) -> torch.Tensor:
     """int64 [tokens], with what the step before sampled where the host does not know it."""
-    return ids if previous is None or not len(previous) else torch.where(ids < 0, previous[(-1 - ids).clamp_(min=0)], ids)
+    return (
+        ids
+        if previous is None or not len(previous)
+        else torch.where(ids < 0, previous[(-1 - ids).clamp_(min=0)], ids)
+    )
 
 
 def spans(parts: Sequence[Part], block_size: int) -> list[Span]:

@@ -24,7 +24,9 @@ NO_TOPS: Mapping[int, Top] = {}
 
 
 class Told(NamedTuple):
-    """What a part tells of its prompt: packed log-probabilities, and packed ids and log-probabilities of the likeliest tokens."""
+    """What a part tells of its prompt: packed log-probabilities, and packed ids and log-probabilities of the
+    likeliest tokens.
+    """
 
     logprobs: bytes
     top_ids: bytes

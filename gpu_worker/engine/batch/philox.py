@@ -11,10 +11,12 @@ MASK = 2**64 - 1
 def uniforms(seed: int, choice: int, begin: int, count: int) -> npt.NDArray[np.float64]:
     """Numbers of [0, 1) for the tokens from index `begin`, a multiple of 4, on.
 
-    Philox-4x64 (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3") with seed and choice, modulo 2**64, as its key and the
-    index as its counter: a pure function of the three.
+    Philox-4x64 (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3") with seed and choice,
+    modulo 2**64, as its key and the index as its counter: a pure function of the three.
     """
-    source = np.random.Philox(key=np.array([seed & MASK, choice & MASK], np.uint64), counter=begin // PER_BLOCK)
+    source = np.random.Philox(
+        key=np.array([seed & MASK, choice & MASK], np.uint64), counter=begin // PER_BLOCK
+    )
     return np.asarray((source.random_raw(count) >> np.uint64(11)) * 2.0**-53, np.float64)
 
 

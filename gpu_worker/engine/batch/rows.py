@@ -1,7 +1,9 @@
-"""The row table: which rows take part in the next step and what becomes of them. Pure bookkeeping, no tensors.
+"""The row table: which rows take part in the next step and what becomes of them. Pure bookkeeping, no
+tensors.
 
-A step has two ends. `launch` decides who takes part and advances lengths, `read` takes the sampled ids. One more step may be launched
-between the two: everything that `launch` needs is arithmetic, so only what depends on sampled ids waits for `read`.
+A step has two ends. `launch` decides who takes part and advances lengths, `read` takes the sampled ids. One
+more step may be launched between the two: everything that `launch` needs is arithmetic, so only what depends
+on sampled ids waits for `read`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -30,7 +32,8 @@ class Row:
         index: index of the next token to sample.
         ends: what ids end the row with which reason.
         anew: what was generated before is computed as if it were of the prompt.
-        prompt_logprobs: how many of the likeliest tokens are told beside each token of `ids`; None where nothing is told of these.
+        prompt_logprobs: how many of the likeliest tokens are told beside each token of `ids`; None where
+            nothing is told of these.
         manner: how it chooses; None is plainly greedy.
         last_id: input of the next decode step, once the step that sampled it is read.
         place: of its token among those sampled by the last launched step that held it.
@@ -61,7 +64,19 @@ class Row:
         ends |= {} if start.ignore_eos else dict.fromkeys(eos_ids, "eos_token")
         manner = Manner.of(start, list(ends))
         told = start.prompt_logprobs
-        return cls(start.row, ids, start.base, start.end, blocks, ends, manner, start.base, anew, told, read_index=start.base)
+        return cls(
+            start.row,
+            ids,
+            start.base,
+            start.end,
+            blocks,
+            ends,
+            manner,
+            start.base,
+            anew,
+            told,
+            read_index=start.base,
+        )
 
     @property
     def first_length(self) -> int:
@@ -74,7 +89,8 @@ class Part:
     """What a row does in one step: positions `begin` to `begin + count - 1`, then a sample where `samples`.
 
     Attributes:
-        source: where its input is sampled by a step that is not read yet: the place among that step's samples.
+        source: where its input is sampled by a step that is not read yet: the place among that step's
+            samples.
         scores: of so many tokens of the prompt it tells how likely they are, from position `begin + 1` on.
     """
 
@@ -95,7 +111,9 @@ class Part:
 
     @property
     def wanted(self) -> int:
-        """Of how many tokens logits are wanted, up to its last: those that tell of the prompt, then the one that samples."""
+        """Of how many tokens logits are wanted, up to its last: those that tell of the prompt, then the one
+        that samples.
+        """
         return self.scores + self.samples
 
     @property
@@ -106,7 +124,9 @@ class Part:
 
 
 def arrange(parts: Sequence[Part]) -> list[Part]:
-    """The order on the line: rows that decode, longest first, then the chunks of prompts in the order of starts."""
+    """The order on the line: rows that decode, longest first, then the chunks of prompts in the order of
+    starts.
+    """
     decoding = sorted((part for part in parts if part.decodes), key=attrgetter("begin"), reverse=True)
     return decoding + [part for part in parts if not part.decodes]
 
@@ -115,10 +135,17 @@ class Rows:
     """
     Attributes:
         max_scores: tokens in one step of prompts that are told of: each needs a line of logits.
-        outgrown_at: beyond this length the model wants every K anew: then a row is preempted, and starts again with all its tokens.
+        outgrown_at: beyond this length the model wants every K anew: then a row is preempted, and starts
+            again with all its tokens.
     """
 
-    def __init__(self, block_size: int, eos_ids: Sequence[int], max_scores: int = MAX_SCORES, outgrown_at: int | None = None) -> None:
+    def __init__(
+        self,
+        block_size: int,
+        eos_ids: Sequence[int],
+        max_scores: int = MAX_SCORES,
+        outgrown_at: int | None = None,
+    ) -> None:
         self.block_size = block_size
         self.eos_ids = eos_ids
         self.max_scores, self.outgrown_at = max_scores, outgrown_at
@@ -190,8 +217,9 @@ class Rows:
         tops: Mapping[int, Top] = NO_TOPS,
         prompts: Sequence[Told] = NOTHING,
     ) -> None:
-        """Takes what a launched step brought: `ids` has one entry for each part that samples, in order; `tops` is by their place there;
-        `prompts` has one for each part that tells of its prompt, in order."""
+        """Takes what a launched step brought: `ids` has one entry for each part that samples, in order;
+        `tops` is by their place there; `prompts` has one for each part that tells of its prompt, in order.
+        """
         sampled, told = enumerate(zip(ids, logprobs, strict=True)), iter(prompts)
         for part in parts:
             part.row.in_flight -= 1

@@ -109,7 +109,9 @@ class Manner:
         """What is subtracted from the scores of the history's ids."""
         assert self.history is not None
         sampling, history = self.sampling, self.history
-        penalty = sampling.frequency_penalty * history.generated + sampling.presence_penalty * (history.generated > 0)
+        penalty = sampling.frequency_penalty * history.generated + sampling.presence_penalty * (
+            history.generated > 0
+        )
         penalty = penalty + sampling.relative_frequency_penalty / history.length * history.counts
         return np.asarray(penalty, np.float32)
 
@@ -120,8 +122,12 @@ def penalises(sampling: Sampling) -> bool:
 
 
 def is_plain(sampling: Sampling) -> bool:
-    """Whether it comes to the likeliest token of the model's own logits; truncation never takes that away from a greedy row."""
-    return sampling.temperature == 0 and not (sampling.logit_bias or sampling.bad_words or penalises(sampling))
+    """Whether it comes to the likeliest token of the model's own logits; truncation never takes that away
+    from a greedy row.
+    """
+    return sampling.temperature == 0 and not (
+        sampling.logit_bias or sampling.bad_words or penalises(sampling)
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,8 @@
 """Whole decoder layers in one native call, where a layer is of the shape that Llama made common.
 
-A layer is taken over when it consists of exactly the known parts, and its own code gives the same on inputs of several sizes.
-Every other layer stays as it is. Those that follow each other are one call, where the model gives the same bits so.
+A layer is taken over when it consists of exactly the known parts, and its own code gives the same on inputs
+of several sizes. Every other layer stays as it is. Those that follow each other are one call, where the model
+gives the same bits so.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -33,8 +34,13 @@ MLP = {"gate_proj", "up_proj", "down_proj", "act_fn"}
 class Fused:
     """The forward of layers that follow each other."""
 
-    def __init__(self, layers: list[native.Layer], weights: list[torch.Tensor | None], backend: Paged) -> None:
-        self.layers, self.weights = (native.Layer * len(layers))(*layers), weights  # whose memory the former point to
+    def __init__(
+        self, layers: list[native.Layer], weights: list[torch.Tensor | None], backend: Paged
+    ) -> None:
+        self.layers, self.weights = (
+            (native.Layer * len(layers))(*layers),
+            weights,
+        )  # whose memory the former point to
         self.backend, self.dtype, self.run = backend, backend.dtype, backend.library.tf_layers
 
     @classmethod
@@ -55,13 +61,29 @@ class Fused:
     @classmethod
     def joined(cls, parts: Sequence["Fused"]) -> "Fused":
         return cls(
-            [layer for part in parts for layer in part.layers], [weight for part in parts for weight in part.weights], parts[0].backend
+            [layer for part in parts for layer in part.layers],
+            [weight for part in parts for weight in part.weights],
+            parts[0].backend,
         )
 
-    def __call__(self, hidden_states: torch.Tensor, *, position_embeddings: tuple[torch.Tensor, torch.Tensor], **rest: Any) -> torch.Tensor:
+    def __call__(
+        self,
+        hidden_states: torch.Tensor,
+        *,
+        position_embeddings: tuple[torch.Tensor, torch.Tensor],
+        **rest: Any,
+    ) -> torch.Tensor:
         cosines, sines = position_embeddings
         states = hidden_states.clone()
-        self.run(self.dtype, self.backend.step, self.layers, len(self.layers), cosines.data_ptr(), sines.data_ptr(), states.data_ptr())
+        self.run(
+            self.dtype,
+            self.backend.step,
+            self.layers,
+            len(self.layers),
+            cosines.data_ptr(),
+            sines.data_ptr(),
+            states.data_ptr(),
+        )
         return states
 
 
@@ -77,8 +99,14 @@ def norm_of(module: Any, weight: torch.Tensor | None) -> native.Norm:
 def fuse(model: Any, backend: Paged, forward: Callable[[Inputs], torch.Tensor], context: int) -> int:
     """`context`: the longest sequence in tokens → layers taken over."""
     run = partial(forward, trial(model, backend, context))
-    found = [layer for layer in candidates(model) if len(layer.self_attn.keys) * backend.block_size > TOKENS + backend.block_size]
-    taken = {layer: fused for layer, call in calls(found, run).items() if (fused := equal(layer, backend, call))}
+    found = [
+        layer
+        for layer in candidates(model)
+        if len(layer.self_attn.keys) * backend.block_size > TOKENS + backend.block_size
+    ]
+    taken = {
+        layer: fused for layer, call in calls(found, run).items() if (fused := equal(layer, backend, call))
+    }
     hand_out(taken)
     if taken:
         join(taken, run)
@@ -99,7 +127,7 @@ def hand_out(forwards: Mapping[Any, Callable[..., torch.Tensor]]) -> None:
         layer.forward = forward
 
 
-# --- structure ----------------------------------------------------------------------------------------------------------------------
+# --- structure ----------------------------------------------------------------------------------------------
 
 
 def candidates(model: nn.Module) -> Iterator[Any]:
@@ -108,15 +136,23 @@ def candidates(model: nn.Module) -> Iterator[Any]:
 
 def fits(layer: Any) -> bool:
     attention, mlp = layer.self_attn, layer.mlp
-    if children(attention) not in (ATTENTION, ATTENTION | HEAD_NORMS) or children(mlp) != MLP or not parameters(attention) <= {"sinks"}:
+    if (
+        children(attention) not in (ATTENTION, ATTENTION | HEAD_NORMS)
+        or children(mlp) != MLP
+        or not parameters(attention) <= {"sinks"}
+    ):
         return False
-    linears = [getattr(attention, name) for name in ATTENTION] + [getattr(mlp, name) for name in MLP - {"act_fn"}]
+    linears = [getattr(attention, name) for name in ATTENTION] + [
+        getattr(mlp, name) for name in MLP - {"act_fn"}
+    ]
     norms = [
         layer.input_layernorm,
         layer.post_attention_layernorm,
         *(getattr(attention, name) for name in children(attention) & HEAD_NORMS),
     ]
-    parts = all(type(linear) is NativeLinear for linear in linears) and all(is_rms_norm(norm) for norm in norms)
+    parts = all(type(linear) is NativeLinear for linear in linears) and all(
+        is_rms_norm(norm) for norm in norms
+    )
     return parts and all(plain(part) for part in layer.modules())
 
 
@@ -141,11 +177,13 @@ def epsilon(module: Any) -> float:
     return float(getattr(module, "variance_epsilon", getattr(module, "eps", None)) or 0.0)
 
 
-# --- comparison ---------------------------------------------------------------------------------------------------------------------
+# --- comparison ---------------------------------------------------------------------------------------------
 
 
 def calls(layers: list[Any], run: Callable[[], object]) -> dict[Any, tuple[Any, Any, Any]]:
-    """Runs the model on a few tokens → positional arguments, named ones and the output of each layer that is called as most are."""
+    """Runs the model on a few tokens → positional arguments, named ones and the output of each layer that is
+    called as most are.
+    """
     seen: dict[Any, tuple[Any, Any, Any]] = {}
 
     def note(module: Any, arguments: Any, options: Any, output: Any) -> None:
@@ -160,36 +198,55 @@ def calls(layers: list[Any], run: Callable[[], object]) -> dict[Any, tuple[Any, 
 
 
 def trial(model: Any, backend: Paged, context: int) -> Inputs:
-    """A prompt in the first blocks, which nobody has been granted yet. Its positions span the whole context: some models have factors
-    that depend on them."""
+    """A prompt in the first blocks, which nobody has been granted yet. Its positions span the whole context:
+    some models have factors that depend on them.
+    """
     blocks = np.arange(1, 1 + -(-TOKENS // backend.block_size), dtype=np.int32)
     ids = np.arange(TOKENS, dtype=np.int32) * 7 % model.config.get_text_config().vocab_size
-    prompt = build([Part(Row(0, ids, 0, 1, blocks), 0, TOKENS, samples=True)], backend.block_size, torch.device("cpu"))
+    prompt = build(
+        [Part(Row(0, ids, 0, 1, blocks), 0, TOKENS, samples=True)], backend.block_size, torch.device("cpu")
+    )
     positions = torch.linspace(0, context - 1, TOKENS).long()
     return replace(prompt, positions=positions[None], lengths=positions + 1)
 
 
 def usual(arguments: Any, options: Any, output: Any) -> bool:
-    if len(arguments) != 1 or not torch.is_tensor(output) or not isinstance(options.get("position_embeddings"), tuple):
+    if (
+        len(arguments) != 1
+        or not torch.is_tensor(output)
+        or not isinstance(options.get("position_embeddings"), tuple)
+    ):
         return False
     tensors = (*arguments, output, *options["position_embeddings"])
     dtypes = {tensor.dtype for tensor in tensors}
-    return len(tensors) == 4 and len(dtypes) == 1 and all(tensor.is_contiguous() and tensor.shape[:2] == (1, TOKENS) for tensor in tensors)
+    return (
+        len(tensors) == 4
+        and len(dtypes) == 1
+        and all(tensor.is_contiguous() and tensor.shape[:2] == (1, TOKENS) for tensor in tensors)
+    )
 
 
 def equal(layer: Any, backend: Paged, call: tuple[Any, Any, Any]) -> Fused | None:
-    """The native layer that gives what this one does, if there is one. Some models leave positions out of some layers."""
+    """The native layer that gives what this one does, if there is one. Some models leave positions out of
+    some layers.
+    """
     (states,), options, output = call
     nearer = {name: NEAR if name == "position_ids" else value for name, value in options.items()}
     if not torch.equal(layer(states, **nearer), output):
         return None  # it looks at positions itself, which rounding may hide on so few tokens
     random = torch.Generator().manual_seed(0)
-    inputs = [states, *((torch.randn(states.shape, generator=random) * scale).to(states.dtype) for scale in SCALES)]
+    inputs = [
+        states,
+        *((torch.randn(states.shape, generator=random) * scale).to(states.dtype) for scale in SCALES),
+    ]
     expected = [layer(tensor, **options) for tensor in inputs]
     rotary = options["position_embeddings"][0].shape[2]
     fits = rotary <= backend.caches[layer.self_attn].key_dim
     for fused in [Fused.of(layer, backend, size) for size in ((rotary, 0) if fits else (0,))]:
-        if all(close(fused(given, **options), wanted, given) for given, wanted in zip(inputs, expected, strict=True)):
+        if all(
+            close(fused(given, **options), wanted, given)
+            for given, wanted in zip(inputs, expected, strict=True)
+        ):
             return fused
     return None
 

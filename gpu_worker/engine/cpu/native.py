@@ -1,4 +1,5 @@
-"""The C++ kernels of `kernels/`: compiled once for this processor, kept in the user's cache, called through ctypes.
+"""The C++ kernels of `kernels/`: compiled once for this processor, kept in the user's cache, called through
+ctypes.
 
 They run on the threads of torch's own OpenMP runtime: two runtimes would fight for the cores.
 """
@@ -76,7 +77,10 @@ class Turn(ctypes.Structure):
     _fields_ = [
         *((name, c_int32) for name in ("asks", "num_tops", "raw", "top_k")),
         *((name, c_float) for name in ("temperature", "repetition")),
-        *((name, c_double) for name in ("top_p", "min_p", "typical_p", "number", "frequency", "presence", "relative")),
+        *(
+            (name, c_double)
+            for name in ("top_p", "min_p", "typical_p", "number", "frequency", "presence", "relative")
+        ),
         *listed("biased", "bias", "banned", "history"),
         ("room", c_int64),
         *listed("guide_bias", "mask"),
@@ -84,11 +88,22 @@ class Turn(ctypes.Structure):
 
 
 class Choices(ctypes.Structure):
-    _fields_ = [*((name, c_void_p) for name in ("ids", "logprobs", "top_ids", "top_logprobs")), ("tops", c_int32)]
+    _fields_ = [
+        *((name, c_void_p) for name in ("ids", "logprobs", "top_ids", "top_logprobs")),
+        ("tops", c_int32),
+    ]
 
 
 SIGNATURES = {
-    "tf_attend": [c_int32, POINTER(Step), POINTER(Cache), POINTER(Heads), POINTER(Heads), POINTER(Heads), c_void_p],
+    "tf_attend": [
+        c_int32,
+        POINTER(Step),
+        POINTER(Cache),
+        POINTER(Heads),
+        POINTER(Heads),
+        POINTER(Heads),
+        c_void_p,
+    ],
     "tf_multiplies": [c_int32],
     "tf_panel": [],
     "tf_pack": [c_int32, c_void_p, c_int32, c_int32, c_void_p],
@@ -133,7 +148,9 @@ def build(command: list[str], path: Path) -> None:
     log.info("compiling native kernels, once for this machine")
     part = path.with_suffix(f".{os.getpid()}")
     try:
-        subprocess.run([*command, "-o", str(part)], capture_output=True, text=True, check=True, timeout=COMPILE_S)
+        subprocess.run(
+            [*command, "-o", str(part)], capture_output=True, text=True, check=True, timeout=COMPILE_S
+        )
         part.rename(path)
     finally:
         part.unlink(missing_ok=True)
@@ -144,7 +161,14 @@ def compiler() -> list[str]:
     found = next((name for name in COMPILERS if shutil.which(name)), None)
     if not found:
         raise FileNotFoundError("no C++ compiler (g++ or clang++) is installed")
-    flags = ["-std=c++17", "-O3", "-march=native", "-fPIC", "-shared", *(["-DSPLIT_PAIRS"] if cpu.splits_pairs() else [])]
+    flags = [
+        "-std=c++17",
+        "-O3",
+        "-march=native",
+        "-fPIC",
+        "-shared",
+        *(["-DSPLIT_PAIRS"] if cpu.splits_pairs() else []),
+    ]
     return [found, *flags, *threading(), str(SOURCES / "kernels.cpp"), *runtime()]
 
 
@@ -159,7 +183,9 @@ def runtime() -> list[str]:
     maps = Path("/proc/self/maps")
     loaded = {line.split()[-1] for line in maps.read_text().splitlines()} if maps.exists() else set()
     beside = {str(path) for path in (Path(torch.__file__).parent / "lib").glob("lib*omp*.dylib")}
-    return sorted(name for name in loaded | beside if Path(name).name.startswith(("libgomp", "libomp", "libiomp5")))[:1]
+    return sorted(
+        name for name in loaded | beside if Path(name).name.startswith(("libgomp", "libomp", "libiomp5"))
+    )[:1]
 
 
 @contextmanager

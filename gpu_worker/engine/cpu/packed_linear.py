@@ -37,13 +37,19 @@ class Packed(nn.Module):
 
     @functools.cached_property
     def weight(self) -> torch.Tensor:
-        """[out_features, in_features], taken out again by a product with ones: some models look at the weights of their routers."""
-        return self.product(torch.eye(self.in_features, dtype=self.weight_dtype), False).to(self.weight_dtype).T.contiguous()
+        """[out_features, in_features], taken out again by a product with ones: some models look at the
+        weights of their routers.
+        """
+        return (
+            self.product(torch.eye(self.in_features, dtype=self.weight_dtype), False)
+            .to(self.weight_dtype)
+            .T.contiguous()
+        )
 
 
 class PackedLinear(Packed):
-    """Through oneDNN, which packs plain weights again for every product. Measured on two cores: 1.7 times faster at one row in
-    bfloat16, 3 times at eight rows in float32.
+    """Through oneDNN, which packs plain weights again for every product. Measured on two cores: 1.7 times
+    faster at one row in bfloat16, 3 times at eight rows in float32.
     """
 
     def __init__(self, linear: nn.Linear) -> None:
@@ -51,11 +57,15 @@ class PackedLinear(Packed):
         self.packed = torch.ops.mkldnn._reorder_linear_weight(linear.weight.detach(), ROWS)
 
     def product(self, rows: torch.Tensor, biased: bool) -> Any:
-        return torch.ops.mkldnn._linear_pointwise(rows, self.packed, self.bias if biased else None, "none", [], "")
+        return torch.ops.mkldnn._linear_pointwise(
+            rows, self.packed, self.bias if biased else None, "none", [], ""
+        )
 
 
 class NativeLinear(Packed):
-    """Through the native kernels: a row's result depends on no other row. `whole`: its outputs are float32, whatever the weights are."""
+    """Through the native kernels: a row's result depends on no other row. `whole`: its outputs are float32,
+    whatever the weights are.
+    """
 
     def __init__(self, linear: nn.Linear, library: ctypes.CDLL, whole: bool, pages: LargePages) -> None:
         super().__init__(linear)
@@ -63,7 +73,9 @@ class NativeLinear(Packed):
         self.panels = -(-self.out_features // library.tf_panel())
         weight = linear.weight.detach().contiguous()
         self.packed = pages.take(self.panels * library.tf_panel() * self.in_features, weight.dtype)
-        library.tf_pack(self.dtype, weight.data_ptr(), self.out_features, self.in_features, self.packed.data_ptr())
+        library.tf_pack(
+            self.dtype, weight.data_ptr(), self.out_features, self.in_features, self.packed.data_ptr()
+        )
         self.known: native.Linear | None = None
 
     @property
@@ -78,22 +90,32 @@ class NativeLinear(Packed):
         return self.known
 
     def product(self, rows: torch.Tensor, biased: bool) -> torch.Tensor:
-        """Raises RuntimeError where the rows do not fit the weights, as torch's own does: the kernel would read past them."""
+        """Raises RuntimeError where the rows do not fit the weights, as torch's own does: the kernel would
+        read past them.
+        """
         if rows.shape[-1] != self.in_features or rows.dtype != self.weight_dtype:
             weights = f"[{self.out_features}, {self.in_features}]"
-            raise RuntimeError(f"{rows.dtype} rows {list(rows.shape)} cannot be multiplied with weights {weights} of another type or width")
+            raise RuntimeError(
+                f"{rows.dtype} rows {list(rows.shape)} cannot be multiplied with weights {weights} of another type or width"
+            )
         rows = rows.contiguous()
-        output = rows.new_empty(*rows.shape[:-1], self.out_features, dtype=torch.float32 if self.whole else None)
+        output = rows.new_empty(
+            *rows.shape[:-1], self.out_features, dtype=torch.float32 if self.whole else None
+        )
         num_rows = math.prod(rows.shape[:-1])
-        shape = self.shape if biased else native.Linear(self.packed.data_ptr(), None, self.in_features, self.out_features)
+        shape = (
+            self.shape
+            if biased
+            else native.Linear(self.packed.data_ptr(), None, self.in_features, self.out_features)
+        )
         pointers = (byref(shape), self.whole, output.data_ptr())
         self.library.tf_product(self.dtype, torch.get_num_threads(), rows.data_ptr(), num_rows, *pointers)
         return output
 
 
 def pack(model: Any) -> None:
-    """Replaces the plain linear layers of a model on CPU. Logits are as exact as their sums: rounded to bfloat16, the two likeliest tokens
-    are often equal.
+    """Replaces the plain linear layers of a model on CPU. Logits are as exact as their sums: rounded to
+    bfloat16, the two likeliest tokens are often equal.
     """
     head, pages = model.get_output_embeddings(), LargePages()
     for module in list(model.modules()):
@@ -113,14 +135,22 @@ def packed(linear: nn.Linear, whole: bool, pages: LargePages) -> nn.Module:
 
 @functools.cache
 def multiplies(library: ctypes.CDLL, dtype: torch.dtype) -> bool:
-    """Whether products of this type are taken from here. They are tried first: not every processor that has its own way was at hand."""
+    """Whether products of this type are taken from here. They are tried first: not every processor that has
+    its own way was at hand.
+    """
     if dtype not in native.TYPES or not library.tf_multiplies(native.TYPES[dtype]):
         return False
     random = torch.Generator().manual_seed(0)
     linear = nn.Linear(TRIAL_SIZE, TRIAL_SIZE, bias=False)
     rows, weight = (torch.randn(TRIAL_SIZE, TRIAL_SIZE, generator=random).to(dtype) for _ in range(2))
     linear.weight = nn.Parameter(weight, requires_grad=False)
-    off = (NativeLinear(linear, library, True, LargePages())(rows) - rows.float() @ weight.float().T).abs().max()
+    off = (
+        (NativeLinear(linear, library, True, LargePages())(rows) - rows.float() @ weight.float().T)
+        .abs()
+        .max()
+    )
     if off > TRIAL_ERROR:
-        log.error("native products of %s are wrong on this processor (by %.2g): oneDNN's are used", dtype, off)
+        log.error(
+            "native products of %s are wrong on this processor (by %.2g): oneDNN's are used", dtype, off
+        )
     return bool(off <= TRIAL_ERROR)

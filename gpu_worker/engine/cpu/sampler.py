@@ -1,4 +1,6 @@
-"""The choice of tokens on CPU by the native kernels: all rows of a step in one call. What they choose is what `choose.py` would."""
+"""The choice of tokens on CPU by the native kernels: all rows of a step in one call. What they choose is what
+`choose.py` would.
+"""
 
 import ctypes
 from collections.abc import Sequence
@@ -33,7 +35,9 @@ def choose(library: ctypes.CDLL, logits: torch.Tensor, turns: Sequence[Turn | No
 
 
 def tell(library: ctypes.CDLL, logits: torch.Tensor, ids: torch.Tensor, num_tops: int) -> Drawn:
-    """logits [tokens, vocabulary] → what the model says of ids int64 [tokens], one in place of each, and its likeliest there."""
+    """logits [tokens, vocabulary] → what the model says of ids int64 [tokens], one in place of each, and its
+    likeliest there.
+    """
     told = blank(len(ids), num_tops, CPU)
     told.ids.copy_(ids)
     library.tf_tell(*given(logits), byref(choices(told)))
@@ -41,7 +45,13 @@ def tell(library: ctypes.CDLL, logits: torch.Tensor, ids: torch.Tensor, num_tops
 
 
 def given(logits: torch.Tensor) -> tuple[int, ...]:
-    return native.TYPES[logits.dtype], torch.get_num_threads(), logits.data_ptr(), *logits.shape, logits.stride(0)
+    return (
+        native.TYPES[logits.dtype],
+        torch.get_num_threads(),
+        logits.data_ptr(),
+        *logits.shape,
+        logits.stride(0),
+    )
 
 
 def choices(drawn: Drawn) -> native.Choices:
@@ -52,7 +62,12 @@ def column(turn: Turn | None, kept: list[Array]) -> native.Turn:
     """`kept` keeps the arrays that it points to."""
     if turn is None:
         return native.Turn()
-    manner, sampling, history, guide = turn.manner, turn.manner.sampling, turn.manner.history, turn.manner.guide
+    manner, sampling, history, guide = (
+        turn.manner,
+        turn.manner.sampling,
+        turn.manner.history,
+        turn.manner.guide,
+    )
     banned = manner.banned(turn.index)
     bias, mask = (guide.bias(), guide.mask()) if guide else (None, None)
 

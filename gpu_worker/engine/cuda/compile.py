@@ -16,7 +16,8 @@ COMPILATIONS = 64
 def compile_layers(model: nn.Module, attentions: Iterable[nn.Module], try_out: Callable[[], object]) -> int:
     """→ layers compiled. `try_out` runs steps of all kinds of shapes.
 
-    Where torch cannot compile the model, or the machine lacks what that takes, all layers run as they are, which is slower.
+    Where torch cannot compile the model, or the machine lacks what that takes, all layers run as they are,
+    which is slower.
     """
     torch._dynamo.config.recompile_limit = COMPILATIONS
     layers = layers_of(model, attentions)
@@ -25,7 +26,10 @@ def compile_layers(model: nn.Module, attentions: Iterable[nn.Module], try_out: C
     try:
         try_out()
     except (torch._dynamo.exc.TorchDynamoException, torch._inductor.exc.InductorError, OSError) as error:
-        log.warning("its layers are not compiled, steps are slower: %s", next(iter(str(error).splitlines()), type(error).__name__))
+        log.warning(
+            "its layers are not compiled, steps are slower: %s",
+            next(iter(str(error).splitlines()), type(error).__name__),
+        )
         for layer in layers:
             layer._compiled_call_impl = None
         return 0

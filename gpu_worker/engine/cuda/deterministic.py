@@ -1,8 +1,10 @@
-"""DETERMINISTIC on CUDA: each token is computed as a row that decodes, and always beside as many others, in one captured step.
+"""DETERMINISTIC on CUDA: each token is computed as a row that decodes, and always beside as many others, in
+one captured step.
 
-What a product, a norm or attention makes of a row depends on the shapes it is called with, which decide how sums are split; not on what
-stands in other rows. So with one shape for everything, a token's bits are the same in any batch, chunk or resume. XQA splits a row by
-the number of rows, of heads, and the width of the table, which are the graph's.
+What a product, a norm or attention makes of a row depends on the shapes it is called with, which decide how
+sums are split; not on what stands in other rows. So with one shape for everything, a token's bits are the
+same in any batch, chunk or resume. XQA splits a row by the number of rows, of heads, and the width of the
+table, which are the graph's.
 """
 
 from collections.abc import Iterator, Sequence
@@ -17,7 +19,9 @@ from gpu_worker.engine.batch.to_device import upload
 from gpu_worker.engine.cuda.graphs import Graphs
 
 TOKENS = 256
-"""Of the captured step. Where weights are read from memory, a step of so many takes some twice as long as one of a single token."""
+"""Of the captured step. Where weights are read from memory, a step of so many takes some twice as long as one
+of a single token.
+"""
 
 
 class Tokenwise:
@@ -31,8 +35,9 @@ class Tokenwise:
         return True
 
     def run(self, parts: Sequence[Part], previous: torch.Tensor | None) -> torch.Tensor:
-        """Launches a step, in lots → logits [wanted, vocabulary]. A lot sees the K and V of those before it, and a token those before it in
-        its own lot: they are written before anything is attended to."""
+        """Launches a step, in lots → logits [wanted, vocabulary]. A lot sees the K and V of those before it,
+        and a token those before it in its own lot: they are written before anything is attended to.
+        """
         graphs, places, logits = self.graphs, wanted(parts), [self.graphs.logits[:0]]
         for begin, inputs in lots(parts, self.size):
             graphs.give(inputs, self.size)
@@ -44,7 +49,9 @@ class Tokenwise:
 
 
 def lots(parts: Sequence[Part], size: int) -> Iterator[tuple[int, Int32]]:
-    """The tokens of a step, `size` at a time → the first one's place on the line, and what `Graphs.give` takes."""
+    """The tokens of a step, `size` at a time → the first one's place on the line, and what `Graphs.give`
+    takes.
+    """
     ids, positions = token_ids(parts), positions_of(parts)
     rows = np.repeat(np.arange(len(parts)), [part.count for part in parts])
     tables = np.zeros((len(parts), max(len(part.row.blocks) for part in parts)), np.int32)

@@ -1,4 +1,6 @@
-"""Products of the same input in one, on CUDA: a bigger product is nearer to the card's bandwidth than its parts."""
+"""Products of the same input in one, on CUDA: a bigger product is nearer to the card's bandwidth than its
+parts.
+"""
 
 from typing import Any
 
@@ -22,11 +24,16 @@ class Merged:
         self.parts: tuple[torch.Tensor, ...] = ()
 
     def multiply(self, rows: torch.Tensor) -> torch.Tensor:
-        self.given, self.parts = rows, torch.split(functional.linear(rows, self.weight, self.bias), self.sizes, -1)
+        self.given, self.parts = (
+            rows,
+            torch.split(functional.linear(rows, self.weight, self.bias), self.sizes, -1),
+        )
         return self.parts[0]
 
     def take(self, number: int, rows: torch.Tensor) -> torch.Tensor:
-        """The part of a product that was made; or made by itself, where model code calls otherwise than expected."""
+        """The part of a product that was made; or made by itself, where model code calls otherwise than
+        expected.
+        """
         if self.given is not rows:
             begin = sum(self.sizes[:number])
             own = slice(begin, begin + self.sizes[number])

@@ -28,9 +28,19 @@ def sizes(max_rows: int) -> list[int]:
 
 
 class Graphs:
-    """One graph for each number of rows. They read and write tensors that stay where they are: what a step needs is copied there."""
+    """One graph for each number of rows. They read and write tensors that stay where they are: what a step
+    needs is copied there.
+    """
 
-    def __init__(self, decode: Decode, max_rows: int, max_blocks: int, vocab_size: int, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self,
+        decode: Decode,
+        max_rows: int,
+        max_blocks: int,
+        vocab_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
         self.decode, self.device, self.max_rows = decode, device, max_rows
         self.ids, self.positions = (torch.zeros(max_rows, dtype=torch.int32, device=device) for _ in range(2))
         self.table = torch.zeros(max_rows, max_blocks, dtype=torch.int32, device=device)
@@ -54,7 +64,9 @@ class Graphs:
         return parts[-1].decodes and rows <= max(self.graphs, default=0)
 
     def run(self, parts: Sequence[Part], previous: torch.Tensor | None) -> torch.Tensor:
-        """Launches a step of rows that decode → logits, which the next step overwrites. `previous`: what the step in flight samples."""
+        """Launches a step of rows that decode → logits, which the next step overwrites. `previous`: what the
+        step in flight samples.
+        """
         size = next(size for size in self.graphs if size >= len(parts))
         self.give(inputs_of(parts, size), size)
         if previous is not None:
@@ -81,9 +93,10 @@ def inputs_of(parts: Sequence[Part], size: int) -> Int32:
 
 
 def capture_on(device: torch.device) -> Capture:
-    """Captures in one pool of memory; first on another stream without capturing, so that all kernels are there. It is one stream for all:
-    libraries keep memory for each that they have seen. Capturing raises Waits before it has begun: a capture that fails leaves torch's
-    allocator unusable."""
+    """Captures in one pool of memory; first on another stream without capturing, so that all kernels are
+    there. It is one stream for all: libraries keep memory for each that they have seen. Capturing raises
+    Waits before it has begun: a capture that fails leaves torch's allocator unusable.
+    """
     pool, side = torch.cuda.graph_pool_handle(), torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def capture(run: Callable[[], None]) -> Callable[[], None]:

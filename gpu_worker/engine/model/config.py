@@ -1,4 +1,6 @@
-"""The config of a model: read, stretched as the settings say, and refused where it says that the model cannot be served."""
+"""The config of a model: read, stretched as the settings say, and refused where it says that the model cannot
+be served.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -11,7 +13,9 @@ LAYER_TYPES = {"full_attention", "sliding_attention"}
 
 
 def read_config(path: Path, settings: Settings) -> Any:
-    """The model's text config, with what the config of a model that sees images, too, says of the whole. Raises SettingError."""
+    """The model's text config, with what the config of a model that sees images, too, says of the whole.
+    Raises SettingError.
+    """
     model_id = settings.model_id
     try:
         config = AutoConfig.from_pretrained(path, trust_remote_code=settings.trust_remote_code)
@@ -43,18 +47,24 @@ def cause_against(config: Any, text: Any) -> str | None:
 
 def has_attention(config: Any) -> bool:
     try:
-        return bool(getattr(config, "num_attention_heads", None) and getattr(config, "num_hidden_layers", None))
+        return bool(
+            getattr(config, "num_attention_heads", None) and getattr(config, "num_hidden_layers", None)
+        )
     except RuntimeError:  # transformers', where the number differs between layers
         return True
 
 
 def has_alibi(config: Any) -> bool:
     """Bloom has nothing else, MPT says it among what it says of attention."""
-    return config.model_type == "bloom" or any(getattr(part, "alibi", False) for part in (config, getattr(config, "attn_config", None)))
+    return config.model_type == "bloom" or any(
+        getattr(part, "alibi", False) for part in (config, getattr(config, "attn_config", None))
+    )
 
 
 def stretch(config: Any, kind: str, factor: float) -> None:
-    """Rotary positions for sequences `factor` times as long: `linear` (arXiv:2306.15595) or `dynamic` NTK. Raises SettingError."""
+    """Rotary positions for sequences `factor` times as long: `linear` (arXiv:2306.15595) or `dynamic` NTK.
+    Raises SettingError.
+    """
     rope = getattr(config, "rope_parameters", None)
     if not isinstance(rope, dict) or rope.get("rope_type") != "default":
         raise SettingError("rope_factor", f"{config.model_type} has no plain rotary positions to stretch")

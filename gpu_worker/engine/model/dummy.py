@@ -1,4 +1,6 @@
-"""LOAD_FORMAT=dummy: random weights of the shapes in a config, to measure how fast a model is of which no weights are at hand."""
+"""LOAD_FORMAT=dummy: random weights of the shapes in a config, to measure how fast a model is of which no
+weights are at hand.
+"""
 
 import logging
 from typing import Any
@@ -12,18 +14,24 @@ from gpu_worker.engine.attention import backend
 log = logging.getLogger(__name__)
 
 
-def make(kind: type[Any], config: Any, dtype: torch.dtype, device: torch.device, settings: Settings, seed: int = 0) -> Any:
-    """A model of the class `kind` as it is before its training, made on its device; the same for the same seed on devices of one kind.
+def make(
+    kind: type[Any], config: Any, dtype: torch.dtype, device: torch.device, settings: Settings, seed: int = 0
+) -> Any:
+    """A model of the class `kind` as it is before its training, made on its device; the same for the same
+    seed on devices of one kind.
 
     Raises:
         SettingError: the checkpoint is quantised.
     """
     if getattr(config, "quantization_config", None) is not None:
         raise SettingError("load_format", f"dummy makes plain weights, but {settings.model_id} is quantised")
-    log.warning("LOAD_FORMAT=dummy: the weights of %s are random, and its answers mean nothing", settings.model_id)
+    log.warning(
+        "LOAD_FORMAT=dummy: the weights of %s are random, and its answers mean nothing", settings.model_id
+    )
     torch.manual_seed(seed)
     verbosity = transformers_logging.get_verbosity()
-    transformers_logging.set_verbosity_error()  # type: ignore[no-untyped-call]  # it would list each weight that no file has
+    # it would list each weight that no file has
+    transformers_logging.set_verbosity_error()  # type: ignore[no-untyped-call]
     try:
         options = {"dtype": dtype, "device_map": {"": device}, "attn_implementation": backend.NAME}
         return kind.from_pretrained(None, config=config, state_dict={}, **options)

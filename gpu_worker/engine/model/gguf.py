@@ -1,4 +1,6 @@
-"""python -m gpu_worker.engine.model.gguf SOURCE.gguf FOLDER: the model in a GGUF file as plain weights, tokenizer and configs."""
+"""python -m gpu_worker.engine.model.gguf SOURCE.gguf FOLDER: the model in a GGUF file as plain weights,
+tokenizer and configs.
+"""
 
 import sys
 from functools import cache, reduce
@@ -14,22 +16,30 @@ PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
 def read_once() -> None:
-    """transformers parses the whole file for the tokenizer, for the config and for the weights, and makes the table of the names of all
-    tensors anew for each module: that is half of the time."""
+    """transformers parses the whole file for the tokenizer, for the config and for the weights, and makes the
+    table of the names of all tensors anew for each module: that is half of the time.
+    """
     for function in (gguf.GGUFReader, gguf.get_tensor_name_map):
         setattr(gguf, function.__name__, cache(function))
 
 
 def dtype_of(source: Path) -> torch.dtype:
     """The type that the matrices of a GGUF file have; of files with quantised ones bfloat16."""
-    types = {tensor.tensor_type.name for tensor in gguf.GGUFReader(str(source)).tensors if len(tensor.shape) > 1}
-    return reduce(torch.promote_types, (PLAIN[name] for name in types)) if types <= {*PLAIN} else torch.bfloat16
+    types = {
+        tensor.tensor_type.name for tensor in gguf.GGUFReader(str(source)).tensors if len(tensor.shape) > 1
+    }
+    return (
+        reduce(torch.promote_types, (PLAIN[name] for name in types)) if types <= {*PLAIN} else torch.bfloat16
+    )
 
 
 def convert(source: Path, folder: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name)
     model = AutoModelForCausalLM.from_pretrained(
-        source.parent, gguf_file=source.name, dtype=dtype_of(source), quantization_config=GgufConfig(dequantize=True)
+        source.parent,
+        gguf_file=source.name,
+        dtype=dtype_of(source),
+        quantization_config=GgufConfig(dequantize=True),
     )
     if model.generation_config.eos_token_id is None:
         model.generation_config.eos_token_id = tokenizer.eos_token_id

@@ -13,11 +13,13 @@ MARGIN = 0.02
 """Share of a GPU that is left alone: what libraries allocate by themselves, and holes between allocations."""
 
 
-def num_blocks(settings: Settings, geometry: Geometry, device: torch.device, ranks: Ranks, peak_bytes: Callable[[], int]) -> int:
+def num_blocks(
+    settings: Settings, geometry: Geometry, device: torch.device, ranks: Ranks, peak_bytes: Callable[[], int]
+) -> int:
     """The same on all ranks; the scratch block comes on top. Raises SettingError.
 
-    KV_CACHE_BYTES are for all ranks together. Without it, on CUDA, the cache gets what CUDA_MEMORY_FRACTION leaves of the GPU beside the
-    weights and `peak_bytes()`: what the largest step allocates.
+    KV_CACHE_BYTES are for all ranks together. Without it, on CUDA, the cache gets what CUDA_MEMORY_FRACTION
+    leaves of the GPU beside the weights and `peak_bytes()`: what the largest step allocates.
     """
     if device.type == "cuda":
         left_bytes = cuda_bytes(device, settings.cuda_memory_fraction)
@@ -31,7 +33,9 @@ def num_blocks(settings: Settings, geometry: Geometry, device: torch.device, ran
 
 
 def cuda_bytes(device: torch.device, fraction: float) -> int:
-    """What this process may still take of a GPU: no more than its fraction of the whole, which torch enforces from now on."""
+    """What this process may still take of a GPU: no more than its fraction of the whole, which torch enforces
+    from now on.
+    """
     torch.cuda.set_per_process_memory_fraction(fraction)
     torch.cuda.empty_cache()
     free_bytes, total_bytes = torch.cuda.mem_get_info(device)

@@ -84,26 +84,34 @@ class Loaded:
 
     @torch.inference_mode()
     def decode(self, ids: torch.Tensor, positions: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
-        """`forward` of rows that all decode, with nothing from the host: ids int64 [1, rows], positions int32 [rows], table int32
-        [rows, blocks]. Only where `plan_free`."""
+        """`forward` of rows that all decode, with nothing from the host: ids int64 [1, rows], positions int32
+        [rows], table int32 [rows, blocks]. Only where `plan_free`.
+        """
         self.backend.begin_decode(positions, table)  # type: ignore[attr-defined]
         for one in self.ropes:
             one.begin_decode(positions)
         return self.logits(ids, positions.long()[None], 0)
 
     def logits(self, ids: torch.Tensor, positions: torch.Tensor, kept: torch.Tensor | int) -> torch.Tensor:
-        output = self.model(input_ids=ids, position_ids=positions, use_cache=False, logits_to_keep=kept, return_dict=True)
+        output = self.model(
+            input_ids=ids, position_ids=positions, use_cache=False, logits_to_keep=kept, return_dict=True
+        )
         logits: torch.Tensor = output.logits[0]
         return logits
 
 
 @torch.inference_mode()
 def load(settings: Settings, progress: model_files.Progress, ranks: Ranks) -> Loaded:
-    """Raises SettingError where these settings cannot be served; what can be known before weights are read is checked before."""
+    """Raises SettingError where these settings cannot be served; what can be known before weights are read is
+    checked before.
+    """
     path = model_files.resolve(settings.model_id, settings.revision, progress)
     device = choose_device(settings.device, ranks.place)
     dtype = choose_dtype(settings.dtype, device)
-    torch.set_num_threads(settings.threads or max(1, cpu.num_cores() // max(1, settings.num_workers * ranks.place.local_world_size)))
+    torch.set_num_threads(
+        settings.threads
+        or max(1, cpu.num_cores() // max(1, settings.num_workers * ranks.place.local_world_size))
+    )
     config = read_config(path, settings)
     if config.model_type in WRITTEN_OUT:
         importlib.import_module(WRITTEN_OUT[config.model_type])
@@ -118,18 +126,34 @@ def load(settings: Settings, progress: model_files.Progress, ranks: Ranks) -> Lo
         tp_model.join(model, plan, ranks)
         layers = attention.watch(model, lambda: forward_few(model, device))
     except KeyError as error:  # model code that looks attention up in a table of its own
-        raise unservable(settings.model_id, attention.Unservable(f"the attention of {config.model_type} cannot be replaced")) from error
+        raise unservable(
+            settings.model_id,
+            attention.Unservable(f"the attention of {config.model_type} cannot be replaced"),
+        ) from error
     except (attention.Unservable, ValueError, OSError) as error:
         raise unservable(settings.model_id, error) from error
     geometry = Geometry(list(layers.values()), settings.block_size or BLOCK_SIZES[device.type], dtype)
     context, eos_ids = int(model_files.context(path) * (settings.rope_factor or 1)), model_files.eos_ids(path)
     backend, ropes = backend_of(geometry, device), rope.by_length(model)
-    loaded = Loaded(model, list(layers), geometry, device, backend, ropes, context, eos_ids, config.vocab_size, rope.outgrown_at(model))
+    loaded = Loaded(
+        model,
+        list(layers),
+        geometry,
+        device,
+        backend,
+        ropes,
+        context,
+        eos_ids,
+        config.vocab_size,
+        rope.outgrown_at(model),
+    )
     loaded.attach(0)
     loaded.attach(num_blocks(settings, geometry, device, ranks, lambda: peak_bytes(loaded, settings)))
     fused = fuse(model, backend, loaded.forward, context) if isinstance(backend, Paged) else 0
     if settings.deterministic and (cause := undetermined(loaded, fused, ranks)):
-        raise SettingError("deterministic", f"{settings.model_id} as {name_of(dtype)} on {device.type}: {cause}")
+        raise SettingError(
+            "deterministic", f"{settings.model_id} as {name_of(dtype)} on {device.type}: {cause}"
+        )
     return loaded
 
 
@@ -137,7 +161,11 @@ def undetermined(loaded: Loaded, fused: int, ranks: Ranks) -> str:
     """Why a token's bits may depend on what else runs; empty where they do not."""
     if loaded.device.type != "cuda":
         layers = len(loaded.geometry.layers)
-        return "" if fused == layers else f"{fused} of its {layers} layers run in kernels that compute each token by itself"
+        return (
+            ""
+            if fused == layers
+            else f"{fused} of its {layers} layers run in kernels that compute each token by itself"
+        )
     if ranks.world_size > 1:
         return "it runs on several ranks"
     if not loaded.plan_free:
@@ -171,7 +199,10 @@ def on_cuda(geometry: Geometry, device: torch.device) -> attention.Backend:
 def peak_bytes(loaded: Loaded, settings: Settings) -> int:
     """What the largest step allocates on CUDA, and what captured ones keep."""
     shape = (loaded.context, loaded.vocab_size, loaded.geometry.block_size)
-    tokens, rows = most_tokens(settings.max_batch_prefill_tokens, loaded.context, loaded.device), settings.max_batch_size
+    tokens, rows = (
+        most_tokens(settings.max_batch_prefill_tokens, loaded.context, loaded.device),
+        settings.max_batch_size,
+    )
 
     def forward(parts: Sequence[Part]) -> torch.Tensor:
         return loaded.forward(build(parts, loaded.geometry.block_size, loaded.device))
@@ -194,7 +225,9 @@ def show_bars(progress: model_files.Progress) -> None:
 def forward_few(model: Any, device: torch.device) -> torch.Tensor:
     """→ logits [1, attention.WATCHED, vocabulary]"""
     positions = torch.arange(attention.WATCHED, device=device)[None]
-    logits: torch.Tensor = model(input_ids=torch.zeros_like(positions), position_ids=positions, use_cache=False).logits
+    logits: torch.Tensor = model(
+        input_ids=torch.zeros_like(positions), position_ids=positions, use_cache=False
+    ).logits
     return logits
 
 
@@ -205,7 +238,9 @@ def choose_device(name: str, place: Place) -> torch.device:
     if not available or name == "cpu":
         return torch.device("cpu")
     if place.local_rank >= torch.cuda.device_count():
-        raise SettingError("num_shard", f"{place.local_world_size}, but torch sees {torch.cuda.device_count()} CUDA devices")
+        raise SettingError(
+            "num_shard", f"{place.local_world_size}, but torch sees {torch.cuda.device_count()} CUDA devices"
+        )
     torch.cuda.set_device(place.local_rank)
     return torch.device("cuda", place.local_rank)
 

@@ -1,8 +1,10 @@
-"""Rotary embeddings whose frequencies depend on how long a sequence is, for a line of tokens of many sequences.
+"""Rotary embeddings whose frequencies depend on how long a sequence is, for a line of tokens of many
+sequences.
 
-transformers computes them once a forward, from the largest position in it. Here each token keeps the frequencies that it has when its
-sequence is alone: those for the length at which its K was first computed, the prompt's or its own. Some models compute every K anew when
-a sequence outgrows the length that its first frequencies are for.
+transformers computes them once a forward, from the largest position in it. Here each token keeps the
+frequencies that it has when its sequence is alone: those for the length at which its K was first computed,
+the prompt's or its own. Some models compute every K anew when a sequence outgrows the length that its first
+frequencies are for.
 """
 
 import inspect
@@ -19,8 +21,9 @@ Turns = tuple[torch.Tensor, torch.Tensor]
 
 
 class Rope:
-    """Replaces the forward of one rotary module of type `dynamic` (NTK) or `longrope` (arXiv:2402.13753). Some modules have a type of their
-    own for each type of layer: then only those that need it are computed here.
+    """Replaces the forward of one rotary module of type `dynamic` (NTK) or `longrope` (arXiv:2402.13753).
+    Some modules have a type of their own for each type of layer: then only those that need it are computed
+    here.
     """
 
     def __init__(self, module: Any) -> None:
@@ -32,7 +35,9 @@ class Rope:
 
     @property
     def asks_device(self) -> bool:
-        """Whether the host must know the lengths: of `longrope` there are two sets of frequencies, of `dynamic` one for each length."""
+        """Whether the host must know the lengths: of `longrope` there are two sets of frequencies, of
+        `dynamic` one for each length.
+        """
         return "dynamic" in self.types.values()
 
     def begin(self, inputs: Inputs) -> None:
@@ -43,8 +48,12 @@ class Rope:
         """As `begin`, for rows that all decode: they have outgrown their prompts. positions int32 [rows]"""
         self.lengths = positions.long() + 1
 
-    def forward(self, x: torch.Tensor, position_ids: torch.Tensor, layer_type: str | None = None) -> Turns | torch.Tensor:
-        """→ cosines and sines, each [1, tokens, dim]; where the module gives these as complex numbers (DeepSeek-V2), such"""
+    def forward(
+        self, x: torch.Tensor, position_ids: torch.Tensor, layer_type: str | None = None
+    ) -> Turns | torch.Tensor:
+        """→ cosines and sines, each [1, tokens, dim]; where the module gives these as complex numbers
+        (DeepSeek-V2), such
+        """
         kind = self.types.get(layer_type)
         if kind is None:
             return self.plain(self.module, x, position_ids, **options_of(layer_type))  # type: ignore[no-any-return]
@@ -63,7 +72,9 @@ class Rope:
         return cosines, sines
 
     def by_side(self, x: torch.Tensor, position_ids: torch.Tensor, layer_type: str | None) -> Turns:
-        """All tokens with both sets of frequencies, of which each takes its own: nothing here waits for the device."""
+        """All tokens with both sets of frequencies, of which each takes its own: nothing here waits for the
+        device.
+        """
         config = self.module.config
         parameters = config.rope_parameters if layer_type is None else config.rope_parameters[layer_type]
         original = parameters["original_max_position_embeddings"]
@@ -72,17 +83,23 @@ class Rope:
         outgrown = (self.lengths > original)[None, :, None]
         return torch.where(outgrown, long[0], short[0]), torch.where(outgrown, long[1], short[1])
 
-    def turns(self, x: torch.Tensor, position_ids: torch.Tensor, layer_type: str | None, length: int) -> Turns:
+    def turns(
+        self, x: torch.Tensor, position_ids: torch.Tensor, layer_type: str | None, length: int
+    ) -> Turns:
         """With the frequencies of a sequence of `length` tokens, which has all of these positions."""
         self.use(layer_type, length, x.device)
-        last = position_ids.new_full((1, 1), length - 1)  # Phi-MoE scales by the largest position that it is given
+        last = position_ids.new_full(
+            (1, 1), length - 1
+        )  # Phi-MoE scales by the largest position that it is given
         output = self.plain(self.module, x, torch.cat((position_ids, last), 1), **options_of(layer_type))
         self.complex = torch.is_tensor(output)
         cosines, sines = (output.real, output.imag) if self.complex else output
         return cosines[:, :-1], sines[:, :-1]
 
     def use(self, layer_type: str | None, length: int, device: torch.device) -> None:
-        """Gives the module the frequencies of a sequence of `length` tokens, and what it scales cosines and sines with."""
+        """Gives the module the frequencies of a sequence of `length` tokens, and what it scales cosines and
+        sines with.
+        """
         key, side = (layer_type, length), "" if layer_type is None else f"{layer_type}_"
         if key not in self.known:
             compute = ROPE_INIT_FUNCTIONS[self.types[layer_type]]
@@ -104,12 +121,18 @@ def types_of(module: Any) -> dict[str | None, str]:
 
 def outgrown_at(model: Any) -> int | None:
     """The length beyond which the model's own generation computes every K anew (Phi-3), if it does."""
-    config = next((module.config for module in model.modules() if "longrope" in types_of(module).values()), None)
-    if config is None or "config.original_max_position_embeddings" not in inspect.getsource(type(model).prepare_inputs_for_generation):
+    config = next(
+        (module.config for module in model.modules() if "longrope" in types_of(module).values()), None
+    )
+    if config is None or "config.original_max_position_embeddings" not in inspect.getsource(
+        type(model).prepare_inputs_for_generation
+    ):
         return None
     return int(config.original_max_position_embeddings)
 
 
 def by_length(model: Any) -> list[Rope]:
     """Takes over the rotary modules of a model that need it."""
-    return [Rope(module) for module in model.modules() if not set(BY_LENGTH).isdisjoint(types_of(module).values())]
+    return [
+        Rope(module) for module in model.modules() if not set(BY_LENGTH).isdisjoint(types_of(module).values())
+    ]

@@ -1,4 +1,6 @@
-"""What is found out before rows come: how much memory steps need, how long prompt tokens take, how many of them one step may have."""
+"""What is found out before rows come: how much memory steps need, how long prompt tokens take, how many of
+them one step may have.
+"""
 
 import time
 from collections.abc import Callable, Sequence
@@ -17,7 +19,9 @@ TIMES = 3
 MULTIPLE = 32
 TIMED_TOKENS = {"cpu": 128, "cuda": 2048}
 CUDA_TOKENS = 8192
-"""Prompt tokens of the largest step on CUDA, where nobody says otherwise: products of so many rows are bound by arithmetic long since."""
+"""Prompt tokens of the largest step on CUDA, where nobody says otherwise: products of so many rows are bound
+by arithmetic long since.
+"""
 
 Forward = Callable[[Sequence[Part]], torch.Tensor]
 
@@ -40,7 +44,9 @@ def max_batch_prefill_tokens(token_ms: float, most: int) -> int:
 
 
 def measure_ms(forward: Forward, parts: Sequence[Part], device: torch.device) -> float:
-    """The best of several: what other processes do meanwhile must not lower the budget for this engine's whole life."""
+    """The best of several: what other processes do meanwhile must not lower the budget for this engine's
+    whole life.
+    """
     times = []
     for _ in range(TIMES):
         began = time.perf_counter()
@@ -51,10 +57,14 @@ def measure_ms(forward: Forward, parts: Sequence[Part], device: torch.device) ->
     return min(times) * 1e3
 
 
-def largest_step(forward: Forward, tokens: int, rows: int, context: int, vocab_size: int, block_size: int) -> None:
+def largest_step(
+    forward: Forward, tokens: int, rows: int, context: int, vocab_size: int, block_size: int
+) -> None:
     """A forward of so many prompt tokens, and the choice of so many rows in the way that takes most memory."""
     logits = forward(prompts(tokens, context, vocab_size, block_size))
-    manner = Manner.of(StartRow(0, b"", 0, 1, False, b"", sampling=Sampling(temperature=1.0, typical_p=0.9)), [])
+    manner = Manner.of(
+        StartRow(0, b"", 0, 1, False, b"", sampling=Sampling(temperature=1.0, typical_p=0.9)), []
+    )
     assert manner
     sample(logits.new_zeros(rows, logits.shape[1]), [Turn(manner, 0)] * rows)
 

@@ -1,4 +1,6 @@
-"""The weights of a checkpoint: as transformers loads them, by its own quantizer where they are quantised. Never by guess."""
+"""The weights of a checkpoint: as transformers loads them, by its own quantizer where they are quantised.
+Never by guess.
+"""
 
 import json
 from collections.abc import Callable
@@ -17,12 +19,22 @@ from gpu_worker.engine.model import dummy
 
 PLAIN_TYPES = {"F64", "F32", "F16", "BF16"}
 MAX_NAMED = 3
-OF_TEXT = {r"^language_model\.model\.": "model.", r"^language_model\.lm_head\.": "lm_head.", r"^model\.language_model\.": "model."}
-"""Names of the weights for text in checkpoints of models that see images, too (Gemma 3, Mistral 3, Llava) → those in the model for text."""
+OF_TEXT = {
+    r"^language_model\.model\.": "model.",
+    r"^language_model\.lm_head\.": "lm_head.",
+    r"^model\.language_model\.": "model.",
+}
+"""Names of the weights for text in checkpoints of models that see images, too (Gemma 3, Mistral 3, Llava) →
+those in the model for text.
+"""
 
 
-def read_weights(path: Path, config: Any, dtype: torch.dtype, device: torch.device, settings: Settings) -> Any:
-    """The model on its device. Raises SettingError where its weights would not be what the checkpoint means; or as transformers does."""
+def read_weights(
+    path: Path, config: Any, dtype: torch.dtype, device: torch.device, settings: Settings
+) -> Any:
+    """The model on its device. Raises SettingError where its weights would not be what the checkpoint means;
+    or as transformers does.
+    """
     method = quantized_by(config, settings.model_id)
     if settings.makes_weights:
         return dummy.make(type(shapeless(config, settings)), config, dtype, device, settings)
@@ -44,23 +56,33 @@ def shapeless(config: Any, settings: Settings) -> Any:
     """The whole model on the meta device: shapes without numbers."""
     from_config: Any = AutoModelForCausalLM.from_config
     with torch.device("meta"):
-        return from_config(config, attn_implementation=backend.NAME, trust_remote_code=settings.trust_remote_code)
+        return from_config(
+            config, attn_implementation=backend.NAME, trust_remote_code=settings.trust_remote_code
+        )
 
 
 def read(source: Callable[..., Any], settings: Settings, **options: Any) -> Any:
     """What `source`, a `from_pretrained` of transformers, gives. Raises SettingError where it is not whole."""
-    options |= {"attn_implementation": backend.NAME, "trust_remote_code": settings.trust_remote_code, "output_loading_info": True}
+    options |= {
+        "attn_implementation": backend.NAME,
+        "trust_remote_code": settings.trust_remote_code,
+        "output_loading_info": True,
+    }
     options["key_mapping"] = OF_TEXT
     model, info = source(**options)
     missing = sorted({*info["missing_keys"], *(name for name, *_ in info["mismatched_keys"])})
     if missing:
         more = f" and {len(missing) - MAX_NAMED} more" if len(missing) > MAX_NAMED else ""
-        raise SettingError("model_id", f"{settings.model_id} has no weights for {', '.join(missing[:MAX_NAMED])}{more}")
+        raise SettingError(
+            "model_id", f"{settings.model_id} has no weights for {', '.join(missing[:MAX_NAMED])}{more}"
+        )
     return model
 
 
 def quantized_by(config: Any, model_id: str) -> str | None:
-    """The method that the config names, None for plain weights. Raises SettingError for one that transformers would skip."""
+    """The method that the config names, None for plain weights. Raises SettingError for one that transformers
+    would skip.
+    """
     quantization = getattr(config, "quantization_config", None)
     if quantization is None:
         return None
@@ -76,19 +98,28 @@ def check_whole(path: Path, model_id: str) -> None:
     """What else lies there, as pickled weights, is not read. Raises SettingError."""
     if not model_files.weights(path):
         cause = f"has no whole set of .safetensors files in {path}, and nothing else is served"
-        raise SettingError("model_id", f"{model_id} {cause} (LOAD_FORMAT=dummy makes weights up, to measure speed)")
+        raise SettingError(
+            "model_id", f"{model_id} {cause} (LOAD_FORMAT=dummy makes weights up, to measure speed)"
+        )
 
 
 def check_types(path: Path, model_id: str) -> None:
-    """A config that says nothing of quantisation beside weights of few bits: transformers would take these for plain numbers."""
+    """A config that says nothing of quantisation beside weights of few bits: transformers would take these
+    for plain numbers.
+    """
     for file in model_files.weights(path):
         for name, kind in tensor_types(file).items():
             if name.endswith(".weight") and kind not in PLAIN_TYPES:
-                raise SettingError("model_id", f"{model_id} has weights of type {kind} ({name}), and its config.json says nothing of them")
+                raise SettingError(
+                    "model_id",
+                    f"{model_id} has weights of type {kind} ({name}), and its config.json says nothing of them",
+                )
 
 
 def tensor_types(file: Path) -> dict[str, str]:
-    """Tensor → type, from the header of a safetensors file: 8 bytes with its length, little-endian, then JSON."""
+    """Tensor → type, from the header of a safetensors file: 8 bytes with its length, little-endian, then
+    JSON.
+    """
     with file.open("rb") as opened:
         header = json.loads(opened.read(int.from_bytes(opened.read(8), "little")))
     return {name: value["dtype"] for name, value in header.items() if name != "__metadata__"}

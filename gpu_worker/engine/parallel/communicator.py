@@ -1,4 +1,6 @@
-"""The ranks of a worker and what they say to each other. Tensors go by gloo on CPU and by NCCL on CUDA, words by gloo."""
+"""The ranks of a worker and what they say to each other. Tensors go by gloo on CPU and by NCCL on CUDA, words
+by gloo.
+"""
 
 import os
 import socket
@@ -21,8 +23,9 @@ FOREVER = timedelta(days=365)
 class Ranks:
     """Rank 0 hears the grants and samples; the others apply and launch the same, step by step.
 
-    Each rank could sample by itself, but would choose the same only where all compute the same numbers bit by bit, and ranks may run on
-    processors of different kinds. A row must not go on with one token here and with another there: what rank 0 sampled counts.
+    Each rank could sample by itself, but would choose the same only where all compute the same numbers bit by
+    bit, and ranks may run on processors of different kinds. A row must not go on with one token here and with
+    another there: what rank 0 sampled counts.
     """
 
     def __init__(self, place: Place) -> None:
@@ -46,7 +49,9 @@ class Ranks:
         return tensor
 
     def join(self, tensor: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
-        """The ranks' tensors next to each other in the last dimension, in which rank r's has `sizes[r]` entries."""
+        """The ranks' tensors next to each other in the last dimension, in which rank r's has `sizes[r]`
+        entries.
+        """
         padded = torch.nn.functional.pad(tensor, (0, max(sizes) - tensor.shape[-1])).contiguous()
         parts = [torch.empty_like(padded) for _ in sizes]
         dist.all_gather(parts, padded)
@@ -106,7 +111,9 @@ class Ranks:
 
 
 def local_store(place: Place) -> Any:
-    """Where ranks that we started on this machine find each other. By itself torch would listen on all of the machine's addresses."""
+    """Where ranks that we started on this machine find each other. By itself torch would listen on all of the
+    machine's addresses.
+    """
     leads = place.rank == 0
     listener = socket.create_server((LOOPBACK, place.port)).detach() if leads else None
     return dist.TCPStore(LOOPBACK, place.port, place.world_size, leads, FOREVER, master_listen_fd=listener)  # type: ignore[attr-defined]

@@ -1,7 +1,7 @@
 """Tensor parallel: a rank's part of a model, read from the checkpoint and joined to the others' parts.
 
-The part is a smaller model of the same class, with plain tensors. What its plan splits comes together in a few modules, whose `forward`
-sums or joins the ranks' results (arXiv:1909.08053).
+The part is a smaller model of the same class, with plain tensors. What its plan splits comes together in a
+few modules, whose `forward` sums or joins the ranks' results (arXiv:1909.08053).
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -13,7 +13,13 @@ import torch
 from safetensors import safe_open
 from torch import nn
 from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import Concatenate, MergeModulelist, WeightConverter, WeightRenaming, rename_source_key
+from transformers.core_model_loading import (
+    Concatenate,
+    MergeModulelist,
+    WeightConverter,
+    WeightRenaming,
+    rename_source_key,
+)
 
 from common import model_files
 from common.settings.settings import SettingError, Settings
@@ -21,15 +27,26 @@ from gpu_worker.engine.attention.backend import Unservable
 from gpu_worker.engine.model import dummy
 from gpu_worker.engine.model.weights import OF_TEXT, check_types, check_whole, read, shapeless
 from gpu_worker.engine.parallel.communicator import Ranks
-from gpu_worker.engine.parallel.tp_plan import EMBEDDING, GATHERED, SPLIT, SUMMED, Cut, Interval, Shares, shares
+from gpu_worker.engine.parallel.tp_plan import (
+    EMBEDDING,
+    GATHERED,
+    SPLIT,
+    SUMMED,
+    Cut,
+    Interval,
+    Shares,
+    shares,
+)
 
 NOT_SHARED = Shares({}, {})
 
-# --- reading ------------------------------------------------------------------------------------------------------------------------
+# --- reading ------------------------------------------------------------------------------------------------
 
 
 class Slices:
-    """Stands for a tensor of a safetensors file, as transformers takes it, and reads only `intervals` of one dimension."""
+    """Stands for a tensor of a safetensors file, as transformers takes it, and reads only `intervals` of one
+    dimension.
+    """
 
     def __init__(self, whole: Any, dim: int, intervals: Sequence[Interval]) -> None:
         self.whole, self.dim, self.intervals = whole, dim, intervals
@@ -48,10 +65,17 @@ class Slices:
         return pieces[0].contiguous() if len(pieces) == 1 else torch.cat(pieces, self.dim)
 
 
-def read_part(path: Path, config: Any, dtype: torch.dtype, device: torch.device, settings: Settings, ranks: Ranks) -> tuple[Any, Shares]:
-    """This rank's part of a model on its device, and how all parts belong together. Raises as `read_weights`, and Unservable."""
+def read_part(
+    path: Path, config: Any, dtype: torch.dtype, device: torch.device, settings: Settings, ranks: Ranks
+) -> tuple[Any, Shares]:
+    """This rank's part of a model on its device, and how all parts belong together. Raises as `read_weights`,
+    and Unservable.
+    """
     if getattr(config, "quantization_config", None) is not None:
-        raise SettingError("num_shard", f"{ranks.world_size}, but {settings.model_id} is quantised, and its weights cannot be split")
+        raise SettingError(
+            "num_shard",
+            f"{ranks.world_size}, but {settings.model_id} is quantised, and its weights cannot be split",
+        )
     whole = shapeless(config, settings)
     plan = shares(whole, ranks.world_size)
     part = smaller(type(whole), plan.cuts, ranks.rank)
@@ -60,7 +84,9 @@ def read_part(path: Path, config: Any, dtype: torch.dtype, device: torch.device,
     check_whole(path, settings.model_id)
     check_types(path, settings.model_id)
     tensors = dict(slices(path, whole, plan.cuts, ranks.rank))
-    model = read(partial(part.from_pretrained, None, config=config, state_dict=tensors), settings, dtype=dtype)
+    model = read(
+        partial(part.from_pretrained, None, config=config, state_dict=tensors), settings, dtype=dtype
+    )
     return model.to(device), plan
 
 
@@ -73,7 +99,9 @@ def alike(model: Any, plan: Shares, ranks: Ranks) -> Any:
 
 
 def smaller(whole: type[Any], cuts: Mapping[str, Cut], rank: int) -> type[Any]:
-    """The class of a model → the same, whose models are a rank's part. It keeps the name by which transformers finds its conversions."""
+    """The class of a model → the same, whose models are a rank's part. It keeps the name by which
+    transformers finds its conversions.
+    """
 
     def __init__(self: Any, *arguments: Any, **options: Any) -> None:
         whole.__init__(self, *arguments, **options)
@@ -89,7 +117,9 @@ def slices(path: Path, model: Any, cuts: Mapping[str, Cut], rank: int) -> Iterat
     renamings = [change for change in changes if isinstance(change, WeightRenaming)]
     converters = [change for change in changes if isinstance(change, WeightConverter)]
     side_by_side = {
-        pattern: all(isinstance(operation, MergeModulelist | Concatenate) for operation in converter.operations)
+        pattern: all(
+            isinstance(operation, MergeModulelist | Concatenate) for operation in converter.operations
+        )
         for converter in converters
         for pattern in converter.source_patterns
     }
@@ -99,19 +129,28 @@ def slices(path: Path, model: Any, cuts: Mapping[str, Cut], rank: int) -> Iterat
             name, converted = rename_source_key(key, renamings, converters, model.base_model_prefix, shapes)
             tensor = opened.get_slice(key)
             if name in cuts and converted and not side_by_side[converted]:
-                raise Unservable(f"its checkpoint has {name} in another form, which cannot be split between ranks (NUM_SHARD)")
+                raise Unservable(
+                    f"its checkpoint has {name} in another form, which cannot be split between ranks (NUM_SHARD)"
+                )
             yield key, sliced(name, tensor, cuts[name], shapes[name], rank) if name in cuts else tensor
 
 
 def sliced(name: str, tensor: Any, cut: Cut, shape: Sequence[int], rank: int) -> Slices:
-    """`shape` is the whole parameter's; a checkpoint may have it in pieces: one for each expert, or the packed parts one by one."""
+    """`shape` is the whole parameter's; a checkpoint may have it in pieces: one for each expert, or the
+    packed parts one by one.
+    """
     own = tensor.get_shape()
     dim = cut.dim - (len(shape) - len(own))
     begin, end = cut.intervals[rank]
     each = shape[cut.dim] // cut.packed
-    others = [size for place, size in enumerate(own) if place != dim] == [*shape[-len(own) :][:dim], *shape[cut.dim + 1 :]]
+    others = [size for place, size in enumerate(own) if place != dim] == [
+        *shape[-len(own) :][:dim],
+        *shape[cut.dim + 1 :],
+    ]
     if dim < 0 or not others or own[dim] not in (each, shape[cut.dim]):
-        raise Unservable(f"its checkpoint has {name} in pieces that cannot be split between ranks (NUM_SHARD)")
+        raise Unservable(
+            f"its checkpoint has {name} in pieces that cannot be split between ranks (NUM_SHARD)"
+        )
     return Slices(tensor, dim, [(each * part + begin, each * part + end) for part in range(own[dim] // each)])
 
 
@@ -129,7 +168,7 @@ def shrink(model: Any, cuts: Mapping[str, Cut], rank: int) -> None:
             module.num_embeddings, module.padding_idx = shape[0], None
 
 
-# --- joining ------------------------------------------------------------------------------------------------------------------------
+# --- joining ------------------------------------------------------------------------------------------------
 
 Forward = Callable[..., torch.Tensor]
 
@@ -145,7 +184,9 @@ def join(model: Any, plan: Shares, ranks: Ranks) -> None:
                 module.bias.data.zero_()  # a sum has it once
             module.forward = partial(summed, module.forward, ranks)
         elif style in GATHERED and cut:
-            module.forward = partial(gathered, module.forward, ranks, [end - begin for begin, end in cut.intervals])
+            module.forward = partial(
+                gathered, module.forward, ranks, [end - begin for begin, end in cut.intervals]
+            )
         elif style == EMBEDDING and cut:
             module.forward = partial(embedded, module.forward, ranks, cut.intervals[ranks.rank])
 

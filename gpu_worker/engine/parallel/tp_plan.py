@@ -1,8 +1,8 @@
 """Which part of each weight a rank holds, by the plan that the model brings along (transformers' `tp_plan`).
 
-A matrix is cut as its plan says: `colwise` along its outputs, `rowwise` along its inputs. What belongs to heads is cut between heads,
-so that a rank computes whole ones: with more ranks than K and V heads, ranks share one and split the queries that look at it. Parts
-need not be of the same size, so nothing has to divide.
+A matrix is cut as its plan says: `colwise` along its outputs, `rowwise` along its inputs. What belongs to
+heads is cut between heads, so that a rank computes whole ones: with more ranks than K and V heads, ranks
+share one and split the queries that look at it. Parts need not be of the same size, so nothing has to divide.
 """
 
 import re
@@ -16,7 +16,9 @@ from torch import nn
 from gpu_worker.engine.attention.backend import Unservable
 
 UNITS = (64, 32, 16, 8, 1)
-"""Features are cut at multiples of the first of which each rank can have one: matrix products like, and some want, aligned rows."""
+"""Features are cut at multiples of the first of which each rank can have one: matrix products like, and some
+want, aligned rows.
+"""
 GATHERED = ("colwise_gather_output", "colwise_rep")
 SPLIT = ("rowwise_split_input", "rowwise_rep")
 EMBEDDING = "embedding_rowwise"
@@ -32,7 +34,9 @@ Interval = tuple[int, int]
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """Of one parameter: the entries that rank r holds along `dim` are `intervals[r]`, in each of `packed` equal parts side by side."""
+    """Of one parameter: the entries that rank r holds along `dim` are `intervals[r]`, in each of `packed`
+    equal parts side by side.
+    """
 
     dim: int
     intervals: Sequence[Interval]
@@ -58,7 +62,8 @@ def evenly(size: int, world_size: int) -> list[Interval]:
 
 
 def heads(query_heads: int, kv_heads: int, world_size: int) -> tuple[list[Interval], list[Interval]]:
-    """Heads of each rank: of queries, and of K and V. Each K head of a rank is seen by as many of its queries as any other.
+    """Heads of each rank: of queries, and of K and V. Each K head of a rank is seen by as many of its queries
+    as any other.
 
     Raises:
         Unservable: there are fewer query heads than ranks.
@@ -74,15 +79,19 @@ def heads(query_heads: int, kv_heads: int, world_size: int) -> tuple[list[Interv
     queries = []
     for rank, head in enumerate(mine):
         sharers, place = mine.count(head), rank - mine.index(head)
-        queries.append((head * group + group * place // sharers, head * group + group * (place + 1) // sharers))
+        queries.append(
+            (head * group + group * place // sharers, head * group + group * (place + 1) // sharers)
+        )
     return queries, [(head, head + 1) for head in mine]
 
 
-# --- the plan -----------------------------------------------------------------------------------------------------------------------
+# --- the plan -----------------------------------------------------------------------------------------------
 
 
 def shares(model: Any, world_size: int) -> Shares:
-    """For a whole model, which may be on the meta device. Raises Unservable where its plan cannot be followed."""
+    """For a whole model, which may be on the meta device. Raises Unservable where its plan cannot be
+    followed.
+    """
     plan = plan_of(model)
     cuts: dict[str, Cut] = {}
     styles: dict[str, str] = {}
@@ -98,7 +107,9 @@ def shares(model: Any, world_size: int) -> Shares:
 
 
 def style_of(plan: Mapping[str, str], name: str, module: nn.Module, parameter: nn.Parameter) -> str | None:
-    """Of the parameters of a module: its own, and for a norm that has a line for each head, that of the projection before it."""
+    """Of the parameters of a module: its own, and for a norm that has a line for each head, that of the
+    projection before it.
+    """
     if isinstance(module, nn.Linear | nn.Embedding):
         return plan.get(pattern(name))
     if parameter.dim() == 2 and plan.get(pattern(name).replace("_norm", "_proj")) == "colwise":
@@ -107,10 +118,14 @@ def style_of(plan: Mapping[str, str], name: str, module: nn.Module, parameter: n
 
 
 def plan_of(model: Any) -> dict[str, str]:
-    """Styles by the patterns of names; the vocabulary is always cut, except where head and embedding are one and the head is not cut."""
+    """Styles by the patterns of names; the vocabulary is always cut, except where head and embedding are one
+    and the head is not cut.
+    """
     plan = {name: style for name, style in (model.tp_plan or {}).items() if style not in WHOLE}
     if not any("*" in name for name in plan):
-        raise Unservable(f"transformers has no plan for {model.config.model_type} on several ranks (NUM_SHARD)")
+        raise Unservable(
+            f"transformers has no plan for {model.config.model_type} on several ranks (NUM_SHARD)"
+        )
     if unknown := sorted({*plan.values()} - {*COLUMNS, *SUMMED}):
         raise Unservable(f"its plan for several ranks (NUM_SHARD) asks for {unknown[0]}, which is not served")
     names = {module: name for name, module in model.named_modules()}

@@ -1,7 +1,7 @@
 """Scores to a token: one uniform number a row, inverse transform.
 
-Probabilities are summed as integers. Integers have the same sum in every order: so a choice depends on its own row and number alone,
-whatever shares the batch, on every device.
+Probabilities are summed as integers. Integers have the same sum in every order: so a choice depends on its
+own row and number alone, whatever shares the batch, on every device.
 """
 
 from typing import NamedTuple
@@ -14,7 +14,9 @@ ONE = 2.0**40  # 2**23 tokens as likely as the likeliest fit into an int64
 
 
 class Drawn(NamedTuple):
-    """ids int64 [rows], logprobs float32 [rows]; of the likeliest tokens top_ids int64 [rows, n], top_logprobs float32 [rows, n]."""
+    """ids int64 [rows], logprobs float32 [rows]; of the likeliest tokens top_ids int64 [rows, n],
+    top_logprobs float32 [rows, n].
+    """
 
     ids: torch.Tensor
     logprobs: torch.Tensor
@@ -24,7 +26,10 @@ class Drawn(NamedTuple):
 
 def blank(num_rows: int, num_tops: int, device: torch.device) -> Drawn:
     """The likeliest tokens lie one place after the other, in each all rows."""
-    ids, logprobs = (torch.zeros(1 + num_tops, num_rows, dtype=dtype, device=device) for dtype in (torch.int64, torch.float32))
+    ids, logprobs = (
+        torch.zeros(1 + num_tops, num_rows, dtype=dtype, device=device)
+        for dtype in (torch.int64, torch.float32)
+    )
     return Drawn(ids[0], logprobs[0], ids[1:].T, logprobs[1:].T)
 
 
@@ -40,8 +45,8 @@ def log(weights: torch.Tensor) -> torch.Tensor:
 def drawn(mass: torch.Tensor, totals: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
     """Which candidates: int64 [rows, 1].
 
-    mass int64 [rows, n]: sums of the weights up to each candidate; totals int64 [rows, 1]: up to the last that may be drawn; numbers
-    float64 [rows, 1] in [0, 1).
+    mass int64 [rows, n]: sums of the weights up to each candidate; totals int64 [rows, 1]: up to the last
+    that may be drawn; numbers float64 [rows, 1] in [0, 1).
     """
     return torch.searchsorted(mass, target_of(numbers, totals), right=True).clamp_(
         max=mass.shape[1] - 1
@@ -61,7 +66,9 @@ def from_all(scores: torch.Tensor, numbers: torch.Tensor, num_tops: int) -> Draw
 
 
 def told(scores: torch.Tensor, totals: torch.Tensor, ids: torch.Tensor, num_tops: int) -> Drawn:
-    """ids int64 [rows, 1] and the likeliest, with their log-probabilities; totals int64 [rows, 1] are the sums of the rows' weights."""
+    """ids int64 [rows, 1] and the likeliest, with their log-probabilities; totals int64 [rows, 1] are the
+    sums of the rows' weights.
+    """
     top_scores, top_ids = likeliest(scores, num_tops)
     total = log(totals)
     return Drawn(ids[:, 0], (scores.gather(1, ids) - total)[:, 0], top_ids, top_scores - total)

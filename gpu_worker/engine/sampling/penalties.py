@@ -1,6 +1,8 @@
-"""What is changed in the scores of single tokens before anything is compared: bias, bans, penalties, and what a guide says.
+"""What is changed in the scores of single tokens before anything is compared: bias, bans, penalties, and what
+a guide says.
 
-Few tokens of a row are concerned, so places are gathered and scattered; nothing here goes through the vocabulary.
+Few tokens of a row are concerned, so places are gathered and scattered; nothing here goes through the
+vocabulary.
 """
 
 from collections.abc import Sequence
@@ -19,7 +21,10 @@ NOTHING = np.zeros(0, np.int64)
 def adjust(scores: torch.Tensor, manners: Sequence[Manner], indices: Sequence[int]) -> None:
     """In place. scores [rows, vocabulary]; `indices` are of the tokens to be sampled."""
     bias(scores, manners)
-    ban(scores, [np.array(manner.banned(index), np.int64) for manner, index in zip(manners, indices, strict=True)])
+    ban(
+        scores,
+        [np.array(manner.banned(index), np.int64) for manner, index in zip(manners, indices, strict=True)],
+    )
     penalise(scores, manners)
     steer(scores, [manner.guide for manner in manners])
 

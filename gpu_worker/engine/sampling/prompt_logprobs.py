@@ -13,7 +13,9 @@ from gpu_worker.engine.sampling.multinomial import Drawn, fixed, log
 from gpu_worker.engine.sampling.top_k import likeliest
 
 MAX_LOGITS = 2**25
-"""Logits of prompts in one step: they and their float32 copies are some hundred MB, for which a device always has room."""
+"""Logits of prompts in one step: they and their float32 copies are some hundred MB, for which a device always
+has room.
+"""
 TOGETHER = 2**24
 """Of these torch copies so many at a time."""
 
@@ -42,12 +44,16 @@ def of_prompt(logits: torch.Tensor, part: Part) -> Drawn:
 
 @torch.inference_mode()
 def prompt_scores(logits: torch.Tensor, ids: torch.Tensor, num_tops: int) -> Drawn:
-    """logits [tokens, vocabulary], each what the model expects in place of the token in ids int64 [tokens] → log-probabilities of these
-    tokens, and of the `num_tops` likeliest in place of each."""
+    """logits [tokens, vocabulary], each what the model expects in place of the token in ids int64 [tokens] →
+    log-probabilities of these tokens, and of the `num_tops` likeliest in place of each.
+    """
     if library := sampler.kernels(logits):
         return sampler.tell(library, logits, ids, num_tops)
     size = max(1, TOGETHER // logits.shape[1])
-    lots = [scored(logits[first : first + size], ids[first : first + size], num_tops) for first in range(0, len(ids), size)]
+    lots = [
+        scored(logits[first : first + size], ids[first : first + size], num_tops)
+        for first in range(0, len(ids), size)
+    ]
     return Drawn(*map(torch.cat, zip(*lots, strict=True)))
 
 

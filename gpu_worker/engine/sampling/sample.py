@@ -15,7 +15,9 @@ from gpu_worker.engine.sampling.sampler import Way, choose, way_of
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """What a step sampled, on the host; `tops` by the place of the sample. And what it tells of prompts, in the order of its parts."""
+    """What a step sampled, on the host; `tops` by the place of the sample. And what it tells of prompts, in
+    the order of its parts.
+    """
 
     ids: list[int]
     logprobs: list[float]
@@ -31,7 +33,9 @@ def sample(logits: torch.Tensor, turns: Sequence[Turn | None]) -> Drawn:
 
 
 def grouped(logits: torch.Tensor, turns: Sequence[Turn | None]) -> Drawn:
-    """Rows that choose in the same way are chosen for together. On CUDA the work is only queued: nothing here waits for the device."""
+    """Rows that choose in the same way are chosen for together. On CUDA the work is only queued: nothing here
+    waits for the device.
+    """
     if not any(turns):
         return likeliest_of(logits)
     groups: dict[Way | None, list[int]] = {}
@@ -43,7 +47,9 @@ def grouped(logits: torch.Tensor, turns: Sequence[Turn | None]) -> Drawn:
     return sampled
 
 
-def put(sampled: Drawn, places: torch.Tensor, logits: torch.Tensor, way: Way | None, turns: Sequence[Turn | None]) -> None:
+def put(
+    sampled: Drawn, places: torch.Tensor, logits: torch.Tensor, way: Way | None, turns: Sequence[Turn | None]
+) -> None:
     """Chooses for the rows at `places`."""
     rows = logits.index_select(0, places)
     drawn = likeliest_of(rows) if way is None else choose(rows, way, [turn for turn in turns if turn])
@@ -55,7 +61,11 @@ def read(drawn: Drawn, turns: Sequence[Turn | None]) -> Sampled:
     """Drawn columns that are on the host."""
     ids, logprobs, top_ids, top_logprobs = (column.tolist() for column in drawn)
     asked = {place: turn.manner.top_n for place, turn in enumerate(turns) if turn and turn.manner.top_n}
-    return Sampled(ids, logprobs, {place: Top(top_ids[place][:num], top_logprobs[place][:num]) for place, num in asked.items()})
+    return Sampled(
+        ids,
+        logprobs,
+        {place: Top(top_ids[place][:num], top_logprobs[place][:num]) for place, num in asked.items()},
+    )
 
 
 def likeliest_of(logits: torch.Tensor) -> Drawn:
@@ -64,11 +74,17 @@ def likeliest_of(logits: torch.Tensor) -> Drawn:
 
 
 def greedy(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """logits [samples, vocabulary] → ids int64 [samples], natural logarithms of their probabilities float32 [samples]."""
+    """logits [samples, vocabulary] → ids int64 [samples], natural logarithms of their probabilities float32
+    [samples].
+    """
     if logits.is_cuda:
-        from gpu_worker.engine.cuda.kernels.greedy import likeliest_rows  # Triton comes with torch's builds for CUDA only
+        from gpu_worker.engine.cuda.kernels.greedy import (
+            likeliest_rows,
+        )  # Triton comes with torch's builds for CUDA only
 
         return likeliest_rows(logits)
     best, ids = logits.max(-1)
-    below = logits.to(torch.float32, copy=True).sub_(best.float()[:, None])  # in place: another buffer of this size costs page faults
+    below = logits.to(torch.float32, copy=True).sub_(
+        best.float()[:, None]
+    )  # in place: another buffer of this size costs page faults
     return ids, below.exp_().sum(-1).log_().neg_()

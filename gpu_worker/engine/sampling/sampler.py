@@ -11,7 +11,9 @@ from gpu_worker.engine.sampling.penalties import adjust
 from gpu_worker.engine.sampling.truncation import Limits, narrowly, typically
 
 Way = Callable[[torch.Tensor, Limits, int], Drawn]
-"""Scores float32 [rows, vocabulary] with the likeliest at 0, limits, number of the likeliest to be told → drawn."""
+"""Scores float32 [rows, vocabulary] with the likeliest at 0, limits, number of the likeliest to be told →
+drawn.
+"""
 
 
 def way_of(manner: Manner) -> Way:
@@ -45,7 +47,10 @@ def temper(scores: torch.Tensor, manners: Sequence[Manner]) -> None:
 def limits(turns: Sequence[Turn], device: torch.device) -> Limits:
     manners = [turn.manner for turn in turns]
     top_k, top_p = [manner.sampling.top_k for manner in manners], [manner.top_p for manner in manners]
-    others = [[turn.manner.sampling.min_p, turn.manner.sampling.typical_p, turn.manner.uniforms.at(turn.index)] for turn in turns]
+    others = [
+        [turn.manner.sampling.min_p, turn.manner.sampling.typical_p, turn.manner.uniforms.at(turn.index)]
+        for turn in turns
+    ]
     return Limits(
         upload(top_k, device)[:, None] if any(top_k) else None,
         upload(top_p, device, torch.float64)[:, None] if min(top_p) < 1 else None,

@@ -1,4 +1,6 @@
-"""The order of a row's tokens: the likeliest first, the lower id first where two are equally likely. None of it sorts a vocabulary."""
+"""The order of a row's tokens: the likeliest first, the lower id first where two are equally likely. None of
+it sorts a vocabulary.
+"""
 
 import torch
 
@@ -12,7 +14,9 @@ def keys_of(scores: torch.Tensor) -> torch.Tensor:
 
 
 def likeliest(scores: torch.Tensor, width: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """scores float32 [rows, vocabulary], none above 0 → scores and ids int64 of the `width` likeliest, [rows, width]."""
+    """scores float32 [rows, vocabulary], none above 0 → scores and ids int64 of the `width` likeliest, [rows,
+    width].
+    """
     if not width:
         return scores[:, :0], scores[:, :0].long()
     places = keys_of(scores).long() << 32 | torch.arange(scores.shape[1], device=scores.device)
@@ -21,10 +25,12 @@ def likeliest(scores: torch.Tensor, width: int) -> tuple[torch.Tensor, torch.Ten
 
 
 def border(keys: torch.Tensor, weights: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """keys int32 [rows, n], none negative; weights int64 [rows, n], none negative; targets int64 [rows, 1] → int32 [rows, 1]: the least key
-    of each row up to which, itself included, its tokens weigh more than the target; if all together do not, one above all.
+    """keys int32 [rows, n], none negative; weights int64 [rows, n], none negative; targets int64 [rows, 1] →
+    int32 [rows, 1]: the least key of each row up to which, itself included, its tokens weigh more than the
+    target; if all together do not, one above all.
 
-    By radix: what the tokens of each digit weigh says in which of them the border lies, and then only they count.
+    By radix: what the tokens of each digit weigh says in which of them the border lies, and then only they
+    count.
     """
     found, left = torch.zeros_like(targets), targets
     for shift, bits in DIGITS:

@@ -13,8 +13,9 @@ ALL = 2**31 - 1
 
 
 class Limits(NamedTuple):
-    """Tensors [rows, 1]: how much each row keeps, and its random number. top_k 0, top_p 1, min_p 0 and typical_p 1 keep all; None where
-    all rows' do."""
+    """Tensors [rows, 1]: how much each row keeps, and its random number. top_k 0, top_p 1, min_p 0 and
+    typical_p 1 keep all; None where all rows' do.
+    """
 
     top_k: torch.Tensor | None
     top_p: torch.Tensor | None
@@ -24,7 +25,9 @@ class Limits(NamedTuple):
 
 
 class Tokens(NamedTuple):
-    """What a row's tokens are ordered by, int32 [rows, vocabulary], and what they weigh, int64 [rows, vocabulary]."""
+    """What a row's tokens are ordered by, int32 [rows, vocabulary], and what they weigh, int64 [rows,
+    vocabulary].
+    """
 
     keys: torch.Tensor
     weights: torch.Tensor
@@ -46,7 +49,9 @@ class Tokens(NamedTuple):
 
 
 class Prefix(NamedTuple):
-    """The first tokens of each row: those before `key`, int32 [rows, 1], and of those with that key the first `ties`, int64 [rows, 1]."""
+    """The first tokens of each row: those before `key`, int32 [rows, 1], and of those with that key the first
+    `ties`, int64 [rows, 1].
+    """
 
     key: torch.Tensor
     ties: torch.Tensor
@@ -73,13 +78,15 @@ def narrowly(scores: torch.Tensor, limits: Limits, num_tops: int) -> Drawn:
 def prefix(tokens: Tokens, limits: Limits) -> Prefix:
     """What each row keeps.
 
-    Top-k keeps what is as likely as the last of k; top-p (arXiv:1904.09751) the fewest that have this share of what top-k left; min-p
-    (arXiv:2407.01082) what has this share of the likeliest's probability.
+    Top-k keeps what is as likely as the last of k; top-p (arXiv:1904.09751) the fewest that have this share
+    of what top-k left; min-p (arXiv:2407.01082) what has this share of the likeliest's probability.
     """
     last = keys_of(limits.min_p.log().float())
     left = tokens.weights.sum(-1, keepdim=True)
     if limits.top_k is not None:
-        kth = border(tokens.keys, torch.ones_like(tokens.weights), limits.top_k.clamp(1, tokens.keys.shape[1]) - 1)
+        kth = border(
+            tokens.keys, torch.ones_like(tokens.weights), limits.top_k.clamp(1, tokens.keys.shape[1]) - 1
+        )
         kth.masked_fill_(limits.top_k == 0, ALL - 1)
         last, left = torch.minimum(last, kth), tokens.before(kth + 1)
     whole = Prefix(last, torch.full_like(left, ALL))
@@ -100,8 +107,9 @@ def typically(scores: torch.Tensor, limits: Limits, num_tops: int) -> Drawn:
 def atypical(scores: torch.Tensor, share: torch.Tensor) -> torch.Tensor:
     """What locally typical sampling (arXiv:2202.00666) leaves out, bool [rows, vocabulary].
 
-    It keeps the fewest tokens with that share whose information is nearest to the entropy, and what is as near as the last of them. The
-    likeliest of a row is at 0: information and entropy both lack the logarithm of the total.
+    It keeps the fewest tokens with that share whose information is nearest to the entropy, and what is as
+    near as the last of them. The likeliest of a row is at 0: information and entropy both lack the logarithm
+    of the total.
     """
     weights = fixed(scores)
     total = weights.sum(-1, keepdim=True)

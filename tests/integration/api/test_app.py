@@ -20,11 +20,14 @@ BODY = {"inputs": "a"}
 CHAT = {"messages": [{"role": "user", "content": "a"}]}
 
 
-# --- x-request-id -----------------------------------------------------------------------------------------------------------------
+# --- x-request-id -------------------------------------------------------------------------------------------
 
 
 async def test_the_id_in_the_header_is_the_one_in_redis(broker: Broker) -> None:
-    async with working(broker.url, TOKENIZER, lambda _: Answer([11])) as worker, serving(broker.url) as (gateway, client):
+    async with (
+        working(broker.url, TOKENIZER, lambda _: Answer([11])) as worker,
+        serving(broker.url) as (gateway, client),
+    ):
         await ready(gateway)
         for path, body in (("/generate", BODY), ("/generate_stream", BODY), ("/v1/chat/completions", CHAT)):
             response = await client.post(path, json=body)
@@ -37,7 +40,10 @@ async def test_a_client_s_own_id_is_echoed_and_ours_is_logged_with_it(
     broker: Broker, brought: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, "api.http.request_id")
-    async with working(broker.url, TOKENIZER, lambda _: Answer([11])) as worker, serving(broker.url) as (gateway, client):
+    async with (
+        working(broker.url, TOKENIZER, lambda _: Answer([11])) as worker,
+        serving(broker.url) as (gateway, client),
+    ):
         await ready(gateway)
         response = await client.post("/generate", json=BODY, headers={"X-Request-ID": brought})
     assert response.headers["x-request-id"] == brought
@@ -60,7 +66,9 @@ async def test_every_answer_has_an_id(broker: Broker) -> None:
             await client.post("/generate", json=BODY),
             await client.post("/generate", content=b"x" * 101, headers={"content-type": "application/json"}),
             await client.post("/v1/completions", content=b"{"),
-            await client.options("/generate", headers={"origin": "http://a", "access-control-request-method": "POST"}),
+            await client.options(
+                "/generate", headers={"origin": "http://a", "access-control-request-method": "POST"}
+            ),
         ]
     assert all(len(one.headers["x-request-id"]) == 32 for one in answers)
     assert len({one.headers["x-request-id"] for one in answers}) == len(answers)
@@ -79,9 +87,17 @@ async def test_what_runs_on_is_not_of_the_request_that_started_it() -> None:
     assert seen == [""]
 
 
-# --- the key ----------------------------------------------------------------------------------------------------------------------
+# --- the key ------------------------------------------------------------------------------------------------
 
-KEYED = ["/generate", "/generate_stream", "/", "/tokenize", "/chat_tokenize", "/v1/chat/completions", "/v1/completions"]
+KEYED = [
+    "/generate",
+    "/generate_stream",
+    "/",
+    "/tokenize",
+    "/chat_tokenize",
+    "/v1/chat/completions",
+    "/v1/completions",
+]
 
 
 async def test_the_key_is_asked_for_in_the_family_s_words(broker: Broker) -> None:
@@ -91,24 +107,34 @@ async def test_the_key_is_asked_for_in_the_family_s_words(broker: Broker) -> Non
                 headers = {} if given is None else {b"authorization": given.encode()}
                 response = await client.post(path, content=b"", headers=headers)
                 assert_refused(path, response)
-            assert (await client.post(path, content=b"", headers={b"authorization": "Bearer sésame".encode()})).status_code == 415
+            assert (
+                await client.post(path, content=b"", headers={b"authorization": "Bearer sésame".encode()})
+            ).status_code == 415
 
 
 def assert_refused(path: str, response: httpx.Response) -> None:
     assert (response.status_code, response.headers["www-authenticate"]) == (401, "Bearer")
     answer = response.json()
     if path.startswith("/v1"):
-        assert (answer["error"]["type"], answer["error"]["code"]) == ("authentication_error", "invalid_api_key")
+        assert (answer["error"]["type"], answer["error"]["code"]) == (
+            "authentication_error",
+            "invalid_api_key",
+        )
     else:
         assert answer["error_type"] == "unauthorized" and "Bearer" in answer["error"]
 
 
 async def test_who_has_the_key_is_served_and_health_is_for_everybody(broker: Broker) -> None:
     one = Answer(TOKENIZER.encode("a").ids)
-    async with working(broker.url, TOKENIZER, lambda _: one), serving(broker.url, api_key="sesame") as (gateway, client):
+    async with (
+        working(broker.url, TOKENIZER, lambda _: one),
+        serving(broker.url, api_key="sesame") as (gateway, client),
+    ):
         await ready(gateway)
         for given in ("Bearer sesame", "bearer sesame", "BEARER  sesame"):
-            assert (await client.post("/generate", json=BODY, headers={"authorization": given})).status_code == 200
+            assert (
+                await client.post("/generate", json=BODY, headers={"authorization": given})
+            ).status_code == 200
         for path in ("/health", "/ping", "/", "/metrics", "/docs", "/api-doc/openapi.json"):
             assert (await client.get(path)).status_code == 200
         url = f"{client.base_url}/v1"
@@ -118,12 +144,16 @@ async def test_who_has_the_key_is_served_and_health_is_for_everybody(broker: Bro
         assert (await right.chat.completions.create(model="tgi", **CHAT)).choices[0].message.content == "a"
 
 
-# --- other origins ----------------------------------------------------------------------------------------------------------------
+# --- other origins ------------------------------------------------------------------------------------------
 
 
 def asking(origin: str) -> dict[str, str]:
     wanted = "authorization,content-type"
-    return {"origin": origin, "access-control-request-method": "POST", "access-control-request-headers": wanted}
+    return {
+        "origin": origin,
+        "access-control-request-method": "POST",
+        "access-control-request-headers": wanted,
+    }
 
 
 async def test_pages_of_any_origin_may_call(broker: Broker) -> None:
@@ -137,7 +167,11 @@ async def test_pages_of_any_origin_may_call(broker: Broker) -> None:
 
 async def test_origins_can_be_named(broker: Broker) -> None:
     async with serving(broker.url, cors_allow_origin=("http://a.example", "http://b.example")) as (_, client):
-        for origin, allowed in (("http://a.example", True), ("http://b.example", True), ("http://c.example", False)):
+        for origin, allowed in (
+            ("http://a.example", True),
+            ("http://b.example", True),
+            ("http://c.example", False),
+        ):
             answer = await client.get("/v1/models", headers={"origin": origin})
             assert (answer.headers.get("access-control-allow-origin") == origin) is allowed
             assert (await client.options("/generate", headers=asking(origin))).is_success is allowed

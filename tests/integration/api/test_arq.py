@@ -44,7 +44,10 @@ async def worker(broker: Broker) -> AsyncIterator[FakeWorker]:
 @pytest.fixture
 async def client(broker: Broker) -> AsyncIterator[ArqRedis]:
     pool = await create_pool(
-        RedisSettings.from_dsn(broker.url), job_serializer=msgpack.packb, job_deserializer=msgpack.unpackb, default_queue_name=QUEUE
+        RedisSettings.from_dsn(broker.url),
+        job_serializer=msgpack.packb,
+        job_deserializer=msgpack.unpackb,
+        default_queue_name=QUEUE,
     )
     yield pool
     await pool.aclose()
@@ -162,7 +165,9 @@ async def test_garbage_kills_no_job_worker(client: ArqRedis, worker: FakeWorker,
         await wait_until(empty)
 
 
-async def test_a_queue_that_is_none_is_waited_for(client: ArqRedis, worker: FakeWorker, broker: Broker) -> None:
+async def test_a_queue_that_is_none_is_waited_for(
+    client: ArqRedis, worker: FakeWorker, broker: Broker
+) -> None:
     await client.set(QUEUE, "mine")
     async with job_worker(broker.url):
         await asyncio.sleep(0)
@@ -172,7 +177,9 @@ async def test_a_queue_that_is_none_is_waited_for(client: ArqRedis, worker: Fake
 
 async def test_an_aborted_job_is_called_off(client: ArqRedis, broker: Broker) -> None:
     async with (
-        working(broker.url, vocabulary().tokenizer, lambda _: Answer(IDS * 500, ends=False), step_s=0.01) as worker,
+        working(
+            broker.url, vocabulary().tokenizer, lambda _: Answer(IDS * 500, ends=False), step_s=0.01
+        ) as worker,
         gateway(broker.url),
         job_worker(broker.url),
     ):
@@ -185,7 +192,9 @@ async def test_an_aborted_job_is_called_off(client: ArqRedis, broker: Broker) ->
 
 
 async def test_a_job_outlives_its_workers(client: ArqRedis, worker: FakeWorker, broker: Broker) -> None:
-    """The first is killed, the second told to stop; the third waits for what was begun: nothing is generated twice."""
+    """The first is killed, the second told to stop; the third waits for what was begun: nothing is generated
+    twice.
+    """
     await worker.pause()
     redis = connect(broker.url)
     killed = JobWorker(redis, Settings(redis_url=broker.url, worker_ttl_s=1.0))
@@ -231,7 +240,9 @@ async def test_many_jobs_wait_at_once(client: ArqRedis, worker: FakeWorker, brok
         assert {(await result(job))["generated_text"] for job in jobs} == {TEXT}
 
 
-async def test_a_strangers_answer_is_not_taken_for_ours(client: ArqRedis, redis: Redis, worker: FakeWorker, broker: Broker) -> None:
+async def test_a_strangers_answer_is_not_taken_for_ours(
+    client: ArqRedis, redis: Redis, worker: FakeWorker, broker: Broker
+) -> None:
     await redis.xadd(KEYS.submit, {"job": json.dumps({"id": "a", "inputs": "Count to three."})})
     await wait_until(lambda: redis.get(KEYS.result("a")))
     async with job_worker(broker.url):

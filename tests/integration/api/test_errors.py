@@ -36,12 +36,20 @@ async def test_bodies_that_are_not_read(broker: Broker) -> None:
         for _ in range(10_000):
             yield b" " * 1000
 
-    async with working(broker.url, TOKENIZER, lambda _: Answer([1])), serving(broker.url, payload_limit=5000) as (gateway, client):
+    async with (
+        working(broker.url, TOKENIZER, lambda _: Answer([1])),
+        serving(broker.url, payload_limit=5000) as (gateway, client),
+    ):
         await ready(gateway)
         large = await client.post("/generate", content=b"x" * 5001, headers=JSON)
         assert told(large) == (413, "payload_too_large") and "5000 bytes" in large.text
-        assert told(await client.post("/generate", content=endless(), headers=JSON)) == (413, "payload_too_large")
-        assert told(await client.post("/generate_stream", content=b"{}", headers={"content-type": "text/plain"})) == (
+        assert told(await client.post("/generate", content=endless(), headers=JSON)) == (
+            413,
+            "payload_too_large",
+        )
+        assert told(
+            await client.post("/generate_stream", content=b"{}", headers={"content-type": "text/plain"})
+        ) == (
             415,
             "unsupported_media_type",
         )
@@ -49,13 +57,21 @@ async def test_bodies_that_are_not_read(broker: Broker) -> None:
         odd = {"content-type": "Application/vnd.api+JSON; charset=utf-8"}
         assert (await client.post("/generate", content=b'{"inputs":"a"}', headers=odd)).status_code == 200
         assert (
-            await client.post("/generate", content=b'{"inputs":"' + b"a" * 4900 + b'","parameters":{"truncate":5}}', headers=JSON)
+            await client.post(
+                "/generate",
+                content=b'{"inputs":"' + b"a" * 4900 + b'","parameters":{"truncate":5}}',
+                headers=JSON,
+            )
         ).status_code == 200
 
 
 def told_by_openai(response: httpx.Response) -> tuple[int, str, str | None]:
     answer = response.json()
-    assert set(answer) == {"error"} and set(answer["error"]) == {"message", "type", "param", "code"} and answer["error"]["message"]
+    assert (
+        set(answer) == {"error"}
+        and set(answer["error"]) == {"message", "type", "param", "code"}
+        and answer["error"]["message"]
+    )
     return response.status_code, answer["error"]["type"], answer["error"]["code"]
 
 
@@ -69,10 +85,14 @@ async def test_routes_that_there_are_not(broker: Broker) -> None:
         for path in ("/v1", "/v1/nothing"):
             assert told_by_openai(await client.get(path)) == (404, "invalid_request_error", None)
         wrong = await client.get("/v1/completions")
-        assert told_by_openai(wrong) == (405, "invalid_request_error", None) and wrong.headers["allow"] == "POST"
+        assert (
+            told_by_openai(wrong) == (405, "invalid_request_error", None) and wrong.headers["allow"] == "POST"
+        )
 
 
-@pytest.mark.parametrize("garbage", [b"garbage\r\n\r\n", b"POST /generate HTTP/1.1\r\nhost: a\r\ncontent-length: x\r\n\r\n"])
+@pytest.mark.parametrize(
+    "garbage", [b"garbage\r\n\r\n", b"POST /generate HTTP/1.1\r\nhost: a\r\ncontent-length: x\r\n\r\n"]
+)
 async def test_what_is_no_http(broker: Broker, garbage: bytes) -> None:
     async with serving(broker.url) as (_, client):
         reader, writer = await asyncio.open_connection(client.base_url.host, client.base_url.port)
@@ -85,9 +105,17 @@ async def test_what_is_no_http(broker: Broker, garbage: bytes) -> None:
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
 async def test_bodies_that_are_not_read_on_openai_s_routes(broker: Broker, path: str) -> None:
-    async with working(broker.url, TOKENIZER, lambda _: Answer([1])), serving(broker.url, payload_limit=100) as (gateway, client):
+    async with (
+        working(broker.url, TOKENIZER, lambda _: Answer([1])),
+        serving(broker.url, payload_limit=100) as (gateway, client),
+    ):
         await ready(gateway)
-        cases = [(b"x" * 101, JSON, 413), (b"{}", {"content-type": "text/plain"}, 415), (b"{", JSON, 400), (b"[]", JSON, 400)]
+        cases = [
+            (b"x" * 101, JSON, 413),
+            (b"{}", {"content-type": "text/plain"}, 415),
+            (b"{", JSON, 400),
+            (b"[]", JSON, 400),
+        ]
         for content, headers, status in cases:
             answer = await client.post(path, content=content, headers=headers)
             assert told_by_openai(answer) == (status, "invalid_request_error", None)
@@ -96,7 +124,12 @@ async def test_bodies_that_are_not_read_on_openai_s_routes(broker: Broker, path:
 REFUSALS = [
     (Refusal(400, "invalid_json", "x"), 400, "invalid_request_error", None),
     (Refusal(401, "unauthorized", "x"), 401, "authentication_error", "invalid_api_key"),
-    (Refusal(404, "model_not_found", "x", "model", "model_not_found"), 404, "invalid_request_error", "model_not_found"),
+    (
+        Refusal(404, "model_not_found", "x", "model", "model_not_found"),
+        404,
+        "invalid_request_error",
+        "model_not_found",
+    ),
     (Refusal(413, "payload_too_large", "x"), 413, "invalid_request_error", None),
     (Refusal(415, "unsupported_media_type", "x"), 415, "invalid_request_error", None),
     (invalid("x", "stop"), 400, "invalid_request_error", None),
@@ -111,10 +144,17 @@ def test_a_refusal_in_both_families(refusal: Refusal, status: int, kind: str, co
     answer = {"error": {"message": refusal.text, "type": kind, "param": refusal.param, "code": code}}
     for path in ("/v1/chat/completions", "/v1/models"):
         response = respond(refusal, path)
-        assert (response.status_code, json.loads(response.body), response.media_type) == (status, answer, "application/json")
+        assert (response.status_code, json.loads(response.body), response.media_type) == (
+            status,
+            answer,
+            "application/json",
+        )
     for path in ("/generate", "/", "/v1x"):
         response = respond(refusal, path)
-        assert (response.status_code, set(json.loads(response.body))) == (refusal.status, {"error", "error_type"})
+        assert (response.status_code, set(json.loads(response.body))) == (
+            refusal.status,
+            {"error", "error_type"},
+        )
 
 
 def test_what_failed_while_it_was_generated_is_not_asked_again_by_openai_s_client() -> None:
@@ -122,10 +162,14 @@ def test_what_failed_while_it_was_generated_is_not_asked_again_by_openai_s_clien
 
 
 @pytest.mark.parametrize("path", ["/generate", "/v1/chat/completions"])
-async def test_a_crash_is_an_error_of_the_family(broker: Broker, path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_crash_is_an_error_of_the_family(
+    broker: Broker, path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async with serving(broker.url) as (gateway, client):
         monkeypatch.setattr(gateway.desk, "check", lambda: 1 / 0)
-        response = await client.post(path, json={"inputs": "a", "messages": [{"role": "user", "content": "a"}]})
+        response = await client.post(
+            path, json={"inputs": "a", "messages": [{"role": "user", "content": "a"}]}
+        )
         assert response.status_code == 500 and len(response.headers["x-request-id"]) == 32
         answer = {"error": "Internal error", "error_type": "internal"}
         openai = {"error": {"message": "Internal error", "type": "server_error", "param": None, "code": None}}
@@ -149,8 +193,13 @@ async def test_models_and_health(broker: Broker) -> None:
 
 @pytest.mark.parametrize("limits", [{"max_concurrent_requests": 1}, {"max_queued_bytes": 250}])
 @pytest.mark.parametrize("path", ["/generate", "/generate_stream"])
-async def test_a_full_queue_is_said_before_the_stream(broker: Broker, limits: dict[str, int], path: str) -> None:
-    async with working(broker.url, TOKENIZER, lambda _: Answer([11])) as worker, serving(broker.url, **limits) as (gateway, client):
+async def test_a_full_queue_is_said_before_the_stream(
+    broker: Broker, limits: dict[str, int], path: str
+) -> None:
+    async with (
+        working(broker.url, TOKENIZER, lambda _: Answer([11])) as worker,
+        serving(broker.url, **limits) as (gateway, client),
+    ):
         await ready(gateway)
         await worker.pause()
         first = asyncio.create_task(stream(client, BODY))
@@ -165,7 +214,10 @@ async def test_a_full_queue_is_said_before_the_stream(broker: Broker, limits: di
 
 
 async def test_before_a_worker_is_ready(broker: Broker) -> None:
-    async with serving(broker.url) as (gateway, client), working(broker.url, TOKENIZER, lambda _: Answer([11])) as worker:
+    async with (
+        serving(broker.url) as (gateway, client),
+        working(broker.url, TOKENIZER, lambda _: Answer([11])) as worker,
+    ):
         await ready(gateway)
         await worker.announce("draining")
     async with serving(broker.url) as (gateway, client):
@@ -183,7 +235,9 @@ async def test_nobody_is_refused_because_the_last_look_was_too_early(broker: Bro
 
 
 async def test_after_the_last_worker_died(broker: Broker) -> None:
-    """For worker_grace_s requests wait for the next one; then they are refused, and the limits of the dead are still known."""
+    """For worker_grace_s requests wait for the next one; then they are refused, and the limits of the dead
+    are still known.
+    """
     async with serving(broker.url, worker_grace_s=2.0) as (gateway, client):
         async with working(broker.url, TOKENIZER, lambda _: Answer([11])) as worker:
             await ready(gateway)
@@ -219,14 +273,21 @@ async def test_the_cause_of_a_broker_that_refuses(own_broker: Broker) -> None:
             lambda: password.config_set("requirepass", ""),
         ),
     }
-    async with working(own_broker.url, TOKENIZER, lambda _: Answer([11])), serving(own_broker.url) as (gateway, client):
+    async with (
+        working(own_broker.url, TOKENIZER, lambda _: Answer([11])),
+        serving(own_broker.url) as (gateway, client),
+    ):
         for words, (begin, end) in troubles.items():
             await ready(gateway)
             begin()
 
             async def refused(words: str = words) -> bool:
                 response = await client.post("/generate_stream", json=BODY)
-                return response.status_code == 503 and told(response) == (503, "unavailable") and words in response.text
+                return (
+                    response.status_code == 503
+                    and told(response) == (503, "unavailable")
+                    and words in response.text
+                )
 
             await wait_until(refused)
             end()
@@ -249,7 +310,10 @@ async def test_a_broker_that_does_not_answer_or_is_not_there(monkeypatch: pytest
         monkeypatch.setattr(module, "CONNECT_TIMEOUT_S", 0.2)
     with brokers.running() as broker:
         pid = redis.Redis.from_url(broker.url).info("server")["process_id"]
-        async with working(broker.url, TOKENIZER, lambda _: Answer([11])), serving(broker.url) as (gateway, client):
+        async with (
+            working(broker.url, TOKENIZER, lambda _: Answer([11])),
+            serving(broker.url) as (gateway, client),
+        ):
             await ready(gateway)
             os.kill(pid, signal.SIGSTOP)
             response = await client.post("/generate", json=BODY)

@@ -68,7 +68,10 @@ class Service:
         return json.loads(await wait_until(lambda: self.redis.get(KEYS.result(job_id)), timeout_s))
 
     async def stream(self, job_id: str, after: str = "0") -> list[Any]:
-        return [json.loads(fields[b"frame"]) for _, fields in await self.redis.xrange(KEYS.reply(job_id), f"({after}")]
+        return [
+            json.loads(fields[b"frame"])
+            for _, fields in await self.redis.xrange(KEYS.reply(job_id), f"({after}")
+        ]
 
     async def settled(self) -> None:
         """Returns when no entry is left."""
@@ -97,7 +100,9 @@ async def worker(broker: Broker) -> AsyncIterator[FakeWorker]:
 async def test_a_job_is_answered_as_http_would(service: Service, worker: FakeWorker, broker: Broker) -> None:
     heard = await service.listen("ext:me")
     async with gateway(broker.url):
-        job_id = await service.submit(inputs="Count.", parameters={"details": True}, reply_to="ext:me", reply="stream")
+        job_id = await service.submit(
+            inputs="Count.", parameters={"details": True}, reply_to="ext:me", reply="stream"
+        )
         result = await service.result(job_id)
         await wait_until(lambda: len(heard) == len(IDS) + 1)
         await service.settled()
@@ -107,14 +112,18 @@ async def test_a_job_is_answered_as_http_would(service: Service, worker: FakeWor
     assert [frame["generated_text"] for frame in heard] == [None] * len(IDS) + [TEXT]
     assert await service.stream(job_id) == heard
     assert await service.stream(job_id, after="4-0") == heard[4:]
-    hour = [await service.redis.ttl(key) for key in (KEYS.result(job_id), KEYS.reply(job_id), KEYS.job(job_id))]
+    hour = [
+        await service.redis.ttl(key) for key in (KEYS.result(job_id), KEYS.reply(job_id), KEYS.job(job_id))
+    ]
     assert all(3500 < ttl <= 3600 for ttl in hour)
 
 
 async def test_who_asks_while_the_last_answer_is_given_is_not_forgotten(
     service: Service, worker: FakeWorker, broker: Broker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The job is read as a live one, and by then its run has told the last frame and does nothing but tidy up."""
+    """The job is read as a live one, and by then its run has told the last frame and does nothing but tidy
+    up.
+    """
     tidy, tidying, go_on = JobRun.let_go, asyncio.Event(), asyncio.Event()
 
     async def slowly(self: JobRun) -> None:
@@ -141,20 +150,31 @@ async def test_a_chat_is_answered_as_http_would(service: Service, worker: FakeWo
     heard = await service.listen("ext:me")
     async with gateway(broker.url):
         await service.submit(
-            id="c", **CHAT, parameters={"n": 2, "stream_options": {"include_usage": True}}, reply_to="ext:me", reply="stream"
+            id="c",
+            **CHAT,
+            parameters={"n": 2, "stream_options": {"include_usage": True}},
+            reply_to="ext:me",
+            reply="stream",
         )
         result = await service.result("c")
         await wait_until(lambda: heard and heard[-1].get("usage"))
     assert result["object"] == "chat.completion"
     assert [choice["message"]["content"] for choice in result["choices"]] == [TEXT, TEXT]
     for i in range(2):
-        deltas = [choice["delta"].get("content") or "" for chunk in heard for choice in chunk["choices"] if choice["index"] == i]
+        deltas = [
+            choice["delta"].get("content") or ""
+            for chunk in heard
+            for choice in chunk["choices"]
+            if choice["index"] == i
+        ]
         assert "".join(deltas) == TEXT
     assert {chunk["object"] for chunk in heard} == {"chat.completion.chunk"}
     assert await service.stream("c") == heard
 
 
-async def test_a_job_is_told_of_its_prompt_in_the_answer_alone(service: Service, worker: FakeWorker, broker: Broker) -> None:
+async def test_a_job_is_told_of_its_prompt_in_the_answer_alone(
+    service: Service, worker: FakeWorker, broker: Broker
+) -> None:
     asked = {"inputs": "Count to ten.", "parameters": {"decoder_input_details": True}}
     async with gateway(broker.url):
         result = await service.result(await service.submit(**asked))
@@ -168,11 +188,18 @@ async def test_a_job_is_told_of_its_prompt_in_the_answer_alone(service: Service,
 
 async def test_an_error_is_an_answer(service: Service, broker: Broker) -> None:
     heard = await service.listen("ext:me")
-    async with working(broker.url, TOKENIZER, lambda _: Answer(IDS[:3], error="the engine broke")), gateway(broker.url):
+    async with (
+        working(broker.url, TOKENIZER, lambda _: Answer(IDS[:3], error="the engine broke")),
+        gateway(broker.url),
+    ):
         await service.submit(id="a", inputs="Count.", reply_to="ext:me")
         result = await service.result("a")
         await wait_until(lambda: len(heard) == 4)
-    assert result == heard[-1] == {"error": "Request failed during generation: the engine broke", "error_type": "generation"}
+    assert (
+        result
+        == heard[-1]
+        == {"error": "Request failed during generation: the engine broke", "error_type": "generation"}
+    )
 
 
 GARBAGE: list[tuple[str, dict[Any, Any], str]] = [  # name, fields, what the error says
@@ -190,7 +217,11 @@ GARBAGE: list[tuple[str, dict[Any, Any], str]] = [  # name, fields, what the err
     ("wrong parameters", {"job": json.dumps({"inputs": "a", "parameters": [1]})}, "`parameters`"),
     ("not ours", {"job": json.dumps({"inputs": "a", "reply_to": "events:g0"})}, "`reply_to`"),
     ("wrong reply", {"job": json.dumps({"inputs": "a", "reply": "mail"})}, "`reply`"),
-    ("limit", {"job": json.dumps({"inputs": "a", "parameters": {"max_new_tokens": 10**6}})}, "`max_new_tokens`"),
+    (
+        "limit",
+        {"job": json.dumps({"inputs": "a", "parameters": {"max_new_tokens": 10**6}})},
+        "`max_new_tokens`",
+    ),
     ("not served", {"job": json.dumps({"inputs": "a", "parameters": {"watermark": True}})}, "`watermark`"),
     ("another model", {"job": json.dumps({"inputs": "a", "model": "gpt-4"})}, "gpt-4"),
     ("too large", {"job": json.dumps({"inputs": "a" * 3000})}, "larger than 2000 bytes"),
@@ -201,9 +232,14 @@ GARBAGE: list[tuple[str, dict[Any, Any], str]] = [  # name, fields, what the err
 ]
 
 
-async def test_garbage_is_answered_and_kills_nobody(service: Service, worker: FakeWorker, broker: Broker) -> None:
+async def test_garbage_is_answered_and_kills_nobody(
+    service: Service, worker: FakeWorker, broker: Broker
+) -> None:
     async with gateway(broker.url, payload_limit=2000):
-        entries = [(name, (await service.redis.xadd(KEYS.submit, fields)).decode(), words) for name, fields, words in GARBAGE]
+        entries = [
+            (name, (await service.redis.xadd(KEYS.submit, fields)).decode(), words)
+            for name, fields, words in GARBAGE
+        ]
         for name, entry_id, words in entries:
             error = (await service.result(entry_id))["error"]
             assert words in (error if isinstance(error, str) else error["message"]), name
@@ -212,7 +248,9 @@ async def test_garbage_is_answered_and_kills_nobody(service: Service, worker: Fa
         await service.settled()
 
 
-async def test_a_stranger_at_our_keys_does_no_harm(service: Service, worker: FakeWorker, broker: Broker) -> None:
+async def test_a_stranger_at_our_keys_does_no_harm(
+    service: Service, worker: FakeWorker, broker: Broker
+) -> None:
     await service.redis.set(KEYS.submit, "mine")
     await service.redis.set(KEYS.job("spoiled"), "mine")
     await service.redis.set(KEYS.reply("fine"), "mine")
@@ -230,18 +268,26 @@ async def test_a_stranger_at_our_keys_does_no_harm(service: Service, worker: Fak
         await wait_until(lambda: not one.jobs.held and not one.relay.streams)
 
 
-async def test_the_same_job_attaches_and_another_conflicts(service: Service, worker: FakeWorker, broker: Broker) -> None:
+async def test_the_same_job_attaches_and_another_conflicts(
+    service: Service, worker: FakeWorker, broker: Broker
+) -> None:
     first, second, third = [await service.listen(f"ext:{i}") for i in range(3)]
     async with gateway(broker.url, "g0") as one, gateway(broker.url, "g1") as other:
         await worker.pause()
         for i in range(2):
             await service.submit(id="a", inputs="Count.", reply_to=f"ext:{i}")
-        await wait_until(lambda: sum(len(run.replies) for gate in (one, other) for run in gate.jobs.runs.values()) == 2)
+        await wait_until(
+            lambda: sum(len(run.replies) for gate in (one, other) for run in gate.jobs.runs.values()) == 2
+        )
         entry_id = await service.submit(id="a", inputs="Count again.", reply_to="ext:2")
         await wait_until(lambda: third)
         worker.going.set()
         assert await service.result("a") == {"generated_text": TEXT}
-        assert third == [await service.result(entry_id)] == [{"error": "another job has this id", "error_type": "conflict"}]
+        assert (
+            third
+            == [await service.result(entry_id)]
+            == [{"error": "another job has this id", "error_type": "conflict"}]
+        )
         await wait_until(lambda: len(first) == len(second) == len(IDS) + 1)
         await service.settled()
         await service.submit(id="a", inputs="Count.", reply_to="ext:2", reply="stream")
@@ -268,7 +314,9 @@ async def test_a_job_waits_for_a_worker(service: Service, broker: Broker) -> Non
             assert await service.result("a") == {"generated_text": TEXT}
 
 
-async def test_jobs_beyond_the_limit_are_refused(service: Service, worker: FakeWorker, broker: Broker) -> None:
+async def test_jobs_beyond_the_limit_are_refused(
+    service: Service, worker: FakeWorker, broker: Broker
+) -> None:
     await worker.pause()
     async with gateway(broker.url, submit_limit=3):
         for i in range(5):
@@ -283,7 +331,10 @@ async def test_jobs_beyond_the_limit_are_refused(service: Service, worker: FakeW
 
 async def test_a_job_is_called_off(service: Service, broker: Broker) -> None:
     heard = await service.listen("ext:me")
-    async with working(broker.url, TOKENIZER, lambda _: Answer(IDS * 500, ends=False), step_s=0.01) as worker, gateway(broker.url) as one:
+    async with (
+        working(broker.url, TOKENIZER, lambda _: Answer(IDS * 500, ends=False), step_s=0.01) as worker,
+        gateway(broker.url) as one,
+    ):
         await service.submit(id="runs", inputs="Count.", reply_to="ext:me")
         await wait_until(lambda: len(heard) > 3)
         await service.redis.xadd(KEYS.submit, {"cancel": "runs"})
@@ -300,7 +351,9 @@ async def test_a_job_is_called_off(service: Service, broker: Broker) -> None:
         assert len(worker.seen) <= 2
 
 
-async def test_a_successor_goes_on_where_the_dead_gateway_stopped(service: Service, worker: FakeWorker, broker: Broker) -> None:
+async def test_a_successor_goes_on_where_the_dead_gateway_stopped(
+    service: Service, worker: FakeWorker, broker: Broker
+) -> None:
     """Each frame once, on the channel and in the stream, with the text of one generation."""
     heard = await service.listen("ext:me")
     worker.step_s = 0.05
@@ -315,7 +368,9 @@ async def test_a_successor_goes_on_where_the_dead_gateway_stopped(service: Servi
     async with gateway(broker.url, "g1", worker_ttl_s=0.3) as other:
         await wait_until(lambda: other.relay.followed == {KEYS.events("g0"): 3})
         assert await service.result("a") == {"generated_text": TEXT}
-        assert [choice["message"]["content"] for choice in (await service.result("c"))["choices"]] == [TEXT] * 2
+        assert [choice["message"]["content"] for choice in (await service.result("c"))["choices"]] == [
+            TEXT
+        ] * 2
         await service.settled()
         await wait_until(lambda: len(heard) == len(IDS) + 1)
         assert not other.relay.followed and not other.relay.streams
@@ -323,19 +378,28 @@ async def test_a_successor_goes_on_where_the_dead_gateway_stopped(service: Servi
     assert await service.stream("a") == heard
     chunks = await service.stream("c")
     for i in range(2):
-        deltas = [choice["delta"].get("content") or "" for chunk in chunks for choice in chunk["choices"] if choice["index"] == i]
+        deltas = [
+            choice["delta"].get("content") or ""
+            for chunk in chunks
+            for choice in chunk["choices"]
+            if choice["index"] == i
+        ]
         assert "".join(deltas) == TEXT
     assert len(worker.seen) == 3
     await dead.redis.aclose()
 
 
-async def test_cut_connections_lose_and_repeat_nothing(service: Service, worker: FakeWorker, broker: Broker) -> None:
+async def test_cut_connections_lose_and_repeat_nothing(
+    service: Service, worker: FakeWorker, broker: Broker
+) -> None:
     """Jobs whose reading, admission, frames or answers fall into a gap."""
     heard = await service.listen("ext:me")
     worker.step_s = 0.02
     async with gateway(f"{broker.url}?client_name=gateway") as one:
         for i in range(12):
-            await service.submit(id=f"j{i}", inputs="Count.", reply="stream", **({"reply_to": "ext:me"} if i == 0 else {}))
+            await service.submit(
+                id=f"j{i}", inputs="Count.", reply="stream", **({"reply_to": "ext:me"} if i == 0 else {})
+            )
             for client in await service.redis.client_list():
                 if client["name"] == "gateway":
                     await service.redis.client_kill_filter(_id=client["id"])

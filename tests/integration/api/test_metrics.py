@@ -55,14 +55,23 @@ class Figures:
 
 
 async def test_requests_their_times_and_lengths(broker: Broker) -> None:
-    async with working(broker.url, TOKENIZER, scripted, step_s=0.02), serving(broker.url) as (gateway, client):
+    async with (
+        working(broker.url, TOKENIZER, scripted, step_s=0.02),
+        serving(broker.url) as (gateway, client),
+    ):
         await ready(gateway)
         figures = await Figures(client).begin()
         await stream(client, body())
         assert (await client.post("/generate", json=body(max_new_tokens=3))).status_code == 200
         await figures.until("tgi_request_success", 2)
         assert await figures.added("tgi_request_count") == 2
-        for name in ("request", "request_validation", "request_queue", "request_inference", "request_mean_time_per_token"):
+        for name in (
+            "request",
+            "request_validation",
+            "request_queue",
+            "request_inference",
+            "request_mean_time_per_token",
+        ):
             assert await figures.added(f"tgi_{name}_duration_count") == 2, name
         assert await figures.added("tgi_request_generated_tokens_sum") == len(IDS) + 1 + 3
         assert await figures.added("tgi_request_input_length_sum") == 2 * len(TOKENIZER.encode("The sky").ids)
@@ -74,7 +83,10 @@ async def test_requests_their_times_and_lengths(broker: Broker) -> None:
 
 
 async def test_failures_by_cause(broker: Broker) -> None:
-    async with working(broker.url, TOKENIZER, scripted) as worker, serving(broker.url, max_concurrent_requests=1) as (gateway, client):
+    async with (
+        working(broker.url, TOKENIZER, scripted) as worker,
+        serving(broker.url, max_concurrent_requests=1) as (gateway, client),
+    ):
         await ready(gateway)
         figures = await Figures(client).begin()
         assert (await client.post("/generate", json={"inputs": ""})).status_code == 422
@@ -138,7 +150,9 @@ def shut(own: Broker) -> None:
         client.shutdown(nosave=True)
 
 
-async def test_lines_of_a_gateway_have_the_request_s_id(broker: Broker, caplog: pytest.LogCaptureFixture) -> None:
+async def test_lines_of_a_gateway_have_the_request_s_id(
+    broker: Broker, caplog: pytest.LogCaptureFixture
+) -> None:
     caplog.set_level("INFO", "api.inference.metrics")
     async with working(broker.url, TOKENIZER, scripted), serving(broker.url) as (gateway, client):
         await ready(gateway)

@@ -18,16 +18,20 @@ from tests.support.waiting import wait_until
 
 PATH = "/v1/chat/completions"
 CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "Hi"}]}
-PROMPT = (
-    "<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n"
-)
+PROMPT = "<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n"
 OPEN = "<|im_start|>assistant\n"
 
 
 def head(found: dict[str, Any], kind: str, model: str = "smollm2") -> dict[str, Any]:
     """What every object begins with."""
     assert found["id"].startswith("chatcmpl-") and isinstance(found["created"], int)
-    known = {"id": found["id"], "object": kind, "created": found["created"], "model": model, "system_fingerprint": FINGERPRINT}
+    known = {
+        "id": found["id"],
+        "object": kind,
+        "created": found["created"],
+        "model": model,
+        "system_fingerprint": FINGERPRINT,
+    }
     assert list(found)[:6] == [*known, "choices"]
     return known
 
@@ -41,8 +45,23 @@ async def test_the_frames_of_a_stream(broker: Broker) -> None:
     texts = [" é", "", "🙂", " b"]
     choices = [
         {"index": 0, "delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None},
-        *({"index": 0, "delta": {"content": text}, "logprobs": None, "finish_reason": None, "stop_reason": None} for text in texts),
-        {"index": 0, "delta": {"content": ""}, "logprobs": None, "finish_reason": "stop", "stop_reason": None},
+        *(
+            {
+                "index": 0,
+                "delta": {"content": text},
+                "logprobs": None,
+                "finish_reason": None,
+                "stop_reason": None,
+            }
+            for text in texts
+        ),
+        {
+            "index": 0,
+            "delta": {"content": ""},
+            "logprobs": None,
+            "finish_reason": "stop",
+            "stop_reason": None,
+        },
     ]
     assert found == [{**known, "choices": [choice]} for choice in choices]
 
@@ -66,9 +85,13 @@ async def test_stop_strings_are_held_back_until_they_are_none(broker: Broker) ->
     answer = Answer(ids("one two three"), ends=False)
     async with answering(broker.url, answer) as (_, _, client):
         found = frames(await streamed(client, PATH, CHAT | {"stop": ["ne twice", "o thr"]}))
-        kept = (await client.post(PATH, json=CHAT | {"stop": "o thr", "include_stop_str_in_output": True})).json()
+        kept = (
+            await client.post(PATH, json=CHAT | {"stop": "o thr", "include_stop_str_in_output": True})
+        ).json()
         by_id = (await client.post(PATH, json=CHAT | {"stop_token_ids": ids(" two")})).json()
-        bound = (await client.post(PATH, json=CHAT | {"stop": ["one"], "min_tokens": 1, "max_tokens": 2})).json()
+        bound = (
+            await client.post(PATH, json=CHAT | {"stop": ["one"], "min_tokens": 1, "max_tokens": 2})
+        ).json()
     assert [frame["choices"][0]["delta"]["content"] for frame in found] == ["", "o", "ne tw", ""]
     last = found[-1]["choices"][0]
     assert (last["finish_reason"], last["stop_reason"]) == ("stop", "o thr")
@@ -90,14 +113,17 @@ async def test_logprobs(broker: Broker) -> None:
         chunks = frames(await streamed(client, PATH, body))[1:]
         plain = (await client.post(PATH, json=CHAT | {"logprobs": True})).json()
     expected = [
-        entry(token_id, logprob) | {"top_logprobs": [entry(token_id, logprob), entry(token_id + 1, logprob - 1)]}
+        entry(token_id, logprob)
+        | {"top_logprobs": [entry(token_id, logprob), entry(token_id + 1, logprob - 1)]}
         for token_id, logprob in zip(token_ids, logprobs(len(token_ids)), strict=True)
     ]
     assert close(whole["choices"][0]["logprobs"]["content"], expected)
     assert [chunk["choices"][0]["logprobs"] for chunk in chunks] == [
         {"content": [one]} for one in whole["choices"][0]["logprobs"]["content"]
     ]
-    assert plain["choices"][0]["logprobs"]["content"][0] == entry(token_ids[0], logprobs(1)[0]) | {"top_logprobs": []}
+    assert plain["choices"][0]["logprobs"]["content"][0] == entry(token_ids[0], logprobs(1)[0]) | {
+        "top_logprobs": []
+    }
     assert worker.seen[0].sampling is not None and worker.seen[0].sampling.raw_logprobs
 
 
@@ -132,7 +158,9 @@ async def test_several_choices(broker: Broker) -> None:
         [choice] = frame["choices"]
         assert frame["usage"] is None
         deltas[choice["index"]].append(choice["delta"])
-    assert [["role" in delta for delta in own] for own in deltas] == [[True] + [False] * (len(own) - 1) for own in deltas]
+    assert [["role" in delta for delta in own] for own in deltas] == [
+        [True] + [False] * (len(own) - 1) for own in deltas
+    ]
     texts = ["".join(delta["content"] for delta in own) for own in deltas]
     assert texts == ["one", "two three", "four five six"]
     num_prompt = len(ids(PROMPT + OPEN))
@@ -159,9 +187,16 @@ async def test_a_failed_stream_ends_with_the_error(broker: Broker) -> None:
         found = frames(await streamed(client, PATH, CHAT | {"n": 2}))
         once = await client.post(PATH, json=CHAT)
         await wait_until(lambda: not gateway.relay.streams)
-    error = {"message": "Request failed during generation: two workers died", "type": "server_error", "param": None, "code": None}
+    error = {
+        "message": "Request failed during generation: two workers died",
+        "type": "server_error",
+        "param": None,
+        "code": None,
+    }
     assert found[-1] == {"error": error}
-    assert [frame["choices"][0]["delta"]["content"] for frame in found[:-1] if frame["choices"][0]["index"] == 0] == ["", "a", " b"]
+    assert [
+        frame["choices"][0]["delta"]["content"] for frame in found[:-1] if frame["choices"][0]["index"] == 0
+    ] == ["", "a", " b"]
     assert (once.status_code, once.json()) == (500, {"error": error})
 
 
@@ -184,7 +219,9 @@ async def test_a_failed_stream_raises_in_the_package_of_openai(broker: Broker) -
 async def test_every_choice_ends_when_the_client_goes(broker: Broker, stream: bool) -> None:
     async with answering(broker.url, Answer(ids("a b c"), ends=False)) as (worker, gateway, client):
         task = asyncio.create_task(client.post(PATH, json=CHAT | {"n": 3, "stream": stream}))
-        await wait_until(lambda: len(worker.live) == 3 and all(live.done == 3 for live in worker.live.values()))
+        await wait_until(
+            lambda: len(worker.live) == 3 and all(live.done == 3 for live in worker.live.values())
+        )
         task.cancel()
         await wait_until(lambda: not worker.live and not gateway.relay.streams)
 
@@ -220,15 +257,27 @@ async def test_what_reaches_the_queue(broker: Broker) -> None:
     async with answering(broker.url, Answer(ids("x"))) as (worker, _, client):
         assert (await client.post(PATH, json=CHAT | fields)).status_code == 200
         for temperature in (0, None):
-            assert (await client.post(PATH, json=CHAT | {"temperature": temperature, "max_tokens": 1})).status_code == 200
+            assert (
+                await client.post(PATH, json=CHAT | {"temperature": temperature, "max_tokens": 1})
+            ).status_code == 200
     full, greedy, default = worker.seen
     assert unpack_ids(full.prompt_ids) == ids(PROMPT + OPEN)[-4:]
     assert (full.max_new_tokens, full.min_new_tokens, full.stop, full.ignore_eos) == (2, 2, ["x"], True)
     assert unpack_ids(full.stop_ids) == [9]
     sampling = full.sampling
     assert sampling is not None
-    assert (sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p, sampling.typical_p) == (0.5, 7, 0.75, 0.25, 0.5)
-    assert (sampling.repetition_penalty, sampling.frequency_penalty, sampling.presence_penalty) == (1.5, -1, 0.5)
+    assert (sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p, sampling.typical_p) == (
+        0.5,
+        7,
+        0.75,
+        0.25,
+        0.5,
+    )
+    assert (sampling.repetition_penalty, sampling.frequency_penalty, sampling.presence_penalty) == (
+        1.5,
+        -1,
+        0.5,
+    )
     assert (sampling.seed, sampling.relative_frequency_penalty, sampling.raw_logprobs) == (3, 0, True)
     assert dict(sampling.logit_bias) == {5: 1.5, 7: -100}
     assert sampling.bad_words
@@ -247,12 +296,24 @@ PROMPTS: list[tuple[dict[str, Any], str]] = [
     ({"messages": [SYSTEM, USER]}, BEGIN + OPEN),
     ({"messages": [SYSTEM, USER], "add_generation_prompt": False}, BEGIN),
     ({"messages": [SYSTEM, USER, ASSISTANT]}, BEGIN + OPEN + "A "),
-    ({"messages": [SYSTEM, USER, ASSISTANT], "add_generation_prompt": True}, BEGIN + OPEN + "A <|im_end|>\n" + OPEN),
-    ({"messages": [SYSTEM, USER, ASSISTANT], "continue_final_message": False}, BEGIN + OPEN + "A <|im_end|>\n" + OPEN),
+    (
+        {"messages": [SYSTEM, USER, ASSISTANT], "add_generation_prompt": True},
+        BEGIN + OPEN + "A <|im_end|>\n" + OPEN,
+    ),
+    (
+        {"messages": [SYSTEM, USER, ASSISTANT], "continue_final_message": False},
+        BEGIN + OPEN + "A <|im_end|>\n" + OPEN,
+    ),
     ({"messages": [SYSTEM, USER], "continue_final_message": True}, BEGIN.removesuffix("<|im_end|>\n")),
-    ({"messages": [SYSTEM | {"role": "developer"}, USER]}, "<|im_start|>system\nS<|im_end|>\n<|im_start|>user\nU<|im_end|>\n" + OPEN),
+    (
+        {"messages": [SYSTEM | {"role": "developer"}, USER]},
+        "<|im_start|>system\nS<|im_end|>\n<|im_start|>user\nU<|im_end|>\n" + OPEN,
+    ),
     ({"messages": [SYSTEM, PARTS]}, BEGIN + OPEN),
-    ({"messages": [SYSTEM, USER | {"name": "Ann"}], "chat_template_kwargs": {"thinking": True}}, BEGIN + OPEN),
+    (
+        {"messages": [SYSTEM, USER | {"name": "Ann"}], "chat_template_kwargs": {"thinking": True}},
+        BEGIN + OPEN,
+    ),
 ]
 
 
@@ -280,4 +341,6 @@ async def test_a_model_without_a_template(broker: Broker, monkeypatch: pytest.Mo
         response = await client.post(PATH, json=CHAT)
     assert response.status_code == 400
     error = response.json()["error"]
-    assert (error["param"], error["code"]) == ("messages", "template_error") and "no chat template" in error["message"]
+    assert (error["param"], error["code"]) == ("messages", "template_error") and "no chat template" in error[
+        "message"
+    ]

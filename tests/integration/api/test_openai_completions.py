@@ -27,8 +27,15 @@ def repeat(request: Generate) -> Answer:
 
 async def test_the_frames_of_a_stream(broker: Broker) -> None:
     async with answering(broker.url, Answer(ids(" é b"))) as (_, _, client):
-        found = frames(await streamed(client, PATH, {"prompt": "a", "stream_options": {"include_usage": True}}))
-    known = {"id": found[0]["id"], "object": "text_completion", "created": found[0]["created"], "model": "smollm2"}
+        found = frames(
+            await streamed(client, PATH, {"prompt": "a", "stream_options": {"include_usage": True}})
+        )
+    known = {
+        "id": found[0]["id"],
+        "object": "text_completion",
+        "created": found[0]["created"],
+        "model": "smollm2",
+    }
     assert known["id"].startswith("cmpl-")
     known |= {"system_fingerprint": FINGERPRINT}
     choices = [
@@ -37,7 +44,10 @@ async def test_the_frames_of_a_stream(broker: Broker) -> None:
         {"index": 0, "text": "", "logprobs": None, "finish_reason": "stop", "stop_reason": None},
     ]
     usage = {"prompt_tokens": 1, "completion_tokens": 3, "total_tokens": 4}
-    assert found == [*({**known, "choices": [choice], "usage": None} for choice in choices), {**known, "choices": [], "usage": usage}]
+    assert found == [
+        *({**known, "choices": [choice], "usage": None} for choice in choices),
+        {**known, "choices": [], "usage": usage},
+    ]
 
 
 async def test_choices_stand_in_the_order_of_the_prompts(broker: Broker) -> None:
@@ -50,7 +60,9 @@ async def test_choices_stand_in_the_order_of_the_prompts(broker: Broker) -> None
     assert [(choice["index"], choice["text"]) for choice in answer["choices"]] == list(enumerate(texts))
     num_new = sum(len(ids(text)) + 1 for text in texts)
     assert answer["usage"] == {"prompt_tokens": 6, "completion_tokens": num_new, "total_tokens": 6 + num_new}
-    assert response.headers["x-prompt-tokens"] == "6" and response.headers["x-generated-tokens"] == str(num_new)
+    assert response.headers["x-prompt-tokens"] == "6" and response.headers["x-generated-tokens"] == str(
+        num_new
+    )
     assert response.headers["x-compute-characters"] == str(len("a bcd e f"))
     shown = [""] * 6
     for choice in (choice for frame in found for choice in frame["choices"]):
@@ -93,7 +105,9 @@ async def test_logprobs_are_parallel_lists(broker: Broker) -> None:
 async def test_echo(broker: Broker) -> None:
     async with answering(broker.url, Answer(ids(" b"))) as (_, _, client):
         for prompt, text in (("a é", "a é b"), (ids("a é"), "a é b")):
-            assert (await client.post(PATH, json={"prompt": prompt, "echo": True})).json()["choices"][0]["text"] == text
+            assert (await client.post(PATH, json={"prompt": prompt, "echo": True})).json()["choices"][0][
+                "text"
+            ] == text
             found = frames(await streamed(client, PATH, {"prompt": prompt, "echo": True}))
             assert [frame["choices"][0]["text"] for frame in found] == ["a é", " b", ""]
 
@@ -109,7 +123,9 @@ async def test_echo_with_logprobs_tells_of_the_prompt(broker: Broker) -> None:
     async with answering(broker.url, Answer(ids(" x"), ends=False)) as (worker, _, client):
         whole = (await client.post(PATH, json=body | {"max_tokens": 1, "logprobs": 2})).json()
         found = frames(await streamed(client, PATH, body | {"max_tokens": 1, "logprobs": 2}))
-        [plain] = (await client.post(PATH, json={"prompt": "c d", "echo": True, "max_tokens": 1, "logprobs": 0})).json()["choices"]
+        [plain] = (
+            await client.post(PATH, json={"prompt": "c d", "echo": True, "max_tokens": 1, "logprobs": 0})
+        ).json()["choices"]
         assert [request.prompt_logprobs for request in worker.seen] == [2] * 8 + [0]
         await client.post(PATH, json=body | {"max_tokens": 1})
         await client.post(PATH, json={"prompt": "a", "max_tokens": 1, "logprobs": 2})
@@ -134,25 +150,46 @@ async def test_echo_with_logprobs_tells_of_the_prompt(broker: Broker) -> None:
 async def test_the_prompt_alone(broker: Broker) -> None:
     """`max_tokens` 0 is how prompts are scored: what is generated all the same is neither shown nor counted."""
     async with answering(broker.url, Answer([])) as (worker, _, client):
-        body = {"prompt": ids("a é b"), "echo": True, "max_tokens": 0, "logprobs": 0, "stream_options": {"include_usage": True}}
+        body = {
+            "prompt": ids("a é b"),
+            "echo": True,
+            "max_tokens": 0,
+            "logprobs": 0,
+            "stream_options": {"include_usage": True},
+        }
         found = frames(await streamed(client, PATH, body))
         answer = await client.post(PATH, json=body | {"stream_options": None})
-        [bare] = (await client.post(PATH, json={"prompt": "a", "echo": True, "max_tokens": 0})).json()["choices"]
+        [bare] = (await client.post(PATH, json={"prompt": "a", "echo": True, "max_tokens": 0})).json()[
+            "choices"
+        ]
     [choice] = answer.json()["choices"]
     assert (choice["text"], choice["finish_reason"], choice["stop_reason"]) == ("a é b", "length", None)
-    assert choice["logprobs"]["tokens"] == ["a", " é", " b"] and choice["logprobs"]["token_logprobs"] == told(ids("a é b"))
+    assert choice["logprobs"]["tokens"] == ["a", " é", " b"] and choice["logprobs"]["token_logprobs"] == told(
+        ids("a é b")
+    )
     assert choice["logprobs"]["text_offset"] == [0, 1, 3]
     usage = {"prompt_tokens": 3, "completion_tokens": 0, "total_tokens": 3}
-    assert answer.json()["usage"] == found[-1]["usage"] == usage and answer.headers["x-generated-tokens"] == "0"
+    assert (
+        answer.json()["usage"] == found[-1]["usage"] == usage and answer.headers["x-generated-tokens"] == "0"
+    )
     assert [frame["choices"][0]["text"] for frame in found[:-1]] == ["a é b", ""]
-    assert found[0]["choices"][0]["logprobs"] == choice["logprobs"] and found[1]["choices"][0]["finish_reason"] == "length"
+    assert (
+        found[0]["choices"][0]["logprobs"] == choice["logprobs"]
+        and found[1]["choices"][0]["finish_reason"] == "length"
+    )
     assert (bare["text"], bare["logprobs"], worker.seen[-1].max_new_tokens) == ("a", None, 1)
 
 
 async def test_a_cut_prompt_is_repeated_as_it_was_cut(broker: Broker) -> None:
     async with answering(broker.url, Answer(ids(" x"), ends=False)) as (_, _, client):
         for prompt in ("a é b", ids("a é b")):
-            body = {"prompt": prompt, "truncate_prompt_tokens": 2, "max_tokens": 1, "echo": True, "logprobs": 0}
+            body = {
+                "prompt": prompt,
+                "truncate_prompt_tokens": 2,
+                "max_tokens": 1,
+                "echo": True,
+                "logprobs": 0,
+            }
             [choice] = (await client.post(PATH, json=body)).json()["choices"]
             assert (choice["text"], choice["logprobs"]["text_offset"]) == (" é b x", [0, 2, 4])
             assert choice["logprobs"]["token_logprobs"] == [*told([1, 2]), *logprobs(1)]
@@ -174,12 +211,18 @@ async def test_special_tokens_on_demand(broker: Broker) -> None:
     answer = Answer([*ids("a"), TOKENIZER.token_to_id("<|im_start|>"), *ids(" b")])
     async with answering(broker.url, answer) as (_, _, client):
         for body, text in (({}, "a b"), ({"skip_special_tokens": False}, "a<|im_start|> b")):
-            assert (await client.post(PATH, json={"prompt": "a", **body})).json()["choices"][0]["text"] == text
+            assert (await client.post(PATH, json={"prompt": "a", **body})).json()["choices"][0][
+                "text"
+            ] == text
 
 
 async def test_a_failing_prompt_fails_all(broker: Broker) -> None:
     def answer(request: Generate) -> Answer:
-        return Answer(ids("x"), error="poison") if unpack_ids(request.prompt_ids) == ids("bad") else Answer(ids("a b c"), ends=False)
+        return (
+            Answer(ids("x"), error="poison")
+            if unpack_ids(request.prompt_ids) == ids("bad")
+            else Answer(ids("a b c"), ends=False)
+        )
 
     async with answering(broker.url, answer) as (worker, gateway, client):
         found = frames(await streamed(client, PATH, {"prompt": ["good", "bad"]}))
@@ -188,13 +231,20 @@ async def test_a_failing_prompt_fails_all(broker: Broker) -> None:
 
 
 async def test_all_prompts_or_none_are_admitted(broker: Broker) -> None:
-    async with answering(broker.url, Answer(ids("x"), ends=False), max_concurrent_requests=3) as (worker, gateway, client):
+    async with answering(broker.url, Answer(ids("x"), ends=False), max_concurrent_requests=3) as (
+        worker,
+        gateway,
+        client,
+    ):
         task = asyncio.create_task(client.post(PATH, json={"prompt": ["a", "b"]}))
         await wait_until(lambda: len(worker.live) == 2)
         refused = await client.post(PATH, json={"prompt": ["a", "b"], "stream": True})
         assert (refused.status_code, refused.json()["error"]["type"]) == (429, "rate_limit_exceeded")
         await wait_until(lambda: len(worker.live) == 2 and len(gateway.relay.streams) == 2)
         never = await client.post(PATH, json={"prompt": ["a", "b"], "n": 2})
-        assert (never.status_code, never.json()["error"]["param"]) == (400, "n") and "MAX_CONCURRENT_REQUESTS is 3" in never.text
+        assert (never.status_code, never.json()["error"]["param"]) == (
+            400,
+            "n",
+        ) and "MAX_CONCURRENT_REQUESTS is 3" in never.text
         task.cancel()
         await wait_until(lambda: not worker.live and not gateway.relay.streams)

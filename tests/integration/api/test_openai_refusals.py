@@ -59,7 +59,11 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     (CHAT | {"response_format": {"type": "json_object"}}, "response_format", "not supported yet"),
     (CHAT | {"tools": [{"type": "function"}]}, "tools", "not supported yet"),
     (CHAT | {"tool_choice": "auto"}, "tool_choice", "not supported yet"),
-    (CHAT | {"continue_final_message": True, "add_generation_prompt": True}, "continue_final_message", "exclude"),
+    (
+        CHAT | {"continue_final_message": True, "add_generation_prompt": True},
+        "continue_final_message",
+        "exclude",
+    ),
     (CHAT | {"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs", "`messages`"),
     ({"messages": []}, "messages", "empty"),
     ({}, "messages", "required"),
@@ -68,7 +72,11 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     (user("a", role="wizard"), "messages[1].role", "'wizard'"),
     (user("a", role="tool"), "messages[1].role", "not supported yet"),
     (user("a", tool_calls=[{"id": "1"}]), "messages[1].tool_calls", "not supported yet"),
-    (user([{"type": "text", "text": "What is this?"}, IMAGE]), "messages[1].content", "this model takes text only"),
+    (
+        user([{"type": "text", "text": "What is this?"}, IMAGE]),
+        "messages[1].content",
+        "this model takes text only",
+    ),
     (user([{"type": "text"}]), "messages[1].content", "text` is required"),
     (PROMPT | {"prompt": []}, "prompt", "empty"),
     (PROMPT | {"prompt": ""}, "prompt", "empty"),
@@ -100,7 +108,11 @@ async def test_the_field_at_fault_is_named(client: httpx.AsyncClient) -> None:
         for streamed in ({}, {"stream": True}) if "stream_options" not in body else ({},):
             response = await client.post(path, json=body | streamed)
             error = response.json()["error"]
-            assert (response.status_code, error["type"], error["param"]) == (400, "invalid_request_error", param), (body, error)
+            assert (response.status_code, error["type"], error["param"]) == (
+                400,
+                "invalid_request_error",
+                param,
+            ), (body, error)
             assert words in error["message"] and f"`{param}" in error["message"], error
 
 
@@ -110,7 +122,9 @@ async def test_whatever_is_not_served_is_named_unless_it_changes_nothing(client:
         assert (response.status_code, response.json()["error"]["param"]) == (400, name)
         assert response.json()["error"]["message"] == f"`{name}` is not supported yet"
         for value in (None, *neutral):
-            assert (await client.post("/v1/chat/completions", json=CHAT | {name: value})).status_code == 200, (name, value)
+            assert (
+                await client.post("/v1/chat/completions", json=CHAT | {name: value})
+            ).status_code == 200, (name, value)
 
 
 def test_nothing_that_openai_knows_is_overlooked() -> None:
@@ -148,7 +162,15 @@ async def test_models(client: httpx.AsyncClient) -> None:
 async def test_bodies_that_cannot_be_read(client: httpx.AsyncClient) -> None:
     json = {"content-type": "application/json"}
     for path in ("/v1/chat/completions", "/v1/completions"):
-        for content, headers, status in ((b"{", json, 400), (b"[]", json, 400), (b"{}", {}, 415), (b" " * 2_000_001, json, 413)):
+        for content, headers, status in (
+            (b"{", json, 400),
+            (b"[]", json, 400),
+            (b"{}", {}, 415),
+            (b" " * 2_000_001, json, 413),
+        ):
             response = await client.post(path, content=content, headers=headers)
-            assert (response.status_code, response.json()["error"]["type"]) == (status, "invalid_request_error")
+            assert (response.status_code, response.json()["error"]["type"]) == (
+                status,
+                "invalid_request_error",
+            )
         assert (await client.get(path)).status_code == 405

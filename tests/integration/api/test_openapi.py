@@ -11,7 +11,15 @@ from tests.support.fleet.gateways import ready, serving, vocabulary
 from tests.support.fleet.scripted_worker import Answer, working
 
 TOKENIZER = vocabulary().tokenizer
-TAKES_BODY = ["/", "/generate", "/generate_stream", "/tokenize", "/chat_tokenize", "/v1/chat/completions", "/v1/completions"]
+TAKES_BODY = [
+    "/",
+    "/generate",
+    "/generate_stream",
+    "/tokenize",
+    "/chat_tokenize",
+    "/v1/chat/completions",
+    "/v1/completions",
+]
 EVERYTHING = {"details": True, "best_of": 2, "do_sample": True, "top_n_tokens": 2, "max_new_tokens": 4}
 
 
@@ -38,7 +46,9 @@ async def test_every_body_is_described_and_every_reference_leads_somewhere(broke
 
 
 def operation_ids(document: dict[str, Any]) -> list[str]:
-    return sorted(operation["operationId"] for methods in document["paths"].values() for operation in methods.values())
+    return sorted(
+        operation["operationId"] for methods in document["paths"].values() for operation in methods.values()
+    )
 
 
 async def test_a_key_is_described_where_there_is_one(broker: Broker) -> None:
@@ -51,7 +61,10 @@ async def test_a_key_is_described_where_there_is_one(broker: Broker) -> None:
 
 async def test_answers_are_as_described(broker: Broker) -> None:
     """Those with everything in them, and no field that the description does not know."""
-    async with working(broker.url, TOKENIZER, lambda _: Answer([5, 6])), serving(broker.url) as (gateway, client):
+    async with (
+        working(broker.url, TOKENIZER, lambda _: Answer([5, 6])),
+        serving(broker.url) as (gateway, client),
+    ):
         await ready(gateway)
         document = (await client.get("/api-doc/openapi.json")).json()
 
@@ -71,8 +84,12 @@ async def test_answers_are_as_described(broker: Broker) -> None:
             response = await client.request(method, path, json=body)
             check(path, method, response.status_code, response.json())
         parameters = EVERYTHING | {"best_of": 1}
-        shown = frames((await client.post("/generate_stream", json={"inputs": "a", "parameters": parameters})).content)
-    event = document["paths"]["/generate_stream"]["post"]["responses"]["200"]["content"]["text/event-stream"]["schema"]
+        shown = frames(
+            (await client.post("/generate_stream", json={"inputs": "a", "parameters": parameters})).content
+        )
+    event = document["paths"]["/generate_stream"]["post"]["responses"]["200"]["content"]["text/event-stream"][
+        "schema"
+    ]
     frame = event["properties"]["data"]["contentSchema"] | {"components": document["components"]}
     for one in shown:
         Draft202012Validator(frame).validate(one)

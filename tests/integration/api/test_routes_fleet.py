@@ -28,8 +28,12 @@ DEMO = {"demo": True, "hostname": "127.0.0.1"}
 
 @contextlib.contextmanager
 def bystander(title: str) -> Iterator[subprocess.Popen[bytes]]:
-    """A child of this process, as the gateway of `serving` calls it a sibling, that looks like one of the fleet."""
-    code = f"import setproctitle, time; setproctitle.setproctitle({title!r}); print(flush=True); time.sleep(600)"
+    """A child of this process, as the gateway of `serving` calls it a sibling, that looks like one of the
+    fleet.
+    """
+    code = (
+        f"import setproctitle, time; setproctitle.setproctitle({title!r}); print(flush=True); time.sleep(600)"
+    )
     process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE)
     assert process.stdout is not None
     process.stdout.readline()
@@ -52,7 +56,10 @@ async def show(redis, name: str, **figures) -> None:
 
 
 async def test_everybody_who_lives_is_on_the_roll(broker, redis):
-    async with working(broker.url, TOKENIZER, lambda _: Answer([])) as worker, serving(broker.url) as (gateway, client):
+    async with (
+        working(broker.url, TOKENIZER, lambda _: Answer([])) as worker,
+        serving(broker.url) as (gateway, client),
+    ):
         await ready(gateway)
         await show(redis, "b0-1", waiting=4, rows=2)
         await show(redis, "b1-1", waiting=0, rows=0)
@@ -60,11 +67,25 @@ async def test_everybody_who_lives_is_on_the_roll(broker, redis):
         fleet = (await client.get("/fleet")).json()
         by_id = {one["id"]: one for one in fleet["processes"]}
         assert set(by_id) == {worker.incarnation, "g0-test", "b0-1", "b1-1", "broker"}
-        assert {name: fleet[name] for name in ("pool", "model", "demo")} == {"pool": "default", "model": "smollm2", "demo": False}
+        assert {name: fleet[name] for name in ("pool", "model", "demo")} == {
+            "pool": "default",
+            "model": "smollm2",
+            "demo": False,
+        }
         assert fleet["requests"] == {"live": 0, "waiting": 4, "running": 2, "limit": 1024}
         one = by_id[worker.incarnation]
-        assert (one["kind"], one["state"], one["num_blocks"], one["dtype"], one["rows"]) == ("worker", "ready", 64, "float32", 0)
-        assert (by_id["b0-1"]["state"], by_id["b1-1"]["state"], by_id["b1-1"]["active"]) == ("active", "standby", False)
+        assert (one["kind"], one["state"], one["num_blocks"], one["dtype"], one["rows"]) == (
+            "worker",
+            "ready",
+            64,
+            "float32",
+            0,
+        )
+        assert (by_id["b0-1"]["state"], by_id["b1-1"]["state"], by_id["b1-1"]["active"]) == (
+            "active",
+            "standby",
+            False,
+        )
         assert {name: by_id["g0-test"][name] for name in ("pid", "host")} == here()
         assert all(0 <= one["age_s"] < 5 for one in fleet["processes"])
 
@@ -79,7 +100,9 @@ async def test_who_is_silent_leaves_the_roll(broker, redis):
         assert await names() == {"broker", "g0-test", "b0-1"}
         await wait_until(lambda: gone(redis))
         assert await names() == {"broker", "g0-test"}
-    assert not await redis.exists(KEYS.gateway("g0-test")), "a gateway that leaves takes its sign of life away"
+    assert not await redis.exists(KEYS.gateway("g0-test")), (
+        "a gateway that leaves takes its sign of life away"
+    )
     assert await redis.zrange(KEYS.processes, 0, -1) in ([], [b"batcher:b0-1"])
 
 
@@ -91,7 +114,11 @@ async def test_a_worker_is_seen_before_it_can_work(broker, redis):
     async with serving(broker.url) as (_, client):
 
         async def workers() -> list[str]:
-            return [one["state"] for one in (await client.get("/fleet")).json()["processes"] if one["kind"] == "worker"]
+            return [
+                one["state"]
+                for one in (await client.get("/fleet")).json()["processes"]
+                if one["kind"] == "worker"
+            ]
 
         async with Sign(redis, KEYS, "starting", "w0-1", 5.0).shown(0.05):
             await wait_until(workers)
@@ -104,7 +131,11 @@ async def test_of_two_batchers_the_one_with_the_lease_is_active(broker, redis):
         async with serving(broker.url) as (_, client):
 
             async def both() -> list[dict]:
-                found = [one for one in (await client.get("/fleet")).json()["processes"] if one["kind"] == "batcher"]
+                found = [
+                    one
+                    for one in (await client.get("/fleet")).json()["processes"]
+                    if one["kind"] == "batcher"
+                ]
                 return found if {one["state"] for one in found} == {"active", "standby"} else []
 
             found = await wait_until(both)
@@ -116,7 +147,12 @@ async def test_of_two_batchers_the_one_with_the_lease_is_active(broker, redis):
 async def test_without_a_batcher_everything_waits(broker, redis):
     await redis.xadd(KEYS.requests, {"generate": b"?"})
     async with serving(broker.url) as (_, client):
-        assert (await client.get("/fleet")).json()["requests"] == {"live": 1, "waiting": 1, "running": 0, "limit": 1024}
+        assert (await client.get("/fleet")).json()["requests"] == {
+            "live": 1,
+            "waiting": 1,
+            "running": 0,
+            "limit": 1024,
+        }
 
 
 async def test_the_button_kills_a_process_of_our_launcher(broker, redis, sibling):
@@ -124,7 +160,9 @@ async def test_the_button_kills_a_process_of_our_launcher(broker, redis, sibling
         async with serving(broker.url, **DEMO) as (_, client):
             await show(redis, "b0-1", pid=process.pid)
             assert (await client.get("/fleet")).json()["demo"] is True
-            answer = await client.post("/fleet/processes/b0-1/kill", headers={"origin": str(client.base_url).rstrip("/")})
+            answer = await client.post(
+                "/fleet/processes/b0-1/kill", headers={"origin": str(client.base_url).rstrip("/")}
+            )
             assert (answer.status_code, answer.json()) == (202, {"killed": "b0-1"})
             assert await asyncio.to_thread(process.wait, 10) == -9
 
@@ -143,7 +181,10 @@ async def test_the_button_kills_nothing_else(broker, redis, sibling, monkeypatch
             assert (await refused(client, "b7-1"))[0] == 404
             assert "origin 'http://evil.example'" in (await refused(client, origin="http://evil.example"))[1]
             assert (await refused(client, origin="null"))[0] == 403
-            assert "'evil.example:80' is no loopback" in (await refused(client, host="evil.example:80", origin="http://evil.example:80"))[1]
+            assert (
+                "'evil.example:80' is no loopback"
+                in (await refused(client, host="evil.example:80", origin="http://evil.example:80"))[1]
+            )
             await show(redis, "b0-1", pid=process.pid, host="elsewhere")
             assert await refused(client) == (403, "Not killed: it runs on elsewhere")
             await show(redis, "b0-1", pid=other.pid)
@@ -167,16 +208,23 @@ async def test_a_browser_gets_the_page_and_everybody_else_the_health(broker):
     async with working(broker.url, TOKENIZER, lambda _: Answer([])), serving(broker.url) as (gateway, client):
         await ready(gateway)
         page = await client.get("/", headers={"accept": "text/html,application/xhtml+xml,*/*;q=0.8"})
-        assert page.headers["content-type"] == "text/html; charset=utf-8" and "<title>Tokenfleet</title>" in page.text
+        assert (
+            page.headers["content-type"] == "text/html; charset=utf-8"
+            and "<title>Tokenfleet</title>" in page.text
+        )
         assert "default-src 'none'" in page.headers["content-security-policy"]
         assert (await client.get("/")).content == b"", "TGI's health has no body"
-        for name, kind in {"page.js": "text/javascript", "page.css": "text/css", "icon.svg": "image/svg+xml"}.items():
+        for name, kind in {
+            "page.js": "text/javascript",
+            "page.css": "text/css",
+            "icon.svg": "image/svg+xml",
+        }.items():
             assert (await client.get(f"/page/{name}")).headers["content-type"].startswith(kind)
         for name in ("nothing.js", "..%2froll.py", "%2e%2e/roll.py"):
             assert (await client.get(f"/page/{name}")).status_code == 404
 
 
-# --- lives of requests ------------------------------------------------------------------------------------------------------------
+# --- lives of requests --------------------------------------------------------------------------------------
 
 
 async def test_the_life_of_a_job_whatever_its_name(broker: Broker) -> None:

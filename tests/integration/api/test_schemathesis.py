@@ -1,5 +1,6 @@
-"""schemathesis, with its default checks, against the description of the API: what the description allows is accepted, what it forbids is
-refused, and every answer is as described."""
+"""schemathesis, with its default checks, against the description of the API: what the description allows is
+accepted, what it forbids is refused, and every answer is as described.
+"""
 
 import asyncio
 import re
@@ -29,7 +30,8 @@ NOT_SAID = re.compile(
     "|supports up to|must be at most"  # limits of this fleet; and of seeds, 2**64-1 is no float
     "|tokens below|and below"
     "|has no tokens"
-    "|`stream_options` is only allowed with|`top_logprobs` needs|exclude each other|differ|`best_of`"  # one field and another
+    # one field and another
+    "|`stream_options` is only allowed with|`top_logprobs` needs|exclude each other|differ|`best_of`"
     "|`decoder_input_details` must be false when|`max_tokens` must be at least 1. Given: 0"
     "|does not exist"
     "|must have words of"
@@ -56,7 +58,10 @@ def base_url(shared_broker: Broker) -> Iterator[str]:
 
     async def serve() -> None:
         over, loop = asyncio.Event(), asyncio.get_running_loop()
-        async with working(shared_broker.url, TOKENIZER, lambda _: Answer([5, 6])), serving(shared_broker.url) as (gateway, client):
+        async with (
+            working(shared_broker.url, TOKENIZER, lambda _: Answer([5, 6])),
+            serving(shared_broker.url) as (gateway, client),
+        ):
             await ready(gateway)
             urls.append(str(client.base_url))
             ends.append(lambda: loop.call_soon_threadsafe(over.set))
@@ -72,12 +77,20 @@ def base_url(shared_broker: Broker) -> Iterator[str]:
 
 
 @schema.parametrize()
-@settings(max_examples=NUM_EXAMPLES, derandomize=True, deadline=None, database=None, suppress_health_check=list(HealthCheck))
+@settings(
+    max_examples=NUM_EXAMPLES,
+    derandomize=True,
+    deadline=None,
+    database=None,
+    suppress_health_check=list(HealthCheck),
+)
 def test_every_route_is_as_described(case: schemathesis.Case, base_url: str) -> None:
     response = case.call(base_url=base_url)
     excluded = []
     if response.status_code in (400, 422) and NOT_SAID.search(response.text):
         excluded.append(positive_data_acceptance)
-    if case.path == "/chat_tokenize":  # takes a whole chat, as TGI does, and looks only at what makes the prompt
+    if (
+        case.path == "/chat_tokenize"
+    ):  # takes a whole chat, as TGI does, and looks only at what makes the prompt
         excluded.append(negative_data_rejection)
     case.validate_response(response, excluded_checks=excluded)

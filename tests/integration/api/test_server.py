@@ -26,7 +26,13 @@ TOKENIZER = vocabulary().tokenizer
 
 
 def start(broker: Broker, name: str, port: int, **variables: str) -> subprocess.Popen[str]:
-    own = {"PROCESS_NAME": name, "REDIS_URL": broker.url, "PORT": str(port), "HOSTNAME": "127.0.0.1", "PYTHONPATH": os.getcwd()}
+    own = {
+        "PROCESS_NAME": name,
+        "REDIS_URL": broker.url,
+        "PORT": str(port),
+        "HOSTNAME": "127.0.0.1",
+        "PYTHONPATH": os.getcwd(),
+    }
     environ = {key: value for key, value in os.environ.items() if key != "INCARNATION"} | own | variables
     return subprocess.Popen([sys.executable, "-m", "api"], env=environ, stderr=subprocess.PIPE, text=True)
 
@@ -47,7 +53,9 @@ def pair(broker: Broker) -> Iterator[Pair]:
         start(broker, "g0", port, GATEWAY_PORT=first),
         start(broker, "g1", port, GATEWAY_PORT=second, TOKENFLEET_TEST_LOSE="0.2:7"),
     ]
-    yield Pair(f"http://127.0.0.1:{port}", [f"http://127.0.0.1:{first}", f"http://127.0.0.1:{second}"], processes)
+    yield Pair(
+        f"http://127.0.0.1:{port}", [f"http://127.0.0.1:{first}", f"http://127.0.0.1:{second}"], processes
+    )
     for process in processes:
         process.kill()
         process.communicate()
@@ -117,7 +125,10 @@ async def test_a_silent_stream_is_kept_alive(broker: Broker, monkeypatch: pytest
         self.ping_interval = 0.05
 
     monkeypatch.setattr(TokenStream, "__init__", hasty)
-    async with working(broker.url, TOKENIZER, lambda _: Answer([], ends=False)), serving(broker.url) as (gateway, client):
+    async with (
+        working(broker.url, TOKENIZER, lambda _: Answer([], ends=False)),
+        serving(broker.url) as (gateway, client),
+    ):
         await ready(gateway)
         async with client.stream("POST", "/generate_stream", json={"inputs": "a"}) as response:
             seen = b""

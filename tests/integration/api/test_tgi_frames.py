@@ -32,18 +32,33 @@ def frames(content: bytes) -> list[dict[str, object]]:
 async def test_the_bytes_of_a_stream(broker: Broker) -> None:
     answer = Answer(ids(" é🙂"))
     expected_ids = [*answer.ids, IM_END]
-    async with working(broker.url, TOKENIZER, lambda _: answer) as worker, serving(broker.url) as (gateway, client):
+    async with (
+        working(broker.url, TOKENIZER, lambda _: answer) as worker,
+        serving(broker.url) as (gateway, client),
+    ):
         await ready(gateway)
         content = await stream(client, {"inputs": "Hi", "parameters": {"max_new_tokens": 9, "details": True}})
     assert worker.seen[0].max_new_tokens == 9
     whole = [
         {"id": token_id, "text": text, "logprob": logprob, "special": token_id == IM_END}
-        for token_id, text, logprob in zip(expected_ids, pieces(expected_ids), logprobs(len(expected_ids)), strict=True)
+        for token_id, text, logprob in zip(
+            expected_ids, pieces(expected_ids), logprobs(len(expected_ids)), strict=True
+        )
     ]
-    details = {"finish_reason": "eos_token", "generated_tokens": len(expected_ids), "seed": None, "input_length": len(ids("Hi"))}
-    bodies = [{"index": i + 1, "token": token, "generated_text": None, "details": None} for i, token in enumerate(whole)]
+    details = {
+        "finish_reason": "eos_token",
+        "generated_tokens": len(expected_ids),
+        "seed": None,
+        "input_length": len(ids("Hi")),
+    }
+    bodies = [
+        {"index": i + 1, "token": token, "generated_text": None, "details": None}
+        for i, token in enumerate(whole)
+    ]
     bodies[-1] |= {"generated_text": " é🙂", "details": details}
-    expected = "".join(f"data: {json.dumps(body, ensure_ascii=False, separators=(',', ':'))}\n\n" for body in bodies)
+    expected = "".join(
+        f"data: {json.dumps(body, ensure_ascii=False, separators=(',', ':'))}\n\n" for body in bodies
+    )
     assert content == expected.encode()
 
 
@@ -63,7 +78,10 @@ def pieces(token_ids: list[int]) -> list[str]:
 
 
 async def test_the_head_of_a_stream(broker: Broker) -> None:
-    async with working(broker.url, TOKENIZER, lambda _: Answer(ids("a b"))), serving(broker.url, compute_type="cpu") as (gateway, client):
+    async with (
+        working(broker.url, TOKENIZER, lambda _: Answer(ids("a b"))),
+        serving(broker.url, compute_type="cpu") as (gateway, client),
+    ):
         await ready(gateway)
         async with client.stream("POST", "/generate_stream", json={"inputs": "Hé"}) as response:
             assert response.headers["content-type"] == "text/event-stream"
@@ -81,7 +99,9 @@ async def test_tokens_are_shown_as_they_come(broker: Broker) -> None:
     answer = Answer(ids("one two three four"), ends=False)
     async with working(broker.url, TOKENIZER, lambda _: answer), serving(broker.url) as (gateway, client):
         await ready(gateway)
-        async with client.stream("POST", "/generate_stream", json={"inputs": "count", "parameters": {"max_new_tokens": 9}}) as response:
+        async with client.stream(
+            "POST", "/generate_stream", json={"inputs": "count", "parameters": {"max_new_tokens": 9}}
+        ) as response:
             seen = b""
             async for chunk in response.aiter_raw():
                 seen += chunk
@@ -104,7 +124,10 @@ async def test_an_answer_at_once(broker: Broker) -> None:
     assert answer["details"]["finish_reason"] == "stop_sequence"
     assert [token["text"] for token in answer["details"]["tokens"]] == ["one", " two"]
     assert answer["details"]["prefill"] == []
-    times = [response.headers[f"x-{name}"] for name in ("total-time", "validation-time", "queue-time", "inference-time", "time-per-token")]
+    times = [
+        response.headers[f"x-{name}"]
+        for name in ("total-time", "validation-time", "queue-time", "inference-time", "time-per-token")
+    ]
     assert all(time.isdecimal() for time in times)
     assert abs(int(times[0]) - sum(map(int, times[1:4]))) <= 3
     assert 0 < float(response.headers["x-compute-time"]) < 20
@@ -115,23 +138,44 @@ async def test_an_answer_at_once(broker: Broker) -> None:
 
 
 async def test_what_reaches_the_queue(broker: Broker) -> None:
-    parameters = {"truncate": 2, "stop": ["x", "yy"], "ignore_eos": True, "temperature": 1.0, "do_sample": False, "unknown": [1]}
-    async with working(broker.url, TOKENIZER, lambda _: Answer(ids("x"))) as worker, serving(broker.url) as (gateway, client):
+    parameters = {
+        "truncate": 2,
+        "stop": ["x", "yy"],
+        "ignore_eos": True,
+        "temperature": 1.0,
+        "do_sample": False,
+        "unknown": [1],
+    }
+    async with (
+        working(broker.url, TOKENIZER, lambda _: Answer(ids("x"))) as worker,
+        serving(broker.url) as (gateway, client),
+    ):
         await ready(gateway)
         await stream(client, {"inputs": "one two three four", "parameters": parameters, "model": "any"})
         await stream(client, {"inputs": "one two three four", "parameters": None})
     first, second = worker.seen
-    assert first.prompt_ids == Generate("", "", b"".join(i.to_bytes(4, "little") for i in ids("one two three four")[-2:]), 1).prompt_ids
+    assert (
+        first.prompt_ids
+        == Generate(
+            "", "", b"".join(i.to_bytes(4, "little") for i in ids("one two three four")[-2:]), 1
+        ).prompt_ids
+    )
     assert (first.stop, first.ignore_eos, first.max_new_tokens) == (["x", "yy"], True, 1024 - 2)
     assert (second.stop, second.ignore_eos, second.max_new_tokens) == ([], False, 1024 - 4)
-    assert first.channel == gateway.relay.channel and first.gateway == "g0-test" and first.request_id != second.request_id
+    assert (
+        first.channel == gateway.relay.channel
+        and first.gateway == "g0-test"
+        and first.request_id != second.request_id
+    )
 
 
 async def test_end_of_sequence_tokens_are_shown_at_once_when_ignored(broker: Broker) -> None:
     answer = Answer([IM_END, IM_END], ends=False)
     async with working(broker.url, TOKENIZER, lambda _: answer), serving(broker.url) as (gateway, client):
         await ready(gateway)
-        async with client.stream("POST", "/generate_stream", json={"inputs": "a", "parameters": {"ignore_eos": True}}) as response:
+        async with client.stream(
+            "POST", "/generate_stream", json={"inputs": "a", "parameters": {"ignore_eos": True}}
+        ) as response:
             seen = b""
             async for chunk in response.aiter_raw():
                 seen += chunk
@@ -153,7 +197,9 @@ async def test_a_failed_stream_ends_with_the_error(broker: Broker, shown: int) -
 
 async def test_100_streams_are_not_mixed_up(broker: Broker) -> None:
     def answer(request: Generate) -> Answer:
-        return Answer(ids(TOKENIZER.decode([token_id[0] for token_id in [[i] for i in prompt(request)]]) + " and so on"))
+        return Answer(
+            ids(TOKENIZER.decode([token_id[0] for token_id in [[i] for i in prompt(request)]]) + " and so on")
+        )
 
     def prompt(request: Generate) -> list[int]:
         data = request.prompt_ids
@@ -182,6 +228,8 @@ async def test_no_token_is_shown_twice_when_the_end_comes_as_a_surprise() -> Non
     one.take(Tokens("r", 1, 0, pack_ids(ids("a")), pack_floats([-1.0]), ["a"]))
     assert frames(await anext(found))[0]["index"] == 1
     one.end(Terminal("r", "length", 1))
-    assert frames(await anext(found)) == [{"error": "Incomplete generation stream", "error_type": "incomplete_generation_stream"}]
+    assert frames(await anext(found)) == [
+        {"error": "Incomplete generation stream", "error_type": "incomplete_generation_stream"}
+    ]
     with pytest.raises(StopAsyncIteration):
         await anext(found)

@@ -1,4 +1,6 @@
-"""What TGI's routes do beyond plain text: several answers, the likeliest tokens, seeds, the prompt before the text, POST /."""
+"""What TGI's routes do beyond plain text: several answers, the likeliest tokens, seeds, the prompt before the
+text, POST /.
+"""
 
 from typing import Any
 
@@ -38,34 +40,59 @@ def described(token_id: int, logprob: float) -> dict[str, Any]:
 async def test_the_likeliest_tokens_beside_each(broker: Broker) -> None:
     """Streamed they stand in each frame, else in the details."""
     body = {"inputs": "Hi", "parameters": {"details": True, "top_n_tokens": 2, "do_sample": True, "seed": 7}}
-    async with working(broker.url, TOKENIZER, lambda _: Answer(ids("one two"))), serving(broker.url) as (gateway, client):
+    async with (
+        working(broker.url, TOKENIZER, lambda _: Answer(ids("one two"))),
+        serving(broker.url) as (gateway, client),
+    ):
         await ready(gateway)
         whole = (await client.post("/generate", json=body)).json()
         shown = parsed((await client.post("/generate_stream", json=body)).content)
     tokens = [described(token_id, -0.1 - i / 7) for i, token_id in enumerate([*ids("one two"), EOS])]
     tops = [[token, described(token["id"] + 1, token["logprob"] - 1)] for token in tokens]
     about = {"finish_reason": "eos_token", "generated_tokens": 3, "seed": 7}
-    assert whole == {"generated_text": "one two", "details": about | {"prefill": [], "tokens": tokens, "top_tokens": tops}}
-    assert list(whole["details"]) == ["finish_reason", "generated_tokens", "seed", "prefill", "tokens", "top_tokens"]
+    assert whole == {
+        "generated_text": "one two",
+        "details": about | {"prefill": [], "tokens": tokens, "top_tokens": tops},
+    }
+    assert list(whole["details"]) == [
+        "finish_reason",
+        "generated_tokens",
+        "seed",
+        "prefill",
+        "tokens",
+        "top_tokens",
+    ]
     assert [frame["top_tokens"] for frame in shown] == tops
     assert list(shown[0]) == ["index", "token", "top_tokens", "generated_text", "details"]
     assert shown[-1]["details"] == about | {"input_length": 1}
 
 
 async def test_what_is_told_of_the_prompt(broker: Broker) -> None:
-    """Nothing of its first token, and nothing where tokens are streamed. It comes with details, whether these are asked for or not."""
+    """Nothing of its first token, and nothing where tokens are streamed. It comes with details, whether these
+    are asked for or not.
+    """
     asked = {"do_sample": True, "top_n_tokens": 2, "decoder_input_details": True}
     prompt = ids("one two three")
     texts = ["one", " two", " three"]
     prefill = [{"id": prompt[i], "text": texts[i], "logprob": -0.5 * i if i else None} for i in range(3)]
-    async with working(broker.url, TOKENIZER, lambda _: Answer(ids(" x"))) as worker, serving(broker.url) as (gateway, client):
+    async with (
+        working(broker.url, TOKENIZER, lambda _: Answer(ids(" x"))) as worker,
+        serving(broker.url) as (gateway, client),
+    ):
         await ready(gateway)
 
         async def told(inputs: str, path: str = "/generate", **parameters: Any) -> Any:
             return (await client.post(path, json={"inputs": inputs, "parameters": asked | parameters})).json()
 
         answer = await told("one two three")
-        assert list(answer["details"]) == ["finish_reason", "generated_tokens", "seed", "prefill", "tokens", "top_tokens"]
+        assert list(answer["details"]) == [
+            "finish_reason",
+            "generated_tokens",
+            "seed",
+            "prefill",
+            "tokens",
+            "top_tokens",
+        ]
         assert answer["details"]["prefill"] == prefill and len(answer["details"]["tokens"]) == 2
         assert (await told("one two three", truncate=2))["details"]["prefill"] == [
             {"id": token_id, "text": text, "logprob": logprob}
@@ -81,17 +108,25 @@ async def test_what_is_told_of_the_prompt(broker: Broker) -> None:
         for path, fields in (("/generate_stream", {}), ("/", {"stream": True})):
             refused = await client.post(path, json={"inputs": "one", "parameters": asked, **fields})
             error = "Input validation error: `decoder_input_details` must be false when tokens are streamed"
-            assert (refused.status_code, refused.json()) == (422, {"error": error, "error_type": "validation"})
+            assert (refused.status_code, refused.json()) == (
+                422,
+                {"error": error, "error_type": "validation"},
+            )
 
 
 @pytest.mark.parametrize("path", ["/generate", "/generate_stream"])
 async def test_a_seed_is_told_where_tokens_were_drawn(broker: Broker, path: str) -> None:
     async def seed(client: httpx.AsyncClient, parameters: dict[str, Any]) -> Any:
-        response = await client.post(path, json={"inputs": "Hi", "parameters": {"details": True} | parameters})
+        response = await client.post(
+            path, json={"inputs": "Hi", "parameters": {"details": True} | parameters}
+        )
         answer = parsed(response.content)[-1] if path == "/generate_stream" else response.json()
         return answer["details"]["seed"]
 
-    async with working(broker.url, TOKENIZER, lambda _: Answer(ids("one"))) as worker, serving(broker.url) as (gateway, client):
+    async with (
+        working(broker.url, TOKENIZER, lambda _: Answer(ids("one"))) as worker,
+        serving(broker.url) as (gateway, client),
+    ):
         await ready(gateway)
         assert await seed(client, {"temperature": 0.5, "seed": 2**64 - 1}) == 2**64 - 1
         assert await seed(client, {"seed": 5}) is None
@@ -103,27 +138,49 @@ async def test_a_seed_is_told_where_tokens_were_drawn(broker: Broker, path: str)
 async def test_the_best_of_several_answers(broker: Broker) -> None:
     """Here the shorter one is the likelier. Each has a seed of its own, which is told with it."""
     texts = iter(["one two three", "one"])
-    body = {"inputs": "Hi", "parameters": {"details": True, "best_of": 2, "temperature": 0.7, "return_full_text": True}}
-    async with working(broker.url, TOKENIZER, lambda _: Answer(ids(next(texts)))) as worker, serving(broker.url) as (gateway, client):
+    body = {
+        "inputs": "Hi",
+        "parameters": {"details": True, "best_of": 2, "temperature": 0.7, "return_full_text": True},
+    }
+    async with (
+        working(broker.url, TOKENIZER, lambda _: Answer(ids(next(texts)))) as worker,
+        serving(broker.url) as (gateway, client),
+    ):
         await ready(gateway)
         response = await client.post("/generate", json=body)
     answer = response.json()
     assert answer["generated_text"] == "Hione"
-    assert list(answer["details"]) == ["finish_reason", "generated_tokens", "seed", "prefill", "tokens", "best_of_sequences"]
+    assert list(answer["details"]) == [
+        "finish_reason",
+        "generated_tokens",
+        "seed",
+        "prefill",
+        "tokens",
+        "best_of_sequences",
+    ]
     [other] = answer["details"]["best_of_sequences"]
     assert list(other) == ["generated_text", "finish_reason", "generated_tokens", "seed", "prefill", "tokens"]
     assert (other["generated_text"], other["generated_tokens"]) == ("Hione two three", 4)
     assert [request.sampling.seed for request in worker.seen] == [other["seed"], answer["details"]["seed"]]
-    assert [request.sampling.choice for request in worker.seen] == [0, 0] and other["seed"] != answer["details"]["seed"]
-    assert [request.request_id for request in worker.seen] == [f"{response.headers['x-request-id']}.{i}" for i in (0, 1)]
+    assert [request.sampling.choice for request in worker.seen] == [0, 0] and other["seed"] != answer[
+        "details"
+    ]["seed"]
+    assert [request.request_id for request in worker.seen] == [
+        f"{response.headers['x-request-id']}.{i}" for i in (0, 1)
+    ]
     assert response.headers["x-generated-tokens"] == "2"
 
 
 async def test_one_failure_of_several_answers_is_told(broker: Broker) -> None:
     answers = iter([Answer(ids("one")), Answer([], error="two workers died")])
-    async with working(broker.url, TOKENIZER, lambda _: next(answers)), serving(broker.url) as (gateway, client):
+    async with (
+        working(broker.url, TOKENIZER, lambda _: next(answers)),
+        serving(broker.url) as (gateway, client),
+    ):
         await ready(gateway)
-        response = await client.post("/generate", json={"inputs": "Hi", "parameters": {"best_of": 2, "do_sample": True}})
+        response = await client.post(
+            "/generate", json={"inputs": "Hi", "parameters": {"best_of": 2, "do_sample": True}}
+        )
         assert (response.status_code, response.json()["error_type"]) == (424, "generation")
         await wait_until(lambda: not gateway.relay.streams)
 
@@ -149,19 +206,26 @@ async def test_all_or_none_of_several_answers_are_admitted(broker: Broker) -> No
 
 async def test_post_to_the_root(broker: Broker) -> None:
     """Its text begins with the prompt unless that is denied; an array of one, or a stream."""
-    async with working(broker.url, TOKENIZER, lambda _: Answer(ids(" one"))), serving(broker.url) as (gateway, client):
+    async with (
+        working(broker.url, TOKENIZER, lambda _: Answer(ids(" one"))),
+        serving(broker.url) as (gateway, client),
+    ):
         await ready(gateway)
 
         async def text(**fields: Any) -> Any:
             return (await client.post("/", json={"inputs": "Hi"} | fields)).json()
 
         assert await text() == [{"generated_text": "Hi one"}]
-        assert await text(stream=None, parameters={"return_full_text": None}) == [{"generated_text": "Hi one"}]
+        assert await text(stream=None, parameters={"return_full_text": None}) == [
+            {"generated_text": "Hi one"}
+        ]
         assert await text(parameters={"return_full_text": False}) == [{"generated_text": " one"}]
         streamed = await client.post("/", json={"inputs": "Hi", "stream": True})
         assert streamed.headers["content-type"] == "text/event-stream"
         assert [frame["generated_text"] for frame in parsed(streamed.content)] == [None, "Hi one"]
-        same = await client.post("/generate_stream", json={"inputs": "Hi", "parameters": {"return_full_text": True}})
+        same = await client.post(
+            "/generate_stream", json={"inputs": "Hi", "parameters": {"return_full_text": True}}
+        )
         assert same.content == streamed.content
         for path in ("/generate", "/generate_stream"):
             plain = await client.post(path, json={"inputs": "Hi"})
@@ -171,16 +235,25 @@ async def test_post_to_the_root(broker: Broker) -> None:
 async def test_a_stop_id_ends_an_answer_and_is_part_of_it(broker: Broker) -> None:
     two = ids(" two")[0]
     body = {"inputs": "Hi", "parameters": {"stop_token_ids": [two], "details": True}}
-    async with working(broker.url, TOKENIZER, lambda _: Answer(ids("one two three"))), serving(broker.url) as (gateway, client):
+    async with (
+        working(broker.url, TOKENIZER, lambda _: Answer(ids("one two three"))),
+        serving(broker.url) as (gateway, client),
+    ):
         await ready(gateway)
         whole = (await client.post("/generate", json=body)).json()
         last = parsed((await client.post("/generate_stream", json=body)).content)[-1]
     assert (whole["generated_text"], whole["details"]["finish_reason"]) == ("one two", "stop_sequence")
-    assert (last["generated_text"], last["details"]["finish_reason"], last["token"]["id"]) == ("one two", "stop_sequence", two)
+    assert (last["generated_text"], last["details"]["finish_reason"], last["token"]["id"]) == (
+        "one two",
+        "stop_sequence",
+        two,
+    )
 
 
 def ended(logprobs: list[float]) -> Stream:
-    one = Stream(Generate("r", "", pack_ids([1]), 9, sampling=Sampling(temperature=1.0, seed=3)), vocabulary())
+    one = Stream(
+        Generate("r", "", pack_ids([1]), 9, sampling=Sampling(temperature=1.0, seed=3)), vocabulary()
+    )
     one.take(Tokens("r", 1, 0, pack_ids([5] * len(logprobs)), pack_floats(logprobs), ["x"] * len(logprobs)))
     one.end(Terminal("r", "length", len(logprobs)))
     return one

@@ -20,7 +20,9 @@ async def post(client: httpx.AsyncClient, path: str, body: Any) -> Any:
 
 
 async def test_offsets_are_bytes_of_the_text(broker: Broker) -> None:
-    """Without any worker. Special tokens stand for themselves; a character of several tokens is in each of them."""
+    """Without any worker. Special tokens stand for themselves; a character of several tokens is in each of
+    them.
+    """
     text = "Hé 🙂🙃 wörld<|im_end|> 👩‍👩‍👧 漢字\n\n" + "long é " * 1000
     async with serving(broker.url) as (_, client):
         tokens = await post(client, "/tokenize", {"inputs": text, "parameters": {"truncate": 1}})
@@ -31,12 +33,20 @@ async def test_offsets_are_bytes_of_the_text(broker: Broker) -> None:
     assert tokens[0] == {"id": TOKENIZER.token_to_id("H"), "text": "H", "start": 0, "stop": 1}
     covered = {i for token in tokens for i in range(token["start"], token["stop"])}
     assert covered == set(range(len(content)))
-    assert {"id": TOKENIZER.token_to_id("<|im_end|>"), "text": "<|im_end|>", "start": 19, "stop": 29} in tokens
+    assert {
+        "id": TOKENIZER.token_to_id("<|im_end|>"),
+        "text": "<|im_end|>",
+        "start": 19,
+        "stop": 29,
+    } in tokens
 
 
 async def test_a_chat_is_tokenised_as_it_would_be_asked(broker: Broker) -> None:
     chat = {"messages": [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hé?"}]}
-    async with working(broker.url, TOKENIZER, lambda _: Answer([11])) as worker, serving(broker.url) as (gateway, client):
+    async with (
+        working(broker.url, TOKENIZER, lambda _: Answer([11])) as worker,
+        serving(broker.url) as (gateway, client),
+    ):
         await ready(gateway)
         found = await post(client, "/chat_tokenize", chat)
         await post(client, "/v1/chat/completions", chat)
@@ -49,8 +59,13 @@ async def test_a_chat_is_tokenised_as_it_would_be_asked(broker: Broker) -> None:
     assert found["tokenize_response"][-1]["stop"] == len(text.encode())
 
 
-@pytest.mark.parametrize(("settings", "longest"), [({}, (1023, 1024)), ({"max_total_tokens": 50, "max_input_tokens": 20}, (20, 50))])
-async def test_the_limits_are_told(broker: Broker, settings: dict[str, int], longest: tuple[int, int]) -> None:
+@pytest.mark.parametrize(
+    ("settings", "longest"),
+    [({}, (1023, 1024)), ({"max_total_tokens": 50, "max_input_tokens": 20}, (20, 50))],
+)
+async def test_the_limits_are_told(
+    broker: Broker, settings: dict[str, int], longest: tuple[int, int]
+) -> None:
     """Those of the workers, unless settings are below; they stay known when the workers go."""
     async with serving(broker.url, max_best_of=7, **settings) as (gateway, client):
         early = await client.get("/info")
@@ -59,7 +74,11 @@ async def test_the_limits_are_told(broker: Broker, settings: dict[str, int], lon
             await ready(gateway)
         known = (await client.get("/info")).json()
     assert (known["max_input_tokens"], known["max_total_tokens"], known["max_best_of"]) == (*longest, 7)
-    assert (known["model_id"], known["max_concurrent_requests"], known["max_stop_sequences"]) == ("smollm2", 1024, 4)
+    assert (known["model_id"], known["max_concurrent_requests"], known["max_stop_sequences"]) == (
+        "smollm2",
+        1024,
+        4,
+    )
     assert list(known) == [
         "model_id",
         "model_sha",

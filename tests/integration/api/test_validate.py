@@ -1,4 +1,6 @@
-"""What is refused before it reaches the queue: each case says what must stand in the answer. And what goes on, and how."""
+"""What is refused before it reaches the queue: each case says what must stand in the answer. And what goes
+on, and how.
+"""
 
 import json
 from typing import Any
@@ -19,20 +21,30 @@ TOKENIZER = vocabulary().tokenizer
 SIZE = vocabulary().size
 LIMITS = Limits(99, 100, 4, 5, 2, 4)
 
-CASES: list[tuple[Any, int, str]] = [  # parameters, or a whole body with `inputs`; status; words of the answer
+CASES: list[
+    tuple[Any, int, str]
+] = [  # parameters, or a whole body with `inputs`; status; words of the answer
     ({"max_new_tokens": 0}, 422, "`max_new_tokens` must be at least 1. Given: 0"),
     ({"max_new_tokens": -1}, 422, "`max_new_tokens` must be at least 1. Given: -1"),
     ({"max_new_tokens": 1.5}, 422, "`parameters.max_new_tokens`"),
     ({"max_new_tokens": "5"}, 422, "`parameters.max_new_tokens`"),
     ({"max_new_tokens": True}, 422, "`parameters.max_new_tokens`"),
-    ({"max_new_tokens": 1024}, 422, "must be at most 1024. Given: 1 `inputs` tokens and 1024 `max_new_tokens`"),
+    (
+        {"max_new_tokens": 1024},
+        422,
+        "must be at most 1024. Given: 1 `inputs` tokens and 1024 `max_new_tokens`",
+    ),
     ({"max_new_tokens": 10**400}, 422, "`max_new_tokens`"),
     ({"min_new_tokens": 5, "max_new_tokens": 4}, 422, "`min_new_tokens` must be at most 4. Given: 5"),
     ({"stop": ["a"] * 5}, 422, "`stop` supports up to 4 stop sequences. Given: 5"),
     ({"stop": [""]}, 422, "`stop`"),
     ({"stop": "a"}, 422, "`parameters.stop`"),
     ({"stop": [1]}, 422, "`parameters.stop.0`"),
-    ({"stop_token_ids": [1, SIZE]}, 422, f"`stop_token_ids` must have token ids of at least 0 and below {SIZE}. Given: {SIZE}"),
+    (
+        {"stop_token_ids": [1, SIZE]},
+        422,
+        f"`stop_token_ids` must have token ids of at least 0 and below {SIZE}. Given: {SIZE}",
+    ),
     ({"stop_token_ids": [-1]}, 422, "`stop_token_ids` must have token ids of at least 0"),
     ({"stop_token_ids": [1] * 129}, 422, "`stop_token_ids` supports up to 128 token ids. Given: 129"),
     ({"truncate": 0}, 422, "`truncate` must be at least 1. Given: 0"),
@@ -54,9 +66,21 @@ CASES: list[tuple[Any, int, str]] = [  # parameters, or a whole body with `input
     ({"do_sample": 1}, 422, "`parameters.do_sample`"),
     ({"seed": 2**64}, 422, "`seed` must be"),
     ({"seed": "1"}, 422, "`parameters.seed`"),
-    ({"logit_bias": {"5": 101}}, 422, "`logit_bias` must have values of at least -100 and at most 100. Given: 101"),
-    ({"logit_bias": {str(SIZE): 1}}, 422, f"`logit_bias` must have token ids of at least 0 and below {SIZE}. Given: {SIZE}"),
-    ({"logit_bias": {str(i): 1 for i in range(1025)}}, 422, "`logit_bias` supports up to 1024 token ids. Given: 1025"),
+    (
+        {"logit_bias": {"5": 101}},
+        422,
+        "`logit_bias` must have values of at least -100 and at most 100. Given: 101",
+    ),
+    (
+        {"logit_bias": {str(SIZE): 1}},
+        422,
+        f"`logit_bias` must have token ids of at least 0 and below {SIZE}. Given: {SIZE}",
+    ),
+    (
+        {"logit_bias": {str(i): 1 for i in range(1025)}},
+        422,
+        "`logit_bias` supports up to 1024 token ids. Given: 1025",
+    ),
     ({"logit_bias": {"five": 1}}, 422, "`parameters.logit_bias.five"),
     ({"logit_bias": [1.0]}, 422, "`parameters.logit_bias`"),
     ({"bad_words": [" "]}, 422, "`bad_words` must have words of 1 to 200 characters. Given: 0"),
@@ -73,7 +97,11 @@ CASES: list[tuple[Any, int, str]] = [  # parameters, or a whole body with `input
     ({"adapter_id": "x"}, 422, "`adapter_id` is not supported yet"),
     ({"max_tokens": 5}, 422, "`max_tokens` is no field of this route"),
     ({"response_format": {"type": "json_object"}}, 422, "`response_format` is no field of this route"),
-    ({"stop": ["a", "b" * 1001]}, 422, "`stop` must have stop sequences of at most 1000 characters. Given: 1001"),
+    (
+        {"stop": ["a", "b" * 1001]},
+        422,
+        "`stop` must have stop sequences of at most 1000 characters. Given: 1001",
+    ),
     (b'{"inputs":"a","parameters":{"temperature":NaN}}', 422, "`temperature` must be"),
     (b'{"inputs":"a","parameters":{"temperature":1e999}}', 422, "`temperature` must be"),
     (b'{"inputs":"a","parameters":{"logit_bias":{"1":NaN}}}', 422, "`logit_bias` must have values"),
@@ -117,13 +145,24 @@ NEUTRAL: dict[str, Any] = {
 
 
 async def post(client: httpx.AsyncClient, case: Any, path: str = "/generate") -> httpx.Response:
-    body = case if isinstance(case, bytes) else json.dumps(case if "inputs" in case else {"inputs": "a", "parameters": case}).encode()
+    body = (
+        case
+        if isinstance(case, bytes)
+        else json.dumps(case if "inputs" in case else {"inputs": "a", "parameters": case}).encode()
+    )
     return await client.post(path, content=body, headers={"content-type": "application/json"})
 
 
-@pytest.mark.parametrize(("path", "cases"), [("/generate", CASES), ("/generate_stream", CASES[::6]), ("/", CASES[::6])])
-async def test_refusals_name_the_field_and_the_limit(broker: Broker, path: str, cases: list[tuple[Any, int, str]]) -> None:
-    async with working(broker.url, TOKENIZER, lambda _: Answer([])) as worker, serving(broker.url) as (gateway, client):
+@pytest.mark.parametrize(
+    ("path", "cases"), [("/generate", CASES), ("/generate_stream", CASES[::6]), ("/", CASES[::6])]
+)
+async def test_refusals_name_the_field_and_the_limit(
+    broker: Broker, path: str, cases: list[tuple[Any, int, str]]
+) -> None:
+    async with (
+        working(broker.url, TOKENIZER, lambda _: Answer([])) as worker,
+        serving(broker.url) as (gateway, client),
+    ):
         await ready(gateway)
         wrong = []
         for case, status, words in cases:
@@ -131,7 +170,11 @@ async def test_refusals_name_the_field_and_the_limit(broker: Broker, path: str, 
             error_type = "validation" if status == 422 else "invalid_json"
             prefix = "Input validation error: " if status == 422 else ""
             answer = response.json()
-            if response.status_code != status or set(answer) != {"error", "error_type"} or answer["error_type"] != error_type:
+            if (
+                response.status_code != status
+                or set(answer) != {"error", "error_type"}
+                or answer["error_type"] != error_type
+            ):
                 wrong.append((case, response.status_code, answer))
             elif words not in answer["error"] or not answer["error"].startswith(prefix):
                 wrong.append((case, words, answer))
@@ -142,9 +185,21 @@ async def test_refusals_name_the_field_and_the_limit(broker: Broker, path: str, 
 async def test_best_of_is_for_several_answers_that_can_differ(broker: Broker) -> None:
     cases = [
         ("/generate", {"best_of": 2}, "`best_of` above 1 needs sampling"),
-        ("/generate", {"best_of": 2, "temperature": 0, "do_sample": True}, "`best_of` above 1 needs sampling"),
-        ("/generate", {"best_of": 2, "do_sample": True, "seed": 1}, "`seed` must not be set when `best_of` is above 1"),
-        ("/generate_stream", {"best_of": 2, "do_sample": True}, "`best_of` must be 1 when tokens are streamed. Given: 2"),
+        (
+            "/generate",
+            {"best_of": 2, "temperature": 0, "do_sample": True},
+            "`best_of` above 1 needs sampling",
+        ),
+        (
+            "/generate",
+            {"best_of": 2, "do_sample": True, "seed": 1},
+            "`seed` must not be set when `best_of` is above 1",
+        ),
+        (
+            "/generate_stream",
+            {"best_of": 2, "do_sample": True},
+            "`best_of` must be 1 when tokens are streamed. Given: 2",
+        ),
     ]
     async with working(broker.url, TOKENIZER, lambda _: Answer([])), serving(broker.url) as (gateway, client):
         await ready(gateway)
@@ -157,9 +212,14 @@ async def test_best_of_is_for_several_answers_that_can_differ(broker: Broker) ->
 
 async def test_neutral_values_and_null_are_accepted(broker: Broker) -> None:
     one = Answer(TOKENIZER.encode("a").ids)
-    async with working(broker.url, TOKENIZER, lambda _: one) as worker, serving(broker.url) as (gateway, client):
+    async with (
+        working(broker.url, TOKENIZER, lambda _: one) as worker,
+        serving(broker.url) as (gateway, client),
+    ):
         await ready(gateway)
-        absent = dict.fromkeys([*NEUTRAL, "seed", "grammar", "adapter_id", "stop", "truncate", "max_new_tokens"])
+        absent = dict.fromkeys(
+            [*NEUTRAL, "seed", "grammar", "adapter_id", "stop", "truncate", "max_new_tokens"]
+        )
         for parameters in (NEUTRAL, absent, {"temperature": 0, "top_k": -1}):
             response = await post(client, parameters)
             assert (response.status_code, response.text) == (200, '{"generated_text":"a"}')
@@ -168,24 +228,43 @@ async def test_neutral_values_and_null_are_accepted(broker: Broker) -> None:
 
 async def test_odd_but_valid_inputs_are_served(broker: Broker) -> None:
     one = Answer(TOKENIZER.encode("a").ids)
-    async with working(broker.url, TOKENIZER, lambda _: one) as worker, serving(broker.url) as (gateway, client):
+    async with (
+        working(broker.url, TOKENIZER, lambda _: one) as worker,
+        serving(broker.url) as (gateway, client),
+    ):
         await ready(gateway)
         for inputs in ("a\x00b", "\ufffd", "\u2028", "  ", "👩‍👩‍👧‍👦"):
-            assert (await post(client, {"inputs": inputs, "parameters": {"stop": [inputs]}})).status_code == 200
+            assert (
+                await post(client, {"inputs": inputs, "parameters": {"stop": [inputs]}})
+            ).status_code == 200
         assert worker.seen[0].stop == ["a\x00b"]
 
 
 async def test_long_prompts_can_be_truncated(broker: Broker) -> None:
     one = Answer(TOKENIZER.encode("a").ids)
-    async with working(broker.url, TOKENIZER, lambda _: one) as worker, serving(broker.url) as (gateway, client):
+    async with (
+        working(broker.url, TOKENIZER, lambda _: one) as worker,
+        serving(broker.url) as (gateway, client),
+    ):
         await ready(gateway)
-        assert (await post(client, {"inputs": "word " * 3000, "parameters": {"truncate": 1000}})).status_code == 200
+        assert (
+            await post(client, {"inputs": "word " * 3000, "parameters": {"truncate": 1000}})
+        ).status_code == 200
         assert (len(worker.seen[0].prompt_ids) // 4, worker.seen[0].max_new_tokens) == (1000, 24)
 
 
 async def test_settings_lower_the_limits(broker: Broker) -> None:
-    settings = {"max_total_tokens": 20, "max_input_tokens": 3, "max_stop_sequences": 1, "max_best_of": 1, "max_top_n_tokens": 0}
-    async with working(broker.url, TOKENIZER, lambda _: Answer([])), serving(broker.url, **settings) as (gateway, client):
+    settings = {
+        "max_total_tokens": 20,
+        "max_input_tokens": 3,
+        "max_stop_sequences": 1,
+        "max_best_of": 1,
+        "max_top_n_tokens": 0,
+    }
+    async with (
+        working(broker.url, TOKENIZER, lambda _: Answer([])),
+        serving(broker.url, **settings) as (gateway, client),
+    ):
         await ready(gateway)
         assert "at most 3 tokens. Given: 4" in (await post(client, {"inputs": "one two three four"})).text
         assert "at most 20. Given: 1" in (await post(client, {"max_new_tokens": 20})).text
@@ -194,7 +273,7 @@ async def test_settings_lower_the_limits(broker: Broker) -> None:
         assert "`top_n_tokens` must be at most 0" in (await post(client, {"top_n_tokens": 1})).text
 
 
-# --- what goes on -----------------------------------------------------------------------------------------------------------------
+# --- what goes on -------------------------------------------------------------------------------------------
 
 
 async def wanted(**fields: Any) -> list[Wanted]:
@@ -224,7 +303,10 @@ async def test_every_parameter_reaches_the_worker(broker: Broker) -> None:
         "max_new_tokens": 3,
     }
     answer = Answer(TOKENIZER.encode("a b c").ids)
-    async with working(broker.url, TOKENIZER, lambda _: answer) as worker, serving(broker.url) as (gateway, client):
+    async with (
+        working(broker.url, TOKENIZER, lambda _: answer) as worker,
+        serving(broker.url) as (gateway, client),
+    ):
         await ready(gateway)
         response = await post(client, parameters | {"top_n_tokens": 0})
         assert response.status_code == 200, response.text
@@ -245,12 +327,25 @@ async def test_every_parameter_reaches_the_worker(broker: Broker) -> None:
         logit_bias=[(5, -100.0), (7, 1.5)],
         bad_words=[pack_ids(TOKENIZER.encode(text).ids) for text in ("dog", " dog")],
     )
-    assert (request.min_new_tokens, unpack_ids(request.stop_ids), request.ignore_eos, request.max_new_tokens) == (2, [3, 4], True, 3)
+    assert (
+        request.min_new_tokens,
+        unpack_ids(request.stop_ids),
+        request.ignore_eos,
+        request.max_new_tokens,
+    ) == (2, [3, 4], True, 3)
 
 
 @pytest.mark.parametrize(
     "fields",
-    [{"do_sample": True}, {"temperature": 0.9}, {"top_k": 1}, {"top_p": 0.0}, {"min_p": 0.1}, {"typical_p": 0.9}, {"top_p_decay": 0.9}],
+    [
+        {"do_sample": True},
+        {"temperature": 0.9},
+        {"top_k": 1},
+        {"top_p": 0.0},
+        {"min_p": 0.1},
+        {"typical_p": 0.9},
+        {"top_p_decay": 0.9},
+    ],
 )
 async def test_what_makes_tokens_be_drawn(fields: dict[str, Any]) -> None:
     first, second = [(await wanted(**fields))[0].sampling for _ in range(2)]
@@ -268,7 +363,11 @@ async def test_penalties_alone_leave_a_choice_greedy() -> None:
 
 async def test_choices_differ_in_their_number_alone() -> None:
     found = await wanted(do_sample=True, n=3, seed=9)
-    assert [one.sampling and (one.sampling.seed, one.sampling.choice) for one in found] == [(9, 0), (9, 1), (9, 2)]
+    assert [one.sampling and (one.sampling.seed, one.sampling.choice) for one in found] == [
+        (9, 0),
+        (9, 1),
+        (9, 2),
+    ]
     assert [one.sampling for one in await wanted(n=2)] == [None, None]
     with pytest.raises(Refusal, match="`n` must be at least 1 and at most 128"):
         await wanted(n=0)
@@ -280,8 +379,16 @@ async def test_prompts_of_ids_and_the_client_s_own_names() -> None:
         ({"prompt_ids": [SIZE]}, f"`prompt` must have token ids of at least 0 and below {SIZE}", "prompt"),
         ({"prompt_ids": []}, "`prompt` has no tokens", "prompt"),
         ({"prompt_ids": [1] * 100}, "`prompt` must have at most 99 tokens. Given: 100", "prompt"),
-        ({"prompt_ids": [1], "max_new_tokens": 100}, "`prompt` tokens + `max_tokens` must be at most 100", "max_tokens"),
-        ({"prompt_ids": [1], "max_new_tokens": -1}, "`max_tokens` must be at least 1. Given: -1", "max_tokens"),
+        (
+            {"prompt_ids": [1], "max_new_tokens": 100},
+            "`prompt` tokens + `max_tokens` must be at most 100",
+            "max_tokens",
+        ),
+        (
+            {"prompt_ids": [1], "max_new_tokens": -1},
+            "`max_tokens` must be at least 1. Given: -1",
+            "max_tokens",
+        ),
     ]:
         with pytest.raises(Refusal) as refused:
             await wanted(text=None, names={"prompt_ids": "prompt", "max_new_tokens": "max_tokens"}, **fields)

@@ -24,7 +24,14 @@ CHANNEL = KEYS.events("g")
 
 @contextlib.contextmanager
 def batcher(url: str, name: str = "b0", **settings: str) -> Iterator[subprocess.Popen[bytes]]:
-    environ = {**os.environ, "REDIS_URL": url, "PROCESS_NAME": name, "HEARTBEAT_S": "0.1", "WORKER_TTL_S": "1", **settings}
+    environ = {
+        **os.environ,
+        "REDIS_URL": url,
+        "PROCESS_NAME": name,
+        "HEARTBEAT_S": "0.1",
+        "WORKER_TTL_S": "1",
+        **settings,
+    }
     process = subprocess.Popen([sys.executable, "-P", "-m", "batcher"], env=environ)
     try:
         yield process
@@ -42,7 +49,9 @@ async def gateway(redis) -> None:
 async def admit(redis, name: str, payload: bytes | None = None, **fields) -> bytes:
     request = Generate(name, "d", pack_ids([1, 2, 3]), 5, channel=CHANNEL, gateway="g", **fields)
     keys = [KEYS.requests, KEYS.requests_bytes, KEYS.home(name)]
-    answer = await script(redis, "admit")(keys=keys, args=[payload or encode(request), 100, 10**6, "d", CHANNEL, "g", 600_000, 1])
+    answer = await script(redis, "admit")(
+        keys=keys, args=[payload or encode(request), 100, 10**6, "d", CHANNEL, "g", 600_000, 1]
+    )
     return answer[1]
 
 
@@ -65,7 +74,9 @@ async def test_a_deadline_ends_what_waits_and_says_so_once(broker, redis):
         while (message := await pubsub.get_message(timeout=0.05)) is not None:
             if message["type"] == "message":
                 terminals += decode(Events, message["data"]).terminals
-        assert [(end.request_id, end.reason, end.error_type) for end in terminals] == [("r1", "error", "timeout")]
+        assert [(end.request_id, end.reason, end.error_type) for end in terminals] == [
+            ("r1", "error", "timeout")
+        ]
 
 
 async def test_a_waiting_request_is_cancelled(broker, redis):
@@ -73,7 +84,9 @@ async def test_a_waiting_request_is_cancelled(broker, redis):
         await admit(redis, "r1")
         await admit(redis, "r2")
         await wait_until(lambda: waiting(redis, 2))
-        await script(redis, "cancel")(keys=[KEYS.home("r1"), KEYS.control], args=[encode(Cancel("r1", "client"))])
+        await script(redis, "cancel")(
+            keys=[KEYS.home("r1"), KEYS.control], args=[encode(Cancel("r1", "client"))]
+        )
         assert (await result(redis, "r1"))["error_type"] == "cancelled"
         await wait_until(lambda: waiting(redis, 1))
         assert await redis.hget(KEYS.home("r1"), "terminal") == b"cancelled"
@@ -152,7 +165,9 @@ async def test_a_standby_takes_over_and_reads_what_waits(broker, redis):
             await wait_until(lambda: redis.exists(KEYS.state))
             await wait_until(lambda: waiting(redis, 1))
             assert int(await redis.get(KEYS.epoch)) > epoch
-            await script(redis, "cancel")(keys=[KEYS.home("r1"), KEYS.control], args=[encode(Cancel("r1", "client"))])
+            await script(redis, "cancel")(
+                keys=[KEYS.home("r1"), KEYS.control], args=[encode(Cancel("r1", "client"))]
+            )
             assert (await result(redis, "r1"))["error_type"] == "cancelled"
 
 

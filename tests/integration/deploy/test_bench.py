@@ -25,7 +25,13 @@ from tests.support.fleet.scripted_worker import Answer as Answered
 from tests.support.openai_frames import answering, ids
 from tests.support.other_servers import FLEET, WORDS, running
 
-KINDS = {"tokenfleet": "Tokenfleet", "tgi": "TGI", "vllm": "vLLM", "llama.cpp": "llama.cpp", "openai": "OpenAI API"}
+KINDS = {
+    "tokenfleet": "Tokenfleet",
+    "tgi": "TGI",
+    "vllm": "vLLM",
+    "llama.cpp": "llama.cpp",
+    "openai": "OpenAI API",
+}
 WAITS = st.lists(st.floats(0, 100), min_size=1, max_size=50)
 QUICK = ["--duration", "1", "--concurrency", "1,2", "--max-tokens", "4"]
 
@@ -45,7 +51,9 @@ def test_without_cuts_a_quantile_is_the_nearest_rank(waits: list[float], q: floa
 
 
 @given(WAITS, WAITS)
-def test_a_wait_that_was_cut_off_never_makes_a_server_look_faster(done: list[float], cut: list[float]) -> None:
+def test_a_wait_that_was_cut_off_never_makes_a_server_look_faster(
+    done: list[float], cut: list[float]
+) -> None:
     plain, fair = quantile(done, [], 0.5), quantile(done, [max(done) + 1 + wait for wait in cut], 0.5)
     assert plain is not None
     assert fair is None or fair >= plain
@@ -88,7 +96,9 @@ def test_both_servers_are_driven_in_alternation_and_in_time() -> None:
     wanted = load.Wanted(60, [1, 8, 32], 128, 64)
     for num_servers in (1, 2):
         for num_turns in (1, 2):
-            seconds = num_servers * 3 * num_turns * (load.round_s(wanted, num_servers, num_turns) + load.SETTLE_S)
+            seconds = (
+                num_servers * 3 * num_turns * (load.round_s(wanted, num_servers, num_turns) + load.SETTLE_S)
+            )
             assert seconds + num_servers * load.warm_s(wanted, num_servers) == pytest.approx(60)
 
 
@@ -125,7 +135,9 @@ async def test_an_unknown_server_is_none_of_ours() -> None:
 
 
 def test_how_servers_are_asked() -> None:
-    ours, vllm, tgi, other = (Server("u", kind, "", "m") for kind in ("Tokenfleet", "vLLM", "TGI", "OpenAI API"))
+    ours, vllm, tgi, other = (
+        Server("u", kind, "", "m") for kind in ("Tokenfleet", "vLLM", "TGI", "OpenAI API")
+    )
     assert route([ours, vllm]) == COMPLETIONS
     assert route([ours, tgi]) == GENERATE
     assert body(vllm, COMPLETIONS, "Hi", 4)["ignore_eos"] is True
@@ -148,7 +160,9 @@ async def test_every_token_is_counted_once(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["vllm", "tgi"])
-def test_a_whole_run(kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_whole_run(
+    kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(load, "MIN_ROUND_S", 0.3)
     monkeypatch.setenv("API_KEY", "ours")
     monkeypatch.setenv("AGAINST_API_KEY", "theirs")
@@ -171,7 +185,9 @@ def test_a_whole_run(kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[st
 @pytest.mark.parametrize("path", [COMPLETIONS, GENERATE])
 async def test_our_own_gateway(path: str, broker: Broker) -> None:
     """Both sides of the contract are real; only the worker is scripted."""
-    async with answering(broker.url, Answered([*ids(" four")[:1], EOS, *ids(" six seven eight")], ends=False)) as (_, _, client):
+    async with answering(
+        broker.url, Answered([*ids(" four")[:1], EOS, *ids(" six seven eight")], ends=False)
+    ) as (_, _, client):
         found, answer = await identify(client), Answer(0.0)
         assert (found.kind, found.model) == ("Tokenfleet", "smollm2")
         await ask(client, path, encode(body(found, path, "one two three", 5)), answer)
@@ -185,9 +201,14 @@ def test_without_another_there_is_no_ratio(capsys: pytest.CaptureFixture[str]) -
     assert "ratio" not in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("words", ["answers no request: the server answers 400: no such field", "no server answers at"])
+@pytest.mark.parametrize(
+    "words", ["answers no request: the server answers 400: no such field", "no server answers at"]
+)
 def test_who_fails_is_named_with_the_cause(words: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with running("tokenfleet", fleet=FLEET) as ours, running("vllm", refusal=(400, {"error": {"message": "no such field"}})) as other:
+    with (
+        running("tokenfleet", fleet=FLEET) as ours,
+        running("vllm", refusal=(400, {"error": {"message": "no such field"}})) as other,
+    ):
         url = other.url if "400" in words else f"http://127.0.0.1:{free_port()}"
         assert main(["--url", ours.url, "--against", url, *QUICK]) == 1
     out, error = capsys.readouterr()
@@ -252,7 +273,9 @@ def test_what_a_reader_must_know() -> None:
     ):
         assert words in notes
     assert "no token came" not in notes
-    silent = dataclasses.replace(RESULT, figures=dict.fromkeys(RESULT.figures, figures([Round(0, 1, [Answer(0.0)])])))
+    silent = dataclasses.replace(
+        RESULT, figures=dict.fromkeys(RESULT.figures, figures([Round(0, 1, [Answer(0.0)])]))
+    )
     assert "TGI 3.3.7: no token came in time" in " | ".join(report.notes(silent))
 
 

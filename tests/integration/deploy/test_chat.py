@@ -21,8 +21,15 @@ from tests.support.openai_frames import answering, ids
 from tests.support.other_servers import WORDS, Server, running
 from tests.support.waiting import wait_until_sync
 
-COMMAND = [sys.executable, "-P", "-c", "import sys; from deploy import chat; sys.exit(chat.main(sys.argv[1:]))"]
-ENVIRON = {name: value for name, value in os.environ.items() if name not in ("API_KEY", "PORT")} | {"TERM": "xterm"}
+COMMAND = [
+    sys.executable,
+    "-P",
+    "-c",
+    "import sys; from deploy import chat; sys.exit(chat.main(sys.argv[1:]))",
+]
+ENVIRON = {name: value for name, value in os.environ.items() if name not in ("API_KEY", "PORT")} | {
+    "TERM": "xterm"
+}
 TEXT = " ".join(WORDS)
 
 
@@ -59,7 +66,9 @@ def terminal(server: Server, *flags: str) -> Iterator[Terminal]:
     screen, theirs = pty.openpty()
     os.set_blocking(screen, False)
     command = [*COMMAND, "--url", server.url, *flags]
-    process = subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, env=ENVIRON, start_new_session=True)
+    process = subprocess.Popen(
+        command, stdin=theirs, stdout=theirs, stderr=theirs, env=ENVIRON, start_new_session=True
+    )
     os.close(theirs)
     try:
         person = Terminal(process, screen)
@@ -79,9 +88,18 @@ def test_a_pipe_gets_the_answer_and_nothing_else() -> None:
         assert (done.stdout.decode(), done.stderr) == (TEXT + " \n", b"")
         assert done.returncode == 0
         [body] = server.bodies
-        assert body["messages"] == [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Why is\nthe sky blue?"}]
+        assert body["messages"] == [
+            {"role": "system", "content": "Be brief."},
+            {"role": "user", "content": "Why is\nthe sky blue?"},
+        ]
         asked = {name: body[name] for name in ("model", "temperature", "max_tokens", "seed", "stream")}
-        assert asked == {"model": "tiny", "temperature": 0, "max_tokens": len(WORDS), "seed": 7, "stream": True}
+        assert asked == {
+            "model": "tiny",
+            "temperature": 0,
+            "max_tokens": len(WORDS),
+            "seed": 7,
+            "stream": True,
+        }
         assert server.keys == ["Bearer sk-1"]
 
 
@@ -94,7 +112,10 @@ def test_bytes_that_are_no_text_are_asked_as_they_can_be_read() -> None:
 
 @pytest.mark.parametrize(
     "said",
-    [{"error": {"message": "temperature: 9 is too much", "type": "invalid_request_error"}}, {"error": "temperature: 9 is too much"}],
+    [
+        {"error": {"message": "temperature: 9 is too much", "type": "invalid_request_error"}},
+        {"error": "temperature: 9 is too much"},
+    ],
 )
 def test_the_servers_own_message_is_shown(said: object) -> None:
     with running("tokenfleet", refusal=(422, said)) as server:
@@ -111,11 +132,15 @@ def test_an_error_after_the_first_token_is_shown() -> None:
     assert done.returncode == 1
 
 
-@pytest.mark.parametrize("frame", [{"choices": ["?"]}, {"choices": {}}, {"choices": [{"delta": "?"}]}, {"usage": 5, "choices": []}])
+@pytest.mark.parametrize(
+    "frame", [{"choices": ["?"]}, {"choices": {}}, {"choices": [{"delta": "?"}]}, {"usage": 5, "choices": []}]
+)
 def test_a_frame_of_an_unknown_shape_is_shown(frame: object) -> None:
     with running("openai", late_error=frame) as server:
         done = piped(server.url, b"Hi")
-    assert done.stderr.startswith(b"tokenfleet: the server sent a frame of an unknown shape: {'") == (frame != {"choices": {}})
+    assert done.stderr.startswith(b"tokenfleet: the server sent a frame of an unknown shape: {'") == (
+        frame != {"choices": {}}
+    )
     assert done.stderr.count(b"\n") <= 1
 
 
@@ -141,7 +166,12 @@ def test_trouble_is_one_line() -> None:
 
 def test_who_reads_no_further_is_no_trouble() -> None:
     with running("tokenfleet", endless=True) as server:
-        process = subprocess.Popen([*COMMAND, "--url", server.url], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+        process = subprocess.Popen(
+            [*COMMAND, "--url", server.url],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+        )
         assert process.stdin and process.stdout and process.stderr
         process.stdin.write(b"Hi")
         process.stdin.close()
@@ -159,7 +189,12 @@ def test_a_conversation() -> None:
         person.waits_for(f"{len(WORDS)} tokens · first token 0.")
         person.types("And more\r")
         person.waits_for(f"{len(WORDS)} tokens")
-        assert [one["role"] for one in server.bodies[1]["messages"]] == ["system", "user", "assistant", "user"]
+        assert [one["role"] for one in server.bodies[1]["messages"]] == [
+            "system",
+            "user",
+            "assistant",
+            "user",
+        ]
         assert server.bodies[1]["messages"][2]["content"] == TEXT + " "
         person.types("/reset\r/system Be long.\r/rest\r")
         person.waits_for("forgotten")
@@ -167,7 +202,10 @@ def test_a_conversation() -> None:
         person.waits_for("/rest is no command")
         person.types("Again\r")
         person.waits_for(f"{len(WORDS)} tokens")
-        assert server.bodies[2]["messages"] == [{"role": "system", "content": "Be long."}, {"role": "user", "content": "Again"}]
+        assert server.bodies[2]["messages"] == [
+            {"role": "system", "content": "Be long."},
+            {"role": "user", "content": "Again"},
+        ]
         person.types("/exit\r")
         assert person.process.wait(60) == 0
 
@@ -191,7 +229,10 @@ def test_ctrl_c_stops_the_answer_and_not_the_program() -> None:
 
 
 def test_an_error_leaves_the_conversation_as_it_was() -> None:
-    with running("tokenfleet", refusal=(429, {"error": "Model is overloaded"})) as server, terminal(server) as person:
+    with (
+        running("tokenfleet", refusal=(429, {"error": "Model is overloaded"})) as server,
+        terminal(server) as person,
+    ):
         person.types("Hello\r")
         person.waits_for("the server answers 429: Model is overloaded")
         server.refusal = None
@@ -219,14 +260,18 @@ def test_figures() -> None:
 async def test_our_own_gateway(broker: Broker) -> None:
     """Both sides of the contract are real; only the worker is scripted."""
     async with answering(broker.url, Answered(ids(" It scatters light."))) as (worker, _, client):
-        done = await asyncio.to_thread(piped, str(client.base_url), b"Why?", "--seed", "7", "--temperature", "0.5", "--max-tokens", "30")
+        done = await asyncio.to_thread(
+            piped, str(client.base_url), b"Why?", "--seed", "7", "--temperature", "0.5", "--max-tokens", "30"
+        )
         assert (done.stdout, done.stderr, done.returncode) == (b" It scatters light.\n", b"", 0)
         assert (worker.seen[0].max_new_tokens, worker.seen[0].prompt_ids != b"") == (30, True)
         done = await asyncio.to_thread(piped, str(client.base_url), b"Why?", "--temperature", "-1")
         assert done.stderr.startswith(b"tokenfleet: the server answers 400: `temperature` must be at least 0")
 
 
-@pytest.mark.parametrize("text", ["localhost:80", "http://localhost:80/", "http://localhost:80/v1", "http://localhost:80/v1/"])
+@pytest.mark.parametrize(
+    "text", ["localhost:80", "http://localhost:80/", "http://localhost:80/v1", "http://localhost:80/v1/"]
+)
 def test_addresses(text: str) -> None:
     assert base_url(text) == "http://localhost:80"
 

@@ -15,7 +15,9 @@ from tests.support.waiting import wait_until_sync
 
 
 def tokenfleet(*argv: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    environ = {name: value for name, value in os.environ.items() if name not in ("REDIS_URL", "MODEL_ID", "PORT")}
+    environ = {
+        name: value for name, value in os.environ.items() if name not in ("REDIS_URL", "MODEL_ID", "PORT")
+    }
     command = [str(Path(sys.executable).parent / "tokenfleet"), *argv]
     return subprocess.run(command, env=environ | variables, capture_output=True, text=True, timeout=90)
 
@@ -33,22 +35,34 @@ def refusal(*argv: str, **variables: str) -> str:
 def test_a_taken_port() -> None:
     with socket.create_server(("0.0.0.0", 0), reuse_port=True) as taken:
         port = taken.getsockname()[1]
-        assert refusal("serve", "--port", str(port)) == f"tokenfleet: PORT: 0.0.0.0:{port} is taken by another process"
+        assert (
+            refusal("serve", "--port", str(port))
+            == f"tokenfleet: PORT: 0.0.0.0:{port} is taken by another process"
+        )
 
 
 def test_a_port_that_was_just_left_is_free() -> None:
     """Connections of an earlier fleet linger on it (TIME_WAIT): the next thing checked is what fails."""
-    with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()) as client:
+    with (
+        socket.create_server(("127.0.0.1", 0)) as server,
+        socket.create_connection(server.getsockname()) as client,
+    ):
         port = server.getsockname()[1]
         accepted, _ = server.accept()
         accepted.close()
         client.recv(1)
-    assert refusal("serve", "/no/such/model", "--port", str(port), "--hostname", "127.0.0.1").startswith("tokenfleet: MODEL_ID:")
+    assert refusal("serve", "/no/such/model", "--port", str(port), "--hostname", "127.0.0.1").startswith(
+        "tokenfleet: MODEL_ID:"
+    )
 
 
 def test_a_model_that_is_not_there(tmp_path: Path) -> None:
-    assert refusal("serve", "/no/such/model", PORT=str(free_port())).startswith("tokenfleet: MODEL_ID: /no/such/model")
-    assert refusal("serve", PORT=str(free_port()), MODEL_ID=str(tmp_path)).startswith(f"tokenfleet: MODEL_ID: {tmp_path}")
+    assert refusal("serve", "/no/such/model", PORT=str(free_port())).startswith(
+        "tokenfleet: MODEL_ID: /no/such/model"
+    )
+    assert refusal("serve", PORT=str(free_port()), MODEL_ID=str(tmp_path)).startswith(
+        f"tokenfleet: MODEL_ID: {tmp_path}"
+    )
 
 
 @pytest.mark.parametrize("command", ["batcher", "jobs"])
@@ -81,7 +95,9 @@ def test_a_dead_broker(command: str) -> None:
 
 def test_a_wrong_password() -> None:
     with brokers.running("--requirepass", "correct") as locked:
-        line = refusal("serve", "--redis-url", f"redis://:secret@127.0.0.1:{locked.port}", PORT=str(free_port()))
+        line = refusal(
+            "serve", "--redis-url", f"redis://:secret@127.0.0.1:{locked.port}", PORT=str(free_port())
+        )
     assert "REDIS_URL: the broker refused user name or password" in line
     assert "secret" not in line
 
@@ -110,7 +126,12 @@ def test_what_was_mistyped_is_named(argv: list[str], words: str) -> None:
 def test_help_lists_commands_and_settings() -> None:
     assert "serve [MODEL]" in tokenfleet("--help").stdout
     told = tokenfleet("serve", "--help").stdout
-    assert told.startswith("usage: tokenfleet serve [MODEL] [--setting X …]\n") and "--max-batch-prefill-tokens" in told
+    assert (
+        told.startswith("usage: tokenfleet serve [MODEL] [--setting X …]\n")
+        and "--max-batch-prefill-tokens" in told
+    )
     assert " ".join(told.split()).count("only what --model-id says") == 2
-    assert tokenfleet("serve", "--help", PYTHONIOENCODING="ascii").stdout.startswith("usage: tokenfleet serve [MODEL] [--setting X ?]")
+    assert tokenfleet("serve", "--help", PYTHONIOENCODING="ascii").stdout.startswith(
+        "usage: tokenfleet serve [MODEL] [--setting X ?]"
+    )
     assert tokenfleet("--version").stdout.startswith("tokenfleet ")

@@ -29,7 +29,9 @@ class Launched:
 
     def notes(self, *, of: str = "") -> list[str]:
         path = self.directory / "notes"
-        return [line for line in path.read_text().splitlines() if line.startswith(of)] if path.exists() else []
+        return (
+            [line for line in path.read_text().splitlines() if line.startswith(of)] if path.exists() else []
+        )
 
     def starts(self, name: str) -> list[tuple[int, str]]:
         words = [line.split() for line in self.notes(of=f"{name} start")]
@@ -37,7 +39,9 @@ class Launched:
 
     def ready(self) -> str:
         """The launcher's line; every process has started then."""
-        wait_until_sync(lambda: self.process.poll() is not None or all(map(self.starts, ("g0", "b0", "w0", "w1"))))
+        wait_until_sync(
+            lambda: self.process.poll() is not None or all(map(self.starts, ("g0", "b0", "w0", "w1")))
+        )
         assert self.process.stdout is not None
         line = self.process.stdout.readline()
         assert line, self.error()
@@ -47,10 +51,16 @@ class Launched:
         return (self.directory / "stderr").read_text()
 
     def broker(self) -> psutil.Process:
-        return next(child for child in psutil.Process(self.process.pid).children() if child.name() == "valkey-server")
+        return next(
+            child for child in psutil.Process(self.process.pid).children() if child.name() == "valkey-server"
+        )
 
     def client(self) -> redis.Redis:
-        [port] = {connection.laddr.port for connection in self.broker().net_connections() if connection.status == psutil.CONN_LISTEN}
+        [port] = {
+            connection.laddr.port
+            for connection in self.broker().net_connections()
+            if connection.status == psutil.CONN_LISTEN
+        }
         return redis.Redis(port=port)
 
 
@@ -79,7 +89,9 @@ def test_ready_is_one_line_with_the_url_and_a_command(launch: Callable[[], Launc
     assert "/generate_stream" in line
 
 
-def test_a_killed_worker_comes_back_as_another_incarnation_and_the_batcher_is_told(launch: Callable[[], Launched]) -> None:
+def test_a_killed_worker_comes_back_as_another_incarnation_and_the_batcher_is_told(
+    launch: Callable[[], Launched],
+) -> None:
     fleet = launch()
     fleet.ready()
     [(pid, incarnation)] = fleet.starts("w1")
@@ -108,7 +120,10 @@ def test_a_killed_broker_comes_back_with_its_data_on_its_port(launch: Callable[[
 
 
 def has_broker_besides(fleet: Launched, old: int) -> bool:
-    return any(child.name() == "valkey-server" and child.pid != old for child in psutil.Process(fleet.process.pid).children())
+    return any(
+        child.name() == "valkey-server" and child.pid != old
+        for child in psutil.Process(fleet.process.pid).children()
+    )
 
 
 def answers(client: redis.Redis) -> bool:
@@ -118,7 +133,9 @@ def answers(client: redis.Redis) -> bool:
         return False
 
 
-def test_sigterm_drains_gateways_first_and_supervises_the_others_meanwhile(launch: Callable[[], Launched]) -> None:
+def test_sigterm_drains_gateways_first_and_supervises_the_others_meanwhile(
+    launch: Callable[[], Launched],
+) -> None:
     fleet = launch()
     (fleet.directory / "hold").touch()
     fleet.ready()
@@ -142,7 +159,9 @@ def test_a_second_signal_ends_now(launch: Callable[[], Launched], number: signal
     children = psutil.Process(fleet.process.pid).children(recursive=True)
     fleet.process.send_signal(number)
     wait_until_sync(lambda: "g0 told" in fleet.notes())
-    wait_until_sync(lambda: fleet.process.poll() is not None or fleet.process.send_signal(number), ONE_REQUEST_S + GONE_S)
+    wait_until_sync(
+        lambda: fleet.process.poll() is not None or fleet.process.send_signal(number), ONE_REQUEST_S + GONE_S
+    )
     assert fleet.process.returncode != 0
     assert not [child for child in children if child.is_running()]
 
@@ -168,11 +187,17 @@ def test_everything_goes_with_a_killed_launcher_even_what_is_stopped(launch: Cal
     assert len(children) == 5
     os.kill(fleet.starts("w0")[0][0], signal.SIGSTOP)
     fleet.process.kill()
-    wait_until_sync(lambda: not [child for child in children if child.is_running() and child.status() != psutil.STATUS_ZOMBIE], GONE_S)
+    wait_until_sync(
+        lambda: (
+            not [child for child in children if child.is_running() and child.status() != psutil.STATUS_ZOMBIE]
+        ),
+        GONE_S,
+    )
 
 
 @pytest.mark.parametrize(
-    ("exit_code", "ours", "last"), [(78, 78, "NAME: the cause that w0 found"), (1, 1, "w0 ended before the fleet was ready: exit code 1")]
+    ("exit_code", "ours", "last"),
+    [(78, 78, "NAME: the cause that w0 found"), (1, 1, "w0 ended before the fleet was ready: exit code 1")],
 )
 def test_an_end_before_the_fleet_was_ready_ends_it(
     launch: Callable[[], Launched], tmp_path: Path, exit_code: int, ours: int, last: str
@@ -186,12 +211,16 @@ def test_an_end_before_the_fleet_was_ready_ends_it(
 
 
 def test_a_setting_that_cannot_be_served_any_more_ends_nobody_else(launch: Callable[[], Launched]) -> None:
-    """Memory that others took meanwhile comes back: the process starts again, later and later, and the others serve on."""
+    """Memory that others took meanwhile comes back: the process starts again, later and later, and the others
+    serve on.
+    """
     fleet = launch()
     fleet.ready()
     (fleet.directory / "w0.fails").write_text("78")
     os.kill(fleet.starts("w0")[0][0], signal.SIGKILL)
-    wait_until_sync(lambda: fleet.error().count("exit code 78, for the setting named above; starts again in") == 2)
+    wait_until_sync(
+        lambda: fleet.error().count("exit code 78, for the setting named above; starts again in") == 2
+    )
     assert "NAME: the cause that w0 found" in fleet.error()
     (fleet.directory / "w0.fails").unlink()
     wait_until_sync(lambda: len(fleet.starts("w0")) == 4)

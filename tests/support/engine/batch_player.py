@@ -1,4 +1,6 @@
-"""Plays the batcher for an engine in this process: starts rows, grants blocks, collects tokens and checks what the door promises."""
+"""Plays the batcher for an engine in this process: starts rows, grants blocks, collects tokens and checks
+what the door promises.
+"""
 
 import math
 from collections.abc import Sequence
@@ -29,7 +31,9 @@ class Played:
 
 @dataclass
 class Player:
-    """Blocks go back to `free`, lowest first, as soon as the engine released them: so the next row gets what another just held."""
+    """Blocks go back to `free`, lowest first, as soon as the engine released them: so the next row gets what
+    another just held.
+    """
 
     engine: Engine
     free: list[int]
@@ -45,8 +49,12 @@ class Player:
     steps: list[Step] = field(default_factory=list)
     until: int = 0
 
-    def start(self, number: int, ids: Sequence[int], end: int, base: int = 0, ignore_eos: bool = False, **asked: Any) -> StartRow:
-        """A row that owns blocks for its first chunk only; `run` grants the others. `asked` are further fields of `StartRow`."""
+    def start(
+        self, number: int, ids: Sequence[int], end: int, base: int = 0, ignore_eos: bool = False, **asked: Any
+    ) -> StartRow:
+        """A row that owns blocks for its first chunk only; `run` grants the others. `asked` are further
+        fields of `StartRow`.
+        """
         blocks = self.take(1)
         self.rows[number] = Played(len(ids), blocks)
         self.ids[number] = []
@@ -59,7 +67,9 @@ class Player:
         return taken
 
     def grow(self, lead: int, served: int) -> list[tuple[int, bytes]]:
-        """Blocks for the `served` oldest rows, as many as there are, up to `lead` tokens beyond what a row holds."""
+        """Blocks for the `served` oldest rows, as many as there are, up to `lead` tokens beyond what a row
+        holds.
+        """
         added = []
         for number, row in list(self.rows.items())[:served]:
             wanted = -(-(row.length + len(row.ids) + lead) // self.engine.block_size) - len(row.blocks)
@@ -69,7 +79,9 @@ class Player:
                 added.append((number, packed(blocks)))
         return added
 
-    def run(self, starts: Sequence[StartRow], horizon: int = 4, lead: int = 4, served: int = 1000) -> dict[int, list[int]]:
+    def run(
+        self, starts: Sequence[StartRow], horizon: int = 4, lead: int = 4, served: int = 1000
+    ) -> dict[int, list[int]]:
         """All rows to their end; returns the new ids of each."""
         self.again = list(starts)
         while self.rows:
@@ -113,11 +125,15 @@ class Player:
         """A row that the engine itself preempted."""
         start, blocks = self.starts[number], self.take(1)
         del self.ended[number]
-        self.starts[number] = replace(start, ids=start.ids + packed(ids), base=start.base + len(ids), blocks=packed(blocks))
+        self.starts[number] = replace(
+            start, ids=start.ids + packed(ids), base=start.base + len(ids), blocks=packed(blocks)
+        )
         self.rows[number] = Played(len(start.ids) // 4 + len(ids), blocks)
         self.again.append(self.starts[number])
 
-    def hear(self, number: int, first: int, logprobs: list[float], top_ids: list[int], top_logprobs: list[float]) -> None:
+    def hear(
+        self, number: int, first: int, logprobs: list[float], top_ids: list[int], top_logprobs: list[float]
+    ) -> None:
         """What is told of a prompt: in order, and none of it after the first sampled token."""
         told, tops = self.prompts.setdefault(number, []), self.prompt_tops.setdefault(number, [])
         assert first == len(told) + 1 and logprobs and len(self.ids[number]) <= 1

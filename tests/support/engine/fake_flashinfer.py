@@ -1,4 +1,6 @@
-"""FlashInfer's two entrances that the engine uses, computed by torch: as their docstrings say, with what they demand of their arguments."""
+"""FlashInfer's two entrances that the engine uses, computed by torch: as their docstrings say, with what they
+demand of their arguments.
+"""
 
 import importlib
 import importlib.util
@@ -15,10 +17,17 @@ COUNTERS_BYTES = 8 * 2**20
 
 
 def attention(
-    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float, window_left: int, softcap: float | None, sinks: Any
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    scale: float,
+    window_left: int,
+    softcap: float | None,
+    sinks: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of one row. query [queries, heads, dim]; keys, values [tokens, kv_heads, dim] → outputs, logarithms to base 2 of the sums of each
-    softmax [queries, heads]."""
+    """Of one row. query [queries, heads, dim]; keys, values [tokens, kv_heads, dim] → outputs, logarithms to
+    base 2 of the sums of each softmax [queries, heads].
+    """
     (count, heads, _), (length, kv_heads, _) = query.shape, keys.shape
     keys, values = (tensor.repeat_interleave(heads // kv_heads, 1) for tensor in (keys, values))
     scores = torch.einsum("qhd,khd->hqk", query, keys) * scale
@@ -42,10 +51,17 @@ def xqa_batch_decode_with_kv_cache(
     query: torch.Tensor, kv_cache: Cache, workspace_buffer: torch.Tensor, block_tables: torch.Tensor, seq_lens: torch.Tensor,
     max_seq_len: int, *, bmm1_scale: float, window_left: int, out: torch.Tensor, sinks: torch.Tensor | None, kv_layout: str,
 ) -> None:  # fmt: skip
-    """The kernel takes addresses and a few strides: everything else must be as it expects, and nothing checks it."""
+    """The kernel takes addresses and a few strides: everything else must be as it expects, and nothing checks
+    it.
+    """
     (rows, heads, dim), (keys, values) = query.shape, kv_cache
     kv_heads, block_size = keys.shape[1:3]
-    assert kv_layout == "HND" and keys.shape == values.shape and keys.stride() == values.stride() and keys.stride(3) == 1
+    assert (
+        kv_layout == "HND"
+        and keys.shape == values.shape
+        and keys.stride() == values.stride()
+        and keys.stride(3) == 1
+    )
     assert block_size in (16, 32, 64, 128) and heads % kv_heads == 0 and dim % 16 == 0
     assert -(-heads // kv_heads // 16) * 16 * dim * 2 <= 2**14, "queries of one program"
     assert query.dtype == keys.dtype == values.dtype == out.dtype and out.shape == query.shape
@@ -58,12 +74,18 @@ def xqa_batch_decode_with_kv_cache(
     for row, (blocks, length) in enumerate(zip(block_tables, seq_lens.tolist(), strict=True)):
         held = blocks[: -(-length // block_size)]
         row_keys, row_values = (gathered(cache, held, length) for cache in kv_cache)
-        out[row] = attention(query[row : row + 1], row_keys, row_values, bmm1_scale, window_left, None, sinks)[0][0]
+        out[row] = attention(
+            query[row : row + 1], row_keys, row_values, bmm1_scale, window_left, None, sinks
+        )[0][0]
 
 
 class BatchPrefillWithPagedKVCacheWrapper:
     def __init__(self, float_workspace_buffer: torch.Tensor, kv_layout: str = "NHD") -> None:
-        assert kv_layout == "HND" and float_workspace_buffer.dtype == torch.uint8 and len(float_workspace_buffer) >= 2**27
+        assert (
+            kv_layout == "HND"
+            and float_workspace_buffer.dtype == torch.uint8
+            and len(float_workspace_buffer) >= 2**27
+        )
 
     def plan(
         self, qo_indptr: torch.Tensor, paged_kv_indptr: torch.Tensor, paged_kv_indices: torch.Tensor, paged_kv_last_page_len: torch.Tensor,
@@ -73,34 +95,58 @@ class BatchPrefillWithPagedKVCacheWrapper:
     ) -> None:  # fmt: skip
         on_host = (qo_indptr, paged_kv_indptr, paged_kv_last_page_len, seq_lens)
         assert all(tensor.device.type == "cpu" for tensor in on_host), "it copies them to the host, and waits"
-        assert all(tensor.dtype == torch.int32 and tensor.dim() == 1 and tensor.is_contiguous() for tensor in (*on_host, paged_kv_indices))
+        assert all(
+            tensor.dtype == torch.int32 and tensor.dim() == 1 and tensor.is_contiguous()
+            for tensor in (*on_host, paged_kv_indices)
+        )
         assert len(qo_indptr) == len(paged_kv_indptr) == len(paged_kv_last_page_len) + 1 == len(seq_lens) + 1
-        assert qo_indptr[0] == paged_kv_indptr[0] == 0 and (qo_indptr.diff() > 0).all() and (paged_kv_indptr.diff() > 0).all()
+        assert (
+            qo_indptr[0] == paged_kv_indptr[0] == 0
+            and (qo_indptr.diff() > 0).all()
+            and (paged_kv_indptr.diff() > 0).all()
+        )
         assert type(max_token_per_sequence) is int and max_token_per_sequence == qo_indptr.diff().max()
         assert paged_kv_last_page_len.min() >= 1 and paged_kv_last_page_len.max() <= page_size
         assert len(paged_kv_indices) == paged_kv_indptr[-1]
         assert torch.equal(seq_lens, (paged_kv_indptr.diff() - 1) * page_size + paged_kv_last_page_len)
-        assert causal and head_dim_qk % 16 == 0 and num_qo_heads % num_kv_heads == 0 and type(sm_scale) is float
-        self.queries, self.blocks, self.lengths = qo_indptr.tolist(), paged_kv_indptr.tolist(), seq_lens.tolist()
+        assert (
+            causal and head_dim_qk % 16 == 0 and num_qo_heads % num_kv_heads == 0 and type(sm_scale) is float
+        )
+        self.queries, self.blocks, self.lengths = (
+            qo_indptr.tolist(),
+            paged_kv_indptr.tolist(),
+            seq_lens.tolist(),
+        )
         self.indices, self.rest = paged_kv_indices, (sm_scale, window_left, logits_soft_cap)
         self.shape, self.page = (num_qo_heads, head_dim_qk), (num_kv_heads, page_size, head_dim_qk)
         self.dtypes = (q_data_type, kv_data_type)
 
-    def run(self, q: torch.Tensor, paged_kv_cache: Cache, *, out: torch.Tensor, return_lse: bool = False) -> Any:
+    def run(
+        self, q: torch.Tensor, paged_kv_cache: Cache, *, out: torch.Tensor, return_lse: bool = False
+    ) -> Any:
         keys, values = paged_kv_cache
         assert q.shape == (self.queries[-1], *self.shape) and q.stride(2) == out.stride(2) == 1
-        assert out.shape == q.shape and out.dtype == q.dtype == self.dtypes[0] and keys.dtype == values.dtype == self.dtypes[1]
+        assert (
+            out.shape == q.shape
+            and out.dtype == q.dtype == self.dtypes[0]
+            and keys.dtype == values.dtype == self.dtypes[1]
+        )
         assert keys.shape[1:] == values.shape[1:] == self.page and keys.stride() == values.stride()
         sums = q.new_empty(q.shape[:2], dtype=torch.float32)
         for row, length in enumerate(self.lengths):
-            mine, blocks = slice(*self.queries[row : row + 2]), self.indices[slice(*self.blocks[row : row + 2])]
+            mine, blocks = (
+                slice(*self.queries[row : row + 2]),
+                self.indices[slice(*self.blocks[row : row + 2])],
+            )
             row_keys, row_values = (gathered(cache, blocks, length) for cache in paged_kv_cache)
             out[mine], sums[mine] = attention(q[mine], row_keys, row_values, *self.rest, None)
         return (out, sums) if return_lse else out
 
 
 def install() -> bool:
-    """Where the engine's code finds it, and nobody else. Not where the real one is installed, or a GPU on which to use it."""
+    """Where the engine's code finds it, and nobody else. Not where the real one is installed, or a GPU on
+    which to use it.
+    """
     if torch.cuda.is_available() or importlib.util.find_spec("flashinfer") is not None:
         return False
     fake, decode = ModuleType("flashinfer"), ModuleType("flashinfer.decode")

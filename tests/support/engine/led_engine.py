@@ -1,6 +1,8 @@
-"""An engine of several ranks: rank 0 in this process, where a Player can drive it, the others in processes of their own.
+"""An engine of several ranks: rank 0 in this process, where a Player can drive it, the others in processes of
+their own.
 
-`python -m tests.support.engine.led_engine RANK WORLD_SIZE PORT` is one of the others: it takes part in one engine after the other.
+`python -m tests.support.engine.led_engine RANK WORLD_SIZE PORT` is one of the others: it takes part in one
+engine after the other.
 """
 
 import contextlib
@@ -67,7 +69,10 @@ def running(world_size: int) -> Iterator[Ranks]:
     port = free_port()
     environ = os.environ | {"PARENT_PID": str(os.getpid())}
     command = [sys.executable, "-m", "tests.support.engine.led_engine"]
-    others = [subprocess.Popen([*command, str(rank), str(world_size), str(port)], env=environ) for rank in range(1, world_size)]
+    others = [
+        subprocess.Popen([*command, str(rank), str(world_size), str(port)], env=environ)
+        for rank in range(1, world_size)
+    ]
     try:
         yield Ranks(place(0, world_size, port))
     finally:

@@ -1,6 +1,7 @@
 """The engine as it is on CUDA: on a GPU, or on CPU with what stands in for the parts of it that need one.
 
-Tests take a `device` of `DEVICES`. On CPU they are slow ones: they prove that the test itself is sound, and pass where there is no GPU.
+Tests take a `device` of `DEVICES`. On CPU they are slow ones: they prove that the test itself is sound, and
+pass where there is no GPU.
 """
 
 import gc
@@ -32,15 +33,23 @@ ON_CUDA = (
     pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device"),
     pytest.mark.timeout(600),  # FlashInfer compiles a kernel when it is first used
 )
-ON_CPU = (pytest.mark.slow, pytest.mark.skipif(torch.cuda.is_available(), reason="the same test runs on the GPU"))
+ON_CPU = (
+    pytest.mark.slow,
+    pytest.mark.skipif(torch.cuda.is_available(), reason="the same test runs on the GPU"),
+)
 DEVICES = [pytest.param("cuda", marks=ON_CUDA), pytest.param("cpu", marks=ON_CPU)]
 ANYWHERE, ON_GPUS = (pytest.mark.parametrize("device", devices) for devices in (DEVICES, DEVICES[:1]))
 
 HEADS = {"hidden_size": 96, "num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 64}
-"""FlashInfer has kernels for this; it compiles them once for all models with the same group, and for SmolLM2."""
-FLASH_FAMILIES = {name: (FAMILIES[name][0], FAMILIES[name][1] | HEADS) for name in ("Qwen2", "gpt-oss", "Gemma2")}
+"""FlashInfer has kernels for this; it compiles them once for all models with the same group, and for SmolLM2.
+"""
+FLASH_FAMILIES = {
+    name: (FAMILIES[name][0], FAMILIES[name][1] | HEADS) for name in ("Qwen2", "gpt-oss", "Gemma2")
+}
 FLASH_FAMILIES["Llama"] = ("Llama", LLAMA | HEADS)
-FLASH_FAMILIES["gpt-oss"][1]["num_local_experts"] = 2  # all of them: a choice between two that are nearly alike would hide other errors
+FLASH_FAMILIES["gpt-oss"][1]["num_local_experts"] = (
+    2  # all of them: a choice between two that are nearly alike would hide other errors
+)
 SETTINGS: dict[str, Any] = {
     "kv_cache_bytes": 2**26,
     "max_batch_prefill_tokens": 128,
@@ -51,9 +60,10 @@ SETTINGS: dict[str, Any] = {
 }
 
 FAR, MEAN = 1.5, 0.15
-"""Of the standard deviation of a position's logits: how far below the largest one, in a float32 forward, tokens may lie that bfloat16
-chose; the farthest, and all of a row on average. Measured on CPU: 0.8 and 0.08 at most. A token that was computed
-wrongly lies some 3 below."""
+"""Of the standard deviation of a position's logits: how far below the largest one, in a float32 forward,
+tokens may lie that bfloat16 chose; the farthest, and all of a row on average. Measured on CPU: 0.8 and 0.08
+at most. A token that was computed wrongly lies some 3 below.
+"""
 
 
 def again(run: Callable[[], None]) -> Callable[[], None]:
@@ -75,7 +85,9 @@ def backend_of(geometry: Geometry, device: torch.device) -> Any:
 
 
 def engine_on(device: str, folder: Path | str, monkeypatch: pytest.MonkeyPatch, **settings: Any) -> Engine:
-    """With all that an engine on CUDA does: merged products, compiled layers, captured steps where the backend has them, a step ahead."""
+    """With all that an engine on CUDA does: merged products, compiled layers, captured steps where the
+    backend has them, a step ahead.
+    """
     asked = Settings(model_id=str(folder), device=device, **SETTINGS | settings)
     if device == "cuda":
         return Engine(asked)
@@ -102,12 +114,14 @@ def nothing_is_left() -> Iterator[None]:
         torch.cuda.empty_cache()
 
 
-# --- what is near enough ------------------------------------------------------------------------------------------------------------
+# --- what is near enough ------------------------------------------------------------------------------------
 
 
 @torch.inference_mode()
 def distances(model: Any, prompt: Sequence[int], ids: Sequence[int]) -> torch.Tensor:
-    """How far each of the new ids lies below the likeliest in `model`'s forward over all of them, in standard deviations of the logits."""
+    """How far each of the new ids lies below the likeliest in `model`'s forward over all of them, in standard
+    deviations of the logits.
+    """
     logits = model(torch.tensor([[*prompt, *ids]])).logits[0, len(prompt) - 1 : -1].double()
     below = logits.amax(-1) - logits.gather(1, torch.tensor([list(ids)]).T)[:, 0]
     return below / logits.std(-1)
@@ -121,12 +135,14 @@ def check_near(model: Any, prefixes: dict[int, list[int]], played: dict[int, lis
         assert found.max() < FAR and found.mean() < MEAN, f"row {row}, {how}: {found.tolist()}"
 
 
-# --- what an engine does ------------------------------------------------------------------------------------------------------------
+# --- what an engine does ------------------------------------------------------------------------------------
 
 
 @contextmanager
 def noted(engine: Engine) -> Iterator[tuple[list[bool], list[int]]]:
-    """Of the forwards made meanwhile: whether all rows decoded; and the numbers of rows of those that were graphs."""
+    """Of the forwards made meanwhile: whether all rows decoded; and the numbers of rows of those that were
+    graphs.
+    """
     computed, replayed = list[bool](), list[int]()
     compute, graphs = engine.compute, engine.graphs if isinstance(engine.graphs, Graphs) else None
     run = graphs.run if graphs else None

@@ -1,6 +1,8 @@
-"""`python -m tests.support.engine.rank_memory [MIB]`: what each rank on CPU reads of a checkpoint in several files, and what it takes at its peak.
+"""`python -m tests.support.engine.rank_memory [MIB]`: what each rank on CPU reads of a checkpoint in several
+files, and what it takes at its peak.
 
-`python -m tests.support.engine.rank_memory FOLDER RANK WORLD_SIZE PORT` is one rank, a process of its own, which says so in JSON.
+`python -m tests.support.engine.rank_memory FOLDER RANK WORLD_SIZE PORT` is one rank, a process of its own,
+which says so in JSON.
 """
 
 import json
@@ -32,7 +34,9 @@ from tests.support.engine import led_engine
 MIB = 2**20
 HIDDEN = 1024
 FILES = 5
-LAYER_NUMBERS = HIDDEN * HIDDEN * (2 + 2 / 4 + 3 * 4)  # q and o, k and v with a quarter of the heads, an MLP of four times the width
+LAYER_NUMBERS = (
+    HIDDEN * HIDDEN * (2 + 2 / 4 + 3 * 4)
+)  # q and o, k and v with a quarter of the heads, an MLP of four times the width
 SAMPLE_S = 0.001
 
 
@@ -42,7 +46,8 @@ class Taken:
 
     Attributes:
         read: of the checkpoint's tensors.
-        peak: of memory of its own while it loads, beyond what it had before; pages of files, which the system takes back, not counted.
+        peak: of memory of its own while it loads, beyond what it had before; pages of files, which the system
+            takes back, not counted.
         kept: the same, when it is loaded.
     """
 
@@ -54,8 +59,19 @@ class Taken:
 def write(folder: Path, num_bytes: int) -> int:
     """A random Llama of about this size in bfloat16, in several files with an index → bytes of its tensors."""
     layers = max(1, round(num_bytes / 2 / LAYER_NUMBERS))
-    sizes: dict[str, int] = {"hidden_size": HIDDEN, "intermediate_size": 4 * HIDDEN, "num_attention_heads": 16, "num_key_value_heads": 4}
-    config = LlamaConfig(**sizes, num_hidden_layers=layers, vocab_size=8192, max_position_embeddings=256, tie_word_embeddings=False)
+    sizes: dict[str, int] = {
+        "hidden_size": HIDDEN,
+        "intermediate_size": 4 * HIDDEN,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 4,
+    }
+    config = LlamaConfig(
+        **sizes,
+        num_hidden_layers=layers,
+        vocab_size=8192,
+        max_position_embeddings=256,
+        tie_word_embeddings=False,
+    )
     model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     model.save_pretrained(folder, max_shard_size=num_bytes // FILES)
     (folder / "tokenizer.json").write_text('{"added_tokens": []}')
@@ -67,10 +83,18 @@ def measure(folder: Path, world_size: int) -> list[Taken]:
     """Of each rank."""
     port, environ = free_port(), os.environ | {"PARENT_PID": str(os.getpid())}
     commands = [
-        [sys.executable, "-m", "tests.support.engine.rank_memory", str(folder), *map(str, (rank, world_size, port))]
+        [
+            sys.executable,
+            "-m",
+            "tests.support.engine.rank_memory",
+            str(folder),
+            *map(str, (rank, world_size, port)),
+        ]
         for rank in range(world_size)
     ]
-    ranks = [subprocess.Popen(command, env=environ, stdout=subprocess.PIPE, text=True) for command in commands]
+    ranks = [
+        subprocess.Popen(command, env=environ, stdout=subprocess.PIPE, text=True) for command in commands
+    ]
     return [Taken(**json.loads(rank.communicate()[0].splitlines()[-1])) for rank in ranks]
 
 
@@ -86,7 +110,12 @@ def load(folder: Path, ranks: Ranks) -> Taken:
     tp_model.slices = noted  # type: ignore[assignment]
     before = own_bytes()
     with sampled() as samples:
-        engine = Engine(Settings(model_id=str(folder), dtype="bfloat16", kv_cache_bytes=2**22, max_batch_prefill_tokens=64), ranks=ranks)
+        engine = Engine(
+            Settings(
+                model_id=str(folder), dtype="bfloat16", kv_cache_bytes=2**22, max_batch_prefill_tokens=64
+            ),
+            ranks=ranks,
+        )
     assert engine.ready.world_size == ranks.world_size
     read = sum(map(num_bytes, parts)) if parts else whole(folder)
     return Taken(read, max(samples) - before, own_bytes() - before)
@@ -133,7 +162,9 @@ def be_rank(folder: Path, rank: int, world_size: int, port: int) -> None:
 
 def main(size_bytes: int) -> None:
     with tempfile.TemporaryDirectory() as name:
-        print(f"{write(Path(name), size_bytes) // MIB} MiB in {len(model_files.weights(Path(name)))} files, bfloat16")
+        print(
+            f"{write(Path(name), size_bytes) // MIB} MiB in {len(model_files.weights(Path(name)))} files, bfloat16"
+        )
         for world_size in (1, 2):
             for rank, taken in enumerate(measure(Path(name), world_size)):
                 figures = ", ".join(f"{what} {number // MIB} MiB" for what, number in asdict(taken).items())

@@ -20,19 +20,32 @@ def prompt_ids(prompts: Sequence[str], model_id: str = "smollm2") -> list[list[i
     return [tokenizer.encode(prompt, add_special_tokens=False).ids for prompt in prompts]
 
 
-def reference_ids(prompts_ids: Sequence[Sequence[int]], max_new_tokens: int, model_id: str = "smollm2") -> list[list[int]]:
-    """New ids of each prompt, end-of-sequence token included: greedy, float32, one prompt at a time. Each answer is computed once and kept
-    on disk, keyed by model, prompt and length."""
-    return kept(prompts_ids, model_id, max_new_tokens, lambda model, ids: generate(model, ids, max_new_tokens))
+def reference_ids(
+    prompts_ids: Sequence[Sequence[int]], max_new_tokens: int, model_id: str = "smollm2"
+) -> list[list[int]]:
+    """New ids of each prompt, end-of-sequence token included: greedy, float32, one prompt at a time. Each
+    answer is computed once and kept on disk, keyed by model, prompt and length.
+    """
+    return kept(
+        prompts_ids, model_id, max_new_tokens, lambda model, ids: generate(model, ids, max_new_tokens)
+    )
 
 
-def reference_logprobs(prompts_ids: Sequence[Sequence[int]], model_id: str = "smollm2") -> list[list[list[float]]]:
-    """Of each prompt's tokens but the first: its own log-probability, then those of the three likeliest in its place. From a plain forward
-    in float32; kept on disk, too."""
+def reference_logprobs(
+    prompts_ids: Sequence[Sequence[int]], model_id: str = "smollm2"
+) -> list[list[list[float]]]:
+    """Of each prompt's tokens but the first: its own log-probability, then those of the three likeliest in
+    its place. From a plain forward in float32; kept on disk, too.
+    """
     return kept(prompts_ids, model_id, "logprobs", logprobs)
 
 
-def kept(prompts_ids: Sequence[Sequence[int]], model_id: str, what: int | str, answer: Callable[[Any, Sequence[int]], Any]) -> list[Any]:
+def kept(
+    prompts_ids: Sequence[Sequence[int]],
+    model_id: str,
+    what: int | str,
+    answer: Callable[[Any, Sequence[int]], Any],
+) -> list[Any]:
     """The model's answer to each prompt, from disk where it was asked before."""
     path = model_files.resolve(model_id)
     files = [CACHE / f"{digest(path, ids, what)}.json" for ids in prompts_ids]
@@ -60,7 +73,9 @@ def generate(model: Any, ids: Sequence[int], max_new_tokens: int) -> list[int]:
     import torch
 
     prompt = torch.tensor([list(ids)])
-    output = model.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=max_new_tokens, do_sample=False)
+    output = model.generate(
+        prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=max_new_tokens, do_sample=False
+    )
     new_ids: list[int] = output[0, len(ids) :].tolist()
     return new_ids
 

@@ -1,4 +1,6 @@
-"""What `Sampling` means, in float64 and one token at a time: from the papers, OpenAI's reference and TGI's definitions."""
+"""What `Sampling` means, in float64 and one token at a time: from the papers, OpenAI's reference and TGI's
+definitions.
+"""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -13,10 +15,18 @@ Array = Any
 OUT = -np.inf
 
 
-def processed(logits: Array, sampling: Sampling, prompt: Sequence[int], generated: Sequence[int], barred: Sequence[int] = ()) -> Array:
+def processed(
+    logits: Array,
+    sampling: Sampling,
+    prompt: Sequence[int],
+    generated: Sequence[int],
+    barred: Sequence[int] = (),
+) -> Array:
     """Log-probabilities [vocabulary] of what the token is chosen from; `barred` ids may not come yet."""
     scores = penalised(np.asarray(logits, np.float64).copy(), sampling, [*prompt], [*generated], barred)
-    return log_softmax(truncated(scores / sampling.temperature, sampling, generated) if sampling.temperature else scores)
+    return log_softmax(
+        truncated(scores / sampling.temperature, sampling, generated) if sampling.temperature else scores
+    )
 
 
 def log_softmax(scores: Array) -> Array:
@@ -24,7 +34,9 @@ def log_softmax(scores: Array) -> Array:
     return below - np.log(np.exp(below).sum())
 
 
-def penalised(scores: Array, sampling: Sampling, prompt: list[int], generated: list[int], barred: Sequence[int]) -> Array:
+def penalised(
+    scores: Array, sampling: Sampling, prompt: list[int], generated: list[int], barred: Sequence[int]
+) -> Array:
     for token, bias in sampling.logit_bias:
         scores[token] += bias
     ids = prompt + generated
@@ -63,7 +75,9 @@ def truncated(scores: Array, sampling: Sampling, generated: list[int]) -> Array:
 
 
 def nucleus(scores: Array, share: float) -> Array:
-    """The smallest set, built from the likeliest token on, the lower id first, until its mass reaches `share`."""
+    """The smallest set, built from the likeliest token on, the lower id first, until its mass reaches
+    `share`.
+    """
     likelihoods, mass, kept = np.exp(log_softmax(scores)), 0.0, []
     for token in sorted(range(len(scores)), key=lambda token: (-scores[token], token)):
         kept.append(token)

@@ -1,4 +1,6 @@
-"""Tiny models with random weights, of every family that is served, made so that each feature of its attention shows in the ids."""
+"""Tiny models with random weights, of every family that is served, made so that each feature of its attention
+shows in the ids.
+"""
 
 import copy
 import json
@@ -35,8 +37,22 @@ MIXED = {"sliding_window": 16, "layer_types": ["sliding_attention", "full_attent
 WIDE = {"head_dim": 32}
 SPREAD = {"initializer_range": 0.5}
 MIXTURE = {"num_experts_per_tok": 2, "moe_intermediate_size": 64}
-LATENT = {"kv_lora_rank": 16, "q_lora_rank": 24, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 12, "num_key_value_heads": 4}
-EYES = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 28, "patch_size": 14}
+LATENT = {
+    "kv_lora_rank": 16,
+    "q_lora_rank": 24,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 12,
+    "num_key_value_heads": 4,
+}
+EYES = {
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "image_size": 28,
+    "patch_size": 14,
+}
 UNTIED = {"tie_word_embeddings": False}
 
 
@@ -50,7 +66,11 @@ def by_type(**ropes: dict[str, Any]) -> dict[str, Any]:
     return {"rope_parameters": {layer_type: side["rope_parameters"] for layer_type, side in sides.items()}}
 
 
-LONG = {"short_factor": [1.0] * 8, "long_factor": [2.0 + i for i in range(8)], "original_max_position_embeddings": 32}
+LONG = {
+    "short_factor": [1.0] * 8,
+    "long_factor": [2.0 + i for i in range(8)],
+    "original_max_position_embeddings": 32,
+}
 WIDE_LONG = LONG | {"short_factor": [1.0] * 16, "long_factor": [2.0 + i for i in range(16)]}
 
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -59,7 +79,14 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "Llama-linear": ("Llama", LLAMA | rope("linear", factor=4.0)),
     "Llama-llama3": (
         "Llama",
-        LLAMA | rope("llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=32),
+        LLAMA
+        | rope(
+            "llama3",
+            factor=8.0,
+            low_freq_factor=1.0,
+            high_freq_factor=4.0,
+            original_max_position_embeddings=32,
+        ),
     ),
     "Llama-yarn": ("Llama", LLAMA | rope("yarn", factor=4.0, original_max_position_embeddings=64)),
     "Llama-dynamic": ("Llama", LLAMA | {"max_position_embeddings": 32} | rope("dynamic", factor=4.0)),
@@ -67,27 +94,48 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "Mistral": ("Mistral", LLAMA | {"sliding_window": 16}),
     "Ministral3": (
         "Ministral3",
-        LLAMA | {"head_dim": 16} | rope("yarn", factor=8.0, original_max_position_embeddings=32, llama_4_scaling_beta=1.0),
+        LLAMA
+        | {"head_dim": 16}
+        | rope("yarn", factor=8.0, original_max_position_embeddings=32, llama_4_scaling_beta=1.0),
     ),
     "Mixtral": ("Mixtral", LLAMA | {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 16}),
     "Qwen2": ("Qwen2", LLAMA | {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 1}),
     "Qwen2-MoE": ("Qwen2Moe", LLAMA | MIXTURE | {"num_experts": 4, "shared_expert_intermediate_size": 32}),
     "Qwen3": ("Qwen3", LLAMA | WIDE),
     "Qwen3-MoE": ("Qwen3Moe", LLAMA | WIDE | MIXTURE | {"num_experts": 4}),
-    "Gemma2": ("Gemma2", LLAMA | WIDE | {"sliding_window": 16, "attn_logit_softcapping": 5.0, "query_pre_attn_scalar": 32}),
+    "Gemma2": (
+        "Gemma2",
+        LLAMA | WIDE | {"sliding_window": 16, "attn_logit_softcapping": 5.0, "query_pre_attn_scalar": 32},
+    ),
     "Gemma3": ("Gemma3Text", LLAMA | WIDE | MIXED | SPREAD),
     "Gemma3-dynamic": (
         "Gemma3Text",
-        LLAMA | WIDE | MIXED | SPREAD | {"max_position_embeddings": 32} | by_type(full_attention=rope("dynamic", factor=4.0)),
+        LLAMA
+        | WIDE
+        | MIXED
+        | SPREAD
+        | {"max_position_embeddings": 32}
+        | by_type(full_attention=rope("dynamic", factor=4.0)),
     ),
-    "Gemma3-longrope": ("Gemma3Text", LLAMA | WIDE | MIXED | SPREAD | by_type(full_attention=rope("longrope", factor=4.0, **WIDE_LONG))),
+    "Gemma3-longrope": (
+        "Gemma3Text",
+        LLAMA | WIDE | MIXED | SPREAD | by_type(full_attention=rope("longrope", factor=4.0, **WIDE_LONG)),
+    ),
     "Phi": ("Phi", LLAMA | {"partial_rotary_factor": 0.5, "num_key_value_heads": 4}),
     "Phi3": ("Phi3", LLAMA | {"sliding_window": 16}),
-    "Phi3-longrope": ("Phi3", LLAMA | {"original_max_position_embeddings": 32} | rope("longrope", factor=4.0, **LONG)),
+    "Phi3-longrope": (
+        "Phi3",
+        LLAMA | {"original_max_position_embeddings": 32} | rope("longrope", factor=4.0, **LONG),
+    ),
     "Phi-MoE-longrope": (
         "Phimoe",
         LLAMA
-        | {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None, "original_max_position_embeddings": 32}
+        | {
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "sliding_window": None,
+            "original_max_position_embeddings": 32,
+        }
         | rope("longrope", factor=4.0, short_mscale=1.0, long_mscale=1.5, **LONG),
     ),
     "HunYuan-MoE": ("HunYuanMoEV1", LLAMA | {"head_dim": 16, "num_experts": 4, "moe_topk": 2}),
@@ -96,8 +144,14 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "StarCoder2": ("Starcoder2", LLAMA | SPREAD | {"sliding_window": 16}),
     "GPT-BigCode": ("GPTBigCode", GPT),
     "OPT": ("OPT", SIZES | SPREAD | {"ffn_dim": 128, "word_embed_proj_dim": 64}),
-    "Falcon": ("Falcon", SIZES | SPREAD | {"alibi": False, "new_decoder_architecture": True, "num_kv_heads": 2}),
-    "Falcon-7b": ("Falcon", SIZES | SPREAD | {"alibi": False, "new_decoder_architecture": False, "multi_query": True}),
+    "Falcon": (
+        "Falcon",
+        SIZES | SPREAD | {"alibi": False, "new_decoder_architecture": True, "num_kv_heads": 2},
+    ),
+    "Falcon-7b": (
+        "Falcon",
+        SIZES | SPREAD | {"alibi": False, "new_decoder_architecture": False, "multi_query": True},
+    ),
     "OLMo2": ("Olmo2", LLAMA | SPREAD),
     "Cohere": ("Cohere", LLAMA | {"use_qk_norm": True, "logit_scale": 0.25}),
     "Cohere2": ("Cohere2", LLAMA | MIXED | {"logit_scale": 0.25}),
@@ -109,7 +163,13 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         LLAMA
         | MIXTURE
         | LATENT
-        | {"n_routed_experts": 8, "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1, "n_shared_experts": 1},
+        | {
+            "n_routed_experts": 8,
+            "n_group": 2,
+            "topk_group": 1,
+            "first_k_dense_replace": 1,
+            "n_shared_experts": 1,
+        },
     ),
     "DeepSeek-V2-dynamic": (
         "DeepseekV2",
@@ -122,10 +182,17 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt-oss": ("GptOss", LLAMA | WIDE | MIXED | {"num_local_experts": 4, "num_experts_per_tok": 2}),
 }
 SEEING: dict[str, tuple[str, dict[str, Any]]] = {
-    "Gemma3-images": ("Gemma3", {"text_config": LLAMA | WIDE | MIXED | SPREAD, "vision_config": EYES} | UNTIED),
+    "Gemma3-images": (
+        "Gemma3",
+        {"text_config": LLAMA | WIDE | MIXED | SPREAD, "vision_config": EYES} | UNTIED,
+    ),
     "Ministral3-images": (
         "Mistral3",
-        {"text_config": LLAMA | {"model_type": "ministral3", "head_dim": 16}, "vision_config": EYES | {"model_type": "pixtral"}} | UNTIED,
+        {
+            "text_config": LLAMA | {"model_type": "ministral3", "head_dim": 16},
+            "vision_config": EYES | {"model_type": "pixtral"},
+        }
+        | UNTIED,
     ),
 }
 """Models that see images, too: their part for text is served."""
@@ -138,11 +205,16 @@ KINDS: dict[str, Any] = {
 
 
 def save(folder: Path, config_name: str, sizes: dict[str, Any]) -> Any:
-    """Writes a random model of the family of `config_name`, with a tokenizer in name only; returns it as it is read again, in float32, with
-    attention written out: transformers 5.17 leaves soft-capping out of torch's own."""
+    """Writes a random model of the family of `config_name`, with a tokenizer in name only; returns it as it
+    is read again, in float32, with attention written out: transformers 5.17 leaves soft-capping out of
+    torch's own.
+    """
     torch.manual_seed(1)
     config = getattr(transformers, f"{config_name}Config")(**sizes)
-    kind = next((kind for part, kind in KINDS.items() if getattr(config, part, None)), transformers.AutoModelForCausalLM)
+    kind = next(
+        (kind for part, kind in KINDS.items() if getattr(config, part, None)),
+        transformers.AutoModelForCausalLM,
+    )
     model = kind.from_config(config).eval()
     with torch.no_grad():
         for name, weight in model.named_parameters():
@@ -165,7 +237,12 @@ def save(folder: Path, config_name: str, sizes: dict[str, Any]) -> Any:
 def generate(model: Any, prompt: list[int], max_new_tokens: int) -> list[int]:
     """Greedy new ids. On a copy: rotary embeddings of some types remember the longest sequence they saw."""
     ids = torch.tensor([prompt])
-    settings = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0, "attention_mask": torch.ones_like(ids)}
+    settings = {
+        "do_sample": False,
+        "eos_token_id": None,
+        "pad_token_id": 0,
+        "attention_mask": torch.ones_like(ids),
+    }
     output = copy.deepcopy(model).generate(ids, max_new_tokens=max_new_tokens, **settings)
     new_ids: list[int] = output[0, len(prompt) :].tolist()
     return new_ids

@@ -1,7 +1,8 @@
-"""A launcher over fake processes: `python -m tests.support.fleet.fake_fleet DIRECTORY PORT` supervises, `… DIRECTORY PORT KIND` is one of them.
+"""A launcher over fake processes: `python -m tests.support.fleet.fake_fleet DIRECTORY PORT` supervises, `…
+DIRECTORY PORT KIND` is one of them.
 
-Fakes note what happens to them in DIRECTORY/notes. A file DIRECTORY/{name}.fails makes that process end at its start with the exit code
-that it holds; DIRECTORY/hold makes gateways drain for as long as it is there.
+Fakes note what happens to them in DIRECTORY/notes. A file DIRECTORY/{name}.fails makes that process end at
+its start with the exit code that it holds; DIRECTORY/hold makes gateways drain for as long as it is there.
 """
 
 import asyncio
@@ -29,13 +30,20 @@ def launch(directory: Path, port: int) -> int:
     logs.set_up("serve", "info")
 
     def process(kind: str, name: str) -> Process:
-        return Process(kind, name, [sys.executable, "-m", "tests.support.fleet.fake_fleet", str(directory), str(port), kind], {})
+        return Process(
+            kind,
+            name,
+            [sys.executable, "-m", "tests.support.fleet.fake_fleet", str(directory), str(port), kind],
+            {},
+        )
 
     with embedded() as broker:
         settings = Settings(port=port, hostname="127.0.0.1", redis_url=broker.url, served_model_name="fake")
         brokers = [Process("broker", "broker", broker.command(), {})]
         workers = [process("worker", "w0"), process("worker", "w1")]
-        return asyncio.run(run(Fleet(settings, brokers, [process("batcher", "b0")], workers, [process("gateway", "g0")])))
+        return asyncio.run(
+            run(Fleet(settings, brokers, [process("batcher", "b0")], workers, [process("gateway", "g0")]))
+        )
 
 
 class Health(http.server.BaseHTTPRequestHandler):

@@ -22,7 +22,8 @@ LAST_WORDS = 10_000
 
 
 class Fleet:
-    """`with Fleet(num_workers=2, kv_cache_bytes="64MiB") as fleet:` starts it and returns when it is ready; leaving kills all of it.
+    """`with Fleet(num_workers=2, kv_cache_bytes="64MiB") as fleet:` starts it and returns when it is ready;
+    leaving kills all of it.
 
     Settings are those of `common.settings.settings`, by name. Inside `async with` the same happens.
 
@@ -43,14 +44,22 @@ class Fleet:
         command = [sys.executable, "-P", "-m", "deploy.cli", "serve"]
         environ = os.environ | variables | {"PARENT_PID": str(os.getpid())}
         with (self.directory / "stdout").open("w") as out, (self.directory / "stderr").open("w") as error:
-            self.launcher = subprocess.Popen(command, env=environ, stdin=subprocess.DEVNULL, stdout=out, stderr=error)
+            self.launcher = subprocess.Popen(
+                command, env=environ, stdin=subprocess.DEVNULL, stdout=out, stderr=error
+            )
         self.known = {self.launcher.pid: psutil.Process(self.launcher.pid)}
         return self
 
     def ready(self, timeout_s: float = READY_S) -> "Fleet":
-        """Returns when the launcher says that the fleet serves. Raises AssertionError with its last words when it ends instead."""
-        wait_until_sync(lambda: self.launcher.poll() is not None or "/generate_stream" in self.output(), timeout_s)
-        assert self.launcher.poll() is None, f"`tokenfleet serve` ended with {self.launcher.returncode}:\n{self.errors()}"
+        """Returns when the launcher says that the fleet serves. Raises AssertionError with its last words
+        when it ends instead.
+        """
+        wait_until_sync(
+            lambda: self.launcher.poll() is not None or "/generate_stream" in self.output(), timeout_s
+        )
+        assert self.launcher.poll() is None, (
+            f"`tokenfleet serve` ended with {self.launcher.returncode}:\n{self.errors()}"
+        )
         return self
 
     def kill(self) -> None:
@@ -75,7 +84,9 @@ class Fleet:
         if self.settings.get("redis_url"):
             return str(self.settings["redis_url"])
         listening = psutil.Process(self.pid("broker")).net_connections(kind="tcp")
-        [port] = {connection.laddr.port for connection in listening if connection.status == psutil.CONN_LISTEN}
+        [port] = {
+            connection.laddr.port for connection in listening if connection.status == psutil.CONN_LISTEN
+        }
         return f"redis://127.0.0.1:{port}/0"
 
     def processes(self) -> list[psutil.Process]:
@@ -86,8 +97,14 @@ class Fleet:
         return everybody
 
     def pids(self) -> dict[str, int]:
-        """Process ids by name: `broker`, `g0`, `b0`, `w0` … A process that is just being started has no name yet."""
-        return {name: child.pid for child in psutil.Process(self.launcher.pid).children() if (name := name_of(child))}
+        """Process ids by name: `broker`, `g0`, `b0`, `w0` … A process that is just being started has no name
+        yet.
+        """
+        return {
+            name: child.pid
+            for child in psutil.Process(self.launcher.pid).children()
+            if (name := name_of(child))
+        }
 
     def pid(self, name: str) -> int:
         """Process id of `w0`, once there is one."""
@@ -101,7 +118,11 @@ class Fleet:
     def restarted(self, name: str, old_pid: int, timeout_s: float = READY_S) -> int:
         """The pid of the successor of a process that ended."""
         end_s = time.monotonic() + timeout_s
-        return int(wait_until_sync(lambda: (pid := self.pids().get(name)) != old_pid and pid, end_s - time.monotonic()))
+        return int(
+            wait_until_sync(
+                lambda: (pid := self.pids().get(name)) != old_pid and pid, end_s - time.monotonic()
+            )
+        )
 
     def __enter__(self) -> Self:
         self.start()
@@ -112,7 +133,9 @@ class Fleet:
             raise
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         if error is not None:
             print(self.errors()[-LAST_WORDS:], file=sys.stderr)
         self.kill()
@@ -120,7 +143,9 @@ class Fleet:
     async def __aenter__(self) -> Self:
         return self.__enter__()
 
-    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.__exit__(kind, error, trace)
 
 

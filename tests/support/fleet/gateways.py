@@ -18,7 +18,10 @@ from common import model_files
 from common.settings.settings import Settings
 from tests.support.waiting import wait_until
 
-SETTINGS: dict[str, Any] = {"heartbeat_s": 0.05, "worker_grace_s": 3600}  # a scripted worker shows itself once
+SETTINGS: dict[str, Any] = {
+    "heartbeat_s": 0.05,
+    "worker_grace_s": 3600,
+}  # a scripted worker shows itself once
 
 
 @cache
@@ -27,16 +30,22 @@ def vocabulary() -> Vocabulary:
 
 
 @contextlib.asynccontextmanager
-async def serving(url: str, lose: Callable[[], bool] | None = None, **settings: Any) -> AsyncIterator[tuple[Gateway, httpx.AsyncClient]]:
+async def serving(
+    url: str, lose: Callable[[], bool] | None = None, **settings: Any
+) -> AsyncIterator[tuple[Gateway, httpx.AsyncClient]]:
     """A gateway that serves while the context is open, and a client that talks to it."""
     gateway = Gateway(Settings(redis_url=url, **(SETTINGS | settings)), "g0-test", vocabulary(), lose)
     socket = own_listener(0)
-    server = uvicorn.Server(uvicorn.Config(build(gateway), log_config=None, http=Http, timeout_graceful_shutdown=5))
+    server = uvicorn.Server(
+        uvicorn.Config(build(gateway), log_config=None, http=Http, timeout_graceful_shutdown=5)
+    )
     task = asyncio.create_task(server.serve([socket]))
     await wait_until(lambda: server.started or task.done())
     host, port = socket.getsockname()
     try:
-        async with httpx.AsyncClient(base_url=f"http://{host}:{port}", timeout=90, limits=httpx.Limits(max_connections=None)) as client:
+        async with httpx.AsyncClient(
+            base_url=f"http://{host}:{port}", timeout=90, limits=httpx.Limits(max_connections=None)
+        ) as client:
             yield gateway, client
     finally:
         server.should_exit = True

@@ -1,5 +1,6 @@
-"""Worker and batcher in one, without a model: takes requests from Redis and answers with ids that the test has scripted, through the
-scripts that real workers use."""
+"""Worker and batcher in one, without a model: takes requests from Redis and answers with ids that the test
+has scripted, through the scripts that real workers use.
+"""
 
 import asyncio
 import contextlib
@@ -27,7 +28,9 @@ EOS = 2
 
 @dataclass
 class Answer:
-    """What a request is to be answered: ids one a step, within the request's limits, then end-of-sequence, the error, or nothing."""
+    """What a request is to be answered: ids one a step, within the request's limits, then end-of-sequence,
+    the error, or nothing.
+    """
 
     ids: list[int]
     ends: bool = True
@@ -37,7 +40,9 @@ class Answer:
 class Live:
     """One request as the worker holds it."""
 
-    def __init__(self, entry_id: bytes, size: int, request: Generate, answer: Answer, tokenizer: Tokenizer) -> None:
+    def __init__(
+        self, entry_id: bytes, size: int, request: Generate, answer: Answer, tokenizer: Tokenizer
+    ) -> None:
         self.entry_id, self.size, self.request, self.error = entry_id, size, request, answer.error
         self.ids = answer.ids + [EOS] * (answer.ends and not answer.error)
         self.logprobs = unpack_floats(pack_floats([-0.1 - i / 7 for i in range(len(self.ids))]))
@@ -78,14 +83,20 @@ class Live:
 
 def neighbours(ids: list[int], logprobs: list[float], count: int) -> tuple[bytes, bytes]:
     """The likeliest tokens beside others: these themselves, then their neighbours, each a nat less likely."""
-    others = [(token_id + i, logprob - i) for token_id, logprob in zip(ids, logprobs, strict=True) for i in range(count)]
+    others = [
+        (token_id + i, logprob - i)
+        for token_id, logprob in zip(ids, logprobs, strict=True)
+        for i in range(count)
+    ]
     return pack_ids([token_id for token_id, _ in others]), pack_floats([logprob for _, logprob in others])
 
 
 class FakeWorker:
     """Set `answer` to script; `pause` has it keep all it holds until `going` is set."""
 
-    def __init__(self, url: str, tokenizer: Tokenizer, answer: Callable[[Generate], Answer], step_s: float = 0.0) -> None:
+    def __init__(
+        self, url: str, tokenizer: Tokenizer, answer: Callable[[Generate], Answer], step_s: float = 0.0
+    ) -> None:
         self.redis: Redis = connect(url)
         self.keys, self.tokenizer, self.answer, self.step_s = Keys("default"), tokenizer, answer, step_s
         self.incarnation = f"w0-{secrets.token_hex(4)}"
@@ -99,8 +110,16 @@ class FakeWorker:
 
     async def announce(self, state: str = "ready", num_blocks: int = 64) -> None:
         capacity = Worker(self.incarnation, "w0", "fake", "float32", 16, num_blocks, 256, 8192)
-        keys = [self.keys.worker(self.incarnation), self.keys.workers, *self.streams, self.keys.plans(self.incarnation), self.keys.control]
-        answer = await script(self.redis, "announce")(keys=keys, args=[self.incarnation, TTL_MS, TTL_MS, state, 0, encode(capacity)])
+        keys = [
+            self.keys.worker(self.incarnation),
+            self.keys.workers,
+            *self.streams,
+            self.keys.plans(self.incarnation),
+            self.keys.control,
+        ]
+        answer = await script(self.redis, "announce")(
+            keys=keys, args=[self.incarnation, TTL_MS, TTL_MS, state, 0, encode(capacity)]
+        )
         assert answer == b"OK", answer
 
     @property
@@ -133,22 +152,34 @@ class FakeWorker:
         await self.resting.wait()
 
     async def take_requests(self) -> None:
-        for entry_id, fields in await self.redis.xrange(self.keys.requests, b"(" + self.last_entry if self.last_entry != b"0" else "-"):
+        for entry_id, fields in await self.redis.xrange(
+            self.keys.requests, b"(" + self.last_entry if self.last_entry != b"0" else "-"
+        ):
             self.last_entry = entry_id
             request = decode(Generate, fields[b"generate"])
             self.seen.append(request)
-            self.live[request.request_id] = Live(entry_id, len(fields[b"generate"]), request, self.answer(request), self.tokenizer)
-            await self.redis.hset(self.keys.home(request.request_id), mapping={"worker": self.incarnation, "attempt": 1, "base": 0})
+            self.live[request.request_id] = Live(
+                entry_id, len(fields[b"generate"]), request, self.answer(request), self.tokenizer
+            )
+            await self.redis.hset(
+                self.keys.home(request.request_id),
+                mapping={"worker": self.incarnation, "attempt": 1, "base": 0},
+            )
 
     async def take_cancels(self) -> None:
-        for entry_id, fields in await self.redis.xrange(self.keys.control, b"(" + self.last_control if self.last_control != b"0" else "-"):
+        for entry_id, fields in await self.redis.xrange(
+            self.keys.control, b"(" + self.last_control if self.last_control != b"0" else "-"
+        ):
             self.last_control = entry_id
             if b"cancel" in fields and (live := self.live.get(decode(Cancel, fields[b"cancel"]).request_id)):
                 live.cancelled = True
 
     async def flush(self) -> None:
         """One step of every row: the next token of each, and the ends."""
-        rows = [(live, live.tokens(live.done, live.done if live.cancelled else live.done + 1)) for live in self.live.values()]
+        rows = [
+            (live, live.tokens(live.done, live.done if live.cancelled else live.done + 1))
+            for live in self.live.values()
+        ]
         if not any(tokens.ids or live.reason for live, tokens in rows):
             return
         self.sequence, self.steps = self.sequence + 1, self.steps + 1
@@ -156,8 +187,15 @@ class FakeWorker:
         for channel in {live.request.channel for live, _ in rows}:
             said = [tokens for live, tokens in rows if live.request.channel == channel and tokens.ids]
             if said:
-                messages += [channel, encode(Events(self.incarnation, self.channels.number(channel), tokens=said))]
-        told = [live for live, tokens in rows if tokens.ids and not live.done and live.request.prompt_logprobs is not None]
+                messages += [
+                    channel,
+                    encode(Events(self.incarnation, self.channels.number(channel), tokens=said)),
+                ]
+        told = [
+            live
+            for live, tokens in rows
+            if tokens.ids and not live.done and live.request.prompt_logprobs is not None
+        ]
         for live, tokens in rows:
             live.done += len(tokens.ids) // 4
         ended = [live for live, _ in rows if live.reason]
@@ -197,13 +235,24 @@ class FakeWorker:
         """Arguments of `finish`."""
         request, reason = live.request, live.reason or ""
         ids, logprobs = live.ids[: live.done], live.logprobs[: live.done]
-        result: dict[str, object] = {"id": request.request_id, "ids": ids, "logprobs": logprobs, "finish_reason": reason}
+        result: dict[str, object] = {
+            "id": request.request_id,
+            "ids": ids,
+            "logprobs": logprobs,
+            "finish_reason": reason,
+        }
         if live.error:
             result |= {"error": live.error, "error_type": "generation"}
         else:
-            result["generated_text"] = generated_text(self.tokenizer, unpack_ids(request.prompt_ids), ids, request.stop, reason)
-        terminal = Terminal(request.request_id, reason, live.done, live.error, "generation" if live.error else "")
-        payload = encode(Events(self.incarnation, self.channels.number(request.channel), terminals=[terminal]))
+            result["generated_text"] = generated_text(
+                self.tokenizer, unpack_ids(request.prompt_ids), ids, request.stop, reason
+            )
+        terminal = Terminal(
+            request.request_id, reason, live.done, live.error, "generation" if live.error else ""
+        )
+        payload = encode(
+            Events(self.incarnation, self.channels.number(request.channel), terminals=[terminal])
+        )
         return [reason, json.dumps(result), request.result_ttl_ms, request.channel, payload]
 
     async def settle(self, live: Live) -> None:
@@ -217,7 +266,9 @@ class FakeWorker:
 
 
 @contextlib.asynccontextmanager
-async def working(url: str, tokenizer: Tokenizer, answer: Callable[[Generate], Answer], step_s: float = 0.0) -> AsyncIterator[FakeWorker]:
+async def working(
+    url: str, tokenizer: Tokenizer, answer: Callable[[Generate], Answer], step_s: float = 0.0
+) -> AsyncIterator[FakeWorker]:
     """A fake worker that is ready and works while the context is open."""
     worker = FakeWorker(url, tokenizer, answer, step_s)
     await worker.open()

@@ -1,4 +1,6 @@
-"""A worker without model, text or Redis: it obeys plans and makes reports, and complains when a plan breaks the rules of blocks."""
+"""A worker without model, text or Redis: it obeys plans and makes reports, and complains when a plan breaks
+the rules of blocks.
+"""
 
 import random
 from dataclasses import dataclass, field
@@ -51,7 +53,11 @@ class SimulatedWorker:
 
     def obey(self, plan: Plan) -> None:
         assert plan.number > self.plan, "plans come in order"
-        self.plan, self.until, self.prefill_tokens = plan.number, max(self.until, plan.until), plan.prefill_tokens
+        self.plan, self.until, self.prefill_tokens = (
+            plan.number,
+            max(self.until, plan.until),
+            plan.prefill_tokens,
+        )
         for number, why in plan.stops:
             if number in self.rows:
                 self.end(number, why)
@@ -67,7 +73,9 @@ class SimulatedWorker:
     def own(self, number: int, blocks: list[int]) -> None:
         for block in blocks:
             assert block > 0, "block 0 is scratch"
-            assert block not in self.owned, f"block {block} was handed out before row {self.owned.get(block)} was released"
+            assert block not in self.owned, (
+                f"block {block} was handed out before row {self.owned.get(block)} was released"
+            )
             self.owned[block] = number
         self.rows[number].blocks += blocks
 
@@ -122,7 +130,14 @@ class SimulatedWorker:
 
     def tell(self) -> Report:
         report = Report(
-            self.sequence, 1, self.plan, self.step, self.report.prefilled, self.report.ended, self.report.released, self.report.takeover
+            self.sequence,
+            1,
+            self.plan,
+            self.step,
+            self.report.prefilled,
+            self.report.ended,
+            self.report.released,
+            self.report.takeover,
         )
         self.clear()
         return report

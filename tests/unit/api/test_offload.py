@@ -28,14 +28,21 @@ CASES: list[tuple[str, str, str, dict[str, Any]]] = [
     ("/tokenize", "api.http.body", "shaped", {"inputs": "a " * LONG}),
     ("/tokenize", "api.tgi.routes_tokenize", "simple_tokens", {"inputs": "a " * LONG}),
     ("/generate", "api.http.body", "shaped", {"inputs": "a", "parameters": {"stop_token_ids": [1] * LONG}}),
-    ("/generate", "api.tgi.routes_generate", "answer", {"inputs": "a", "parameters": {"details": True, "top_n_tokens": 20}}),
+    (
+        "/generate",
+        "api.tgi.routes_generate",
+        "answer",
+        {"inputs": "a", "parameters": {"details": True, "top_n_tokens": 20}},
+    ),
     ("/v1/completions", "api.http.body", "shaped", {"prompt": [1] * LONG}),
     ("/v1/chat/completions", "api.openai.chat_prompt", "rendered", {"messages": CHAT}),
     ("/chat_tokenize", "api.openai.chat_prompt", "rendered", {"messages": CHAT}),
 ]
 
 
-@pytest.mark.parametrize(("path", "module", "name", "body"), CASES, ids=[f"{path} {name}" for path, _, name, _ in CASES])
+@pytest.mark.parametrize(
+    ("path", "module", "name", "body"), CASES, ids=[f"{path} {name}" for path, _, name, _ in CASES]
+)
 async def test_large_requests_keep_no_stream_waiting(
     broker: Broker, path: str, module: str, name: str, body: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:

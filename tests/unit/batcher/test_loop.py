@@ -1,4 +1,6 @@
-"""The active batcher, turn by turn, against the real broker: lost replies, strange words, keys that somebody else wrote."""
+"""The active batcher, turn by turn, against the real broker: lost replies, strange words, keys that somebody
+else wrote.
+"""
 
 from collections.abc import AsyncIterator
 
@@ -33,11 +35,20 @@ async def turns(batcher: Batcher, count: int = 6) -> None:
 async def admit(redis, name: str) -> None:
     request = Generate(name, "d", pack_ids([1] * 4), 20, gateway="")
     keys = [KEYS.requests, KEYS.requests_bytes, KEYS.home(name)]
-    await brokers.script(redis, "admit")(keys=keys, args=[encode(request), 100, 10**9, "d", "", "", 660_000, 1])
+    await brokers.script(redis, "admit")(
+        keys=keys, args=[encode(request), 100, 10**9, "d", "", "", 660_000, 1]
+    )
 
 
 async def open_worker(redis, name: str, capacity: bytes | None = None) -> None:
-    keys = [KEYS.worker(name), KEYS.workers, KEYS.log(name), KEYS.reports(name), KEYS.plans(name), KEYS.control]
+    keys = [
+        KEYS.worker(name),
+        KEYS.workers,
+        KEYS.log(name),
+        KEYS.reports(name),
+        KEYS.plans(name),
+        KEYS.control,
+    ]
     await brokers.script(redis, "open")(keys=[KEYS.log(name), KEYS.reports(name)], args=[name, 3_600_000])
     capacity = capacity or encode(Worker(name, "w0", "m", "float32", 16, 30, 512, 8192))
     await brokers.script(redis, "announce")(keys=keys, args=[name, 600_000, 3_600_000, "ready", 0, capacity])
@@ -47,7 +58,9 @@ async def join(batcher: Batcher, redis, name: str = "w1") -> None:
     """A worker that has answered the takeover."""
     await open_worker(redis, name)
     await turns(batcher, 2)
-    await redis.xadd(KEYS.reports(name), {"report": encode(Report(1, batcher.epoch, 1, 0, takeover=True))}, id="1-0")
+    await redis.xadd(
+        KEYS.reports(name), {"report": encode(Report(1, batcher.epoch, 1, 0, takeover=True))}, id="1-0"
+    )
     await turns(batcher, 2)
     assert name in batcher.scheduler.replicas
 
@@ -151,7 +164,11 @@ async def test_a_worker_that_dies_is_read_to_its_end(batcher, redis):
     await join(batcher, redis)
     await admit(redis, "r1")
     await turns(batcher, 2)
-    await redis.xadd(KEYS.reports("w1"), {"report": encode(Report(2, batcher.epoch, 2, 5, ended=[(1, "length", 20)]))}, id="2-0")
+    await redis.xadd(
+        KEYS.reports("w1"),
+        {"report": encode(Report(2, batcher.epoch, 2, 5, ended=[(1, "length", 20)]))},
+        id="2-0",
+    )
     await batcher.seal("w1", "test")
     await turns(batcher)
     assert not batcher.scheduler.sequences, "it had ended before the seal"

@@ -1,4 +1,6 @@
-"""The scheduler against simulated workers: blocks, budgets, ends, deaths. Every request comes to its end, whatever happens."""
+"""The scheduler against simulated workers: blocks, budgets, ends, deaths. Every request comes to its end,
+whatever happens.
+"""
 
 import random
 
@@ -15,7 +17,9 @@ from tests.support.fleet.simulated_worker import SimulatedWorker
 BLOCK_SIZE = 16
 
 
-def request(name: str, num_prompt: int, max_new_tokens: int, entry: int = 0, ttl_ms: int = 60_000) -> Sequence:
+def request(
+    name: str, num_prompt: int, max_new_tokens: int, entry: int = 0, ttl_ms: int = 60_000
+) -> Sequence:
     generate = Generate(name, "d", pack_ids(range(num_prompt)), max_new_tokens)
     return Sequence(generate, f"1000-{entry}", 100, 1000 + ttl_ms)
 
@@ -23,7 +27,14 @@ def request(name: str, num_prompt: int, max_new_tokens: int, entry: int = 0, ttl
 class Pool:
     """A scheduler, simulated workers, and a loop between them."""
 
-    def __init__(self, num_workers: int, num_blocks: int, seed: int, limits: Limits | None = None, eos_chance: float = 0.02) -> None:
+    def __init__(
+        self,
+        num_workers: int,
+        num_blocks: int,
+        seed: int,
+        limits: Limits | None = None,
+        eos_chance: float = 0.02,
+    ) -> None:
         self.draw = random.Random(seed)
         self.eos_chance = eos_chance
         self.scheduler = Scheduler(limits or Limits(), epoch=1)
@@ -61,7 +72,9 @@ class Pool:
             self.scheduler.forget(sequence)
         for sequence in outcomes.interrupted:
             self.resume(sequence)
-        assert all(worker.most_rows <= self.scheduler.limits.max_batch_size for worker in self.workers.values())
+        assert all(
+            worker.most_rows <= self.scheduler.limits.max_batch_size for worker in self.workers.values()
+        )
 
     def resume(self, sequence: Sequence) -> None:
         sequence.records = RECORD.pack(0, 0.0) * self.committed.get(sequence.request_id, 0)
@@ -133,7 +146,9 @@ def test_every_request_ends_once_and_every_block_comes_back(sizes, num_workers, 
             case "cancel":
                 pool.scheduler.cancel(f"r{pool.draw.randrange(len(sizes))}", "client")
     pool.run()
-    assert sorted([*pool.settled, *(name for name, _ in pool.unwanted)]) == sorted(f"r{i}" for i in range(len(sizes)))
+    assert sorted([*pool.settled, *(name for name, _ in pool.unwanted)]) == sorted(
+        f"r{i}" for i in range(len(sizes))
+    )
     assert {why for _, why in pool.unwanted} <= {"client"}
     pool.check_blocks_returned()
 
@@ -251,7 +266,10 @@ def test_only_what_a_worker_was_told_of_can_have_killed_it():
     pool.decide()
     pool.add(request("not told", 10, 50, 1))
     list(pool.scheduler.plans())
-    assert {sequence.request_id: sequence.struck for sequence in pool.scheduler.lose("w0")} == {"told": True, "not told": False}
+    assert {sequence.request_id: sequence.struck for sequence in pool.scheduler.lose("w0")} == {
+        "told": True,
+        "not told": False,
+    }
 
 
 def test_nobody_is_to_blame_when_a_worker_leaves():

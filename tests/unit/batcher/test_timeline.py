@@ -64,7 +64,10 @@ async def test_a_request_that_a_new_batcher_finds_is_queued_or_taken_over(redis)
     for one in (fresh, placed):
         told.taken_over(one)
     await told.write()
-    assert [one["what"] for name in ("fresh", "placed") for one in (await read(redis, KEYS, name))[name]] == ["queued", "taken_over"]
+    assert [one["what"] for name in ("fresh", "placed") for one in (await read(redis, KEYS, name))[name]] == [
+        "queued",
+        "taken_over",
+    ]
 
 
 async def test_it_is_written_now_and_then_and_bounded(redis):

@@ -6,7 +6,14 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from common import model_files
-from common.detokenize import MAX_PENDING_TOKENS, Detokenizer, StopMatcher, concatenates, generated_text, pieces_of
+from common.detokenize import (
+    MAX_PENDING_TOKENS,
+    Detokenizer,
+    StopMatcher,
+    concatenates,
+    generated_text,
+    pieces_of,
+)
 from tests.support.prompts import PROMPTS
 
 AWKWARD = [
@@ -30,12 +37,20 @@ def smollm2() -> Tokenizer:
 
 @pytest.fixture(scope="module")
 def llama() -> Tokenizer:
-    """A small tokenizer of the SentencePiece kind: ▁ for spaces, bytes for what it has no piece for, the first space stripped."""
+    """A small tokenizer of the SentencePiece kind: ▁ for spaces, bytes for what it has no piece for, the
+    first space stripped.
+    """
     pieces = ["<unk>", "<s>", "▁", "▁Hello", "▁world", "ly", "!", *(f"<0x{byte:02X}>" for byte in range(256))]
-    tokenizer = Tokenizer(models.BPE(dict(zip(pieces, range(len(pieces)), strict=True)), [], unk_token="<unk>", byte_fallback=True))
+    tokenizer = Tokenizer(
+        models.BPE(
+            dict(zip(pieces, range(len(pieces)), strict=True)), [], unk_token="<unk>", byte_fallback=True
+        )
+    )
     tokenizer.add_special_tokens([AddedToken("<s>", special=True)])
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
-    tokenizer.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)])
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
     return tokenizer
 
 
@@ -44,7 +59,9 @@ def texts(tokenizer: Tokenizer, prompt_ids: list[int], ids: list[int]) -> list[s
     return [detokenizer.step(token_id) for token_id in ids]
 
 
-@pytest.mark.parametrize("prompt", ["A", "Hello wor", "🙂", "", " ends with a space ", "<|im_start|>assistant\n"])
+@pytest.mark.parametrize(
+    "prompt", ["A", "Hello wor", "🙂", "", " ends with a space ", "<|im_start|>assistant\n"]
+)
 @pytest.mark.parametrize("text", AWKWARD + PROMPTS)
 def test_the_pieces_of_a_text_are_the_text(smollm2: Tokenizer, prompt: str, text: str) -> None:
     ids = smollm2.encode(text).ids
@@ -57,7 +74,9 @@ def test_the_pieces_of_a_text_are_the_text(smollm2: Tokenizer, prompt: str, text
 @given(prompt=st.text(max_size=8), text=st.text(max_size=40))
 def test_the_pieces_of_any_text_are_the_text(smollm2: Tokenizer, prompt: str, text: str) -> None:
     ids = smollm2.encode(text).ids
-    assume("\ufffd" not in text and smollm2.decode(ids, skip_special_tokens=False) == text)  # its vocabulary has not all bytes
+    assume(
+        "\ufffd" not in text and smollm2.decode(ids, skip_special_tokens=False) == text
+    )  # its vocabulary has not all bytes
     prompt_ids = smollm2.encode(prompt).ids
     assert "".join(texts(smollm2, prompt_ids, ids)) == text
     assert generated_text(smollm2, prompt_ids, ids, [], "length") == text
@@ -115,7 +134,9 @@ def test_special_tokens_are_shown_but_not_part_of_the_whole(smollm2: Tokenizer) 
         (["🙂🚀"], ["", "🙂", "", "🚀"], [False, False, False, True]),
     ],
 )
-def test_stop_strings_are_found_inside_and_across_pieces(stops: list[str], pieces: list[str], matched: list[bool]) -> None:
+def test_stop_strings_are_found_inside_and_across_pieces(
+    stops: list[str], pieces: list[str], matched: list[bool]
+) -> None:
     matcher = StopMatcher(stops)
     assert [matcher.step(piece) for piece in pieces] == matched
 
@@ -140,8 +161,12 @@ def decoded(tokenizer: Tokenizer, prompt_ids: list[int], ids: list[int]) -> list
 @settings(max_examples=300, deadline=None)
 @given(data=st.data())
 @pytest.mark.parametrize("name", ["smollm2", "llama"])
-def test_what_is_remembered_of_tokens_is_what_they_add(name: str, data: st.DataObject, request: pytest.FixtureRequest) -> None:
-    """Few tokens, so that they meet again: spaces, parts of characters, bytes that are none, special ones, ids beyond the vocabulary."""
+def test_what_is_remembered_of_tokens_is_what_they_add(
+    name: str, data: st.DataObject, request: pytest.FixtureRequest
+) -> None:
+    """Few tokens, so that they meet again: spaces, parts of characters, bytes that are none, special ones,
+    ids beyond the vocabulary.
+    """
     tokenizer: Tokenizer = request.getfixturevalue(name)
     if name == "llama":
         some = range(tokenizer.get_vocab_size() + 1)
@@ -160,11 +185,17 @@ def test_behind_bytes_that_are_no_character_a_token_is_looked_at_anew(llama: Tok
     assert texts(llama, [hello], ids) == decoded(llama, [hello], ids)
 
 
-def test_tokens_are_remembered_only_where_the_decoder_concatenates(smollm2: Tokenizer, llama: Tokenizer) -> None:
+def test_tokens_are_remembered_only_where_the_decoder_concatenates(
+    smollm2: Tokenizer, llama: Tokenizer
+) -> None:
     """This one looks at what follows: `##` joins a piece to the one before."""
     assert concatenates(smollm2) and concatenates(llama)
     tokenizer = Tokenizer(models.WordPiece({"[UNK]": 0, "sea": 1, "##side": 2, "the": 3}, unk_token="[UNK]"))
-    for decoder in (decoders.WordPiece(), decoders.BPEDecoder(), decoders.Sequence([decoders.Fuse(), decoders.Replace("e s", "ES")])):
+    for decoder in (
+        decoders.WordPiece(),
+        decoders.BPEDecoder(),
+        decoders.Sequence([decoders.Fuse(), decoders.Replace("e s", "ES")]),
+    ):
         tokenizer = Tokenizer.from_str(tokenizer.to_str())
         tokenizer.decoder = decoder
         assert not concatenates(tokenizer)

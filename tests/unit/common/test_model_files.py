@@ -82,7 +82,10 @@ def test_processes_that_start_together_convert_once(tmp_path: Path) -> None:
     checkout = str(Path(model_files.__file__).parents[1])
     environ = os.environ | {"XDG_CACHE_HOME": str(tmp_path / "cache"), "PYTHONPATH": f"{tmp_path}:{checkout}"}
     command = [sys.executable, "-c", code, str(tmp_path / "model.gguf")]
-    processes = [subprocess.Popen(command, env=environ, cwd=stranger.parent, stdout=subprocess.PIPE, text=True) for _ in range(4)]
+    processes = [
+        subprocess.Popen(command, env=environ, cwd=stranger.parent, stdout=subprocess.PIPE, text=True)
+        for _ in range(4)
+    ]
     folders = {process.communicate(timeout=60)[0].strip() for process in processes}
     assert len(folders) == 1 and Path(folders.pop()).is_dir()
     assert (stub / "conversions").read_text() == "x"
@@ -99,7 +102,10 @@ def test_the_bundled_model() -> None:
 def test_eos_ids_come_from_the_first_file_that_knows(tmp_path: Path) -> None:
     added = [{"id": 5, "content": "</s>", "special": True}, {"id": 6, "content": "<tool>", "special": False}]
     path = write(
-        tmp_path, config={"max_position_embeddings": 99}, tokenizer={"added_tokens": added}, tokenizer_config={"eos_token": "</s>"}
+        tmp_path,
+        config={"max_position_embeddings": 99},
+        tokenizer={"added_tokens": added},
+        tokenizer_config={"eos_token": "</s>"},
     )
     assert model_files.eos_ids(path) == [5]
     write(path, config={"max_position_embeddings": 99, "eos_token_id": 7})

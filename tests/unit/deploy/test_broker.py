@@ -20,7 +20,9 @@ def test_a_killed_broker_keeps_its_port_and_its_data() -> None:
             process.wait()
 
 
-def test_directories_go_with_their_owners_or_at_the_next_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_directories_go_with_their_owners_or_at_the_next_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     killed = "import os, signal; from deploy.broker import embedded\nwith embedded(): os.kill(os.getpid(), signal.SIGKILL)"
     subprocess.run([sys.executable, "-c", killed], env=os.environ | {"TMPDIR": str(tmp_path)})

@@ -33,19 +33,29 @@ def found(name: str, **settings: Any) -> Finding:
 
 
 def test_a_healthy_machine_passes(broker: Broker) -> None:
-    done = tokenfleet("doctor", "--hostname", "127.0.0.1", "--port", str(free_port()), "--redis-url", broker.url)
+    done = tokenfleet(
+        "doctor", "--hostname", "127.0.0.1", "--port", str(free_port()), "--redis-url", broker.url
+    )
     lines = done.stdout.splitlines()
-    assert [line.split()[1] for line in lines if line[0] != " "] == [name.split()[0] for name in doctor.CHECKS]
+    assert [line.split()[1] for line in lines if line[0] != " "] == [
+        name.split()[0] for name in doctor.CHECKS
+    ]
     assert done.returncode == 0
     assert "answers, and is new enough" in done.stdout
 
 
 def test_what_is_wrong_is_named_with_its_fix() -> None:
     url = f"redis://:secret@127.0.0.1:{free_port()}"
-    done = tokenfleet("doctor", "/no/such/model", "--device", "cuda", "--kv-cache-bytes", "8192GiB", REDIS_URL=url)
+    done = tokenfleet(
+        "doctor", "/no/such/model", "--device", "cuda", "--kv-cache-bytes", "8192GiB", REDIS_URL=url
+    )
     failed = {line.split()[1]: line for line in done.stdout.splitlines() if line.startswith("fail")}
     assert done.returncode == 1
-    assert "no connection to the broker" in failed["broker"] and "→ start a Redis" in failed["broker"] and "secret" not in done.stdout
+    assert (
+        "no connection to the broker" in failed["broker"]
+        and "→ start a Redis" in failed["broker"]
+        and "secret" not in done.stdout
+    )
     assert "/no/such/model does not exist" in failed["model"] and "→ MODEL_ID is" in failed["model"]
     assert "no NVIDIA driver, but DEVICE=cuda" in failed["GPU"]
 
@@ -58,7 +68,11 @@ def test_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory, "available_bytes", lambda: 2 * GIB)
     assert found("memory", num_workers=1).level == "ok"
     too_much = found("memory", num_workers=3)
-    assert too_much.level == "fail" and "1024 MiB for each of 3" in too_much.found and "KV_CACHE_BYTES" in too_much.fix
+    assert (
+        too_much.level == "fail"
+        and "1024 MiB for each of 3" in too_much.found
+        and "KV_CACHE_BYTES" in too_much.fix
+    )
 
 
 def test_memory_for_the_weights_of_every_worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -72,8 +86,12 @@ def test_a_model_without_all_of_its_weights(tmp_path: Path) -> None:
     folder = model(tmp_path)
     assert found("model", model_id=str(folder)).level == "fail"
     (folder / "one.safetensors").write_bytes(b"1")
-    assert found("model", model_id=str(folder)) == Finding("ok", f"{folder}: 0.0 GiB, up to 64 tokens, in {folder}")
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": "one.safetensors", "b": "two.safetensors"}}))
+    assert found("model", model_id=str(folder)) == Finding(
+        "ok", f"{folder}: 0.0 GiB, up to 64 tokens, in {folder}"
+    )
+    (folder / "model.safetensors.index.json").write_text(
+        json.dumps({"weight_map": {"a": "one.safetensors", "b": "two.safetensors"}})
+    )
     assert found("model", model_id=str(folder)).level == "fail"
 
 

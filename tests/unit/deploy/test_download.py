@@ -16,20 +16,35 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_what_is_here_is_not_fetched_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_is_here_is_not_fetched_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     folder = model(tmp_path)
     (folder / "model.safetensors").write_bytes(b"")
     monkeypatch.setattr(model_files, "downloaded", None)
-    flags = ["--revision", "main", "--extension", ".safetensors", "--auto-convert", "true", "--trust-remote-code", "--json-output"]
+    flags = [
+        "--revision",
+        "main",
+        "--extension",
+        ".safetensors",
+        "--auto-convert",
+        "true",
+        "--trust-remote-code",
+        "--json-output",
+    ]
     assert download.main([str(folder), *flags]) == 0
     output = capsys.readouterr()
     assert (output.out, output.err) == (f"{folder}\n", f"{folder} is here already\n")
 
 
-def test_a_hub_model_is_fetched_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_hub_model_is_fetched_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     calls = []
 
-    def snapshot_download(model_id: str, revision: str | None = None, local_files_only: bool = False, **_: Any) -> str:
+    def snapshot_download(
+        model_id: str, revision: str | None = None, local_files_only: bool = False, **_: Any
+    ) -> str:
         if local_files_only and not calls:
             from huggingface_hub.errors import LocalEntryNotFoundError
 
@@ -59,7 +74,10 @@ def test_a_model_without_safetensors_is_refused(tmp_path: Path) -> None:
         (["organisation/model", "--merge-lora"], "--merge-lora: adapters are not built yet"),
         (["organisation/model", "--merge-lora=perhaps"], "--merge-lora: 'perhaps' is not true or false"),
         (["/no/such/model"], "MODEL_ID: /no/such/model does not exist"),
-        (["organisation/model", "--huggingface-hub-cache", "/nowhere"], "organisation/model is no directory here, and the model hub"),
+        (
+            ["organisation/model", "--huggingface-hub-cache", "/nowhere"],
+            "organisation/model is no directory here, and the model hub",
+        ),
     ],
 )
 def test_what_cannot_be_had_is_said_in_one_line(argv: list[str], words: str) -> None:
@@ -75,7 +93,9 @@ def test_progress_is_a_line_each_where_nobody_watches(capsys: pytest.CaptureFixt
     assert capsys.readouterr().err == "looking up this\n[converting] that\n"
 
 
-def test_progress_is_one_live_line_in_a_terminal(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_progress_is_one_live_line_in_a_terminal(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setenv("FORCE_COLOR", "1")
     monkeypatch.setenv("TERM", "xterm")
     with progress.progress() as show:

@@ -15,8 +15,17 @@ from deploy.explain import main, timeline
 W0, W1 = "w0-9e47064c", "w1-bc844561"
 
 
-def happening(at_ms: int, what: str, worker: str = "", attempt: int = 0, num_tokens: int = 0, why: str = "") -> dict:
-    return {"at_ms": at_ms, "what": what, "worker": worker, "attempt": attempt, "num_tokens": num_tokens, "why": why}
+def happening(
+    at_ms: int, what: str, worker: str = "", attempt: int = 0, num_tokens: int = 0, why: str = ""
+) -> dict:
+    return {
+        "at_ms": at_ms,
+        "what": what,
+        "worker": worker,
+        "attempt": attempt,
+        "num_tokens": num_tokens,
+        "why": why,
+    }
 
 
 LIFE = [
@@ -50,21 +59,37 @@ def test_a_worker_died_under_it():
 
 
 def test_a_life_whose_beginning_is_forgotten_and_that_goes_on():
-    life = [*LIFE[3:5], happening(11_100, "died", W1, 2, 37), happening(11_300, "taken_over", num_tokens=37), *LIFE[4:6]]
+    life = [
+        *LIFE[3:5],
+        happening(11_100, "died", W1, 2, 37),
+        happening(11_300, "taken_over", num_tokens=37),
+        *LIFE[4:6],
+    ]
     assert lines(life)[-1] == "+0.800 s token 38: resumed after 0.800 s"
-    assert lines([happening(5, "interrupted", W0, 1, 3, "preempted"), happening(6, "ended", why="client")])[1].endswith("its client went")
+    assert lines([happening(5, "interrupted", W0, 1, 3, "preempted"), happening(6, "ended", why="client")])[
+        1
+    ].endswith("its client went")
     assert lines([happening(5, "prefilled", W0, 1, 1)]) == ["+0.000 s first token"]
     assert lines([happening(5, "something new")]) == ["+0.000 s something new"]
 
 
-ODD = {"list": {"lives": ["r"]}, "empty": {"lives": {"r": []}}, "words": {"lives": {"r": ["x"]}}, "none": {"requests": 1}}
+ODD = {
+    "list": {"lives": ["r"]},
+    "empty": {"lives": {"r": []}},
+    "words": {"lives": {"r": ["x"]}},
+    "none": {"requests": 1},
+}
 
 
 class Gateway(http.server.BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         known = unquote(self.path) == "/fleet/requests/a/b"
         odd = ODD.get(unquote(self.path).removeprefix("/fleet/requests/"))
-        body = {"request_id": "a/b", "lives": {"a/b.0": LIFE, "a/b.1": LIFE[:1]}} if known else odd or {"error": "Nothing is known of it"}
+        body = (
+            {"request_id": "a/b", "lives": {"a/b.0": LIFE, "a/b.1": LIFE[:1]}}
+            if known
+            else odd or {"error": "Nothing is known of it"}
+        )
         self.send_response(200 if known or odd else 404)
         self.end_headers()
         self.wfile.write(json.dumps(body).encode())
@@ -95,7 +120,9 @@ def test_an_unknown_one_is_one_line_and_exit_1(url: str, capsys: pytest.CaptureF
 
 
 @pytest.mark.parametrize("shape", ODD)
-def test_an_answer_of_another_shape_is_one_line_and_exit_1(shape: str, url: str, capsys: pytest.CaptureFixture[str]):
+def test_an_answer_of_another_shape_is_one_line_and_exit_1(
+    shape: str, url: str, capsys: pytest.CaptureFixture[str]
+):
     assert main([shape, "--url", url]) == 1
     out, error = capsys.readouterr()
     assert out == "" and error.startswith("tokenfleet: ") and error.count("\n") == 1

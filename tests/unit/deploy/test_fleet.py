@@ -5,7 +5,9 @@ from deploy.fleet import new_fleet
 
 
 def test_every_process_has_ports_of_its_own() -> None:
-    fleet = new_fleet(Settings(num_workers=2, num_gateways=2, num_jobs=1, metrics_port=9000, gateway_port=8000), None)
+    fleet = new_fleet(
+        Settings(num_workers=2, num_gateways=2, num_jobs=1, metrics_port=9000, gateway_port=8000), None
+    )
     ports = {process.name: process.environ["METRICS_PORT"] for process in fleet.all}
     assert ports == {"b0": "9000", "w0": "9001", "w1": "9002", "g0": "9003", "g1": "9004", "j0": "9005"}
     assert [process.environ["GATEWAY_PORT"] for process in fleet.gateways] == ["8000", "8001"]
@@ -23,8 +25,14 @@ def test_ports_end_somewhere() -> None:
 @pytest.mark.parametrize(
     ("ports", "words"),
     [
-        ({"port": 9001, "metrics_port": 9000}, "METRICS_PORT: from 9000 on, 4 are needed, but 9001 is for PORT"),
-        ({"gateway_port": 8003, "metrics_port": 8000}, "METRICS_PORT: from 8000 on, 4 are needed, but 8003 is for GATEWAY_PORT"),
+        (
+            {"port": 9001, "metrics_port": 9000},
+            "METRICS_PORT: from 9000 on, 4 are needed, but 9001 is for PORT",
+        ),
+        (
+            {"gateway_port": 8003, "metrics_port": 8000},
+            "METRICS_PORT: from 8000 on, 4 are needed, but 8003 is for GATEWAY_PORT",
+        ),
     ],
 )
 def test_nobody_takes_the_port_of_another(ports: dict[str, int], words: str) -> None:

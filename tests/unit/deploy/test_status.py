@@ -62,7 +62,14 @@ def test_the_table_says_what_there_is() -> None:
 
 @pytest.mark.parametrize("width", [44, 56, 72, 80, 117, 118])
 def test_a_narrow_terminal_keeps_whole_cells(width: int) -> None:
-    broker = {"kind": "broker", "id": "broker", "pid": 123_456, "state": "ready", "age_s": 0.0, "commands_per_s": 12_345}
+    broker = {
+        "kind": "broker",
+        "id": "broker",
+        "pid": 123_456,
+        "state": "ready",
+        "age_s": 0.0,
+        "commands_per_s": 12_345,
+    }
     fleet = later(2, 86)
     fleet["processes"].append(broker)
     text = printed(FLEET, fleet, width=width)
@@ -79,17 +86,23 @@ def test_absent_keys_are_left_empty() -> None:
 
 
 def test_a_fleet_that_is_gone_is_said_under_the_last_table() -> None:
-    assert printed(FLEET, trouble="no server answers at X").splitlines()[-1] == "no server answers at X; asking again"
+    assert (
+        printed(FLEET, trouble="no server answers at X").splitlines()[-1]
+        == "no server answers at X; asking again"
+    )
 
 
 @pytest.mark.parametrize(
-    ("part", "cells"), [(0.0, "········"), (1e-6, "▏·······"), (0.5, "████····"), (1.0, "████████"), (7.0, "████████")]
+    ("part", "cells"),
+    [(0.0, "········"), (1e-6, "▏·······"), (0.5, "████····"), (1.0, "████████"), (7.0, "████████")],
 )
 def test_bars(part: float, cells: str) -> None:
     assert status.bar(part).plain == cells
 
 
-def test_what_is_printed_where_there_is_no_terminal(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_printed_where_there_is_no_terminal(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(status, "REFRESH_S", 0.0)
     monkeypatch.setenv("API_KEY", "secret")
     with running("tokenfleet", fleet=FLEET) as server:
@@ -102,14 +115,18 @@ def test_what_is_printed_where_there_is_no_terminal(capsys: pytest.CaptureFixtur
         assert status.main(["--once"]) == 1, "no worker is ready"
 
 
-async def test_our_own_gateway(broker: Broker, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_our_own_gateway(
+    broker: Broker, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(status, "REFRESH_S", 0.0)
     async with answering(broker.url, Answer([])) as (worker, _, client):
         assert await asyncio.to_thread(status.main, ["--url", str(client.base_url)]) == 0
     head, *lines = capsys.readouterr().out.splitlines()
     assert head == "smollm2  pool default"
     assert {line.split()[0] for line in lines[3:]} == {"broker", "gateway", "worker"}
-    assert any(line.split()[:2] == ["worker", worker.incarnation.split("-")[0]] and "0/64" in line for line in lines)
+    assert any(
+        line.split()[:2] == ["worker", worker.incarnation.split("-")[0]] and "0/64" in line for line in lines
+    )
 
 
 @pytest.mark.parametrize("kind", ["vllm", "nobody"])
@@ -128,7 +145,9 @@ def test_who_is_no_fleet_is_told_in_one_line(kind: str, capsys: pytest.CaptureFi
     assert error.count("\n") == 1
 
 
-@pytest.mark.parametrize(("argv", "words"), [(["--url", "ftp://x"], "URL"), (["--wide"], "--wide"), (["extra"], "extra")])
+@pytest.mark.parametrize(
+    ("argv", "words"), [(["--url", "ftp://x"], "URL"), (["--wide"], "--wide"), (["extra"], "extra")]
+)
 def test_flags_that_cannot_be_served(argv: list[str], words: str) -> None:
     with pytest.raises(SettingError, match=words):
         status.main(argv)

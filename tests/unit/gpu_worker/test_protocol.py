@@ -9,7 +9,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from common.messages.messages import Sampling
-from gpu_worker.protocol import SAMPLE, DoorError, Failure, Frame, Frames, Grant, Progress, Ready, StartRow, Step, encode
+from gpu_worker.protocol import (
+    SAMPLE,
+    DoorError,
+    Failure,
+    Frame,
+    Frames,
+    Grant,
+    Progress,
+    Ready,
+    StartRow,
+    Step,
+    encode,
+)
 
 SAMPLING = Sampling(0.7, top_k=5, seed=2**63, logit_bias=[(7, -1.5)], bad_words=[b"1234"])
 ASKED: dict[str, Any] = {"min_end": 1, "stop_ids": b"5678", "top_n": 2, "prompt_logprobs": 0}
@@ -18,11 +30,26 @@ FRAMES: list[Frame] = [
     Ready("m", "float32", "cpu", 16, 100, 64, 2048, b"1234", world_size=2, token_ms=0.5),
     Grant(5, 64),
     Grant(
-        9, 64, (StartRow(1, b"ids.", 0, 4, True, b"blks"), StartRow(2, b"", 1, 9, False, b"", **ASKED, sampling=SAMPLING)), ((1, b"more"),)
+        9,
+        64,
+        (
+            StartRow(1, b"ids.", 0, 4, True, b"blks"),
+            StartRow(2, b"", 1, 9, False, b"", **ASKED, sampling=SAMPLING),
+        ),
+        ((1, b"more"),),
     ),
     Grant(9, 64, stops=((2, "cancelled"),)),
     Step(1, prompts=((1, 1, b"1234", b"1234", b"5678"),)),
-    Step(2, SAMPLE.pack(1, 0, 504, -0.5), ((0, b"1234", b"5678"),), (), ((1, 7),), ((1, "length", 1),), ((1, 7),), 12.5),
+    Step(
+        2,
+        SAMPLE.pack(1, 0, 504, -0.5),
+        ((0, b"1234", b"5678"),),
+        (),
+        ((1, 7),),
+        ((1, "length", 1),),
+        ((1, 7),),
+        12.5,
+    ),
     Failure("dtype", "float7 is none"),
 ]
 
@@ -65,7 +92,10 @@ def test_what_a_step_sampled_is_packed_and_read_again() -> None:
         (msgpack.packb(["progress", "a", "b"]), "takes 2 positional arguments"),
         (msgpack.packb(["step"]), "missing 1 required positional argument: 'step'"),
         (msgpack.packb(["grant", 1, 2, 3, [], []]), "not iterable"),
-        (msgpack.packb(["grant", 1, 2, [[1, b"", 0, 1, True, b"", 0, b"", 0, None, b"what?"]], [], []]), "Sampling"),
+        (
+            msgpack.packb(["grant", 1, 2, [[1, b"", 0, 1, True, b"", 0, b"", 0, None, b"what?"]], [], []]),
+            "Sampling",
+        ),
     ],
 )
 def test_what_is_no_frame_is_said_to_be_none(data: bytes, cause: str) -> None:

@@ -1,11 +1,15 @@
-"""The Triton kernel that finds the likeliest token of each row: the logits are read twice, and nothing of their size is written."""
+"""The Triton kernel that finds the likeliest token of each row: the logits are read twice, and nothing of
+their size is written.
+"""
 
 import torch
 import triton
 import triton.language as tl
 
 WIDTH = 8192
-"""Logits that a program looks at together. A row has one program, so its sum is made in one order whatever other rows there are."""
+"""Logits that a program looks at together. A row has one program, so its sum is made in one order whatever
+other rows there are.
+"""
 WARPS = 16
 
 
@@ -33,13 +37,17 @@ def likeliest_row(
     column, none = tl.arange(0, width), float("-inf")
     best, place = tl.full((width,), none, tl.float32), tl.full((width,), 0, tl.int32)
     for begin in range(0, size, width):
-        found = tl.load(logits + row * size + begin + column, mask=begin + column < size, other=none).to(tl.float32)
+        found = tl.load(logits + row * size + begin + column, mask=begin + column < size, other=none).to(
+            tl.float32
+        )
         place = tl.where(found > best, begin + column, place)
         best = tl.maximum(best, found)
     most = tl.reduce(best, 0, larger)
     total = tl.full((width,), 0.0, tl.float32)
     for begin in range(0, size, width):
-        found = tl.load(logits + row * size + begin + column, mask=begin + column < size, other=none).to(tl.float32)
+        found = tl.load(logits + row * size + begin + column, mask=begin + column < size, other=none).to(
+            tl.float32
+        )
         total += tl.exp(found - most)
     tl.store(ids + row, tl.reduce(tl.where(best == most, place, size), 0, smaller).to(tl.int64))
     tl.store(logprobs + row, -tl.log(tl.reduce(total, 0, added)))
@@ -49,6 +57,8 @@ def likeliest_rows(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """As `greedy`."""
     rows, size = logits.shape
     logits = logits.contiguous()
-    ids, logprobs = (torch.empty(rows, dtype=dtype, device=logits.device) for dtype in (torch.int64, torch.float32))
+    ids, logprobs = (
+        torch.empty(rows, dtype=dtype, device=logits.device) for dtype in (torch.int64, torch.float32)
+    )
     likeliest_row[(rows,)](logits, ids, logprobs, size, WIDTH, num_warps=WARPS)
     return ids, logprobs

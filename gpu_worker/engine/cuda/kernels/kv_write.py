@@ -1,4 +1,6 @@
-"""The Triton kernels that write into the paged cache. Triton evaluates what parameters are annotated with: its own types are safe."""
+"""The Triton kernels that write into the paged cache. Triton evaluates what parameters are annotated with:
+its own types are safe.
+"""
 
 import torch
 import triton
@@ -14,7 +16,9 @@ def write_line(
     key_head: tl.tensor, key_token: tl.tensor, value_head: tl.tensor, value_token: tl.tensor, heads: tl.tensor, block_size: tl.tensor,
     key_dim: tl.constexpr, value_dim: tl.constexpr, width: tl.constexpr,
 ) -> None:  # fmt: skip
-    """One program for a token and a head: the numbers of its K and of its V, each next to each other on both sides."""
+    """One program for a token and a head: the numbers of its K and of its V, each next to each other on both
+    sides.
+    """
     token, head = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     slot = tl.load(slots + token).to(tl.int64)
     line = (slot // block_size * heads + head) * block_size + slot % block_size
@@ -25,7 +29,9 @@ def write_line(
     tl.store(values + line * value_dim + column, value_numbers, mask=column < value_dim)
 
 
-def write_both(keys: torch.Tensor, values: torch.Tensor, key: torch.Tensor, value: torch.Tensor, slots: torch.Tensor) -> None:
+def write_both(
+    keys: torch.Tensor, values: torch.Tensor, key: torch.Tensor, value: torch.Tensor, slots: torch.Tensor
+) -> None:
     """As `write`. The numbers of a head lie next to each other."""
     if key.stride(2) != 1 or value.stride(2) != 1:
         key, value = key.contiguous(), value.contiguous()
@@ -39,7 +45,9 @@ def write_both(keys: torch.Tensor, values: torch.Tensor, key: torch.Tensor, valu
 def fill_part(
     store: tl.tensor, blocks: tl.tensor, value: tl.tensor, num_blocks: tl.tensor, page: tl.tensor, width: tl.constexpr
 ) -> None:  # fmt: skip
-    """One program for a block, one of the store's tensors, and `width` numbers of the page that the block has in it."""
+    """One program for a block, one of the store's tensors, and `width` numbers of the page that the block has
+    in it.
+    """
     block = tl.load(blocks + tl.program_id(0)).to(tl.int64)
     column = tl.program_id(2) * width + tl.arange(0, width)
     place = (tl.program_id(1).to(tl.int64) * num_blocks + block) * page
@@ -49,4 +57,6 @@ def fill_part(
 def fill_pages(store: torch.Tensor, blocks: torch.Tensor, value: float) -> None:
     """As `fill`."""
     num_tensors, num_blocks, page = len(store), store.shape[1], store.stride(1)
-    fill_part[(len(blocks), num_tensors, triton.cdiv(page, WIDTH))](store, blocks, value, num_blocks, page, WIDTH)
+    fill_part[(len(blocks), num_tensors, triton.cdiv(page, WIDTH))](
+        store, blocks, value, num_blocks, page, WIDTH
+    )

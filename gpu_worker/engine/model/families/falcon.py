@@ -1,4 +1,6 @@
-"""Falcon's attention, which transformers writes out in the model's code, through the interface that all others use."""
+"""Falcon's attention, which transformers writes out in the model's code, through the interface that all
+others use.
+"""
 
 from typing import Any
 

@@ -46,14 +46,20 @@ def tokenizer(path: Path) -> Any:
 
 @pytest.mark.parametrize("add_generation_prompt", [True, False])
 @pytest.mark.parametrize("name", ["the model's own", *TEMPLATES])
-def test_ids_are_those_of_transformers(path: Path, tokenizer: Any, name: str, add_generation_prompt: bool) -> None:
+def test_ids_are_those_of_transformers(
+    path: Path, tokenizer: Any, name: str, add_generation_prompt: bool
+) -> None:
     own = ChatTemplate.load(path)
     assert own is not None
     template = ChatTemplate(TEMPLATES[name], own.special_tokens) if name in TEMPLATES else own
     for chat in (CHAT, CHAT[1:3], CHAT[3:]):
         given = {"add_generation_prompt": add_generation_prompt, **VARIABLES}
-        theirs = tokenizer.apply_chat_template(chat, chat_template=TEMPLATES.get(name), tokenize=False, **given)
-        ids = tokenizer.apply_chat_template(chat, chat_template=TEMPLATES.get(name), return_dict=False, **given)
+        theirs = tokenizer.apply_chat_template(
+            chat, chat_template=TEMPLATES.get(name), tokenize=False, **given
+        )
+        ids = tokenizer.apply_chat_template(
+            chat, chat_template=TEMPLATES.get(name), return_dict=False, **given
+        )
         ours = template.render(chat, add_generation_prompt, VARIABLES)
         assert ours == theirs
         assert vocabulary().encode(ours, add_special_tokens=False) == ids
@@ -61,12 +67,16 @@ def test_ids_are_those_of_transformers(path: Path, tokenizer: Any, name: str, ad
 
 @pytest.mark.parametrize("name", ["the model's own", "chatml", "trims"])
 @pytest.mark.parametrize("content", ["Once upon", "Once upon ", " a\n", "CONTINUE"])
-def test_a_last_message_is_continued_as_transformers_does(path: Path, tokenizer: Any, name: str, content: str) -> None:
+def test_a_last_message_is_continued_as_transformers_does(
+    path: Path, tokenizer: Any, name: str, content: str
+) -> None:
     own = ChatTemplate.load(path)
     assert own is not None
     template = ChatTemplate(TEMPLATES[name], own.special_tokens) if name in TEMPLATES else own
     chat = [*CHAT[:2], {"role": "assistant", "content": content}]
-    theirs = tokenizer.apply_chat_template(chat, chat_template=TEMPLATES.get(name), tokenize=False, continue_final_message=True)
+    theirs = tokenizer.apply_chat_template(
+        chat, chat_template=TEMPLATES.get(name), tokenize=False, continue_final_message=True
+    )
     assert template.render_open(chat, {}) == theirs
     assert theirs.endswith(content.strip() if name == "trims" else content)
 
@@ -89,7 +99,11 @@ def test_a_last_message_is_continued_as_transformers_does(path: Path, tokenizer:
 def test_what_a_template_cannot_do_is_its_error(source: str, words: str) -> None:
     with pytest.raises(Refusal, match=words) as caught:
         ChatTemplate(source, {}).render(CHAT, True, {})
-    assert (caught.value.status, caught.value.error_type, caught.value.param) == (422, "template_error", "messages")
+    assert (caught.value.status, caught.value.error_type, caught.value.param) == (
+        422,
+        "template_error",
+        "messages",
+    )
 
 
 def test_a_template_that_drops_the_last_message_cannot_continue_it() -> None:
@@ -101,7 +115,9 @@ def test_where_a_template_is_found(tmp_path: Path) -> None:
     assert ChatTemplate.load(tmp_path) is None
     eos = {"content": "</s>", "lstrip": False}
     write(
-        tmp_path, "tokenizer_config.json", {"chat_template": "config{{ bos_token }}{{ eos_token }}", "bos_token": "<s>", "eos_token": eos}
+        tmp_path,
+        "tokenizer_config.json",
+        {"chat_template": "config{{ bos_token }}{{ eos_token }}", "bos_token": "<s>", "eos_token": eos},
     )
     assert rendered(tmp_path) == "config<s></s>"
     several = [{"name": "rag", "template": "rag"}, {"name": "default", "template": "of several"}]
@@ -121,8 +137,12 @@ def test_another_tokenizer_config_wins(tmp_path: Path) -> None:
     assert template is not None and template.render(CHAT, True, {}) == "other<s>"
 
 
-@pytest.mark.parametrize(("name", "cause"), [("tokenizer_config.json", "has no chat_template"), ("nowhere.json", "does not exist")])
-def test_another_tokenizer_config_without_a_template_is_refused(name: str, cause: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "cause"), [("tokenizer_config.json", "has no chat_template"), ("nowhere.json", "does not exist")]
+)
+def test_another_tokenizer_config_without_a_template_is_refused(
+    name: str, cause: str, tmp_path: Path
+) -> None:
     write(tmp_path, "tokenizer_config.json", {"bos_token": "<s>"})
     with pytest.raises(SettingError, match=f"^TOKENIZER_CONFIG_PATH: {tmp_path / name} {cause}$"):
         ChatTemplate.load(tmp_path, str(tmp_path / name))

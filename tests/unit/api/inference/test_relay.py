@@ -30,9 +30,18 @@ KEYS = Keys("default")
 
 
 def tokens(first: int, last: int, attempt: int = 1, request_id: str = "r") -> Tokens:
-    """Tokens `first` up to `last`, exclusive, of the scripted answer; attempt n adds n - 1 to each id, so that it shows."""
+    """Tokens `first` up to `last`, exclusive, of the scripted answer; attempt n adds n - 1 to each id, so
+    that it shows.
+    """
     ids = [token_id + attempt - 1 for token_id in IDS[first:last]]
-    return Tokens(request_id, attempt, first, pack_ids(ids), pack_floats([0.0] * len(ids)), [TOKENIZER.decode([i]) for i in ids])
+    return Tokens(
+        request_id,
+        attempt,
+        first,
+        pack_ids(ids),
+        pack_floats([0.0] * len(ids)),
+        [TOKENIZER.decode([i]) for i in ids],
+    )
 
 
 def new_stream(request_id: str = "r", **options: Any) -> Stream:
@@ -43,7 +52,9 @@ def end(num_tokens: int, request_id: str = "r") -> Terminal:
     return Terminal(request_id, "length", num_tokens)
 
 
-STREAMS: list[tuple[str, list[Tokens | Terminal], list[bool], list[int], bool]] = [  # what comes; whether it fits; ids then; ended
+STREAMS: list[
+    tuple[str, list[Tokens | Terminal], list[bool], list[int], bool]
+] = [  # what comes; whether it fits; ids then; ended
     ("in order", [tokens(0, 2), tokens(2, 3), end(3)], [True, True, True], IDS[:3], True),
     ("a repeat", [tokens(0, 2), tokens(0, 2), tokens(2, 3)], [True, True, True], IDS[:3], False),
     ("an old part again", [tokens(0, 3), tokens(1, 2)], [True, True], IDS[:3], False),
@@ -55,12 +66,22 @@ STREAMS: list[tuple[str, list[Tokens | Terminal], list[bool], list[int], bool]] 
     ("a lower attempt", [tokens(0, 2, 2), tokens(2, 3, 1)], [True, True], [i + 1 for i in IDS[:2]], False),
     ("a higher attempt", [tokens(0, 2), tokens(2, 3, 2)], [True, True], [*IDS[:2], IDS[2] + 1], False),
     ("shown ids are facts", [tokens(0, 2), tokens(0, 3, 2)], [True, True], [*IDS[:2], IDS[2] + 1], False),
-    ("a lower attempt after a gap", [tokens(0, 1), tokens(2, 3, 2), tokens(1, 2, 1)], [True, False, True], IDS[:1], False),
+    (
+        "a lower attempt after a gap",
+        [tokens(0, 1), tokens(2, 3, 2), tokens(1, 2, 1)],
+        [True, False, True],
+        IDS[:1],
+        False,
+    ),
 ]
 
 
-@pytest.mark.parametrize(("comes", "fits", "ids", "ended"), [case[1:] for case in STREAMS], ids=[case[0] for case in STREAMS])
-async def test_a_stream_takes_each_token_once(comes: list[Tokens | Terminal], fits: list[bool], ids: list[int], ended: bool) -> None:
+@pytest.mark.parametrize(
+    ("comes", "fits", "ids", "ended"), [case[1:] for case in STREAMS], ids=[case[0] for case in STREAMS]
+)
+async def test_a_stream_takes_each_token_once(
+    comes: list[Tokens | Terminal], fits: list[bool], ids: list[int], ended: bool
+) -> None:
     one = new_stream()
     assert [one.take(word) if isinstance(word, Tokens) else one.end(word) for word in comes] == fits
     assert (one.ids, one.terminal is not None, one.ended.is_set()) == (ids, ended, ended)
@@ -78,10 +99,19 @@ async def test_a_stream_takes_each_token_once(comes: list[Tokens | Terminal], fi
         ({}, [IDS[0]] * 100, 99),
     ],
 )
-async def test_only_a_token_that_may_be_the_last_waits(options: dict[str, Any], ids: list[int], ready: int) -> None:
+async def test_only_a_token_that_may_be_the_last_waits(
+    options: dict[str, Any], ids: list[int], ready: int
+) -> None:
     one = new_stream(**options)
     one.take(
-        Tokens("r", 1, 0, pack_ids(ids), pack_floats([0.0] * len(ids)), [TOKENIZER.decode([i], skip_special_tokens=False) for i in ids])
+        Tokens(
+            "r",
+            1,
+            0,
+            pack_ids(ids),
+            pack_floats([0.0] * len(ids)),
+            [TOKENIZER.decode([i], skip_special_tokens=False) for i in ids],
+        )
     )
     assert one.num_ready == ready
     one.end(Terminal("r", "error", 0, "gone"))
@@ -93,7 +123,9 @@ def say(sequence: int, *words: Tokens | Terminal, source: str = "w0") -> bytes:
     return encode(Events(source, sequence, said, [word for word in words if isinstance(word, Terminal)]))
 
 
-SEQUENCES: list[tuple[str, list[bytes], bool]] = [  # messages; whether the last one shows that something was missed
+SEQUENCES: list[
+    tuple[str, list[bytes], bool]
+] = [  # messages; whether the last one shows that something was missed
     ("from the first", [say(1, tokens(0, 1))], False),
     ("not from the first", [say(2, tokens(0, 1))], True),
     ("one by one", [say(1, tokens(0, 1)), say(2, tokens(1, 2))], False),
@@ -105,14 +137,24 @@ SEQUENCES: list[tuple[str, list[bytes], bool]] = [  # messages; whether the last
     ("an old one again", [say(1, tokens(0, 1)), say(2, tokens(1, 2)), say(1, tokens(0, 1))], False),
     ("not a message", [b"\xc1"], True),
     ("lengths that differ", [say(1, Tokens("r", 1, 0, pack_ids([1, 2]), pack_floats([0.0]), ["a"]))], True),
-    ("likeliest tokens of none", [say(1, Tokens("r", 1, 0, b"", b"", [], pack_ids([1]), pack_floats([0.0])))], True),
-    ("half a likeliest token", [say(1, Tokens("r", 1, 0, pack_ids([1]), pack_floats([0.0]), ["a"], b"abc", b"abc"))], True),
+    (
+        "likeliest tokens of none",
+        [say(1, Tokens("r", 1, 0, b"", b"", [], pack_ids([1]), pack_floats([0.0])))],
+        True,
+    ),
+    (
+        "half a likeliest token",
+        [say(1, Tokens("r", 1, 0, pack_ids([1]), pack_floats([0.0]), ["a"], b"abc", b"abc"))],
+        True,
+    ),
     ("half an id", [say(1, Tokens("r", 1, 0, b"abc", b"", []))], True),
     ("a request that is not ours", [say(1, tokens(5, 6, request_id="x"))], False),
 ]
 
 
-@pytest.mark.parametrize(("messages", "missed"), [case[1:] for case in SEQUENCES], ids=[case[0] for case in SEQUENCES])
+@pytest.mark.parametrize(
+    ("messages", "missed"), [case[1:] for case in SEQUENCES], ids=[case[0] for case in SEQUENCES]
+)
 async def test_what_was_missed_is_asked_for(messages: list[bytes], missed: bool) -> None:
     relay = Relay(connect("redis://127.0.0.1:1"), KEYS, "g0")
     relay.add(new_stream())
@@ -122,7 +164,7 @@ async def test_what_was_missed_is_asked_for(messages: list[bytes], missed: bool)
     assert bool(relay.wanted) == missed
 
 
-# --- filling ----------------------------------------------------------------------------------------------------------------------------
+# --- filling ------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -145,9 +187,14 @@ async def commit(redis: Redis, spilled: int, logged: int, request_id: str = "r")
     """The first tokens of the answer stand in the string, the others in the log of w0."""
     await redis.hset(KEYS.home(request_id), mapping={"digest": "d", "worker": "w0", "attempt": 1, "base": 0})
     if spilled:
-        await redis.set(KEYS.tokens(request_id), interleave(Tokens("", 1, 0, pack_ids(IDS[:spilled]), pack_floats([0.0] * spilled))))
+        await redis.set(
+            KEYS.tokens(request_id),
+            interleave(Tokens("", 1, 0, pack_ids(IDS[:spilled]), pack_floats([0.0] * spilled))),
+        )
     for i in range(spilled, logged):
-        await redis.xadd(KEYS.log("w0"), {"entry": encode(LogEntry([tokens(i, i + 1, request_id=request_id)]))})
+        await redis.xadd(
+            KEYS.log("w0"), {"entry": encode(LogEntry([tokens(i, i + 1, request_id=request_id)]))}
+        )
 
 
 async def test_a_gap_is_filled_with_the_same_text(redis: Redis, relay: Relay) -> None:
@@ -167,7 +214,9 @@ async def test_a_gap_is_filled_with_the_same_text(redis: Redis, relay: Relay) ->
 
 
 @pytest.mark.parametrize("garbage", [b"not JSON", b"5", b'{"ids": 5, "logprobs": ["a"]}', b"\xff"])
-async def test_a_result_that_somebody_wrote_ends_its_own_stream_only(redis: Redis, relay: Relay, garbage: bytes) -> None:
+async def test_a_result_that_somebody_wrote_ends_its_own_stream_only(
+    redis: Redis, relay: Relay, garbage: bytes
+) -> None:
     spoilt, other = new_stream(), new_stream("other")
     for one in (spoilt, other):
         relay.add(one)
@@ -183,8 +232,13 @@ async def test_a_result_that_somebody_wrote_ends_its_own_stream_only(redis: Redi
 async def test_a_prompt_is_read_before_the_first_token_is_shown(redis: Redis, relay: Relay) -> None:
     """It stands in Redis since the first token; where it does not, somebody wrote to the key."""
     asked = {"prompt_ids": pack_ids([28, 29, 30]), "prompt_logprobs": 1}
-    one, missing, short = (Stream(Generate(name, "", max_new_tokens=100, **asked), vocabulary()) for name in ("r", "missing", "short"))
-    records = packed_records(pack_ids([29, 30]), pack_floats([-0.5, -1.5]), pack_ids([7, 8]), pack_floats([-0.25, -1.0]))
+    one, missing, short = (
+        Stream(Generate(name, "", max_new_tokens=100, **asked), vocabulary())
+        for name in ("r", "missing", "short")
+    )
+    records = packed_records(
+        pack_ids([29, 30]), pack_floats([-0.5, -1.5]), pack_ids([7, 8]), pack_floats([-0.25, -1.0])
+    )
     for each in (one, missing, short):
         relay.add(each)
         relay.admitted(each)
@@ -192,11 +246,20 @@ async def test_a_prompt_is_read_before_the_first_token_is_shown(redis: Redis, re
     await redis.hset(KEYS.home("r"), "prompt", records)
     await redis.hset(KEYS.home("short"), "prompt", records[:-1])
     assert not one.take(tokens(0, 1)) and not one.ids
-    await redis.publish(relay.channel, say(1, tokens(0, 1), tokens(0, 1, request_id="missing"), tokens(0, 1, request_id="short")))
+    await redis.publish(
+        relay.channel,
+        say(1, tokens(0, 1), tokens(0, 1, request_id="missing"), tokens(0, 1, request_id="short")),
+    )
     await wait_until(lambda: one.num_tokens == 2 and missing.terminal and short.terminal)
     assert one.prompt_tokens() == [(28, None, []), (29, -0.5, [(7, -0.25)]), (30, -1.5, [(8, -1.0)])]
-    assert one.take(tokens(2, 3)) and one.ids == IDS[:3] and one.texts == [TOKENIZER.decode([i]) for i in IDS[:3]]
-    assert {each.terminal and each.terminal.error for each in (missing, short)} == {"the log-probabilities of its prompt cannot be read"}
+    assert (
+        one.take(tokens(2, 3))
+        and one.ids == IDS[:3]
+        and one.texts == [TOKENIZER.decode([i]) for i in IDS[:3]]
+    )
+    assert {each.terminal and each.terminal.error for each in (missing, short)} == {
+        "the log-probabilities of its prompt cannot be read"
+    }
     assert not missing.ids and not short.ids
 
 
@@ -263,7 +326,9 @@ async def test_silence_is_looked_into(redis: Redis, relay: Relay, monkeypatch: p
     await wait_until(lambda: one.num_tokens == 4)
 
 
-async def test_a_cut_subscription_comes_back(redis: Redis, relay: Relay, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_cut_subscription_comes_back(
+    redis: Redis, relay: Relay, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(relay_module, "SILENCE_S", 60.0)
     one = new_stream()
     relay.add(one)
@@ -275,7 +340,7 @@ async def test_a_cut_subscription_comes_back(redis: Redis, relay: Relay, monkeyp
     await wait_until(lambda: one.num_tokens == 5)
 
 
-# --- whole streams ----------------------------------------------------------------------------------------------------------------------
+# --- whole streams ------------------------------------------------------------------------------------------
 
 TEXTS = [
     "The lighthouse keeper counted the ships every evening, one by one, and wrote their names in a blue book.",
@@ -306,7 +371,18 @@ async def nothing_left(gateway: Gateway, worker: FakeWorker) -> None:
     await wait_until(lambda: not gateway.relay.streams and not gateway.desk.farewells and not worker.live)
     assert not gateway.relay.wanted
     kinds = {key.decode().split(":")[2] for key in await worker.redis.keys("*")}
-    assert kinds <= {"log", "reports", "worker", "workers", "gateway", "processes", "control", "requests", "submit", "metrics"}
+    assert kinds <= {
+        "log",
+        "reports",
+        "worker",
+        "workers",
+        "gateway",
+        "processes",
+        "control",
+        "requests",
+        "submit",
+        "metrics",
+    }
     assert await worker.redis.xlen(KEYS.requests) == 0
 
 
@@ -328,7 +404,10 @@ async def test_all_messages_lost(broker: Broker, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(relay_module, "SILENCE_S", 0.2)
     monkeypatch.setattr(relay_module, "AUDIT_S", 0.1)
     expected = await undisturbed(broker, 3)
-    async with working(broker.url, TOKENIZER, scripted) as worker, serving(broker.url, lambda: True) as (gateway, client):
+    async with (
+        working(broker.url, TOKENIZER, scripted) as worker,
+        serving(broker.url, lambda: True) as (gateway, client),
+    ):
         await ready(gateway)
         assert await converse(client, 3) == expected
         await nothing_left(gateway, worker)
@@ -336,7 +415,10 @@ async def test_all_messages_lost(broker: Broker, monkeypatch: pytest.MonkeyPatch
 
 async def test_cut_connections_change_no_byte(broker: Broker) -> None:
     expected = await undisturbed(broker, 6)
-    async with working(broker.url, TOKENIZER, scripted, step_s=0.01) as worker, serving(broker.url) as (gateway, client):
+    async with (
+        working(broker.url, TOKENIZER, scripted, step_s=0.01) as worker,
+        serving(broker.url) as (gateway, client),
+    ):
         await ready(gateway)
         talk = asyncio.create_task(converse(client, 6))
         await wait_until(lambda: len(worker.live) == 6)
@@ -349,7 +431,9 @@ async def test_cut_connections_change_no_byte(broker: Broker) -> None:
 
 
 async def test_clients_that_leave_are_cancelled(broker: Broker) -> None:
-    """In the middle of a stream, before its first token, while waiting for a whole answer, and before anything was said."""
+    """In the middle of a stream, before its first token, while waiting for a whole answer, and before
+    anything was said.
+    """
     answers = {
         "text 0": Answer(IDS, ends=False),
         "text 1": Answer([], ends=False),
@@ -370,7 +454,11 @@ async def test_clients_that_leave_are_cancelled(broker: Broker) -> None:
         await read_some()
         for path, text in (("/generate_stream", "text 1"), ("/generate", "text 2")):
             task = asyncio.create_task(client.post(path, json={"inputs": text}))
-            await wait_until(lambda text=text: worker.seen and TOKENIZER.decode(unpack_ids(worker.seen[-1].prompt_ids)) == text)
+            await wait_until(
+                lambda text=text: (
+                    worker.seen and TOKENIZER.decode(unpack_ids(worker.seen[-1].prompt_ids)) == text
+                )
+            )
             task.cancel()
             await asyncio.wait([task])
         await nothing_left(gateway, worker)
@@ -385,7 +473,10 @@ async def test_clients_that_leave_are_cancelled(broker: Broker) -> None:
 
 
 async def test_a_cancel_waits_for_the_broker(broker: Broker) -> None:
-    async with working(broker.url, TOKENIZER, lambda _: Answer(IDS, ends=False)) as worker, serving(broker.url) as (gateway, client):
+    async with (
+        working(broker.url, TOKENIZER, lambda _: Answer(IDS, ends=False)) as worker,
+        serving(broker.url) as (gateway, client),
+    ):
         await ready(gateway)
         task = asyncio.create_task(client.post("/generate", json={"inputs": "a"}))
         await wait_until(lambda: worker.seen)
@@ -398,7 +489,7 @@ async def test_a_cancel_waits_for_the_broker(broker: Broker) -> None:
         await nothing_left(gateway, worker)
 
 
-# --- channels of other gateways -----------------------------------------------------------------------------------------------------------
+# --- channels of other gateways -----------------------------------------------------------------------------
 
 
 async def test_another_gateways_channel_is_followed(redis: Redis, relay: Relay) -> None:

@@ -16,9 +16,13 @@ LETTERS = "ab"
 PLAIN = ids("a")[0]
 
 
-def generated(texts: list[str], stops: list[str], min_new_tokens: int = 0, special: int | None = None) -> Stream:
+def generated(
+    texts: list[str], stops: list[str], min_new_tokens: int = 0, special: int | None = None
+) -> Stream:
     """A stream with these texts, up to the first stop string, as a worker would have made it."""
-    stream = Stream(Generate("r", "", pack_ids([1]), 99, stop=stops, min_new_tokens=min_new_tokens), vocabulary())
+    stream = Stream(
+        Generate("r", "", pack_ids([1]), 99, stop=stops, min_new_tokens=min_new_tokens), vocabulary()
+    )
     matcher, reason = StopMatcher(stops), "length"
     for i, text in enumerate(texts):
         token_id = IM_END if i == special else PLAIN
@@ -30,7 +34,9 @@ def generated(texts: list[str], stops: list[str], min_new_tokens: int = 0, speci
     return stream
 
 
-def shown(stream: Stream, include_stop: bool = False, skip_special: bool = True) -> tuple[list[str], AnswerText]:
+def shown(
+    stream: Stream, include_stop: bool = False, skip_special: bool = True
+) -> tuple[list[str], AnswerText]:
     text = AnswerText(stream, skip_special, include_stop)
     pieces = [text.step() for _ in range(stream.num_tokens - 1)]
     return [*pieces, text.last()], text
@@ -42,7 +48,9 @@ def shown(stream: Stream, include_stop: bool = False, skip_special: bool = True)
     min_new_tokens=st.integers(0, 4),
     include_stop=st.booleans(),
 )
-def test_stop_strings_are_cut_out_and_nothing_else(texts: list[str], stops: list[str], min_new_tokens: int, include_stop: bool) -> None:
+def test_stop_strings_are_cut_out_and_nothing_else(
+    texts: list[str], stops: list[str], min_new_tokens: int, include_stop: bool
+) -> None:
     stream = generated(texts, stops, min_new_tokens)
     pieces, text = shown(stream, include_stop)
     begin = len("".join(texts[:min_new_tokens]))

@@ -57,7 +57,9 @@ async def test_an_old_broker() -> None:
         writer.close()
 
     async with await asyncio.start_server(answer, "127.0.0.1", 0) as server:
-        assert "Redis 6.2.14; 7.0 or later" in await refusal(f"redis://127.0.0.1:{server.sockets[0].getsockname()[1]}")
+        assert "Redis 6.2.14; 7.0 or later" in await refusal(
+            f"redis://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        )
 
 
 @pytest.mark.parametrize("url", ["http://host", "redis://:secret@host:12x4", "nonsense"])
@@ -106,7 +108,9 @@ def test_causes(error: Exception, words: str) -> None:
     assert "secret" not in access.cause(error)
 
 
-async def test_a_blocking_read_outlasts_every_client_timeout(broker: Broker, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_blocking_read_outlasts_every_client_timeout(
+    broker: Broker, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(access, "CONNECT_TIMEOUT_S", 0.3)
     async with access.connect(broker.url) as client:
         assert await client.xread({"nothing": "$"}, block=700) == []

@@ -86,7 +86,9 @@ async def test_a_password_is_said() -> None:
             line.hang_up()
 
 
-async def test_scripts_survive_a_broker_that_forgot_them(line: Line, redis: Redis, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_scripts_survive_a_broker_that_forgot_them(
+    line: Line, redis: Redis, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "twice.lua").write_text("return {KEYS[1], 2 * tonumber(ARGV[1])}\n")
     monkeypatch.setattr(access, "SCRIPTS", tmp_path)
     answer = line.script("twice")

@@ -22,9 +22,45 @@ from common.messages.messages import (
 from common.messages.packing import pack_floats, pack_ids, unpack_ids
 from common.messages.timeline import Happening, Life
 
-SAMPLING = Sampling(0.5, 3, 0.9, 0.1, 0.8, 1.1, 0.2, 0.3, 0.4, 7, 1, [(5, -1.0)], [pack_ids([6])], 0.7, 0.01, pack_ids([8]), True)
+SAMPLING = Sampling(
+    0.5,
+    3,
+    0.9,
+    0.1,
+    0.8,
+    1.1,
+    0.2,
+    0.3,
+    0.4,
+    7,
+    1,
+    [(5, -1.0)],
+    [pack_ids([6])],
+    0.7,
+    0.01,
+    pack_ids([8]),
+    True,
+)
 GENERATE = Generate(
-    "r1", "d1", pack_ids([1, 258]), 7, ["x"], True, 2, pack_ids([9]), 3, 2, SAMPLING, 1000, "ch", "g", 30, 60, "batch", "t", "tr"
+    "r1",
+    "d1",
+    pack_ids([1, 258]),
+    7,
+    ["x"],
+    True,
+    2,
+    pack_ids([9]),
+    3,
+    2,
+    SAMPLING,
+    1000,
+    "ch",
+    "g",
+    30,
+    60,
+    "batch",
+    "t",
+    "tr",
 )
 TOKENS = Tokens("r1", 2, 3, pack_ids([5]), pack_floats([-0.5]), ["hi"], since_start_ms=7)
 EXAMPLES = [
@@ -70,14 +106,38 @@ EXAMPLES = [
     (Cancel("r1", "client"), {"v": 1, "id": "r1", "w": "client"}),
     (Died("w0-1"), {"v": 1, "i": "w0-1"}),
     (
-        Plan(9, 2, 40, 64, [Start(1, 1, 0, b"", b"\x01\0\0\0", GENERATE)], [(1, b"\x02\0\0\0")], [(3, "client")], 8, False),
+        Plan(
+            9,
+            2,
+            40,
+            64,
+            [Start(1, 1, 0, b"", b"\x01\0\0\0", GENERATE)],
+            [(1, b"\x02\0\0\0")],
+            [(3, "client")],
+            8,
+            False,
+        ),
         {"v": 1, "e": 9, "n": 2, "u": 40, "pt": 64}
-        | {"s": [{"r": 1, "a": 1, "b": 0, "s": b"", "k": b"\x01\0\0\0", "q": msgpack.unpackb(encode(GENERATE))}]}
+        | {
+            "s": [
+                {"r": 1, "a": 1, "b": 0, "s": b"", "k": b"\x01\0\0\0", "q": msgpack.unpackb(encode(GENERATE))}
+            ]
+        }
         | {"b": [[1, b"\x02\0\0\0"]], "x": [[3, "client"]], "k": 8, "t": False},
     ),
     (
         Report(4, 9, 2, 11, [(1, 8, 10)], [(2, "length", 7)], [(2, 9)], True),
-        {"v": 1, "q": 4, "e": 9, "n": 2, "s": 11, "p": [[1, 8, 10]], "x": [[2, "length", 7]], "r": [[2, 9]], "t": True},
+        {
+            "v": 1,
+            "q": 4,
+            "e": 9,
+            "n": 2,
+            "s": 11,
+            "p": [[1, 8, 10]],
+            "x": [[2, "length", 7]],
+            "r": [[2, 9]],
+            "t": True,
+        },
     ),
     (
         Worker("w0-1", "w0", "m", "float32", 16, 10, 64, 2048, pack_ids([2]), 1, "cpu", "dir/m"),
@@ -103,7 +163,19 @@ EXAMPLES = [
             "v": 1,
             "s": "w0-1",
             "q": 6,
-            "t": [{"id": "r1", "a": 2, "i": 3, "t": b"\x05\0\0\0", "l": b"\0\0\0\xbf", "x": ["hi"], "ti": b"", "tl": b"", "ss": 7}],
+            "t": [
+                {
+                    "id": "r1",
+                    "a": 2,
+                    "i": 3,
+                    "t": b"\x05\0\0\0",
+                    "l": b"\0\0\0\xbf",
+                    "x": ["hi"],
+                    "ti": b"",
+                    "tl": b"",
+                    "ss": 7,
+                }
+            ],
         }
         | {"x": [{"id": "r1", "w": "error", "n": 4, "e": "why", "y": "generation"}]},
     ),
@@ -113,7 +185,22 @@ EXAMPLES = [
     ),
     (
         LogEntry([TOKENS]),
-        {"v": 1, "t": [{"id": "r1", "a": 2, "i": 3, "t": b"\x05\0\0\0", "l": b"\0\0\0\xbf", "x": ["hi"], "ti": b"", "tl": b"", "ss": 7}]},
+        {
+            "v": 1,
+            "t": [
+                {
+                    "id": "r1",
+                    "a": 2,
+                    "i": 3,
+                    "t": b"\x05\0\0\0",
+                    "l": b"\0\0\0\xbf",
+                    "x": ["hi"],
+                    "ti": b"",
+                    "tl": b"",
+                    "ss": 7,
+                }
+            ],
+        },
     ),
 ]
 
@@ -156,7 +243,15 @@ def test_wrong_types_are_refused_by_name(message, wire):
 
 
 @pytest.mark.parametrize(
-    "data", [b"", b"\xc1", b"garbage", msgpack.packb([1]), msgpack.packb({"v": 1}), msgpack.packb({"v": 2, "id": "r", "w": "x"})]
+    "data",
+    [
+        b"",
+        b"\xc1",
+        b"garbage",
+        msgpack.packb([1]),
+        msgpack.packb({"v": 1}),
+        msgpack.packb({"v": 2, "id": "r", "w": "x"}),
+    ],
 )
 def test_garbage_is_refused(data):
     with pytest.raises(WireError):

@@ -17,7 +17,10 @@ from common.metrics.exposition import fleet_text
 from common.metrics.primitives import INFINITY, Counter, Histogram
 
 KEYS = Keys("default")
-DURATIONS = [f"tgi_request{part}_duration" for part in ("", "_validation", "_queue", "_inference", "_mean_time_per_token")]
+DURATIONS = [
+    f"tgi_request{part}_duration"
+    for part in ("", "_validation", "_queue", "_inference", "_mean_time_per_token")
+]
 BATCH_DURATIONS = [f"tgi_batch_{part}_duration" for part in ("inference", "forward", "decode", "filter")]
 BATCH_COUNTERS = [f"tgi_batch_inference_{part}" for part in ("count", "success", "failure")]
 GAUGES = (
@@ -29,9 +32,15 @@ GAUGES = (
 )
 TGI = {
     **{name: ("counter", {}) for name in ("tgi_request_count", "tgi_request_success")},
-    "tgi_request_failure": ("counter", {"err": {"overloaded", "validation", "incomplete", "generation", "dropped", "template"}}),
+    "tgi_request_failure": (
+        "counter",
+        {"err": {"overloaded", "validation", "incomplete", "generation", "dropped", "template"}},
+    ),
     **{name: ("histogram", {}) for name in DURATIONS},
-    **{f"tgi_request_{name}": ("histogram", {}) for name in ("input_length", "max_new_tokens", "generated_tokens")},
+    **{
+        f"tgi_request_{name}": ("histogram", {})
+        for name in ("input_length", "max_new_tokens", "generated_tokens")
+    },
     "tgi_request_skipped_tokens": ("summary", {}),
     **{name: ("gauge", {}) for name in GAUGES},
     "tgi_batch_next_size": ("histogram", {}),
@@ -46,13 +55,19 @@ TGI = {
 def whole_text(values: dict[str, float] | None = None) -> str:
     """With every gauge known."""
     return fleet_text(
-        "p", values or {}, {one.name: {("x",) * len(one.labels): 1} for one in catalogue.TABLE if one.kind == "gauge"}
+        "p",
+        values or {},
+        {one.name: {("x",) * len(one.labels): 1} for one in catalogue.TABLE if one.kind == "gauge"},
     ).decode()
 
 
 def numbers(text: str) -> dict[str, float]:
     """Value by name and labels, as they stand in the text."""
-    return {line.rsplit(" ", 1)[0]: float(line.rsplit(" ", 1)[1]) for line in text.splitlines() if not line.startswith("#")}
+    return {
+        line.rsplit(" ", 1)[0]: float(line.rsplit(" ", 1)[1])
+        for line in text.splitlines()
+        if not line.startswith("#")
+    }
 
 
 def test_tgi_s_names_types_and_labels():
@@ -62,7 +77,10 @@ def test_tgi_s_names_types_and_labels():
     for name, (_, labels) in TGI.items():
         lines = re.findall(rf"^{name}(?:_bucket|_sum|_count)?(?:{{(.*)}})? ", text, re.MULTILINE)
         pairs = {pair for line in lines for pair in re.findall(r'(\w+)="([^"]*)"', line)} - {("le", "")}
-        found = {label: {value for name, value in pairs if name == label} for label in {label for label, _ in pairs} - {"le", "quantile"}}
+        found = {
+            label: {value for name, value in pairs if name == label}
+            for label in {label for label, _ in pairs} - {"le", "quantile"}
+        }
         assert found == labels, name
     assert not re.search(r"tgi_\w+_total\b", text)
 
@@ -72,7 +90,9 @@ def test_tgi_s_buckets():
     families = {family.name: family for family in text_string_to_metric_families(whole_text())}
 
     def bounds(name: str) -> list[float]:
-        return sorted({float(sample.labels["le"]) for sample in families[name].samples if "le" in sample.labels})
+        return sorted(
+            {float(sample.labels["le"]) for sample in families[name].samples if "le" in sample.labels}
+        )
 
     for name in (*DURATIONS, *BATCH_DURATIONS, "tgi_batch_concat_duration"):
         assert bounds(name) == pytest.approx([*(0.0001 * 1.5**k for k in range(1, 36)), INFINITY])
@@ -112,14 +132,22 @@ def test_histograms_with_other_bounds_add_up():
     one.observe(50)
     other.observe(50)
     text = whole_text(dict(one.fields()) | dict(other.fields()) | {"tgi_request_input_length|sum": 100.0})
-    buckets = {float(le): value for le, value in re.findall(r'tgi_request_input_length_bucket{le="(.*)"} (.*)', text)}
+    buckets = {
+        float(le): value for le, value in re.findall(r'tgi_request_input_length_bucket{le="(.*)"} (.*)', text)
+    }
     assert buckets[49.0 if 49.0 in buckets else 40.0] == "0.0" and buckets[INFINITY] == "2.0"
     values = [float(buckets[le]) for le in sorted(buckets)]
     assert values == sorted(values)
 
 
 def test_strange_fields_are_left_out():
-    values = {"": 1.0, "tgi_request_count": 1.0, "tgi_request_count|x|": 1.0, "nobody|": 1.0, "tgi_request_count|": 2.0}
+    values = {
+        "": 1.0,
+        "tgi_request_count": 1.0,
+        "tgi_request_count|x|": 1.0,
+        "nobody|": 1.0,
+        "tgi_request_count|": 2.0,
+    }
     values |= {"tgi_request_duration|x": 1.0, "tgi_request_duration|": 1.0, "tgi_request_duration|nan": 1.0}
     assert numbers(whole_text(values))["tgi_request_count"] == 2
 
@@ -217,7 +245,9 @@ try:
 except Exception as error:
     print("#", error)
 """
-    said = subprocess.run([sys.executable, "-c", code, host], capture_output=True, text=True, check=True).stdout
+    said = subprocess.run(
+        [sys.executable, "-c", code, host], capture_output=True, text=True, check=True
+    ).stdout
     found = numbers("\n".join(line for line in said.splitlines() if line))
     assert found['tokenfleet_grants_total{pool="default"}'] == 7
     assert f"# METRICS_PORT: cannot listen on {host}:" in said
@@ -227,7 +257,9 @@ except Exception as error:
 
 @pytest.mark.skipif(not shutil.which("promtool"), reason="needs promtool")
 def test_promtool_finds_fault_with_tgi_s_names_only():
-    done = subprocess.run(["promtool", "check", "metrics"], input=whole_text(), capture_output=True, text=True)
+    done = subprocess.run(
+        ["promtool", "check", "metrics"], input=whole_text(), capture_output=True, text=True
+    )
     faults = (done.stdout + done.stderr).splitlines()
     names = {fault.split()[0] for fault in faults}
     assert names <= set(TGI), faults
@@ -238,4 +270,6 @@ def test_counters_and_fields():
     one.add(1, "dropped")
     one.add(2, "dropped")
     assert list(one.fields()) == [("tgi_request_failure|dropped|", 3)]
-    assert exposition.by_metric({"tgi_request_failure|dropped|": 3.0}) == {"tgi_request_failure": {("dropped",): {"": 3.0}}}
+    assert exposition.by_metric({"tgi_request_failure|dropped|": 3.0}) == {
+        "tgi_request_failure": {("dropped",): {"": 3.0}}
+    }

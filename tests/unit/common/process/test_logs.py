@@ -10,7 +10,9 @@ from common.process.logs import REQUEST_ID, JsonLine, Line, about
 
 
 def record(message: str, *args: object, **extra: str) -> logging.LogRecord:
-    return logging.getLogger("api.server").makeRecord("api.server", logging.WARNING, "", 0, message, args, None, extra=extra)
+    return logging.getLogger("api.server").makeRecord(
+        "api.server", logging.WARNING, "", 0, message, args, None, extra=extra
+    )
 
 
 def test_a_line_for_people():
@@ -22,7 +24,13 @@ def test_a_line_for_machines():
     line = json.loads(JsonLine("g0").format(record('a "word"\nof %d', 2, **about("r1"))))
     stamp = datetime.fromisoformat(line.pop("timestamp"))
     assert stamp.tzinfo is not None and abs(stamp.timestamp() - datetime.now().timestamp()) < 60
-    assert line == {"level": "WARNING", "process": "g0", "target": "api.server", "message": 'a "word"\nof 2', "request_id": "r1"}
+    assert line == {
+        "level": "WARNING",
+        "process": "g0",
+        "target": "api.server",
+        "message": 'a "word"\nof 2',
+        "request_id": "r1",
+    }
 
 
 def test_lines_of_a_task_that_serves_a_request_have_its_id():

@@ -20,13 +20,21 @@ def write(root: Path, files: dict[str, str]) -> Path:
 def v2(group: str, limit: int | str, used: int, cache: int) -> dict[str, str]:
     folder = f"sys/fs/cgroup{group}"
     stat = f"anon 5\nactive_file 7\ninactive_file {cache}\n"
-    return {f"{folder}/memory.max": f"{limit}\n", f"{folder}/memory.current": f"{used}\n", f"{folder}/memory.stat": stat}
+    return {
+        f"{folder}/memory.max": f"{limit}\n",
+        f"{folder}/memory.current": f"{used}\n",
+        f"{folder}/memory.stat": stat,
+    }
 
 
 def v1(group: str, limit: int, used: int, cache: int) -> dict[str, str]:
     folder = f"sys/fs/cgroup/memory{group}"
     stat = f"inactive_file 3\ntotal_inactive_file {cache}\n"
-    return {f"{folder}/memory.limit_in_bytes": f"{limit}\n", f"{folder}/memory.usage_in_bytes": f"{used}\n", f"{folder}/memory.stat": stat}
+    return {
+        f"{folder}/memory.limit_in_bytes": f"{limit}\n",
+        f"{folder}/memory.usage_in_bytes": f"{used}\n",
+        f"{folder}/memory.stat": stat,
+    }
 
 
 V1_GROUPS = {"proc/self/cgroup": "4:memory:/docker/abc\n1:cpu:/docker/abc\n0::/\n"}
@@ -38,11 +46,27 @@ V1_GROUPS = {"proc/self/cgroup": "4:memory:/docker/abc\n1:cpu:/docker/abc\n0::/\
         ({}, 1000),  # a system without control groups
         ({"proc/self/cgroup": "0::/\n"}, 1000),  # the topmost group of a machine has no limit
         ({"proc/self/cgroup": "0::/\n"} | v2("", 500 * MIB, 300 * MIB, 50 * MIB), 250),  # in a container
-        ({"proc/self/cgroup": "0::/a/b\n"} | v2("/a", 500 * MIB, 100 * MIB, 0) | v2("/a/b", "max", 90 * MIB, 0), 400),
-        ({"proc/self/cgroup": "0::/a/b\n"} | v2("/a", 500 * MIB, 100 * MIB, 0) | v2("/a/b", 120 * MIB, 90 * MIB, 0), 30),
+        (
+            {"proc/self/cgroup": "0::/a/b\n"}
+            | v2("/a", 500 * MIB, 100 * MIB, 0)
+            | v2("/a/b", "max", 90 * MIB, 0),
+            400,
+        ),
+        (
+            {"proc/self/cgroup": "0::/a/b\n"}
+            | v2("/a", 500 * MIB, 100 * MIB, 0)
+            | v2("/a/b", 120 * MIB, 90 * MIB, 0),
+            30,
+        ),
         ({"proc/self/cgroup": "0::/\n"} | v2("", 500 * MIB, 501 * MIB, 0), 0),
-        ({"proc/self/cgroup": "0::/\n"} | v2("", 5000 * MIB, 0, 0), 1000),  # the limit is larger than the machine
-        (V1_GROUPS | v1("", 500 * MIB, 300 * MIB, 50 * MIB), 250),  # in a container, which does not see /docker/abc
+        (
+            {"proc/self/cgroup": "0::/\n"} | v2("", 5000 * MIB, 0, 0),
+            1000,
+        ),  # the limit is larger than the machine
+        (
+            V1_GROUPS | v1("", 500 * MIB, 300 * MIB, 50 * MIB),
+            250,
+        ),  # in a container, which does not see /docker/abc
         (V1_GROUPS | v1("", UNLIMITED_V1, 600 * MIB, 0) | v1("/docker/abc", 400 * MIB, 300 * MIB, 0), 100),
         (V1_GROUPS | v1("", UNLIMITED_V1, 600 * MIB, 0), 1000),
     ],

@@ -1,4 +1,6 @@
-"""Descendants of a process that is killed are gone within three seconds, however they were started and whatever state they are in."""
+"""Descendants of a process that is killed are gone within three seconds, however they were started and
+whatever state they are in.
+"""
 
 import os
 import signal
@@ -15,7 +17,8 @@ GONE_S = 3.0
 BIND = "from common.process.parent_death import die_with_parent; die_with_parent();"
 SLEEP = "import time; print('up', flush=True); time.sleep(600)"
 NEST = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {BIND + SLEEP!r}])"
-# A parent with three children: Python, a foreign program behind the lifeline, and one that has a child of its own.
+# A parent with three children: Python, a foreign program behind the lifeline, and one that has a child of its
+# own.
 PARENT = f"""
 import os, subprocess, sys
 own = os.environ | {{"PARENT_PID": str(os.getpid())}}
@@ -41,7 +44,9 @@ def parent() -> Iterator[subprocess.Popen[bytes]]:
     try:
         yield process
     finally:
-        for leftover in [psutil.Process(process.pid), *descendants] if process.poll() is None else descendants:
+        for leftover in (
+            [psutil.Process(process.pid), *descendants] if process.poll() is None else descendants
+        ):
             if leftover.is_running():
                 leftover.kill()
         process.wait()
@@ -69,7 +74,9 @@ def has_ended(process: psutil.Process) -> bool:
 
 def run_bound(parent_pid: int) -> int:
     environ = os.environ | {"PARENT_PID": str(parent_pid)}
-    return subprocess.run([sys.executable, "-c", BIND + "import os; assert 'PARENT_PID' not in os.environ"], env=environ).returncode
+    return subprocess.run(
+        [sys.executable, "-c", BIND + "import os; assert 'PARENT_PID' not in os.environ"], env=environ
+    ).returncode
 
 
 def test_a_parent_that_died_before_we_looked_is_noticed() -> None:

@@ -14,11 +14,15 @@ CHANNEL = KEYS.channel("ext:me")
 
 
 async def enlist(redis: Redis, digest: str = "d", channel: str = "", in_stream: int = 0) -> str:
-    answer: bytes = await script(redis, "enlist")(keys=[JOB, STREAM], args=[digest, 5000, channel, in_stream, 5000])
+    answer: bytes = await script(redis, "enlist")(
+        keys=[JOB, STREAM], args=[digest, 5000, channel, in_stream, 5000]
+    )
     return answer.decode()
 
 
-async def reply(redis: Redis, *frames: tuple[int, int, str], channel: str = CHANNEL, most: int = 9, answer: str = "") -> int:
+async def reply(
+    redis: Redis, *frames: tuple[int, int, str], channel: str = CHANNEL, most: int = 9, answer: str = ""
+) -> int:
     args: list[Any] = [channel, most, 1000, 500, 2000, answer, *(part for frame in frames for part in frame)]
     said: int = await script(redis, "reply")(keys=[JOB, STREAM, RESULT, KEYS.home("a#0")], args=args)
     return said
@@ -29,7 +33,11 @@ async def kept(redis: Redis) -> list[tuple[bytes, bytes]]:
 
 
 async def test_enlist_knows_a_job_again(redis: Redis) -> None:
-    assert [await enlist(redis), await enlist(redis), await enlist(redis, "other")] == ["live", "live", "conflict"]
+    assert [await enlist(redis), await enlist(redis), await enlist(redis, "other")] == [
+        "live",
+        "live",
+        "conflict",
+    ]
     assert 0 < await redis.pttl(JOB) <= 5000
     await reply(redis, (0, 0, "last"), answer="whole")
     async with redis.pubsub() as pubsub:
@@ -78,7 +86,8 @@ async def test_the_stream_is_bounded(redis: Redis) -> None:
 
 
 @pytest.mark.parametrize(
-    ("known", "answer", "ttl_ms"), [({}, 0, 500), ({"digest": "d"}, 0, -1), ({"digest": "d", "choices": 2}, 2, -1), ({"last": "x"}, -1, -1)]
+    ("known", "answer", "ttl_ms"),
+    [({}, 0, 500), ({"digest": "d"}, 0, -1), ({"digest": "d", "choices": 2}, 2, -1), ({"last": "x"}, -1, -1)],
 )
 async def test_call_off(redis: Redis, known: dict[str, Any], answer: int, ttl_ms: int) -> None:
     if known:
@@ -91,7 +100,9 @@ async def test_call_off(redis: Redis, known: dict[str, Any], answer: int, ttl_ms
 async def test_take_over_takes_from_the_dead_alone(redis: Redis) -> None:
     async def take_over() -> list[bytes]:
         args = ["gateways", "g0", "g1", 2]
-        taken: list[bytes] = await script(redis, "take_over")(keys=[KEYS.submit, KEYS.gateway("g0")], args=args)
+        taken: list[bytes] = await script(redis, "take_over")(
+            keys=[KEYS.submit, KEYS.gateway("g0")], args=args
+        )
         return taken
 
     await redis.xgroup_create(KEYS.submit, "gateways", id="0", mkstream=True)
@@ -101,4 +112,6 @@ async def test_take_over_takes_from_the_dead_alone(redis: Redis) -> None:
     assert await take_over() == []
     await redis.delete(KEYS.gateway("g0"))
     assert [await take_over(), await take_over(), await take_over()] == [ids[:2], ids[2:], []]
-    assert [(one["name"], one["pending"]) for one in await redis.xinfo_consumers(KEYS.submit, "gateways")] == [(b"g1", 3)]
+    assert [
+        (one["name"], one["pending"]) for one in await redis.xinfo_consumers(KEYS.submit, "gateways")
+    ] == [(b"g1", 3)]

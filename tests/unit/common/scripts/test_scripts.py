@@ -29,21 +29,52 @@ async def open_worker(redis, name="w1"):
 
 async def hand_over(redis, plan_id, rows=(), worker="w1"):
     keys = [KEYS.plans(worker), KEYS.log(worker), *(KEYS.home(name) for name, _, _ in rows)]
-    args = [plan_id, b"plan", "0-0", 60_000, worker, *(part for _, attempt, base in rows for part in (attempt, base))]
+    args = [
+        plan_id,
+        b"plan",
+        "0-0",
+        60_000,
+        worker,
+        *(part for _, attempt, base in rows for part in (attempt, base)),
+    ]
     return await call(redis, "hand_over", keys, args)
 
 
 def entry(request_id, index, ids, attempt=1):
-    return encode(LogEntry([Tokens(request_id, attempt, index, pack_ids(ids), pack_floats([-1.0] * len(ids)))]))
+    return encode(
+        LogEntry([Tokens(request_id, attempt, index, pack_ids(ids), pack_floats([-1.0] * len(ids)))])
+    )
 
 
-async def flush(redis, sequence, log=b"", report=b"", messages=(), prompts=(), terminals=(), spills=(), trim="", worker="w1"):
+async def flush(
+    redis,
+    sequence,
+    log=b"",
+    report=b"",
+    messages=(),
+    prompts=(),
+    terminals=(),
+    spills=(),
+    trim="",
+    worker="w1",
+):
     keys = [KEYS.log(worker), KEYS.reports(worker)]
     keys += [KEYS.home(name) for name, _ in prompts]
     for name, *_ in terminals:
         keys += [KEYS.home(name), KEYS.result(name), KEYS.tokens(name)]
     keys += [KEYS.tokens(name) for name, _, _ in spills]
-    args = [sequence, log or entry("r0", 0, []), report, "0-0", 60_000, len(messages), len(prompts), len(terminals), len(spills), trim]
+    args = [
+        sequence,
+        log or entry("r0", 0, []),
+        report,
+        "0-0",
+        60_000,
+        len(messages),
+        len(prompts),
+        len(terminals),
+        len(spills),
+        trim,
+    ]
     args += [part for message in messages for part in message]
     args += [records for _, records in prompts]
     args += [part for _, *rest in terminals for part in rest]
@@ -52,7 +83,9 @@ async def flush(redis, sequence, log=b"", report=b"", messages=(), prompts=(), t
 
 
 async def seal(redis, worker="w1"):
-    return await call(redis, "seal", [KEYS.log(worker), KEYS.reports(worker), KEYS.worker(worker), KEYS.workers], [worker])
+    return await call(
+        redis, "seal", [KEYS.log(worker), KEYS.reports(worker), KEYS.worker(worker), KEYS.workers], [worker]
+    )
 
 
 async def heard(pubsub):
@@ -134,7 +167,9 @@ async def test_a_flush_appends_then_publishes(redis, pubsub):
     assert await flush(redis, 1, entry("r1", 0, [7]), b"report", [("ch", b"one"), ("ch", b"two")]) == b"OK"
     assert await heard(pubsub) == [b"one", b"two"]
     assert [i for i, _ in await redis.xrange(KEYS.reports("w1"))] == [b"0-1", b"1-0"]
-    assert await flush(redis, 1, entry("r1", 0, [7]), b"report", [("ch", b"one")]) == b"OK", "a repeated flush"
+    assert await flush(redis, 1, entry("r1", 0, [7]), b"report", [("ch", b"one")]) == b"OK", (
+        "a repeated flush"
+    )
     assert await heard(pubsub) == []
     assert await redis.xlen(KEYS.log("w1")) == 2
 
@@ -146,7 +181,10 @@ async def test_a_sealed_or_missing_log_refuses_everything(redis, pubsub):
     await flush(redis, 1)
     assert await seal(redis) == 1
     terminal = ("r1", "length", "{}", 60_000, "ch", b"end")
-    assert await flush(redis, 2, messages=[("ch", b"x")], terminals=[terminal], spills=[("r1", 0, b"12345678")]) == b"SEALED"
+    assert (
+        await flush(redis, 2, messages=[("ch", b"x")], terminals=[terminal], spills=[("r1", 0, b"12345678")])
+        == b"SEALED"
+    )
     assert await heard(pubsub) == []
     assert await redis.exists(KEYS.result("r1"), KEYS.tokens("r1")) == 0
     assert (await redis.xrange(KEYS.log("w1")))[-1][0] == SEALED.encode()
@@ -204,7 +242,14 @@ async def test_what_is_committed_is_string_plus_log(redis):
 
 async def test_signs_of_life_end_with_the_seal(redis):
     await open_worker(redis)
-    keys = [KEYS.worker("w1"), KEYS.workers, KEYS.log("w1"), KEYS.reports("w1"), KEYS.plans("w1"), KEYS.control]
+    keys = [
+        KEYS.worker("w1"),
+        KEYS.workers,
+        KEYS.log("w1"),
+        KEYS.reports("w1"),
+        KEYS.plans("w1"),
+        KEYS.control,
+    ]
     for _ in range(2):
         assert await call(redis, "announce", keys, ["w1", 5000, 60_000, "ready", 3, b"capacity"]) == b"OK"
     assert await redis.xlen(KEYS.control) == 1, "it is greeted once"
@@ -234,7 +279,12 @@ async def test_likeliest_tokens_are_committed_with_their_token(redis):
     await open_worker(redis)
     await admit(redis, "r1", width=3)
     await hand_over(redis, "5-1", [("r1", 1, 0)])
-    said = [Tokens("r1", 1, i, pack_ids([i]), pack_floats([-1.0]), [], pack_ids([i, 7]), pack_floats([-1.0, -2.0])) for i in range(3)]
+    said = [
+        Tokens(
+            "r1", 1, i, pack_ids([i]), pack_floats([-1.0]), [], pack_ids([i, 7]), pack_floats([-1.0, -2.0])
+        )
+        for i in range(3)
+    ]
     await redis.set(KEYS.tokens("r1"), interleave(said[0]) + b"half of a token")
     await flush(redis, 1, encode(LogEntry(said[1:])))
     state = (await read(redis, KEYS, ["r1"]))["r1"]
@@ -252,7 +302,9 @@ async def test_a_worker_whose_streams_a_stranger_wrote_to_is_over(redis, pubsub,
 
 
 async def test_what_is_told_of_a_prompt_stands_with_its_first_token(redis):
-    """In the request's home, and so it ends with it; a home that is gone, or that somebody wrote to, stays as it is."""
+    """In the request's home, and so it ends with it; a home that is gone, or that somebody wrote to, stays as
+    it is.
+    """
     await open_worker(redis)
     await admit(redis, "r1")
     await hand_over(redis, "5-1", [("r1", 1, 0)])

@@ -1,4 +1,6 @@
-"""Every option of text-generation-inference works or is refused by name with the reason; vLLM's common flags mean ours."""
+"""Every option of text-generation-inference works or is refused by name with the reason; vLLM's common flags
+mean ours.
+"""
 
 import re
 from typing import Any
@@ -63,7 +65,9 @@ TGI_DEFAULTS = """
 --graceful-termination-timeout 90
 --uds-path /tmp/text-generation-server
 """
-"""Flags of router, launcher and server with their defaults, or with a value where the default is none. All are variables, too."""
+"""Flags of router, launcher and server with their defaults, or with a value where the default is none. All
+are variables, too.
+"""
 
 NOT_SERVED = """
 --quantize awq
@@ -125,7 +129,9 @@ def test_a_default_of_tgi_is_served_as_flag_and_as_variable(flag: str, value: st
 @pytest.mark.parametrize(("flag", "value"), lines(NOT_SERVED))
 def test_what_is_not_served_is_refused_with_the_reason(flag: str, value: str) -> None:
     for argv, environ in (([flag, value], {}), ([], {variable(flag): value})):
-        with pytest.raises(SettingError, match=rf"^{variable(flag)}: {re.escape(value)} is not served: \w+") as refusal:
+        with pytest.raises(
+            SettingError, match=rf"^{variable(flag)}: {re.escape(value)} is not served: \w+"
+        ) as refusal:
             Settings.read(argv, environ)
         assert "\n" not in str(refusal.value)
 
@@ -165,8 +171,16 @@ def test_a_variable_that_is_not_served_is_refused_with_the_reason(pair: str) -> 
         (["--served-model-name", "mine"], "served_model_name", "mine"),
         (["--api-key", "secret"], "api_key", "secret"),
         (["--trust-remote-code"], "trust_remote_code", True),
-        (["--tensor-parallel-size=1", "--seed", "0", "--disable-log-requests", "--enforce-eager"], "num_workers", 1),
-        (["--enable-chunked-prefill", "--no-enable-prefix-caching", "--swap-space", "4", "--port", "80"], "port", 80),
+        (
+            ["--tensor-parallel-size=1", "--seed", "0", "--disable-log-requests", "--enforce-eager"],
+            "num_workers",
+            1,
+        ),
+        (
+            ["--enable-chunked-prefill", "--no-enable-prefix-caching", "--swap-space", "4", "--port", "80"],
+            "port",
+            80,
+        ),
         (["--model", "org/model", "--tokenizer", "org/model"], "model_id", "org/model"),
         (["--logger-level", "WARNING"], "log_level", "warning"),
         (["-p", "8080", "-tp", "1"], "port", 8080),
@@ -186,7 +200,10 @@ def test_flags_of_others_mean_ours(argv: list[str], name: str, value: Any) -> No
         (["--seed", "x"], "SEED: 'x' is not a whole number"),
         (["--max-model-len", "1"], "--max-model-len: 1 is less than 2"),
         (["--max-input-length", "5", "--max-input-tokens", "6"], "means the same as"),
-        (["--tensor-paralel-size", "2"], "--tensor-paralel-size: unknown flag; the nearest is --tensor-parallel-size"),
+        (
+            ["--tensor-paralel-size", "2"],
+            "--tensor-paralel-size: unknown flag; the nearest is --tensor-parallel-size",
+        ),
         (["--validation-workers", "many"], "VALIDATION_WORKERS: 'many' is not a whole number"),
         (["--rope-scaling", "linear"], "ROPE_SCALING: linear needs ROPE_FACTOR"),
         (["--demo"], "DEMO: "),
@@ -211,7 +228,10 @@ def test_our_own_variable_wins_over_anothers_name_for_it() -> None:
 
 def test_vllms_names_are_no_variables() -> None:
     """A HOST or SEED in somebody's environment speaks to others."""
-    assert Settings.read([], {"HOST": "h", "SEED": "7", "TOKENIZER": "t", "MODEL": "m", "ENV": "production"}) == Settings()
+    assert (
+        Settings.read([], {"HOST": "h", "SEED": "7", "TOKENIZER": "t", "MODEL": "m", "ENV": "production"})
+        == Settings()
+    )
 
 
 def test_every_name_is_answered_once() -> None:

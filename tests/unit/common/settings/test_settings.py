@@ -12,17 +12,25 @@ from common.settings.settings import SettingError, Settings
 def test_a_flag_wins_over_its_variable_and_a_variable_over_the_default() -> None:
     environ = {"PORT": "4000", "NUM_WORKERS": "3", "REDIS_URL": ""}
     settings = Settings.read(["--port", "5000"], environ)
-    assert (settings.port, settings.num_workers, settings.num_gateways, settings.redis_url) == (5000, 3, 1, None)
+    assert (settings.port, settings.num_workers, settings.num_gateways, settings.redis_url) == (
+        5000,
+        3,
+        1,
+        None,
+    )
 
 
 @pytest.mark.parametrize(
-    ("text", "number"), [("512MiB", 2**29), ("1GiB", 2**30), ("2gb", 2 * 10**9), ("1.5 KiB", 1536), ("1_000", 1000), ("7", 7)]
+    ("text", "number"),
+    [("512MiB", 2**29), ("1GiB", 2**30), ("2gb", 2 * 10**9), ("1.5 KiB", 1536), ("1_000", 1000), ("7", 7)],
 )
 def test_sizes(text: str, number: int) -> None:
     assert Settings.read([], {"KV_CACHE_BYTES": text}).kv_cache_bytes == number
 
 
-@pytest.mark.parametrize(("argv", "expected"), [(["--debug-kv"], True), (["--debug-kv", "off"], False), ([], False)])
+@pytest.mark.parametrize(
+    ("argv", "expected"), [(["--debug-kv"], True), (["--debug-kv", "off"], False), ([], False)]
+)
 def test_booleans(argv: list[str], expected: bool) -> None:
     assert Settings.read(argv, {}).debug_kv is expected
 
@@ -44,7 +52,11 @@ def test_optional_numbers() -> None:
         ([], {"REQUEST_TIMEOUT_S": "nan"}, "REQUEST_TIMEOUT_S: 'nan' is not a number"),
         (["--dtype", "int3"], {}, "DTYPE: 'int3' is not one of auto, float32, float16, bfloat16"),
         ([], {"LOG_LEVEL": "loud"}, "LOG_LEVEL: 'loud' is not one of debug, info, warning, error"),
-        ([], {"COMPUTE_TYPE": "a\r\nb: c"}, "COMPUTE_TYPE: 'a\\r\\nb: c' cannot be sent as a header: it must be printable ASCII"),
+        (
+            [],
+            {"COMPUTE_TYPE": "a\r\nb: c"},
+            "COMPUTE_TYPE: 'a\\r\\nb: c' cannot be sent as a header: it must be printable ASCII",
+        ),
         (["stray"], {}, "ARGUMENTS: 'stray' is not expected"),
         (["--port"], {}, "FLAGS: argument -p/--port: expected one argument"),
     ],
@@ -99,7 +111,14 @@ def test_what_is_out_of_range_is_refused_with_the_limit(name: str, text: str, li
 
 
 def test_limits_themselves_are_served() -> None:
-    limits = ["--port=65535", "--gateway-port=0", "--horizon=1", "--max-total-tokens=2", "--worker-grace-s=0", "--request-timeout-s=604800"]
+    limits = [
+        "--port=65535",
+        "--gateway-port=0",
+        "--horizon=1",
+        "--max-total-tokens=2",
+        "--worker-grace-s=0",
+        "--request-timeout-s=604800",
+    ]
     assert Settings.read([*limits, "--worker-ttl-s=2", "--heartbeat-s=1"], {}).horizon == 1
 
 
@@ -110,19 +129,32 @@ def test_defaults_are_in_range() -> None:
 @pytest.mark.parametrize("module", ["api", "batcher", "gpu_worker"])
 def test_a_process_that_cannot_serve_a_setting_says_so_in_one_line(module: str) -> None:
     environ = os.environ | {"KV_CACHE_BYTES": "0", "REDIS_URL": "redis://127.0.0.1:1"}
-    done = subprocess.run([sys.executable, "-m", module], env=environ, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        [sys.executable, "-m", module], env=environ, capture_output=True, text=True, timeout=60
+    )
     assert (done.returncode, done.stderr) == (os.EX_CONFIG, "tokenfleet: KV_CACHE_BYTES: 0 is less than 1\n")
 
 
 @pytest.mark.parametrize(
-    ("hostname", "host"), [("0.0.0.0", "0.0.0.0"), ("::1", "::1"), ("localhost", "127.0.0.1"), ("3f2a90c1b7de", "0.0.0.0")]
+    ("hostname", "host"),
+    [("0.0.0.0", "0.0.0.0"), ("::1", "::1"), ("localhost", "127.0.0.1"), ("3f2a90c1b7de", "0.0.0.0")],
 )
 def test_a_machines_name_listens_everywhere(hostname: str, host: str) -> None:
     assert Settings(hostname=hostname).listen_host == host
 
 
 def test_environ_gives_a_child_the_same_settings() -> None:
-    flags = ["--debug-kv", "--threads", "2", "--redis-url", "redis://h", "--request-timeout-s", "1.5", "--cors-allow-origin", "a, b"]
+    flags = [
+        "--debug-kv",
+        "--threads",
+        "2",
+        "--redis-url",
+        "redis://h",
+        "--request-timeout-s",
+        "1.5",
+        "--cors-allow-origin",
+        "a, b",
+    ]
     settings = Settings.read(flags, {})
     assert settings.cors_allow_origin == ("a", "b")
     assert Settings.read([], settings.environ()) == settings

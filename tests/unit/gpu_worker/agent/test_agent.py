@@ -54,7 +54,9 @@ async def start(agent: Agent, row: int = 1, shown: bytes = b"", **fields) -> Non
     name = f"r{row}"
     prompt_ids = fields.pop("prompt_ids", pack_ids(PROMPT))
     request = Generate(name, "d", prompt_ids, fields.pop("max_new_tokens", 10), channel=CHANNEL, **fields)
-    await agent.redis.hset(KEYS.home(name), mapping={"digest": "d", "worker": "w0-1", "attempt": 1, "base": len(shown) // 8})
+    await agent.redis.hset(
+        KEYS.home(name), mapping={"digest": "d", "worker": "w0-1", "attempt": 1, "base": len(shown) // 8}
+    )
     agent.apply(plan(agent, starts=[Start(row, 1, len(shown) // RECORD.size, shown, pack_ids([1]), request)]))
 
 
@@ -70,7 +72,11 @@ def step(agent: Agent, tokens: dict[int, tuple[int, int]] | None = None, **field
 
 
 async def reports(redis) -> list[Report]:
-    return [decode(Report, fields[b"report"]) for _, fields in await redis.xrange(KEYS.reports("w0-1")) if b"report" in fields]
+    return [
+        decode(Report, fields[b"report"])
+        for _, fields in await redis.xrange(KEYS.reports("w0-1"))
+        if b"report" in fields
+    ]
 
 
 def ids_of(text: str) -> list[int]:
@@ -86,7 +92,10 @@ async def test_tokens_ends_and_releases_go_out_together(agent, redis):
         step(agent, {1: (0, first)}, prefilled=[(1, 2)])
         step(agent, {1: (1, second)}, ended=[(1, "length", 2)], released=[(1, 3)])
         await agent.flush()
-        said = [decode(Events, message["data"]) for message in [await pubsub.get_message(timeout=1) for _ in range(2)]]
+        said = [
+            decode(Events, message["data"])
+            for message in [await pubsub.get_message(timeout=1) for _ in range(2)]
+        ]
     assert [events.sequence for events in said] == [1, 2]
     (tokens,) = said[0].tokens
     assert (tokens.index, unpack_ids(tokens.ids), tokens.texts) == (0, [first, second], [" the", " sea"])
@@ -95,7 +104,11 @@ async def test_tokens_ends_and_releases_go_out_together(agent, redis):
     assert logged == replace(tokens, texts=[])
     assert (said[1].terminals[0].reason, said[1].terminals[0].num_tokens) == ("length", 2)
     result = json.loads(await redis.get(KEYS.result("r1")))
-    assert (result["generated_text"], result["ids"], result["logprobs"]) == (" the sea", [first, second], [-0.5, -0.5])
+    assert (result["generated_text"], result["ids"], result["logprobs"]) == (
+        " the sea",
+        [first, second],
+        [-0.5, -0.5],
+    )
     (report,) = await reports(redis)
     assert (report.prefilled, report.ended, report.released) == ([(1, 2, 1)], [(1, "length", 2)], [(1, 3)])
     assert not agent.table.rows
@@ -115,11 +128,17 @@ async def test_the_likeliest_tokens_stand_beside_their_own(agent, redis):
         events = decode(Events, (await pubsub.get_message(timeout=1))["data"])
     second, first = events.tokens
     assert (unpack_ids(first.ids), unpack_ids(first.top_ids)) == ([5, 6], [7, 3, 8, 3])
-    assert unpack_floats(first.logprobs) == [-0.5, -0.5] and unpack_floats(first.top_logprobs) == [-0.25, float("-inf")] * 2
+    assert (
+        unpack_floats(first.logprobs) == [-0.5, -0.5]
+        and unpack_floats(first.top_logprobs) == [-0.25, float("-inf")] * 2
+    )
     assert (unpack_ids(second.ids), second.top_ids) == ([4, 4], b"")
     await redis.hset(KEYS.home("r1"), "width", 3)
     committed = (await read(redis, KEYS, ["r1"]))["r1"]
-    assert split(committed.records, 3)[2] == [[(7, -0.25), (3, float("-inf"))], [(8, -0.25), (3, float("-inf"))]]
+    assert split(committed.records, 3)[2] == [
+        [(7, -0.25), (3, float("-inf"))],
+        [(8, -0.25), (3, float("-inf"))],
+    ]
 
 
 async def test_a_step_may_take_twenty_times_what_it_should(agent):
@@ -134,7 +153,10 @@ async def test_a_stop_string_ends_a_row_at_once_and_nothing_after_it_is_seen(age
     the, sea = ids_of(" the sea")
     step(agent, {1: (0, the)})
     step(agent, {1: (1, sea)})
-    assert agent.engine.grants[-1].stops == [(1, "stop_sequence")] and agent.engine.grants[-1].prefill_tokens == 64
+    assert (
+        agent.engine.grants[-1].stops == [(1, "stop_sequence")]
+        and agent.engine.grants[-1].prefill_tokens == 64
+    )
     step(agent, {1: (2, the)})
     step(agent, ended=[(1, "stop_sequence", 3)], released=[(1, 4)])
     await agent.flush()
@@ -150,12 +172,22 @@ async def test_a_resumed_row_goes_on_where_it_was(agent, redis):
     step(agent, {1: (1, sea)})
     await agent.flush()
     result = json.loads(await redis.get(KEYS.result("r1")))
-    assert (result["ids"], result["finish_reason"], result["generated_text"]) == ([the, sea], "stop_sequence", " the sea")
+    assert (result["ids"], result["finish_reason"], result["generated_text"]) == (
+        [the, sea],
+        "stop_sequence",
+        " the sea",
+    )
 
 
 def told(first: int, *logprobs: float) -> tuple[int, int, bytes, bytes, bytes]:
     """What a step says of the prompt of row 1: each token, and as the likeliest in its place number 7."""
-    return 1, first, pack_floats(logprobs), pack_ids([7] * len(logprobs)), pack_floats([-0.25] * len(logprobs))
+    return (
+        1,
+        first,
+        pack_floats(logprobs),
+        pack_ids([7] * len(logprobs)),
+        pack_floats([-0.25] * len(logprobs)),
+    )
 
 
 async def test_what_is_told_of_a_prompt_is_committed_with_the_first_token(agent, redis):
@@ -267,8 +299,14 @@ READY = Ready("m", "float32", "cpu", 16, 100, 64, 2048, pack_ids([2]))
     ("settings", "line"),
     [
         ({"max_batch_total_tokens": 15}, "MAX_BATCH_TOTAL_TOKENS: 15 is less than one block of 16 tokens"),
-        ({"max_total_tokens": 1601}, "MAX_TOTAL_TOKENS: 1601 is more than the 1600 tokens that context and KV cache allow"),
-        ({"max_input_tokens": 800, "max_batch_total_tokens": 700}, "MAX_INPUT_TOKENS: 800 is more than the 688 tokens that"),
+        (
+            {"max_total_tokens": 1601},
+            "MAX_TOTAL_TOKENS: 1601 is more than the 1600 tokens that context and KV cache allow",
+        ),
+        (
+            {"max_input_tokens": 800, "max_batch_total_tokens": 700},
+            "MAX_INPUT_TOKENS: 800 is more than the 688 tokens that",
+        ),
     ],
 )
 def test_limits_that_cannot_be_kept_are_refused(settings, line):

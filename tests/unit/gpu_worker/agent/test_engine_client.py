@@ -30,7 +30,9 @@ class Mouth:
 @pytest.fixture
 async def engine() -> AsyncIterator[Mouth]:
     ours, theirs = socket.socketpair()
-    process = await asyncio.create_subprocess_exec(sys.executable, "-c", "input()", stdin=asyncio.subprocess.PIPE)
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", "input()", stdin=asyncio.subprocess.PIPE
+    )
     rank = Rank(process, *await asyncio.open_unix_connection(sock=ours))
     with theirs:
         yield Mouth(EngineLink([rank]), theirs)
@@ -42,13 +44,20 @@ async def engine() -> AsyncIterator[Mouth]:
 def counted() -> list[float]:
     """Tokens, steps that decode, and those that prefill."""
     steps = [catalogue.BATCH_FORWARD.series[method,] for method in ("decode", "prefill")]
-    return [catalogue.TOKENS.values[()], *(sum(number for bound, number in parts.items() if bound > 0) for parts in steps)]
+    return [
+        catalogue.TOKENS.values[()],
+        *(sum(number for bound, number in parts.items() if bound > 0) for parts in steps),
+    ]
 
 
 async def test_steps_that_came_together_are_taken_together_and_counted(engine: Mouth) -> None:
     before = counted()
     engine.link.send(Grant(5, 64, [StartRow(1, b"", 0, 4, True, b""), StartRow(2, b"", 0, 4, True, b"")]))
-    engine.say(encode(Step(1, TWO, prefilled=((1, 7), (2, 7)), duration_ms=5.0)), encode(Step(2, TWO, duration_ms=2.0)), encode(Step(2)))
+    engine.say(
+        encode(Step(1, TWO, prefilled=((1, 7), (2, 7)), duration_ms=5.0)),
+        encode(Step(2, TWO, duration_ms=2.0)),
+        encode(Step(2)),
+    )
     assert [step.step for step in await engine.link.steps()] == [1, 2, 2]
     engine.say(encode(Step(3, TWO, duration_ms=2.0)))
     assert [step.step for step in await engine.link.steps()] == [3]

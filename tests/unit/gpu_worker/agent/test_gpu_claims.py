@@ -51,7 +51,9 @@ def test_halves_of_a_gpu_are_shared(machine: Path) -> None:
 
 
 @pytest.mark.parametrize(("chosen", "taken"), [("1", ["GPU-b"]), ("GPU-b,GPU-a", ["GPU-b"]), ("", [])])
-def test_chosen_gpus_only(machine: Path, monkeypatch: pytest.MonkeyPatch, chosen: str, taken: list[str]) -> None:
+def test_chosen_gpus_only(
+    machine: Path, monkeypatch: pytest.MonkeyPatch, chosen: str, taken: list[str]
+) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", chosen)
     assert [*gpus.claim(Settings(gpu_locks=str(machine)), 1)] == taken
 
@@ -72,7 +74,13 @@ def test_a_worker_on_the_processor_takes_none(machine: Path) -> None:
 
 
 def test_how_many_ranks(machine: Path) -> None:
-    asked = ({}, {"num_shard": 3}, {"sharded": True}, {"sharded": False}, {"sharded": True, "num_shard": 4, "device": "cpu"})
+    asked = (
+        {},
+        {"num_shard": 3},
+        {"sharded": True},
+        {"sharded": False},
+        {"sharded": True, "num_shard": 4, "device": "cpu"},
+    )
     assert [gpus.num_ranks(Settings(**settings)) for settings in asked] == [1, 3, 2, 1, 4]
     with pytest.raises(SettingError, match="SHARDED: true, but there are 0 GPUs"):
         gpus.num_ranks(Settings(sharded=True, device="cpu"))

@@ -1,4 +1,6 @@
-"""DETERMINISTIC: in bfloat16 too, the bits of a row are its own, whatever else runs, however its prompt is cut, and after a resume."""
+"""DETERMINISTIC: in bfloat16 too, the bits of a row are its own, whatever else runs, however its prompt is
+cut, and after a resume.
+"""
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -18,8 +20,17 @@ from tests.support.engine.reference import prompt_ids
 from tests.support.prompts import FEW, PROMPTS
 
 NEW_TOKENS = 24
-SETTINGS: dict[str, Any] = {"dtype": "bfloat16", "kv_cache_bytes": 2**27, "max_batch_prefill_tokens": 256, "deterministic": True}
-SAMPLINGS = [None, Sampling(temperature=1.5, seed=3), Sampling(temperature=1.0, top_p=0.9, repetition_penalty=1.2, seed=4)]
+SETTINGS: dict[str, Any] = {
+    "dtype": "bfloat16",
+    "kv_cache_bytes": 2**27,
+    "max_batch_prefill_tokens": 256,
+    "deterministic": True,
+}
+SAMPLINGS = [
+    None,
+    Sampling(temperature=1.5, seed=3),
+    Sampling(temperature=1.0, top_p=0.9, repetition_penalty=1.2, seed=4),
+]
 pytestmark = pytest.mark.skipif(native.library() is None, reason="no C++ compiler")
 
 Told = tuple[list[int], bytes]
@@ -31,14 +42,22 @@ def engine() -> Iterator[Engine]:
     yield Engine(Settings(**SETTINGS))
 
 
-def play(engine: Engine, rows: Sequence[int], prefill_tokens: int = 1000, shown: dict[int, list[int]] | None = None) -> dict[int, Told]:
+def play(
+    engine: Engine, rows: Sequence[int], prefill_tokens: int = 1000, shown: dict[int, list[int]] | None = None
+) -> dict[int, Told]:
     shown, prompts = shown or {}, prompt_ids([PROMPTS[place] for place in FEW])
-    played = Player(engine, list(range(1, 1 + engine.ready.num_blocks)), prefill_tokens, until=engine.rows.step)
+    played = Player(
+        engine, list(range(1, 1 + engine.ready.num_blocks)), prefill_tokens, until=engine.rows.step
+    )
     starts = []
     for row in rows:
         before = shown.get(row, [])
         sampling = SAMPLINGS[row % len(SAMPLINGS)]
-        starts.append(played.start(row, prompts[row] + before, NEW_TOKENS, len(before), ignore_eos=True, sampling=sampling))
+        starts.append(
+            played.start(
+                row, prompts[row] + before, NEW_TOKENS, len(before), ignore_eos=True, sampling=sampling
+            )
+        )
     ids = played.run(starts)
     bits: dict[int, bytes] = dict.fromkeys(rows, b"")
     for step in played.steps:
@@ -53,7 +72,9 @@ def test_the_bits_of_a_row_are_its_own(engine: Engine) -> None:
     assert play(engine, rows) == alone, "batched"
     assert play(engine, rows[::-1], prefill_tokens=7) == alone, "chunked, in another order"
     resumed = play(engine, rows, shown={row: alone[row][0][: 5 + row] for row in rows})
-    assert resumed == {row: (ids[5 + row :], bits[4 * (5 + row) :]) for row, (ids, bits) in alone.items()}, "resumed"
+    assert resumed == {row: (ids[5 + row :], bits[4 * (5 + row) :]) for row, (ids, bits) in alone.items()}, (
+        "resumed"
+    )
 
 
 @pytest.mark.parametrize("threads", [1, 3])
@@ -72,5 +93,9 @@ def test_another_worker_with_other_threads_has_the_same_bits(engine: Engine, thr
 def test_what_cannot_keep_it_is_refused(family: str, tmp_path: Path) -> None:
     tiny_models.save(tmp_path, *tiny_models.FAMILIES[family])
     with pytest.raises(SettingError, match=r"DETERMINISTIC: .*0 of its 3 layers") as caught:
-        Engine(Settings(model_id=str(tmp_path), dtype="float32", kv_cache_bytes=2**23, threads=1, deterministic=True))
+        Engine(
+            Settings(
+                model_id=str(tmp_path), dtype="float32", kv_cache_bytes=2**23, threads=1, deterministic=True
+            )
+        )
     assert "\n" not in str(caught.value)

@@ -1,4 +1,6 @@
-"""The engine's ids equal those of transformers' `generate`, however rows are batched, chunked, delayed and resumed."""
+"""The engine's ids equal those of transformers' `generate`, however rows are batched, chunked, delayed and
+resumed.
+"""
 
 import pytest
 from tokenizers import Tokenizer
@@ -12,7 +14,10 @@ from tests.support.engine.reference import prompt_ids, reference_ids
 from tests.support.prompts import FEW, PROMPTS
 
 NEW_TOKENS = 40
-INDICES = [pytest.param(FEW, id="few"), pytest.param(list(range(len(PROMPTS))), id="all", marks=pytest.mark.slow)]
+INDICES = [
+    pytest.param(FEW, id="few"),
+    pytest.param(list(range(len(PROMPTS))), id="all", marks=pytest.mark.slow),
+]
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +38,10 @@ def player(engine: Engine, num_blocks: int | None = None, prefill_tokens: int = 
 
 
 def check_ends(played: Player, answers: dict[int, list[int]]) -> None:
-    whys = {index: ("length" if len(ids) == NEW_TOKENS else "eos_token", len(ids)) for index, ids in answers.items()}
+    whys = {
+        index: ("length" if len(ids) == NEW_TOKENS else "eos_token", len(ids))
+        for index, ids in answers.items()
+    }
     assert played.ended == whys
 
 
@@ -63,7 +71,9 @@ def test_chunked(engine: Engine, prompts: list[list[int]], indices: list[int]) -
 
 @pytest.mark.parametrize("indices", INDICES)
 def test_scarce_blocks(engine: Engine, prompts: list[list[int]], indices: list[int]) -> None:
-    """Blocks for the longest row and one for each other: all start at once, all but the oldest wait, each goes on in blocks just freed."""
+    """Blocks for the longest row and one for each other: all start at once, all but the oldest wait, each
+    goes on in blocks just freed.
+    """
     answers = expected(prompts, indices)
     longest = max(len(prompts[index]) + NEW_TOKENS for index in indices)
     played = player(engine, num_blocks=-(-longest // engine.block_size) + len(indices))
@@ -78,7 +88,10 @@ def test_resumed(engine: Engine, prompts: list[list[int]], indices: list[int]) -
     """Rows that start with some of their tokens generated elsewhere."""
     answers, played = expected(prompts, indices), player(engine)
     bases = {index: min(5 + 3 * index, len(answers[index]) - 1) for index in indices}
-    starts = [played.start(index, prompts[index] + answers[index][: bases[index]], NEW_TOKENS, bases[index]) for index in indices]
+    starts = [
+        played.start(index, prompts[index] + answers[index][: bases[index]], NEW_TOKENS, bases[index])
+        for index in indices
+    ]
     assert played.run(starts) == {index: answers[index][bases[index] :] for index in indices}
     check_ends(played, answers)
 

@@ -1,4 +1,6 @@
-"""What of a step would make the host wait for a GPU before the step is read, found on CPU: operations whose result the host looks at."""
+"""What of a step would make the host wait for a GPU before the step is read, found on CPU: operations whose
+result the host looks at.
+"""
 
 import sys
 from collections.abc import Callable
@@ -20,15 +22,31 @@ from tests.unit.gpu_worker.engine.attention.test_flashinfer import like_cuda  # 
 from tests.unit.gpu_worker.engine.model.test_families import prompts
 
 NEW_TOKENS = 6
-WAITING = {"_local_scalar_dense", "is_nonzero", "nonzero", "masked_select", "equal", "_unique2", "unique_consecutive", "bincount"}
+WAITING = {
+    "_local_scalar_dense",
+    "is_nonzero",
+    "nonzero",
+    "masked_select",
+    "equal",
+    "_unique2",
+    "unique_consecutive",
+    "bincount",
+}
 FAMILIES_TRIED = (
     "Qwen2",
     "Phi3-longrope",
-    *(pytest.param(name, marks=pytest.mark.slow) for name in ("Qwen3-MoE", "GPT2", "gpt-oss", "OPT", "StableLM")),
+    *(
+        pytest.param(name, marks=pytest.mark.slow)
+        for name in ("Qwen3-MoE", "GPT2", "gpt-oss", "OPT", "StableLM")
+    ),
 )
 ASKED: list[dict[str, Any]] = [
     {"top_n": 2, "prompt_logprobs": 2, "min_end": 4},
-    {"sampling": Sampling(temperature=0.8, top_p=0.9, top_k=20, repetition_penalty=1.2, frequency_penalty=0.2)},
+    {
+        "sampling": Sampling(
+            temperature=0.8, top_p=0.9, top_k=20, repetition_penalty=1.2, frequency_penalty=0.2
+        )
+    },
     {"sampling": Sampling(temperature=0.8, typical_p=0.9, raw_logprobs=True), "top_n": 3},
     {"sampling": Sampling(logit_bias=[(5, 3.0)], bad_words=[pack_ids([5]), pack_ids([6, 7])])},
 ]
@@ -43,7 +61,9 @@ class Waits(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func.name().removeprefix("aten::").partition(".")[0]
-        picks = name in ("index", "index_put", "index_put_") and any(one is not None and one.dtype == torch.bool for one in args[1])
+        picks = name in ("index", "index_put", "index_put_") and any(
+            one is not None and one.dtype == torch.bool for one in args[1]
+        )
         if (name in WAITING or picks) and not any("fake_flashinfer" in path for path in paths()):
             self.found.add(f"{name} in {[path for path in paths() if '/torch/' not in path][:3]}")
         return func(*args, **(kwargs or {}))

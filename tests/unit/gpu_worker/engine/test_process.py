@@ -16,7 +16,12 @@ from tests.support.engine.reference import prompt_ids, reference_ids
 from tests.support.prompts import PROMPTS
 
 TIMEOUT_S = 60.0
-ENVIRON = {"DTYPE": "float32", "KV_CACHE_BYTES": "64MiB", "MAX_BATCH_PREFILL_TOKENS": "64", "DEBUG_KV": "true"}
+ENVIRON = {
+    "DTYPE": "float32",
+    "KV_CACHE_BYTES": "64MiB",
+    "MAX_BATCH_PREFILL_TOKENS": "64",
+    "DEBUG_KV": "true",
+}
 
 
 @dataclass
@@ -71,12 +76,19 @@ def child(request: pytest.FixtureRequest) -> Iterator[Child]:
 
 
 def test_tokens_through_the_socket(child: Child) -> None:
-    """Signals are ignored, two grants that wait together are both applied, a stop without a step is answered, a closed socket ends it."""
+    """Signals are ignored, two grants that wait together are both applied, a stop without a step is answered,
+    a closed socket ends it.
+    """
     index = 4
     prompt = prompt_ids(PROMPTS)[index]
     ready = child.ready()
     assert isinstance(ready, Ready)
-    assert (ready.block_size, ready.context, unpacked(ready.eos_ids), ready.dtype) == (16, 8192, [2], "float32")
+    assert (ready.block_size, ready.context, unpacked(ready.eos_ids), ready.dtype) == (
+        16,
+        8192,
+        [2],
+        "float32",
+    )
     child.process.terminate()
     child.send(Grant(3, 64, [StartRow(7, packed(prompt), 0, 40, False, packed([1, 2, 3, 4]))]))
     child.send(Grant(5, 64))
@@ -104,7 +116,12 @@ def test_tokens_through_the_socket(child: Child) -> None:
 )
 def test_settings_that_cannot_be_served(child: Child, setting: str, words: str) -> None:
     failure = child.ready()
-    assert isinstance(failure, Failure) and failure.setting == setting and words in failure.cause and "\n" not in failure.cause
+    assert (
+        isinstance(failure, Failure)
+        and failure.setting == setting
+        and words in failure.cause
+        and "\n" not in failure.cause
+    )
     assert child.process.wait(TIMEOUT_S) == 1
 
 

@@ -37,7 +37,13 @@ class Scarce:
 @pytest.fixture(params=[False, True], ids=["", "ahead"])
 def engine(request: pytest.FixtureRequest, tmp_path: Path) -> Engine:
     tiny_models.save(tmp_path, *FAMILIES["Qwen3"])
-    settings = {"dtype": "float32", "kv_cache_bytes": 2**23, "max_batch_prefill_tokens": 64, "block_size": 8, "threads": 1}
+    settings = {
+        "dtype": "float32",
+        "kv_cache_bytes": 2**23,
+        "max_batch_prefill_tokens": 64,
+        "block_size": 8,
+        "threads": 1,
+    }
     engine = Engine(Settings(model_id=str(tmp_path), **settings))
     engine.ahead = request.param
     return engine
@@ -48,7 +54,9 @@ def play(engine: Engine) -> Player:
     played = Player(engine, list(range(1, engine.ready.num_blocks + 1)), until=engine.rows.step)
     prompts = [torch.randint(3, VOCAB, (length,)).tolist() for length in (3, 30, 11, 1)]
     asked = [{"prompt_logprobs": 1}, {"prompt_logprobs": 0}, {}, {"prompt_logprobs": 0}]
-    played.run([played.start(row, ids, NEW_TOKENS, ignore_eos=True, **asked[row]) for row, ids in enumerate(prompts)])
+    played.run(
+        [played.start(row, ids, NEW_TOKENS, ignore_eos=True, **asked[row]) for row, ids in enumerate(prompts)]
+    )
     return played
 
 
@@ -59,7 +67,11 @@ def limit(engine: Engine, **rules: Any) -> Scarce:
 
 
 @pytest.mark.parametrize(
-    "error", [torch.OutOfMemoryError("CUDA out of memory"), RuntimeError("DefaultCPUAllocator: can't allocate memory")]
+    "error",
+    [
+        torch.OutOfMemoryError("CUDA out of memory"),
+        RuntimeError("DefaultCPUAllocator: can't allocate memory"),
+    ],
 )
 @pytest.mark.parametrize(("room", "since"), [(7, 1), (1, 1), (2, 5)])
 def test_nobody_notices(engine: Engine, room: int, since: int, error: RuntimeError) -> None:

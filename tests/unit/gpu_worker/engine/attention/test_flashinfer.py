@@ -1,4 +1,6 @@
-"""The parts of the engine that CUDA runs, on CPU: FlashInfer's attention is computed by torch, and graphs are captured by calling again."""
+"""The parts of the engine that CUDA runs, on CPU: FlashInfer's attention is computed by torch, and graphs are
+captured by calling again.
+"""
 
 import itertools
 import math
@@ -42,7 +44,16 @@ if not fake_flashinfer.install():
 from gpu_worker.engine.attention.flashinfer import Flash, lacks, needs_plans, reach_ninja
 
 HOPPER = 9
-SLOWLY = ("Llama", "Mistral", "Gemma2", "Qwen3-MoE", "GPT2", "Llama-dynamic", "Llama-longrope", "Gemma3-longrope")
+SLOWLY = (
+    "Llama",
+    "Mistral",
+    "Gemma2",
+    "Qwen3-MoE",
+    "GPT2",
+    "Llama-dynamic",
+    "Llama-longrope",
+    "Gemma3-longrope",
+)
 
 
 @pytest.mark.parametrize(("block_size", "generation"), [(16, HOPPER), (5, HOPPER), (16, 8)])
@@ -61,14 +72,18 @@ def test_attention(block_size: int, generation: int) -> None:
             attention.attach([module], geometry, cache, backend)
         lines = rows(block_size, (70, 1, 33, 90))
         for step in STEPS:
-            line = build(arrange([chunk(lines[row], begin, count) for row, begin, count in step]), block_size, CPU)
+            line = build(
+                arrange([chunk(lines[row], begin, count) for row, begin, count in step]), block_size, CPU
+            )
             tokens = line.ids.shape[1]
             query = torch.randn(1, tokens, 2 * group, 64).transpose(1, 2)
             key, value = torch.randn(1, 2, tokens, 64), torch.randn(1, tokens, 2, 64).transpose(1, 2)
             outputs = []
             for backend, module in zip(backends, modules, strict=True):
                 backend.begin(line)
-                outputs.append(backend.attend(module, query, key, value, None if sinks is None else sinks[: 2 * group]))
+                outputs.append(
+                    backend.attend(module, query, key, value, None if sinks is None else sinks[: 2 * group])
+                )
             torch.testing.assert_close(outputs[1], outputs[0], rtol=0, atol=2e-5)
 
 
@@ -83,7 +98,11 @@ def test_attention(block_size: int, generation: int) -> None:
     ],
 )
 def test_what_it_lacks(
-    dims: tuple[int, int], dtype: torch.dtype, why: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    dims: tuple[int, int],
+    dtype: torch.dtype,
+    why: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     geometry = Geometry([Layer(View(2, 1, None, 1.0), *dims)], 64, dtype)
     found = lacks(geometry)
@@ -104,7 +123,12 @@ def test_what_it_lacks(
     ],
 )
 def test_what_needs_plans(
-    group: int, softcap: float | None, block_size: int, generation: int, why: str, caplog: pytest.LogCaptureFixture
+    group: int,
+    softcap: float | None,
+    block_size: int,
+    generation: int,
+    why: str,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     geometry = Geometry([Layer(View(2, group, None, 1.0, softcap), 64, 64)], block_size, torch.bfloat16)
     found = needs_plans(geometry, generation)
@@ -112,7 +136,9 @@ def test_what_needs_plans(
     assert Flash(geometry, CPU, generation).plan_free == (not why) and found in caplog.text
 
 
-def test_ninja_is_found_where_no_environment_was_activated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ninja_is_found_where_no_environment_was_activated(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("PATH", str(tmp_path / "bin"))
     monkeypatch.setattr(sysconfig, "get_path", lambda name: str(tmp_path / name))
     program = tmp_path / "scripts/ninja"
@@ -124,7 +150,7 @@ def test_ninja_is_found_where_no_environment_was_activated(tmp_path: Path, monke
     assert os.environ["PATH"] == f"{tmp_path}/bin:{tmp_path}/scripts", "once"
 
 
-# --- the whole engine ---------------------------------------------------------------------------------------------------------------
+# --- the whole engine ---------------------------------------------------------------------------------------
 
 
 def again(run: Callable[[], None]) -> Callable[[], None]:
@@ -153,13 +179,18 @@ def like_cuda(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Engine]:
     return made
 
 
-@pytest.mark.parametrize("family", ["Qwen2", "gpt-oss", "Phi3-longrope", *(pytest.param(name, marks=pytest.mark.slow) for name in SLOWLY)])
+@pytest.mark.parametrize(
+    "family",
+    ["Qwen2", "gpt-oss", "Phi3-longrope", *(pytest.param(name, marks=pytest.mark.slow) for name in SLOWLY)],
+)
 def test_served(family: str, tmp_path: Path, like_cuda: Callable[[Path], Engine]) -> None:
     """Steps of one to three rows that decode come from graphs, one of which is never full; others do not."""
     model = tiny_models.save(tmp_path, *FAMILIES[family])
     wanted = {row: tiny_models.generate(model, prompt, NEW_TOKENS) for row, prompt in enumerate(prompts())}
     engine, fresh = like_cuda(tmp_path), dict(enumerate(prompts()))
-    assert [play(engine, {row: prompt})[row] for row, prompt in fresh.items()] == list(wanted.values()), "alone"
+    assert [play(engine, {row: prompt})[row] for row, prompt in fresh.items()] == list(wanted.values()), (
+        "alone"
+    )
     assert play(engine, fresh) == wanted, "batched"
     assert play(engine, fresh, prefill_tokens=7) == wanted, "chunked"
     resumed = play(engine, {row: prompt + wanted[row][:9] for row, prompt in fresh.items()}, base=9)
@@ -170,14 +201,20 @@ def test_decoding_comes_from_graphs(tmp_path: Path, like_cuda: Callable[[Path], 
     tiny_models.save(tmp_path, *FAMILIES["Llama"])
     engine, seen = like_cuda(tmp_path), list[int]()
     assert isinstance(engine.graphs, Graphs)
-    graphs = {size: (lambda run=run, size=size: (seen.append(size), run())) for size, run in engine.graphs.graphs.items()}
+    graphs = {
+        size: (lambda run=run, size=size: (seen.append(size), run()))
+        for size, run in engine.graphs.graphs.items()
+    }
     engine.graphs.graphs = graphs  # type: ignore[assignment]
     play(engine, dict(enumerate(prompts()[:2])))
     assert list(graphs) == [1, 2, 3] and seen == [2] * (NEW_TOKENS - 1)
 
 
 def test_what_waits_for_the_device_is_not_captured(
-    tmp_path: Path, like_cuda: Callable[[Path], Engine], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    tmp_path: Path,
+    like_cuda: Callable[[Path], Engine],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     """Torch raises where it would wait, before anything is captured."""
     tiny_models.save(tmp_path, *FAMILIES["Llama"])
@@ -196,7 +233,11 @@ def test_what_waits_for_the_device_is_not_captured(
     monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", modes.append)
     monkeypatch.setattr(engine_module, "capture_on", lambda device: capture)
     engine.try_to_capture(Settings(max_batch_size=3))
-    assert engine.graphs is None and "captured: called a synchronizing CUDA operation;" in caplog.text and play(engine, fresh) == wanted
+    assert (
+        engine.graphs is None
+        and "captured: called a synchronizing CUDA operation;" in caplog.text
+        and play(engine, fresh) == wanted
+    )
     assert modes == ["error", "default"]
     modes.clear()
     with pytest.raises(SettingError, match="cannot be captured"):
@@ -204,7 +245,9 @@ def test_what_waits_for_the_device_is_not_captured(
 
 
 def test_halves_of_a_step_may_be_graphs(tmp_path: Path, like_cuda: Callable[[Path], Engine]) -> None:
-    """A step with a chunk does not fit into memory; its rows that decode come from graphs, all of which write the same logits."""
+    """A step with a chunk does not fit into memory; its rows that decode come from graphs, all of which write
+    the same logits.
+    """
     tiny_models.save(tmp_path, *FAMILIES["Llama"])
     engine, fresh = like_cuda(tmp_path), dict(enumerate(prompts()))
     wanted = play(engine, fresh, prefill_tokens=7)
@@ -212,12 +255,25 @@ def test_halves_of_a_step_may_be_graphs(tmp_path: Path, like_cuda: Callable[[Pat
     assert play(engine, fresh, prefill_tokens=7) == wanted and scarce.refusals
 
 
-def bits(engine: Engine, rows: list[int], prefill_tokens: int, shown: dict[int, list[int]]) -> dict[int, tuple[list[int], bytes]]:
+def bits(
+    engine: Engine, rows: list[int], prefill_tokens: int, shown: dict[int, list[int]]
+) -> dict[int, tuple[list[int], bytes]]:
     """The ids of rows that draw, and the bits of their log-probabilities."""
-    played = Player(engine, list(range(1, engine.ready.num_blocks + 1)), prefill_tokens, until=engine.rows.step)
-    sampling = [None, Sampling(temperature=1.0, seed=3), Sampling(temperature=1.0, top_p=0.9, repetition_penalty=1.2, seed=4), None]
-    asked = {row: {"base": len(shown.get(row, [])), "ignore_eos": True, "sampling": sampling[row]} for row in rows}
-    starts = [played.start(row, prompts()[row] + shown.get(row, []), NEW_TOKENS, **asked[row]) for row in rows]
+    played = Player(
+        engine, list(range(1, engine.ready.num_blocks + 1)), prefill_tokens, until=engine.rows.step
+    )
+    sampling = [
+        None,
+        Sampling(temperature=1.0, seed=3),
+        Sampling(temperature=1.0, top_p=0.9, repetition_penalty=1.2, seed=4),
+        None,
+    ]
+    asked = {
+        row: {"base": len(shown.get(row, [])), "ignore_eos": True, "sampling": sampling[row]} for row in rows
+    }
+    starts = [
+        played.start(row, prompts()[row] + shown.get(row, []), NEW_TOKENS, **asked[row]) for row in rows
+    ]
     ids, told = played.run(starts), dict.fromkeys(rows, b"")
     for step in played.steps:
         for row, _, _, logprob in step.sampled:
@@ -226,7 +282,9 @@ def bits(engine: Engine, rows: list[int], prefill_tokens: int, shown: dict[int, 
 
 
 def test_deterministic(tmp_path: Path, like_cuda: Callable[..., Engine]) -> None:
-    """Everything goes through one graph, in lots that rows and chunks do not fit: ids are right, and bits a row's own."""
+    """Everything goes through one graph, in lots that rows and chunks do not fit: ids are right, and bits a
+    row's own.
+    """
     model = tiny_models.save(tmp_path, *FAMILIES["Qwen2"])
     engine, rows = like_cuda(tmp_path, deterministic=True), list(range(len(prompts())))
     assert isinstance(engine.graphs, Tokenwise) and list(engine.graphs.graphs.graphs) == [12]
@@ -235,7 +293,9 @@ def test_deterministic(tmp_path: Path, like_cuda: Callable[..., Engine]) -> None
     assert bits(engine, rows, 1000, {}) == alone, "batched"
     assert bits(engine, rows[::-1], 7, {}) == alone, "chunked, in another order"
     resumed = bits(engine, rows, 1000, {row: alone[row][0][: 5 + row] for row in rows})
-    assert resumed == {row: (ids[5 + row :], told[4 * (5 + row) :]) for row, (ids, told) in alone.items()}, "resumed"
+    assert resumed == {row: (ids[5 + row :], told[4 * (5 + row) :]) for row, (ids, told) in alone.items()}, (
+        "resumed"
+    )
 
 
 def test_sizes_of_graphs() -> None:
@@ -243,7 +303,7 @@ def test_sizes_of_graphs() -> None:
     assert sizes(256)[-3:] == [240, 248, 256] and len(sizes(256)) == 35
 
 
-# --- weights ------------------------------------------------------------------------------------------------------------------------
+# --- weights ------------------------------------------------------------------------------------------------
 
 
 class Odd(nn.Module):
@@ -277,7 +337,7 @@ def test_what_is_changed_or_unlike_is_not_merged() -> None:
     assert type(model.q_proj) is nn.Linear
 
 
-# --- the compiler -------------------------------------------------------------------------------------------------------------------
+# --- the compiler -------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -290,7 +350,9 @@ def dynamo() -> Iterator[Any]:
 
 
 @pytest.mark.slow
-def test_one_compilation_serves_all_layers(tmp_path: Path, like_cuda: Callable[[Path], Engine], dynamo: Any) -> None:
+def test_one_compilation_serves_all_layers(
+    tmp_path: Path, like_cuda: Callable[[Path], Engine], dynamo: Any
+) -> None:
     """One for one token, one for any number; and the ids are the same."""
     model = tiny_models.save(tmp_path, *FAMILIES["Llama"])
     wanted = {row: tiny_models.generate(model, prompt, NEW_TOKENS) for row, prompt in enumerate(prompts())}
@@ -308,7 +370,9 @@ def test_one_compilation_serves_all_layers(tmp_path: Path, like_cuda: Callable[[
     assert dynamo["stats"]["unique_graphs"] == compiled
 
 
-def test_where_nothing_compiles_layers_run_as_they_are(tmp_path: Path, dynamo: Any, caplog: pytest.LogCaptureFixture) -> None:
+def test_where_nothing_compiles_layers_run_as_they_are(
+    tmp_path: Path, dynamo: Any, caplog: pytest.LogCaptureFixture
+) -> None:
     model = tiny_models.save(tmp_path, *FAMILIES["Llama"])
 
     def fail() -> None:

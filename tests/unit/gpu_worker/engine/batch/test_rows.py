@@ -18,7 +18,15 @@ TEXT = 7  # any id that ends nothing
 TOLD = Told(b"", b"", b"")
 
 
-def start(row: int, num_ids: int, num_blocks: int = 100, base: int = 0, end: int = 10, ignore_eos: bool = False, **asked: Any) -> StartRow:
+def start(
+    row: int,
+    num_ids: int,
+    num_blocks: int = 100,
+    base: int = 0,
+    end: int = 10,
+    ignore_eos: bool = False,
+    **asked: Any,
+) -> StartRow:
     blocks = range(1 + 100 * row, 1 + 100 * row + num_blocks)
     return StartRow(row, packed(range(num_ids)), base, end, ignore_eos, packed(blocks), **asked)
 
@@ -72,14 +80,31 @@ def test_prompts_that_are_told_of_take_few_tokens_of_a_step() -> None:
     """What comes after the last token of a prompt is sampled; what comes after all others is told of."""
     rows = Rows(BLOCK, [EOS], max_scores=3)
     rows.apply(
-        Grant(1000, 1000, [start(0, 5, prompt_logprobs=0), start(1, 4), start(2, 3, prompt_logprobs=1), start(3, 1, prompt_logprobs=0)])
+        Grant(
+            1000,
+            1000,
+            [
+                start(0, 5, prompt_logprobs=0),
+                start(1, 4),
+                start(2, 3, prompt_logprobs=1),
+                start(3, 1, prompt_logprobs=0),
+            ],
+        )
     )
     shapes, told = [], []
     for _ in range(4):
         parts = rows.launch()
-        shapes.append([(part.row.number, part.begin, part.count, part.samples, part.scores) for part in parts if not part.decodes])
+        shapes.append(
+            [
+                (part.row.number, part.begin, part.count, part.samples, part.scores)
+                for part in parts
+                if not part.decodes
+            ]
+        )
         num_samples = sum(part.samples for part in parts)
-        rows.read(parts, [TEXT] * num_samples, [-0.5] * num_samples, prompts=[TOLD for part in parts if part.scores])
+        rows.read(
+            parts, [TEXT] * num_samples, [-0.5] * num_samples, prompts=[TOLD for part in parts if part.scores]
+        )
         told.append([(row, first) for row, first, *_ in rows.report().prompts])
     assert shapes == [
         [(0, 0, 3, False, 3), (1, 0, 4, True, 0)],
@@ -165,10 +190,16 @@ def test_stop_ids_end_a_row_after_length_and_eos() -> None:
 
 
 def test_only_rows_that_ask_have_a_turn() -> None:
-    """Row 1 asks until it has the tokens that it must have, whatever it started with; row 2 must have none but stop ids; row 3 samples."""
+    """Row 1 asks until it has the tokens that it must have, whatever it started with; row 2 must have none
+    but stop ids; row 3 samples.
+    """
     sampling = Sampling(temperature=1.0)
     rows = table(
-        start(0, 3), start(1, 9, base=4, min_end=6), start(2, 3, stop_ids=packed([1])), start(3, 3, sampling=sampling), prefill_tokens=15
+        start(0, 3),
+        start(1, 9, base=4, min_end=6),
+        start(2, 3, stop_ids=packed([1])),
+        start(3, 3, sampling=sampling),
+        prefill_tokens=15,
     )
     turns = []
     for _ in range(4):
@@ -185,7 +216,10 @@ def test_likeliest_tokens_stand_beside_their_row() -> None:
     rows.apply(Grant(1000, 1000, stops=[(1, "cancelled")]))
     rows.read(parts, [TEXT] * 3, [-0.5] * 3, {1: Top([8], [-1.0]), 2: Top([7, 9], [-0.5, float("-inf")])})
     outcome = rows.report()
-    assert (numbers(outcome), outcome.tops) == ([0, 2], [(1, packed([7, 9]), pack_floats([-0.5, float("-inf")]))])
+    assert (numbers(outcome), outcome.tops) == (
+        [0, 2],
+        [(1, packed([7, 9]), pack_floats([-0.5, float("-inf")]))],
+    )
 
 
 def test_a_resumed_row_counts_from_its_base() -> None:
@@ -220,7 +254,11 @@ def test_a_row_is_released_after_the_last_launched_step_that_held_it() -> None:
     rows.apply(Grant(1000, 1000, stops=[(1, "cancelled")]))
     rows.read(second, [TEXT, TEXT], [0.0, 0.0])
     outcome = rows.report()
-    assert (numbers(outcome), outcome.ended, outcome.released) == ([], [(1, "cancelled", 1)], [(0, 4), (1, 4)])
+    assert (numbers(outcome), outcome.ended, outcome.released) == (
+        [],
+        [(1, "cancelled", 1)],
+        [(0, 4), (1, 4)],
+    )
 
 
 def test_no_step_is_launched_for_a_row_whose_last_token_is_in_flight() -> None:
@@ -240,7 +278,10 @@ def test_every_row_ends_once_and_within_its_blocks(
     lengths: list[tuple[int, int]], prefill_tokens: int, tokens: list[int], ahead: bool
 ) -> None:
     """Blocks are granted one at a time. With `ahead` each step is launched before the one before it is read."""
-    rows = table(*[start(row, num_ids, 1, end=end) for row, (num_ids, end) in enumerate(lengths)], prefill_tokens=prefill_tokens)
+    rows = table(
+        *[start(row, num_ids, 1, end=end) for row, (num_ids, end) in enumerate(lengths)],
+        prefill_tokens=prefill_tokens,
+    )
     taken: dict[int, list[int]] = {row: [] for row in range(len(lengths))}
     ended: dict[int, tuple[str, int]] = {}
     released: list[int] = []
@@ -251,7 +292,9 @@ def test_every_row_ends_once_and_within_its_blocks(
         assert all(part.kv_len <= len(part.row.blocks) * BLOCK and not part.row.ended for part in parts)
         flight += [parts] if parts else []
         if not parts:
-            rows.apply(Grant(1000, prefill_tokens, blocks=[(row, packed([500 + len(tokens)])) for row in rows.rows]))
+            rows.apply(
+                Grant(1000, prefill_tokens, blocks=[(row, packed([500 + len(tokens)])) for row in rows.rows])
+            )
         if flight and (not ahead or len(flight) > 1 or not parts):
             landed = flight.pop(0)
             num_samples = sum(part.samples for part in landed)

@@ -25,7 +25,9 @@ def test_they_outlive_who_hands_them_out() -> None:
     assert tensor.sum() == 10**6
 
 
-@pytest.mark.skipif(not Path("/sys/kernel/mm/transparent_hugepage").is_dir(), reason="the system has no large pages")
+@pytest.mark.skipif(
+    not Path("/sys/kernel/mm/transparent_hugepage").is_dir(), reason="the system has no large pages"
+)
 def test_large_pages_are_asked_for() -> None:
     tensor = LargePages().take(10**6, torch.float32)
     assert "hg" in flags_of(tensor.data_ptr())

@@ -40,7 +40,7 @@ def library() -> object:
     return found
 
 
-# --- attention ----------------------------------------------------------------------------------------------------------------------
+# --- attention ----------------------------------------------------------------------------------------------
 
 
 def rows(block_size: int, lengths: tuple[int, ...]) -> list[Row]:
@@ -48,27 +48,39 @@ def rows(block_size: int, lengths: tuple[int, ...]) -> list[Row]:
     shuffled = np.random.default_rng(0).permutation(np.arange(1, BLOCKS + 1)).astype(np.int32)
     sizes = [-(-(length + 4) // block_size) for length in lengths]
     parts = np.split(shuffled, np.cumsum(sizes))
-    return [Row(number, np.zeros(length, np.int32), 0, 9, part) for number, (length, part) in enumerate(zip(lengths, parts, strict=False))]
+    return [
+        Row(number, np.zeros(length, np.int32), 0, 9, part)
+        for number, (length, part) in enumerate(zip(lengths, parts, strict=False))
+    ]
 
 
 def chunk(row: Row, begin: int, count: int) -> Part:
     return Part(row, begin, count, samples=True)
 
 
-STEPS = [[(0, 0, 41), (1, 0, 1), (2, 0, 33)], [(0, 41, 29), (1, 1, 1), (2, 33, 1), (3, 0, 90)], [(0, 70, 1), (1, 2, 1), (3, 90, 1)]]
+STEPS = [
+    [(0, 0, 41), (1, 0, 1), (2, 0, 33)],
+    [(0, 41, 29), (1, 1, 1), (2, 33, 1), (3, 0, 90)],
+    [(0, 70, 1), (1, 2, 1), (3, 90, 1)],
+]
 """(row, begin, tokens): prompts in chunks, and rows that decode beside them."""
 
 
 @pytest.mark.parametrize("dtype", native.TYPES, ids=str)
 @pytest.mark.parametrize("block_size", [16, 8, 5])
 def test_attention(dtype: torch.dtype, block_size: int, library: object) -> None:
-    """Features in all combinations; dimensions that fit the vectors and such that do not. Slots that nobody wrote are NaN."""
+    """Features in all combinations; dimensions that fit the vectors and such that do not. Slots that nobody
+    wrote are NaN.
+    """
     for (key_dim, value_dim), group, window, softcap, sinks in itertools.product(
         ((64, 64), (24, 18)), (1, 3), (None, 20), (None, 5.0), (None, torch.randn(6))
     ):
         torch.manual_seed(0)
         view = View(2, group, window, key_dim**-0.5, softcap)
-        geometries = [Geometry([Layer(view, key_dim, value_dim)], block_size, number) for number in (torch.float32, dtype)]
+        geometries = [
+            Geometry([Layer(view, key_dim, value_dim)], block_size, number)
+            for number in (torch.float32, dtype)
+        ]
         caches = [Cache(geometry, BLOCKS, CPU) for geometry in geometries]
         caches[1].fill(list(range(BLOCKS + 1)), math.nan)
         backends = [Sdpa(geometries[0], CPU), Paged(geometries[1], library)]  # type: ignore[arg-type]
@@ -76,10 +88,15 @@ def test_attention(dtype: torch.dtype, block_size: int, library: object) -> None
         modules = [type("Module", (), vars(module))() for module in modules]
         lines = rows(block_size, (70, 1, 33, 90))
         for step in STEPS:
-            line = build(arrange([chunk(lines[row], begin, count) for row, begin, count in step]), block_size, CPU)
+            line = build(
+                arrange([chunk(lines[row], begin, count) for row, begin, count in step]), block_size, CPU
+            )
             tokens = line.ids.shape[1]
             query = torch.randn(1, tokens, 2 * group, key_dim).to(dtype).transpose(1, 2)
-            key, value = torch.randn(1, 2, tokens, key_dim).to(dtype), torch.randn(1, tokens, 2, value_dim).to(dtype).transpose(1, 2)
+            key, value = (
+                torch.randn(1, 2, tokens, key_dim).to(dtype),
+                torch.randn(1, tokens, 2, value_dim).to(dtype).transpose(1, 2),
+            )
             outputs = []
             for backend, module, number in zip(backends, modules, (torch.float32, dtype), strict=True):
                 backend.begin(line)
@@ -88,13 +105,15 @@ def test_attention(dtype: torch.dtype, block_size: int, library: object) -> None
             torch.testing.assert_close(outputs[1].float(), outputs[0], rtol=0, atol=ERRORS[dtype])
 
 
-# --- products -----------------------------------------------------------------------------------------------------------------------
+# --- products -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("whole", [False, True])
 @pytest.mark.parametrize(("inputs", "outputs", "bias"), [(96, 144, False), (50, 7, True), (64, 100, True)])
-def test_products(dtype: torch.dtype, whole: bool, inputs: int, outputs: int, bias: bool, library: object) -> None:
+def test_products(
+    dtype: torch.dtype, whole: bool, inputs: int, outputs: int, bias: bool, library: object
+) -> None:
     """A row's result is the same bits alone and among others; whole, it is as exact as float32."""
     if not library.tf_multiplies(native.TYPES[dtype]):  # type: ignore[attr-defined]
         pytest.skip("torch's products are used on this processor")
@@ -111,7 +130,9 @@ def test_products(dtype: torch.dtype, whole: bool, inputs: int, outputs: int, bi
 
 
 @pytest.mark.parametrize(
-    "rows", [torch.ones(2, 10), torch.ones(2, 6), torch.ones(2, 8, dtype=torch.bfloat16)], ids=["wide", "narrow", "type"]
+    "rows",
+    [torch.ones(2, 10), torch.ones(2, 6), torch.ones(2, 8, dtype=torch.bfloat16)],
+    ids=["wide", "narrow", "type"],
 )
 def test_rows_that_do_not_fit_are_refused(rows: torch.Tensor, library: object) -> None:
     """As torch does; nothing beyond them is read."""
@@ -122,15 +143,23 @@ def test_rows_that_do_not_fit_are_refused(rows: torch.Tensor, library: object) -
             layer(rows)
 
 
-def test_wrong_products_are_not_used(library: object, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_wrong_products_are_not_used(
+    library: object, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     right = NativeLinear.product
-    monkeypatch.setattr(NativeLinear, "product", lambda self, rows, biased: right(self, rows, biased) + 0.5 * (rows.shape[0] > 1))
+    monkeypatch.setattr(
+        NativeLinear,
+        "product",
+        lambda self, rows, biased: right(self, rows, biased) + 0.5 * (rows.shape[0] > 1),
+    )
     monkeypatch.setattr(packed_linear, "multiplies", packed_linear.multiplies.__wrapped__)
     assert type(packed_linear.packed(nn.Linear(8, 8), False, LargePages())) is not NativeLinear
-    assert ("are wrong on this processor" in caplog.text) == bool(library.tf_multiplies(native.TYPES[torch.float32]))  # type: ignore[attr-defined]
+    assert ("are wrong on this processor" in caplog.text) == bool(
+        library.tf_multiplies(native.TYPES[torch.float32])
+    )  # type: ignore[attr-defined]
 
 
-# --- builds for other processors ----------------------------------------------------------------------------------------------------
+# --- builds for other processors ----------------------------------------------------------------------------
 
 
 @pytest.mark.slow
@@ -147,13 +176,18 @@ def test_wrong_products_are_not_used(library: object, monkeypatch: pytest.Monkey
     ],
 )
 def test_other_builds(march: str, kind: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Narrower vectors; bfloat16 multiplied in pairs, where this processor can, widened, or by a matrix unit; no OpenMP."""
+    """Narrower vectors; bfloat16 multiplied in pairs, where this processor can, widened, or by a matrix unit;
+    no OpenMP.
+    """
     command = [word.replace("=native", f"={march}") for word in native.compiler() if word != "-DSPLIT_PAIRS"]
-    command += {"split": ["-DSPLIT_PAIRS"], "tiles": ["-include", str(Path(__file__).parents[4] / "support/engine/fake_tiles.h")]}.get(
-        kind, []
-    )
+    command += {
+        "split": ["-DSPLIT_PAIRS"],
+        "tiles": ["-include", str(Path(__file__).parents[4] / "support/engine/fake_tiles.h")],
+    }.get(kind, [])
     command = [word for word in command if kind != "one thread" or word not in native.threading()]
-    command += ["-fno-gnu-unique"] if "g++" in command[0] or command[0] == "c++" else []  # several builds in one process
+    command += (
+        ["-fno-gnu-unique"] if "g++" in command[0] or command[0] == "c++" else []
+    )  # several builds in one process
     monkeypatch.setattr(native, "CACHE", tmp_path)
     monkeypatch.setattr(native, "compiler", lambda: command)
     built = native.library.__wrapped__()
@@ -169,7 +203,7 @@ def test_other_builds(march: str, kind: str, monkeypatch: pytest.MonkeyPatch, tm
                 test_products(dtype, False, inputs, outputs, bias, built)
 
 
-# --- whole layers -------------------------------------------------------------------------------------------------------------------
+# --- whole layers -------------------------------------------------------------------------------------------
 
 
 def num_fused(monkeypatch: pytest.MonkeyPatch, folder: Path, family: str, **sizes: float) -> int:
@@ -200,7 +234,9 @@ def test_layers_taken_over(family: str, wanted: int, tmp_path: Path, monkeypatch
     assert num_fused(monkeypatch, tmp_path, family) == wanted
 
 
-def test_layers_that_look_at_positions_are_not_taken_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_layers_that_look_at_positions_are_not_taken_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """However near they come on the trial inputs."""
     monkeypatch.setattr(fused_layer, "close", lambda *tensors: True)
     assert num_fused(monkeypatch, tmp_path / "far", "Ministral3") == 0
@@ -224,7 +260,9 @@ def test_other_code_is_not_taken_over(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize(("between", "joined"), [(1, True), (2, False)])
-def test_layers_are_joined_where_nothing_is_between(between: int, joined: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_layers_are_joined_where_nothing_is_between(
+    between: int, joined: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     first, second = nn.Identity(), nn.Identity()
     taken = {first: lambda states: states * 3, second: lambda states: states + 5}
     for layer, way in taken.items():
@@ -235,7 +273,9 @@ def test_layers_are_joined_where_nothing_is_between(between: int, joined: bool, 
 
 
 def logprobs(engine: Engine, prefixes: dict[int, list[int]], prefill_tokens: int) -> dict[int, list[float]]:
-    played = Player(engine, list(range(1, engine.ready.num_blocks + 1)), prefill_tokens, until=engine.rows.step)
+    played = Player(
+        engine, list(range(1, engine.ready.num_blocks + 1)), prefill_tokens, until=engine.rows.step
+    )
     played.run([played.start(row, ids, 20, ignore_eos=True) for row, ids in prefixes.items()])
     said: dict[int, list[float]] = {row: [] for row in prefixes}
     for step in played.steps:
@@ -253,10 +293,12 @@ def test_same_bits_in_any_company(tmp_path: Path) -> None:
     assert {row: logprobs(engine, {row: prompt}, 1000)[row] for row, prompt in rows_of.items()} == together
 
 
-# --- without a compiler -------------------------------------------------------------------------------------------------------------
+# --- without a compiler -------------------------------------------------------------------------------------
 
 
-def test_without_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_without_compiler(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     """Said in one line, and the ids are the same."""
     model = tiny_models.save(tmp_path, *FAMILIES["Llama"])
     wanted = {row: tiny_models.generate(model, prompt, 40) for row, prompt in enumerate(prompts())}
@@ -267,7 +309,9 @@ def test_without_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplo
     assert [record.message for record in caplog.records if record.name == native.__name__] == [
         "no native kernels, torch's are used and are slower: no C++ compiler (g++ or clang++) is installed"
     ]
-    assert isinstance(engine.loaded.backend, Sdpa) and isinstance(packed_linear.packed(nn.Linear(8, 8), False, LargePages()), PackedLinear)
+    assert isinstance(engine.loaded.backend, Sdpa) and isinstance(
+        packed_linear.packed(nn.Linear(8, 8), False, LargePages()), PackedLinear
+    )
     assert play(engine, dict(enumerate(prompts()))) == wanted
 
 

@@ -47,7 +47,9 @@ class Fixed:
         return self.values
 
 
-def logits_of(shape: str, random: np.random.Generator, num_rows: int, size: int, dtype: torch.dtype) -> torch.Tensor:
+def logits_of(
+    shape: str, random: np.random.Generator, num_rows: int, size: int, dtype: torch.dtype
+) -> torch.Tensor:
     """Rows of a larger matrix; in bfloat16 many are equal."""
     scale = {"spread": 3.0, "peaked": 3.0, "flat": 0.01, "equal": 0.0, "few": 3.0}[shape]
     values = random.normal(0, 1, (num_rows, size + 3)) * scale
@@ -60,8 +62,9 @@ def logits_of(shape: str, random: np.random.Generator, num_rows: int, size: int,
 
 
 def turn_of(random: np.random.Generator, size: int, num_words: int, num_biases: int) -> Turn | None:
-    """Of a row that asks for some of everything there is, or for nothing; a guide speaks of so many words of tokens, and of so many tokens.
-    The token in the middle may always come."""
+    """Of a row that asks for some of everything there is, or for nothing; a guide speaks of so many words of
+    tokens, and of so many tokens. The token in the middle may always come.
+    """
 
     def one(*values: Any) -> Any:
         return values[random.integers(len(values))]
@@ -112,7 +115,9 @@ def compare(found: Drawn, wanted: Drawn, turns: list[Turn | None]) -> None:
     for row, turn in enumerate(turns):
         num = turn.manner.top_n if turn else 0
         assert found.top_ids[row, :num].tolist() == wanted.top_ids[row, :num].tolist()
-        torch.testing.assert_close(found.top_logprobs[row, :num], wanted.top_logprobs[row, :num], rtol=1e-5, atol=2e-5)
+        torch.testing.assert_close(
+            found.top_logprobs[row, :num], wanted.top_logprobs[row, :num], rtol=1e-5, atol=2e-5
+        )
 
 
 @pytest.mark.parametrize("dtype", native.TYPES, ids=str)
@@ -134,7 +139,9 @@ def test_kernels_tell_what_torch_does(size: int, dtype: torch.dtype, library: ct
     for shape in SHAPES:
         logits, ids = logits_of(shape, random, 9, size, dtype), torch.from_numpy(random.integers(0, size, 9))
         for num_tops in (0, min(size, 4)):
-            for found, wanted in zip(sampler.tell(library, logits, ids, num_tops), scored(logits, ids, num_tops), strict=True):
+            for found, wanted in zip(
+                sampler.tell(library, logits, ids, num_tops), scored(logits, ids, num_tops), strict=True
+            ):
                 torch.testing.assert_close(found, wanted, rtol=1e-5, atol=2e-5)
 
 
@@ -165,5 +172,10 @@ def test_rows_that_are_no_numbers(library: ctypes.CDLL) -> None:
         assert found.ids[1::2].tolist() == wanted.ids[1::2].tolist()
         assert ((found.ids >= 0) & (found.ids < 3000)).all()
     logits[:, 7::2] = math.nan
-    drawn = [Turn(Manner.of(StartRow(0, b"", 0, 9, False, b"", sampling=Sampling(temperature=5.0, seed=row)), []), 0) for row in range(60)]
+    drawn = [
+        Turn(
+            Manner.of(StartRow(0, b"", 0, 9, False, b"", sampling=Sampling(temperature=5.0, seed=row)), []), 0
+        )
+        for row in range(60)
+    ]
     assert all(token % 2 == 0 or token < 7 for token in sampler.choose(library, logits, drawn).ids.tolist())

@@ -38,17 +38,29 @@ def caches(kv_heads: int, dim: int) -> torch.Tensor:
 
 
 def as_model_code_leaves(tokens: int, kv_heads: int, dim: int) -> list[torch.Tensor]:
-    """Keys [kv_heads, tokens, dim] as a rotary embedding leaves them; values as part of a merged product; ones whose numbers lie apart."""
+    """Keys [kv_heads, tokens, dim] as a rotary embedding leaves them; values as part of a merged product;
+    ones whose numbers lie apart.
+    """
     rotated = torch.randn(kv_heads, tokens, dim)
-    merged = torch.randn(tokens, kv_heads * 3 * dim)[:, kv_heads * dim : 2 * kv_heads * dim].unflatten(1, (kv_heads, dim)).transpose(0, 1)
-    return [rotated.bfloat16(), merged.bfloat16(), torch.randn(kv_heads, dim, tokens).bfloat16().transpose(1, 2)]
+    merged = (
+        torch.randn(tokens, kv_heads * 3 * dim)[:, kv_heads * dim : 2 * kv_heads * dim]
+        .unflatten(1, (kv_heads, dim))
+        .transpose(0, 1)
+    )
+    return [
+        rotated.bfloat16(),
+        merged.bfloat16(),
+        torch.randn(kv_heads, dim, tokens).bfloat16().transpose(1, 2),
+    ]
 
 
 @pytest.mark.parametrize(("kv_heads", "key_dim", "value_dim"), [(1, 64, 64), (3, 128, 128), (2, 24, 16)])
 def test_writing(kv_heads: int, key_dim: int, value_dim: int, interpreted: Interpreted) -> None:
     torch.manual_seed(0)
     slots = torch.tensor([100, 3, 16, 15, 111])
-    for key, value in zip(*(as_model_code_leaves(len(slots), kv_heads, dim) for dim in (key_dim, value_dim)), strict=True):
+    for key, value in zip(
+        *(as_model_code_leaves(len(slots), kv_heads, dim) for dim in (key_dim, value_dim)), strict=True
+    ):
         wanted = caches(kv_heads, key_dim), caches(kv_heads, value_dim)
         found = [cache.clone() for cache in wanted]
         write(*wanted, key, value, slots)
@@ -68,7 +80,9 @@ def test_filling(page: tuple[int, int, int], value: float, interpreted: Interpre
 
 @pytest.mark.parametrize("size", [64, 1000])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_likeliest(size: int, dtype: torch.dtype, interpreted: Interpreted, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_likeliest(
+    size: int, dtype: torch.dtype, interpreted: Interpreted, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Some are equal, some impossible; a row's bits are its own."""
     torch.manual_seed(0)
     logits = torch.randn(4, size).to(dtype)
@@ -89,20 +103,43 @@ def types_of(numbers: str, slots: str) -> dict[str, str]:
 
 
 COMPILED: list[tuple[str, str, dict[str, int], dict[str, str]]] = [
-    ("write_kernel", "write_line", {"key_dim": 128, "value_dim": 128, "width": 128}, types_of("*bf16", "*i64")),
-    ("write_kernel", "write_line", {"key_dim": 24, "value_dim": 16, "width": 32, "heads": 1}, types_of("*fp32", "*i32")),
+    (
+        "write_kernel",
+        "write_line",
+        {"key_dim": 128, "value_dim": 128, "width": 128},
+        types_of("*bf16", "*i64"),
+    ),
+    (
+        "write_kernel",
+        "write_line",
+        {"key_dim": 24, "value_dim": 16, "width": 32, "heads": 1},
+        types_of("*fp32", "*i32"),
+    ),
     ("write_kernel", "fill_part", {"width": 2048}, {"store": "*bf16", "blocks": "*i64", "value": "fp32"}),
-    ("greedy_kernel", "likeliest_row", {"size": 49_152, "width": 8192}, {"logits": "*bf16", "ids": "*i64", "logprobs": "*fp32"}),
+    (
+        "greedy_kernel",
+        "likeliest_row",
+        {"size": 49_152, "width": 8192},
+        {"logits": "*bf16", "ids": "*i64", "logprobs": "*fp32"},
+    ),
 ]
-"""Module, kernel, what is a constant in it, and the types of what is no int32. Triton takes a 1 for a constant."""
+"""Module, kernel, what is a constant in it, and the types of what is no int32. Triton takes a 1 for a
+constant.
+"""
 
 
 @pytest.mark.parametrize(("module", "name", "constants", "types"), COMPILED)
 def test_they_compile(module: str, name: str, constants: dict[str, int], types: dict[str, str]) -> None:
-    """For a GPU that need not be there: what is annotated or computed in a way that Triton does not know fails here."""
+    """For a GPU that need not be there: what is annotated or computed in a way that Triton does not know
+    fails here.
+    """
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
     kernel = getattr(importlib.import_module(f"gpu_worker.engine.{module}"), name)
-    signature = {argument: types.get(argument, "i32") for argument in kernel.arg_names} | dict.fromkeys(constants, "constexpr")
-    assert triton.compile(ASTSource(kernel, signature, constants), target=GPUTarget("cuda", HOPPER, WARP)).asm["cubin"]
+    signature = {argument: types.get(argument, "i32") for argument in kernel.arg_names} | dict.fromkeys(
+        constants, "constexpr"
+    )
+    assert triton.compile(
+        ASTSource(kernel, signature, constants), target=GPUTarget("cuda", HOPPER, WARP)
+    ).asm["cubin"]

@@ -28,7 +28,12 @@ NEW_TOKENS = 12
 PROMPTS = ([5, 6, 7], list(range(3, 40)))
 ONE_OR_ZERO = re.compile(r"norm|bias$")
 """Of norms and biases, before any training."""
-SETTINGS: dict[str, Any] = {"kv_cache_bytes": 2**22, "max_batch_prefill_tokens": 64, "block_size": 16, "threads": 1}
+SETTINGS: dict[str, Any] = {
+    "kv_cache_bytes": 2**22,
+    "max_batch_prefill_tokens": 64,
+    "block_size": 16,
+    "threads": 1,
+}
 
 
 @pytest.fixture
@@ -43,13 +48,17 @@ def folder(tmp_path: Path) -> Path:
 def told(engine: Any) -> tuple[dict[int, list[int]], list[float]]:
     """New ids, and their log-probabilities."""
     played = Player(engine, list(range(1, engine.ready.num_blocks + 1)))
-    ids = played.run([played.start(row, prompt, NEW_TOKENS, ignore_eos=True) for row, prompt in enumerate(PROMPTS)])
+    ids = played.run(
+        [played.start(row, prompt, NEW_TOKENS, ignore_eos=True) for row, prompt in enumerate(PROMPTS)]
+    )
     return ids, [logprob for step in played.steps for *_, logprob in step.sampled]
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_config_is_enough_and_workers_of_a_pool_make_the_same(folder: Path, dtype: str) -> None:
-    engines = [Engine(Settings(model_id=str(folder), load_format="dummy", dtype=dtype, **SETTINGS)) for _ in range(2)]
+    engines = [
+        Engine(Settings(model_id=str(folder), load_format="dummy", dtype=dtype, **SETTINGS)) for _ in range(2)
+    ]
     (ids, logprobs), again = (told(engine) for engine in engines)
     assert {parameter.dtype for parameter in engines[0].loaded.model.parameters()} == {getattr(torch, dtype)}
     assert [len(ids[row]) for row in range(len(PROMPTS))] == [NEW_TOKENS] * len(PROMPTS)
@@ -68,8 +77,16 @@ def test_every_weight_is_made(family: str, monkeypatch: pytest.MonkeyPatch) -> N
     for allocate in (torch.empty_like, torch.empty):
         monkeypatch.setattr(torch, allocate.__name__, partial(spoiled, allocate))
     model = dummy.make(type(whole), config, torch.bfloat16, torch.device("cpu"), Settings())
-    assert [name for name, tensor in (*model.named_parameters(), *model.named_buffers()) if not torch.isfinite(tensor).all()] == []
-    weights = {name: weight for name, weight in model.named_parameters() if weight.dim() > 1 and not ONE_OR_ZERO.search(name)}
+    assert [
+        name
+        for name, tensor in (*model.named_parameters(), *model.named_buffers())
+        if not torch.isfinite(tensor).all()
+    ] == []
+    weights = {
+        name: weight
+        for name, weight in model.named_parameters()
+        if weight.dim() > 1 and not ONE_OR_ZERO.search(name)
+    }
     assert [name for name, weight in weights.items() if not 0 < weight.float().std() < 1] == []
 
 
@@ -90,7 +107,9 @@ def test_what_ranks_share_is_the_first_ones() -> None:
 
 def test_without_it_weights_are_needed(folder: Path) -> None:
     (folder / "pytorch_model.bin").write_bytes(b"pickled")
-    with pytest.raises(SettingError, match=r"has no whole set of \.safetensors files .*LOAD_FORMAT=dummy") as caught:
+    with pytest.raises(
+        SettingError, match=r"has no whole set of \.safetensors files .*LOAD_FORMAT=dummy"
+    ) as caught:
         Engine(Settings(model_id=str(folder), **SETTINGS))
     assert caught.value.name == "model_id" and "\n" not in str(caught.value)
 

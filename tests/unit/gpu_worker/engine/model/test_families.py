@@ -1,4 +1,6 @@
-"""Every family of decoders, tiny and random: served with the ids of transformers' `generate`, or refused with the cause."""
+"""Every family of decoders, tiny and random: served with the ids of transformers' `generate`, or refused with
+the cause.
+"""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -23,24 +25,56 @@ NEW_TOKENS = 40
 LENGTHS = (1, 20, 50, 70)
 """Of prompts: some beyond the windows and the original rope lengths."""
 MANY = 15
-QUICK = ("Llama-dynamic", "Llama-longrope", "Phi3-longrope", "Qwen3-MoE", "Gemma2", "GPT2", "OPT", "StableLM", "DeepSeek-V3", "gpt-oss")
+QUICK = (
+    "Llama-dynamic",
+    "Llama-longrope",
+    "Phi3-longrope",
+    "Qwen3-MoE",
+    "Gemma2",
+    "GPT2",
+    "OPT",
+    "StableLM",
+    "DeepSeek-V3",
+    "gpt-oss",
+)
 QUICK += ("Gemma3-images", "Qwen2-MoE")
 SERVED = [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in FAMILIES | SEEING]
 OLD = {"vocab_size": VOCAB, "n_layer": 2, "n_head": 4}
 HYBRID = {"mamba_d_ssm": 128, "mamba_n_heads": 4, "mamba_d_head": 32, "mamba_d_state": 16, "mamba_expand": 2}
-COMPRESSED = SIZES | {"num_key_value_heads": 2, "head_dim": 16, "num_experts": 4, "num_experts_per_tok": 1, "moe_intermediate_size": 32}
+COMPRESSED = SIZES | {
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "num_experts": 4,
+    "num_experts_per_tok": 1,
+    "moe_intermediate_size": 32,
+}
 INDEXED = LATENT | {"index_topk": 8, "index_head_dim": 16, "index_n_heads": 2, "sliding_window": 16}
 REFUSED = {
     "Bloom": (OLD | {"hidden_size": 64}, "uses ALiBi"),
     "Mpt": ({"vocab_size": VOCAB, "d_model": 64, "n_layers": 2, "n_heads": 4}, "uses ALiBi"),
     "GPTJ": (OLD | {"n_embd": 64, "rotary_dim": 8}, "cannot be replaced"),
     "Falcon": (SIZES | {"alibi": True}, "ALiBi"),
-    "Llama4Text": (LLAMA | {"head_dim": 16, "attention_chunk_size": 16, "num_local_experts": 2}, "chunked_attention; only"),
-    "FalconH1": (LLAMA | HYBRID, "layers of type hybrid; only full_attention and sliding_attention are served"),
-    "DeepseekV4": (LLAMA | {"head_dim": 16, "moe_intermediate_size": 32, "n_routed_experts": 4}, "heavily_compressed_attention; only"),
-    "Moshi": (LLAMA | {"ffn_dim": 128, "sliding_window": 16}, "its cache has a window of 16 tokens and its mask none"),
+    "Llama4Text": (
+        LLAMA | {"head_dim": 16, "attention_chunk_size": 16, "num_local_experts": 2},
+        "chunked_attention; only",
+    ),
+    "FalconH1": (
+        LLAMA | HYBRID,
+        "layers of type hybrid; only full_attention and sliding_attention are served",
+    ),
+    "DeepseekV4": (
+        LLAMA | {"head_dim": 16, "moe_intermediate_size": 32, "n_routed_experts": 4},
+        "heavily_compressed_attention; only",
+    ),
+    "Moshi": (
+        LLAMA | {"ffn_dim": 128, "sliding_window": 16},
+        "its cache has a window of 16 tokens and its mask none",
+    ),
     "Mamba": ({"vocab_size": VOCAB, "hidden_size": 64, "num_hidden_layers": 2}, "no attention heads"),
-    "Dots3NoteText": (LLAMA | {"head_dim": 16, "n_routed_experts": 4} | MIXTURE | INDEXED, "layers of type indexed_attention; only"),
+    "Dots3NoteText": (
+        LLAMA | {"head_dim": 16, "n_routed_experts": 4} | MIXTURE | INDEXED,
+        "layers of type indexed_attention; only",
+    ),
     "Helium": (LLAMA | {"head_dim": 8}, "the code of HeliumForCausalLM fails"),
     "T5": ({"vocab_size": VOCAB, "d_model": 64, "num_layers": 2, "num_heads": 4}, "encoder-decoder"),
 }
@@ -63,10 +97,16 @@ def prompts() -> list[list[int]]:
     return [torch.randint(3, VOCAB, (length,)).tolist() for length in LENGTHS]
 
 
-def play(engine: Engine, prefixes: dict[int, list[int]], prefill_tokens: int = 1000, base: int = 0) -> dict[int, list[int]]:
+def play(
+    engine: Engine, prefixes: dict[int, list[int]], prefill_tokens: int = 1000, base: int = 0
+) -> dict[int, list[int]]:
     """All ids of rows that start with `base` tokens generated, beyond them."""
-    played = Player(engine, list(range(1, engine.ready.num_blocks + 1)), prefill_tokens, until=engine.rows.step)
-    return played.run([played.start(row, ids, NEW_TOKENS, base, ignore_eos=True) for row, ids in prefixes.items()])
+    played = Player(
+        engine, list(range(1, engine.ready.num_blocks + 1)), prefill_tokens, until=engine.rows.step
+    )
+    return played.run(
+        [played.start(row, ids, NEW_TOKENS, base, ignore_eos=True) for row, ids in prefixes.items()]
+    )
 
 
 @pytest.mark.parametrize("family", SERVED)
@@ -75,7 +115,9 @@ def test_served(family: str, tmp_path: Path) -> None:
     wanted = {row: tiny_models.generate(model, prompt, NEW_TOKENS) for row, prompt in enumerate(prompts())}
     assert all(len(set(ids)) >= MANY for ids in wanted.values()), "ids that repeat prove little"
     engine, fresh = engine_of(tmp_path), dict(enumerate(prompts()))
-    assert [play(engine, {row: prompt})[row] for row, prompt in fresh.items()] == list(wanted.values()), "alone"
+    assert [play(engine, {row: prompt})[row] for row, prompt in fresh.items()] == list(wanted.values()), (
+        "alone"
+    )
     assert play(engine, fresh) == wanted, "batched"
     assert play(engine, fresh, prefill_tokens=7) == wanted, "chunked"
     resumed = play(engine, {row: prompt + wanted[row][:9] for row, prompt in fresh.items()}, base=9)
@@ -109,7 +151,9 @@ def of_one_kv_head(self: Paged, *arguments: Any) -> native.Cache:
 
 def scaled_by_values(layers: list[Layer], *rest: Any) -> Geometry:
     """As if K were as wide as V."""
-    return Geometry([replace(layer, view=replace(layer.view, scaling=layer.value_dim**-0.5)) for layer in layers], *rest)
+    return Geometry(
+        [replace(layer, view=replace(layer.view, scaling=layer.value_dim**-0.5)) for layer in layers], *rest
+    )
 
 
 def fused_with(**parts: Any) -> list[tuple[Any, str, Any]]:
@@ -143,7 +187,10 @@ FEATURES: dict[str, tuple[str, list[tuple[Any, str, Any]]]] = {
     "softcap": ("Gemma2", [(Paged, "cache", without("softcap"))]),
     "softcap, torch": ("Gemma2", [(sdpa.Sdpa, "scores", uncapped)]),
     "sinks": ("gpt-oss", [(Paged, "cache", without("sinks"))]),
-    "sinks, torch": ("gpt-oss", [(sdpa, "softmax_with_sinks", lambda scores, *rest: torch.softmax(scores, -1))]),
+    "sinks, torch": (
+        "gpt-oss",
+        [(sdpa, "softmax_with_sinks", lambda scores, *rest: torch.softmax(scores, -1))],
+    ),
     "grouped heads": ("Llama", [(Paged, "cache", of_one_kv_head)]),
     "multi-head latent": ("DeepSeek-V3", [(load, "Geometry", scaled_by_values)]),
     "QK norm": ("Qwen3", fused_with(of_query=native.Norm(None, 0.0), of_key=native.Norm(None, 0.0))),
@@ -151,7 +198,9 @@ FEATURES: dict[str, tuple[str, list[tuple[Any, str, Any]]]] = {
     "layers without rope": ("SmolLM3", fused_with(rotary=16)),
     "partial rotary": (
         "StableLM",
-        configured(rope_parameters={"rope_theta": 10_000.0, "rope_type": "default", "partial_rotary_factor": 1.0}),
+        configured(
+            rope_parameters={"rope_theta": 10_000.0, "rope_type": "default", "partial_rotary_factor": 1.0}
+        ),
     ),
     "experts": ("Qwen3-MoE", configured(num_experts_per_tok=1)),
     "linear": ("Llama-linear", PLAIN_ROPE),
@@ -191,7 +240,9 @@ def test_refused(family: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("family", "sizes"), [("FalconH1", LLAMA | HYBRID), ("Zaya", COMPRESSED)])
-def test_tokens_that_mix_are_seen(family: str, sizes: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tokens_that_mix_are_seen(
+    family: str, sizes: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Whatever the config says of its layers: states beside attention, and convolutions of what goes into it."""
     monkeypatch.setattr(config, "LAYER_TYPES", {"hybrid", "hybrid_sliding"})
     tiny_models.save(tmp_path, family, sizes)
@@ -208,6 +259,8 @@ def test_a_mask_that_is_no_window_is_seen(tmp_path: Path, monkeypatch: pytest.Mo
 
 def test_attention_that_counts_by_its_cache_is_seen(tmp_path: Path) -> None:
     """Llama 4's, which scales queries by it in layers without rotary positions."""
-    tiny_models.save(tmp_path, "Llama4Text", REFUSED["Llama4Text"][0] | {"layer_types": ["full_attention"] * 3})
+    tiny_models.save(
+        tmp_path, "Llama4Text", REFUSED["Llama4Text"][0] | {"layer_types": ["full_attention"] * 3}
+    )
     with pytest.raises(SettingError, match="counts tokens by a cache of its own"):
         engine_of(tmp_path)

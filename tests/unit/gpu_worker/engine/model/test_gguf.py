@@ -30,7 +30,9 @@ NEW_TOKENS = 40
 
 
 def write(path: Path, *types: TYPES) -> Path:
-    """A random Llama with a tokenizer of bytes; its matrices are of these types in turn, its norms float32, as llama.cpp writes them."""
+    """A random Llama with a tokenizer of bytes; its matrices are of these types in turn, its norms float32,
+    as llama.cpp writes them.
+    """
     random, writer = np.random.default_rng(0), gguf.GGUFWriter(path, "llama")
     writer.add_name("tiny")
     writer.add_context_length(256)
@@ -53,7 +55,10 @@ def write(path: Path, *types: TYPES) -> Path:
         kind = types[number % len(types)]
         matrix = gguf.quants.quantize(random.normal(0, 0.25, shape).astype(np.float32), kind)
         writer.add_tensor(f"{name}.weight", matrix, raw_dtype=kind)
-    for name in ("output_norm", *(f"blk.{layer}.{norm}" for layer in range(LAYERS) for norm in ("attn_norm", "ffn_norm"))):
+    for name in (
+        "output_norm",
+        *(f"blk.{layer}.{norm}" for layer in range(LAYERS) for norm in ("attn_norm", "ffn_norm")),
+    ):
         writer.add_tensor(f"{name}.weight", np.ones(HIDDEN, np.float32))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
@@ -81,12 +86,18 @@ def test_the_type_of_a_file(types: list[TYPES], wanted: torch.dtype, tmp_path: P
 
 @pytest.mark.parametrize("kind", [TYPES.F32, TYPES.F16])
 def test_plain_weights_stay_what_they_are(kind: TYPES, tmp_path: Path) -> None:
-    """The ids are those of transformers from the GGUF file itself, in float32: bfloat16 in between would change them."""
+    """The ids are those of transformers from the GGUF file itself, in float32: bfloat16 in between would
+    change them.
+    """
     source, folder = write(tmp_path / "tiny.gguf", kind), tmp_path / "converted"
     convert.convert(source, folder)
     with safe_open(folder / "model.safetensors", "pt") as file:
         assert {str(file.get_tensor(name).dtype) for name in file.keys()} == {f"torch.float{kind.name[1:]}"}  # noqa: SIM118
-    options: dict[str, Any] = {"gguf_file": source.name, "dtype": torch.float32, "quantization_config": GgufConfig(dequantize=True)}
+    options: dict[str, Any] = {
+        "gguf_file": source.name,
+        "dtype": torch.float32,
+        "quantization_config": GgufConfig(dequantize=True),
+    }
     model = AutoModelForCausalLM.from_pretrained(tmp_path, **options).eval()
     wanted = {row: tiny_models.generate(model, prompt, NEW_TOKENS) for row, prompt in enumerate(prompts())}
     assert play(engine_of(folder), dict(enumerate(prompts()))) == wanted

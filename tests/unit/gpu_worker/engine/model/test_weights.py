@@ -1,4 +1,6 @@
-"""A quantised checkpoint has the ids that transformers gives it, or is refused with what to install; never served by guess."""
+"""A quantised checkpoint has the ids that transformers gives it, or is refused with what to install; never
+served by guess.
+"""
 
 import json
 from pathlib import Path
@@ -18,16 +20,32 @@ from tests.support.engine.batch_player import Player
 BLOCK = 32
 NEW_TOKENS = 12
 PROMPTS = ([5, 6, 7], list(range(3, 40)))
-FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [BLOCK, BLOCK], "modules_to_not_convert": ["lm_head"]}
+FP8 = {
+    "quant_method": "fp8",
+    "activation_scheme": "dynamic",
+    "weight_block_size": [BLOCK, BLOCK],
+    "modules_to_not_convert": ["lm_head"],
+}
 
 
 def engine_of(folder: Path, **settings: Any) -> Engine:
-    return Engine(Settings(model_id=str(folder), dtype="float32", kv_cache_bytes=2**22, max_batch_prefill_tokens=64, threads=1, **settings))
+    return Engine(
+        Settings(
+            model_id=str(folder),
+            dtype="float32",
+            kv_cache_bytes=2**22,
+            max_batch_prefill_tokens=64,
+            threads=1,
+            **settings,
+        )
+    )
 
 
 def ids_of(engine: Engine) -> list[list[int]]:
     played = Player(engine, list(range(1, engine.ready.num_blocks + 1)))
-    found = played.run([played.start(row, prompt, NEW_TOKENS, ignore_eos=True) for row, prompt in enumerate(PROMPTS)])
+    found = played.run(
+        [played.start(row, prompt, NEW_TOKENS, ignore_eos=True) for row, prompt in enumerate(PROMPTS)]
+    )
     return [found[row] for row in range(len(PROMPTS))]
 
 
@@ -61,16 +79,27 @@ def test_8_bit_floats_have_the_ids_of_transformers(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("quantization", "words"),
     [
-        ({"quant_method": "gptq", "bits": 4, "group_size": 128}, r"is quantised \(gptq\): .*install.*optimum"),
+        (
+            {"quant_method": "gptq", "bits": 4, "group_size": 128},
+            r"is quantised \(gptq\): .*install.*optimum",
+        ),
         ({"quant_method": "awq", "bits": 4, "group_size": 128}, r"is quantised \(awq\): .*install"),
-        ({"quant_method": "bitsandbytes", "load_in_4bit": True}, r"is quantised \(bitsandbytes\): .*bitsandbytes"),
-        ({"quant_method": "compressed-tensors", "config_groups": {}}, r"is quantised \(compressed-tensors\): .*compressed-tensors"),
+        (
+            {"quant_method": "bitsandbytes", "load_in_4bit": True},
+            r"is quantised \(bitsandbytes\): .*bitsandbytes",
+        ),
+        (
+            {"quant_method": "compressed-tensors", "config_groups": {}},
+            r"is quantised \(compressed-tensors\): .*compressed-tensors",
+        ),
         ({"quant_method": "modelopt"}, r"is quantised \(modelopt\); transformers knows .*gptq"),
         ({"bits": 4}, r"is quantised \(method not named\)"),
     ],
     ids=["gptq", "awq", "bitsandbytes", "compressed-tensors", "unknown", "nameless"],
 )
-def test_a_method_that_is_not_at_hand_is_refused(quantization: dict[str, Any], words: str, tmp_path: Path) -> None:
+def test_a_method_that_is_not_at_hand_is_refused(
+    quantization: dict[str, Any], words: str, tmp_path: Path
+) -> None:
     tiny_models.save(tmp_path, "Llama", tiny_models.LLAMA)
     configure(tmp_path, quantization_config=quantization)
     refused(tmp_path, words)
@@ -79,7 +108,10 @@ def test_a_method_that_is_not_at_hand_is_refused(quantization: dict[str, Any], w
 def test_8_bit_weights_without_a_word_in_the_config_are_refused(tmp_path: Path) -> None:
     tiny_models.save(tmp_path, "Llama", tiny_models.LLAMA)
     quantize(tmp_path)
-    refused(tmp_path, r"has weights of type F8_E4M3 \(model\.layers\.0\.\S+\), and its config\.json says nothing of them")
+    refused(
+        tmp_path,
+        r"has weights of type F8_E4M3 \(model\.layers\.0\.\S+\), and its config\.json says nothing of them",
+    )
 
 
 def test_weights_that_are_not_there_are_not_made_up(tmp_path: Path) -> None:
@@ -100,7 +132,10 @@ def test_long_loading_says_how_far_it_is(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(load, "BAR_S", 0.0)
     model = tiny_models.save(tmp_path, "Llama", tiny_models.LLAMA)
     said: list[str] = []
-    Engine(Settings(model_id=str(tmp_path), kv_cache_bytes=2**22, max_batch_prefill_tokens=64, threads=1), said.append)
+    Engine(
+        Settings(model_id=str(tmp_path), kv_cache_bytes=2**22, max_batch_prefill_tokens=64, threads=1),
+        said.append,
+    )
     total = len(list(model.parameters()))
     assert f"Loading weights: {total} of {total}" in said
 
@@ -118,7 +153,9 @@ def test_positions_are_stretched(kind: str | None, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("family", "kind"), [("GPT2", "gpt2"), ("Gemma3", "gemma3_text")])
-def test_what_has_no_plain_rotary_positions_cannot_be_stretched(family: str, kind: str, tmp_path: Path) -> None:
+def test_what_has_no_plain_rotary_positions_cannot_be_stretched(
+    family: str, kind: str, tmp_path: Path
+) -> None:
     """None at all, or others for each type of layer."""
     tiny_models.save(tmp_path, *tiny_models.FAMILIES[family])
     with pytest.raises(SettingError, match=f"ROPE_FACTOR: {kind} has no plain rotary positions to stretch"):
@@ -127,7 +164,11 @@ def test_what_has_no_plain_rotary_positions_cannot_be_stretched(family: str, kin
 
 def test_code_of_a_checkpoint_runs_only_when_trusted(tmp_path: Path) -> None:
     tiny_models.save(tmp_path, "Llama", tiny_models.LLAMA)
-    configure(tmp_path, model_type="mine", auto_map={"AutoConfig": "mine.Config", "AutoModelForCausalLM": "mine.Model"})
+    configure(
+        tmp_path,
+        model_type="mine",
+        auto_map={"AutoConfig": "mine.Config", "AutoModelForCausalLM": "mine.Model"},
+    )
     (tmp_path / "mine.py").write_text(
         "from transformers import LlamaConfig, LlamaForCausalLM\n"
         "class Config(LlamaConfig):\n    model_type = 'mine'\n"

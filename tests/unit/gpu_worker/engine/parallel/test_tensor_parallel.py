@@ -1,4 +1,6 @@
-"""One model on several ranks: the ids of transformers' `generate`, however heads, experts and vocabulary divide; or a refusal."""
+"""One model on several ranks: the ids of transformers' `generate`, however heads, experts and vocabulary
+divide; or a refusal.
+"""
 
 import json
 from collections.abc import Iterator
@@ -23,7 +25,13 @@ from tests.support.engine.tiny_models import FAMILIES, LLAMA, SEEING, VOCAB
 
 NEW_TOKENS = 24
 LENGTHS = (1, 20, 70)
-SETTINGS: dict[str, Any] = {"dtype": "float32", "kv_cache_bytes": 2**23, "max_batch_prefill_tokens": 64, "block_size": 8, "debug_kv": True}
+SETTINGS: dict[str, Any] = {
+    "dtype": "float32",
+    "kv_cache_bytes": 2**23,
+    "max_batch_prefill_tokens": 64,
+    "block_size": 8,
+    "debug_kv": True,
+}
 MODELS = (
     FAMILIES
     | SEEING
@@ -31,18 +39,41 @@ MODELS = (
         "one K head": ("Llama", LLAMA | {"num_key_value_heads": 1, "vocab_size": VOCAB + 1}),
         "three K heads": (
             "Llama",
-            LLAMA | {"num_attention_heads": 6, "num_key_value_heads": 3, "hidden_size": 96, "tie_word_embeddings": True, "vocab_size": 99},
+            LLAMA
+            | {
+                "num_attention_heads": 6,
+                "num_key_value_heads": 3,
+                "hidden_size": 96,
+                "tie_word_embeddings": True,
+                "vocab_size": 99,
+            },
         ),
         "biases": ("Llama", LLAMA | {"attention_bias": True, "mlp_bias": True}),
     }
 )
 QUICK = ("one K head", "three K heads", "Mixtral")
-PLANNED = ("Llama", "Llama-dynamic", "Mistral", "Qwen2", "Qwen3", "Qwen3-MoE", "Gemma2", "Gemma3", "Phi", "Phi3", "GPT-NeoX", "StarCoder2")
+PLANNED = (
+    "Llama",
+    "Llama-dynamic",
+    "Mistral",
+    "Qwen2",
+    "Qwen3",
+    "Qwen3-MoE",
+    "Gemma2",
+    "Gemma3",
+    "Phi",
+    "Phi3",
+    "GPT-NeoX",
+    "StarCoder2",
+)
 PLANNED += ("biases", "OLMo2", "Cohere", "Cohere2", "Granite", "SmolLM3", "DeepSeek-V3", "Gemma3-images")
 REFUSED = {
     "GPT2": (FAMILIES["GPT2"], "no plan for gpt2"),
     "gpt-oss": (FAMILIES["gpt-oss"], "no plan for gpt_oss"),
-    "one head": (("Llama", LLAMA | {"num_attention_heads": 1, "num_key_value_heads": 1}), "1 attention heads, fewer than NUM_SHARD"),
+    "one head": (
+        ("Llama", LLAMA | {"num_attention_heads": 1, "num_key_value_heads": 1}),
+        "1 attention heads, fewer than NUM_SHARD",
+    ),
 }
 
 
@@ -57,10 +88,16 @@ def prompts(vocab_size: int) -> list[list[int]]:
     return [torch.randint(3, vocab_size, (length,)).tolist() for length in LENGTHS]
 
 
-def play(engine: Any, prefixes: dict[int, list[int]], prefill_tokens: int = 1000, base: int = 0, **asked: Any) -> dict[int, list[int]]:
+def play(
+    engine: Any, prefixes: dict[int, list[int]], prefill_tokens: int = 1000, base: int = 0, **asked: Any
+) -> dict[int, list[int]]:
     """All ids of rows that start with `base` tokens generated, beyond them."""
-    played = Player(engine, list(range(1, engine.ready.num_blocks + 1)), prefill_tokens, until=engine.rows.step)
-    return played.run([played.start(row, ids, NEW_TOKENS, base, ignore_eos=True, **asked) for row, ids in prefixes.items()])
+    played = Player(
+        engine, list(range(1, engine.ready.num_blocks + 1)), prefill_tokens, until=engine.rows.step
+    )
+    return played.run(
+        [played.start(row, ids, NEW_TOKENS, base, ignore_eos=True, **asked) for row, ids in prefixes.items()]
+    )
 
 
 def check(ranks: Ranks, family: str, folder: Path) -> None:
@@ -85,7 +122,9 @@ def test_more_ranks_than_divide(world_size: int, tmp_path: Path) -> None:
             check(ranks, family, tmp_path / family)
 
 
-@pytest.mark.parametrize("family", [*QUICK, *(pytest.param(name, marks=pytest.mark.slow) for name in PLANNED)])
+@pytest.mark.parametrize(
+    "family", [*QUICK, *(pytest.param(name, marks=pytest.mark.slow) for name in PLANNED)]
+)
 def test_two_ranks(two: Ranks, family: str, tmp_path: Path) -> None:
     check(two, family, tmp_path)
 
@@ -127,20 +166,26 @@ def test_refused(two: Ranks, family: str, tmp_path: Path) -> None:
 def test_quantised_weights_are_not_split(two: Ranks, tmp_path: Path) -> None:
     tiny_models.save(tmp_path, *FAMILIES["Llama"])
     config = json.loads((tmp_path / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "fp8"}}))
+    (tmp_path / "config.json").write_text(
+        json.dumps(config | {"quantization_config": {"quant_method": "fp8"}})
+    )
     with pytest.raises(SettingError, match=r"NUM_SHARD: 2, but .* is quantised"):
         Led(two, model_id=str(tmp_path), threads=1, **SETTINGS)
 
 
 def test_what_a_rank_holds(two: Ranks, tmp_path: Path) -> None:
-    """Half of the matrices of layers, experts and vocabulary; only the router's and the norms' weights are whole."""
+    """Half of the matrices of layers, experts and vocabulary; only the router's and the norms' weights are
+    whole.
+    """
     whole = tiny_models.save(tmp_path, *FAMILIES["Mixtral"])
     with Led(two, model_id=str(tmp_path), threads=1, **SETTINGS) as engine:
         held = {name: weight.numel() for name, weight in engine.engine.loaded.model.named_parameters()}
     for name, weight in whole.named_parameters():
         if name in held:  # packed ones have their own names
             halved = weight.dim() > 1 and not name.endswith("gate.weight")
-            assert held[name] == (weight.numel() * 192 // VOCAB if "embed" in name else weight.numel() // (1 + halved)), name
+            assert held[name] == (
+                weight.numel() * 192 // VOCAB if "embed" in name else weight.numel() // (1 + halved)
+            ), name
     assert [name for name in held if "experts" in name]
 
 
@@ -149,18 +194,28 @@ def test_each_rank_makes_up_its_part(two: Ranks, tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").unlink()
     with Led(two, model_id=str(tmp_path), load_format="dummy", threads=1, **SETTINGS) as engine:
         held = engine.engine.loaded.model.model.layers[0].mlp.experts.down_proj
-        assert held.numel() == whole.model.layers[0].mlp.experts.down_proj.numel() / 2 and torch.isfinite(held.detach()).all()
-        assert [len(ids) for ids in play(engine, dict(enumerate(prompts(VOCAB)))).values()] == [NEW_TOKENS] * len(LENGTHS)
+        assert (
+            held.numel() == whole.model.layers[0].mlp.experts.down_proj.numel() / 2
+            and torch.isfinite(held.detach()).all()
+        )
+        assert [len(ids) for ids in play(engine, dict(enumerate(prompts(VOCAB)))).values()] == [
+            NEW_TOKENS
+        ] * len(LENGTHS)
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="Linux tells a process what it takes")
 def test_a_rank_reads_and_takes_its_part(tmp_path: Path) -> None:
-    """Of a checkpoint in several files. Norms are read by both ranks; the interpreter, and what one layer's packing takes, by each."""
+    """Of a checkpoint in several files. Norms are read by both ranks; the interpreter, and what one layer's
+    packing takes, by each.
+    """
     total = rank_memory.write(tmp_path, 128 * rank_memory.MIB)
     [alone], ranks = rank_memory.measure(tmp_path, 1), rank_memory.measure(tmp_path, 2)
     assert alone.read == total and total < sum(rank.read for rank in ranks) < 1.001 * total
-    assert all(rank.read < 0.51 * total and rank.peak < 0.75 * alone.peak and rank.kept < 0.7 * alone.kept for rank in ranks)
+    assert all(
+        rank.read < 0.51 * total and rank.peak < 0.75 * alone.peak and rank.kept < 0.7 * alone.kept
+        for rank in ranks
+    )
 
 
 @pytest.mark.parametrize("size", [1, 7, 64, 100, 500, 49_152, 151_936])
@@ -199,5 +254,8 @@ def test_places_are_torchruns_variables() -> None:
     places = local_places(3)
     assert [Place.read(place.environ()) for place in places] == places
     assert Place.read({"WORLD_SIZE": "1", "RANK": "0"}) == Place() == local_places(1)[0]
-    with pytest.raises(SettingError, match="RANK: RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT belong together: 'MASTER_PORT'"):
+    with pytest.raises(
+        SettingError,
+        match="RANK: RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT belong together: 'MASTER_PORT'",
+    ):
         Place.read({"WORLD_SIZE": "2", "RANK": "0", "MASTER_ADDR": "here"})

@@ -1,4 +1,6 @@
-"""Log-probabilities of given tokens: against a float64 reference, and an engine's against those of transformers."""
+"""Log-probabilities of given tokens: against a float64 reference, and an engine's against those of
+transformers.
+"""
 
 import numpy as np
 import pytest
@@ -13,7 +15,10 @@ from tests.support.engine.reference import prompt_ids, reference_ids, reference_
 from tests.support.engine.sampling_reference import log_softmax
 from tests.support.prompts import FEW, PROMPTS
 
-INDICES = [pytest.param(FEW[:-1], id="few"), pytest.param(list(range(len(PROMPTS))), id="all", marks=pytest.mark.slow)]
+INDICES = [
+    pytest.param(FEW[:-1], id="few"),
+    pytest.param(list(range(len(PROMPTS))), id="all", marks=pytest.mark.slow),
+]
 TOPS = 3
 NEW_TOKENS = 3
 
@@ -39,7 +44,9 @@ def test_they_are_those_of_float64(num_tokens: int, size: int, dtype: torch.dtyp
     np.testing.assert_allclose(found.logprobs.numpy(), wanted[places, ids.numpy()], rtol=1e-6, atol=2e-6)
     tops = np.argsort(-wanted, axis=-1, kind="stable")[:, :4]
     np.testing.assert_array_equal(found.top_ids.numpy(), tops)
-    np.testing.assert_allclose(found.top_logprobs.numpy(), np.take_along_axis(wanted, tops, -1), rtol=1e-6, atol=2e-6)
+    np.testing.assert_allclose(
+        found.top_logprobs.numpy(), np.take_along_axis(wanted, tops, -1), rtol=1e-6, atol=2e-6
+    )
 
 
 @pytest.mark.usefixtures("way")
@@ -62,7 +69,9 @@ def test_torch_copies_no_more_than_so_many_scores_together(monkeypatch: pytest.M
     seen: list[int] = []
     scored = module.scored
     monkeypatch.setattr(sampler, "kernels", lambda logits: None)
-    monkeypatch.setattr(module, "scored", lambda logits, *others: (seen.append(logits.numel()), scored(logits, *others))[1])
+    monkeypatch.setattr(
+        module, "scored", lambda logits, *others: (seen.append(logits.numel()), scored(logits, *others))[1]
+    )
     logits, ids = given(23, 1000, torch.bfloat16)
     whole = prompt_scores(logits, ids, 2)
     assert seen == [logits.numel()]
@@ -73,7 +82,7 @@ def test_torch_copies_no_more_than_so_many_scores_together(monkeypatch: pytest.M
         torch.testing.assert_close(found, in_lots, rtol=1e-6, atol=1e-6)
 
 
-# --- an engine --------------------------------------------------------------------------------------------------------------------
+# --- an engine ----------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -92,7 +101,9 @@ def check(played: Player, prompts: list[list[int]], indices: list[int]) -> None:
         told, tops = played.prompts.get(index, []), played.prompt_tops.get(index, [])
         found = [[own, *top.values()] for own, top in zip(told, tops, strict=True)]
         assert len(found) == len(wanted)
-        np.testing.assert_allclose(np.array(found), np.array(wanted), rtol=1e-4, atol=1e-4, err_msg=f"prompt {index}")
+        np.testing.assert_allclose(
+            np.array(found), np.array(wanted), rtol=1e-4, atol=1e-4, err_msg=f"prompt {index}"
+        )
         for token, logprob, top in zip(prompts[index][1:], told, tops, strict=True):
             assert top.get(token, logprob) == logprob
         assert played.ids[index] == answers[index][:NEW_TOKENS]
@@ -108,11 +119,16 @@ def test_alone(engine: Engine, prompts: list[list[int]], indices: list[int]) -> 
 
 @pytest.mark.parametrize("prefill_tokens", [10_000, 7])
 @pytest.mark.parametrize("indices", INDICES)
-def test_beside_others(engine: Engine, prompts: list[list[int]], indices: list[int], prefill_tokens: int) -> None:
+def test_beside_others(
+    engine: Engine, prompts: list[list[int]], indices: list[int], prefill_tokens: int
+) -> None:
     """Of the others, nothing is told. Whole or in chunks of at most 7 tokens, which end anywhere."""
     played = player(engine, prefill_tokens)
     asking = indices[1::2]
-    starts = [played.start(index, prompts[index], NEW_TOKENS, prompt_logprobs=TOPS if index in asking else None) for index in indices]
+    starts = [
+        played.start(index, prompts[index], NEW_TOKENS, prompt_logprobs=TOPS if index in asking else None)
+        for index in indices
+    ]
     played.run(starts)
     check(played, prompts, asking)
     assert played.prompts.keys() == {index for index in asking if len(prompts[index]) > 1}
@@ -134,16 +150,23 @@ def test_rows_that_ask_differently(engine: Engine, prompts: list[list[int]]) -> 
     [wanted] = reference_logprobs([ids])
     for number in (0, 1):
         np.testing.assert_allclose(played.prompts[number], [own for own, *_ in wanted], rtol=1e-4, atol=1e-4)
-    assert played.prompts.keys() == {0, 1} and not any(played.prompt_tops[0]) and {len(top) for top in played.prompt_tops[1]} == {2}
+    assert (
+        played.prompts.keys() == {0, 1}
+        and not any(played.prompt_tops[0])
+        and {len(top) for top in played.prompt_tops[1]} == {2}
+    )
     assert played.ids == {0: answer[:1], 1: answer[:1], 2: answer[2:3]}
 
 
-def test_few_of_them_in_one_step(engine: Engine, prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_few_of_them_in_one_step(
+    engine: Engine, prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Whoever asks for nothing is not held up by that."""
     monkeypatch.setattr(engine.rows, "max_scores", 16)
     played, asking = player(engine), [15, 20]
     played.run(
-        [played.start(index, prompts[index], NEW_TOKENS, prompt_logprobs=TOPS) for index in asking] + [played.start(4, prompts[4], 1)]
+        [played.start(index, prompts[index], NEW_TOKENS, prompt_logprobs=TOPS) for index in asking]
+        + [played.start(4, prompts[4], 1)]
     )
     check(played, prompts, asking)
     assert max(sum(len(told) // 4 for _, _, told, _, _ in step.prompts) for step in played.steps) <= 16

@@ -1,4 +1,6 @@
-"""The sampler alone: its distributions against a float64 reference, its choices against its distributions, its rows against each other."""
+"""The sampler alone: its distributions against a float64 reference, its choices against its distributions,
+its rows against each other.
+"""
 
 import math
 from collections.abc import Sequence
@@ -26,7 +28,9 @@ from tests.support.engine.sampling_reference import log_softmax, processed
 VOCABULARY = 60
 PROMPT, GENERATED = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3], [5, 8, 9, 7, 9]
 ENDS = [2, 7]
-BAD_WORDS = [pack_ids(word) for word in ([11], [9, 12], [7, 9, 13], [8, 9, 14], [6, 5, 3, 5, 8, 9, 7, 9, 15])]  # all but one come next
+BAD_WORDS = [
+    pack_ids(word) for word in ([11], [9, 12], [7, 9, 13], [8, 9, 14], [6, 5, 3, 5, 8, 9, 7, 9, 15])
+]  # all but one come next
 ALONE = {
     "temperature": {"temperature": 0.6},
     "top_k": {"temperature": 1.0, "top_k": 7},
@@ -67,7 +71,11 @@ samplings = st.builds(
     relative_frequency_penalty=st.sampled_from([0.0, 1.1]),
     seed=st.integers(-(2**63), 2**64 - 1),
     choice=st.integers(0, 3),
-    logit_bias=st.lists(st.tuples(st.integers(0, VOCABULARY - 1), st.floats(-9, 9, width=16)), max_size=3, unique_by=lambda bias: bias[0]),
+    logit_bias=st.lists(
+        st.tuples(st.integers(0, VOCABULARY - 1), st.floats(-9, 9, width=16)),
+        max_size=3,
+        unique_by=lambda bias: bias[0],
+    ),
     bad_words=st.lists(st.sampled_from(BAD_WORDS), max_size=3),
     raw_logprobs=st.booleans(),
 )
@@ -88,7 +96,17 @@ def turn(
     guide: Guide | None = None,
 ) -> Turn | None:
     """Of a row that generated so much; `index` where another token than the next is meant."""
-    start = StartRow(0, pack_ids([*PROMPT, *generated]), len(generated), 100, False, b"", min_end, top_n=top_n, sampling=sampling)
+    start = StartRow(
+        0,
+        pack_ids([*PROMPT, *generated]),
+        len(generated),
+        100,
+        False,
+        b"",
+        min_end,
+        top_n=top_n,
+        sampling=sampling,
+    )
     manner = Manner.of(start, ENDS, guide)
     return manner and Turn(manner, len(generated) if index < 0 else index)
 
@@ -111,9 +129,13 @@ def distribution(sampled: Sampled, row: int, size: int = VOCABULARY) -> Any:
     return logprobs
 
 
-def check(sampled: Sampled, row: int, logits: torch.Tensor, sampling: Sampling, barred: Sequence[int] = ()) -> None:
+def check(
+    sampled: Sampled, row: int, logits: torch.Tensor, sampling: Sampling, barred: Sequence[int] = ()
+) -> None:
     """The told distribution is the reference's, and the id comes from what is left."""
-    expected = processed(logits.numpy(), replace(sampling, logit_bias=known(sampling)), PROMPT, GENERATED, barred)
+    expected = processed(
+        logits.numpy(), replace(sampling, logit_bias=known(sampling)), PROMPT, GENERATED, barred
+    )
     assert np.isfinite(expected[sampled.ids[row]])
     if sampling.temperature == 0:
         assert expected[sampled.ids[row]] == pytest.approx(expected.max(), abs=1e-5)
@@ -138,11 +160,15 @@ def test_each_parameter(name: str, raw: bool, ties: bool) -> None:
     sampled = sample(logits, [turn(replace(sampling, seed=row), VOCABULARY) for row in range(8)])
     for row in range(8):
         check(sampled, row, logits[row], sampling)
-        assert raw or not np.array_equal(distribution(sampled, row), log_softmax(logits[row].double().numpy()))
+        assert raw or not np.array_equal(
+            distribution(sampled, row), log_softmax(logits[row].double().numpy())
+        )
 
 
 @settings(max_examples=50, deadline=None)
-@given(rows=st.lists(st.none() | askings, min_size=1, max_size=9), seed=st.integers(0, 99), ties=st.booleans())
+@given(
+    rows=st.lists(st.none() | askings, min_size=1, max_size=9), seed=st.integers(0, 99), ties=st.booleans()
+)
 def test_mixed_in_one_batch(rows: list[tuple[Sampling, int, int] | None], seed: int, ties: bool) -> None:
     logits = logits_of(seed, len(rows), ties)
     sampled = sample(logits, [turn(*asked) if asked else None for asked in rows])
@@ -153,8 +179,15 @@ def test_mixed_in_one_batch(rows: list[tuple[Sampling, int, int] | None], seed: 
 
 
 @settings(max_examples=30, deadline=None)
-@given(rows=st.lists(askings, min_size=2, max_size=9), seed=st.integers(0, 99), data=st.data(), size=st.sampled_from([VOCABULARY, 3000]))
-def test_neighbours_change_nothing(rows: list[tuple[Sampling, int, int]], seed: int, data: st.DataObject, size: int) -> None:
+@given(
+    rows=st.lists(askings, min_size=2, max_size=9),
+    seed=st.integers(0, 99),
+    data=st.data(),
+    size=st.sampled_from([VOCABULARY, 3000]),
+)
+def test_neighbours_change_nothing(
+    rows: list[tuple[Sampling, int, int]], seed: int, data: st.DataObject, size: int
+) -> None:
     """Bit for bit, also beside rows that are no numbers."""
     logits = logits_of(seed, len(rows), size=size)
     together = sample(logits, [turn(*asked) for asked in rows])
@@ -171,13 +204,18 @@ def test_neighbours_change_nothing(rows: list[tuple[Sampling, int, int]], seed: 
 def test_choices_follow_the_distribution(name: str) -> None:
     """One row for each of 2000 tokens, of two seeds and two choices; the rarest tokens are counted together."""
     num, logits = 2000, logits_of(2)
-    turns = [turn(Sampling(**ALONE[name], seed=row % 2, choice=row // 2 % 2), index=row // 4) for row in range(num)]
+    turns = [
+        turn(Sampling(**ALONE[name], seed=row % 2, choice=row // 2 % 2), index=row // 4) for row in range(num)
+    ]
     sampled = sample(logits.expand(num, -1), turns)
     expected = num * np.exp(processed(logits[0].numpy(), Sampling(**ALONE[name]), PROMPT, GENERATED))
     counts = np.bincount(sampled.ids, minlength=VOCABULARY)
     assert not counts[expected == 0].any()
     often = expected >= 5
-    observed, awaited = np.append(counts[often], counts[~often].sum()), np.append(expected[often], expected[~often].sum())
+    observed, awaited = (
+        np.append(counts[often], counts[~often].sum()),
+        np.append(expected[often], expected[~often].sum()),
+    )
     filled = awaited > 0
     assert len(observed[filled]) == 1 or chisquare(observed[filled], awaited[filled]).pvalue > 1e-3
 
@@ -210,7 +248,11 @@ def test_equal_tokens_share_the_numbers(asked: dict[str, Any]) -> None:
 def test_tokens_of_a_row_are_independent() -> None:
     """Pairs of one token and the next, of a seed and the next, of a choice and the next."""
     numbers = np.array([[uniforms(seed, choice, 0, 4096) for choice in range(2)] for seed in range(2)])
-    for one, other in ((numbers[..., :-1], numbers[..., 1:]), (numbers[0], numbers[1]), (numbers[:, 0], numbers[:, 1])):
+    for one, other in (
+        (numbers[..., :-1], numbers[..., 1:]),
+        (numbers[0], numbers[1]),
+        (numbers[:, 0], numbers[:, 1]),
+    ):
         pairs = np.histogram2d(one.ravel(), other.ravel(), bins=8, range=[[0, 1], [0, 1]])[0]
         assert chisquare(pairs.ravel()).pvalue > 1e-3
 
@@ -221,15 +263,23 @@ def test_numbers_are_a_function_of_seed_choice_and_index() -> None:
     assert uniforms(7, 1, 64, 8).tolist() == uniforms(7, 1, 0, 128)[64:72].tolist()
     for begin in (0, 1, AHEAD - 1, AHEAD, 1000):
         row = Uniforms(7, 1)
-        assert [row.at(index) for index in range(begin, begin + 200)] == uniforms(7, 1, 0, 1200)[begin : begin + 200].tolist()
+        assert [row.at(index) for index in range(begin, begin + 200)] == uniforms(7, 1, 0, 1200)[
+            begin : begin + 200
+        ].tolist()
     assert Uniforms(2**64 - 1, 0).at(5) == Uniforms(-1, 0).at(5) != Uniforms(0, 0).at(5)
 
 
 def test_ties() -> None:
-    """Of equally likely tokens the lower ids are in a nucleus, all are in the top k, and the lowest is the likeliest."""
+    """Of equally likely tokens the lower ids are in a nucleus, all are in the top k, and the lowest is the
+    likeliest.
+    """
     logits = torch.zeros(1, 8)
     logits[0, 3] = -9.0
-    cases = {"top_p": ({"top_p": 0.4}, [0, 1, 2]), "top_k": ({"top_k": 2}, [0, 1, 2, 4, 5, 6, 7]), "greedy": ({"temperature": 0.0}, [0])}
+    cases = {
+        "top_p": ({"top_p": 0.4}, [0, 1, 2]),
+        "top_k": ({"top_k": 2}, [0, 1, 2, 4, 5, 6, 7]),
+        "greedy": ({"temperature": 0.0}, [0]),
+    }
     for asked, left in cases.values():
         turns = [turn(Sampling(**{"temperature": 1.0, "seed": seed, **asked})) for seed in range(100)]
         assert sorted(set(sample(logits.expand(100, -1), turns).ids)) == left
@@ -241,7 +291,9 @@ def test_a_single_survivor_is_certain() -> None:
     """As in TGI: of the processed distribution it has the logarithm 0, of the model's own it has not."""
     for asked in ({"top_k": 1}, {"top_p": 0.01}, {"min_p": 1.0}):
         for raw in (False, True):
-            sampled = sample(logits_of(4), [turn(Sampling(temperature=1.0, raw_logprobs=raw, **asked), top_n=2)])
+            sampled = sample(
+                logits_of(4), [turn(Sampling(temperature=1.0, raw_logprobs=raw, **asked), top_n=2)]
+            )
             assert (sampled.logprobs[0] == 0.0) == (not raw)
             assert math.isfinite(sampled.tops[0].logprobs[1]) == raw
 
@@ -263,16 +315,31 @@ class Fixed:
         return np.packbits(bits, bitorder="little").view(np.int32)
 
     def bias(self) -> Any:
-        return None if self.biased is None else np.array([self.biased.get(token, 0) for token in range(VOCABULARY)], np.float32)
+        return (
+            None
+            if self.biased is None
+            else np.array([self.biased.get(token, 0) for token in range(VOCABULARY)], np.float32)
+        )
 
 
 def test_a_guide_has_its_say() -> None:
-    """Beside rows without one; its mask and bias come after all else, as a bias and a ban of the row's own would."""
+    """Beside rows without one; its mask and bias come after all else, as a bias and a ban of the row's own
+    would.
+    """
     logits = logits_of(6, 5)
     drawn = Sampling(temperature=1.0, top_p=0.9, seed=1)
     asked = [drawn, drawn, drawn, None, drawn]  # one is greedy but for its guide
-    guides = [None, Fixed(allowed=[3, 31, 32, 59]), Fixed(biased={7: 5.0}), Fixed(allowed=[4]), Fixed([9, 10, 11], {10: 3.0})]
-    sampled = sample(logits, [turn(sampling, VOCABULARY, guide=guide) for sampling, guide in zip(asked, guides, strict=True)])
+    guides = [
+        None,
+        Fixed(allowed=[3, 31, 32, 59]),
+        Fixed(biased={7: 5.0}),
+        Fixed(allowed=[4]),
+        Fixed([9, 10, 11], {10: 3.0}),
+    ]
+    sampled = sample(
+        logits,
+        [turn(sampling, VOCABULARY, guide=guide) for sampling, guide in zip(asked, guides, strict=True)],
+    )
     for row, guide in enumerate(guides):
         given = logits[row].clone()
         if guide and guide.biased:
@@ -284,7 +351,9 @@ def test_a_guide_has_its_say() -> None:
 
 
 def test_rows_that_ask_for_nothing_are_plainly_greedy(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sampling that changes nothing is no asking; a batch without asking is gone through as it is, and nothing is gathered of its rows."""
+    """Sampling that changes nothing is no asking; a batch without asking is gone through as it is, and
+    nothing is gathered of its rows.
+    """
     nothing = [Sampling(), Sampling(seed=3, raw_logprobs=True, top_k=4, top_p=0.1, min_p=0.1, typical_p=0.1)]
     assert [turn(sampling) for sampling in nothing] == [None, None]
     assert turn(None, min_end=3) is None  # has so many
@@ -300,11 +369,21 @@ def test_rows_that_ask_for_nothing_are_plainly_greedy(monkeypatch: pytest.Monkey
     st.integers(0, 200),
     st.lists(st.lists(st.integers(0, 9), min_size=1, max_size=4), max_size=5),
 )
-def test_a_manner_remembers_what_a_resumed_one_finds(prompt: list[int], tokens: list[int], base: int, words: list[list[int]]) -> None:
+def test_a_manner_remembers_what_a_resumed_one_finds(
+    prompt: list[int], tokens: list[int], base: int, words: list[list[int]]
+) -> None:
     penalties = {"frequency_penalty": 0.5, "presence_penalty": 0.2, "relative_frequency_penalty": 0.7}
-    decay = {"temperature": 1.0, "top_p": 0.9, "top_p_decay": 0.9, "top_p_min": 0.2, "top_p_reset_ids": pack_ids([5])}
+    decay = {
+        "temperature": 1.0,
+        "top_p": 0.9,
+        "top_p_decay": 0.9,
+        "top_p_min": 0.2,
+        "top_p_reset_ids": pack_ids([5]),
+    }
     sampling = Sampling(**penalties, **decay, bad_words=[pack_ids(word) for word in words])
-    start = StartRow(0, pack_ids([*prompt, *tokens[:base]]), len(tokens[:base]), 999, False, b"", sampling=sampling)
+    start = StartRow(
+        0, pack_ids([*prompt, *tokens[:base]]), len(tokens[:base]), 999, False, b"", sampling=sampling
+    )
     whole = StartRow(0, pack_ids([*prompt, *tokens]), len(tokens), 999, False, b"", sampling=sampling)
     grown, resumed = Manner.of(start, []), Manner.of(whole, [])
     assert grown and resumed

@@ -1,4 +1,6 @@
-"""Rows that sample, in the real engine: the same seed gives the same ids however rows are batched, chunked, ordered and resumed."""
+"""Rows that sample, in the real engine: the same seed gives the same ids however rows are batched, chunked,
+ordered and resumed.
+"""
 
 from dataclasses import replace
 
@@ -21,7 +23,13 @@ ROWS: dict[int, Sampling | None] = {
     3: Sampling(temperature=1.2, top_k=40, min_p=0.02, seed=11, raw_logprobs=True),
     4: Sampling(temperature=1.0, typical_p=0.8, seed=11),
     5: Sampling(repetition_penalty=1.5, frequency_penalty=0.5, presence_penalty=0.5),
-    6: Sampling(temperature=0.9, relative_frequency_penalty=1.5, repetition_penalty=1.1, seed=5, bad_words=[pack_ids([28])]),
+    6: Sampling(
+        temperature=0.9,
+        relative_frequency_penalty=1.5,
+        repetition_penalty=1.1,
+        seed=5,
+        bad_words=[pack_ids([28])],
+    ),
     7: Sampling(temperature=1.0, top_p=0.9, seed=11, choice=1),
 }
 """What row n asks for; row 7 has the prompt of row 0."""
@@ -45,16 +53,33 @@ def player(engine: Engine, prefill_tokens: int = 10_000) -> Player:
 
 
 def play(
-    engine: Engine, prompts: list[list[int]], rows: list[int], prefill_tokens: int = 10_000, shown: dict[int, list[int]] | None = None
+    engine: Engine,
+    prompts: list[list[int]],
+    rows: list[int],
+    prefill_tokens: int = 10_000,
+    shown: dict[int, list[int]] | None = None,
 ) -> dict[int, list[int]]:
     """The ids of these rows, with what was shown before."""
     played, shown = player(engine, prefill_tokens), shown or {row: [] for row in rows}
     starts = [
-        played.start(row, prompts[row] + shown[row], NEW_TOKENS, len(shown[row]), ignore_eos=True, sampling=ROWS[row], top_n=row % 3)
+        played.start(
+            row,
+            prompts[row] + shown[row],
+            NEW_TOKENS,
+            len(shown[row]),
+            ignore_eos=True,
+            sampling=ROWS[row],
+            top_n=row % 3,
+        )
         for row in rows
     ]
     ids = played.run(starts)
-    assert all(len(played.tops[row, index]) == row % 3 for row in rows if row % 3 for index in range(len(shown[row]), NEW_TOKENS))
+    assert all(
+        len(played.tops[row, index]) == row % 3
+        for row in rows
+        if row % 3
+        for index in range(len(shown[row]), NEW_TOKENS)
+    )
     return {row: shown[row] + ids[row] for row in rows}
 
 
@@ -70,7 +95,9 @@ def test_alone(engine: Engine, prompts: list[list[int]], answers: dict[int, list
         assert play(engine, prompts, [row]) == {row: answers[row]}
 
 
-def test_chunked_and_in_another_order(engine: Engine, prompts: list[list[int]], answers: dict[int, list[int]]) -> None:
+def test_chunked_and_in_another_order(
+    engine: Engine, prompts: list[list[int]], answers: dict[int, list[int]]
+) -> None:
     assert play(engine, prompts, [6, 7, 1, 0, 5, 3, 4, 2], prefill_tokens=7) == answers
 
 
@@ -79,17 +106,26 @@ def test_resumed(engine: Engine, prompts: list[list[int]], answers: dict[int, li
     assert play(engine, prompts, list(ROWS), shown=shown) == answers
 
 
-def test_plain_rows_beside_others_stay_greedy(engine: Engine, prompts: list[list[int]], answers: dict[int, list[int]]) -> None:
+def test_plain_rows_beside_others_stay_greedy(
+    engine: Engine, prompts: list[list[int]], answers: dict[int, list[int]]
+) -> None:
     expected = reference_ids([prompts[2]], NEW_TOKENS)[0]
     assert answers[2][: len(expected)] == expected
 
 
 def test_sampled_ids_follow_what_the_engine_says(engine: Engine, prompts: list[list[int]]) -> None:
-    """The first token of many rows that differ in their seed, against the log-probabilities that the first of them tells."""
+    """The first token of many rows that differ in their seed, against the log-probabilities that the first of
+    them tells.
+    """
     num, top_k = 250, 8
     played, sampling = player(engine), Sampling(temperature=1.0, top_k=top_k)
     prompt = prompts[0][:1]
-    played.run([played.start(row, prompt, 1, ignore_eos=True, sampling=replace(sampling, seed=row), top_n=top_k) for row in range(num)])
+    played.run(
+        [
+            played.start(row, prompt, 1, ignore_eos=True, sampling=replace(sampling, seed=row), top_n=top_k)
+            for row in range(num)
+        ]
+    )
     told = played.tops[0, 0]
     expected = num * np.exp(list(told.values()))
     counts = np.array([sum(ids == [token] for ids in played.ids.values()) for token in told])
