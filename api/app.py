@@ -21,7 +21,7 @@ from api.inference.pool import Gateway
 from api.openai import routes_chat, routes_completions, routes_models
 from api.tgi import routes_generate as routes_generate
 from api.tgi import routes_info, routes_tokenize
-from common.metrics.aggregate import counting
+from common.metrics.aggregate import publishing_metrics
 from common.settings.settings import Settings
 
 
@@ -30,7 +30,7 @@ def build(gateway: Gateway) -> ASGIApp:
 
     @contextlib.asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        async with gateway.running(), counting(gateway.redis, gateway.fleet.keys):
+        async with gateway.running(), publishing_metrics(gateway.redis, gateway.fleet.keys):
             yield
 
     app = FastAPIOffline(  # /docs asks nobody else for its scripts

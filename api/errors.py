@@ -14,7 +14,7 @@ from starlette.responses import Response
 from starlette.routing import Match
 
 from api.inference import metrics
-from common.broker.client import CONNECT_TIMEOUT_S, ERRORS, cause
+from common.broker.client import CONNECT_TIMEOUT_S, ERRORS, describe_error
 from common.messages.messages import Terminal
 
 CLIENT_GONE = 499
@@ -123,7 +123,7 @@ async def asking_broker() -> AsyncIterator[None]:
         async with asyncio.timeout(CONNECT_TIMEOUT_S):
             yield
     except ERRORS as error:
-        raise unavailable(cause(error)) from error
+        raise unavailable(describe_error(error)) from error
 
 
 def failed(terminal: Terminal) -> Refusal:

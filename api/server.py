@@ -14,7 +14,7 @@ from api.http.protocol import Http
 from api.inference.pool import Gateway
 from api.inference.tokenizer import Vocabulary
 from common import model_files
-from common.process.startup import begin, enter
+from common.process.startup import configure_process, start_process
 from common.settings.settings import SettingError, Settings, exit_when_unservable
 
 log = logging.getLogger(__name__)
@@ -24,10 +24,10 @@ BACKLOG = 2048
 
 def main() -> None:
     """Serves until SIGTERM; exits with EX_CONFIG where a setting cannot be served."""
-    own = begin("api", "g0")
+    own = start_process("api", "g0")
     with exit_when_unservable():
         settings = Settings.read([])
-        enter(own, settings)
+        configure_process(own, settings)
         serve(settings, own.incarnation)
 
 

@@ -7,7 +7,7 @@ import logging
 
 from redis.asyncio import Redis
 
-from common.broker.client import ERRORS, cause, script
+from common.broker.client import ERRORS, describe_error, script
 from common.broker.keys import Keys
 
 log = logging.getLogger(__name__)
@@ -44,7 +44,7 @@ class Lease:
                     log.info("another batcher is active: standing by")
                 standing_by = True
             except ERRORS as error:
-                log.warning("waiting for the broker: %s", cause(error))
+                log.warning("waiting for the broker: %s", describe_error(error))
             await asyncio.sleep(min(0.5, self.ttl_s / 4))
 
     async def renew(self) -> None:
@@ -57,4 +57,4 @@ class Lease:
             async with asyncio.timeout(GIVE_BACK_S):
                 await self.ask(0)
         except ERRORS as error:
-            log.warning("the lease stays until it expires: %s", cause(error))
+            log.warning("the lease stays until it expires: %s", describe_error(error))

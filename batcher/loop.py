@@ -22,14 +22,14 @@ from batcher.sequence import Sequence
 from batcher.terminals import Terminals
 from batcher.timeline import Lives
 from batcher.workers import Fleet
-from common.broker.client import ERRORS, cause
+from common.broker.client import ERRORS, describe_error
 from common.broker.keys import POOLS, Keys
-from common.broker.sequences import REPEAT_S, Channels
-from common.broker.stream_ids import pair
+from common.broker.sequences import REPEAT_S, ChannelSequences
+from common.broker.stream_ids import parse_stream_id
 from common.messages.codec import WireError, decode
-from common.messages.messages import Cancel, Died, Report
+from common.messages.messages import Cancel, Report, WorkerDied
 from common.metrics import catalogue
-from common.process.heartbeat import Sign
+from common.process.heartbeat import Heartbeat
 from common.settings.settings import Settings
 
 log = logging.getLogger(__name__)
@@ -53,16 +53,16 @@ class Batcher:
     def __init__(self, settings: Settings, redis: Redis, keys: Keys, lease: Lease, epoch: int) -> None:
         self.settings, self.redis, self.keys, self.lease, self.epoch = settings, redis, keys, lease, epoch
         limits = Limits(settings.max_batch_size, settings.horizon)
-        self.channels = Channels(f"{lease.who}-{epoch}")
+        self.channels = ChannelSequences(f"{lease.who}-{epoch}")
         self.scheduler = Scheduler(limits, epoch)
         self.inbox = Inbox(redis)
         self.dispatch = Dispatch(redis, keys)
         self.terminals = Terminals(redis, keys, self.channels)
         self.recovery = Recovery(redis, keys)
-        self.fleet = Fleet(redis, keys, self.inbox, self.dispatch, self.scheduler, settings.worker_ttl_s)
+        self.workers = Fleet(redis, keys, self.inbox, self.dispatch, self.scheduler, settings.worker_ttl_s)
         self.gateways = Gateways(redis, keys)
-        self.sign = Sign(redis, keys, "batcher", lease.who, settings.worker_ttl_s)
-        self.lives = Lives(redis, keys, self.fleet.now_ms)
+        self.sign = Heartbeat(redis, keys, "batcher", lease.who, settings.worker_ttl_s)
+        self.lives = Lives(redis, keys, self.workers.now_ms)
         self.actions: deque[Action] = deque()
         self.backlog_end = (0, 0)
         self.undecodable = 0
@@ -81,8 +81,8 @@ class Batcher:
                 await verb()
                 return
             except ERRORS as error:
-                log.warning("%s", cause(error))
-                self.fleet.distrust()
+                log.warning("%s", describe_error(error))
+                self.workers.distrust()
                 await asyncio.sleep(0.2)
 
     async def begin(self) -> None:
@@ -90,18 +90,18 @@ class Batcher:
         answered, or is dead.
         """
         newest = await self.redis.xrevrange(self.keys.requests, count=1)
-        self.backlog_end = pair(newest[0][0]) if newest else (0, 0)
+        self.backlog_end = parse_stream_id(newest[0][0]) if newest else (0, 0)
         last = await self.redis.xrevrange(self.keys.control, count=1)
         self.inbox.follow(self.keys.control, last[0][0].decode() if last else "0")
-        await self.fleet.begin()
-        log.info("active, epoch %d; %d workers to take over", self.epoch, len(self.fleet.unsettled))
+        await self.workers.begin()
+        log.info("active, epoch %d; %d workers to take over", self.epoch, len(self.workers.unsettled))
 
     async def turn(self) -> None:
         await self.act()
         await self.lives.write()
         if time.monotonic() >= self.housekeeping_at:
             await self.keep_house()
-        if not self.fleet.unsettled:
+        if not self.workers.unsettled:
             self.inbox.follow(self.keys.requests)
         for entry in await self.inbox.read(TURN_MS):
             self.hear(entry)
@@ -146,7 +146,7 @@ class Batcher:
         sequence = parse.sequence(entry)
         if sequence.request_id in self.scheduler.sequences:
             return
-        if pair(entry.id) <= self.backlog_end:
+        if parse_stream_id(entry.id) <= self.backlog_end:
             self.do(partial(self.restore, sequence))
         else:
             self.lives.queued(sequence)
@@ -160,9 +160,9 @@ class Batcher:
                 self.scheduler.cancel(cancel.request_id, cancel.why)
             case "hello":
                 incarnation = parse.name(entry.data)
-                self.do(partial(self.fleet.greet, incarnation))
+                self.do(partial(self.workers.greet, incarnation))
             case "died":
-                died = decode(Died, entry.data)
+                died = decode(WorkerDied, entry.data)
                 self.do(partial(self.seal, died.incarnation, "its process ended"))
             case other:
                 raise WireError(f"unknown kind {other!r}")
@@ -176,7 +176,7 @@ class Batcher:
                     raise LeaseLost(f"worker {incarnation} obeys epoch {report.epoch}")
                 if (replica := self.scheduler.replicas.get(incarnation)) is not None:
                     self.lives.heard(replica, report)
-                self.fleet.hear(incarnation, report)
+                self.workers.hear(incarnation, report)
             case "sealed":
                 held = self.scheduler.lose(incarnation)
                 self.inbox.drop(entry.stream)
@@ -221,10 +221,10 @@ class Batcher:
         """Declares a worker dead. Its sealed reports are read to the end first; without them there is nothing
         to wait for.
         """
-        if self.fleet.is_buried(incarnation):  # it had sealed its own logs
+        if self.workers.is_buried(incarnation):  # it had sealed its own logs
             return
         log.warning("worker %s is sealed: %s", incarnation, why)
-        if await self.fleet.seal(incarnation):
+        if await self.workers.seal(incarnation):
             self.inbox.follow(self.keys.reports(incarnation))
         else:
             held = self.scheduler.lose(incarnation)
@@ -248,7 +248,7 @@ class Batcher:
     async def bury(self, incarnation: str, held: list[Sequence]) -> None:
         """A sealed worker: what it held goes on elsewhere, and what it wrote is kept in a place of its own."""
         live = await self.resume(held)
-        await self.fleet.bury(incarnation)
+        await self.workers.bury(incarnation)
         self.lives.died(incarnation, live)
         log.warning("worker %s is gone; %d requests go on elsewhere", incarnation, len(live))
 
@@ -265,8 +265,8 @@ class Batcher:
         """A request from before this epoch. A worker that never answered this epoch cannot be left to go on
         with it.
         """
-        if (stranger := await self.recovery.stranger(sequence, self.fleet.settled)) is not None:
-            await self.fleet.seal(stranger)
+        if (stranger := await self.recovery.stranger(sequence, self.workers.settled)) is not None:
+            await self.workers.seal(stranger)
         self.scheduler.register(sequence)
         for live in await self.resume([sequence]):
             self.lives.taken_over(live)
@@ -277,11 +277,11 @@ class Batcher:
         await self.lease.renew()
         now_s, now_us = await self.redis.time()
         now_ms = now_s * 1000 + now_us // 1000
-        self.fleet.heed_clock(now_ms)
+        self.workers.heed_clock(now_ms)
         self.scheduler.expire(now_ms)
-        for incarnation in await self.fleet.look():
+        for incarnation in await self.workers.look():
             self.do(partial(self.seal, incarnation, "no sign of life"))
-        if self.fleet.trusting:
+        if self.workers.trusting:
             for request_id in await self.gateways.orphans(self.scheduler.sequences.values()):
                 self.scheduler.cancel(request_id, "gateway")
         for channel, payload in self.channels.repeats():

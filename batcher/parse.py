@@ -4,7 +4,7 @@ import msgpack
 
 from batcher.inbox import Entry
 from batcher.sequence import Sequence
-from common.broker.stream_ids import pair
+from common.broker.stream_ids import parse_stream_id
 from common.messages.codec import WireError, decode
 from common.messages.messages import Generate
 
@@ -17,7 +17,7 @@ def sequence(entry: Entry) -> Sequence:
     for field in ("max_new_tokens", "ttl_ms", "result_ttl_ms"):
         if getattr(request, field) < 1:
             raise WireError(f"Generate.{field}: {getattr(request, field)} is not positive")
-    return Sequence(request, entry.id, len(entry.data), pair(entry.id)[0] + request.ttl_ms)
+    return Sequence(request, entry.id, len(entry.data), parse_stream_id(entry.id)[0] + request.ttl_ms)
 
 
 def name(data: bytes) -> str:

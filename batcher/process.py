@@ -12,9 +12,9 @@ from batcher.lease import Lease, LeaseLost
 from batcher.loop import Batcher
 from common.broker import client
 from common.broker.keys import Keys
-from common.metrics.aggregate import counting
-from common.process.heartbeat import Sign
-from common.process.startup import begin, enter
+from common.metrics.aggregate import publishing_metrics
+from common.process.heartbeat import Heartbeat
+from common.process.startup import configure_process, start_process
 from common.settings.settings import Settings, exit_when_unservable
 
 log = logging.getLogger(__name__)
@@ -36,13 +36,13 @@ async def serve(settings: Settings, incarnation: str) -> None:
 
 async def work(settings: Settings, redis: Redis, keys: Keys, lease: Lease) -> None:
     epoch = await stand_by(settings, redis, keys, lease)
-    async with counting(redis, keys):
+    async with publishing_metrics(redis, keys):
         await Batcher(settings, redis, keys, lease, epoch).run()
 
 
 async def stand_by(settings: Settings, redis: Redis, keys: Keys, lease: Lease) -> int:
     """Returns our epoch, once the lease is ours; people see meanwhile that we are there."""
-    sign = Sign(redis, keys, "batcher", lease.who, settings.worker_ttl_s)
+    sign = Heartbeat(redis, keys, "batcher", lease.who, settings.worker_ttl_s)
     showing = asyncio.create_task(sign.show_for_ever(settings.heartbeat_s, lambda: {"waiting": 0, "rows": 0}))
     try:
         return await lease.take()
@@ -51,10 +51,10 @@ async def stand_by(settings: Settings, redis: Redis, keys: Keys, lease: Lease) -
 
 
 def main() -> None:
-    own = begin("batcher", "b0")
+    own = start_process("batcher", "b0")
     with exit_when_unservable():
         settings = Settings.read([])
-        enter(own, settings)
+        configure_process(own, settings)
     try:
         uvloop.run(serve(settings, own.incarnation))
     except LeaseLost as error:

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 from batcher.block_pool import BlockPool
 from batcher.sequence import Row, Sequence
-from common.messages.messages import Worker
+from common.messages.messages import WorkerCapacity
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +31,7 @@ class Replica:
         draining: it starts nothing more and its rows go elsewhere.
     """
 
-    capacity: Worker
+    capacity: WorkerCapacity
     limits: Limits
     pool: BlockPool = field(init=False)
     rows: dict[int, Row] = field(default_factory=dict)

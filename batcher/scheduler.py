@@ -14,7 +14,7 @@ from batcher.pending_plan import Order
 from batcher.replica import Limits, Replica
 from batcher.sequence import Row, Sequence
 from common.messages.finish_reasons import INTERRUPTED
-from common.messages.messages import Plan, Report, Start, Worker
+from common.messages.messages import Plan, Report, RowStart, WorkerCapacity
 from common.messages.packing import pack_ids
 
 MAX_STRIKES = 2
@@ -110,7 +110,7 @@ class Scheduler:
         """The request has its terminal and is settled."""
         self.sequences.pop(sequence.request_id, None)
 
-    def join(self, capacity: Worker) -> Replica:
+    def join(self, capacity: WorkerCapacity) -> Replica:
         """A worker that holds nothing and may be given rows."""
         replica = self.replicas[capacity.incarnation] = Replica(capacity, self.limits)
         return replica
@@ -255,8 +255,8 @@ class Scheduler:
         return asked
 
 
-def start(row: Row) -> Start:
+def start(row: Row) -> RowStart:
     sequence = row.sequence
-    return Start(
+    return RowStart(
         row.number, sequence.attempt, sequence.base, sequence.records, pack_ids(row.blocks), sequence.request
     )

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from common.broker.stream_ids import pair
+from common.broker.stream_ids import parse_stream_id
 from common.messages.messages import RECORD, Generate
 
 
@@ -39,7 +39,7 @@ class Sequence:
     @property
     def rank(self) -> int:
         """Age among all requests of the pool."""
-        ms, number = pair(self.entry_id)
+        ms, number = parse_stream_id(self.entry_id)
         return (ms << 24) + number
 
     @property

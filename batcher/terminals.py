@@ -7,11 +7,11 @@ from redis.asyncio import Redis
 from batcher.sequence import Sequence
 from common.broker.client import script
 from common.broker.keys import Keys
-from common.broker.sequences import Channels
+from common.broker.sequences import ChannelSequences
 from common.messages.codec import encode
 from common.messages.finish_reasons import failure, terminal
 from common.messages.messages import Events
-from common.process.logs import about
+from common.process.logs import for_request
 
 log = logging.getLogger(__name__)
 
@@ -19,7 +19,7 @@ log = logging.getLogger(__name__)
 class Terminals:
     """Says terminals for the batcher, and settles."""
 
-    def __init__(self, redis: Redis, keys: Keys, channels: Channels) -> None:
+    def __init__(self, redis: Redis, keys: Keys, channels: ChannelSequences) -> None:
         self.keys, self.channels = keys, channels
         self.finish_script = script(redis, "finish")
         self.settle_script = script(redis, "settle")
@@ -30,7 +30,10 @@ class Terminals:
             sequence.request_id, sequence.request.channel, sequence.request.result_ttl_ms, why, sequence.base
         )
         log.info(
-            "request %s ended by the batcher: %s", sequence.request_id, why, extra=about(sequence.request_id)
+            "request %s ended by the batcher: %s",
+            sequence.request_id,
+            why,
+            extra=for_request(sequence.request_id),
         )
 
     async def say(self, request_id: str, channel: str, ttl_ms: int, why: str, num_tokens: int) -> None:

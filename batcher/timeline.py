@@ -10,13 +10,13 @@ from redis.asyncio import Redis
 from batcher.pending_plan import Order
 from batcher.replica import Replica
 from batcher.sequence import Sequence
-from common.broker.client import ERRORS, cause
+from common.broker.client import ERRORS, describe_error
 from common.broker.keys import Keys
-from common.broker.stream_ids import pair
+from common.broker.stream_ids import parse_stream_id
 from common.messages.codec import encode
 from common.messages.finish_reasons import INTERRUPTED
 from common.messages.messages import Report
-from common.messages.timeline import Happening, Life
+from common.messages.timeline import Timeline, TimelineEvent
 from common.metrics import catalogue
 
 log = logging.getLogger(__name__)
@@ -35,7 +35,7 @@ class Lives:
 
     def __init__(self, redis: Redis, keys: Keys, clock: Callable[[], int]) -> None:
         self.redis, self.keys, self.clock = redis, keys, clock
-        self.untold: dict[str, list[Happening]] = {}
+        self.untold: dict[str, list[TimelineEvent]] = {}
         self.written_s = 0.0
 
     def note(
@@ -47,11 +47,13 @@ class Lives:
         why: str = "",
         at_ms: int | None = None,
     ) -> None:
-        happening = Happening(at_ms or self.clock(), what, worker, sequence.attempt, num_tokens, why)
+        happening = TimelineEvent(at_ms or self.clock(), what, worker, sequence.attempt, num_tokens, why)
         self.untold.setdefault(sequence.request_id, []).append(happening)
 
     def queued(self, sequence: Sequence) -> None:
-        self.note(sequence, "queued", num_tokens=sequence.num_prompt, at_ms=pair(sequence.entry_id)[0])
+        self.note(
+            sequence, "queued", num_tokens=sequence.num_prompt, at_ms=parse_stream_id(sequence.entry_id)[0]
+        )
 
     def placed(self, order: Order) -> None:
         """A plan was handed over."""
@@ -105,13 +107,14 @@ class Lives:
             async with self.redis.pipeline(transaction=False) as pipe:
                 parts = iter(self.untold.items())
                 while fields := {
-                    request_id: encode(Life(told)) for request_id, told in islice(parts, REQUESTS_PER_ENTRY)
+                    request_id: encode(Timeline(told))
+                    for request_id, told in islice(parts, REQUESTS_PER_ENTRY)
                 }:
                     pipe.xadd(self.keys.life, fields, maxlen=MAX_ENTRIES)  # type: ignore[arg-type]
                 pipe.pexpire(self.keys.life, LIFE_TTL_MS)
                 await pipe.execute()
             self.untold = {}
         except ERRORS as error:
-            log.debug("lives of %d requests wait: %s", len(self.untold), cause(error))
+            log.debug("lives of %d requests wait: %s", len(self.untold), describe_error(error))
             if len(self.untold) > MAX_UNTOLD:
                 self.untold = {}

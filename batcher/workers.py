@@ -11,7 +11,7 @@ from batcher.scheduler import Scheduler
 from common.broker.client import script
 from common.broker.keys import Keys
 from common.messages.codec import WireError, decode
-from common.messages.messages import Report, Worker
+from common.messages.messages import Report, WorkerCapacity
 
 log = logging.getLogger(__name__)
 CLOCK_JUMP_MS = 1000
@@ -41,7 +41,7 @@ class Fleet:
             ttl_s,
         )
         self.seal_script = script(redis, "seal")
-        self.greeted: dict[str, Worker] = {}
+        self.greeted: dict[str, WorkerCapacity] = {}
         self.settled: set[str] = set()
         self.unsettled: set[str] = set()
         self.unreadable: set[str] = set()
@@ -96,7 +96,7 @@ class Fleet:
         if state is None or incarnation in self.greeted:
             return
         try:
-            worker = decode(Worker, capacity)
+            worker = decode(WorkerCapacity, capacity)
         except WireError as error:
             if incarnation not in self.unreadable:
                 log.error("worker %s announces itself in words that cannot be read: %s", incarnation, error)

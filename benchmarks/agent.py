@@ -28,7 +28,7 @@ from common import model_files
 from common.broker.client import connect
 from common.broker.keys import Keys
 from common.messages.codec import encode
-from common.messages.messages import Generate, Plan, Start, Worker
+from common.messages.messages import Generate, Plan, RowStart, WorkerCapacity
 from common.messages.packing import pack_ids
 from common.settings.settings import Settings
 from gpu_worker.agent.agent import Agent
@@ -64,7 +64,7 @@ async def measure(url: str, tokenizer: Tokenizer, name: str, num_rows: int, wait
         redis,
         engine,
         Table(tokenizer),
-        Worker(name, name, "m", "bfloat16", 16, 10_000, 64, 100_000),
+        WorkerCapacity(name, name, "m", "bfloat16", 16, 10_000, 64, 100_000),
     )
     serving = asyncio.create_task(agent.run())
     await hand(redis, name, num_rows, pack_ids(tokenizer.encode(TEXT).ids[:PROMPT_TOKENS]))
@@ -119,7 +119,7 @@ async def hand(redis: Redis, worker: str, num_rows: int, prompt_ids: bytes) -> N
             KEYS.home(request.request_id),
             mapping={"digest": "d", "worker": worker, "attempt": 1, "base": 0, "width": 1},
         )
-        starts.append(Start(row, 1, 0, b"", b"", request))
+        starts.append(RowStart(row, 1, 0, b"", b"", request))
     await plan(redis, worker, Plan(1, 1, 0, 64, starts))
 
 

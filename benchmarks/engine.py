@@ -17,7 +17,7 @@ import torch
 
 from benchmarks import floors
 from benchmarks.waits import Waits
-from common.messages.messages import Sampling
+from common.messages.messages import SamplingParams
 from common.settings.settings import Settings
 from gpu_worker.engine.engine import Engine
 from gpu_worker.protocol import Grant, StartRow
@@ -29,9 +29,9 @@ PROMPT_TOKENS = (128, 512, 2048)
 EVER = 2**30
 SAMPLING = {
     "greedy": None,
-    "temperature": Sampling(temperature=0.8),
-    "temperature, top-p": Sampling(temperature=0.8, top_p=0.95),
-    "temperature, top-p, penalties": Sampling(
+    "temperature": SamplingParams(temperature=0.8),
+    "temperature, top-p": SamplingParams(temperature=0.8, top_p=0.95),
+    "temperature, top-p, penalties": SamplingParams(
         temperature=0.8, top_p=0.95, repetition_penalty=1.1, frequency_penalty=0.2, presence_penalty=0.2
     ),
 }
@@ -55,14 +55,14 @@ class Bench:
         in_tokens: int,
         out_tokens: int,
         prefill_tokens: int,
-        sampling: Sampling | None = None,
+        sampling: SamplingParams | None = None,
     ) -> None:
         starts = [self.row(index, in_tokens, out_tokens, sampling) for index in range(num_rows)]
         self.engine.apply(Grant(EVER, prefill_tokens, starts))
         self.num_started += num_rows
         self.waits.clear()
 
-    def row(self, index: int, in_tokens: int, out_tokens: int, sampling: Sampling | None) -> StartRow:
+    def row(self, index: int, in_tokens: int, out_tokens: int, sampling: SamplingParams | None) -> StartRow:
         blocks = -(-(in_tokens + out_tokens) // self.engine.block_size)
         ids = self.random.integers(100, self.engine.loaded.vocab_size, in_tokens).tolist()
         owned = range(1 + index * blocks, 1 + (index + 1) * blocks)

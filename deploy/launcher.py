@@ -12,7 +12,7 @@ from typing import Any
 
 from common.broker.client import ERRORS, check, connect
 from common.broker.keys import Keys
-from common.messages.messages import Died, encode
+from common.messages.messages import WorkerDied, encode
 from common.process import logs
 from common.settings.settings import SettingError, Settings
 from deploy import checks
@@ -117,7 +117,7 @@ async def supervise(process: Process, fleet: Fleet, tasks: asyncio.TaskGroup) ->
 async def tell_died(settings: Settings, incarnation: str) -> None:
     """The batcher need not wait until the worker's sign of life has expired."""
     assert settings.redis_url is not None
-    entry: Any = {"died": encode(Died(incarnation))}
+    entry: Any = {"died": encode(WorkerDied(incarnation))}
     async with connect(settings.redis_url) as client:
         try:
             async with asyncio.timeout(TELL_S):

@@ -13,12 +13,12 @@ from tokenizers import Tokenizer
 
 from common import model_files
 from common.broker import client
-from common.broker.client import ERRORS, cause, script
+from common.broker.client import ERRORS, describe_error, script
 from common.broker.keys import Keys
-from common.messages.messages import Worker
-from common.metrics.aggregate import counting
-from common.process.heartbeat import Sign
-from common.process.startup import begin, enter
+from common.messages.messages import WorkerCapacity
+from common.metrics.aggregate import publishing_metrics
+from common.process.heartbeat import Heartbeat
+from common.process.startup import configure_process, start_process
 from common.settings.settings import SettingError, Settings, exit_when_unservable
 from gpu_worker.agent import gpu_claims
 from gpu_worker.agent.agent import Agent
@@ -66,19 +66,19 @@ async def serve(settings: Settings, name: str, incarnation: str) -> int:
 async def loaded(settings: Settings, engine: EngineLink, incarnation: str) -> Ready:
     """Waits for the engine; people see meanwhile that we are there. Raises EngineRefused, EngineDied."""
     async with client.connect(client.url_of(settings)) as redis:
-        sign = Sign(redis, Keys(settings.pool), "starting", incarnation, settings.worker_ttl_s)
+        sign = Heartbeat(redis, Keys(settings.pool), "starting", incarnation, settings.worker_ttl_s)
         async with sign.shown(settings.heartbeat_s):
             return await engine.ready(log.info)
 
 
-async def serve_engine(settings: Settings, engine: EngineLink, table: Table, worker: Worker) -> int:
+async def serve_engine(settings: Settings, engine: EngineLink, table: Table, worker: WorkerCapacity) -> int:
     redis = client.connect(client.url_of(settings))
     agent = Agent(settings, redis, engine, table, worker)
     loop = asyncio.get_running_loop()
     loop.add_signal_handler(signal.SIGTERM, agent.draining.set)
     loop.add_signal_handler(signal.SIGINT, agent.draining.set)
     try:
-        async with counting(redis, agent.keys):
+        async with publishing_metrics(redis, agent.keys):
             await agent.run()
         return 0
     except (Sealed, EngineDied, EngineStuck) as error:
@@ -88,7 +88,9 @@ async def serve_engine(settings: Settings, engine: EngineLink, table: Table, wor
         await seal(redis, Keys(settings.pool), worker.incarnation)
 
 
-def capacity(settings: Settings, ready: Ready, name: str, incarnation: str, directory: Path) -> Worker:
+def capacity(
+    settings: Settings, ready: Ready, name: str, incarnation: str, directory: Path
+) -> WorkerCapacity:
     """What is announced. Raises SettingError for a limit that leaves no room, or that asks for more room than
     there is.
     """
@@ -105,7 +107,7 @@ def capacity(settings: Settings, ready: Ready, name: str, incarnation: str, dire
                 setting,
                 f"{getattr(settings, setting)} is more than the {longest} tokens that context and KV cache allow",
             )
-    return Worker(
+    return WorkerCapacity(
         incarnation=incarnation,
         name=name,
         model=directory.name,
@@ -133,14 +135,14 @@ async def seal(redis: Redis, keys: Keys, incarnation: str) -> None:
             ]
             await script(redis, "seal")(keys=logs_of, args=[incarnation])
     except (*ERRORS, TimeoutError) as error:
-        log.warning("not sealed: %s", cause(error))
+        log.warning("not sealed: %s", describe_error(error))
 
 
 def main() -> None:
     """A worker; or, where torchrun started us as a rank above 0, one more process of the engine of a worker
     elsewhere.
     """
-    own = begin("worker", "w0")
+    own = start_process("worker", "w0")
     with exit_when_unservable():
         settings, place = Settings.read([]), Place.read(os.environ)
         if place.world_size not in (1, settings.num_shard or place.world_size):
@@ -150,5 +152,5 @@ def main() -> None:
             )
         if place.rank:
             os.execv(sys.executable, [sys.executable, "-P", "-m", "gpu_worker.engine"])
-        enter(own, settings)
+        configure_process(own, settings)
         sys.exit(uvloop.run(serve(settings, own.name, own.incarnation)))

@@ -17,7 +17,7 @@ import msgpack
 
 from common.messages.codec import decode as from_bytes
 from common.messages.codec import encode as to_bytes
-from common.messages.messages import Sampling
+from common.messages.messages import SamplingParams
 
 SAMPLE = struct.Struct("<iiif")
 """A sampled token: row, index of the token in its generation, id, natural logarithm of its probability."""
@@ -61,7 +61,7 @@ class StartRow:
     stop_ids: bytes = b""
     top_n: int = 0
     prompt_logprobs: int | None = None
-    sampling: Sampling | None = None
+    sampling: SamplingParams | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,7 +190,7 @@ def fields(value: Any) -> list[Any]:
 
 def part(value: Any) -> Any:
     """What stands in a frame for something that msgpack does not know."""
-    return to_bytes(value) if isinstance(value, Sampling) else fields(value)
+    return to_bytes(value) if isinstance(value, SamplingParams) else fields(value)
 
 
 PACKER = msgpack.Packer(default=part)
@@ -230,7 +230,7 @@ def grant(until: int, prefill_tokens: int, starts: Sequence[Any], *others: Any) 
 
 def start_row(*values: Any) -> StartRow:
     *others, sampling = values
-    return StartRow(*[*others, sampling and from_bytes(Sampling, sampling)])
+    return StartRow(*[*others, sampling and from_bytes(SamplingParams, sampling)])
 
 
 MAKERS: dict[str, Callable[..., Frame]] = {name: kind for kind, name in NAMES.items()} | {"grant": grant}

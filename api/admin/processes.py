@@ -10,7 +10,7 @@ from redis.asyncio import Redis
 
 from common.broker.keys import Keys
 from common.messages.codec import WireError, decode
-from common.messages.messages import Worker
+from common.messages.messages import WorkerCapacity
 
 log = logging.getLogger(__name__)
 
@@ -106,7 +106,7 @@ def describe(kind: str, said: dict[bytes, bytes], has_lease: bool) -> dict[str, 
             }
         case "worker":
             try:
-                capacity = decode(Worker, said[b"capacity"])
+                capacity = decode(WorkerCapacity, said[b"capacity"])
             except (WireError, KeyError) as error:
                 log.error("a worker's sign of life cannot be read: %s", error)
                 return None

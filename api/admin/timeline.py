@@ -7,7 +7,7 @@ from redis.asyncio import Redis
 
 from common.broker.keys import Keys
 from common.messages.codec import WireError, decode
-from common.messages.timeline import Life
+from common.messages.timeline import Timeline
 
 CHUNK = 500
 SIBLINGS_MS = 5000
@@ -43,7 +43,7 @@ def add(lives: dict[str, Happenings], entry: Entry, request_id: str) -> None:
         if one != request_id and not one.startswith(choices):
             continue
         try:
-            told = [dataclasses.asdict(happening) for happening in decode(Life, data).happenings]
+            told = [dataclasses.asdict(happening) for happening in decode(Timeline, data).happenings]
         except WireError:
             continue
         lives[one] = told + lives.get(one, [])

@@ -7,7 +7,7 @@ from typing import Any
 import orjson
 from redis.asyncio import Redis
 
-from common.broker.client import ERRORS, cause
+from common.broker.client import ERRORS, describe_error
 from common.broker.keys import Keys
 
 log = logging.getLogger(__name__)
@@ -50,7 +50,7 @@ class Client:
             try:
                 return await getattr(self.redis, command)(*args)
             except ERRORS as error:
-                log.info("once more: %s", cause(error))
+                log.info("once more: %s", describe_error(error))
                 await asyncio.sleep(PAUSE_S)
 
     async def run(self) -> None:
@@ -60,7 +60,7 @@ class Client:
             try:
                 await self.look()
             except ERRORS as error:
-                log.info("cannot look for answers: %s", cause(error))
+                log.info("cannot look for answers: %s", describe_error(error))
 
     async def look(self) -> None:
         """Hands out the answers that are there."""

@@ -7,8 +7,8 @@ import logging
 from api.arq.worker import JobWorker
 from common.broker import client
 from common.broker.keys import Keys
-from common.process.heartbeat import Sign
-from common.process.startup import begin, enter
+from common.process.heartbeat import Heartbeat
+from common.process.startup import configure_process, start_process
 from common.settings.settings import Settings, exit_when_unservable
 
 log = logging.getLogger(__name__)
@@ -16,10 +16,10 @@ log = logging.getLogger(__name__)
 
 def main() -> None:
     """Exits with EX_CONFIG where a setting cannot be served."""
-    own = begin("jobs", "j0")
+    own = start_process("jobs", "j0")
     with exit_when_unservable():
         settings = Settings.read([])
-        enter(own, settings)
+        configure_process(own, settings)
         logging.getLogger("arq.worker").setLevel(logging.WARNING)  # below that it logs prompts
     asyncio.run(serve(settings, own.incarnation))
 
@@ -28,7 +28,7 @@ async def serve(settings: Settings, incarnation: str) -> None:
     """Returns after SIGTERM; jobs that are not answered yet are left to others."""
     redis = client.connect(client.url_of(settings))
     worker = JobWorker(redis, settings)
-    sign = Sign(redis, Keys(settings.pool), "jobs", incarnation, settings.worker_ttl_s)
+    sign = Heartbeat(redis, Keys(settings.pool), "jobs", incarnation, settings.worker_ttl_s)
     log.info("%s takes jobs of the queue %s", incarnation, worker.queue_name)
     try:
         async with sign.shown(settings.heartbeat_s, lambda: {"running": len(worker.job_tasks)}):

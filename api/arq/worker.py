@@ -12,7 +12,7 @@ from redis.asyncio import Redis
 
 from api.arq.client import Client
 from api.arq.serializer import pack, unpacking
-from common.broker.client import ERRORS, cause
+from common.broker.client import ERRORS, describe_error
 from common.broker.keys import RESULT_TTL_MS, Keys
 from common.settings.settings import Settings
 
@@ -81,8 +81,8 @@ class JobWorker(Worker):
             try:
                 await super().main()
             except ERRORS as error:
-                if trouble != cause(error):
-                    trouble = cause(error)
+                if trouble != describe_error(error):
+                    trouble = describe_error(error)
                     log.warning("no jobs: %s", trouble)
                 await asyncio.sleep(PAUSE_S)
             except UnicodeDecodeError:
@@ -124,7 +124,7 @@ class JobWorker(Worker):
                 log.error("job %s is dropped: its key is none of arq's", job_id)
                 await self.pool.zrem(self.queue_name, job_id)
         except ERRORS as error:
-            log.warning("job %s comes again: %s", job_id, cause(error))
+            log.warning("job %s comes again: %s", job_id, describe_error(error))
 
 
 def jobs(ask: Any) -> list[Function]:

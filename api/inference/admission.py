@@ -18,7 +18,7 @@ from api.inference.relay import Relay
 from api.inference.stream import Stream
 from api.inference.tokenizer import Vocabulary
 from api.inference.validate import Wanted
-from common.broker.client import CONNECT_TIMEOUT_S, ERRORS, cause, script
+from common.broker.client import CONNECT_TIMEOUT_S, ERRORS, describe_error, script
 from common.broker.keys import Keys
 from common.messages.codec import encode
 from common.messages.messages import Cancel, Generate
@@ -92,11 +92,11 @@ class Desk:
             answer = await self.admission(stream.request)
         except NOT_EXECUTED as error:
             self.relay.forget(stream)
-            raise unavailable(cause(error)) from error
+            raise unavailable(describe_error(error)) from error
         except BaseException as error:
             self.leave(stream)  # it may have been admitted all the same
             if isinstance(error, ERRORS):
-                raise unavailable(cause(error)) from error
+                raise unavailable(describe_error(error)) from error
             raise
         if answer not in (b"admitted", b"attached"):
             self.relay.forget(stream)
@@ -144,7 +144,7 @@ class Desk:
             except NOT_EXECUTED:
                 raise
             except ConnectionError as error:
-                log.info("admission of %s is sent again: %s", request.request_id, cause(error))
+                log.info("admission of %s is sent again: %s", request.request_id, describe_error(error))
                 answer = await self.admit(keys=keys, args=args)
             return bytes(answer[0])
 
@@ -190,7 +190,7 @@ class Desk:
                 async with self.turns:
                     return await command()
             except ERRORS as error:
-                log.debug("once more: %s", cause(error))
+                log.debug("once more: %s", describe_error(error))
                 await asyncio.sleep(PAUSE_S)
 
     async def close(self) -> None:

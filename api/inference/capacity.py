@@ -10,11 +10,11 @@ from redis.asyncio import Redis
 
 from api.errors import unavailable
 from api.inference.validate import Limits
-from common.broker.client import CONNECT_TIMEOUT_S, ERRORS, cause
+from common.broker.client import CONNECT_TIMEOUT_S, ERRORS, describe_error
 from common.broker.keys import Keys
 from common.messages.codec import WireError, decode
-from common.messages.messages import Worker
-from common.process.heartbeat import Sign
+from common.messages.messages import WorkerCapacity
+from common.process.heartbeat import Heartbeat
 from common.settings.settings import Settings
 
 log = logging.getLogger(__name__)
@@ -31,7 +31,7 @@ class Sighting:
 
     ready: bool
     age_s: float
-    capacity: Worker
+    capacity: WorkerCapacity
 
 
 class Fleet:
@@ -48,7 +48,7 @@ class Fleet:
         self, redis: Redis, keys: Keys, gateway: str, settings: Settings, num_streams: Callable[[], int]
     ) -> None:
         self.redis, self.keys, self.settings = redis, keys, settings
-        self.sign = Sign(redis, keys, "gateway", gateway, TTL_SHARE * settings.worker_ttl_s)
+        self.sign = Heartbeat(redis, keys, "gateway", gateway, TTL_SHARE * settings.worker_ttl_s)
         self.num_streams = num_streams
         self.ready_s: float | None = None
         self.max_total_tokens = 0
@@ -70,8 +70,8 @@ class Fleet:
                 self.learn(await self.sightings())
             self.trouble = ""
         except ERRORS as error:
-            if self.trouble != cause(error):
-                self.trouble = cause(error)
+            if self.trouble != describe_error(error):
+                self.trouble = describe_error(error)
                 log.warning("cannot look at the workers: %s", self.trouble)
         self.looked_s = time.monotonic()
 
@@ -91,7 +91,7 @@ class Fleet:
             async with asyncio.timeout(1.0):
                 await self.sign.take_away()
         except ERRORS as error:
-            log.warning("the sign of life stays until it expires: %s", cause(error))
+            log.warning("the sign of life stays until it expires: %s", describe_error(error))
 
     async def sightings(self) -> list[Sighting]:
         async with self.redis.pipeline(transaction=False) as pipe:
@@ -108,7 +108,9 @@ class Fleet:
             if state is None or capacity is None:
                 continue
             try:
-                found.append(Sighting(state == b"ready", (now_ms - seen_ms) / 1000, decode(Worker, capacity)))
+                found.append(
+                    Sighting(state == b"ready", (now_ms - seen_ms) / 1000, decode(WorkerCapacity, capacity))
+                )
             except WireError as error:
                 log.error("worker %s: %s", incarnation.decode(), error)
         return found

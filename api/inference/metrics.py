@@ -9,7 +9,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from common.metrics import catalogue
 from common.metrics.catalogue import service_class
-from common.process.logs import about
+from common.process.logs import for_request
 
 if TYPE_CHECKING:
     from api.inference.stream import Stream
@@ -63,7 +63,7 @@ def left(stream: "Stream", limits: "Limits") -> None:
         reason,
         stream.num_tokens,
         so_far_s,
-        extra=about(request_id),
+        extra=for_request(request_id),
     )
     catalogue.REQUESTS.add(1, service_class(stream.request.priority), reason)
     if stream.finished:

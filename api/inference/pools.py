@@ -14,7 +14,7 @@ from api.inference.tokenizer import Vocabulary
 from common import model_files
 from common.broker.keys import POOLS, Keys
 from common.messages.codec import WireError, decode
-from common.messages.messages import Worker
+from common.messages.messages import WorkerCapacity
 from common.settings.settings import SettingError, Settings
 
 if TYPE_CHECKING:
@@ -74,14 +74,14 @@ class Pools:
         log.info("pool %s is served too: %s", pool, settings.model_id)
         return await self.stack.enter_async_context(type(self.own)(settings, self.name, vocabulary).running())
 
-    async def worker(self, pool: str) -> Worker | None:
+    async def worker(self, pool: str) -> WorkerCapacity | None:
         """The capacity of any live worker of a pool."""
         keys = Keys(pool)
         for incarnation in await self.redis.zrange(keys.workers, 0, -1):
             capacity = await self.redis.hget(keys.worker(incarnation.decode()), "capacity")  # type: ignore[misc]
             with contextlib.suppress(WireError):
                 if capacity is not None:
-                    return decode(Worker, capacity)
+                    return decode(WorkerCapacity, capacity)
         return None
 
     async def close(self) -> None:
@@ -93,7 +93,7 @@ def names(settings: Settings) -> tuple[str, ...]:
     return (settings.model_name, settings.model_id, settings.pool)
 
 
-def of_pool(settings: Settings, pool: str, worker: Worker) -> Settings:
+def of_pool(settings: Settings, pool: str, worker: WorkerCapacity) -> Settings:
     """Settings for another pool: its limits are what its workers say."""
     return replace(
         settings,

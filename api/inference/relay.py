@@ -16,9 +16,9 @@ from typing import Any
 from redis.asyncio import Redis
 
 from api.inference.stream import Stream
-from common.broker.client import CONNECT_TIMEOUT_S, ERRORS, cause
+from common.broker.client import CONNECT_TIMEOUT_S, ERRORS, describe_error
 from common.broker.committed import read
-from common.broker.fast_client import Wire
+from common.broker.fast_client import FastConnection
 from common.broker.keys import Keys
 from common.messages.codec import WireError, decode
 from common.messages.messages import Events
@@ -47,7 +47,7 @@ class Relay:
         self.lose = lose
         self.streams: dict[str, Stream] = {}
         self.followed: Counter[str] = Counter()
-        self.wire: Wire | None = None
+        self.wire: FastConnection | None = None
         self.sequences: dict[tuple[str, str], tuple[int, float]] = {}
         self.trouble = "not connected to the broker yet"
         self.subscribed = asyncio.Event()
@@ -105,15 +105,15 @@ class Relay:
                 if self.subscribed.is_set():
                     self.subscribed.clear()
                     pause_s = FIRST_PAUSE_S
-                if self.trouble != cause(error):
-                    self.trouble = cause(error)
+                if self.trouble != describe_error(error):
+                    self.trouble = describe_error(error)
                     log.warning("no subscription: %s", self.trouble)
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, LAST_PAUSE_S)
 
     async def subscribe(self) -> None:
         """Hears messages for as long as the connection holds."""
-        self.wire = wire = await Wire.dial(self.redis, self.take_in)
+        self.wire = wire = await FastConnection.dial(self.redis, self.take_in)
         try:
             wire.say("SUBSCRIBE", self.channel, *self.followed)
             await wire.over
@@ -181,7 +181,7 @@ class Relay:
                 async with asyncio.timeout(CONNECT_TIMEOUT_S):
                     reading = await read(self.redis, self.keys, wanted)
             except ERRORS as error:
-                log.warning("cannot fill %d streams: %s", len(wanted), cause(error))
+                log.warning("cannot fill %d streams: %s", len(wanted), describe_error(error))
                 self.ask(self.streams[request_id] for request_id in wanted if request_id in self.streams)
                 await asyncio.sleep(LAST_PAUSE_S)
                 continue

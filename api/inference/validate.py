@@ -11,7 +11,7 @@ from api.inference.params import Asked
 from api.inference.ranges import BIASES, MAX_STOP_CHARS, RANGES
 from api.inference.tokenizer import Vocabulary
 from api.offload import aside
-from common.messages.messages import TOP_P_MIN, Sampling
+from common.messages.messages import TOP_P_MIN, SamplingParams
 from common.messages.packing import pack_ids
 
 GREEDY_BELOW = 1e-5
@@ -46,7 +46,7 @@ class Wanted:
     stop_ids: list[int] = field(default_factory=list)
     top_n_tokens: int = 0
     prompt_logprobs: int | None = None
-    sampling: Sampling | None = None
+    sampling: SamplingParams | None = None
 
 
 async def validate(asked: Asked, limits: Limits, vocabulary: Vocabulary) -> list[Wanted]:
@@ -177,9 +177,9 @@ def draws(asked: Asked) -> bool:
     )
 
 
-def sampling(asked: Asked, vocabulary: Vocabulary) -> Sampling | None:
+def sampling(asked: Asked, vocabulary: Vocabulary) -> SamplingParams | None:
     """None for what is greedy, with nothing to change. A seed is found here where none is given."""
-    changed = Sampling(
+    changed = SamplingParams(
         repetition_penalty=given(asked.repetition_penalty, 1.0),
         frequency_penalty=given(asked.frequency_penalty, 0.0),
         presence_penalty=given(asked.presence_penalty, 0.0),
@@ -188,7 +188,7 @@ def sampling(asked: Asked, vocabulary: Vocabulary) -> Sampling | None:
         bad_words=[pack_ids(ids) for word in asked.bad_words for ids in vocabulary.spellings(word)],
     )
     if not draws(asked):
-        return None if changed == Sampling() else replace(changed, raw_logprobs=asked.raw_logprobs)
+        return None if changed == SamplingParams() else replace(changed, raw_logprobs=asked.raw_logprobs)
     return replace(
         changed,
         temperature=given(asked.temperature, 1.0),

@@ -21,7 +21,7 @@ from api.jobs.job import NAME, Job, read
 from api.jobs.reply import Reply
 from api.jobs.runner import JobRun
 from api.offload import aside
-from common.broker.client import ERRORS, cause, script
+from common.broker.client import ERRORS, describe_error, script
 from common.broker.keys import RESULT_TTL_MS
 from common.process.logs import REQUEST_ID
 
@@ -77,8 +77,8 @@ class Jobs:
                 await verb()
                 trouble = ""
             except ERRORS as error:
-                if trouble != cause(error):
-                    trouble = cause(error)
+                if trouble != describe_error(error):
+                    trouble = describe_error(error)
                     log.warning("no jobs: %s", trouble)
                 await asyncio.sleep(PAUSE_S)
 

@@ -20,7 +20,7 @@ from api.inference.validate import Wanted
 from api.jobs.job import Job
 from api.jobs.reply import Frame, Reply
 from api.offload import aside
-from common.broker.client import ERRORS, cause
+from common.broker.client import ERRORS, describe_error
 from common.broker.keys import RESULT_TTL_MS
 from common.messages.codec import encode as pack
 from common.messages.messages import Generate, Terminal
@@ -174,7 +174,7 @@ class JobRun:
             if isinstance(error, ResponseError) and "WRONGTYPE" in str(
                 error
             ):  # somebody wrote to our keys: that does not pass
-                raise unavailable(cause(error)) from error
+                raise unavailable(describe_error(error)) from error
             return b""
 
     async def follow(self, stream: Stream) -> None:

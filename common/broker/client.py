@@ -66,7 +66,7 @@ def keepalive() -> dict[int, int]:
     return {getattr(socket, name): value for name, value in wanted.items() if hasattr(socket, name)}
 
 
-def cause(error: BaseException) -> str:
+def describe_error(error: BaseException) -> str:
     """An error of the broker or of the way to it, in one line, without passwords."""
     text = re.sub(r"//[^@\s]*@", "//", " ".join(str(error).split()))[:200]
     text = re.sub(
@@ -114,7 +114,7 @@ async def check(url: str) -> None:
         async with asyncio.timeout(CONNECT_TIMEOUT_S):
             server = await client.info("server")
     except ERRORS as error:
-        raise SettingError("redis_url", cause(error)) from error
+        raise SettingError("redis_url", describe_error(error)) from error
     finally:
         await client.aclose()
     version = str(server.get("redis_version", "0.0"))

@@ -15,11 +15,11 @@ from redis.exceptions import ConnectionError, InvalidResponse, NoScriptError
 
 from common.broker.client import Script, load
 
-Word = str | bytes | int
+Argument = str | bytes | int
 NOTHING_YET = object()
 
 
-class Wire(asyncio.Protocol):
+class FastConnection(asyncio.Protocol):
     """`hear` is called with each reply: bytes, numbers, lists; what the broker refuses is an exception.
 
     Attributes:
@@ -37,7 +37,7 @@ class Wire(asyncio.Protocol):
         self.transport.set_protocol(self)
 
     @classmethod
-    async def dial(cls, redis: Redis, hear: Callable[[Any], None]) -> "Wire":
+    async def dial(cls, redis: Redis, hear: Callable[[Any], None]) -> "FastConnection":
         """A connection beside those of `redis`, to the same broker. Raises what connecting raises
         (`common.broker.client.ERRORS`).
         """
@@ -45,7 +45,7 @@ class Wire(asyncio.Protocol):
         await connection.connect()
         return cls(connection, hear)
 
-    def say(self, *words: Word) -> None:
+    def say(self, *words: Argument) -> None:
         # its hints know one word only
         self.transport.write(hiredis.pack_command(words))  # type: ignore[arg-type]
 
@@ -68,15 +68,15 @@ class Wire(asyncio.Protocol):
             self.over.exception()  # not everybody waits for it
 
 
-class Line:
+class SerialClient:
     """Asks the broker one thing after the other, on a wire that is dialled anew when it was lost."""
 
     def __init__(self, redis: Redis) -> None:
         self.redis = redis
-        self.wire: Wire | None = None
+        self.wire: FastConnection | None = None
         self.answer: asyncio.Future[Any] | None = None
 
-    async def ask(self, *words: Word) -> Any:
+    async def ask(self, *words: Argument) -> Any:
         """The broker's answer. Raises what it refuses, or what befell the wire; then it may have done it all
         the same.
         """
@@ -92,8 +92,8 @@ class Line:
             raise answer
         return answer
 
-    async def dial(self) -> Wire:
-        self.wire = wire = await Wire.dial(self.redis, self.hear)
+    async def dial(self) -> FastConnection:
+        self.wire = wire = await FastConnection.dial(self.redis, self.hear)
         wire.over.add_done_callback(lambda _: self.lost(wire))
         return wire
 
@@ -101,7 +101,7 @@ class Line:
         if self.answer is not None and not self.answer.done():
             self.answer.set_result(reply)
 
-    def lost(self, wire: Wire) -> None:
+    def lost(self, wire: FastConnection) -> None:
         if wire is self.wire:
             self.wire = None
             self.hear(wire.over.exception())
@@ -116,7 +116,7 @@ class Line:
         text = load(name)
         digest = hashlib.sha1(text.encode()).hexdigest()
 
-        async def call(keys: list[str], args: list[Word]) -> Any:
+        async def call(keys: list[str], args: list[Argument]) -> Any:
             try:
                 return await self.ask("EVALSHA", digest, len(keys), *keys, *args)
             except NoScriptError:

@@ -12,7 +12,7 @@ REPEAT_S = 0.5
 REPEATED_FOR_S = 10.0
 
 
-class Channels:
+class ChannelSequences:
     """The channels that `source` publishes to. The last number is repeated until nothing was said for
     REPEATED_FOR_S.
     """

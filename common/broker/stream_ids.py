@@ -1,7 +1,7 @@
 """Order of Redis stream ids."""
 
 
-def pair(stream_id: bytes | str) -> tuple[int, int]:
+def parse_stream_id(stream_id: bytes | str) -> tuple[int, int]:
     """(milliseconds or epoch, number) of a stream id."""
     text = stream_id.decode() if isinstance(stream_id, bytes) else stream_id
     high, _, low = text.partition("-")

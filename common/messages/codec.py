@@ -19,7 +19,9 @@ class WireError(ValueError):
     """Bytes that are not the message they should be; `str()` names the field."""
 
 
-def wire(name: str, default: Any = dataclasses.MISSING, default_factory: Any = dataclasses.MISSING) -> Any:
+def wire_field(
+    name: str, default: Any = dataclasses.MISSING, default_factory: Any = dataclasses.MISSING
+) -> Any:
     """A field that travels under the short `name`."""
     chosen = {} if default is dataclasses.MISSING else {"default": default}
     chosen |= {} if default_factory is dataclasses.MISSING else {"default_factory": default_factory}

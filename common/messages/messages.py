@@ -8,7 +8,7 @@ takes seven times as long.
 import struct
 from dataclasses import dataclass
 
-from common.messages.codec import WireError, decode, encode, wire
+from common.messages.codec import WireError, decode, encode, wire_field
 
 __all__ = ["WireError", "decode", "encode"]
 
@@ -17,7 +17,7 @@ TOP_P_MIN = 1e-6
 
 
 @dataclass(frozen=True, slots=True)
-class Sampling:
+class SamplingParams:
     """How a row chooses its tokens, where that is not plainly the likeliest. Defaults change nothing.
 
     Applied in this order: logit bias and banned words, repetition, frequency and presence penalties,
@@ -39,23 +39,23 @@ class Sampling:
             processed one (TGI's).
     """
 
-    temperature: float = wire("t", default=0.0)
-    top_k: int = wire("k", default=0)
-    top_p: float = wire("p", default=1.0)
-    min_p: float = wire("m", default=0.0)
-    typical_p: float = wire("y", default=1.0)
-    repetition_penalty: float = wire("r", default=1.0)
-    frequency_penalty: float = wire("f", default=0.0)
-    presence_penalty: float = wire("e", default=0.0)
-    relative_frequency_penalty: float = wire("l", default=0.0)
-    seed: int = wire("s", default=0)
-    choice: int = wire("c", default=0)
-    logit_bias: list[tuple[int, float]] = wire("b", default_factory=list)
-    bad_words: list[bytes] = wire("w", default_factory=list)
-    top_p_decay: float = wire("d", default=1.0)
-    top_p_min: float = wire("n", default=TOP_P_MIN)
-    top_p_reset_ids: bytes = wire("i", default=b"")
-    raw_logprobs: bool = wire("x", default=False)
+    temperature: float = wire_field("t", default=0.0)
+    top_k: int = wire_field("k", default=0)
+    top_p: float = wire_field("p", default=1.0)
+    min_p: float = wire_field("m", default=0.0)
+    typical_p: float = wire_field("y", default=1.0)
+    repetition_penalty: float = wire_field("r", default=1.0)
+    frequency_penalty: float = wire_field("f", default=0.0)
+    presence_penalty: float = wire_field("e", default=0.0)
+    relative_frequency_penalty: float = wire_field("l", default=0.0)
+    seed: int = wire_field("s", default=0)
+    choice: int = wire_field("c", default=0)
+    logit_bias: list[tuple[int, float]] = wire_field("b", default_factory=list)
+    bad_words: list[bytes] = wire_field("w", default_factory=list)
+    top_p_decay: float = wire_field("d", default=1.0)
+    top_p_min: float = wire_field("n", default=TOP_P_MIN)
+    top_p_reset_ids: bytes = wire_field("i", default=b"")
+    raw_logprobs: bool = wire_field("x", default=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,25 +81,25 @@ class Generate:
         priority, tenant, trace: service class, payer, W3C trace context.
     """
 
-    request_id: str = wire("id")
-    digest: str = wire("dg")
-    prompt_ids: bytes = wire("p")
-    max_new_tokens: int = wire("mx")
-    stop: list[str] = wire("st", default_factory=list)
-    ignore_eos: bool = wire("ie", default=False)
-    min_new_tokens: int = wire("mn", default=0)
-    stop_ids: bytes = wire("si", default=b"")
-    top_n_tokens: int = wire("tp", default=0)
-    prompt_logprobs: int | None = wire("pl", default=None)
-    sampling: Sampling | None = wire("sa", default=None)
-    ttl_ms: int = wire("tl", default=600_000)
-    channel: str = wire("ch", default="")
-    gateway: str = wire("gw", default="")
-    grace_ms: int = wire("gr", default=0)
-    result_ttl_ms: int = wire("rt", default=60_000)
-    priority: str = wire("cl", default="")
-    tenant: str = wire("tn", default="")
-    trace: str = wire("tc", default="")
+    request_id: str = wire_field("id")
+    digest: str = wire_field("dg")
+    prompt_ids: bytes = wire_field("p")
+    max_new_tokens: int = wire_field("mx")
+    stop: list[str] = wire_field("st", default_factory=list)
+    ignore_eos: bool = wire_field("ie", default=False)
+    min_new_tokens: int = wire_field("mn", default=0)
+    stop_ids: bytes = wire_field("si", default=b"")
+    top_n_tokens: int = wire_field("tp", default=0)
+    prompt_logprobs: int | None = wire_field("pl", default=None)
+    sampling: SamplingParams | None = wire_field("sa", default=None)
+    ttl_ms: int = wire_field("tl", default=600_000)
+    channel: str = wire_field("ch", default="")
+    gateway: str = wire_field("gw", default="")
+    grace_ms: int = wire_field("gr", default=0)
+    result_ttl_ms: int = wire_field("rt", default=60_000)
+    priority: str = wire_field("cl", default="")
+    tenant: str = wire_field("tn", default="")
+    trace: str = wire_field("tc", default="")
 
     @property
     def width(self) -> int:
@@ -116,21 +116,21 @@ class Generate:
 class Cancel:
     """The client is gone, or nobody wants the answer any more."""
 
-    request_id: str = wire("id")
-    why: str = wire("w")
+    request_id: str = wire_field("id")
+    why: str = wire_field("w")
 
 
 @dataclass(frozen=True, slots=True)
-class Died:
+class WorkerDied:
     """A launcher saw the end of a worker process: its logs can be sealed without waiting for the heartbeat's
     TTL.
     """
 
-    incarnation: str = wire("i")
+    incarnation: str = wire_field("i")
 
 
 @dataclass(frozen=True, slots=True)
-class Start:
+class RowStart:
     """A row that starts on a worker: one attempt of one request.
 
     Attributes:
@@ -140,12 +140,12 @@ class Start:
         blocks: packed numbers of the KV blocks that the row owns at first.
     """
 
-    row: int = wire("r")
-    attempt: int = wire("a")
-    base: int = wire("b")
-    shown: bytes = wire("s")
-    blocks: bytes = wire("k")
-    request: Generate = wire("q")
+    row: int = wire_field("r")
+    attempt: int = wire_field("a")
+    base: int = wire_field("b")
+    shown: bytes = wire_field("s")
+    blocks: bytes = wire_field("k")
+    request: Generate = wire_field("q")
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,15 +163,15 @@ class Plan:
         takeover: a new batcher asks the worker to stop every row and to answer with a report that says so.
     """
 
-    epoch: int = wire("e")
-    number: int = wire("n")
-    until: int = wire("u")
-    prefill_tokens: int = wire("pt")
-    starts: list[Start] = wire("s", default_factory=list)
-    blocks: list[tuple[int, bytes]] = wire("b", default_factory=list)
-    stops: list[tuple[int, str]] = wire("x", default_factory=list)
-    acknowledged: int = wire("k", default=0)
-    takeover: bool = wire("t", default=False)
+    epoch: int = wire_field("e")
+    number: int = wire_field("n")
+    until: int = wire_field("u")
+    prefill_tokens: int = wire_field("pt")
+    starts: list[RowStart] = wire_field("s", default_factory=list)
+    blocks: list[tuple[int, bytes]] = wire_field("b", default_factory=list)
+    stops: list[tuple[int, str]] = wire_field("x", default_factory=list)
+    acknowledged: int = wire_field("k", default=0)
+    takeover: bool = wire_field("t", default=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,18 +190,18 @@ class Report:
         takeover: answer to a plan with `takeover`: nothing is held any more.
     """
 
-    sequence: int = wire("q")
-    epoch: int = wire("e")
-    plan: int = wire("n")
-    step: int = wire("s")
-    prefilled: list[tuple[int, int, int]] = wire("p", default_factory=list)
-    ended: list[tuple[int, str, int]] = wire("x", default_factory=list)
-    released: list[tuple[int, int]] = wire("r", default_factory=list)
-    takeover: bool = wire("t", default=False)
+    sequence: int = wire_field("q")
+    epoch: int = wire_field("e")
+    plan: int = wire_field("n")
+    step: int = wire_field("s")
+    prefilled: list[tuple[int, int, int]] = wire_field("p", default_factory=list)
+    ended: list[tuple[int, str, int]] = wire_field("x", default_factory=list)
+    released: list[tuple[int, int]] = wire_field("r", default_factory=list)
+    takeover: bool = wire_field("t", default=False)
 
 
 @dataclass(frozen=True, slots=True)
-class Worker:
+class WorkerCapacity:
     """A worker's capacity, learnt at warm-up; field `capacity` of the hash `worker:{incarnation}`.
 
     Attributes:
@@ -210,18 +210,18 @@ class Worker:
         eos_ids: packed ids that end a generation.
     """
 
-    incarnation: str = wire("i")
-    name: str = wire("nm")
-    model: str = wire("m")
-    dtype: str = wire("d")
-    block_size: int = wire("bs")
-    num_blocks: int = wire("nb")
-    max_batch_prefill_tokens: int = wire("pt")
-    context: int = wire("c")
-    eos_ids: bytes = wire("eo", default=b"")
-    world_size: int = wire("w", default=1)
-    device: str = wire("dv", default="")
-    model_id: str = wire("mi", default="")
+    incarnation: str = wire_field("i")
+    name: str = wire_field("nm")
+    model: str = wire_field("m")
+    dtype: str = wire_field("d")
+    block_size: int = wire_field("bs")
+    num_blocks: int = wire_field("nb")
+    max_batch_prefill_tokens: int = wire_field("pt")
+    context: int = wire_field("c")
+    eos_ids: bytes = wire_field("eo", default=b"")
+    world_size: int = wire_field("w", default=1)
+    device: str = wire_field("dv", default="")
+    model_id: str = wire_field("mi", default="")
 
     @property
     def max_total_tokens(self) -> int:
@@ -242,15 +242,15 @@ class Tokens:
         since_start_ms: with the request's first token, the time since this worker was handed it; else 0.
     """
 
-    request_id: str = wire("id")
-    attempt: int = wire("a")
-    index: int = wire("i")
-    ids: bytes = wire("t")
-    logprobs: bytes = wire("l")
-    texts: list[str] = wire("x", default_factory=list)
-    top_ids: bytes = wire("ti", default=b"")
-    top_logprobs: bytes = wire("tl", default=b"")
-    since_start_ms: int = wire("ss", default=0)
+    request_id: str = wire_field("id")
+    attempt: int = wire_field("a")
+    index: int = wire_field("i")
+    ids: bytes = wire_field("t")
+    logprobs: bytes = wire_field("l")
+    texts: list[str] = wire_field("x", default_factory=list)
+    top_ids: bytes = wire_field("ti", default=b"")
+    top_logprobs: bytes = wire_field("tl", default=b"")
+    since_start_ms: int = wire_field("ss", default=0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -262,11 +262,11 @@ class Terminal:
         error, error_type: for reason `error`.
     """
 
-    request_id: str = wire("id")
-    reason: str = wire("w")
-    num_tokens: int = wire("n")
-    error: str = wire("e", default="")
-    error_type: str = wire("y", default="")
+    request_id: str = wire_field("id")
+    reason: str = wire_field("w")
+    num_tokens: int = wire_field("n")
+    error: str = wire_field("e", default="")
+    error_type: str = wire_field("y", default="")
 
 
 @dataclass(slots=True)
@@ -279,17 +279,17 @@ class Events:
             one, so that a lost last message shows.
     """
 
-    source: str = wire("s")
-    sequence: int = wire("q")
-    tokens: list[Tokens] = wire("t", default_factory=list)
-    terminals: list[Terminal] = wire("x", default_factory=list)
+    source: str = wire_field("s")
+    sequence: int = wire_field("q")
+    tokens: list[Tokens] = wire_field("t", default_factory=list)
+    terminals: list[Terminal] = wire_field("x", default_factory=list)
 
 
 @dataclass(slots=True)
 class LogEntry:
     """The ids of one flush; in the stream `log:{worker}` under the id `{sequence}-0`."""
 
-    tokens: list[Tokens] = wire("t")
+    tokens: list[Tokens] = wire_field("t")
 
 
 RECORD = struct.Struct("<if")

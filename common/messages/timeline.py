@@ -2,11 +2,11 @@
 
 from dataclasses import dataclass
 
-from common.messages.codec import wire
+from common.messages.codec import wire_field
 
 
 @dataclass(frozen=True, slots=True)
-class Happening:
+class TimelineEvent:
     """Something that happened to a request, for people.
 
     Attributes:
@@ -16,16 +16,16 @@ class Happening:
         why: the reason of `interrupted` and `ended`.
     """
 
-    at_ms: int = wire("t")
-    what: str = wire("w")
-    worker: str = wire("i", default="")
-    attempt: int = wire("a", default=0)
-    num_tokens: int = wire("n", default=0)
-    why: str = wire("y", default="")
+    at_ms: int = wire_field("t")
+    what: str = wire_field("w")
+    worker: str = wire_field("i", default="")
+    attempt: int = wire_field("a", default=0)
+    num_tokens: int = wire_field("n", default=0)
+    why: str = wire_field("y", default="")
 
 
 @dataclass(frozen=True, slots=True)
-class Life:
+class Timeline:
     """A part of a request's life, in order; in a field named after the request."""
 
-    happenings: list[Happening] = wire("h")
+    happenings: list[TimelineEvent] = wire_field("h")

@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator
 
 from redis.asyncio import Redis
 
-from common.broker.client import ERRORS, cause
+from common.broker.client import ERRORS, describe_error
 from common.broker.keys import METRICS_TTL_MS, Keys
 from common.metrics.exposition import own_values
 
@@ -18,7 +18,7 @@ ADD_S = 1.0
 LAST_WORD_S = 1.0
 
 
-class Tally:
+class MetricsPublisher:
     """What this process counts from now on, and how much of it has been added. What it counts while the
     broker is away is added when that is back; when an answer gets lost, one second may be counted twice.
     """
@@ -39,7 +39,7 @@ class Tally:
             try:
                 await self.add()
             except ERRORS as error:
-                log.debug("figures wait: %s", cause(error))
+                log.debug("figures wait: %s", describe_error(error))
 
     async def add(self) -> None:
         """Adds what is new. A number that the broker refuses (somebody wrote another thing there) stays new,
@@ -61,12 +61,12 @@ class Tally:
 
 
 @contextlib.asynccontextmanager
-async def counting(redis: Redis, keys: Keys) -> AsyncIterator[None]:
+async def publishing_metrics(redis: Redis, keys: Keys) -> AsyncIterator[None]:
     """What this process counts is added to the pool's figures while the context is open; the last of it when
     it closes.
     """
     over = asyncio.Event()
-    task = asyncio.create_task(Tally(redis, keys).run(over))
+    task = asyncio.create_task(MetricsPublisher(redis, keys).run(over))
     try:
         yield
     finally:

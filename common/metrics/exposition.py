@@ -32,7 +32,7 @@ def own_values() -> dict[str, float]:
 
 def own_text(pool: str) -> bytes:
     """The figures of this process alone, and what the system says of it."""
-    return text(Figures(pool, COUNTED, own_values(), {})) + generate_latest(REGISTRY)
+    return text(FleetCollector(pool, COUNTED, own_values(), {})) + generate_latest(REGISTRY)
 
 
 def fleet_text(pool: str, values: Values | None, gauges: Gauges) -> bytes:
@@ -42,16 +42,16 @@ def fleet_text(pool: str, values: Values | None, gauges: Gauges) -> bytes:
     known = [
         metric for metric in TABLE if metric.name in gauges or (metric.kind != "gauge" and values is not None)
     ]
-    return text(Figures(pool, known, values or {}, gauges))
+    return text(FleetCollector(pool, known, values or {}, gauges))
 
 
-def text(figures: "Figures") -> bytes:
+def text(figures: "FleetCollector") -> bytes:
     registry = CollectorRegistry(auto_describe=False)
     registry.register(figures)
     return TGI_COUNTER.sub(rb"\1 ", generate_latest(registry))
 
 
-class Figures(Collector):
+class FleetCollector(Collector):
     """Metrics and their numbers as prometheus_client wants them. Fields that are none of ours are left out."""
 
     def __init__(self, pool: str, metrics: Iterable[Metric], values: Values, gauges: Gauges) -> None:

@@ -11,22 +11,22 @@ from collections.abc import AsyncIterator, Callable
 
 from redis.asyncio import Redis
 
-from common.broker.client import CONNECT_TIMEOUT_S, ERRORS, cause, script
+from common.broker.client import CONNECT_TIMEOUT_S, ERRORS, describe_error, script
 from common.broker.keys import Keys
 
 log = logging.getLogger(__name__)
 
-LAST_WORD_S = 1.0
+LAST_HEARTBEAT_S = 1.0
 
-Figures = dict[str, str | int]
+HeartbeatFields = dict[str, str | int]
 
 
-def here() -> Figures:
+def process_fields() -> HeartbeatFields:
     """Where this process is found."""
     return {"pid": os.getpid(), "host": socket.gethostname()}
 
 
-class Sign:
+class Heartbeat:
     """The sign of life of one process that is no worker: it stands in Redis for `ttl_s`, unless it is shown
     again or taken away.
     """
@@ -38,21 +38,23 @@ class Sign:
         self.script = script(redis, "alive")
 
     async def show(self, **figures: str | int) -> None:
-        said = [word for pair in (here() | figures).items() for word in pair]
+        said = [word for pair in (process_fields() | figures).items() for word in pair]
         await self.script(keys=self.keys, args=[self.member, self.ttl_ms, *said])
 
-    async def show_for_ever(self, every_s: float, figures: Callable[[], Figures]) -> None:
+    async def show_for_ever(self, every_s: float, figures: Callable[[], HeartbeatFields]) -> None:
         """Never returns; a broker that is away may come back."""
         while True:
             try:
                 async with asyncio.timeout(CONNECT_TIMEOUT_S):
                     await self.show(**figures())
             except ERRORS as error:
-                log.debug("no sign of life: %s", cause(error))
+                log.debug("no sign of life: %s", describe_error(error))
             await asyncio.sleep(every_s)
 
     @contextlib.asynccontextmanager
-    async def shown(self, every_s: float, figures: Callable[[], Figures] = dict) -> AsyncIterator[None]:
+    async def shown(
+        self, every_s: float, figures: Callable[[], HeartbeatFields] = dict
+    ) -> AsyncIterator[None]:
         """Shown while the context is open, and taken away at its end."""
         showing = asyncio.create_task(self.show_for_ever(every_s, figures))
         try:
@@ -61,7 +63,7 @@ class Sign:
             showing.cancel()
             await asyncio.wait([showing])
             with contextlib.suppress(*ERRORS):
-                async with asyncio.timeout(LAST_WORD_S):
+                async with asyncio.timeout(LAST_HEARTBEAT_S):
                     await self.take_away()
 
     async def take_away(self) -> None:

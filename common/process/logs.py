@@ -15,12 +15,12 @@ REQUEST_ID: ContextVar[str] = ContextVar("request_id", default="")
 """The request that the current task serves."""
 
 
-def about(request_id: str) -> dict[str, str]:
+def for_request(request_id: str) -> dict[str, str]:
     """For `extra` of a line about a request."""
     return {"request_id": request_id}
 
 
-class Line(logging.Formatter):
+class TextFormatter(logging.Formatter):
     """Local time with milliseconds, the level's first letter, the process's name, the message; a traceback
     follows on its own lines.
     """
@@ -33,7 +33,7 @@ class Line(logging.Formatter):
         return super().format(record)
 
 
-class JsonLine(logging.Formatter):
+class JsonFormatter(logging.Formatter):
     """timestamp (UTC), level, process, target, message; request_id where the line is about a request;
     exception where there is one.
     """
@@ -62,6 +62,6 @@ def set_up(process: str, level: str, as_json: bool = False) -> None:
     `level` Settings.log_level.
     """
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(JsonLine(process) if as_json else Line(process))
+    handler.setFormatter(JsonFormatter(process) if as_json else TextFormatter(process))
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
     logging.captureWarnings(True)

@@ -15,7 +15,7 @@ from common.settings.settings import Settings
 
 
 @dataclass(frozen=True, slots=True)
-class Own:
+class ProcessIdentity:
     """What this process is called.
 
     Attributes:
@@ -27,17 +27,17 @@ class Own:
     incarnation: str
 
 
-def begin(kind: str, name: str) -> Own:
+def start_process(kind: str, name: str) -> ProcessIdentity:
     """From now on this process ends with its parent, and `ps` shows its kind and name: those that the
     launcher gave it, else `name`.
     """
     parent_death.die_with_parent()
     name = os.environ.get("PROCESS_NAME", name)
     setproctitle.setproctitle(f"tokenfleet {kind} {name}")
-    return Own(name, os.environ.get("INCARNATION") or f"{name}-{secrets.token_hex(4)}")
+    return ProcessIdentity(name, os.environ.get("INCARNATION") or f"{name}-{secrets.token_hex(4)}")
 
 
-def enter(own: Own, settings: Settings) -> None:
+def configure_process(own: ProcessIdentity, settings: Settings) -> None:
     """Sets up logging, and shows this process's own figures. Raises SettingError."""
     logs.set_up(own.name, settings.log_level, settings.json_output)
     client.url_of(settings)

@@ -14,7 +14,7 @@ OTHERS = "Options of text-generation-inference and vLLM that are understood, too
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Given:
+class GivenValue:
     """One text that a person gave.
 
     Attributes:
@@ -43,7 +43,7 @@ def read(cls: type[Any], argv: Sequence[str], environ: Mapping[str, str], prog: 
     fields = {item.name: item for item in dataclasses.fields(cls)}
     hints = typing.get_type_hints(cls)
     values: dict[str, Any] = {}
-    fixed: list[tuple[Option, Given]] = []
+    fixed: list[tuple[Option, GivenValue]] = []
     for given in (*variables(fields, environ), *flags(cls, argv, prog)):
         if given.target in fields:
             values[given.target] = parse(
@@ -63,7 +63,7 @@ def plain(hint: Any) -> Any:
     return next((option for option in typing.get_args(hint) if option is not type(None)), hint)
 
 
-def check_option(option: Option, given: Given, own: Any) -> None:
+def check_option(option: Option, given: GivenValue, own: Any) -> None:
     """Raises SettingError where the option asks for what is not the case."""
     value = convert(option.kind, given.text, given.said)
     accepted = [
@@ -76,18 +76,18 @@ def check_option(option: Option, given: Given, own: Any) -> None:
 # --- variables ----------------------------------------------------------------------------------------------
 
 
-def variables(fields: Mapping[str, Any], environ: Mapping[str, str]) -> Iterator[Given]:
+def variables(fields: Mapping[str, Any], environ: Mapping[str, str]) -> Iterator[GivenValue]:
     own = {name: name for name in (*fields, *(option.name for option in OPTIONS.values() if option.variable))}
     for said, target in (VARIABLE_ALIASES | ALIASES | own).items():  # our own last, so that it wins
         text = environ.get(said.upper(), "")
         if text != "":
-            yield Given(said, target, text)
+            yield GivenValue(said, target, text)
 
 
 # --- flags --------------------------------------------------------------------------------------------------
 
 
-def flags(cls: type[Any], argv: Sequence[str], prog: str) -> Iterator[Given]:
+def flags(cls: type[Any], argv: Sequence[str], prog: str) -> Iterator[GivenValue]:
     found, unknown = flag_parser(cls, prog).parse_known_args(list(argv))
     if unknown and not unknown[0].startswith("-"):
         raise SettingError("arguments", f"{unknown[0]!r} is not expected")
@@ -102,7 +102,7 @@ def flags(cls: type[Any], argv: Sequence[str], prog: str) -> Iterator[Given]:
                 flag_of(said), f"means the same as {flag_of(said_as[target])}, which is given, too"
             )
         said_as[target] = said
-        yield Given(
+        yield GivenValue(
             said if said == target else flag_of(said), target, ",".join(texts) if said in lists else texts[-1]
         )
 

@@ -8,13 +8,13 @@ from collections.abc import Iterable
 
 from redis.asyncio import Redis
 
-from common.broker.client import ERRORS, cause, script
+from common.broker.client import ERRORS, describe_error, script
 from common.broker.committed import split
 from common.broker.keys import STREAMS_TTL_MS, Keys
 from common.broker.sequences import REPEAT_S
 from common.messages.codec import WireError, decode
 from common.messages.finish_reasons import INTERRUPTED
-from common.messages.messages import Plan, Report, Start, Worker
+from common.messages.messages import Plan, Report, RowStart, WorkerCapacity
 from common.messages.packing import pack_ids
 from common.metrics import catalogue
 from common.settings.settings import Settings
@@ -45,7 +45,7 @@ class Agent:
     """
 
     def __init__(
-        self, settings: Settings, redis: Redis, engine: EngineLink, table: Table, worker: Worker
+        self, settings: Settings, redis: Redis, engine: EngineLink, table: Table, worker: WorkerCapacity
     ) -> None:
         self.settings, self.redis, self.engine, self.table, self.worker = (
             settings,
@@ -101,7 +101,7 @@ class Agent:
                 await opening(keys=keys, args=[self.worker.incarnation, STREAMS_TTL_MS])
                 return
             except ERRORS as error:
-                log.warning("open: %s", cause(error))
+                log.warning("open: %s", describe_error(error))
                 await asyncio.sleep(RETRY_S)
 
     # Plans, from the batcher to the engine.
@@ -112,7 +112,7 @@ class Agent:
             try:
                 answer = await self.redis.xread({stream: after}, block=5000)
             except ERRORS as error:
-                log.warning("plans: %s", cause(error))
+                log.warning("plans: %s", describe_error(error))
                 await asyncio.sleep(RETRY_S)
                 continue
             for entry_id, fields in answer[0][1] if answer else []:
@@ -148,7 +148,7 @@ class Agent:
             self.outbox.released.append((row, 0))
             self.wake.set()
 
-    def start(self, start: Start) -> StartRow:
+    def start(self, start: RowStart) -> StartRow:
         row = self.table.start(start)
         request = row.request
         shown_ids, _, _ = split(start.shown, request.width)
@@ -255,7 +255,7 @@ class Agent:
             try:
                 return await self.publisher.write(flush)
             except ERRORS as error:
-                log.warning("flush %d: %s", self.publisher.sequence, cause(error))
+                log.warning("flush %d: %s", self.publisher.sequence, describe_error(error))
                 await asyncio.sleep(RETRY_S)
 
     def tick_due(self) -> bool:
@@ -289,7 +289,7 @@ class Agent:
                 for channel, payload in self.publisher.channels.repeats():
                     await self.redis.publish(channel, payload)
             except ERRORS as error:
-                log.warning("announce: %s", cause(error))
+                log.warning("announce: %s", describe_error(error))
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self.announce_now.wait(), min(REPEAT_S, self.settings.heartbeat_s))
             self.announce_now.clear()

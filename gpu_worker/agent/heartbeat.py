@@ -5,8 +5,8 @@ from redis.asyncio import Redis
 from common.broker.client import script
 from common.broker.keys import STREAMS_TTL_MS, Keys
 from common.messages.codec import encode
-from common.messages.messages import Worker
-from common.process.heartbeat import Figures, here
+from common.messages.messages import WorkerCapacity
+from common.process.heartbeat import HeartbeatFields, process_fields
 from common.settings.settings import Settings
 from gpu_worker.agent.publish import Sealed
 from gpu_worker.agent.row_text import Table
@@ -15,7 +15,7 @@ from gpu_worker.agent.row_text import Table
 class Announcer:
     """Of one incarnation."""
 
-    def __init__(self, redis: Redis, keys: Keys, settings: Settings, worker: Worker) -> None:
+    def __init__(self, redis: Redis, keys: Keys, settings: Settings, worker: WorkerCapacity) -> None:
         self.settings, self.worker = settings, worker
         self.script = script(redis, "announce")
         name = worker.incarnation
@@ -30,7 +30,7 @@ class Announcer:
 
     async def announce(self, state: str, step: int, table: Table, num_tokens: int) -> None:
         """`num_tokens` were sampled in this incarnation's life. Raises Sealed when that is over."""
-        figures: Figures = here() | {
+        figures: HeartbeatFields = process_fields() | {
             "rows": len(table.live),
             "max_rows": self.settings.max_batch_size,
             "blocks": table.num_blocks(self.worker.block_size),

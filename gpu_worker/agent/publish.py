@@ -7,9 +7,9 @@ from typing import Any
 
 from redis.asyncio import Redis
 
-from common.broker.fast_client import Line
+from common.broker.fast_client import SerialClient
 from common.broker.keys import TOKENS_TTL_MS, Keys
-from common.broker.sequences import Channels
+from common.broker.sequences import ChannelSequences
 from common.messages.codec import encode
 from common.messages.finish_reasons import FINISHED, answer, failure, terminal
 from common.messages.messages import Events, LogEntry, Report, Tokens
@@ -47,8 +47,8 @@ class Publisher:
 
     def __init__(self, redis: Redis, keys: Keys, incarnation: str) -> None:
         self.keys, self.incarnation = keys, incarnation
-        self.channels = Channels(incarnation)
-        self.line = Line(redis)
+        self.channels = ChannelSequences(incarnation)
+        self.line = SerialClient(redis)
         self.script = self.line.script("flush")
         self.sequence = 0
 

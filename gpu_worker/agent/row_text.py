@@ -8,7 +8,7 @@ from tokenizers import Tokenizer
 
 from common.broker.committed import columns, packed_records, pairs, split
 from common.detokenize import Detokenizer, StopMatcher, generated_text
-from common.messages.messages import RECORD, Generate, Start, Tokens
+from common.messages.messages import RECORD, Generate, RowStart, Tokens
 from common.messages.packing import pack_ids, unpack_ids
 
 
@@ -114,7 +114,7 @@ class Table:
     tokenizer: Tokenizer
     rows: dict[int, RowText] = field(default_factory=dict)
 
-    def start(self, start: Start) -> RowText:
+    def start(self, start: RowStart) -> RowText:
         """A row that starts. Tokens of earlier attempts have been shown: they only set the scene."""
         prompt_ids = unpack_ids(start.request.prompt_ids)
         shown_ids, _, _ = split(start.shown, start.request.width)

@@ -18,7 +18,7 @@ from benchmarks.client import stream
 from common import model_files
 from common.broker.keys import Keys
 from common.messages.codec import decode
-from common.messages.messages import Worker
+from common.messages.messages import WorkerCapacity
 from deploy.broker import Broker, free_port
 from tests.support.engine import tiny_models
 from tests.support.engine.reference import prompt_ids, reference_ids
@@ -141,7 +141,8 @@ def test_two_machines(broker: Broker, model: Path) -> None:
         with redis.Redis.from_url(broker.url) as client:
             [incarnation] = wait_until_sync(lambda: client.zrange(KEYS.workers, 0, -1))
             worker = decode(
-                Worker, wait_until_sync(lambda: client.hget(KEYS.worker(incarnation.decode()), "capacity"))
+                WorkerCapacity,
+                wait_until_sync(lambda: client.hget(KEYS.worker(incarnation.decode()), "capacity")),
             )
         assert worker.world_size == 2
         ranks = [process for machine in machines for process in machine.children(recursive=True)]

@@ -20,8 +20,7 @@ from tests.support.engine.on_cuda import (
     check_near,
     engine_on,
     needs_flash,
-    nothing_is_left,
-)  # noqa: F401
+)
 from tests.support.engine.tiny_models import FAMILIES
 from tests.unit.gpu_worker.engine.model.test_families import play, prompts
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from common.messages.messages import Sampling
+from common.messages.messages import SamplingParams
 from gpu_worker.engine.engine import Engine
 from gpu_worker.engine.in_flight import Flight, Launched
 from tests.support.engine import tiny_models
@@ -18,8 +18,7 @@ from tests.support.engine.on_cuda import (
     SETTINGS,
     engine_on,
     needs_flash,
-    nothing_is_left,
-)  # noqa: F401
+)
 from tests.unit.gpu_worker.engine.model.test_families import prompts
 
 pytestmark = pytest.mark.parametrize("device", DEVICES)
@@ -28,23 +27,23 @@ BUSY_CYCLES = 2 * 10**9
 """A second and more of a GPU's time: far longer than a launch takes once all kernels are there."""
 ASKED: dict[str, dict[str, Any]] = {
     "greedy": {},
-    "temperature": {"sampling": Sampling(temperature=0.8, seed=1)},
-    "top-p": {"sampling": Sampling(temperature=0.8, top_p=0.9, seed=1)},
-    "top-k, min-p": {"sampling": Sampling(temperature=0.8, top_k=20, min_p=0.01, seed=1)},
-    "typical-p": {"sampling": Sampling(temperature=0.8, typical_p=0.9, seed=1)},
+    "temperature": {"sampling": SamplingParams(temperature=0.8, seed=1)},
+    "top-p": {"sampling": SamplingParams(temperature=0.8, top_p=0.9, seed=1)},
+    "top-k, min-p": {"sampling": SamplingParams(temperature=0.8, top_k=20, min_p=0.01, seed=1)},
+    "typical-p": {"sampling": SamplingParams(temperature=0.8, typical_p=0.9, seed=1)},
     "penalties": {
-        "sampling": Sampling(
+        "sampling": SamplingParams(
             temperature=0.8, repetition_penalty=1.2, frequency_penalty=0.2, presence_penalty=0.2, seed=1
         )
     },
     "bias, bad words": {
-        "sampling": Sampling(
+        "sampling": SamplingParams(
             logit_bias=[(5, 3.0), (7, -3.0)], bad_words=[b"\x05\0\0\0", b"\x05\0\0\0\x06\0\0\0"]
         )
     },
     "log-probabilities": {"top_n": 3, "prompt_logprobs": 2},
     "the model's own log-probabilities": {
-        "sampling": Sampling(temperature=0.8, raw_logprobs=True, seed=1),
+        "sampling": SamplingParams(temperature=0.8, raw_logprobs=True, seed=1),
         "top_n": 3,
     },
     "minimum length": {"min_end": NEW_TOKENS, "ignore_eos": False},

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from common.messages.messages import Sampling
+from common.messages.messages import SamplingParams
 from common.messages.packing import unpack_ids
 from gpu_worker.engine.batch.grammar import Guide
 from gpu_worker.engine.batch.philox import Uniforms
@@ -32,7 +32,7 @@ class Manner:
         guide: what else has a say in each token.
     """
 
-    sampling: Sampling
+    sampling: SamplingParams
     top_n: int
     min_end: int
     lasts: bool
@@ -51,7 +51,7 @@ class Manner:
     @classmethod
     def of(cls, start: StartRow, end_ids: list[int], guide: Guide | None = None) -> "Manner | None":
         """None is plainly greedy. `end_ids` would end the row. `guide` has not heard of any token yet."""
-        sampling = start.sampling or Sampling()
+        sampling = start.sampling or SamplingParams()
         lasts = start.top_n > 0 or not is_plain(sampling) or guide is not None
         if not lasts and start.min_end <= start.base:
             return None
@@ -116,12 +116,12 @@ class Manner:
         return np.asarray(penalty, np.float32)
 
 
-def penalises(sampling: Sampling) -> bool:
+def penalises(sampling: SamplingParams) -> bool:
     penalties = (sampling.frequency_penalty, sampling.presence_penalty, sampling.relative_frequency_penalty)
     return sampling.repetition_penalty != 1 or any(penalties)
 
 
-def is_plain(sampling: Sampling) -> bool:
+def is_plain(sampling: SamplingParams) -> bool:
     """Whether it comes to the likeliest token of the model's own logits; truncation never takes that away
     from a greedy row.
     """

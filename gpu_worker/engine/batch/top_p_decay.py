@@ -4,7 +4,7 @@
 
 from collections.abc import Iterable
 
-from common.messages.messages import Sampling
+from common.messages.messages import SamplingParams
 from common.messages.packing import unpack_ids
 
 
@@ -13,7 +13,7 @@ class Decay:
     again after one of `top_p_reset_ids`. A function of the ids, so a resumed row finds it again.
     """
 
-    def __init__(self, sampling: Sampling, generated: Iterable[int]) -> None:
+    def __init__(self, sampling: SamplingParams, generated: Iterable[int]) -> None:
         self.sampling, self.top_p = sampling, sampling.top_p
         self.reset_ids = frozenset(unpack_ids(sampling.top_p_reset_ids))
         for token in generated:

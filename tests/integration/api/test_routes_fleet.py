@@ -12,8 +12,8 @@ import pytest
 
 from common.broker.keys import Keys
 from common.messages.codec import encode
-from common.messages.timeline import Happening, Life
-from common.process.heartbeat import Sign, here
+from common.messages.timeline import Timeline, TimelineEvent
+from common.process.heartbeat import Heartbeat, process_fields
 from common.settings.settings import SettingError, Settings
 from deploy.broker import Broker
 from tests.integration.batcher.test_process import batcher
@@ -52,7 +52,7 @@ def sibling(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 async def show(redis, name: str, **figures) -> None:
-    await Sign(redis, KEYS, "batcher", name, 5.0).show(**figures)
+    await Heartbeat(redis, KEYS, "batcher", name, 5.0).show(**figures)
 
 
 async def test_everybody_who_lives_is_on_the_roll(broker, redis):
@@ -86,7 +86,7 @@ async def test_everybody_who_lives_is_on_the_roll(broker, redis):
             "standby",
             False,
         )
-        assert {name: by_id["g0-test"][name] for name in ("pid", "host")} == here()
+        assert {name: by_id["g0-test"][name] for name in ("pid", "host")} == process_fields()
         assert all(0 <= one["age_s"] < 5 for one in fleet["processes"])
 
 
@@ -96,7 +96,7 @@ async def test_who_is_silent_leaves_the_roll(broker, redis):
         async def names() -> set[str]:
             return {one["id"] for one in (await client.get("/fleet")).json()["processes"]}
 
-        await Sign(redis, KEYS, "batcher", "b0-1", 1.0).show(rows=1)
+        await Heartbeat(redis, KEYS, "batcher", "b0-1", 1.0).show(rows=1)
         assert await names() == {"broker", "g0-test", "b0-1"}
         await wait_until(lambda: gone(redis))
         assert await names() == {"broker", "g0-test"}
@@ -120,7 +120,7 @@ async def test_a_worker_is_seen_before_it_can_work(broker, redis):
                 if one["kind"] == "worker"
             ]
 
-        async with Sign(redis, KEYS, "starting", "w0-1", 5.0).shown(0.05):
+        async with Heartbeat(redis, KEYS, "starting", "w0-1", 5.0).shown(0.05):
             await wait_until(workers)
             assert await workers() == ["starting"]
         assert await workers() == []
@@ -229,7 +229,7 @@ async def test_a_browser_gets_the_page_and_everybody_else_the_health(broker):
 
 async def test_the_life_of_a_job_whatever_its_name(broker: Broker) -> None:
     async with serving(broker.url) as (gateway, client):
-        life = encode(Life([Happening(5, "queued", num_tokens=3)]))
+        life = encode(Timeline([TimelineEvent(5, "queued", num_tokens=3)]))
         await gateway.redis.xadd(KEYS.life, {"team/a=1+2#0": life, "team/b": life})
         found = await client.get(f"/fleet/requests/{quote('team/a=1+2', safe='')}")
         assert found.status_code == 200 and list(found.json()["lives"]) == ["team/a=1+2#0"]

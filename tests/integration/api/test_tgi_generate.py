@@ -10,7 +10,7 @@ import pytest
 from api.inference.stream import Stream
 from api.tgi.best_of import ranked
 from api.tgi.render import frames
-from common.messages.messages import Generate, Sampling, Terminal, Tokens
+from common.messages.messages import Generate, SamplingParams, Terminal, Tokens
 from common.messages.packing import pack_floats, pack_ids, unpack_floats
 from deploy.broker import Broker
 from tests.integration.api.test_tgi_frames import frames as parsed
@@ -252,7 +252,7 @@ async def test_a_stop_id_ends_an_answer_and_is_part_of_it(broker: Broker) -> Non
 
 def ended(logprobs: list[float]) -> Stream:
     one = Stream(
-        Generate("r", "", pack_ids([1]), 9, sampling=Sampling(temperature=1.0, seed=3)), vocabulary()
+        Generate("r", "", pack_ids([1]), 9, sampling=SamplingParams(temperature=1.0, seed=3)), vocabulary()
     )
     one.take(Tokens("r", 1, 0, pack_ids([5] * len(logprobs)), pack_floats(logprobs), ["x"] * len(logprobs)))
     one.end(Terminal("r", "length", len(logprobs)))

@@ -11,7 +11,7 @@ import pytest
 from api.errors import Refusal
 from api.inference.params import Asked
 from api.inference.validate import Limits, Wanted, validate
-from common.messages.messages import Sampling
+from common.messages.messages import SamplingParams
 from common.messages.packing import pack_ids, unpack_ids
 from deploy.broker import Broker
 from tests.support.fleet.gateways import ready, serving, vocabulary
@@ -311,7 +311,7 @@ async def test_every_parameter_reaches_the_worker(broker: Broker) -> None:
         response = await post(client, parameters | {"top_n_tokens": 0})
         assert response.status_code == 200, response.text
     [request] = worker.seen
-    assert request.sampling == Sampling(
+    assert request.sampling == SamplingParams(
         temperature=0.5,
         top_k=7,
         top_p=0.9,
@@ -358,7 +358,7 @@ async def test_what_makes_tokens_be_drawn(fields: dict[str, Any]) -> None:
 
 async def test_penalties_alone_leave_a_choice_greedy() -> None:
     [one] = await wanted(repetition_penalty=1.2, seed=5, temperature=1.0, raw_logprobs=True)
-    assert one.sampling == Sampling(temperature=0.0, repetition_penalty=1.2, raw_logprobs=True)
+    assert one.sampling == SamplingParams(temperature=0.0, repetition_penalty=1.2, raw_logprobs=True)
 
 
 async def test_choices_differ_in_their_number_alone() -> None:

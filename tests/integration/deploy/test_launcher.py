@@ -14,7 +14,7 @@ import pytest
 import redis
 
 from common.broker.keys import Keys
-from common.messages.messages import Died, decode
+from common.messages.messages import WorkerDied, decode
 from deploy.broker import free_port
 from deploy.launcher import ONE_REQUEST_S
 from tests.support.waiting import wait_until_sync
@@ -101,7 +101,7 @@ def test_a_killed_worker_comes_back_as_another_incarnation_and_the_batcher_is_to
     assert len(fleet.starts("w0")) == 1
     with fleet.client() as client:
         [(_, entry)] = wait_until_sync(lambda: client.xrange(Keys("default").control))
-    assert decode(Died, entry[b"died"]) == Died(incarnation)
+    assert decode(WorkerDied, entry[b"died"]) == WorkerDied(incarnation)
     assert "w1 ended" in fleet.error()
     assert "killed by SIGKILL; starts again in 0.0 s" in fleet.error()
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from common.messages.messages import Sampling
+from common.messages.messages import SamplingParams
 from common.messages.packing import unpack_ids
 
 Array = Any
@@ -17,7 +17,7 @@ OUT = -np.inf
 
 def processed(
     logits: Array,
-    sampling: Sampling,
+    sampling: SamplingParams,
     prompt: Sequence[int],
     generated: Sequence[int],
     barred: Sequence[int] = (),
@@ -35,7 +35,7 @@ def log_softmax(scores: Array) -> Array:
 
 
 def penalised(
-    scores: Array, sampling: Sampling, prompt: list[int], generated: list[int], barred: Sequence[int]
+    scores: Array, sampling: SamplingParams, prompt: list[int], generated: list[int], barred: Sequence[int]
 ) -> Array:
     for token, bias in sampling.logit_bias:
         scores[token] += bias
@@ -53,7 +53,7 @@ def penalised(
     return scores
 
 
-def decayed(sampling: Sampling, generated: list[int]) -> float:
+def decayed(sampling: SamplingParams, generated: list[int]) -> float:
     """top_p after these tokens (arXiv:2206.04624, section 3.2)."""
     resets = [place for place, token in enumerate(generated) if token in unpack_ids(sampling.top_p_reset_ids)]
     since = len(generated) - 1 - resets[-1] if resets else len(generated)
@@ -64,7 +64,7 @@ def decayed(sampling: Sampling, generated: list[int]) -> float:
     )
 
 
-def truncated(scores: Array, sampling: Sampling, generated: list[int]) -> Array:
+def truncated(scores: Array, sampling: SamplingParams, generated: list[int]) -> Array:
     if sampling.top_k:
         scores[scores < np.sort(scores)[::-1][: sampling.top_k][-1]] = OUT
     if (top_p := decayed(sampling, generated)) < 1:

@@ -15,10 +15,10 @@ from tokenizers import Tokenizer
 from common.broker.client import ERRORS, connect, script
 from common.broker.committed import interleave, packed_records
 from common.broker.keys import Keys
-from common.broker.sequences import Channels
+from common.broker.sequences import ChannelSequences
 from common.detokenize import Detokenizer, generated_text
 from common.messages.codec import decode, encode
-from common.messages.messages import Cancel, Events, Generate, LogEntry, Terminal, Tokens, Worker
+from common.messages.messages import Cancel, Events, Generate, LogEntry, Terminal, Tokens, WorkerCapacity
 from common.messages.packing import pack_floats, pack_ids, unpack_floats, unpack_ids
 
 SPILL_STEPS = 5
@@ -100,7 +100,7 @@ class FakeWorker:
         self.redis: Redis = connect(url)
         self.keys, self.tokenizer, self.answer, self.step_s = Keys("default"), tokenizer, answer, step_s
         self.incarnation = f"w0-{secrets.token_hex(4)}"
-        self.channels = Channels(self.incarnation)
+        self.channels = ChannelSequences(self.incarnation)
         self.live: dict[str, Live] = {}
         self.seen: list[Generate] = []
         self.going, self.resting = asyncio.Event(), asyncio.Event()
@@ -109,7 +109,7 @@ class FakeWorker:
         self.last_entry, self.last_control = b"0", b"0"
 
     async def announce(self, state: str = "ready", num_blocks: int = 64) -> None:
-        capacity = Worker(self.incarnation, "w0", "fake", "float32", 16, num_blocks, 256, 8192)
+        capacity = WorkerCapacity(self.incarnation, "w0", "fake", "float32", 16, num_blocks, 256, 8192)
         keys = [
             self.keys.worker(self.incarnation),
             self.keys.workers,

@@ -5,13 +5,13 @@ the rules of blocks.
 import random
 from dataclasses import dataclass, field
 
-from common.messages.messages import Plan, Report, Start
+from common.messages.messages import Plan, Report, RowStart
 from common.messages.packing import unpack_ids
 
 
 @dataclass(eq=False)
 class SimulatedRow:
-    start: Start
+    start: RowStart
     blocks: list[int]
     kv_len: int = 0
     num_tokens: int = 0

@@ -13,7 +13,7 @@ from batcher.loop import Batcher
 from common.broker import client as brokers
 from common.broker.keys import Keys
 from common.messages.codec import decode, encode
-from common.messages.messages import Cancel, Died, Generate, Plan, Report, Worker
+from common.messages.messages import Cancel, Generate, Plan, Report, WorkerCapacity, WorkerDied
 from common.messages.packing import pack_ids
 from common.metrics import catalogue
 from common.settings.settings import Settings
@@ -50,7 +50,7 @@ async def open_worker(redis, name: str, capacity: bytes | None = None) -> None:
         KEYS.control,
     ]
     await brokers.script(redis, "open")(keys=[KEYS.log(name), KEYS.reports(name)], args=[name, 3_600_000])
-    capacity = capacity or encode(Worker(name, "w0", "m", "float32", 16, 30, 512, 8192))
+    capacity = capacity or encode(WorkerCapacity(name, "w0", "m", "float32", 16, 30, 512, 8192))
     await brokers.script(redis, "announce")(keys=keys, args=[name, 600_000, 3_600_000, "ready", 0, capacity])
 
 
@@ -101,7 +101,7 @@ async def test_a_worker_that_seals_its_own_logs_is_lost_once(batcher, redis):
     keys = [KEYS.log("w1"), KEYS.reports("w1"), KEYS.worker("w1"), KEYS.workers]
     await brokers.script(redis, "seal")(keys=keys, args=["w1"])
     for _ in range(2):
-        await redis.xadd(KEYS.control, {"died": encode(Died("w1"))})
+        await redis.xadd(KEYS.control, {"died": encode(WorkerDied("w1"))})
         await turns(batcher, 3)
     assert "w1" not in batcher.scheduler.replicas
     assert catalogue.WORKERS_LOST.values[()] == lost + 1

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from batcher.replica import Limits
 from batcher.scheduler import Scheduler
 from batcher.sequence import Sequence
-from common.messages.messages import RECORD, Generate, Worker
+from common.messages.messages import RECORD, Generate, WorkerCapacity
 from common.messages.packing import pack_ids
 from tests.support.fleet.simulated_worker import SimulatedWorker
 
@@ -51,7 +51,7 @@ class Pool:
         name = f"w{self.born}"
         self.born += 1
         self.workers[name] = SimulatedWorker(BLOCK_SIZE, self.draw, self.eos_chance)
-        self.scheduler.join(Worker(name, name, "m", "float32", BLOCK_SIZE, self.num_blocks, 64, 4096))
+        self.scheduler.join(WorkerCapacity(name, name, "m", "float32", BLOCK_SIZE, self.num_blocks, 64, 4096))
         return name
 
     def add(self, *sequences: Sequence) -> None:

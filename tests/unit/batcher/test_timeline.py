@@ -9,9 +9,9 @@ from batcher.sequence import Sequence
 from batcher.timeline import MAX_UNTOLD, REQUESTS_PER_ENTRY, WRITE_S, Lives
 from common.broker.keys import Keys
 from common.messages.codec import encode
-from common.messages.messages import RECORD, Generate, Plan, Report, Worker
+from common.messages.messages import RECORD, Generate, Plan, Report, WorkerCapacity
 from common.messages.packing import pack_ids
-from common.messages.timeline import Happening, Life
+from common.messages.timeline import Timeline, TimelineEvent
 
 KEYS = Keys("default")
 NOW_MS = 1_000_000
@@ -22,7 +22,7 @@ def sequence(name: str = "r1", entry_ms: int = NOW_MS) -> Sequence:
 
 
 def replica() -> Replica:
-    return Replica(Worker("w0-1", "w0", "m", "float32", 16, 100, 64, 2048), Limits())
+    return Replica(WorkerCapacity("w0-1", "w0", "m", "float32", 16, 100, 64, 2048), Limits())
 
 
 def lives(redis: Redis) -> Lives:
@@ -109,16 +109,16 @@ async def test_choices_belong_to_their_request(redis):
 
 
 async def test_reading_goes_back_as_far_as_needed_and_skips_what_is_none_of_ours(redis):
-    def entry(name: str, *happenings: Happening) -> dict[str, bytes]:
-        return {name: encode(Life(list(happenings)))}
+    def entry(name: str, *happenings: TimelineEvent) -> dict[str, bytes]:
+        return {name: encode(Timeline(list(happenings)))}
 
-    await redis.xadd(KEYS.life, entry("r1", Happening(1000, "ended")), id="1000-0")
-    await redis.xadd(KEYS.life, entry("r1", Happening(20_000, "queued")), id="20000-0")
+    await redis.xadd(KEYS.life, entry("r1", TimelineEvent(1000, "ended")), id="1000-0")
+    await redis.xadd(KEYS.life, entry("r1", TimelineEvent(20_000, "queued")), id="20000-0")
     await redis.xadd(KEYS.life, {"r1": b"garbage", b"\xff": b""}, id="20001-0")
     async with redis.pipeline() as pipe:
         for i in range(1200):
-            pipe.xadd(KEYS.life, entry("other", Happening(30_000, "placed")), id=f"30000-{i}")
+            pipe.xadd(KEYS.life, entry("other", TimelineEvent(30_000, "placed")), id=f"30000-{i}")
         await pipe.execute()
-    await redis.xadd(KEYS.life, entry("r1", Happening(40_000, "ended")), id="40000-0")
+    await redis.xadd(KEYS.life, entry("r1", TimelineEvent(40_000, "ended")), id="40000-0")
     assert [one["at_ms"] for one in (await read(redis, KEYS, "r1"))["r1"]] == [1000, 20_000, 40_000]
     assert len((await read(redis, KEYS, "other"))["other"]) == 1200

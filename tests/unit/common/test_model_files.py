@@ -73,9 +73,14 @@ def test_processes_that_start_together_convert_once(tmp_path: Path) -> None:
     stranger = tmp_path / "home" / "gpu_worker"
     stranger.mkdir(parents=True)
     (stranger / "__init__.py").write_text("raise RuntimeError")
-    stub = tmp_path / "gpu_worker" / "engine"
+    stub = tmp_path / "gpu_worker" / "engine" / "model"
     stub.mkdir(parents=True)
-    for name, text in (("convert.py", STUB), ("__init__.py", ""), ("../__init__.py", "")):
+    for name, text in (
+        ("gguf.py", STUB),
+        ("__init__.py", ""),
+        ("../__init__.py", ""),
+        ("../../__init__.py", ""),
+    ):
         (stub / name).write_text(text)
     (tmp_path / "model.gguf").write_text("weights")
     code = "import sys; from common import model_files; print(model_files.resolve(sys.argv[1]))"

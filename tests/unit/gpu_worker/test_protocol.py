@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from common.messages.messages import Sampling
+from common.messages.messages import SamplingParams
 from gpu_worker.protocol import (
     SAMPLE,
     DoorError,
@@ -23,7 +23,7 @@ from gpu_worker.protocol import (
     encode,
 )
 
-SAMPLING = Sampling(0.7, top_k=5, seed=2**63, logit_bias=[(7, -1.5)], bad_words=[b"1234"])
+SAMPLING = SamplingParams(0.7, top_k=5, seed=2**63, logit_bias=[(7, -1.5)], bad_words=[b"1234"])
 ASKED: dict[str, Any] = {"min_end": 1, "stop_ids": b"5678", "top_n": 2, "prompt_logprobs": 0}
 FRAMES: list[Frame] = [
     Progress("loading"),

@@ -84,12 +84,12 @@ async def test_refusals_of_a_running_broker_have_their_names() -> None:
             await client.config_set("maxmemory", 1)
             with pytest.raises(access.ERRORS) as refused:
                 await client.set("key", "value")
-            assert "out of memory" in access.cause(refused.value)
+            assert "out of memory" in access.describe_error(refused.value)
             await client.config_set("maxmemory", 0)
             await client.replicaof("127.0.0.1", "1")
             with pytest.raises(access.ERRORS) as refused:
                 await client.set("key", "value")
-            assert "READONLY" in access.cause(refused.value)
+            assert "READONLY" in access.describe_error(refused.value)
 
 
 @pytest.mark.parametrize(
@@ -104,8 +104,8 @@ async def test_refusals_of_a_running_broker_have_their_names() -> None:
     ],
 )
 def test_causes(error: Exception, words: str) -> None:
-    assert words in access.cause(error)
-    assert "secret" not in access.cause(error)
+    assert words in access.describe_error(error)
+    assert "secret" not in access.describe_error(error)
 
 
 async def test_a_blocking_read_outlasts_every_client_timeout(

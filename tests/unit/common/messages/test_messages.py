@@ -7,22 +7,22 @@ from common.messages.codec import WireError, decode, encode
 from common.messages.messages import (
     RECORD,
     Cancel,
-    Died,
     Events,
     Generate,
     LogEntry,
     Plan,
     Report,
-    Sampling,
-    Start,
+    RowStart,
+    SamplingParams,
     Terminal,
     Tokens,
-    Worker,
+    WorkerCapacity,
+    WorkerDied,
 )
 from common.messages.packing import pack_floats, pack_ids, unpack_ids
-from common.messages.timeline import Happening, Life
+from common.messages.timeline import Timeline, TimelineEvent
 
-SAMPLING = Sampling(
+SAMPLING = SamplingParams(
     0.5,
     3,
     0.9,
@@ -104,14 +104,14 @@ EXAMPLES = [
         | {"ch": "ch", "gw": "g", "gr": 30, "rt": 60, "cl": "batch", "tn": "t", "tc": "tr"},
     ),
     (Cancel("r1", "client"), {"v": 1, "id": "r1", "w": "client"}),
-    (Died("w0-1"), {"v": 1, "i": "w0-1"}),
+    (WorkerDied("w0-1"), {"v": 1, "i": "w0-1"}),
     (
         Plan(
             9,
             2,
             40,
             64,
-            [Start(1, 1, 0, b"", b"\x01\0\0\0", GENERATE)],
+            [RowStart(1, 1, 0, b"", b"\x01\0\0\0", GENERATE)],
             [(1, b"\x02\0\0\0")],
             [(3, "client")],
             8,
@@ -140,7 +140,7 @@ EXAMPLES = [
         },
     ),
     (
-        Worker("w0-1", "w0", "m", "float32", 16, 10, 64, 2048, pack_ids([2]), 1, "cpu", "dir/m"),
+        WorkerCapacity("w0-1", "w0", "m", "float32", 16, 10, 64, 2048, pack_ids([2]), 1, "cpu", "dir/m"),
         {
             "v": 1,
             "i": "w0-1",
@@ -180,7 +180,7 @@ EXAMPLES = [
         | {"x": [{"id": "r1", "w": "error", "n": 4, "e": "why", "y": "generation"}]},
     ),
     (
-        Life([Happening(5, "ended", "w0-1", 2, 37, "length")]),
+        Timeline([TimelineEvent(5, "ended", "w0-1", 2, 37, "length")]),
         {"v": 1, "h": [{"t": 5, "w": "ended", "i": "w0-1", "a": 2, "n": 37, "y": "length"}]},
     ),
     (

@@ -12,7 +12,7 @@ from redis.asyncio.client import Pipeline
 
 from common.broker.keys import Keys
 from common.metrics import aggregate, catalogue, exposition
-from common.metrics.aggregate import Tally, counting
+from common.metrics.aggregate import MetricsPublisher, publishing_metrics
 from common.metrics.exposition import fleet_text
 from common.metrics.primitives import INFINITY, Counter, Histogram
 
@@ -161,7 +161,7 @@ async def test_processes_add_up_and_outlive_themselves(redis, monkeypatch):
     """Two processes by two tallies: each adds only what is new."""
     mine = {"tgi_request_count|": 10.0}
     monkeypatch.setattr(aggregate, "own_values", mine.copy)
-    one, other = Tally(redis, KEYS), Tally(redis, KEYS)
+    one, other = MetricsPublisher(redis, KEYS), MetricsPublisher(redis, KEYS)
     mine |= {"tgi_request_count|": 13.0, "tgi_request_duration|0.1": 1.0}
     await one.add()
     await one.add()
@@ -177,7 +177,7 @@ async def test_processes_add_up_and_outlive_themselves(redis, monkeypatch):
 async def test_what_is_counted_while_the_broker_is_away_comes_later(redis, monkeypatch):
     mine: dict[str, float] = {}
     monkeypatch.setattr(aggregate, "own_values", mine.copy)
-    one = Tally(redis, KEYS)
+    one = MetricsPublisher(redis, KEYS)
     mine["tgi_request_count|"] = 3.0
     await redis.set(KEYS.metrics, "spoilt")
     await one.add()
@@ -189,7 +189,7 @@ async def test_what_is_counted_while_the_broker_is_away_comes_later(redis, monke
 async def test_a_spoilt_number_hinders_no_other(redis, monkeypatch):
     mine: dict[str, float] = {}
     monkeypatch.setattr(aggregate, "own_values", mine.copy)
-    one = Tally(redis, KEYS)
+    one = MetricsPublisher(redis, KEYS)
     mine |= {"tgi_request_count|": 3.0, "tgi_request_success|": 2.0}
     await redis.hset(KEYS.metrics, "tgi_request_success|", "spoilt")
     for _ in range(3):
@@ -203,7 +203,7 @@ async def test_a_spoilt_number_hinders_no_other(redis, monkeypatch):
 async def test_the_last_of_it_is_added_at_the_end(redis, monkeypatch):
     mine: dict[str, float] = {}
     monkeypatch.setattr(aggregate, "own_values", mine.copy)
-    async with counting(redis, KEYS):
+    async with publishing_metrics(redis, KEYS):
         mine["tgi_request_count|"] = 3.0
     assert await aggregate.read(redis, KEYS) == {"tgi_request_count|": 3.0}
 
@@ -222,7 +222,7 @@ async def test_what_is_on_its_way_at_the_end_is_added_once(redis, monkeypatch):
     monkeypatch.setattr(aggregate, "own_values", mine.copy)
     monkeypatch.setattr(aggregate, "ADD_S", 0.01)
     monkeypatch.setattr(Pipeline, "execute", slow)
-    async with counting(redis, KEYS):
+    async with publishing_metrics(redis, KEYS):
         mine["tgi_request_count|"] = 3.0
         await sent.wait()
         asyncio.get_running_loop().call_later(0.05, answered.set)
@@ -233,15 +233,15 @@ async def test_what_is_on_its_way_at_the_end_is_added_once(redis, monkeypatch):
 def test_a_process_serves_its_own_figures_on_its_port(host: str):
     code = """
 import sys, urllib.request
-from common import metrics, metrics_port
+from common.metrics import catalogue, http
 from common.settings.settings import Settings
 from deploy.broker import free_port
 host, port = sys.argv[1], free_port()
-metrics_port.serve(Settings(metrics_port=port, hostname=host))
-metrics.GRANTS.add(7)
+http.serve(Settings(metrics_port=port, hostname=host))
+catalogue.GRANTS.add(7)
 print(urllib.request.urlopen(f"http://{f'[{host}]' if ':' in host else host}:{port}/metrics").read().decode())
 try:
-    metrics_port.serve(Settings(metrics_port=port, hostname=host))
+    http.serve(Settings(metrics_port=port, hostname=host))
 except Exception as error:
     print("#", error)
 """

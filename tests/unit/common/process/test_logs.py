@@ -6,7 +6,7 @@ import subprocess
 import sys
 from datetime import datetime
 
-from common.process.logs import REQUEST_ID, JsonLine, Line, about
+from common.process.logs import REQUEST_ID, JsonFormatter, TextFormatter, for_request
 
 
 def record(message: str, *args: object, **extra: str) -> logging.LogRecord:
@@ -16,12 +16,12 @@ def record(message: str, *args: object, **extra: str) -> logging.LogRecord:
 
 
 def test_a_line_for_people():
-    text = Line("g0").format(record("hello %s", "you"))
+    text = TextFormatter("g0").format(record("hello %s", "you"))
     assert text.endswith(" W g0 hello you") and "\n" not in text
 
 
 def test_a_line_for_machines():
-    line = json.loads(JsonLine("g0").format(record('a "word"\nof %d', 2, **about("r1"))))
+    line = json.loads(JsonFormatter("g0").format(record('a "word"\nof %d', 2, **for_request("r1"))))
     stamp = datetime.fromisoformat(line.pop("timestamp"))
     assert stamp.tzinfo is not None and abs(stamp.timestamp() - datetime.now().timestamp()) < 60
     assert line == {
@@ -36,17 +36,19 @@ def test_a_line_for_machines():
 def test_lines_of_a_task_that_serves_a_request_have_its_id():
     token = REQUEST_ID.set("r2")
     try:
-        assert json.loads(JsonLine("g0").format(record("x")))["request_id"] == "r2"
-        assert json.loads(JsonLine("g0").format(record("x", **about("r2.1"))))["request_id"] == "r2.1"
+        assert json.loads(JsonFormatter("g0").format(record("x")))["request_id"] == "r2"
+        assert (
+            json.loads(JsonFormatter("g0").format(record("x", **for_request("r2.1"))))["request_id"] == "r2.1"
+        )
     finally:
         REQUEST_ID.reset(token)
-    assert "request_id" not in json.loads(JsonLine("g0").format(record("x")))
+    assert "request_id" not in json.loads(JsonFormatter("g0").format(record("x")))
 
 
 def test_every_line_of_a_process_is_json_tracebacks_and_libraries_included():
     code = """
 import logging, warnings
-from common import logs
+from common.process import logs
 logs.set_up("w0", "info", True)
 logging.getLogger("uvicorn.error").warning("odd")
 logging.debug("not said")

@@ -13,7 +13,16 @@ from common.broker import client as brokers
 from common.broker.committed import read, split
 from common.broker.keys import Keys
 from common.messages.codec import decode, encode
-from common.messages.messages import RECORD, Events, Generate, LogEntry, Plan, Report, Start, Worker
+from common.messages.messages import (
+    RECORD,
+    Events,
+    Generate,
+    LogEntry,
+    Plan,
+    Report,
+    RowStart,
+    WorkerCapacity,
+)
 from common.messages.packing import pack_floats, pack_ids, unpack_floats, unpack_ids
 from common.metrics import catalogue
 from common.settings.settings import SettingError, Settings
@@ -43,7 +52,7 @@ class Engine:
 
 @pytest.fixture
 async def agent(redis) -> Agent:
-    worker = Worker("w0-1", "w0", "m", "float32", 16, 100, 64, 2048)
+    worker = WorkerCapacity("w0-1", "w0", "m", "float32", 16, 100, 64, 2048)
     agent = Agent(Settings(), redis, Engine(), Table(TOKENIZER), worker)
     await agent.open()
     return agent
@@ -57,7 +66,9 @@ async def start(agent: Agent, row: int = 1, shown: bytes = b"", **fields) -> Non
     await agent.redis.hset(
         KEYS.home(name), mapping={"digest": "d", "worker": "w0-1", "attempt": 1, "base": len(shown) // 8}
     )
-    agent.apply(plan(agent, starts=[Start(row, 1, len(shown) // RECORD.size, shown, pack_ids([1]), request)]))
+    agent.apply(
+        plan(agent, starts=[RowStart(row, 1, len(shown) // RECORD.size, shown, pack_ids([1]), request)])
+    )
 
 
 def plan(agent: Agent, **fields) -> Plan:

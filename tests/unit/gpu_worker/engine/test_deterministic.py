@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from common.messages.messages import Sampling
+from common.messages.messages import SamplingParams
 from common.settings.settings import SettingError, Settings
 from gpu_worker.engine.cpu import native
 from gpu_worker.engine.engine import Engine
@@ -28,8 +28,8 @@ SETTINGS: dict[str, Any] = {
 }
 SAMPLINGS = [
     None,
-    Sampling(temperature=1.5, seed=3),
-    Sampling(temperature=1.0, top_p=0.9, repetition_penalty=1.2, seed=4),
+    SamplingParams(temperature=1.5, seed=3),
+    SamplingParams(temperature=1.0, top_p=0.9, repetition_penalty=1.2, seed=4),
 ]
 pytestmark = pytest.mark.skipif(native.library() is None, reason="no C++ compiler")
 

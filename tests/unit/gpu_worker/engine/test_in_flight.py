@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from common.messages.messages import Sampling
+from common.messages.messages import SamplingParams
 from common.messages.packing import pack_ids
 from gpu_worker.engine.cpu import sampler
 from gpu_worker.engine.engine import Engine
@@ -43,12 +43,12 @@ FAMILIES_TRIED = (
 ASKED: list[dict[str, Any]] = [
     {"top_n": 2, "prompt_logprobs": 2, "min_end": 4},
     {
-        "sampling": Sampling(
+        "sampling": SamplingParams(
             temperature=0.8, top_p=0.9, top_k=20, repetition_penalty=1.2, frequency_penalty=0.2
         )
     },
-    {"sampling": Sampling(temperature=0.8, typical_p=0.9, raw_logprobs=True), "top_n": 3},
-    {"sampling": Sampling(logit_bias=[(5, 3.0)], bad_words=[pack_ids([5]), pack_ids([6, 7])])},
+    {"sampling": SamplingParams(temperature=0.8, typical_p=0.9, raw_logprobs=True), "top_n": 3},
+    {"sampling": SamplingParams(logit_bias=[(5, 3.0)], bad_words=[pack_ids([5]), pack_ids([6, 7])])},
 ]
 
 

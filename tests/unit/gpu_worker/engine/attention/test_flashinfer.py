@@ -17,7 +17,7 @@ import pytest
 import torch
 from torch import nn
 
-from common.messages.messages import Sampling
+from common.messages.messages import SamplingParams
 from common.settings.settings import SettingError, Settings
 from gpu_worker.engine import engine as engine_module
 from gpu_worker.engine.attention import backend as attention
@@ -264,8 +264,8 @@ def bits(
     )
     sampling = [
         None,
-        Sampling(temperature=1.0, seed=3),
-        Sampling(temperature=1.0, top_p=0.9, repetition_penalty=1.2, seed=4),
+        SamplingParams(temperature=1.0, seed=3),
+        SamplingParams(temperature=1.0, top_p=0.9, repetition_penalty=1.2, seed=4),
         None,
     ]
     asked = {

@@ -5,7 +5,7 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from common.messages.messages import Sampling
+from common.messages.messages import SamplingParams
 from common.messages.packing import pack_floats
 from gpu_worker.engine.batch.outcome import Outcome, Told, Top
 from gpu_worker.engine.batch.rows import Part, Rows
@@ -193,7 +193,7 @@ def test_only_rows_that_ask_have_a_turn() -> None:
     """Row 1 asks until it has the tokens that it must have, whatever it started with; row 2 must have none
     but stop ids; row 3 samples.
     """
-    sampling = Sampling(temperature=1.0)
+    sampling = SamplingParams(temperature=1.0)
     rows = table(
         start(0, 3),
         start(1, 9, base=4, min_end=6),

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from common.messages.messages import Sampling
+from common.messages.messages import SamplingParams
 from common.messages.packing import pack_ids
 from gpu_worker.engine.batch.sampling_state import Manner, Turn
 from gpu_worker.engine.cpu import native, sampler
@@ -72,7 +72,7 @@ def turn_of(random: np.random.Generator, size: int, num_words: int, num_biases: 
     def ids(count: int) -> list[int]:
         return random.integers(0, size + 5, count).tolist()
 
-    sampling = Sampling(
+    sampling = SamplingParams(
         temperature=one(0.0, 0.3, 1.0, 1.0, 1.7),
         top_k=one(0, 0, 0, 1, 5, 50, 2000, 10**6),
         top_p=one(1.0, 1.0, 0.0, 0.5, 0.95, 0.9999),
@@ -174,7 +174,10 @@ def test_rows_that_are_no_numbers(library: ctypes.CDLL) -> None:
     logits[:, 7::2] = math.nan
     drawn = [
         Turn(
-            Manner.of(StartRow(0, b"", 0, 9, False, b"", sampling=Sampling(temperature=5.0, seed=row)), []), 0
+            Manner.of(
+                StartRow(0, b"", 0, 9, False, b"", sampling=SamplingParams(temperature=5.0, seed=row)), []
+            ),
+            0,
         )
         for row in range(60)
     ]

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from common.messages.messages import Sampling
+from common.messages.messages import SamplingParams
 from common.settings.settings import SettingError, Settings
 from gpu_worker.engine.attention.backend import Unservable
 from gpu_worker.engine.engine import Engine
@@ -132,7 +132,10 @@ def test_two_ranks(two: Ranks, family: str, tmp_path: Path) -> None:
 def test_sampled_rows_choose_the_same(two: Ranks, tmp_path: Path) -> None:
     tiny_models.save(tmp_path, *FAMILIES["Llama"])
     settings = SETTINGS | {"model_id": str(tmp_path), "threads": 1}
-    asked = {"sampling": Sampling(temperature=1.0, top_p=0.95, seed=7, repetition_penalty=1.1), "top_n": 2}
+    asked = {
+        "sampling": SamplingParams(temperature=1.0, top_p=0.95, seed=7, repetition_penalty=1.1),
+        "top_n": 2,
+    }
     rows = dict(enumerate(prompts(VOCAB)))
     wanted = play(Engine(Settings(**settings)), rows, **asked)
     with Led(two, **settings) as engine:

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.stats import chisquare
 
-from common.messages.messages import Sampling
+from common.messages.messages import SamplingParams
 from common.messages.packing import pack_ids
 from gpu_worker.engine.batch.grammar import Guide
 from gpu_worker.engine.batch.philox import AHEAD, Uniforms, uniforms
@@ -56,7 +56,7 @@ ALONE = {
 
 shares = st.sampled_from([0.13, 0.61, 0.9, 0.97, 1.0])
 samplings = st.builds(
-    Sampling,
+    SamplingParams,
     temperature=st.sampled_from([0.0, 0.3, 0.8, 1.0, 1.7]),
     top_k=st.sampled_from([0, 0, 1, 5, 30, 100]),
     top_p=shares,
@@ -88,7 +88,7 @@ pytestmark = pytest.mark.usefixtures("way")
 
 
 def turn(
-    sampling: Sampling | None,
+    sampling: SamplingParams | None,
     top_n: int = 0,
     min_end: int = 0,
     generated: Sequence[int] = GENERATED,
@@ -130,7 +130,7 @@ def distribution(sampled: Sampled, row: int, size: int = VOCABULARY) -> Any:
 
 
 def check(
-    sampled: Sampled, row: int, logits: torch.Tensor, sampling: Sampling, barred: Sequence[int] = ()
+    sampled: Sampled, row: int, logits: torch.Tensor, sampling: SamplingParams, barred: Sequence[int] = ()
 ) -> None:
     """The told distribution is the reference's, and the id comes from what is left."""
     expected = processed(
@@ -147,7 +147,7 @@ def check(
         np.testing.assert_allclose(top.logprobs, told[top.ids], atol=1e-4)
 
 
-def known(sampling: Sampling) -> list[tuple[int, float]]:
+def known(sampling: SamplingParams) -> list[tuple[int, float]]:
     return [(token, bias) for token, bias in sampling.logit_bias if token < VOCABULARY]
 
 
@@ -155,7 +155,7 @@ def known(sampling: Sampling) -> list[tuple[int, float]]:
 @pytest.mark.parametrize("raw", [False, True])
 @pytest.mark.parametrize("name", ALONE)
 def test_each_parameter(name: str, raw: bool, ties: bool) -> None:
-    sampling = Sampling(**ALONE[name], raw_logprobs=raw)
+    sampling = SamplingParams(**ALONE[name], raw_logprobs=raw)
     logits = logits_of(1, 8, ties)
     sampled = sample(logits, [turn(replace(sampling, seed=row), VOCABULARY) for row in range(8)])
     for row in range(8):
@@ -169,11 +169,13 @@ def test_each_parameter(name: str, raw: bool, ties: bool) -> None:
 @given(
     rows=st.lists(st.none() | askings, min_size=1, max_size=9), seed=st.integers(0, 99), ties=st.booleans()
 )
-def test_mixed_in_one_batch(rows: list[tuple[Sampling, int, int] | None], seed: int, ties: bool) -> None:
+def test_mixed_in_one_batch(
+    rows: list[tuple[SamplingParams, int, int] | None], seed: int, ties: bool
+) -> None:
     logits = logits_of(seed, len(rows), ties)
     sampled = sample(logits, [turn(*asked) if asked else None for asked in rows])
     for row, asked in enumerate(rows):
-        sampling, top_n, min_end = asked or (Sampling(), 0, 0)
+        sampling, top_n, min_end = asked or (SamplingParams(), 0, 0)
         check(sampled, row, logits[row], sampling, ENDS if min_end else [])
         assert len(sampled.tops[row].ids if top_n else []) == top_n and (row in sampled.tops) == bool(top_n)
 
@@ -186,7 +188,7 @@ def test_mixed_in_one_batch(rows: list[tuple[Sampling, int, int] | None], seed: 
     size=st.sampled_from([VOCABULARY, 3000]),
 )
 def test_neighbours_change_nothing(
-    rows: list[tuple[Sampling, int, int]], seed: int, data: st.DataObject, size: int
+    rows: list[tuple[SamplingParams, int, int]], seed: int, data: st.DataObject, size: int
 ) -> None:
     """Bit for bit, also beside rows that are no numbers."""
     logits = logits_of(seed, len(rows), size=size)
@@ -205,10 +207,11 @@ def test_choices_follow_the_distribution(name: str) -> None:
     """One row for each of 2000 tokens, of two seeds and two choices; the rarest tokens are counted together."""
     num, logits = 2000, logits_of(2)
     turns = [
-        turn(Sampling(**ALONE[name], seed=row % 2, choice=row // 2 % 2), index=row // 4) for row in range(num)
+        turn(SamplingParams(**ALONE[name], seed=row % 2, choice=row // 2 % 2), index=row // 4)
+        for row in range(num)
     ]
     sampled = sample(logits.expand(num, -1), turns)
-    expected = num * np.exp(processed(logits[0].numpy(), Sampling(**ALONE[name]), PROMPT, GENERATED))
+    expected = num * np.exp(processed(logits[0].numpy(), SamplingParams(**ALONE[name]), PROMPT, GENERATED))
     counts = np.bincount(sampled.ids, minlength=VOCABULARY)
     assert not counts[expected == 0].any()
     often = expected >= 5
@@ -226,7 +229,7 @@ ALL_OF_THEM = [{}, {"top_k": 1}, {"top_p": 0.9999}, {"typical_p": 0.9999}]
 
 def drawn(logits: torch.Tensor, numbers: Sequence[float], asked: dict[str, Any]) -> list[int]:
     """What rows of the same logits take for these random numbers."""
-    turns = [turn(Sampling(temperature=1.0, **asked)) for _ in numbers]
+    turns = [turn(SamplingParams(temperature=1.0, **asked)) for _ in numbers]
     for number, one in zip(numbers, turns, strict=True):
         assert one
         one.manner.uniforms.begin, one.manner.uniforms.values = 0, [number] * AHEAD
@@ -281,7 +284,7 @@ def test_ties() -> None:
         "greedy": ({"temperature": 0.0}, [0]),
     }
     for asked, left in cases.values():
-        turns = [turn(Sampling(**{"temperature": 1.0, "seed": seed, **asked})) for seed in range(100)]
+        turns = [turn(SamplingParams(**{"temperature": 1.0, "seed": seed, **asked})) for seed in range(100)]
         assert sorted(set(sample(logits.expand(100, -1), turns).ids)) == left
     top = sample(torch.tensor([[-1.0, -3.0, -4.0, -2.0, -3.0]]), [turn(None, top_n=3)]).tops[0]
     assert top.ids == [0, 3, 1]
@@ -292,7 +295,7 @@ def test_a_single_survivor_is_certain() -> None:
     for asked in ({"top_k": 1}, {"top_p": 0.01}, {"min_p": 1.0}):
         for raw in (False, True):
             sampled = sample(
-                logits_of(4), [turn(Sampling(temperature=1.0, raw_logprobs=raw, **asked), top_n=2)]
+                logits_of(4), [turn(SamplingParams(temperature=1.0, raw_logprobs=raw, **asked), top_n=2)]
             )
             assert (sampled.logprobs[0] == 0.0) == (not raw)
             assert math.isfinite(sampled.tops[0].logprobs[1]) == raw
@@ -327,7 +330,7 @@ def test_a_guide_has_its_say() -> None:
     would.
     """
     logits = logits_of(6, 5)
-    drawn = Sampling(temperature=1.0, top_p=0.9, seed=1)
+    drawn = SamplingParams(temperature=1.0, top_p=0.9, seed=1)
     asked = [drawn, drawn, drawn, None, drawn]  # one is greedy but for its guide
     guides = [
         None,
@@ -345,7 +348,7 @@ def test_a_guide_has_its_say() -> None:
         if guide and guide.biased:
             given += torch.from_numpy(guide.bias())
         barred = sorted(set(range(VOCABULARY)) - set(guide.allowed)) if guide and guide.allowed else []
-        check(sampled, row, given, asked[row] or Sampling(), barred)
+        check(sampled, row, given, asked[row] or SamplingParams(), barred)
         assert guide is None or guide.heard == GENERATED
     assert sampled.ids[3] == 4
 
@@ -354,7 +357,10 @@ def test_rows_that_ask_for_nothing_are_plainly_greedy(monkeypatch: pytest.Monkey
     """Sampling that changes nothing is no asking; a batch without asking is gone through as it is, and
     nothing is gathered of its rows.
     """
-    nothing = [Sampling(), Sampling(seed=3, raw_logprobs=True, top_k=4, top_p=0.1, min_p=0.1, typical_p=0.1)]
+    nothing = [
+        SamplingParams(),
+        SamplingParams(seed=3, raw_logprobs=True, top_k=4, top_p=0.1, min_p=0.1, typical_p=0.1),
+    ]
     assert [turn(sampling) for sampling in nothing] == [None, None]
     assert turn(None, min_end=3) is None  # has so many
     monkeypatch.setattr(sampler, "put", None)
@@ -380,7 +386,7 @@ def test_a_manner_remembers_what_a_resumed_one_finds(
         "top_p_min": 0.2,
         "top_p_reset_ids": pack_ids([5]),
     }
-    sampling = Sampling(**penalties, **decay, bad_words=[pack_ids(word) for word in words])
+    sampling = SamplingParams(**penalties, **decay, bad_words=[pack_ids(word) for word in words])
     start = StartRow(
         0, pack_ids([*prompt, *tokens[:base]]), len(tokens[:base]), 999, False, b"", sampling=sampling
     )

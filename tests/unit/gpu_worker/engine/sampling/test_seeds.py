@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from scipy.stats import chisquare
 
-from common.messages.messages import Sampling
+from common.messages.messages import SamplingParams
 from common.messages.packing import pack_ids
 from gpu_worker.engine.engine import Engine
 from tests.support.engine.batch_player import Player
@@ -16,21 +16,21 @@ from tests.support.engine.reference import prompt_ids, reference_ids
 from tests.support.prompts import PROMPTS
 
 NEW_TOKENS = 10
-ROWS: dict[int, Sampling | None] = {
-    0: Sampling(temperature=1.0, top_p=0.9, seed=11),
-    1: Sampling(temperature=0.7, seed=11),
+ROWS: dict[int, SamplingParams | None] = {
+    0: SamplingParams(temperature=1.0, top_p=0.9, seed=11),
+    1: SamplingParams(temperature=0.7, seed=11),
     2: None,
-    3: Sampling(temperature=1.2, top_k=40, min_p=0.02, seed=11, raw_logprobs=True),
-    4: Sampling(temperature=1.0, typical_p=0.8, seed=11),
-    5: Sampling(repetition_penalty=1.5, frequency_penalty=0.5, presence_penalty=0.5),
-    6: Sampling(
+    3: SamplingParams(temperature=1.2, top_k=40, min_p=0.02, seed=11, raw_logprobs=True),
+    4: SamplingParams(temperature=1.0, typical_p=0.8, seed=11),
+    5: SamplingParams(repetition_penalty=1.5, frequency_penalty=0.5, presence_penalty=0.5),
+    6: SamplingParams(
         temperature=0.9,
         relative_frequency_penalty=1.5,
         repetition_penalty=1.1,
         seed=5,
         bad_words=[pack_ids([28])],
     ),
-    7: Sampling(temperature=1.0, top_p=0.9, seed=11, choice=1),
+    7: SamplingParams(temperature=1.0, top_p=0.9, seed=11, choice=1),
 }
 """What row n asks for; row 7 has the prompt of row 0."""
 
@@ -118,7 +118,7 @@ def test_sampled_ids_follow_what_the_engine_says(engine: Engine, prompts: list[l
     them tells.
     """
     num, top_k = 250, 8
-    played, sampling = player(engine), Sampling(temperature=1.0, top_k=top_k)
+    played, sampling = player(engine), SamplingParams(temperature=1.0, top_k=top_k)
     prompt = prompts[0][:1]
     played.run(
         [
