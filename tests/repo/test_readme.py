@@ -1,5 +1,5 @@
-"""The README is true: its table of settings is the settings, its flags exist, and its examples run and print
-what it shows.
+"""The README and the pages in docs/ are true: the table of settings is the settings, flags exist, links lead
+somewhere, and the README's examples run and print what it shows.
 
 Each block of `sh` or `python` is an example. The block of `text` that follows one is what it prints, in
 shape: JSON has the same fields with values of the same types. Blocks of `console` are not run.
@@ -24,6 +24,8 @@ from tests.support.fleet.fleet import Fleet
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
+PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")])
+MAX_README_LINES = 150
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 EXAMPLE_S = 60
 FLAGS_OF_OTHERS = {"help", "gpus", "shm-size", "profile", "scale"}
@@ -48,29 +50,37 @@ def shown(default: Any) -> str:
 
 
 def test_the_table_of_settings_is_the_settings() -> None:
-    found = re.search(r"<!-- settings -->\n(.*)\n<!-- /settings -->", README, re.DOTALL)
+    page = (ROOT / "docs/settings.md").read_text()
+    found = re.search(r"<!-- settings -->\n(.*)\n<!-- /settings -->", page, re.DOTALL)
     assert found is not None
-    assert found[1] == table(), f"the README should say:\n{table()}"
+    assert found[1] == table(), f"docs/settings.md should say:\n{table()}"
 
 
 def test_every_flag_that_is_named_exists() -> None:
     fields = {item.name for item in dataclasses.fields(Settings)}
     ours = {name.replace("_", "-") for name in (*fields, *ALIASES, *FLAG_ALIASES, *OPTIONS)}
-    named = set(re.findall(r"(?<![\w-])--([a-z][a-z-]+)", README))
+    texts = [README, *(path.read_text() for path in (ROOT / "docs").glob("*.md"))]
+    named = set(re.findall(r"(?<![\w-])--([a-z][a-z-]+)", "\n".join(texts)))
     assert named - ours - FLAGS_OF_OTHERS - FLAGS_OF_COMMANDS == set()
 
 
 def test_flags_of_vllm_mean_what_the_table_says() -> None:
-    pairs = re.findall(r"^\| `--([a-z-]+)` \| `--([a-z-]+)` \|$", README, re.MULTILINE)
+    pairs = re.findall(
+        r"^\| `--([a-z-]+)` \| `--([a-z-]+)` \|$", (ROOT / "docs/from-vllm.md").read_text(), re.MULTILINE
+    )
     assert len(pairs) >= 8
     for theirs, ours in pairs:
         assert FLAG_ALIASES[theirs.replace("-", "_")] == ours.replace("-", "_")
 
 
 def test_every_link_leads_somewhere() -> None:
-    for page in ("README.md", "ARCHITECTURE.md", "CONTRIBUTING.md", "CHANGELOG.md"):
-        links = re.findall(r"\]\((?!http)([^)#]+)\)", (ROOT / page).read_text())
-        assert [link for link in links if not (ROOT / link).is_file()] == []
+    for page in PAGES:
+        links = re.findall(r"\]\((?!http)([^)#]+)\)", page.read_text())
+        assert [link for link in links if not (page.parent / link).is_file()] == []
+
+
+def test_the_readme_is_short_enough_for_a_newcomer() -> None:
+    assert len(README.splitlines()) <= MAX_README_LINES
 
 
 # --- examples -----------------------------------------------------------------------------------------------
