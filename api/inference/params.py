@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Asked:
+class GenerationParams:
     """One prompt and how to go on from it; nothing is checked yet. Defaults change nothing, and None means
     "not given".
 

@@ -45,11 +45,11 @@ async def accept(gateway: "Gateway", job: Job) -> GenerateOrder:
     given = await aside(len(content), lambda: shaped(GenerateRequest, content))
     parameters = given.parameters or Parameters()
     streamed = bool(job.reply_to or job.in_stream)
-    asked, limits = given.asked(streamed), gateway.fleet.limits
-    best_of.check(asked, limits, streamed)
-    asked = replace(asked, seed=job.seed if asked.seed is None else asked.seed)
-    wanted = await validate(asked, limits, gateway.vocabulary)
-    if asked.n > 1:
+    params, limits = given.generation_params(streamed), gateway.fleet.limits
+    best_of.check(params, limits, streamed)
+    params = replace(params, seed=job.seed if params.seed is None else params.seed)
+    wanted = await validate(params, limits, gateway.vocabulary)
+    if params.n > 1:
         wanted = [
             replace(one, sampling=replace(one.sampling, seed=job.seed ^ i, choice=0))
             for i, one in enumerate(wanted)

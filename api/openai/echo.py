@@ -1,6 +1,6 @@
 """The prompt in an answer to a completion with `echo`."""
 
-from api.inference.params import Asked
+from api.inference.params import GenerationParams
 from api.inference.stream import Stream
 from api.inference.tokenizer import Vocabulary
 from api.inference.validate import Wanted
@@ -8,13 +8,15 @@ from api.openai.request_schemas import CompletionRequest
 from common.detokenize import Detokenizer
 
 
-def echoed(completion: CompletionRequest, asked: Asked, wanted: Wanted, vocabulary: Vocabulary) -> str:
+def echoed(
+    completion: CompletionRequest, params: GenerationParams, wanted: Wanted, vocabulary: Vocabulary
+) -> str:
     """The text of the prompt, where it is to be repeated; where that was cut, of what is left of it."""
     if not completion.echo:
         return ""
-    cut = asked.truncate is not None and asked.truncate == len(wanted.prompt_ids)
-    if asked.text is not None and not cut:
-        return asked.text
+    cut = params.truncate is not None and params.truncate == len(wanted.prompt_ids)
+    if params.text is not None and not cut:
+        return params.text
     return str(vocabulary.tokenizer.decode(wanted.prompt_ids, skip_special_tokens=False))
 
 

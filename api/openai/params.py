@@ -1,11 +1,11 @@
-"""The bodies of OpenAI's routes in the words of `Asked`."""
+"""The bodies of OpenAI's routes in the words of `GenerationParams`."""
 
 import re
 from collections.abc import Mapping
 from dataclasses import replace
 
 from api.errors import invalid
-from api.inference.params import Asked
+from api.inference.params import GenerationParams
 from api.openai.request_schemas import Body, ChatRequest, CompletionRequest
 
 NAMES = {
@@ -19,7 +19,7 @@ PROMPT_NAMES = {**NAMES, "text": "prompt", "prompt_ids": "prompt", "top_n_tokens
 ID = re.compile(r"-?[0-9]{1,10}")
 
 
-def from_chat(body: ChatRequest, prompt: str) -> Asked:
+def from_chat(body: ChatRequest, prompt: str) -> GenerationParams:
     """`prompt`: what the template made of the messages. Raises Refusal."""
     most, newer = body.max_tokens, body.max_completion_tokens
     if most is not None and newer is not None and most != newer:
@@ -38,9 +38,9 @@ def from_chat(body: ChatRequest, prompt: str) -> Asked:
     )
 
 
-def from_completion(body: CompletionRequest) -> list[Asked]:
+def from_completion(body: CompletionRequest) -> list[GenerationParams]:
     """One for each prompt. Raises Refusal."""
-    asked = replace(
+    params = replace(
         common(body, PROMPT_NAMES),
         add_special_tokens=body.add_special_tokens is not False,
         max_new_tokens=1 if body.shows_prompt_only else body.max_tokens,
@@ -48,7 +48,7 @@ def from_completion(body: CompletionRequest) -> list[Asked]:
         prompt_logprobs=body.logprobs if body.echo else None,
     )
     return [
-        replace(asked, text=one) if isinstance(one, str) else replace(asked, prompt_ids=one)
+        replace(params, text=one) if isinstance(one, str) else replace(params, prompt_ids=one)
         for one in prompts(body)
     ]
 
@@ -63,11 +63,11 @@ def prompts(body: CompletionRequest) -> list[str] | list[list[int]]:
     return [given] if isinstance(given[0], int) else given  # the first tells for all
 
 
-def common(body: Body, names: Mapping[str, str]) -> Asked:
+def common(body: Body, names: Mapping[str, str]) -> GenerationParams:
     """What both routes have. Where no temperature is given it is 1, not what the model's
     generation_config.json proposes.
     """
-    return Asked(
+    return GenerationParams(
         min_new_tokens=body.min_tokens or 0,
         stop=[body.stop] if isinstance(body.stop, str) else body.stop or [],
         stop_ids=body.stop_token_ids or [],

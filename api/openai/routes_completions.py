@@ -8,7 +8,7 @@ from starlette.responses import Response
 
 from api.errors import invalid
 from api.http.openapi import takes
-from api.inference.params import Asked
+from api.inference.params import GenerationParams
 from api.inference.validate import Limits, validate
 from api.openai.accept import accept
 from api.openai.echo import echoed
@@ -32,16 +32,16 @@ async def completions(request: Request) -> Response:
     prompts, limits, vocabulary = from_completion(completion), gateway.fleet.limits, gateway.vocabulary
     check_number(prompts, limits)
     wanted, prefixes = [], []
-    for asked in prompts:
-        choices = await validate(asked, limits, vocabulary)
+    for params in prompts:
+        choices = await validate(params, limits, vocabulary)
         wanted += choices
-        prefixes += [echoed(completion, asked, choices[0], vocabulary)] * len(choices)
+        prefixes += [echoed(completion, params, choices[0], vocabulary)] * len(choices)
     return await serve(
         request, gateway, completion, wanted, prefixes, partial(CompletionAnswer, completion), begun_s
     )
 
 
-def check_number(prompts: list[Asked], limits: Limits) -> None:
+def check_number(prompts: list[GenerationParams], limits: Limits) -> None:
     if len(prompts) > limits.max_client_batch_size:
         raise invalid(
             f"`prompt` supports up to {limits.max_client_batch_size} prompts. Given: {len(prompts)}", "prompt"

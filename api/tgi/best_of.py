@@ -5,23 +5,23 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from api.errors import invalid
-from api.inference.params import Asked
+from api.inference.params import GenerationParams
 from api.inference.stream import Stream
 from api.inference.validate import Limits, Wanted, draws
 
 
-def check(asked: Asked, limits: Limits, streamed: bool) -> None:
+def check(params: GenerationParams, limits: Limits, streamed: bool) -> None:
     """Raises Refusal (422) where several answers cannot be, or would all be the same."""
-    if asked.n > limits.max_best_of:
-        raise invalid(f"`best_of` must be at most {limits.max_best_of}. Given: {asked.n}", "best_of")
-    if asked.n > 1 and streamed:
-        raise invalid(f"`best_of` must be 1 when tokens are streamed. Given: {asked.n}", "best_of")
-    if asked.n > 1 and not draws(asked):
+    if params.n > limits.max_best_of:
+        raise invalid(f"`best_of` must be at most {limits.max_best_of}. Given: {params.n}", "best_of")
+    if params.n > 1 and streamed:
+        raise invalid(f"`best_of` must be 1 when tokens are streamed. Given: {params.n}", "best_of")
+    if params.n > 1 and not draws(params):
         raise invalid(
             "`best_of` above 1 needs sampling: set `do_sample`, `temperature`, `top_k`, `top_p`, `min_p` or `typical_p`",
             "best_of",
         )
-    if asked.n > 1 and asked.seed is not None:
+    if params.n > 1 and params.seed is not None:
         raise invalid("`seed` must not be set when `best_of` is above 1", "seed")
 
 

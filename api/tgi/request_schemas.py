@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from api.errors import invalid
 from api.http.unsupported import Unserved, check_served
 from api.inference.fields import Listed, ranged
-from api.inference.params import Asked
+from api.inference.params import GenerationParams
 from api.inference.ranges import BIASES, MAX_STOP_CHARS
 from api.openai.request_schemas import FIELDS
 
@@ -119,7 +119,7 @@ class GenerateRequest(BaseModel):
     inputs: str = Field(json_schema_extra={"minLength": 1})
     parameters: Parameters | None = None
 
-    def asked(self, streamed: bool) -> Asked:
+    def generation_params(self, streamed: bool) -> GenerationParams:
         """Raises Refusal (422) for what is not served, or not where tokens are streamed."""
         given = self.parameters or Parameters()
         if given.decoder_input_details and streamed:
@@ -129,7 +129,7 @@ class GenerateRequest(BaseModel):
         check_served(
             {name: getattr(given, name) for name in UNSERVED} | (given.model_extra or {}), UNSERVED, FIELDS
         )
-        return Asked(
+        return GenerationParams(
             text=self.inputs,
             max_new_tokens=given.max_new_tokens,
             min_new_tokens=given.min_new_tokens or 0,

@@ -86,10 +86,10 @@ async def accept(
     await gateway.desk.check()
     if streamed is None:
         streamed = isinstance(given, CompatRequest) and bool(given.stream)
-    asked, limits = given.asked(streamed), gateway.fleet.limits
-    best_of.check(asked, limits, streamed)
-    wanted = await validate(asked, limits, gateway.vocabulary)
-    wanted = best_of.apart(wanted) if asked.n > 1 else wanted
+    params, limits = given.generation_params(streamed), gateway.fleet.limits
+    best_of.check(params, limits, streamed)
+    wanted = await validate(params, limits, gateway.vocabulary)
+    wanted = best_of.apart(wanted) if params.n > 1 else wanted
     prefix = (
         given.inputs
         if (full_text if parameters.return_full_text is None else parameters.return_full_text)

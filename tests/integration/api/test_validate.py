@@ -9,7 +9,7 @@ import httpx
 import pytest
 
 from api.errors import Refusal
-from api.inference.params import Asked
+from api.inference.params import GenerationParams
 from api.inference.validate import Limits, Wanted, validate
 from common.messages.messages import SamplingParams
 from common.messages.packing import pack_ids, unpack_ids
@@ -277,7 +277,7 @@ async def test_settings_lower_the_limits(broker: Broker) -> None:
 
 
 async def wanted(**fields: Any) -> list[Wanted]:
-    return await validate(Asked(**({"text": "a"} | fields)), LIMITS, vocabulary())
+    return await validate(GenerationParams(**({"text": "a"} | fields)), LIMITS, vocabulary())
 
 
 async def test_every_parameter_reaches_the_worker(broker: Broker) -> None:
