@@ -15,7 +15,7 @@ class Dispatch:
 
     def __init__(self, redis: Redis, keys: Keys) -> None:
         self.keys = keys
-        self.script = script(redis, "hand_over")
+        self.script = script(redis, "publish_plan")
 
     async def takeover(self, incarnation: str, epoch: int) -> str:
         """The first plan of an epoch: the worker drops what it holds and says so."""
@@ -33,7 +33,7 @@ class Dispatch:
         self, incarnation: str, plan: Plan, started: list[Row], oldest: int
     ) -> tuple[str, list[int]]:
         rows = [part for row in started for part in (row.sequence.attempt, row.sequence.base)]
-        homes = [self.keys.home(row.sequence.request_id) for row in started]
+        homes = [self.keys.request(row.sequence.request_id) for row in started]
         answer = await self.script(
             keys=[self.keys.plans(incarnation), self.keys.log(incarnation), *homes],
             args=[

@@ -158,7 +158,7 @@ class Batcher:
             case "cancel":
                 cancel = decode(Cancel, entry.data)
                 self.scheduler.cancel(cancel.request_id, cancel.why)
-            case "hello":
+            case "worker_ready":
                 incarnation = parse.name(entry.data)
                 self.do(partial(self.workers.greet, incarnation))
             case "died":
@@ -241,7 +241,7 @@ class Batcher:
 
     async def answer_undecodable(self, entry: Entry) -> None:
         if (request_id := parse.request_id(entry.data)) is not None:
-            channel: bytes | None = await self.redis.hget(self.keys.home(request_id), "channel")  # type: ignore[misc]
+            channel: bytes | None = await self.redis.hget(self.keys.request(request_id), "channel")  # type: ignore[misc]
             await self.terminals.say(request_id, (channel or b"").decode(), 60_000, "malformed", 0)
         await self.terminals.settle(request_id or "", entry.id, len(entry.data))
 

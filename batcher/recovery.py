@@ -9,12 +9,12 @@ from common.broker.committed import Committed
 from common.broker.keys import TOKENS_TTL_MS, Keys
 
 
-def count_strikes(sequence: Sequence, state: Committed) -> int:
+def count_crashes(sequence: Sequence, state: Committed) -> int:
     """Incarnations in a row that ended under a request without a token committed beyond its base."""
     if state.num_tokens > state.base:
         return 0
-    seen = sequence.strikes if sequence.attempt else state.strikes
-    return seen + sequence.struck
+    seen = sequence.crash_count if sequence.attempt else state.crash_count
+    return seen + sequence.suspect
 
 
 class Recovery:
@@ -22,7 +22,7 @@ class Recovery:
 
     def __init__(self, redis: Redis, keys: Keys) -> None:
         self.redis, self.keys = redis, keys
-        self.keep_script = script(redis, "keep")
+        self.keep_script = script(redis, "save_committed")
 
     async def read(self, sequences: list[Sequence]) -> tuple[list[Sequence], list[Sequence]]:
         """Brings sequences up to what is committed. Returns those that live, and those that are over."""
@@ -32,12 +32,12 @@ class Recovery:
         for sequence in sequences:
             state = states[sequence.request_id]
             (live if state.known and not state.terminal else over).append(sequence)
-        strikes = [count_strikes(sequence, states[sequence.request_id]) for sequence in live]
-        for sequence, count in zip(live, strikes, strict=True):
+        crash_count = [count_crashes(sequence, states[sequence.request_id]) for sequence in live]
+        for sequence, count in zip(live, crash_count, strict=True):
             await self.keep(sequence, states[sequence.request_id], count)
-        for sequence, count in zip(live, strikes, strict=True):
+        for sequence, count in zip(live, crash_count, strict=True):
             state = states[sequence.request_id]
-            sequence.records, sequence.attempt, sequence.strikes, sequence.struck = (
+            sequence.records, sequence.attempt, sequence.crash_count, sequence.suspect = (
                 state.records,
                 state.attempt,
                 count,
@@ -45,11 +45,11 @@ class Recovery:
             )
         return live, over
 
-    async def keep(self, sequence: Sequence, state: Committed, strikes: int) -> None:
+    async def keep(self, sequence: Sequence, state: Committed, crash_count: int) -> None:
         """What only the log of a worker says moves to the request's own string."""
         await self.keep_script(
-            keys=[self.keys.tokens(sequence.request_id), self.keys.home(sequence.request_id)],
-            args=[state.spilled_bytes, state.records[state.spilled_bytes :], TOKENS_TTL_MS, strikes],
+            keys=[self.keys.tokens(sequence.request_id), self.keys.request(sequence.request_id)],
+            args=[state.spilled_bytes, state.records[state.spilled_bytes :], TOKENS_TTL_MS, crash_count],
         )
 
     async def stranger(self, sequence: Sequence, settled: set[str]) -> str | None:

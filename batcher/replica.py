@@ -64,7 +64,7 @@ class Replica:
     @property
     def has_suspect(self) -> bool:
         """Whether a row runs that was there when a worker died and has not committed a token since."""
-        return any(row.sequence.strikes and not row.prefilled for row in self.running)
+        return any(row.sequence.crash_count and not row.prefilled for row in self.running)
 
     @property
     def low(self) -> bool:
@@ -92,7 +92,7 @@ class Replica:
             self.draining
             or self.starved
             or self.live >= self.limits.max_batch_size
-            or (sequence.strikes and self.has_suspect)
+            or (sequence.crash_count and self.has_suspect)
         ):
             return False
         return self.pool.can_take(self.first_blocks(sequence) + self.live)

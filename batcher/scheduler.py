@@ -17,7 +17,7 @@ from common.messages.finish_reasons import INTERRUPTED
 from common.messages.messages import Plan, Report, RowStart, WorkerCapacity
 from common.messages.packing import pack_ids
 
-MAX_STRIKES = 2
+MAX_CRASHES = 2
 """A request under which so many incarnations died, without a token committed beyond its base, is failed."""
 
 
@@ -70,7 +70,7 @@ class Scheduler:
         heapq.heappush(self.deadlines, (sequence.deadline_ms, sequence.request_id))
 
     def enqueue(self, sequence: Sequence) -> None:
-        if sequence.asked_to_end or sequence.strikes >= MAX_STRIKES:
+        if sequence.asked_to_end or sequence.crash_count >= MAX_CRASHES:
             self.outcomes.unwanted.append((sequence, sequence.asked_to_end or "poison"))
             return
         sequence.waiting = True
@@ -130,7 +130,7 @@ class Scheduler:
         held = list(replica.running)
         for row in held:
             row.sequence.row = None
-            row.sequence.struck = row.handed_over and not replica.draining
+            row.sequence.suspect = row.handed_over and not replica.draining
         return [row.sequence for row in held]
 
     def take_in(self, incarnation: str, report: Report) -> None:
@@ -142,7 +142,7 @@ class Scheduler:
         for number, kv_len, step in report.prefilled:
             if (row := replica.rows.get(number)) is not None:
                 row.kv_len, row.at_step = kv_len, step
-                row.sequence.strikes = 0
+                row.sequence.crash_count = 0
         for number, why, _ in report.ended:
             if (row := replica.rows.get(number)) is not None and not row.ended:
                 replica.end(row)
@@ -176,7 +176,7 @@ class Scheduler:
             able = [replica for replica in self.replicas.values() if replica.can_start(sequence)]
             if not able:
                 held_back.append((order, sequence))
-                if not sequence.strikes:
+                if not sequence.crash_count:
                     break
                 continue
             replica = min(able, key=lambda one: one.load)

@@ -14,8 +14,8 @@ class Sequence:
         entry_id, entry_bytes: of its entry in the stream `requests`.
         deadline_ms: Redis time after which it ends with an error.
         records: packed records of all committed tokens, as last read; the row that runs may be ahead of it.
-        strikes: incarnations that ended under it without a token committed beyond its base.
-        struck: whether its worker died under it, until what is committed has been read.
+        crash_count: incarnations that ended under it without a token committed beyond its base.
+        suspect: whether its worker died under it, until what is committed has been read.
         asked_to_end: why a running row was asked to stop for good, or a waiting one shall not start.
         order: place in the queue; smaller starts first.
     """
@@ -26,8 +26,8 @@ class Sequence:
     deadline_ms: int
     records: bytes = b""
     attempt: int = 0
-    strikes: int = 0
-    struck: bool = False
+    crash_count: int = 0
+    suspect: bool = False
     asked_to_end: str = ""
     row: "Row | None" = None
     waiting: bool = False

@@ -22,7 +22,7 @@ class Terminals:
     def __init__(self, redis: Redis, keys: Keys, channels: ChannelSequences) -> None:
         self.keys, self.channels = keys, channels
         self.finish_script = script(redis, "finish")
-        self.settle_script = script(redis, "settle")
+        self.settle_script = script(redis, "dequeue")
 
     async def finish(self, sequence: Sequence, why: str) -> None:
         """The terminal of a request that no worker holds; nothing happens if it has one already."""
@@ -42,7 +42,7 @@ class Terminals:
             self.channels.source, self.channels.number(channel) if channel else 0, terminals=[end]
         )
         await self.finish_script(
-            keys=[self.keys.home(request_id), self.keys.result(request_id), self.keys.tokens(request_id)],
+            keys=[self.keys.request(request_id), self.keys.result(request_id), self.keys.tokens(request_id)],
             args=[end.reason, failure(end), ttl_ms, channel, encode(events)],
         )
 

@@ -1,4 +1,4 @@
-"""What happens to requests: told to people in the stream `life`, and counted. Nothing depends on it."""
+"""What happens to requests: told to people in the stream `timeline`, and counted. Nothing depends on it."""
 
 import logging
 import time
@@ -110,8 +110,8 @@ class Lives:
                     request_id: encode(Timeline(told))
                     for request_id, told in islice(parts, REQUESTS_PER_ENTRY)
                 }:
-                    pipe.xadd(self.keys.life, fields, maxlen=MAX_ENTRIES)  # type: ignore[arg-type]
-                pipe.pexpire(self.keys.life, LIFE_TTL_MS)
+                    pipe.xadd(self.keys.timeline, fields, maxlen=MAX_ENTRIES)  # type: ignore[arg-type]
+                pipe.pexpire(self.keys.timeline, LIFE_TTL_MS)
                 await pipe.execute()
             self.untold = {}
         except ERRORS as error:

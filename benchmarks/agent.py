@@ -116,7 +116,7 @@ async def hand(redis: Redis, worker: str, num_rows: int, prompt_ids: bytes) -> N
             f"{worker}-{row}", "d", prompt_ids, 10**6, stop=["xyz"] if row % 2 else [], channel=CHANNEL
         )
         await redis.hset(
-            KEYS.home(request.request_id),
+            KEYS.request(request.request_id),
             mapping={"digest": "d", "worker": worker, "attempt": 1, "base": 0, "width": 1},
         )
         starts.append(RowStart(row, 1, 0, b"", b"", request))

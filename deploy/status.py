@@ -31,7 +31,7 @@ STYLES = {
     "draining": "yellow",
     "dead": "red",
 }
-KINDS = ("broker", "gateway", "batcher", "worker", "jobs")
+KINDS = ("broker", "gateway", "batcher", "worker", "jobworker")
 
 Snapshot = dict[str, Any]
 """The answer of GET /fleet. Any key may be absent."""

@@ -21,7 +21,7 @@ TITLES = {
     "gateway": "tokenfleet api",
     "batcher": "tokenfleet batcher",
     "worker": "tokenfleet worker",
-    "jobs": "tokenfleet jobs",
+    "jobworker": "tokenfleet jobs",
     "broker": "valkey-server",
 }
 """What the command line of a process of each kind holds."""

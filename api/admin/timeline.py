@@ -26,7 +26,7 @@ async def read(redis: Redis, keys: Keys, request_id: str) -> dict[str, Happening
     """
     lives: dict[str, Happenings] = {}
     newest = "+"
-    while entries := await redis.xrevrange(keys.life, newest, "-", count=CHUNK):
+    while entries := await redis.xrevrange(keys.timeline, newest, "-", count=CHUNK):
         for entry in entries:
             add(lives, entry, request_id)
         if is_whole(lives, entries[-1]):

@@ -39,8 +39,8 @@ class JobWorker(Worker):
         unpack = unpacking(settings.payload_limit)
         super().__init__(
             jobs(self.ask),
-            queue_name=keys.jobs,
-            redis_pool=ArqRedis(redis.connection_pool, pack, unpack, keys.jobs),
+            queue_name=keys.arq_queue,
+            redis_pool=ArqRedis(redis.connection_pool, pack, unpack, keys.arq_queue),
             max_jobs=settings.max_jobs,
             job_timeout=settings.request_timeout_s + MARGIN_S,
             max_tries=MAX_TRIES,

@@ -127,7 +127,7 @@ class Desk:
 
     async def admission(self, request: Generate) -> bytes:
         """The broker's word on a request; where an answer was lost, the second one is `attached`."""
-        keys = [self.keys.requests, self.keys.requests_bytes, self.keys.home(request.request_id)]
+        keys = [self.keys.requests, self.keys.requests_bytes, self.keys.request(request.request_id)]
         limits = [self.settings.max_concurrent_requests, self.settings.max_queued_bytes]
         args: list[bytes | str | int | float] = [
             encode(request),
@@ -161,7 +161,7 @@ class Desk:
 
     async def farewell(self, stream: Stream) -> None:
         request_id = stream.request.request_id
-        home, result = self.keys.home(request_id), self.keys.result(request_id)
+        home, result = self.keys.request(request_id), self.keys.result(request_id)
         try:
             async with asyncio.timeout(FAREWELL_S):
                 if not stream.terminal and await self.call_off(request_id):
@@ -179,7 +179,7 @@ class Desk:
         """Cancels a request, whenever the broker takes that in. Returns False where it had ended or never
         was.
         """
-        keys, word = [self.keys.home(request_id), self.keys.control], encode(Cancel(request_id, "client"))
+        keys, word = [self.keys.request(request_id), self.keys.control], encode(Cancel(request_id, "client"))
         return bool(await self.insist(lambda: self.cancel(keys=keys, args=[word])))
 
     async def insist(self, command: Callable[[], Awaitable[Any]]) -> Any:

@@ -52,8 +52,8 @@ class Jobs:
         self.redis: Any = gateway.redis
         self.keys = gateway.desk.keys
         self.take_over_script, self.call_off_script = (
-            script(self.redis, "take_over"),
-            script(self.redis, "call_off"),
+            script(self.redis, "claim_jobs"),
+            script(self.redis, "cancel_job"),
         )
         self.held: set[str] = set()
         self.waiting: asyncio.Queue[str] = asyncio.Queue()

@@ -35,7 +35,7 @@ class Reply:
         self.keys, self.insist, self.job = keys, insist, job
         self.channel = keys.channel(job.reply_to) if job.reply_to else ""
         self.own_keys = [keys.job(job.id), keys.reply(job.id), keys.result(job.id)]
-        self.enlist_script, self.reply_script = script(redis, "enlist"), script(redis, "reply")
+        self.enlist_script, self.reply_script = script(redis, "register_job"), script(redis, "reply")
         self.num_said = 0
 
     @property
@@ -66,7 +66,7 @@ class Reply:
     async def send(
         self, frames: list[Frame], max_frames: int, answer: bytes, request_ids: list[str] | None = None
     ) -> None:
-        others = [key for one in request_ids or [] for key in (self.keys.home(one), self.keys.result(one))]
+        others = [key for one in request_ids or [] for key in (self.keys.request(one), self.keys.result(one))]
         args: list[Any] = [
             self.channel,
             max_frames * self.job.in_stream,

@@ -179,7 +179,7 @@ class JobRun:
 
     async def follow(self, stream: Stream) -> None:
         """What is said about the request goes to whoever admitted it first."""
-        home = self.keys.home(stream.request.request_id)
+        home = self.keys.request(stream.request.request_id)
         channel: bytes | None = await self.desk.insist(lambda: self.redis.hget(home, "channel"))
         if channel and channel.decode() != self.relay.channel:
             stream.request = replace(stream.request, channel=channel.decode())

@@ -6,7 +6,7 @@ import { note } from "./log.js";
 
 const SILENT_S = 2;
 const LINGER_MS = 30_000;
-const ORDER = ["worker", "batcher", "gateway", "jobs", "broker"];
+const ORDER = ["worker", "batcher", "gateway", "jobworker", "broker"];
 const OVER = ["silent", "killed", "gone"];
 const DEAD = ["killed", "gone"];
 
@@ -60,7 +60,7 @@ function tile(process) {
   const node = make(
     "li",
     { className: "tile", "data-kind": process.kind },
-    make("p", { className: "kind" }, process.kind === "jobs" ? "job worker" : process.kind),
+    make("p", { className: "kind" }, process.kind === "jobworker" ? "job worker" : process.kind),
     make("div", { className: "head" }, make("h3", {}, make("b", {}, split(process.id)[0]), life), state),
     make("p", { className: "main-figure" }, value, unit),
     ...dials.map((one) => one.node),
@@ -134,7 +134,7 @@ function mainFigure(process) {
       return process.active ? [figure(process.waiting), `waiting, ${plural(process.rows, "row")}`] : ["–", "stands by"];
     case "gateway":
       return [figure(process.streams), process.streams === 1 ? "stream" : "streams"];
-    case "jobs":
+    case "jobworker":
       return [figure(process.running), process.running === 1 ? "job" : "jobs"];
     default:
       return [figure(process.commands_per_s), "commands/s"];

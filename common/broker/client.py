@@ -130,8 +130,8 @@ def load(name: str) -> str:
     names.
     """
     text = (SCRIPTS / f"{name}.lua").read_text()
-    needs = re.match(r"-- needs: ([\w, ]+)\n", text)
-    return "".join(load(other) + "\n" for other in (re.findall(r"\w+", needs[1]) if needs else ())) + text
+    needs = re.match(r"-- needs: ([\w/, ]+)\n", text)
+    return "".join(load(other) + "\n" for other in (re.findall(r"[\w/]+", needs[1]) if needs else ())) + text
 
 
 def script(client: redis.asyncio.Redis, name: str) -> Script:

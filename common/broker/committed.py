@@ -37,7 +37,7 @@ class Committed:
     worker: str = ""
     attempt: int = 0
     base: int = 0
-    strikes: int = 0
+    crash_count: int = 0
     cancelled: bool = False
     terminal: str = ""
     width: int = 1
@@ -119,7 +119,7 @@ async def read(redis: Redis, keys: Keys, request_ids: Iterable[str]) -> dict[str
         workers = homes
 
 
-FIELDS = ["digest", "worker", "attempt", "base", "strikes", "cancel", "terminal", "width", "prompt"]
+FIELDS = ["digest", "worker", "attempt", "base", "crash_count", "cancel", "terminal", "width", "prompt"]
 
 
 async def read_once(
@@ -127,7 +127,7 @@ async def read_once(
 ) -> dict[str, Committed]:
     async with redis.pipeline(transaction=True) as pipe:
         for request_id in request_ids:
-            pipe.hmget(keys.home(request_id), FIELDS)
+            pipe.hmget(keys.request(request_id), FIELDS)
             pipe.get(keys.tokens(request_id))
             pipe.get(keys.result(request_id))
         for worker in workers:
@@ -136,13 +136,15 @@ async def read_once(
     reading: dict[str, Committed] = {}
     for i, request_id in enumerate(request_ids):
         home, records, result = answers[3 * i : 3 * i + 3]
-        digest, worker, attempt, base, strikes, cancel, terminal, width, prompt = home or [None] * len(FIELDS)
+        digest, worker, attempt, base, crash_count, cancel, terminal, width, prompt = home or [None] * len(
+            FIELDS
+        )
         state = reading[request_id] = Committed(
             known=digest is not None,
             worker=(worker or b"").decode(),
             attempt=int(attempt or 0),
             base=int(base or 0),
-            strikes=int(strikes or 0),
+            crash_count=int(crash_count or 0),
             cancelled=cancel is not None,
             terminal=(terminal or b"").decode(),
             width=int(width or 1),

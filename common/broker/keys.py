@@ -74,9 +74,9 @@ class Keys:
         return self.key("metrics")
 
     @property
-    def life(self) -> str:
+    def timeline(self) -> str:
         """Stream: what happened to requests, for whoever asks; the batcher's words."""
-        return self.key("life")
+        return self.key("timeline")
 
     @property
     def epoch(self) -> str:
@@ -104,8 +104,8 @@ class Keys:
     def tokens(self, request_id: str) -> str:
         return self.key("tokens", request_id)
 
-    def home(self, request_id: str) -> str:
-        return self.key("home", request_id)
+    def request(self, request_id: str) -> str:
+        return self.key("request", request_id)
 
     def result(self, request_id: str) -> str:
         return self.key("result", request_id)
@@ -128,9 +128,9 @@ class Keys:
         return self.key(name)
 
     @property
-    def jobs(self) -> str:
+    def arq_queue(self) -> str:
         """Sorted set: arq's queue."""
-        return self.key("jobs")
+        return self.key("arq", "queue")
 
     def events(self, gateway: str) -> str:
         return self.key("events", gateway)

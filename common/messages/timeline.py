@@ -1,4 +1,4 @@
-"""What happened to requests, for people: the entries of the stream `life`. Nothing depends on it."""
+"""What happened to requests, for people: the entries of the stream `timeline`. Nothing depends on it."""
 
 from dataclasses import dataclass
 

@@ -1,5 +1,5 @@
 """Signs of life: what a process says of itself, now and then, for as long as it lives. A worker's own way is
-`announce.lua`.
+`worker_heartbeat.lua`.
 """
 
 import asyncio
@@ -35,7 +35,7 @@ class Heartbeat:
         self.redis, self.ttl_ms = redis, round(ttl_s * 1000)
         self.member = f"{kind}:{name}"
         self.keys = [keys.process(kind, name), keys.processes]
-        self.script = script(redis, "alive")
+        self.script = script(redis, "heartbeat")
 
     async def show(self, **figures: str | int) -> None:
         said = [word for pair in (process_fields() | figures).items() for word in pair]

@@ -9,6 +9,6 @@ local bytes = count == 0 and 0 or tonumber(redis.call('GET', KEYS[2]) or '0')
 if bytes + #ARGV[1] > tonumber(ARGV[3]) then return {'bytes', bytes} end
 local id = redis.call('XADD', KEYS[1], '*', 'generate', ARGV[1])
 redis.call('SET', KEYS[2], bytes + #ARGV[1])
-redis.call('HSET', KEYS[3], 'digest', ARGV[4], 'channel', ARGV[5], 'gateway', ARGV[6], 'entry', id, 'attempt', 0, 'base', 0, 'strikes', 0, 'width', ARGV[8])
+redis.call('HSET', KEYS[3], 'digest', ARGV[4], 'channel', ARGV[5], 'gateway', ARGV[6], 'entry', id, 'attempt', 0, 'base', 0, 'crash_count', 0, 'width', ARGV[8])
 redis.call('PEXPIRE', KEYS[3], ARGV[7])
 return {'admitted', id}

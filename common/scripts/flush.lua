@@ -1,4 +1,4 @@
--- needs: sealed, terminal, spilling
+-- needs: lib/sealed, lib/terminal, lib/spill
 -- One flush of a worker: log and report are appended, and only then is anything published. A sealed or missing log refuses all of it; a
 -- flush that is sent again does nothing. Where a stranger has written to the streams, nothing can follow: that is as good as a seal.
 -- KEYS log, reports, then home of each prompt that is told of, then home, result, tokens of each terminal, then tokens of each spill
@@ -6,8 +6,8 @@
 --      '1' to trim the log, then channel, payload of each message; records of each prompt; reason, result, ttl in ms, channel, payload of each
 --      terminal; offset, records of each spill
 -- Returns 'OK', 'MISSING' or 'SEALED'.
-local closed_by = closed(KEYS[1])
-if closed_by then return closed_by end
+local refusal = sealed_or_missing(KEYS[1])
+if refusal then return refusal end
 local id, ttl_ms = ARGV[1] .. '-0', ARGV[5]
 local messages, prompts, terminals, spills = tonumber(ARGV[6]), tonumber(ARGV[7]), tonumber(ARGV[8]), tonumber(ARGV[9])
 local added = redis.pcall('XADD', KEYS[1], id, 'entry', ARGV[2])

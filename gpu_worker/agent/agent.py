@@ -94,7 +94,7 @@ class Agent:
 
     async def open(self) -> None:
         """Creates our streams; nothing is heard or said before that."""
-        opening = script(self.redis, "open")
+        opening = script(self.redis, "create_logs")
         keys = [self.keys.log(self.worker.incarnation), self.keys.reports(self.worker.incarnation)]
         while True:
             try:

@@ -17,7 +17,7 @@ class Announcer:
 
     def __init__(self, redis: Redis, keys: Keys, settings: Settings, worker: WorkerCapacity) -> None:
         self.settings, self.worker = settings, worker
-        self.script = script(redis, "announce")
+        self.script = script(redis, "worker_heartbeat")
         name = worker.incarnation
         self.keys = [
             keys.worker(name),

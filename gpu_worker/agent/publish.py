@@ -69,7 +69,7 @@ class Publisher:
         spills = [*outbox.interrupted, *(live if trim else ())]
         keys, args = [self.keys.log(self.incarnation), self.keys.reports(self.incarnation)], []
         for row in outbox.prompts:
-            keys.append(self.keys.home(row.request.request_id))
+            keys.append(self.keys.request(row.request.request_id))
             args.append(bytes(row.prompt or b""))
         for row, why in outbox.terminals:
             keys += self.terminal_keys(row.request.request_id)
@@ -93,7 +93,7 @@ class Publisher:
         return channel, encode(Events(self.incarnation, self.channels.number(channel), tokens))
 
     def terminal_keys(self, request_id: str) -> list[str]:
-        return [self.keys.home(request_id), self.keys.result(request_id), self.keys.tokens(request_id)]
+        return [self.keys.request(request_id), self.keys.result(request_id), self.keys.tokens(request_id)]
 
     def terminal(self, row: RowText, why: str) -> list[Any]:
         """Reason, result, its time to live, channel and message of a request that ends."""

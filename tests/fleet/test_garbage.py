@@ -161,7 +161,10 @@ def broker(fleet: Fleet) -> Iterator[redis.Redis]:
 
 
 def test_streams_of_the_batcher(broker: redis.Redis) -> None:
-    for stream, fields in {KEYS.requests: ["generate"], KEYS.control: ["cancel", "died", "hello"]}.items():
+    for stream, fields in {
+        KEYS.requests: ["generate"],
+        KEYS.control: ["cancel", "died", "worker_ready"],
+    }.items():
         for entry in entries(*fields):
             broker.xadd(stream, entry)
     wait_until_sync(lambda: broker.xlen(KEYS.requests) == 0)
@@ -199,5 +202,5 @@ def test_jobs(fleet: Fleet, broker: redis.Redis) -> None:
     wait_until_sync(lambda: broker.xlen(KEYS.submit) == 0)
     for i, payload in enumerate(PAYLOADS):
         broker.set(f"arq:job:garbage{i}", payload)
-        broker.zadd(KEYS.jobs, {f"garbage{i}": 1})
-    wait_until_sync(lambda: broker.zcard(KEYS.jobs) == 0)
+        broker.zadd(KEYS.arq_queue, {f"garbage{i}": 1})
+    wait_until_sync(lambda: broker.zcard(KEYS.arq_queue) == 0)

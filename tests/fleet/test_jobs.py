@@ -140,13 +140,13 @@ async def test_a_killed_job_workers_jobs_go_on(fleet: Fleet, client: redis.Redis
         RedisSettings.from_dsn(fleet.redis_url),
         job_serializer=msgpack.packb,
         job_deserializer=msgpack.unpackb,
-        default_queue_name=KEYS.jobs,
+        default_queue_name=KEYS.arq_queue,
     )
     job = await pool.enqueue_job("generate", LONG["inputs"], LONG["parameters"], _job_id="arq")
     assert job is not None
 
     def holders() -> list[int]:
-        said = [client.hgetall(key) for key in client.scan_iter(KEYS.process("jobs", "j*"))]
+        said = [client.hgetall(key) for key in client.scan_iter(KEYS.process("jobworker", "j*"))]
         return [int(one[b"pid"]) for one in said if one[b"running"] == b"1"]
 
     [holder] = wait_until_sync(lambda: client.hexists(KEYS.job("arq"), "choices") and holders())

@@ -48,12 +48,13 @@ STANDING = {
     "log",
 } | {
     "metrics",
-    "life",
+    "timeline",
     "submit",
-    "jobs",
+    "jobworker",
+    "arq",
 }
 """Keys of a fleet that does nothing: all but those of requests and jobs."""
-KEPT = [KEYS.job("job-*"), KEYS.result("job-*"), KEYS.reply("job-*"), KEYS.home("job-*")]
+KEPT = [KEYS.job("job-*"), KEYS.result("job-*"), KEYS.reply("job-*"), KEYS.request("job-*")]
 """Keys of jobs that were answered: for an hour. Requests over HTTP keep none."""
 
 NUM_AT_ONCE = 32

@@ -63,7 +63,7 @@ class Races:
             if self.draw.random() < 0.6:
                 await wait_until(lambda: True if self.draw.random() < 0.02 else self.terminals[name])
                 word = encode(Cancel(name, "client"))
-                await script(self.redis, "cancel")(keys=[KEYS.home(name), KEYS.control], args=[word])
+                await script(self.redis, "cancel")(keys=[KEYS.request(name), KEYS.control], args=[word])
             await wait_until(lambda: self.terminals[name])
 
     async def submit(self, name: str) -> None:
@@ -77,7 +77,7 @@ class Races:
             gateway="test",
             ignore_eos=True,
         )
-        keys = [KEYS.requests, KEYS.requests_bytes, KEYS.home(name)]
+        keys = [KEYS.requests, KEYS.requests_bytes, KEYS.request(name)]
         answer = await script(self.redis, "admit")(
             keys=keys, args=[encode(request), 1000, 10**8, "d", CHANNEL, "test", 600_000, 1]
         )

@@ -108,7 +108,7 @@ async def test_a_seed_says_the_ids_alone_in_full_batches_and_on_each_worker(
     await wait_until(lambda: has_rows(broker, len(others)))
     both = [asyncio.create_task(generate(http, **SEEDED)) for _ in range(2)]
     await wait_until(lambda: has_rows(broker, 2 * MAX_BATCH))
-    homes = [await broker.hget(key, "worker") async for key in broker.scan_iter(KEYS.home("*"))]
+    homes = [await broker.hget(key, "worker") async for key in broker.scan_iter(KEYS.request("*"))]
     assert {homes.count(worker) for worker in set(homes)} == {MAX_BATCH}
     assert [(await one)["ids"] for one in both] == [alone] * 2
     assert len(alone) == SEEDED["max_new_tokens"]
@@ -128,7 +128,7 @@ async def test_a_seed_says_the_ids_after_the_worker_died(
     async for frame in events(f"{fleet.base_url}/generate_stream", {"inputs": PROMPT, "parameters": SEEDED}):
         ids.append(frame["token"]["id"])
         if len(ids) == 6:
-            [home] = [key async for key in broker.scan_iter(KEYS.home("*"))]
+            [home] = [key async for key in broker.scan_iter(KEYS.request("*"))]
             worker = (await broker.hget(home, "worker")).decode()
             os.kill(int(await broker.hget(KEYS.worker(worker), "pid")), signal.SIGKILL)
     assert ids == undisturbed
@@ -338,7 +338,7 @@ async def test_what_is_told_of_a_prompt(fleet: Fleet, http: httpx.AsyncClient, b
 
 
 async def homes(redis: Redis) -> list[bytes]:
-    return [key async for key in redis.scan_iter(KEYS.home("*")) if await redis.hget(key, "gateway")]
+    return [key async for key in redis.scan_iter(KEYS.request("*")) if await redis.hget(key, "gateway")]
 
 
 def close(values: list[float | None]) -> list[Any]:

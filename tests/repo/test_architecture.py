@@ -11,7 +11,7 @@ from common.broker.keys import POOLS, Keys
 ROOT = Path(__file__).parents[2]
 TEXT = (ROOT / "ARCHITECTURE.md").read_text()
 NAME = re.compile(r"`([\w./-]+\.(?:py|lua|md|yml|html|toml)|[\w./-]*Dockerfile[\w.]*)`")
-OF_ARQ = {"jobs:health-check"}
+OF_ARQ = {"arq:queue:health-check"}
 
 
 def test_every_file_that_is_named_exists() -> None:
@@ -60,7 +60,7 @@ def process_kinds() -> set[str]:
         for folder in ("api", "batcher", "gpu_worker")
         for path in (ROOT / folder).rglob("*.py")
     )
-    found = set(re.findall(r'Sign\([^"\n]*"(\w+)"', sources))
+    found = set(re.findall(r'Heartbeat\([^"\n]*"(\w+)"', sources))
     assert {"gateway", "batcher"} <= found
     return found
 

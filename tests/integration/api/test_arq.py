@@ -27,7 +27,7 @@ from tests.support.fleet.scripted_worker import Answer, FakeWorker, working
 from tests.support.waiting import wait_until
 
 KEYS = Keys("default")
-QUEUE = "tf:{default}:jobs"
+QUEUE = "tf:{default}:arq:queue"
 
 
 def answer(request: Generate) -> Answer:

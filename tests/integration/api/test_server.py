@@ -81,7 +81,7 @@ async def test_gateways_share_a_port_and_finish_what_they_began(broker: Broker, 
         contents = await asyncio.gather(*talks)
         assert len(set(contents)) == 1 and contents[0].count(b"data: ") == len(ids)
         assert [await asyncio.to_thread(process.wait, 20) for process in pair.processes] == [0, 0]
-        assert not await worker.redis.keys("*:gateway:*") and not await worker.redis.keys("*:home:*")
+        assert not await worker.redis.keys("*:gateway:*") and not await worker.redis.keys("*:request:*")
 
 
 async def healthy(url: str) -> bool:

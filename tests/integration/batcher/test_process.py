@@ -48,7 +48,7 @@ async def gateway(redis) -> None:
 
 async def admit(redis, name: str, payload: bytes | None = None, **fields) -> bytes:
     request = Generate(name, "d", pack_ids([1, 2, 3]), 5, channel=CHANNEL, gateway="g", **fields)
-    keys = [KEYS.requests, KEYS.requests_bytes, KEYS.home(name)]
+    keys = [KEYS.requests, KEYS.requests_bytes, KEYS.request(name)]
     answer = await script(redis, "admit")(
         keys=keys, args=[payload or encode(request), 100, 10**6, "d", CHANNEL, "g", 600_000, 1]
     )
@@ -85,12 +85,12 @@ async def test_a_waiting_request_is_cancelled(broker, redis):
         await admit(redis, "r2")
         await wait_until(lambda: waiting(redis, 2))
         await script(redis, "cancel")(
-            keys=[KEYS.home("r1"), KEYS.control], args=[encode(Cancel("r1", "client"))]
+            keys=[KEYS.request("r1"), KEYS.control], args=[encode(Cancel("r1", "client"))]
         )
         assert (await result(redis, "r1"))["error_type"] == "cancelled"
         await wait_until(lambda: waiting(redis, 1))
-        assert await redis.hget(KEYS.home("r1"), "terminal") == b"cancelled"
-        assert await redis.hget(KEYS.home("r2"), "terminal") is None
+        assert await redis.hget(KEYS.request("r1"), "terminal") == b"cancelled"
+        assert await redis.hget(KEYS.request("r2"), "terminal") is None
 
 
 async def waiting(redis, count: int) -> bool:
@@ -166,7 +166,7 @@ async def test_a_standby_takes_over_and_reads_what_waits(broker, redis):
             await wait_until(lambda: waiting(redis, 1))
             assert int(await redis.get(KEYS.epoch)) > epoch
             await script(redis, "cancel")(
-                keys=[KEYS.home("r1"), KEYS.control], args=[encode(Cancel("r1", "client"))]
+                keys=[KEYS.request("r1"), KEYS.control], args=[encode(Cancel("r1", "client"))]
             )
             assert (await result(redis, "r1"))["error_type"] == "cancelled"
 

@@ -117,7 +117,7 @@ class FakeWorker:
             self.keys.plans(self.incarnation),
             self.keys.control,
         ]
-        answer = await script(self.redis, "announce")(
+        answer = await script(self.redis, "worker_heartbeat")(
             keys=keys, args=[self.incarnation, TTL_MS, TTL_MS, state, 0, encode(capacity)]
         )
         assert answer == b"OK", answer
@@ -127,7 +127,7 @@ class FakeWorker:
         return [self.keys.log(self.incarnation), self.keys.reports(self.incarnation)]
 
     async def open(self) -> None:
-        await script(self.redis, "open")(keys=self.streams, args=[self.incarnation, TTL_MS])
+        await script(self.redis, "create_logs")(keys=self.streams, args=[self.incarnation, TTL_MS])
         await self.announce()
 
     async def run(self) -> None:
@@ -162,7 +162,7 @@ class FakeWorker:
                 entry_id, len(fields[b"generate"]), request, self.answer(request), self.tokenizer
             )
             await self.redis.hset(
-                self.keys.home(request.request_id),
+                self.keys.request(request.request_id),
                 mapping={"worker": self.incarnation, "attempt": 1, "base": 0},
             )
 
@@ -215,7 +215,7 @@ class FakeWorker:
             *messages,
         ]
         for live in told:
-            keys.append(self.keys.home(live.request.request_id))
+            keys.append(self.keys.request(live.request.request_id))
             args.append(live.prompt)
         for live in ended:
             keys += self.keys_of(live)
@@ -229,7 +229,7 @@ class FakeWorker:
 
     def keys_of(self, live: Live) -> list[str]:
         request_id = live.request.request_id
-        return [self.keys.home(request_id), self.keys.result(request_id), self.keys.tokens(request_id)]
+        return [self.keys.request(request_id), self.keys.result(request_id), self.keys.tokens(request_id)]
 
     def terminal(self, live: Live) -> list[object]:
         """Arguments of `finish`."""
@@ -257,7 +257,7 @@ class FakeWorker:
 
     async def settle(self, live: Live) -> None:
         keys = [self.keys.requests, self.keys.requests_bytes, self.keys.tokens(live.request.request_id)]
-        await script(self.redis, "settle")(keys=keys, args=[live.entry_id, live.size])
+        await script(self.redis, "dequeue")(keys=keys, args=[live.entry_id, live.size])
         del self.live[live.request.request_id]
 
     async def repeat(self) -> None:

@@ -34,7 +34,7 @@ async def turns(batcher: Batcher, count: int = 6) -> None:
 
 async def admit(redis, name: str) -> None:
     request = Generate(name, "d", pack_ids([1] * 4), 20, gateway="")
-    keys = [KEYS.requests, KEYS.requests_bytes, KEYS.home(name)]
+    keys = [KEYS.requests, KEYS.requests_bytes, KEYS.request(name)]
     await brokers.script(redis, "admit")(
         keys=keys, args=[encode(request), 100, 10**9, "d", "", "", 660_000, 1]
     )
@@ -49,9 +49,13 @@ async def open_worker(redis, name: str, capacity: bytes | None = None) -> None:
         KEYS.plans(name),
         KEYS.control,
     ]
-    await brokers.script(redis, "open")(keys=[KEYS.log(name), KEYS.reports(name)], args=[name, 3_600_000])
+    await brokers.script(redis, "create_logs")(
+        keys=[KEYS.log(name), KEYS.reports(name)], args=[name, 3_600_000]
+    )
     capacity = capacity or encode(WorkerCapacity(name, "w0", "m", "float32", 16, 30, 512, 8192))
-    await brokers.script(redis, "announce")(keys=keys, args=[name, 600_000, 3_600_000, "ready", 0, capacity])
+    await brokers.script(redis, "worker_heartbeat")(
+        keys=keys, args=[name, 600_000, 3_600_000, "ready", 0, capacity]
+    )
 
 
 async def join(batcher: Batcher, redis, name: str = "w1") -> None:
@@ -113,13 +117,13 @@ async def test_a_lost_reply_loses_no_refused_row(batcher, redis, lost):
     await join(batcher, redis)
     await admit(redis, "keep")
     await admit(redis, "gone")
-    await redis.hset(KEYS.home("gone"), "cancel", 1)
+    await redis.hset(KEYS.request("gone"), "cancel", 1)
     lose_reply(batcher, lost)
     await turns(batcher)
     assert [row.sequence.request_id for row in batcher.scheduler.replicas["w1"].rows.values()] == ["keep"]
     assert [start.request.request_id for plan in await plans(redis) for start in plan.starts] == ["keep"]
     assert list(batcher.scheduler.sequences) == ["keep"]
-    assert await redis.hget(KEYS.home("gone"), "terminal") == b"cancelled"
+    assert await redis.hget(KEYS.request("gone"), "terminal") == b"cancelled"
     assert await redis.xlen(KEYS.requests) == 1
 
 
@@ -131,7 +135,7 @@ async def test_nothing_said_between_two_reads_is_missed(batcher, redis):
 
 async def test_a_hello_that_is_no_name_is_counted(batcher, redis):
     await batcher.begin()
-    await redis.xadd(KEYS.control, {"hello": b"\xff\xfe"})
+    await redis.xadd(KEYS.control, {"worker_ready": b"\xff\xfe"})
     await turns(batcher)
     assert batcher.undecodable == 1
 
@@ -150,8 +154,8 @@ async def test_a_key_of_another_type_spoils_its_own_request_only(batcher, redis)
     await batcher.begin()
     for name in ("bad", "good"):
         await admit(redis, name)
-    await redis.delete(KEYS.home("bad"))
-    await redis.set(KEYS.home("bad"), "x")
+    await redis.delete(KEYS.request("bad"))
+    await redis.set(KEYS.request("bad"), "x")
     await redis.lpush(KEYS.tokens("good"), "x")
     await join(batcher, redis)
     await turns(batcher)

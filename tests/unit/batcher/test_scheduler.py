@@ -92,7 +92,7 @@ class Pool:
     def kill(self, name: str) -> None:
         del self.workers[name]
         for sequence in self.scheduler.lose(name):
-            sequence.struck = False
+            sequence.suspect = False
             self.resume(sequence)
 
     def run(self, max_turns: int = 3000) -> None:
@@ -214,13 +214,13 @@ def test_deadline_ends_waiting_and_running_requests():
 def test_a_request_under_which_two_workers_died_is_failed():
     pool = Pool(1, num_blocks=100, seed=1)
     pool.add(request("r0", 10, 50))
-    for strikes in (1, 2):
+    for crash_count in (1, 2):
         pool.decide()
-        (sequence,) = pool.scheduler.lose(f"w{strikes - 1}")
-        assert sequence.struck
-        sequence.strikes = strikes
+        (sequence,) = pool.scheduler.lose(f"w{crash_count - 1}")
+        assert sequence.suspect
+        sequence.crash_count = crash_count
         pool.scheduler.resume(sequence)
-        del pool.workers[f"w{strikes - 1}"]
+        del pool.workers[f"w{crash_count - 1}"]
         pool.add_worker()
     pool.decide()
     assert pool.unwanted == [("r0", "poison")]
@@ -230,7 +230,7 @@ def test_suspects_start_one_at_a_time():
     pool = Pool(1, num_blocks=100, seed=1, eos_chance=0)
     suspects = [request(f"r{i}", 10, 50, i) for i in range(3)]
     for one in suspects:
-        one.strikes = 1
+        one.crash_count = 1
     pool.add(*suspects, request("r9", 10, 50, 9))
     pool.decide()
     assert len(pool.workers["w0"].rows) == 2
@@ -266,7 +266,7 @@ def test_only_what_a_worker_was_told_of_can_have_killed_it():
     pool.decide()
     pool.add(request("not told", 10, 50, 1))
     list(pool.scheduler.plans())
-    assert {sequence.request_id: sequence.struck for sequence in pool.scheduler.lose("w0")} == {
+    assert {sequence.request_id: sequence.suspect for sequence in pool.scheduler.lose("w0")} == {
         "told": True,
         "not told": False,
     }
@@ -277,7 +277,7 @@ def test_nobody_is_to_blame_when_a_worker_leaves():
     pool.add(request("r0", 10, 50))
     pool.decide()
     pool.scheduler.drain("w0")
-    assert [sequence.struck for sequence in pool.scheduler.lose("w0")] == [False]
+    assert [sequence.suspect for sequence in pool.scheduler.lose("w0")] == [False]
 
 
 def test_a_withdrawn_row_was_never_there():

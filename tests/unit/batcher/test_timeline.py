@@ -55,7 +55,7 @@ async def test_a_life_from_queue_to_end(redis):
         ("interrupted", "w0-1", 2, 41, "preempted"),
         ("ended", "w0-1", 2, 50, "length"),
     ]
-    assert await redis.pttl(KEYS.life) > 0
+    assert await redis.pttl(KEYS.timeline) > 0
 
 
 async def test_a_request_that_a_new_batcher_finds_is_queued_or_taken_over(redis):
@@ -75,7 +75,7 @@ async def test_it_is_written_now_and_then_and_bounded(redis):
     for i in range(REQUESTS_PER_ENTRY + 1):
         told.queued(sequence(f"r{i}"))
     await told.write()
-    assert await redis.xlen(KEYS.life) == 2
+    assert await redis.xlen(KEYS.timeline) == 2
     told.queued(sequence("late"))
     await told.write()
     assert told.untold and not await read(redis, KEYS, "late")
@@ -85,7 +85,7 @@ async def test_it_is_written_now_and_then_and_bounded(redis):
 
 
 async def test_a_key_of_somebody_else_s_harms_nobody(redis):
-    await redis.set(KEYS.life, "spoilt")
+    await redis.set(KEYS.timeline, "spoilt")
     told = lives(redis)
     told.queued(sequence())
     await told.write()
@@ -112,13 +112,13 @@ async def test_reading_goes_back_as_far_as_needed_and_skips_what_is_none_of_ours
     def entry(name: str, *happenings: TimelineEvent) -> dict[str, bytes]:
         return {name: encode(Timeline(list(happenings)))}
 
-    await redis.xadd(KEYS.life, entry("r1", TimelineEvent(1000, "ended")), id="1000-0")
-    await redis.xadd(KEYS.life, entry("r1", TimelineEvent(20_000, "queued")), id="20000-0")
-    await redis.xadd(KEYS.life, {"r1": b"garbage", b"\xff": b""}, id="20001-0")
+    await redis.xadd(KEYS.timeline, entry("r1", TimelineEvent(1000, "ended")), id="1000-0")
+    await redis.xadd(KEYS.timeline, entry("r1", TimelineEvent(20_000, "queued")), id="20000-0")
+    await redis.xadd(KEYS.timeline, {"r1": b"garbage", b"\xff": b""}, id="20001-0")
     async with redis.pipeline() as pipe:
         for i in range(1200):
-            pipe.xadd(KEYS.life, entry("other", TimelineEvent(30_000, "placed")), id=f"30000-{i}")
+            pipe.xadd(KEYS.timeline, entry("other", TimelineEvent(30_000, "placed")), id=f"30000-{i}")
         await pipe.execute()
-    await redis.xadd(KEYS.life, entry("r1", TimelineEvent(40_000, "ended")), id="40000-0")
+    await redis.xadd(KEYS.timeline, entry("r1", TimelineEvent(40_000, "ended")), id="40000-0")
     assert [one["at_ms"] for one in (await read(redis, KEYS, "r1"))["r1"]] == [1000, 20_000, 40_000]
     assert len((await read(redis, KEYS, "other"))["other"]) == 1200

@@ -185,7 +185,9 @@ async def relay(redis: Redis) -> AsyncIterator[Relay]:
 
 async def commit(redis: Redis, spilled: int, logged: int, request_id: str = "r") -> None:
     """The first tokens of the answer stand in the string, the others in the log of w0."""
-    await redis.hset(KEYS.home(request_id), mapping={"digest": "d", "worker": "w0", "attempt": 1, "base": 0})
+    await redis.hset(
+        KEYS.request(request_id), mapping={"digest": "d", "worker": "w0", "attempt": 1, "base": 0}
+    )
     if spilled:
         await redis.set(
             KEYS.tokens(request_id),
@@ -222,7 +224,7 @@ async def test_a_result_that_somebody_wrote_ends_its_own_stream_only(
         relay.add(one)
         relay.admitted(one)
         await commit(redis, 3, 3, one.request.request_id)
-    await redis.hset(KEYS.home("r"), "terminal", "length")
+    await redis.hset(KEYS.request("r"), "terminal", "length")
     await redis.set(KEYS.result("r"), garbage)
     relay.ask([spoilt, other])
     await wait_until(lambda: spoilt.terminal and other.num_tokens == 3)
@@ -243,8 +245,8 @@ async def test_a_prompt_is_read_before_the_first_token_is_shown(redis: Redis, re
         relay.add(each)
         relay.admitted(each)
         await commit(redis, 0, 2, each.request.request_id)
-    await redis.hset(KEYS.home("r"), "prompt", records)
-    await redis.hset(KEYS.home("short"), "prompt", records[:-1])
+    await redis.hset(KEYS.request("r"), "prompt", records)
+    await redis.hset(KEYS.request("short"), "prompt", records[:-1])
     assert not one.take(tokens(0, 1)) and not one.ids
     await redis.publish(
         relay.channel,
@@ -270,7 +272,7 @@ async def test_an_answer_that_failed_before_its_first_token_has_no_prompt(redis:
         relay.admitted(each)
         await commit(redis, 0, 0, each.request.request_id)
     assert told.end(Terminal("told", "error", 0, "gone"))
-    await redis.hset(KEYS.home("filled"), "terminal", "error")
+    await redis.hset(KEYS.request("filled"), "terminal", "error")
     await redis.set(KEYS.result("filled"), b'{"error": "gone"}')
     relay.ask([filled])
     await wait_until(lambda: filled.terminal)
@@ -466,7 +468,9 @@ async def test_clients_that_leave_are_cancelled(broker: Broker) -> None:
         task = asyncio.create_task(client.post("/generate", json={"inputs": "text 3"}))
         await wait_until(lambda: worker.redis.xlen(KEYS.requests))
         task.cancel()
-        await wait_until(lambda: worker.redis.hexists(KEYS.home(list(gateway.relay.streams)[-1]), "cancel"))
+        await wait_until(
+            lambda: worker.redis.hexists(KEYS.request(list(gateway.relay.streams)[-1]), "cancel")
+        )
         worker.going.set()
         await wait_until(lambda: len(worker.seen) == 4)
         await nothing_left(gateway, worker)

@@ -14,7 +14,7 @@ CHANNEL = KEYS.channel("ext:me")
 
 
 async def enlist(redis: Redis, digest: str = "d", channel: str = "", in_stream: int = 0) -> str:
-    answer: bytes = await script(redis, "enlist")(
+    answer: bytes = await script(redis, "register_job")(
         keys=[JOB, STREAM], args=[digest, 5000, channel, in_stream, 5000]
     )
     return answer.decode()
@@ -24,7 +24,7 @@ async def reply(
     redis: Redis, *frames: tuple[int, int, str], channel: str = CHANNEL, most: int = 9, answer: str = ""
 ) -> int:
     args: list[Any] = [channel, most, 1000, 500, 2000, answer, *(part for frame in frames for part in frame)]
-    said: int = await script(redis, "reply")(keys=[JOB, STREAM, RESULT, KEYS.home("a#0")], args=args)
+    said: int = await script(redis, "reply")(keys=[JOB, STREAM, RESULT, KEYS.request("a#0")], args=args)
     return said
 
 
@@ -64,13 +64,13 @@ async def test_reply_says_each_frame_once_and_in_order(redis: Redis) -> None:
 
 
 async def test_reply_answers_once(redis: Redis) -> None:
-    await redis.hset(KEYS.home("a#0"), "digest", "d")
+    await redis.hset(KEYS.request("a#0"), "digest", "d")
     await redis.rpush(RESULT, "mine")
     await reply(redis, (0, 0, "a"), answer="first")
     await reply(redis, (0, 1, "b"), answer="second")
     assert await redis.get(RESULT) == b"first"
     assert await redis.hget(JOB, "last") == b"a"
-    assert 0 < await redis.pttl(KEYS.home("a#0")) <= 500 < await redis.pttl(RESULT) <= 1000
+    assert 0 < await redis.pttl(KEYS.request("a#0")) <= 500 < await redis.pttl(RESULT) <= 1000
     assert await redis.pttl(JOB) <= 1000
 
 
@@ -92,7 +92,7 @@ async def test_the_stream_is_bounded(redis: Redis) -> None:
 async def test_call_off(redis: Redis, known: dict[str, Any], answer: int, ttl_ms: int) -> None:
     if known:
         await redis.hset(JOB, mapping=known)
-    assert await script(redis, "call_off")(keys=[JOB], args=[500]) == answer
+    assert await script(redis, "cancel_job")(keys=[JOB], args=[500]) == answer
     assert await redis.hexists(JOB, "cancel") == (answer >= 0)
     assert await redis.pttl(JOB) == ttl_ms if ttl_ms < 0 else 0 < await redis.pttl(JOB) <= ttl_ms
 
@@ -100,7 +100,7 @@ async def test_call_off(redis: Redis, known: dict[str, Any], answer: int, ttl_ms
 async def test_take_over_takes_from_the_dead_alone(redis: Redis) -> None:
     async def take_over() -> list[bytes]:
         args = ["gateways", "g0", "g1", 2]
-        taken: list[bytes] = await script(redis, "take_over")(
+        taken: list[bytes] = await script(redis, "claim_jobs")(
             keys=[KEYS.submit, KEYS.gateway("g0")], args=args
         )
         return taken

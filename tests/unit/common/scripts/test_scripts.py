@@ -19,16 +19,16 @@ async def call(redis, name, keys, args=()):
 
 
 async def admit(redis, request_id="r1", payload=b"x" * 10, max_count=2, max_bytes=100, digest="d", width=1):
-    keys = [KEYS.requests, KEYS.requests_bytes, KEYS.home(request_id)]
+    keys = [KEYS.requests, KEYS.requests_bytes, KEYS.request(request_id)]
     return await call(redis, "admit", keys, [payload, max_count, max_bytes, digest, "ch", "g", 60_000, width])
 
 
 async def open_worker(redis, name="w1"):
-    await call(redis, "open", [KEYS.log(name), KEYS.reports(name)], [name, 60_000])
+    await call(redis, "create_logs", [KEYS.log(name), KEYS.reports(name)], [name, 60_000])
 
 
 async def hand_over(redis, plan_id, rows=(), worker="w1"):
-    keys = [KEYS.plans(worker), KEYS.log(worker), *(KEYS.home(name) for name, _, _ in rows)]
+    keys = [KEYS.plans(worker), KEYS.log(worker), *(KEYS.request(name) for name, _, _ in rows)]
     args = [
         plan_id,
         b"plan",
@@ -37,7 +37,7 @@ async def hand_over(redis, plan_id, rows=(), worker="w1"):
         worker,
         *(part for _, attempt, base in rows for part in (attempt, base)),
     ]
-    return await call(redis, "hand_over", keys, args)
+    return await call(redis, "publish_plan", keys, args)
 
 
 def entry(request_id, index, ids, attempt=1):
@@ -59,9 +59,9 @@ async def flush(
     worker="w1",
 ):
     keys = [KEYS.log(worker), KEYS.reports(worker)]
-    keys += [KEYS.home(name) for name, _ in prompts]
+    keys += [KEYS.request(name) for name, _ in prompts]
     for name, *_ in terminals:
-        keys += [KEYS.home(name), KEYS.result(name), KEYS.tokens(name)]
+        keys += [KEYS.request(name), KEYS.result(name), KEYS.tokens(name)]
     keys += [KEYS.tokens(name) for name, _, _ in spills]
     args = [
         sequence,
@@ -109,7 +109,7 @@ async def test_admission_counts_bytes_and_entries(redis):
     assert (await admit(redis, "r2", b"y" * 89))[0] == b"admitted"
     assert await redis.get(KEYS.requests_bytes) == b"99"
     assert await admit(redis, "r3") == [b"count", 2]
-    assert await redis.exists(KEYS.home("r3")) == 0
+    assert await redis.exists(KEYS.request("r3")) == 0
     assert await admit(redis, "r3", max_count=3) == [b"bytes", 99]
 
 
@@ -124,7 +124,7 @@ async def test_settling_frees_what_admission_took_once(redis):
     _, entry_id = await admit(redis, "r1")
     await admit(redis, "r2")
     for _ in range(2):
-        await call(redis, "settle", [KEYS.requests, KEYS.requests_bytes, KEYS.tokens("r1")], [entry_id, 10])
+        await call(redis, "dequeue", [KEYS.requests, KEYS.requests_bytes, KEYS.tokens("r1")], [entry_id, 10])
     assert await redis.get(KEYS.requests_bytes) == b"10"
     assert (await admit(redis, "r3"))[0] == b"admitted"
 
@@ -133,7 +133,7 @@ async def test_hand_over_writes_plan_and_homes_together(redis):
     await admit(redis, "r1")
     await open_worker(redis)
     assert await hand_over(redis, "5-1", [("r1", 1, 0)]) == [b"OK"]
-    assert await redis.hmget(KEYS.home("r1"), ["worker", "attempt", "base"]) == [b"w1", b"1", b"0"]
+    assert await redis.hmget(KEYS.request("r1"), ["worker", "attempt", "base"]) == [b"w1", b"1", b"0"]
     assert await hand_over(redis, "5-1", [("r1", 1, 0)]) == [b"OK"], "a repeated write is harmless"
     assert await redis.xlen(KEYS.plans("w1")) == 1
 
@@ -149,10 +149,10 @@ async def test_hand_over_refuses_cancelled_and_ended_rows_and_then_writes_nothin
     for name in ("r1", "r2"):
         await admit(redis, name)
     await open_worker(redis)
-    await call(redis, "cancel", [KEYS.home("r2"), KEYS.control], [b"c"])
+    await call(redis, "cancel", [KEYS.request("r2"), KEYS.control], [b"c"])
     assert await hand_over(redis, "5-1", [("r1", 1, 0), ("r2", 1, 0), ("gone", 1, 0)]) == [b"refused", 2, 3]
     assert await redis.exists(KEYS.plans("w1")) == 0
-    assert await redis.hget(KEYS.home("r1"), "worker") is None
+    assert await redis.hget(KEYS.request("r1"), "worker") is None
 
 
 async def test_hand_over_to_a_sealed_or_missing_worker(redis):
@@ -195,21 +195,21 @@ async def test_a_sealed_or_missing_log_refuses_everything(redis, pubsub):
 async def test_one_terminal_whoever_comes_first(redis, pubsub):
     await admit(redis, "r1")
     await open_worker(redis)
-    keys = [KEYS.home("r1"), KEYS.result("r1"), KEYS.tokens("r1")]
+    keys = [KEYS.request("r1"), KEYS.result("r1"), KEYS.tokens("r1")]
     assert await call(redis, "finish", keys, ["cancelled", '{"a":1}', 60_000, "ch", b"cancelled"]) == 1
     await flush(redis, 1, terminals=[("r1", "length", '{"a":2}', 60_000, "ch", b"length")])
     assert await call(redis, "finish", keys, ["error", "{}", 60_000, "ch", b"error"]) == 0
     assert await heard(pubsub) == [b"cancelled"]
     assert json.loads(await redis.get(KEYS.result("r1"))) == {"a": 1}
-    assert 0 < await redis.pttl(KEYS.home("r1")) <= 60_000
-    assert await call(redis, "cancel", [KEYS.home("r1"), KEYS.control], [b"c"]) == 0
+    assert 0 < await redis.pttl(KEYS.request("r1")) <= 60_000
+    assert await call(redis, "cancel", [KEYS.request("r1"), KEYS.control], [b"c"]) == 0
 
 
 async def test_spills_are_idempotent_and_leave_no_hole(redis):
     records = b"".join(RECORD.pack(i, -1.0) for i in range(4))
     await open_worker(redis)
     await admit(redis, "r1")
-    await redis.hset(KEYS.home("r1"), "worker", "w1")
+    await redis.hset(KEYS.request("r1"), "worker", "w1")
     await flush(redis, 1, entry("r1", 0, [0, 1]))
     await flush(redis, 2, entry("r1", 2, [2]), spills=[("r1", 0, records[:24])], trim="1")
     assert [i for i, _ in await redis.xrange(KEYS.log("w1"))] == [b"2-0"], "what is spilled is trimmed"
@@ -233,9 +233,9 @@ async def test_what_is_committed_is_string_plus_log(redis):
     state = (await read(redis, KEYS, ["r1", "unknown"]))["r1"]
     assert split(state.records)[0] == [10, 11, 12]
     assert (state.spilled_bytes, state.worker, state.attempt, state.base) == (8, "w1", 2, 1)
-    keep = [KEYS.tokens("r1"), KEYS.home("r1")]
+    keep = [KEYS.tokens("r1"), KEYS.request("r1")]
     for _ in range(2):
-        await call(redis, "keep", keep, [state.spilled_bytes, state.records[8:], 60_000, 1])
+        await call(redis, "save_committed", keep, [state.spilled_bytes, state.records[8:], 60_000, 1])
     assert await redis.get(KEYS.tokens("r1")) == state.records
     assert not (await read(redis, KEYS, ["unknown"]))["unknown"].known
 
@@ -251,12 +251,18 @@ async def test_signs_of_life_end_with_the_seal(redis):
         KEYS.control,
     ]
     for _ in range(2):
-        assert await call(redis, "announce", keys, ["w1", 5000, 60_000, "ready", 3, b"capacity"]) == b"OK"
+        assert (
+            await call(redis, "worker_heartbeat", keys, ["w1", 5000, 60_000, "ready", 3, b"capacity"])
+            == b"OK"
+        )
     assert await redis.xlen(KEYS.control) == 1, "it is greeted once"
     assert await redis.zrange(KEYS.workers, 0, -1) == [b"w1"]
     await seal(redis)
     assert await redis.exists(KEYS.worker("w1"), KEYS.workers) == 0
-    assert await call(redis, "announce", keys, ["w1", 5000, 60_000, "ready", 3, b"capacity"]) == b"SEALED"
+    assert (
+        await call(redis, "worker_heartbeat", keys, ["w1", 5000, 60_000, "ready", 3, b"capacity"])
+        == b"SEALED"
+    )
     assert await redis.exists(KEYS.worker("w1"), KEYS.workers) == 0
 
 
@@ -309,15 +315,15 @@ async def test_what_is_told_of_a_prompt_stands_with_its_first_token(redis):
     await admit(redis, "r1")
     await hand_over(redis, "5-1", [("r1", 1, 0)])
     assert (await read(redis, KEYS, ["r1"]))["r1"].prompt is None
-    await redis.set(KEYS.home("spoiled"), "x")
+    await redis.set(KEYS.request("spoiled"), "x")
     prompts = [("gone", b"a"), ("spoiled", b"b"), ("r1", b"records")]
     ends = [("r1", "length", "{}", 60_000, "", b"")]
     assert await flush(redis, 1, entry("r1", 0, [7]), prompts=prompts, terminals=ends) == b"OK"
     state = (await read(redis, KEYS, ["r1"]))["r1"]
     assert (state.prompt, state.terminal) == (b"records", "length")
-    assert await redis.exists(KEYS.home("gone")) == 0
-    assert await redis.get(KEYS.home("spoiled")) == b"x"
-    assert 0 < await redis.pttl(KEYS.home("r1")) <= 60_000
+    assert await redis.exists(KEYS.request("gone")) == 0
+    assert await redis.get(KEYS.request("spoiled")) == b"x"
+    assert 0 < await redis.pttl(KEYS.request("r1")) <= 60_000
 
 
 async def test_a_plan_is_not_taken_for_a_strangers_entry(redis):

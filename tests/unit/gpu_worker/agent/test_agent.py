@@ -64,7 +64,7 @@ async def start(agent: Agent, row: int = 1, shown: bytes = b"", **fields) -> Non
     prompt_ids = fields.pop("prompt_ids", pack_ids(PROMPT))
     request = Generate(name, "d", prompt_ids, fields.pop("max_new_tokens", 10), channel=CHANNEL, **fields)
     await agent.redis.hset(
-        KEYS.home(name), mapping={"digest": "d", "worker": "w0-1", "attempt": 1, "base": len(shown) // 8}
+        KEYS.request(name), mapping={"digest": "d", "worker": "w0-1", "attempt": 1, "base": len(shown) // 8}
     )
     agent.apply(
         plan(agent, starts=[RowStart(row, 1, len(shown) // RECORD.size, shown, pack_ids([1]), request)])
@@ -144,7 +144,7 @@ async def test_the_likeliest_tokens_stand_beside_their_own(agent, redis):
         and unpack_floats(first.top_logprobs) == [-0.25, float("-inf")] * 2
     )
     assert (unpack_ids(second.ids), second.top_ids) == ([4, 4], b"")
-    await redis.hset(KEYS.home("r1"), "width", 3)
+    await redis.hset(KEYS.request("r1"), "width", 3)
     committed = (await read(redis, KEYS, ["r1"]))["r1"]
     assert split(committed.records, 3)[2] == [
         [(7, -0.25), (3, float("-inf"))],
@@ -241,7 +241,7 @@ async def test_rows_that_do_not_ask_are_not_told_of_their_prompt(agent, redis):
     assert agent.engine.grants[-1].starts[0].prompt_logprobs is None
     step(agent, {1: (0, 9)}, prefilled=[(1, 2)])
     await agent.flush()
-    assert await redis.hexists(KEYS.home("r1"), "prompt") == 0
+    assert await redis.hexists(KEYS.request("r1"), "prompt") == 0
 
 
 async def test_a_preempted_row_is_spilled_and_has_no_terminal(agent, redis):
@@ -333,8 +333,8 @@ def test_a_budget_bounds_what_is_announced():
 async def test_one_spoiled_key_does_not_take_other_terminals_with_it(agent, redis):
     await start(agent, row=1)
     await start(agent, row=2)
-    await redis.delete(KEYS.home("r1"))
-    await redis.set(KEYS.home("r1"), "x")
+    await redis.delete(KEYS.request("r1"))
+    await redis.set(KEYS.request("r1"), "x")
     step(agent, {1: (0, 5), 2: (0, 6)}, ended=[(1, "length", 1), (2, "length", 1)])
     await agent.flush()
     assert json.loads(await redis.get(KEYS.result("r2")))["ids"] == [6]

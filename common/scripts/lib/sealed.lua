@@ -1,6 +1,6 @@
 -- Whether nothing may be appended to a log any more: 'MISSING', 'SEALED' or false.
 local SEAL = '18446744073709551615-18446744073709551615'
-local function closed(log)
+local function sealed_or_missing(log)
   if redis.call('EXISTS', log) == 0 then return 'MISSING' end
   if #redis.call('XRANGE', log, SEAL, SEAL) == 1 then return 'SEALED' end
   return false

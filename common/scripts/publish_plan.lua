@@ -1,10 +1,10 @@
--- needs: sealed
+-- needs: lib/sealed
 -- Hands a plan to a worker, and with it the rows that start: either all of it happens, or nothing.
 -- KEYS plans, log, home of each row that starts
 -- ARGV plan id, payload, oldest plan id to keep, ttl in ms, worker, then for each row: attempt, base
 -- Returns {'OK'}, {'MISSING'}, {'SEALED'}, {'FENCED'}, or {'refused', n, ...}: rows (counted from 1) that are cancelled or have ended.
-local closed_by = closed(KEYS[2])
-if closed_by then return {closed_by} end
+local refusal = sealed_or_missing(KEYS[2])
+if refusal then return {refusal} end
 local refused = {'refused'}
 for i = 3, #KEYS do
   local home = redis.pcall('HMGET', KEYS[i], 'digest', 'terminal', 'cancel')
