@@ -14,7 +14,7 @@ from starlette.types import ASGIApp
 from api.admin import routes_fleet, routes_health, routes_metrics, routes_page, routes_timeline
 from api.errors import Refusal, answer_crash, answer_http, answer_nobody, answer_refusal
 from api.http.auth import check_key
-from api.http.openapi import describe
+from api.http.openapi import build_document
 from api.http.request_id import RequestIds
 from api.inference.metrics import Meter
 from api.inference.pool import Gateway
@@ -41,7 +41,7 @@ def build(gateway: Gateway) -> ASGIApp:
         redoc_url=None,
         generate_unique_id_function=lambda route: route.name,
     )
-    app.openapi = lambda: describe(app)  # type: ignore[method-assign]
+    app.openapi = lambda: build_document(app)  # type: ignore[method-assign]
     app.state.gateway = gateway
     keyed = [Depends(check_key), Depends(HTTPBearer(auto_error=False))] if gateway.settings.api_key else []
     app.include_router(routes_generate.router, dependencies=keyed)

@@ -78,7 +78,7 @@ def ask(url: str, request_id: str) -> dict[str, list[Happening]]:
         answer = client.get(f"/fleet/requests/{quote(request_id, safe='')}")
     check(answer.status_code, answer.content)
     try:
-        lives: dict[str, list[Happening]] = orjson.loads(answer.content)["lives"]
+        lives: dict[str, list[Happening]] = orjson.loads(answer.content)["timelines"]
     except (orjson.JSONDecodeError, KeyError, TypeError) as error:
         raise Trouble(f"{url} answers, but not as a Tokenfleet does") from error
     return lives

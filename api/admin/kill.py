@@ -17,7 +17,7 @@ from starlette.requests import Request
 
 from api.errors import Refusal
 
-TITLES = {
+COMMAND_LINES = {
     "gateway": "tokenfleet api",
     "batcher": "tokenfleet batcher",
     "worker": "tokenfleet worker",
@@ -31,7 +31,7 @@ def forbidden(cause: str) -> Refusal:
     return Refusal(403, "forbidden", f"Not killed: {cause}")
 
 
-def check_asker(request: Request) -> None:
+def check_same_origin(request: Request) -> None:
     """Raises Refusal (403) unless a page of ours asks, or somebody without a page: a foreign page may send
     this request, too.
     """
@@ -49,16 +49,16 @@ def is_loopback(host: str) -> bool:
     return host == "localhost"
 
 
-async def check_process(process: dict[str, Any]) -> None:
+async def check_own_process(process: dict[str, Any]) -> None:
     """Raises Refusal (403) unless the roll's process is a child of our own launcher, on this machine."""
     if process["kind"] != "broker" and process["host"] != socket.gethostname():
         raise forbidden(f"it runs on {process['host'] or 'another machine'}")
-    parent, user, title = await look_at(process["pid"])
-    if parent != os.getppid() or user != os.getuid() or TITLES[process["kind"]] not in title:
+    parent, user, title = await inspect_process(process["pid"])
+    if parent != os.getppid() or user != os.getuid() or COMMAND_LINES[process["kind"]] not in title:
         raise forbidden(f"process {process['pid']} is not of this fleet")
 
 
-async def look_at(pid: int) -> tuple[int, int, str]:
+async def inspect_process(pid: int) -> tuple[int, int, str]:
     """Parent, user and command line of a process. Raises Refusal (404) where there is none."""
     command = ("ps", "-o", "ppid=,uid=,command=", "-p", str(pid))
     ps = await asyncio.create_subprocess_exec(
@@ -71,6 +71,6 @@ async def look_at(pid: int) -> tuple[int, int, str]:
     return int(parent), int(user), title
 
 
-def kill(pid: int) -> None:
+def send_sigkill(pid: int) -> None:
     with contextlib.suppress(ProcessLookupError):
         os.kill(pid, signal.SIGKILL)

@@ -20,7 +20,7 @@ BROKER = "broker"
 
 
 @dataclass(frozen=True, slots=True)
-class Roll:
+class ProcessList:
     """Who is there.
 
     Attributes:
@@ -36,13 +36,13 @@ class Roll:
     def find(self, process_id: str) -> dict[str, Any] | None:
         return next((one for one in self.processes if one["id"] == process_id), None)
 
-    def of(self, kind: str) -> list[dict[str, Any]]:
+    def of_kind(self, kind: str) -> list[dict[str, Any]]:
         return [one for one in self.processes if one["kind"] == kind]
 
     @property
     def requests(self) -> dict[str, int]:
         """By the word of the batcher that is active; without one, all that is live waits."""
-        active = next((one for one in self.of("batcher") if one["active"]), None)
+        active = next((one for one in self.of_kind("batcher") if one["active"]), None)
         counts = (
             {"waiting": active["waiting"], "running": active["rows"]}
             if active
@@ -51,7 +51,7 @@ class Roll:
         return {"live": self.num_live} | counts
 
 
-async def call(redis: Redis, keys: Keys) -> Roll:
+async def list_processes(redis: Redis, keys: Keys) -> ProcessList:
     """The roll as it is now. Raises an error of the broker."""
     async with redis.pipeline(transaction=False) as pipe:
         pipe.time()
@@ -68,15 +68,15 @@ async def call(redis: Redis, keys: Keys) -> Roll:
             pipe.hgetall(keys.process(kind, name))
         hashes = await pipe.execute()
     time_s = seconds + microseconds / 1e6
-    processes = {BROKER: broker(about)}
+    processes = {BROKER: render_broker(about)}
     for (kind, name, seen_ms), said in zip(seen, hashes, strict=True):
         common = {"kind": kind, "id": name, "age_s": round(max(0.0, time_s - seen_ms / 1000), 3)}
-        if said and (own := describe(kind, said, has_lease=name.encode() == holder)) is not None:
+        if said and (own := render_process(kind, said, has_lease=name.encode() == holder)) is not None:
             processes[name] = common | own
-    return Roll(time_s, num_live, sorted(processes.values(), key=lambda one: (one["kind"], one["id"])))
+    return ProcessList(time_s, num_live, sorted(processes.values(), key=lambda one: (one["kind"], one["id"])))
 
 
-def describe(kind: str, said: dict[bytes, bytes], has_lease: bool) -> dict[str, Any] | None:
+def render_process(kind: str, said: dict[bytes, bytes], has_lease: bool) -> dict[str, Any] | None:
     """A sign of life in words; None where it cannot be read."""
 
     def number(name: str) -> int:
@@ -125,7 +125,7 @@ def describe(kind: str, said: dict[bytes, bytes], has_lease: bool) -> dict[str, 
             return about | {"running": number("running")}
 
 
-def broker(about: dict[str, Any]) -> dict[str, Any]:
+def render_broker(about: dict[str, Any]) -> dict[str, Any]:
     """The broker's own word on itself (INFO)."""
     return {
         "kind": BROKER,

@@ -10,16 +10,16 @@ from starlette.background import BackgroundTask
 from starlette.responses import Response
 
 from api.admin import processes
-from api.admin.kill import check_asker, check_process, forbidden, kill
+from api.admin.kill import check_same_origin, check_own_process, forbidden, send_sigkill
 from api.errors import Refusal, asking_broker, encode
-from api.http.openapi import refusals
+from api.http.openapi import error_responses
 from api.inference.pool import Gateway, gateway_of
-from api.tgi.response_schemas import ALL, ErrorResponse
+from api.tgi.response_schemas import ERROR_RESPONSES, ErrorResponse
 
-KILL_REFUSALS = refusals(
+KILL_ERRORS = error_responses(
     ErrorResponse, {403: "Not for this asker, or not a process of this fleet", 404: "No such process"}
 )
-router = APIRouter(responses={status: ALL[status] for status in (401, 503)})
+router = APIRouter(responses={status: ERROR_RESPONSES[status] for status in (401, 503)})
 VERSION = version("tokenfleet")
 
 
@@ -27,7 +27,7 @@ VERSION = version("tokenfleet")
 async def fleet(request: Request) -> Response:
     """Every process of the pool, and what waits and runs. 503 while the broker does not answer."""
     gateway = gateway_of(request)
-    called = await call_roll(gateway)
+    called = await read_process_list(gateway)
     settings = gateway.settings
     answer = {
         "pool": settings.pool,
@@ -41,7 +41,7 @@ async def fleet(request: Request) -> Response:
     return Response(encode(answer), 200, {"cache-control": "no-store"}, "application/json")
 
 
-@router.post("/fleet/processes/{process_id}/kill", status_code=202, responses=KILL_REFUSALS)
+@router.post("/fleet/processes/{process_id}/kill", status_code=202, responses=KILL_ERRORS)
 async def kill_process(request: Request, process_id: str) -> Response:
     """SIGKILL to a process of this fleet. Only with DEMO, and only for a page of this machine: 403 for all
     others, 404 for unknown ones.
@@ -49,21 +49,21 @@ async def kill_process(request: Request, process_id: str) -> Response:
     gateway = gateway_of(request)
     if not gateway.settings.demo:
         raise forbidden("DEMO is not on")
-    check_asker(request)
-    process: dict[str, Any] | None = (await call_roll(gateway)).find(process_id)
+    check_same_origin(request)
+    process: dict[str, Any] | None = (await read_process_list(gateway)).find(process_id)
     if process is None:
         raise Refusal(404, "not_found", f"There is no process {process_id} in this fleet")
-    await check_process(process)
+    await check_own_process(process)
     # Afterwards, so that a gateway that kills itself has answered.
     return Response(
         encode({"killed": process_id}),
         202,
         media_type="application/json",
-        background=BackgroundTask(kill, process["pid"]),
+        background=BackgroundTask(send_sigkill, process["pid"]),
     )
 
 
-async def call_roll(gateway: Gateway) -> processes.Roll:
+async def read_process_list(gateway: Gateway) -> processes.ProcessList:
     """Raises Refusal (503)."""
     async with asking_broker():
-        return await processes.call(gateway.redis, gateway.fleet.keys)
+        return await processes.list_processes(gateway.redis, gateway.fleet.keys)

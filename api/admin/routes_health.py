@@ -5,9 +5,9 @@ from starlette.responses import Response
 
 from api.errors import Refusal
 from api.inference.pool import gateway_of
-from api.tgi.response_schemas import ALL
+from api.tgi.response_schemas import ERROR_RESPONSES
 
-router = APIRouter(responses={503: ALL[503]})
+router = APIRouter(responses={503: ERROR_RESPONSES[503]})
 
 
 @router.head("/ping", include_in_schema=False)

@@ -7,19 +7,19 @@ from fastapi import APIRouter, Request
 from starlette.responses import PlainTextResponse, Response
 
 from api.admin import processes
-from api.admin.processes import Roll
+from api.admin.processes import ProcessList
 from api.inference import metrics as meter
 from api.inference.pool import gateway_of
 from common.broker.client import CONNECT_TIMEOUT_S, ERRORS
 from common.metrics import aggregate, catalogue
-from common.metrics.exposition import CONTENT_TYPE, Gauges, Values, fleet_text
+from common.metrics.exposition import CONTENT_TYPE, Gauges, Values, render_fleet
 from common.metrics.primitives import Labels
 
 router = APIRouter()
 
 
 @router.get("/metrics", response_class=PlainTextResponse)
-async def figures(request: Request) -> Response:
+async def metrics(request: Request) -> Response:
     """What all processes of the pool have counted, and what the broker shows now; without a broker, that
     there is none.
     """
@@ -29,20 +29,20 @@ async def figures(request: Request) -> Response:
     gauges: Gauges = {catalogue.BROKER_UP.name: {(): 0.0}}
     try:
         async with asyncio.timeout(CONNECT_TIMEOUT_S):
-            values = await aggregate.read(redis, keys)
+            values = await aggregate.read_totals(redis, keys)
             granted = await redis.hget(keys.state, "blocks")  # type: ignore[misc]
-            gauges = gauges_of(await processes.call(redis, keys), int(granted or 0))
+            gauges = gauges_of(await processes.list_processes(redis, keys), int(granted or 0))
     except ERRORS:
         values = None
     if gateway.fleet.max_total_tokens:
         meter.fit(gateway.fleet.limits)
-    text = await asyncio.to_thread(fleet_text, gateway.settings.pool, values, gauges)
+    text = await asyncio.to_thread(render_fleet, gateway.settings.pool, values, gauges)
     return Response(text, headers={"content-type": CONTENT_TYPE, "cache-control": "no-store"})
 
 
-def gauges_of(called: Roll, num_granted: int) -> Gauges:
+def gauges_of(called: ProcessList, num_granted: int) -> Gauges:
     """What there is, by the processes' own words; `num_granted` KV blocks are granted to rows."""
-    requests, workers = called.requests, called.of("worker")
+    requests, workers = called.requests, called.of_kind("worker")
     able = [one for one in workers if one["num_blocks"]]
     num_blocks = sum(one["num_blocks"] for one in able)
     max_tokens = sum(one["num_blocks"] * one["block_size"] for one in able)
@@ -55,12 +55,12 @@ def gauges_of(called: Roll, num_granted: int) -> Gauges:
         catalogue.BATCH_TOTAL_TOKENS.name: {(): usage * max_tokens},
         catalogue.MAX_TOTAL_TOKENS.name: {(): max_tokens},
         catalogue.KV_USAGE.name: {(): usage},
-        catalogue.WORKERS.name: states(workers),
+        catalogue.WORKERS.name: count_states(workers),
         catalogue.BROKER_UP.name: {(): 1.0},
     }
 
 
-def states(workers: list[dict[str, object]]) -> dict[Labels, float]:
+def count_states(workers: list[dict[str, object]]) -> dict[Labels, float]:
     """How many workers are in each state; known states are there with none, too."""
     known = dict.fromkeys(catalogue.WORKERS.labels["state"], 0)
     counts = Counter(str(one["state"]) for one in workers)

@@ -32,7 +32,7 @@ HEADERS = {
 
 @router.head("/", include_in_schema=False)
 @router.get("/", response_class=Response, responses={503: {"model": ErrorResponse}})
-async def root(request: Request) -> Response:
+async def page_or_health(request: Request) -> Response:
     """The page for a browser; for everybody else as /health."""
     if "text/html" in request.headers.get("accept", ""):
         return FileResponse(FILES["page.html"], headers=HEADERS | {"vary": "accept"})
@@ -40,7 +40,7 @@ async def root(request: Request) -> Response:
 
 
 @router.get("/page/{name}", include_in_schema=False)
-async def file(name: str) -> Response:
+async def page_file(name: str) -> Response:
     """What the page is made of."""
     if name not in FILES:
         raise HTTPException(404)

@@ -12,11 +12,11 @@ from pydantic import BaseModel
 
 REFERENCE = "#/components/schemas/{model}"
 
-Refusals = dict[int | str, dict[str, Any]]
+ErrorResponses = dict[int | str, dict[str, Any]]
 """A route's `responses` besides 200."""
 
 
-def takes(shape: type[BaseModel]) -> dict[str, Any]:
+def json_body(shape: type[BaseModel]) -> dict[str, Any]:
     """A route's `openapi_extra`: its body is JSON of this shape."""
     return {
         "requestBody": {
@@ -26,7 +26,7 @@ def takes(shape: type[BaseModel]) -> dict[str, Any]:
     }
 
 
-def sends_events(shape: type[BaseModel], *words: str) -> dict[str, Any]:
+def event_stream(shape: type[BaseModel], *words: str) -> dict[str, Any]:
     """The content of a route's answer that is a stream of frames of this shape, and of these words."""
     data: dict[str, Any] = {
         "type": "string",
@@ -42,7 +42,7 @@ def sends_events(shape: type[BaseModel], *words: str) -> dict[str, Any]:
     }
 
 
-def refusals(shape: type[BaseModel], descriptions: dict[int, str]) -> Refusals:
+def error_responses(shape: type[BaseModel], descriptions: dict[int, str]) -> ErrorResponses:
     """Why a route refuses, by status; the body is of this shape."""
     return {
         status: {"model": shape, "description": description} for status, description in descriptions.items()
@@ -55,22 +55,22 @@ def schema(shape: type[BaseModel], mode: Any) -> dict[str, Any]:
     return shape.model_json_schema(ref_template=REFERENCE, mode=mode)
 
 
-def describe(app: FastAPI) -> dict[str, Any]:
+def build_document(app: FastAPI) -> dict[str, Any]:
     """The whole description; computed once."""
     if app.openapi_schema is None:
         document = get_openapi(title=app.title, version=version("tokenfleet"), routes=app.routes)
         definitions: dict[str, Any] = {}
-        document["paths"] = hoisted(document["paths"], definitions)
+        document["paths"] = hoist_definitions(document["paths"], definitions)
         document["components"]["schemas"] |= definitions
         app.openapi_schema = document
     return app.openapi_schema
 
 
-def hoisted(node: Any, definitions: dict[str, Any]) -> Any:
+def hoist_definitions(node: Any, definitions: dict[str, Any]) -> Any:
     """A copy of `node` without `$defs`, which go into `definitions`."""
     if isinstance(node, list):
-        return [hoisted(item, definitions) for item in node]
+        return [hoist_definitions(item, definitions) for item in node]
     if not isinstance(node, dict):
         return node
     definitions |= node.get("$defs", {})
-    return {key: hoisted(value, definitions) for key, value in node.items() if key != "$defs"}
+    return {key: hoist_definitions(value, definitions) for key, value in node.items() if key != "$defs"}

@@ -13,9 +13,9 @@ from api.jobs.job import Job
 from api.jobs.reply import Frame
 from api.offload import aside
 from api.openai import chat_prompt
-from api.openai.choice import choice
+from api.openai.choice import new_choice
 from api.openai.params import from_chat
-from api.openai.render_chat import ChatAnswer
+from api.openai.render_chat import ChatCompletionRenderer
 from api.openai.request_schemas import ChatRequest
 from api.openai.stream import news
 
@@ -44,12 +44,12 @@ class ChatOrder:
             yield new
 
     def answer(self, streams: list[Stream]) -> bytes:
-        return self.of(streams).whole()
+        return self.of(streams).render_whole()
 
-    def of(self, streams: list[Stream]) -> ChatAnswer:
-        prefix = chat_prompt.echoed(self.chat)
-        choices = [choice(i, stream, self.chat, prefix) for i, stream in enumerate(streams)]
-        answer = ChatAnswer(self.chat, self.job.id, self.model, choices)
+    def of(self, streams: list[Stream]) -> ChatCompletionRenderer:
+        prefix = chat_prompt.echoed_message(self.chat)
+        choices = [new_choice(i, stream, self.chat, prefix) for i, stream in enumerate(streams)]
+        answer = ChatCompletionRenderer(self.chat, self.job.id, self.model, choices)
         answer.created = self.job.created_s
         return answer
 
@@ -64,7 +64,7 @@ async def accept(gateway: "Gateway", job: Job) -> ChatOrder:
     content = encode(parameters | {"messages": job.body.messages, "stream": True})
     chat = await aside(len(content), lambda: shaped(ChatRequest, content))
     chat.check()
-    params = from_chat(chat, await chat_prompt.prompt(chat, gateway.vocabulary.chat_template))
+    params = from_chat(chat, await chat_prompt.chat_prompt_text(chat, gateway.vocabulary.chat_template))
     params = replace(params, seed=job.seed if params.seed is None else params.seed)
     wanted = await validate(params, gateway.fleet.limits, gateway.vocabulary)
     return ChatOrder(wanted, chat, job, gateway.settings.model_name)

@@ -13,7 +13,7 @@ from api.jobs.reply import Frame
 from api.offload import aside
 from api.tgi import best_of
 from api.tgi import render as answer_tgi
-from api.tgi.request_schemas import GenerateRequest, Parameters
+from api.tgi.request_schemas import GenerateRequest, GenerateParameters
 
 if TYPE_CHECKING:
     from api.inference.pool import Gateway
@@ -29,13 +29,13 @@ class GenerateOrder:
         """None where the best of several is wanted: it is known at the end."""
         num_frames = 0
         for stream in streams if len(streams) == 1 else []:
-            async for bodies in answer_tgi.bodies(stream, self.prefix, self.details):
+            async for bodies in answer_tgi.stream_bodies(stream, self.prefix, self.details):
                 yield [(0, num_frames + i, body) for i, body in enumerate(bodies)]
                 num_frames += len(bodies)
 
     def answer(self, streams: list[Stream]) -> bytes:
-        best, *others = best_of.ranked(streams)
-        return encode(answer_tgi.answer(best, others, self.prefix, self.details))
+        best, *others = best_of.rank_by_logprob(streams)
+        return encode(answer_tgi.render_response(best, others, self.prefix, self.details))
 
 
 async def accept(gateway: "Gateway", job: Job) -> GenerateOrder:
@@ -43,7 +43,7 @@ async def accept(gateway: "Gateway", job: Job) -> GenerateOrder:
     assert job.body is not None
     content = encode({"inputs": job.body.inputs, "parameters": job.body.parameters})
     given = await aside(len(content), lambda: shaped(GenerateRequest, content))
-    parameters = given.parameters or Parameters()
+    parameters = given.parameters or GenerateParameters()
     streamed = bool(job.reply_to or job.in_stream)
     params, limits = given.generation_params(streamed), gateway.fleet.limits
     best_of.check(params, limits, streamed)

@@ -6,9 +6,9 @@ from starlette.requests import Request
 
 from api.http import body
 from api.inference.pool import Gateway, gateway_of
-from api.openai.request_schemas import Body
+from api.openai.request_schemas import OpenAIRequest
 
-Shape = TypeVar("Shape", bound=Body)
+Shape = TypeVar("Shape", bound=OpenAIRequest)
 
 
 async def accept(request: Request, shape: type[Shape]) -> tuple[Gateway, Shape]:

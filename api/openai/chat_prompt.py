@@ -5,7 +5,7 @@ from typing import Any
 from api.errors import invalid
 from api.inference.chat_template import OWN_VARIABLES, ChatTemplate, template_error
 from api.offload import aside
-from api.openai.request_schemas import ROLES, ChatMessage, ChatRequest, Part
+from api.openai.request_schemas import ROLES, ChatMessage, ChatRequest, ContentPart
 
 ROLES_OF_TOOLS = ("tool", "function")
 FIELDS_OF_TOOLS = ("tool_calls", "tool_call_id", "function_call")
@@ -13,18 +13,18 @@ CHARS_OF_MESSAGE = 40
 """A message takes a template as long as it takes to tokenise so many characters."""
 
 
-async def prompt(body: ChatRequest, template: ChatTemplate | None) -> str:
+async def chat_prompt_text(body: ChatRequest, template: ChatTemplate | None) -> str:
     """As `rendered`, beside the streams where there are many messages."""
-    return await aside(CHARS_OF_MESSAGE * len(body.messages), lambda: rendered(body, template))
+    return await aside(CHARS_OF_MESSAGE * len(body.messages), lambda: render_chat_prompt(body, template))
 
 
-def rendered(body: ChatRequest, template: ChatTemplate | None) -> str:
+def render_chat_prompt(body: ChatRequest, template: ChatTemplate | None) -> str:
     """The text that the model goes on from. Where the last message is the assistant's, that is continued
     unless the client says otherwise.
 
     Raises Refusal (422): of `messages` or how they are to be used; `template_error`.
     """
-    messages = [message(one, i) for i, one in enumerate(body.messages)]
+    messages = [template_message(one, i) for i, one in enumerate(body.messages)]
     if not messages:
         raise invalid("`messages` cannot be empty", "messages")
     if template is None:
@@ -35,12 +35,12 @@ def rendered(body: ChatRequest, template: ChatTemplate | None) -> str:
             raise invalid(f"`chat_template_kwargs` cannot have `{name}`", "chat_template_kwargs")
     if "developer" not in template.source:
         messages = [one | {"role": "system"} if one["role"] == "developer" else one for one in messages]
-    if continues(body):
+    if continues_last_message(body):
         return template.render_open(messages, variables)
     return template.render(messages, body.add_generation_prompt is not False, variables)
 
 
-def continues(body: ChatRequest) -> bool:
+def continues_last_message(body: ChatRequest) -> bool:
     """Whether the last message goes on. Raises Refusal where it is also to be followed by another."""
     if body.continue_final_message and body.add_generation_prompt:
         raise invalid(
@@ -52,13 +52,13 @@ def continues(body: ChatRequest) -> bool:
     return body.messages[-1].role == "assistant" and not body.add_generation_prompt
 
 
-def echoed(body: ChatRequest) -> str:
+def echoed_message(body: ChatRequest) -> str:
     """What an answer repeats with `echo`: the message that it continues."""
     last = body.messages[-1]
-    return text(last.content, "") if body.echo and last.role == "assistant" else ""
+    return join_parts(last.content, "") if body.echo and last.role == "assistant" else ""
 
 
-def message(one: ChatMessage, i: int) -> dict[str, Any]:
+def template_message(one: ChatMessage, i: int) -> dict[str, Any]:
     """As templates take it. Raises Refusal."""
     name = f"messages[{i}]"
     if one.role in ROLES_OF_TOOLS:
@@ -69,10 +69,10 @@ def message(one: ChatMessage, i: int) -> dict[str, Any]:
         if (one.model_extra or {}).get(field):
             raise invalid(f"`{name}.{field}` is not supported yet", f"{name}.{field}")
     named = {} if one.name is None else {"name": one.name}
-    return {"role": one.role, "content": text(one.content, f"{name}.content"), **named}
+    return {"role": one.role, "content": join_parts(one.content, f"{name}.content"), **named}
 
 
-def text(content: str | list[Part] | None, name: str) -> str:
+def join_parts(content: str | list[ContentPart] | None, name: str) -> str:
     """Content in parts is one text. Raises Refusal."""
     if content is None:
         raise invalid(f"`{name}` is required", name)

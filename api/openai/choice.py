@@ -4,14 +4,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from api.inference.stream import Stream
-from api.openai.request_schemas import Body, CompletionRequest
-from api.openai.stop_text import AnswerText
+from api.openai.request_schemas import OpenAIRequest, CompletionRequest
+from api.openai.stop_text import StopHoldback
 
 FINISH_REASONS = {"length": "length", "eos_token": "stop", "stop_sequence": "stop"}
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class TextPiece:
     """What is shown at once.
 
     Attributes:
@@ -34,7 +34,7 @@ class Choice:
     """
 
     def __init__(
-        self, index: int, stream: Stream, text: AnswerText, prefix: str = "", prompt_only: bool = False
+        self, index: int, stream: Stream, text: StopHoldback, prefix: str = "", prompt_only: bool = False
     ) -> None:
         self.index, self.stream, self.text, self.prefix, self.prompt_only = (
             index,
@@ -47,39 +47,39 @@ class Choice:
         self.ended = False
 
     @property
-    def begun(self) -> bool:
+    def started(self) -> bool:
         return self.ended or self.text.num_tokens > 0
 
     @property
     def failed(self) -> bool:
         return self.stream.terminal is not None and not self.stream.finished
 
-    def pieces(self) -> Iterator[Piece]:
+    def take_pieces(self) -> Iterator[TextPiece]:
         """One for each token that can be shown by now; the last one of a finished answer comes with its end."""
         while self.text.num_tokens < self.stream.num_ready and not self.prompt_only:
             yield self.piece(1)
         if self.stream.finished and not self.ended:
             self.ended = True
             yield (
-                Piece("", range(0))
+                TextPiece("", range(0))
                 if self.prompt_only
                 else self.piece(self.stream.num_tokens - self.text.num_tokens)
             )
 
-    def piece(self, num_tokens: int) -> Piece:
+    def piece(self, num_tokens: int) -> TextPiece:
         begin = self.text.num_tokens
         self.offsets += [len(self.prefix) + self.text.num_chars] * num_tokens
-        return Piece(self.text.last() if self.ended else self.text.step(), range(begin, begin + num_tokens))
+        return TextPiece(self.text.last() if self.ended else self.text.step(), range(begin, begin + num_tokens))
 
     @property
-    def ending(self) -> dict[str, str | int | None]:
+    def render_ending(self) -> dict[str, str | int | None]:
         """How the choice ended; nulls before."""
         reason = FINISH_REASONS[self.stream.terminal.reason] if self.ended and self.stream.terminal else None
         return {"finish_reason": reason, "stop_reason": self.text.stop_reason}
 
 
-def choice(i: int, stream: Stream, body: Body, prefix: str) -> Choice:
-    text = AnswerText(
+def new_choice(i: int, stream: Stream, body: OpenAIRequest, prefix: str) -> Choice:
+    text = StopHoldback(
         stream,
         skip_special=body.skip_special_tokens is not False,
         include_stop=bool(body.include_stop_str_in_output),

@@ -8,7 +8,7 @@ from api.openai.request_schemas import CompletionRequest
 from common.detokenize import Detokenizer
 
 
-def echoed(
+def echoed_prompt(
     completion: CompletionRequest, params: GenerationParams, wanted: Wanted, vocabulary: Vocabulary
 ) -> str:
     """The text of the prompt, where it is to be repeated; where that was cut, of what is left of it."""
@@ -20,7 +20,7 @@ def echoed(
     return str(vocabulary.tokenizer.decode(wanted.prompt_ids, skip_special_tokens=False))
 
 
-def offsets(stream: Stream, text: str) -> list[int]:
+def prompt_offsets(stream: Stream, text: str) -> list[int]:
     """Where each token of the prompt begins in its `text`. What only the tokenizer put there (a begin of
     sequence) takes no room.
     """

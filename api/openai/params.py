@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from api.errors import invalid
 from api.inference.params import GenerationParams
-from api.openai.request_schemas import Body, ChatRequest, CompletionRequest
+from api.openai.request_schemas import OpenAIRequest, ChatRequest, CompletionRequest
 
 NAMES = {
     "max_new_tokens": "max_tokens",
@@ -63,7 +63,7 @@ def prompts(body: CompletionRequest) -> list[str] | list[list[int]]:
     return [given] if isinstance(given[0], int) else given  # the first tells for all
 
 
-def common(body: Body, names: Mapping[str, str]) -> GenerationParams:
+def common(body: OpenAIRequest, names: Mapping[str, str]) -> GenerationParams:
     """What both routes have. Where no temperature is given it is 1, not what the model's
     generation_config.json proposes.
     """

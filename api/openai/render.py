@@ -8,8 +8,8 @@ from typing import Any
 
 from api.errors import encode
 from api.inference.stream import Stream
-from api.openai.choice import Choice, Piece
-from api.openai.request_schemas import Body
+from api.openai.choice import Choice, TextPiece
+from api.openai.request_schemas import OpenAIRequest
 from api.openai.token_bytes import token_bytes
 
 FINGERPRINT = f"tokenfleet-{version('tokenfleet')}"
@@ -17,7 +17,7 @@ LEAST_LOGPROB = -9999.0
 """OpenAI's word for a token that cannot be: JSON has none for minus infinity."""
 
 
-class Answer(ABC):
+class ResponseRenderer(ABC):
     """The choices of one request, and the objects that show them.
 
     Attributes:
@@ -28,7 +28,7 @@ class Answer(ABC):
     whole_kind: str
     chunk_kind: str
 
-    def __init__(self, body: Body, request_id: str, model: str, choices: Sequence[Choice]) -> None:
+    def __init__(self, body: OpenAIRequest, request_id: str, model: str, choices: Sequence[Choice]) -> None:
         options = body.stream_options
         self.shows_usage = bool(options and options.include_usage)
         self.shows_usage_always = bool(self.shows_usage and options and options.continuous_usage_stats)
@@ -36,31 +36,31 @@ class Answer(ABC):
         self.num_prompt_tokens = sum(len(choice.stream.prompt_ids) for choice in choices[:: body.n or 1])
         self.id, self.created, self.model = f"{self.prefix}-{request_id}", int(time.time()), model
 
-    def whole(self) -> bytes:
+    def render_whole(self) -> bytes:
         """The answer, once all choices have finished."""
         choices = []
         for choice in self.choices:
-            text = choice.prefix + "".join(piece.text for piece in choice.pieces())
-            choices.append({"index": choice.index, **self.told(choice, text), **choice.ending})
-        return self.encoded(self.whole_kind, choices, {"usage": self.usage()})
+            text = choice.prefix + "".join(piece.text for piece in choice.take_pieces())
+            choices.append({"index": choice.index, **self.render_choice(choice, text), **choice.render_ending})
+        return self.render_object(self.whole_kind, choices, {"usage": self.usage()})
 
-    def chunks(self, choice: Choice) -> Iterator[bytes]:
+    def render_chunks(self, choice: Choice) -> Iterator[bytes]:
         """What is new of a choice."""
-        begun = choice.begun
-        for piece in choice.pieces():
-            if not begun and (first := self.first(choice)):
-                yield self.chunk([{"index": choice.index, **first, "finish_reason": None}])
+        begun = choice.started
+        for piece in choice.take_pieces():
+            if not begun and (first := self.render_first_delta(choice)):
+                yield self.render_chunk([{"index": choice.index, **first, "finish_reason": None}])
             begun = True
-            yield self.chunk([{"index": choice.index, **self.added(choice, piece), **choice.ending}])
+            yield self.render_chunk([{"index": choice.index, **self.render_delta(choice, piece), **choice.render_ending}])
 
-    def chunk(self, choices: list[dict[str, Any]]) -> bytes:
+    def render_chunk(self, choices: list[dict[str, Any]]) -> bytes:
         usage = {"usage": self.usage() if self.shows_usage_always else None} if self.shows_usage else {}
-        return self.encoded(self.chunk_kind, choices, usage)
+        return self.render_object(self.chunk_kind, choices, usage)
 
-    def usage_chunk(self) -> bytes:
-        return self.encoded(self.chunk_kind, [], {"usage": self.usage()})
+    def render_usage_chunk(self) -> bytes:
+        return self.render_object(self.chunk_kind, [], {"usage": self.usage()})
 
-    def encoded(self, kind: str, choices: list[dict[str, Any]], usage: dict[str, Any]) -> bytes:
+    def render_object(self, kind: str, choices: list[dict[str, Any]], usage: dict[str, Any]) -> bytes:
         about = {
             "id": self.id,
             "object": kind,
@@ -76,33 +76,33 @@ class Answer(ABC):
         prompt = self.num_prompt_tokens
         return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
 
-    def of_prompt(self, choice: Choice) -> dict[str, list[Any]] | None:
+    def prompt_logprobs(self, choice: Choice) -> dict[str, list[Any]] | None:
         """What is told of a choice's prompt, besides its text. To find it out may take long, the first time."""
         return None
 
     @abstractmethod
-    def told(self, choice: Choice, text: str) -> dict[str, Any]:
+    def render_choice(self, choice: Choice, text: str) -> dict[str, Any]:
         """A whole choice."""
 
     @abstractmethod
-    def first(self, choice: Choice) -> dict[str, Any]:
+    def render_first_delta(self, choice: Choice) -> dict[str, Any]:
         """What the first chunk of a choice says before the first token; empty where there is nothing to say."""
 
     @abstractmethod
-    def added(self, choice: Choice, piece: Piece) -> dict[str, Any]:
+    def render_delta(self, choice: Choice, piece: TextPiece) -> dict[str, Any]:
         """A chunk of a choice."""
 
 
 # --- tokens -------------------------------------------------------------------------------------------------
 
 
-def spelled(stream: Stream, token_id: int) -> bytes:
+def render_bytes(stream: Stream, token_id: int) -> bytes:
     return token_bytes(stream.vocabulary.tokenizer, token_id)
 
 
-def readable(spelling: bytes) -> str:
+def render_text(spelling: bytes) -> str:
     return spelling.decode(errors="replace")
 
 
-def told_logprob(logprob: float) -> float:
+def render_logprob(logprob: float) -> float:
     return max(logprob, LEAST_LOGPROB)

@@ -4,17 +4,17 @@ from collections.abc import Sequence
 from typing import Any
 
 from api.inference.stream import Stream
-from api.openai.choice import Choice, Piece
-from api.openai.echo import offsets
-from api.openai.render import Answer, readable, spelled, told_logprob
+from api.openai.choice import Choice, TextPiece
+from api.openai.echo import prompt_offsets
+from api.openai.render import ResponseRenderer, render_text, render_bytes, render_logprob
 from api.openai.request_schemas import CompletionRequest
 from common.broker.committed import Top
 
-Lists = dict[str, list[Any]]
+LogprobLists = dict[str, list[Any]]
 """Log-probabilities of the older kind: four parallel lists."""
 
 
-class CompletionAnswer(Answer):
+class CompletionRenderer(ResponseRenderer):
     prefix, whole_kind, chunk_kind = "cmpl", "text_completion", "text_completion"
 
     def __init__(
@@ -22,58 +22,58 @@ class CompletionAnswer(Answer):
     ) -> None:
         super().__init__(body, request_id, model, choices)
         self.shows_logprobs = body.logprobs is not None
-        self.prompts: dict[int, Lists] = {}
+        self.prompts: dict[int, LogprobLists] = {}
 
-    def told(self, choice: Choice, text: str) -> dict[str, Any]:
+    def render_choice(self, choice: Choice, text: str) -> dict[str, Any]:
         own = self.logprobs(choice, range(choice.text.num_tokens))
-        return {"text": text, "logprobs": own and joined(self.of_prompt(choice), own)}
+        return {"text": text, "logprobs": own and join_logprobs(self.prompt_logprobs(choice), own)}
 
-    def first(self, choice: Choice) -> dict[str, Any]:
-        told = self.of_prompt(choice)
+    def render_first_delta(self, choice: Choice) -> dict[str, Any]:
+        told = self.prompt_logprobs(choice)
         return {"text": choice.prefix, "logprobs": told} if choice.prefix or told else {}
 
-    def added(self, choice: Choice, piece: Piece) -> dict[str, Any]:
+    def render_delta(self, choice: Choice, piece: TextPiece) -> dict[str, Any]:
         return {"text": piece.text, "logprobs": self.logprobs(choice, piece.tokens)}
 
-    def logprobs(self, choice: Choice, tokens: Sequence[int]) -> Lists | None:
+    def logprobs(self, choice: Choice, tokens: Sequence[int]) -> LogprobLists | None:
         if not self.shows_logprobs:
             return None
         stream = choice.stream
         tops = [stream.tops[i] if stream.tops else [] for i in tokens]
         told = [(stream.ids[i], stream.logprobs[i], top) for i, top in zip(tokens, tops, strict=True)]
-        return lists(stream, told, [choice.offsets[i] for i in tokens])
+        return render_logprobs(stream, told, [choice.offsets[i] for i in tokens])
 
-    def of_prompt(self, choice: Choice) -> Lists | None:
+    def prompt_logprobs(self, choice: Choice) -> LogprobLists | None:
         stream = choice.stream
         if stream.prompt is not None and choice.index not in self.prompts:
-            self.prompts[choice.index] = lists(stream, stream.prompt_tokens(), offsets(stream, choice.prefix))
+            self.prompts[choice.index] = render_logprobs(stream, stream.prompt_tokens(), prompt_offsets(stream, choice.prefix))
         return self.prompts.get(choice.index)
 
 
-def lists(stream: Stream, told: Sequence[tuple[int, float | None, Top]], offsets: list[int]) -> Lists:
+def render_logprobs(stream: Stream, told: Sequence[tuple[int, float | None, Top]], offsets: list[int]) -> LogprobLists:
     """Of tokens: id, log-probability, likeliest ones. The token itself is always among these; of a prompt's
     first one nothing is known.
     """
     return {
-        "tokens": [word(stream, token_id) for token_id, _, _ in told],
-        "token_logprobs": [None if logprob is None else told_logprob(logprob) for _, logprob, _ in told],
+        "tokens": [render_token_text(stream, token_id) for token_id, _, _ in told],
+        "token_logprobs": [None if logprob is None else render_logprob(logprob) for _, logprob, _ in told],
         "top_logprobs": [
-            None if logprob is None else likeliest(stream, token_id, logprob, top)
+            None if logprob is None else render_top_logprobs(stream, token_id, logprob, top)
             for token_id, logprob, top in told
         ],
         "text_offset": offsets,
     }
 
 
-def joined(first: Lists | None, second: Lists) -> Lists:
+def join_logprobs(first: LogprobLists | None, second: LogprobLists) -> LogprobLists:
     return second if first is None else {name: first[name] + second[name] for name in second}
 
 
-def likeliest(stream: Stream, token_id: int, logprob: float, top: Top) -> dict[str, float]:
-    return {word(stream, other): told_logprob(value) for other, value in top} | {
-        word(stream, token_id): told_logprob(logprob)
+def render_top_logprobs(stream: Stream, token_id: int, logprob: float, top: Top) -> dict[str, float]:
+    return {render_token_text(stream, other): render_logprob(value) for other, value in top} | {
+        render_token_text(stream, token_id): render_logprob(logprob)
     }
 
 
-def word(stream: Stream, token_id: int) -> str:
-    return readable(spelled(stream, token_id))
+def render_token_text(stream: Stream, token_id: int) -> str:
+    return render_text(render_bytes(stream, token_id))

@@ -18,11 +18,11 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 
 from api.errors import invalid
-from api.http.unsupported import Unserved, check_served
+from api.http.unsupported import UnsupportedFields, reject_unsupported
 from api.inference.fields import Listed, least, ranged
 from api.inference.ranges import BIASES, MAX_STOP_CHARS
 
-UNSERVED: Unserved = {
+UNSUPPORTED: UnsupportedFields = {
     "allowed_token_ids": (),
     "audio": (),
     "best_of": (1,),
@@ -93,7 +93,7 @@ TGI_FIELDS = frozenset(
 """Parameters that only TGI's routes have."""
 
 
-def said_once(words: str) -> WrapValidator:
+def with_one_error(words: str) -> WrapValidator:
     """For a field of several shapes: one error in place of one for each shape."""
 
     def check(value: Any, shapes: ValidatorFunctionWrapHandler) -> Any:
@@ -105,10 +105,10 @@ def said_once(words: str) -> WrapValidator:
     return WrapValidator(check)
 
 
-Stop = Annotated[str | Listed[str], said_once("Input should be a string or a list of strings")]
+Stop = Annotated[str | Listed[str], with_one_error("Input should be a string or a list of strings")]
 Prompt = Annotated[
     str | Listed[str] | Listed[int] | Listed[Listed[int]],
-    said_once(
+    with_one_error(
         "Input should be a string, a list of strings, a list of token ids, or a list of lists of token ids"
     ),
 ]
@@ -125,7 +125,7 @@ class StreamOptions(BaseModel):
     )
 
 
-class Body(BaseModel):
+class OpenAIRequest(BaseModel):
     """What both routes have. A field that is null or absent has its default.
 
     `user`, `metadata`, `store` and the like are labels: accepted, and without effect.
@@ -195,12 +195,12 @@ class Body(BaseModel):
 
     def check(self) -> None:
         """Raises Refusal for what is not served, and for fields that contradict each other."""
-        check_served(self.model_extra or {}, UNSERVED, FIELDS | TGI_FIELDS)
+        reject_unsupported(self.model_extra or {}, UNSUPPORTED, OPENAI_FIELDS | TGI_FIELDS)
         if self.stream_options is not None and not self.stream:
             raise invalid("`stream_options` is only allowed with `stream`: true", "stream_options")
 
 
-class Part(BaseModel):
+class ContentPart(BaseModel):
     """Of a message's content; only the type `text` is served."""
 
     model_config = ConfigDict(strict=True, extra="allow", json_schema_extra={"required": ["type", "text"]})
@@ -216,11 +216,11 @@ class ChatMessage(BaseModel):
     model_config = ConfigDict(strict=True, extra="allow", json_schema_extra={"required": ["role", "content"]})
 
     role: str = Field(json_schema_extra={"enum": list(ROLES)})
-    content: str | Listed[Part] | None = Field(default=None, json_schema_extra={"type": ["string", "array"]})
+    content: str | Listed[ContentPart] | None = Field(default=None, json_schema_extra={"type": ["string", "array"]})
     name: str | None = None
 
 
-class ChatRequest(Body):
+class ChatRequest(OpenAIRequest):
     """Body of /v1/chat/completions."""
 
     messages: Listed[ChatMessage] = Field(json_schema_extra={"minItems": 1})
@@ -234,7 +234,7 @@ class ChatRequest(Body):
     chat_template_kwargs: dict[str, Any] | None = None
 
 
-class CompletionRequest(Body):
+class CompletionRequest(OpenAIRequest):
     """Body of /v1/completions."""
 
     max_tokens: int | None = least(
@@ -258,5 +258,5 @@ class CompletionRequest(Body):
         return bool(self.echo) and self.max_tokens == 0
 
 
-FIELDS = frozenset({*ChatRequest.model_fields, *CompletionRequest.model_fields, *UNSERVED})
+OPENAI_FIELDS = frozenset({*ChatRequest.model_fields, *CompletionRequest.model_fields, *UNSUPPORTED})
 """What clients of these routes know."""

@@ -14,22 +14,22 @@ from api.inference.pool import Gateway
 from api.inference.stream import Stream
 from api.inference.validate import Wanted
 from api.offload import aside
-from api.openai.choice import Choice, choice
-from api.openai.render import Answer
-from api.openai.request_schemas import Body
-from api.openai.stream import frames
+from api.openai.choice import Choice, new_choice
+from api.openai.render import ResponseRenderer
+from api.openai.request_schemas import OpenAIRequest
+from api.openai.stream import stream_frames
 
-Make = Callable[[str, str, list[Choice]], Answer]
+MakeRenderer = Callable[[str, str, list[Choice]], ResponseRenderer]
 """(id of the request, name of the model, choices) → the answer."""
 
 
-async def serve(
+async def respond(
     request: Request,
     gateway: Gateway,
-    body: Body,
+    body: OpenAIRequest,
     wanted: list[Wanted],
     prefixes: Sequence[str],
-    make: Make,
+    make: MakeRenderer,
     begun_s: float,
 ) -> Response:
     """The answer to all that is `wanted`, as a stream or as a whole. `prefixes`: for each, what its choice
@@ -45,19 +45,19 @@ async def serve(
         )
     streams = await desk.submit_all(wanted, request_id(request))
     choices = [
-        choice(i, stream, body, prefix)
+        new_choice(i, stream, body, prefix)
         for i, (stream, prefix) in enumerate(zip(streams, prefixes, strict=True))
     ]
     answer = make(request_id(request), settings.model_name, choices)
     headers = prompt_headers(settings, sum(one.num_chars for one in wanted[:: body.n or 1]))
     if body.stream:
-        return TokenStream(frames(answer), streams, headers, desk.leave)
+        return TokenStream(stream_frames(answer), streams, headers, desk.leave)
     await finished(streams, request, desk.leave)
-    content = await aside(sum(stream.num_records for stream in streams), answer.whole)
-    return Response(content, 200, headers | cost_headers(answer, streams, begun_s), "application/json")
+    content = await aside(sum(stream.num_records for stream in streams), answer.render_whole)
+    return Response(content, 200, headers | usage_headers(answer, streams, begun_s), "application/json")
 
 
-def cost_headers(answer: Answer, streams: Sequence[Stream], begun_s: float) -> dict[str, str]:
+def usage_headers(answer: ResponseRenderer, streams: Sequence[Stream], begun_s: float) -> dict[str, str]:
     """Times are those of the stream that ended last."""
     usage = answer.usage()
     totals = {

@@ -6,29 +6,29 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict
 
-from api.http.openapi import refusals, sends_events
+from api.http.openapi import error_responses, event_stream
 
 FinishReason = Literal["stop", "length"]
 
 
-class Reply(BaseModel):
+class OpenAIObject(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
 
-class Usage(Reply):
+class Usage(OpenAIObject):
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
 
 
-class Answer(Reply):
+class CompletionObject(OpenAIObject):
     id: str
     created: int
     model: str
     system_fingerprint: str
 
 
-class Ending(Reply):
+class FinishedChoice(OpenAIObject):
     """`stop_reason`: the stop string or id that ended the choice."""
 
     index: int
@@ -36,7 +36,7 @@ class Ending(Reply):
     stop_reason: str | int | None
 
 
-class Progress(Reply):
+class ChunkChoice(OpenAIObject):
     index: int
     finish_reason: FinishReason | None
     stop_reason: str | int | None = None
@@ -45,7 +45,7 @@ class Progress(Reply):
 # --- chat ---------------------------------------------------------------------------------------------------
 
 
-class TopLogprob(Reply):
+class TopLogprob(OpenAIObject):
     token: str
     logprob: float | None
     bytes: list[int]
@@ -55,40 +55,40 @@ class TokenLogprob(TopLogprob):
     top_logprobs: list[TopLogprob]
 
 
-class ChatLogprobs(Reply):
+class ChatLogprobs(OpenAIObject):
     content: list[TokenLogprob]
 
 
-class AssistantMessage(Reply):
+class AssistantMessage(OpenAIObject):
     role: Literal["assistant"]
     content: str
     refusal: None
 
 
-class ChatChoice(Ending):
+class ChatChoice(FinishedChoice):
     message: AssistantMessage
     logprobs: ChatLogprobs | None
 
 
-class ChatCompletion(Answer):
+class ChatCompletion(CompletionObject):
     object: Literal["chat.completion"]
     choices: list[ChatChoice]
     usage: Usage
 
 
-class Delta(Reply):
+class Delta(OpenAIObject):
     """The first one of a choice has the role."""
 
     role: Literal["assistant"] = None  # type: ignore[assignment]  # absent, not null
     content: str
 
 
-class ChatChunkChoice(Progress):
+class ChatChunkChoice(ChunkChoice):
     delta: Delta
     logprobs: ChatLogprobs | None
 
 
-class ChatCompletionChunk(Answer):
+class ChatCompletionChunk(CompletionObject):
     """One frame, `data: {…}`. Where the request failed it is an OpenAIError; the last one is `data: [DONE]`."""
 
     object: Literal["chat.completion.chunk"]
@@ -99,7 +99,7 @@ class ChatCompletionChunk(Answer):
 # --- completion ---------------------------------------------------------------------------------------------
 
 
-class CompletionLogprobs(Reply):
+class CompletionLogprobs(OpenAIObject):
     """Nothing is known of the first token of a prompt."""
 
     tokens: list[str]
@@ -108,23 +108,23 @@ class CompletionLogprobs(Reply):
     text_offset: list[int]
 
 
-class CompletionChoice(Ending):
+class CompletionChoice(FinishedChoice):
     text: str
     logprobs: CompletionLogprobs | None
 
 
-class Completion(Answer):
+class Completion(CompletionObject):
     object: Literal["text_completion"]
     choices: list[CompletionChoice]
     usage: Usage
 
 
-class CompletionChunkChoice(Progress):
+class CompletionChunkChoice(ChunkChoice):
     text: str
     logprobs: CompletionLogprobs | None
 
 
-class CompletionChunk(Answer):
+class CompletionChunk(CompletionObject):
     """One frame, `data: {…}`. Where the request failed it is an OpenAIError; the last one is `data: [DONE]`."""
 
     object: Literal["text_completion"]
@@ -135,30 +135,30 @@ class CompletionChunk(Answer):
 # --- models and errors --------------------------------------------------------------------------------------
 
 
-class Model(Reply):
+class Model(OpenAIObject):
     id: str
     object: Literal["model"]
     created: int
     owned_by: str
 
 
-class ModelList(Reply):
+class ModelList(OpenAIObject):
     object: Literal["list"]
     data: list[Model]
 
 
-class ErrorDetail(Reply):
+class ErrorDetail(OpenAIObject):
     message: str
     type: str
     param: str | None
     code: str | None
 
 
-class OpenAIError(Reply):
+class OpenAIError(OpenAIObject):
     error: ErrorDetail
 
 
-REFUSALS = refusals(
+ERROR_RESPONSES = error_responses(
     OpenAIError,
     {
         400: "The body is not JSON, or a field is wrong or not served: `param` names it",
@@ -174,6 +174,6 @@ REFUSALS = refusals(
 """What a route that takes a body may answer besides 200."""
 
 
-def answers(whole: type[Answer], chunk: type[Answer]) -> dict[int | str, dict[str, Any]]:
+def response_or_chunks(whole: type[CompletionObject], chunk: type[CompletionObject]) -> dict[int | str, dict[str, Any]]:
     """A route's `responses` where `stream` decides between the two."""
-    return {200: {"model": whole, "content": sends_events(chunk, "[DONE]")}}
+    return {200: {"model": whole, "content": event_stream(chunk, "[DONE]")}}

@@ -7,22 +7,22 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from api.errors import invalid
-from api.http.openapi import takes
+from api.http.openapi import json_body
 from api.inference.params import GenerationParams
 from api.inference.validate import Limits, validate
 from api.openai.accept import accept
-from api.openai.echo import echoed
+from api.openai.echo import echoed_prompt
 from api.openai.params import from_completion
-from api.openai.render_completion import CompletionAnswer
+from api.openai.render_completion import CompletionRenderer
 from api.openai.request_schemas import CompletionRequest
-from api.openai.respond import serve
-from api.openai.response_schemas import REFUSALS, Completion, CompletionChunk, answers
+from api.openai.respond import respond
+from api.openai.response_schemas import ERROR_RESPONSES, Completion, CompletionChunk, response_or_chunks
 
-router = APIRouter(responses=REFUSALS)
+router = APIRouter(responses=ERROR_RESPONSES)
 
 
 @router.post(
-    "/v1/completions", openapi_extra=takes(CompletionRequest), responses=answers(Completion, CompletionChunk)
+    "/v1/completions", openapi_extra=json_body(CompletionRequest), responses=response_or_chunks(Completion, CompletionChunk)
 )
 async def completions(request: Request) -> Response:
     """How each prompt goes on: its choices stand together, in the order of the prompts."""
@@ -30,18 +30,18 @@ async def completions(request: Request) -> Response:
     gateway, completion = await accept(request, CompletionRequest)
     await gateway.desk.check()
     prompts, limits, vocabulary = from_completion(completion), gateway.fleet.limits, gateway.vocabulary
-    check_number(prompts, limits)
+    check_num_prompts(prompts, limits)
     wanted, prefixes = [], []
     for params in prompts:
         choices = await validate(params, limits, vocabulary)
         wanted += choices
-        prefixes += [echoed(completion, params, choices[0], vocabulary)] * len(choices)
-    return await serve(
-        request, gateway, completion, wanted, prefixes, partial(CompletionAnswer, completion), begun_s
+        prefixes += [echoed_prompt(completion, params, choices[0], vocabulary)] * len(choices)
+    return await respond(
+        request, gateway, completion, wanted, prefixes, partial(CompletionRenderer, completion), begun_s
     )
 
 
-def check_number(prompts: list[GenerationParams], limits: Limits) -> None:
+def check_num_prompts(prompts: list[GenerationParams], limits: Limits) -> None:
     if len(prompts) > limits.max_client_batch_size:
         raise invalid(
             f"`prompt` supports up to {limits.max_client_batch_size} prompts. Given: {len(prompts)}", "prompt"

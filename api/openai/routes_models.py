@@ -6,28 +6,28 @@ from fastapi import APIRouter, Request
 
 from api.errors import asking_broker
 from api.inference.pool import gateway_of
-from api.openai.response_schemas import REFUSALS, Model, ModelList
+from api.openai.response_schemas import ERROR_RESPONSES, Model, ModelList
 
 router = APIRouter()
 
 
-@router.get("/v1/models", responses={200: {"model": ModelList}, 503: REFUSALS[503]})
+@router.get("/v1/models", responses={200: {"model": ModelList}, 503: ERROR_RESPONSES[503]})
 async def models(request: Request) -> dict[str, Any]:
     """What can be named as `model`: the model of this pool, and other pools that have a live worker."""
     gateway = gateway_of(request)
     async with asking_broker():
         others = await gateway.pools.others()
-    return {"object": "list", "data": [described(name) for name in (gateway.settings.model_name, *others)]}
+    return {"object": "list", "data": [render_model(name) for name in (gateway.settings.model_name, *others)]}
 
 
 @router.get(
-    "/v1/models/{name:path}", responses={200: {"model": Model}, 404: REFUSALS[404], 503: REFUSALS[503]}
+    "/v1/models/{name:path}", responses={200: {"model": Model}, 404: ERROR_RESPONSES[404], 503: ERROR_RESPONSES[503]}
 )
 async def model(request: Request, name: str) -> dict[str, Any]:
     """One of them."""
     gateway = await gateway_of(request).pools.find(name)
-    return described(gateway.settings.model_name)
+    return render_model(gateway.settings.model_name)
 
 
-def described(name: str) -> dict[str, Any]:
+def render_model(name: str) -> dict[str, Any]:
     return {"id": name, "object": "model", "created": 0, "owned_by": name}

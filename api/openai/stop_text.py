@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from api.inference.stream import Stream
 
 
-class AnswerText:
+class StopHoldback:
     """Gives out the text of a stream token by token; all of it together is the whole answer.
 
     Where stop strings may begin is as in `StopMatcher`: not before the first `min_new_tokens` tokens, and
@@ -32,7 +32,7 @@ class AnswerText:
         if not request.stop or self.num_tokens <= request.min_new_tokens:
             return visible
         self.held.append((text, visible))
-        return self.release(num_promising(self.text, request.stop))
+        return self.release(num_chars_held(self.text, request.stop))
 
     def last(self) -> str:
         """What the last token adds to all that was held back. If that token was taken before, the rest is all
@@ -42,7 +42,7 @@ class AnswerText:
         reason, fresh = self.stream.terminal.reason, self.num_tokens < self.stream.num_tokens
         if fresh:
             self.held.append(self.take())
-        stop = first_stop(self.text, self.stream.request.stop) if reason == "stop_sequence" else None
+        stop = find_first_stop(self.text, self.stream.request.stop) if reason == "stop_sequence" else None
         if stop is not None:
             begin, self.stop_reason = stop
             return self.release(len(self.text) - begin - self.include_stop * len(self.stop_reason))
@@ -82,13 +82,13 @@ class AnswerText:
         return "".join(shown)
 
 
-def num_promising(text: str, stops: Sequence[str]) -> int:
+def num_chars_held(text: str, stops: Sequence[str]) -> int:
     """Length of the longest end of a text with which a stop string begins."""
     lengths = range(min(len(text), max(map(len, stops), default=1) - 1), 0, -1)
     return next((length for length in lengths if any(stop.startswith(text[-length:]) for stop in stops)), 0)
 
 
-def first_stop(text: str, stops: Sequence[str]) -> tuple[int, str] | None:
+def find_first_stop(text: str, stops: Sequence[str]) -> tuple[int, str] | None:
     """Where the stop string begins that is complete first, and which it is."""
     found = [(begin + len(stop), begin, stop) for stop in stops if (begin := text.find(stop)) >= 0]
     return min(found)[1:] if found else None

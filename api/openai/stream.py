@@ -7,20 +7,20 @@ from functools import partial
 from api.errors import encode, failed, openai
 from api.http.sse import frame
 from api.offload import aside
-from api.openai.render import Answer
+from api.openai.render import ResponseRenderer
 
 DONE = frame(b"[DONE]")
-OF_ALL = -1
+NO_CHOICE = -1
 """In place of a choice: a chunk that is of no single one."""
 
 
-async def frames(answer: Answer) -> AsyncIterator[bytes]:
+async def stream_frames(answer: ResponseRenderer) -> AsyncIterator[bytes]:
     """All chunks, as they come; then `[DONE]`."""
     async for chunks, ended in news(answer):
         yield b"".join([frame(chunk) for _, chunk in chunks] + [DONE] * ended)
 
 
-async def news(answer: Answer) -> AsyncIterator[tuple[list[tuple[int, bytes]], bool]]:
+async def news(answer: ResponseRenderer) -> AsyncIterator[tuple[list[tuple[int, bytes]], bool]]:
     """(new chunks, each with the index of its choice; whether these are the last), up to the end of the last
     choice or the error of the first that fails.
     """
@@ -32,15 +32,15 @@ async def news(answer: Answer) -> AsyncIterator[tuple[list[tuple[int, bytes]], b
         await changed.wait()
         changed.clear()
         for choice in answer.choices:
-            if choice.stream.num_tokens and not choice.begun:
-                await aside(choice.stream.num_prompt_records, partial(answer.of_prompt, choice))
-        new = [(choice.index, chunk) for choice in answer.choices for chunk in answer.chunks(choice)]
+            if choice.stream.num_tokens and not choice.started:
+                await aside(choice.stream.num_prompt_records, partial(answer.prompt_logprobs, choice))
+        new = [(choice.index, chunk) for choice in answer.choices for chunk in answer.render_chunks(choice)]
         ended = all(choice.ended for choice in answer.choices)
         failure = next((choice.stream.terminal for choice in answer.choices if choice.failed), None)
         if failure:
-            new.append((OF_ALL, encode(openai(failed(failure))[1])))
+            new.append((NO_CHOICE, encode(openai(failed(failure))[1])))
         elif ended and answer.shows_usage:
-            new.append((OF_ALL, answer.usage_chunk()))
+            new.append((NO_CHOICE, answer.render_usage_chunk()))
         if new or ended or failure:
             yield new, bool(ended or failure)
         if ended or failure:

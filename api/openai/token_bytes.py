@@ -11,15 +11,15 @@ BYTE = re.compile(r"<0x([0-9A-F]{2})>")
 def token_bytes(tokenizer: Tokenizer, token_id: int) -> bytes:
     """Empty for an id that the tokenizer does not know."""
     piece: str = tokenizer.id_to_token(token_id) or ""
-    if "ByteLevel(" in repr(tokenizer.decoder) and byte_of().keys() >= set(piece):
-        return bytes(byte_of()[character] for character in piece)
+    if "ByteLevel(" in repr(tokenizer.decoder) and byte_of_character().keys() >= set(piece):
+        return bytes(byte_of_character()[character] for character in piece)
     if match := BYTE.fullmatch(piece):
         return bytes.fromhex(match[1])
     return piece.replace("▁", " ").encode()
 
 
 @cache
-def byte_of() -> dict[str, int]:
+def byte_of_character() -> dict[str, int]:
     """GPT-2's alphabet, which has a printable character for every byte."""
     printable = [
         *range(ord("!"), ord("~") + 1),

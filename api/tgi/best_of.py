@@ -25,7 +25,7 @@ def check(params: GenerationParams, limits: Limits, streamed: bool) -> None:
         raise invalid("`seed` must not be set when `best_of` is above 1", "seed")
 
 
-def apart(wanted: Sequence[Wanted]) -> list[Wanted]:
+def with_own_seeds(wanted: Sequence[Wanted]) -> list[Wanted]:
     """Each answer with a seed of its own, which is told with it: it alone draws that answer again."""
     return [
         replace(one, sampling=replace(one.sampling, seed=secrets.randbits(63), choice=0))
@@ -34,7 +34,7 @@ def apart(wanted: Sequence[Wanted]) -> list[Wanted]:
     ]
 
 
-def ranked(streams: Sequence[Stream]) -> list[Stream]:
+def rank_by_logprob(streams: Sequence[Stream]) -> list[Stream]:
     """The best first."""
     return sorted(streams, key=mean_logprob, reverse=True)
 

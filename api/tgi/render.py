@@ -8,20 +8,20 @@ from api.http.sse import frame, news
 from api.inference.stream import Stream
 
 
-def token(stream: Stream, i: int) -> dict[str, Any]:
-    return described(stream, stream.ids[i], stream.texts[i], stream.logprobs[i])
+def render_token(stream: Stream, i: int) -> dict[str, Any]:
+    return render_token_id(stream, stream.ids[i], stream.texts[i], stream.logprobs[i])
 
 
-def top_tokens(stream: Stream, i: int) -> list[dict[str, Any]]:
+def render_top_tokens(stream: Stream, i: int) -> list[dict[str, Any]]:
     """The likeliest tokens in place of token `i`, each with its text alone."""
     decode = stream.vocabulary.tokenizer.decode
     return [
-        described(stream, top, decode([top], skip_special_tokens=False), logprob)
+        render_token_id(stream, top, decode([top], skip_special_tokens=False), logprob)
         for top, logprob in stream.tops[i]
     ]
 
 
-def described(stream: Stream, token_id: int, text: str, logprob: float) -> dict[str, Any]:
+def render_token_id(stream: Stream, token_id: int, text: str, logprob: float) -> dict[str, Any]:
     return {
         "id": token_id,
         "text": text,
@@ -30,7 +30,7 @@ def described(stream: Stream, token_id: int, text: str, logprob: float) -> dict[
     }
 
 
-def prefill(stream: Stream) -> list[dict[str, Any]]:
+def render_prefill(stream: Stream) -> list[dict[str, Any]]:
     """The prompt's tokens, each with its text alone; nothing where they were not asked for."""
     if stream.prompt is None:
         return []
@@ -42,7 +42,7 @@ def prefill(stream: Stream) -> list[dict[str, Any]]:
     ]
 
 
-def seed(stream: Stream) -> int | None:
+def seed_of(stream: Stream) -> int | None:
     """None where no token was drawn."""
     sampling = stream.request.sampling
     return sampling.seed if sampling and sampling.temperature else None
@@ -51,55 +51,55 @@ def seed(stream: Stream) -> int | None:
 # --- streams ------------------------------------------------------------------------------------------------
 
 
-async def frames(stream: Stream, prefix: str, with_details: bool) -> AsyncIterator[bytes]:
+async def stream_frames(stream: Stream, prefix: str, with_details: bool) -> AsyncIterator[bytes]:
     """The frames that are ready, as often as there are new ones, up to the last; the whole text begins with
     `prefix`.
     """
-    async for new in bodies(stream, prefix, with_details):
+    async for new in stream_bodies(stream, prefix, with_details):
         yield b"".join(map(frame, new))
 
 
-async def bodies(stream: Stream, prefix: str, with_details: bool) -> AsyncIterator[list[bytes]]:
+async def stream_bodies(stream: Stream, prefix: str, with_details: bool) -> AsyncIterator[list[bytes]]:
     """What is in the frames."""
     shown = 0
     async for fresh, ended in news(stream):
         shown = max(shown, fresh.stop)
-        new = [frame_body(stream, i) for i in fresh]
+        new = [render_frame(stream, i) for i in fresh]
         if ended:
             new.append(
-                last_body(
-                    stream, shown, prefix, summary(stream) if with_details and stream.finished else None
+                render_last_frame(
+                    stream, shown, prefix, render_stream_details(stream) if with_details and stream.finished else None
                 )
             )
         yield new
 
 
-def frame_body(
+def render_frame(
     stream: Stream, i: int, text: str | None = None, details: dict[str, Any] | None = None
 ) -> bytes:
-    tops = {"top_tokens": top_tokens(stream, i)} if stream.tops else {}
+    tops = {"top_tokens": render_top_tokens(stream, i)} if stream.tops else {}
     return encode(
-        {"index": i + 1, "token": token(stream, i), **tops, "generated_text": text, "details": details}
+        {"index": i + 1, "token": render_token(stream, i), **tops, "generated_text": text, "details": render_details}
     )
 
 
-def last_body(stream: Stream, shown: int, prefix: str, details: dict[str, Any] | None) -> bytes:
+def render_last_frame(stream: Stream, shown: int, prefix: str, details: dict[str, Any] | None) -> bytes:
     """The last token with the whole text, or the error."""
     assert stream.terminal is not None
     if not stream.finished:
         return encode(tgi(failed(stream.terminal))[1])
     if shown == stream.num_tokens:  # an end that nothing announced: no token is shown twice
         return encode(tgi(Refusal(500, "incomplete_generation_stream", "Incomplete generation stream"))[1])
-    return frame_body(stream, stream.num_tokens - 1, prefix + stream.text, details)
+    return render_frame(stream, stream.num_tokens - 1, prefix + stream.text, details)
 
 
-def summary(stream: Stream) -> dict[str, Any]:
+def render_stream_details(stream: Stream) -> dict[str, Any]:
     """`details` of the last frame."""
     assert stream.terminal is not None
     about = {
         "finish_reason": stream.terminal.reason,
         "generated_tokens": stream.num_tokens,
-        "seed": seed(stream),
+        "seed": seed_of(stream),
     }
     return about | {"input_length": len(stream.prompt_ids)}
 
@@ -107,13 +107,13 @@ def summary(stream: Stream) -> dict[str, Any]:
 # --- whole answers ------------------------------------------------------------------------------------------
 
 
-def answer(best: Stream, others: Sequence[Stream], prefix: str, with_details: bool) -> dict[str, Any]:
+def render_response(best: Stream, others: Sequence[Stream], prefix: str, with_details: bool) -> dict[str, Any]:
     """The best text, which begins with `prefix`, and in its details those that it is better than."""
     text = prefix + best.text
     if not with_details:
         return {"generated_text": text}
-    losers = [{"generated_text": prefix + one.text, **details(one)} for one in others]
-    known = details(best)
+    losers = [{"generated_text": prefix + one.text, **render_details(one)} for one in others]
+    known = render_details(best)
     tops = {"top_tokens": known.pop("top_tokens")} if best.tops else {}
     return {
         "generated_text": text,
@@ -121,16 +121,16 @@ def answer(best: Stream, others: Sequence[Stream], prefix: str, with_details: bo
     }
 
 
-def details(stream: Stream) -> dict[str, Any]:
+def render_details(stream: Stream) -> dict[str, Any]:
     """How a finished answer came about."""
     assert stream.terminal is not None
     about = {
         "finish_reason": stream.terminal.reason,
         "generated_tokens": stream.num_tokens,
-        "seed": seed(stream),
-        "prefill": prefill(stream),
-        "tokens": [token(stream, i) for i in range(stream.num_tokens)],
+        "seed": seed_of(stream),
+        "prefill": render_prefill(stream),
+        "tokens": [render_token(stream, i) for i in range(stream.num_tokens)],
     }
     return about | (
-        {"top_tokens": [top_tokens(stream, i) for i in range(stream.num_tokens)]} if stream.tops else {}
+        {"top_tokens": [render_top_tokens(stream, i) for i in range(stream.num_tokens)]} if stream.tops else {}
     )

@@ -9,11 +9,11 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, Field
 
 from api.errors import invalid
-from api.http.unsupported import Unserved, check_served
+from api.http.unsupported import UnsupportedFields, reject_unsupported
 from api.inference.fields import Listed, ranged
 from api.inference.params import GenerationParams
 from api.inference.ranges import BIASES, MAX_STOP_CHARS
-from api.openai.request_schemas import FIELDS
+from api.openai.request_schemas import OPENAI_FIELDS
 
 NAMES = {
     "text": "inputs",
@@ -21,15 +21,15 @@ NAMES = {
     "relative_frequency_penalty": "frequency_penalty",
     "n": "best_of",
 }
-UNSERVED: Unserved = {"watermark": (False,), "grammar": (), "adapter_id": ()}
+UNSUPPORTED: UnsupportedFields = {"watermark": (False,), "grammar": (), "adapter_id": ()}
 
 
-def unserved(name: str) -> Any:
-    served: list[Any] = [None, *UNSERVED[name]]
+def unsupported(name: str) -> Any:
+    served: list[Any] = [None, *UNSUPPORTED[name]]
     return Field(default=None, description="not supported yet", json_schema_extra={"enum": served})
 
 
-class Parameters(BaseModel):
+class GenerateParameters(BaseModel):
     """How to generate; a field that is null or absent has its default."""
 
     model_config = ConfigDict(strict=True, extra="allow")
@@ -102,9 +102,9 @@ class Parameters(BaseModel):
         default=None, description="prompt and answer together; on `/` this is the default"
     )
 
-    watermark: bool | None = unserved("watermark")
-    grammar: dict[str, Any] | None = unserved("grammar")
-    adapter_id: str | None = unserved("adapter_id")
+    watermark: bool | None = unsupported("watermark")
+    grammar: dict[str, Any] | None = unsupported("grammar")
+    adapter_id: str | None = unsupported("adapter_id")
 
     @property
     def wants_details(self) -> bool:
@@ -117,17 +117,17 @@ class GenerateRequest(BaseModel):
     model_config = ConfigDict(strict=True)
 
     inputs: str = Field(json_schema_extra={"minLength": 1})
-    parameters: Parameters | None = None
+    parameters: GenerateParameters | None = None
 
     def generation_params(self, streamed: bool) -> GenerationParams:
         """Raises Refusal (422) for what is not served, or not where tokens are streamed."""
-        given = self.parameters or Parameters()
+        given = self.parameters or GenerateParameters()
         if given.decoder_input_details and streamed:
             raise invalid(
                 "`decoder_input_details` must be false when tokens are streamed", "decoder_input_details"
             )
-        check_served(
-            {name: getattr(given, name) for name in UNSERVED} | (given.model_extra or {}), UNSERVED, FIELDS
+        reject_unsupported(
+            {name: getattr(given, name) for name in UNSUPPORTED} | (given.model_extra or {}), UNSUPPORTED, OPENAI_FIELDS
         )
         return GenerationParams(
             text=self.inputs,
@@ -167,7 +167,7 @@ class TokenizeRequest(BaseModel):
     inputs: str
 
 
-class CompatRequest(GenerateRequest):
+class CompatGenerateRequest(GenerateRequest):
     """Body of POST /."""
 
     stream: bool | None = None

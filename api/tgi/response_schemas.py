@@ -6,23 +6,23 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict
 
-from api.http.openapi import Refusals, refusals
+from api.http.openapi import ErrorResponses, error_responses
 
 FinishReason = Literal["length", "eos_token", "stop_sequence"]
 
 
-class Reply(BaseModel):
+class TgiObject(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
 
-class Token(Reply):
+class Token(TgiObject):
     id: int
     text: str
     logprob: float | None
     special: bool
 
 
-class PrefillToken(Reply):
+class PrefillToken(TgiObject):
     """Of the prompt; nothing is known of the first one's log-probability."""
 
     id: int
@@ -30,7 +30,7 @@ class PrefillToken(Reply):
     logprob: float | None
 
 
-class Answer(Reply):
+class GenerationDetails(TgiObject):
     """How one answer came about; `prefill` is empty and `top_tokens` absent where they were not asked for."""
 
     finish_reason: FinishReason
@@ -41,29 +41,29 @@ class Answer(Reply):
     top_tokens: list[list[Token]] = []
 
 
-class BestOfSequence(Answer):
+class BestOfSequence(GenerationDetails):
     generated_text: str
 
 
-class Details(Answer):
+class Details(GenerationDetails):
     best_of_sequences: list[BestOfSequence] = []
 
 
-class GenerateResponse(Reply):
+class GenerateResponse(TgiObject):
     """`details` only where they were asked for."""
 
     generated_text: str
     details: Details = None  # type: ignore[assignment]  # absent, not null
 
 
-class StreamDetails(Reply):
+class StreamDetails(TgiObject):
     finish_reason: FinishReason
     generated_tokens: int
     seed: int | None
     input_length: int
 
 
-class StreamResponse(Reply):
+class StreamResponse(TgiObject):
     """One frame, `data: {…}`. The last one has the whole text; where the request failed it is an
     ErrorResponse.
     """
@@ -75,7 +75,7 @@ class StreamResponse(Reply):
     details: StreamDetails | None
 
 
-class SimpleToken(Reply):
+class SimpleToken(TgiObject):
     """`start` and `stop`: the bytes of the input that it stands for."""
 
     id: int
@@ -84,12 +84,12 @@ class SimpleToken(Reply):
     stop: int
 
 
-class ChatTokenizeResponse(Reply):
+class ChatTokenizeResponse(TgiObject):
     tokenize_response: list[SimpleToken]
     templated_text: str
 
 
-class Info(Reply):
+class Info(TgiObject):
     model_id: str
     model_sha: str | None
     model_pipeline_tag: str | None
@@ -106,12 +106,12 @@ class Info(Reply):
     docker_label: str | None
 
 
-class ErrorResponse(Reply):
+class ErrorResponse(TgiObject):
     error: str
     error_type: str
 
 
-ALL = refusals(
+ERROR_RESPONSES = error_responses(
     ErrorResponse,
     {
         400: "The body is not JSON",
@@ -127,8 +127,8 @@ ALL = refusals(
     },
 )
 
-TOKENIZE_REFUSALS: Refusals = {status: ALL[status] for status in (400, 401, 404, 413, 415, 422, 500, 503)}
-GENERATE_REFUSALS: Refusals = {
-    status: ALL[status] for status in (400, 401, 413, 415, 422, 424, 429, 500, 503)
+TOKENIZE_ERRORS: ErrorResponses = {status: ERROR_RESPONSES[status] for status in (400, 401, 404, 413, 415, 422, 500, 503)}
+GENERATE_ERRORS: ErrorResponses = {
+    status: ERROR_RESPONSES[status] for status in (400, 401, 413, 415, 422, 424, 429, 500, 503)
 }
 """What a route may answer besides 200."""

@@ -12,24 +12,24 @@ from api.errors import encode
 from api.http import body
 from api.http.disconnect import finished
 from api.http.headers import prompt_headers, time_headers
-from api.http.openapi import sends_events, takes
+from api.http.openapi import event_stream, json_body
 from api.http.request_id import request_id
 from api.http.sse import TokenStream
 from api.inference.pool import Gateway, gateway_of
 from api.inference.validate import Wanted, validate
 from api.offload import aside
 from api.tgi import best_of
-from api.tgi.render import answer, frames
-from api.tgi.request_schemas import CompatRequest, GenerateRequest, Parameters
-from api.tgi.response_schemas import GENERATE_REFUSALS, GenerateResponse, StreamResponse
+from api.tgi.render import render_response, stream_frames
+from api.tgi.request_schemas import CompatGenerateRequest, GenerateRequest, GenerateParameters
+from api.tgi.response_schemas import GENERATE_ERRORS, GenerateResponse, StreamResponse
 
-router = APIRouter(responses=GENERATE_REFUSALS)
+router = APIRouter(responses=GENERATE_ERRORS)
 
-EVENTS: dict[int | str, dict[str, Any]] = {200: {"content": sends_events(StreamResponse)}}
+EVENTS: dict[int | str, dict[str, Any]] = {200: {"content": event_stream(StreamResponse)}}
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class AcceptedRequest:
     """One call of a route, found valid.
 
     Attributes:
@@ -48,73 +48,73 @@ class Call:
 
 @router.post(
     "/generate_stream",
-    openapi_extra=takes(GenerateRequest),
+    openapi_extra=json_body(GenerateRequest),
     responses=EVENTS,
     response_class=EventSourceResponse,
 )
 async def generate_stream(request: Request) -> Response:
     """Tokens as server-sent events, one frame each; the last one carries the whole text."""
-    return await stream(await accept(request, GenerateRequest, streamed=True))
+    return await respond_with_stream(await accept(request, GenerateRequest, streamed=True))
 
 
-@router.post("/generate", openapi_extra=takes(GenerateRequest), responses={200: {"model": GenerateResponse}})
+@router.post("/generate", openapi_extra=json_body(GenerateRequest), responses={200: {"model": GenerateResponse}})
 async def generate(request: Request) -> Response:
     """The whole text at once."""
-    return await whole(await accept(request, GenerateRequest, streamed=False))
+    return await respond_with_whole(await accept(request, GenerateRequest, streamed=False))
 
 
 @router.post(
-    "/", openapi_extra=takes(CompatRequest), responses={200: {"model": list[GenerateResponse], **EVENTS[200]}}
+    "/", openapi_extra=json_body(CompatGenerateRequest), responses={200: {"model": list[GenerateResponse], **EVENTS[200]}}
 )
 async def compat_generate(request: Request) -> Response:
     """As /generate_stream with `stream`, else as /generate, in an array of one. The prompt is part of the
     text unless that is denied.
     """
-    call = await accept(request, CompatRequest, full_text=True)
-    return await stream(call) if call.streamed else await whole(call, in_array=True)
+    call = await accept(request, CompatGenerateRequest, full_text=True)
+    return await respond_with_stream(call) if call.streamed else await respond_with_whole(call, in_array=True)
 
 
 async def accept(
     request: Request, shape: type[GenerateRequest], streamed: bool | None = None, full_text: bool = False
-) -> Call:
+) -> AcceptedRequest:
     """Raises Refusal. Where they are not given, `streamed` is as the body says, and `full_text` the default
     of `return_full_text`.
     """
     begun_s, gateway = time.monotonic(), gateway_of(request)
     given = await body.read(request, shape, gateway.settings.payload_limit)
-    parameters = given.parameters or Parameters()
+    parameters = given.parameters or GenerateParameters()
     await gateway.desk.check()
     if streamed is None:
-        streamed = isinstance(given, CompatRequest) and bool(given.stream)
+        streamed = isinstance(given, CompatGenerateRequest) and bool(given.stream)
     params, limits = given.generation_params(streamed), gateway.fleet.limits
     best_of.check(params, limits, streamed)
     wanted = await validate(params, limits, gateway.vocabulary)
-    wanted = best_of.apart(wanted) if params.n > 1 else wanted
+    wanted = best_of.with_own_seeds(wanted) if params.n > 1 else wanted
     prefix = (
         given.inputs
         if (full_text if parameters.return_full_text is None else parameters.return_full_text)
         else ""
     )
-    return Call(request, gateway, begun_s, wanted, parameters.wants_details, prefix, streamed)
+    return AcceptedRequest(request, gateway, begun_s, wanted, parameters.wants_details, prefix, streamed)
 
 
-async def stream(call: Call) -> Response:
+async def respond_with_stream(call: AcceptedRequest) -> Response:
     desk, [wanted] = call.gateway.desk, call.wanted
     [one] = await desk.submit_all([wanted], request_id(call.request))
     headers = prompt_headers(call.gateway.settings, wanted.num_chars)
-    return TokenStream(frames(one, call.prefix, call.details), [one], headers, desk.leave)
+    return TokenStream(stream_frames(one, call.prefix, call.details), [one], headers, desk.leave)
 
 
-async def whole(call: Call, in_array: bool = False) -> Response:
+async def respond_with_whole(call: AcceptedRequest, in_array: bool = False) -> Response:
     """The best answer."""
     desk, wanted = call.gateway.desk, call.wanted[0]
     streams = await desk.submit_all(call.wanted, request_id(call.request))
     await finished(streams, call.request, desk.leave)
-    best, *others = best_of.ranked(streams)
+    best, *others = best_of.rank_by_logprob(streams)
     headers = prompt_headers(call.gateway.settings, wanted.num_chars) | time_headers(best, call.begun_s)
 
     def content() -> bytes:
-        told = answer(best, others, call.prefix, call.details)
+        told = render_response(best, others, call.prefix, call.details)
         return encode([told] if in_array else told)
 
     return Response(

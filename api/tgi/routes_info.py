@@ -7,11 +7,11 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from api.errors import encode, unavailable
-from api.http.openapi import refusals
+from api.http.openapi import error_responses
 from api.inference.pool import gateway_of
 from api.tgi.response_schemas import ErrorResponse, Info
 
-router = APIRouter(responses=refusals(ErrorResponse, {503: "No worker has been ready yet"}))
+router = APIRouter(responses=error_responses(ErrorResponse, {503: "No worker has been ready yet"}))
 
 
 @router.get("/info", responses={200: {"model": Info}})

@@ -8,7 +8,7 @@ from starlette.responses import Response
 
 from api.errors import encode
 from api.http import body
-from api.http.openapi import takes
+from api.http.openapi import json_body
 from api.inference.pool import gateway_of
 from api.inference.tokenizer import Vocabulary
 from api.inference.validate import check
@@ -18,12 +18,12 @@ from api.openai.accept import accept
 from api.openai.params import from_chat
 from api.openai.request_schemas import ChatRequest
 from api.tgi.request_schemas import TokenizeRequest
-from api.tgi.response_schemas import TOKENIZE_REFUSALS, ChatTokenizeResponse, SimpleToken
+from api.tgi.response_schemas import TOKENIZE_ERRORS, ChatTokenizeResponse, SimpleToken
 
-router = APIRouter(responses=TOKENIZE_REFUSALS)
+router = APIRouter(responses=TOKENIZE_ERRORS)
 
 
-@router.post("/tokenize", openapi_extra=takes(TokenizeRequest), responses={200: {"model": list[SimpleToken]}})
+@router.post("/tokenize", openapi_extra=json_body(TokenizeRequest), responses={200: {"model": list[SimpleToken]}})
 async def tokenize(request: Request) -> Response:
     """Tokens of `inputs`, with what the model wants around a prompt."""
     gateway = gateway_of(request)
@@ -33,13 +33,13 @@ async def tokenize(request: Request) -> Response:
 
 
 @router.post(
-    "/chat_tokenize", openapi_extra=takes(ChatRequest), responses={200: {"model": ChatTokenizeResponse}}
+    "/chat_tokenize", openapi_extra=json_body(ChatRequest), responses={200: {"model": ChatTokenizeResponse}}
 )
 async def chat_tokenize(request: Request) -> Response:
     """The prompt that /v1/chat/completions would make of the same body, and its tokens; however long it is."""
     gateway, chat = await accept(request, ChatRequest)
     vocabulary = gateway.vocabulary
-    text = await chat_prompt.prompt(chat, vocabulary.chat_template)
+    text = await chat_prompt.chat_prompt_text(chat, vocabulary.chat_template)
     check(from_chat(chat, text), gateway.fleet.limits, vocabulary)
 
     def answer() -> bytes:

@@ -28,4 +28,4 @@ class TimelineEvent:
 class Timeline:
     """A part of a request's life, in order; in a field named after the request."""
 
-    happenings: list[TimelineEvent] = wire_field("h")
+    events: list[TimelineEvent] = wire_field("h")

@@ -75,7 +75,7 @@ async def publishing_metrics(redis: Redis, keys: Keys) -> AsyncIterator[None]:
         task.cancel()
 
 
-async def read(redis: Redis, keys: Keys) -> dict[str, float]:
+async def read_totals(redis: Redis, keys: Keys) -> dict[str, float]:
     """What all processes have counted, dead ones included. What is no number is left out."""
     found: dict[bytes, bytes] = await redis.hgetall(keys.metrics)  # type: ignore[misc]
     values = {}

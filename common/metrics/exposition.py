@@ -30,22 +30,22 @@ def own_values() -> dict[str, float]:
     return {name: value for metric in COUNTED for name, value in metric.fields()}
 
 
-def own_text(pool: str) -> bytes:
+def render_own(pool: str) -> bytes:
     """The figures of this process alone, and what the system says of it."""
-    return text(FleetCollector(pool, COUNTED, own_values(), {})) + generate_latest(REGISTRY)
+    return render(FleetCollector(pool, COUNTED, own_values(), {})) + generate_latest(REGISTRY)
 
 
-def fleet_text(pool: str, values: Values | None, gauges: Gauges) -> bytes:
+def render_fleet(pool: str, values: Values | None, gauges: Gauges) -> bytes:
     """The figures of the whole pool. What is not known is left out: gauges one by one, and all that is
     counted where `values` is None (as 0 it would look like a new start).
     """
     known = [
         metric for metric in TABLE if metric.name in gauges or (metric.kind != "gauge" and values is not None)
     ]
-    return text(FleetCollector(pool, known, values or {}, gauges))
+    return render(FleetCollector(pool, known, values or {}, gauges))
 
 
-def text(figures: "FleetCollector") -> bytes:
+def render(figures: "FleetCollector") -> bytes:
     registry = CollectorRegistry(auto_describe=False)
     registry.register(figures)
     return TGI_COUNTER.sub(rb"\1 ", generate_latest(registry))
@@ -67,7 +67,7 @@ class FleetCollector(Collector):
                 case Histogram():
                     yield self.histogram(metric, series)
                 case Summary():
-                    yield idle_summary(metric)
+                    yield zero_summary(metric)
                 case _:
                     yield self.gauge(metric)
 
@@ -145,7 +145,7 @@ def cumulative(bounds: tuple[float, ...], parts: Mapping[str, float]) -> list[tu
     return buckets
 
 
-def idle_summary(metric: Metric) -> Family:
+def zero_summary(metric: Metric) -> Family:
     """The quantiles of something that never happens."""
     family = Family(metric.name, metric.help, "summary")
     for quantile in QUANTILES:

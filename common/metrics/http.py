@@ -5,14 +5,14 @@ import socket
 import socketserver
 import threading
 
-from common.metrics.exposition import CONTENT_TYPE, own_text
+from common.metrics.exposition import CONTENT_TYPE, render_own
 from common.settings.settings import SettingError, Settings
 
 SILENCE_S = 10.0
 """After which a client that says nothing is left."""
 
 
-def serve(settings: Settings) -> None:
+def start_metrics_server(settings: Settings) -> None:
     """Answers from a thread until the process ends. Raises SettingError when the port is taken."""
     if not settings.metrics_port:
         return
@@ -24,7 +24,7 @@ def serve(settings: Settings) -> None:
             if self.path.split("?")[0] != "/metrics":
                 self.send_error(404)
                 return
-            body = own_text(settings.pool)
+            body = render_own(settings.pool)
             self.send_response(200)
             self.send_header("content-type", CONTENT_TYPE)
             self.send_header("content-length", str(len(body)))

@@ -41,4 +41,4 @@ def configure_process(own: ProcessIdentity, settings: Settings) -> None:
     """Sets up logging, and shows this process's own figures. Raises SettingError."""
     logs.set_up(own.name, settings.log_level, settings.json_output)
     client.url_of(settings)
-    http.serve(settings)
+    http.start_metrics_server(settings)

@@ -55,7 +55,7 @@ def request_id(fleet: Fleet) -> str:
 
 
 def life(fleet: Fleet, request_id: str) -> list[dict]:
-    return httpx.get(f"{fleet.base_url}/fleet/requests/{request_id}").json()["lives"][request_id]
+    return httpx.get(f"{fleet.base_url}/fleet/requests/{request_id}").json()["timelines"][request_id]
 
 
 def figures(fleet: Fleet) -> dict[str, float]:

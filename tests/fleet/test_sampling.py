@@ -132,7 +132,7 @@ async def test_a_seed_says_the_ids_after_the_worker_died(
             worker = (await broker.hget(home, "worker")).decode()
             os.kill(int(await broker.hget(KEYS.worker(worker), "pid")), signal.SIGKILL)
     assert ids == undisturbed
-    lives = (await http.get(f"/fleet/requests/{home.decode().rpartition(':')[2]}")).json()["lives"]
+    lives = (await http.get(f"/fleet/requests/{home.decode().rpartition(':')[2]}")).json()["timelines"]
     assert "died" in [one["what"] for happenings in lives.values() for one in happenings]
 
 
@@ -333,7 +333,7 @@ async def test_what_is_told_of_a_prompt(fleet: Fleet, http: httpx.AsyncClient, b
     assert [token["logprob"] for token in answer["details"]["prefill"]] == close(own) and len(
         answer["ids"]
     ) == 60
-    lives = (await http.get(f"/fleet/requests/{home.decode().rpartition(':')[2]}")).json()["lives"]
+    lives = (await http.get(f"/fleet/requests/{home.decode().rpartition(':')[2]}")).json()["timelines"]
     assert "died" in [one["what"] for happenings in lives.values() for one in happenings]
 
 

@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from common.metrics import catalogue
-from common.metrics.exposition import fleet_text
+from common.metrics.exposition import render_fleet
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
 PROMETHEUS = DEPLOY / "prometheus"
@@ -26,7 +26,7 @@ needs_promtool = pytest.mark.skipif(not shutil.which("promtool"), reason="needs 
 def exported() -> set[str]:
     """Names of all series that a gateway can show."""
     gauges = {one.name: {("x",) * len(one.labels): 1.0} for one in catalogue.TABLE if one.kind == "gauge"}
-    return set(re.findall(r"^(\w+)[{ ]", fleet_text("p", {}, gauges).decode(), re.MULTILINE))
+    return set(re.findall(r"^(\w+)[{ ]", render_fleet("p", {}, gauges).decode(), re.MULTILINE))
 
 
 def named(expression: str) -> set[str]:

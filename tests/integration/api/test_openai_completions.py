@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from api.inference.stream import Stream
-from api.openai.echo import offsets
+from api.openai.echo import prompt_offsets
 from api.openai.render import FINGERPRINT
 from common.messages.messages import Generate
 from common.messages.packing import pack_ids, unpack_ids
@@ -204,7 +204,7 @@ def test_where_the_tokens_of_a_prompt_begin() -> None:
         ([begin, begin, *ids("a b")], "<|im_start|>a b", [0, 12, 12, 13]),
         (ids("a🙂")[:2], "a\ufffd", [0, 1]),
     ):
-        assert offsets(Stream(Generate("r", "", pack_ids(prompt), 1), vocabulary()), text) == begins
+        assert prompt_offsets(Stream(Generate("r", "", pack_ids(prompt), 1), vocabulary()), text) == begins
 
 
 async def test_special_tokens_on_demand(broker: Broker) -> None:

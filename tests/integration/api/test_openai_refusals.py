@@ -8,8 +8,8 @@ import pytest
 from openai.types import completion_create_params
 from openai.types.chat import completion_create_params as chat_create_params
 
-from api.openai.request_schemas import FIELDS, TGI_FIELDS, UNSERVED, ChatRequest, CompletionRequest
-from api.tgi.request_schemas import Parameters
+from api.openai.request_schemas import OPENAI_FIELDS, TGI_FIELDS, UNSUPPORTED, ChatRequest, CompletionRequest
+from api.tgi.request_schemas import GenerateParameters
 from deploy.broker import Broker
 from tests.support.fleet.scripted_worker import Answer
 from tests.support.openai_frames import answering, ids
@@ -117,7 +117,7 @@ async def test_the_field_at_fault_is_named(client: httpx.AsyncClient) -> None:
 
 
 async def test_whatever_is_not_served_is_named_unless_it_changes_nothing(client: httpx.AsyncClient) -> None:
-    for name, neutral in UNSERVED.items():
+    for name, neutral in UNSUPPORTED.items():
         response = await client.post("/v1/chat/completions", json=CHAT | {name: "something"})
         assert (response.status_code, response.json()["error"]["param"]) == (400, name)
         assert response.json()["error"]["message"] == f"`{name}` is not supported yet"
@@ -130,12 +130,12 @@ async def test_whatever_is_not_served_is_named_unless_it_changes_nothing(client:
 def test_nothing_that_openai_knows_is_overlooked() -> None:
     chat = set(chat_create_params.CompletionCreateParamsBase.__annotations__)
     completion = set(completion_create_params.CompletionCreateParamsBase.__annotations__)
-    assert chat <= set(ChatRequest.model_fields) | set(UNSERVED) | LABELS
-    assert completion <= set(CompletionRequest.model_fields) | set(UNSERVED) | LABELS
+    assert chat <= set(ChatRequest.model_fields) | set(UNSUPPORTED) | LABELS
+    assert completion <= set(CompletionRequest.model_fields) | set(UNSUPPORTED) | LABELS
 
 
 def test_what_only_tgi_knows_is_not_overlooked() -> None:
-    assert set(Parameters.model_fields) - FIELDS == TGI_FIELDS
+    assert set(GenerateParameters.model_fields) - OPENAI_FIELDS == TGI_FIELDS
 
 
 async def test_models(client: httpx.AsyncClient) -> None:

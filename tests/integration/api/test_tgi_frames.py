@@ -6,7 +6,7 @@ import json
 import pytest
 
 from api.inference.stream import Stream
-from api.tgi.render import frames as tgi_frames
+from api.tgi.render import stream_frames as tgi_frames
 from common.messages.messages import Generate, Terminal, Tokens
 from common.messages.packing import pack_floats, pack_ids, unpack_floats
 from deploy.broker import Broker

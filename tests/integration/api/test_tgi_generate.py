@@ -8,8 +8,8 @@ import httpx
 import pytest
 
 from api.inference.stream import Stream
-from api.tgi.best_of import ranked
-from api.tgi.render import frames
+from api.tgi.best_of import rank_by_logprob
+from api.tgi.render import stream_frames
 from common.messages.messages import Generate, SamplingParams, Terminal, Tokens
 from common.messages.packing import pack_floats, pack_ids, unpack_floats
 from deploy.broker import Broker
@@ -262,10 +262,10 @@ def ended(logprobs: list[float]) -> Stream:
 def test_the_best_has_the_highest_mean_log_probability() -> None:
     """Not the highest sum: the longer answer is the better one here."""
     short, long = ended([-1.0]), ended([-0.5, -0.6, -0.7])
-    assert ranked([short, long]) == [long, short]
+    assert rank_by_logprob([short, long]) == [long, short]
 
 
 async def test_what_was_asked_for_decides_whether_the_last_frame_has_details() -> None:
     for wanted in (True, False):
-        [content] = [one async for one in frames(ended([-1.0]), "", wanted)]
+        [content] = [one async for one in stream_frames(ended([-1.0]), "", wanted)]
         assert (parsed(content)[-1]["details"] is not None) is wanted

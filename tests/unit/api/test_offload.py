@@ -31,12 +31,12 @@ CASES: list[tuple[str, str, str, dict[str, Any]]] = [
     (
         "/generate",
         "api.tgi.routes_generate",
-        "answer",
+        "render_response",
         {"inputs": "a", "parameters": {"details": True, "top_n_tokens": 20}},
     ),
     ("/v1/completions", "api.http.body", "shaped", {"prompt": [1] * LONG}),
-    ("/v1/chat/completions", "api.openai.chat_prompt", "rendered", {"messages": CHAT}),
-    ("/chat_tokenize", "api.openai.chat_prompt", "rendered", {"messages": CHAT}),
+    ("/v1/chat/completions", "api.openai.chat_prompt", "render_chat_prompt", {"messages": CHAT}),
+    ("/chat_tokenize", "api.openai.chat_prompt", "render_chat_prompt", {"messages": CHAT}),
 ]
 
 

@@ -2,7 +2,7 @@
 
 from redis.asyncio import Redis
 
-from api.admin.timeline import read
+from api.admin.timeline import read_timelines
 from batcher.pending_plan import Order
 from batcher.replica import Limits, Replica
 from batcher.sequence import Sequence
@@ -46,7 +46,7 @@ async def test_a_life_from_queue_to_end(redis):
     told.heard(worker, Report(2, 1, 3, 40, ended=[(row.number, "preempted", 41), (99, "length", 1)]))
     told.heard(worker, Report(3, 1, 3, 50, ended=[(row.number, "length", 50)]))
     await told.write()
-    assert happened((await read(redis, KEYS, "r1"))["r1"]) == [
+    assert happened((await read_timelines(redis, KEYS, "r1"))["r1"]) == [
         ("queued", "", 0, 3, ""),
         ("placed", "w0-1", 1, 0, ""),
         ("prefilled", "w0-1", 1, 1, ""),
@@ -64,7 +64,7 @@ async def test_a_request_that_a_new_batcher_finds_is_queued_or_taken_over(redis)
     for one in (fresh, placed):
         told.taken_over(one)
     await told.write()
-    assert [one["what"] for name in ("fresh", "placed") for one in (await read(redis, KEYS, name))[name]] == [
+    assert [one["what"] for name in ("fresh", "placed") for one in (await read_timelines(redis, KEYS, name))[name]] == [
         "queued",
         "taken_over",
     ]
@@ -78,10 +78,10 @@ async def test_it_is_written_now_and_then_and_bounded(redis):
     assert await redis.xlen(KEYS.timeline) == 2
     told.queued(sequence("late"))
     await told.write()
-    assert told.untold and not await read(redis, KEYS, "late")
+    assert told.untold and not await read_timelines(redis, KEYS, "late")
     told.written_s -= WRITE_S
     await told.write()
-    assert await read(redis, KEYS, "late") and not told.untold
+    assert await read_timelines(redis, KEYS, "late") and not told.untold
 
 
 async def test_a_key_of_somebody_else_s_harms_nobody(redis):
@@ -102,10 +102,10 @@ async def test_choices_belong_to_their_request(redis):
     for name in ("r1.0", "r1.1", "r10", "r1", "job#0"):
         told.queued(sequence(name))
     await told.write()
-    assert list(await read(redis, KEYS, "r1")) == ["r1", "r1.0", "r1.1"]
-    assert list(await read(redis, KEYS, "r1.1")) == ["r1.1"]
-    assert list(await read(redis, KEYS, "job")) == ["job#0"]
-    assert await read(redis, KEYS, "r") == {}
+    assert list(await read_timelines(redis, KEYS, "r1")) == ["r1", "r1.0", "r1.1"]
+    assert list(await read_timelines(redis, KEYS, "r1.1")) == ["r1.1"]
+    assert list(await read_timelines(redis, KEYS, "job")) == ["job#0"]
+    assert await read_timelines(redis, KEYS, "r") == {}
 
 
 async def test_reading_goes_back_as_far_as_needed_and_skips_what_is_none_of_ours(redis):
@@ -120,5 +120,5 @@ async def test_reading_goes_back_as_far_as_needed_and_skips_what_is_none_of_ours
             pipe.xadd(KEYS.timeline, entry("other", TimelineEvent(30_000, "placed")), id=f"30000-{i}")
         await pipe.execute()
     await redis.xadd(KEYS.timeline, entry("r1", TimelineEvent(40_000, "ended")), id="40000-0")
-    assert [one["at_ms"] for one in (await read(redis, KEYS, "r1"))["r1"]] == [1000, 20_000, 40_000]
-    assert len((await read(redis, KEYS, "other"))["other"]) == 1200
+    assert [one["at_ms"] for one in (await read_timelines(redis, KEYS, "r1"))["r1"]] == [1000, 20_000, 40_000]
+    assert len((await read_timelines(redis, KEYS, "other"))["other"]) == 1200

@@ -74,9 +74,9 @@ def test_a_life_whose_beginning_is_forgotten_and_that_goes_on():
 
 
 ODD = {
-    "list": {"lives": ["r"]},
-    "empty": {"lives": {"r": []}},
-    "words": {"lives": {"r": ["x"]}},
+    "list": {"timelines": ["r"]},
+    "empty": {"timelines": {"r": []}},
+    "words": {"timelines": {"r": ["x"]}},
     "none": {"requests": 1},
 }
 
@@ -86,7 +86,7 @@ class Gateway(http.server.BaseHTTPRequestHandler):
         known = unquote(self.path) == "/fleet/requests/a/b"
         odd = ODD.get(unquote(self.path).removeprefix("/fleet/requests/"))
         body = (
-            {"request_id": "a/b", "lives": {"a/b.0": LIFE, "a/b.1": LIFE[:1]}}
+            {"request_id": "a/b", "timelines": {"a/b.0": LIFE, "a/b.1": LIFE[:1]}}
             if known
             else odd or {"error": "Nothing is known of it"}
         )

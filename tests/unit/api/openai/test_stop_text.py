@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from api.inference.stream import Stream
-from api.openai.stop_text import AnswerText
+from api.openai.stop_text import StopHoldback
 from api.openai.token_bytes import token_bytes
 from common.detokenize import StopMatcher
 from common.messages.messages import Generate, Terminal, Tokens
@@ -36,8 +36,8 @@ def generated(
 
 def shown(
     stream: Stream, include_stop: bool = False, skip_special: bool = True
-) -> tuple[list[str], AnswerText]:
-    text = AnswerText(stream, skip_special, include_stop)
+) -> tuple[list[str], StopHoldback]:
+    text = StopHoldback(stream, skip_special, include_stop)
     pieces = [text.step() for _ in range(stream.num_tokens - 1)]
     return [*pieces, text.last()], text
 
@@ -70,7 +70,7 @@ def test_stop_strings_are_cut_out_and_nothing_else(
 )
 def test_no_more_is_held_back_than_may_be_part_of_a_stop_string(texts: list[str], stops: list[str]) -> None:
     stream = generated(texts, stops)
-    text, so_far = AnswerText(stream, True, False), ""
+    text, so_far = StopHoldback(stream, True, False), ""
     for i in range(stream.num_tokens - 1):
         so_far += text.step()
         whole = "".join(texts[: i + 1])
@@ -102,7 +102,7 @@ def test_a_token_that_ends_the_answer_is_not_shown() -> None:
 
 def test_an_end_that_nothing_announced_shows_what_was_held_back() -> None:
     stream = generated(["one", " t"], [" two"])
-    text = AnswerText(stream, True, False)
+    text = StopHoldback(stream, True, False)
     assert [text.step(), text.step(), text.last()] == ["one", "", " t"]
 
 

@@ -13,7 +13,7 @@ from redis.asyncio.client import Pipeline
 from common.broker.keys import Keys
 from common.metrics import aggregate, catalogue, exposition
 from common.metrics.aggregate import MetricsPublisher, publishing_metrics
-from common.metrics.exposition import fleet_text
+from common.metrics.exposition import render_fleet
 from common.metrics.primitives import INFINITY, Counter, Histogram
 
 KEYS = Keys("default")
@@ -54,7 +54,7 @@ TGI = {
 
 def whole_text(values: dict[str, float] | None = None) -> str:
     """With every gauge known."""
-    return fleet_text(
+    return render_fleet(
         "p",
         values or {},
         {one.name: {("x",) * len(one.labels): 1} for one in catalogue.TABLE if one.kind == "gauge"},
@@ -153,7 +153,7 @@ def test_strange_fields_are_left_out():
 
 
 def test_without_a_broker_nothing_looks_like_a_new_start():
-    text = fleet_text("p", None, {"tokenfleet_broker_up": {(): 0.0}}).decode()
+    text = render_fleet("p", None, {"tokenfleet_broker_up": {(): 0.0}}).decode()
     assert numbers(text) == {'tokenfleet_broker_up{pool="p"}': 0.0}
 
 
@@ -168,10 +168,10 @@ async def test_processes_add_up_and_outlive_themselves(redis, monkeypatch):
     await other.add()
     mine["tgi_request_count|"] = 15.0
     await one.add()
-    assert await aggregate.read(redis, KEYS) == {"tgi_request_count|": 8.0, "tgi_request_duration|0.1": 2.0}
+    assert await aggregate.read_totals(redis, KEYS) == {"tgi_request_count|": 8.0, "tgi_request_duration|0.1": 2.0}
     assert await redis.pttl(KEYS.metrics) > 0
     await redis.hset(KEYS.metrics, mapping={"tgi_request_count|x": "no number", b"\xff": "1"})
-    assert len(await aggregate.read(redis, KEYS)) == 2
+    assert len(await aggregate.read_totals(redis, KEYS)) == 2
 
 
 async def test_what_is_counted_while_the_broker_is_away_comes_later(redis, monkeypatch):
@@ -183,7 +183,7 @@ async def test_what_is_counted_while_the_broker_is_away_comes_later(redis, monke
     await one.add()
     await redis.delete(KEYS.metrics)
     await one.add()
-    assert await aggregate.read(redis, KEYS) == {"tgi_request_count|": 3.0}
+    assert await aggregate.read_totals(redis, KEYS) == {"tgi_request_count|": 3.0}
 
 
 async def test_a_spoilt_number_hinders_no_other(redis, monkeypatch):
@@ -194,10 +194,10 @@ async def test_a_spoilt_number_hinders_no_other(redis, monkeypatch):
     await redis.hset(KEYS.metrics, "tgi_request_success|", "spoilt")
     for _ in range(3):
         await one.add()
-    assert await aggregate.read(redis, KEYS) == {"tgi_request_count|": 3.0}
+    assert await aggregate.read_totals(redis, KEYS) == {"tgi_request_count|": 3.0}
     await redis.hdel(KEYS.metrics, "tgi_request_success|")
     await one.add()
-    assert await aggregate.read(redis, KEYS) == {"tgi_request_count|": 3.0, "tgi_request_success|": 2.0}
+    assert await aggregate.read_totals(redis, KEYS) == {"tgi_request_count|": 3.0, "tgi_request_success|": 2.0}
 
 
 async def test_the_last_of_it_is_added_at_the_end(redis, monkeypatch):
@@ -205,7 +205,7 @@ async def test_the_last_of_it_is_added_at_the_end(redis, monkeypatch):
     monkeypatch.setattr(aggregate, "own_values", mine.copy)
     async with publishing_metrics(redis, KEYS):
         mine["tgi_request_count|"] = 3.0
-    assert await aggregate.read(redis, KEYS) == {"tgi_request_count|": 3.0}
+    assert await aggregate.read_totals(redis, KEYS) == {"tgi_request_count|": 3.0}
 
 
 async def test_what_is_on_its_way_at_the_end_is_added_once(redis, monkeypatch):
@@ -226,7 +226,7 @@ async def test_what_is_on_its_way_at_the_end_is_added_once(redis, monkeypatch):
         mine["tgi_request_count|"] = 3.0
         await sent.wait()
         asyncio.get_running_loop().call_later(0.05, answered.set)
-    assert await aggregate.read(redis, KEYS) == {"tgi_request_count|": 3.0}
+    assert await aggregate.read_totals(redis, KEYS) == {"tgi_request_count|": 3.0}
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
@@ -237,11 +237,11 @@ from common.metrics import catalogue, http
 from common.settings.settings import Settings
 from deploy.broker import free_port
 host, port = sys.argv[1], free_port()
-http.serve(Settings(metrics_port=port, hostname=host))
+http.start_metrics_server(Settings(metrics_port=port, hostname=host))
 catalogue.GRANTS.add(7)
 print(urllib.request.urlopen(f"http://{f'[{host}]' if ':' in host else host}:{port}/metrics").read().decode())
 try:
-    http.serve(Settings(metrics_port=port, hostname=host))
+    http.start_metrics_server(Settings(metrics_port=port, hostname=host))
 except Exception as error:
     print("#", error)
 """
