@@ -10,7 +10,7 @@ from starlette.background import BackgroundTask
 from starlette.responses import Response
 
 from api.admin import processes
-from api.admin.kill import check_same_origin, check_own_process, forbidden, send_sigkill
+from api.admin.kill import check_own_process, check_same_origin, forbidden, send_sigkill
 from api.errors import Refusal, asking_broker, encode
 from api.http.openapi import error_responses
 from api.inference.pool import Gateway, gateway_of

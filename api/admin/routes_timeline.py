@@ -12,7 +12,9 @@ from api.tgi.response_schemas import ERROR_RESPONSES, ErrorResponse
 router = APIRouter(responses={status: ERROR_RESPONSES[status] for status in (401, 503)})
 
 
-@router.get("/fleet/requests/{request_id:path}", responses=error_responses(ErrorResponse, {404: "No such request"}))
+@router.get(
+    "/fleet/requests/{request_id:path}", responses=error_responses(ErrorResponse, {404: "No such request"})
+)
 async def request_timeline(request: Request, request_id: str) -> Response:
     """What happened to a request, and to each of its choices. 404 for one that was never heard of, or so long
     ago that it is forgotten.

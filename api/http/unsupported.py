@@ -8,7 +8,9 @@ UnsupportedFields = Mapping[str, Collection[object]]
 """Fields that an API knows and we do not serve: the values, besides null, that change nothing."""
 
 
-def reject_unsupported(given: Mapping[str, object], unserved: UnsupportedFields, elsewhere: Collection[str]) -> None:
+def reject_unsupported(
+    given: Mapping[str, object], unserved: UnsupportedFields, elsewhere: Collection[str]
+) -> None:
     """Raises Refusal (422) for what is unserved, and for what only routes elsewhere have; names that nobody
     knows are ignored.
     """

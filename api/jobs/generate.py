@@ -13,7 +13,7 @@ from api.jobs.reply import Frame
 from api.offload import aside
 from api.tgi import best_of
 from api.tgi import render as answer_tgi
-from api.tgi.request_schemas import GenerateRequest, GenerateParameters
+from api.tgi.request_schemas import GenerateParameters, GenerateRequest
 
 if TYPE_CHECKING:
     from api.inference.pool import Gateway

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from api.inference.stream import Stream
-from api.openai.request_schemas import OpenAIRequest, CompletionRequest
+from api.openai.request_schemas import CompletionRequest, OpenAIRequest
 from api.openai.stop_text import StopHoldback
 
 FINISH_REASONS = {"length": "length", "eos_token": "stop", "stop_sequence": "stop"}
@@ -69,7 +69,9 @@ class Choice:
     def piece(self, num_tokens: int) -> TextPiece:
         begin = self.text.num_tokens
         self.offsets += [len(self.prefix) + self.text.num_chars] * num_tokens
-        return TextPiece(self.text.last() if self.ended else self.text.step(), range(begin, begin + num_tokens))
+        return TextPiece(
+            self.text.last() if self.ended else self.text.step(), range(begin, begin + num_tokens)
+        )
 
     @property
     def render_ending(self) -> dict[str, str | int | None]:

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from api.errors import invalid
 from api.inference.params import GenerationParams
-from api.openai.request_schemas import OpenAIRequest, ChatRequest, CompletionRequest
+from api.openai.request_schemas import ChatRequest, CompletionRequest, OpenAIRequest
 
 NAMES = {
     "max_new_tokens": "max_tokens",

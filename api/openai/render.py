@@ -41,7 +41,9 @@ class ResponseRenderer(ABC):
         choices = []
         for choice in self.choices:
             text = choice.prefix + "".join(piece.text for piece in choice.take_pieces())
-            choices.append({"index": choice.index, **self.render_choice(choice, text), **choice.render_ending})
+            choices.append(
+                {"index": choice.index, **self.render_choice(choice, text), **choice.render_ending}
+            )
         return self.render_object(self.whole_kind, choices, {"usage": self.usage()})
 
     def render_chunks(self, choice: Choice) -> Iterator[bytes]:
@@ -51,7 +53,9 @@ class ResponseRenderer(ABC):
             if not begun and (first := self.render_first_delta(choice)):
                 yield self.render_chunk([{"index": choice.index, **first, "finish_reason": None}])
             begun = True
-            yield self.render_chunk([{"index": choice.index, **self.render_delta(choice, piece), **choice.render_ending}])
+            yield self.render_chunk(
+                [{"index": choice.index, **self.render_delta(choice, piece), **choice.render_ending}]
+            )
 
     def render_chunk(self, choices: list[dict[str, Any]]) -> bytes:
         usage = {"usage": self.usage() if self.shows_usage_always else None} if self.shows_usage else {}

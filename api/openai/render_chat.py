@@ -5,7 +5,7 @@ from typing import Any
 
 from api.inference.stream import Stream
 from api.openai.choice import Choice, TextPiece
-from api.openai.render import ResponseRenderer, render_text, render_bytes, render_logprob
+from api.openai.render import ResponseRenderer, render_bytes, render_logprob, render_text
 from api.openai.request_schemas import ChatRequest
 
 
@@ -35,7 +35,9 @@ class ChatCompletionRenderer(ResponseRenderer):
                 render_token_logprob(stream, token_id, logprob)
                 for token_id, logprob in (stream.tops[i] if stream.tops else [])
             ]
-            entries.append(render_token_logprob(stream, stream.ids[i], stream.logprobs[i]) | {"top_logprobs": tops})
+            entries.append(
+                render_token_logprob(stream, stream.ids[i], stream.logprobs[i]) | {"top_logprobs": tops}
+            )
         return {"content": entries}
 
 

@@ -6,7 +6,7 @@ from typing import Any
 from api.inference.stream import Stream
 from api.openai.choice import Choice, TextPiece
 from api.openai.echo import prompt_offsets
-from api.openai.render import ResponseRenderer, render_text, render_bytes, render_logprob
+from api.openai.render import ResponseRenderer, render_bytes, render_logprob, render_text
 from api.openai.request_schemas import CompletionRequest
 from common.broker.committed import Top
 
@@ -46,11 +46,15 @@ class CompletionRenderer(ResponseRenderer):
     def prompt_logprobs(self, choice: Choice) -> LogprobLists | None:
         stream = choice.stream
         if stream.prompt is not None and choice.index not in self.prompts:
-            self.prompts[choice.index] = render_logprobs(stream, stream.prompt_tokens(), prompt_offsets(stream, choice.prefix))
+            self.prompts[choice.index] = render_logprobs(
+                stream, stream.prompt_tokens(), prompt_offsets(stream, choice.prefix)
+            )
         return self.prompts.get(choice.index)
 
 
-def render_logprobs(stream: Stream, told: Sequence[tuple[int, float | None, Top]], offsets: list[int]) -> LogprobLists:
+def render_logprobs(
+    stream: Stream, told: Sequence[tuple[int, float | None, Top]], offsets: list[int]
+) -> LogprobLists:
     """Of tokens: id, log-probability, likeliest ones. The token itself is always among these; of a prompt's
     first one nothing is known.
     """

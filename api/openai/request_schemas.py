@@ -216,7 +216,9 @@ class ChatMessage(BaseModel):
     model_config = ConfigDict(strict=True, extra="allow", json_schema_extra={"required": ["role", "content"]})
 
     role: str = Field(json_schema_extra={"enum": list(ROLES)})
-    content: str | Listed[ContentPart] | None = Field(default=None, json_schema_extra={"type": ["string", "array"]})
+    content: str | Listed[ContentPart] | None = Field(
+        default=None, json_schema_extra={"type": ["string", "array"]}
+    )
     name: str | None = None
 
 

@@ -174,6 +174,8 @@ ERROR_RESPONSES = error_responses(
 """What a route that takes a body may answer besides 200."""
 
 
-def response_or_chunks(whole: type[CompletionObject], chunk: type[CompletionObject]) -> dict[int | str, dict[str, Any]]:
+def response_or_chunks(
+    whole: type[CompletionObject], chunk: type[CompletionObject]
+) -> dict[int | str, dict[str, Any]]:
     """A route's `responses` where `stream` decides between the two."""
     return {200: {"model": whole, "content": event_stream(chunk, "[DONE]")}}

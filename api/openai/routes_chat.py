@@ -14,7 +14,12 @@ from api.openai.params import from_chat
 from api.openai.render_chat import ChatCompletionRenderer
 from api.openai.request_schemas import ChatRequest
 from api.openai.respond import respond
-from api.openai.response_schemas import ERROR_RESPONSES, ChatCompletion, ChatCompletionChunk, response_or_chunks
+from api.openai.response_schemas import (
+    ERROR_RESPONSES,
+    ChatCompletion,
+    ChatCompletionChunk,
+    response_or_chunks,
+)
 
 router = APIRouter(responses=ERROR_RESPONSES)
 

@@ -22,7 +22,9 @@ router = APIRouter(responses=ERROR_RESPONSES)
 
 
 @router.post(
-    "/v1/completions", openapi_extra=json_body(CompletionRequest), responses=response_or_chunks(Completion, CompletionChunk)
+    "/v1/completions",
+    openapi_extra=json_body(CompletionRequest),
+    responses=response_or_chunks(Completion, CompletionChunk),
 )
 async def completions(request: Request) -> Response:
     """How each prompt goes on: its choices stand together, in the order of the prompts."""

@@ -21,7 +21,8 @@ async def models(request: Request) -> dict[str, Any]:
 
 
 @router.get(
-    "/v1/models/{name:path}", responses={200: {"model": Model}, 404: ERROR_RESPONSES[404], 503: ERROR_RESPONSES[503]}
+    "/v1/models/{name:path}",
+    responses={200: {"model": Model}, 404: ERROR_RESPONSES[404], 503: ERROR_RESPONSES[503]},
 )
 async def model(request: Request, name: str) -> dict[str, Any]:
     """One of them."""

@@ -68,7 +68,10 @@ async def stream_bodies(stream: Stream, prefix: str, with_details: bool) -> Asyn
         if ended:
             new.append(
                 render_last_frame(
-                    stream, shown, prefix, render_stream_details(stream) if with_details and stream.finished else None
+                    stream,
+                    shown,
+                    prefix,
+                    render_stream_details(stream) if with_details and stream.finished else None,
                 )
             )
         yield new
@@ -79,7 +82,13 @@ def render_frame(
 ) -> bytes:
     tops = {"top_tokens": render_top_tokens(stream, i)} if stream.tops else {}
     return encode(
-        {"index": i + 1, "token": render_token(stream, i), **tops, "generated_text": text, "details": render_details}
+        {
+            "index": i + 1,
+            "token": render_token(stream, i),
+            **tops,
+            "generated_text": text,
+            "details": render_details,
+        }
     )
 
 
@@ -107,7 +116,9 @@ def render_stream_details(stream: Stream) -> dict[str, Any]:
 # --- whole answers ------------------------------------------------------------------------------------------
 
 
-def render_response(best: Stream, others: Sequence[Stream], prefix: str, with_details: bool) -> dict[str, Any]:
+def render_response(
+    best: Stream, others: Sequence[Stream], prefix: str, with_details: bool
+) -> dict[str, Any]:
     """The best text, which begins with `prefix`, and in its details those that it is better than."""
     text = prefix + best.text
     if not with_details:
@@ -132,5 +143,7 @@ def render_details(stream: Stream) -> dict[str, Any]:
         "tokens": [render_token(stream, i) for i in range(stream.num_tokens)],
     }
     return about | (
-        {"top_tokens": [render_top_tokens(stream, i) for i in range(stream.num_tokens)]} if stream.tops else {}
+        {"top_tokens": [render_top_tokens(stream, i) for i in range(stream.num_tokens)]}
+        if stream.tops
+        else {}
     )

@@ -127,7 +127,9 @@ class GenerateRequest(BaseModel):
                 "`decoder_input_details` must be false when tokens are streamed", "decoder_input_details"
             )
         reject_unsupported(
-            {name: getattr(given, name) for name in UNSUPPORTED} | (given.model_extra or {}), UNSUPPORTED, OPENAI_FIELDS
+            {name: getattr(given, name) for name in UNSUPPORTED} | (given.model_extra or {}),
+            UNSUPPORTED,
+            OPENAI_FIELDS,
         )
         return GenerationParams(
             text=self.inputs,

@@ -127,7 +127,9 @@ ERROR_RESPONSES = error_responses(
     },
 )
 
-TOKENIZE_ERRORS: ErrorResponses = {status: ERROR_RESPONSES[status] for status in (400, 401, 404, 413, 415, 422, 500, 503)}
+TOKENIZE_ERRORS: ErrorResponses = {
+    status: ERROR_RESPONSES[status] for status in (400, 401, 404, 413, 415, 422, 500, 503)
+}
 GENERATE_ERRORS: ErrorResponses = {
     status: ERROR_RESPONSES[status] for status in (400, 401, 413, 415, 422, 424, 429, 500, 503)
 }

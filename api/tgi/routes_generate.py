@@ -20,7 +20,7 @@ from api.inference.validate import Wanted, validate
 from api.offload import aside
 from api.tgi import best_of
 from api.tgi.render import render_response, stream_frames
-from api.tgi.request_schemas import CompatGenerateRequest, GenerateRequest, GenerateParameters
+from api.tgi.request_schemas import CompatGenerateRequest, GenerateParameters, GenerateRequest
 from api.tgi.response_schemas import GENERATE_ERRORS, GenerateResponse, StreamResponse
 
 router = APIRouter(responses=GENERATE_ERRORS)
@@ -57,14 +57,18 @@ async def generate_stream(request: Request) -> Response:
     return await respond_with_stream(await accept(request, GenerateRequest, streamed=True))
 
 
-@router.post("/generate", openapi_extra=json_body(GenerateRequest), responses={200: {"model": GenerateResponse}})
+@router.post(
+    "/generate", openapi_extra=json_body(GenerateRequest), responses={200: {"model": GenerateResponse}}
+)
 async def generate(request: Request) -> Response:
     """The whole text at once."""
     return await respond_with_whole(await accept(request, GenerateRequest, streamed=False))
 
 
 @router.post(
-    "/", openapi_extra=json_body(CompatGenerateRequest), responses={200: {"model": list[GenerateResponse], **EVENTS[200]}}
+    "/",
+    openapi_extra=json_body(CompatGenerateRequest),
+    responses={200: {"model": list[GenerateResponse], **EVENTS[200]}},
 )
 async def compat_generate(request: Request) -> Response:
     """As /generate_stream with `stream`, else as /generate, in an array of one. The prompt is part of the

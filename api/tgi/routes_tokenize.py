@@ -23,7 +23,9 @@ from api.tgi.response_schemas import TOKENIZE_ERRORS, ChatTokenizeResponse, Simp
 router = APIRouter(responses=TOKENIZE_ERRORS)
 
 
-@router.post("/tokenize", openapi_extra=json_body(TokenizeRequest), responses={200: {"model": list[SimpleToken]}})
+@router.post(
+    "/tokenize", openapi_extra=json_body(TokenizeRequest), responses={200: {"model": list[SimpleToken]}}
+)
 async def tokenize(request: Request) -> Response:
     """Tokens of `inputs`, with what the model wants around a prompt."""
     gateway = gateway_of(request)

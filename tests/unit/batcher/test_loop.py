@@ -94,7 +94,9 @@ async def test_what_waited_before_this_epoch_is_told_of_once(batcher, redis):
     await turns(batcher)
     batcher.lives.written_s = 0.0
     await batcher.lives.write()
-    assert [happening["what"] for happening in (await timeline.read_timelines(redis, KEYS, "r1"))["r1"]] == ["queued"]
+    assert [happening["what"] for happening in (await timeline.read_timelines(redis, KEYS, "r1"))["r1"]] == [
+        "queued"
+    ]
 
 
 async def test_a_worker_that_seals_its_own_logs_is_lost_once(batcher, redis):

@@ -64,7 +64,9 @@ async def test_a_request_that_a_new_batcher_finds_is_queued_or_taken_over(redis)
     for one in (fresh, placed):
         told.taken_over(one)
     await told.write()
-    assert [one["what"] for name in ("fresh", "placed") for one in (await read_timelines(redis, KEYS, name))[name]] == [
+    assert [
+        one["what"] for name in ("fresh", "placed") for one in (await read_timelines(redis, KEYS, name))[name]
+    ] == [
         "queued",
         "taken_over",
     ]

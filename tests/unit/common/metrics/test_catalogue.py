@@ -168,7 +168,10 @@ async def test_processes_add_up_and_outlive_themselves(redis, monkeypatch):
     await other.add()
     mine["tgi_request_count|"] = 15.0
     await one.add()
-    assert await aggregate.read_totals(redis, KEYS) == {"tgi_request_count|": 8.0, "tgi_request_duration|0.1": 2.0}
+    assert await aggregate.read_totals(redis, KEYS) == {
+        "tgi_request_count|": 8.0,
+        "tgi_request_duration|0.1": 2.0,
+    }
     assert await redis.pttl(KEYS.metrics) > 0
     await redis.hset(KEYS.metrics, mapping={"tgi_request_count|x": "no number", b"\xff": "1"})
     assert len(await aggregate.read_totals(redis, KEYS)) == 2
@@ -197,7 +200,10 @@ async def test_a_spoilt_number_hinders_no_other(redis, monkeypatch):
     assert await aggregate.read_totals(redis, KEYS) == {"tgi_request_count|": 3.0}
     await redis.hdel(KEYS.metrics, "tgi_request_success|")
     await one.add()
-    assert await aggregate.read_totals(redis, KEYS) == {"tgi_request_count|": 3.0, "tgi_request_success|": 2.0}
+    assert await aggregate.read_totals(redis, KEYS) == {
+        "tgi_request_count|": 3.0,
+        "tgi_request_success|": 2.0,
+    }
 
 
 async def test_the_last_of_it_is_added_at_the_end(redis, monkeypatch):
