@@ -15,7 +15,7 @@ from starlette.routing import Match
 
 from api.inference import metrics
 from common.broker.client import CONNECT_TIMEOUT_S, ERRORS, describe_error
-from common.messages.messages import Terminal
+from common.messages.events import Terminal
 
 CLIENT_GONE = 499
 METHODS = ("DELETE", "GET", "HEAD", "PATCH", "POST", "PUT")

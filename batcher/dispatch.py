@@ -7,7 +7,7 @@ from batcher.sequence import Row
 from common.broker.client import script
 from common.broker.keys import STREAMS_TTL_MS, Keys
 from common.messages.codec import encode
-from common.messages.messages import Plan
+from common.messages.plan import Plan
 
 
 class Dispatch:

@@ -27,7 +27,8 @@ from common.broker.keys import POOLS, Keys
 from common.broker.sequences import REPEAT_S, ChannelSequences
 from common.broker.stream_ids import parse_stream_id
 from common.messages.codec import WireError, decode
-from common.messages.messages import Cancel, Report, WorkerDied
+from common.messages.plan import Report, WorkerDied
+from common.messages.request import Cancel
 from common.metrics import catalogue
 from common.process.heartbeat import Heartbeat
 from common.settings.settings import Settings

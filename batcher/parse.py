@@ -6,7 +6,7 @@ from batcher.inbox import Entry
 from batcher.sequence import Sequence
 from common.broker.stream_ids import parse_stream_id
 from common.messages.codec import WireError, decode
-from common.messages.messages import Generate
+from common.messages.request import Generate
 
 
 def sequence(entry: Entry) -> Sequence:

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 
 from batcher.replica import Replica
 from batcher.sequence import Row
-from common.messages.messages import Plan
+from common.messages.plan import Plan
 
 
 @dataclass(slots=True, eq=False)

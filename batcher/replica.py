@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 from batcher.block_pool import BlockPool
 from batcher.sequence import Row, Sequence
-from common.messages.messages import WorkerCapacity
+from common.messages.plan import WorkerCapacity
 
 
 @dataclass(frozen=True, slots=True)

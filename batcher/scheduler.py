@@ -14,8 +14,8 @@ from batcher.pending_plan import Order
 from batcher.replica import Limits, Replica
 from batcher.sequence import Row, Sequence
 from common.messages.finish_reasons import INTERRUPTED
-from common.messages.messages import Plan, Report, RowStart, WorkerCapacity
 from common.messages.packing import pack_ids
+from common.messages.plan import Plan, Report, RowStart, WorkerCapacity
 
 MAX_CRASHES = 2
 """A request under which so many incarnations died, without a token committed beyond its base, is failed."""

@@ -3,7 +3,8 @@
 from dataclasses import dataclass, field
 
 from common.broker.stream_ids import parse_stream_id
-from common.messages.messages import RECORD, Generate
+from common.messages.records import RECORD
+from common.messages.request import Generate
 
 
 @dataclass(slots=True, eq=False)

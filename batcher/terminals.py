@@ -9,8 +9,8 @@ from common.broker.client import script
 from common.broker.keys import Keys
 from common.broker.sequences import ChannelSequences
 from common.messages.codec import encode
+from common.messages.events import Events
 from common.messages.finish_reasons import failure, terminal
-from common.messages.messages import Events
 from common.process.logs import for_request
 
 log = logging.getLogger(__name__)

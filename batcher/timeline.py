@@ -15,7 +15,7 @@ from common.broker.keys import Keys
 from common.broker.stream_ids import parse_stream_id
 from common.messages.codec import encode
 from common.messages.finish_reasons import INTERRUPTED
-from common.messages.messages import Report
+from common.messages.plan import Report
 from common.messages.timeline import Timeline, TimelineEvent
 from common.metrics import catalogue
 

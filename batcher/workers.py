@@ -11,7 +11,7 @@ from batcher.scheduler import Scheduler
 from common.broker.client import script
 from common.broker.keys import Keys
 from common.messages.codec import WireError, decode
-from common.messages.messages import Report, WorkerCapacity
+from common.messages.plan import Report, WorkerCapacity
 
 log = logging.getLogger(__name__)
 CLOCK_JUMP_MS = 1000

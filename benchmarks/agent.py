@@ -28,8 +28,9 @@ from common import model_files
 from common.broker.client import connect
 from common.broker.keys import Keys
 from common.messages.codec import encode
-from common.messages.messages import Generate, Plan, RowStart, WorkerCapacity
 from common.messages.packing import pack_ids
+from common.messages.plan import Plan, RowStart, WorkerCapacity
+from common.messages.request import Generate
 from common.settings.settings import Settings
 from gpu_worker.agent.agent import Agent
 from gpu_worker.agent.engine_client import EngineDied, EngineLink, Rank

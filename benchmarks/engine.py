@@ -17,7 +17,7 @@ import torch
 
 from benchmarks import floors
 from benchmarks.waits import Waits
-from common.messages.messages import SamplingParams
+from common.messages.request import SamplingParams
 from common.settings.settings import Settings
 from gpu_worker.engine.engine import Engine
 from gpu_worker.protocol import Grant, StartRow

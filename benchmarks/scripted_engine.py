@@ -17,7 +17,7 @@ from collections.abc import Iterator
 import redis
 
 from common.messages.codec import decode
-from common.messages.messages import Events
+from common.messages.events import Events
 from common.messages.packing import unpack_ids
 from gpu_worker.engine.agent_link import Link
 from gpu_worker.protocol import SAMPLE, StartRow, Step, encode

@@ -12,7 +12,8 @@ from typing import Any
 
 from common.broker.client import ERRORS, check, connect
 from common.broker.keys import Keys
-from common.messages.messages import WorkerDied, encode
+from common.messages.codec import encode
+from common.messages.plan import WorkerDied
 from common.process import logs
 from common.settings.settings import SettingError, Settings
 from deploy import checks

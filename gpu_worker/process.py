@@ -15,7 +15,7 @@ from common import model_files
 from common.broker import client
 from common.broker.client import ERRORS, describe_error, script
 from common.broker.keys import Keys
-from common.messages.messages import WorkerCapacity
+from common.messages.plan import WorkerCapacity
 from common.metrics.aggregate import publishing_metrics
 from common.process.heartbeat import Heartbeat
 from common.process.startup import configure_process, start_process

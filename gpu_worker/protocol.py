@@ -17,7 +17,7 @@ import msgpack
 
 from common.messages.codec import decode as from_bytes
 from common.messages.codec import encode as to_bytes
-from common.messages.messages import SamplingParams
+from common.messages.request import SamplingParams
 
 SAMPLE = struct.Struct("<iiif")
 """A sampled token: row, index of the token in its generation, id, natural logarithm of its probability."""

@@ -10,7 +10,7 @@ from redis.asyncio import Redis
 
 from common.broker.keys import Keys
 from common.messages.codec import WireError, decode
-from common.messages.messages import WorkerCapacity
+from common.messages.plan import WorkerCapacity
 
 log = logging.getLogger(__name__)
 

@@ -21,8 +21,8 @@ from api.inference.validate import Wanted
 from common.broker.client import CONNECT_TIMEOUT_S, ERRORS, describe_error, script
 from common.broker.keys import Keys
 from common.messages.codec import encode
-from common.messages.messages import Cancel, Generate
 from common.messages.packing import pack_ids
+from common.messages.request import Cancel, Generate
 from common.settings.settings import Settings
 
 log = logging.getLogger(__name__)

@@ -13,7 +13,7 @@ from api.inference.validate import Limits
 from common.broker.client import CONNECT_TIMEOUT_S, ERRORS, describe_error
 from common.broker.keys import Keys
 from common.messages.codec import WireError, decode
-from common.messages.messages import WorkerCapacity
+from common.messages.plan import WorkerCapacity
 from common.process.heartbeat import Heartbeat
 from common.settings.settings import Settings
 

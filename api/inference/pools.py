@@ -14,7 +14,7 @@ from api.inference.tokenizer import Vocabulary
 from common import model_files
 from common.broker.keys import POOLS, Keys
 from common.messages.codec import WireError, decode
-from common.messages.messages import WorkerCapacity
+from common.messages.plan import WorkerCapacity
 from common.settings.settings import SettingError, Settings
 
 if TYPE_CHECKING:

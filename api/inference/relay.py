@@ -21,7 +21,7 @@ from common.broker.committed import read
 from common.broker.fast_client import FastConnection
 from common.broker.keys import Keys
 from common.messages.codec import WireError, decode
-from common.messages.messages import Events
+from common.messages.events import Events
 
 log = logging.getLogger(__name__)
 

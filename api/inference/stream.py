@@ -6,11 +6,14 @@ import time
 from collections.abc import Sequence
 
 from api.inference.tokenizer import Vocabulary
-from common.broker.committed import Committed, Top, interleave, split
+from common.broker.committed import Committed
 from common.detokenize import Detokenizer, StopMatcher, generated_text
+from common.messages.codec import WireError
+from common.messages.events import Terminal, Tokens
 from common.messages.finish_reasons import FINISHED
-from common.messages.messages import RECORD, Generate, Terminal, Tokens, WireError
 from common.messages.packing import pack_floats, unpack_floats, unpack_ids
+from common.messages.records import RECORD, TopTokens, pack_tokens, unpack_records
+from common.messages.request import Generate
 from common.metrics import catalogue
 
 
@@ -41,7 +44,7 @@ class Stream:
         self.ids: list[int] = []
         self.logprobs: list[float] = []
         self.texts: list[str] = []
-        self.tops: list[Top] = []
+        self.tops: list[TopTokens] = []
         self.prompt: bytes | None = None
         self.terminal: Terminal | None = None
         self.begun_s = self.heard_s = time.monotonic()
@@ -111,7 +114,7 @@ class Stream:
             raise WireError(
                 f"Tokens: {len(ids)} ids do not agree with log-probabilities, texts, or likeliest tokens"
             )
-        tops = split(interleave(tokens), self.request.width)[2] if tokens.top_ids else []
+        tops = unpack_records(pack_tokens(tokens), self.request.width)[2] if tokens.top_ids else []
         self.add(ids[seen:], logprobs[seen:], tokens.texts[seen:], tops[seen:])
         return True
 
@@ -138,7 +141,7 @@ class Stream:
         self.attempt = max(self.attempt, committed.attempt)
         self.take_prompt(committed.prompt)
         if committed.result is None:
-            self.add_missing(*split(committed.records, self.request.width))
+            self.add_missing(*unpack_records(committed.records, self.request.width))
             return
         try:
             result = json.loads(committed.result)
@@ -171,12 +174,12 @@ class Stream:
         if self.lacks_prompt and records is not None and len(records) == num_bytes:
             self.prompt = records
 
-    def prompt_tokens(self) -> list[tuple[int, float | None, Top]]:
+    def prompt_tokens(self) -> list[tuple[int, float | None, TopTokens]]:
         """Id, log-probability and likeliest tokens of each token of the prompt; of the first one only its id."""
-        ids, logprobs, tops = split(self.prompt or b"", self.request.prompt_width)
+        ids, logprobs, tops = unpack_records(self.prompt or b"", self.request.prompt_width)
         return [(self.prompt_ids[0], None, []), *zip(ids, logprobs, tops or [[]] * len(ids), strict=True)]
 
-    def add_missing(self, ids: Sequence[int], logprobs: Sequence[float], tops: Sequence[Top]) -> None:
+    def add_missing(self, ids: Sequence[int], logprobs: Sequence[float], tops: Sequence[TopTokens]) -> None:
         """Adds tokens whose text nobody has told us."""
         seen = self.num_tokens
         if self.terminal or len(ids) <= seen:
@@ -200,7 +203,7 @@ class Stream:
         )
 
     def add(
-        self, ids: Sequence[int], logprobs: Sequence[float], texts: Sequence[str], tops: Sequence[Top]
+        self, ids: Sequence[int], logprobs: Sequence[float], texts: Sequence[str], tops: Sequence[TopTokens]
     ) -> None:
         if not ids:
             return

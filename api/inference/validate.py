@@ -11,8 +11,8 @@ from api.inference.params import GenerationParams
 from api.inference.ranges import BIASES, MAX_STOP_CHARS, RANGES
 from api.inference.tokenizer import Vocabulary
 from api.offload import aside
-from common.messages.messages import TOP_P_MIN, SamplingParams
 from common.messages.packing import pack_ids
+from common.messages.request import TOP_P_MIN, SamplingParams
 
 GREEDY_BELOW = 1e-5
 """A temperature this low is greedy: logits divided by it would leave float32."""

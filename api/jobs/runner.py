@@ -23,7 +23,8 @@ from api.offload import aside
 from common.broker.client import ERRORS, describe_error
 from common.broker.keys import RESULT_TTL_MS
 from common.messages.codec import encode as pack
-from common.messages.messages import Generate, Terminal
+from common.messages.events import Terminal
+from common.messages.request import Generate
 from common.settings.settings import Settings
 
 if TYPE_CHECKING:

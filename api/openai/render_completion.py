@@ -8,7 +8,7 @@ from api.openai.choice import Choice, TextPiece
 from api.openai.echo import prompt_offsets
 from api.openai.render import ResponseRenderer, render_bytes, render_logprob, render_text
 from api.openai.request_schemas import CompletionRequest
-from common.broker.committed import Top
+from common.messages.records import TopTokens
 
 LogprobLists = dict[str, list[Any]]
 """Log-probabilities of the older kind: four parallel lists."""
@@ -53,7 +53,7 @@ class CompletionRenderer(ResponseRenderer):
 
 
 def render_logprobs(
-    stream: Stream, told: Sequence[tuple[int, float | None, Top]], offsets: list[int]
+    stream: Stream, told: Sequence[tuple[int, float | None, TopTokens]], offsets: list[int]
 ) -> LogprobLists:
     """Of tokens: id, log-probability, likeliest ones. The token itself is always among these; of a prompt's
     first one nothing is known.
@@ -73,7 +73,7 @@ def join_logprobs(first: LogprobLists | None, second: LogprobLists) -> LogprobLi
     return second if first is None else {name: first[name] + second[name] for name in second}
 
 
-def render_top_logprobs(stream: Stream, token_id: int, logprob: float, top: Top) -> dict[str, float]:
+def render_top_logprobs(stream: Stream, token_id: int, logprob: float, top: TopTokens) -> dict[str, float]:
     return {render_token_text(stream, other): render_logprob(value) for other, value in top} | {
         render_token_text(stream, token_id): render_logprob(logprob)
     }

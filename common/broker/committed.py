@@ -4,7 +4,6 @@ that holds it.
 Gateways fill gaps with it, and the batcher resumes with it: one reading, so both see the same.
 """
 
-import struct
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -14,9 +13,8 @@ from redis.exceptions import ResponseError
 
 from common.broker.keys import Keys
 from common.messages.codec import WireError, decode
-from common.messages.messages import RECORD, LogEntry, Tokens
-
-ALONE = struct.Struct("4s4s")
+from common.messages.events import LogEntry, Tokens
+from common.messages.records import RECORD, pack_tokens
 
 
 @dataclass(slots=True)
@@ -58,49 +56,7 @@ class Committed:
         """Adds what `tokens` knows beyond what is here already."""
         have = self.num_tokens - tokens.index
         if 0 <= have < len(tokens.ids) // 4:
-            self.records += interleave(tokens)[have * self.token_bytes :]
-
-
-def interleave(tokens: Tokens) -> bytes:
-    """Packed records of tokens."""
-    return packed_records(tokens.ids, tokens.logprobs, tokens.top_ids, tokens.top_logprobs)
-
-
-def packed_records(ids: bytes, logprobs: bytes, top_ids: bytes, top_logprobs: bytes) -> bytes:
-    """Of each token its own record, then those of its likeliest tokens."""
-    own = pairs(ids, logprobs)
-    if not top_ids:
-        return b"".join(own)
-    top, n = pairs(top_ids, top_logprobs), len(top_ids) // len(ids)
-    return b"".join(record + b"".join(top[i * n : (i + 1) * n]) for i, record in enumerate(own))
-
-
-def pairs(ids: bytes, logprobs: bytes) -> list[bytes]:
-    return [ids[i : i + 4] + logprobs[i : i + 4] for i in range(0, len(ids), 4)]
-
-
-def columns(records: bytearray, begin: int, width: int) -> tuple[bytes, bytes, bytes, bytes]:
-    """What `packed_records` joined, of the records from byte `begin` on."""
-    if len(records) - begin == RECORD.size:  # one token, as a step brings it
-        return *ALONE.unpack_from(records, begin), b"", b""
-    words, step = memoryview(records)[begin:].cast("i"), 2 * width
-    own = words[::step].tobytes(), words[1::step].tobytes()
-    if width == 1:
-        return *own, b"", b""
-    tops = [words[i + 2 : i + step] for i in range(0, len(words), step)]
-    return *own, b"".join(top[::2].tobytes() for top in tops), b"".join(top[1::2].tobytes() for top in tops)
-
-
-Top = list[tuple[int, float]]
-"""The likeliest tokens at one position, likeliest first: id, log-probability."""
-
-
-def split(records: bytes, width: int = 1) -> tuple[list[int], list[float], list[Top]]:
-    """Ids, log-probabilities and likeliest tokens (nothing where `width` is 1) of packed records."""
-    unpacked: Top = list(struct.iter_unpack(RECORD.format, records))
-    own = unpacked[::width]
-    tops = [unpacked[i + 1 : i + width] for i in range(0, len(unpacked), width)] if width > 1 else []
-    return [token_id for token_id, _ in own], [logprob for _, logprob in own], tops
+            self.records += pack_tokens(tokens)[have * self.token_bytes :]
 
 
 async def read(redis: Redis, keys: Keys, request_ids: Iterable[str]) -> dict[str, Committed]:

@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterator
 
 from common.messages.codec import encode
-from common.messages.messages import Events
+from common.messages.events import Events
 
 REPEAT_S = 0.5
 REPEATED_FOR_S = 10.0

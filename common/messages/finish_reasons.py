@@ -2,8 +2,9 @@
 
 import json
 
-from common.broker.committed import split
-from common.messages.messages import Generate, Terminal
+from common.messages.events import Terminal
+from common.messages.records import unpack_records
+from common.messages.request import Generate
 
 FINISHED = ("length", "eos_token", "stop_sequence")
 """Why a row ends with a whole answer."""
@@ -35,7 +36,7 @@ def failure(end: Terminal) -> str:
 
 def answer(request: Generate, end: Terminal, text: str, records: bytes) -> str:
     """The answer (JSON) of a request that finished."""
-    ids, logprobs, tops = split(records, request.width)
+    ids, logprobs, tops = unpack_records(records, request.width)
     body = {
         "id": request.request_id,
         "generated_text": text,

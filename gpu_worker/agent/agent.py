@@ -9,13 +9,13 @@ from collections.abc import Iterable
 from redis.asyncio import Redis
 
 from common.broker.client import ERRORS, describe_error, script
-from common.broker.committed import split
 from common.broker.keys import STREAMS_TTL_MS, Keys
 from common.broker.sequences import REPEAT_S
 from common.messages.codec import WireError, decode
 from common.messages.finish_reasons import INTERRUPTED
-from common.messages.messages import Plan, Report, RowStart, WorkerCapacity
 from common.messages.packing import pack_ids
+from common.messages.plan import Plan, Report, RowStart, WorkerCapacity
+from common.messages.records import unpack_records
 from common.metrics import catalogue
 from common.settings.settings import Settings
 from gpu_worker.agent.engine_client import EngineLink
@@ -151,7 +151,7 @@ class Agent:
     def start(self, start: RowStart) -> StartRow:
         row = self.table.start(start)
         request = row.request
-        shown_ids, _, _ = split(start.shown, request.width)
+        shown_ids, _, _ = unpack_records(start.shown, request.width)
         return StartRow(
             row=start.row,
             ids=request.prompt_ids + pack_ids(shown_ids),

@@ -5,7 +5,7 @@ from redis.asyncio import Redis
 from common.broker.client import script
 from common.broker.keys import STREAMS_TTL_MS, Keys
 from common.messages.codec import encode
-from common.messages.messages import WorkerCapacity
+from common.messages.plan import WorkerCapacity
 from common.process.heartbeat import HeartbeatFields, process_fields
 from common.settings.settings import Settings
 from gpu_worker.agent.publish import Sealed

@@ -11,8 +11,9 @@ from common.broker.fast_client import SerialClient
 from common.broker.keys import TOKENS_TTL_MS, Keys
 from common.broker.sequences import ChannelSequences
 from common.messages.codec import encode
+from common.messages.events import Events, LogEntry, Tokens
 from common.messages.finish_reasons import FINISHED, answer, failure, terminal
-from common.messages.messages import Events, LogEntry, Report, Tokens
+from common.messages.plan import Report
 from common.metrics import catalogue
 from gpu_worker.agent.outbox import Outbox
 from gpu_worker.agent.row_text import RowText

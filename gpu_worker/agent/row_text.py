@@ -6,10 +6,12 @@ from dataclasses import dataclass, field
 
 from tokenizers import Tokenizer
 
-from common.broker.committed import columns, packed_records, pairs, split
 from common.detokenize import Detokenizer, StopMatcher, generated_text
-from common.messages.messages import RECORD, Generate, RowStart, Tokens
+from common.messages.events import Tokens
 from common.messages.packing import pack_ids, unpack_ids
+from common.messages.plan import RowStart
+from common.messages.records import RECORD, pack_pairs, pack_records, unpack_columns, unpack_records
+from common.messages.request import Generate
 
 
 @dataclass(slots=True, eq=False)
@@ -47,7 +49,7 @@ class RowText:
         """
         self.records += RECORD.pack(token_id, logprob)
         if top:
-            self.records += b"".join(pairs(*top))
+            self.records += b"".join(pack_pairs(*top))
         self.num_tokens += 1
         text = self.detokenizer.step(token_id)
         self.texts.append(text)
@@ -57,7 +59,7 @@ class RowText:
         """Those that came since the last call."""
         texts, self.texts = self.texts, []
         request, index = self.request, self.num_tokens - len(texts)
-        ids, logprobs, top_ids, top_logprobs = columns(
+        ids, logprobs, top_ids, top_logprobs = unpack_columns(
             self.records, index * RECORD.size * request.width, request.width
         )
         since_start_ms = 0 if index else round(1000 * (time.monotonic() - self.started_s))
@@ -77,7 +79,7 @@ class RowText:
         """Takes what a chunk says of the prompt's tokens from `first` on."""
         if self.prompt is not None:
             ids = pack_ids(self.prompt_ids[first : first + len(logprobs) // 4])
-            self.prompt += packed_records(ids, logprobs, top_ids, top_logprobs)
+            self.prompt += pack_records(ids, logprobs, top_ids, top_logprobs)
 
     def stopped_by(self, text: str) -> bool:
         """Whether a stop string has appeared up to the end of `text`, what the newest token adds."""
@@ -96,7 +98,7 @@ class RowText:
 
     def text(self, reason: str) -> str:
         """The whole answer."""
-        ids, _, _ = split(bytes(self.records), self.request.width)
+        ids, _, _ = unpack_records(bytes(self.records), self.request.width)
         return generated_text(
             self.detokenizer.tokenizer,
             self.prompt_ids,
@@ -117,7 +119,7 @@ class Table:
     def start(self, start: RowStart) -> RowText:
         """A row that starts. Tokens of earlier attempts have been shown: they only set the scene."""
         prompt_ids = unpack_ids(start.request.prompt_ids)
-        shown_ids, _, _ = split(start.shown, start.request.width)
+        shown_ids, _, _ = unpack_records(start.shown, start.request.width)
         row = RowText(
             row=start.row,
             attempt=start.attempt,

@@ -14,7 +14,7 @@ from redis.asyncio import Redis
 from common.broker.client import connect
 from common.broker.keys import Keys
 from common.messages.codec import decode
-from common.messages.messages import Events
+from common.messages.events import Events
 from tests.support.fleet.fleet import Fleet
 from tests.support.load import Load
 from tests.support.waiting import wait_until

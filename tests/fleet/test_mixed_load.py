@@ -18,7 +18,7 @@ from api.inference.admission import MAX_COMMANDS
 from common.broker.client import connect
 from common.broker.keys import Keys
 from common.messages.codec import decode
-from common.messages.messages import Events
+from common.messages.events import Events
 from common.messages.packing import unpack_floats, unpack_ids
 from tests.support.fleet.fleet import Fleet
 from tests.support.load import Load

@@ -11,8 +11,9 @@ import pytest
 from common.broker.client import connect, script
 from common.broker.keys import Keys
 from common.messages.codec import decode, encode
-from common.messages.messages import Cancel, Events, Generate
+from common.messages.events import Events
 from common.messages.packing import pack_ids
+from common.messages.request import Cancel, Generate
 from tests.support.fleet.fleet import Fleet
 from tests.support.waiting import wait_until
 

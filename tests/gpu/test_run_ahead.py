@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from common.messages.messages import SamplingParams
+from common.messages.request import SamplingParams
 from gpu_worker.engine.engine import Engine
 from gpu_worker.engine.in_flight import Flight, Launched
 from tests.support.engine import tiny_models

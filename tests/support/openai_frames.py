@@ -8,8 +8,8 @@ from typing import Any
 import httpx
 
 from api.inference.pool import Gateway
-from common.messages.messages import Generate
 from common.messages.packing import pack_floats, unpack_floats
+from common.messages.request import Generate
 from tests.support.fleet.gateways import ready, serving, vocabulary
 from tests.support.fleet.scripted_worker import Answer, FakeWorker, working
 

@@ -5,8 +5,8 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from common.messages.messages import SamplingParams
 from common.messages.packing import unpack_ids
+from common.messages.request import SamplingParams
 from gpu_worker.engine.batch.grammar import Guide
 from gpu_worker.engine.batch.philox import Uniforms
 from gpu_worker.engine.batch.token_counts import History

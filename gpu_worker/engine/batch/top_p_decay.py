@@ -4,8 +4,8 @@
 
 from collections.abc import Iterable
 
-from common.messages.messages import SamplingParams
 from common.messages.packing import unpack_ids
+from common.messages.request import SamplingParams
 
 
 class Decay:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import torch
 
-from common.messages.messages import SamplingParams
+from common.messages.request import SamplingParams
 from gpu_worker.engine.batch.rows import Part, Row
 from gpu_worker.engine.batch.sampling_state import Manner, Turn
 from gpu_worker.engine.sampling.sample import sample

@@ -18,7 +18,7 @@ from redis.asyncio import Redis
 from api.arq.worker import JobWorker
 from common.broker.client import connect
 from common.broker.keys import Keys
-from common.messages.messages import Generate
+from common.messages.request import Generate
 from common.settings.settings import Settings
 from deploy.broker import Broker
 from tests.integration.api.test_jobs import CHAT, IDS, TEXT, gateway

@@ -13,7 +13,7 @@ import redis
 from api import errors
 from api.errors import Refusal, failed, invalid, overloaded, respond, unavailable
 from api.inference import admission
-from common.messages.messages import Terminal
+from common.messages.events import Terminal
 from deploy.broker import Broker
 from tests.support import brokers
 from tests.support.fleet.gateways import ready, serving, stream, vocabulary

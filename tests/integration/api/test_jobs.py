@@ -13,7 +13,7 @@ from api.inference.pool import Gateway
 from api.jobs.reply import Reply
 from api.jobs.runner import JobRun
 from common.broker.keys import Keys
-from common.messages.messages import Generate
+from common.messages.request import Generate
 from common.settings.settings import Settings
 from deploy.broker import Broker
 from tests.support.fleet.gateways import SETTINGS, ready, vocabulary

@@ -7,7 +7,7 @@ import httpx
 import pytest
 import redis
 
-from common.messages.messages import Generate
+from common.messages.request import Generate
 from deploy.broker import Broker
 from tests.support import brokers
 from tests.support.fleet.gateways import ready, serving, stream, vocabulary

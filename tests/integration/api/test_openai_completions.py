@@ -8,8 +8,8 @@ import pytest
 from api.inference.stream import Stream
 from api.openai.echo import prompt_offsets
 from api.openai.render import FINGERPRINT
-from common.messages.messages import Generate
 from common.messages.packing import pack_ids, unpack_ids
+from common.messages.request import Generate
 from deploy.broker import Broker
 from tests.support.fleet.gateways import vocabulary
 from tests.support.fleet.scripted_worker import Answer

@@ -7,8 +7,9 @@ import pytest
 
 from api.inference.stream import Stream
 from api.tgi.render import stream_frames as tgi_frames
-from common.messages.messages import Generate, Terminal, Tokens
+from common.messages.events import Terminal, Tokens
 from common.messages.packing import pack_floats, pack_ids, unpack_floats
+from common.messages.request import Generate
 from deploy.broker import Broker
 from tests.support.fleet.gateways import ready, serving, stream, vocabulary
 from tests.support.fleet.scripted_worker import Answer, working

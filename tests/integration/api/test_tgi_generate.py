@@ -10,8 +10,9 @@ import pytest
 from api.inference.stream import Stream
 from api.tgi.best_of import rank_by_logprob
 from api.tgi.render import stream_frames
-from common.messages.messages import Generate, SamplingParams, Terminal, Tokens
+from common.messages.events import Terminal, Tokens
 from common.messages.packing import pack_floats, pack_ids, unpack_floats
+from common.messages.request import Generate, SamplingParams
 from deploy.broker import Broker
 from tests.integration.api.test_tgi_frames import frames as parsed
 from tests.support.fleet.gateways import ready, serving, vocabulary

@@ -11,8 +11,8 @@ import pytest
 from api.errors import Refusal
 from api.inference.params import GenerationParams
 from api.inference.validate import Limits, Wanted, validate
-from common.messages.messages import SamplingParams
 from common.messages.packing import pack_ids, unpack_ids
+from common.messages.request import SamplingParams
 from deploy.broker import Broker
 from tests.support.fleet.gateways import ready, serving, vocabulary
 from tests.support.fleet.scripted_worker import Answer, working

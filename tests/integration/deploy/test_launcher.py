@@ -14,7 +14,8 @@ import pytest
 import redis
 
 from common.broker.keys import Keys
-from common.messages.messages import WorkerDied, decode
+from common.messages.codec import decode
+from common.messages.plan import WorkerDied
 from deploy.broker import free_port
 from deploy.launcher import ONE_REQUEST_S
 from tests.support.waiting import wait_until_sync

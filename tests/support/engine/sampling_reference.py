@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from common.messages.messages import SamplingParams
 from common.messages.packing import unpack_ids
+from common.messages.request import SamplingParams
 
 Array = Any
 OUT = -np.inf

@@ -13,13 +13,15 @@ from redis.asyncio import Redis
 from tokenizers import Tokenizer
 
 from common.broker.client import ERRORS, connect, script
-from common.broker.committed import interleave, packed_records
 from common.broker.keys import Keys
 from common.broker.sequences import ChannelSequences
 from common.detokenize import Detokenizer, generated_text
 from common.messages.codec import decode, encode
-from common.messages.messages import Cancel, Events, Generate, LogEntry, Terminal, Tokens, WorkerCapacity
+from common.messages.events import Events, LogEntry, Terminal, Tokens
 from common.messages.packing import pack_floats, pack_ids, unpack_floats, unpack_ids
+from common.messages.plan import WorkerCapacity
+from common.messages.records import pack_records, pack_tokens
+from common.messages.request import Cancel, Generate
 
 SPILL_STEPS = 5
 TTL_MS = 3_600_000  # longer than any test takes on a busy machine
@@ -78,7 +80,7 @@ class Live:
         ids = unpack_ids(self.request.prompt_ids)[1:]
         logprobs = [-0.5 * i for i in range(1, 1 + len(ids))]
         likeliest = neighbours(ids, logprobs, self.request.prompt_logprobs or 0)
-        return packed_records(pack_ids(ids), pack_floats(logprobs), *likeliest)
+        return pack_records(pack_ids(ids), pack_floats(logprobs), *likeliest)
 
 
 def neighbours(ids: list[int], logprobs: list[float], count: int) -> tuple[bytes, bytes]:
@@ -222,7 +224,7 @@ class FakeWorker:
             args += self.terminal(live)
         for live in spilled:
             keys.append(self.keys.tokens(live.request.request_id))
-            args += [0, interleave(live.tokens(0, live.done))]
+            args += [0, pack_tokens(live.tokens(0, live.done))]
         assert await script(self.redis, "flush")(keys=keys, args=args) == b"OK"
         for live in ended:
             await self.settle(live)

@@ -5,8 +5,8 @@ the rules of blocks.
 import random
 from dataclasses import dataclass, field
 
-from common.messages.messages import Plan, Report, RowStart
 from common.messages.packing import unpack_ids
+from common.messages.plan import Plan, Report, RowStart
 
 
 @dataclass(eq=False)

@@ -13,8 +13,9 @@ from batcher.loop import Batcher
 from common.broker import client as brokers
 from common.broker.keys import Keys
 from common.messages.codec import decode, encode
-from common.messages.messages import Cancel, Generate, Plan, Report, WorkerCapacity, WorkerDied
 from common.messages.packing import pack_ids
+from common.messages.plan import Plan, Report, WorkerCapacity, WorkerDied
+from common.messages.request import Cancel, Generate
 from common.metrics import catalogue
 from common.settings.settings import Settings
 

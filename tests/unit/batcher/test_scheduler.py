@@ -10,8 +10,10 @@ from hypothesis import strategies as st
 from batcher.replica import Limits
 from batcher.scheduler import Scheduler
 from batcher.sequence import Sequence
-from common.messages.messages import RECORD, Generate, WorkerCapacity
 from common.messages.packing import pack_ids
+from common.messages.plan import WorkerCapacity
+from common.messages.records import RECORD
+from common.messages.request import Generate
 from tests.support.fleet.simulated_worker import SimulatedWorker
 
 BLOCK_SIZE = 16

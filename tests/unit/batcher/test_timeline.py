@@ -9,8 +9,10 @@ from batcher.sequence import Sequence
 from batcher.timeline import MAX_UNTOLD, REQUESTS_PER_ENTRY, WRITE_S, Lives
 from common.broker.keys import Keys
 from common.messages.codec import encode
-from common.messages.messages import RECORD, Generate, Plan, Report, WorkerCapacity
 from common.messages.packing import pack_ids
+from common.messages.plan import Plan, Report, WorkerCapacity
+from common.messages.records import RECORD
+from common.messages.request import Generate
 from common.messages.timeline import Timeline, TimelineEvent
 
 KEYS = Keys("default")

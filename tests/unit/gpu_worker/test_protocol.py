@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from common.messages.messages import SamplingParams
+from common.messages.request import SamplingParams
 from gpu_worker.protocol import (
     SAMPLE,
     DoorError,

@@ -49,7 +49,7 @@ template <class N> struct List {
     int64_t count;
 };
 
-// How a row chooses its token: the fields of `Sampling` in common/messages/messages.py, and what the row remembers.
+// How a row chooses its token: the fields of `SamplingParams` in common/messages/request.py, and what the row remembers.
 struct Turn {
     int32_t asks;  // 0: plainly the likeliest, and nothing else here counts
     int32_t num_tops, raw, top_k;

@@ -14,11 +14,12 @@ from api.inference.pool import Gateway
 from api.inference.relay import Relay
 from api.inference.stream import Stream
 from common.broker.client import connect
-from common.broker.committed import interleave, packed_records
 from common.broker.keys import Keys
 from common.messages.codec import encode
-from common.messages.messages import Events, Generate, LogEntry, Terminal, Tokens
+from common.messages.events import Events, LogEntry, Terminal, Tokens
 from common.messages.packing import pack_floats, pack_ids, unpack_ids
+from common.messages.records import pack_records, pack_tokens
+from common.messages.request import Generate
 from deploy.broker import Broker
 from tests.support.fleet.gateways import ready, serving, stream, vocabulary
 from tests.support.fleet.scripted_worker import Answer, FakeWorker, working
@@ -191,7 +192,7 @@ async def commit(redis: Redis, spilled: int, logged: int, request_id: str = "r")
     if spilled:
         await redis.set(
             KEYS.tokens(request_id),
-            interleave(Tokens("", 1, 0, pack_ids(IDS[:spilled]), pack_floats([0.0] * spilled))),
+            pack_tokens(Tokens("", 1, 0, pack_ids(IDS[:spilled]), pack_floats([0.0] * spilled))),
         )
     for i in range(spilled, logged):
         await redis.xadd(
@@ -238,7 +239,7 @@ async def test_a_prompt_is_read_before_the_first_token_is_shown(redis: Redis, re
         Stream(Generate(name, "", max_new_tokens=100, **asked), vocabulary())
         for name in ("r", "missing", "short")
     )
-    records = packed_records(
+    records = pack_records(
         pack_ids([29, 30]), pack_floats([-0.5, -1.5]), pack_ids([7, 8]), pack_floats([-0.25, -1.0])
     )
     for each in (one, missing, short):

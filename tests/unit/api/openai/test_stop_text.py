@@ -7,8 +7,9 @@ from api.inference.stream import Stream
 from api.openai.stop_text import StopHoldback
 from api.openai.token_bytes import token_bytes
 from common.detokenize import StopMatcher
-from common.messages.messages import Generate, Terminal, Tokens
+from common.messages.events import Terminal, Tokens
 from common.messages.packing import pack_floats, pack_ids
+from common.messages.request import Generate
 from tests.support.fleet.gateways import vocabulary
 from tests.support.openai_frames import IM_END, TOKENIZER, ids
 

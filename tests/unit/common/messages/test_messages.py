@@ -4,22 +4,11 @@ import msgpack
 import pytest
 
 from common.messages.codec import WireError, decode, encode
-from common.messages.messages import (
-    RECORD,
-    Cancel,
-    Events,
-    Generate,
-    LogEntry,
-    Plan,
-    Report,
-    RowStart,
-    SamplingParams,
-    Terminal,
-    Tokens,
-    WorkerCapacity,
-    WorkerDied,
-)
+from common.messages.events import Events, LogEntry, Terminal, Tokens
 from common.messages.packing import pack_floats, pack_ids, unpack_ids
+from common.messages.plan import Plan, Report, RowStart, WorkerCapacity, WorkerDied
+from common.messages.records import RECORD
+from common.messages.request import Cancel, Generate, SamplingParams
 from common.messages.timeline import Timeline, TimelineEvent
 
 SAMPLING = SamplingParams(

@@ -5,11 +5,12 @@ import json
 import pytest
 
 from common.broker import client as brokers
-from common.broker.committed import interleave, read, split
+from common.broker.committed import read
 from common.broker.keys import SEALED, Keys
 from common.messages.codec import encode
-from common.messages.messages import RECORD, LogEntry, Tokens
+from common.messages.events import LogEntry, Tokens
 from common.messages.packing import pack_floats, pack_ids
+from common.messages.records import RECORD, pack_tokens, unpack_records
 
 KEYS = Keys("test")
 
@@ -219,7 +220,7 @@ async def test_spills_are_idempotent_and_leave_no_hole(redis):
     assert await redis.get(KEYS.tokens("r1")) == records, "a hole is refused"
     assert await redis.xlen(KEYS.log("w1")) == 3, "and then nothing is trimmed"
     state = (await read(redis, KEYS, ["r1"]))["r1"]
-    assert split(state.records)[0] == [0, 1, 2, 3]
+    assert unpack_records(state.records)[0] == [0, 1, 2, 3]
 
 
 async def test_what_is_committed_is_string_plus_log(redis):
@@ -231,7 +232,7 @@ async def test_what_is_committed_is_string_plus_log(redis):
     await flush(redis, 2, entry("r1", 1, [11, 12], attempt=2))
     await flush(redis, 3, entry("other", 0, [99]))
     state = (await read(redis, KEYS, ["r1", "unknown"]))["r1"]
-    assert split(state.records)[0] == [10, 11, 12]
+    assert unpack_records(state.records)[0] == [10, 11, 12]
     assert (state.spilled_bytes, state.worker, state.attempt, state.base) == (8, "w1", 2, 1)
     keep = [KEYS.tokens("r1"), KEYS.request("r1")]
     for _ in range(2):
@@ -291,11 +292,15 @@ async def test_likeliest_tokens_are_committed_with_their_token(redis):
         )
         for i in range(3)
     ]
-    await redis.set(KEYS.tokens("r1"), interleave(said[0]) + b"half of a token")
+    await redis.set(KEYS.tokens("r1"), pack_tokens(said[0]) + b"half of a token")
     await flush(redis, 1, encode(LogEntry(said[1:])))
     state = (await read(redis, KEYS, ["r1"]))["r1"]
     assert (state.num_tokens, state.spilled_bytes) == (3, 24)
-    assert split(state.records, 3) == ([0, 1, 2], [-1.0] * 3, [[(i, -1.0), (7, -2.0)] for i in range(3)])
+    assert unpack_records(state.records, 3) == (
+        [0, 1, 2],
+        [-1.0] * 3,
+        [[(i, -1.0), (7, -2.0)] for i in range(3)],
+    )
 
 
 @pytest.mark.parametrize("stream", ["log", "reports"])

@@ -10,20 +10,14 @@ from tokenizers import Tokenizer
 
 from common import model_files
 from common.broker import client as brokers
-from common.broker.committed import read, split
+from common.broker.committed import read
 from common.broker.keys import Keys
 from common.messages.codec import decode, encode
-from common.messages.messages import (
-    RECORD,
-    Events,
-    Generate,
-    LogEntry,
-    Plan,
-    Report,
-    RowStart,
-    WorkerCapacity,
-)
+from common.messages.events import Events, LogEntry
 from common.messages.packing import pack_floats, pack_ids, unpack_floats, unpack_ids
+from common.messages.plan import Plan, Report, RowStart, WorkerCapacity
+from common.messages.records import RECORD, unpack_records
+from common.messages.request import Generate
 from common.metrics import catalogue
 from common.settings.settings import SettingError, Settings
 from gpu_worker.agent.agent import Agent
@@ -146,7 +140,7 @@ async def test_the_likeliest_tokens_stand_beside_their_own(agent, redis):
     assert (unpack_ids(second.ids), second.top_ids) == ([4, 4], b"")
     await redis.hset(KEYS.request("r1"), "width", 3)
     committed = (await read(redis, KEYS, ["r1"]))["r1"]
-    assert split(committed.records, 3)[2] == [
+    assert unpack_records(committed.records, 3)[2] == [
         [(7, -0.25), (3, float("-inf"))],
         [(8, -0.25), (3, float("-inf"))],
     ]
@@ -213,7 +207,7 @@ async def test_what_is_told_of_a_prompt_is_committed_with_the_first_token(agent,
     await agent.flush()
     state = (await read(redis, KEYS, ["r1"]))["r1"]
     assert state.num_tokens == 2
-    assert split(state.prompt, 2) == ([4, 5, 6], [-1.0, -2.0, -3.0], [[(7, -0.25)]] * 3)
+    assert unpack_records(state.prompt, 2) == ([4, 5, 6], [-1.0, -2.0, -3.0], [[(7, -0.25)]] * 3)
 
 
 async def test_a_prompt_of_one_token_has_nothing_to_be_told_of(agent, redis):
@@ -250,7 +244,7 @@ async def test_a_preempted_row_is_spilled_and_has_no_terminal(agent, redis):
     await agent.flush()
     step(agent, {1: (1, 6)}, ended=[(1, "preempted", 2)], released=[(1, 3)])
     await agent.flush()
-    assert split(await redis.get(KEYS.tokens("r1")))[0] == [5, 6]
+    assert unpack_records(await redis.get(KEYS.tokens("r1")))[0] == [5, 6]
     assert await redis.exists(KEYS.result("r1")) == 0
 
 
@@ -261,7 +255,7 @@ async def test_the_log_is_bounded_and_loses_nothing(agent, redis):
         await agent.flush()
     assert await redis.xlen(KEYS.log("w0-1")) <= 65
     committed = (await read(redis, KEYS, ["r1"]))["r1"]
-    assert split(committed.records)[0] == list(range(200))
+    assert unpack_records(committed.records)[0] == list(range(200))
 
 
 async def test_a_takeover_drops_all_rows_and_says_so_when_they_are_gone(agent, redis):

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from common.messages.messages import SamplingParams
+from common.messages.request import SamplingParams
 from common.settings.settings import SettingError, Settings
 from gpu_worker.engine.cpu import native
 from gpu_worker.engine.engine import Engine

@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from common.messages.messages import SamplingParams
 from common.messages.packing import pack_ids
+from common.messages.request import SamplingParams
 from gpu_worker.engine.cpu import sampler
 from gpu_worker.engine.engine import Engine
 from tests.support.engine import tiny_models

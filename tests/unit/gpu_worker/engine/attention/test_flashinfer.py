@@ -17,7 +17,7 @@ import pytest
 import torch
 from torch import nn
 
-from common.messages.messages import SamplingParams
+from common.messages.request import SamplingParams
 from common.settings.settings import SettingError, Settings
 from gpu_worker.engine import engine as engine_module
 from gpu_worker.engine.attention import backend as attention

@@ -5,8 +5,8 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from common.messages.messages import SamplingParams
 from common.messages.packing import pack_floats
+from common.messages.request import SamplingParams
 from gpu_worker.engine.batch.outcome import Outcome, Told, Top
 from gpu_worker.engine.batch.rows import Part, Rows
 from gpu_worker.protocol import Grant, StartRow

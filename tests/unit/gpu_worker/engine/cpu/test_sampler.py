@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from common.messages.messages import SamplingParams
 from common.messages.packing import pack_ids
+from common.messages.request import SamplingParams
 from gpu_worker.engine.batch.sampling_state import Manner, Turn
 from gpu_worker.engine.cpu import native, sampler
 from gpu_worker.engine.sampling.multinomial import Drawn

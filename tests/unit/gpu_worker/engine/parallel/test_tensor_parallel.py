@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from common.messages.messages import SamplingParams
+from common.messages.request import SamplingParams
 from common.settings.settings import SettingError, Settings
 from gpu_worker.engine.attention.backend import Unservable
 from gpu_worker.engine.engine import Engine

@@ -14,8 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.stats import chisquare
 
-from common.messages.messages import SamplingParams
 from common.messages.packing import pack_ids
+from common.messages.request import SamplingParams
 from gpu_worker.engine.batch.grammar import Guide
 from gpu_worker.engine.batch.philox import AHEAD, Uniforms, uniforms
 from gpu_worker.engine.batch.sampling_state import Manner, Turn

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from scipy.stats import chisquare
 
-from common.messages.messages import SamplingParams
 from common.messages.packing import pack_ids
+from common.messages.request import SamplingParams
 from gpu_worker.engine.engine import Engine
 from tests.support.engine.batch_player import Player
 from tests.support.engine.reference import prompt_ids, reference_ids

@@ -1,0 +1,115 @@
+"""Messages between batcher and workers: plans and what starts with them, reports, capacities, deaths."""
+
+from dataclasses import dataclass
+
+from common.messages.codec import wire_field
+from common.messages.request import Generate
+
+
+@dataclass(frozen=True, slots=True)
+class RowStart:
+    """A row that starts on a worker: one attempt of one request.
+
+    Attributes:
+        row: number of the row, unique in the incarnation's life.
+        base: index of the first token this attempt samples; the number of records in `shown`.
+        shown: packed records (`RECORD`) of the tokens of earlier attempts: facts, never computed again.
+        blocks: packed numbers of the KV blocks that the row owns at first.
+    """
+
+    row: int = wire_field("r")
+    attempt: int = wire_field("a")
+    base: int = wire_field("b")
+    shown: bytes = wire_field("s")
+    blocks: bytes = wire_field("k")
+    request: Generate = wire_field("q")
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What a worker may do from its next step boundary on; in the stream `plans:{worker}` under the id
+    `{epoch}-{number}`.
+
+    Attributes:
+        until: the last step granted.
+        prefill_tokens: prompt tokens of one step.
+        starts: rows that start, in order.
+        blocks: (row, packed blocks) that rows own in addition.
+        stops: (row, why) of rows asked to stop.
+        acknowledged: sequence of the last report taken in; the worker trims its reports up to it.
+        takeover: a new batcher asks the worker to stop every row and to answer with a report that says so.
+    """
+
+    epoch: int = wire_field("e")
+    number: int = wire_field("n")
+    until: int = wire_field("u")
+    prefill_tokens: int = wire_field("pt")
+    starts: list[RowStart] = wire_field("s", default_factory=list)
+    blocks: list[tuple[int, bytes]] = wire_field("b", default_factory=list)
+    stops: list[tuple[int, str]] = wire_field("x", default_factory=list)
+    acknowledged: int = wire_field("k", default=0)
+    takeover: bool = wire_field("t", default=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What happened on a worker since its last report; in the stream `reports:{worker}` under the id
+    `{sequence}-0`.
+
+    Attributes:
+        sequence: number of the flush that carries it; rises, with gaps.
+        epoch, plan: the newest plan seen.
+        step: the last step completed.
+        prefilled: (row, kv_len, step) of rows whose prompt is computed; from `step` on they grow by a token a
+            step.
+        ended: (row, why, end index, exclusive).
+        released: (row, kv_len): the row's blocks may go to others.
+        takeover: answer to a plan with `takeover`: nothing is held any more.
+    """
+
+    sequence: int = wire_field("q")
+    epoch: int = wire_field("e")
+    plan: int = wire_field("n")
+    step: int = wire_field("s")
+    prefilled: list[tuple[int, int, int]] = wire_field("p", default_factory=list)
+    ended: list[tuple[int, str, int]] = wire_field("x", default_factory=list)
+    released: list[tuple[int, int]] = wire_field("r", default_factory=list)
+    takeover: bool = wire_field("t", default=False)
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerCapacity:
+    """A worker's capacity, learnt at warm-up; field `capacity` of the hash `worker:{incarnation}`.
+
+    Attributes:
+        model: its name for people; `model_id` is what gateways of other pools find its tokenizer by.
+        context: longest sequence of the model, in tokens.
+        eos_ids: packed ids that end a generation.
+    """
+
+    incarnation: str = wire_field("i")
+    name: str = wire_field("nm")
+    model: str = wire_field("m")
+    dtype: str = wire_field("d")
+    block_size: int = wire_field("bs")
+    num_blocks: int = wire_field("nb")
+    max_batch_prefill_tokens: int = wire_field("pt")
+    context: int = wire_field("c")
+    eos_ids: bytes = wire_field("eo", default=b"")
+    world_size: int = wire_field("w", default=1)
+    device: str = wire_field("dv", default="")
+    model_id: str = wire_field("mi", default="")
+
+    @property
+    def max_total_tokens(self) -> int:
+        """Longest request that this worker can hold."""
+        return min(self.context, self.num_blocks * self.block_size)
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerDied:
+    """A launcher saw the end of a worker process: its logs can be sealed without waiting for the heartbeat's
+    TTL.
+    """
+
+    incarnation: str = wire_field("i")

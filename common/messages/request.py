@@ -1,0 +1,111 @@
+"""Messages of gateways: a request, its sampling parameters, its cancel."""
+
+from dataclasses import dataclass
+
+from common.messages.codec import wire_field
+
+TOP_P_MIN = 1e-6
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How a row chooses its tokens, where that is not plainly the likeliest. Defaults change nothing.
+
+    Applied in this order: logit bias and banned words, repetition, frequency and presence penalties,
+    temperature, top-k, top-p, min-p, typical-p; then the choice. The random number for a token is a function
+    of (seed, choice, index of the token).
+
+    Attributes:
+        temperature: 0 is greedy: the likeliest token after bias and penalties.
+        top_k: 0 is off.
+        repetition_penalty: over the ids of prompt and generation, as in CTRL (arXiv:1909.05858).
+        frequency_penalty, presence_penalty: OpenAI's; over generated ids.
+        relative_frequency_penalty: TGI's; times the share of an id in prompt and generation.
+        choice: which of the n answers to one request this is.
+        logit_bias: (id, what is added to its logit).
+        bad_words: packed ids of sequences that must not be completed.
+        top_p_decay, top_p_min, top_p_reset_ids: top_p shrinks by this factor with each token, down to its
+            minimum, until one of these ids (packed) comes: then it starts again (arXiv:2206.04624).
+        raw_logprobs: whether log-probabilities are of the model's own distribution (OpenAI's way) or of the
+            processed one (TGI's).
+    """
+
+    temperature: float = wire_field("t", default=0.0)
+    top_k: int = wire_field("k", default=0)
+    top_p: float = wire_field("p", default=1.0)
+    min_p: float = wire_field("m", default=0.0)
+    typical_p: float = wire_field("y", default=1.0)
+    repetition_penalty: float = wire_field("r", default=1.0)
+    frequency_penalty: float = wire_field("f", default=0.0)
+    presence_penalty: float = wire_field("e", default=0.0)
+    relative_frequency_penalty: float = wire_field("l", default=0.0)
+    seed: int = wire_field("s", default=0)
+    choice: int = wire_field("c", default=0)
+    logit_bias: list[tuple[int, float]] = wire_field("b", default_factory=list)
+    bad_words: list[bytes] = wire_field("w", default_factory=list)
+    top_p_decay: float = wire_field("d", default=1.0)
+    top_p_min: float = wire_field("n", default=TOP_P_MIN)
+    top_p_reset_ids: bytes = wire_field("i", default=b"")
+    raw_logprobs: bool = wire_field("x", default=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Generate:
+    """A request as it waits in the stream `requests`; an entry there exists exactly while the request is
+    live.
+
+    Attributes:
+        digest: of the content; the same id with another digest is refused.
+        prompt_ids: packed ids.
+        max_new_tokens: the request ends with reason `length` when it has so many.
+        min_new_tokens: before it has so many, no end-of-sequence token, stop id or stop string ends it; such
+            ids are not sampled.
+        stop_ids: packed ids that end it with reason `stop_sequence`.
+        top_n_tokens: so many of the likeliest tokens are told with each token.
+        prompt_logprobs: the model's own log-probabilities of the prompt's tokens are told, and so many of the
+            likeliest at each place; None tells nothing of the prompt.
+        sampling: None is greedy, with nothing to change: the path that costs nothing.
+        ttl_ms: time to live; the clock starts at the entry's id.
+        channel: pub/sub channel of the replies.
+        gateway: who asked; its requests are cancelled `grace_ms` after its last sign of life.
+        result_ttl_ms: how long the result is kept for whoever polls.
+        priority, tenant, trace: service class, payer, W3C trace context.
+    """
+
+    request_id: str = wire_field("id")
+    digest: str = wire_field("dg")
+    prompt_ids: bytes = wire_field("p")
+    max_new_tokens: int = wire_field("mx")
+    stop: list[str] = wire_field("st", default_factory=list)
+    ignore_eos: bool = wire_field("ie", default=False)
+    min_new_tokens: int = wire_field("mn", default=0)
+    stop_ids: bytes = wire_field("si", default=b"")
+    top_n_tokens: int = wire_field("tp", default=0)
+    prompt_logprobs: int | None = wire_field("pl", default=None)
+    sampling: SamplingParams | None = wire_field("sa", default=None)
+    ttl_ms: int = wire_field("tl", default=600_000)
+    channel: str = wire_field("ch", default="")
+    gateway: str = wire_field("gw", default="")
+    grace_ms: int = wire_field("gr", default=0)
+    result_ttl_ms: int = wire_field("rt", default=60_000)
+    priority: str = wire_field("cl", default="")
+    tenant: str = wire_field("tn", default="")
+    trace: str = wire_field("tc", default="")
+
+    @property
+    def width(self) -> int:
+        """`RECORD`s of one token: its own, then one for each of its likeliest tokens."""
+        return 1 + self.top_n_tokens
+
+    @property
+    def prompt_width(self) -> int:
+        """`RECORD`s of one token of the prompt, where they are told."""
+        return 1 + (self.prompt_logprobs or 0)
+
+
+@dataclass(frozen=True, slots=True)
+class Cancel:
+    """The client is gone, or nobody wants the answer any more."""
+
+    request_id: str = wire_field("id")
+    why: str = wire_field("w")
