@@ -116,10 +116,8 @@ async def hand(redis: Redis, worker: str, num_rows: int, prompt_ids: bytes) -> N
         request = Generate(
             f"{worker}-{row}", "d", prompt_ids, 10**6, stop=["xyz"] if row % 2 else [], channel=CHANNEL
         )
-        await redis.hset(
-            KEYS.request(request.request_id),
-            mapping={"digest": "d", "worker": worker, "attempt": 1, "base": 0, "width": 1},
-        )
+        placed = {"digest": "d", "worker": worker, "attempt": 1, "base": 0, "width": 1}
+        await redis.hset(KEYS.request(request.request_id), mapping=placed)  # type: ignore[misc]
         starts.append(RowStart(row, 1, 0, b"", b"", request))
     await plan(redis, worker, Plan(1, 1, 0, 64, starts))
 

@@ -98,7 +98,7 @@ def synchronize(device: torch.device) -> None:
 def weights_of(settings: Settings, dtype: torch.dtype) -> Weights:
     config = read_config(model_files.resolve(settings.model_id, settings.revision), settings)
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype)  # type: ignore[no-untyped-call]
     numbers = sum(weight.numel() for weight in model.parameters())
     inputs, outputs = model.get_input_embeddings(), model.get_output_embeddings()
     alone = 0 if inputs.weight is outputs.weight else inputs.weight.numel()

@@ -29,7 +29,7 @@ async def main(num_workers: int, kills: int, out_tokens: int) -> None:
                 await load.whole()
                 load = Load(fleet, out_tokens)
             await load.progress(draw.randint(5, 20))
-            await wait_until(lambda fleet=fleet: fleet.workers_ready() == num_workers, 60)
+            await wait_until(lambda: fleet.workers_ready() == num_workers, 60)
             pauses += await kill(fleet, load, f"w{draw.randrange(num_workers)}")
         await load.whole()
     pauses.sort()

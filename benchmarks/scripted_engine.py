@@ -80,7 +80,8 @@ def published(url: str, channel: str) -> Iterator[int]:
     """How many tokens of each row the gateway has heard, with each message that brings some; first 0, when it
     listens.
     """
-    with redis.Redis.from_url(url).pubsub(ignore_subscribe_messages=False) as listener:
+    client = redis.Redis.from_url(url)
+    with client.pubsub(ignore_subscribe_messages=False) as listener:  # type: ignore[no-untyped-call]
         listener.subscribe(channel)
         for message in listener.listen():
             if message["type"] == "subscribe":

@@ -71,7 +71,7 @@ class Waits:
         if flight:
             self.stretches.append((begin, self.moments.now()))
             if flight.here:
-                flight.here = Read(flight.here, self.waits_s)
+                flight.here = Read(flight.here, self.waits_s)  # type: ignore[assignment]
         return flight
 
     def told(self, steps: int) -> str:

@@ -34,8 +34,8 @@ def fleet() -> Iterator[Fleet]:
 
 
 @pytest.fixture(scope="module")
-def undisturbed(fleet) -> list[list[int]]:
-    async def run():
+def undisturbed(fleet: Fleet) -> list[list[int]]:
+    async def run() -> list[list[int]]:
         return await Load(fleet, MAX_NEW_TOKENS).whole()
 
     return asyncio.run(run())
@@ -48,7 +48,7 @@ async def kill_broker(fleet: Fleet) -> None:
 
 
 @pytest.mark.parametrize("count", [1, pytest.param(3, marks=pytest.mark.slow)])
-async def test_a_killed_broker_costs_no_token(fleet, undisturbed, count):
+async def test_a_killed_broker_costs_no_token(fleet: Fleet, undisturbed: list[list[int]], count: int) -> None:
     load = Load(fleet, MAX_NEW_TOKENS)
     for _ in range(count):
         await load.progress(10)
@@ -56,7 +56,7 @@ async def test_a_killed_broker_costs_no_token(fleet, undisturbed, count):
     assert await load.whole() == undisturbed
 
 
-async def test_cut_connections_cost_no_token(fleet, undisturbed):
+async def test_cut_connections_cost_no_token(fleet: Fleet, undisturbed: list[list[int]]) -> None:
     load = Load(fleet, MAX_NEW_TOKENS)
     with redis_sync.Redis.from_url(fleet.redis_url) as redis:
         for kind in ("normal", "pubsub", "normal"):
@@ -98,7 +98,7 @@ def pids(fleet: Fleet) -> dict[str, int]:
     return {name: pid for name, pid in fleet.pids().items() if name != "broker"}
 
 
-async def test_a_full_broker_is_named_and_nobody_dies(fleet):
+async def test_a_full_broker_is_named_and_nobody_dies(fleet: Fleet) -> None:
     before = pids(fleet)
     with redis_sync.Redis.from_url(fleet.redis_url) as redis:
         redis.config_set("maxmemory", 1)
@@ -110,7 +110,7 @@ async def test_a_full_broker_is_named_and_nobody_dies(fleet):
     assert pids(fleet) == before
 
 
-async def test_a_read_only_broker_is_named_and_nobody_dies(fleet):
+async def test_a_read_only_broker_is_named_and_nobody_dies(fleet: Fleet) -> None:
     before = pids(fleet)
     with redis_sync.Redis.from_url(fleet.redis_url) as redis:
         redis.replicaof("127.0.0.1", 1)
@@ -122,7 +122,7 @@ async def test_a_read_only_broker_is_named_and_nobody_dies(fleet):
     assert pids(fleet) == before
 
 
-async def test_a_changed_password_is_named_and_nobody_dies(fleet):
+async def test_a_changed_password_is_named_and_nobody_dies(fleet: Fleet) -> None:
     before = pids(fleet)
     with redis_sync.Redis.from_url(fleet.redis_url) as redis:
         redis.config_set("requirepass", "secret")
@@ -137,7 +137,7 @@ async def test_a_changed_password_is_named_and_nobody_dies(fleet):
     assert pids(fleet) == before
 
 
-async def test_a_loading_broker_is_named_and_nobody_dies():
+async def test_a_loading_broker_is_named_and_nobody_dies() -> None:
     with (
         brokers.running("--enable-debug-command", "local") as broker,
         Fleet(**SETTINGS, redis_url=broker.url) as fleet,

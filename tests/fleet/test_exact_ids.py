@@ -25,7 +25,7 @@ SETTINGS = {"dtype": "float32", "debug_kv": True, "kv_cache_bytes": "128MiB"}
         pytest.param(PROMPTS, id="all", marks=pytest.mark.slow),
     ],
 )
-async def test_ids_equal_generate(prompts):
+async def test_ids_equal_generate(prompts: list[str]) -> None:
     wanted = reference_ids(prompt_ids(prompts), MAX_NEW_TOKENS)
     with Fleet(**SETTINGS, max_batch_prefill_tokens=64) as fleet:
         url = f"{fleet.base_url}/generate_stream"
@@ -41,7 +41,7 @@ async def test_ids_equal_generate(prompts):
     assert ended == ["length" if len(ids) == MAX_NEW_TOKENS else "eos_token" for ids in wanted]
 
 
-async def test_two_pools_on_one_broker_keep_apart():
+async def test_two_pools_on_one_broker_keep_apart() -> None:
     body = {"inputs": "The sky is", "parameters": {"max_new_tokens": 5}}
     with brokers.running() as broker:
         pools = [Fleet(**SETTINGS, redis_url=broker.url, pool=pool) for pool in ("red", "blue")]

@@ -5,6 +5,8 @@ all goes on.
 import json
 import socket
 from collections.abc import Iterator
+from functools import partial
+from typing import Any
 
 import httpx
 import msgpack
@@ -99,6 +101,7 @@ def test_numbers(fleet: Fleet) -> None:
                     )
 
 
+POST = b"POST /generate HTTP/1.1\r\n"
 RAW = {
     "no HTTP": b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + bytes(range(256)) + b"\r\n\r\n",
     "a header of 1 MB": b"GET /health HTTP/1.1\r\nHost: x\r\nX-A: " + b"a" * MB + b"\r\n\r\n",
@@ -108,14 +111,15 @@ RAW = {
     "a path of 1 MB": b"GET /" + b"a" * MB + b" HTTP/1.1\r\nHost: x\r\n\r\n",
     "a query of 100 kB": b"GET /fleet?" + b"%ff&" * 25_000 + b" HTTP/1.1\r\nHost: x\r\n\r\n",
     "bytes in a path": b"GET /fleet/requests/%00%ff%fe\xff HTTP/1.1\r\nHost: x\r\n\r\n",
-    "bytes in headers": b"POST /generate HTTP/1.1\r\nHost: \xff\r\nx-request-id: \xff\xfe\r\ncontent-type: \xff\r\n\r\n",
-    "a length below 0": b"POST /generate HTTP/1.1\r\nHost: x\r\ncontent-type: application/json\r\ncontent-length: -1\r\n\r\n{}",
+    "bytes in headers": POST + b"Host: \xff\r\nx-request-id: \xff\xfe\r\ncontent-type: \xff\r\n\r\n",
+    "a length below 0": POST + b"Host: x\r\ncontent-type: application/json\r\ncontent-length: -1\r\n\r\n{}",
     "a length of 10**30": b"POST /generate HTTP/1.1\r\nHost: x\r\ncontent-length: 1"
     + b"0" * 30
     + b"\r\n\r\n{}",
     "two lengths": b"POST /generate HTTP/1.1\r\nHost: x\r\ncontent-length: 2\r\ncontent-length: 5\r\n\r\n{}",
     "broken chunks": b"POST /generate HTTP/1.1\r\nHost: x\r\ntransfer-encoding: chunked\r\n\r\nzz\r\n",
-    "another protocol": b"GET /health HTTP/1.1\r\nHost: x\r\nConnection: Upgrade\r\nUpgrade: websocket\r\nSec-WebSocket-Key: a\r\n\r\n",
+    "another protocol": b"GET /health HTTP/1.1\r\nHost: x\r\nConnection: Upgrade\r\nUpgrade: websocket\r\n"
+    b"Sec-WebSocket-Key: a\r\n\r\n",
     "HTTP/9.9": b"GET / HTTP/9.9\r\nHost: x\r\n\r\n",
 }
 
@@ -150,8 +154,8 @@ PAYLOADS += [
 ]
 
 
-def entries(*fields: str) -> list[dict[bytes | str, bytes]]:
-    return [{field: payload} for field in fields for payload in PAYLOADS] + [{b"\xff\x00": b"\xff"}]
+def entries(*fields: str) -> list[Any]:
+    return [*({field: payload} for field in fields for payload in PAYLOADS), {b"\xff\x00": b"\xff"}]
 
 
 @pytest.fixture
@@ -192,7 +196,7 @@ def test_channels(broker: redis.Redis) -> None:
         ]
     ):
         broker.xadd(KEYS.submit, {"job": json.dumps({"id": f"channel{i}", "inputs": "a", "reply_to": name})})
-        answer = json.loads(wait_until_sync(lambda i=i: broker.get(KEYS.result(f"channel{i}"))))
+        answer = json.loads(wait_until_sync(partial(broker.get, KEYS.result(f"channel{i}"))))
         assert "reply_to" in answer["error"], name
 
 

@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +50,8 @@ while (result === null || frames.length < 6) {
   result = await client.get('tf:{default}:result:node');
 }
 const kept = await client.xRange('tf:{default}:reply:node', '-', '+');
-console.log(JSON.stringify({ result: JSON.parse(result), frames, kept: kept.map(entry => JSON.parse(entry.message.frame)) }));
+const stored = kept.map(entry => JSON.parse(entry.message.frame));
+console.log(JSON.stringify({ result: JSON.parse(result), frames, kept: stored }));
 await listener.close();
 await client.close();
 """
@@ -68,7 +70,8 @@ def client(fleet: Fleet) -> Iterator[redis.Redis]:
 
 
 def submit(client: redis.Redis, **job: Any) -> str:
-    return client.xadd(KEYS.submit, {"job": json.dumps(job)}).decode()
+    entry: Any = client.xadd(KEYS.submit, {"job": json.dumps(job)})
+    return str(entry.decode())
 
 
 def result(client: redis.Redis, job_id: str) -> Any:
@@ -105,10 +108,10 @@ def test_a_job_says_what_http_says(fleet: Fleet, client: redis.Redis) -> None:
 
 
 def test_a_killed_gateways_jobs_go_on(fleet: Fleet, client: redis.Redis) -> None:
-    """Killed with a job half told: the other gateway tells the rest, and no frame is missing or comes twice."""
+    """Another gateway takes the job over and sends the rest: no frame is missing, none comes twice."""
     submit(client, id="undisturbed", **LONG)
     expected = result(client, "undisturbed")
-    with client.pubsub() as pubsub:
+    with client.pubsub() as pubsub:  # type: ignore[no-untyped-call]
         pubsub.subscribe(KEYS.channel("ext:k"))
         submit(client, id="k", **LONG, reply_to="ext:k", reply="stream")
         heard: list[Any] = []
@@ -116,20 +119,24 @@ def test_a_killed_gateways_jobs_go_on(fleet: Fleet, client: redis.Redis) -> None
             if message["type"] == "message":
                 heard.append(json.loads(message["data"]))
                 if len(heard) == 6:
-                    [holder] = [
-                        one["name"].decode()
-                        for one in client.xinfo_consumers(KEYS.submit, "gateways")
-                        if one["pending"]
-                    ]
-                    os.kill(int(client.hget(KEYS.gateway(holder), "pid") or 0), signal.SIGKILL)
+                    [holder] = busy_consumers(client)
+                    pid: Any = client.hget(KEYS.gateway(holder), "pid")
+                    os.kill(int(pid), signal.SIGKILL)
                 if heard[-1].get("generated_text") or "error" in heard[-1]:
                     break
     assert [frame["index"] for frame in heard] == list(range(1, 21))
     assert plain([frame["token"] for frame in heard]) == plain(expected["details"]["tokens"])
-    assert [json.loads(fields[b"frame"]) for _, fields in client.xrange(KEYS.reply("k"))] == heard
+    kept: Any = client.xrange(KEYS.reply("k"))
+    assert [json.loads(fields[b"frame"]) for _, fields in kept] == heard
     assert plain(result(client, "k")) == plain(expected)
     wait_until_sync(lambda: client.xlen(KEYS.submit) == 0)
-    assert not [one for one in client.xinfo_consumers(KEYS.submit, "gateways") if one["pending"]]
+    assert not busy_consumers(client)
+
+
+def busy_consumers(client: redis.Redis) -> list[str]:
+    """Gateways that hold a job."""
+    found: Any = client.xinfo_consumers(KEYS.submit, "gateways")
+    return [one["name"].decode() for one in found if one["pending"]]
 
 
 @pytest.mark.slow
@@ -146,7 +153,7 @@ async def test_a_killed_job_workers_jobs_go_on(fleet: Fleet, client: redis.Redis
     assert job is not None
 
     def holders() -> list[int]:
-        said = [client.hgetall(key) for key in client.scan_iter(KEYS.process("jobworker", "j*"))]
+        said: Any = [client.hgetall(key) for key in client.scan_iter(KEYS.process("jobworker", "j*"))]
         return [int(one[b"pid"]) for one in said if one[b"running"] == b"1"]
 
     [holder] = wait_until_sync(lambda: client.hexists(KEYS.job("arq"), "choices") and holders())
@@ -172,19 +179,21 @@ def looks_like(expected: str, printed: str) -> bool:
 def test_the_session_in_the_page_is_true(fleet: Fleet, tmp_path: Path) -> None:
     cli = ["redis-cli", "--no-raw", "-u", fleet.redis_url]
     heard = tmp_path / "heard"
+
+    def is_heard(text: str) -> bool:
+        return looks_like(f"…{text.strip()}…", heard.read_text())
+
     with heard.open("w") as out:
         listeners: list[subprocess.Popen[bytes]] = []
         try:
             for block in console_blocks("redis.md"):
                 if not block.startswith("> "):
-                    wait_until_sync(lambda block=block: looks_like(f"…{block.strip()}…", heard.read_text()))
+                    wait_until_sync(partial(is_heard, block))
                 for step in block.split("> ")[1:] if block.startswith("> ") else []:
                     command, _, expected = step.partition("\n")
                     if command.startswith("SUBSCRIBE"):
                         listeners.append(subprocess.Popen([*cli, *shlex.split(command)], stdout=out))
-                        wait_until_sync(
-                            lambda expected=expected: looks_like(f"…{expected.strip()}…", heard.read_text())
-                        )
+                        wait_until_sync(partial(is_heard, expected))
                         continue
 
                     def printed(command: str = command) -> str:

@@ -37,8 +37,8 @@ def fleet() -> Iterator[Fleet]:
 
 
 @pytest.fixture(scope="module")
-def undisturbed(fleet) -> list[list[int]]:
-    async def run():
+def undisturbed(fleet: Fleet) -> list[list[int]]:
+    async def run() -> list[list[int]]:
         return await Load(fleet, MAX_NEW_TOKENS).whole()
 
     return asyncio.run(run())
@@ -71,17 +71,17 @@ async def run_kills(fleet: Fleet, undisturbed: list[list[int]], count: int) -> N
         assert await load.whole() == undisturbed
 
 
-async def test_killed_workers_cost_no_token(fleet, undisturbed):
+async def test_killed_workers_cost_no_token(fleet: Fleet, undisturbed: list[list[int]]) -> None:
     await run_kills(fleet, undisturbed, 2)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1500)  # where a worker takes 10 s to start, few kills hit the streams of one load
-async def test_twenty_killed_workers_cost_no_token(fleet, undisturbed):
+async def test_twenty_killed_workers_cost_no_token(fleet: Fleet, undisturbed: list[list[int]]) -> None:
     await run_kills(fleet, undisturbed, 20)
 
 
-async def test_a_sleeping_worker_is_never_heard_again(fleet, undisturbed):
+async def test_a_sleeping_worker_is_never_heard_again(fleet: Fleet, undisturbed: list[list[int]]) -> None:
     await sleep_and_wake(fleet, undisturbed)
 
 
@@ -135,11 +135,11 @@ async def heard_by(pubsub: Any) -> list[Events]:
     return heard
 
 
-async def not_in_pool(redis, incarnation: str) -> bool:
+async def not_in_pool(redis: Redis, incarnation: str) -> bool:
     return await redis.zscore(KEYS.workers, incarnation) is None
 
 
-async def test_a_killed_batcher_and_a_drained_worker(fleet, undisturbed):
+async def test_a_killed_batcher_and_a_drained_worker(fleet: Fleet, undisturbed: list[list[int]]) -> None:
     await two_ready(fleet)
     load = Load(fleet, MAX_NEW_TOKENS)
     await load.progress(5)
@@ -155,6 +155,6 @@ async def test_a_killed_batcher_and_a_drained_worker(fleet, undisturbed):
 
 
 @pytest.mark.slow
-async def test_a_sleeping_worker_in_bfloat16():
+async def test_a_sleeping_worker_in_bfloat16() -> None:
     with Fleet(**SETTINGS, dtype="bfloat16") as fleet:
         await sleep_and_wake(fleet, None)

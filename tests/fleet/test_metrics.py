@@ -1,4 +1,4 @@
-"""A real fleet under a real Prometheus: a worker dies, and figures, logs and the request's life all say so."""
+"""A worker dies under a whole fleet: metrics (scraped by a real Prometheus), logs and timeline record it."""
 
 import asyncio
 import json
@@ -8,6 +8,7 @@ import signal
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -54,8 +55,9 @@ def request_id(fleet: Fleet) -> str:
     return name
 
 
-def life(fleet: Fleet, request_id: str) -> list[dict]:
-    return httpx.get(f"{fleet.base_url}/fleet/requests/{request_id}").json()["timelines"][request_id]
+def life(fleet: Fleet, request_id: str) -> list[dict[str, Any]]:
+    answer = httpx.get(f"{fleet.base_url}/fleet/requests/{request_id}").json()
+    return list(answer["timelines"][request_id])
 
 
 def figures(fleet: Fleet) -> dict[str, float]:

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import json
 import random
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
 from typing import Any
 
 import httpx
@@ -127,7 +127,7 @@ class Clients:
         assert [frame["token"]["id"] for frame in frames] == ids and frames[-1]["generated_text"] is not None
 
     async def chat(self) -> None:
-        asked = {
+        asked: dict[str, Any] = {
             "messages": [{"role": "user", "content": "Hi"}],
             "max_tokens": self.draw.randint(1, MOST_TOKENS),
             "n": self.draw.randint(1, 2),
@@ -141,7 +141,7 @@ class Clients:
             assert sorted(ends) == list(range(asked["n"])), chunks[-1]
 
     async def complete(self) -> None:
-        asked = {
+        asked: dict[str, Any] = {
             "prompt": PROMPTS[: self.draw.randint(1, 2)],
             "max_tokens": self.draw.randint(1, MOST_TOKENS),
             "seed": 1,
@@ -190,10 +190,19 @@ class Clients:
 
     async def leave(self) -> None:
         """Goes after some frames of a long stream."""
-        tgi = {"inputs": "Hi", "stream": True, "parameters": {"ignore_eos": True, "max_new_tokens": 500}}
-        openai = {"stream": True, "ignore_eos": True, "max_tokens": 500, "n": self.draw.randint(1, 2)}
+        tgi: dict[str, Any] = {
+            "inputs": "Hi",
+            "stream": True,
+            "parameters": {"ignore_eos": True, "max_new_tokens": 500},
+        }
+        openai: dict[str, Any] = {
+            "stream": True,
+            "ignore_eos": True,
+            "max_tokens": 500,
+            "n": self.draw.randint(1, 2),
+        }
         chat = openai | {"messages": [{"role": "user", "content": "Hi"}]}
-        bodies = {
+        bodies: dict[str, Any] = {
             "/": tgi,
             "/generate_stream": tgi,
             "/v1/chat/completions": chat,
@@ -210,7 +219,8 @@ class Clients:
         """Goes somewhere between the first byte of the request and the first of its answer."""
         host, port = self.fleet.base_url.removeprefix("http://").split(":")
         content = json.dumps(greedy("Hi", 500)).encode()
-        head = f"POST /generate HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(content)}\r\n\r\n".encode()
+        headers = ("Host: x", "Content-Type: application/json", f"Content-Length: {len(content)}", "", "")
+        head = "\r\n".join(("POST /generate HTTP/1.1", *headers)).encode()
         _, writer = await asyncio.open_connection(host, int(port))
         writer.write((head + content)[: self.draw.choice([10, len(head), len(head) + 10, None, None])])
         await writer.drain()
@@ -218,7 +228,7 @@ class Clients:
             writer.transport.abort()
         writer.close()
 
-    async def frames(self, path: str, asked: dict[str, Any]) -> AsyncIterator[Any]:
+    async def frames(self, path: str, asked: dict[str, Any]) -> AsyncGenerator[Any]:
         async with self.http.stream("POST", path, json=asked) as answer:
             assert answer.status_code == 200, await answer.aread()
             async for line in answer.aiter_lines():
@@ -255,8 +265,9 @@ async def clients(fleet: Fleet, redis: Redis) -> AsyncIterator[Clients]:
 
 async def idle(redis: Redis) -> bool:
     """Whether no request, row, block, stream or job is left anywhere, by everybody's own word."""
-    state = await redis.hgetall(KEYS.state)
-    gateways = [await redis.hgetall(key) async for key in redis.scan_iter(KEYS.gateway("*"))]
+    state: dict[bytes, bytes] = await redis.hgetall(KEYS.state)  # type: ignore[misc]
+    keys = [key async for key in redis.scan_iter(KEYS.gateway("*"))]
+    gateways: list[dict[bytes, bytes]] = [await redis.hgetall(key) for key in keys]  # type: ignore[misc]
     kept = {key for pattern in KEPT async for key in redis.scan_iter(pattern)}
     kinds = {key.decode().split(":")[2] async for key in redis.scan_iter(KEYS.key("*")) if key not in kept}
     busy = [int(state.get(name, b"1")) for name in (b"requests", b"rows", b"blocks")]
@@ -270,7 +281,8 @@ async def idle(redis: Redis) -> bool:
 
 
 async def tasks(redis: Redis) -> dict[bytes, int]:
-    return {key: int(await redis.hget(key, "tasks") or 0) async for key in redis.scan_iter(KEYS.gateway("*"))}
+    keys = [key async for key in redis.scan_iter(KEYS.gateway("*"))]
+    return {key: int(await redis.hget(key, "tasks") or 0) for key in keys}  # type: ignore[misc]
 
 
 async def subscriptions(redis: Redis) -> list[Any]:

@@ -5,6 +5,7 @@ and the answer is whole.
 import contextlib
 import shutil
 from collections.abc import Iterator
+from typing import Literal
 
 import httpx
 import pytest
@@ -185,7 +186,7 @@ def answers(port: int) -> bool:
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_a_phone(fleet: Fleet, browser: Browser, scheme: str) -> None:
+def test_a_phone(fleet: Fleet, browser: Browser, scheme: Literal["light", "dark"]) -> None:
     context = browser.new_context(viewport={"width": 360, "height": 740}, color_scheme=scheme)
     page = context.new_page()
     page.goto(fleet.base_url)

@@ -5,8 +5,10 @@ import os
 import random
 import signal
 from collections import Counter
+from functools import partial
 
 import pytest
+from redis.asyncio.client import PubSub
 
 from common.broker.client import connect, script
 from common.broker.keys import Keys
@@ -51,7 +53,7 @@ class Races:
             await wait_until(self.settled)
             listening.cancel()
 
-    async def listen(self, pubsub) -> None:
+    async def listen(self, pubsub: PubSub) -> None:
         async for message in pubsub.listen():
             if message["type"] == "message":
                 for terminal in decode(Events, message["data"]).terminals:
@@ -86,9 +88,12 @@ class Races:
 
     async def kill_now_and_then(self) -> None:
         for ended in range(self.kill_every, self.count, self.kill_every):
-            await wait_until(lambda ended=ended: len(self.terminals) >= ended, 120)
+            await wait_until(partial(self.have_ended, ended), 120)
             name = self.draw.choice(["w0", "w1"])
             os.kill(await asyncio.to_thread(self.fleet.pid, name), signal.SIGKILL)
+
+    def have_ended(self, count: int) -> bool:
+        return len(self.terminals) >= count
 
     async def settled(self) -> bool:
         return not await self.redis.xlen(KEYS.requests)
@@ -107,10 +112,10 @@ async def race(count: int, kill_every: int) -> None:
         await races.redis.aclose()
 
 
-async def test_one_terminal_each():
+async def test_one_terminal_each() -> None:
     await race(100, kill_every=40)
 
 
 @pytest.mark.slow
-async def test_one_terminal_each_a_thousand_times():
+async def test_one_terminal_each_a_thousand_times() -> None:
     await race(1000, kill_every=100)

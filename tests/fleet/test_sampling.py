@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import signal
+from collections import Counter
 from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
@@ -13,7 +14,7 @@ import httpx
 import pytest
 from redis.asyncio import Redis
 
-from benchmarks.client import events
+from benchmarks.client import Stream, events, stream
 from common.broker.client import connect
 from common.broker.keys import Keys
 from tests.support.engine.reference import prompt_ids, reference_ids, reference_logprobs
@@ -23,7 +24,7 @@ from tests.support.waiting import wait_until
 
 KEYS = Keys("default")
 PROMPT = "Once upon a time there was"
-SEEDED = {
+SEEDED: dict[str, Any] = {
     "do_sample": True,
     "seed": 11,
     "temperature": 0.9,
@@ -31,16 +32,17 @@ SEEDED = {
     "ignore_eos": True,
     "details": True,
 }
-SHORT = {"seed": 11, "temperature": 0.9, "top_k": 40, "top_p": 0.95}
+SHORT: dict[str, Any] = {"seed": 11, "temperature": 0.9, "top_k": 40, "top_p": 0.95}
 CHAT = [{"role": "user", "content": "Tell me a story."}]
 EOS = 2
 MAX_BATCH = 16
+ENDLESS = 2000
 
 
 @pytest.fixture(scope="module")
 def fleet() -> Iterator[Fleet]:
     with Fleet(
-        num_workers=2, dtype="float32", threads=1, kv_cache_bytes="64MiB", max_batch_size=MAX_BATCH
+        num_workers=2, dtype="float32", threads=1, kv_cache_bytes="256MiB", max_batch_size=MAX_BATCH
     ) as one:
         yield one
 
@@ -82,9 +84,9 @@ async def complete(http: httpx.AsyncClient, **fields: Any) -> list[str]:
 # --- seeds --------------------------------------------------------------------------------------------------
 
 
-def mixed(i: int) -> dict[str, Any]:
+def mixed(i: int, max_new_tokens: int = 24) -> dict[str, Any]:
     """Different ways to sample, and lengths of prompts."""
-    ways = [
+    ways: list[dict[str, Any]] = [
         {},
         {"temperature": 1.3},
         {"top_k": 5},
@@ -92,31 +94,53 @@ def mixed(i: int) -> dict[str, Any]:
         {"typical_p": 0.9},
         {"min_p": 0.1},
     ]
-    parameters = {"max_new_tokens": 24, "ignore_eos": True, "seed": i, **ways[i % len(ways)]}
+    parameters = {"max_new_tokens": max_new_tokens, "ignore_eos": True, "seed": i, **ways[i % len(ways)]}
     return {"inputs": f"{PROMPT} " * (1 + i % 5), "parameters": parameters}
-
-
-async def rows(redis: Redis) -> int:
-    return int(await redis.hget(KEYS.state, "rows") or 0)
 
 
 async def test_a_seed_says_the_ids_alone_in_full_batches_and_on_each_worker(
     http: httpx.AsyncClient, broker: Redis
 ) -> None:
-    alone = (await generate(http, **SEEDED))["ids"]
-    others = [asyncio.create_task(post(http, "/generate", mixed(i))) for i in range(2 * MAX_BATCH - 2)]
-    await wait_until(lambda: has_rows(broker, len(others)))
-    both = [asyncio.create_task(generate(http, **SEEDED)) for _ in range(2)]
-    await wait_until(lambda: has_rows(broker, 2 * MAX_BATCH))
-    homes = [await broker.hget(key, "worker") async for key in broker.scan_iter(KEYS.request("*"))]
-    assert {homes.count(worker) for worker in set(homes)} == {MAX_BATCH}
-    assert [(await one)["ids"] for one in both] == [alone] * 2
-    assert len(alone) == SEEDED["max_new_tokens"]
-    await asyncio.gather(*others)
+    """The others are too long to end meanwhile; they are cancelled."""
+    url = f"{http.base_url}generate_stream"
+    alone = await stream(url, {"inputs": PROMPT, "parameters": SEEDED})
+    assert len(alone.ids) == SEEDED["max_new_tokens"]
+    others = [asyncio.create_task(stream(url, mixed(i, ENDLESS))) for i in range(2 * MAX_BATCH - 2)]
+    await wait_until(lambda: rows_fill(broker, MAX_BATCH - 1))
+    both = [Stream(), Stream()]
+    streaming = [
+        asyncio.create_task(stream(url, {"inputs": PROMPT, "parameters": SEEDED}, one)) for one in both
+    ]
+    await wait_until(lambda: all(one.frames for one in both))
+    assert await rows_fill(broker, MAX_BATCH)
+    await asyncio.gather(*streaming)
+    assert [one.ids for one in both] == [alone.ids] * 2
+    assert not any(task.done() for task in others)
+    for task in others:
+        task.cancel()
+    await asyncio.wait(others)
+    await wait_until(lambda: rows_fill(broker, 0))
 
 
-async def has_rows(redis: Redis, count: int) -> bool:
-    return await rows(redis) == count
+async def rows_fill(redis: Redis, count: int) -> bool:
+    """Whether each of the two workers has so many rows."""
+    workers = [await worker_of(redis, key) async for key in redis.scan_iter(KEYS.request("*"))]
+    placed = Counter(worker for worker in workers if worker)
+    return sorted(placed.values()) == [count] * (2 if count else 0)
+
+
+async def worker_of(redis: Redis, home: bytes) -> str:
+    """The worker that runs a request, if one does."""
+    worker: bytes | None = await redis.hget(home.decode(), "worker")  # type: ignore[misc]
+    return (worker or b"").decode()
+
+
+async def kill_worker_of(redis: Redis, home: bytes) -> None:
+    os.kill(await pid_of(redis, await worker_of(redis, home)), signal.SIGKILL)
+
+
+async def pid_of(redis: Redis, worker: str) -> int:
+    return int(await redis.hget(KEYS.worker(worker), "pid") or 0)  # type: ignore[misc]
 
 
 async def test_a_seed_says_the_ids_after_the_worker_died(
@@ -129,8 +153,7 @@ async def test_a_seed_says_the_ids_after_the_worker_died(
         ids.append(frame["token"]["id"])
         if len(ids) == 6:
             [home] = [key async for key in broker.scan_iter(KEYS.request("*"))]
-            worker = (await broker.hget(home, "worker")).decode()
-            os.kill(int(await broker.hget(KEYS.worker(worker), "pid")), signal.SIGKILL)
+            await kill_worker_of(broker, home)
     assert ids == undisturbed
     lives = (await http.get(f"/fleet/requests/{home.decode().rpartition(':')[2]}")).json()["timelines"]
     assert "died" in [one["what"] for happenings in lives.values() for one in happenings]
@@ -212,9 +235,9 @@ async def test_what_is_greedy_equals_transformers(http: httpx.AsyncClient) -> No
 
 
 async def test_what_changes_a_distribution_changes_the_text(http: httpx.AsyncClient) -> None:
-    """With a seed that shows it, and on both families' routes; where they mean the same, they say the same."""
-    plain = {"seed": 2, "do_sample": True, "max_new_tokens": 24}
-    same = [
+    """With one seed, on TGI's and OpenAI's routes: what means the same gives the same text."""
+    plain: dict[str, Any] = {"seed": 2, "do_sample": True, "max_new_tokens": 24}
+    same: list[dict[str, Any]] = [
         {"temperature": 2.0},
         {"top_k": 3},
         {"top_p": 0.3},
@@ -222,8 +245,8 @@ async def test_what_changes_a_distribution_changes_the_text(http: httpx.AsyncCli
         {"typical_p": 0.2},
         {"repetition_penalty": 3.0},
     ]
-    penalties = [{"presence_penalty": 2.0}, {"frequency_penalty": 1.0}]
-    ways = [{}, *same, *penalties]
+    penalties: list[dict[str, Any]] = [{"presence_penalty": 2.0}, {"frequency_penalty": 1.0}]
+    ways: list[dict[str, Any]] = [{}, *same, *penalties]
     by_tgi = await asyncio.gather(*(generate(http, **plain, **way) for way in ways))
     by_openai = await asyncio.gather(*(complete(http, seed=2, max_tokens=24, **way) for way in ways))
     texts, others = [answer["generated_text"] for answer in by_tgi], [text for [text] in by_openai]
@@ -247,8 +270,8 @@ async def test_biases_and_bad_words(http: httpx.AsyncClient) -> None:
 async def test_ends(http: httpx.AsyncClient) -> None:
     plain = await generate(http)
     ids, third = plain["ids"], plain["details"]["tokens"][2]["text"]
-    eos = {"logit_bias": {EOS: 100}}
-    ways = [
+    eos: dict[str, Any] = {"logit_bias": {EOS: 100}}
+    ways: list[dict[str, Any]] = [
         {"stop": [third]},
         {"stop": [third], "min_new_tokens": 8},
         {"stop_token_ids": [ids[4]]},
@@ -326,9 +349,8 @@ async def test_what_is_told_of_a_prompt(fleet: Fleet, http: httpx.AsyncClient, b
     await wait_until(lambda: fleet.workers_ready() == 2)
     task = asyncio.create_task(generate(http, prompt, **asked, max_new_tokens=60))
     [home] = await wait_until(lambda: homes(broker))
-    await wait_until(lambda: broker.hexists(home, "prompt"))
-    worker = (await broker.hget(home, "worker")).decode()
-    os.kill(int(await broker.hget(KEYS.worker(worker), "pid")), signal.SIGKILL)
+    await wait_until(lambda: broker.hexists(home.decode(), "prompt"))
+    await kill_worker_of(broker, home)
     answer = await task
     assert [token["logprob"] for token in answer["details"]["prefill"]] == close(own) and len(
         answer["ids"]
@@ -338,7 +360,8 @@ async def test_what_is_told_of_a_prompt(fleet: Fleet, http: httpx.AsyncClient, b
 
 
 async def homes(redis: Redis) -> list[bytes]:
-    return [key async for key in redis.scan_iter(KEYS.request("*")) if await redis.hget(key, "gateway")]
+    found = [key async for key in redis.scan_iter(KEYS.request("*"))]
+    return [key for key in found if await redis.hget(key.decode(), "gateway")]  # type: ignore[misc]
 
 
 def close(values: list[float | None]) -> list[Any]:
@@ -357,15 +380,16 @@ async def test_a_prompt_whose_worker_dies_is_told_of_by_another(
         os.kill(pid, signal.SIGSTOP)
     task = asyncio.create_task(generate(http, prompt, decoder_input_details=True))
     [home] = await wait_until(lambda: homes(broker))
-    worker = (await wait_until(lambda: broker.hget(home, "worker"))).decode()
-    pid = int(await broker.hget(KEYS.worker(worker), "pid"))
+    worker = await wait_until(lambda: worker_of(broker, home))
+    pid = await pid_of(broker, worker)
     for other in pids:
         os.kill(other, signal.SIGKILL if other == pid else signal.SIGCONT)
     answer = await task
     assert [token["logprob"] for token in answer["details"]["prefill"]] == close(
         [None, *(own for own, *_ in wanted)]
     )
-    assert (await broker.hget(home, "attempt")) in (None, b"2")
+    attempt: bytes | None = await broker.hget(home.decode(), "attempt")  # type: ignore[misc]
+    assert attempt in (None, b"2")
 
 
 async def test_the_best_of_two(http: httpx.AsyncClient) -> None:
@@ -374,6 +398,6 @@ async def test_the_best_of_two(http: httpx.AsyncClient) -> None:
     assert other["generated_text"] != best["generated_text"]
 
     def mean(tokens: list[dict[str, Any]]) -> float:
-        return sum(token["logprob"] for token in tokens) / len(tokens)
+        return float(sum(token["logprob"] for token in tokens) / len(tokens))
 
     assert mean(best["details"]["tokens"]) >= mean(other["tokens"])

@@ -101,7 +101,11 @@ def test_ctrl_c_drains_and_a_second_one_ends_now(make: subprocess.Popen[str], tm
     os.killpg(make.pid, signal.SIGINT)
     wait_until_sync(lambda: "g0 told" in (tmp_path / "notes").read_text())
     assert not gone(processes)
-    wait_until_sync(
-        lambda: make.poll() is not None or os.killpg(make.pid, signal.SIGINT), ONE_REQUEST_S + GONE_S
-    )
+
+    def has_ended() -> bool:
+        if make.poll() is None:
+            os.killpg(make.pid, signal.SIGINT)
+        return make.poll() is not None
+
+    wait_until_sync(has_ended, ONE_REQUEST_S + GONE_S)
     wait_until_sync(lambda: gone(processes), GONE_S)

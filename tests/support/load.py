@@ -1,6 +1,7 @@
 """Streams that run while something is done to the fleet."""
 
 import asyncio
+from typing import Any
 
 from benchmarks.client import Stream, stream
 from tests.support.fleet.fleet import Fleet
@@ -9,7 +10,7 @@ from tests.support.waiting import wait_until
 NUM_STREAMS = 16
 
 
-def body(i: int, max_new_tokens: int) -> dict:
+def body(i: int, max_new_tokens: int) -> dict[str, Any]:
     inputs = f"<|im_start|>user\nTell me story number {i} about the sea.<|im_end|>\n<|im_start|>assistant\n"
     return {
         "inputs": inputs,

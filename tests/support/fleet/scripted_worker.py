@@ -163,10 +163,8 @@ class FakeWorker:
             self.live[request.request_id] = Live(
                 entry_id, len(fields[b"generate"]), request, self.answer(request), self.tokenizer
             )
-            await self.redis.hset(
-                self.keys.request(request.request_id),
-                mapping={"worker": self.incarnation, "attempt": 1, "base": 0},
-            )
+            placed = {"worker": self.incarnation, "attempt": 1, "base": 0}
+            await self.redis.hset(self.keys.request(request.request_id), mapping=placed)  # type: ignore[misc]
 
     async def take_cancels(self) -> None:
         for entry_id, fields in await self.redis.xrange(
@@ -281,5 +279,5 @@ async def working(
         task.cancel()
         await asyncio.wait([task])
         await worker.redis.aclose()
-        if not task.cancelled() and task.exception():
-            raise task.exception()
+        if not task.cancelled() and (error := task.exception()):
+            raise error
