@@ -17,11 +17,9 @@ from api.inference.capacity import Fleet
 from api.inference.relay import Relay
 from api.inference.stream import Stream
 from api.inference.tokenizer import Vocabulary
-from api.inference.validate import Wanted
 from common.broker.client import CONNECT_TIMEOUT_S, ERRORS, describe_error, script
 from common.broker.keys import Keys
 from common.messages.codec import encode
-from common.messages.packing import pack_ids
 from common.messages.request import Cancel, Generate
 from common.settings.settings import Settings
 
@@ -66,16 +64,16 @@ class Desk:
             await self.fleet.look_again()
             self.fleet.check()
 
-    async def submit_all(self, wanted: list[Wanted], request_id: str | None = None) -> list[Stream]:
+    async def submit_all(self, requests: list[Generate], request_id: str | None = None) -> list[Stream]:
         """Admits all or none, as `{request_id}`, or as `{request_id}.{i}` where there are several. As
         `submit` otherwise.
         """
         request_id = request_id or uuid.uuid4().hex
         streams: list[Stream] = []
         try:
-            for i, one in enumerate(wanted):
+            for i, request in enumerate(requests):
                 streams.append(
-                    await self.submit(one, request_id if len(wanted) == 1 else f"{request_id}.{i}")
+                    await self.submit(request, request_id if len(requests) == 1 else f"{request_id}.{i}")
                 )
         except BaseException:
             for stream in streams:
@@ -83,10 +81,10 @@ class Desk:
             raise
         return streams
 
-    async def submit(self, wanted: Wanted, request_id: str) -> Stream:
+    async def submit(self, request: Generate, request_id: str) -> Stream:
         """Admits a request; its reader must `leave` the stream. Raises Refusal: 429, 503."""
         await self.check()
-        stream = Stream(self.generate(wanted, request_id), self.vocabulary)
+        stream = Stream(self.address(request, request_id), self.vocabulary)
         self.relay.add(stream)
         try:
             answer = await self.admission(stream.request)
@@ -104,19 +102,10 @@ class Desk:
         self.relay.admitted(stream)
         return stream
 
-    def generate(self, wanted: Wanted, request_id: str) -> Generate:
-        content = Generate(
-            request_id="",
-            digest="",
-            prompt_ids=pack_ids(wanted.prompt_ids),
-            max_new_tokens=wanted.max_new_tokens,
-            stop=wanted.stop,
-            ignore_eos=wanted.ignore_eos,
-            min_new_tokens=wanted.min_new_tokens,
-            stop_ids=pack_ids(wanted.stop_ids),
-            top_n_tokens=wanted.top_n_tokens,
-            prompt_logprobs=wanted.prompt_logprobs,
-            sampling=wanted.sampling,
+    def address(self, request: Generate, request_id: str) -> Generate:
+        """A validated request with its id, its digest, its deadline and this gateway as its reader."""
+        content = replace(
+            request,
             ttl_ms=round(self.settings.request_timeout_s * 1000),
             channel=self.relay.channel,
             gateway=self.gateway,

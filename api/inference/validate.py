@@ -4,7 +4,7 @@ ignored.
 
 import secrets
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 from api.errors import Refusal, invalid
 from api.inference.params import GenerationParams
@@ -12,7 +12,7 @@ from api.inference.ranges import BIASES, MAX_STOP_CHARS, RANGES
 from api.inference.tokenizer import Vocabulary
 from api.offload import aside
 from common.messages.packing import pack_ids
-from common.messages.request import TOP_P_MIN, SamplingParams
+from common.messages.request import TOP_P_MIN, Generate, SamplingParams
 
 GREEDY_BELOW = 1e-5
 """A temperature this low is greedy: logits divided by it would leave float32."""
@@ -33,39 +33,27 @@ class Limits:
     max_client_batch_size: int
 
 
-@dataclass(frozen=True, slots=True)
-class Wanted:
-    """What a client asks for, found valid; one answer of possibly several."""
+async def validate(params: GenerationParams, limits: Limits, vocabulary: Vocabulary) -> list[Generate]:
+    """One request for each of the `n` answers, without what admission adds: ids, deadline, reader.
 
-    prompt_ids: list[int]
-    num_chars: int
-    max_new_tokens: int
-    stop: list[str] = field(default_factory=list)
-    ignore_eos: bool = False
-    min_new_tokens: int = 0
-    stop_ids: list[int] = field(default_factory=list)
-    top_n_tokens: int = 0
-    prompt_logprobs: int | None = None
-    sampling: SamplingParams | None = None
-
-
-async def validate(params: GenerationParams, limits: Limits, vocabulary: Vocabulary) -> list[Wanted]:
-    """One Wanted for each of the `n` answers. Raises Refusal (422) naming the field at fault and its limit."""
+    Raises Refusal (422) naming the field at fault and its limit.
+    """
     check(params, limits, vocabulary)
     prompt_ids = await prompt(params, limits, vocabulary)
-    wanted = Wanted(
-        prompt_ids=prompt_ids,
-        num_chars=len(params.text or ""),
+    request = Generate(
+        request_id="",
+        digest="",
+        prompt_ids=pack_ids(prompt_ids),
         max_new_tokens=num_new_tokens(params, len(prompt_ids), limits),
         stop=params.stop,
         ignore_eos=params.ignore_eos,
         min_new_tokens=params.min_new_tokens,
-        stop_ids=params.stop_ids,
+        stop_ids=pack_ids(params.stop_ids),
         top_n_tokens=params.top_n_tokens,
         prompt_logprobs=params.prompt_logprobs,
         sampling=await aside(sum(map(len, params.bad_words)), lambda: sampling(params, vocabulary)),
     )
-    return [choice(wanted, i) for i in range(params.n)]
+    return [choice(request, i) for i in range(params.n)]
 
 
 def check(params: GenerationParams, limits: Limits, vocabulary: Vocabulary) -> None:
@@ -76,8 +64,8 @@ def check(params: GenerationParams, limits: Limits, vocabulary: Vocabulary) -> N
     check_top_n(params, limits)
 
 
-def choice(wanted: Wanted, i: int) -> Wanted:
-    return replace(wanted, sampling=replace(wanted.sampling, choice=i)) if wanted.sampling else wanted
+def choice(request: Generate, i: int) -> Generate:
+    return replace(request, sampling=replace(request.sampling, choice=i)) if request.sampling else request
 
 
 def refuse(params: GenerationParams, field: str, words: str) -> Refusal:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from api.errors import encode, invalid
 from api.http.body import shaped
 from api.inference.stream import Stream
-from api.inference.validate import Wanted, validate
+from api.inference.validate import validate
 from api.jobs.job import Job
 from api.jobs.reply import Frame
 from api.offload import aside
@@ -18,6 +18,7 @@ from api.openai.params import from_chat
 from api.openai.render_chat import ChatCompletionRenderer
 from api.openai.request_schemas import ChatRequest
 from api.openai.stream import news
+from common.messages.request import Generate
 
 if TYPE_CHECKING:
     from api.inference.pool import Gateway
@@ -28,7 +29,7 @@ OURS = ("messages", "model", "stream")
 
 @dataclass(frozen=True, slots=True)
 class ChatOrder:
-    wanted: list[Wanted]
+    requests: list[Generate]
     chat: ChatRequest
     job: Job
     model: str
@@ -66,5 +67,5 @@ async def accept(gateway: "Gateway", job: Job) -> ChatOrder:
     chat.check()
     params = from_chat(chat, await chat_prompt.chat_prompt_text(chat, gateway.vocabulary.chat_template))
     params = replace(params, seed=job.seed if params.seed is None else params.seed)
-    wanted = await validate(params, gateway.fleet.limits, gateway.vocabulary)
-    return ChatOrder(wanted, chat, job, gateway.settings.model_name)
+    requests = await validate(params, gateway.fleet.limits, gateway.vocabulary)
+    return ChatOrder(requests, chat, job, gateway.settings.model_name)

@@ -7,13 +7,14 @@ from typing import TYPE_CHECKING
 from api.errors import encode
 from api.http.body import shaped
 from api.inference.stream import Stream
-from api.inference.validate import Wanted, validate
+from api.inference.validate import validate
 from api.jobs.job import Job
 from api.jobs.reply import Frame
 from api.offload import aside
 from api.tgi import best_of
 from api.tgi import render as answer_tgi
 from api.tgi.request_schemas import GenerateParameters, GenerateRequest
+from common.messages.request import Generate
 
 if TYPE_CHECKING:
     from api.inference.pool import Gateway
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class GenerateOrder:
-    wanted: list[Wanted]
+    requests: list[Generate]
     prefix: str
     details: bool
 
@@ -48,13 +49,13 @@ async def accept(gateway: "Gateway", job: Job) -> GenerateOrder:
     params, limits = given.generation_params(streamed), gateway.fleet.limits
     best_of.check(params, limits, streamed)
     params = replace(params, seed=job.seed if params.seed is None else params.seed)
-    wanted = await validate(params, limits, gateway.vocabulary)
+    requests = await validate(params, limits, gateway.vocabulary)
     if params.n > 1:
-        wanted = [
+        requests = [
             replace(one, sampling=replace(one.sampling, seed=job.seed ^ i, choice=0))
-            for i, one in enumerate(wanted)
+            for i, one in enumerate(requests)
             if one.sampling
         ]
     return GenerateOrder(
-        wanted, given.inputs if parameters.return_full_text else "", parameters.wants_details
+        requests, given.inputs if parameters.return_full_text else "", parameters.wants_details
     )

@@ -16,7 +16,6 @@ from api.inference import metrics
 from api.inference.admission import PAUSE_S
 from api.inference.pools import ANY_MODEL, names
 from api.inference.stream import Stream
-from api.inference.validate import Wanted
 from api.jobs.job import Job
 from api.jobs.reply import Frame, Reply
 from api.offload import aside
@@ -42,11 +41,11 @@ class Order(Protocol):
     """What a job asks for, found valid, in the shapes of one API.
 
     Attributes:
-        wanted: one for each choice.
+        requests: one for each choice, without ids yet.
     """
 
     @property
-    def wanted(self) -> list[Wanted]: ...
+    def requests(self) -> list[Generate]: ...
 
     def frames(self, streams: list[Stream]) -> AsyncIterator[list[Frame]]:
         """Every frame of every choice, as soon as it is there."""
@@ -112,8 +111,8 @@ class JobRun:
         async with self.door:
             await self.served()
             order: Order = await accept(self.gateway, self.job)
-            await self.admit_all(order.wanted)
-        self.max_frames = sum(one.max_new_tokens + MORE_FRAMES for one in order.wanted)
+            await self.admit_all(order.requests)
+        self.max_frames = sum(request.max_new_tokens + MORE_FRAMES for request in order.requests)
         await self.tell(order)
         for stream in self.streams:
             assert stream.terminal is not None
@@ -136,13 +135,13 @@ class JobRun:
                 await self.check_wanted()
                 await asyncio.sleep(PAUSE_S)
 
-    async def admit_all(self, wanted: list[Wanted]) -> None:
+    async def admit_all(self, requests: list[Generate]) -> None:
         await self.check_wanted()
         job_key = self.keys.job(self.job.id)
-        await self.desk.insist(lambda: self.redis.hset(job_key, "choices", len(wanted)))
-        for i, one in enumerate(wanted):
+        await self.desk.insist(lambda: self.redis.hset(job_key, "choices", len(requests)))
+        for i, content in enumerate(requests):
             request = replace(
-                self.desk.generate(one, f"{self.job.id}#{i}"),
+                self.desk.address(content, f"{self.job.id}#{i}"),
                 digest=self.job.digest,
                 gateway="",
                 grace_ms=0,

@@ -3,21 +3,23 @@
 from api.inference.params import GenerationParams
 from api.inference.stream import Stream
 from api.inference.tokenizer import Vocabulary
-from api.inference.validate import Wanted
 from api.openai.request_schemas import CompletionRequest
 from common.detokenize import Detokenizer
+from common.messages.packing import unpack_ids
+from common.messages.request import Generate
 
 
 def echoed_prompt(
-    completion: CompletionRequest, params: GenerationParams, wanted: Wanted, vocabulary: Vocabulary
+    completion: CompletionRequest, params: GenerationParams, request: Generate, vocabulary: Vocabulary
 ) -> str:
     """The text of the prompt, where it is to be repeated; where that was cut, of what is left of it."""
     if not completion.echo:
         return ""
-    cut = params.truncate is not None and params.truncate == len(wanted.prompt_ids)
+    prompt_ids = unpack_ids(request.prompt_ids)
+    cut = params.truncate is not None and params.truncate == len(prompt_ids)
     if params.text is not None and not cut:
         return params.text
-    return str(vocabulary.tokenizer.decode(wanted.prompt_ids, skip_special_tokens=False))
+    return str(vocabulary.tokenizer.decode(prompt_ids, skip_special_tokens=False))
 
 
 def prompt_offsets(stream: Stream, text: str) -> list[int]:

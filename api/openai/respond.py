@@ -12,12 +12,12 @@ from api.http.request_id import request_id
 from api.http.sse import TokenStream
 from api.inference.pool import Gateway
 from api.inference.stream import Stream
-from api.inference.validate import Wanted
 from api.offload import aside
 from api.openai.choice import Choice, new_choice
 from api.openai.render import ResponseRenderer
 from api.openai.request_schemas import OpenAIRequest
 from api.openai.stream import stream_frames
+from common.messages.request import Generate
 
 MakeRenderer = Callable[[str, str, list[Choice]], ResponseRenderer]
 """(id of the request, name of the model, choices) → the answer."""
@@ -27,29 +27,33 @@ async def respond(
     request: Request,
     gateway: Gateway,
     body: OpenAIRequest,
-    wanted: list[Wanted],
+    requests: list[Generate],
+    num_chars: int,
     prefixes: Sequence[str],
     make: MakeRenderer,
     begun_s: float,
 ) -> Response:
-    """The answer to all that is `wanted`, as a stream or as a whole. `prefixes`: for each, what its choice
-    begins with.
+    """The answer to all `requests`, as a stream or as a whole.
+
+    Args:
+        num_chars: of all prompts.
+        prefixes: for each request, what its choice begins with.
 
     Raises Refusal.
     """
     settings, desk = gateway.settings, gateway.desk
-    if len(wanted) > settings.max_concurrent_requests:
+    if len(requests) > settings.max_concurrent_requests:
         raise invalid(
-            f"`n` asks for {len(wanted)} choices: MAX_CONCURRENT_REQUESTS is {settings.max_concurrent_requests}",
+            f"`n` asks for {len(requests)} choices: MAX_CONCURRENT_REQUESTS is {settings.max_concurrent_requests}",
             "n",
         )
-    streams = await desk.submit_all(wanted, request_id(request))
+    streams = await desk.submit_all(requests, request_id(request))
     choices = [
         new_choice(i, stream, body, prefix)
         for i, (stream, prefix) in enumerate(zip(streams, prefixes, strict=True))
     ]
     answer = make(request_id(request), settings.model_name, choices)
-    headers = prompt_headers(settings, sum(one.num_chars for one in wanted[:: body.n or 1]))
+    headers = prompt_headers(settings, num_chars)
     if body.stream:
         return TokenStream(stream_frames(answer), streams, headers, desk.leave)
     await finished(streams, request, desk.leave)

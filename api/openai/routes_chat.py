@@ -35,13 +35,14 @@ async def chat_completions(request: Request) -> Response:
     gateway, chat = await accept(request, ChatRequest)
     await gateway.desk.check()
     prompt = await chat_prompt.chat_prompt_text(chat, gateway.vocabulary.chat_template)
-    wanted = await validate(from_chat(chat, prompt), gateway.fleet.limits, gateway.vocabulary)
+    requests = await validate(from_chat(chat, prompt), gateway.fleet.limits, gateway.vocabulary)
     return await respond(
         request,
         gateway,
         chat,
-        wanted,
-        [chat_prompt.echoed_message(chat)] * len(wanted),
+        requests,
+        len(prompt),
+        [chat_prompt.echoed_message(chat)] * len(requests),
         partial(ChatCompletionRenderer, chat),
         begun_s,
     )

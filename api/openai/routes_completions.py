@@ -33,13 +33,21 @@ async def completions(request: Request) -> Response:
     await gateway.desk.check()
     prompts, limits, vocabulary = from_completion(completion), gateway.fleet.limits, gateway.vocabulary
     check_num_prompts(prompts, limits)
-    wanted, prefixes = [], []
+    requests, prefixes = [], []
     for params in prompts:
         choices = await validate(params, limits, vocabulary)
-        wanted += choices
+        requests += choices
         prefixes += [echoed_prompt(completion, params, choices[0], vocabulary)] * len(choices)
+    num_chars = sum(len(params.text or "") for params in prompts)
     return await respond(
-        request, gateway, completion, wanted, prefixes, partial(CompletionRenderer, completion), begun_s
+        request,
+        gateway,
+        completion,
+        requests,
+        num_chars,
+        prefixes,
+        partial(CompletionRenderer, completion),
+        begun_s,
     )
 
 

@@ -7,7 +7,8 @@ from dataclasses import replace
 from api.errors import invalid
 from api.inference.params import GenerationParams
 from api.inference.stream import Stream
-from api.inference.validate import Limits, Wanted, draws
+from api.inference.validate import Limits, draws
+from common.messages.request import Generate
 
 
 def check(params: GenerationParams, limits: Limits, streamed: bool) -> None:
@@ -25,11 +26,11 @@ def check(params: GenerationParams, limits: Limits, streamed: bool) -> None:
         raise invalid("`seed` must not be set when `best_of` is above 1", "seed")
 
 
-def with_own_seeds(wanted: Sequence[Wanted]) -> list[Wanted]:
+def with_own_seeds(requests: Sequence[Generate]) -> list[Generate]:
     """Each answer with a seed of its own, which is told with it: it alone draws that answer again."""
     return [
         replace(one, sampling=replace(one.sampling, seed=secrets.randbits(63), choice=0))
-        for one in wanted
+        for one in requests
         if one.sampling
     ]
 

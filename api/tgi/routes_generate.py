@@ -16,12 +16,13 @@ from api.http.openapi import event_stream, json_body
 from api.http.request_id import request_id
 from api.http.sse import TokenStream
 from api.inference.pool import Gateway, gateway_of
-from api.inference.validate import Wanted, validate
+from api.inference.validate import validate
 from api.offload import aside
 from api.tgi import best_of
 from api.tgi.render import render_response, stream_frames
 from api.tgi.request_schemas import CompatGenerateRequest, GenerateParameters, GenerateRequest
 from api.tgi.response_schemas import GENERATE_ERRORS, GenerateResponse, StreamResponse
+from common.messages.request import Generate
 
 router = APIRouter(responses=GENERATE_ERRORS)
 
@@ -34,13 +35,15 @@ class AcceptedRequest:
 
     Attributes:
         begun_s: monotonic time of its arrival.
+        num_chars: of the prompt.
         prefix: what the whole text begins with.
     """
 
     request: Request
     gateway: Gateway
     begun_s: float
-    wanted: list[Wanted]
+    requests: list[Generate]
+    num_chars: int
     details: bool
     prefix: str
     streamed: bool
@@ -92,30 +95,32 @@ async def accept(
         streamed = isinstance(given, CompatGenerateRequest) and bool(given.stream)
     params, limits = given.generation_params(streamed), gateway.fleet.limits
     best_of.check(params, limits, streamed)
-    wanted = await validate(params, limits, gateway.vocabulary)
-    wanted = best_of.with_own_seeds(wanted) if params.n > 1 else wanted
+    requests = await validate(params, limits, gateway.vocabulary)
+    requests = best_of.with_own_seeds(requests) if params.n > 1 else requests
     prefix = (
         given.inputs
         if (full_text if parameters.return_full_text is None else parameters.return_full_text)
         else ""
     )
-    return AcceptedRequest(request, gateway, begun_s, wanted, parameters.wants_details, prefix, streamed)
+    return AcceptedRequest(
+        request, gateway, begun_s, requests, len(given.inputs), parameters.wants_details, prefix, streamed
+    )
 
 
 async def respond_with_stream(call: AcceptedRequest) -> Response:
-    desk, [wanted] = call.gateway.desk, call.wanted
-    [one] = await desk.submit_all([wanted], request_id(call.request))
-    headers = prompt_headers(call.gateway.settings, wanted.num_chars)
+    desk = call.gateway.desk
+    [one] = await desk.submit_all(call.requests, request_id(call.request))
+    headers = prompt_headers(call.gateway.settings, call.num_chars)
     return TokenStream(stream_frames(one, call.prefix, call.details), [one], headers, desk.leave)
 
 
 async def respond_with_whole(call: AcceptedRequest, in_array: bool = False) -> Response:
     """The best answer."""
-    desk, wanted = call.gateway.desk, call.wanted[0]
-    streams = await desk.submit_all(call.wanted, request_id(call.request))
+    desk = call.gateway.desk
+    streams = await desk.submit_all(call.requests, request_id(call.request))
     await finished(streams, call.request, desk.leave)
     best, *others = best_of.rank_by_logprob(streams)
-    headers = prompt_headers(call.gateway.settings, wanted.num_chars) | time_headers(best, call.begun_s)
+    headers = prompt_headers(call.gateway.settings, call.num_chars) | time_headers(best, call.begun_s)
 
     def content() -> bytes:
         told = render_response(best, others, call.prefix, call.details)

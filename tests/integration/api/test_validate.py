@@ -10,9 +10,9 @@ import pytest
 
 from api.errors import Refusal
 from api.inference.params import GenerationParams
-from api.inference.validate import Limits, Wanted, validate
+from api.inference.validate import Limits, validate
 from common.messages.packing import pack_ids, unpack_ids
-from common.messages.request import SamplingParams
+from common.messages.request import Generate, SamplingParams
 from deploy.broker import Broker
 from tests.support.fleet.gateways import ready, serving, vocabulary
 from tests.support.fleet.scripted_worker import Answer, working
@@ -276,7 +276,7 @@ async def test_settings_lower_the_limits(broker: Broker) -> None:
 # --- what goes on -------------------------------------------------------------------------------------------
 
 
-async def wanted(**fields: Any) -> list[Wanted]:
+async def validated(**fields: Any) -> list[Generate]:
     return await validate(GenerationParams(**({"text": "a"} | fields)), LIMITS, vocabulary())
 
 
@@ -348,33 +348,34 @@ async def test_every_parameter_reaches_the_worker(broker: Broker) -> None:
     ],
 )
 async def test_what_makes_tokens_be_drawn(fields: dict[str, Any]) -> None:
-    first, second = [(await wanted(**fields))[0].sampling for _ in range(2)]
+    first, second = [(await validated(**fields))[0].sampling for _ in range(2)]
     assert first is not None and second is not None
     assert first.temperature == fields.get("temperature", 1.0)
     assert 0 <= first.seed < 2**63 and first.seed != second.seed
-    [cold] = await wanted(**fields | {"temperature": 0.0})
+    [cold] = await validated(**fields | {"temperature": 0.0})
     assert cold.sampling is None
 
 
 async def test_penalties_alone_leave_a_choice_greedy() -> None:
-    [one] = await wanted(repetition_penalty=1.2, seed=5, temperature=1.0, raw_logprobs=True)
+    [one] = await validated(repetition_penalty=1.2, seed=5, temperature=1.0, raw_logprobs=True)
     assert one.sampling == SamplingParams(temperature=0.0, repetition_penalty=1.2, raw_logprobs=True)
 
 
 async def test_choices_differ_in_their_number_alone() -> None:
-    found = await wanted(do_sample=True, n=3, seed=9)
+    found = await validated(do_sample=True, n=3, seed=9)
     assert [one.sampling and (one.sampling.seed, one.sampling.choice) for one in found] == [
         (9, 0),
         (9, 1),
         (9, 2),
     ]
-    assert [one.sampling for one in await wanted(n=2)] == [None, None]
+    assert [one.sampling for one in await validated(n=2)] == [None, None]
     with pytest.raises(Refusal, match="`n` must be at least 1 and at most 128"):
-        await wanted(n=0)
+        await validated(n=0)
 
 
 async def test_prompts_of_ids_and_the_client_s_own_names() -> None:
-    assert (await wanted(text=None, prompt_ids=[1, 2, 3], truncate=2))[0].prompt_ids == [2, 3]
+    [one] = await validated(text=None, prompt_ids=[1, 2, 3], truncate=2)
+    assert one.prompt_ids == pack_ids([2, 3])
     for fields, words, param in [
         ({"prompt_ids": [SIZE]}, f"`prompt` must have token ids of at least 0 and below {SIZE}", "prompt"),
         ({"prompt_ids": []}, "`prompt` has no tokens", "prompt"),
@@ -391,5 +392,7 @@ async def test_prompts_of_ids_and_the_client_s_own_names() -> None:
         ),
     ]:
         with pytest.raises(Refusal) as refused:
-            await wanted(text=None, names={"prompt_ids": "prompt", "max_new_tokens": "max_tokens"}, **fields)
+            await validated(
+                text=None, names={"prompt_ids": "prompt", "max_new_tokens": "max_tokens"}, **fields
+            )
         assert words in str(refused.value) and refused.value.param == param
