@@ -33,8 +33,8 @@ from common.messages.plan import Plan, RowStart, WorkerCapacity
 from common.messages.request import Generate
 from common.settings.settings import Settings
 from gpu_worker.agent.agent import Agent
-from gpu_worker.agent.engine_client import EngineDied, EngineLink, Rank
-from gpu_worker.agent.row_text import Table
+from gpu_worker.agent.engine_client import EngineClient, EngineDied, RankProcess
+from gpu_worker.agent.row_text import RowTable
 from tests.support import brokers
 from tests.support.waiting import wait_until
 
@@ -59,12 +59,12 @@ class Cost:
 
 async def measure(url: str, tokenizer: Tokenizer, name: str, num_rows: int, waits: bool) -> Cost:
     num_steps = min(TOKENS // num_rows, MAX_TURNS if waits else TOKENS)
-    redis, engine = connect(url), EngineLink([await scripted(url, num_steps, waits)])
+    redis, engine = connect(url), EngineClient([await scripted(url, num_steps, waits)])
     agent = Agent(
         Settings(),
         redis,
         engine,
-        Table(tokenizer),
+        RowTable(tokenizer),
         WorkerCapacity(name, name, "m", "bfloat16", 16, 10_000, 64, 100_000),
     )
     serving = asyncio.create_task(agent.run())
@@ -81,7 +81,7 @@ async def measure(url: str, tokenizer: Tokenizer, name: str, num_rows: int, wait
     return Cost(cpu_us, way_ms)
 
 
-async def scripted(url: str, num_steps: int, waits: bool) -> Rank:
+async def scripted(url: str, num_steps: int, waits: bool) -> RankProcess:
     ours, theirs = socket.socketpair()
     with theirs:
         process = await asyncio.create_subprocess_exec(
@@ -100,7 +100,7 @@ async def scripted(url: str, num_steps: int, waits: bool) -> Rank:
             pass_fds=[theirs.fileno()],
             stdout=asyncio.subprocess.PIPE,
         )
-    return Rank(process, *await asyncio.open_unix_connection(sock=ours))
+    return RankProcess(process, *await asyncio.open_unix_connection(sock=ours))
 
 
 async def way(engine: asyncio.subprocess.Process) -> float:

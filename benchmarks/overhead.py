@@ -22,7 +22,7 @@ from tokenizers import Tokenizer
 from benchmarks.serve import OUT_TOKENS, STREAMS, Figures, load, median, prompt
 from common import model_files
 from common.messages.packing import pack_ids
-from gpu_worker.protocol import Frame, Frames, Grant, Ready, StartRow, Step, encode
+from gpu_worker.protocol import Frame, FrameDecoder, Grant, Ready, StartRow, StepResult, encode
 from tests.support.fleet.fleet import Fleet
 
 
@@ -32,7 +32,7 @@ class Door:
     """
 
     def __init__(self, end: socket.socket) -> None:
-        self.end, self.frames = end, Frames()
+        self.end, self.frames = end, FrameDecoder()
         while not isinstance(frame := self.receive(), Ready):
             pass
         self.ready = frame
@@ -62,7 +62,7 @@ class Door:
                 self.until += 10_000
                 self.end.sendall(encode(Grant(self.until, self.ready.max_batch_prefill_tokens, starts)))
             step = self.receive()
-            assert isinstance(step, Step), step
+            assert isinstance(step, StepResult), step
             for row, *_ in step.sampled:
                 seen[row].append(time.monotonic())
             ended += len(step.ended)

@@ -19,8 +19,8 @@ import redis
 from common.messages.codec import decode
 from common.messages.events import Events
 from common.messages.packing import unpack_ids
-from gpu_worker.engine.agent_link import Link
-from gpu_worker.protocol import SAMPLE, StartRow, Step, encode
+from gpu_worker.engine.agent_link import AgentLink
+from gpu_worker.protocol import SAMPLE, StartRow, StepResult, encode
 
 LOGPROB, DURATION_MS = -1.5, 10.0
 
@@ -40,7 +40,7 @@ def main() -> None:
     channel = socket.socket(fileno=told.fd)
     lengths = published(told.broker, told.channel)
     next(lengths)
-    frames = [encode(step) for step in script(starts(Link(channel)), told.steps)]
+    frames = [encode(step) for step in script(starts(AgentLink(channel)), told.steps)]
     if told.wait:
         json.dump([turn(channel, frame, lengths) for frame in frames], sys.stdout)
     else:
@@ -49,7 +49,7 @@ def main() -> None:
             pass
 
 
-def starts(link: Link) -> list[StartRow]:
+def starts(link: AgentLink) -> list[StartRow]:
     """Rows that were started by the time the first step is granted."""
     rows: list[StartRow] = []
     while True:
@@ -59,13 +59,13 @@ def starts(link: Link) -> list[StartRow]:
                 return rows
 
 
-def script(rows: list[StartRow], num_steps: int) -> Iterator[Step]:
+def script(rows: list[StartRow], num_steps: int) -> Iterator[StepResult]:
     prompts = [(start.row, unpack_ids(start.ids)) for start in rows]
     for index in range(num_steps):
         samples = b"".join(
             SAMPLE.pack(row, index, ids[(index + row) % len(ids)], LOGPROB) for row, ids in prompts
         )
-        yield Step(index + 1, samples, duration_ms=DURATION_MS)
+        yield StepResult(index + 1, samples, duration_ms=DURATION_MS)
 
 
 def turn(channel: socket.socket, frame: bytes, lengths: Iterator[int]) -> float:

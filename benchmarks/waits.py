@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from gpu_worker.engine.engine import Engine
-from gpu_worker.engine.in_flight import Flight, Launched
+from gpu_worker.engine.in_flight import InFlightStep, LaunchedStep
 
 
 class Moments:
@@ -58,14 +58,14 @@ class Waits:
     def clear(self) -> None:
         self.stretches, self.waits_s = list[tuple[Any, Any]](), list[float]()
 
-    def launched(self, before: Flight | None = None) -> Launched | None:
+    def launched(self, before: InFlightStep | None = None) -> LaunchedStep | None:
         begin = self.moments.now()
         launched = self.launch(before)
         if launched:
             self.stretches.append((begin, self.moments.now()))
         return launched
 
-    def chosen(self, launched: Launched | None) -> Flight | None:
+    def chosen(self, launched: LaunchedStep | None) -> InFlightStep | None:
         begin = self.moments.now()
         flight = self.choose(launched)
         if flight:

@@ -22,9 +22,9 @@ from common.process.startup import configure_process, start_process
 from common.settings.settings import SettingError, Settings, exit_when_unservable
 from gpu_worker.agent import gpu_claims
 from gpu_worker.agent.agent import Agent
-from gpu_worker.agent.engine_client import EngineDied, EngineLink, EngineRefused
+from gpu_worker.agent.engine_client import EngineClient, EngineDied, EngineRefused
 from gpu_worker.agent.publish import Sealed
-from gpu_worker.agent.row_text import Table
+from gpu_worker.agent.row_text import RowTable
 from gpu_worker.agent.watchdog import EngineStuck
 from gpu_worker.protocol import Ready
 from gpu_worker.rank import Place, local_places
@@ -45,11 +45,11 @@ async def serve(settings: Settings, name: str, incarnation: str) -> int:
         gpu_claims.claim(settings, len(places)) if given.world_size == 1 else {}
     )  # torchrun's ranks take those that they are given
     devices = {"CUDA_VISIBLE_DEVICES": ",".join(held)} if held else {}
-    engine = await EngineLink.start(
+    engine = await EngineClient.start(
         {**settings.environ(), **devices, "MODEL_ID": str(directory), "WORKER_NAME": name}, places
     )
     try:
-        table = Table(Tokenizer.from_file(str(directory / "tokenizer.json")))
+        table = RowTable(Tokenizer.from_file(str(directory / "tokenizer.json")))
         ready = await loaded(settings, engine, incarnation)
         return await serve_engine(
             settings, engine, table, capacity(settings, ready, name, incarnation, directory)
@@ -63,7 +63,7 @@ async def serve(settings: Settings, name: str, incarnation: str) -> int:
         engine.kill()
 
 
-async def loaded(settings: Settings, engine: EngineLink, incarnation: str) -> Ready:
+async def loaded(settings: Settings, engine: EngineClient, incarnation: str) -> Ready:
     """Waits for the engine; people see meanwhile that we are there. Raises EngineRefused, EngineDied."""
     async with client.connect(client.url_of(settings)) as redis:
         sign = Heartbeat(redis, Keys(settings.pool), "starting", incarnation, settings.worker_ttl_s)
@@ -71,7 +71,9 @@ async def loaded(settings: Settings, engine: EngineLink, incarnation: str) -> Re
             return await engine.ready(log.info)
 
 
-async def serve_engine(settings: Settings, engine: EngineLink, table: Table, worker: WorkerCapacity) -> int:
+async def serve_engine(
+    settings: Settings, engine: EngineClient, table: RowTable, worker: WorkerCapacity
+) -> int:
     redis = client.connect(client.url_of(settings))
     agent = Agent(settings, redis, engine, table, worker)
     loop = asyncio.get_running_loop()

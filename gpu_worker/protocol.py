@@ -21,11 +21,11 @@ from common.messages.request import SamplingParams
 
 SAMPLE = struct.Struct("<iiif")
 """A sampled token: row, index of the token in its generation, id, natural logarithm of its probability."""
-MAX_PART_BYTES = 2**28
+MAX_FIELD_BYTES = 2**28
 """Of one text or packed field of a frame: what waits for its end is kept in memory."""
 
 
-class DoorError(ValueError):
+class ProtocolError(ValueError):
     """What came through the door is no frame."""
 
 
@@ -87,7 +87,7 @@ class Grant:
 
 
 @dataclass(frozen=True, slots=True)
-class Progress:
+class LoadProgress:
     """A line for people while the engine loads."""
 
     text: str
@@ -118,7 +118,7 @@ class Ready:
 
 
 @dataclass(slots=True)
-class Step:
+class StepResult:
     """What one step brought. It is not frozen, for there is one a token where one row runs: that takes seven
     times as long to make.
 
@@ -161,47 +161,47 @@ class Step:
 
 
 @dataclass(frozen=True, slots=True)
-class Failure:
+class EngineFailure:
     """The engine cannot serve. `setting` names the setting at fault, empty for a crash."""
 
     setting: str
     cause: str
 
 
-Frame = Grant | Progress | Ready | Step | Failure
+Frame = Grant | LoadProgress | Ready | StepResult | EngineFailure
 NAMES: dict[type[Frame], str] = {
     Grant: "grant",
-    Progress: "progress",
+    LoadProgress: "progress",
     Ready: "ready",
-    Step: "step",
-    Failure: "failure",
+    StepResult: "step",
+    EngineFailure: "failure",
 }
 
 
 def encode(frame: Frame) -> bytes:
     """The bytes of one frame."""
-    data: bytes = PACKER.pack([NAMES[type(frame)], *fields(frame)])
+    data: bytes = PACKER.pack([NAMES[type(frame)], *field_values(frame)])
     return data
 
 
-def fields(value: Any) -> list[Any]:
+def field_values(value: Any) -> list[Any]:
     return [getattr(value, name) for name in type(value).__slots__]
 
 
-def part(value: Any) -> Any:
+def pack_value(value: Any) -> Any:
     """What stands in a frame for something that msgpack does not know."""
-    return to_bytes(value) if isinstance(value, SamplingParams) else fields(value)
+    return to_bytes(value) if isinstance(value, SamplingParams) else field_values(value)
 
 
-PACKER = msgpack.Packer(default=part)
+PACKER = msgpack.Packer(default=pack_value)
 
 
-class Frames:
+class FrameDecoder:
     """Cuts frames out of bytes that are fed as they come. Iterating over it gives those that are whole, each
     once.
     """
 
-    def __init__(self, max_part_bytes: int = MAX_PART_BYTES) -> None:
+    def __init__(self, max_part_bytes: int = MAX_FIELD_BYTES) -> None:
         self.max_part_bytes = max_part_bytes
         self.unpacker = msgpack.Unpacker(use_list=False, max_buffer_size=max_part_bytes)
 
@@ -210,7 +210,7 @@ class Frames:
         try:
             self.unpacker.feed(data)
         except msgpack.BufferFull as error:
-            raise DoorError(f"part of a frame has more than {self.max_part_bytes} bytes") from error
+            raise ProtocolError(f"part of a frame has more than {self.max_part_bytes} bytes") from error
 
     def __iter__(self) -> Iterator[Frame]:
         return self
@@ -219,21 +219,23 @@ class Frames:
         """Raises DoorError for what is no frame; what follows that cannot be read either."""
         try:
             name, *values = next(self.unpacker)
-            return MAKERS[name](*values)
+            return CONSTRUCTORS[name](*values)
         except (ValueError, TypeError, KeyError, msgpack.UnpackException) as error:
-            raise DoorError(f"no frame: {type(error).__name__}: {error}") from error
+            raise ProtocolError(f"no frame: {type(error).__name__}: {error}") from error
 
 
-def grant(until: int, prefill_tokens: int, starts: Sequence[Any], *others: Any) -> Grant:
-    return Grant(until, prefill_tokens, tuple(start_row(*start) for start in starts), *others)
+def make_grant(until: int, prefill_tokens: int, starts: Sequence[Any], *others: Any) -> Grant:
+    return Grant(until, prefill_tokens, tuple(make_start_row(*start) for start in starts), *others)
 
 
-def start_row(*values: Any) -> StartRow:
+def make_start_row(*values: Any) -> StartRow:
     *others, sampling = values
     return StartRow(*[*others, sampling and from_bytes(SamplingParams, sampling)])
 
 
-MAKERS: dict[str, Callable[..., Frame]] = {name: kind for kind, name in NAMES.items()} | {"grant": grant}
+CONSTRUCTORS: dict[str, Callable[..., Frame]] = {name: kind for kind, name in NAMES.items()} | {
+    "grant": make_grant
+}
 """By the name of a frame; they take its fields. Both ends come from one checkout, so the fields themselves
 are trusted.
 """

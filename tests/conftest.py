@@ -8,10 +8,10 @@ from redis.asyncio import Redis
 
 from common.broker.client import connect
 from deploy.broker import Broker
-from gpu_worker.engine.process import SPIN
+from gpu_worker.engine.process import SPIN_COUNT
 from tests.support import brokers
 
-os.environ.setdefault(*SPIN)  # before anything imports torch
+os.environ.setdefault(*SPIN_COUNT)  # before anything imports torch
 
 
 @pytest.fixture(scope="session")
@@ -50,13 +50,14 @@ def loaded() -> Any:
 @pytest.fixture(scope="module", params=["kernels", "torch"])
 def way(request: pytest.FixtureRequest) -> Iterator[None]:
     """Tokens are chosen by the native kernels, and as on a GPU or where there is no compiler."""
-    from gpu_worker.engine.cpu import native, sampler
+    from gpu_worker.engine.cpu import native
+    from gpu_worker.engine.sampling import cpu_sampler
 
     if request.param == "kernels" and native.library() is None:
         pytest.skip("no C++ compiler")
     with pytest.MonkeyPatch.context() as patch:
         if request.param == "torch":
-            patch.setattr(sampler, "kernels", lambda logits: None)
+            patch.setattr(cpu_sampler, "kernels", lambda logits: None)
         yield
 
 

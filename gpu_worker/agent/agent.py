@@ -18,13 +18,13 @@ from common.messages.plan import Plan, Report, RowStart, WorkerCapacity
 from common.messages.records import unpack_records
 from common.metrics import catalogue
 from common.settings.settings import Settings
-from gpu_worker.agent.engine_client import EngineLink
-from gpu_worker.agent.heartbeat import Announcer
+from gpu_worker.agent.engine_client import EngineClient
+from gpu_worker.agent.heartbeat import WorkerHeartbeat
 from gpu_worker.agent.outbox import Outbox
 from gpu_worker.agent.publish import Publisher
-from gpu_worker.agent.row_text import RowText, Table
-from gpu_worker.agent.watchdog import Watch
-from gpu_worker.protocol import Grant, StartRow, Step
+from gpu_worker.agent.row_text import RowTable, RowText
+from gpu_worker.agent.watchdog import Watchdog
+from gpu_worker.protocol import Grant, StartRow, StepResult
 
 log = logging.getLogger(__name__)
 
@@ -45,7 +45,7 @@ class Agent:
     """
 
     def __init__(
-        self, settings: Settings, redis: Redis, engine: EngineLink, table: Table, worker: WorkerCapacity
+        self, settings: Settings, redis: Redis, engine: EngineClient, table: RowTable, worker: WorkerCapacity
     ) -> None:
         self.settings, self.redis, self.engine, self.table, self.worker = (
             settings,
@@ -56,7 +56,7 @@ class Agent:
         )
         self.keys = Keys(settings.pool)
         self.publisher = Publisher(redis, self.keys, worker.incarnation)
-        self.announcer = Announcer(redis, self.keys, settings, worker)
+        self.announcer = WorkerHeartbeat(redis, self.keys, settings, worker)
         self.outbox = Outbox()
         self.wake = asyncio.Event()
         self.epoch = self.plan = self.acknowledged = 0
@@ -64,7 +64,7 @@ class Agent:
         self.prefill_tokens = 0
         self.takeover_pending = False
         self.reported_at = 0.0
-        self.watch = Watch(self)
+        self.watch = Watchdog(self)
         self.draining = asyncio.Event()
         self.announce_now = asyncio.Event()
         self.idle = asyncio.Event()
@@ -188,7 +188,7 @@ class Agent:
             self.watch.moved()
             self.wake.set()
 
-    def take_in(self, step: Step) -> None:
+    def take_in(self, step: StepResult) -> None:
         """Moves rows on by one step."""
         self.step = step.step
         self.num_tokens += step.num_samples
@@ -215,7 +215,7 @@ class Agent:
         if self.takeover_pending and not rows:
             self.answer_takeover()
 
-    def stop_at_string(self, row: RowText, step: Step) -> None:
+    def stop_at_string(self, row: RowText, step: StepResult) -> None:
         """Ends a row whose text has a stop string, unless this very token ends it anyway for a reason that
         comes first.
         """

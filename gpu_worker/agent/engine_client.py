@@ -9,8 +9,18 @@ from asyncio.subprocess import Process
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from gpu_worker.agent.metrics import Meter
-from gpu_worker.protocol import DoorError, Failure, Frame, Frames, Grant, Progress, Ready, Step, encode
+from gpu_worker.agent.metrics import BatchMetrics
+from gpu_worker.protocol import (
+    EngineFailure,
+    Frame,
+    FrameDecoder,
+    Grant,
+    LoadProgress,
+    ProtocolError,
+    Ready,
+    StepResult,
+    encode,
+)
 from gpu_worker.rank import Place
 
 RECEIVE_BYTES = 2**16
@@ -29,16 +39,16 @@ class EngineRefused(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Rank:
+class RankProcess:
     """One process of the engine."""
 
     process: Process
     reader: asyncio.StreamReader
     writer: asyncio.StreamWriter
-    frames: Frames = field(default_factory=Frames)
+    frames: FrameDecoder = field(default_factory=FrameDecoder)
 
     @classmethod
-    async def start(cls, place: Place, environ: dict[str, str]) -> "Rank":
+    async def start(cls, place: Place, environ: dict[str, str]) -> "RankProcess":
         ours, theirs = socket.socketpair()
         with theirs:
             process = await asyncio.create_subprocess_exec(
@@ -59,30 +69,30 @@ class Rank:
                 self.frames.feed(data)
         except ConnectionError:
             return None
-        except DoorError as error:
-            return unreadable(error)
+        except ProtocolError as error:
+            return unreadable_failure(error)
         return frame
 
     def here(self) -> Iterator[Frame]:
         """Frames that have come."""
         try:
             yield from self.frames
-        except DoorError as error:
-            yield unreadable(error)
+        except ProtocolError as error:
+            yield unreadable_failure(error)
 
     def kill(self) -> None:
         if self.process.returncode is None:
             self.process.kill()
 
 
-def unreadable(error: DoorError) -> Failure:
+def unreadable_failure(error: ProtocolError) -> EngineFailure:
     """What an engine says that cannot be read is as good as its failure."""
-    return Failure("", f"at the door: {error}")
+    return EngineFailure("", f"at the door: {error}")
 
 
-def heard(frame: Frame) -> Frame:
+def raise_on_failure(frame: Frame) -> Frame:
     """Raises EngineDied for a Failure, EngineRefused for one that names a setting."""
-    if isinstance(frame, Failure):
+    if isinstance(frame, EngineFailure):
         raise (
             EngineRefused(frame.setting, frame.cause)
             if frame.setting
@@ -91,15 +101,15 @@ def heard(frame: Frame) -> Frame:
     return frame
 
 
-def step_of(frame: Frame) -> Step:
+def require_step(frame: Frame) -> StepResult:
     """Raises EngineDied for any other."""
-    frame = heard(frame)
-    if not isinstance(frame, Step):
+    frame = raise_on_failure(frame)
+    if not isinstance(frame, StepResult):
         raise EngineDied(f"engine spoke out of turn: {frame}")
     return frame
 
 
-class EngineLink:
+class EngineClient:
     """The engine: a process for each rank, of which rank 0 speaks for all. They die with us and with each
     other, and we with them.
 
@@ -107,37 +117,37 @@ class EngineLink:
         token_ms: time of one prompt token, as warm-up found.
     """
 
-    def __init__(self, ranks: Sequence[Rank]) -> None:
+    def __init__(self, ranks: Sequence[RankProcess]) -> None:
         self.ranks = ranks
-        self.meter = Meter()
+        self.meter = BatchMetrics()
         self.token_ms = 0.0
-        self.failure: Failure | None = None
+        self.failure: EngineFailure | None = None
         self.watches = [asyncio.create_task(self.watch(number)) for number in range(1, len(ranks))]
 
     @classmethod
-    async def start(cls, environ: dict[str, str], places: Sequence[Place]) -> "EngineLink":
-        return cls([await Rank.start(place, environ) for place in places])
+    async def start(cls, environ: dict[str, str], places: Sequence[Place]) -> "EngineClient":
+        return cls([await RankProcess.start(place, environ) for place in places])
 
     async def watch(self, number: int) -> None:
         """The end of one rank is the end of all. Ranks above 0 say no more than why they failed."""
         frame = await self.ranks[number].receive()
-        self.failure = frame if isinstance(frame, Failure) else await self.end_of(number)
+        self.failure = frame if isinstance(frame, EngineFailure) else await self.end_of(number)
         self.kill()
 
-    async def end_of(self, number: int) -> Failure:
-        return Failure(
+    async def end_of(self, number: int) -> EngineFailure:
+        return EngineFailure(
             "", f"the process of rank {number} ended with {await self.ranks[number].process.wait()}"
         )
 
     async def receive(self) -> Frame:
         """The next frame. Raises EngineDied when there is none any more, and as `heard` does."""
-        return heard(await self.ranks[0].receive() or self.failure or await self.end_of(0))
+        return raise_on_failure(await self.ranks[0].receive() or self.failure or await self.end_of(0))
 
     async def ready(self, progress: Callable[[str], None]) -> Ready:
         """Waits for the warm-up; `progress` gets what the engine says meanwhile. Returns its capacity."""
         while True:
             match await self.receive():
-                case Progress(text):
+                case LoadProgress(text):
                     progress(text)
                 case Ready() as ready:
                     self.token_ms = ready.token_ms
@@ -145,11 +155,11 @@ class EngineLink:
                 case other:
                     raise EngineDied(f"engine spoke out of turn: {other}")
 
-    async def steps(self) -> Sequence[Step]:
+    async def steps(self) -> Sequence[StepResult]:
         """The steps that were completed since the last call, at least one."""
         self.meter.waits()
         try:
-            steps = [step_of(await self.receive()), *map(step_of, self.ranks[0].here())]
+            steps = [require_step(await self.receive()), *map(require_step, self.ranks[0].here())]
         except EngineDied:
             self.meter.failed()
             raise

@@ -9,10 +9,10 @@ from common.messages.plan import WorkerCapacity
 from common.process.heartbeat import HeartbeatFields, process_fields
 from common.settings.settings import Settings
 from gpu_worker.agent.publish import Sealed
-from gpu_worker.agent.row_text import Table
+from gpu_worker.agent.row_text import RowTable
 
 
-class Announcer:
+class WorkerHeartbeat:
     """Of one incarnation."""
 
     def __init__(self, redis: Redis, keys: Keys, settings: Settings, worker: WorkerCapacity) -> None:
@@ -28,7 +28,7 @@ class Announcer:
             keys.control,
         ]
 
-    async def announce(self, state: str, step: int, table: Table, num_tokens: int) -> None:
+    async def announce(self, state: str, step: int, table: RowTable, num_tokens: int) -> None:
         """`num_tokens` were sampled in this incarnation's life. Raises Sealed when that is over."""
         figures: HeartbeatFields = process_fields() | {
             "rows": len(table.live),

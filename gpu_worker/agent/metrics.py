@@ -6,10 +6,10 @@ import time
 from collections.abc import Sequence
 
 from common.metrics import catalogue
-from gpu_worker.protocol import Grant, Step
+from gpu_worker.protocol import Grant, StepResult
 
 
-class Meter:
+class BatchMetrics:
     """Stands at the door, where all of it passes.
 
     Attributes:
@@ -21,7 +21,7 @@ class Meter:
     def __init__(self) -> None:
         self.prefilling: set[int] = set()
         self.running: set[int] = set()
-        self.steps: Sequence[Step] = ()
+        self.steps: Sequence[StepResult] = ()
         self.took_s = 0.0
 
     @property
@@ -39,7 +39,7 @@ class Meter:
             catalogue.BATCH_CONCAT_DURATION.observe(time.perf_counter() - began_s, "decode")
         self.prefilling.update(start.row for start in grant.starts)
 
-    def took(self, steps: Sequence[Step]) -> None:
+    def took(self, steps: Sequence[StepResult]) -> None:
         """The agent has steps, and is busy with them until it waits for the next."""
         self.steps, self.took_s = steps, time.perf_counter()
 
@@ -67,7 +67,7 @@ class Meter:
         catalogue.BATCH_DECODE.observe(text_s, method, times=len(forwards_s))
         catalogue.BATCH_DURATION.observe_all([forward_s + text_s for forward_s in forwards_s], method)
 
-    def move(self, step: Step) -> None:
+    def move(self, step: StepResult) -> None:
         for row, kv_len in step.prefilled:
             catalogue.PREFILLED_TOKENS.add(kv_len)
             self.prefilling.discard(row)

@@ -110,7 +110,7 @@ class RowText:
 
 
 @dataclass(slots=True)
-class Table:
+class RowTable:
     """Rows from their start until the engine released them, by number."""
 
     tokenizer: Tokenizer
@@ -132,7 +132,7 @@ class Table:
             num_spilled=start.base,
             prompt=None if start.request.prompt_logprobs is None or start.base else bytearray(),
         )
-        replay(row, shown_ids)
+        replay_shown_tokens(row, shown_ids)
         self.rows[start.row] = row
         return row
 
@@ -145,7 +145,7 @@ class Table:
         return sum(-(-(len(row.prompt_ids) + row.num_tokens) // block_size) for row in self.rows.values())
 
 
-def replay(row: RowText, shown_ids: Sequence[int]) -> None:
+def replay_shown_tokens(row: RowText, shown_ids: Sequence[int]) -> None:
     for token_id in shown_ids:
         row.num_tokens += 1
         row.stopped_by(row.detokenizer.step(token_id))

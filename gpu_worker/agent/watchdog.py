@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from gpu_worker.agent.agent import Agent
 
-LOOK_S = 1.0
+CHECK_INTERVAL_S = 1.0
 MANY_STEPS = 20
 
 
@@ -15,7 +15,7 @@ class EngineStuck(Exception):
     """The engine holds rows, may run, and completed no step for too long."""
 
 
-class Watch:
+class Watchdog:
     """Looks after the engine of `agent`.
 
     Attributes:
@@ -32,7 +32,7 @@ class Watch:
     async def look_for_ever(self) -> None:
         """Raises EngineStuck."""
         while True:
-            await asyncio.sleep(LOOK_S)
+            await asyncio.sleep(CHECK_INTERVAL_S)
             waited_s = time.monotonic() - self.moved_s
             if (
                 self.agent.table.rows

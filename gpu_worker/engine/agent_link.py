@@ -4,28 +4,28 @@ import select
 import socket
 from collections.abc import Iterator
 
-from gpu_worker.protocol import Frame, Frames, Grant, encode
+from gpu_worker.protocol import Frame, FrameDecoder, Grant, encode
 
 RECEIVE_BYTES = 2**18
 
 
-class Gone(Exception):
+class PeerClosed(Exception):
     """The agent closed the door; or, to ranks above 0, rank 0 is no more."""
 
 
-class Link:
+class AgentLink:
     """Frames over a blocking socket: an engine that is too far ahead of its agent waits in `send`."""
 
     def __init__(self, channel: socket.socket) -> None:
         self.channel = channel
         self.channel.setblocking(True)
-        self.frames = Frames()
+        self.frames = FrameDecoder()
 
     def send(self, frame: Frame) -> None:
         try:
             self.channel.sendall(encode(frame))
         except ConnectionError as error:
-            raise Gone from error
+            raise PeerClosed from error
 
     def grants(self, wait_s: float) -> Iterator[Grant]:
         """All grants that are here by now, in order; waits up to `wait_s` for the first."""
@@ -42,8 +42,8 @@ class Link:
         try:
             data = self.channel.recv(RECEIVE_BYTES)
         except ConnectionError as error:
-            raise Gone from error
+            raise PeerClosed from error
         if not data:
-            raise Gone
+            raise PeerClosed
         self.frames.feed(data)
         return True

@@ -10,21 +10,21 @@ import torch
 
 from common.model_files import Progress, silent
 from common.settings.settings import SettingError, Settings
-from gpu_worker.engine.batch.inputs import build
+from gpu_worker.engine.batch.inputs import build_inputs
 from gpu_worker.engine.batch.outcome import Int32
-from gpu_worker.engine.batch.rows import NO_BLOCKS, Part, Rows
+from gpu_worker.engine.batch.rows import NO_BLOCKS, Rows, RowSlice
 from gpu_worker.engine.cuda.compile import compile_layers, compile_no_more
 from gpu_worker.engine.cuda.deterministic import TOKENS, Tokenwise
 from gpu_worker.engine.cuda.graphs import Capture, Graphs, Waits, capture_on, sizes
-from gpu_worker.engine.in_flight import Flight, Launched
+from gpu_worker.engine.in_flight import InFlightStep, LaunchedStep
 from gpu_worker.engine.model import warmup
 from gpu_worker.engine.model.load import load, name_of
 from gpu_worker.engine.parallel.communicator import ALONE, Ranks
-from gpu_worker.engine.sampling.multinomial import blank
-from gpu_worker.engine.sampling.prompt_logprobs import MAX_LOGITS, of_prompts, of_samples
+from gpu_worker.engine.sampling.multinomial import empty_output
+from gpu_worker.engine.sampling.prompt_logprobs import MAX_LOGITS, score_prompts, select_sample_logits
 from gpu_worker.engine.sampling.sample import sample
-from gpu_worker.engine.split_step import halves, out_of_memory
-from gpu_worker.protocol import Grant, Ready, Step
+from gpu_worker.engine.split_step import is_out_of_memory, split_step
+from gpu_worker.protocol import Grant, Ready, StepResult
 
 log = logging.getLogger(__name__)
 
@@ -49,7 +49,7 @@ class Engine:
         )
         self.graphs: Graphs | Tokenwise | None = None
         self.ahead = self.loaded.device.type != "cpu"
-        self.flight: Flight | None = None
+        self.flight: InFlightStep | None = None
         self.landed, self.landed_s = 0, 0.0  # the last step read, and when
         if self.loaded.device.type == "cuda":
             self.speed_up(settings, progress)
@@ -118,7 +118,7 @@ class Engine:
         """
         self.fill(self.rows.apply(grant), 0.0)
 
-    def step(self) -> Step | None:
+    def step(self) -> StepResult | None:
         """Reads one step, if one is in flight or may and can be run; None where nothing happened at all.
 
         Where the device computes by itself, the forward of the next step is launched before this one is read.
@@ -136,30 +136,30 @@ class Engine:
             self.fill(outcome.freed, NAN)
         return outcome.frame(self.landed, duration_ms)
 
-    def launch(self, before: Flight | None = None) -> Launched | None:
+    def launch(self, before: InFlightStep | None = None) -> LaunchedStep | None:
         """The forward of the next step; `before` is in flight."""
         began_s, parts = time.monotonic(), self.rows.launch()
         return (
-            Launched(self.rows.step, parts, self.forward(parts, before.ids if before else None), began_s)
+            LaunchedStep(self.rows.step, parts, self.forward(parts, before.ids if before else None), began_s)
             if parts
             else None
         )
 
-    def choose(self, launched: Launched | None) -> Flight | None:
+    def choose(self, launched: LaunchedStep | None) -> InFlightStep | None:
         """What its rows sample: on all ranks what rank 0 does."""
         if launched is None:
             return None
         turns = launched.turns
         logits, parts = launched.logits, launched.parts
         drawn = (
-            blank(len(turns), 0, self.loaded.device)
+            empty_output(len(turns), 0, self.loaded.device)
             if self.ranks.rank
-            else sample(of_samples(logits, parts), turns)
+            else sample(select_sample_logits(logits, parts), turns)
         )
         self.ranks.same(drawn.ids)
-        return Flight(launched, turns, drawn, of_prompts(logits, parts))
+        return InFlightStep(launched, turns, drawn, score_prompts(logits, parts))
 
-    def land(self, flight: Flight) -> float:
+    def land(self, flight: InFlightStep) -> float:
         """Takes what a step sampled → its duration in ms: what it adds to that of the step before where they
         overlap.
         """
@@ -172,7 +172,7 @@ class Engine:
         )
         return (self.landed_s - began_s) * 1e3
 
-    def forward(self, parts: Sequence[Part], previous: torch.Tensor | None = None) -> torch.Tensor:
+    def forward(self, parts: Sequence[RowSlice], previous: torch.Tensor | None = None) -> torch.Tensor:
         """Arranged parts → logits [wanted, vocabulary]: of each what it wants. Where memory does not suffice
         for all at once, half by half: what a first try wrote into the cache is written again. `previous`:
         int64, what the step in flight samples.
@@ -180,9 +180,9 @@ class Engine:
         try:
             return self.compute(parts, previous)
         except RuntimeError as error:
-            smaller = halves(parts)
+            smaller = split_step(parts)
             if (
-                not smaller or not out_of_memory(error) or self.ranks.world_size > 1
+                not smaller or not is_out_of_memory(error) or self.ranks.world_size > 1
             ):  # ranks must not fall out of step
                 raise
             log.warning(
@@ -194,11 +194,11 @@ class Engine:
         )  # graphs write all into the same place
 
     @torch.inference_mode()
-    def compute(self, parts: Sequence[Part], previous: torch.Tensor | None) -> torch.Tensor:
+    def compute(self, parts: Sequence[RowSlice], previous: torch.Tensor | None) -> torch.Tensor:
         """`forward`, all at once."""
         if self.graphs and self.graphs.hold(parts, previous):
             return self.graphs.run(parts, previous)
-        return self.loaded.forward(build(parts, self.block_size, self.loaded.device, previous))
+        return self.loaded.forward(build_inputs(parts, self.block_size, self.loaded.device, previous))
 
     @torch.inference_mode()
     def fill(self, blocks: Sequence[Int32], value: float) -> None:

@@ -5,15 +5,15 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from gpu_worker.engine.batch.outcome import Told
-from gpu_worker.engine.batch.rows import Part
-from gpu_worker.engine.batch.sampling_state import Turn
-from gpu_worker.engine.sampling.multinomial import Drawn
-from gpu_worker.engine.sampling.sample import Sampled, read
+from gpu_worker.engine.batch.outcome import PromptLogprobs
+from gpu_worker.engine.batch.rows import RowSlice
+from gpu_worker.engine.batch.sampling_state import SampleRequest
+from gpu_worker.engine.sampling.multinomial import SamplerOutput
+from gpu_worker.engine.sampling.sample import StepSamples, read
 
 
 @dataclass(frozen=True, slots=True)
-class Launched:
+class LaunchedStep:
     """A step whose forward was launched.
 
     Attributes:
@@ -23,41 +23,45 @@ class Launched:
     """
 
     number: int
-    parts: Sequence[Part]
+    parts: Sequence[RowSlice]
     logits: torch.Tensor
     began_s: float
 
     @property
-    def turns(self) -> list[Turn | None]:
+    def turns(self) -> list[SampleRequest | None]:
         """How its rows choose, once the host has read the step before."""
         return [part.turn if part.row.manner else None for part in self.parts if part.samples]
 
 
-class Flight:
+class InFlightStep:
     """A step whose choice was launched, too; what it chose is on its way to the host."""
 
     def __init__(
-        self, launched: Launched, turns: Sequence[Turn | None], drawn: Drawn, prompts: Sequence[Drawn]
+        self,
+        launched: LaunchedStep,
+        turns: Sequence[SampleRequest | None],
+        drawn: SamplerOutput,
+        prompts: Sequence[SamplerOutput],
     ) -> None:
         self.number, self.parts, self.began_s = launched.number, launched.parts, launched.began_s
         self.turns, self.ids = turns, drawn.ids
-        self.columns, self.prompts = down(drawn), [down(one) for one in prompts]
+        self.columns, self.prompts = copy_to_host(drawn), [copy_to_host(one) for one in prompts]
         self.here = torch.cuda.Event() if drawn.ids.is_cuda else None  # type: ignore[no-untyped-call]
         if self.here:
             self.here.record()
 
-    def read(self) -> Sampled:
+    def read(self) -> StepSamples:
         """Waits for it: the one time in a step that the host waits for the device."""
         if self.here:
             self.here.synchronize()
-        return replace(read(self.columns, self.turns), prompts=[told(one) for one in self.prompts])
+        return replace(read(self.columns, self.turns), prompts=[pack_logprobs(one) for one in self.prompts])
 
 
-def down(drawn: Drawn) -> Drawn:
+def copy_to_host(drawn: SamplerOutput) -> SamplerOutput:
     """On its way to the host."""
-    return Drawn(*(column.to("cpu", non_blocking=True) for column in drawn))
+    return SamplerOutput(*(column.to("cpu", non_blocking=True) for column in drawn))
 
 
-def told(drawn: Drawn) -> Told:
+def pack_logprobs(drawn: SamplerOutput) -> PromptLogprobs:
     columns = (drawn.logprobs.float(), drawn.top_ids.int(), drawn.top_logprobs.float())
-    return Told(*(column.numpy().tobytes() for column in columns))
+    return PromptLogprobs(*(column.numpy().tobytes() for column in columns))

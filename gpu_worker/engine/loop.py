@@ -1,14 +1,14 @@
 """The loops of engine processes: of rank 0, which hears the agent, and of the others, which do the same."""
 
-from gpu_worker.engine.agent_link import Link
+from gpu_worker.engine.agent_link import AgentLink
 from gpu_worker.engine.engine import Engine
 from gpu_worker.engine.parallel.communicator import Ranks
-from gpu_worker.protocol import Step
+from gpu_worker.protocol import StepResult
 
-SIGN_OF_LIFE_S = 5.0
+KEEPALIVE_S = 5.0
 
 
-def lead(engine: Engine, ranks: Ranks, link: Link) -> None:
+def run_leader(engine: Engine, ranks: Ranks, link: AgentLink) -> None:
     """Until the agent is gone (`link` raises Gone). Rows that wait for blocks or steps are no reason to be
     silent for long.
     """
@@ -20,11 +20,11 @@ def lead(engine: Engine, ranks: Ranks, link: Link) -> None:
         if step is not None:
             link.send(step)
         elif wait_s and engine.rows.rows:
-            link.send(Step(engine.landed))
-        wait_s = 0.0 if step else SIGN_OF_LIFE_S
+            link.send(StepResult(engine.landed))
+        wait_s = 0.0 if step else KEEPALIVE_S
 
 
-def follow(engine: Engine, ranks: Ranks) -> None:
+def run_follower(engine: Engine, ranks: Ranks) -> None:
     """Until rank 0 is gone (`ranks` raises Gone)."""
     while True:
         for grant in ranks.hear():

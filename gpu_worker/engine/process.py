@@ -21,13 +21,13 @@ from common.model_files import silent
 from common.process import logs
 from common.process.parent_death import die_with_parent
 from common.settings.settings import SettingError, Settings
-from gpu_worker.engine.agent_link import Gone, Link
-from gpu_worker.protocol import Failure, Progress
+from gpu_worker.engine.agent_link import AgentLink, PeerClosed
+from gpu_worker.protocol import EngineFailure, LoadProgress
 from gpu_worker.rank import Place
 
 log = logging.getLogger(__name__)
 
-SPIN = ("GOMP_SPINCOUNT", "2000")
+SPIN_COUNT = ("GOMP_SPINCOUNT", "2000")
 """Threads that wait for each other sleep soon: on cores that other processes use, too, one that spins keeps
 away the one it waits for. Read when torch is imported.
 """
@@ -41,52 +41,52 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m gpu_worker.engine")
     parser.add_argument("--fd", type=int, help="inherited stream socket to the agent")
     number = parser.parse_args().fd
-    link = Link(socket.socket(fileno=number)) if number is not None else None
+    link = AgentLink(socket.socket(fileno=number)) if number is not None else None
     try:
         serve(link)
-    except Gone:
-        leave(0)
+    except PeerClosed:
+        exit_now(0)
     except SettingError as error:
-        fail(link, Failure(error.name, error.cause))
+        report_failure(link, EngineFailure(error.name, error.cause))
     except BaseException as error:
         log.critical("the engine crashed", exc_info=True)
-        fail(link, Failure("", repr(error)))
+        report_failure(link, EngineFailure("", repr(error)))
 
 
-def serve(link: Link | None) -> None:
+def serve(link: AgentLink | None) -> None:
     settings, place = Settings.read([], os.environ), Place.read(os.environ)
     name = f"{os.environ.get('WORKER_NAME', 'w0')} engine{f' rank {place.rank}' if place.rank else ''}"
     logs.set_up(name, settings.log_level, settings.json_output)
-    os.environ.setdefault(*SPIN)
+    os.environ.setdefault(*SPIN_COUNT)
     gc.disable()  # collections while torch and transformers are imported take a fifth of the start
     from gpu_worker.engine.engine import (
         Engine,
     )  # seconds: after the socket is ours and bad settings were said
-    from gpu_worker.engine.loop import follow, lead
+    from gpu_worker.engine.loop import run_follower, run_leader
     from gpu_worker.engine.parallel.communicator import Ranks
 
     ranks = Ranks(place)
     leads = link if place.rank == 0 else None
-    engine = Engine(settings, (lambda text: leads.send(Progress(text))) if leads else silent, ranks)
+    engine = Engine(settings, (lambda text: leads.send(LoadProgress(text))) if leads else silent, ranks)
     gc.freeze()
     gc.enable()
     if leads is None:
-        follow(engine, ranks)
+        run_follower(engine, ranks)
     else:
         leads.send(engine.ready)
-        lead(engine, ranks, leads)
+        run_leader(engine, ranks, leads)
 
 
-def fail(link: Link | None, failure: Failure) -> None:
+def report_failure(link: AgentLink | None, failure: EngineFailure) -> None:
     if link is None:
         log.critical("%s: %s", failure.setting.upper(), failure.cause)
-        leave(1)
-    with contextlib.suppress(Gone):
+        exit_now(1)
+    with contextlib.suppress(PeerClosed):
         link.send(failure)
-    leave(1)
+    exit_now(1)
 
 
-def leave(status: int) -> NoReturn:
+def exit_now(status: int) -> NoReturn:
     """At once: nobody waits for memory to be given back in order."""
     sys.stderr.flush()
     os._exit(status)

@@ -4,17 +4,17 @@ from collections.abc import Sequence
 
 import torch
 
-from gpu_worker.engine.batch.rows import Part
+from gpu_worker.engine.batch.rows import RowSlice
 
-CPU_WORDS = ("can't allocate memory", "not enough memory")
+CPU_MESSAGES = ("can't allocate memory", "not enough memory")
 
 
-def out_of_memory(error: RuntimeError) -> bool:
+def is_out_of_memory(error: RuntimeError) -> bool:
     """Whether torch found no room; its allocator on CPU has no exception of its own."""
-    return isinstance(error, torch.OutOfMemoryError) or any(words in str(error) for words in CPU_WORDS)
+    return isinstance(error, torch.OutOfMemoryError) or any(words in str(error) for words in CPU_MESSAGES)
 
 
-def halves(parts: Sequence[Part]) -> list[list[Part]]:
+def split_step(parts: Sequence[RowSlice]) -> list[list[RowSlice]]:
     """The parts of two steps that together do what one would; nothing where one token is all there is."""
     if len(parts) > 1:
         middle = len(parts) // 2
@@ -25,6 +25,10 @@ def halves(parts: Sequence[Part]) -> list[list[Part]]:
     first = part.count // 2
     scores = min(first, part.scores)
     return [
-        [Part(part.row, part.begin, first, False, scores=scores)],
-        [Part(part.row, part.begin + first, part.count - first, part.samples, scores=part.scores - scores)],
+        [RowSlice(part.row, part.begin, first, False, scores=scores)],
+        [
+            RowSlice(
+                part.row, part.begin + first, part.count - first, part.samples, scores=part.scores - scores
+            )
+        ],
     ]

@@ -12,9 +12,9 @@ from gpu_worker.engine.attention.backend import attach
 from gpu_worker.engine.attention.kv_cache import Cache, Geometry, Layer, View
 from gpu_worker.engine.attention.kv_write import fill, write
 from gpu_worker.engine.attention.sdpa import Sdpa
-from gpu_worker.engine.batch.inputs import build
+from gpu_worker.engine.batch.inputs import build_inputs
 from gpu_worker.engine.batch.rows import arrange
-from gpu_worker.engine.batch.to_device import upload
+from gpu_worker.engine.batch.to_device import to_device
 from tests.support.engine.on_cuda import ANYWHERE, ON_GPUS, backend_of, needs_flash
 from tests.unit.gpu_worker.engine.cpu.test_native import BLOCKS, CPU, STEPS, chunk, rows
 
@@ -75,7 +75,7 @@ class Pair:
             (torch.float32, self.dtype),
             strict=True,
         ):
-            backend.begin(build(parts, self.block_size, device))
+            backend.begin(build_inputs(parts, self.block_size, device))
             own = None if sinks is None else sinks.to(device)
             outputs.append(backend.attend(module, *(tensor.to(device, dtype) for tensor in given), own))
         return outputs
@@ -176,7 +176,7 @@ def test_fill(device: str, value: float) -> None:
         store = torch.randn(6, 8, *page).bfloat16()
         found, where = store.to(device, copy=True), torch.device(device)
         store[:, blocks] = value
-        fill(found, upload(blocks, where), value)
+        fill(found, to_device(blocks, where), value)
         torch.testing.assert_close(found.cpu(), store, rtol=0, atol=0, equal_nan=True)
 
 
@@ -203,7 +203,7 @@ def test_write(device: str, dtype: torch.dtype, int_type: torch.dtype, key_dim: 
         expected = [cache.clone() for cache in caches]
         write(*expected, key, value, slots)
         found = [cache.to(where) for cache in caches]
-        write(*found, key.to(where), value.to(where), upload(slots.numpy(), where))
+        write(*found, key.to(where), value.to(where), to_device(slots.numpy(), where))
         assert all(torch.equal(one.cpu(), other) for one, other in zip(found, expected, strict=True)), (
             tokens,
             kind,

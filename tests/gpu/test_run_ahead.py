@@ -9,7 +9,7 @@ import torch
 
 from common.messages.request import SamplingParams
 from gpu_worker.engine.engine import Engine
-from gpu_worker.engine.in_flight import Flight, Launched
+from gpu_worker.engine.in_flight import InFlightStep, LaunchedStep
 from tests.support.engine import tiny_models
 from tests.support.engine.batch_player import Player
 from tests.support.engine.on_cuda import (
@@ -91,20 +91,20 @@ def play(engine: Engine, prefill_tokens: int, asked: list[dict[str, Any]]) -> Pl
 def test_a_step_is_launched_before_the_one_before_it_is_read(
     device: str, engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    said, launch, read = list[tuple[str, int]](), engine.launch, Flight.read
+    said, launch, read = list[tuple[str, int]](), engine.launch, InFlightStep.read
 
-    def note_launch(before: Flight | None = None) -> Launched | None:
+    def note_launch(before: InFlightStep | None = None) -> LaunchedStep | None:
         launched = launch(before)
         if launched:
             said.append(("launch", launched.number))
         return launched
 
-    def note_read(flight: Flight) -> Any:
+    def note_read(flight: InFlightStep) -> Any:
         said.append(("read", flight.number))
         return read(flight)
 
     monkeypatch.setattr(engine, "launch", note_launch)
-    monkeypatch.setattr(Flight, "read", note_read)
+    monkeypatch.setattr(InFlightStep, "read", note_read)
     play(engine, 1000, [{}, {}])
     numbers = sorted(number for what, number in said if what == "launch")
     assert len(numbers) >= NEW_TOKENS and [number for what, number in said if what == "read"] == numbers

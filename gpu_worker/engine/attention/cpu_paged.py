@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from gpu_worker.engine.attention.kv_cache import Geometry
-from gpu_worker.engine.batch.inputs import Inputs, Span, ends_of
+from gpu_worker.engine.batch.inputs import Inputs, Span, offsets_of
 from gpu_worker.engine.cpu import native
 
 TILE = 16  # tokens of a prompt whose queries go over a chunk of keys together
@@ -36,7 +36,7 @@ class Paged:
 
     def begin(self, inputs: Inputs) -> None:
         widths = [span.blocks.shape[1] for span in inputs.spans]
-        starts = ends_of(span.blocks.size for span in inputs.spans)
+        starts = offsets_of(span.blocks.size for span in inputs.spans)
         tiles = np.concatenate(
             [
                 tiles_of(span, start, width)

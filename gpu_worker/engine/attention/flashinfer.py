@@ -18,8 +18,8 @@ from flashinfer.decode import xqa_batch_decode_with_kv_cache
 
 from gpu_worker.engine.attention.kv_cache import Geometry, View
 from gpu_worker.engine.attention.kv_write import write
-from gpu_worker.engine.batch.inputs import Inputs, Span, ends_of
-from gpu_worker.engine.batch.to_device import pinned, upload
+from gpu_worker.engine.batch.inputs import Inputs, Span, offsets_of
+from gpu_worker.engine.batch.to_device import pinned, to_device
 
 log = logging.getLogger(__name__)
 
@@ -146,7 +146,9 @@ class Flash:
         )
         table, lengths = table_of(inputs.spans[:first])
         self.step = Step(
-            upload(inputs.slots, self.device), upload(table, self.device), upload(lengths, self.device)
+            to_device(inputs.slots, self.device),
+            to_device(table, self.device),
+            to_device(lengths, self.device),
         )
         if first < len(inputs.spans):
             self.turn = 1 - self.turn
@@ -169,11 +171,11 @@ class Flash:
         lines = (line for span in spans for line in span.blocks)
         blocks = np.concatenate([line[:count] for line, count in zip(lines, held, strict=True)])
         last_lengths, longest = lengths - (held - 1) * self.block_size, int(counts.max())
-        host = (ends_of(counts), ends_of(held), last_lengths, lengths)
+        host = (offsets_of(counts), offsets_of(held), last_lengths, lengths)
         query_ends, block_ends, last_lengths, totals = (
             pinned(values.astype(np.int32), self.device) for values in host
         )
-        indices = upload(blocks.astype(np.int32), self.device)
+        indices = to_device(blocks.astype(np.int32), self.device)
         if self.taken:
             self.taken[self.turn].synchronize()
         for view, wrapper in zip(self.views, self.wrappers[self.turn], strict=True):

@@ -12,7 +12,7 @@ import torch
 
 from common.settings.settings import SettingError
 from gpu_worker.engine.attention.kv_write import fill
-from gpu_worker.engine.batch.to_device import upload
+from gpu_worker.engine.batch.to_device import to_device
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +107,6 @@ class Cache:
         self.keys, self.values = tensors[::2], tensors[1::2]
 
     def fill(self, blocks: Sequence[int], value: float) -> None:
-        index = upload(list(blocks), self.device)
+        index = to_device(list(blocks), self.device)
         for store in self.stores.values():
             fill(store, index, value)

@@ -9,7 +9,7 @@ import torch
 
 from gpu_worker.engine.attention.kv_cache import Geometry, View
 from gpu_worker.engine.batch.inputs import Inputs, Span
-from gpu_worker.engine.batch.to_device import upload
+from gpu_worker.engine.batch.to_device import to_device
 
 TILE = 128  # queries of a prompt that are attended at once: their scores stay within the processor's caches
 Int64 = npt.NDArray[np.int64]
@@ -120,7 +120,7 @@ class Sdpa:
         return self.tensor(bias).to(self.dtype)
 
     def tensor(self, array: Any) -> torch.Tensor:
-        return upload(array, self.device)
+        return to_device(array, self.device)
 
     def attend(
         self,

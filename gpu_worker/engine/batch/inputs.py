@@ -10,12 +10,12 @@ import numpy.typing as npt
 import torch
 
 from gpu_worker.engine.batch.outcome import Int32
-from gpu_worker.engine.batch.rows import Part
-from gpu_worker.engine.batch.to_device import upload
+from gpu_worker.engine.batch.rows import RowSlice
+from gpu_worker.engine.batch.to_device import to_device
 
 # tokens; rows that decode are padded to the longest of their span, at most twice their own length or this
 # much more
-SPREAD = 512
+MAX_PADDING = 512
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,8 +54,8 @@ class Inputs:
     spans: list[Span]
 
 
-def build(
-    parts: Sequence[Part], block_size: int, device: torch.device, previous: torch.Tensor | None = None
+def build_inputs(
+    parts: Sequence[RowSlice], block_size: int, device: torch.device, previous: torch.Tensor | None = None
 ) -> Inputs:
     """Tensors of arranged parts. `previous`: int64, what the step before sampled, where it is not read yet."""
     ids, positions, counts = (
@@ -64,20 +64,20 @@ def build(
         [part.count for part in parts],
     )
     tables = [part.row.blocks for part in parts]
-    begins = np.repeat(ends_of(map(len, tables))[:-1], counts)
+    begins = np.repeat(offsets_of(map(len, tables))[:-1], counts)
     prompt_lengths = np.repeat([part.row.first_length for part in parts], counts)
     return Inputs(
-        ids=resolved(upload(ids, device), previous)[None],
-        positions=upload(positions[None], device),
+        ids=fill_pending_ids(to_device(ids, device), previous)[None],
+        positions=to_device(positions[None], device),
         slots=np.concatenate(tables).astype(np.int64)[begins + positions // block_size] * block_size
         + positions % block_size,
-        sampled=upload(wanted(parts), device),
-        lengths=upload(np.maximum(positions + 1, prompt_lengths), device),
-        spans=spans(parts, block_size),
+        sampled=to_device(logit_positions(parts), device),
+        lengths=to_device(np.maximum(positions + 1, prompt_lengths), device),
+        spans=split_spans(parts, block_size),
     )
 
 
-def wanted(parts: Sequence[Part]) -> npt.NDArray[np.int64]:
+def logit_positions(parts: Sequence[RowSlice]) -> npt.NDArray[np.int64]:
     """Of each part its last tokens."""
     ends = np.cumsum([part.count for part in parts])
     if not any(part.scores for part in parts):
@@ -85,14 +85,14 @@ def wanted(parts: Sequence[Part]) -> npt.NDArray[np.int64]:
     return np.concatenate([np.arange(end - part.wanted, end) for end, part in zip(ends, parts, strict=True)])
 
 
-def token_ids(parts: Sequence[Part]) -> Int32:
+def token_ids(parts: Sequence[RowSlice]) -> Int32:
     """Of arranged parts, int32 [tokens]."""
     num_decoding = sum(part.decodes for part in parts)
     prompts = (part.row.ids[part.begin : part.kv_len] for part in parts[num_decoding:])
     return np.concatenate([np.array(last_ids(parts[:num_decoding]), np.int32), *prompts])
 
 
-def positions_of(parts: Sequence[Part]) -> npt.NDArray[np.int64]:
+def positions_of(parts: Sequence[RowSlice]) -> npt.NDArray[np.int64]:
     """int64 [tokens]"""
     ends = np.cumsum([part.count for part in parts])
     return np.arange(ends[-1]) + np.repeat(
@@ -100,19 +100,19 @@ def positions_of(parts: Sequence[Part]) -> npt.NDArray[np.int64]:
     )
 
 
-def ends_of(counts: Iterable[int]) -> npt.NDArray[np.int64]:
+def offsets_of(counts: Iterable[int]) -> npt.NDArray[np.int64]:
     """Where each of so many begins, and the last one ends, when they stand next to each other."""
     return np.cumsum([0, *counts])
 
 
-def last_ids(parts: Sequence[Part]) -> list[int]:
+def last_ids(parts: Sequence[RowSlice]) -> list[int]:
     """Of rows that decode. A token that the host does not know yet is -1 less its place among the samples of
     the step before.
     """
     return [part.row.last_id if part.source is None else -1 - part.source for part in parts]
 
 
-def resolved(ids: torch.Tensor, previous: torch.Tensor | None) -> torch.Tensor:
+def fill_pending_ids(ids: torch.Tensor, previous: torch.Tensor | None) -> torch.Tensor:
     """int64 [tokens], with what the step before sampled where the host does not know it."""
     return (
         ids
@@ -121,23 +121,25 @@ def resolved(ids: torch.Tensor, previous: torch.Tensor | None) -> torch.Tensor:
     )
 
 
-def spans(parts: Sequence[Part], block_size: int) -> list[Span]:
+def split_spans(parts: Sequence[RowSlice], block_size: int) -> list[Span]:
     result: list[Span] = []
-    group: list[Part] = []
+    group: list[RowSlice] = []
     begin = 0
     for part in parts:
-        if group and not together(group[0], part):
-            result.append(span(group, begin, block_size))
+        if group and not fits_span(group[0], part):
+            result.append(make_span(group, begin, block_size))
             begin, group = begin + sum(member.count for member in group), []
         group.append(part)
-    return [*result, span(group, begin, block_size)]
+    return [*result, make_span(group, begin, block_size)]
 
 
-def together(longest: Part, part: Part) -> bool:
-    return longest.decodes and part.decodes and longest.kv_len <= max(2 * part.kv_len, part.kv_len + SPREAD)
+def fits_span(longest: RowSlice, part: RowSlice) -> bool:
+    return (
+        longest.decodes and part.decodes and longest.kv_len <= max(2 * part.kv_len, part.kv_len + MAX_PADDING)
+    )
 
 
-def span(parts: Sequence[Part], begin: int, block_size: int) -> Span:
+def make_span(parts: Sequence[RowSlice], begin: int, block_size: int) -> Span:
     lengths = np.array([part.kv_len for part in parts])
     held = -(-lengths // block_size)
     blocks = np.zeros((len(parts), int(held.max())), np.int64)

@@ -8,22 +8,22 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from gpu_worker.protocol import SAMPLE, Step
+from gpu_worker.protocol import SAMPLE, StepResult
 
 Int32 = npt.NDArray[np.int32]
 
 
-class Top(NamedTuple):
+class TopLogprobs(NamedTuple):
     """The likeliest tokens beside a sampled one, likeliest first; those that truncation took away have -inf."""
 
     ids: list[int]
     logprobs: list[float]
 
 
-NO_TOPS: Mapping[int, Top] = {}
+NO_TOP_LOGPROBS: Mapping[int, TopLogprobs] = {}
 
 
-class Told(NamedTuple):
+class PromptLogprobs(NamedTuple):
     """What a part tells of its prompt: packed log-probabilities, and packed ids and log-probabilities of the
     likeliest tokens.
     """
@@ -33,11 +33,11 @@ class Told(NamedTuple):
     top_logprobs: bytes
 
 
-NOTHING: Sequence[Told] = ()
+NO_PROMPT_LOGPROBS: Sequence[PromptLogprobs] = ()
 
 
 @dataclass(slots=True)
-class Outcome:
+class StepResultBuilder:
     """What is to be reported with the next frame.
 
     Attributes:
@@ -56,8 +56,8 @@ class Outcome:
     def __bool__(self) -> bool:
         return bool(self.samples or self.ended or self.released)
 
-    def frame(self, step: int, duration_ms: float) -> Step:
-        return Step(
+    def frame(self, step: int, duration_ms: float) -> StepResult:
+        return StepResult(
             step,
             b"".join(starmap(SAMPLE.pack, self.samples)),
             tuple(self.tops),

@@ -3,12 +3,12 @@
 import numpy as np
 import numpy.typing as npt
 
-AHEAD = 64  # a whole number of Philox blocks
+BUFFERED = 64  # a whole number of Philox blocks
 PER_BLOCK = 4  # numbers that Philox gives for one value of its counter
 MASK = 2**64 - 1
 
 
-def uniforms(seed: int, choice: int, begin: int, count: int) -> npt.NDArray[np.float64]:
+def philox_uniforms(seed: int, choice: int, begin: int, count: int) -> npt.NDArray[np.float64]:
     """Numbers of [0, 1) for the tokens from index `begin`, a multiple of 4, on.
 
     Philox-4x64 (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3") with seed and choice,
@@ -20,16 +20,16 @@ def uniforms(seed: int, choice: int, begin: int, count: int) -> npt.NDArray[np.f
     return np.asarray((source.random_raw(count) >> np.uint64(11)) * 2.0**-53, np.float64)
 
 
-class Uniforms:
+class PhiloxStream:
     """The numbers of one row, computed some tokens ahead."""
 
     def __init__(self, seed: int, choice: int) -> None:
         self.seed, self.choice = seed, choice
-        self.begin = -AHEAD
+        self.begin = -BUFFERED
         self.values: list[float] = []
 
     def at(self, index: int) -> float:
-        if not 0 <= index - self.begin < AHEAD or not self.values:
-            self.begin = index // AHEAD * AHEAD
-            self.values = uniforms(self.seed, self.choice, self.begin, AHEAD).tolist()
+        if not 0 <= index - self.begin < BUFFERED or not self.values:
+            self.begin = index // BUFFERED * BUFFERED
+            self.values = philox_uniforms(self.seed, self.choice, self.begin, BUFFERED).tolist()
         return self.values[index - self.begin]

@@ -13,12 +13,19 @@ from operator import attrgetter
 import numpy as np
 
 from common.messages.packing import pack_floats, pack_ids, unpack_ids
-from gpu_worker.engine.batch.outcome import NO_TOPS, NOTHING, Int32, Outcome, Told, Top
-from gpu_worker.engine.batch.sampling_state import Manner, Turn
+from gpu_worker.engine.batch.outcome import (
+    NO_PROMPT_LOGPROBS,
+    NO_TOP_LOGPROBS,
+    Int32,
+    PromptLogprobs,
+    StepResultBuilder,
+    TopLogprobs,
+)
+from gpu_worker.engine.batch.sampling_state import SampleRequest, SamplingState
 from gpu_worker.protocol import Grant, StartRow
 
 NO_BLOCKS: Int32 = np.zeros(0, np.int32)
-MAX_SCORES = 256
+MAX_SCORED_TOKENS = 256
 
 
 @dataclass(slots=True, eq=False)
@@ -46,7 +53,7 @@ class Row:
     end: int
     blocks: Int32
     ends: Mapping[int, str] = field(default_factory=dict)
-    manner: Manner | None = None
+    manner: SamplingState | None = None
     base: int = 0
     anew: bool = False
     prompt_logprobs: int | None = None
@@ -62,7 +69,7 @@ class Row:
         ids, blocks = np.frombuffer(start.ids, "<i4"), np.frombuffer(start.blocks, "<i4")
         ends = dict.fromkeys(unpack_ids(start.stop_ids), "stop_sequence")
         ends |= {} if start.ignore_eos else dict.fromkeys(eos_ids, "eos_token")
-        manner = Manner.of(start, list(ends))
+        manner = SamplingState.of(start, list(ends))
         told = start.prompt_logprobs
         return cls(
             start.row,
@@ -85,7 +92,7 @@ class Row:
 
 
 @dataclass(slots=True)  # not frozen: to make one would take twice as long
-class Part:
+class RowSlice:
     """What a row does in one step: positions `begin` to `begin + count - 1`, then a sample where `samples`.
 
     Attributes:
@@ -117,13 +124,13 @@ class Part:
         return self.scores + self.samples
 
     @property
-    def turn(self) -> Turn | None:
+    def turn(self) -> SampleRequest | None:
         """None where the likeliest token is wanted."""
         manner, index = self.row.manner, self.kv_len - (len(self.row.ids) - self.row.base)
-        return Turn(manner, index) if manner and manner.asks(index) else None
+        return SampleRequest(manner, index) if manner and manner.asks(index) else None
 
 
-def arrange(parts: Sequence[Part]) -> list[Part]:
+def arrange(parts: Sequence[RowSlice]) -> list[RowSlice]:
     """The order on the line: rows that decode, longest first, then the chunks of prompts in the order of
     starts.
     """
@@ -143,7 +150,7 @@ class Rows:
         self,
         block_size: int,
         eos_ids: Sequence[int],
-        max_scores: int = MAX_SCORES,
+        max_scores: int = MAX_SCORED_TOKENS,
         outgrown_at: int | None = None,
     ) -> None:
         self.block_size = block_size
@@ -153,7 +160,7 @@ class Rows:
         self.step = 0
         self.until = 0
         self.prefill_tokens = 0
-        self.outcome = Outcome()
+        self.outcome = StepResultBuilder()
 
     def apply(self, grant: Grant) -> list[Int32]:
         """Takes a grant; returns the blocks that rows own newly."""
@@ -174,7 +181,7 @@ class Rows:
         row.blocks = np.concatenate((row.blocks, blocks))
         return blocks
 
-    def launch(self) -> list[Part]:
+    def launch(self) -> list[RowSlice]:
         """The parts of the next step, as they stand on the line; empty where no step may or can be run."""
         if self.step >= self.until:
             return []
@@ -189,7 +196,7 @@ class Rows:
             place += part.samples
         return parts
 
-    def parts(self) -> list[Part]:
+    def parts(self) -> list[RowSlice]:
         parts, left, scores = [], self.prefill_tokens, self.max_scores
         for row in self.rows.values():
             if row.ended or row.index >= row.end:
@@ -198,24 +205,24 @@ class Rows:
             room, prefill = len(row.blocks) * self.block_size - begin, len(row.ids) - begin
             if prefill <= 0:
                 if room > 0:
-                    parts.append(Part(row, begin, 1, True, row.place if row.in_flight else None))
+                    parts.append(RowSlice(row, begin, 1, True, row.place if row.in_flight else None))
                 continue
             told = row.prompt_logprobs is not None
             count = min(room, prefill, left, scores if told else left)
             if count > 0:
                 samples = count == prefill
-                parts.append(Part(row, begin, count, samples, scores=count - samples if told else 0))
+                parts.append(RowSlice(row, begin, count, samples, scores=count - samples if told else 0))
                 left -= count
                 scores -= count if told else 0
         return parts
 
     def read(
         self,
-        parts: Sequence[Part],
+        parts: Sequence[RowSlice],
         ids: Sequence[int],
         logprobs: Sequence[float],
-        tops: Mapping[int, Top] = NO_TOPS,
-        prompts: Sequence[Told] = NOTHING,
+        tops: Mapping[int, TopLogprobs] = NO_TOP_LOGPROBS,
+        prompts: Sequence[PromptLogprobs] = NO_PROMPT_LOGPROBS,
     ) -> None:
         """Takes what a launched step brought: `ids` has one entry for each part that samples, in order;
         `tops` is by their place there; `prompts` has one for each part that tells of its prompt, in order.
@@ -231,11 +238,11 @@ class Rows:
             if part.row.ended:
                 self.release(part.row)
 
-    def tell(self, part: Part, told: Told) -> None:
+    def tell(self, part: RowSlice, told: PromptLogprobs) -> None:
         if not part.row.ended:
             self.outcome.prompts.append((part.row.number, part.begin + 1, *told))
 
-    def take(self, part: Part, token: int, logprob: float, top: Top | None) -> None:
+    def take(self, part: RowSlice, token: int, logprob: float, top: TopLogprobs | None) -> None:
         row, outcome = part.row, self.outcome
         if row.ended:
             return
@@ -267,7 +274,7 @@ class Rows:
             self.outcome.released.append((row.number, row.kv_len))
             self.outcome.freed.append(row.blocks)
 
-    def report(self) -> Outcome:
+    def report(self) -> StepResultBuilder:
         """What happened since the last call."""
-        outcome, self.outcome = self.outcome, Outcome()
+        outcome, self.outcome = self.outcome, StepResultBuilder()
         return outcome

@@ -7,10 +7,10 @@ import numpy.typing as npt
 
 from common.messages.packing import unpack_ids
 from common.messages.request import SamplingParams
-from gpu_worker.engine.batch.grammar import Guide
-from gpu_worker.engine.batch.philox import Uniforms
-from gpu_worker.engine.batch.token_counts import History
-from gpu_worker.engine.batch.top_p_decay import Decay
+from gpu_worker.engine.batch.grammar import GrammarMask
+from gpu_worker.engine.batch.philox import PhiloxStream
+from gpu_worker.engine.batch.token_counts import TokenCounts
+from gpu_worker.engine.batch.top_p_decay import TopPDecay
 from gpu_worker.protocol import StartRow
 
 Int64 = npt.NDArray[np.int64]
@@ -18,7 +18,7 @@ Float32 = npt.NDArray[np.float32]
 
 
 @dataclass(slots=True, eq=False)
-class Manner:
+class SamplingState:
     """
     Attributes:
         lasts: whether something is asked for beyond `min_end`.
@@ -43,16 +43,18 @@ class Manner:
     bad_words: list[tuple[list[int], int]]
     tail_length: int
     tail: list[int]
-    uniforms: Uniforms
-    history: History | None = field(default=None)
-    decay: Decay | None = None
-    guide: Guide | None = None
+    uniforms: PhiloxStream
+    history: TokenCounts | None = field(default=None)
+    decay: TopPDecay | None = None
+    guide: GrammarMask | None = None
 
     @classmethod
-    def of(cls, start: StartRow, end_ids: list[int], guide: Guide | None = None) -> "Manner | None":
+    def of(
+        cls, start: StartRow, end_ids: list[int], guide: GrammarMask | None = None
+    ) -> "SamplingState | None":
         """None is plainly greedy. `end_ids` would end the row. `guide` has not heard of any token yet."""
         sampling = start.sampling or SamplingParams()
-        lasts = start.top_n > 0 or not is_plain(sampling) or guide is not None
+        lasts = start.top_n > 0 or not is_plain_greedy(sampling) or guide is not None
         if not lasts and start.min_end <= start.base:
             return None
         ids = np.frombuffer(start.ids, "<i4")
@@ -74,9 +76,11 @@ class Manner:
             bad_words=[(word[:-1], word[-1]) for word in words if len(word) > 1],
             tail_length=tail_length,
             tail=ids[max(0, len(ids) - tail_length) :].tolist(),
-            uniforms=Uniforms(sampling.seed, sampling.choice),
-            history=History(ids[:num_prompt], ids[num_prompt:].tolist()) if penalises(sampling) else None,
-            decay=Decay(sampling, ids[num_prompt:].tolist()) if sampling.top_p_decay < 1 else None,
+            uniforms=PhiloxStream(sampling.seed, sampling.choice),
+            history=TokenCounts(ids[:num_prompt], ids[num_prompt:].tolist())
+            if has_penalties(sampling)
+            else None,
+            decay=TopPDecay(sampling, ids[num_prompt:].tolist()) if sampling.top_p_decay < 1 else None,
             guide=guide,
         )
 
@@ -116,23 +120,23 @@ class Manner:
         return np.asarray(penalty, np.float32)
 
 
-def penalises(sampling: SamplingParams) -> bool:
+def has_penalties(sampling: SamplingParams) -> bool:
     penalties = (sampling.frequency_penalty, sampling.presence_penalty, sampling.relative_frequency_penalty)
     return sampling.repetition_penalty != 1 or any(penalties)
 
 
-def is_plain(sampling: SamplingParams) -> bool:
+def is_plain_greedy(sampling: SamplingParams) -> bool:
     """Whether it comes to the likeliest token of the model's own logits; truncation never takes that away
     from a greedy row.
     """
     return sampling.temperature == 0 and not (
-        sampling.logit_bias or sampling.bad_words or penalises(sampling)
+        sampling.logit_bias or sampling.bad_words or has_penalties(sampling)
     )
 
 
 @dataclass(frozen=True, slots=True)
-class Turn:
+class SampleRequest:
     """A row with a manner, and the index of the token that it samples now."""
 
-    manner: Manner
+    manner: SamplingState
     index: int

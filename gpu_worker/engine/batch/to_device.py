@@ -19,7 +19,7 @@ def pinned(
     return tensor.pin_memory() if device.type == "cuda" else tensor
 
 
-def upload(
+def to_device(
     array: npt.NDArray[Any] | list[Any], device: torch.device, dtype: torch.dtype | None = None
 ) -> torch.Tensor:
     """An array on the device."""

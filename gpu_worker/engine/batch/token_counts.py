@@ -5,10 +5,10 @@ from collections.abc import Iterable
 import numpy as np
 import numpy.typing as npt
 
-ROOM = 64
+SPARE_COLUMNS = 64
 
 
-class History:
+class TokenCounts:
     """Distinct ids of one row with their counts: arrays that grow by one token at a time.
 
     Attributes:
@@ -19,7 +19,7 @@ class History:
     def __init__(self, prompt: npt.NDArray[np.int32], generated: Iterable[int]) -> None:
         ids, counts = np.unique(prompt, return_counts=True)
         self.length, self.size = len(prompt), len(ids)
-        self.table = np.zeros((3, self.size + ROOM), np.int64)
+        self.table = np.zeros((3, self.size + SPARE_COLUMNS), np.int64)
         self.table[0, : self.size], self.table[1, : self.size] = ids, counts
         self.places = {token: place for place, token in enumerate(ids.tolist())}
         for token in generated:

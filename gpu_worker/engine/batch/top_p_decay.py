@@ -8,7 +8,7 @@ from common.messages.packing import unpack_ids
 from common.messages.request import SamplingParams
 
 
-class Decay:
+class TopPDecay:
     """`top_p` is that of the next token: times `top_p_decay` after each, not below `top_p_min`; as asked
     again after one of `top_p_reset_ids`. A function of the ids, so a resumed row finds it again.
     """

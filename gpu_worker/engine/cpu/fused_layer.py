@@ -15,8 +15,8 @@ import torch
 from torch import nn
 
 from gpu_worker.engine.attention.cpu_paged import Paged
-from gpu_worker.engine.batch.inputs import Inputs, build
-from gpu_worker.engine.batch.rows import Part, Row
+from gpu_worker.engine.batch.inputs import Inputs, build_inputs
+from gpu_worker.engine.batch.rows import Row, RowSlice
 from gpu_worker.engine.cpu import native
 from gpu_worker.engine.cpu.packed_linear import NativeLinear
 
@@ -203,8 +203,10 @@ def trial(model: Any, backend: Paged, context: int) -> Inputs:
     """
     blocks = np.arange(1, 1 + -(-TOKENS // backend.block_size), dtype=np.int32)
     ids = np.arange(TOKENS, dtype=np.int32) * 7 % model.config.get_text_config().vocab_size
-    prompt = build(
-        [Part(Row(0, ids, 0, 1, blocks), 0, TOKENS, samples=True)], backend.block_size, torch.device("cpu")
+    prompt = build_inputs(
+        [RowSlice(Row(0, ids, 0, 1, blocks), 0, TOKENS, samples=True)],
+        backend.block_size,
+        torch.device("cpu"),
     )
     positions = torch.linspace(0, context - 1, TOKENS).long()
     return replace(prompt, positions=positions[None], lengths=positions + 1)

@@ -12,10 +12,10 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 import torch
 
-from gpu_worker.engine.batch.inputs import positions_of, resolved, token_ids, wanted
+from gpu_worker.engine.batch.inputs import fill_pending_ids, logit_positions, positions_of, token_ids
 from gpu_worker.engine.batch.outcome import Int32
-from gpu_worker.engine.batch.rows import Part
-from gpu_worker.engine.batch.to_device import upload
+from gpu_worker.engine.batch.rows import RowSlice
+from gpu_worker.engine.batch.to_device import to_device
 from gpu_worker.engine.cuda.graphs import Graphs
 
 TOKENS = 256
@@ -31,24 +31,24 @@ class Tokenwise:
         """`graphs` hold one graph, the largest."""
         self.graphs, self.size = graphs, graphs.max_rows
 
-    def hold(self, parts: Sequence[Part], previous: torch.Tensor | None) -> bool:
+    def hold(self, parts: Sequence[RowSlice], previous: torch.Tensor | None) -> bool:
         return True
 
-    def run(self, parts: Sequence[Part], previous: torch.Tensor | None) -> torch.Tensor:
+    def run(self, parts: Sequence[RowSlice], previous: torch.Tensor | None) -> torch.Tensor:
         """Launches a step, in lots → logits [wanted, vocabulary]. A lot sees the K and V of those before it,
         and a token those before it in its own lot: they are written before anything is attended to.
         """
-        graphs, places, logits = self.graphs, wanted(parts), [self.graphs.logits[:0]]
+        graphs, places, logits = self.graphs, logit_positions(parts), [self.graphs.logits[:0]]
         for begin, inputs in lots(parts, self.size):
             graphs.give(inputs, self.size)
-            graphs.ids.copy_(resolved(graphs.ids.long(), previous))
+            graphs.ids.copy_(fill_pending_ids(graphs.ids.long(), previous))
             graphs.graphs[self.size]()
             inside = places[(places >= begin) & (places < begin + self.size)] - begin
-            logits.append(graphs.logits.index_select(0, upload(inside, graphs.device)))
+            logits.append(graphs.logits.index_select(0, to_device(inside, graphs.device)))
         return torch.cat(logits)
 
 
-def lots(parts: Sequence[Part], size: int) -> Iterator[tuple[int, Int32]]:
+def lots(parts: Sequence[RowSlice], size: int) -> Iterator[tuple[int, Int32]]:
     """The tokens of a step, `size` at a time → the first one's place on the line, and what `Graphs.give`
     takes.
     """

@@ -7,10 +7,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from gpu_worker.engine.batch.inputs import last_ids, resolved
+from gpu_worker.engine.batch.inputs import fill_pending_ids, last_ids
 from gpu_worker.engine.batch.outcome import Int32
-from gpu_worker.engine.batch.rows import Part
-from gpu_worker.engine.batch.to_device import upload
+from gpu_worker.engine.batch.rows import RowSlice
+from gpu_worker.engine.batch.to_device import to_device
 
 Decode = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 """ids int64 [1, rows], positions int32 [rows], table int32 [rows, blocks] → logits [rows, vocabulary]"""
@@ -55,15 +55,15 @@ class Graphs:
         self.graphs = dict(sorted(self.graphs.items()))
 
     def forward(self, size: int) -> None:
-        ids = resolved(self.ids[:size].long(), self.previous)
+        ids = fill_pending_ids(self.ids[:size].long(), self.previous)
         self.logits[:size].copy_(self.decode(ids[None], self.positions[:size], self.table[:size]))
 
-    def hold(self, parts: Sequence[Part], previous: torch.Tensor | None) -> bool:
+    def hold(self, parts: Sequence[RowSlice], previous: torch.Tensor | None) -> bool:
         """Parts stand as on the line: rows that decode come first."""
         rows = max(len(parts), 0 if previous is None else len(previous))
         return parts[-1].decodes and rows <= max(self.graphs, default=0)
 
-    def run(self, parts: Sequence[Part], previous: torch.Tensor | None) -> torch.Tensor:
+    def run(self, parts: Sequence[RowSlice], previous: torch.Tensor | None) -> torch.Tensor:
         """Launches a step of rows that decode → logits, which the next step overwrites. `previous`: what the
         step in flight samples.
         """
@@ -76,13 +76,13 @@ class Graphs:
 
     def give(self, inputs: npt.NDArray[Any], size: int) -> None:
         """All in one copy; rows that only fill the graph write to scratch block 0."""
-        staged = upload(inputs, self.device)
+        staged = to_device(inputs, self.device)
         self.ids[:size].copy_(staged[0])
         self.positions[:size].copy_(staged[1])
         self.table[:size, : len(staged) - 2].copy_(staged[2:].T)
 
 
-def inputs_of(parts: Sequence[Part], size: int) -> Int32:
+def inputs_of(parts: Sequence[RowSlice], size: int) -> Int32:
     """→ int32 [2 + blocks, size]: ids, positions, and the rows' blocks, each in its column."""
     inputs = np.zeros((2 + max(len(part.row.blocks) for part in parts), size), np.int32)
     inputs[0, : len(parts)] = last_ids(parts)

@@ -19,8 +19,8 @@ from gpu_worker.engine.attention import cpu_paged
 from gpu_worker.engine.attention.cpu_paged import Paged
 from gpu_worker.engine.attention.kv_cache import Cache, Geometry
 from gpu_worker.engine.attention.sdpa import Sdpa
-from gpu_worker.engine.batch.inputs import Inputs, build
-from gpu_worker.engine.batch.rows import Part
+from gpu_worker.engine.batch.inputs import Inputs, build_inputs
+from gpu_worker.engine.batch.rows import RowSlice
 from gpu_worker.engine.cpu import native
 from gpu_worker.engine.cpu.fused_layer import fuse
 from gpu_worker.engine.cpu.packed_linear import pack
@@ -204,8 +204,8 @@ def peak_bytes(loaded: Loaded, settings: Settings) -> int:
         settings.max_batch_size,
     )
 
-    def forward(parts: Sequence[Part]) -> torch.Tensor:
-        return loaded.forward(build(parts, loaded.geometry.block_size, loaded.device))
+    def forward(parts: Sequence[RowSlice]) -> torch.Tensor:
+        return loaded.forward(build_inputs(parts, loaded.geometry.block_size, loaded.device))
 
     kept_bytes = rows * loaded.vocab_size * loaded.geometry.dtype.itemsize
     return peak_on(loaded.device, lambda: largest_step(forward, tokens, rows, *shape)) + kept_bytes

@@ -9,8 +9,8 @@ import numpy as np
 import torch
 
 from common.messages.request import SamplingParams
-from gpu_worker.engine.batch.rows import Part, Row
-from gpu_worker.engine.batch.sampling_state import Manner, Turn
+from gpu_worker.engine.batch.rows import Row, RowSlice
+from gpu_worker.engine.batch.sampling_state import SampleRequest, SamplingState
 from gpu_worker.engine.sampling.sample import sample
 from gpu_worker.protocol import StartRow
 
@@ -23,7 +23,7 @@ CUDA_TOKENS = 8192
 by arithmetic long since.
 """
 
-Forward = Callable[[Sequence[Part]], torch.Tensor]
+Forward = Callable[[Sequence[RowSlice]], torch.Tensor]
 
 
 def most_tokens(asked: int | None, context: int, device: torch.device) -> int:
@@ -43,7 +43,7 @@ def max_batch_prefill_tokens(token_ms: float, most: int) -> int:
     return max(MULTIPLE, min(tokens, most) // MULTIPLE * MULTIPLE)
 
 
-def measure_ms(forward: Forward, parts: Sequence[Part], device: torch.device) -> float:
+def measure_ms(forward: Forward, parts: Sequence[RowSlice], device: torch.device) -> float:
     """The best of several: what other processes do meanwhile must not lower the budget for this engine's
     whole life.
     """
@@ -62,11 +62,11 @@ def largest_step(
 ) -> None:
     """A forward of so many prompt tokens, and the choice of so many rows in the way that takes most memory."""
     logits = forward(prompts(tokens, context, vocab_size, block_size))
-    manner = Manner.of(
+    manner = SamplingState.of(
         StartRow(0, b"", 0, 1, False, b"", sampling=SamplingParams(temperature=1.0, typical_p=0.9)), []
     )
     assert manner
-    sample(logits.new_zeros(rows, logits.shape[1]), [Turn(manner, 0)] * rows)
+    sample(logits.new_zeros(rows, logits.shape[1]), [SampleRequest(manner, 0)] * rows)
 
 
 def steps_of_all_shapes(forward: Forward, vocab_size: int, block_size: int) -> None:
@@ -75,13 +75,13 @@ def steps_of_all_shapes(forward: Forward, vocab_size: int, block_size: int) -> N
         forward(prompts(tokens, tokens, vocab_size, block_size))
 
 
-def prompts(tokens: int, context: int, vocab_size: int, block_size: int) -> list[Part]:
+def prompts(tokens: int, context: int, vocab_size: int, block_size: int) -> list[RowSlice]:
     """The prefills of rows that own nothing but the scratch block, none longer than the context."""
     lengths = [min(context, tokens - begin) for begin in range(0, tokens, context)]
     return [prompt(length, vocab_size, block_size) for length in lengths]
 
 
-def prompt(length: int, vocab_size: int, block_size: int) -> Part:
+def prompt(length: int, vocab_size: int, block_size: int) -> RowSlice:
     ids = np.arange(length, dtype=np.int32) % vocab_size
     blocks = np.zeros(-(-length // block_size), np.int32)
-    return Part(Row(0, ids, 0, 1, blocks), 0, length, samples=True)
+    return RowSlice(Row(0, ids, 0, 1, blocks), 0, length, samples=True)

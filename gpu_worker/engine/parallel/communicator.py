@@ -12,8 +12,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from gpu_worker.engine.agent_link import Gone
-from gpu_worker.protocol import Frames, Grant, encode
+from gpu_worker.engine.agent_link import PeerClosed
+from gpu_worker.protocol import FrameDecoder, Grant, encode
 from gpu_worker.rank import LOOPBACK, Place
 
 FOREVER = timedelta(days=365)
@@ -99,11 +99,11 @@ class Ranks:
         try:
             [size] = self.said([0])
         except RuntimeError as error:
-            raise Gone from error
+            raise PeerClosed from error
         buffer = torch.empty(size, dtype=torch.uint8)
         if size:
             dist.broadcast(buffer, 0)
-        frames = Frames()
+        frames = FrameDecoder()
         frames.feed(buffer.numpy().tobytes())
         for frame in frames:
             assert isinstance(frame, Grant)

@@ -11,42 +11,42 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from gpu_worker.engine.batch.grammar import steer
-from gpu_worker.engine.batch.sampling_state import Int64, Manner
-from gpu_worker.engine.batch.to_device import upload
+from gpu_worker.engine.batch.sampling_state import Int64, SamplingState
+from gpu_worker.engine.batch.to_device import to_device
+from gpu_worker.engine.sampling.grammar import apply_grammar
 
-NOTHING = np.zeros(0, np.int64)
+NO_IDS = np.zeros(0, np.int64)
 
 
-def adjust(scores: torch.Tensor, manners: Sequence[Manner], indices: Sequence[int]) -> None:
+def adjust_scores(scores: torch.Tensor, manners: Sequence[SamplingState], indices: Sequence[int]) -> None:
     """In place. scores [rows, vocabulary]; `indices` are of the tokens to be sampled."""
-    bias(scores, manners)
-    ban(
+    apply_bias(scores, manners)
+    apply_bans(
         scores,
         [np.array(manner.banned(index), np.int64) for manner, index in zip(manners, indices, strict=True)],
     )
-    penalise(scores, manners)
-    steer(scores, [manner.guide for manner in manners])
+    apply_penalties(scores, manners)
+    apply_grammar(scores, [manner.guide for manner in manners])
 
 
-def bias(scores: torch.Tensor, manners: Sequence[Manner]) -> None:
-    rows, ids = places([manner.bias_ids for manner in manners])
+def apply_bias(scores: torch.Tensor, manners: Sequence[SamplingState]) -> None:
+    rows, ids = flatten([manner.bias_ids for manner in manners])
     if len(ids):
         values, known = np.concatenate([manner.bias for manner in manners]), ids < scores.shape[1]
         scores.index_put_(at(scores, rows[known], ids[known]), on(scores, values[known]), accumulate=True)
 
 
-def ban(scores: torch.Tensor, banned: Sequence[Int64]) -> None:
-    rows, ids = places(banned)
+def apply_bans(scores: torch.Tensor, banned: Sequence[Int64]) -> None:
+    rows, ids = flatten(banned)
     known = ids < scores.shape[1]  # an id outside the model's vocabulary is never sampled
     if len(ids):
         scores[at(scores, rows[known], ids[known])] = float("-inf")
 
 
-def penalise(scores: torch.Tensor, manners: Sequence[Manner]) -> None:
+def apply_penalties(scores: torch.Tensor, manners: Sequence[SamplingState]) -> None:
     """Repetition as in CTRL (arXiv:1909.05858), then what is subtracted."""
     histories = [manner.history for manner in manners]
-    rows, ids = places([history.ids if history else NOTHING for history in histories])
+    rows, ids = flatten([history.ids if history else NO_IDS for history in histories])
     if not len(ids):
         return
     repetition = np.array([manner.sampling.repetition_penalty for manner in manners], np.float32)[rows]
@@ -57,7 +57,7 @@ def penalise(scores: torch.Tensor, manners: Sequence[Manner]) -> None:
     scores[where] = torch.where(found < 0, found * factor, found / factor) - on(scores, penalty[known])
 
 
-def places(ids: Sequence[Int64]) -> tuple[Int64, Int64]:
+def flatten(ids: Sequence[Int64]) -> tuple[Int64, Int64]:
     """Ids of each row → parallel rows and ids."""
     return np.repeat(np.arange(len(ids)), [len(some) for some in ids]), np.concatenate(ids)
 
@@ -67,4 +67,4 @@ def at(scores: torch.Tensor, rows: Int64, ids: Int64) -> tuple[torch.Tensor, tor
 
 
 def on(scores: torch.Tensor, values: npt.NDArray[np.generic]) -> torch.Tensor:
-    return upload(values, scores.device)
+    return to_device(values, scores.device)

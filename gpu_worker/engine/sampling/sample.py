@@ -5,72 +5,78 @@ from dataclasses import dataclass, field
 
 import torch
 
-from gpu_worker.engine.batch.outcome import Told, Top
-from gpu_worker.engine.batch.sampling_state import Turn
-from gpu_worker.engine.batch.to_device import upload
-from gpu_worker.engine.cpu import sampler
-from gpu_worker.engine.sampling.multinomial import Drawn, blank
-from gpu_worker.engine.sampling.sampler import Way, choose, way_of
+from gpu_worker.engine.batch.outcome import PromptLogprobs, TopLogprobs
+from gpu_worker.engine.batch.sampling_state import SampleRequest
+from gpu_worker.engine.batch.to_device import to_device
+from gpu_worker.engine.sampling import cpu_sampler
+from gpu_worker.engine.sampling.multinomial import SamplerOutput, empty_output
+from gpu_worker.engine.sampling.sampler import SampleFunction, sample_function_of, sample_group
 
 
 @dataclass(frozen=True, slots=True)
-class Sampled:
+class StepSamples:
     """What a step sampled, on the host; `tops` by the place of the sample. And what it tells of prompts, in
     the order of its parts.
     """
 
     ids: list[int]
     logprobs: list[float]
-    tops: dict[int, Top] = field(default_factory=dict)
-    prompts: list[Told] = field(default_factory=list)
+    tops: dict[int, TopLogprobs] = field(default_factory=dict)
+    prompts: list[PromptLogprobs] = field(default_factory=list)
 
 
 @torch.inference_mode()
-def sample(logits: torch.Tensor, turns: Sequence[Turn | None]) -> Drawn:
+def sample(logits: torch.Tensor, turns: Sequence[SampleRequest | None]) -> SamplerOutput:
     """logits [samples, vocabulary]; None is plainly the likeliest."""
-    library = sampler.kernels(logits)
-    return sampler.choose(library, logits, turns) if library else grouped(logits, turns)
+    library = cpu_sampler.kernels(logits)
+    return cpu_sampler.sample_natively(library, logits, turns) if library else sample_in_groups(logits, turns)
 
 
-def grouped(logits: torch.Tensor, turns: Sequence[Turn | None]) -> Drawn:
+def sample_in_groups(logits: torch.Tensor, turns: Sequence[SampleRequest | None]) -> SamplerOutput:
     """Rows that choose in the same way are chosen for together. On CUDA the work is only queued: nothing here
     waits for the device.
     """
     if not any(turns):
-        return likeliest_of(logits)
-    groups: dict[Way | None, list[int]] = {}
+        return greedy_output(logits)
+    groups: dict[SampleFunction | None, list[int]] = {}
     for place, turn in enumerate(turns):
-        groups.setdefault(way_of(turn.manner) if turn else None, []).append(place)
-    sampled = blank(len(turns), max(turn.manner.top_n for turn in turns if turn), logits.device)
+        groups.setdefault(sample_function_of(turn.manner) if turn else None, []).append(place)
+    sampled = empty_output(len(turns), max(turn.manner.top_n for turn in turns if turn), logits.device)
     for way, places in groups.items():
-        put(sampled, upload(places, logits.device), logits, way, [turns[place] for place in places])
+        sample_into(
+            sampled, to_device(places, logits.device), logits, way, [turns[place] for place in places]
+        )
     return sampled
 
 
-def put(
-    sampled: Drawn, places: torch.Tensor, logits: torch.Tensor, way: Way | None, turns: Sequence[Turn | None]
+def sample_into(
+    sampled: SamplerOutput,
+    places: torch.Tensor,
+    logits: torch.Tensor,
+    way: SampleFunction | None,
+    turns: Sequence[SampleRequest | None],
 ) -> None:
     """Chooses for the rows at `places`."""
     rows = logits.index_select(0, places)
-    drawn = likeliest_of(rows) if way is None else choose(rows, way, [turn for turn in turns if turn])
+    drawn = greedy_output(rows) if way is None else sample_group(rows, way, [turn for turn in turns if turn])
     for column, values in zip(sampled, drawn, strict=True):
         (column if column.dim() == 1 else column[:, : values.shape[1]]).index_copy_(0, places, values)
 
 
-def read(drawn: Drawn, turns: Sequence[Turn | None]) -> Sampled:
+def read(drawn: SamplerOutput, turns: Sequence[SampleRequest | None]) -> StepSamples:
     """Drawn columns that are on the host."""
     ids, logprobs, top_ids, top_logprobs = (column.tolist() for column in drawn)
     asked = {place: turn.manner.top_n for place, turn in enumerate(turns) if turn and turn.manner.top_n}
-    return Sampled(
+    return StepSamples(
         ids,
         logprobs,
-        {place: Top(top_ids[place][:num], top_logprobs[place][:num]) for place, num in asked.items()},
+        {place: TopLogprobs(top_ids[place][:num], top_logprobs[place][:num]) for place, num in asked.items()},
     )
 
 
-def likeliest_of(logits: torch.Tensor) -> Drawn:
+def greedy_output(logits: torch.Tensor) -> SamplerOutput:
     ids, logprobs = greedy(logits)
-    return Drawn(ids, logprobs, ids[:, None][:, :0], logprobs[:, None][:, :0])
+    return SamplerOutput(ids, logprobs, ids[:, None][:, :0], logprobs[:, None][:, :0])
 
 
 def greedy(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

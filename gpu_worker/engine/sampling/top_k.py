@@ -8,23 +8,23 @@ DIGITS = ((20, 11), (10, 10), (0, 10))
 """Of a key's 31 bits: how far up a digit begins, and its bits."""
 
 
-def keys_of(scores: torch.Tensor) -> torch.Tensor:
+def sort_keys(scores: torch.Tensor) -> torch.Tensor:
     """scores float32, none above 0 → int32 that rise from 0 as the scores fall: their bits but for the sign."""
     return scores.view(torch.int32) & 0x7FFFFFFF
 
 
-def likeliest(scores: torch.Tensor, width: int) -> tuple[torch.Tensor, torch.Tensor]:
+def top_k(scores: torch.Tensor, width: int) -> tuple[torch.Tensor, torch.Tensor]:
     """scores float32 [rows, vocabulary], none above 0 → scores and ids int64 of the `width` likeliest, [rows,
     width].
     """
     if not width:
         return scores[:, :0], scores[:, :0].long()
-    places = keys_of(scores).long() << 32 | torch.arange(scores.shape[1], device=scores.device)
+    places = sort_keys(scores).long() << 32 | torch.arange(scores.shape[1], device=scores.device)
     ids = places.topk(width, largest=False).values & 0xFFFFFFFF
     return scores.gather(1, ids), ids
 
 
-def border(keys: torch.Tensor, weights: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+def kth_key(keys: torch.Tensor, weights: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     """keys int32 [rows, n], none negative; weights int64 [rows, n], none negative; targets int64 [rows, 1] →
     int32 [rows, 1]: the least key of each row up to which, itself included, its tokens weigh more than the
     target; if all together do not, one above all.

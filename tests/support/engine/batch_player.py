@@ -11,7 +11,7 @@ import numpy as np
 
 from common.messages.packing import unpack_floats
 from gpu_worker.engine.engine import Engine
-from gpu_worker.protocol import Grant, StartRow, Step
+from gpu_worker.protocol import Grant, StartRow, StepResult
 
 
 def packed(values: Sequence[int]) -> bytes:
@@ -46,7 +46,7 @@ class Player:
     prompts: dict[int, list[float]] = field(default_factory=dict)  # of its tokens but the first
     prompt_tops: dict[int, list[dict[int, float]]] = field(default_factory=dict)
     ended: dict[int, tuple[str, int]] = field(default_factory=dict)
-    steps: list[Step] = field(default_factory=list)
+    steps: list[StepResult] = field(default_factory=list)
     until: int = 0
 
     def start(
@@ -95,7 +95,7 @@ class Player:
                 self.collect(frame)
         return self.ids
 
-    def collect(self, step: Step) -> None:
+    def collect(self, step: StepResult) -> None:
         assert step.step <= self.until
         assert not self.steps or step.step >= self.steps[-1].step
         self.steps.append(step)

@@ -17,9 +17,9 @@ import torch.distributed as dist
 from common.process.parent_death import die_with_parent
 from common.settings.settings import SettingError, Settings
 from gpu_worker.engine.engine import Engine
-from gpu_worker.engine.loop import follow
+from gpu_worker.engine.loop import run_follower
 from gpu_worker.engine.parallel.communicator import Ranks
-from gpu_worker.protocol import Grant, Step
+from gpu_worker.protocol import Grant, StepResult
 from gpu_worker.rank import LOOPBACK, Place, free_port
 
 OVER = Grant(-1, 0)
@@ -50,7 +50,7 @@ class Led:
     def apply(self, grant: Grant) -> None:
         self.grants.append(grant)
 
-    def step(self) -> Step | None:
+    def step(self) -> StepResult | None:
         grants, self.grants = self.grants, []
         for grant in self.ranks.tell(grants):
             self.engine.apply(grant)
@@ -94,7 +94,7 @@ def main(rank: int, world_size: int, port: int) -> None:
         job: list[Any] = [None]
         dist.broadcast_object_list(job, 0)
         with contextlib.suppress(SettingError, Over):
-            follow(Engine(Settings(**job[0]), ranks=ranks), ranks)
+            run_follower(Engine(Settings(**job[0]), ranks=ranks), ranks)
 
 
 if __name__ == "__main__":

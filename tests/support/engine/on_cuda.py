@@ -18,7 +18,7 @@ from common.settings.settings import Settings
 from gpu_worker.engine import engine as engines
 from gpu_worker.engine.attention.kv_cache import Geometry
 from gpu_worker.engine.attention.sdpa import Sdpa
-from gpu_worker.engine.batch.rows import Part
+from gpu_worker.engine.batch.rows import RowSlice
 from gpu_worker.engine.cuda.fused_linear import merge
 from gpu_worker.engine.cuda.graphs import Graphs
 from gpu_worker.engine.engine import Engine
@@ -147,11 +147,11 @@ def noted(engine: Engine) -> Iterator[tuple[list[bool], list[int]]]:
     compute, graphs = engine.compute, engine.graphs if isinstance(engine.graphs, Graphs) else None
     run = graphs.run if graphs else None
 
-    def note(parts: Sequence[Part], previous: torch.Tensor | None) -> torch.Tensor:
+    def note(parts: Sequence[RowSlice], previous: torch.Tensor | None) -> torch.Tensor:
         computed.append(all(part.decodes for part in parts))
         return compute(parts, previous)
 
-    def note_replay(parts: Sequence[Part], previous: torch.Tensor | None) -> torch.Tensor:
+    def note_replay(parts: Sequence[RowSlice], previous: torch.Tensor | None) -> torch.Tensor:
         assert run
         replayed.append(len(parts))
         return run(parts, previous)

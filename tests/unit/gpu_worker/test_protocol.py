@@ -11,22 +11,22 @@ from hypothesis import strategies as st
 from common.messages.request import SamplingParams
 from gpu_worker.protocol import (
     SAMPLE,
-    DoorError,
-    Failure,
+    EngineFailure,
     Frame,
-    Frames,
+    FrameDecoder,
     Grant,
-    Progress,
+    LoadProgress,
+    ProtocolError,
     Ready,
     StartRow,
-    Step,
+    StepResult,
     encode,
 )
 
 SAMPLING = SamplingParams(0.7, top_k=5, seed=2**63, logit_bias=[(7, -1.5)], bad_words=[b"1234"])
 ASKED: dict[str, Any] = {"min_end": 1, "stop_ids": b"5678", "top_n": 2, "prompt_logprobs": 0}
 FRAMES: list[Frame] = [
-    Progress("loading"),
+    LoadProgress("loading"),
     Ready("m", "float32", "cpu", 16, 100, 64, 2048, b"1234", world_size=2, token_ms=0.5),
     Grant(5, 64),
     Grant(
@@ -39,8 +39,8 @@ FRAMES: list[Frame] = [
         ((1, b"more"),),
     ),
     Grant(9, 64, stops=((2, "cancelled"),)),
-    Step(1, prompts=((1, 1, b"1234", b"1234", b"5678"),)),
-    Step(
+    StepResult(1, prompts=((1, 1, b"1234", b"1234", b"5678"),)),
+    StepResult(
         2,
         SAMPLE.pack(1, 0, 504, -0.5),
         ((0, b"1234", b"5678"),),
@@ -50,7 +50,7 @@ FRAMES: list[Frame] = [
         ((1, 7),),
         12.5,
     ),
-    Failure("dtype", "float7 is none"),
+    EngineFailure("dtype", "float7 is none"),
 ]
 
 
@@ -58,7 +58,7 @@ FRAMES: list[Frame] = [
 def test_frames_arrive_whole_wherever_their_bytes_are_cut(sent: list[Frame], data: st.DataObject) -> None:
     whole = b"".join(map(encode, sent))
     cuts = sorted(data.draw(st.sets(st.integers(0, len(whole)))))
-    frames, received = Frames(), []
+    frames, received = FrameDecoder(), []
     for first, last in zip([0, *cuts], [*cuts, len(whole)], strict=True):
         frames.feed(whole[first:last])
         received += list(frames)
@@ -67,7 +67,7 @@ def test_frames_arrive_whole_wherever_their_bytes_are_cut(sent: list[Frame], dat
 
 def test_a_frame_is_there_with_its_last_byte_and_not_before() -> None:
     for frame in FRAMES:
-        frames, whole = Frames(), encode(frame)
+        frames, whole = FrameDecoder(), encode(frame)
         for i in range(len(whole) - 1):
             frames.feed(whole[i : i + 1])
             assert next(frames, None) is None
@@ -77,10 +77,10 @@ def test_a_frame_is_there_with_its_last_byte_and_not_before() -> None:
 
 def test_what_a_step_sampled_is_packed_and_read_again() -> None:
     samples = [(1, 0, 504, -0.5), (2**31 - 1, 8191, 151_935, float("-inf")), (0, 3, 0, 0.0)]
-    step = Step(1, b"".join(SAMPLE.pack(*sample) for sample in samples))
+    step = StepResult(1, b"".join(SAMPLE.pack(*sample) for sample in samples))
     assert (step.num_samples, list(step.sampled)) == (3, samples)
     assert step.samples[:16] == struct.pack("<iiif", *samples[0])
-    assert (Step(1).num_samples, list(Step(1).sampled)) == (0, [])
+    assert (StepResult(1).num_samples, list(StepResult(1).sampled)) == (0, [])
 
 
 @pytest.mark.parametrize(
@@ -99,21 +99,21 @@ def test_what_a_step_sampled_is_packed_and_read_again() -> None:
     ],
 )
 def test_what_is_no_frame_is_said_to_be_none(data: bytes, cause: str) -> None:
-    frames = Frames()
+    frames = FrameDecoder()
     frames.feed(encode(FRAMES[0]) + data)
     assert next(frames) == FRAMES[0]
-    with pytest.raises(DoorError, match=f"^no frame: .*{cause}"):
+    with pytest.raises(ProtocolError, match=f"^no frame: .*{cause}"):
         next(frames)
 
 
 def test_no_more_waits_than_part_of_a_frame_may_have() -> None:
     """However long it says that it is."""
-    frames = Frames(max_part_bytes=1000)
+    frames = FrameDecoder(max_part_bytes=1000)
     for _ in range(3):
-        frames.feed(encode(Progress("x" * 900)))
+        frames.feed(encode(LoadProgress("x" * 900)))
         assert len(list(frames)) == 1
-    endless = encode(Progress("x" * 10**6))
+    endless = encode(LoadProgress("x" * 10**6))
     frames.feed(endless[:900])
     assert next(frames, None) is None
-    with pytest.raises(DoorError, match="part of a frame has more than 1000 bytes"):
+    with pytest.raises(ProtocolError, match="part of a frame has more than 1000 bytes"):
         frames.feed(endless[900:1100])

@@ -22,9 +22,9 @@ from common.metrics import catalogue
 from common.settings.settings import SettingError, Settings
 from gpu_worker.agent.agent import Agent
 from gpu_worker.agent.publish import Sealed
-from gpu_worker.agent.row_text import Table
+from gpu_worker.agent.row_text import RowTable
 from gpu_worker.process import capacity
-from gpu_worker.protocol import SAMPLE, Grant, Ready, Step
+from gpu_worker.protocol import SAMPLE, Grant, Ready, StepResult
 from tests.support.waiting import wait_until
 
 KEYS = Keys("default")
@@ -47,7 +47,7 @@ class Engine:
 @pytest.fixture
 async def agent(redis) -> Agent:
     worker = WorkerCapacity("w0-1", "w0", "m", "float32", 16, 100, 64, 2048)
-    agent = Agent(Settings(), redis, Engine(), Table(TOKENIZER), worker)
+    agent = Agent(Settings(), redis, Engine(), RowTable(TOKENIZER), worker)
     await agent.open()
     return agent
 
@@ -73,7 +73,7 @@ def step(agent: Agent, tokens: dict[int, tuple[int, int]] | None = None, **field
     """One step that sampled {row: (index, id)}."""
     tokens = tokens or {}
     samples = b"".join(SAMPLE.pack(row, index, token, -0.5) for row, (index, token) in tokens.items())
-    agent.take_in(Step(agent.step + 1, samples, **fields))
+    agent.take_in(StepResult(agent.step + 1, samples, **fields))
 
 
 async def reports(redis) -> list[Report]:

@@ -9,8 +9,17 @@ from dataclasses import dataclass
 import pytest
 
 from common.metrics import catalogue
-from gpu_worker.agent.engine_client import EngineDied, EngineLink, EngineRefused, Rank
-from gpu_worker.protocol import SAMPLE, Failure, Grant, Progress, Ready, StartRow, Step, encode
+from gpu_worker.agent.engine_client import EngineClient, EngineDied, EngineRefused, RankProcess
+from gpu_worker.protocol import (
+    SAMPLE,
+    EngineFailure,
+    Grant,
+    LoadProgress,
+    Ready,
+    StartRow,
+    StepResult,
+    encode,
+)
 
 READY = Ready("m", "float32", "cpu", 16, 100, 64, 2048, b"", token_ms=0.5)
 TWO = SAMPLE.pack(1, 0, 5, -0.5) + SAMPLE.pack(2, 0, 6, -0.5)
@@ -20,7 +29,7 @@ TWO = SAMPLE.pack(1, 0, 5, -0.5) + SAMPLE.pack(2, 0, 6, -0.5)
 class Mouth:
     """Says bytes as the engine of `link`, which is a process that says nothing itself."""
 
-    link: EngineLink
+    link: EngineClient
     end: socket.socket
 
     def say(self, *words: bytes) -> None:
@@ -33,9 +42,9 @@ async def engine() -> AsyncIterator[Mouth]:
     process = await asyncio.create_subprocess_exec(
         sys.executable, "-c", "input()", stdin=asyncio.subprocess.PIPE
     )
-    rank = Rank(process, *await asyncio.open_unix_connection(sock=ours))
+    rank = RankProcess(process, *await asyncio.open_unix_connection(sock=ours))
     with theirs:
-        yield Mouth(EngineLink([rank]), theirs)
+        yield Mouth(EngineClient([rank]), theirs)
     rank.kill()
     await process.wait()
     rank.writer.close()
@@ -54,24 +63,24 @@ async def test_steps_that_came_together_are_taken_together_and_counted(engine: M
     before = counted()
     engine.link.send(Grant(5, 64, [StartRow(1, b"", 0, 4, True, b""), StartRow(2, b"", 0, 4, True, b"")]))
     engine.say(
-        encode(Step(1, TWO, prefilled=((1, 7), (2, 7)), duration_ms=5.0)),
-        encode(Step(2, TWO, duration_ms=2.0)),
-        encode(Step(2)),
+        encode(StepResult(1, TWO, prefilled=((1, 7), (2, 7)), duration_ms=5.0)),
+        encode(StepResult(2, TWO, duration_ms=2.0)),
+        encode(StepResult(2)),
     )
     assert [step.step for step in await engine.link.steps()] == [1, 2, 2]
-    engine.say(encode(Step(3, TWO, duration_ms=2.0)))
+    engine.say(encode(StepResult(3, TWO, duration_ms=2.0)))
     assert [step.step for step in await engine.link.steps()] == [3]
     assert [now - then for now, then in zip(counted(), before, strict=True)] == [4, 1, 1]
 
 
 async def test_a_failure_ends_the_engine(engine: Mouth) -> None:
-    engine.say(encode(Step(1, TWO)), encode(Failure("", "out of luck")))
+    engine.say(encode(StepResult(1, TWO)), encode(EngineFailure("", "out of luck")))
     with pytest.raises(EngineDied, match=r"engine failed: out of luck"):
         await engine.link.steps()
 
 
 async def test_what_cannot_be_read_ends_the_engine(engine: Mouth) -> None:
-    engine.say(encode(Step(1)), b"\xc1", encode(Step(2)))
+    engine.say(encode(StepResult(1)), b"\xc1", encode(StepResult(2)))
     with pytest.raises(EngineDied, match=r"engine failed: at the door: no frame: FormatError"):
         await engine.link.steps()
 
@@ -85,7 +94,7 @@ async def test_the_end_of_its_process_ends_the_engine(engine: Mouth) -> None:
 
 async def test_it_is_ready_when_it_says_so(engine: Mouth) -> None:
     heard: list[str] = []
-    engine.say(encode(Progress("loading")), encode(Progress("warm")), encode(READY))
+    engine.say(encode(LoadProgress("loading")), encode(LoadProgress("warm")), encode(READY))
     assert await engine.link.ready(heard.append) == READY
     assert (heard, engine.link.token_ms) == (["loading", "warm"], 0.5)
     engine.say(encode(READY))
@@ -94,6 +103,6 @@ async def test_it_is_ready_when_it_says_so(engine: Mouth) -> None:
 
 
 async def test_a_setting_that_cannot_be_served_is_named(engine: Mouth) -> None:
-    engine.say(encode(Failure("dtype", "float7 is none")))
+    engine.say(encode(EngineFailure("dtype", "float7 is none")))
     with pytest.raises(EngineRefused, match="dtype: float7 is none"):
         await engine.link.ready(print)

@@ -8,7 +8,7 @@ from tokenizers import Tokenizer
 from common import model_files
 from common.settings.settings import Settings
 from gpu_worker.engine.engine import Engine
-from gpu_worker.protocol import Grant, Step
+from gpu_worker.protocol import Grant, StepResult
 from tests.support.engine.batch_player import Player, packed
 from tests.support.engine.reference import prompt_ids, reference_ids
 from tests.support.prompts import FEW, PROMPTS
@@ -106,7 +106,9 @@ def test_freed_blocks_are_nan(engine: Engine, prompts: list[list[int]]) -> None:
     engine.apply(Grant(played.until, 0, [played.start(1, prompts[20], end=1)]))
     assert not any(tensor[1].any() for tensor in (*engine.loaded.cache.keys, *engine.loaded.cache.values))
     engine.apply(Grant(played.until, 0, stops=[(1, "cancelled")]))
-    assert engine.step() == Step(played.steps[-1].step, ended=((1, "cancelled", 0),), released=((1, 0),))
+    assert engine.step() == StepResult(
+        played.steps[-1].step, ended=((1, "cancelled", 0),), released=((1, 0),)
+    )
     assert engine.step() is None
 
 

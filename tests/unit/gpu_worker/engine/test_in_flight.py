@@ -13,8 +13,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from common.messages.packing import pack_ids
 from common.messages.request import SamplingParams
-from gpu_worker.engine.cpu import sampler
 from gpu_worker.engine.engine import Engine
+from gpu_worker.engine.sampling import cpu_sampler
 from tests.support.engine import tiny_models
 from tests.support.engine.batch_player import Player
 from tests.support.engine.tiny_models import FAMILIES
@@ -87,7 +87,7 @@ def test_nothing_waits_before_a_step_is_read(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     tiny_models.save(tmp_path, *FAMILIES[family])
-    monkeypatch.setattr(sampler, "kernels", lambda logits: None)  # as on a GPU
+    monkeypatch.setattr(cpu_sampler, "kernels", lambda logits: None)  # as on a GPU
     engine = like_cuda(tmp_path)
     played = Player(engine, list(range(1, engine.ready.num_blocks + 1)), 40, until=engine.rows.step)
     with Waits() as waits:

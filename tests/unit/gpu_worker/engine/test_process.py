@@ -10,7 +10,17 @@ from pathlib import Path
 
 import pytest
 
-from gpu_worker.protocol import Failure, Frame, Frames, Grant, Progress, Ready, StartRow, Step, encode
+from gpu_worker.protocol import (
+    EngineFailure,
+    Frame,
+    FrameDecoder,
+    Grant,
+    LoadProgress,
+    Ready,
+    StartRow,
+    StepResult,
+    encode,
+)
 from tests.support.engine.batch_player import packed, unpacked
 from tests.support.engine.reference import prompt_ids, reference_ids
 from tests.support.prompts import PROMPTS
@@ -28,7 +38,7 @@ ENVIRON = {
 class Child:
     process: subprocess.Popen[bytes]
     channel: socket.socket
-    frames: Frames = field(default_factory=Frames)
+    frames: FrameDecoder = field(default_factory=FrameDecoder)
 
     def send(self, frame: Frame) -> None:
         self.channel.sendall(encode(frame))
@@ -40,10 +50,10 @@ class Child:
             self.frames.feed(data)
         return frame
 
-    def ready(self) -> Ready | Failure:
-        while isinstance(frame := self.receive(), Progress):
+    def ready(self) -> Ready | EngineFailure:
+        while isinstance(frame := self.receive(), LoadProgress):
             assert frame.text
-        assert isinstance(frame, Ready | Failure)
+        assert isinstance(frame, Ready | EngineFailure)
         return frame
 
 
@@ -95,11 +105,11 @@ def test_tokens_through_the_socket(child: Child) -> None:
     ids: list[int] = []
     while len(ids) < 5:
         step = child.receive()
-        assert isinstance(step, Step) and step.duration_ms > 0
+        assert isinstance(step, StepResult) and step.duration_ms > 0
         ids += [token for _, _, token, _ in step.sampled]
     assert ids == reference_ids([prompt], 40)[0][:5]
     child.send(Grant(5, 64, stops=[(7, "cancelled")]))
-    assert child.receive() == Step(5, ended=((7, "cancelled", 5),), released=((7, len(prompt) + 4),))
+    assert child.receive() == StepResult(5, ended=((7, "cancelled", 5),), released=((7, len(prompt) + 4),))
     assert Path(f"/proc/{child.process.pid}/cmdline").read_text().startswith("tokenfleet engine")
     assert end(child) == 0
 
@@ -117,7 +127,7 @@ def test_tokens_through_the_socket(child: Child) -> None:
 def test_settings_that_cannot_be_served(child: Child, setting: str, words: str) -> None:
     failure = child.ready()
     assert (
-        isinstance(failure, Failure)
+        isinstance(failure, EngineFailure)
         and failure.setting == setting
         and words in failure.cause
         and "\n" not in failure.cause
@@ -129,5 +139,7 @@ def test_a_crash_is_said(child: Child) -> None:
     assert isinstance(child.ready(), Ready)
     child.send(Grant(5, 64, [StartRow(1, packed([10**6]), 0, 40, False, packed([1]))]))  # no such token
     failure = child.receive()
-    assert isinstance(failure, Failure) and failure.setting == "" and "index out of range" in failure.cause
+    assert (
+        isinstance(failure, EngineFailure) and failure.setting == "" and "index out of range" in failure.cause
+    )
     assert child.process.wait(TIMEOUT_S) == 1

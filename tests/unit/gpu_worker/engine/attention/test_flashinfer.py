@@ -23,7 +23,7 @@ from gpu_worker.engine import engine as engine_module
 from gpu_worker.engine.attention import backend as attention
 from gpu_worker.engine.attention.kv_cache import Cache, Geometry, Layer, View
 from gpu_worker.engine.attention.sdpa import Sdpa
-from gpu_worker.engine.batch.inputs import build
+from gpu_worker.engine.batch.inputs import build_inputs
 from gpu_worker.engine.batch.rows import arrange
 from gpu_worker.engine.cuda.compile import compile_layers, compile_no_more, layers_of
 from gpu_worker.engine.cuda.deterministic import Tokenwise
@@ -72,7 +72,7 @@ def test_attention(block_size: int, generation: int) -> None:
             attention.attach([module], geometry, cache, backend)
         lines = rows(block_size, (70, 1, 33, 90))
         for step in STEPS:
-            line = build(
+            line = build_inputs(
                 arrange([chunk(lines[row], begin, count) for row, begin, count in step]), block_size, CPU
             )
             tokens = line.ids.shape[1]

@@ -7,15 +7,15 @@ from hypothesis import strategies as st
 
 from common.messages.packing import pack_floats
 from common.messages.request import SamplingParams
-from gpu_worker.engine.batch.outcome import Outcome, Told, Top
-from gpu_worker.engine.batch.rows import Part, Rows
+from gpu_worker.engine.batch.outcome import PromptLogprobs, StepResultBuilder, TopLogprobs
+from gpu_worker.engine.batch.rows import Rows, RowSlice
 from gpu_worker.protocol import Grant, StartRow
 from tests.support.engine.batch_player import packed
 
 BLOCK = 4
 EOS = 2
 TEXT = 7  # any id that ends nothing
-TOLD = Told(b"", b"", b"")
+TOLD = PromptLogprobs(b"", b"", b"")
 
 
 def start(
@@ -37,27 +37,27 @@ def table(*starts: StartRow, until: int = 1000, prefill_tokens: int = 1000) -> R
     return rows
 
 
-def shape(parts: list[Part]) -> list[tuple[int, int, int, bool]]:
+def shape(parts: list[RowSlice]) -> list[tuple[int, int, int, bool]]:
     return [(part.row.number, part.begin, part.count, part.samples) for part in parts]
 
 
-def read(rows: Rows, parts: list[Part], token: int = TEXT) -> Outcome:
+def read(rows: Rows, parts: list[RowSlice], token: int = TEXT) -> StepResultBuilder:
     num_samples = sum(part.samples for part in parts)
     rows.read(parts, [token] * num_samples, [-0.5] * num_samples)
     return rows.report()
 
 
-def step(rows: Rows, token: int = TEXT) -> tuple[list[tuple[int, int, int, bool]], Outcome]:
+def step(rows: Rows, token: int = TEXT) -> tuple[list[tuple[int, int, int, bool]], StepResultBuilder]:
     parts = rows.launch()
     return shape(parts), read(rows, parts, token)
 
 
-def numbers(outcome: Outcome) -> list[int]:
+def numbers(outcome: StepResultBuilder) -> list[int]:
     """Rows that sampled."""
     return [row for row, *_ in outcome.samples]
 
 
-def indices(outcome: Outcome) -> list[int]:
+def indices(outcome: StepResultBuilder) -> list[int]:
     return [index for _, index, *_ in outcome.samples]
 
 
@@ -214,7 +214,12 @@ def test_likeliest_tokens_stand_beside_their_row() -> None:
     rows = table(start(0, 3), start(1, 3), start(2, 3))
     parts = rows.launch()
     rows.apply(Grant(1000, 1000, stops=[(1, "cancelled")]))
-    rows.read(parts, [TEXT] * 3, [-0.5] * 3, {1: Top([8], [-1.0]), 2: Top([7, 9], [-0.5, float("-inf")])})
+    rows.read(
+        parts,
+        [TEXT] * 3,
+        [-0.5] * 3,
+        {1: TopLogprobs([8], [-1.0]), 2: TopLogprobs([7, 9], [-0.5, float("-inf")])},
+    )
     outcome = rows.report()
     assert (numbers(outcome), outcome.tops) == (
         [0, 2],
@@ -285,7 +290,7 @@ def test_every_row_ends_once_and_within_its_blocks(
     taken: dict[int, list[int]] = {row: [] for row in range(len(lengths))}
     ended: dict[int, tuple[str, int]] = {}
     released: list[int] = []
-    flight: list[list[Part]] = []
+    flight: list[list[RowSlice]] = []
     while rows.rows:
         parts = rows.launch()
         assert sum(part.count for part in parts if not part.decodes) <= prefill_tokens

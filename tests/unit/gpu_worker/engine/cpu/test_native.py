@@ -15,8 +15,8 @@ from torch import nn
 from gpu_worker.engine.attention.cpu_paged import Paged
 from gpu_worker.engine.attention.kv_cache import Cache, Geometry, Layer, View
 from gpu_worker.engine.attention.sdpa import Sdpa
-from gpu_worker.engine.batch.inputs import build
-from gpu_worker.engine.batch.rows import Part, Row, arrange
+from gpu_worker.engine.batch.inputs import build_inputs
+from gpu_worker.engine.batch.rows import Row, RowSlice, arrange
 from gpu_worker.engine.cpu import fused_layer, native, packed_linear
 from gpu_worker.engine.cpu.large_pages import LargePages
 from gpu_worker.engine.cpu.packed_linear import NativeLinear, PackedLinear
@@ -25,8 +25,8 @@ from gpu_worker.engine.model import load
 from tests.support.engine import tiny_models
 from tests.support.engine.batch_player import Player
 from tests.support.engine.tiny_models import FAMILIES
-from tests.unit.gpu_worker.engine.cpu import test_sampler as choice
 from tests.unit.gpu_worker.engine.model.test_families import engine_of, play, prompts
+from tests.unit.gpu_worker.engine.sampling import test_cpu_sampler as choice
 
 CPU = torch.device("cpu")
 ERRORS = {torch.float32: 2e-5, torch.float16: 5e-3, torch.bfloat16: 4e-2}
@@ -54,8 +54,8 @@ def rows(block_size: int, lengths: tuple[int, ...]) -> list[Row]:
     ]
 
 
-def chunk(row: Row, begin: int, count: int) -> Part:
-    return Part(row, begin, count, samples=True)
+def chunk(row: Row, begin: int, count: int) -> RowSlice:
+    return RowSlice(row, begin, count, samples=True)
 
 
 STEPS = [
@@ -88,7 +88,7 @@ def test_attention(dtype: torch.dtype, block_size: int, library: object) -> None
         modules = [type("Module", (), vars(module))() for module in modules]
         lines = rows(block_size, (70, 1, 33, 90))
         for step in STEPS:
-            line = build(
+            line = build_inputs(
                 arrange([chunk(lines[row], begin, count) for row, begin, count in step]), block_size, CPU
             )
             tokens = line.ids.shape[1]

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 import torch
 
-from gpu_worker.engine.cpu import sampler
 from gpu_worker.engine.engine import Engine
+from gpu_worker.engine.sampling import cpu_sampler
 from gpu_worker.engine.sampling import prompt_logprobs as module
-from gpu_worker.engine.sampling.prompt_logprobs import prompt_scores
+from gpu_worker.engine.sampling.prompt_logprobs import score_tokens
 from tests.support.engine.batch_player import Player
 from tests.support.engine.reference import prompt_ids, reference_ids, reference_logprobs
 from tests.support.engine.sampling_reference import log_softmax
@@ -37,7 +37,7 @@ def test_they_are_those_of_float64(num_tokens: int, size: int, dtype: torch.dtyp
     """In one lot and in several; -inf where a token cannot be; the lower id first of equally likely ones."""
     logits, ids = given(num_tokens, size, dtype)
     before = logits.clone()
-    found = prompt_scores(logits, ids, 4)
+    found = score_tokens(logits, ids, 4)
     wanted = np.stack([log_softmax(line) for line in logits.double().numpy()])
     places = np.arange(num_tokens)
     assert torch.equal(found.ids, ids) and torch.equal(logits, before)
@@ -52,31 +52,33 @@ def test_they_are_those_of_float64(num_tokens: int, size: int, dtype: torch.dtyp
 @pytest.mark.usefixtures("way")
 def test_without_likeliest_tokens_there_are_none() -> None:
     logits, ids = given(6, 50, torch.float32)
-    found = prompt_scores(logits, ids, 0)
+    found = score_tokens(logits, ids, 0)
     assert found.top_ids.shape == found.top_logprobs.shape == (6, 0)
-    assert torch.equal(found.logprobs, prompt_scores(logits, ids, 5).logprobs)
+    assert torch.equal(found.logprobs, score_tokens(logits, ids, 5).logprobs)
 
 
 @pytest.mark.usefixtures("way")
 def test_bits_do_not_depend_on_how_many_are_told_together() -> None:
     logits, ids = given(40, 100_003, torch.float32)
     logits /= 8  # many count
-    alone = [prompt_scores(logits[row : row + 1], ids[row : row + 1], 0).logprobs for row in range(len(ids))]
-    assert torch.equal(torch.cat(alone), prompt_scores(logits, ids, 0).logprobs)
+    alone = [score_tokens(logits[row : row + 1], ids[row : row + 1], 0).logprobs for row in range(len(ids))]
+    assert torch.equal(torch.cat(alone), score_tokens(logits, ids, 0).logprobs)
 
 
 def test_torch_copies_no_more_than_so_many_scores_together(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[int] = []
-    scored = module.scored
-    monkeypatch.setattr(sampler, "kernels", lambda logits: None)
+    scored = module.score_chunk
+    monkeypatch.setattr(cpu_sampler, "kernels", lambda logits: None)
     monkeypatch.setattr(
-        module, "scored", lambda logits, *others: (seen.append(logits.numel()), scored(logits, *others))[1]
+        module,
+        "score_chunk",
+        lambda logits, *others: (seen.append(logits.numel()), scored(logits, *others))[1],
     )
     logits, ids = given(23, 1000, torch.bfloat16)
-    whole = prompt_scores(logits, ids, 2)
+    whole = score_tokens(logits, ids, 2)
     assert seen == [logits.numel()]
-    monkeypatch.setattr(module, "TOGETHER", 5999)
-    lots = prompt_scores(logits, ids, 2)
+    monkeypatch.setattr(module, "MAX_CHUNK_LOGITS", 5999)
+    lots = score_tokens(logits, ids, 2)
     assert seen[1:] == [5000] * 4 + [3000]
     for found, in_lots in zip(whole, lots, strict=True):
         torch.testing.assert_close(found, in_lots, rtol=1e-6, atol=1e-6)

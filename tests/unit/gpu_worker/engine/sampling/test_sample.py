@@ -16,12 +16,12 @@ from scipy.stats import chisquare
 
 from common.messages.packing import pack_ids
 from common.messages.request import SamplingParams
-from gpu_worker.engine.batch.grammar import Guide
-from gpu_worker.engine.batch.philox import AHEAD, Uniforms, uniforms
-from gpu_worker.engine.batch.sampling_state import Manner, Turn
-from gpu_worker.engine.cpu import sampler as native_choice
+from gpu_worker.engine.batch.grammar import GrammarMask
+from gpu_worker.engine.batch.philox import BUFFERED, PhiloxStream, philox_uniforms
+from gpu_worker.engine.batch.sampling_state import SampleRequest, SamplingState
+from gpu_worker.engine.sampling import cpu_sampler as native_choice
 from gpu_worker.engine.sampling import sample as sampler
-from gpu_worker.engine.sampling.sample import Sampled, read
+from gpu_worker.engine.sampling.sample import StepSamples, read
 from gpu_worker.protocol import StartRow
 from tests.support.engine.sampling_reference import log_softmax, processed
 
@@ -93,8 +93,8 @@ def turn(
     min_end: int = 0,
     generated: Sequence[int] = GENERATED,
     index: int = -1,
-    guide: Guide | None = None,
-) -> Turn | None:
+    guide: GrammarMask | None = None,
+) -> SampleRequest | None:
     """Of a row that generated so much; `index` where another token than the next is meant."""
     start = StartRow(
         0,
@@ -107,11 +107,11 @@ def turn(
         top_n=top_n,
         sampling=sampling,
     )
-    manner = Manner.of(start, ENDS, guide)
-    return manner and Turn(manner, len(generated) if index < 0 else index)
+    manner = SamplingState.of(start, ENDS, guide)
+    return manner and SampleRequest(manner, len(generated) if index < 0 else index)
 
 
-def sample(logits: torch.Tensor, turns: Sequence[Turn | None]) -> Sampled:
+def sample(logits: torch.Tensor, turns: Sequence[SampleRequest | None]) -> StepSamples:
     return read(sampler.sample(logits, turns), turns)
 
 
@@ -121,7 +121,7 @@ def logits_of(seed: int, num: int = 1, ties: bool = False, size: int = VOCABULAR
     return torch.tensor(np.round(2 * values) / 2 if ties else values, dtype=torch.float32)
 
 
-def distribution(sampled: Sampled, row: int, size: int = VOCABULARY) -> Any:
+def distribution(sampled: StepSamples, row: int, size: int = VOCABULARY) -> Any:
     """Told by `top_n` of the whole vocabulary."""
     top, logprobs = sampled.tops[row], np.full(size, np.nan)
     logprobs[top.ids] = top.logprobs
@@ -130,7 +130,7 @@ def distribution(sampled: Sampled, row: int, size: int = VOCABULARY) -> Any:
 
 
 def check(
-    sampled: Sampled, row: int, logits: torch.Tensor, sampling: SamplingParams, barred: Sequence[int] = ()
+    sampled: StepSamples, row: int, logits: torch.Tensor, sampling: SamplingParams, barred: Sequence[int] = ()
 ) -> None:
     """The told distribution is the reference's, and the id comes from what is left."""
     expected = processed(
@@ -232,7 +232,7 @@ def drawn(logits: torch.Tensor, numbers: Sequence[float], asked: dict[str, Any])
     turns = [turn(SamplingParams(temperature=1.0, **asked)) for _ in numbers]
     for number, one in zip(numbers, turns, strict=True):
         assert one
-        one.manner.uniforms.begin, one.manner.uniforms.values = 0, [number] * AHEAD
+        one.manner.uniforms.begin, one.manner.uniforms.values = 0, [number] * BUFFERED
     return sample(logits.expand(len(numbers), -1), turns).ids
 
 
@@ -250,7 +250,7 @@ def test_equal_tokens_share_the_numbers(asked: dict[str, Any]) -> None:
 
 def test_tokens_of_a_row_are_independent() -> None:
     """Pairs of one token and the next, of a seed and the next, of a choice and the next."""
-    numbers = np.array([[uniforms(seed, choice, 0, 4096) for choice in range(2)] for seed in range(2)])
+    numbers = np.array([[philox_uniforms(seed, choice, 0, 4096) for choice in range(2)] for seed in range(2)])
     for one, other in (
         (numbers[..., :-1], numbers[..., 1:]),
         (numbers[0], numbers[1]),
@@ -262,14 +262,14 @@ def test_tokens_of_a_row_are_independent() -> None:
 
 def test_numbers_are_a_function_of_seed_choice_and_index() -> None:
     """Pinned: another library, machine or version must not change what a seed means."""
-    assert uniforms(7, 1, 0, 3).tolist() == PINNED
-    assert uniforms(7, 1, 64, 8).tolist() == uniforms(7, 1, 0, 128)[64:72].tolist()
-    for begin in (0, 1, AHEAD - 1, AHEAD, 1000):
-        row = Uniforms(7, 1)
-        assert [row.at(index) for index in range(begin, begin + 200)] == uniforms(7, 1, 0, 1200)[
+    assert philox_uniforms(7, 1, 0, 3).tolist() == PINNED
+    assert philox_uniforms(7, 1, 64, 8).tolist() == philox_uniforms(7, 1, 0, 128)[64:72].tolist()
+    for begin in (0, 1, BUFFERED - 1, BUFFERED, 1000):
+        row = PhiloxStream(7, 1)
+        assert [row.at(index) for index in range(begin, begin + 200)] == philox_uniforms(7, 1, 0, 1200)[
             begin : begin + 200
         ].tolist()
-    assert Uniforms(2**64 - 1, 0).at(5) == Uniforms(-1, 0).at(5) != Uniforms(0, 0).at(5)
+    assert PhiloxStream(2**64 - 1, 0).at(5) == PhiloxStream(-1, 0).at(5) != PhiloxStream(0, 0).at(5)
 
 
 def test_ties() -> None:
@@ -363,8 +363,8 @@ def test_rows_that_ask_for_nothing_are_plainly_greedy(monkeypatch: pytest.Monkey
     ]
     assert [turn(sampling) for sampling in nothing] == [None, None]
     assert turn(None, min_end=3) is None  # has so many
-    monkeypatch.setattr(sampler, "put", None)
-    monkeypatch.setattr(native_choice, "column", None)
+    monkeypatch.setattr(sampler, "sample_into", None)
+    monkeypatch.setattr(native_choice, "native_request", None)
     logits = logits_of(5, 2)
     assert sample(logits, [None, None]).ids == logits.argmax(-1).tolist()
 
@@ -391,7 +391,7 @@ def test_a_manner_remembers_what_a_resumed_one_finds(
         0, pack_ids([*prompt, *tokens[:base]]), len(tokens[:base]), 999, False, b"", sampling=sampling
     )
     whole = StartRow(0, pack_ids([*prompt, *tokens]), len(tokens), 999, False, b"", sampling=sampling)
-    grown, resumed = Manner.of(start, []), Manner.of(whole, [])
+    grown, resumed = SamplingState.of(start, []), SamplingState.of(whole, [])
     assert grown and resumed
     for token in tokens[base:]:
         grown.take(token)
@@ -404,6 +404,6 @@ def test_a_manner_remembers_what_a_resumed_one_finds(
         assert penalty == pytest.approx(expected, rel=1e-5)
 
 
-def penalties_of(manner: Manner | None) -> dict[int, float]:
+def penalties_of(manner: SamplingState | None) -> dict[int, float]:
     assert manner and manner.history
     return dict(zip(manner.history.ids.tolist(), manner.penalty().tolist(), strict=True))

@@ -11,11 +11,12 @@ import torch
 
 from common.messages.packing import pack_ids
 from common.messages.request import SamplingParams
-from gpu_worker.engine.batch.sampling_state import Manner, Turn
-from gpu_worker.engine.cpu import native, sampler
-from gpu_worker.engine.sampling.multinomial import Drawn
-from gpu_worker.engine.sampling.prompt_logprobs import scored
-from gpu_worker.engine.sampling.sample import grouped
+from gpu_worker.engine.batch.sampling_state import SampleRequest, SamplingState
+from gpu_worker.engine.cpu import native
+from gpu_worker.engine.sampling import cpu_sampler
+from gpu_worker.engine.sampling.multinomial import SamplerOutput
+from gpu_worker.engine.sampling.prompt_logprobs import score_chunk
+from gpu_worker.engine.sampling.sample import sample_in_groups
 from gpu_worker.protocol import StartRow
 
 ENDS = [2, 9]
@@ -61,7 +62,7 @@ def logits_of(
     return torch.tensor(values, dtype=torch.float32).to(dtype)[:, :size]
 
 
-def turn_of(random: np.random.Generator, size: int, num_words: int, num_biases: int) -> Turn | None:
+def turn_of(random: np.random.Generator, size: int, num_words: int, num_biases: int) -> SampleRequest | None:
     """Of a row that asks for some of everything there is, or for nothing; a guide speaks of so many words of
     tokens, and of so many tokens. The token in the middle may always come.
     """
@@ -104,11 +105,11 @@ def turn_of(random: np.random.Generator, size: int, num_words: int, num_biases: 
         top_n=one(0, 0, min(3, size), size),
         sampling=sampling,
     )
-    manner = Manner.of(start, ENDS, guide)
-    return manner and Turn(manner, len(generated))
+    manner = SamplingState.of(start, ENDS, guide)
+    return manner and SampleRequest(manner, len(generated))
 
 
-def compare(found: Drawn, wanted: Drawn, turns: list[Turn | None]) -> None:
+def compare(found: SamplerOutput, wanted: SamplerOutput, turns: list[SampleRequest | None]) -> None:
     assert found.ids.tolist() == wanted.ids.tolist()
     torch.testing.assert_close(found.logprobs, wanted.logprobs, rtol=1e-5, atol=2e-5)
     assert found.top_ids.shape == wanted.top_ids.shape
@@ -129,7 +130,7 @@ def test_kernels_choose_as_torch_does(size: int, dtype: torch.dtype, library: ct
         logits = logits_of(shape, random, num_rows, size, dtype)
         lengths = random.choice([1, size // 32 + 1, size // 32 + 3]), random.choice([1, size, size + 9])
         turns = [turn_of(random, size, *lengths) for _ in range(num_rows)]
-        compare(sampler.choose(library, logits, turns), grouped(logits, turns), turns)
+        compare(cpu_sampler.sample_natively(library, logits, turns), sample_in_groups(logits, turns), turns)
 
 
 @pytest.mark.parametrize("dtype", native.TYPES, ids=str)
@@ -140,7 +141,9 @@ def test_kernels_tell_what_torch_does(size: int, dtype: torch.dtype, library: ct
         logits, ids = logits_of(shape, random, 9, size, dtype), torch.from_numpy(random.integers(0, size, 9))
         for num_tops in (0, min(size, 4)):
             for found, wanted in zip(
-                sampler.tell(library, logits, ids, num_tops), scored(logits, ids, num_tops), strict=True
+                cpu_sampler.score_natively(library, logits, ids, num_tops),
+                score_chunk(logits, ids, num_tops),
+                strict=True,
             ):
                 torch.testing.assert_close(found, wanted, rtol=1e-5, atol=2e-5)
 
@@ -153,7 +156,7 @@ def test_likeliest(dtype: torch.dtype, size: int, library: ctypes.CDLL) -> None:
     logits = (torch.randn(5, size) * 8).to(dtype)
     logits[0, size // 2 :] = 40.0
     logits[1, : size // 2] = -math.inf
-    found = sampler.choose(library, logits, [None] * 5)
+    found = cpu_sampler.sample_natively(library, logits, [None] * 5)
     assert found.ids.tolist() == [size // 2, *logits[1:].max(-1).indices.tolist()]
     wanted = torch.log_softmax(logits.double(), -1).gather(1, found.ids[:, None])[:, 0]
     torch.testing.assert_close(found.logprobs.double(), wanted, rtol=0, atol=1e-5)
@@ -164,21 +167,24 @@ def test_rows_that_are_no_numbers(library: ctypes.CDLL) -> None:
     random = np.random.default_rng(0)
     turns = [turn_of(random, 3000, 94, 3000) for _ in range(60)]
     logits = logits_of("spread", random, 60, 3000, torch.float32)
-    wanted = sampler.choose(library, logits, turns)
+    wanted = cpu_sampler.sample_natively(library, logits, turns)
     for broken in (math.nan, math.inf, -math.inf):
         some = logits.clone()
         some[::2] = broken
-        found = sampler.choose(library, some, turns)
+        found = cpu_sampler.sample_natively(library, some, turns)
         assert found.ids[1::2].tolist() == wanted.ids[1::2].tolist()
         assert ((found.ids >= 0) & (found.ids < 3000)).all()
     logits[:, 7::2] = math.nan
     drawn = [
-        Turn(
-            Manner.of(
+        SampleRequest(
+            SamplingState.of(
                 StartRow(0, b"", 0, 9, False, b"", sampling=SamplingParams(temperature=5.0, seed=row)), []
             ),
             0,
         )
         for row in range(60)
     ]
-    assert all(token % 2 == 0 or token < 7 for token in sampler.choose(library, logits, drawn).ids.tolist())
+    assert all(
+        token % 2 == 0 or token < 7
+        for token in cpu_sampler.sample_natively(library, logits, drawn).ids.tolist()
+    )

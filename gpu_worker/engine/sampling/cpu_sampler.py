@@ -10,9 +10,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from gpu_worker.engine.batch.sampling_state import Turn
+from gpu_worker.engine.batch.sampling_state import SampleRequest
 from gpu_worker.engine.cpu import native
-from gpu_worker.engine.sampling.multinomial import Drawn, blank
+from gpu_worker.engine.sampling.multinomial import SamplerOutput, empty_output
 
 Array = npt.NDArray[np.generic]
 CPU = torch.device("cpu")
@@ -25,26 +25,32 @@ def kernels(logits: torch.Tensor) -> ctypes.CDLL | None:
     return native.library() if fits else None
 
 
-def choose(library: ctypes.CDLL, logits: torch.Tensor, turns: Sequence[Turn | None]) -> Drawn:
+def sample_natively(
+    library: ctypes.CDLL, logits: torch.Tensor, turns: Sequence[SampleRequest | None]
+) -> SamplerOutput:
     """logits [rows, vocabulary]; None is plainly the likeliest."""
-    drawn = blank(len(turns), max((turn.manner.top_n for turn in turns if turn), default=0), CPU)
+    drawn = empty_output(len(turns), max((turn.manner.top_n for turn in turns if turn), default=0), CPU)
     kept: list[Array] = []
-    columns = (native.Turn * len(turns))(*(column(turn, kept) for turn in turns)) if any(turns) else None
-    library.tf_choose(*given(logits), columns, byref(choices(drawn)))
+    columns = (
+        (native.Turn * len(turns))(*(native_request(turn, kept) for turn in turns)) if any(turns) else None
+    )
+    library.tf_choose(*logits_arguments(logits), columns, byref(output_pointers(drawn)))
     return drawn
 
 
-def tell(library: ctypes.CDLL, logits: torch.Tensor, ids: torch.Tensor, num_tops: int) -> Drawn:
+def score_natively(
+    library: ctypes.CDLL, logits: torch.Tensor, ids: torch.Tensor, num_tops: int
+) -> SamplerOutput:
     """logits [tokens, vocabulary] → what the model says of ids int64 [tokens], one in place of each, and its
     likeliest there.
     """
-    told = blank(len(ids), num_tops, CPU)
+    told = empty_output(len(ids), num_tops, CPU)
     told.ids.copy_(ids)
-    library.tf_tell(*given(logits), byref(choices(told)))
+    library.tf_tell(*logits_arguments(logits), byref(output_pointers(told)))
     return told
 
 
-def given(logits: torch.Tensor) -> tuple[int, ...]:
+def logits_arguments(logits: torch.Tensor) -> tuple[int, ...]:
     return (
         native.TYPES[logits.dtype],
         torch.get_num_threads(),
@@ -54,11 +60,11 @@ def given(logits: torch.Tensor) -> tuple[int, ...]:
     )
 
 
-def choices(drawn: Drawn) -> native.Choices:
-    return native.Choices(*(column.data_ptr() for column in drawn), drawn.top_ids.shape[1])
+def output_pointers(drawn: SamplerOutput) -> native.Choices:
+    return native.Choices(*(native_request.data_ptr() for native_request in drawn), drawn.top_ids.shape[1])
 
 
-def column(turn: Turn | None, kept: list[Array]) -> native.Turn:
+def native_request(turn: SampleRequest | None, kept: list[Array]) -> native.Turn:
     """`kept` keeps the arrays that it points to."""
     if turn is None:
         return native.Turn()

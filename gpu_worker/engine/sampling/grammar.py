@@ -1,0 +1,32 @@
+"""Grammar masks and watermark biases, applied to the scores on the device."""
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from gpu_worker.engine.batch.grammar import GrammarMask
+from gpu_worker.engine.batch.to_device import to_device
+
+
+def apply_grammar(scores: torch.Tensor, guides: Sequence[GrammarMask | None]) -> None:
+    """In place. scores [rows, vocabulary]; what no mask and no bias speaks of stays as it is, also tokens
+    beyond their ends.
+    """
+    biases = {row: bias for row, guide in enumerate(guides) if guide and (bias := guide.bias()) is not None}
+    masks = {row: mask for row, guide in enumerate(guides) if guide and (mask := guide.mask()) is not None}
+    if biases:
+        values = to_device(np.stack(list(biases.values())), scores.device)[:, : scores.shape[1]]
+        scores[:, : values.shape[1]].index_add_(0, to_device(list(biases), scores.device), values)
+    if masks:
+        rows = to_device(list(masks), scores.device)
+        barred = ~unpack_mask(to_device(np.stack(list(masks.values())), scores.device))[:, : scores.shape[1]]
+        heads = scores[:, : barred.shape[1]]
+        heads.index_copy_(0, rows, heads.index_select(0, rows).masked_fill_(barred, float("-inf")))
+
+
+def unpack_mask(bits: torch.Tensor) -> torch.Tensor:
+    """int32 [rows, words] → bool [rows, 32 * words]"""
+    return (
+        ((bits[..., None] >> torch.arange(32, dtype=torch.int32, device=bits.device)) & 1).bool().flatten(1)
+    )
