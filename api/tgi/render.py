@@ -87,7 +87,7 @@ def render_frame(
             "token": render_token(stream, i),
             **tops,
             "generated_text": text,
-            "details": render_details,
+            "details": details,
         }
     )
 
