@@ -40,10 +40,10 @@ class StartRow:
         base: index of the first token to sample; 0 for a request that starts fresh.
         end: the row ends with reason `length` once it sampled the token of index `end - 1`.
         ignore_eos: whether an end-of-sequence token ends the row.
-        min_end: before the row has sampled the token of index `min_end - 1`, ids that would end it are not
+        min_new_tokens: before the row has sampled the token of index `min_new_tokens - 1`, ids that would end it are not
             sampled.
         stop_ids: packed int32; ids that end the row with reason `stop_sequence`.
-        top_n: so many of the likeliest tokens are reported with each token.
+        top_n_tokens: so many of the likeliest tokens are reported with each token.
         prompt_logprobs: the log-probabilities of `ids` but the first are reported, and so many of the
             likeliest tokens at each place; None reports nothing of them.
         sampling: None is greedy, with nothing to change.
@@ -57,9 +57,9 @@ class StartRow:
     end: int
     ignore_eos: bool
     blocks: bytes
-    min_end: int = 0
+    min_new_tokens: int = 0
     stop_ids: bytes = b""
-    top_n: int = 0
+    top_n_tokens: int = 0
     prompt_logprobs: int | None = None
     sampling: SamplingParams | None = None
 
@@ -127,7 +127,7 @@ class StepResult:
             last number, and so does a sign of life, every five seconds at least, while rows wait that no step
             can hold.
         samples: packed `SAMPLE`s, one for each sampled token.
-        tops: (place among the samples, packed int32 ids, packed float32 log-probabilities): the `top_n`
+        tops: (place among the samples, packed int32 ids, packed float32 log-probabilities): the `top_n_tokens`
             likeliest tokens, likeliest first; -inf for those that truncation left out.
         prompts: of rows that ask for it, each chunk in the step that computed it: (row, position of the first
             token told of, packed float32 log-probabilities of the tokens from there on, each given those

@@ -159,9 +159,9 @@ class Agent:
             end=request.max_new_tokens,
             ignore_eos=request.ignore_eos,
             blocks=start.blocks,
-            min_end=request.min_new_tokens,
+            min_new_tokens=request.min_new_tokens,
             stop_ids=request.stop_ids,
-            top_n=request.top_n_tokens,
+            top_n_tokens=request.top_n_tokens,
             prompt_logprobs=None if row.prompt is None else request.prompt_logprobs,
             sampling=request.sampling,
         )

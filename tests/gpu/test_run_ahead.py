@@ -41,12 +41,12 @@ ASKED: dict[str, dict[str, Any]] = {
             logit_bias=[(5, 3.0), (7, -3.0)], bad_words=[b"\x05\0\0\0", b"\x05\0\0\0\x06\0\0\0"]
         )
     },
-    "log-probabilities": {"top_n": 3, "prompt_logprobs": 2},
+    "log-probabilities": {"top_n_tokens": 3, "prompt_logprobs": 2},
     "the model's own log-probabilities": {
         "sampling": SamplingParams(temperature=0.8, raw_logprobs=True, seed=1),
-        "top_n": 3,
+        "top_n_tokens": 3,
     },
-    "minimum length": {"min_end": NEW_TOKENS, "ignore_eos": False},
+    "minimum length": {"min_new_tokens": NEW_TOKENS, "ignore_eos": False},
 }
 
 

@@ -21,8 +21,8 @@ Float32 = npt.NDArray[np.float32]
 class SamplingState:
     """
     Attributes:
-        lasts: whether something is asked for beyond `min_end`.
-        end_ids: ids that are not sampled before the index `min_end`.
+        lasts: whether something is asked for beyond `min_new_tokens`.
+        end_ids: ids that are not sampled before the index `min_new_tokens`.
         bias_ids, bias: what is added to their logits.
         banned_ids: bad words of one id.
         bad_words: (ids before the last, last id) of the longer ones.
@@ -33,8 +33,8 @@ class SamplingState:
     """
 
     sampling: SamplingParams
-    top_n: int
-    min_end: int
+    top_n_tokens: int
+    min_new_tokens: int
     lasts: bool
     end_ids: list[int]
     bias_ids: Int64
@@ -54,8 +54,8 @@ class SamplingState:
     ) -> "SamplingState | None":
         """None is plainly greedy. `end_ids` would end the row. `guide` has not heard of any token yet."""
         sampling = start.sampling or SamplingParams()
-        lasts = start.top_n > 0 or not is_plain_greedy(sampling) or guide is not None
-        if not lasts and start.min_end <= start.base:
+        lasts = start.top_n_tokens > 0 or not is_plain_greedy(sampling) or guide is not None
+        if not lasts and start.min_new_tokens <= start.base:
             return None
         ids = np.frombuffer(start.ids, "<i4")
         words = [unpack_ids(word) for word in sampling.bad_words]
@@ -66,8 +66,8 @@ class SamplingState:
                 guide.take(token)
         return cls(
             sampling=sampling,
-            top_n=start.top_n,
-            min_end=start.min_end,
+            top_n_tokens=start.top_n_tokens,
+            min_new_tokens=start.min_new_tokens,
             lasts=lasts,
             end_ids=end_ids,
             bias_ids=np.array([token for token, _ in sampling.logit_bias], np.int64),
@@ -91,12 +91,12 @@ class SamplingState:
 
     def asks(self, index: int) -> bool:
         """Whether the token of this index is not plainly the likeliest."""
-        return self.lasts or index < self.min_end
+        return self.lasts or index < self.min_new_tokens
 
     def banned(self, index: int) -> list[int]:
         """Ids that must not be sampled now."""
         words = [last for rest, last in self.bad_words if self.tail[-len(rest) :] == rest]
-        return self.banned_ids + words + (self.end_ids if index < self.min_end else [])
+        return self.banned_ids + words + (self.end_ids if index < self.min_new_tokens else [])
 
     def take(self, token: int) -> None:
         """Remembers a sampled token."""

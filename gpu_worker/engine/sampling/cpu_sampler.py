@@ -29,7 +29,9 @@ def sample_natively(
     library: ctypes.CDLL, logits: torch.Tensor, turns: Sequence[SampleRequest | None]
 ) -> SamplerOutput:
     """logits [rows, vocabulary]; None is plainly the likeliest."""
-    drawn = empty_output(len(turns), max((turn.manner.top_n for turn in turns if turn), default=0), CPU)
+    drawn = empty_output(
+        len(turns), max((turn.manner.top_n_tokens for turn in turns if turn), default=0), CPU
+    )
     kept: list[Array] = []
     columns = (
         (native.Turn * len(turns))(*(native_request(turn, kept) for turn in turns)) if any(turns) else None
@@ -85,7 +87,7 @@ def native_request(turn: SampleRequest | None, kept: list[Array]) -> native.Turn
 
     return native.Turn(
         True,
-        manner.top_n,
+        manner.top_n_tokens,
         sampling.raw_logprobs,
         min(sampling.top_k, MAX_INT32),
         sampling.temperature,

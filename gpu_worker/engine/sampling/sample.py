@@ -41,7 +41,7 @@ def sample_in_groups(logits: torch.Tensor, turns: Sequence[SampleRequest | None]
     groups: dict[SampleFunction | None, list[int]] = {}
     for place, turn in enumerate(turns):
         groups.setdefault(sample_function_of(turn.manner) if turn else None, []).append(place)
-    sampled = empty_output(len(turns), max(turn.manner.top_n for turn in turns if turn), logits.device)
+    sampled = empty_output(len(turns), max(turn.manner.top_n_tokens for turn in turns if turn), logits.device)
     for way, places in groups.items():
         sample_into(
             sampled, to_device(places, logits.device), logits, way, [turns[place] for place in places]
@@ -66,7 +66,11 @@ def sample_into(
 def read(drawn: SamplerOutput, turns: Sequence[SampleRequest | None]) -> StepSamples:
     """Drawn columns that are on the host."""
     ids, logprobs, top_ids, top_logprobs = (column.tolist() for column in drawn)
-    asked = {place: turn.manner.top_n for place, turn in enumerate(turns) if turn and turn.manner.top_n}
+    asked = {
+        place: turn.manner.top_n_tokens
+        for place, turn in enumerate(turns)
+        if turn and turn.manner.top_n_tokens
+    }
     return StepSamples(
         ids,
         logprobs,

@@ -32,7 +32,9 @@ def sample_group(logits: torch.Tensor, way: SampleFunction, turns: Sequence[Samp
     scores = logits.to(torch.float32, copy=True)
     adjust_scores(scores, manners, [turn.index for turn in turns])
     apply_temperature(scores, manners)
-    chosen = way(scores, sampling_tensors(turns, scores.device), max(manner.top_n for manner in manners))
+    chosen = way(
+        scores, sampling_tensors(turns, scores.device), max(manner.top_n_tokens for manner in manners)
+    )
     own = [row for row, manner in enumerate(manners) if manner.sampling.raw_logprobs]
     return with_raw_logprobs(chosen, logits, to_device(own, logits.device)) if own else chosen
 

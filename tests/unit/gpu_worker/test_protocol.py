@@ -24,7 +24,7 @@ from gpu_worker.protocol import (
 )
 
 SAMPLING = SamplingParams(0.7, top_k=5, seed=2**63, logit_bias=[(7, -1.5)], bad_words=[b"1234"])
-ASKED: dict[str, Any] = {"min_end": 1, "stop_ids": b"5678", "top_n": 2, "prompt_logprobs": 0}
+ASKED: dict[str, Any] = {"min_new_tokens": 1, "stop_ids": b"5678", "top_n_tokens": 2, "prompt_logprobs": 0}
 FRAMES: list[Frame] = [
     LoadProgress("loading"),
     Ready("m", "float32", "cpu", 16, 100, 64, 2048, b"1234", world_size=2, token_ms=0.5),

@@ -41,13 +41,13 @@ FAMILIES_TRIED = (
     ),
 )
 ASKED: list[dict[str, Any]] = [
-    {"top_n": 2, "prompt_logprobs": 2, "min_end": 4},
+    {"top_n_tokens": 2, "prompt_logprobs": 2, "min_new_tokens": 4},
     {
         "sampling": SamplingParams(
             temperature=0.8, top_p=0.9, top_k=20, repetition_penalty=1.2, frequency_penalty=0.2
         )
     },
-    {"sampling": SamplingParams(temperature=0.8, typical_p=0.9, raw_logprobs=True), "top_n": 3},
+    {"sampling": SamplingParams(temperature=0.8, typical_p=0.9, raw_logprobs=True), "top_n_tokens": 3},
     {"sampling": SamplingParams(logit_bias=[(5, 3.0)], bad_words=[pack_ids([5]), pack_ids([6, 7])])},
 ]
 

@@ -196,7 +196,7 @@ def test_only_rows_that_ask_have_a_turn() -> None:
     sampling = SamplingParams(temperature=1.0)
     rows = table(
         start(0, 3),
-        start(1, 9, base=4, min_end=6),
+        start(1, 9, base=4, min_new_tokens=6),
         start(2, 3, stop_ids=packed([1])),
         start(3, 3, sampling=sampling),
         prefill_tokens=15,

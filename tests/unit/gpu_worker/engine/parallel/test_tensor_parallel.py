@@ -134,7 +134,7 @@ def test_sampled_rows_choose_the_same(two: Ranks, tmp_path: Path) -> None:
     settings = SETTINGS | {"model_id": str(tmp_path), "threads": 1}
     asked = {
         "sampling": SamplingParams(temperature=1.0, top_p=0.95, seed=7, repetition_penalty=1.1),
-        "top_n": 2,
+        "top_n_tokens": 2,
     }
     rows = dict(enumerate(prompts(VOCAB)))
     wanted = play(Engine(Settings(**settings)), rows, **asked)

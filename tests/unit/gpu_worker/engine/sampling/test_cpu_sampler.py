@@ -102,7 +102,7 @@ def turn_of(random: np.random.Generator, size: int, num_words: int, num_biases: 
         False,
         b"",
         one(0, 99),
-        top_n=one(0, 0, min(3, size), size),
+        top_n_tokens=one(0, 0, min(3, size), size),
         sampling=sampling,
     )
     manner = SamplingState.of(start, ENDS, guide)
@@ -114,7 +114,7 @@ def compare(found: SamplerOutput, wanted: SamplerOutput, turns: list[SampleReque
     torch.testing.assert_close(found.logprobs, wanted.logprobs, rtol=1e-5, atol=2e-5)
     assert found.top_ids.shape == wanted.top_ids.shape
     for row, turn in enumerate(turns):
-        num = turn.manner.top_n if turn else 0
+        num = turn.manner.top_n_tokens if turn else 0
         assert found.top_ids[row, :num].tolist() == wanted.top_ids[row, :num].tolist()
         torch.testing.assert_close(
             found.top_logprobs[row, :num], wanted.top_logprobs[row, :num], rtol=1e-5, atol=2e-5

@@ -145,7 +145,7 @@ def test_rows_that_ask_differently(engine: Engine, prompts: list[list[int]]) -> 
     played.run(
         [
             played.start(0, ids, 1, prompt_logprobs=0),
-            played.start(1, ids, 1, prompt_logprobs=2, top_n=1),
+            played.start(1, ids, 1, prompt_logprobs=2, top_n_tokens=1),
             played.start(2, [*ids, *answer[:2]], NEW_TOKENS, base=2),
         ]
     )

@@ -81,7 +81,7 @@ samplings = st.builds(
 )
 PINNED = [0.8824668302545412, 0.3690383346754841, 0.5170696944527113]
 askings = st.tuples(samplings, st.sampled_from([0, 3, VOCABULARY]), st.sampled_from([0, 20]))
-"""Sampling, top_n, min_end."""
+"""Sampling, top_n_tokens, min_new_tokens."""
 
 
 pytestmark = pytest.mark.usefixtures("way")
@@ -89,8 +89,8 @@ pytestmark = pytest.mark.usefixtures("way")
 
 def turn(
     sampling: SamplingParams | None,
-    top_n: int = 0,
-    min_end: int = 0,
+    top_n_tokens: int = 0,
+    min_new_tokens: int = 0,
     generated: Sequence[int] = GENERATED,
     index: int = -1,
     guide: GrammarMask | None = None,
@@ -103,8 +103,8 @@ def turn(
         100,
         False,
         b"",
-        min_end,
-        top_n=top_n,
+        min_new_tokens,
+        top_n_tokens=top_n_tokens,
         sampling=sampling,
     )
     manner = SamplingState.of(start, ENDS, guide)
@@ -122,7 +122,7 @@ def logits_of(seed: int, num: int = 1, ties: bool = False, size: int = VOCABULAR
 
 
 def distribution(sampled: StepSamples, row: int, size: int = VOCABULARY) -> Any:
-    """Told by `top_n` of the whole vocabulary."""
+    """Told by `top_n_tokens` of the whole vocabulary."""
     top, logprobs = sampled.tops[row], np.full(size, np.nan)
     logprobs[top.ids] = top.logprobs
     assert top.logprobs == sorted(top.logprobs, reverse=True)
@@ -175,9 +175,11 @@ def test_mixed_in_one_batch(
     logits = logits_of(seed, len(rows), ties)
     sampled = sample(logits, [turn(*asked) if asked else None for asked in rows])
     for row, asked in enumerate(rows):
-        sampling, top_n, min_end = asked or (SamplingParams(), 0, 0)
-        check(sampled, row, logits[row], sampling, ENDS if min_end else [])
-        assert len(sampled.tops[row].ids if top_n else []) == top_n and (row in sampled.tops) == bool(top_n)
+        sampling, top_n_tokens, min_new_tokens = asked or (SamplingParams(), 0, 0)
+        check(sampled, row, logits[row], sampling, ENDS if min_new_tokens else [])
+        assert len(sampled.tops[row].ids if top_n_tokens else []) == top_n_tokens and (
+            row in sampled.tops
+        ) == bool(top_n_tokens)
 
 
 @settings(max_examples=30, deadline=None)
@@ -286,7 +288,7 @@ def test_ties() -> None:
     for asked, left in cases.values():
         turns = [turn(SamplingParams(**{"temperature": 1.0, "seed": seed, **asked})) for seed in range(100)]
         assert sorted(set(sample(logits.expand(100, -1), turns).ids)) == left
-    top = sample(torch.tensor([[-1.0, -3.0, -4.0, -2.0, -3.0]]), [turn(None, top_n=3)]).tops[0]
+    top = sample(torch.tensor([[-1.0, -3.0, -4.0, -2.0, -3.0]]), [turn(None, top_n_tokens=3)]).tops[0]
     assert top.ids == [0, 3, 1]
 
 
@@ -295,7 +297,8 @@ def test_a_single_survivor_is_certain() -> None:
     for asked in ({"top_k": 1}, {"top_p": 0.01}, {"min_p": 1.0}):
         for raw in (False, True):
             sampled = sample(
-                logits_of(4), [turn(SamplingParams(temperature=1.0, raw_logprobs=raw, **asked), top_n=2)]
+                logits_of(4),
+                [turn(SamplingParams(temperature=1.0, raw_logprobs=raw, **asked), top_n_tokens=2)],
             )
             assert (sampled.logprobs[0] == 0.0) == (not raw)
             assert math.isfinite(sampled.tops[0].logprobs[1]) == raw
@@ -362,7 +365,7 @@ def test_rows_that_ask_for_nothing_are_plainly_greedy(monkeypatch: pytest.Monkey
         SamplingParams(seed=3, raw_logprobs=True, top_k=4, top_p=0.1, min_p=0.1, typical_p=0.1),
     ]
     assert [turn(sampling) for sampling in nothing] == [None, None]
-    assert turn(None, min_end=3) is None  # has so many
+    assert turn(None, min_new_tokens=3) is None  # has so many
     monkeypatch.setattr(sampler, "sample_into", None)
     monkeypatch.setattr(native_choice, "native_request", None)
     logits = logits_of(5, 2)

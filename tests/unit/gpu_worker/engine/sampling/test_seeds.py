@@ -69,7 +69,7 @@ def play(
             len(shown[row]),
             ignore_eos=True,
             sampling=ROWS[row],
-            top_n=row % 3,
+            top_n_tokens=row % 3,
         )
         for row in rows
     ]
@@ -122,7 +122,9 @@ def test_sampled_ids_follow_what_the_engine_says(engine: Engine, prompts: list[l
     prompt = prompts[0][:1]
     played.run(
         [
-            played.start(row, prompt, 1, ignore_eos=True, sampling=replace(sampling, seed=row), top_n=top_k)
+            played.start(
+                row, prompt, 1, ignore_eos=True, sampling=replace(sampling, seed=row), top_n_tokens=top_k
+            )
             for row in range(num)
         ]
     )
@@ -134,12 +136,12 @@ def test_sampled_ids_follow_what_the_engine_says(engine: Engine, prompts: list[l
 
 
 def test_no_end_before_so_many_tokens(engine: Engine, prompts: list[list[int]]) -> None:
-    """The likeliest tokens of a row as its stop ids: none comes before `min_end`, one ends it after."""
+    """The likeliest tokens of a row as its stop ids: none comes before `min_new_tokens`, one ends it after."""
     greedy = play(engine, prompts, [2])[2]
     played = player(engine)
     played.run(
         [
-            played.start(0, prompts[2], NEW_TOKENS, min_end=5, stop_ids=pack_ids(greedy)),
+            played.start(0, prompts[2], NEW_TOKENS, min_new_tokens=5, stop_ids=pack_ids(greedy)),
             played.start(1, prompts[2], NEW_TOKENS, stop_ids=pack_ids(greedy)),
         ]
     )
