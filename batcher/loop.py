@@ -285,7 +285,7 @@ class Batcher:
         if self.workers.trusting:
             for request_id in await self.gateways.orphans(self.scheduler.sequences.values()):
                 self.scheduler.cancel(request_id, "gateway")
-        for channel, payload in self.channels.repeats():
+        for channel, payload in self.channels.repeated_messages():
             await self.redis.publish(channel, payload)
         await self.show_state()
 
@@ -297,4 +297,4 @@ class Batcher:
             pipe.zadd(POOLS, {self.keys.pool: time.time()})
             pipe.zremrangebyscore(POOLS, 0, time.time() - POOL_FORGOTTEN_S)
             await pipe.execute()
-        await self.sign.show(waiting=figures["waiting"], rows=figures["rows"])
+        await self.sign.send(waiting=figures["waiting"], rows=figures["rows"])

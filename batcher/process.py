@@ -23,7 +23,7 @@ LEASE_S = 2.0
 
 async def serve(settings: Settings, incarnation: str) -> None:
     """Returns after SIGTERM. Raises LeaseLost."""
-    redis = client.connect(client.url_of(settings))
+    redis = client.connect(client.broker_url(settings))
     keys = Keys(settings.pool)
     lease = Lease(redis, keys, incarnation, LEASE_S)
     working = asyncio.create_task(work(settings, redis, keys, lease))
@@ -43,7 +43,7 @@ async def work(settings: Settings, redis: Redis, keys: Keys, lease: Lease) -> No
 async def stand_by(settings: Settings, redis: Redis, keys: Keys, lease: Lease) -> int:
     """Returns our epoch, once the lease is ours; people see meanwhile that we are there."""
     sign = Heartbeat(redis, keys, "batcher", lease.who, settings.worker_ttl_s)
-    showing = asyncio.create_task(sign.show_for_ever(settings.heartbeat_s, lambda: {"waiting": 0, "rows": 0}))
+    showing = asyncio.create_task(sign.send_forever(settings.heartbeat_s, lambda: {"waiting": 0, "rows": 0}))
     try:
         return await lease.take()
     finally:

@@ -10,7 +10,7 @@ from common.broker.keys import Keys
 from common.broker.sequences import ChannelSequences
 from common.messages.codec import encode
 from common.messages.events import Events
-from common.messages.finish_reasons import failure, terminal
+from common.messages.finish_reasons import error_result, terminal_for
 from common.process.logs import for_request
 
 log = logging.getLogger(__name__)
@@ -37,13 +37,13 @@ class Terminals:
         )
 
     async def say(self, request_id: str, channel: str, ttl_ms: int, why: str, num_tokens: int) -> None:
-        end = terminal(request_id, why, num_tokens)
+        end = terminal_for(request_id, why, num_tokens)
         events = Events(
-            self.channels.source, self.channels.number(channel) if channel else 0, terminals=[end]
+            self.channels.source, self.channels.next_number(channel) if channel else 0, terminals=[end]
         )
         await self.finish_script(
             keys=[self.keys.request(request_id), self.keys.result(request_id), self.keys.tokens(request_id)],
-            args=[end.reason, failure(end), ttl_ms, channel, encode(events)],
+            args=[end.reason, error_result(end), ttl_ms, channel, encode(events)],
         )
 
     async def settle(self, request_id: str, entry_id: str, entry_bytes: int) -> None:

@@ -10,7 +10,7 @@ from tokenizers import Tokenizer
 
 CONTEXT_TOKENS = 5
 """Tokens of the prompt that come before the first new one, so that spacing at the start is right."""
-MAX_PENDING_TOKENS = 32
+MAX_INCOMPLETE_TOKENS = 32
 """A token's text may wait for that many more: no character is longer, and endless invalid bytes must not make
 each step slower.
 """
@@ -34,7 +34,7 @@ def concatenates(tokenizer: Tokenizer) -> bool:
 
 
 @lru_cache(maxsize=16)
-def pieces_of(tokenizer: Tokenizer) -> dict[int, tuple[str, str]]:
+def piece_cache(tokenizer: Tokenizer) -> dict[int, tuple[str, str]]:
     """Of the tokens that were met: what each adds to a text, and its text alone, of which a decoder may strip
     the first space.
     """
@@ -52,13 +52,13 @@ class Detokenizer:
     def __init__(self, tokenizer: Tokenizer, prompt_ids: Sequence[int]) -> None:
         self.tokenizer, self.pieces, self.concatenates = (
             tokenizer,
-            pieces_of(tokenizer),
+            piece_cache(tokenizer),
             concatenates(tokenizer),
         )
         self.ids = list(prompt_ids[-CONTEXT_TOKENS:])
         self.num_read = len(self.ids)
         self.read = self.decode(self.ids)
-        self.settled = self.concatenates and whole(self.read)
+        self.settled = self.concatenates and is_complete(self.read)
 
     def decode(self, ids: list[int]) -> str:
         text: str = self.tokenizer.decode(ids, skip_special_tokens=False)
@@ -71,8 +71,8 @@ class Detokenizer:
             new, self.read = piece
             return new
         settled, new = self.settled, self.look(token_id)
-        self.settled = self.concatenates and bool(new) and whole(self.read)
-        if settled and self.settled and whole(new):
+        self.settled = self.concatenates and bool(new) and is_complete(self.read)
+        if settled and self.settled and is_complete(new):
             self.pieces[token_id] = new, self.read
         return new
 
@@ -81,7 +81,7 @@ class Detokenizer:
         self.ids.append(token_id)
         text = self.decode(self.ids)
         pending = len(self.ids) - self.num_read
-        if len(text) <= len(self.read) or (text.endswith(INCOMPLETE) and pending < MAX_PENDING_TOKENS):
+        if len(text) <= len(self.read) or (text.endswith(INCOMPLETE) and pending < MAX_INCOMPLETE_TOKENS):
             return ""
         new = text[len(self.read) :]
         self.ids = self.ids[self.num_read :]
@@ -90,7 +90,7 @@ class Detokenizer:
         return new
 
 
-def whole(text: str) -> bool:
+def is_complete(text: str) -> bool:
     """Whether there is a text, of nothing but complete characters."""
     return bool(text) and INCOMPLETE not in text
 

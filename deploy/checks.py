@@ -73,7 +73,7 @@ def check_port(settings: Settings) -> None:
 
 
 def check_broker(settings: Settings) -> None:
-    asyncio.run(client.check(client.url_of(settings)))
+    asyncio.run(client.check_broker(client.broker_url(settings)))
 
 
 def with_model(settings: Settings) -> Settings:

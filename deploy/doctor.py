@@ -235,7 +235,7 @@ def check_port(settings: Settings) -> Finding:
 
 def check_broker(settings: Settings) -> Finding:
     if settings.redis_url is not None:
-        asyncio.run(client.check(settings.redis_url))
+        asyncio.run(client.check_broker(settings.redis_url))
         return Finding("ok", "answers, and is new enough")
     try:
         return Finding("ok", f"embedded: {get_binary_path().name}")
@@ -248,31 +248,33 @@ def check_broker(settings: Settings) -> Finding:
 
 
 def check_model(settings: Settings) -> Finding:
-    path = model_files.present(settings.model_id, settings.revision)
+    path = model_files.find_local(settings.model_id, settings.revision)
     if path is None:
         return Finding(
             "warn",
             f"{settings.model_id} is fetched or converted first",
             f"tokenfleet download-weights {settings.model_id}",
         )
-    if not model_files.weights(path) and not settings.makes_weights:
+    if not model_files.weight_files(path) and not settings.makes_weights:
         return Finding(
             "fail", f"{path} has no whole set of .safetensors files", "only safetensors and GGUF are served"
         )
     size = (
         "random weights"
         if settings.makes_weights
-        else in_gib(sum(file.stat().st_size for file in model_files.weights(path)))
+        else in_gib(sum(file.stat().st_size for file in model_files.weight_files(path)))
     )
-    return Finding("ok", f"{settings.model_id}: {size}, up to {model_files.context(path)} tokens, in {path}")
+    return Finding(
+        "ok", f"{settings.model_id}: {size}, up to {model_files.context_length(path)} tokens, in {path}"
+    )
 
 
 def weights(settings: Settings) -> list[Path]:
     try:
-        path = model_files.present(settings.model_id, settings.revision)
+        path = model_files.find_local(settings.model_id, settings.revision)
     except SettingError:
         return []  # which is another finding
-    return model_files.weights(path) if path else []
+    return model_files.weight_files(path) if path else []
 
 
 def in_gib(num_bytes: int) -> str:

@@ -60,13 +60,13 @@ def read_settings(argv: Sequence[str]) -> Settings:
 
 def download(settings: Settings) -> int:
     checks.tell_hub(settings)
-    path = model_files.present(settings.model_id, settings.revision)
+    path = model_files.find_local(settings.model_id, settings.revision)
     if path is not None:
         print(f"{settings.model_id} is here already", file=sys.stderr)
     else:
         with progress() as show:
             path = model_files.resolve(settings.model_id, settings.revision, show)
-    if not model_files.weights(path):
+    if not model_files.weight_files(path):
         raise SettingError(
             "model_id",
             f"{settings.model_id} has no whole set of .safetensors files in {path}; nothing else is served",

@@ -10,7 +10,7 @@ import os
 import signal
 from typing import Any
 
-from common.broker.client import ERRORS, check, connect
+from common.broker.client import ERRORS, check_broker, connect
 from common.broker.keys import Keys
 from common.messages.codec import encode
 from common.messages.plan import WorkerDied
@@ -135,7 +135,7 @@ async def broker_answers(settings: Settings) -> None:
     assert settings.redis_url is not None
     while True:
         with contextlib.suppress(SettingError):
-            return await check(settings.redis_url)
+            return await check_broker(settings.redis_url)
         await asyncio.sleep(POLL_S)
 
 

@@ -65,16 +65,16 @@ async def serve(settings: Settings, name: str, incarnation: str) -> int:
 
 async def loaded(settings: Settings, engine: EngineClient, incarnation: str) -> Ready:
     """Waits for the engine; people see meanwhile that we are there. Raises EngineRefused, EngineDied."""
-    async with client.connect(client.url_of(settings)) as redis:
+    async with client.connect(client.broker_url(settings)) as redis:
         sign = Heartbeat(redis, Keys(settings.pool), "starting", incarnation, settings.worker_ttl_s)
-        async with sign.shown(settings.heartbeat_s):
+        async with sign.sending(settings.heartbeat_s):
             return await engine.ready(log.info)
 
 
 async def serve_engine(
     settings: Settings, engine: EngineClient, table: RowTable, worker: WorkerCapacity
 ) -> int:
-    redis = client.connect(client.url_of(settings))
+    redis = client.connect(client.broker_url(settings))
     agent = Agent(settings, redis, engine, table, worker)
     loop = asyncio.get_running_loop()
     loop.add_signal_handler(signal.SIGTERM, agent.draining.set)

@@ -26,12 +26,12 @@ def main() -> None:
 
 async def serve(settings: Settings, incarnation: str) -> None:
     """Returns after SIGTERM; jobs that are not answered yet are left to others."""
-    redis = client.connect(client.url_of(settings))
+    redis = client.connect(client.broker_url(settings))
     worker = JobWorker(redis, settings)
     sign = Heartbeat(redis, Keys(settings.pool), "jobworker", incarnation, settings.worker_ttl_s)
     log.info("%s takes jobs of the queue %s", incarnation, worker.queue_name)
     try:
-        async with sign.shown(settings.heartbeat_s, lambda: {"running": len(worker.job_tasks)}):
+        async with sign.sending(settings.heartbeat_s, lambda: {"running": len(worker.job_tasks)}):
             with contextlib.suppress(asyncio.CancelledError):  # arq's answer to SIGTERM
                 await worker.async_run()
     finally:

@@ -83,13 +83,13 @@ class Fleet:
 
     async def say_alive(self) -> None:
         """Our sign of life, with what we hold."""
-        await self.sign.show(state="ready", streams=self.num_streams(), tasks=len(asyncio.all_tasks()))
+        await self.sign.send(state="ready", streams=self.num_streams(), tasks=len(asyncio.all_tasks()))
 
     async def leave(self) -> None:
         """Takes the sign of life away: this gateway has no requests any more."""
         try:
             async with asyncio.timeout(1.0):
-                await self.sign.take_away()
+                await self.sign.remove()
         except ERRORS as error:
             log.warning("the sign of life stays until it expires: %s", describe_error(error))
 

@@ -16,7 +16,7 @@ from api.inference.pools import Pools
 from api.inference.relay import Relay
 from api.inference.tokenizer import Vocabulary
 from api.jobs.consumer import Jobs
-from common.broker.client import CONNECT_TIMEOUT_S, connect, url_of
+from common.broker.client import CONNECT_TIMEOUT_S, connect, broker_url
 from common.broker.keys import Keys
 from common.settings.settings import Settings
 
@@ -35,7 +35,7 @@ class Gateway:
     ) -> None:
         keys = Keys(settings.pool)
         self.settings, self.vocabulary = settings, vocabulary
-        self.redis = connect(url_of(settings))
+        self.redis = connect(broker_url(settings))
         self.relay = Relay(self.redis, keys, name, lose)
         self.fleet = Fleet(self.redis, keys, name, settings, num_streams=lambda: len(self.relay.streams))
         self.pools = Pools(self, self.redis, name)

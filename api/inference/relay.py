@@ -85,14 +85,14 @@ class Relay:
         """
         self.followed[channel] += 1
         if self.followed[channel] == 1 and self.wire is not None:
-            self.wire.say("SUBSCRIBE", channel)
+            self.wire.send("SUBSCRIBE", channel)
 
     def unfollow(self, channel: str) -> None:
         self.followed[channel] -= 1
         if not self.followed[channel]:
             del self.followed[channel]
             if self.wire is not None:
-                self.wire.say("UNSUBSCRIBE", channel)
+                self.wire.send("UNSUBSCRIBE", channel)
 
     # --- messages -------------------------------------------------------------------------------------------
 
@@ -113,10 +113,10 @@ class Relay:
 
     async def subscribe(self) -> None:
         """Hears messages for as long as the connection holds."""
-        self.wire = wire = await FastConnection.dial(self.redis, self.take_in)
+        self.wire = wire = await FastConnection.connect(self.redis, self.take_in)
         try:
-            wire.say("SUBSCRIBE", self.channel, *self.followed)
-            await wire.over
+            wire.send("SUBSCRIBE", self.channel, *self.followed)
+            await wire.closed
         finally:
             self.wire = None
             wire.close()

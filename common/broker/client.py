@@ -1,6 +1,4 @@
-"""Access to the broker (Redis 7 or later, or Valkey): connections, causes of errors in one line, the Lua
-scripts.
-"""
+"""Broker client: connections to Redis (7 or later) or Valkey, errors in one line, Lua scripts."""
 
 import asyncio
 import functools
@@ -26,52 +24,51 @@ from redis.exceptions import (
 from common.settings.settings import SettingError, Settings
 
 CONNECT_TIMEOUT_S = 5.0
-OLDEST = (7, 0)
+MIN_VERSION = (7, 0)
 SCRIPTS = Path(__file__).parents[1] / "scripts"
 ERRORS = (RedisError, OSError)
-"""What a command may raise while the broker is away or refuses; `cause` puts any of them into words."""
+"""What a command may raise while the broker is away or refuses; `describe_error` puts each into words."""
 
 Script = Callable[..., Awaitable[Any]]
 
 
 def connect(url: str, **options: Any) -> redis.asyncio.Redis:
-    """A client with a pool of its own; no connection is made yet. Replies are bytes.
+    """Return a client with its own connection pool; it connects with its first command. Replies are bytes.
 
-    A command waits for its answer for as long as the connection lives (XREAD may block), and is never
-    repeated by the client: callers retry, scripts are safe to repeat. A peer that vanished is noticed by
-    keep-alive probes within about 11 s.
+    A command waits for its reply for as long as the connection lives, as XREAD may block; a vanished peer is
+    noticed by TCP keep-alive within about 11 s. The client never repeats a command: callers retry, and
+    scripts are safe to repeat.
     """
     defaults: dict[str, Any] = {"socket_connect_timeout": CONNECT_TIMEOUT_S}
     if not url.startswith("unix:"):
-        defaults |= {"socket_keepalive": True, "socket_keepalive_options": keepalive()}
+        defaults |= {"socket_keepalive": True, "socket_keepalive_options": keepalive_options()}
     client: redis.asyncio.Redis = redis.asyncio.Redis.from_url(url, **(defaults | options))
     pool = client.connection_pool
-    pool.connection_class = quick(pool.connection_class)
+    pool.connection_class = with_c_packing(pool.connection_class)
     return client
 
 
-def quick(kind: type[AbstractConnection]) -> type[AbstractConnection]:
-    """A kind of connection that words commands in C; redis-py does so only in its other clients."""
+def with_c_packing(kind: type[AbstractConnection]) -> type[AbstractConnection]:
+    """Return a connection class that packs commands in C; redis-py does so in its synchronous client only."""
 
-    def pack_command(_: AbstractConnection, *words: Any) -> list[bytes]:
-        return [
-            hiredis.pack_command((*words[0].split(), *words[1:]))
-        ]  # some of its commands' names are two words
+    def pack_command(_: AbstractConnection, *command: Any) -> list[bytes]:
+        # redis-py passes names of two words, such as "XGROUP CREATE", as one argument
+        return [hiredis.pack_command((*command[0].split(), *command[1:]))]
 
-    return type(f"Quick{kind.__name__}", (kind,), {"pack_command": pack_command})
+    return type(f"CPacking{kind.__name__}", (kind,), {"pack_command": pack_command})
 
 
-def keepalive() -> dict[int, int]:
-    wanted = {"TCP_KEEPIDLE": 5, "TCP_KEEPINTVL": 2, "TCP_KEEPCNT": 3, "TCP_USER_TIMEOUT": 11_000}
-    return {getattr(socket, name): value for name, value in wanted.items() if hasattr(socket, name)}
+def keepalive_options() -> dict[int, int]:
+    options = {"TCP_KEEPIDLE": 5, "TCP_KEEPINTVL": 2, "TCP_KEEPCNT": 3, "TCP_USER_TIMEOUT": 11_000}
+    return {getattr(socket, name): value for name, value in options.items() if hasattr(socket, name)}
 
 
 def describe_error(error: BaseException) -> str:
-    """An error of the broker or of the way to it, in one line, without passwords."""
+    """Describe an error of the broker, or of the connection to it, in one line without passwords."""
     text = re.sub(r"//[^@\s]*@", "//", " ".join(str(error).split()))[:200]
     text = re.sub(
         r"Error (\d+) connecting to (\S+)\. .*",
-        lambda found: f"{found[2]}: {os.strerror(int(found[1]))}",
+        lambda match: f"{match[2]}: {os.strerror(int(match[1]))}",
         text,
     )
     match error:
@@ -93,8 +90,8 @@ def describe_error(error: BaseException) -> str:
             return f"the broker refused ({text or type(error).__name__})"
 
 
-def url_of(settings: Settings) -> str:
-    """Where a fleet's broker is. Raises SettingError where nobody says."""
+def broker_url(settings: Settings) -> str:
+    """The broker's URL from the settings. Raises SettingError when it is not set."""
     if settings.redis_url is None:
         raise SettingError(
             "redis_url", "is not set: processes of a fleet meet at a broker, as in redis://127.0.0.1:6379"
@@ -102,8 +99,8 @@ def url_of(settings: Settings) -> str:
     return settings.redis_url
 
 
-async def check(url: str) -> None:
-    """Raises SettingError, within CONNECT_TIMEOUT_S, when no broker that we can work with answers at `url`."""
+async def check_broker(url: str) -> None:
+    """Raise SettingError, within CONNECT_TIMEOUT_S, unless a supported broker answers at `url`."""
     try:
         client = connect(url)
     except ValueError as error:  # its text may hold the password
@@ -118,25 +115,28 @@ async def check(url: str) -> None:
     finally:
         await client.aclose()
     version = str(server.get("redis_version", "0.0"))
-    if tuple(int(part) for part in re.findall(r"\d+", version)[:2]) < OLDEST:
+    if tuple(int(part) for part in re.findall(r"\d+", version)[:2]) < MIN_VERSION:
         raise SettingError(
-            "redis_url", f"the broker speaks Redis {version}; {OLDEST[0]}.{OLDEST[1]} or later is needed"
+            "redis_url",
+            f"the broker speaks Redis {version}; {MIN_VERSION[0]}.{MIN_VERSION[1]} or later is needed",
         )
 
 
 @functools.cache
-def load(name: str) -> str:
-    """Text of `common/scripts/{name}.lua`, after the scripts that its first line `-- needs: one, other`
-    names.
+def load_script(name: str) -> str:
+    """Return the text of `common/scripts/{name}.lua`, preceded by the scripts that its first line names.
+
+    That line is `-- needs: lib/one, lib/other`.
     """
     text = (SCRIPTS / f"{name}.lua").read_text()
     needs = re.match(r"-- needs: ([\w/, ]+)\n", text)
-    return "".join(load(other) + "\n" for other in (re.findall(r"[\w/]+", needs[1]) if needs else ())) + text
+    return (
+        "".join(load_script(other) + "\n" for other in (re.findall(r"[\w/]+", needs[1]) if needs else ()))
+        + text
+    )
 
 
 def script(client: redis.asyncio.Redis, name: str) -> Script:
-    """The script as a callable: `await call(keys=…, args=…)` runs EVALSHA, and sends the text where the
-    broker does not know it.
-    """
-    registered: Script = client.register_script(load(name))
+    """Return the script as a callable: `await call(keys=…, args=…)` runs EVALSHA, or EVAL the first time."""
+    registered: Script = client.register_script(load_script(name))
     return registered

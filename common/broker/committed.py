@@ -88,7 +88,7 @@ async def read_once(
             pipe.get(keys.result(request_id))
         for worker in workers:
             pipe.xrange(keys.log(worker))
-        answers = [known_good(answer) for answer in await pipe.execute(raise_on_error=False)]
+        answers = [skip_wrong_type(answer) for answer in await pipe.execute(raise_on_error=False)]
     reading: dict[str, Committed] = {}
     for i, request_id in enumerate(request_ids):
         home, records, result = answers[3 * i : 3 * i + 3]
@@ -115,7 +115,7 @@ async def read_once(
     return reading
 
 
-def known_good(answer: Any) -> Any:
+def skip_wrong_type(answer: Any) -> Any:
     """An answer, or None for a key of another type than ours: it spoils its own request and no other. Raises
     what else went wrong.
     """

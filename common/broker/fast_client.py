@@ -1,6 +1,8 @@
-"""A connection to the broker for what passes with every token: words out, replies in. redis-py makes it
-(address, TLS, password), then steps aside: next to an engine that empties the caches, its layers around a
-command cost several times what the command does.
+"""Fast client: a connection to the broker for what passes with every token.
+
+redis-py opens the connection (address, TLS, password); then hiredis packs commands and parses replies on
+asyncio's transport. This takes 6 µs of CPU a command where redis-py takes 20 (XADD in a loop); beside an
+engine, which keeps the caches cold, it saved a quarter of the agent's CPU a token (benchmarks/RESULTS.md).
 """
 
 import asyncio
@@ -13,113 +15,119 @@ from redis.asyncio import Redis
 from redis.asyncio.connection import AbstractConnection, DefaultParser
 from redis.exceptions import ConnectionError, InvalidResponse, NoScriptError
 
-from common.broker.client import Script, load
+from common.broker.client import Script, load_script
 
 Argument = str | bytes | int
-NOTHING_YET = object()
+INCOMPLETE = object()
+"""What the parser returns when the next reply has not arrived in full."""
 
 
 class FastConnection(asyncio.Protocol):
-    """`hear` is called with each reply: bytes, numbers, lists; what the broker refuses is an exception.
+    """FastConnection: sends commands without waiting for their replies.
+
+    `on_reply` is called with each reply: bytes, numbers, lists; an error of the broker is an exception.
 
     Attributes:
-        over: ends with an error when the connection does.
+        closed: a future that ends with an error when the connection does.
     """
 
-    def __init__(self, connection: AbstractConnection, hear: Callable[[Any], None]) -> None:
-        self.connection, self.hear = connection, hear
-        self.replies = hiredis.Reader(
-            protocolError=InvalidResponse, replyError=DefaultParser.parse_error, notEnoughData=NOTHING_YET
+    def __init__(self, connection: AbstractConnection, on_reply: Callable[[Any], None]) -> None:
+        self.connection = connection
+        self.on_reply = on_reply
+        self.parser = hiredis.Reader(
+            protocolError=InvalidResponse, replyError=DefaultParser.parse_error, notEnoughData=INCOMPLETE
         )
-        self.over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.closed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         assert connection._writer is not None
         self.transport = connection._writer.transport
         self.transport.set_protocol(self)
 
     @classmethod
-    async def dial(cls, redis: Redis, hear: Callable[[Any], None]) -> "FastConnection":
-        """A connection beside those of `redis`, to the same broker. Raises what connecting raises
-        (`common.broker.client.ERRORS`).
+    async def connect(cls, redis: Redis, on_reply: Callable[[Any], None]) -> "FastConnection":
+        """Open a connection beside those of `redis`, to the same broker.
+
+        Raises what connecting raises (`common.broker.client.ERRORS`).
         """
         connection = redis.connection_pool.make_connection()  # type: ignore[no-untyped-call]
         await connection.connect()
-        return cls(connection, hear)
+        return cls(connection, on_reply)
 
-    def say(self, *words: Argument) -> None:
-        # its hints know one word only
-        self.transport.write(hiredis.pack_command(words))  # type: ignore[arg-type]
+    def send(self, *command: Argument) -> None:
+        # hiredis' type hints know commands of one argument only
+        self.transport.write(hiredis.pack_command(command))  # type: ignore[arg-type]
 
     def close(self) -> None:
         self.connection._close()  # type: ignore[no-untyped-call]
 
     def fail(self, error: Exception) -> None:
-        """Ends the connection, for this reason."""
+        """Close the connection; `closed` raises `error`."""
         self.close()
         self.connection_lost(error)
 
     def data_received(self, data: bytes) -> None:
-        self.replies.feed(data)
-        while (reply := self.replies.gets()) is not NOTHING_YET:
-            self.hear(reply)
+        self.parser.feed(data)
+        while (reply := self.parser.gets()) is not INCOMPLETE:
+            self.on_reply(reply)
 
     def connection_lost(self, error: Exception | None) -> None:
-        if not self.over.done():
-            self.over.set_exception(error or ConnectionError("Connection closed by server."))
-            self.over.exception()  # not everybody waits for it
+        if not self.closed.done():
+            self.closed.set_exception(error or ConnectionError("Connection closed by server."))
+            self.closed.exception()  # marks it as retrieved: not every user awaits it
 
 
 class SerialClient:
-    """Asks the broker one thing after the other, on a wire that is dialled anew when it was lost."""
+    """SerialClient: runs one command at a time, and reconnects after a lost connection."""
 
     def __init__(self, redis: Redis) -> None:
         self.redis = redis
-        self.wire: FastConnection | None = None
-        self.answer: asyncio.Future[Any] | None = None
+        self.connection: FastConnection | None = None
+        self.reply: asyncio.Future[Any] | None = None
 
-    async def ask(self, *words: Argument) -> Any:
-        """The broker's answer. Raises what it refuses, or what befell the wire; then it may have done it all
-        the same.
+    async def execute(self, *command: Argument) -> Any:
+        """Return the broker's reply.
+
+        Raises the broker's error, or that of a lost connection; then the command may have run all the same.
         """
-        wire = self.wire or await self.dial()
-        self.answer = asyncio.get_running_loop().create_future()
-        wire.say(*words)
+        connection = self.connection or await self.connect()
+        self.reply = asyncio.get_running_loop().create_future()
+        connection.send(*command)
         try:
-            answer = await self.answer
-        except asyncio.CancelledError:  # its answer must not be taken for another's
-            self.hang_up()
+            reply = await self.reply
+        except asyncio.CancelledError:
+            self.close()  # the reply still to come must not be taken for that of the next command
             raise
-        if isinstance(answer, Exception):
-            raise answer
-        return answer
+        if isinstance(reply, Exception):
+            raise reply
+        return reply
 
-    async def dial(self) -> FastConnection:
-        self.wire = wire = await FastConnection.dial(self.redis, self.hear)
-        wire.over.add_done_callback(lambda _: self.lost(wire))
-        return wire
+    async def connect(self) -> FastConnection:
+        self.connection = connection = await FastConnection.connect(self.redis, self.on_reply)
+        connection.closed.add_done_callback(lambda _: self.on_lost(connection))
+        return connection
 
-    def hear(self, reply: Any) -> None:
-        if self.answer is not None and not self.answer.done():
-            self.answer.set_result(reply)
+    def on_reply(self, reply: Any) -> None:
+        if self.reply is not None and not self.reply.done():
+            self.reply.set_result(reply)
 
-    def lost(self, wire: FastConnection) -> None:
-        if wire is self.wire:
-            self.wire = None
-            self.hear(wire.over.exception())
+    def on_lost(self, connection: FastConnection) -> None:
+        if connection is self.connection:
+            self.connection = None
+            self.on_reply(connection.closed.exception())
 
-    def hang_up(self) -> None:
-        if self.wire is not None:
-            self.wire.close()
-            self.wire = None
+    def close(self) -> None:
+        if self.connection is not None:
+            self.connection.close()
+            self.connection = None
 
     def script(self, name: str) -> Script:
-        """As `common.broker.client.script`."""
-        text = load(name)
+        """Return the script as a callable, as `common.broker.client.script` does."""
+        text = load_script(name)
         digest = hashlib.sha1(text.encode()).hexdigest()
 
         async def call(keys: list[str], args: list[Argument]) -> Any:
             try:
-                return await self.ask("EVALSHA", digest, len(keys), *keys, *args)
+                return await self.execute("EVALSHA", digest, len(keys), *keys, *args)
             except NoScriptError:
-                return await self.ask("EVAL", text, len(keys), *keys, *args)
+                return await self.execute("EVAL", text, len(keys), *keys, *args)
 
         return call

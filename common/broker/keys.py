@@ -1,5 +1,6 @@
-"""Every Redis key and channel, built here and nowhere else. The braces are a Redis Cluster hash tag: a pool
-lives on one shard.
+"""Redis keys and channels: all names are built here and nowhere else.
+
+The braces are a Redis Cluster hash tag: all keys of a pool are on one shard.
 """
 
 from dataclasses import dataclass
@@ -8,25 +9,25 @@ SEALED = "18446744073709551615-18446744073709551615"
 """The highest stream id there is: after an entry with it nothing can be appended."""
 
 STREAMS_TTL_MS = 3_600_000
-"""Plans, reports and logs of a worker that shows no signs of life any more."""
+"""Plans, reports and logs of a worker that sends no heartbeat any more."""
 TOKENS_TTL_MS = 86_400_000
 """Committed tokens of a request that never got a terminal: as long as the longest deadline."""
 JOB_TTL_MS = 86_400_000
-"""What is known of a job that has not ended."""
+"""State of a job that has not ended."""
 RESULT_TTL_MS = 3_600_000
-"""The answer to a job, its frames, and what is known of it, after its end."""
+"""Result, frames and state of a job that has ended."""
 METRICS_TTL_MS = 7 * 86_400_000
-"""The figures of a pool in which nothing happens any more."""
+"""Metrics of a pool that counts nothing any more."""
 
 POOLS = "tf:pools"
-"""Sorted set: pool → time of its batcher's last sign of life, in s; those of an hour ago are gone. The one
-key that is of no pool.
+"""Sorted set: pool → time of its batcher's last heartbeat, in s; members leave after an hour. It is the only
+key that belongs to no pool.
 """
 
 
 @dataclass(frozen=True, slots=True)
 class Keys:
-    """The keys of one pool. Owner, bound and expiry of each stand in ARCHITECTURE.md."""
+    """Keys of one pool. ARCHITECTURE.md lists writer, reader, bound and expiry of each."""
 
     pool: str
 
@@ -47,14 +48,12 @@ class Keys:
 
     @property
     def workers(self) -> str:
-        """Sorted set: incarnation → Redis time of its last sign of life, in ms."""
+        """Sorted set: incarnation → Redis time of its last heartbeat, in ms."""
         return self.key("workers")
 
     @property
     def processes(self) -> str:
-        """Sorted set: kind:name of every process that is no worker → Redis time of its last sign of life, in
-        ms.
-        """
+        """Sorted set: kind:name of every process but workers → Redis time of its last heartbeat, in ms."""
         return self.key("processes")
 
     @property
@@ -63,19 +62,17 @@ class Keys:
 
     @property
     def state(self) -> str:
-        """Hash: what the active batcher holds, in figures, for dashboards and people."""
+        """Hash: counts of what the active batcher holds, for dashboards and people."""
         return self.key("state")
 
     @property
     def metrics(self) -> str:
-        """Hash: what all processes of the pool have counted, dead ones included; a field is built by
-        `Metric.field`.
-        """
+        """Hash: metrics of all processes, dead ones included; `Metric.field` builds the fields."""
         return self.key("metrics")
 
     @property
     def timeline(self) -> str:
-        """Stream: what happened to requests, for whoever asks; the batcher's words."""
+        """Stream: what happened to requests; the batcher writes it for people."""
         return self.key("timeline")
 
     @property
@@ -86,7 +83,7 @@ class Keys:
         return self.process("worker", incarnation)
 
     def process(self, kind: str, name: str) -> str:
-        """Hash: what a gateway, batcher, worker or job worker says of itself."""
+        """Hash: the last heartbeat of a gateway, batcher, worker or job worker."""
         return self.key(kind, name)
 
     def gateway(self, gateway: str) -> str:
@@ -105,6 +102,7 @@ class Keys:
         return self.key("tokens", request_id)
 
     def request(self, request_id: str) -> str:
+        """Hash: state of one request: who asked, which worker holds it, its cancel and its terminal."""
         return self.key("request", request_id)
 
     def result(self, request_id: str) -> str:
@@ -112,15 +110,15 @@ class Keys:
 
     @property
     def submit(self) -> str:
-        """Stream: jobs of other services, in JSON."""
+        """Stream: jobs of other services, as JSON."""
         return self.key("submit")
 
     def job(self, job_id: str) -> str:
-        """Hash: what has been answered of a job."""
+        """Hash: state of a job: its digest, its cancel, and how many frames were sent where."""
         return self.key("job", job_id)
 
     def reply(self, job_id: str) -> str:
-        """Stream: the frames of a job that asked for them so."""
+        """Stream: the frames of a job with `"reply": "stream"`."""
         return self.key("reply", job_id)
 
     def channel(self, name: str) -> str:

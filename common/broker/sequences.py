@@ -1,5 +1,6 @@
-"""Sequence numbers of what one process publishes, per channel; the last one is repeated for a while, so that
-a lost last message shows.
+"""Sequence numbers of the messages that one process publishes, counted for each channel.
+
+The last number is repeated for a while, so a subscriber notices that the last message was lost.
 """
 
 import time
@@ -13,26 +14,24 @@ REPEATED_FOR_S = 10.0
 
 
 class ChannelSequences:
-    """The channels that `source` publishes to. The last number is repeated until nothing was said for
-    REPEATED_FOR_S.
-    """
+    """The channels that `source` publishes to; a channel is idle after REPEATED_FOR_S without a message."""
 
     def __init__(self, source: str) -> None:
         self.source = source
-        self.last: dict[str, int] = {}
-        self.spoken_at: dict[str, float] = {}
+        self.last_number: dict[str, int] = {}
+        self.published_s: dict[str, float] = {}
 
-    def number(self, channel: str) -> int:
+    def next_number(self, channel: str) -> int:
         """The number of the next message on `channel`, from 1."""
-        self.last[channel] = self.last.get(channel, 0) + 1
-        self.spoken_at[channel] = time.monotonic()
-        return self.last[channel]
+        self.last_number[channel] = self.last_number.get(channel, 0) + 1
+        self.published_s[channel] = time.monotonic()
+        return self.last_number[channel]
 
-    def repeats(self) -> Iterator[tuple[str, bytes]]:
-        """(channel, payload) that repeat the last number of each channel in use."""
-        quiet_since = time.monotonic() - REPEATED_FOR_S
-        for channel, spoken_at in list(self.spoken_at.items()):
-            if spoken_at < quiet_since:
-                del self.spoken_at[channel]
+    def repeated_messages(self) -> Iterator[tuple[str, bytes]]:
+        """(channel, payload) for each channel that is not idle: an empty message with its last number."""
+        idle_before_s = time.monotonic() - REPEATED_FOR_S
+        for channel, published_s in list(self.published_s.items()):
+            if published_s < idle_before_s:
+                del self.published_s[channel]
             else:
-                yield channel, encode(Events(self.source, self.last[channel]))
+                yield channel, encode(Events(self.source, self.last_number[channel]))

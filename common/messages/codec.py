@@ -109,27 +109,29 @@ def reader(kind: Any) -> Callable[[Any], Any]:
         return lambda value: from_map(typing.cast(Any, kind), value)
     if origin is list:
         item = reader(inner[0])
-        return lambda value: [item(one) for one in exact(value, list)]
+        return lambda value: [item(one) for one in check_type(value, list)]
     if origin is tuple:
         parts = [reader(part) for part in inner]
         return lambda value: tuple(
-            part(one) for part, one in zip(parts, sized(value, len(parts)), strict=True)
+            part(one) for part, one in zip(parts, check_size(value, len(parts)), strict=True)
         )
     if origin in (typing.Union, types.UnionType):
         some = reader(next(part for part in inner if part is not type(None)))
         return lambda value: None if value is None else some(value)
     if kind is float:
-        return lambda value: float(exact(value, int) if isinstance(value, int) else exact(value, float))
-    return lambda value: exact(value, kind)
+        return lambda value: float(
+            check_type(value, int) if isinstance(value, int) else check_type(value, float)
+        )
+    return lambda value: check_type(value, kind)
 
 
-def exact(value: Any, kind: type) -> Any:
+def check_type(value: Any, kind: type) -> Any:
     if type(value) is not kind:
         raise TypeError(f"{type(value).__name__}, not {kind.__name__}")
     return value
 
 
-def sized(value: Any, size: int) -> Any:
-    if len(exact(value, list)) != size:
+def check_size(value: Any, size: int) -> Any:
+    if len(check_type(value, list)) != size:
         raise TypeError(f"{len(value)} items, not {size}")
     return value

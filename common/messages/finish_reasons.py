@@ -19,7 +19,7 @@ ERRORS = {
 """Why a request is ended against its will → (error type, error). What is named nowhere here is a cancel."""
 
 
-def terminal(request_id: str, why: str, num_tokens: int) -> Terminal:
+def terminal_for(request_id: str, why: str, num_tokens: int) -> Terminal:
     """The terminal for a reason as rows, queues and deadlines name it."""
     if why in FINISHED:
         return Terminal(request_id, why, num_tokens)
@@ -29,12 +29,12 @@ def terminal(request_id: str, why: str, num_tokens: int) -> Terminal:
     return Terminal(request_id, "cancelled", num_tokens, f"cancelled: {why}", "cancelled")
 
 
-def failure(end: Terminal) -> str:
+def error_result(end: Terminal) -> str:
     """The answer (JSON) of a request that did not finish."""
     return json.dumps({"id": end.request_id, "error": end.error, "error_type": end.error_type})
 
 
-def answer(request: Generate, end: Terminal, text: str, records: bytes) -> str:
+def final_result(request: Generate, end: Terminal, text: str, records: bytes) -> str:
     """The answer (JSON) of a request that finished."""
     ids, logprobs, tops = unpack_records(records, request.width)
     body = {

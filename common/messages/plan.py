@@ -12,15 +12,15 @@ class RowStart:
 
     Attributes:
         row: number of the row, unique in the incarnation's life.
-        base: index of the first token this attempt samples; the number of records in `shown`.
-        shown: packed records (`RECORD`) of the tokens of earlier attempts: facts, never computed again.
+        base: index of the first token this attempt samples; the number of records in `committed`.
+        committed: packed records (`RECORD`) of the tokens of earlier attempts: facts, never computed again.
         blocks: packed numbers of the KV blocks that the row owns at first.
     """
 
     row: int = wire_field("r")
     attempt: int = wire_field("a")
     base: int = wire_field("b")
-    shown: bytes = wire_field("s")
+    committed: bytes = wire_field("s")
     blocks: bytes = wire_field("k")
     request: Generate = wire_field("q")
 

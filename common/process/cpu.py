@@ -13,19 +13,19 @@ def has_bfloat16() -> bool:
     return bool(BFLOAT16 & set(features().split()))
 
 
-def splits_pairs() -> bool:
+def prefers_widened_bfloat16() -> bool:
     """Whether it takes less time to multiply bfloat16 as float32, widened, than by its own instruction for
     pairs of them. Measured: Intel's (Sapphire Rapids) takes four times as long as one for float32, which
     multiplies half as many; AMD's takes no longer. Where there is a matrix unit, pairs are for that.
     """
-    return told("vendor_id") == "GenuineIntel" and "amx_bf16" not in features().split()
+    return read_field("vendor_id") == "GenuineIntel" and "amx_bf16" not in features().split()
 
 
 def features() -> str:
-    return told("flags", "features") or platform.processor()
+    return read_field("flags", "features") or platform.processor()
 
 
-def told(*names: str) -> str:
+def read_field(*names: str) -> str:
     """What the system tells of the first core under one of these names."""
     lines = INFO.read_text().splitlines() if INFO.exists() else []
     pairs = (line.partition(":") for line in lines)

@@ -1,5 +1,6 @@
-"""Signs of life: what a process says of itself, now and then, for as long as it lives. A worker's own way is
-`worker_heartbeat.lua`.
+"""Heartbeat: what a process reports about itself in Redis at an interval, for as long as it lives.
+
+Workers have one of their own, `worker_heartbeat.lua`, which a seal refuses.
 """
 
 import asyncio
@@ -16,58 +17,58 @@ from common.broker.keys import Keys
 
 log = logging.getLogger(__name__)
 
-LAST_HEARTBEAT_S = 1.0
+REMOVE_TIMEOUT_S = 1.0
 
 HeartbeatFields = dict[str, str | int]
 
 
 def process_fields() -> HeartbeatFields:
-    """Where this process is found."""
+    """Process id and host name: where this process is found."""
     return {"pid": os.getpid(), "host": socket.gethostname()}
 
 
 class Heartbeat:
-    """The sign of life of one process that is no worker: it stands in Redis for `ttl_s`, unless it is shown
-    again or taken away.
-    """
+    """Heartbeat of a process that is no worker: it expires after `ttl_s`, unless it is sent again or removed."""
 
     def __init__(self, redis: Redis, keys: Keys, kind: str, name: str, ttl_s: float) -> None:
-        self.redis, self.ttl_ms = redis, round(ttl_s * 1000)
+        self.redis = redis
+        self.ttl_ms = round(ttl_s * 1000)
         self.member = f"{kind}:{name}"
-        self.keys = [keys.process(kind, name), keys.processes]
+        self.process_key = keys.process(kind, name)
+        self.index_key = keys.processes
         self.script = script(redis, "heartbeat")
 
-    async def show(self, **figures: str | int) -> None:
-        said = [word for pair in (process_fields() | figures).items() for word in pair]
-        await self.script(keys=self.keys, args=[self.member, self.ttl_ms, *said])
+    async def send(self, **fields: str | int) -> None:
+        pairs = [part for pair in (process_fields() | fields).items() for part in pair]
+        await self.script(keys=[self.process_key, self.index_key], args=[self.member, self.ttl_ms, *pairs])
 
-    async def show_for_ever(self, every_s: float, figures: Callable[[], HeartbeatFields]) -> None:
-        """Never returns; a broker that is away may come back."""
+    async def send_forever(self, every_s: float, fields: Callable[[], HeartbeatFields]) -> None:
+        """Never returns: errors of the broker are logged, and the next heartbeat is sent all the same."""
         while True:
             try:
                 async with asyncio.timeout(CONNECT_TIMEOUT_S):
-                    await self.show(**figures())
+                    await self.send(**fields())
             except ERRORS as error:
-                log.debug("no sign of life: %s", describe_error(error))
+                log.debug("heartbeat not sent: %s", describe_error(error))
             await asyncio.sleep(every_s)
 
     @contextlib.asynccontextmanager
-    async def shown(
-        self, every_s: float, figures: Callable[[], HeartbeatFields] = dict
+    async def sending(
+        self, every_s: float, fields: Callable[[], HeartbeatFields] = dict
     ) -> AsyncIterator[None]:
-        """Shown while the context is open, and taken away at its end."""
-        showing = asyncio.create_task(self.show_for_ever(every_s, figures))
+        """Send heartbeats while the context is open; remove the last one at its end."""
+        task = asyncio.create_task(self.send_forever(every_s, fields))
         try:
             yield
         finally:
-            showing.cancel()
-            await asyncio.wait([showing])
+            task.cancel()
+            await asyncio.wait([task])
             with contextlib.suppress(*ERRORS):
-                async with asyncio.timeout(LAST_HEARTBEAT_S):
-                    await self.take_away()
+                async with asyncio.timeout(REMOVE_TIMEOUT_S):
+                    await self.remove()
 
-    async def take_away(self) -> None:
+    async def remove(self) -> None:
         async with self.redis.pipeline() as pipe:
-            pipe.delete(self.keys[0])
-            pipe.zrem(self.keys[1], self.member)
+            pipe.delete(self.process_key)
+            pipe.zrem(self.index_key, self.member)
             await pipe.execute()

@@ -40,5 +40,5 @@ def start_process(kind: str, name: str) -> ProcessIdentity:
 def configure_process(own: ProcessIdentity, settings: Settings) -> None:
     """Sets up logging, and shows this process's own figures. Raises SettingError."""
     logs.set_up(own.name, settings.log_level, settings.json_output)
-    client.url_of(settings)
+    client.broker_url(settings)
     http.start_metrics_server(settings)

@@ -88,7 +88,7 @@ class Agent:
         for task in pending:
             task.cancel()
         await asyncio.gather(*pending, return_exceptions=True)
-        self.publisher.line.hang_up()
+        self.publisher.line.close()
         for task in done:
             task.result()
 
@@ -151,7 +151,7 @@ class Agent:
     def start(self, start: RowStart) -> StartRow:
         row = self.table.start(start)
         request = row.request
-        shown_ids, _, _ = unpack_records(start.shown, request.width)
+        shown_ids, _, _ = unpack_records(start.committed, request.width)
         return StartRow(
             row=start.row,
             ids=request.prompt_ids + pack_ids(shown_ids),
@@ -286,7 +286,7 @@ class Agent:
         while True:
             try:
                 await self.announce()
-                for channel, payload in self.publisher.channels.repeats():
+                for channel, payload in self.publisher.channels.repeated_messages():
                     await self.redis.publish(channel, payload)
             except ERRORS as error:
                 log.warning("announce: %s", describe_error(error))

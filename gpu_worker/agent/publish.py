@@ -12,7 +12,7 @@ from common.broker.keys import TOKENS_TTL_MS, Keys
 from common.broker.sequences import ChannelSequences
 from common.messages.codec import encode
 from common.messages.events import Events, LogEntry, Tokens
-from common.messages.finish_reasons import FINISHED, answer, failure, terminal
+from common.messages.finish_reasons import FINISHED, final_result, error_result, terminal_for
 from common.messages.plan import Report
 from common.metrics import catalogue
 from gpu_worker.agent.outbox import Outbox
@@ -91,7 +91,7 @@ class Publisher:
         return Flush(keys, [*head, *counts, *flat, *args], [(row, row.num_tokens) for row in spills], method)
 
     def message(self, channel: str, tokens: list[Tokens]) -> tuple[str, bytes]:
-        return channel, encode(Events(self.incarnation, self.channels.number(channel), tokens))
+        return channel, encode(Events(self.incarnation, self.channels.next_number(channel), tokens))
 
     def terminal_keys(self, request_id: str) -> list[str]:
         return [self.keys.request(request_id), self.keys.result(request_id), self.keys.tokens(request_id)]
@@ -99,11 +99,15 @@ class Publisher:
     def terminal(self, row: RowText, why: str) -> list[Any]:
         """Reason, result, its time to live, channel and message of a request that ends."""
         request = row.request
-        end = terminal(request.request_id, why, row.num_tokens)
-        result = answer(request, end, row.text(why), bytes(row.records)) if why in FINISHED else failure(end)
+        end = terminal_for(request.request_id, why, row.num_tokens)
+        result = (
+            final_result(request, end, row.text(why), bytes(row.records))
+            if why in FINISHED
+            else error_result(end)
+        )
         channel = request.channel
         event = (
-            encode(Events(self.incarnation, self.channels.number(channel), terminals=[end]))
+            encode(Events(self.incarnation, self.channels.next_number(channel), terminals=[end]))
             if channel
             else b""
         )

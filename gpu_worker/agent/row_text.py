@@ -119,7 +119,7 @@ class RowTable:
     def start(self, start: RowStart) -> RowText:
         """A row that starts. Tokens of earlier attempts have been shown: they only set the scene."""
         prompt_ids = unpack_ids(start.request.prompt_ids)
-        shown_ids, _, _ = unpack_records(start.shown, start.request.width)
+        shown_ids, _, _ = unpack_records(start.committed, start.request.width)
         row = RowText(
             row=start.row,
             attempt=start.attempt,
@@ -127,7 +127,7 @@ class RowTable:
             prompt_ids=prompt_ids,
             detokenizer=Detokenizer(self.tokenizer, prompt_ids),
             matcher=StopMatcher(start.request.stop) if start.request.stop else None,
-            records=bytearray(start.shown),
+            records=bytearray(start.committed),
             num_tokens=0,
             num_spilled=start.base,
             prompt=None if start.request.prompt_logprobs is None or start.base else bytearray(),

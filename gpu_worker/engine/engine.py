@@ -8,7 +8,7 @@ from functools import partial
 import numpy as np
 import torch
 
-from common.model_files import Progress, silent
+from common.model_files import Progress, no_progress
 from common.settings.settings import SettingError, Settings
 from gpu_worker.engine.batch.inputs import build_inputs
 from gpu_worker.engine.batch.outcome import Int32
@@ -36,7 +36,7 @@ class Engine:
     again once granted.
     """
 
-    def __init__(self, settings: Settings, progress: Progress = silent, ranks: Ranks = ALONE) -> None:
+    def __init__(self, settings: Settings, progress: Progress = no_progress, ranks: Ranks = ALONE) -> None:
         self.ranks = ranks
         self.loaded = load(settings, progress, ranks)
         self.block_size = self.loaded.geometry.block_size

@@ -17,7 +17,7 @@ from typing import NoReturn
 
 import setproctitle
 
-from common.model_files import silent
+from common.model_files import no_progress
 from common.process import logs
 from common.process.parent_death import die_with_parent
 from common.settings.settings import SettingError, Settings
@@ -67,7 +67,7 @@ def serve(link: AgentLink | None) -> None:
 
     ranks = Ranks(place)
     leads = link if place.rank == 0 else None
-    engine = Engine(settings, (lambda text: leads.send(LoadProgress(text))) if leads else silent, ranks)
+    engine = Engine(settings, (lambda text: leads.send(LoadProgress(text))) if leads else no_progress, ranks)
     gc.freeze()
     gc.enable()
     if leads is None:

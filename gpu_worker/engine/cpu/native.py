@@ -167,7 +167,7 @@ def compiler() -> list[str]:
         "-march=native",
         "-fPIC",
         "-shared",
-        *(["-DSPLIT_PAIRS"] if cpu.splits_pairs() else []),
+        *(["-DSPLIT_PAIRS"] if cpu.prefers_widened_bfloat16() else []),
     ]
     return [found, *flags, *threading(), str(SOURCES / "kernels.cpp"), *runtime()]
 

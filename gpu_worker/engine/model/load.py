@@ -133,7 +133,10 @@ def load(settings: Settings, progress: model_files.Progress, ranks: Ranks) -> Lo
     except (attention.Unservable, ValueError, OSError) as error:
         raise unservable(settings.model_id, error) from error
     geometry = Geometry(list(layers.values()), settings.block_size or BLOCK_SIZES[device.type], dtype)
-    context, eos_ids = int(model_files.context(path) * (settings.rope_factor or 1)), model_files.eos_ids(path)
+    context, eos_ids = (
+        int(model_files.context_length(path) * (settings.rope_factor or 1)),
+        model_files.eos_ids(path),
+    )
     backend, ropes = backend_of(geometry, device), rope.by_length(model)
     loaded = Loaded(
         model,

@@ -96,7 +96,7 @@ def quantized_by(config: Any, model_id: str) -> str | None:
 
 def check_whole(path: Path, model_id: str) -> None:
     """What else lies there, as pickled weights, is not read. Raises SettingError."""
-    if not model_files.weights(path):
+    if not model_files.weight_files(path):
         cause = f"has no whole set of .safetensors files in {path}, and nothing else is served"
         raise SettingError(
             "model_id", f"{model_id} {cause} (LOAD_FORMAT=dummy makes weights up, to measure speed)"
@@ -107,7 +107,7 @@ def check_types(path: Path, model_id: str) -> None:
     """A config that says nothing of quantisation beside weights of few bits: transformers would take these
     for plain numbers.
     """
-    for file in model_files.weights(path):
+    for file in model_files.weight_files(path):
         for name, kind in tensor_types(file).items():
             if name.endswith(".weight") and kind not in PLAIN_TYPES:
                 raise SettingError(

@@ -123,7 +123,7 @@ def slices(path: Path, model: Any, cuts: Mapping[str, Cut], rank: int) -> Iterat
         for converter in converters
         for pattern in converter.source_patterns
     }
-    for file in model_files.weights(path):
+    for file in model_files.weight_files(path):
         opened: Any = safe_open(file, framework="pt")
         for key in opened.keys():  # noqa: SIM118
             name, converted = rename_source_key(key, renamings, converters, model.base_model_prefix, shapes)

@@ -52,7 +52,7 @@ def sibling(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 async def show(redis, name: str, **figures) -> None:
-    await Heartbeat(redis, KEYS, "batcher", name, 5.0).show(**figures)
+    await Heartbeat(redis, KEYS, "batcher", name, 5.0).send(**figures)
 
 
 async def test_everybody_who_lives_is_on_the_roll(broker, redis):
@@ -96,7 +96,7 @@ async def test_who_is_silent_leaves_the_roll(broker, redis):
         async def names() -> set[str]:
             return {one["id"] for one in (await client.get("/fleet")).json()["processes"]}
 
-        await Heartbeat(redis, KEYS, "batcher", "b0-1", 1.0).show(rows=1)
+        await Heartbeat(redis, KEYS, "batcher", "b0-1", 1.0).send(rows=1)
         assert await names() == {"broker", "g0-test", "b0-1"}
         await wait_until(lambda: gone(redis))
         assert await names() == {"broker", "g0-test"}
@@ -120,7 +120,7 @@ async def test_a_worker_is_seen_before_it_can_work(broker, redis):
                 if one["kind"] == "worker"
             ]
 
-        async with Heartbeat(redis, KEYS, "starting", "w0-1", 5.0).shown(0.05):
+        async with Heartbeat(redis, KEYS, "starting", "w0-1", 5.0).sending(0.05):
             await wait_until(workers)
             assert await workers() == ["starting"]
         assert await workers() == []

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from common.model_files import silent
+from common.model_files import no_progress
 from common.settings.settings import Settings
 from gpu_worker.engine import engine as engines
 from gpu_worker.engine.attention.kv_cache import Geometry
@@ -96,7 +96,7 @@ def engine_on(device: str, folder: Path | str, monkeypatch: pytest.MonkeyPatch, 
     monkeypatch.setattr(engines, "capture_on", lambda device: again)
     engine = Engine(asked)
     engine.ahead = True
-    engine.speed_up(asked, silent)
+    engine.speed_up(asked, no_progress)
     return engine
 
 

@@ -75,7 +75,7 @@ def write(folder: Path, num_bytes: int) -> int:
     model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     model.save_pretrained(folder, max_shard_size=num_bytes // FILES)
     (folder / "tokenizer.json").write_text('{"added_tokens": []}')
-    assert len(model_files.weights(folder)) > 1
+    assert len(model_files.weight_files(folder)) > 1
     return sum(parameter.nbytes for parameter in model.parameters())
 
 
@@ -127,7 +127,7 @@ def num_bytes(part: Any) -> int:
 
 
 def whole(folder: Path) -> int:
-    files: list[Any] = [safe_open(file, "pt") for file in model_files.weights(folder)]
+    files: list[Any] = [safe_open(file, "pt") for file in model_files.weight_files(folder)]
     return sum(num_bytes(file.get_slice(name)) for file in files for name in file.keys())  # noqa: SIM118
 
 
@@ -163,7 +163,7 @@ def be_rank(folder: Path, rank: int, world_size: int, port: int) -> None:
 def main(size_bytes: int) -> None:
     with tempfile.TemporaryDirectory() as name:
         print(
-            f"{write(Path(name), size_bytes) // MIB} MiB in {len(model_files.weights(Path(name)))} files, bfloat16"
+            f"{write(Path(name), size_bytes) // MIB} MiB in {len(model_files.weight_files(Path(name)))} files, bfloat16"
         )
         for world_size in (1, 2):
             for rank, taken in enumerate(measure(Path(name), world_size)):

@@ -189,7 +189,7 @@ class FakeWorker:
             if said:
                 messages += [
                     channel,
-                    encode(Events(self.incarnation, self.channels.number(channel), tokens=said)),
+                    encode(Events(self.incarnation, self.channels.next_number(channel), tokens=said)),
                 ]
         told = [
             live
@@ -251,7 +251,7 @@ class FakeWorker:
             request.request_id, reason, live.done, live.error, "generation" if live.error else ""
         )
         payload = encode(
-            Events(self.incarnation, self.channels.number(request.channel), terminals=[terminal])
+            Events(self.incarnation, self.channels.next_number(request.channel), terminals=[terminal])
         )
         return [reason, json.dumps(result), request.result_ttl_ms, request.channel, payload]
 
@@ -261,7 +261,7 @@ class FakeWorker:
         del self.live[live.request.request_id]
 
     async def repeat(self) -> None:
-        for channel, payload in self.channels.repeats():
+        for channel, payload in self.channels.repeated_messages():
             await self.redis.publish(channel, payload)
 
 

@@ -7,12 +7,12 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from common import model_files
 from common.detokenize import (
-    MAX_PENDING_TOKENS,
+    MAX_INCOMPLETE_TOKENS,
     Detokenizer,
     StopMatcher,
     concatenates,
     generated_text,
-    pieces_of,
+    piece_cache,
 )
 from tests.support.prompts import PROMPTS
 
@@ -96,9 +96,9 @@ def test_an_incomplete_last_character_contributes_nothing(smollm2: Tokenizer) ->
 
 def test_endless_invalid_bytes_do_not_wait_for_ever(smollm2: Tokenizer) -> None:
     half = smollm2.encode("𐍈").ids[0]
-    pieces = texts(smollm2, [], [half] * (2 * MAX_PENDING_TOKENS))
-    assert max(map(len, pieces)) <= MAX_PENDING_TOKENS
-    assert len("".join(pieces)) > MAX_PENDING_TOKENS
+    pieces = texts(smollm2, [], [half] * (2 * MAX_INCOMPLETE_TOKENS))
+    assert max(map(len, pieces)) <= MAX_INCOMPLETE_TOKENS
+    assert len("".join(pieces)) > MAX_INCOMPLETE_TOKENS
 
 
 def test_an_id_beyond_the_vocabulary_has_no_text(smollm2: Tokenizer) -> None:
@@ -180,8 +180,8 @@ def test_what_is_remembered_of_tokens_is_what_they_add(
 def test_behind_bytes_that_are_no_character_a_token_is_looked_at_anew(llama: Tokenizer) -> None:
     """A byte among them is none either, though it was met as a letter."""
     hello, half, letter = (llama.token_to_id(piece) for piece in ("▁Hello", "<0x80>", "<0x41>"))
-    assert texts(llama, [hello], [letter]) == ["A"] and letter in pieces_of(llama)
-    ids = [half] * MAX_PENDING_TOKENS + [letter, hello]
+    assert texts(llama, [hello], [letter]) == ["A"] and letter in piece_cache(llama)
+    ids = [half] * MAX_INCOMPLETE_TOKENS + [letter, hello]
     assert texts(llama, [hello], ids) == decoded(llama, [hello], ids)
 
 
@@ -201,4 +201,4 @@ def test_tokens_are_remembered_only_where_the_decoder_concatenates(
         assert not concatenates(tokenizer)
         ids = [3, 1, 2, 1, 3, 1, 2, 3, 2, 1]
         assert texts(tokenizer, [3], ids) == decoded(tokenizer, [3], ids)
-        assert not pieces_of(tokenizer)
+        assert not piece_cache(tokenizer)

@@ -98,7 +98,7 @@ def test_processes_that_start_together_convert_once(tmp_path: Path) -> None:
 
 def test_the_bundled_model() -> None:
     path = model_files.resolve("smollm2")
-    assert model_files.context(path) == 8192
+    assert model_files.context_length(path) == 8192
     assert model_files.eos_ids(path) == [2]
     assert prompt_ids(["<|im_end|>"]) == [[2]]
     assert {0, 1, 2} <= model_files.special_ids(path)
@@ -118,9 +118,9 @@ def test_eos_ids_come_from_the_first_file_that_knows(tmp_path: Path) -> None:
     write(path, generation_config={"eos_token_id": [8, 9]})
     assert model_files.eos_ids(path) == [8, 9]
     assert model_files.special_ids(path) == {5}
-    assert model_files.context(path) == 99
+    assert model_files.context_length(path) == 99
 
 
 def test_a_config_without_a_context(tmp_path: Path) -> None:
     with pytest.raises(SettingError, match="has no max_position_embeddings"):
-        model_files.context(write(tmp_path, config={}))
+        model_files.context_length(write(tmp_path, config={}))

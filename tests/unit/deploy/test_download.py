@@ -21,7 +21,7 @@ def test_what_is_here_is_not_fetched_again(
 ) -> None:
     folder = model(tmp_path)
     (folder / "model.safetensors").write_bytes(b"")
-    monkeypatch.setattr(model_files, "downloaded", None)
+    monkeypatch.setattr(model_files, "download", None)
     flags = [
         "--revision",
         "main",

@@ -14,13 +14,13 @@ from tests.support import brokers
 
 
 async def test_a_broker_that_answers_is_fine(broker: Broker) -> None:
-    await access.check(broker.url)
+    await access.check_broker(broker.url)
 
 
 async def refusal(url: str) -> str:
     begun_s = time.monotonic()
     with pytest.raises(SettingError) as refused:
-        await access.check(url)
+        await access.check_broker(url)
     assert time.monotonic() - begun_s < 6
     assert "\n" not in str(refused.value)
     assert str(refused.value).startswith("REDIS_URL: ")
@@ -75,7 +75,7 @@ async def test_wrong_and_missing_passwords() -> None:
             line = await refusal(f"redis://{credentials}127.0.0.1:{locked.port}")
             assert "refused user name or password" in line
             assert "secret" not in line
-        await access.check(f"redis://:correct@127.0.0.1:{locked.port}")
+        await access.check_broker(f"redis://:correct@127.0.0.1:{locked.port}")
 
 
 async def test_refusals_of_a_running_broker_have_their_names() -> None:
