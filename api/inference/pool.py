@@ -16,7 +16,7 @@ from api.inference.pools import Pools
 from api.inference.relay import Relay
 from api.inference.tokenizer import Vocabulary
 from api.jobs.consumer import Jobs
-from common.broker.client import CONNECT_TIMEOUT_S, connect, broker_url
+from common.broker.client import CONNECT_TIMEOUT_S, broker_url, connect
 from common.broker.keys import Keys
 from common.settings.settings import Settings
 

@@ -12,7 +12,7 @@ from common.broker.keys import TOKENS_TTL_MS, Keys
 from common.broker.sequences import ChannelSequences
 from common.messages.codec import encode
 from common.messages.events import Events, LogEntry, Tokens
-from common.messages.finish_reasons import FINISHED, final_result, error_result, terminal_for
+from common.messages.finish_reasons import FINISHED, error_result, final_result, terminal_for
 from common.messages.plan import Report
 from common.metrics import catalogue
 from gpu_worker.agent.outbox import Outbox
