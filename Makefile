@@ -15,11 +15,14 @@ serve: $(RUN)
 demo: $(RUN)
 	@PARENT_PID=$$PPID exec $(BIN)/tokenfleet serve --demo --hostname 127.0.0.1 --num-workers 2 $(ARGS)
 
+# A module's tests stay with one of the processes, since they share a fleet; ARGS="-n 0" runs everything in one process, for debuggers.
+PARALLEL := -n logical --maxprocesses 4 --dist loadscope --no-loadscope-reorder
+
 test: $(DEV)
-	$(BIN)/pytest $(ARGS)
+	$(BIN)/pytest $(PARALLEL) --durations 10 $(ARGS)
 
 test-all: $(DEV)
-	$(BIN)/pytest -m 'not gpu' $(ARGS)
+	$(BIN)/pytest $(PARALLEL) --durations 10 -m 'not gpu' $(ARGS)
 
 check: $(DEV)
 	$(BIN)/ruff format --check .

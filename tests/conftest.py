@@ -1,17 +1,39 @@
 import os
 from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import redis as redis_sync
 from redis.asyncio import Redis
 
+import deploy.broker
 from common.broker.client import connect
 from deploy.broker import Broker
 from gpu_worker.engine.process import SPIN_COUNT
 from tests.support import brokers
 
 os.environ.setdefault(*SPIN_COUNT)  # before anything imports torch
+
+WORKERS = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+WORKER = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
+TEST_PORTS = range(10_000, 20_000)
+deploy.broker.PORTS = TEST_PORTS[WORKER::WORKERS]
+"""Ports that no other process of the same run chooses: neither pytest's others, nor launchers for their
+brokers.
+"""
+ROOMS = ("fleet", "unit/gpu_worker", "integration")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The folders with the longest modules come first, so that no process is left alone with one at the end."""
+    tests = Path(__file__).parent
+
+    def place(item: pytest.Item) -> int:
+        path = item.path.relative_to(tests).as_posix()
+        return next((i for i, room in enumerate(ROOMS) if path.startswith(room)), len(ROOMS))
+
+    items.sort(key=place)
 
 
 @pytest.fixture(scope="session")

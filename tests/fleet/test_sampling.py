@@ -99,10 +99,10 @@ def mixed(i: int, max_new_tokens: int = 24) -> dict[str, Any]:
 
 
 async def test_a_seed_says_the_ids_alone_in_full_batches_and_on_each_worker(
-    http: httpx.AsyncClient, broker: Redis
+    fleet: Fleet, broker: Redis
 ) -> None:
     """The others are too long to end meanwhile; they are cancelled."""
-    url = f"{http.base_url}generate_stream"
+    url = f"{fleet.base_url}/generate_stream"
     alone = await stream(url, {"inputs": PROMPT, "parameters": SEEDED})
     assert len(alone.ids) == SEEDED["max_new_tokens"]
     others = [asyncio.create_task(stream(url, mixed(i, ENDLESS))) for i in range(2 * MAX_BATCH - 2)]
