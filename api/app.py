@@ -12,12 +12,12 @@ from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp
 
 from api.admin import routes_fleet, routes_health, routes_metrics, routes_page, routes_timeline
-from api.errors import Refusal, answer_crash, answer_http, answer_nobody, answer_refusal
+from api.errors import ApiError, handle_api_error, handle_crash, handle_disconnect, handle_http_error
 from api.http.auth import check_key
 from api.http.openapi import build_document
-from api.http.request_id import RequestIds
-from api.inference.metrics import Meter
-from api.inference.pool import Gateway
+from api.http.request_id import RequestIdMiddleware
+from api.inference.metrics import MetricsMiddleware
+from api.inference.pool import Pool
 from api.openai import routes_chat, routes_completions, routes_models
 from api.tgi import routes_generate as routes_generate
 from api.tgi import routes_info, routes_tokenize
@@ -25,12 +25,12 @@ from common.metrics.aggregate import publishing_metrics
 from common.settings.settings import Settings
 
 
-def build(gateway: Gateway) -> ASGIApp:
+def build(pool: Pool) -> ASGIApp:
     """The application; the gateway runs from its start-up to its shutdown."""
 
     @contextlib.asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        async with gateway.running(), publishing_metrics(gateway.redis, gateway.fleet.keys):
+        async with pool.running(), publishing_metrics(pool.redis, pool.workers.keys):
             yield
 
     app = FastAPIOffline(  # /docs asks nobody else for its scripts
@@ -42,8 +42,8 @@ def build(gateway: Gateway) -> ASGIApp:
         generate_unique_id_function=lambda route: route.name,
     )
     app.openapi = lambda: build_document(app)  # type: ignore[method-assign]
-    app.state.gateway = gateway
-    keyed = [Depends(check_key), Depends(HTTPBearer(auto_error=False))] if gateway.settings.api_key else []
+    app.state.gateway = pool
+    keyed = [Depends(check_key), Depends(HTTPBearer(auto_error=False))] if pool.settings.api_key else []
     app.include_router(routes_generate.router, dependencies=keyed)
     app.include_router(routes_tokenize.router, dependencies=keyed)
     app.include_router(routes_chat.router, dependencies=keyed)
@@ -55,11 +55,11 @@ def build(gateway: Gateway) -> ASGIApp:
     app.include_router(routes_page.router)
     app.include_router(routes_metrics.router)
     app.include_router(routes_timeline.router, dependencies=keyed)
-    app.add_exception_handler(Refusal, answer_refusal)
-    app.add_exception_handler(HTTPException, answer_http)
-    app.add_exception_handler(ClientDisconnect, answer_nobody)
-    app.add_exception_handler(Exception, answer_crash)
-    return RequestIds(Meter(cors(app, gateway.settings)))
+    app.add_exception_handler(ApiError, handle_api_error)
+    app.add_exception_handler(HTTPException, handle_http_error)
+    app.add_exception_handler(ClientDisconnect, handle_disconnect)
+    app.add_exception_handler(Exception, handle_crash)
+    return RequestIdMiddleware(MetricsMiddleware(cors(app, pool.settings)))
 
 
 def cors(app: ASGIApp, settings: Settings) -> ASGIApp:

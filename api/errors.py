@@ -7,24 +7,21 @@ import contextlib
 from collections.abc import AsyncIterator, Callable, Mapping
 from typing import Any
 
-import orjson
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Match
 
 from api.inference import metrics
+from api.json import to_json
 from common.broker.client import CONNECT_TIMEOUT_S, ERRORS, describe_error
 from common.messages.events import Terminal
 
 CLIENT_GONE = 499
 METHODS = ("DELETE", "GET", "HEAD", "PATCH", "POST", "PUT")
 
-encode = orjson.dumps
-"""Compact JSON, as in every answer; a number that JSON has no word for is null."""
 
-
-class Refusal(Exception):
+class ApiError(Exception):
     """A request that is not served, and why.
 
     Attributes:
@@ -43,7 +40,7 @@ class Refusal(Exception):
 
 # --- the two families ---------------------------------------------------------------------------------------
 
-Family = Callable[[Refusal], tuple[int, dict[str, Any]]]
+Family = Callable[[ApiError], tuple[int, dict[str, Any]]]
 """Status and error object of a refusal, as the clients of one API expect them."""
 
 PREFIXES = {
@@ -56,18 +53,18 @@ OPENAI_TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate
 OPENAI_CODES = {401: "invalid_api_key", 429: "rate_limit_exceeded"}
 
 
-def tgi(refusal: Refusal) -> tuple[int, dict[str, Any]]:
-    return refusal.status, {
-        "error": PREFIXES.get(refusal.error_type, "") + refusal.text,
-        "error_type": refusal.error_type,
+def tgi(error: ApiError) -> tuple[int, dict[str, Any]]:
+    return error.status, {
+        "error": PREFIXES.get(error.error_type, "") + error.text,
+        "error_type": error.error_type,
     }
 
 
-def openai(refusal: Refusal) -> tuple[int, dict[str, Any]]:
-    status = OPENAI_STATUS.get(refusal.status, refusal.status)
+def openai(error: ApiError) -> tuple[int, dict[str, Any]]:
+    status = OPENAI_STATUS.get(error.status, error.status)
     kind = OPENAI_TYPES.get(status, "server_error" if status >= 500 else "invalid_request_error")
-    code = refusal.code or OPENAI_CODES.get(status)
-    return status, {"error": {"message": refusal.text, "type": kind, "param": refusal.param, "code": code}}
+    code = error.code or OPENAI_CODES.get(status)
+    return status, {"error": {"message": error.text, "type": kind, "param": error.param, "code": code}}
 
 
 def family(path: str) -> Family:
@@ -75,48 +72,48 @@ def family(path: str) -> Family:
     return openai if path == "/v1" or path.startswith("/v1/") else tgi
 
 
-def respond(refusal: Refusal, path: str, headers: Mapping[str, str] | None = None) -> Response:
+def respond(error: ApiError, path: str, headers: Mapping[str, str] | None = None) -> Response:
     """The refusal as an answer of the route with this path."""
-    status, body = family(path)(refusal)
+    status, body = family(path)(error)
     known = dict(headers or {})
-    if refusal.status == 401:
+    if error.status == 401:
         known["www-authenticate"] = "Bearer"
-    if refusal.status == 424:
+    if error.status == 424:
         known["x-should-retry"] = (
             # OpenAI's clients repeat what ended with 500: a request that kills workers must not come back
             "false"
         )
-    return Response(encode(body), status, known, "application/json")
+    return Response(to_json(body), status, known, "application/json")
 
 
 # --- causes -------------------------------------------------------------------------------------------------
 
 
-def invalid(detail: str, param: str | None = None) -> Refusal:
-    return Refusal(422, "validation", detail, param)
+def invalid(detail: str, param: str | None = None) -> ApiError:
+    return ApiError(422, "validation", detail, param)
 
 
-def unauthorised() -> Refusal:
-    return Refusal(
+def unauthorised() -> ApiError:
+    return ApiError(
         401, "unauthorized", "Incorrect API key: expected the header `Authorization: Bearer <key>`"
     )
 
 
-def overloaded() -> Refusal:
-    return Refusal(429, "overloaded", "Model is overloaded")
+def overloaded() -> ApiError:
+    return ApiError(429, "overloaded", "Model is overloaded")
 
 
-def conflict(what: str) -> Refusal:
-    return Refusal(409, "conflict", f"another {what} has this id")
+def conflict(what: str) -> ApiError:
+    return ApiError(409, "conflict", f"another {what} has this id")
 
 
-def unavailable(why: str) -> Refusal:
-    return Refusal(503, "unavailable", f"Service unavailable: {why}")
+def unavailable(why: str) -> ApiError:
+    return ApiError(503, "unavailable", f"Service unavailable: {why}")
 
 
 @contextlib.asynccontextmanager
 async def asking_broker() -> AsyncIterator[None]:
-    """Around a client's questions to the broker. Raises Refusal (503) where it refuses, or does not answer in
+    """Around a client's questions to the broker. Raises ApiError (503) where it refuses, or does not answer in
     time.
     """
     try:
@@ -126,29 +123,28 @@ async def asking_broker() -> AsyncIterator[None]:
         raise unavailable(describe_error(error)) from error
 
 
-def failed(terminal: Terminal) -> Refusal:
+def failed(terminal: Terminal) -> ApiError:
     """For a request that was admitted and did not end well."""
     why = terminal.error or f"the request was {terminal.reason}"
-    return Refusal(424, terminal.error_type or "generation", f"Request failed during generation: {why}")
+    return ApiError(424, terminal.error_type or "generation", f"Request failed during generation: {why}")
 
 
 # --- handlers -----------------------------------------------------------------------------------------------
 
 
-async def answer_refusal(request: Request, refusal: Exception) -> Response:
-    assert isinstance(refusal, Refusal)
-    metrics.refused(refusal.status, refusal.error_type)
-    return respond(refusal, request.url.path)
+async def handle_api_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, ApiError)
+    metrics.refused(error.status, error.error_type)
+    return respond(error, request.url.path)
 
 
-async def answer_http(request: Request, error: Exception) -> Response:
+async def handle_http_error(request: Request, exception: Exception) -> Response:
     """No such route, or not with this method."""
-    assert isinstance(error, HTTPException)
-    error_type = error.detail.lower().replace(" ", "_")
-    refusal = Refusal(error.status_code, error_type, f"{error.detail}: {request.method} {request.url.path}")
-    return respond(
-        refusal, request.url.path, {"allow": allowed(request)} if error.status_code == 405 else error.headers
-    )
+    assert isinstance(exception, HTTPException)
+    status, error_type = exception.status_code, exception.detail.lower().replace(" ", "_")
+    error = ApiError(status, error_type, f"{exception.detail}: {request.method} {request.url.path}")
+    headers = {"allow": allowed(request)} if status == 405 else exception.headers
+    return respond(error, request.url.path, headers)
 
 
 def allowed(request: Request) -> str:
@@ -161,11 +157,11 @@ def allowed(request: Request) -> str:
     )
 
 
-async def answer_nobody(request: Request, error: Exception) -> Response:
+async def handle_disconnect(request: Request, error: Exception) -> Response:
     """The client was gone before its request was complete."""
     return Response(status_code=CLIENT_GONE)
 
 
-async def answer_crash(request: Request, error: Exception) -> Response:
+async def handle_crash(request: Request, error: Exception) -> Response:
     """The log has the traceback: Starlette raises the error again."""
-    return respond(Refusal(500, "internal", "Internal error"), request.url.path)
+    return respond(ApiError(500, "internal", "Internal error"), request.url.path)

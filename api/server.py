@@ -10,9 +10,9 @@ from collections.abc import Callable
 import uvicorn
 
 from api.app import build
-from api.http.protocol import Http
-from api.inference.pool import Gateway
-from api.inference.tokenizer import Vocabulary
+from api.http.protocol import HttpProtocol
+from api.inference.pool import Pool
+from api.inference.tokenizer import ModelTokenizer
 from common import model_files
 from common.process.startup import configure_process, start_process
 from common.settings.settings import SettingError, Settings, exit_when_unservable
@@ -33,18 +33,18 @@ def main() -> None:
 
 def serve(settings: Settings, incarnation: str) -> None:
     """Runs one gateway to its end. Raises SettingError."""
-    vocabulary = Vocabulary.load(
+    tokenizer = ModelTokenizer.load(
         model_files.resolve(settings.model_id, settings.revision), settings.tokenizer_config_path
     )
     os.environ.setdefault(
         "TOKENIZERS_PARALLELISM", "false"
     )  # one prompt at a time: no pool of threads for it
     sockets = [shared_listener(settings.listen_host, settings.port), own_listener(settings.gateway_port)]
-    gateway = Gateway(settings, incarnation, vocabulary, lossy(os.environ.get("TOKENFLEET_TEST_LOSE", "")))
+    pool = Pool(settings, incarnation, tokenizer, lossy(os.environ.get("TOKENFLEET_TEST_LOSE", "")))
     config = uvicorn.Config(
-        build(gateway),
+        build(pool),
         loop="uvloop",
-        http=Http,
+        http=HttpProtocol,
         lifespan="on",
         log_config=None,
         log_level="warning",

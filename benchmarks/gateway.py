@@ -25,7 +25,7 @@ from benchmarks.client import Stream, stream
 from benchmarks.serve import prompt
 from deploy.broker import Broker, free_port
 from tests.support import brokers
-from tests.support.fleet.gateways import vocabulary
+from tests.support.fleet.gateways import model_tokenizer
 from tests.support.fleet.scripted_worker import Answer, working
 from tests.support.waiting import wait_until
 
@@ -114,11 +114,11 @@ async def load(gateway: Gateway, streams: int, out_tokens: int) -> Cost:
 
 
 async def measure(gateway: Gateway, broker: Broker, runs: int) -> None:
-    ids = vocabulary().tokenizer.encode(" ".join(prompt(i) for i in range(8))).ids
+    ids = model_tokenizer().backend.encode(" ".join(prompt(i) for i in range(8))).ids
     for streams, out_tokens, step_s in LOADS:
         costs = []
         for _ in range(runs):
-            async with working(broker.url, vocabulary().tokenizer, lambda _: Answer(ids), step_s):
+            async with working(broker.url, model_tokenizer().backend, lambda _: Answer(ids), step_s):
                 await wait_until(gateway.serves, 60)
                 costs.append(await load(gateway, streams, out_tokens))
         user, system, request = (

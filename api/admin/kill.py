@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 
 from starlette.requests import Request
 
-from api.errors import Refusal
+from api.errors import ApiError
 
 COMMAND_LINES = {
     "gateway": "tokenfleet api",
@@ -27,12 +27,12 @@ COMMAND_LINES = {
 """What the command line of a process of each kind holds."""
 
 
-def forbidden(cause: str) -> Refusal:
-    return Refusal(403, "forbidden", f"Not killed: {cause}")
+def forbidden(cause: str) -> ApiError:
+    return ApiError(403, "forbidden", f"Not killed: {cause}")
 
 
 def check_same_origin(request: Request) -> None:
-    """Raises Refusal (403) unless a page of ours asks, or somebody without a page: a foreign page may send
+    """Raises ApiError (403) unless a page of ours asks, or somebody without a page: a foreign page may send
     this request, too.
     """
     host = request.headers.get("host", "")
@@ -50,7 +50,7 @@ def is_loopback(host: str) -> bool:
 
 
 async def check_own_process(process: dict[str, Any]) -> None:
-    """Raises Refusal (403) unless the roll's process is a child of our own launcher, on this machine."""
+    """Raises ApiError (403) unless the roll's process is a child of our own launcher, on this machine."""
     if process["kind"] != "broker" and process["host"] != socket.gethostname():
         raise forbidden(f"it runs on {process['host'] or 'another machine'}")
     parent, user, title = await inspect_process(process["pid"])
@@ -59,14 +59,14 @@ async def check_own_process(process: dict[str, Any]) -> None:
 
 
 async def inspect_process(pid: int) -> tuple[int, int, str]:
-    """Parent, user and command line of a process. Raises Refusal (404) where there is none."""
+    """Parent, user and command line of a process. Raises ApiError (404) where there is none."""
     command = ("ps", "-o", "ppid=,uid=,command=", "-p", str(pid))
     ps = await asyncio.create_subprocess_exec(
         *command, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.DEVNULL
     )
     said, _ = await ps.communicate()
     if not said.strip():
-        raise Refusal(404, "not_found", f"There is no process {pid}")
+        raise ApiError(404, "not_found", f"There is no process {pid}")
     parent, user, title = said.decode(errors="replace").split(maxsplit=2)
     return int(parent), int(user), title
 

@@ -11,9 +11,10 @@ from starlette.responses import Response
 
 from api.admin import processes
 from api.admin.kill import check_own_process, check_same_origin, forbidden, send_sigkill
-from api.errors import Refusal, asking_broker, encode
+from api.errors import ApiError, asking_broker
 from api.http.openapi import error_responses
-from api.inference.pool import Gateway, gateway_of
+from api.inference.pool import Pool, pool_of
+from api.json import to_json
 from api.tgi.response_schemas import ERROR_RESPONSES, ErrorResponse
 
 KILL_ERRORS = error_responses(
@@ -26,9 +27,9 @@ VERSION = version("tokenfleet")
 @router.get("/fleet")
 async def fleet(request: Request) -> Response:
     """Every process of the pool, and what waits and runs. 503 while the broker does not answer."""
-    gateway = gateway_of(request)
-    called = await read_process_list(gateway)
-    settings = gateway.settings
+    pool = pool_of(request)
+    called = await read_process_list(pool)
+    settings = pool.settings
     answer = {
         "pool": settings.pool,
         "model": settings.model_name,
@@ -38,7 +39,7 @@ async def fleet(request: Request) -> Response:
         "requests": called.requests | {"limit": settings.max_concurrent_requests},
         "processes": called.processes,
     }
-    return Response(encode(answer), 200, {"cache-control": "no-store"}, "application/json")
+    return Response(to_json(answer), 200, {"cache-control": "no-store"}, "application/json")
 
 
 @router.post("/fleet/processes/{process_id}/kill", status_code=202, responses=KILL_ERRORS)
@@ -46,24 +47,24 @@ async def kill_process(request: Request, process_id: str) -> Response:
     """SIGKILL to a process of this fleet. Only with DEMO, and only for a page of this machine: 403 for all
     others, 404 for unknown ones.
     """
-    gateway = gateway_of(request)
-    if not gateway.settings.demo:
+    pool = pool_of(request)
+    if not pool.settings.demo:
         raise forbidden("DEMO is not on")
     check_same_origin(request)
-    process: dict[str, Any] | None = (await read_process_list(gateway)).find(process_id)
+    process: dict[str, Any] | None = (await read_process_list(pool)).find(process_id)
     if process is None:
-        raise Refusal(404, "not_found", f"There is no process {process_id} in this fleet")
+        raise ApiError(404, "not_found", f"There is no process {process_id} in this fleet")
     await check_own_process(process)
     # Afterwards, so that a gateway that kills itself has answered.
     return Response(
-        encode({"killed": process_id}),
+        to_json({"killed": process_id}),
         202,
         media_type="application/json",
         background=BackgroundTask(send_sigkill, process["pid"]),
     )
 
 
-async def read_process_list(gateway: Gateway) -> processes.ProcessList:
-    """Raises Refusal (503)."""
+async def read_process_list(pool: Pool) -> processes.ProcessList:
+    """Raises ApiError (503)."""
     async with asking_broker():
-        return await processes.list_processes(gateway.redis, gateway.fleet.keys)
+        return await processes.list_processes(pool.redis, pool.workers.keys)

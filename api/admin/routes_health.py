@@ -3,8 +3,8 @@
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from api.errors import Refusal
-from api.inference.pool import gateway_of
+from api.errors import ApiError
+from api.inference.pool import pool_of
 from api.tgi.response_schemas import ERROR_RESPONSES
 
 router = APIRouter(responses={503: ERROR_RESPONSES[503]})
@@ -17,7 +17,7 @@ router = APIRouter(responses={503: ERROR_RESPONSES[503]})
 async def health(request: Request) -> Response:
     """An empty answer where all is well."""
     try:
-        await gateway_of(request).desk.check()
-    except Refusal as refusal:
-        raise Refusal(503, "healthcheck", f"unhealthy: {refusal.text}") from refusal
+        await pool_of(request).admission.check()
+    except ApiError as error:
+        raise ApiError(503, "healthcheck", f"unhealthy: {error.text}") from error
     return Response()

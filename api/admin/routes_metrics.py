@@ -9,7 +9,7 @@ from starlette.responses import PlainTextResponse, Response
 from api.admin import processes
 from api.admin.processes import ProcessList
 from api.inference import metrics as meter
-from api.inference.pool import gateway_of
+from api.inference.pool import pool_of
 from common.broker.client import CONNECT_TIMEOUT_S, ERRORS
 from common.metrics import aggregate, catalogue
 from common.metrics.exposition import CONTENT_TYPE, Gauges, Values, render_fleet
@@ -23,8 +23,8 @@ async def metrics(request: Request) -> Response:
     """What all processes of the pool have counted, and what the broker shows now; without a broker, that
     there is none.
     """
-    gateway = gateway_of(request)
-    redis, keys = gateway.redis, gateway.fleet.keys
+    pool = pool_of(request)
+    redis, keys = pool.redis, pool.workers.keys
     values: Values | None = None
     gauges: Gauges = {catalogue.BROKER_UP.name: {(): 0.0}}
     try:
@@ -34,9 +34,9 @@ async def metrics(request: Request) -> Response:
             gauges = gauges_of(await processes.list_processes(redis, keys), int(granted or 0))
     except ERRORS:
         values = None
-    if gateway.fleet.max_total_tokens:
-        meter.fit(gateway.fleet.limits)
-    text = await asyncio.to_thread(render_fleet, gateway.settings.pool, values, gauges)
+    if pool.workers.max_total_tokens:
+        meter.fit(pool.workers.limits)
+    text = await asyncio.to_thread(render_fleet, pool.settings.pool, values, gauges)
     return Response(text, headers={"content-type": CONTENT_TYPE, "cache-control": "no-store"})
 
 

@@ -4,9 +4,10 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from api.admin import timeline
-from api.errors import Refusal, asking_broker, encode
+from api.errors import ApiError, asking_broker
 from api.http.openapi import error_responses
-from api.inference.pool import gateway_of
+from api.inference.pool import pool_of
+from api.json import to_json
 from api.tgi.response_schemas import ERROR_RESPONSES, ErrorResponse
 
 router = APIRouter(responses={status: ERROR_RESPONSES[status] for status in (401, 503)})
@@ -19,17 +20,17 @@ async def request_timeline(request: Request, request_id: str) -> Response:
     """What happened to a request, and to each of its choices. 404 for one that was never heard of, or so long
     ago that it is forgotten.
     """
-    gateway = gateway_of(request)
+    pool = pool_of(request)
     async with asking_broker():
-        timelines = await timeline.read_timelines(gateway.redis, gateway.fleet.keys, request_id)
+        timelines = await timeline.read_timelines(pool.redis, pool.workers.keys, request_id)
     if not timelines:
-        raise Refusal(
+        raise ApiError(
             404,
             "not_found",
             f"Nothing is known of a request {request_id}: it never came, or was forgotten since",
         )
     return Response(
-        encode({"request_id": request_id, "timelines": timelines}),
+        to_json({"request_id": request_id, "timelines": timelines}),
         200,
         {"cache-control": "no-store"},
         "application/json",

@@ -20,7 +20,7 @@ class JobFailed(Exception):
     """`str()` is the error object (JSON) as HTTP would give it."""
 
 
-class Client:
+class ArqClient:
     """Submits jobs under ids of one's own. One look asks for the answers to all that wait."""
 
     def __init__(self, redis: Redis, keys: Keys) -> None:
@@ -31,7 +31,7 @@ class Client:
     async def ask(self, job_id: str, content: dict[str, Any]) -> Any:
         """The answer. Asking again attaches. Raises JobFailed."""
         body = orjson.dumps(content | {"id": job_id})
-        entry_id = (await self.insist("xadd", self.keys.submit, {"job": body})).decode()
+        entry_id = (await self.retry_forever("xadd", self.keys.submit, {"job": body})).decode()
         answer: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
         self.waiting[entry_id] = (job_id, answer)
         try:
@@ -42,10 +42,10 @@ class Client:
             raise JobFailed(orjson.dumps(found).decode())
         return found
 
-    async def call_off(self, job_id: str) -> None:
-        await self.insist("xadd", self.keys.submit, {"cancel": job_id})
+    async def cancel(self, job_id: str) -> None:
+        await self.retry_forever("xadd", self.keys.submit, {"cancel": job_id})
 
-    async def insist(self, command: str, *args: Any) -> Any:
+    async def retry_forever(self, command: str, *args: Any) -> Any:
         while True:
             try:
                 return await getattr(self.redis, command)(*args)

@@ -10,7 +10,7 @@ from arq.constants import abort_jobs_ss, in_progress_key_prefix, job_key_prefix
 from arq.worker import Function, Worker, func
 from redis.asyncio import Redis
 
-from api.arq.client import Client
+from api.arq.client import ArqClient
 from api.arq.serializer import pack, unpacking
 from common.broker.client import ERRORS, describe_error
 from common.broker.keys import RESULT_TTL_MS, Keys
@@ -52,7 +52,7 @@ class JobWorker(Worker):
             job_serializer=pack,
             job_deserializer=unpack,
         )
-        self.client = Client(redis, keys)
+        self.client = ArqClient(redis, keys)
         self.in_progress_timeout_s = settings.worker_ttl_s
 
     async def ask(self, job_id: str, content: dict[str, Any]) -> Any:
@@ -63,7 +63,7 @@ class JobWorker(Worker):
             return await self.client.ask(job_id, content)
         except asyncio.CancelledError:
             if job_id in self.aborting_tasks:
-                await self.client.call_off(job_id)
+                await self.client.cancel(job_id)
             raise
 
     # --- arq's verbs ----------------------------------------------------------------------------------------
@@ -76,14 +76,14 @@ class JobWorker(Worker):
 
     async def persist(self) -> None:
         """arq's own loop, again and again."""
-        trouble = ""
+        last_error = ""
         while True:
             try:
                 await super().main()
             except ERRORS as error:
-                if trouble != describe_error(error):
-                    trouble = describe_error(error)
-                    log.warning("no jobs: %s", trouble)
+                if last_error != describe_error(error):
+                    last_error = describe_error(error)
+                    log.warning("no jobs: %s", last_error)
                 await asyncio.sleep(PAUSE_S)
             except UnicodeDecodeError:
                 for key in (self.queue_name, abort_jobs_ss):

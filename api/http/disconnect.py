@@ -9,11 +9,11 @@ from api.errors import failed
 from api.inference.stream import Stream
 
 
-async def finished(streams: Sequence[Stream], request: Request, leave: Callable[[Stream], None]) -> None:
+async def finished(streams: Sequence[Stream], request: Request, release: Callable[[Stream], None]) -> None:
     """Returns when all streams have finished; `leave` is called for each, however it goes.
 
     Raises:
-        Refusal: of the first stream that did not end well.
+        ApiError: of the first stream that did not end well.
         ClientDisconnect: nobody waits any more.
     """
     tasks = {asyncio.create_task(all_ended(streams)), asyncio.create_task(abandoned(request))}
@@ -23,7 +23,7 @@ async def finished(streams: Sequence[Stream], request: Request, leave: Callable[
         for task in tasks:
             task.cancel()
         for stream in streams:
-            leave(stream)
+            release(stream)
     for stream in streams:
         if stream.terminal is None:
             raise ClientDisconnect

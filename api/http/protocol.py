@@ -6,16 +6,17 @@ import uuid
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from api.errors import Refusal, encode, tgi
+from api.errors import ApiError, tgi
 from api.http.request_id import HEADER
+from api.json import to_json
 
 
-class Http(HttpToolsProtocol):
+class HttpProtocol(HttpToolsProtocol):
     """One connection of a client."""
 
     def send_400_response(self, msg: str) -> None:
-        status, error = tgi(Refusal(400, "bad_request", msg))
-        body = encode(error)
+        status, error = tgi(ApiError(400, "bad_request", msg))
+        body = to_json(error)
         head = [
             f"HTTP/1.1 {status} Bad Request",
             "content-type: application/json",

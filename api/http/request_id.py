@@ -20,7 +20,7 @@ HEADER = "x-request-id"
 ACCEPTED = re.compile(rb"[\x21-\x7e]{1,128}")
 
 
-class RequestIds:
+class RequestIdMiddleware:
     """Around an application: gives every HTTP request an id, and every answer its header."""
 
     def __init__(self, app: ASGIApp) -> None:

@@ -27,7 +27,7 @@ class TokenStream(EventSourceResponse):
         frames: AsyncIterator[bytes],
         streams: Sequence[Stream],
         headers: Mapping[str, str],
-        leave: Callable[[Stream], None],
+        release: Callable[[Stream], None],
     ) -> None:
         super().__init__(
             frames,
@@ -36,7 +36,7 @@ class TokenStream(EventSourceResponse):
             ping=KEEP_ALIVE_S,
             ping_message_factory=keep_alive,
         )
-        self.streams, self.leave = streams, leave
+        self.streams, self.release = streams, release
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self.send_body: Send = scope["state"]["send"]
@@ -44,7 +44,7 @@ class TokenStream(EventSourceResponse):
             await super().__call__(scope, receive, send)
         finally:
             for stream in self.streams:
-                self.leave(stream)
+                self.release(stream)
 
     async def _stream_response(self, send: Send) -> None:
         """As the library does it, without what it does for every chunk: these are bytes already, to send them
@@ -66,7 +66,7 @@ def frame(body: bytes) -> bytes:
     return b"data: %b\n\n" % body
 
 
-async def news(stream: Stream) -> AsyncIterator[tuple[range, bool]]:
+async def updates(stream: Stream) -> AsyncIterator[tuple[range, bool]]:
     """(indices of tokens to show now, whether the stream has ended), as often as there is something new, up
     to the end.
 

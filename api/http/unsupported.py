@@ -11,7 +11,7 @@ UnsupportedFields = Mapping[str, Collection[object]]
 def reject_unsupported(
     given: Mapping[str, object], unserved: UnsupportedFields, elsewhere: Collection[str]
 ) -> None:
-    """Raises Refusal (422) for what is unserved, and for what only routes elsewhere have; names that nobody
+    """Raises ApiError (422) for what is unserved, and for what only routes elsewhere have; names that nobody
     knows are ignored.
     """
     for name, value in given.items():

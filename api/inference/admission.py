@@ -11,12 +11,12 @@ from typing import Any
 from redis.asyncio import Redis
 from redis.exceptions import AuthenticationError, BusyLoadingError, ConnectionError, ResponseError
 
-from api.errors import Refusal, conflict, overloaded, unavailable
+from api.errors import ApiError, conflict, overloaded, unavailable
 from api.inference import metrics
-from api.inference.capacity import Fleet
+from api.inference.capacity import WorkerMonitor
 from api.inference.relay import Relay
 from api.inference.stream import Stream
-from api.inference.tokenizer import Vocabulary
+from api.inference.tokenizer import ModelTokenizer
 from common.broker.client import CONNECT_TIMEOUT_S, ERRORS, describe_error, script
 from common.broker.keys import Keys
 from common.messages.codec import encode
@@ -33,7 +33,7 @@ FAREWELL_S, LAST_FAREWELLS_S = 60.0, 2.0
 PAUSE_S = 0.2
 
 
-class Desk:
+class Admission:
     """Admits requests of one gateway, and leaves nothing of them behind."""
 
     def __init__(
@@ -42,27 +42,28 @@ class Desk:
         keys: Keys,
         gateway: str,
         settings: Settings,
-        vocabulary: Vocabulary,
+        tokenizer: ModelTokenizer,
         relay: Relay,
-        fleet: Fleet,
+        workers: WorkerMonitor,
     ) -> None:
         self.redis, self.keys, self.gateway, self.settings = redis, keys, gateway, settings
-        self.vocabulary, self.relay, self.fleet = vocabulary, relay, fleet
-        self.admit, self.cancel = script(redis, "admit"), script(redis, "cancel")
-        self.turns = asyncio.Semaphore(MAX_COMMANDS)
-        self.farewells: set[asyncio.Task[None]] = set()
+        self.tokenizer, self.relay, self.workers = tokenizer, relay, workers
+        self.admit_script = script(redis, "admit")
+        self.cancel_script = script(redis, "cancel")
+        self.permits = asyncio.Semaphore(MAX_COMMANDS)
+        self.cleanups: set[asyncio.Task[None]] = set()
 
     async def check(self) -> None:
-        """Raises Refusal (503) when nothing can be served now. Nobody is refused for what a fresh look at the
+        """Raises ApiError (503) when nothing can be served now. Nobody is refused for what a fresh look at the
         workers disproves.
         """
-        if self.relay.trouble:
-            raise unavailable(self.relay.trouble)
+        if self.relay.last_error:
+            raise unavailable(self.relay.last_error)
         try:
-            self.fleet.check()
-        except Refusal:
-            await self.fleet.look_again()
-            self.fleet.check()
+            self.workers.check()
+        except ApiError:
+            await self.workers.look_again()
+            self.workers.check()
 
     async def submit_all(self, requests: list[Generate], request_id: str | None = None) -> list[Stream]:
         """Admits all or none, as `{request_id}`, or as `{request_id}.{i}` where there are several. As
@@ -77,28 +78,28 @@ class Desk:
                 )
         except BaseException:
             for stream in streams:
-                self.leave(stream)
+                self.release(stream)
             raise
         return streams
 
     async def submit(self, request: Generate, request_id: str) -> Stream:
-        """Admits a request; its reader must `leave` the stream. Raises Refusal: 429, 503."""
+        """Admits a request; its reader must `leave` the stream. Raises ApiError: 429, 503."""
         await self.check()
-        stream = Stream(self.address(request, request_id), self.vocabulary)
+        stream = Stream(self.address(request, request_id), self.tokenizer)
         self.relay.add(stream)
         try:
-            answer = await self.admission(stream.request)
+            answer = await self.admit_command(stream.request)
         except NOT_EXECUTED as error:
-            self.relay.forget(stream)
+            self.relay.remove(stream)
             raise unavailable(describe_error(error)) from error
         except BaseException as error:
-            self.leave(stream)  # it may have been admitted all the same
+            self.release(stream)  # it may have been admitted all the same
             if isinstance(error, ERRORS):
                 raise unavailable(describe_error(error)) from error
             raise
         if answer not in (b"admitted", b"attached"):
-            self.relay.forget(stream)
-            raise refusal(answer)
+            self.relay.remove(stream)
+            raise error_of(answer)
         self.relay.admitted(stream)
         return stream
 
@@ -114,7 +115,7 @@ class Desk:
         digest = hashlib.blake2b(encode(content), digest_size=16).hexdigest()
         return replace(content, request_id=request_id, digest=digest)
 
-    async def admission(self, request: Generate) -> bytes:
+    async def admit_command(self, request: Generate) -> bytes:
         """The broker's word on a request; where an answer was lost, the second one is `attached`."""
         keys = [self.keys.requests, self.keys.requests_bytes, self.keys.request(request.request_id)]
         limits = [self.settings.max_concurrent_requests, self.settings.max_queued_bytes]
@@ -127,56 +128,56 @@ class Desk:
             request.ttl_ms + HOME_MARGIN_MS,
             request.width,
         ]
-        async with asyncio.timeout(CONNECT_TIMEOUT_S), self.turns:
+        async with asyncio.timeout(CONNECT_TIMEOUT_S), self.permits:
             try:
-                answer = await self.admit(keys=keys, args=args)
+                answer = await self.admit_script(keys=keys, args=args)
             except NOT_EXECUTED:
                 raise
             except ConnectionError as error:
                 log.info("admission of %s is sent again: %s", request.request_id, describe_error(error))
-                answer = await self.admit(keys=keys, args=args)
+                answer = await self.admit_script(keys=keys, args=args)
             return bytes(answer[0])
 
     # --- leaving --------------------------------------------------------------------------------------------
 
-    def leave(self, stream: Stream) -> None:
+    def release(self, stream: Stream) -> None:
         """Nobody reads the stream any more: in the background it is cancelled if it has not ended, and
         forgotten everywhere.
         """
-        metrics.left(stream, self.fleet.limits)
-        task = asyncio.create_task(self.farewell(stream))
-        self.farewells.add(task)
-        task.add_done_callback(self.farewells.discard)
+        metrics.left(stream, self.workers.limits)
+        task = asyncio.create_task(self.cleanup(stream))
+        self.cleanups.add(task)
+        task.add_done_callback(self.cleanups.discard)
 
-    async def farewell(self, stream: Stream) -> None:
+    async def cleanup(self, stream: Stream) -> None:
         request_id = stream.request.request_id
         home, result = self.keys.request(request_id), self.keys.result(request_id)
         try:
             async with asyncio.timeout(FAREWELL_S):
-                if not stream.terminal and await self.call_off(request_id):
+                if not stream.terminal and await self.cancel(request_id):
                     self.relay.admitted(stream)
                     await stream.ended.wait()
-                await self.insist(lambda: self.redis.delete(home, result))
+                await self.retry_forever(lambda: self.redis.delete(home, result))
         except TimeoutError:
             log.warning(
                 "request %s: no end within %.0f s of its cancel; Redis will expire it", request_id, FAREWELL_S
             )
         finally:
-            self.relay.forget(stream)
+            self.relay.remove(stream)
 
-    async def call_off(self, request_id: str) -> bool:
+    async def cancel(self, request_id: str) -> bool:
         """Cancels a request, whenever the broker takes that in. Returns False where it had ended or never
         was.
         """
         keys, word = [self.keys.request(request_id), self.keys.control], encode(Cancel(request_id, "client"))
-        return bool(await self.insist(lambda: self.cancel(keys=keys, args=[word])))
+        return bool(await self.retry_forever(lambda: self.cancel_script(keys=keys, args=[word])))
 
-    async def insist(self, command: Callable[[], Awaitable[Any]]) -> Any:
+    async def retry_forever(self, command: Callable[[], Awaitable[Any]]) -> Any:
         """The command's answer, whenever the broker gives it."""
         while True:
             await self.relay.subscribed.wait()
             try:
-                async with self.turns:
+                async with self.permits:
                     return await command()
             except ERRORS as error:
                 log.debug("once more: %s", describe_error(error))
@@ -184,13 +185,13 @@ class Desk:
 
     async def close(self) -> None:
         """Gives what is still being said a moment."""
-        if self.farewells:
-            _, unheard = await asyncio.wait(self.farewells, timeout=LAST_FAREWELLS_S)
+        if self.cleanups:
+            _, unheard = await asyncio.wait(self.cleanups, timeout=LAST_FAREWELLS_S)
             for task in unheard:
                 task.cancel()
 
 
-def refusal(answer: bytes) -> Refusal:
+def error_of(answer: bytes) -> ApiError:
     if answer in (b"count", b"bytes"):
         return overloaded()
     return conflict("request")

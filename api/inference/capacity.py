@@ -34,7 +34,7 @@ class Sighting:
     capacity: WorkerCapacity
 
 
-class Fleet:
+class WorkerMonitor:
     """Looks at the workers every heartbeat. What was learnt of them is kept when they die.
 
     Attributes:
@@ -52,7 +52,7 @@ class Fleet:
         self.num_streams = num_streams
         self.ready_s: float | None = None
         self.max_total_tokens = 0
-        self.trouble = "not connected to the broker yet"
+        self.last_error = "not connected to the broker yet"
         self.looked_s = 0.0
         self.looking = asyncio.Lock()
 
@@ -68,11 +68,11 @@ class Fleet:
             async with asyncio.timeout(CONNECT_TIMEOUT_S):
                 await self.say_alive()
                 self.learn(await self.sightings())
-            self.trouble = ""
+            self.last_error = ""
         except ERRORS as error:
-            if self.trouble != describe_error(error):
-                self.trouble = describe_error(error)
-                log.warning("cannot look at the workers: %s", self.trouble)
+            if self.last_error != describe_error(error):
+                self.last_error = describe_error(error)
+                log.warning("cannot look at the workers: %s", self.last_error)
         self.looked_s = time.monotonic()
 
     async def look_again(self) -> None:
@@ -85,7 +85,7 @@ class Fleet:
         """Our sign of life, with what we hold."""
         await self.sign.send(state="ready", streams=self.num_streams(), tasks=len(asyncio.all_tasks()))
 
-    async def leave(self) -> None:
+    async def remove_heartbeat(self) -> None:
         """Takes the sign of life away: this gateway has no requests any more."""
         try:
             async with asyncio.timeout(1.0):
@@ -122,9 +122,9 @@ class Fleet:
             self.max_total_tokens = min(one.capacity.max_total_tokens for one in ready)
 
     def check(self) -> None:
-        """Raises Refusal (503) when a request would only wait for a worker that does not come."""
-        if self.trouble:
-            raise unavailable(self.trouble)
+        """Raises ApiError (503) when a request would only wait for a worker that does not come."""
+        if self.last_error:
+            raise unavailable(self.last_error)
         if self.ready_s is None:
             raise unavailable("no worker is ready yet")
         gone_s = time.monotonic() - self.ready_s

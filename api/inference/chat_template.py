@@ -19,7 +19,7 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
-from api.errors import Refusal
+from api.errors import ApiError
 from common.model_files import read_json
 from common.settings.settings import SettingError
 
@@ -63,7 +63,7 @@ class ChatTemplate:
         self, messages: Sequence[Message], add_generation_prompt: bool, variables: Mapping[str, Any]
     ) -> str:
         """The prompt up to where the next message, or with `add_generation_prompt` its content, begins.
-        Raises Refusal.
+        Raises ApiError.
         """
         given = {
             "messages": messages,
@@ -78,7 +78,7 @@ class ChatTemplate:
 
     def render_open(self, messages: Sequence[Message], variables: Mapping[str, Any]) -> str:
         """The prompt up to the end of the last message's content, which the model is to continue. Raises
-        Refusal.
+        ApiError.
         """
         *before, last = messages
         rendered = self.render([*before, {**last, "content": last["content"] + END_MARK}], False, variables)
@@ -113,8 +113,8 @@ def special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
     return {name: text for name, text in texts.items() if isinstance(text, str)}
 
 
-def template_error(cause: str) -> Refusal:
-    return Refusal(422, "template_error", cause, "messages", "template_error")
+def template_error(cause: str) -> ApiError:
+    return ApiError(422, "template_error", cause, "messages", "template_error")
 
 
 # --- what templates may use ---------------------------------------------------------------------------------

@@ -24,7 +24,7 @@ ARRIVED_S: ContextVar[float] = ContextVar("arrived_s", default=0.0)
 """Monotonic time at which the request that this task serves arrived; 0 for tasks that serve none."""
 
 
-class Meter:
+class MetricsMiddleware:
     """Around an application: notes when a request for tokens arrives."""
 
     def __init__(self, app: ASGIApp) -> None:

@@ -10,12 +10,12 @@ from typing import Any, cast
 
 from fastapi import Request
 
-from api.inference.admission import Desk
-from api.inference.capacity import Fleet
-from api.inference.pools import Pools
+from api.inference.admission import Admission
+from api.inference.capacity import WorkerMonitor
+from api.inference.pools import PoolRegistry
 from api.inference.relay import Relay
-from api.inference.tokenizer import Vocabulary
-from api.jobs.consumer import Jobs
+from api.inference.tokenizer import ModelTokenizer
+from api.jobs.consumer import JobConsumer
 from common.broker.client import CONNECT_TIMEOUT_S, broker_url, connect
 from common.broker.keys import Keys
 from common.settings.settings import Settings
@@ -23,7 +23,7 @@ from common.settings.settings import Settings
 log = logging.getLogger(__name__)
 
 
-class Gateway:
+class Pool:
     """The parts of a gateway that serve one pool, tied together; `name` is new at every start.
 
     Attributes:
@@ -31,27 +31,29 @@ class Gateway:
     """
 
     def __init__(
-        self, settings: Settings, name: str, vocabulary: Vocabulary, lose: Callable[[], bool] | None = None
+        self, settings: Settings, name: str, tokenizer: ModelTokenizer, lose: Callable[[], bool] | None = None
     ) -> None:
         keys = Keys(settings.pool)
-        self.settings, self.vocabulary = settings, vocabulary
+        self.settings, self.tokenizer = settings, tokenizer
         self.redis = connect(broker_url(settings))
         self.relay = Relay(self.redis, keys, name, lose)
-        self.fleet = Fleet(self.redis, keys, name, settings, num_streams=lambda: len(self.relay.streams))
-        self.pools = Pools(self, self.redis, name)
-        self.desk = Desk(self.redis, keys, name, settings, vocabulary, self.relay, self.fleet)
-        self.jobs = Jobs(self, name)
+        self.workers = WorkerMonitor(
+            self.redis, keys, name, settings, num_streams=lambda: len(self.relay.streams)
+        )
+        self.pools = PoolRegistry(self, self.redis, name)
+        self.admission = Admission(self.redis, keys, name, settings, tokenizer, self.relay, self.workers)
+        self.job_consumer = JobConsumer(self, name)
 
     @contextlib.asynccontextmanager
-    async def running(self) -> AsyncIterator["Gateway"]:
+    async def running(self) -> AsyncIterator["Pool"]:
         """The gateway lives while the context is open; a broker that is away now may come later."""
-        await self.fleet.look()
+        await self.workers.look()
         async with contextlib.AsyncExitStack() as stack:
             stack.push_async_callback(self.redis.aclose)
-            stack.push_async_callback(self.fleet.leave)
-            for loop in (self.relay.run(), self.fleet.run(), self.jobs.run()):
+            stack.push_async_callback(self.workers.remove_heartbeat)
+            for loop in (self.relay.run(), self.workers.run(), self.job_consumer.run()):
                 await stack.enter_async_context(running_task(loop))
-            stack.push_async_callback(self.desk.close)
+            stack.push_async_callback(self.admission.close)
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self.relay.subscribed.wait(), CONNECT_TIMEOUT_S)
             stack.push_async_callback(self.pools.close)
@@ -78,5 +80,5 @@ def end_with(task: asyncio.Task[None]) -> None:
         os._exit(1)  # no stream can go on; its successor serves the next ones
 
 
-def gateway_of(request: Request) -> Gateway:
-    return cast(Gateway, request.app.state.gateway)
+def pool_of(request: Request) -> Pool:
+    return cast(Pool, request.app.state.gateway)

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 
 from redis.asyncio import Redis
 
-from api.errors import Refusal, asking_broker, unavailable
-from api.inference.tokenizer import Vocabulary
+from api.errors import ApiError, asking_broker, unavailable
+from api.inference.tokenizer import ModelTokenizer
 from common import model_files
 from common.broker.keys import POOLS, Keys
 from common.messages.codec import WireError, decode
@@ -18,7 +18,7 @@ from common.messages.plan import WorkerCapacity
 from common.settings.settings import SettingError, Settings
 
 if TYPE_CHECKING:
-    from api.inference.pool import Gateway
+    from api.inference.pool import Pool
 
 log = logging.getLogger(__name__)
 
@@ -26,17 +26,17 @@ ANY_MODEL = (None, "", "tgi", "dummy")
 """What clients say that do not care, or have to say something."""
 
 
-class Pools:
+class PoolRegistry:
     """Finds the pool for a model's name. Pools of others are opened once and kept until `close`."""
 
-    def __init__(self, own: "Gateway", redis: Redis, name: str) -> None:
+    def __init__(self, own: "Pool", redis: Redis, name: str) -> None:
         self.own, self.redis, self.name = own, redis, name
-        self.opened: dict[str, Gateway] = {}
+        self.opened: dict[str, Pool] = {}
         self.stack = contextlib.AsyncExitStack()
         self.opening = asyncio.Lock()
 
-    async def find(self, model: str | None) -> "Gateway":
-        """The parts that serve `model`. Raises Refusal: 404 `model_not_found`, 503 where that cannot be found
+    async def find(self, model: str | None) -> "Pool":
+        """The parts that serve `model`. Raises ApiError: 404 `model_not_found`, 503 where that cannot be found
         out.
         """
         if model in ANY_MODEL or model in names(self.own.settings):
@@ -54,11 +54,11 @@ class Pools:
         pools = sorted(member.decode() for member in members if member != self.own.settings.pool.encode())
         return [pool for pool in pools if await self.worker(pool)]
 
-    async def open(self, pool: str) -> "Gateway":
+    async def open(self, pool: str) -> "Pool":
         async with asking_broker():
             worker = await self.worker(pool) if await self.redis.zscore(POOLS, pool) is not None else None
         if worker is None:
-            raise Refusal(
+            raise ApiError(
                 404,
                 "model_not_found",
                 f"The model `{pool}` does not exist",
@@ -68,11 +68,11 @@ class Pools:
         settings = of_pool(self.own.settings, pool, worker)
         try:
             path = await asyncio.to_thread(model_files.resolve, settings.model_id, settings.revision)
-            vocabulary = await asyncio.to_thread(Vocabulary.load, Path(path))
+            tokenizer = await asyncio.to_thread(ModelTokenizer.load, Path(path))
         except SettingError as error:
             raise unavailable(f"pool {pool}: {error}") from error
         log.info("pool %s is served too: %s", pool, settings.model_id)
-        return await self.stack.enter_async_context(type(self.own)(settings, self.name, vocabulary).running())
+        return await self.stack.enter_async_context(type(self.own)(settings, self.name, tokenizer).running())
 
     async def worker(self, pool: str) -> WorkerCapacity | None:
         """The capacity of any live worker of a pool."""

@@ -49,7 +49,7 @@ class Relay:
         self.followed: Counter[str] = Counter()
         self.wire: FastConnection | None = None
         self.sequences: dict[tuple[str, str], tuple[int, float]] = {}
-        self.trouble = "not connected to the broker yet"
+        self.last_error = "not connected to the broker yet"
         self.subscribed = asyncio.Event()
         self.wanted: set[str] = set()
         self.asked = asyncio.Event()
@@ -75,7 +75,7 @@ class Relay:
         if stream.request.request_id in self.wanted:
             self.asked.set()
 
-    def forget(self, stream: Stream) -> None:
+    def remove(self, stream: Stream) -> None:
         self.streams.pop(stream.request.request_id, None)
         self.wanted.discard(stream.request.request_id)
 
@@ -105,15 +105,15 @@ class Relay:
                 if self.subscribed.is_set():
                     self.subscribed.clear()
                     pause_s = FIRST_PAUSE_S
-                if self.trouble != describe_error(error):
-                    self.trouble = describe_error(error)
-                    log.warning("no subscription: %s", self.trouble)
+                if self.last_error != describe_error(error):
+                    self.last_error = describe_error(error)
+                    log.warning("no subscription: %s", self.last_error)
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, LAST_PAUSE_S)
 
     async def subscribe(self) -> None:
         """Hears messages for as long as the connection holds."""
-        self.wire = wire = await FastConnection.connect(self.redis, self.take_in)
+        self.wire = wire = await FastConnection.connect(self.redis, self.on_reply)
         try:
             wire.send("SUBSCRIBE", self.channel, *self.followed)
             await wire.closed
@@ -121,38 +121,38 @@ class Relay:
             self.wire = None
             wire.close()
 
-    def take_in(self, reply: Any) -> None:
+    def on_reply(self, reply: Any) -> None:
         """What the broker says to its subscriber; that something is refused ends the subscription."""
         match reply:
             case [b"message", channel, data]:
                 if not (self.lose and self.lose()):
-                    self.hear(data, channel.decode())
+                    self.on_message(data, channel.decode())
             case [b"subscribe", *_]:
                 self.subscribed.set()
-                self.trouble = ""
-                self.ask(self.streams.values())
+                self.last_error = ""
+                self.request_fill(self.streams.values())
             case Exception() if self.wire is not None:
                 self.wire.fail(reply)
 
-    def hear(self, data: bytes, channel: str = "") -> None:
+    def on_message(self, data: bytes, channel: str = "") -> None:
         """One message of one source."""
         try:
             events = decode(Events, data)
-            if self.missed(events, channel):
-                self.ask(self.streams.values())
+            if self.has_gap(events, channel):
+                self.request_fill(self.streams.values())
             for tokens in events.tokens:
                 stream = self.streams.get(tokens.request_id)
                 if stream is not None and not stream.take(tokens):
-                    self.ask([stream])
+                    self.request_fill([stream])
             for terminal in events.terminals:
                 stream = self.streams.get(terminal.request_id)
                 if stream is not None and not stream.end(terminal):
-                    self.ask([stream])
+                    self.request_fill([stream])
         except WireError as error:
             log.error("undecodable message: %s", error)
-            self.ask(self.streams.values())
+            self.request_fill(self.streams.values())
 
-    def missed(self, events: Events, channel: str) -> bool:
+    def has_gap(self, events: Events, channel: str) -> bool:
         """Whether messages of this source to this channel went past us. One without content repeats its last
         number.
         """
@@ -163,7 +163,7 @@ class Relay:
 
     # --- filling --------------------------------------------------------------------------------------------
 
-    def ask(self, streams: Iterable[Stream]) -> None:
+    def request_fill(self, streams: Iterable[Stream]) -> None:
         """Has these streams filled; what is asked for while a fill runs goes into the next one."""
         self.wanted.update(stream.request.request_id for stream in streams)
         if self.wanted:
@@ -182,7 +182,9 @@ class Relay:
                     reading = await read(self.redis, self.keys, wanted)
             except ERRORS as error:
                 log.warning("cannot fill %d streams: %s", len(wanted), describe_error(error))
-                self.ask(self.streams[request_id] for request_id in wanted if request_id in self.streams)
+                self.request_fill(
+                    self.streams[request_id] for request_id in wanted if request_id in self.streams
+                )
                 await asyncio.sleep(LAST_PAUSE_S)
                 continue
             self.num_fills += 1
@@ -203,7 +205,7 @@ class Relay:
                 for stream in self.streams.values()
                 if now - stream.heard_s > SILENCE_S and not stream.terminal
             ]
-            self.ask(silent)
+            self.request_fill(silent)
             for stream in silent:
                 stream.heard_s = now
             self.sequences = {

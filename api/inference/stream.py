@@ -5,7 +5,7 @@ import json
 import time
 from collections.abc import Sequence
 
-from api.inference.tokenizer import Vocabulary
+from api.inference.tokenizer import ModelTokenizer
 from common.broker.committed import Committed
 from common.detokenize import Detokenizer, StopMatcher, generated_text
 from common.messages.codec import WireError
@@ -32,10 +32,10 @@ class Stream:
             word on that was lost), first token, last token, end; 0 before that.
     """
 
-    def __init__(self, request: Generate, vocabulary: Vocabulary) -> None:
-        self.request, self.vocabulary = request, vocabulary
+    def __init__(self, request: Generate, tokenizer: ModelTokenizer) -> None:
+        self.request, self.tokenizer = request, tokenizer
         self.prompt_ids = unpack_ids(request.prompt_ids)
-        self.ending_ids = (frozenset() if request.ignore_eos else vocabulary.ending_ids).union(
+        self.ending_ids = (frozenset() if request.ignore_eos else tokenizer.ending_ids).union(
             unpack_ids(request.stop_ids)
         )
         self.matcher = StopMatcher(request.stop) if request.stop else None
@@ -91,7 +91,7 @@ class Stream:
         assert self.terminal is not None
         request, reason = self.request, self.terminal.reason
         return generated_text(
-            self.vocabulary.tokenizer, self.prompt_ids, self.ids, request.stop, reason, request.min_new_tokens
+            self.tokenizer.backend, self.prompt_ids, self.ids, request.stop, reason, request.min_new_tokens
         )
 
     def take(self, tokens: Tokens) -> bool:
@@ -191,7 +191,7 @@ class Stream:
                 )
             )
             return
-        self.detokenizer = self.detokenizer or Detokenizer(self.vocabulary.tokenizer, self.prompt_ids)
+        self.detokenizer = self.detokenizer or Detokenizer(self.tokenizer.backend, self.prompt_ids)
         for token_id in self.ids[self.num_detokenized :]:
             self.detokenizer.step(token_id)
         self.num_detokenized = len(ids)

@@ -6,12 +6,12 @@ from pathlib import Path
 from tokenizers import Tokenizer
 
 from api.inference.chat_template import ChatTemplate
-from api.offload import aside
+from api.offload import offload
 from common import model_files
 
 
 @dataclass(frozen=True, slots=True)
-class Vocabulary:
+class ModelTokenizer:
     """A model's tokenizer, and which of its ids are special.
 
     Attributes:
@@ -20,13 +20,13 @@ class Vocabulary:
         chat_template: None where the model has none.
     """
 
-    tokenizer: Tokenizer
+    backend: Tokenizer
     special_ids: frozenset[int]
     ending_ids: frozenset[int]
     chat_template: ChatTemplate | None = None
 
     @classmethod
-    def load(cls, path: Path, tokenizer_config_path: str | None = None) -> "Vocabulary":
+    def load(cls, path: Path, tokenizer_config_path: str | None = None) -> "ModelTokenizer":
         """Of the model in the directory `path`. Raises SettingError."""
         tokenizer = Tokenizer.from_file(str(path / "tokenizer.json"))
         tokenizer.no_truncation()
@@ -38,14 +38,14 @@ class Vocabulary:
     @property
     def size(self) -> int:
         """Ids are below it."""
-        return self.tokenizer.get_vocab_size()
+        return self.backend.get_vocab_size()
 
     async def ids(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a prompt, with what the model wants around it unless the text has that already."""
-        return await aside(len(text), lambda: self.encode(text, add_special_tokens))
+        return await offload(len(text), lambda: self.encode(text, add_special_tokens))
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        encoded = self.tokenizer.encode_batch_fast(
+        encoded = self.backend.encode_batch_fast(
             [text], add_special_tokens=add_special_tokens
         )  # unlike `encode`, other threads run
         ids: list[int] = encoded[0].ids
@@ -55,7 +55,7 @@ class Vocabulary:
         """(id, start, end) of a prompt's tokens, in characters of the text; those of one character have all
         of it, added ones nothing.
         """
-        encoded = self.tokenizer.encode_batch([text], add_special_tokens=add_special_tokens)[0]
+        encoded = self.backend.encode_batch([text], add_special_tokens=add_special_tokens)[0]
         return [
             (token_id, start, end)
             for token_id, (start, end) in zip(encoded.ids, encoded.offsets, strict=True)

@@ -6,11 +6,11 @@ import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from api.errors import Refusal, invalid
+from api.errors import ApiError, invalid
 from api.inference.params import GenerationParams
 from api.inference.ranges import BIASES, MAX_STOP_CHARS, RANGES
-from api.inference.tokenizer import Vocabulary
-from api.offload import aside
+from api.inference.tokenizer import ModelTokenizer
+from api.offload import offload
 from common.messages.packing import pack_ids
 from common.messages.request import TOP_P_MIN, Generate, SamplingParams
 
@@ -33,13 +33,13 @@ class Limits:
     max_client_batch_size: int
 
 
-async def validate(params: GenerationParams, limits: Limits, vocabulary: Vocabulary) -> list[Generate]:
+async def validate(params: GenerationParams, limits: Limits, tokenizer: ModelTokenizer) -> list[Generate]:
     """One request for each of the `n` answers, without what admission adds: ids, deadline, reader.
 
-    Raises Refusal (422) naming the field at fault and its limit.
+    Raises ApiError (422) naming the field at fault and its limit.
     """
-    check(params, limits, vocabulary)
-    prompt_ids = await prompt(params, limits, vocabulary)
+    check(params, limits, tokenizer)
+    prompt_ids = await prompt(params, limits, tokenizer)
     request = Generate(
         request_id="",
         digest="",
@@ -51,16 +51,16 @@ async def validate(params: GenerationParams, limits: Limits, vocabulary: Vocabul
         stop_ids=pack_ids(params.stop_ids),
         top_n_tokens=params.top_n_tokens,
         prompt_logprobs=params.prompt_logprobs,
-        sampling=await aside(sum(map(len, params.bad_words)), lambda: sampling(params, vocabulary)),
+        sampling=await offload(sum(map(len, params.bad_words)), lambda: sampling(params, tokenizer)),
     )
     return [choice(request, i) for i in range(params.n)]
 
 
-def check(params: GenerationParams, limits: Limits, vocabulary: Vocabulary) -> None:
-    """Raises Refusal (422) for what is wrong whatever the prompt."""
+def check(params: GenerationParams, limits: Limits, tokenizer: ModelTokenizer) -> None:
+    """Raises ApiError (422) for what is wrong whatever the prompt."""
     check_ranges(params)
-    check_stops(params, limits, vocabulary)
-    check_logits(params, vocabulary)
+    check_stops(params, limits, tokenizer)
+    check_logits(params, tokenizer)
     check_top_n(params, limits)
 
 
@@ -68,7 +68,7 @@ def choice(request: Generate, i: int) -> Generate:
     return replace(request, sampling=replace(request.sampling, choice=i)) if request.sampling else request
 
 
-def refuse(params: GenerationParams, field: str, words: str) -> Refusal:
+def refuse(params: GenerationParams, field: str, words: str) -> ApiError:
     """`words` go on from the field's name."""
     return invalid(f"`{params.name(field)}` {words}", params.name(field))
 
@@ -83,7 +83,7 @@ def check_ranges(params: GenerationParams) -> None:
             raise refuse(params, name, f"must be {allowed}. Given: {value}")
 
 
-def check_stops(params: GenerationParams, limits: Limits, vocabulary: Vocabulary) -> None:
+def check_stops(params: GenerationParams, limits: Limits, tokenizer: ModelTokenizer) -> None:
     if len(params.stop) > limits.max_stop_sequences:
         raise refuse(
             params,
@@ -98,16 +98,16 @@ def check_stops(params: GenerationParams, limits: Limits, vocabulary: Vocabulary
             "stop",
             f"must have stop sequences of at most {MAX_STOP_CHARS} characters. Given: {longest}",
         )
-    check_id_list(params, "stop_ids", params.stop_ids, vocabulary)
+    check_id_list(params, "stop_ids", params.stop_ids, tokenizer)
 
 
-def check_logits(params: GenerationParams, vocabulary: Vocabulary) -> None:
-    check_id_list(params, "top_p_reset_ids", params.top_p_reset_ids, vocabulary)
+def check_logits(params: GenerationParams, tokenizer: ModelTokenizer) -> None:
+    check_id_list(params, "top_p_reset_ids", params.top_p_reset_ids, tokenizer)
     if len(params.logit_bias) > MAX_BIASES:
         raise refuse(
             params, "logit_bias", f"supports up to {MAX_BIASES} token ids. Given: {len(params.logit_bias)}"
         )
-    check_ids(params, "logit_bias", list(params.logit_bias), vocabulary)
+    check_ids(params, "logit_bias", list(params.logit_bias), tokenizer)
     for value in params.logit_bias.values():
         if not BIASES.holds(value):
             raise refuse(params, "logit_bias", f"must have values of {BIASES}. Given: {value}")
@@ -124,19 +124,21 @@ def check_logits(params: GenerationParams, vocabulary: Vocabulary) -> None:
             )
 
 
-def check_id_list(params: GenerationParams, field: str, ids: Sequence[int], vocabulary: Vocabulary) -> None:
+def check_id_list(
+    params: GenerationParams, field: str, ids: Sequence[int], tokenizer: ModelTokenizer
+) -> None:
     if len(ids) > MAX_LISTED_IDS:
         raise refuse(params, field, f"supports up to {MAX_LISTED_IDS} token ids. Given: {len(ids)}")
-    check_ids(params, field, ids, vocabulary)
+    check_ids(params, field, ids, tokenizer)
 
 
-def check_ids(params: GenerationParams, field: str, ids: Sequence[int], vocabulary: Vocabulary) -> None:
+def check_ids(params: GenerationParams, field: str, ids: Sequence[int], tokenizer: ModelTokenizer) -> None:
     for token_id in ids:
-        if not 0 <= token_id < vocabulary.size:
+        if not 0 <= token_id < tokenizer.size:
             raise refuse(
                 params,
                 field,
-                f"must have token ids of at least 0 and below {vocabulary.size}. Given: {token_id}",
+                f"must have token ids of at least 0 and below {tokenizer.size}. Given: {token_id}",
             )
 
 
@@ -165,7 +167,7 @@ def draws(params: GenerationParams) -> bool:
     )
 
 
-def sampling(params: GenerationParams, vocabulary: Vocabulary) -> SamplingParams | None:
+def sampling(params: GenerationParams, tokenizer: ModelTokenizer) -> SamplingParams | None:
     """None for what is greedy, with nothing to change. A seed is found here where none is given."""
     changed = SamplingParams(
         repetition_penalty=given(params.repetition_penalty, 1.0),
@@ -173,14 +175,14 @@ def sampling(params: GenerationParams, vocabulary: Vocabulary) -> SamplingParams
         presence_penalty=given(params.presence_penalty, 0.0),
         relative_frequency_penalty=given(params.relative_frequency_penalty, 0.0),
         logit_bias=[(token_id, float(value)) for token_id, value in params.logit_bias.items() if value],
-        bad_words=[pack_ids(ids) for word in params.bad_words for ids in vocabulary.spellings(word)],
+        bad_words=[pack_ids(ids) for word in params.bad_words for ids in tokenizer.spellings(word)],
     )
     if not draws(params):
         return None if changed == SamplingParams() else replace(changed, raw_logprobs=params.raw_logprobs)
     return replace(
         changed,
         temperature=given(params.temperature, 1.0),
-        top_k=min(max(params.top_k or 0, 0), vocabulary.size),
+        top_k=min(max(params.top_k or 0, 0), tokenizer.size),
         top_p=given(params.top_p, 1.0),
         top_p_decay=given(params.top_p_decay, 1.0),
         top_p_min=given(params.top_p_min, TOP_P_MIN),
@@ -199,7 +201,7 @@ def given(value: float | None, default: float) -> float:
 # --- lengths ------------------------------------------------------------------------------------------------
 
 
-async def prompt(params: GenerationParams, limits: Limits, vocabulary: Vocabulary) -> list[int]:
+async def prompt(params: GenerationParams, limits: Limits, tokenizer: ModelTokenizer) -> list[int]:
     """The prompt's ids; its last `truncate` ones."""
     field = "text" if params.prompt_ids is None else "prompt_ids"
     if params.truncate is not None and params.truncate > limits.max_input_tokens:
@@ -209,7 +211,7 @@ async def prompt(params: GenerationParams, limits: Limits, vocabulary: Vocabular
     if params.prompt_ids is not None:
         ids = params.prompt_ids
     elif params.text:
-        ids = await vocabulary.ids(params.text, params.add_special_tokens)
+        ids = await tokenizer.ids(params.text, params.add_special_tokens)
     else:
         raise refuse(params, field, "cannot be empty")
     ids = ids[-(params.truncate or 0) :]
@@ -218,7 +220,7 @@ async def prompt(params: GenerationParams, limits: Limits, vocabulary: Vocabular
     if len(ids) > limits.max_input_tokens:
         raise refuse(params, field, f"must have at most {limits.max_input_tokens} tokens. Given: {len(ids)}")
     if params.prompt_ids is not None:
-        check_ids(params, field, ids, vocabulary)
+        check_ids(params, field, ids, tokenizer)
     return ids
 
 

@@ -5,13 +5,14 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from api.errors import encode, invalid
+from api.errors import invalid
 from api.http.body import shaped
 from api.inference.stream import Stream
 from api.inference.validate import validate
 from api.jobs.job import Job
 from api.jobs.reply import Frame
-from api.offload import aside
+from api.json import to_json
+from api.offload import offload
 from api.openai import chat_prompt
 from api.openai.choice import new_choice
 from api.openai.params import from_chat
@@ -21,14 +22,14 @@ from api.openai.stream import news
 from common.messages.request import Generate
 
 if TYPE_CHECKING:
-    from api.inference.pool import Gateway
+    from api.inference.pool import Pool
 
 OURS = ("messages", "model", "stream")
 """What stands beside `parameters`, or is said by `reply_to` and `reply`."""
 
 
 @dataclass(frozen=True, slots=True)
-class ChatOrder:
+class ChatJob:
     requests: list[Generate]
     chat: ChatRequest
     job: Job
@@ -55,17 +56,17 @@ class ChatOrder:
         return answer
 
 
-async def accept(gateway: "Gateway", job: Job) -> ChatOrder:
-    """Raises Refusal."""
+async def accept(pool: "Pool", job: Job) -> ChatJob:
+    """Raises ApiError."""
     assert job.body is not None
     parameters = job.body.parameters or {}
     for name in OURS:
         if name in parameters:
             raise invalid(f"`{name}` is no parameter of a job", name)
-    content = encode(parameters | {"messages": job.body.messages, "stream": True})
-    chat = await aside(len(content), lambda: shaped(ChatRequest, content))
+    content = to_json(parameters | {"messages": job.body.messages, "stream": True})
+    chat = await offload(len(content), lambda: shaped(ChatRequest, content))
     chat.check()
-    params = from_chat(chat, await chat_prompt.chat_prompt_text(chat, gateway.vocabulary.chat_template))
+    params = from_chat(chat, await chat_prompt.chat_prompt_text(chat, pool.tokenizer.chat_template))
     params = replace(params, seed=job.seed if params.seed is None else params.seed)
-    requests = await validate(params, gateway.fleet.limits, gateway.vocabulary)
-    return ChatOrder(requests, chat, job, gateway.settings.model_name)
+    requests = await validate(params, pool.workers.limits, pool.tokenizer)
+    return ChatJob(requests, chat, job, pool.settings.model_name)

@@ -13,20 +13,21 @@ from typing import TYPE_CHECKING, Any
 
 from redis.exceptions import ResponseError
 
-from api.errors import Refusal, conflict, encode, openai, overloaded, tgi
+from api.errors import ApiError, conflict, openai, overloaded, tgi
 from api.inference import metrics
 from api.inference.admission import PAUSE_S
 from api.jobs import chat, generate
 from api.jobs.job import NAME, Job, read
 from api.jobs.reply import Reply
 from api.jobs.runner import JobRun
-from api.offload import aside
+from api.json import to_json
+from api.offload import offload
 from common.broker.client import ERRORS, describe_error, script
 from common.broker.keys import RESULT_TTL_MS
 from common.process.logs import REQUEST_ID
 
 if TYPE_CHECKING:
-    from api.inference.pool import Gateway
+    from api.inference.pool import Pool
 
 log = logging.getLogger(__name__)
 
@@ -39,7 +40,7 @@ TOMBSTONE_MS = 60_000
 """How long a cancel is remembered that came before its job."""
 
 
-class Jobs:
+class JobConsumer:
     """The jobs of one gateway.
 
     Attributes:
@@ -47,11 +48,11 @@ class Jobs:
         runs: jobs being served, by id.
     """
 
-    def __init__(self, gateway: "Gateway", name: str) -> None:
-        self.gateway, self.desk, self.settings, self.name = gateway, gateway.desk, gateway.settings, name
-        self.redis: Any = gateway.redis
-        self.keys = gateway.desk.keys
-        self.take_over_script, self.call_off_script = (
+    def __init__(self, pool: "Pool", name: str) -> None:
+        self.pool, self.admission, self.settings, self.name = pool, pool.admission, pool.settings, name
+        self.redis: Any = pool.redis
+        self.keys = pool.admission.keys
+        self.take_over_script, self.cancel_script = (
             script(self.redis, "claim_jobs"),
             script(self.redis, "cancel_job"),
         )
@@ -71,15 +72,15 @@ class Jobs:
 
     async def persist(self, verb: Callable[[], Awaitable[None]]) -> None:
         """Does `verb` for ever, whatever the broker or somebody who writes to our stream does."""
-        trouble = ""
+        last_error = ""
         while True:
             try:
                 await verb()
-                trouble = ""
+                last_error = ""
             except ERRORS as error:
-                if trouble != describe_error(error):
-                    trouble = describe_error(error)
-                    log.warning("no jobs: %s", trouble)
+                if last_error != describe_error(error):
+                    last_error = describe_error(error)
+                    log.warning("no jobs: %s", last_error)
                 await asyncio.sleep(PAUSE_S)
 
     # --- taking ---------------------------------------------------------------------------------------------
@@ -100,7 +101,7 @@ class Jobs:
             for entry_id, fields in new[: len(new) - surplus]:
                 await self.accept(entry_id, fields)
             for entry_id, fields in new[len(new) - surplus :]:
-                await self.turn_away(entry_id, fields)
+                await self.reject(entry_id, fields)
 
     async def join(self) -> None:
         try:
@@ -138,7 +139,7 @@ class Jobs:
 
     async def accept(self, entry_id: str, fields: dict[bytes, bytes]) -> None:
         if b"cancel" in fields:  # it does not wait for its turn
-            await self.call_off(fields[b"cancel"])
+            await self.cancel(fields[b"cancel"])
             await self.drop(entry_id)
         else:
             self.hold(entry_id)
@@ -157,17 +158,17 @@ class Jobs:
                 pipe.xdel(self.keys.submit, entry_id)
                 await pipe.execute()
 
-        await self.desk.insist(command)
+        await self.admission.retry_forever(command)
 
-    async def call_off(self, name: bytes) -> None:
+    async def cancel(self, name: bytes) -> None:
         """Asks for the end of a job, in whoever's hands it is."""
         job_id = name.decode(errors="replace")
         if not re.fullmatch(NAME, job_id):
             log.warning("nothing is called off: %.100r is no id of a job", name)
             return
-        num_requests = await self.call_off_script(keys=[self.keys.job(job_id)], args=[TOMBSTONE_MS])
+        num_requests = await self.cancel_script(keys=[self.keys.job(job_id)], args=[TOMBSTONE_MS])
         for i in range(num_requests):
-            await self.desk.call_off(f"{job_id}#{i}")
+            await self.admission.cancel(f"{job_id}#{i}")
 
     # --- serving --------------------------------------------------------------------------------------------
 
@@ -179,11 +180,11 @@ class Jobs:
 
     async def finish(self, entry_id: str) -> None:
         try:
-            for _, fields in await self.desk.insist(
+            for _, fields in await self.admission.retry_forever(
                 lambda: self.redis.xrange(self.keys.submit, entry_id, entry_id)
             ):
                 if b"cancel" in fields:
-                    await self.call_off(fields[b"cancel"])
+                    await self.cancel(fields[b"cancel"])
                 else:
                     await self.serve(await self.read(entry_id, fields))
             await self.drop(entry_id)
@@ -194,7 +195,7 @@ class Jobs:
             self.turns.release()
 
     async def read(self, entry_id: str, fields: dict[bytes, bytes]) -> Job:
-        return await aside(
+        return await offload(
             sum(map(len, fields.values())), lambda: read(entry_id, fields, self.settings.payload_limit)
         )
 
@@ -202,14 +203,14 @@ class Jobs:
         """Returns when the job has been answered."""
         REQUEST_ID.set(job.id)
         metrics.arrive()
-        reply = Reply(self.redis, self.keys, self.desk.insist, job)
-        match await reply.enlist():
+        reply = Reply(self.redis, self.keys, self.admission.retry_forever, job)
+        match await reply.register():
             case "conflict":
                 await self.refuse(job, conflict("job"), job.entry_id)
             case "spoiled":
                 log.error("job %s: the key %s is none of ours", job.id, self.keys.job(job.id))
                 await self.refuse(
-                    job, Refusal(500, "internal", "the record of this job was overwritten"), job.id
+                    job, ApiError(500, "internal", "the record of this job was overwritten"), job.id
                 )
             case "live" if (run := self.runs.get(job.id)) is not None:
                 run.join(reply)
@@ -218,7 +219,7 @@ class Jobs:
                 await self.lead(job, reply)
 
     async def lead(self, job: Job, reply: Reply) -> None:
-        run = self.runs[job.id] = JobRun(self.gateway, job, self.door)
+        run = self.runs[job.id] = JobRun(self.pool, job, self.door)
         run.join(reply)
         try:
             if job.is_chat:
@@ -227,9 +228,9 @@ class Jobs:
                 await run.run(generate.accept, tgi)
         finally:
             del self.runs[job.id]  # with the last reply: whoever comes now is not heard by this run any more
-            await run.let_go()
+            await run.detach()
 
-    async def turn_away(self, entry_id: str, fields: dict[bytes, bytes]) -> None:
+    async def reject(self, entry_id: str, fields: dict[bytes, bytes]) -> None:
         """One job too many."""
         log.warning(
             "job %s is refused: SUBMIT_LIMIT (%d) jobs have not ended", entry_id, self.settings.submit_limit
@@ -241,15 +242,15 @@ class Jobs:
         await self.refuse(job, overloaded(), entry_id if known else job.id)
         await self.drop(entry_id)
 
-    async def refuse(self, job: Job, refusal: Refusal, result_id: str) -> None:
+    async def refuse(self, job: Job, error: ApiError, result_id: str) -> None:
         """An error for this entry alone: what is known of a job with its id stays as it is."""
-        error = encode((openai if job.is_chat else tgi)(refusal)[1])
+        body = to_json((openai if job.is_chat else tgi)(error)[1])
 
         async def command() -> None:
             async with self.redis.pipeline() as pipe:
-                pipe.set(self.keys.result(result_id), error, px=RESULT_TTL_MS)
+                pipe.set(self.keys.result(result_id), body, px=RESULT_TTL_MS)
                 if job.reply_to:
-                    pipe.publish(self.keys.channel(job.reply_to), error)
+                    pipe.publish(self.keys.channel(job.reply_to), body)
                 await pipe.execute()
 
-        await self.desk.insist(command)
+        await self.admission.retry_forever(command)

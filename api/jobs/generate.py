@@ -4,24 +4,24 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from api.errors import encode
 from api.http.body import shaped
 from api.inference.stream import Stream
 from api.inference.validate import validate
 from api.jobs.job import Job
 from api.jobs.reply import Frame
-from api.offload import aside
+from api.json import to_json
+from api.offload import offload
 from api.tgi import best_of
 from api.tgi import render as answer_tgi
 from api.tgi.request_schemas import GenerateParameters, GenerateRequest
 from common.messages.request import Generate
 
 if TYPE_CHECKING:
-    from api.inference.pool import Gateway
+    from api.inference.pool import Pool
 
 
 @dataclass(frozen=True, slots=True)
-class GenerateOrder:
+class GenerateJob:
     requests: list[Generate]
     prefix: str
     details: bool
@@ -36,26 +36,26 @@ class GenerateOrder:
 
     def answer(self, streams: list[Stream]) -> bytes:
         best, *others = best_of.rank_by_logprob(streams)
-        return encode(answer_tgi.render_response(best, others, self.prefix, self.details))
+        return to_json(answer_tgi.render_response(best, others, self.prefix, self.details))
 
 
-async def accept(gateway: "Gateway", job: Job) -> GenerateOrder:
-    """Raises Refusal."""
+async def accept(pool: "Pool", job: Job) -> GenerateJob:
+    """Raises ApiError."""
     assert job.body is not None
-    content = encode({"inputs": job.body.inputs, "parameters": job.body.parameters})
-    given = await aside(len(content), lambda: shaped(GenerateRequest, content))
+    content = to_json({"inputs": job.body.inputs, "parameters": job.body.parameters})
+    given = await offload(len(content), lambda: shaped(GenerateRequest, content))
     parameters = given.parameters or GenerateParameters()
     streamed = bool(job.reply_to or job.in_stream)
-    params, limits = given.generation_params(streamed), gateway.fleet.limits
+    params, limits = given.generation_params(streamed), pool.workers.limits
     best_of.check(params, limits, streamed)
     params = replace(params, seed=job.seed if params.seed is None else params.seed)
-    requests = await validate(params, limits, gateway.vocabulary)
+    requests = await validate(params, limits, pool.tokenizer)
     if params.n > 1:
         requests = [
             replace(one, sampling=replace(one.sampling, seed=job.seed ^ i, choice=0))
             for i, one in enumerate(requests)
             if one.sampling
         ]
-    return GenerateOrder(
+    return GenerateJob(
         requests, given.inputs if parameters.return_full_text else "", parameters.wants_details
     )

@@ -9,7 +9,7 @@ from typing import Any, Literal
 import orjson
 from pydantic import BaseModel, ConfigDict, Field
 
-from api.errors import Refusal, invalid
+from api.errors import ApiError, invalid
 from api.http.body import shaped
 
 NAME = r"[A-Za-z0-9._:@/+=~-]{1,128}"
@@ -52,7 +52,7 @@ class Job:
     in_stream: bool
     is_chat: bool
     body: JobBody | None
-    fault: Refusal | None = None
+    fault: ApiError | None = None
 
     @property
     def seed(self) -> int:
@@ -69,33 +69,33 @@ def read(entry_id: str, fields: Mapping[bytes, bytes], max_bytes: int) -> Job:
     """The job of an entry. One with a fault has the entry's id, unless its own can be read."""
     try:
         given = content(fields, max_bytes)
-    except Refusal as refusal:
-        return Job(entry_id, entry_id, "", "", False, False, None, refusal)
+    except ApiError as error:
+        return Job(entry_id, entry_id, "", "", False, False, None, error)
     job_id, reply_to = given.get("id"), given.get("reply_to")
     known_id = job_id if isinstance(job_id, str) and re.fullmatch(NAME, job_id) else entry_id
     known_channel = reply_to if isinstance(reply_to, str) and re.fullmatch(f"ext:{NAME}", reply_to) else ""
     in_stream = given.get("reply") == "stream"
     body: JobBody | None = None
-    fault: Refusal | None = None
+    fault: ApiError | None = None
     try:
         body = shaped(JobBody, orjson.dumps(given))
         check(body)
-    except Refusal as refusal:
-        fault = refusal
+    except ApiError as error:
+        fault = error
     return Job(known_id, entry_id, digest(given), known_channel, in_stream, "messages" in given, body, fault)
 
 
 def content(fields: Mapping[bytes, bytes], max_bytes: int) -> dict[str, Any]:
-    """Raises Refusal: 413, 400, 422."""
+    """Raises ApiError: 413, 400, 422."""
     data = fields.get(b"job")
     if data is None:
         raise invalid("the entry has no field `job`", "job")
     if len(data) > max_bytes:
-        raise Refusal(413, "payload_too_large", f"The job is larger than {max_bytes} bytes")
+        raise ApiError(413, "payload_too_large", f"The job is larger than {max_bytes} bytes")
     try:
         given = orjson.loads(data)
     except orjson.JSONDecodeError as error:
-        raise Refusal(400, "invalid_json", f"`job` is not JSON: {error}") from error
+        raise ApiError(400, "invalid_json", f"`job` is not JSON: {error}") from error
     if not isinstance(given, dict):
         raise invalid("`job` must be an object", "job")
     try:

@@ -31,21 +31,23 @@ class Reply:
         num_said: frames of the job that have been said here.
     """
 
-    def __init__(self, redis: Redis, keys: Keys, insist: Insist, job: Job) -> None:
-        self.keys, self.insist, self.job = keys, insist, job
+    def __init__(self, redis: Redis, keys: Keys, retry_forever: Insist, job: Job) -> None:
+        self.keys, self.retry_forever, self.job = keys, retry_forever, job
         self.channel = keys.channel(job.reply_to) if job.reply_to else ""
         self.own_keys = [keys.job(job.id), keys.reply(job.id), keys.result(job.id)]
-        self.enlist_script, self.reply_script = script(redis, "register_job"), script(redis, "reply")
+        self.register_script, self.reply_script = script(redis, "register_job"), script(redis, "reply")
         self.num_said = 0
 
     @property
     def has_listeners(self) -> bool:
         return bool(self.channel or self.job.in_stream)
 
-    async def enlist(self) -> str:
+    async def register(self) -> str:
         """`live`, `ended`, `conflict` or `spoiled`; what has ended is said again."""
         args = [self.job.digest, JOB_TTL_MS, self.channel, int(self.job.in_stream), RESULT_TTL_MS]
-        answer: bytes = await self.insist(lambda: self.enlist_script(keys=self.own_keys[:2], args=args))
+        answer: bytes = await self.retry_forever(
+            lambda: self.register_script(keys=self.own_keys[:2], args=args)
+        )
         return answer.decode()
 
     async def say(self, frames: list[Frame], max_frames: int) -> None:
@@ -56,7 +58,7 @@ class Reply:
         if new and self.has_listeners:
             await self.send(new, max_frames, b"")
 
-    async def conclude(
+    async def finish(
         self, frames: list[Frame], max_frames: int, answer: bytes, request_ids: list[str]
     ) -> None:
         """The last frames, and with them the answer: it stands there when the last frame is heard."""
@@ -76,5 +78,5 @@ class Reply:
             answer,
         ]
         args += [part for frame in frames for part in frame]
-        if await self.insist(lambda: self.reply_script(keys=[*self.own_keys, *others], args=args)) < 0:
+        if await self.retry_forever(lambda: self.reply_script(keys=[*self.own_keys, *others], args=args)) < 0:
             log.error("job %s: %s is none of our keys; its answer is lost", self.job.id, self.own_keys[0])

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from redis.exceptions import ResponseError
 
-from api.errors import Family, Refusal, conflict, encode, failed, overloaded, unavailable
+from api.errors import ApiError, Family, conflict, failed, overloaded, unavailable
 from api.http.disconnect import all_ended
 from api.inference import metrics
 from api.inference.admission import PAUSE_S
@@ -18,7 +18,8 @@ from api.inference.pools import ANY_MODEL, names
 from api.inference.stream import Stream
 from api.jobs.job import Job
 from api.jobs.reply import Frame, Reply
-from api.offload import aside
+from api.json import to_json
+from api.offload import offload
 from common.broker.client import ERRORS, describe_error
 from common.broker.keys import RESULT_TTL_MS
 from common.messages.codec import encode as pack
@@ -27,7 +28,7 @@ from common.messages.request import Generate
 from common.settings.settings import Settings
 
 if TYPE_CHECKING:
-    from api.inference.pool import Gateway
+    from api.inference.pool import Pool
 
 log = logging.getLogger(__name__)
 
@@ -37,7 +38,7 @@ MANY_FRAMES = 2**20
 """More than there can be, as long as it is not known what is asked for."""
 
 
-class Order(Protocol):
+class AcceptedJob(Protocol):
     """What a job asks for, found valid, in the shapes of one API.
 
     Attributes:
@@ -54,8 +55,8 @@ class Order(Protocol):
         """The body that HTTP would give without streaming; all streams have finished."""
 
 
-Accept = Callable[["Gateway", Job], Awaitable[Order]]
-"""Finds a job valid, or raises Refusal."""
+Accept = Callable[["Pool", Job], Awaitable[AcceptedJob]]
+"""Finds a job valid, or raises ApiError."""
 
 
 class JobRun:
@@ -66,10 +67,10 @@ class JobRun:
         ended: set when the answer stands, or nobody here gives it.
     """
 
-    def __init__(self, gateway: "Gateway", job: Job, door: asyncio.Lock) -> None:
-        self.gateway, self.job, self.door = gateway, job, door
-        self.keys, self.desk, self.relay = gateway.desk.keys, gateway.desk, gateway.relay
-        self.redis: Any = gateway.redis
+    def __init__(self, pool: "Pool", job: Job, door: asyncio.Lock) -> None:
+        self.pool, self.job, self.door = pool, job, door
+        self.keys, self.admission, self.relay = pool.admission.keys, pool.admission, pool.relay
+        self.redis: Any = pool.redis
         self.replies: list[Reply] = []
         self.heard, self.ended = asyncio.Event(), asyncio.Event()
         self.frames: list[Frame] = []
@@ -87,30 +88,30 @@ class JobRun:
         answer = await self.outcome(accept, family)
         request_ids = [stream.request.request_id for stream in self.streams]
         for reply in self.replies:
-            await reply.conclude(self.frames, self.max_frames, answer, request_ids)
+            await reply.finish(self.frames, self.max_frames, answer, request_ids)
 
     async def outcome(self, accept: Accept, family: Family) -> bytes:
         """The answer or the error; that is the last frame as well, unless it has been one already."""
         try:
             return await self.serve(accept)
-        except Refusal as refusal:
-            metrics.refused(refusal.status, refusal.error_type)
-            error = encode(family(refusal)[1])
+        except ApiError as error:
+            metrics.refused(error.status, error.error_type)
+            body = to_json(family(error)[1])
         except Exception:
             log.exception("job %s", self.job.id)
-            error = encode(family(Refusal(500, "internal", "Internal error"))[1])
-        if all(text != error for _, _, text in self.frames):
-            self.frames.append((0, sum(lane == 0 for lane, _, _ in self.frames), error))
-        return error
+            body = to_json(family(ApiError(500, "internal", "Internal error"))[1])
+        if all(text != body for _, _, text in self.frames):
+            self.frames.append((0, sum(lane == 0 for lane, _, _ in self.frames), body))
+        return body
 
     async def serve(self, accept: Accept) -> bytes:
-        """The answer. Raises Refusal."""
+        """The answer. Raises ApiError."""
         if self.job.fault:
             raise self.job.fault
-        check_model(self.job, self.gateway.settings)
+        check_model(self.job, self.pool.settings)
         async with self.door:
             await self.served()
-            order: Order = await accept(self.gateway, self.job)
+            order: AcceptedJob = await accept(self.pool, self.job)
             await self.admit_all(order.requests)
         self.max_frames = sum(request.max_new_tokens + MORE_FRAMES for request in order.requests)
         await self.tell(order)
@@ -118,46 +119,46 @@ class JobRun:
             assert stream.terminal is not None
             if not stream.finished:
                 raise failed(stream.terminal)
-        return await aside(
+        return await offload(
             sum(stream.num_records for stream in self.streams), lambda: order.answer(self.streams)
         )
 
     # --- admission ------------------------------------------------------------------------------------------
 
     async def served(self) -> None:
-        """Returns when somebody could serve the job: it waits as long as it takes. Raises Refusal when it is
+        """Returns when somebody could serve the job: it waits as long as it takes. Raises ApiError when it is
         called off.
         """
         while True:
             try:
-                return await self.desk.check()
-            except Refusal:
+                return await self.admission.check()
+            except ApiError:
                 await self.check_wanted()
                 await asyncio.sleep(PAUSE_S)
 
     async def admit_all(self, requests: list[Generate]) -> None:
         await self.check_wanted()
         job_key = self.keys.job(self.job.id)
-        await self.desk.insist(lambda: self.redis.hset(job_key, "choices", len(requests)))
+        await self.admission.retry_forever(lambda: self.redis.hset(job_key, "choices", len(requests)))
         for i, content in enumerate(requests):
             request = replace(
-                self.desk.address(content, f"{self.job.id}#{i}"),
+                self.admission.address(content, f"{self.job.id}#{i}"),
                 digest=self.job.digest,
                 gateway="",
                 grace_ms=0,
                 result_ttl_ms=RESULT_TTL_MS,
             )
-            stream = Stream(request, self.gateway.vocabulary)
+            stream = Stream(request, self.pool.tokenizer)
             self.streams.append(stream)
             self.relay.add(stream)
             await self.admit(stream)
         await self.check_wanted()
 
     async def admit(self, stream: Stream) -> None:
-        """Returns when the fleet has the request, however long there is no room for it. Raises Refusal."""
-        if len(pack(stream.request)) > self.gateway.settings.max_queued_bytes:
+        """Returns when the fleet has the request, however long there is no room for it. Raises ApiError."""
+        if len(pack(stream.request)) > self.pool.settings.max_queued_bytes:
             raise overloaded()
-        while (answer := await self.admission(stream.request)) not in (b"admitted", b"attached"):
+        while (answer := await self.try_admit(stream.request)) not in (b"admitted", b"attached"):
             if answer == b"conflict":
                 raise conflict("request")
             await self.check_wanted()
@@ -165,11 +166,11 @@ class JobRun:
         if answer == b"attached":
             await self.follow(stream)
         self.relay.admitted(stream)
-        self.relay.ask([stream])
+        self.relay.request_fill([stream])
 
-    async def admission(self, request: Generate) -> bytes:
+    async def try_admit(self, request: Generate) -> bytes:
         try:
-            return await self.desk.admission(request)
+            return await self.admission.admit_command(request)
         except ERRORS as error:
             if isinstance(error, ResponseError) and "WRONGTYPE" in str(
                 error
@@ -180,23 +181,23 @@ class JobRun:
     async def follow(self, stream: Stream) -> None:
         """What is said about the request goes to whoever admitted it first."""
         home = self.keys.request(stream.request.request_id)
-        channel: bytes | None = await self.desk.insist(lambda: self.redis.hget(home, "channel"))
+        channel: bytes | None = await self.admission.retry_forever(lambda: self.redis.hget(home, "channel"))
         if channel and channel.decode() != self.relay.channel:
             stream.request = replace(stream.request, channel=channel.decode())
             self.relay.follow(stream.request.channel)
 
     async def check_wanted(self) -> None:
-        """Raises Refusal when the job has been called off; what has been admitted of it is cancelled."""
+        """Raises ApiError when the job has been called off; what has been admitted of it is cancelled."""
         key = self.keys.job(self.job.id)
-        if await self.desk.insist(lambda: self.redis.hexists(key, "cancel")):
+        if await self.admission.retry_forever(lambda: self.redis.hexists(key, "cancel")):
             for stream in self.streams:
-                await self.desk.call_off(stream.request.request_id)
+                await self.admission.cancel(stream.request.request_id)
             if not self.streams or not self.streams[-1].admitted:
                 raise failed(Terminal(self.job.id, "cancelled", 0, "cancelled: client", "cancelled"))
 
     # --- answer ---------------------------------------------------------------------------------------------
 
-    async def tell(self, order: Order) -> None:
+    async def tell(self, order: AcceptedJob) -> None:
         """Tells frames for as long as there are any; without listeners it only waits for the end."""
         if not await self.has_listeners():
             return
@@ -218,23 +219,23 @@ class JobRun:
                 task.cancel()
         return self.heard.is_set()
 
-    async def let_go(self) -> None:
+    async def detach(self) -> None:
         """Forgets the streams, here and nowhere else: should the job not be answered, another gateway goes on
         with them.
         """
         for stream in self.streams:  # all of them at once: the next run of this job may begin with the same
-            self.relay.forget(stream)
+            self.relay.remove(stream)
         self.ended.set()
         for stream in self.streams:
             if stream.terminal:
-                metrics.left(stream, self.gateway.fleet.limits)
+                metrics.left(stream, self.pool.workers.limits)
             if stream.request.channel != self.relay.channel:
                 self.relay.unfollow(stream.request.channel)
 
 
 def check_model(job: Job, settings: Settings) -> None:
-    """Raises Refusal (404): a pool has its own stream of jobs."""
+    """Raises ApiError (404): a pool has its own stream of jobs."""
     model = job.body and job.body.model
     if model not in ANY_MODEL and model not in names(settings):
         text = f"The model `{model}` is not served here: a job goes to the stream of its own pool"
-        raise Refusal(404, "model_not_found", text, param="model", code="model_not_found")
+        raise ApiError(404, "model_not_found", text, param="model", code="model_not_found")

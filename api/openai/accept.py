@@ -5,15 +5,15 @@ from typing import TypeVar
 from starlette.requests import Request
 
 from api.http import body
-from api.inference.pool import Gateway, gateway_of
+from api.inference.pool import Pool, pool_of
 from api.openai.request_schemas import OpenAIRequest
 
 Shape = TypeVar("Shape", bound=OpenAIRequest)
 
 
-async def accept(request: Request, shape: type[Shape]) -> tuple[Gateway, Shape]:
-    """The body, whose fields are served, and the gateway's part that serves its model. Raises Refusal."""
-    gateway = gateway_of(request)
-    given = await body.read(request, shape, gateway.settings.payload_limit)
+async def accept(request: Request, shape: type[Shape]) -> tuple[Pool, Shape]:
+    """The body, whose fields are served, and the gateway's part that serves its model. Raises ApiError."""
+    pool = pool_of(request)
+    given = await body.read(request, shape, pool.settings.payload_limit)
     given.check()
-    return await gateway.pools.find(given.model), given
+    return await pool.pools.find(given.model), given

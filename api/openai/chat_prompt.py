@@ -4,7 +4,7 @@ from typing import Any
 
 from api.errors import invalid
 from api.inference.chat_template import OWN_VARIABLES, ChatTemplate, template_error
-from api.offload import aside
+from api.offload import offload
 from api.openai.request_schemas import ROLES, ChatMessage, ChatRequest, ContentPart
 
 ROLES_OF_TOOLS = ("tool", "function")
@@ -15,14 +15,14 @@ CHARS_OF_MESSAGE = 40
 
 async def chat_prompt_text(body: ChatRequest, template: ChatTemplate | None) -> str:
     """As `rendered`, beside the streams where there are many messages."""
-    return await aside(CHARS_OF_MESSAGE * len(body.messages), lambda: render_chat_prompt(body, template))
+    return await offload(CHARS_OF_MESSAGE * len(body.messages), lambda: render_chat_prompt(body, template))
 
 
 def render_chat_prompt(body: ChatRequest, template: ChatTemplate | None) -> str:
     """The text that the model goes on from. Where the last message is the assistant's, that is continued
     unless the client says otherwise.
 
-    Raises Refusal (422): of `messages` or how they are to be used; `template_error`.
+    Raises ApiError (422): of `messages` or how they are to be used; `template_error`.
     """
     messages = [template_message(one, i) for i, one in enumerate(body.messages)]
     if not messages:
@@ -41,7 +41,7 @@ def render_chat_prompt(body: ChatRequest, template: ChatTemplate | None) -> str:
 
 
 def continues_last_message(body: ChatRequest) -> bool:
-    """Whether the last message goes on. Raises Refusal where it is also to be followed by another."""
+    """Whether the last message goes on. Raises ApiError where it is also to be followed by another."""
     if body.continue_final_message and body.add_generation_prompt:
         raise invalid(
             "`continue_final_message` and `add_generation_prompt` exclude each other",
@@ -59,7 +59,7 @@ def echoed_message(body: ChatRequest) -> str:
 
 
 def template_message(one: ChatMessage, i: int) -> dict[str, Any]:
-    """As templates take it. Raises Refusal."""
+    """As templates take it. Raises ApiError."""
     name = f"messages[{i}]"
     if one.role in ROLES_OF_TOOLS:
         raise invalid(f"`{name}.role`: `{one.role}` is not supported yet", f"{name}.role")
@@ -73,7 +73,7 @@ def template_message(one: ChatMessage, i: int) -> dict[str, Any]:
 
 
 def join_parts(content: str | list[ContentPart] | None, name: str) -> str:
-    """Content in parts is one text. Raises Refusal."""
+    """Content in parts is one text. Raises ApiError."""
     if content is None:
         raise invalid(f"`{name}` is required", name)
     if isinstance(content, str):

@@ -2,7 +2,7 @@
 
 from api.inference.params import GenerationParams
 from api.inference.stream import Stream
-from api.inference.tokenizer import Vocabulary
+from api.inference.tokenizer import ModelTokenizer
 from api.openai.request_schemas import CompletionRequest
 from common.detokenize import Detokenizer
 from common.messages.packing import unpack_ids
@@ -10,7 +10,7 @@ from common.messages.request import Generate
 
 
 def echoed_prompt(
-    completion: CompletionRequest, params: GenerationParams, request: Generate, vocabulary: Vocabulary
+    completion: CompletionRequest, params: GenerationParams, request: Generate, tokenizer: ModelTokenizer
 ) -> str:
     """The text of the prompt, where it is to be repeated; where that was cut, of what is left of it."""
     if not completion.echo:
@@ -19,14 +19,14 @@ def echoed_prompt(
     cut = params.truncate is not None and params.truncate == len(prompt_ids)
     if params.text is not None and not cut:
         return params.text
-    return str(vocabulary.tokenizer.decode(prompt_ids, skip_special_tokens=False))
+    return str(tokenizer.backend.decode(prompt_ids, skip_special_tokens=False))
 
 
 def prompt_offsets(stream: Stream, text: str) -> list[int]:
     """Where each token of the prompt begins in its `text`. What only the tokenizer put there (a begin of
     sequence) takes no room.
     """
-    tokenizer, special_ids = stream.vocabulary.tokenizer, stream.vocabulary.special_ids
+    tokenizer, special_ids = stream.tokenizer.backend, stream.tokenizer.special_ids
     detokenizer, at, found = Detokenizer(tokenizer, []), 0, []
     for token_id in stream.prompt_ids:
         found.append(at)

@@ -20,7 +20,7 @@ ID = re.compile(r"-?[0-9]{1,10}")
 
 
 def from_chat(body: ChatRequest, prompt: str) -> GenerationParams:
-    """`prompt`: what the template made of the messages. Raises Refusal."""
+    """`prompt`: what the template made of the messages. Raises ApiError."""
     most, newer = body.max_tokens, body.max_completion_tokens
     if most is not None and newer is not None and most != newer:
         raise invalid(
@@ -39,7 +39,7 @@ def from_chat(body: ChatRequest, prompt: str) -> GenerationParams:
 
 
 def from_completion(body: CompletionRequest) -> list[GenerationParams]:
-    """One for each prompt. Raises Refusal."""
+    """One for each prompt. Raises ApiError."""
     params = replace(
         common(body, PROMPT_NAMES),
         add_special_tokens=body.add_special_tokens is not False,
@@ -54,7 +54,7 @@ def from_completion(body: CompletionRequest) -> list[GenerationParams]:
 
 
 def prompts(body: CompletionRequest) -> list[str] | list[list[int]]:
-    """One or several, each a text or ids. Raises Refusal."""
+    """One or several, each a text or ids. Raises ApiError."""
     given = body.prompt
     if isinstance(given, str):
         return [given]

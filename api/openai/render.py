@@ -6,8 +6,8 @@ from collections.abc import Iterator, Sequence
 from importlib.metadata import version
 from typing import Any
 
-from api.errors import encode
 from api.inference.stream import Stream
+from api.json import to_json
 from api.openai.choice import Choice, TextPiece
 from api.openai.request_schemas import OpenAIRequest
 from api.openai.token_bytes import token_bytes
@@ -72,7 +72,7 @@ class ResponseRenderer(ABC):
             "model": self.model,
             "system_fingerprint": FINGERPRINT,
         }
-        return encode({**about, "choices": choices, **usage})
+        return to_json({**about, "choices": choices, **usage})
 
     def usage(self) -> dict[str, int]:
         """Of what was shown."""
@@ -101,7 +101,7 @@ class ResponseRenderer(ABC):
 
 
 def render_bytes(stream: Stream, token_id: int) -> bytes:
-    return token_bytes(stream.vocabulary.tokenizer, token_id)
+    return token_bytes(stream.tokenizer.backend, token_id)
 
 
 def render_text(spelling: bytes) -> str:

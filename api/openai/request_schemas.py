@@ -194,7 +194,7 @@ class OpenAIRequest(BaseModel):
     echo: bool | None = None
 
     def check(self) -> None:
-        """Raises Refusal for what is not served, and for fields that contradict each other."""
+        """Raises ApiError for what is not served, and for fields that contradict each other."""
         reject_unsupported(self.model_extra or {}, UNSUPPORTED, OPENAI_FIELDS | TGI_FIELDS)
         if self.stream_options is not None and not self.stream:
             raise invalid("`stream_options` is only allowed with `stream`: true", "stream_options")

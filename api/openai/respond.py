@@ -10,9 +10,9 @@ from api.http.disconnect import finished
 from api.http.headers import prompt_headers, time_headers
 from api.http.request_id import request_id
 from api.http.sse import TokenStream
-from api.inference.pool import Gateway
+from api.inference.pool import Pool
 from api.inference.stream import Stream
-from api.offload import aside
+from api.offload import offload
 from api.openai.choice import Choice, new_choice
 from api.openai.render import ResponseRenderer
 from api.openai.request_schemas import OpenAIRequest
@@ -25,7 +25,7 @@ MakeRenderer = Callable[[str, str, list[Choice]], ResponseRenderer]
 
 async def respond(
     request: Request,
-    gateway: Gateway,
+    pool: Pool,
     body: OpenAIRequest,
     requests: list[Generate],
     num_chars: int,
@@ -39,15 +39,15 @@ async def respond(
         num_chars: of all prompts.
         prefixes: for each request, what its choice begins with.
 
-    Raises Refusal.
+    Raises ApiError.
     """
-    settings, desk = gateway.settings, gateway.desk
+    settings, admission = pool.settings, pool.admission
     if len(requests) > settings.max_concurrent_requests:
         raise invalid(
             f"`n` asks for {len(requests)} choices: MAX_CONCURRENT_REQUESTS is {settings.max_concurrent_requests}",
             "n",
         )
-    streams = await desk.submit_all(requests, request_id(request))
+    streams = await admission.submit_all(requests, request_id(request))
     choices = [
         new_choice(i, stream, body, prefix)
         for i, (stream, prefix) in enumerate(zip(streams, prefixes, strict=True))
@@ -55,9 +55,9 @@ async def respond(
     answer = make(request_id(request), settings.model_name, choices)
     headers = prompt_headers(settings, num_chars)
     if body.stream:
-        return TokenStream(stream_frames(answer), streams, headers, desk.leave)
-    await finished(streams, request, desk.leave)
-    content = await aside(sum(stream.num_records for stream in streams), answer.render_whole)
+        return TokenStream(stream_frames(answer), streams, headers, admission.release)
+    await finished(streams, request, admission.release)
+    content = await offload(sum(stream.num_records for stream in streams), answer.render_whole)
     return Response(content, 200, headers | usage_headers(answer, streams, begun_s), "application/json")
 
 

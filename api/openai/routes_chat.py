@@ -32,13 +32,13 @@ router = APIRouter(responses=ERROR_RESPONSES)
 async def chat_completions(request: Request) -> Response:
     """The assistant's next message, as a stream of chunks with `stream`, else as a whole."""
     begun_s = time.monotonic()
-    gateway, chat = await accept(request, ChatRequest)
-    await gateway.desk.check()
-    prompt = await chat_prompt.chat_prompt_text(chat, gateway.vocabulary.chat_template)
-    requests = await validate(from_chat(chat, prompt), gateway.fleet.limits, gateway.vocabulary)
+    pool, chat = await accept(request, ChatRequest)
+    await pool.admission.check()
+    prompt = await chat_prompt.chat_prompt_text(chat, pool.tokenizer.chat_template)
+    requests = await validate(from_chat(chat, prompt), pool.workers.limits, pool.tokenizer)
     return await respond(
         request,
-        gateway,
+        pool,
         chat,
         requests,
         len(prompt),

@@ -29,19 +29,19 @@ router = APIRouter(responses=ERROR_RESPONSES)
 async def completions(request: Request) -> Response:
     """How each prompt goes on: its choices stand together, in the order of the prompts."""
     begun_s = time.monotonic()
-    gateway, completion = await accept(request, CompletionRequest)
-    await gateway.desk.check()
-    prompts, limits, vocabulary = from_completion(completion), gateway.fleet.limits, gateway.vocabulary
+    pool, completion = await accept(request, CompletionRequest)
+    await pool.admission.check()
+    prompts, limits, tokenizer = from_completion(completion), pool.workers.limits, pool.tokenizer
     check_num_prompts(prompts, limits)
     requests, prefixes = [], []
     for params in prompts:
-        choices = await validate(params, limits, vocabulary)
+        choices = await validate(params, limits, tokenizer)
         requests += choices
-        prefixes += [echoed_prompt(completion, params, choices[0], vocabulary)] * len(choices)
+        prefixes += [echoed_prompt(completion, params, choices[0], tokenizer)] * len(choices)
     num_chars = sum(len(params.text or "") for params in prompts)
     return await respond(
         request,
-        gateway,
+        pool,
         completion,
         requests,
         num_chars,

@@ -5,7 +5,7 @@ from typing import Any
 from fastapi import APIRouter, Request
 
 from api.errors import asking_broker
-from api.inference.pool import gateway_of
+from api.inference.pool import pool_of
 from api.openai.response_schemas import ERROR_RESPONSES, Model, ModelList
 
 router = APIRouter()
@@ -14,10 +14,10 @@ router = APIRouter()
 @router.get("/v1/models", responses={200: {"model": ModelList}, 503: ERROR_RESPONSES[503]})
 async def models(request: Request) -> dict[str, Any]:
     """What can be named as `model`: the model of this pool, and other pools that have a live worker."""
-    gateway = gateway_of(request)
+    pool = pool_of(request)
     async with asking_broker():
-        others = await gateway.pools.others()
-    return {"object": "list", "data": [render_model(name) for name in (gateway.settings.model_name, *others)]}
+        others = await pool.pools.others()
+    return {"object": "list", "data": [render_model(name) for name in (pool.settings.model_name, *others)]}
 
 
 @router.get(
@@ -26,8 +26,8 @@ async def models(request: Request) -> dict[str, Any]:
 )
 async def model(request: Request, name: str) -> dict[str, Any]:
     """One of them."""
-    gateway = await gateway_of(request).pools.find(name)
-    return render_model(gateway.settings.model_name)
+    pool = await pool_of(request).pools.find(name)
+    return render_model(pool.settings.model_name)
 
 
 def render_model(name: str) -> dict[str, Any]:

@@ -61,7 +61,7 @@ class StopHoldback:
     def take(self) -> tuple[str, str]:
         i = self.num_tokens
         text = self.stream.texts[i]
-        hidden = self.skip_special and self.stream.ids[i] in self.stream.vocabulary.special_ids
+        hidden = self.skip_special and self.stream.ids[i] in self.stream.tokenizer.special_ids
         visible = "" if hidden else text
         self.num_tokens += 1
         self.num_chars += len(visible)

@@ -4,9 +4,10 @@ import asyncio
 from collections.abc import AsyncIterator
 from functools import partial
 
-from api.errors import encode, failed, openai
+from api.errors import failed, openai
 from api.http.sse import frame
-from api.offload import aside
+from api.json import to_json
+from api.offload import offload
 from api.openai.render import ResponseRenderer
 
 DONE = frame(b"[DONE]")
@@ -33,12 +34,12 @@ async def news(answer: ResponseRenderer) -> AsyncIterator[tuple[list[tuple[int, 
         changed.clear()
         for choice in answer.choices:
             if choice.stream.num_tokens and not choice.started:
-                await aside(choice.stream.num_prompt_records, partial(answer.prompt_logprobs, choice))
+                await offload(choice.stream.num_prompt_records, partial(answer.prompt_logprobs, choice))
         new = [(choice.index, chunk) for choice in answer.choices for chunk in answer.render_chunks(choice)]
         ended = all(choice.ended for choice in answer.choices)
         failure = next((choice.stream.terminal for choice in answer.choices if choice.failed), None)
         if failure:
-            new.append((NO_CHOICE, encode(openai(failed(failure))[1])))
+            new.append((NO_CHOICE, to_json(openai(failed(failure))[1])))
         elif ended and answer.shows_usage:
             new.append((NO_CHOICE, answer.render_usage_chunk()))
         if new or ended or failure:

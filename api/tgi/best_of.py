@@ -12,7 +12,7 @@ from common.messages.request import Generate
 
 
 def check(params: GenerationParams, limits: Limits, streamed: bool) -> None:
-    """Raises Refusal (422) where several answers cannot be, or would all be the same."""
+    """Raises ApiError (422) where several answers cannot be, or would all be the same."""
     if params.n > limits.max_best_of:
         raise invalid(f"`best_of` must be at most {limits.max_best_of}. Given: {params.n}", "best_of")
     if params.n > 1 and streamed:

@@ -3,9 +3,10 @@
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
-from api.errors import Refusal, encode, failed, tgi
-from api.http.sse import frame, news
+from api.errors import ApiError, failed, tgi
+from api.http.sse import frame, updates
 from api.inference.stream import Stream
+from api.json import to_json
 
 
 def render_token(stream: Stream, i: int) -> dict[str, Any]:
@@ -14,7 +15,7 @@ def render_token(stream: Stream, i: int) -> dict[str, Any]:
 
 def render_top_tokens(stream: Stream, i: int) -> list[dict[str, Any]]:
     """The likeliest tokens in place of token `i`, each with its text alone."""
-    decode = stream.vocabulary.tokenizer.decode
+    decode = stream.tokenizer.backend.decode
     return [
         render_token_id(stream, top, decode([top], skip_special_tokens=False), logprob)
         for top, logprob in stream.tops[i]
@@ -26,7 +27,7 @@ def render_token_id(stream: Stream, token_id: int, text: str, logprob: float) ->
         "id": token_id,
         "text": text,
         "logprob": logprob,
-        "special": token_id in stream.vocabulary.special_ids,
+        "special": token_id in stream.tokenizer.special_ids,
     }
 
 
@@ -34,7 +35,7 @@ def render_prefill(stream: Stream) -> list[dict[str, Any]]:
     """The prompt's tokens, each with its text alone; nothing where they were not asked for."""
     if stream.prompt is None:
         return []
-    told, decode = stream.prompt_tokens(), stream.vocabulary.tokenizer.decode_batch
+    told, decode = stream.prompt_tokens(), stream.tokenizer.backend.decode_batch
     texts = decode([[token_id] for token_id, _, _ in told], skip_special_tokens=False)
     return [
         {"id": token_id, "text": text, "logprob": logprob}
@@ -62,7 +63,7 @@ async def stream_frames(stream: Stream, prefix: str, with_details: bool) -> Asyn
 async def stream_bodies(stream: Stream, prefix: str, with_details: bool) -> AsyncIterator[list[bytes]]:
     """What is in the frames."""
     shown = 0
-    async for fresh, ended in news(stream):
+    async for fresh, ended in updates(stream):
         shown = max(shown, fresh.stop)
         new = [render_frame(stream, i) for i in fresh]
         if ended:
@@ -81,7 +82,7 @@ def render_frame(
     stream: Stream, i: int, text: str | None = None, details: dict[str, Any] | None = None
 ) -> bytes:
     tops = {"top_tokens": render_top_tokens(stream, i)} if stream.tops else {}
-    return encode(
+    return to_json(
         {
             "index": i + 1,
             "token": render_token(stream, i),
@@ -96,9 +97,9 @@ def render_last_frame(stream: Stream, shown: int, prefix: str, details: dict[str
     """The last token with the whole text, or the error."""
     assert stream.terminal is not None
     if not stream.finished:
-        return encode(tgi(failed(stream.terminal))[1])
+        return to_json(tgi(failed(stream.terminal))[1])
     if shown == stream.num_tokens:  # an end that nothing announced: no token is shown twice
-        return encode(tgi(Refusal(500, "incomplete_generation_stream", "Incomplete generation stream"))[1])
+        return to_json(tgi(ApiError(500, "incomplete_generation_stream", "Incomplete generation stream"))[1])
     return render_frame(stream, stream.num_tokens - 1, prefix + stream.text, details)
 
 

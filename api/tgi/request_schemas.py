@@ -120,7 +120,7 @@ class GenerateRequest(BaseModel):
     parameters: GenerateParameters | None = None
 
     def generation_params(self, streamed: bool) -> GenerationParams:
-        """Raises Refusal (422) for what is not served, or not where tokens are streamed."""
+        """Raises ApiError (422) for what is not served, or not where tokens are streamed."""
         given = self.parameters or GenerateParameters()
         if given.decoder_input_details and streamed:
             raise invalid(

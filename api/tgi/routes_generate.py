@@ -8,7 +8,6 @@ from fastapi import APIRouter, Request
 from sse_starlette import EventSourceResponse
 from starlette.responses import Response
 
-from api.errors import encode
 from api.http import body
 from api.http.disconnect import finished
 from api.http.headers import prompt_headers, time_headers
@@ -40,7 +39,7 @@ class AcceptedRequest:
     """
 
     request: Request
-    gateway: Gateway
+    pool: Pool
     begun_s: float
     requests: list[Generate]
     num_chars: int
@@ -84,18 +83,18 @@ async def compat_generate(request: Request) -> Response:
 async def accept(
     request: Request, shape: type[GenerateRequest], streamed: bool | None = None, full_text: bool = False
 ) -> AcceptedRequest:
-    """Raises Refusal. Where they are not given, `streamed` is as the body says, and `full_text` the default
+    """Raises ApiError. Where they are not given, `streamed` is as the body says, and `full_text` the default
     of `return_full_text`.
     """
-    begun_s, gateway = time.monotonic(), gateway_of(request)
-    given = await body.read(request, shape, gateway.settings.payload_limit)
+    begun_s, pool = time.monotonic(), pool_of(request)
+    given = await body.read(request, shape, pool.settings.payload_limit)
     parameters = given.parameters or GenerateParameters()
-    await gateway.desk.check()
+    await pool.admission.check()
     if streamed is None:
         streamed = isinstance(given, CompatGenerateRequest) and bool(given.stream)
-    params, limits = given.generation_params(streamed), gateway.fleet.limits
+    params, limits = given.generation_params(streamed), pool.workers.limits
     best_of.check(params, limits, streamed)
-    requests = await validate(params, limits, gateway.vocabulary)
+    requests = await validate(params, limits, pool.tokenizer)
     requests = best_of.with_own_seeds(requests) if params.n > 1 else requests
     prefix = (
         given.inputs
@@ -103,29 +102,29 @@ async def accept(
         else ""
     )
     return AcceptedRequest(
-        request, gateway, begun_s, requests, len(given.inputs), parameters.wants_details, prefix, streamed
+        request, pool, begun_s, requests, len(given.inputs), parameters.wants_details, prefix, streamed
     )
 
 
 async def respond_with_stream(call: AcceptedRequest) -> Response:
-    desk = call.gateway.desk
-    [one] = await desk.submit_all(call.requests, request_id(call.request))
-    headers = prompt_headers(call.gateway.settings, call.num_chars)
-    return TokenStream(stream_frames(one, call.prefix, call.details), [one], headers, desk.leave)
+    admission = call.pool.admission
+    [one] = await admission.submit_all(call.requests, request_id(call.request))
+    headers = prompt_headers(call.pool.settings, call.num_chars)
+    return TokenStream(stream_frames(one, call.prefix, call.details), [one], headers, admission.leave)
 
 
 async def respond_with_whole(call: AcceptedRequest, in_array: bool = False) -> Response:
     """The best answer."""
-    desk = call.gateway.desk
-    streams = await desk.submit_all(call.requests, request_id(call.request))
-    await finished(streams, call.request, desk.leave)
+    admission = call.pool.admission
+    streams = await admission.submit_all(call.requests, request_id(call.request))
+    await finished(streams, call.request, admission.leave)
     best, *others = best_of.rank_by_logprob(streams)
-    headers = prompt_headers(call.gateway.settings, call.num_chars) | time_headers(best, call.begun_s)
+    headers = prompt_headers(call.pool.settings, call.num_chars) | time_headers(best, call.begun_s)
 
     def content() -> bytes:
         told = render_response(best, others, call.prefix, call.details)
-        return encode([told] if in_array else told)
+        return to_json([told] if in_array else told)
 
     return Response(
-        await aside(sum(one.num_records for one in streams), content), 200, headers, "application/json"
+        await offload(sum(one.num_records for one in streams), content), 200, headers, "application/json"
     )

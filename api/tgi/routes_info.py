@@ -6,9 +6,10 @@ from importlib.metadata import version
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from api.errors import encode, unavailable
+from api.errors import unavailable
 from api.http.openapi import error_responses
-from api.inference.pool import gateway_of
+from api.inference.pool import pool_of
+from api.json import to_json
 from api.tgi.response_schemas import ErrorResponse, Info
 
 router = APIRouter(responses=error_responses(ErrorResponse, {503: "No worker has been ready yet"}))
@@ -17,12 +18,12 @@ router = APIRouter(responses=error_responses(ErrorResponse, {503: "No worker has
 @router.get("/info", responses={200: {"model": Info}})
 async def info(request: Request) -> Response:
     """Limits are those of the smallest worker, and once known they stay when the workers go."""
-    gateway = gateway_of(request)
-    settings, fleet = gateway.settings, gateway.fleet
+    pool = pool_of(request)
+    settings, fleet = pool.settings, pool.workers
     if not fleet.max_total_tokens:
         await fleet.look_again()
     if not fleet.max_total_tokens:
-        raise unavailable(fleet.trouble or "no worker is ready yet")
+        raise unavailable(fleet.last_error or "no worker is ready yet")
     limits = fleet.limits
     known = Info(
         model_id=settings.model_name,
@@ -40,4 +41,4 @@ async def info(request: Request) -> Response:
         sha=None,
         docker_label=os.environ.get("DOCKER_LABEL"),
     )
-    return Response(encode(known.model_dump()), media_type="application/json")
+    return Response(to_json(known.model_dump()), media_type="application/json")

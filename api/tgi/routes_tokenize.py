@@ -6,13 +6,13 @@ from typing import Any
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from api.errors import encode
 from api.http import body
 from api.http.openapi import json_body
-from api.inference.pool import gateway_of
-from api.inference.tokenizer import Vocabulary
+from api.inference.pool import pool_of
+from api.inference.tokenizer import ModelTokenizer
 from api.inference.validate import check
-from api.offload import aside
+from api.json import to_json
+from api.offload import offload
 from api.openai import chat_prompt
 from api.openai.accept import accept
 from api.openai.params import from_chat
@@ -28,9 +28,9 @@ router = APIRouter(responses=TOKENIZE_ERRORS)
 )
 async def tokenize(request: Request) -> Response:
     """Tokens of `inputs`, with what the model wants around a prompt."""
-    gateway = gateway_of(request)
-    asked = await body.read(request, TokenizeRequest, gateway.settings.payload_limit)
-    content = await aside(len(asked.inputs), lambda: encode(simple_tokens(gateway.vocabulary, asked.inputs)))
+    pool = pool_of(request)
+    asked = await body.read(request, TokenizeRequest, pool.settings.payload_limit)
+    content = await offload(len(asked.inputs), lambda: to_json(simple_tokens(pool.tokenizer, asked.inputs)))
     return Response(content, media_type="application/json")
 
 
@@ -39,25 +39,27 @@ async def tokenize(request: Request) -> Response:
 )
 async def chat_tokenize(request: Request) -> Response:
     """The prompt that /v1/chat/completions would make of the same body, and its tokens; however long it is."""
-    gateway, chat = await accept(request, ChatRequest)
-    vocabulary = gateway.vocabulary
-    text = await chat_prompt.chat_prompt_text(chat, vocabulary.chat_template)
-    check(from_chat(chat, text), gateway.fleet.limits, vocabulary)
+    pool, chat = await accept(request, ChatRequest)
+    tokenizer = pool.tokenizer
+    text = await chat_prompt.chat_prompt_text(chat, tokenizer.chat_template)
+    check(from_chat(chat, text), pool.workers.limits, tokenizer)
 
     def answer() -> bytes:
-        return encode(
+        return to_json(
             {
-                "tokenize_response": simple_tokens(vocabulary, text, bool(chat.add_special_tokens)),
+                "tokenize_response": simple_tokens(tokenizer, text, bool(chat.add_special_tokens)),
                 "templated_text": text,
             }
         )
 
-    return Response(await aside(len(text), answer), media_type="application/json")
+    return Response(await offload(len(text), answer), media_type="application/json")
 
 
-def simple_tokens(vocabulary: Vocabulary, text: str, add_special_tokens: bool = True) -> list[dict[str, Any]]:
+def simple_tokens(
+    tokenizer: ModelTokenizer, text: str, add_special_tokens: bool = True
+) -> list[dict[str, Any]]:
     """TGI's `{id, text, start, stop}` of each token; offsets in bytes of the text's UTF-8."""
-    spans = vocabulary.spans(text, add_special_tokens)
+    spans = tokenizer.spans(text, add_special_tokens)
     offsets = [0, *accumulate(len(character.encode()) for character in text)]
     return [
         {"id": one, "text": text[start:end], "start": offsets[start], "stop": offsets[end]}

@@ -7,13 +7,13 @@ from typing import Any
 
 import httpx
 
-from api.inference.pool import Gateway
+from api.inference.pool import Pool
 from common.messages.packing import pack_floats, unpack_floats
 from common.messages.request import Generate
-from tests.support.fleet.gateways import ready, serving, vocabulary
+from tests.support.fleet.gateways import model_tokenizer, ready, serving
 from tests.support.fleet.scripted_worker import Answer, FakeWorker, working
 
-TOKENIZER = vocabulary().tokenizer
+TOKENIZER = model_tokenizer().backend
 IM_END = TOKENIZER.token_to_id("<|im_end|>")
 
 
@@ -25,7 +25,7 @@ def ids(text: str) -> list[int]:
 @contextlib.asynccontextmanager
 async def answering(
     url: str, answer: Answer | Callable[[Generate], Answer], **settings: Any
-) -> AsyncIterator[tuple[FakeWorker, Gateway, httpx.AsyncClient]]:
+) -> AsyncIterator[tuple[FakeWorker, Pool, httpx.AsyncClient]]:
     """A worker that answers so, a gateway that is ready, and a client."""
     scripted = answer if callable(answer) else lambda _: answer
     async with working(url, TOKENIZER, scripted) as worker, serving(url, **settings) as (gateway, client):

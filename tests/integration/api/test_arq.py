@@ -22,7 +22,7 @@ from common.messages.request import Generate
 from common.settings.settings import Settings
 from deploy.broker import Broker
 from tests.integration.api.test_jobs import CHAT, IDS, TEXT, gateway
-from tests.support.fleet.gateways import vocabulary
+from tests.support.fleet.gateways import model_tokenizer
 from tests.support.fleet.scripted_worker import Answer, FakeWorker, working
 from tests.support.waiting import wait_until
 
@@ -37,7 +37,7 @@ def answer(request: Generate) -> Answer:
 @pytest.fixture
 async def worker(broker: Broker) -> AsyncIterator[FakeWorker]:
     """A fleet that answers."""
-    async with working(broker.url, vocabulary().tokenizer, answer) as one, gateway(broker.url):
+    async with working(broker.url, model_tokenizer().backend, answer) as one, gateway(broker.url):
         yield one
 
 
@@ -178,7 +178,7 @@ async def test_a_queue_that_is_none_is_waited_for(
 async def test_an_aborted_job_is_called_off(client: ArqRedis, broker: Broker) -> None:
     async with (
         working(
-            broker.url, vocabulary().tokenizer, lambda _: Answer(IDS * 500, ends=False), step_s=0.01
+            broker.url, model_tokenizer().backend, lambda _: Answer(IDS * 500, ends=False), step_s=0.01
         ) as worker,
         gateway(broker.url),
         job_worker(broker.url),

@@ -11,16 +11,16 @@ import pytest
 import redis
 
 from api import errors
-from api.errors import Refusal, failed, invalid, overloaded, respond, unavailable
+from api.errors import ApiError, failed, invalid, overloaded, respond, unavailable
 from api.inference import admission
 from common.messages.events import Terminal
 from deploy.broker import Broker
 from tests.support import brokers
-from tests.support.fleet.gateways import ready, serving, stream, vocabulary
+from tests.support.fleet.gateways import model_tokenizer, ready, serving, stream
 from tests.support.fleet.scripted_worker import Answer, working
 from tests.support.waiting import wait_until
 
-TOKENIZER = vocabulary().tokenizer
+TOKENIZER = model_tokenizer().backend
 BODY = {"inputs": "a"}
 JSON = {"content-type": "application/json"}
 
@@ -122,16 +122,16 @@ async def test_bodies_that_are_not_read_on_openai_s_routes(broker: Broker, path:
 
 
 REFUSALS = [
-    (Refusal(400, "invalid_json", "x"), 400, "invalid_request_error", None),
-    (Refusal(401, "unauthorized", "x"), 401, "authentication_error", "invalid_api_key"),
+    (ApiError(400, "invalid_json", "x"), 400, "invalid_request_error", None),
+    (ApiError(401, "unauthorized", "x"), 401, "authentication_error", "invalid_api_key"),
     (
-        Refusal(404, "model_not_found", "x", "model", "model_not_found"),
+        ApiError(404, "model_not_found", "x", "model", "model_not_found"),
         404,
         "invalid_request_error",
         "model_not_found",
     ),
-    (Refusal(413, "payload_too_large", "x"), 413, "invalid_request_error", None),
-    (Refusal(415, "unsupported_media_type", "x"), 415, "invalid_request_error", None),
+    (ApiError(413, "payload_too_large", "x"), 413, "invalid_request_error", None),
+    (ApiError(415, "unsupported_media_type", "x"), 415, "invalid_request_error", None),
     (invalid("x", "stop"), 400, "invalid_request_error", None),
     (failed(Terminal("r", "error", 0, "two workers died")), 500, "server_error", None),
     (overloaded(), 429, "rate_limit_exceeded", "rate_limit_exceeded"),
@@ -140,7 +140,7 @@ REFUSALS = [
 
 
 @pytest.mark.parametrize(("refusal", "status", "kind", "code"), REFUSALS)
-def test_a_refusal_in_both_families(refusal: Refusal, status: int, kind: str, code: str | None) -> None:
+def test_a_refusal_in_both_families(refusal: ApiError, status: int, kind: str, code: str | None) -> None:
     answer = {"error": {"message": refusal.text, "type": kind, "param": refusal.param, "code": code}}
     for path in ("/v1/chat/completions", "/v1/models"):
         response = respond(refusal, path)
@@ -166,7 +166,7 @@ async def test_a_crash_is_an_error_of_the_family(
     broker: Broker, path: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with serving(broker.url) as (gateway, client):
-        monkeypatch.setattr(gateway.desk, "check", lambda: 1 / 0)
+        monkeypatch.setattr(gateway.admission, "check", lambda: 1 / 0)
         response = await client.post(
             path, json={"inputs": "a", "messages": [{"role": "user", "content": "a"}]}
         )
@@ -245,10 +245,10 @@ async def test_after_the_last_worker_died(broker: Broker) -> None:
             waiting = asyncio.create_task(client.post("/generate", json=BODY))
             await wait_until(lambda: worker.redis.xlen(worker.keys.requests))
             await worker.redis.delete(worker.keys.workers)
-        await wait_until(lambda: gateway.fleet.ready_s + 2.0 < asyncio.get_running_loop().time())
+        await wait_until(lambda: gateway.workers.ready_s + 2.0 < asyncio.get_running_loop().time())
         response = await client.post("/generate", json=BODY)
         assert told(response) == (503, "unavailable") and "no worker for" in response.text
-        assert gateway.fleet.max_total_tokens == 1024
+        assert gateway.workers.max_total_tokens == 1024
         assert not waiting.done()
         async with working(broker.url, TOKENIZER, lambda _: Answer([11])):
             assert (await waiting).status_code == 200
@@ -325,7 +325,7 @@ async def test_a_broker_that_does_not_answer_or_is_not_there(monkeypatch: pytest
             await wait_until(lambda: not gateway.relay.streams)
             assert (await client.post("/generate", json=BODY)).status_code == 200
             os.kill(pid, signal.SIGKILL)
-            await wait_until(lambda: gateway.relay.trouble)
+            await wait_until(lambda: gateway.relay.last_error)
             response = await client.post("/generate", json=BODY)
             assert told(response) == (503, "unavailable") and "no connection to the broker" in response.text
             assert told(await client.get("/health")) == (503, "healthcheck")

@@ -9,18 +9,18 @@ from typing import Any
 import pytest
 from redis.asyncio import Redis
 
-from api.inference.pool import Gateway
+from api.inference.pool import Pool
 from api.jobs.reply import Reply
 from api.jobs.runner import JobRun
 from common.broker.keys import Keys
 from common.messages.request import Generate
 from common.settings.settings import Settings
 from deploy.broker import Broker
-from tests.support.fleet.gateways import SETTINGS, ready, vocabulary
+from tests.support.fleet.gateways import SETTINGS, model_tokenizer, ready
 from tests.support.fleet.scripted_worker import Answer, FakeWorker, working
 from tests.support.waiting import PATIENCE_S, wait_until
 
-TOKENIZER = vocabulary().tokenizer
+TOKENIZER = model_tokenizer().backend
 IDS: list[int] = TOKENIZER.encode(" zero one two three four five six seven eight nine").ids
 KEYS = Keys("default")
 TEXT = " zero one two three four five six seven eight nine"
@@ -32,8 +32,8 @@ def answer(_: Generate) -> Answer:
 
 
 @contextlib.asynccontextmanager
-async def gateway(url: str, name: str = "g0-test", **settings: Any) -> AsyncIterator[Gateway]:
-    one = Gateway(Settings(redis_url=url, **(SETTINGS | settings)), name, vocabulary())
+async def gateway(url: str, name: str = "g0-test", **settings: Any) -> AsyncIterator[Pool]:
+    one = Pool(Settings(redis_url=url, **(SETTINGS | settings)), name, model_tokenizer())
     async with one.running():
         await ready(one)
         yield one
@@ -124,7 +124,7 @@ async def test_who_asks_while_the_last_answer_is_given_is_not_forgotten(
     """The job is read as a live one, and by then its run has told the last frame and does nothing but tidy
     up.
     """
-    tidy, tidying, go_on = JobRun.let_go, asyncio.Event(), asyncio.Event()
+    tidy, tidying, go_on = JobRun.detach, asyncio.Event(), asyncio.Event()
 
     async def slowly(self: JobRun) -> None:
         tidying.set()
@@ -135,10 +135,10 @@ async def test_who_asks_while_the_last_answer_is_given_is_not_forgotten(
         return "live"
 
     async with gateway(broker.url):
-        monkeypatch.setattr(JobRun, "let_go", slowly)
+        monkeypatch.setattr(JobRun, "detach", slowly)
         await service.submit(id="a", inputs="Count.")
         await tidying.wait()
-        monkeypatch.setattr(Reply, "enlist", live)
+        monkeypatch.setattr(Reply, "register", live)
         heard = await service.listen("ext:me")
         await service.submit(id="a", inputs="Count.", reply_to="ext:me")
         await wait_until(lambda: len(heard) == len(IDS) + 1)
@@ -265,7 +265,7 @@ async def test_a_stranger_at_our_keys_does_no_harm(
         await service.submit(id="fine", inputs="Count.", reply="stream")
         assert await service.result("fine") == {"generated_text": TEXT}
         await service.settled()
-        await wait_until(lambda: not one.jobs.held and not one.relay.streams)
+        await wait_until(lambda: not one.job_consumer.held and not one.relay.streams)
 
 
 async def test_the_same_job_attaches_and_another_conflicts(
@@ -277,7 +277,9 @@ async def test_the_same_job_attaches_and_another_conflicts(
         for i in range(2):
             await service.submit(id="a", inputs="Count.", reply_to=f"ext:{i}")
         await wait_until(
-            lambda: sum(len(run.replies) for gate in (one, other) for run in gate.jobs.runs.values()) == 2
+            lambda: (
+                sum(len(run.replies) for gate in (one, other) for run in gate.job_consumer.runs.values()) == 2
+            )
         )
         entry_id = await service.submit(id="a", inputs="Count again.", reply_to="ext:2")
         await wait_until(lambda: third)
@@ -306,10 +308,10 @@ async def test_a_job_waits_for_room(service: Service, worker: FakeWorker, broker
 
 
 async def test_a_job_waits_for_a_worker(service: Service, broker: Broker) -> None:
-    one = Gateway(Settings(redis_url=broker.url, **SETTINGS), "g0", vocabulary())
+    one = Pool(Settings(redis_url=broker.url, **SETTINGS), "g0", model_tokenizer())
     async with one.running():
         await service.submit(id="a", inputs="Count.")
-        await wait_until(lambda: one.jobs.runs)
+        await wait_until(lambda: one.job_consumer.runs)
         async with working(broker.url, TOKENIZER, answer):
             assert await service.result("a") == {"generated_text": TEXT}
 
@@ -357,8 +359,10 @@ async def test_a_successor_goes_on_where_the_dead_gateway_stopped(
     """Each frame once, on the channel and in the stream, with the text of one generation."""
     heard = await service.listen("ext:me")
     worker.step_s = 0.05
-    dead = Gateway(Settings(redis_url=broker.url, **SETTINGS, worker_ttl_s=0.3), "g0", vocabulary())
-    life = [asyncio.create_task(loop) for loop in (dead.relay.run(), dead.fleet.run(), dead.jobs.run())]
+    dead = Pool(Settings(redis_url=broker.url, **SETTINGS, worker_ttl_s=0.3), "g0", model_tokenizer())
+    life = [
+        asyncio.create_task(loop) for loop in (dead.relay.run(), dead.workers.run(), dead.job_consumer.run())
+    ]
     await service.submit(id="a", inputs="Count.", reply_to="ext:me", reply="stream")
     await service.submit(id="c", **CHAT, parameters={"n": 2}, reply="stream")
     await wait_until(lambda: len(heard) >= 3)
@@ -417,15 +421,15 @@ async def test_two_that_hold_a_job_say_it_once(service: Service, worker: FakeWor
     """A gateway that shows no signs of life any more, and works all the same."""
     heard = await service.listen("ext:me")
     worker.step_s = 0.05
-    silent = Gateway(Settings(redis_url=broker.url, **SETTINGS, worker_ttl_s=0.3), "g0", vocabulary())
-    life = [asyncio.create_task(loop) for loop in (silent.relay.run(), silent.jobs.run())]
-    await silent.fleet.look()
+    silent = Pool(Settings(redis_url=broker.url, **SETTINGS, worker_ttl_s=0.3), "g0", model_tokenizer())
+    life = [asyncio.create_task(loop) for loop in (silent.relay.run(), silent.job_consumer.run())]
+    await silent.workers.look()
     await service.submit(id="a", inputs="Count.", reply_to="ext:me", reply="stream")
     await wait_until(lambda: heard)
     async with gateway(broker.url, "g1", worker_ttl_s=0.3) as other:
-        await wait_until(lambda: "a" in other.jobs.runs and "a" in silent.jobs.runs)
+        await wait_until(lambda: "a" in other.job_consumer.runs and "a" in silent.job_consumer.runs)
         assert await service.result("a") == {"generated_text": TEXT}
-        await wait_until(lambda: not other.jobs.runs and not silent.jobs.runs)
+        await wait_until(lambda: not other.job_consumer.runs and not silent.job_consumer.runs)
     assert [frame["token"]["id"] for frame in heard] == [*IDS, 2]
     assert await service.stream("a") == heard
     assert len(worker.seen) == 1

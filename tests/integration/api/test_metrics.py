@@ -10,11 +10,11 @@ import redis
 from common.messages.request import Generate
 from deploy.broker import Broker
 from tests.support import brokers
-from tests.support.fleet.gateways import ready, serving, stream, vocabulary
+from tests.support.fleet.gateways import model_tokenizer, ready, serving, stream
 from tests.support.fleet.scripted_worker import Answer, FakeWorker, working
 from tests.support.waiting import wait_until
 
-TOKENIZER = vocabulary().tokenizer
+TOKENIZER = model_tokenizer().backend
 IDS = TOKENIZER.encode(" the sea is so blue").ids
 
 

@@ -11,7 +11,7 @@ from openai import AsyncOpenAI
 from api.openai.render import FINGERPRINT
 from common.messages.packing import unpack_ids
 from deploy.broker import Broker
-from tests.support.fleet.gateways import vocabulary
+from tests.support.fleet.gateways import model_tokenizer
 from tests.support.fleet.scripted_worker import Answer
 from tests.support.openai_frames import IM_END, TOKENIZER, answering, frames, ids, logprobs, streamed
 from tests.support.waiting import wait_until
@@ -324,7 +324,7 @@ async def test_prompts_of_messages(broker: Broker) -> None:
             assert response.status_code == 200, response.text
             prompt_ids = unpack_ids(worker.seen[-1].prompt_ids)
             assert TOKENIZER.decode(prompt_ids, skip_special_tokens=False) == prompt
-            assert vocabulary().encode(prompt, add_special_tokens=False) == prompt_ids
+            assert model_tokenizer().encode(prompt, add_special_tokens=False) == prompt_ids
 
 
 async def test_echo_repeats_what_is_continued(broker: Broker) -> None:
@@ -337,7 +337,7 @@ async def test_echo_repeats_what_is_continued(broker: Broker) -> None:
 
 async def test_a_model_without_a_template(broker: Broker, monkeypatch: pytest.MonkeyPatch) -> None:
     async with answering(broker.url, Answer(ids("x"))) as (_, _, client):
-        monkeypatch.setattr(type(vocabulary()), "chat_template", None)
+        monkeypatch.setattr(type(model_tokenizer()), "chat_template", None)
         response = await client.post(PATH, json=CHAT)
     assert response.status_code == 400
     error = response.json()["error"]

@@ -11,7 +11,7 @@ from api.openai.render import FINGERPRINT
 from common.messages.packing import pack_ids, unpack_ids
 from common.messages.request import Generate
 from deploy.broker import Broker
-from tests.support.fleet.gateways import vocabulary
+from tests.support.fleet.gateways import model_tokenizer
 from tests.support.fleet.scripted_worker import Answer
 from tests.support.openai_frames import TOKENIZER, answering, frames, ids, logprobs, streamed
 from tests.support.waiting import wait_until
@@ -204,7 +204,7 @@ def test_where_the_tokens_of_a_prompt_begin() -> None:
         ([begin, begin, *ids("a b")], "<|im_start|>a b", [0, 12, 12, 13]),
         (ids("a🙂")[:2], "a\ufffd", [0, 1]),
     ):
-        assert prompt_offsets(Stream(Generate("r", "", pack_ids(prompt), 1), vocabulary()), text) == begins
+        assert prompt_offsets(Stream(Generate("r", "", pack_ids(prompt), 1), model_tokenizer()), text) == begins
 
 
 async def test_special_tokens_on_demand(broker: Broker) -> None:

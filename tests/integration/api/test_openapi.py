@@ -7,10 +7,10 @@ from jsonschema_rs import Draft202012Validator
 
 from deploy.broker import Broker
 from tests.integration.api.test_tgi_frames import frames
-from tests.support.fleet.gateways import ready, serving, vocabulary
+from tests.support.fleet.gateways import model_tokenizer, ready, serving
 from tests.support.fleet.scripted_worker import Answer, working
 
-TOKENIZER = vocabulary().tokenizer
+TOKENIZER = model_tokenizer().backend
 TAKES_BODY = [
     "/",
     "/generate",

@@ -17,12 +17,12 @@ from common.process.heartbeat import Heartbeat, process_fields
 from common.settings.settings import SettingError, Settings
 from deploy.broker import Broker
 from tests.integration.batcher.test_process import batcher
-from tests.support.fleet.gateways import ready, serving, vocabulary
+from tests.support.fleet.gateways import model_tokenizer, ready, serving
 from tests.support.fleet.scripted_worker import Answer, working
 from tests.support.waiting import wait_until
 
 KEYS = Keys("default")
-TOKENIZER = vocabulary().tokenizer
+TOKENIZER = model_tokenizer().backend
 DEMO = {"demo": True, "hostname": "127.0.0.1"}
 
 

@@ -15,14 +15,14 @@ from hypothesis import HealthCheck, settings
 from schemathesis.specs.openapi.checks import negative_data_rejection, positive_data_acceptance
 
 from api.app import build
-from api.inference.pool import Gateway
+from api.inference.pool import Pool
 from common.settings.settings import Settings
 from deploy.broker import Broker
-from tests.support.fleet.gateways import ready, serving, vocabulary
+from tests.support.fleet.gateways import model_tokenizer, ready, serving
 from tests.support.fleet.scripted_worker import Answer, working
 from tests.support.waiting import PATIENCE_S
 
-TOKENIZER = vocabulary().tokenizer
+TOKENIZER = model_tokenizer().backend
 NUM_EXAMPLES = 10
 NOT_SAID = re.compile(
     "Input should be a valid integer"  # JSON Schema takes 5.0 for one
@@ -43,7 +43,7 @@ NOT_SAID = re.compile(
 
 async def document() -> Any:
     """What any gateway says of itself; no broker is asked."""
-    app = build(Gateway(Settings(redis_url="redis://127.0.0.1:1"), "g0-test", vocabulary()))
+    app = build(Pool(Settings(redis_url="redis://127.0.0.1:1"), "g0-test", model_tokenizer()))
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://gateway") as client:
         return (await client.get("/api-doc/openapi.json")).json()
 

@@ -11,10 +11,10 @@ from common.messages.events import Terminal, Tokens
 from common.messages.packing import pack_floats, pack_ids, unpack_floats
 from common.messages.request import Generate
 from deploy.broker import Broker
-from tests.support.fleet.gateways import ready, serving, stream, vocabulary
+from tests.support.fleet.gateways import model_tokenizer, ready, serving, stream
 from tests.support.fleet.scripted_worker import Answer, working
 
-TOKENIZER = vocabulary().tokenizer
+TOKENIZER = model_tokenizer().backend
 IM_END = TOKENIZER.token_to_id("<|im_end|>")
 
 
@@ -216,7 +216,7 @@ async def test_100_streams_are_not_mixed_up(broker: Broker) -> None:
 async def test_frames_are_json_whatever_a_token_holds() -> None:
     text = "".join(map(chr, range(0x100))) + "\u2028\ufffd🙂"
     logprobs = unpack_floats(pack_floats([-1e-9, -3e-5, -20.5, float("-inf"), float("nan")]))
-    one = Stream(Generate("r", "", pack_ids([1]), 9), vocabulary())
+    one = Stream(Generate("r", "", pack_ids([1]), 9), model_tokenizer())
     one.take(Tokens("r", 1, 0, pack_ids(ids("a") * 5), pack_floats(logprobs), [text] * 5))
     shown = await anext(tgi_frames(one, "", False))
     assert [frame["token"]["logprob"] for frame in frames(shown)] == [*logprobs[:3], None, None]
@@ -224,7 +224,7 @@ async def test_frames_are_json_whatever_a_token_holds() -> None:
 
 
 async def test_no_token_is_shown_twice_when_the_end_comes_as_a_surprise() -> None:
-    one = Stream(Generate("r", "", pack_ids([1]), 9), vocabulary())
+    one = Stream(Generate("r", "", pack_ids([1]), 9), model_tokenizer())
     found = tgi_frames(one, "", False)
     one.take(Tokens("r", 1, 0, pack_ids(ids("a")), pack_floats([-1.0]), ["a"]))
     assert frames(await anext(found))[0]["index"] == 1

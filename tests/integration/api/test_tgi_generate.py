@@ -15,11 +15,11 @@ from common.messages.packing import pack_floats, pack_ids, unpack_floats
 from common.messages.request import Generate, SamplingParams
 from deploy.broker import Broker
 from tests.integration.api.test_tgi_frames import frames as parsed
-from tests.support.fleet.gateways import ready, serving, vocabulary
+from tests.support.fleet.gateways import model_tokenizer, ready, serving
 from tests.support.fleet.scripted_worker import EOS, Answer, working
 from tests.support.waiting import wait_until
 
-TOKENIZER = vocabulary().tokenizer
+TOKENIZER = model_tokenizer().backend
 
 
 def ids(text: str) -> list[int]:
@@ -34,7 +34,7 @@ def described(token_id: int, logprob: float) -> dict[str, Any]:
         "id": token_id,
         "text": TOKENIZER.decode([token_id], skip_special_tokens=False),
         "logprob": logprob,
-        "special": token_id in vocabulary().special_ids,
+        "special": token_id in model_tokenizer().special_ids,
     }
 
 
@@ -253,7 +253,8 @@ async def test_a_stop_id_ends_an_answer_and_is_part_of_it(broker: Broker) -> Non
 
 def ended(logprobs: list[float]) -> Stream:
     one = Stream(
-        Generate("r", "", pack_ids([1]), 9, sampling=SamplingParams(temperature=1.0, seed=3)), vocabulary()
+        Generate("r", "", pack_ids([1]), 9, sampling=SamplingParams(temperature=1.0, seed=3)),
+        model_tokenizer(),
     )
     one.take(Tokens("r", 1, 0, pack_ids([5] * len(logprobs)), pack_floats(logprobs), ["x"] * len(logprobs)))
     one.end(Terminal("r", "length", len(logprobs)))

@@ -7,10 +7,10 @@ import httpx
 import pytest
 
 from deploy.broker import Broker
-from tests.support.fleet.gateways import ready, serving, vocabulary
+from tests.support.fleet.gateways import model_tokenizer, ready, serving
 from tests.support.fleet.scripted_worker import Answer, working
 
-TOKENIZER = vocabulary().tokenizer
+TOKENIZER = model_tokenizer().backend
 
 
 async def post(client: httpx.AsyncClient, path: str, body: Any) -> Any:

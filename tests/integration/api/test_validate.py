@@ -8,17 +8,17 @@ from typing import Any
 import httpx
 import pytest
 
-from api.errors import Refusal
+from api.errors import ApiError
 from api.inference.params import GenerationParams
 from api.inference.validate import Limits, validate
 from common.messages.packing import pack_ids, unpack_ids
 from common.messages.request import Generate, SamplingParams
 from deploy.broker import Broker
-from tests.support.fleet.gateways import ready, serving, vocabulary
+from tests.support.fleet.gateways import model_tokenizer, ready, serving
 from tests.support.fleet.scripted_worker import Answer, working
 
-TOKENIZER = vocabulary().tokenizer
-SIZE = vocabulary().size
+TOKENIZER = model_tokenizer().backend
+SIZE = model_tokenizer().size
 LIMITS = Limits(99, 100, 4, 5, 2, 4)
 
 CASES: list[
@@ -277,7 +277,7 @@ async def test_settings_lower_the_limits(broker: Broker) -> None:
 
 
 async def validated(**fields: Any) -> list[Generate]:
-    return await validate(GenerationParams(**({"text": "a"} | fields)), LIMITS, vocabulary())
+    return await validate(GenerationParams(**({"text": "a"} | fields)), LIMITS, model_tokenizer())
 
 
 async def test_every_parameter_reaches_the_worker(broker: Broker) -> None:
@@ -369,7 +369,7 @@ async def test_choices_differ_in_their_number_alone() -> None:
         (9, 2),
     ]
     assert [one.sampling for one in await validated(n=2)] == [None, None]
-    with pytest.raises(Refusal, match="`n` must be at least 1 and at most 128"):
+    with pytest.raises(ApiError, match="`n` must be at least 1 and at most 128"):
         await validated(n=0)
 
 
@@ -391,7 +391,7 @@ async def test_prompts_of_ids_and_the_client_s_own_names() -> None:
             "max_tokens",
         ),
     ]:
-        with pytest.raises(Refusal) as refused:
+        with pytest.raises(ApiError) as refused:
             await validated(
                 text=None, names={"prompt_ids": "prompt", "max_new_tokens": "max_tokens"}, **fields
             )

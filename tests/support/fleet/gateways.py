@@ -10,9 +10,9 @@ import httpx
 import uvicorn
 
 from api.app import build
-from api.http.protocol import Http
-from api.inference.pool import Gateway
-from api.inference.tokenizer import Vocabulary
+from api.http.protocol import HttpProtocol
+from api.inference.pool import Pool
+from api.inference.tokenizer import ModelTokenizer
 from api.server import own_listener
 from common import model_files
 from common.settings.settings import Settings
@@ -25,19 +25,19 @@ SETTINGS: dict[str, Any] = {
 
 
 @cache
-def vocabulary() -> Vocabulary:
-    return Vocabulary.load(model_files.resolve("smollm2"))
+def model_tokenizer() -> ModelTokenizer:
+    return ModelTokenizer.load(model_files.resolve("smollm2"))
 
 
 @contextlib.asynccontextmanager
 async def serving(
     url: str, lose: Callable[[], bool] | None = None, **settings: Any
-) -> AsyncIterator[tuple[Gateway, httpx.AsyncClient]]:
+) -> AsyncIterator[tuple[Pool, httpx.AsyncClient]]:
     """A gateway that serves while the context is open, and a client that talks to it."""
-    gateway = Gateway(Settings(redis_url=url, **(SETTINGS | settings)), "g0-test", vocabulary(), lose)
+    gateway = Pool(Settings(redis_url=url, **(SETTINGS | settings)), "g0-test", model_tokenizer(), lose)
     socket = own_listener(0)
     server = uvicorn.Server(
-        uvicorn.Config(build(gateway), log_config=None, http=Http, timeout_graceful_shutdown=5)
+        uvicorn.Config(build(gateway), log_config=None, http=HttpProtocol, timeout_graceful_shutdown=5)
     )
     task = asyncio.create_task(server.serve([socket]))
     await wait_until(lambda: server.started or task.done())
@@ -52,12 +52,12 @@ async def serving(
         await task
 
 
-async def ready(gateway: Gateway) -> None:
+async def ready(gateway: Pool) -> None:
     """Returns when the gateway accepts requests."""
 
     async def serves() -> bool:
         with contextlib.suppress(Exception):
-            await gateway.desk.check()
+            await gateway.admission.check()
             return True
         return False
 

@@ -7,20 +7,20 @@ from typing import Any
 
 import pytest
 
-from api.offload import LONG, aside
+from api.offload import LONG, offload
 from deploy.broker import Broker
-from tests.support.fleet.gateways import ready, serving, vocabulary
+from tests.support.fleet.gateways import model_tokenizer, ready, serving
 from tests.support.fleet.scripted_worker import Answer, working
 
-TOKENIZER = vocabulary().tokenizer
+TOKENIZER = model_tokenizer().backend
 
 
 async def test_what_is_long_goes_to_a_thread_and_its_error_comes_back() -> None:
     here = threading.get_ident()
-    assert await aside(LONG - 1, threading.get_ident) == here
-    assert await aside(LONG, threading.get_ident) != here
+    assert await offload(LONG - 1, threading.get_ident) == here
+    assert await offload(LONG, threading.get_ident) != here
     with pytest.raises(ZeroDivisionError):
-        await aside(LONG, lambda: 1 / 0)
+        await offload(LONG, lambda: 1 / 0)
 
 
 CHAT = [{"role": "user", "content": "a"}] * 200

@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 
-from api.errors import Refusal
+from api.errors import ApiError
 from api.inference.chat_template import ChatTemplate
 from common import model_files
 from common.settings.settings import SettingError
-from tests.support.fleet.gateways import vocabulary
+from tests.support.fleet.gateways import model_tokenizer
 
 CHAT = [
     {"role": "system", "content": "  Be <brief> & kind.\n"},
@@ -62,7 +62,7 @@ def test_ids_are_those_of_transformers(
         )
         ours = template.render(chat, add_generation_prompt, VARIABLES)
         assert ours == theirs
-        assert vocabulary().encode(ours, add_special_tokens=False) == ids
+        assert model_tokenizer().encode(ours, add_special_tokens=False) == ids
 
 
 @pytest.mark.parametrize("name", ["the model's own", "chatml", "trims"])
@@ -97,7 +97,7 @@ def test_a_last_message_is_continued_as_transformers_does(
     ],
 )
 def test_what_a_template_cannot_do_is_its_error(source: str, words: str) -> None:
-    with pytest.raises(Refusal, match=words) as caught:
+    with pytest.raises(ApiError, match=words) as caught:
         ChatTemplate(source, {}).render(CHAT, True, {})
     assert (caught.value.status, caught.value.error_type, caught.value.param) == (
         422,
@@ -107,7 +107,7 @@ def test_what_a_template_cannot_do_is_its_error(source: str, words: str) -> None
 
 
 def test_a_template_that_drops_the_last_message_cannot_continue_it() -> None:
-    with pytest.raises(Refusal, match="cannot be continued"):
+    with pytest.raises(ApiError, match="cannot be continued"):
         ChatTemplate("{{ messages[0].content }}", {}).render_open(CHAT, {})
 
 

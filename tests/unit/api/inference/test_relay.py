@@ -10,7 +10,7 @@ import pytest
 from redis.asyncio import Redis
 
 from api.inference import relay as relay_module
-from api.inference.pool import Gateway
+from api.inference.pool import Pool
 from api.inference.relay import Relay
 from api.inference.stream import Stream
 from common.broker.client import connect
@@ -21,11 +21,11 @@ from common.messages.packing import pack_floats, pack_ids, unpack_ids
 from common.messages.records import pack_records, pack_tokens
 from common.messages.request import Generate
 from deploy.broker import Broker
-from tests.support.fleet.gateways import ready, serving, stream, vocabulary
+from tests.support.fleet.gateways import model_tokenizer, ready, serving, stream
 from tests.support.fleet.scripted_worker import Answer, FakeWorker, working
 from tests.support.waiting import wait_until
 
-TOKENIZER = vocabulary().tokenizer
+TOKENIZER = model_tokenizer().backend
 IDS: list[int] = TOKENIZER.encode(" zero one two three four five six seven eight nine").ids
 KEYS = Keys("default")
 
@@ -46,7 +46,7 @@ def tokens(first: int, last: int, attempt: int = 1, request_id: str = "r") -> To
 
 
 def new_stream(request_id: str = "r", **options: Any) -> Stream:
-    return Stream(Generate(request_id, "", pack_ids([28]), 100, **options), vocabulary())
+    return Stream(Generate(request_id, "", pack_ids([28]), 100, **options), model_tokenizer())
 
 
 def end(num_tokens: int, request_id: str = "r") -> Terminal:
@@ -161,7 +161,7 @@ async def test_what_was_missed_is_asked_for(messages: list[bytes], missed: bool)
     relay.add(new_stream())
     for message in messages:
         relay.wanted.clear()
-        relay.hear(message)
+        relay.on_message(message)
     assert bool(relay.wanted) == missed
 
 
@@ -227,7 +227,7 @@ async def test_a_result_that_somebody_wrote_ends_its_own_stream_only(
         await commit(redis, 3, 3, one.request.request_id)
     await redis.hset(KEYS.request("r"), "terminal", "length")
     await redis.set(KEYS.result("r"), garbage)
-    relay.ask([spoilt, other])
+    relay.request_fill([spoilt, other])
     await wait_until(lambda: spoilt.terminal and other.num_tokens == 3)
     assert spoilt.terminal.error == "its result cannot be read" and not other.terminal
 
@@ -236,7 +236,7 @@ async def test_a_prompt_is_read_before_the_first_token_is_shown(redis: Redis, re
     """It stands in Redis since the first token; where it does not, somebody wrote to the key."""
     asked = {"prompt_ids": pack_ids([28, 29, 30]), "prompt_logprobs": 1}
     one, missing, short = (
-        Stream(Generate(name, "", max_new_tokens=100, **asked), vocabulary())
+        Stream(Generate(name, "", max_new_tokens=100, **asked), model_tokenizer())
         for name in ("r", "missing", "short")
     )
     records = pack_records(
@@ -275,7 +275,7 @@ async def test_an_answer_that_failed_before_its_first_token_has_no_prompt(redis:
     assert told.end(Terminal("told", "error", 0, "gone"))
     await redis.hset(KEYS.request("filled"), "terminal", "error")
     await redis.set(KEYS.result("filled"), b'{"error": "gone"}')
-    relay.ask([filled])
+    relay.request_fill([filled])
     await wait_until(lambda: filled.terminal)
     assert told.terminal and filled.terminal and told.terminal.error == filled.terminal.error == "gone"
 
@@ -286,7 +286,7 @@ async def test_nothing_is_read_before_the_request_is_admitted(redis: Redis, rela
     relay.add(early)
     relay.add(other)
     relay.admitted(other)
-    relay.ask([early, other])
+    relay.request_fill([early, other])
     await wait_until(lambda: other.terminal)
     assert other.terminal and other.terminal.error == "the request is not known any more"
     assert not early.terminal
@@ -309,12 +309,12 @@ async def test_fills_do_not_pile_up(redis: Redis, relay: Relay, monkeypatch: pyt
     for one in streams:
         relay.add(one)
         relay.admitted(one)
-    relay.ask(streams[:1])
+    relay.request_fill(streams[:1])
     await wait_until(lambda: len(reads) == 1)
     for _ in range(100):
-        relay.ask(streams[1:])
-        relay.ask(streams[2:])
-    relay.forget(streams[1])
+        relay.request_fill(streams[1:])
+        relay.request_fill(streams[2:])
+    relay.remove(streams[1])
     going.set()
     await wait_until(lambda: len(reads) == 2 and not relay.asked.is_set())
     assert reads == [["0"], ["2"]]
@@ -369,9 +369,9 @@ async def undisturbed(broker: Broker, count: int) -> list[bytes]:
         return await converse(client, count)
 
 
-async def nothing_left(gateway: Gateway, worker: FakeWorker) -> None:
+async def nothing_left(gateway: Pool, worker: FakeWorker) -> None:
     """Neither in the gateway nor in Redis."""
-    await wait_until(lambda: not gateway.relay.streams and not gateway.desk.farewells and not worker.live)
+    await wait_until(lambda: not gateway.relay.streams and not gateway.admission.cleanups and not worker.live)
     assert not gateway.relay.wanted
     kinds = {key.decode().split(":")[2] for key in await worker.redis.keys("*")}
     assert kinds <= {
@@ -488,7 +488,7 @@ async def test_a_cancel_waits_for_the_broker(broker: Broker) -> None:
         await worker.redis.config_set("maxmemory", 1)
         try:
             task.cancel()
-            await wait_until(lambda: gateway.desk.farewells)
+            await wait_until(lambda: gateway.admission.cleanups)
         finally:
             await worker.redis.config_set("maxmemory", 0)
         await nothing_left(gateway, worker)
