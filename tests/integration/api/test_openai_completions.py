@@ -204,7 +204,9 @@ def test_where_the_tokens_of_a_prompt_begin() -> None:
         ([begin, begin, *ids("a b")], "<|im_start|>a b", [0, 12, 12, 13]),
         (ids("a🙂")[:2], "a\ufffd", [0, 1]),
     ):
-        assert prompt_offsets(Stream(Generate("r", "", pack_ids(prompt), 1), model_tokenizer()), text) == begins
+        assert (
+            prompt_offsets(Stream(Generate("r", "", pack_ids(prompt), 1), model_tokenizer()), text) == begins
+        )
 
 
 async def test_special_tokens_on_demand(broker: Broker) -> None:
