@@ -14,9 +14,10 @@ from api.http.headers import prompt_headers, time_headers
 from api.http.openapi import event_stream, json_body
 from api.http.request_id import request_id
 from api.http.sse import TokenStream
-from api.inference.pool import Gateway, gateway_of
+from api.inference.pool import Pool, pool_of
 from api.inference.validate import validate
-from api.offload import aside
+from api.json import to_json
+from api.offload import offload
 from api.tgi import best_of
 from api.tgi.render import render_response, stream_frames
 from api.tgi.request_schemas import CompatGenerateRequest, GenerateParameters, GenerateRequest
