@@ -111,14 +111,14 @@ async def respond_with_stream(call: AcceptedRequest) -> Response:
     admission = call.pool.admission
     [one] = await admission.submit_all(call.requests, request_id(call.request))
     headers = prompt_headers(call.pool.settings, call.num_chars)
-    return TokenStream(stream_frames(one, call.prefix, call.details), [one], headers, admission.leave)
+    return TokenStream(stream_frames(one, call.prefix, call.details), [one], headers, admission.release)
 
 
 async def respond_with_whole(call: AcceptedRequest, in_array: bool = False) -> Response:
     """The best answer."""
     admission = call.pool.admission
     streams = await admission.submit_all(call.requests, request_id(call.request))
-    await finished(streams, call.request, admission.leave)
+    await finished(streams, call.request, admission.release)
     best, *others = best_of.rank_by_logprob(streams)
     headers = prompt_headers(call.pool.settings, call.num_chars) | time_headers(best, call.begun_s)
 
