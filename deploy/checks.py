@@ -3,7 +3,6 @@ and the cause.
 """
 
 import asyncio
-import dataclasses
 import errno
 import os
 import socket
@@ -85,7 +84,7 @@ def with_model(settings: Settings) -> Settings:
         path = model_files.resolve(
             settings.model_id, settings.revision, show, weightless=settings.makes_weights
         )
-    return dataclasses.replace(settings, model_id=os.fspath(path), served_model_name=settings.model_name)
+    return settings.model_copy(update={"model_id": os.fspath(path), "served_model_name": settings.model_name})
 
 
 def tell_hub(settings: Settings) -> None:

@@ -4,7 +4,8 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from common.settings.settings import MAX_PORT, SettingError, Settings
+from common.settings.settings import SettingError, Settings
+from common.settings.types import MAX_PORT
 from deploy.broker import Broker
 from deploy.process import Process
 

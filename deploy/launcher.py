@@ -4,7 +4,6 @@ order.
 
 import asyncio
 import contextlib
-import dataclasses
 import logging
 import os
 import signal
@@ -55,7 +54,7 @@ def serve(settings: Settings) -> int:
     settings = checks.with_model(settings)
     with embedded() if settings.redis_url is None else contextlib.nullcontext() as broker:
         if broker is not None:
-            settings = dataclasses.replace(settings, redis_url=broker.url)
+            settings = settings.model_copy(update={"redis_url": broker.url})
         return asyncio.run(run(new_fleet(settings, broker)))
 
 

@@ -8,7 +8,7 @@ accepted; else the start is refused with the reason. Nothing is ignored.
 from dataclasses import dataclass, replace
 from typing import Any
 
-ANY = ("*",)
+ANY: tuple[Any, ...] = ("*",)
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,12 +20,13 @@ class Option:
         why: what is the case.
         kind: type of its values.
         same_as: a setting whose own value is accepted, too.
-        variable, flag: where it is read.
+        variable: whether the variable is read.
+        flag: whether there is a flag.
         secret: its value is not repeated.
     """
 
     name: str
-    accepts: tuple[str, ...]
+    accepts: tuple[Any, ...]
     why: str
     kind: Any = str
     same_as: str = ""
@@ -33,55 +34,73 @@ class Option:
     flag: bool = True
     secret: bool = False
 
+    @property
+    def answer(self) -> str:
+        """What becomes of the option, for the help."""
+        if self.accepts is ANY:
+            return f"accepted: {self.why}"
+        if self.same_as:
+            return f"only what --{self.same_as.replace('_', '-')} says: {self.why}"
+        accepted = " or ".join(str(value).lower() for value in self.accepts)
+        return f"{f'only {accepted}' if accepted else 'refused'}: {self.why}"
 
-OFF = ("false",)
-ON = ("true",)
-NONE: tuple[str, ...] = ()
-SOCKET = "agent and engine of a worker share a socket without a name"
+
+def options(
+    names: str, accepts: tuple[Any, ...], why: str, kind: Any = str, **more: Any
+) -> tuple[Option, ...]:
+    """Options that have one answer."""
+    return tuple(Option(name, accepts, why, kind, **more) for name in names.split())
+
+
+OFF = (False,)
+ON = (True,)
+NONE: tuple[Any, ...] = ()
 RANKS_FIND = "the ranks of one machine find each other by themselves; torchrun says where those of several do"
 BY_TORCHRUN = "set by torchrun for a worker whose ranks run on several machines (NUM_SHARD for those of one)"
-NO_STAGES = "layers are not split between GPUs (pipeline parallel); their weights are (NUM_SHARD)"
 CHUNKED = "prompts are computed in chunks beside the running requests, so none of both waits for the other"
-LOADED_AS_IS = "weights are loaded as the checkpoint has them, and none is quantised at the start"
+NO_PREFIXES = "a cache of prefixes is not built yet"
+NO_SPECULATION = "speculation is not built yet"
 NO_TRACES = "traces are not built yet; metrics are (METRICS_PORT)"
 NO_NGROK = "tunnels are not built; put a proxy in front"
 NO_LORA = "adapters are not built yet; merge the adapter into the model"
 NO_WATERMARK = "watermarks are not built yet"
-NO_CUDA_KERNELS = "there are no CUDA kernels of our own"
-NOT_ROCM = "AMD GPUs are not served"
-OWN_TOKENIZER = "a model's tokenizer is its own; tokenizer.json stands beside its weights"
-TLS = "TLS is for a proxy in front"
 NO_TOOLS = "tools are not built yet"
+OWN_TOKENIZER = "a model's tokenizer is its own; tokenizer.json stands beside its weights"
+BY_HUB = "read by huggingface_hub"
 
 TGI = (
     # launcher and router
     Option(
         "validation_workers",
         ANY,
-        "a gateway tokenises short prompts at once and long ones in threads; NUM_GATEWAYS adds more",
+        "a gateway tokenizes short prompts at once and long ones in threads; NUM_GATEWAYS adds more",
         int,
     ),
-    Option("quantize", NONE, f"{LOADED_AS_IS}; leave it out"),
-    Option("speculate", ("0",), "speculation is not built yet", int),
+    Option(
+        "quantize", NONE, "weights are loaded as the checkpoint has them, and none is quantized at the start"
+    ),
+    Option("speculate", (0,), NO_SPECULATION, int),
     Option("kv_cache_dtype", ("auto",), "the KV cache has the type of the model (DTYPE)"),
     Option("waiting_served_ratio", ANY, CHUNKED, float),
     Option("max_waiting_tokens", ANY, CHUNKED, int),
     Option("cuda_graphs", ("0", "1,2,4,8,16,32"), "no graphs are captured yet"),
-    Option("shard_uds_path", ANY, SOCKET),
-    Option("master_shard_uds_path", ANY, SOCKET),
-    Option("uds_path", ANY, SOCKET),
+    *options(
+        "shard_uds_path master_shard_uds_path uds_path",
+        ANY,
+        "agent and engine of a worker share a socket without a name",
+    ),
     Option("master_addr", ANY, RANKS_FIND),
     Option("master_port", ANY, RANKS_FIND, int),
     Option("weights_cache_override", NONE, "give the directory with the weights as MODEL_ID"),
-    Option("disable_custom_kernels", ANY, NO_CUDA_KERNELS, bool),
+    Option("disable_custom_kernels", ANY, "TGI's kernels for BLOOM and GPT-NeoX are not part of this", bool),
     Option("otlp_endpoint", NONE, NO_TRACES),
     Option(
         "otlp_service_name",
         ("text-generation-inference.router", "text-generation-inference.server"),
         NO_TRACES,
     ),
-    Option("watermark_gamma", ("0.5",), NO_WATERMARK, float),
-    Option("watermark_delta", ("2.0",), NO_WATERMARK, float),
+    Option("watermark_gamma", (0.5,), NO_WATERMARK, float),
+    Option("watermark_delta", (2.0,), NO_WATERMARK, float),
     Option("ngrok", OFF, NO_NGROK, bool),
     Option("ngrok_authtoken", NONE, NO_NGROK, secret=True),
     Option("ngrok_edge", NONE, NO_NGROK),
@@ -92,36 +111,47 @@ TGI = (
     Option(
         "enable_prefill_logprobs",
         ANY,
-        "log-probabilities of a prompt are computed for whoever asks for them",
+        "log-probabilities of a prompt are computed for requests that ask for them",
         bool,
     ),
     Option("tokenizer_name", NONE, OWN_TOKENIZER, same_as="model_id"),
     Option("max_image_fetch_size", ANY, "no image is ever fetched: models take text only", int),
     # variables without a flag
     Option("log_colorize", ANY, "lines of logs have no colours", flag=False),
-    Option("hf_token", ANY, "read by huggingface_hub", flag=False),
-    Option("hugging_face_hub_token", ANY, "read by huggingface_hub", flag=False),
-    Option("hf_api_token", ANY, "given to huggingface_hub", flag=False),
-    Option("hf_home", ANY, "read by huggingface_hub", flag=False),
-    Option("hf_hub_offline", ANY, "read by huggingface_hub", flag=False),
+    *options(
+        "hf_token hugging_face_hub_token hf_home hf_hub_offline hf_hub_user_agent_origin",
+        ANY,
+        BY_HUB,
+        flag=False,
+    ),
+    Option("hf_api_token", ANY, "given to huggingface_hub as HF_TOKEN", flag=False),
     Option("hf_hub_enable_hf_transfer", ANY, "huggingface_hub has its own fast transfers", flag=False),
-    Option("hf_hub_user_agent_origin", ANY, "read by huggingface_hub", flag=False),
     Option("attention", ("paged",), "attention is over pages, on every device", flag=False),
-    Option("prefix_caching", OFF, "a cache of prefixes is not built yet", bool, flag=False),
+    Option("prefix_caching", OFF, NO_PREFIXES, bool, flag=False),
     Option("prefill_chunking", ON, CHUNKED, bool, flag=False),
     Option("tgi_wiggle_room", NONE, "KV_CACHE_BYTES says how large the cache is", flag=False),
-    Option("use_flash_attention", ANY, "there is one attention for all models", flag=False),
-    Option("request_logprobs", ANY, "log-probabilities are always there", flag=False),
-    Option("disable_exllama", ANY, NO_CUDA_KERNELS, flag=False),
-    Option("exllama_version", ANY, NO_CUDA_KERNELS, flag=False),
-    Option("rocm_use_flash_attn_v2_triton", NONE, NOT_ROCM, flag=False),
-    Option("rocm_use_custom_paged_attn", NONE, NOT_ROCM, flag=False),
-    Option("rocm_use_skinny_gemm", NONE, NOT_ROCM, flag=False),
-    Option("pytorch_tunableop_enabled", ANY, "read by torch", flag=False),
-    Option("pytorch_tunableop_tuning", ANY, "read by torch", flag=False),
-    Option("pytorch_tunableop_tuned_file", ANY, "read by torch", flag=False),
+    Option("use_flash_attention", ANY, "attention is FlashInfer's on CUDA, for all models", flag=False),
+    Option("request_logprobs", ANY, "log-probabilities are always computed", flag=False),
+    *options(
+        "disable_exllama exllama_version",
+        ANY,
+        "ExLlama's kernels are for GPTQ weights, which are not served",
+        flag=False,
+    ),
+    *options(
+        "rocm_use_flash_attn_v2_triton rocm_use_custom_paged_attn rocm_use_skinny_gemm",
+        NONE,
+        "AMD GPUs are not served",
+        flag=False,
+    ),
+    *options(
+        "pytorch_tunableop_enabled pytorch_tunableop_tuning pytorch_tunableop_tuned_file",
+        ANY,
+        "read by torch",
+        flag=False,
+    ),
     Option("xpu_memory_fraction", NONE, "Intel GPUs are not served", flag=False),
-    Option("debug", ANY, "there is no process group to fake", flag=False),
+    Option("debug", ANY, "a worker of one rank has no process group that could be faked", flag=False),
     Option("rank", ANY, BY_TORCHRUN, int, flag=False),
     Option("world_size", ANY, BY_TORCHRUN, int, flag=False),
     Option("cuda_visible_devices", ANY, "read by CUDA", flag=False),
@@ -130,8 +160,13 @@ TGI = (
 )
 
 VLLM = (
-    Option("pipeline_parallel_size", ("1",), NO_STAGES, int),
-    Option("seed", ("0",), "a seed belongs to a request", int),
+    Option(
+        "pipeline_parallel_size",
+        (1,),
+        "layers are not split between GPUs (pipeline parallel); their weights are (NUM_SHARD)",
+        int,
+    ),
+    Option("seed", (0,), "a seed belongs to a request", int),
     Option("tokenizer", NONE, OWN_TOKENIZER, same_as="model_id"),
     Option("tokenizer_mode", ("auto",), OWN_TOKENIZER),
     Option(
@@ -141,23 +176,22 @@ VLLM = (
     ),
     Option("enforce_eager", ANY, "no graphs are captured yet", bool),
     Option("swap_space", ANY, "nothing is swapped: what is preempted is computed again", float),
-    Option("cpu_offload_gb", ("0",), "weights stay on the device", float),
-    Option("disable_log_requests", ANY, "what requests say is never logged", bool),
+    Option("cpu_offload_gb", (0.0,), "weights stay on the device", float),
+    Option("disable_log_requests", ANY, "the content of requests is never logged", bool),
     Option("disable_log_stats", ANY, "figures are in /metrics, not in the log", bool),
-    Option("disable_custom_all_reduce", ANY, NO_CUDA_KERNELS, bool),
+    Option("disable_custom_all_reduce", ANY, "ranks sum by NCCL, without kernels of our own", bool),
     Option("distributed_executor_backend", ("mp", "uni"), "each rank is a process (NUM_SHARD)"),
-    Option("no_enable_prefix_caching", ANY, "a cache of prefixes is not built yet", bool),
+    Option("no_enable_prefix_caching", ANY, NO_PREFIXES, bool),
     Option("no_enable_chunked_prefill", OFF, CHUNKED, bool),
     Option("enable_lora", OFF, NO_LORA, bool),
     Option("lora_modules", NONE, NO_LORA),
-    Option("speculative_config", NONE, "speculation is not built yet"),
+    Option("speculative_config", NONE, NO_SPECULATION),
     Option("enable_auto_tool_choice", OFF, NO_TOOLS, bool),
     Option("tool_call_parser", NONE, NO_TOOLS),
-    Option("reasoning_parser", NONE, "reasoning is not told apart from the answer yet"),
+    Option("reasoning_parser", NONE, "reasoning is not separated from the rest of the answer yet"),
     Option("allowed_origins", ('["*"]',), "give each as --cors-allow-origin"),
     Option("root_path", NONE, "paths are for a proxy in front"),
-    Option("ssl_keyfile", NONE, TLS),
-    Option("ssl_certfile", NONE, TLS),
+    *options("ssl_keyfile ssl_certfile", NONE, "TLS is for a proxy in front"),
 )
 
 OPTIONS = {option.name: option for option in (*TGI, *(replace(option, variable=False) for option in VLLM))}

@@ -1,29 +1,41 @@
-"""Flags and variables: what a person gave, by the names of the fields of Settings."""
+"""Flags and variables: what a person wrote, by the names of the fields of Settings; and the help.
+
+argparse reads the flags. pydantic-settings and cyclopts cannot: a switch of TGI stands alone or has a value
+(`--sharded`, `--sharded false`), a refusal repeats the name that the person wrote (`--max-model-len`), and a
+variable of our own wins over another server's name for it.
+"""
 
 import argparse
-import dataclasses
+import ast
 import difflib
-import typing
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NoReturn
+import inspect
+import itertools
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, NoReturn
+
+from pydantic import BaseModel
 
 from common.settings.compat import ALIASES, ANY, FLAG_ALIASES, OPTIONS, SHORT, VARIABLE_ALIASES, Option
-from common.settings.types import List, SettingError, convert, parse
+from common.settings.types import SettingError, convert
 
-OTHERS = "Options of text-generation-inference and vLLM that are understood, too:"
+SECTIONS = {
+    "model_id": "Model",
+    "hostname": "Gateway",
+    "payload_limit": "Limits",
+    "pool": "Workers and other processes",
+    "max_batch_size": "Batching",
+    "device": "Device",
+    "heartbeat_s": "Recovery",
+    "log_level": "Logging and metrics",
+}
+"""The first field of each section of the help → the section's title."""
+OTHERS = "options of text-generation-inference and vLLM"
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class GivenValue:
-    """One text that a person gave.
-
-    Attributes:
-        said: the name that the person used.
-        target: the field of Settings or the option that it means.
-    """
+class GivenValue(NamedTuple):
+    """One text that a person gave, with the name that the person used."""
 
     said: str
-    target: str
     text: str
 
 
@@ -32,137 +44,101 @@ class FlagParser(argparse.ArgumentParser):
         raise SettingError("flags", message)
 
 
-def read(cls: type[Any], argv: Sequence[str], environ: Mapping[str, str], prog: str) -> dict[str, Any]:
-    """Values of fields of the dataclass `cls`: a flag wins over a variable, a variable of ours over another's
+def read(
+    cls: type[BaseModel], argv: Sequence[str], environ: Mapping[str, str], prog: str
+) -> dict[str, GivenValue]:
+    """Field or option → what is given for it: a flag wins over a variable, a variable of ours over another's
     name for it.
 
     Raises:
-        SettingError: an unknown flag (the nearest of ours is named), a value of the wrong type or out of
-            range, an option not served.
+        SettingError: an unknown flag (the nearest of ours is named).
     """
-    fields = {item.name: item for item in dataclasses.fields(cls)}
-    hints = typing.get_type_hints(cls)
-    values: dict[str, Any] = {}
-    fixed: list[tuple[Option, GivenValue]] = []
-    for given in (*variables(fields, environ), *flags(cls, argv, prog)):
-        if given.target in fields:
-            values[given.target] = parse(
-                fields[given.target], plain(hints[given.target]), given.text, given.said
-            )
-        else:
-            fixed.append((OPTIONS[given.target], given))
-    for option, given in fixed:
-        check_option(option, given, values.get(option.same_as))
-    return values
+    own = {
+        name: name
+        for name in (*cls.model_fields, *(option.name for option in OPTIONS.values() if option.variable))
+    }
+    given = {
+        target: GivenValue(name, environ[name.upper()].strip())
+        for name, target in (VARIABLE_ALIASES | ALIASES | own).items()  # our own last: the last one wins
+        if environ.get(name.upper())
+    }
+    return (given | read_flags(cls, argv, prog)) if argv else given
 
 
-def plain(hint: Any) -> Any:
-    """`int` of `int | None`."""
-    if hint == List:
-        return hint
-    return next((option for option in typing.get_args(hint) if option is not type(None)), hint)
-
-
-def check_option(option: Option, given: GivenValue, own: Any) -> None:
-    """Raises SettingError where the option asks for what is not the case."""
-    value = convert(option.kind, given.text, given.said)
-    accepted = [
-        convert(option.kind, text, option.name) for text in option.accepts if option.accepts is not ANY
-    ]
-    if option.accepts is not ANY and value not in accepted and (own is None or value != own):
-        raise SettingError(given.said, f"{'…' if option.secret else given.text} is not served: {option.why}")
-
-
-# --- variables ----------------------------------------------------------------------------------------------
-
-
-def variables(fields: Mapping[str, Any], environ: Mapping[str, str]) -> Iterator[GivenValue]:
-    own = {name: name for name in (*fields, *(option.name for option in OPTIONS.values() if option.variable))}
-    for said, target in (VARIABLE_ALIASES | ALIASES | own).items():  # our own last, so that it wins
-        text = environ.get(said.upper(), "")
-        if text != "":
-            yield GivenValue(said, target, text)
-
-
-# --- flags --------------------------------------------------------------------------------------------------
-
-
-def flags(cls: type[Any], argv: Sequence[str], prog: str) -> Iterator[GivenValue]:
-    found, unknown = flag_parser(cls, prog).parse_known_args(list(argv))
+def read_flags(cls: type[BaseModel], argv: Sequence[str], prog: str) -> dict[str, GivenValue]:
+    parser = flag_parser(cls, prog, everything="--help-all" in argv)
+    found, unknown = parser.parse_known_args(list(argv))
     if unknown and not unknown[0].startswith("-"):
         raise SettingError("arguments", f"{unknown[0]!r} is not expected")
     if unknown:
-        raise SettingError(unknown[0].split("=")[0], f"unknown flag{nearest(cls, unknown[0])}")
-    lists = {item.name for item in dataclasses.fields(cls) if item.type == List}
-    said_as: dict[str, str] = {}
-    for said, texts in vars(found).items():
-        target = (FLAG_ALIASES | ALIASES).get(said, said)
-        if target in said_as:
+        flag = unknown[0].split("=")[0]
+        raise SettingError(flag, f"unknown flag{nearest(flag, parser)}")
+    given: dict[str, GivenValue] = {}
+    for name, texts in vars(found).items():
+        target = (FLAG_ALIASES | ALIASES).get(name, name)
+        if target in given:
             raise SettingError(
-                flag_of(said), f"means the same as {flag_of(said_as[target])}, which is given, too"
+                flag_of(name), f"means the same as {flag_of(given[target].said)}, which is given, too"
             )
-        said_as[target] = said
-        yield GivenValue(
-            said if said == target else flag_of(said), target, ",".join(texts) if said in lists else texts[-1]
-        )
+        field = cls.model_fields.get(name)
+        text = ",".join(texts) if field and field.annotation == tuple[str, ...] else texts[-1]
+        given[target] = GivenValue(name if name == target else flag_of(name), text.strip())
+    return given
 
 
-def flag_parser(cls: type[Any], prog: str) -> FlagParser:
+def flag_parser(cls: type[BaseModel], prog: str, everything: bool) -> FlagParser:
+    """The parser of all flags. Its help has the options of other servers only with `everything`."""
     parser = FlagParser(prog=prog, usage="%(prog)s [--setting X …]", allow_abbrev=False)
-    for item in dataclasses.fields(cls):
-        default = "" if item.default in (None, ()) else f", default {str(item.default).lower()}"
-        add(
-            parser,
-            item.name,
-            f"{item.metadata['help']} [{item.name.upper()}{default}]",
-            is_switch=item.type is bool,
-        )
-    others = parser.add_argument_group("others", OTHERS)
+    parser.add_argument("--help-all", action="help", help=f"and the {OTHERS}")
+    texts = help_texts(cls)
+    for name, field in cls.model_fields.items():
+        if name in SECTIONS:
+            section = parser.add_argument_group(SECTIONS[name])
+        default = "" if field.default in (None, ()) else f", default {str(field.default).lower()}"
+        add(section, name, f"{texts[name]} [{name.upper()}{default}]", field.annotation is bool)
+    others = parser.add_argument_group(f"Understood, too: {OTHERS}")
     for option in OPTIONS.values():
         if option.flag:
-            add(others, option.name, answer(option), is_switch=option.kind is bool)
+            add(others, option.name, option.answer if everything else None, option.kind is bool)
     for name, target in (ALIASES | FLAG_ALIASES).items():
-        add(
-            others,
-            name,
-            f"see {flag_of(target)}",
-            is_switch=target in OPTIONS and OPTIONS[target].kind is bool,
-        )
+        is_switch = target in OPTIONS and OPTIONS[target].kind is bool
+        add(others, name, f"see {flag_of(target)}" if everything else None, is_switch)
     return parser
 
 
-def add(parser: Any, name: str, help: str, is_switch: bool) -> None:
+def help_texts(cls: type[BaseModel]) -> dict[str, str]:
+    """Field → the string after it. pydantic's use_attribute_docstrings would cost each process 20 ms."""
+    [body] = (node.body for node in ast.parse(inspect.getsource(cls)).body if isinstance(node, ast.ClassDef))
+    return {
+        field.target.id: str(text.value.value)
+        for field, text in itertools.pairwise(body)
+        if isinstance(field, ast.AnnAssign)
+        if isinstance(field.target, ast.Name)
+        if isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant)
+    }
+
+
+def add(parser: Any, name: str, help: str | None, is_switch: bool) -> None:
     names = [short for short, target in SHORT.items() if target == name] + [flag_of(name)]
     switch: dict[str, Any] = {"nargs": "?", "const": "true"} if is_switch else {}
-    text = help.replace("%", "%%")
+    text = argparse.SUPPRESS if help is None else help.replace("%", "%%")
     parser.add_argument(
         *names, dest=name, action="append", help=text, default=argparse.SUPPRESS, metavar="X", **switch
     )
 
 
-def answer(option: Option) -> str:
-    """What becomes of an option, for whoever reads the help."""
-    if option.accepts is ANY:
-        return f"accepted: {option.why}"
-    if option.same_as:
-        return f"only what {flag_of(option.same_as)} says: {option.why}"
-    return f"{'only ' + ' or '.join(option.accepts) if option.accepts else 'refused'}: {option.why}"
+def check_option(option: Option, given: GivenValue, own: Any) -> None:
+    """Raises SettingError where the option asks for what is not the case."""
+    value = convert(option.kind, given.text, given.said)
+    if option.accepts is not ANY and value not in option.accepts and (own is None or value != own):
+        raise SettingError(given.said, f"{'…' if option.secret else given.text} is not served: {option.why}")
 
 
 def flag_of(name: str) -> str:
-    return f"--{name.replace('_', '-')}"
+    return f"--{name.removeprefix('--').replace('_', '-')}"
 
 
-def nearest(cls: type[Any], flag: str) -> str:
-    fields = (item.name for item in dataclasses.fields(cls))
-    ours = [
-        flag_of(name)
-        for name in (
-            *fields,
-            *ALIASES,
-            *FLAG_ALIASES,
-            *(option.name for option in OPTIONS.values() if option.flag),
-        )
-    ]
-    match = difflib.get_close_matches(flag.split("=")[0], ours, n=1, cutoff=0.4)
+def nearest(flag: str, parser: argparse.ArgumentParser) -> str:
+    flags = [name for name in parser._option_string_actions if name.startswith("--")]
+    match = difflib.get_close_matches(flag, flags, n=1, cutoff=0.4)
     return f"; the nearest is {match[0]}" if match else ""

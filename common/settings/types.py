@@ -1,45 +1,39 @@
-"""One setting: what it may be, and the value that a text gives it."""
+"""Types of settings: the range and the spellings of a value, checked by pydantic, and the line that refuses a
+value.
+"""
 
 import contextlib
-import dataclasses
-import math
 import os
-import re
 import sys
-from collections.abc import Callable, Iterator
-from dataclasses import field
-from typing import Any
+from collections.abc import Iterator, Mapping
+from typing import Annotated, Any, Literal, TypeVar
 
+from pydantic import BeforeValidator, ByteSize, Field, TypeAdapter, ValidationError
+
+T = TypeVar("T")
 WEEK_S = 7 * 86_400
+MAX_PORT = 65_535
 MAX_NUMBER = 2**53
-"""Scripts count in doubles, which are exact up to here."""
-SIZES = {
-    "": 1,
-    "k": 10**3,
-    "m": 10**6,
-    "g": 10**9,
-    "kib": 2**10,
-    "mib": 2**20,
-    "gib": 2**30,
-    "kb": 10**3,
-    "mb": 10**6,
-    "gb": 10**9,
-}
+"""Lua scripts count in doubles, which are exact up to here."""
+MAX_PROCESSES = 1024
+"""Processes of one kind, or threads: above what a machine can use, below what it chokes on."""
+KINDS = {"int": "a whole number", "float": "a number", "bool": "true or false"}
+LEVELS = {"trace": "debug", "warn": "warning", "critical": "error"}
+DTYPES = {"half": "float16", "float": "float32", "fp16": "float16", "bf16": "bfloat16", "fp32": "float32"}
 
 
 class SettingError(Exception):
-    """A setting that cannot be served. `str()` is the one line a person sees: it names the setting and the
-    cause.
-    """
+    """A setting that cannot be served. `str()` is the one line a person sees: the setting and the cause."""
 
     def __init__(self, name: str, cause: str) -> None:
-        self.name, self.cause = name, cause
+        self.name = name
+        self.cause = cause
         super().__init__(f"{name if name.startswith('-') else name.upper()}: {cause}")
 
 
 @contextlib.contextmanager
 def exit_when_unservable() -> Iterator[None]:
-    """A SettingError inside ends this process with one line and EX_CONFIG (78), which tells the launcher that
+    """Ends this process at a SettingError, with one line and EX_CONFIG (78), by which the launcher knows that
     it was a setting.
     """
     try:
@@ -49,111 +43,72 @@ def exit_when_unservable() -> Iterator[None]:
         sys.exit(os.EX_CONFIG)
 
 
-def setting(
-    default: Any,
-    help: str,
-    unit: str = "",
-    choices: tuple[str, ...] = (),
-    respell: Callable[[str], str] = str.lower,
-    at_least: float = 0,
-    at_most: int = MAX_NUMBER,
-) -> Any:
-    """A field of Settings. `at_least` and `at_most` bound numbers, where these are read: a default stands for
-    itself. `respell` turns what others call one of the choices into ours.
-    """
-    metadata = {
-        "help": help,
-        "unit": unit,
-        "choices": choices,
-        "respell": respell,
-        "at_least": at_least,
-        "at_most": at_most,
-    }
-    return field(default=default, metadata=metadata)
-
-
-def seconds(default: float, help: str, at_least: float = 0) -> Any:
-    return setting(default, help, "s", at_least=at_least, at_most=WEEK_S)
-
-
-def parse(item: dataclasses.Field[Any], kind: Any, text: str, name: str) -> Any:
-    """The value of type `kind` that `text` gives to a field of Settings. Raises SettingError of `name`, which
-    is what the person said.
-    """
-    value = convert(kind, text, name)
-    choices = item.metadata["choices"]
-    if choices:
-        value = item.metadata["respell"](value)
-        if value not in choices:
-            raise SettingError(name, f"{text!r} is not one of {', '.join(choices)}")
-    if kind in (int, float):
-        check_range(item, name, text, value)
+def to_number(value: Any) -> Any:
+    """4096 of `4KiB`, 4000 of `4k`; a text without a unit is left as it is."""
+    if isinstance(value, str) and value[-1:].isalpha():
+        with contextlib.suppress(ValidationError):
+            return int(TypeAdapter(ByteSize).validate_python(value))
     return value
 
 
-def convert(kind: Any, text: str, name: str) -> Any:
+def to_list(value: Any) -> Any:
+    return [word.strip() for word in value.split(",") if word.strip()] if isinstance(value, str) else value
+
+
+def to_level(text: str) -> str:
+    """The general level of a filter as in `info,text_generation_router=debug`."""
+    level = text.split(",")[0].strip().lower()
+    return LEVELS.get(level, level)
+
+
+def to_load_format(text: str) -> str:
+    return "auto" if text.lower() == "safetensors" else text.lower()
+
+
+def to_dtype(text: str) -> str:
+    return DTYPES.get(text.lower(), text.lower())
+
+
+Number = Annotated[int, BeforeValidator(to_number), Field(ge=0, le=MAX_NUMBER)]
+Count = Annotated[Number, Field(ge=1)]
+Processes = Annotated[Number, Field(ge=1, le=MAX_PROCESSES)]
+Port = Annotated[Number, Field(le=MAX_PORT)]
+Seconds = Annotated[float, Field(ge=0, le=WEEK_S)]
+Words = Annotated[tuple[str, ...], BeforeValidator(to_list)]
+Device = Annotated[Literal["auto", "cpu", "cuda"], BeforeValidator(str.lower)]
+Dtype = Annotated[Literal["auto", "float32", "float16", "bfloat16"], BeforeValidator(to_dtype)]
+LoadFormat = Annotated[Literal["auto", "dummy"], BeforeValidator(to_load_format)]
+RopeScaling = Annotated[Literal["linear", "dynamic"], BeforeValidator(str.lower)]
+LogLevel = Annotated[Literal["debug", "info", "warning", "error"], BeforeValidator(to_level)]
+
+
+@contextlib.contextmanager
+def one_line_errors(names: Mapping[str, str], texts: Mapping[str, str]) -> Iterator[None]:
+    """Makes a SettingError of pydantic's first error; `names` and `texts` are what the person wrote."""
     try:
-        return CONVERT[kind](text.strip())
-    except (ValueError, OverflowError) as error:
-        raise SettingError(name, f"{text!r} is not {NAMES[kind]}") from error
+        yield
+    except ValidationError as errors:
+        error: Any = errors.errors()[0]
+        field = str(error["loc"][0]) if error["loc"] else ""
+        raise SettingError(names[field], describe(error, texts[field])) from errors
 
 
-def check_range(item: dataclasses.Field[Any], name: str, text: str, value: float) -> None:
-    least, most = item.metadata["at_least"], item.metadata["at_most"]
-    if value < least:
-        raise SettingError(name, f"{text} is less than {least}")
-    if value > most:
-        raise SettingError(name, f"{text} is more than {most}")
+def describe(error: Mapping[str, Any], text: str) -> str:
+    limits = error.get("ctx", {})
+    kind = error["type"].split("_")[0]
+    if kind in ("greater", "less") and text.lower() == "nan":
+        return f"{text!r} is not a number"
+    if kind == "greater":
+        return f"{text} is less than {str(limits['ge']).removesuffix('.0')}"
+    if kind == "less":
+        return f"{text} is more than {str(limits['le']).removesuffix('.0')}"
+    if kind == "literal":
+        choices = limits["expected"].replace("'", "").replace(" or ", ", ")
+        return f"{text!r} is not one of {choices}"
+    return f"{text!r} is not {KINDS[kind]}"
 
 
-def to_int(text: str) -> int:
-    match = re.fullmatch(r"(-?\d+(?:\.\d+)?)\s*([a-z]*)", text.lower().replace("_", ""))
-    if match is None or match[2] not in SIZES:
-        raise ValueError(text)
-    number = float(match[1]) * SIZES[match[2]] if "." in match[1] else int(match[1]) * SIZES[match[2]]
-    if number != int(number):
-        raise ValueError(text)
-    return int(number)
-
-
-def to_float(text: str) -> float:
-    number = float(text)
-    if math.isnan(number):
-        raise ValueError(text)
-    return number
-
-
-def to_bool(text: str) -> bool:
-    answers = {
-        "true": True,
-        "1": True,
-        "yes": True,
-        "on": True,
-        "false": False,
-        "0": False,
-        "no": False,
-        "off": False,
-    }
-    if text.lower() not in answers:
-        raise ValueError(text)
-    return answers[text.lower()]
-
-
-def to_list(text: str) -> tuple[str, ...]:
-    return tuple(word.strip() for word in text.split(",") if word.strip())
-
-
-def to_text(value: Any) -> str:
-    """What gives `value` when it is read again."""
-    return ",".join(value) if isinstance(value, tuple) else str(value)
-
-
-List = tuple[str, ...]
-CONVERT: dict[Any, Any] = {int: to_int, float: to_float, bool: to_bool, str: str, List: to_list}
-NAMES: dict[Any, str] = {
-    int: "a whole number",
-    float: "a number",
-    bool: "true or false",
-    str: "text",
-    List: "a list",
-}
+def convert(kind: type[T], text: str, name: str) -> T:
+    """The value of type `kind` that a text gives. Raises SettingError of `name`."""
+    with one_line_errors({"": name}, {"": text}):
+        return TypeAdapter(kind).validate_python(text)

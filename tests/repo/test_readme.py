@@ -5,7 +5,6 @@ Each block of `sh` or `python` is an example. The block of `text` that follows o
 shape: JSON has the same fields with values of the same types. Blocks of `console` are not run.
 """
 
-import dataclasses
 import json
 import os
 import re
@@ -20,6 +19,7 @@ import pytest
 
 from common.settings.compat import ALIASES, FLAG_ALIASES, OPTIONS
 from common.settings.settings import Settings
+from common.settings.table import tables
 from tests.support.fleet.fleet import Fleet
 
 ROOT = Path(__file__).parents[2]
@@ -28,36 +28,22 @@ PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")])
 MAX_README_LINES = 150
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 EXAMPLE_S = 60
-FLAGS_OF_OTHERS = {"help", "gpus", "shm-size", "profile", "scale"}
+FLAGS_OF_OTHERS = {"help", "help-all", "gpus", "shm-size", "profile", "scale"}
 FLAGS_OF_COMMANDS = {"against", "once", "max-tokens", "temperature"}
 
 
 # --- settings and flags -------------------------------------------------------------------------------------
 
 
-def table() -> str:
-    rows = ["| setting | default | |", "|---|---|---|"]
-    for item in dataclasses.fields(Settings):
-        unit = f" ({item.metadata['unit']})" if item.metadata["unit"] else ""
-        rows.append(f"| `{item.name.upper()}` | {shown(item.default)} | {item.metadata['help']}{unit} |")
-    return "\n".join(rows)
-
-
-def shown(default: Any) -> str:
-    if default in (None, ()):
-        return ""
-    return f"{default:_}" if type(default) is int and default >= 100_000 else str(default)
-
-
 def test_the_table_of_settings_is_the_settings() -> None:
     page = (ROOT / "docs/settings.md").read_text()
     found = re.search(r"<!-- settings -->\n(.*)\n<!-- /settings -->", page, re.DOTALL)
     assert found is not None
-    assert found[1] == table(), f"docs/settings.md should say:\n{table()}"
+    assert found[1] == tables(), f"docs/settings.md should say:\n{tables()}"
 
 
 def test_every_flag_that_is_named_exists() -> None:
-    fields = {item.name for item in dataclasses.fields(Settings)}
+    fields = set(Settings.model_fields)
     ours = {name.replace("_", "-") for name in (*fields, *ALIASES, *FLAG_ALIASES, *OPTIONS)}
     texts = [README, *(path.read_text() for path in (ROOT / "docs").glob("*.md"))]
     named = set(re.findall(r"(?<![\w-])--([a-z][a-z-]+)", "\n".join(texts)))

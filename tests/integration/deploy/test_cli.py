@@ -125,12 +125,12 @@ def test_what_was_mistyped_is_named(argv: list[str], words: str) -> None:
 
 def test_help_lists_commands_and_settings() -> None:
     assert "serve [MODEL]" in tokenfleet("--help").stdout
-    told = tokenfleet("serve", "--help").stdout
-    assert (
-        told.startswith("usage: tokenfleet serve [MODEL] [--setting X …]\n")
-        and "--max-batch-prefill-tokens" in told
-    )
-    assert " ".join(told.split()).count("only what --model-id says") == 2
+    text = tokenfleet("serve", "--help").stdout
+    assert text.startswith("usage: tokenfleet serve [MODEL] [--setting X …]\n")
+    assert "\nBatching:\n" in text and "--max-batch-prefill-tokens" in text
+    assert "--tokenizer-name" not in text
+    everything = tokenfleet("serve", "--help-all").stdout
+    assert " ".join(everything.split()).count("only what --model-id says") == 2
     assert tokenfleet("serve", "--help", PYTHONIOENCODING="ascii").stdout.startswith(
         "usage: tokenfleet serve [MODEL] [--setting X ?]"
     )

@@ -1,11 +1,10 @@
-import dataclasses
 import os
 import subprocess
 import sys
 
 import pytest
 
-from common.settings.flags import flag_parser
+from common.settings.flags import flag_parser, help_texts
 from common.settings.settings import SettingError, Settings
 
 
@@ -162,12 +161,13 @@ def test_environ_gives_a_child_the_same_settings() -> None:
 
 def test_a_child_whose_model_was_found_takes_the_variables_that_named_it() -> None:
     variables = {"MODEL_ID": "org/model", "TOKENIZER_NAME": "org/model"}
-    found = dataclasses.replace(Settings.read([], variables), model_id="/cache/model")
+    found = Settings.read([], variables).model_copy(update={"model_id": "/cache/model"})
     assert Settings.read([], variables | found.environ()) == found
 
 
 def test_every_setting_has_a_flag_and_a_help_text() -> None:
-    text = flag_parser(Settings, "tokenfleet").format_help()
-    for item in dataclasses.fields(Settings):
-        assert f"--{item.name.replace('_', '-')} " in text
-        assert item.metadata["help"]
+    text = flag_parser(Settings, "tokenfleet", everything=False).format_help()
+    texts = help_texts(Settings)
+    for name in Settings.model_fields:
+        assert f"--{name.replace('_', '-')} " in text
+        assert texts[name]
