@@ -108,7 +108,7 @@ def weights_of(settings: Settings, dtype: torch.dtype) -> Weights:
 def kv_bytes(geometry: Geometry, context: int) -> int:
     """What attention reads for one row."""
     each = (
-        min(context, layer.view.window or context) * layer.view.kv_heads * (layer.key_dim + layer.value_dim)
+        min(context, layer.spec.window or context) * layer.spec.kv_heads * (layer.key_dim + layer.value_dim)
         for layer in geometry.layers
     )
     return sum(each) * geometry.dtype.itemsize

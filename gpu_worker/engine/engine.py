@@ -13,13 +13,13 @@ from common.settings.settings import SettingError, Settings
 from gpu_worker.engine.batch.inputs import build_inputs
 from gpu_worker.engine.batch.outcome import Int32
 from gpu_worker.engine.batch.rows import NO_BLOCKS, Rows, RowSlice
-from gpu_worker.engine.cuda.compile import compile_layers, compile_no_more
-from gpu_worker.engine.cuda.deterministic import TOKENS, Tokenwise
-from gpu_worker.engine.cuda.graphs import Capture, Graphs, Waits, capture_on, sizes
+from gpu_worker.engine.cuda.compile import compile_layers, stop_compiling
+from gpu_worker.engine.cuda.deterministic import FIXED_TOKENS, FixedShapeGraph
+from gpu_worker.engine.cuda.graphs import Capture, CaptureError, CudaGraphs, graph_sizes, make_capture
 from gpu_worker.engine.in_flight import InFlightStep, LaunchedStep
 from gpu_worker.engine.model import warmup
 from gpu_worker.engine.model.load import load, name_of
-from gpu_worker.engine.parallel.communicator import ALONE, Ranks
+from gpu_worker.engine.parallel.communicator import SINGLE_RANK, Communicator
 from gpu_worker.engine.sampling.multinomial import empty_output
 from gpu_worker.engine.sampling.prompt_logprobs import MAX_LOGITS, score_prompts, select_sample_logits
 from gpu_worker.engine.sampling.sample import sample
@@ -36,9 +36,11 @@ class Engine:
     again once granted.
     """
 
-    def __init__(self, settings: Settings, progress: Progress = no_progress, ranks: Ranks = ALONE) -> None:
-        self.ranks = ranks
-        self.loaded = load(settings, progress, ranks)
+    def __init__(
+        self, settings: Settings, progress: Progress = no_progress, communicator: Communicator = SINGLE_RANK
+    ) -> None:
+        self.communicator = communicator
+        self.loaded = load(settings, progress, communicator)
         self.block_size = self.loaded.geometry.block_size
         self.debug_kv = settings.debug_kv
         self.rows = Rows(
@@ -47,7 +49,7 @@ class Engine:
             max(1, MAX_LOGITS // self.loaded.vocab_size),
             self.loaded.outgrown_at,
         )
-        self.graphs: Graphs | Tokenwise | None = None
+        self.graphs: CudaGraphs | FixedShapeGraph | None = None
         self.ahead = self.loaded.device.type != "cpu"
         self.flight: InFlightStep | None = None
         self.landed, self.landed_s = 0, 0.0  # the last step read, and when
@@ -61,20 +63,20 @@ class Engine:
         loaded = self.loaded
         if loaded.backend.opaque:
             progress("compiling")
-            try_out = partial(warmup.steps_of_all_shapes, self.forward, loaded.vocab_size, self.block_size)
+            try_out = partial(warmup.run_all_shapes, self.forward, loaded.vocab_size, self.block_size)
             compile_layers(loaded.model, loaded.attentions, try_out)
         if loaded.plan_free:
             progress("capturing")
             self.try_to_capture(settings)
-        compile_no_more()
+        stop_compiling()
 
     def try_to_capture(self, settings: Settings) -> None:
         """Model code that waits for the device within a step cannot be captured: its steps are launched one
         operation after the other.
         """
         try:
-            self.capture(capture_on(self.loaded.device), settings.max_batch_size, settings.deterministic)
-        except Waits as error:
+            self.capture(make_capture(self.loaded.device), settings.max_batch_size, settings.deterministic)
+        except CaptureError as error:
             cause = f"its steps cannot be captured: {error}"
             if settings.deterministic:
                 raise SettingError("deterministic", f"{settings.model_id}: {cause}") from error
@@ -84,20 +86,20 @@ class Engine:
         """Makes graphs of steps in which up to `max_rows` rows decode; or of one step through which
         everything goes.
         """
-        loaded, size = self.loaded, TOKENS if deterministic else max_rows
+        loaded, size = self.loaded, FIXED_TOKENS if deterministic else max_rows
         max_blocks = min(-(-loaded.context // self.block_size), loaded.cache.num_blocks)
-        graphs = Graphs(
+        graphs = CudaGraphs(
             loaded.decode, size, max_blocks, loaded.vocab_size, loaded.geometry.dtype, loaded.device
         )
-        graphs.capture(capture, [size] if deterministic else sizes(size))
-        self.graphs = Tokenwise(graphs) if deterministic else graphs
+        graphs.capture(capture, [size] if deterministic else graph_sizes(size))
+        self.graphs = FixedShapeGraph(graphs) if deterministic else graphs
 
     def warm_up(self, settings: Settings) -> Ready:
         loaded = self.loaded
         token_ms = warmup.token_ms(
             self.forward, loaded.context, loaded.vocab_size, self.block_size, loaded.device
         )
-        most = warmup.most_tokens(settings.max_batch_prefill_tokens, loaded.context, loaded.device)
+        most = warmup.max_prompt_tokens(settings.max_batch_prefill_tokens, loaded.context, loaded.device)
         tokens = settings.max_batch_prefill_tokens or warmup.max_batch_prefill_tokens(token_ms, most)
         return Ready(
             model=settings.model_id,
@@ -108,7 +110,7 @@ class Engine:
             max_batch_prefill_tokens=tokens,
             context=loaded.context,
             eos_ids=np.array(loaded.eos_ids, "<i4").tobytes(),
-            world_size=self.ranks.world_size,
+            world_size=self.communicator.world_size,
             token_ms=token_ms,
         )
 
@@ -153,10 +155,10 @@ class Engine:
         logits, parts = launched.logits, launched.parts
         drawn = (
             empty_output(len(turns), 0, self.loaded.device)
-            if self.ranks.rank
+            if self.communicator.rank
             else sample(select_sample_logits(logits, parts), turns)
         )
-        self.ranks.same(drawn.ids)
+        self.communicator.broadcast_tensor(drawn.ids)
         return InFlightStep(launched, turns, drawn, score_prompts(logits, parts))
 
     def land(self, flight: InFlightStep) -> float:
@@ -182,7 +184,7 @@ class Engine:
         except RuntimeError as error:
             smaller = split_step(parts)
             if (
-                not smaller or not is_out_of_memory(error) or self.ranks.world_size > 1
+                not smaller or not is_out_of_memory(error) or self.communicator.world_size > 1
             ):  # ranks must not fall out of step
                 raise
             log.warning(

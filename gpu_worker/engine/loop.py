@@ -2,19 +2,19 @@
 
 from gpu_worker.engine.agent_link import AgentLink
 from gpu_worker.engine.engine import Engine
-from gpu_worker.engine.parallel.communicator import Ranks
+from gpu_worker.engine.parallel.communicator import Communicator
 from gpu_worker.protocol import StepResult
 
 KEEPALIVE_S = 5.0
 
 
-def run_leader(engine: Engine, ranks: Ranks, link: AgentLink) -> None:
+def run_leader(engine: Engine, communicator: Communicator, link: AgentLink) -> None:
     """Until the agent is gone (`link` raises Gone). Rows that wait for blocks or steps are no reason to be
     silent for long.
     """
     wait_s = 0.0
     while True:
-        for grant in ranks.tell(link.grants(wait_s)):
+        for grant in communicator.broadcast(link.grants(wait_s)):
             engine.apply(grant)
         step = engine.step()
         if step is not None:
@@ -24,9 +24,9 @@ def run_leader(engine: Engine, ranks: Ranks, link: AgentLink) -> None:
         wait_s = 0.0 if step else KEEPALIVE_S
 
 
-def run_follower(engine: Engine, ranks: Ranks) -> None:
+def run_follower(engine: Engine, communicator: Communicator) -> None:
     """Until rank 0 is gone (`ranks` raises Gone)."""
     while True:
-        for grant in ranks.hear():
+        for grant in communicator.receive():
             engine.apply(grant)
         engine.step()

@@ -63,18 +63,20 @@ def serve(link: AgentLink | None) -> None:
         Engine,
     )  # seconds: after the socket is ours and bad settings were said
     from gpu_worker.engine.loop import run_follower, run_leader
-    from gpu_worker.engine.parallel.communicator import Ranks
+    from gpu_worker.engine.parallel.communicator import Communicator
 
-    ranks = Ranks(place)
+    communicator = Communicator(place)
     leads = link if place.rank == 0 else None
-    engine = Engine(settings, (lambda text: leads.send(LoadProgress(text))) if leads else no_progress, ranks)
+    engine = Engine(
+        settings, (lambda text: leads.send(LoadProgress(text))) if leads else no_progress, communicator
+    )
     gc.freeze()
     gc.enable()
     if leads is None:
-        run_follower(engine, ranks)
+        run_follower(engine, communicator)
     else:
         leads.send(engine.ready)
-        run_leader(engine, ranks, leads)
+        run_leader(engine, communicator, leads)
 
 
 def report_failure(link: AgentLink | None, failure: EngineFailure) -> None:

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from gpu_worker.engine.attention.backend import attach
-from gpu_worker.engine.attention.kv_cache import Cache, Geometry, Layer, View
-from gpu_worker.engine.attention.kv_write import fill, write
-from gpu_worker.engine.attention.sdpa import Sdpa
+from gpu_worker.engine.attention.kv_cache import AttentionSpec, Geometry, KVCache, LayerSpec
+from gpu_worker.engine.attention.kv_write import fill_kv, write_kv
+from gpu_worker.engine.attention.sdpa import SdpaBackend
 from gpu_worker.engine.batch.inputs import build_inputs
 from gpu_worker.engine.batch.rows import arrange
 from gpu_worker.engine.batch.to_device import to_device
@@ -39,19 +39,21 @@ FEATURES = list(itertools.product((None, 20), (None, 5.0), (False, True)))
 class Pair:
     """One layer's attention by torch in float32 on CPU, and by FlashInfer on the device."""
 
-    def __init__(self, device: str, dtype: torch.dtype, block_size: int, dim: int, view: View) -> None:
-        self.device, self.dtype, self.dim, self.view, self.block_size = (
+    def __init__(
+        self, device: str, dtype: torch.dtype, block_size: int, dim: int, spec: AttentionSpec
+    ) -> None:
+        self.device, self.dtype, self.dim, self.spec, self.block_size = (
             torch.device(device),
             dtype,
             dim,
-            view,
+            spec,
             block_size,
         )
-        layer = Layer(view, dim, dim)
+        layer = LayerSpec(spec, dim, dim)
         exact, given = Geometry([layer], block_size, torch.float32), Geometry([layer], block_size, dtype)
-        self.exact, self.flash = Sdpa(exact, CPU), backend_of(given, self.device)
-        assert not isinstance(self.flash, Sdpa)
-        self.caches = [Cache(exact, BLOCKS, CPU), Cache(given, BLOCKS, self.device)]
+        self.exact, self.flash = SdpaBackend(exact, CPU), backend_of(given, self.device)
+        assert not isinstance(self.flash, SdpaBackend)
+        self.caches = [KVCache(exact, BLOCKS, CPU), KVCache(given, BLOCKS, self.device)]
         self.modules = [SimpleNamespace() for _ in self.caches]
         for module, geometry, cache, backend in zip(
             self.modules, (exact, given), self.caches, (self.exact, self.flash), strict=True
@@ -60,7 +62,7 @@ class Pair:
 
     def tokens(self, count: int) -> list[torch.Tensor]:
         """Query, key and value, with strides as model code leaves them."""
-        heads, (kv_heads, dim) = self.view.kv_heads * self.view.group, (self.view.kv_heads, self.dim)
+        heads, (kv_heads, dim) = self.spec.kv_heads * self.spec.group, (self.spec.kv_heads, self.dim)
         return [
             torch.randn(1, count, num, dim).to(self.dtype).transpose(1, 2)
             for num in (heads, kv_heads, kv_heads)
@@ -90,7 +92,7 @@ class Pair:
 def pair_of(device: str, shape: Shape, window: int | None, softcap: float | None) -> Pair:
     needs_flash(device)
     dtype, block_size, dim, group = shape
-    return Pair(device, dtype, block_size, dim, View(KV_HEADS, group, window, dim**-0.5, softcap))
+    return Pair(device, dtype, block_size, dim, AttentionSpec(KV_HEADS, group, window, dim**-0.5, softcap))
 
 
 def parts_of(lines: Any, step: Any) -> Any:
@@ -176,7 +178,7 @@ def test_fill(device: str, value: float) -> None:
         store = torch.randn(6, 8, *page).bfloat16()
         found, where = store.to(device, copy=True), torch.device(device)
         store[:, blocks] = value
-        fill(found, to_device(blocks, where), value)
+        fill_kv(found, to_device(blocks, where), value)
         torch.testing.assert_close(found.cpu(), store, rtol=0, atol=0, equal_nan=True)
 
 
@@ -201,9 +203,9 @@ def test_write(device: str, dtype: torch.dtype, int_type: torch.dtype, key_dim: 
         )
         caches = [torch.randn(blocks, heads, block_size, dim).to(dtype) for dim in (key_dim, value_dim)]
         expected = [cache.clone() for cache in caches]
-        write(*expected, key, value, slots)
+        write_kv(*expected, key, value, slots)
         found = [cache.to(where) for cache in caches]
-        write(*found, key.to(where), value.to(where), to_device(slots.numpy(), where))
+        write_kv(*found, key.to(where), value.to(where), to_device(slots.numpy(), where))
         assert all(torch.equal(one.cpu(), other) for one, other in zip(found, expected, strict=True)), (
             tokens,
             kind,

@@ -9,8 +9,8 @@ import torch
 from common import model_files
 from common.settings.settings import SettingError
 from gpu_worker.engine.cuda.compile import layers_of
-from gpu_worker.engine.cuda.fused_linear import Part as Merged
-from gpu_worker.engine.cuda.graphs import Graphs, sizes
+from gpu_worker.engine.cuda.fused_linear import FusedLinearSlice
+from gpu_worker.engine.cuda.graphs import CudaGraphs, graph_sizes
 from gpu_worker.engine.engine import Engine
 from tests.support.engine import reference, tiny_models
 from tests.support.engine.on_cuda import (  # noqa: F401
@@ -103,7 +103,7 @@ def test_steps_that_decode_come_from_graphs(
     needs_flash(device)
     model = tiny_models.save(tmp_path, *FLASH_FAMILIES["Llama"])
     engine, fresh = engine_on(device, tmp_path, monkeypatch, dtype="bfloat16"), dict(enumerate(prompts()))
-    assert isinstance(engine.graphs, Graphs) and list(engine.graphs.graphs) == sizes(
+    assert isinstance(engine.graphs, CudaGraphs) and list(engine.graphs.graphs) == graph_sizes(
         SETTINGS["max_batch_size"]
     ) == [1, 2, 4, 6]
     for num_rows in (1, 2, 3, 4):
@@ -132,7 +132,7 @@ def test_layers_are_compiled_before_rows_come(
     loaded, counters = engine.loaded, torch._dynamo.utils.counters
     layers = layers_of(loaded.model, loaded.attentions)
     assert len(layers) == 3 and all(layer._compiled_call_impl for layer in layers)
-    assert all(isinstance(attention.q_proj, Merged) for attention in loaded.attentions)
+    assert all(isinstance(attention.q_proj, FusedLinearSlice) for attention in loaded.attentions)
     compiled = counters["stats"]["unique_graphs"]
     assert 1 <= compiled <= 3 and not counters["graph_break"]
     torch.compiler.set_stance("fail_on_recompile")

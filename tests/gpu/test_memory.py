@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from gpu_worker.engine.model import warmup
-from gpu_worker.engine.model.kv_budget import peak_on
+from gpu_worker.engine.model.kv_budget import measure_peak
 from tests.support.engine import led_engine, tiny_models
 from tests.support.engine.led_engine import Led
 from tests.support.engine.on_cuda import (
@@ -52,7 +52,9 @@ def test_an_engine_stays_within_its_fraction(tmp_path: Path, monkeypatch: pytest
         "max_batch_size": 256,
     }
     engine = engine_on("cuda", tmp_path, monkeypatch, dtype="bfloat16", **settings | {"block_size": 64})
-    warmup.largest_step(engine.forward, CONTEXT, 256, CONTEXT, engine.loaded.vocab_size, engine.block_size)
+    warmup.run_largest_step(
+        engine.forward, CONTEXT, 256, CONTEXT, engine.loaded.vocab_size, engine.block_size
+    )
     play(engine, dict(enumerate(prompts())))
     torch.cuda.synchronize()
     assert torch.cuda.max_memory_reserved() <= FRACTION * total_bytes
@@ -69,8 +71,8 @@ def test_a_step_without_room_is_done_in_halves(
     settings = {"max_batch_prefill_tokens": CONTEXT, "kv_cache_bytes": 2**28, "block_size": 64}
     engine = engine_on("cuda", tmp_path, monkeypatch, dtype="bfloat16", **settings)
     prompt = torch.randint(3, 50_000, (CONTEXT - 64,)).tolist()
-    parts = warmup.prompts(len(prompt), CONTEXT, engine.loaded.vocab_size, engine.block_size)
-    peak_bytes = peak_on(engine.loaded.device, lambda: engine.forward(parts))
+    parts = warmup.prompt_parts(len(prompt), CONTEXT, engine.loaded.vocab_size, engine.block_size)
+    peak_bytes = measure_peak(engine.loaded.device, lambda: engine.forward(parts))
     torch.cuda.empty_cache()
     left_bytes = torch.cuda.memory_reserved() + peak_bytes * 2 // 3
     torch.cuda.set_per_process_memory_fraction(left_bytes / torch.cuda.mem_get_info()[1])
@@ -88,8 +90,8 @@ def test_two_ranks(dtype: str, tmp_path: Path) -> None:
     family = FAMILIES["Llama"] if dtype == "float32" else FLASH_FAMILIES["Llama"]
     model, fresh = tiny_models.save(tmp_path, *family), dict(enumerate(prompts()))
     with (
-        led_engine.running(2) as ranks,
-        Led(ranks, model_id=str(tmp_path), dtype=dtype, device="cuda", **SETTINGS) as engine,
+        led_engine.running(2) as communicator,
+        Led(communicator, model_id=str(tmp_path), dtype=dtype, device="cuda", **SETTINGS) as engine,
     ):
         assert engine.ready.world_size == 2 and engine.ready.device == "cuda"
         for how, prefill_tokens in (("batched", 1000), ("chunked", 7)):

@@ -14,7 +14,7 @@ import torch
 from transformers import AttentionInterface, DynamicCache
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
-from gpu_worker.engine.attention.kv_cache import Cache, Geometry, Layer, View
+from gpu_worker.engine.attention.kv_cache import AttentionSpec, Geometry, KVCache, LayerSpec
 from gpu_worker.engine.batch.inputs import Inputs
 
 NAME = "tokenfleet"
@@ -24,11 +24,11 @@ LONG = 4096
 """A mask that says of no window is compared with a causal one up to twice this many tokens."""
 
 
-class Unservable(Exception):
+class UnservableModel(Exception):
     """The model needs something that this attention does not have."""
 
 
-class Backend(Protocol):
+class AttentionBackend(Protocol):
     """
     Attributes:
         plan_free: whether it has `begin_decode`, so that steps in which all rows decode can be captured.
@@ -100,7 +100,7 @@ def mask_of(mask_function: Callable[..., Any], local_size: int | None = None, **
     return Mask(other=True)
 
 
-def watch(model: Any, forward: Callable[[], torch.Tensor]) -> dict[Any, Layer]:
+def watch(model: Any, forward: Callable[[], torch.Tensor]) -> dict[Any, LayerSpec]:
     """The attention modules of a model, in the order in which `forward` calls them, and what each keeps.
     `forward`: of WATCHED tokens of one sequence → logits [1, WATCHED, vocabulary].
 
@@ -108,7 +108,7 @@ def watch(model: Any, forward: Callable[[], torch.Tensor]) -> dict[Any, Layer]:
         Unservable: the model attends in a way that the paged cache does not have, or its tokens see each
             other in other ways, too.
     """
-    found: dict[Any, Layer] = {}
+    found: dict[Any, LayerSpec] = {}
 
     def note(
         module: Any,
@@ -123,20 +123,20 @@ def watch(model: Any, forward: Callable[[], torch.Tensor]) -> dict[Any, Layer]:
         **rest: Any,
     ) -> tuple[torch.Tensor, None]:
         if module in found:
-            raise Unservable("one of its attention modules is used twice")
+            raise UnservableModel("one of its attention modules is used twice")
         if (
             not isinstance(attention_mask, Mask)
             or position_bias is not None
             or not getattr(module, "is_causal", True)
         ):
-            raise Unservable("its attention needs more than a causal mask")
+            raise UnservableModel("its attention needs more than a causal mask")
         if attention_mask.other:
-            raise Unservable("its attention mask is neither causal nor a sliding window")
+            raise UnservableModel("its attention mask is neither causal nor a sliding window")
         if sliding_window not in (None, window := attention_mask.window):
-            raise Unservable(f"its attention has a window of {sliding_window} and a mask of {window}")
+            raise UnservableModel(f"its attention has a window of {sliding_window} and a mask of {window}")
         kv_heads, scaling = key.shape[1], query.shape[-1] ** -0.5 if scaling is None else float(scaling)
-        view = View(kv_heads, query.shape[1] // kv_heads, window, scaling, softcap)
-        found[module] = Layer(view, key.shape[-1], value.shape[-1])
+        spec = AttentionSpec(kv_heads, query.shape[1] // kv_heads, window, scaling, softcap)
+        found[module] = LayerSpec(spec, key.shape[-1], value.shape[-1])
         return nothing(query, key, value), None
 
     AttentionInterface.register(NAME, note)
@@ -145,9 +145,11 @@ def watch(model: Any, forward: Callable[[], torch.Tensor]) -> dict[Any, Layer]:
     try:
         logits = forward()
     except (TypeError, AttributeError) as error:  # model code that computes with the mask itself
-        raise Unservable(f"the attention of {type(model).__name__} cannot be replaced: {error}") from error
+        raise UnservableModel(
+            f"the attention of {type(model).__name__} cannot be replaced: {error}"
+        ) from error
     except RuntimeError as error:
-        raise Unservable(f"the code of {type(model).__name__} fails: {error}") from error
+        raise UnservableModel(f"the code of {type(model).__name__} fails: {error}") from error
     finally:
         spoiling.remove()
         register()
@@ -155,19 +157,19 @@ def watch(model: Any, forward: Callable[[], torch.Tensor]) -> dict[Any, Layer]:
     return found
 
 
-def check(model: Any, found: Mapping[Any, Layer], logits: torch.Tensor) -> None:
+def check(model: Any, found: Mapping[Any, LayerSpec], logits: torch.Tensor) -> None:
     """What a forward with its first token spoilt has shown. Raises Unservable."""
     if len(found) != (wanted := model.config.get_text_config().num_hidden_layers):
-        raise Unservable(f"{len(found)} of its {wanted} layers have attention that can be paged")
+        raise UnservableModel(f"{len(found)} of its {wanted} layers have attention that can be paged")
     if any("get_seq_length" in inspect.unwrap(type(module).forward).__code__.co_names for module in found):
-        raise Unservable("its attention counts tokens by a cache of its own")
+        raise UnservableModel("its attention counts tokens by a cache of its own")
     for layer, window in zip(found.values(), cached_windows(model.config), strict=False):
-        if window not in (None, layer.view.window):
-            raise Unservable(
-                f"its cache has a window of {window} tokens and its mask {layer.view.window or 'none'}"
+        if window not in (None, layer.spec.window):
+            raise UnservableModel(
+                f"its cache has a window of {window} tokens and its mask {layer.spec.window or 'none'}"
             )
     if logits[0].isnan().any(-1).tolist() != [True] + [False] * (WATCHED - 1):
-        raise Unservable("its tokens see each other by other ways than attention")
+        raise UnservableModel("its tokens see each other by other ways than attention")
 
 
 def cached_windows(config: Any) -> list[int | None]:
@@ -193,13 +195,13 @@ def nothing(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torc
     return output.masked_fill_(spoilt[..., None, None], torch.nan)
 
 
-def attach(modules: Iterable[Any], geometry: Geometry, cache: Cache, backend: Backend) -> None:
+def attach(modules: Iterable[Any], geometry: Geometry, cache: KVCache, backend: AttentionBackend) -> None:
     """Hangs cache and backend on the attention modules, which are in the order of layers."""
     backend.modules = list(modules)
     for number, (module, layer) in enumerate(zip(backend.modules, geometry.layers, strict=True)):
         module.keys, module.values = cache.keys[number], cache.values[number]
         module.backend, module.layer = backend, torch.tensor(number)
-        module.view, module.view_number = layer.view, geometry.views.index(layer.view)
+        module.spec, module.spec_number = layer.spec, geometry.specs.index(layer.spec)
 
 
 def register() -> None:

@@ -14,12 +14,12 @@ from gpu_worker.engine.cpu import native
 TILE = 16  # tokens of a prompt whose queries go over a chunk of keys together
 
 
-def serves(geometry: Geometry) -> bool:
+def supports(geometry: Geometry) -> bool:
     """K dimensions are multiplied in pairs."""
     return all(layer.key_dim % 2 == 0 for layer in geometry.layers)
 
 
-class Paged:
+class CpuPagedBackend:
     """Its K pages are transposed, `[key_dim / 2, block_size, 2]` or `[key_dim, block_size]`: one load takes
     numbers of many keys.
     """
@@ -27,10 +27,14 @@ class Paged:
     plan_free = opaque = False
 
     def __init__(self, geometry: Geometry, library: ctypes.CDLL) -> None:
-        self.block_size, self.dtype, self.library = geometry.block_size, native.TYPES[geometry.dtype], library
-        self.caches: dict[Any, native.Cache] = {}
+        self.block_size, self.dtype, self.library = (
+            geometry.block_size,
+            native.TYPE_CODES[geometry.dtype],
+            library,
+        )
+        self.caches: dict[Any, native.CacheStruct] = {}
         self.kept: list[torch.Tensor] = []
-        self.step = byref(native.Step())
+        self.step = byref(native.StepStruct())
         self.arrays: tuple[Any, ...] = ()
         self.modules: list[Any] = []
 
@@ -46,7 +50,7 @@ class Paged:
         tables = np.concatenate([span.blocks.ravel() for span in inputs.spans])
         self.arrays = slots, tiles, tables = inputs.slots, tiles.astype(np.int32), tables.astype(np.int32)
         pointers = (array.ctypes.data for array in (slots, tiles, tables))
-        step = native.Step(torch.get_num_threads(), len(slots), len(tiles), self.block_size, *pointers)
+        step = native.StepStruct(torch.get_num_threads(), len(slots), len(tiles), self.block_size, *pointers)
         self.step = byref(step)
 
     def attend(
@@ -73,21 +77,21 @@ class Paged:
         )
         return output
 
-    def cache(self, module: Any, sinks: torch.Tensor | None) -> native.Cache:
+    def cache(self, module: Any, sinks: torch.Tensor | None) -> native.CacheStruct:
         """What stays the same for a module in every step."""
-        keys, values, view = module.keys, module.values, module.view
+        keys, values, spec = module.keys, module.values, module.spec
         if sinks is not None:
             self.kept.append(sinks := sinks.detach().float().contiguous())
-        return native.Cache(
+        return native.CacheStruct(
             keys.data_ptr(),
             values.data_ptr(),
-            view.kv_heads,
-            view.group,
+            spec.kv_heads,
+            spec.group,
             keys.shape[3],
             values.shape[3],
-            view.window or 0,
-            view.scaling,
-            view.softcap or 0.0,
+            spec.window or 0,
+            spec.scaling,
+            spec.softcap or 0.0,
             None if sinks is None else sinks.data_ptr(),
         )
 
@@ -111,6 +115,6 @@ def dense(tensor: torch.Tensor) -> torch.Tensor:
     return tensor if tensor.stride(3) == 1 else tensor.contiguous()
 
 
-def heads(tensor: torch.Tensor) -> native.Heads:
+def heads(tensor: torch.Tensor) -> native.HeadsStruct:
     """Of [1, heads, tokens, dim]."""
-    return native.Heads(tensor.data_ptr(), tensor.stride(2), tensor.stride(1))
+    return native.HeadsStruct(tensor.data_ptr(), tensor.stride(2), tensor.stride(1))

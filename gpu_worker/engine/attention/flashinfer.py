@@ -16,8 +16,8 @@ import numpy as np
 import torch
 from flashinfer.decode import xqa_batch_decode_with_kv_cache
 
-from gpu_worker.engine.attention.kv_cache import Geometry, View
-from gpu_worker.engine.attention.kv_write import write
+from gpu_worker.engine.attention.kv_cache import AttentionSpec, Geometry
+from gpu_worker.engine.attention.kv_write import write_kv
 from gpu_worker.engine.batch.inputs import Inputs, Span, offsets_of
 from gpu_worker.engine.batch.to_device import pinned, to_device
 
@@ -40,7 +40,7 @@ of 256 numbers at most.
 LOG2_E = 1.4426950408889634
 
 
-def lacks(geometry: Geometry) -> str:
+def unsupported_because(geometry: Geometry) -> str:
     """Why FlashInfer has no attention for a model; empty where it has."""
     dims = sorted({dim for layer in geometry.layers for dim in (layer.key_dim, layer.value_dim)})
     if geometry.dtype not in DTYPES:
@@ -52,11 +52,11 @@ def lacks(geometry: Geometry) -> str:
     )
 
 
-def needs_plans(geometry: Geometry, generation: int) -> str:
+def plans_needed_because(geometry: Geometry, generation: int) -> str:
     """Why rows that decode need plans of the host, so that steps of such rows cannot be captured; empty where
     XQA serves them.
     """
-    groups, caps = {view.group for view in geometry.views}, {view.softcap for view in geometry.views}
+    groups, caps = {spec.group for spec in geometry.specs}, {spec.softcap for spec in geometry.specs}
     if caps != {None}:
         return "scores are soft-capped"
     if max(groups) > PLAN_FREE_GROUP:
@@ -70,7 +70,7 @@ def needs_plans(geometry: Geometry, generation: int) -> str:
     )
 
 
-def reach_ninja() -> None:
+def add_ninja_to_path() -> None:
     """FlashInfer compiles by ninja, which it brings and calls by name. It lies beside this interpreter, whose
     folder is in PATH only where the virtual environment was activated.
     """
@@ -85,7 +85,7 @@ def listed(values: Sequence[object]) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class FlashInferStep:
     """
     Attributes:
         slots: int [tokens]
@@ -98,7 +98,7 @@ class Step:
     lengths: torch.Tensor
 
 
-class Flash:
+class FlashInferBackend:
     """Pages are `[kv_heads, block_size, dim]`, FlashInfer's HND.
 
     Attributes:
@@ -110,10 +110,10 @@ class Flash:
 
     def __init__(self, geometry: Geometry, device: torch.device, generation: int) -> None:
         if device.type == "cuda":
-            reach_ninja()
+            add_ninja_to_path()
         self.block_size, self.dtype, self.device = geometry.block_size, geometry.dtype, device
-        self.dim, self.views = geometry.layers[0].key_dim, geometry.views
-        why = needs_plans(geometry, generation)
+        self.dim, self.specs = geometry.layers[0].key_dim, geometry.specs
+        why = plans_needed_because(geometry, generation)
         self.plan_free = not why
         if why:
             log.warning("FlashInfer plans each step that decodes, which is slower: %s", why)
@@ -124,7 +124,7 @@ class Flash:
         # A plan lies in its wrapper's pinned memory until the device has taken it: one may wait there while
         # the next one is made.
         self.wrappers = [
-            [flashinfer.BatchPrefillWithPagedKVCacheWrapper(scratch, "HND") for _ in self.views]
+            [flashinfer.BatchPrefillWithPagedKVCacheWrapper(scratch, "HND") for _ in self.specs]
             for _ in range(2)
         ]
         self.taken = [torch.cuda.Event() for _ in self.wrappers] if device.type == "cuda" else []  # type: ignore[no-untyped-call]
@@ -145,7 +145,7 @@ class Flash:
             else 0
         )
         table, lengths = table_of(inputs.spans[:first])
-        self.step = Step(
+        self.step = FlashInferStep(
             to_device(inputs.slots, self.device),
             to_device(table, self.device),
             to_device(lengths, self.device),
@@ -160,9 +160,9 @@ class Flash:
         """
         self.step = self.rows_that_decode(positions, table)
 
-    def rows_that_decode(self, positions: torch.Tensor, table: torch.Tensor) -> Step:
+    def rows_that_decode(self, positions: torch.Tensor, table: torch.Tensor) -> FlashInferStep:
         blocks = table.gather(1, (positions // self.block_size).long()[:, None])[:, 0]
-        return Step(blocks * self.block_size + positions % self.block_size, table, positions + 1)
+        return FlashInferStep(blocks * self.block_size + positions % self.block_size, table, positions + 1)
 
     def plan(self, spans: Sequence[Span]) -> None:
         counts = np.concatenate([np.full(len(span.lengths), span.count) for span in spans])
@@ -178,20 +178,20 @@ class Flash:
         indices = to_device(blocks.astype(np.int32), self.device)
         if self.taken:
             self.taken[self.turn].synchronize()
-        for view, wrapper in zip(self.views, self.wrappers[self.turn], strict=True):
+        for spec, wrapper in zip(self.specs, self.wrappers[self.turn], strict=True):
             wrapper.plan(
                 query_ends,
                 block_ends,
                 indices,
                 last_lengths,
-                view.kv_heads * view.group,
-                view.kv_heads,
+                spec.kv_heads * spec.group,
+                spec.kv_heads,
                 self.dim,
                 self.block_size,
                 causal=True,
-                sm_scale=view.scaling,
-                window_left=window_left(view),
-                logits_soft_cap=view.softcap,
+                sm_scale=spec.scaling,
+                window_left=window_left(spec),
+                logits_soft_cap=spec.softcap,
                 q_data_type=self.dtype,
                 kv_data_type=self.dtype,
                 seq_lens=totals,  # or FlashInfer computes them, in memory that is not pinned
@@ -223,14 +223,14 @@ class Flash:
         """query [tokens, heads, dim] → the same shape"""
         rows, output = len(self.step.lengths), torch.empty_like(query)
         if rows:
-            self.decode(self.views[number], query[:rows], cache, sinks, output[:rows])
+            self.decode(self.specs[number], query[:rows], cache, sinks, output[:rows])
         if rows < len(query):
             self.prefill(self.wrappers[self.turn][number], query[rows:], cache, sinks, output[rows:])
         return output
 
     def decode(
         self,
-        view: View,
+        spec: AttentionSpec,
         query: torch.Tensor,
         cache: tuple[torch.Tensor, torch.Tensor],
         sinks: Any,
@@ -243,8 +243,8 @@ class Flash:
             self.step.table,
             self.step.lengths,
             self.step.table.shape[1] * self.block_size,
-            bmm1_scale=view.scaling,
-            window_left=window_left(view),
+            bmm1_scale=spec.scaling,
+            window_left=window_left(spec),
             out=output,
             sinks=sinks,
             kv_layout="HND",
@@ -268,8 +268,8 @@ class Flash:
             output.mul_(torch.sigmoid(log2_sum / LOG2_E - sinks)[..., None])
 
 
-def window_left(view: View) -> int:
-    return -1 if view.window is None else view.window - 1
+def window_left(spec: AttentionSpec) -> int:
+    return -1 if spec.window is None else spec.window - 1
 
 
 def table_of(spans: Sequence[Span]) -> tuple[Any, Any]:
@@ -284,7 +284,7 @@ def table_of(spans: Sequence[Span]) -> tuple[Any, Any]:
 
 # --- what a compiled layer calls ----------------------------------------------------------------------------
 
-BACKENDS: weakref.WeakValueDictionary[int, Flash] = weakref.WeakValueDictionary()
+BACKENDS: weakref.WeakValueDictionary[int, FlashInferBackend] = weakref.WeakValueDictionary()
 """By number: compiled code takes tensors and numbers only."""
 
 
@@ -304,9 +304,9 @@ def attend(
     flash = BACKENDS[backend]
     module = flash.modules[int(layer)]
     keys, values = module.keys, module.values
-    write(keys, values, key[0], value[0], flash.step.slots)
+    write_kv(keys, values, key[0], value[0], flash.step.slots)
     sinks = None if sinks is None else sinks.float()
-    return flash.run(module.view_number, query[0].transpose(0, 1).contiguous(), (keys, values), sinks)[None]
+    return flash.run(module.spec_number, query[0].transpose(0, 1).contiguous(), (keys, values), sinks)[None]
 
 
 @attend.register_fake

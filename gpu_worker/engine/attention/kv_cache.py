@@ -11,12 +11,12 @@ import numpy as np
 import torch
 
 from common.settings.settings import SettingError
-from gpu_worker.engine.attention.kv_write import fill
+from gpu_worker.engine.attention.kv_write import fill_kv
 from gpu_worker.engine.batch.to_device import to_device
 
 
 @dataclass(frozen=True, slots=True)
-class View:
+class AttentionSpec:
     """How queries meet the cache; layers with the same view share what a step prepares.
 
     Attributes:
@@ -34,10 +34,10 @@ class View:
 
 
 @dataclass(frozen=True, slots=True)
-class Layer:
+class LayerSpec:
     """What the attention of one layer keeps of each token."""
 
-    view: View
+    spec: AttentionSpec
     key_dim: int
     value_dim: int
 
@@ -46,18 +46,18 @@ class Layer:
 class Geometry:
     """What a model keeps of each token."""
 
-    layers: list[Layer]
+    layers: list[LayerSpec]
     block_size: int
     dtype: torch.dtype
 
     @property
-    def views(self) -> list[View]:
+    def specs(self) -> list[AttentionSpec]:
         """Each once, in the order of their first layers."""
-        return list(dict.fromkeys(layer.view for layer in self.layers))
+        return list(dict.fromkeys(layer.spec for layer in self.layers))
 
     @property
     def block_bytes(self) -> int:
-        numbers = sum(layer.view.kv_heads * (layer.key_dim + layer.value_dim) for layer in self.layers)
+        numbers = sum(layer.spec.kv_heads * (layer.key_dim + layer.value_dim) for layer in self.layers)
         return numbers * self.block_size * self.dtype.itemsize
 
     def num_blocks(self, kv_cache_bytes: int, available_bytes: int) -> int:
@@ -86,7 +86,7 @@ def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> t
     return torch.from_numpy(np.zeros(math.prod(shape) * dtype.itemsize, np.uint8)).view(dtype).view(shape)
 
 
-class Cache:
+class KVCache:
     """What is of one shape, in most models all of it, lies in one tensor: to fill a block of all layers is
     one call.
     """
@@ -94,7 +94,7 @@ class Cache:
     def __init__(self, geometry: Geometry, num_blocks: int, device: torch.device) -> None:
         self.num_blocks, self.device = num_blocks, device
         pages = [
-            (layer.view.kv_heads, geometry.block_size, dim)
+            (layer.spec.kv_heads, geometry.block_size, dim)
             for layer in geometry.layers
             for dim in (layer.key_dim, layer.value_dim)
         ]
@@ -109,4 +109,4 @@ class Cache:
     def fill(self, blocks: Sequence[int], value: float) -> None:
         index = to_device(list(blocks), self.device)
         for store in self.stores.values():
-            fill(store, index, value)
+            fill_kv(store, index, value)

@@ -5,7 +5,7 @@ into whole blocks.
 import torch
 
 
-def write(
+def write_kv(
     keys: torch.Tensor, values: torch.Tensor, key: torch.Tensor, value: torch.Tensor, slots: torch.Tensor
 ) -> None:
     """In place. keys, values [blocks, kv_heads, block_size, dim], contiguous; key, value [kv_heads, tokens,
@@ -13,23 +13,23 @@ def write(
     """
     if key.is_cuda:
         from gpu_worker.engine.cuda.kernels.kv_write import (
-            write_both,
+            write_keys_and_values,
         )  # Triton comes with torch's builds for CUDA only
 
-        write_both(keys, values, key, value, slots)
+        write_keys_and_values(keys, values, key, value, slots)
     else:
         blocks, offsets = slots // keys.shape[2], slots % keys.shape[2]
         keys[blocks, :, offsets] = key.transpose(0, 1)
         values[blocks, :, offsets] = value.transpose(0, 1)
 
 
-def fill(store: torch.Tensor, blocks: torch.Tensor, value: float) -> None:
+def fill_kv(store: torch.Tensor, blocks: torch.Tensor, value: float) -> None:
     """In place. store [tensors, blocks, kv_heads, block_size, dim], contiguous; blocks int64 [n]. On CUDA
     torch's own way would be one launch for every 2 GiB of a store, however few blocks are filled.
     """
     if store.is_cuda:
-        from gpu_worker.engine.cuda.kernels.kv_write import fill_pages
+        from gpu_worker.engine.cuda.kernels.kv_write import fill_blocks
 
-        fill_pages(store, blocks, value)
+        fill_blocks(store, blocks, value)
     else:
         store.index_fill_(1, blocks, value)

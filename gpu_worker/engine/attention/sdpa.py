@@ -7,7 +7,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from gpu_worker.engine.attention.kv_cache import Geometry, View
+from gpu_worker.engine.attention.kv_cache import AttentionSpec, Geometry
 from gpu_worker.engine.batch.inputs import Inputs, Span
 from gpu_worker.engine.batch.to_device import to_device
 
@@ -16,7 +16,7 @@ Int64 = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
-class Tile:
+class QueryTile:
     """Queries `begin` to `end` on the line, the gathered keys `first` to `last`, and the bias that hides all
     but what each query sees: [rows * kv_heads or 1, queries, keys].
 
@@ -32,27 +32,27 @@ class Tile:
 
 
 @dataclass(frozen=True, slots=True)
-class Gathered:
+class GatheredSpan:
     """A span, ready for every layer of a view. `pages` picks [rows, kv_heads, blocks] of the cache seen as
     [blocks * kv_heads] pages.
     """
 
     rows: int
     pages: torch.Tensor
-    tiles: list[Tile]
+    tiles: list[QueryTile]
 
 
 @dataclass(frozen=True, slots=True)
-class Prepared:
+class PreparedStep:
     """What the layers of one view share in a step; `slots` are lines of the cache seen as [blocks * kv_heads
     * block_size] lines.
     """
 
     slots: torch.Tensor
-    spans: list[Gathered]
+    spans: list[GatheredSpan]
 
 
-class Sdpa:
+class SdpaBackend:
     """The queries that share a K head stand in one matrix, so products are batched over rows and K heads.
     (The fused `scaled_dot_product_attention` of torch 2.13 was measured on CPU: 4 to 6 times slower for rows
     that decode.)
@@ -62,55 +62,57 @@ class Sdpa:
 
     def __init__(self, geometry: Geometry, device: torch.device) -> None:
         self.block_size, self.dtype, self.device = geometry.block_size, geometry.dtype, device
-        self.views = geometry.views
-        self.prepared: dict[View, Prepared] = {}
+        self.specs = geometry.specs
+        self.prepared: dict[AttentionSpec, PreparedStep] = {}
         self.modules: list[Any] = []
 
     def begin(self, inputs: Inputs) -> None:
-        self.prepared = {view: self.prepare(view, inputs) for view in self.views}
+        self.prepared = {spec: self.prepare(spec, inputs) for spec in self.specs}
 
-    def prepare(self, view: View, inputs: Inputs) -> Prepared:
+    def prepare(self, spec: AttentionSpec, inputs: Inputs) -> PreparedStep:
         blocks, offsets = np.divmod(inputs.slots, self.block_size)
-        slots = (blocks * view.kv_heads + np.arange(view.kv_heads)[:, None]) * self.block_size + offsets
-        return Prepared(self.tensor(slots.reshape(-1)), [self.gather(view, span) for span in inputs.spans])
-
-    def gather(self, view: View, span: Span) -> Gathered:
-        blocks, tiles = (
-            self.decode_tile(view, span) if span.count == 1 else (span.blocks, self.prompt_tiles(view, span))
+        slots = (blocks * spec.kv_heads + np.arange(spec.kv_heads)[:, None]) * self.block_size + offsets
+        return PreparedStep(
+            self.tensor(slots.reshape(-1)), [self.gather(spec, span) for span in inputs.spans]
         )
-        pages = blocks[:, None, :] * view.kv_heads + np.arange(view.kv_heads)[None, :, None]
-        return Gathered(len(span.lengths), self.tensor(pages.reshape(-1)), tiles)
 
-    def decode_tile(self, view: View, span: Span) -> tuple[Int64, list[Tile]]:
+    def gather(self, spec: AttentionSpec, span: Span) -> GatheredSpan:
+        blocks, tiles = (
+            self.decode_tile(spec, span) if span.count == 1 else (span.blocks, self.prompt_tiles(spec, span))
+        )
+        pages = blocks[:, None, :] * spec.kv_heads + np.arange(spec.kv_heads)[None, :, None]
+        return GatheredSpan(len(span.lengths), self.tensor(pages.reshape(-1)), tiles)
+
+    def decode_tile(self, spec: AttentionSpec, span: Span) -> tuple[Int64, list[QueryTile]]:
         """One query a row, over the blocks that it sees."""
         blocks, first, begins = span.blocks, np.zeros_like(span.lengths), np.zeros_like(span.lengths)
-        if view.window is not None:
-            begins = np.maximum(0, span.lengths - view.window)
+        if spec.window is not None:
+            begins = np.maximum(0, span.lengths - spec.window)
             first = begins // self.block_size
             blocks = shifted(blocks, first, int((-(-span.lengths // self.block_size) - first).max()))
         length = blocks.shape[1] * self.block_size
         positions = np.arange(length) + first[:, None] * self.block_size
         hidden = (positions >= span.lengths[:, None]) | (positions < begins[:, None])
-        bias = self.bias(hidden.repeat(view.kv_heads, axis=0)[:, None])
-        return blocks, [Tile(span.begin, span.begin + len(span.lengths), 0, length, bias)]
+        bias = self.bias(hidden.repeat(spec.kv_heads, axis=0)[:, None])
+        return blocks, [QueryTile(span.begin, span.begin + len(span.lengths), 0, length, bias)]
 
-    def prompt_tiles(self, view: View, span: Span) -> list[Tile]:
+    def prompt_tiles(self, spec: AttentionSpec, span: Span) -> list[QueryTile]:
         start, tiles = int(span.lengths[0]) - span.count, []
         for begin in range(0, span.count, TILE):
             end = min(begin + TILE, span.count)
             queries = np.arange(start + begin, start + end)[:, None]
-            seen_from = queries - (view.window or queries[-1, 0] + 1)
+            seen_from = queries - (spec.window or queries[-1, 0] + 1)
             first = max(0, int(seen_from[0, 0]) + 1) // self.block_size * self.block_size
             last = -(-(start + end) // self.block_size) * self.block_size
             positions = np.arange(first, last)
             hidden = (positions > queries) | (positions <= seen_from)
             tiles.append(
-                Tile(
+                QueryTile(
                     span.begin + begin,
                     span.begin + end,
                     first,
                     last,
-                    self.bias(np.tile(hidden, (view.group, 1))[None]),
+                    self.bias(np.tile(hidden, (spec.group, 1))[None]),
                 )
             )
         return tiles
@@ -130,19 +132,19 @@ class Sdpa:
         value: torch.Tensor,
         sinks: torch.Tensor | None,
     ) -> torch.Tensor:
-        prepared, view = self.prepared[module.view], module.view
+        prepared, spec = self.prepared[module.spec], module.spec
         for cache, new in ((module.keys, key), (module.values, value)):
             cache.view(-1, new.shape[-1]).index_copy_(0, prepared.slots, new.reshape(-1, new.shape[-1]))
         outputs = []
         for span in prepared.spans:
-            keys, values = (self.pages(cache, span, view.kv_heads) for cache in (module.keys, module.values))
+            keys, values = (self.pages(cache, span, spec.kv_heads) for cache in (module.keys, module.values))
             for tile in span.tiles:
-                queries = queries_of(query, tile, span.rows, view.kv_heads)
-                scores = self.scores(queries, keys[:, tile.first : tile.last], tile.bias, view)
+                queries = queries_of(query, tile, span.rows, spec.kv_heads)
+                scores = self.scores(queries, keys[:, tile.first : tile.last], tile.bias, spec)
                 weights = (
                     torch.softmax(scores, -1)
                     if sinks is None
-                    else softmax_with_sinks(scores, sinks, span.rows, view)
+                    else softmax_with_sinks(scores, sinks, span.rows, spec)
                 )
                 output = torch.bmm(weights, values[:, tile.first : tile.last])
                 outputs.append(
@@ -150,7 +152,7 @@ class Sdpa:
                 )
         return (outputs[0] if len(outputs) == 1 else torch.cat(outputs)).unsqueeze(0)
 
-    def pages(self, cache: torch.Tensor, span: Gathered, kv_heads: int) -> torch.Tensor:
+    def pages(self, cache: torch.Tensor, span: GatheredSpan, kv_heads: int) -> torch.Tensor:
         """→ [rows * kv_heads, tokens, dim]"""
         dim = cache.shape[-1]
         return (
@@ -160,16 +162,16 @@ class Sdpa:
         )
 
     def scores(
-        self, queries: torch.Tensor, keys: torch.Tensor, bias: torch.Tensor, view: View
+        self, queries: torch.Tensor, keys: torch.Tensor, bias: torch.Tensor, spec: AttentionSpec
     ) -> torch.Tensor:
         """→ [rows * kv_heads, queries, keys]"""
-        if view.softcap is None:
-            return torch.baddbmm(bias, queries, keys.transpose(1, 2), alpha=view.scaling)
+        if spec.softcap is None:
+            return torch.baddbmm(bias, queries, keys.transpose(1, 2), alpha=spec.scaling)
         return (
             torch.bmm(queries, keys.transpose(1, 2))
-            .mul_(view.scaling / view.softcap)
+            .mul_(spec.scaling / spec.softcap)
             .tanh_()
-            .mul_(view.softcap)
+            .mul_(spec.softcap)
             .add_(bias)
         )
 
@@ -181,19 +183,21 @@ def shifted(blocks: Int64, first: Int64, width: int) -> Int64:
     return np.where(index < blocks.shape[1], taken, 0)
 
 
-def queries_of(query: torch.Tensor, tile: Tile, rows: int, kv_heads: int) -> torch.Tensor:
+def queries_of(query: torch.Tensor, tile: QueryTile, rows: int, kv_heads: int) -> torch.Tensor:
     """→ [rows * kv_heads, group * queries of a row, key_dim]"""
     heads, dim = query.shape[1], query.shape[3]
     queries = query[0, :, tile.begin : tile.end].view(heads, rows, -1, dim).transpose(0, 1)
     return queries.reshape(rows * kv_heads, -1, dim)
 
 
-def softmax_with_sinks(scores: torch.Tensor, sinks: torch.Tensor, rows: int, view: View) -> torch.Tensor:
+def softmax_with_sinks(
+    scores: torch.Tensor, sinks: torch.Tensor, rows: int, spec: AttentionSpec
+) -> torch.Tensor:
     """The softmax with one more score for each head, whose weight is then left out."""
     per_query = (
         sinks.to(scores.dtype)
-        .repeat_interleave(scores.shape[1] // view.group)
-        .view(view.kv_heads, -1, 1)
+        .repeat_interleave(scores.shape[1] // spec.group)
+        .view(spec.kv_heads, -1, 1)
         .repeat(rows, 1, 1)
     )
     return torch.softmax(torch.cat((scores, per_query), -1), -1)[..., :-1]

@@ -14,14 +14,14 @@ import numpy as np
 import torch
 from torch import nn
 
-from gpu_worker.engine.attention.cpu_paged import Paged
+from gpu_worker.engine.attention.cpu_paged import CpuPagedBackend
 from gpu_worker.engine.batch.inputs import Inputs, build_inputs
 from gpu_worker.engine.batch.rows import Row, RowSlice
 from gpu_worker.engine.cpu import native
 from gpu_worker.engine.cpu.packed_linear import NativeLinear
 
 TOKENS = 8  # of the prompt on which layers are compared
-NEAR = torch.arange(TOKENS)[None]
+NEAR_POSITIONS = torch.arange(TOKENS)[None]
 SCALES = (0.1, 1.0, 30.0)
 TOLERANCES = {torch.float32: (1e-4, 1e-6), torch.bfloat16: (3e-2, 4e-3)}
 """Of what a layer adds to its input, and of its output."""
@@ -31,20 +31,20 @@ HEAD_NORMS = {"q_norm", "k_norm"}
 MLP = {"gate_proj", "up_proj", "down_proj", "act_fn"}
 
 
-class Fused:
+class FusedLayers:
     """The forward of layers that follow each other."""
 
     def __init__(
-        self, layers: list[native.Layer], weights: list[torch.Tensor | None], backend: Paged
+        self, layers: list[native.LayerStruct], weights: list[torch.Tensor | None], backend: CpuPagedBackend
     ) -> None:
         self.layers, self.weights = (
-            (native.Layer * len(layers))(*layers),
+            (native.LayerStruct * len(layers))(*layers),
             weights,
         )  # whose memory the former point to
         self.backend, self.dtype, self.run = backend, backend.dtype, backend.library.tf_layers
 
     @classmethod
-    def of(cls, layer: Any, backend: Paged, rotary: int) -> "Fused":
+    def of(cls, layer: Any, backend: CpuPagedBackend, rotary: int) -> "FusedLayers":
         """One layer. `rotary`: numbers of a head that are rotated."""
         attention, mlp = layer.self_attn, layer.mlp
         linears = [getattr(attention, f"{name}_proj").shape for name in "qkvo"]
@@ -56,10 +56,12 @@ class Fused:
         )
         weights = [norm and norm.weight.detach().float().contiguous() for norm in modules]
         norms = [norm_of(module, weight) for module, weight in zip(modules, weights, strict=True)]
-        return cls([native.Layer(backend.caches[attention], *linears, *norms, rotary)], weights, backend)
+        return cls(
+            [native.LayerStruct(backend.caches[attention], *linears, *norms, rotary)], weights, backend
+        )
 
     @classmethod
-    def joined(cls, parts: Sequence["Fused"]) -> "Fused":
+    def joined(cls, parts: Sequence["FusedLayers"]) -> "FusedLayers":
         return cls(
             [layer for part in parts for layer in part.layers],
             [weight for part in parts for weight in part.weights],
@@ -87,42 +89,50 @@ class Fused:
         return states
 
 
-def passed(hidden_states: torch.Tensor, **rest: Any) -> torch.Tensor:
+def pass_through(hidden_states: torch.Tensor, **rest: Any) -> torch.Tensor:
     """The forward of a layer that one before it has computed."""
     return hidden_states
 
 
-def norm_of(module: Any, weight: torch.Tensor | None) -> native.Norm:
-    return native.Norm(None, 0.0) if weight is None else native.Norm(weight.data_ptr(), epsilon(module))
+def norm_of(module: Any, weight: torch.Tensor | None) -> native.NormStruct:
+    return (
+        native.NormStruct(None, 0.0)
+        if weight is None
+        else native.NormStruct(weight.data_ptr(), epsilon(module))
+    )
 
 
-def fuse(model: Any, backend: Paged, forward: Callable[[Inputs], torch.Tensor], context: int) -> int:
+def fuse_layers(
+    model: Any, backend: CpuPagedBackend, forward: Callable[[Inputs], torch.Tensor], context: int
+) -> int:
     """`context`: the longest sequence in tokens → layers taken over."""
-    run = partial(forward, trial(model, backend, context))
+    run = partial(forward, trial_inputs(model, backend, context))
     found = [
         layer
         for layer in candidates(model)
         if len(layer.self_attn.keys) * backend.block_size > TOKENS + backend.block_size
     ]
     taken = {
-        layer: fused for layer, call in calls(found, run).items() if (fused := equal(layer, backend, call))
+        layer: fused
+        for layer, call in record_calls(found, run).items()
+        if (fused := find_equal(layer, backend, call))
     }
-    hand_out(taken)
+    set_forwards(taken)
     if taken:
-        join(taken, run)
+        join_layers(taken, run)
     return len(taken)
 
 
-def join(taken: dict[Any, Fused], logits: Callable[[], torch.Tensor]) -> None:
+def join_layers(taken: dict[Any, FusedLayers], logits: Callable[[], torch.Tensor]) -> None:
     """Where layers follow each other in other ways than they are listed in, the logits say so."""
     apart = logits()
-    (first, *others), joined = taken, Fused.joined(list(taken.values()))
-    hand_out({first: joined, **dict.fromkeys(others, passed)})
+    (first, *others), joined = taken, FusedLayers.joined(list(taken.values()))
+    set_forwards({first: joined, **dict.fromkeys(others, pass_through)})
     if not torch.equal(logits(), apart):
-        hand_out(taken)
+        set_forwards(taken)
 
 
-def hand_out(forwards: Mapping[Any, Callable[..., torch.Tensor]]) -> None:
+def set_forwards(forwards: Mapping[Any, Callable[..., torch.Tensor]]) -> None:
     for layer, forward in forwards.items():
         layer.forward = forward
 
@@ -131,15 +141,15 @@ def hand_out(forwards: Mapping[Any, Callable[..., torch.Tensor]]) -> None:
 
 
 def candidates(model: nn.Module) -> Iterator[Any]:
-    return (module for module in model.modules() if children(module) == LAYER and fits(module))
+    return (module for module in model.modules() if child_names(module) == LAYER and has_known_parts(module))
 
 
-def fits(layer: Any) -> bool:
+def has_known_parts(layer: Any) -> bool:
     attention, mlp = layer.self_attn, layer.mlp
     if (
-        children(attention) not in (ATTENTION, ATTENTION | HEAD_NORMS)
-        or children(mlp) != MLP
-        or not parameters(attention) <= {"sinks"}
+        child_names(attention) not in (ATTENTION, ATTENTION | HEAD_NORMS)
+        or child_names(mlp) != MLP
+        or not parameter_names(attention) <= {"sinks"}
     ):
         return False
     linears = [getattr(attention, name) for name in ATTENTION] + [
@@ -148,29 +158,29 @@ def fits(layer: Any) -> bool:
     norms = [
         layer.input_layernorm,
         layer.post_attention_layernorm,
-        *(getattr(attention, name) for name in children(attention) & HEAD_NORMS),
+        *(getattr(attention, name) for name in child_names(attention) & HEAD_NORMS),
     ]
     parts = all(type(linear) is NativeLinear for linear in linears) and all(
         is_rms_norm(norm) for norm in norms
     )
-    return parts and all(plain(part) for part in layer.modules())
+    return parts and all(is_plain(part) for part in layer.modules())
 
 
-def children(module: Any) -> set[str]:
+def child_names(module: Any) -> set[str]:
     return {name for name, _ in module.named_children()}
 
 
-def parameters(module: nn.Module) -> set[str]:
+def parameter_names(module: nn.Module) -> set[str]:
     return {name for name, _ in module.named_parameters(recurse=False)}
 
 
-def plain(module: nn.Module) -> bool:
+def is_plain(module: nn.Module) -> bool:
     """Nobody has changed what it computes."""
     return "forward" not in vars(module) and not module._forward_hooks and not module._forward_pre_hooks
 
 
 def is_rms_norm(module: nn.Module) -> bool:
-    return parameters(module) == {"weight"} and module.weight.dim() == 1 and epsilon(module) > 0  # type: ignore[operator]
+    return parameter_names(module) == {"weight"} and module.weight.dim() == 1 and epsilon(module) > 0  # type: ignore[operator]
 
 
 def epsilon(module: Any) -> float:
@@ -180,7 +190,7 @@ def epsilon(module: Any) -> float:
 # --- comparison ---------------------------------------------------------------------------------------------
 
 
-def calls(layers: list[Any], run: Callable[[], object]) -> dict[Any, tuple[Any, Any, Any]]:
+def record_calls(layers: list[Any], run: Callable[[], object]) -> dict[Any, tuple[Any, Any, Any]]:
     """Runs the model on a few tokens → positional arguments, named ones and the output of each layer that is
     called as most are.
     """
@@ -194,10 +204,10 @@ def calls(layers: list[Any], run: Callable[[], object]) -> dict[Any, tuple[Any, 
         run()
         for hook in hooks:
             hook.remove()
-    return {layer: call for layer, call in seen.items() if usual(*call)}
+    return {layer: call for layer, call in seen.items() if is_usual_call(*call)}
 
 
-def trial(model: Any, backend: Paged, context: int) -> Inputs:
+def trial_inputs(model: Any, backend: CpuPagedBackend, context: int) -> Inputs:
     """A prompt in the first blocks, which nobody has been granted yet. Its positions span the whole context:
     some models have factors that depend on them.
     """
@@ -212,7 +222,7 @@ def trial(model: Any, backend: Paged, context: int) -> Inputs:
     return replace(prompt, positions=positions[None], lengths=positions + 1)
 
 
-def usual(arguments: Any, options: Any, output: Any) -> bool:
+def is_usual_call(arguments: Any, options: Any, output: Any) -> bool:
     if (
         len(arguments) != 1
         or not torch.is_tensor(output)
@@ -228,12 +238,12 @@ def usual(arguments: Any, options: Any, output: Any) -> bool:
     )
 
 
-def equal(layer: Any, backend: Paged, call: tuple[Any, Any, Any]) -> Fused | None:
+def find_equal(layer: Any, backend: CpuPagedBackend, call: tuple[Any, Any, Any]) -> FusedLayers | None:
     """The native layer that gives what this one does, if there is one. Some models leave positions out of
     some layers.
     """
     (states,), options, output = call
-    nearer = {name: NEAR if name == "position_ids" else value for name, value in options.items()}
+    nearer = {name: NEAR_POSITIONS if name == "position_ids" else value for name, value in options.items()}
     if not torch.equal(layer(states, **nearer), output):
         return None  # it looks at positions itself, which rounding may hide on so few tokens
     random = torch.Generator().manual_seed(0)
@@ -243,17 +253,19 @@ def equal(layer: Any, backend: Paged, call: tuple[Any, Any, Any]) -> Fused | Non
     ]
     expected = [layer(tensor, **options) for tensor in inputs]
     rotary = options["position_embeddings"][0].shape[2]
-    fits = rotary <= backend.caches[layer.self_attn].key_dim
-    for fused in [Fused.of(layer, backend, size) for size in ((rotary, 0) if fits else (0,))]:
+    has_known_parts = rotary <= backend.caches[layer.self_attn].key_dim
+    for fused in [
+        FusedLayers.of(layer, backend, size) for size in ((rotary, 0) if has_known_parts else (0,))
+    ]:
         if all(
-            close(fused(given, **options), wanted, given)
+            is_close(fused(given, **options), wanted, given)
             for given, wanted in zip(inputs, expected, strict=True)
         ):
             return fused
     return None
 
 
-def close(output: torch.Tensor, expected: torch.Tensor, given: torch.Tensor) -> bool:
+def is_close(output: torch.Tensor, expected: torch.Tensor, given: torch.Tensor) -> bool:
     of_added, of_output = TOLERANCES[expected.dtype]
     bound = of_added * (expected.float() - given.float()).norm() + of_output * expected.float().norm()
     return bool((output.float() - expected.float()).norm() <= bound)

@@ -27,16 +27,16 @@ SOURCES = Path(__file__).parent / "kernels"
 CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tokenfleet" / "native"
 COMPILERS = ("c++", "g++", "clang++")
 COMPILE_S = 300
-TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+TYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
 
-class Step(ctypes.Structure):
+class StepStruct(ctypes.Structure):
     _fields_ = [(name, c_int32) for name in ("threads", "num_tokens", "num_tiles", "block_size")] + [
         (name, c_void_p) for name in ("slots", "tiles", "tables")
     ]
 
 
-class Cache(ctypes.Structure):
+class CacheStruct(ctypes.Structure):
     _fields_ = [
         ("keys", c_void_p),
         ("values", c_void_p),
@@ -47,33 +47,33 @@ class Cache(ctypes.Structure):
     ]
 
 
-class Heads(ctypes.Structure):
+class HeadsStruct(ctypes.Structure):
     _fields_ = [("data", c_void_p), ("token", c_int64), ("head", c_int64)]
 
 
-class Linear(ctypes.Structure):
+class LinearStruct(ctypes.Structure):
     _fields_ = [("packed", c_void_p), ("bias", c_void_p), ("inputs", c_int32), ("outputs", c_int32)]
 
 
-class Norm(ctypes.Structure):
+class NormStruct(ctypes.Structure):
     _fields_ = [("weight", c_void_p), ("epsilon", c_float)]
 
 
-class Layer(ctypes.Structure):
+class LayerStruct(ctypes.Structure):
     _fields_ = [
-        ("cache", Cache),
-        *((name, Linear) for name in ("q", "k", "v", "o", "gate", "up", "down")),
-        *((name, Norm) for name in ("before_attention", "before_mlp", "of_query", "of_key")),
+        ("cache", CacheStruct),
+        *((name, LinearStruct) for name in ("q", "k", "v", "o", "gate", "up", "down")),
+        *((name, NormStruct) for name in ("before_attention", "before_mlp", "of_query", "of_key")),
         ("rotary", c_int32),
     ]
 
 
-def listed(*names: str) -> Iterator[tuple[str, type]]:
+def list_fields(*names: str) -> Iterator[tuple[str, type]]:
     """Fields of a List: where its numbers lie, and how many there are."""
     return ((field, kind) for name in names for field, kind in ((name, c_void_p), (f"num_{name}", c_int64)))
 
 
-class Turn(ctypes.Structure):
+class SampleRequestStruct(ctypes.Structure):
     _fields_ = [
         *((name, c_int32) for name in ("asks", "num_tops", "raw", "top_k")),
         *((name, c_float) for name in ("temperature", "repetition")),
@@ -81,13 +81,13 @@ class Turn(ctypes.Structure):
             (name, c_double)
             for name in ("top_p", "min_p", "typical_p", "number", "frequency", "presence", "relative")
         ),
-        *listed("biased", "bias", "banned", "history"),
+        *list_fields("biased", "bias", "banned", "history"),
         ("room", c_int64),
-        *listed("guide_bias", "mask"),
+        *list_fields("guide_bias", "mask"),
     ]
 
 
-class Choices(ctypes.Structure):
+class SamplesStruct(ctypes.Structure):
     _fields_ = [
         *((name, c_void_p) for name in ("ids", "logprobs", "top_ids", "top_logprobs")),
         ("tops", c_int32),
@@ -97,20 +97,29 @@ class Choices(ctypes.Structure):
 SIGNATURES = {
     "tf_attend": [
         c_int32,
-        POINTER(Step),
-        POINTER(Cache),
-        POINTER(Heads),
-        POINTER(Heads),
-        POINTER(Heads),
+        POINTER(StepStruct),
+        POINTER(CacheStruct),
+        POINTER(HeadsStruct),
+        POINTER(HeadsStruct),
+        POINTER(HeadsStruct),
         c_void_p,
     ],
     "tf_multiplies": [c_int32],
     "tf_panel": [],
     "tf_pack": [c_int32, c_void_p, c_int32, c_int32, c_void_p],
-    "tf_product": [c_int32, c_int32, c_void_p, c_int32, POINTER(Linear), c_int32, c_void_p],
-    "tf_layers": [c_int32, POINTER(Step), POINTER(Layer), c_int32, c_void_p, c_void_p, c_void_p],
-    "tf_choose": [c_int32, c_int32, c_void_p, c_int32, c_int32, c_int64, POINTER(Turn), POINTER(Choices)],
-    "tf_tell": [c_int32, c_int32, c_void_p, c_int32, c_int32, c_int64, POINTER(Choices)],
+    "tf_product": [c_int32, c_int32, c_void_p, c_int32, POINTER(LinearStruct), c_int32, c_void_p],
+    "tf_layers": [c_int32, POINTER(StepStruct), POINTER(LayerStruct), c_int32, c_void_p, c_void_p, c_void_p],
+    "tf_choose": [
+        c_int32,
+        c_int32,
+        c_void_p,
+        c_int32,
+        c_int32,
+        c_int64,
+        POINTER(SampleRequestStruct),
+        POINTER(SamplesStruct),
+    ],
+    "tf_tell": [c_int32, c_int32, c_void_p, c_int32, c_int32, c_int64, POINTER(SamplesStruct)],
 }
 """As in kernels/kernels.cpp."""
 
@@ -119,7 +128,7 @@ SIGNATURES = {
 def library() -> ctypes.CDLL | None:
     """None where there is no compiler, or it fails: then torch computes."""
     try:
-        loaded = ctypes.CDLL(str(built()))
+        loaded = ctypes.CDLL(str(build_library()))
     except (OSError, subprocess.SubprocessError) as error:
         detail = getattr(error, "stderr", None) or str(error)
         log.warning("no native kernels, torch's are used and are slower: %s", detail.strip().splitlines()[0])
@@ -130,21 +139,21 @@ def library() -> ctypes.CDLL | None:
     return loaded
 
 
-def built() -> Path:
+def build_library() -> Path:
     """Raises OSError or SubprocessError."""
-    command = compiler()
+    command = compile_command()
     version = subprocess.run([*command[:1], "--version"], capture_output=True, text=True, check=True).stdout
     sources = [path.read_text() for path in sorted(SOURCES.iterdir()) if path.is_file()]
     parts = [*sources, *command, version, cpu.features()]  # -march=native means the latter
     path = CACHE / f"{hashlib.sha256(repr(parts).encode()).hexdigest()[:24]}.so"
     if not path.exists():
-        with only_one():
+        with compile_lock():
             if not path.exists():
-                build(command, path)
+                compile_to(command, path)
     return path
 
 
-def build(command: list[str], path: Path) -> None:
+def compile_to(command: list[str], path: Path) -> None:
     log.info("compiling native kernels, once for this machine")
     part = path.with_suffix(f".{os.getpid()}")
     try:
@@ -156,7 +165,7 @@ def build(command: list[str], path: Path) -> None:
         part.unlink(missing_ok=True)
 
 
-def compiler() -> list[str]:
+def compile_command() -> list[str]:
     """Raises FileNotFoundError."""
     found = next((name for name in COMPILERS if shutil.which(name)), None)
     if not found:
@@ -169,16 +178,16 @@ def compiler() -> list[str]:
         "-shared",
         *(["-DSPLIT_PAIRS"] if cpu.prefers_widened_bfloat16() else []),
     ]
-    return [found, *flags, *threading(), str(SOURCES / "kernels.cpp"), *runtime()]
+    return [found, *flags, *openmp_flags(), str(SOURCES / "kernels.cpp"), *openmp_runtime()]
 
 
-def threading() -> list[str]:
+def openmp_flags() -> list[str]:
     """A plain `-fopenmp` would link the compiler's own runtime, too, and Apple's compiler does not know it."""
-    return ["-Xpreprocessor", "-fopenmp"] if runtime() else []
+    return ["-Xpreprocessor", "-fopenmp"] if openmp_runtime() else []
 
 
 @functools.cache
-def runtime() -> list[str]:
+def openmp_runtime() -> list[str]:
     """The OpenMP runtime that torch has loaded; none where it has none: then kernels have one thread."""
     maps = Path("/proc/self/maps")
     loaded = {line.split()[-1] for line in maps.read_text().splitlines()} if maps.exists() else set()
@@ -189,7 +198,7 @@ def runtime() -> list[str]:
 
 
 @contextmanager
-def only_one() -> Iterator[None]:
+def compile_lock() -> Iterator[None]:
     """Workers that start together compile once."""
     CACHE.mkdir(parents=True, exist_ok=True)
     with (CACHE / "lock").open("w") as file:

@@ -22,7 +22,7 @@ TRIAL_SIZE = 64
 TRIAL_ERROR = 1e-3  # of sums of as many products of normal numbers; a wrong one is off by 8
 
 
-class Packed(nn.Module):
+class PackedLinear(nn.Module):
     """Stands for a linear layer. `product` is its forward, with or without the bias."""
 
     product: Callable[[torch.Tensor, bool], torch.Tensor]
@@ -47,7 +47,7 @@ class Packed(nn.Module):
         )
 
 
-class PackedLinear(Packed):
+class OneDnnLinear(PackedLinear):
     """Through oneDNN, which packs plain weights again for every product. Measured on two cores: 1.7 times
     faster at one row in bfloat16, 3 times at eight rows in float32.
     """
@@ -62,31 +62,33 @@ class PackedLinear(Packed):
         )
 
 
-class NativeLinear(Packed):
+class NativeLinear(PackedLinear):
     """Through the native kernels: a row's result depends on no other row. `whole`: its outputs are float32,
     whatever the weights are.
     """
 
     def __init__(self, linear: nn.Linear, library: ctypes.CDLL, whole: bool, pages: LargePages) -> None:
         super().__init__(linear)
-        self.whole, self.library, self.dtype = whole, library, native.TYPES[self.weight_dtype]
+        self.whole, self.library, self.dtype = whole, library, native.TYPE_CODES[self.weight_dtype]
         self.panels = -(-self.out_features // library.tf_panel())
         weight = linear.weight.detach().contiguous()
         self.packed = pages.take(self.panels * library.tf_panel() * self.in_features, weight.dtype)
         library.tf_pack(
             self.dtype, weight.data_ptr(), self.out_features, self.in_features, self.packed.data_ptr()
         )
-        self.known: native.Linear | None = None
+        self.known: native.LinearStruct | None = None
 
     @property
-    def shape(self) -> native.Linear:
+    def shape(self) -> native.LinearStruct:
         """As of the first product: a bias may have changed since the weights were packed."""
         if self.known is None:
             self.biases = torch.zeros(self.panels * self.library.tf_panel())
             if self.bias is not None:
                 self.biases[: self.out_features] = self.bias.detach()
             bias = None if self.bias is None else self.biases.data_ptr()
-            self.known = native.Linear(self.packed.data_ptr(), bias, self.in_features, self.out_features)
+            self.known = native.LinearStruct(
+                self.packed.data_ptr(), bias, self.in_features, self.out_features
+            )
         return self.known
 
     def product(self, rows: torch.Tensor, biased: bool) -> torch.Tensor:
@@ -106,14 +108,14 @@ class NativeLinear(Packed):
         shape = (
             self.shape
             if biased
-            else native.Linear(self.packed.data_ptr(), None, self.in_features, self.out_features)
+            else native.LinearStruct(self.packed.data_ptr(), None, self.in_features, self.out_features)
         )
         pointers = (byref(shape), self.whole, output.data_ptr())
         self.library.tf_product(self.dtype, torch.get_num_threads(), rows.data_ptr(), num_rows, *pointers)
         return output
 
 
-def pack(model: Any) -> None:
+def pack_linears(model: Any) -> None:
     """Replaces the plain linear layers of a model on CPU. Logits are as exact as their sums: rounded to
     bfloat16, the two likeliest tokens are often equal.
     """
@@ -121,24 +123,24 @@ def pack(model: Any) -> None:
     for module in list(model.modules()):
         for name, child in module.named_children():
             if type(child) is nn.Linear:
-                setattr(module, name, packed(child, child is head, pages))
+                setattr(module, name, pack_linear(child, child is head, pages))
 
 
-def packed(linear: nn.Linear, whole: bool, pages: LargePages) -> nn.Module:
+def pack_linear(linear: nn.Linear, whole: bool, pages: LargePages) -> nn.Module:
     library, dtype = native.library(), linear.weight.dtype
-    if library and linear.in_features % 2 == 0 and multiplies(library, dtype):
+    if library and linear.in_features % 2 == 0 and multiplies_correctly(library, dtype):
         return NativeLinear(linear, library, whole, pages)
     if torch.backends.mkldnn.is_available() and dtype in TYPES:  # type: ignore[no-untyped-call]
-        return PackedLinear(linear)
+        return OneDnnLinear(linear)
     return linear
 
 
 @functools.cache
-def multiplies(library: ctypes.CDLL, dtype: torch.dtype) -> bool:
+def multiplies_correctly(library: ctypes.CDLL, dtype: torch.dtype) -> bool:
     """Whether products of this type are taken from here. They are tried first: not every processor that has
     its own way was at hand.
     """
-    if dtype not in native.TYPES or not library.tf_multiplies(native.TYPES[dtype]):
+    if dtype not in native.TYPE_CODES or not library.tf_multiplies(native.TYPE_CODES[dtype]):
         return False
     random = torch.Generator().manual_seed(0)
     linear = nn.Linear(TRIAL_SIZE, TRIAL_SIZE, bias=False)

@@ -16,18 +16,18 @@ from gpu_worker.engine.batch.inputs import fill_pending_ids, logit_positions, po
 from gpu_worker.engine.batch.outcome import Int32
 from gpu_worker.engine.batch.rows import RowSlice
 from gpu_worker.engine.batch.to_device import to_device
-from gpu_worker.engine.cuda.graphs import Graphs
+from gpu_worker.engine.cuda.graphs import CudaGraphs
 
-TOKENS = 256
+FIXED_TOKENS = 256
 """Of the captured step. Where weights are read from memory, a step of so many takes some twice as long as one
 of a single token.
 """
 
 
-class Tokenwise:
+class FixedShapeGraph:
     """As `Graphs`, for steps of all kinds."""
 
-    def __init__(self, graphs: Graphs) -> None:
+    def __init__(self, graphs: CudaGraphs) -> None:
         """`graphs` hold one graph, the largest."""
         self.graphs, self.size = graphs, graphs.max_rows
 
@@ -39,7 +39,7 @@ class Tokenwise:
         and a token those before it in its own lot: they are written before anything is attended to.
         """
         graphs, places, logits = self.graphs, logit_positions(parts), [self.graphs.logits[:0]]
-        for begin, inputs in lots(parts, self.size):
+        for begin, inputs in chunks_of(parts, self.size):
             graphs.give(inputs, self.size)
             graphs.ids.copy_(fill_pending_ids(graphs.ids.long(), previous))
             graphs.graphs[self.size]()
@@ -48,7 +48,7 @@ class Tokenwise:
         return torch.cat(logits)
 
 
-def lots(parts: Sequence[RowSlice], size: int) -> Iterator[tuple[int, Int32]]:
+def chunks_of(parts: Sequence[RowSlice], size: int) -> Iterator[tuple[int, Int32]]:
     """The tokens of a step, `size` at a time → the first one's place on the line, and what `Graphs.give`
     takes.
     """

@@ -12,7 +12,7 @@ GROUPS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 """Names of linear layers that model code calls one after the other with the same input."""
 
 
-class Merged:
+class FusedLinear:
     """The weights of a group, and its product while parts of it are still to be taken."""
 
     def __init__(self, linears: list[nn.Linear]) -> None:
@@ -44,10 +44,10 @@ class Merged:
         return part
 
 
-class Part(nn.Module):
+class FusedLinearSlice(nn.Module):
     """Stands for one linear layer of a group. The first one owns the weights."""
 
-    def __init__(self, merged: Merged, number: int, linear: nn.Linear) -> None:
+    def __init__(self, merged: FusedLinear, number: int, linear: nn.Linear) -> None:
         super().__init__()
         self.merged, self.number = merged, number
         self.in_features, self.out_features = linear.in_features, linear.out_features
@@ -58,21 +58,24 @@ class Part(nn.Module):
         return self.merged.take(self.number, rows) if self.number else self.merged.multiply(rows)
 
 
-def merge(model: nn.Module) -> None:
+def fuse_linears(model: nn.Module) -> None:
     """Replaces the groups of plain linear layers of a model."""
     for module in list(model.modules()):
         for names in GROUPS:
             linears = [getattr(module, name, None) for name in names]
-            if all(plain(linear) for linear in linears) and len({like(linear) for linear in linears}) == 1:
-                merged = Merged(linears)  # type: ignore[arg-type]
+            if (
+                all(is_plain_linear(linear) for linear in linears)
+                and len({signature_of(linear) for linear in linears}) == 1
+            ):
+                merged = FusedLinear(linears)  # type: ignore[arg-type]
                 for number, name in enumerate(names):
-                    setattr(module, name, Part(merged, number, linears[number]))  # type: ignore[arg-type]
+                    setattr(module, name, FusedLinearSlice(merged, number, linears[number]))  # type: ignore[arg-type]
 
 
-def plain(linear: Any) -> bool:
+def is_plain_linear(linear: Any) -> bool:
     """Nobody has changed what it computes."""
     return type(linear) is nn.Linear and "forward" not in vars(linear)
 
 
-def like(linear: Any) -> tuple[int, bool, torch.dtype]:
+def signature_of(linear: Any) -> tuple[int, bool, torch.dtype]:
     return linear.in_features, linear.bias is None, linear.weight.dtype

@@ -18,16 +18,16 @@ Capture = Callable[[Callable[[], None]], Callable[[], None]]
 """What is to be done → what does it again."""
 
 
-class Waits(Exception):
+class CaptureError(Exception):
     """What is to be captured waits for the device."""
 
 
-def sizes(max_rows: int) -> list[int]:
+def graph_sizes(max_rows: int) -> list[int]:
     """Numbers of rows that are captured; a step runs in the smallest that holds its rows."""
     return sorted({min(size, max_rows) for size in (1, 2, 4, *range(8, max_rows + 8, 8))})
 
 
-class Graphs:
+class CudaGraphs:
     """One graph for each number of rows. They read and write tensors that stay where they are: what a step
     needs is copied there.
     """
@@ -92,7 +92,7 @@ def inputs_of(parts: Sequence[RowSlice], size: int) -> Int32:
     return inputs
 
 
-def capture_on(device: torch.device) -> Capture:
+def make_capture(device: torch.device) -> Capture:
     """Captures in one pool of memory; first on another stream without capturing, so that all kernels are
     there. It is one stream for all: libraries keep memory for each that they have seen. Capturing raises
     Waits before it has begun: a capture that fails leaves torch's allocator unusable.
@@ -103,7 +103,7 @@ def capture_on(device: torch.device) -> Capture:
         side.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(side):
             run()
-            without_waiting(run)
+            run_without_sync(run)
         torch.cuda.current_stream(device).wait_stream(side)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=pool, stream=side):
@@ -113,7 +113,7 @@ def capture_on(device: torch.device) -> Capture:
     return capture
 
 
-def without_waiting(run: Callable[[], None]) -> None:
+def run_without_sync(run: Callable[[], None]) -> None:
     """Runs it. Raises Waits where the host waits for the device in it, as far as torch knows."""
     torch.cuda.set_sync_debug_mode("error")
     try:
@@ -121,6 +121,6 @@ def without_waiting(run: Callable[[], None]) -> None:
     except torch.OutOfMemoryError:
         raise
     except RuntimeError as error:
-        raise Waits(next(iter(str(error).splitlines()), type(error).__name__)) from error
+        raise CaptureError(next(iter(str(error).splitlines()), type(error).__name__)) from error
     finally:
         torch.cuda.set_sync_debug_mode("default")

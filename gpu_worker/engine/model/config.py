@@ -21,18 +21,18 @@ def read_config(path: Path, settings: Settings) -> Any:
         config = AutoConfig.from_pretrained(path, trust_remote_code=settings.trust_remote_code)
         text = config.get_text_config()
     except (ValueError, OSError, KeyError, ImportError) as error:
-        raise unservable(model_id, error) from error
-    if cause := cause_against(config, text):
+        raise cannot_serve(model_id, error) from error
+    if cause := refusal_of(config, text):
         raise SettingError("model_id", f"{model_id} ({config.model_type}) {cause}")
     text.tie_word_embeddings = getattr(config, "tie_word_embeddings", False)
     if getattr(config, "quantization_config", None) is not None:
         text.quantization_config = config.quantization_config
     if settings.rope_factor is not None:
-        stretch(text, settings.rope_scaling or "linear", settings.rope_factor)
+        stretch_rope(text, settings.rope_scaling or "linear", settings.rope_factor)
     return text
 
 
-def cause_against(config: Any, text: Any) -> str | None:
+def refusal_of(config: Any, text: Any) -> str | None:
     """What a config says that is not served, of a model and of its part for text."""
     if config.is_encoder_decoder:
         return "is an encoder-decoder model; only decoders are served"
@@ -61,7 +61,7 @@ def has_alibi(config: Any) -> bool:
     )
 
 
-def stretch(config: Any, kind: str, factor: float) -> None:
+def stretch_rope(config: Any, kind: str, factor: float) -> None:
     """Rotary positions for sequences `factor` times as long: `linear` (arXiv:2306.15595) or `dynamic` NTK.
     Raises SettingError.
     """
@@ -71,7 +71,7 @@ def stretch(config: Any, kind: str, factor: float) -> None:
     config.rope_parameters = rope | {"rope_type": kind, "factor": factor}
 
 
-def unservable(model_id: str, error: Exception) -> SettingError:
+def cannot_serve(model_id: str, error: Exception) -> SettingError:
     lines = (line.strip() for line in str(error).splitlines())
     cause = next(filter(None, lines), "") or type(error).__name__
     if "trust_remote_code" in str(error):

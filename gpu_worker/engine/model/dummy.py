@@ -14,7 +14,7 @@ from gpu_worker.engine.attention import backend
 log = logging.getLogger(__name__)
 
 
-def make(
+def make_dummy_model(
     kind: type[Any], config: Any, dtype: torch.dtype, device: torch.device, settings: Settings, seed: int = 0
 ) -> Any:
     """A model of the class `kind` as it is before its training, made on its device; the same for the same

@@ -15,7 +15,7 @@ from common.process.parent_death import die_with_parent
 PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
-def read_once() -> None:
+def cache_gguf_parsing() -> None:
     """transformers parses the whole file for the tokenizer, for the config and for the weights, and makes the
     table of the names of all tensors anew for each module: that is half of the time.
     """
@@ -49,7 +49,7 @@ def convert(source: Path, folder: Path) -> None:
 
 def main() -> None:
     die_with_parent()  # who waits for us holds the lock
-    read_once()
+    cache_gguf_parsing()
     convert(Path(sys.argv[1]), Path(sys.argv[2]))
 
 

@@ -7,14 +7,18 @@ import torch
 from common.process import memory
 from common.settings.settings import Settings
 from gpu_worker.engine.attention.kv_cache import Geometry
-from gpu_worker.engine.parallel.communicator import Ranks
+from gpu_worker.engine.parallel.communicator import Communicator
 
 MARGIN = 0.02
 """Share of a GPU that is left alone: what libraries allocate by themselves, and holes between allocations."""
 
 
-def num_blocks(
-    settings: Settings, geometry: Geometry, device: torch.device, ranks: Ranks, peak_bytes: Callable[[], int]
+def count_blocks(
+    settings: Settings,
+    geometry: Geometry,
+    device: torch.device,
+    communicator: Communicator,
+    peak_bytes: Callable[[], int],
 ) -> int:
     """The same on all ranks; the scratch block comes on top. Raises SettingError.
 
@@ -27,9 +31,11 @@ def num_blocks(
     else:
         available_bytes = memory.available_bytes()
     if device.type == "cuda" and settings.kv_cache_bytes is None:
-        return ranks.smallest(geometry.num_blocks(available_bytes, available_bytes))
-    share_bytes = settings.cpu_cache_bytes * geometry.block_bytes // ranks.total(geometry.block_bytes)
-    return ranks.smallest(geometry.num_blocks(share_bytes, available_bytes))
+        return communicator.all_reduce_min(geometry.num_blocks(available_bytes, available_bytes))
+    share_bytes = (
+        settings.cpu_cache_bytes * geometry.block_bytes // communicator.all_reduce_sum(geometry.block_bytes)
+    )
+    return communicator.all_reduce_min(geometry.num_blocks(share_bytes, available_bytes))
 
 
 def cuda_bytes(device: torch.device, fraction: float) -> int:
@@ -42,7 +48,7 @@ def cuda_bytes(device: torch.device, fraction: float) -> int:
     return min(free_bytes, int(fraction * total_bytes) - torch.cuda.memory_reserved(device))
 
 
-def peak_on(device: torch.device, run: Callable[[], object]) -> int:
+def measure_peak(device: torch.device, run: Callable[[], object]) -> int:
     """Bytes that `run` takes at most, beyond what is allocated before."""
     torch.cuda.reset_peak_memory_stats(device)
     before_bytes = torch.cuda.memory_allocated(device)

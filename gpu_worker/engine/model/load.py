@@ -16,35 +16,35 @@ from common.process import cpu
 from common.settings.settings import SettingError, Settings
 from gpu_worker.engine.attention import backend as attention
 from gpu_worker.engine.attention import cpu_paged
-from gpu_worker.engine.attention.cpu_paged import Paged
-from gpu_worker.engine.attention.kv_cache import Cache, Geometry
-from gpu_worker.engine.attention.sdpa import Sdpa
+from gpu_worker.engine.attention.cpu_paged import CpuPagedBackend
+from gpu_worker.engine.attention.kv_cache import Geometry, KVCache
+from gpu_worker.engine.attention.sdpa import SdpaBackend
 from gpu_worker.engine.batch.inputs import Inputs, build_inputs
 from gpu_worker.engine.batch.rows import RowSlice
 from gpu_worker.engine.cpu import native
-from gpu_worker.engine.cpu.fused_layer import fuse
-from gpu_worker.engine.cpu.packed_linear import pack
-from gpu_worker.engine.cuda.fused_linear import merge
+from gpu_worker.engine.cpu.fused_layer import fuse_layers
+from gpu_worker.engine.cpu.packed_linear import pack_linears
+from gpu_worker.engine.cuda.fused_linear import fuse_linears
 from gpu_worker.engine.model import rope
-from gpu_worker.engine.model.config import read_config, unservable
-from gpu_worker.engine.model.kv_budget import num_blocks, peak_on
-from gpu_worker.engine.model.warmup import largest_step, most_tokens
+from gpu_worker.engine.model.config import cannot_serve, read_config
+from gpu_worker.engine.model.kv_budget import count_blocks, measure_peak
+from gpu_worker.engine.model.warmup import max_prompt_tokens, run_largest_step
 from gpu_worker.engine.model.weights import read_weights
 from gpu_worker.engine.parallel import tp_model
-from gpu_worker.engine.parallel.communicator import Ranks
+from gpu_worker.engine.parallel.communicator import Communicator
 from gpu_worker.rank import Place
 
 log = logging.getLogger(__name__)
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
-WRITTEN_OUT = {"falcon": "gpu_worker.engine.model.families.falcon"}
+FAMILY_MODULES = {"falcon": "gpu_worker.engine.model.families.falcon"}
 """Families whose model code attends by itself → what makes it go through the interface."""
 BLOCK_SIZES = {"cpu": 16, "cuda": 64}
-BAR_S = 2.0
+PROGRESS_S = 2.0
 
 
 @dataclass(slots=True)
-class Loaded:
+class LoadedModel:
     """
     Attributes:
         attentions: the model's attention modules, in the order of layers.
@@ -56,13 +56,13 @@ class Loaded:
     attentions: list[Any]
     geometry: Geometry
     device: torch.device
-    backend: attention.Backend
-    ropes: list[rope.Rope]
+    backend: attention.AttentionBackend
+    ropes: list[rope.PerTokenRope]
     context: int
     eos_ids: list[int]
     vocab_size: int
     outgrown_at: int | None
-    cache: Cache = field(init=False)
+    cache: KVCache = field(init=False)
 
     @property
     def plan_free(self) -> bool:
@@ -71,7 +71,7 @@ class Loaded:
 
     def attach(self, num_blocks: int) -> None:
         """Gives it a cache of so many blocks, and of the scratch block."""
-        self.cache = Cache(self.geometry, num_blocks, self.device)
+        self.cache = KVCache(self.geometry, num_blocks, self.device)
         attention.attach(self.attentions, self.geometry, self.cache, self.backend)
 
     @torch.inference_mode()
@@ -101,44 +101,44 @@ class Loaded:
 
 
 @torch.inference_mode()
-def load(settings: Settings, progress: model_files.Progress, ranks: Ranks) -> Loaded:
+def load(settings: Settings, progress: model_files.Progress, communicator: Communicator) -> LoadedModel:
     """Raises SettingError where these settings cannot be served; what can be known before weights are read is
     checked before.
     """
     path = model_files.resolve(settings.model_id, settings.revision, progress)
-    device = choose_device(settings.device, ranks.place)
+    device = choose_device(settings.device, communicator.place)
     dtype = choose_dtype(settings.dtype, device)
     torch.set_num_threads(
         settings.threads
-        or max(1, cpu.num_cores() // max(1, settings.num_workers * ranks.place.local_world_size))
+        or max(1, cpu.num_cores() // max(1, settings.num_workers * communicator.place.local_world_size))
     )
     config = read_config(path, settings)
-    if config.model_type in WRITTEN_OUT:
-        importlib.import_module(WRITTEN_OUT[config.model_type])
-    show_bars(progress)
+    if config.model_type in FAMILY_MODULES:
+        importlib.import_module(FAMILY_MODULES[config.model_type])
+    report_progress(progress)
     progress(f"loading {settings.model_id} as {name_of(dtype)} on {device.type}")
     try:
-        if ranks.world_size > 1:
-            model, plan = tp_model.read_part(path, config, dtype, device, settings, ranks)
+        if communicator.world_size > 1:
+            model, plan = tp_model.read_shard(path, config, dtype, device, settings, communicator)
         else:
-            model, plan = read_weights(path, config, dtype, device, settings), tp_model.NOT_SHARED
-        (pack if device.type == "cpu" else merge)(model)
-        tp_model.join(model, plan, ranks)
-        layers = attention.watch(model, lambda: forward_few(model, device))
+            model, plan = read_weights(path, config, dtype, device, settings), tp_model.NO_TP_PLAN
+        (pack_linears if device.type == "cpu" else fuse_linears)(model)
+        tp_model.connect_shards(model, plan, communicator)
+        layers = attention.watch(model, lambda: probe_forward(model, device))
     except KeyError as error:  # model code that looks attention up in a table of its own
-        raise unservable(
+        raise cannot_serve(
             settings.model_id,
-            attention.Unservable(f"the attention of {config.model_type} cannot be replaced"),
+            attention.UnservableModel(f"the attention of {config.model_type} cannot be replaced"),
         ) from error
-    except (attention.Unservable, ValueError, OSError) as error:
-        raise unservable(settings.model_id, error) from error
+    except (attention.UnservableModel, ValueError, OSError) as error:
+        raise cannot_serve(settings.model_id, error) from error
     geometry = Geometry(list(layers.values()), settings.block_size or BLOCK_SIZES[device.type], dtype)
     context, eos_ids = (
         int(model_files.context_length(path) * (settings.rope_factor or 1)),
         model_files.eos_ids(path),
     )
-    backend, ropes = backend_of(geometry, device), rope.by_length(model)
-    loaded = Loaded(
+    backend, ropes = choose_backend(geometry, device), rope.replace_ropes(model)
+    loaded = LoadedModel(
         model,
         list(layers),
         geometry,
@@ -148,19 +148,23 @@ def load(settings: Settings, progress: model_files.Progress, ranks: Ranks) -> Lo
         context,
         eos_ids,
         config.vocab_size,
-        rope.outgrown_at(model),
+        rope.recompute_length(model),
     )
     loaded.attach(0)
-    loaded.attach(num_blocks(settings, geometry, device, ranks, lambda: peak_bytes(loaded, settings)))
-    fused = fuse(model, backend, loaded.forward, context) if isinstance(backend, Paged) else 0
-    if settings.deterministic and (cause := undetermined(loaded, fused, ranks)):
+    loaded.attach(
+        count_blocks(settings, geometry, device, communicator, lambda: peak_bytes(loaded, settings))
+    )
+    fused = (
+        fuse_layers(model, backend, loaded.forward, context) if isinstance(backend, CpuPagedBackend) else 0
+    )
+    if settings.deterministic and (cause := nondeterministic_because(loaded, fused, communicator)):
         raise SettingError(
             "deterministic", f"{settings.model_id} as {name_of(dtype)} on {device.type}: {cause}"
         )
     return loaded
 
 
-def undetermined(loaded: Loaded, fused: int, ranks: Ranks) -> str:
+def nondeterministic_because(loaded: LoadedModel, fused: int, communicator: Communicator) -> str:
     """Why a token's bits may depend on what else runs; empty where they do not."""
     if loaded.device.type != "cuda":
         layers = len(loaded.geometry.layers)
@@ -169,7 +173,7 @@ def undetermined(loaded: Loaded, fused: int, ranks: Ranks) -> str:
             if fused == layers
             else f"{fused} of its {layers} layers run in kernels that compute each token by itself"
         )
-    if ranks.world_size > 1:
+    if communicator.world_size > 1:
         return "it runs on several ranks"
     if not loaded.plan_free:
         return "its steps cannot be captured"
@@ -179,31 +183,31 @@ def undetermined(loaded: Loaded, fused: int, ranks: Ranks) -> str:
     return "its experts' products have shapes that depend on the batch" if experts else ""
 
 
-def backend_of(geometry: Geometry, device: torch.device) -> attention.Backend:
+def choose_backend(geometry: Geometry, device: torch.device) -> attention.AttentionBackend:
     if device.type == "cuda":
-        return on_cuda(geometry, device)
-    library = native.library() if cpu_paged.serves(geometry) else None
-    return Paged(geometry, library) if library else Sdpa(geometry, device)
+        return choose_cuda_backend(geometry, device)
+    library = native.library() if cpu_paged.supports(geometry) else None
+    return CpuPagedBackend(geometry, library) if library else SdpaBackend(geometry, device)
 
 
-def on_cuda(geometry: Geometry, device: torch.device) -> attention.Backend:
+def choose_cuda_backend(geometry: Geometry, device: torch.device) -> attention.AttentionBackend:
     """FlashInfer's attention where it is installed and has kernels for the model."""
     if find_spec("flashinfer") is None:
         log.warning("flashinfer-python is not installed: torch's attention is used and is slower")
-        return Sdpa(geometry, device)
+        return SdpaBackend(geometry, device)
     from gpu_worker.engine.attention import flashinfer
 
-    if why := flashinfer.lacks(geometry):
+    if why := flashinfer.unsupported_because(geometry):
         log.warning("torch's attention is used instead of FlashInfer's, and is slower: %s", why)
-        return Sdpa(geometry, device)
-    return flashinfer.Flash(geometry, device, torch.cuda.get_device_capability(device)[0])
+        return SdpaBackend(geometry, device)
+    return flashinfer.FlashInferBackend(geometry, device, torch.cuda.get_device_capability(device)[0])
 
 
-def peak_bytes(loaded: Loaded, settings: Settings) -> int:
+def peak_bytes(loaded: LoadedModel, settings: Settings) -> int:
     """What the largest step allocates on CUDA, and what captured ones keep."""
     shape = (loaded.context, loaded.vocab_size, loaded.geometry.block_size)
     tokens, rows = (
-        most_tokens(settings.max_batch_prefill_tokens, loaded.context, loaded.device),
+        max_prompt_tokens(settings.max_batch_prefill_tokens, loaded.context, loaded.device),
         settings.max_batch_size,
     )
 
@@ -211,21 +215,21 @@ def peak_bytes(loaded: Loaded, settings: Settings) -> int:
         return loaded.forward(build_inputs(parts, loaded.geometry.block_size, loaded.device))
 
     kept_bytes = rows * loaded.vocab_size * loaded.geometry.dtype.itemsize
-    return peak_on(loaded.device, lambda: largest_step(forward, tokens, rows, *shape)) + kept_bytes
+    return measure_peak(loaded.device, lambda: run_largest_step(forward, tokens, rows, *shape)) + kept_bytes
 
 
-def show_bars(progress: model_files.Progress) -> None:
+def report_progress(progress: model_files.Progress) -> None:
     """What transformers draws as progress bars is said now and then instead; what is over sooner is not."""
 
     def hook(bar_of: Any, args: Any, options: dict[str, Any]) -> Any:
-        bar = bar_of(*args, **options, file=io.StringIO(), mininterval=BAR_S, delay=BAR_S)
+        bar = bar_of(*args, **options, file=io.StringIO(), mininterval=PROGRESS_S, delay=PROGRESS_S)
         bar.display = lambda *_, **__: progress(f"{bar.desc}: {bar.n} of {bar.total}")
         return bar
 
     transformers_logging.set_tqdm_hook(hook)
 
 
-def forward_few(model: Any, device: torch.device) -> torch.Tensor:
+def probe_forward(model: Any, device: torch.device) -> torch.Tensor:
     """→ logits [1, attention.WATCHED, vocabulary]"""
     positions = torch.arange(attention.WATCHED, device=device)[None]
     logits: torch.Tensor = model(

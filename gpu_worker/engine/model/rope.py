@@ -16,11 +16,11 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from gpu_worker.engine.batch.inputs import Inputs
 
 BY_LENGTH = ("dynamic", "longrope")
-Turns = tuple[torch.Tensor, torch.Tensor]
+CosSin = tuple[torch.Tensor, torch.Tensor]
 """Cosines and sines."""
 
 
-class Rope:
+class PerTokenRope:
     """Replaces the forward of one rotary module of type `dynamic` (NTK) or `longrope` (arXiv:2402.13753).
     Some modules have a type of their own for each type of layer: then only those that need it are computed
     here.
@@ -50,7 +50,7 @@ class Rope:
 
     def forward(
         self, x: torch.Tensor, position_ids: torch.Tensor, layer_type: str | None = None
-    ) -> Turns | torch.Tensor:
+    ) -> CosSin | torch.Tensor:
         """→ cosines and sines, each [1, tokens, dim]; where the module gives these as complex numbers
         (DeepSeek-V2), such
         """
@@ -60,7 +60,7 @@ class Rope:
         turns = (self.by_length if kind == "dynamic" else self.by_side)(x, position_ids, layer_type)
         return torch.complex(*turns) if self.complex else turns
 
-    def by_length(self, x: torch.Tensor, position_ids: torch.Tensor, layer_type: str | None) -> Turns:
+    def by_length(self, x: torch.Tensor, position_ids: torch.Tensor, layer_type: str | None) -> CosSin:
         """The tokens of each length that has frequencies of its own, one after the other."""
         lengths, parts, order = self.lengths.clamp(min=self.module.config.max_position_embeddings), [], []
         for length in torch.unique(lengths).tolist():
@@ -71,7 +71,7 @@ class Rope:
         cosines, sines = (torch.cat(tensors, 1)[:, back] for tensors in zip(*parts, strict=True))
         return cosines, sines
 
-    def by_side(self, x: torch.Tensor, position_ids: torch.Tensor, layer_type: str | None) -> Turns:
+    def by_side(self, x: torch.Tensor, position_ids: torch.Tensor, layer_type: str | None) -> CosSin:
         """All tokens with both sets of frequencies, of which each takes its own: nothing here waits for the
         device.
         """
@@ -85,7 +85,7 @@ class Rope:
 
     def turns(
         self, x: torch.Tensor, position_ids: torch.Tensor, layer_type: str | None, length: int
-    ) -> Turns:
+    ) -> CosSin:
         """With the frequencies of a sequence of `length` tokens, which has all of these positions."""
         self.use(layer_type, length, x.device)
         last = position_ids.new_full(
@@ -119,7 +119,7 @@ def types_of(module: Any) -> dict[str | None, str]:
     return kind if isinstance(kind, dict) else {None: kind} if kind else {}
 
 
-def outgrown_at(model: Any) -> int | None:
+def recompute_length(model: Any) -> int | None:
     """The length beyond which the model's own generation computes every K anew (Phi-3), if it does."""
     config = next(
         (module.config for module in model.modules() if "longrope" in types_of(module).values()), None
@@ -131,8 +131,10 @@ def outgrown_at(model: Any) -> int | None:
     return int(config.original_max_position_embeddings)
 
 
-def by_length(model: Any) -> list[Rope]:
+def replace_ropes(model: Any) -> list[PerTokenRope]:
     """Takes over the rotary modules of a model that need it."""
     return [
-        Rope(module) for module in model.modules() if not set(BY_LENGTH).isdisjoint(types_of(module).values())
+        PerTokenRope(module)
+        for module in model.modules()
+        if not set(BY_LENGTH).isdisjoint(types_of(module).values())
     ]

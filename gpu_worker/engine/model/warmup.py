@@ -14,7 +14,7 @@ from gpu_worker.engine.batch.sampling_state import SampleRequest, SamplingState
 from gpu_worker.engine.sampling.sample import sample
 from gpu_worker.protocol import StartRow
 
-STEP_MS = 150.0
+TARGET_STEP_MS = 150.0
 TIMES = 3
 MULTIPLE = 32
 TIMED_TOKENS = {"cpu": 128, "cuda": 2048}
@@ -26,7 +26,7 @@ by arithmetic long since.
 Forward = Callable[[Sequence[RowSlice]], torch.Tensor]
 
 
-def most_tokens(asked: int | None, context: int, device: torch.device) -> int:
+def max_prompt_tokens(asked: int | None, context: int, device: torch.device) -> int:
     """Prompt tokens that a step may ever have."""
     return asked or (CUDA_TOKENS if device.type == "cuda" else context)
 
@@ -34,12 +34,12 @@ def most_tokens(asked: int | None, context: int, device: torch.device) -> int:
 def token_ms(forward: Forward, context: int, vocab_size: int, block_size: int, device: torch.device) -> float:
     """Of one prompt token, in a step of some."""
     timed = min(TIMED_TOKENS[device.type], context)
-    return measure_ms(forward, prompts(timed, context, vocab_size, block_size), device) / timed
+    return measure_ms(forward, prompt_parts(timed, context, vocab_size, block_size), device) / timed
 
 
 def max_batch_prefill_tokens(token_ms: float, most: int) -> int:
     """Prompt tokens of a step of 150 ms; a multiple of 32."""
-    tokens = int(STEP_MS / token_ms)
+    tokens = int(TARGET_STEP_MS / token_ms)
     return max(MULTIPLE, min(tokens, most) // MULTIPLE * MULTIPLE)
 
 
@@ -57,11 +57,11 @@ def measure_ms(forward: Forward, parts: Sequence[RowSlice], device: torch.device
     return min(times) * 1e3
 
 
-def largest_step(
+def run_largest_step(
     forward: Forward, tokens: int, rows: int, context: int, vocab_size: int, block_size: int
 ) -> None:
     """A forward of so many prompt tokens, and the choice of so many rows in the way that takes most memory."""
-    logits = forward(prompts(tokens, context, vocab_size, block_size))
+    logits = forward(prompt_parts(tokens, context, vocab_size, block_size))
     manner = SamplingState.of(
         StartRow(0, b"", 0, 1, False, b"", sampling=SamplingParams(temperature=1.0, typical_p=0.9)), []
     )
@@ -69,19 +69,19 @@ def largest_step(
     sample(logits.new_zeros(rows, logits.shape[1]), [SampleRequest(manner, 0)] * rows)
 
 
-def steps_of_all_shapes(forward: Forward, vocab_size: int, block_size: int) -> None:
+def run_all_shapes(forward: Forward, vocab_size: int, block_size: int) -> None:
     """Compilers make code for one token, and for any number of them."""
     for tokens in (1, 2, 3, 16):
-        forward(prompts(tokens, tokens, vocab_size, block_size))
+        forward(prompt_parts(tokens, tokens, vocab_size, block_size))
 
 
-def prompts(tokens: int, context: int, vocab_size: int, block_size: int) -> list[RowSlice]:
+def prompt_parts(tokens: int, context: int, vocab_size: int, block_size: int) -> list[RowSlice]:
     """The prefills of rows that own nothing but the scratch block, none longer than the context."""
     lengths = [min(context, tokens - begin) for begin in range(0, tokens, context)]
-    return [prompt(length, vocab_size, block_size) for length in lengths]
+    return [prompt_part(length, vocab_size, block_size) for length in lengths]
 
 
-def prompt(length: int, vocab_size: int, block_size: int) -> RowSlice:
+def prompt_part(length: int, vocab_size: int, block_size: int) -> RowSlice:
     ids = np.arange(length, dtype=np.int32) % vocab_size
     blocks = np.zeros(-(-length // block_size), np.int32)
     return RowSlice(Row(0, ids, 0, 1, blocks), 0, length, samples=True)

@@ -17,9 +17,9 @@ from common.settings.settings import SettingError, Settings
 from gpu_worker.engine.attention import backend
 from gpu_worker.engine.model import dummy
 
-PLAIN_TYPES = {"F64", "F32", "F16", "BF16"}
+PLAIN_DTYPES = {"F64", "F32", "F16", "BF16"}
 MAX_NAMED = 3
-OF_TEXT = {
+TEXT_KEY_MAPPING = {
     r"^language_model\.model\.": "model.",
     r"^language_model\.lm_head\.": "lm_head.",
     r"^model\.language_model\.": "model.",
@@ -35,24 +35,24 @@ def read_weights(
     """The model on its device. Raises SettingError where its weights would not be what the checkpoint means;
     or as transformers does.
     """
-    method = quantized_by(config, settings.model_id)
+    method = quantization_method(config, settings.model_id)
     if settings.makes_weights:
-        return dummy.make(type(shapeless(config, settings)), config, dtype, device, settings)
+        return dummy.make_dummy_model(type(meta_model(config, settings)), config, dtype, device, settings)
     check_whole(path, settings.model_id)
     whole = partial(AutoModelForCausalLM.from_pretrained, path, config=config)
     if method is None:
         check_types(path, settings.model_id)
-        model = read(whole, settings, dtype=dtype)
+        model = load_pretrained(whole, settings, dtype=dtype)
         model.to(device)
         return model
     try:
-        return read(whole, settings, dtype=dtype, device_map={"": device})
+        return load_pretrained(whole, settings, dtype=dtype, device_map={"": device})
     except (ImportError, RuntimeError, ValueError, NotImplementedError) as error:
         cause = next(iter(str(error).splitlines()), "") or type(error).__name__
         raise SettingError("model_id", f"{settings.model_id} is quantised ({method}): {cause}") from error
 
 
-def shapeless(config: Any, settings: Settings) -> Any:
+def meta_model(config: Any, settings: Settings) -> Any:
     """The whole model on the meta device: shapes without numbers."""
     from_config: Any = AutoModelForCausalLM.from_config
     with torch.device("meta"):
@@ -61,14 +61,14 @@ def shapeless(config: Any, settings: Settings) -> Any:
         )
 
 
-def read(source: Callable[..., Any], settings: Settings, **options: Any) -> Any:
+def load_pretrained(source: Callable[..., Any], settings: Settings, **options: Any) -> Any:
     """What `source`, a `from_pretrained` of transformers, gives. Raises SettingError where it is not whole."""
     options |= {
         "attn_implementation": backend.NAME,
         "trust_remote_code": settings.trust_remote_code,
         "output_loading_info": True,
     }
-    options["key_mapping"] = OF_TEXT
+    options["key_mapping"] = TEXT_KEY_MAPPING
     model, info = source(**options)
     missing = sorted({*info["missing_keys"], *(name for name, *_ in info["mismatched_keys"])})
     if missing:
@@ -79,7 +79,7 @@ def read(source: Callable[..., Any], settings: Settings, **options: Any) -> Any:
     return model
 
 
-def quantized_by(config: Any, model_id: str) -> str | None:
+def quantization_method(config: Any, model_id: str) -> str | None:
     """The method that the config names, None for plain weights. Raises SettingError for one that transformers
     would skip.
     """
@@ -109,7 +109,7 @@ def check_types(path: Path, model_id: str) -> None:
     """
     for file in model_files.weight_files(path):
         for name, kind in tensor_types(file).items():
-            if name.endswith(".weight") and kind not in PLAIN_TYPES:
+            if name.endswith(".weight") and kind not in PLAIN_DTYPES:
                 raise SettingError(
                     "model_id",
                     f"{model_id} has weights of type {kind} ({name}), and its config.json says nothing of them",

@@ -20,7 +20,7 @@ FOREVER = timedelta(days=365)
 """The agent watches how long a step takes; ranks that have nothing to do wait for rank 0 without an end."""
 
 
-class Ranks:
+class Communicator:
     """Rank 0 hears the grants and samples; the others apply and launch the same, step by step.
 
     Each rank could sample by itself, but would choose the same only where all compute the same numbers bit by
@@ -43,12 +43,12 @@ class Ranks:
 
     # Tensors: the same on all ranks afterwards.
 
-    def sum(self, tensor: torch.Tensor) -> torch.Tensor:
+    def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
         """The sum over all ranks, in place."""
         dist.all_reduce(tensor)
         return tensor
 
-    def join(self, tensor: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
+    def all_gather(self, tensor: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
         """The ranks' tensors next to each other in the last dimension, in which rank r's has `sizes[r]`
         entries.
         """
@@ -57,12 +57,12 @@ class Ranks:
         dist.all_gather(parts, padded)
         return torch.cat([part[..., :size] for part, size in zip(parts, sizes, strict=True)], -1)
 
-    def same(self, tensor: torch.Tensor) -> None:
+    def broadcast_tensor(self, tensor: torch.Tensor) -> None:
         """What rank 0 has, in place."""
         if self.world_size > 1 and tensor.numel():
             dist.broadcast(tensor, 0)
 
-    def said(self, values: Sequence[int]) -> list[int]:
+    def broadcast_ints(self, values: Sequence[int]) -> list[int]:
         """What rank 0 has for `values`; the others give as many of their own."""
         if self.world_size == 1 or not values:
             return list(values)
@@ -71,13 +71,13 @@ class Ranks:
         told: list[int] = tensor.tolist()
         return told
 
-    def smallest(self, value: int) -> int:
-        return self.reduced(value, dist.ReduceOp.MIN)
+    def all_reduce_min(self, value: int) -> int:
+        return self.reduce_int(value, dist.ReduceOp.MIN)
 
-    def total(self, value: int) -> int:
-        return self.reduced(value, dist.ReduceOp.SUM)
+    def all_reduce_sum(self, value: int) -> int:
+        return self.reduce_int(value, dist.ReduceOp.SUM)
 
-    def reduced(self, value: int, operation: dist.ReduceOp.RedOpType) -> int:
+    def reduce_int(self, value: int, operation: dist.ReduceOp.RedOpType) -> int:
         tensor = torch.tensor(value)
         if self.world_size > 1:
             dist.all_reduce(tensor, operation)
@@ -85,19 +85,19 @@ class Ranks:
 
     # Grants: what rank 0 applies before a step, all others apply before theirs.
 
-    def tell(self, grants: Iterable[Grant]) -> list[Grant]:
+    def broadcast(self, grants: Iterable[Grant]) -> list[Grant]:
         """Rank 0's part. Returns the grants."""
         grants = list(grants)
         if self.world_size > 1:
             data = b"".join(map(encode, grants))
-            if self.said([len(data)])[0]:
+            if self.broadcast_ints([len(data)])[0]:
                 dist.broadcast(torch.frombuffer(bytearray(data), dtype=torch.uint8), 0)
         return grants
 
-    def hear(self) -> Iterator[Grant]:
+    def receive(self) -> Iterator[Grant]:
         """The others' part; waits for rank 0."""
         try:
-            [size] = self.said([0])
+            [size] = self.broadcast_ints([0])
         except RuntimeError as error:
             raise PeerClosed from error
         buffer = torch.empty(size, dtype=torch.uint8)
@@ -119,4 +119,4 @@ def local_store(place: Place) -> Any:
     return dist.TCPStore(LOOPBACK, place.port, place.world_size, leads, FOREVER, master_listen_fd=listener)  # type: ignore[attr-defined]
 
 
-ALONE = Ranks(Place())
+SINGLE_RANK = Communicator(Place())

@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import nn
 
-from gpu_worker.engine.attention.backend import Unservable
+from gpu_worker.engine.attention.backend import UnservableModel
 
 UNITS = (64, 32, 16, 8, 1)
 """Features are cut at multiples of the first of which each rank can have one: matrix products like, and some
@@ -33,7 +33,7 @@ Interval = tuple[int, int]
 
 
 @dataclass(frozen=True, slots=True)
-class Cut:
+class TensorShards:
     """Of one parameter: the entries that rank r holds along `dim` are `intervals[r]`, in each of `packed`
     equal parts side by side.
     """
@@ -44,24 +44,24 @@ class Cut:
 
 
 @dataclass(frozen=True, slots=True)
-class Shares:
+class TpPlan:
     """
     Attributes:
         cuts: by the name of a parameter.
         styles: of modules, by their names.
     """
 
-    cuts: Mapping[str, Cut]
+    cuts: Mapping[str, TensorShards]
     styles: Mapping[str, str]
 
 
-def evenly(size: int, world_size: int) -> list[Interval]:
+def split_evenly(size: int, world_size: int) -> list[Interval]:
     unit = next((unit for unit in UNITS if size >= unit * world_size), 1)
     bounds = [size // unit * rank // world_size * unit for rank in range(world_size)] + [size]
     return list(pairwise(bounds))
 
 
-def heads(query_heads: int, kv_heads: int, world_size: int) -> tuple[list[Interval], list[Interval]]:
+def split_heads(query_heads: int, kv_heads: int, world_size: int) -> tuple[list[Interval], list[Interval]]:
     """Heads of each rank: of queries, and of K and V. Each K head of a rank is seen by as many of its queries
     as any other.
 
@@ -70,7 +70,7 @@ def heads(query_heads: int, kv_heads: int, world_size: int) -> tuple[list[Interv
     """
     group = query_heads // kv_heads
     if query_heads < world_size:
-        raise Unservable(f"it has {query_heads} attention heads, fewer than NUM_SHARD ({world_size})")
+        raise UnservableModel(f"it has {query_heads} attention heads, fewer than NUM_SHARD ({world_size})")
     if kv_heads >= world_size:
         bounds = [kv_heads * rank // world_size for rank in range(world_size + 1)]
         kept = list(pairwise(bounds))
@@ -88,22 +88,22 @@ def heads(query_heads: int, kv_heads: int, world_size: int) -> tuple[list[Interv
 # --- the plan -----------------------------------------------------------------------------------------------
 
 
-def shares(model: Any, world_size: int) -> Shares:
+def make_tp_plan(model: Any, world_size: int) -> TpPlan:
     """For a whole model, which may be on the meta device. Raises Unservable where its plan cannot be
     followed.
     """
-    plan = plan_of(model)
-    cuts: dict[str, Cut] = {}
+    plan = tp_styles(model)
+    cuts: dict[str, TensorShards] = {}
     styles: dict[str, str] = {}
     for name, module in model.named_modules():
-        style = plan.get(pattern(name))
+        style = plan.get(pattern_of(name))
         if style:
             styles[name] = style
         for leaf, parameter in module.named_parameters(recurse=False):
-            own = plan.get(pattern(f"{name}.{leaf}"), style_of(plan, name, module, parameter))
-            if own and (found := cut(model, name, leaf, parameter.shape, own, world_size)):
+            own = plan.get(pattern_of(f"{name}.{leaf}"), style_of(plan, name, module, parameter))
+            if own and (found := shards_of(model, name, leaf, parameter.shape, own, world_size)):
                 cuts[f"{name}.{leaf}"] = found
-    return Shares(cuts, styles)
+    return TpPlan(cuts, styles)
 
 
 def style_of(plan: Mapping[str, str], name: str, module: nn.Module, parameter: nn.Parameter) -> str | None:
@@ -111,23 +111,25 @@ def style_of(plan: Mapping[str, str], name: str, module: nn.Module, parameter: n
     projection before it.
     """
     if isinstance(module, nn.Linear | nn.Embedding):
-        return plan.get(pattern(name))
-    if parameter.dim() == 2 and plan.get(pattern(name).replace("_norm", "_proj")) == "colwise":
+        return plan.get(pattern_of(name))
+    if parameter.dim() == 2 and plan.get(pattern_of(name).replace("_norm", "_proj")) == "colwise":
         return "colwise"
     return None
 
 
-def plan_of(model: Any) -> dict[str, str]:
+def tp_styles(model: Any) -> dict[str, str]:
     """Styles by the patterns of names; the vocabulary is always cut, except where head and embedding are one
     and the head is not cut.
     """
     plan = {name: style for name, style in (model.tp_plan or {}).items() if style not in WHOLE}
     if not any("*" in name for name in plan):
-        raise Unservable(
+        raise UnservableModel(
             f"transformers has no plan for {model.config.model_type} on several ranks (NUM_SHARD)"
         )
     if unknown := sorted({*plan.values()} - {*COLUMNS, *SUMMED}):
-        raise Unservable(f"its plan for several ranks (NUM_SHARD) asks for {unknown[0]}, which is not served")
+        raise UnservableModel(
+            f"its plan for several ranks (NUM_SHARD) asks for {unknown[0]}, which is not served"
+        )
     names = {module: name for name, module in model.named_modules()}
     embedding, head = names[model.get_input_embeddings()], names.get(model.get_output_embeddings())
     plan[embedding] = EMBEDDING
@@ -136,32 +138,34 @@ def plan_of(model: Any) -> dict[str, str]:
     return plan
 
 
-def pattern(name: str) -> str:
+def pattern_of(name: str) -> str:
     """`model.layers.*.mlp` of `model.layers.7.mlp`"""
     return re.sub(r"\.\d+(?=\.|$)", ".*", name)
 
 
-def cut(model: Any, name: str, leaf: str, shape: Sequence[int], style: str, world_size: int) -> Cut | None:
+def shards_of(
+    model: Any, name: str, leaf: str, shape: Sequence[int], style: str, world_size: int
+) -> TensorShards | None:
     """Of one parameter; None where every rank holds all of it."""
     if (style in ROWS and len(shape) == 1) or style not in (*COLUMNS, *ROWS):
         return None  # a bias, added once
     dim = len(shape) - 1 if style in ROWS else max(0, len(shape) - 2)
     owner = model.get_submodule(name.rpartition(".")[0])
     if style in ("colwise", "rowwise") and hasattr(owner, "is_causal"):
-        return Cut(dim, by_heads(owner, name, model.config, shape[dim], world_size))
+        return TensorShards(dim, split_by_heads(owner, name, model.config, shape[dim], world_size))
     packed = 2 if style == "packed_colwise" else 1
-    return Cut(dim, evenly(shape[dim] // packed, world_size), packed)
+    return TensorShards(dim, split_evenly(shape[dim] // packed, world_size), packed)
 
 
-def by_heads(attention: Any, name: str, config: Any, size: int, world_size: int) -> list[Interval]:
+def split_by_heads(attention: Any, name: str, config: Any, size: int, world_size: int) -> list[Interval]:
     """Of `size` features of all heads of a projection."""
     kv_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     query_heads = config.num_attention_heads
     if hasattr(attention, "k_proj") and hasattr(attention, "head_dim"):  # layers may differ
         kv_heads = attention.k_proj.out_features // attention.head_dim
         query_heads = kv_heads * getattr(attention, "num_key_value_groups", 1)
-    queries, kept = heads(query_heads, kv_heads, world_size)
+    queries, kept = split_heads(query_heads, kv_heads, world_size)
     mine, count = (kept, kv_heads) if name.endswith(KEYS_AND_VALUES) else (queries, query_heads)
     if size % count:
-        raise Unservable(f"{name} has {size} features for {count} heads")
+        raise UnservableModel(f"{name} has {size} features for {count} heads")
     return [(begin * size // count, end * size // count) for begin, end in mine]

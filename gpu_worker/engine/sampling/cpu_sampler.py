@@ -21,7 +21,7 @@ MAX_INT32 = 2**31 - 1
 
 def kernels(logits: torch.Tensor) -> ctypes.CDLL | None:
     """None where the kernels cannot look at these logits."""
-    fits = logits.device.type == "cpu" and logits.dtype in native.TYPES and logits.stride(1) == 1
+    fits = logits.device.type == "cpu" and logits.dtype in native.TYPE_CODES and logits.stride(1) == 1
     return native.library() if fits else None
 
 
@@ -34,7 +34,9 @@ def sample_natively(
     )
     kept: list[Array] = []
     columns = (
-        (native.Turn * len(turns))(*(native_request(turn, kept) for turn in turns)) if any(turns) else None
+        (native.SampleRequestStruct * len(turns))(*(native_request(turn, kept) for turn in turns))
+        if any(turns)
+        else None
     )
     library.tf_choose(*logits_arguments(logits), columns, byref(output_pointers(drawn)))
     return drawn
@@ -54,7 +56,7 @@ def score_natively(
 
 def logits_arguments(logits: torch.Tensor) -> tuple[int, ...]:
     return (
-        native.TYPES[logits.dtype],
+        native.TYPE_CODES[logits.dtype],
         torch.get_num_threads(),
         logits.data_ptr(),
         *logits.shape,
@@ -62,14 +64,16 @@ def logits_arguments(logits: torch.Tensor) -> tuple[int, ...]:
     )
 
 
-def output_pointers(drawn: SamplerOutput) -> native.Choices:
-    return native.Choices(*(native_request.data_ptr() for native_request in drawn), drawn.top_ids.shape[1])
+def output_pointers(drawn: SamplerOutput) -> native.SamplesStruct:
+    return native.SamplesStruct(
+        *(native_request.data_ptr() for native_request in drawn), drawn.top_ids.shape[1]
+    )
 
 
-def native_request(turn: SampleRequest | None, kept: list[Array]) -> native.Turn:
+def native_request(turn: SampleRequest | None, kept: list[Array]) -> native.SampleRequestStruct:
     """`kept` keeps the arrays that it points to."""
     if turn is None:
-        return native.Turn()
+        return native.SampleRequestStruct()
     manner, sampling, history, guide = (
         turn.manner,
         turn.manner.sampling,
@@ -85,7 +89,7 @@ def native_request(turn: SampleRequest | None, kept: list[Array]) -> native.Turn
         kept.append(array := np.ascontiguousarray(array))
         return array.ctypes.data, array.size
 
-    return native.Turn(
+    return native.SampleRequestStruct(
         True,
         manner.top_n_tokens,
         sampling.raw_logprobs,

@@ -89,10 +89,10 @@ def greedy(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """
     if logits.is_cuda:
         from gpu_worker.engine.cuda.kernels.greedy import (
-            likeliest_rows,
+            greedy_rows,
         )  # Triton comes with torch's builds for CUDA only
 
-        return likeliest_rows(logits)
+        return greedy_rows(logits)
     best, ids = logits.max(-1)
     below = logits.to(torch.float32, copy=True).sub_(
         best.float()[:, None]

@@ -18,7 +18,7 @@ from common.process.parent_death import die_with_parent
 from common.settings.settings import SettingError, Settings
 from gpu_worker.engine.engine import Engine
 from gpu_worker.engine.loop import run_follower
-from gpu_worker.engine.parallel.communicator import Ranks
+from gpu_worker.engine.parallel.communicator import Communicator
 from gpu_worker.protocol import Grant, StepResult
 from gpu_worker.rank import LOOPBACK, Place, free_port
 
@@ -29,9 +29,9 @@ class Over(Exception):
     """This engine is done with."""
 
 
-class Follower(Ranks):
-    def hear(self) -> Iterator[Grant]:
-        for grant in super().hear():
+class Follower(Communicator):
+    def receive(self) -> Iterator[Grant]:
+        for grant in super().receive():
             if grant.until < 0:
                 raise Over
             yield grant
@@ -40,11 +40,11 @@ class Follower(Ranks):
 class Led:
     """Rank 0 of an engine, as Player takes engines."""
 
-    def __init__(self, ranks: Ranks, **settings: Any) -> None:
+    def __init__(self, communicator: Communicator, **settings: Any) -> None:
         """Raises SettingError, as all ranks do."""
         dist.broadcast_object_list([settings], 0)
-        self.ranks, self.grants = ranks, list[Grant]()
-        self.engine = Engine(Settings(**settings), ranks=ranks)
+        self.communicator, self.grants = communicator, list[Grant]()
+        self.engine = Engine(Settings(**settings), communicator=communicator)
         self.ready, self.rows, self.block_size = self.engine.ready, self.engine.rows, self.engine.block_size
 
     def apply(self, grant: Grant) -> None:
@@ -52,7 +52,7 @@ class Led:
 
     def step(self) -> StepResult | None:
         grants, self.grants = self.grants, []
-        for grant in self.ranks.tell(grants):
+        for grant in self.communicator.broadcast(grants):
             self.engine.apply(grant)
         return self.engine.step()
 
@@ -60,11 +60,11 @@ class Led:
         return self
 
     def __exit__(self, *error: object) -> None:
-        self.ranks.tell([OVER])
+        self.communicator.broadcast([OVER])
 
 
 @contextlib.contextmanager
-def running(world_size: int) -> Iterator[Ranks]:
+def running(world_size: int) -> Iterator[Communicator]:
     """Rank 0 of so many; the others are there, and end with it."""
     port = free_port()
     environ = os.environ | {"PARENT_PID": str(os.getpid())}
@@ -74,7 +74,7 @@ def running(world_size: int) -> Iterator[Ranks]:
         for rank in range(1, world_size)
     ]
     try:
-        yield Ranks(place(0, world_size, port))
+        yield Communicator(place(0, world_size, port))
     finally:
         for process in others:
             process.kill()
@@ -89,12 +89,12 @@ def place(rank: int, world_size: int, port: int) -> Place:
 
 def main(rank: int, world_size: int, port: int) -> None:
     die_with_parent()
-    ranks = Follower(place(rank, world_size, port))
+    communicator = Follower(place(rank, world_size, port))
     while True:
         job: list[Any] = [None]
         dist.broadcast_object_list(job, 0)
         with contextlib.suppress(SettingError, Over):
-            run_follower(Engine(Settings(**job[0]), ranks=ranks), ranks)
+            run_follower(Engine(Settings(**job[0]), communicator=communicator), communicator)
 
 
 if __name__ == "__main__":

@@ -17,10 +17,10 @@ from common.model_files import no_progress
 from common.settings.settings import Settings
 from gpu_worker.engine import engine as engines
 from gpu_worker.engine.attention.kv_cache import Geometry
-from gpu_worker.engine.attention.sdpa import Sdpa
+from gpu_worker.engine.attention.sdpa import SdpaBackend
 from gpu_worker.engine.batch.rows import RowSlice
-from gpu_worker.engine.cuda.fused_linear import merge
-from gpu_worker.engine.cuda.graphs import Graphs
+from gpu_worker.engine.cuda.fused_linear import fuse_linears
+from gpu_worker.engine.cuda.graphs import CudaGraphs
 from gpu_worker.engine.engine import Engine
 from gpu_worker.engine.model import load
 from tests.support.engine import fake_flashinfer
@@ -79,9 +79,13 @@ def needs_flash(device: str) -> None:
 
 def backend_of(geometry: Geometry, device: torch.device) -> Any:
     """As on CUDA."""
-    from gpu_worker.engine.attention.flashinfer import Flash, lacks
+    from gpu_worker.engine.attention.flashinfer import FlashInferBackend, unsupported_because
 
-    return Sdpa(geometry, device) if lacks(geometry) else Flash(geometry, device, HOPPER)
+    return (
+        SdpaBackend(geometry, device)
+        if unsupported_because(geometry)
+        else FlashInferBackend(geometry, device, HOPPER)
+    )
 
 
 def engine_on(device: str, folder: Path | str, monkeypatch: pytest.MonkeyPatch, **settings: Any) -> Engine:
@@ -91,9 +95,9 @@ def engine_on(device: str, folder: Path | str, monkeypatch: pytest.MonkeyPatch, 
     asked = Settings(model_id=str(folder), device=device, **SETTINGS | settings)
     if device == "cuda":
         return Engine(asked)
-    monkeypatch.setattr(load, "pack", merge)
-    monkeypatch.setattr(load, "backend_of", backend_of)
-    monkeypatch.setattr(engines, "capture_on", lambda device: again)
+    monkeypatch.setattr(load, "pack_linears", fuse_linears)
+    monkeypatch.setattr(load, "choose_backend", backend_of)
+    monkeypatch.setattr(engines, "make_capture", lambda device: again)
     engine = Engine(asked)
     engine.ahead = True
     engine.speed_up(asked, no_progress)
@@ -144,7 +148,7 @@ def noted(engine: Engine) -> Iterator[tuple[list[bool], list[int]]]:
     graphs.
     """
     computed, replayed = list[bool](), list[int]()
-    compute, graphs = engine.compute, engine.graphs if isinstance(engine.graphs, Graphs) else None
+    compute, graphs = engine.compute, engine.graphs if isinstance(engine.graphs, CudaGraphs) else None
     run = graphs.run if graphs else None
 
     def note(parts: Sequence[RowSlice], previous: torch.Tensor | None) -> torch.Tensor:

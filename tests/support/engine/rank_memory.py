@@ -27,7 +27,7 @@ from common.process.parent_death import die_with_parent
 from common.settings.settings import Settings
 from gpu_worker.engine.engine import Engine
 from gpu_worker.engine.parallel import tp_model
-from gpu_worker.engine.parallel.communicator import ALONE, Ranks
+from gpu_worker.engine.parallel.communicator import SINGLE_RANK, Communicator
 from gpu_worker.rank import free_port
 from tests.support.engine import led_engine
 
@@ -92,31 +92,31 @@ def measure(folder: Path, world_size: int) -> list[Taken]:
         ]
         for rank in range(world_size)
     ]
-    ranks = [
+    communicator = [
         subprocess.Popen(command, env=environ, stdout=subprocess.PIPE, text=True) for command in commands
     ]
-    return [Taken(**json.loads(rank.communicate()[0].splitlines()[-1])) for rank in ranks]
+    return [Taken(**json.loads(rank.communicate()[0].splitlines()[-1])) for rank in communicator]
 
 
-def load(folder: Path, ranks: Ranks) -> Taken:
+def load(folder: Path, communicator: Communicator) -> Taken:
     parts: list[Any] = []
-    slices = tp_model.slices
+    slices = tp_model.rank_tensors
 
     def noted(*arguments: Any) -> Iterator[tuple[str, Any]]:
         for name, part in slices(*arguments):
             parts.append(part)
             yield name, part
 
-    tp_model.slices = noted  # type: ignore[assignment]
+    tp_model.rank_tensors = noted  # type: ignore[assignment]
     before = own_bytes()
     with sampled() as samples:
         engine = Engine(
             Settings(
                 model_id=str(folder), dtype="bfloat16", kv_cache_bytes=2**22, max_batch_prefill_tokens=64
             ),
-            ranks=ranks,
+            communicator=communicator,
         )
-    assert engine.ready.world_size == ranks.world_size
+    assert engine.ready.world_size == communicator.world_size
     read = sum(map(num_bytes, parts)) if parts else whole(folder)
     return Taken(read, max(samples) - before, own_bytes() - before)
 
@@ -156,8 +156,8 @@ def own_bytes() -> int:
 
 def be_rank(folder: Path, rank: int, world_size: int, port: int) -> None:
     die_with_parent()
-    ranks = Ranks(led_engine.place(rank, world_size, port)) if world_size > 1 else ALONE
-    print(json.dumps(asdict(load(folder, ranks))))
+    communicator = Communicator(led_engine.place(rank, world_size, port)) if world_size > 1 else SINGLE_RANK
+    print(json.dumps(asdict(load(folder, communicator))))
 
 
 def main(size_bytes: int) -> None:

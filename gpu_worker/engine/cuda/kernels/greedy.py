@@ -14,22 +14,22 @@ WARPS = 16
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def larger(one: tl.tensor, other: tl.tensor) -> tl.tensor:
+def maximum(one: tl.tensor, other: tl.tensor) -> tl.tensor:
     return tl.maximum(one, other)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def smaller(one: tl.tensor, other: tl.tensor) -> tl.tensor:
+def minimum(one: tl.tensor, other: tl.tensor) -> tl.tensor:
     return tl.minimum(one, other)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def added(one: tl.tensor, other: tl.tensor) -> tl.tensor:
+def add(one: tl.tensor, other: tl.tensor) -> tl.tensor:
     return one + other
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def likeliest_row(
+def greedy_row(
     logits: tl.tensor, ids: tl.tensor, logprobs: tl.tensor, size: tl.constexpr, width: tl.constexpr
 ) -> None:  # fmt: skip
     """One program for a row. Of equal logits the first counts."""
@@ -42,23 +42,23 @@ def likeliest_row(
         )
         place = tl.where(found > best, begin + column, place)
         best = tl.maximum(best, found)
-    most = tl.reduce(best, 0, larger)
+    most = tl.reduce(best, 0, maximum)
     total = tl.full((width,), 0.0, tl.float32)
     for begin in range(0, size, width):
         found = tl.load(logits + row * size + begin + column, mask=begin + column < size, other=none).to(
             tl.float32
         )
         total += tl.exp(found - most)
-    tl.store(ids + row, tl.reduce(tl.where(best == most, place, size), 0, smaller).to(tl.int64))
-    tl.store(logprobs + row, -tl.log(tl.reduce(total, 0, added)))
+    tl.store(ids + row, tl.reduce(tl.where(best == most, place, size), 0, minimum).to(tl.int64))
+    tl.store(logprobs + row, -tl.log(tl.reduce(total, 0, add)))
 
 
-def likeliest_rows(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def greedy_rows(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """As `greedy`."""
     rows, size = logits.shape
     logits = logits.contiguous()
     ids, logprobs = (
         torch.empty(rows, dtype=dtype, device=logits.device) for dtype in (torch.int64, torch.float32)
     )
-    likeliest_row[(rows,)](logits, ids, logprobs, size, WIDTH, num_warps=WARPS)
+    greedy_row[(rows,)](logits, ids, logprobs, size, WIDTH, num_warps=WARPS)
     return ids, logprobs

@@ -29,7 +29,7 @@ def write_line(
     tl.store(values + line * value_dim + column, value_numbers, mask=column < value_dim)
 
 
-def write_both(
+def write_keys_and_values(
     keys: torch.Tensor, values: torch.Tensor, key: torch.Tensor, value: torch.Tensor, slots: torch.Tensor
 ) -> None:
     """As `write`. The numbers of a head lie next to each other."""
@@ -42,7 +42,7 @@ def write_both(
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def fill_part(
+def fill_block_part(
     store: tl.tensor, blocks: tl.tensor, value: tl.tensor, num_blocks: tl.tensor, page: tl.tensor, width: tl.constexpr
 ) -> None:  # fmt: skip
     """One program for a block, one of the store's tensors, and `width` numbers of the page that the block has
@@ -54,9 +54,9 @@ def fill_part(
     tl.store(store + place + column, value, mask=column < page)
 
 
-def fill_pages(store: torch.Tensor, blocks: torch.Tensor, value: float) -> None:
+def fill_blocks(store: torch.Tensor, blocks: torch.Tensor, value: float) -> None:
     """As `fill`."""
     num_tensors, num_blocks, page = len(store), store.shape[1], store.stride(1)
-    fill_part[(len(blocks), num_tensors, triton.cdiv(page, WIDTH))](
+    fill_block_part[(len(blocks), num_tensors, triton.cdiv(page, WIDTH))](
         store, blocks, value, num_blocks, page, WIDTH
     )

@@ -21,15 +21,15 @@ from common.messages.request import SamplingParams
 from common.settings.settings import SettingError, Settings
 from gpu_worker.engine import engine as engine_module
 from gpu_worker.engine.attention import backend as attention
-from gpu_worker.engine.attention.kv_cache import Cache, Geometry, Layer, View
-from gpu_worker.engine.attention.sdpa import Sdpa
+from gpu_worker.engine.attention.kv_cache import AttentionSpec, Geometry, KVCache, LayerSpec
+from gpu_worker.engine.attention.sdpa import SdpaBackend
 from gpu_worker.engine.batch.inputs import build_inputs
 from gpu_worker.engine.batch.rows import arrange
-from gpu_worker.engine.cuda.compile import compile_layers, compile_no_more, layers_of
-from gpu_worker.engine.cuda.deterministic import Tokenwise
-from gpu_worker.engine.cuda.fused_linear import Part as Merged
-from gpu_worker.engine.cuda.fused_linear import merge
-from gpu_worker.engine.cuda.graphs import Graphs, sizes, without_waiting
+from gpu_worker.engine.cuda.compile import compile_layers, layers_of, stop_compiling
+from gpu_worker.engine.cuda.deterministic import FixedShapeGraph
+from gpu_worker.engine.cuda.fused_linear import FusedLinearSlice as Merged
+from gpu_worker.engine.cuda.fused_linear import fuse_linears
+from gpu_worker.engine.cuda.graphs import CudaGraphs, graph_sizes, run_without_sync
 from gpu_worker.engine.engine import Engine
 from gpu_worker.engine.model import load, warmup
 from tests.support.engine import fake_flashinfer, tiny_models
@@ -41,7 +41,12 @@ from tests.unit.gpu_worker.engine.test_split_step import limit
 
 if not fake_flashinfer.install():
     pytest.skip("where there is a GPU, the tests marked gpu try the real parts", allow_module_level=True)
-from gpu_worker.engine.attention.flashinfer import Flash, lacks, needs_plans, reach_ninja
+from gpu_worker.engine.attention.flashinfer import (
+    FlashInferBackend,
+    add_ninja_to_path,
+    plans_needed_because,
+    unsupported_because,
+)
 
 HOPPER = 9
 SLOWLY = (
@@ -62,10 +67,12 @@ def test_attention(block_size: int, generation: int) -> None:
     for window, softcap, sinks in itertools.product((None, 20), (None, 5.0), (None, torch.randn(6))):
         group = 3 if window else 1
         torch.manual_seed(0)
-        geometry = Geometry([Layer(View(2, group, window, 0.2, softcap), 64, 64)], block_size, torch.float32)
-        backends = [Sdpa(geometry, CPU), Flash(geometry, CPU, generation)]
+        geometry = Geometry(
+            [LayerSpec(AttentionSpec(2, group, window, 0.2, softcap), 64, 64)], block_size, torch.float32
+        )
+        backends = [SdpaBackend(geometry, CPU), FlashInferBackend(geometry, CPU, generation)]
         assert backends[1].plan_free == (block_size == 16 and generation == HOPPER and softcap is None)
-        caches = [Cache(geometry, BLOCKS, CPU) for _ in backends]
+        caches = [KVCache(geometry, BLOCKS, CPU) for _ in backends]
         caches[1].fill(list(range(BLOCKS + 1)), math.nan)
         modules = [SimpleNamespace() for _ in caches]
         for module, cache, backend in zip(modules, caches, backends, strict=True):
@@ -104,12 +111,15 @@ def test_what_it_lacks(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    geometry = Geometry([Layer(View(2, 1, None, 1.0), *dims)], 64, dtype)
-    found = lacks(geometry)
+    geometry = Geometry([LayerSpec(AttentionSpec(2, 1, None, 1.0), *dims)], 64, dtype)
+    found = unsupported_because(geometry)
     assert why in found and bool(found) == bool(why)
     monkeypatch.setattr(load, "find_spec", lambda name: name)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (HOPPER, 0))
-    assert isinstance(load.on_cuda(geometry, CPU), Sdpa if why else Flash) and found in caplog.text
+    assert (
+        isinstance(load.choose_cuda_backend(geometry, CPU), SdpaBackend if why else FlashInferBackend)
+        and found in caplog.text
+    )
 
 
 @pytest.mark.parametrize(
@@ -130,10 +140,12 @@ def test_what_needs_plans(
     why: str,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    geometry = Geometry([Layer(View(2, group, None, 1.0, softcap), 64, 64)], block_size, torch.bfloat16)
-    found = needs_plans(geometry, generation)
+    geometry = Geometry(
+        [LayerSpec(AttentionSpec(2, group, None, 1.0, softcap), 64, 64)], block_size, torch.bfloat16
+    )
+    found = plans_needed_because(geometry, generation)
     assert why in found and bool(found) == bool(why)
-    assert Flash(geometry, CPU, generation).plan_free == (not why) and found in caplog.text
+    assert FlashInferBackend(geometry, CPU, generation).plan_free == (not why) and found in caplog.text
 
 
 def test_ninja_is_found_where_no_environment_was_activated(
@@ -145,7 +157,7 @@ def test_ninja_is_found_where_no_environment_was_activated(
     program.parent.mkdir()
     program.touch(0o755)
     for _ in range(2):
-        reach_ninja()
+        add_ninja_to_path()
         assert shutil.which("ninja") == str(program)
     assert os.environ["PATH"] == f"{tmp_path}/bin:{tmp_path}/scripts", "once"
 
@@ -163,13 +175,13 @@ def again(run: Callable[[], None]) -> Callable[[], None]:
 def like_cuda(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Engine]:
     """An engine on CPU made as one on CUDA is, but for the compiler."""
 
-    def backend_of(geometry: Geometry, device: torch.device) -> Flash:
-        return Flash(geometry, device, HOPPER)
+    def backend_of(geometry: Geometry, device: torch.device) -> FlashInferBackend:
+        return FlashInferBackend(geometry, device, HOPPER)
 
     def made(folder: Path, deterministic: bool = False) -> Engine:
-        monkeypatch.setattr(load, "pack", merge)
-        monkeypatch.setattr(load, "backend_of", backend_of)
-        monkeypatch.setattr(engine_module, "TOKENS", 12)
+        monkeypatch.setattr(load, "pack_linears", fuse_linears)
+        monkeypatch.setattr(load, "choose_backend", backend_of)
+        monkeypatch.setattr(engine_module, "FIXED_TOKENS", 12)
         engine = engine_of(folder, block_size=16)
         engine.ahead = True
         if engine.loaded.plan_free:
@@ -200,7 +212,7 @@ def test_served(family: str, tmp_path: Path, like_cuda: Callable[[Path], Engine]
 def test_decoding_comes_from_graphs(tmp_path: Path, like_cuda: Callable[[Path], Engine]) -> None:
     tiny_models.save(tmp_path, *FAMILIES["Llama"])
     engine, seen = like_cuda(tmp_path), list[int]()
-    assert isinstance(engine.graphs, Graphs)
+    assert isinstance(engine.graphs, CudaGraphs)
     graphs = {
         size: (lambda run=run, size=size: (seen.append(size), run()))
         for size, run in engine.graphs.graphs.items()
@@ -227,11 +239,11 @@ def test_what_waits_for_the_device_is_not_captured(
             assert modes == ["error"]
             raise RuntimeError("called a synchronizing CUDA operation\nand so on")
 
-        without_waiting(wait)
+        run_without_sync(wait)
         return run
 
     monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", modes.append)
-    monkeypatch.setattr(engine_module, "capture_on", lambda device: capture)
+    monkeypatch.setattr(engine_module, "make_capture", lambda device: capture)
     engine.try_to_capture(Settings(max_batch_size=3))
     assert (
         engine.graphs is None
@@ -287,7 +299,7 @@ def test_deterministic(tmp_path: Path, like_cuda: Callable[..., Engine]) -> None
     """
     model = tiny_models.save(tmp_path, *FAMILIES["Qwen2"])
     engine, rows = like_cuda(tmp_path, deterministic=True), list(range(len(prompts())))
-    assert isinstance(engine.graphs, Tokenwise) and list(engine.graphs.graphs.graphs) == [12]
+    assert isinstance(engine.graphs, FixedShapeGraph) and list(engine.graphs.graphs.graphs) == [12]
     alone = {row: bits(engine, [row], 1000, {})[row] for row in rows}
     assert alone[0][0] == tiny_models.generate(model, prompts()[0], NEW_TOKENS)
     assert bits(engine, rows, 1000, {}) == alone, "batched"
@@ -299,8 +311,8 @@ def test_deterministic(tmp_path: Path, like_cuda: Callable[..., Engine]) -> None
 
 
 def test_sizes_of_graphs() -> None:
-    assert sizes(1) == [1] and sizes(3) == [1, 2, 3] and sizes(20) == [1, 2, 4, 8, 16, 20]
-    assert sizes(256)[-3:] == [240, 248, 256] and len(sizes(256)) == 35
+    assert graph_sizes(1) == [1] and graph_sizes(3) == [1, 2, 3] and graph_sizes(20) == [1, 2, 4, 8, 16, 20]
+    assert graph_sizes(256)[-3:] == [240, 248, 256] and len(graph_sizes(256)) == 35
 
 
 # --- weights ------------------------------------------------------------------------------------------------
@@ -320,7 +332,7 @@ class Odd(nn.Module):
 def test_merged_products_are_what_the_parts_would_be() -> None:
     model, given = Odd(), torch.randn(3, 8)
     expected = model(given)
-    merge(model)
+    fuse_linears(model)
     assert isinstance(model.q_proj, Merged)
     for _ in range(2):
         torch.testing.assert_close(model(given), expected)
@@ -329,11 +341,11 @@ def test_merged_products_are_what_the_parts_would_be() -> None:
 def test_what_is_changed_or_unlike_is_not_merged() -> None:
     model = Odd()
     model.v_proj = nn.Linear(8, 4, bias=False)
-    merge(model)
+    fuse_linears(model)
     assert type(model.q_proj) is nn.Linear
     model = Odd()
     model.v_proj.forward = model.v_proj.forward
-    merge(model)
+    fuse_linears(model)
     assert type(model.q_proj) is nn.Linear
 
 
@@ -360,10 +372,10 @@ def test_one_compilation_serves_all_layers(
     engine.graphs = None
 
     def try_out() -> None:
-        warmup.steps_of_all_shapes(engine.forward, VOCAB, engine.block_size)
+        warmup.run_all_shapes(engine.forward, VOCAB, engine.block_size)
 
     assert compile_layers(engine.loaded.model, engine.loaded.attentions, try_out) == 3
-    compile_no_more()
+    stop_compiling()
     compiled = dynamo["stats"]["unique_graphs"]
     assert 1 <= compiled <= 3 and not dynamo["graph_break"]
     assert play(engine, dict(enumerate(prompts()))) == wanted

@@ -12,14 +12,14 @@ import pytest
 import torch
 from torch import nn
 
-from gpu_worker.engine.attention.cpu_paged import Paged
-from gpu_worker.engine.attention.kv_cache import Cache, Geometry, Layer, View
-from gpu_worker.engine.attention.sdpa import Sdpa
+from gpu_worker.engine.attention.cpu_paged import CpuPagedBackend
+from gpu_worker.engine.attention.kv_cache import AttentionSpec, Geometry, KVCache, LayerSpec
+from gpu_worker.engine.attention.sdpa import SdpaBackend
 from gpu_worker.engine.batch.inputs import build_inputs
 from gpu_worker.engine.batch.rows import Row, RowSlice, arrange
 from gpu_worker.engine.cpu import fused_layer, native, packed_linear
 from gpu_worker.engine.cpu.large_pages import LargePages
-from gpu_worker.engine.cpu.packed_linear import NativeLinear, PackedLinear
+from gpu_worker.engine.cpu.packed_linear import NativeLinear, OneDnnLinear
 from gpu_worker.engine.engine import Engine
 from gpu_worker.engine.model import load
 from tests.support.engine import tiny_models
@@ -66,7 +66,7 @@ STEPS = [
 """(row, begin, tokens): prompts in chunks, and rows that decode beside them."""
 
 
-@pytest.mark.parametrize("dtype", native.TYPES, ids=str)
+@pytest.mark.parametrize("dtype", native.TYPE_CODES, ids=str)
 @pytest.mark.parametrize("block_size", [16, 8, 5])
 def test_attention(dtype: torch.dtype, block_size: int, library: object) -> None:
     """Features in all combinations; dimensions that fit the vectors and such that do not. Slots that nobody
@@ -76,15 +76,15 @@ def test_attention(dtype: torch.dtype, block_size: int, library: object) -> None
         ((64, 64), (24, 18)), (1, 3), (None, 20), (None, 5.0), (None, torch.randn(6))
     ):
         torch.manual_seed(0)
-        view = View(2, group, window, key_dim**-0.5, softcap)
+        spec = AttentionSpec(2, group, window, key_dim**-0.5, softcap)
         geometries = [
-            Geometry([Layer(view, key_dim, value_dim)], block_size, number)
+            Geometry([LayerSpec(spec, key_dim, value_dim)], block_size, number)
             for number in (torch.float32, dtype)
         ]
-        caches = [Cache(geometry, BLOCKS, CPU) for geometry in geometries]
+        caches = [KVCache(geometry, BLOCKS, CPU) for geometry in geometries]
         caches[1].fill(list(range(BLOCKS + 1)), math.nan)
-        backends = [Sdpa(geometries[0], CPU), Paged(geometries[1], library)]  # type: ignore[arg-type]
-        modules = [SimpleNamespace(keys=cache.keys[0], values=cache.values[0], view=view) for cache in caches]
+        backends = [SdpaBackend(geometries[0], CPU), CpuPagedBackend(geometries[1], library)]  # type: ignore[arg-type]
+        modules = [SimpleNamespace(keys=cache.keys[0], values=cache.values[0], spec=spec) for cache in caches]
         modules = [type("Module", (), vars(module))() for module in modules]
         lines = rows(block_size, (70, 1, 33, 90))
         for step in STEPS:
@@ -115,7 +115,7 @@ def test_products(
     dtype: torch.dtype, whole: bool, inputs: int, outputs: int, bias: bool, library: object
 ) -> None:
     """A row's result is the same bits alone and among others; whole, it is as exact as float32."""
-    if not library.tf_multiplies(native.TYPES[dtype]):  # type: ignore[attr-defined]
+    if not library.tf_multiplies(native.TYPE_CODES[dtype]):  # type: ignore[attr-defined]
         pytest.skip("torch's products are used on this processor")
     torch.manual_seed(0)
     linear = nn.Linear(inputs, outputs, bias=bias).to(dtype)
@@ -152,10 +152,10 @@ def test_wrong_products_are_not_used(
         "product",
         lambda self, rows, biased: right(self, rows, biased) + 0.5 * (rows.shape[0] > 1),
     )
-    monkeypatch.setattr(packed_linear, "multiplies", packed_linear.multiplies.__wrapped__)
-    assert type(packed_linear.packed(nn.Linear(8, 8), False, LargePages())) is not NativeLinear
+    monkeypatch.setattr(packed_linear, "multiplies_correctly", packed_linear.multiplies_correctly.__wrapped__)
+    assert type(packed_linear.pack_linear(nn.Linear(8, 8), False, LargePages())) is not NativeLinear
     assert ("are wrong on this processor" in caplog.text) == bool(
-        library.tf_multiplies(native.TYPES[torch.float32])
+        library.tf_multiplies(native.TYPE_CODES[torch.float32])
     )  # type: ignore[attr-defined]
 
 
@@ -179,25 +179,27 @@ def test_other_builds(march: str, kind: str, monkeypatch: pytest.MonkeyPatch, tm
     """Narrower vectors; bfloat16 multiplied in pairs, where this processor can, widened, or by a matrix unit;
     no OpenMP.
     """
-    command = [word.replace("=native", f"={march}") for word in native.compiler() if word != "-DSPLIT_PAIRS"]
+    command = [
+        word.replace("=native", f"={march}") for word in native.compile_command() if word != "-DSPLIT_PAIRS"
+    ]
     command += {
         "split": ["-DSPLIT_PAIRS"],
         "tiles": ["-include", str(Path(__file__).parents[4] / "support/engine/fake_tiles.h")],
     }.get(kind, [])
-    command = [word for word in command if kind != "one thread" or word not in native.threading()]
+    command = [word for word in command if kind != "one thread" or word not in native.openmp_flags()]
     command += (
         ["-fno-gnu-unique"] if "g++" in command[0] or command[0] == "c++" else []
     )  # several builds in one process
     monkeypatch.setattr(native, "CACHE", tmp_path)
-    monkeypatch.setattr(native, "compiler", lambda: command)
+    monkeypatch.setattr(native, "compile_command", lambda: command)
     built = native.library.__wrapped__()
-    assert built and built.tf_multiplies(native.TYPES[torch.bfloat16]) == (march != "x86-64-v2")
-    for dtype in native.TYPES:
+    assert built and built.tf_multiplies(native.TYPE_CODES[torch.bfloat16]) == (march != "x86-64-v2")
+    for dtype in native.TYPE_CODES:
         test_attention(dtype, 16, built)
         for size in (60, 3000):
             choice.test_kernels_choose_as_torch_does(size, dtype, built)
             choice.test_kernels_tell_what_torch_does(size, dtype, built)
-        if built.tf_multiplies(native.TYPES[dtype]):
+        if built.tf_multiplies(native.TYPE_CODES[dtype]):
             for inputs, outputs, bias in ((50, 7, True), (96, 144, False), (64, 100, True)):
                 test_products(dtype, True, inputs, outputs, bias, built)
                 test_products(dtype, False, inputs, outputs, bias, built)
@@ -207,10 +209,12 @@ def test_other_builds(march: str, kind: str, monkeypatch: pytest.MonkeyPatch, tm
 
 
 def num_fused(monkeypatch: pytest.MonkeyPatch, folder: Path, family: str, **sizes: float) -> int:
-    if not native.library().tf_multiplies(native.TYPES[torch.float32]):
+    if not native.library().tf_multiplies(native.TYPE_CODES[torch.float32]):
         pytest.skip("torch's products are used on this processor")
     counts: list[int] = []
-    monkeypatch.setattr(load, "fuse", lambda *arguments: counts.append(fused_layer.fuse(*arguments)))
+    monkeypatch.setattr(
+        load, "fuse_layers", lambda *arguments: counts.append(fused_layer.fuse_layers(*arguments))
+    )
     tiny_models.save(folder, FAMILIES[family][0], FAMILIES[family][1] | sizes)
     engine_of(folder)
     return counts[0]
@@ -238,7 +242,7 @@ def test_layers_that_look_at_positions_are_not_taken_over(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """However near they come on the trial inputs."""
-    monkeypatch.setattr(fused_layer, "close", lambda *tensors: True)
+    monkeypatch.setattr(fused_layer, "is_close", lambda *tensors: True)
     assert num_fused(monkeypatch, tmp_path / "far", "Ministral3") == 0
     assert num_fused(monkeypatch, tmp_path / "plain", "Llama") == 3
 
@@ -267,9 +271,11 @@ def test_layers_are_joined_where_nothing_is_between(
     taken = {first: lambda states: states * 3, second: lambda states: states + 5}
     for layer, way in taken.items():
         layer.forward = way
-    monkeypatch.setattr(fused_layer.Fused, "joined", lambda parts: lambda states: parts[1](parts[0](states)))
-    fused_layer.join(taken, lambda: second(first(torch.ones(2)) * between))  # type: ignore[arg-type]
-    assert (second.forward is fused_layer.passed) == joined == (first.forward is not taken[first])
+    monkeypatch.setattr(
+        fused_layer.FusedLayers, "joined", lambda parts: lambda states: parts[1](parts[0](states))
+    )
+    fused_layer.join_layers(taken, lambda: second(first(torch.ones(2)) * between))  # type: ignore[arg-type]
+    assert (second.forward is fused_layer.pass_through) == joined == (first.forward is not taken[first])
 
 
 def logprobs(engine: Engine, prefixes: dict[int, list[int]], prefill_tokens: int) -> dict[int, list[float]]:
@@ -309,8 +315,8 @@ def test_without_compiler(
     assert [record.message for record in caplog.records if record.name == native.__name__] == [
         "no native kernels, torch's are used and are slower: no C++ compiler (g++ or clang++) is installed"
     ]
-    assert isinstance(engine.loaded.backend, Sdpa) and isinstance(
-        packed_linear.packed(nn.Linear(8, 8), False, LargePages()), PackedLinear
+    assert isinstance(engine.loaded.backend, SdpaBackend) and isinstance(
+        packed_linear.pack_linear(nn.Linear(8, 8), False, LargePages()), OneDnnLinear
     )
     assert play(engine, dict(enumerate(prompts()))) == wanted
 
@@ -319,8 +325,8 @@ def test_built_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In the folder named; what fails leaves nothing behind."""
     monkeypatch.setattr(native, "CACHE", tmp_path)
     monkeypatch.setattr(native.subprocess, "run", calls := Recorded(native.subprocess.run))
-    first = native.built()
-    assert native.built() == first and calls.count == 3, "version, compilation, version"
+    first = native.build_library()
+    assert native.build_library() == first and calls.count == 3, "version, compilation, version"
     assert {path.name for path in tmp_path.iterdir()} == {first.name, "lock"}
 
 

@@ -9,7 +9,7 @@ from types import ModuleType
 import pytest
 import torch
 
-from gpu_worker.engine.attention.kv_write import fill, write
+from gpu_worker.engine.attention.kv_write import fill_kv, write_kv
 from gpu_worker.engine.sampling.sample import greedy
 
 triton = pytest.importorskip("triton", reason="Triton is not installed")
@@ -63,7 +63,7 @@ def test_writing(kv_heads: int, key_dim: int, value_dim: int, interpreted: Inter
     ):
         wanted = caches(kv_heads, key_dim), caches(kv_heads, value_dim)
         found = [cache.clone() for cache in wanted]
-        write(*wanted, key, value, slots)
+        write_kv(*wanted, key, value, slots)
         interpreted("write_kernel").write_both(*found, key, value, slots.int())
         assert all(map(torch.equal, found, wanted))
 
@@ -73,7 +73,7 @@ def test_writing(kv_heads: int, key_dim: int, value_dim: int, interpreted: Inter
 def test_filling(page: tuple[int, int, int], value: float, interpreted: Interpreted) -> None:
     store = torch.randn(6, BLOCKS, *page, dtype=torch.bfloat16)
     found, blocks = store.clone(), torch.tensor([2, 6, 0])
-    fill(store, blocks, value)
+    fill_kv(store, blocks, value)
     interpreted("write_kernel").fill_pages(found, blocks, value)
     torch.testing.assert_close(found, store, rtol=0, atol=0, equal_nan=True)
 

@@ -12,8 +12,8 @@ import torch
 
 from common.settings.settings import SettingError, Settings
 from gpu_worker.engine.attention import sdpa
-from gpu_worker.engine.attention.cpu_paged import Paged
-from gpu_worker.engine.attention.kv_cache import Geometry, Layer, View
+from gpu_worker.engine.attention.cpu_paged import CpuPagedBackend
+from gpu_worker.engine.attention.kv_cache import AttentionSpec, Geometry, LayerSpec
 from gpu_worker.engine.cpu import fused_layer, native
 from gpu_worker.engine.engine import Engine
 from gpu_worker.engine.model import config, load
@@ -124,14 +124,14 @@ def test_served(family: str, tmp_path: Path) -> None:
     assert resumed == {row: ids[9:] for row, ids in wanted.items()}, "resumed"
 
 
-def without_windows(layers: list[Layer], *rest: Any) -> Geometry:
-    return Geometry([replace(layer, view=replace(layer.view, window=None)) for layer in layers], *rest)
+def without_windows(layers: list[LayerSpec], *rest: Any) -> Geometry:
+    return Geometry([replace(layer, spec=replace(layer.spec, window=None)) for layer in layers], *rest)
 
 
-def without(part: str) -> Callable[..., native.Cache]:
+def without(part: str) -> Callable[..., native.CacheStruct]:
     """A layer's cache as the native kernels see it, less a part."""
 
-    def cache(self: Paged, *arguments: Any) -> native.Cache:
+    def cache(self: CpuPagedBackend, *arguments: Any) -> native.CacheStruct:
         made = cache_of(self, *arguments)
         setattr(made, part, 0)
         return made
@@ -139,33 +139,33 @@ def without(part: str) -> Callable[..., native.Cache]:
     return cache
 
 
-def uncapped(self: Any, queries: Any, keys: Any, bias: Any, view: View) -> torch.Tensor:
-    return torch.baddbmm(bias, queries, keys.transpose(1, 2), alpha=view.scaling)
+def uncapped(self: Any, queries: Any, keys: Any, bias: Any, spec: AttentionSpec) -> torch.Tensor:
+    return torch.baddbmm(bias, queries, keys.transpose(1, 2), alpha=spec.scaling)
 
 
-def of_one_kv_head(self: Paged, *arguments: Any) -> native.Cache:
+def of_one_kv_head(self: CpuPagedBackend, *arguments: Any) -> native.CacheStruct:
     made = cache_of(self, *arguments)
     made.kv_heads, made.group = 1, made.kv_heads * made.group
     return made
 
 
-def scaled_by_values(layers: list[Layer], *rest: Any) -> Geometry:
+def scaled_by_values(layers: list[LayerSpec], *rest: Any) -> Geometry:
     """As if K were as wide as V."""
     return Geometry(
-        [replace(layer, view=replace(layer.view, scaling=layer.value_dim**-0.5)) for layer in layers], *rest
+        [replace(layer, spec=replace(layer.spec, scaling=layer.value_dim**-0.5)) for layer in layers], *rest
     )
 
 
 def fused_with(**parts: Any) -> list[tuple[Any, str, Any]]:
     """Whole layers that are taken over whatever they give."""
 
-    def of(*arguments: Any) -> fused_layer.Fused:
+    def of(*arguments: Any) -> fused_layer.FusedLayers:
         made = fused_of(*arguments)
         for name, value in parts.items():
             setattr(made.layers[0], name, value)
         return made
 
-    return [(fused_layer.Fused, "of", of), (fused_layer, "close", lambda *tensors: True)]
+    return [(fused_layer.FusedLayers, "of", of), (fused_layer, "close", lambda *tensors: True)]
 
 
 def configured(**values: Any) -> list[tuple[Any, str, Any]]:
@@ -180,20 +180,23 @@ def configured(**values: Any) -> list[tuple[Any, str, Any]]:
     return [(load, "read_config", read)]
 
 
-cache_of, fused_of, read_config = Paged.cache, fused_layer.Fused.of, config.read_config
+cache_of, fused_of, read_config = CpuPagedBackend.cache, fused_layer.FusedLayers.of, config.read_config
 PLAIN_ROPE = configured(**rope("default"))
 FEATURES: dict[str, tuple[str, list[tuple[Any, str, Any]]]] = {
     "window": ("Mistral", [(load, "Geometry", without_windows)]),
-    "softcap": ("Gemma2", [(Paged, "cache", without("softcap"))]),
-    "softcap, torch": ("Gemma2", [(sdpa.Sdpa, "scores", uncapped)]),
-    "sinks": ("gpt-oss", [(Paged, "cache", without("sinks"))]),
+    "softcap": ("Gemma2", [(CpuPagedBackend, "cache", without("softcap"))]),
+    "softcap, torch": ("Gemma2", [(sdpa.SdpaBackend, "scores", uncapped)]),
+    "sinks": ("gpt-oss", [(CpuPagedBackend, "cache", without("sinks"))]),
     "sinks, torch": (
         "gpt-oss",
         [(sdpa, "softmax_with_sinks", lambda scores, *rest: torch.softmax(scores, -1))],
     ),
-    "grouped heads": ("Llama", [(Paged, "cache", of_one_kv_head)]),
+    "grouped heads": ("Llama", [(CpuPagedBackend, "cache", of_one_kv_head)]),
     "multi-head latent": ("DeepSeek-V3", [(load, "Geometry", scaled_by_values)]),
-    "QK norm": ("Qwen3", fused_with(of_query=native.Norm(None, 0.0), of_key=native.Norm(None, 0.0))),
+    "QK norm": (
+        "Qwen3",
+        fused_with(of_query=native.NormStruct(None, 0.0), of_key=native.NormStruct(None, 0.0)),
+    ),
     "QK norm, Cohere": ("Cohere", configured(use_qk_norm=False)),
     "layers without rope": ("SmolLM3", fused_with(rotary=16)),
     "partial rotary": (
@@ -211,7 +214,7 @@ FEATURES: dict[str, tuple[str, list[tuple[Any, str, Any]]]] = {
     "longrope, by type": ("Gemma3-longrope", [(load.rope, "by_length", lambda model: [])]),
     "longrope, anew": ("Phi3-longrope", [(load.rope, "outgrown_at", lambda model: None)]),
 }
-NATIVE = (Paged, fused_layer.Fused, fused_layer)
+NATIVE = (CpuPagedBackend, fused_layer.FusedLayers, fused_layer)
 
 
 @pytest.mark.parametrize("feature", FEATURES)

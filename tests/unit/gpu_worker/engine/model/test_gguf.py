@@ -114,6 +114,6 @@ def test_a_file_is_parsed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(gguf.GGUFReader, "__init__", counted)
     for name in ("GGUFReader", "get_tensor_name_map"):
         monkeypatch.setattr(gguf, name, getattr(gguf, name))  # what `read_once` sets is taken back
-    convert.read_once()
+    convert.cache_gguf_parsing()
     convert.convert(source, tmp_path / "converted")
     assert parsed == [str(source)]

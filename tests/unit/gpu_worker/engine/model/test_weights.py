@@ -129,7 +129,7 @@ def refused(folder: Path, words: str) -> None:
 
 
 def test_long_loading_says_how_far_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(load, "BAR_S", 0.0)
+    monkeypatch.setattr(load, "PROGRESS_S", 0.0)
     model = tiny_models.save(tmp_path, "Llama", tiny_models.LLAMA)
     said: list[str] = []
     Engine(

@@ -13,10 +13,10 @@ import torch
 
 from common.messages.request import SamplingParams
 from common.settings.settings import SettingError, Settings
-from gpu_worker.engine.attention.backend import Unservable
+from gpu_worker.engine.attention.backend import UnservableModel
 from gpu_worker.engine.engine import Engine
-from gpu_worker.engine.parallel.communicator import Ranks
-from gpu_worker.engine.parallel.tp_plan import evenly, heads
+from gpu_worker.engine.parallel.communicator import Communicator
+from gpu_worker.engine.parallel.tp_plan import split_evenly, split_heads
 from gpu_worker.rank import Place, local_places
 from tests.support.engine import led_engine, rank_memory, tiny_models
 from tests.support.engine.batch_player import Player
@@ -78,7 +78,7 @@ REFUSED = {
 
 
 @pytest.fixture(scope="module")
-def two() -> Iterator[Ranks]:
+def two() -> Iterator[Communicator]:
     with led_engine.running(2) as ranks:
         yield ranks
 
@@ -100,7 +100,7 @@ def play(
     )
 
 
-def check(ranks: Ranks, family: str, folder: Path) -> None:
+def check(ranks: Communicator, family: str, folder: Path) -> None:
     model = tiny_models.save(folder, *MODELS[family])
     fresh = dict(enumerate(prompts(model.config.get_text_config().vocab_size)))
     wanted = {row: tiny_models.generate(model, prompt, NEW_TOKENS) for row, prompt in fresh.items()}
@@ -125,11 +125,11 @@ def test_more_ranks_than_divide(world_size: int, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "family", [*QUICK, *(pytest.param(name, marks=pytest.mark.slow) for name in PLANNED)]
 )
-def test_two_ranks(two: Ranks, family: str, tmp_path: Path) -> None:
+def test_two_ranks(two: Communicator, family: str, tmp_path: Path) -> None:
     check(two, family, tmp_path)
 
 
-def test_sampled_rows_choose_the_same(two: Ranks, tmp_path: Path) -> None:
+def test_sampled_rows_choose_the_same(two: Communicator, tmp_path: Path) -> None:
     tiny_models.save(tmp_path, *FAMILIES["Llama"])
     settings = SETTINGS | {"model_id": str(tmp_path), "threads": 1}
     asked = {
@@ -142,7 +142,7 @@ def test_sampled_rows_choose_the_same(two: Ranks, tmp_path: Path) -> None:
         assert play(engine, rows, **asked) == wanted
 
 
-def test_prompts_are_told_of_the_same(two: Ranks, tmp_path: Path) -> None:
+def test_prompts_are_told_of_the_same(two: Communicator, tmp_path: Path) -> None:
     def told(engine: Any) -> dict[int, list[float]]:
         played = Player(engine, list(range(1, engine.ready.num_blocks + 1)), 7, until=engine.rows.step)
         asking = enumerate(prompts(VOCAB))
@@ -158,7 +158,7 @@ def test_prompts_are_told_of_the_same(two: Ranks, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("family", REFUSED)
-def test_refused(two: Ranks, family: str, tmp_path: Path) -> None:
+def test_refused(two: Communicator, family: str, tmp_path: Path) -> None:
     (config, sizes), words = REFUSED[family]
     tiny_models.save(tmp_path, config, sizes)
     with pytest.raises(SettingError, match=words) as caught:
@@ -166,7 +166,7 @@ def test_refused(two: Ranks, family: str, tmp_path: Path) -> None:
     assert caught.value.name == "model_id" and "\n" not in str(caught.value)
 
 
-def test_quantised_weights_are_not_split(two: Ranks, tmp_path: Path) -> None:
+def test_quantised_weights_are_not_split(two: Communicator, tmp_path: Path) -> None:
     tiny_models.save(tmp_path, *FAMILIES["Llama"])
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(
@@ -176,7 +176,7 @@ def test_quantised_weights_are_not_split(two: Ranks, tmp_path: Path) -> None:
         Led(two, model_id=str(tmp_path), threads=1, **SETTINGS)
 
 
-def test_what_a_rank_holds(two: Ranks, tmp_path: Path) -> None:
+def test_what_a_rank_holds(two: Communicator, tmp_path: Path) -> None:
     """Half of the matrices of layers, experts and vocabulary; only the router's and the norms' weights are
     whole.
     """
@@ -192,7 +192,7 @@ def test_what_a_rank_holds(two: Ranks, tmp_path: Path) -> None:
     assert [name for name in held if "experts" in name]
 
 
-def test_each_rank_makes_up_its_part(two: Ranks, tmp_path: Path) -> None:
+def test_each_rank_makes_up_its_part(two: Communicator, tmp_path: Path) -> None:
     whole = tiny_models.save(tmp_path, *FAMILIES["Mixtral"])
     (tmp_path / "model.safetensors").unlink()
     with Led(two, model_id=str(tmp_path), load_format="dummy", threads=1, **SETTINGS) as engine:
@@ -224,7 +224,7 @@ def test_a_rank_reads_and_takes_its_part(tmp_path: Path) -> None:
 @pytest.mark.parametrize("size", [1, 7, 64, 100, 500, 49_152, 151_936])
 @pytest.mark.parametrize("world_size", [1, 2, 3, 8])
 def test_even_shares(size: int, world_size: int) -> None:
-    shares = evenly(size, world_size)
+    shares = split_evenly(size, world_size)
     assert shares[0][0] == 0 and shares[-1][1] == size and len(shares) == world_size
     assert all(end == begin for (_, end), (begin, _) in pairwise(shares))
     widths = [end - begin for begin, end in shares]
@@ -244,13 +244,13 @@ def test_even_shares(size: int, world_size: int) -> None:
     ],
 )
 def test_heads(query_heads: int, kv_heads: int, world_size: int, queries: Any, kept: Any) -> None:
-    assert heads(query_heads, kv_heads, world_size) == (queries, kept)
+    assert split_heads(query_heads, kv_heads, world_size) == (queries, kept)
 
 
 def test_too_many_ranks_for_the_heads() -> None:
-    assert all(end > begin for begin, end in heads(6, 3, 6)[0])
-    with pytest.raises(Unservable, match="NUM_SHARD"):
-        heads(6, 3, 7)
+    assert all(end > begin for begin, end in split_heads(6, 3, 6)[0])
+    with pytest.raises(UnservableModel, match="NUM_SHARD"):
+        split_heads(6, 3, 7)
 
 
 def test_places_are_torchruns_variables() -> None:

@@ -121,7 +121,7 @@ def compare(found: SamplerOutput, wanted: SamplerOutput, turns: list[SampleReque
         )
 
 
-@pytest.mark.parametrize("dtype", native.TYPES, ids=str)
+@pytest.mark.parametrize("dtype", native.TYPE_CODES, ids=str)
 @pytest.mark.parametrize("size", SIZES)
 def test_kernels_choose_as_torch_does(size: int, dtype: torch.dtype, library: ctypes.CDLL) -> None:
     random = np.random.default_rng(size)
@@ -133,7 +133,7 @@ def test_kernels_choose_as_torch_does(size: int, dtype: torch.dtype, library: ct
         compare(cpu_sampler.sample_natively(library, logits, turns), sample_in_groups(logits, turns), turns)
 
 
-@pytest.mark.parametrize("dtype", native.TYPES, ids=str)
+@pytest.mark.parametrize("dtype", native.TYPE_CODES, ids=str)
 @pytest.mark.parametrize("size", SIZES)
 def test_kernels_tell_what_torch_does(size: int, dtype: torch.dtype, library: ctypes.CDLL) -> None:
     random = np.random.default_rng(size)
@@ -148,7 +148,7 @@ def test_kernels_tell_what_torch_does(size: int, dtype: torch.dtype, library: ct
                 torch.testing.assert_close(found, wanted, rtol=1e-5, atol=2e-5)
 
 
-@pytest.mark.parametrize("dtype", native.TYPES, ids=str)
+@pytest.mark.parametrize("dtype", native.TYPE_CODES, ids=str)
 @pytest.mark.parametrize("size", SIZES)
 def test_likeliest(dtype: torch.dtype, size: int, library: ctypes.CDLL) -> None:
     """Of rows that ask for nothing; in one many are the largest."""
