@@ -59,7 +59,8 @@ def test_main_modules_define_nothing(path: Path) -> None:
 
 def test_the_packages_come_from_this_checkout(tmp_path: Path) -> None:
     (tmp_path / "api.py").write_text("raise ImportError('not ours')")
-    code = f"import importlib, json; print(json.dumps([importlib.import_module(name).__file__ for name in {PACKAGES}]))"
+    code = "import importlib, json\n"
+    code += f"print(json.dumps([importlib.import_module(name).__file__ for name in {PACKAGES}]))"
     done = subprocess.run(
         [sys.executable, "-P", "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True
     )
@@ -71,7 +72,8 @@ def test_a_process_starts_without_torch(module: str) -> None:
     """Indirect imports count too: torch costs seconds and hundreds of megabytes."""
     code = f"import importlib, pkgutil, sys; package = importlib.import_module({module!r})\n"
     code += "names = [item.name for item in pkgutil.iter_modules(getattr(package, '__path__', []))]\n"
-    code += f"[importlib.import_module({module!r} + '.' + name) for name in names if name not in ('__main__', 'engine')]\n"
+    code += "names = [name for name in names if name not in ('__main__', 'engine')]\n"
+    code += f"[importlib.import_module({module!r} + '.' + name) for name in names]\n"
     code += "print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"

@@ -26,9 +26,8 @@ ENVIRON = {
 def make(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
     """A running `make serve`, in a process group of its own as in a terminal; everything is up."""
     program = tmp_path / "tokenfleet"
-    program.write_text(
-        f'#!/bin/sh\necho "$@" >{tmp_path}/argv\nexec {sys.executable} -m tests.support.fleet.fake_fleet {tmp_path} {free_port()}\n'
-    )
+    launcher = f"{sys.executable} -m tests.support.fleet.fake_fleet {tmp_path} {free_port()}"
+    program.write_text(f'#!/bin/sh\necho "$@" >{tmp_path}/argv\nexec {launcher}\n')
     program.chmod(0o755)
     command = ["make", "serve", f"BIN={tmp_path}", "ARGS=--port 8080", "-o", ".venv/.installed-to-run"]
     process = subprocess.Popen(

@@ -24,7 +24,8 @@ PROMPTS: list[str] = [
     "Q: What is 17 + 25?\nA:",
     "<|im_start|>user\nName three colours.<|im_end|>\n<|im_start|>assistant\n",
     "<|im_start|>user\nSay only the word yes.<|im_end|>\n<|im_start|>assistant\n",
-    "<|im_start|>system\nYou are a pirate.<|im_end|>\n<|im_start|>user\nWho are you?<|im_end|>\n<|im_start|>assistant\n",
+    "<|im_start|>system\nYou are a pirate.<|im_end|>\n"
+    "<|im_start|>user\nWho are you?<|im_end|>\n<|im_start|>assistant\n",
     "Wie heißt die Hauptstadt von Österreich? Sie heißt",
     "Il était une fois, dans un château très éloigné,",
     "Москва — столица России, а Париж —",

@@ -1,0 +1,121 @@
+"""How files are written, where ruff and mypy do not check it."""
+
+import ast
+import re
+import tomllib
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+from tests.repo import unfinished
+from tests.support.source_tree import FILES, ROOT, functions, parse
+
+MAX_LINE = 110
+MAX_LINES = 250
+MAX_LINES_OF_TESTS = 320
+SHAPE = re.compile(r"\[[^\]]+\]")
+DTYPE = re.compile(r"\b(float\d*|bfloat16|int\d*|uint8|bool|dtype)\b")
+ENGINE = ROOT / "gpu_worker" / "engine"
+
+
+def new(found: list[str], known: list[str]) -> list[str]:
+    return sorted(set(found) - set(known))
+
+
+def short(paths: list[Path]) -> list[str]:
+    return [path.relative_to(ROOT).as_posix() for path in paths]
+
+
+def longer(paths: list[Path], most: int) -> list[str]:
+    return short([path for path in paths if path.read_text().count("\n") > most])
+
+
+def test_files_are_at_most_250_lines_long() -> None:
+    code = [*FILES, *(ROOT / "benchmarks").rglob("*.py")]
+    assert new(longer(code, MAX_LINES), unfinished.LONG_FILES) == []
+
+
+def test_files_of_tests_are_at_most_320_lines_long() -> None:
+    tests = sorted((ROOT / "tests").rglob("*.py"))
+    assert new(longer(tests, MAX_LINES_OF_TESTS), unfinished.LONG_TESTS) == []
+
+
+def test_ruff_checks_that_lines_are_at_most_110_characters_long() -> None:
+    ruff = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["ruff"]
+    assert ruff["line-length"] == MAX_LINE
+    assert "E" in ruff["lint"]["select"] and "E501" not in ruff["lint"]["ignore"]
+    assert "per-file-ignores" not in ruff["lint"]
+
+
+def test_mypy_checks_everything() -> None:
+    mypy = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["mypy"]
+    assert mypy["strict"] and {"tests", "benchmarks"} <= set(mypy["packages"])
+    assert unfinished.MYPY or not any(override.get("ignore_errors") for override in mypy["overrides"])
+
+
+def test_a_class_has_a_name_of_its_own() -> None:
+    nodes = (node for path in FILES for node in ast.walk(parse(path)))
+    names = Counter(node.name for node in nodes if isinstance(node, ast.ClassDef))
+    assert new([name for name, count in names.items() if count > 1], unfinished.CLASSES) == []
+
+
+def test_init_sets_one_attribute_a_line() -> None:
+    found = {path for path in FILES for function in functions(ast.walk(parse(path))) if sets_many(function)}
+    assert new(short(sorted(found)), unfinished.TUPLES) == []
+
+
+def sets_many(function: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
+    """`self.a, self.b = …` in `__init__`."""
+    targets = [target for node in function.body if isinstance(node, ast.Assign) for target in node.targets]
+    return function.name == "__init__" and any(
+        isinstance(target, ast.Tuple) and all(isinstance(one, ast.Attribute) for one in target.elts)
+        for target in targets
+    )
+
+
+# --- tensors ------------------------------------------------------------------------------------------------
+
+
+def test_functions_of_the_engine_say_shapes_and_dtypes_of_tensors() -> None:
+    """In their docstring, or in their class's; where no other module uses them, in the module's."""
+    found = {
+        path.relative_to(ENGINE).as_posix(): [*without_shapes(path)]
+        for path in FILES
+        if path.is_relative_to(ENGINE)
+    }
+    assert {path: names for path, names in found.items() if names and path not in unfinished.SHAPES} == {}
+
+
+def without_shapes(path: Path) -> Iterator[str]:
+    tree = parse(path)
+    classes = [node for node in tree.body if isinstance(node, ast.ClassDef)]
+    owners: list[ast.Module | ast.ClassDef] = [tree, *classes]
+    for owner in owners:
+        for function in functions(owner.body):
+            if not is_public(function) or not has_tensors(function) or says_shapes(function):
+                continue
+            is_used_here_only = isinstance(owner, ast.Module) and function.name not in imported_names()
+            if not (says_shapes(owner) and (owner is not tree or is_used_here_only)):
+                yield function.name
+
+
+def imported_names() -> set[str]:
+    """Names that some module of the engine imports from another, or uses as an attribute of it."""
+    nodes = [node for path in FILES if path.is_relative_to(ENGINE) for node in ast.walk(parse(path))]
+    imported = {alias.name for node in nodes if isinstance(node, ast.ImportFrom) for alias in node.names}
+    return imported | {node.attr for node in nodes if isinstance(node, ast.Attribute)}
+
+
+def is_public(function: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
+    return not function.name.startswith("_")
+
+
+def has_tensors(function: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
+    arguments = [*function.args.args, *function.args.kwonlyargs, *function.args.posonlyargs]
+    annotations = [argument.annotation for argument in arguments] + [function.returns]
+    return any(annotation and "Tensor" in ast.unparse(annotation) for annotation in annotations)
+
+
+def says_shapes(node: ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Module) -> bool:
+    text = ast.get_docstring(node) or ""
+    return bool(SHAPE.search(text) and DTYPE.search(text))

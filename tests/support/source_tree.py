@@ -1,0 +1,78 @@
+"""The source tree as data: its files, what they import from each other, and the rooms they lie in."""
+
+import ast
+from collections.abc import Callable, Iterable, Iterator
+from functools import cache
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+PACKAGES = ("api", "batcher", "gpu_worker", "common", "deploy")
+FILES = sorted(path for package in PACKAGES for path in (ROOT / package).rglob("*.py"))
+
+Graph = dict[str, set[str]]
+"""Who imports whom."""
+
+
+@cache
+def parse(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
+def name_of(path: Path) -> str:
+    """`api.http.body` of api/http/body.py, `api.http` of api/http/__init__.py."""
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+MODULES = {name_of(path): path for path in FILES}
+
+
+def room_of(module: str) -> str:
+    """The innermost folder of a module; a module that lies beside folders is a room of its own."""
+    folder = MODULES[module].parent
+    has_folders = any(path.parent.parent == folder for path in FILES)
+    return module if has_folders else folder.relative_to(ROOT).as_posix().replace("/", ".")
+
+
+def imported_modules(path: Path) -> Iterator[str]:
+    """Modules of this tree that a file imports, anywhere in it."""
+    for node in ast.walk(parse(path)):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names if alias.name in MODULES)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: a relative import"
+            for alias in node.names:
+                inner = f"{node.module}.{alias.name}"
+                if inner in MODULES or node.module in MODULES:
+                    yield inner if inner in MODULES else str(node.module)
+
+
+@cache
+def module_graph() -> Graph:
+    return {module: set(imported_modules(path)) - {module} for module, path in MODULES.items()}
+
+
+@cache
+def room_graph() -> Graph:
+    return merge(module_graph(), room_of)
+
+
+def merge(graph: Graph, group: Callable[[str], str]) -> Graph:
+    merged: Graph = {group(name): set() for name in graph}
+    for name, others in graph.items():
+        merged[group(name)] |= {group(other) for other in others} - {group(name)}
+    return merged
+
+
+def circle(graph: Graph) -> list[str]:
+    """Names along one circle, or nothing where there is none."""
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        return list(error.args[1])
+    return []
+
+
+def functions(nodes: Iterable[ast.AST]) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
+    return (node for node in nodes if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef))
