@@ -18,8 +18,8 @@ import setproctitle
 from common.process.parent_death import die_with_parent
 from common.settings.flags import FlagParser
 from common.settings.settings import SettingError, Settings, exit_when_unservable
-from deploy import checks, launcher
-from deploy.fleet import MODULES, command
+from deploy.serve import checks, launcher
+from deploy.serve.fleet import MODULES, command
 
 KINDS = {"api": "gateway", "batcher": "batcher", "worker": "worker", "jobs": "jobs"}
 WITH_MODEL = ("gateway", "worker")
@@ -61,7 +61,7 @@ def run(argv: Sequence[str]) -> int:
 def serve(argv: list[str]) -> int:
     settings = checks.read_settings(argv, "tokenfleet serve")
     if {"--env", "-e"} & set(argv):
-        lazily("doctor", argv)
+        lazily("doctor.command", argv)
     die_with_parent()
     setproctitle.setproctitle("tokenfleet serve")
     return launcher.serve(settings)
@@ -100,23 +100,23 @@ COMMANDS: dict[str, tuple[str, str, Callable[[list[str]], int]]] = {
     "batcher": ("", "one batcher", functools.partial(become, "batcher")),
     "worker": ("", "one worker", functools.partial(become, "worker")),
     "jobs": ("", "one arq worker with the jobs `generate` and `chat`", functools.partial(become, "jobs")),
-    "status": ("", "what the fleet does now, as a live table", functools.partial(lazily, "status")),
-    "chat": ("", "talks with the model in this terminal", functools.partial(lazily, "chat")),
+    "status": ("", "what the fleet does now, as a live table", functools.partial(lazily, "commands.status")),
+    "chat": ("", "talks with the model in this terminal", functools.partial(lazily, "commands.chat")),
     "bench": (
         "",
         "a minute of load on this fleet, beside another server",
-        functools.partial(lazily, "bench"),
+        functools.partial(lazily, "bench.command"),
     ),
-    "explain": ("REQUEST_ID", "the life of one request", functools.partial(lazily, "explain")),
+    "explain": ("REQUEST_ID", "the life of one request", functools.partial(lazily, "commands.explain")),
     "doctor": (
         "",
         "what of this machine and its settings would not work, and the fix",
-        functools.partial(lazily, "doctor"),
+        functools.partial(lazily, "doctor.command"),
     ),
     "download-weights": (
         "MODEL_ID",
         "fetches a model now, so that no start waits for it",
-        functools.partial(lazily, "download"),
+        functools.partial(lazily, "commands.download"),
     ),
 }
 """Word → what follows it, what it does, who does it. Each takes the words after its own and returns the exit

@@ -8,7 +8,7 @@ import httpx
 import orjson
 
 from deploy.bench.servers import GENERATE, Server
-from deploy.client import Frames, Trouble, check, explained, said, shown, unexpected
+from deploy.commands.client import Frames, Trouble, check, explained, said, shown, unexpected
 
 
 @dataclass(slots=True)

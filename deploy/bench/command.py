@@ -19,7 +19,7 @@ from common.settings.flags import FlagParser
 from common.settings.settings import SettingError
 from deploy.bench import load, report, servers, svg
 from deploy.bench.figures import figures
-from deploy.client import Trouble, add_url, api_key, base_url, complain, new_client
+from deploy.commands.client import Trouble, add_url, api_key, base_url, complain, new_client
 
 ANSWER_S = 60.0
 MAX_USERS = 1024

@@ -13,7 +13,7 @@ from deploy.bench.ask import Answer, ask, body, encode
 from deploy.bench.figures import Round, figures
 from deploy.bench.prompts import WORDS_PER_TOKEN, prompt
 from deploy.bench.servers import Server
-from deploy.client import Trouble
+from deploy.commands.client import Trouble
 
 MAX_TURNS = 2
 """Of each load: ours, theirs, theirs, ours. What drifts on the machine meets both."""

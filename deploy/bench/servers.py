@@ -7,7 +7,7 @@ from typing import Any
 import httpx
 import orjson
 
-from deploy.client import Trouble, check, explained, harmless
+from deploy.commands.client import Trouble, check, explained, harmless
 
 COMPLETIONS = "/v1/completions"
 GENERATE = "/generate_stream"

@@ -14,8 +14,8 @@ import httpx
 import pytest
 import yaml
 
-from deploy.broker import free_port
 from deploy.cli import run
+from deploy.serve.broker import free_port
 from tests.support.fleet.fleet import Fleet
 from tests.support.waiting import wait_until_sync
 

@@ -9,7 +9,7 @@ import httpx
 import psutil
 
 from common.settings.settings import Settings
-from deploy import checks
+from deploy.serve import checks
 from tests.support.fleet.fleet import Fleet
 from tests.support.waiting import wait_until_sync
 

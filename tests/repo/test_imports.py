@@ -67,7 +67,7 @@ def test_the_packages_come_from_this_checkout(tmp_path: Path) -> None:
     assert json.loads(done.stdout) == [str(ROOT / package / "__init__.py") for package in PACKAGES]
 
 
-@pytest.mark.parametrize("module", ["api", "batcher", "gpu_worker", "deploy.launcher"])
+@pytest.mark.parametrize("module", ["api", "batcher", "gpu_worker", "deploy.serve.launcher"])
 def test_a_process_starts_without_torch(module: str) -> None:
     """Indirect imports count too: torch costs seconds and hundreds of megabytes."""
     code = f"import importlib, pkgutil, sys; package = importlib.import_module({module!r})\n"

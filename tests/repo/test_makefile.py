@@ -10,8 +10,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from deploy.broker import free_port
-from deploy.launcher import ONE_REQUEST_S
+from deploy.serve.broker import free_port
+from deploy.serve.launcher import ONE_REQUEST_S
 from tests.support.waiting import wait_until_sync
 
 ROOT = Path(__file__).parents[2]

@@ -10,7 +10,7 @@ from openai import AsyncOpenAI, AuthenticationError
 
 from api.inference.pool import running_task
 from common.process.logs import REQUEST_ID
-from deploy.broker import Broker
+from deploy.serve.broker import Broker
 from tests.support.fleet.gateways import model_tokenizer, ready, serving
 from tests.support.fleet.scripted_worker import Answer, working
 from tests.support.waiting import wait_until

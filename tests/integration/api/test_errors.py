@@ -14,7 +14,7 @@ from api import errors
 from api.errors import ApiError, failed, invalid, overloaded, respond, unavailable
 from api.inference import admission
 from common.messages.events import Terminal
-from deploy.broker import Broker
+from deploy.serve.broker import Broker
 from tests.support import brokers
 from tests.support.fleet.gateways import model_tokenizer, ready, serving, stream
 from tests.support.fleet.scripted_worker import Answer, working

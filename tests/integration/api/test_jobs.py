@@ -15,7 +15,7 @@ from api.jobs.runner import JobRun
 from common.broker.keys import Keys
 from common.messages.request import Generate
 from common.settings.settings import Settings
-from deploy.broker import Broker
+from deploy.serve.broker import Broker
 from tests.support.fleet.gateways import SETTINGS, model_tokenizer, ready
 from tests.support.fleet.scripted_worker import Answer, FakeWorker, working
 from tests.support.waiting import PATIENCE_S, wait_until

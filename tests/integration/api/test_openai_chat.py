@@ -10,7 +10,7 @@ from openai import AsyncOpenAI
 
 from api.openai.render import FINGERPRINT
 from common.messages.packing import unpack_ids
-from deploy.broker import Broker
+from deploy.serve.broker import Broker
 from tests.support.fleet.gateways import model_tokenizer
 from tests.support.fleet.scripted_worker import Answer
 from tests.support.openai_frames import IM_END, TOKENIZER, answering, frames, ids, logprobs, streamed

@@ -10,7 +10,7 @@ from openai.types.chat import completion_create_params as chat_create_params
 
 from api.openai.request_schemas import OPENAI_FIELDS, TGI_FIELDS, UNSUPPORTED, ChatRequest, CompletionRequest
 from api.tgi.request_schemas import GenerateParameters
-from deploy.broker import Broker
+from deploy.serve.broker import Broker
 from tests.support.fleet.scripted_worker import Answer
 from tests.support.openai_frames import answering, ids
 

@@ -17,7 +17,7 @@ from schemathesis.specs.openapi.checks import negative_data_rejection, positive_
 from api.app import build
 from api.inference.pool import Pool
 from common.settings.settings import Settings
-from deploy.broker import Broker
+from deploy.serve.broker import Broker
 from tests.support.fleet.gateways import model_tokenizer, ready, serving
 from tests.support.fleet.scripted_worker import Answer, working
 from tests.support.waiting import PATIENCE_S

@@ -13,7 +13,7 @@ from api.inference.params import GenerationParams
 from api.inference.validate import Limits, validate
 from common.messages.packing import pack_ids, unpack_ids
 from common.messages.request import Generate, SamplingParams
-from deploy.broker import Broker
+from deploy.serve.broker import Broker
 from tests.support.fleet.gateways import model_tokenizer, ready, serving
 from tests.support.fleet.scripted_worker import Answer, working
 

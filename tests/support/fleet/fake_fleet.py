@@ -17,10 +17,10 @@ from typing import Any
 from common.process import logs
 from common.process.parent_death import die_with_parent
 from common.settings.settings import Settings
-from deploy.broker import embedded
-from deploy.fleet import Fleet
-from deploy.launcher import run
-from deploy.process import Process
+from deploy.serve.broker import embedded
+from deploy.serve.fleet import Fleet
+from deploy.serve.launcher import run
+from deploy.serve.process import Process
 from tests.support.waiting import wait_until_sync
 
 

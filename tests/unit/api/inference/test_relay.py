@@ -20,7 +20,7 @@ from common.messages.events import Events, LogEntry, Terminal, Tokens
 from common.messages.packing import pack_floats, pack_ids, unpack_ids
 from common.messages.records import pack_records, pack_tokens
 from common.messages.request import Generate
-from deploy.broker import Broker
+from deploy.serve.broker import Broker
 from tests.support.fleet.gateways import model_tokenizer, ready, serving, stream
 from tests.support.fleet.scripted_worker import Answer, FakeWorker, working
 from tests.support.waiting import wait_until

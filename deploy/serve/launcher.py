@@ -15,10 +15,10 @@ from common.messages.codec import encode
 from common.messages.plan import WorkerDied
 from common.process import logs
 from common.settings.settings import SettingError, Settings
-from deploy import checks
-from deploy.broker import embedded
-from deploy.fleet import Fleet, new_fleet
-from deploy.process import Process, describe, kill, stop
+from deploy.serve import checks
+from deploy.serve.broker import embedded
+from deploy.serve.fleet import Fleet, new_fleet
+from deploy.serve.process import Process, describe, kill, stop
 
 log = logging.getLogger(__name__)
 

@@ -4,7 +4,7 @@ import pytest
 
 from common.process import memory
 from common.settings.settings import SettingError, Settings
-from deploy import checks
+from deploy.serve import checks
 
 GIB = 2**30
 

@@ -10,8 +10,8 @@ from common import model_files
 from common.settings.flags import FlagParser, flag_of
 from common.settings.settings import SettingError, Settings
 from common.settings.types import convert
-from deploy import checks
-from deploy.progress import progress
+from deploy.serve import checks
+from deploy.serve.progress import progress
 
 SWITCHES = {
     "auto_convert": "accepted: what is served is safetensors, and GGUF is always converted",

@@ -16,8 +16,8 @@ import redis
 from common.broker.keys import Keys
 from common.messages.codec import decode
 from common.messages.plan import WorkerDied
-from deploy.broker import free_port
-from deploy.launcher import ONE_REQUEST_S
+from deploy.serve.broker import free_port
+from deploy.serve.launcher import ONE_REQUEST_S
 from tests.support.waiting import wait_until_sync
 
 GONE_S = 3.0

@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from common.settings.flags import FlagParser
-from deploy.client import (
+from deploy.commands.client import (
     Trouble,
     add_url,
     api_key,

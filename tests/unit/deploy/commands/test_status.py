@@ -10,8 +10,8 @@ import pytest
 from rich.console import Console
 
 from common.settings.settings import SettingError
-from deploy import status
-from deploy.broker import Broker, free_port
+from deploy.commands import status
+from deploy.serve.broker import Broker, free_port
 from tests.support.fleet.scripted_worker import Answer
 from tests.support.openai_frames import answering
 from tests.support.other_servers import FLEET, running

@@ -16,7 +16,7 @@ from rich.console import Console
 
 from common.settings.flags import FlagParser
 from common.settings.settings import SettingError
-from deploy.client import (
+from deploy.commands.client import (
     Frames,
     Trouble,
     add_url,

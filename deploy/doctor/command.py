@@ -24,7 +24,7 @@ from common import model_files
 from common.broker import client
 from common.process import cpu, memory
 from common.settings.settings import SettingError, Settings
-from deploy import checks
+from deploy.serve import checks
 
 GIB = 2**30
 PYTHONS = ((3, 11), (3, 13))

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 import httpx
 import pytest
 
-from deploy.broker import Broker, free_port
-from deploy.chat import Answer
-from deploy.client import Frames, base_url, message
+from deploy.commands.chat import Answer
+from deploy.commands.client import Frames, base_url, message
+from deploy.serve.broker import Broker, free_port
 from tests.support.fleet.scripted_worker import Answer as Answered
 from tests.support.openai_frames import answering, ids
 from tests.support.other_servers import WORDS, Server, running

@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from common.settings.flags import FlagParser
-from deploy.client import Trouble, add_url, api_key, check, complain, explained, harmless, new_client
+from deploy.commands.client import Trouble, add_url, api_key, check, complain, explained, harmless, new_client
 
 ANSWER_S = 5.0
 REFRESH_S = 1.0

@@ -13,7 +13,7 @@ from common import model_files
 from common.broker import client
 from common.process import memory
 from common.settings.settings import SettingError, Settings
-from deploy.progress import progress
+from deploy.serve.progress import progress
 
 MIB = 2**20
 NVIDIA = Path("/dev/nvidiactl")

@@ -10,7 +10,7 @@ from urllib.parse import unquote
 import pytest
 from rich.console import Console
 
-from deploy.explain import main, timeline
+from deploy.commands.explain import main, timeline
 
 W0, W1 = "w0-9e47064c", "w1-bc844561"
 

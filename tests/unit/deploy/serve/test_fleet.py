@@ -1,7 +1,7 @@
 import pytest
 
 from common.settings.settings import SettingError, Settings
-from deploy.fleet import new_fleet
+from deploy.serve.fleet import new_fleet
 
 
 def test_every_process_has_ports_of_its_own() -> None:

@@ -13,13 +13,14 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from common.settings.settings import SettingError
-from deploy.bench import load, main, report, svg
+from deploy.bench import load, report, svg
 from deploy.bench.ask import Answer, ask, body, encode
+from deploy.bench.command import main
 from deploy.bench.figures import Figures, Round, figures, quantile
 from deploy.bench.prompts import prompt
 from deploy.bench.servers import COMPLETIONS, GENERATE, Server, identify, route
-from deploy.broker import Broker, free_port
-from deploy.client import Trouble
+from deploy.commands.client import Trouble
+from deploy.serve.broker import Broker, free_port
 from tests.support.fleet.scripted_worker import EOS
 from tests.support.fleet.scripted_worker import Answer as Answered
 from tests.support.openai_frames import answering, ids

@@ -5,9 +5,10 @@ from typing import Any
 import pytest
 
 from common import model_files
-from deploy import download, progress
+from deploy.commands import download
+from deploy.serve import progress
 from tests.integration.deploy.test_cli import tokenfleet
-from tests.unit.deploy.test_doctor import model
+from tests.unit.deploy.doctor.test_command import model
 
 
 @pytest.fixture(autouse=True)
