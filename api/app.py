@@ -14,7 +14,7 @@ from starlette.types import ASGIApp
 from api.admin import routes_fleet, routes_health, routes_metrics, routes_page, routes_timeline
 from api.errors import ApiError, handle_api_error, handle_crash, handle_disconnect, handle_http_error
 from api.http.auth import check_key
-from api.http.openapi import build_document
+from api.http.openapi import TAGS, build_document, introduction
 from api.http.request_id import RequestIdMiddleware
 from api.inference.metrics import MetricsMiddleware
 from api.inference.pool import Pool
@@ -35,6 +35,8 @@ def build(pool: Pool) -> ASGIApp:
 
     app = FastAPIOffline(  # /docs asks nobody else for its scripts
         title="Tokenfleet",
+        description=introduction(pool.settings),
+        openapi_tags=TAGS,
         lifespan=lifespan,
         redirect_slashes=False,
         openapi_url="/api-doc/openapi.json",

@@ -1,6 +1,4 @@
-"""GET /fleet: who is there and what they do. POST /fleet/processes/{id}/kill: the kill button of a
-demonstration.
-"""
+"""GET /fleet: the processes and their state. POST /fleet/processes/{id}/kill: kills one, with DEMO only."""
 
 from importlib.metadata import version
 from typing import Any
@@ -12,7 +10,7 @@ from starlette.responses import Response
 from api.admin import processes
 from api.admin.kill import check_own_process, check_same_origin, forbidden, send_sigkill
 from api.errors import ApiError, asking_broker
-from api.http.openapi import error_responses
+from api.http.openapi import FLEET, error_responses
 from api.inference.pool import Pool, pool_of
 from api.json import to_json
 from api.tgi.response_schemas import ERROR_RESPONSES, ErrorResponse
@@ -20,13 +18,13 @@ from api.tgi.response_schemas import ERROR_RESPONSES, ErrorResponse
 KILL_ERRORS = error_responses(
     ErrorResponse, {403: "Not for this asker, or not a process of this fleet", 404: "No such process"}
 )
-router = APIRouter(responses={status: ERROR_RESPONSES[status] for status in (401, 503)})
+router = APIRouter(responses={status: ERROR_RESPONSES[status] for status in (401, 503)}, tags=[FLEET])
 VERSION = version("tokenfleet")
 
 
-@router.get("/fleet")
+@router.get("/fleet", summary="List processes")
 async def fleet(request: Request) -> Response:
-    """Every process of the pool, and what waits and runs. 503 while the broker does not answer."""
+    """Returns every process of the pool with its state, and how many requests wait and run."""
     pool = pool_of(request)
     called = await read_process_list(pool)
     settings = pool.settings
@@ -42,11 +40,14 @@ async def fleet(request: Request) -> Response:
     return Response(to_json(answer), 200, {"cache-control": "no-store"}, "application/json")
 
 
-@router.post("/fleet/processes/{process_id}/kill", status_code=202, responses=KILL_ERRORS)
+@router.post(
+    "/fleet/processes/{process_id}/kill",
+    summary="Kill a process (demonstration)",
+    status_code=202,
+    responses=KILL_ERRORS,
+)
 async def kill_process(request: Request, process_id: str) -> Response:
-    """SIGKILL to a process of this fleet. Only with DEMO, and only for a page of this machine: 403 for all
-    others, 404 for unknown ones.
-    """
+    """Sends SIGKILL to a process of this fleet. Needs the setting DEMO, and a request from this machine."""
     pool = pool_of(request)
     if not pool.settings.demo:
         raise forbidden("DEMO is not on")

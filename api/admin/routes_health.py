@@ -1,21 +1,22 @@
-"""GET /health and /ping: whether a request would be accepted now. Open to everybody."""
+"""GET /health and /ping: 200 if a request would be accepted now. No API key is needed."""
 
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from api.errors import ApiError
+from api.http.openapi import HEALTH
 from api.inference.pool import pool_of
 from api.tgi.response_schemas import ERROR_RESPONSES
 
-router = APIRouter(responses={503: ERROR_RESPONSES[503]})
+router = APIRouter(responses={503: ERROR_RESPONSES[503]}, tags=[HEALTH])
 
 
 @router.head("/ping", include_in_schema=False)
 @router.head("/health", include_in_schema=False)
-@router.get("/ping", response_class=Response, name="ping")
-@router.get("/health", response_class=Response)
+@router.get("/ping", response_class=Response, name="ping", summary="Health check (same as /health)")
+@router.get("/health", response_class=Response, summary="Health check")
 async def health(request: Request) -> Response:
-    """An empty answer where all is well."""
+    """Returns 200 with an empty body if a worker and the broker are available, else 503."""
     try:
         await pool_of(request).admission.check()
     except ApiError as error:

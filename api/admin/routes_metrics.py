@@ -1,4 +1,4 @@
-"""GET /metrics: the figures of the whole pool, the same from every gateway."""
+"""GET /metrics: the metrics of the whole pool; every gateway returns the same."""
 
 import asyncio
 from collections import Counter
@@ -8,6 +8,7 @@ from starlette.responses import PlainTextResponse, Response
 
 from api.admin import processes
 from api.admin.processes import ProcessList
+from api.http.openapi import HEALTH
 from api.inference import metrics as meter
 from api.inference.pool import pool_of
 from common.broker.client import CONNECT_TIMEOUT_S, ERRORS
@@ -15,13 +16,13 @@ from common.metrics import aggregate, catalogue
 from common.metrics.exposition import CONTENT_TYPE, Gauges, Values, render_fleet
 from common.metrics.primitives import Labels
 
-router = APIRouter()
+router = APIRouter(tags=[HEALTH])
 
 
-@router.get("/metrics", response_class=PlainTextResponse)
+@router.get("/metrics", summary="Prometheus metrics", response_class=PlainTextResponse)
 async def metrics(request: Request) -> Response:
-    """What all processes of the pool have counted, and what the broker shows now; without a broker, that
-    there is none.
+    """Returns the metrics of all processes of the pool in Prometheus' text format: scrape one gateway, not
+    each of them. While the broker is away, only `tokenfleet_broker_up 0`.
     """
     pool = pool_of(request)
     redis, keys = pool.redis, pool.workers.keys

@@ -1,4 +1,6 @@
-"""GET /: the page for a browser, TGI's health for everybody else. The page's files are in `api/page/`."""
+"""GET /: the web page for browsers, TGI's health check for other clients. The page's files are in
+`api/page/`.
+"""
 
 from pathlib import Path
 
@@ -7,9 +9,10 @@ from starlette.exceptions import HTTPException
 from starlette.responses import FileResponse, Response
 
 from api.admin.routes_health import health
+from api.http.openapi import HEALTH
 from api.tgi.response_schemas import ErrorResponse
 
-router = APIRouter()
+router = APIRouter(tags=[HEALTH])
 FILES = {path.name: path for path in (Path(__file__).parents[1] / "page").iterdir()}
 POLICY = "; ".join(
     [
@@ -31,9 +34,14 @@ HEADERS = {
 
 
 @router.head("/", include_in_schema=False)
-@router.get("/", response_class=Response, responses={503: {"model": ErrorResponse}})
+@router.get(
+    "/",
+    summary="Web page, or health check",
+    response_class=Response,
+    responses={503: {"model": ErrorResponse}},
+)
 async def page_or_health(request: Request) -> Response:
-    """The page for a browser; for everybody else as /health."""
+    """Returns the web page if the client accepts `text/html`, else what /health returns."""
     if "text/html" in request.headers.get("accept", ""):
         return FileResponse(FILES["page.html"], headers=HEADERS | {"vary": "accept"})
     return await health(request)
@@ -41,7 +49,7 @@ async def page_or_health(request: Request) -> Response:
 
 @router.get("/page/{name}", include_in_schema=False)
 async def page_file(name: str) -> Response:
-    """What the page is made of."""
+    """Returns a file of the page."""
     if name not in FILES:
         raise HTTPException(404)
     return FileResponse(FILES[name], headers=HEADERS)

@@ -1,24 +1,26 @@
-"""GET /fleet/requests/{id}: one request's life, as the batcher told it."""
+"""GET /fleet/requests/{id}: the timeline of one request, as the batcher wrote it."""
 
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from api.admin import timeline
 from api.errors import ApiError, asking_broker
-from api.http.openapi import error_responses
+from api.http.openapi import FLEET, error_responses
 from api.inference.pool import pool_of
 from api.json import to_json
 from api.tgi.response_schemas import ERROR_RESPONSES, ErrorResponse
 
-router = APIRouter(responses={status: ERROR_RESPONSES[status] for status in (401, 503)})
+router = APIRouter(responses={status: ERROR_RESPONSES[status] for status in (401, 503)}, tags=[FLEET])
 
 
 @router.get(
-    "/fleet/requests/{request_id:path}", responses=error_responses(ErrorResponse, {404: "No such request"})
+    "/fleet/requests/{request_id:path}",
+    summary="Show a request's timeline",
+    responses=error_responses(ErrorResponse, {404: "No such request"}),
 )
 async def request_timeline(request: Request, request_id: str) -> Response:
-    """What happened to a request, and to each of its choices. 404 for one that was never heard of, or so long
-    ago that it is forgotten.
+    """Returns the events of a request and of each of its choices: queued, placed on a worker, first token,
+    resumed, ended. Timelines are kept for a day at most; then the answer is 404.
     """
     pool = pool_of(request)
     async with asking_broker():

@@ -1,5 +1,7 @@
-"""The description of the API at /docs and /api-doc/openapi.json. Routes read their bodies themselves, so they
-say here what these are.
+"""OpenAPI: the document at /api-doc/openapi.json, which /docs shows.
+
+Routes read and validate their bodies themselves (api/http/body.py), so FastAPI cannot derive the bodies'
+schemas: each route names them here.
 """
 
 from functools import cache
@@ -10,31 +12,66 @@ from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 from pydantic import BaseModel
 
+from common.settings.settings import Settings
+
 REFERENCE = "#/components/schemas/{model}"
+
+TGI = "Text generation (TGI)"
+OPENAI = "OpenAI API"
+FLEET = "Fleet"
+HEALTH = "Health and metrics"
+TAGS = [
+    {"name": OPENAI, "description": "Chat and text completions, as OpenAI's API and vLLM have them."},
+    {"name": TGI, "description": "The API of text-generation-inference."},
+    {"name": HEALTH, "description": "For load balancers and Prometheus. No API key is needed."},
+    {"name": FLEET, "description": "The processes of the fleet, and the timeline of a request."},
+]
 
 ErrorResponses = dict[int | str, dict[str, Any]]
 """A route's `responses` besides 200."""
 
 
-def json_body(shape: type[BaseModel]) -> dict[str, Any]:
-    """A route's `openapi_extra`: its body is JSON of this shape."""
-    return {
-        "requestBody": {
-            "required": True,
-            "content": {"application/json": {"schema": schema(shape, "validation")}},
-        }
-    }
+def introduction(settings: Settings) -> str:
+    """The first paragraphs of /docs, in Markdown."""
+    key = ' -H "Authorization: Bearer $API_KEY"' if settings.api_key else ""
+    curl = f"curl http://localhost:{settings.port}"
+    return f"""
+This server generates text with the model `{settings.model_name}`. Try it:
+
+```shell
+{curl}/generate{key} -H 'Content-Type: application/json' \\
+  -d '{{"inputs": "The capital of France is", "parameters": {{"max_new_tokens": 20}}}}'
+```
+
+With a chat model, token by token:
+
+```shell
+{curl}/v1/chat/completions{key} -H 'Content-Type: application/json' -N \\
+  -d '{{"messages": [{{"role": "user", "content": "Why is the sky blue?"}}], "stream": true}}'
+```
+
+Clients for OpenAI's API use the base URL `http://localhost:{settings.port}/v1`; clients for
+text-generation-inference use `http://localhost:{settings.port}`.
+"""
 
 
-def event_stream(shape: type[BaseModel], *words: str) -> dict[str, Any]:
-    """The content of a route's answer that is a stream of frames of this shape, and of these words."""
+def json_body(shape: type[BaseModel], example: dict[str, Any]) -> dict[str, Any]:
+    """A route's `openapi_extra`: its body is JSON of this shape; /docs proposes the example."""
+    content = {"schema": schema(shape, "validation"), "example": example}
+    return {"requestBody": {"required": True, "content": {"application/json": content}}}
+
+
+def event_stream(shape: type[BaseModel], *texts: str) -> dict[str, Any]:
+    """The content of a response that is a stream of server-sent events: objects of this shape, or one of
+    these texts.
+    """
     data: dict[str, Any] = {
         "type": "string",
         "contentMediaType": "application/json",
         "contentSchema": schema(shape, "serialization"),
     }
-    if words:
-        data = {"anyOf": [{"enum": list(words)}, data]}
+    if texts:
+        data = {"anyOf": [{"enum": list(texts)}, data]}
     return {
         "text/event-stream": {
             "schema": {"type": "object", "required": ["data"], "properties": {"data": data}}
@@ -43,7 +80,7 @@ def event_stream(shape: type[BaseModel], *words: str) -> dict[str, Any]:
 
 
 def error_responses(shape: type[BaseModel], descriptions: dict[int, str]) -> ErrorResponses:
-    """Why a route refuses, by status; the body is of this shape."""
+    """A route's error responses by status; the body is of this shape."""
     return {
         status: {"model": shape, "description": description} for status, description in descriptions.items()
     }
@@ -51,14 +88,20 @@ def error_responses(shape: type[BaseModel], descriptions: dict[int, str]) -> Err
 
 @cache
 def schema(shape: type[BaseModel], mode: Any) -> dict[str, Any]:
-    """With definitions of what it refers to under `$defs`, from where `describe` takes them."""
+    """The JSON schema of a shape; schemas that it refers to are under `$defs` (see `hoist_definitions`)."""
     return shape.model_json_schema(ref_template=REFERENCE, mode=mode)
 
 
 def build_document(app: FastAPI) -> dict[str, Any]:
-    """The whole description; computed once."""
+    """The OpenAPI document of an application; it is computed once."""
     if app.openapi_schema is None:
-        document = get_openapi(title=app.title, version=version("tokenfleet"), routes=app.routes)
+        document = get_openapi(
+            title=app.title,
+            version=version("tokenfleet"),
+            description=app.description,
+            tags=app.openapi_tags,
+            routes=app.routes,
+        )
         definitions: dict[str, Any] = {}
         document["paths"] = hoist_definitions(document["paths"], definitions)
         document["components"]["schemas"] |= definitions
@@ -67,7 +110,7 @@ def build_document(app: FastAPI) -> dict[str, Any]:
 
 
 def hoist_definitions(node: Any, definitions: dict[str, Any]) -> Any:
-    """A copy of `node` without `$defs`, which go into `definitions`."""
+    """A copy of `node` without `$defs`; their content goes into `definitions`."""
     if isinstance(node, list):
         return [hoist_definitions(item, definitions) for item in node]
     if not isinstance(node, dict):

@@ -1,4 +1,4 @@
-"""POST /v1/chat/completions, as OpenAI has it, with what vLLM and TGI add."""
+"""POST /v1/chat/completions: as in OpenAI's API, with the additions of vLLM and TGI."""
 
 import time
 from functools import partial
@@ -6,7 +6,7 @@ from functools import partial
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from api.http.openapi import json_body
+from api.http.openapi import OPENAI, json_body
 from api.inference.validate import validate
 from api.openai import chat_prompt
 from api.openai.accept import accept
@@ -21,16 +21,20 @@ from api.openai.response_schemas import (
     response_or_chunks,
 )
 
-router = APIRouter(responses=ERROR_RESPONSES)
+router = APIRouter(responses=ERROR_RESPONSES, tags=[OPENAI])
+EXAMPLE = {"messages": [{"role": "user", "content": "Why is the sky blue?"}], "max_tokens": 100}
 
 
 @router.post(
     "/v1/chat/completions",
-    openapi_extra=json_body(ChatRequest),
+    summary="Create a chat completion",
+    openapi_extra=json_body(ChatRequest, EXAMPLE),
     responses=response_or_chunks(ChatCompletion, ChatCompletionChunk),
 )
 async def chat_completions(request: Request) -> Response:
-    """The assistant's next message, as a stream of chunks with `stream`, else as a whole."""
+    """Generates the assistant's next message. With `stream`, it comes as server-sent events, a chunk for each
+    token, and ends with `data: [DONE]`.
+    """
     begun_s = time.monotonic()
     pool, chat = await accept(request, ChatRequest)
     await pool.admission.check()

@@ -1,4 +1,4 @@
-"""POST /v1/completions, as OpenAI has it, with what vLLM and TGI add."""
+"""POST /v1/completions: as in OpenAI's API, with the additions of vLLM and TGI."""
 
 import time
 from functools import partial
@@ -7,7 +7,7 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from api.errors import invalid
-from api.http.openapi import json_body
+from api.http.openapi import OPENAI, json_body
 from api.inference.params import GenerationParams
 from api.inference.validate import Limits, validate
 from api.openai.accept import accept
@@ -18,16 +18,20 @@ from api.openai.request_schemas import CompletionRequest
 from api.openai.respond import respond
 from api.openai.response_schemas import ERROR_RESPONSES, Completion, CompletionChunk, response_or_chunks
 
-router = APIRouter(responses=ERROR_RESPONSES)
+router = APIRouter(responses=ERROR_RESPONSES, tags=[OPENAI])
+EXAMPLE = {"prompt": "The capital of France is", "max_tokens": 20}
 
 
 @router.post(
     "/v1/completions",
-    openapi_extra=json_body(CompletionRequest),
+    summary="Create a completion",
+    openapi_extra=json_body(CompletionRequest, EXAMPLE),
     responses=response_or_chunks(Completion, CompletionChunk),
 )
 async def completions(request: Request) -> Response:
-    """How each prompt goes on: its choices stand together, in the order of the prompts."""
+    """Continues one prompt or several. `choices` has the `n` choices of the first prompt, then those of the
+    next. With `stream`, they come as server-sent events, a chunk for each token, and end with `data: [DONE]`.
+    """
     begun_s = time.monotonic()
     pool, completion = await accept(request, CompletionRequest)
     await pool.admission.check()

@@ -1,19 +1,22 @@
-"""GET /v1/models: what can be named as `model`."""
+"""GET /v1/models and /v1/models/{name}: the models that a request can name."""
 
 from typing import Any
 
 from fastapi import APIRouter, Request
 
 from api.errors import asking_broker
+from api.http.openapi import OPENAI
 from api.inference.pool import pool_of
 from api.openai.response_schemas import ERROR_RESPONSES, Model, ModelList
 
-router = APIRouter()
+router = APIRouter(tags=[OPENAI])
 
 
-@router.get("/v1/models", responses={200: {"model": ModelList}, 503: ERROR_RESPONSES[503]})
-async def models(request: Request) -> dict[str, Any]:
-    """What can be named as `model`: the model of this pool, and other pools that have a live worker."""
+@router.get(
+    "/v1/models", summary="List models", responses={200: {"model": ModelList}, 503: ERROR_RESPONSES[503]}
+)
+async def list_models(request: Request) -> dict[str, Any]:
+    """Lists the model of this pool, and those of other pools that have a live worker."""
     pool = pool_of(request)
     async with asking_broker():
         others = await pool.pools.others()
@@ -22,10 +25,11 @@ async def models(request: Request) -> dict[str, Any]:
 
 @router.get(
     "/v1/models/{name:path}",
+    summary="Retrieve a model",
     responses={200: {"model": Model}, 404: ERROR_RESPONSES[404], 503: ERROR_RESPONSES[503]},
 )
-async def model(request: Request, name: str) -> dict[str, Any]:
-    """One of them."""
+async def retrieve_model(request: Request, name: str) -> dict[str, Any]:
+    """Returns one of the models that GET /v1/models lists; 404 for others."""
     pool = await pool_of(request).pools.find(name)
     return render_model(pool.settings.model_name)
 

@@ -1,4 +1,4 @@
-"""POST /generate, /generate_stream and /, as TGI has them."""
+"""POST /generate, /generate_stream and /: text from a prompt, as in TGI."""
 
 import time
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from starlette.responses import Response
 from api.http import body
 from api.http.disconnect import finished
 from api.http.headers import prompt_headers, time_headers
-from api.http.openapi import event_stream, json_body
+from api.http.openapi import TGI, event_stream, json_body
 from api.http.request_id import request_id
 from api.http.sse import TokenStream
 from api.inference.pool import Pool, pool_of
@@ -24,8 +24,9 @@ from api.tgi.request_schemas import CompatGenerateRequest, GenerateParameters, G
 from api.tgi.response_schemas import GENERATE_ERRORS, GenerateResponse, StreamResponse
 from common.messages.request import Generate
 
-router = APIRouter(responses=GENERATE_ERRORS)
+router = APIRouter(responses=GENERATE_ERRORS, tags=[TGI])
 
+EXAMPLE = {"inputs": "The capital of France is", "parameters": {"max_new_tokens": 20}}
 EVENTS: dict[int | str, dict[str, Any]] = {200: {"content": event_stream(StreamResponse)}}
 
 
@@ -51,31 +52,40 @@ class AcceptedRequest:
 
 @router.post(
     "/generate_stream",
-    openapi_extra=json_body(GenerateRequest),
+    summary="Generate a stream of tokens",
+    openapi_extra=json_body(GenerateRequest, EXAMPLE),
     responses=EVENTS,
     response_class=EventSourceResponse,
 )
 async def generate_stream(request: Request) -> Response:
-    """Tokens as server-sent events, one frame each; the last one carries the whole text."""
+    """Sends each token as a server-sent event (`data: {…}`) as soon as it is generated. The last event has
+    the whole text in `generated_text`. A request that fails midway ends with an event that has `error`.
+    """
     return await respond_with_stream(await accept(request, GenerateRequest, streamed=True))
 
 
 @router.post(
-    "/generate", openapi_extra=json_body(GenerateRequest), responses={200: {"model": GenerateResponse}}
+    "/generate",
+    summary="Generate text",
+    openapi_extra=json_body(GenerateRequest, EXAMPLE),
+    responses={200: {"model": GenerateResponse}},
 )
 async def generate(request: Request) -> Response:
-    """The whole text at once."""
+    """Returns the whole text when generation has finished. With `details`, the response has the tokens with
+    their log-probabilities, the seed and the finish reason.
+    """
     return await respond_with_whole(await accept(request, GenerateRequest, streamed=False))
 
 
 @router.post(
     "/",
-    openapi_extra=json_body(CompatGenerateRequest),
+    summary="Generate text, or a stream of tokens",
+    openapi_extra=json_body(CompatGenerateRequest, EXAMPLE),
     responses={200: {"model": list[GenerateResponse], **EVENTS[200]}},
 )
 async def compat_generate(request: Request) -> Response:
-    """As /generate_stream with `stream`, else as /generate, in an array of one. The prompt is part of the
-    text unless that is denied.
+    """Does what /generate_stream does if `stream` is true, else what /generate does, with the response in an
+    array of one. The text begins with the prompt unless `return_full_text` is false.
     """
     call = await accept(request, CompatGenerateRequest, full_text=True)
     return await respond_with_stream(call) if call.streamed else await respond_with_whole(call, in_array=True)

@@ -1,4 +1,4 @@
-"""GET /info: the model and its limits, as TGI tells them."""
+"""GET /info: the model and its limits, as in TGI."""
 
 import os
 from importlib.metadata import version
@@ -7,17 +7,19 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from api.errors import unavailable
-from api.http.openapi import error_responses
+from api.http.openapi import TGI, error_responses
 from api.inference.pool import pool_of
 from api.json import to_json
 from api.tgi.response_schemas import ErrorResponse, Info
 
-router = APIRouter(responses=error_responses(ErrorResponse, {503: "No worker has been ready yet"}))
+router = APIRouter(
+    responses=error_responses(ErrorResponse, {503: "No worker has been ready yet"}), tags=[TGI]
+)
 
 
-@router.get("/info", responses={200: {"model": Info}})
+@router.get("/info", summary="Model and limits", responses={200: {"model": Info}})
 async def info(request: Request) -> Response:
-    """Limits are those of the smallest worker, and once known they stay when the workers go."""
+    """Returns the limits of the smallest worker. Once known, they stay when the workers stop."""
     pool = pool_of(request)
     settings, fleet = pool.settings, pool.workers
     if not fleet.max_total_tokens:

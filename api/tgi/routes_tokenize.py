@@ -1,4 +1,4 @@
-"""POST /tokenize and /chat_tokenize: what the model's tokenizer makes of a text, or of a chat."""
+"""POST /tokenize and /chat_tokenize: the token ids of a text or of a chat, as in TGI."""
 
 from itertools import accumulate
 from typing import Any
@@ -7,7 +7,7 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from api.http import body
-from api.http.openapi import json_body
+from api.http.openapi import TGI, json_body
 from api.inference.pool import pool_of
 from api.inference.tokenizer import ModelTokenizer
 from api.inference.validate import check
@@ -20,14 +20,19 @@ from api.openai.request_schemas import ChatRequest
 from api.tgi.request_schemas import TokenizeRequest
 from api.tgi.response_schemas import TOKENIZE_ERRORS, ChatTokenizeResponse, SimpleToken
 
-router = APIRouter(responses=TOKENIZE_ERRORS)
+router = APIRouter(responses=TOKENIZE_ERRORS, tags=[TGI])
+TEXT = {"inputs": "The capital of France is"}
+CHAT = {"messages": [{"role": "user", "content": "Why is the sky blue?"}]}
 
 
 @router.post(
-    "/tokenize", openapi_extra=json_body(TokenizeRequest), responses={200: {"model": list[SimpleToken]}}
+    "/tokenize",
+    summary="Tokenize a text",
+    openapi_extra=json_body(TokenizeRequest, TEXT),
+    responses={200: {"model": list[SimpleToken]}},
 )
 async def tokenize(request: Request) -> Response:
-    """Tokens of `inputs`, with what the model wants around a prompt."""
+    """Returns the tokens of `inputs`, with the special tokens that the model puts around a prompt."""
     pool = pool_of(request)
     asked = await body.read(request, TokenizeRequest, pool.settings.payload_limit)
     content = await offload(len(asked.inputs), lambda: to_json(simple_tokens(pool.tokenizer, asked.inputs)))
@@ -35,10 +40,15 @@ async def tokenize(request: Request) -> Response:
 
 
 @router.post(
-    "/chat_tokenize", openapi_extra=json_body(ChatRequest), responses={200: {"model": ChatTokenizeResponse}}
+    "/chat_tokenize",
+    summary="Tokenize a chat",
+    openapi_extra=json_body(ChatRequest, CHAT),
+    responses={200: {"model": ChatTokenizeResponse}},
 )
 async def chat_tokenize(request: Request) -> Response:
-    """The prompt that /v1/chat/completions would make of the same body, and its tokens; however long it is."""
+    """Returns the prompt that /v1/chat/completions makes of the same body, and its tokens. The prompt may be
+    longer than the model's context.
+    """
     pool, chat = await accept(request, ChatRequest)
     tokenizer = pool.tokenizer
     text = await chat_prompt.chat_prompt_text(chat, tokenizer.chat_template)

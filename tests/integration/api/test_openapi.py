@@ -1,6 +1,10 @@
-"""The description of the API: whole, resolvable, and true of what routes answer."""
+"""The OpenAPI document: complete, resolvable, in plain words, and true of what routes return."""
 
+import json
+import re
+import shlex
 from collections.abc import Iterator
+from itertools import pairwise
 from typing import Any
 
 from jsonschema_rs import Draft202012Validator
@@ -57,6 +61,43 @@ async def test_a_key_is_described_where_there_is_one(broker: Broker) -> None:
     assert document["components"]["securitySchemes"] == {"HTTPBearer": {"type": "http", "scheme": "bearer"}}
     assert all(document["paths"][path]["post"]["security"] == [{"HTTPBearer": []}] for path in TAKES_BODY)
     assert "security" not in document["paths"]["/health"]["get"]
+
+
+async def test_every_operation_has_a_tag_a_summary_a_description_and_a_plain_id(broker: Broker) -> None:
+    async with serving(broker.url) as (_, client):
+        document = (await client.get("/api-doc/openapi.json")).json()
+    tags = {tag["name"]: tag["description"] for tag in document["tags"]}
+    used, summaries = set[str](), list[str]()
+    for path, methods in document["paths"].items():
+        for operation in methods.values():
+            [tag] = operation["tags"]
+            used.add(tag)
+            summaries.append(operation["summary"])
+            assert re.fullmatch(r"[A-Z][a-z]+[\w ,'()/]+", operation["summary"]), path
+            assert operation["description"].endswith("."), path
+            assert re.fullmatch(r"[a-z]+(_[a-z]+)*", operation["operationId"]), path
+    assert used == set(tags)
+    assert len(set(summaries)) == len(summaries)
+
+
+async def test_the_commands_of_the_first_paragraph_work(broker: Broker) -> None:
+    async with (
+        working(broker.url, TOKENIZER, lambda _: Answer([5, 6])),
+        serving(broker.url, api_key="sesame") as (pool, client),
+    ):
+        await ready(pool)
+        description = (await client.get("/api-doc/openapi.json")).json()["info"]["description"]
+        commands = [shlex.split(one) for one in re.findall(r"```shell\n(.*?)```", description, re.DOTALL)]
+        assert len(commands) == 2
+        for curl, url, *flags in commands:
+            assert curl == "curl" and url.startswith(f"http://localhost:{pool.settings.port}/")
+            values = [value for flag, value in pairwise(flags) if flag in ("-H", "-d")]
+            *lines, data = [value.replace("$API_KEY", "sesame") for value in values]
+            headers = dict(line.split(": ") for line in lines)
+            path = "/" + url.split("/", 3)[3]
+            response = await client.post(path, headers=headers, content=data)
+            assert response.status_code == 200, response.text
+            assert ("data: [DONE]" in response.text) == bool(json.loads(data).get("stream"))
 
 
 async def test_answers_are_as_described(broker: Broker) -> None:
