@@ -1,8 +1,8 @@
-"""Which KV blocks of a worker are free. Numbers only: the memory itself is the engine's."""
+"""BlockPool: which KV blocks of a worker are free. It holds numbers only; the engine has the memory."""
 
 
 class BlockPool:
-    """Blocks 1 to `num_blocks` of one worker. Block 0 is the device's scratch and belongs to nobody."""
+    """Blocks 1 to `num_blocks` of one worker. Block 0 is the engine's scratch and is never allocated."""
 
     def __init__(self, num_blocks: int) -> None:
         self.num_blocks = num_blocks
@@ -12,17 +12,16 @@ class BlockPool:
     def num_free(self) -> int:
         return len(self.free)
 
-    def can_take(self, count: int) -> bool:
+    def can_allocate(self, count: int) -> bool:
         return count <= len(self.free)
 
-    def take(self, count: int) -> list[int]:
-        """`count` blocks, the most recently released first. The caller asked `can_take` before."""
+    def allocate(self, count: int) -> list[int]:
+        """Return `count` blocks, the most recently released first. The caller checks `can_allocate`."""
         if count == 0:
             return []
-        taken = self.free[-count:][::-1]
+        blocks = self.free[-count:][::-1]
         del self.free[-count:]
-        return taken
+        return blocks
 
-    def put_back(self, blocks: list[int]) -> None:
-        """Blocks that the engine reported released."""
+    def release(self, blocks: list[int]) -> None:
         self.free.extend(reversed(blocks))

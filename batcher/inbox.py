@@ -1,4 +1,4 @@
-"""Everything that the batcher hears, read with one XREAD: requests, control, and the reports of every worker."""
+"""Inbox: reads requests, control messages and the reports of every worker with one XREAD."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -6,11 +6,12 @@ from typing import Any
 
 from redis.asyncio import Redis
 
-COUNT = 256
+MAX_ENTRIES = 256
+"""Entries of each stream in one read."""
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class StreamEntry:
     """One stream entry. `fields` has one field, named after the kind of message."""
 
     stream: str
@@ -27,27 +28,30 @@ class Entry:
 
 
 class Inbox:
-    """The streams that are followed, and how far each has been read."""
+    """The streams that are followed, and the last id read of each."""
 
     def __init__(self, redis: Redis) -> None:
         self.redis = redis
-        self.read_to: dict[str, str] = {}
+        self.last_ids: dict[str, str] = {}
 
     def follow(self, stream: str, after: str = "0") -> None:
-        self.read_to.setdefault(stream, after)
+        """Read `stream` from the entry behind `after` on; no change if it is followed already."""
+        self.last_ids.setdefault(stream, after)
 
-    def drop(self, stream: str) -> None:
-        self.read_to.pop(stream, None)
+    def unfollow(self, stream: str) -> None:
+        self.last_ids.pop(stream, None)
 
-    async def read(self, wait_ms: int) -> list[Entry]:
-        """New entries of all streams, oldest first in each; waits up to `wait_ms` when there are none."""
-        streams: Any = dict(self.read_to)
-        answer = await self.redis.xread(streams, count=COUNT, block=max(1, wait_ms))
+    async def read(self, wait_ms: int) -> list[StreamEntry]:
+        """Return new entries of all streams, in order in each; wait up to `wait_ms` while there are none."""
+        streams: Any = dict(self.last_ids)
+        answer = await self.redis.xread(streams, count=MAX_ENTRIES, block=max(1, wait_ms))
         return list(self.entries(answer))
 
-    def entries(self, answer: list[tuple[bytes, list[tuple[bytes, dict[bytes, bytes]]]]]) -> Iterator[Entry]:
+    def entries(
+        self, answer: list[tuple[bytes, list[tuple[bytes, dict[bytes, bytes]]]]]
+    ) -> Iterator[StreamEntry]:
         for stream, items in answer:
             name = stream.decode()
             for entry_id, fields in items:
-                self.read_to[name] = entry_id.decode()
-                yield Entry(name, entry_id.decode(), fields)
+                self.last_ids[name] = entry_id.decode()
+                yield StreamEntry(name, entry_id.decode(), fields)

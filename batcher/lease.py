@@ -1,5 +1,7 @@
-"""The right to be the active batcher of a pool: one holder at a time, and an epoch that fences the plans of
-earlier ones.
+"""Lease: the right to be the active batcher of a pool.
+
+One batcher holds it at a time. Each new holder gets a higher epoch, which fences off the plans of earlier
+ones.
 """
 
 import asyncio
@@ -11,7 +13,7 @@ from common.broker.client import ERRORS, describe_error, script
 from common.broker.keys import Keys
 
 log = logging.getLogger(__name__)
-GIVE_BACK_S = 1.0
+RELEASE_TIMEOUT_S = 1.0
 
 
 class LeaseLost(Exception):
@@ -19,25 +21,31 @@ class LeaseLost(Exception):
 
 
 class Lease:
-    """Raises LeaseLost once another batcher took over; a broker that was away and came back is no reason."""
+    """Lease of `holder`, renewed while it is active.
 
-    def __init__(self, redis: Redis, keys: Keys, who: str, ttl_s: float) -> None:
-        self.keys, self.who, self.ttl_s = keys, who, ttl_s
+    It survives its expiry: a broker that was away and came back without a new holder grants it again.
+    """
+
+    def __init__(self, redis: Redis, keys: Keys, holder: str, ttl_s: float) -> None:
+        self.keys = keys
+        self.holder = holder
+        self.ttl_s = ttl_s
         self.script = script(redis, "lease")
         self.epoch = ""
 
-    async def ask(self, ttl_s: float) -> str:
+    async def request(self, ttl_s: float) -> str:
+        """Return the epoch, or "" while another batcher holds the lease. 0 seconds release it."""
         answer: bytes = await self.script(
-            keys=[self.keys.batcher, self.keys.epoch], args=[self.who, int(ttl_s * 1000), self.epoch]
+            keys=[self.keys.batcher, self.keys.epoch], args=[self.holder, int(ttl_s * 1000), self.epoch]
         )
         return answer.decode()
 
-    async def take(self) -> int:
-        """Waits until the lease is ours. Returns the new epoch."""
+    async def acquire(self) -> int:
+        """Wait until the lease is free, and take it. Return the new epoch."""
         standing_by = False
         while True:
             try:
-                if epoch := await self.ask(self.ttl_s):
+                if epoch := await self.request(self.ttl_s):
                     self.epoch = epoch
                     return int(epoch)
                 if not standing_by:
@@ -48,13 +56,14 @@ class Lease:
             await asyncio.sleep(min(0.5, self.ttl_s / 4))
 
     async def renew(self) -> None:
-        if await self.ask(self.ttl_s) != self.epoch:
+        """Raises LeaseLost when another batcher took over."""
+        if await self.request(self.ttl_s) != self.epoch:
             raise LeaseLost(f"epoch {self.epoch} is over")
 
-    async def give_back(self) -> None:
-        """A successor need not wait."""
+    async def release(self) -> None:
+        """Release the lease, so a successor need not wait for its expiry."""
         try:
-            async with asyncio.timeout(GIVE_BACK_S):
-                await self.ask(0)
+            async with asyncio.timeout(RELEASE_TIMEOUT_S):
+                await self.request(0)
         except ERRORS as error:
             log.warning("the lease stays until it expires: %s", describe_error(error))

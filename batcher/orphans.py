@@ -1,4 +1,4 @@
-"""Requests whose gateway died: they live on for their grace, then are cancelled."""
+"""Orphans: requests whose gateway died. They go on for their grace period, then they are cancelled."""
 
 import time
 from collections.abc import Collection
@@ -9,26 +9,27 @@ from batcher.sequence import Sequence
 from common.broker.keys import Keys
 
 
-class Gateways:
-    """Since when which gateway has shown no sign of life."""
+class OrphanTracker:
+    """Tracks since when each gateway has sent no heartbeat."""
 
     def __init__(self, redis: Redis, keys: Keys) -> None:
-        self.redis, self.keys = redis, keys
-        self.absent_since: dict[str, float] = {}
+        self.redis = redis
+        self.keys = keys
+        self.absent_since_s: dict[str, float] = {}
 
     async def orphans(self, sequences: Collection[Sequence]) -> list[str]:
-        """Ids of requests whose gateway has been gone for longer than their grace."""
-        names = sorted({sequence.request.gateway for sequence in sequences if sequence.request.gateway})
+        """Return the ids of requests whose gateway has been absent for longer than their grace."""
+        gateways = sorted({sequence.request.gateway for sequence in sequences if sequence.request.gateway})
         async with self.redis.pipeline(transaction=False) as pipe:
-            for name in names:
-                pipe.exists(self.keys.gateway(name))
-            alive = await pipe.execute()
-        now = time.monotonic()
-        absent = {name for name, there in zip(names, alive, strict=True) if not there}
-        self.absent_since = {name: self.absent_since.get(name, now) for name in absent}
+            for gateway in gateways:
+                pipe.exists(self.keys.gateway(gateway))
+            present = await pipe.execute()
+        now_s = time.monotonic()
+        absent = {gateway for gateway, exists in zip(gateways, present, strict=True) if not exists}
+        self.absent_since_s = {gateway: self.absent_since_s.get(gateway, now_s) for gateway in absent}
         return [
-            one.request_id
-            for one in sequences
-            if (since := self.absent_since.get(one.request.gateway))
-            and (now - since) * 1000 >= one.request.grace_ms
+            sequence.request_id
+            for sequence in sequences
+            if (since_s := self.absent_since_s.get(sequence.request.gateway)) is not None
+            and (now_s - since_s) * 1000 >= sequence.request.grace_ms
         ]

@@ -1,16 +1,19 @@
-"""Takes requests, cancels and workers' words off the streams."""
+"""Parse: reads requests and names from stream entries."""
 
 import msgpack
 
-from batcher.inbox import Entry
+from batcher.inbox import StreamEntry
 from batcher.sequence import Sequence
 from common.broker.stream_ids import parse_stream_id
 from common.messages.codec import WireError, decode
 from common.messages.request import Generate
 
 
-def sequence(entry: Entry) -> Sequence:
-    """The sequence of a `requests` entry; its time to live counts from the entry's id. Raises WireError."""
+def sequence(entry: StreamEntry) -> Sequence:
+    """Return the sequence of a `requests` entry; its time to live counts from the entry's id.
+
+    Raises WireError.
+    """
     request = decode(Generate, entry.data)
     if not request.prompt_ids or len(request.prompt_ids) % 4:
         raise WireError("Generate.prompt_ids: empty, or no multiple of 4 bytes")
@@ -20,18 +23,18 @@ def sequence(entry: Entry) -> Sequence:
     return Sequence(request, entry.id, len(entry.data), parse_stream_id(entry.id)[0] + request.ttl_ms)
 
 
-def name(data: bytes) -> str:
-    """An incarnation's name. Raises WireError."""
+def incarnation(data: bytes) -> str:
+    """Return a worker's incarnation. Raises WireError."""
     try:
         return data.decode()
     except UnicodeDecodeError as error:
-        raise WireError(f"no name: {error}") from error
+        raise WireError(f"no incarnation: {error}") from error
 
 
 def request_id(data: bytes) -> str | None:
-    """The request id in a payload that is no valid `Generate`, if one can be read."""
+    """Return the request id in a payload that is no valid `Generate`, if one can be read."""
     try:
-        name = msgpack.unpackb(data)["id"]
-    except Exception:  # any bytes at all may stand here
+        found = msgpack.unpackb(data)["id"]
+    except Exception:  # the payload may be any bytes at all
         return None
-    return name if isinstance(name, str) else None
+    return found if isinstance(found, str) else None

@@ -1,4 +1,4 @@
-"""One batcher process: stands by until the lease is free, then is the active one until it loses it."""
+"""Batcher process: stands by until the lease is free, then is the active batcher until it loses the lease."""
 
 import asyncio
 import logging
@@ -22,41 +22,43 @@ LEASE_S = 2.0
 
 
 async def serve(settings: Settings, incarnation: str) -> None:
-    """Returns after SIGTERM. Raises LeaseLost."""
+    """Run one batcher until SIGTERM. Raises LeaseLost."""
     redis = client.connect(client.broker_url(settings))
     keys = Keys(settings.pool)
     lease = Lease(redis, keys, incarnation, LEASE_S)
-    working = asyncio.create_task(work(settings, redis, keys, lease))
-    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, working.cancel)
+    task = asyncio.create_task(run_batcher(settings, redis, keys, lease))
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
     try:
-        await working
+        await task
     except asyncio.CancelledError:
-        await lease.give_back()
+        await lease.release()
 
 
-async def work(settings: Settings, redis: Redis, keys: Keys, lease: Lease) -> None:
+async def run_batcher(settings: Settings, redis: Redis, keys: Keys, lease: Lease) -> None:
     epoch = await stand_by(settings, redis, keys, lease)
     async with publishing_metrics(redis, keys):
         await Batcher(settings, redis, keys, lease, epoch).run()
 
 
 async def stand_by(settings: Settings, redis: Redis, keys: Keys, lease: Lease) -> int:
-    """Returns our epoch, once the lease is ours; people see meanwhile that we are there."""
-    sign = Heartbeat(redis, keys, "batcher", lease.who, settings.worker_ttl_s)
-    showing = asyncio.create_task(sign.send_forever(settings.heartbeat_s, lambda: {"waiting": 0, "rows": 0}))
+    """Wait for the lease, sending heartbeats meanwhile. Return the new epoch."""
+    heartbeat = Heartbeat(redis, keys, "batcher", lease.holder, settings.worker_ttl_s)
+    sending = asyncio.create_task(
+        heartbeat.send_forever(settings.heartbeat_s, lambda: {"waiting": 0, "rows": 0})
+    )
     try:
-        return await lease.take()
+        return await lease.acquire()
     finally:
-        showing.cancel()
+        sending.cancel()
 
 
 def main() -> None:
-    own = start_process("batcher", "b0")
+    identity = start_process("batcher", "b0")
     with exit_when_unservable():
         settings = Settings.read([])
-        configure_process(own, settings)
+        configure_process(identity, settings)
     try:
-        uvloop.run(serve(settings, own.incarnation))
+        uvloop.run(serve(settings, identity.incarnation))
     except LeaseLost as error:
         log.warning("lease lost: %s", error)
         sys.exit(1)

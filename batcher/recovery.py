@@ -1,60 +1,111 @@
-"""Resume: what is committed of interrupted requests is read, kept, and handed back to the scheduler."""
+"""Recovery: interrupted requests go on from their committed tokens.
+
+Committed tokens are read from the request's own string and from the log of the worker that held it; what only
+the log has is saved to the string first, so the log can be deleted.
+"""
+
+import logging
 
 from redis.asyncio import Redis
 
+from batcher.scheduler import Scheduler
 from batcher.sequence import Sequence
+from batcher.terminals import Terminals
+from batcher.timeline import TimelineWriter
+from batcher.workers import WorkerRegistry
 from common.broker import committed
 from common.broker.client import script
 from common.broker.committed import Committed
 from common.broker.keys import TOKENS_TTL_MS, Keys
 
+log = logging.getLogger(__name__)
+
 
 def count_crashes(sequence: Sequence, state: Committed) -> int:
-    """Incarnations in a row that ended under a request without a token committed beyond its base."""
+    """Incarnations in a row that died under a request without a token committed beyond its base."""
     if state.num_tokens > state.base:
         return 0
-    seen = sequence.crash_count if sequence.attempt else state.crash_count
-    return seen + sequence.suspect
+    earlier = sequence.crash_count if sequence.attempt else state.crash_count
+    return earlier + sequence.suspect
 
 
 class Recovery:
-    """Reads requests back. It may be repeated at any point: sequences change only after everything was kept."""
+    """Resumes requests. Each method may be repeated: sequences change only after everything was saved."""
 
-    def __init__(self, redis: Redis, keys: Keys) -> None:
-        self.redis, self.keys = redis, keys
-        self.keep_script = script(redis, "save_committed")
+    def __init__(
+        self,
+        redis: Redis,
+        keys: Keys,
+        scheduler: Scheduler,
+        workers: WorkerRegistry,
+        terminals: Terminals,
+        timeline: TimelineWriter,
+    ) -> None:
+        self.redis = redis
+        self.keys = keys
+        self.scheduler = scheduler
+        self.workers = workers
+        self.terminals = terminals
+        self.timeline = timeline
+        self.save_script = script(redis, "save_committed")
 
-    async def read(self, sequences: list[Sequence]) -> tuple[list[Sequence], list[Sequence]]:
-        """Brings sequences up to what is committed. Returns those that live, and those that are over."""
+    async def resume(self, sequences: list[Sequence]) -> list[Sequence]:
+        """Read what is committed of interrupted requests. Enqueue and return those that are live."""
+        live, ended = await self.read_committed(sequences)
+        for sequence in live:
+            self.scheduler.resume(sequence)
+        for sequence in ended:
+            await self.terminals.dequeue(sequence)
+        return live
+
+    async def restore(self, sequence: Sequence) -> None:
+        """Resume a request from before this epoch.
+
+        If its worker has not answered the takeover, that worker is sealed first, or both would go on with it.
+        """
+        if (incarnation := await self.unknown_holder(sequence)) is not None:
+            await self.workers.seal(incarnation)
+        self.scheduler.register(sequence)
+        for live in await self.resume([sequence]):
+            self.timeline.record_takeover(live)
+
+    async def remove_worker(self, incarnation: str, held: list[Sequence]) -> None:
+        """Resume what a sealed worker held, and delete its keys."""
+        live = await self.resume(held)
+        await self.workers.remove_worker_keys(incarnation)
+        self.timeline.record_death(incarnation, live)
+        log.warning("worker %s is removed; %d of its requests resume", incarnation, len(live))
+
+    async def read_committed(self, sequences: list[Sequence]) -> tuple[list[Sequence], list[Sequence]]:
+        """Update sequences to what is committed. Return those that are live, and those that have ended."""
         states = await committed.read(self.redis, self.keys, [sequence.request_id for sequence in sequences])
         live: list[Sequence] = []
-        over: list[Sequence] = []
+        ended: list[Sequence] = []
         for sequence in sequences:
             state = states[sequence.request_id]
-            (live if state.known and not state.terminal else over).append(sequence)
-        crash_count = [count_crashes(sequence, states[sequence.request_id]) for sequence in live]
-        for sequence, count in zip(live, crash_count, strict=True):
-            await self.keep(sequence, states[sequence.request_id], count)
-        for sequence, count in zip(live, crash_count, strict=True):
+            (live if state.known and not state.terminal else ended).append(sequence)
+        crash_counts = [count_crashes(sequence, states[sequence.request_id]) for sequence in live]
+        for sequence, crash_count in zip(live, crash_counts, strict=True):
+            await self.save(sequence, states[sequence.request_id], crash_count)
+        for sequence, crash_count in zip(live, crash_counts, strict=True):
             state = states[sequence.request_id]
-            sequence.records, sequence.attempt, sequence.crash_count, sequence.suspect = (
-                state.records,
-                state.attempt,
-                count,
-                False,
-            )
-        return live, over
+            sequence.records = state.records
+            sequence.attempt = state.attempt
+            sequence.crash_count = crash_count
+            sequence.suspect = False
+        return live, ended
 
-    async def keep(self, sequence: Sequence, state: Committed, crash_count: int) -> None:
-        """What only the log of a worker says moves to the request's own string."""
-        await self.keep_script(
+    async def save(self, sequence: Sequence, state: Committed, crash_count: int) -> None:
+        """Append the tokens that only a worker's log has to the request's own string."""
+        await self.save_script(
             keys=[self.keys.tokens(sequence.request_id), self.keys.request(sequence.request_id)],
             args=[state.spilled_bytes, state.records[state.spilled_bytes :], TOKENS_TTL_MS, crash_count],
         )
 
-    async def stranger(self, sequence: Sequence, settled: set[str]) -> str | None:
-        """The incarnation that holds a request from before this epoch, when it is none that answered or died
-        since.
-        """
-        state = (await committed.read(self.redis, self.keys, [sequence.request_id]))[sequence.request_id]
-        return state.worker if state.worker and not state.terminal and state.worker not in settled else None
+    async def unknown_holder(self, sequence: Sequence) -> str | None:
+        """The worker that holds a request from before this epoch, unless it was taken over or removed."""
+        states = await committed.read(self.redis, self.keys, [sequence.request_id])
+        state = states[sequence.request_id]
+        if not state.worker or state.terminal or self.workers.is_taken_over(state.worker):
+            return None
+        return state.worker

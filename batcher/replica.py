@@ -1,16 +1,16 @@
-"""A worker as the batcher sees it: its rows, its blocks, and how far it may run."""
+"""Replica: the batcher's model of one worker: its rows, its blocks, and how far it may run."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from batcher.block_pool import BlockPool
-from batcher.sequence import Row, Sequence
+from batcher.sequence import PlacedRow, Sequence
 from common.messages.plan import WorkerCapacity
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
-    """What bounds every worker, besides the capacity that it announces itself."""
+class WorkerLimits:
+    """Limits of every worker, besides its own capacity."""
 
     max_batch_size: int = 256
     horizon: int = 32
@@ -21,21 +21,21 @@ class Replica:
     """One incarnation of a worker.
 
     Attributes:
-        rows: by number; a row stays until it is released.
-        live: how many of them have not ended.
+        rows: by number; a row stays until the engine releases it.
+        num_running: how many of them have not ended.
         step: the last step it reported.
         until: the last step granted.
-        plan, plan_seen: numbers of the last plan sent and of the last one that the worker reported.
-        acknowledged: sequence of the last report taken in.
-        starved: a row could not be given all the blocks it needs for the steps granted.
-        draining: it starts nothing more and its rows go elsewhere.
+        plan, plan_seen: numbers of the last plan made and of the last one that the worker reported.
+        acknowledged: sequence of the last report applied.
+        starved: a row did not get all the blocks it needs for the steps granted.
+        draining: it starts nothing more, and its rows go to other workers.
     """
 
     capacity: WorkerCapacity
-    limits: Limits
+    limits: WorkerLimits
     pool: BlockPool = field(init=False)
-    rows: dict[int, Row] = field(default_factory=dict)
-    live: int = 0
+    rows: dict[int, PlacedRow] = field(default_factory=dict)
+    num_running: int = 0
     step: int = 0
     until: int = 0
     plan: int = 1
@@ -53,23 +53,23 @@ class Replica:
         return self.capacity.block_size
 
     @property
-    def running(self) -> Iterator[Row]:
+    def running(self) -> Iterator[PlacedRow]:
         """Rows that have not ended, oldest first."""
         return (row for row in self.rows.values() if not row.ended)
 
     @property
     def load(self) -> tuple[int, int]:
-        return self.live, -self.pool.num_free
+        return self.num_running, -self.pool.num_free
 
     @property
     def has_suspect(self) -> bool:
-        """Whether a row runs that was there when a worker died and has not committed a token since."""
+        """Whether a row runs that was there when a worker died and has committed no token since."""
         return any(row.sequence.crash_count and not row.prefilled for row in self.running)
 
     @property
-    def low(self) -> bool:
+    def needs_grant(self) -> bool:
         """Whether it is time to grant more steps, or blocks that were missing."""
-        return self.live > 0 and (
+        return self.num_running > 0 and (
             self.until - self.step <= self.limits.horizon // 2 or (self.starved and self.pool.num_free > 0)
         )
 
@@ -77,48 +77,49 @@ class Replica:
         return -(-tokens // self.block_size)
 
     def first_blocks(self, sequence: Sequence) -> int:
-        """Blocks that a row starts with: what it holds, and the horizon."""
+        """Number of blocks that a row starts with: for the tokens it has, and for the horizon."""
         return self.blocks_for(min(sequence.num_known + self.limits.horizon, sequence.max_kv))
 
     def can_hold(self, sequence: Sequence) -> bool:
-        """Whether the request fits into the cache at all, to its last token."""
+        """Whether the whole request, to its last token, fits into the empty cache."""
         return self.blocks_for(sequence.max_kv) <= self.pool.num_blocks
 
     def can_start(self, sequence: Sequence) -> bool:
-        """Whether a row may start, with a block left over for each row that runs, so that it is not preempted
-        at once.
-        """
-        if (
-            self.draining
-            or self.starved
-            or self.live >= self.limits.max_batch_size
-            or (sequence.crash_count and self.has_suspect)
-        ):
-            return False
-        return self.pool.can_take(self.first_blocks(sequence) + self.live)
+        """Whether a row may start now.
 
-    def start(self, sequence: Sequence) -> Row:
-        row = Row(self.next_row, sequence, self.pool.take(self.first_blocks(sequence)))
+        A block must be left for each running row, or the new row would soon be preempted. Suspects start one
+        at a time, so the next crash tells which of them is to blame.
+        """
+        if self.draining or self.starved or self.num_running >= self.limits.max_batch_size:
+            return False
+        if sequence.crash_count and self.has_suspect:
+            return False
+        return self.pool.can_allocate(self.first_blocks(sequence) + self.num_running)
+
+    def start(self, sequence: Sequence) -> PlacedRow:
+        row = PlacedRow(self.next_row, sequence, self.pool.allocate(self.first_blocks(sequence)))
         self.next_row += 1
         self.rows[row.number] = row
-        self.live += 1
-        sequence.row, sequence.waiting = row, False
+        self.num_running += 1
+        sequence.row = row
+        sequence.waiting = False
         sequence.attempt += 1
         return row
 
-    def withdraw(self, row: Row) -> None:
-        """Takes back a row that was never handed over."""
+    def withdraw(self, row: PlacedRow) -> None:
+        """Remove a row whose plan was never published."""
         del self.rows[row.number]
-        self.live -= 1
-        self.pool.put_back(row.blocks)
+        self.num_running -= 1
+        self.pool.release(row.blocks)
         row.sequence.row = None
 
-    def end(self, row: Row) -> None:
+    def end(self, row: PlacedRow) -> None:
+        """The row runs no more; its blocks stay in use until the engine releases it."""
         row.ended = True
-        self.live -= 1
-        self.starved = self.starved and self.live > 0
+        self.num_running -= 1
+        self.starved = self.starved and self.num_running > 0
         row.sequence.row = None
 
-    def release(self, row: Row) -> None:
+    def release(self, row: PlacedRow) -> None:
         del self.rows[row.number]
-        self.pool.put_back(row.blocks)
+        self.pool.release(row.blocks)

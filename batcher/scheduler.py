@@ -1,21 +1,21 @@
-"""Who runs where: a pure function of requests, reports, limits and the time it is given. No I/O, no clock, no
-torch.
+"""Scheduler: decides which request runs on which worker.
 
-The loop tells it what happened (`register`, `enqueue`, `resume`, `cancel`, `join`, `drain`, `take_in`,
-`lose`, `expire`) and asks for plans. What it cannot do itself it leaves in `outcomes`: sequences that ended,
-that must be ended, or whose committed tokens must be read before they go on.
+It is a pure function of requests, reports, limits and the time it is given: no I/O, no clock, no torch. The
+loop reports what happened (`register`, `enqueue`, `resume`, `cancel`, `expire`, `add_worker`, `drain`,
+`apply_report`, `remove_worker`) and asks for plans. What needs I/O is left in `outcomes`: sequences that have
+ended, that must be ended, or whose committed tokens must be read before they go on.
 """
 
 import heapq
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from batcher.pending_plan import Order
-from batcher.replica import Limits, Replica
-from batcher.sequence import Row, Sequence
+from batcher.pending_plan import PendingPlan
+from batcher.plans import next_plan
+from batcher.replica import Replica, WorkerLimits
+from batcher.sequence import PlacedRow, Sequence
 from common.messages.finish_reasons import INTERRUPTED
-from common.messages.packing import pack_ids
-from common.messages.plan import Plan, Report, RowStart, WorkerCapacity
+from common.messages.plan import Report, WorkerCapacity
 
 MAX_CRASHES = 2
 """A request under which so many incarnations died, without a token committed beyond its base, is failed."""
@@ -23,16 +23,16 @@ MAX_CRASHES = 2
 
 @dataclass(slots=True)
 class Outcomes:
-    """What the loop has to do for the scheduler.
+    """What the loop must do for the scheduler.
 
     Attributes:
-        settled: their terminal is said; their entries go.
-        unwanted: (sequence, why): no worker holds them, their terminal is the batcher's to say.
-        interrupted: their row ended early; what is committed must be read, then they go on.
+        finished: their terminal is published; their queue entries must go.
+        to_finish: (sequence, why): no worker holds them, so the batcher publishes their terminal.
+        interrupted: their row ended early; once their committed tokens have been read, they go on.
     """
 
-    settled: list[Sequence] = field(default_factory=list)
-    unwanted: list[tuple[Sequence, str]] = field(default_factory=list)
+    finished: list[Sequence] = field(default_factory=list)
+    to_finish: list[tuple[Sequence, str]] = field(default_factory=list)
     interrupted: list[Sequence] = field(default_factory=list)
 
 
@@ -42,9 +42,11 @@ class Scheduler:
     Attributes:
         sequences: every live request, by id.
         replicas: every worker that may be given rows, by incarnation.
+        queue: a heap of requests that wait; those that no longer do are skipped.
+        deadlines: a heap of (deadline in ms, request id).
     """
 
-    def __init__(self, limits: Limits, epoch: int) -> None:
+    def __init__(self, limits: WorkerLimits, epoch: int) -> None:
         self.limits = limits
         self.epoch = epoch
         self.sequences: dict[str, Sequence] = {}
@@ -53,8 +55,8 @@ class Scheduler:
         self.deadlines: list[tuple[int, str]] = []
         self.outcomes = Outcomes()
 
-    def figures(self) -> dict[str, int]:
-        """What is held: workers, live requests, those of them that wait, rows and KV blocks on workers."""
+    def counts(self) -> dict[str, int]:
+        """Numbers of workers, live requests, waiting requests, and rows and KV blocks on workers."""
         replicas = self.replicas.values()
         return {
             "workers": len(replicas),
@@ -65,41 +67,41 @@ class Scheduler:
         }
 
     def register(self, sequence: Sequence) -> None:
-        """A live request, which `enqueue` or `resume` puts in the queue."""
+        """Add a live request; `enqueue` or `resume` puts it in the queue."""
         self.sequences[sequence.request_id] = sequence
         heapq.heappush(self.deadlines, (sequence.deadline_ms, sequence.request_id))
 
     def enqueue(self, sequence: Sequence) -> None:
-        if sequence.asked_to_end or sequence.crash_count >= MAX_CRASHES:
-            self.outcomes.unwanted.append((sequence, sequence.asked_to_end or "poison"))
+        if sequence.stop_reason or sequence.crash_count >= MAX_CRASHES:
+            self.outcomes.to_finish.append((sequence, sequence.stop_reason or "poison"))
             return
         sequence.waiting = True
-        heapq.heappush(self.queue, (sequence.order, sequence))
+        heapq.heappush(self.queue, (sequence.queue_position, sequence))
 
     def resume(self, sequence: Sequence) -> None:
-        """An interrupted request goes on, before all new ones and the shortest first: it is the quickest to
-        come back.
-        """
+        """Enqueue an interrupted request before all new ones, the shortest first: it is back the soonest."""
         if sequence.waiting or sequence.row is not None:
             return
-        sequence.order = (0, sequence.num_known, sequence.rank)
+        sequence.queue_position = (0, sequence.num_known, sequence.arrival)
         self.enqueue(sequence)
 
-    def take_outcomes(self) -> Outcomes:
-        taken, self.outcomes = self.outcomes, Outcomes()
-        return taken
+    def pop_outcomes(self) -> Outcomes:
+        outcomes = self.outcomes
+        self.outcomes = Outcomes()
+        return outcomes
 
     def cancel(self, request_id: str, why: str) -> None:
+        """End a request: at once if it waits; through its worker if it runs."""
         sequence = self.sequences.get(request_id)
-        if sequence is None or sequence.asked_to_end:
+        if sequence is None or sequence.stop_reason:
             return
-        sequence.asked_to_end = why
+        sequence.stop_reason = why
         if sequence.waiting:
             sequence.waiting = False
-            self.outcomes.unwanted.append((sequence, why))
+            self.outcomes.to_finish.append((sequence, why))
 
     def expire(self, now_ms: int) -> None:
-        """Ends what has outlived its deadline."""
+        """Cancel every request whose deadline has passed."""
         while self.deadlines and self.deadlines[0][0] <= now_ms:
             self.cancel(heapq.heappop(self.deadlines)[1], "timeout")
         if len(self.deadlines) > 2 * len(self.sequences) + 1000:
@@ -107,22 +109,23 @@ class Scheduler:
             heapq.heapify(self.deadlines)
 
     def forget(self, sequence: Sequence) -> None:
-        """The request has its terminal and is settled."""
+        """Drop a request that has its terminal and no queue entry any more."""
         self.sequences.pop(sequence.request_id, None)
 
-    def join(self, capacity: WorkerCapacity) -> Replica:
-        """A worker that holds nothing and may be given rows."""
+    def add_worker(self, capacity: WorkerCapacity) -> Replica:
+        """Add a worker, which holds nothing yet."""
         replica = self.replicas[capacity.incarnation] = Replica(capacity, self.limits)
         return replica
 
     def drain(self, incarnation: str) -> None:
-        """The worker wants to leave: its rows go on elsewhere."""
+        """Give the worker no new rows, and preempt those it has."""
         if (replica := self.replicas.get(incarnation)) is not None:
             replica.draining = True
 
-    def lose(self, incarnation: str) -> list[Sequence]:
-        """The worker is dead and its logs are sealed. Returns the requests that it held: what killed it,
-        perhaps, unless it was leaving.
+    def remove_worker(self, incarnation: str) -> list[Sequence]:
+        """Remove a sealed worker. Return the requests that it held.
+
+        They are suspects, one of which may have killed it, unless it was draining.
         """
         replica = self.replicas.pop(incarnation, None)
         if replica is None:
@@ -130,133 +133,57 @@ class Scheduler:
         held = list(replica.running)
         for row in held:
             row.sequence.row = None
-            row.sequence.suspect = row.handed_over and not replica.draining
+            row.sequence.suspect = row.published and not replica.draining
         return [row.sequence for row in held]
 
-    def take_in(self, incarnation: str, report: Report) -> None:
-        """Moves the rows of a worker on."""
+    def apply_report(self, incarnation: str, report: Report) -> None:
+        """Update the rows of a worker from its report."""
         replica = self.replicas[incarnation]
         replica.step = max(replica.step, report.step)
         replica.acknowledged = report.sequence
         replica.plan_seen = max(replica.plan_seen, report.plan)
         for number, kv_len, step in report.prefilled:
             if (row := replica.rows.get(number)) is not None:
-                row.kv_len, row.at_step = kv_len, step
+                row.kv_len = kv_len
+                row.at_step = step
                 row.sequence.crash_count = 0
         for number, why, _ in report.ended:
             if (row := replica.rows.get(number)) is not None and not row.ended:
                 replica.end(row)
-                (self.outcomes.interrupted if why in INTERRUPTED else self.outcomes.settled).append(
-                    row.sequence
-                )
+                ended = self.outcomes.interrupted if why in INTERRUPTED else self.outcomes.finished
+                ended.append(row.sequence)
         for number, _ in report.released:
             if (row := replica.rows.get(number)) is not None:
                 replica.release(row)
 
-    def plans(self) -> Iterator[Order]:
-        """A plan for each worker for which something changes, with the rows that it starts."""
-        starts = self.place()
+    def plans(self) -> Iterator[PendingPlan]:
+        """Yield a plan for each worker for which something changes."""
+        placed = self.place_waiting()
         for incarnation, replica in self.replicas.items():
-            started = starts.get(incarnation, [])
-            if (plan := self.plan(replica, started)) is not None:
-                yield Order(replica, plan, started)
+            rows = placed.get(incarnation, [])
+            if (plan := next_plan(replica, self.epoch, rows)) is not None:
+                yield PendingPlan(replica, plan, rows)
 
-    def place(self) -> dict[str, list[Row]]:
-        """Starts what waits, in order, each on the least loaded worker that can take it."""
-        starts: dict[str, list[Row]] = {}
+    def place_waiting(self) -> dict[str, list[PlacedRow]]:
+        """Start waiting requests in order, each on the least loaded worker that can take it."""
+        placed: dict[str, list[PlacedRow]] = {}
         held_back = []
         while self.queue:
-            order, sequence = heapq.heappop(self.queue)
+            position, sequence = heapq.heappop(self.queue)
             if not sequence.waiting:
                 continue
             if self.replicas and not any(replica.can_hold(sequence) for replica in self.replicas.values()):
                 sequence.waiting = False
-                self.outcomes.unwanted.append((sequence, "capacity"))
+                self.outcomes.to_finish.append((sequence, "capacity"))
                 continue
             able = [replica for replica in self.replicas.values() if replica.can_start(sequence)]
             if not able:
-                held_back.append((order, sequence))
+                held_back.append((position, sequence))
                 if not sequence.crash_count:
                     break
                 continue
-            replica = min(able, key=lambda one: one.load)
-            starts.setdefault(replica.capacity.incarnation, []).append(replica.start(sequence))
+            replica = min(able, key=lambda candidate: candidate.load)
+            placed.setdefault(replica.capacity.incarnation, []).append(replica.start(sequence))
         for item in held_back:
             heapq.heappush(self.queue, item)
-        return starts
-
-    def plan(self, replica: Replica, started: list[Row]) -> Plan | None:
-        """What is new for a worker: rows that start, blocks for rows that grow, rows that stop, and steps to
-        run; None if nothing is.
-        """
-        low = replica.low
-        blocks = self.grow(replica, started) if low else []
-        stops = self.stops(replica, started)
-        if not (started or low or stops):
-            return None
-        if low:
-            replica.until = replica.step + self.limits.horizon
-        replica.plan += 1
-        return Plan(
-            epoch=self.epoch,
-            number=replica.plan,
-            until=replica.until,
-            prefill_tokens=replica.capacity.max_batch_prefill_tokens,
-            starts=[start(row) for row in started],
-            blocks=blocks,
-            stops=stops,
-            acknowledged=replica.acknowledged,
-        )
-
-    def grow(self, replica: Replica, started: list[Row]) -> list[tuple[int, bytes]]:
-        """Blocks for the steps about to be granted, oldest row first; when they run out the youngest row is
-        preempted.
-        """
-        grown = []
-        until = replica.step + self.limits.horizon
-        replica.starved = False
-        for row in list(replica.running):
-            if row.stopping or row in started:
-                continue
-            missing = replica.blocks_for(row.kv_at(until, replica.step)) - len(row.blocks)
-            if missing <= 0:
-                continue
-            if not replica.pool.can_take(missing):
-                self.make_room(replica, row)
-                replica.starved = True
-                missing = min(missing, replica.pool.num_free)
-            if missing:
-                taken = replica.pool.take(missing)
-                row.blocks += taken
-                grown.append((row.number, pack_ids(taken)))
-        return grown
-
-    def make_room(self, replica: Replica, row: Row) -> None:
-        """Preempts the youngest row for the sake of an older one, unless one is on its way out: its blocks
-        come with its release.
-        """
-        running = [one for one in replica.running if not one.stopping]
-        leaving = any(one.stopping or one.ended for one in replica.rows.values())
-        if not leaving and len(running) > 1 and running[-1] is not row:
-            running[-1].stopping = "preempt"
-
-    def stops(self, replica: Replica, started: list[Row]) -> list[tuple[int, str]]:
-        """Rows to stop that were not told so yet. A row that starts with this plan is told with the next: a
-        plan's stops come first.
-        """
-        asked = []
-        for row in replica.running:
-            why = row.sequence.asked_to_end or (
-                "preempted" if replica.draining or row.stopping == "preempt" else ""
-            )
-            if why and row.stopping in ("", "preempt") and row not in started:
-                row.stopping = why
-                asked.append((row.number, why))
-        return asked
-
-
-def start(row: Row) -> RowStart:
-    sequence = row.sequence
-    return RowStart(
-        row.number, sequence.attempt, sequence.base, sequence.records, pack_ids(row.blocks), sequence.request
-    )
+        return placed

@@ -1,4 +1,4 @@
-"""A request as the batcher sees it, and its stay on a worker."""
+"""Sequence: a request in the batcher. PlacedRow: one attempt of it on a worker."""
 
 from dataclasses import dataclass, field
 
@@ -12,13 +12,13 @@ class Sequence:
     """One live request.
 
     Attributes:
-        entry_id, entry_bytes: of its entry in the stream `requests`.
-        deadline_ms: Redis time after which it ends with an error.
-        records: packed records of all committed tokens, as last read; the row that runs may be ahead of it.
-        crash_count: incarnations that ended under it without a token committed beyond its base.
-        suspect: whether its worker died under it, until what is committed has been read.
-        asked_to_end: why a running row was asked to stop for good, or a waiting one shall not start.
-        order: place in the queue; smaller starts first.
+        entry_id, entry_bytes: id and size of its entry in the stream `requests`.
+        deadline_ms: Redis time at which it ends with an error.
+        records: packed records of all committed tokens, as last read; a running row may be ahead of them.
+        crash_count: incarnations that died under it without a token committed beyond its base.
+        suspect: whether its worker died under it and its committed tokens have not been read since.
+        stop_reason: why it ends: its row is asked to stop, or it never starts.
+        queue_position: smaller starts first.
     """
 
     request: Generate
@@ -29,17 +29,17 @@ class Sequence:
     attempt: int = 0
     crash_count: int = 0
     suspect: bool = False
-    asked_to_end: str = ""
-    row: "Row | None" = None
+    stop_reason: str = ""
+    row: "PlacedRow | None" = None
     waiting: bool = False
-    order: tuple[int, int, int] = (1, 0, 0)
+    queue_position: tuple[int, int, int] = (1, 0, 0)
 
     def __post_init__(self) -> None:
-        self.order = (1, 0, self.rank)
+        self.queue_position = (1, 0, self.arrival)
 
     @property
-    def rank(self) -> int:
-        """Age among all requests of the pool."""
+    def arrival(self) -> int:
+        """Order of arrival among all requests of the pool."""
         ms, number = parse_stream_id(self.entry_id)
         return (ms << 24) + number
 
@@ -67,16 +67,16 @@ class Sequence:
 
 
 @dataclass(slots=True, eq=False)
-class Row:
+class PlacedRow:
     """One attempt of a sequence on a worker.
 
     Attributes:
         blocks: KV blocks it owns, until the engine reports it released.
         kv_len, at_step: after step `at_step` it held `kv_len` tokens, and one more with each step since; 0
             before its prefill is done.
-        handed_over: whether the worker has been told of it.
+        published: whether the plan that starts it was published.
         stopping: why it was asked to stop, once it was.
-        ended: whether the worker said that it takes part in no further step.
+        ended: whether the worker reported that it takes part in no further step.
     """
 
     number: int
@@ -84,7 +84,7 @@ class Row:
     blocks: list[int] = field(default_factory=list)
     kv_len: int = 0
     at_step: int = 0
-    handed_over: bool = False
+    published: bool = False
     stopping: str = ""
     ended: bool = False
 
@@ -93,10 +93,9 @@ class Row:
         return self.kv_len > 0
 
     def kv_at(self, step: int, start: int) -> int:
-        """The most KV slots it can have filled after `step`; `start` is the step at which it might have begun
-        at the earliest.
-        """
-        grown = (
-            self.kv_len + step - self.at_step if self.prefilled else self.sequence.num_known + step - start
-        )
-        return min(grown, self.sequence.max_kv)
+        """The most KV slots it can have filled after `step`, if it began at step `start` at the earliest."""
+        if self.prefilled:
+            num_filled = self.kv_len + step - self.at_step
+        else:
+            num_filled = self.sequence.num_known + step - start
+        return min(num_filled, self.sequence.max_kv)

@@ -1,10 +1,14 @@
-"""The end of requests that no worker holds, and the end of every entry."""
+"""Terminals: ends requests that no worker holds, and removes the queue entries of all that have ended."""
 
 import logging
 
 from redis.asyncio import Redis
 
+from batcher import parse
+from batcher.inbox import StreamEntry
+from batcher.scheduler import Scheduler
 from batcher.sequence import Sequence
+from batcher.timeline import TimelineWriter
 from common.broker.client import script
 from common.broker.keys import Keys
 from common.broker.sequences import ChannelSequences
@@ -14,39 +18,65 @@ from common.messages.finish_reasons import error_result, terminal_for
 from common.process.logs import for_request
 
 log = logging.getLogger(__name__)
+UNDECODABLE_RESULT_TTL_MS = 60_000
 
 
 class Terminals:
-    """Says terminals for the batcher, and settles."""
+    """Publishes terminals of the batcher. Each method may be repeated: a request gets one terminal only."""
 
-    def __init__(self, redis: Redis, keys: Keys, channels: ChannelSequences) -> None:
-        self.keys, self.channels = keys, channels
+    def __init__(
+        self,
+        redis: Redis,
+        keys: Keys,
+        channels: ChannelSequences,
+        scheduler: Scheduler,
+        timeline: TimelineWriter,
+    ) -> None:
+        self.redis = redis
+        self.keys = keys
+        self.channels = channels
+        self.scheduler = scheduler
+        self.timeline = timeline
         self.finish_script = script(redis, "finish")
-        self.settle_script = script(redis, "dequeue")
+        self.dequeue_script = script(redis, "dequeue")
 
     async def finish(self, sequence: Sequence, why: str) -> None:
-        """The terminal of a request that no worker holds; nothing happens if it has one already."""
-        await self.say(
-            sequence.request_id, sequence.request.channel, sequence.request.result_ttl_ms, why, sequence.base
-        )
+        """End a request that no worker holds; its terminal is not published if it has one already."""
+        request = sequence.request
+        await self.publish(request.request_id, request.channel, request.result_ttl_ms, why, sequence.base)
         log.info(
             "request %s ended by the batcher: %s",
-            sequence.request_id,
+            request.request_id,
             why,
-            extra=for_request(sequence.request_id),
+            extra=for_request(request.request_id),
         )
+        await self.dequeue(sequence)
+        self.timeline.record_end(sequence, why)
 
-    async def say(self, request_id: str, channel: str, ttl_ms: int, why: str, num_tokens: int) -> None:
-        end = terminal_for(request_id, why, num_tokens)
-        events = Events(
-            self.channels.source, self.channels.next_number(channel) if channel else 0, terminals=[end]
-        )
+    async def dequeue(self, sequence: Sequence) -> None:
+        """Remove a request that has its terminal from the queue and from the scheduler."""
+        await self.delete_entry(sequence.request_id, sequence.entry_id, sequence.entry_bytes)
+        self.scheduler.forget(sequence)
+
+    async def finish_undecodable(self, entry: StreamEntry) -> None:
+        """Remove an entry that is no valid request; publish a terminal if its request id can be read."""
+        request_id = parse.request_id(entry.data)
+        if request_id is not None:
+            channel: bytes | None = await self.redis.hget(self.keys.request(request_id), "channel")  # type: ignore[misc]
+            await self.publish(
+                request_id, (channel or b"").decode(), UNDECODABLE_RESULT_TTL_MS, "malformed", 0
+            )
+        await self.delete_entry(request_id or "", entry.id, len(entry.data))
+
+    async def publish(self, request_id: str, channel: str, ttl_ms: int, why: str, num_tokens: int) -> None:
+        terminal = terminal_for(request_id, why, num_tokens)
+        number = self.channels.next_number(channel) if channel else 0
+        events = Events(self.channels.source, number, terminals=[terminal])
         await self.finish_script(
             keys=[self.keys.request(request_id), self.keys.result(request_id), self.keys.tokens(request_id)],
-            args=[end.reason, error_result(end), ttl_ms, channel, encode(events)],
+            args=[terminal.reason, error_result(terminal), ttl_ms, channel, encode(events)],
         )
 
-    async def settle(self, request_id: str, entry_id: str, entry_bytes: int) -> None:
-        """Takes the entry of an ended request out of the queue."""
+    async def delete_entry(self, request_id: str, entry_id: str, entry_bytes: int) -> None:
         keys = [self.keys.requests, self.keys.requests_bytes, self.keys.tokens(request_id)]
-        await self.settle_script(keys=keys, args=[entry_id, entry_bytes])
+        await self.dequeue_script(keys=keys, args=[entry_id, entry_bytes])

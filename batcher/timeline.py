@@ -1,4 +1,7 @@
-"""What happens to requests: told to people in the stream `timeline`, and counted. Nothing depends on it."""
+"""TimelineWriter: records what happens to requests, for people, in the stream `timeline`; and counts it.
+
+Nothing depends on it.
+"""
 
 import logging
 import time
@@ -7,7 +10,7 @@ from itertools import islice
 
 from redis.asyncio import Redis
 
-from batcher.pending_plan import Order
+from batcher.pending_plan import PendingPlan
 from batcher.replica import Replica
 from batcher.sequence import Sequence
 from common.broker.client import ERRORS, describe_error
@@ -21,24 +24,26 @@ from common.metrics import catalogue
 
 log = logging.getLogger(__name__)
 
-MAX_ENTRIES, REQUESTS_PER_ENTRY = 20_000, 10
-"""Bounds of the stream: it holds some 200,000 parts of lives, a few tens of MB, and is gone a day after the
-last one.
-"""
-LIFE_TTL_MS = 86_400_000
-WRITE_S = 0.1
-MAX_UNTOLD = 10_000
+MAX_ENTRIES = 20_000
+REQUESTS_PER_ENTRY = 10
+"""Bounds of the stream: some 200,000 parts of timelines, a few tens of MB."""
+TIMELINE_TTL_MS = 86_400_000
+WRITE_INTERVAL_S = 0.1
+MAX_UNWRITTEN = 10_000
+"""Requests with unwritten events; with more, all unwritten events are dropped."""
 
 
-class Lives:
-    """Collects what happens and writes it ten times a second at most. `clock` gives the broker's time in ms."""
+class TimelineWriter:
+    """Collects events and writes them ten times a second at most. `clock` returns the broker's time in ms."""
 
     def __init__(self, redis: Redis, keys: Keys, clock: Callable[[], int]) -> None:
-        self.redis, self.keys, self.clock = redis, keys, clock
-        self.untold: dict[str, list[TimelineEvent]] = {}
+        self.redis = redis
+        self.keys = keys
+        self.clock = clock
+        self.unwritten: dict[str, list[TimelineEvent]] = {}
         self.written_s = 0.0
 
-    def note(
+    def record(
         self,
         sequence: Sequence,
         what: str,
@@ -47,74 +52,74 @@ class Lives:
         why: str = "",
         at_ms: int | None = None,
     ) -> None:
-        happening = TimelineEvent(at_ms or self.clock(), what, worker, sequence.attempt, num_tokens, why)
-        self.untold.setdefault(sequence.request_id, []).append(happening)
+        event = TimelineEvent(at_ms or self.clock(), what, worker, sequence.attempt, num_tokens, why)
+        self.unwritten.setdefault(sequence.request_id, []).append(event)
 
-    def queued(self, sequence: Sequence) -> None:
-        self.note(
-            sequence, "queued", num_tokens=sequence.num_prompt, at_ms=parse_stream_id(sequence.entry_id)[0]
-        )
+    def record_queued(self, sequence: Sequence) -> None:
+        at_ms = parse_stream_id(sequence.entry_id)[0]
+        self.record(sequence, "queued", num_tokens=sequence.num_prompt, at_ms=at_ms)
 
-    def placed(self, order: Order) -> None:
-        """A plan was handed over."""
+    def record_plan(self, published: PendingPlan) -> None:
         catalogue.GRANTS.add()
-        for row in order.started:
-            self.note(row.sequence, "placed", order.replica.capacity.incarnation, row.sequence.base)
+        for row in published.rows:
+            self.record(row.sequence, "placed", published.replica.capacity.incarnation, row.sequence.base)
 
-    def heard(self, replica: Replica, report: Report) -> None:
-        """A report, before the scheduler takes it in."""
+    def record_report(self, replica: Replica, report: Report) -> None:
+        """Record a report that the scheduler has not applied yet."""
         worker = replica.capacity.incarnation
         for number, _, _ in report.prefilled:
             if (row := replica.rows.get(number)) is not None:
-                self.note(row.sequence, "prefilled", worker, row.sequence.base + 1)
+                self.record(row.sequence, "prefilled", worker, row.sequence.base + 1)
         for number, why, end in report.ended:
             if (row := replica.rows.get(number)) is None or row.ended:
                 continue
-            self.note(row.sequence, "interrupted" if why in INTERRUPTED else "ended", worker, end, why)
+            what = "interrupted" if why in INTERRUPTED else "ended"
+            self.record(row.sequence, what, worker, end, why)
             if why in INTERRUPTED:
                 self.count_resume(row.sequence, why)
 
-    def died(self, incarnation: str, sequences: Iterable[Sequence]) -> None:
-        """A worker is gone, and what it had committed of these has been read."""
+    def record_death(self, incarnation: str, sequences: Iterable[Sequence]) -> None:
+        """Record the death of a worker, once the committed tokens of the sequences it held have been read."""
         catalogue.WORKERS_LOST.add()
         for sequence in sequences:
-            self.note(sequence, "died", incarnation, sequence.base)
+            self.record(sequence, "died", incarnation, sequence.base)
             self.count_resume(sequence, "died")
 
-    def taken_over(self, sequence: Sequence) -> None:
-        """Found in the queue by a new batcher; where it was never placed, perhaps nobody has told yet that it
-        was queued.
+    def record_takeover(self, sequence: Sequence) -> None:
+        """Record that a new batcher found the request in the queue.
+
+        One that was never placed is recorded as queued: the batcher before may not have done so.
         """
         if not sequence.attempt:
-            self.queued(sequence)
+            self.record_queued(sequence)
             return
-        self.note(sequence, "taken_over", num_tokens=sequence.base)
+        self.record(sequence, "taken_over", num_tokens=sequence.base)
         self.count_resume(sequence, "takeover")
 
-    def ended(self, sequence: Sequence, why: str) -> None:
-        """The batcher itself says the terminal."""
-        self.note(sequence, "ended", num_tokens=sequence.base, why=why)
+    def record_end(self, sequence: Sequence, why: str) -> None:
+        """Record a terminal of the batcher's own."""
+        self.record(sequence, "ended", num_tokens=sequence.base, why=why)
 
     def count_resume(self, sequence: Sequence, cause: str) -> None:
         catalogue.RESUMES.add(1, catalogue.service_class(sequence.request.priority), cause)
 
     async def write(self) -> None:
-        """Tells what has not been told. Should the broker refuse, it is kept for later, up to a bound."""
-        if not self.untold or time.monotonic() - self.written_s < WRITE_S:
+        """Write the events recorded since the last write. They are kept if the broker fails, up to a bound."""
+        if not self.unwritten or time.monotonic() - self.written_s < WRITE_INTERVAL_S:
             return
         self.written_s = time.monotonic()
         try:
             async with self.redis.pipeline(transaction=False) as pipe:
-                parts = iter(self.untold.items())
+                items = iter(self.unwritten.items())
                 while fields := {
-                    request_id: encode(Timeline(told))
-                    for request_id, told in islice(parts, REQUESTS_PER_ENTRY)
+                    request_id: encode(Timeline(events))
+                    for request_id, events in islice(items, REQUESTS_PER_ENTRY)
                 }:
                     pipe.xadd(self.keys.timeline, fields, maxlen=MAX_ENTRIES)  # type: ignore[arg-type]
-                pipe.pexpire(self.keys.timeline, LIFE_TTL_MS)
+                pipe.pexpire(self.keys.timeline, TIMELINE_TTL_MS)
                 await pipe.execute()
-            self.untold = {}
+            self.unwritten = {}
         except ERRORS as error:
-            log.debug("lives of %d requests wait: %s", len(self.untold), describe_error(error))
-            if len(self.untold) > MAX_UNTOLD:
-                self.untold = {}
+            log.debug("timelines of %d requests wait: %s", len(self.unwritten), describe_error(error))
+            if len(self.unwritten) > MAX_UNWRITTEN:
+                self.unwritten = {}

@@ -1,11 +1,14 @@
-"""The workers of the pool: who is there, who answered this epoch, who shows no sign of life."""
+"""WorkerRegistry: the workers of the pool, and what this epoch knows of each."""
 
 import logging
-import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import Enum, auto
 
 from redis.asyncio import Redis
 
 from batcher.dispatch import Dispatch
+from batcher.failure_detector import FailureDetector
 from batcher.inbox import Inbox
 from batcher.scheduler import Scheduler
 from common.broker.client import script
@@ -14,107 +17,118 @@ from common.messages.codec import WireError, decode
 from common.messages.plan import Report, WorkerCapacity
 
 log = logging.getLogger(__name__)
-CLOCK_JUMP_MS = 1000
-STALL_S = 2.0
 
 
-class Fleet:
-    """Every worker is taken over first: it drops what it holds, says so, and only then is given rows.
+class WorkerState(Enum):
+    """State of one incarnation. Every worker is taken over first: it drops its rows, then gets new ones."""
 
-    Attributes:
-        greeted: capacity of each worker that a takeover was sent to.
-        settled: incarnations of which nothing unexpected can come any more: they answered, or are dead and
-            read to the end.
-        unsettled: incarnations from before this epoch of which that is not known yet.
-        unreadable: incarnations that speak another version of the wire: nothing can be given to them.
-    """
+    FOUND = auto()
+    """It is in Redis; no takeover was sent yet."""
+    UNREADABLE = auto()
+    """Its capacity cannot be decoded (another version), so it cannot be given plans."""
+    TAKEOVER_SENT = auto()
+    ACTIVE = auto()
+    """It answered the takeover."""
+    REMOVED = auto()
+    """It was sealed, and its reports were read to the end; its keys are deleted."""
 
-    def __init__(
-        self, redis: Redis, keys: Keys, inbox: Inbox, dispatch: Dispatch, scheduler: Scheduler, ttl_s: float
-    ) -> None:
-        self.redis, self.keys, self.inbox, self.dispatch, self.scheduler, self.ttl_s = (
-            redis,
-            keys,
-            inbox,
-            dispatch,
-            scheduler,
-            ttl_s,
-        )
-        self.seal_script = script(redis, "seal")
-        self.greeted: dict[str, WorkerCapacity] = {}
-        self.settled: set[str] = set()
-        self.unsettled: set[str] = set()
-        self.unreadable: set[str] = set()
-        self.clock_offset_ms: float | None = None
-        self.looked_s = time.monotonic()
-        self.trusted_from = 0.0
-        self.distrust()
 
-    def distrust(self) -> None:
-        """The broker was away, so signs of life may be missing: no verdicts for one TTL."""
-        self.trusted_from = time.monotonic() + self.ttl_s
+@dataclass(slots=True)
+class KnownWorker:
+    """One incarnation; with `is_earlier` it was there before this epoch, so it may hold requests."""
+
+    state: WorkerState = WorkerState.FOUND
+    is_earlier: bool = False
+    capacity: WorkerCapacity | None = None
 
     @property
-    def trusting(self) -> bool:
-        return time.monotonic() >= self.trusted_from
+    def is_taken_over(self) -> bool:
+        """Whether nothing from before this epoch can come of it any more."""
+        return self.state in (WorkerState.ACTIVE, WorkerState.REMOVED)
 
-    def heed_stall(self) -> None:
-        """Whoever waited long for the broker (it loads, its disk is busy, it or we were stopped) may not
-        blame others for their silence.
-        """
-        now = time.monotonic()
-        if now - self.looked_s > STALL_S:
-            log.warning("nothing was heard of the broker for %.1f s", now - self.looked_s)
-            self.distrust()
-        self.looked_s = now
+    @property
+    def is_followed(self) -> bool:
+        """Whether its reports are read."""
+        return self.state in (WorkerState.TAKEOVER_SENT, WorkerState.ACTIVE)
 
-    def heed_clock(self, now_ms: int) -> None:
-        """The broker's clock decides when a sign of life expires: after it has jumped, they may all have."""
-        offset_ms = now_ms - time.monotonic() * 1000
-        if self.clock_offset_ms is not None and abs(offset_ms - self.clock_offset_ms) > CLOCK_JUMP_MS:
-            log.warning("the broker's clock jumped by %.1f s", (offset_ms - self.clock_offset_ms) / 1000)
-            self.distrust()
-        self.clock_offset_ms = offset_ms
+    @property
+    def is_pending(self) -> bool:
+        """Whether it may still hold requests from before this epoch."""
+        return self.is_earlier and not self.is_taken_over
 
-    def now_ms(self) -> int:
-        """The broker's clock, as last looked at."""
-        return round(time.monotonic() * 1000 + (self.clock_offset_ms or 0.0))
+
+class WorkerRegistry:
+    """Takes workers over, and finds those that are dead."""
+
+    def __init__(
+        self,
+        redis: Redis,
+        keys: Keys,
+        inbox: Inbox,
+        dispatch: Dispatch,
+        scheduler: Scheduler,
+        detector: FailureDetector,
+    ) -> None:
+        self.redis = redis
+        self.keys = keys
+        self.inbox = inbox
+        self.dispatch = dispatch
+        self.scheduler = scheduler
+        self.detector = detector
+        self.seal_script = script(redis, "seal")
+        self.workers: dict[str, KnownWorker] = {}
+
+    def state(self, incarnation: str) -> WorkerState:
+        return self.workers[incarnation].state if incarnation in self.workers else WorkerState.FOUND
+
+    def is_taken_over(self, incarnation: str) -> bool:
+        return incarnation in self.workers and self.workers[incarnation].is_taken_over
+
+    def pending_takeovers(self) -> Iterator[str]:
+        """Workers from before this epoch that may still hold requests."""
+        return (incarnation for incarnation, worker in self.workers.items() if worker.is_pending)
 
     async def members(self) -> list[str]:
         return [member.decode() for member in await self.redis.zrange(self.keys.workers, 0, -1)]
 
-    async def begin(self) -> None:
-        self.unsettled = set(await self.members())
-        for incarnation in self.unsettled:
-            await self.greet(incarnation)
+    async def start_epoch(self) -> None:
+        """Send the takeover to every worker there is."""
+        for incarnation in await self.members():
+            self.workers.setdefault(incarnation, KnownWorker(is_earlier=True))
+        for incarnation in list(self.pending_takeovers()):
+            await self.send_takeover(incarnation)
 
-    async def greet(self, incarnation: str) -> None:
-        """Sends the takeover to a worker that shows signs of life, once; notes that a worker wants to leave."""
+    async def send_takeover(self, incarnation: str) -> None:
+        """Send the takeover to a worker with a heartbeat, once; drain a worker that wants to leave."""
         state, capacity = await self.redis.hmget(self.keys.worker(incarnation), ["state", "capacity"])  # type: ignore[misc]
         if state == b"draining":
             self.scheduler.drain(incarnation)
-        if state is None or incarnation in self.greeted:
+        if state is None or self.state(incarnation) not in (WorkerState.FOUND, WorkerState.UNREADABLE):
             return
+        worker = self.workers.setdefault(incarnation, KnownWorker())
         try:
-            worker = decode(WorkerCapacity, capacity)
+            worker.capacity = decode(WorkerCapacity, capacity)
         except WireError as error:
-            if incarnation not in self.unreadable:
-                log.error("worker %s announces itself in words that cannot be read: %s", incarnation, error)
-            self.unreadable.add(incarnation)
+            if worker.state is not WorkerState.UNREADABLE:
+                log.error("worker %s: its capacity cannot be read: %s", incarnation, error)
+            worker.state = WorkerState.UNREADABLE
             return
-        if await self.dispatch.takeover(incarnation, self.scheduler.epoch) == "OK":
-            self.greeted[incarnation] = worker
+        if await self.dispatch.send_takeover(incarnation, self.scheduler.epoch) == "OK":
+            worker.state = WorkerState.TAKEOVER_SENT
             self.inbox.follow(self.keys.reports(incarnation))
 
-    def hear(self, incarnation: str, report: Report) -> None:
-        """Takes in a report; the answer to our takeover makes the worker one of ours."""
+    def on_report(self, incarnation: str, report: Report) -> None:
+        """Apply a report. The answer to the takeover makes the worker active."""
         if incarnation in self.scheduler.replicas:
-            self.scheduler.take_in(incarnation, report)
-        elif report.takeover and report.epoch == self.scheduler.epoch and incarnation in self.greeted:
-            replica = self.scheduler.join(self.greeted[incarnation])
+            self.scheduler.apply_report(incarnation, report)
+            return
+        worker = self.workers.get(incarnation)
+        if worker is None or worker.capacity is None or not worker.is_followed:
+            return
+        if report.takeover and report.epoch == self.scheduler.epoch:
+            worker.state = WorkerState.ACTIVE
+            replica = self.scheduler.add_worker(worker.capacity)
             replica.step = replica.until = report.step
-            self.settled.add(incarnation)
-            self.unsettled.discard(incarnation)
             log.info(
                 "worker %s joined: %d blocks of %d tokens",
                 incarnation,
@@ -122,30 +136,36 @@ class Fleet:
                 replica.block_size,
             )
 
-    async def look(self) -> list[str]:
-        """Greets workers that nobody told us of. Returns those that are to be sealed: they show no sign of
-        life, or hold rows but cannot be asked for them.
+    async def check(self) -> list[str]:
+        """Take over new workers. Return those that must be sealed.
+
+        They have no heartbeat, or are unreadable and may hold requests from before this epoch.
         """
-        incarnations = sorted({*await self.members(), *self.greeted, *self.unsettled})
+        known = (name for name, worker in self.workers.items() if worker.is_followed or worker.is_pending)
+        incarnations = sorted({*await self.members(), *known})
         async with self.redis.pipeline(transaction=False) as pipe:
             for incarnation in incarnations:
                 pipe.hget(self.keys.worker(incarnation), "state")
             states = await pipe.execute()
-        self.heed_stall()
+        self.detector.check_stall()
         for incarnation, state in zip(incarnations, states, strict=True):
-            if state == b"draining" or (state is not None and incarnation not in self.greeted):
-                await self.greet(incarnation)
-        gone = {
+            is_new = self.state(incarnation) in (WorkerState.FOUND, WorkerState.UNREADABLE)
+            if state == b"draining" or (state is not None and is_new):
+                await self.send_takeover(incarnation)
+        dead = {
             incarnation
             for incarnation, state in zip(incarnations, states, strict=True)
-            if state is None and self.trusting
+            if state is None and self.detector.active
         }
-        return sorted(gone | (self.unreadable & self.unsettled))
+        unreadable = {
+            incarnation
+            for incarnation in self.pending_takeovers()
+            if self.state(incarnation) is WorkerState.UNREADABLE
+        }
+        return sorted(dead | unreadable)
 
     async def seal(self, incarnation: str) -> bool:
-        """Ends an incarnation: nothing can be appended to its logs after this. Returns whether there are such
-        logs.
-        """
+        """Seal a worker's logs: nothing can be appended any more. Return whether they exist."""
         keys = [
             self.keys.log(incarnation),
             self.keys.reports(incarnation),
@@ -154,15 +174,10 @@ class Fleet:
         ]
         return bool(await self.seal_script(keys=keys, args=[incarnation]))
 
-    def is_buried(self, incarnation: str) -> bool:
-        return incarnation in self.settled and incarnation not in self.greeted
-
-    async def bury(self, incarnation: str) -> None:
-        """Removes what is left of a sealed incarnation; it has been read to the end."""
+    async def remove_worker_keys(self, incarnation: str) -> None:
+        """Delete what is left in Redis of a sealed worker whose reports were read to the end."""
         await self.redis.delete(
             self.keys.log(incarnation), self.keys.reports(incarnation), self.keys.plans(incarnation)
         )
-        self.inbox.drop(self.keys.reports(incarnation))
-        self.greeted.pop(incarnation, None)
-        self.unsettled.discard(incarnation)
-        self.settled.add(incarnation)
+        self.inbox.unfollow(self.keys.reports(incarnation))
+        self.workers[incarnation] = KnownWorker(WorkerState.REMOVED)

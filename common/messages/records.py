@@ -1,4 +1,4 @@
-"""Packed records: a token and its log-probability in eight bytes, as `tokens:{request}` and the logs hold them."""
+"""Packed records: a token id and its log-probability in eight bytes, as `tokens:{request}` holds them."""
 
 import struct
 

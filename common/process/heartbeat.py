@@ -28,7 +28,7 @@ def process_fields() -> HeartbeatFields:
 
 
 class Heartbeat:
-    """Heartbeat of a process that is no worker: it expires after `ttl_s`, unless it is sent again or removed."""
+    """Heartbeat of a process that is no worker; it expires after `ttl_s`."""
 
     def __init__(self, redis: Redis, keys: Keys, kind: str, name: str, ttl_s: float) -> None:
         self.redis = redis

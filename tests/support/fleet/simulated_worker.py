@@ -51,7 +51,7 @@ class SimulatedWorker:
         self.sequence += 1
         self.report = Report(self.sequence, 1, self.plan, self.step)
 
-    def obey(self, plan: Plan) -> None:
+    def apply_plan(self, plan: Plan) -> None:
         assert plan.number > self.plan, "plans come in order"
         self.plan, self.until, self.prefill_tokens = (
             plan.number,
@@ -128,7 +128,7 @@ class SimulatedWorker:
             self.report.released.append((number, row.kv_len))
         self.leaving = staying
 
-    def tell(self) -> Report:
+    def take_report(self) -> Report:
         report = Report(
             self.sequence,
             1,

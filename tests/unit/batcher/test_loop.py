@@ -25,12 +25,12 @@ KEYS = Keys("default")
 @pytest.fixture
 async def batcher(redis) -> AsyncIterator[Batcher]:
     lease = Lease(redis, KEYS, "b0-1", 60.0)
-    yield Batcher(Settings(), redis, KEYS, lease, await lease.take())
+    yield Batcher(Settings(), redis, KEYS, lease, await lease.acquire())
 
 
 async def turns(batcher: Batcher, count: int = 6) -> None:
     for _ in range(count):
-        await batcher.persist(batcher.turn)
+        await batcher.retry(batcher.turn)
 
 
 async def admit(redis, name: str) -> None:
@@ -91,10 +91,10 @@ def lose_reply(batcher: Batcher, number: int) -> None:
 
 async def test_what_waited_before_this_epoch_is_told_of_once(batcher, redis):
     await admit(redis, "r1")
-    await batcher.begin()
+    await batcher.start_epoch()
     await turns(batcher)
-    batcher.lives.written_s = 0.0
-    await batcher.lives.write()
+    batcher.timeline.written_s = 0.0
+    await batcher.timeline.write()
     assert [happening["what"] for happening in (await timeline.read_timelines(redis, KEYS, "r1"))["r1"]] == [
         "queued"
     ]
@@ -102,7 +102,7 @@ async def test_what_waited_before_this_epoch_is_told_of_once(batcher, redis):
 
 async def test_a_worker_that_seals_its_own_logs_is_lost_once(batcher, redis):
     """Whoever started it says that it died, too, before or after its seal has been read."""
-    await batcher.begin()
+    await batcher.start_epoch()
     await join(batcher, redis)
     lost = catalogue.WORKERS_LOST.values[()]
     keys = [KEYS.log("w1"), KEYS.reports("w1"), KEYS.worker("w1"), KEYS.workers]
@@ -116,7 +116,7 @@ async def test_a_worker_that_seals_its_own_logs_is_lost_once(batcher, redis):
 
 @pytest.mark.parametrize("lost", [1, 2])
 async def test_a_lost_reply_loses_no_refused_row(batcher, redis, lost):
-    await batcher.begin()
+    await batcher.start_epoch()
     await join(batcher, redis)
     await admit(redis, "keep")
     await admit(redis, "gone")
@@ -131,13 +131,13 @@ async def test_a_lost_reply_loses_no_refused_row(batcher, redis, lost):
 
 
 async def test_nothing_said_between_two_reads_is_missed(batcher, redis):
-    await batcher.begin()
+    await batcher.start_epoch()
     await redis.xadd(KEYS.control, {"cancel": encode(Cancel("r1", "client"))})
     assert [entry.kind for entry in await batcher.inbox.read(50)] == ["cancel"]
 
 
 async def test_a_hello_that_is_no_name_is_counted(batcher, redis):
-    await batcher.begin()
+    await batcher.start_epoch()
     await redis.xadd(KEYS.control, {"worker_ready": b"\xff\xfe"})
     await turns(batcher)
     assert batcher.undecodable == 1
@@ -146,15 +146,15 @@ async def test_a_hello_that_is_no_name_is_counted(batcher, redis):
 async def test_an_earlier_worker_that_cannot_be_read_holds_nobody_up(batcher, redis):
     await open_worker(redis, "w1", b"junk")
     await admit(redis, "r1")
-    await batcher.begin()
-    batcher.workers.trusted_from = 0.0
+    await batcher.start_epoch()
+    batcher.detector.resumes_s = 0.0
     await turns(batcher, 12)
     assert "r1" in batcher.scheduler.sequences
     assert await redis.exists(KEYS.worker("w1"), KEYS.log("w1")) == 0
 
 
 async def test_a_key_of_another_type_spoils_its_own_request_only(batcher, redis):
-    await batcher.begin()
+    await batcher.start_epoch()
     for name in ("bad", "good"):
         await admit(redis, name)
     await redis.delete(KEYS.request("bad"))
@@ -167,7 +167,7 @@ async def test_a_key_of_another_type_spoils_its_own_request_only(batcher, redis)
 
 
 async def test_a_worker_that_dies_is_read_to_its_end(batcher, redis):
-    await batcher.begin()
+    await batcher.start_epoch()
     await join(batcher, redis)
     await admit(redis, "r1")
     await turns(batcher, 2)
@@ -184,19 +184,19 @@ async def test_a_worker_that_dies_is_read_to_its_end(batcher, redis):
 
 
 async def test_who_was_stopped_blames_nobody(batcher, redis):
-    await batcher.begin()
+    await batcher.start_epoch()
     await join(batcher, redis)
     await redis.delete(KEYS.worker("w1"))
-    batcher.workers.trusted_from = 0.0
-    batcher.workers.looked_s -= 10
-    assert await batcher.workers.look() == []
-    batcher.workers.trusted_from = 0.0
-    assert await batcher.workers.look() == ["w1"]
+    batcher.detector.resumes_s = 0.0
+    batcher.detector.checked_s -= 10
+    assert await batcher.workers.check() == []
+    batcher.detector.resumes_s = 0.0
+    assert await batcher.workers.check() == ["w1"]
 
 
 async def test_a_clock_that_jumps_gives_everybody_time(batcher, redis):
-    batcher.workers.trusted_from = 0.0
-    batcher.workers.heed_clock(1_000_000)
-    assert batcher.workers.trusting
-    batcher.workers.heed_clock(1_010_000)
-    assert not batcher.workers.trusting
+    batcher.detector.resumes_s = 0.0
+    batcher.detector.check_clock_jump(1_000_000)
+    assert batcher.detector.active
+    batcher.detector.check_clock_jump(1_010_000)
+    assert not batcher.detector.active

@@ -7,7 +7,7 @@ import random
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from batcher.replica import Limits
+from batcher.replica import WorkerLimits
 from batcher.scheduler import Scheduler
 from batcher.sequence import Sequence
 from common.messages.packing import pack_ids
@@ -34,26 +34,28 @@ class Pool:
         num_workers: int,
         num_blocks: int,
         seed: int,
-        limits: Limits | None = None,
+        limits: WorkerLimits | None = None,
         eos_chance: float = 0.02,
     ) -> None:
-        self.draw = random.Random(seed)
+        self.random = random.Random(seed)
         self.eos_chance = eos_chance
-        self.scheduler = Scheduler(limits or Limits(), epoch=1)
+        self.scheduler = Scheduler(limits or WorkerLimits(), epoch=1)
         self.workers: dict[str, SimulatedWorker] = {}
         self.num_blocks = num_blocks
-        self.settled: list[str] = []
-        self.unwanted: list[tuple[str, str]] = []
+        self.finished: list[str] = []
+        self.to_finish: list[tuple[str, str]] = []
         self.committed: dict[str, int] = {}
-        self.born = 0
+        self.num_added = 0
         for _ in range(num_workers):
             self.add_worker()
 
     def add_worker(self) -> str:
-        name = f"w{self.born}"
-        self.born += 1
-        self.workers[name] = SimulatedWorker(BLOCK_SIZE, self.draw, self.eos_chance)
-        self.scheduler.join(WorkerCapacity(name, name, "m", "float32", BLOCK_SIZE, self.num_blocks, 64, 4096))
+        name = f"w{self.num_added}"
+        self.num_added += 1
+        self.workers[name] = SimulatedWorker(BLOCK_SIZE, self.random, self.eos_chance)
+        self.scheduler.add_worker(
+            WorkerCapacity(name, name, "m", "float32", BLOCK_SIZE, self.num_blocks, 64, 4096)
+        )
         return name
 
     def add(self, *sequences: Sequence) -> None:
@@ -62,15 +64,15 @@ class Pool:
             self.scheduler.enqueue(sequence)
 
     def decide(self) -> None:
-        for order in self.scheduler.plans():
-            self.workers[order.replica.capacity.incarnation].obey(order.plan)
-            order.handed_over()
-        outcomes = self.scheduler.take_outcomes()
-        for sequence in outcomes.settled:
-            self.settled.append(sequence.request_id)
+        for pending in self.scheduler.plans():
+            self.workers[pending.replica.capacity.incarnation].apply_plan(pending.plan)
+            pending.mark_published()
+        outcomes = self.scheduler.pop_outcomes()
+        for sequence in outcomes.finished:
+            self.finished.append(sequence.request_id)
             self.scheduler.forget(sequence)
-        for sequence, why in outcomes.unwanted:
-            self.unwanted.append((sequence.request_id, why))
+        for sequence, why in outcomes.to_finish:
+            self.to_finish.append((sequence.request_id, why))
             self.scheduler.forget(sequence)
         for sequence in outcomes.interrupted:
             self.resume(sequence)
@@ -85,15 +87,15 @@ class Pool:
     def turn(self) -> None:
         self.decide()
         for name, worker in self.workers.items():
-            for _ in range(self.draw.randint(1, 12)):
+            for _ in range(self.random.randint(1, 12)):
                 worker.run()
             worker.release()
             self.committed |= worker.committed
-            self.scheduler.take_in(name, worker.tell())
+            self.scheduler.apply_report(name, worker.take_report())
 
     def kill(self, name: str) -> None:
         del self.workers[name]
-        for sequence in self.scheduler.lose(name):
+        for sequence in self.scheduler.remove_worker(name):
             sequence.suspect = False
             self.resume(sequence)
 
@@ -109,7 +111,7 @@ class Pool:
             self.turn()
         for replica in self.scheduler.replicas.values():
             assert replica.pool.num_free == replica.pool.num_blocks
-            assert not replica.rows and replica.live == 0
+            assert not replica.rows and replica.num_running == 0
 
 
 sizes = st.lists(st.tuples(st.integers(1, 200), st.integers(1, 120)), min_size=1, max_size=40)
@@ -121,24 +123,24 @@ sizes = st.lists(st.tuples(st.integers(1, 200), st.integers(1, 120)), min_size=1
     num_workers=2,
     num_blocks=20,
     seed=8967,
-    deeds=["kill"],
+    actions=["kill"],
 )
-@example(sizes=[(99, 63), (94, 52)], num_workers=1, num_blocks=20, seed=20, deeds=[])
+@example(sizes=[(99, 63), (94, 52)], num_workers=1, num_blocks=20, seed=20, actions=[])
 @given(
     sizes=sizes,
     num_workers=st.integers(1, 3),
     num_blocks=st.integers(20, 60),
     seed=st.integers(0, 10**6),
-    deeds=st.lists(st.sampled_from(["kill", "drain", "cancel", "cancel"]), max_size=6),
+    actions=st.lists(st.sampled_from(["kill", "drain", "cancel", "cancel"]), max_size=6),
 )
-def test_every_request_ends_once_and_every_block_comes_back(sizes, num_workers, num_blocks, seed, deeds):
-    pool = Pool(num_workers, num_blocks, seed, Limits(max_batch_size=8))
+def test_every_request_ends_once_and_every_block_comes_back(sizes, num_workers, num_blocks, seed, actions):
+    pool = Pool(num_workers, num_blocks, seed, WorkerLimits(max_batch_size=8))
     pool.add(*(request(f"r{i}", prompt, new, i) for i, (prompt, new) in enumerate(sizes)))
-    for deed in deeds:
-        for _ in range(pool.draw.randint(1, 30)):
+    for action in actions:
+        for _ in range(pool.random.randint(1, 30)):
             pool.turn()
-        name = pool.draw.choice(list(pool.workers))
-        match deed:
+        name = pool.random.choice(list(pool.workers))
+        match action:
             case "kill":
                 pool.kill(name)
                 pool.add_worker()
@@ -146,12 +148,12 @@ def test_every_request_ends_once_and_every_block_comes_back(sizes, num_workers, 
                 pool.scheduler.drain(name)
                 pool.add_worker()
             case "cancel":
-                pool.scheduler.cancel(f"r{pool.draw.randrange(len(sizes))}", "client")
+                pool.scheduler.cancel(f"r{pool.random.randrange(len(sizes))}", "client")
     pool.run()
-    assert sorted([*pool.settled, *(name for name, _ in pool.unwanted)]) == sorted(
+    assert sorted([*pool.finished, *(name for name, _ in pool.to_finish)]) == sorted(
         f"r{i}" for i in range(len(sizes))
     )
-    assert {why for _, why in pool.unwanted} <= {"client"}
+    assert {why for _, why in pool.to_finish} <= {"client"}
     pool.check_blocks_returned()
 
 
@@ -159,23 +161,23 @@ def test_scarce_blocks_preempt_the_youngest_and_nobody_starves():
     pool = Pool(1, num_blocks=26, seed=1, eos_chance=0)
     pool.add(*(request(f"r{i}", 40, 300, i) for i in range(3)))
     pool.run()
-    assert pool.settled[0] == "r0"
-    assert sorted(pool.settled) == ["r0", "r1", "r2"]
-    assert all(pool.committed[name] == 300 for name in pool.settled)
+    assert pool.finished[0] == "r0"
+    assert sorted(pool.finished) == ["r0", "r1", "r2"]
+    assert all(pool.committed[name] == 300 for name in pool.finished)
 
 
 def test_first_come_first_served():
-    pool = Pool(1, num_blocks=200, seed=1, limits=Limits(max_batch_size=1), eos_chance=0)
+    pool = Pool(1, num_blocks=200, seed=1, limits=WorkerLimits(max_batch_size=1), eos_chance=0)
     pool.add(*(request(f"r{i}", 10, 5, i) for i in (9, 10, 8)))
     pool.run()
-    assert pool.settled == ["r8", "r9", "r10"]
+    assert pool.finished == ["r8", "r9", "r10"]
 
 
 def test_rows_go_to_the_least_loaded_worker():
     pool = Pool(3, num_blocks=200, seed=1)
     pool.add(*(request(f"r{i}", 10, 50, i) for i in range(7)))
     pool.decide()
-    assert sorted(replica.live for replica in pool.scheduler.replicas.values()) == [2, 2, 3]
+    assert sorted(replica.num_running for replica in pool.scheduler.replicas.values()) == [2, 2, 3]
 
 
 def test_cancel_of_a_waiting_request_never_starts_it():
@@ -184,7 +186,7 @@ def test_cancel_of_a_waiting_request_never_starts_it():
     pool.scheduler.cancel("r0", "client")
     pool.scheduler.cancel("r0", "client")
     pool.decide()
-    assert pool.unwanted == [("r0", "client")]
+    assert pool.to_finish == [("r0", "client")]
     pool.add_worker()
     pool.decide()
     assert not pool.workers["w0"].rows
@@ -195,22 +197,22 @@ def test_cancel_of_a_running_request_asks_the_worker_once():
     pool.add(request("r0", 10, 500))
     pool.turn()
     pool.scheduler.cancel("r0", "client")
-    assert [order.plan.stops for order in pool.scheduler.plans()] == [[(1, "client")]]
-    assert all(not order.plan.stops for order in pool.scheduler.plans())
+    assert [pending.plan.stops for pending in pool.scheduler.plans()] == [[(1, "client")]]
+    assert all(not pending.plan.stops for pending in pool.scheduler.plans())
 
 
 def test_deadline_ends_waiting_and_running_requests():
-    pool = Pool(1, num_blocks=100, seed=1, limits=Limits(max_batch_size=1), eos_chance=0)
+    pool = Pool(1, num_blocks=100, seed=1, limits=WorkerLimits(max_batch_size=1), eos_chance=0)
     pool.add(request("r0", 10, 500, 0, ttl_ms=5000), request("r1", 10, 500, 1, ttl_ms=5000))
     pool.turn()
     pool.scheduler.expire(5999)
     pool.decide()
-    assert pool.unwanted == []
+    assert pool.to_finish == []
     pool.scheduler.expire(6000)
     pool.decide()
-    assert pool.unwanted == [("r1", "timeout")]
+    assert pool.to_finish == [("r1", "timeout")]
     pool.run()
-    assert pool.settled == ["r0"]
+    assert pool.finished == ["r0"]
 
 
 def test_a_request_under_which_two_workers_died_is_failed():
@@ -218,14 +220,14 @@ def test_a_request_under_which_two_workers_died_is_failed():
     pool.add(request("r0", 10, 50))
     for crash_count in (1, 2):
         pool.decide()
-        (sequence,) = pool.scheduler.lose(f"w{crash_count - 1}")
+        (sequence,) = pool.scheduler.remove_worker(f"w{crash_count - 1}")
         assert sequence.suspect
         sequence.crash_count = crash_count
         pool.scheduler.resume(sequence)
         del pool.workers[f"w{crash_count - 1}"]
         pool.add_worker()
     pool.decide()
-    assert pool.unwanted == [("r0", "poison")]
+    assert pool.to_finish == [("r0", "poison")]
 
 
 def test_suspects_start_one_at_a_time():
@@ -251,15 +253,15 @@ def test_a_draining_worker_gives_its_rows_away():
         pool.turn()
     assert not pool.workers["w0"].rows and len(pool.workers["w1"].rows) == 4
     pool.run()
-    assert len(pool.settled) == 4
+    assert len(pool.finished) == 4
 
 
 def test_a_request_that_no_cache_can_hold_is_refused_and_blocks_nobody():
     pool = Pool(1, num_blocks=10, seed=1, eos_chance=0)
     pool.add(request("big", 200, 50, 0), request("small", 10, 5, 1))
     pool.run()
-    assert pool.unwanted == [("big", "capacity")]
-    assert pool.settled == ["small"]
+    assert pool.to_finish == [("big", "capacity")]
+    assert pool.finished == ["small"]
 
 
 def test_only_what_a_worker_was_told_of_can_have_killed_it():
@@ -268,7 +270,7 @@ def test_only_what_a_worker_was_told_of_can_have_killed_it():
     pool.decide()
     pool.add(request("not told", 10, 50, 1))
     list(pool.scheduler.plans())
-    assert {sequence.request_id: sequence.suspect for sequence in pool.scheduler.lose("w0")} == {
+    assert {sequence.request_id: sequence.suspect for sequence in pool.scheduler.remove_worker("w0")} == {
         "told": True,
         "not told": False,
     }
@@ -279,15 +281,15 @@ def test_nobody_is_to_blame_when_a_worker_leaves():
     pool.add(request("r0", 10, 50))
     pool.decide()
     pool.scheduler.drain("w0")
-    assert [sequence.suspect for sequence in pool.scheduler.lose("w0")] == [False]
+    assert [sequence.suspect for sequence in pool.scheduler.remove_worker("w0")] == [False]
 
 
 def test_a_withdrawn_row_was_never_there():
     pool = Pool(1, num_blocks=100, seed=1, eos_chance=0)
     pool.add(*(request(f"r{i}", 10, 50, i) for i in range(3)))
-    (order,) = pool.scheduler.plans()
-    (row,) = order.withdraw([1])
+    (pending,) = pool.scheduler.plans()
+    (row,) = pending.withdraw([1])
     assert row.sequence.request_id == "r1" and row.sequence.row is None
-    assert [start.request.request_id for start in order.plan.starts] == ["r0", "r2"]
-    pool.workers["w0"].obey(order.plan)
-    assert len(pool.workers["w0"].owned) == pool.num_blocks - order.replica.pool.num_free
+    assert [start.request.request_id for start in pending.plan.starts] == ["r0", "r2"]
+    pool.workers["w0"].apply_plan(pending.plan)
+    assert len(pool.workers["w0"].owned) == pool.num_blocks - pending.replica.pool.num_free

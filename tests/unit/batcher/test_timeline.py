@@ -3,10 +3,10 @@
 from redis.asyncio import Redis
 
 from api.admin.timeline import read_timelines
-from batcher.pending_plan import Order
-from batcher.replica import Limits, Replica
+from batcher.pending_plan import PendingPlan
+from batcher.replica import Replica, WorkerLimits
 from batcher.sequence import Sequence
-from batcher.timeline import MAX_UNTOLD, REQUESTS_PER_ENTRY, WRITE_S, Lives
+from batcher.timeline import MAX_UNWRITTEN, REQUESTS_PER_ENTRY, WRITE_INTERVAL_S, TimelineWriter
 from common.broker.keys import Keys
 from common.messages.codec import encode
 from common.messages.packing import pack_ids
@@ -24,30 +24,32 @@ def sequence(name: str = "r1", entry_ms: int = NOW_MS) -> Sequence:
 
 
 def replica() -> Replica:
-    return Replica(WorkerCapacity("w0-1", "w0", "m", "float32", 16, 100, 64, 2048), Limits())
+    return Replica(WorkerCapacity("w0-1", "w0", "m", "float32", 16, 100, 64, 2048), WorkerLimits())
 
 
-def lives(redis: Redis) -> Lives:
-    return Lives(redis, KEYS, lambda: NOW_MS)
+def make_writer(redis: Redis) -> TimelineWriter:
+    return TimelineWriter(redis, KEYS, lambda: NOW_MS)
 
 
-def happened(told: list[dict]) -> list[tuple]:
-    return [(one["what"], one["worker"], one["attempt"], one["num_tokens"], one["why"]) for one in told]
+def happened(writer: list[dict]) -> list[tuple]:
+    return [(one["what"], one["worker"], one["attempt"], one["num_tokens"], one["why"]) for one in writer]
 
 
 async def test_a_life_from_queue_to_end(redis):
-    told, one, worker = lives(redis), sequence(), replica()
-    told.queued(one)
+    writer, one, worker = make_writer(redis), sequence(), replica()
+    writer.record_queued(one)
     row = worker.start(one)
-    told.placed(Order(worker, Plan(1, 2, 32, 64), [row]))
-    told.heard(worker, Report(1, 1, 2, 1, prefilled=[(row.number, 3, 1)]))
+    writer.record_plan(PendingPlan(worker, Plan(1, 2, 32, 64), [row]))
+    writer.record_report(worker, Report(1, 1, 2, 1, prefilled=[(row.number, 3, 1)]))
     one.records = b"\0" * RECORD.size * 37
-    told.died("w0-1", [one])
+    writer.record_death("w0-1", [one])
     row = worker.start(one)
-    told.placed(Order(worker, Plan(1, 3, 64, 64), [row]))
-    told.heard(worker, Report(2, 1, 3, 40, ended=[(row.number, "preempted", 41), (99, "length", 1)]))
-    told.heard(worker, Report(3, 1, 3, 50, ended=[(row.number, "length", 50)]))
-    await told.write()
+    writer.record_plan(PendingPlan(worker, Plan(1, 3, 64, 64), [row]))
+    writer.record_report(
+        worker, Report(2, 1, 3, 40, ended=[(row.number, "preempted", 41), (99, "length", 1)])
+    )
+    writer.record_report(worker, Report(3, 1, 3, 50, ended=[(row.number, "length", 50)]))
+    await writer.write()
     assert happened((await read_timelines(redis, KEYS, "r1"))["r1"]) == [
         ("queued", "", 0, 3, ""),
         ("placed", "w0-1", 1, 0, ""),
@@ -61,11 +63,11 @@ async def test_a_life_from_queue_to_end(redis):
 
 
 async def test_a_request_that_a_new_batcher_finds_is_queued_or_taken_over(redis):
-    told, fresh, placed = lives(redis), sequence("fresh"), sequence("placed")
+    writer, fresh, placed = make_writer(redis), sequence("fresh"), sequence("placed")
     placed.attempt = 1
     for one in (fresh, placed):
-        told.taken_over(one)
-    await told.write()
+        writer.record_takeover(one)
+    await writer.write()
     assert [
         one["what"] for name in ("fresh", "placed") for one in (await read_timelines(redis, KEYS, name))[name]
     ] == [
@@ -75,37 +77,37 @@ async def test_a_request_that_a_new_batcher_finds_is_queued_or_taken_over(redis)
 
 
 async def test_it_is_written_now_and_then_and_bounded(redis):
-    told = lives(redis)
+    writer = make_writer(redis)
     for i in range(REQUESTS_PER_ENTRY + 1):
-        told.queued(sequence(f"r{i}"))
-    await told.write()
+        writer.record_queued(sequence(f"r{i}"))
+    await writer.write()
     assert await redis.xlen(KEYS.timeline) == 2
-    told.queued(sequence("late"))
-    await told.write()
-    assert told.untold and not await read_timelines(redis, KEYS, "late")
-    told.written_s -= WRITE_S
-    await told.write()
-    assert await read_timelines(redis, KEYS, "late") and not told.untold
+    writer.record_queued(sequence("late"))
+    await writer.write()
+    assert writer.unwritten and not await read_timelines(redis, KEYS, "late")
+    writer.written_s -= WRITE_INTERVAL_S
+    await writer.write()
+    assert await read_timelines(redis, KEYS, "late") and not writer.unwritten
 
 
 async def test_a_key_of_somebody_else_s_harms_nobody(redis):
     await redis.set(KEYS.timeline, "spoilt")
-    told = lives(redis)
-    told.queued(sequence())
-    await told.write()
-    assert told.untold
-    for i in range(MAX_UNTOLD + 1):
-        told.queued(sequence(f"r{i}"))
-    told.written_s -= WRITE_S
-    await told.write()
-    assert not told.untold
+    writer = make_writer(redis)
+    writer.record_queued(sequence())
+    await writer.write()
+    assert writer.unwritten
+    for i in range(MAX_UNWRITTEN + 1):
+        writer.record_queued(sequence(f"r{i}"))
+    writer.written_s -= WRITE_INTERVAL_S
+    await writer.write()
+    assert not writer.unwritten
 
 
 async def test_choices_belong_to_their_request(redis):
-    told = lives(redis)
+    writer = make_writer(redis)
     for name in ("r1.0", "r1.1", "r10", "r1", "job#0"):
-        told.queued(sequence(name))
-    await told.write()
+        writer.record_queued(sequence(name))
+    await writer.write()
     assert list(await read_timelines(redis, KEYS, "r1")) == ["r1", "r1.0", "r1.1"]
     assert list(await read_timelines(redis, KEYS, "r1.1")) == ["r1.1"]
     assert list(await read_timelines(redis, KEYS, "job")) == ["job#0"]

@@ -1,0 +1,56 @@
+"""FailureDetector: decides when a missing heartbeat may be taken for a death.
+
+Heartbeats are missing, too, after the broker was away or slow or its clock jumped, and after this process was
+stopped. Then nobody is declared dead until everybody had time for a new heartbeat.
+"""
+
+import logging
+import time
+
+log = logging.getLogger(__name__)
+CLOCK_JUMP_MS = 1000
+STALL_S = 2.0
+
+
+class FailureDetector:
+    """Active unless it was paused less than `ttl_s` ago. It starts paused.
+
+    Attributes:
+        resumes_s: monotonic time at which the pause ends.
+        clock_offset_ms: the broker's clock minus the monotonic clock, as last seen.
+        checked_s: monotonic time of the last `check_stall`.
+    """
+
+    def __init__(self, ttl_s: float) -> None:
+        self.ttl_s = ttl_s
+        self.clock_offset_ms: float | None = None
+        self.checked_s = time.monotonic()
+        self.resumes_s = 0.0
+        self.pause()
+
+    def pause(self) -> None:
+        self.resumes_s = time.monotonic() + self.ttl_s
+
+    @property
+    def active(self) -> bool:
+        return time.monotonic() >= self.resumes_s
+
+    def check_stall(self) -> None:
+        """Pause if the last check is long ago: the broker loaded or its disk was busy, or we were stopped."""
+        now_s = time.monotonic()
+        if now_s - self.checked_s > STALL_S:
+            log.warning("no reply from the broker for %.1f s", now_s - self.checked_s)
+            self.pause()
+        self.checked_s = now_s
+
+    def check_clock_jump(self, now_ms: int) -> None:
+        """Pause if the broker's clock, which expires heartbeats, has jumped."""
+        offset_ms = now_ms - time.monotonic() * 1000
+        if self.clock_offset_ms is not None and abs(offset_ms - self.clock_offset_ms) > CLOCK_JUMP_MS:
+            log.warning("the broker's clock jumped by %.1f s", (offset_ms - self.clock_offset_ms) / 1000)
+            self.pause()
+        self.clock_offset_ms = offset_ms
+
+    def now_ms(self) -> int:
+        """The broker's clock, extrapolated from the last check."""
+        return round(time.monotonic() * 1000 + (self.clock_offset_ms or 0.0))

@@ -1,0 +1,82 @@
+"""Housekeeping: what the active batcher does at an interval, besides scheduling."""
+
+import time
+
+from redis.asyncio import Redis
+
+from batcher.failure_detector import FailureDetector
+from batcher.lease import Lease
+from batcher.orphans import OrphanTracker
+from batcher.scheduler import Scheduler
+from batcher.workers import WorkerRegistry
+from common.broker.keys import POOLS, Keys
+from common.broker.sequences import REPEAT_S, ChannelSequences
+from common.process.heartbeat import Heartbeat
+from common.settings.settings import Settings
+
+STATE_TTL_MS = 60_000
+POOL_TTL_S = 3600
+
+
+class Housekeeping:
+    """Renews the lease, cancels late and orphaned requests, finds dead workers, publishes the state.
+
+    Attributes:
+        due_s: monotonic time of the next run.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        redis: Redis,
+        keys: Keys,
+        lease: Lease,
+        scheduler: Scheduler,
+        workers: WorkerRegistry,
+        detector: FailureDetector,
+        channels: ChannelSequences,
+    ) -> None:
+        self.redis = redis
+        self.keys = keys
+        self.lease = lease
+        self.scheduler = scheduler
+        self.workers = workers
+        self.detector = detector
+        self.channels = channels
+        self.orphans = OrphanTracker(redis, keys)
+        self.heartbeat = Heartbeat(redis, keys, "batcher", lease.holder, settings.worker_ttl_s)
+        self.interval_s = min(settings.heartbeat_s, REPEAT_S)
+        self.due_s = 0.0
+
+    @property
+    def due(self) -> bool:
+        return time.monotonic() >= self.due_s
+
+    async def run(self, undecodable: int) -> list[str]:
+        """Return the workers that must be sealed. Raises LeaseLost."""
+        self.due_s = time.monotonic() + self.interval_s
+        await self.lease.renew()
+        now_s, now_us = await self.redis.time()
+        now_ms = now_s * 1000 + now_us // 1000
+        self.detector.check_clock_jump(now_ms)
+        self.scheduler.expire(now_ms)
+        dead = await self.workers.check()
+        if self.detector.active:
+            for request_id in await self.orphans.orphans(self.scheduler.sequences.values()):
+                self.scheduler.cancel(request_id, "gateway")
+        for channel, payload in self.channels.repeated_messages():
+            await self.redis.publish(channel, payload)
+        await self.publish_state(undecodable)
+        return dead
+
+    async def publish_state(self, undecodable: int) -> None:
+        """Write the scheduler's counts, the pool's place in the list of pools, and the heartbeat."""
+        counts = self.scheduler.counts()
+        now_s = time.time()
+        async with self.redis.pipeline() as pipe:
+            pipe.hset(self.keys.state, mapping={**counts, "undecodable": undecodable})
+            pipe.pexpire(self.keys.state, STATE_TTL_MS)
+            pipe.zadd(POOLS, {self.keys.pool: now_s})
+            pipe.zremrangebyscore(POOLS, 0, now_s - POOL_TTL_S)
+            await pipe.execute()
+        await self.heartbeat.send(waiting=counts["waiting"], rows=counts["rows"])

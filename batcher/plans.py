@@ -1,0 +1,90 @@
+"""Plans: what the next plan of one worker holds. Pure functions of a replica; they allocate its blocks."""
+
+from batcher.replica import Replica
+from batcher.sequence import PlacedRow
+from common.messages.packing import pack_ids
+from common.messages.plan import Plan, RowStart
+
+PREEMPT = "preempt"
+"""`PlacedRow.stopping` of a row that is to be preempted and was not asked to stop yet."""
+
+
+def next_plan(replica: Replica, epoch: int, starting: list[PlacedRow]) -> Plan | None:
+    """Return the rows that start or stop, the blocks and the steps that are new; None if nothing is."""
+    needs_grant = replica.needs_grant
+    blocks = grow_rows(replica, starting) if needs_grant else []
+    stops = stop_rows(replica, starting)
+    if not (starting or needs_grant or stops):
+        return None
+    if needs_grant:
+        replica.until = replica.step + replica.limits.horizon
+    replica.plan += 1
+    return Plan(
+        epoch=epoch,
+        number=replica.plan,
+        until=replica.until,
+        prefill_tokens=replica.capacity.max_batch_prefill_tokens,
+        starts=[row_start(row) for row in starting],
+        blocks=blocks,
+        stops=stops,
+        acknowledged=replica.acknowledged,
+    )
+
+
+def grow_rows(replica: Replica, starting: list[PlacedRow]) -> list[tuple[int, bytes]]:
+    """Allocate blocks for the steps about to be granted, to the oldest row first.
+
+    When blocks run out, the youngest row is preempted.
+    """
+    grown = []
+    until = replica.step + replica.limits.horizon
+    replica.starved = False
+    for row in list(replica.running):
+        if row.stopping or row in starting:
+            continue
+        missing = replica.blocks_for(row.kv_at(until, replica.step)) - len(row.blocks)
+        if missing <= 0:
+            continue
+        if not replica.pool.can_allocate(missing):
+            preempt_youngest(replica, row)
+            replica.starved = True
+            missing = min(missing, replica.pool.num_free)
+        if missing:
+            blocks = replica.pool.allocate(missing)
+            row.blocks += blocks
+            grown.append((row.number, pack_ids(blocks)))
+    return grown
+
+
+def preempt_youngest(replica: Replica, row: PlacedRow) -> None:
+    """Preempt the youngest row for an older one, `row`.
+
+    Nothing is preempted while another row is stopping: its blocks are free once it is released.
+    """
+    running = [other for other in replica.running if not other.stopping]
+    leaving = any(other.stopping or other.ended for other in replica.rows.values())
+    if not leaving and len(running) > 1 and running[-1] is not row:
+        running[-1].stopping = PREEMPT
+
+
+def stop_rows(replica: Replica, starting: list[PlacedRow]) -> list[tuple[int, str]]:
+    """Return (row, why) of the rows that must stop and were not asked to yet.
+
+    A worker applies the stops of a plan before its starts, so a row that starts with this plan is stopped by
+    the next.
+    """
+    stops = []
+    for row in replica.running:
+        preempted = "preempted" if replica.draining or row.stopping == PREEMPT else ""
+        why = row.sequence.stop_reason or preempted
+        if why and row.stopping in ("", PREEMPT) and row not in starting:
+            row.stopping = why
+            stops.append((row.number, why))
+    return stops
+
+
+def row_start(row: PlacedRow) -> RowStart:
+    sequence = row.sequence
+    return RowStart(
+        row.number, sequence.attempt, sequence.base, sequence.records, pack_ids(row.blocks), sequence.request
+    )
