@@ -2,8 +2,8 @@
 
 from redis.asyncio import Redis
 
-from batcher.pending_plan import PendingPlan
-from batcher.sequence import PlacedRow
+from batcher.scheduling.pending_plan import PendingPlan
+from batcher.scheduling.sequence import PlacedRow
 from common.broker.client import script
 from common.broker.keys import STREAMS_TTL_MS, Keys
 from common.messages.codec import encode

@@ -7,7 +7,7 @@ from redis.asyncio import Redis
 from batcher.failure_detector import FailureDetector
 from batcher.lease import Lease
 from batcher.orphans import OrphanTracker
-from batcher.scheduler import Scheduler
+from batcher.scheduling.scheduler import Scheduler
 from batcher.workers import WorkerRegistry
 from common.broker.keys import POOLS, Keys
 from common.broker.sequences import REPEAT_S, ChannelSequences

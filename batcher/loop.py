@@ -14,10 +14,10 @@ from batcher.failure_detector import FailureDetector
 from batcher.housekeeping import Housekeeping
 from batcher.inbox import Inbox, StreamEntry
 from batcher.lease import Lease, LeaseLost
-from batcher.pending_plan import PendingPlan
 from batcher.recovery import Recovery
-from batcher.replica import WorkerLimits
-from batcher.scheduler import Scheduler
+from batcher.scheduling.pending_plan import PendingPlan
+from batcher.scheduling.replica import WorkerLimits
+from batcher.scheduling.scheduler import Scheduler
 from batcher.terminals import Terminals
 from batcher.timeline import TimelineWriter
 from batcher.workers import WorkerRegistry, WorkerState
@@ -225,7 +225,7 @@ class Batcher:
                 self.enqueue(partial(self.seal, incarnation, "its logs are gone"))
 
     async def seal(self, incarnation: str, why: str) -> None:
-        """Declare a worker dead. It is removed once its reports are read to the seal; at once if it has none."""
+        """Declare a worker dead. It is removed when its reports are read to the seal, or at once."""
         if self.workers.state(incarnation) is WorkerState.REMOVED:  # it had sealed its own logs
             return
         log.warning("worker %s is sealed: %s", incarnation, why)

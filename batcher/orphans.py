@@ -5,7 +5,7 @@ from collections.abc import Collection
 
 from redis.asyncio import Redis
 
-from batcher.sequence import Sequence
+from batcher.scheduling.sequence import Sequence
 from common.broker.keys import Keys
 
 

@@ -3,7 +3,7 @@
 import msgpack
 
 from batcher.inbox import StreamEntry
-from batcher.sequence import Sequence
+from batcher.scheduling.sequence import Sequence
 from common.broker.stream_ids import parse_stream_id
 from common.messages.codec import WireError, decode
 from common.messages.request import Generate

@@ -8,8 +8,8 @@ import logging
 
 from redis.asyncio import Redis
 
-from batcher.scheduler import Scheduler
-from batcher.sequence import Sequence
+from batcher.scheduling.scheduler import Scheduler
+from batcher.scheduling.sequence import Sequence
 from batcher.terminals import Terminals
 from batcher.timeline import TimelineWriter
 from batcher.workers import WorkerRegistry

@@ -6,8 +6,8 @@ from redis.asyncio import Redis
 
 from batcher import parse
 from batcher.inbox import StreamEntry
-from batcher.scheduler import Scheduler
-from batcher.sequence import Sequence
+from batcher.scheduling.scheduler import Scheduler
+from batcher.scheduling.sequence import Sequence
 from batcher.timeline import TimelineWriter
 from common.broker.client import script
 from common.broker.keys import Keys

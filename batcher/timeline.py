@@ -10,9 +10,9 @@ from itertools import islice
 
 from redis.asyncio import Redis
 
-from batcher.pending_plan import PendingPlan
-from batcher.replica import Replica
-from batcher.sequence import Sequence
+from batcher.scheduling.pending_plan import PendingPlan
+from batcher.scheduling.replica import Replica
+from batcher.scheduling.sequence import Sequence
 from common.broker.client import ERRORS, describe_error
 from common.broker.keys import Keys
 from common.broker.stream_ids import parse_stream_id
@@ -104,7 +104,7 @@ class TimelineWriter:
         catalogue.RESUMES.add(1, catalogue.service_class(sequence.request.priority), cause)
 
     async def write(self) -> None:
-        """Write the events recorded since the last write. They are kept if the broker fails, up to a bound."""
+        """Write the events recorded since the last write. If the broker fails they are kept, bounded."""
         if not self.unwritten or time.monotonic() - self.written_s < WRITE_INTERVAL_S:
             return
         self.written_s = time.monotonic()

@@ -10,7 +10,7 @@ from redis.asyncio import Redis
 from batcher.dispatch import Dispatch
 from batcher.failure_detector import FailureDetector
 from batcher.inbox import Inbox
-from batcher.scheduler import Scheduler
+from batcher.scheduling.scheduler import Scheduler
 from common.broker.client import script
 from common.broker.keys import Keys
 from common.messages.codec import WireError, decode

@@ -3,9 +3,9 @@
 from redis.asyncio import Redis
 
 from api.admin.timeline import read_timelines
-from batcher.pending_plan import PendingPlan
-from batcher.replica import Replica, WorkerLimits
-from batcher.sequence import Sequence
+from batcher.scheduling.pending_plan import PendingPlan
+from batcher.scheduling.replica import Replica, WorkerLimits
+from batcher.scheduling.sequence import Sequence
 from batcher.timeline import MAX_UNWRITTEN, REQUESTS_PER_ENTRY, WRITE_INTERVAL_S, TimelineWriter
 from common.broker.keys import Keys
 from common.messages.codec import encode

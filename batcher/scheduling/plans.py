@@ -1,7 +1,7 @@
 """Plans: what the next plan of one worker holds. Pure functions of a replica; they allocate its blocks."""
 
-from batcher.replica import Replica
-from batcher.sequence import PlacedRow
+from batcher.scheduling.replica import Replica
+from batcher.scheduling.sequence import PlacedRow
 from common.messages.packing import pack_ids
 from common.messages.plan import Plan, RowStart
 

@@ -7,9 +7,9 @@ import random
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from batcher.replica import WorkerLimits
-from batcher.scheduler import Scheduler
-from batcher.sequence import Sequence
+from batcher.scheduling.replica import WorkerLimits
+from batcher.scheduling.scheduler import Scheduler
+from batcher.scheduling.sequence import Sequence
 from common.messages.packing import pack_ids
 from common.messages.plan import WorkerCapacity
 from common.messages.records import RECORD

@@ -10,10 +10,10 @@ import heapq
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from batcher.pending_plan import PendingPlan
-from batcher.plans import next_plan
-from batcher.replica import Replica, WorkerLimits
-from batcher.sequence import PlacedRow, Sequence
+from batcher.scheduling.pending_plan import PendingPlan
+from batcher.scheduling.plans import next_plan
+from batcher.scheduling.replica import Replica, WorkerLimits
+from batcher.scheduling.sequence import PlacedRow, Sequence
 from common.messages.finish_reasons import INTERRUPTED
 from common.messages.plan import Report, WorkerCapacity
 

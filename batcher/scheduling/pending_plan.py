@@ -3,8 +3,8 @@
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from batcher.replica import Replica
-from batcher.sequence import PlacedRow
+from batcher.scheduling.replica import Replica
+from batcher.scheduling.sequence import PlacedRow
 from common.messages.plan import Plan
 
 

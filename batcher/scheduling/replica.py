@@ -3,8 +3,8 @@
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from batcher.block_pool import BlockPool
-from batcher.sequence import PlacedRow, Sequence
+from batcher.scheduling.block_pool import BlockPool
+from batcher.scheduling.sequence import PlacedRow, Sequence
 from common.messages.plan import WorkerCapacity
 
 
