@@ -17,9 +17,14 @@ def sequence(entry: StreamEntry) -> Sequence:
     request = decode(Generate, entry.data)
     if not request.prompt_ids or len(request.prompt_ids) % 4:
         raise WireError("Generate.prompt_ids: empty, or no multiple of 4 bytes")
-    for field in ("max_new_tokens", "ttl_ms", "result_ttl_ms"):
-        if getattr(request, field) < 1:
-            raise WireError(f"Generate.{field}: {getattr(request, field)} is not positive")
+    positive = {
+        "stopping.max_new_tokens": request.stopping.max_new_tokens,
+        "ttl_ms": request.ttl_ms,
+        "result_ttl_ms": request.result_ttl_ms,
+    }
+    for field, value in positive.items():
+        if value < 1:
+            raise WireError(f"Generate.{field}: {value} is not positive")
     return Sequence(request, entry.id, len(entry.data), parse_stream_id(entry.id)[0] + request.ttl_ms)
 
 

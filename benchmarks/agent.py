@@ -30,7 +30,7 @@ from common.broker.keys import Keys
 from common.messages.codec import encode
 from common.messages.packing import pack_ids
 from common.messages.plan import Plan, RowStart, WorkerCapacity
-from common.messages.request import Generate
+from common.messages.request import Generate, StoppingParams
 from common.settings.settings import Settings
 from gpu_worker.agent.agent import Agent
 from gpu_worker.agent.engine_client import EngineClient, EngineDied, RankProcess
@@ -113,9 +113,8 @@ async def hand(redis: Redis, worker: str, num_rows: int, prompt_ids: bytes) -> N
     """Rows to a worker, as the batcher does; every other one looks for a stop string."""
     starts = []
     for row in range(num_rows):
-        request = Generate(
-            f"{worker}-{row}", "d", prompt_ids, 10**6, stop=["xyz"] if row % 2 else [], channel=CHANNEL
-        )
+        stopping = StoppingParams(10**6, stop=["xyz"] if row % 2 else [])
+        request = Generate(f"{worker}-{row}", "d", prompt_ids, stopping, channel=CHANNEL)
         placed = {"digest": "d", "worker": worker, "attempt": 1, "base": 0, "width": 1}
         await redis.hset(KEYS.request(request.request_id), mapping=placed)  # type: ignore[misc]
         starts.append(RowStart(row, 1, 0, b"", b"", request))

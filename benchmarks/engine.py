@@ -17,7 +17,7 @@ import torch
 
 from benchmarks import floors
 from benchmarks.waits import Waits
-from common.messages.request import SamplingParams
+from common.messages.request import SamplingParams, StoppingParams
 from common.settings.settings import Settings
 from gpu_worker.engine.engine import Engine
 from gpu_worker.protocol import Grant, StartRow
@@ -68,7 +68,12 @@ class Bench:
         owned = range(1 + index * blocks, 1 + (index + 1) * blocks)
         seeded = sampling and replace(sampling, seed=index)
         return StartRow(
-            self.num_started + index, packed(ids), 0, out_tokens, True, packed(owned), sampling=seeded
+            self.num_started + index,
+            packed(ids),
+            0,
+            packed(owned),
+            StoppingParams(out_tokens, ignore_eos=True),
+            seeded,
         )
 
     def holds(self, num_rows: int, context: int) -> bool:

@@ -22,6 +22,7 @@ from tokenizers import Tokenizer
 from benchmarks.serve import OUT_TOKENS, STREAMS, Figures, load, median, prompt
 from common import model_files
 from common.messages.packing import pack_ids
+from common.messages.request import StoppingParams
 from gpu_worker.protocol import Frame, FrameDecoder, Grant, Ready, StartRow, StepResult, encode
 from tests.support.fleet.fleet import Fleet
 
@@ -71,7 +72,9 @@ class Door:
 
     def row(self, ids: list[int], blocks: list[int]) -> StartRow:
         self.started += 1
-        return StartRow(self.started - 1, pack_ids(ids), 0, OUT_TOKENS, True, pack_ids(blocks))
+        return StartRow(
+            self.started - 1, pack_ids(ids), 0, pack_ids(blocks), StoppingParams(OUT_TOKENS, ignore_eos=True)
+        )
 
     def figures(self, seen: list[list[float]], seconds: float) -> Figures:
         gaps = sorted((later - sooner) * 1e3 for times in seen for sooner, later in pairwise(times[1:]))

@@ -17,7 +17,7 @@ import msgpack
 
 from common.messages.codec import decode as from_bytes
 from common.messages.codec import encode as to_bytes
-from common.messages.request import SamplingParams
+from common.messages.request import SamplingParams, StoppingParams
 
 SAMPLE = struct.Struct("<iiif")
 """A sampled token: row, index of the token in its generation, id, natural logarithm of its probability."""
@@ -38,30 +38,23 @@ class StartRow:
         row: number of the row, unique in this engine's life.
         ids: packed int32; the prompt, then the `base` tokens generated so far.
         base: index of the first token to sample; 0 for a request that starts fresh.
-        end: the row ends with reason `length` once it sampled the token of index `end - 1`.
-        ignore_eos: whether an end-of-sequence token ends the row.
-        min_new_tokens: before the row has sampled the token of index `min_new_tokens - 1`, ids that would end it are not
-            sampled.
-        stop_ids: packed int32; ids that end the row with reason `stop_sequence`.
+        blocks: packed int32; KV blocks, in order, that the row owns at first. Block 0 is scratch and never
+            granted.
+        stopping: when the row ends; the engine does not know text, so it ignores stop strings.
+        sampling: None is greedy, with nothing to change.
         top_n_tokens: so many of the likeliest tokens are reported with each token.
         prompt_logprobs: the log-probabilities of `ids` but the first are reported, and so many of the
             likeliest tokens at each place; None reports nothing of them.
-        sampling: None is greedy, with nothing to change.
-        blocks: packed int32; KV blocks, in order, that the row owns at first. Block 0 is scratch and never
-            granted.
     """
 
     row: int
     ids: bytes
     base: int
-    end: int
-    ignore_eos: bool
     blocks: bytes
-    min_new_tokens: int = 0
-    stop_ids: bytes = b""
+    stopping: StoppingParams
+    sampling: SamplingParams | None = None
     top_n_tokens: int = 0
     prompt_logprobs: int | None = None
-    sampling: SamplingParams | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,8 +222,17 @@ def make_grant(until: int, prefill_tokens: int, starts: Sequence[Any], *others: 
 
 
 def make_start_row(*values: Any) -> StartRow:
-    *others, sampling = values
-    return StartRow(*[*others, sampling and from_bytes(SamplingParams, sampling)])
+    row, ids, base, blocks, stopping, sampling, *others = values
+    limits: list[Any] = [[*value] if isinstance(value, tuple) else value for value in stopping]
+    return StartRow(
+        row,
+        ids,
+        base,
+        blocks,
+        StoppingParams(*limits),
+        sampling and from_bytes(SamplingParams, sampling),
+        *others,
+    )
 
 
 CONSTRUCTORS: dict[str, Callable[..., Frame]] = {name: kind for kind, name in NAMES.items()} | {

@@ -54,7 +54,7 @@ def left(stream: "Stream", limits: "Limits") -> None:
         return
     fit(limits)
     catalogue.INPUT_LENGTH.observe(len(stream.prompt_ids))
-    catalogue.MAX_NEW_TOKENS.observe(stream.request.max_new_tokens)
+    catalogue.MAX_NEW_TOKENS.observe(stream.request.stopping.max_new_tokens)
     reason = stream.terminal.reason if stream.terminal else "cancelled"
     request_id, so_far_s = stream.request.request_id, time.monotonic() - stream.begun_s
     log.info(

@@ -35,10 +35,10 @@ class Stream:
     def __init__(self, request: Generate, tokenizer: ModelTokenizer) -> None:
         self.request, self.tokenizer = request, tokenizer
         self.prompt_ids = unpack_ids(request.prompt_ids)
-        self.ending_ids = (frozenset() if request.ignore_eos else tokenizer.ending_ids).union(
-            unpack_ids(request.stop_ids)
-        )
-        self.matcher = StopMatcher(request.stop) if request.stop else None
+        stopping = request.stopping
+        eos_ids = frozenset() if stopping.ignore_eos else tokenizer.ending_ids
+        self.ending_ids = eos_ids.union(stopping.stop_ids)
+        self.matcher = StopMatcher(stopping.stop) if stopping.stop else None
         self.admitted = False
         self.attempt = 0
         self.ids: list[int] = []
@@ -83,15 +83,21 @@ class Stream:
         if not self.ids:
             return False
         stopped = self.matcher is not None and self.matcher.matched
-        return stopped or self.num_tokens == self.request.max_new_tokens or self.ids[-1] in self.ending_ids
+        has_all = self.num_tokens == self.request.stopping.max_new_tokens
+        return stopped or has_all or self.ids[-1] in self.ending_ids
 
     @property
     def text(self) -> str:
         """The whole answer, once it is finished."""
         assert self.terminal is not None
-        request, reason = self.request, self.terminal.reason
+        stopping, tokenizer = self.request.stopping, self.tokenizer.backend
         return generated_text(
-            self.tokenizer.backend, self.prompt_ids, self.ids, request.stop, reason, request.min_new_tokens
+            tokenizer,
+            self.prompt_ids,
+            self.ids,
+            stopping.stop,
+            self.terminal.reason,
+            stopping.min_new_tokens,
         )
 
     def take(self, tokens: Tokens) -> bool:
@@ -213,7 +219,7 @@ class Stream:
         self.texts += texts
         self.tops += tops
         if self.matcher is not None:
-            unmatched = max(0, self.request.min_new_tokens - self.num_tokens + len(ids))
+            unmatched = max(0, self.request.stopping.min_new_tokens - self.num_tokens + len(ids))
             self.matcher.step("".join(texts[unmatched:]))
         self.changed.set()
 

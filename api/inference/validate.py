@@ -12,7 +12,7 @@ from api.inference.ranges import BIASES, MAX_STOP_CHARS, RANGES
 from api.inference.tokenizer import ModelTokenizer
 from api.offload import offload
 from common.messages.packing import pack_ids
-from common.messages.request import TOP_P_MIN, Generate, SamplingParams
+from common.messages.request import TOP_P_MIN, Generate, SamplingParams, StoppingParams
 
 GREEDY_BELOW = 1e-5
 """A temperature this low is greedy: logits divided by it would leave float32."""
@@ -44,11 +44,13 @@ async def validate(params: GenerationParams, limits: Limits, tokenizer: ModelTok
         request_id="",
         digest="",
         prompt_ids=pack_ids(prompt_ids),
-        max_new_tokens=num_new_tokens(params, len(prompt_ids), limits),
-        stop=params.stop,
-        ignore_eos=params.ignore_eos,
-        min_new_tokens=params.min_new_tokens,
-        stop_ids=pack_ids(params.stop_ids),
+        stopping=StoppingParams(
+            max_new_tokens=num_new_tokens(params, len(prompt_ids), limits),
+            min_new_tokens=params.min_new_tokens,
+            stop=params.stop,
+            stop_ids=params.stop_ids,
+            ignore_eos=params.ignore_eos,
+        ),
         top_n_tokens=params.top_n_tokens,
         prompt_logprobs=params.prompt_logprobs,
         sampling=await offload(sum(map(len, params.bad_words)), lambda: sampling(params, tokenizer)),
@@ -175,7 +177,7 @@ def sampling(params: GenerationParams, tokenizer: ModelTokenizer) -> SamplingPar
         presence_penalty=given(params.presence_penalty, 0.0),
         relative_frequency_penalty=given(params.relative_frequency_penalty, 0.0),
         logit_bias=[(token_id, float(value)) for token_id, value in params.logit_bias.items() if value],
-        bad_words=[pack_ids(ids) for word in params.bad_words for ids in tokenizer.spellings(word)],
+        bad_words=[ids for word in params.bad_words for ids in tokenizer.spellings(word)],
     )
     if not draws(params):
         return None if changed == SamplingParams() else replace(changed, raw_logprobs=params.raw_logprobs)
@@ -186,7 +188,7 @@ def sampling(params: GenerationParams, tokenizer: ModelTokenizer) -> SamplingPar
         top_p=given(params.top_p, 1.0),
         top_p_decay=given(params.top_p_decay, 1.0),
         top_p_min=given(params.top_p_min, TOP_P_MIN),
-        top_p_reset_ids=pack_ids(params.top_p_reset_ids),
+        top_p_reset_ids=params.top_p_reset_ids,
         min_p=given(params.min_p, 0.0),
         typical_p=given(params.typical_p, 1.0),
         seed=secrets.randbits(63) if params.seed is None else params.seed,

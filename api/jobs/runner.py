@@ -113,7 +113,7 @@ class JobRun:
             await self.served()
             order: AcceptedJob = await accept(self.pool, self.job)
             await self.admit_all(order.requests)
-        self.max_frames = sum(request.max_new_tokens + MORE_FRAMES for request in order.requests)
+        self.max_frames = sum(request.stopping.max_new_tokens + MORE_FRAMES for request in order.requests)
         await self.tell(order)
         for stream in self.streams:
             assert stream.terminal is not None

@@ -28,11 +28,11 @@ class StopHoldback:
     def step(self) -> str:
         """What can be shown after one more token, which is not the last."""
         text, visible = self.take()
-        request = self.stream.request
-        if not request.stop or self.num_tokens <= request.min_new_tokens:
+        stopping = self.stream.request.stopping
+        if not stopping.stop or self.num_tokens <= stopping.min_new_tokens:
             return visible
         self.held.append((text, visible))
-        return self.release(num_chars_held(self.text, request.stop))
+        return self.release(num_chars_held(self.text, stopping.stop))
 
     def last(self) -> str:
         """What the last token adds to all that was held back. If that token was taken before, the rest is all
@@ -42,7 +42,8 @@ class StopHoldback:
         reason, fresh = self.stream.terminal.reason, self.num_tokens < self.stream.num_tokens
         if fresh:
             self.held.append(self.take())
-        stop = find_first_stop(self.text, self.stream.request.stop) if reason == "stop_sequence" else None
+        stops = self.stream.request.stopping.stop if reason == "stop_sequence" else []
+        stop = find_first_stop(self.text, stops)
         if stop is not None:
             begin, self.stop_reason = stop
             return self.release(len(self.text) - begin - self.include_stop * len(self.stop_reason))

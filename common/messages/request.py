@@ -1,4 +1,4 @@
-"""Messages of gateways: a request, its sampling parameters, its cancel."""
+"""Messages of gateways: a request with its sampling and stopping parameters, and its cancel."""
 
 from dataclasses import dataclass
 
@@ -23,9 +23,9 @@ class SamplingParams:
         relative_frequency_penalty: TGI's; times the share of an id in prompt and generation.
         choice: which of the n answers to one request this is.
         logit_bias: (id, what is added to its logit).
-        bad_words: packed ids of sequences that must not be completed.
+        bad_words: ids of sequences that must not be completed.
         top_p_decay, top_p_min, top_p_reset_ids: top_p shrinks by this factor with each token, down to its
-            minimum, until one of these ids (packed) comes: then it starts again (arXiv:2206.04624).
+            minimum, until one of these ids comes: then it starts again (arXiv:2206.04624).
         raw_logprobs: whether log-probabilities are of the model's own distribution (OpenAI's way) or of the
             processed one (TGI's).
     """
@@ -42,11 +42,32 @@ class SamplingParams:
     seed: int = wire_field("s", default=0)
     choice: int = wire_field("c", default=0)
     logit_bias: list[tuple[int, float]] = wire_field("b", default_factory=list)
-    bad_words: list[bytes] = wire_field("w", default_factory=list)
+    bad_words: list[list[int]] = wire_field("w", default_factory=list)
     top_p_decay: float = wire_field("d", default=1.0)
     top_p_min: float = wire_field("n", default=TOP_P_MIN)
-    top_p_reset_ids: bytes = wire_field("i", default=b"")
+    top_p_reset_ids: list[int] = wire_field("i", default_factory=list)
     raw_logprobs: bool = wire_field("x", default=False)
+
+
+@dataclass(frozen=True, slots=True)
+class StoppingParams:
+    """When a request ends. The engine compares ids and counts tokens, the agent compares stop strings.
+    Tokens of all attempts count.
+
+    Attributes:
+        max_new_tokens: it ends with reason `length` when it has so many.
+        min_new_tokens: before it has so many, no end-of-sequence token, stop id or stop string ends it; such
+            ids are not sampled.
+        stop: strings that end it with reason `stop_sequence`.
+        stop_ids: token ids that end it with reason `stop_sequence`.
+        ignore_eos: whether it goes on behind an end-of-sequence token.
+    """
+
+    max_new_tokens: int = wire_field("mx", default=0)
+    min_new_tokens: int = wire_field("mn", default=0)
+    stop: list[str] = wire_field("st", default_factory=list)
+    stop_ids: list[int] = wire_field("si", default_factory=list)
+    ignore_eos: bool = wire_field("ie", default=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,14 +78,10 @@ class Generate:
     Attributes:
         digest: of the content; the same id with another digest is refused.
         prompt_ids: packed ids.
-        max_new_tokens: the request ends with reason `length` when it has so many.
-        min_new_tokens: before it has so many, no end-of-sequence token, stop id or stop string ends it; such
-            ids are not sampled.
-        stop_ids: packed ids that end it with reason `stop_sequence`.
+        sampling: None is greedy, with nothing to change: the path that costs nothing.
         top_n_tokens: so many of the likeliest tokens are told with each token.
         prompt_logprobs: the model's own log-probabilities of the prompt's tokens are told, and so many of the
             likeliest at each place; None tells nothing of the prompt.
-        sampling: None is greedy, with nothing to change: the path that costs nothing.
         ttl_ms: time to live; the clock starts at the entry's id.
         channel: pub/sub channel of the replies.
         gateway: who asked; its requests are cancelled `grace_ms` after its last sign of life.
@@ -75,14 +92,10 @@ class Generate:
     request_id: str = wire_field("id")
     digest: str = wire_field("dg")
     prompt_ids: bytes = wire_field("p")
-    max_new_tokens: int = wire_field("mx")
-    stop: list[str] = wire_field("st", default_factory=list)
-    ignore_eos: bool = wire_field("ie", default=False)
-    min_new_tokens: int = wire_field("mn", default=0)
-    stop_ids: bytes = wire_field("si", default=b"")
+    stopping: StoppingParams = wire_field("sp")
+    sampling: SamplingParams | None = wire_field("sa", default=None)
     top_n_tokens: int = wire_field("tp", default=0)
     prompt_logprobs: int | None = wire_field("pl", default=None)
-    sampling: SamplingParams | None = wire_field("sa", default=None)
     ttl_ms: int = wire_field("tl", default=600_000)
     channel: str = wire_field("ch", default="")
     gateway: str = wire_field("gw", default="")

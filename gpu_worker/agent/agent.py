@@ -156,14 +156,11 @@ class Agent:
             row=start.row,
             ids=request.prompt_ids + pack_ids(shown_ids),
             base=start.base,
-            end=request.max_new_tokens,
-            ignore_eos=request.ignore_eos,
             blocks=start.blocks,
-            min_new_tokens=request.min_new_tokens,
-            stop_ids=request.stop_ids,
+            stopping=request.stopping,
+            sampling=request.sampling,
             top_n_tokens=request.top_n_tokens,
             prompt_logprobs=None if row.prompt is None else request.prompt_logprobs,
-            sampling=request.sampling,
         )
 
     def drop_everything(self) -> None:

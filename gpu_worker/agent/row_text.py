@@ -85,7 +85,7 @@ class RowText:
         """Whether a stop string has appeared up to the end of `text`, what the newest token adds."""
         return (
             self.matcher is not None
-            and self.num_tokens > self.request.min_new_tokens
+            and self.num_tokens > self.request.stopping.min_new_tokens
             and self.matcher.step(text)
         )
 
@@ -103,9 +103,9 @@ class RowText:
             self.detokenizer.tokenizer,
             self.prompt_ids,
             ids,
-            self.request.stop,
+            self.request.stopping.stop,
             reason,
-            self.request.min_new_tokens,
+            self.request.stopping.min_new_tokens,
         )
 
 
@@ -126,7 +126,7 @@ class RowTable:
             request=start.request,
             prompt_ids=prompt_ids,
             detokenizer=Detokenizer(self.tokenizer, prompt_ids),
-            matcher=StopMatcher(start.request.stop) if start.request.stop else None,
+            matcher=StopMatcher(start.request.stopping.stop) if start.request.stopping.stop else None,
             records=bytearray(start.committed),
             num_tokens=0,
             num_spilled=start.base,

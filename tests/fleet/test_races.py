@@ -15,7 +15,7 @@ from common.broker.keys import Keys
 from common.messages.codec import decode, encode
 from common.messages.events import Events
 from common.messages.packing import pack_ids
-from common.messages.request import Cancel, Generate
+from common.messages.request import Cancel, Generate, StoppingParams
 from tests.support.fleet.fleet import Fleet
 from tests.support.waiting import wait_until
 
@@ -75,10 +75,9 @@ class Races:
             name,
             "d",
             pack_ids(ids),
-            self.draw.randint(1, 16),
+            StoppingParams(self.draw.randint(1, 16), ignore_eos=True),
             channel=CHANNEL,
             gateway="test",
-            ignore_eos=True,
         )
         keys = [KEYS.requests, KEYS.requests_bytes, KEYS.request(name)]
         answer = await script(self.redis, "admit")(

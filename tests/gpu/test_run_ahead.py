@@ -37,9 +37,7 @@ ASKED: dict[str, dict[str, Any]] = {
         )
     },
     "bias, bad words": {
-        "sampling": SamplingParams(
-            logit_bias=[(5, 3.0), (7, -3.0)], bad_words=[b"\x05\0\0\0", b"\x05\0\0\0\x06\0\0\0"]
-        )
+        "sampling": SamplingParams(logit_bias=[(5, 3.0), (7, -3.0)], bad_words=[[5], [5, 6]])
     },
     "log-probabilities": {"top_n_tokens": 3, "prompt_logprobs": 2},
     "the model's own log-probabilities": {

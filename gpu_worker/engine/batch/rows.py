@@ -12,7 +12,7 @@ from operator import attrgetter
 
 import numpy as np
 
-from common.messages.packing import pack_floats, pack_ids, unpack_ids
+from common.messages.packing import pack_floats, pack_ids
 from gpu_worker.engine.batch.outcome import (
     NO_PROMPT_LOGPROBS,
     NO_TOP_LOGPROBS,
@@ -50,7 +50,7 @@ class Row:
     number: int
     ids: Int32
     index: int
-    end: int
+    max_new_tokens: int
     blocks: Int32
     ends: Mapping[int, str] = field(default_factory=dict)
     manner: SamplingState | None = None
@@ -67,15 +67,15 @@ class Row:
     @classmethod
     def of(cls, start: StartRow, eos_ids: Sequence[int], anew: bool = False) -> "Row":
         ids, blocks = np.frombuffer(start.ids, "<i4"), np.frombuffer(start.blocks, "<i4")
-        ends = dict.fromkeys(unpack_ids(start.stop_ids), "stop_sequence")
-        ends |= {} if start.ignore_eos else dict.fromkeys(eos_ids, "eos_token")
+        ends = dict.fromkeys(start.stopping.stop_ids, "stop_sequence")
+        ends |= {} if start.stopping.ignore_eos else dict.fromkeys(eos_ids, "eos_token")
         manner = SamplingState.of(start, list(ends))
         told = start.prompt_logprobs
         return cls(
             start.row,
             ids,
             start.base,
-            start.end,
+            start.stopping.max_new_tokens,
             blocks,
             ends,
             manner,
@@ -199,7 +199,7 @@ class Rows:
     def parts(self) -> list[RowSlice]:
         parts, left, scores = [], self.prefill_tokens, self.max_scores
         for row in self.rows.values():
-            if row.ended or row.index >= row.end:
+            if row.ended or row.index >= row.max_new_tokens:
                 continue
             begin = row.kv_len
             room, prefill = len(row.blocks) * self.block_size - begin, len(row.ids) - begin
@@ -255,7 +255,7 @@ class Rows:
         row.read_index += 1
         if row.manner:
             row.manner.take(token)
-        if row.read_index >= row.end:
+        if row.read_index >= row.max_new_tokens:
             self.finish(row, "length")
         elif token in row.ends:
             self.finish(row, row.ends[token])

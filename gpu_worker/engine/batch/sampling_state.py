@@ -5,7 +5,6 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from common.messages.packing import unpack_ids
 from common.messages.request import SamplingParams
 from gpu_worker.engine.batch.grammar import GrammarMask
 from gpu_worker.engine.batch.philox import PhiloxStream
@@ -55,10 +54,10 @@ class SamplingState:
         """None is plainly greedy. `end_ids` would end the row. `guide` has not heard of any token yet."""
         sampling = start.sampling or SamplingParams()
         lasts = start.top_n_tokens > 0 or not is_plain_greedy(sampling) or guide is not None
-        if not lasts and start.min_new_tokens <= start.base:
+        if not lasts and start.stopping.min_new_tokens <= start.base:
             return None
         ids = np.frombuffer(start.ids, "<i4")
-        words = [unpack_ids(word) for word in sampling.bad_words]
+        words = sampling.bad_words
         tail_length = max((len(word) - 1 for word in words), default=0)
         num_prompt = len(ids) - start.base
         if guide is not None:
@@ -67,7 +66,7 @@ class SamplingState:
         return cls(
             sampling=sampling,
             top_n_tokens=start.top_n_tokens,
-            min_new_tokens=start.min_new_tokens,
+            min_new_tokens=start.stopping.min_new_tokens,
             lasts=lasts,
             end_ids=end_ids,
             bias_ids=np.array([token for token, _ in sampling.logit_bias], np.int64),

@@ -4,7 +4,6 @@
 
 from collections.abc import Iterable
 
-from common.messages.packing import unpack_ids
 from common.messages.request import SamplingParams
 
 
@@ -15,7 +14,7 @@ class TopPDecay:
 
     def __init__(self, sampling: SamplingParams, generated: Iterable[int]) -> None:
         self.sampling, self.top_p = sampling, sampling.top_p
-        self.reset_ids = frozenset(unpack_ids(sampling.top_p_reset_ids))
+        self.reset_ids = frozenset(sampling.top_p_reset_ids)
         for token in generated:
             self.take(token)
 

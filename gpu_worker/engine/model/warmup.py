@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import torch
 
-from common.messages.request import SamplingParams
+from common.messages.request import SamplingParams, StoppingParams
 from gpu_worker.engine.batch.rows import Row, RowSlice
 from gpu_worker.engine.batch.sampling_state import SampleRequest, SamplingState
 from gpu_worker.engine.sampling.sample import sample
@@ -63,7 +63,7 @@ def run_largest_step(
     """A forward of so many prompt tokens, and the choice of so many rows in the way that takes most memory."""
     logits = forward(prompt_parts(tokens, context, vocab_size, block_size))
     manner = SamplingState.of(
-        StartRow(0, b"", 0, 1, False, b"", sampling=SamplingParams(temperature=1.0, typical_p=0.9)), []
+        StartRow(0, b"", 0, b"", StoppingParams(1), SamplingParams(temperature=1.0, typical_p=0.9)), []
     )
     assert manner
     sample(logits.new_zeros(rows, logits.shape[1]), [SampleRequest(manner, 0)] * rows)

@@ -19,7 +19,7 @@ IDS = TOKENIZER.encode(" the sea is so blue").ids
 
 
 def scripted(request: Generate) -> Answer:
-    return Answer(IDS, error="" if request.max_new_tokens != 13 else "the worker says no")
+    return Answer(IDS, error="" if request.stopping.max_new_tokens != 13 else "the worker says no")
 
 
 def body(**parameters: Any) -> dict[str, Any]:

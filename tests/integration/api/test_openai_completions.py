@@ -9,7 +9,7 @@ from api.inference.stream import Stream
 from api.openai.echo import prompt_offsets
 from api.openai.render import FINGERPRINT
 from common.messages.packing import pack_ids, unpack_ids
-from common.messages.request import Generate
+from common.messages.request import Generate, StoppingParams
 from deploy.serve.broker import Broker
 from tests.support.fleet.gateways import model_tokenizer
 from tests.support.fleet.scripted_worker import Answer
@@ -177,7 +177,7 @@ async def test_the_prompt_alone(broker: Broker) -> None:
         found[0]["choices"][0]["logprobs"] == choice["logprobs"]
         and found[1]["choices"][0]["finish_reason"] == "length"
     )
-    assert (bare["text"], bare["logprobs"], worker.seen[-1].max_new_tokens) == ("a", None, 1)
+    assert (bare["text"], bare["logprobs"], worker.seen[-1].stopping.max_new_tokens) == ("a", None, 1)
 
 
 async def test_a_cut_prompt_is_repeated_as_it_was_cut(broker: Broker) -> None:
@@ -205,7 +205,10 @@ def test_where_the_tokens_of_a_prompt_begin() -> None:
         (ids("a🙂")[:2], "a\ufffd", [0, 1]),
     ):
         assert (
-            prompt_offsets(Stream(Generate("r", "", pack_ids(prompt), 1), model_tokenizer()), text) == begins
+            prompt_offsets(
+                Stream(Generate("r", "", pack_ids(prompt), StoppingParams(1)), model_tokenizer()), text
+            )
+            == begins
         )
 
 

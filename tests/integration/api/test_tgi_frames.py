@@ -9,7 +9,7 @@ from api.inference.stream import Stream
 from api.tgi.render import stream_frames as tgi_frames
 from common.messages.events import Terminal, Tokens
 from common.messages.packing import pack_floats, pack_ids, unpack_floats
-from common.messages.request import Generate
+from common.messages.request import Generate, StoppingParams
 from deploy.serve.broker import Broker
 from tests.support.fleet.gateways import model_tokenizer, ready, serving, stream
 from tests.support.fleet.scripted_worker import Answer, working
@@ -39,7 +39,7 @@ async def test_the_bytes_of_a_stream(broker: Broker) -> None:
     ):
         await ready(gateway)
         content = await stream(client, {"inputs": "Hi", "parameters": {"max_new_tokens": 9, "details": True}})
-    assert worker.seen[0].max_new_tokens == 9
+    assert worker.seen[0].stopping.max_new_tokens == 9
     whole = [
         {"id": token_id, "text": text, "logprob": logprob, "special": token_id == IM_END}
         for token_id, text, logprob in zip(
@@ -155,14 +155,9 @@ async def test_what_reaches_the_queue(broker: Broker) -> None:
         await stream(client, {"inputs": "one two three four", "parameters": parameters, "model": "any"})
         await stream(client, {"inputs": "one two three four", "parameters": None})
     first, second = worker.seen
-    assert (
-        first.prompt_ids
-        == Generate(
-            "", "", b"".join(i.to_bytes(4, "little") for i in ids("one two three four")[-2:]), 1
-        ).prompt_ids
-    )
-    assert (first.stop, first.ignore_eos, first.max_new_tokens) == (["x", "yy"], True, 1024 - 2)
-    assert (second.stop, second.ignore_eos, second.max_new_tokens) == ([], False, 1024 - 4)
+    assert first.prompt_ids == b"".join(i.to_bytes(4, "little") for i in ids("one two three four")[-2:])
+    assert first.stopping == StoppingParams(1024 - 2, stop=["x", "yy"], ignore_eos=True)
+    assert second.stopping == StoppingParams(1024 - 4)
     assert (
         first.channel == gateway.relay.channel
         and first.gateway == "g0-test"
@@ -216,7 +211,7 @@ async def test_100_streams_are_not_mixed_up(broker: Broker) -> None:
 async def test_frames_are_json_whatever_a_token_holds() -> None:
     text = "".join(map(chr, range(0x100))) + "\u2028\ufffd🙂"
     logprobs = unpack_floats(pack_floats([-1e-9, -3e-5, -20.5, float("-inf"), float("nan")]))
-    one = Stream(Generate("r", "", pack_ids([1]), 9), model_tokenizer())
+    one = Stream(Generate("r", "", pack_ids([1]), StoppingParams(9)), model_tokenizer())
     one.take(Tokens("r", 1, 0, pack_ids(ids("a") * 5), pack_floats(logprobs), [text] * 5))
     shown = await anext(tgi_frames(one, "", False))
     assert [frame["token"]["logprob"] for frame in frames(shown)] == [*logprobs[:3], None, None]
@@ -224,7 +219,7 @@ async def test_frames_are_json_whatever_a_token_holds() -> None:
 
 
 async def test_no_token_is_shown_twice_when_the_end_comes_as_a_surprise() -> None:
-    one = Stream(Generate("r", "", pack_ids([1]), 9), model_tokenizer())
+    one = Stream(Generate("r", "", pack_ids([1]), StoppingParams(9)), model_tokenizer())
     found = tgi_frames(one, "", False)
     one.take(Tokens("r", 1, 0, pack_ids(ids("a")), pack_floats([-1.0]), ["a"]))
     assert frames(await anext(found))[0]["index"] == 1

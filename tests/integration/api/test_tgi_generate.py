@@ -12,7 +12,7 @@ from api.tgi.best_of import rank_by_logprob
 from api.tgi.render import stream_frames
 from common.messages.events import Terminal, Tokens
 from common.messages.packing import pack_floats, pack_ids, unpack_floats
-from common.messages.request import Generate, SamplingParams
+from common.messages.request import Generate, SamplingParams, StoppingParams
 from deploy.serve.broker import Broker
 from tests.integration.api.test_tgi_frames import frames as parsed
 from tests.support.fleet.gateways import model_tokenizer, ready, serving
@@ -253,7 +253,7 @@ async def test_a_stop_id_ends_an_answer_and_is_part_of_it(broker: Broker) -> Non
 
 def ended(logprobs: list[float]) -> Stream:
     one = Stream(
-        Generate("r", "", pack_ids([1]), 9, sampling=SamplingParams(temperature=1.0, seed=3)),
+        Generate("r", "", pack_ids([1]), StoppingParams(9), sampling=SamplingParams(temperature=1.0, seed=3)),
         model_tokenizer(),
     )
     one.take(Tokens("r", 1, 0, pack_ids([5] * len(logprobs)), pack_floats(logprobs), ["x"] * len(logprobs)))

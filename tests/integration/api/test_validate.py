@@ -11,8 +11,8 @@ import pytest
 from api.errors import ApiError
 from api.inference.params import GenerationParams
 from api.inference.validate import Limits, validate
-from common.messages.packing import pack_ids, unpack_ids
-from common.messages.request import Generate, SamplingParams
+from common.messages.packing import pack_ids
+from common.messages.request import Generate, SamplingParams, StoppingParams
 from deploy.serve.broker import Broker
 from tests.support.fleet.gateways import model_tokenizer, ready, serving
 from tests.support.fleet.scripted_worker import Answer, working
@@ -237,7 +237,7 @@ async def test_odd_but_valid_inputs_are_served(broker: Broker) -> None:
             assert (
                 await post(client, {"inputs": inputs, "parameters": {"stop": [inputs]}})
             ).status_code == 200
-        assert worker.seen[0].stop == ["a\x00b"]
+        assert worker.seen[0].stopping.stop == ["a\x00b"]
 
 
 async def test_long_prompts_can_be_truncated(broker: Broker) -> None:
@@ -250,7 +250,7 @@ async def test_long_prompts_can_be_truncated(broker: Broker) -> None:
         assert (
             await post(client, {"inputs": "word " * 3000, "parameters": {"truncate": 1000}})
         ).status_code == 200
-        assert (len(worker.seen[0].prompt_ids) // 4, worker.seen[0].max_new_tokens) == (1000, 24)
+        assert (len(worker.seen[0].prompt_ids) // 4, worker.seen[0].stopping.max_new_tokens) == (1000, 24)
 
 
 async def test_settings_lower_the_limits(broker: Broker) -> None:
@@ -317,7 +317,7 @@ async def test_every_parameter_reaches_the_worker(broker: Broker) -> None:
         top_p=0.9,
         top_p_decay=0.75,
         top_p_min=0.25,
-        top_p_reset_ids=pack_ids([6, 9]),
+        top_p_reset_ids=[6, 9],
         min_p=0.1,
         typical_p=0.8,
         repetition_penalty=1.5,
@@ -325,14 +325,9 @@ async def test_every_parameter_reaches_the_worker(broker: Broker) -> None:
         presence_penalty=0.25,
         seed=2**63 - 1,
         logit_bias=[(5, -100.0), (7, 1.5)],
-        bad_words=[pack_ids(TOKENIZER.encode(text).ids) for text in ("dog", " dog")],
+        bad_words=[TOKENIZER.encode(text).ids for text in ("dog", " dog")],
     )
-    assert (
-        request.min_new_tokens,
-        unpack_ids(request.stop_ids),
-        request.ignore_eos,
-        request.max_new_tokens,
-    ) == (2, [3, 4], True, 3)
+    assert request.stopping == StoppingParams(3, 2, stop_ids=[3, 4], ignore_eos=True)
 
 
 @pytest.mark.parametrize(

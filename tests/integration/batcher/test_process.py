@@ -16,7 +16,7 @@ from common.broker.keys import Keys
 from common.messages.codec import decode, encode
 from common.messages.events import Events
 from common.messages.packing import pack_ids
-from common.messages.request import Cancel, Generate
+from common.messages.request import Cancel, Generate, StoppingParams
 from tests.support.waiting import wait_until
 
 KEYS = Keys("default")
@@ -48,7 +48,9 @@ async def gateway(redis) -> None:
 
 
 async def admit(redis, name: str, payload: bytes | None = None, **fields) -> bytes:
-    request = Generate(name, "d", pack_ids([1, 2, 3]), 5, channel=CHANNEL, gateway="g", **fields)
+    request = Generate(
+        name, "d", pack_ids([1, 2, 3]), StoppingParams(5), channel=CHANNEL, gateway="g", **fields
+    )
     keys = [KEYS.requests, KEYS.requests_bytes, KEYS.request(name)]
     answer = await script(redis, "admit")(
         keys=keys, args=[payload or encode(request), 100, 10**6, "d", CHANNEL, "g", 600_000, 1]
@@ -114,8 +116,8 @@ async def test_requests_of_a_dead_gateway_live_on_for_their_grace_only(broker, r
     [
         msgpack.packb({"v": 1, "id": "r1", "dg": "d"}),
         msgpack.packb({"v": 99, "id": "r1"}),
-        encode(Generate("r1", "d", b"\0\0\0", 5)),
-        encode(Generate("r1", "d", b"\0\0\0\0", 0)),
+        encode(Generate("r1", "d", b"\0\0\0", StoppingParams(5))),
+        encode(Generate("r1", "d", b"\0\0\0\0", StoppingParams(0))),
     ],
 )
 async def test_an_entry_that_cannot_be_read_is_counted_answered_and_gone(broker, redis, payload):

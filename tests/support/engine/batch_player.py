@@ -12,6 +12,7 @@ import numpy as np
 from common.messages.packing import unpack_floats
 from gpu_worker.engine.engine import Engine
 from gpu_worker.protocol import Grant, StartRow, StepResult
+from tests.support.engine.start_rows import start_row
 
 
 def packed(values: Sequence[int]) -> bytes:
@@ -49,16 +50,14 @@ class Player:
     steps: list[StepResult] = field(default_factory=list)
     until: int = 0
 
-    def start(
-        self, number: int, ids: Sequence[int], end: int, base: int = 0, ignore_eos: bool = False, **asked: Any
-    ) -> StartRow:
-        """A row that owns blocks for its first chunk only; `run` grants the others. `asked` are further
-        fields of `StartRow`.
+    def start(self, number: int, ids: Sequence[int], end: int, base: int = 0, **params: Any) -> StartRow:
+        """A row that owns blocks for its first chunk only; `run` grants the others. `params` as in
+        `start_row`.
         """
         blocks = self.take(1)
         self.rows[number] = Played(len(ids), blocks)
         self.ids[number] = []
-        self.starts[number] = StartRow(number, packed(ids), base, end, ignore_eos, packed(blocks), **asked)
+        self.starts[number] = start_row(number, ids, end, base, blocks, **params)
         return self.starts[number]
 
     def take(self, count: int) -> list[int]:

@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 
-from common.messages.packing import unpack_ids
 from common.messages.request import SamplingParams
 
 Array = Any
@@ -40,7 +39,7 @@ def penalised(
     for token, bias in sampling.logit_bias:
         scores[token] += bias
     ids = prompt + generated
-    for *rest, last in map(unpack_ids, sampling.bad_words):
+    for *rest, last in sampling.bad_words:
         if not rest or ids[-len(rest) :] == rest:
             scores[last] = OUT
     scores[list(barred)] = OUT
@@ -55,7 +54,7 @@ def penalised(
 
 def decayed(sampling: SamplingParams, generated: list[int]) -> float:
     """top_p after these tokens (arXiv:2206.04624, section 3.2)."""
-    resets = [place for place, token in enumerate(generated) if token in unpack_ids(sampling.top_p_reset_ids)]
+    resets = [place for place, token in enumerate(generated) if token in sampling.top_p_reset_ids]
     since = len(generated) - 1 - resets[-1] if resets else len(generated)
     return (
         sampling.top_p

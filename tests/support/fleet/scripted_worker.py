@@ -59,14 +59,14 @@ class Live:
             return "cancelled"
         if self.error and self.done == len(self.ids):
             return "error"
-        if self.done == self.request.max_new_tokens:
+        if self.done == self.request.stopping.max_new_tokens:
             return "length"
-        if self.done and self.ids[self.done - 1] == EOS and not self.request.ignore_eos:
+        if self.done and self.ids[self.done - 1] == EOS and not self.request.stopping.ignore_eos:
             return "eos_token"
-        if self.done and self.ids[self.done - 1] in unpack_ids(self.request.stop_ids):
+        if self.done and self.ids[self.done - 1] in self.request.stopping.stop_ids:
             return "stop_sequence"
-        text = "".join(self.texts[self.request.min_new_tokens : self.done])
-        return "stop_sequence" if any(stop in text for stop in self.request.stop) else None
+        text = "".join(self.texts[self.request.stopping.min_new_tokens : self.done])
+        return "stop_sequence" if any(stop in text for stop in self.request.stopping.stop) else None
 
     def tokens(self, begin: int, until: int) -> Tokens:
         ids, logprobs = self.ids[begin:until], self.logprobs[begin:until]
@@ -245,7 +245,7 @@ class FakeWorker:
             result |= {"error": live.error, "error_type": "generation"}
         else:
             result["generated_text"] = generated_text(
-                self.tokenizer, unpack_ids(request.prompt_ids), ids, request.stop, reason
+                self.tokenizer, unpack_ids(request.prompt_ids), ids, request.stopping.stop, reason
             )
         terminal = Terminal(
             request.request_id, reason, live.done, live.error, "generation" if live.error else ""

@@ -111,7 +111,7 @@ class SimulatedWorker:
         row.num_tokens += 1
         request = row.start.request
         self.committed[request.request_id] = row.num_tokens
-        if row.num_tokens == request.max_new_tokens:
+        if row.num_tokens == request.stopping.max_new_tokens:
             self.end(number, "length")
         elif self.draw.random() < self.eos_chance:
             self.end(number, "eos_token")

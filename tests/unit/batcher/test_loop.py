@@ -15,7 +15,7 @@ from common.broker.keys import Keys
 from common.messages.codec import decode, encode
 from common.messages.packing import pack_ids
 from common.messages.plan import Plan, Report, WorkerCapacity, WorkerDied
-from common.messages.request import Cancel, Generate
+from common.messages.request import Cancel, Generate, StoppingParams
 from common.metrics import catalogue
 from common.settings.settings import Settings
 
@@ -34,7 +34,7 @@ async def turns(batcher: Batcher, count: int = 6) -> None:
 
 
 async def admit(redis, name: str) -> None:
-    request = Generate(name, "d", pack_ids([1] * 4), 20, gateway="")
+    request = Generate(name, "d", pack_ids([1] * 4), StoppingParams(20), gateway="")
     keys = [KEYS.requests, KEYS.requests_bytes, KEYS.request(name)]
     await brokers.script(redis, "admit")(
         keys=keys, args=[encode(request), 100, 10**9, "d", "", "", 660_000, 1]

@@ -12,7 +12,7 @@ from common.messages.codec import encode
 from common.messages.packing import pack_ids
 from common.messages.plan import Plan, Report, WorkerCapacity
 from common.messages.records import RECORD
-from common.messages.request import Generate
+from common.messages.request import Generate, StoppingParams
 from common.messages.timeline import Timeline, TimelineEvent
 
 KEYS = Keys("default")
@@ -20,7 +20,9 @@ NOW_MS = 1_000_000
 
 
 def sequence(name: str = "r1", entry_ms: int = NOW_MS) -> Sequence:
-    return Sequence(Generate(name, "d", pack_ids([1, 2, 3]), 50), f"{entry_ms}-0", 10, NOW_MS + 60_000)
+    return Sequence(
+        Generate(name, "d", pack_ids([1, 2, 3]), StoppingParams(50)), f"{entry_ms}-0", 10, NOW_MS + 60_000
+    )
 
 
 def replica() -> Replica:

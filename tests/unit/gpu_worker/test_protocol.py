@@ -1,14 +1,13 @@
 """Frames through the door: cut anywhere they arrive whole; what is no frame is said to be none."""
 
 import struct
-from typing import Any
 
 import msgpack
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from common.messages.request import SamplingParams
+from common.messages.request import SamplingParams, StoppingParams
 from gpu_worker.protocol import (
     SAMPLE,
     EngineFailure,
@@ -23,8 +22,8 @@ from gpu_worker.protocol import (
     encode,
 )
 
-SAMPLING = SamplingParams(0.7, top_k=5, seed=2**63, logit_bias=[(7, -1.5)], bad_words=[b"1234"])
-ASKED: dict[str, Any] = {"min_new_tokens": 1, "stop_ids": b"5678", "top_n_tokens": 2, "prompt_logprobs": 0}
+SAMPLING = SamplingParams(0.7, top_k=5, seed=2**63, logit_bias=[(7, -1.5)], bad_words=[[5, 6]])
+STOPPING = StoppingParams(9, 1, ["stop"], [5, 6])
 FRAMES: list[Frame] = [
     LoadProgress("loading"),
     Ready("m", "float32", "cpu", 16, 100, 64, 2048, b"1234", world_size=2, token_ms=0.5),
@@ -33,8 +32,8 @@ FRAMES: list[Frame] = [
         9,
         64,
         (
-            StartRow(1, b"ids.", 0, 4, True, b"blks"),
-            StartRow(2, b"", 1, 9, False, b"", **ASKED, sampling=SAMPLING),
+            StartRow(1, b"ids.", 0, b"blks", StoppingParams(4, ignore_eos=True)),
+            StartRow(2, b"", 1, b"", STOPPING, SAMPLING, top_n_tokens=2, prompt_logprobs=0),
         ),
         ((1, b"more"),),
     ),
@@ -93,7 +92,7 @@ def test_what_a_step_sampled_is_packed_and_read_again() -> None:
         (msgpack.packb(["step"]), "missing 1 required positional argument: 'step'"),
         (msgpack.packb(["grant", 1, 2, 3, [], []]), "not iterable"),
         (
-            msgpack.packb(["grant", 1, 2, [[1, b"", 0, 1, True, b"", 0, b"", 0, None, b"what?"]], [], []]),
+            msgpack.packb(["grant", 1, 2, [[1, b"", 0, b"", [1], b"what?", 0, None]], [], []]),
             "Sampling",
         ),
     ],

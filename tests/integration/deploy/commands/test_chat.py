@@ -264,7 +264,7 @@ async def test_our_own_gateway(broker: Broker) -> None:
             piped, str(client.base_url), b"Why?", "--seed", "7", "--temperature", "0.5", "--max-tokens", "30"
         )
         assert (done.stdout, done.stderr, done.returncode) == (b" It scatters light.\n", b"", 0)
-        assert (worker.seen[0].max_new_tokens, worker.seen[0].prompt_ids != b"") == (30, True)
+        assert (worker.seen[0].stopping.max_new_tokens, worker.seen[0].prompt_ids != b"") == (30, True)
         done = await asyncio.to_thread(piped, str(client.base_url), b"Why?", "--temperature", "-1")
         assert done.stderr.startswith(b"tokenfleet: the server answers 400: `temperature` must be at least 0")
 

@@ -19,7 +19,7 @@ from common.messages.codec import encode
 from common.messages.events import Events, LogEntry, Terminal, Tokens
 from common.messages.packing import pack_floats, pack_ids, unpack_ids
 from common.messages.records import pack_records, pack_tokens
-from common.messages.request import Generate
+from common.messages.request import Generate, StoppingParams
 from deploy.serve.broker import Broker
 from tests.support.fleet.gateways import model_tokenizer, ready, serving, stream
 from tests.support.fleet.scripted_worker import Answer, FakeWorker, working
@@ -45,8 +45,9 @@ def tokens(first: int, last: int, attempt: int = 1, request_id: str = "r") -> To
     )
 
 
-def new_stream(request_id: str = "r", **options: Any) -> Stream:
-    return Stream(Generate(request_id, "", pack_ids([28]), 100, **options), model_tokenizer())
+def new_stream(request_id: str = "r", stopping: dict[str, Any] | None = None, **options: Any) -> Stream:
+    limits = StoppingParams(100, **stopping or {})
+    return Stream(Generate(request_id, "", pack_ids([28]), limits, **options), model_tokenizer())
 
 
 def end(num_tokens: int, request_id: str = "r") -> Terminal:
@@ -89,7 +90,7 @@ async def test_a_stream_takes_each_token_once(
 
 
 @pytest.mark.parametrize(
-    ("options", "ids", "ready"),
+    ("stopping", "ids", "ready"),
     [
         ({}, IDS[:3], 3),
         ({}, [*IDS[:2], 2], 2),
@@ -101,9 +102,9 @@ async def test_a_stream_takes_each_token_once(
     ],
 )
 async def test_only_a_token_that_may_be_the_last_waits(
-    options: dict[str, Any], ids: list[int], ready: int
+    stopping: dict[str, Any], ids: list[int], ready: int
 ) -> None:
-    one = new_stream(**options)
+    one = new_stream(stopping=stopping)
     one.take(
         Tokens(
             "r",
@@ -236,7 +237,7 @@ async def test_a_prompt_is_read_before_the_first_token_is_shown(redis: Redis, re
     """It stands in Redis since the first token; where it does not, somebody wrote to the key."""
     asked = {"prompt_ids": pack_ids([28, 29, 30]), "prompt_logprobs": 1}
     one, missing, short = (
-        Stream(Generate(name, "", max_new_tokens=100, **asked), model_tokenizer())
+        Stream(Generate(name, "", stopping=StoppingParams(100), **asked), model_tokenizer())
         for name in ("r", "missing", "short")
     )
     records = pack_records(

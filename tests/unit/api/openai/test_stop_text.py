@@ -9,7 +9,7 @@ from api.openai.token_bytes import token_bytes
 from common.detokenize import StopMatcher
 from common.messages.events import Terminal, Tokens
 from common.messages.packing import pack_floats, pack_ids
-from common.messages.request import Generate
+from common.messages.request import Generate, StoppingParams
 from tests.support.fleet.gateways import model_tokenizer
 from tests.support.openai_frames import IM_END, TOKENIZER, ids
 
@@ -22,7 +22,7 @@ def generated(
 ) -> Stream:
     """A stream with these texts, up to the first stop string, as a worker would have made it."""
     stream = Stream(
-        Generate("r", "", pack_ids([1]), 99, stop=stops, min_new_tokens=min_new_tokens), model_tokenizer()
+        Generate("r", "", pack_ids([1]), StoppingParams(99, min_new_tokens, stops)), model_tokenizer()
     )
     matcher, reason = StopMatcher(stops), "length"
     for i, text in enumerate(texts):

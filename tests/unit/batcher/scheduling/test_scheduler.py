@@ -13,7 +13,7 @@ from batcher.scheduling.sequence import Sequence
 from common.messages.packing import pack_ids
 from common.messages.plan import WorkerCapacity
 from common.messages.records import RECORD
-from common.messages.request import Generate
+from common.messages.request import Generate, StoppingParams
 from tests.support.fleet.simulated_worker import SimulatedWorker
 
 BLOCK_SIZE = 16
@@ -22,7 +22,7 @@ BLOCK_SIZE = 16
 def request(
     name: str, num_prompt: int, max_new_tokens: int, entry: int = 0, ttl_ms: int = 60_000
 ) -> Sequence:
-    generate = Generate(name, "d", pack_ids(range(num_prompt)), max_new_tokens)
+    generate = Generate(name, "d", pack_ids(range(num_prompt)), StoppingParams(max_new_tokens))
     return Sequence(generate, f"1000-{entry}", 100, 1000 + ttl_ms)
 
 

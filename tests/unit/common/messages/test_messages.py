@@ -8,7 +8,7 @@ from common.messages.events import Events, LogEntry, Terminal, Tokens
 from common.messages.packing import pack_floats, pack_ids, unpack_ids
 from common.messages.plan import Plan, Report, RowStart, WorkerCapacity, WorkerDied
 from common.messages.records import RECORD
-from common.messages.request import Cancel, Generate, SamplingParams
+from common.messages.request import Cancel, Generate, SamplingParams, StoppingParams
 from common.messages.timeline import Timeline, TimelineEvent
 
 SAMPLING = SamplingParams(
@@ -24,24 +24,20 @@ SAMPLING = SamplingParams(
     7,
     1,
     [(5, -1.0)],
-    [pack_ids([6])],
+    [[6]],
     0.7,
     0.01,
-    pack_ids([8]),
+    [8],
     True,
 )
 GENERATE = Generate(
     "r1",
     "d1",
     pack_ids([1, 258]),
-    7,
-    ["x"],
-    True,
-    2,
-    pack_ids([9]),
+    StoppingParams(7, 2, ["x"], [9], True),
+    SAMPLING,
     3,
     2,
-    SAMPLING,
     1000,
     "ch",
     "g",
@@ -60,11 +56,7 @@ EXAMPLES = [
             "id": "r1",
             "dg": "d1",
             "p": b"\x01\0\0\0\x02\x01\0\0",
-            "mx": 7,
-            "st": ["x"],
-            "ie": True,
-            "mn": 2,
-            "si": b"\x09\0\0\0",
+            "sp": {"mx": 7, "mn": 2, "st": ["x"], "si": [9], "ie": True},
             "tp": 3,
             "pl": 2,
         }
@@ -82,10 +74,10 @@ EXAMPLES = [
                 "s": 7,
                 "c": 1,
                 "b": [[5, -1.0]],
-                "w": [b"\x06\0\0\0"],
+                "w": [[6]],
                 "d": 0.7,
                 "n": 0.01,
-                "i": b"\x08\0\0\0",
+                "i": [8],
                 "x": True,
             }
         }

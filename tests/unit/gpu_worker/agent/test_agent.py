@@ -17,7 +17,7 @@ from common.messages.events import Events, LogEntry
 from common.messages.packing import pack_floats, pack_ids, unpack_floats, unpack_ids
 from common.messages.plan import Plan, Report, RowStart, WorkerCapacity
 from common.messages.records import RECORD, unpack_records
-from common.messages.request import Generate
+from common.messages.request import Generate, StoppingParams
 from common.metrics import catalogue
 from common.settings.settings import SettingError, Settings
 from gpu_worker.agent.agent import Agent
@@ -56,7 +56,8 @@ async def start(agent: Agent, row: int = 1, shown: bytes = b"", **fields) -> Non
     """A plan that starts one admitted request."""
     name = f"r{row}"
     prompt_ids = fields.pop("prompt_ids", pack_ids(PROMPT))
-    request = Generate(name, "d", prompt_ids, fields.pop("max_new_tokens", 10), channel=CHANNEL, **fields)
+    stopping = StoppingParams(fields.pop("max_new_tokens", 10), stop=fields.pop("stop", []))
+    request = Generate(name, "d", prompt_ids, stopping, channel=CHANNEL, **fields)
     await agent.redis.hset(
         KEYS.request(name), mapping={"digest": "d", "worker": "w0-1", "attempt": 1, "base": len(shown) // 8}
     )

@@ -16,10 +16,10 @@ from gpu_worker.protocol import (
     Grant,
     LoadProgress,
     Ready,
-    StartRow,
     StepResult,
     encode,
 )
+from tests.support.engine.start_rows import start_row
 
 READY = Ready("m", "float32", "cpu", 16, 100, 64, 2048, b"", token_ms=0.5)
 TWO = SAMPLE.pack(1, 0, 5, -0.5) + SAMPLE.pack(2, 0, 6, -0.5)
@@ -61,7 +61,7 @@ def counted() -> list[float]:
 
 async def test_steps_that_came_together_are_taken_together_and_counted(engine: Mouth) -> None:
     before = counted()
-    engine.link.send(Grant(5, 64, [StartRow(1, b"", 0, 4, True, b""), StartRow(2, b"", 0, 4, True, b"")]))
+    engine.link.send(Grant(5, 64, [start_row(row, [], 4, ignore_eos=True) for row in (1, 2)]))
     engine.say(
         encode(StepResult(1, TWO, prefilled=((1, 7), (2, 7)), duration_ms=5.0)),
         encode(StepResult(2, TWO, duration_ms=2.0)),

@@ -11,7 +11,6 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from common.messages.packing import pack_ids
 from common.messages.request import SamplingParams
 from gpu_worker.engine.engine import Engine
 from gpu_worker.engine.sampling import cpu_sampler
@@ -48,7 +47,7 @@ ASKED: list[dict[str, Any]] = [
         )
     },
     {"sampling": SamplingParams(temperature=0.8, typical_p=0.9, raw_logprobs=True), "top_n_tokens": 3},
-    {"sampling": SamplingParams(logit_bias=[(5, 3.0)], bad_words=[pack_ids([5]), pack_ids([6, 7])])},
+    {"sampling": SamplingParams(logit_bias=[(5, 3.0)], bad_words=[[5], [6, 7]])},
 ]
 
 

@@ -17,12 +17,12 @@ from gpu_worker.protocol import (
     Grant,
     LoadProgress,
     Ready,
-    StartRow,
     StepResult,
     encode,
 )
-from tests.support.engine.batch_player import packed, unpacked
+from tests.support.engine.batch_player import unpacked
 from tests.support.engine.reference import prompt_ids, reference_ids
+from tests.support.engine.start_rows import start_row
 from tests.support.prompts import PROMPTS
 
 TIMEOUT_S = 60.0
@@ -100,7 +100,7 @@ def test_tokens_through_the_socket(child: Child) -> None:
         "float32",
     )
     child.process.terminate()
-    child.send(Grant(3, 64, [StartRow(7, packed(prompt), 0, 40, False, packed([1, 2, 3, 4]))]))
+    child.send(Grant(3, 64, [start_row(7, prompt, 40, blocks=[1, 2, 3, 4])]))
     child.send(Grant(5, 64))
     ids: list[int] = []
     while len(ids) < 5:
@@ -137,7 +137,7 @@ def test_settings_that_cannot_be_served(child: Child, setting: str, words: str) 
 
 def test_a_crash_is_said(child: Child) -> None:
     assert isinstance(child.ready(), Ready)
-    child.send(Grant(5, 64, [StartRow(1, packed([10**6]), 0, 40, False, packed([1]))]))  # no such token
+    child.send(Grant(5, 64, [start_row(1, [10**6], 40, blocks=[1])]))  # no such token
     failure = child.receive()
     assert (
         isinstance(failure, EngineFailure) and failure.setting == "" and "index out of range" in failure.cause

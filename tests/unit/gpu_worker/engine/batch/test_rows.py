@@ -11,6 +11,7 @@ from gpu_worker.engine.batch.outcome import PromptLogprobs, StepResultBuilder, T
 from gpu_worker.engine.batch.rows import Rows, RowSlice
 from gpu_worker.protocol import Grant, StartRow
 from tests.support.engine.batch_player import packed
+from tests.support.engine.start_rows import start_row
 
 BLOCK = 4
 EOS = 2
@@ -24,11 +25,10 @@ def start(
     num_blocks: int = 100,
     base: int = 0,
     end: int = 10,
-    ignore_eos: bool = False,
-    **asked: Any,
+    **params: Any,
 ) -> StartRow:
     blocks = range(1 + 100 * row, 1 + 100 * row + num_blocks)
-    return StartRow(row, packed(range(num_ids)), base, end, ignore_eos, packed(blocks), **asked)
+    return start_row(row, range(num_ids), end, base, blocks, **params)
 
 
 def table(*starts: StartRow, until: int = 1000, prefill_tokens: int = 1000) -> Rows:
@@ -182,7 +182,7 @@ def test_eos_can_be_ignored() -> None:
 
 
 def test_stop_ids_end_a_row_after_length_and_eos() -> None:
-    stops = {"stop_ids": packed([TEXT, EOS])}
+    stops = {"stop_ids": [TEXT, EOS]}
     rows = table(start(0, 3, **stops), start(1, 3, end=1, **stops))
     assert step(rows)[1].ended == [(0, "stop_sequence", 1), (1, "length", 1)]
     rows = table(start(0, 3, **stops), start(1, 3, ignore_eos=True, **stops))
@@ -197,7 +197,7 @@ def test_only_rows_that_ask_have_a_turn() -> None:
     rows = table(
         start(0, 3),
         start(1, 9, base=4, min_new_tokens=6),
-        start(2, 3, stop_ids=packed([1])),
+        start(2, 3, stop_ids=[1]),
         start(3, 3, sampling=sampling),
         prefill_tokens=15,
     )

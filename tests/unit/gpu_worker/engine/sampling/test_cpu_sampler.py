@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 import torch
 
-from common.messages.packing import pack_ids
 from common.messages.request import SamplingParams
 from gpu_worker.engine.batch.sampling_state import SampleRequest, SamplingState
 from gpu_worker.engine.cpu import native
@@ -17,7 +16,7 @@ from gpu_worker.engine.sampling import cpu_sampler
 from gpu_worker.engine.sampling.multinomial import SamplerOutput
 from gpu_worker.engine.sampling.prompt_logprobs import score_chunk
 from gpu_worker.engine.sampling.sample import sample_in_groups
-from gpu_worker.protocol import StartRow
+from tests.support.engine.start_rows import start_row
 
 ENDS = [2, 9]
 SIZES = (1, 15, 60, 3000, 49152)
@@ -86,7 +85,7 @@ def turn_of(random: np.random.Generator, size: int, num_words: int, num_biases: 
         relative_frequency_penalty=one(0.0, 1.1),
         seed=int(random.integers(2**63)),
         logit_bias=[(token, float(random.normal(0, 4))) for token in set(ids(one(0, 0, 3)))],
-        bad_words=[pack_ids([token]) for token in ids(one(0, 0, 2)) if token != size // 2],
+        bad_words=[[token] for token in ids(one(0, 0, 2)) if token != size // 2],
         raw_logprobs=one(False, False, True),
     )
     words = random.integers(-(2**31), 2**31, num_words).astype(np.int32)
@@ -94,14 +93,12 @@ def turn_of(random: np.random.Generator, size: int, num_words: int, num_biases: 
     bias = random.normal(0, 2, num_biases).astype(np.float32)
     guide = one(None, None, Fixed(words, bias), Fixed(words, None), Fixed(None, bias))
     generated = ids(one(0, 9))
-    start = StartRow(
+    start = start_row(
         0,
-        pack_ids(ids(one(5, 99)) + generated),
-        len(generated),
+        ids(one(5, 99)) + generated,
         999,
-        False,
-        b"",
-        one(0, 99),
+        len(generated),
+        min_new_tokens=one(0, 99),
         top_n_tokens=one(0, 0, min(3, size), size),
         sampling=sampling,
     )
@@ -177,9 +174,7 @@ def test_rows_that_are_no_numbers(library: ctypes.CDLL) -> None:
     logits[:, 7::2] = math.nan
     drawn = [
         SampleRequest(
-            SamplingState.of(
-                StartRow(0, b"", 0, 9, False, b"", sampling=SamplingParams(temperature=5.0, seed=row)), []
-            ),
+            SamplingState.of(start_row(0, [], 9, sampling=SamplingParams(temperature=5.0, seed=row)), []),
             0,
         )
         for row in range(60)

@@ -14,7 +14,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.stats import chisquare
 
-from common.messages.packing import pack_ids
 from common.messages.request import SamplingParams
 from gpu_worker.engine.batch.grammar import GrammarMask
 from gpu_worker.engine.batch.philox import BUFFERED, PhiloxStream, philox_uniforms
@@ -22,22 +21,20 @@ from gpu_worker.engine.batch.sampling_state import SampleRequest, SamplingState
 from gpu_worker.engine.sampling import cpu_sampler as native_choice
 from gpu_worker.engine.sampling import sample as sampler
 from gpu_worker.engine.sampling.sample import StepSamples, read
-from gpu_worker.protocol import StartRow
 from tests.support.engine.sampling_reference import log_softmax, processed
+from tests.support.engine.start_rows import start_row
 
 VOCABULARY = 60
 PROMPT, GENERATED = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3], [5, 8, 9, 7, 9]
 ENDS = [2, 7]
-BAD_WORDS = [
-    pack_ids(word) for word in ([11], [9, 12], [7, 9, 13], [8, 9, 14], [6, 5, 3, 5, 8, 9, 7, 9, 15])
-]  # all but one come next
+BAD_WORDS = [[11], [9, 12], [7, 9, 13], [8, 9, 14], [6, 5, 3, 5, 8, 9, 7, 9, 15]]  # all but one come next
 ALONE = {
     "temperature": {"temperature": 0.6},
     "top_k": {"temperature": 1.0, "top_k": 7},
     "top_k_of_all": {"temperature": 1.0, "top_k": 1000},
     "top_p": {"temperature": 1.0, "top_p": 0.83},
     "top_p_of_one": {"temperature": 1.0, "top_p": 0.0},
-    "top_p_decay": {"temperature": 1.0, "top_p": 0.97, "top_p_decay": 0.8, "top_p_min": 0.3, "top_p_reset_ids": pack_ids([9, 40])},
+    "top_p_decay": {"temperature": 1.0, "top_p": 0.97, "top_p_decay": 0.8, "top_p_min": 0.3, "top_p_reset_ids": [9, 40]},
     "top_p_floor": {"temperature": 1.0, "top_p_decay": 0.5, "top_p_min": 0.4},
     "min_p": {"temperature": 1.3, "min_p": 0.07},
     "typical_p": {"temperature": 1.0, "typical_p": 0.61},
@@ -62,7 +59,7 @@ samplings = st.builds(
     top_p=shares,
     top_p_decay=st.sampled_from([1.0, 1.0, 0.7]),
     top_p_min=st.sampled_from([1e-6, 0.5]),
-    top_p_reset_ids=st.sampled_from([b"", pack_ids([8]), pack_ids([7, 3])]),
+    top_p_reset_ids=st.sampled_from([[], [8], [7, 3]]),
     min_p=st.sampled_from([0.0, 0.0, 0.03, 0.4]),
     typical_p=shares,
     repetition_penalty=st.sampled_from([1.0, 0.8, 1.4]),
@@ -96,16 +93,14 @@ def turn(
     guide: GrammarMask | None = None,
 ) -> SampleRequest | None:
     """Of a row that generated so much; `index` where another token than the next is meant."""
-    start = StartRow(
+    start = start_row(
         0,
-        pack_ids([*PROMPT, *generated]),
-        len(generated),
+        [*PROMPT, *generated],
         100,
-        False,
-        b"",
-        min_new_tokens,
-        top_n_tokens=top_n_tokens,
+        len(generated),
         sampling=sampling,
+        top_n_tokens=top_n_tokens,
+        min_new_tokens=min_new_tokens,
     )
     manner = SamplingState.of(start, ENDS, guide)
     return manner and SampleRequest(manner, len(generated) if index < 0 else index)
@@ -387,13 +382,11 @@ def test_a_manner_remembers_what_a_resumed_one_finds(
         "top_p": 0.9,
         "top_p_decay": 0.9,
         "top_p_min": 0.2,
-        "top_p_reset_ids": pack_ids([5]),
+        "top_p_reset_ids": [5],
     }
-    sampling = SamplingParams(**penalties, **decay, bad_words=[pack_ids(word) for word in words])
-    start = StartRow(
-        0, pack_ids([*prompt, *tokens[:base]]), len(tokens[:base]), 999, False, b"", sampling=sampling
-    )
-    whole = StartRow(0, pack_ids([*prompt, *tokens]), len(tokens), 999, False, b"", sampling=sampling)
+    sampling = SamplingParams(**penalties, **decay, bad_words=words)
+    start = start_row(0, [*prompt, *tokens[:base]], 999, len(tokens[:base]), sampling=sampling)
+    whole = start_row(0, [*prompt, *tokens], 999, len(tokens), sampling=sampling)
     grown, resumed = SamplingState.of(start, []), SamplingState.of(whole, [])
     assert grown and resumed
     for token in tokens[base:]:

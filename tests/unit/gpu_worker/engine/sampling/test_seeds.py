@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 from scipy.stats import chisquare
 
-from common.messages.packing import pack_ids
 from common.messages.request import SamplingParams
 from gpu_worker.engine.engine import Engine
 from tests.support.engine.batch_player import Player
@@ -28,7 +27,7 @@ ROWS: dict[int, SamplingParams | None] = {
         relative_frequency_penalty=1.5,
         repetition_penalty=1.1,
         seed=5,
-        bad_words=[pack_ids([28])],
+        bad_words=[[28]],
     ),
     7: SamplingParams(temperature=1.0, top_p=0.9, seed=11, choice=1),
 }
@@ -141,8 +140,8 @@ def test_no_end_before_so_many_tokens(engine: Engine, prompts: list[list[int]]) 
     played = player(engine)
     played.run(
         [
-            played.start(0, prompts[2], NEW_TOKENS, min_new_tokens=5, stop_ids=pack_ids(greedy)),
-            played.start(1, prompts[2], NEW_TOKENS, stop_ids=pack_ids(greedy)),
+            played.start(0, prompts[2], NEW_TOKENS, min_new_tokens=5, stop_ids=greedy),
+            played.start(1, prompts[2], NEW_TOKENS, stop_ids=greedy),
         ]
     )
     assert not set(played.ids[0][:5]) & set(greedy)
