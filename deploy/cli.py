@@ -1,6 +1,4 @@
-"""The command `tokenfleet`: one word for the whole fleet, one for each kind of process, and what people ask
-of a fleet.
-"""
+"""The command `tokenfleet`: starts a fleet or one process of it, and asks a running fleet."""
 
 import difflib
 import functools
@@ -11,7 +9,7 @@ import secrets
 import sys
 from collections.abc import Callable, Sequence
 from importlib.metadata import version
-from typing import NoReturn
+from typing import NamedTuple, NoReturn
 
 import setproctitle
 
@@ -23,11 +21,19 @@ from deploy.serve.fleet import MODULES, command
 
 KINDS = {"api": "gateway", "batcher": "batcher", "worker": "worker", "jobs": "jobs"}
 WITH_MODEL = ("gateway", "worker")
-"""Who reads files of the model."""
+"""Kinds of processes that read files of the model."""
+
+
+class Command(NamedTuple):
+    """A word after `tokenfleet`. `run` takes the words after it and returns the exit code."""
+
+    operand: str
+    help: str
+    run: Callable[[list[str]], int]
 
 
 def main() -> int:
-    print_anything()
+    replace_unprintable()
     try:
         with exit_when_unservable():
             return run(sys.argv[1:])
@@ -35,8 +41,8 @@ def main() -> int:
         return 130
 
 
-def print_anything() -> None:
-    """What a terminal's encoding has no sign for is shown as a question mark."""
+def replace_unprintable() -> None:
+    """Shows a question mark for what the terminal's encoding cannot write."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")
@@ -44,7 +50,7 @@ def print_anything() -> None:
 
 def run(argv: Sequence[str]) -> int:
     """Runs one command. Returns the exit code."""
-    os.environ.setdefault("PARENT_PID", "0")  # a person started us, and may log out
+    os.environ.setdefault("PARENT_PID", "0")  # started by a person, who may log out
     match list(argv):
         case ["--version" | "-V"]:
             print(f"tokenfleet {version('tokenfleet')}")
@@ -52,23 +58,27 @@ def run(argv: Sequence[str]) -> int:
             print(usage())
         case [word, *rest]:
             if word not in COMMANDS:
-                [near] = difflib.get_close_matches(word, [*COMMANDS, "--help", "--version"], n=1, cutoff=0.0)
-                raise SettingError("command", f"{word!r} is none of ours; the nearest is {near}")
-            return COMMANDS[word][2](rest)
+                raise SettingError("command", f"{word!r} is not a command{nearest(word)}")
+            return COMMANDS[word].run(rest)
     return 0
+
+
+def nearest(word: str) -> str:
+    near = difflib.get_close_matches(word, [*COMMANDS, "--help", "--version"], n=1)
+    return f"; the nearest is {near[0]}" if near else "; `tokenfleet --help` lists them"
 
 
 def serve(argv: list[str]) -> int:
     settings = checks.read_settings(argv, "tokenfleet serve")
     if {"--env", "-e"} & set(argv):
-        lazily("doctor.command", argv)
+        run_module("doctor.command", argv)
     die_with_parent()
     setproctitle.setproctitle("tokenfleet serve")
     return launcher.serve(settings)
 
 
 def become(word: str, argv: list[str]) -> NoReturn:
-    """Turns into one process of a kind, so that whoever started us sees and ends that process."""
+    """Replaces this process by one of the fleet: its parent sees and ends that one."""
     kind = KINDS[word]
     parser = FlagParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--name", default=f"{kind[0]}0")
@@ -84,56 +94,58 @@ def become(word: str, argv: list[str]) -> NoReturn:
     os.execve(words[0], words, os.environ | settings.environ() | names | parent)
 
 
-def lazily(module: str, argv: list[str]) -> int:
-    """`main` of one of our files, which is read only now: no command pays for another's libraries."""
+def run_module(module: str, argv: list[str]) -> int:
+    """Calls `main` of a module of deploy, which is imported now: no command pays for another's libraries."""
     code: int = importlib.import_module(f"deploy.{module}").main(argv)
     return code
 
 
-COMMANDS: dict[str, tuple[str, str, Callable[[list[str]], int]]] = {
-    "serve": ("[MODEL]", "the whole fleet on this machine: broker, gateway, batcher, worker, jobs", serve),
-    "api": (
-        "",
-        "one gateway            (these four need REDIS_URL, and accept --name)",
-        functools.partial(become, "api"),
-    ),
-    "batcher": ("", "one batcher", functools.partial(become, "batcher")),
-    "worker": ("", "one worker", functools.partial(become, "worker")),
-    "jobs": ("", "one arq worker with the jobs `generate` and `chat`", functools.partial(become, "jobs")),
-    "status": ("", "what the fleet does now, as a live table", functools.partial(lazily, "commands.status")),
-    "chat": ("", "talks with the model in this terminal", functools.partial(lazily, "commands.chat")),
-    "bench": (
-        "",
-        "a minute of load on this fleet, beside another server",
-        functools.partial(lazily, "bench.command"),
-    ),
-    "explain": ("REQUEST_ID", "the life of one request", functools.partial(lazily, "commands.explain")),
-    "doctor": (
-        "",
-        "what of this machine and its settings would not work, and the fix",
-        functools.partial(lazily, "doctor.command"),
-    ),
-    "download-weights": (
-        "MODEL_ID",
-        "fetches a model now, so that no start waits for it",
-        functools.partial(lazily, "commands.download"),
-    ),
+def of_module(operand: str, help: str, module: str) -> Command:
+    return Command(operand, help, functools.partial(run_module, module))
+
+
+def of_process(word: str, help: str) -> Command:
+    return Command("", help, functools.partial(become, word))
+
+
+SECTIONS = {
+    "Start a fleet": {
+        "serve": Command(
+            "[MODEL]", "start everything on this machine: broker, gateway, batcher, worker, job worker", serve
+        ),
+        "doctor": of_module(
+            "",
+            "check this machine and the settings; print what would not work, and the fix",
+            "doctor.command",
+        ),
+        "download-weights": of_module(
+            "MODEL_ID", "fetch a model before the first start", "commands.download"
+        ),
+    },
+    "Use a running fleet": {
+        "chat": of_module("", "talk with the model in this terminal", "commands.chat"),
+        "status": of_module("", "show the processes and what they do, as a live table", "commands.status"),
+        "explain": of_module("REQUEST_ID", "show what happened to one request, and when", "commands.explain"),
+        "bench": of_module("", "measure speed for a minute, beside another server", "bench.command"),
+    },
+    "Start one process (these need REDIS_URL, and accept --name)": {
+        "api": of_process("api", "a gateway"),
+        "batcher": of_process("batcher", "a batcher"),
+        "worker": of_process("worker", "a worker"),
+        "jobs": of_process("jobs", "a job worker: the arq jobs `generate` and `chat`"),
+    },
 }
-"""Word → what follows it, what it does, who does it. Each takes the words after its own and returns the exit
-code.
-"""
+COMMANDS = {word: command for section in SECTIONS.values() for word, command in section.items()}
 
 
 def usage() -> str:
-    rows = [f"  {f'{word} {operand}':<27} {help}" for word, (operand, help, _) in COMMANDS.items()]
-    return "\n".join(
-        [
-            "usage: tokenfleet COMMAND [--setting value …]\n",
-            *rows,
-            "  --version\n",
-            "A setting is a flag (--port 8080) or a variable (PORT=8080); `tokenfleet serve --help` lists them.",
-        ]
-    )
+    lines = ["usage: tokenfleet COMMAND [--setting value …]"]
+    for title, section in SECTIONS.items():
+        lines += ["", f"{title}:"]
+        lines += [f"  {f'{word} {it.operand}':<27} {it.help}" for word, it in section.items()]
+    lines += ["", "Options:", "  --help", "  --version", ""]
+    lines += ["A setting is a flag (--port 8080) or a variable (PORT=8080): `tokenfleet serve --help`."]
+    return "\n".join(lines)
 
 
 if __name__ == "__main__":

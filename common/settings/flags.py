@@ -107,7 +107,7 @@ def flag_parser(cls: type[BaseModel], prog: str, everything: bool) -> FlagParser
 
 
 def help_texts(cls: type[BaseModel]) -> dict[str, str]:
-    """Field → the string after it. pydantic's use_attribute_docstrings would cost each process 20 ms."""
+    """Field → the string after it (pydantic's use_attribute_docstrings costs each process 20 ms)."""
     [body] = (node.body for node in ast.parse(inspect.getsource(cls)).body if isinstance(node, ast.ClassDef))
     return {
         field.target.id: str(text.value.value)
@@ -140,5 +140,5 @@ def flag_of(name: str) -> str:
 
 def nearest(flag: str, parser: argparse.ArgumentParser) -> str:
     flags = [name for name in parser._option_string_actions if name.startswith("--")]
-    match = difflib.get_close_matches(flag, flags, n=1, cutoff=0.4)
-    return f"; the nearest is {match[0]}" if match else ""
+    match = difflib.get_close_matches(flag, flags, n=1)
+    return f"; the nearest is {match[0]}" if match else "; --help lists them"

@@ -105,7 +105,9 @@ def test_a_wrong_password() -> None:
 @pytest.mark.parametrize(
     ("argv", "words"),
     [
-        (["serv"], "COMMAND: 'serv' is none of ours; the nearest is serve"),
+        (["serv"], "COMMAND: 'serv' is not a command; the nearest is serve"),
+        (["frobnicate"], "COMMAND: 'frobnicate' is not a command; `tokenfleet --help` lists them"),
+        (["serve", "--zzz"], "--zzz: unknown flag; --help lists them"),
         (["serve", "--prot", "80"], "--prot: unknown flag; the nearest is --port"),
         (["serve", "model", "another"], "ARGUMENTS: 'another' is not expected"),
         (["serve", "--num-workers", "0"], "NUM_WORKERS: 0 is less than 1"),

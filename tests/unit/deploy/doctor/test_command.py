@@ -195,7 +195,7 @@ def test_no_compiler_and_little_disk(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_an_old_broker_is_too_old(broker: Broker, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("common.broker.client.OLDEST", (99, 0))
+    monkeypatch.setattr("common.broker.client.MIN_VERSION", (99, 0))
     assert found("broker", redis_url=broker.url).level == "fail"
     with Redis.from_url(broker.url) as client:
         assert client.ping()
