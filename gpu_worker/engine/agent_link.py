@@ -4,13 +4,10 @@ import select
 import socket
 from collections.abc import Iterator
 
+from gpu_worker.engine.errors import PeerClosed
 from gpu_worker.protocol import Frame, FrameDecoder, Grant, encode
 
 RECEIVE_BYTES = 2**18
-
-
-class PeerClosed(Exception):
-    """The agent closed the door; or, to ranks above 0, rank 0 is no more."""
 
 
 class AgentLink:

@@ -47,7 +47,7 @@ class Engine:
             self.block_size,
             self.loaded.eos_ids,
             max(1, MAX_LOGITS // self.loaded.vocab_size),
-            self.loaded.outgrown_at,
+            self.loaded.recompute_length,
         )
         self.graphs: CudaGraphs | FixedShapeGraph | None = None
         self.ahead = self.loaded.device.type != "cpu"
@@ -61,7 +61,7 @@ class Engine:
     def speed_up(self, settings: Settings, progress: Progress) -> None:
         """Compiles layers, and captures steps in which all rows decode, where attention allows it."""
         loaded = self.loaded
-        if loaded.backend.opaque:
+        if loaded.backend.compilable:
             progress("compiling")
             try_out = partial(warmup.run_all_shapes, self.forward, loaded.vocab_size, self.block_size)
             compile_layers(loaded.model, loaded.attentions, try_out)

@@ -21,7 +21,8 @@ from common.model_files import no_progress
 from common.process import logs
 from common.process.parent_death import die_with_parent
 from common.settings.settings import SettingError, Settings
-from gpu_worker.engine.agent_link import AgentLink, PeerClosed
+from gpu_worker.engine.agent_link import AgentLink
+from gpu_worker.engine.errors import PeerClosed
 from gpu_worker.protocol import EngineFailure, LoadProgress
 from gpu_worker.rank import Place
 

@@ -106,7 +106,7 @@ class FlashInferBackend:
             tables.
     """
 
-    opaque = True
+    compilable = True
 
     def __init__(self, geometry: Geometry, device: torch.device, generation: int) -> None:
         if device.type == "cuda":

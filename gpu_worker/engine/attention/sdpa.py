@@ -58,7 +58,7 @@ class SdpaBackend:
     that decode.)
     """
 
-    plan_free = opaque = False
+    plan_free = compilable = False
 
     def __init__(self, geometry: Geometry, device: torch.device) -> None:
         self.block_size, self.dtype, self.device = geometry.block_size, geometry.dtype, device

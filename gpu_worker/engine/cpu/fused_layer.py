@@ -1,30 +1,26 @@
-"""Whole decoder layers in one native call, where a layer is of the shape that Llama made common.
+"""Fused layers: whole decoder layers in one native call, where a layer is of the shape that Llama made common.
 
-A layer is taken over when it consists of exactly the known parts, and its own code gives the same on inputs
-of several sizes. Every other layer stays as it is. Those that follow each other are one call, where the model
-gives the same bits so.
+A layer is replaced when it consists of exactly the known parts, and the native layer gives the same as its
+own code on inputs of several sizes. Every other layer stays as it is. Layers that follow each other become
+one call, where the model then gives the same bits.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 
-from gpu_worker.engine.attention.cpu_paged import CpuPagedBackend
-from gpu_worker.engine.batch.inputs import Inputs, build_inputs
-from gpu_worker.engine.batch.rows import Row, RowSlice
+from gpu_worker.engine.batch.inputs import Inputs
 from gpu_worker.engine.cpu import native
+from gpu_worker.engine.cpu.kernel_arguments import KernelArguments
+from gpu_worker.engine.cpu.layer_trial import TRIAL_TOKENS, LayerCall, is_close, record_calls, trial_inputs
 from gpu_worker.engine.cpu.packed_linear import NativeLinear
 
-TOKENS = 8  # of the prompt on which layers are compared
-NEAR_POSITIONS = torch.arange(TOKENS)[None]
+NEAR_POSITIONS = torch.arange(TRIAL_TOKENS)[None]
 SCALES = (0.1, 1.0, 30.0)
-TOLERANCES = {torch.float32: (1e-4, 1e-6), torch.bfloat16: (3e-2, 4e-3)}
-"""Of what a layer adds to its input, and of its output."""
+"""Of the random states on which layers are compared."""
 LAYER = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
 ATTENTION = {"q_proj", "k_proj", "v_proj", "o_proj"}
 HEAD_NORMS = {"q_norm", "k_norm"}
@@ -35,20 +31,23 @@ class FusedLayers:
     """The forward of layers that follow each other."""
 
     def __init__(
-        self, layers: list[native.LayerStruct], weights: list[torch.Tensor | None], backend: CpuPagedBackend
+        self,
+        layers: list[native.LayerStruct],
+        weights: list[torch.Tensor | None],
+        arguments: KernelArguments,
     ) -> None:
-        self.layers, self.weights = (
-            (native.LayerStruct * len(layers))(*layers),
-            weights,
-        )  # whose memory the former point to
-        self.backend, self.dtype, self.run = backend, backend.dtype, backend.library.tf_layers
+        self.layers = (native.LayerStruct * len(layers))(*layers)
+        self.weights = weights  # the structs point into their memory
+        self.arguments = arguments
+        self.dtype = arguments.dtype
+        self.run = arguments.library.tf_layers
 
     @classmethod
-    def of(cls, layer: Any, backend: CpuPagedBackend, rotary: int) -> "FusedLayers":
+    def of(cls, layer: Any, arguments: KernelArguments, rotary: int) -> "FusedLayers":
         """One layer. `rotary`: numbers of a head that are rotated."""
         attention, mlp = layer.self_attn, layer.mlp
-        linears = [getattr(attention, f"{name}_proj").shape for name in "qkvo"]
-        linears += [getattr(mlp, f"{name}_proj").shape for name in ("gate", "up", "down")]
+        linears = [getattr(attention, f"{name}_proj").struct for name in "qkvo"]
+        linears += [getattr(mlp, f"{name}_proj").struct for name in ("gate", "up", "down")]
         modules = (
             layer.input_layernorm,
             layer.post_attention_layernorm,
@@ -56,16 +55,16 @@ class FusedLayers:
         )
         weights = [norm and norm.weight.detach().float().contiguous() for norm in modules]
         norms = [norm_of(module, weight) for module, weight in zip(modules, weights, strict=True)]
-        return cls(
-            [native.LayerStruct(backend.caches[attention], *linears, *norms, rotary)], weights, backend
-        )
+        struct = native.LayerStruct(arguments.caches[attention], *linears, *norms, rotary)
+        return cls([struct], weights, arguments)
 
     @classmethod
     def joined(cls, parts: Sequence["FusedLayers"]) -> "FusedLayers":
+        """All of them in one call."""
         return cls(
             [layer for part in parts for layer in part.layers],
             [weight for part in parts for weight in part.weights],
-            parts[0].backend,
+            parts[0].arguments,
         )
 
     def __call__(
@@ -75,11 +74,14 @@ class FusedLayers:
         position_embeddings: tuple[torch.Tensor, torch.Tensor],
         **rest: Any,
     ) -> torch.Tensor:
+        """hidden_states [1, tokens, hidden], cosines and sines [1, tokens, rotary], all in the weights' dtype
+        → hidden states
+        """
         cosines, sines = position_embeddings
         states = hidden_states.clone()
         self.run(
             self.dtype,
-            self.backend.step,
+            self.arguments.step,
             self.layers,
             len(self.layers),
             cosines.data_ptr(),
@@ -90,46 +92,52 @@ class FusedLayers:
 
 
 def pass_through(hidden_states: torch.Tensor, **rest: Any) -> torch.Tensor:
-    """The forward of a layer that one before it has computed."""
+    """The forward of a layer that is part of a call before it. hidden_states [1, tokens, hidden] → the same"""
     return hidden_states
 
 
 def norm_of(module: Any, weight: torch.Tensor | None) -> native.NormStruct:
-    return (
-        native.NormStruct(None, 0.0)
-        if weight is None
-        else native.NormStruct(weight.data_ptr(), epsilon(module))
-    )
+    """weight float32 [size], None where there is no norm"""
+    if weight is None:
+        return native.NormStruct(None, 0.0)
+    return native.NormStruct(weight.data_ptr(), epsilon_of(module))
 
 
 def fuse_layers(
-    model: Any, backend: CpuPagedBackend, forward: Callable[[Inputs], torch.Tensor], context: int
+    model: Any, arguments: KernelArguments, forward: Callable[[Inputs], torch.Tensor], context: int
 ) -> int:
-    """`context`: the longest sequence in tokens → layers taken over."""
-    run = partial(forward, trial_inputs(model, backend, context))
-    found = [
+    """Replaces the forward of the layers that have a native equal; returns how many.
+
+    `forward` → logits [tokens, vocabulary]; `context` is the longest sequence in tokens.
+    """
+    run = partial(forward, trial_inputs(model, arguments.block_size, context))
+    least_tokens = TRIAL_TOKENS + arguments.block_size
+    candidates = [
         layer
-        for layer in candidates(model)
-        if len(layer.self_attn.keys) * backend.block_size > TOKENS + backend.block_size
+        for layer in known_layers(model)
+        if len(layer.self_attn.keys) * arguments.block_size > least_tokens
     ]
-    taken = {
+    found = {
         layer: fused
-        for layer, call in record_calls(found, run).items()
-        if (fused := find_equal(layer, backend, call))
+        for layer, call in record_calls(candidates, run).items()
+        if (fused := find_equal(layer, arguments, call))
     }
-    set_forwards(taken)
-    if taken:
-        join_layers(taken, run)
-    return len(taken)
+    set_forwards(found)
+    if found:
+        join_layers(found, run)
+    return len(found)
 
 
-def join_layers(taken: dict[Any, FusedLayers], logits: Callable[[], torch.Tensor]) -> None:
-    """Where layers follow each other in other ways than they are listed in, the logits say so."""
-    apart = logits()
-    (first, *others), joined = taken, FusedLayers.joined(list(taken.values()))
+def join_layers(fused: dict[Any, FusedLayers], run: Callable[[], torch.Tensor]) -> None:
+    """Makes one call of all. Where layers follow each other in other ways than they are listed in, the logits
+    of `run` show it, and each keeps its own call.
+    """
+    expected = run()
+    first, *others = fused
+    joined = FusedLayers.joined(list(fused.values()))
     set_forwards({first: joined, **dict.fromkeys(others, pass_through)})
-    if not torch.equal(logits(), apart):
-        set_forwards(taken)
+    if not torch.equal(run(), expected):
+        set_forwards(fused)
 
 
 def set_forwards(forwards: Mapping[Any, Callable[..., torch.Tensor]]) -> None:
@@ -137,10 +145,33 @@ def set_forwards(forwards: Mapping[Any, Callable[..., torch.Tensor]]) -> None:
         layer.forward = forward
 
 
+def find_equal(layer: Any, arguments: KernelArguments, call: LayerCall) -> FusedLayers | None:
+    """The native layer that gives what this one does, if there is one. Some models leave positions out of
+    some layers: so it is tried with and without rotation.
+    """
+    (states,) = call.arguments
+    nearer = {
+        name: NEAR_POSITIONS if name == "position_ids" else value for name, value in call.options.items()
+    }
+    if not torch.equal(layer(states, **nearer), call.output):
+        return None  # it looks at positions itself, which rounding may hide on so few tokens
+    random = torch.Generator().manual_seed(0)
+    noise = (torch.randn(states.shape, generator=random) * scale for scale in SCALES)
+    inputs = [states, *(tensor.to(states.dtype) for tensor in noise)]
+    expected = [layer(tensor, **call.options) for tensor in inputs]
+    rotary = call.options["position_embeddings"][0].shape[2]
+    sizes = (rotary, 0) if rotary <= arguments.caches[layer.self_attn].key_dim else (0,)
+    for fused in [FusedLayers.of(layer, arguments, size) for size in sizes]:
+        outputs = [fused(tensor, **call.options) for tensor in inputs]
+        if all(map(is_close, outputs, expected, inputs)):
+            return fused
+    return None
+
+
 # --- structure ----------------------------------------------------------------------------------------------
 
 
-def candidates(model: nn.Module) -> Iterator[Any]:
+def known_layers(model: nn.Module) -> Iterator[Any]:
     return (module for module in model.modules() if child_names(module) == LAYER and has_known_parts(module))
 
 
@@ -152,18 +183,15 @@ def has_known_parts(layer: Any) -> bool:
         or not parameter_names(attention) <= {"sinks"}
     ):
         return False
-    linears = [getattr(attention, name) for name in ATTENTION] + [
-        getattr(mlp, name) for name in MLP - {"act_fn"}
-    ]
-    norms = [
-        layer.input_layernorm,
-        layer.post_attention_layernorm,
-        *(getattr(attention, name) for name in child_names(attention) & HEAD_NORMS),
-    ]
-    parts = all(type(linear) is NativeLinear for linear in linears) and all(
-        is_rms_norm(norm) for norm in norms
+    linears = [getattr(attention, name) for name in ATTENTION]
+    linears += [getattr(mlp, name) for name in MLP - {"act_fn"}]
+    norms = [layer.input_layernorm, layer.post_attention_layernorm]
+    norms += [getattr(attention, name) for name in child_names(attention) & HEAD_NORMS]
+    return (
+        all(type(linear) is NativeLinear for linear in linears)
+        and all(is_rms_norm(norm) for norm in norms)
+        and all(is_unchanged(part) for part in layer.modules())
     )
-    return parts and all(is_plain(part) for part in layer.modules())
 
 
 def child_names(module: Any) -> set[str]:
@@ -174,98 +202,18 @@ def parameter_names(module: nn.Module) -> set[str]:
     return {name for name, _ in module.named_parameters(recurse=False)}
 
 
-def is_plain(module: nn.Module) -> bool:
-    """Nobody has changed what it computes."""
+def is_unchanged(module: nn.Module) -> bool:
+    """Whether its class alone says what it computes."""
     return "forward" not in vars(module) and not module._forward_hooks and not module._forward_pre_hooks
 
 
 def is_rms_norm(module: nn.Module) -> bool:
-    return parameter_names(module) == {"weight"} and module.weight.dim() == 1 and epsilon(module) > 0  # type: ignore[operator]
-
-
-def epsilon(module: Any) -> float:
-    return float(getattr(module, "variance_epsilon", getattr(module, "eps", None)) or 0.0)
-
-
-# --- comparison ---------------------------------------------------------------------------------------------
-
-
-def record_calls(layers: list[Any], run: Callable[[], object]) -> dict[Any, tuple[Any, Any, Any]]:
-    """Runs the model on a few tokens → positional arguments, named ones and the output of each layer that is
-    called as most are.
-    """
-    seen: dict[Any, tuple[Any, Any, Any]] = {}
-
-    def note(module: Any, arguments: Any, options: Any, output: Any) -> None:
-        seen[module] = (arguments, options, output)
-
-    if layers:
-        hooks = [layer.register_forward_hook(note, with_kwargs=True) for layer in layers]
-        run()
-        for hook in hooks:
-            hook.remove()
-    return {layer: call for layer, call in seen.items() if is_usual_call(*call)}
-
-
-def trial_inputs(model: Any, backend: CpuPagedBackend, context: int) -> Inputs:
-    """A prompt in the first blocks, which nobody has been granted yet. Its positions span the whole context:
-    some models have factors that depend on them.
-    """
-    blocks = np.arange(1, 1 + -(-TOKENS // backend.block_size), dtype=np.int32)
-    ids = np.arange(TOKENS, dtype=np.int32) * 7 % model.config.get_text_config().vocab_size
-    prompt = build_inputs(
-        [RowSlice(Row(0, ids, 0, 1, blocks), 0, TOKENS, samples=True)],
-        backend.block_size,
-        torch.device("cpu"),
-    )
-    positions = torch.linspace(0, context - 1, TOKENS).long()
-    return replace(prompt, positions=positions[None], lengths=positions + 1)
-
-
-def is_usual_call(arguments: Any, options: Any, output: Any) -> bool:
-    if (
-        len(arguments) != 1
-        or not torch.is_tensor(output)
-        or not isinstance(options.get("position_embeddings"), tuple)
-    ):
-        return False
-    tensors = (*arguments, output, *options["position_embeddings"])
-    dtypes = {tensor.dtype for tensor in tensors}
     return (
-        len(tensors) == 4
-        and len(dtypes) == 1
-        and all(tensor.is_contiguous() and tensor.shape[:2] == (1, TOKENS) for tensor in tensors)
+        parameter_names(module) == {"weight"}
+        and module.weight.dim() == 1  # type: ignore[operator]
+        and epsilon_of(module) > 0
     )
 
 
-def find_equal(layer: Any, backend: CpuPagedBackend, call: tuple[Any, Any, Any]) -> FusedLayers | None:
-    """The native layer that gives what this one does, if there is one. Some models leave positions out of
-    some layers.
-    """
-    (states,), options, output = call
-    nearer = {name: NEAR_POSITIONS if name == "position_ids" else value for name, value in options.items()}
-    if not torch.equal(layer(states, **nearer), output):
-        return None  # it looks at positions itself, which rounding may hide on so few tokens
-    random = torch.Generator().manual_seed(0)
-    inputs = [
-        states,
-        *((torch.randn(states.shape, generator=random) * scale).to(states.dtype) for scale in SCALES),
-    ]
-    expected = [layer(tensor, **options) for tensor in inputs]
-    rotary = options["position_embeddings"][0].shape[2]
-    has_known_parts = rotary <= backend.caches[layer.self_attn].key_dim
-    for fused in [
-        FusedLayers.of(layer, backend, size) for size in ((rotary, 0) if has_known_parts else (0,))
-    ]:
-        if all(
-            is_close(fused(given, **options), wanted, given)
-            for given, wanted in zip(inputs, expected, strict=True)
-        ):
-            return fused
-    return None
-
-
-def is_close(output: torch.Tensor, expected: torch.Tensor, given: torch.Tensor) -> bool:
-    of_added, of_output = TOLERANCES[expected.dtype]
-    bound = of_added * (expected.float() - given.float()).norm() + of_output * expected.float().norm()
-    return bool((output.float() - expected.float()).norm() <= bound)
+def epsilon_of(module: Any) -> float:
+    return float(getattr(module, "variance_epsilon", getattr(module, "eps", None)) or 0.0)

@@ -79,7 +79,7 @@ class NativeLinear(PackedLinear):
         self.known: native.LinearStruct | None = None
 
     @property
-    def shape(self) -> native.LinearStruct:
+    def struct(self) -> native.LinearStruct:
         """As of the first product: a bias may have changed since the weights were packed."""
         if self.known is None:
             self.biases = torch.zeros(self.panels * self.library.tf_panel())
@@ -106,7 +106,7 @@ class NativeLinear(PackedLinear):
         )
         num_rows = math.prod(rows.shape[:-1])
         shape = (
-            self.shape
+            self.struct
             if biased
             else native.LinearStruct(self.packed.data_ptr(), None, self.in_features, self.out_features)
         )

@@ -1,11 +1,9 @@
-"""From settings to a model on its device, with a cache on its attention modules."""
+"""Loading: from settings to a model on its device, with a KV cache on its attention modules."""
 
 import importlib
 import io
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -14,90 +12,36 @@ from transformers.utils import logging as transformers_logging
 from common import model_files
 from common.process import cpu
 from common.settings.settings import SettingError, Settings
-from gpu_worker.engine.attention import backend as attention
-from gpu_worker.engine.attention import cpu_paged
+from gpu_worker.engine.attention.choose import choose_backend
 from gpu_worker.engine.attention.cpu_paged import CpuPagedBackend
-from gpu_worker.engine.attention.kv_cache import Geometry, KVCache
-from gpu_worker.engine.attention.sdpa import SdpaBackend
-from gpu_worker.engine.batch.inputs import Inputs, build_inputs
+from gpu_worker.engine.attention.kv_cache import Geometry, LayerSpec
+from gpu_worker.engine.attention.probe import PROBE_TOKENS, probe_attention
+from gpu_worker.engine.batch.inputs import build_inputs
 from gpu_worker.engine.batch.rows import RowSlice
-from gpu_worker.engine.cpu import native
 from gpu_worker.engine.cpu.fused_layer import fuse_layers
 from gpu_worker.engine.cpu.packed_linear import pack_linears
 from gpu_worker.engine.cuda.fused_linear import fuse_linears
+from gpu_worker.engine.errors import UnservableModel
 from gpu_worker.engine.model import rope
 from gpu_worker.engine.model.config import cannot_serve, read_config
 from gpu_worker.engine.model.kv_budget import count_blocks, measure_peak
+from gpu_worker.engine.model.model import LoadedModel
+from gpu_worker.engine.model.tp_weights import read_shard
 from gpu_worker.engine.model.warmup import max_prompt_tokens, run_largest_step
 from gpu_worker.engine.model.weights import read_weights
-from gpu_worker.engine.parallel import tp_model
 from gpu_worker.engine.parallel.communicator import Communicator
+from gpu_worker.engine.parallel.tp_model import connect_shards
 from gpu_worker.rank import Place
 
 log = logging.getLogger(__name__)
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 FAMILY_MODULES = {"falcon": "gpu_worker.engine.model.families.falcon"}
-"""Families whose model code attends by itself → what makes it go through the interface."""
+"""By model type, for model code that computes attention itself: the module that makes it use the interface
+of transformers.
+"""
 BLOCK_SIZES = {"cpu": 16, "cuda": 64}
 PROGRESS_S = 2.0
-
-
-@dataclass(slots=True)
-class LoadedModel:
-    """
-    Attributes:
-        attentions: the model's attention modules, in the order of layers.
-        outgrown_at: of a sequence beyond this length every K is computed anew.
-        cache: once one is attached.
-    """
-
-    model: Any
-    attentions: list[Any]
-    geometry: Geometry
-    device: torch.device
-    backend: attention.AttentionBackend
-    ropes: list[rope.PerTokenRope]
-    context: int
-    eos_ids: list[int]
-    vocab_size: int
-    outgrown_at: int | None
-    cache: KVCache = field(init=False)
-
-    @property
-    def plan_free(self) -> bool:
-        """Whether steps in which all rows decode need nothing from the host but ids, positions and tables."""
-        return self.backend.plan_free and not any(one.asks_device for one in self.ropes)
-
-    def attach(self, num_blocks: int) -> None:
-        """Gives it a cache of so many blocks, and of the scratch block."""
-        self.cache = KVCache(self.geometry, num_blocks, self.device)
-        attention.attach(self.attentions, self.geometry, self.cache, self.backend)
-
-    @torch.inference_mode()
-    def forward(self, line: Inputs) -> torch.Tensor:
-        """→ logits [samples, vocabulary]"""
-        self.backend.begin(line)
-        for one in self.ropes:
-            one.begin(line)
-        return self.logits(line.ids, line.positions, line.sampled)
-
-    @torch.inference_mode()
-    def decode(self, ids: torch.Tensor, positions: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
-        """`forward` of rows that all decode, with nothing from the host: ids int64 [1, rows], positions int32
-        [rows], table int32 [rows, blocks]. Only where `plan_free`.
-        """
-        self.backend.begin_decode(positions, table)  # type: ignore[attr-defined]
-        for one in self.ropes:
-            one.begin_decode(positions)
-        return self.logits(ids, positions.long()[None], 0)
-
-    def logits(self, ids: torch.Tensor, positions: torch.Tensor, kept: torch.Tensor | int) -> torch.Tensor:
-        output = self.model(
-            input_ids=ids, position_ids=positions, use_cache=False, logits_to_keep=kept, return_dict=True
-        )
-        logits: torch.Tensor = output.logits[0]
-        return logits
 
 
 @torch.inference_mode()
@@ -108,10 +52,7 @@ def load(settings: Settings, progress: model_files.Progress, communicator: Commu
     path = model_files.resolve(settings.model_id, settings.revision, progress)
     device = choose_device(settings.device, communicator.place)
     dtype = choose_dtype(settings.dtype, device)
-    torch.set_num_threads(
-        settings.threads
-        or max(1, cpu.num_cores() // max(1, settings.num_workers * communicator.place.local_world_size))
-    )
+    torch.set_num_threads(settings.threads or threads_of(settings, communicator))
     config = read_config(path, settings)
     if config.model_type in FAMILY_MODULES:
         importlib.import_module(FAMILY_MODULES[config.model_type])
@@ -119,60 +60,71 @@ def load(settings: Settings, progress: model_files.Progress, communicator: Commu
     progress(f"loading {settings.model_id} as {name_of(dtype)} on {device.type}")
     try:
         if communicator.world_size > 1:
-            model, plan = tp_model.read_shard(path, config, dtype, device, settings, communicator)
+            model, plan = read_shard(path, config, dtype, device, settings, communicator)
+            optimize_linears(model, device)
+            connect_shards(model, plan, communicator)
         else:
-            model, plan = read_weights(path, config, dtype, device, settings), tp_model.NO_TP_PLAN
-        (pack_linears if device.type == "cpu" else fuse_linears)(model)
-        tp_model.connect_shards(model, plan, communicator)
-        layers = attention.watch(model, lambda: probe_forward(model, device))
+            model = read_weights(path, config, dtype, device, settings)
+            optimize_linears(model, device)
+        layers = probe_attention(model, lambda: probe_forward(model, device))
     except KeyError as error:  # model code that looks attention up in a table of its own
-        raise cannot_serve(
-            settings.model_id,
-            attention.UnservableModel(f"the attention of {config.model_type} cannot be replaced"),
-        ) from error
-    except (attention.UnservableModel, ValueError, OSError) as error:
+        cause = UnservableModel(f"the attention of {config.model_type} cannot be replaced")
+        raise cannot_serve(settings.model_id, cause) from error
+    except (UnservableModel, ValueError, OSError) as error:
         raise cannot_serve(settings.model_id, error) from error
-    geometry = Geometry(list(layers.values()), settings.block_size or BLOCK_SIZES[device.type], dtype)
-    context, eos_ids = (
-        int(model_files.context_length(path) * (settings.rope_factor or 1)),
-        model_files.eos_ids(path),
-    )
-    backend, ropes = choose_backend(geometry, device), rope.replace_ropes(model)
-    loaded = LoadedModel(
-        model,
-        list(layers),
-        geometry,
-        device,
-        backend,
-        ropes,
-        context,
-        eos_ids,
-        config.vocab_size,
-        rope.recompute_length(model),
-    )
+    loaded = assemble(settings, path, config, model, layers, dtype, device)
     loaded.attach(0)
-    loaded.attach(
-        count_blocks(settings, geometry, device, communicator, lambda: peak_bytes(loaded, settings))
+    num_blocks = count_blocks(
+        settings, loaded.geometry, device, communicator, lambda: peak_bytes(loaded, settings)
     )
-    fused = (
-        fuse_layers(model, backend, loaded.forward, context) if isinstance(backend, CpuPagedBackend) else 0
-    )
-    if settings.deterministic and (cause := nondeterministic_because(loaded, fused, communicator)):
+    loaded.attach(num_blocks)
+    num_fused = 0
+    if isinstance(loaded.backend, CpuPagedBackend):
+        num_fused = fuse_layers(model, loaded.backend.arguments, loaded.forward, loaded.context)
+    if settings.deterministic and (reason := nondeterministic_because(loaded, num_fused, communicator)):
         raise SettingError(
-            "deterministic", f"{settings.model_id} as {name_of(dtype)} on {device.type}: {cause}"
+            "deterministic", f"{settings.model_id} as {name_of(dtype)} on {device.type}: {reason}"
         )
     return loaded
 
 
-def nondeterministic_because(loaded: LoadedModel, fused: int, communicator: Communicator) -> str:
+def assemble(
+    settings: Settings,
+    path: Any,
+    config: Any,
+    model: Any,
+    layers: dict[Any, LayerSpec],
+    dtype: torch.dtype,
+    device: torch.device,
+) -> LoadedModel:
+    """The model with its attention backend and rotary modules, still without a cache."""
+    block_size = settings.block_size or BLOCK_SIZES[device.type]
+    geometry = Geometry(list(layers.values()), block_size, dtype)
+    return LoadedModel(
+        model=model,
+        attentions=list(layers),
+        geometry=geometry,
+        device=device,
+        backend=choose_backend(geometry, device),
+        ropes=rope.replace_ropes(model),
+        context=int(model_files.context_length(path) * (settings.rope_factor or 1)),
+        eos_ids=model_files.eos_ids(path),
+        vocab_size=config.vocab_size,
+        recompute_length=rope.recompute_length(model),
+    )
+
+
+def optimize_linears(model: Any, device: torch.device) -> None:
+    (pack_linears if device.type == "cpu" else fuse_linears)(model)
+
+
+def nondeterministic_because(loaded: LoadedModel, num_fused: int, communicator: Communicator) -> str:
     """Why a token's bits may depend on what else runs; empty where they do not."""
     if loaded.device.type != "cuda":
         layers = len(loaded.geometry.layers)
-        return (
-            ""
-            if fused == layers
-            else f"{fused} of its {layers} layers run in kernels that compute each token by itself"
-        )
+        if num_fused == layers:
+            return ""
+        return f"{num_fused} of its {layers} layers run in kernels that compute each token by itself"
     if communicator.world_size > 1:
         return "it runs on several ranks"
     if not loaded.plan_free:
@@ -183,43 +135,22 @@ def nondeterministic_because(loaded: LoadedModel, fused: int, communicator: Comm
     return "its experts' products have shapes that depend on the batch" if experts else ""
 
 
-def choose_backend(geometry: Geometry, device: torch.device) -> attention.AttentionBackend:
-    if device.type == "cuda":
-        return choose_cuda_backend(geometry, device)
-    library = native.library() if cpu_paged.supports(geometry) else None
-    return CpuPagedBackend(geometry, library) if library else SdpaBackend(geometry, device)
-
-
-def choose_cuda_backend(geometry: Geometry, device: torch.device) -> attention.AttentionBackend:
-    """FlashInfer's attention where it is installed and has kernels for the model."""
-    if find_spec("flashinfer") is None:
-        log.warning("flashinfer-python is not installed: torch's attention is used and is slower")
-        return SdpaBackend(geometry, device)
-    from gpu_worker.engine.attention import flashinfer
-
-    if why := flashinfer.unsupported_because(geometry):
-        log.warning("torch's attention is used instead of FlashInfer's, and is slower: %s", why)
-        return SdpaBackend(geometry, device)
-    return flashinfer.FlashInferBackend(geometry, device, torch.cuda.get_device_capability(device)[0])
-
-
 def peak_bytes(loaded: LoadedModel, settings: Settings) -> int:
-    """What the largest step allocates on CUDA, and what captured ones keep."""
-    shape = (loaded.context, loaded.vocab_size, loaded.geometry.block_size)
-    tokens, rows = (
-        max_prompt_tokens(settings.max_batch_prefill_tokens, loaded.context, loaded.device),
-        settings.max_batch_size,
-    )
+    """What the largest step allocates on CUDA, and what captured steps keep."""
+    block_size = loaded.geometry.block_size
+    shape = (loaded.context, loaded.vocab_size, block_size)
+    tokens = max_prompt_tokens(settings.max_batch_prefill_tokens, loaded.context, loaded.device)
+    rows = settings.max_batch_size
 
     def forward(parts: Sequence[RowSlice]) -> torch.Tensor:
-        return loaded.forward(build_inputs(parts, loaded.geometry.block_size, loaded.device))
+        return loaded.forward(build_inputs(parts, block_size, loaded.device))
 
     kept_bytes = rows * loaded.vocab_size * loaded.geometry.dtype.itemsize
     return measure_peak(loaded.device, lambda: run_largest_step(forward, tokens, rows, *shape)) + kept_bytes
 
 
 def report_progress(progress: model_files.Progress) -> None:
-    """What transformers draws as progress bars is said now and then instead; what is over sooner is not."""
+    """Reports what transformers draws as progress bars: a line every PROGRESS_S, none for what takes less."""
 
     def hook(bar_of: Any, args: Any, options: dict[str, Any]) -> Any:
         bar = bar_of(*args, **options, file=io.StringIO(), mininterval=PROGRESS_S, delay=PROGRESS_S)
@@ -230,15 +161,21 @@ def report_progress(progress: model_files.Progress) -> None:
 
 
 def probe_forward(model: Any, device: torch.device) -> torch.Tensor:
-    """→ logits [1, attention.WATCHED, vocabulary]"""
-    positions = torch.arange(attention.WATCHED, device=device)[None]
+    """→ logits [1, PROBE_TOKENS, vocabulary]"""
+    positions = torch.arange(PROBE_TOKENS, device=device)[None]
     logits: torch.Tensor = model(
         input_ids=torch.zeros_like(positions), position_ids=positions, use_cache=False
     ).logits
     return logits
 
 
+def threads_of(settings: Settings, communicator: Communicator) -> int:
+    """This rank's part of the machine's cores."""
+    return max(1, cpu.num_cores() // max(1, settings.num_workers * communicator.place.local_world_size))
+
+
 def choose_device(name: str, place: Place) -> torch.device:
+    """Raises SettingError where torch does not see it."""
     available = torch.cuda.is_available()
     if name == "cuda" and not available:
         raise SettingError("device", "cuda, but torch sees no CUDA device")
@@ -253,6 +190,7 @@ def choose_device(name: str, place: Place) -> torch.device:
 
 
 def choose_dtype(name: str, device: torch.device) -> torch.dtype:
+    """`auto` is bfloat16 where the processor is fast at it, else float32."""
     if name == "auto":
         fast = torch.cuda.is_bf16_supported() if device.type == "cuda" else cpu.has_bfloat16()
         return torch.bfloat16 if fast else torch.float32

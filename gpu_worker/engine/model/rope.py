@@ -34,7 +34,7 @@ class PerTokenRope:
         module.forward = self.forward
 
     @property
-    def asks_device(self) -> bool:
+    def needs_host_lengths(self) -> bool:
         """Whether the host must know the lengths: of `longrope` there are two sets of frequencies, of
         `dynamic` one for each length.
         """

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from gpu_worker.engine.agent_link import PeerClosed
+from gpu_worker.engine.errors import PeerClosed
 from gpu_worker.protocol import FrameDecoder, Grant, encode
 from gpu_worker.rank import LOOPBACK, Place
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import nn
 
-from gpu_worker.engine.attention.backend import UnservableModel
+from gpu_worker.engine.errors import UnservableModel
 
 UNITS = (64, 32, 16, 8, 1)
 """Features are cut at multiples of the first of which each rank can have one: matrix products like, and some
@@ -51,7 +51,7 @@ class TpPlan:
         styles: of modules, by their names.
     """
 
-    cuts: Mapping[str, TensorShards]
+    shards: Mapping[str, TensorShards]
     styles: Mapping[str, str]
 
 
@@ -93,7 +93,7 @@ def make_tp_plan(model: Any, world_size: int) -> TpPlan:
     followed.
     """
     plan = tp_styles(model)
-    cuts: dict[str, TensorShards] = {}
+    shards: dict[str, TensorShards] = {}
     styles: dict[str, str] = {}
     for name, module in model.named_modules():
         style = plan.get(pattern_of(name))
@@ -102,8 +102,8 @@ def make_tp_plan(model: Any, world_size: int) -> TpPlan:
         for leaf, parameter in module.named_parameters(recurse=False):
             own = plan.get(pattern_of(f"{name}.{leaf}"), style_of(plan, name, module, parameter))
             if own and (found := shards_of(model, name, leaf, parameter.shape, own, world_size)):
-                cuts[f"{name}.{leaf}"] = found
-    return TpPlan(cuts, styles)
+                shards[f"{name}.{leaf}"] = found
+    return TpPlan(shards, styles)
 
 
 def style_of(plan: Mapping[str, str], name: str, module: nn.Module, parameter: nn.Parameter) -> str | None:

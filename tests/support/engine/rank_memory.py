@@ -26,7 +26,7 @@ from common import model_files
 from common.process.parent_death import die_with_parent
 from common.settings.settings import Settings
 from gpu_worker.engine.engine import Engine
-from gpu_worker.engine.parallel import tp_model
+from gpu_worker.engine.model import tp_weights
 from gpu_worker.engine.parallel.communicator import SINGLE_RANK, Communicator
 from gpu_worker.rank import free_port
 from tests.support.engine import led_engine
@@ -92,22 +92,22 @@ def measure(folder: Path, world_size: int) -> list[Taken]:
         ]
         for rank in range(world_size)
     ]
-    communicator = [
+    ranks = [
         subprocess.Popen(command, env=environ, stdout=subprocess.PIPE, text=True) for command in commands
     ]
-    return [Taken(**json.loads(rank.communicate()[0].splitlines()[-1])) for rank in communicator]
+    return [Taken(**json.loads(rank.communicate()[0].splitlines()[-1])) for rank in ranks]
 
 
 def load(folder: Path, communicator: Communicator) -> Taken:
     parts: list[Any] = []
-    slices = tp_model.rank_tensors
+    slices = tp_weights.rank_tensors
 
     def noted(*arguments: Any) -> Iterator[tuple[str, Any]]:
         for name, part in slices(*arguments):
             parts.append(part)
             yield name, part
 
-    tp_model.rank_tensors = noted  # type: ignore[assignment]
+    tp_weights.rank_tensors = noted  # type: ignore[assignment]
     before = own_bytes()
     with sampled() as samples:
         engine = Engine(

@@ -21,6 +21,7 @@ from common.messages.request import SamplingParams
 from common.settings.settings import SettingError, Settings
 from gpu_worker.engine import engine as engine_module
 from gpu_worker.engine.attention import backend as attention
+from gpu_worker.engine.attention import choose
 from gpu_worker.engine.attention.kv_cache import AttentionSpec, Geometry, KVCache, LayerSpec
 from gpu_worker.engine.attention.sdpa import SdpaBackend
 from gpu_worker.engine.batch.inputs import build_inputs
@@ -114,10 +115,10 @@ def test_what_it_lacks(
     geometry = Geometry([LayerSpec(AttentionSpec(2, 1, None, 1.0), *dims)], 64, dtype)
     found = unsupported_because(geometry)
     assert why in found and bool(found) == bool(why)
-    monkeypatch.setattr(load, "find_spec", lambda name: name)
+    monkeypatch.setattr(choose, "find_spec", lambda name: name)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (HOPPER, 0))
     assert (
-        isinstance(load.choose_cuda_backend(geometry, CPU), SdpaBackend if why else FlashInferBackend)
+        isinstance(choose.choose_cuda_backend(geometry, CPU), SdpaBackend if why else FlashInferBackend)
         and found in caplog.text
     )
 

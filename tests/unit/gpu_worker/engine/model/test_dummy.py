@@ -19,7 +19,8 @@ from common.settings.settings import SettingError, Settings
 from gpu_worker.engine.engine import Engine
 from gpu_worker.engine.model import dummy
 from gpu_worker.engine.model.load import FAMILY_MODULES
-from gpu_worker.engine.parallel import tp_model
+from gpu_worker.engine.model.tp_weights import equalize_replicas
+from gpu_worker.engine.model.weights import meta_model
 from gpu_worker.engine.parallel.tp_plan import make_tp_plan
 from tests.support.engine import tiny_models
 from tests.support.engine.batch_player import Player
@@ -73,7 +74,7 @@ def test_every_weight_is_made(family: str, monkeypatch: pytest.MonkeyPatch) -> N
     config = getattr(transformers, f"{name}Config")(**sizes)
     if config.model_type in FAMILY_MODULES:
         importlib.import_module(FAMILY_MODULES[config.model_type])
-    whole = tp_model.shapeless(config, Settings())
+    whole = meta_model(config, Settings())
     for allocate in (torch.empty_like, torch.empty):
         monkeypatch.setattr(torch, allocate.__name__, partial(spoiled, allocate))
     model = dummy.make_dummy_model(type(whole), config, torch.bfloat16, torch.device("cpu"), Settings())
@@ -97,11 +98,11 @@ def spoiled(allocate: Callable[..., torch.Tensor], *args: Any, **options: Any) -
 
 def test_what_ranks_share_is_the_first_ones() -> None:
     config = transformers.Qwen3MoeConfig(**tiny_models.FAMILIES["Qwen3-MoE"][1])
-    whole = tp_model.shapeless(config, Settings())
+    whole = meta_model(config, Settings())
     plan, sent = make_tp_plan(whole, 2), list[torch.Tensor]()
-    tp_model.alike(whole, plan, SimpleNamespace(same=sent.append))  # type: ignore[arg-type]
+    equalize_replicas(whole, plan, SimpleNamespace(broadcast_tensor=sent.append))  # type: ignore[arg-type]
     names = {id(parameter): name for name, parameter in whole.named_parameters()}
-    shared = {name for name in names.values() if name not in plan.cuts}
+    shared = {name for name in names.values() if name not in plan.shards}
     assert len(sent) == len(shared) and "model.layers.0.mlp.gate.weight" in shared
 
 

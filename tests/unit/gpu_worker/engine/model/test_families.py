@@ -12,9 +12,9 @@ import torch
 
 from common.settings.settings import SettingError, Settings
 from gpu_worker.engine.attention import sdpa
-from gpu_worker.engine.attention.cpu_paged import CpuPagedBackend
 from gpu_worker.engine.attention.kv_cache import AttentionSpec, Geometry, LayerSpec
 from gpu_worker.engine.cpu import fused_layer, native
+from gpu_worker.engine.cpu.kernel_arguments import KernelArguments
 from gpu_worker.engine.engine import Engine
 from gpu_worker.engine.model import config, load
 from tests.support.engine import tiny_models
@@ -131,7 +131,7 @@ def without_windows(layers: list[LayerSpec], *rest: Any) -> Geometry:
 def without(part: str) -> Callable[..., native.CacheStruct]:
     """A layer's cache as the native kernels see it, less a part."""
 
-    def cache(self: CpuPagedBackend, *arguments: Any) -> native.CacheStruct:
+    def cache(self: KernelArguments, *arguments: Any) -> native.CacheStruct:
         made = cache_of(self, *arguments)
         setattr(made, part, 0)
         return made
@@ -143,7 +143,7 @@ def uncapped(self: Any, queries: Any, keys: Any, bias: Any, spec: AttentionSpec)
     return torch.baddbmm(bias, queries, keys.transpose(1, 2), alpha=spec.scaling)
 
 
-def of_one_kv_head(self: CpuPagedBackend, *arguments: Any) -> native.CacheStruct:
+def of_one_kv_head(self: KernelArguments, *arguments: Any) -> native.CacheStruct:
     made = cache_of(self, *arguments)
     made.kv_heads, made.group = 1, made.kv_heads * made.group
     return made
@@ -165,7 +165,7 @@ def fused_with(**parts: Any) -> list[tuple[Any, str, Any]]:
             setattr(made.layers[0], name, value)
         return made
 
-    return [(fused_layer.FusedLayers, "of", of), (fused_layer, "close", lambda *tensors: True)]
+    return [(fused_layer.FusedLayers, "of", of), (fused_layer, "is_close", lambda *tensors: True)]
 
 
 def configured(**values: Any) -> list[tuple[Any, str, Any]]:
@@ -180,18 +180,18 @@ def configured(**values: Any) -> list[tuple[Any, str, Any]]:
     return [(load, "read_config", read)]
 
 
-cache_of, fused_of, read_config = CpuPagedBackend.cache, fused_layer.FusedLayers.of, config.read_config
+cache_of, fused_of, read_config = KernelArguments.make_cache, fused_layer.FusedLayers.of, config.read_config
 PLAIN_ROPE = configured(**rope("default"))
 FEATURES: dict[str, tuple[str, list[tuple[Any, str, Any]]]] = {
     "window": ("Mistral", [(load, "Geometry", without_windows)]),
-    "softcap": ("Gemma2", [(CpuPagedBackend, "cache", without("softcap"))]),
+    "softcap": ("Gemma2", [(KernelArguments, "make_cache", without("softcap"))]),
     "softcap, torch": ("Gemma2", [(sdpa.SdpaBackend, "scores", uncapped)]),
-    "sinks": ("gpt-oss", [(CpuPagedBackend, "cache", without("sinks"))]),
+    "sinks": ("gpt-oss", [(KernelArguments, "make_cache", without("sinks"))]),
     "sinks, torch": (
         "gpt-oss",
         [(sdpa, "softmax_with_sinks", lambda scores, *rest: torch.softmax(scores, -1))],
     ),
-    "grouped heads": ("Llama", [(CpuPagedBackend, "cache", of_one_kv_head)]),
+    "grouped heads": ("Llama", [(KernelArguments, "make_cache", of_one_kv_head)]),
     "multi-head latent": ("DeepSeek-V3", [(load, "Geometry", scaled_by_values)]),
     "QK norm": (
         "Qwen3",
@@ -209,12 +209,12 @@ FEATURES: dict[str, tuple[str, list[tuple[Any, str, Any]]]] = {
     "linear": ("Llama-linear", PLAIN_ROPE),
     "llama3": ("Llama-llama3", PLAIN_ROPE),
     "yarn": ("Llama-yarn", PLAIN_ROPE),
-    "dynamic": ("Llama-dynamic", [(load.rope, "by_length", lambda model: [])]),
-    "longrope": ("Llama-longrope", [(load.rope, "by_length", lambda model: [])]),
-    "longrope, by type": ("Gemma3-longrope", [(load.rope, "by_length", lambda model: [])]),
-    "longrope, anew": ("Phi3-longrope", [(load.rope, "outgrown_at", lambda model: None)]),
+    "dynamic": ("Llama-dynamic", [(load.rope, "replace_ropes", lambda model: [])]),
+    "longrope": ("Llama-longrope", [(load.rope, "replace_ropes", lambda model: [])]),
+    "longrope, by type": ("Gemma3-longrope", [(load.rope, "replace_ropes", lambda model: [])]),
+    "longrope, anew": ("Phi3-longrope", [(load.rope, "recompute_length", lambda model: None)]),
 }
-NATIVE = (CpuPagedBackend, fused_layer.FusedLayers, fused_layer)
+NATIVE = (KernelArguments, fused_layer.FusedLayers, fused_layer)
 
 
 @pytest.mark.parametrize("feature", FEATURES)

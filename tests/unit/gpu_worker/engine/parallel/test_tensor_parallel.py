@@ -13,8 +13,8 @@ import torch
 
 from common.messages.request import SamplingParams
 from common.settings.settings import SettingError, Settings
-from gpu_worker.engine.attention.backend import UnservableModel
 from gpu_worker.engine.engine import Engine
+from gpu_worker.engine.errors import UnservableModel
 from gpu_worker.engine.parallel.communicator import Communicator
 from gpu_worker.engine.parallel.tp_plan import split_evenly, split_heads
 from gpu_worker.rank import Place, local_places

@@ -1,0 +1,88 @@
+"""The arguments of the native attention kernels: what the layers of a step share, and each module's cache."""
+
+import ctypes
+from ctypes import byref
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from gpu_worker.engine.batch.inputs import Inputs, Span, offsets_of
+from gpu_worker.engine.cpu import native
+
+TILE = 16
+"""Tokens of a prompt whose queries go over a chunk of keys together."""
+
+
+class KernelArguments:
+    """Arguments of `tf_attend` and `tf_layers`, as pointers that stay valid for a step.
+
+    Attributes:
+        step: of the step that runs.
+        caches: by attention module, from its first use on.
+    """
+
+    def __init__(self, library: ctypes.CDLL, block_size: int, dtype: torch.dtype) -> None:
+        self.library = library
+        self.block_size = block_size
+        self.dtype = native.TYPE_CODES[dtype]
+        self.step = byref(native.StepStruct())
+        self.caches: dict[Any, native.CacheStruct] = {}
+        self.step_arrays: tuple[npt.NDArray[Any], ...] = ()  # `step` points into these
+        self.sinks: list[torch.Tensor] = []  # `caches` point into these
+
+    def begin(self, inputs: Inputs) -> None:
+        """Sets the step that runs."""
+        widths = [span.blocks.shape[1] for span in inputs.spans]
+        starts = offsets_of(span.blocks.size for span in inputs.spans)
+        tiles = np.concatenate(
+            [
+                tiles_of(span, start, width)
+                for span, start, width in zip(inputs.spans, starts, widths, strict=False)
+            ]
+        ).astype(np.int32)
+        tables = np.concatenate([span.blocks.ravel() for span in inputs.spans]).astype(np.int32)
+        self.step_arrays = (inputs.slots, tiles, tables)
+        pointers = (array.ctypes.data for array in self.step_arrays)
+        counts = (torch.get_num_threads(), len(inputs.slots), len(tiles), self.block_size)
+        self.step = byref(native.StepStruct(*counts, *pointers))
+
+    def cache_of(self, module: Any, sinks: torch.Tensor | None) -> native.CacheStruct:
+        """What stays the same for an attention module in every step. sinks [heads] or None"""
+        cache = self.caches.get(module)
+        if cache is None:
+            cache = self.caches[module] = self.make_cache(module, sinks)
+        return cache
+
+    def make_cache(self, module: Any, sinks: torch.Tensor | None) -> native.CacheStruct:
+        """As `cache_of`, made anew."""
+        keys, values, spec = module.keys, module.values, module.spec
+        if sinks is not None:
+            sinks = sinks.detach().float().contiguous()
+            self.sinks.append(sinks)
+        return native.CacheStruct(
+            keys.data_ptr(),
+            values.data_ptr(),
+            spec.kv_heads,
+            spec.group,
+            keys.shape[3],
+            values.shape[3],
+            spec.window or 0,
+            spec.scaling,
+            spec.softcap or 0.0,
+            None if sinks is None else sinks.data_ptr(),
+        )
+
+
+def tiles_of(span: Span, start: int, width: int) -> npt.NDArray[np.int64]:
+    """→ int64 [tiles, 4] as in kernels/structs.h; a row's blocks begin at a multiple of `width` after `start`
+    in the tables.
+    """
+    if span.count == 1:
+        rows = np.arange(len(span.lengths))
+        return np.stack((span.begin + rows, np.ones_like(rows), span.lengths - 1, start + rows * width), 1)
+    offsets = np.arange(0, span.count, TILE)
+    counts = np.minimum(TILE, span.count - offsets)
+    positions = span.lengths[0] - span.count + offsets
+    return np.stack((span.begin + offsets, counts, positions, np.full_like(offsets, start)), 1)

@@ -1,0 +1,77 @@
+"""LoadedModel: a model on its device with a KV cache on its attention modules, and its forward."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from gpu_worker.engine.attention.backend import AttentionBackend, attach
+from gpu_worker.engine.attention.kv_cache import Geometry, KVCache
+from gpu_worker.engine.batch.inputs import Inputs
+from gpu_worker.engine.model.rope import PerTokenRope
+
+
+@dataclass(slots=True)
+class LoadedModel:
+    """A model that is ready to compute steps.
+
+    Attributes:
+        attentions: the model's attention modules, in the order of layers.
+        context: the longest sequence in tokens.
+        recompute_length: of a sequence beyond this length every K is computed anew.
+        cache: set by `attach`.
+    """
+
+    model: Any
+    attentions: list[Any]
+    geometry: Geometry
+    device: torch.device
+    backend: AttentionBackend
+    ropes: list[PerTokenRope]
+    context: int
+    eos_ids: list[int]
+    vocab_size: int
+    recompute_length: int | None
+    cache: KVCache = field(init=False)
+
+    @property
+    def plan_free(self) -> bool:
+        """Whether steps in which all rows decode need nothing from the host but ids, positions and tables: so
+        that they can be captured as CUDA graphs.
+        """
+        return self.backend.plan_free and not any(rope.needs_host_lengths for rope in self.ropes)
+
+    def attach(self, num_blocks: int) -> None:
+        """Makes a cache of so many blocks, and of the scratch block."""
+        self.cache = KVCache(self.geometry, num_blocks, self.device)
+        attach(self.attentions, self.geometry, self.cache, self.backend)
+
+    @torch.inference_mode()
+    def forward(self, inputs: Inputs) -> torch.Tensor:
+        """Computes a step → logits [positions of `inputs.sampled`, vocabulary], float32 or the model's dtype"""
+        self.backend.begin(inputs)
+        for rope in self.ropes:
+            rope.begin(inputs)
+        return self.logits(inputs.ids, inputs.positions, inputs.sampled)
+
+    @torch.inference_mode()
+    def decode(self, ids: torch.Tensor, positions: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+        """As `forward`, of rows that all decode, with nothing from the host; only where `plan_free`.
+
+        ids int64 [1, rows], positions int32 [rows], table of blocks int32 [rows, blocks] → logits [rows,
+        vocabulary]
+        """
+        self.backend.begin_decode(positions, table)  # type: ignore[attr-defined]
+        for rope in self.ropes:
+            rope.begin_decode(positions)
+        return self.logits(ids, positions.long()[None], 0)
+
+    def logits(self, ids: torch.Tensor, positions: torch.Tensor, kept: torch.Tensor | int) -> torch.Tensor:
+        """ids and positions int64 [1, tokens]; kept int64 [positions], or 0 for all → logits [kept,
+        vocabulary]
+        """
+        output = self.model(
+            input_ids=ids, position_ids=positions, use_cache=False, logits_to_keep=kept, return_dict=True
+        )
+        logits: torch.Tensor = output.logits[0]
+        return logits

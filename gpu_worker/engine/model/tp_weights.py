@@ -1,0 +1,143 @@
+"""Weights of one rank (tensor parallel): reads a rank's part of every tensor from the checkpoint."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import (
+    Concatenate,
+    MergeModulelist,
+    WeightConverter,
+    WeightRenaming,
+    rename_source_key,
+)
+
+from common import model_files
+from common.settings.settings import SettingError, Settings
+from gpu_worker.engine.errors import UnservableModel
+from gpu_worker.engine.model.dummy import make_dummy_model
+from gpu_worker.engine.model.weights import (
+    TEXT_KEY_MAPPING,
+    check_types,
+    check_whole,
+    load_pretrained,
+    meta_model,
+)
+from gpu_worker.engine.parallel.communicator import Communicator
+from gpu_worker.engine.parallel.tp_model import sharded_class
+from gpu_worker.engine.parallel.tp_plan import Interval, TensorShards, TpPlan, make_tp_plan
+
+
+class RankSlices:
+    """Stands for a tensor of a safetensors file, as transformers takes it, and reads only `intervals` of one
+    dimension.
+    """
+
+    def __init__(self, whole: Any, dim: int, intervals: Sequence[Interval]) -> None:
+        self.whole = whole
+        self.dim = dim
+        self.intervals = intervals
+
+    def get_dtype(self) -> str:
+        return str(self.whole.get_dtype())
+
+    def get_shape(self) -> list[int]:
+        shape = list(self.whole.get_shape())
+        shape[self.dim] = sum(end - begin for begin, end in self.intervals)
+        return shape
+
+    def __getitem__(self, everything: Any) -> torch.Tensor:
+        """→ [*get_shape()] in the file's dtype"""
+        before = (slice(None),) * self.dim
+        pieces = [self.whole[(*before, slice(begin, end))] for begin, end in self.intervals]
+        return pieces[0].contiguous() if len(pieces) == 1 else torch.cat(pieces, self.dim)
+
+
+def read_shard(
+    path: Path,
+    config: Any,
+    dtype: torch.dtype,
+    device: torch.device,
+    settings: Settings,
+    communicator: Communicator,
+) -> tuple[Any, TpPlan]:
+    """This rank's part of a model on its device, and how all parts belong together. Raises as `read_weights`,
+    and UnservableModel.
+    """
+    rank, world_size = communicator.rank, communicator.world_size
+    if getattr(config, "quantization_config", None) is not None:
+        raise SettingError(
+            "num_shard",
+            f"{world_size}, but {settings.model_id} is quantised, and its weights cannot be split",
+        )
+    whole = meta_model(config, settings)
+    plan = make_tp_plan(whole, world_size)
+    part = sharded_class(type(whole), plan.shards, rank)
+    if settings.makes_weights:
+        model = make_dummy_model(part, config, dtype, device, settings, seed=rank)
+        equalize_replicas(model, plan, communicator)
+        return model, plan
+    check_whole(path, settings.model_id)
+    check_types(path, settings.model_id)
+    tensors = dict(rank_tensors(path, whole, plan.shards, rank))
+    source = partial(part.from_pretrained, None, config=config, state_dict=tensors)
+    return load_pretrained(source, settings, dtype=dtype).to(device), plan
+
+
+def equalize_replicas(model: Any, plan: TpPlan, communicator: Communicator) -> None:
+    """Copies rank 0's values of every parameter that each rank holds whole."""
+    for name, parameter in model.named_parameters():
+        if name not in plan.shards:
+            communicator.broadcast_tensor(parameter.data)
+
+
+def rank_tensors(
+    path: Path, model: Any, shards: Mapping[str, TensorShards], rank: int
+) -> Iterator[tuple[str, Any]]:
+    """The checkpoint's tensors by their names in it, each as this rank needs it; none is read yet."""
+    shapes = {name: tensor.shape for name, tensor in model.state_dict().items()}
+    changes = get_model_conversion_mapping(model, TEXT_KEY_MAPPING)
+    renamings = [change for change in changes if isinstance(change, WeightRenaming)]
+    converters = [change for change in changes if isinstance(change, WeightConverter)]
+    only_joined = {
+        pattern: all(
+            isinstance(operation, MergeModulelist | Concatenate) for operation in converter.operations
+        )
+        for converter in converters
+        for pattern in converter.source_patterns
+    }
+    for file in model_files.weight_files(path):
+        opened: Any = safe_open(file, framework="pt")
+        for key in opened.keys():  # noqa: SIM118
+            name, converted = rename_source_key(key, renamings, converters, model.base_model_prefix, shapes)
+            tensor = opened.get_slice(key)
+            if name not in shards:
+                yield key, tensor
+                continue
+            if converted and not only_joined[converted]:
+                raise UnservableModel(
+                    f"its checkpoint has {name} in another form, which cannot be split between ranks (NUM_SHARD)"
+                )
+            yield key, rank_slices(name, tensor, shards[name], shapes[name], rank)
+
+
+def rank_slices(name: str, tensor: Any, shards: TensorShards, shape: Sequence[int], rank: int) -> RankSlices:
+    """`shape` is the whole parameter's; a checkpoint may have it in pieces: one for each expert, or the
+    packed parts one by one.
+    """
+    own = tensor.get_shape()
+    dim = shards.dim - (len(shape) - len(own))
+    begin, end = shards.intervals[rank]
+    packed_size = shape[shards.dim] // shards.packed
+    other_sizes = [size for place, size in enumerate(own) if place != dim]
+    expected_sizes = [*shape[-len(own) :][:dim], *shape[shards.dim + 1 :]]
+    if dim < 0 or other_sizes != expected_sizes or own[dim] not in (packed_size, shape[shards.dim]):
+        raise UnservableModel(
+            f"its checkpoint has {name} in pieces that cannot be split between ranks (NUM_SHARD)"
+        )
+    offsets = range(0, own[dim], packed_size)
+    return RankSlices(tensor, dim, [(offset + begin, offset + end) for offset in offsets])
