@@ -1,24 +1,82 @@
-"""Kinds of fields that bodies have. What a number may be is checked with the rest of what was asked, and only
-described here.
+"""Fields of request bodies: kinds of fields, and the sampling parameters that TGI's and OpenAI's routes share.
+
+The ranges of numbers are only described here, for /docs; `api/inference/validate.py` checks them together
+with the limits of the fleet.
 """
 
 from typing import Annotated, Any, TypeVar
 
-from pydantic import Field
+from pydantic import BaseModel, ConfigDict, Field
 
-from api.inference.ranges import RANGES
+from api.inference.ranges import BIASES, RANGES
 
 Item = TypeVar("Item")
 
 Listed = Annotated[list[Item], Field(fail_fast=True)]
-"""A list of which the first wrong item is told: to tell a million takes seconds."""
+"""A list; its error names the first wrong item only, because collecting a million errors takes seconds."""
+
+BIAS_SCHEMA: Any = {
+    "propertyNames": {"pattern": "^[0-9]{1,6}$"},
+    "additionalProperties": {"type": "number", **BIASES.schema},
+}
+"""JSON schema of `logit_bias`: token id → number."""
 
 
-def ranged(name: str, description: str | None = None) -> Any:
-    """A number in its range."""
+def ranged(name: str, description: str) -> Any:
+    """An optional number in the range that RANGES has for `name`."""
     return Field(default=None, description=description, json_schema_extra=RANGES[name].schema)
 
 
 def least(value: int, description: str) -> Any:
-    """A whole number that is not less."""
+    """An optional whole number that is at least `value`."""
     return Field(default=None, description=description, json_schema_extra={"minimum": value})
+
+
+def token_ids(description: str) -> Any:
+    """An optional list of token ids."""
+    return Field(default=None, description=description, json_schema_extra={"items": {"minimum": 0}})
+
+
+class SamplingFields(BaseModel):
+    """Sampling parameters that TGI's and OpenAI's routes share. Null and absent mean the default."""
+
+    model_config = ConfigDict(strict=True, extra="allow")
+
+    temperature: float | None = ranged(
+        "temperature", "Default: 1. With 0, the most likely token is taken (greedy decoding)."
+    )
+    top_k: int | None = ranged("top_k", "Sample from so many most likely tokens. 0 and -1 mean all tokens.")
+    top_p: float | None = ranged(
+        "top_p", "Sample from the most likely tokens whose probabilities add up to this."
+    )
+    top_p_decay: float | None = ranged(
+        "top_p_decay", "Factor by which `top_p` is multiplied after each token."
+    )
+    top_p_min: float | None = ranged(
+        "top_p_min", "The least that `top_p_decay` lowers `top_p` to. Default: 0.000001."
+    )
+    top_p_reset_ids: Listed[int] | None = token_ids(
+        "Token ids after which a decayed `top_p` returns to its initial value."
+    )
+    min_p: float | None = ranged(
+        "min_p", "Sample from tokens that are at least this likely relative to the most likely one."
+    )
+    typical_p: float | None = ranged(
+        "typical_p", "Locally typical sampling: the probability mass of the tokens that are kept."
+    )
+    seed: int | None = ranged("seed", "Seed of the random numbers. Default: a random seed.")
+    repetition_penalty: float | None = ranged(
+        "repetition_penalty", "Penalty for tokens that the prompt or the text has already. 1 means none."
+    )
+    presence_penalty: float | None = ranged(
+        "presence_penalty", "Penalty for tokens that the generated text has already, as OpenAI defines it."
+    )
+    bad_words: Listed[str] | None = Field(
+        default=None,
+        description="Words that are never generated.",
+        json_schema_extra={"items": {"pattern": r"\S"}},
+    )
+    stop_token_ids: Listed[int] | None = token_ids("Token ids that end the text.")
+    ignore_eos: bool | None = Field(
+        default=None, description="Continue after the end-of-sequence token. Default: false."
+    )

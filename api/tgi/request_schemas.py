@@ -1,7 +1,7 @@
-"""Shapes of the bodies of TGI's routes. Nothing is converted (`"5"` is no number).
+"""Request bodies of TGI's routes. Types are not converted (`"5"` is not a number).
 
-Parameters that are not served are refused by name, and so are those that only OpenAI's routes have; names
-that nobody knows are ignored.
+Parameters that TGI has and this server does not support are refused by name, and so are those that only
+OpenAI's routes have. Unknown names are ignored.
 """
 
 from typing import Any
@@ -10,9 +10,9 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from api.errors import invalid
 from api.http.unsupported import UnsupportedFields, reject_unsupported
-from api.inference.fields import Listed, ranged
+from api.inference.fields import BIAS_SCHEMA, Listed, SamplingFields, ranged
 from api.inference.params import GenerationParams
-from api.inference.ranges import BIASES, MAX_STOP_CHARS
+from api.inference.ranges import MAX_STOP_CHARS
 from api.openai.request_schemas import OPENAI_FIELDS
 
 NAMES = {
@@ -25,81 +25,61 @@ UNSUPPORTED: UnsupportedFields = {"watermark": (False,), "grammar": (), "adapter
 
 
 def unsupported(name: str) -> Any:
-    served: list[Any] = [None, *UNSUPPORTED[name]]
-    return Field(default=None, description="not supported yet", json_schema_extra={"enum": served})
+    """A field that is refused unless its value changes nothing."""
+    accepted: list[Any] = [None, *UNSUPPORTED[name]]
+    return Field(default=None, description="Not supported yet.", json_schema_extra={"enum": accepted})
 
 
-class GenerateParameters(BaseModel):
-    """How to generate; a field that is null or absent has its default."""
+class GenerateParameters(SamplingFields):
+    """Generation parameters. Null and absent mean the default."""
 
-    model_config = ConfigDict(strict=True, extra="allow")
-
-    max_new_tokens: int | None = ranged("max_new_tokens", "default: what is left of the context")
+    max_new_tokens: int | None = ranged(
+        "max_new_tokens", "The most tokens to generate. Default: what is left of the model's context."
+    )
     min_new_tokens: int | None = ranged(
-        "min_new_tokens", "before it has so many, nothing but `max_new_tokens` ends an answer"
+        "min_new_tokens", "Until so many tokens are generated, only `max_new_tokens` ends the text."
     )
     stop: Listed[str] | None = Field(
         default=None,
-        description="the answer ends with the first of these, which is part of it",
+        description="Stop strings: the text ends with the first of them that appears, and includes it.",
         json_schema_extra={"items": {"minLength": 1, "maxLength": MAX_STOP_CHARS}},
     )
-    stop_token_ids: Listed[int] | None = Field(
-        default=None,
-        description="ids that end the answer, with reason `stop_sequence`",
-        json_schema_extra={"items": {"minimum": 0}},
-    )
-    ignore_eos: bool | None = Field(default=None, description="go on behind the end-of-sequence token")
-    truncate: int | None = ranged("truncate", "the prompt's last so many tokens are used")
+    truncate: int | None = ranged("truncate", "Use only so many tokens of the prompt: its last ones.")
 
     do_sample: bool | None = Field(
         default=None,
-        description="draw tokens; so does any of the next fields down to `typical_p`, where it changes something",
+        description="Sample tokens. Default: true if any of `temperature`, `top_k`, `top_p`, `min_p` and "
+        "`typical_p` has an effect; else the most likely token is taken.",
     )
-    temperature: float | None = ranged("temperature", "default 1.0; 0 is greedy")
-    top_k: int | None = ranged("top_k", "0 and -1 are off")
-    top_p: float | None = ranged("top_p")
-    top_p_decay: float | None = ranged("top_p_decay", "what `top_p` is multiplied with after each token")
-    top_p_min: float | None = ranged(
-        "top_p_min", "below which `top_p_decay` does not take it; default 0.000001"
-    )
-    top_p_reset_ids: Listed[int] | None = Field(
-        default=None,
-        description="token ids after which `top_p` is as given again",
-        json_schema_extra={"items": {"minimum": 0}},
-    )
-    min_p: float | None = ranged("min_p")
-    typical_p: float | None = ranged("typical_p")
-    seed: int | None = ranged("seed", "default: drawn by chance")
-    repetition_penalty: float | None = ranged("repetition_penalty")
     frequency_penalty: float | None = ranged(
-        "relative_frequency_penalty", "TGI's: times the share of a token in prompt and answer"
+        "relative_frequency_penalty",
+        "Penalty for tokens in proportion to their share of prompt and text, as TGI defines it.",
     )
-    presence_penalty: float | None = ranged("presence_penalty", "OpenAI's")
     logit_bias: dict[int, float] | None = Field(
         default=None,
-        description="token id → what is added to its logit",
-        json_schema_extra={
-            "propertyNames": {"pattern": "^[0-9]{1,6}$"},
-            "additionalProperties": {"type": "number", **BIASES.schema},
-        },
-    )
-    bad_words: Listed[str] | None = Field(
-        default=None, description="words that do not appear", json_schema_extra={"items": {"pattern": r"\S"}}
+        description="Numbers to add to the logits, by token id.",
+        json_schema_extra=BIAS_SCHEMA,
     )
 
     best_of: int | None = Field(
-        default=None, ge=0, description="the best of so many answers, by mean log-probability"
+        default=None,
+        ge=0,
+        description="Generate so many texts, and return the one with the highest mean log-probability.",
     )
-    details: bool | None = None
+    details: bool | None = Field(
+        default=None,
+        description="Return the tokens with their log-probabilities, the seed and the finish reason.",
+    )
     decoder_input_details: bool | None = Field(
         default=None,
-        description="details, with the log-probabilities of the prompt's tokens; not where tokens are streamed",
+        description="Return `details`, and in `prefill` the prompt's tokens with their log-probabilities. "
+        "Not for streams.",
     )
     top_n_tokens: int | None = ranged(
-        "top_n_tokens", "so many of the likeliest tokens are told with each token"
+        "top_n_tokens", "Return so many of the most likely tokens at each position."
     )
     return_full_text: bool | None = Field(
-        default=None, description="prompt and answer together; on `/` this is the default"
+        default=None, description="Begin the text with the prompt. Default: false; on `POST /`, true."
     )
 
     watermark: bool | None = unsupported("watermark")
@@ -112,15 +92,17 @@ class GenerateParameters(BaseModel):
 
 
 class GenerateRequest(BaseModel):
-    """Body of /generate and /generate_stream."""
+    """The body of /generate and /generate_stream."""
 
     model_config = ConfigDict(strict=True)
 
-    inputs: str = Field(json_schema_extra={"minLength": 1})
+    inputs: str = Field(description="The prompt.", json_schema_extra={"minLength": 1})
     parameters: GenerateParameters | None = None
 
     def generation_params(self, streamed: bool) -> GenerationParams:
-        """Raises ApiError (422) for what is not served, or not where tokens are streamed."""
+        """The parameters in the gateway's terms. Raises ApiError (422) for unsupported ones, and for those that
+        exclude each other.
+        """
         given = self.parameters or GenerateParameters()
         if given.decoder_input_details and streamed:
             raise invalid(
@@ -162,14 +144,14 @@ class GenerateRequest(BaseModel):
 
 
 class TokenizeRequest(BaseModel):
-    """Body of /tokenize."""
+    """The body of /tokenize."""
 
     model_config = ConfigDict(strict=True)
 
-    inputs: str
+    inputs: str = Field(description="The text to tokenize.")
 
 
 class CompatGenerateRequest(GenerateRequest):
-    """Body of POST /."""
+    """The body of POST /."""
 
-    stream: bool | None = None
+    stream: bool | None = Field(default=None, description="Stream the tokens. Default: false.")

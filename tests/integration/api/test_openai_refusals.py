@@ -8,7 +8,8 @@ import pytest
 from openai.types import completion_create_params
 from openai.types.chat import completion_create_params as chat_create_params
 
-from api.openai.request_schemas import OPENAI_FIELDS, TGI_FIELDS, UNSUPPORTED, ChatRequest, CompletionRequest
+from api.openai.request_schemas import OPENAI_FIELDS, ChatRequest, CompletionRequest
+from api.openai.unsupported_fields import TGI_FIELDS, UNSUPPORTED
 from api.tgi.request_schemas import GenerateParameters
 from deploy.serve.broker import Broker
 from tests.support.fleet.scripted_worker import Answer
@@ -55,7 +56,7 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     (CHAT | {"logprobs": True, "top_logprobs": 21}, "top_logprobs", "at most 20"),
     (CHAT | {"truncate_prompt_tokens": 0}, "truncate_prompt_tokens", "at least 1"),
     (CHAT | {"stream_options": {"include_usage": True}}, "stream_options", "`stream`"),
-    (CHAT | {"max_new_tokens": 5}, "max_new_tokens", "no field of this route"),
+    (CHAT | {"max_new_tokens": 5}, "max_new_tokens", "not a field of this route"),
     (CHAT | {"response_format": {"type": "json_object"}}, "response_format", "not supported yet"),
     (CHAT | {"tools": [{"type": "function"}]}, "tools", "not supported yet"),
     (CHAT | {"tool_choice": "auto"}, "tool_choice", "not supported yet"),
@@ -88,7 +89,7 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     (PROMPT | {"prompt": {"a": 1}}, "prompt", "a list of token ids"),
     (PROMPT | {"logprobs": True}, "logprobs", "valid integer"),
     (PROMPT | {"logprobs": 21}, "logprobs", "at most 20"),
-    (PROMPT | {"max_completion_tokens": 6}, "max_completion_tokens", "no field of this route"),
+    (PROMPT | {"max_completion_tokens": 6}, "max_completion_tokens", "not a field of this route"),
     (PROMPT | {"suffix": "a"}, "suffix", "not supported yet"),
     (PROMPT | {"best_of": 2}, "best_of", "not supported yet"),
     (PROMPT | {"max_tokens": 0}, "max_tokens", "at least 1"),

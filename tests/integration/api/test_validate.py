@@ -95,8 +95,8 @@ CASES: list[
     ({"grammar": {"type": "regex", "value": "a"}}, 422, "`grammar` is not supported yet"),
     ({"stop_token_ids": ["a", "b"]}, 422, "`parameters.stop_token_ids.0`: Input should be a valid integer"),
     ({"adapter_id": "x"}, 422, "`adapter_id` is not supported yet"),
-    ({"max_tokens": 5}, 422, "`max_tokens` is no field of this route"),
-    ({"response_format": {"type": "json_object"}}, 422, "`response_format` is no field of this route"),
+    ({"max_tokens": 5}, 422, "`max_tokens` is not a field of this route"),
+    ({"response_format": {"type": "json_object"}}, 422, "`response_format` is not a field of this route"),
     (
         {"stop": ["a", "b" * 1001]},
         422,
