@@ -50,10 +50,10 @@ class Waits:
 
     def __init__(self, engine: Engine) -> None:
         self.moments = Moments(engine.loaded.device)
-        self.launch, self.choose = engine.launch, engine.choose
+        self.launch, self.sample = engine.launch, engine.sample
         self.clear()
         engine.launch = self.launched  # type: ignore[method-assign]
-        engine.choose = self.chosen  # type: ignore[method-assign]
+        engine.sample = self.chosen  # type: ignore[method-assign]
 
     def clear(self) -> None:
         self.stretches, self.waits_s = list[tuple[Any, Any]](), list[float]()
@@ -67,7 +67,7 @@ class Waits:
 
     def chosen(self, launched: LaunchedStep | None) -> InFlightStep | None:
         begin = self.moments.now()
-        flight = self.choose(launched)
+        flight = self.sample(launched)
         if flight:
             self.stretches.append((begin, self.moments.now()))
             if flight.here:

@@ -136,8 +136,8 @@ class StepResult:
 
     step: int
     samples: bytes = b""
-    tops: Sequence[tuple[int, bytes, bytes]] = ()
-    prompts: Sequence[tuple[int, int, bytes, bytes, bytes]] = ()
+    top_logprobs: Sequence[tuple[int, bytes, bytes]] = ()
+    prompt_logprobs: Sequence[tuple[int, int, bytes, bytes, bytes]] = ()
     prefilled: Sequence[tuple[int, int]] = ()
     ended: Sequence[tuple[int, str, int]] = ()
     released: Sequence[tuple[int, int]] = ()

@@ -88,5 +88,5 @@ def engine(request: pytest.FixtureRequest, loaded: Any) -> Any:
     """As on CPU, where a step is read before the next is launched, and as on a device that computes by
     itself.
     """
-    loaded.ahead = request.param
+    loaded.runs_ahead = request.param
     return loaded

@@ -189,14 +189,14 @@ class Agent:
         """Moves rows on by one step."""
         self.step = step.step
         self.num_tokens += step.num_samples
-        rows, tops = self.table.rows, {place: top for place, *top in step.tops}
+        rows, tops = self.table.rows, {place: top for place, *top in step.top_logprobs}
         for place, (number, _, token_id, logprob) in enumerate(step.sampled):
             if (row := rows.get(number)) is not None and not row.ended:
                 if not row.texts:
                     self.outbox.rows.append(row)
                 if row.stopped_by(row.add(token_id, logprob, tops.get(place))):
                     self.stop_at_string(row, step)
-        for number, first, *told in step.prompts:
+        for number, first, *told in step.prompt_logprobs:
             if (row := rows.get(number)) is not None:
                 row.add_prompt(first, *told)
         for number, kv_len in step.prefilled:

@@ -50,15 +50,15 @@ class Engine:
             self.loaded.recompute_length,
         )
         self.graphs: CudaGraphs | FixedShapeGraph | None = None
-        self.ahead = self.loaded.device.type != "cpu"
-        self.flight: InFlightStep | None = None
-        self.landed, self.landed_s = 0, 0.0  # the last step read, and when
+        self.runs_ahead = self.loaded.device.type != "cpu"
+        self.in_flight: InFlightStep | None = None
+        self.collected_step, self.collected_s = 0, 0.0  # the last step read, and when
         if self.loaded.device.type == "cuda":
-            self.speed_up(settings, progress)
+            self.compile_and_capture(settings, progress)
         progress("measuring")
         self.ready = self.warm_up(settings)
 
-    def speed_up(self, settings: Settings, progress: Progress) -> None:
+    def compile_and_capture(self, settings: Settings, progress: Progress) -> None:
         """Compiles layers, and captures steps in which all rows decode, where attention allows it."""
         loaded = self.loaded
         if loaded.backend.compilable:
@@ -127,68 +127,73 @@ class Engine:
         Its choice is launched after that, while the forward runs: so what rows remember of their tokens is up
         to date.
         """
-        flight = self.flight or self.choose(self.launch())
-        following = self.launch(flight) if flight and self.ahead else None
-        duration_ms = self.land(flight) if flight else 0.0
-        self.flight = self.choose(following)
-        outcome = self.rows.report()
-        if not flight and not outcome:
+        in_flight = self.in_flight or self.sample(self.launch())
+        following = self.launch(in_flight) if in_flight and self.runs_ahead else None
+        duration_ms = self.collect(in_flight) if in_flight else 0.0
+        self.in_flight = self.sample(following)
+        outcome = self.rows.take_result()
+        if not in_flight and not outcome:
             return None
         if self.debug_kv:
             self.fill(outcome.freed, NAN)
-        return outcome.frame(self.landed, duration_ms)
+        return outcome.build(self.collected_step, duration_ms)
 
     def launch(self, before: InFlightStep | None = None) -> LaunchedStep | None:
         """The forward of the next step; `before` is in flight."""
-        began_s, parts = time.monotonic(), self.rows.launch()
+        began_s, slices = time.monotonic(), self.rows.launch()
         return (
-            LaunchedStep(self.rows.step, parts, self.forward(parts, before.ids if before else None), began_s)
-            if parts
+            LaunchedStep(
+                self.rows.step, slices, self.forward(slices, before.ids if before else None), began_s
+            )
+            if slices
             else None
         )
 
-    def choose(self, launched: LaunchedStep | None) -> InFlightStep | None:
+    def sample(self, launched: LaunchedStep | None) -> InFlightStep | None:
         """What its rows sample: on all ranks what rank 0 does."""
         if launched is None:
             return None
-        turns = launched.turns
-        logits, parts = launched.logits, launched.parts
+        requests = launched.requests
+        logits, slices = launched.logits, launched.slices
         drawn = (
-            empty_output(len(turns), 0, self.loaded.device)
+            empty_output(len(requests), 0, self.loaded.device)
             if self.communicator.rank
-            else sample(select_sample_logits(logits, parts), turns)
+            else sample(select_sample_logits(logits, slices), requests)
         )
         self.communicator.broadcast_tensor(drawn.ids)
-        return InFlightStep(launched, turns, drawn, score_prompts(logits, parts))
+        return InFlightStep(launched, requests, drawn, score_prompts(logits, slices))
 
-    def land(self, flight: InFlightStep) -> float:
+    def collect(self, in_flight: InFlightStep) -> float:
         """Takes what a step sampled → its duration in ms: what it adds to that of the step before where they
         overlap.
         """
-        sampled = flight.read()
-        self.rows.read(flight.parts, sampled.ids, sampled.logprobs, sampled.tops, sampled.prompts)
-        began_s, self.landed_s, self.landed = (
-            max(flight.began_s, self.landed_s),
-            time.monotonic(),
-            flight.number,
+        sampled = in_flight.read()
+        self.rows.collect(
+            in_flight.slices, sampled.ids, sampled.logprobs, sampled.top_logprobs, sampled.prompt_logprobs
         )
-        return (self.landed_s - began_s) * 1e3
+        began_s, self.collected_s, self.collected_step = (
+            max(in_flight.began_s, self.collected_s),
+            time.monotonic(),
+            in_flight.number,
+        )
+        return (self.collected_s - began_s) * 1e3
 
-    def forward(self, parts: Sequence[RowSlice], previous: torch.Tensor | None = None) -> torch.Tensor:
+    def forward(self, slices: Sequence[RowSlice], previous: torch.Tensor | None = None) -> torch.Tensor:
         """Arranged parts → logits [wanted, vocabulary]: of each what it wants. Where memory does not suffice
         for all at once, half by half: what a first try wrote into the cache is written again. `previous`:
         int64, what the step in flight samples.
         """
         try:
-            return self.compute(parts, previous)
+            return self.compute(slices, previous)
         except RuntimeError as error:
-            smaller = split_step(parts)
+            smaller = split_step(slices)
             if (
                 not smaller or not is_out_of_memory(error) or self.communicator.world_size > 1
             ):  # ranks must not fall out of step
                 raise
             log.warning(
-                "no memory for a step of %d tokens: it is done in halves", sum(part.count for part in parts)
+                "no memory for a step of %d tokens: it is done in halves",
+                sum(row_slice.count for row_slice in slices),
             )
         torch.cuda.empty_cache()
         return torch.cat(
@@ -196,11 +201,11 @@ class Engine:
         )  # graphs write all into the same place
 
     @torch.inference_mode()
-    def compute(self, parts: Sequence[RowSlice], previous: torch.Tensor | None) -> torch.Tensor:
+    def compute(self, slices: Sequence[RowSlice], previous: torch.Tensor | None) -> torch.Tensor:
         """`forward`, all at once."""
-        if self.graphs and self.graphs.hold(parts, previous):
-            return self.graphs.run(parts, previous)
-        return self.loaded.forward(build_inputs(parts, self.block_size, self.loaded.device, previous))
+        if self.graphs and self.graphs.hold(slices, previous):
+            return self.graphs.run(slices, previous)
+        return self.loaded.forward(build_inputs(slices, self.block_size, self.loaded.device, previous))
 
     @torch.inference_mode()
     def fill(self, blocks: Sequence[Int32], value: float) -> None:

@@ -23,14 +23,18 @@ class LaunchedStep:
     """
 
     number: int
-    parts: Sequence[RowSlice]
+    slices: Sequence[RowSlice]
     logits: torch.Tensor
     began_s: float
 
     @property
-    def turns(self) -> list[SampleRequest | None]:
+    def requests(self) -> list[SampleRequest | None]:
         """How its rows choose, once the host has read the step before."""
-        return [part.turn if part.row.manner else None for part in self.parts if part.samples]
+        return [
+            row_slice.sample_request if row_slice.row.sampling_state else None
+            for row_slice in self.slices
+            if row_slice.samples
+        ]
 
 
 class InFlightStep:
@@ -39,13 +43,13 @@ class InFlightStep:
     def __init__(
         self,
         launched: LaunchedStep,
-        turns: Sequence[SampleRequest | None],
+        requests: Sequence[SampleRequest | None],
         drawn: SamplerOutput,
         prompts: Sequence[SamplerOutput],
     ) -> None:
-        self.number, self.parts, self.began_s = launched.number, launched.parts, launched.began_s
-        self.turns, self.ids = turns, drawn.ids
-        self.columns, self.prompts = copy_to_host(drawn), [copy_to_host(one) for one in prompts]
+        self.number, self.slices, self.began_s = launched.number, launched.slices, launched.began_s
+        self.requests, self.ids = requests, drawn.ids
+        self.columns, self.prompt_logprobs = copy_to_host(drawn), [copy_to_host(one) for one in prompts]
         self.here = torch.cuda.Event() if drawn.ids.is_cuda else None  # type: ignore[no-untyped-call]
         if self.here:
             self.here.record()
@@ -54,7 +58,10 @@ class InFlightStep:
         """Waits for it: the one time in a step that the host waits for the device."""
         if self.here:
             self.here.synchronize()
-        return replace(read(self.columns, self.turns), prompts=[pack_logprobs(one) for one in self.prompts])
+        return replace(
+            read(self.columns, self.requests),
+            prompt_logprobs=[pack_logprobs(one) for one in self.prompt_logprobs],
+        )
 
 
 def copy_to_host(drawn: SamplerOutput) -> SamplerOutput:

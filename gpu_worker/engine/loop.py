@@ -20,7 +20,7 @@ def run_leader(engine: Engine, communicator: Communicator, link: AgentLink) -> N
         if step is not None:
             link.send(step)
         elif wait_s and engine.rows.rows:
-            link.send(StepResult(engine.landed))
+            link.send(StepResult(engine.collected_step))
         wait_s = 0.0 if step else KEEPALIVE_S
 
 

@@ -14,21 +14,25 @@ def is_out_of_memory(error: RuntimeError) -> bool:
     return isinstance(error, torch.OutOfMemoryError) or any(words in str(error) for words in CPU_MESSAGES)
 
 
-def split_step(parts: Sequence[RowSlice]) -> list[list[RowSlice]]:
+def split_step(slices: Sequence[RowSlice]) -> list[list[RowSlice]]:
     """The parts of two steps that together do what one would; nothing where one token is all there is."""
-    if len(parts) > 1:
-        middle = len(parts) // 2
-        return [list(parts[:middle]), list(parts[middle:])]
-    [part] = parts
-    if part.count == 1:
+    if len(slices) > 1:
+        middle = len(slices) // 2
+        return [list(slices[:middle]), list(slices[middle:])]
+    [row_slice] = slices
+    if row_slice.count == 1:
         return []
-    first = part.count // 2
-    scores = min(first, part.scores)
+    first = row_slice.count // 2
+    scores = min(first, row_slice.num_scored)
     return [
-        [RowSlice(part.row, part.begin, first, False, scores=scores)],
+        [RowSlice(row_slice.row, row_slice.begin, first, False, num_scored=scores)],
         [
             RowSlice(
-                part.row, part.begin + first, part.count - first, part.samples, scores=part.scores - scores
+                row_slice.row,
+                row_slice.begin + first,
+                row_slice.count - first,
+                row_slice.samples,
+                num_scored=row_slice.num_scored - scores,
             )
         ],
     ]

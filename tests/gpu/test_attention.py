@@ -68,7 +68,9 @@ class Pair:
             for num in (heads, kv_heads, kv_heads)
         ]
 
-    def attend(self, parts: Any, given: list[torch.Tensor], sinks: torch.Tensor | None) -> list[torch.Tensor]:
+    def attend(
+        self, slices: Any, given: list[torch.Tensor], sinks: torch.Tensor | None
+    ) -> list[torch.Tensor]:
         outputs = []
         for backend, module, device, dtype in zip(
             (self.exact, self.flash),
@@ -77,7 +79,7 @@ class Pair:
             (torch.float32, self.dtype),
             strict=True,
         ):
-            backend.begin(build_inputs(parts, self.block_size, device))
+            backend.begin(build_inputs(slices, self.block_size, device))
             own = None if sinks is None else sinks.to(device)
             outputs.append(backend.attend(module, *(tensor.to(device, dtype) for tensor in given), own))
         return outputs
@@ -101,9 +103,9 @@ def parts_of(lines: Any, step: Any) -> Any:
 
 def check_steps(pair: Pair, lines: Any, sinks: torch.Tensor | None) -> None:
     for step in STEPS:
-        parts = parts_of(lines, step)
-        given = pair.tokens(sum(part.count for part in parts))
-        pair.check(pair.attend(parts, given, sinks), step)
+        slices = parts_of(lines, step)
+        given = pair.tokens(sum(row_slice.count for row_slice in slices))
+        pair.check(pair.attend(slices, given, sinks), step)
 
 
 def check_shape(device: str, shape: Shape, window: int | None, softcap: float | None, sinks: bool) -> None:
@@ -156,18 +158,18 @@ def test_what_comes_from_the_device_is_what_the_host_says(
     pair, lines = pair_of(device, shape, window, None), rows(shape[1], LENGTHS)
     assert pair.flash.plan_free
     check_steps(pair, lines, None)
-    parts = parts_of(lines, [(0, 71, 1), (1, 3, 1), (3, 91, 1)])
-    given = pair.tokens(len(parts))
-    _, planned = pair.attend(parts, given, None)
-    width = max(len(part.row.blocks) for part in parts)
-    table = torch.zeros(len(parts) + 2, width, dtype=torch.int32)
-    for line, part in zip(table, parts, strict=False):
-        line[: len(part.row.blocks)] = torch.from_numpy(part.row.blocks)
-    positions = torch.tensor([*(part.begin for part in parts), 0, 0], dtype=torch.int32)
+    slices = parts_of(lines, [(0, 71, 1), (1, 3, 1), (3, 91, 1)])
+    given = pair.tokens(len(slices))
+    _, planned = pair.attend(slices, given, None)
+    width = max(len(row_slice.row.blocks) for row_slice in slices)
+    table = torch.zeros(len(slices) + 2, width, dtype=torch.int32)
+    for line, row_slice in zip(table, slices, strict=False):
+        line[: len(row_slice.row.blocks)] = torch.from_numpy(row_slice.row.blocks)
+    positions = torch.tensor([*(row_slice.begin for row_slice in slices), 0, 0], dtype=torch.int32)
     pair.flash.begin_decode(positions.to(pair.device), table.to(pair.device))
     filled = [torch.cat((tensor, tensor[:, :, :2]), 2).to(pair.device) for tensor in given]
     found = pair.flash.attend(pair.modules[1], *filled, None)
-    assert torch.equal(found[:, : len(parts)], planned)
+    assert torch.equal(found[:, : len(slices)], planned)
 
 
 @ANYWHERE

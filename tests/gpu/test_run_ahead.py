@@ -119,7 +119,7 @@ def test_no_launch_waits_for_the_device(
     """What waits and is known to torch raises. What waits unknown to it finds the device busy for a second,
     and not busy any more after.
     """
-    rows, waited, launch, choose = [ASKED[asked], {}, ASKED[asked]], list[str](), engine.launch, engine.choose
+    rows, waited, launch, sample = [ASKED[asked], {}, ASKED[asked]], list[str](), engine.launch, engine.sample
     for prefill_tokens in (1000, 7):
         play(engine, prefill_tokens, rows)  # every kernel is there, and pinned memory
 
@@ -142,7 +142,7 @@ def test_no_launch_waits_for_the_device(
         return do
 
     monkeypatch.setattr(engine, "launch", watched("launch", launch))
-    monkeypatch.setattr(engine, "choose", watched("choose", choose))
+    monkeypatch.setattr(engine, "sample", watched("sample", sample))
     played = play(engine, 1000, rows)
     assert [len(ids) for ids in played.ids.values()] == [NEW_TOKENS] * 3 and waited == []
     played = play(engine, 7, rows)  # rows that decode beside chunks of prompts

@@ -16,7 +16,7 @@ class GrammarMask(Protocol):
     for it, nothing else does.
     """
 
-    def take(self, token: int) -> None:
+    def accept(self, token: int) -> None:
         """The row's newest token; in a resume also those before."""
 
     def mask(self) -> Bits | None:

@@ -55,48 +55,50 @@ class Inputs:
 
 
 def build_inputs(
-    parts: Sequence[RowSlice], block_size: int, device: torch.device, previous: torch.Tensor | None = None
+    slices: Sequence[RowSlice], block_size: int, device: torch.device, previous: torch.Tensor | None = None
 ) -> Inputs:
     """Tensors of arranged parts. `previous`: int64, what the step before sampled, where it is not read yet."""
     ids, positions, counts = (
-        token_ids(parts).astype(np.int64),
-        positions_of(parts),
-        [part.count for part in parts],
+        token_ids(slices).astype(np.int64),
+        positions_of(slices),
+        [row_slice.count for row_slice in slices],
     )
-    tables = [part.row.blocks for part in parts]
+    tables = [row_slice.row.blocks for row_slice in slices]
     begins = np.repeat(offsets_of(map(len, tables))[:-1], counts)
-    prompt_lengths = np.repeat([part.row.first_length for part in parts], counts)
+    prompt_lengths = np.repeat([row_slice.row.first_length for row_slice in slices], counts)
     return Inputs(
         ids=fill_pending_ids(to_device(ids, device), previous)[None],
         positions=to_device(positions[None], device),
         slots=np.concatenate(tables).astype(np.int64)[begins + positions // block_size] * block_size
         + positions % block_size,
-        sampled=to_device(logit_positions(parts), device),
+        sampled=to_device(logit_positions(slices), device),
         lengths=to_device(np.maximum(positions + 1, prompt_lengths), device),
-        spans=split_spans(parts, block_size),
+        spans=split_spans(slices, block_size),
     )
 
 
-def logit_positions(parts: Sequence[RowSlice]) -> npt.NDArray[np.int64]:
+def logit_positions(slices: Sequence[RowSlice]) -> npt.NDArray[np.int64]:
     """Of each part its last tokens."""
-    ends = np.cumsum([part.count for part in parts])
-    if not any(part.scores for part in parts):
-        return np.asarray(ends[[part.samples for part in parts]] - 1)
-    return np.concatenate([np.arange(end - part.wanted, end) for end, part in zip(ends, parts, strict=True)])
+    ends = np.cumsum([row_slice.count for row_slice in slices])
+    if not any(row_slice.num_scored for row_slice in slices):
+        return np.asarray(ends[[row_slice.samples for row_slice in slices]] - 1)
+    return np.concatenate(
+        [np.arange(end - row_slice.num_logits, end) for end, row_slice in zip(ends, slices, strict=True)]
+    )
 
 
-def token_ids(parts: Sequence[RowSlice]) -> Int32:
+def token_ids(slices: Sequence[RowSlice]) -> Int32:
     """Of arranged parts, int32 [tokens]."""
-    num_decoding = sum(part.decodes for part in parts)
-    prompts = (part.row.ids[part.begin : part.kv_len] for part in parts[num_decoding:])
-    return np.concatenate([np.array(last_ids(parts[:num_decoding]), np.int32), *prompts])
+    num_decoding = sum(row_slice.decodes for row_slice in slices)
+    prompts = (row_slice.row.ids[row_slice.begin : row_slice.kv_len] for row_slice in slices[num_decoding:])
+    return np.concatenate([np.array(last_ids(slices[:num_decoding]), np.int32), *prompts])
 
 
-def positions_of(parts: Sequence[RowSlice]) -> npt.NDArray[np.int64]:
+def positions_of(slices: Sequence[RowSlice]) -> npt.NDArray[np.int64]:
     """int64 [tokens]"""
-    ends = np.cumsum([part.count for part in parts])
+    ends = np.cumsum([row_slice.count for row_slice in slices])
     return np.arange(ends[-1]) + np.repeat(
-        [part.kv_len for part in parts] - ends, [part.count for part in parts]
+        [row_slice.kv_len for row_slice in slices] - ends, [row_slice.count for row_slice in slices]
     )
 
 
@@ -105,11 +107,14 @@ def offsets_of(counts: Iterable[int]) -> npt.NDArray[np.int64]:
     return np.cumsum([0, *counts])
 
 
-def last_ids(parts: Sequence[RowSlice]) -> list[int]:
+def last_ids(slices: Sequence[RowSlice]) -> list[int]:
     """Of rows that decode. A token that the host does not know yet is -1 less its place among the samples of
     the step before.
     """
-    return [part.row.last_id if part.source is None else -1 - part.source for part in parts]
+    return [
+        row_slice.row.last_id if row_slice.source_place is None else -1 - row_slice.source_place
+        for row_slice in slices
+    ]
 
 
 def fill_pending_ids(ids: torch.Tensor, previous: torch.Tensor | None) -> torch.Tensor:
@@ -121,28 +126,30 @@ def fill_pending_ids(ids: torch.Tensor, previous: torch.Tensor | None) -> torch.
     )
 
 
-def split_spans(parts: Sequence[RowSlice], block_size: int) -> list[Span]:
+def split_spans(slices: Sequence[RowSlice], block_size: int) -> list[Span]:
     result: list[Span] = []
     group: list[RowSlice] = []
     begin = 0
-    for part in parts:
-        if group and not fits_span(group[0], part):
+    for row_slice in slices:
+        if group and not fits_span(group[0], row_slice):
             result.append(make_span(group, begin, block_size))
             begin, group = begin + sum(member.count for member in group), []
-        group.append(part)
+        group.append(row_slice)
     return [*result, make_span(group, begin, block_size)]
 
 
-def fits_span(longest: RowSlice, part: RowSlice) -> bool:
+def fits_span(longest: RowSlice, row_slice: RowSlice) -> bool:
     return (
-        longest.decodes and part.decodes and longest.kv_len <= max(2 * part.kv_len, part.kv_len + MAX_PADDING)
+        longest.decodes
+        and row_slice.decodes
+        and longest.kv_len <= max(2 * row_slice.kv_len, row_slice.kv_len + MAX_PADDING)
     )
 
 
-def make_span(parts: Sequence[RowSlice], begin: int, block_size: int) -> Span:
-    lengths = np.array([part.kv_len for part in parts])
+def make_span(slices: Sequence[RowSlice], begin: int, block_size: int) -> Span:
+    lengths = np.array([row_slice.kv_len for row_slice in slices])
     held = -(-lengths // block_size)
-    blocks = np.zeros((len(parts), int(held.max())), np.int64)
-    tables = [part.row.blocks[:count] for part, count in zip(parts, held.tolist(), strict=True)]
+    blocks = np.zeros((len(slices), int(held.max())), np.int64)
+    tables = [row_slice.row.blocks[:count] for row_slice, count in zip(slices, held.tolist(), strict=True)]
     blocks[np.arange(blocks.shape[1]) < held[:, None]] = np.concatenate(tables)
-    return Span(begin, parts[0].count, lengths, blocks)
+    return Span(begin, slices[0].count, lengths, blocks)

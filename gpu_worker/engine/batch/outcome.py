@@ -46,8 +46,8 @@ class StepResultBuilder:
     """
 
     samples: list[tuple[int, int, int, float]] = field(default_factory=list)
-    tops: list[tuple[int, bytes, bytes]] = field(default_factory=list)
-    prompts: list[tuple[int, int, bytes, bytes, bytes]] = field(default_factory=list)
+    top_logprobs: list[tuple[int, bytes, bytes]] = field(default_factory=list)
+    prompt_logprobs: list[tuple[int, int, bytes, bytes, bytes]] = field(default_factory=list)
     prefilled: list[tuple[int, int]] = field(default_factory=list)
     ended: list[tuple[int, str, int]] = field(default_factory=list)
     released: list[tuple[int, int]] = field(default_factory=list)
@@ -56,12 +56,12 @@ class StepResultBuilder:
     def __bool__(self) -> bool:
         return bool(self.samples or self.ended or self.released)
 
-    def frame(self, step: int, duration_ms: float) -> StepResult:
+    def build(self, step: int, duration_ms: float) -> StepResult:
         return StepResult(
             step,
             b"".join(starmap(SAMPLE.pack, self.samples)),
-            tuple(self.tops),
-            tuple(self.prompts),
+            tuple(self.top_logprobs),
+            tuple(self.prompt_logprobs),
             tuple(self.prefilled),
             tuple(self.ended),
             tuple(self.released),

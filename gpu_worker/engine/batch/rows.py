@@ -53,14 +53,14 @@ class Row:
     max_new_tokens: int
     blocks: Int32
     ends: Mapping[int, str] = field(default_factory=dict)
-    manner: SamplingState | None = None
+    sampling_state: SamplingState | None = None
     base: int = 0
-    anew: bool = False
+    generated_as_prompt: bool = False
     prompt_logprobs: int | None = None
     kv_len: int = 0
     read_index: int = 0
     last_id: int = 0
-    place: int = 0
+    sample_place: int = 0
     in_flight: int = 0
     ended: bool = False
 
@@ -69,7 +69,7 @@ class Row:
         ids, blocks = np.frombuffer(start.ids, "<i4"), np.frombuffer(start.blocks, "<i4")
         ends = dict.fromkeys(start.stopping.stop_ids, "stop_sequence")
         ends |= {} if start.stopping.ignore_eos else dict.fromkeys(eos_ids, "eos_token")
-        manner = SamplingState.of(start, list(ends))
+        state = SamplingState.of(start, list(ends))
         told = start.prompt_logprobs
         return cls(
             start.row,
@@ -78,7 +78,7 @@ class Row:
             start.stopping.max_new_tokens,
             blocks,
             ends,
-            manner,
+            state,
             start.base,
             anew,
             told,
@@ -88,7 +88,7 @@ class Row:
     @property
     def first_length(self) -> int:
         """Of the sequence, when the K of its first tokens are computed."""
-        return len(self.ids) - (0 if self.anew else self.base)
+        return len(self.ids) - (0 if self.generated_as_prompt else self.base)
 
 
 @dataclass(slots=True)  # not frozen: to make one would take twice as long
@@ -105,8 +105,8 @@ class RowSlice:
     begin: int
     count: int
     samples: bool
-    source: int | None = None
-    scores: int = 0
+    source_place: int | None = None
+    num_scored: int = 0
 
     @property
     def decodes(self) -> bool:
@@ -117,31 +117,33 @@ class RowSlice:
         return self.begin + self.count
 
     @property
-    def wanted(self) -> int:
+    def num_logits(self) -> int:
         """Of how many tokens logits are wanted, up to its last: those that tell of the prompt, then the one
         that samples.
         """
-        return self.scores + self.samples
+        return self.num_scored + self.samples
 
     @property
-    def turn(self) -> SampleRequest | None:
+    def sample_request(self) -> SampleRequest | None:
         """None where the likeliest token is wanted."""
-        manner, index = self.row.manner, self.kv_len - (len(self.row.ids) - self.row.base)
-        return SampleRequest(manner, index) if manner and manner.asks(index) else None
+        state, index = self.row.sampling_state, self.kv_len - (len(self.row.ids) - self.row.base)
+        return SampleRequest(state, index) if state and state.applies_at(index) else None
 
 
-def arrange(parts: Sequence[RowSlice]) -> list[RowSlice]:
+def arrange(slices: Sequence[RowSlice]) -> list[RowSlice]:
     """The order on the line: rows that decode, longest first, then the chunks of prompts in the order of
     starts.
     """
-    decoding = sorted((part for part in parts if part.decodes), key=attrgetter("begin"), reverse=True)
-    return decoding + [part for part in parts if not part.decodes]
+    decoding = sorted(
+        (row_slice for row_slice in slices if row_slice.decodes), key=attrgetter("begin"), reverse=True
+    )
+    return decoding + [row_slice for row_slice in slices if not row_slice.decodes]
 
 
 class Rows:
     """
     Attributes:
-        max_scores: tokens in one step of prompts that are told of: each needs a line of logits.
+        max_scored_tokens: tokens in one step of prompts that are told of: each needs a line of logits.
         outgrown_at: beyond this length the model wants every K anew: then a row is preempted, and starts
             again with all its tokens.
     """
@@ -150,12 +152,12 @@ class Rows:
         self,
         block_size: int,
         eos_ids: Sequence[int],
-        max_scores: int = MAX_SCORED_TOKENS,
+        max_scored_tokens: int = MAX_SCORED_TOKENS,
         outgrown_at: int | None = None,
     ) -> None:
         self.block_size = block_size
         self.eos_ids = eos_ids
-        self.max_scores, self.outgrown_at = max_scores, outgrown_at
+        self.max_scored_tokens, self.outgrown_at = max_scored_tokens, outgrown_at
         self.rows: dict[int, Row] = {}  # in the order of starts
         self.step = 0
         self.until = 0
@@ -185,19 +187,19 @@ class Rows:
         """The parts of the next step, as they stand on the line; empty where no step may or can be run."""
         if self.step >= self.until:
             return []
-        parts = arrange(self.parts())
-        self.step += bool(parts)
+        slices = arrange(self.schedule_slices())
+        self.step += bool(slices)
         place = 0
-        for part in parts:
-            row = part.row
-            row.kv_len, row.place = part.kv_len, place
-            row.index += part.samples
+        for row_slice in slices:
+            row = row_slice.row
+            row.kv_len, row.sample_place = row_slice.kv_len, place
+            row.index += row_slice.samples
             row.in_flight += 1
-            place += part.samples
-        return parts
+            place += row_slice.samples
+        return slices
 
-    def parts(self) -> list[RowSlice]:
-        parts, left, scores = [], self.prefill_tokens, self.max_scores
+    def schedule_slices(self) -> list[RowSlice]:
+        slices, left, scores = [], self.prefill_tokens, self.max_scored_tokens
         for row in self.rows.values():
             if row.ended or row.index >= row.max_new_tokens:
                 continue
@@ -205,61 +207,61 @@ class Rows:
             room, prefill = len(row.blocks) * self.block_size - begin, len(row.ids) - begin
             if prefill <= 0:
                 if room > 0:
-                    parts.append(RowSlice(row, begin, 1, True, row.place if row.in_flight else None))
+                    slices.append(RowSlice(row, begin, 1, True, row.sample_place if row.in_flight else None))
                 continue
             told = row.prompt_logprobs is not None
             count = min(room, prefill, left, scores if told else left)
             if count > 0:
                 samples = count == prefill
-                parts.append(RowSlice(row, begin, count, samples, scores=count - samples if told else 0))
+                slices.append(RowSlice(row, begin, count, samples, num_scored=count - samples if told else 0))
                 left -= count
                 scores -= count if told else 0
-        return parts
+        return slices
 
-    def read(
+    def collect(
         self,
-        parts: Sequence[RowSlice],
+        slices: Sequence[RowSlice],
         ids: Sequence[int],
         logprobs: Sequence[float],
-        tops: Mapping[int, TopLogprobs] = NO_TOP_LOGPROBS,
-        prompts: Sequence[PromptLogprobs] = NO_PROMPT_LOGPROBS,
+        top_logprobs: Mapping[int, TopLogprobs] = NO_TOP_LOGPROBS,
+        prompt_logprobs: Sequence[PromptLogprobs] = NO_PROMPT_LOGPROBS,
     ) -> None:
         """Takes what a launched step brought: `ids` has one entry for each part that samples, in order;
-        `tops` is by their place there; `prompts` has one for each part that tells of its prompt, in order.
+        `top_logprobs` is by their place there; `prompt_logprobs` has one for each part that tells of its prompt, in order.
         """
-        sampled, told = enumerate(zip(ids, logprobs, strict=True)), iter(prompts)
-        for part in parts:
-            part.row.in_flight -= 1
-            if part.scores:
-                self.tell(part, next(told))
-            if part.samples:
+        sampled, told = enumerate(zip(ids, logprobs, strict=True)), iter(prompt_logprobs)
+        for row_slice in slices:
+            row_slice.row.in_flight -= 1
+            if row_slice.num_scored:
+                self.add_prompt_logprobs(row_slice, next(told))
+            if row_slice.samples:
                 place, (token, logprob) = next(sampled)
-                self.take(part, token, logprob, tops.get(place))
-            if part.row.ended:
-                self.release(part.row)
+                self.add_token(row_slice, token, logprob, top_logprobs.get(place))
+            if row_slice.row.ended:
+                self.release(row_slice.row)
 
-    def tell(self, part: RowSlice, told: PromptLogprobs) -> None:
-        if not part.row.ended:
-            self.outcome.prompts.append((part.row.number, part.begin + 1, *told))
+    def add_prompt_logprobs(self, row_slice: RowSlice, told: PromptLogprobs) -> None:
+        if not row_slice.row.ended:
+            self.outcome.prompt_logprobs.append((row_slice.row.number, row_slice.begin + 1, *told))
 
-    def take(self, part: RowSlice, token: int, logprob: float, top: TopLogprobs | None) -> None:
-        row, outcome = part.row, self.outcome
+    def add_token(self, row_slice: RowSlice, token: int, logprob: float, top: TopLogprobs | None) -> None:
+        row, outcome = row_slice.row, self.outcome
         if row.ended:
             return
-        if not part.decodes:
-            outcome.prefilled.append((row.number, part.kv_len))
+        if not row_slice.decodes:
+            outcome.prefilled.append((row.number, row_slice.kv_len))
         if top:
-            outcome.tops.append((len(outcome.samples), pack_ids(top.ids), pack_floats(top.logprobs)))
+            outcome.top_logprobs.append((len(outcome.samples), pack_ids(top.ids), pack_floats(top.logprobs)))
         outcome.samples.append((row.number, row.read_index, token, logprob))
         row.last_id = token
         row.read_index += 1
-        if row.manner:
-            row.manner.take(token)
+        if row.sampling_state:
+            row.sampling_state.accept(token)
         if row.read_index >= row.max_new_tokens:
             self.finish(row, "length")
         elif token in row.ends:
             self.finish(row, row.ends[token])
-        elif part.kv_len == self.outgrown_at:
+        elif row_slice.kv_len == self.outgrown_at:
             self.finish(row, "preempted")
 
     def finish(self, row: Row, why: str) -> None:
@@ -274,7 +276,7 @@ class Rows:
             self.outcome.released.append((row.number, row.kv_len))
             self.outcome.freed.append(row.blocks)
 
-    def report(self) -> StepResultBuilder:
+    def take_result(self) -> StepResultBuilder:
         """What happened since the last call."""
         outcome, self.outcome = self.outcome, StepResultBuilder()
         return outcome

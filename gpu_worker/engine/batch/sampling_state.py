@@ -34,7 +34,7 @@ class SamplingState:
     sampling: SamplingParams
     top_n_tokens: int
     min_new_tokens: int
-    lasts: bool
+    always_applies: bool
     end_ids: list[int]
     bias_ids: Int64
     bias: Float32
@@ -42,32 +42,32 @@ class SamplingState:
     bad_words: list[tuple[list[int], int]]
     tail_length: int
     tail: list[int]
-    uniforms: PhiloxStream
-    history: TokenCounts | None = field(default=None)
-    decay: TopPDecay | None = None
-    guide: GrammarMask | None = None
+    random: PhiloxStream
+    token_counts: TokenCounts | None = field(default=None)
+    top_p_decay: TopPDecay | None = None
+    grammar: GrammarMask | None = None
 
     @classmethod
     def of(
-        cls, start: StartRow, end_ids: list[int], guide: GrammarMask | None = None
+        cls, start: StartRow, end_ids: list[int], grammar: GrammarMask | None = None
     ) -> "SamplingState | None":
         """None is plainly greedy. `end_ids` would end the row. `guide` has not heard of any token yet."""
         sampling = start.sampling or SamplingParams()
-        lasts = start.top_n_tokens > 0 or not is_plain_greedy(sampling) or guide is not None
+        lasts = start.top_n_tokens > 0 or not is_plain_greedy(sampling) or grammar is not None
         if not lasts and start.stopping.min_new_tokens <= start.base:
             return None
         ids = np.frombuffer(start.ids, "<i4")
         words = sampling.bad_words
         tail_length = max((len(word) - 1 for word in words), default=0)
         num_prompt = len(ids) - start.base
-        if guide is not None:
+        if grammar is not None:
             for token in ids[num_prompt:].tolist():
-                guide.take(token)
+                grammar.accept(token)
         return cls(
             sampling=sampling,
             top_n_tokens=start.top_n_tokens,
             min_new_tokens=start.stopping.min_new_tokens,
-            lasts=lasts,
+            always_applies=lasts,
             end_ids=end_ids,
             bias_ids=np.array([token for token, _ in sampling.logit_bias], np.int64),
             bias=np.array([value for _, value in sampling.logit_bias], np.float32),
@@ -75,47 +75,47 @@ class SamplingState:
             bad_words=[(word[:-1], word[-1]) for word in words if len(word) > 1],
             tail_length=tail_length,
             tail=ids[max(0, len(ids) - tail_length) :].tolist(),
-            uniforms=PhiloxStream(sampling.seed, sampling.choice),
-            history=TokenCounts(ids[:num_prompt], ids[num_prompt:].tolist())
+            random=PhiloxStream(sampling.seed, sampling.choice),
+            token_counts=TokenCounts(ids[:num_prompt], ids[num_prompt:].tolist())
             if has_penalties(sampling)
             else None,
-            decay=TopPDecay(sampling, ids[num_prompt:].tolist()) if sampling.top_p_decay < 1 else None,
-            guide=guide,
+            top_p_decay=TopPDecay(sampling, ids[num_prompt:].tolist()) if sampling.top_p_decay < 1 else None,
+            grammar=grammar,
         )
 
     @property
     def top_p(self) -> float:
         """Of the next token."""
-        return self.decay.top_p if self.decay else self.sampling.top_p
+        return self.top_p_decay.top_p if self.top_p_decay else self.sampling.top_p
 
-    def asks(self, index: int) -> bool:
+    def applies_at(self, index: int) -> bool:
         """Whether the token of this index is not plainly the likeliest."""
-        return self.lasts or index < self.min_new_tokens
+        return self.always_applies or index < self.min_new_tokens
 
-    def banned(self, index: int) -> list[int]:
+    def banned_ids_at(self, index: int) -> list[int]:
         """Ids that must not be sampled now."""
         words = [last for rest, last in self.bad_words if self.tail[-len(rest) :] == rest]
         return self.banned_ids + words + (self.end_ids if index < self.min_new_tokens else [])
 
-    def take(self, token: int) -> None:
+    def accept(self, token: int) -> None:
         """Remembers a sampled token."""
-        if self.history is not None:
-            self.history.add(token)
+        if self.token_counts is not None:
+            self.token_counts.accept(token)
         if self.tail_length:
             self.tail = [*self.tail, token][-self.tail_length :]
-        if self.decay is not None:
-            self.decay.take(token)
-        if self.guide is not None:
-            self.guide.take(token)
+        if self.top_p_decay is not None:
+            self.top_p_decay.accept(token)
+        if self.grammar is not None:
+            self.grammar.accept(token)
 
     def penalty(self) -> Float32:
         """What is subtracted from the scores of the history's ids."""
-        assert self.history is not None
-        sampling, history = self.sampling, self.history
-        penalty = sampling.frequency_penalty * history.generated + sampling.presence_penalty * (
-            history.generated > 0
+        assert self.token_counts is not None
+        sampling, counts = self.sampling, self.token_counts
+        penalty = sampling.frequency_penalty * counts.generated + sampling.presence_penalty * (
+            counts.generated > 0
         )
-        penalty = penalty + sampling.relative_frequency_penalty / history.length * history.counts
+        penalty = penalty + sampling.relative_frequency_penalty / counts.num_tokens * counts.counts
         return np.asarray(penalty, np.float32)
 
 
@@ -137,5 +137,5 @@ def is_plain_greedy(sampling: SamplingParams) -> bool:
 class SampleRequest:
     """A row with a manner, and the index of the token that it samples now."""
 
-    manner: SamplingState
+    state: SamplingState
     index: int

@@ -18,37 +18,37 @@ class TokenCounts:
 
     def __init__(self, prompt: npt.NDArray[np.int32], generated: Iterable[int]) -> None:
         ids, counts = np.unique(prompt, return_counts=True)
-        self.length, self.size = len(prompt), len(ids)
-        self.table = np.zeros((3, self.size + SPARE_COLUMNS), np.int64)
-        self.table[0, : self.size], self.table[1, : self.size] = ids, counts
-        self.places = {token: place for place, token in enumerate(ids.tolist())}
+        self.num_tokens, self.num_distinct = len(prompt), len(ids)
+        self.table = np.zeros((3, self.num_distinct + SPARE_COLUMNS), np.int64)
+        self.table[0, : self.num_distinct], self.table[1, : self.num_distinct] = ids, counts
+        self.column_of = {token: place for place, token in enumerate(ids.tolist())}
         for token in generated:
-            self.add(token)
+            self.accept(token)
 
     @property
     def ids(self) -> npt.NDArray[np.int64]:
-        return self.table[0, : self.size]
+        return self.table[0, : self.num_distinct]
 
     @property
     def counts(self) -> npt.NDArray[np.int64]:
         """Of `ids`, in prompt and generation."""
-        return self.table[1, : self.size]
+        return self.table[1, : self.num_distinct]
 
     @property
     def generated(self) -> npt.NDArray[np.int64]:
         """Of `ids`, in the generation."""
-        return self.table[2, : self.size]
+        return self.table[2, : self.num_distinct]
 
-    def add(self, token: int) -> None:
+    def accept(self, token: int) -> None:
         """Takes a generated token."""
-        place = self.places.setdefault(token, self.size)
-        if place == self.size:
-            self.append(token)
+        place = self.column_of.setdefault(token, self.num_distinct)
+        if place == self.num_distinct:
+            self.add_column(token)
         self.table[1:, place] += 1
-        self.length += 1
+        self.num_tokens += 1
 
-    def append(self, token: int) -> None:
-        if self.size == self.table.shape[1]:
+    def add_column(self, token: int) -> None:
+        if self.num_distinct == self.table.shape[1]:
             self.table = np.concatenate((self.table, np.zeros_like(self.table)), axis=1)
-        self.table[0, self.size] = token
-        self.size += 1
+        self.table[0, self.num_distinct] = token
+        self.num_distinct += 1

@@ -16,9 +16,9 @@ class TopPDecay:
         self.sampling, self.top_p = sampling, sampling.top_p
         self.reset_ids = frozenset(sampling.top_p_reset_ids)
         for token in generated:
-            self.take(token)
+            self.accept(token)
 
-    def take(self, token: int) -> None:
+    def accept(self, token: int) -> None:
         smaller = max(
             self.top_p * self.sampling.top_p_decay, min(self.sampling.top_p_min, self.sampling.top_p)
         )

@@ -31,15 +31,15 @@ class FixedShapeGraph:
         """`graphs` hold one graph, the largest."""
         self.graphs, self.size = graphs, graphs.max_rows
 
-    def hold(self, parts: Sequence[RowSlice], previous: torch.Tensor | None) -> bool:
+    def hold(self, slices: Sequence[RowSlice], previous: torch.Tensor | None) -> bool:
         return True
 
-    def run(self, parts: Sequence[RowSlice], previous: torch.Tensor | None) -> torch.Tensor:
+    def run(self, slices: Sequence[RowSlice], previous: torch.Tensor | None) -> torch.Tensor:
         """Launches a step, in lots → logits [wanted, vocabulary]. A lot sees the K and V of those before it,
         and a token those before it in its own lot: they are written before anything is attended to.
         """
-        graphs, places, logits = self.graphs, logit_positions(parts), [self.graphs.logits[:0]]
-        for begin, inputs in chunks_of(parts, self.size):
+        graphs, places, logits = self.graphs, logit_positions(slices), [self.graphs.logits[:0]]
+        for begin, inputs in chunks_of(slices, self.size):
             graphs.give(inputs, self.size)
             graphs.ids.copy_(fill_pending_ids(graphs.ids.long(), previous))
             graphs.graphs[self.size]()
@@ -48,15 +48,15 @@ class FixedShapeGraph:
         return torch.cat(logits)
 
 
-def chunks_of(parts: Sequence[RowSlice], size: int) -> Iterator[tuple[int, Int32]]:
+def chunks_of(slices: Sequence[RowSlice], size: int) -> Iterator[tuple[int, Int32]]:
     """The tokens of a step, `size` at a time → the first one's place on the line, and what `Graphs.give`
     takes.
     """
-    ids, positions = token_ids(parts), positions_of(parts)
-    rows = np.repeat(np.arange(len(parts)), [part.count for part in parts])
-    tables = np.zeros((len(parts), max(len(part.row.blocks) for part in parts)), np.int32)
-    for line, part in zip(tables, parts, strict=True):
-        line[: len(part.row.blocks)] = part.row.blocks
+    ids, positions = token_ids(slices), positions_of(slices)
+    rows = np.repeat(np.arange(len(slices)), [row_slice.count for row_slice in slices])
+    tables = np.zeros((len(slices), max(len(row_slice.row.blocks) for row_slice in slices)), np.int32)
+    for line, row_slice in zip(tables, slices, strict=True):
+        line[: len(row_slice.row.blocks)] = row_slice.row.blocks
     for begin in range(0, len(ids), size):
         lot = slice(begin, begin + size)
         inputs = np.zeros((2 + tables.shape[1], size), np.int32)

@@ -58,21 +58,21 @@ class CudaGraphs:
         ids = fill_pending_ids(self.ids[:size].long(), self.previous)
         self.logits[:size].copy_(self.decode(ids[None], self.positions[:size], self.table[:size]))
 
-    def hold(self, parts: Sequence[RowSlice], previous: torch.Tensor | None) -> bool:
+    def hold(self, slices: Sequence[RowSlice], previous: torch.Tensor | None) -> bool:
         """Parts stand as on the line: rows that decode come first."""
-        rows = max(len(parts), 0 if previous is None else len(previous))
-        return parts[-1].decodes and rows <= max(self.graphs, default=0)
+        rows = max(len(slices), 0 if previous is None else len(previous))
+        return slices[-1].decodes and rows <= max(self.graphs, default=0)
 
-    def run(self, parts: Sequence[RowSlice], previous: torch.Tensor | None) -> torch.Tensor:
+    def run(self, slices: Sequence[RowSlice], previous: torch.Tensor | None) -> torch.Tensor:
         """Launches a step of rows that decode → logits, which the next step overwrites. `previous`: what the
         step in flight samples.
         """
-        size = next(size for size in self.graphs if size >= len(parts))
-        self.give(inputs_of(parts, size), size)
+        size = next(size for size in self.graphs if size >= len(slices))
+        self.give(inputs_of(slices, size), size)
         if previous is not None:
             self.previous[: len(previous)].copy_(previous)
         self.graphs[size]()
-        return self.logits[: len(parts)]
+        return self.logits[: len(slices)]
 
     def give(self, inputs: npt.NDArray[Any], size: int) -> None:
         """All in one copy; rows that only fill the graph write to scratch block 0."""
@@ -82,13 +82,13 @@ class CudaGraphs:
         self.table[:size, : len(staged) - 2].copy_(staged[2:].T)
 
 
-def inputs_of(parts: Sequence[RowSlice], size: int) -> Int32:
+def inputs_of(slices: Sequence[RowSlice], size: int) -> Int32:
     """→ int32 [2 + blocks, size]: ids, positions, and the rows' blocks, each in its column."""
-    inputs = np.zeros((2 + max(len(part.row.blocks) for part in parts), size), np.int32)
-    inputs[0, : len(parts)] = last_ids(parts)
-    inputs[1, : len(parts)] = [part.begin for part in parts]
-    for column, part in enumerate(parts):
-        inputs[2 : 2 + len(part.row.blocks), column] = part.row.blocks
+    inputs = np.zeros((2 + max(len(row_slice.row.blocks) for row_slice in slices), size), np.int32)
+    inputs[0, : len(slices)] = last_ids(slices)
+    inputs[1, : len(slices)] = [row_slice.begin for row_slice in slices]
+    for column, row_slice in enumerate(slices):
+        inputs[2 : 2 + len(row_slice.row.blocks), column] = row_slice.row.blocks
     return inputs
 
 

@@ -142,8 +142,8 @@ def peak_bytes(loaded: LoadedModel, settings: Settings) -> int:
     tokens = max_prompt_tokens(settings.max_batch_prefill_tokens, loaded.context, loaded.device)
     rows = settings.max_batch_size
 
-    def forward(parts: Sequence[RowSlice]) -> torch.Tensor:
-        return loaded.forward(build_inputs(parts, block_size, loaded.device))
+    def forward(slices: Sequence[RowSlice]) -> torch.Tensor:
+        return loaded.forward(build_inputs(slices, block_size, loaded.device))
 
     kept_bytes = rows * loaded.vocab_size * loaded.geometry.dtype.itemsize
     return measure_peak(loaded.device, lambda: run_largest_step(forward, tokens, rows, *shape)) + kept_bytes

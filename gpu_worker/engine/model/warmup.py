@@ -43,14 +43,14 @@ def max_batch_prefill_tokens(token_ms: float, most: int) -> int:
     return max(MULTIPLE, min(tokens, most) // MULTIPLE * MULTIPLE)
 
 
-def measure_ms(forward: Forward, parts: Sequence[RowSlice], device: torch.device) -> float:
+def measure_ms(forward: Forward, slices: Sequence[RowSlice], device: torch.device) -> float:
     """The best of several: what other processes do meanwhile must not lower the budget for this engine's
     whole life.
     """
     times = []
     for _ in range(TIMES):
         began = time.perf_counter()
-        forward(parts)
+        forward(slices)
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         times.append(time.perf_counter() - began)
@@ -62,11 +62,11 @@ def run_largest_step(
 ) -> None:
     """A forward of so many prompt tokens, and the choice of so many rows in the way that takes most memory."""
     logits = forward(prompt_parts(tokens, context, vocab_size, block_size))
-    manner = SamplingState.of(
+    state = SamplingState.of(
         StartRow(0, b"", 0, b"", StoppingParams(1), SamplingParams(temperature=1.0, typical_p=0.9)), []
     )
-    assert manner
-    sample(logits.new_zeros(rows, logits.shape[1]), [SampleRequest(manner, 0)] * rows)
+    assert state
+    sample(logits.new_zeros(rows, logits.shape[1]), [SampleRequest(state, 0)] * rows)
 
 
 def run_all_shapes(forward: Forward, vocab_size: int, block_size: int) -> None:

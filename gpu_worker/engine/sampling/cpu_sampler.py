@@ -26,16 +26,16 @@ def kernels(logits: torch.Tensor) -> ctypes.CDLL | None:
 
 
 def sample_natively(
-    library: ctypes.CDLL, logits: torch.Tensor, turns: Sequence[SampleRequest | None]
+    library: ctypes.CDLL, logits: torch.Tensor, requests: Sequence[SampleRequest | None]
 ) -> SamplerOutput:
     """logits [rows, vocabulary]; None is plainly the likeliest."""
     drawn = empty_output(
-        len(turns), max((turn.manner.top_n_tokens for turn in turns if turn), default=0), CPU
+        len(requests), max((request.state.top_n_tokens for request in requests if request), default=0), CPU
     )
     kept: list[Array] = []
     columns = (
-        (native.SampleRequestStruct * len(turns))(*(native_request(turn, kept) for turn in turns))
-        if any(turns)
+        (native.SampleRequestStruct * len(requests))(*(native_request(request, kept) for request in requests))
+        if any(requests)
         else None
     )
     library.tf_choose(*logits_arguments(logits), columns, byref(output_pointers(drawn)))
@@ -70,18 +70,18 @@ def output_pointers(drawn: SamplerOutput) -> native.SamplesStruct:
     )
 
 
-def native_request(turn: SampleRequest | None, kept: list[Array]) -> native.SampleRequestStruct:
+def native_request(request: SampleRequest | None, kept: list[Array]) -> native.SampleRequestStruct:
     """`kept` keeps the arrays that it points to."""
-    if turn is None:
+    if request is None:
         return native.SampleRequestStruct()
-    manner, sampling, history, guide = (
-        turn.manner,
-        turn.manner.sampling,
-        turn.manner.history,
-        turn.manner.guide,
+    state, sampling, counts, grammar = (
+        request.state,
+        request.state.sampling,
+        request.state.token_counts,
+        request.state.grammar,
     )
-    banned = manner.banned(turn.index)
-    bias, mask = (guide.bias(), guide.mask()) if guide else (None, None)
+    banned = state.banned_ids_at(request.index)
+    bias, mask = (grammar.bias(), grammar.mask()) if grammar else (None, None)
 
     def listed(array: Array | None) -> tuple[int, int]:
         if array is None or not array.size:
@@ -91,23 +91,23 @@ def native_request(turn: SampleRequest | None, kept: list[Array]) -> native.Samp
 
     return native.SampleRequestStruct(
         True,
-        manner.top_n_tokens,
+        state.top_n_tokens,
         sampling.raw_logprobs,
         min(sampling.top_k, MAX_INT32),
         sampling.temperature,
         sampling.repetition_penalty,
-        manner.top_p,
+        state.top_p,
         sampling.min_p,
         sampling.typical_p,
-        manner.uniforms.at(turn.index),
+        state.random.at(request.index),
         sampling.frequency_penalty,
         sampling.presence_penalty,
-        sampling.relative_frequency_penalty / history.length if history else 0.0,
-        *listed(manner.bias_ids),
-        *listed(manner.bias),
+        sampling.relative_frequency_penalty / counts.num_tokens if counts else 0.0,
+        *listed(state.bias_ids),
+        *listed(state.bias),
         *listed(np.array(banned, np.int64) if banned else None),
-        *listed(history.ids if history else None),
-        history.table.shape[1] if history else 0,
+        *listed(counts.ids if counts else None),
+        counts.table.shape[1] if counts else 0,
         *listed(bias),
         *listed(mask),
     )

@@ -9,12 +9,16 @@ from gpu_worker.engine.batch.grammar import GrammarMask
 from gpu_worker.engine.batch.to_device import to_device
 
 
-def apply_grammar(scores: torch.Tensor, guides: Sequence[GrammarMask | None]) -> None:
+def apply_grammar(scores: torch.Tensor, grammars: Sequence[GrammarMask | None]) -> None:
     """In place. scores [rows, vocabulary]; what no mask and no bias speaks of stays as it is, also tokens
     beyond their ends.
     """
-    biases = {row: bias for row, guide in enumerate(guides) if guide and (bias := guide.bias()) is not None}
-    masks = {row: mask for row, guide in enumerate(guides) if guide and (mask := guide.mask()) is not None}
+    biases = {
+        row: bias for row, grammar in enumerate(grammars) if grammar and (bias := grammar.bias()) is not None
+    }
+    masks = {
+        row: mask for row, grammar in enumerate(grammars) if grammar and (mask := grammar.mask()) is not None
+    }
     if biases:
         values = to_device(np.stack(list(biases.values())), scores.device)[:, : scores.shape[1]]
         scores[:, : values.shape[1]].index_add_(0, to_device(list(biases), scores.device), values)

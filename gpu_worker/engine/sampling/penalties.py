@@ -18,21 +18,24 @@ from gpu_worker.engine.sampling.grammar import apply_grammar
 NO_IDS = np.zeros(0, np.int64)
 
 
-def adjust_scores(scores: torch.Tensor, manners: Sequence[SamplingState], indices: Sequence[int]) -> None:
+def adjust_scores(scores: torch.Tensor, states: Sequence[SamplingState], indices: Sequence[int]) -> None:
     """In place. scores [rows, vocabulary]; `indices` are of the tokens to be sampled."""
-    apply_bias(scores, manners)
+    apply_bias(scores, states)
     apply_bans(
         scores,
-        [np.array(manner.banned(index), np.int64) for manner, index in zip(manners, indices, strict=True)],
+        [
+            np.array(state.banned_ids_at(index), np.int64)
+            for state, index in zip(states, indices, strict=True)
+        ],
     )
-    apply_penalties(scores, manners)
-    apply_grammar(scores, [manner.guide for manner in manners])
+    apply_penalties(scores, states)
+    apply_grammar(scores, [state.grammar for state in states])
 
 
-def apply_bias(scores: torch.Tensor, manners: Sequence[SamplingState]) -> None:
-    rows, ids = flatten([manner.bias_ids for manner in manners])
+def apply_bias(scores: torch.Tensor, states: Sequence[SamplingState]) -> None:
+    rows, ids = flatten([state.bias_ids for state in states])
     if len(ids):
-        values, known = np.concatenate([manner.bias for manner in manners]), ids < scores.shape[1]
+        values, known = np.concatenate([state.bias for state in states]), ids < scores.shape[1]
         scores.index_put_(at(scores, rows[known], ids[known]), on(scores, values[known]), accumulate=True)
 
 
@@ -43,14 +46,14 @@ def apply_bans(scores: torch.Tensor, banned: Sequence[Int64]) -> None:
         scores[at(scores, rows[known], ids[known])] = float("-inf")
 
 
-def apply_penalties(scores: torch.Tensor, manners: Sequence[SamplingState]) -> None:
+def apply_penalties(scores: torch.Tensor, states: Sequence[SamplingState]) -> None:
     """Repetition as in CTRL (arXiv:1909.05858), then what is subtracted."""
-    histories = [manner.history for manner in manners]
-    rows, ids = flatten([history.ids if history else NO_IDS for history in histories])
+    counts = [state.token_counts for state in states]
+    rows, ids = flatten([counts.ids if counts else NO_IDS for counts in counts])
     if not len(ids):
         return
-    repetition = np.array([manner.sampling.repetition_penalty for manner in manners], np.float32)[rows]
-    penalty = np.concatenate([manner.penalty() for manner in manners if manner.history])
+    repetition = np.array([state.sampling.repetition_penalty for state in states], np.float32)[rows]
+    penalty = np.concatenate([state.penalty() for state in states if state.token_counts])
     known = ids < scores.shape[1]
     where, factor = at(scores, rows[known], ids[known]), on(scores, repetition[known])
     found = scores[where]

@@ -20,26 +20,30 @@ MAX_CHUNK_LOGITS = 2**24
 """Of these torch copies so many at a time."""
 
 
-def select_sample_logits(logits: torch.Tensor, parts: Sequence[RowSlice]) -> torch.Tensor:
+def select_sample_logits(logits: torch.Tensor, slices: Sequence[RowSlice]) -> torch.Tensor:
     """logits [wanted, vocabulary] of a step → [samples, vocabulary]."""
-    if not any(part.scores for part in parts):
+    if not any(row_slice.num_scored for row_slice in slices):
         return logits
-    last = np.cumsum([part.wanted for part in parts]) - 1
-    return logits.index_select(0, to_device(last[[part.samples for part in parts]], logits.device))
+    last = np.cumsum([row_slice.num_logits for row_slice in slices]) - 1
+    return logits.index_select(0, to_device(last[[row_slice.samples for row_slice in slices]], logits.device))
 
 
-def score_prompts(logits: torch.Tensor, parts: Sequence[RowSlice]) -> list[SamplerOutput]:
+def score_prompts(logits: torch.Tensor, slices: Sequence[RowSlice]) -> list[SamplerOutput]:
     """logits [wanted, vocabulary] of a step → what is told of each part's prompt, of those that tell of one."""
-    if not any(part.scores for part in parts):
+    if not any(row_slice.num_scored for row_slice in slices):
         return []
-    begins = offsets_of(part.wanted for part in parts).tolist()
-    told = [(begin, part) for begin, part in zip(begins, parts, strict=False) if part.scores]
-    return [score_prompt(logits[begin : begin + part.scores], part) for begin, part in told]
+    begins = offsets_of(row_slice.num_logits for row_slice in slices).tolist()
+    told = [
+        (begin, row_slice) for begin, row_slice in zip(begins, slices, strict=False) if row_slice.num_scored
+    ]
+    return [
+        score_prompt(logits[begin : begin + row_slice.num_scored], row_slice) for begin, row_slice in told
+    ]
 
 
-def score_prompt(logits: torch.Tensor, part: RowSlice) -> SamplerOutput:
-    ids = part.row.ids[part.begin + 1 : part.begin + 1 + part.scores].astype(np.int64)
-    return score_tokens(logits, to_device(ids, logits.device), part.row.prompt_logprobs or 0)
+def score_prompt(logits: torch.Tensor, row_slice: RowSlice) -> SamplerOutput:
+    ids = row_slice.row.ids[row_slice.begin + 1 : row_slice.begin + 1 + row_slice.num_scored].astype(np.int64)
+    return score_tokens(logits, to_device(ids, logits.device), row_slice.row.prompt_logprobs or 0)
 
 
 @torch.inference_mode()

@@ -21,30 +21,36 @@ class StepSamples:
 
     ids: list[int]
     logprobs: list[float]
-    tops: dict[int, TopLogprobs] = field(default_factory=dict)
-    prompts: list[PromptLogprobs] = field(default_factory=list)
+    top_logprobs: dict[int, TopLogprobs] = field(default_factory=dict)
+    prompt_logprobs: list[PromptLogprobs] = field(default_factory=list)
 
 
 @torch.inference_mode()
-def sample(logits: torch.Tensor, turns: Sequence[SampleRequest | None]) -> SamplerOutput:
+def sample(logits: torch.Tensor, requests: Sequence[SampleRequest | None]) -> SamplerOutput:
     """logits [samples, vocabulary]; None is plainly the likeliest."""
     library = cpu_sampler.kernels(logits)
-    return cpu_sampler.sample_natively(library, logits, turns) if library else sample_in_groups(logits, turns)
+    return (
+        cpu_sampler.sample_natively(library, logits, requests)
+        if library
+        else sample_in_groups(logits, requests)
+    )
 
 
-def sample_in_groups(logits: torch.Tensor, turns: Sequence[SampleRequest | None]) -> SamplerOutput:
+def sample_in_groups(logits: torch.Tensor, requests: Sequence[SampleRequest | None]) -> SamplerOutput:
     """Rows that choose in the same way are chosen for together. On CUDA the work is only queued: nothing here
     waits for the device.
     """
-    if not any(turns):
+    if not any(requests):
         return greedy_output(logits)
     groups: dict[SampleFunction | None, list[int]] = {}
-    for place, turn in enumerate(turns):
-        groups.setdefault(sample_function_of(turn.manner) if turn else None, []).append(place)
-    sampled = empty_output(len(turns), max(turn.manner.top_n_tokens for turn in turns if turn), logits.device)
+    for place, request in enumerate(requests):
+        groups.setdefault(sample_function_of(request.state) if request else None, []).append(place)
+    sampled = empty_output(
+        len(requests), max(request.state.top_n_tokens for request in requests if request), logits.device
+    )
     for way, places in groups.items():
         sample_into(
-            sampled, to_device(places, logits.device), logits, way, [turns[place] for place in places]
+            sampled, to_device(places, logits.device), logits, way, [requests[place] for place in places]
         )
     return sampled
 
@@ -54,22 +60,26 @@ def sample_into(
     places: torch.Tensor,
     logits: torch.Tensor,
     way: SampleFunction | None,
-    turns: Sequence[SampleRequest | None],
+    requests: Sequence[SampleRequest | None],
 ) -> None:
     """Chooses for the rows at `places`."""
     rows = logits.index_select(0, places)
-    drawn = greedy_output(rows) if way is None else sample_group(rows, way, [turn for turn in turns if turn])
+    drawn = (
+        greedy_output(rows)
+        if way is None
+        else sample_group(rows, way, [request for request in requests if request])
+    )
     for column, values in zip(sampled, drawn, strict=True):
         (column if column.dim() == 1 else column[:, : values.shape[1]]).index_copy_(0, places, values)
 
 
-def read(drawn: SamplerOutput, turns: Sequence[SampleRequest | None]) -> StepSamples:
+def read(drawn: SamplerOutput, requests: Sequence[SampleRequest | None]) -> StepSamples:
     """Drawn columns that are on the host."""
     ids, logprobs, top_ids, top_logprobs = (column.tolist() for column in drawn)
     asked = {
-        place: turn.manner.top_n_tokens
-        for place, turn in enumerate(turns)
-        if turn and turn.manner.top_n_tokens
+        place: request.state.top_n_tokens
+        for place, request in enumerate(requests)
+        if request and request.state.top_n_tokens
     }
     return StepSamples(
         ids,

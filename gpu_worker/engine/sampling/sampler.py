@@ -16,42 +16,48 @@ drawn.
 """
 
 
-def sample_function_of(manner: SamplingState) -> SampleFunction:
+def sample_function_of(state: SamplingState) -> SampleFunction:
     """Of the next token. Rows of different ways look at different parts of the vocabulary."""
-    sampling = manner.sampling
+    sampling = state.sampling
     if sampling.temperature == 0:
         return greedy_sample
     if sampling.typical_p < 1:
         return typical_sample
-    return truncated_sample if sampling.top_k or manner.top_p < 1 or sampling.min_p else untruncated_sample
+    return truncated_sample if sampling.top_k or state.top_p < 1 or sampling.min_p else untruncated_sample
 
 
-def sample_group(logits: torch.Tensor, way: SampleFunction, turns: Sequence[SampleRequest]) -> SamplerOutput:
+def sample_group(
+    logits: torch.Tensor, way: SampleFunction, requests: Sequence[SampleRequest]
+) -> SamplerOutput:
     """logits [rows, vocabulary], of rows of one way."""
-    manners = [turn.manner for turn in turns]
+    states = [request.state for request in requests]
     scores = logits.to(torch.float32, copy=True)
-    adjust_scores(scores, manners, [turn.index for turn in turns])
-    apply_temperature(scores, manners)
+    adjust_scores(scores, states, [request.index for request in requests])
+    apply_temperature(scores, states)
     chosen = way(
-        scores, sampling_tensors(turns, scores.device), max(manner.top_n_tokens for manner in manners)
+        scores, sampling_tensors(requests, scores.device), max(state.top_n_tokens for state in states)
     )
-    own = [row for row, manner in enumerate(manners) if manner.sampling.raw_logprobs]
+    own = [row for row, state in enumerate(states) if state.sampling.raw_logprobs]
     return with_raw_logprobs(chosen, logits, to_device(own, logits.device)) if own else chosen
 
 
-def apply_temperature(scores: torch.Tensor, manners: Sequence[SamplingState]) -> None:
+def apply_temperature(scores: torch.Tensor, states: Sequence[SamplingState]) -> None:
     """In place: the likeliest of each row is 0 then, and no temperature makes the others overflow."""
     scores.sub_(scores.amax(-1, keepdim=True))
-    temperatures = to_device([manner.sampling.temperature or 1.0 for manner in manners], scores.device)
+    temperatures = to_device([state.sampling.temperature or 1.0 for state in states], scores.device)
     scores.div_(temperatures[:, None])
 
 
-def sampling_tensors(turns: Sequence[SampleRequest], device: torch.device) -> SamplingTensors:
-    manners = [turn.manner for turn in turns]
-    top_k, top_p = [manner.sampling.top_k for manner in manners], [manner.top_p for manner in manners]
+def sampling_tensors(requests: Sequence[SampleRequest], device: torch.device) -> SamplingTensors:
+    states = [request.state for request in requests]
+    top_k, top_p = [state.sampling.top_k for state in states], [state.top_p for state in states]
     others = [
-        [turn.manner.sampling.min_p, turn.manner.sampling.typical_p, turn.manner.uniforms.at(turn.index)]
-        for turn in turns
+        [
+            request.state.sampling.min_p,
+            request.state.sampling.typical_p,
+            request.state.random.at(request.index),
+        ]
+        for request in requests
     ]
     return SamplingTensors(
         to_device(top_k, device)[:, None] if any(top_k) else None,
@@ -67,7 +73,7 @@ def greedy_sample(scores: torch.Tensor, limits: SamplingTensors, num_tops: int) 
 
 
 def untruncated_sample(scores: torch.Tensor, limits: SamplingTensors, num_tops: int) -> SamplerOutput:
-    return multinomial_sample(scores, limits.numbers, num_tops)
+    return multinomial_sample(scores, limits.uniforms, num_tops)
 
 
 def with_raw_logprobs(chosen: SamplerOutput, logits: torch.Tensor, rows: torch.Tensor) -> SamplerOutput:

@@ -28,7 +28,7 @@ class SamplingTensors(NamedTuple):
     top_p: torch.Tensor | None
     min_p: torch.Tensor
     typical_p: torch.Tensor
-    numbers: torch.Tensor
+    uniforms: torch.Tensor
 
 
 class WeightedTokens(NamedTuple):
@@ -74,7 +74,7 @@ def truncated_sample(scores: torch.Tensor, limits: SamplingTensors, num_tops: in
     tokens = WeightedTokens(sort_keys(scores), to_weights(scores))
     kept = kept_prefix(tokens, limits).mask(tokens.keys)
     mass = tokens.weights.masked_fill(~kept, 0).sum(-1, keepdim=True)
-    drawn, total = tokens.reach(target_weight(limits.numbers, mass) + 1), log_of_weights(mass)
+    drawn, total = tokens.reach(target_weight(limits.uniforms, mass) + 1), log_of_weights(mass)
     tied = tokens.keys == drawn.key
     ids = (tied & (tied.cumsum(-1) == drawn.ties)).byte().argmax(-1, keepdim=True)
     tops, top_ids = top_k(scores, num_tops)
@@ -109,7 +109,7 @@ def typical_sample(scores: torch.Tensor, limits: SamplingTensors, num_tops: int)
     tokens = WeightedTokens(sort_keys(scores), to_weights(scores))
     scores = scores.masked_fill(~kept_prefix(tokens, limits).mask(tokens.keys), EXCLUDED)
     return multinomial_sample(
-        scores.masked_fill_(atypical_mask(scores, limits.typical_p), EXCLUDED), limits.numbers, num_tops
+        scores.masked_fill_(atypical_mask(scores, limits.typical_p), EXCLUDED), limits.uniforms, num_tops
     )
 
 

@@ -43,8 +43,8 @@ class Player:
     starts: dict[int, StartRow] = field(default_factory=dict)
     again: list[StartRow] = field(default_factory=list)
     ids: dict[int, list[int]] = field(default_factory=dict)
-    tops: dict[tuple[int, int], dict[int, float]] = field(default_factory=dict)  # by row and index
-    prompts: dict[int, list[float]] = field(default_factory=dict)  # of its tokens but the first
+    top_logprobs: dict[tuple[int, int], dict[int, float]] = field(default_factory=dict)  # by row and index
+    prompt_logprobs: dict[int, list[float]] = field(default_factory=dict)  # of its tokens but the first
     prompt_tops: dict[int, list[dict[int, float]]] = field(default_factory=dict)
     ended: dict[int, tuple[str, int]] = field(default_factory=dict)
     steps: list[StepResult] = field(default_factory=list)
@@ -103,12 +103,12 @@ class Player:
             assert logprob <= 0 and math.isfinite(logprob)
             self.rows[number].ids.append(token)
             self.ids[number].append(token)
-        for place, top_ids, top_logprobs in step.tops:
+        for place, top_ids, top_logprobs in step.top_logprobs:
             number, index, token, logprob = samples[place]
             told = dict(zip(unpacked(top_ids), unpack_floats(top_logprobs), strict=True))
-            self.tops[number, index] = told
+            self.top_logprobs[number, index] = told
             assert told.get(token, logprob) == logprob
-        for number, first, values, top_ids, top_logprobs in step.prompts:
+        for number, first, values, top_ids, top_logprobs in step.prompt_logprobs:
             self.hear(number, first, unpack_floats(values), unpacked(top_ids), unpack_floats(top_logprobs))
         for number, why, end in step.ended:
             assert number not in self.ended
@@ -134,7 +134,7 @@ class Player:
         self, number: int, first: int, logprobs: list[float], top_ids: list[int], top_logprobs: list[float]
     ) -> None:
         """What is told of a prompt: in order, and none of it after the first sampled token."""
-        told, tops = self.prompts.setdefault(number, []), self.prompt_tops.setdefault(number, [])
+        told, tops = self.prompt_logprobs.setdefault(number, []), self.prompt_tops.setdefault(number, [])
         assert first == len(told) + 1 and logprobs and len(self.ids[number]) <= 1
         told += logprobs
         width = len(top_ids) // len(logprobs)

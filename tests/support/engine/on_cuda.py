@@ -99,8 +99,8 @@ def engine_on(device: str, folder: Path | str, monkeypatch: pytest.MonkeyPatch, 
     monkeypatch.setattr(load, "choose_backend", backend_of)
     monkeypatch.setattr(engines, "make_capture", lambda device: again)
     engine = Engine(asked)
-    engine.ahead = True
-    engine.speed_up(asked, no_progress)
+    engine.runs_ahead = True
+    engine.compile_and_capture(asked, no_progress)
     return engine
 
 
@@ -151,14 +151,14 @@ def noted(engine: Engine) -> Iterator[tuple[list[bool], list[int]]]:
     compute, graphs = engine.compute, engine.graphs if isinstance(engine.graphs, CudaGraphs) else None
     run = graphs.run if graphs else None
 
-    def note(parts: Sequence[RowSlice], previous: torch.Tensor | None) -> torch.Tensor:
-        computed.append(all(part.decodes for part in parts))
-        return compute(parts, previous)
+    def note(slices: Sequence[RowSlice], previous: torch.Tensor | None) -> torch.Tensor:
+        computed.append(all(row_slice.decodes for row_slice in slices))
+        return compute(slices, previous)
 
-    def note_replay(parts: Sequence[RowSlice], previous: torch.Tensor | None) -> torch.Tensor:
+    def note_replay(slices: Sequence[RowSlice], previous: torch.Tensor | None) -> torch.Tensor:
         assert run
-        replayed.append(len(parts))
-        return run(parts, previous)
+        replayed.append(len(slices))
+        return run(slices, previous)
 
     engine.compute = note  # type: ignore[method-assign]
     if graphs:

@@ -38,7 +38,7 @@ FRAMES: list[Frame] = [
         ((1, b"more"),),
     ),
     Grant(9, 64, stops=((2, "cancelled"),)),
-    StepResult(1, prompts=((1, 1, b"1234", b"1234", b"5678"),)),
+    StepResult(1, prompt_logprobs=((1, 1, b"1234", b"1234", b"5678"),)),
     StepResult(
         2,
         SAMPLE.pack(1, 0, 504, -0.5),

@@ -129,7 +129,7 @@ async def test_the_likeliest_tokens_stand_beside_their_own(agent, redis):
         await start(agent, row=2)
         for index in range(2):
             top = pack_ids([7 + index, 3]), pack_floats([-0.25, float("-inf")])
-            step(agent, {2: (index, 4), 1: (index, 5 + index)}, tops=[(1, *top)])
+            step(agent, {2: (index, 4), 1: (index, 5 + index)}, top_logprobs=[(1, *top)])
         await agent.flush()
         events = decode(Events, (await pubsub.get_message(timeout=1))["data"])
     second, first = events.tokens
@@ -200,10 +200,10 @@ async def test_what_is_told_of_a_prompt_is_committed_with_the_first_token(agent,
     """Whole, however many chunks it came in."""
     await start(agent, prompt_logprobs=1, prompt_ids=pack_ids([3, 4, 5, 6]))
     assert agent.engine.grants[-1].starts[0].prompt_logprobs == 1
-    step(agent, prompts=[told(1, -1.0)])
+    step(agent, prompt_logprobs=[told(1, -1.0)])
     await agent.flush()
     assert (await read(redis, KEYS, ["r1"]))["r1"].prompt is None
-    step(agent, {1: (0, 9)}, prompts=[told(2, -2.0, -3.0)], prefilled=[(1, 4)])
+    step(agent, {1: (0, 9)}, prompt_logprobs=[told(2, -2.0, -3.0)], prefilled=[(1, 4)])
     step(agent, {1: (1, 9)})
     await agent.flush()
     state = (await read(redis, KEYS, ["r1"]))["r1"]
@@ -221,7 +221,7 @@ async def test_a_prompt_of_one_token_has_nothing_to_be_told_of(agent, redis):
 async def test_a_prompt_is_told_of_once(agent, redis):
     """By the attempt that has the first token; a row that ends before that leaves nothing."""
     await start(agent, prompt_logprobs=0)
-    step(agent, prompts=[told(1, -1.0)], ended=[(1, "preempted", 0)], released=[(1, 1)])
+    step(agent, prompt_logprobs=[told(1, -1.0)], ended=[(1, "preempted", 0)], released=[(1, 1)])
     await agent.flush()
     assert (await read(redis, KEYS, ["r1"]))["r1"].prompt is None
     await start(agent, row=2, prompt_logprobs=0, shown=RECORD.pack(5, -1.0))

@@ -45,7 +45,7 @@ def engine(request: pytest.FixtureRequest, tmp_path: Path) -> Engine:
         "threads": 1,
     }
     engine = Engine(Settings(model_id=str(tmp_path), **settings))
-    engine.ahead = request.param
+    engine.runs_ahead = request.param
     return engine
 
 
@@ -79,9 +79,9 @@ def test_nobody_notices(engine: Engine, room: int, since: int, error: RuntimeErr
     scarce = limit(engine, room=room, since=since, error=error)
     found = play(engine)
     assert scarce.refusals and found.ids == wanted.ids
-    assert {row: len(told) for row, told in found.prompts.items()} == {0: 2, 1: 29}
-    for row, told in found.prompts.items():
-        assert told == pytest.approx(wanted.prompts[row], abs=1e-5)
+    assert {row: len(told) for row, told in found.prompt_logprobs.items()} == {0: 2, 1: 29}
+    for row, told in found.prompt_logprobs.items():
+        assert told == pytest.approx(wanted.prompt_logprobs[row], abs=1e-5)
         assert [*found.prompt_tops[row]] == [pytest.approx(top, abs=1e-5) for top in wanted.prompt_tops[row]]
 
 

@@ -184,7 +184,7 @@ def like_cuda(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Engine]:
         monkeypatch.setattr(load, "choose_backend", backend_of)
         monkeypatch.setattr(engine_module, "FIXED_TOKENS", 12)
         engine = engine_of(folder, block_size=16)
-        engine.ahead = True
+        engine.runs_ahead = True
         if engine.loaded.plan_free:
             engine.capture(again, 3, deterministic)
         return engine

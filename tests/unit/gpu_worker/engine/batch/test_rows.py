@@ -37,19 +37,21 @@ def table(*starts: StartRow, until: int = 1000, prefill_tokens: int = 1000) -> R
     return rows
 
 
-def shape(parts: list[RowSlice]) -> list[tuple[int, int, int, bool]]:
-    return [(part.row.number, part.begin, part.count, part.samples) for part in parts]
+def shape(slices: list[RowSlice]) -> list[tuple[int, int, int, bool]]:
+    return [
+        (row_slice.row.number, row_slice.begin, row_slice.count, row_slice.samples) for row_slice in slices
+    ]
 
 
-def read(rows: Rows, parts: list[RowSlice], token: int = TEXT) -> StepResultBuilder:
-    num_samples = sum(part.samples for part in parts)
-    rows.read(parts, [token] * num_samples, [-0.5] * num_samples)
-    return rows.report()
+def read(rows: Rows, slices: list[RowSlice], token: int = TEXT) -> StepResultBuilder:
+    num_samples = sum(row_slice.samples for row_slice in slices)
+    rows.collect(slices, [token] * num_samples, [-0.5] * num_samples)
+    return rows.take_result()
 
 
 def step(rows: Rows, token: int = TEXT) -> tuple[list[tuple[int, int, int, bool]], StepResultBuilder]:
-    parts = rows.launch()
-    return shape(parts), read(rows, parts, token)
+    slices = rows.launch()
+    return shape(slices), read(rows, slices, token)
 
 
 def numbers(outcome: StepResultBuilder) -> list[int]:
@@ -65,8 +67,8 @@ def test_prefill_is_chunked_in_the_order_of_starts_beside_rows_that_decode() -> 
     rows = table(start(0, 2), start(1, 10), start(2, 5), prefill_tokens=8)
     shapes = []
     for _ in range(4):
-        parts, outcome = step(rows)
-        shapes.append(parts)
+        slices, outcome = step(rows)
+        shapes.append(slices)
     assert shapes == [
         [(0, 0, 2, True), (1, 0, 6, False)],
         [(0, 2, 1, True), (1, 6, 4, True), (2, 0, 4, False)],
@@ -78,7 +80,7 @@ def test_prefill_is_chunked_in_the_order_of_starts_beside_rows_that_decode() -> 
 
 def test_prompts_that_are_told_of_take_few_tokens_of_a_step() -> None:
     """What comes after the last token of a prompt is sampled; what comes after all others is told of."""
-    rows = Rows(BLOCK, [EOS], max_scores=3)
+    rows = Rows(BLOCK, [EOS], max_scored_tokens=3)
     rows.apply(
         Grant(
             1000,
@@ -93,19 +95,28 @@ def test_prompts_that_are_told_of_take_few_tokens_of_a_step() -> None:
     )
     shapes, told = [], []
     for _ in range(4):
-        parts = rows.launch()
+        slices = rows.launch()
         shapes.append(
             [
-                (part.row.number, part.begin, part.count, part.samples, part.scores)
-                for part in parts
-                if not part.decodes
+                (
+                    row_slice.row.number,
+                    row_slice.begin,
+                    row_slice.count,
+                    row_slice.samples,
+                    row_slice.num_scored,
+                )
+                for row_slice in slices
+                if not row_slice.decodes
             ]
         )
-        num_samples = sum(part.samples for part in parts)
-        rows.read(
-            parts, [TEXT] * num_samples, [-0.5] * num_samples, prompts=[TOLD for part in parts if part.scores]
+        num_samples = sum(row_slice.samples for row_slice in slices)
+        rows.collect(
+            slices,
+            [TEXT] * num_samples,
+            [-0.5] * num_samples,
+            prompt_logprobs=[TOLD for row_slice in slices if row_slice.num_scored],
         )
-        told.append([(row, first) for row, first, *_ in rows.report().prompts])
+        told.append([(row, first) for row, first, *_ in rows.take_result().prompt_logprobs])
     assert shapes == [
         [(0, 0, 3, False, 3), (1, 0, 4, True, 0)],
         [(0, 3, 2, True, 1), (2, 0, 1, False, 1)],
@@ -117,10 +128,10 @@ def test_prompts_that_are_told_of_take_few_tokens_of_a_step() -> None:
 
 def test_a_row_that_has_ended_is_told_nothing_of_its_prompt() -> None:
     rows = table(start(0, 6, prompt_logprobs=0), prefill_tokens=4)
-    parts = rows.launch()
+    slices = rows.launch()
     rows.apply(Grant(1000, 4, stops=[(0, "client")]))
-    rows.read(parts, [], [], prompts=[TOLD])
-    assert rows.report().prompts == []
+    rows.collect(slices, [], [], prompt_logprobs=[TOLD])
+    assert rows.take_result().prompt_logprobs == []
 
 
 def test_a_row_in_flight_goes_on_from_what_is_not_read_yet() -> None:
@@ -130,7 +141,9 @@ def test_a_row_in_flight_goes_on_from_what_is_not_read_yet() -> None:
     for _ in range(4):
         flights.append(rows.launch())
         read(rows, flights[-2])
-    assert [[(part.row.number, part.source) for part in parts] for parts in flights] == [
+    assert [
+        [(row_slice.row.number, row_slice.source_place) for row_slice in slices] for slices in flights
+    ] == [
         [(0, None), (1, None)],
         [(0, 0), (1, None), (2, None)],
         [(1, 1), (0, 0), (2, 2)],
@@ -138,7 +151,7 @@ def test_a_row_in_flight_goes_on_from_what_is_not_read_yet() -> None:
         [(1, 0), (0, 1), (2, 2)],
     ]
     read(rows, flights[-1])
-    assert [part.source for part in rows.launch()] == [None] * 3
+    assert [row_slice.source_place for row_slice in rows.launch()] == [None] * 3
 
 
 def test_prefilled_is_said_once() -> None:
@@ -203,25 +216,31 @@ def test_only_rows_that_ask_have_a_turn() -> None:
     )
     turns = []
     for _ in range(4):
-        parts = rows.launch()
-        turns.append([(part.row.number, part.turn.index) for part in parts if part.samples and part.turn])
-        read(rows, parts)
+        slices = rows.launch()
+        turns.append(
+            [
+                (row_slice.row.number, row_slice.sample_request.index)
+                for row_slice in slices
+                if row_slice.samples and row_slice.sample_request
+            ]
+        )
+        read(rows, slices)
     assert turns == [[(1, 4)], [(1, 5), (3, 0)], [(3, 1)], [(3, 2)]]
 
 
 def test_likeliest_tokens_stand_beside_their_row() -> None:
     """The token of a row that was stopped meanwhile is dropped: those after it move up."""
     rows = table(start(0, 3), start(1, 3), start(2, 3))
-    parts = rows.launch()
+    slices = rows.launch()
     rows.apply(Grant(1000, 1000, stops=[(1, "cancelled")]))
-    rows.read(
-        parts,
+    rows.collect(
+        slices,
         [TEXT] * 3,
         [-0.5] * 3,
         {1: TopLogprobs([8], [-1.0]), 2: TopLogprobs([7, 9], [-0.5, float("-inf")])},
     )
-    outcome = rows.report()
-    assert (numbers(outcome), outcome.tops) == (
+    outcome = rows.take_result()
+    assert (numbers(outcome), outcome.top_logprobs) == (
         [0, 2],
         [(1, packed([7, 9]), pack_floats([-0.5, float("-inf")]))],
     )
@@ -229,8 +248,8 @@ def test_likeliest_tokens_stand_beside_their_row() -> None:
 
 def test_a_resumed_row_counts_from_its_base() -> None:
     rows = table(start(0, 6, base=4, end=6))
-    parts, outcome = step(rows)
-    assert parts == [(0, 0, 6, True)]
+    slices, outcome = step(rows)
+    assert slices == [(0, 0, 6, True)]
     assert (numbers(outcome), indices(outcome), outcome.ended) == ([0], [4], [])
     _, outcome = step(rows)
     assert (indices(outcome), outcome.ended, outcome.released) == ([5], [(0, "length", 6)], [(0, 7)])
@@ -241,10 +260,10 @@ def test_a_stopped_row_is_released_at_the_boundary() -> None:
     step(rows)
     rows.apply(Grant(rows.step, 1000, stops=[(0, "stop_sequence"), (5, "cancelled")]))
     assert rows.launch() == []
-    outcome = rows.report()
+    outcome = rows.take_result()
     assert (outcome.ended, outcome.released) == ([(0, "stop_sequence", 1)], [(0, 3)])
     assert [list(blocks) for blocks in outcome.freed] == [list(range(1, 101))]
-    assert not rows.report()
+    assert not rows.take_result()
 
 
 def test_a_row_is_released_after_the_last_launched_step_that_held_it() -> None:
@@ -253,12 +272,12 @@ def test_a_row_is_released_after_the_last_launched_step_that_held_it() -> None:
     first = rows.launch()
     second = rows.launch()
     assert shape(second) == [(0, 3, 1, True), (1, 3, 1, True)]
-    rows.read(first, [EOS, TEXT], [0.0, 0.0])
-    outcome = rows.report()
+    rows.collect(first, [EOS, TEXT], [0.0, 0.0])
+    outcome = rows.take_result()
     assert (numbers(outcome), outcome.ended, outcome.released) == ([0, 1], [(0, "eos_token", 1)], [])
     rows.apply(Grant(1000, 1000, stops=[(1, "cancelled")]))
-    rows.read(second, [TEXT, TEXT], [0.0, 0.0])
-    outcome = rows.report()
+    rows.collect(second, [TEXT, TEXT], [0.0, 0.0])
+    outcome = rows.take_result()
     assert (numbers(outcome), outcome.ended, outcome.released) == (
         [],
         [(1, "cancelled", 1)],
@@ -292,19 +311,22 @@ def test_every_row_ends_once_and_within_its_blocks(
     released: list[int] = []
     flight: list[list[RowSlice]] = []
     while rows.rows:
-        parts = rows.launch()
-        assert sum(part.count for part in parts if not part.decodes) <= prefill_tokens
-        assert all(part.kv_len <= len(part.row.blocks) * BLOCK and not part.row.ended for part in parts)
-        flight += [parts] if parts else []
-        if not parts:
+        slices = rows.launch()
+        assert sum(row_slice.count for row_slice in slices if not row_slice.decodes) <= prefill_tokens
+        assert all(
+            row_slice.kv_len <= len(row_slice.row.blocks) * BLOCK and not row_slice.row.ended
+            for row_slice in slices
+        )
+        flight += [slices] if slices else []
+        if not slices:
             rows.apply(
                 Grant(1000, prefill_tokens, blocks=[(row, packed([500 + len(tokens)])) for row in rows.rows])
             )
-        if flight and (not ahead or len(flight) > 1 or not parts):
+        if flight and (not ahead or len(flight) > 1 or not slices):
             landed = flight.pop(0)
-            num_samples = sum(part.samples for part in landed)
-            rows.read(landed, [tokens.pop() for _ in range(num_samples)], [0.0] * num_samples)
-        outcome = rows.report()
+            num_samples = sum(row_slice.samples for row_slice in landed)
+            rows.collect(landed, [tokens.pop() for _ in range(num_samples)], [0.0] * num_samples)
+        outcome = rows.take_result()
         for row, index, token, _ in outcome.samples:
             assert index == len(taken[row]) and row not in ended
             taken[row].append(token)

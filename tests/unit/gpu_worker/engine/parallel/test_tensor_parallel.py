@@ -147,7 +147,7 @@ def test_prompts_are_told_of_the_same(two: Communicator, tmp_path: Path) -> None
         played = Player(engine, list(range(1, engine.ready.num_blocks + 1)), 7, until=engine.rows.step)
         asking = enumerate(prompts(VOCAB))
         played.run([played.start(row, ids, 2, ignore_eos=True, prompt_logprobs=1) for row, ids in asking])
-        return played.prompts
+        return played.prompt_logprobs
 
     tiny_models.save(tmp_path, *FAMILIES["Llama"])
     settings = SETTINGS | {"model_id": str(tmp_path), "threads": 1}

@@ -37,7 +37,7 @@ class Fixed:
     words: Any
     values: Any
 
-    def take(self, token: int) -> None:
+    def accept(self, token: int) -> None:
         """Whatever comes."""
 
     def mask(self) -> Any:
@@ -91,7 +91,7 @@ def turn_of(random: np.random.Generator, size: int, num_words: int, num_biases: 
     words = random.integers(-(2**31), 2**31, num_words).astype(np.int32)
     words[size // 64 :][:1] = -1
     bias = random.normal(0, 2, num_biases).astype(np.float32)
-    guide = one(None, None, Fixed(words, bias), Fixed(words, None), Fixed(None, bias))
+    grammar = one(None, None, Fixed(words, bias), Fixed(words, None), Fixed(None, bias))
     generated = ids(one(0, 9))
     start = start_row(
         0,
@@ -102,16 +102,16 @@ def turn_of(random: np.random.Generator, size: int, num_words: int, num_biases: 
         top_n_tokens=one(0, 0, min(3, size), size),
         sampling=sampling,
     )
-    manner = SamplingState.of(start, ENDS, guide)
-    return manner and SampleRequest(manner, len(generated))
+    state = SamplingState.of(start, ENDS, grammar)
+    return state and SampleRequest(state, len(generated))
 
 
-def compare(found: SamplerOutput, wanted: SamplerOutput, turns: list[SampleRequest | None]) -> None:
+def compare(found: SamplerOutput, wanted: SamplerOutput, requests: list[SampleRequest | None]) -> None:
     assert found.ids.tolist() == wanted.ids.tolist()
     torch.testing.assert_close(found.logprobs, wanted.logprobs, rtol=1e-5, atol=2e-5)
     assert found.top_ids.shape == wanted.top_ids.shape
-    for row, turn in enumerate(turns):
-        num = turn.manner.top_n_tokens if turn else 0
+    for row, request in enumerate(requests):
+        num = request.state.top_n_tokens if request else 0
         assert found.top_ids[row, :num].tolist() == wanted.top_ids[row, :num].tolist()
         torch.testing.assert_close(
             found.top_logprobs[row, :num], wanted.top_logprobs[row, :num], rtol=1e-5, atol=2e-5
@@ -126,8 +126,12 @@ def test_kernels_choose_as_torch_does(size: int, dtype: torch.dtype, library: ct
         num_rows = 12 if size > 10_000 else 60
         logits = logits_of(shape, random, num_rows, size, dtype)
         lengths = random.choice([1, size // 32 + 1, size // 32 + 3]), random.choice([1, size, size + 9])
-        turns = [turn_of(random, size, *lengths) for _ in range(num_rows)]
-        compare(cpu_sampler.sample_natively(library, logits, turns), sample_in_groups(logits, turns), turns)
+        requests = [turn_of(random, size, *lengths) for _ in range(num_rows)]
+        compare(
+            cpu_sampler.sample_natively(library, logits, requests),
+            sample_in_groups(logits, requests),
+            requests,
+        )
 
 
 @pytest.mark.parametrize("dtype", native.TYPE_CODES, ids=str)
@@ -162,13 +166,13 @@ def test_likeliest(dtype: torch.dtype, size: int, library: ctypes.CDLL) -> None:
 def test_rows_that_are_no_numbers(library: ctypes.CDLL) -> None:
     """Some id; those beside them are not disturbed, and single ones are never chosen."""
     random = np.random.default_rng(0)
-    turns = [turn_of(random, 3000, 94, 3000) for _ in range(60)]
+    requests = [turn_of(random, 3000, 94, 3000) for _ in range(60)]
     logits = logits_of("spread", random, 60, 3000, torch.float32)
-    wanted = cpu_sampler.sample_natively(library, logits, turns)
+    wanted = cpu_sampler.sample_natively(library, logits, requests)
     for broken in (math.nan, math.inf, -math.inf):
         some = logits.clone()
         some[::2] = broken
-        found = cpu_sampler.sample_natively(library, some, turns)
+        found = cpu_sampler.sample_natively(library, some, requests)
         assert found.ids[1::2].tolist() == wanted.ids[1::2].tolist()
         assert ((found.ids >= 0) & (found.ids < 3000)).all()
     logits[:, 7::2] = math.nan

@@ -100,7 +100,7 @@ def check(played: Player, prompts: list[list[int]], indices: list[int]) -> None:
     """What was told of these prompts is true; and what they go on with is what they would without."""
     answers = dict(zip(indices, reference_ids([prompts[index] for index in indices], 40), strict=True))
     for index, wanted in zip(indices, reference_logprobs([prompts[index] for index in indices]), strict=True):
-        told, tops = played.prompts.get(index, []), played.prompt_tops.get(index, [])
+        told, tops = played.prompt_logprobs.get(index, []), played.prompt_tops.get(index, [])
         found = [[own, *top.values()] for own, top in zip(told, tops, strict=True)]
         assert len(found) == len(wanted)
         np.testing.assert_allclose(
@@ -133,8 +133,10 @@ def test_beside_others(
     ]
     played.run(starts)
     check(played, prompts, asking)
-    assert played.prompts.keys() == {index for index in asking if len(prompts[index]) > 1}
-    assert all(len(told) <= 4 * prefill_tokens for step in played.steps for _, _, told, _, _ in step.prompts)
+    assert played.prompt_logprobs.keys() == {index for index in asking if len(prompts[index]) > 1}
+    assert all(
+        len(told) <= 4 * prefill_tokens for step in played.steps for _, _, told, _, _ in step.prompt_logprobs
+    )
 
 
 def test_rows_that_ask_differently(engine: Engine, prompts: list[list[int]]) -> None:
@@ -151,9 +153,11 @@ def test_rows_that_ask_differently(engine: Engine, prompts: list[list[int]]) -> 
     )
     [wanted] = reference_logprobs([ids])
     for number in (0, 1):
-        np.testing.assert_allclose(played.prompts[number], [own for own, *_ in wanted], rtol=1e-4, atol=1e-4)
+        np.testing.assert_allclose(
+            played.prompt_logprobs[number], [own for own, *_ in wanted], rtol=1e-4, atol=1e-4
+        )
     assert (
-        played.prompts.keys() == {0, 1}
+        played.prompt_logprobs.keys() == {0, 1}
         and not any(played.prompt_tops[0])
         and {len(top) for top in played.prompt_tops[1]} == {2}
     )
@@ -164,12 +168,14 @@ def test_few_of_them_in_one_step(
     engine: Engine, prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whoever asks for nothing is not held up by that."""
-    monkeypatch.setattr(engine.rows, "max_scores", 16)
+    monkeypatch.setattr(engine.rows, "max_scored_tokens", 16)
     played, asking = player(engine), [15, 20]
     played.run(
         [played.start(index, prompts[index], NEW_TOKENS, prompt_logprobs=TOPS) for index in asking]
         + [played.start(4, prompts[4], 1)]
     )
     check(played, prompts, asking)
-    assert max(sum(len(told) // 4 for _, _, told, _, _ in step.prompts) for step in played.steps) <= 16
+    assert (
+        max(sum(len(told) // 4 for _, _, told, _, _ in step.prompt_logprobs) for step in played.steps) <= 16
+    )
     assert any(row == 4 for step in played.steps[:2] for row, *_ in step.sampled)

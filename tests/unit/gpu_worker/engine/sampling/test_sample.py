@@ -84,13 +84,13 @@ askings = st.tuples(samplings, st.sampled_from([0, 3, VOCABULARY]), st.sampled_f
 pytestmark = pytest.mark.usefixtures("way")
 
 
-def turn(
+def request(
     sampling: SamplingParams | None,
     top_n_tokens: int = 0,
     min_new_tokens: int = 0,
     generated: Sequence[int] = GENERATED,
     index: int = -1,
-    guide: GrammarMask | None = None,
+    grammar: GrammarMask | None = None,
 ) -> SampleRequest | None:
     """Of a row that generated so much; `index` where another token than the next is meant."""
     start = start_row(
@@ -102,12 +102,12 @@ def turn(
         top_n_tokens=top_n_tokens,
         min_new_tokens=min_new_tokens,
     )
-    manner = SamplingState.of(start, ENDS, guide)
-    return manner and SampleRequest(manner, len(generated) if index < 0 else index)
+    state = SamplingState.of(start, ENDS, grammar)
+    return state and SampleRequest(state, len(generated) if index < 0 else index)
 
 
-def sample(logits: torch.Tensor, turns: Sequence[SampleRequest | None]) -> StepSamples:
-    return read(sampler.sample(logits, turns), turns)
+def sample(logits: torch.Tensor, requests: Sequence[SampleRequest | None]) -> StepSamples:
+    return read(sampler.sample(logits, requests), requests)
 
 
 def logits_of(seed: int, num: int = 1, ties: bool = False, size: int = VOCABULARY) -> torch.Tensor:
@@ -118,7 +118,7 @@ def logits_of(seed: int, num: int = 1, ties: bool = False, size: int = VOCABULAR
 
 def distribution(sampled: StepSamples, row: int, size: int = VOCABULARY) -> Any:
     """Told by `top_n_tokens` of the whole vocabulary."""
-    top, logprobs = sampled.tops[row], np.full(size, np.nan)
+    top, logprobs = sampled.top_logprobs[row], np.full(size, np.nan)
     logprobs[top.ids] = top.logprobs
     assert top.logprobs == sorted(top.logprobs, reverse=True)
     return logprobs
@@ -136,8 +136,8 @@ def check(
         assert expected[sampled.ids[row]] == pytest.approx(expected.max(), abs=1e-5)
     told = log_softmax(logits.double().numpy()) if sampling.raw_logprobs else expected
     assert sampled.logprobs[row] == pytest.approx(told[sampled.ids[row]], abs=1e-4)
-    if row in sampled.tops:
-        top = sampled.tops[row]
+    if row in sampled.top_logprobs:
+        top = sampled.top_logprobs[row]
         np.testing.assert_allclose(top.logprobs, np.sort(told)[::-1][: len(top.ids)], atol=1e-4)
         np.testing.assert_allclose(top.logprobs, told[top.ids], atol=1e-4)
 
@@ -152,7 +152,7 @@ def known(sampling: SamplingParams) -> list[tuple[int, float]]:
 def test_each_parameter(name: str, raw: bool, ties: bool) -> None:
     sampling = SamplingParams(**ALONE[name], raw_logprobs=raw)
     logits = logits_of(1, 8, ties)
-    sampled = sample(logits, [turn(replace(sampling, seed=row), VOCABULARY) for row in range(8)])
+    sampled = sample(logits, [request(replace(sampling, seed=row), VOCABULARY) for row in range(8)])
     for row in range(8):
         check(sampled, row, logits[row], sampling)
         assert raw or not np.array_equal(
@@ -168,12 +168,12 @@ def test_mixed_in_one_batch(
     rows: list[tuple[SamplingParams, int, int] | None], seed: int, ties: bool
 ) -> None:
     logits = logits_of(seed, len(rows), ties)
-    sampled = sample(logits, [turn(*asked) if asked else None for asked in rows])
+    sampled = sample(logits, [request(*asked) if asked else None for asked in rows])
     for row, asked in enumerate(rows):
         sampling, top_n_tokens, min_new_tokens = asked or (SamplingParams(), 0, 0)
         check(sampled, row, logits[row], sampling, ENDS if min_new_tokens else [])
-        assert len(sampled.tops[row].ids if top_n_tokens else []) == top_n_tokens and (
-            row in sampled.tops
+        assert len(sampled.top_logprobs[row].ids if top_n_tokens else []) == top_n_tokens and (
+            row in sampled.top_logprobs
         ) == bool(top_n_tokens)
 
 
@@ -189,25 +189,25 @@ def test_neighbours_change_nothing(
 ) -> None:
     """Bit for bit, also beside rows that are no numbers."""
     logits = logits_of(seed, len(rows), size=size)
-    together = sample(logits, [turn(*asked) for asked in rows])
+    together = sample(logits, [request(*asked) for asked in rows])
     some = data.draw(st.lists(st.sampled_from(range(len(rows))), min_size=1, unique=True))
     broken = logits[some + some]
     broken[len(some) :] = math.nan
-    again = sample(broken, [turn(*rows[row]) for row in some + some])
+    again = sample(broken, [request(*rows[row]) for row in some + some])
     for place, row in enumerate(some):
         assert (again.ids[place], again.logprobs[place]) == (together.ids[row], together.logprobs[row])
-        assert again.tops.get(place) == together.tops.get(row)
+        assert again.top_logprobs.get(place) == together.top_logprobs.get(row)
 
 
 @pytest.mark.parametrize("name", [name for name in ALONE if "temperature" in ALONE[name]])
 def test_choices_follow_the_distribution(name: str) -> None:
     """One row for each of 2000 tokens, of two seeds and two choices; the rarest tokens are counted together."""
     num, logits = 2000, logits_of(2)
-    turns = [
-        turn(SamplingParams(**ALONE[name], seed=row % 2, choice=row // 2 % 2), index=row // 4)
+    requests = [
+        request(SamplingParams(**ALONE[name], seed=row % 2, choice=row // 2 % 2), index=row // 4)
         for row in range(num)
     ]
-    sampled = sample(logits.expand(num, -1), turns)
+    sampled = sample(logits.expand(num, -1), requests)
     expected = num * np.exp(processed(logits[0].numpy(), SamplingParams(**ALONE[name]), PROMPT, GENERATED))
     counts = np.bincount(sampled.ids, minlength=VOCABULARY)
     assert not counts[expected == 0].any()
@@ -226,11 +226,11 @@ ALL_OF_THEM = [{}, {"top_k": 1}, {"top_p": 0.9999}, {"typical_p": 0.9999}]
 
 def drawn(logits: torch.Tensor, numbers: Sequence[float], asked: dict[str, Any]) -> list[int]:
     """What rows of the same logits take for these random numbers."""
-    turns = [turn(SamplingParams(temperature=1.0, **asked)) for _ in numbers]
-    for number, one in zip(numbers, turns, strict=True):
+    requests = [request(SamplingParams(temperature=1.0, **asked)) for _ in numbers]
+    for number, one in zip(numbers, requests, strict=True):
         assert one
-        one.manner.uniforms.begin, one.manner.uniforms.values = 0, [number] * BUFFERED
-    return sample(logits.expand(len(numbers), -1), turns).ids
+        one.state.random.begin, one.state.random.values = 0, [number] * BUFFERED
+    return sample(logits.expand(len(numbers), -1), requests).ids
 
 
 @pytest.mark.parametrize("asked", ALL_OF_THEM)
@@ -281,9 +281,13 @@ def test_ties() -> None:
         "greedy": ({"temperature": 0.0}, [0]),
     }
     for asked, left in cases.values():
-        turns = [turn(SamplingParams(**{"temperature": 1.0, "seed": seed, **asked})) for seed in range(100)]
-        assert sorted(set(sample(logits.expand(100, -1), turns).ids)) == left
-    top = sample(torch.tensor([[-1.0, -3.0, -4.0, -2.0, -3.0]]), [turn(None, top_n_tokens=3)]).tops[0]
+        requests = [
+            request(SamplingParams(**{"temperature": 1.0, "seed": seed, **asked})) for seed in range(100)
+        ]
+        assert sorted(set(sample(logits.expand(100, -1), requests).ids)) == left
+    top = sample(
+        torch.tensor([[-1.0, -3.0, -4.0, -2.0, -3.0]]), [request(None, top_n_tokens=3)]
+    ).top_logprobs[0]
     assert top.ids == [0, 3, 1]
 
 
@@ -293,10 +297,10 @@ def test_a_single_survivor_is_certain() -> None:
         for raw in (False, True):
             sampled = sample(
                 logits_of(4),
-                [turn(SamplingParams(temperature=1.0, raw_logprobs=raw, **asked), top_n_tokens=2)],
+                [request(SamplingParams(temperature=1.0, raw_logprobs=raw, **asked), top_n_tokens=2)],
             )
             assert (sampled.logprobs[0] == 0.0) == (not raw)
-            assert math.isfinite(sampled.tops[0].logprobs[1]) == raw
+            assert math.isfinite(sampled.top_logprobs[0].logprobs[1]) == raw
 
 
 class Fixed:
@@ -305,7 +309,7 @@ class Fixed:
     def __init__(self, allowed: Sequence[int] | None = None, biased: dict[int, float] | None = None) -> None:
         self.allowed, self.biased, self.heard = allowed, biased, list[int]()
 
-    def take(self, token: int) -> None:
+    def accept(self, token: int) -> None:
         self.heard.append(token)
 
     def mask(self) -> Any:
@@ -330,7 +334,7 @@ def test_a_guide_has_its_say() -> None:
     logits = logits_of(6, 5)
     drawn = SamplingParams(temperature=1.0, top_p=0.9, seed=1)
     asked = [drawn, drawn, drawn, None, drawn]  # one is greedy but for its guide
-    guides = [
+    grammars = [
         None,
         Fixed(allowed=[3, 31, 32, 59]),
         Fixed(biased={7: 5.0}),
@@ -339,15 +343,18 @@ def test_a_guide_has_its_say() -> None:
     ]
     sampled = sample(
         logits,
-        [turn(sampling, VOCABULARY, guide=guide) for sampling, guide in zip(asked, guides, strict=True)],
+        [
+            request(sampling, VOCABULARY, grammar=grammar)
+            for sampling, grammar in zip(asked, grammars, strict=True)
+        ],
     )
-    for row, guide in enumerate(guides):
+    for row, grammar in enumerate(grammars):
         given = logits[row].clone()
-        if guide and guide.biased:
-            given += torch.from_numpy(guide.bias())
-        barred = sorted(set(range(VOCABULARY)) - set(guide.allowed)) if guide and guide.allowed else []
+        if grammar and grammar.biased:
+            given += torch.from_numpy(grammar.bias())
+        barred = sorted(set(range(VOCABULARY)) - set(grammar.allowed)) if grammar and grammar.allowed else []
         check(sampled, row, given, asked[row] or SamplingParams(), barred)
-        assert guide is None or guide.heard == GENERATED
+        assert grammar is None or grammar.heard == GENERATED
     assert sampled.ids[3] == 4
 
 
@@ -359,8 +366,8 @@ def test_rows_that_ask_for_nothing_are_plainly_greedy(monkeypatch: pytest.Monkey
         SamplingParams(),
         SamplingParams(seed=3, raw_logprobs=True, top_k=4, top_p=0.1, min_p=0.1, typical_p=0.1),
     ]
-    assert [turn(sampling) for sampling in nothing] == [None, None]
-    assert turn(None, min_new_tokens=3) is None  # has so many
+    assert [request(sampling) for sampling in nothing] == [None, None]
+    assert request(None, min_new_tokens=3) is None  # has so many
     monkeypatch.setattr(sampler, "sample_into", None)
     monkeypatch.setattr(native_choice, "native_request", None)
     logits = logits_of(5, 2)
@@ -390,8 +397,12 @@ def test_a_manner_remembers_what_a_resumed_one_finds(
     grown, resumed = SamplingState.of(start, []), SamplingState.of(whole, [])
     assert grown and resumed
     for token in tokens[base:]:
-        grown.take(token)
-    assert (grown.tail, grown.banned(5), grown.top_p) == (resumed.tail, resumed.banned(5), resumed.top_p)
+        grown.accept(token)
+    assert (grown.tail, grown.banned_ids_at(5), grown.top_p) == (
+        resumed.tail,
+        resumed.banned_ids_at(5),
+        resumed.top_p,
+    )
     found = penalties_of(grown)
     assert found == penalties_of(resumed)
     for token, penalty in found.items():
@@ -400,6 +411,6 @@ def test_a_manner_remembers_what_a_resumed_one_finds(
         assert penalty == pytest.approx(expected, rel=1e-5)
 
 
-def penalties_of(manner: SamplingState | None) -> dict[int, float]:
-    assert manner and manner.history
-    return dict(zip(manner.history.ids.tolist(), manner.penalty().tolist(), strict=True))
+def penalties_of(state: SamplingState | None) -> dict[int, float]:
+    assert state and state.token_counts
+    return dict(zip(state.token_counts.ids.tolist(), state.penalty().tolist(), strict=True))

@@ -43,7 +43,7 @@ def prompts() -> list[list[int]]:
 @pytest.fixture(scope="module")
 def answers(loaded: Engine, prompts: list[list[int]]) -> dict[int, list[int]]:
     """All rows at once."""
-    loaded.ahead = False
+    loaded.runs_ahead = False
     return play(loaded, prompts, list(ROWS))
 
 
@@ -74,7 +74,7 @@ def play(
     ]
     ids = played.run(starts)
     assert all(
-        len(played.tops[row, index]) == row % 3
+        len(played.top_logprobs[row, index]) == row % 3
         for row in rows
         if row % 3
         for index in range(len(shown[row]), NEW_TOKENS)
@@ -127,7 +127,7 @@ def test_sampled_ids_follow_what_the_engine_says(engine: Engine, prompts: list[l
             for row in range(num)
         ]
     )
-    told = played.tops[0, 0]
+    told = played.top_logprobs[0, 0]
     expected = num * np.exp(list(told.values()))
     counts = np.array([sum(ids == [token] for ids in played.ids.values()) for token in told])
     assert counts.sum() == num == pytest.approx(expected.sum(), rel=1e-5)
