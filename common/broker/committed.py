@@ -1,7 +1,7 @@
-"""What is committed of a request: read from the string that outlives workers and from the log of the worker
-that holds it.
+"""Committed state of requests: their tokens and where they are held.
 
-Gateways fill gaps with it, and the batcher resumes with it: one reading, so both see the same.
+It is read from the request's hash and string, and from the log of the worker that holds it. Gateways fill
+gaps with it and the batcher resumes requests with it, so both see the same.
 """
 
 from collections.abc import Iterable
@@ -19,16 +19,16 @@ from common.messages.records import RECORD, pack_tokens
 
 @dataclass(slots=True)
 class Committed:
-    """State of one request as Redis has it.
+    """Committed state of one request.
 
     Attributes:
-        known: whether the request exists at all (or has been settled and forgotten).
-        width: `RECORD`s of one token: its own, then one for each of its likeliest tokens.
-        records: packed, of tokens 0, 1, 2, …: all that is committed.
-        spilled_bytes: how much of that stands in the string.
-        prompt: packed records of the prompt's tokens but the first; there from the first token on, where the
-            request asks for them.
-        result: the final answer (JSON bytes) once there is a terminal.
+        known: whether the request exists; its keys expire some time after its end.
+        width: records of one token: its own, then one for each of the likeliest tokens.
+        records: packed records of all committed tokens.
+        spilled_bytes: how many bytes of them are in the string.
+        prompt: packed records of the prompt's tokens but the first, if the request asks for them; they are
+            committed with the first generated token.
+        result: the result (JSON) once there is a terminal.
     """
 
     known: bool = False
@@ -53,26 +53,26 @@ class Committed:
         return RECORD.size * self.width
 
     def append(self, tokens: Tokens) -> None:
-        """Adds what `tokens` knows beyond what is here already."""
+        """Append those of `tokens` that are not here yet; ignore them if tokens before them are missing."""
         have = self.num_tokens - tokens.index
         if 0 <= have < len(tokens.ids) // 4:
             self.records += pack_tokens(tokens)[have * self.token_bytes :]
 
 
 async def read(redis: Redis, keys: Keys, request_ids: Iterable[str]) -> dict[str, Committed]:
-    """What is committed of each request.
+    """Return the committed state of each request.
 
-    A spill moves ids from log to string while we look, and a hand-over moves a request to another worker: so
-    strings and logs are read in one transaction, and again when a request turned out to live elsewhere.
+    A spill moves tokens from log to string, and a plan moves a request to another worker, at any time. So
+    strings and logs are read in one transaction, and again if a request turns out to be on another worker.
     """
     request_ids = list(request_ids)
     workers: set[str] = set()
     while True:
-        reading = await read_once(redis, keys, request_ids, sorted(workers))
-        homes = {state.worker for state in reading.values() if state.worker and not state.terminal}
-        if homes <= workers:
-            return reading
-        workers = homes
+        states = await read_once(redis, keys, request_ids, sorted(workers))
+        holders = {state.worker for state in states.values() if state.worker and not state.terminal}
+        if holders <= workers:
+            return states
+        workers = holders
 
 
 FIELDS = ["digest", "worker", "attempt", "base", "crash_count", "cancel", "terminal", "width", "prompt"]
@@ -89,13 +89,13 @@ async def read_once(
         for worker in workers:
             pipe.xrange(keys.log(worker))
         answers = [skip_wrong_type(answer) for answer in await pipe.execute(raise_on_error=False)]
-    reading: dict[str, Committed] = {}
+    states: dict[str, Committed] = {}
     for i, request_id in enumerate(request_ids):
-        home, records, result = answers[3 * i : 3 * i + 3]
-        digest, worker, attempt, base, crash_count, cancel, terminal, width, prompt = home or [None] * len(
+        fields, records, result = answers[3 * i : 3 * i + 3]
+        digest, worker, attempt, base, crash_count, cancel, terminal, width, prompt = fields or [None] * len(
             FIELDS
         )
-        state = reading[request_id] = Committed(
+        state = states[request_id] = Committed(
             known=digest is not None,
             worker=(worker or b"").decode(),
             attempt=int(attempt or 0),
@@ -111,13 +111,14 @@ async def read_once(
         state.records = records[: len(records) // state.token_bytes * state.token_bytes]
         state.spilled_bytes = len(state.records)
     for entries in answers[3 * len(request_ids) :]:
-        replay(entries or [], reading)
-    return reading
+        apply_log(entries or [], states)
+    return states
 
 
 def skip_wrong_type(answer: Any) -> Any:
-    """An answer, or None for a key of another type than ours: it spoils its own request and no other. Raises
-    what else went wrong.
+    """Return the answer, or None if the key has another type: that spoils its own request only.
+
+    Raises any other error.
     """
     if isinstance(answer, ResponseError) and str(answer).startswith("WRONGTYPE"):
         return None
@@ -126,8 +127,8 @@ def skip_wrong_type(answer: Any) -> Any:
     return answer
 
 
-def replay(entries: list[tuple[bytes, dict[bytes, bytes]]], reading: dict[str, Committed]) -> None:
-    """Adds the tokens of a worker's log, in order, to the requests of a reading."""
+def apply_log(entries: list[tuple[bytes, dict[bytes, bytes]]], states: dict[str, Committed]) -> None:
+    """Append the tokens of a worker's log to the states of their requests."""
     for _, fields in entries:
         if (data := fields.get(b"entry")) is None:
             continue
@@ -136,5 +137,5 @@ def replay(entries: list[tuple[bytes, dict[bytes, bytes]]], reading: dict[str, C
         except WireError:
             continue
         for tokens in entry.tokens:
-            if (state := reading.get(tokens.request_id)) is not None:
+            if (state := states.get(tokens.request_id)) is not None:
                 state.append(tokens)

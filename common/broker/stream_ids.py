@@ -1,4 +1,4 @@
-"""Order of Redis stream ids."""
+"""Stream ids of Redis, as pairs of numbers that compare in order."""
 
 
 def parse_stream_id(stream_id: bytes | str) -> tuple[int, int]:

@@ -1,5 +1,6 @@
-"""Dataclasses to msgpack maps and back: short stable names, a version, unknown fields ignored, wrong types
-refused.
+"""Codec: dataclasses to msgpack maps and back.
+
+Fields have short stable names. A message has a version; unknown fields are ignored, wrong types refused.
 """
 
 import dataclasses
@@ -16,29 +17,27 @@ T = TypeVar("T")
 
 
 class WireError(ValueError):
-    """Bytes that are not the message they should be; `str()` names the field."""
+    """The bytes are not a valid message of the expected type; `str()` names the field."""
 
 
 def wire_field(
     name: str, default: Any = dataclasses.MISSING, default_factory: Any = dataclasses.MISSING
 ) -> Any:
-    """A field that travels under the short `name`."""
-    chosen = {} if default is dataclasses.MISSING else {"default": default}
-    chosen |= {} if default_factory is dataclasses.MISSING else {"default_factory": default_factory}
-    return dataclasses.field(metadata={"wire": name}, **chosen)
+    """Declare a field with the short `name` on the wire."""
+    defaults = {} if default is dataclasses.MISSING else {"default": default}
+    defaults |= {} if default_factory is dataclasses.MISSING else {"default_factory": default_factory}
+    return dataclasses.field(metadata={"wire": name}, **defaults)
 
 
 def encode(message: Any) -> bytes:
-    """The bytes of a message."""
     data: bytes = PACKER.pack({"v": VERSION, **to_map(message)})
     return data
 
 
 def decode(cls: type[T], data: bytes) -> T:
-    """A message of type `cls` from its bytes.
+    """Return the message.
 
-    Raises:
-        WireError: not msgpack, another version, a field missing or of the wrong type.
+    Raises WireError: not msgpack, another version, a field missing or of the wrong type.
     """
     try:
         body = msgpack.unpackb(data)
@@ -52,13 +51,14 @@ def decode(cls: type[T], data: bytes) -> T:
 
 
 def to_map(message: Any) -> dict[str, Any]:
-    """Its fields; those that hold messages hold them as they are."""
+    """Return the fields of a message by wire name; nested messages stay as they are."""
     return mapper(typing.cast(Any, type(message)))(message)
 
 
 PACKER = msgpack.Packer(default=to_map)
-"""One for all messages of a process, for to make one takes longer than to pack a message: all are made in one
-thread.
+"""Shared by all messages of a process: making a packer takes longer than packing a message.
+
+One thread encodes all messages.
 """
 
 
@@ -79,14 +79,15 @@ def from_map(cls: type[T], body: Any) -> T:
 
 @cache
 def mapper(cls: type) -> Callable[[Any], dict[str, Any]]:
-    """What `to_map` does, as one expression: with every token a message or two are made."""
+    """Compile `to_map` for one class to a single expression: it runs for every token."""
     pairs = ", ".join(f"{item.metadata['wire']!r}: message.{item.name}" for item in dataclasses.fields(cls))
-    made: Callable[[Any], dict[str, Any]] = eval(f"lambda message: {{{pairs}}}")
-    return made
+    compiled: Callable[[Any], dict[str, Any]] = eval(f"lambda message: {{{pairs}}}")
+    return compiled
 
 
 @cache
 def readers(cls: type) -> list[tuple[str, str, Callable[[Any], Any], bool]]:
+    """(name, wire name, reader, whether it is required) of each field."""
     hints = typing.get_type_hints(cls)
     absent = dataclasses.MISSING
     return [
@@ -101,19 +102,17 @@ def readers(cls: type) -> list[tuple[str, str, Callable[[Any], Any], bool]]:
 
 
 def reader(kind: Any) -> Callable[[Any], Any]:
-    """A function that checks and converts one field: it raises TypeError for a value that `kind` does not
-    admit.
-    """
+    """Return a function that converts a value, and raises TypeError if `kind` does not allow it."""
     origin, inner = typing.get_origin(kind), typing.get_args(kind)
     if dataclasses.is_dataclass(kind):
         return lambda value: from_map(typing.cast(Any, kind), value)
     if origin is list:
         item = reader(inner[0])
-        return lambda value: [item(one) for one in check_type(value, list)]
+        return lambda value: [item(element) for element in check_type(value, list)]
     if origin is tuple:
         parts = [reader(part) for part in inner]
         return lambda value: tuple(
-            part(one) for part, one in zip(parts, check_size(value, len(parts)), strict=True)
+            part(element) for part, element in zip(parts, check_size(value, len(parts)), strict=True)
         )
     if origin in (typing.Union, types.UnionType):
         some = reader(next(part for part in inner if part is not type(None)))

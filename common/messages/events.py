@@ -1,4 +1,4 @@
-"""Messages about tokens: from workers and the batcher to gateways, and in the logs of workers."""
+"""Event messages: tokens and terminals, on their way to gateways and in the logs of workers."""
 
 from dataclasses import dataclass
 
@@ -10,12 +10,11 @@ class Tokens:
     """Consecutive tokens of one request.
 
     Attributes:
-        index: of the first token, counted from 0 over all attempts.
-        ids, logprobs: packed int32 and float32, of equal length.
-        top_ids, top_logprobs: of the likeliest tokens, likeliest first; `top_n_tokens` of them for each
-            token.
-        texts: what each token adds to the text; empty in logs, where only ids count.
-        since_start_ms: with the request's first token, the time since this worker was handed it; else 0.
+        index: index of the first token, counted from 0 over all attempts.
+        ids, logprobs: packed int32 and float32, equally many.
+        top_ids, top_logprobs: the `top_n_tokens` likeliest tokens at each place, likeliest first.
+        texts: the text that each token adds; empty in logs.
+        since_start_ms: with the request's first token, the time since this worker got it; else 0.
     """
 
     request_id: str = wire_field("id")
@@ -34,8 +33,8 @@ class Terminal:
     """The one end of a request. `reason` is `length`, `eos_token`, `stop_sequence`, `cancelled` or `error`.
 
     Attributes:
-        num_tokens: generated tokens in all; a gateway that has fewer fills the gap first.
-        error, error_type: for reason `error`.
+        num_tokens: number of generated tokens; a gateway that has fewer fills the gap first.
+        error, error_type: with reason `error` or `cancelled`.
     """
 
     request_id: str = wire_field("id")
@@ -47,12 +46,12 @@ class Terminal:
 
 @dataclass(slots=True)
 class Events:
-    """One pub/sub message to a gateway.
+    """A pub/sub message to a gateway.
 
     Attributes:
-        source: incarnation of the worker, or the batcher, that speaks.
-        sequence: of this source on this channel; a message without tokens and terminals only repeats the last
-            one, so that a lost last message shows.
+        source: the worker's incarnation, or the batcher.
+        sequence: number of the message from this source on this channel. A message without tokens and
+            terminals repeats the last number, so the gateway notices that the last message was lost.
     """
 
     source: str = wire_field("s")
@@ -63,6 +62,6 @@ class Events:
 
 @dataclass(slots=True)
 class LogEntry:
-    """The ids of one flush; in the stream `log:{worker}` under the id `{sequence}-0`."""
+    """Tokens of one flush; an entry of the stream `log:{worker}` with the id `{sequence}-0`."""
 
     tokens: list[Tokens] = wire_field("t")

@@ -1,4 +1,4 @@
-"""How a request ends: its terminal, and the answer that stays under `result:{request}`."""
+"""Finish reasons: why rows and requests end, their terminals, and their results in `result:{request}`."""
 
 import json
 
@@ -7,20 +7,20 @@ from common.messages.records import unpack_records
 from common.messages.request import Generate
 
 FINISHED = ("length", "eos_token", "stop_sequence")
-"""Why a row ends with a whole answer."""
+"""Reasons of rows whose request is complete."""
 INTERRUPTED = ("preempted", "takeover")
-"""Why a row ends although its request goes on, in another row."""
+"""Reasons of rows whose request goes on in another row."""
 ERRORS = {
     "timeout": ("timeout", "the request was not finished before its deadline"),
     "poison": ("generation", "two workers died while they worked on this request"),
     "capacity": ("generation", "no worker's KV cache can hold this request"),
     "malformed": ("generation", "the queued request cannot be read"),
 }
-"""Why a request is ended against its will → (error type, error). What is named nowhere here is a cancel."""
+"""Reason of a failed request → (error type, error text). A reason that is not listed here is a cancel."""
 
 
 def terminal_for(request_id: str, why: str, num_tokens: int) -> Terminal:
-    """The terminal for a reason as rows, queues and deadlines name it."""
+    """Return the terminal of a request that ended for the reason `why`."""
     if why in FINISHED:
         return Terminal(request_id, why, num_tokens)
     if why in ERRORS:
@@ -30,12 +30,12 @@ def terminal_for(request_id: str, why: str, num_tokens: int) -> Terminal:
 
 
 def error_result(end: Terminal) -> str:
-    """The answer (JSON) of a request that did not finish."""
+    """Return the result (JSON) of a request that failed or was cancelled."""
     return json.dumps({"id": end.request_id, "error": end.error, "error_type": end.error_type})
 
 
 def final_result(request: Generate, end: Terminal, text: str, records: bytes) -> str:
-    """The answer (JSON) of a request that finished."""
+    """Return the result (JSON) of a complete request."""
     ids, logprobs, tops = unpack_records(records, request.width)
     body = {
         "id": request.request_id,

@@ -1,4 +1,4 @@
-"""Numbers as the bytes that messages and the door carry: little-endian int32 and float32."""
+"""Packing: lists of numbers to bytes and back, as little-endian int32 and float32."""
 
 from array import array
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""Messages between batcher and workers: plans and what starts with them, reports, capacities, deaths."""
+"""Plan messages, between batcher and workers: plans, the rows that start, reports, capacities, deaths."""
 
 from dataclasses import dataclass
 
@@ -11,10 +11,10 @@ class RowStart:
     """A row that starts on a worker: one attempt of one request.
 
     Attributes:
-        row: number of the row, unique in the incarnation's life.
+        row: number of the row, unique within the incarnation.
         base: index of the first token this attempt samples; the number of records in `committed`.
-        committed: packed records (`RECORD`) of the tokens of earlier attempts: facts, never computed again.
-        blocks: packed numbers of the KV blocks that the row owns at first.
+        committed: packed records of the tokens of earlier attempts, which are never sampled again.
+        blocks: packed numbers of the KV blocks that the row starts with.
     """
 
     row: int = wire_field("r")
@@ -27,17 +27,18 @@ class RowStart:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What a worker may do from its next step boundary on; in the stream `plans:{worker}` under the id
-    `{epoch}-{number}`.
+    """What a worker does from its next step boundary on.
+
+    It is an entry of the stream `plans:{worker}` with the id `{epoch}-{number}`.
 
     Attributes:
         until: the last step granted.
-        prefill_tokens: prompt tokens of one step.
+        prefill_tokens: most prompt tokens in one step.
         starts: rows that start, in order.
-        blocks: (row, packed blocks) that rows own in addition.
-        stops: (row, why) of rows asked to stop.
-        acknowledged: sequence of the last report taken in; the worker trims its reports up to it.
-        takeover: a new batcher asks the worker to stop every row and to answer with a report that says so.
+        blocks: (row, packed numbers of blocks) that rows get in addition.
+        stops: (row, why) of rows that stop.
+        acknowledged: sequence of the last report applied; the worker trims its reports up to it.
+        takeover: the plan of a new batcher; the worker drops every row and answers with such a report.
     """
 
     epoch: int = wire_field("e")
@@ -53,18 +54,19 @@ class Plan:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What happened on a worker since its last report; in the stream `reports:{worker}` under the id
-    `{sequence}-0`.
+    """What happened on a worker since its last report.
+
+    It is an entry of the stream `reports:{worker}` with the id `{sequence}-0`.
 
     Attributes:
-        sequence: number of the flush that carries it; rises, with gaps.
-        epoch, plan: the newest plan seen.
+        sequence: number of the flush that wrote it; increases, with gaps.
+        epoch, plan: the newest plan applied.
         step: the last step completed.
-        prefilled: (row, kv_len, step) of rows whose prompt is computed; from `step` on they grow by a token a
-            step.
-        ended: (row, why, end index, exclusive).
+        prefilled: (row, kv_len, step) of rows whose prompt is computed; from `step` on they grow by one token
+            in each step.
+        ended: (row, why, number of tokens generated).
         released: (row, kv_len): the row's blocks may go to others.
-        takeover: answer to a plan with `takeover`: nothing is held any more.
+        takeover: answer to a plan with `takeover`: the worker holds no rows.
     """
 
     sequence: int = wire_field("q")
@@ -79,11 +81,11 @@ class Report:
 
 @dataclass(frozen=True, slots=True)
 class WorkerCapacity:
-    """A worker's capacity, learnt at warm-up; field `capacity` of the hash `worker:{incarnation}`.
+    """Capacity of a worker, measured at warm-up; field `capacity` of the hash `worker:{incarnation}`.
 
     Attributes:
-        model: its name for people; `model_id` is what gateways of other pools find its tokenizer by.
-        context: longest sequence of the model, in tokens.
+        model: its name for people; gateways of other pools find its tokenizer by `model_id`.
+        context: longest sequence that the model supports, in tokens.
         eos_ids: packed ids that end a generation.
     """
 
@@ -108,8 +110,6 @@ class WorkerCapacity:
 
 @dataclass(frozen=True, slots=True)
 class WorkerDied:
-    """A launcher saw the end of a worker process: its logs can be sealed without waiting for the heartbeat's
-    TTL.
-    """
+    """A launcher saw a worker process end: its logs can be sealed before its heartbeat expires."""
 
     incarnation: str = wire_field("i")

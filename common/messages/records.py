@@ -5,25 +5,23 @@ import struct
 from common.messages.events import Tokens
 
 RECORD = struct.Struct("<if")
-"""An id and its log-probability; `Generate.width` of them are one token in the string `tokens:{request}`, in
-order, from index 0.
+"""A token id and its log-probability.
+
+The string `tokens:{request}` has `Generate.width` records for each token, in order, from index 0.
 """
-
-
 ONE_RECORD = struct.Struct("4s4s")
 
 
 TopTokens = list[tuple[int, float]]
-"""The likeliest tokens at one position, likeliest first: id, log-probability."""
+"""(id, log-probability) of the likeliest tokens at one position, likeliest first."""
 
 
 def pack_tokens(tokens: Tokens) -> bytes:
-    """Packed records of tokens."""
     return pack_records(tokens.ids, tokens.logprobs, tokens.top_ids, tokens.top_logprobs)
 
 
 def pack_records(ids: bytes, logprobs: bytes, top_ids: bytes, top_logprobs: bytes) -> bytes:
-    """Of each token its own record, then those of its likeliest tokens."""
+    """Pack for each token its own record, then those of the likeliest tokens at its place."""
     own = pack_pairs(ids, logprobs)
     if not top_ids:
         return b"".join(own)
@@ -32,12 +30,13 @@ def pack_records(ids: bytes, logprobs: bytes, top_ids: bytes, top_logprobs: byte
 
 
 def pack_pairs(ids: bytes, logprobs: bytes) -> list[bytes]:
+    """Return one record for each packed id and its packed log-probability."""
     return [ids[i : i + 4] + logprobs[i : i + 4] for i in range(0, len(ids), 4)]
 
 
 def unpack_columns(records: bytearray, begin: int, width: int) -> tuple[bytes, bytes, bytes, bytes]:
-    """The columns that `pack_records` joined, of the records from byte `begin` on."""
-    if len(records) - begin == RECORD.size:  # one token, as a step brings it
+    """Return the arguments of `pack_records` for the records from byte `begin` on."""
+    if len(records) - begin == RECORD.size:  # the common case: the one token of a step
         return *ONE_RECORD.unpack_from(records, begin), b"", b""
     words, step = memoryview(records)[begin:].cast("i"), 2 * width
     own = words[::step].tobytes(), words[1::step].tobytes()
@@ -48,7 +47,7 @@ def unpack_columns(records: bytearray, begin: int, width: int) -> tuple[bytes, b
 
 
 def unpack_records(records: bytes, width: int = 1) -> tuple[list[int], list[float], list[TopTokens]]:
-    """Ids, log-probabilities and likeliest tokens (nothing where `width` is 1) of packed records."""
+    """Return ids, log-probabilities and likeliest tokens (an empty list where `width` is 1)."""
     unpacked: TopTokens = list(struct.iter_unpack(RECORD.format, records))
     own = unpacked[::width]
     tops = [unpacked[i + 1 : i + width] for i in range(0, len(unpacked), width)] if width > 1 else []

@@ -1,4 +1,4 @@
-"""Messages of gateways: a request with its sampling and stopping parameters, and its cancel."""
+"""Request messages, from gateways: a request, its sampling and stopping parameters, and its cancel."""
 
 from dataclasses import dataclass
 
@@ -9,11 +9,11 @@ TOP_P_MIN = 1e-6
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How a row chooses its tokens, where that is not plainly the likeliest. Defaults change nothing.
+    """How the tokens of a row are sampled. Defaults change nothing: greedy, without penalties.
 
     Applied in this order: logit bias and banned words, repetition, frequency and presence penalties,
-    temperature, top-k, top-p, min-p, typical-p; then the choice. The random number for a token is a function
-    of (seed, choice, index of the token).
+    temperature, top-k, top-p, min-p, typical-p; then one token is drawn. The random number for a token is a
+    function of (seed, choice, index of the token).
 
     Attributes:
         temperature: 0 is greedy: the likeliest token after bias and penalties.
@@ -21,9 +21,9 @@ class SamplingParams:
         repetition_penalty: over the ids of prompt and generation, as in CTRL (arXiv:1909.05858).
         frequency_penalty, presence_penalty: OpenAI's; over generated ids.
         relative_frequency_penalty: TGI's; times the share of an id in prompt and generation.
-        choice: which of the n answers to one request this is.
-        logit_bias: (id, what is added to its logit).
-        bad_words: ids of sequences that must not be completed.
+        choice: index of this answer among the n of one request.
+        logit_bias: (id, number added to its logit).
+        bad_words: ids of sequences that are never completed.
         top_p_decay, top_p_min, top_p_reset_ids: top_p shrinks by this factor with each token, down to its
             minimum, until one of these ids comes: then it starts again (arXiv:2206.04624).
         raw_logprobs: whether log-probabilities are of the model's own distribution (OpenAI's way) or of the
@@ -118,7 +118,7 @@ class Generate:
 
 @dataclass(frozen=True, slots=True)
 class Cancel:
-    """The client is gone, or nobody wants the answer any more."""
+    """Cancels a request: its client is gone, or asked for it."""
 
     request_id: str = wire_field("id")
     why: str = wire_field("w")

@@ -1,4 +1,4 @@
-"""What happened to requests, for people: the entries of the stream `timeline`. Nothing depends on it."""
+"""Timeline messages: what happened to requests, in the stream `timeline`. Nothing depends on them."""
 
 from dataclasses import dataclass
 
@@ -7,12 +7,12 @@ from common.messages.codec import wire_field
 
 @dataclass(frozen=True, slots=True)
 class TimelineEvent:
-    """Something that happened to a request, for people.
+    """Something that happened to a request.
 
     Attributes:
-        at_ms: by the broker's clock.
+        at_ms: time, by the broker's clock.
         what: `queued`, `placed`, `prefilled`, `interrupted`, `died`, `taken_over` or `ended`.
-        num_tokens: of the prompt for `queued`, else generated so far.
+        num_tokens: tokens of the prompt for `queued`, else those generated so far.
         why: the reason of `interrupted` and `ended`.
     """
 
@@ -26,6 +26,6 @@ class TimelineEvent:
 
 @dataclass(frozen=True, slots=True)
 class Timeline:
-    """A part of a request's life, in order; in a field named after the request."""
+    """Events of one request, in order; a field of the entry, named after the request."""
 
     events: list[TimelineEvent] = wire_field("h")

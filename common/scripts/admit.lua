@@ -1,5 +1,6 @@
--- Admission of a request: count and bytes below their limits, then one append.
--- KEYS requests, requests:bytes, home   ARGV payload, max count, max bytes, digest, channel, gateway, home's ttl in ms, records of a token
+-- Admit a request: check the count and bytes of the queue, then append one entry.
+-- KEYS requests, requests:bytes, request
+-- ARGV payload, max count, max bytes, digest, channel, gateway, ttl of KEYS[3] in ms, records of a token
 -- Returns {'admitted', entry id}, {'attached'}, {'conflict'}, {'count', n} or {'bytes', n}.
 local digest = redis.call('HGET', KEYS[3], 'digest')
 if digest then return {digest == ARGV[4] and 'attached' or 'conflict'} end
@@ -9,6 +10,7 @@ local bytes = count == 0 and 0 or tonumber(redis.call('GET', KEYS[2]) or '0')
 if bytes + #ARGV[1] > tonumber(ARGV[3]) then return {'bytes', bytes} end
 local id = redis.call('XADD', KEYS[1], '*', 'generate', ARGV[1])
 redis.call('SET', KEYS[2], bytes + #ARGV[1])
-redis.call('HSET', KEYS[3], 'digest', ARGV[4], 'channel', ARGV[5], 'gateway', ARGV[6], 'entry', id, 'attempt', 0, 'base', 0, 'crash_count', 0, 'width', ARGV[8])
+redis.call('HSET', KEYS[3], 'digest', ARGV[4], 'channel', ARGV[5], 'gateway', ARGV[6], 'entry', id,
+  'attempt', 0, 'base', 0, 'crash_count', 0, 'width', ARGV[8])
 redis.call('PEXPIRE', KEYS[3], ARGV[7])
 return {'admitted', id}

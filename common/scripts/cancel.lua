@@ -1,6 +1,7 @@
--- Asks for the end of a request: a flag that every placement checks, and a word to the batcher, which may know the request although its
--- home is gone. KEYS home, control   ARGV payload
--- Returns 1, or 0 when the request is not known (any more) or has its terminal.
+-- Cancel a request: a flag that `publish_plan` checks, and a message to the batcher.
+-- The message is sent even without KEYS[1]: the batcher may know the request although its key has expired.
+-- KEYS request, control   ARGV payload
+-- Returns 1, or 0 when the request is not known or has its terminal.
 local known = redis.call('TYPE', KEYS[1]).ok == 'hash'
 if known and redis.call('HEXISTS', KEYS[1], 'terminal') == 1 then return 0 end
 if known then redis.call('HSET', KEYS[1], 'cancel', 1) end

@@ -1,5 +1,6 @@
--- Asks for the end of a job; one that is not known yet may still be on its way. KEYS job   ARGV ttl in ms of what is not known
--- Returns how many requests it has been admitted as, or -1 when it has ended or the key is none of ours.
+-- Cancel a job. One that is not known yet is marked, as its entry may still come.
+-- KEYS job   ARGV ttl in ms of the mark of an unknown job
+-- Returns as how many requests it was admitted, or -1 when it has ended or the key has another type.
 local kind = redis.call('TYPE', KEYS[1]).ok
 if kind ~= 'hash' and kind ~= 'none' then return -1 end
 if redis.call('HEXISTS', KEYS[1], 'last') == 1 then return -1 end

@@ -1,6 +1,6 @@
--- Takes jobs of a gateway that shows no sign of life; a consumer that holds none is forgotten.
--- KEYS submit, gateway   ARGV group, the dead gateway, who takes over, how many at most
--- Returns the ids of the entries taken.
+-- Claim the jobs of a gateway without a heartbeat. A consumer that holds none is deleted.
+-- KEYS submit, gateway   ARGV group, the dead gateway, the claiming gateway, max jobs
+-- Returns the ids of the entries claimed.
 if redis.call('EXISTS', KEYS[2]) == 1 then return {} end
 local pending = redis.call('XPENDING', KEYS[1], ARGV[1], '-', '+', ARGV[4], ARGV[2])
 if #pending == 0 then

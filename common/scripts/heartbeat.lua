@@ -1,4 +1,5 @@
--- A sign of life of a process that is no worker. KEYS its hash, processes   ARGV kind:name, ttl in ms, then field, value of each figure
+-- Heartbeat of a process that is no worker.
+-- KEYS hash of the process, processes   ARGV kind:name, ttl in ms, then field, value of the hash
 redis.call('HSET', KEYS[1], unpack(ARGV, 3))
 redis.call('PEXPIRE', KEYS[1], ARGV[2])
 local now = redis.call('TIME')

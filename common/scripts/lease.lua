@@ -1,4 +1,5 @@
--- The active batcher's lease. KEYS batcher, epoch   ARGV who, ttl in ms (0 gives the lease back), epoch held ('' to take the lease)
+-- Take, renew or release the lease of the active batcher.
+-- KEYS batcher, epoch   ARGV holder, ttl in ms (0 releases), epoch held ('' takes the lease)
 -- Returns the epoch, or '' when another holds the lease or a newer epoch has begun.
 local holder, last = redis.call('GET', KEYS[1]), redis.call('GET', KEYS[2])
 if holder and holder ~= ARGV[1] then return '' end

@@ -1,6 +1,7 @@
--- Whether a job is new, goes on, or has been answered; a service that asks again hears the last frame again.
--- KEYS job, reply stream   ARGV digest, ttl in ms, channel or '', '1' for the reply stream, ttl of the reply stream in ms
--- Returns 'live', 'ended', 'conflict', or 'spoiled' when the key is none of ours.
+-- Register a job, or find that it runs or has ended. Of an ended job the last frame is sent again.
+-- KEYS job, reply stream
+-- ARGV digest, ttl in ms, channel or '', '1' for the reply stream, ttl of the reply stream in ms
+-- Returns 'live', 'ended', 'conflict', or 'spoiled' when KEYS[1] has another type.
 local kind = redis.call('TYPE', KEYS[1]).ok
 if kind ~= 'hash' and kind ~= 'none' then return 'spoiled' end
 local digest, last = unpack(redis.call('HMGET', KEYS[1], 'digest', 'last'))

@@ -1,4 +1,4 @@
--- Whether nothing may be appended to a log any more: 'MISSING', 'SEALED' or false.
+-- 'MISSING' or 'SEALED' when nothing can be appended to a log, else false.
 local SEAL = '18446744073709551615-18446744073709551615'
 local function sealed_or_missing(log)
   if redis.call('EXISTS', log) == 0 then return 'MISSING' end
