@@ -6,6 +6,8 @@ from typing import Any
 import pytest
 import redis as redis_sync
 from redis.asyncio import Redis
+from xdist.remote import Producer
+from xdist.scheduler import LoadScopeScheduling
 
 import deploy.serve.broker
 from common.broker.client import connect
@@ -22,11 +24,11 @@ deploy.serve.broker.PORTS = TEST_PORTS[WORKER::WORKERS]
 """Ports that no other process of the same run chooses: neither pytest's others, nor launchers for their
 brokers.
 """
-ROOMS = ("fleet", "unit/gpu_worker", "integration")
+ROOMS = ("fleet/two_workers/test_mixed_load", "fleet/two_workers", "fleet", "unit/gpu_worker", "integration")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The folders with the longest modules come first, so that no process is left alone with one at the end."""
+    """The longest modules come first, so that no process is left alone with one at the end."""
     tests = Path(__file__).parent
 
     def place(item: pytest.Item) -> int:
@@ -90,3 +92,16 @@ def engine(request: pytest.FixtureRequest, loaded: Any) -> Any:
     """
     loaded.runs_ahead = request.param
     return loaded
+
+
+class FolderScheduling(LoadScopeScheduling):  # type: ignore[misc]
+    """Gives a module to one process as a whole, and a folder of tests/fleet, which shares a fleet."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        path = nodeid.split("::")[0]
+        folder = path.rpartition("/")[0]
+        return folder if folder.startswith("tests/fleet/") else path
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> FolderScheduling:
+    return FolderScheduling(config, log)

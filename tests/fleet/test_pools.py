@@ -8,9 +8,11 @@ from pathlib import Path
 
 import openai
 import pytest
+import redis
 import torch
 
 from common import model_files
+from common.broker.keys import Keys
 from tests.support.engine import tiny_models
 from tests.support.fleet.fleet import Fleet
 from tests.support.waiting import wait_until_sync
@@ -69,6 +71,13 @@ def test_the_first_gateway_serves_both(fleets: tuple[Fleet, Fleet], tiny: Path) 
     )
     client = openai.OpenAI(base_url=f"{fleets[0].base_url}/v1", api_key="none")
     assert [model.id for model in client.models.list()] == ["smollm2", "tiny"]
+
+
+def test_each_pool_has_workers_of_its_own(fleets: tuple[Fleet, Fleet]) -> None:
+    with redis.Redis.from_url(fleets[0].redis_url) as client:
+        for pool in ("default", "tiny"):
+            assert client.zcard(Keys(pool).workers) == 1
+    assert complete(fleets[1], "tiny") == complete(fleets[0], "tiny")
 
 
 def test_a_pool_that_nobody_serves_is_not_found(fleets: tuple[Fleet, Fleet]) -> None:

@@ -18,8 +18,6 @@ LONG_FILES: list[str] = [
     "gpu_worker/engine/model/load.py",
 ]
 LONG_TESTS: list[str] = [
-    "tests/fleet/test_mixed_load.py",
-    "tests/fleet/test_sampling.py",
     "tests/integration/api/test_errors.py",
     "tests/integration/api/test_jobs.py",
     "tests/integration/api/test_openai_chat.py",

@@ -5,7 +5,6 @@ it cannot be served.
 import asyncio
 import os
 import signal
-from collections.abc import Iterator
 
 import httpx
 import pytest
@@ -25,12 +24,6 @@ SETTINGS = {
     "worker_ttl_s": 3,
 }
 MAX_NEW_TOKENS = 80
-
-
-@pytest.fixture(scope="module")
-def fleet() -> Iterator[Fleet]:
-    with Fleet(**SETTINGS) as fleet:
-        yield fleet
 
 
 @pytest.fixture(scope="module")

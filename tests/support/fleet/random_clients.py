@@ -1,6 +1,4 @@
-"""Everything that clients do, at once and at random, some of it cut off half-way: each answer is right, and
-afterwards nothing is left.
-"""
+"""Clients that do everything they may, at once and at random, some of it cut off half-way."""
 
 import asyncio
 import contextlib
@@ -10,63 +8,16 @@ from collections.abc import AsyncGenerator, AsyncIterator
 from typing import Any
 
 import httpx
-import psutil
-import pytest
 from redis.asyncio import Redis
 
-from api.inference.admission import MAX_COMMANDS
-from common.broker.client import connect
 from common.broker.keys import Keys
-from common.messages.codec import decode
-from common.messages.events import Events
-from common.messages.packing import unpack_floats, unpack_ids
 from tests.support.fleet.fleet import Fleet
-from tests.support.load import Load
 from tests.support.waiting import wait_until
 
 KEYS = Keys("default")
-SETTINGS = {
-    "num_workers": 2,
-    "num_gateways": 2,
-    "dtype": "float32",
-    "debug_kv": True,
-    "kv_cache_bytes": "64MiB",
-}
-MIB = 2**20
-STANDING = {
-    "workers",
-    "processes",
-    "batcher",
-    "epoch",
-    "control",
-    "state",
-    "requests",
-    "worker",
-    "gateway",
-    "plans",
-    "reports",
-    "log",
-} | {
-    "metrics",
-    "timeline",
-    "submit",
-    "jobworker",
-    "arq",
-}
-"""Keys of a fleet that does nothing: all but those of requests and jobs."""
-KEPT = [KEYS.job("job-*"), KEYS.result("job-*"), KEYS.reply("job-*"), KEYS.request("job-*")]
-"""Keys of jobs that were answered: for an hour. Requests over HTTP keep none."""
-
 NUM_AT_ONCE = 32
 PROMPTS = ["One, two,", "A B C", "The sky is", "Once upon a time", "Hello", "1 + 1 =", "import os", "Q: Why?"]
 MOST_TOKENS = 5
-MOST_GROWTH = {"tokenfleet engine": 96 * MIB, "tokenfleet": 12 * MIB}
-"""Of a process, after its first requests. Tensors of ever new sizes fragment the engine's memory for some
-thousand requests.
-"""
-
-
-# --- what clients do ----------------------------------------------------------------------------------------
 
 
 def greedy(prompt: str, max_new_tokens: int) -> dict[str, Any]:
@@ -247,7 +198,7 @@ class Clients:
 
 
 @contextlib.asynccontextmanager
-async def clients(fleet: Fleet, redis: Redis) -> AsyncIterator[Clients]:
+async def random_clients(fleet: Fleet, redis: Redis) -> AsyncIterator[Clients]:
     async with httpx.AsyncClient(
         base_url=fleet.base_url, timeout=120, limits=httpx.Limits(max_connections=None)
     ) as http:
@@ -258,119 +209,3 @@ async def clients(fleet: Fleet, redis: Redis) -> AsyncIterator[Clients]:
         finally:
             hearing.cancel()
             await asyncio.wait([hearing])
-
-
-# --- what is left -------------------------------------------------------------------------------------------
-
-
-async def idle(redis: Redis) -> bool:
-    """Whether no request, row, block, stream or job is left anywhere, by everybody's own word."""
-    state: dict[bytes, bytes] = await redis.hgetall(KEYS.state)  # type: ignore[misc]
-    keys = [key async for key in redis.scan_iter(KEYS.gateway("*"))]
-    gateways: list[dict[bytes, bytes]] = [await redis.hgetall(key) for key in keys]  # type: ignore[misc]
-    kept = {key for pattern in KEPT async for key in redis.scan_iter(pattern)}
-    kinds = {key.decode().split(":")[2] async for key in redis.scan_iter(KEYS.key("*")) if key not in kept}
-    busy = [int(state.get(name, b"1")) for name in (b"requests", b"rows", b"blocks")]
-    return (
-        not any(busy)
-        and all(gateway[b"streams"] == b"0" for gateway in gateways)
-        and kinds <= STANDING
-        and not await redis.xlen(KEYS.requests)
-        and not await redis.xlen(KEYS.submit)
-    )
-
-
-async def tasks(redis: Redis) -> dict[bytes, int]:
-    keys = [key async for key in redis.scan_iter(KEYS.gateway("*"))]
-    return {key: int(await redis.hget(key, "tasks") or 0) for key in keys}  # type: ignore[misc]
-
-
-async def subscriptions(redis: Redis) -> list[Any]:
-    channels = await redis.pubsub_channels()
-    return [await redis.pubsub_numpat(), sorted(await redis.pubsub_numsub(*channels))]
-
-
-def processes(fleet: Fleet) -> list[psutil.Process]:
-    """All but the broker and the launcher; engines, too."""
-    pids = fleet.pids()
-    roots = [psutil.Process(pid) for name, pid in pids.items() if name != "broker"]
-    return [process for root in roots for process in (root, *root.children(recursive=True))]
-
-
-def handles(fleet: Fleet) -> dict[int, int]:
-    return {process.pid: process.num_fds() for process in processes(fleet)}
-
-
-def memory(fleet: Fleet) -> dict[str, int]:
-    """Bytes by the name of the process."""
-    return {process.cmdline()[0]: process.memory_info().rss for process in processes(fleet)}
-
-
-def grown(fleet: Fleet, before: dict[str, int]) -> dict[str, int]:
-    """What has grown too much, by how many bytes."""
-    growth = {name: size - before[name] for name, size in memory(fleet).items()}
-    return {
-        name: more
-        for name, more in growth.items()
-        if more > next(most for kind, most in MOST_GROWTH.items() if name.startswith(kind))
-    }
-
-
-async def same(now: Any, before: Any) -> bool:
-    return bool(await now == before)
-
-
-def no_more(now: dict[int, int], before: dict[int, int], most: int) -> bool:
-    return now.keys() == before.keys() and all(now[pid] <= before[pid] + most for pid in before)
-
-
-@pytest.mark.parametrize(
-    "count", [300, pytest.param(3000, marks=[pytest.mark.slow, pytest.mark.timeout(900)])]
-)
-async def test_nothing_is_left_of_mixed_requests(count: int) -> None:
-    with Fleet(**SETTINGS) as fleet:
-        async with connect(fleet.redis_url) as redis:
-            subscribed = await subscriptions(redis)
-            async with clients(fleet, redis) as some:
-                await some.learn()
-                await some.many(count // 4)
-                await wait_until(lambda: idle(redis))
-                before = await tasks(redis), handles(fleet), memory(fleet)
-                await some.many(count)
-                await wait_until(lambda: idle(redis))
-                assert not grown(fleet, before[2])
-            await wait_until(lambda: same(tasks(redis), before[0]))
-            await wait_until(lambda: same(subscriptions(redis), subscribed))
-            await wait_until(
-                lambda: no_more(handles(fleet), before[1], MAX_COMMANDS)
-            )  # connections to the broker are kept
-            ttls = [await redis.ttl(key) for pattern in KEPT async for key in redis.scan_iter(pattern)]
-            assert ttls and all(ttl != -1 and ttl <= 3600 for ttl in ttls)  # -1: for ever; -2: gone since
-
-
-# --- lost messages ------------------------------------------------------------------------------------------
-
-
-async def test_lost_messages_cost_no_frame() -> None:
-    """The gateways lose a tenth of all messages; we, who lose none, know what the frames must be."""
-    with Fleet(**SETTINGS, tokenfleet_test_lose="0.1:7") as fleet:
-        redis = connect(fleet.redis_url)
-        async with redis.pubsub() as pubsub:
-            await pubsub.psubscribe(KEYS.events("*"))
-            load = Load(fleet, 60)
-            await load.whole()
-            published = await said(pubsub)
-        await wait_until(lambda: idle(redis))
-        await redis.aclose()
-    shown = [[list(frame["token"].values())[:3] for frame in one.frames] for one in load.streams]
-    assert sorted(shown) == sorted(published.values())
-
-
-async def said(pubsub: Any) -> dict[str, list[Any]]:
-    """[id, text, log-probability] of every token published, by request."""
-    published: dict[str, list[Any]] = {}
-    while (message := await pubsub.get_message(timeout=0.2)) is not None:
-        for tokens in decode(Events, message["data"]).tokens if message["type"] == "pmessage" else ():
-            triples = zip(unpack_ids(tokens.ids), tokens.texts, unpack_floats(tokens.logprobs), strict=True)
-            published.setdefault(tokens.request_id, []).extend(map(list, triples))
-    return published

@@ -23,12 +23,6 @@ OPENAI = ["/v1/chat/completions", "/v1/completions"]
 MB = 10**6
 
 
-@pytest.fixture(scope="module")
-def fleet() -> Iterator[Fleet]:
-    with Fleet(dtype="float32", threads=1, num_jobs=1, kv_cache_bytes="32MiB") as one:
-        yield one
-
-
 @pytest.fixture(autouse=True)
 def nobody_dies(fleet: Fleet) -> Iterator[None]:
     """Whatever a test does, afterwards the same processes serve."""

@@ -4,7 +4,6 @@ import asyncio
 import os
 import random
 import signal
-from collections.abc import Iterator
 from typing import Any
 
 import psutil
@@ -28,12 +27,6 @@ SETTINGS = {
     "kv_cache_bytes": "128MiB",
     "worker_ttl_s": 3,
 }
-
-
-@pytest.fixture(scope="module")
-def fleet() -> Iterator[Fleet]:
-    with Fleet(**SETTINGS, dtype="float32") as fleet:
-        yield fleet
 
 
 @pytest.fixture(scope="module")

@@ -57,12 +57,6 @@ await client.close();
 """
 
 
-@pytest.fixture(scope="module")
-def fleet() -> Iterator[Fleet]:
-    with Fleet(num_gateways=2, num_jobs=2, dtype="float32", kv_cache_bytes="64MiB") as one:
-        yield one
-
-
 @pytest.fixture
 def client(fleet: Fleet) -> Iterator[redis.Redis]:
     with redis.Redis.from_url(fleet.redis_url) as one:

@@ -1,0 +1,53 @@
+"""One fleet for all modules of this folder: starting one costs more than most of the tests."""
+
+from collections.abc import AsyncIterator, Iterator
+
+import httpx
+import pytest
+from redis.asyncio import Redis
+
+from common.broker.client import connect
+from tests.support.fleet.fleet import Fleet
+from tests.support.waiting import wait_until_sync
+
+SETTINGS = {
+    "num_workers": 2,
+    "num_gateways": 2,
+    "num_jobs": 2,
+    "dtype": "float32",
+    "threads": 1,
+    "kv_cache_bytes": "256MiB",
+    "debug_kv": True,
+    "max_batch_size": 16,
+    "max_batch_prefill_tokens": 64,
+    "worker_ttl_s": 3,
+}
+NUM_PROCESSES = 8
+"""The broker, the batcher, and two of each other kind."""
+
+
+@pytest.fixture(scope="package")
+def shared_fleet() -> Iterator[Fleet]:
+    with Fleet(**SETTINGS) as fleet:
+        yield fleet
+
+
+@pytest.fixture(scope="module")
+def fleet(shared_fleet: Fleet) -> Fleet:
+    """Whole again, whatever the module before has done to it."""
+    wait_until_sync(lambda: len(shared_fleet.pids()) == NUM_PROCESSES)
+    wait_until_sync(lambda: shared_fleet.workers_ready() == 2)
+    return shared_fleet
+
+
+@pytest.fixture
+async def http(fleet: Fleet) -> AsyncIterator[httpx.AsyncClient]:
+    limits = httpx.Limits(max_connections=None)
+    async with httpx.AsyncClient(base_url=fleet.base_url, timeout=90, limits=limits) as client:
+        yield client
+
+
+@pytest.fixture
+async def redis(fleet: Fleet) -> AsyncIterator[Redis]:
+    async with connect(fleet.redis_url) as client:
+        yield client

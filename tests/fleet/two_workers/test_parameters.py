@@ -1,0 +1,122 @@
+"""Every sampling and stopping parameter shows in the answer of the whole fleet."""
+
+import asyncio
+from typing import Any
+
+import httpx
+
+from tests.support.engine.reference import prompt_ids, reference_ids
+from tests.support.fleet.http_calls import PROMPT, complete, generate, post
+from tests.support.prompts import FEW, PROMPTS
+
+EOS = 2
+
+
+async def test_greedy_ids_equal_transformers(http: httpx.AsyncClient) -> None:
+    prompt = PROMPTS[FEW[0]]
+    [wanted] = reference_ids(prompt_ids([prompt]), 40)
+    ways: list[dict[str, Any]] = [
+        {},
+        {"do_sample": False},
+        {"temperature": 0},
+        {"do_sample": True, "temperature": 1e-6},
+        {"top_k": 1, "seed": 1},
+        {"top_p": 1e-6, "do_sample": True},
+        {"min_p": 1.0, "temperature": 1.5},
+    ]
+    answers = await asyncio.gather(*(generate(http, prompt, max_new_tokens=40, **way) for way in ways))
+    assert [answer["ids"] for answer in answers] == [wanted] * len(ways)
+    assert await complete(http, temperature=0) == [(await generate(http))["generated_text"]]
+
+
+async def test_parameters_of_the_distribution_change_the_text(http: httpx.AsyncClient) -> None:
+    """With one seed, on TGI's and OpenAI's routes: what means the same gives the same text."""
+    plain: dict[str, Any] = {"seed": 2, "do_sample": True, "max_new_tokens": 24}
+    same: list[dict[str, Any]] = [
+        {"temperature": 2.0},
+        {"top_k": 3},
+        {"top_p": 0.3},
+        {"min_p": 0.3},
+        {"typical_p": 0.2},
+        {"repetition_penalty": 3.0},
+    ]
+    penalties: list[dict[str, Any]] = [{"presence_penalty": 2.0}, {"frequency_penalty": 1.0}]
+    ways: list[dict[str, Any]] = [{}, *same, *penalties]
+    by_tgi = await asyncio.gather(*(generate(http, **plain, **way) for way in ways))
+    by_openai = await asyncio.gather(*(complete(http, seed=2, max_tokens=24, **way) for way in ways))
+    texts, others = [answer["generated_text"] for answer in by_tgi], [text for [text] in by_openai]
+    assert texts[:-1] == others[:-1]
+    assert len({*texts, *others}) == len(ways) + 1, "each way changes it, and frequency penalties are two"
+
+
+async def test_logit_bias_and_bad_words(http: httpx.AsyncClient) -> None:
+    plain = await generate(http)
+    first, word = plain["ids"][0], plain["details"]["tokens"][1]["text"].strip()
+    assert (await generate(http, logit_bias={first: -100}))["ids"][0] != first
+    assert (await generate(http, logit_bias={500: 100}))["ids"] == [500] * 12
+    assert (await complete(http, temperature=0, logit_bias={"500": 100}))[0] == (
+        await generate(http, logit_bias={500: 100})
+    )["generated_text"]
+    assert word in plain["generated_text"].split()
+    assert word not in (await generate(http, bad_words=[word]))["generated_text"].split()
+    assert word not in (await complete(http, temperature=0, bad_words=[word]))[0].split()
+
+
+async def test_stop_conditions(http: httpx.AsyncClient) -> None:
+    plain = await generate(http)
+    ids, third = plain["ids"], plain["details"]["tokens"][2]["text"]
+    eos: dict[str, Any] = {"logit_bias": {EOS: 100}}
+    ways: list[dict[str, Any]] = [
+        {"stop": [third]},
+        {"stop": [third], "min_new_tokens": 8},
+        {"stop_token_ids": [ids[4]]},
+        {"stop_token_ids": [ids[4]], "min_new_tokens": 8},
+        eos,
+        {**eos, "min_new_tokens": 5},
+        {**eos, "ignore_eos": True},
+    ]
+    stop, later_stop, stop_id, later_id, end, later_end, never = await asyncio.gather(
+        *(generate(http, **way) for way in ways)
+    )
+    assert (stop["ids"], stop["reason"]) == (ids[:3], "stop_sequence")
+    assert stop["generated_text"].endswith(third)
+    assert await complete(http, temperature=0, stop=third) == [stop["generated_text"].removesuffix(third)]
+    assert (stop_id["ids"], stop_id["reason"]) == (ids[:5], "stop_sequence")
+    assert len(later_stop["ids"]) > 8 and len(later_id["ids"]) >= 8
+    assert (end["ids"], end["reason"]) == ([EOS], "eos_token")
+    assert EOS not in later_end["ids"][:5] and (later_end["ids"][5:], later_end["reason"]) == (
+        [EOS],
+        "eos_token",
+    )
+    assert (never["ids"], never["reason"]) == ([EOS] * 12, "length")
+
+
+async def test_details_and_logprobs(http: httpx.AsyncClient) -> None:
+    plain = await generate(http)
+    detailed = await generate(http, top_n_tokens=3, return_full_text=True)
+    assert detailed["generated_text"] == PROMPT + plain["generated_text"]
+    assert detailed["ids"] == [tops[0]["id"] for tops in detailed["details"]["top_tokens"]]
+    assert all(
+        len(tops) == 3 and tops[0]["logprob"] >= tops[1]["logprob"] >= tops[2]["logprob"]
+        for tops in detailed["details"]["top_tokens"]
+    )
+    assert set(await post(http, "/generate", {"inputs": PROMPT, "parameters": {"max_new_tokens": 2}})) == {
+        "generated_text"
+    }
+    answer = await post(
+        http, "/v1/completions", {"prompt": PROMPT, "max_tokens": 3, "temperature": 0, "logprobs": 2}
+    )
+    assert [len(tops) for tops in answer["choices"][0]["logprobs"]["top_logprobs"]] == [2] * 3
+    cut = await generate(http, truncate=3)
+    assert cut["ids"] == (await generate(http, " time there was"))["ids"] != plain["ids"]
+
+
+async def test_best_of_two(http: httpx.AsyncClient) -> None:
+    best = await generate(http, best_of=2, do_sample=True)
+    [other] = best["details"]["best_of_sequences"]
+    assert other["generated_text"] != best["generated_text"]
+
+    def mean(tokens: list[dict[str, Any]]) -> float:
+        return float(sum(token["logprob"] for token in tokens) / len(tokens))
+
+    assert mean(best["details"]["tokens"]) >= mean(other["tokens"])

@@ -1,0 +1,41 @@
+"""Requests over HTTP to a fleet, and their answers."""
+
+from typing import Any
+
+import httpx
+
+PROMPT = "Once upon a time there was"
+
+
+async def post(http: httpx.AsyncClient, path: str, body: dict[str, Any]) -> Any:
+    answer = await http.post(path, json=body)
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+async def generate(http: httpx.AsyncClient, inputs: str = PROMPT, **parameters: Any) -> Any:
+    """The answer, with `ids` and `reason` beside it."""
+    body = {"inputs": inputs, "parameters": {"max_new_tokens": 12, "details": True, **parameters}}
+    answer = await post(http, "/generate", body)
+    details = answer["details"]
+    return answer | {"ids": [token["id"] for token in details["tokens"]], "reason": details["finish_reason"]}
+
+
+async def complete(http: httpx.AsyncClient, **fields: Any) -> list[str]:
+    """Texts of the choices of a completion."""
+    answer = await post(http, "/v1/completions", {"prompt": PROMPT, "max_tokens": 12, **fields})
+    return [choice["text"] for choice in answer["choices"]]
+
+
+def sampled_body(i: int, max_new_tokens: int = 24) -> dict[str, Any]:
+    """Different ways to sample, and lengths of prompts."""
+    ways: list[dict[str, Any]] = [
+        {},
+        {"temperature": 1.3},
+        {"top_k": 5},
+        {"top_p": 0.8, "repetition_penalty": 1.2},
+        {"typical_p": 0.9},
+        {"min_p": 0.1},
+    ]
+    parameters = {"max_new_tokens": max_new_tokens, "ignore_eos": True, "seed": i, **ways[i % len(ways)]}
+    return {"inputs": f"{PROMPT} " * (1 + i % 5), "parameters": parameters}

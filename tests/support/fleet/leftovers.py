@@ -1,0 +1,90 @@
+"""What is left in a fleet when everybody has gone: keys, rows, tasks, subscriptions, file handles, memory."""
+
+import asyncio
+from typing import Any
+
+import psutil
+from redis.asyncio import Redis
+
+from common.broker.keys import Keys
+from tests.support.fleet.fleet import Fleet
+
+KEYS = Keys("default")
+SETTLED_S = 1.5
+STANDING = {
+    "workers",
+    "processes",
+    "batcher",
+    "epoch",
+    "control",
+    "state",
+    "requests",
+    "worker",
+    "gateway",
+    "plans",
+    "reports",
+    "log",
+} | {
+    "metrics",
+    "timeline",
+    "submit",
+    "jobworker",
+    "arq",
+}
+"""Keys of a fleet that does nothing: all but those of requests and jobs."""
+KEPT = [KEYS.job("job-*"), KEYS.result("job-*"), KEYS.reply("job-*"), KEYS.request("job-*")]
+"""Keys of jobs that were answered: for an hour. Requests over HTTP keep none."""
+
+
+async def idle(redis: Redis, ignored: set[bytes]) -> bool:
+    """Whether each process reports no request, row, block, stream or job, and no key is left but those."""
+    state: dict[bytes, bytes] = await redis.hgetall(KEYS.state)  # type: ignore[misc]
+    keys = [key async for key in redis.scan_iter(KEYS.gateway("*"))]
+    gateways: list[dict[bytes, bytes]] = [await redis.hgetall(key) for key in keys]  # type: ignore[misc]
+    kept = ignored | {key for pattern in KEPT async for key in redis.scan_iter(pattern)}
+    kinds = {key.decode().split(":")[2] async for key in redis.scan_iter(KEYS.key("*")) if key not in kept}
+    busy = [int(state.get(name, b"1")) for name in (b"requests", b"rows", b"blocks")]
+    return (
+        not any(busy)
+        and all(gateway[b"streams"] == b"0" for gateway in gateways)
+        and kinds <= STANDING
+        and not await redis.xlen(KEYS.requests)
+        and not await redis.xlen(KEYS.submit)
+    )
+
+
+async def tasks(redis: Redis) -> dict[bytes, int]:
+    keys = [key async for key in redis.scan_iter(KEYS.gateway("*"))]
+    return {key: int(await redis.hget(key, "tasks") or 0) for key in keys}  # type: ignore[misc]
+
+
+async def settled_tasks(redis: Redis) -> dict[bytes, int]:
+    """As `tasks`, when the count has been the same for some heartbeats."""
+    counts = await tasks(redis)
+    while True:
+        before = counts
+        await asyncio.sleep(SETTLED_S)
+        counts = await tasks(redis)
+        if counts == before:
+            return counts
+
+
+async def subscriptions(redis: Redis) -> list[Any]:
+    channels = await redis.pubsub_channels()
+    return [await redis.pubsub_numpat(), sorted(await redis.pubsub_numsub(*channels))]
+
+
+def processes(fleet: Fleet) -> list[psutil.Process]:
+    """All but the broker and the launcher; engines, too."""
+    pids = fleet.pids()
+    roots = [psutil.Process(pid) for name, pid in pids.items() if name != "broker"]
+    return [process for root in roots for process in (root, *root.children(recursive=True))]
+
+
+def handles(fleet: Fleet) -> dict[int, int]:
+    return {process.pid: process.num_fds() for process in processes(fleet)}
+
+
+def memory(fleet: Fleet) -> dict[str, int]:
+    """Bytes by the name of the process."""
+    return {process.cmdline()[0]: process.memory_info().rss for process in processes(fleet)}

@@ -1,0 +1,30 @@
+"""Requests that a fleet is working on, as its broker knows them."""
+
+import os
+import signal
+
+from redis.asyncio import Redis
+
+from common.broker.keys import Keys
+
+KEYS = Keys("default")
+
+
+async def live_requests(redis: Redis) -> list[str]:
+    """Keys of requests over HTTP that have not ended. Those of jobs, which are kept, belong to no gateway."""
+    found = [key.decode() async for key in redis.scan_iter(KEYS.request("*"))]
+    return [key for key in found if await redis.hget(key, "gateway")]  # type: ignore[misc]
+
+
+async def worker_of(redis: Redis, request: str) -> str:
+    """The worker that runs a request, if one does."""
+    worker: bytes | None = await redis.hget(request, "worker")  # type: ignore[misc]
+    return (worker or b"").decode()
+
+
+async def pid_of(redis: Redis, worker: str) -> int:
+    return int(await redis.hget(KEYS.worker(worker), "pid") or 0)  # type: ignore[misc]
+
+
+async def kill_worker_of(redis: Redis, request: str) -> None:
+    os.kill(await pid_of(redis, await worker_of(redis, request)), signal.SIGKILL)
