@@ -11,8 +11,8 @@ import uvicorn
 
 from api.app import build
 from api.http.protocol import HttpProtocol
-from api.inference.pool import Pool
 from api.inference.tokenizer import ModelTokenizer
+from api.lifecycle import Gateway
 from common import model_files
 from common.process.startup import configure_process, start_process
 from common.settings.settings import SettingError, Settings, exit_when_unservable
@@ -40,9 +40,9 @@ def serve(settings: Settings, incarnation: str) -> None:
         "TOKENIZERS_PARALLELISM", "false"
     )  # one prompt at a time: no pool of threads for it
     sockets = [shared_listener(settings.listen_host, settings.port), own_listener(settings.gateway_port)]
-    pool = Pool(settings, incarnation, tokenizer, lossy(os.environ.get("TOKENFLEET_TEST_LOSE", "")))
+    gateway = Gateway(settings, incarnation, tokenizer, lossy(os.environ.get("TOKENFLEET_TEST_LOSE", "")))
     config = uvicorn.Config(
-        build(pool),
+        build(gateway),
         loop="uvloop",
         http=HttpProtocol,
         lifespan="on",

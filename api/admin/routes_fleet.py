@@ -11,7 +11,8 @@ from api.admin import processes
 from api.admin.kill import check_own_process, check_same_origin, forbidden, send_sigkill
 from api.errors import ApiError, asking_broker
 from api.http.openapi import FLEET, error_responses
-from api.inference.pool import Pool, pool_of
+from api.http.state import own_pool
+from api.inference.pool import Pool
 from api.json import to_json
 from api.tgi.response_schemas import ERROR_RESPONSES, ErrorResponse
 
@@ -25,7 +26,7 @@ VERSION = version("tokenfleet")
 @router.get("/fleet", summary="List processes")
 async def fleet(request: Request) -> Response:
     """Returns every process of the pool with its state, and how many requests wait and run."""
-    pool = pool_of(request)
+    pool = own_pool(request)
     called = await read_process_list(pool)
     settings = pool.settings
     answer = {
@@ -48,7 +49,7 @@ async def fleet(request: Request) -> Response:
 )
 async def kill_process(request: Request, process_id: str) -> Response:
     """Sends SIGKILL to a process of this fleet. Needs the setting DEMO, and a request from this machine."""
-    pool = pool_of(request)
+    pool = own_pool(request)
     if not pool.settings.demo:
         raise forbidden("DEMO is not on")
     check_same_origin(request)
@@ -68,4 +69,4 @@ async def kill_process(request: Request, process_id: str) -> Response:
 async def read_process_list(pool: Pool) -> processes.ProcessList:
     """Raises ApiError (503)."""
     async with asking_broker():
-        return await processes.list_processes(pool.redis, pool.workers.keys)
+        return await processes.list_processes(pool.redis, pool.keys)

@@ -5,7 +5,7 @@ from starlette.responses import Response
 
 from api.errors import ApiError
 from api.http.openapi import HEALTH
-from api.inference.pool import pool_of
+from api.http.state import own_pool
 from api.tgi.response_schemas import ERROR_RESPONSES
 
 router = APIRouter(responses={503: ERROR_RESPONSES[503]}, tags=[HEALTH])
@@ -18,7 +18,7 @@ router = APIRouter(responses={503: ERROR_RESPONSES[503]}, tags=[HEALTH])
 async def health(request: Request) -> Response:
     """Returns 200 with an empty body if a worker and the broker are available, else 503."""
     try:
-        await pool_of(request).admission.check()
+        await own_pool(request).admission.check()
     except ApiError as error:
         raise ApiError(503, "healthcheck", f"unhealthy: {error.text}") from error
     return Response()

@@ -9,8 +9,8 @@ from starlette.responses import PlainTextResponse, Response
 from api.admin import processes
 from api.admin.processes import ProcessList
 from api.http.openapi import HEALTH
-from api.inference import metrics as meter
-from api.inference.pool import pool_of
+from api.http.state import own_pool
+from api.inference.metrics import fit_buckets
 from common.broker.client import CONNECT_TIMEOUT_S, ERRORS
 from common.metrics import aggregate, catalogue
 from common.metrics.exposition import CONTENT_TYPE, Gauges, Values, render_fleet
@@ -24,8 +24,8 @@ async def metrics(request: Request) -> Response:
     """Returns the metrics of all processes of the pool in Prometheus' text format: scrape one gateway, not
     each of them. While the broker is away, only `tokenfleet_broker_up 0`.
     """
-    pool = pool_of(request)
-    redis, keys = pool.redis, pool.workers.keys
+    pool = own_pool(request)
+    redis, keys = pool.redis, pool.keys
     values: Values | None = None
     gauges: Gauges = {catalogue.BROKER_UP.name: {(): 0.0}}
     try:
@@ -36,7 +36,7 @@ async def metrics(request: Request) -> Response:
     except ERRORS:
         values = None
     if pool.workers.max_total_tokens:
-        meter.fit(pool.workers.limits)
+        fit_buckets(pool.workers.limits)
     text = await asyncio.to_thread(render_fleet, pool.settings.pool, values, gauges)
     return Response(text, headers={"content-type": CONTENT_TYPE, "cache-control": "no-store"})
 

@@ -6,7 +6,7 @@ from starlette.responses import Response
 from api.admin import timeline
 from api.errors import ApiError, asking_broker
 from api.http.openapi import FLEET, error_responses
-from api.inference.pool import pool_of
+from api.http.state import own_pool
 from api.json import to_json
 from api.tgi.response_schemas import ERROR_RESPONSES, ErrorResponse
 
@@ -22,9 +22,9 @@ async def request_timeline(request: Request, request_id: str) -> Response:
     """Returns the events of a request and of each of its choices: queued, placed on a worker, first token,
     resumed, ended. Timelines are kept for a day at most; then the answer is 404.
     """
-    pool = pool_of(request)
+    pool = own_pool(request)
     async with asking_broker():
-        timelines = await timeline.read_timelines(pool.redis, pool.workers.keys, request_id)
+        timelines = await timeline.read_timelines(pool.redis, pool.keys, request_id)
     if not timelines:
         raise ApiError(
             404,

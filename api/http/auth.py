@@ -5,12 +5,12 @@ import secrets
 from fastapi import Request
 
 from api.errors import unauthorised
-from api.inference.pool import pool_of
+from api.http.state import own_pool
 
 
 def check_key(request: Request) -> None:
     """Raises ApiError (401) unless the client says the key."""
-    key = pool_of(request).settings.api_key
+    key = own_pool(request).settings.api_key
     scheme, _, given = request.headers.get("authorization", "").partition(" ")
     if key and not (
         scheme.lower() == "bearer" and secrets.compare_digest(given.strip().encode("latin-1"), key.encode())

@@ -144,7 +144,7 @@ class Admission:
         """Nobody reads the stream any more: in the background it is cancelled if it has not ended, and
         forgotten everywhere.
         """
-        metrics.left(stream, self.workers.limits)
+        metrics.count_stream(stream, self.workers.limits)
         task = asyncio.create_task(self.cleanup(stream))
         self.cleanups.add(task)
         task.add_done_callback(self.cleanups.discard)

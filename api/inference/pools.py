@@ -1,15 +1,14 @@
-"""The pools that a gateway serves: its own, and others as soon as a client names one that has a live worker."""
+"""Pool registry: finds the pool that serves a model; opens and closes the pools of other fleets."""
 
 import asyncio
 import contextlib
 import logging
-from dataclasses import replace
+import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from redis.asyncio import Redis
-
-from api.errors import ApiError, asking_broker, unavailable
+from api.errors import asking_broker, model_not_found, unavailable
+from api.inference.pool import Pool
 from api.inference.tokenizer import ModelTokenizer
 from common import model_files
 from common.broker.keys import POOLS, Keys
@@ -17,90 +16,126 @@ from common.messages.codec import WireError, decode
 from common.messages.plan import WorkerCapacity
 from common.settings.settings import SettingError, Settings
 
-if TYPE_CHECKING:
-    from api.inference.pool import Pool
-
 log = logging.getLogger(__name__)
 
 ANY_MODEL = (None, "", "tgi", "dummy")
-"""What clients say that do not care, or have to say something."""
+"""Model names of clients that do not care which model answers."""
+IDLE_S = 300.0
+"""A foreign pool without live streams is closed when nobody has named it for so long."""
+CHECK_S = 10.0
+
+
+class OpenPool:
+    """A foreign pool that is open.
+
+    Attributes:
+        used_s: time at which a client named it last.
+        stack: closes the pool.
+    """
+
+    def __init__(self, pool: Pool, stack: contextlib.AsyncExitStack, used_s: float) -> None:
+        self.pool = pool
+        self.stack = stack
+        self.used_s = used_s
 
 
 class PoolRegistry:
-    """Finds the pool for a model's name. Pools of others are opened once and kept until `close`."""
+    """The gateway's own pool, and foreign pools: each is opened when a client first names it, if it has a live worker,
+    and closed when it is idle.
+    """
 
-    def __init__(self, own: "Pool", redis: Redis, name: str) -> None:
-        self.own, self.redis, self.name = own, redis, name
-        self.opened: dict[str, Pool] = {}
-        self.stack = contextlib.AsyncExitStack()
-        self.opening = asyncio.Lock()
+    def __init__(self, own: Pool, clock: Callable[[], float] = time.monotonic) -> None:
+        self.own = own
+        self.clock = clock
+        self.foreign: dict[str, OpenPool] = {}
+        self.lock = asyncio.Lock()
 
-    async def find(self, model: str | None) -> "Pool":
-        """The parts that serve `model`. Raises ApiError: 404 `model_not_found`, 503 where that cannot be found
-        out.
+    async def find(self, model: str | None) -> Pool:
+        """The pool that serves `model`. Raises ApiError: 404 `model_not_found`, 503 where the broker or the model's
+        files cannot be read.
         """
-        if model in ANY_MODEL or model in names(self.own.settings):
+        if model in ANY_MODEL or model in model_names(self.own.settings):
             return self.own
         assert model is not None
-        if model not in self.opened:
-            async with self.opening:
-                if model not in self.opened:
-                    self.opened[model] = await self.open(model)
-        return self.opened[model]
+        if model not in self.foreign:
+            async with self.lock:
+                if model not in self.foreign:
+                    self.foreign[model] = await self.open(model)
+        found = self.foreign[model]
+        found.used_s = self.clock()
+        return found.pool
 
-    async def others(self) -> list[str]:
-        """Names of the other pools that have a live worker."""
-        members: list[bytes] = await self.redis.zrange(POOLS, 0, -1)
-        pools = sorted(member.decode() for member in members if member != self.own.settings.pool.encode())
-        return [pool for pool in pools if await self.worker(pool)]
+    async def names_of_others(self) -> list[str]:
+        """Names of the foreign pools that have a live worker."""
+        members: list[bytes] = await self.own.redis.zrange(POOLS, 0, -1)
+        names = sorted(member.decode() for member in members if member != self.own.settings.pool.encode())
+        return [name for name in names if await self.find_worker(name)]
 
-    async def open(self, pool: str) -> "Pool":
+    async def run(self) -> None:
+        """Close idle pools. Never returns."""
+        while True:
+            await asyncio.sleep(CHECK_S)
+            await self.close_idle()
+
+    async def close_idle(self) -> None:
+        """Close the foreign pools that nobody has named for IDLE_S and that have no live streams."""
+        async with self.lock:
+            idle = [
+                name
+                for name, one in self.foreign.items()
+                if self.clock() - one.used_s > IDLE_S and not one.pool.relay.streams
+            ]
+            for name in idle:
+                log.info("pool %s is closed: no client named it for %.0f s", name, IDLE_S)
+                await self.foreign.pop(name).stack.aclose()
+
+    async def close(self) -> None:
+        """Close all foreign pools."""
+        async with self.lock:
+            while self.foreign:
+                await self.foreign.popitem()[1].stack.aclose()
+
+    async def open(self, name: str) -> OpenPool:
         async with asking_broker():
-            worker = await self.worker(pool) if await self.redis.zscore(POOLS, pool) is not None else None
+            listed = await self.own.redis.zscore(POOLS, name) is not None
+            worker = await self.find_worker(name) if listed else None
         if worker is None:
-            raise ApiError(
-                404,
-                "model_not_found",
-                f"The model `{pool}` does not exist",
-                param="model",
-                code="model_not_found",
-            )
-        settings = of_pool(self.own.settings, pool, worker)
+            raise model_not_found(f"The model `{name}` does not exist")
+        settings = foreign_settings(self.own.settings, name, worker)
         try:
             path = await asyncio.to_thread(model_files.resolve, settings.model_id, settings.revision)
             tokenizer = await asyncio.to_thread(ModelTokenizer.load, Path(path))
         except SettingError as error:
-            raise unavailable(f"pool {pool}: {error}") from error
-        log.info("pool %s is served too: %s", pool, settings.model_id)
-        return await self.stack.enter_async_context(type(self.own)(settings, self.name, tokenizer).running())
+            raise unavailable(f"pool {name}: {error}") from error
+        stack = contextlib.AsyncExitStack()
+        pool = await stack.enter_async_context(Pool(settings, self.own.gateway, tokenizer).running())
+        log.info("pool %s is open: it serves %s", name, settings.model_id)
+        return OpenPool(pool, stack, self.clock())
 
-    async def worker(self, pool: str) -> WorkerCapacity | None:
+    async def find_worker(self, name: str) -> WorkerCapacity | None:
         """The capacity of any live worker of a pool."""
-        keys = Keys(pool)
-        for incarnation in await self.redis.zrange(keys.workers, 0, -1):
-            capacity = await self.redis.hget(keys.worker(incarnation.decode()), "capacity")  # type: ignore[misc]
+        keys, redis = Keys(name), self.own.redis
+        for incarnation in await redis.zrange(keys.workers, 0, -1):
+            capacity = await redis.hget(keys.worker(incarnation.decode()), "capacity")  # type: ignore[misc]
             with contextlib.suppress(WireError):
                 if capacity is not None:
                     return decode(WorkerCapacity, capacity)
         return None
 
-    async def close(self) -> None:
-        await self.stack.aclose()
 
-
-def names(settings: Settings) -> tuple[str, ...]:
-    """What the model of a pool is called: as answers name it, as it was given, and the pool itself."""
+def model_names(settings: Settings) -> tuple[str, ...]:
+    """Names under which clients find a pool's model: its name in answers, its MODEL_ID, and the pool's name."""
     return (settings.model_name, settings.model_id, settings.pool)
 
 
-def of_pool(settings: Settings, pool: str, worker: WorkerCapacity) -> Settings:
-    """Settings for another pool: its limits are what its workers say."""
-    return replace(
-        settings,
-        pool=pool,
-        model_id=worker.model_id or worker.model,
-        served_model_name=pool,
-        revision=None,
-        max_total_tokens=None,
-        max_input_tokens=None,
-    )
+def foreign_settings(settings: Settings, name: str, worker: WorkerCapacity) -> Settings:
+    """Settings of a foreign pool: the gateway's own ones, with the model and the limits that its workers report."""
+    changed = {
+        "pool": name,
+        "model_id": worker.model_id or worker.model,
+        "served_model_name": name,
+        "revision": None,
+        "max_total_tokens": None,
+        "max_input_tokens": None,
+    }
+    return settings.model_copy(update=changed)

@@ -3,10 +3,10 @@
 from collections import Counter
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 from api.errors import invalid
 from api.http.body import shaped
+from api.inference.pool import Pool
 from api.inference.stream import Stream
 from api.inference.validate import validate
 from api.jobs.job import Job
@@ -20,9 +20,6 @@ from api.openai.render_chat import ChatCompletionRenderer
 from api.openai.request_schemas import ChatRequest
 from api.openai.stream import news
 from common.messages.request import Generate
-
-if TYPE_CHECKING:
-    from api.inference.pool import Pool
 
 OURS = ("messages", "model", "stream")
 """What stands beside `parameters`, or is said by `reply_to` and `reply`."""
@@ -56,7 +53,7 @@ class ChatJob:
         return answer
 
 
-async def accept(pool: "Pool", job: Job) -> ChatJob:
+async def accept(pool: Pool, job: Job) -> ChatJob:
     """Raises ApiError."""
     assert job.body is not None
     parameters = job.body.parameters or {}

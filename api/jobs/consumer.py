@@ -9,13 +9,14 @@ import asyncio
 import logging
 import re
 from collections.abc import Awaitable, Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from redis.exceptions import ResponseError
 
-from api.errors import ApiError, conflict, openai, overloaded, tgi
+from api.errors import ApiError, conflict, internal_error, openai, overloaded, tgi
 from api.inference import metrics
 from api.inference.admission import PAUSE_S
+from api.inference.pool import Pool
 from api.jobs import chat, generate
 from api.jobs.job import NAME, Job, read
 from api.jobs.reply import Reply
@@ -25,9 +26,6 @@ from api.offload import offload
 from common.broker.client import ERRORS, describe_error, script
 from common.broker.keys import RESULT_TTL_MS
 from common.process.logs import REQUEST_ID
-
-if TYPE_CHECKING:
-    from api.inference.pool import Pool
 
 log = logging.getLogger(__name__)
 
@@ -48,10 +46,15 @@ class JobConsumer:
         runs: jobs being served, by id.
     """
 
-    def __init__(self, pool: "Pool", name: str) -> None:
-        self.pool, self.admission, self.settings, self.name = pool, pool.admission, pool.settings, name
+    def __init__(self, pool: Pool) -> None:
+        self.pool, self.admission, self.settings, self.name = (
+            pool,
+            pool.admission,
+            pool.settings,
+            pool.gateway,
+        )
         self.redis: Any = pool.redis
-        self.keys = pool.admission.keys
+        self.keys = pool.keys
         self.take_over_script, self.cancel_script = (
             script(self.redis, "claim_jobs"),
             script(self.redis, "cancel_job"),
@@ -202,16 +205,14 @@ class JobConsumer:
     async def serve(self, job: Job) -> None:
         """Returns when the job has been answered."""
         REQUEST_ID.set(job.id)
-        metrics.arrive()
+        metrics.count_arrival()
         reply = Reply(self.redis, self.keys, self.admission.retry_forever, job)
         match await reply.register():
             case "conflict":
                 await self.refuse(job, conflict("job"), job.entry_id)
             case "spoiled":
                 log.error("job %s: the key %s is none of ours", job.id, self.keys.job(job.id))
-                await self.refuse(
-                    job, ApiError(500, "internal", "the record of this job was overwritten"), job.id
-                )
+                await self.refuse(job, internal_error("the record of this job was overwritten"), job.id)
             case "live" if (run := self.runs.get(job.id)) is not None:
                 run.join(reply)
                 await run.ended.wait()
@@ -235,8 +236,8 @@ class JobConsumer:
         log.warning(
             "job %s is refused: SUBMIT_LIMIT (%d) jobs have not ended", entry_id, self.settings.submit_limit
         )
-        metrics.arrive()
-        metrics.refused(429, "overloaded")
+        metrics.count_arrival()
+        metrics.count_error(429, "overloaded")
         job = await self.read(entry_id, fields)
         known = await self.redis.exists(self.keys.job(job.id))
         await self.refuse(job, overloaded(), entry_id if known else job.id)

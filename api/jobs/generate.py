@@ -2,9 +2,9 @@
 
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 from api.http.body import shaped
+from api.inference.pool import Pool
 from api.inference.stream import Stream
 from api.inference.validate import validate
 from api.jobs.job import Job
@@ -15,9 +15,6 @@ from api.tgi import best_of
 from api.tgi import render as answer_tgi
 from api.tgi.request_schemas import GenerateParameters, GenerateRequest
 from common.messages.request import Generate
-
-if TYPE_CHECKING:
-    from api.inference.pool import Pool
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +36,7 @@ class GenerateJob:
         return to_json(answer_tgi.render_response(best, others, self.prefix, self.details))
 
 
-async def accept(pool: "Pool", job: Job) -> GenerateJob:
+async def accept(pool: Pool, job: Job) -> GenerateJob:
     """Raises ApiError."""
     assert job.body is not None
     content = to_json({"inputs": job.body.inputs, "parameters": job.body.parameters})

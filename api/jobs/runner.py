@@ -6,15 +6,25 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 from redis.exceptions import ResponseError
 
-from api.errors import ApiError, Family, conflict, failed, overloaded, unavailable
+from api.errors import (
+    ApiError,
+    Family,
+    conflict,
+    failed,
+    internal_error,
+    model_not_found,
+    overloaded,
+    unavailable,
+)
 from api.http.disconnect import all_ended
 from api.inference import metrics
 from api.inference.admission import PAUSE_S
-from api.inference.pools import ANY_MODEL, names
+from api.inference.pool import Pool
+from api.inference.pools import ANY_MODEL, model_names
 from api.inference.stream import Stream
 from api.jobs.job import Job
 from api.jobs.reply import Frame, Reply
@@ -26,9 +36,6 @@ from common.messages.codec import encode as pack
 from common.messages.events import Terminal
 from common.messages.request import Generate
 from common.settings.settings import Settings
-
-if TYPE_CHECKING:
-    from api.inference.pool import Pool
 
 log = logging.getLogger(__name__)
 
@@ -55,7 +62,7 @@ class AcceptedJob(Protocol):
         """The body that HTTP would give without streaming; all streams have finished."""
 
 
-Accept = Callable[["Pool", Job], Awaitable[AcceptedJob]]
+Accept = Callable[[Pool, Job], Awaitable[AcceptedJob]]
 """Finds a job valid, or raises ApiError."""
 
 
@@ -67,7 +74,7 @@ class JobRun:
         ended: set when the answer stands, or nobody here gives it.
     """
 
-    def __init__(self, pool: "Pool", job: Job, door: asyncio.Lock) -> None:
+    def __init__(self, pool: Pool, job: Job, door: asyncio.Lock) -> None:
         self.pool, self.job, self.door = pool, job, door
         self.keys, self.admission, self.relay = pool.admission.keys, pool.admission, pool.relay
         self.redis: Any = pool.redis
@@ -95,11 +102,11 @@ class JobRun:
         try:
             return await self.serve(accept)
         except ApiError as error:
-            metrics.refused(error.status, error.error_type)
+            metrics.count_error(error.status, error.error_type)
             body = to_json(family(error)[1])
         except Exception:
             log.exception("job %s", self.job.id)
-            body = to_json(family(ApiError(500, "internal", "Internal error"))[1])
+            body = to_json(family(internal_error())[1])
         if all(text != body for _, _, text in self.frames):
             self.frames.append((0, sum(lane == 0 for lane, _, _ in self.frames), body))
         return body
@@ -228,7 +235,7 @@ class JobRun:
         self.ended.set()
         for stream in self.streams:
             if stream.terminal:
-                metrics.left(stream, self.pool.workers.limits)
+                metrics.count_stream(stream, self.pool.workers.limits)
             if stream.request.channel != self.relay.channel:
                 self.relay.unfollow(stream.request.channel)
 
@@ -236,6 +243,6 @@ class JobRun:
 def check_model(job: Job, settings: Settings) -> None:
     """Raises ApiError (404): a pool has its own stream of jobs."""
     model = job.body and job.body.model
-    if model not in ANY_MODEL and model not in names(settings):
+    if model not in ANY_MODEL and model not in model_names(settings):
         text = f"The model `{model}` is not served here: a job goes to the stream of its own pool"
-        raise ApiError(404, "model_not_found", text, param="model", code="model_not_found")
+        raise model_not_found(text)

@@ -5,7 +5,8 @@ from typing import TypeVar
 from starlette.requests import Request
 
 from api.http import body
-from api.inference.pool import Pool, pool_of
+from api.http.state import pools_of
+from api.inference.pool import Pool
 from api.openai.request_schemas import OpenAIRequest
 
 Shape = TypeVar("Shape", bound=OpenAIRequest)
@@ -13,7 +14,7 @@ Shape = TypeVar("Shape", bound=OpenAIRequest)
 
 async def accept(request: Request, shape: type[Shape]) -> tuple[Pool, Shape]:
     """The body, whose fields are served, and the gateway's part that serves its model. Raises ApiError."""
-    pool = pool_of(request)
-    given = await body.read(request, shape, pool.settings.payload_limit)
+    pools = pools_of(request)
+    given = await body.read(request, shape, pools.own.settings.payload_limit)
     given.check()
-    return await pool.pools.find(given.model), given
+    return await pools.find(given.model), given

@@ -6,7 +6,7 @@ from fastapi import APIRouter, Request
 
 from api.errors import asking_broker
 from api.http.openapi import OPENAI
-from api.inference.pool import pool_of
+from api.http.state import pools_of
 from api.openai.response_schemas import ERROR_RESPONSES, Model, ModelList
 
 router = APIRouter(tags=[OPENAI])
@@ -17,10 +17,13 @@ router = APIRouter(tags=[OPENAI])
 )
 async def list_models(request: Request) -> dict[str, Any]:
     """Lists the model of this pool, and those of other pools that have a live worker."""
-    pool = pool_of(request)
+    pools = pools_of(request)
     async with asking_broker():
-        others = await pool.pools.others()
-    return {"object": "list", "data": [render_model(name) for name in (pool.settings.model_name, *others)]}
+        others = await pools.names_of_others()
+    return {
+        "object": "list",
+        "data": [render_model(name) for name in (pools.own.settings.model_name, *others)],
+    }
 
 
 @router.get(
@@ -30,7 +33,7 @@ async def list_models(request: Request) -> dict[str, Any]:
 )
 async def retrieve_model(request: Request, name: str) -> dict[str, Any]:
     """Returns one of the models that GET /v1/models lists; 404 for others."""
-    pool = await pool_of(request).pools.find(name)
+    pool = await pools_of(request).find(name)
     return render_model(pool.settings.model_name)
 
 

@@ -14,7 +14,8 @@ from api.http.headers import prompt_headers, time_headers
 from api.http.openapi import TGI, event_stream, json_body
 from api.http.request_id import request_id
 from api.http.sse import TokenStream
-from api.inference.pool import Pool, pool_of
+from api.http.state import own_pool
+from api.inference.pool import Pool
 from api.inference.validate import validate
 from api.json import to_json
 from api.offload import offload
@@ -97,7 +98,7 @@ async def accept(
     """Raises ApiError. Where they are not given, `streamed` is as the body says, and `full_text` the default
     of `return_full_text`.
     """
-    begun_s, pool = time.monotonic(), pool_of(request)
+    begun_s, pool = time.monotonic(), own_pool(request)
     given = await body.read(request, shape, pool.settings.payload_limit)
     parameters = given.parameters or GenerateParameters()
     await pool.admission.check()

@@ -8,7 +8,7 @@ from starlette.responses import Response
 
 from api.errors import unavailable
 from api.http.openapi import TGI, error_responses
-from api.inference.pool import pool_of
+from api.http.state import own_pool
 from api.json import to_json
 from api.tgi.response_schemas import ErrorResponse, Info
 
@@ -20,7 +20,7 @@ router = APIRouter(
 @router.get("/info", summary="Model and limits", responses={200: {"model": Info}})
 async def info(request: Request) -> Response:
     """Returns the limits of the smallest worker. Once known, they stay when the workers stop."""
-    pool = pool_of(request)
+    pool = own_pool(request)
     settings, fleet = pool.settings, pool.workers
     if not fleet.max_total_tokens:
         await fleet.look_again()

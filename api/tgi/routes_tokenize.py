@@ -8,7 +8,7 @@ from starlette.responses import Response
 
 from api.http import body
 from api.http.openapi import TGI, json_body
-from api.inference.pool import pool_of
+from api.http.state import own_pool
 from api.inference.tokenizer import ModelTokenizer
 from api.inference.validate import check
 from api.json import to_json
@@ -33,7 +33,7 @@ CHAT = {"messages": [{"role": "user", "content": "Why is the sky blue?"}]}
 )
 async def tokenize(request: Request) -> Response:
     """Returns the tokens of `inputs`, with the special tokens that the model puts around a prompt."""
-    pool = pool_of(request)
+    pool = own_pool(request)
     asked = await body.read(request, TokenizeRequest, pool.settings.payload_limit)
     content = await offload(len(asked.inputs), lambda: to_json(simple_tokens(pool.tokenizer, asked.inputs)))
     return Response(content, media_type="application/json")

@@ -7,7 +7,7 @@ from typing import Any
 
 import httpx
 
-from api.inference.pool import Pool
+from api.lifecycle import Gateway
 from common.messages.packing import pack_floats, unpack_floats
 from common.messages.request import Generate
 from tests.support.fleet.gateways import model_tokenizer, ready, serving
@@ -25,7 +25,7 @@ def ids(text: str) -> list[int]:
 @contextlib.asynccontextmanager
 async def answering(
     url: str, answer: Answer | Callable[[Generate], Answer], **settings: Any
-) -> AsyncIterator[tuple[FakeWorker, Pool, httpx.AsyncClient]]:
+) -> AsyncIterator[tuple[FakeWorker, Gateway, httpx.AsyncClient]]:
     """A worker that answers so, a gateway that is ready, and a client."""
     scripted = answer if callable(answer) else lambda _: answer
     async with working(url, TOKENIZER, scripted) as worker, serving(url, **settings) as (gateway, client):

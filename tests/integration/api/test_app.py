@@ -8,7 +8,7 @@ import httpx
 import pytest
 from openai import AsyncOpenAI, AuthenticationError
 
-from api.inference.pool import running_task
+from api.background import background_task
 from common.process.logs import REQUEST_ID
 from deploy.serve.broker import Broker
 from tests.support.fleet.gateways import model_tokenizer, ready, serving
@@ -39,7 +39,7 @@ async def test_the_id_in_the_header_is_the_one_in_redis(broker: Broker) -> None:
 async def test_a_client_s_own_id_is_echoed_and_ours_is_logged_with_it(
     broker: Broker, brought: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    caplog.set_level(logging.INFO, "api.http.request_id")
+    caplog.set_level(logging.INFO, "api.http.middleware")
     async with (
         working(broker.url, TOKENIZER, lambda _: Answer([11])) as worker,
         serving(broker.url) as (gateway, client),
@@ -47,7 +47,7 @@ async def test_a_client_s_own_id_is_echoed_and_ours_is_logged_with_it(
         await ready(gateway)
         response = await client.post("/generate", json=BODY, headers={"X-Request-ID": brought})
     assert response.headers["x-request-id"] == brought
-    assert f"request {worker.seen[0].request_id} is {brought} to its client" in caplog.text
+    assert f"request {worker.seen[0].request_id}: its client calls it {brought}" in caplog.text
 
 
 @pytest.mark.parametrize("brought", [b"", b"a b", b"x" * 129, "é".encode(), b"a\tb"])
@@ -82,7 +82,7 @@ async def test_what_runs_on_is_not_of_the_request_that_started_it() -> None:
         await asyncio.Event().wait()
 
     REQUEST_ID.set("r")
-    async with running_task(loop()):
+    async with background_task(loop()):
         await wait_until(lambda: seen)
     assert seen == [""]
 

@@ -11,7 +11,8 @@ import pytest
 import redis
 
 from api import errors
-from api.errors import ApiError, failed, invalid, overloaded, respond, unavailable
+from api.errors import ApiError, failed, invalid, overloaded, unavailable
+from api.http.error_handlers import error_response
 from api.inference import admission
 from common.messages.events import Terminal
 from deploy.serve.broker import Broker
@@ -143,14 +144,14 @@ REFUSALS = [
 def test_a_refusal_in_both_families(refusal: ApiError, status: int, kind: str, code: str | None) -> None:
     answer = {"error": {"message": refusal.text, "type": kind, "param": refusal.param, "code": code}}
     for path in ("/v1/chat/completions", "/v1/models"):
-        response = respond(refusal, path)
+        response = error_response(refusal, path)
         assert (response.status_code, json.loads(response.body), response.media_type) == (
             status,
             answer,
             "application/json",
         )
     for path in ("/generate", "/", "/v1x"):
-        response = respond(refusal, path)
+        response = error_response(refusal, path)
         assert (response.status_code, set(json.loads(response.body))) == (
             refusal.status,
             {"error", "error_type"},
@@ -158,7 +159,10 @@ def test_a_refusal_in_both_families(refusal: ApiError, status: int, kind: str, c
 
 
 def test_what_failed_while_it_was_generated_is_not_asked_again_by_openai_s_client() -> None:
-    assert respond(failed(Terminal("r", "error", 0)), "/v1/completions").headers["x-should-retry"] == "false"
+    assert (
+        error_response(failed(Terminal("r", "error", 0)), "/v1/completions").headers["x-should-retry"]
+        == "false"
+    )
 
 
 @pytest.mark.parametrize("path", ["/generate", "/v1/chat/completions"])
@@ -166,7 +170,7 @@ async def test_a_crash_is_an_error_of_the_family(
     broker: Broker, path: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with serving(broker.url) as (gateway, client):
-        monkeypatch.setattr(gateway.admission, "check", lambda: 1 / 0)
+        monkeypatch.setattr(gateway.pool.admission, "check", lambda: 1 / 0)
         response = await client.post(
             path, json={"inputs": "a", "messages": [{"role": "user", "content": "a"}]}
         )
@@ -206,7 +210,7 @@ async def test_a_full_queue_is_said_before_the_stream(
         await wait_until(lambda: worker.redis.xlen(worker.keys.requests))
         second = await client.post(path, json=BODY)
         assert (told(second), second.json()["error"]) == ((429, "overloaded"), "Model is overloaded")
-        assert len(gateway.relay.streams) == 1
+        assert len(gateway.pool.relay.streams) == 1
         worker.going.set()
         await first
         await wait_until(lambda: not worker.live)
@@ -245,10 +249,10 @@ async def test_after_the_last_worker_died(broker: Broker) -> None:
             waiting = asyncio.create_task(client.post("/generate", json=BODY))
             await wait_until(lambda: worker.redis.xlen(worker.keys.requests))
             await worker.redis.delete(worker.keys.workers)
-        await wait_until(lambda: gateway.workers.ready_s + 2.0 < asyncio.get_running_loop().time())
+        await wait_until(lambda: gateway.pool.workers.ready_s + 2.0 < asyncio.get_running_loop().time())
         response = await client.post("/generate", json=BODY)
         assert told(response) == (503, "unavailable") and "no worker for" in response.text
-        assert gateway.workers.max_total_tokens == 1024
+        assert gateway.pool.workers.max_total_tokens == 1024
         assert not waiting.done()
         async with working(broker.url, TOKENIZER, lambda _: Answer([11])):
             assert (await waiting).status_code == 200
@@ -296,7 +300,7 @@ async def test_the_cause_of_a_broker_that_refuses(own_broker: Broker) -> None:
                 return (await client.post("/generate", json=BODY)).status_code == 200
 
             await wait_until(served)
-        await wait_until(lambda: not gateway.relay.streams)
+        await wait_until(lambda: not gateway.pool.relay.streams)
 
 
 def kill_all(admin: redis.Redis) -> None:
@@ -322,10 +326,10 @@ async def test_a_broker_that_does_not_answer_or_is_not_there(monkeypatch: pytest
                 response = await client.get(path)
                 assert response.status_code == 503 and "did not answer in time" in response.text
             os.kill(pid, signal.SIGCONT)
-            await wait_until(lambda: not gateway.relay.streams)
+            await wait_until(lambda: not gateway.pool.relay.streams)
             assert (await client.post("/generate", json=BODY)).status_code == 200
             os.kill(pid, signal.SIGKILL)
-            await wait_until(lambda: gateway.relay.last_error)
+            await wait_until(lambda: gateway.pool.relay.last_error)
             response = await client.post("/generate", json=BODY)
             assert told(response) == (503, "unavailable") and "no connection to the broker" in response.text
             assert told(await client.get("/health")) == (503, "healthcheck")

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 from redis.asyncio import Redis
 
-from api.inference.pool import Pool
 from api.jobs.reply import Reply
 from api.jobs.runner import JobRun
+from api.lifecycle import Gateway
 from common.broker.keys import Keys
 from common.messages.request import Generate
 from common.settings.settings import Settings
@@ -32,8 +32,8 @@ def answer(_: Generate) -> Answer:
 
 
 @contextlib.asynccontextmanager
-async def gateway(url: str, name: str = "g0-test", **settings: Any) -> AsyncIterator[Pool]:
-    one = Pool(Settings(redis_url=url, **(SETTINGS | settings)), name, model_tokenizer())
+async def gateway(url: str, name: str = "g0-test", **settings: Any) -> AsyncIterator[Gateway]:
+    one = Gateway(Settings(redis_url=url, **(SETTINGS | settings)), name, model_tokenizer())
     async with one.running():
         await ready(one)
         yield one
@@ -265,7 +265,7 @@ async def test_a_stranger_at_our_keys_does_no_harm(
         await service.submit(id="fine", inputs="Count.", reply="stream")
         assert await service.result("fine") == {"generated_text": TEXT}
         await service.settled()
-        await wait_until(lambda: not one.job_consumer.held and not one.relay.streams)
+        await wait_until(lambda: not one.job_consumer.held and not one.pool.relay.streams)
 
 
 async def test_the_same_job_attaches_and_another_conflicts(
@@ -308,7 +308,7 @@ async def test_a_job_waits_for_room(service: Service, worker: FakeWorker, broker
 
 
 async def test_a_job_waits_for_a_worker(service: Service, broker: Broker) -> None:
-    one = Pool(Settings(redis_url=broker.url, **SETTINGS), "g0", model_tokenizer())
+    one = Gateway(Settings(redis_url=broker.url, **SETTINGS), "g0", model_tokenizer())
     async with one.running():
         await service.submit(id="a", inputs="Count.")
         await wait_until(lambda: one.job_consumer.runs)
@@ -349,7 +349,7 @@ async def test_a_job_is_called_off(service: Service, broker: Broker) -> None:
         for name in (b"nobody", b"\xff", b""):
             await service.redis.xadd(KEYS.submit, {"cancel": name})
         await service.settled()
-        await wait_until(lambda: not one.relay.streams and not worker.live)
+        await wait_until(lambda: not one.pool.relay.streams and not worker.live)
         assert len(worker.seen) <= 2
 
 
@@ -359,9 +359,10 @@ async def test_a_successor_goes_on_where_the_dead_gateway_stopped(
     """Each frame once, on the channel and in the stream, with the text of one generation."""
     heard = await service.listen("ext:me")
     worker.step_s = 0.05
-    dead = Pool(Settings(redis_url=broker.url, **SETTINGS, worker_ttl_s=0.3), "g0", model_tokenizer())
+    dead = Gateway(Settings(redis_url=broker.url, **SETTINGS, worker_ttl_s=0.3), "g0", model_tokenizer())
     life = [
-        asyncio.create_task(loop) for loop in (dead.relay.run(), dead.workers.run(), dead.job_consumer.run())
+        asyncio.create_task(loop)
+        for loop in (dead.pool.relay.run(), dead.pool.workers.run(), dead.job_consumer.run())
     ]
     await service.submit(id="a", inputs="Count.", reply_to="ext:me", reply="stream")
     await service.submit(id="c", **CHAT, parameters={"n": 2}, reply="stream")
@@ -370,14 +371,14 @@ async def test_a_successor_goes_on_where_the_dead_gateway_stopped(
         task.cancel()
     await asyncio.wait(life)
     async with gateway(broker.url, "g1", worker_ttl_s=0.3) as other:
-        await wait_until(lambda: other.relay.followed == {KEYS.events("g0"): 3})
+        await wait_until(lambda: other.pool.relay.followed == {KEYS.events("g0"): 3})
         assert await service.result("a") == {"generated_text": TEXT}
         assert [choice["message"]["content"] for choice in (await service.result("c"))["choices"]] == [
             TEXT
         ] * 2
         await service.settled()
         await wait_until(lambda: len(heard) == len(IDS) + 1)
-        assert not other.relay.followed and not other.relay.streams
+        assert not other.pool.relay.followed and not other.pool.relay.streams
     assert [frame["token"]["id"] for frame in heard] == [*IDS, 2]
     assert await service.stream("a") == heard
     chunks = await service.stream("c")
@@ -390,7 +391,7 @@ async def test_a_successor_goes_on_where_the_dead_gateway_stopped(
         ]
         assert "".join(deltas) == TEXT
     assert len(worker.seen) == 3
-    await dead.redis.aclose()
+    await dead.pool.redis.aclose()
 
 
 async def test_cut_connections_lose_and_repeat_nothing(
@@ -407,7 +408,7 @@ async def test_cut_connections_lose_and_repeat_nothing(
             for client in await service.redis.client_list():
                 if client["name"] == "gateway":
                     await service.redis.client_kill_filter(_id=client["id"])
-            await wait_until(one.relay.subscribed.is_set)
+            await wait_until(one.pool.relay.subscribed.is_set)
         assert [await service.result(f"j{i}", 30) for i in range(12)] == [{"generated_text": TEXT}] * 12
         await service.settled()
     for i in range(12):
@@ -421,9 +422,9 @@ async def test_two_that_hold_a_job_say_it_once(service: Service, worker: FakeWor
     """A gateway that shows no signs of life any more, and works all the same."""
     heard = await service.listen("ext:me")
     worker.step_s = 0.05
-    silent = Pool(Settings(redis_url=broker.url, **SETTINGS, worker_ttl_s=0.3), "g0", model_tokenizer())
-    life = [asyncio.create_task(loop) for loop in (silent.relay.run(), silent.job_consumer.run())]
-    await silent.workers.look()
+    silent = Gateway(Settings(redis_url=broker.url, **SETTINGS, worker_ttl_s=0.3), "g0", model_tokenizer())
+    life = [asyncio.create_task(loop) for loop in (silent.pool.relay.run(), silent.job_consumer.run())]
+    await silent.pool.workers.look()
     await service.submit(id="a", inputs="Count.", reply_to="ext:me", reply="stream")
     await wait_until(lambda: heard)
     async with gateway(broker.url, "g1", worker_ttl_s=0.3) as other:
@@ -436,4 +437,4 @@ async def test_two_that_hold_a_job_say_it_once(service: Service, worker: FakeWor
     for task in life:
         task.cancel()
     await asyncio.wait(life)
-    await silent.redis.aclose()
+    await silent.pool.redis.aclose()

@@ -152,7 +152,7 @@ async def test_several_choices(broker: Broker) -> None:
         body = CHAT | {"n": 3, "seed": 7, "stream_options": {"include_usage": True}}
         found = frames(await streamed(client, PATH, body))
         whole = (await client.post(PATH, json=CHAT | {"n": 3})).json()
-        await wait_until(lambda: not gateway.relay.streams)
+        await wait_until(lambda: not gateway.pool.relay.streams)
     deltas: list[list[dict[str, str]]] = [[], [], []]
     for frame in found[:-1]:
         [choice] = frame["choices"]
@@ -186,7 +186,7 @@ async def test_a_failed_stream_ends_with_the_error(broker: Broker) -> None:
     async with answering(broker.url, Answer(ids("a b"), error="two workers died")) as (_, gateway, client):
         found = frames(await streamed(client, PATH, CHAT | {"n": 2}))
         once = await client.post(PATH, json=CHAT)
-        await wait_until(lambda: not gateway.relay.streams)
+        await wait_until(lambda: not gateway.pool.relay.streams)
     error = {
         "message": "Request failed during generation: two workers died",
         "type": "server_error",
@@ -223,7 +223,7 @@ async def test_every_choice_ends_when_the_client_goes(broker: Broker, stream: bo
             lambda: len(worker.live) == 3 and all(live.done == 3 for live in worker.live.values())
         )
         task.cancel()
-        await wait_until(lambda: not worker.live and not gateway.relay.streams)
+        await wait_until(lambda: not worker.live and not gateway.pool.relay.streams)
 
 
 async def test_what_reaches_the_queue(broker: Broker) -> None:

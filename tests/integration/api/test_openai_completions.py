@@ -54,7 +54,7 @@ async def test_choices_stand_in_the_order_of_the_prompts(broker: Broker) -> None
     async with answering(broker.url, repeat) as (worker, gateway, client):
         response = await client.post(PATH, json={"prompt": ["a b", "c", "d e f"], "n": 2})
         found = frames(await streamed(client, PATH, {"prompt": ["a b", "c", "d e f"], "n": 2}))
-        await wait_until(lambda: not gateway.relay.streams)
+        await wait_until(lambda: not gateway.pool.relay.streams)
     answer = response.json()
     texts = ["a b 0", "a b 1", "c 0", "c 1", "d e f 0", "d e f 1"]
     assert [(choice["index"], choice["text"]) for choice in answer["choices"]] == list(enumerate(texts))
@@ -231,7 +231,7 @@ async def test_a_failing_prompt_fails_all(broker: Broker) -> None:
 
     async with answering(broker.url, answer) as (worker, gateway, client):
         found = frames(await streamed(client, PATH, {"prompt": ["good", "bad"]}))
-        await wait_until(lambda: not worker.live and not gateway.relay.streams)
+        await wait_until(lambda: not worker.live and not gateway.pool.relay.streams)
     assert found[-1]["error"]["message"].endswith("poison")
 
 
@@ -245,11 +245,11 @@ async def test_all_prompts_or_none_are_admitted(broker: Broker) -> None:
         await wait_until(lambda: len(worker.live) == 2)
         refused = await client.post(PATH, json={"prompt": ["a", "b"], "stream": True})
         assert (refused.status_code, refused.json()["error"]["type"]) == (429, "rate_limit_exceeded")
-        await wait_until(lambda: len(worker.live) == 2 and len(gateway.relay.streams) == 2)
+        await wait_until(lambda: len(worker.live) == 2 and len(gateway.pool.relay.streams) == 2)
         never = await client.post(PATH, json={"prompt": ["a", "b"], "n": 2})
         assert (never.status_code, never.json()["error"]["param"]) == (
             400,
             "n",
         ) and "MAX_CONCURRENT_REQUESTS is 3" in never.text
         task.cancel()
-        await wait_until(lambda: not worker.live and not gateway.relay.streams)
+        await wait_until(lambda: not worker.live and not gateway.pool.relay.streams)

@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, settings
 from schemathesis.specs.openapi.checks import negative_data_rejection, positive_data_acceptance
 
 from api.app import build
-from api.inference.pool import Pool
+from api.lifecycle import Gateway
 from common.messages.request import Generate
 from common.settings.settings import Settings
 from deploy.serve.broker import Broker
@@ -45,7 +45,7 @@ UNDESCRIBED = re.compile(
 
 async def document() -> Any:
     """The OpenAPI document of a gateway; it needs no broker."""
-    app = build(Pool(Settings(redis_url="redis://127.0.0.1:1"), "g0-test", model_tokenizer()))
+    app = build(Gateway(Settings(redis_url="redis://127.0.0.1:1"), "g0-test", model_tokenizer()))
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://gateway") as client:
         return (await client.get("/api-doc/openapi.json")).json()
 

@@ -159,7 +159,7 @@ async def test_what_reaches_the_queue(broker: Broker) -> None:
     assert first.stopping == StoppingParams(1024 - 2, stop=["x", "yy"], ignore_eos=True)
     assert second.stopping == StoppingParams(1024 - 4)
     assert (
-        first.channel == gateway.relay.channel
+        first.channel == gateway.pool.relay.channel
         and first.gateway == "g0-test"
         and first.request_id != second.request_id
     )

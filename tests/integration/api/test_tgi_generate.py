@@ -183,7 +183,7 @@ async def test_one_failure_of_several_answers_is_told(broker: Broker) -> None:
             "/generate", json={"inputs": "Hi", "parameters": {"best_of": 2, "do_sample": True}}
         )
         assert (response.status_code, response.json()["error_type"]) == (424, "generation")
-        await wait_until(lambda: not gateway.relay.streams)
+        await wait_until(lambda: not gateway.pool.relay.streams)
 
 
 async def test_all_or_none_of_several_answers_are_admitted(broker: Broker) -> None:
@@ -200,7 +200,7 @@ async def test_all_or_none_of_several_answers_are_admitted(broker: Broker) -> No
         worker.going.set()
 
         async def nothing_is_left() -> bool:
-            return not gateway.relay.streams and not await worker.redis.xlen(worker.keys.requests)
+            return not gateway.pool.relay.streams and not await worker.redis.xlen(worker.keys.requests)
 
         await wait_until(nothing_is_left)
 

@@ -11,8 +11,8 @@ import uvicorn
 
 from api.app import build
 from api.http.protocol import HttpProtocol
-from api.inference.pool import Pool
 from api.inference.tokenizer import ModelTokenizer
+from api.lifecycle import Gateway
 from api.server import own_listener
 from common import model_files
 from common.settings.settings import Settings
@@ -32,9 +32,9 @@ def model_tokenizer() -> ModelTokenizer:
 @contextlib.asynccontextmanager
 async def serving(
     url: str, lose: Callable[[], bool] | None = None, **settings: Any
-) -> AsyncIterator[tuple[Pool, httpx.AsyncClient]]:
+) -> AsyncIterator[tuple[Gateway, httpx.AsyncClient]]:
     """A gateway that serves while the context is open, and a client that talks to it."""
-    gateway = Pool(Settings(redis_url=url, **(SETTINGS | settings)), "g0-test", model_tokenizer(), lose)
+    gateway = Gateway(Settings(redis_url=url, **(SETTINGS | settings)), "g0-test", model_tokenizer(), lose)
     socket = own_listener(0)
     server = uvicorn.Server(
         uvicorn.Config(build(gateway), log_config=None, http=HttpProtocol, timeout_graceful_shutdown=5)
@@ -52,12 +52,12 @@ async def serving(
         await task
 
 
-async def ready(gateway: Pool) -> None:
+async def ready(gateway: Gateway) -> None:
     """Returns when the gateway accepts requests."""
 
     async def serves() -> bool:
         with contextlib.suppress(Exception):
-            await gateway.admission.check()
+            await gateway.pool.admission.check()
             return True
         return False
 

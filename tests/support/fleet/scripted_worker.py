@@ -97,10 +97,15 @@ class FakeWorker:
     """Set `answer` to script; `pause` has it keep all it holds until `going` is set."""
 
     def __init__(
-        self, url: str, tokenizer: Tokenizer, answer: Callable[[Generate], Answer], step_s: float = 0.0
+        self,
+        url: str,
+        tokenizer: Tokenizer,
+        answer: Callable[[Generate], Answer],
+        step_s: float = 0.0,
+        pool: str = "default",
     ) -> None:
         self.redis: Redis = connect(url)
-        self.keys, self.tokenizer, self.answer, self.step_s = Keys("default"), tokenizer, answer, step_s
+        self.keys, self.tokenizer, self.answer, self.step_s = Keys(pool), tokenizer, answer, step_s
         self.incarnation = f"w0-{secrets.token_hex(4)}"
         self.channels = ChannelSequences(self.incarnation)
         self.live: dict[str, Live] = {}
@@ -111,7 +116,9 @@ class FakeWorker:
         self.last_entry, self.last_control = b"0", b"0"
 
     async def announce(self, state: str = "ready", num_blocks: int = 64) -> None:
-        capacity = WorkerCapacity(self.incarnation, "w0", "fake", "float32", 16, num_blocks, 256, 8192)
+        capacity = WorkerCapacity(
+            self.incarnation, "w0", "fake", "float32", 16, num_blocks, 256, 8192, model_id="smollm2"
+        )
         keys = [
             self.keys.worker(self.incarnation),
             self.keys.workers,
@@ -267,10 +274,14 @@ class FakeWorker:
 
 @contextlib.asynccontextmanager
 async def working(
-    url: str, tokenizer: Tokenizer, answer: Callable[[Generate], Answer], step_s: float = 0.0
+    url: str,
+    tokenizer: Tokenizer,
+    answer: Callable[[Generate], Answer],
+    step_s: float = 0.0,
+    pool: str = "default",
 ) -> AsyncIterator[FakeWorker]:
     """A fake worker that is ready and works while the context is open."""
-    worker = FakeWorker(url, tokenizer, answer, step_s)
+    worker = FakeWorker(url, tokenizer, answer, step_s, pool)
     await worker.open()
     task = asyncio.create_task(worker.run())
     try:

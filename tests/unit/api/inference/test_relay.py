@@ -10,9 +10,9 @@ import pytest
 from redis.asyncio import Redis
 
 from api.inference import relay as relay_module
-from api.inference.pool import Pool
 from api.inference.relay import Relay
 from api.inference.stream import Stream
+from api.lifecycle import Gateway
 from common.broker.client import connect
 from common.broker.keys import Keys
 from common.messages.codec import encode
@@ -370,10 +370,12 @@ async def undisturbed(broker: Broker, count: int) -> list[bytes]:
         return await converse(client, count)
 
 
-async def nothing_left(gateway: Pool, worker: FakeWorker) -> None:
+async def nothing_left(gateway: Gateway, worker: FakeWorker) -> None:
     """Neither in the gateway nor in Redis."""
-    await wait_until(lambda: not gateway.relay.streams and not gateway.admission.cleanups and not worker.live)
-    assert not gateway.relay.wanted
+    await wait_until(
+        lambda: not gateway.pool.relay.streams and not gateway.pool.admission.cleanups and not worker.live
+    )
+    assert not gateway.pool.relay.wanted
     kinds = {key.decode().split(":")[2] for key in await worker.redis.keys("*")}
     assert kinds <= {
         "log",
@@ -400,7 +402,7 @@ async def test_lost_messages_change_no_byte(broker: Broker, seed: int) -> None:
     ):
         await ready(gateway)
         assert await converse(client, 12) == expected
-        assert gateway.relay.num_fills > 1
+        assert gateway.pool.relay.num_fills > 1
         await nothing_left(gateway, worker)
 
 
@@ -428,8 +430,8 @@ async def test_cut_connections_change_no_byte(broker: Broker) -> None:
         await wait_until(lambda: len(worker.live) == 6)
         for _ in range(3):
             await worker.redis.client_kill_filter(_type="pubsub")
-            await wait_until(lambda: not gateway.relay.subscribed.is_set())
-            await wait_until(gateway.relay.subscribed.is_set)
+            await wait_until(lambda: not gateway.pool.relay.subscribed.is_set())
+            await wait_until(gateway.pool.relay.subscribed.is_set)
         assert await talk == expected
         await nothing_left(gateway, worker)
 
@@ -471,7 +473,7 @@ async def test_clients_that_leave_are_cancelled(broker: Broker) -> None:
         await wait_until(lambda: worker.redis.xlen(KEYS.requests))
         task.cancel()
         await wait_until(
-            lambda: worker.redis.hexists(KEYS.request(list(gateway.relay.streams)[-1]), "cancel")
+            lambda: worker.redis.hexists(KEYS.request(list(gateway.pool.relay.streams)[-1]), "cancel")
         )
         worker.going.set()
         await wait_until(lambda: len(worker.seen) == 4)
@@ -489,7 +491,7 @@ async def test_a_cancel_waits_for_the_broker(broker: Broker) -> None:
         await worker.redis.config_set("maxmemory", 1)
         try:
             task.cancel()
-            await wait_until(lambda: gateway.admission.cleanups)
+            await wait_until(lambda: gateway.pool.admission.cleanups)
         finally:
             await worker.redis.config_set("maxmemory", 0)
         await nothing_left(gateway, worker)

@@ -1,0 +1,70 @@
+"""Error handlers: turn exceptions of routes into responses in the words of the route's API family."""
+
+from collections.abc import Mapping
+
+from fastapi import FastAPI
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.routing import Match
+
+from api.errors import ApiError, family_of, internal_error
+from api.inference import metrics
+from api.json import to_json
+
+CLIENT_CLOSED_REQUEST = 499
+METHODS = ("DELETE", "GET", "HEAD", "PATCH", "POST", "PUT")
+
+
+def add_error_handlers(app: FastAPI) -> None:
+    app.add_exception_handler(ApiError, handle_api_error)
+    app.add_exception_handler(HTTPException, handle_http_exception)
+    app.add_exception_handler(ClientDisconnect, handle_disconnect)
+    app.add_exception_handler(Exception, handle_crash)
+
+
+def error_response(error: ApiError, path: str, headers: Mapping[str, str] | None = None) -> Response:
+    """The response of the route with this path to an error."""
+    status, body = family_of(path)(error)
+    all_headers = dict(headers or {})
+    if error.status == 401:
+        all_headers["www-authenticate"] = "Bearer"
+    if error.status == 424:
+        # OpenAI's clients retry after a 500: a request that kills workers must not come back.
+        all_headers["x-should-retry"] = "false"
+    return Response(to_json(body), status, all_headers, "application/json")
+
+
+async def handle_api_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, ApiError)
+    metrics.count_error(error.status, error.error_type)
+    return error_response(error, request.url.path)
+
+
+async def handle_http_exception(request: Request, exception: Exception) -> Response:
+    """Answer a request for no route, or with a method that the route does not have."""
+    assert isinstance(exception, HTTPException)
+    status, error_type = exception.status_code, exception.detail.lower().replace(" ", "_")
+    error = ApiError(status, error_type, f"{exception.detail}: {request.method} {request.url.path}")
+    headers = {"allow": allowed_methods(request)} if status == 405 else exception.headers
+    return error_response(error, request.url.path, headers)
+
+
+def allowed_methods(request: Request) -> str:
+    """The methods of a path, over all its routes; Starlette names those of the first one only."""
+    routes = request.app.routes
+    return ", ".join(
+        method
+        for method in METHODS
+        if any(route.matches({**request.scope, "method": method})[0] is Match.FULL for route in routes)
+    )
+
+
+async def handle_disconnect(request: Request, error: Exception) -> Response:
+    """Answer a client that left before its request was complete; only middlewares see this response."""
+    return Response(status_code=CLIENT_CLOSED_REQUEST)
+
+
+async def handle_crash(request: Request, error: Exception) -> Response:
+    """Answer 500; the log has the traceback, because Starlette raises the error again."""
+    return error_response(internal_error(), request.url.path)

@@ -1,0 +1,37 @@
+"""Lifecycle: what a gateway process runs, and the order in which it starts and stops."""
+
+import contextlib
+from collections.abc import AsyncIterator, Callable
+
+from api.background import background_task
+from api.inference.pool import Pool
+from api.inference.pools import PoolRegistry
+from api.inference.tokenizer import ModelTokenizer
+from api.jobs.consumer import JobConsumer
+from common.settings.settings import Settings
+
+
+class Gateway:
+    """One gateway: its own pool, the registry of pools that its clients name, and the consumer of its own pool's jobs."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        incarnation: str,
+        tokenizer: ModelTokenizer,
+        lose: Callable[[], bool] | None = None,
+    ) -> None:
+        self.settings = settings
+        self.pool = Pool(settings, incarnation, tokenizer, lose)
+        self.pools = PoolRegistry(self.pool)
+        self.job_consumer = JobConsumer(self.pool)
+
+    @contextlib.asynccontextmanager
+    async def running(self) -> AsyncIterator["Gateway"]:
+        """Serve while the context is open. Foreign pools are closed first, the own pool last."""
+        async with contextlib.AsyncExitStack() as stack:
+            await stack.enter_async_context(self.pool.running())
+            await stack.enter_async_context(background_task(self.job_consumer.run()))
+            stack.push_async_callback(self.pools.close)
+            await stack.enter_async_context(background_task(self.pools.run()))
+            yield self

@@ -1,0 +1,151 @@
+"""Pools that clients name by `model`: they are opened when first named, serve requests but no jobs, and are closed
+when nobody names them any more.
+"""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+
+import httpx
+import pytest
+from redis.asyncio import Redis
+
+from api.inference.pools import IDLE_S
+from api.lifecycle import Gateway
+from common.broker.keys import POOLS, Keys
+from common.messages.request import Generate
+from deploy.broker import Broker
+from tests.support.fleet.gateways import model_tokenizer, ready, serving
+from tests.support.fleet.scripted_worker import Answer, FakeWorker, working
+from tests.support.waiting import wait_until
+
+TOKENIZER = model_tokenizer().backend
+IDS: list[int] = TOKENIZER.encode(" zero one two three").ids
+KEYS = Keys("b")
+
+
+def answer(_: Generate) -> Answer:
+    return Answer(IDS)
+
+
+@pytest.fixture
+async def redis(broker: Broker) -> AsyncIterator[Redis]:
+    async with Redis.from_url(broker.url) as client:
+        yield client
+
+
+@pytest.fixture
+async def worker(broker: Broker, redis: Redis) -> AsyncIterator[FakeWorker]:
+    """The only worker of pool `b`."""
+    await redis.zadd(POOLS, {"b": 1})
+    async with working(broker.url, TOKENIZER, answer, pool="b") as one:
+        yield one
+
+
+@contextlib.asynccontextmanager
+async def gateway_of_default(url: str) -> AsyncIterator[tuple[Gateway, httpx.AsyncClient]]:
+    """A gateway whose own pool is `default`."""
+    async with working(url, TOKENIZER, answer), serving(url) as (gateway, client):
+        await ready(gateway)
+        yield gateway, client
+
+
+async def complete(client: httpx.AsyncClient, model: str) -> str:
+    body = {"model": model, "prompt": "Count.", "max_tokens": 20}
+    response = await client.post("/v1/completions", json=body)
+    assert response.status_code == 200, response.text
+    text: str = response.json()["choices"][0]["text"]
+    return text
+
+
+async def job_consumers(redis: Redis, keys: Keys) -> list[str]:
+    if not await redis.exists(keys.submit):
+        return []
+    groups = [group["name"].decode() for group in await redis.xinfo_groups(keys.submit)]
+    return [
+        one["name"].decode() for group in groups for one in await redis.xinfo_consumers(keys.submit, group)
+    ]
+
+
+async def test_a_foreign_pool_serves_requests_and_leaves_its_jobs_alone(
+    broker: Broker, redis: Redis, worker: FakeWorker
+) -> None:
+    async with gateway_of_default(broker.url) as (_, client):
+        assert await complete(client, "b") == " zero one two three"
+        assert len(worker.seen) == 1
+        own = Keys("default")
+        for keys in (KEYS, own):
+            await redis.xadd(keys.submit, {"job": '{"id": "a", "inputs": "Count."}'})
+        await wait_until(lambda: redis.exists(own.result("a")))
+        assert await job_consumers(redis, own) == ["g0-test"]
+        assert await job_consumers(redis, KEYS) == []
+        assert len(worker.seen) == 1
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now_s = 0.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+async def is_shown(redis: Redis) -> bool:
+    """Whether the gateway's heartbeat is among the processes of pool `b`."""
+    return bool(await redis.exists(KEYS.process("gateway", "g0-test")))
+
+
+async def test_a_foreign_pool_that_nobody_names_is_closed_and_opens_again(
+    broker: Broker, redis: Redis, worker: FakeWorker
+) -> None:
+    async with gateway_of_default(broker.url) as (gateway, client):
+        clock = gateway.pools.clock = Clock()
+        await complete(client, "b")
+        first = gateway.pools.foreign["b"].pool
+        await wait_until(lambda: not first.relay.streams)
+        clock.now_s = IDLE_S - 1
+        await complete(client, "b")
+        await wait_until(lambda: not first.relay.streams)
+        clock.now_s = 2 * IDLE_S - 2
+        await gateway.pools.close_idle()
+        assert gateway.pools.foreign["b"].pool is first and await is_shown(redis)
+        num_connections = len(await redis.client_list())
+        clock.now_s = 2 * IDLE_S
+        await gateway.pools.close_idle()
+        assert not gateway.pools.foreign and not await is_shown(redis)
+        await wait_until(lambda: fewer_connections(redis, num_connections))
+        assert await complete(client, "b") == " zero one two three"
+        assert gateway.pools.foreign["b"].pool is not first
+
+
+async def fewer_connections(redis: Redis, than: int) -> bool:
+    return len(await redis.client_list()) < than
+
+
+async def test_a_foreign_pool_with_a_live_stream_stays_open(
+    broker: Broker, redis: Redis, worker: FakeWorker
+) -> None:
+    async with gateway_of_default(broker.url) as (gateway, client):
+        clock = gateway.pools.clock = Clock()
+        await worker.pause()
+        running = asyncio.create_task(complete(client, "b"))
+        await wait_until(
+            lambda: "b" in gateway.pools.foreign and gateway.pools.foreign["b"].pool.relay.streams
+        )
+        clock.now_s = 10 * IDLE_S
+        await gateway.pools.close_idle()
+        worker.going.set()
+        assert await running == " zero one two three"
+        await wait_until(lambda: not gateway.pools.foreign["b"].pool.relay.streams)
+        await gateway.pools.close_idle()
+        assert not gateway.pools.foreign
+
+
+async def test_a_pool_without_a_live_worker_is_not_found(broker: Broker, redis: Redis) -> None:
+    await redis.zadd(POOLS, {"empty": 1})
+    async with gateway_of_default(broker.url) as (gateway, client):
+        for model in ("empty", "nobody"):
+            response = await client.post("/v1/completions", json={"model": model, "prompt": "Count."})
+            assert response.status_code == 404
+            assert response.json()["error"]["code"] == "model_not_found"
+        assert not gateway.pools.foreign
