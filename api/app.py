@@ -48,7 +48,7 @@ def build(gateway: Gateway) -> ASGIApp:
 
     app = FastAPIOffline(  # /docs loads its scripts from this gateway alone
         title="Tokenfleet",
-        description=introduction(pool.settings),
+        description=introduction(gateway.settings),
         openapi_tags=TAGS,
         lifespan=lifespan,
         redirect_slashes=False,

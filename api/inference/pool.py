@@ -9,7 +9,7 @@ from api.inference.admission import Admission
 from api.inference.capacity import WorkerMonitor
 from api.inference.relay import Relay
 from api.inference.tokenizer import ModelTokenizer
-from common.broker.client import CONNECT_TIMEOUT_S, connect, broker_url
+from common.broker.client import CONNECT_TIMEOUT_S, broker_url, connect
 from common.broker.keys import Keys
 from common.settings.settings import Settings
 
