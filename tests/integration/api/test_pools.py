@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator
 
 import httpx
 import pytest
-from deploy.broker import Broker
+from deploy.serve.broker import Broker
 from redis.asyncio import Redis
 
 from api.inference.pools import IDLE_S
