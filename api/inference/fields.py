@@ -1,14 +1,16 @@
-"""Fields of request bodies: kinds of fields, and the sampling parameters that TGI's and OpenAI's routes share.
+"""Fields of request bodies: kinds of fields, and the parameters that TGI's and OpenAI's routes share.
 
 The ranges of numbers are only described here, for /docs; `api/inference/validate.py` checks them together
 with the limits of the fleet.
 """
 
+from dataclasses import fields
 from typing import Annotated, Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field
 
 from api.inference.ranges import BIASES, RANGES
+from common.messages.request import SamplingParams, StoppingParams
 
 Item = TypeVar("Item")
 
@@ -80,3 +82,19 @@ class SamplingFields(BaseModel):
     ignore_eos: bool | None = Field(
         default=None, description="Continue after the end-of-sequence token. Default: false."
     )
+
+    def sampling_params(self, **others: Any) -> SamplingParams:
+        """The fields that are given, and `others`; `seed` and `bad_words` are completed by validation."""
+        names = {field.name for field in fields(SamplingParams)} & SamplingFields.model_fields.keys()
+        values = {name: getattr(self, name) for name in names - {"seed", "bad_words"}}
+        given = {name: value for name, value in values.items() if value is not None}
+        return SamplingParams(**{"temperature": 1.0} | given | others)
+
+    def stopping_params(self, min_new_tokens: int | None, stop: list[str] | None) -> StoppingParams:
+        """Without `max_new_tokens`, which validation completes."""
+        return StoppingParams(
+            min_new_tokens=min_new_tokens or 0,
+            stop=stop or [],
+            stop_ids=self.stop_token_ids or [],
+            ignore_eos=bool(self.ignore_eos),
+        )

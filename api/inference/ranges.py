@@ -1,4 +1,4 @@
-"""The numbers that a client may give, where they are wrong or right on their own."""
+"""Ranges of numeric parameters, for parameters whose range depends on nothing else."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -9,14 +9,14 @@ MAX_STOP_CHARS = 1000
 
 @dataclass(frozen=True, slots=True)
 class Range:
-    """From `least`, or with `above` from just above it, up to `most`."""
+    """Numbers from `least` (with `above`: greater than `least`) to `most`, or without an upper bound."""
 
     least: int
     most: int | None = None
     above: bool = False
 
     def holds(self, value: float) -> bool:
-        """False for NaN."""
+        """Whether a value lies in the range; NaN lies in none."""
         enough = value > self.least if self.above else value >= self.least
         return enough and (self.most is None or value <= self.most)
 
@@ -26,7 +26,7 @@ class Range:
 
     @property
     def schema(self) -> dict[str, Any]:
-        """In JSON Schema's words; null is outside of what they are about."""
+        """As JSON Schema; its bounds do not concern null."""
         low = {"exclusiveMinimum" if self.above else "minimum": self.least}
         return low if self.most is None else low | {"maximum": self.most}
 

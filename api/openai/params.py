@@ -68,34 +68,25 @@ def common(body: OpenAIRequest, names: Mapping[str, str]) -> GenerationParams:
     generation_config.json proposes.
     """
     return GenerationParams(
-        min_new_tokens=body.min_tokens or 0,
-        stop=[body.stop] if isinstance(body.stop, str) else body.stop or [],
-        stop_ids=body.stop_token_ids or [],
-        ignore_eos=bool(body.ignore_eos),
         truncate=body.truncate_prompt_tokens,
+        stopping=body.stopping_params(
+            body.min_tokens, [body.stop] if isinstance(body.stop, str) else body.stop
+        ),
         do_sample=True,
-        temperature=1.0 if body.temperature is None else body.temperature,
-        top_k=body.top_k,
-        top_p=body.top_p,
-        top_p_decay=body.top_p_decay,
-        top_p_min=body.top_p_min,
-        top_p_reset_ids=body.top_p_reset_ids or [],
-        min_p=body.min_p,
-        typical_p=body.typical_p,
-        repetition_penalty=body.repetition_penalty,
-        frequency_penalty=body.frequency_penalty,
-        presence_penalty=body.presence_penalty,
+        sampling=body.sampling_params(
+            frequency_penalty=body.frequency_penalty or 0.0,
+            logit_bias=logit_bias(body.logit_bias or {}),
+            raw_logprobs=True,
+        ),
         seed=body.seed,
-        logit_bias=logit_bias(body.logit_bias or {}),
         bad_words=body.bad_words or [],
-        raw_logprobs=True,
         n=1 if body.n is None else body.n,
         names=names,
     )
 
 
-def logit_bias(given: Mapping[str, float]) -> dict[int, float]:
+def logit_bias(given: Mapping[str, float]) -> list[tuple[int, float]]:
     for key in given:
         if not ID.fullmatch(key):
             raise invalid(f"`logit_bias` must have token ids as keys. Given: {key[:20]!r}", "logit_bias")
-    return {int(key): value for key, value in given.items()}
+    return [*{int(key): value for key, value in given.items()}.items()]

@@ -277,7 +277,15 @@ async def test_settings_lower_the_limits(broker: Broker) -> None:
 
 
 async def validated(**fields: Any) -> list[Generate]:
-    return await validate(GenerationParams(**({"text": "a"} | fields)), LIMITS, model_tokenizer())
+    """`fields` are those of GenerationParams and, without a seed, those of SamplingParams."""
+    own = set(GenerationParams.__slots__)
+    sampling = {"temperature": 1.0} | {name: value for name, value in fields.items() if name not in own}
+    params = GenerationParams(
+        stopping=StoppingParams(),
+        sampling=SamplingParams(**sampling),
+        **{"text": "a"} | {name: value for name, value in fields.items() if name in own},
+    )
+    return await validate(params, LIMITS, model_tokenizer())
 
 
 async def test_every_parameter_reaches_the_worker(broker: Broker) -> None:
