@@ -1,4 +1,4 @@
-"""Validation: turns generation parameters into requests for the queue, or refuses them by the field's name."""
+"""Validation: makes requests of generation parameters, or refuses them by the name of the field at fault."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace

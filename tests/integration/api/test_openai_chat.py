@@ -10,6 +10,7 @@ from openai import AsyncOpenAI
 
 from api.openai.render import FINGERPRINT
 from common.messages.packing import unpack_ids
+from common.messages.request import StoppingParams
 from deploy.serve.broker import Broker
 from tests.support.fleet.gateways import model_tokenizer
 from tests.support.fleet.scripted_worker import Answer
@@ -262,8 +263,7 @@ async def test_what_reaches_the_queue(broker: Broker) -> None:
             ).status_code == 200
     full, greedy, default = worker.seen
     assert unpack_ids(full.prompt_ids) == ids(PROMPT + OPEN)[-4:]
-    assert (full.max_new_tokens, full.min_new_tokens, full.stop, full.ignore_eos) == (2, 2, ["x"], True)
-    assert unpack_ids(full.stop_ids) == [9]
+    assert full.stopping == StoppingParams(2, 2, ["x"], [9], ignore_eos=True)
     sampling = full.sampling
     assert sampling is not None
     assert (sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p, sampling.typical_p) == (
