@@ -64,11 +64,18 @@ async def serve(settings: Settings, name: str, incarnation: str) -> int:
 
 
 async def loaded(settings: Settings, engine: EngineClient, incarnation: str) -> Ready:
-    """Waits for the engine; people see meanwhile that we are there. Raises EngineRefused, EngineDied."""
+    """Waits for the engine; a heartbeat says meanwhile what it is doing. Raises EngineRefused, EngineDied."""
+    doing = "starting"
+
+    def progress(text: str) -> None:
+        nonlocal doing
+        doing = text
+        log.info(text)
+
     async with client.connect(client.broker_url(settings)) as redis:
         sign = Heartbeat(redis, Keys(settings.pool), "starting", incarnation, settings.worker_ttl_s)
-        async with sign.sending(settings.heartbeat_s):
-            return await engine.ready(log.info)
+        async with sign.sending(settings.heartbeat_s, lambda: {"doing": doing}):
+            return await engine.ready(progress)
 
 
 async def serve_engine(

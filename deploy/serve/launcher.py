@@ -6,37 +6,26 @@ import asyncio
 import contextlib
 import logging
 import os
-import signal
 from typing import Any
 
-from common.broker.client import ERRORS, check_broker, connect
+from common.broker.client import ERRORS, connect
 from common.broker.keys import Keys
 from common.messages.codec import encode
 from common.messages.plan import WorkerDied
 from common.process import logs
-from common.settings.settings import SettingError, Settings
+from common.settings.settings import Settings
 from deploy.serve import checks
 from deploy.serve.broker import embedded
 from deploy.serve.fleet import Fleet, new_fleet
-from deploy.serve.process import Process, describe, kill, stop
+from deploy.serve.process import Process, describe, kill
+from deploy.serve.shutdown import FleetEnded, end_on_signals
+from deploy.serve.startup import introduction, wait_for_broker, wait_until_ready
 
 log = logging.getLogger(__name__)
 
 POLL_S = 0.1
-PROGRESS_S = 2.0
-SHORT_STOP_S = 3.0
-ONE_REQUEST_S = 0.5
 TELL_S = 5.0
 MAX_CONTROL = 10_000
-PROMPT = '{"inputs":"The sky is blue because","parameters":{"max_new_tokens":64}}'
-
-
-class Over(Exception):
-    """The fleet is to end: with which exit code, and why, unless somebody has said so already."""
-
-    def __init__(self, exit_code: int, why: str = "") -> None:
-        super().__init__(why)
-        self.exit_code = exit_code
 
 
 def serve(settings: Settings) -> int:
@@ -62,13 +51,13 @@ async def run(fleet: Fleet) -> int:
     """Starts and supervises the processes until a signal or a fatal end. Returns the exit code; no process is
     left.
     """
-    over = Over(0)
+    over = FleetEnded(0)
     try:
         async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(heed_signals(fleet))
+            tasks.create_task(end_on_signals(fleet))
             tasks.create_task(launch(fleet, tasks))
-    except* Over as group:
-        over = next(error for error in group.exceptions if isinstance(error, Over))
+    except* FleetEnded as group:
+        over = next(error for error in group.exceptions if isinstance(error, FleetEnded))
     finally:
         await kill(fleet.ours)
         await kill(fleet.brokers)  # last, so that nobody complains of it
@@ -80,15 +69,12 @@ async def run(fleet: Fleet) -> int:
 async def launch(fleet: Fleet, tasks: asyncio.TaskGroup) -> None:
     for process in fleet.brokers:
         tasks.create_task(supervise(process, fleet, tasks))
-        await broker_answers(fleet.settings)
+        await wait_for_broker(fleet.settings)
     for process in fleet.ours:
         tasks.create_task(supervise(process, fleet, tasks))
-    await gateway_answers(fleet)
-    fleet.was_ready = True
-    url = checks.base_url(fleet.settings)
-    command = f"curl -N {url}/generate_stream -H 'Content-Type: application/json' -d '{PROMPT}'"
-    print(f"Tokenfleet serves {fleet.settings.served_model_name} at {url} · try: {command}")
-    print(f"To chat and to watch, open {url} in a browser; {url}/docs describes the API.", flush=True)
+    if await wait_until_ready(fleet):
+        fleet.was_ready = True
+        print(introduction(fleet.settings), flush=True)
 
 
 async def supervise(process: Process, fleet: Fleet, tasks: asyncio.TaskGroup) -> None:
@@ -101,8 +87,8 @@ async def supervise(process: Process, fleet: Fleet, tasks: asyncio.TaskGroup) ->
             tasks.create_task(tell_died(fleet.settings, process.incarnation))
         if not fleet.was_ready:
             if returncode == os.EX_CONFIG:  # it has said itself which setting cannot be served
-                raise Over(os.EX_CONFIG)
-            raise Over(1, f"{process.name} ended before the fleet was ready: {describe(returncode)}")
+                raise FleetEnded(os.EX_CONFIG)
+            raise FleetEnded(1, f"{process.name} ended before the fleet was ready: {describe(returncode)}")
         pause_s = process.restarts.pause_s(lived_s)
         log.warning(
             "%s ended after %.1f s: %s; starts again in %.1f s",
@@ -128,64 +114,3 @@ async def tell_died(settings: Settings, incarnation: str) -> None:
                     await asyncio.sleep(POLL_S)
         except TimeoutError:
             log.warning("no broker to tell that %s ended; its sign of life will expire", incarnation)
-
-
-async def broker_answers(settings: Settings) -> None:
-    assert settings.redis_url is not None
-    while True:
-        with contextlib.suppress(SettingError):
-            return await check_broker(settings.redis_url)
-        await asyncio.sleep(POLL_S)
-
-
-async def gateway_answers(fleet: Fleet) -> None:
-    """Returns when the fleet can serve; says meanwhile that it is alive."""
-    clock = asyncio.get_running_loop().time
-    begun_s = said_s = clock()
-    while not await is_healthy(fleet.settings):
-        if clock() - said_s >= PROGRESS_S:
-            said_s = clock()
-            running = " ".join(process.name for process in fleet.all if process.is_running)
-            log.info("not ready after %.0f s; running: %s", said_s - begun_s, running)
-        await asyncio.sleep(POLL_S)
-
-
-async def is_healthy(settings: Settings) -> bool:
-    host, port = checks.reachable(settings)
-    try:
-        async with asyncio.timeout(PROGRESS_S):
-            reader, writer = await asyncio.open_connection(host, port)
-            writer.write(b"GET /health HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
-            status = await reader.readline()
-            writer.close()
-    except (OSError, ValueError):
-        return False
-    return b" 200 " in status
-
-
-async def heed_signals(fleet: Fleet) -> None:
-    """The first SIGTERM or SIGINT drains the fleet, a later one ends it now."""
-    asked = asyncio.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        asyncio.get_running_loop().add_signal_handler(number, asked.set)
-    await asked.wait()
-    log.info("draining for up to %.0f s; once more ends it now", fleet.settings.graceful_termination_timeout)
-    drained = asyncio.create_task(drain(fleet))
-    again = asyncio.create_task(asked_again(asked))
-    await asyncio.wait((drained, again), return_when=asyncio.FIRST_COMPLETED)
-    raise Over(0 if drained.done() else 1)
-
-
-async def asked_again(asked: asyncio.Event) -> None:
-    """Who signals our whole group is often followed by who passes the same signal on (make, timeout,
-    systemd): that is one request.
-    """
-    await asyncio.sleep(ONE_REQUEST_S)
-    asked.clear()
-    await asked.wait()
-
-
-async def drain(fleet: Fleet) -> None:
-    await stop([*fleet.gateways, *fleet.jobs], fleet.settings.graceful_termination_timeout)
-    await stop([*fleet.batchers, *fleet.workers], SHORT_STOP_S)
-    await stop(fleet.brokers, SHORT_STOP_S)

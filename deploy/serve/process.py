@@ -95,8 +95,12 @@ class Process:
         return self.running is not None and self.running.returncode is None
 
     def send(self, number: signal.Signals) -> None:
+        """Sends a signal, if it runs. Not by `running.send_signal`: that reaps a process that has just ended, of
+        which asyncio then complains.
+        """
         if self.running is not None and self.is_running:
-            self.running.send_signal(number)
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.running.pid, number)
 
     def kill(self) -> None:
         """Ends it now, with whatever it has started."""

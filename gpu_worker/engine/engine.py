@@ -55,18 +55,18 @@ class Engine:
         self.collected_step, self.collected_s = 0, 0.0  # the last step read, and when
         if self.loaded.device.type == "cuda":
             self.compile_and_capture(settings, progress)
-        progress("measuring")
+        progress("measuring its speed")
         self.ready = self.warm_up(settings)
 
     def compile_and_capture(self, settings: Settings, progress: Progress) -> None:
         """Compiles layers, and captures steps in which all rows decode, where attention allows it."""
         loaded = self.loaded
         if loaded.backend.compilable:
-            progress("compiling")
+            progress("compiling layers (longer the first time)")
             try_out = partial(warmup.run_all_shapes, self.forward, loaded.vocab_size, self.block_size)
             compile_layers(loaded.model, loaded.attentions, try_out)
         if loaded.plan_free:
-            progress("capturing")
+            progress("capturing CUDA graphs")
             self.try_to_capture(settings)
         stop_compiling()
 

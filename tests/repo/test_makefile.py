@@ -11,7 +11,7 @@ import psutil
 import pytest
 
 from deploy.serve.broker import free_port
-from deploy.serve.launcher import ONE_REQUEST_S
+from deploy.serve.shutdown import ONE_REQUEST_S
 from tests.support.waiting import wait_until_sync
 
 ROOT = Path(__file__).parents[2]

@@ -146,9 +146,9 @@ def test_every_example_runs_and_prints_what_is_shown(fleet: Fleet) -> None:
 
 
 def test_the_first_words_of_a_fleet_say_what_to_do_next(fleet: Fleet) -> None:
-    [tried] = re.findall(r"try: (.*)", fleet.output())
+    [tried] = re.findall(r"try: +(.*)", fleet.output())
     assert shapes(run(fleet, "sh", tried)) == shapes(run(fleet, *next(examples())[:2]))
-    assert f"open {fleet.base_url} in a browser" in fleet.output()
+    assert f"page: {fleet.base_url} (open it in a browser" in fleet.output()
     assert f"{fleet.base_url}/docs" in fleet.output()
 
 

@@ -17,7 +17,7 @@ from common.broker.keys import Keys
 from common.messages.codec import decode
 from common.messages.plan import WorkerDied
 from deploy.serve.broker import free_port
-from deploy.serve.launcher import ONE_REQUEST_S
+from deploy.serve.shutdown import ONE_REQUEST_S
 from tests.support.waiting import wait_until_sync
 
 GONE_S = 3.0
@@ -83,11 +83,18 @@ def launch(tmp_path: Path) -> Iterator[Callable[[], Launched]]:
             process.stdout.close()
 
 
-def test_ready_is_one_line_with_the_url_and_a_command(launch: Callable[[], Launched]) -> None:
-    line = launch().ready()
-    assert "http://127.0.0.1:" in line
-    assert "curl -N" in line
-    assert "/generate_stream" in line
+def test_the_first_lines_of_a_ready_fleet_are_url_page_docs_and_a_command(
+    launch: Callable[[], Launched],
+) -> None:
+    fleet = launch()
+    first = fleet.ready().rstrip()
+    assert fleet.process.stdout is not None
+    page, docs, example = (fleet.process.stdout.readline() for _ in range(3))
+    url = first.split()[-1]
+    assert url.startswith("http://127.0.0.1:")
+    assert page.startswith(f"  page: {url} ")
+    assert docs == f"  docs: {url}/docs\n"
+    assert example.startswith(f"  try:  curl -N {url}/generate_stream")
 
 
 def test_a_killed_worker_comes_back_as_another_incarnation_and_the_batcher_is_told(
@@ -165,6 +172,8 @@ def test_a_second_signal_ends_now(launch: Callable[[], Launched], number: signal
     )
     assert fleet.process.returncode != 0
     assert not [child for child in children if child.is_running()]
+    assert "waiting up to 90 s for 0 requests to finish; new ones get 503" in fleet.error()
+    assert "Unknown child process" not in fleet.error()
 
 
 def test_signals_that_come_together_are_one_request(launch: Callable[[], Launched]) -> None:

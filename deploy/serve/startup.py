@@ -1,0 +1,130 @@
+"""Startup: shows what a starting fleet waits for, and how to use it once it is ready."""
+
+import asyncio
+import contextlib
+import itertools
+import logging
+import shutil
+import sys
+from typing import TextIO
+
+from redis.asyncio import Redis
+
+from common.broker.client import ERRORS, check_broker, connect
+from common.broker.keys import Keys
+from common.settings.settings import SettingError, Settings
+from deploy.serve import checks
+from deploy.serve.fleet import Fleet
+
+log = logging.getLogger(__name__)
+
+POLL_S = 0.1
+HEALTH_TIMEOUT_S = 2.0
+SPINNER = "⠋⠙⠹⠸⠼⠴⠦⠧⠇⠏"
+CLEAR = "\x1b[J"
+"""Clears the terminal from the cursor on."""
+UP = "\x1b[1A\r"
+PROMPT = '{"inputs":"The sky is blue because"}'
+
+
+class StartupLine:
+    """What the start waits for: one moving line in a terminal, elsewhere a log line whenever it changes.
+
+    The cursor stays on an empty line above the moving one. There the fleet's processes, which share the
+    terminal, write their logs.
+    """
+
+    def __init__(self, stream: TextIO) -> None:
+        self.stream = stream
+        self.is_terminal = stream.isatty()
+        self.text = ""
+        self.frames = itertools.cycle(SPINNER)
+
+    def show(self, text: str, waited_s: float) -> None:
+        if self.is_terminal:
+            line = f"{next(self.frames)} {text} · {waited_s:.0f} s"
+            columns = shutil.get_terminal_size().columns
+            self.stream.write(f"{CLEAR}\n{line[: columns - 1]}{UP}")
+            self.stream.flush()
+        elif text != self.text:
+            log.info("waiting for %s", text)
+        self.text = text
+
+    def clear(self) -> None:
+        if self.is_terminal:
+            self.stream.write(CLEAR)
+            self.stream.flush()
+
+
+async def wait_until_ready(fleet: Fleet) -> bool:
+    """Waits until the fleet can serve, and shows meanwhile what it waits for. Returns False where the fleet is
+    stopped before.
+    """
+    assert fleet.settings.redis_url is not None
+    clock = asyncio.get_running_loop().time
+    started_s = clock()
+    line = StartupLine(sys.stderr)
+    async with connect(fleet.settings.redis_url) as redis:
+        try:
+            while not await is_healthy(fleet.settings):
+                if not all(gateway.wanted for gateway in fleet.gateways):
+                    return False
+                line.show(await awaited(fleet, redis), clock() - started_s)
+                await asyncio.sleep(POLL_S)
+        finally:
+            line.clear()
+    return True
+
+
+async def awaited(fleet: Fleet, redis: Redis) -> str:
+    """What the start waits for: `w0 w1: loading smollm2`, by what the workers that are not ready say."""
+    keys = Keys(fleet.settings.pool)
+    workers: dict[str, list[str]] = {}
+    try:
+        async with redis.pipeline(transaction=False) as pipe:
+            for worker in fleet.workers:
+                pipe.exists(keys.worker(worker.incarnation))
+                pipe.hget(keys.process("starting", worker.incarnation), "doing")
+            answers = await pipe.execute()
+    except ERRORS:
+        return "the broker"
+    for worker, is_ready, doing in zip(fleet.workers, answers[::2], answers[1::2], strict=True):
+        if not is_ready:
+            workers.setdefault(doing.decode() if doing else "starting", []).append(worker.name)
+    if not workers:
+        return "the gateway"
+    return ", ".join(f"{' '.join(names)}: {doing}" for doing, names in workers.items())
+
+
+async def wait_for_broker(settings: Settings) -> None:
+    assert settings.redis_url is not None
+    while True:
+        with contextlib.suppress(SettingError):
+            return await check_broker(settings.redis_url)
+        await asyncio.sleep(POLL_S)
+
+
+async def is_healthy(settings: Settings) -> bool:
+    host, port = checks.reachable(settings)
+    try:
+        async with asyncio.timeout(HEALTH_TIMEOUT_S):
+            reader, writer = await asyncio.open_connection(host, port)
+            writer.write(b"GET /health HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
+            status = await reader.readline()
+            writer.close()
+    except (OSError, ValueError):
+        return False
+    return b" 200 " in status
+
+
+def introduction(settings: Settings) -> str:
+    """The last lines of a start: where the fleet is, and how to ask it."""
+    url = checks.base_url(settings)
+    return "\n".join(
+        [
+            f"Tokenfleet serves {settings.served_model_name} at {url}",
+            f"  page: {url} (open it in a browser to chat, and to watch the fleet)",
+            f"  docs: {url}/docs",
+            f"  try:  curl -N {url}/generate_stream -H 'Content-Type: application/json' -d '{PROMPT}'",
+        ]
+    )
