@@ -4,10 +4,13 @@ The ranges of numbers are only described here, for /docs; `api/inference/validat
 with the limits of the fleet.
 """
 
+import inspect
 from dataclasses import fields
 from typing import Annotated, Any, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, GetJsonSchemaHandler
+from pydantic.json_schema import JsonSchemaValue
+from pydantic_core import CoreSchema
 
 from api.inference.ranges import BIASES, RANGES
 from common.messages.request import SamplingParams, StoppingParams
@@ -98,3 +101,16 @@ class SamplingFields(BaseModel):
             stop_ids=self.stop_token_ids or [],
             ignore_eos=bool(self.ignore_eos),
         )
+
+    @classmethod
+    def __get_pydantic_json_schema__(
+        cls, core_schema: CoreSchema, handler: GetJsonSchemaHandler
+    ) -> JsonSchemaValue:
+        """In /docs, a body's own fields come before the fields that routes share."""
+        reference = handler(core_schema)
+        schema = handler.resolve_ref_schema(reference)
+        names = dict.fromkeys(name for base in cls.__mro__ for name in inspect.get_annotations(base))
+        schema["properties"] = {
+            name: schema["properties"][name] for name in names if name in schema["properties"]
+        }
+        return reference

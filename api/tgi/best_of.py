@@ -1,4 +1,4 @@
-"""TGI's `best_of`: several answers are drawn, and the likeliest is given."""
+"""TGI's `best_of`: several texts are sampled, and the most likely one is returned."""
 
 import secrets
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ from common.messages.request import Generate
 
 
 def check(params: GenerationParams, limits: Limits, streamed: bool) -> None:
-    """Raises ApiError (422) where several answers cannot be, or would all be the same."""
+    """Raises ApiError (422) if several texts are not possible, or would all be the same."""
     if params.n > limits.max_best_of:
         raise invalid(f"`best_of` must be at most {limits.max_best_of}. Given: {params.n}", "best_of")
     if params.n > 1 and streamed:
@@ -26,7 +26,9 @@ def check(params: GenerationParams, limits: Limits, streamed: bool) -> None:
 
 
 def with_own_seeds(requests: Sequence[Generate]) -> list[Generate]:
-    """Each answer with a seed of its own, which is told with it: it alone draws that answer again."""
+    """Gives each request a seed of its own. The response has the best text's seed; it samples that text again
+    without `best_of`.
+    """
     return [
         replace(one, sampling=replace(one.sampling, seed=secrets.randbits(63), choice=0))
         for one in requests
@@ -35,7 +37,7 @@ def with_own_seeds(requests: Sequence[Generate]) -> list[Generate]:
 
 
 def rank_by_logprob(streams: Sequence[Stream]) -> list[Stream]:
-    """The best first."""
+    """The streams by mean log-probability, the highest first."""
     return sorted(streams, key=mean_logprob, reverse=True)
 
 

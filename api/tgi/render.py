@@ -1,4 +1,6 @@
-"""TGI's answers: a token, a frame of a stream, a whole text with its details. Pure functions of streams."""
+"""TGI's response objects: tokens, the frames of a stream, whole texts with their details. Pure functions of
+`Stream`.
+"""
 
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
@@ -14,7 +16,7 @@ def render_token(stream: Stream, i: int) -> dict[str, Any]:
 
 
 def render_top_tokens(stream: Stream, i: int) -> list[dict[str, Any]]:
-    """The likeliest tokens in place of token `i`, each with its text alone."""
+    """The most likely tokens at position `i`; the text of each is decoded alone."""
     decode = stream.tokenizer.backend.decode
     return [
         render_token_id(stream, top, decode([top], skip_special_tokens=False), logprob)
@@ -32,19 +34,19 @@ def render_token_id(stream: Stream, token_id: int, text: str, logprob: float) ->
 
 
 def render_prefill(stream: Stream) -> list[dict[str, Any]]:
-    """The prompt's tokens, each with its text alone; nothing where they were not asked for."""
+    """The prompt's tokens, the text of each decoded alone; empty unless they were requested."""
     if stream.prompt is None:
         return []
-    told, decode = stream.prompt_tokens(), stream.tokenizer.backend.decode_batch
-    texts = decode([[token_id] for token_id, _, _ in told], skip_special_tokens=False)
+    tokens, decode = stream.prompt_tokens(), stream.tokenizer.backend.decode_batch
+    texts = decode([[token_id] for token_id, _, _ in tokens], skip_special_tokens=False)
     return [
         {"id": token_id, "text": text, "logprob": logprob}
-        for (token_id, logprob, _), text in zip(told, texts, strict=True)
+        for (token_id, logprob, _), text in zip(tokens, texts, strict=True)
     ]
 
 
 def seed_of(stream: Stream) -> int | None:
-    """None where no token was drawn."""
+    """The seed of a sampled text; None for greedy decoding."""
     sampling = stream.request.sampling
     return sampling.seed if sampling and sampling.temperature else None
 
@@ -53,15 +55,13 @@ def seed_of(stream: Stream) -> int | None:
 
 
 async def stream_frames(stream: Stream, prefix: str, with_details: bool) -> AsyncIterator[bytes]:
-    """The frames that are ready, as often as there are new ones, up to the last; the whole text begins with
-    `prefix`.
-    """
+    """Yields the frames that are ready, joined, up to the last one. The whole text begins with `prefix`."""
     async for new in stream_bodies(stream, prefix, with_details):
         yield b"".join(map(frame, new))
 
 
 async def stream_bodies(stream: Stream, prefix: str, with_details: bool) -> AsyncIterator[list[bytes]]:
-    """What is in the frames."""
+    """Yields the JSON bodies of the frames that are ready."""
     shown = 0
     async for fresh, ended in updates(stream):
         shown = max(shown, fresh.stop)
@@ -94,17 +94,17 @@ def render_frame(
 
 
 def render_last_frame(stream: Stream, shown: int, prefix: str, details: dict[str, Any] | None) -> bytes:
-    """The last token with the whole text, or the error."""
+    """The body of the last frame: the last token with the whole text, or the error."""
     assert stream.terminal is not None
     if not stream.finished:
         return to_json(tgi(failed(stream.terminal))[1])
-    if shown == stream.num_tokens:  # an end that nothing announced: no token is shown twice
+    if shown == stream.num_tokens:  # no token is sent twice
         return to_json(tgi(ApiError(500, "incomplete_generation_stream", "Incomplete generation stream"))[1])
     return render_frame(stream, stream.num_tokens - 1, prefix + stream.text, details)
 
 
 def render_stream_details(stream: Stream) -> dict[str, Any]:
-    """`details` of the last frame."""
+    """The `details` of the last frame."""
     assert stream.terminal is not None
     about = {
         "finish_reason": stream.terminal.reason,
@@ -114,13 +114,13 @@ def render_stream_details(stream: Stream) -> dict[str, Any]:
     return about | {"input_length": len(stream.prompt_ids)}
 
 
-# --- whole answers ------------------------------------------------------------------------------------------
+# --- whole texts --------------------------------------------------------------------------------------------
 
 
 def render_response(
     best: Stream, others: Sequence[Stream], prefix: str, with_details: bool
 ) -> dict[str, Any]:
-    """The best text, which begins with `prefix`, and in its details those that it is better than."""
+    """The response with the best text, which begins with `prefix`; its details have the `others`."""
     text = prefix + best.text
     if not with_details:
         return {"generated_text": text}
@@ -134,7 +134,7 @@ def render_response(
 
 
 def render_details(stream: Stream) -> dict[str, Any]:
-    """How a finished answer came about."""
+    """The `details` of a finished text."""
     assert stream.terminal is not None
     about = {
         "finish_reason": stream.terminal.reason,

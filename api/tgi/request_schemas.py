@@ -100,9 +100,7 @@ class GenerateRequest(BaseModel):
     parameters: GenerateParameters | None = None
 
     def generation_params(self, streamed: bool) -> GenerationParams:
-        """The parameters in the gateway's terms. Raises ApiError (422) for unsupported ones, and for those that
-        exclude each other.
-        """
+        """Convert the parameters. Raises ApiError (422) for unsupported ones and contradictions."""
         given = self.parameters or GenerateParameters()
         if given.decoder_input_details and streamed:
             raise invalid(

@@ -1,6 +1,4 @@
-"""Shapes of the answers of TGI's routes, for their description at /docs. The answers are built in
-`answer.py`.
-"""
+"""Response bodies of TGI's routes, described for /docs. `api/tgi/render.py` makes the responses."""
 
 from typing import Literal
 
@@ -12,84 +10,104 @@ FinishReason = Literal["length", "eos_token", "stop_sequence"]
 
 
 class TgiObject(BaseModel):
-    model_config = ConfigDict(extra="forbid")
+    model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
 
 
 class Token(TgiObject):
+    """A generated token."""
+
     id: int
     text: str
     logprob: float | None
     special: bool
+    """Whether it is a special token, such as end of sequence."""
 
 
 class PrefillToken(TgiObject):
-    """Of the prompt; nothing is known of the first one's log-probability."""
+    """A token of the prompt."""
 
     id: int
     text: str
     logprob: float | None
+    """Null for the first token of the prompt."""
 
 
 class GenerationDetails(TgiObject):
-    """How one answer came about; `prefill` is empty and `top_tokens` absent where they were not asked for."""
-
     finish_reason: FinishReason
     generated_tokens: int
     seed: int | None
+    """The seed that samples the same text again; null for greedy decoding."""
     prefill: list[PrefillToken]
+    """The prompt's tokens; empty without `decoder_input_details`."""
     tokens: list[Token]
     top_tokens: list[list[Token]] = []
+    """The most likely tokens at each position; absent without `top_n_tokens`."""
 
 
 class BestOfSequence(GenerationDetails):
+    """A text that was not the best of `best_of`."""
+
     generated_text: str
 
 
 class Details(GenerationDetails):
+    """How the text was generated."""
+
     best_of_sequences: list[BestOfSequence] = []
+    """The other texts of `best_of`."""
 
 
 class GenerateResponse(TgiObject):
-    """`details` only where they were asked for."""
-
     generated_text: str
     details: Details = None  # type: ignore[assignment]  # absent, not null
+    """Absent unless requested."""
 
 
 class StreamDetails(TgiObject):
+    """How the text was generated."""
+
     finish_reason: FinishReason
     generated_tokens: int
     seed: int | None
+    """The seed that samples the same text again; null for greedy decoding."""
     input_length: int
+    """Number of tokens of the prompt."""
 
 
 class StreamResponse(TgiObject):
-    """One frame, `data: {…}`. The last one has the whole text; where the request failed it is an
-    ErrorResponse.
-    """
+    """One event, `data: {…}`. If the request fails, the last event is an ErrorResponse instead."""
 
     index: int
+    """Number of the token, from 1."""
     token: Token
     top_tokens: list[Token] = []
+    """The most likely tokens at this position; absent without `top_n_tokens`."""
     generated_text: str | None
+    """The whole text, in the last event."""
     details: StreamDetails | None
+    """In the last event, if requested."""
 
 
 class SimpleToken(TgiObject):
-    """`start` and `stop`: the bytes of the input that it stands for."""
+    """A token of a text."""
 
     id: int
     text: str
     start: int
+    """Offset of its first byte in the UTF-8 text."""
     stop: int
+    """Offset after its last byte."""
 
 
 class ChatTokenizeResponse(TgiObject):
     tokenize_response: list[SimpleToken]
     templated_text: str
+    """The prompt that the chat template makes of the messages."""
 
 
 class Info(TgiObject):
+    """The model and its limits."""
+
     model_id: str
     model_sha: str | None
     model_pipeline_tag: str | None
@@ -97,7 +115,9 @@ class Info(TgiObject):
     max_best_of: int
     max_stop_sequences: int
     max_input_tokens: int
+    """Most tokens of a prompt."""
     max_total_tokens: int
+    """Most tokens of prompt and generated text together."""
     validation_workers: int
     max_client_batch_size: int
     router: str
@@ -108,6 +128,7 @@ class Info(TgiObject):
 
 class ErrorResponse(TgiObject):
     error: str
+    """What is wrong."""
     error_type: str
 
 
@@ -118,14 +139,15 @@ ERROR_RESPONSES = error_responses(
         401: "The API key is missing or wrong",
         404: "There is no such model",
         413: "The body is too large",
-        415: "The body is not announced as JSON",
-        422: "A field is wrong, or not served",
-        424: "The request failed while it was generated",
-        429: "The fleet is overloaded",
+        415: "The Content-Type is not application/json",
+        422: "A field is wrong or not supported",
+        424: "The request failed during generation",
+        429: "Too many requests",
         500: "Internal error",
-        503: "No worker, or no broker",
+        503: "No worker is ready, or the broker does not answer",
     },
 )
+"""All error responses by status."""
 
 TOKENIZE_ERRORS: ErrorResponses = {
     status: ERROR_RESPONSES[status] for status in (400, 401, 404, 413, 415, 422, 500, 503)
@@ -133,4 +155,3 @@ TOKENIZE_ERRORS: ErrorResponses = {
 GENERATE_ERRORS: ErrorResponses = {
     status: ERROR_RESPONSES[status] for status in (400, 401, 413, 415, 422, 424, 429, 500, 503)
 }
-"""What a route may answer besides 200."""

@@ -33,22 +33,37 @@ EVENTS: dict[int | str, dict[str, Any]] = {200: {"content": event_stream(StreamR
 
 @dataclass(frozen=True, slots=True)
 class AcceptedRequest:
-    """One call of a route, found valid.
+    """A valid request of one of the routes.
 
     Attributes:
-        begun_s: monotonic time of its arrival.
-        num_chars: of the prompt.
-        prefix: what the whole text begins with.
+        arrived_s: monotonic time of its arrival.
+        requests: one for each of the `best_of` texts.
+        num_chars: length of the prompt in characters.
+        details: whether the response has details.
+        prefix: the beginning of the whole text, before what is generated.
     """
 
     request: Request
     pool: Pool
-    begun_s: float
+    arrived_s: float
     requests: list[Generate]
     num_chars: int
     details: bool
     prefix: str
     streamed: bool
+
+
+@router.post(
+    "/generate",
+    summary="Generate text",
+    openapi_extra=json_body(GenerateRequest, EXAMPLE),
+    responses={200: {"model": GenerateResponse}},
+)
+async def generate(request: Request) -> Response:
+    """Returns the whole text when generation has finished. With `details`, the response has the tokens with
+    their log-probabilities, the seed and the finish reason.
+    """
+    return await respond_with_whole(await accept(request, GenerateRequest, streamed=False))
 
 
 @router.post(
@@ -63,19 +78,6 @@ async def generate_stream(request: Request) -> Response:
     the whole text in `generated_text`. A request that fails midway ends with an event that has `error`.
     """
     return await respond_with_stream(await accept(request, GenerateRequest, streamed=True))
-
-
-@router.post(
-    "/generate",
-    summary="Generate text",
-    openapi_extra=json_body(GenerateRequest, EXAMPLE),
-    responses={200: {"model": GenerateResponse}},
-)
-async def generate(request: Request) -> Response:
-    """Returns the whole text when generation has finished. With `details`, the response has the tokens with
-    their log-probabilities, the seed and the finish reason.
-    """
-    return await respond_with_whole(await accept(request, GenerateRequest, streamed=False))
 
 
 @router.post(
@@ -95,10 +97,13 @@ async def compat_generate(request: Request) -> Response:
 async def accept(
     request: Request, shape: type[GenerateRequest], streamed: bool | None = None, full_text: bool = False
 ) -> AcceptedRequest:
-    """Raises ApiError. Where they are not given, `streamed` is as the body says, and `full_text` the default
-    of `return_full_text`.
+    """Read and validate a request. Raises ApiError.
+
+    Args:
+        streamed: None means that the body's field `stream` decides.
+        full_text: the default of `return_full_text`.
     """
-    begun_s, pool = time.monotonic(), own_pool(request)
+    arrived_s, pool = time.monotonic(), own_pool(request)
     given = await body.read(request, shape, pool.settings.payload_limit)
     parameters = given.parameters or GenerateParameters()
     await pool.admission.check()
@@ -108,13 +113,11 @@ async def accept(
     best_of.check(params, limits, streamed)
     requests = await validate(params, limits, pool.tokenizer)
     requests = best_of.with_own_seeds(requests) if params.n > 1 else requests
-    prefix = (
-        given.inputs
-        if (full_text if parameters.return_full_text is None else parameters.return_full_text)
-        else ""
-    )
+    if parameters.return_full_text is not None:
+        full_text = parameters.return_full_text
+    prefix = given.inputs if full_text else ""
     return AcceptedRequest(
-        request, pool, begun_s, requests, len(given.inputs), parameters.wants_details, prefix, streamed
+        request, pool, arrived_s, requests, len(given.inputs), parameters.wants_details, prefix, streamed
     )
 
 
@@ -126,16 +129,16 @@ async def respond_with_stream(call: AcceptedRequest) -> Response:
 
 
 async def respond_with_whole(call: AcceptedRequest, in_array: bool = False) -> Response:
-    """The best answer."""
+    """Wait for all texts and return the best."""
     admission = call.pool.admission
     streams = await admission.submit_all(call.requests, request_id(call.request))
     await finished(streams, call.request, admission.release)
     best, *others = best_of.rank_by_logprob(streams)
-    headers = prompt_headers(call.pool.settings, call.num_chars) | time_headers(best, call.begun_s)
+    headers = prompt_headers(call.pool.settings, call.num_chars) | time_headers(best, call.arrived_s)
 
     def content() -> bytes:
-        told = render_response(best, others, call.prefix, call.details)
-        return to_json([told] if in_array else told)
+        response = render_response(best, others, call.prefix, call.details)
+        return to_json([response] if in_array else response)
 
     return Response(
         await offload(sum(one.num_records for one in streams), content), 200, headers, "application/json"

@@ -34,8 +34,8 @@ CHAT = {"messages": [{"role": "user", "content": "Why is the sky blue?"}]}
 async def tokenize(request: Request) -> Response:
     """Returns the tokens of `inputs`, with the special tokens that the model puts around a prompt."""
     pool = own_pool(request)
-    asked = await body.read(request, TokenizeRequest, pool.settings.payload_limit)
-    content = await offload(len(asked.inputs), lambda: to_json(simple_tokens(pool.tokenizer, asked.inputs)))
+    given = await body.read(request, TokenizeRequest, pool.settings.payload_limit)
+    content = await offload(len(given.inputs), lambda: to_json(simple_tokens(pool.tokenizer, given.inputs)))
     return Response(content, media_type="application/json")
 
 
@@ -54,7 +54,7 @@ async def chat_tokenize(request: Request) -> Response:
     text = await chat_prompt.chat_prompt_text(chat, tokenizer.chat_template)
     check(from_chat(chat, text), pool.workers.limits, tokenizer)
 
-    def answer() -> bytes:
+    def render() -> bytes:
         return to_json(
             {
                 "tokenize_response": simple_tokens(tokenizer, text, bool(chat.add_special_tokens)),
@@ -62,13 +62,13 @@ async def chat_tokenize(request: Request) -> Response:
             }
         )
 
-    return Response(await offload(len(text), answer), media_type="application/json")
+    return Response(await offload(len(text), render), media_type="application/json")
 
 
 def simple_tokens(
     tokenizer: ModelTokenizer, text: str, add_special_tokens: bool = True
 ) -> list[dict[str, Any]]:
-    """TGI's `{id, text, start, stop}` of each token; offsets in bytes of the text's UTF-8."""
+    """TGI's `{id, text, start, stop}` for each token. Offsets count the bytes of the UTF-8 text."""
     spans = tokenizer.spans(text, add_special_tokens)
     offsets = [0, *accumulate(len(character.encode()) for character in text)]
     return [
