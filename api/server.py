@@ -34,7 +34,8 @@ def main() -> None:
 def serve(settings: Settings, incarnation: str) -> None:
     """Runs one gateway to its end. Raises SettingError."""
     tokenizer = ModelTokenizer.load(
-        model_files.resolve(settings.model_id, settings.revision), settings.tokenizer_config_path
+        model_files.resolve(settings.model_id, settings.revision, dtype=settings.dtype),
+        settings.tokenizer_config_path,
     )
     os.environ.setdefault(
         "TOKENIZERS_PARALLELISM", "false"

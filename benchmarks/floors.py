@@ -96,7 +96,9 @@ def synchronize(device: torch.device) -> None:
 
 
 def weights_of(settings: Settings, dtype: torch.dtype) -> Weights:
-    config = read_config(model_files.resolve(settings.model_id, settings.revision), settings)
+    config = read_config(
+        model_files.resolve(settings.model_id, settings.revision, dtype=settings.dtype), settings
+    )
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=dtype)  # type: ignore[no-untyped-call]
     numbers = sum(weight.numel() for weight in model.parameters())

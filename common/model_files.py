@@ -26,6 +26,7 @@ CONVERSION_VERSION = (
 HEAD_BYTES = (
     2**20
 )  # of a GGUF file, and as many at its end, tell it from others: the same in every container that has it
+EXACT_DTYPE = "float32"
 REQUIRED_FILES = ("config.json", "tokenizer.json")
 CONTEXT_NAMES = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length")
 HUB_ID = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
@@ -41,23 +42,27 @@ def no_progress(text: str) -> None:
 
 
 def resolve(
-    model_id: str, revision: str | None = None, progress: Progress = no_progress, weightless: bool = False
+    model_id: str,
+    revision: str | None = None,
+    progress: Progress = no_progress,
+    weightless: bool = False,
+    dtype: str = "auto",
 ) -> Path:
     """The directory of a model: a hub id (downloaded; with `weightless` all but its weights), a directory, a
-    GGUF file (converted), or `smollm2`.
+    GGUF file (converted, for `dtype` as in DTYPE), or `smollm2`.
 
     Raises:
         SettingError: of `model_id`, where there is no such model; one line.
     """
     path = Path(model_id).expanduser()
     if model_id == BUNDLED and not path.exists():
-        return ensure_converted(bundled_gguf(), progress)
+        return ensure_converted(bundled_gguf(), progress, dtype)
     if path.is_dir():
         return check_files(path)
     if path.is_file():
         if path.suffix != ".gguf":
             raise SettingError("model_id", f"{model_id} is neither a directory nor a .gguf file")
-        return ensure_converted(path, progress)
+        return ensure_converted(path, progress, dtype)
     if not HUB_ID.fullmatch(model_id):
         raise SettingError("model_id", f"{model_id} does not exist")
     return check_files(
@@ -65,14 +70,14 @@ def resolve(
     )
 
 
-def find_local(model_id: str, revision: str | None = None) -> Path | None:
+def find_local(model_id: str, revision: str | None = None, dtype: str = "auto") -> Path | None:
     """The directory of a model, where nothing has to be downloaded or converted for it. Raises SettingError
     as `resolve` does.
     """
     path = Path(model_id).expanduser()
     is_bundled = model_id == BUNDLED and not path.exists()
     if is_bundled or (path.suffix == ".gguf" and path.is_file()):
-        target = conversion_path(bundled_gguf() if is_bundled else path)
+        target = conversion_path(bundled_gguf() if is_bundled else path, dtype)
         return target if target.is_dir() else None
     if path.exists() or not HUB_ID.fullmatch(model_id):
         return resolve(model_id)
@@ -145,22 +150,25 @@ def cache_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tokenfleet" / "models"
 
 
-def conversion_path(gguf: Path) -> Path:
-    """Where the conversion of this very GGUF file is kept."""
+def conversion_path(gguf: Path, dtype: str) -> Path:
+    """Where the conversion of this very GGUF file is kept. DTYPE=float32 has one of its own, with the exact
+    values of quantised weights; any other has them rounded to bfloat16, in half the size.
+    """
     with gguf.open("rb") as file:
         head = file.read(HEAD_BYTES)
         file.seek(max(0, gguf.stat().st_size - HEAD_BYTES))
         content = hashlib.sha256(
             b"%b %b %d %d" % (head, file.read(), gguf.stat().st_size, CONVERSION_VERSION)
         )
-    return cache_folder() / f"{gguf.stem}-{content.hexdigest()[:12]}"
+    suffix = f"-{EXACT_DTYPE}" if dtype == EXACT_DTYPE else ""
+    return cache_folder() / f"{gguf.stem}-{content.hexdigest()[:12]}{suffix}"
 
 
-def ensure_converted(gguf: Path, progress: Progress) -> Path:
+def ensure_converted(gguf: Path, progress: Progress, dtype: str) -> Path:
     """The cached conversion of a GGUF file, made now where there is none. Processes that come meanwhile wait
     for it.
     """
-    target = conversion_path(gguf)
+    target = conversion_path(gguf, dtype)
     if target.is_dir():
         return target
     if not importlib.util.find_spec("torch"):
@@ -173,11 +181,11 @@ def ensure_converted(gguf: Path, progress: Progress) -> Path:
         progress(f"converting {gguf.name} (once, some 20 s)")
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not target.is_dir():
-            convert(gguf, target)
+            convert(gguf, target, dtype)
     return target
 
 
-def convert(gguf: Path, target: Path) -> None:
+def convert(gguf: Path, target: Path, dtype: str) -> None:
     """Conversion needs torch and much memory, so it is a process of its own. The directory appears whole or
     not at all.
     """
@@ -185,7 +193,7 @@ def convert(gguf: Path, target: Path) -> None:
     shutil.rmtree(draft, ignore_errors=True)  # of one who was killed
     draft.mkdir()
     try:
-        command = [sys.executable, "-P", "-m", "gpu_worker.engine.model.gguf", str(gguf), str(draft)]
+        command = [sys.executable, "-P", "-m", "gpu_worker.engine.model.gguf", str(gguf), str(draft), dtype]
         environ = os.environ | {"PARENT_PID": str(os.getpid())}
         done = subprocess.run(
             command,

@@ -37,7 +37,11 @@ SEAL_TIMEOUT_S = 2.0
 async def serve(settings: Settings, name: str, incarnation: str) -> int:
     """Serves as one incarnation. Returns the exit status."""
     directory = model_files.resolve(
-        settings.model_id, settings.revision, log.info, weightless=settings.makes_weights
+        settings.model_id,
+        settings.revision,
+        log.info,
+        weightless=settings.makes_weights,
+        dtype=settings.dtype,
     )
     given = Place.read(os.environ)
     places = [given] if given.world_size > 1 else local_places(gpu_claims.num_ranks(settings))

@@ -103,7 +103,9 @@ class PoolRegistry:
             raise model_not_found(f"The model `{name}` does not exist")
         settings = foreign_settings(self.own.settings, name, worker)
         try:
-            path = await asyncio.to_thread(model_files.resolve, settings.model_id, settings.revision)
+            path = await asyncio.to_thread(
+                model_files.resolve, settings.model_id, settings.revision, dtype=settings.dtype
+            )
             tokenizer = await asyncio.to_thread(ModelTokenizer.load, Path(path))
         except SettingError as error:
             raise unavailable(f"pool {name}: {error}") from error

@@ -83,7 +83,11 @@ TGI = (
     Option("kv_cache_dtype", ("auto",), "the KV cache has the type of the model (DTYPE)"),
     Option("waiting_served_ratio", ANY, CHUNKED, float),
     Option("max_waiting_tokens", ANY, CHUNKED, int),
-    Option("cuda_graphs", ("0", "1,2,4,8,16,32"), "no graphs are captured yet"),
+    Option(
+        "cuda_graphs",
+        ("0", "1,2,4,8,16,32"),
+        "graphs are captured for up to MAX_BATCH_SIZE rows, for none with ENFORCE_EAGER, which 0 means",
+    ),
     *options(
         "shard_uds_path master_shard_uds_path uds_path",
         ANY,
@@ -174,7 +178,6 @@ VLLM = (
         NONE,
         "put the template into a tokenizer_config.json and give that as TOKENIZER_CONFIG_PATH",
     ),
-    Option("enforce_eager", ANY, "no graphs are captured yet", bool),
     Option("swap_space", ANY, "nothing is swapped: what is preempted is computed again", float),
     Option("cpu_offload_gb", (0.0,), "weights stay on the device", float),
     Option("disable_log_requests", ANY, "the content of requests is never logged", bool),
@@ -195,6 +198,9 @@ VLLM = (
 )
 
 OPTIONS = {option.name: option for option in (*TGI, *(replace(option, variable=False) for option in VLLM))}
+
+IMPLIED = {("cuda_graphs", "0"): ("enforce_eager", "true")}
+"""An option and its value → the setting of ours that it gives a value."""
 
 ALIASES = {"max_input_length": "max_input_tokens", "prometheus_port": "metrics_port"}
 """Of TGI: as flags and as variables."""

@@ -15,7 +15,16 @@ from typing import Any, NamedTuple, NoReturn
 
 from pydantic import BaseModel
 
-from common.settings.compat import ALIASES, ANY, FLAG_ALIASES, OPTIONS, SHORT, VARIABLE_ALIASES, Option
+from common.settings.compat import (
+    ALIASES,
+    ANY,
+    FLAG_ALIASES,
+    IMPLIED,
+    OPTIONS,
+    SHORT,
+    VARIABLE_ALIASES,
+    Option,
+)
 from common.settings.types import SettingError, convert
 
 SECTIONS = {
@@ -62,7 +71,11 @@ def read(
         for name, target in (VARIABLE_ALIASES | ALIASES | own).items()  # our own last: the last one wins
         if environ.get(name.upper())
     }
-    return (given | read_flags(cls, argv, prog)) if argv else given
+    given |= read_flags(cls, argv, prog) if argv else {}
+    for (name, text), (target, implied) in IMPLIED.items():
+        if name in given and given[name].text == text:
+            given[target] = GivenValue(given[name].said, implied)
+    return given
 
 
 def read_flags(cls: type[BaseModel], argv: Sequence[str], prog: str) -> dict[str, GivenValue]:

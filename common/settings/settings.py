@@ -141,6 +141,8 @@ class Settings(BaseModel):
     """share of a GPU's memory that a worker may take"""
     gpu_locks: str = "/tmp/tokenfleet-gpus"
     """folder of the locks by which workers of one machine take different GPUs"""
+    enforce_eager: bool = False
+    """on CUDA: no graphs are captured and no layers compiled, so the start is sooner and steps are slower"""
     deterministic: bool = False
     """the same request gives the same bits whatever else runs, for models whose layers allow it"""
     debug_kv: bool = False

@@ -248,7 +248,7 @@ def check_broker(settings: Settings) -> Finding:
 
 
 def check_model(settings: Settings) -> Finding:
-    path = model_files.find_local(settings.model_id, settings.revision)
+    path = model_files.find_local(settings.model_id, settings.revision, settings.dtype)
     if path is None:
         return Finding(
             "warn",
@@ -271,7 +271,7 @@ def check_model(settings: Settings) -> Finding:
 
 def weights(settings: Settings) -> list[Path]:
     try:
-        path = model_files.find_local(settings.model_id, settings.revision)
+        path = model_files.find_local(settings.model_id, settings.revision, settings.dtype)
     except SettingError:
         return []  # which is another finding
     return model_files.weight_files(path) if path else []

@@ -82,7 +82,11 @@ def with_model(settings: Settings) -> Settings:
     tell_hub(settings)
     with progress() as show:
         path = model_files.resolve(
-            settings.model_id, settings.revision, show, weightless=settings.makes_weights
+            settings.model_id,
+            settings.revision,
+            show,
+            weightless=settings.makes_weights,
+            dtype=settings.dtype,
         )
     return settings.model_copy(update={"model_id": os.fspath(path), "served_model_name": settings.model_name})
 

@@ -59,7 +59,11 @@ class Engine:
         self.ready = self.warm_up(settings)
 
     def compile_and_capture(self, settings: Settings, progress: Progress) -> None:
-        """Compiles layers, and captures steps in which all rows decode, where attention allows it."""
+        """Compiles layers, and captures steps in which all rows decode, where attention allows it; nothing
+        of it with ENFORCE_EAGER.
+        """
+        if settings.enforce_eager:
+            return
         loaded = self.loaded
         if loaded.backend.compilable:
             progress("compiling layers (longer the first time)")

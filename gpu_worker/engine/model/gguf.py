@@ -1,5 +1,5 @@
-"""python -m gpu_worker.engine.model.gguf SOURCE.gguf FOLDER: the model in a GGUF file as plain weights,
-tokenizer and configs.
+"""python -m gpu_worker.engine.model.gguf SOURCE.gguf FOLDER [DTYPE]: writes the model in a GGUF file as plain
+weights, tokenizer and configs.
 """
 
 import sys
@@ -23,22 +23,25 @@ def cache_gguf_parsing() -> None:
         setattr(gguf, function.__name__, cache(function))
 
 
-def dtype_of(source: Path) -> torch.dtype:
-    """The type that the matrices of a GGUF file have; of files with quantised ones bfloat16."""
+def dtype_of(source: Path, served_as: str = "auto") -> torch.dtype:
+    """The dtype of the written weights: that of the file's matrices; where these are quantised, float32 for a
+    model that is served as float32, which is exact, else bfloat16, which is half as large.
+    """
     types = {
         tensor.tensor_type.name for tensor in gguf.GGUFReader(str(source)).tensors if len(tensor.shape) > 1
     }
-    return (
-        reduce(torch.promote_types, (PLAIN[name] for name in types)) if types <= {*PLAIN} else torch.bfloat16
-    )
+    if types <= {*PLAIN}:
+        return reduce(torch.promote_types, (PLAIN[name] for name in types))
+    return torch.float32 if served_as == "float32" else torch.bfloat16
 
 
-def convert(source: Path, folder: Path) -> None:
+def convert(source: Path, folder: Path, served_as: str = "auto") -> None:
+    """Writes the model. `served_as` as DTYPE."""
     tokenizer = AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name)
     model = AutoModelForCausalLM.from_pretrained(
         source.parent,
         gguf_file=source.name,
-        dtype=dtype_of(source),
+        dtype=dtype_of(source, served_as),
         quantization_config=GgufConfig(dequantize=True),
     )
     if model.generation_config.eos_token_id is None:
@@ -48,9 +51,9 @@ def convert(source: Path, folder: Path) -> None:
 
 
 def main() -> None:
-    die_with_parent()  # who waits for us holds the lock
+    die_with_parent()  # the parent holds the lock
     cache_gguf_parsing()
-    convert(Path(sys.argv[1]), Path(sys.argv[2]))
+    convert(Path(sys.argv[1]), Path(sys.argv[2]), *sys.argv[3:])
 
 
 if __name__ == "__main__":

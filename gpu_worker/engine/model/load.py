@@ -49,7 +49,7 @@ def load(settings: Settings, progress: model_files.Progress, communicator: Commu
     """Raises SettingError where these settings cannot be served; what can be known before weights are read is
     checked before.
     """
-    path = model_files.resolve(settings.model_id, settings.revision, progress)
+    path = model_files.resolve(settings.model_id, settings.revision, progress, dtype=settings.dtype)
     device = choose_device(settings.device, communicator.place)
     dtype = choose_dtype(settings.dtype, device)
     torch.set_num_threads(settings.threads or threads_of(settings, communicator))
@@ -81,7 +81,9 @@ def load(settings: Settings, progress: model_files.Progress, communicator: Commu
     num_fused = 0
     if isinstance(loaded.backend, CpuPagedBackend):
         num_fused = fuse_layers(model, loaded.backend.arguments, loaded.forward, loaded.context)
-    if settings.deterministic and (reason := nondeterministic_because(loaded, num_fused, communicator)):
+    if settings.deterministic and (
+        reason := nondeterministic_because(settings, loaded, num_fused, communicator)
+    ):
         raise SettingError(
             "deterministic", f"{settings.model_id} as {name_of(dtype)} on {device.type}: {reason}"
         )
@@ -118,7 +120,9 @@ def optimize_linears(model: Any, device: torch.device) -> None:
     (pack_linears if device.type == "cpu" else fuse_linears)(model)
 
 
-def nondeterministic_because(loaded: LoadedModel, num_fused: int, communicator: Communicator) -> str:
+def nondeterministic_because(
+    settings: Settings, loaded: LoadedModel, num_fused: int, communicator: Communicator
+) -> str:
     """Why a token's bits may depend on what else runs; empty where they do not."""
     if loaded.device.type != "cuda":
         layers = len(loaded.geometry.layers)
@@ -127,6 +131,8 @@ def nondeterministic_because(loaded: LoadedModel, num_fused: int, communicator: 
         return f"{num_fused} of its {layers} layers run in kernels that compute each token by itself"
     if communicator.world_size > 1:
         return "it runs on several ranks"
+    if settings.enforce_eager:
+        return "ENFORCE_EAGER keeps its steps from being captured"
     if not loaded.plan_free:
         return "its steps cannot be captured"
     if loaded.ropes:  # tokens of prompts go through as rows that decode, and would take their frequencies

@@ -175,11 +175,10 @@ def test_a_variable_that_is_not_served_is_refused_with_the_reason(pair: str) -> 
         (["--served-model-name", "mine"], "served_model_name", "mine"),
         (["--api-key", "secret"], "api_key", "secret"),
         (["--trust-remote-code"], "trust_remote_code", True),
-        (
-            ["--tensor-parallel-size=1", "--seed", "0", "--disable-log-requests", "--enforce-eager"],
-            "num_workers",
-            1,
-        ),
+        (["--tensor-parallel-size=1", "--seed", "0", "--disable-log-requests"], "num_workers", 1),
+        (["--enforce-eager"], "enforce_eager", True),
+        (["--cuda-graphs", "0"], "enforce_eager", True),
+        (["--cuda-graphs", "1,2,4,8,16,32"], "enforce_eager", False),
         (
             ["--enable-chunked-prefill", "--no-enable-prefix-caching", "--swap-space", "4", "--port", "80"],
             "port",

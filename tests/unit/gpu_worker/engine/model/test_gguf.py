@@ -10,6 +10,7 @@ import torch
 from safetensors import safe_open
 from transformers import AutoModelForCausalLM, GgufConfig
 
+from common import model_files
 from gpu_worker.engine.model import gguf as convert
 from tests.support.engine import tiny_models
 from tests.unit.gpu_worker.engine.model.test_families import engine_of, play, prompts
@@ -84,23 +85,54 @@ def test_the_type_of_a_file(types: list[TYPES], wanted: torch.dtype, tmp_path: P
     assert convert.dtype_of(write(tmp_path / "tiny.gguf", *types)) == wanted
 
 
-@pytest.mark.parametrize("kind", [TYPES.F32, TYPES.F16])
-def test_plain_weights_stay_what_they_are(kind: TYPES, tmp_path: Path) -> None:
-    """The ids are those of transformers from the GGUF file itself, in float32: bfloat16 in between would
-    change them.
-    """
-    source, folder = write(tmp_path / "tiny.gguf", kind), tmp_path / "converted"
-    convert.convert(source, folder)
-    with safe_open(folder / "model.safetensors", "pt") as file:
-        assert {str(file.get_tensor(name).dtype) for name in file.keys()} == {f"torch.float{kind.name[1:]}"}  # noqa: SIM118
+def load_with_transformers(source: Path) -> Any:
+    """The file's own values in float32."""
     options: dict[str, Any] = {
         "gguf_file": source.name,
         "dtype": torch.float32,
         "quantization_config": GgufConfig(dequantize=True),
     }
-    model = AutoModelForCausalLM.from_pretrained(tmp_path, **options).eval()
+    return AutoModelForCausalLM.from_pretrained(source.parent, **options).eval()
+
+
+@pytest.mark.parametrize("kind", [TYPES.F32, TYPES.F16])
+def test_plain_weights_keep_their_type_and_give_the_ids_of_transformers(kind: TYPES, tmp_path: Path) -> None:
+    """In float32: bfloat16 in between would change the ids."""
+    source, folder = write(tmp_path / "tiny.gguf", kind), tmp_path / "converted"
+    convert.convert(source, folder)
+    with safe_open(folder / "model.safetensors", "pt") as file:
+        assert {str(file.get_tensor(name).dtype) for name in file.keys()} == {f"torch.float{kind.name[1:]}"}  # noqa: SIM118
+    model = load_with_transformers(source)
     wanted = {row: tiny_models.generate(model, prompt, NEW_TOKENS) for row, prompt in enumerate(prompts())}
     assert play(engine_of(folder), dict(enumerate(prompts()))) == wanted
+
+
+@pytest.mark.parametrize("types", [[TYPES.Q8_0], [TYPES.Q8_0, TYPES.F16, TYPES.Q4_0]], ids=str)
+def test_quantised_weights_are_exact_in_float32(
+    types: list[TYPES], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The served file: its weights and its ids are those of transformers from the same file."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    source = write(tmp_path / "tiny.gguf", *types)
+    model = load_with_transformers(source)
+    wanted = {row: tiny_models.generate(model, prompt, NEW_TOKENS) for row, prompt in enumerate(prompts())}
+    assert play(engine_of(source), dict(enumerate(prompts()))) == wanted
+    folder = model_files.resolve(str(source), dtype="float32")
+    with safe_open(folder / "model.safetensors", "pt") as file:
+        written = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(written[name], tensor), name
+
+
+def test_quantised_weights_are_bfloat16_for_other_types(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    source = write(tmp_path / "tiny.gguf", TYPES.Q8_0)
+    folders = [model_files.resolve(str(source), dtype=dtype) for dtype in ("auto", "bfloat16", "float32")]
+    assert folders[0] == folders[1] != folders[2]
+    with safe_open(folders[0] / "model.safetensors", "pt") as file:
+        assert {file.get_tensor(name).dtype for name in file.keys()} == {torch.bfloat16}  # noqa: SIM118
 
 
 def test_a_file_is_parsed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
