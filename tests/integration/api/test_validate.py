@@ -8,18 +8,13 @@ from typing import Any
 import httpx
 import pytest
 
-from api.errors import ApiError
-from api.inference.params import GenerationParams
-from api.inference.validate import Limits, validate
-from common.messages.packing import pack_ids
-from common.messages.request import Generate, SamplingParams, StoppingParams
+from common.messages.request import SamplingParams, StoppingParams
 from deploy.serve.broker import Broker
 from tests.support.fleet.gateways import model_tokenizer, ready, serving
 from tests.support.fleet.scripted_worker import Answer, working
 
 TOKENIZER = model_tokenizer().backend
 SIZE = model_tokenizer().size
-LIMITS = Limits(99, 100, 4, 5, 2, 4)
 
 CASES: list[
     tuple[Any, int, str]
@@ -276,18 +271,6 @@ async def test_settings_lower_the_limits(broker: Broker) -> None:
 # --- what goes on -------------------------------------------------------------------------------------------
 
 
-async def validated(**fields: Any) -> list[Generate]:
-    """`fields` are those of GenerationParams and, without a seed, those of SamplingParams."""
-    own = set(GenerationParams.__slots__)
-    sampling = {"temperature": 1.0} | {name: value for name, value in fields.items() if name not in own}
-    params = GenerationParams(
-        stopping=StoppingParams(),
-        sampling=SamplingParams(**sampling),
-        **{"text": "a"} | {name: value for name, value in fields.items() if name in own},
-    )
-    return await validate(params, LIMITS, model_tokenizer())
-
-
 async def test_every_parameter_reaches_the_worker(broker: Broker) -> None:
     parameters = {
         "temperature": 0.5,
@@ -336,66 +319,3 @@ async def test_every_parameter_reaches_the_worker(broker: Broker) -> None:
         bad_words=[TOKENIZER.encode(text).ids for text in ("dog", " dog")],
     )
     assert request.stopping == StoppingParams(3, 2, stop_ids=[3, 4], ignore_eos=True)
-
-
-@pytest.mark.parametrize(
-    "fields",
-    [
-        {"do_sample": True},
-        {"temperature": 0.9},
-        {"top_k": 1},
-        {"top_p": 0.0},
-        {"min_p": 0.1},
-        {"typical_p": 0.9},
-        {"top_p_decay": 0.9},
-    ],
-)
-async def test_what_makes_tokens_be_drawn(fields: dict[str, Any]) -> None:
-    first, second = [(await validated(**fields))[0].sampling for _ in range(2)]
-    assert first is not None and second is not None
-    assert first.temperature == fields.get("temperature", 1.0)
-    assert 0 <= first.seed < 2**63 and first.seed != second.seed
-    [cold] = await validated(**fields | {"temperature": 0.0})
-    assert cold.sampling is None
-
-
-async def test_penalties_alone_leave_a_choice_greedy() -> None:
-    [one] = await validated(repetition_penalty=1.2, seed=5, temperature=1.0, raw_logprobs=True)
-    assert one.sampling == SamplingParams(temperature=0.0, repetition_penalty=1.2, raw_logprobs=True)
-
-
-async def test_choices_differ_in_their_number_alone() -> None:
-    found = await validated(do_sample=True, n=3, seed=9)
-    assert [one.sampling and (one.sampling.seed, one.sampling.choice) for one in found] == [
-        (9, 0),
-        (9, 1),
-        (9, 2),
-    ]
-    assert [one.sampling for one in await validated(n=2)] == [None, None]
-    with pytest.raises(ApiError, match="`n` must be at least 1 and at most 128"):
-        await validated(n=0)
-
-
-async def test_prompts_of_ids_and_the_client_s_own_names() -> None:
-    [one] = await validated(text=None, prompt_ids=[1, 2, 3], truncate=2)
-    assert one.prompt_ids == pack_ids([2, 3])
-    for fields, words, param in [
-        ({"prompt_ids": [SIZE]}, f"`prompt` must have token ids of at least 0 and below {SIZE}", "prompt"),
-        ({"prompt_ids": []}, "`prompt` has no tokens", "prompt"),
-        ({"prompt_ids": [1] * 100}, "`prompt` must have at most 99 tokens. Given: 100", "prompt"),
-        (
-            {"prompt_ids": [1], "max_new_tokens": 100},
-            "`prompt` tokens + `max_tokens` must be at most 100",
-            "max_tokens",
-        ),
-        (
-            {"prompt_ids": [1], "max_new_tokens": -1},
-            "`max_tokens` must be at least 1. Given: -1",
-            "max_tokens",
-        ),
-    ]:
-        with pytest.raises(ApiError) as refused:
-            await validated(
-                text=None, names={"prompt_ids": "prompt", "max_new_tokens": "max_tokens"}, **fields
-            )
-        assert words in str(refused.value) and refused.value.param == param

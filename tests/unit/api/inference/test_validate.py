@@ -1,0 +1,74 @@
+"""What validation makes of parameters, and what it refuses; how the routes refuse is in
+tests/integration/api/test_validate.py.
+"""
+
+from typing import Any
+
+import pytest
+
+from api.errors import ApiError
+from api.inference.ranges import RANGES
+from api.inference.validate import Limits, validate
+from common.messages.packing import pack_ids
+from common.messages.request import Generate, StoppingParams
+from tests.support.fleet.gateways import model_tokenizer
+from tests.support.generation_params import generation_params
+
+SIZE = model_tokenizer().size
+LIMITS = Limits(99, 100, 4, 5, 2, 4)
+
+
+async def validated(**given: Any) -> list[Generate]:
+    return await validate(generation_params(**given), LIMITS, model_tokenizer())
+
+
+async def test_stopping_parameters_travel_as_they_are_with_max_new_tokens_filled_in() -> None:
+    stopping = {"min_new_tokens": 2, "stop": ["x"], "stop_ids": [3, 4], "ignore_eos": True}
+    [default], [limited] = await validated(**stopping), await validated(**stopping, max_new_tokens=9)
+    assert default.stopping == StoppingParams(99, **stopping)
+    assert limited.stopping == StoppingParams(9, **stopping)
+
+
+@pytest.mark.parametrize("name", RANGES)
+async def test_every_range_is_checked_wherever_its_parameter_stands(name: str) -> None:
+    allowed = RANGES[name]
+    for wrong in (allowed.least - 1, float("nan")):
+        with pytest.raises(ApiError, match=f"`{name}` must be {allowed}"):
+            await validated(**{name: wrong})
+
+
+async def test_answers_to_one_prompt_differ_in_their_number_alone() -> None:
+    found = await validated(do_sample=True, n=3, seed=9)
+    assert [one.sampling and (one.sampling.seed, one.sampling.choice) for one in found] == [
+        (9, 0),
+        (9, 1),
+        (9, 2),
+    ]
+    assert [one.sampling for one in await validated(n=2)] == [None, None]
+    with pytest.raises(ApiError, match="`n` must be at least 1 and at most 128"):
+        await validated(n=0)
+
+
+async def test_errors_of_prompts_of_ids_name_the_client_s_own_fields() -> None:
+    [one] = await validated(text=None, prompt_ids=[1, 2, 3], truncate=2)
+    assert one.prompt_ids == pack_ids([2, 3])
+    for fields, words, param in [
+        ({"prompt_ids": [SIZE]}, f"`prompt` must have token ids of at least 0 and below {SIZE}", "prompt"),
+        ({"prompt_ids": []}, "`prompt` has no tokens", "prompt"),
+        ({"prompt_ids": [1] * 100}, "`prompt` must have at most 99 tokens. Given: 100", "prompt"),
+        (
+            {"prompt_ids": [1], "max_new_tokens": 100},
+            "`prompt` tokens + `max_tokens` must be at most 100",
+            "max_tokens",
+        ),
+        (
+            {"prompt_ids": [1], "max_new_tokens": -1},
+            "`max_tokens` must be at least 1. Given: -1",
+            "max_tokens",
+        ),
+    ]:
+        with pytest.raises(ApiError) as refused:
+            await validated(
+                text=None, names={"prompt_ids": "prompt", "max_new_tokens": "max_tokens"}, **fields
+            )
+        assert words in str(refused.value) and refused.value.param == param
