@@ -11,6 +11,7 @@ from starlette.types import ASGIApp
 
 from api.admin import routes_fleet, routes_health, routes_metrics, routes_page, routes_timeline
 from api.http.auth import check_key
+from api.http.draining import Draining
 from api.http.error_handlers import add_error_handlers
 from api.http.middleware import MetricsMiddleware, RequestIdMiddleware
 from api.http.openapi import TAGS, build_document, introduction
@@ -35,10 +36,11 @@ ROUTES = (
     routes_metrics,
     routes_timeline,
 )
+REFUSED_WHILE_DRAINING = (routes_generate, routes_chat, routes_completions, routes_health)
 WITHOUT_KEY = (routes_health, routes_info, routes_models, routes_page, routes_metrics)
 
 
-def build(gateway: Gateway) -> ASGIApp:
+def build(gateway: Gateway, draining: Draining | None = None) -> ASGIApp:
     """Make the application; the gateway runs from its startup to its shutdown."""
 
     @contextlib.asynccontextmanager
@@ -58,15 +60,18 @@ def build(gateway: Gateway) -> ASGIApp:
     )
     app.openapi = lambda: build_document(app)  # type: ignore[method-assign]
     set_pools(app, gateway.pools)
-    add_routes(app, gateway.settings)
+    add_routes(app, gateway.settings, draining or Draining())
     add_error_handlers(app)
     return RawSendMiddleware(RequestIdMiddleware(MetricsMiddleware(add_cors(app, gateway.settings))))
 
 
-def add_routes(app: FastAPI, settings: Settings) -> None:
+def add_routes(app: FastAPI, settings: Settings, draining: Draining) -> None:
     keyed = [Depends(check_key), Depends(HTTPBearer(auto_error=False))] if settings.api_key else []
     for routes in ROUTES:
-        app.include_router(routes.router, dependencies=[] if routes in WITHOUT_KEY else keyed)
+        dependencies = [] if routes in WITHOUT_KEY else keyed
+        if routes in REFUSED_WHILE_DRAINING:
+            dependencies = [*dependencies, Depends(draining.check)]
+        app.include_router(routes.router, dependencies=dependencies)
 
 
 def add_cors(app: ASGIApp, settings: Settings) -> ASGIApp:

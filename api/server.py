@@ -10,6 +10,7 @@ from collections.abc import Callable
 import uvicorn
 
 from api.app import build
+from api.http.draining import Draining, DrainingServer
 from api.http.protocol import HttpProtocol
 from api.inference.tokenizer import ModelTokenizer
 from api.lifecycle import Gateway
@@ -20,6 +21,8 @@ from common.settings.settings import SettingError, Settings, exit_when_unservabl
 log = logging.getLogger(__name__)
 
 BACKLOG = 2048
+CLOSE_S = 3
+"""How long connections may take to close once the gateway has drained."""
 
 
 def main() -> None:
@@ -42,8 +45,9 @@ def serve(settings: Settings, incarnation: str) -> None:
     )  # one prompt at a time: no pool of threads for it
     sockets = [shared_listener(settings.listen_host, settings.port), own_listener(settings.gateway_port)]
     gateway = Gateway(settings, incarnation, tokenizer, lossy(os.environ.get("TOKENFLEET_TEST_LOSE", "")))
+    draining = Draining()
     config = uvicorn.Config(
-        build(gateway),
+        build(gateway, draining),
         loop="uvloop",
         http=HttpProtocol,
         lifespan="on",
@@ -52,7 +56,7 @@ def serve(settings: Settings, incarnation: str) -> None:
         access_log=False,
         server_header=False,
         backlog=BACKLOG,
-        timeout_graceful_shutdown=round(settings.graceful_termination_timeout),
+        timeout_graceful_shutdown=CLOSE_S,
     )
     log.info(
         "%s listens on %s",
@@ -60,7 +64,7 @@ def serve(settings: Settings, incarnation: str) -> None:
         " and ".join(f"{one.getsockname()[0]}:{one.getsockname()[1]}" for one in sockets),
     )
     signal.signal(signal.SIGTERM, ignore)  # uvicorn raises it again after a graceful end: that is no failure
-    uvicorn.Server(config).run(sockets)
+    DrainingServer(config, draining, settings.graceful_termination_timeout).run(sockets)
 
 
 def ignore(*_: object) -> None:

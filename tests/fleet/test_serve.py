@@ -33,13 +33,16 @@ def test_processes_have_names_restart_and_drain() -> None:
         os.kill(old, signal.SIGKILL)
         fleet.restarted("w1", old)
 
-        body = {"inputs": PROMPT, "parameters": {"max_new_tokens": 60, "ignore_eos": True, "details": True}}
+        body = {"inputs": PROMPT, "parameters": {"max_new_tokens": 400, "ignore_eos": True, "details": True}}
         with httpx.stream("POST", f"{fleet.base_url}/generate_stream", json=body, timeout=60) as answer:
             lines = answer.iter_lines()
             next(lines)
             fleet.launcher.terminate()
+            wait_until_sync(lambda: httpx.get(f"{fleet.base_url}/health").status_code == 503)
+            refused = httpx.post(f"{fleet.base_url}/generate", json=body)
+            assert refused.status_code == 503 and "shutting down" in refused.text
             frames = [json.loads(line.removeprefix("data:")) for line in lines if line.startswith("data:")]
-        assert frames[-1]["details"]["generated_tokens"] == 60
+        assert frames[-1]["details"]["generated_tokens"] == 400
         assert fleet.launcher.wait(60) == 0
         checks.check_port(
             Settings(hostname="127.0.0.1", port=fleet.settings["port"])

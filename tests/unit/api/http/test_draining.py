@@ -1,0 +1,101 @@
+"""A draining gateway refuses new requests in the words of the API, and ends with the last of its own."""
+
+import asyncio
+import contextlib
+import signal
+import time
+from collections.abc import AsyncIterator
+
+import httpx
+import pytest
+import uvicorn
+from starlette.types import Receive, Scope, Send
+
+from api.app import build
+from api.http.draining import Draining, DrainingServer
+from api.lifecycle import Gateway
+from api.server import own_listener
+from common.settings.settings import Settings
+from tests.support.fleet.gateways import model_tokenizer
+from tests.support.waiting import wait_until
+
+END_S = 5.0
+
+
+class SlowApp:
+    """Answers /slow when `finished` is set, any other path at once."""
+
+    def __init__(self) -> None:
+        self.finished = asyncio.Event()
+        self.num_slow = 0
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["path"] == "/slow":
+            self.num_slow += 1
+            await self.finished.wait()
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b"done"})
+
+
+@contextlib.asynccontextmanager
+async def serving(
+    app: SlowApp, timeout_s: float
+) -> AsyncIterator[tuple[DrainingServer, asyncio.Task[None], str]]:
+    socket = own_listener(0)
+    config = uvicorn.Config(app, lifespan="off", log_config=None, timeout_graceful_shutdown=1)
+    server = DrainingServer(config, Draining(), timeout_s)
+    task = asyncio.create_task(server.serve([socket]))
+    await wait_until(lambda: server.started)
+    host, port = socket.getsockname()
+    try:
+        yield server, task, f"http://{host}:{port}"
+    finally:
+        server.should_exit = True
+        await task
+
+
+async def test_a_draining_server_listens_until_its_last_request_is_finished() -> None:
+    app = SlowApp()
+    async with serving(app, 60) as (server, task, url), httpx.AsyncClient() as client:
+        slow = asyncio.create_task(client.get(f"{url}/slow"))
+        await wait_until(lambda: app.num_slow == 1)
+        server.handle_exit(signal.SIGTERM, None)
+        await asyncio.sleep(0.3)
+        assert (await client.get(f"{url}/other")).text == "done"
+        assert not task.done()
+        app.finished.set()
+        assert (await slow).text == "done"
+        await asyncio.wait_for(asyncio.shield(task), END_S)
+
+
+async def test_a_draining_server_waits_no_longer_than_its_timeout() -> None:
+    app = SlowApp()
+    async with serving(app, 0.5) as (server, task, url), httpx.AsyncClient() as client:
+        slow = asyncio.create_task(client.get(f"{url}/slow"))
+        await wait_until(lambda: app.num_slow == 1)
+        server.handle_exit(signal.SIGTERM, None)
+        await asyncio.wait_for(asyncio.shield(task), END_S)
+        await asyncio.wait([slow])
+
+
+async def test_a_second_signal_ends_the_drain() -> None:
+    server = DrainingServer(uvicorn.Config(SlowApp()), Draining(), 60)
+    for _ in range(2):
+        assert not server.should_exit
+        server.handle_exit(signal.SIGTERM, None)
+    assert server.should_exit
+
+
+@pytest.mark.parametrize(
+    ("method", "path"), [("POST", "/generate"), ("POST", "/v1/completions"), ("GET", "/health")]
+)
+async def test_a_draining_gateway_refuses_what_takes_a_prompt(method: str, path: str) -> None:
+    draining = Draining()
+    draining.until_s = time.monotonic() + 60
+    gateway = Gateway(Settings(redis_url="redis://127.0.0.1:1"), "g0-test", model_tokenizer())
+    transport = httpx.ASGITransport(build(gateway, draining))
+    async with httpx.AsyncClient(transport=transport, base_url="http://gateway") as client:
+        refused = await client.request(method, path, json={"inputs": "a", "prompt": "a"})
+        assert refused.status_code == 503
+        assert "this gateway is shutting down" in refused.text
+        assert (await client.get("/docs")).status_code == 200
