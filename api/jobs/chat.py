@@ -18,7 +18,7 @@ from api.openai.choice import new_choice
 from api.openai.params import from_chat
 from api.openai.render_chat import ChatCompletionRenderer
 from api.openai.request_schemas import ChatRequest
-from api.openai.stream import news
+from api.openai.stream import chunk_updates
 from common.messages.request import Generate
 
 OURS = ("messages", "model", "stream")
@@ -35,7 +35,7 @@ class ChatJob:
     async def frames(self, streams: list[Stream]) -> AsyncIterator[list[Frame]]:
         """The chunks without `[DONE]`, which is no JSON."""
         num_frames: Counter[int] = Counter()
-        async for chunks, _ in news(self.of(streams)):
+        async for chunks, _ in chunk_updates(self.of(streams)):
             new = []
             for lane, chunk in chunks:
                 new.append((lane, num_frames[lane], chunk))

@@ -1,4 +1,4 @@
-"""The first steps of OpenAI's routes with any body."""
+"""The first step of OpenAI's routes: read the body and find the pool of its model."""
 
 from typing import TypeVar
 
@@ -13,7 +13,7 @@ Shape = TypeVar("Shape", bound=OpenAIRequest)
 
 
 async def accept(request: Request, shape: type[Shape]) -> tuple[Pool, Shape]:
-    """The body, whose fields are served, and the gateway's part that serves its model. Raises ApiError."""
+    """The pool that serves the body's model, and the body. Raises ApiError."""
     pools = pools_of(request)
     given = await body.read(request, shape, pools.own.settings.payload_limit)
     given.check()

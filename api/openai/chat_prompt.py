@@ -1,4 +1,4 @@
-"""The messages of a chat, checked, and the prompt that the model's template makes of them."""
+"""Chat prompts: the messages of a chat are checked, and rendered by the model's chat template."""
 
 from typing import Any
 
@@ -10,7 +10,7 @@ from api.openai.request_schemas import ROLES, ChatMessage, ChatRequest, ContentP
 ROLES_OF_TOOLS = ("tool", "function")
 FIELDS_OF_TOOLS = ("tool_calls", "tool_call_id", "function_call")
 CHARS_OF_MESSAGE = 40
-"""A message takes a template as long as it takes to tokenise so many characters."""
+"""To render one message takes about as long as to tokenize so many characters."""
 
 
 async def chat_prompt_text(body: ChatRequest, template: ChatTemplate | None) -> str:
@@ -19,16 +19,16 @@ async def chat_prompt_text(body: ChatRequest, template: ChatTemplate | None) -> 
 
 
 def render_chat_prompt(body: ChatRequest, template: ChatTemplate | None) -> str:
-    """The text that the model goes on from. Where the last message is the assistant's, that is continued
-    unless the client says otherwise.
+    """The text that the model continues. If the last message is the assistant's, the model continues that
+    message, unless the client says otherwise.
 
-    Raises ApiError (422): of `messages` or how they are to be used; `template_error`.
+    Raises ApiError (422) for invalid messages, and for errors of the template.
     """
     messages = [template_message(one, i) for i, one in enumerate(body.messages)]
     if not messages:
         raise invalid("`messages` cannot be empty", "messages")
     if template is None:
-        raise template_error("this model has no chat template: use a route that takes a prompt")
+        raise template_error("this model has no chat template: use /v1/completions or /generate")
     variables = body.chat_template_kwargs or {}
     for name in OWN_VARIABLES:
         if name in variables:
@@ -41,7 +41,7 @@ def render_chat_prompt(body: ChatRequest, template: ChatTemplate | None) -> str:
 
 
 def continues_last_message(body: ChatRequest) -> bool:
-    """Whether the last message goes on. Raises ApiError where it is also to be followed by another."""
+    """Whether the model continues the last message. Raises ApiError for contradicting fields."""
     if body.continue_final_message and body.add_generation_prompt:
         raise invalid(
             "`continue_final_message` and `add_generation_prompt` exclude each other",
@@ -53,13 +53,13 @@ def continues_last_message(body: ChatRequest) -> bool:
 
 
 def echoed_message(body: ChatRequest) -> str:
-    """What an answer repeats with `echo`: the message that it continues."""
+    """The text that the response begins with because of `echo`: the message that the model continues."""
     last = body.messages[-1]
     return join_parts(last.content, "") if body.echo and last.role == "assistant" else ""
 
 
 def template_message(one: ChatMessage, i: int) -> dict[str, Any]:
-    """As templates take it. Raises ApiError."""
+    """A message as chat templates expect it. Raises ApiError."""
     name = f"messages[{i}]"
     if one.role in ROLES_OF_TOOLS:
         raise invalid(f"`{name}.role`: `{one.role}` is not supported yet", f"{name}.role")
@@ -73,7 +73,7 @@ def template_message(one: ChatMessage, i: int) -> dict[str, Any]:
 
 
 def join_parts(content: str | list[ContentPart] | None, name: str) -> str:
-    """Content in parts is one text. Raises ApiError."""
+    """The text of a message's content, whose parts are joined. Raises ApiError."""
     if content is None:
         raise invalid(f"`{name}` is required", name)
     if isinstance(content, str):

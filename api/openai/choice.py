@@ -1,4 +1,4 @@
-"""One choice of an answer on OpenAI's routes, and the pieces in which it is shown."""
+"""One choice of a response on OpenAI's routes, and the pieces of text that are sent of it."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -12,11 +12,11 @@ FINISH_REASONS = {"length": "length", "eos_token": "stop", "stop_sequence": "sto
 
 @dataclass(frozen=True, slots=True)
 class TextPiece:
-    """What is shown at once.
+    """A piece of a choice's text, sent in one chunk.
 
     Attributes:
-        text: without what must wait, with what had to.
-        tokens: indices of the tokens that it comes with.
+        text: new text, without what is held back, with what was held back before and is free now.
+        tokens: indices of the tokens that the chunk reports.
     """
 
     text: str
@@ -24,25 +24,24 @@ class TextPiece:
 
 
 class Choice:
-    """A stream and what of it is shown.
+    """A choice: a stream, and how much of it was sent.
 
     Attributes:
-        prefix: text that comes before the answer's own.
-        prompt_only: the answer has no text of its own.
-        offsets: for each token taken, how many characters of the answer come before it.
-        ended: whether all of it was taken.
+        text: the stream's text, where text that may become a stop string is held back.
+        prefix: text that is sent before the generated text (`echo`).
+        prompt_only: the choice has no generated text.
+        offsets: for each token taken, the number of characters before it.
+        ended: whether everything was taken.
     """
 
     def __init__(
         self, index: int, stream: Stream, text: StopHoldback, prefix: str = "", prompt_only: bool = False
     ) -> None:
-        self.index, self.stream, self.text, self.prefix, self.prompt_only = (
-            index,
-            stream,
-            text,
-            prefix,
-            prompt_only,
-        )
+        self.index = index
+        self.stream = stream
+        self.text = text
+        self.prefix = prefix
+        self.prompt_only = prompt_only
         self.offsets: list[int] = []
         self.ended = False
 
@@ -55,7 +54,7 @@ class Choice:
         return self.stream.terminal is not None and not self.stream.finished
 
     def take_pieces(self) -> Iterator[TextPiece]:
-        """One for each token that can be shown by now; the last one of a finished answer comes with its end."""
+        """Yields a piece for each token that can be sent now. The last piece of a finished choice ends it."""
         while self.text.num_tokens < self.stream.num_ready and not self.prompt_only:
             yield self.piece(1)
         if self.stream.finished and not self.ended:
@@ -75,7 +74,7 @@ class Choice:
 
     @property
     def render_ending(self) -> dict[str, str | int | None]:
-        """How the choice ended; nulls before."""
+        """The fields `finish_reason` and `stop_reason`; null until the choice ends."""
         reason = FINISH_REASONS[self.stream.terminal.reason] if self.ended and self.stream.terminal else None
         return {"finish_reason": reason, "stop_reason": self.text.stop_reason}
 

@@ -1,4 +1,4 @@
-"""The prompt in an answer to a completion with `echo`."""
+"""The prompt in the response to a completion with `echo`."""
 
 from api.inference.params import GenerationParams
 from api.inference.stream import Stream
@@ -12,7 +12,7 @@ from common.messages.request import Generate
 def echoed_prompt(
     completion: CompletionRequest, params: GenerationParams, request: Generate, tokenizer: ModelTokenizer
 ) -> str:
-    """The text of the prompt, where it is to be repeated; where that was cut, of what is left of it."""
+    """The text of the prompt if `echo` is set, else nothing. Of a truncated prompt, what is left of it."""
     if not completion.echo:
         return ""
     prompt_ids = unpack_ids(request.prompt_ids)
@@ -23,8 +23,8 @@ def echoed_prompt(
 
 
 def prompt_offsets(stream: Stream, text: str) -> list[int]:
-    """Where each token of the prompt begins in its `text`. What only the tokenizer put there (a begin of
-    sequence) takes no room.
+    """The offset in `text` at which each token of the prompt begins. Special tokens that the tokenizer added
+    (begin of sequence) have no characters in it.
     """
     tokenizer, special_ids = stream.tokenizer.backend, stream.tokenizer.special_ids
     detokenizer, at, found = Detokenizer(tokenizer, []), 0, []

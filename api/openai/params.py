@@ -1,4 +1,4 @@
-"""The bodies of OpenAI's routes in the words of `GenerationParams`."""
+"""GenerationParams from the bodies of OpenAI's routes."""
 
 import re
 from collections.abc import Mapping
@@ -20,7 +20,7 @@ ID = re.compile(r"-?[0-9]{1,10}")
 
 
 def from_chat(body: ChatRequest, prompt: str) -> GenerationParams:
-    """`prompt`: what the template made of the messages. Raises ApiError."""
+    """The parameters of a chat whose template rendered `prompt`. Raises ApiError."""
     most, newer = body.max_tokens, body.max_completion_tokens
     if most is not None and newer is not None and most != newer:
         raise invalid(
@@ -39,7 +39,7 @@ def from_chat(body: ChatRequest, prompt: str) -> GenerationParams:
 
 
 def from_completion(body: CompletionRequest) -> list[GenerationParams]:
-    """One for each prompt. Raises ApiError."""
+    """The parameters for each prompt. Raises ApiError."""
     params = replace(
         common(body, PROMPT_NAMES),
         add_special_tokens=body.add_special_tokens is not False,
@@ -54,7 +54,7 @@ def from_completion(body: CompletionRequest) -> list[GenerationParams]:
 
 
 def prompts(body: CompletionRequest) -> list[str] | list[list[int]]:
-    """One or several, each a text or ids. Raises ApiError."""
+    """The prompts of a body, each a text or token ids. Raises ApiError."""
     given = body.prompt
     if isinstance(given, str):
         return [given]
@@ -64,8 +64,8 @@ def prompts(body: CompletionRequest) -> list[str] | list[list[int]]:
 
 
 def common(body: OpenAIRequest, names: Mapping[str, str]) -> GenerationParams:
-    """What both routes have. Where no temperature is given it is 1, not what the model's
-    generation_config.json proposes.
+    """The parameters that both routes have. The default temperature is 1, whatever the model's
+    generation_config.json says.
     """
     return GenerationParams(
         truncate=body.truncate_prompt_tokens,

@@ -1,4 +1,4 @@
-"""Answers on OpenAI's routes: what chat and completion have in common."""
+"""Response objects of OpenAI's routes: what chats and completions have in common."""
 
 import time
 from abc import ABC, abstractmethod
@@ -14,14 +14,14 @@ from api.openai.token_bytes import token_bytes
 
 FINGERPRINT = f"tokenfleet-{version('tokenfleet')}"
 LEAST_LOGPROB = -9999.0
-"""OpenAI's word for a token that cannot be: JSON has none for minus infinity."""
+"""OpenAI's value for an impossible token, because JSON has no minus infinity."""
 
 
 class ResponseRenderer(ABC):
-    """The choices of one request, and the objects that show them.
+    """Renders the choices of one request, as a whole or in chunks.
 
     Attributes:
-        num_prompt_tokens: of all prompts, each once.
+        num_prompt_tokens: tokens of all prompts, each counted once.
     """
 
     prefix: str
@@ -37,7 +37,7 @@ class ResponseRenderer(ABC):
         self.id, self.created, self.model = f"{self.prefix}-{request_id}", int(time.time()), model
 
     def render_whole(self) -> bytes:
-        """The answer, once all choices have finished."""
+        """The whole response, once all choices have finished."""
         choices = []
         for choice in self.choices:
             text = choice.prefix + "".join(piece.text for piece in choice.take_pieces())
@@ -47,7 +47,7 @@ class ResponseRenderer(ABC):
         return self.render_object(self.whole_kind, choices, {"usage": self.usage()})
 
     def render_chunks(self, choice: Choice) -> Iterator[bytes]:
-        """What is new of a choice."""
+        """Yields a chunk for each new piece of a choice."""
         begun = choice.started
         for piece in choice.take_pieces():
             if not begun and (first := self.render_first_delta(choice)):
@@ -75,37 +75,38 @@ class ResponseRenderer(ABC):
         return to_json({**about, "choices": choices, **usage})
 
     def usage(self) -> dict[str, int]:
-        """Of what was shown."""
+        """Token counts; of the generated tokens, those that were sent."""
         completion = sum(choice.text.num_tokens for choice in self.choices)
         prompt = self.num_prompt_tokens
         return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
 
     def prompt_logprobs(self, choice: Choice) -> dict[str, list[Any]] | None:
-        """What is told of a choice's prompt, besides its text. To find it out may take long, the first time."""
+        """Log-probabilities of the prompt, if requested. The first call for a choice may take long."""
         return None
 
     @abstractmethod
     def render_choice(self, choice: Choice, text: str) -> dict[str, Any]:
-        """A whole choice."""
+        """The fields of a whole choice."""
 
     @abstractmethod
     def render_first_delta(self, choice: Choice) -> dict[str, Any]:
-        """What the first chunk of a choice says before the first token; empty where there is nothing to say."""
+        """The fields of a chunk before the first token; empty for none."""
 
     @abstractmethod
     def render_delta(self, choice: Choice, piece: TextPiece) -> dict[str, Any]:
-        """A chunk of a choice."""
+        """The fields of a chunk."""
 
 
 # --- tokens -------------------------------------------------------------------------------------------------
 
 
 def render_bytes(stream: Stream, token_id: int) -> bytes:
+    """The bytes of a token."""
     return token_bytes(stream.tokenizer.backend, token_id)
 
 
-def render_text(spelling: bytes) -> str:
-    return spelling.decode(errors="replace")
+def render_text(token: bytes) -> str:
+    return token.decode(errors="replace")
 
 
 def render_logprob(logprob: float) -> float:

@@ -1,4 +1,4 @@
-"""The objects of /v1/chat/completions."""
+"""Response objects of /v1/chat/completions."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -31,16 +31,17 @@ class ChatCompletionRenderer(ResponseRenderer):
             return None
         entries = []
         for i in tokens:
-            tops = [
+            top_logprobs = [
                 render_token_logprob(stream, token_id, logprob)
                 for token_id, logprob in (stream.tops[i] if stream.tops else [])
             ]
             entries.append(
-                render_token_logprob(stream, stream.ids[i], stream.logprobs[i]) | {"top_logprobs": tops}
+                render_token_logprob(stream, stream.ids[i], stream.logprobs[i])
+                | {"top_logprobs": top_logprobs}
             )
         return {"content": entries}
 
 
 def render_token_logprob(stream: Stream, token_id: int, logprob: float) -> dict[str, Any]:
-    spelling = render_bytes(stream, token_id)
-    return {"token": render_text(spelling), "logprob": render_logprob(logprob), "bytes": list(spelling)}
+    token = render_bytes(stream, token_id)
+    return {"token": render_text(token), "logprob": render_logprob(logprob), "bytes": list(token)}

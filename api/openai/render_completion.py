@@ -1,4 +1,4 @@
-"""The objects of /v1/completions."""
+"""Response objects of /v1/completions."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -11,7 +11,7 @@ from api.openai.request_schemas import CompletionRequest
 from common.messages.records import TopTokens
 
 LogprobLists = dict[str, list[Any]]
-"""Log-probabilities of the older kind: four parallel lists."""
+"""Log-probabilities in the older format: four parallel lists."""
 
 
 class CompletionRenderer(ResponseRenderer):
@@ -29,8 +29,8 @@ class CompletionRenderer(ResponseRenderer):
         return {"text": text, "logprobs": own and join_logprobs(self.prompt_logprobs(choice), own)}
 
     def render_first_delta(self, choice: Choice) -> dict[str, Any]:
-        told = self.prompt_logprobs(choice)
-        return {"text": choice.prefix, "logprobs": told} if choice.prefix or told else {}
+        logprobs = self.prompt_logprobs(choice)
+        return {"text": choice.prefix, "logprobs": logprobs} if choice.prefix or logprobs else {}
 
     def render_delta(self, choice: Choice, piece: TextPiece) -> dict[str, Any]:
         return {"text": piece.text, "logprobs": self.logprobs(choice, piece.tokens)}
@@ -40,8 +40,8 @@ class CompletionRenderer(ResponseRenderer):
             return None
         stream = choice.stream
         tops = [stream.tops[i] if stream.tops else [] for i in tokens]
-        told = [(stream.ids[i], stream.logprobs[i], top) for i, top in zip(tokens, tops, strict=True)]
-        return render_logprobs(stream, told, [choice.offsets[i] for i in tokens])
+        described = [(stream.ids[i], stream.logprobs[i], top) for i, top in zip(tokens, tops, strict=True)]
+        return render_logprobs(stream, described, [choice.offsets[i] for i in tokens])
 
     def prompt_logprobs(self, choice: Choice) -> LogprobLists | None:
         stream = choice.stream
@@ -53,17 +53,17 @@ class CompletionRenderer(ResponseRenderer):
 
 
 def render_logprobs(
-    stream: Stream, told: Sequence[tuple[int, float | None, TopTokens]], offsets: list[int]
+    stream: Stream, tokens: Sequence[tuple[int, float | None, TopTokens]], offsets: list[int]
 ) -> LogprobLists:
-    """Of tokens: id, log-probability, likeliest ones. The token itself is always among these; of a prompt's
-    first one nothing is known.
+    """The four lists for tokens, each with its id, log-probability and most likely alternatives. The token
+    itself is always among the latter; the first token of a prompt has neither.
     """
     return {
-        "tokens": [render_token_text(stream, token_id) for token_id, _, _ in told],
-        "token_logprobs": [None if logprob is None else render_logprob(logprob) for _, logprob, _ in told],
+        "tokens": [render_token_text(stream, token_id) for token_id, _, _ in tokens],
+        "token_logprobs": [None if logprob is None else render_logprob(logprob) for _, logprob, _ in tokens],
         "top_logprobs": [
             None if logprob is None else render_top_logprobs(stream, token_id, logprob, top)
-            for token_id, logprob, top in told
+            for token_id, logprob, top in tokens
         ],
         "text_offset": offsets,
     }

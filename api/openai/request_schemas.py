@@ -1,5 +1,5 @@
-"""Request bodies of OpenAI's routes, with the additions of vLLM and TGI. Types are not converted (`"5"` is not
-a number).
+"""Request bodies of OpenAI's routes, with the additions of vLLM and TGI. Types are not converted: `"5"` is
+not a number.
 
 Fields that these APIs have and this server does not support are refused by name, and so are those that only
 another route has. Unknown names are ignored.
@@ -108,7 +108,8 @@ class OpenAIRequest(SamplingFields):
     )
     echo: bool | None = Field(
         default=None,
-        description="Begin the text with the prompt; in a chat, with the assistant's message that it continues.",
+        description="Begin the text with the prompt; in a chat, with the assistant's message that it "
+        "continues.",
     )
 
     def check(self) -> None:
@@ -173,8 +174,8 @@ class CompletionRequest(OpenAIRequest):
 
     max_tokens: int | None = least(
         0,
-        "The most tokens to generate. Default: what is left of the model's context. With `echo`, 0 returns the "
-        "prompt only.",
+        "The most tokens to generate. Default: what is left of the model's context. With `echo`, 0 returns "
+        "the prompt only.",
     )
 
     prompt: Prompt = Field(

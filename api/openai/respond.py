@@ -1,4 +1,4 @@
-"""What both of OpenAI's routes do with a request that was found valid."""
+"""The last step of OpenAI's routes: submit the requests, and respond with a stream or with the whole."""
 
 from collections.abc import Callable, Sequence
 
@@ -20,7 +20,7 @@ from api.openai.stream import stream_frames
 from common.messages.request import Generate
 
 MakeRenderer = Callable[[str, str, list[Choice]], ResponseRenderer]
-"""(id of the request, name of the model, choices) → the answer."""
+"""(id of the request, name of the model, choices) → renderer."""
 
 
 async def respond(
@@ -30,21 +30,20 @@ async def respond(
     requests: list[Generate],
     num_chars: int,
     prefixes: Sequence[str],
-    make: MakeRenderer,
-    begun_s: float,
+    make_renderer: MakeRenderer,
+    arrived_s: float,
 ) -> Response:
-    """The answer to all `requests`, as a stream or as a whole.
+    """Submit all `requests`, and respond with a stream or with the whole. Raises ApiError.
 
     Args:
-        num_chars: of all prompts.
-        prefixes: for each request, what its choice begins with.
-
-    Raises ApiError.
+        num_chars: characters of all prompts.
+        prefixes: for each request, the text that its choice begins with.
     """
     settings, admission = pool.settings, pool.admission
     if len(requests) > settings.max_concurrent_requests:
         raise invalid(
-            f"`n` asks for {len(requests)} choices: MAX_CONCURRENT_REQUESTS is {settings.max_concurrent_requests}",
+            f"`n` asks for {len(requests)} choices: MAX_CONCURRENT_REQUESTS is "
+            f"{settings.max_concurrent_requests}",
             "n",
         )
     streams = await admission.submit_all(requests, request_id(request))
@@ -52,20 +51,20 @@ async def respond(
         new_choice(i, stream, body, prefix)
         for i, (stream, prefix) in enumerate(zip(streams, prefixes, strict=True))
     ]
-    answer = make(request_id(request), settings.model_name, choices)
+    renderer = make_renderer(request_id(request), settings.model_name, choices)
     headers = prompt_headers(settings, num_chars)
     if body.stream:
-        return TokenStream(stream_frames(answer), streams, headers, admission.release)
+        return TokenStream(stream_frames(renderer), streams, headers, admission.release)
     await finished(streams, request, admission.release)
-    content = await offload(sum(stream.num_records for stream in streams), answer.render_whole)
-    return Response(content, 200, headers | usage_headers(answer, streams, begun_s), "application/json")
+    content = await offload(sum(stream.num_records for stream in streams), renderer.render_whole)
+    return Response(content, 200, headers | usage_headers(renderer, streams, arrived_s), "application/json")
 
 
-def usage_headers(answer: ResponseRenderer, streams: Sequence[Stream], begun_s: float) -> dict[str, str]:
-    """Times are those of the stream that ended last."""
-    usage = answer.usage()
+def usage_headers(renderer: ResponseRenderer, streams: Sequence[Stream], arrived_s: float) -> dict[str, str]:
+    """TGI's headers: token counts of all choices, and the times of the stream that ended last."""
+    usage = renderer.usage()
     totals = {
         "x-prompt-tokens": str(usage["prompt_tokens"]),
         "x-generated-tokens": str(usage["completion_tokens"]),
     }
-    return time_headers(max(streams, key=lambda stream: stream.ended_s), begun_s) | totals
+    return time_headers(max(streams, key=lambda stream: stream.ended_s), arrived_s) | totals

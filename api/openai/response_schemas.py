@@ -1,5 +1,5 @@
-"""Shapes of the answers of OpenAI's routes, for their description at /docs. The answers are built in
-`answer_chat.py` and `answer_completion.py`.
+"""Response bodies of OpenAI's routes, described for /docs. `api/openai/render_chat.py` and
+`api/openai/render_completion.py` make the responses.
 """
 
 from typing import Any, Literal
@@ -12,10 +12,12 @@ FinishReason = Literal["stop", "length"]
 
 
 class OpenAIObject(BaseModel):
-    model_config = ConfigDict(extra="forbid")
+    model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
 
 
 class Usage(OpenAIObject):
+    """Token counts."""
+
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
@@ -24,22 +26,24 @@ class Usage(OpenAIObject):
 class CompletionObject(OpenAIObject):
     id: str
     created: int
+    """Unix time of the request, in seconds."""
     model: str
     system_fingerprint: str
 
 
 class FinishedChoice(OpenAIObject):
-    """`stop_reason`: the stop string or id that ended the choice."""
-
     index: int
     finish_reason: FinishReason
     stop_reason: str | int | None
+    """The stop string or token id that ended the choice."""
 
 
 class ChunkChoice(OpenAIObject):
     index: int
     finish_reason: FinishReason | None
+    """Null until the last chunk of the choice."""
     stop_reason: str | int | None = None
+    """The stop string or token id that ended the choice."""
 
 
 # --- chat ---------------------------------------------------------------------------------------------------
@@ -49,9 +53,12 @@ class TopLogprob(OpenAIObject):
     token: str
     logprob: float | None
     bytes: list[int]
+    """The UTF-8 bytes of the token; a character may consist of several tokens."""
 
 
 class TokenLogprob(TopLogprob):
+    """A generated token."""
+
     top_logprobs: list[TopLogprob]
 
 
@@ -77,9 +84,8 @@ class ChatCompletion(CompletionObject):
 
 
 class Delta(OpenAIObject):
-    """The first one of a choice has the role."""
-
     role: Literal["assistant"] = None  # type: ignore[assignment]  # absent, not null
+    """In the first chunk of a choice only."""
     content: str
 
 
@@ -89,7 +95,7 @@ class ChatChunkChoice(ChunkChoice):
 
 
 class ChatCompletionChunk(CompletionObject):
-    """One frame, `data: {…}`. Where the request failed it is an OpenAIError; the last one is `data: [DONE]`."""
+    """One event, `data: {…}`. A request that fails ends with an OpenAIError, others with `data: [DONE]`."""
 
     object: Literal["chat.completion.chunk"]
     choices: list[ChatChunkChoice]
@@ -100,12 +106,15 @@ class ChatCompletionChunk(CompletionObject):
 
 
 class CompletionLogprobs(OpenAIObject):
-    """Nothing is known of the first token of a prompt."""
+    """Four parallel lists."""
 
     tokens: list[str]
     token_logprobs: list[float | None]
+    """Null for the first token of a prompt."""
     top_logprobs: list[dict[str, float | None] | None]
+    """The most likely tokens at each position; null for the first token of a prompt."""
     text_offset: list[int]
+    """Number of characters before each token."""
 
 
 class CompletionChoice(FinishedChoice):
@@ -125,7 +134,7 @@ class CompletionChunkChoice(ChunkChoice):
 
 
 class CompletionChunk(CompletionObject):
-    """One frame, `data: {…}`. Where the request failed it is an OpenAIError; the last one is `data: [DONE]`."""
+    """One event, `data: {…}`. A request that fails ends with an OpenAIError, others with `data: [DONE]`."""
 
     object: Literal["text_completion"]
     choices: list[CompletionChunkChoice]
@@ -151,6 +160,7 @@ class ErrorDetail(OpenAIObject):
     message: str
     type: str
     param: str | None
+    """The field that is wrong."""
     code: str | None
 
 
@@ -161,21 +171,21 @@ class OpenAIError(OpenAIObject):
 ERROR_RESPONSES = error_responses(
     OpenAIError,
     {
-        400: "The body is not JSON, or a field is wrong or not served: `param` names it",
+        400: "The body is not JSON, or the field `param` is wrong or not supported",
         401: "The API key is missing or wrong",
         404: "There is no such model",
         413: "The body is too large",
-        415: "The body is not announced as JSON",
-        429: "The fleet is overloaded",
-        500: "Internal error, or the request failed while it was generated",
-        503: "No worker, or no broker",
+        415: "The Content-Type is not application/json",
+        429: "Too many requests",
+        500: "Internal error, or the request failed during generation",
+        503: "No worker is ready, or the broker does not answer",
     },
 )
-"""What a route that takes a body may answer besides 200."""
+"""All error responses by status."""
 
 
 def response_or_chunks(
     whole: type[CompletionObject], chunk: type[CompletionObject]
 ) -> dict[int | str, dict[str, Any]]:
-    """A route's `responses` where `stream` decides between the two."""
+    """A route's `responses`: the field `stream` decides between the whole and chunks."""
     return {200: {"model": whole, "content": event_stream(chunk, "[DONE]")}}

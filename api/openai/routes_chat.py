@@ -35,7 +35,7 @@ async def chat_completions(request: Request) -> Response:
     """Generates the assistant's next message. With `stream`, it comes as server-sent events, a chunk for each
     token, and ends with `data: [DONE]`.
     """
-    begun_s = time.monotonic()
+    arrived_s = time.monotonic()
     pool, chat = await accept(request, ChatRequest)
     await pool.admission.check()
     prompt = await chat_prompt.chat_prompt_text(chat, pool.tokenizer.chat_template)
@@ -48,5 +48,5 @@ async def chat_completions(request: Request) -> Response:
         len(prompt),
         [chat_prompt.echoed_message(chat)] * len(requests),
         partial(ChatCompletionRenderer, chat),
-        begun_s,
+        arrived_s,
     )

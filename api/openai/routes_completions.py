@@ -32,7 +32,7 @@ async def completions(request: Request) -> Response:
     """Continues one prompt or several. `choices` has the `n` choices of the first prompt, then those of the
     next. With `stream`, they come as server-sent events, a chunk for each token, and end with `data: [DONE]`.
     """
-    begun_s = time.monotonic()
+    arrived_s = time.monotonic()
     pool, completion = await accept(request, CompletionRequest)
     await pool.admission.check()
     prompts, limits, tokenizer = from_completion(completion), pool.workers.limits, pool.tokenizer
@@ -51,7 +51,7 @@ async def completions(request: Request) -> Response:
         num_chars,
         prefixes,
         partial(CompletionRenderer, completion),
-        begun_s,
+        arrived_s,
     )
 
 

@@ -1,5 +1,5 @@
-"""The text of an answer as OpenAI's clients see it: no special tokens, no stop string, and nothing early that
-may become part of one.
+"""The text of a choice on OpenAI's routes: without special tokens and stop strings. Text that may become part
+of a stop string is held back until that is known.
 """
 
 from collections.abc import Sequence
@@ -8,15 +8,15 @@ from api.inference.stream import Stream
 
 
 class StopHoldback:
-    """Gives out the text of a stream token by token; all of it together is the whole answer.
+    """The text of a stream, token by token. All pieces together are the whole text.
 
-    Where stop strings may begin is as in `StopMatcher`: not before the first `min_new_tokens` tokens, and
-    special tokens count as their literal text.
+    Stop strings are found as in `StopMatcher`: not in the first `min_new_tokens` tokens, and special tokens
+    count as their literal text.
 
     Attributes:
-        num_tokens: tokens taken.
-        num_chars: characters of the tokens taken, shown or held back.
-        stop_reason: the stop string, or the id, that ended the answer; after `last`.
+        num_tokens: number of tokens taken.
+        num_chars: number of characters of the tokens taken, free or held back.
+        stop_reason: the stop string or token id that ended the text; set by `last`.
     """
 
     def __init__(self, stream: Stream, skip_special: bool, include_stop: bool) -> None:
@@ -26,18 +26,16 @@ class StopHoldback:
         self.stop_reason: str | int | None = None
 
     def step(self) -> str:
-        """What can be shown after one more token, which is not the last."""
+        """Take one token, which is not the last, and return the text that is free now."""
         text, visible = self.take()
         stopping = self.stream.request.stopping
         if not stopping.stop or self.num_tokens <= stopping.min_new_tokens:
             return visible
         self.held.append((text, visible))
-        return self.release(num_chars_held(self.text, stopping.stop))
+        return self.take_text(num_chars_held(self.text, stopping.stop))
 
     def last(self) -> str:
-        """What the last token adds to all that was held back. If that token was taken before, the rest is all
-        there is.
-        """
+        """Take the last token, unless it was taken before, and return the rest of the text."""
         assert self.stream.terminal is not None
         reason, fresh = self.stream.terminal.reason, self.num_tokens < self.stream.num_tokens
         if fresh:
@@ -46,14 +44,14 @@ class StopHoldback:
         stop = find_first_stop(self.text, stops)
         if stop is not None:
             begin, self.stop_reason = stop
-            return self.release(len(self.text) - begin - self.include_stop * len(self.stop_reason))
+            return self.take_text(len(self.text) - begin - self.include_stop * len(self.stop_reason))
         if reason == "stop_sequence":
             self.stop_reason = self.stream.ids[-1]
         if reason != "length" and fresh and not self.include_stop:
             self.held.pop()
-        return self.release(0)
+        return self.take_text(0)
 
-    # --- pieces: (text, what is shown of it: all or nothing) ------------------------------------------------
+    # --- pieces: (text, visible text: the same or empty) -----------------------------------------------
 
     @property
     def text(self) -> str:
@@ -68,28 +66,28 @@ class StopHoldback:
         self.num_chars += len(visible)
         return text, visible
 
-    def release(self, num_held: int) -> str:
-        """All but the last `num_held` characters."""
+    def take_text(self, num_held: int) -> str:
+        """Remove and return the held text, but for its last `num_held` characters."""
         rest = len(self.text) - num_held
-        shown = []
+        pieces = []
         while self.held and len(self.held[0][0]) <= rest:
             text, visible = self.held.pop(0)
             rest -= len(text)
-            shown.append(visible)
+            pieces.append(visible)
         if rest:
             text, visible = self.held[0]
             self.held[0] = (text[rest:], visible[rest:])
-            shown.append(visible[:rest])
-        return "".join(shown)
+            pieces.append(visible[:rest])
+        return "".join(pieces)
 
 
 def num_chars_held(text: str, stops: Sequence[str]) -> int:
-    """Length of the longest end of a text with which a stop string begins."""
+    """Length of the longest suffix of the text that is a prefix of a stop string."""
     lengths = range(min(len(text), max(map(len, stops), default=1) - 1), 0, -1)
     return next((length for length in lengths if any(stop.startswith(text[-length:]) for stop in stops)), 0)
 
 
 def find_first_stop(text: str, stops: Sequence[str]) -> tuple[int, str] | None:
-    """Where the stop string begins that is complete first, and which it is."""
+    """The offset of the stop string that is complete first, and that string."""
     found = [(begin + len(stop), begin, stop) for stop in stops if (begin := text.find(stop)) >= 0]
     return min(found)[1:] if found else None

@@ -1,4 +1,4 @@
-"""The bytes that one token stands for; text decoding cannot say them where a character needs several tokens."""
+"""The bytes of one token. Text decoding cannot tell them if a character consists of several tokens."""
 
 import re
 from functools import cache
@@ -9,7 +9,7 @@ BYTE = re.compile(r"<0x([0-9A-F]{2})>")
 
 
 def token_bytes(tokenizer: Tokenizer, token_id: int) -> bytes:
-    """Empty for an id that the tokenizer does not know."""
+    """The bytes of a token; empty for an unknown id."""
     piece: str = tokenizer.id_to_token(token_id) or ""
     if "ByteLevel(" in repr(tokenizer.decoder) and byte_of_character().keys() >= set(piece):
         return bytes(byte_of_character()[character] for character in piece)
@@ -20,7 +20,7 @@ def token_bytes(tokenizer: Tokenizer, token_id: int) -> bytes:
 
 @cache
 def byte_of_character() -> dict[str, int]:
-    """GPT-2's alphabet, which has a printable character for every byte."""
+    """GPT-2's alphabet: printable character → byte."""
     printable = [
         *range(ord("!"), ord("~") + 1),
         *range(ord("¡"), ord("¬") + 1),
