@@ -26,7 +26,7 @@ from common.broker.keys import Keys
 from tests.support.fleet.fleet import Fleet
 from tests.support.waiting import wait_until_sync
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 KEYS = Keys("default")
 BODY = {
     "inputs": "One, two, three,",
