@@ -1,0 +1,74 @@
+"""Broker state as gateways and workers write it: queued requests, workers with logs, committed tokens."""
+
+from collections.abc import Sequence as Items
+
+from redis.asyncio import Redis
+
+from common.broker.client import script
+from common.broker.keys import Keys
+from common.messages.codec import encode
+from common.messages.events import LogEntry, Tokens
+from common.messages.packing import pack_floats, pack_ids
+from common.messages.plan import WorkerCapacity
+from common.messages.request import Generate, StoppingParams
+
+KEYS = Keys("default")
+TTL_MS = 600_000
+
+
+def make_request(request_id: str, num_prompt: int = 4, channel: str = "", width: int = 1) -> Generate:
+    prompt_ids = pack_ids([1] * num_prompt)
+    return Generate(request_id, "d", prompt_ids, StoppingParams(20), top_n_tokens=width - 1, channel=channel)
+
+
+def make_capacity(incarnation: str, num_blocks: int = 30) -> WorkerCapacity:
+    return WorkerCapacity(incarnation, "w0", "m", "float32", 16, num_blocks, 512, 8192)
+
+
+async def admit(redis: Redis, request: Generate, payload: bytes | None = None) -> str:
+    """Queue a request as a gateway does. Return its entry id."""
+    request_id = request.request_id
+    keys = [KEYS.requests, KEYS.requests_bytes, KEYS.request(request_id)]
+    args = [payload or encode(request), 100, 10**9, request.digest, request.channel, request.gateway]
+    answer = await script(redis, "admit")(keys=keys, args=[*args, TTL_MS, request.width])
+    assert answer[0] == b"admitted"
+    entry_id: bytes = answer[1]
+    return entry_id.decode()
+
+
+async def start_worker(redis: Redis, incarnation: str, capacity: bytes | None = None) -> None:
+    """Create the logs of a worker and send its first heartbeat."""
+    log_keys = [KEYS.log(incarnation), KEYS.reports(incarnation)]
+    await script(redis, "create_logs")(keys=log_keys, args=[incarnation, TTL_MS])
+    await send_heartbeat(redis, incarnation, capacity=capacity)
+
+
+async def send_heartbeat(
+    redis: Redis, incarnation: str, state: str = "ready", capacity: bytes | None = None
+) -> None:
+    keys = [
+        KEYS.worker(incarnation),
+        KEYS.workers,
+        KEYS.log(incarnation),
+        KEYS.reports(incarnation),
+        KEYS.plans(incarnation),
+        KEYS.control,
+    ]
+    capacity = capacity or encode(make_capacity(incarnation))
+    args = [incarnation, TTL_MS, TTL_MS, state, 0, capacity]
+    await script(redis, "worker_heartbeat")(keys=keys, args=args)
+
+
+async def place(redis: Redis, request_id: str, incarnation: str, attempt: int = 1, base: int = 0) -> None:
+    """Write what a published plan writes to the request: which worker holds it."""
+    fields = {"worker": incarnation, "attempt": attempt, "base": base}
+    await redis.hset(KEYS.request(request_id), mapping=fields)  # type: ignore[misc]
+
+
+def make_tokens(request_id: str, index: int, ids: Items[int], attempt: int = 1) -> Tokens:
+    return Tokens(request_id, attempt, index, pack_ids(ids), pack_floats([-1.0] * len(ids)))
+
+
+async def write_log(redis: Redis, incarnation: str, *tokens: Tokens) -> None:
+    """Append one flush to a worker's log."""
+    await redis.xadd(KEYS.log(incarnation), {"entry": encode(LogEntry(list(tokens)))})

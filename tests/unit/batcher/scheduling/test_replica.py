@@ -1,0 +1,112 @@
+"""Replica: which rows a worker can start, and when it needs more steps or blocks."""
+
+import pytest
+
+from batcher.scheduling.replica import Replica, WorkerLimits
+from batcher.scheduling.sequence import Sequence
+from common.messages.packing import pack_ids
+from common.messages.plan import WorkerCapacity
+from common.messages.request import Generate, StoppingParams
+
+BLOCK_SIZE = 16
+
+
+def make_replica(num_blocks: int = 10, max_batch_size: int = 4, horizon: int = 32) -> Replica:
+    capacity = WorkerCapacity("w1", "w0", "m", "float32", BLOCK_SIZE, num_blocks, 64, 4096)
+    return Replica(capacity, WorkerLimits(max_batch_size, horizon))
+
+
+def make_sequence(num_prompt: int, max_new_tokens: int = 100, crash_count: int = 0) -> Sequence:
+    request = Generate("r", "d", pack_ids([1] * num_prompt), StoppingParams(max_new_tokens))
+    return Sequence(request, "1-0", 1, 10**15, crash_count=crash_count)
+
+
+@pytest.mark.parametrize(
+    ("num_prompt", "max_new_tokens", "num_blocks"),
+    [
+        (16, 100, 3),  # 16 tokens and a horizon of 32
+        (17, 100, 4),
+        (16, 17, 2),  # no more than it can ever fill: the last token has no KV
+        (16, 18, 3),
+    ],
+)
+def test_a_row_starts_with_blocks_for_its_tokens_and_the_horizon(
+    num_prompt: int, max_new_tokens: int, num_blocks: int
+) -> None:
+    replica = make_replica()
+    row = replica.start(make_sequence(num_prompt, max_new_tokens))
+    assert len(row.blocks) == num_blocks
+    assert replica.pool.num_free == 10 - num_blocks
+
+
+def test_a_request_must_fit_into_the_empty_cache() -> None:
+    replica = make_replica(num_blocks=10)
+    assert replica.can_hold(make_sequence(100, 61))
+    assert not replica.can_hold(make_sequence(100, 62))
+
+
+def test_a_block_must_be_left_for_each_running_row() -> None:
+    replica = make_replica(num_blocks=7)
+    replica.start(make_sequence(16))
+    assert not replica.can_start(make_sequence(32)), "4 blocks, of 4"
+    assert replica.can_start(make_sequence(16)), "3 blocks, of 4"
+
+
+def test_no_row_starts_beyond_the_batch_or_on_a_draining_or_starved_worker() -> None:
+    replica = make_replica(num_blocks=100, max_batch_size=1)
+    assert replica.can_start(make_sequence(1))
+    replica.draining = True
+    assert not replica.can_start(make_sequence(1))
+    replica.draining = False
+    replica.starved = True
+    assert not replica.can_start(make_sequence(1))
+    replica.starved = False
+    replica.start(make_sequence(1))
+    assert not replica.can_start(make_sequence(1))
+
+
+def test_one_suspect_at_a_time_is_in_its_prefill() -> None:
+    replica = make_replica(num_blocks=100)
+    row = replica.start(make_sequence(1, crash_count=1))
+    assert not replica.can_start(make_sequence(1, crash_count=1))
+    assert replica.can_start(make_sequence(1))
+    row.kv_len = 1
+    assert replica.can_start(make_sequence(1, crash_count=1))
+
+
+def test_a_grant_is_needed_when_half_of_the_horizon_is_used() -> None:
+    replica = make_replica()
+    assert not replica.needs_grant, "without rows nothing runs"
+    replica.start(make_sequence(1))
+    replica.until = 32
+    replica.step = 15
+    assert not replica.needs_grant
+    replica.step = 16
+    assert replica.needs_grant
+
+
+def test_a_starved_worker_needs_a_grant_once_blocks_are_free() -> None:
+    replica = make_replica(num_blocks=3)
+    replica.start(make_sequence(16))
+    replica.until = 32
+    replica.starved = True
+    assert not replica.needs_grant
+    replica.pool.release([3])
+    assert replica.needs_grant
+
+
+def test_blocks_stay_in_use_until_the_release() -> None:
+    replica = make_replica()
+    row = replica.start(make_sequence(16))
+    replica.end(row)
+    assert (replica.num_running, replica.pool.num_free) == (0, 7) and row.sequence.row is None
+    replica.release(row)
+    assert replica.pool.num_free == 10 and not replica.rows
+
+
+def test_a_withdrawn_row_leaves_nothing_behind() -> None:
+    replica = make_replica()
+    row = replica.start(make_sequence(16))
+    replica.withdraw(row)
+    assert (replica.num_running, replica.pool.num_free, replica.rows) == (0, 10, {})
+    assert row.sequence.row is None

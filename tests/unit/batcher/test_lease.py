@@ -1,0 +1,100 @@
+"""Lease: one holder at a time, and epochs that rise."""
+
+import asyncio
+
+import pytest
+from redis.asyncio import Redis
+from redis.exceptions import ConnectionError
+
+from batcher.lease import Lease, LeaseLost
+from common.broker.keys import Keys
+
+KEYS = Keys("default")
+LONG_S = 60.0
+
+
+def make_lease(redis: Redis, holder: str, ttl_s: float = LONG_S) -> Lease:
+    return Lease(redis, KEYS, holder, ttl_s)
+
+
+async def test_a_held_lease_is_not_acquired_by_another(redis: Redis) -> None:
+    await make_lease(redis, "b0").acquire()
+    standby = make_lease(redis, "b1")
+    assert await standby.request(LONG_S) == ""
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(standby.acquire(), 0.3)
+    assert await redis.get(KEYS.batcher) == b"b0"
+
+
+async def test_a_released_lease_is_acquired_with_a_higher_epoch(redis: Redis) -> None:
+    first = make_lease(redis, "b0")
+    first_epoch = await first.acquire()
+    waiting = asyncio.create_task(make_lease(redis, "b1", ttl_s=0.1).acquire())
+    await first.release()
+    assert await waiting > first_epoch
+
+
+async def test_an_expired_lease_is_acquired_by_a_standby(redis: Redis) -> None:
+    first_epoch = await make_lease(redis, "b0", ttl_s=0.2).acquire()
+    assert await make_lease(redis, "b1", ttl_s=0.2).acquire() > first_epoch
+
+
+async def test_a_renewed_lease_lasts_longer(redis: Redis) -> None:
+    lease = make_lease(redis, "b0")
+    await lease.acquire()
+    await redis.pexpire(KEYS.batcher, 1000)
+    await lease.renew()
+    assert await redis.pttl(KEYS.batcher) > 1000
+
+
+async def test_an_expired_lease_that_nobody_took_is_renewed(redis: Redis) -> None:
+    lease = make_lease(redis, "b0")
+    epoch = await lease.acquire()
+    await redis.delete(KEYS.batcher)
+    await lease.renew()
+    assert lease.epoch == str(epoch) and await redis.get(KEYS.batcher) == b"b0"
+
+
+async def test_renewing_a_lease_that_another_took_raises(redis: Redis) -> None:
+    lease = make_lease(redis, "b0")
+    await lease.acquire()
+    await redis.delete(KEYS.batcher)
+    await make_lease(redis, "b1").acquire()
+    with pytest.raises(LeaseLost):
+        await lease.renew()
+
+
+async def test_renewing_after_a_newer_epoch_raises_though_nobody_holds_it_now(redis: Redis) -> None:
+    lease, other = make_lease(redis, "b0"), make_lease(redis, "b1")
+    await lease.acquire()
+    await redis.delete(KEYS.batcher)
+    await other.acquire()
+    await other.release()
+    with pytest.raises(LeaseLost):
+        await lease.renew()
+
+
+async def test_acquiring_waits_for_a_broker_that_is_away(redis: Redis) -> None:
+    lease = make_lease(redis, "b0", ttl_s=0.1)
+    run_script, failures = lease.script, 2
+
+    async def fail_twice(**kwargs: object) -> object:
+        nonlocal failures
+        failures -= 1
+        if failures >= 0:
+            raise ConnectionError("away")
+        return await run_script(**kwargs)
+
+    lease.script = fail_twice
+    assert await lease.acquire() == int(lease.epoch)
+
+
+async def test_releasing_without_a_broker_raises_nothing(redis: Redis) -> None:
+    async def fail(**_: object) -> object:
+        raise ConnectionError("away")
+
+    lease = make_lease(redis, "b0")
+    await lease.acquire()
+    lease.script = fail
+    await lease.release()
+    assert await redis.get(KEYS.batcher) == b"b0"

@@ -1,0 +1,42 @@
+"""OrphanTracker: requests end when their gateway has been absent for their grace, and not before."""
+
+import time
+from dataclasses import replace
+
+from redis.asyncio import Redis
+
+from batcher.orphans import OrphanTracker
+from batcher.scheduling.sequence import Sequence
+from tests.support.broker_state import KEYS, make_request
+
+
+def sequence(request_id: str, gateway: str, grace_ms: int) -> Sequence:
+    request = replace(make_request(request_id), gateway=gateway, grace_ms=grace_ms)
+    return Sequence(request, "1-0", 1, 10**15)
+
+
+async def test_requests_of_an_absent_gateway_are_orphans_after_their_grace(redis: Redis) -> None:
+    tracker = OrphanTracker(redis, KEYS)
+    sequences = [
+        sequence("short", "g0", 0),
+        sequence("long", "g0", 60_000),
+        sequence("other", "g1", 0),
+        sequence("job", "", 0),
+    ]
+    await redis.set(KEYS.gateway("g1"), 1)
+    assert await tracker.orphans(sequences) == ["short"]
+    tracker.absent_since_s["g0"] = time.monotonic() - 60
+    assert await tracker.orphans(sequences) == ["short", "long"]
+
+
+async def test_a_gateway_that_returns_has_its_whole_grace_again(redis: Redis) -> None:
+    tracker = OrphanTracker(redis, KEYS)
+    sequences = [sequence("r1", "g0", 60_000)]
+    await tracker.orphans(sequences)
+    tracker.absent_since_s["g0"] -= 59
+    await redis.set(KEYS.gateway("g0"), 1)
+    assert await tracker.orphans(sequences) == []
+    await redis.delete(KEYS.gateway("g0"))
+    await tracker.orphans(sequences)
+    tracker.absent_since_s["g0"] -= 59
+    assert await tracker.orphans(sequences) == []

@@ -1,0 +1,117 @@
+"""WorkerRegistry: each worker's state from its first heartbeat to its removal."""
+
+import pytest
+from redis.asyncio import Redis
+
+from batcher.dispatch import Dispatch
+from batcher.failure_detector import FailureDetector
+from batcher.inbox import Inbox
+from batcher.scheduling.replica import WorkerLimits
+from batcher.scheduling.scheduler import Scheduler
+from batcher.workers import WorkerRegistry, WorkerState
+from common.messages.codec import decode
+from common.messages.plan import Plan, Report
+from tests.support.broker_state import KEYS, send_heartbeat, start_worker
+
+EPOCH = 7
+ANSWER = Report(1, EPOCH, 1, 3, takeover=True)
+
+
+@pytest.fixture
+def workers(redis: Redis) -> WorkerRegistry:
+    scheduler = Scheduler(WorkerLimits(), EPOCH)
+    detector = FailureDetector(5.0)
+    detector.resumes_s = 0.0
+    return WorkerRegistry(redis, KEYS, Inbox(redis), Dispatch(redis, KEYS), scheduler, detector)
+
+
+async def plans(redis: Redis, incarnation: str) -> list[Plan]:
+    entries = await redis.xrange(KEYS.plans(incarnation))
+    return [decode(Plan, fields[b"plan"]) for _, fields in entries]
+
+
+async def test_a_new_worker_is_taken_over_once_and_then_active(redis: Redis, workers: WorkerRegistry) -> None:
+    await start_worker(redis, "w1")
+    for _ in range(2):
+        assert await workers.check() == []
+    assert [plan.takeover for plan in await plans(redis, "w1")] == [True]
+    assert workers.state("w1") is WorkerState.TAKEOVER_SENT and not workers.is_taken_over("w1")
+    workers.on_report("w1", ANSWER)
+    assert workers.state("w1") is WorkerState.ACTIVE and workers.is_taken_over("w1")
+    replica = workers.scheduler.replicas["w1"]
+    assert (replica.step, replica.until) == (3, 3)
+
+
+@pytest.mark.parametrize(
+    "report", [Report(1, EPOCH, 1, 3), Report(1, EPOCH - 1, 1, 3, takeover=True)], ids=["rows", "epoch"]
+)
+async def test_only_the_answer_to_this_takeover_makes_it_active(
+    redis: Redis, workers: WorkerRegistry, report: Report
+) -> None:
+    await start_worker(redis, "w1")
+    await workers.check()
+    workers.on_report("w1", report)
+    assert workers.state("w1") is WorkerState.TAKEOVER_SENT and not workers.scheduler.replicas
+
+
+async def test_workers_from_before_the_epoch_are_pending_until_they_answer_or_are_removed(
+    redis: Redis, workers: WorkerRegistry
+) -> None:
+    for incarnation in ("w1", "w2"):
+        await start_worker(redis, incarnation)
+    await workers.start_epoch()
+    await start_worker(redis, "new")
+    await workers.check()
+    assert sorted(workers.pending_takeovers()) == ["w1", "w2"]
+    workers.on_report("w1", ANSWER)
+    await workers.seal("w2")
+    await workers.remove_worker_keys("w2")
+    assert list(workers.pending_takeovers()) == []
+    assert workers.state("new") is WorkerState.TAKEOVER_SENT
+
+
+async def test_a_worker_without_a_heartbeat_must_be_sealed(redis: Redis, workers: WorkerRegistry) -> None:
+    await start_worker(redis, "w1")
+    await workers.check()
+    await redis.delete(KEYS.worker("w1"), KEYS.workers)
+    assert await workers.check() == ["w1"]
+    workers.detector.pause()
+    assert await workers.check() == []
+
+
+@pytest.mark.parametrize(("is_earlier", "sealed"), [(True, ["w1"]), (False, [])])
+async def test_an_unreadable_worker_is_sealed_if_it_may_hold_requests(
+    redis: Redis, workers: WorkerRegistry, is_earlier: bool, sealed: list[str]
+) -> None:
+    await start_worker(redis, "w1", b"junk")
+    if is_earlier:
+        await workers.start_epoch()
+    assert await workers.check() == sealed
+    assert workers.state("w1") is WorkerState.UNREADABLE
+    assert await plans(redis, "w1") == []
+
+
+async def test_a_removed_worker_is_not_taken_over_again(redis: Redis, workers: WorkerRegistry) -> None:
+    await start_worker(redis, "w1")
+    await workers.check()
+    await workers.seal("w1")
+    await workers.remove_worker_keys("w1")
+    await redis.hset(KEYS.worker("w1"), "state", "ready")  # type: ignore[misc]
+    await redis.zadd(KEYS.workers, {"w1": 1})
+    assert await workers.check() == []
+    assert workers.state("w1") is WorkerState.REMOVED
+    assert KEYS.reports("w1") not in workers.inbox.last_ids
+
+
+async def test_a_draining_worker_gets_no_new_rows(redis: Redis, workers: WorkerRegistry) -> None:
+    await start_worker(redis, "w1")
+    await workers.check()
+    workers.on_report("w1", ANSWER)
+    await send_heartbeat(redis, "w1", state="draining")
+    await workers.check()
+    assert workers.scheduler.replicas["w1"].draining
+
+
+async def test_a_name_without_a_heartbeat_is_not_kept(workers: WorkerRegistry) -> None:
+    await workers.send_takeover("nobody")
+    assert workers.workers == {}

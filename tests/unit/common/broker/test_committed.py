@@ -1,0 +1,147 @@
+"""Committed state: the request's string and the log of its worker, read as one."""
+
+import pytest
+from redis.asyncio import Redis
+from redis.exceptions import ConnectionError, ResponseError
+
+from common.broker import committed
+from common.broker.committed import Committed, read, skip_wrong_type
+from common.messages.records import RECORD, unpack_records
+from tests.support.broker_state import (
+    KEYS,
+    admit,
+    make_request,
+    make_tokens,
+    place,
+    start_worker,
+    write_log,
+)
+
+
+def records(*ids: int) -> bytes:
+    return b"".join(RECORD.pack(token_id, -1.0) for token_id in ids)
+
+
+async def read_one(redis: Redis, request_id: str) -> Committed:
+    return (await read(redis, KEYS, [request_id]))[request_id]
+
+
+def ids(state: Committed) -> list[int]:
+    return unpack_records(state.records, state.width)[0]
+
+
+@pytest.mark.parametrize(
+    ("index", "new", "expected"),
+    [
+        (0, [1, 2], [1, 2]),  # known already
+        (0, [1, 2, 3], [1, 2, 3]),  # overlaps
+        (2, [3, 4], [1, 2, 3, 4]),  # follows
+        (3, [4], [1, 2]),  # a token before it is missing
+        (1, [9], [1, 2]),  # what is committed is never replaced
+    ],
+)
+def test_append_adds_what_follows(index: int, new: list[int], expected: list[int]) -> None:
+    state = Committed(records=records(1, 2))
+    state.append(make_tokens("r", index, new))
+    assert ids(state) == expected
+
+
+def test_a_token_has_a_record_for_each_of_the_likeliest() -> None:
+    state = Committed(width=3, records=records(*range(6)))
+    assert (state.token_bytes, state.num_tokens) == (24, 2)
+
+
+async def test_an_unknown_request_is_not_known(redis: Redis) -> None:
+    state = await read_one(redis, "nobody")
+    assert (state.known, state.records, state.worker) == (False, b"", "")
+
+
+async def test_fields_of_the_request_are_read(redis: Redis) -> None:
+    await admit(redis, make_request("r1", width=3))
+    await place(redis, "r1", "w1", attempt=2, base=5)
+    fields = {"cancel": 1, "terminal": "length", "crash_count": 1, "prompt": b"p"}
+    await redis.hset(KEYS.request("r1"), mapping=fields)  # type: ignore[misc]
+    await redis.set(KEYS.result("r1"), b"{}")
+    state = await read_one(redis, "r1")
+    assert (state.known, state.worker, state.attempt, state.base) == (True, "w1", 2, 5)
+    assert (state.cancelled, state.terminal, state.crash_count) == (True, "length", 1)
+    assert (state.width, state.prompt, state.result) == (3, b"p", b"{}")
+
+
+async def test_string_and_log_are_joined(redis: Redis) -> None:
+    await start_worker(redis, "w1")
+    await admit(redis, make_request("r1"))
+    await place(redis, "r1", "w1")
+    await redis.set(KEYS.tokens("r1"), records(1, 2))
+    await write_log(redis, "w1", make_tokens("r1", 1, [2, 3]), make_tokens("other", 0, [9]))
+    await write_log(redis, "w1", make_tokens("r1", 3, [4]))
+    state = await read_one(redis, "r1")
+    assert ids(state) == [1, 2, 3, 4]
+    assert state.spilled_bytes == 2 * RECORD.size
+
+
+async def test_half_a_token_in_the_string_is_ignored(redis: Redis) -> None:
+    await admit(redis, make_request("r1", width=2))
+    await redis.set(KEYS.tokens("r1"), records(1, 7, 2))
+    state = await read_one(redis, "r1")
+    assert state.records == records(1, 7) and state.spilled_bytes == 2 * RECORD.size
+
+
+async def test_a_log_entry_that_cannot_be_read_is_skipped(redis: Redis) -> None:
+    await start_worker(redis, "w1")
+    await admit(redis, make_request("r1"))
+    await place(redis, "r1", "w1")
+    await write_log(redis, "w1", make_tokens("r1", 0, [1]))
+    await redis.xadd(KEYS.log("w1"), {"entry": b"\xc1"})
+    await write_log(redis, "w1", make_tokens("r1", 1, [2]))
+    assert ids(await read_one(redis, "r1")) == [1, 2]
+
+
+async def test_a_request_that_moves_while_it_is_read_is_read_again(
+    redis: Redis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is on w1 at the first look, and on w2, which has committed more, at the second."""
+    for incarnation in ("w1", "w2"):
+        await start_worker(redis, incarnation)
+    await admit(redis, make_request("r1"))
+    await place(redis, "r1", "w1")
+    await write_log(redis, "w1", make_tokens("r1", 0, [1]))
+    await write_log(redis, "w2", make_tokens("r1", 1, [2]))
+    read_once, logs_read = committed.read_once, []
+
+    async def move_after_first(redis, keys, request_ids, workers):  # type: ignore[no-untyped-def]
+        states = await read_once(redis, keys, request_ids, workers)
+        logs_read.append(workers)
+        if len(logs_read) == 1:
+            await redis.set(KEYS.tokens("r1"), records(1))
+            await place(redis, "r1", "w2", attempt=2, base=1)
+        return states
+
+    monkeypatch.setattr(committed, "read_once", move_after_first)
+    assert ids(await read_one(redis, "r1")) == [1, 2]
+    assert logs_read == [[], ["w1"], ["w2"]]
+
+
+async def test_the_log_of_an_ended_request_is_not_read(redis: Redis) -> None:
+    await start_worker(redis, "w1")
+    await admit(redis, make_request("r1"))
+    await place(redis, "r1", "w1")
+    await write_log(redis, "w1", make_tokens("r1", 0, [1]))
+    await redis.hset(KEYS.request("r1"), "terminal", "length")  # type: ignore[misc]
+    assert ids(await read_one(redis, "r1")) == []
+
+
+async def test_a_key_of_another_type_spoils_its_own_request_only(redis: Redis) -> None:
+    for request_id in ("spoiled", "good"):
+        await admit(redis, make_request(request_id))
+    await redis.delete(KEYS.request("spoiled"))
+    await redis.set(KEYS.request("spoiled"), "x")
+    await redis.rpush(KEYS.tokens("good"), "x")  # type: ignore[misc]
+    states = await read(redis, KEYS, ["spoiled", "good"])
+    assert [states[name].known for name in ("spoiled", "good")] == [False, True]
+
+
+@pytest.mark.parametrize("error", [ResponseError("OOM command not allowed"), ConnectionError("away")])
+def test_other_errors_are_raised(error: Exception) -> None:
+    with pytest.raises(type(error)):
+        skip_wrong_type(error)
