@@ -31,7 +31,7 @@ async def test_a_released_lease_is_acquired_with_a_higher_epoch(redis: Redis) ->
     first_epoch = await first.acquire()
     waiting = asyncio.create_task(make_lease(redis, "b1", ttl_s=0.1).acquire())
     await first.release()
-    assert await waiting > first_epoch
+    assert await asyncio.wait_for(waiting, 10) > first_epoch
 
 
 async def test_an_expired_lease_is_acquired_by_a_standby(redis: Redis) -> None:
