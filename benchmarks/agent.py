@@ -69,7 +69,7 @@ async def measure(url: str, tokenizer: Tokenizer, name: str, num_rows: int, wait
     )
     serving = asyncio.create_task(agent.run())
     await hand(redis, name, num_rows, pack_ids(tokenizer.encode(TEXT).ids[:PROMPT_TOKENS]))
-    await wait_until(lambda: len(agent.table.rows) == num_rows)
+    await wait_until(lambda: len(agent.state.table.rows) == num_rows)
     began_s = time.process_time()
     await plan(redis, name, Plan(1, 2, 10**6, 64))
     with contextlib.suppress(EngineDied):  # it has no more to say

@@ -1,4 +1,4 @@
-"""One worker process: starts its engine, serves as its agent, and seals its own logs when it ends."""
+"""The worker process: starts the engine, runs the agent, and seals its own logs when it ends."""
 
 import asyncio
 import logging
@@ -35,7 +35,7 @@ SEAL_TIMEOUT_S = 2.0
 
 
 async def serve(settings: Settings, name: str, incarnation: str) -> int:
-    """Serves as one incarnation. Returns the exit status."""
+    """Serves as one incarnation → the exit status."""
     directory = model_files.resolve(
         settings.model_id,
         settings.revision,
@@ -43,18 +43,17 @@ async def serve(settings: Settings, name: str, incarnation: str) -> int:
         weightless=settings.makes_weights,
         dtype=settings.dtype,
     )
-    given = Place.read(os.environ)
-    places = [given] if given.world_size > 1 else local_places(gpu_claims.num_ranks(settings))
-    held = (
-        gpu_claims.claim(settings, len(places)) if given.world_size == 1 else {}
-    )  # torchrun's ranks take those that they are given
-    devices = {"CUDA_VISIBLE_DEVICES": ",".join(held)} if held else {}
+    own = Place.read(os.environ)
+    places = [own] if own.world_size > 1 else local_places(gpu_claims.num_ranks(settings))
+    # torchrun has chosen the GPUs of its ranks
+    gpus = gpu_claims.claim(settings, len(places)) if own.world_size == 1 else {}
+    devices = {"CUDA_VISIBLE_DEVICES": ",".join(gpus)} if gpus else {}
     engine = await EngineClient.start(
         {**settings.environ(), **devices, "MODEL_ID": str(directory), "WORKER_NAME": name}, places
     )
     try:
         table = RowTable(Tokenizer.from_file(str(directory / "tokenizer.json")))
-        ready = await loaded(settings, engine, incarnation)
+        ready = await wait_for_engine(settings, engine, incarnation)
         return await serve_engine(
             settings, engine, table, capacity(settings, ready, name, incarnation, directory)
         )
@@ -67,8 +66,10 @@ async def serve(settings: Settings, name: str, incarnation: str) -> int:
         engine.kill()
 
 
-async def loaded(settings: Settings, engine: EngineClient, incarnation: str) -> Ready:
-    """Waits for the engine; a heartbeat says meanwhile what it is doing. Raises EngineRefused, EngineDied."""
+async def wait_for_engine(settings: Settings, engine: EngineClient, incarnation: str) -> Ready:
+    """Waits until the engine is loaded; a heartbeat tells meanwhile what it is doing. Raises EngineRefused,
+    EngineDied.
+    """
     doing = "starting"
 
     def progress(text: str) -> None:
@@ -77,14 +78,15 @@ async def loaded(settings: Settings, engine: EngineClient, incarnation: str) -> 
         log.info(text)
 
     async with client.connect(client.broker_url(settings)) as redis:
-        sign = Heartbeat(redis, Keys(settings.pool), "starting", incarnation, settings.worker_ttl_s)
-        async with sign.sending(settings.heartbeat_s, lambda: {"doing": doing}):
+        heartbeat = Heartbeat(redis, Keys(settings.pool), "starting", incarnation, settings.worker_ttl_s)
+        async with heartbeat.sending(settings.heartbeat_s, lambda: {"doing": doing}):
             return await engine.ready(progress)
 
 
 async def serve_engine(
     settings: Settings, engine: EngineClient, table: RowTable, worker: WorkerCapacity
 ) -> int:
+    """Runs the agent until it is drained or fails → the exit status."""
     redis = client.connect(client.broker_url(settings))
     agent = Agent(settings, redis, engine, table, worker)
     loop = asyncio.get_running_loop()
@@ -104,8 +106,8 @@ async def serve_engine(
 def capacity(
     settings: Settings, ready: Ready, name: str, incarnation: str, directory: Path
 ) -> WorkerCapacity:
-    """What is announced. Raises SettingError for a limit that leaves no room, or that asks for more room than
-    there is.
+    """Returns the capacity that heartbeats carry. Raises SettingError for a limit that leaves no room, or
+    that is above what fits.
     """
     budget = settings.max_batch_total_tokens
     num_blocks = ready.num_blocks if budget is None else min(ready.num_blocks, budget // ready.block_size)
@@ -137,25 +139,23 @@ def capacity(
 
 
 async def seal(redis: Redis, keys: Keys, incarnation: str) -> None:
-    """Our last word: whoever follows our reports learns at once that nothing more comes."""
+    """Seals the incarnation's logs: batcher and gateways learn at once that nothing more comes."""
     try:
         async with asyncio.timeout(SEAL_TIMEOUT_S):
-            logs_of = [
+            sealed_keys = [
                 keys.log(incarnation),
                 keys.reports(incarnation),
                 keys.worker(incarnation),
                 keys.workers,
             ]
-            await script(redis, "seal")(keys=logs_of, args=[incarnation])
+            await script(redis, "seal")(keys=sealed_keys, args=[incarnation])
     except (*ERRORS, TimeoutError) as error:
         log.warning("not sealed: %s", describe_error(error))
 
 
 def main() -> None:
-    """A worker; or, where torchrun started us as a rank above 0, one more process of the engine of a worker
-    elsewhere.
-    """
-    own = start_process("worker", "w0")
+    """Runs a worker; or, where torchrun started this process as a rank above 0, that rank of the engine."""
+    identity = start_process("worker", "w0")
     with exit_when_unservable():
         settings, place = Settings.read([]), Place.read(os.environ)
         if place.world_size not in (1, settings.num_shard or place.world_size):
@@ -165,5 +165,5 @@ def main() -> None:
             )
         if place.rank:
             os.execv(sys.executable, [sys.executable, "-P", "-m", "gpu_worker.engine"])
-        configure_process(own, settings)
-        sys.exit(uvloop.run(serve(settings, own.name, own.incarnation)))
+        configure_process(identity, settings)
+        sys.exit(uvloop.run(serve(settings, identity.name, identity.incarnation)))

@@ -1,9 +1,9 @@
-"""The door between agent and engine: what goes through it, and nothing else does.
+"""The protocol between agent and engine: frames on one stream socket, the only contact of the two.
 
-Frames follow each other on one stream socket. A frame is a msgpack array: its name, then its fields in order.
-The agent sends `Grant`; the engine sends `Progress` while it loads, `Ready` once, then one `Step` for each
-step (and for each boundary at which rows were stopped without a step). Ids and blocks travel as packed
-little-endian int32, log-probabilities as packed float32, sampled tokens as `SAMPLE`s.
+A frame is a msgpack array: its name, then its fields in order. The agent sends `Grant`; the engine sends
+`LoadProgress` while it loads, `Ready` once, then one `StepResult` for each step (and for each boundary at
+which rows were stopped without a step), or `EngineFailure`. Ids and blocks travel as packed little-endian
+int32, log-probabilities as packed float32, sampled tokens as `SAMPLE`s.
 
 The engine knows token ids, rows and blocks. It does not know text, requests, attempts, Redis or time limits.
 """
@@ -22,11 +22,11 @@ from common.messages.request import SamplingParams, StoppingParams
 SAMPLE = struct.Struct("<iiif")
 """A sampled token: row, index of the token in its generation, id, natural logarithm of its probability."""
 MAX_FIELD_BYTES = 2**28
-"""Of one text or packed field of a frame: what waits for its end is kept in memory."""
+"""The longest text or packed field of a frame: an incomplete one is kept in memory."""
 
 
 class ProtocolError(ValueError):
-    """What came through the door is no frame."""
+    """The bytes received are not a frame."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +81,7 @@ class Grant:
 
 @dataclass(frozen=True, slots=True)
 class LoadProgress:
-    """A line for people while the engine loads."""
+    """A line to log while the engine loads."""
 
     text: str
 
@@ -117,21 +117,21 @@ class StepResult:
 
     Attributes:
         step: number of the step, counted from 1 in this engine's life; a boundary without a step repeats the
-            last number, and so does a sign of life, every five seconds at least, while rows wait that no step
-            can hold.
+            last number, and so does a keepalive, sent every five seconds while rows wait that no step can
+            hold.
         samples: packed `SAMPLE`s, one for each sampled token.
-        tops: (place among the samples, packed int32 ids, packed float32 log-probabilities): the `top_n_tokens`
-            likeliest tokens, likeliest first; -inf for those that truncation left out.
-        prompts: of rows that ask for it, each chunk in the step that computed it: (row, position of the first
-            token told of, packed float32 log-probabilities of the tokens from there on, each given those
-            before it and as the model has them, packed int32 ids and packed float32 log-probabilities of the
-            `prompt_logprobs` likeliest tokens in place of each, likeliest first).
+        top_logprobs: (place among the samples, packed int32 ids, packed float32 log-probabilities): the
+            `top_n_tokens` likeliest tokens, likeliest first; -inf for those that truncation left out.
+        prompt_logprobs: of rows that ask for them, each chunk in the step that computed it: (row, position of
+            its first token, packed float32 log-probabilities of the tokens from there on, each given those
+            before it, without penalties or temperature, packed int32 ids and packed float32 log-probabilities
+            of the `prompt_logprobs` likeliest tokens in place of each, likeliest first).
         prefilled: (row, kv_len) of rows whose prefill this step completed.
-        ended: (row, why, end index, exclusive). `length`, `eos_token` and `stop_sequence` (a stop id) are the
-            engine's own words, others repeat a stop's `why`.
+        ended: (row, why, end index, exclusive). `length`, `eos_token` and `stop_sequence` (a stop id) are
+            decided by the engine, others repeat a stop's `why`.
         released: (row, kv_len): the last launched step that held the row is over; its blocks may be granted
             to others.
-        duration_ms: of the step.
+        duration_ms: duration of the step.
     """
 
     step: int
@@ -149,7 +149,7 @@ class StepResult:
 
     @property
     def sampled(self) -> Iterator[tuple[int, int, int, float]]:
-        """Row, index, id, log-probability of each sampled token."""
+        """Yields row, index, id and log-probability of each sampled token."""
         return SAMPLE.iter_unpack(self.samples)
 
 
@@ -172,7 +172,7 @@ NAMES: dict[type[Frame], str] = {
 
 
 def encode(frame: Frame) -> bytes:
-    """The bytes of one frame."""
+    """Encodes one frame."""
     data: bytes = PACKER.pack([NAMES[type(frame)], *field_values(frame)])
     return data
 
@@ -182,7 +182,7 @@ def field_values(value: Any) -> list[Any]:
 
 
 def pack_value(value: Any) -> Any:
-    """What stands in a frame for something that msgpack does not know."""
+    """Packs a value inside a frame that msgpack does not know."""
     return to_bytes(value) if isinstance(value, SamplingParams) else field_values(value)
 
 
@@ -190,31 +190,29 @@ PACKER = msgpack.Packer(default=pack_value)
 
 
 class FrameDecoder:
-    """Cuts frames out of bytes that are fed as they come. Iterating over it gives those that are whole, each
-    once.
-    """
+    """Decodes frames from bytes that are fed as they arrive. Iteration yields each complete frame once."""
 
-    def __init__(self, max_part_bytes: int = MAX_FIELD_BYTES) -> None:
-        self.max_part_bytes = max_part_bytes
-        self.unpacker = msgpack.Unpacker(use_list=False, max_buffer_size=max_part_bytes)
+    def __init__(self, max_field_bytes: int = MAX_FIELD_BYTES) -> None:
+        self.max_field_bytes = max_field_bytes
+        self.unpacker = msgpack.Unpacker(use_list=False, max_buffer_size=max_field_bytes)
 
     def feed(self, data: bytes) -> None:
-        """Raises DoorError when more waits than part of a frame may have."""
+        """Takes received bytes. Raises ProtocolError for a field that is too long."""
         try:
             self.unpacker.feed(data)
         except msgpack.BufferFull as error:
-            raise ProtocolError(f"part of a frame has more than {self.max_part_bytes} bytes") from error
+            raise ProtocolError(f"a field of a frame has more than {self.max_field_bytes} bytes") from error
 
     def __iter__(self) -> Iterator[Frame]:
         return self
 
     def __next__(self) -> Frame:
-        """Raises DoorError for what is no frame; what follows that cannot be read either."""
+        """Raises ProtocolError for bytes that are not a frame; nothing after them can be decoded."""
         try:
             name, *values = next(self.unpacker)
             return CONSTRUCTORS[name](*values)
         except (ValueError, TypeError, KeyError, msgpack.UnpackException) as error:
-            raise ProtocolError(f"no frame: {type(error).__name__}: {error}") from error
+            raise ProtocolError(f"not a frame: {type(error).__name__}: {error}") from error
 
 
 def make_grant(until: int, prefill_tokens: int, starts: Sequence[Any], *others: Any) -> Grant:

@@ -1,4 +1,4 @@
-"""A rank's place among the processes that run one model together, as torchrun's variables say it."""
+"""Place: a rank among the processes that run one model together, as torchrun's variables give it."""
 
 import socket
 from collections.abc import Mapping
@@ -13,7 +13,7 @@ LOOPBACK = "127.0.0.1"
 class Place:
     """
     Attributes:
-        rank, world_size: of all ranks of the worker; rank 0 hears the agent.
+        rank, world_size: of all ranks of the worker; rank 0 is connected to the agent.
         local_rank, local_world_size: of those on this machine.
         address, port: where rank 0 listens while the ranks find each other.
     """
@@ -27,7 +27,7 @@ class Place:
 
     @classmethod
     def read(cls, environ: Mapping[str, str]) -> "Place":
-        """Raises SettingError for a part of the variables without the others."""
+        """Reads torchrun's variables. Raises SettingError if some of them are missing."""
         if environ.get("WORLD_SIZE", "1") in ("", "1"):
             return cls()
         try:
@@ -49,7 +49,7 @@ class Place:
 
 
 def local_places(num_ranks: int) -> list[Place]:
-    """Of the ranks of one machine."""
+    """Returns the places of ranks that all run on this machine."""
     if num_ranks == 1:
         return [Place()]
     port = free_port()

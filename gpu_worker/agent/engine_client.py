@@ -1,4 +1,6 @@
-"""The engine processes, and the agent's end of the door (gpu_worker/protocol.py)."""
+"""The agent's side of the protocol (gpu_worker/protocol.py): starts the engine processes, sends grants,
+receives steps.
+"""
 
 import asyncio
 import os
@@ -34,13 +36,14 @@ class EngineRefused(Exception):
     """The engine cannot serve with these settings; `setting` names the one at fault."""
 
     def __init__(self, setting: str, cause: str) -> None:
-        self.setting, self.cause = setting, cause
+        self.setting = setting
+        self.cause = cause
         super().__init__(f"{setting}: {cause}")
 
 
 @dataclass(frozen=True, slots=True)
 class RankProcess:
-    """One process of the engine."""
+    """The engine process of one rank, and the socket to it."""
 
     process: Process
     reader: asyncio.StreamReader
@@ -60,9 +63,9 @@ class RankProcess:
         return cls(process, *await asyncio.open_unix_connection(sock=ours))
 
     async def receive(self) -> Frame | None:
-        """The next frame; None when there is none any more."""
+        """Returns the next frame; None once the process has closed its socket."""
         try:
-            while (frame := next(self.here(), None)) is None:
+            while (frame := next(self.buffered_frames(), None)) is None:
                 data = await self.reader.read(RECEIVE_BYTES)
                 if not data:
                     return None
@@ -73,8 +76,8 @@ class RankProcess:
             return unreadable_failure(error)
         return frame
 
-    def here(self) -> Iterator[Frame]:
-        """Frames that have come."""
+    def buffered_frames(self) -> Iterator[Frame]:
+        """Yields the frames that have arrived."""
         try:
             yield from self.frames
         except ProtocolError as error:
@@ -86,12 +89,13 @@ class RankProcess:
 
 
 def unreadable_failure(error: ProtocolError) -> EngineFailure:
-    """What an engine says that cannot be read is as good as its failure."""
-    return EngineFailure("", f"at the door: {error}")
+    return EngineFailure("", str(error))
 
 
 def raise_on_failure(frame: Frame) -> Frame:
-    """Raises EngineDied for a Failure, EngineRefused for one that names a setting."""
+    """Returns the frame. Raises EngineDied for an EngineFailure, EngineRefused for one
+    that names a setting.
+    """
     if isinstance(frame, EngineFailure):
         raise (
             EngineRefused(frame.setting, frame.cause)
@@ -102,49 +106,53 @@ def raise_on_failure(frame: Frame) -> Frame:
 
 
 def require_step(frame: Frame) -> StepResult:
-    """Raises EngineDied for any other."""
+    """Returns the step of a frame. Raises EngineDied for any other frame."""
     frame = raise_on_failure(frame)
     if not isinstance(frame, StepResult):
-        raise EngineDied(f"engine spoke out of turn: {frame}")
+        raise EngineDied(f"unexpected frame of the engine: {frame}")
     return frame
 
 
 class EngineClient:
-    """The engine: a process for each rank, of which rank 0 speaks for all. They die with us and with each
-    other, and we with them.
+    """The engine: one process for each rank, of which rank 0 takes grants and sends steps. Ranks and worker
+    end together: if one dies, all do.
 
     Attributes:
-        token_ms: time of one prompt token, as warm-up found.
+        metrics: counts grants and steps.
+        token_ms: time of one prompt token, as measured in the warm-up.
+        failure: why a rank above 0 ended.
     """
 
     def __init__(self, ranks: Sequence[RankProcess]) -> None:
         self.ranks = ranks
-        self.meter = BatchMetrics()
+        self.metrics = BatchMetrics()
         self.token_ms = 0.0
         self.failure: EngineFailure | None = None
-        self.watches = [asyncio.create_task(self.watch(number)) for number in range(1, len(ranks))]
+        self.tasks = [asyncio.create_task(self.kill_with(number)) for number in range(1, len(ranks))]
 
     @classmethod
     async def start(cls, environ: dict[str, str], places: Sequence[Place]) -> "EngineClient":
         return cls([await RankProcess.start(place, environ) for place in places])
 
-    async def watch(self, number: int) -> None:
-        """The end of one rank is the end of all. Ranks above 0 say no more than why they failed."""
+    async def kill_with(self, number: int) -> None:
+        """Kills all ranks when this one ends. A rank above 0 sends no more than why it failed."""
         frame = await self.ranks[number].receive()
-        self.failure = frame if isinstance(frame, EngineFailure) else await self.end_of(number)
+        self.failure = frame if isinstance(frame, EngineFailure) else await self.wait_for_exit(number)
         self.kill()
 
-    async def end_of(self, number: int) -> EngineFailure:
+    async def wait_for_exit(self, number: int) -> EngineFailure:
         return EngineFailure(
             "", f"the process of rank {number} ended with {await self.ranks[number].process.wait()}"
         )
 
     async def receive(self) -> Frame:
-        """The next frame. Raises EngineDied when there is none any more, and as `heard` does."""
-        return raise_on_failure(await self.ranks[0].receive() or self.failure or await self.end_of(0))
+        """Returns rank 0's next frame. Raises EngineDied when none comes any more, EngineRefused."""
+        return raise_on_failure(await self.ranks[0].receive() or self.failure or await self.wait_for_exit(0))
 
     async def ready(self, progress: Callable[[str], None]) -> Ready:
-        """Waits for the warm-up; `progress` gets what the engine says meanwhile. Returns its capacity."""
+        """Waits for the end of the warm-up → the engine's capacity. `progress` gets lines
+        to log meanwhile.
+        """
         while True:
             match await self.receive():
                 case LoadProgress(text):
@@ -153,23 +161,23 @@ class EngineClient:
                     self.token_ms = ready.token_ms
                     return ready
                 case other:
-                    raise EngineDied(f"engine spoke out of turn: {other}")
+                    raise EngineDied(f"unexpected frame of the engine: {other}")
 
     async def steps(self) -> Sequence[StepResult]:
-        """The steps that were completed since the last call, at least one."""
-        self.meter.waits()
+        """Waits for steps → all that were completed since the last call, at least one. Raises EngineDied."""
+        self.metrics.on_wait()
         try:
-            steps = [require_step(await self.receive()), *map(require_step, self.ranks[0].here())]
+            steps = [require_step(await self.receive()), *map(require_step, self.ranks[0].buffered_frames())]
         except EngineDied:
-            self.meter.failed()
+            self.metrics.on_failure()
             raise
-        self.meter.took(steps)
+        self.metrics.on_steps(steps)
         return steps
 
     def send(self, grant: Grant) -> None:
-        began_s = time.perf_counter()
+        started_s = time.perf_counter()
         self.ranks[0].writer.write(encode(grant))
-        self.meter.granted(grant, began_s)
+        self.metrics.on_grant(grant, started_s)
 
     def kill(self) -> None:
         for rank in self.ranks:

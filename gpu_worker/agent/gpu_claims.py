@@ -1,5 +1,5 @@
-"""Which GPUs are ours: workers of one machine, or containers that share a folder, never land on the same one
-by accident.
+"""GPU claims: locks that keep two workers of one machine, or of containers that share a folder, off the same
+GPU.
 """
 
 import fcntl
@@ -13,8 +13,10 @@ from common.settings.settings import SettingError, Settings
 QUERY = ("nvidia-smi", "--query-gpu=uuid", "--format=csv,noheader")
 
 
-def visible() -> list[str]:
-    """GPUs by UUID, those that CUDA_VISIBLE_DEVICES (places or UUIDs) leaves; none where there is no driver."""
+def visible_gpus() -> list[str]:
+    """Returns the UUIDs of GPUs that CUDA_VISIBLE_DEVICES (indices or UUIDs) allows; none
+    without a driver.
+    """
     try:
         answer = subprocess.run(
             QUERY, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, timeout=30, check=True
@@ -30,9 +32,9 @@ def visible() -> list[str]:
 
 
 def num_ranks(settings: Settings) -> int:
-    """How many run one model together. Raises SettingError."""
+    """Returns how many ranks run the model together. Raises SettingError."""
     if settings.num_shard is None and settings.sharded:
-        if (count := len(usable(settings))) > 1:
+        if (count := len(usable_gpus(settings))) > 1:
             return count
         raise SettingError(
             "sharded", f"true, but there are {count} GPUs; NUM_SHARD says how many ranks run without"
@@ -40,23 +42,22 @@ def num_ranks(settings: Settings) -> int:
     return settings.num_shard or 1
 
 
-def usable(settings: Settings) -> list[str]:
-    return visible() if settings.device != "cpu" else []
+def usable_gpus(settings: Settings) -> list[str]:
+    return visible_gpus() if settings.device != "cpu" else []
 
 
 def claim(settings: Settings, count: int) -> dict[str, IO[str]]:
-    """The UUIDs of `count` GPUs that no other worker holds, with the locks that keep them while these are
-    open; none without GPUs.
+    """Claims `count` GPUs → their UUIDs with the locks, which hold as long as the files are open; nothing on
+    a machine without GPUs.
 
-    Workers that take only a part of a GPU's memory (CUDA_MEMORY_FRACTION) share it, as many as there is room
-    for.
+    Workers that take only a part of a GPU's memory (CUDA_MEMORY_FRACTION) share it, as many as fit.
 
     Raises:
         SettingError: too few GPUs are left, or the locks cannot be taken.
     """
-    gpus = usable(settings)
+    gpus = usable_gpus(settings)
     if not gpus:
-        return {}  # the engine says what is wrong, where DEVICE=cuda
+        return {}  # with DEVICE=cuda the engine reports the fault
     if count > len(gpus):
         raise SettingError("num_shard", f"{count}, but there are {len(gpus)} GPUs")
     folder = Path(settings.gpu_locks)
@@ -66,7 +67,7 @@ def claim(settings: Settings, count: int) -> dict[str, IO[str]]:
             if (
                 len(held) < count
                 and gpu not in held
-                and (lock := hold(folder / f"{gpu}.{place}")) is not None
+                and (lock := lock_file(folder / f"{gpu}.{place}")) is not None
             ):
                 held[gpu] = lock
     if len(held) == count:
@@ -79,9 +80,9 @@ def claim(settings: Settings, count: int) -> dict[str, IO[str]]:
     )
 
 
-def hold(path: Path) -> IO[str] | None:
-    """The lock on a file, or None where another process has it. It goes when that process ends, however it
-    ends. Raises SettingError.
+def lock_file(path: Path) -> IO[str] | None:
+    """Locks a file → the open file, or None where another process holds the lock. The lock goes with its
+    process, however that ends. Raises SettingError.
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""A worker's sign of life: that it is there, what it can hold, and what it holds."""
+"""A worker's heartbeat: that it is alive, what it can hold, and what it holds."""
 
 from redis.asyncio import Redis
 
@@ -13,10 +13,11 @@ from gpu_worker.agent.row_text import RowTable
 
 
 class WorkerHeartbeat:
-    """Of one incarnation."""
+    """Writes the heartbeat of one incarnation to Redis."""
 
     def __init__(self, redis: Redis, keys: Keys, settings: Settings, worker: WorkerCapacity) -> None:
-        self.settings, self.worker = settings, worker
+        self.settings = settings
+        self.worker = worker
         self.script = script(redis, "worker_heartbeat")
         name = worker.incarnation
         self.keys = [
@@ -28,19 +29,27 @@ class WorkerHeartbeat:
             keys.control,
         ]
 
-    async def announce(self, state: str, step: int, table: RowTable, num_tokens: int) -> None:
-        """`num_tokens` were sampled in this incarnation's life. Raises Sealed when that is over."""
-        figures: HeartbeatFields = process_fields() | {
+    async def send(self, status: str, step: int, table: RowTable, num_tokens: int) -> None:
+        """`num_tokens`: sampled in this incarnation's life. Raises Sealed when the incarnation is over."""
+        load: HeartbeatFields = process_fields() | {
             "rows": len(table.live),
             "max_rows": self.settings.max_batch_size,
             "blocks": table.num_blocks(self.worker.block_size),
             "tokens": num_tokens,
         }
         ttl_ms = int(self.settings.worker_ttl_s * 1000)
-        own = [word for pair in figures.items() for word in pair]
-        said: bytes = await self.script(
+        fields = [word for pair in load.items() for word in pair]
+        reply: bytes = await self.script(
             keys=self.keys,
-            args=[self.worker.incarnation, ttl_ms, STREAMS_TTL_MS, state, step, encode(self.worker), *own],
+            args=[
+                self.worker.incarnation,
+                ttl_ms,
+                STREAMS_TTL_MS,
+                status,
+                step,
+                encode(self.worker),
+                *fields,
+            ],
         )
-        if said != b"OK":
-            raise Sealed(said.decode())
+        if reply != b"OK":
+            raise Sealed(reply.decode())

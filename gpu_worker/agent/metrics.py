@@ -1,5 +1,5 @@
-"""What a worker counts: its steps, what starts in them, and what the agent does for them. Nothing is counted
-token by token.
+"""Batch metrics of a worker: its steps, the rows that start in them, and the agent's time for each step.
+Nothing is counted token by token.
 """
 
 import time
@@ -10,64 +10,64 @@ from gpu_worker.protocol import Grant, StepResult
 
 
 class BatchMetrics:
-    """Stands at the door, where all of it passes.
+    """Counts grants and steps as they pass the engine client.
 
     Attributes:
         prefilling: rows that started and whose prompt is not computed yet.
         running: rows that decode.
-        steps: those that the agent is busy with since `took_s`; none while it waits for the next.
+        steps: the steps that the agent handles since `received_s`; none while it waits for the next.
     """
 
     def __init__(self) -> None:
         self.prefilling: set[int] = set()
         self.running: set[int] = set()
         self.steps: Sequence[StepResult] = ()
-        self.took_s = 0.0
+        self.received_s = 0.0
 
     @property
     def method(self) -> str:
-        """Of the step that runs; one that computes any prompt is a prefill."""
+        """The kind of the step that runs: a step that computes any prompt is a prefill."""
         return "prefill" if self.prefilling else "decode"
 
-    def granted(self, grant: Grant, began_s: float) -> None:
-        """The engine was sent a grant."""
+    def on_grant(self, grant: Grant, started_s: float) -> None:
+        """Counts a grant that was sent; `started_s` is when its sending began."""
         if not grant.starts:
             return
         catalogue.BATCH_NEXT_SIZE.observe(len(grant.starts))
         if self.running:
             catalogue.BATCH_CONCAT.add(1, "chunking")
-            catalogue.BATCH_CONCAT_DURATION.observe(time.perf_counter() - began_s, "decode")
+            catalogue.BATCH_CONCAT_DURATION.observe(time.perf_counter() - started_s, "decode")
         self.prefilling.update(start.row for start in grant.starts)
 
-    def took(self, steps: Sequence[StepResult]) -> None:
-        """The agent has steps, and is busy with them until it waits for the next."""
-        self.steps, self.took_s = steps, time.perf_counter()
+    def on_steps(self, steps: Sequence[StepResult]) -> None:
+        """Notes the steps that the agent handles until it waits for the next."""
+        self.steps, self.received_s = steps, time.perf_counter()
 
-    def waits(self) -> None:
-        """The agent is done with the last steps."""
+    def on_wait(self) -> None:
+        """Counts the steps that the agent has handled."""
         steps, self.steps = self.steps, ()
         if not steps:
             return
-        text_s = (time.perf_counter() - self.took_s) / len(steps)
+        text_s = (time.perf_counter() - self.received_s) / len(steps)
         forwards: dict[str, list[float]] = {"prefill": [], "decode": []}
         for step in steps:
             if step.duration_ms:
                 forwards[self.method].append(step.duration_ms / 1000)
-            self.move(step)
+            self.move_rows(step)
         for method, forwards_s in forwards.items():
             if forwards_s:
                 self.count(method, forwards_s, text_s)
         catalogue.TOKENS.add(sum(step.num_samples for step in steps))
 
     def count(self, method: str, forwards_s: Sequence[float], text_s: float) -> None:
-        """Steps of one method, each of which took the agent `text_s`."""
+        """Counts steps of one method, for each of which the agent needed `text_s`."""
         catalogue.BATCH_COUNT.add(len(forwards_s), method)
         catalogue.BATCH_SUCCESS.add(len(forwards_s), method)
         catalogue.BATCH_FORWARD.observe_all(forwards_s, method)
         catalogue.BATCH_DECODE.observe(text_s, method, times=len(forwards_s))
         catalogue.BATCH_DURATION.observe_all([forward_s + text_s for forward_s in forwards_s], method)
 
-    def move(self, step: StepResult) -> None:
+    def move_rows(self, step: StepResult) -> None:
         for row, kv_len in step.prefilled:
             catalogue.PREFILLED_TOKENS.add(kv_len)
             self.prefilling.discard(row)
@@ -76,8 +76,8 @@ class BatchMetrics:
             self.prefilling.discard(row)
             self.running.discard(row)
 
-    def failed(self) -> None:
-        """The engine ended under its rows."""
+    def on_failure(self) -> None:
+        """Counts the batch that the engine lost when it died."""
         if self.prefilling or self.running:
             catalogue.BATCH_COUNT.add(1, self.method)
             catalogue.BATCH_FAILURE.add(1, self.method)

@@ -1,4 +1,4 @@
-"""What gathers between two flushes: tokens, ends, releases."""
+"""Outbox: the tokens, ends and releases that the next flush publishes."""
 
 from dataclasses import dataclass, field
 
@@ -7,14 +7,14 @@ from gpu_worker.agent.row_text import RowText
 
 @dataclass(slots=True)
 class Outbox:
-    """One flush in the making.
-
+    """
     Attributes:
         rows: those that have new tokens.
-        prompts: rows whose prompt is to be told of, all of it; this flush has their first token.
+        prompts: rows whose prompt's log-probabilities are published, all of them; this flush has the rows'
+            first token.
         terminals: (row, why) of rows whose request ends here.
-        interrupted: rows that go on elsewhere; what they have must be spilled.
-        prefilled, ended, released, takeover: of the next report.
+        interrupted: rows that go on elsewhere; their tokens must be spilled.
+        prefilled, ended, released, takeover: fields of the next report.
     """
 
     rows: list[RowText] = field(default_factory=list)
@@ -27,10 +27,10 @@ class Outbox:
     takeover: bool = False
 
     @property
-    def has_news(self) -> bool:
-        """Whether the batcher must hear of it."""
+    def needs_report(self) -> bool:
+        """Whether the batcher must learn of it."""
         return bool(self.prefilled or self.ended or self.released or self.takeover)
 
     @property
-    def empty(self) -> bool:
-        return not (self.rows or self.terminals or self.has_news)
+    def is_empty(self) -> bool:
+        return not (self.rows or self.terminals or self.needs_report)

@@ -1,4 +1,4 @@
-"""One flush: token log, report, events, terminals and spills, in one script."""
+"""Publisher: writes one flush (token log, report, events, terminals, spills) in one call of flush.lua."""
 
 import time
 from collections import defaultdict
@@ -19,22 +19,22 @@ from gpu_worker.agent.outbox import Outbox
 from gpu_worker.agent.row_text import RowText
 
 SPILL_EVERY = 64
-"""Flushes after which every live row's tokens are copied to its own string, and the log is trimmed: the bound
-of the log.
+"""After so many flushes every live row's tokens are copied to the request's own string, and the log is
+trimmed: this bounds the log.
 """
 
 
 class Sealed(Exception):
-    """This incarnation has been declared dead, or its streams are gone: nothing of it may be seen any more."""
+    """This incarnation has been declared dead, or its streams are gone: it may publish nothing more."""
 
 
 @dataclass(slots=True)
 class Flush:
-    """Keys and arguments of one call of flush.lua; calling it again does nothing new.
+    """Keys and arguments of one call of flush.lua; a repeated call changes nothing.
 
     Attributes:
-        spilled: (row, number of its tokens) that stand in their own strings once the flush is done.
-        method: `prefill` where it tells of a prompt that was computed, else `decode`.
+        spilled: (row, number of its tokens) of rows whose tokens stand in their own strings after the flush.
+        method: `prefill` where a prompt was computed, else `decode`.
     """
 
     keys: list[str]
@@ -44,18 +44,19 @@ class Flush:
 
 
 class Publisher:
-    """Writes flushes, one after the other."""
+    """Builds and writes the flushes of one incarnation, one after the other."""
 
     def __init__(self, redis: Redis, keys: Keys, incarnation: str) -> None:
-        self.keys, self.incarnation = keys, incarnation
+        self.keys = keys
+        self.incarnation = incarnation
         self.channels = ChannelSequences(incarnation)
-        self.line = SerialClient(redis)
-        self.script = self.line.script("flush")
+        self.client = SerialClient(redis)
+        self.script = self.client.script("flush")
         self.sequence = 0
 
     def build(self, outbox: Outbox, report: Report | None, acknowledged: int, live: list[RowText]) -> Flush:
-        """The flush of an outbox. `live` rows are spilled every so many flushes; `report` gets this flush's
-        number.
+        """Builds the flush of an outbox. `report` carries the flush's number; `live` rows are spilled every
+        64 flushes.
         """
         self.sequence += 1
         trim = self.sequence % SPILL_EVERY == 0
@@ -64,8 +65,10 @@ class Publisher:
         for row, tokens in zip(outbox.rows, new, strict=True):
             if channel := row.request.channel:
                 by_channel[channel].append(tokens)
-        messages = [self.message(channel, tokens) for channel, tokens in by_channel.items()]
-        for tokens in new:  # the log is without; a copy of each would be a tenth of what its token costs
+        messages = [self.events(channel, tokens) for channel, tokens in by_channel.items()]
+        for (
+            tokens
+        ) in new:  # the log needs no text; to copy the message would cost a tenth of what a token costs
             tokens.texts = []
         spills = [*outbox.interrupted, *(live if trim else ())]
         keys, args = [self.keys.log(self.incarnation), self.keys.reports(self.incarnation)], []
@@ -90,14 +93,14 @@ class Publisher:
         method = "prefill" if outbox.prefilled else "decode"
         return Flush(keys, [*head, *counts, *flat, *args], [(row, row.num_tokens) for row in spills], method)
 
-    def message(self, channel: str, tokens: list[Tokens]) -> tuple[str, bytes]:
+    def events(self, channel: str, tokens: list[Tokens]) -> tuple[str, bytes]:
         return channel, encode(Events(self.incarnation, self.channels.next_number(channel), tokens))
 
     def terminal_keys(self, request_id: str) -> list[str]:
         return [self.keys.request(request_id), self.keys.result(request_id), self.keys.tokens(request_id)]
 
     def terminal(self, row: RowText, why: str) -> list[Any]:
-        """Reason, result, its time to live, channel and message of a request that ends."""
+        """Returns reason, result, its time to live, channel and event of a request that ends."""
         request = row.request
         end = terminal_for(request.request_id, why, row.num_tokens)
         result = (
@@ -114,11 +117,13 @@ class Publisher:
         return [end.reason, result, request.result_ttl_ms, channel, event]
 
     async def write(self, flush: Flush) -> None:
-        """Raises Sealed, or whatever the broker raises; after that the same flush may be written again."""
-        began_s = time.perf_counter()
-        said: bytes = await self.script(keys=flush.keys, args=flush.args)
-        catalogue.BATCH_FILTER.observe(time.perf_counter() - began_s, flush.method)
-        if said != b"OK":
-            raise Sealed(said.decode())
+        """Writes a flush. Raises Sealed, or what the broker raises: then the same flush
+        may be written again.
+        """
+        started_s = time.perf_counter()
+        reply: bytes = await self.script(keys=flush.keys, args=flush.args)
+        catalogue.BATCH_FILTER.observe(time.perf_counter() - started_s, flush.method)
+        if reply != b"OK":
+            raise Sealed(reply.decode())
         for row, num_tokens in flush.spilled:
             row.num_spilled = num_tokens

@@ -1,4 +1,4 @@
-"""The rows of a worker as text: what each token adds, and when a stop string ends a row."""
+"""The text of a worker's rows: what each token adds, and when a stop string ends a row."""
 
 import time
 from collections.abc import Sequence
@@ -20,11 +20,11 @@ class RowText:
 
     Attributes:
         records: packed records of all tokens of the request, earlier attempts' included.
-        num_tokens: how many.
-        num_spilled: how many of them stand in the request's own string in Redis.
+        num_tokens: number of records.
+        num_spilled: number of tokens that stand in the request's own string in Redis.
         prompt: packed records of the prompt's tokens but the first, as far as they are computed; None where
-            nobody asked for them, or they stand in Redis since an earlier attempt's first token.
-        texts: what the tokens that are not published yet add to the text, one by one.
+            the request does not ask for them, or an earlier attempt has written them to Redis.
+        texts: the text of each token that is not published yet.
         ended: whether the row has ended for the client; what the engine still samples for it is dropped.
         started_s: monotonic time.
     """
@@ -44,8 +44,8 @@ class RowText:
     started_s: float = field(default_factory=time.monotonic)
 
     def add(self, token_id: int, logprob: float, top: Sequence[bytes] | None = None) -> str:
-        """Takes the next token, with packed ids and log-probabilities of its likeliest ones if they were
-        asked for. Returns the text that it adds.
+        """Adds a token, with packed ids and log-probabilities of the likeliest ones if the request asks for
+        them → the text that the token adds.
         """
         self.records += RECORD.pack(token_id, logprob)
         if top:
@@ -56,7 +56,7 @@ class RowText:
         return text
 
     def new_tokens(self) -> Tokens:
-        """Those that came since the last call."""
+        """Returns the tokens that came since the last call."""
         texts, self.texts = self.texts, []
         request, index = self.request, self.num_tokens - len(texts)
         ids, logprobs, top_ids, top_logprobs = unpack_columns(
@@ -76,13 +76,17 @@ class RowText:
         )
 
     def add_prompt(self, first: int, logprobs: bytes, top_ids: bytes, top_logprobs: bytes) -> None:
-        """Takes what a chunk says of the prompt's tokens from `first` on."""
+        """Adds the log-probabilities of the prompt's tokens from position `first` on, which one chunk
+        computed.
+        """
         if self.prompt is not None:
             ids = pack_ids(self.prompt_ids[first : first + len(logprobs) // 4])
             self.prompt += pack_records(ids, logprobs, top_ids, top_logprobs)
 
-    def stopped_by(self, text: str) -> bool:
-        """Whether a stop string has appeared up to the end of `text`, what the newest token adds."""
+    def matches_stop_string(self, text: str) -> bool:
+        """Whether a stop string is complete with `text`, which the newest token adds.
+        Call it once a token.
+        """
         return (
             self.matcher is not None
             and self.num_tokens > self.request.stopping.min_new_tokens
@@ -97,7 +101,7 @@ class RowText:
         return bytes(self.records[self.spilled_bytes :])
 
     def text(self, reason: str) -> str:
-        """The whole answer."""
+        """Returns the whole generated text, without the stop string that ended it."""
         ids, _, _ = unpack_records(bytes(self.records), self.request.width)
         return generated_text(
             self.detokenizer.tokenizer,
@@ -111,15 +115,17 @@ class RowText:
 
 @dataclass(slots=True)
 class RowTable:
-    """Rows from their start until the engine released them, by number."""
+    """The rows of a worker, by number, from their start until the engine releases them."""
 
     tokenizer: Tokenizer
     rows: dict[int, RowText] = field(default_factory=dict)
 
     def start(self, start: RowStart) -> RowText:
-        """A row that starts. Tokens of earlier attempts have been shown: they only set the scene."""
+        """Adds a row. Tokens of earlier attempts are published already: they only advance the detokenizer and
+        the stop strings.
+        """
         prompt_ids = unpack_ids(start.request.prompt_ids)
-        shown_ids, _, _ = unpack_records(start.committed, start.request.width)
+        committed_ids, _, _ = unpack_records(start.committed, start.request.width)
         row = RowText(
             row=start.row,
             attempt=start.attempt,
@@ -132,7 +138,7 @@ class RowTable:
             num_spilled=start.base,
             prompt=None if start.request.prompt_logprobs is None or start.base else bytearray(),
         )
-        replay_shown_tokens(row, shown_ids)
+        replay(row, committed_ids)
         self.rows[start.row] = row
         return row
 
@@ -141,11 +147,11 @@ class RowTable:
         return [row for row in self.rows.values() if not row.ended]
 
     def num_blocks(self, block_size: int) -> int:
-        """KV blocks that the tokens of all rows fill."""
+        """Counts the KV blocks that the tokens of all rows fill."""
         return sum(-(-(len(row.prompt_ids) + row.num_tokens) // block_size) for row in self.rows.values())
 
 
-def replay_shown_tokens(row: RowText, shown_ids: Sequence[int]) -> None:
-    for token_id in shown_ids:
+def replay(row: RowText, committed_ids: Sequence[int]) -> None:
+    for token_id in committed_ids:
         row.num_tokens += 1
-        row.stopped_by(row.detokenizer.step(token_id))
+        row.matches_stop_string(row.detokenizer.step(token_id))

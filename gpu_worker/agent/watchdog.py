@@ -1,14 +1,10 @@
-"""Whether the engine comes on with the rows that it holds."""
+"""Watchdog: ends the worker when its engine hangs."""
 
 import asyncio
 import time
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from gpu_worker.agent.agent import Agent
+from collections.abc import Callable
 
 CHECK_INTERVAL_S = 1.0
-MANY_STEPS = 20
 
 
 class EngineStuck(Exception):
@@ -16,36 +12,28 @@ class EngineStuck(Exception):
 
 
 class Watchdog:
-    """Looks after the engine of `agent`.
+    """Raises EngineStuck once `is_busy` and no `reset` came for `timeout_s()` seconds.
 
     Attributes:
-        moved_s: monotonic time of the last step, or of the start of the first row.
+        reset_s: monotonic time of the last reset.
     """
 
-    def __init__(self, agent: "Agent") -> None:
-        self.agent = agent
-        self.moved_s = 0.0
+    def __init__(self, timeout_s: Callable[[], float], is_busy: Callable[[], bool]) -> None:
+        self.timeout_s = timeout_s
+        self.is_busy = is_busy
+        self.reset_s = time.monotonic()
 
-    def moved(self) -> None:
-        self.moved_s = time.monotonic()
+    def reset(self) -> None:
+        self.reset_s = time.monotonic()
 
-    async def look_for_ever(self) -> None:
-        """Raises EngineStuck."""
+    async def run(self) -> None:
+        """Checks once a second. Raises EngineStuck."""
         while True:
             await asyncio.sleep(CHECK_INTERVAL_S)
-            waited_s = time.monotonic() - self.moved_s
-            if (
-                self.agent.table.rows
-                and self.agent.step < self.agent.until
-                and waited_s > self.step_timeout_s
-            ):
-                raise EngineStuck(f"no step for {waited_s:.0f} s (STEP_TIMEOUT_S)")
+            self.check()
 
-    @property
-    def step_timeout_s(self) -> float:
-        """A step of many prompt tokens may take long: as long as many such steps should, by what warm-up
-        found.
-        """
-        agent = self.agent
-        tokens = agent.prefill_tokens + len(agent.table.rows)
-        return max(agent.settings.step_timeout_s, MANY_STEPS * tokens * agent.engine.token_ms / 1e3)
+    def check(self) -> None:
+        """Raises EngineStuck."""
+        waited_s = time.monotonic() - self.reset_s
+        if self.is_busy() and waited_s > self.timeout_s():
+            raise EngineStuck(f"no step for {waited_s:.0f} s (STEP_TIMEOUT_S)")

@@ -1,4 +1,4 @@
-"""The engine's end of the door."""
+"""The engine's side of the protocol (gpu_worker/protocol.py), over a blocking socket."""
 
 import select
 import socket
@@ -11,11 +11,11 @@ RECEIVE_BYTES = 2**18
 
 
 class AgentLink:
-    """Frames over a blocking socket: an engine that is too far ahead of its agent waits in `send`."""
+    """Sends and receives frames: an engine that is too far ahead of its agent waits in `send`."""
 
     def __init__(self, channel: socket.socket) -> None:
+        channel.setblocking(True)
         self.channel = channel
-        self.channel.setblocking(True)
         self.frames = FrameDecoder()
 
     def send(self, frame: Frame) -> None:
@@ -25,7 +25,9 @@ class AgentLink:
             raise PeerClosed from error
 
     def grants(self, wait_s: float) -> Iterator[Grant]:
-        """All grants that are here by now, in order; waits up to `wait_s` for the first."""
+        """Yields all grants that have arrived, in order; waits up to `wait_s` for the first. Raises
+        PeerClosed.
+        """
         while self.receive(wait_s):
             for frame in self.frames:
                 wait_s = 0.0
@@ -33,7 +35,7 @@ class AgentLink:
                 yield frame
 
     def receive(self, wait_s: float) -> bool:
-        """Whether something came."""
+        """Reads what has arrived → whether something has. Raises PeerClosed."""
         if not select.select([self.channel], [], [], wait_s)[0]:
             return False
         try:

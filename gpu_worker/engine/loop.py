@@ -1,4 +1,4 @@
-"""The loops of engine processes: of rank 0, which hears the agent, and of the others, which do the same."""
+"""The engine's loops: rank 0 takes grants from the agent, the other ranks follow rank 0."""
 
 from gpu_worker.engine.agent_link import AgentLink
 from gpu_worker.engine.engine import Engine
@@ -9,8 +9,8 @@ KEEPALIVE_S = 5.0
 
 
 def run_leader(engine: Engine, communicator: Communicator, link: AgentLink) -> None:
-    """Until the agent is gone (`link` raises Gone). Rows that wait for blocks or steps are no reason to be
-    silent for long.
+    """Runs steps until the agent closes the socket (raises PeerClosed). While rows wait for blocks or steps,
+    an empty step every five seconds tells the agent that the engine lives.
     """
     wait_s = 0.0
     while True:
@@ -25,7 +25,7 @@ def run_leader(engine: Engine, communicator: Communicator, link: AgentLink) -> N
 
 
 def run_follower(engine: Engine, communicator: Communicator) -> None:
-    """Until rank 0 is gone (`ranks` raises Gone)."""
+    """Runs the same steps as rank 0 until that ends (raises PeerClosed)."""
     while True:
         for grant in communicator.receive():
             engine.apply(grant)

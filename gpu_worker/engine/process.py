@@ -1,8 +1,8 @@
-"""An engine process, one rank of a worker: `python -m gpu_worker.engine --fd N`.
+"""The engine process, one for each rank of a worker: `python -m gpu_worker.engine --fd N`.
 
-Settings and its place among the ranks (torchrun's variables) are in the environment; file N is a socket to
-the agent, through which ranks above 0 say no more than why they failed. A rank that torchrun starts on
-another machine has no agent beside it, and no socket.
+Settings and the rank's place (torchrun's variables) are in the environment. File N is a socket to the agent,
+through which ranks above 0 send no more than why they failed. A rank that torchrun starts on another machine
+has no agent beside it, and no socket.
 """
 
 import argparse
@@ -29,8 +29,8 @@ from gpu_worker.rank import Place
 log = logging.getLogger(__name__)
 
 SPIN_COUNT = ("GOMP_SPINCOUNT", "2000")
-"""Threads that wait for each other sleep soon: on cores that other processes use, too, one that spins keeps
-away the one it waits for. Read when torch is imported.
+"""OpenMP threads that wait for each other sleep soon: on cores shared with other processes, a spinning thread
+keeps off the one it waits for. Read when torch is imported.
 """
 
 
@@ -60,9 +60,7 @@ def serve(link: AgentLink | None) -> None:
     logs.set_up(name, settings.log_level, settings.json_output)
     os.environ.setdefault(*SPIN_COUNT)
     gc.disable()  # collections while torch and transformers are imported take a fifth of the start
-    from gpu_worker.engine.engine import (
-        Engine,
-    )  # seconds: after the socket is ours and bad settings were said
+    from gpu_worker.engine.engine import Engine  # takes seconds: bad settings are reported before that
     from gpu_worker.engine.loop import run_follower, run_leader
     from gpu_worker.engine.parallel.communicator import Communicator
 
@@ -90,6 +88,6 @@ def report_failure(link: AgentLink | None, failure: EngineFailure) -> None:
 
 
 def exit_now(status: int) -> NoReturn:
-    """At once: nobody waits for memory to be given back in order."""
+    """Ends the process at once: to free memory in order would take long and help nobody."""
     sys.stderr.flush()
     os._exit(status)

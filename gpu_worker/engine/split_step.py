@@ -1,4 +1,4 @@
-"""A step for which memory does not suffice, in halves."""
+"""Splits a step that does not fit into memory."""
 
 from collections.abc import Sequence
 
@@ -10,12 +10,12 @@ CPU_MESSAGES = ("can't allocate memory", "not enough memory")
 
 
 def is_out_of_memory(error: RuntimeError) -> bool:
-    """Whether torch found no room; its allocator on CPU has no exception of its own."""
+    """Tells whether torch ran out of memory; its CPU allocator has no exception of its own."""
     return isinstance(error, torch.OutOfMemoryError) or any(words in str(error) for words in CPU_MESSAGES)
 
 
 def split_step(slices: Sequence[RowSlice]) -> list[list[RowSlice]]:
-    """The parts of two steps that together do what one would; nothing where one token is all there is."""
+    """Returns the slices of two steps that together do what one would; nothing for a single token."""
     if len(slices) > 1:
         middle = len(slices) // 2
         return [list(slices[:middle]), list(slices[middle:])]

@@ -1,4 +1,4 @@
-"""Frames through the door: cut anywhere they arrive whole; what is no frame is said to be none."""
+"""Frames of the protocol: decoded whole wherever their bytes are cut; other bytes are refused."""
 
 import struct
 
@@ -64,7 +64,7 @@ def test_frames_arrive_whole_wherever_their_bytes_are_cut(sent: list[Frame], dat
     assert received == sent
 
 
-def test_a_frame_is_there_with_its_last_byte_and_not_before() -> None:
+def test_a_frame_is_decoded_with_its_last_byte_and_not_before() -> None:
     for frame in FRAMES:
         frames, whole = FrameDecoder(), encode(frame)
         for i in range(len(whole) - 1):
@@ -74,7 +74,7 @@ def test_a_frame_is_there_with_its_last_byte_and_not_before() -> None:
         assert [*frames] == [frame]
 
 
-def test_what_a_step_sampled_is_packed_and_read_again() -> None:
+def test_samples_are_packed_and_unpacked() -> None:
     samples = [(1, 0, 504, -0.5), (2**31 - 1, 8191, 151_935, float("-inf")), (0, 3, 0, 0.0)]
     step = StepResult(1, b"".join(SAMPLE.pack(*sample) for sample in samples))
     assert (step.num_samples, list(step.sampled)) == (3, samples)
@@ -97,22 +97,22 @@ def test_what_a_step_sampled_is_packed_and_read_again() -> None:
         ),
     ],
 )
-def test_what_is_no_frame_is_said_to_be_none(data: bytes, cause: str) -> None:
+def test_bytes_that_are_not_a_frame_raise_protocol_error(data: bytes, cause: str) -> None:
     frames = FrameDecoder()
     frames.feed(encode(FRAMES[0]) + data)
     assert next(frames) == FRAMES[0]
-    with pytest.raises(ProtocolError, match=f"^no frame: .*{cause}"):
+    with pytest.raises(ProtocolError, match=f"^not a frame: .*{cause}"):
         next(frames)
 
 
-def test_no_more_waits_than_part_of_a_frame_may_have() -> None:
-    """However long it says that it is."""
-    frames = FrameDecoder(max_part_bytes=1000)
+def test_a_field_above_the_limit_raises_protocol_error() -> None:
+    """Its announced length does not matter."""
+    frames = FrameDecoder(max_field_bytes=1000)
     for _ in range(3):
         frames.feed(encode(LoadProgress("x" * 900)))
         assert len(list(frames)) == 1
     endless = encode(LoadProgress("x" * 10**6))
     frames.feed(endless[:900])
     assert next(frames, None) is None
-    with pytest.raises(ProtocolError, match="part of a frame has more than 1000 bytes"):
+    with pytest.raises(ProtocolError, match="a field of a frame has more than 1000 bytes"):
         frames.feed(endless[900:1100])

@@ -1,8 +1,9 @@
-"""Workers of one machine take different GPUs, or say that there is none left."""
+"""Workers of one machine claim different GPUs, or fail when none is left."""
 
 import os
 import stat
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -21,7 +22,7 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "locks"
 
 
-def test_each_worker_has_its_own(machine: Path) -> None:
+def test_each_worker_claims_its_own_gpu(machine: Path) -> None:
     settings = Settings(gpu_locks=str(machine))
     first, second = gpus.claim(settings, 1), gpus.claim(settings, 1)
     assert [*first, *second] == ["GPU-a", "GPU-b"]
@@ -31,7 +32,7 @@ def test_each_worker_has_its_own(machine: Path) -> None:
     assert [*gpus.claim(settings, 1)] == ["GPU-a"]
 
 
-def test_ranks_have_one_each_or_none_at_all(machine: Path) -> None:
+def test_ranks_claim_one_gpu_each_or_none_at_all(machine: Path) -> None:
     settings = Settings(gpu_locks=str(machine))
     with pytest.raises(SettingError, match="NUM_SHARD: 3, but there are 2 GPUs"):
         gpus.claim(settings, 3)
@@ -42,7 +43,7 @@ def test_ranks_have_one_each_or_none_at_all(machine: Path) -> None:
     assert [*gpus.claim(settings, 2)] == ["GPU-a", "GPU-b"]
 
 
-def test_halves_of_a_gpu_are_shared(machine: Path) -> None:
+def test_workers_with_a_part_of_the_memory_share_a_gpu(machine: Path) -> None:
     settings = Settings(gpu_locks=str(machine), cuda_memory_fraction=0.5)
     held = [gpus.claim(settings, count) for count in (1, 2, 1)]
     assert [[*gpus] for gpus in held] == [["GPU-a"], ["GPU-b", "GPU-a"], ["GPU-b"]]
@@ -51,37 +52,37 @@ def test_halves_of_a_gpu_are_shared(machine: Path) -> None:
 
 
 @pytest.mark.parametrize(("chosen", "taken"), [("1", ["GPU-b"]), ("GPU-b,GPU-a", ["GPU-b"]), ("", [])])
-def test_chosen_gpus_only(
+def test_only_visible_gpus_are_claimed(
     machine: Path, monkeypatch: pytest.MonkeyPatch, chosen: str, taken: list[str]
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", chosen)
     assert [*gpus.claim(Settings(gpu_locks=str(machine)), 1)] == taken
 
 
-def test_a_driver_that_fails_has_no_gpus(machine: Path) -> None:
+def test_a_failing_driver_means_no_gpus(machine: Path) -> None:
     (machine.parent / "nvidia-smi").write_text("#!/bin/sh\necho 'NVIDIA-SMI has failed'\nexit 9\n")
-    assert gpus.visible() == []
+    assert gpus.visible_gpus() == []
 
 
-def test_a_folder_for_locks_that_cannot_be_used(machine: Path) -> None:
+def test_a_lock_folder_that_cannot_be_written_is_refused(machine: Path) -> None:
     machine.write_text("a file")
     with pytest.raises(SettingError, match="GPU_LOCKS: "):
         gpus.claim(Settings(gpu_locks=str(machine)), 1)
 
 
-def test_a_worker_on_the_processor_takes_none(machine: Path) -> None:
+def test_a_worker_on_cpu_claims_no_gpu(machine: Path) -> None:
     assert gpus.claim(Settings(gpu_locks=str(machine), device="cpu"), 2) == {}
 
 
-def test_how_many_ranks(machine: Path) -> None:
-    asked = (
+def test_num_ranks_follows_num_shard_and_sharded(machine: Path) -> None:
+    settings_of_workers: tuple[dict[str, Any], ...] = (
         {},
         {"num_shard": 3},
         {"sharded": True},
         {"sharded": False},
         {"sharded": True, "num_shard": 4, "device": "cpu"},
     )
-    assert [gpus.num_ranks(Settings(**settings)) for settings in asked] == [1, 3, 2, 1, 4]
+    assert [gpus.num_ranks(Settings(**settings)) for settings in settings_of_workers] == [1, 3, 2, 1, 4]
     with pytest.raises(SettingError, match="SHARDED: true, but there are 0 GPUs"):
         gpus.num_ranks(Settings(sharded=True, device="cpu"))
     with pytest.raises(SettingError, match="SHARDED: false and 2 ranks"):

@@ -1,0 +1,107 @@
+"""Plans, from the batcher to the engine: each becomes a grant."""
+
+import asyncio
+import logging
+from collections.abc import Iterable
+
+from redis.asyncio import Redis
+
+from common.broker.client import ERRORS, describe_error
+from common.messages.codec import WireError, decode
+from common.messages.packing import pack_ids
+from common.messages.plan import Plan, RowStart
+from common.messages.records import unpack_records
+from common.metrics import catalogue
+from gpu_worker.agent.engine_client import EngineClient
+from gpu_worker.agent.state import AgentState
+from gpu_worker.agent.watchdog import Watchdog
+from gpu_worker.protocol import Grant, StartRow
+
+log = logging.getLogger(__name__)
+
+RETRY_S = 0.05
+BLOCK_MS = 5000
+
+
+class PlanHandler:
+    """Reads the stream of plans and sends the engine what they grant."""
+
+    def __init__(self, redis: Redis, stream: str, engine: EngineClient, state: AgentState) -> None:
+        self.redis = redis
+        self.stream = stream
+        self.engine = engine
+        self.state = state
+
+    async def run(self, watchdog: Watchdog) -> None:
+        """Applies plans as they come. A plan that cannot be read is counted and skipped."""
+        after = "0"
+        while True:
+            try:
+                reply = await self.redis.xread({self.stream: after}, block=BLOCK_MS)
+            except ERRORS as error:
+                log.warning("reading plans failed, trying again: %s", describe_error(error))
+                await asyncio.sleep(RETRY_S)
+                continue
+            for entry_id, fields in reply[0][1] if reply else []:
+                after = entry_id.decode()
+                if not self.state.table.rows:
+                    watchdog.reset()
+                try:
+                    self.apply(decode(Plan, fields[b"plan"]))
+                except (WireError, KeyError) as error:
+                    catalogue.UNDECODABLE.add()
+                    log.error("plan %s cannot be read: %s", after, error)
+
+    def apply(self, plan: Plan) -> None:
+        """Sends the engine the plan's grant."""
+        state = self.state
+        state.epoch = plan.epoch
+        state.plan = plan.number
+        state.acknowledged = plan.acknowledged
+        if plan.takeover:
+            self.start_takeover()
+            return
+        state.until = max(state.until, plan.until)
+        state.prefill_tokens = plan.prefill_tokens
+        state.report_at_step = (state.step + state.until + 1) // 2
+        starts = [self.start_row(start) for start in plan.starts]
+        if starts:
+            state.idle.clear()
+        self.engine.send(Grant(state.until, state.prefill_tokens, starts, plan.blocks, plan.stops))
+        self.return_unknown_rows(row for row, _ in plan.stops if row not in state.table.rows)
+
+    def start_row(self, start: RowStart) -> StartRow:
+        """Adds a row to the table → what the engine starts."""
+        row = self.state.table.start(start)
+        request = row.request
+        committed_ids, _, _ = unpack_records(start.committed, request.width)
+        return StartRow(
+            row=start.row,
+            ids=request.prompt_ids + pack_ids(committed_ids),
+            base=start.base,
+            blocks=start.blocks,
+            stopping=request.stopping,
+            sampling=request.sampling,
+            top_n_tokens=request.top_n_tokens,
+            prompt_logprobs=None if row.prompt is None else request.prompt_logprobs,
+        )
+
+    def return_unknown_rows(self, rows: Iterable[int]) -> None:
+        """Reports rows that are not here as preempted, so that their requests go on elsewhere: the plan that
+        started them could not be read, or they are long released.
+        """
+        outbox = self.state.outbox
+        for row in rows:
+            outbox.ended.append((row, "preempted", 0))
+            outbox.released.append((row, 0))
+            self.state.wake.set()
+
+    def start_takeover(self) -> None:
+        """Stops every row for a new batcher, which decides where their requests go on."""
+        state = self.state
+        state.takeover_pending = True
+        if not state.table.rows:
+            state.finish_takeover()
+            return
+        stops = [(row, "takeover") for row in state.table.rows]
+        self.engine.send(Grant(state.until, state.prefill_tokens, stops=stops))

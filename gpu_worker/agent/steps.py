@@ -1,0 +1,81 @@
+"""Steps, from the engine to the outbox: tokens become text, rows end, blocks are released."""
+
+from common.messages.finish_reasons import INTERRUPTED
+from gpu_worker.agent.engine_client import EngineClient
+from gpu_worker.agent.row_text import RowText
+from gpu_worker.agent.state import AgentState
+from gpu_worker.agent.watchdog import Watchdog
+from gpu_worker.protocol import Grant, StepResult
+
+
+class StepHandler:
+    """Moves the rows on with each step that the engine completes."""
+
+    def __init__(self, engine: EngineClient, state: AgentState) -> None:
+        self.engine = engine
+        self.state = state
+
+    async def run(self, watchdog: Watchdog) -> None:
+        """Applies steps as they come. Raises EngineDied."""
+        while True:
+            for step in await self.engine.steps():
+                self.apply(step)
+            watchdog.reset()
+            self.state.wake.set()
+
+    def apply(self, step: StepResult) -> None:
+        """Adds what a step brought to the rows and to the outbox."""
+        state = self.state
+        state.step = step.step
+        state.num_tokens += step.num_samples
+        self.add_tokens(step)
+        self.add_prompts(step)
+        rows = state.table.rows
+        for number, why, end in step.ended:
+            if (row := rows.get(number)) is not None and not row.ended:
+                self.end(row, why, end)
+        for number, kv_len in step.released:
+            rows.pop(number, None)
+            state.outbox.released.append((number, kv_len))
+        if state.takeover_pending and not rows:
+            state.finish_takeover()
+
+    def add_tokens(self, step: StepResult) -> None:
+        rows, outbox = self.state.table.rows, self.state.outbox
+        top_logprobs = {place: top for place, *top in step.top_logprobs}
+        for place, (number, _, token_id, logprob) in enumerate(step.sampled):
+            if (row := rows.get(number)) is not None and not row.ended:
+                if not row.texts:
+                    outbox.rows.append(row)
+                if row.matches_stop_string(row.add(token_id, logprob, top_logprobs.get(place))):
+                    self.end_at_stop_string(row, step)
+
+    def add_prompts(self, step: StepResult) -> None:
+        rows, outbox = self.state.table.rows, self.state.outbox
+        for number, first, *logprobs in step.prompt_logprobs:
+            if (row := rows.get(number)) is not None:
+                row.add_prompt(first, *logprobs)
+        for number, kv_len in step.prefilled:
+            outbox.prefilled.append((number, kv_len, step.step))
+            if (row := rows.get(number)) is not None and row.prompt is not None:
+                outbox.prompts.append(row)
+
+    def end_at_stop_string(self, row: RowText, step: StepResult) -> None:
+        """Ends a row whose text has a stop string, unless the same token ends it for a reason that comes
+        first.
+        """
+        if any(number == row.row for number, _, _ in step.ended):
+            return
+        self.end(row, "stop_sequence", row.num_tokens)
+        state = self.state
+        self.engine.send(Grant(state.until, state.prefill_tokens, stops=[(row.row, "stop_sequence")]))
+
+    def end(self, row: RowText, why: str, end: int) -> None:
+        """Ends a row for the client: with a terminal, or with a spill if its request goes on elsewhere."""
+        row.ended = True
+        outbox = self.state.outbox
+        outbox.ended.append((row.row, why, end))
+        if why in INTERRUPTED:
+            outbox.interrupted.append(row)
+        else:
+            outbox.terminals.append((row, why))

@@ -1,0 +1,99 @@
+"""An agent with a broker, and with an engine that only records what it is sent."""
+
+import asyncio
+from collections.abc import Awaitable, Sequence
+from typing import Any, cast
+
+from redis.asyncio import Redis
+from tokenizers import Tokenizer
+
+from common import model_files
+from common.broker.keys import Keys
+from common.messages.codec import decode
+from common.messages.packing import pack_floats, pack_ids
+from common.messages.plan import Plan, Report, RowStart, WorkerCapacity
+from common.messages.records import RECORD
+from common.messages.request import Generate, StoppingParams
+from common.settings.settings import Settings
+from gpu_worker.agent.agent import Agent
+from gpu_worker.agent.engine_client import EngineClient
+from gpu_worker.agent.row_text import RowTable
+from gpu_worker.protocol import SAMPLE, Grant, StepResult
+
+KEYS = Keys("default")
+CHANNEL = KEYS.events("g")
+PROMPT = [504, 905]
+TOKENIZER = Tokenizer.from_file(str(model_files.resolve("smollm2") / "tokenizer.json"))
+
+
+class RecordingEngine(EngineClient):
+    """Keeps the grants that it is sent."""
+
+    def __init__(self) -> None:
+        super().__init__([])
+        self.grants: list[Grant] = []
+        self.token_ms = 0.5
+
+    def send(self, grant: Grant) -> None:
+        self.grants.append(grant)
+
+    async def steps(self) -> Sequence[StepResult]:
+        return await asyncio.Future()
+
+
+async def hset(redis: Redis, key: str, fields: dict[str, Any]) -> None:
+    await cast(Awaitable[int], redis.hset(key, mapping=fields))
+
+
+async def make_agent(redis: Redis) -> Agent:
+    worker = WorkerCapacity("w0-1", "w0", "m", "float32", 16, 100, 64, 2048)
+    agent = Agent(Settings(), redis, RecordingEngine(), RowTable(TOKENIZER), worker)
+    await agent.create_streams()
+    return agent
+
+
+def grants(agent: Agent) -> list[Grant]:
+    assert isinstance(agent.engine, RecordingEngine)
+    return agent.engine.grants
+
+
+async def start(agent: Agent, row: int = 1, committed: bytes = b"", **fields: Any) -> None:
+    """A plan that starts one admitted request."""
+    name = f"r{row}"
+    prompt_ids = fields.pop("prompt_ids", pack_ids(PROMPT))
+    stopping = StoppingParams(fields.pop("max_new_tokens", 10), stop=fields.pop("stop", []))
+    request = Generate(name, "d", prompt_ids, stopping, channel=CHANNEL, **fields)
+    base = len(committed) // RECORD.size
+    admitted = {"digest": "d", "worker": "w0-1", "attempt": 1, "base": base}
+    await hset(agent.redis, KEYS.request(name), admitted)
+    agent.plans.apply(plan(agent, starts=[RowStart(row, 1, base, committed, pack_ids([1]), request)]))
+
+
+def plan(agent: Agent, **fields: Any) -> Plan:
+    return Plan(7, agent.state.plan + 1, agent.state.step + 32, 64, **fields)
+
+
+def step(agent: Agent, tokens: dict[int, tuple[int, int]] | None = None, **fields: Any) -> None:
+    """One step that sampled {row: (index, id)}."""
+    tokens = tokens or {}
+    samples = b"".join(SAMPLE.pack(row, index, token, -0.5) for row, (index, token) in tokens.items())
+    agent.steps.apply(StepResult(agent.state.step + 1, samples, **fields))
+
+
+async def reports(redis: Redis) -> list[Report]:
+    return [
+        decode(Report, fields[b"report"])
+        for _, fields in await redis.xrange(KEYS.reports("w0-1"))
+        if b"report" in fields
+    ]
+
+
+def ids_of(text: str) -> list[int]:
+    ids: list[int] = TOKENIZER.encode(text).ids
+    return ids
+
+
+def prompt_logprobs(first: int, *logprobs: float) -> tuple[int, int, bytes, bytes, bytes]:
+    """Prompt log-probabilities of row 1 in a step; the likeliest token is always 7."""
+    count = len(logprobs)
+    return 1, first, pack_floats(logprobs), pack_ids([7] * count), pack_floats([-0.25] * count)

@@ -1,0 +1,90 @@
+"""What a flush writes to the broker."""
+
+import json
+from dataclasses import replace
+
+import pytest
+from redis.asyncio import Redis
+
+from common.broker import client as brokers
+from common.broker.committed import read
+from common.messages.codec import decode
+from common.messages.events import Events, LogEntry
+from common.messages.packing import unpack_ids
+from common.messages.records import unpack_records
+from gpu_worker.agent.agent import Agent
+from gpu_worker.agent.publish import Sealed
+from tests.support.agents import CHANNEL, KEYS, ids_of, reports, start, step
+
+
+async def test_tokens_ends_and_releases_are_published_in_one_flush(agent: Agent, redis: Redis) -> None:
+    async with redis.pubsub() as pubsub:
+        await pubsub.subscribe(CHANNEL)
+        await pubsub.get_message(timeout=1)
+        await start(agent, max_new_tokens=2)
+        first, second = ids_of(" the sea")
+        step(agent, {1: (0, first)}, prefilled=[(1, 2)])
+        step(agent, {1: (1, second)}, ended=[(1, "length", 2)], released=[(1, 3)])
+        await agent.flusher.flush()
+        events = [
+            decode(Events, message["data"])
+            for message in [await pubsub.get_message(timeout=1) for _ in range(2)]
+        ]
+    assert [event.sequence for event in events] == [1, 2]
+    (tokens,) = events[0].tokens
+    assert (tokens.index, unpack_ids(tokens.ids), tokens.texts) == (0, [first, second], [" the", " sea"])
+    [(_, fields)] = await redis.xrange(KEYS.log("w0-1"), min="1")
+    [logged] = decode(LogEntry, fields[b"entry"]).tokens
+    assert logged == replace(tokens, texts=[])
+    assert (events[1].terminals[0].reason, events[1].terminals[0].num_tokens) == ("length", 2)
+    result = json.loads(await redis.get(KEYS.result("r1")))
+    assert (result["generated_text"], result["ids"], result["logprobs"]) == (
+        " the sea",
+        [first, second],
+        [-0.5, -0.5],
+    )
+    (report,) = await reports(redis)
+    assert (report.prefilled, report.ended, report.released) == ([(1, 2, 1)], [(1, "length", 2)], [(1, 3)])
+    assert not agent.state.table.rows
+
+
+async def test_a_preempted_row_is_spilled_and_has_no_terminal(agent: Agent, redis: Redis) -> None:
+    await start(agent)
+    step(agent, {1: (0, 5)})
+    await agent.flusher.flush()
+    step(agent, {1: (1, 6)}, ended=[(1, "preempted", 2)], released=[(1, 3)])
+    await agent.flusher.flush()
+    assert unpack_records(await redis.get(KEYS.tokens("r1")))[0] == [5, 6]
+    assert await redis.exists(KEYS.result("r1")) == 0
+
+
+async def test_the_log_is_bounded_and_loses_no_token(agent: Agent, redis: Redis) -> None:
+    await start(agent, max_new_tokens=1000)
+    for index in range(200):
+        step(agent, {1: (index, index)})
+        await agent.flusher.flush()
+    assert await redis.xlen(KEYS.log("w0-1")) <= 65
+    committed = (await read(redis, KEYS, ["r1"]))["r1"]
+    assert unpack_records(committed.records)[0] == list(range(200))
+
+
+async def test_a_sealed_agent_publishes_nothing(agent: Agent, redis: Redis) -> None:
+    await start(agent)
+    seal = [KEYS.log("w0-1"), KEYS.reports("w0-1"), KEYS.worker("w0-1"), KEYS.workers]
+    await brokers.script(redis, "seal")(keys=seal, args=["w0-1"])
+    step(agent, {1: (0, 5)}, ended=[(1, "length", 1)])
+    with pytest.raises(Sealed):
+        await agent.flusher.flush()
+    with pytest.raises(Sealed):
+        await agent.send_heartbeat()
+    assert await redis.exists(KEYS.result("r1")) == 0
+
+
+async def test_a_key_of_the_wrong_type_does_not_stop_other_terminals(agent: Agent, redis: Redis) -> None:
+    await start(agent, row=1)
+    await start(agent, row=2)
+    await redis.delete(KEYS.request("r1"))
+    await redis.set(KEYS.request("r1"), "x")
+    step(agent, {1: (0, 5), 2: (0, 6)}, ended=[(1, "length", 1), (2, "length", 1)])
+    await agent.flusher.flush()
+    assert json.loads(await redis.get(KEYS.result("r2")))["ids"] == [6]

@@ -1,0 +1,126 @@
+"""Steps as text, terminals and log entries."""
+
+import json
+from collections.abc import Awaitable
+from typing import cast
+
+from redis.asyncio import Redis
+
+from common.broker.committed import read
+from common.messages.codec import decode
+from common.messages.events import Events
+from common.messages.packing import pack_floats, pack_ids, unpack_floats, unpack_ids
+from common.messages.records import RECORD, unpack_records
+from gpu_worker.agent.agent import Agent
+from tests.support.agents import (
+    CHANNEL,
+    KEYS,
+    PROMPT,
+    grants,
+    hset,
+    ids_of,
+    prompt_logprobs,
+    reports,
+    start,
+    step,
+)
+
+
+async def test_a_stop_string_ends_a_row_at_once_and_later_tokens_are_dropped(
+    agent: Agent, redis: Redis
+) -> None:
+    await start(agent, stop=["sea"])
+    the, sea = ids_of(" the sea")
+    step(agent, {1: (0, the)})
+    step(agent, {1: (1, sea)})
+    assert grants(agent)[-1].stops == [(1, "stop_sequence")] and grants(agent)[-1].prefill_tokens == 64
+    step(agent, {1: (2, the)})
+    step(agent, ended=[(1, "stop_sequence", 3)], released=[(1, 4)])
+    await agent.flusher.flush()
+    assert json.loads(await redis.get(KEYS.result("r1")))["ids"] == [the, sea]
+    (report,) = await reports(redis)
+    assert report.ended == [(1, "stop_sequence", 2)]
+
+
+async def test_a_resumed_row_continues_text_and_stop_string(agent: Agent, redis: Redis) -> None:
+    the, sea = ids_of(" the sea")
+    await start(agent, committed=RECORD.pack(the, -1.0), stop=["the sea"])
+    assert unpack_ids(grants(agent)[-1].starts[0].ids) == [*PROMPT, the]
+    step(agent, {1: (1, sea)})
+    await agent.flusher.flush()
+    result = json.loads(await redis.get(KEYS.result("r1")))
+    assert (result["ids"], result["finish_reason"], result["generated_text"]) == (
+        [the, sea],
+        "stop_sequence",
+        " the sea",
+    )
+
+
+async def test_top_logprobs_follow_the_order_of_the_tokens(agent: Agent, redis: Redis) -> None:
+    """Also where a flush has several steps."""
+    async with redis.pubsub() as pubsub:
+        await pubsub.subscribe(CHANNEL)
+        await pubsub.get_message(timeout=1)
+        await start(agent, row=1, top_n_tokens=2)
+        await start(agent, row=2)
+        for index in range(2):
+            top = pack_ids([7 + index, 3]), pack_floats([-0.25, float("-inf")])
+            step(agent, {2: (index, 4), 1: (index, 5 + index)}, top_logprobs=[(1, *top)])
+        await agent.flusher.flush()
+        events = decode(Events, (await pubsub.get_message(timeout=1))["data"])
+    second, first = events.tokens
+    assert (unpack_ids(first.ids), unpack_ids(first.top_ids)) == ([5, 6], [7, 3, 8, 3])
+    assert (
+        unpack_floats(first.logprobs) == [-0.5, -0.5]
+        and unpack_floats(first.top_logprobs) == [-0.25, float("-inf")] * 2
+    )
+    assert (unpack_ids(second.ids), second.top_ids) == ([4, 4], b"")
+    await hset(redis, KEYS.request("r1"), {"width": 3})
+    committed = (await read(redis, KEYS, ["r1"]))["r1"]
+    assert unpack_records(committed.records, 3)[2] == [
+        [(7, -0.25), (3, float("-inf"))],
+        [(8, -0.25), (3, float("-inf"))],
+    ]
+
+
+async def test_prompt_logprobs_are_committed_with_the_first_token(agent: Agent, redis: Redis) -> None:
+    """All of them, however many chunks the prompt was computed in."""
+    await start(agent, prompt_logprobs=1, prompt_ids=pack_ids([3, 4, 5, 6]))
+    assert grants(agent)[-1].starts[0].prompt_logprobs == 1
+    step(agent, prompt_logprobs=[prompt_logprobs(1, -1.0)])
+    await agent.flusher.flush()
+    assert (await read(redis, KEYS, ["r1"]))["r1"].prompt is None
+    step(agent, {1: (0, 9)}, prompt_logprobs=[prompt_logprobs(2, -2.0, -3.0)], prefilled=[(1, 4)])
+    step(agent, {1: (1, 9)})
+    await agent.flusher.flush()
+    state = (await read(redis, KEYS, ["r1"]))["r1"]
+    assert state.num_tokens == 2
+    assert unpack_records(state.prompt or b"", 2) == ([4, 5, 6], [-1.0, -2.0, -3.0], [[(7, -0.25)]] * 3)
+
+
+async def test_a_prompt_of_one_token_has_no_logprobs(agent: Agent, redis: Redis) -> None:
+    await start(agent, prompt_logprobs=0, prompt_ids=pack_ids([3]))
+    step(agent, {1: (0, 9)}, prefilled=[(1, 1)])
+    await agent.flusher.flush()
+    assert (await read(redis, KEYS, ["r1"]))["r1"].prompt == b""
+
+
+async def test_prompt_logprobs_are_committed_once(agent: Agent, redis: Redis) -> None:
+    """By the attempt that samples the first token; a row that ends before that writes none."""
+    await start(agent, prompt_logprobs=0)
+    step(agent, prompt_logprobs=[prompt_logprobs(1, -1.0)], ended=[(1, "preempted", 0)], released=[(1, 1)])
+    await agent.flusher.flush()
+    assert (await read(redis, KEYS, ["r1"]))["r1"].prompt is None
+    await start(agent, row=2, prompt_logprobs=0, committed=RECORD.pack(5, -1.0))
+    assert grants(agent)[-1].starts[0].prompt_logprobs is None
+    step(agent, {2: (1, 6)}, prefilled=[(2, 3)])
+    await agent.flusher.flush()
+    assert (await read(redis, KEYS, ["r2"]))["r2"].prompt is None
+
+
+async def test_rows_that_do_not_ask_for_prompt_logprobs_get_none(agent: Agent, redis: Redis) -> None:
+    await start(agent)
+    assert grants(agent)[-1].starts[0].prompt_logprobs is None
+    step(agent, {1: (0, 9)}, prefilled=[(1, 2)])
+    await agent.flusher.flush()
+    assert b"prompt" not in await cast(Awaitable[dict[bytes, bytes]], redis.hgetall(KEYS.request("r1")))
