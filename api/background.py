@@ -13,8 +13,8 @@ log = logging.getLogger(__name__)
 
 @contextlib.asynccontextmanager
 async def background_task(loop: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
-    """Run a loop while the context is open. If the loop ends by itself, so does the process: it could serve nobody
-    any more.
+    """Run a loop while the context is open. If the loop ends by itself, so does the process: it could serve
+    nobody any more.
     """
     # A context of its own: the loop serves no single request, although one may have started it.
     task = asyncio.create_task(loop, context=Context())

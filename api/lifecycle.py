@@ -12,7 +12,9 @@ from common.settings.settings import Settings
 
 
 class Gateway:
-    """One gateway: its own pool, the registry of pools that its clients name, and the consumer of its own pool's jobs."""
+    """One gateway: its own pool, the registry of pools that its clients name, and the consumer of its own
+    pool's jobs.
+    """
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""One job worker process: an arq worker until SIGTERM, and its sign of life."""
+"""Job worker process: runs an arq worker, and its heartbeat, until SIGTERM."""
 
 import asyncio
 import contextlib
@@ -15,7 +15,7 @@ log = logging.getLogger(__name__)
 
 
 def main() -> None:
-    """Exits with EX_CONFIG where a setting cannot be served."""
+    """Run the process; it exits with EX_CONFIG if a setting cannot be served."""
     own = start_process("jobs", "j0")
     with exit_when_unservable():
         settings = Settings.read([])
@@ -25,7 +25,7 @@ def main() -> None:
 
 
 async def serve(settings: Settings, incarnation: str) -> None:
-    """Returns after SIGTERM; jobs that are not answered yet are left to others."""
+    """Serve until SIGTERM; jobs that are not answered by then are left to other workers."""
     redis = client.connect(client.broker_url(settings))
     worker = JobWorker(redis, settings)
     sign = Heartbeat(redis, Keys(settings.pool), "jobworker", incarnation, settings.worker_ttl_s)

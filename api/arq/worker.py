@@ -1,4 +1,4 @@
-"""The arq worker: its jobs, and arq's own limits set to the fleet's."""
+"""Job worker: an arq worker that runs its functions as jobs of the fleet, within the fleet's limits."""
 
 import asyncio
 import contextlib
@@ -11,7 +11,8 @@ from arq.worker import Function, Worker, func
 from redis.asyncio import Redis
 
 from api.arq.client import ArqClient
-from api.arq.serializer import pack, unpacking
+from api.arq.serializer import make_unpack, pack
+from api.retry import repeat_forever
 from common.broker.client import ERRORS, describe_error
 from common.broker.keys import RESULT_TTL_MS, Keys
 from common.settings.settings import Settings
@@ -19,26 +20,25 @@ from common.settings.settings import Settings
 log = logging.getLogger(__name__)
 
 POLL_S = 0.1
-PAUSE_S = 0.5
 HEALTH_S = 10
 MARGIN_S = 10.0
-"""The fleet ends a request at its deadline, and arq a job a little later."""
+"""arq ends a job this much later than the fleet ends its request."""
 MAX_TRIES = 1000
-"""To try again costs nothing: the job is in the fleet's hands. Only a job that ends its worker again and
-again is given up.
+"""A retry costs nothing, because the fleet keeps the job. Only a job that kills its worker again and again is
+given up.
 """
 
 
 class JobWorker(Worker):
-    """An arq worker that outlives its broker's absence and strangers' keys, and whose jobs are soon taken up
-    by others when it dies.
+    """An arq worker that survives an absent broker and malformed keys, and whose jobs other workers soon take
+    over when it dies.
     """
 
     def __init__(self, redis: Redis, settings: Settings) -> None:
         keys = Keys(settings.pool)
-        unpack = unpacking(settings.payload_limit)
+        unpack = make_unpack(settings.payload_limit)
         super().__init__(
-            jobs(self.ask),
+            job_functions(self.run_in_fleet),
             queue_name=keys.arq_queue,
             redis_pool=ArqRedis(redis.connection_pool, pack, unpack, keys.arq_queue),
             max_jobs=settings.max_jobs,
@@ -55,50 +55,43 @@ class JobWorker(Worker):
         self.client = ArqClient(redis, keys)
         self.in_progress_timeout_s = settings.worker_ttl_s
 
-    async def ask(self, job_id: str, content: dict[str, Any]) -> Any:
-        """The fleet's answer. An aborted job is called off; one whose worker stops goes on, and another
-        worker waits for it.
+    async def run_in_fleet(self, job_id: str, content: dict[str, Any]) -> Any:
+        """The fleet's answer. An aborted job is cancelled; the job of a worker that stops goes on, and
+        another worker waits for it.
         """
         try:
-            return await self.client.ask(job_id, content)
+            return await self.client.run_job(job_id, content)
         except asyncio.CancelledError:
             if job_id in self.aborting_tasks:
                 await self.client.cancel(job_id)
             raise
 
-    # --- arq's verbs ----------------------------------------------------------------------------------------
+    # --- overrides of arq's methods -------------------------------------------------------------------------
 
     async def main(self) -> None:
         """Never returns."""
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self.client.run())
-            tasks.create_task(self.persist())
+            tasks.create_task(repeat_forever(self.run_arq, "arq cannot read jobs"))
 
-    async def persist(self) -> None:
-        """arq's own loop, again and again."""
-        last_error = ""
-        while True:
-            try:
-                await super().main()
-            except ERRORS as error:
-                if last_error != describe_error(error):
-                    last_error = describe_error(error)
-                    log.warning("no jobs: %s", last_error)
-                await asyncio.sleep(PAUSE_S)
-            except UnicodeDecodeError:
-                for key in (self.queue_name, abort_jobs_ss):
-                    await self.sweep(key)
+    async def run_arq(self) -> None:
+        """arq's own loop; a malformed name ends it, and is dropped."""
+        try:
+            await super().main()
+        except UnicodeDecodeError:
+            for key in (self.queue_name, abort_jobs_ss):
+                await self.drop_malformed(key)
 
-    async def sweep(self, key: str) -> None:
-        """Drops what nobody can have queued with arq: names that are not UTF-8."""
+    async def drop_malformed(self, key: str) -> None:
+        """Drop names that are not UTF-8: arq did not queue them."""
         with contextlib.suppress(*ERRORS):
             for name in await self.pool.zrange(key, 0, -1):
                 if name.decode(errors="ignore").encode() != name:
-                    log.error("%r is dropped from %s: it is no job's name", name, key)
+                    log.error("%r is dropped from %s: it is not the name of a job", name, key)
                     await self.pool.zrem(key, name)
 
     async def heart_beat(self) -> None:
-        """Says that the jobs are still ours: should we die, others take them up when that has expired."""
+        """Prolong the claim on our jobs: when we die it expires, and other workers take them over."""
         await super().heart_beat()
         async with self.pool.pipeline(transaction=False) as pipe:
             for job_id in self.job_tasks:
@@ -106,7 +99,7 @@ class JobWorker(Worker):
             await pipe.execute()
 
     async def start_jobs(self, job_ids: list[bytes]) -> None:
-        """One by one: arq does not give back the place that it had taken for a job when the broker fails it."""
+        """Start jobs one by one: arq does not release the slot of a job whose start fails."""
         for job_id in job_ids:
             try:
                 await super().start_jobs([job_id])
@@ -116,24 +109,26 @@ class JobWorker(Worker):
                 raise
 
     async def run_job(self, job_id: str, score: int) -> None:
-        """A job whose key somebody wrote to in another way than arq spoils itself and no other."""
+        """Run a job; a job whose key has another type than arq's is dropped, and harms no other."""
         try:
             if await self.pool.type(job_key_prefix + job_id) in (b"string", b"none"):
                 await super().run_job(job_id, score)
             else:
-                log.error("job %s is dropped: its key is none of arq's", job_id)
+                log.error("job %s is dropped: arq did not write its key", job_id)
                 await self.pool.zrem(self.queue_name, job_id)
         except ERRORS as error:
-            log.warning("job %s comes again: %s", job_id, describe_error(error))
+            log.warning("job %s is tried again: %s", job_id, describe_error(error))
 
 
-def jobs(ask: Any) -> list[Function]:
-    """What arq clients can enqueue; `ask(job_id, content)` gives the fleet's answer."""
+def job_functions(run_in_fleet: Any) -> list[Function]:
+    """The functions that arq clients can enqueue; `run_in_fleet(job_id, content)` gives the fleet's
+    answer.
+    """
 
     async def generate(ctx: dict[str, Any], inputs: str, parameters: dict[str, Any] | None = None) -> Any:
-        return await ask(ctx["job_id"], {"inputs": inputs, "parameters": parameters})
+        return await run_in_fleet(ctx["job_id"], {"inputs": inputs, "parameters": parameters})
 
     async def chat(ctx: dict[str, Any], messages: list[Any], **fields: Any) -> Any:
-        return await ask(ctx["job_id"], {"messages": messages, "parameters": fields})
+        return await run_in_fleet(ctx["job_id"], {"messages": messages, "parameters": fields})
 
     return [func(generate, name="generate"), func(chat, name="chat")]

@@ -1,4 +1,4 @@
-"""The bytes of a request's body, and the shape that they are to have."""
+"""Body: reads the JSON body of a request and validates it against a schema."""
 
 from typing import TypeVar
 
@@ -8,28 +8,26 @@ from starlette.requests import Request
 from api.errors import ApiError, invalid
 from api.offload import offload
 
-Shape = TypeVar("Shape", bound=BaseModel)
+Schema = TypeVar("Schema", bound=BaseModel)
 MAX_PROBLEMS = 5
 
 
-async def read(request: Request, shape: type[Shape], max_bytes: int) -> Shape:
-    """The body as a `shape`. Raises ApiError: 413, 415, 400 where it is not JSON, 422 that names the fields at
-    fault.
-    """
+async def read(request: Request, schema: type[Schema], max_bytes: int) -> Schema:
+    """The validated body. Raises ApiError: 413, 415, and those of `parse_body`."""
     check_content_type(request)
-    data = await content(request, max_bytes)
-    return await offload(len(data), lambda: shaped(shape, data))
+    data = await read_bytes(request, max_bytes)
+    return await offload(len(data), lambda: parse_body(schema, data))
 
 
-def shaped(shape: type[Shape], data: bytes) -> Shape:
-    """JSON as a `shape`. Raises ApiError: 400 where it is none, 422 that names the fields at fault."""
+def parse_body(schema: type[Schema], data: bytes) -> Schema:
+    """Validate JSON. Raises ApiError: 400 if it is not JSON, 422 with the names of the fields at fault."""
     try:
-        return shape.model_validate_json(data)
+        return schema.model_validate_json(data)
     except ValidationError as error:
-        raise shape_error(error) from error
+        raise schema_error(error) from error
 
 
-def shape_error(error: ValidationError) -> ApiError:
+def schema_error(error: ValidationError) -> ApiError:
     problems = error.errors(include_url=False, include_context=False, include_input=False)
     if problems[0]["type"] == "json_invalid":
         return ApiError(400, "invalid_json", problems[0]["msg"])
@@ -47,8 +45,8 @@ def check_content_type(request: Request) -> None:
         )
 
 
-async def content(request: Request, max_bytes: int) -> bytes:
-    """The body, read no further than up to its limit."""
+async def read_bytes(request: Request, max_bytes: int) -> bytes:
+    """The body; nothing is read beyond its limit."""
     too_large = ApiError(413, "payload_too_large", f"The body is larger than {max_bytes} bytes")
     announced = request.headers.get("content-length", "")
     if announced.isdecimal() and int(announced) > max_bytes:

@@ -1,4 +1,6 @@
-"""Server-sent events: the response that streams tokens, and the updates of a stream that are worth a frame."""
+"""Server-sent events: the response that streams tokens, and the updates of a stream that are worth a
+frame.
+"""
 
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 
@@ -17,8 +19,8 @@ AppStatus.disable_automatic_graceful_drain()  # type: ignore[no-untyped-call]
 
 
 class TokenStream(RawEventSourceResponse):
-    """Response of `frames`, with keep-alive comments; `release` is called once for each stream, when all is sent or the
-    client has gone.
+    """Response of `frames`, with keep-alive comments; `release` is called once for each stream, when all is
+    sent or the client has gone.
     """
 
     def __init__(
@@ -55,7 +57,8 @@ def frame(body: bytes) -> bytes:
 
 
 async def updates(stream: Stream) -> AsyncIterator[tuple[range, bool]]:
-    """(indices of tokens to show now, whether the stream has ended), whenever there is something new, up to the end.
+    """(indices of tokens to show now, whether the stream has ended), whenever there is something new, up to
+    the end.
 
     The last token of a finished answer is in no range: it is shown together with the end.
     """

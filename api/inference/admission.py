@@ -1,4 +1,6 @@
-"""The desk: where requests are admitted, and where their gateway takes leave of them."""
+"""Admission: puts requests on the pool's queue, or refuses them; releases everything they held when they
+end.
+"""
 
 import asyncio
 import hashlib
@@ -6,7 +8,7 @@ import logging
 import uuid
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
-from typing import Any
+from typing import TypeVar
 
 from redis.asyncio import Redis
 from redis.exceptions import AuthenticationError, BusyLoadingError, ConnectionError, ResponseError
@@ -17,6 +19,7 @@ from api.inference.capacity import WorkerMonitor
 from api.inference.relay import Relay
 from api.inference.stream import Stream
 from api.inference.tokenizer import ModelTokenizer
+from api.retry import Policy, attempt, fail_fast, retry_forever
 from common.broker.client import CONNECT_TIMEOUT_S, ERRORS, describe_error, script
 from common.broker.keys import Keys
 from common.messages.codec import encode
@@ -25,16 +28,23 @@ from common.settings.settings import Settings
 
 log = logging.getLogger(__name__)
 
+Result = TypeVar("Result")
+
 NOT_EXECUTED = (ResponseError, BusyLoadingError, AuthenticationError)
-"""Answers of a broker that did not do what it was asked to."""
+"""Errors of a broker that did not execute the command."""
 MAX_COMMANDS = 16
-HOME_MARGIN_MS = 60_000
-FAREWELL_S, LAST_FAREWELLS_S = 60.0, 2.0
-PAUSE_S = 0.2
+REQUEST_KEY_MARGIN_MS = 60_000
+CLEANUP_TIMEOUT_S = 60.0
+CLOSE_TIMEOUT_S = 2.0
 
 
 class Admission:
-    """Admits requests of one gateway, and leaves nothing of them behind."""
+    """Admits the requests of one gateway to one pool.
+
+    Attributes:
+        permits: limit the commands that are with the broker at once.
+        cleanups: tasks that cancel and delete requests whose streams were released.
+    """
 
     def __init__(
         self,
@@ -46,16 +56,21 @@ class Admission:
         relay: Relay,
         workers: WorkerMonitor,
     ) -> None:
-        self.redis, self.keys, self.gateway, self.settings = redis, keys, gateway, settings
-        self.tokenizer, self.relay, self.workers = tokenizer, relay, workers
+        self.redis = redis
+        self.keys = keys
+        self.gateway = gateway
+        self.settings = settings
+        self.tokenizer = tokenizer
+        self.relay = relay
+        self.workers = workers
         self.admit_script = script(redis, "admit")
         self.cancel_script = script(redis, "cancel")
         self.permits = asyncio.Semaphore(MAX_COMMANDS)
         self.cleanups: set[asyncio.Task[None]] = set()
 
     async def check(self) -> None:
-        """Raises ApiError (503) when nothing can be served now. Nobody is refused for what a fresh look at the
-        workers disproves.
+        """Raises ApiError (503) if nothing can be served now. The workers are looked at again before a
+        request is refused because of them.
         """
         if self.relay.last_error:
             raise unavailable(self.relay.last_error)
@@ -66,7 +81,7 @@ class Admission:
             self.workers.check()
 
     async def submit_all(self, requests: list[Generate], request_id: str | None = None) -> list[Stream]:
-        """Admits all or none, as `{request_id}`, or as `{request_id}.{i}` where there are several. As
+        """Admit all requests or none, as `{request_id}`, or as `{request_id}.{i}` if there are several. As
         `submit` otherwise.
         """
         request_id = request_id or uuid.uuid4().hex
@@ -83,25 +98,70 @@ class Admission:
         return streams
 
     async def submit(self, request: Generate, request_id: str) -> Stream:
-        """Admits a request; its reader must `leave` the stream. Raises ApiError: 429, 503."""
+        """Admit a request or fail at once; the reader of the stream must `release` it. Raises ApiError: 409,
+        429, 503.
+        """
         await self.check()
         stream = Stream(self.address(request, request_id), self.tokenizer)
-        self.relay.add(stream)
         try:
-            answer = await self.admit_command(stream.request)
+            await self.admit(stream, fail_fast)
         except NOT_EXECUTED as error:
             self.relay.remove(stream)
             raise unavailable(describe_error(error)) from error
+        except ApiError:
+            self.relay.remove(stream)
+            raise
         except BaseException as error:
             self.release(stream)  # it may have been admitted all the same
             if isinstance(error, ERRORS):
                 raise unavailable(describe_error(error)) from error
             raise
-        if answer not in (b"admitted", b"attached"):
-            self.relay.remove(stream)
-            raise error_of(answer)
-        self.relay.admitted(stream)
         return stream
+
+    async def admit(self, stream: Stream, policy: Policy) -> bool:
+        """Put a stream's request on the queue; the policy decides what happens while that fails. Returns
+        whether it was there before.
+        """
+        self.relay.add(stream)
+        answer = await attempt(lambda: self.admit_once(stream.request), policy)
+        self.relay.admitted(stream)
+        return answer == b"attached"
+
+    async def admit_once(self, request: Generate) -> bytes:
+        """`admitted` or `attached`. Raises ApiError: 409 if another request has the id, 429 if the queue is
+        full.
+        """
+        answer = await self.send_admit(request)
+        if answer == b"conflict":
+            raise conflict("request")
+        if answer not in (b"admitted", b"attached"):
+            raise overloaded()
+        return answer
+
+    async def send_admit(self, request: Generate) -> bytes:
+        """The answer of the script `admit`. It is sent again if its answer was lost; the second one is
+        `attached`.
+        """
+        keys = [self.keys.requests, self.keys.requests_bytes, self.keys.request(request.request_id)]
+        args: list[bytes | str | int] = [
+            encode(request),
+            self.settings.max_concurrent_requests,
+            self.settings.max_queued_bytes,
+            request.digest,
+            request.channel,
+            request.gateway,
+            request.ttl_ms + REQUEST_KEY_MARGIN_MS,
+            request.width,
+        ]
+        async with asyncio.timeout(CONNECT_TIMEOUT_S), self.permits:
+            try:
+                answer = await self.admit_script(keys=keys, args=args)
+            except NOT_EXECUTED:
+                raise
+            except ConnectionError as error:
+                log.info("admission of %s is sent again: %s", request.request_id, describe_error(error))
+                answer = await self.admit_script(keys=keys, args=args)
+            return bytes(answer[0])
 
     def address(self, request: Generate, request_id: str) -> Generate:
         """A validated request with its id, its digest, its deadline and this gateway as its reader."""
@@ -115,34 +175,11 @@ class Admission:
         digest = hashlib.blake2b(encode(content), digest_size=16).hexdigest()
         return replace(content, request_id=request_id, digest=digest)
 
-    async def admit_command(self, request: Generate) -> bytes:
-        """The broker's word on a request; where an answer was lost, the second one is `attached`."""
-        keys = [self.keys.requests, self.keys.requests_bytes, self.keys.request(request.request_id)]
-        limits = [self.settings.max_concurrent_requests, self.settings.max_queued_bytes]
-        args: list[bytes | str | int | float] = [
-            encode(request),
-            *limits,
-            request.digest,
-            request.channel,
-            request.gateway,
-            request.ttl_ms + HOME_MARGIN_MS,
-            request.width,
-        ]
-        async with asyncio.timeout(CONNECT_TIMEOUT_S), self.permits:
-            try:
-                answer = await self.admit_script(keys=keys, args=args)
-            except NOT_EXECUTED:
-                raise
-            except ConnectionError as error:
-                log.info("admission of %s is sent again: %s", request.request_id, describe_error(error))
-                answer = await self.admit_script(keys=keys, args=args)
-            return bytes(answer[0])
-
-    # --- leaving --------------------------------------------------------------------------------------------
+    # --- release --------------------------------------------------------------------------------------------
 
     def release(self, stream: Stream) -> None:
-        """Nobody reads the stream any more: in the background it is cancelled if it has not ended, and
-        forgotten everywhere.
+        """Give up a stream that nobody reads any more: in the background its request is cancelled, unless it
+        has ended, and its keys are deleted.
         """
         metrics.count_stream(stream, self.workers.limits)
         task = asyncio.create_task(self.cleanup(stream))
@@ -151,47 +188,43 @@ class Admission:
 
     async def cleanup(self, stream: Stream) -> None:
         request_id = stream.request.request_id
-        home, result = self.keys.request(request_id), self.keys.result(request_id)
+        own_keys = (self.keys.request(request_id), self.keys.result(request_id))
         try:
-            async with asyncio.timeout(FAREWELL_S):
+            async with asyncio.timeout(CLEANUP_TIMEOUT_S):
                 if not stream.terminal and await self.cancel(request_id):
                     self.relay.admitted(stream)
                     await stream.ended.wait()
-                await self.retry_forever(lambda: self.redis.delete(home, result))
+                await self.retry_forever(lambda: self.redis.delete(*own_keys))
         except TimeoutError:
             log.warning(
-                "request %s: no end within %.0f s of its cancel; Redis will expire it", request_id, FAREWELL_S
+                "request %s: it did not end within %.0f s of its cancel; its keys will expire",
+                request_id,
+                CLEANUP_TIMEOUT_S,
             )
         finally:
             self.relay.remove(stream)
 
     async def cancel(self, request_id: str) -> bool:
-        """Cancels a request, whenever the broker takes that in. Returns False where it had ended or never
-        was.
+        """Ask for the end of a request, however long the broker is away. Returns False if it had ended or
+        never was.
         """
-        keys, word = [self.keys.request(request_id), self.keys.control], encode(Cancel(request_id, "client"))
-        return bool(await self.retry_forever(lambda: self.cancel_script(keys=keys, args=[word])))
+        keys = [self.keys.request(request_id), self.keys.control]
+        args = [encode(Cancel(request_id, "client"))]
+        return bool(await self.retry_forever(lambda: self.cancel_script(keys=keys, args=args)))
 
-    async def retry_forever(self, command: Callable[[], Awaitable[Any]]) -> Any:
-        """The command's answer, whenever the broker gives it."""
-        while True:
+    async def retry_forever(self, command: Callable[[], Awaitable[Result]]) -> Result:
+        """The command's answer, however long the broker is away."""
+
+        async def send() -> Result:
             await self.relay.subscribed.wait()
-            try:
-                async with self.permits:
-                    return await command()
-            except ERRORS as error:
-                log.debug("once more: %s", describe_error(error))
-                await asyncio.sleep(PAUSE_S)
+            async with self.permits:
+                return await command()
+
+        return await attempt(send, retry_forever)
 
     async def close(self) -> None:
-        """Gives what is still being said a moment."""
+        """Wait a moment for the cleanups that still run."""
         if self.cleanups:
-            _, unheard = await asyncio.wait(self.cleanups, timeout=LAST_FAREWELLS_S)
-            for task in unheard:
+            _, unfinished = await asyncio.wait(self.cleanups, timeout=CLOSE_TIMEOUT_S)
+            for task in unfinished:
                 task.cancel()
-
-
-def error_of(answer: bytes) -> ApiError:
-    if answer in (b"count", b"bytes"):
-        return overloaded()
-    return conflict("request")

@@ -1,4 +1,6 @@
-"""Metrics of requests: counts and durations from their arrival to their end, and the log line of their end."""
+"""Metrics of requests: counts and durations from their arrival to their end, and the log line of their
+end.
+"""
 
 import logging
 import time

@@ -40,8 +40,8 @@ class OpenPool:
 
 
 class PoolRegistry:
-    """The gateway's own pool, and foreign pools: each is opened when a client first names it, if it has a live worker,
-    and closed when it is idle.
+    """The gateway's own pool, and foreign pools: each is opened when a client first names it, if it has a
+    live worker, and closed when it is idle.
     """
 
     def __init__(self, own: Pool, clock: Callable[[], float] = time.monotonic) -> None:
@@ -51,8 +51,8 @@ class PoolRegistry:
         self.lock = asyncio.Lock()
 
     async def find(self, model: str | None) -> Pool:
-        """The pool that serves `model`. Raises ApiError: 404 `model_not_found`, 503 where the broker or the model's
-        files cannot be read.
+        """The pool that serves `model`. Raises ApiError: 404 `model_not_found`, 503 where the broker or the
+        model's files cannot be read.
         """
         if model in ANY_MODEL or model in model_names(self.own.settings):
             return self.own
@@ -126,12 +126,16 @@ class PoolRegistry:
 
 
 def model_names(settings: Settings) -> tuple[str, ...]:
-    """Names under which clients find a pool's model: its name in answers, its MODEL_ID, and the pool's name."""
+    """Names under which clients find a pool's model: its name in answers, its MODEL_ID, and the pool's
+    name.
+    """
     return (settings.model_name, settings.model_id, settings.pool)
 
 
 def foreign_settings(settings: Settings, name: str, worker: WorkerCapacity) -> Settings:
-    """Settings of a foreign pool: the gateway's own ones, with the model and the limits that its workers report."""
+    """Settings of a foreign pool: the gateway's own ones, with the model and the limits that its workers
+    report.
+    """
     changed = {
         "pool": name,
         "model_id": worker.model_id or worker.model,

@@ -101,7 +101,9 @@ class Stream:
         )
 
     def take(self, tokens: Tokens) -> bool:
-        """Adds what is new of `tokens`. Returns False when tokens before them are missing. Raises WireError."""
+        """Adds what is new of `tokens`. Returns False when tokens before them are missing. Raises
+        WireError.
+        """
         self.heard_s = time.monotonic()
         if self.terminal or tokens.attempt < self.attempt:
             return True
@@ -181,7 +183,9 @@ class Stream:
             self.prompt = records
 
     def prompt_tokens(self) -> list[tuple[int, float | None, TopTokens]]:
-        """Id, log-probability and likeliest tokens of each token of the prompt; of the first one only its id."""
+        """Id, log-probability and likeliest tokens of each token of the prompt; of the first one only its
+        id.
+        """
         ids, logprobs, tops = unpack_records(self.prompt or b"", self.request.prompt_width)
         return [(self.prompt_ids[0], None, []), *zip(ids, logprobs, tops or [[]] * len(ids), strict=True)]
 

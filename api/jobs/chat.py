@@ -1,11 +1,11 @@
-"""Jobs with `messages`: the fields, chunks, answers and errors of /v1/chat/completions."""
+"""Jobs with `messages`: they have the fields, chunks and answers of /v1/chat/completions."""
 
 from collections import Counter
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, replace
 
 from api.errors import invalid
-from api.http.body import shaped
+from api.http.body import parse_body
 from api.inference.pool import Pool
 from api.inference.stream import Stream
 from api.inference.validate import validate
@@ -21,8 +21,8 @@ from api.openai.request_schemas import ChatRequest
 from api.openai.stream import chunk_updates
 from common.messages.request import Generate
 
-OURS = ("messages", "model", "stream")
-"""What stands beside `parameters`, or is said by `reply_to` and `reply`."""
+NOT_PARAMETERS = ("messages", "model", "stream")
+"""Fields of the route that a job has beside `parameters`, or replaces by `reply_to` and `reply`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,9 +33,9 @@ class ChatJob:
     model: str
 
     async def frames(self, streams: list[Stream]) -> AsyncIterator[list[Frame]]:
-        """The chunks without `[DONE]`, which is no JSON."""
+        """New chunks; no `[DONE]`, which is not JSON."""
         num_frames: Counter[int] = Counter()
-        async for chunks, _ in chunk_updates(self.of(streams)):
+        async for chunks, _ in chunk_updates(self.renderer(streams)):
             new = []
             for lane, chunk in chunks:
                 new.append((lane, num_frames[lane], chunk))
@@ -43,25 +43,25 @@ class ChatJob:
             yield new
 
     def answer(self, streams: list[Stream]) -> bytes:
-        return self.of(streams).render_whole()
+        return self.renderer(streams).render_whole()
 
-    def of(self, streams: list[Stream]) -> ChatCompletionRenderer:
+    def renderer(self, streams: list[Stream]) -> ChatCompletionRenderer:
         prefix = chat_prompt.echoed_message(self.chat)
         choices = [new_choice(i, stream, self.chat, prefix) for i, stream in enumerate(streams)]
-        answer = ChatCompletionRenderer(self.chat, self.job.id, self.model, choices)
-        answer.created = self.job.created_s
-        return answer
+        renderer = ChatCompletionRenderer(self.chat, self.job.id, self.model, choices)
+        renderer.created = self.job.created_s
+        return renderer
 
 
 async def accept(pool: Pool, job: Job) -> ChatJob:
-    """Raises ApiError."""
+    """Validate a job. Raises ApiError."""
     assert job.body is not None
     parameters = job.body.parameters or {}
-    for name in OURS:
+    for name in NOT_PARAMETERS:
         if name in parameters:
             raise invalid(f"`{name}` is no parameter of a job", name)
     content = to_json(parameters | {"messages": job.body.messages, "stream": True})
-    chat = await offload(len(content), lambda: shaped(ChatRequest, content))
+    chat = await offload(len(content), lambda: parse_body(ChatRequest, content))
     chat.check()
     params = from_chat(chat, await chat_prompt.chat_prompt_text(chat, pool.tokenizer.chat_template))
     params = replace(params, seed=job.seed if params.seed is None else params.seed)

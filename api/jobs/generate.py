@@ -1,9 +1,11 @@
-"""Jobs with `inputs`: the parameters, frames, answers and errors of TGI's /generate_stream and /generate."""
+"""Jobs with `inputs`: they have the parameters, frames and answers of TGI's /generate_stream and
+/generate.
+"""
 
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, replace
 
-from api.http.body import shaped
+from api.http.body import parse_body
 from api.inference.pool import Pool
 from api.inference.stream import Stream
 from api.inference.validate import validate
@@ -11,8 +13,7 @@ from api.jobs.job import Job
 from api.jobs.reply import Frame
 from api.json import to_json
 from api.offload import offload
-from api.tgi import best_of
-from api.tgi import render as answer_tgi
+from api.tgi import best_of, render
 from api.tgi.request_schemas import GenerateParameters, GenerateRequest
 from common.messages.request import Generate
 
@@ -24,26 +25,26 @@ class GenerateJob:
     details: bool
 
     async def frames(self, streams: list[Stream]) -> AsyncIterator[list[Frame]]:
-        """None where the best of several is wanted: it is known at the end."""
+        """New frames; none with `best_of`, whose best answer is known at the end."""
         num_frames = 0
         for stream in streams if len(streams) == 1 else []:
-            async for bodies in answer_tgi.stream_bodies(stream, self.prefix, self.details):
+            async for bodies in render.stream_bodies(stream, self.prefix, self.details):
                 yield [(0, num_frames + i, body) for i, body in enumerate(bodies)]
                 num_frames += len(bodies)
 
     def answer(self, streams: list[Stream]) -> bytes:
         best, *others = best_of.rank_by_logprob(streams)
-        return to_json(answer_tgi.render_response(best, others, self.prefix, self.details))
+        return to_json(render.render_response(best, others, self.prefix, self.details))
 
 
 async def accept(pool: Pool, job: Job) -> GenerateJob:
-    """Raises ApiError."""
+    """Validate a job. Raises ApiError."""
     assert job.body is not None
     content = to_json({"inputs": job.body.inputs, "parameters": job.body.parameters})
-    given = await offload(len(content), lambda: shaped(GenerateRequest, content))
-    parameters = given.parameters or GenerateParameters()
+    body = await offload(len(content), lambda: parse_body(GenerateRequest, content))
+    parameters = body.parameters or GenerateParameters()
     streamed = bool(job.reply_to or job.in_stream)
-    params, limits = given.generation_params(streamed), pool.workers.limits
+    params, limits = body.generation_params(streamed), pool.workers.limits
     best_of.check(params, limits, streamed)
     params = replace(params, seed=job.seed if params.seed is None else params.seed)
     requests = await validate(params, limits, pool.tokenizer)
@@ -53,6 +54,4 @@ async def accept(pool: Pool, job: Job) -> GenerateJob:
             for i, one in enumerate(requests)
             if one.sampling
         ]
-    return GenerateJob(
-        requests, given.inputs if parameters.return_full_text else "", parameters.wants_details
-    )
+    return GenerateJob(requests, body.inputs if parameters.return_full_text else "", parameters.wants_details)

@@ -1,5 +1,6 @@
-"""Where the answer to a job goes: frames to a channel and a stream, each once, whoever says them; the whole
-to `result:{id}`.
+"""Reply: sends the answer to a job: frames to a channel and to a stream, the whole answer to `result:{id}`.
+
+Frames are numbered, so that each is sent once, even if two gateways serve the job.
 """
 
 import logging
@@ -15,54 +16,56 @@ from common.broker.keys import JOB_TTL_MS, RESULT_TTL_MS, Keys
 log = logging.getLogger(__name__)
 
 Frame = tuple[int, int, bytes]
-"""Lane, index in its lane, text. The frames of a lane are the same whoever makes them; lanes may mingle in
-any order.
+"""Lane, index in its lane, text. Every gateway makes the same frames for a lane; lanes may mix in any order.
 """
-Insist = Callable[[Callable[[], Awaitable[Any]]], Awaitable[Any]]
+RetryForever = Callable[[Callable[[], Awaitable[Any]]], Awaitable[Any]]
 
-KEPT_MS = 60_000
-"""The fleet's own record of an answered request, for another gateway that still tells it."""
+REQUEST_TTL_MS = 60_000
+"""Time for which the keys of an answered request are kept, for another gateway that still serves the job."""
 
 
 class Reply:
-    """Speaks for one entry of `submit`.
+    """Answers one entry of `submit`.
 
     Attributes:
-        num_said: frames of the job that have been said here.
+        num_sent: frames of the job that this reply has sent.
     """
 
-    def __init__(self, redis: Redis, keys: Keys, retry_forever: Insist, job: Job) -> None:
-        self.keys, self.retry_forever, self.job = keys, retry_forever, job
+    def __init__(self, redis: Redis, keys: Keys, retry_forever: RetryForever, job: Job) -> None:
+        self.keys = keys
+        self.retry_forever = retry_forever
+        self.job = job
         self.channel = keys.channel(job.reply_to) if job.reply_to else ""
         self.own_keys = [keys.job(job.id), keys.reply(job.id), keys.result(job.id)]
-        self.register_script, self.reply_script = script(redis, "register_job"), script(redis, "reply")
-        self.num_said = 0
+        self.register_script = script(redis, "register_job")
+        self.reply_script = script(redis, "reply")
+        self.num_sent = 0
 
     @property
     def has_listeners(self) -> bool:
         return bool(self.channel or self.job.in_stream)
 
     async def register(self) -> str:
-        """`live`, `ended`, `conflict` or `spoiled`; what has ended is said again."""
+        """Register the entry's job: `live`, `ended`, `conflict` or `spoiled`. An ended job is answered
+        again.
+        """
         args = [self.job.digest, JOB_TTL_MS, self.channel, int(self.job.in_stream), RESULT_TTL_MS]
         answer: bytes = await self.retry_forever(
             lambda: self.register_script(keys=self.own_keys[:2], args=args)
         )
         return answer.decode()
 
-    async def say(self, frames: list[Frame], max_frames: int) -> None:
-        """All frames of the job so far, of which it says the new ones; there will be no more than
-        `max_frames`.
-        """
-        new, self.num_said = frames[self.num_said :], len(frames)
+    async def send_new(self, frames: list[Frame], max_frames: int) -> None:
+        """Send the new ones of all frames of the job so far; there will be at most `max_frames`."""
+        new, self.num_sent = frames[self.num_sent :], len(frames)
         if new and self.has_listeners:
             await self.send(new, max_frames, b"")
 
     async def finish(
         self, frames: list[Frame], max_frames: int, answer: bytes, request_ids: list[str]
     ) -> None:
-        """The last frames, and with them the answer: it stands there when the last frame is heard."""
-        new, self.num_said = frames[self.num_said :], len(frames)
+        """Send the last frames together with the answer: who gets the last frame finds the answer."""
+        new, self.num_sent = frames[self.num_sent :], len(frames)
         await self.send(new, max_frames, answer, request_ids)
 
     async def send(
@@ -73,10 +76,10 @@ class Reply:
             self.channel,
             max_frames * self.job.in_stream,
             RESULT_TTL_MS,
-            KEPT_MS,
+            REQUEST_TTL_MS,
             JOB_TTL_MS,
             answer,
         ]
         args += [part for frame in frames for part in frame]
         if await self.retry_forever(lambda: self.reply_script(keys=[*self.own_keys, *others], args=args)) < 0:
-            log.error("job %s: %s is none of our keys; its answer is lost", self.job.id, self.own_keys[0])
+            log.error("job %s: %s is not a job's key; the answer is lost", self.job.id, self.own_keys[0])

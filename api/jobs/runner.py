@@ -1,6 +1,4 @@
-"""One job in the hands of a gateway, which acts as its client: admits it, tells its frames, and leaves its
-answer.
-"""
+"""Job run: one job, from its admission to its answer. The gateway acts as the job's client."""
 
 import asyncio
 import logging
@@ -13,7 +11,6 @@ from redis.exceptions import ResponseError
 from api.errors import (
     ApiError,
     Family,
-    conflict,
     failed,
     internal_error,
     model_not_found,
@@ -22,7 +19,6 @@ from api.errors import (
 )
 from api.http.disconnect import all_ended
 from api.inference import metrics
-from api.inference.admission import PAUSE_S
 from api.inference.pool import Pool
 from api.inference.pools import ANY_MODEL, model_names
 from api.inference.stream import Stream
@@ -30,9 +26,10 @@ from api.jobs.job import Job
 from api.jobs.reply import Frame, Reply
 from api.json import to_json
 from api.offload import offload
-from common.broker.client import ERRORS, describe_error
+from api.retry import PAUSE_S, attempt
+from common.broker.client import describe_error
 from common.broker.keys import RESULT_TTL_MS
-from common.messages.codec import encode as pack
+from common.messages.codec import encode
 from common.messages.events import Terminal
 from common.messages.request import Generate
 from common.settings.settings import Settings
@@ -40,13 +37,13 @@ from common.settings.settings import Settings
 log = logging.getLogger(__name__)
 
 MORE_FRAMES = 8
-"""Of a choice, besides one for each token."""
+"""Frames of a choice besides one for each token, at most."""
 MANY_FRAMES = 2**20
-"""More than there can be, as long as it is not known what is asked for."""
+"""Limit of frames while the number of tokens is not known yet."""
 
 
 class AcceptedJob(Protocol):
-    """What a job asks for, found valid, in the shapes of one API.
+    """A validated job, with the frames and the answer of one API.
 
     Attributes:
         requests: one for each choice, without ids yet.
@@ -56,49 +53,57 @@ class AcceptedJob(Protocol):
     def requests(self) -> list[Generate]: ...
 
     def frames(self, streams: list[Stream]) -> AsyncIterator[list[Frame]]:
-        """Every frame of every choice, as soon as it is there."""
+        """New frames of all choices, as soon as there are some."""
 
     def answer(self, streams: list[Stream]) -> bytes:
-        """The body that HTTP would give without streaming; all streams have finished."""
+        """The body of the HTTP response without streaming; all streams have finished."""
 
 
 Accept = Callable[[Pool, Job], Awaitable[AcceptedJob]]
-"""Finds a job valid, or raises ApiError."""
+"""Validates a job, or raises ApiError."""
 
 
 class JobRun:
-    """A job from its admission to its answer.
+    """One job while this gateway serves it.
 
     Attributes:
-        frames: all that have been made so far; nobody makes them until a reply has listeners.
-        ended: set when the answer stands, or nobody here gives it.
+        admission_lock: shared by all runs of a gateway: jobs are admitted one after the other, in order.
+        replies: one for each entry that asked for the job.
+        has_listener: set when one of the replies has a channel or a stream.
+        frames: all frames made so far; none are made before a reply has listeners.
+        ended: set when the job is answered, or this gateway gives it up.
     """
 
-    def __init__(self, pool: Pool, job: Job, door: asyncio.Lock) -> None:
-        self.pool, self.job, self.door = pool, job, door
-        self.keys, self.admission, self.relay = pool.admission.keys, pool.admission, pool.relay
+    def __init__(self, pool: Pool, job: Job, admission_lock: asyncio.Lock) -> None:
+        self.pool = pool
+        self.job = job
+        self.admission_lock = admission_lock
+        self.keys = pool.keys
+        self.admission = pool.admission
+        self.relay = pool.relay
         self.redis: Any = pool.redis
         self.replies: list[Reply] = []
-        self.heard, self.ended = asyncio.Event(), asyncio.Event()
+        self.has_listener = asyncio.Event()
+        self.ended = asyncio.Event()
         self.frames: list[Frame] = []
         self.max_frames = MANY_FRAMES
         self.streams: list[Stream] = []
 
     def join(self, reply: Reply) -> None:
-        """Another entry asks for the same: it hears all of it."""
+        """Add the reply of another entry that asks for the same job: it gets all frames."""
         self.replies.append(reply)
         if reply.has_listeners:
-            self.heard.set()
+            self.has_listener.set()
 
     async def run(self, accept: Accept, family: Family) -> None:
-        """Returns when the job is answered, well or not."""
-        answer = await self.outcome(accept, family)
+        """Serve the job; returns when it is answered, with a result or an error."""
+        answer = await self.answer(accept, family)
         request_ids = [stream.request.request_id for stream in self.streams]
         for reply in self.replies:
             await reply.finish(self.frames, self.max_frames, answer, request_ids)
 
-    async def outcome(self, accept: Accept, family: Family) -> bytes:
-        """The answer or the error; that is the last frame as well, unless it has been one already."""
+    async def answer(self, accept: Accept, family: Family) -> bytes:
+        """The result or the error. An error is the last frame as well, unless it is one already."""
         try:
             return await self.serve(accept)
         except ApiError as error:
@@ -112,39 +117,39 @@ class JobRun:
         return body
 
     async def serve(self, accept: Accept) -> bytes:
-        """The answer. Raises ApiError."""
+        """The result. Raises ApiError."""
         if self.job.fault:
             raise self.job.fault
         check_model(self.job, self.pool.settings)
-        async with self.door:
-            await self.served()
-            order: AcceptedJob = await accept(self.pool, self.job)
-            await self.admit_all(order.requests)
-        self.max_frames = sum(request.stopping.max_new_tokens + MORE_FRAMES for request in order.requests)
-        await self.tell(order)
+        async with self.admission_lock:
+            await attempt(self.admission.check, self.wait)
+            accepted: AcceptedJob = await accept(self.pool, self.job)
+            await self.admit_all(accepted.requests)
+        self.max_frames = sum(request.stopping.max_new_tokens + MORE_FRAMES for request in accepted.requests)
+        await self.send_frames(accepted)
         for stream in self.streams:
             assert stream.terminal is not None
             if not stream.finished:
                 raise failed(stream.terminal)
         return await offload(
-            sum(stream.num_records for stream in self.streams), lambda: order.answer(self.streams)
+            sum(stream.num_records for stream in self.streams), lambda: accepted.answer(self.streams)
         )
 
     # --- admission ------------------------------------------------------------------------------------------
 
-    async def served(self) -> None:
-        """Returns when somebody could serve the job: it waits as long as it takes. Raises ApiError when it is
-        called off.
+    async def wait(self, error: Exception) -> None:
+        """Retry policy of a job: it waits for a worker and for room in the queue as long as it takes. Raises
+        ApiError when the job is cancelled, or can never be admitted.
         """
-        while True:
-            try:
-                return await self.admission.check()
-            except ApiError:
-                await self.check_wanted()
-                await asyncio.sleep(PAUSE_S)
+        if isinstance(error, ApiError) and error.error_type == "conflict":
+            raise error
+        if isinstance(error, ResponseError) and "WRONGTYPE" in str(error):  # somebody overwrote our keys
+            raise unavailable(describe_error(error)) from error
+        await self.check_cancelled()
+        await asyncio.sleep(PAUSE_S)
 
     async def admit_all(self, requests: list[Generate]) -> None:
-        await self.check_wanted()
+        await self.check_cancelled()
         job_key = self.keys.job(self.job.id)
         await self.admission.retry_forever(lambda: self.redis.hset(job_key, "choices", len(requests)))
         for i, content in enumerate(requests):
@@ -157,46 +162,31 @@ class JobRun:
             )
             stream = Stream(request, self.pool.tokenizer)
             self.streams.append(stream)
-            self.relay.add(stream)
             await self.admit(stream)
-        await self.check_wanted()
+        await self.check_cancelled()
 
     async def admit(self, stream: Stream) -> None:
-        """Returns when the fleet has the request, however long there is no room for it. Raises ApiError."""
-        if len(pack(stream.request)) > self.pool.settings.max_queued_bytes:
+        """Admit a request, however long there is no room for it. Raises ApiError."""
+        if len(encode(stream.request)) > self.pool.settings.max_queued_bytes:
             raise overloaded()
-        while (answer := await self.try_admit(stream.request)) not in (b"admitted", b"attached"):
-            if answer == b"conflict":
-                raise conflict("request")
-            await self.check_wanted()
-            await asyncio.sleep(PAUSE_S)
-        if answer == b"attached":
+        if await self.admission.admit(stream, self.wait):
             await self.follow(stream)
-        self.relay.admitted(stream)
         self.relay.request_fill([stream])
 
-    async def try_admit(self, request: Generate) -> bytes:
-        try:
-            return await self.admission.admit_command(request)
-        except ERRORS as error:
-            if isinstance(error, ResponseError) and "WRONGTYPE" in str(
-                error
-            ):  # somebody wrote to our keys: that does not pass
-                raise unavailable(describe_error(error)) from error
-            return b""
-
     async def follow(self, stream: Stream) -> None:
-        """What is said about the request goes to whoever admitted it first."""
-        home = self.keys.request(stream.request.request_id)
-        channel: bytes | None = await self.admission.retry_forever(lambda: self.redis.hget(home, "channel"))
+        """Subscribe to the channel of the gateway that admitted the request first: its events go there."""
+        request_key = self.keys.request(stream.request.request_id)
+        channel: bytes | None = await self.admission.retry_forever(
+            lambda: self.redis.hget(request_key, "channel")
+        )
         if channel and channel.decode() != self.relay.channel:
             stream.request = replace(stream.request, channel=channel.decode())
             self.relay.follow(stream.request.channel)
 
-    async def check_wanted(self) -> None:
-        """Raises ApiError when the job has been called off; what has been admitted of it is cancelled."""
-        key = self.keys.job(self.job.id)
-        if await self.admission.retry_forever(lambda: self.redis.hexists(key, "cancel")):
+    async def check_cancelled(self) -> None:
+        """Raises ApiError if the job was cancelled; what has been admitted of it is cancelled."""
+        job_key = self.keys.job(self.job.id)
+        if await self.admission.retry_forever(lambda: self.redis.hexists(job_key, "cancel")):
             for stream in self.streams:
                 await self.admission.cancel(stream.request.request_id)
             if not self.streams or not self.streams[-1].admitted:
@@ -204,33 +194,34 @@ class JobRun:
 
     # --- answer ---------------------------------------------------------------------------------------------
 
-    async def tell(self, order: AcceptedJob) -> None:
-        """Tells frames for as long as there are any; without listeners it only waits for the end."""
+    async def send_frames(self, accepted: AcceptedJob) -> None:
+        """Send frames until the end; without listeners, only wait for the end."""
         if not await self.has_listeners():
             return
-        async for new in order.frames(self.streams):
+        async for new in accepted.frames(self.streams):
             self.frames += new
-            if not all(
-                stream.terminal for stream in self.streams
-            ):  # the last ones are told together with the answer
+            if not all(stream.terminal for stream in self.streams):  # the last ones go out with the answer
                 for reply in self.replies:
-                    await reply.say(self.frames, self.max_frames)
+                    await reply.send_new(self.frames, self.max_frames)
 
     async def has_listeners(self) -> bool:
-        """Whether anybody listens, or came to listen before all was over."""
-        tasks = {asyncio.create_task(self.heard.wait()), asyncio.create_task(all_ended(self.streams))}
+        """Whether anybody listens; waits for a listener until all streams have ended."""
+        tasks = {
+            asyncio.create_task(self.has_listener.wait()),
+            asyncio.create_task(all_ended(self.streams)),
+        }
         try:
             await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         finally:
             for task in tasks:
                 task.cancel()
-        return self.heard.is_set()
+        return self.has_listener.is_set()
 
     async def detach(self) -> None:
-        """Forgets the streams, here and nowhere else: should the job not be answered, another gateway goes on
+        """Remove the streams from this gateway alone: if the job is not answered yet, another one goes on
         with them.
         """
-        for stream in self.streams:  # all of them at once: the next run of this job may begin with the same
+        for stream in self.streams:  # all at once: the next run of this job may start with the same ones
             self.relay.remove(stream)
         self.ended.set()
         for stream in self.streams:
@@ -241,8 +232,9 @@ class JobRun:
 
 
 def check_model(job: Job, settings: Settings) -> None:
-    """Raises ApiError (404): a pool has its own stream of jobs."""
+    """Raises ApiError (404): every pool has its own stream of jobs."""
     model = job.body and job.body.model
     if model not in ANY_MODEL and model not in model_names(settings):
-        text = f"The model `{model}` is not served here: a job goes to the stream of its own pool"
-        raise model_not_found(text)
+        raise model_not_found(
+            f"The model `{model}` is not served here: a job goes to the stream of its own pool"
+        )

@@ -25,16 +25,21 @@ async def test_what_is_long_goes_to_a_thread_and_its_error_comes_back() -> None:
 
 CHAT = [{"role": "user", "content": "a"}] * 200
 CASES: list[tuple[str, str, str, dict[str, Any]]] = [
-    ("/tokenize", "api.http.body", "shaped", {"inputs": "a " * LONG}),
+    ("/tokenize", "api.http.body", "parse_body", {"inputs": "a " * LONG}),
     ("/tokenize", "api.tgi.routes_tokenize", "simple_tokens", {"inputs": "a " * LONG}),
-    ("/generate", "api.http.body", "shaped", {"inputs": "a", "parameters": {"stop_token_ids": [1] * LONG}}),
+    (
+        "/generate",
+        "api.http.body",
+        "parse_body",
+        {"inputs": "a", "parameters": {"stop_token_ids": [1] * LONG}},
+    ),
     (
         "/generate",
         "api.tgi.routes_generate",
         "render_response",
         {"inputs": "a", "parameters": {"details": True, "top_n_tokens": 20}},
     ),
-    ("/v1/completions", "api.http.body", "shaped", {"prompt": [1] * LONG}),
+    ("/v1/completions", "api.http.body", "parse_body", {"prompt": [1] * LONG}),
     ("/v1/chat/completions", "api.openai.chat_prompt", "render_chat_prompt", {"messages": CHAT}),
     ("/chat_tokenize", "api.openai.chat_prompt", "render_chat_prompt", {"messages": CHAT}),
 ]

@@ -1,0 +1,53 @@
+"""Retry: repeat a step until it succeeds; a policy decides after each failure whether to give up or to
+wait.
+"""
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+from typing import TypeVar
+
+from api.errors import ApiError
+from common.broker.client import ERRORS, describe_error
+
+log = logging.getLogger(__name__)
+
+Result = TypeVar("Result")
+Policy = Callable[[Exception], Awaitable[None]]
+"""Called after a failure: raises to give up, or returns when it is time for the next attempt."""
+
+PAUSE_S = 0.2
+
+
+async def attempt(step: Callable[[], Awaitable[Result]], policy: Policy) -> Result:
+    """The result of `step`, or what the policy raises. Failures are ApiError and the broker's errors."""
+    while True:
+        try:
+            return await step()
+        except (ApiError, *ERRORS) as error:
+            await policy(error)
+
+
+async def fail_fast(error: Exception) -> None:
+    """Policy of a client that waits for an answer: the first failure is the result."""
+    raise error
+
+
+async def retry_forever(error: Exception) -> None:
+    """Policy of a step that must be done, however long the broker is away."""
+    log.debug("retrying after: %s", describe_error(error))
+    await asyncio.sleep(PAUSE_S)
+
+
+async def repeat_forever(step: Callable[[], Awaitable[None]], failure: str) -> None:
+    """Run `step` again and again, whatever the broker does; a new error is logged once, after `failure`."""
+    last_error = ""
+    while True:
+        try:
+            await step()
+            last_error = ""
+        except ERRORS as error:
+            if last_error != describe_error(error):
+                last_error = describe_error(error)
+                log.warning("%s: %s", failure, last_error)
+            await asyncio.sleep(PAUSE_S)
