@@ -13,6 +13,7 @@ GREEDY = SamplingParams()
 NEUTRAL = SamplingParams(temperature=1.0)
 SWITCHES = ("temperature", "top_k", "top_p", "top_p_decay", "min_p", "typical_p")
 """Parameters that ask for sampling on their own, where they are not neutral."""
+SWITCH_NAMES = ", ".join(f"`{name}`" for name in SWITCHES)
 DRAW_ONLY = (*SWITCHES, "top_p_min", "top_p_reset_ids", "seed")
 """Parameters without meaning where no token is drawn."""
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from api.errors import invalid
 from api.inference.params import GenerationParams
-from api.inference.sampling import SWITCHES, draws
+from api.inference.sampling import SWITCH_NAMES, draws
 from api.inference.stream import Stream
 from api.inference.validate import Limits
 from common.messages.request import Generate
@@ -19,8 +19,7 @@ def check(params: GenerationParams, limits: Limits, streamed: bool) -> None:
     if params.n > 1 and streamed:
         raise invalid(f"`best_of` must be 1 when tokens are streamed. Given: {params.n}", "best_of")
     if params.n > 1 and not draws(params):
-        names = ", ".join(f"`{name}`" for name in ("do_sample", *SWITCHES))
-        raise invalid(f"`best_of` above 1 needs sampling: set one of {names}", "best_of")
+        raise invalid(f"`best_of` above 1 needs sampling: set one of `do_sample`, {SWITCH_NAMES}", "best_of")
     if params.n > 1 and params.seed is not None:
         raise invalid("`seed` must not be set when `best_of` is above 1", "seed")
 

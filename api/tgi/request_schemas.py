@@ -13,6 +13,7 @@ from api.http.unsupported import UnsupportedFields, reject_unsupported
 from api.inference.fields import BIAS_SCHEMA, Listed, SamplingFields, ranged
 from api.inference.params import GenerationParams
 from api.inference.ranges import MAX_STOP_CHARS
+from api.inference.sampling import SWITCH_NAMES
 from api.openai.request_schemas import OPENAI_FIELDS
 
 NAMES = {
@@ -48,8 +49,8 @@ class GenerateParameters(SamplingFields):
 
     do_sample: bool | None = Field(
         default=None,
-        description="Sample tokens. Default: true if any of `temperature`, `top_k`, `top_p`, `min_p` and "
-        "`typical_p` has an effect; else the most likely token is taken.",
+        description=f"Sample tokens. Default: true if any of {SWITCH_NAMES} has an effect; else the most "
+        "likely token is taken.",
     )
     frequency_penalty: float | None = ranged(
         "relative_frequency_penalty",
