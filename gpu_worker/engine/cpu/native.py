@@ -75,19 +75,19 @@ def list_fields(*names: str) -> Iterator[tuple[str, type]]:
 
 class SampleRequestStruct(ctypes.Structure):
     _fields_ = [
-        *((name, c_int32) for name in ("asks", "num_tops", "raw", "top_k")),
+        *((name, c_int32) for name in ("uses_parameters", "num_tops", "raw_logprobs", "top_k")),
         *((name, c_float) for name in ("temperature", "repetition")),
         *(
             (name, c_double)
-            for name in ("top_p", "min_p", "typical_p", "number", "frequency", "presence", "relative")
+            for name in ("top_p", "min_p", "typical_p", "uniform", "frequency", "presence", "relative")
         ),
         *list_fields("biased", "bias", "banned", "history"),
-        ("room", c_int64),
-        *list_fields("guide_bias", "mask"),
+        ("history_stride", c_int64),
+        *list_fields("grammar_bias", "grammar_mask"),
     ]
 
 
-class SamplesStruct(ctypes.Structure):
+class SamplerOutputStruct(ctypes.Structure):
     _fields_ = [
         *((name, c_void_p) for name in ("ids", "logprobs", "top_ids", "top_logprobs")),
         ("tops", c_int32),
@@ -109,7 +109,7 @@ SIGNATURES = {
     "tf_pack": [c_int32, c_void_p, c_int32, c_int32, c_void_p],
     "tf_product": [c_int32, c_int32, c_void_p, c_int32, POINTER(LinearStruct), c_int32, c_void_p],
     "tf_layers": [c_int32, POINTER(StepStruct), POINTER(LayerStruct), c_int32, c_void_p, c_void_p, c_void_p],
-    "tf_choose": [
+    "tf_sample": [
         c_int32,
         c_int32,
         c_void_p,
@@ -117,9 +117,9 @@ SIGNATURES = {
         c_int32,
         c_int64,
         POINTER(SampleRequestStruct),
-        POINTER(SamplesStruct),
+        POINTER(SamplerOutputStruct),
     ],
-    "tf_tell": [c_int32, c_int32, c_void_p, c_int32, c_int32, c_int64, POINTER(SamplesStruct)],
+    "tf_logprobs": [c_int32, c_int32, c_void_p, c_int32, c_int32, c_int64, POINTER(SamplerOutputStruct)],
 }
 """As in kernels/kernels.cpp."""
 

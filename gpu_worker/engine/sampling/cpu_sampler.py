@@ -1,5 +1,5 @@
 """The choice of tokens on CPU by the native kernels: all rows of a step in one call. What they choose is what
-`choose.py` would.
+`sampling/sampler.py` does.
 """
 
 import ctypes
@@ -38,7 +38,7 @@ def sample_natively(
         if any(requests)
         else None
     )
-    library.tf_choose(*logits_arguments(logits), columns, byref(output_pointers(drawn)))
+    library.tf_sample(*logits_arguments(logits), columns, byref(output_pointers(drawn)))
     return drawn
 
 
@@ -50,7 +50,7 @@ def score_natively(
     """
     told = empty_output(len(ids), num_tops, CPU)
     told.ids.copy_(ids)
-    library.tf_tell(*logits_arguments(logits), byref(output_pointers(told)))
+    library.tf_logprobs(*logits_arguments(logits), byref(output_pointers(told)))
     return told
 
 
@@ -64,8 +64,8 @@ def logits_arguments(logits: torch.Tensor) -> tuple[int, ...]:
     )
 
 
-def output_pointers(drawn: SamplerOutput) -> native.SamplesStruct:
-    return native.SamplesStruct(
+def output_pointers(drawn: SamplerOutput) -> native.SamplerOutputStruct:
+    return native.SamplerOutputStruct(
         *(native_request.data_ptr() for native_request in drawn), drawn.top_ids.shape[1]
     )
 

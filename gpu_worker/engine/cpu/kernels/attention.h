@@ -4,7 +4,8 @@
 #include <algorithm>
 #include <atomic>
 #include <vector>
-#include "shapes.h"
+#include "structs.h"
+#include "threads.h"
 #include "vector.h"
 
 constexpr int VECTORS = 4, CHUNK = VECTORS * LANES, BLOCK = ROWS == 8 ? 6 : 3;
@@ -21,12 +22,12 @@ template <class T> void write(const Step& step, const Cache& cache, int token, i
 }
 
 // The keys that the queries of a tile see, from the beginning of a chunk on.
-struct Keys {
+struct KeyRange {
     const int32_t* table;
     int base, end;
 };
 
-inline Keys seen(const Step& step, const Cache& cache, int tile) {
+inline KeyRange visible_keys(const Step& step, const Cache& cache, int tile) {
     const int32_t* at = step.tiles + 4 * tile;
     int first = cache.window ? std::max(0, at[2] - cache.window + 1) : 0;
     return {step.tables + at[3], first / CHUNK * CHUNK, at[2] + at[1]};
@@ -41,7 +42,7 @@ template <class T> struct Chunk {
 
     const T* value(int key) const { return values[key / LANES] + key % LANES * value_stride; }
 
-    void gather(const Step& step, const Cache& cache, Keys seen, int head) {
+    void gather(const Step& step, const Cache& cache, KeyRange seen, int head) {
         int size = step.block_size, dim = cache.key_dim, width = rounded_up(cache.value_dim, VECTORS * LANES);
         num_keys = std::min(CHUNK, seen.end - seen.base), key_stride = size * P, value_stride = cache.value_dim;
         if (size % LANES || width != cache.value_dim) return copy(step, cache, seen, head, width);
@@ -53,7 +54,7 @@ template <class T> struct Chunk {
         }
     }
 
-    void copy(const Step& step, const Cache& cache, Keys seen, int head, int width) {
+    void copy(const Step& step, const Cache& cache, KeyRange seen, int head, int width) {
         int size = step.block_size, dim = cache.key_dim;
         key_copy.assign(dim * CHUNK, T{}), value_copy.assign(CHUNK * width, T{});
         key_stride = CHUNK * P, value_stride = width;
@@ -127,7 +128,7 @@ void accumulate_rows(int rows, const Chunk<T>& chunk, const Chunk<T>& next, bool
 }
 
 // Scores of a chunk to weights; `top` and `total` go along, `factor` is what earlier sums are scaled with.
-inline void soften(float* scores, const Cache& cache, int base, int position, bool masked, float& top, Floats& total, float& factor) {
+inline void softmax_chunk(float* scores, const Cache& cache, int base, int position, bool masked, float& top, Floats& total, float& factor) {
     Floats x[VECTORS], best = splat(HIDDEN);
     Ints lane;
     for (int i = 0; i < LANES; i++) lane[i] = i;
@@ -153,7 +154,7 @@ inline void soften(float* scores, const Cache& cache, int base, int position, bo
 }
 
 // A tile and one of its K heads are a unit of work, numbered tile by tile. Threads take them as they come; each knows its next one.
-template <class F> void own_units(std::atomic<int>& taken, int units, F each) {
+template <class F> void for_units(std::atomic<int>& taken, int units, F each) {
     for (int unit = this_thread(), next; unit < units; unit = next) each(unit, (next = all_threads() + taken++) < units ? next : unit);
 }
 
@@ -176,16 +177,16 @@ template <class T, class U> void attend(const Step& step, const Cache& cache, in
         for (int d = 0; d < dim; d++) convert(from + d, &queries[row * dim + d]);
         if (cache.sinks) tops[row] = cache.sinks[h], totals[row][0] = 1;
     }
-    Keys keys = seen(step, cache, unit / cache.kv_heads), next_keys = seen(step, cache, next / cache.kv_heads);
+    KeyRange keys = visible_keys(step, cache, unit / cache.kv_heads), next_keys = visible_keys(step, cache, next / cache.kv_heads);
     chunks[0].gather(step, cache, keys, head);
     for (int i = 0; keys.base < keys.end; i = !i, keys.base += CHUNK) {
         const Chunk<T>&chunk = chunks[i], &ahead = chunks[!i];
         bool last = keys.base + CHUNK >= keys.end;
-        chunks[!i].gather(step, cache, last ? next_keys : Keys{keys.table, keys.base + CHUNK, keys.end}, last ? next_head : head);
+        chunks[!i].gather(step, cache, last ? next_keys : KeyRange{keys.table, keys.base + CHUNK, keys.end}, last ? next_head : head);
         bool masked = keys.base + CHUNK > position + 1 || (cache.window && keys.base <= keys.end - 1 - cache.window);
         score_rows<T>(rows, chunk, ahead, true, dim, queries.data(), scores.data());
         for (int row = 0; row < rows; row++)
-            soften(&scores[row * CHUNK], cache, keys.base, position + row % count, masked, tops[row], totals[row], factors[row]);
+            softmax_chunk(&scores[row * CHUNK], cache, keys.base, position + row % count, masked, tops[row], totals[row], factors[row]);
         accumulate_rows<T>(rows, chunk, ahead, true, width, scores.data(), factors.data(), outputs.data());
     }
     for (int row = 0; row < rows; row++) {
@@ -206,7 +207,7 @@ template <class T> void write_and_attend(const Step& step, const Cache& cache, H
             for (int head = 0; head < cache.kv_heads; head++)
                 write<T>(step, cache, token, head, (const T*)key.data + token * key.token + head * key.head,
                          (const T*)value.data + token * value.token + head * value.head);
-        own_units(taken, step.num_tiles * cache.kv_heads,
+        for_units(taken, step.num_tiles * cache.kv_heads,
                   [&](int unit, int next) { attend<T>(step, cache, unit, next, query, out); });
     }
 }

@@ -1,32 +1,24 @@
-// What Python calls. Types of numbers: 0 float32, 1 bfloat16, 2 float16.
-#if defined(_OPENMP)
-extern "C" int omp_get_thread_num();  // their header is not everywhere where the runtime is
-extern "C" int omp_get_num_threads();
-inline int this_thread() { return omp_get_thread_num(); }
-inline int all_threads() { return omp_get_num_threads(); }
-#else
-inline int this_thread() { return 0; }
-inline int all_threads() { return 1; }
-#endif
+// The functions that Python calls (cpu/native.py). Types of numbers: 0 float32, 1 bfloat16, 2 float16.
 #include "attention.h"
-#include "sampler.h"
 #include "layer.h"
 #include "products.h"
+#include "sampler.h"
+#include "threads.h"
 
-template <class F> void typed(int type, F call) {
+template <class F> void with_type(int type, F call) {
     if (type == 0) call(float{});
     if (type == 1) call(bfloat16{});
     if (type == 2) call(float16{});
 }
 
 // Types whose rows are multiplied as they lie.
-template <class F> void multiplied(int type, F call) {
+template <class F> void with_product_type(int type, F call) {
     if (type == 0) call(float{});
     if (type == 1) call(bfloat16{});
 }
 
 extern "C" void tf_attend(int type, const Step* step, const Cache* cache, const Heads* query, const Heads* key, const Heads* value, void* out) {
-    typed(type, [=](auto number) { write_and_attend(*step, *cache, *query, *key, *value, (decltype(number)*)out); });
+    with_type(type, [=](auto number) { write_and_attend(*step, *cache, *query, *key, *value, (decltype(number)*)out); });
 }
 
 // Whether products of this type are taken from here: where they were measured to be no slower than oneDNN's, at any number of rows.
@@ -41,10 +33,10 @@ extern "C" int tf_multiplies(int type) {
 extern "C" int tf_panel() { return PANEL; }
 
 extern "C" void tf_pack(int type, const void* weight, int outputs, int inputs, void* packed) {
-    multiplied(type, [=](auto number) { pack((const decltype(number)*)weight, outputs, inputs, (decltype(number)*)packed); });
+    with_product_type(type, [=](auto number) { pack((const decltype(number)*)weight, outputs, inputs, (decltype(number)*)packed); });
 }
 
-// Rows as they are multiplied; in memory that grows and stays, where they have to be another type.
+// Rows as the product takes them; in memory that grows and stays, where they have to be another type.
 template <class T> const Factor<T>* factors(int threads, const T* rows, int64_t count) {
     if constexpr (std::is_same_v<T, Factor<T>>) return rows;
     else {  // one caller at a time
@@ -60,14 +52,14 @@ template <class T> const Factor<T>* factors(int threads, const T* rows, int64_t 
 template <class T, class U> void product(int threads, const T* rows, int num_rows, const Linear& linear, U* out) {
     const Factor<T>* converted = factors(threads, rows, (int64_t)num_rows * linear.inputs);
 #pragma omp parallel num_threads(threads)
-    own_panels(num_panels(linear), this_thread(), all_threads(), [&](int panel) {
+    for_own_panels(num_panels(linear), this_thread(), all_threads(), [&](int panel) {
         panel_product<T, U>(converted, num_rows, linear, panel, out, linear.outputs, nullptr);
     });
 }
 
 // `whole`: the outputs are the sums as they are, in float32.
 extern "C" void tf_product(int type, int threads, const void* rows, int num_rows, const Linear* linear, int whole, void* out) {
-    multiplied(type, [=](auto number) {
+    with_product_type(type, [=](auto number) {
         typedef decltype(number) T;
         if (whole) product(threads, (const T*)rows, num_rows, *linear, (float*)out);
         else product(threads, (const T*)rows, num_rows, *linear, (T*)out);
@@ -75,29 +67,29 @@ extern "C" void tf_product(int type, int threads, const void* rows, int num_rows
 }
 
 extern "C" void tf_layers(int type, const Step* step, const Layer* layers, int count, const void* cosines, const void* sines, void* states) {
-    multiplied(type, [=](auto number) {
+    with_product_type(type, [=](auto number) {
         typedef decltype(number) T;
         for (int i = 0; i < count; i++) run_layer(*step, layers[i], (const T*)cosines, (const T*)sines, (T*)states);
     });
 }
 
-// Rows that lie `stride` numbers apart; without turns all are plainly greedy.
-extern "C" void tf_choose(int type, int threads, const void* logits, int rows, int size, int64_t stride, const Turn* turns, const Choices* out) {
-    typed(type, [=](auto number) {
+// Rows that lie `stride` numbers apart; without requests all are greedy.
+extern "C" void tf_sample(int type, int threads, const void* logits, int rows, int size, int64_t stride, const SampleRequest* requests, const SamplerOutput* out) {
+    with_type(type, [=](auto number) {
 #pragma omp parallel for num_threads(threads) schedule(dynamic) if (rows > 1)
         for (int row = 0; row < rows; row++) {
             auto* own = (const decltype(number)*)logits + row * stride;
-            if (turns && turns[row].asks) chooser().choose(own, size, turns[row], Choice{*out, rows, row});
-            else likeliest(own, size, out->ids + row, out->logprobs + row);
+            if (requests && requests[row].uses_parameters) thread_sampler().sample(own, size, requests[row], RowOutput{*out, rows, row});
+            else argmax(own, size, out->ids + row, out->logprobs + row);
         }
     });
 }
 
-// What the model says of given ids, one in place of each row.
-extern "C" void tf_tell(int type, int threads, const void* logits, int rows, int size, int64_t stride, const Choices* out) {
-    typed(type, [=](auto number) {
+// The log-probability of one given id for each row, and the likeliest tokens.
+extern "C" void tf_logprobs(int type, int threads, const void* logits, int rows, int size, int64_t stride, const SamplerOutput* out) {
+    with_type(type, [=](auto number) {
 #pragma omp parallel for num_threads(threads) if (rows > 1)
         for (int row = 0; row < rows; row++)
-            chooser().tell((const decltype(number)*)logits + row * stride, size, out->ids[row], out->tops, Choice{*out, rows, row});
+            thread_sampler().write_logprobs((const decltype(number)*)logits + row * stride, size, out->ids[row], out->tops, RowOutput{*out, rows, row});
     });
 }

@@ -1,10 +1,11 @@
-// One decoder layer, all threads through all of it: between its parts they wait for each other, and nothing else happens.
+// One decoder layer, by all threads together: they wait for each other between its parts only.
 #pragma once
 #include <cmath>
 #include "attention.h"
 #include "products.h"
+#include "threads.h"
 
-template <class T, class U> void normalise(const Norm& norm, const T* from, int size, U* to) {
+template <class T, class U> void normalize(const Norm& norm, const T* from, int size, U* to) {
     Floats squares = {};
     float rest = 0;
     int i = 0;
@@ -31,8 +32,8 @@ template <class T> void rotate(const T* cosines, const T* sines, int size, T* he
 
 constexpr int FEW = 8;  // rows that every thread normalises for itself: sooner done than waited for
 
-// Memory for what lies between the parts; it grows and stays.
-template <class T> struct Between {
+// Memory of intermediate results; it grows and stays.
+template <class T> struct LayerBuffers {
     std::vector<T> projected;
     std::vector<Factor<T>> normed, attended, gated;
     void fit(int64_t rows, int threads, const Layer& layer) {
@@ -44,25 +45,25 @@ template <class T> struct Between {
     }
 };
 
-// All rows normalised, for the thread that calls.
+// Normalizes all rows → where the calling thread reads them.
 template <class T>
-const Factor<T>* normalised(const Norm& norm, const T* from, int rows, int size, int thread, int threads, Factor<T>* to) {
+const Factor<T>* normalize_rows(const Norm& norm, const T* from, int rows, int size, int thread, int threads, Factor<T>* to) {
     bool few = rows <= FEW;
     if (few) to += (int64_t)thread * FEW * size;
     for (int row = few ? 0 : thread; row < rows; row += few ? 1 : threads)
-        normalise(norm, from + (int64_t)row * size, size, to + (int64_t)row * size);
+        normalize(norm, from + (int64_t)row * size, size, to + (int64_t)row * size);
     if (!few) {
 #pragma omp barrier
     }
     return to;
 }
 
-// Of a token and a K head: Q and K are normed and rotated, K and V written to their page.
-template <class T> void place(const Step& step, const Layer& layer, int token, int head, const T* cosines, const T* sines, T* query) {
+// For a token and a K head: norms and rotates Q and K, writes K and V to their page.
+template <class T> void prepare_token(const Step& step, const Layer& layer, int token, int head, const T* cosines, const T* sines, T* query) {
     const Cache& cache = layer.cache;
     T *key = query + layer.q.outputs + head * cache.key_dim, *value = query + layer.q.outputs + layer.k.outputs + head * cache.value_dim;
     auto ready = [&](T* one, const Norm& norm) {
-        if (norm.weight) normalise(norm, one, cache.key_dim, one);
+        if (norm.weight) normalize(norm, one, cache.key_dim, one);
         if (layer.rotary) rotate(cosines + (int64_t)token * layer.rotary, sines + (int64_t)token * layer.rotary, layer.rotary, one);
     };
     for (int h = head * cache.group; h < (head + 1) * cache.group; h++) ready(query + h * cache.key_dim, layer.of_query);
@@ -72,10 +73,10 @@ template <class T> void place(const Step& step, const Layer& layer, int token, i
 
 // states [tokens][hidden] in and out, cosines and sines [tokens][rotary]
 template <class T> void run_layer(const Step& step, const Layer& layer, const T* cosines, const T* sines, T* states) {
-    static Between<T> between;
-    between.fit(step.num_tokens, step.threads, layer);
-    T* projected = between.projected.data();
-    Factor<T> *space = between.normed.data(), *attended = between.attended.data(), *gated = between.gated.data();
+    static LayerBuffers<T> buffers;
+    buffers.fit(step.num_tokens, step.threads, layer);
+    T* projected = buffers.projected.data();
+    Factor<T> *space = buffers.normed.data(), *attended = buffers.attended.data(), *gated = buffers.gated.data();
     std::atomic<int> taken{0};
     bool apart = step.num_tiles == step.num_tokens;  // no token sees another's K
     int rows = step.num_tokens, heads = layer.cache.kv_heads, hidden = layer.q.inputs, stride = layer.q.outputs + layer.k.outputs + layer.v.outputs;
@@ -83,8 +84,8 @@ template <class T> void run_layer(const Step& step, const Layer& layer, const T*
 #pragma omp parallel num_threads(step.threads)
     {
         int thread = this_thread(), threads = all_threads();
-        const Factor<T>* normed = normalised<T>(layer.before_attention, states, rows, hidden, thread, threads, space);
-        own_panels(q_panels + k_panels + v_panels, thread, threads, [&](int panel) {
+        const Factor<T>* normed = normalize_rows<T>(layer.before_attention, states, rows, hidden, thread, threads, space);
+        for_own_panels(q_panels + k_panels + v_panels, thread, threads, [&](int panel) {
             const Linear& linear = panel < q_panels ? layer.q : panel < q_panels + k_panels ? layer.k : layer.v;
             T* to = projected + (&linear == &layer.q ? 0 : &linear == &layer.k ? layer.q.outputs : layer.q.outputs + layer.k.outputs);
             panel -= &linear == &layer.q ? 0 : &linear == &layer.k ? q_panels : q_panels + k_panels;
@@ -93,22 +94,22 @@ template <class T> void run_layer(const Step& step, const Layer& layer, const T*
 #pragma omp barrier
         if (!apart) {
             for (int row = thread; row < rows; row += threads)
-                for (int head = 0; head < heads; head++) place(step, layer, row, head, cosines, sines, projected + (int64_t)row * stride);
+                for (int head = 0; head < heads; head++) prepare_token(step, layer, row, head, cosines, sines, projected + (int64_t)row * stride);
 #pragma omp barrier
         }
-        own_units(taken, step.num_tiles * heads, [&](int unit, int next) {
+        for_units(taken, step.num_tiles * heads, [&](int unit, int next) {
             int64_t row = step.tiles[4 * (unit / heads)];
-            if (apart) place(step, layer, row, unit % heads, cosines, sines, projected + row * stride);
+            if (apart) prepare_token(step, layer, row, unit % heads, cosines, sines, projected + row * stride);
             attend<T>(step, layer.cache, unit, next, {projected, stride, layer.cache.key_dim}, attended);
         });
 #pragma omp barrier
-        own_panels(num_panels(layer.o), thread, threads,
+        for_own_panels(num_panels(layer.o), thread, threads,
                    [&](int panel) { panel_product<T>(attended, rows, layer.o, panel, states, hidden, states); });
 #pragma omp barrier
-        normed = normalised<T>(layer.before_mlp, states, rows, hidden, thread, threads, space);
-        own_panels(num_panels(layer.gate), thread, threads, [&](int panel) { panel_gated<T>(normed, rows, layer.gate, layer.up, panel, gated); });
+        normed = normalize_rows<T>(layer.before_mlp, states, rows, hidden, thread, threads, space);
+        for_own_panels(num_panels(layer.gate), thread, threads, [&](int panel) { panel_gated<T>(normed, rows, layer.gate, layer.up, panel, gated); });
 #pragma omp barrier
-        own_panels(num_panels(layer.down), thread, threads,
+        for_own_panels(num_panels(layer.down), thread, threads,
                    [&](int panel) { panel_product<T>(gated, rows, layer.down, panel, states, hidden, states); });
     }
 }

@@ -2,7 +2,7 @@
 // An output is one sum over its inputs in their order, however many rows there are: so its bits depend on its own row only.
 #pragma once
 #include <algorithm>
-#include "shapes.h"
+#include "structs.h"
 #include "tiles.h"
 #include "vector.h"
 
@@ -51,7 +51,7 @@ template <class T, int N = ROWS> void multiply_rows(int count, const Factor<T>* 
 }
 
 // The sums of up to AT_ONCE rows and a panel, with the bias.
-template <class T> void tile(const Factor<T>* rows, int count, const Linear& linear, int panel, Tiles& tiles, float* sums) {
+template <class T> void tile_sums(const Factor<T>* rows, int count, const Linear& linear, int panel, Tiles& tiles, float* sums) {
     const T* packed = (const T*)linear.packed + (int64_t)panel * PANEL * linear.inputs;
     if (!tiles.multiply(rows, count, linear.inputs, packed, sums))
         for (int row = 0; row < count; row += ROWS)
@@ -62,14 +62,14 @@ template <class T> void tile(const Factor<T>* rows, int count, const Linear& lin
                 store(sums + n * PANEL + w * LANES, load(sums + n * PANEL + w * LANES) + load(linear.bias + panel * PANEL + w * LANES));
 }
 
-template <class T> void put(T* to, const float* sums, int count) {
+template <class T> void store_row(T* to, const float* sums, int count) {
     int j = 0;
     for (; j + LANES <= count; j += LANES) store(to + j, load(sums + j));
     for (; j < count; j++) store_one(to + j, sums[j]);
 }
 
 // Calls `each(panel)` for the panels that are a thread's own: the same in every step, so that they stay in its caches.
-template <class F> void own_panels(int panels, int thread, int threads, F each) {
+template <class F> void for_own_panels(int panels, int thread, int threads, F each) {
     for (int panel = (int64_t)panels * thread / threads; panel < (int64_t)panels * (thread + 1) / threads; panel++) each(panel);
 }
 
@@ -81,12 +81,12 @@ void panel_product(const Factor<T>* rows, int num_rows, const Linear& linear, in
     int width = std::min(PANEL, linear.outputs - panel * PANEL);
     for (int row = 0; row < num_rows; row += AT_ONCE) {
         int count = std::min(AT_ONCE, num_rows - row);
-        tile<T>(rows + (int64_t)row * linear.inputs, count, linear, panel, tiles, sums);
+        tile_sums<T>(rows + (int64_t)row * linear.inputs, count, linear, panel, tiles, sums);
         for (int n = 0; n < count; n++) {
             int64_t at = (row + n) * stride + panel * PANEL;
             if (residual)
                 for (int j = 0; j < width; j++) sums[n * PANEL + j] += load_one(residual + at + j);
-            put(out + at, sums + n * PANEL, width);
+            store_row(out + at, sums + n * PANEL, width);
         }
     }
 }
@@ -101,11 +101,11 @@ void panel_gated(const Factor<T>* rows, int num_rows, const Linear& gate, const 
     int width = std::min(PANEL, gate.outputs - panel * PANEL);
     for (int row = 0; row < num_rows; row += AT_ONCE) {
         int count = std::min(AT_ONCE, num_rows - row);
-        tile<T>(rows + (int64_t)row * gate.inputs, count, gate, panel, tiles, gates);
-        tile<T>(rows + (int64_t)row * up.inputs, count, up, panel, tiles, ups);
+        tile_sums<T>(rows + (int64_t)row * gate.inputs, count, gate, panel, tiles, gates);
+        tile_sums<T>(rows + (int64_t)row * up.inputs, count, up, panel, tiles, ups);
         for (int n = 0; n < count; n++) {
             for (int j = n * PANEL; j < (n + 1) * PANEL; j += LANES) store(gates + j, sigmoid_linear(load(gates + j)) * load(ups + j));
-            put(out + (int64_t)(row + n) * gate.outputs + panel * PANEL, gates + n * PANEL, width);
+            store_row(out + (int64_t)(row + n) * gate.outputs + panel * PANEL, gates + n * PANEL, width);
         }
     }
 }

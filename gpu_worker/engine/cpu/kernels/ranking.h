@@ -34,22 +34,22 @@ struct Candidates {
         size = count;
         std::fill_n(keys.begin() + size, LANES, 0.f);
         for (int i = 0; i < size; i += LANES) {
-            Longs some = weigh(load(&keys[i])).whole();
+            Longs some = weights_of(load(&keys[i])).whole();
             memcpy(&weights[i], &some, sizeof some);
         }
     }
 };
 
-struct Ranked {
+struct RankedToken {
     float key;
     int32_t id;
     int64_t weight;
 };
 
-struct Ranking {
+struct TokenRanking {
     static constexpr int BUCKETS = 1024;
     static constexpr float DEEPEST = 28;  // what is below weighs nothing
-    std::vector<Ranked> tokens;
+    std::vector<RankedToken> tokens;
     int32_t starts[BUCKETS + 1];
     int64_t masses[BUCKETS + 1];  // of all buckets before one
     bool sorted[BUCKETS];
@@ -75,13 +75,13 @@ struct Ranking {
 
     void sort(int bucket) {
         if (sorted[bucket]) return;
-        auto before = [](const Ranked& a, const Ranked& b) { return a.key > b.key || (a.key == b.key && a.id < b.id); };
-        Ranked *begin = tokens.data() + starts[bucket], *end = tokens.data() + starts[bucket + 1];
+        auto before = [](const RankedToken& a, const RankedToken& b) { return a.key > b.key || (a.key == b.key && a.id < b.id); };
+        RankedToken *begin = tokens.data() + starts[bucket], *end = tokens.data() + starts[bucket + 1];
         if (!std::is_sorted(begin, end, before)) std::sort(begin, end, before);
         sorted[bucket] = true;
     }
 
-    const Ranked& at(int place) {
+    const RankedToken& at(int place) {
         int bucket = std::upper_bound(starts, starts + BUCKETS + 1, place) - starts - 1;
         sort(bucket);
         return tokens[place];

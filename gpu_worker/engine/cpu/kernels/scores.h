@@ -1,9 +1,10 @@
-// A row of logits as scores, and these as weights: what one way of choosing does as another. As gpu_worker/engine/sampling/penalties.py and draw.py.
+// A row of logits as scores, and these as weights: penalties, temperature, sums. As sampling/penalties.py and
+// sampling/multinomial.py.
 #pragma once
 #include <algorithm>
 #include <cmath>
 #include <vector>
-#include "shapes.h"
+#include "structs.h"
 #include "vector.h"
 
 constexpr int STRETCH = 32 * LANES;  // scores that are gone through and summed together
@@ -23,8 +24,8 @@ inline Weights fixed(Floats numbers) {
     Ints high = __builtin_convertvector(units, Ints);
     return {high, __builtin_convertvector((units - __builtin_convertvector(high, Floats)) * ROOT, Ints)};
 }
-inline Weights weigh(Floats scores) { return fixed(scores > -28.f ? exponential(scores) : splat(0.f)); }  // nothing for what is no number
-inline Weights inform(Floats scores) { return fixed(scores > -80.f ? exponential(scores) * -scores : splat(0.f)); }  // p log p, for an entropy
+inline Weights weights_of(Floats scores) { return fixed(scores > -28.f ? exponential(scores) : splat(0.f)); }  // nothing for what is no number
+inline Weights information_of(Floats scores) { return fixed(scores > -80.f ? exponential(scores) * -scores : splat(0.f)); }  // p log p, for an entropy
 inline int64_t sum(Ints x) {
     int64_t total = 0;
     for (int lane = 0; lane < LANES; lane++) total += x[lane];
@@ -60,7 +61,7 @@ struct Scores {
     }
 
     // The likeliest is 0 then, so no temperature makes others overflow. False where no score is a number that others can be compared with.
-    bool temper(float temperature) {
+    bool apply_temperature(float temperature) {
         float top = most();
         if (!std::isfinite(top)) return false;
         for (int i = 0; i < padded(); i += LANES) store(begin() + i, (load(begin() + i) - top) / temperature);
@@ -76,15 +77,15 @@ struct Scores {
         return (sum(high) << 20) + sum(low);
     }
 
-    void sum_up() {
+    void sum_weights() {
         total = 0;
-        for (int stretch = 0; stretch < (int)sums.size(); stretch++) total += sums[stretch] = sum_of(stretch, weigh);
+        for (int stretch = 0; stretch < (int)sums.size(); stretch++) total += sums[stretch] = sum_of(stretch, weights_of);
     }
 
     // Both it and what a score says lack the logarithm of the total.
     float entropy() {
         int64_t information = 0;
-        for (int stretch = 0; stretch < (int)sums.size(); stretch++) information += sum_of(stretch, inform);
+        for (int stretch = 0; stretch < (int)sums.size(); stretch++) information += sum_of(stretch, information_of);
         return (float)information / (float)total;
     }
 };
@@ -95,21 +96,21 @@ template <class F> void each(const List<int64_t>& ids, const Scores& scores, F c
         if (ids.data[i] < scores.size) change(i, ids.data[i]);
 }
 
-inline void adjust(Scores& scores, const Turn& turn) {
+inline void apply_penalties(Scores& scores, const SampleRequest& request) {
     float* x = scores.begin();
-    each(turn.biased, scores, [&](int64_t i, int64_t id) { x[id] += turn.bias.data[i]; });
-    each(turn.banned, scores, [&](int64_t, int64_t id) { x[id] = OUT; });
-    const int64_t *counts = turn.history.data + turn.room, *generated = counts + turn.room;
-    each(turn.history, scores, [&](int64_t, int64_t id) { x[id] = x[id] < 0 ? x[id] * turn.repetition : x[id] / turn.repetition; });
-    each(turn.history, scores, [&](int64_t i, int64_t id) {
-        x[id] -= (float)(turn.frequency * generated[i] + turn.presence * (generated[i] > 0) + turn.relative * counts[i]);
+    each(request.biased, scores, [&](int64_t i, int64_t id) { x[id] += request.bias.data[i]; });
+    each(request.banned, scores, [&](int64_t, int64_t id) { x[id] = OUT; });
+    const int64_t *counts = request.history.data + request.history_stride, *generated = counts + request.history_stride;
+    each(request.history, scores, [&](int64_t, int64_t id) { x[id] = x[id] < 0 ? x[id] * request.repetition : x[id] / request.repetition; });
+    each(request.history, scores, [&](int64_t i, int64_t id) {
+        x[id] -= (float)(request.frequency * generated[i] + request.presence * (generated[i] > 0) + request.relative * counts[i]);
     });
 }
 
-// What a guide says; tokens behind the ends of its bias and mask stay as they are.
-inline void steer(Scores& scores, const Turn& turn) {
+// A grammar's bias and mask; tokens behind their ends stay as they are.
+inline void apply_grammar(Scores& scores, const SampleRequest& request) {
     float* x = scores.begin();
-    for (int i = 0; i < std::min<int64_t>(turn.guide_bias.count, scores.size); i++) x[i] += turn.guide_bias.data[i];
-    for (int i = 0; i < std::min<int64_t>(turn.mask.count * 32, scores.size); i++)
-        if (!(turn.mask.data[i / 32] >> i % 32 & 1)) x[i] = OUT;
+    for (int i = 0; i < std::min<int64_t>(request.grammar_bias.count, scores.size); i++) x[i] += request.grammar_bias.data[i];
+    for (int i = 0; i < std::min<int64_t>(request.grammar_mask.count * 32, scores.size); i++)
+        if (!(request.grammar_mask.data[i / 32] >> i % 32 & 1)) x[i] = OUT;
 }

@@ -3,7 +3,7 @@
 #include "vector.h"
 
 // The first of the largest logits, and the logarithm of its probability.
-template <class T> void likeliest(const T* logits, int size, int64_t* id, float* logprob) {
+template <class T> void argmax(const T* logits, int size, int64_t* id, float* logprob) {
     Floats best = splat(-__builtin_inff());
     Ints where = {};
     int i = 0;

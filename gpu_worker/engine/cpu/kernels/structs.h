@@ -1,4 +1,4 @@
-// What Python hands over; gpu_worker/engine/cpu/native.py has the same fields in the same order.
+// What Python hands over; cpu/native.py has structs with the same fields in the same order.
 #pragma once
 #include <cstdint>
 
@@ -36,7 +36,8 @@ struct Norm {
     float epsilon;
 };
 
-// A layer of the shape that Llama made common: norm, attention, norm, gated feed-forward, each half added to what came in.
+// A layer of the shape that Llama made common: norm, attention, norm, gated feed-forward, each half with a
+// residual connection.
 struct Layer {
     Cache cache;
     Linear q, k, v, o, gate, up, down;
@@ -49,23 +50,24 @@ template <class N> struct List {
     int64_t count;
 };
 
-// How a row chooses its token: the fields of `SamplingParams` in common/messages/request.py, and what the row remembers.
-struct Turn {
-    int32_t asks;  // 0: plainly the likeliest, and nothing else here counts
-    int32_t num_tops, raw, top_k;
+// How a row samples: the fields of `SamplingParams` in common/messages/request.py, and the row's token counts.
+struct SampleRequest {
+    int32_t uses_parameters;  // 0: greedy, and nothing else here counts
+    int32_t num_tops, raw_logprobs, top_k;
     float temperature, repetition;
-    double top_p, min_p, typical_p, number;  // the latter in [0, 1)
+    double top_p, min_p, typical_p, uniform;  // the latter in [0, 1)
     double frequency, presence, relative;    // the latter by the number of all tokens in the history
     List<int64_t> biased;
     List<float> bias;
-    List<int64_t> banned, history;  // distinct ids; in further lists, `room` numbers apart: their counts, and those of the generated ones
-    int64_t room;
-    List<float> guide_bias;
-    List<int32_t> mask;  // bit i % 32 of word i / 32: token i may come
+    List<int64_t> banned, history;  // distinct ids; in further lists, `history_stride` numbers apart: their counts,
+                                   // and those of the generated ones
+    int64_t history_stride;
+    List<float> grammar_bias;
+    List<int32_t> grammar_mask;  // bit i % 32 of word i / 32: token i is allowed
 };
 
-// Where choices go, [rows]; of the likeliest tokens [tops][rows], of which a row fills as many as it asks for.
-struct Choices {
+// Where sampled tokens go, [rows]; the likeliest beside them [tops][rows], of which a row fills its num_tops.
+struct SamplerOutput {
     int64_t* ids;
     float* logprobs;
     int64_t* top_ids;
