@@ -1,5 +1,5 @@
-"""The fleet's figures: one hash in the broker, to which every process adds what it has counted, so that they
-outlive it.
+"""Metrics of the whole pool: one hash in the broker, to which every process adds what it counts. The sums
+outlive the processes.
 """
 
 import asyncio
@@ -15,35 +15,43 @@ from common.metrics.exposition import own_values
 
 log = logging.getLogger(__name__)
 ADD_S = 1.0
-LAST_WORD_S = 1.0
+"""Time between two additions."""
+FINAL_ADD_S = 1.0
+"""Time limit of the last addition, at the end of the process."""
 
 
 class MetricsPublisher:
-    """What this process counts from now on, and how much of it has been added. What it counts while the
-    broker is away is added when that is back; when an answer gets lost, one second may be counted twice.
+    """Adds this process's counts to the pool's hash.
+
+    What is counted while the broker is away is added when it is back. If a reply of the broker is lost, one
+    second may be counted twice.
+
+    Attributes:
+        added: the values that have been added so far.
     """
 
     def __init__(self, redis: Redis, keys: Keys) -> None:
-        self.redis, self.keys = redis, keys
+        self.redis = redis
+        self.keys = keys
         self.added = own_values()
 
-    async def run(self, over: asyncio.Event) -> None:
-        """Adds now and then, and once more when it is over. (Who is cancelled does not know whether what was
-        sent has been added.)
+    async def run(self, stopped: asyncio.Event) -> None:
+        """Add every ADD_S seconds, and a last time after `stopped` is set. (A cancelled task could not know
+        whether the broker has added what was sent.)
         """
         last = False
         while not last:
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(over.wait(), ADD_S)
-            last = over.is_set()
+                await asyncio.wait_for(stopped.wait(), ADD_S)
+            last = stopped.is_set()
             try:
                 await self.add()
             except ERRORS as error:
-                log.debug("figures wait: %s", describe_error(error))
+                log.debug("metrics are added later: %s", describe_error(error))
 
     async def add(self) -> None:
-        """Adds what is new. A number that the broker refuses (somebody wrote another thing there) stays new,
-        and hinders no other.
+        """Add what is new. A field that the broker refuses (because something else was written there) stays
+        new, and the other fields are added all the same.
         """
         changed = {name: value for name, value in own_values().items() if value != self.added.get(name, 0.0)}
         if not changed:
@@ -62,21 +70,19 @@ class MetricsPublisher:
 
 @contextlib.asynccontextmanager
 async def publishing_metrics(redis: Redis, keys: Keys) -> AsyncIterator[None]:
-    """What this process counts is added to the pool's figures while the context is open; the last of it when
-    it closes.
-    """
-    over = asyncio.Event()
-    task = asyncio.create_task(MetricsPublisher(redis, keys).run(over))
+    """Adds this process's counts to the pool's hash while the context is open, and a last time at its end."""
+    stopped = asyncio.Event()
+    task = asyncio.create_task(MetricsPublisher(redis, keys).run(stopped))
     try:
         yield
     finally:
-        over.set()
-        await asyncio.wait([task], timeout=LAST_WORD_S)
+        stopped.set()
+        await asyncio.wait([task], timeout=FINAL_ADD_S)
         task.cancel()
 
 
 async def read_totals(redis: Redis, keys: Keys) -> dict[str, float]:
-    """What all processes have counted, dead ones included. What is no number is left out."""
+    """The sums of all processes, dead ones included. Fields that are not numbers are left out."""
     found: dict[bytes, bytes] = await redis.hgetall(keys.metrics)  # type: ignore[misc]
     values = {}
     for name, value in found.items():

@@ -1,4 +1,4 @@
-"""Figures as the text that Prometheus reads. prometheus_client words it, but TGI's counters are not called
+"""Exposition: metrics in Prometheus' text format, by prometheus_client. TGI's counters have no suffix
 `_total`.
 """
 
@@ -26,18 +26,22 @@ Gauges = Mapping[str, Mapping[Labels, float]]
 
 
 def own_values() -> dict[str, float]:
-    """What this process has counted in its life, under the names that `Metric.field` gives."""
+    """The counts of this process, under the names that `Metric.field` returns."""
     return {name: value for metric in COUNTED for name, value in metric.fields()}
 
 
 def render_own(pool: str) -> bytes:
-    """The figures of this process alone, and what the system says of it."""
+    """The counts of this process alone, and its memory and processor time."""
     return render(FleetCollector(pool, COUNTED, own_values(), {})) + generate_latest(REGISTRY)
 
 
 def render_fleet(pool: str, values: Values | None, gauges: Gauges) -> bytes:
-    """The figures of the whole pool. What is not known is left out: gauges one by one, and all that is
-    counted where `values` is None (as 0 it would look like a new start).
+    """The metrics of the whole pool.
+
+    Args:
+        values: the sums of all processes. None, if they are not known, leaves out all counters and
+            histograms, because zeros would look like a restart.
+        gauges: gauges that are not in it are left out.
     """
     known = [
         metric for metric in TABLE if metric.name in gauges or (metric.kind != "gauge" and values is not None)
@@ -45,17 +49,19 @@ def render_fleet(pool: str, values: Values | None, gauges: Gauges) -> bytes:
     return render(FleetCollector(pool, known, values or {}, gauges))
 
 
-def render(figures: "FleetCollector") -> bytes:
+def render(collector: "FleetCollector") -> bytes:
     registry = CollectorRegistry(auto_describe=False)
-    registry.register(figures)
+    registry.register(collector)
     return TGI_COUNTER.sub(rb"\1 ", generate_latest(registry))
 
 
 class FleetCollector(Collector):
-    """Metrics and their numbers as prometheus_client wants them. Fields that are none of ours are left out."""
+    """Metrics and their values for prometheus_client. Unknown fields are left out."""
 
     def __init__(self, pool: str, metrics: Iterable[Metric], values: Values, gauges: Gauges) -> None:
-        self.pool, self.metrics, self.gauges = pool, metrics, gauges
+        self.pool = pool
+        self.metrics = metrics
+        self.gauges = gauges
         self.series = by_metric(values)
 
     def collect(self) -> Iterator[Family]:
@@ -72,6 +78,7 @@ class FleetCollector(Collector):
                     yield self.gauge(metric)
 
     def names(self, metric: Metric) -> list[str]:
+        """Label names; ours begin with the pool."""
         return [*([] if metric.name.startswith("tgi_") else [POOL]), *metric.labels]
 
     def labels(self, metric: Metric, labels: Labels) -> list[str]:
@@ -103,7 +110,7 @@ class FleetCollector(Collector):
 
 
 def by_metric(values: Values) -> dict[str, Series]:
-    """Numbers by metric, label values and part."""
+    """Values by metric, label values and part."""
     found: dict[str, Series] = defaultdict(lambda: defaultdict(dict))
     for name, value in values.items():
         first, *labels = name.split(SEPARATOR)
@@ -127,12 +134,12 @@ def is_part(metric: Metric, part: str) -> bool:
 
 
 def all_labels(metric: Metric, series: Series) -> list[Labels]:
-    """Label values that are known beforehand, and those that came up."""
+    """Label values that the catalogue knows, and those that have occurred."""
     return sorted({*product(*metric.labels.values()), *series})
 
 
 def cumulative(bounds: tuple[float, ...], parts: Mapping[str, float]) -> list[tuple[str, float]]:
-    """Buckets as Prometheus wants them, under the bounds of this process and of whoever had others."""
+    """Cumulative buckets, with the bounds of this process and those of processes that had others."""
     counts = dict.fromkeys(bounds, 0.0) | {
         float(part): count for part, count in parts.items() if part not in (SUM, "")
     }
@@ -146,7 +153,7 @@ def cumulative(bounds: tuple[float, ...], parts: Mapping[str, float]) -> list[tu
 
 
 def zero_summary(metric: Metric) -> Family:
-    """The quantiles of something that never happens."""
+    """A summary without observations."""
     family = Family(metric.name, metric.help, "summary")
     for quantile in QUANTILES:
         family.add_sample(metric.name, {"quantile": quantile}, 0.0)

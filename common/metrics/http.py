@@ -1,4 +1,4 @@
-"""METRICS_PORT: what one process has counted itself, and what the system says of it, as `GET /metrics`."""
+"""METRICS_PORT: `GET /metrics` of one process: its own counts, memory and processor time."""
 
 import http.server
 import socket
@@ -8,17 +8,17 @@ import threading
 from common.metrics.exposition import CONTENT_TYPE, render_own
 from common.settings.settings import SettingError, Settings
 
-SILENCE_S = 10.0
-"""After which a client that says nothing is left."""
+CLIENT_TIMEOUT_S = 10.0
+"""A client that sends nothing for so long is disconnected."""
 
 
 def start_metrics_server(settings: Settings) -> None:
-    """Answers from a thread until the process ends. Raises SettingError when the port is taken."""
+    """Serve from a thread until the process ends. Raises SettingError if the port is taken."""
     if not settings.metrics_port:
         return
 
-    class Answer(http.server.BaseHTTPRequestHandler):
-        timeout = SILENCE_S
+    class MetricsHandler(http.server.BaseHTTPRequestHandler):
+        timeout = CLIENT_TIMEOUT_S
 
         def do_GET(self) -> None:
             if self.path.split("?")[0] != "/metrics":
@@ -34,12 +34,12 @@ def start_metrics_server(settings: Settings) -> None:
         def log_message(self, format: str, *args: object) -> None:
             pass
 
-    class Server(socketserver.ThreadingTCPServer):  # http.server's own asks the DNS for our name first
+    class MetricsServer(socketserver.ThreadingTCPServer):  # http.server's own class asks the DNS first
         address_family = socket.AF_INET6 if ":" in settings.listen_host else socket.AF_INET
         allow_reuse_address = daemon_threads = True
 
     try:
-        server = Server((settings.listen_host, settings.metrics_port), Answer)
+        server = MetricsServer((settings.listen_host, settings.metrics_port), MetricsHandler)
     except OSError as error:
         raise SettingError(
             "metrics_port",

@@ -1,9 +1,9 @@
-"""What is counted in one process: counters and histograms, cheap enough for every step, and gauges, which are
-read when somebody looks.
+"""Metric types: counters and histograms, which are cheap enough for every step, and gauges, which are read
+when metrics are requested.
 
-prometheus_client words the text (common/metrics/exposition.py). The counting is ours: processes add what is
-new to the fleet's figures every second, so what has changed must be cheap to find, and many equal values (the
-rows of a step) must count as cheaply as one.
+prometheus_client makes the text (common/metrics/exposition.py), but the counting is ours: every second a
+process adds what is new to the pool's sums, so changes must be cheap to find, and many equal values (the rows
+of a step) must count as cheaply as one.
 """
 
 from bisect import bisect_left
@@ -15,7 +15,7 @@ from typing import Literal
 INFINITY = float("inf")
 SUM = "sum"
 TOTAL = -INFINITY
-"""Stands among the bounds of a histogram's buckets for the sum of all values."""
+"""The key of the sum of all values, among the bounds of a histogram's buckets."""
 SEPARATOR = "|"
 
 Labels = tuple[str, ...]
@@ -24,11 +24,11 @@ Kind = Literal["counter", "histogram", "gauge", "summary"]
 
 @dataclass(slots=True, eq=False)
 class Metric:
-    """A name of the table.
+    """A metric of the catalogue.
 
     Attributes:
-        labels: name of each label → its values known beforehand: with them a series is there, as 0, before it
-            is first counted.
+        labels: name of each label → its known values. A series with known values is shown as 0 before it is
+            first counted.
     """
 
     name: str
@@ -38,18 +38,18 @@ class Metric:
     kind: Kind = field(init=False, default="gauge")
 
     def field(self, labels: Labels, part: str = "") -> str:
-        """The name of one number of one series in the fleet's hash."""
+        """The field of one value of one series in the pool's hash."""
         return SEPARATOR.join((self.name, *labels, part))
 
 
 @dataclass(slots=True, eq=False)
 class Gauge(Metric):
-    """Something that is, read when it is asked for."""
+    """A value that is read when metrics are requested."""
 
 
 @dataclass(slots=True, eq=False)
 class Summary(Metric):
-    """Quantiles of what happens; here only of what never does."""
+    """Quantiles. Only TGI's skipped tokens have this type, and they never occur."""
 
     kind: Kind = field(init=False, default="summary")
 
@@ -63,17 +63,17 @@ class Counter(Metric):
         self.values[labels] += amount
 
     def fields(self) -> Iterator[tuple[str, float]]:
-        for labels, value in list(self.values.items()):  # counting goes on while a thread shows it
+        for labels, value in list(self.values.items()):  # a copy: counting goes on while a thread renders it
             yield self.field(labels), value
 
 
 @dataclass(slots=True, eq=False)
 class Histogram(Metric):
-    """Counts values by the smallest bound that they do not exceed; not cumulative, so that histograms with
-    other bounds can be added.
+    """Counts values by the smallest bound that they do not exceed. Buckets are not cumulative, so that
+    histograms with different bounds can be added.
 
     Attributes:
-        bounds: rising, the last one infinite.
+        bounds: ascending; the last one is infinite.
     """
 
     bounds: tuple[float, ...] = (INFINITY,)
@@ -83,20 +83,20 @@ class Histogram(Metric):
     )
 
     def observe(self, value: float, *labels: str, times: int = 1) -> None:
-        """Counts a value, `times` over."""
+        """Count a value `times` times."""
         parts = self.series[labels]
         parts[self.bounds[bisect_left(self.bounds, value)]] += times
         parts[TOTAL] += value * times
 
     def observe_all(self, values: Iterable[float], *labels: str) -> None:
-        """Counts each of them."""
+        """Count each of the values."""
         parts = self.series[labels]
         for value in values:
             parts[self.bounds[bisect_left(self.bounds, value)]] += 1
             parts[TOTAL] += value
 
     def fit(self, limit: int, num_buckets: int = 100) -> None:
-        """From now on the bounds are `num_buckets` equal steps up to `limit`."""
+        """Set the bounds to `num_buckets` equal steps up to `limit`."""
         if self.bounds[-2:-1] != (float(limit),):
             self.bounds = (*(limit * (i + 1) / num_buckets for i in range(num_buckets)), INFINITY)
 
