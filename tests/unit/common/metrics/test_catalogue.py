@@ -1,10 +1,11 @@
-"""Names, types, labels and buckets, and that what many processes count adds up."""
+"""The metrics catalogue: names, types, labels, buckets, and sums over many processes."""
 
 import asyncio
 import re
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
@@ -70,7 +71,7 @@ def numbers(text: str) -> dict[str, float]:
     }
 
 
-def test_tgi_s_names_types_and_labels():
+def test_tgi_metrics_have_tgi_s_names_types_and_labels():
     text = whole_text()
     types = dict(re.findall(r"^# TYPE (tgi_\w+) (\w+)$", text, re.MULTILINE))
     assert types == {name: kind for name, (kind, _) in TGI.items()}
@@ -85,7 +86,7 @@ def test_tgi_s_names_types_and_labels():
     assert not re.search(r"tgi_\w+_total\b", text)
 
 
-def test_tgi_s_buckets():
+def test_tgi_histograms_have_tgi_s_buckets():
     catalogue.INPUT_LENGTH.fit(1000)
     families = {family.name: family for family in text_string_to_metric_families(whole_text())}
 
@@ -100,13 +101,32 @@ def test_tgi_s_buckets():
     assert bounds("tgi_request_input_length") == [*range(10, 1001, 10), INFINITY]
 
 
-def test_ours_carry_the_pool():
+def test_our_own_metrics_have_the_label_pool():
     lines = [line for line in whole_text().splitlines() if line.startswith("tokenfleet_")]
     assert len({line.split("{")[0] for line in lines}) >= 12
     assert all('pool="p"' in line for line in lines)
 
 
-def test_histograms_count_weigh_and_cumulate():
+def test_every_metric_of_ours_is_in_the_docs_with_its_type_and_labels():
+    text = (Path(__file__).parents[4] / "docs/metrics.md").read_text()
+    rows = re.findall(r"^\| `(tokenfleet_\w+)` \| (\w+) \| ([\w, ]*?) ?\|", text, re.MULTILINE)
+    ours = [metric for metric in catalogue.TABLE if metric.name.startswith("tokenfleet_")]
+    assert sorted(rows) == sorted(
+        (metric.name + "_total" * (metric.kind == "counter"), metric.kind, ", ".join(metric.labels))
+        for metric in ours
+    )
+
+
+def test_every_help_text_is_a_noun_phrase_and_durations_name_their_unit():
+    for metric in catalogue.TABLE:
+        assert re.match(
+            r"(Number|Time|Mean|Maximum|Prompt|Tokens|Capacity|Fraction|Whether|Accepted) ", metric.help
+        )
+        if metric.name.endswith(("_duration", "_seconds")):
+            assert metric.help.endswith(", in seconds")
+
+
+def test_a_histogram_counts_values_and_its_buckets_are_cumulative():
     one = Histogram("tgi_batch_next_size", "", bounds=(1.0, 2.0, 4.0, INFINITY))
     one.observe(1)
     one.observe(1.5, times=3)
@@ -124,8 +144,8 @@ def test_histograms_count_weigh_and_cumulate():
     assert found["tgi_batch_next_size_sum"] == 105.5
 
 
-def test_histograms_with_other_bounds_add_up():
-    """As when a gateway learns of a smaller worker than the others did."""
+def test_histograms_with_different_bounds_add_up():
+    """As when one gateway knows of a smaller worker than the others."""
     one, other = (Histogram("tgi_request_input_length", "") for _ in range(2))
     one.fit(100)
     other.fit(150)
@@ -140,7 +160,7 @@ def test_histograms_with_other_bounds_add_up():
     assert values == sorted(values)
 
 
-def test_strange_fields_are_left_out():
+def test_unknown_fields_are_left_out():
     values = {
         "": 1.0,
         "tgi_request_count": 1.0,
@@ -152,13 +172,13 @@ def test_strange_fields_are_left_out():
     assert numbers(whole_text(values))["tgi_request_count"] == 2
 
 
-def test_without_a_broker_nothing_looks_like_a_new_start():
+def test_counters_are_left_out_without_a_broker():
     text = render_fleet("p", None, {"tokenfleet_broker_up": {(): 0.0}}).decode()
     assert numbers(text) == {'tokenfleet_broker_up{pool="p"}': 0.0}
 
 
-async def test_processes_add_up_and_outlive_themselves(redis, monkeypatch):
-    """Two processes by two tallies: each adds only what is new."""
+async def test_sums_add_up_over_processes_and_outlive_them(redis, monkeypatch):
+    """Two publishers stand for two processes: each adds only what is new."""
     mine = {"tgi_request_count|": 10.0}
     monkeypatch.setattr(aggregate, "own_values", mine.copy)
     one, other = MetricsPublisher(redis, KEYS), MetricsPublisher(redis, KEYS)
@@ -177,7 +197,7 @@ async def test_processes_add_up_and_outlive_themselves(redis, monkeypatch):
     assert len(await aggregate.read_totals(redis, KEYS)) == 2
 
 
-async def test_what_is_counted_while_the_broker_is_away_comes_later(redis, monkeypatch):
+async def test_counts_made_while_the_broker_is_away_are_added_later(redis, monkeypatch):
     mine: dict[str, float] = {}
     monkeypatch.setattr(aggregate, "own_values", mine.copy)
     one = MetricsPublisher(redis, KEYS)
@@ -189,7 +209,7 @@ async def test_what_is_counted_while_the_broker_is_away_comes_later(redis, monke
     assert await aggregate.read_totals(redis, KEYS) == {"tgi_request_count|": 3.0}
 
 
-async def test_a_spoilt_number_hinders_no_other(redis, monkeypatch):
+async def test_a_spoilt_field_does_not_hinder_the_others(redis, monkeypatch):
     mine: dict[str, float] = {}
     monkeypatch.setattr(aggregate, "own_values", mine.copy)
     one = MetricsPublisher(redis, KEYS)
@@ -206,7 +226,7 @@ async def test_a_spoilt_number_hinders_no_other(redis, monkeypatch):
     }
 
 
-async def test_the_last_of_it_is_added_at_the_end(redis, monkeypatch):
+async def test_the_last_counts_are_added_at_the_end(redis, monkeypatch):
     mine: dict[str, float] = {}
     monkeypatch.setattr(aggregate, "own_values", mine.copy)
     async with publishing_metrics(redis, KEYS):
@@ -214,7 +234,7 @@ async def test_the_last_of_it_is_added_at_the_end(redis, monkeypatch):
     assert await aggregate.read_totals(redis, KEYS) == {"tgi_request_count|": 3.0}
 
 
-async def test_what_is_on_its_way_at_the_end_is_added_once(redis, monkeypatch):
+async def test_counts_in_flight_at_the_end_are_added_once(redis, monkeypatch):
     mine: dict[str, float] = {}
     sent, answered = asyncio.Event(), asyncio.Event()
     real = Pipeline.execute
@@ -236,7 +256,7 @@ async def test_what_is_on_its_way_at_the_end_is_added_once(redis, monkeypatch):
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
-def test_a_process_serves_its_own_figures_on_its_port(host: str):
+def test_a_process_serves_its_own_metrics_on_metrics_port(host: str):
     code = """
 import sys, urllib.request
 from common.metrics import catalogue, http
@@ -262,7 +282,7 @@ except Exception as error:
 
 
 @pytest.mark.skipif(not shutil.which("promtool"), reason="needs promtool")
-def test_promtool_finds_fault_with_tgi_s_names_only():
+def test_promtool_complains_about_tgi_s_names_only():
     done = subprocess.run(
         ["promtool", "check", "metrics"], input=whole_text(), capture_output=True, text=True
     )
@@ -271,7 +291,7 @@ def test_promtool_finds_fault_with_tgi_s_names_only():
     assert names <= set(TGI), faults
 
 
-def test_counters_and_fields():
+def test_a_counter_s_fields_are_read_back():
     one = Counter("tgi_request_failure", "", {"err": ()})
     one.add(1, "dropped")
     one.add(2, "dropped")
