@@ -1,5 +1,7 @@
-"""Ids to text. The text after token k is a pure function of prompt, ids and stop strings, so whoever asks
-gets the same bytes: the worker's agent, and a gateway that fills a gap.
+"""Detokenizer: token ids to text, as they come; and the stop strings in it.
+
+The text after token k is a pure function of prompt, ids and stop strings, so the worker's agent and a gateway
+that fills a gap get the same text.
 """
 
 import json
@@ -9,25 +11,26 @@ from functools import lru_cache
 from tokenizers import Tokenizer
 
 CONTEXT_TOKENS = 5
-"""Tokens of the prompt that come before the first new one, so that spacing at the start is right."""
+"""Tokens of the prompt that are decoded with the first new one, to get the space before it right."""
 MAX_INCOMPLETE_TOKENS = 32
-"""A token's text may wait for that many more: no character is longer, and endless invalid bytes must not make
-each step slower.
+"""The text of a token waits for so many tokens at most.
+
+No character is longer, and without a bound endless invalid bytes would make each step slower.
 """
 INCOMPLETE = "\ufffd"
-
+"""What a decoder writes for bytes that are no character yet."""
 
 CONCATENATE = [
     ["ByteLevel"],
     ["Replace", "ByteFallback", "Fuse"],
     ["Replace", "ByteFallback", "Fuse", "Strip"],
 ]
-"""Decoders with which a token of whole characters adds the same to every text of whole characters."""
+"""Decoders with which a token of complete characters adds the same to every text of complete characters."""
 
 
 @lru_cache(maxsize=16)
 def concatenates(tokenizer: Tokenizer) -> bool:
-    """Whether its decoder is one of those."""
+    """Whether the tokenizer's decoder is one of CONCATENATE."""
     decoder = json.loads(tokenizer.decoder.__getstate__()) if tokenizer.decoder else {}
     parts = decoder.get("decoders", [decoder])
     return [part.get("type") for part in parts] in CONCATENATE and not parts[-1].get("stop")
@@ -35,68 +38,72 @@ def concatenates(tokenizer: Tokenizer) -> bool:
 
 @lru_cache(maxsize=16)
 def piece_cache(tokenizer: Tokenizer) -> dict[int, tuple[str, str]]:
-    """Of the tokens that were met: what each adds to a text, and its text alone, of which a decoder may strip
-    the first space.
+    """Return the cache of a tokenizer: id → (text that the token adds, text of the token alone).
+
+    The two differ where a decoder strips the first space.
     """
     return {}
 
 
 class Detokenizer:
-    """What each token adds to the text of one request. Special tokens appear as their literal text.
+    """The text that each token of one request adds. Special tokens appear as their literal text.
 
     Attributes:
-        read: the text of the first `num_read` of `ids`; what the others add is not known yet.
-        settled: whether no others are there and a piece holds for the next token, if there is one.
+        ids: tokens that are decoded together with the next one.
+        num_read: how many of `ids` are in `text`; the others wait for the rest of a character.
+        text: the text of those.
+        cacheable: whether no token waits and the cache holds for the next token, if it has it.
     """
 
     def __init__(self, tokenizer: Tokenizer, prompt_ids: Sequence[int]) -> None:
-        self.tokenizer, self.pieces, self.concatenates = (
-            tokenizer,
-            piece_cache(tokenizer),
-            concatenates(tokenizer),
-        )
+        self.tokenizer = tokenizer
+        self.cache = piece_cache(tokenizer)
+        self.concatenates = concatenates(tokenizer)
         self.ids = list(prompt_ids[-CONTEXT_TOKENS:])
         self.num_read = len(self.ids)
-        self.read = self.decode(self.ids)
-        self.settled = self.concatenates and is_complete(self.read)
+        self.text = self.decode(self.ids)
+        self.cacheable = self.concatenates and is_complete(self.text)
 
     def decode(self, ids: list[int]) -> str:
         text: str = self.tokenizer.decode(ids, skip_special_tokens=False)
         return text
 
     def step(self, token_id: int) -> str:
-        """The text that `token_id` completes: empty while a character is incomplete."""
-        if self.settled and (piece := self.pieces.get(token_id)):
-            self.ids, self.num_read = [token_id], 1
-            new, self.read = piece
-            return new
-        settled, new = self.settled, self.look(token_id)
-        self.settled = self.concatenates and bool(new) and is_complete(self.read)
-        if settled and self.settled and is_complete(new):
-            self.pieces[token_id] = new, self.read
-        return new
+        """Return the text that `token_id` completes: empty while a character is incomplete."""
+        if self.cacheable and (piece := self.cache.get(token_id)):
+            self.ids = [token_id]
+            self.num_read = 1
+            added, self.text = piece
+            return added
+        was_cacheable = self.cacheable
+        added = self.decode_step(token_id)
+        self.cacheable = self.concatenates and bool(added) and is_complete(self.text)
+        if was_cacheable and self.cacheable and is_complete(added):
+            self.cache[token_id] = added, self.text
+        return added
 
-    def look(self, token_id: int) -> str:
-        """`step`, by decoding what is not read yet behind what is."""
+    def decode_step(self, token_id: int) -> str:
+        """`step` without the cache: decode the new token behind those before it."""
         self.ids.append(token_id)
         text = self.decode(self.ids)
-        pending = len(self.ids) - self.num_read
-        if len(text) <= len(self.read) or (text.endswith(INCOMPLETE) and pending < MAX_INCOMPLETE_TOKENS):
+        num_waiting = len(self.ids) - self.num_read
+        is_waiting = text.endswith(INCOMPLETE) and num_waiting < MAX_INCOMPLETE_TOKENS
+        if len(text) <= len(self.text) or is_waiting:
             return ""
-        new = text[len(self.read) :]
+        added = text[len(self.text) :]
         self.ids = self.ids[self.num_read :]
-        self.num_read = pending
-        self.read = self.decode(self.ids)
-        return new
+        self.num_read = num_waiting
+        self.text = self.decode(self.ids)
+        return added
 
 
 def is_complete(text: str) -> bool:
-    """Whether there is a text, of nothing but complete characters."""
+    """Whether the text is not empty and has complete characters only."""
     return bool(text) and INCOMPLETE not in text
 
 
 class StopMatcher:
-    """Looks for stop strings in a text that comes in pieces."""
+    """Finds stop strings in a text that comes in pieces."""
 
     def __init__(self, stops: Sequence[str]) -> None:
         self.stops = stops
@@ -105,7 +112,7 @@ class StopMatcher:
         self.matched = False
 
     def step(self, text: str) -> bool:
-        """Whether a stop string has appeared anywhere up to the end of `text`, the next piece."""
+        """Add the next piece. Return whether a stop string has appeared in the text so far."""
         seen = self.tail + text
         self.tail = seen[-self.overlap :] if self.overlap else ""
         for stop in self.stops:
@@ -122,8 +129,9 @@ def generated_text(
     reason: str,
     min_new_tokens: int = 0,
 ) -> str:
-    """The whole text of an ended request, without special tokens; with reason `stop_sequence` it ends behind
-    the first stop string that comes after the first `min_new_tokens` tokens.
+    """Return the whole text of an ended request, without special tokens.
+
+    With reason `stop_sequence` it ends behind the first stop string after the first `min_new_tokens` tokens.
     """
     text = clean_text(tokenizer, prompt_ids, ids)
     if reason != "stop_sequence":

@@ -1,13 +1,12 @@
-"""The files of a model: where they are, and the few facts that gateways and agents read from them. No torch.
+"""Model files: where they are. No torch; common/model_config.py reads the small ones.
 
-`resolve` turns what MODEL_ID may say into a directory with config.json, tokenizer.json and weights. A GGUF
-file is converted once, into a directory of a cache that all processes share.
+`resolve` returns the directory of MODEL_ID, with config.json, tokenizer.json and weights. A GGUF file is
+converted once, into a cache directory that all processes share.
 """
 
 import fcntl
 import hashlib
 import importlib.util
-import json
 import os
 import re
 import shutil
@@ -15,22 +14,19 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
+from common.model_config import read_json
 from common.settings.settings import SettingError
 
 BUNDLED = "smollm2"
-CONVERSION_VERSION = (
-    2  # raised whenever `gpu_worker.engine.model.gguf` writes something else for the same GGUF file
-)
-HEAD_BYTES = (
-    2**20
-)  # of a GGUF file, and as many at its end, tell it from others: the same in every container that has it
+CONVERSION_VERSION = 2
+"""Increased when `gpu_worker.engine.model.gguf` writes something else for the same file."""
+HEAD_BYTES = 2**20
+"""The first and last bytes of a GGUF file identify it, wherever it is mounted."""
 EXACT_DTYPE = "float32"
 REQUIRED_FILES = ("config.json", "tokenizer.json")
-CONTEXT_NAMES = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length")
 HUB_ID = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
-HUB_FILES = ["*.json", "*.jinja", "*.py"]  # code is run with TRUST_REMOTE_CODE only
+HUB_FILES = ["*.json", "*.jinja", "*.py"]  # *.py is run with TRUST_REMOTE_CODE only
 WEIGHT_FILES = "*.safetensors"
 HUB_TIMEOUT_S = 3.0
 
@@ -48,11 +44,10 @@ def resolve(
     weightless: bool = False,
     dtype: str = "auto",
 ) -> Path:
-    """The directory of a model: a hub id (downloaded; with `weightless` all but its weights), a directory, a
-    GGUF file (converted, for `dtype` as in DTYPE), or `smollm2`.
+    """Return the directory of a model, after downloading or converting it if need be.
 
-    Raises:
-        SettingError: of `model_id`, where there is no such model; one line.
+    `model_id` is a hub id, a directory, a GGUF file (converted for `dtype`, as in DTYPE), or `smollm2`. With
+    `weightless` no weights are downloaded. Raises SettingError if there is no such model.
     """
     path = Path(model_id).expanduser()
     if model_id == BUNDLED and not path.exists():
@@ -71,8 +66,9 @@ def resolve(
 
 
 def find_local(model_id: str, revision: str | None = None, dtype: str = "auto") -> Path | None:
-    """The directory of a model, where nothing has to be downloaded or converted for it. Raises SettingError
-    as `resolve` does.
+    """Return the directory of a model, or None if it must be downloaded or converted first.
+
+    Raises SettingError as `resolve` does.
     """
     path = Path(model_id).expanduser()
     is_bundled = model_id == BUNDLED and not path.exists()
@@ -85,7 +81,7 @@ def find_local(model_id: str, revision: str | None = None, dtype: str = "auto") 
 
 
 def find_in_hub_cache(model_id: str, revision: str | None) -> Path | None:
-    """A hub model with weights that was downloaded before."""
+    """Return the directory of a hub model that is downloaded with its weights."""
     import huggingface_hub
     from huggingface_hub.errors import LocalEntryNotFoundError
 
@@ -98,13 +94,14 @@ def find_in_hub_cache(model_id: str, revision: str | None) -> Path | None:
 
 
 def weight_files(path: Path) -> list[Path]:
-    """The files with weights in a model's directory, as its index names them."""
+    """Return the weight files in a model's directory, as its index names them; none if one is missing."""
     named = read_json(path / "model.safetensors.index.json").get("weight_map", {})
     files = sorted({path / name for name in named.values()}) or sorted(path.glob(WEIGHT_FILES))
     return files if all(file.is_file() for file in files) else []
 
 
 def check_files(path: Path) -> Path:
+    """Return the absolute path. Raises SettingError if a required file is missing."""
     missing = [name for name in REQUIRED_FILES if not (path / name).is_file()]
     if missing:
         raise SettingError("model_id", f"{path} has no {' and no '.join(missing)}")
@@ -151,8 +148,10 @@ def cache_folder() -> Path:
 
 
 def conversion_path(gguf: Path, dtype: str) -> Path:
-    """Where the conversion of this very GGUF file is kept. DTYPE=float32 has one of its own, with the exact
-    values of quantised weights; any other has them rounded to bfloat16, in half the size.
+    """Return the cache directory of this GGUF file, which is found by the file's content.
+
+    DTYPE=float32 has a directory of its own, with the exact values of quantised weights; any other dtype has
+    them rounded to bfloat16, in half the size.
     """
     with gguf.open("rb") as file:
         head = file.read(HEAD_BYTES)
@@ -165,9 +164,7 @@ def conversion_path(gguf: Path, dtype: str) -> Path:
 
 
 def ensure_converted(gguf: Path, progress: Progress, dtype: str) -> Path:
-    """The cached conversion of a GGUF file, made now where there is none. Processes that come meanwhile wait
-    for it.
-    """
+    """Return the converted GGUF file, converting it if it is not cached. Other processes wait meanwhile."""
     target = conversion_path(gguf, dtype)
     if target.is_dir():
         return target
@@ -186,11 +183,12 @@ def ensure_converted(gguf: Path, progress: Progress, dtype: str) -> Path:
 
 
 def convert(gguf: Path, target: Path, dtype: str) -> None:
-    """Conversion needs torch and much memory, so it is a process of its own. The directory appears whole or
-    not at all.
+    """Convert a GGUF file, in a process of its own: that needs torch and much memory.
+
+    `target` appears complete or not at all.
     """
     draft = target.with_name(f".draft-{target.name}")
-    shutil.rmtree(draft, ignore_errors=True)  # of one who was killed
+    shutil.rmtree(draft, ignore_errors=True)  # left by a process that was killed
     draft.mkdir()
     try:
         command = [sys.executable, "-P", "-m", "gpu_worker.engine.model.gguf", str(gguf), str(draft), dtype]
@@ -212,49 +210,3 @@ def convert(gguf: Path, target: Path, dtype: str) -> None:
         check_files(draft).rename(target)
     finally:
         shutil.rmtree(draft, ignore_errors=True)
-
-
-# --- facts --------------------------------------------------------------------------------------------------
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    try:
-        content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return {}
-    except ValueError as error:
-        raise SettingError("model_id", f"{path} is not JSON: {error}") from error
-    return content
-
-
-def context_length(path: Path) -> int:
-    """The model's longest sequence in tokens."""
-    config = read_json(path / "config.json")
-    values = (part.get(name) for part in (config, config.get("text_config", {})) for name in CONTEXT_NAMES)
-    length = next((value for value in values if isinstance(value, int)), None)
-    if length is None:
-        raise SettingError("model_id", f"{path / 'config.json'} has no {CONTEXT_NAMES[0]}")
-    return length
-
-
-def eos_ids(path: Path) -> list[int]:
-    """Ids that end a sequence: as the generation config says, else the model config, else the tokenizer
-    config.
-    """
-    for name in ("generation_config.json", "config.json"):
-        value = read_json(path / name).get("eos_token_id")
-        if value is not None:
-            return list(value) if isinstance(value, list) else [int(value)]
-    token = read_json(path / "tokenizer_config.json").get("eos_token")
-    text = token.get("content") if isinstance(token, dict) else token
-    return [item["id"] for item in added_tokens(path) if item["content"] == text]
-
-
-def special_ids(path: Path) -> frozenset[int]:
-    """Ids of tokens that are control, not text."""
-    return frozenset(item["id"] for item in added_tokens(path) if item.get("special"))
-
-
-def added_tokens(path: Path) -> list[dict[str, Any]]:
-    tokens: list[dict[str, Any]] = read_json(path / "tokenizer.json").get("added_tokens", [])
-    return tokens

@@ -20,7 +20,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
 from api.errors import ApiError
-from common.model_files import read_json
+from common.model_config import read_json
 from common.settings.settings import SettingError
 
 Message = Mapping[str, Any]

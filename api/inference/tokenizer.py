@@ -7,7 +7,7 @@ from tokenizers import Tokenizer
 
 from api.inference.chat_template import ChatTemplate
 from api.offload import offload
-from common import model_files
+from common import model_config
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,9 +31,9 @@ class ModelTokenizer:
         tokenizer = Tokenizer.from_file(str(path / "tokenizer.json"))
         tokenizer.no_truncation()
         tokenizer.no_padding()
-        special_ids = model_files.special_ids(path)
+        special_ids = model_config.special_ids(path)
         chat_template = ChatTemplate.load(path, tokenizer_config_path)
-        return cls(tokenizer, special_ids, special_ids.union(model_files.eos_ids(path)), chat_template)
+        return cls(tokenizer, special_ids, special_ids.union(model_config.eos_ids(path)), chat_template)
 
     @property
     def size(self) -> int:

@@ -72,21 +72,20 @@ class StoppingParams:
 
 @dataclass(frozen=True, slots=True)
 class Generate:
-    """A request as it waits in the stream `requests`; an entry there exists exactly while the request is
-    live.
+    """A request; an entry of the stream `requests` exists exactly while the request is live.
 
     Attributes:
-        digest: of the content; the same id with another digest is refused.
+        digest: hash of the content; the same id with another digest is refused.
         prompt_ids: packed ids.
-        sampling: None is greedy, with nothing to change: the path that costs nothing.
-        top_n_tokens: so many of the likeliest tokens are told with each token.
-        prompt_logprobs: the model's own log-probabilities of the prompt's tokens are told, and so many of the
-            likeliest at each place; None tells nothing of the prompt.
-        ttl_ms: time to live; the clock starts at the entry's id.
+        sampling: None is greedy sampling without penalties, the fast path.
+        top_n_tokens: number of likeliest tokens returned with each token.
+        prompt_logprobs: number of likeliest tokens returned at each place of the prompt, with the model's own
+            log-probabilities of the prompt's tokens; None returns nothing of the prompt.
+        ttl_ms: time to live, counted from the time in the entry's id.
         channel: pub/sub channel of the replies.
-        gateway: who asked; its requests are cancelled `grace_ms` after its last sign of life.
-        result_ttl_ms: how long the result is kept for whoever polls.
-        priority, tenant, trace: service class, payer, W3C trace context.
+        gateway: the gateway that serves it; `grace_ms` after that has died the request is cancelled.
+        result_ttl_ms: how long the result is kept.
+        priority, tenant, trace: service class, paying customer, W3C trace context.
     """
 
     request_id: str = wire_field("id")
@@ -107,12 +106,12 @@ class Generate:
 
     @property
     def width(self) -> int:
-        """`RECORD`s of one token: its own, then one for each of its likeliest tokens."""
+        """Records of one token: its own, then one for each of the likeliest tokens."""
         return 1 + self.top_n_tokens
 
     @property
     def prompt_width(self) -> int:
-        """`RECORD`s of one token of the prompt, where they are told."""
+        """Records of one token of the prompt."""
         return 1 + (self.prompt_logprobs or 0)
 
 

@@ -1,4 +1,4 @@
-"""What this machine's processor has."""
+"""CPU: features of this machine's processor that matter to kernels."""
 
 import os
 import platform
@@ -9,14 +9,15 @@ BFLOAT16 = {"avx512_bf16", "amx_bf16", "bf16"}  # Intel and AMD; Arm
 
 
 def has_bfloat16() -> bool:
-    """Whether it multiplies bfloat16 by itself; else float32 is faster."""
+    """Whether it has instructions for bfloat16; without them float32 is faster."""
     return bool(BFLOAT16 & set(features().split()))
 
 
 def prefers_widened_bfloat16() -> bool:
-    """Whether it takes less time to multiply bfloat16 as float32, widened, than by its own instruction for
-    pairs of them. Measured: Intel's (Sapphire Rapids) takes four times as long as one for float32, which
-    multiplies half as many; AMD's takes no longer. Where there is a matrix unit, pairs are for that.
+    """Whether bfloat16 is multiplied faster when widened to float32 than by its own instruction, in pairs.
+
+    Measured: Intel's instruction (Sapphire Rapids) takes four times as long as the one for float32, which
+    multiplies half as many numbers; AMD's takes no longer. With a matrix unit, pairs are multiplied there.
     """
     return read_field("vendor_id") == "GenuineIntel" and "amx_bf16" not in features().split()
 
@@ -26,12 +27,12 @@ def features() -> str:
 
 
 def read_field(*names: str) -> str:
-    """What the system tells of the first core under one of these names."""
+    """Return the first core's entry in /proc/cpuinfo under one of these names, or ''."""
     lines = INFO.read_text().splitlines() if INFO.exists() else []
     pairs = (line.partition(":") for line in lines)
     return next((value.strip() for name, _, value in pairs if name.strip().lower() in names), "")
 
 
 def num_cores() -> int:
-    """That this process may run on."""
+    """Cores that this process may run on."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -1,8 +1,7 @@
-"""Logs of every process: one line per event on stderr, as `15:04:05.123 I w0 message`, or as a JSON object
-with JSON_OUTPUT.
+"""Logs: every process writes one line per event to stderr, as `15:04:05.123 I w0 message`.
 
-A line about a request has its id: what is logged while a gateway serves it by REQUEST_ID, any other by
-`extra=about(request_id)`.
+With JSON_OUTPUT a line is a JSON object. A line about a request has its id: from REQUEST_ID while a gateway
+serves the request, elsewhere from `extra=for_request(request_id)`.
 """
 
 import json
@@ -12,17 +11,18 @@ from contextvars import ContextVar
 from datetime import UTC, datetime
 
 REQUEST_ID: ContextVar[str] = ContextVar("request_id", default="")
-"""The request that the current task serves."""
+"""Id of the request that the current task serves."""
 
 
 def for_request(request_id: str) -> dict[str, str]:
-    """For `extra` of a line about a request."""
+    """Return the `extra` of a log line about a request."""
     return {"request_id": request_id}
 
 
 class TextFormatter(logging.Formatter):
-    """Local time with milliseconds, the level's first letter, the process's name, the message; a traceback
-    follows on its own lines.
+    """Local time with milliseconds, first letter of the level, name of the process, message.
+
+    A traceback follows on lines of its own.
     """
 
     def __init__(self, process: str) -> None:
@@ -34,8 +34,9 @@ class TextFormatter(logging.Formatter):
 
 
 class JsonFormatter(logging.Formatter):
-    """timestamp (UTC), level, process, target, message; request_id where the line is about a request;
-    exception where there is one.
+    """A JSON object with timestamp (UTC), level, process, target and message.
+
+    It has request_id if the line is about a request, and exception if there is one.
     """
 
     def __init__(self, process: str) -> None:
@@ -58,9 +59,7 @@ class JsonFormatter(logging.Formatter):
 
 
 def set_up(process: str, level: str, as_json: bool = False) -> None:
-    """Sends all logging of this process, and Python's warnings, to stderr. `process` is its name, as `w0`;
-    `level` Settings.log_level.
-    """
+    """Send all logging of this process, and Python's warnings, to stderr. `process` is its name, as `w0`."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonFormatter(process) if as_json else TextFormatter(process))
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)

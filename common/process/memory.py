@@ -1,6 +1,4 @@
-"""How much memory this process may still take: of the machine's, and of what its control groups leave of
-theirs (a container's limit).
-"""
+"""Memory: how much this process may still allocate, by the machine and by its control groups (containers)."""
 
 import contextlib
 import os
@@ -11,12 +9,11 @@ LIMITS = (
     ("memory.max", "memory.current", "inactive_file"),
     ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
 )
-"""Names in version 2 and version 1 of control groups: the limit, what is used, and how much of that is cache
-that yields.
-"""
+"""(limit, used, reclaimable cache) in version 2 and in version 1 of control groups."""
 
 
 def available_bytes(root: Path = Path("/")) -> int:
+    """Return the smallest of what the machine and each control group leave."""
     return min([machine_bytes(root), *(left for folder in groups(root) for left in group_bytes(folder))])
 
 
@@ -29,7 +26,7 @@ def machine_bytes(root: Path) -> int:
 
 
 def groups(root: Path) -> Iterator[Path]:
-    """Folders of our control groups and of all above them. A container sees its own group as the topmost."""
+    """Yield the folders of our control groups and of all above. A container sees its own as the topmost."""
     with contextlib.suppress(OSError):
         for line in (root / "proc/self/cgroup").read_text().splitlines():
             _, controllers, path = line.split(":", 2)
@@ -40,7 +37,7 @@ def groups(root: Path) -> Iterator[Path]:
 
 def group_bytes(folder: Path) -> Iterator[int]:
     for limit, used, cache in LIMITS:
-        with contextlib.suppress(OSError, ValueError):  # another version; or `max`, which is no limit
+        with contextlib.suppress(OSError, ValueError):  # another version, or `max`: no limit
             stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
             left = (
                 int((folder / limit).read_text()) - int((folder / used).read_text()) + int(stat.get(cache, 0))

@@ -1,9 +1,9 @@
-"""A process that must not outlive its parent: `die_with_parent()`, or `python -m common.process.parent_death
-COMMAND …` for one that is not Python.
+"""Parent death: kills this process when its parent ends.
 
-The variable PARENT_PID says whose life is followed: the process id of the parent, so that a parent that died
-before we looked is noticed; 0 for nobody (a process that a person started by hand); without it, whoever is
-the parent now. It is taken out of the environment: it is not meant for grandchildren.
+A Python process calls `die_with_parent()`; other programs are run by
+`python -m common.process.parent_death COMMAND …`. The variable PARENT_PID is the process id of the parent, so
+a parent that ended before the call is noticed; 0 is for one started by hand, which follows nobody.
+Without the variable it is the present parent. It is removed from the environment: children have another one.
 """
 
 import contextlib
@@ -20,10 +20,10 @@ PR_SET_PDEATHSIG = 1
 
 
 def die_with_parent() -> None:
-    """From now on this process is killed (SIGKILL, even when it is stopped) as soon as its parent ends.
+    """Have this process killed (SIGKILL, even when it is stopped) as soon as its parent ends.
 
-    On Linux the kernel does it, and "parent" is the thread that started us: start children from a thread that
-    stays. Elsewhere a thread watches.
+    On Linux the kernel does it, and the parent is the thread that started us: start children from a thread
+    that stays. Elsewhere a thread polls.
     """
     parent_pid = int(os.environ.pop("PARENT_PID", os.getppid()))
     if parent_pid == 0:
@@ -31,19 +31,19 @@ def die_with_parent() -> None:
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     else:
-        threading.Thread(target=watch, args=(parent_pid,), daemon=True).start()
-    if os.getppid() != parent_pid:  # it ended before the kernel knew
+        threading.Thread(target=poll_parent, args=(parent_pid,), daemon=True).start()
+    if os.getppid() != parent_pid:  # it ended before prctl
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-def watch(parent_pid: int) -> None:
+def poll_parent(parent_pid: int) -> None:
     while os.getppid() == parent_pid:
         time.sleep(POLL_S)
     os.kill(os.getpid(), signal.SIGKILL)
 
 
 def run(command: list[str]) -> int:
-    """Becomes `command`, bound to our parent; where the kernel cannot bind it, stays and watches it."""
+    """Replace this process by `command`, bound to our parent. Without prctl, run it as a child and poll."""
     parent_pid = int(os.environ.get("PARENT_PID", os.getppid()))
     if sys.platform == "linux":
         die_with_parent()

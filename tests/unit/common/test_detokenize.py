@@ -155,7 +155,7 @@ def test_a_stop_string_that_only_the_stream_shows_cuts_nothing(smollm2: Tokenize
 def decoded(tokenizer: Tokenizer, prompt_ids: list[int], ids: list[int]) -> list[str]:
     """What each token adds, without what is remembered of tokens."""
     detokenizer = Detokenizer(tokenizer, prompt_ids)
-    return [detokenizer.look(token_id) for token_id in ids]
+    return [detokenizer.decode_step(token_id) for token_id in ids]
 
 
 @settings(max_examples=300, deadline=None)

@@ -1,4 +1,4 @@
-"""Where a model's files are, and what is read from them."""
+"""Model files: hub ids, directories and GGUF files are found, downloaded, converted."""
 
 import json
 import os
@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from common import model_files
+from common import model_config, model_files
 from common.settings.settings import SettingError
 from tests.support.engine.reference import prompt_ids
 
@@ -69,10 +69,10 @@ def test_a_broken_gguf_leaves_nothing(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 def test_processes_that_start_together_convert_once(tmp_path: Path) -> None:
-    """The conversion itself is replaced by one that counts. What stands where the user does is none of ours."""
-    stranger = tmp_path / "home" / "gpu_worker"
-    stranger.mkdir(parents=True)
-    (stranger / "__init__.py").write_text("raise RuntimeError")
+    """The conversion is replaced by one that counts. A package in the user's directory is not imported."""
+    users_folder = tmp_path / "home" / "gpu_worker"
+    users_folder.mkdir(parents=True)
+    (users_folder / "__init__.py").write_text("raise RuntimeError")
     stub = tmp_path / "gpu_worker" / "engine" / "model"
     stub.mkdir(parents=True)
     for name, text in (
@@ -88,7 +88,7 @@ def test_processes_that_start_together_convert_once(tmp_path: Path) -> None:
     environ = os.environ | {"XDG_CACHE_HOME": str(tmp_path / "cache"), "PYTHONPATH": f"{tmp_path}:{checkout}"}
     command = [sys.executable, "-c", code, str(tmp_path / "model.gguf")]
     processes = [
-        subprocess.Popen(command, env=environ, cwd=stranger.parent, stdout=subprocess.PIPE, text=True)
+        subprocess.Popen(command, env=environ, cwd=users_folder.parent, stdout=subprocess.PIPE, text=True)
         for _ in range(4)
     ]
     folders = {process.communicate(timeout=60)[0].strip() for process in processes}
@@ -98,29 +98,7 @@ def test_processes_that_start_together_convert_once(tmp_path: Path) -> None:
 
 def test_the_bundled_model() -> None:
     path = model_files.resolve("smollm2")
-    assert model_files.context_length(path) == 8192
-    assert model_files.eos_ids(path) == [2]
+    assert model_config.context_length(path) == 8192
+    assert model_config.eos_ids(path) == [2]
     assert prompt_ids(["<|im_end|>"]) == [[2]]
-    assert {0, 1, 2} <= model_files.special_ids(path)
-
-
-def test_eos_ids_come_from_the_first_file_that_knows(tmp_path: Path) -> None:
-    added = [{"id": 5, "content": "</s>", "special": True}, {"id": 6, "content": "<tool>", "special": False}]
-    path = write(
-        tmp_path,
-        config={"max_position_embeddings": 99},
-        tokenizer={"added_tokens": added},
-        tokenizer_config={"eos_token": "</s>"},
-    )
-    assert model_files.eos_ids(path) == [5]
-    write(path, config={"max_position_embeddings": 99, "eos_token_id": 7})
-    assert model_files.eos_ids(path) == [7]
-    write(path, generation_config={"eos_token_id": [8, 9]})
-    assert model_files.eos_ids(path) == [8, 9]
-    assert model_files.special_ids(path) == {5}
-    assert model_files.context_length(path) == 99
-
-
-def test_a_config_without_a_context(tmp_path: Path) -> None:
-    with pytest.raises(SettingError, match="has no max_position_embeddings"):
-        model_files.context_length(write(tmp_path, config={}))
+    assert {0, 1, 2} <= model_config.special_ids(path)

@@ -1,0 +1,50 @@
+"""Model config: the facts that gateways and agents read from a model's JSON files. No torch."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from common.settings.settings import SettingError
+
+CONTEXT_NAMES = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length")
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    try:
+        content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}
+    except ValueError as error:
+        raise SettingError("model_id", f"{path} is not JSON: {error}") from error
+    return content
+
+
+def context_length(path: Path) -> int:
+    """Return the longest sequence that the model supports, in tokens."""
+    config = read_json(path / "config.json")
+    values = (part.get(name) for part in (config, config.get("text_config", {})) for name in CONTEXT_NAMES)
+    length = next((value for value in values if isinstance(value, int)), None)
+    if length is None:
+        raise SettingError("model_id", f"{path / 'config.json'} has no {CONTEXT_NAMES[0]}")
+    return length
+
+
+def eos_ids(path: Path) -> list[int]:
+    """Return the ids that end a sequence, from the generation, model or tokenizer config, in this order."""
+    for name in ("generation_config.json", "config.json"):
+        value = read_json(path / name).get("eos_token_id")
+        if value is not None:
+            return list(value) if isinstance(value, list) else [int(value)]
+    token = read_json(path / "tokenizer_config.json").get("eos_token")
+    text = token.get("content") if isinstance(token, dict) else token
+    return [item["id"] for item in added_tokens(path) if item["content"] == text]
+
+
+def special_ids(path: Path) -> frozenset[int]:
+    """Return the ids of control tokens, which are no text."""
+    return frozenset(item["id"] for item in added_tokens(path) if item.get("special"))
+
+
+def added_tokens(path: Path) -> list[dict[str, Any]]:
+    tokens: list[dict[str, Any]] = read_json(path / "tokenizer.json").get("added_tokens", [])
+    return tokens

@@ -1,0 +1,38 @@
+"""Model config: context length, end-of-sequence ids and special ids, from whichever file has them."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from common import model_config
+from common.settings.settings import SettingError
+
+
+def write(folder: Path, **files: object) -> Path:
+    folder.mkdir(exist_ok=True)
+    for name, content in files.items():
+        (folder / f"{name}.json").write_text(json.dumps(content))
+    return folder
+
+
+def test_eos_ids_come_from_the_first_file_that_knows(tmp_path: Path) -> None:
+    added = [{"id": 5, "content": "</s>", "special": True}, {"id": 6, "content": "<tool>", "special": False}]
+    path = write(
+        tmp_path,
+        config={"max_position_embeddings": 99},
+        tokenizer={"added_tokens": added},
+        tokenizer_config={"eos_token": "</s>"},
+    )
+    assert model_config.eos_ids(path) == [5]
+    write(path, config={"max_position_embeddings": 99, "eos_token_id": 7})
+    assert model_config.eos_ids(path) == [7]
+    write(path, generation_config={"eos_token_id": [8, 9]})
+    assert model_config.eos_ids(path) == [8, 9]
+    assert model_config.special_ids(path) == {5}
+    assert model_config.context_length(path) == 99
+
+
+def test_a_config_without_a_context(tmp_path: Path) -> None:
+    with pytest.raises(SettingError, match="has no max_position_embeddings"):
+        model_config.context_length(write(tmp_path, config={}))
