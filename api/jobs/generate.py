@@ -49,9 +49,5 @@ async def accept(pool: Pool, job: Job) -> GenerateJob:
     params = replace(params, seed=job.seed if params.seed is None else params.seed)
     requests = await validate(params, limits, pool.tokenizer)
     if params.n > 1:
-        requests = [
-            replace(one, sampling=replace(one.sampling, seed=job.seed ^ i, choice=0))
-            for i, one in enumerate(requests)
-            if one.sampling
-        ]
+        requests = best_of.with_own_seeds(requests, job.seed)
     return GenerateJob(requests, body.inputs if parameters.return_full_text else "", parameters.wants_details)

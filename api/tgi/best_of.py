@@ -24,14 +24,16 @@ def check(params: GenerationParams, limits: Limits, streamed: bool) -> None:
         raise invalid("`seed` must not be set when `best_of` is above 1", "seed")
 
 
-def with_own_seeds(requests: Sequence[Generate]) -> list[Generate]:
-    """Gives each request a seed of its own. The response has the best text's seed; it samples that text again
-    without `best_of`.
+def with_own_seeds(requests: Sequence[Generate], seed: int | None = None) -> list[Generate]:
+    """Gives each request a seed of its own: a random one, or one that follows from `seed`.
+
+    The response has the best text's seed; it samples that text again without `best_of`.
     """
+    seeds = [secrets.randbits(63) if seed is None else seed ^ i for i in range(len(requests))]
     return [
-        replace(one, sampling=replace(one.sampling, seed=secrets.randbits(63), choice=0))
-        for one in requests
-        if one.sampling
+        replace(request, sampling=replace(request.sampling, seed=own, choice=0))
+        for request, own in zip(requests, seeds, strict=True)
+        if request.sampling
     ]
 
 
