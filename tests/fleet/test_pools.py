@@ -73,11 +73,11 @@ def test_the_first_gateway_serves_both(fleets: tuple[Fleet, Fleet], tiny: Path) 
     assert [model.id for model in client.models.list()] == ["smollm2", "tiny"]
 
 
-def test_each_pool_has_workers_of_its_own(fleets: tuple[Fleet, Fleet]) -> None:
+def test_each_pool_has_workers_of_its_own(fleets: tuple[Fleet, Fleet], tiny: Path) -> None:
     with redis.Redis.from_url(fleets[0].redis_url) as client:
         for pool in ("default", "tiny"):
             assert client.zcard(Keys(pool).workers) == 1
-    assert complete(fleets[1], "tiny") == complete(fleets[0], "tiny")
+    assert complete(fleets[1], str(tiny)) == complete(fleets[0], "tiny")
 
 
 def test_a_pool_that_nobody_serves_is_not_found(fleets: tuple[Fleet, Fleet]) -> None:

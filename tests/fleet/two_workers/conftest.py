@@ -16,7 +16,7 @@ SETTINGS = {
     "num_jobs": 2,
     "dtype": "float32",
     "threads": 1,
-    "kv_cache_bytes": "256MiB",
+    "kv_cache_bytes": "384MiB",
     "debug_kv": True,
     "max_batch_size": 16,
     "max_batch_prefill_tokens": 64,
