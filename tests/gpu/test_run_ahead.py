@@ -127,7 +127,7 @@ def test_no_launch_waits_for_the_device(
         def do(*arguments: Any) -> Any:
             if device == "cpu":
                 return does(*arguments)
-            torch.cuda._sleep(BUSY_CYCLES)
+            torch.cuda._sleep(BUSY_CYCLES)  # type: ignore[no-untyped-call]
             busy = torch.cuda.Event()  # type: ignore[no-untyped-call]
             busy.record()
             torch.cuda.set_sync_debug_mode("error")
@@ -135,7 +135,7 @@ def test_no_launch_waits_for_the_device(
                 result = does(*arguments)
             finally:
                 torch.cuda.set_sync_debug_mode("default")
-            if busy.query():
+            if busy.query():  # type: ignore[no-untyped-call]
                 waited.append(name)
             return result
 

@@ -1,7 +1,7 @@
 """Exceptions to the rules, for what has not been put in order yet. Each must go."""
 
 CIRCLES = True
-MYPY = True
+MYPY = False
 LONG_FILES: list[str] = [
     "api/jobs/consumer.py",
     "api/openai/request_schemas.py",

@@ -14,7 +14,7 @@ from tests.support.fleet.gateways import model_tokenizer, ready, serving
 from tests.support.fleet.scripted_worker import Answer, FakeWorker, working
 
 TOKENIZER = model_tokenizer().backend
-IM_END = TOKENIZER.token_to_id("<|im_end|>")
+IM_END: int = TOKENIZER.token_to_id("<|im_end|>")  # type: ignore[assignment]
 
 
 def ids(text: str) -> list[int]:

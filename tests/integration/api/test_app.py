@@ -140,8 +140,8 @@ async def test_who_has_the_key_is_served_and_health_is_for_everybody(broker: Bro
         url = f"{client.base_url}/v1"
         wrong, right = (AsyncOpenAI(base_url=url, api_key=key, max_retries=0) for key in ("wrong", "sesame"))
         with pytest.raises(AuthenticationError):
-            await wrong.chat.completions.create(model="tgi", **CHAT)
-        assert (await right.chat.completions.create(model="tgi", **CHAT)).choices[0].message.content == "a"
+            await wrong.chat.completions.create(model="tgi", **CHAT)  # type: ignore[call-overload]
+        assert (await right.chat.completions.create(model="tgi", **CHAT)).choices[0].message.content == "a"  # type: ignore[call-overload]
 
 
 # --- other origins ------------------------------------------------------------------------------------------

@@ -63,7 +63,7 @@ async def job_worker(url: str, **settings: Any) -> AsyncIterator[JobWorker]:
     finally:
         task.cancel()
         await asyncio.wait([task])
-        one.handle_sig(15)
+        one.handle_sig(15)  # type: ignore[arg-type]
         await one.close()
         await redis.aclose()
 
@@ -150,8 +150,8 @@ async def test_garbage_kills_no_job_worker(client: ArqRedis, worker: FakeWorker,
         for i, data in enumerate(GARBAGE):
             await client.set(f"arq:job:garbage{i}", data)
             await client.zadd(QUEUE, {f"garbage{i}": now_ms})
-        await client.rpush("arq:job:list", "mine")
-        await client.zadd(QUEUE, {b"\xff\xfe": now_ms, "list": now_ms, "": now_ms})
+        await client.rpush("arq:job:list", "mine")  # type: ignore[misc]
+        await client.zadd(QUEUE, {b"\xff\xfe": now_ms, "list": now_ms, "": now_ms})  # type: ignore[type-var]
         await client.zadd("arq:abort", {b"\xff\xfe": now_ms})
         for i in range(len(GARBAGE)):
             with pytest.raises(SerializationError, match="unable to deserialize job"):
@@ -160,7 +160,7 @@ async def test_garbage_kills_no_job_worker(client: ArqRedis, worker: FakeWorker,
         await wait_until(lambda: one.job_counter == 0)
 
         async def empty() -> bool:
-            return await client.zcard(QUEUE) == 0
+            return await client.zcard(QUEUE) == 0  # type: ignore[no-any-return]
 
         await wait_until(empty)
 

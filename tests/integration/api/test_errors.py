@@ -4,7 +4,8 @@ import asyncio
 import json
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
+from typing import Any
 
 import httpx
 import pytest
@@ -33,7 +34,7 @@ def told(response: httpx.Response) -> tuple[int, str]:
 
 
 async def test_bodies_that_are_not_read(broker: Broker) -> None:
-    async def endless() -> Iterator[bytes]:
+    async def endless() -> AsyncIterator[bytes]:
         for _ in range(10_000):
             yield b" " * 1000
 
@@ -145,14 +146,14 @@ def test_a_refusal_in_both_families(refusal: ApiError, status: int, kind: str, c
     answer = {"error": {"message": refusal.text, "type": kind, "param": refusal.param, "code": code}}
     for path in ("/v1/chat/completions", "/v1/models"):
         response = error_response(refusal, path)
-        assert (response.status_code, json.loads(response.body), response.media_type) == (
+        assert (response.status_code, json.loads(response.body), response.media_type) == (  # type: ignore[arg-type]
             status,
             answer,
             "application/json",
         )
     for path in ("/generate", "/", "/v1x"):
         response = error_response(refusal, path)
-        assert (response.status_code, set(json.loads(response.body))) == (
+        assert (response.status_code, set(json.loads(response.body))) == (  # type: ignore[arg-type]
             refusal.status,
             {"error", "error_type"},
         )
@@ -198,7 +199,7 @@ async def test_models_and_health(broker: Broker) -> None:
 @pytest.mark.parametrize("limits", [{"max_concurrent_requests": 1}, {"max_queued_bytes": 250}])
 @pytest.mark.parametrize("path", ["/generate", "/generate_stream"])
 async def test_a_full_queue_is_said_before_the_stream(
-    broker: Broker, limits: dict[str, int], path: str
+    broker: Broker, limits: dict[str, Any], path: str
 ) -> None:
     async with (
         working(broker.url, TOKENIZER, lambda _: Answer([11])) as worker,
@@ -249,7 +250,7 @@ async def test_after_the_last_worker_died(broker: Broker) -> None:
             waiting = asyncio.create_task(client.post("/generate", json=BODY))
             await wait_until(lambda: worker.redis.xlen(worker.keys.requests))
             await worker.redis.delete(worker.keys.workers)
-        await wait_until(lambda: gateway.pool.workers.ready_s + 2.0 < asyncio.get_running_loop().time())
+        await wait_until(lambda: gateway.pool.workers.ready_s + 2.0 < asyncio.get_running_loop().time())  # type: ignore[operator]
         response = await client.post("/generate", json=BODY)
         assert told(response) == (503, "unavailable") and "no worker for" in response.text
         assert gateway.pool.workers.max_total_tokens == 1024
@@ -273,7 +274,7 @@ async def test_the_cause_of_a_broker_that_refuses(own_broker: Broker) -> None:
         "out of memory": (lambda: admin.config_set("maxmemory", 1), lambda: admin.config_set("maxmemory", 0)),
         "READONLY": (lambda: admin.replicaof("127.0.0.1", "1"), lambda: admin.replicaof("NO", "ONE")),
         "refused user name or password": (
-            lambda: (admin.config_set("requirepass", "secret"), kill_all(admin)),
+            lambda: (admin.config_set("requirepass", "secret"), kill_all(admin)),  # type: ignore[func-returns-value]
             lambda: password.config_set("requirepass", ""),
         ),
     }
@@ -283,7 +284,7 @@ async def test_the_cause_of_a_broker_that_refuses(own_broker: Broker) -> None:
     ):
         for words, (begin, end) in troubles.items():
             await ready(gateway)
-            begin()
+            begin()  # type: ignore[no-untyped-call]
 
             async def refused(words: str = words) -> bool:
                 response = await client.post("/generate_stream", json=BODY)
@@ -294,7 +295,7 @@ async def test_the_cause_of_a_broker_that_refuses(own_broker: Broker) -> None:
                 )
 
             await wait_until(refused)
-            end()
+            end()  # type: ignore[no-untyped-call]
 
             async def served() -> bool:
                 return (await client.post("/generate", json=BODY)).status_code == 200
@@ -304,7 +305,7 @@ async def test_the_cause_of_a_broker_that_refuses(own_broker: Broker) -> None:
 
 
 def kill_all(admin: redis.Redis) -> None:
-    for client in admin.client_list():
+    for client in admin.client_list():  # type: ignore[union-attr]
         if client["id"] != str(admin.client_id()):
             admin.client_kill_filter(_id=client["id"], skipme=True)
 
@@ -313,7 +314,7 @@ async def test_a_broker_that_does_not_answer_or_is_not_there(monkeypatch: pytest
     for module in (admission, errors):
         monkeypatch.setattr(module, "CONNECT_TIMEOUT_S", 0.2)
     with brokers.running() as broker:
-        pid = redis.Redis.from_url(broker.url).info("server")["process_id"]
+        pid = redis.Redis.from_url(broker.url).info("server")["process_id"]  # type: ignore[index]
         async with (
             working(broker.url, TOKENIZER, lambda _: Answer([11])),
             serving(broker.url) as (gateway, client),

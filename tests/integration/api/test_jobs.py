@@ -48,7 +48,7 @@ class Service:
         self.tasks: list[asyncio.Task[None]] = []
 
     async def submit(self, **job: Any) -> str:
-        return (await self.redis.xadd(KEYS.submit, {"job": json.dumps(job)})).decode()
+        return (await self.redis.xadd(KEYS.submit, {"job": json.dumps(job)})).decode()  # type: ignore[no-any-return]
 
     async def listen(self, name: str) -> list[Any]:
         """What will be heard on a channel."""
@@ -77,7 +77,7 @@ class Service:
         """Returns when no entry is left."""
 
         async def empty() -> bool:
-            return await self.redis.xlen(KEYS.submit) == 0
+            return await self.redis.xlen(KEYS.submit) == 0  # type: ignore[no-any-return]
 
         await wait_until(empty)
 
@@ -254,7 +254,7 @@ async def test_a_stranger_at_our_keys_does_no_harm(
     await service.redis.set(KEYS.submit, "mine")
     await service.redis.set(KEYS.job("spoiled"), "mine")
     await service.redis.set(KEYS.reply("fine"), "mine")
-    await service.redis.rpush(KEYS.result("fine"), "mine")
+    await service.redis.rpush(KEYS.result("fine"), "mine")  # type: ignore[misc]
     async with gateway(broker.url) as one:
         await service.redis.delete(KEYS.submit)
         await service.submit(id="spoiled", inputs="Count.")

@@ -206,14 +206,15 @@ def test_where_the_tokens_of_a_prompt_begin() -> None:
     ):
         assert (
             prompt_offsets(
-                Stream(Generate("r", "", pack_ids(prompt), StoppingParams(1)), model_tokenizer()), text
+                Stream(Generate("r", "", pack_ids(prompt), StoppingParams(1)), model_tokenizer()),  # type: ignore[arg-type]
+                text,
             )
             == begins
         )
 
 
 async def test_special_tokens_on_demand(broker: Broker) -> None:
-    answer = Answer([*ids("a"), TOKENIZER.token_to_id("<|im_start|>"), *ids(" b")])
+    answer = Answer([*ids("a"), TOKENIZER.token_to_id("<|im_start|>"), *ids(" b")])  # type: ignore[list-item]
     async with answering(broker.url, answer) as (_, _, client):
         for body, text in (({}, "a b"), ({"skip_special_tokens": False}, "a<|im_start|> b")):
             assert (await client.post(PATH, json={"prompt": "a", **body})).json()["choices"][0][

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from typing import Any
 from urllib.parse import quote
 
 import pytest
@@ -23,7 +24,7 @@ from tests.support.waiting import wait_until
 
 KEYS = Keys("default")
 TOKENIZER = model_tokenizer().backend
-DEMO = {"demo": True, "hostname": "127.0.0.1"}
+DEMO: dict[str, Any] = {"demo": True, "hostname": "127.0.0.1"}
 
 
 @contextlib.contextmanager
@@ -51,11 +52,11 @@ def sibling(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("api.admin.kill.os.getppid", lambda: own)
 
 
-async def show(redis, name: str, **figures) -> None:
+async def show(redis: Any, name: str, **figures: Any) -> None:
     await Heartbeat(redis, KEYS, "batcher", name, 5.0).send(**figures)
 
 
-async def test_everybody_who_lives_is_on_the_roll(broker, redis):
+async def test_everybody_who_lives_is_on_the_roll(broker: Broker, redis: Any) -> None:
     async with (
         working(broker.url, TOKENIZER, lambda _: Answer([])) as worker,
         serving(broker.url) as (gateway, client),
@@ -90,7 +91,7 @@ async def test_everybody_who_lives_is_on_the_roll(broker, redis):
         assert all(0 <= one["age_s"] < 5 for one in fleet["processes"])
 
 
-async def test_who_is_silent_leaves_the_roll(broker, redis):
+async def test_who_is_silent_leaves_the_roll(broker: Broker, redis: Any) -> None:
     async with serving(broker.url) as (_, client):
 
         async def names() -> set[str]:
@@ -106,11 +107,11 @@ async def test_who_is_silent_leaves_the_roll(broker, redis):
     assert await redis.zrange(KEYS.processes, 0, -1) in ([], [b"batcher:b0-1"])
 
 
-async def gone(redis) -> bool:
+async def gone(redis: Any) -> bool:
     return not await redis.exists(KEYS.process("batcher", "b0-1"))
 
 
-async def test_a_worker_is_seen_before_it_can_work(broker, redis):
+async def test_a_worker_is_seen_before_it_can_work(broker: Broker, redis: Any) -> None:
     async with serving(broker.url) as (_, client):
 
         async def workers() -> list[str]:
@@ -126,11 +127,11 @@ async def test_a_worker_is_seen_before_it_can_work(broker, redis):
         assert await workers() == []
 
 
-async def test_of_two_batchers_the_one_with_the_lease_is_active(broker, redis):
+async def test_of_two_batchers_the_one_with_the_lease_is_active(broker: Broker, redis: Any) -> None:
     with batcher(broker.url, "b0") as first, batcher(broker.url, "b1") as second:
         async with serving(broker.url) as (_, client):
 
-            async def both() -> list[dict]:
+            async def both() -> list[dict[str, Any]]:
                 found = [
                     one
                     for one in (await client.get("/fleet")).json()["processes"]
@@ -144,7 +145,7 @@ async def test_of_two_batchers_the_one_with_the_lease_is_active(broker, redis):
             assert {one["pid"] for one in found} == {first.pid, second.pid}
 
 
-async def test_without_a_batcher_everything_waits(broker, redis):
+async def test_without_a_batcher_everything_waits(broker: Broker, redis: Any) -> None:
     await redis.xadd(KEYS.requests, {"generate": b"?"})
     async with serving(broker.url) as (_, client):
         assert (await client.get("/fleet")).json()["requests"] == {
@@ -155,7 +156,7 @@ async def test_without_a_batcher_everything_waits(broker, redis):
         }
 
 
-async def test_the_button_kills_a_process_of_our_launcher(broker, redis, sibling):
+async def test_the_button_kills_a_process_of_our_launcher(broker: Broker, redis: Any, sibling: Any) -> None:
     with bystander("tokenfleet batcher b0") as process:
         async with serving(broker.url, **DEMO) as (_, client):
             await show(redis, "b0-1", pid=process.pid)
@@ -167,12 +168,14 @@ async def test_the_button_kills_a_process_of_our_launcher(broker, redis, sibling
             assert await asyncio.to_thread(process.wait, 10) == -9
 
 
-async def refused(client, name: str = "b0-1", **headers: str) -> tuple[int, str]:
+async def refused(client: Any, name: str = "b0-1", **headers: str) -> tuple[int, str]:
     answer = await client.post(f"/fleet/processes/{name}/kill", headers=headers)
     return answer.status_code, answer.json()["error"]
 
 
-async def test_the_button_kills_nothing_else(broker, redis, sibling, monkeypatch):
+async def test_the_button_kills_nothing_else(
+    broker: Broker, redis: Any, sibling: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with bystander("tokenfleet batcher b0") as process, bystander("somebody's editor") as other:
         async with serving(broker.url) as (_, client):
             await show(redis, "b0-1", pid=process.pid)
@@ -198,13 +201,13 @@ async def test_the_button_kills_nothing_else(broker, redis, sibling, monkeypatch
 
 
 @pytest.mark.parametrize("hostname", ["0.0.0.0", "192.0.2.1", "some-machine"])
-def test_a_demonstration_is_for_this_machine_only(hostname):
+def test_a_demonstration_is_for_this_machine_only(hostname: Any) -> None:
     with pytest.raises(SettingError, match=r"DEMO: .*HOSTNAME=127\.0\.0\.1"):
         Settings.read(["--demo"], {"HOSTNAME": hostname})
     assert Settings.read(["--demo", "--hostname", "127.0.0.1"], {}).demo
 
 
-async def test_a_browser_gets_the_page_and_everybody_else_the_health(broker):
+async def test_a_browser_gets_the_page_and_everybody_else_the_health(broker: Broker) -> None:
     async with working(broker.url, TOKENIZER, lambda _: Answer([])), serving(broker.url) as (gateway, client):
         await ready(gateway)
         page = await client.get("/", headers={"accept": "text/html,application/xhtml+xml,*/*;q=0.8"})

@@ -70,7 +70,7 @@ async def test_gateways_share_a_port_and_finish_what_they_began(broker: Broker, 
 
     async with working(broker.url, TOKENIZER, lambda _: Answer(ids), step_s=0.05) as worker:
         for url in pair.own_urls:
-            await wait_until(lambda url=url: healthy(url))
+            await wait_until(lambda url=url: healthy(url))  # type: ignore[misc]
         titles = {" ".join(psutil.Process(process.pid).cmdline()).strip() for process in pair.processes}
         assert titles == {"tokenfleet api g0", "tokenfleet api g1"}
         talks = [asyncio.create_task(talk()) for _ in range(16)]

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+from typing import Any
 
 import pytest
 
@@ -15,7 +16,7 @@ from tests.support.fleet.gateways import model_tokenizer, ready, serving, stream
 from tests.support.fleet.scripted_worker import Answer, working
 
 TOKENIZER = model_tokenizer().backend
-IM_END = TOKENIZER.token_to_id("<|im_end|>")
+IM_END: int = TOKENIZER.token_to_id("<|im_end|>")  # type: ignore[assignment]
 
 
 def ids(text: str) -> list[int]:
@@ -23,7 +24,7 @@ def ids(text: str) -> list[int]:
     return found
 
 
-def frames(content: bytes) -> list[dict[str, object]]:
+def frames(content: bytes) -> list[dict[str, Any]]:
     assert content.endswith(b"\n\n")
     lines = content.decode().removesuffix("\n\n").split("\n\n")
     assert all(line.startswith("data: {") and "\n" not in line for line in lines)
@@ -56,7 +57,7 @@ async def test_the_bytes_of_a_stream(broker: Broker) -> None:
         {"index": i + 1, "token": token, "generated_text": None, "details": None}
         for i, token in enumerate(whole)
     ]
-    bodies[-1] |= {"generated_text": " é🙂", "details": details}
+    bodies[-1] |= {"generated_text": " é🙂", "details": details}  # type: ignore[dict-item]
     expected = "".join(
         f"data: {json.dumps(body, ensure_ascii=False, separators=(',', ':'))}\n\n" for body in bodies
     )

@@ -133,7 +133,7 @@ async def test_a_seed_is_told_where_tokens_were_drawn(broker: Broker, path: str)
         assert await seed(client, {"seed": 5}) is None
         assert await seed(client, {"repetition_penalty": 1.5, "seed": 5}) is None
         drawn = await seed(client, {"top_k": 3})
-        assert drawn == worker.seen[-1].sampling.seed and 0 <= drawn < 2**63
+        assert drawn == worker.seen[-1].sampling.seed and 0 <= drawn < 2**63  # type: ignore[union-attr]
 
 
 async def test_the_best_of_several_answers(broker: Broker) -> None:
@@ -162,8 +162,8 @@ async def test_the_best_of_several_answers(broker: Broker) -> None:
     [other] = answer["details"]["best_of_sequences"]
     assert list(other) == ["generated_text", "finish_reason", "generated_tokens", "seed", "prefill", "tokens"]
     assert (other["generated_text"], other["generated_tokens"]) == ("Hione two three", 4)
-    assert [request.sampling.seed for request in worker.seen] == [other["seed"], answer["details"]["seed"]]
-    assert [request.sampling.choice for request in worker.seen] == [0, 0] and other["seed"] != answer[
+    assert [request.sampling.seed for request in worker.seen] == [other["seed"], answer["details"]["seed"]]  # type: ignore[union-attr]
+    assert [request.sampling.choice for request in worker.seen] == [0, 0] and other["seed"] != answer[  # type: ignore[union-attr]
         "details"
     ]["seed"]
     assert [request.request_id for request in worker.seen] == [

@@ -64,7 +64,7 @@ async def test_a_chat_is_tokenised_as_it_would_be_asked(broker: Broker) -> None:
     [({}, (1023, 1024)), ({"max_total_tokens": 50, "max_input_tokens": 20}, (20, 50))],
 )
 async def test_the_limits_are_told(
-    broker: Broker, settings: dict[str, int], longest: tuple[int, int]
+    broker: Broker, settings: dict[str, Any], longest: tuple[int, int]
 ) -> None:
     """Those of the workers, unless settings are below; they stay known when the workers go."""
     async with serving(broker.url, max_best_of=7, **settings) as (gateway, client):

@@ -172,7 +172,7 @@ async def test_refusals_name_the_field_and_the_limit(
             ):
                 wrong.append((case, response.status_code, answer))
             elif words not in answer["error"] or not answer["error"].startswith(prefix):
-                wrong.append((case, words, answer))
+                wrong.append((case, words, answer))  # type: ignore[arg-type]
         assert not wrong
         assert not worker.seen
 
@@ -249,7 +249,7 @@ async def test_long_prompts_can_be_truncated(broker: Broker) -> None:
 
 
 async def test_settings_lower_the_limits(broker: Broker) -> None:
-    settings = {
+    settings: dict[str, Any] = {
         "max_total_tokens": 20,
         "max_input_tokens": 3,
         "max_stop_sequences": 1,

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from typing import Any
 
 import msgpack
 import pytest
@@ -42,12 +43,12 @@ def batcher(url: str, name: str = "b0", **settings: str) -> Iterator[subprocess.
 
 
 @pytest.fixture(autouse=True)
-async def gateway(redis) -> None:
+async def gateway(redis: Any) -> None:
     """One that shows signs of life."""
     await redis.set(KEYS.gateway("g"), 1)
 
 
-async def admit(redis, name: str, payload: bytes | None = None, **fields) -> bytes:
+async def admit(redis: Any, name: str, payload: bytes | None = None, **fields: Any) -> bytes:
     request = Generate(
         name, "d", pack_ids([1, 2, 3]), StoppingParams(5), channel=CHANNEL, gateway="g", **fields
     )
@@ -55,18 +56,18 @@ async def admit(redis, name: str, payload: bytes | None = None, **fields) -> byt
     answer = await script(redis, "admit")(
         keys=keys, args=[payload or encode(request), 100, 10**6, "d", CHANNEL, "g", 600_000, 1]
     )
-    return answer[1]
+    return answer[1]  # type: ignore[no-any-return]
 
 
-async def result(redis, name: str) -> dict:
-    return json.loads(await wait_until(lambda: redis.get(KEYS.result(name))))
+async def result(redis: Any, name: str) -> dict[str, Any]:
+    return json.loads(await wait_until(lambda: redis.get(KEYS.result(name))))  # type: ignore[no-any-return]
 
 
-async def settled(redis) -> bool:
+async def settled(redis: Any) -> bool:
     return not await redis.xlen(KEYS.requests) and not await redis.exists(KEYS.requests_bytes)
 
 
-async def test_a_deadline_ends_what_waits_and_says_so_once(broker, redis):
+async def test_a_deadline_ends_what_waits_and_says_so_once(broker: Any, redis: Any) -> None:
     async with redis.pubsub() as pubsub:
         await pubsub.subscribe(CHANNEL)
         with batcher(broker.url):
@@ -82,7 +83,7 @@ async def test_a_deadline_ends_what_waits_and_says_so_once(broker, redis):
         ]
 
 
-async def test_a_waiting_request_is_cancelled(broker, redis):
+async def test_a_waiting_request_is_cancelled(broker: Any, redis: Any) -> None:
     with batcher(broker.url):
         await admit(redis, "r1")
         await admit(redis, "r2")
@@ -96,11 +97,11 @@ async def test_a_waiting_request_is_cancelled(broker, redis):
         assert await redis.hget(KEYS.request("r2"), "terminal") is None
 
 
-async def waiting(redis, count: int) -> bool:
+async def waiting(redis: Any, count: int) -> bool:
     return int(await redis.hget(KEYS.state, "waiting") or 0) == count
 
 
-async def test_requests_of_a_dead_gateway_live_on_for_their_grace_only(broker, redis):
+async def test_requests_of_a_dead_gateway_live_on_for_their_grace_only(broker: Any, redis: Any) -> None:
     with batcher(broker.url):
         await admit(redis, "r1", grace_ms=300)
         await admit(redis, "r2", grace_ms=600_000)
@@ -120,7 +121,9 @@ async def test_requests_of_a_dead_gateway_live_on_for_their_grace_only(broker, r
         encode(Generate("r1", "d", b"\0\0\0\0", StoppingParams(0))),
     ],
 )
-async def test_an_entry_that_cannot_be_read_is_counted_answered_and_gone(broker, redis, payload):
+async def test_an_entry_that_cannot_be_read_is_counted_answered_and_gone(
+    broker: Any, redis: Any, payload: Any
+) -> None:
     with batcher(broker.url):
         await admit(redis, "r1", payload)
         assert (await result(redis, "r1"))["error"]
@@ -128,11 +131,11 @@ async def test_an_entry_that_cannot_be_read_is_counted_answered_and_gone(broker,
         await wait_until(lambda: counted(redis))
 
 
-async def counted(redis) -> bool:
+async def counted(redis: Any) -> bool:
     return int(await redis.hget(KEYS.state, "undecodable") or 0) == 1
 
 
-async def test_garbage_kills_nobody(broker, redis):
+async def test_garbage_kills_nobody(broker: Any, redis: Any) -> None:
     with batcher(broker.url) as process:
         await wait_until(lambda: redis.exists(KEYS.state))
         for stream in (KEYS.requests, KEYS.control):
@@ -151,11 +154,11 @@ async def test_garbage_kills_nobody(broker, redis):
         assert process.poll() is None
 
 
-async def empty(redis) -> bool:
+async def empty(redis: Any) -> bool:
     return not await redis.xlen(KEYS.requests)
 
 
-async def test_a_standby_takes_over_and_reads_what_waits(broker, redis):
+async def test_a_standby_takes_over_and_reads_what_waits(broker: Any, redis: Any) -> None:
     with batcher(broker.url, "b0") as first:
         await wait_until(lambda: redis.exists(KEYS.state))
         epoch = int(await redis.get(KEYS.epoch))
@@ -174,7 +177,7 @@ async def test_a_standby_takes_over_and_reads_what_waits(broker, redis):
             assert (await result(redis, "r1"))["error_type"] == "cancelled"
 
 
-async def test_a_batcher_whose_lease_was_taken_ends(broker, redis):
+async def test_a_batcher_whose_lease_was_taken_ends(broker: Any, redis: Any) -> None:
     with batcher(broker.url) as process:
         await wait_until(lambda: redis.exists(KEYS.state))
         await redis.incr(KEYS.epoch)

@@ -71,7 +71,7 @@ def test_who_reads_no_model_needs_none(command: str) -> None:
     environ = os.environ | {"MODEL_ID": "/no/such/model", "METRICS_PORT": str(free_port())}
     with brokers.running() as broker:
         words = [Path(sys.executable).parent / "tokenfleet", command]
-        process = subprocess.Popen(words, env=environ | {"REDIS_URL": broker.url}, stderr=subprocess.DEVNULL)
+        process = subprocess.Popen(words, env=environ | {"REDIS_URL": broker.url}, stderr=subprocess.DEVNULL)  # type: ignore[arg-type]
         try:
             wait_until_sync(lambda: process.poll() is not None or shows(int(environ["METRICS_PORT"])))
             assert process.poll() is None

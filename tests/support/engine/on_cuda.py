@@ -92,7 +92,7 @@ def engine_on(device: str, folder: Path | str, monkeypatch: pytest.MonkeyPatch, 
     """With all that an engine on CUDA does: merged products, compiled layers, captured steps where the
     backend has them, a step ahead.
     """
-    asked = Settings(model_id=str(folder), device=device, **SETTINGS | settings)
+    asked = Settings(model_id=str(folder), device=device, **SETTINGS | settings)  # type: ignore[arg-type]
     if device == "cuda":
         return Engine(asked)
     monkeypatch.setattr(load, "pack_linears", fuse_linears)
@@ -128,7 +128,7 @@ def distances(model: Any, prompt: Sequence[int], ids: Sequence[int]) -> torch.Te
     """
     logits = model(torch.tensor([[*prompt, *ids]])).logits[0, len(prompt) - 1 : -1].double()
     below = logits.amax(-1) - logits.gather(1, torch.tensor([list(ids)]).T)[:, 0]
-    return below / logits.std(-1)
+    return below / logits.std(-1)  # type: ignore[no-any-return]
 
 
 def check_near(model: Any, prefixes: dict[int, list[int]], played: dict[int, list[int]], how: str) -> None:

@@ -59,7 +59,7 @@ class Taken:
 def write(folder: Path, num_bytes: int) -> int:
     """A random Llama of about this size in bfloat16, in several files with an index → bytes of its tensors."""
     layers = max(1, round(num_bytes / 2 / LAYER_NUMBERS))
-    sizes: dict[str, int] = {
+    sizes: dict[str, Any] = {
         "hidden_size": HIDDEN,
         "intermediate_size": 4 * HIDDEN,
         "num_attention_heads": 16,
@@ -72,7 +72,7 @@ def write(folder: Path, num_bytes: int) -> int:
         max_position_embeddings=256,
         tie_word_embeddings=False,
     )
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)  # type: ignore[no-untyped-call]
     model.save_pretrained(folder, max_shard_size=num_bytes // FILES)
     (folder / "tokenizer.json").write_text('{"added_tokens": []}')
     assert len(model_files.weight_files(folder)) > 1
@@ -123,7 +123,7 @@ def load(folder: Path, communicator: Communicator) -> Taken:
 
 def num_bytes(part: Any) -> int:
     """Of a tensor of the checkpoint, or of a slice of it. All are bfloat16."""
-    return 2 * math.prod(part.get_shape())
+    return 2 * math.prod(part.get_shape())  # type: ignore[no-any-return]
 
 
 def whole(folder: Path) -> int:

@@ -24,7 +24,7 @@ def processed(
     """Log-probabilities [vocabulary] of what the token is chosen from; `barred` ids may not come yet."""
     scores = penalised(np.asarray(logits, np.float64).copy(), sampling, [*prompt], [*generated], barred)
     return log_softmax(
-        truncated(scores / sampling.temperature, sampling, generated) if sampling.temperature else scores
+        truncated(scores / sampling.temperature, sampling, generated) if sampling.temperature else scores  # type: ignore[arg-type]
     )
 
 

@@ -8,6 +8,7 @@ import json
 import secrets
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
+from typing import Any
 
 from redis.asyncio import Redis
 from tokenizers import Tokenizer
@@ -242,7 +243,7 @@ class FakeWorker:
         """Arguments of `finish`."""
         request, reason = live.request, live.reason or ""
         ids, logprobs = live.ids[: live.done], live.logprobs[: live.done]
-        result: dict[str, object] = {
+        result: dict[str, Any] = {
             "id": request.request_id,
             "ids": ids,
             "logprobs": logprobs,

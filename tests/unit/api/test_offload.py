@@ -60,7 +60,7 @@ async def test_large_requests_keep_no_stream_waiting(
         return work(*args)
 
     monkeypatch.setattr(place, name, watched)
-    answer = Answer([TOKENIZER.token_to_id("a")] * (LONG // 20))
+    answer = Answer([TOKENIZER.token_to_id("a")] * (LONG // 20))  # type: ignore[list-item]
     async with working(broker.url, TOKENIZER, lambda _: answer), serving(broker.url) as (gateway, client):
         await ready(gateway)
         await client.post(path, json=body)

@@ -3,6 +3,7 @@ else wrote.
 """
 
 from collections.abc import AsyncIterator
+from typing import Any
 
 import pytest
 from redis.exceptions import ConnectionError
@@ -23,7 +24,7 @@ KEYS = Keys("default")
 
 
 @pytest.fixture
-async def batcher(redis) -> AsyncIterator[Batcher]:
+async def batcher(redis: Any) -> AsyncIterator[Batcher]:
     lease = Lease(redis, KEYS, "b0-1", 60.0)
     yield Batcher(Settings(), redis, KEYS, lease, await lease.acquire())
 
@@ -33,7 +34,7 @@ async def turns(batcher: Batcher, count: int = 6) -> None:
         await batcher.retry(batcher.turn)
 
 
-async def admit(redis, name: str) -> None:
+async def admit(redis: Any, name: str) -> None:
     request = Generate(name, "d", pack_ids([1] * 4), StoppingParams(20), gateway="")
     keys = [KEYS.requests, KEYS.requests_bytes, KEYS.request(name)]
     await brokers.script(redis, "admit")(
@@ -41,7 +42,7 @@ async def admit(redis, name: str) -> None:
     )
 
 
-async def open_worker(redis, name: str, capacity: bytes | None = None) -> None:
+async def open_worker(redis: Any, name: str, capacity: bytes | None = None) -> None:
     keys = [
         KEYS.worker(name),
         KEYS.workers,
@@ -59,7 +60,7 @@ async def open_worker(redis, name: str, capacity: bytes | None = None) -> None:
     )
 
 
-async def join(batcher: Batcher, redis, name: str = "w1") -> None:
+async def join(batcher: Batcher, redis: Any, name: str = "w1") -> None:
     """A worker that has answered the takeover."""
     await open_worker(redis, name)
     await turns(batcher, 2)
@@ -70,7 +71,7 @@ async def join(batcher: Batcher, redis, name: str = "w1") -> None:
     assert name in batcher.scheduler.replicas
 
 
-async def plans(redis, name: str = "w1") -> list[Plan]:
+async def plans(redis: Any, name: str = "w1") -> list[Plan]:
     return [decode(Plan, fields[b"plan"]) for _, fields in await redis.xrange(KEYS.plans(name))]
 
 
@@ -78,7 +79,7 @@ def lose_reply(batcher: Batcher, number: int) -> None:
     """The connection is cut after hand-over `number` was done and before its reply came."""
     real, calls = batcher.dispatch.script, 0
 
-    async def flaky(**words):
+    async def flaky(**words: Any) -> Any:
         nonlocal calls
         answer = await real(**words)
         calls += 1
@@ -89,7 +90,7 @@ def lose_reply(batcher: Batcher, number: int) -> None:
     batcher.dispatch.script = flaky
 
 
-async def test_what_waited_before_this_epoch_is_told_of_once(batcher, redis):
+async def test_what_waited_before_this_epoch_is_told_of_once(batcher: Any, redis: Any) -> None:
     await admit(redis, "r1")
     await batcher.start_epoch()
     await turns(batcher)
@@ -100,7 +101,7 @@ async def test_what_waited_before_this_epoch_is_told_of_once(batcher, redis):
     ]
 
 
-async def test_a_worker_that_seals_its_own_logs_is_lost_once(batcher, redis):
+async def test_a_worker_that_seals_its_own_logs_is_lost_once(batcher: Any, redis: Any) -> None:
     """Whoever started it says that it died, too, before or after its seal has been read."""
     await batcher.start_epoch()
     await join(batcher, redis)
@@ -115,7 +116,7 @@ async def test_a_worker_that_seals_its_own_logs_is_lost_once(batcher, redis):
 
 
 @pytest.mark.parametrize("lost", [1, 2])
-async def test_a_lost_reply_loses_no_refused_row(batcher, redis, lost):
+async def test_a_lost_reply_loses_no_refused_row(batcher: Any, redis: Any, lost: Any) -> None:
     await batcher.start_epoch()
     await join(batcher, redis)
     await admit(redis, "keep")
@@ -130,20 +131,20 @@ async def test_a_lost_reply_loses_no_refused_row(batcher, redis, lost):
     assert await redis.xlen(KEYS.requests) == 1
 
 
-async def test_nothing_said_between_two_reads_is_missed(batcher, redis):
+async def test_nothing_said_between_two_reads_is_missed(batcher: Any, redis: Any) -> None:
     await batcher.start_epoch()
     await redis.xadd(KEYS.control, {"cancel": encode(Cancel("r1", "client"))})
     assert [entry.kind for entry in await batcher.inbox.read(50)] == ["cancel"]
 
 
-async def test_a_hello_that_is_no_name_is_counted(batcher, redis):
+async def test_a_hello_that_is_no_name_is_counted(batcher: Any, redis: Any) -> None:
     await batcher.start_epoch()
     await redis.xadd(KEYS.control, {"worker_ready": b"\xff\xfe"})
     await turns(batcher)
     assert batcher.undecodable == 1
 
 
-async def test_an_earlier_worker_that_cannot_be_read_holds_nobody_up(batcher, redis):
+async def test_an_earlier_worker_that_cannot_be_read_holds_nobody_up(batcher: Any, redis: Any) -> None:
     await open_worker(redis, "w1", b"junk")
     await admit(redis, "r1")
     await batcher.start_epoch()
@@ -153,7 +154,7 @@ async def test_an_earlier_worker_that_cannot_be_read_holds_nobody_up(batcher, re
     assert await redis.exists(KEYS.worker("w1"), KEYS.log("w1")) == 0
 
 
-async def test_a_key_of_another_type_spoils_its_own_request_only(batcher, redis):
+async def test_a_key_of_another_type_spoils_its_own_request_only(batcher: Any, redis: Any) -> None:
     await batcher.start_epoch()
     for name in ("bad", "good"):
         await admit(redis, name)
@@ -166,7 +167,7 @@ async def test_a_key_of_another_type_spoils_its_own_request_only(batcher, redis)
     assert list(batcher.scheduler.sequences) == ["good"]
 
 
-async def test_a_worker_that_dies_is_read_to_its_end(batcher, redis):
+async def test_a_worker_that_dies_is_read_to_its_end(batcher: Any, redis: Any) -> None:
     await batcher.start_epoch()
     await join(batcher, redis)
     await admit(redis, "r1")
@@ -183,7 +184,7 @@ async def test_a_worker_that_dies_is_read_to_its_end(batcher, redis):
     assert await redis.exists(KEYS.log("w1"), KEYS.reports("w1"), KEYS.plans("w1")) == 0
 
 
-async def test_who_was_stopped_blames_nobody(batcher, redis):
+async def test_who_was_stopped_blames_nobody(batcher: Any, redis: Any) -> None:
     await batcher.start_epoch()
     await join(batcher, redis)
     await redis.delete(KEYS.worker("w1"))
@@ -194,7 +195,7 @@ async def test_who_was_stopped_blames_nobody(batcher, redis):
     assert await batcher.workers.check() == ["w1"]
 
 
-async def test_a_clock_that_jumps_gives_everybody_time(batcher, redis):
+async def test_a_clock_that_jumps_gives_everybody_time(batcher: Any, redis: Any) -> None:
     batcher.detector.resumes_s = 0.0
     batcher.detector.check_clock_jump(1_000_000)
     assert batcher.detector.active

@@ -56,7 +56,7 @@ async def placed(redis: Redis, request_id: str, incarnation: str = "w1") -> Sequ
 
 
 async def is_sealed(redis: Redis, incarnation: str) -> bool:
-    return (await redis.xrange(KEYS.log(incarnation)))[-1][0] == SEALED.encode()
+    return (await redis.xrange(KEYS.log(incarnation)))[-1][0] == SEALED.encode()  # type: ignore[no-any-return]
 
 
 async def test_resume_enqueues_with_all_committed_tokens(redis: Redis, recovery: Recovery) -> None:
@@ -80,7 +80,7 @@ async def test_resume_dequeues_what_has_its_terminal(redis: Redis, recovery: Rec
     live, ended = [await queue(redis, name) for name in ("live", "ended")]
     for sequence in (live, ended):
         recovery.scheduler.register(sequence)
-    await redis.hset(KEYS.request("ended"), "terminal", "length")
+    await redis.hset(KEYS.request("ended"), "terminal", "length")  # type: ignore[misc]
     assert await recovery.resume([live, ended]) == [live]
     assert list(recovery.scheduler.sequences) == ["live"]
     assert await redis.xlen(KEYS.requests) == 1
@@ -136,7 +136,7 @@ async def test_the_crash_count_is_saved_with_the_request(redis: Redis, recovery:
     sequence.suspect = True
     await recovery.resume([sequence])
     assert sequence.crash_count == 1
-    assert await redis.hget(KEYS.request("r1"), "crash_count") == b"1"
+    assert await redis.hget(KEYS.request("r1"), "crash_count") == b"1"  # type: ignore[misc]
 
 
 async def test_restore_seals_a_holder_that_did_not_answer(redis: Redis, recovery: Recovery) -> None:
@@ -161,7 +161,7 @@ async def test_restore_leaves_a_worker_that_was_taken_over(
 async def test_restore_leaves_the_worker_of_an_ended_request(redis: Redis, recovery: Recovery) -> None:
     await start_worker(redis, "w1")
     sequence = await placed(redis, "r1")
-    await redis.hset(KEYS.request("r1"), "terminal", "length")
+    await redis.hset(KEYS.request("r1"), "terminal", "length")  # type: ignore[misc]
     await recovery.restore(sequence)
     assert not await is_sealed(redis, "w1")
     assert recovery.scheduler.sequences == {}

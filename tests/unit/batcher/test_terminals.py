@@ -60,7 +60,7 @@ async def test_finish_publishes_stores_and_dequeues(redis: Redis, terminals: Ter
     assert (terminal.request_id, terminal.reason, terminal.error_type) == ("r1", "error", "timeout")
     assert terminal.num_tokens == 3
     assert json.loads(await redis.get(KEYS.result("r1")))["error_type"] == "timeout"
-    assert await redis.hget(KEYS.request("r1"), "terminal") == b"error"
+    assert await redis.hget(KEYS.request("r1"), "terminal") == b"error"  # type: ignore[misc]
     assert await redis.exists(KEYS.requests, KEYS.requests_bytes, KEYS.tokens("r1")) == 1, "an empty stream"
     assert await redis.xlen(KEYS.requests) == 0
     assert terminals.scheduler.sequences == {}

@@ -1,5 +1,7 @@
 """What the batcher tells of requests, and how it is read back."""
 
+from typing import Any
+
 from redis.asyncio import Redis
 
 from api.admin.timeline import read_timelines
@@ -33,11 +35,11 @@ def make_writer(redis: Redis) -> TimelineWriter:
     return TimelineWriter(redis, KEYS, lambda: NOW_MS)
 
 
-def happened(writer: list[dict]) -> list[tuple]:
+def happened(writer: list[dict[str, Any]]) -> list[tuple[Any, ...]]:
     return [(one["what"], one["worker"], one["attempt"], one["num_tokens"], one["why"]) for one in writer]
 
 
-async def test_a_life_from_queue_to_end(redis):
+async def test_a_life_from_queue_to_end(redis: Redis) -> None:
     writer, one, worker = make_writer(redis), sequence(), replica()
     writer.record_queued(one)
     row = worker.start(one)
@@ -64,7 +66,7 @@ async def test_a_life_from_queue_to_end(redis):
     assert await redis.pttl(KEYS.timeline) > 0
 
 
-async def test_a_request_that_a_new_batcher_finds_is_queued_or_taken_over(redis):
+async def test_a_request_that_a_new_batcher_finds_is_queued_or_taken_over(redis: Redis) -> None:
     writer, fresh, placed = make_writer(redis), sequence("fresh"), sequence("placed")
     placed.attempt = 1
     for one in (fresh, placed):
@@ -78,7 +80,7 @@ async def test_a_request_that_a_new_batcher_finds_is_queued_or_taken_over(redis)
     ]
 
 
-async def test_it_is_written_now_and_then_and_bounded(redis):
+async def test_it_is_written_now_and_then_and_bounded(redis: Redis) -> None:
     writer = make_writer(redis)
     for i in range(REQUESTS_PER_ENTRY + 1):
         writer.record_queued(sequence(f"r{i}"))
@@ -92,7 +94,7 @@ async def test_it_is_written_now_and_then_and_bounded(redis):
     assert await read_timelines(redis, KEYS, "late") and not writer.unwritten
 
 
-async def test_a_key_of_somebody_else_s_harms_nobody(redis):
+async def test_a_key_of_somebody_else_s_harms_nobody(redis: Redis) -> None:
     await redis.set(KEYS.timeline, "spoilt")
     writer = make_writer(redis)
     writer.record_queued(sequence())
@@ -105,7 +107,7 @@ async def test_a_key_of_somebody_else_s_harms_nobody(redis):
     assert not writer.unwritten
 
 
-async def test_choices_belong_to_their_request(redis):
+async def test_choices_belong_to_their_request(redis: Redis) -> None:
     writer = make_writer(redis)
     for name in ("r1.0", "r1.1", "r10", "r1", "job#0"):
         writer.record_queued(sequence(name))
@@ -116,17 +118,17 @@ async def test_choices_belong_to_their_request(redis):
     assert await read_timelines(redis, KEYS, "r") == {}
 
 
-async def test_reading_goes_back_as_far_as_needed_and_skips_what_is_none_of_ours(redis):
+async def test_reading_goes_back_as_far_as_needed_and_skips_what_is_none_of_ours(redis: Redis) -> None:
     def entry(name: str, *happenings: TimelineEvent) -> dict[str, bytes]:
         return {name: encode(Timeline(list(happenings)))}
 
-    await redis.xadd(KEYS.timeline, entry("r1", TimelineEvent(1000, "ended")), id="1000-0")
-    await redis.xadd(KEYS.timeline, entry("r1", TimelineEvent(20_000, "queued")), id="20000-0")
+    await redis.xadd(KEYS.timeline, entry("r1", TimelineEvent(1000, "ended")), id="1000-0")  # type: ignore[arg-type]
+    await redis.xadd(KEYS.timeline, entry("r1", TimelineEvent(20_000, "queued")), id="20000-0")  # type: ignore[arg-type]
     await redis.xadd(KEYS.timeline, {"r1": b"garbage", b"\xff": b""}, id="20001-0")
     async with redis.pipeline() as pipe:
         for i in range(1200):
-            pipe.xadd(KEYS.timeline, entry("other", TimelineEvent(30_000, "placed")), id=f"30000-{i}")
+            pipe.xadd(KEYS.timeline, entry("other", TimelineEvent(30_000, "placed")), id=f"30000-{i}")  # type: ignore[arg-type]
         await pipe.execute()
-    await redis.xadd(KEYS.timeline, entry("r1", TimelineEvent(40_000, "ended")), id="40000-0")
+    await redis.xadd(KEYS.timeline, entry("r1", TimelineEvent(40_000, "ended")), id="40000-0")  # type: ignore[arg-type]
     assert [one["at_ms"] for one in (await read_timelines(redis, KEYS, "r1"))["r1"]] == [1000, 20_000, 40_000]
     assert len((await read_timelines(redis, KEYS, "other"))["other"]) == 1200

@@ -107,14 +107,14 @@ def test_an_id_beyond_the_vocabulary_has_no_text(smollm2: Tokenizer) -> None:
 
 def test_the_first_piece_keeps_its_space(llama: Tokenizer) -> None:
     hello, world, special = (llama.token_to_id(piece) for piece in ("▁Hello", "▁world", "<s>"))
-    assert texts(llama, [special, hello], [world, special, hello]) == [" world", "<s>", " Hello"]
-    assert texts(llama, [], [hello, world]) == ["Hello", " world"]
-    assert generated_text(llama, [special, hello], [world, hello], [], "length") == " world Hello"
+    assert texts(llama, [special, hello], [world, special, hello]) == [" world", "<s>", " Hello"]  # type: ignore[list-item]
+    assert texts(llama, [], [hello, world]) == ["Hello", " world"]  # type: ignore[list-item]
+    assert generated_text(llama, [special, hello], [world, hello], [], "length") == " world Hello"  # type: ignore[list-item]
 
 
 def test_bytes_become_a_character_with_the_last_one(llama: Tokenizer) -> None:
     ids = [llama.token_to_id(f"<0x{byte:02X}>") for byte in "é🙂".encode()]
-    assert texts(llama, [llama.token_to_id("▁Hello")], ids) == ["", "é", "", "", "", "🙂"]
+    assert texts(llama, [llama.token_to_id("▁Hello")], ids) == ["", "é", "", "", "", "🙂"]  # type: ignore[arg-type, list-item]
 
 
 def test_special_tokens_are_shown_but_not_part_of_the_whole(smollm2: Tokenizer) -> None:
@@ -171,7 +171,7 @@ def test_what_is_remembered_of_tokens_is_what_they_add(
     if name == "llama":
         some = range(tokenizer.get_vocab_size() + 1)
     else:
-        some = [*tokenizer.encode(" the sea\n\n🙂  日本𐍈<|im_end|>\x00'll").ids, 10**6]
+        some = [*tokenizer.encode(" the sea\n\n🙂  日本𐍈<|im_end|>\x00'll").ids, 10**6]  # type: ignore[assignment]
     token = st.sampled_from(some)
     prompt_ids, ids = data.draw(st.lists(token, max_size=7)), data.draw(st.lists(token, max_size=60))
     assert texts(tokenizer, prompt_ids, ids) == decoded(tokenizer, prompt_ids, ids)
@@ -180,9 +180,9 @@ def test_what_is_remembered_of_tokens_is_what_they_add(
 def test_behind_bytes_that_are_no_character_a_token_is_looked_at_anew(llama: Tokenizer) -> None:
     """A byte among them is none either, though it was met as a letter."""
     hello, half, letter = (llama.token_to_id(piece) for piece in ("▁Hello", "<0x80>", "<0x41>"))
-    assert texts(llama, [hello], [letter]) == ["A"] and letter in piece_cache(llama)
+    assert texts(llama, [hello], [letter]) == ["A"] and letter in piece_cache(llama)  # type: ignore[list-item]
     ids = [half] * MAX_INCOMPLETE_TOKENS + [letter, hello]
-    assert texts(llama, [hello], ids) == decoded(llama, [hello], ids)
+    assert texts(llama, [hello], ids) == decoded(llama, [hello], ids)  # type: ignore[arg-type, list-item]
 
 
 def test_tokens_are_remembered_only_where_the_decoder_concatenates(

@@ -168,7 +168,8 @@ def test_a_second_signal_ends_now(launch: Callable[[], Launched], number: signal
     fleet.process.send_signal(number)
     wait_until_sync(lambda: "g0 told" in fleet.notes())
     wait_until_sync(
-        lambda: fleet.process.poll() is not None or fleet.process.send_signal(number), ONE_REQUEST_S + GONE_S
+        lambda: fleet.process.poll() is not None or fleet.process.send_signal(number),  # type: ignore[func-returns-value]
+        ONE_REQUEST_S + GONE_S,
     )
     assert fleet.process.returncode != 0
     assert not [child for child in children if child.is_running()]

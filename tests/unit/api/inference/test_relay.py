@@ -187,7 +187,7 @@ async def relay(redis: Redis) -> AsyncIterator[Relay]:
 
 async def commit(redis: Redis, spilled: int, logged: int, request_id: str = "r") -> None:
     """The first tokens of the answer stand in the string, the others in the log of w0."""
-    await redis.hset(
+    await redis.hset(  # type: ignore[misc]
         KEYS.request(request_id), mapping={"digest": "d", "worker": "w0", "attempt": 1, "base": 0}
     )
     if spilled:
@@ -226,18 +226,18 @@ async def test_a_result_that_somebody_wrote_ends_its_own_stream_only(
         relay.add(one)
         relay.admitted(one)
         await commit(redis, 3, 3, one.request.request_id)
-    await redis.hset(KEYS.request("r"), "terminal", "length")
+    await redis.hset(KEYS.request("r"), "terminal", "length")  # type: ignore[misc]
     await redis.set(KEYS.result("r"), garbage)
     relay.request_fill([spoilt, other])
     await wait_until(lambda: spoilt.terminal and other.num_tokens == 3)
-    assert spoilt.terminal.error == "its result cannot be read" and not other.terminal
+    assert spoilt.terminal.error == "its result cannot be read" and not other.terminal  # type: ignore[union-attr]
 
 
 async def test_a_prompt_is_read_before_the_first_token_is_shown(redis: Redis, relay: Relay) -> None:
     """It stands in Redis since the first token; where it does not, somebody wrote to the key."""
     asked = {"prompt_ids": pack_ids([28, 29, 30]), "prompt_logprobs": 1}
     one, missing, short = (
-        Stream(Generate(name, "", stopping=StoppingParams(100), **asked), model_tokenizer())
+        Stream(Generate(name, "", stopping=StoppingParams(100), **asked), model_tokenizer())  # type: ignore[arg-type]
         for name in ("r", "missing", "short")
     )
     records = pack_records(
@@ -247,8 +247,8 @@ async def test_a_prompt_is_read_before_the_first_token_is_shown(redis: Redis, re
         relay.add(each)
         relay.admitted(each)
         await commit(redis, 0, 2, each.request.request_id)
-    await redis.hset(KEYS.request("r"), "prompt", records)
-    await redis.hset(KEYS.request("short"), "prompt", records[:-1])
+    await redis.hset(KEYS.request("r"), "prompt", records)  # type: ignore[arg-type, misc]
+    await redis.hset(KEYS.request("short"), "prompt", records[:-1])  # type: ignore[arg-type, misc]
     assert not one.take(tokens(0, 1)) and not one.ids
     await redis.publish(
         relay.channel,
@@ -274,7 +274,7 @@ async def test_an_answer_that_failed_before_its_first_token_has_no_prompt(redis:
         relay.admitted(each)
         await commit(redis, 0, 0, each.request.request_id)
     assert told.end(Terminal("told", "error", 0, "gone"))
-    await redis.hset(KEYS.request("filled"), "terminal", "error")
+    await redis.hset(KEYS.request("filled"), "terminal", "error")  # type: ignore[misc]
     await redis.set(KEYS.result("filled"), b'{"error": "gone"}')
     relay.request_fill([filled])
     await wait_until(lambda: filled.terminal)
@@ -461,7 +461,7 @@ async def test_clients_that_leave_are_cancelled(broker: Broker) -> None:
         for path, text in (("/generate_stream", "text 1"), ("/generate", "text 2")):
             task = asyncio.create_task(client.post(path, json={"inputs": text}))
             await wait_until(
-                lambda text=text: (
+                lambda text=text: (  # type: ignore[misc]
                     worker.seen and TOKENIZER.decode(unpack_ids(worker.seen[-1].prompt_ids)) == text
                 )
             )
@@ -507,7 +507,7 @@ async def test_another_gateways_channel_is_followed(redis: Redis, relay: Relay) 
     relay.add(one)
 
     async def heard(channel: str) -> bool:
-        return (await redis.pubsub_numsub(channel))[0][1] == 1
+        return (await redis.pubsub_numsub(channel))[0][1] == 1  # type: ignore[no-any-return]
 
     for _ in range(2):
         relay.follow(theirs)

@@ -25,8 +25,8 @@ async def validated(**given: Any) -> list[Generate]:
 async def test_stopping_parameters_travel_as_they_are_with_max_new_tokens_filled_in() -> None:
     stopping = {"min_new_tokens": 2, "stop": ["x"], "stop_ids": [3, 4], "ignore_eos": True}
     [default], [limited] = await validated(**stopping), await validated(**stopping, max_new_tokens=9)
-    assert default.stopping == StoppingParams(99, **stopping)
-    assert limited.stopping == StoppingParams(9, **stopping)
+    assert default.stopping == StoppingParams(99, **stopping)  # type: ignore[arg-type]
+    assert limited.stopping == StoppingParams(9, **stopping)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("name", RANGES)
@@ -68,7 +68,7 @@ async def test_errors_of_prompts_of_ids_name_the_client_s_own_fields() -> None:
         ),
     ]:
         with pytest.raises(ApiError) as refused:
-            await validated(
+            await validated(  # type: ignore[arg-type]
                 text=None, names={"prompt_ids": "prompt", "max_new_tokens": "max_tokens"}, **fields
             )
         assert words in str(refused.value) and refused.value.param == param

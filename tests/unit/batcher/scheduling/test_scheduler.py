@@ -3,6 +3,7 @@ whatever happens.
 """
 
 import random
+from typing import Any
 
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
@@ -133,7 +134,9 @@ sizes = st.lists(st.tuples(st.integers(1, 200), st.integers(1, 120)), min_size=1
     seed=st.integers(0, 10**6),
     actions=st.lists(st.sampled_from(["kill", "drain", "cancel", "cancel"]), max_size=6),
 )
-def test_every_request_ends_once_and_every_block_comes_back(sizes, num_workers, num_blocks, seed, actions):
+def test_every_request_ends_once_and_every_block_comes_back(
+    sizes: Any, num_workers: Any, num_blocks: Any, seed: Any, actions: Any
+) -> None:
     pool = Pool(num_workers, num_blocks, seed, WorkerLimits(max_batch_size=8))
     pool.add(*(request(f"r{i}", prompt, new, i) for i, (prompt, new) in enumerate(sizes)))
     for action in actions:
@@ -157,7 +160,7 @@ def test_every_request_ends_once_and_every_block_comes_back(sizes, num_workers, 
     pool.check_blocks_returned()
 
 
-def test_scarce_blocks_preempt_the_youngest_and_nobody_starves():
+def test_scarce_blocks_preempt_the_youngest_and_nobody_starves() -> None:
     pool = Pool(1, num_blocks=26, seed=1, eos_chance=0)
     pool.add(*(request(f"r{i}", 40, 300, i) for i in range(3)))
     pool.run()
@@ -166,21 +169,21 @@ def test_scarce_blocks_preempt_the_youngest_and_nobody_starves():
     assert all(pool.committed[name] == 300 for name in pool.finished)
 
 
-def test_first_come_first_served():
+def test_first_come_first_served() -> None:
     pool = Pool(1, num_blocks=200, seed=1, limits=WorkerLimits(max_batch_size=1), eos_chance=0)
     pool.add(*(request(f"r{i}", 10, 5, i) for i in (9, 10, 8)))
     pool.run()
     assert pool.finished == ["r8", "r9", "r10"]
 
 
-def test_rows_go_to_the_least_loaded_worker():
+def test_rows_go_to_the_least_loaded_worker() -> None:
     pool = Pool(3, num_blocks=200, seed=1)
     pool.add(*(request(f"r{i}", 10, 50, i) for i in range(7)))
     pool.decide()
     assert sorted(replica.num_running for replica in pool.scheduler.replicas.values()) == [2, 2, 3]
 
 
-def test_cancel_of_a_waiting_request_never_starts_it():
+def test_cancel_of_a_waiting_request_never_starts_it() -> None:
     pool = Pool(0, num_blocks=100, seed=1)
     pool.add(request("r0", 10, 5))
     pool.scheduler.cancel("r0", "client")
@@ -192,7 +195,7 @@ def test_cancel_of_a_waiting_request_never_starts_it():
     assert not pool.workers["w0"].rows
 
 
-def test_cancel_of_a_running_request_asks_the_worker_once():
+def test_cancel_of_a_running_request_asks_the_worker_once() -> None:
     pool = Pool(1, num_blocks=100, seed=1, eos_chance=0)
     pool.add(request("r0", 10, 500))
     pool.turn()
@@ -201,7 +204,7 @@ def test_cancel_of_a_running_request_asks_the_worker_once():
     assert all(not pending.plan.stops for pending in pool.scheduler.plans())
 
 
-def test_deadline_ends_waiting_and_running_requests():
+def test_deadline_ends_waiting_and_running_requests() -> None:
     pool = Pool(1, num_blocks=100, seed=1, limits=WorkerLimits(max_batch_size=1), eos_chance=0)
     pool.add(request("r0", 10, 500, 0, ttl_ms=5000), request("r1", 10, 500, 1, ttl_ms=5000))
     pool.turn()
@@ -215,7 +218,7 @@ def test_deadline_ends_waiting_and_running_requests():
     assert pool.finished == ["r0"]
 
 
-def test_a_request_under_which_two_workers_died_is_failed():
+def test_a_request_under_which_two_workers_died_is_failed() -> None:
     pool = Pool(1, num_blocks=100, seed=1)
     pool.add(request("r0", 10, 50))
     for crash_count in (1, 2):
@@ -230,7 +233,7 @@ def test_a_request_under_which_two_workers_died_is_failed():
     assert pool.to_finish == [("r0", "poison")]
 
 
-def test_suspects_start_one_at_a_time():
+def test_suspects_start_one_at_a_time() -> None:
     pool = Pool(1, num_blocks=100, seed=1, eos_chance=0)
     suspects = [request(f"r{i}", 10, 50, i) for i in range(3)]
     for one in suspects:
@@ -244,7 +247,7 @@ def test_suspects_start_one_at_a_time():
     assert len(pool.workers["w0"].rows) == 3
 
 
-def test_a_draining_worker_gives_its_rows_away():
+def test_a_draining_worker_gives_its_rows_away() -> None:
     pool = Pool(2, num_blocks=100, seed=1, eos_chance=0)
     pool.add(*(request(f"r{i}", 10, 400, i) for i in range(4)))
     pool.turn()
@@ -256,7 +259,7 @@ def test_a_draining_worker_gives_its_rows_away():
     assert len(pool.finished) == 4
 
 
-def test_a_request_that_no_cache_can_hold_is_refused_and_blocks_nobody():
+def test_a_request_that_no_cache_can_hold_is_refused_and_blocks_nobody() -> None:
     pool = Pool(1, num_blocks=10, seed=1, eos_chance=0)
     pool.add(request("big", 200, 50, 0), request("small", 10, 5, 1))
     pool.run()
@@ -264,7 +267,7 @@ def test_a_request_that_no_cache_can_hold_is_refused_and_blocks_nobody():
     assert pool.finished == ["small"]
 
 
-def test_only_what_a_worker_was_told_of_can_have_killed_it():
+def test_only_what_a_worker_was_told_of_can_have_killed_it() -> None:
     pool = Pool(1, num_blocks=100, seed=1, eos_chance=0)
     pool.add(request("told", 10, 50, 0))
     pool.decide()
@@ -276,7 +279,7 @@ def test_only_what_a_worker_was_told_of_can_have_killed_it():
     }
 
 
-def test_nobody_is_to_blame_when_a_worker_leaves():
+def test_nobody_is_to_blame_when_a_worker_leaves() -> None:
     pool = Pool(1, num_blocks=100, seed=1, eos_chance=0)
     pool.add(request("r0", 10, 50))
     pool.decide()
@@ -284,7 +287,7 @@ def test_nobody_is_to_blame_when_a_worker_leaves():
     assert [sequence.suspect for sequence in pool.scheduler.remove_worker("w0")] == [False]
 
 
-def test_a_withdrawn_row_was_never_there():
+def test_a_withdrawn_row_was_never_there() -> None:
     pool = Pool(1, num_blocks=100, seed=1, eos_chance=0)
     pool.add(*(request(f"r{i}", 10, 50, i) for i in range(3)))
     (pending,) = pool.scheduler.plans()

@@ -1,5 +1,7 @@
 """Committed state: the request's string and the log of its worker, read as one."""
 
+from typing import Any
+
 import pytest
 from redis.asyncio import Redis
 from redis.exceptions import ConnectionError, ResponseError
@@ -109,7 +111,7 @@ async def test_a_request_that_moves_while_it_is_read_is_read_again(
     await write_log(redis, "w2", make_tokens("r1", 1, [2]))
     read_once, logs_read = committed.read_once, []
 
-    async def move_after_first(redis, keys, request_ids, workers):  # type: ignore[no-untyped-def]
+    async def move_after_first(redis: Redis, keys: Any, request_ids: Any, workers: Any) -> Any:
         states = await read_once(redis, keys, request_ids, workers)
         logs_read.append(workers)
         if len(logs_read) == 1:

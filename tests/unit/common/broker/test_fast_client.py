@@ -58,7 +58,7 @@ async def test_whoever_asks_next_gets_no_answer_of_one_who_went(client: SerialCl
     asked.cancel()
     await asyncio.wait([asked])
     assert await client.execute("ECHO", "next") == b"next"
-    await redis.lpush("went", "late")
+    await redis.lpush("went", "late")  # type: ignore[misc]
     assert await client.execute("ECHO", "again") == b"again"
     await redis.delete("went")
 

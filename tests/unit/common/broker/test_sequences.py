@@ -12,7 +12,7 @@ from common.messages.events import Events
 def now_s(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """The time that `sequences` sees, in its one element."""
     now = [1000.0]
-    monkeypatch.setattr(sequences.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(sequences.time, "monotonic", lambda: now[0])  # type: ignore[attr-defined]
     return now
 
 

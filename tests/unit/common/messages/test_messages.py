@@ -1,5 +1,7 @@
 """The wire, byte by byte: a change of layout must be seen here."""
 
+from typing import Any
+
 import msgpack
 import pytest
 
@@ -186,34 +188,34 @@ EXAMPLES = [
 ]
 
 
-def without_versions(value):
+def without_versions(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: without_versions(item) for key, item in value.items() if key != "v"}
     return [without_versions(item) for item in value] if isinstance(value, list) else value
 
 
 @pytest.mark.parametrize(("message", "wire"), EXAMPLES, ids=lambda value: type(value).__name__)
-def test_wire_format(message, wire):
+def test_wire_format(message: Any, wire: Any) -> None:
     data = encode(message)
     assert msgpack.unpackb(data)["v"] == 1
     assert without_versions(msgpack.unpackb(data)) == without_versions(wire)
     assert decode(type(message), data) == message
 
 
-def test_golden_bytes():
+def test_golden_bytes() -> None:
     assert encode(Cancel("r1", "client")) == b"\x83\xa1v\x01\xa2id\xa2r1\xa1w\xa6client"
     assert RECORD.pack(258, -0.5) == b"\x02\x01\0\0\0\0\0\xbf"
     assert unpack_ids(b"\xff\xff\xff\xff") == [-1]
 
 
 @pytest.mark.parametrize(("message", "wire"), EXAMPLES, ids=lambda value: type(value).__name__)
-def test_unknown_fields_are_ignored(message, wire):
+def test_unknown_fields_are_ignored(message: Any, wire: Any) -> None:
     body = msgpack.unpackb(encode(message))
     assert decode(type(message), msgpack.packb(body | {"new": [1, {"a": 2}]})) == message
 
 
 @pytest.mark.parametrize(("message", "wire"), EXAMPLES, ids=lambda value: type(value).__name__)
-def test_wrong_types_are_refused_by_name(message, wire):
+def test_wrong_types_are_refused_by_name(message: Any, wire: Any) -> None:
     body = msgpack.unpackb(encode(message))
     for name in body:
         if name == "v":
@@ -234,11 +236,11 @@ def test_wrong_types_are_refused_by_name(message, wire):
         msgpack.packb({"v": 2, "id": "r", "w": "x"}),
     ],
 )
-def test_garbage_is_refused(data):
+def test_garbage_is_refused(data: Any) -> None:
     with pytest.raises(WireError):
         decode(Cancel, data)
 
 
-def test_bools_are_no_ints():
+def test_bools_are_no_ints() -> None:
     with pytest.raises(WireError, match=r"Report\.step"):
         decode(Report, msgpack.packb({"v": 1, "q": 1, "e": 1, "n": 1, "s": True}))

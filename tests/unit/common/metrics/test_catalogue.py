@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
@@ -71,7 +72,7 @@ def numbers(text: str) -> dict[str, float]:
     }
 
 
-def test_tgi_metrics_have_tgi_s_names_types_and_labels():
+def test_tgi_metrics_have_tgi_s_names_types_and_labels() -> None:
     text = whole_text()
     types = dict(re.findall(r"^# TYPE (tgi_\w+) (\w+)$", text, re.MULTILINE))
     assert types == {name: kind for name, (kind, _) in TGI.items()}
@@ -86,7 +87,7 @@ def test_tgi_metrics_have_tgi_s_names_types_and_labels():
     assert not re.search(r"tgi_\w+_total\b", text)
 
 
-def test_tgi_histograms_have_tgi_s_buckets():
+def test_tgi_histograms_have_tgi_s_buckets() -> None:
     catalogue.INPUT_LENGTH.fit(1000)
     families = {family.name: family for family in text_string_to_metric_families(whole_text())}
 
@@ -101,13 +102,13 @@ def test_tgi_histograms_have_tgi_s_buckets():
     assert bounds("tgi_request_input_length") == [*range(10, 1001, 10), INFINITY]
 
 
-def test_our_own_metrics_have_the_label_pool():
+def test_our_own_metrics_have_the_label_pool() -> None:
     lines = [line for line in whole_text().splitlines() if line.startswith("tokenfleet_")]
     assert len({line.split("{")[0] for line in lines}) >= 12
     assert all('pool="p"' in line for line in lines)
 
 
-def test_every_metric_of_ours_is_in_the_docs_with_its_type_and_labels():
+def test_every_metric_of_ours_is_in_the_docs_with_its_type_and_labels() -> None:
     text = (Path(__file__).parents[4] / "docs/metrics.md").read_text()
     rows = re.findall(r"^\| `(tokenfleet_\w+)` \| (\w+) \| ([\w, ]*?) ?\|", text, re.MULTILINE)
     ours = [metric for metric in catalogue.TABLE if metric.name.startswith("tokenfleet_")]
@@ -117,7 +118,7 @@ def test_every_metric_of_ours_is_in_the_docs_with_its_type_and_labels():
     )
 
 
-def test_every_help_text_is_a_noun_phrase_and_durations_name_their_unit():
+def test_every_help_text_is_a_noun_phrase_and_durations_name_their_unit() -> None:
     for metric in catalogue.TABLE:
         assert re.match(
             r"(Number|Time|Mean|Maximum|Prompt|Tokens|Capacity|Fraction|Whether|Accepted) ", metric.help
@@ -126,7 +127,7 @@ def test_every_help_text_is_a_noun_phrase_and_durations_name_their_unit():
             assert metric.help.endswith(", in seconds")
 
 
-def test_a_histogram_counts_values_and_its_buckets_are_cumulative():
+def test_a_histogram_counts_values_and_its_buckets_are_cumulative() -> None:
     one = Histogram("tgi_batch_next_size", "", bounds=(1.0, 2.0, 4.0, INFINITY))
     one.observe(1)
     one.observe(1.5, times=3)
@@ -144,7 +145,7 @@ def test_a_histogram_counts_values_and_its_buckets_are_cumulative():
     assert found["tgi_batch_next_size_sum"] == 105.5
 
 
-def test_histograms_with_different_bounds_add_up():
+def test_histograms_with_different_bounds_add_up() -> None:
     """As when one gateway knows of a smaller worker than the others."""
     one, other = (Histogram("tgi_request_input_length", "") for _ in range(2))
     one.fit(100)
@@ -160,7 +161,7 @@ def test_histograms_with_different_bounds_add_up():
     assert values == sorted(values)
 
 
-def test_unknown_fields_are_left_out():
+def test_unknown_fields_are_left_out() -> None:
     values = {
         "": 1.0,
         "tgi_request_count": 1.0,
@@ -172,12 +173,14 @@ def test_unknown_fields_are_left_out():
     assert numbers(whole_text(values))["tgi_request_count"] == 2
 
 
-def test_counters_are_left_out_without_a_broker():
+def test_counters_are_left_out_without_a_broker() -> None:
     text = render_fleet("p", None, {"tokenfleet_broker_up": {(): 0.0}}).decode()
     assert numbers(text) == {'tokenfleet_broker_up{pool="p"}': 0.0}
 
 
-async def test_sums_add_up_over_processes_and_outlive_them(redis, monkeypatch):
+async def test_sums_add_up_over_processes_and_outlive_them(
+    redis: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Two publishers stand for two processes: each adds only what is new."""
     mine = {"tgi_request_count|": 10.0}
     monkeypatch.setattr(aggregate, "own_values", mine.copy)
@@ -197,7 +200,9 @@ async def test_sums_add_up_over_processes_and_outlive_them(redis, monkeypatch):
     assert len(await aggregate.read_totals(redis, KEYS)) == 2
 
 
-async def test_counts_made_while_the_broker_is_away_are_added_later(redis, monkeypatch):
+async def test_counts_made_while_the_broker_is_away_are_added_later(
+    redis: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     mine: dict[str, float] = {}
     monkeypatch.setattr(aggregate, "own_values", mine.copy)
     one = MetricsPublisher(redis, KEYS)
@@ -209,7 +214,7 @@ async def test_counts_made_while_the_broker_is_away_are_added_later(redis, monke
     assert await aggregate.read_totals(redis, KEYS) == {"tgi_request_count|": 3.0}
 
 
-async def test_a_spoilt_field_does_not_hinder_the_others(redis, monkeypatch):
+async def test_a_spoilt_field_does_not_hinder_the_others(redis: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     mine: dict[str, float] = {}
     monkeypatch.setattr(aggregate, "own_values", mine.copy)
     one = MetricsPublisher(redis, KEYS)
@@ -226,7 +231,7 @@ async def test_a_spoilt_field_does_not_hinder_the_others(redis, monkeypatch):
     }
 
 
-async def test_the_last_counts_are_added_at_the_end(redis, monkeypatch):
+async def test_the_last_counts_are_added_at_the_end(redis: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     mine: dict[str, float] = {}
     monkeypatch.setattr(aggregate, "own_values", mine.copy)
     async with publishing_metrics(redis, KEYS):
@@ -234,12 +239,14 @@ async def test_the_last_counts_are_added_at_the_end(redis, monkeypatch):
     assert await aggregate.read_totals(redis, KEYS) == {"tgi_request_count|": 3.0}
 
 
-async def test_counts_in_flight_at_the_end_are_added_once(redis, monkeypatch):
+async def test_counts_in_flight_at_the_end_are_added_once(
+    redis: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     mine: dict[str, float] = {}
     sent, answered = asyncio.Event(), asyncio.Event()
     real = Pipeline.execute
 
-    async def slow(*words, **options):
+    async def slow(*words: Any, **options: Any) -> Any:
         answer = await real(*words, **options)
         sent.set()
         await answered.wait()
@@ -256,7 +263,7 @@ async def test_counts_in_flight_at_the_end_are_added_once(redis, monkeypatch):
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
-def test_a_process_serves_its_own_metrics_on_metrics_port(host: str):
+def test_a_process_serves_its_own_metrics_on_metrics_port(host: str) -> None:
     code = """
 import sys, urllib.request
 from common.metrics import catalogue, http
@@ -282,7 +289,7 @@ except Exception as error:
 
 
 @pytest.mark.skipif(not shutil.which("promtool"), reason="needs promtool")
-def test_promtool_complains_about_tgi_s_names_only():
+def test_promtool_complains_about_tgi_s_names_only() -> None:
     done = subprocess.run(
         ["promtool", "check", "metrics"], input=whole_text(), capture_output=True, text=True
     )
@@ -291,7 +298,7 @@ def test_promtool_complains_about_tgi_s_names_only():
     assert names <= set(TGI), faults
 
 
-def test_a_counter_s_fields_are_read_back():
+def test_a_counter_s_fields_are_read_back() -> None:
     one = Counter("tgi_request_failure", "", {"err": ()})
     one.add(1, "dropped")
     one.add(2, "dropped")

@@ -15,12 +15,12 @@ def record(message: str, *args: object, **extra: str) -> logging.LogRecord:
     )
 
 
-def test_a_line_for_people():
+def test_a_line_for_people() -> None:
     text = TextFormatter("g0").format(record("hello %s", "you"))
     assert text.endswith(" W g0 hello you") and "\n" not in text
 
 
-def test_a_line_for_machines():
+def test_a_line_for_machines() -> None:
     line = json.loads(JsonFormatter("g0").format(record('a "word"\nof %d', 2, **for_request("r1"))))
     stamp = datetime.fromisoformat(line.pop("timestamp"))
     assert stamp.tzinfo is not None and abs(stamp.timestamp() - datetime.now().timestamp()) < 60
@@ -33,7 +33,7 @@ def test_a_line_for_machines():
     }
 
 
-def test_lines_of_a_task_that_serves_a_request_have_its_id():
+def test_lines_of_a_task_that_serves_a_request_have_its_id() -> None:
     token = REQUEST_ID.set("r2")
     try:
         assert json.loads(JsonFormatter("g0").format(record("x")))["request_id"] == "r2"
@@ -45,7 +45,7 @@ def test_lines_of_a_task_that_serves_a_request_have_its_id():
     assert "request_id" not in json.loads(JsonFormatter("g0").format(record("x")))
 
 
-def test_every_line_of_a_process_is_json_tracebacks_and_libraries_included():
+def test_every_line_of_a_process_is_json_tracebacks_and_libraries_included() -> None:
     code = """
 import logging, warnings
 from common.process import logs

@@ -64,12 +64,12 @@ async def test_reply_says_each_frame_once_and_in_order(redis: Redis) -> None:
 
 
 async def test_reply_answers_once(redis: Redis) -> None:
-    await redis.hset(KEYS.request("a#0"), "digest", "d")
-    await redis.rpush(RESULT, "mine")
+    await redis.hset(KEYS.request("a#0"), "digest", "d")  # type: ignore[misc]
+    await redis.rpush(RESULT, "mine")  # type: ignore[misc]
     await reply(redis, (0, 0, "a"), answer="first")
     await reply(redis, (0, 1, "b"), answer="second")
     assert await redis.get(RESULT) == b"first"
-    assert await redis.hget(JOB, "last") == b"a"
+    assert await redis.hget(JOB, "last") == b"a"  # type: ignore[misc]
     assert 0 < await redis.pttl(KEYS.request("a#0")) <= 500 < await redis.pttl(RESULT) <= 1000
     assert await redis.pttl(JOB) <= 1000
 
@@ -91,9 +91,9 @@ async def test_the_stream_is_bounded(redis: Redis) -> None:
 )
 async def test_call_off(redis: Redis, known: dict[str, Any], answer: int, ttl_ms: int) -> None:
     if known:
-        await redis.hset(JOB, mapping=known)
+        await redis.hset(JOB, mapping=known)  # type: ignore[misc]
     assert await script(redis, "cancel_job")(keys=[JOB], args=[500]) == answer
-    assert await redis.hexists(JOB, "cancel") == (answer >= 0)
+    assert await redis.hexists(JOB, "cancel") == (answer >= 0)  # type: ignore[misc]
     assert await redis.pttl(JOB) == ttl_ms if ttl_ms < 0 else 0 < await redis.pttl(JOB) <= ttl_ms
 
 
@@ -108,7 +108,7 @@ async def test_take_over_takes_from_the_dead_alone(redis: Redis) -> None:
     await redis.xgroup_create(KEYS.submit, "gateways", id="0", mkstream=True)
     ids = [await redis.xadd(KEYS.submit, {"job": str(i)}) for i in range(3)]
     await redis.xreadgroup("gateways", "g0", {KEYS.submit: ">"})
-    await redis.hset(KEYS.gateway("g0"), "streams", 1)
+    await redis.hset(KEYS.gateway("g0"), "streams", 1)  # type: ignore[arg-type, misc]
     assert await take_over() == []
     await redis.delete(KEYS.gateway("g0"))
     assert [await take_over(), await take_over(), await take_over()] == [ids[:2], ids[2:], []]

@@ -1,6 +1,8 @@
 """Each script alone, against the real broker."""
 
 import json
+from collections.abc import AsyncIterator
+from typing import Any
 
 import pytest
 
@@ -15,20 +17,28 @@ from common.messages.records import RECORD, pack_tokens, unpack_records
 KEYS = Keys("test")
 
 
-async def call(redis, name, keys, args=()):
+async def call(redis: Any, name: Any, keys: Any, args: Any = ()) -> Any:
     return await brokers.script(redis, name)(keys=keys, args=list(args))
 
 
-async def admit(redis, request_id="r1", payload=b"x" * 10, max_count=2, max_bytes=100, digest="d", width=1):
+async def admit(
+    redis: Any,
+    request_id: Any = "r1",
+    payload: Any = b"x" * 10,
+    max_count: Any = 2,
+    max_bytes: Any = 100,
+    digest: Any = "d",
+    width: Any = 1,
+) -> Any:
     keys = [KEYS.requests, KEYS.requests_bytes, KEYS.request(request_id)]
     return await call(redis, "admit", keys, [payload, max_count, max_bytes, digest, "ch", "g", 60_000, width])
 
 
-async def open_worker(redis, name="w1"):
+async def open_worker(redis: Any, name: Any = "w1") -> None:
     await call(redis, "create_logs", [KEYS.log(name), KEYS.reports(name)], [name, 60_000])
 
 
-async def hand_over(redis, plan_id, rows=(), worker="w1"):
+async def hand_over(redis: Any, plan_id: Any, rows: Any = (), worker: Any = "w1") -> Any:
     keys = [KEYS.plans(worker), KEYS.log(worker), *(KEYS.request(name) for name, _, _ in rows)]
     args = [
         plan_id,
@@ -41,24 +51,24 @@ async def hand_over(redis, plan_id, rows=(), worker="w1"):
     return await call(redis, "publish_plan", keys, args)
 
 
-def entry(request_id, index, ids, attempt=1):
+def entry(request_id: Any, index: Any, ids: Any, attempt: Any = 1) -> Any:
     return encode(
         LogEntry([Tokens(request_id, attempt, index, pack_ids(ids), pack_floats([-1.0] * len(ids)))])
     )
 
 
 async def flush(
-    redis,
-    sequence,
-    log=b"",
-    report=b"",
-    messages=(),
-    prompts=(),
-    terminals=(),
-    spills=(),
-    trim="",
-    worker="w1",
-):
+    redis: Any,
+    sequence: Any,
+    log: Any = b"",
+    report: Any = b"",
+    messages: Any = (),
+    prompts: Any = (),
+    terminals: Any = (),
+    spills: Any = (),
+    trim: Any = "",
+    worker: Any = "w1",
+) -> Any:
     keys = [KEYS.log(worker), KEYS.reports(worker)]
     keys += [KEYS.request(name) for name, _ in prompts]
     for name, *_ in terminals:
@@ -83,13 +93,13 @@ async def flush(
     return await call(redis, "flush", keys, args)
 
 
-async def seal(redis, worker="w1"):
+async def seal(redis: Any, worker: Any = "w1") -> Any:
     return await call(
         redis, "seal", [KEYS.log(worker), KEYS.reports(worker), KEYS.worker(worker), KEYS.workers], [worker]
     )
 
 
-async def heard(pubsub):
+async def heard(pubsub: Any) -> Any:
     """Everything published so far, in order."""
     messages = []
     while (message := await pubsub.get_message(ignore_subscribe_messages=True, timeout=0.05)) is not None:
@@ -98,14 +108,14 @@ async def heard(pubsub):
 
 
 @pytest.fixture
-async def pubsub(redis):
+async def pubsub(redis: Any) -> AsyncIterator[Any]:
     async with redis.pubsub() as subscription:
         await subscription.subscribe("ch")
         assert (await subscription.get_message(timeout=1))["type"] == "subscribe"
         yield subscription
 
 
-async def test_admission_counts_bytes_and_entries(redis):
+async def test_admission_counts_bytes_and_entries(redis: Any) -> None:
     assert (await admit(redis, "r1"))[0] == b"admitted"
     assert (await admit(redis, "r2", b"y" * 89))[0] == b"admitted"
     assert await redis.get(KEYS.requests_bytes) == b"99"
@@ -114,14 +124,14 @@ async def test_admission_counts_bytes_and_entries(redis):
     assert await admit(redis, "r3", max_count=3) == [b"bytes", 99]
 
 
-async def test_the_same_id_attaches_or_conflicts(redis):
+async def test_the_same_id_attaches_or_conflicts(redis: Any) -> None:
     await admit(redis, "r1")
     assert await admit(redis, "r1") == [b"attached"]
     assert await admit(redis, "r1", digest="other") == [b"conflict"]
     assert await redis.xlen(KEYS.requests) == 1
 
 
-async def test_settling_frees_what_admission_took_once(redis):
+async def test_settling_frees_what_admission_took_once(redis: Any) -> None:
     _, entry_id = await admit(redis, "r1")
     await admit(redis, "r2")
     for _ in range(2):
@@ -130,7 +140,7 @@ async def test_settling_frees_what_admission_took_once(redis):
     assert (await admit(redis, "r3"))[0] == b"admitted"
 
 
-async def test_hand_over_writes_plan_and_homes_together(redis):
+async def test_hand_over_writes_plan_and_homes_together(redis: Any) -> None:
     await admit(redis, "r1")
     await open_worker(redis)
     assert await hand_over(redis, "5-1", [("r1", 1, 0)]) == [b"OK"]
@@ -139,14 +149,14 @@ async def test_hand_over_writes_plan_and_homes_together(redis):
     assert await redis.xlen(KEYS.plans("w1")) == 1
 
 
-async def test_an_older_epoch_is_fenced(redis):
+async def test_an_older_epoch_is_fenced(redis: Any) -> None:
     await open_worker(redis)
     await hand_over(redis, "6-1")
     assert (await hand_over(redis, "5-9"))[0] == b"FENCED"
     assert await redis.xlen(KEYS.plans("w1")) == 1
 
 
-async def test_hand_over_refuses_cancelled_and_ended_rows_and_then_writes_nothing(redis):
+async def test_hand_over_refuses_cancelled_and_ended_rows_and_then_writes_nothing(redis: Any) -> None:
     for name in ("r1", "r2"):
         await admit(redis, name)
     await open_worker(redis)
@@ -156,14 +166,14 @@ async def test_hand_over_refuses_cancelled_and_ended_rows_and_then_writes_nothin
     assert await redis.hget(KEYS.request("r1"), "worker") is None
 
 
-async def test_hand_over_to_a_sealed_or_missing_worker(redis):
+async def test_hand_over_to_a_sealed_or_missing_worker(redis: Any) -> None:
     assert await hand_over(redis, "5-1") == [b"MISSING"]
     await open_worker(redis)
     await seal(redis)
     assert await hand_over(redis, "5-1") == [b"SEALED"]
 
 
-async def test_a_flush_appends_then_publishes(redis, pubsub):
+async def test_a_flush_appends_then_publishes(redis: Any, pubsub: Any) -> None:
     await open_worker(redis)
     assert await flush(redis, 1, entry("r1", 0, [7]), b"report", [("ch", b"one"), ("ch", b"two")]) == b"OK"
     assert await heard(pubsub) == [b"one", b"two"]
@@ -175,7 +185,7 @@ async def test_a_flush_appends_then_publishes(redis, pubsub):
     assert await redis.xlen(KEYS.log("w1")) == 2
 
 
-async def test_a_sealed_or_missing_log_refuses_everything(redis, pubsub):
+async def test_a_sealed_or_missing_log_refuses_everything(redis: Any, pubsub: Any) -> None:
     await admit(redis, "r1")
     assert await flush(redis, 1, messages=[("ch", b"x")]) == b"MISSING"
     await open_worker(redis)
@@ -193,7 +203,7 @@ async def test_a_sealed_or_missing_log_refuses_everything(redis, pubsub):
     assert await redis.xlen(KEYS.log("w1")) == 3, "sealed once"
 
 
-async def test_one_terminal_whoever_comes_first(redis, pubsub):
+async def test_one_terminal_whoever_comes_first(redis: Any, pubsub: Any) -> None:
     await admit(redis, "r1")
     await open_worker(redis)
     keys = [KEYS.request("r1"), KEYS.result("r1"), KEYS.tokens("r1")]
@@ -206,7 +216,7 @@ async def test_one_terminal_whoever_comes_first(redis, pubsub):
     assert await call(redis, "cancel", [KEYS.request("r1"), KEYS.control], [b"c"]) == 0
 
 
-async def test_spills_are_idempotent_and_leave_no_hole(redis):
+async def test_spills_are_idempotent_and_leave_no_hole(redis: Any) -> None:
     records = b"".join(RECORD.pack(i, -1.0) for i in range(4))
     await open_worker(redis)
     await admit(redis, "r1")
@@ -223,7 +233,7 @@ async def test_spills_are_idempotent_and_leave_no_hole(redis):
     assert unpack_records(state.records)[0] == [0, 1, 2, 3]
 
 
-async def test_what_is_committed_is_string_plus_log(redis):
+async def test_what_is_committed_is_string_plus_log(redis: Any) -> None:
     await open_worker(redis)
     await admit(redis, "r1")
     await hand_over(redis, "5-1", [("r1", 2, 1)])
@@ -241,7 +251,7 @@ async def test_what_is_committed_is_string_plus_log(redis):
     assert not (await read(redis, KEYS, ["unknown"]))["unknown"].known
 
 
-async def test_signs_of_life_end_with_the_seal(redis):
+async def test_signs_of_life_end_with_the_seal(redis: Any) -> None:
     await open_worker(redis)
     keys = [
         KEYS.worker("w1"),
@@ -267,7 +277,7 @@ async def test_signs_of_life_end_with_the_seal(redis):
     assert await redis.exists(KEYS.worker("w1"), KEYS.workers) == 0
 
 
-async def test_one_lease_and_rising_epochs(redis):
+async def test_one_lease_and_rising_epochs(redis: Any) -> None:
     keys = [KEYS.batcher, KEYS.epoch]
     first = await call(redis, "lease", keys, ["b0", 5000, ""])
     assert first and await call(redis, "lease", keys, ["b1", 5000, ""]) == b""
@@ -282,7 +292,7 @@ async def test_one_lease_and_rising_epochs(redis):
     assert int(await call(redis, "lease", keys, ["b0", 5000, ""])) == 2**52 + 1
 
 
-async def test_likeliest_tokens_are_committed_with_their_token(redis):
+async def test_likeliest_tokens_are_committed_with_their_token(redis: Any) -> None:
     await open_worker(redis)
     await admit(redis, "r1", width=3)
     await hand_over(redis, "5-1", [("r1", 1, 0)])
@@ -304,7 +314,9 @@ async def test_likeliest_tokens_are_committed_with_their_token(redis):
 
 
 @pytest.mark.parametrize("stream", ["log", "reports"])
-async def test_a_worker_whose_streams_a_stranger_wrote_to_is_over(redis, pubsub, stream):
+async def test_a_worker_whose_streams_a_stranger_wrote_to_is_over(
+    redis: Any, pubsub: Any, stream: Any
+) -> None:
     """Its next flush is told so, and is not taken for one that was sent again."""
     await open_worker(redis)
     await redis.xadd(getattr(KEYS, stream)("w1"), {"a": "stranger"})
@@ -312,7 +324,7 @@ async def test_a_worker_whose_streams_a_stranger_wrote_to_is_over(redis, pubsub,
     assert await heard(pubsub) == []
 
 
-async def test_what_is_told_of_a_prompt_stands_with_its_first_token(redis):
+async def test_what_is_told_of_a_prompt_stands_with_its_first_token(redis: Any) -> None:
     """In the request's home, and so it ends with it; a home that is gone, or that somebody wrote to, stays as
     it is.
     """
@@ -331,7 +343,7 @@ async def test_what_is_told_of_a_prompt_stands_with_its_first_token(redis):
     assert 0 < await redis.pttl(KEYS.request("r1")) <= 60_000
 
 
-async def test_a_plan_is_not_taken_for_a_strangers_entry(redis):
+async def test_a_plan_is_not_taken_for_a_strangers_entry(redis: Any) -> None:
     """An epoch further on gets past it."""
     await open_worker(redis)
     assert await hand_over(redis, "5-1") == [b"OK"]

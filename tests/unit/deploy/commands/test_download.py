@@ -41,7 +41,7 @@ def test_what_is_here_is_not_fetched_again(
 def test_a_hub_model_is_fetched_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    calls = []
+    calls = []  # type: ignore[var-annotated]
 
     def snapshot_download(
         model_id: str, revision: str | None = None, local_files_only: bool = False, **_: Any

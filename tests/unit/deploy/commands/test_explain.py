@@ -5,6 +5,7 @@ import io
 import json
 import threading
 from collections.abc import Iterator
+from typing import Any
 from urllib.parse import unquote
 
 import pytest
@@ -17,7 +18,7 @@ W0, W1 = "w0-9e47064c", "w1-bc844561"
 
 def happening(
     at_ms: int, what: str, worker: str = "", attempt: int = 0, num_tokens: int = 0, why: str = ""
-) -> dict:
+) -> dict[str, Any]:
     return {
         "at_ms": at_ms,
         "what": what,
@@ -39,14 +40,14 @@ LIFE = [
 ]
 
 
-def lines(life: list[dict]) -> list[str]:
+def lines(life: list[dict[str, Any]]) -> list[str]:
     """Without the time of day."""
     out = io.StringIO()
     Console(width=120, file=out).print(timeline(life))
     return [" ".join(line.split()[1:]) for line in out.getvalue().splitlines()]
 
 
-def test_a_worker_died_under_it():
+def test_a_worker_died_under_it() -> None:
     assert lines(LIFE) == [
         "+0.000 s queued with 5 prompt tokens",
         f"+0.250 s placed on {W0}, attempt 1 after 0.250 s in the queue",
@@ -58,7 +59,7 @@ def test_a_worker_died_under_it():
     ]
 
 
-def test_a_life_whose_beginning_is_forgotten_and_that_goes_on():
+def test_a_life_whose_beginning_is_forgotten_and_that_goes_on() -> None:
     life = [
         *LIFE[3:5],
         happening(11_100, "died", W1, 2, 37),
@@ -106,13 +107,13 @@ def url() -> Iterator[str]:
         server.shutdown()
 
 
-def test_every_choice_is_told(url: str, capsys: pytest.CaptureFixture[str]):
+def test_every_choice_is_told(url: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["a/b", "--url", url]) == 0
     said = capsys.readouterr().out
     assert "request a/b.0" in said and "request a/b.1" in said and "died at token 37" in said
 
 
-def test_an_unknown_one_is_one_line_and_exit_1(url: str, capsys: pytest.CaptureFixture[str]):
+def test_an_unknown_one_is_one_line_and_exit_1(url: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["nope", "--url", url]) == 1
     assert capsys.readouterr() == ("", "tokenfleet: the server answers 404: Nothing is known of it\n")
     assert main(["nope", "--url", "http://127.0.0.1:1"]) == 1
@@ -122,7 +123,7 @@ def test_an_unknown_one_is_one_line_and_exit_1(url: str, capsys: pytest.CaptureF
 @pytest.mark.parametrize("shape", ODD)
 def test_an_answer_of_another_shape_is_one_line_and_exit_1(
     shape: str, url: str, capsys: pytest.CaptureFixture[str]
-):
+) -> None:
     assert main([shape, "--url", url]) == 1
     out, error = capsys.readouterr()
     assert out == "" and error.startswith("tokenfleet: ") and error.count("\n") == 1

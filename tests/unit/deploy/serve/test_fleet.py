@@ -1,3 +1,5 @@
+from typing import Any
+
 import pytest
 
 from common.settings.settings import SettingError, Settings
@@ -35,7 +37,7 @@ def test_ports_end_somewhere() -> None:
         ),
     ],
 )
-def test_nobody_takes_the_port_of_another(ports: dict[str, int], words: str) -> None:
+def test_nobody_takes_the_port_of_another(ports: dict[str, Any], words: str) -> None:
     with pytest.raises(SettingError, match=words):
         new_fleet(Settings(**ports), None)
 

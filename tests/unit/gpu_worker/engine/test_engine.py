@@ -12,7 +12,7 @@ from gpu_worker.engine.engine import Engine
 from gpu_worker.engine.model.load import nondeterministic_because
 from gpu_worker.engine.parallel.communicator import SINGLE_RANK
 from tests.support.engine import on_cuda, tiny_models
-from tests.unit.gpu_worker.engine.model.test_families import FAMILIES, engine_of, play, prompts
+from tests.unit.gpu_worker.engine.model.test_families import FAMILIES, engine_of, play, prompts  # type: ignore[attr-defined]
 
 CUDA_GRAPHS_OFF = Settings.read([], {"CUDA_GRAPHS": "0"})
 
@@ -59,7 +59,7 @@ def test_an_eager_engine_compiles_and_captures_nothing(
 def test_an_eager_engine_on_cuda_cannot_be_deterministic(tmp_path: Path) -> None:
     tiny_models.save(tmp_path, *FAMILIES["Llama"])
     engine = engine_with_graphs(tmp_path)
-    engine.loaded.device = on_cuda.torch.device("cuda")
+    engine.loaded.device = on_cuda.torch.device("cuda")  # type: ignore[attr-defined]
     reason = nondeterministic_because(Settings(enforce_eager=True), engine.loaded, 0, SINGLE_RANK)
     assert "ENFORCE_EAGER" in reason
     assert nondeterministic_because(Settings(), engine.loaded, 0, SINGLE_RANK) == ""

@@ -51,11 +51,11 @@ ASKED: list[dict[str, Any]] = [
 ]
 
 
-class Waits(TorchDispatchMode):
+class Waits(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Notes them; but for those of FlashInfer's stand-in, which the real one does not have."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.found: set[str] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -37,7 +37,7 @@ class Scarce:
 @pytest.fixture(params=[False, True], ids=["", "ahead"])
 def engine(request: pytest.FixtureRequest, tmp_path: Path) -> Engine:
     tiny_models.save(tmp_path, *FAMILIES["Qwen3"])
-    settings = {
+    settings: dict[str, Any] = {
         "dtype": "float32",
         "kv_cache_bytes": 2**23,
         "max_batch_prefill_tokens": 64,

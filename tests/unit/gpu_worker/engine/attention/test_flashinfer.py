@@ -72,12 +72,12 @@ def test_attention(block_size: int, generation: int) -> None:
             [LayerSpec(AttentionSpec(2, group, window, 0.2, softcap), 64, 64)], block_size, torch.float32
         )
         backends = [SdpaBackend(geometry, CPU), FlashInferBackend(geometry, CPU, generation)]
-        assert backends[1].plan_free == (block_size == 16 and generation == HOPPER and softcap is None)
+        assert backends[1].plan_free == (block_size == 16 and generation == HOPPER and softcap is None)  # type: ignore[attr-defined]
         caches = [KVCache(geometry, BLOCKS, CPU) for _ in backends]
         caches[1].fill(list(range(BLOCKS + 1)), math.nan)
         modules = [SimpleNamespace() for _ in caches]
         for module, cache, backend in zip(modules, caches, backends, strict=True):
-            attention.attach([module], geometry, cache, backend)
+            attention.attach([module], geometry, cache, backend)  # type: ignore[arg-type]
         lines = rows(block_size, (70, 1, 33, 90))
         for step in STEPS:
             line = build_inputs(
@@ -88,9 +88,9 @@ def test_attention(block_size: int, generation: int) -> None:
             key, value = torch.randn(1, 2, tokens, 64), torch.randn(1, tokens, 2, 64).transpose(1, 2)
             outputs = []
             for backend, module in zip(backends, modules, strict=True):
-                backend.begin(line)
+                backend.begin(line)  # type: ignore[attr-defined]
                 outputs.append(
-                    backend.attend(module, query, key, value, None if sinks is None else sinks[: 2 * group])
+                    backend.attend(module, query, key, value, None if sinks is None else sinks[: 2 * group])  # type: ignore[attr-defined]
                 )
             torch.testing.assert_close(outputs[1], outputs[0], rtol=0, atol=2e-5)
 
@@ -215,7 +215,7 @@ def test_decoding_comes_from_graphs(tmp_path: Path, like_cuda: Callable[[Path], 
     engine, seen = like_cuda(tmp_path), list[int]()
     assert isinstance(engine.graphs, CudaGraphs)
     graphs = {
-        size: (lambda run=run, size=size: (seen.append(size), run()))
+        size: (lambda run=run, size=size: (seen.append(size), run()))  # type: ignore[func-returns-value]
         for size, run in engine.graphs.graphs.items()
     }
     engine.graphs.graphs = graphs  # type: ignore[assignment]
@@ -285,7 +285,8 @@ def bits(
         row: {"base": len(shown.get(row, [])), "ignore_eos": True, "sampling": sampling[row]} for row in rows
     }
     starts = [
-        played.start(row, prompts()[row] + shown.get(row, []), NEW_TOKENS, **asked[row]) for row in rows
+        played.start(row, prompts()[row] + shown.get(row, []), NEW_TOKENS, **asked[row])  # type: ignore[arg-type]
+        for row in rows
     ]
     ids, told = played.run(starts), dict.fromkeys(rows, b"")
     for step in played.steps:
@@ -345,7 +346,7 @@ def test_what_is_changed_or_unlike_is_not_merged() -> None:
     fuse_linears(model)
     assert type(model.q_proj) is nn.Linear
     model = Odd()
-    model.v_proj.forward = model.v_proj.forward
+    model.v_proj.forward = model.v_proj.forward  # type: ignore[method-assign]
     fuse_linears(model)
     assert type(model.q_proj) is nn.Linear
 

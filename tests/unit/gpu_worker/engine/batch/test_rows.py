@@ -196,9 +196,9 @@ def test_eos_can_be_ignored() -> None:
 
 def test_stop_ids_end_a_row_after_length_and_eos() -> None:
     stops = {"stop_ids": [TEXT, EOS]}
-    rows = table(start(0, 3, **stops), start(1, 3, end=1, **stops))
+    rows = table(start(0, 3, **stops), start(1, 3, end=1, **stops))  # type: ignore[arg-type]
     assert step(rows)[1].ended == [(0, "stop_sequence", 1), (1, "length", 1)]
-    rows = table(start(0, 3, **stops), start(1, 3, ignore_eos=True, **stops))
+    rows = table(start(0, 3, **stops), start(1, 3, ignore_eos=True, **stops))  # type: ignore[arg-type]
     assert step(rows, EOS)[1].ended == [(0, "eos_token", 1), (1, "stop_sequence", 1)]
 
 

@@ -6,6 +6,7 @@ import math
 import platform
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -68,7 +69,7 @@ STEPS = [
 
 @pytest.mark.parametrize("dtype", native.TYPE_CODES, ids=str)
 @pytest.mark.parametrize("block_size", [16, 8, 5])
-def test_attention(dtype: torch.dtype, block_size: int, library: object) -> None:
+def test_attention(dtype: torch.dtype, block_size: int, library: Any) -> None:
     """Features in all combinations; dimensions that fit the vectors and such that do not. Slots that nobody
     wrote are NaN.
     """
@@ -83,7 +84,7 @@ def test_attention(dtype: torch.dtype, block_size: int, library: object) -> None
         ]
         caches = [KVCache(geometry, BLOCKS, CPU) for geometry in geometries]
         caches[1].fill(list(range(BLOCKS + 1)), math.nan)
-        backends = [SdpaBackend(geometries[0], CPU), CpuPagedBackend(geometries[1], library)]  # type: ignore[arg-type]
+        backends = [SdpaBackend(geometries[0], CPU), CpuPagedBackend(geometries[1], library)]
         modules = [SimpleNamespace(keys=cache.keys[0], values=cache.values[0], spec=spec) for cache in caches]
         modules = [type("Module", (), vars(module))() for module in modules]
         lines = rows(block_size, (70, 1, 33, 90))
@@ -99,9 +100,9 @@ def test_attention(dtype: torch.dtype, block_size: int, library: object) -> None
             )
             outputs = []
             for backend, module, number in zip(backends, modules, (torch.float32, dtype), strict=True):
-                backend.begin(line)
+                backend.begin(line)  # type: ignore[attr-defined]
                 given = [tensor.to(number) for tensor in (query, key, value)]
-                outputs.append(backend.attend(module, *given, None if sinks is None else sinks[: 2 * group]))
+                outputs.append(backend.attend(module, *given, None if sinks is None else sinks[: 2 * group]))  # type: ignore[attr-defined]
             torch.testing.assert_close(outputs[1].float(), outputs[0], rtol=0, atol=ERRORS[dtype])
 
 
@@ -112,14 +113,14 @@ def test_attention(dtype: torch.dtype, block_size: int, library: object) -> None
 @pytest.mark.parametrize("whole", [False, True])
 @pytest.mark.parametrize(("inputs", "outputs", "bias"), [(96, 144, False), (50, 7, True), (64, 100, True)])
 def test_products(
-    dtype: torch.dtype, whole: bool, inputs: int, outputs: int, bias: bool, library: object
+    dtype: torch.dtype, whole: bool, inputs: int, outputs: int, bias: bool, library: Any
 ) -> None:
     """A row's result is the same bits alone and among others; whole, it is as exact as float32."""
-    if not library.tf_multiplies(native.TYPE_CODES[dtype]):  # type: ignore[attr-defined]
+    if not library.tf_multiplies(native.TYPE_CODES[dtype]):
         pytest.skip("torch's products are used on this processor")
     torch.manual_seed(0)
     linear = nn.Linear(inputs, outputs, bias=bias).to(dtype)
-    packed = NativeLinear(linear, library, whole, LargePages())  # type: ignore[arg-type]
+    packed = NativeLinear(linear, library, whole, LargePages())
     for num_rows in (*range(1, 10), 33):
         states = torch.randn(1, num_rows, inputs).to(dtype)
         wanted = states.double() @ linear.weight.double().T + (linear.bias.double() if bias else 0)
@@ -134,17 +135,17 @@ def test_products(
     [torch.ones(2, 10), torch.ones(2, 6), torch.ones(2, 8, dtype=torch.bfloat16)],
     ids=["wide", "narrow", "type"],
 )
-def test_rows_that_do_not_fit_are_refused(rows: torch.Tensor, library: object) -> None:
+def test_rows_that_do_not_fit_are_refused(rows: torch.Tensor, library: Any) -> None:
     """As torch does; nothing beyond them is read."""
     linear = nn.Linear(8, 8)
-    packed = NativeLinear(linear, library, False, LargePages())  # type: ignore[arg-type]
+    packed = NativeLinear(linear, library, False, LargePages())
     for layer in (linear, packed):
         with pytest.raises(RuntimeError):
             layer(rows)
 
 
 def test_wrong_products_are_not_used(
-    library: object, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    library: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     right = NativeLinear.product
     monkeypatch.setattr(
@@ -156,7 +157,7 @@ def test_wrong_products_are_not_used(
     assert type(packed_linear.pack_linear(nn.Linear(8, 8), False, LargePages())) is not NativeLinear
     assert ("are wrong on this processor" in caplog.text) == bool(
         library.tf_multiplies(native.TYPE_CODES[torch.float32])
-    )  # type: ignore[attr-defined]
+    )
 
 
 # --- builds for other processors ----------------------------------------------------------------------------
@@ -209,7 +210,7 @@ def test_other_builds(march: str, kind: str, monkeypatch: pytest.MonkeyPatch, tm
 
 
 def num_fused(monkeypatch: pytest.MonkeyPatch, folder: Path, family: str, **sizes: float) -> int:
-    if not native.library().tf_multiplies(native.TYPE_CODES[torch.float32]):
+    if not native.library().tf_multiplies(native.TYPE_CODES[torch.float32]):  # type: ignore[union-attr]
         pytest.skip("torch's products are used on this processor")
     counts: list[int] = []
     monkeypatch.setattr(
@@ -255,9 +256,9 @@ def test_other_code_is_not_taken_over(tmp_path: Path, monkeypatch: pytest.Monkey
     """The same parts, put together in another way."""
     import transformers.models.llama.modeling_llama as llama
 
-    class Louder(llama.LlamaMLP):  # type: ignore[misc]
+    class Louder(llama.LlamaMLP):
         def forward(self, states: torch.Tensor) -> torch.Tensor:
-            return super().forward(states) * 1.01
+            return super().forward(states) * 1.01  # type: ignore[no-any-return, no-untyped-call]
 
     monkeypatch.setattr(llama, "LlamaMLP", Louder)
     assert num_fused(monkeypatch, tmp_path, "Llama") == 0
@@ -270,12 +271,12 @@ def test_layers_are_joined_where_nothing_is_between(
     first, second = nn.Identity(), nn.Identity()
     taken = {first: lambda states: states * 3, second: lambda states: states + 5}
     for layer, way in taken.items():
-        layer.forward = way
+        layer.forward = way  # type: ignore[method-assign]
     monkeypatch.setattr(
         fused_layer.FusedLayers, "joined", lambda parts: lambda states: parts[1](parts[0](states))
     )
     fused_layer.join_layers(taken, lambda: second(first(torch.ones(2)) * between))  # type: ignore[arg-type]
-    assert (second.forward is fused_layer.pass_through) == joined == (first.forward is not taken[first])
+    assert (second.forward is fused_layer.pass_through) == joined == (first.forward is not taken[first])  # type: ignore[comparison-overlap]
 
 
 def logprobs(engine: Engine, prefixes: dict[int, list[int]], prefill_tokens: int) -> dict[int, list[float]]:
@@ -309,7 +310,7 @@ def test_without_compiler(
     model = tiny_models.save(tmp_path, *FAMILIES["Llama"])
     wanted = {row: tiny_models.generate(model, prompt, 40) for row, prompt in enumerate(prompts())}
     monkeypatch.setattr(native, "COMPILERS", ())
-    monkeypatch.setattr(native, "library", native.functools.cache(native.library.__wrapped__))
+    monkeypatch.setattr(native, "library", native.functools.cache(native.library.__wrapped__))  # type: ignore[attr-defined]
     with caplog.at_level(logging.WARNING):
         engine = engine_of(tmp_path)
     assert [record.message for record in caplog.records if record.name == native.__name__] == [
@@ -324,16 +325,16 @@ def test_without_compiler(
 def test_built_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In the folder named; what fails leaves nothing behind."""
     monkeypatch.setattr(native, "CACHE", tmp_path)
-    monkeypatch.setattr(native.subprocess, "run", calls := Recorded(native.subprocess.run))
+    monkeypatch.setattr(native.subprocess, "run", calls := Recorded(native.subprocess.run))  # type: ignore[attr-defined]
     first = native.build_library()
     assert native.build_library() == first and calls.count == 3, "version, compilation, version"
     assert {path.name for path in tmp_path.iterdir()} == {first.name, "lock"}
 
 
 class Recorded:
-    def __init__(self, run) -> None:
+    def __init__(self, run: Any) -> None:
         self.run, self.count = run, 0
 
-    def __call__(self, *arguments, **options):
+    def __call__(self, *arguments: Any, **options: Any) -> Any:
         self.count += 1
         return self.run(*arguments, **options)

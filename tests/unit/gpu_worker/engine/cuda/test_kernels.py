@@ -43,7 +43,7 @@ def as_model_code_leaves(tokens: int, kv_heads: int, dim: int) -> list[torch.Ten
     """
     rotated = torch.randn(kv_heads, tokens, dim)
     merged = (
-        torch.randn(tokens, kv_heads * 3 * dim)[:, kv_heads * dim : 2 * kv_heads * dim]
+        torch.randn(tokens, kv_heads * 3 * dim)[:, kv_heads * dim : 2 * kv_heads * dim]  # type: ignore[no-untyped-call]
         .unflatten(1, (kv_heads, dim))
         .transpose(0, 1)
     )

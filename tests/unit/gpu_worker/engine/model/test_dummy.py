@@ -58,7 +58,8 @@ def told(engine: Any) -> tuple[dict[int, list[int]], list[float]]:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_config_is_enough_and_workers_of_a_pool_make_the_same(folder: Path, dtype: str) -> None:
     engines = [
-        Engine(Settings(model_id=str(folder), load_format="dummy", dtype=dtype, **SETTINGS)) for _ in range(2)
+        Engine(Settings(model_id=str(folder), load_format="dummy", dtype=dtype, **SETTINGS))  # type: ignore[arg-type]
+        for _ in range(2)
     ]
     (ids, logprobs), again = (told(engine) for engine in engines)
     assert {parameter.dtype for parameter in engines[0].loaded.model.parameters()} == {getattr(torch, dtype)}

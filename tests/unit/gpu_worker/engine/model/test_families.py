@@ -37,7 +37,7 @@ QUICK = (
     "DeepSeek-V3",
     "gpt-oss",
 )
-QUICK += ("Gemma3-images", "Qwen2-MoE")
+QUICK += ("Gemma3-images", "Qwen2-MoE")  # type: ignore[assignment]
 SERVED = [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in FAMILIES | SEEING]
 OLD = {"vocab_size": VOCAB, "n_layer": 2, "n_head": 4}
 HYBRID = {"mamba_d_ssm": 128, "mamba_n_heads": 4, "mamba_d_head": 32, "mamba_d_state": 16, "mamba_expand": 2}
@@ -81,7 +81,7 @@ REFUSED = {
 
 
 def engine_of(folder: Path, block_size: int = 8) -> Engine:
-    settings = {
+    settings: dict[str, Any] = {
         "dtype": "float32",
         "kv_cache_bytes": 2**23,
         "max_batch_prefill_tokens": 64,
@@ -209,10 +209,10 @@ FEATURES: dict[str, tuple[str, list[tuple[Any, str, Any]]]] = {
     "linear": ("Llama-linear", PLAIN_ROPE),
     "llama3": ("Llama-llama3", PLAIN_ROPE),
     "yarn": ("Llama-yarn", PLAIN_ROPE),
-    "dynamic": ("Llama-dynamic", [(load.rope, "replace_ropes", lambda model: [])]),
-    "longrope": ("Llama-longrope", [(load.rope, "replace_ropes", lambda model: [])]),
-    "longrope, by type": ("Gemma3-longrope", [(load.rope, "replace_ropes", lambda model: [])]),
-    "longrope, anew": ("Phi3-longrope", [(load.rope, "recompute_length", lambda model: None)]),
+    "dynamic": ("Llama-dynamic", [(load.rope, "replace_ropes", lambda model: [])]),  # type: ignore[attr-defined]
+    "longrope": ("Llama-longrope", [(load.rope, "replace_ropes", lambda model: [])]),  # type: ignore[attr-defined]
+    "longrope, by type": ("Gemma3-longrope", [(load.rope, "replace_ropes", lambda model: [])]),  # type: ignore[attr-defined]
+    "longrope, anew": ("Phi3-longrope", [(load.rope, "recompute_length", lambda model: None)]),  # type: ignore[attr-defined]
 }
 NATIVE = (KernelArguments, fused_layer.FusedLayers, fused_layer)
 
@@ -236,7 +236,7 @@ def test_each_feature_counts(feature: str, tmp_path: Path, monkeypatch: pytest.M
 @pytest.mark.parametrize("family", REFUSED)
 def test_refused(family: str, tmp_path: Path) -> None:
     sizes, words = REFUSED[family]
-    tiny_models.save(tmp_path, family, sizes)
+    tiny_models.save(tmp_path, family, sizes)  # type: ignore[arg-type]
     with pytest.raises(SettingError, match=words) as caught:
         engine_of(tmp_path)
     assert caught.value.name == "model_id" and "\n" not in str(caught.value)
@@ -255,7 +255,7 @@ def test_tokens_that_mix_are_seen(
 
 def test_a_mask_that_is_no_window_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(config, "LAYER_TYPES", {"full_attention", "chunked_attention"})
-    tiny_models.save(tmp_path, "Llama4Text", REFUSED["Llama4Text"][0])
+    tiny_models.save(tmp_path, "Llama4Text", REFUSED["Llama4Text"][0])  # type: ignore[arg-type]
     with pytest.raises(SettingError, match="neither causal nor a sliding window"):
         engine_of(tmp_path)
 
@@ -263,7 +263,9 @@ def test_a_mask_that_is_no_window_is_seen(tmp_path: Path, monkeypatch: pytest.Mo
 def test_attention_that_counts_by_its_cache_is_seen(tmp_path: Path) -> None:
     """Llama 4's, which scales queries by it in layers without rotary positions."""
     tiny_models.save(
-        tmp_path, "Llama4Text", REFUSED["Llama4Text"][0] | {"layer_types": ["full_attention"] * 3}
+        tmp_path,
+        "Llama4Text",
+        REFUSED["Llama4Text"][0] | {"layer_types": ["full_attention"] * 3},  # type: ignore[operator]
     )
     with pytest.raises(SettingError, match="counts tokens by a cache of its own"):
         engine_of(tmp_path)

@@ -92,7 +92,7 @@ def load_with_transformers(source: Path) -> Any:
         "dtype": torch.float32,
         "quantization_config": GgufConfig(dequantize=True),
     }
-    return AutoModelForCausalLM.from_pretrained(source.parent, **options).eval()
+    return AutoModelForCausalLM.from_pretrained(source.parent, **options).eval()  # type: ignore[no-untyped-call]
 
 
 @pytest.mark.parametrize("kind", [TYPES.F32, TYPES.F16])

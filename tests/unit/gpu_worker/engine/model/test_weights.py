@@ -146,7 +146,7 @@ def test_positions_are_stretched(kind: str | None, tmp_path: Path) -> None:
     tiny_models.save(tmp_path, "Llama", tiny_models.LLAMA | {"max_position_embeddings": 32})
     engine = engine_of(tmp_path, rope_scaling=kind, rope_factor=2.0)
     config: LlamaConfig = AutoConfig.from_pretrained(tmp_path)
-    config.rope_parameters |= {"rope_type": kind or "linear", "factor": 2.0}
+    config.rope_parameters |= {"rope_type": kind or "linear", "factor": 2.0}  # type: ignore[operator]
     reference = AutoModelForCausalLM.from_pretrained(tmp_path, config=config, dtype=torch.float32)
     assert engine.ready.context == 2 * config.max_position_embeddings
     assert ids_of(engine) == [tiny_models.generate(reference, prompt, NEW_TOKENS) for prompt in PROMPTS]

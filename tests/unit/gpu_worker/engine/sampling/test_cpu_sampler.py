@@ -70,7 +70,7 @@ def turn_of(random: np.random.Generator, size: int, num_words: int, num_biases: 
         return values[random.integers(len(values))]
 
     def ids(count: int) -> list[int]:
-        return random.integers(0, size + 5, count).tolist()
+        return random.integers(0, size + 5, count).tolist()  # type: ignore[no-any-return]
 
     sampling = SamplingParams(
         temperature=one(0.0, 0.3, 1.0, 1.0, 1.7),
@@ -103,7 +103,7 @@ def turn_of(random: np.random.Generator, size: int, num_words: int, num_biases: 
         sampling=sampling,
     )
     state = SamplingState.of(start, ENDS, grammar)
-    return state and SampleRequest(state, len(generated))
+    return state and SampleRequest(state, len(generated))  # type: ignore[return-value]
 
 
 def compare(found: SamplerOutput, wanted: SamplerOutput, requests: list[SampleRequest | None]) -> None:
@@ -178,7 +178,7 @@ def test_rows_that_are_no_numbers(library: ctypes.CDLL) -> None:
     logits[:, 7::2] = math.nan
     drawn = [
         SampleRequest(
-            SamplingState.of(start_row(0, [], 9, sampling=SamplingParams(temperature=5.0, seed=row)), []),
+            SamplingState.of(start_row(0, [], 9, sampling=SamplingParams(temperature=5.0, seed=row)), []),  # type: ignore[arg-type]
             0,
         )
         for row in range(60)

@@ -72,7 +72,7 @@ def test_torch_copies_no_more_than_so_many_scores_together(monkeypatch: pytest.M
     monkeypatch.setattr(
         module,
         "score_chunk",
-        lambda logits, *others: (seen.append(logits.numel()), scored(logits, *others))[1],
+        lambda logits, *others: (seen.append(logits.numel()), scored(logits, *others))[1],  # type: ignore[func-returns-value]
     )
     logits, ids = given(23, 1000, torch.bfloat16)
     whole = score_tokens(logits, ids, 2)

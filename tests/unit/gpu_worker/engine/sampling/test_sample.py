@@ -103,7 +103,7 @@ def request(
         min_new_tokens=min_new_tokens,
     )
     state = SamplingState.of(start, ENDS, grammar)
-    return state and SampleRequest(state, len(generated) if index < 0 else index)
+    return state and SampleRequest(state, len(generated) if index < 0 else index)  # type: ignore[return-value]
 
 
 def sample(logits: torch.Tensor, requests: Sequence[SampleRequest | None]) -> StepSamples:
@@ -150,7 +150,7 @@ def known(sampling: SamplingParams) -> list[tuple[int, float]]:
 @pytest.mark.parametrize("raw", [False, True])
 @pytest.mark.parametrize("name", ALONE)
 def test_each_parameter(name: str, raw: bool, ties: bool) -> None:
-    sampling = SamplingParams(**ALONE[name], raw_logprobs=raw)
+    sampling = SamplingParams(**ALONE[name], raw_logprobs=raw)  # type: ignore[arg-type]
     logits = logits_of(1, 8, ties)
     sampled = sample(logits, [request(replace(sampling, seed=row), VOCABULARY) for row in range(8)])
     for row in range(8):
@@ -199,16 +199,16 @@ def test_neighbours_change_nothing(
         assert again.top_logprobs.get(place) == together.top_logprobs.get(row)
 
 
-@pytest.mark.parametrize("name", [name for name in ALONE if "temperature" in ALONE[name]])
+@pytest.mark.parametrize("name", [name for name in ALONE if "temperature" in ALONE[name]])  # type: ignore[operator]
 def test_choices_follow_the_distribution(name: str) -> None:
     """One row for each of 2000 tokens, of two seeds and two choices; the rarest tokens are counted together."""
     num, logits = 2000, logits_of(2)
     requests = [
-        request(SamplingParams(**ALONE[name], seed=row % 2, choice=row // 2 % 2), index=row // 4)
+        request(SamplingParams(**ALONE[name], seed=row % 2, choice=row // 2 % 2), index=row // 4)  # type: ignore[arg-type]
         for row in range(num)
     ]
     sampled = sample(logits.expand(num, -1), requests)
-    expected = num * np.exp(processed(logits[0].numpy(), SamplingParams(**ALONE[name]), PROMPT, GENERATED))
+    expected = num * np.exp(processed(logits[0].numpy(), SamplingParams(**ALONE[name]), PROMPT, GENERATED))  # type: ignore[arg-type]
     counts = np.bincount(sampled.ids, minlength=VOCABULARY)
     assert not counts[expected == 0].any()
     often = expected >= 5
@@ -282,7 +282,8 @@ def test_ties() -> None:
     }
     for asked, left in cases.values():
         requests = [
-            request(SamplingParams(**{"temperature": 1.0, "seed": seed, **asked})) for seed in range(100)
+            request(SamplingParams(**{"temperature": 1.0, "seed": seed, **asked}))  # type: ignore[arg-type, dict-item]
+            for seed in range(100)
         ]
         assert sorted(set(sample(logits.expand(100, -1), requests).ids)) == left
     top = sample(
@@ -391,7 +392,7 @@ def test_a_manner_remembers_what_a_resumed_one_finds(
         "top_p_min": 0.2,
         "top_p_reset_ids": [5],
     }
-    sampling = SamplingParams(**penalties, **decay, bad_words=words)
+    sampling = SamplingParams(**penalties, **decay, bad_words=words)  # type: ignore[arg-type]
     start = start_row(0, [*prompt, *tokens[:base]], 999, len(tokens[:base]), sampling=sampling)
     whole = start_row(0, [*prompt, *tokens], 999, len(tokens), sampling=sampling)
     grown, resumed = SamplingState.of(start, []), SamplingState.of(whole, [])
