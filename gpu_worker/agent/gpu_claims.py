@@ -4,28 +4,18 @@ GPU.
 
 import fcntl
 import os
-import subprocess
 from pathlib import Path
 from typing import IO
 
+from common.process.gpu import list_gpus
 from common.settings.settings import SettingError, Settings
-
-QUERY = ("nvidia-smi", "--query-gpu=uuid", "--format=csv,noheader")
 
 
 def visible_gpus() -> list[str]:
-    """Returns the UUIDs of GPUs that CUDA_VISIBLE_DEVICES (indices or UUIDs) allows; none
-    without a driver.
-    """
-    try:
-        answer = subprocess.run(
-            QUERY, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, timeout=30, check=True
-        )
-    except (OSError, subprocess.SubprocessError):  # without a driver it complains on stdout
-        return []
-    known = answer.stdout.split()
+    """UUIDs of the GPUs that CUDA_VISIBLE_DEVICES (indexes or UUIDs) leaves; none without a driver."""
+    known = [gpu.uuid for gpu in list_gpus()]
     chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if chosen is None:
+    if not known or chosen is None:
         return known
     names = [name.strip() for name in chosen.split(",") if name.strip()]
     return [known[int(name)] if name.isdecimal() and int(name) < len(known) else name for name in names]

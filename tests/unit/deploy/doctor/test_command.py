@@ -1,6 +1,5 @@
 import json
 import resource
-import subprocess
 from importlib.metadata import PackageNotFoundError
 from importlib.util import find_spec
 from pathlib import Path
@@ -17,6 +16,7 @@ from deploy.doctor.command import Finding
 from deploy.serve import checks
 from deploy.serve.broker import Broker, free_port
 from tests.integration.deploy.test_cli import tokenfleet
+from tests.support import fake_nvml
 
 GIB = 2**30
 
@@ -126,8 +126,7 @@ def test_torch_for_cpu_beside_a_gpu(nowhere: Path, monkeypatch: pytest.MonkeyPat
 
 
 def test_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    answer = subprocess.CompletedProcess([], 0, "NVIDIA H200, 143771 MiB, 570.1\n", "")
-    monkeypatch.setattr(subprocess, "run", lambda *_, **__: answer)
+    fake_nvml.install(monkeypatch, "GPU-a")
     assert command.check_gpu(Settings(device="cuda")) == Finding("ok", "NVIDIA H200, 143771 MiB, 570.1")
 
 

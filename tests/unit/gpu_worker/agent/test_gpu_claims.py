@@ -1,7 +1,5 @@
 """Workers of one machine claim different GPUs, or fail when none is left."""
 
-import os
-import stat
 from pathlib import Path
 from typing import Any
 
@@ -9,15 +7,13 @@ import pytest
 
 from common.settings.settings import SettingError, Settings
 from gpu_worker.agent import gpu_claims as gpus
+from tests.support import fake_nvml
 
 
 @pytest.fixture
 def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A machine with two GPUs, as its `nvidia-smi` says; returns the folder for locks."""
-    program = tmp_path / "nvidia-smi"
-    program.write_text("#!/bin/sh\nprintf 'GPU-a\\nGPU-b\\n'\n")
-    program.chmod(program.stat().st_mode | stat.S_IEXEC)
-    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    """A machine with two GPUs; returns the folder for locks."""
+    fake_nvml.install(monkeypatch, "GPU-a", "GPU-b")
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     return tmp_path / "locks"
 
@@ -59,8 +55,14 @@ def test_only_visible_gpus_are_claimed(
     assert [*gpus.claim(Settings(gpu_locks=str(machine)), 1)] == taken
 
 
+<<<<<<< HEAD
 def test_a_failing_driver_means_no_gpus(machine: Path) -> None:
     (machine.parent / "nvidia-smi").write_text("#!/bin/sh\necho 'NVIDIA-SMI has failed'\nexit 9\n")
+=======
+def test_a_driver_that_fails_has_no_gpus(machine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    fake_nvml.install(monkeypatch, "GPU-a", fails=True)
+>>>>>>> 16a1046 (GPUs are found by nvidia-ml-py, in place of what nvidia-smi prints)
     assert gpus.visible_gpus() == []
 
 
