@@ -55,14 +55,9 @@ def test_only_visible_gpus_are_claimed(
     assert [*gpus.claim(Settings(gpu_locks=str(machine)), 1)] == taken
 
 
-<<<<<<< HEAD
-def test_a_failing_driver_means_no_gpus(machine: Path) -> None:
-    (machine.parent / "nvidia-smi").write_text("#!/bin/sh\necho 'NVIDIA-SMI has failed'\nexit 9\n")
-=======
 def test_a_driver_that_fails_has_no_gpus(machine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
     fake_nvml.install(monkeypatch, "GPU-a", fails=True)
->>>>>>> 16a1046 (GPUs are found by nvidia-ml-py, in place of what nvidia-smi prints)
     assert gpus.visible_gpus() == []
 
 
