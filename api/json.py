@@ -1,6 +1,6 @@
-"""JSON: how the gateway writes it."""
+"""JSON: the encoder of all responses and job answers."""
 
 import orjson
 
 to_json = orjson.dumps
-"""Compact JSON, as in every answer; a number that JSON cannot express is null."""
+"""Compact JSON as bytes; a number that JSON cannot express (NaN, infinity) is null."""

@@ -1,4 +1,6 @@
-"""Work that would keep every stream of a gateway waiting is done in a thread."""
+"""Offload: runs long work in a thread, because on the event loop it would delay every stream of the
+gateway.
+"""
 
 import asyncio
 from collections.abc import Callable
@@ -7,9 +9,11 @@ from typing import TypeVar
 Result = TypeVar("Result")
 
 LONG = 4000
-"""Characters to tokenise, bytes of JSON, or tokens to describe, that take about a millisecond."""
+"""Size of work that takes about a millisecond: characters to tokenise, bytes of JSON, or tokens to render."""
 
 
 async def offload(size: int, work: Callable[[], Result]) -> Result:
-    """What `work` gives or raises; in a thread where `size`, in what LONG counts, says that it takes long."""
+    """The result of `work`, or its exception; it runs in a thread if `size`, in the units of LONG, is
+    large.
+    """
     return work() if size < LONG else await asyncio.to_thread(work)

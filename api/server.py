@@ -1,4 +1,4 @@
-"""One gateway process: its listeners, and its end."""
+"""Gateway process: its listeners, and the server that runs until SIGTERM."""
 
 import logging
 import os
@@ -26,7 +26,7 @@ CLOSE_S = 3
 
 
 def main() -> None:
-    """Serves until SIGTERM; exits with EX_CONFIG where a setting cannot be served."""
+    """Serve until SIGTERM; exits with EX_CONFIG if a setting cannot be served."""
     own = start_process("api", "g0")
     with exit_when_unservable():
         settings = Settings.read([])
@@ -35,14 +35,13 @@ def main() -> None:
 
 
 def serve(settings: Settings, incarnation: str) -> None:
-    """Runs one gateway to its end. Raises SettingError."""
+    """Run one gateway. Raises SettingError."""
     tokenizer = ModelTokenizer.load(
         model_files.resolve(settings.model_id, settings.revision, dtype=settings.dtype),
         settings.tokenizer_config_path,
     )
-    os.environ.setdefault(
-        "TOKENIZERS_PARALLELISM", "false"
-    )  # one prompt at a time: no pool of threads for it
+    # A gateway tokenises one prompt at a time: a thread pool would only cost.
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     sockets = [shared_listener(settings.listen_host, settings.port), own_listener(settings.gateway_port)]
     gateway = Gateway(settings, incarnation, tokenizer, lossy(os.environ.get("TOKENFLEET_TEST_LOSE", "")))
     draining = Draining()
@@ -63,7 +62,8 @@ def serve(settings: Settings, incarnation: str) -> None:
         incarnation,
         " and ".join(f"{one.getsockname()[0]}:{one.getsockname()[1]}" for one in sockets),
     )
-    signal.signal(signal.SIGTERM, ignore)  # uvicorn raises it again after a graceful end: that is no failure
+    # uvicorn raises SIGTERM again after a graceful shutdown: that is not a failure.
+    signal.signal(signal.SIGTERM, ignore)
     DrainingServer(config, draining, settings.graceful_termination_timeout).run(sockets)
 
 
@@ -72,21 +72,20 @@ def ignore(*_: object) -> None:
 
 
 def shared_listener(host: str, port: int) -> socket.socket:
-    """The port that all gateways of a machine share: the kernel spreads connections over them."""
+    """Listener on PORT, which all gateways of a machine share: the kernel spreads connections over them."""
     return listener(host, port, "port", socket.SO_REUSEADDR, socket.SO_REUSEPORT)
 
 
 def own_listener(port: int) -> socket.socket:
-    """The port of this gateway alone."""
+    """Listener on the port of this gateway alone."""
     return listener("127.0.0.1", port, "gateway_port", socket.SO_REUSEADDR)
 
 
 def listener(host: str, port: int, name: str, *options: int) -> socket.socket:
-    """A bound socket. Raises SettingError of `name`."""
+    """A bound socket. Raises SettingError with the setting `name`."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    one = socket.socket(
-        family, socket.SOCK_STREAM, socket.IPPROTO_TCP
-    )  # named, so that asyncio sees TCP and sends without delay
+    # With the protocol named, asyncio sees TCP and sets TCP_NODELAY.
+    one = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     for option in options:
         one.setsockopt(socket.SOL_SOCKET, option, 1)
     try:
@@ -98,7 +97,7 @@ def listener(host: str, port: int, name: str, *options: int) -> socket.socket:
 
 
 def lossy(text: str) -> Callable[[], bool] | None:
-    """For tests of the relay: `0.1` or `0.1:seed` loses that share of all messages."""
+    """For tests of the relay: `0.1` or `0.1:seed` drops that share of all messages."""
     if not text:
         return None
     share, _, seed = text.partition(":")

@@ -1,4 +1,4 @@
-"""The API key, where the fleet has one: `Authorization: Bearer <key>`."""
+"""API key: checks `Authorization: Bearer <key>` if the fleet has a key."""
 
 import secrets
 
@@ -9,10 +9,10 @@ from api.http.state import own_pool
 
 
 def check_key(request: Request) -> None:
-    """Raises ApiError (401) unless the client says the key."""
+    """Raises ApiError (401) unless the client sent the key."""
     key = own_pool(request).settings.api_key
-    scheme, _, given = request.headers.get("authorization", "").partition(" ")
+    scheme, _, token = request.headers.get("authorization", "").partition(" ")
     if key and not (
-        scheme.lower() == "bearer" and secrets.compare_digest(given.strip().encode("latin-1"), key.encode())
+        scheme.lower() == "bearer" and secrets.compare_digest(token.strip().encode("latin-1"), key.encode())
     ):
         raise unauthorised()

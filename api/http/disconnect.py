@@ -1,4 +1,4 @@
-"""The wait for whole answers, which ends as well when the client goes."""
+"""Disconnect: waits for whole answers, or for their client to leave."""
 
 import asyncio
 from collections.abc import Callable, Sequence
@@ -9,14 +9,16 @@ from api.errors import failed
 from api.inference.stream import Stream
 
 
-async def finished(streams: Sequence[Stream], request: Request, release: Callable[[Stream], None]) -> None:
-    """Returns when all streams have finished; `leave` is called for each, however it goes.
+async def wait_until_finished(
+    streams: Sequence[Stream], request: Request, release: Callable[[Stream], None]
+) -> None:
+    """Wait until all streams have finished; `release` is called for each in any case.
 
     Raises:
-        ApiError: of the first stream that did not end well.
-        ClientDisconnect: nobody waits any more.
+        ApiError: the error of the first stream that failed.
+        ClientDisconnect: the client has left.
     """
-    tasks = {asyncio.create_task(all_ended(streams)), asyncio.create_task(abandoned(request))}
+    tasks = {asyncio.create_task(all_ended(streams)), asyncio.create_task(wait_for_disconnect(request))}
     try:
         await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
     finally:
@@ -36,6 +38,6 @@ async def all_ended(streams: Sequence[Stream]) -> None:
         await stream.ended.wait()
 
 
-async def abandoned(request: Request) -> None:
+async def wait_for_disconnect(request: Request) -> None:
     while (await request.receive())["type"] != "http.disconnect":
         pass

@@ -1,23 +1,23 @@
-"""TGI's headers of an answer: what it cost. Gateways of services account by them."""
+"""Headers of a response: TGI's counts and times, which accounting proxies read."""
 
 from api.inference.stream import Stream
 from common.settings.settings import Settings
 
 
 def prompt_headers(settings: Settings, num_chars: int) -> dict[str, str]:
-    """What is known before the first token; `num_chars` of the prompt."""
-    known = {"x-compute-type": settings.compute_type} if settings.compute_type else {}
-    return known | {"x-compute-characters": str(num_chars)}
+    """Headers that are known before the first token; `num_chars` is the prompt's length."""
+    compute_type = {"x-compute-type": settings.compute_type} if settings.compute_type else {}
+    return compute_type | {"x-compute-characters": str(num_chars)}
 
 
-def time_headers(stream: Stream, begun_s: float) -> dict[str, str]:
-    """Of a finished stream."""
-    total_s = stream.ended_s - begun_s
+def time_headers(stream: Stream, started_s: float) -> dict[str, str]:
+    """Headers of a finished stream; `started_s` is the monotonic time of the request's arrival."""
+    total_s = stream.ended_s - started_s
     inference_s = stream.ended_s - stream.placed_s
     milliseconds = {
         "x-total-time": total_s,
-        "x-validation-time": stream.begun_s - begun_s,
-        "x-queue-time": stream.placed_s - stream.begun_s,
+        "x-validation-time": stream.started_s - started_s,
+        "x-queue-time": stream.placed_s - stream.started_s,
         "x-inference-time": inference_s,
         "x-time-per-token": inference_s / max(1, stream.num_tokens),
     }

@@ -1,5 +1,5 @@
-"""HTTP as the server reads it. What cannot be read reaches no route; it is refused in TGI's words all the
-same.
+"""HTTP protocol: uvicorn's, with TGI's error object for requests that it cannot parse and that reach no
+route.
 """
 
 import uuid

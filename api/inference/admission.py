@@ -77,7 +77,7 @@ class Admission:
         try:
             self.workers.check()
         except ApiError:
-            await self.workers.look_again()
+            await self.workers.refresh_unless_fresh()
             self.workers.check()
 
     async def submit_all(self, requests: list[Generate], request_id: str | None = None) -> list[Stream]:

@@ -1,4 +1,6 @@
-"""What a gateway knows of the workers, and its own sign of life."""
+"""Worker monitor: what a gateway knows of a pool's workers; sends the gateway's own heartbeat with every
+look.
+"""
 
 import asyncio
 import logging
@@ -20,14 +22,14 @@ from common.settings.settings import Settings
 log = logging.getLogger(__name__)
 FRESH_S = 0.05
 TTL_SHARE = 0.8
-"""A gateway's sign of life is gone before WORKER_TTL_S is over: there is time left for others to take its
-jobs over.
+"""Share of WORKER_TTL_S after which a gateway's heartbeat expires: in the rest of it others claim its
+jobs.
 """
 
 
 @dataclass(frozen=True, slots=True)
-class Sighting:
-    """A worker as Redis shows it; `age_s` since its last sign of life."""
+class WorkerState:
+    """A worker as Redis shows it; `age_s` since its last heartbeat."""
 
     ready: bool
     age_s: float
@@ -35,65 +37,67 @@ class Sighting:
 
 
 class WorkerMonitor:
-    """Looks at the workers every heartbeat. What was learnt of them is kept when they die.
+    """Reads the state of the workers at every heartbeat interval. The limits of workers that died are kept.
 
     Attributes:
-        ready_s: monotonic time of the last sign of life of a worker that was ready; None before there was
-            one.
+        ready_s: monotonic time of the last heartbeat of a worker that was ready; None before there was one.
         max_total_tokens: of the smallest worker.
-        trouble: why the last look failed; empty when it did not.
+        last_error: why the last read failed; empty if it succeeded.
+        checked_s: monotonic time of the last read.
     """
 
     def __init__(
         self, redis: Redis, keys: Keys, gateway: str, settings: Settings, num_streams: Callable[[], int]
     ) -> None:
-        self.redis, self.keys, self.settings = redis, keys, settings
-        self.sign = Heartbeat(redis, keys, "gateway", gateway, TTL_SHARE * settings.worker_ttl_s)
+        self.redis = redis
+        self.keys = keys
+        self.settings = settings
+        self.heartbeat = Heartbeat(redis, keys, "gateway", gateway, TTL_SHARE * settings.worker_ttl_s)
         self.num_streams = num_streams
         self.ready_s: float | None = None
         self.max_total_tokens = 0
         self.last_error = "not connected to the broker yet"
-        self.looked_s = 0.0
-        self.looking = asyncio.Lock()
+        self.checked_s = 0.0
+        self.refresh_lock = asyncio.Lock()
 
     async def run(self) -> None:
         """Never returns."""
         while True:
-            await self.look()
+            await self.refresh()
             await asyncio.sleep(self.settings.heartbeat_s)
 
-    async def look(self) -> None:
-        """One sign of life, one look."""
+    async def refresh(self) -> None:
+        """Send one heartbeat, and read the workers once."""
         try:
             async with asyncio.timeout(CONNECT_TIMEOUT_S):
-                await self.say_alive()
-                self.learn(await self.sightings())
+                await self.send_heartbeat()
+                self.update(await self.read_workers())
             self.last_error = ""
         except ERRORS as error:
             if self.last_error != describe_error(error):
                 self.last_error = describe_error(error)
-                log.warning("cannot look at the workers: %s", self.last_error)
-        self.looked_s = time.monotonic()
+                log.warning("cannot read the workers: %s", self.last_error)
+        self.checked_s = time.monotonic()
 
-    async def look_again(self) -> None:
-        """A look, unless somebody has had one just now."""
-        async with self.looking:
-            if time.monotonic() - self.looked_s > FRESH_S:
-                await self.look()
+    async def refresh_unless_fresh(self) -> None:
+        """Refresh, unless that was done within FRESH_S."""
+        async with self.refresh_lock:
+            if time.monotonic() - self.checked_s > FRESH_S:
+                await self.refresh()
 
-    async def say_alive(self) -> None:
-        """Our sign of life, with what we hold."""
-        await self.sign.send(state="ready", streams=self.num_streams(), tasks=len(asyncio.all_tasks()))
+    async def send_heartbeat(self) -> None:
+        """Send the gateway's heartbeat, with the number of its streams and tasks."""
+        await self.heartbeat.send(state="ready", streams=self.num_streams(), tasks=len(asyncio.all_tasks()))
 
     async def remove_heartbeat(self) -> None:
-        """Takes the sign of life away: this gateway has no requests any more."""
+        """Remove the heartbeat: this gateway has no requests any more."""
         try:
             async with asyncio.timeout(1.0):
-                await self.sign.remove()
+                await self.heartbeat.remove()
         except ERRORS as error:
-            log.warning("the sign of life stays until it expires: %s", describe_error(error))
+            log.warning("the heartbeat stays until it expires: %s", describe_error(error))
 
-    async def sightings(self) -> list[Sighting]:
+    async def read_workers(self) -> list[WorkerState]:
         async with self.redis.pipeline(transaction=False) as pipe:
             pipe.time()
             pipe.zrange(self.keys.workers, 0, -1, withscores=True)
@@ -109,20 +113,22 @@ class WorkerMonitor:
                 continue
             try:
                 found.append(
-                    Sighting(state == b"ready", (now_ms - seen_ms) / 1000, decode(WorkerCapacity, capacity))
+                    WorkerState(
+                        state == b"ready", (now_ms - seen_ms) / 1000, decode(WorkerCapacity, capacity)
+                    )
                 )
             except WireError as error:
                 log.error("worker %s: %s", incarnation.decode(), error)
         return found
 
-    def learn(self, sightings: list[Sighting]) -> None:
-        ready = [one for one in sightings if one.ready]
+    def update(self, workers: list[WorkerState]) -> None:
+        ready = [one for one in workers if one.ready]
         if ready:
             self.ready_s = max(self.ready_s or 0.0, time.monotonic() - min(one.age_s for one in ready))
             self.max_total_tokens = min(one.capacity.max_total_tokens for one in ready)
 
     def check(self) -> None:
-        """Raises ApiError (503) when a request would only wait for a worker that does not come."""
+        """Raises ApiError (503) if no worker is ready, or was within WORKER_GRACE_S."""
         if self.last_error:
             raise unavailable(self.last_error)
         if self.ready_s is None:
@@ -133,7 +139,7 @@ class WorkerMonitor:
 
     @property
     def limits(self) -> Limits:
-        """Meaningful after `check`."""
+        """Limits of a request; valid after `check` succeeded once."""
         max_total_tokens = min(self.settings.max_total_tokens or self.max_total_tokens, self.max_total_tokens)
         max_input_tokens = min(self.settings.max_input_tokens or max_total_tokens, max_total_tokens - 1)
         return Limits(

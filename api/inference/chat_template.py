@@ -1,7 +1,7 @@
-"""A model's chat template: messages to the text of a prompt, to the letter as transformers'
-`apply_chat_template` has it.
+"""Chat template: renders messages as the text of a prompt, exactly as transformers' `apply_chat_template`
+does.
 
-A template is a program by whoever made the model. It runs in Jinja's sandbox and sees plain data only.
+A template is a program of the model's makers: it runs in Jinja's sandbox and sees plain data only.
 """
 
 import json
@@ -25,23 +25,24 @@ from common.settings.settings import SettingError
 
 Message = Mapping[str, Any]
 OWN_VARIABLES = ("messages", "tools", "documents", "add_generation_prompt")
-"""What a template is always given; a client's own variables have other names."""
+"""Variables that every template gets; a client's own variables have other names."""
 SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 END_MARK = "CONTINUE_FINAL_MESSAGE_TAG "
 
 
 class ChatTemplate:
-    """A template and the variables `bos_token`, `eos_token`, … that it is given."""
+    """A template and its variables `bos_token`, `eos_token`, …"""
 
     def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
-        self.source, self.special_tokens = source, special_tokens
+        self.source = source
+        self.special_tokens = special_tokens
 
     @classmethod
     def load(cls, path: Path, config_path: str | None = None) -> "ChatTemplate | None":
-        """Of the model in the directory `path`, where it has one; or of the tokenizer config at
-        `config_path`. Raises SettingError.
+        """Load the template of the tokenizer config at `config_path`, else of the model in the directory
+        `path`, if it has one. Raises SettingError.
         """
-        other = read_other(Path(config_path)) if config_path else {}
+        other = read_tokenizer_config(Path(config_path)) if config_path else {}
         config = read_json(path / "tokenizer_config.json") | other
         own = (
             template_file(path)
@@ -62,18 +63,18 @@ class ChatTemplate:
     def render(
         self, messages: Sequence[Message], add_generation_prompt: bool, variables: Mapping[str, Any]
     ) -> str:
-        """The prompt up to where the next message, or with `add_generation_prompt` its content, begins.
+        """The prompt up to the start of the next message, or with `add_generation_prompt` of its content.
         Raises ApiError.
         """
-        given = {
+        own = {
             "messages": messages,
             "tools": None,
             "documents": None,
             "add_generation_prompt": add_generation_prompt,
         }
         try:
-            return self.compiled.render({**self.special_tokens, **variables, **given})
-        except Exception as error:  # whatever it is, it is of the template's making
+            return self.compiled.render({**self.special_tokens, **variables, **own})
+        except Exception as error:  # any error is the template's
             raise template_error(str(error) or type(error).__name__) from error
 
     def render_open(self, messages: Sequence[Message], variables: Mapping[str, Any]) -> str:
@@ -85,13 +86,12 @@ class ChatTemplate:
         text, mark, rest = rendered.rpartition(END_MARK.strip())
         if not mark or last["content"].strip() not in text:
             raise template_error("the chat template changes the last message, so it cannot be continued")
-        return (
-            text if rest.startswith(" ") else text.rstrip()
-        )  # a template that trims content has trimmed the mark's last letter
+        # The mark ends with a space: a template that trims content has trimmed that space.
+        return text if rest.startswith(" ") else text.rstrip()
 
 
-def read_other(path: Path) -> dict[str, Any]:
-    """A tokenizer config that is not the model's own. Raises SettingError."""
+def read_tokenizer_config(path: Path) -> dict[str, Any]:
+    """Read TOKENIZER_CONFIG_PATH. Raises SettingError if it has no chat template."""
     config = read_json(path)
     if not config.get("chat_template"):
         cause = "has no chat_template" if path.is_file() else "does not exist"
@@ -105,7 +105,7 @@ def template_file(path: Path) -> str | None:
 
 
 def special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
-    """Of a tokenizer's config, where a token is a text or an object around it."""
+    """Special tokens of a tokenizer config, where each is a text or an object around it."""
     tokens = {name: config.get(name) for name in SPECIAL_TOKENS}
     texts = {
         name: token.get("content") if isinstance(token, dict) else token for name, token in tokens.items()
@@ -121,7 +121,7 @@ def template_error(cause: str) -> ApiError:
 
 
 def environment() -> ImmutableSandboxedEnvironment:
-    """Jinja as templates expect it."""
+    """Jinja with the filters and functions that templates expect."""
     jinja = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols]
     )
@@ -142,7 +142,7 @@ def tojson(
     separators: Any = None,
     sort_keys: bool = False,
 ) -> str:
-    """Unlike Jinja's own it escapes nothing for HTML."""
+    """JSON; unlike Jinja's own filter it escapes nothing for HTML."""
     return json.dumps(
         value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
     )
@@ -157,9 +157,7 @@ def strftime_now(format: str) -> str:
 
 
 class Generation(Extension):
-    """`{% generation %}` marks, for training, what an assistant wrote; here its content is rendered as it
-    stands.
-    """
+    """`{% generation %}`: marks an assistant's text for training; here its content is rendered unchanged."""
 
     tags = {"generation"}  # noqa: RUF012  # the library's own type
 
@@ -169,7 +167,7 @@ class Generation(Extension):
 
 
 class Dict:
-    """`dict(…)` without the class, whose attributes would lead out of the sandbox."""
+    """`dict(…)` without the class: its attributes would lead out of the sandbox."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:
         return dict(*args, **kwargs)
@@ -179,7 +177,7 @@ class Dict:
 
 
 class Variables(Namespace):
-    """`namespace(…)` whose names do not begin with an underscore."""
+    """`namespace(…)` that refuses names with a leading underscore."""
 
     def __init__(*args: Any, **kwargs: Any) -> None:  # `self` may be among the names
         values = dict(*args[1:], **kwargs)

@@ -40,7 +40,7 @@ def count_stream(stream: Stream, limits: Limits) -> None:
     catalogue.INPUT_LENGTH.observe(len(stream.prompt_ids))
     catalogue.MAX_NEW_TOKENS.observe(stream.request.stopping.max_new_tokens)
     reason = stream.terminal.reason if stream.terminal else "cancelled"
-    request_id, age_s = stream.request.request_id, time.monotonic() - stream.begun_s
+    request_id, age_s = stream.request.request_id, time.monotonic() - stream.started_s
     log.info(
         "request %s: %s after %d tokens and %.3f s",
         request_id,
@@ -64,12 +64,12 @@ def fit_buckets(limits: Limits) -> None:
 
 
 def observe_durations(stream: Stream) -> None:
-    arrived_s = ARRIVED_S.get() or stream.begun_s
+    arrived_s = ARRIVED_S.get() or stream.started_s
     inference_s = stream.ended_s - stream.placed_s
     catalogue.REQUEST_SUCCESS.add()
     catalogue.REQUEST_DURATION.observe(stream.ended_s - arrived_s)
-    catalogue.VALIDATION_DURATION.observe(stream.begun_s - arrived_s)
-    catalogue.QUEUE_DURATION.observe(stream.placed_s - stream.begun_s)
+    catalogue.VALIDATION_DURATION.observe(stream.started_s - arrived_s)
+    catalogue.QUEUE_DURATION.observe(stream.placed_s - stream.started_s)
     catalogue.INFERENCE_DURATION.observe(inference_s)
     catalogue.TIME_PER_TOKEN.observe(inference_s / max(1, stream.num_tokens))
     catalogue.GENERATED_TOKENS.observe(stream.num_tokens)

@@ -44,7 +44,7 @@ class Pool:
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator["Pool"]:
         """Serve requests while the context is open. The broker may be unreachable at first and come later."""
-        await self.workers.look()
+        await self.workers.refresh()
         async with contextlib.AsyncExitStack() as stack:
             stack.push_async_callback(self.redis.aclose)
             stack.push_async_callback(self.workers.remove_heartbeat)

@@ -1,9 +1,8 @@
-"""One subscription for all streams of a gateway. A message says what is new; whatever was missed is read from
-Redis.
+"""Relay: one subscription for all streams of a gateway; gaps are filled from Redis.
 
-Messages may be lost, one by one or with the connection. That something is missing shows in a stream (an index
-beyond what it has), in a source (a sequence number left out) or in silence; the answer is always the same:
-fill.
+Messages may be lost, one by one or with the connection. A gap shows in a stream (an index beyond its tokens),
+in a source (a skipped sequence number) or in silence; each has the same remedy: read the committed tokens,
+and fill.
 """
 
 import asyncio
@@ -36,23 +35,28 @@ class Relay:
 
     Attributes:
         streams: live ones, by request id.
-        followed: channels of other gateways, whose requests have become ours → how many streams need each.
-        trouble: why there is no subscription; empty while there is one.
+        followed: channels of other gateways whose requests this one reads → number of streams that need each.
+        lose: for tests: whether the next message is dropped.
+        sequences: source and channel → last sequence number, and when it came.
+        last_error: why there is no subscription; empty while there is one.
+        to_fill: ids of streams that a fill is requested for.
     """
 
     def __init__(
         self, redis: Redis, keys: Keys, gateway: str, lose: Callable[[], bool] | None = None
     ) -> None:
-        self.redis, self.keys, self.channel = redis, keys, keys.events(gateway)
+        self.redis = redis
+        self.keys = keys
+        self.channel = keys.events(gateway)
         self.lose = lose
         self.streams: dict[str, Stream] = {}
         self.followed: Counter[str] = Counter()
-        self.wire: FastConnection | None = None
+        self.connection: FastConnection | None = None
         self.sequences: dict[tuple[str, str], tuple[int, float]] = {}
         self.last_error = "not connected to the broker yet"
         self.subscribed = asyncio.Event()
-        self.wanted: set[str] = set()
-        self.asked = asyncio.Event()
+        self.to_fill: set[str] = set()
+        self.fill_requested = asyncio.Event()
         self.num_fills = 0
 
     async def run(self) -> None:
@@ -62,37 +66,35 @@ class Relay:
             tasks.create_task(self.fill())
             tasks.create_task(self.audit())
 
-    # --- streams come and go --------------------------------------------------------------------------------
+    # --- streams --------------------------------------------------------------------------------------------
 
     def add(self, stream: Stream) -> None:
-        """From here on the stream hears what is said about it. It is filled once it is admitted, which may be
-        later.
-        """
+        """Give the stream its events from now on. It is filled once it is admitted, which may be later."""
         self.streams[stream.request.request_id] = stream
 
     def admitted(self, stream: Stream) -> None:
         stream.admitted = True
-        if stream.request.request_id in self.wanted:
-            self.asked.set()
+        if stream.request.request_id in self.to_fill:
+            self.fill_requested.set()
 
     def remove(self, stream: Stream) -> None:
         self.streams.pop(stream.request.request_id, None)
-        self.wanted.discard(stream.request.request_id)
+        self.to_fill.discard(stream.request.request_id)
 
     def follow(self, channel: str) -> None:
-        """Hears what is said to another gateway as well. Where that cannot be said now, it is from the next
-        subscription on.
+        """Subscribe to another gateway's channel as well; without a connection, with the next
+        subscription.
         """
         self.followed[channel] += 1
-        if self.followed[channel] == 1 and self.wire is not None:
-            self.wire.send("SUBSCRIBE", channel)
+        if self.followed[channel] == 1 and self.connection is not None:
+            self.connection.send("SUBSCRIBE", channel)
 
     def unfollow(self, channel: str) -> None:
         self.followed[channel] -= 1
         if not self.followed[channel]:
             del self.followed[channel]
-            if self.wire is not None:
-                self.wire.send("UNSUBSCRIBE", channel)
+            if self.connection is not None:
+                self.connection.send("UNSUBSCRIBE", channel)
 
     # --- messages -------------------------------------------------------------------------------------------
 
@@ -112,17 +114,17 @@ class Relay:
             pause_s = min(2 * pause_s, LAST_PAUSE_S)
 
     async def subscribe(self) -> None:
-        """Hears messages for as long as the connection holds."""
-        self.wire = wire = await FastConnection.connect(self.redis, self.on_reply)
+        """Receive messages for as long as the connection holds."""
+        self.connection = connection = await FastConnection.connect(self.redis, self.on_reply)
         try:
-            wire.send("SUBSCRIBE", self.channel, *self.followed)
-            await wire.closed
+            connection.send("SUBSCRIBE", self.channel, *self.followed)
+            await connection.closed
         finally:
-            self.wire = None
-            wire.close()
+            self.connection = None
+            connection.close()
 
     def on_reply(self, reply: Any) -> None:
-        """What the broker says to its subscriber; that something is refused ends the subscription."""
+        """Handle one reply of the subscribed connection; an error ends the subscription."""
         match reply:
             case [b"message", channel, data]:
                 if not (self.lose and self.lose()):
@@ -131,18 +133,18 @@ class Relay:
                 self.subscribed.set()
                 self.last_error = ""
                 self.request_fill(self.streams.values())
-            case Exception() if self.wire is not None:
-                self.wire.fail(reply)
+            case Exception() if self.connection is not None:
+                self.connection.fail(reply)
 
     def on_message(self, data: bytes, channel: str = "") -> None:
-        """One message of one source."""
+        """Give the events of one message to their streams, and request fills for gaps."""
         try:
             events = decode(Events, data)
             if self.has_gap(events, channel):
                 self.request_fill(self.streams.values())
             for tokens in events.tokens:
                 stream = self.streams.get(tokens.request_id)
-                if stream is not None and not stream.take(tokens):
+                if stream is not None and not stream.add_event(tokens):
                     self.request_fill([stream])
             for terminal in events.terminals:
                 stream = self.streams.get(terminal.request_id)
@@ -153,28 +155,28 @@ class Relay:
             self.request_fill(self.streams.values())
 
     def has_gap(self, events: Events, channel: str) -> bool:
-        """Whether messages of this source to this channel went past us. One without content repeats its last
-        number.
+        """Whether messages of this source to this channel were lost. A message without events repeats the
+        last sequence number.
         """
         last, _ = self.sequences.get((events.source, channel), (0, 0.0))
-        says_something = bool(events.tokens or events.terminals)
+        has_events = bool(events.tokens or events.terminals)
         self.sequences[events.source, channel] = (max(last, events.sequence), time.monotonic())
-        return events.sequence > last + says_something
+        return events.sequence > last + has_events
 
     # --- filling --------------------------------------------------------------------------------------------
 
     def request_fill(self, streams: Iterable[Stream]) -> None:
-        """Has these streams filled; what is asked for while a fill runs goes into the next one."""
-        self.wanted.update(stream.request.request_id for stream in streams)
-        if self.wanted:
-            self.asked.set()
+        """Request a fill of these streams; requests during a fill go into the next one."""
+        self.to_fill.update(stream.request.request_id for stream in streams)
+        if self.to_fill:
+            self.fill_requested.set()
 
     async def fill(self) -> None:
         while True:
-            await self.asked.wait()
-            self.asked.clear()
-            wanted = [request_id for request_id in self.wanted if self.streams[request_id].admitted]
-            self.wanted.difference_update(wanted)
+            await self.fill_requested.wait()
+            self.fill_requested.clear()
+            wanted = [request_id for request_id in self.to_fill if self.streams[request_id].admitted]
+            self.to_fill.difference_update(wanted)
             if not wanted:
                 continue
             try:
@@ -191,23 +193,22 @@ class Relay:
             for request_id, committed in reading.items():
                 if (stream := self.streams.get(request_id)) is not None:
                     stream.fill(committed)
-                await asyncio.sleep(
-                    0
-                )  # after a lost connection there is much to fill: readers and signs of life go on meanwhile
+                # After a lost connection there is much to fill: readers and heartbeats go on meanwhile.
+                await asyncio.sleep(0)
 
     async def audit(self) -> None:
-        """Has streams filled that have heard nothing for long, and forgets sources that are gone."""
+        """Request fills of streams that were silent for SILENCE_S, and remove sources that are gone."""
         while True:
             await asyncio.sleep(AUDIT_S)
             now = time.monotonic()
             silent = [
                 stream
                 for stream in self.streams.values()
-                if now - stream.heard_s > SILENCE_S and not stream.terminal
+                if now - stream.last_event_s > SILENCE_S and not stream.terminal
             ]
             self.request_fill(silent)
             for stream in silent:
-                stream.heard_s = now
+                stream.last_event_s = now
             self.sequences = {
                 source: said for source, said in self.sequences.items() if now - said[1] < SOURCE_FORGOTTEN_S
             }

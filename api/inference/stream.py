@@ -1,4 +1,4 @@
-"""One live request as its gateway knows it: what has come of it so far, whichever way it came."""
+"""Stream: one live request in its gateway, with the tokens that events or fills have brought so far."""
 
 import asyncio
 import json
@@ -18,22 +18,23 @@ from common.metrics import catalogue
 
 
 class Stream:
-    """Tokens 0, 1, 2, … of a request, each once, then its terminal. One reader waits on `changed`, whoever
-    wants only the end on `ended`.
+    """Tokens 0, 1, 2, … of a request, each once, then its terminal. One reader waits on `changed`; any number
+    of tasks wait on `ended`.
 
     Attributes:
         admitted: whether Redis is known to have the request.
-        tops: parallel to `ids` where the request asks for the likeliest tokens, else empty.
-        prompt: packed records of the prompt's tokens but the first, where the request asks for them. Nobody
-            tells them: they are read from Redis, and there are no tokens before that.
-        attempt: the newest attempt heard of; what lower ones say is dropped.
-        heard_s: monotonic time of the last word about the request.
-        placed_s, first_token_s, token_s, ended_s: of its start on a worker (of its first token, where the
-            word on that was lost), first token, last token, end; 0 before that.
+        tops: parallel to `ids` if the request asks for the likeliest tokens, else empty.
+        prompt: packed records of the prompt's tokens but the first, if the request asks for them. No event
+            carries them: they are read from Redis, and tokens are added after them only.
+        attempt: the newest attempt known; events of older ones are dropped.
+        last_event_s: monotonic time of the last event or fill.
+        placed_s, first_token_s, token_s, ended_s: monotonic times of the start on a worker (of the first
+            token, if that event was lost), first token, last token and end; 0 before that.
     """
 
     def __init__(self, request: Generate, tokenizer: ModelTokenizer) -> None:
-        self.request, self.tokenizer = request, tokenizer
+        self.request = request
+        self.tokenizer = tokenizer
         self.prompt_ids = unpack_ids(request.prompt_ids)
         stopping = request.stopping
         eos_ids = frozenset() if stopping.ignore_eos else tokenizer.ending_ids
@@ -47,9 +48,10 @@ class Stream:
         self.tops: list[TopTokens] = []
         self.prompt: bytes | None = None
         self.terminal: Terminal | None = None
-        self.begun_s = self.heard_s = time.monotonic()
+        self.started_s = self.last_event_s = time.monotonic()
         self.placed_s = self.first_token_s = self.token_s = self.ended_s = 0.0
-        self.changed, self.ended = asyncio.Event(), asyncio.Event()
+        self.changed = asyncio.Event()
+        self.ended = asyncio.Event()
         self.detokenizer: Detokenizer | None = None
         self.num_detokenized = 0
 
@@ -59,7 +61,9 @@ class Stream:
 
     @property
     def num_records(self) -> int:
-        """Log-probabilities that an answer may tell: of tokens, and of the likeliest beside them."""
+        """Number of log-probabilities that a response may have: of tokens, and of the likeliest beside
+        them.
+        """
         return self.num_tokens * self.request.width + self.num_prompt_records
 
     @property
@@ -72,8 +76,8 @@ class Stream:
 
     @property
     def num_ready(self) -> int:
-        """Tokens that may be shown now. The last one of an answer is shown together with its end, so what may
-        be the last waits.
+        """Number of tokens that may be shown now. The last one is shown together with the end, so a token
+        that may be the last one waits.
         """
         waits = self.finished if self.terminal else self.may_be_last
         return self.num_tokens - waits
@@ -88,7 +92,7 @@ class Stream:
 
     @property
     def text(self) -> str:
-        """The whole answer, once it is finished."""
+        """The whole answer of a finished stream."""
         assert self.terminal is not None
         stopping, tokenizer = self.request.stopping, self.tokenizer.backend
         return generated_text(
@@ -100,16 +104,14 @@ class Stream:
             stopping.min_new_tokens,
         )
 
-    def take(self, tokens: Tokens) -> bool:
-        """Adds what is new of `tokens`. Returns False when tokens before them are missing. Raises
-        WireError.
-        """
-        self.heard_s = time.monotonic()
+    def add_event(self, tokens: Tokens) -> bool:
+        """Add the new ones of `tokens`. Returns False if tokens before them are missing. Raises WireError."""
+        self.last_event_s = time.monotonic()
         if self.terminal or tokens.attempt < self.attempt:
             return True
         self.attempt = tokens.attempt
         if not tokens.index and not self.ids:
-            self.placed_s = max(self.begun_s, self.heard_s - tokens.since_start_ms / 1000)
+            self.placed_s = max(self.started_s, self.last_event_s - tokens.since_start_ms / 1000)
         seen = self.num_tokens - tokens.index
         if seen < 0 or self.lacks_prompt:
             return False
@@ -127,27 +129,27 @@ class Stream:
         return True
 
     def end(self, terminal: Terminal) -> bool:
-        """Ends the stream. Returns False when tokens before the end are missing."""
-        self.heard_s = time.monotonic()
+        """End the stream. Returns False if tokens before the end are missing."""
+        self.last_event_s = time.monotonic()
         if self.terminal:
             return True
         if self.num_tokens < terminal.num_tokens:
             return False
         self.terminal = terminal
-        self.ended_s = self.heard_s
+        self.ended_s = self.last_event_s
         self.changed.set()
         self.ended.set()
         return True
 
     def fill(self, committed: Committed) -> None:
-        """Adds what Redis has and we have not."""
-        self.heard_s = time.monotonic()
+        """Add the tokens, and the end, that Redis has and this stream does not."""
+        self.last_event_s = time.monotonic()
         request_id = self.request.request_id
         if not committed.known:
             self.end(Terminal(request_id, "error", 0, "the request is not known any more"))
             return
         self.attempt = max(self.attempt, committed.attempt)
-        self.take_prompt(committed.prompt)
+        self.keep_prompt(committed.prompt)
         if committed.result is None:
             self.add_missing(*unpack_records(committed.records, self.request.width))
             return
@@ -176,21 +178,21 @@ class Stream:
     def lacks_prompt(self) -> bool:
         return self.request.prompt_logprobs is not None and self.prompt is None
 
-    def take_prompt(self, records: bytes | None) -> None:
-        """What Redis has of the prompt, if that is asked for, and whole."""
+    def keep_prompt(self, records: bytes | None) -> None:
+        """Keep the prompt's records if the request asks for them and they are complete."""
         num_bytes = (len(self.prompt_ids) - 1) * self.request.prompt_width * RECORD.size
         if self.lacks_prompt and records is not None and len(records) == num_bytes:
             self.prompt = records
 
     def prompt_tokens(self) -> list[tuple[int, float | None, TopTokens]]:
-        """Id, log-probability and likeliest tokens of each token of the prompt; of the first one only its
+        """Id, log-probability and likeliest tokens of each token of the prompt; the first one has only its
         id.
         """
         ids, logprobs, tops = unpack_records(self.prompt or b"", self.request.prompt_width)
         return [(self.prompt_ids[0], None, []), *zip(ids, logprobs, tops or [[]] * len(ids), strict=True)]
 
     def add_missing(self, ids: Sequence[int], logprobs: Sequence[float], tops: Sequence[TopTokens]) -> None:
-        """Adds tokens whose text nobody has told us."""
+        """Add tokens that came without their text."""
         seen = self.num_tokens
         if self.terminal or len(ids) <= seen:
             return
@@ -217,7 +219,7 @@ class Stream:
     ) -> None:
         if not ids:
             return
-        self.time(len(ids))
+        self.observe_latency(len(ids))
         self.ids += ids
         self.logprobs += logprobs
         self.texts += texts
@@ -227,17 +229,15 @@ class Stream:
             self.matcher.step("".join(texts[unmatched:]))
         self.changed.set()
 
-    def time(self, num_new: int) -> None:
-        """Notes and counts how long the tokens just heard were waited for; those that come together share
-        their time.
-        """
+    def observe_latency(self, num_new: int) -> None:
+        """Observe the latency of new tokens; those that come together share their time."""
         service_class = catalogue.service_class(self.request.priority)
         if self.first_token_s:
             catalogue.TOKEN_LATENCY.observe(
-                (self.heard_s - self.token_s) / num_new, service_class, times=num_new
+                (self.last_event_s - self.token_s) / num_new, service_class, times=num_new
             )
         else:
-            self.placed_s = self.placed_s or self.heard_s
-            self.first_token_s = self.heard_s
-            catalogue.FIRST_TOKEN.observe(self.heard_s - self.begun_s, service_class)
-        self.token_s = self.heard_s
+            self.placed_s = self.placed_s or self.last_event_s
+            self.first_token_s = self.last_event_s
+            catalogue.FIRST_TOKEN.observe(self.last_event_s - self.started_s, service_class)
+        self.token_s = self.last_event_s

@@ -1,4 +1,4 @@
-"""From a prompt's text to token ids."""
+"""Model tokenizer: prompts to token ids, with the model's special tokens and chat template."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,12 +12,13 @@ from common import model_config
 
 @dataclass(frozen=True, slots=True)
 class ModelTokenizer:
-    """A model's tokenizer, and which of its ids are special.
+    """A model's tokenizer, its special ids, and its chat template.
 
     Attributes:
-        special_ids: control, not text.
-        ending_ids: may end a generation: those that do, and all special ones.
-        chat_template: None where the model has none.
+        backend: the tokenizer of the library `tokenizers`.
+        special_ids: ids that are control, not text.
+        ending_ids: ids that may end a generation: end-of-sequence ids, and all special ones.
+        chat_template: None if the model has none.
     """
 
     backend: Tokenizer
@@ -27,7 +28,7 @@ class ModelTokenizer:
 
     @classmethod
     def load(cls, path: Path, tokenizer_config_path: str | None = None) -> "ModelTokenizer":
-        """Of the model in the directory `path`. Raises SettingError."""
+        """Load the tokenizer of the model in the directory `path`. Raises SettingError."""
         tokenizer = Tokenizer.from_file(str(path / "tokenizer.json"))
         tokenizer.no_truncation()
         tokenizer.no_padding()
@@ -37,23 +38,22 @@ class ModelTokenizer:
 
     @property
     def size(self) -> int:
-        """Ids are below it."""
+        """Size of the vocabulary: all ids are below it."""
         return self.backend.get_vocab_size()
 
-    async def ids(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of a prompt, with what the model wants around it unless the text has that already."""
+    async def encode_prompt(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of a prompt; in a thread if it is long."""
         return await offload(len(text), lambda: self.encode(text, add_special_tokens))
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        encoded = self.backend.encode_batch_fast(
-            [text], add_special_tokens=add_special_tokens
-        )  # unlike `encode`, other threads run
+        # Unlike `encode`, `encode_batch_fast` releases the GIL.
+        encoded = self.backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         ids: list[int] = encoded[0].ids
         return ids
 
     def spans(self, text: str, add_special_tokens: bool = True) -> list[tuple[int, int, int]]:
-        """(id, start, end) of a prompt's tokens, in characters of the text; those of one character have all
-        of it, added ones nothing.
+        """(id, start, end) of a prompt's tokens, in characters of the text. Tokens that share a character
+        all span it; special tokens that were added span nothing.
         """
         encoded = self.backend.encode_batch([text], add_special_tokens=add_special_tokens)[0]
         return [
@@ -62,6 +62,6 @@ class ModelTokenizer:
         ]
 
     def spellings(self, word: str) -> list[list[int]]:
-        """Ids of a word within a text and after a space; each once."""
+        """Ids of a word at the start of a text and after a space; each spelling once."""
         found = [self.encode(text, add_special_tokens=False) for text in (word.lstrip(), f" {word.lstrip()}")]
         return [ids for i, ids in enumerate(found) if ids and ids not in found[:i]]

@@ -151,7 +151,7 @@ async def encode_prompt(params: GenerationParams, limits: Limits, tokenizer: Mod
     if params.prompt_ids is not None:
         ids = params.prompt_ids
     elif params.text:
-        ids = await tokenizer.ids(params.text, params.add_special_tokens)
+        ids = await tokenizer.encode_prompt(params.text, params.add_special_tokens)
     else:
         raise invalid_field(params, field, "cannot be empty")
     ids = ids[-(params.truncate or 0) :]

@@ -6,7 +6,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from api.errors import invalid
-from api.http.disconnect import finished
+from api.http.disconnect import wait_until_finished
 from api.http.headers import prompt_headers, time_headers
 from api.http.request_id import request_id
 from api.http.sse import TokenStream
@@ -55,7 +55,7 @@ async def respond(
     headers = prompt_headers(settings, num_chars)
     if body.stream:
         return TokenStream(stream_frames(renderer), streams, headers, admission.release)
-    await finished(streams, request, admission.release)
+    await wait_until_finished(streams, request, admission.release)
     content = await offload(sum(stream.num_records for stream in streams), renderer.render_whole)
     return Response(content, 200, headers | usage_headers(renderer, streams, arrived_s), "application/json")
 

@@ -9,7 +9,7 @@ from sse_starlette import EventSourceResponse
 from starlette.responses import Response
 
 from api.http import body
-from api.http.disconnect import finished
+from api.http.disconnect import wait_until_finished
 from api.http.headers import prompt_headers, time_headers
 from api.http.openapi import TGI, event_stream, json_body
 from api.http.request_id import request_id
@@ -132,7 +132,7 @@ async def respond_with_whole(call: AcceptedRequest, in_array: bool = False) -> R
     """Wait for all texts and return the best."""
     admission = call.pool.admission
     streams = await admission.submit_all(call.requests, request_id(call.request))
-    await finished(streams, call.request, admission.release)
+    await wait_until_finished(streams, call.request, admission.release)
     best, *others = best_of.rank_by_logprob(streams)
     headers = prompt_headers(call.pool.settings, call.num_chars) | time_headers(best, call.arrived_s)
 

@@ -23,7 +23,7 @@ async def info(request: Request) -> Response:
     pool = own_pool(request)
     settings, fleet = pool.settings, pool.workers
     if not fleet.max_total_tokens:
-        await fleet.look_again()
+        await fleet.refresh_unless_fresh()
     if not fleet.max_total_tokens:
         raise unavailable(fleet.last_error or "no worker is ready yet")
     limits = fleet.limits

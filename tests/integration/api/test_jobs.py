@@ -424,7 +424,7 @@ async def test_two_that_hold_a_job_say_it_once(service: Service, worker: FakeWor
     worker.step_s = 0.05
     silent = Gateway(Settings(redis_url=broker.url, **SETTINGS, worker_ttl_s=0.3), "g0", model_tokenizer())
     life = [asyncio.create_task(loop) for loop in (silent.pool.relay.run(), silent.job_consumer.run())]
-    await silent.pool.workers.look()
+    await silent.pool.workers.refresh()
     await service.submit(id="a", inputs="Count.", reply_to="ext:me", reply="stream")
     await wait_until(lambda: heard)
     async with gateway(broker.url, "g1", worker_ttl_s=0.3) as other:

@@ -213,7 +213,7 @@ async def test_frames_are_json_whatever_a_token_holds() -> None:
     text = "".join(map(chr, range(0x100))) + "\u2028\ufffd🙂"
     logprobs = unpack_floats(pack_floats([-1e-9, -3e-5, -20.5, float("-inf"), float("nan")]))
     one = Stream(Generate("r", "", pack_ids([1]), StoppingParams(9)), model_tokenizer())
-    one.take(Tokens("r", 1, 0, pack_ids(ids("a") * 5), pack_floats(logprobs), [text] * 5))
+    one.add_event(Tokens("r", 1, 0, pack_ids(ids("a") * 5), pack_floats(logprobs), [text] * 5))
     shown = await anext(tgi_frames(one, "", False))
     assert [frame["token"]["logprob"] for frame in frames(shown)] == [*logprobs[:3], None, None]
     assert all(json.dumps(text, ensure_ascii=False).encode() in line for line in shown.split(b"\n\n")[:-1])
@@ -222,7 +222,7 @@ async def test_frames_are_json_whatever_a_token_holds() -> None:
 async def test_no_token_is_shown_twice_when_the_end_comes_as_a_surprise() -> None:
     one = Stream(Generate("r", "", pack_ids([1]), StoppingParams(9)), model_tokenizer())
     found = tgi_frames(one, "", False)
-    one.take(Tokens("r", 1, 0, pack_ids(ids("a")), pack_floats([-1.0]), ["a"]))
+    one.add_event(Tokens("r", 1, 0, pack_ids(ids("a")), pack_floats([-1.0]), ["a"]))
     assert frames(await anext(found))[0]["index"] == 1
     one.end(Terminal("r", "length", 1))
     assert frames(await anext(found)) == [

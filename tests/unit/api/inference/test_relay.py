@@ -85,7 +85,7 @@ async def test_a_stream_takes_each_token_once(
     comes: list[Tokens | Terminal], fits: list[bool], ids: list[int], ended: bool
 ) -> None:
     one = new_stream()
-    assert [one.take(word) if isinstance(word, Tokens) else one.end(word) for word in comes] == fits
+    assert [one.add_event(word) if isinstance(word, Tokens) else one.end(word) for word in comes] == fits
     assert (one.ids, one.terminal is not None, one.ended.is_set()) == (ids, ended, ended)
 
 
@@ -105,7 +105,7 @@ async def test_only_a_token_that_may_be_the_last_waits(
     stopping: dict[str, Any], ids: list[int], ready: int
 ) -> None:
     one = new_stream(stopping=stopping)
-    one.take(
+    one.add_event(
         Tokens(
             "r",
             1,
@@ -161,9 +161,9 @@ async def test_what_was_missed_is_asked_for(messages: list[bytes], missed: bool)
     relay = Relay(connect("redis://127.0.0.1:1"), KEYS, "g0")
     relay.add(new_stream())
     for message in messages:
-        relay.wanted.clear()
+        relay.to_fill.clear()
         relay.on_message(message)
-    assert bool(relay.wanted) == missed
+    assert bool(relay.to_fill) == missed
 
 
 # --- filling ------------------------------------------------------------------------------------------------
@@ -249,7 +249,7 @@ async def test_a_prompt_is_read_before_the_first_token_is_shown(redis: Redis, re
         await commit(redis, 0, 2, each.request.request_id)
     await redis.hset(KEYS.request("r"), "prompt", records)  # type: ignore[arg-type, misc]
     await redis.hset(KEYS.request("short"), "prompt", records[:-1])  # type: ignore[arg-type, misc]
-    assert not one.take(tokens(0, 1)) and not one.ids
+    assert not one.add_event(tokens(0, 1)) and not one.ids
     await redis.publish(
         relay.channel,
         say(1, tokens(0, 1), tokens(0, 1, request_id="missing"), tokens(0, 1, request_id="short")),
@@ -257,7 +257,7 @@ async def test_a_prompt_is_read_before_the_first_token_is_shown(redis: Redis, re
     await wait_until(lambda: one.num_tokens == 2 and missing.terminal and short.terminal)
     assert one.prompt_tokens() == [(28, None, []), (29, -0.5, [(7, -0.25)]), (30, -1.5, [(8, -1.0)])]
     assert (
-        one.take(tokens(2, 3))
+        one.add_event(tokens(2, 3))
         and one.ids == IDS[:3]
         and one.texts == [TOKENIZER.decode([i]) for i in IDS[:3]]
     )
@@ -317,7 +317,7 @@ async def test_fills_do_not_pile_up(redis: Redis, relay: Relay, monkeypatch: pyt
         relay.request_fill(streams[2:])
     relay.remove(streams[1])
     going.set()
-    await wait_until(lambda: len(reads) == 2 and not relay.asked.is_set())
+    await wait_until(lambda: len(reads) == 2 and not relay.fill_requested.is_set())
     assert reads == [["0"], ["2"]]
 
 
@@ -375,7 +375,7 @@ async def nothing_left(gateway: Gateway, worker: FakeWorker) -> None:
     await wait_until(
         lambda: not gateway.pool.relay.streams and not gateway.pool.admission.cleanups and not worker.live
     )
-    assert not gateway.pool.relay.wanted
+    assert not gateway.pool.relay.to_fill
     kinds = {key.decode().split(":")[2] for key in await worker.redis.keys("*")}
     assert kinds <= {
         "log",

@@ -27,7 +27,7 @@ def generated(
     matcher, reason = StopMatcher(stops), "length"
     for i, text in enumerate(texts):
         token_id = IM_END if i == special else PLAIN
-        stream.take(Tokens("r", 1, i, pack_ids([token_id]), pack_floats([-1.0]), [text]))
+        stream.add_event(Tokens("r", 1, i, pack_ids([token_id]), pack_floats([-1.0]), [text]))
         if i >= min_new_tokens and matcher.step(text):
             reason = "stop_sequence"
             break
