@@ -256,7 +256,9 @@ def ended(logprobs: list[float]) -> Stream:
         Generate("r", "", pack_ids([1]), StoppingParams(9), sampling=SamplingParams(temperature=1.0, seed=3)),
         model_tokenizer(),
     )
-    one.add_event(Tokens("r", 1, 0, pack_ids([5] * len(logprobs)), pack_floats(logprobs), ["x"] * len(logprobs)))
+    one.add_event(
+        Tokens("r", 1, 0, pack_ids([5] * len(logprobs)), pack_floats(logprobs), ["x"] * len(logprobs))
+    )
     one.end(Terminal("r", "length", len(logprobs)))
     return one
 
