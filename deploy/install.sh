@@ -37,8 +37,11 @@ check_machine() { # by what the interpreter is built for: one for Intel runs on 
 
 has_gpu() { [ -e /proc/driver/nvidia ] || command -v nvidia-smi >/dev/null; }
 
+quiet=-q
+if [ -t 1 ]; then quiet=; fi # a terminal shows pip's progress
+
 install() {
-    .venv/bin/pip --disable-pip-version-check install -q "$@" || fail "pip could not install $*: its own words stand above." \
+    .venv/bin/pip --disable-pip-version-check install $quiet "$@" || fail "pip could not install $*: its own words stand above." \
         "  Behind a proxy set HTTPS_PROXY; for a mirror PIP_INDEX_URL, and TORCH_INDEX for torch. What has been fetched is kept for the next try."
 }
 

@@ -25,7 +25,8 @@ ANSWER_S = 60.0
 MAX_USERS = 1024
 MIN_DURATION_S = 1.0
 DESCRIPTION = """Measures this fleet, beside any TGI, vLLM, llama.cpp or OpenAI-compatible server
-if one is named: the same prompts in turn, streamed, greedy. API_KEY is sent to our server, AGAINST_API_KEY to the other."""
+if one is named: the same prompts in turn, streamed, greedy. API_KEY is sent to our server,
+AGAINST_API_KEY to the other."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -65,7 +66,7 @@ def read(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument(
         "--max-tokens", type=int, default=64, metavar="N", help="of one answer (default: %(default)s)"
     )
-    parser.add_argument("--svg", type=Path, metavar="FILE", help="write a picture")
+    parser.add_argument("--svg", type=Path, metavar="FILE", help="write a picture (needs the extra `bench`)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures")
     flags = parser.parse_args(list(argv))
     try:
@@ -81,6 +82,8 @@ def read(argv: Sequence[str]) -> argparse.Namespace:
             raise SettingError(
                 f"--{name.replace('_', '-')}", f"{getattr(flags, name)} is less than {least}, or endless"
             )
+    if flags.svg is not None:
+        svg.check_matplotlib()
     for path in (flags.svg, flags.json):
         if path is not None:
             write(path, b"", "ab")  # better refused now than after a minute

@@ -68,7 +68,7 @@ def warm_s(wanted: Wanted, num_servers: int) -> float:
 
 
 def turns(warm: Sequence[Round]) -> int:
-    """A server that needs a good part of a round for its first tokens is better seen once for twice as long."""
+    """One turn of double length for a server that needs a good part of a round for its first tokens, else two."""
     medians = [figures([one]).first_p50_s for one in warm]
     slow = any(
         median is None or median > SLOW * (one.ended_s - one.begun_s)

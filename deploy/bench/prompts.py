@@ -9,9 +9,18 @@ WORDS_PER_TOKEN = 0.8
 were.
 """
 
-VERBS = "carried measured described painted repaired followed questioned gathered counted remembered ignored compared".split()
-NOUNS = "river engine teacher market garden letter bridge storm library soldier orchard machine captain village harbour".split()
-ADJECTIVES = "quiet enormous broken modern distant careful golden ancient practical nervous bright frozen curious local".split()
+VERBS = (
+    "carried measured described painted repaired followed "
+    "questioned gathered counted remembered ignored compared"
+).split()
+NOUNS = (
+    "river engine teacher market garden letter bridge "
+    "storm library soldier orchard machine captain village harbour"
+).split()
+ADJECTIVES = (
+    "quiet enormous broken modern distant careful golden "
+    "ancient practical nervous bright frozen curious local"
+).split()
 
 
 def prompt(seed: int, num_words: int) -> str:

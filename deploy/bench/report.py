@@ -71,7 +71,8 @@ def head(result: Comparison) -> Text:
     for server, color in zip(result.servers, COLORS, strict=False):
         lines.append(f"{server.name}  ", style=f"bold {color}").append(f"{server.model or 'model unknown'}  ")
         lines.append(f"{server.url}\n", style="dim")
-    prompt = f"prompts of {result.prompt_tokens or f'about {wanted.prompt_tokens}'} tokens, {wanted.max_tokens} new ones"
+    num_tokens = result.prompt_tokens or f"about {wanted.prompt_tokens}"
+    prompt = f"prompts of {num_tokens} tokens, {wanted.max_tokens} new ones"
     return lines.append(f"{wanted.duration_s:g} s, {prompt}, greedy, {result.path}", style="dim")
 
 
@@ -176,20 +177,22 @@ def notes(result: Comparison) -> list[str]:
         mine = {users: it for (users, index), it in result.figures.items() if index == i}
         errors = sum(it.num_errors for it in mine.values())
         if errors:
-            found.append(
-                f"{server.name}: {errors} requests failed; the first: {next(it.error for it in mine.values() if it.error)}"
-            )
+            first = next(it.error for it in mine.values() if it.error)
+            found.append(f"{server.name}: {errors} requests failed; the first: {first}")
         if not all(it.tokens_per_s or it.num_errors for it in mine.values()):
             found.append(
-                f"{server.name}: no token came in time; a longer --duration, fewer users or shorter prompts show more"
+                f"{server.name}: no token came in time; "
+                "a longer --duration, fewer users or shorter prompts show more"
             )
         if any(it.tokens_per_frame > 1.05 for it in mine.values()):
             found.append(
-                f"{server.name} sends several tokens in one frame: its time to the next token is that to the next frame"
+                f"{server.name} sends several tokens in one frame: "
+                "its time to the next token is that to the next frame"
             )
         if not server.ignores_eos:
             found.append(
-                f"{server.name} cannot be told to go on after the end of a sequence: its answers may be shorter"
+                f"{server.name} cannot be told to go on after the end of a sequence: "
+                "its answers may be shorter"
             )
     if len({server.model for server in result.servers}) > 1:
         found.append("the names of the models differ: make sure that they are the same")

@@ -33,7 +33,10 @@ from deploy.commands.client import (
 
 ANSWER_S = 600.0
 PROMPT = "› "
-HELP = "/reset forgets the conversation · /system TEXT sets the system prompt · /exit or Ctrl-D ends · Ctrl-C stops an answer"
+HELP = (
+    "/reset forgets the conversation · /system TEXT sets the system prompt · "
+    "/exit or Ctrl-D ends · Ctrl-C stops an answer"
+)
 
 Message = dict[str, str]
 
@@ -63,7 +66,8 @@ class Answer:
     def figures(self) -> str:
         if not self.first_s:
             return "no text"
-        words = f"{self.num_tokens} token{'s' * (self.num_tokens != 1)} · first token {self.first_s - self.asked_s:.2f} s"
+        words = f"{self.num_tokens} token{'s' * (self.num_tokens != 1)}"
+        words += f" · first token {self.first_s - self.asked_s:.2f} s"
         seconds = self.last_s - self.first_s
         return (
             f"{(self.num_tokens - 1) / seconds:.1f} tokens/s · {words}"

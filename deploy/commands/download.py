@@ -15,7 +15,8 @@ from deploy.serve.progress import progress
 
 SWITCHES = {
     "auto_convert": "accepted: what is served is safetensors, and GGUF is always converted",
-    "trust_remote_code": "accepted: Python code of a checkpoint is fetched, and run by `serve --trust-remote-code` only",
+    "trust_remote_code": "accepted: Python code of a checkpoint is fetched, and run only by "
+    "`serve --trust-remote-code`",
     "json_output": "accepted: there is one line of output",
     "merge_lora": "refused: adapters are not built yet",
 }

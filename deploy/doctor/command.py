@@ -1,5 +1,5 @@
-"""`tokenfleet doctor`: what of this machine and of the settings would not work, and how to mend it. Starts
-nothing, fetches nothing.
+"""`tokenfleet doctor`: checks this machine and the settings, and prints what would not work and the fix. Starts
+nothing, downloads nothing.
 """
 
 import asyncio
@@ -84,7 +84,8 @@ def table(findings: dict[str, Finding]) -> Table:
 
 
 def check_python(_: Settings) -> Finding:
-    found = f"Python {platform.python_version()} on {platform.system()} {platform.machine()}, tokenfleet {version('tokenfleet')}"
+    found = f"Python {platform.python_version()} on {platform.system()} {platform.machine()}"
+    found += f", tokenfleet {version('tokenfleet')}"
     if not PYTHONS[0] <= sys.version_info[:2] <= PYTHONS[1]:
         return Finding("warn", found, "Python 3.11 to 3.13 is what this is tested with")
     return Finding("ok", found)
@@ -158,7 +159,10 @@ def check_kernels(settings: Settings) -> Finding:
         )
     nvcc = find_nvcc()
     if nvcc is None:
-        fix = "install the CUDA toolkit that torch is built for, and set CUDA_HOME if nvcc is neither in PATH nor in /usr/local/cuda/bin"
+        fix = (
+            "install the CUDA toolkit that torch is built for, "
+            "and set CUDA_HOME if nvcc is neither in PATH nor in /usr/local/cuda/bin"
+        )
         return Finding("fail", f"{found} has no nvcc to compile its kernels with", fix)
     if not any(map(shutil.which, COMPILERS)):
         return Finding(

@@ -1,6 +1,7 @@
 """`tokenfleet bench`: its arithmetic, and whole runs against servers that speak as others do."""
 
 import dataclasses
+import importlib.util
 import io
 import json
 import xml.etree.ElementTree as ElementTree
@@ -283,10 +284,16 @@ def test_what_a_reader_must_know() -> None:
 def test_the_picture_has_a_bar_for_every_figure() -> None:
     root = ElementTree.fromstring(svg.draw(RESULT))
     space = "{http://www.w3.org/2000/svg}"
-    bars = [title.text for title in root.iter(f"{space}title")]
-    assert bars[:3] == ["Tokenfleet, 1 users: 100", "TGI, 1 users: 50.0", "Tokenfleet, 32 users: 900"]
+    bars = [group.get("id", "") for group in root.iter(f"{space}g") if " users: " in group.get("id", "")]
+    assert bars[:3] == ["Tokenfleet, 1 users: 100", "Tokenfleet, 32 users: 900", "TGI, 1 users: 50.0"]
     assert len(bars) == 3 * 4 - 2
     assert "TGI 3.3.7 <other>" in [text.text for text in root.iter(f"{space}text")]
+
+
+def test_a_picture_without_the_extra_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
+    with pytest.raises(SettingError, match=r"--svg: needs matplotlib: pip install 'tokenfleet\[bench\]'"):
+        main(["--svg", str(tmp_path / "figures.svg")])
 
 
 def test_the_words_of_the_fake_servers_are_no_json_lines() -> None:
