@@ -23,7 +23,7 @@ CHAT = {"messages": [{"role": "user", "content": "a"}]}
 # --- x-request-id -------------------------------------------------------------------------------------------
 
 
-async def test_the_id_in_the_header_is_the_one_in_redis(broker: Broker) -> None:
+async def test_x_request_id_is_the_id_in_redis(broker: Broker) -> None:
     async with (
         working(broker.url, TOKENIZER, lambda _: Answer([11])) as worker,
         serving(broker.url) as (gateway, client),
@@ -36,7 +36,7 @@ async def test_the_id_in_the_header_is_the_one_in_redis(broker: Broker) -> None:
 
 
 @pytest.mark.parametrize("brought", ["a", "req-7:!~", "x" * 128])
-async def test_a_client_s_own_id_is_echoed_and_ours_is_logged_with_it(
+async def test_the_client_s_id_is_echoed_and_logged_with_ours(
     broker: Broker, brought: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, "api.http.middleware")
@@ -57,7 +57,7 @@ async def test_ids_that_cannot_be_echoed_are_replaced(broker: Broker, brought: b
         assert len(response.headers["x-request-id"]) == 32 and response.headers["x-request-id"].isalnum()
 
 
-async def test_every_answer_has_an_id(broker: Broker) -> None:
+async def test_every_response_has_a_request_id(broker: Broker) -> None:
     async with serving(broker.url, payload_limit=100, api_key=None) as (_, client):
         answers = [
             await client.get("/health"),
@@ -74,7 +74,7 @@ async def test_every_answer_has_an_id(broker: Broker) -> None:
     assert len({one.headers["x-request-id"] for one in answers}) == len(answers)
 
 
-async def test_what_runs_on_is_not_of_the_request_that_started_it() -> None:
+async def test_a_background_task_has_no_request_id() -> None:
     seen: list[str] = []
 
     async def loop() -> None:
@@ -100,7 +100,7 @@ KEYED = [
 ]
 
 
-async def test_the_key_is_asked_for_in_the_family_s_words(broker: Broker) -> None:
+async def test_a_missing_key_is_401_in_each_api_family(broker: Broker) -> None:
     async with serving(broker.url, api_key="sésame") as (_, client):
         for path in KEYED:
             for given in (None, "sésame", "Bearer", "Bearer sesame", "Bearer sésame2", "Basic sésame"):
@@ -124,7 +124,7 @@ def assert_refused(path: str, response: httpx.Response) -> None:
         assert answer["error_type"] == "unauthorized" and "Bearer" in answer["error"]
 
 
-async def test_who_has_the_key_is_served_and_health_is_for_everybody(broker: Broker) -> None:
+async def test_the_key_opens_all_routes_and_health_needs_none(broker: Broker) -> None:
     one = Answer(TOKENIZER.encode("a").ids)
     async with (
         working(broker.url, TOKENIZER, lambda _: one),
@@ -156,7 +156,7 @@ def asking(origin: str) -> dict[str, str]:
     }
 
 
-async def test_pages_of_any_origin_may_call(broker: Broker) -> None:
+async def test_cors_allows_any_origin_by_default(broker: Broker) -> None:
     async with serving(broker.url) as (_, client):
         before = await client.options("/v1/chat/completions", headers=asking("http://a.example"))
         assert (before.status_code, before.headers["access-control-allow-origin"]) == (200, "*")
@@ -165,7 +165,7 @@ async def test_pages_of_any_origin_may_call(broker: Broker) -> None:
         assert (refused.status_code, refused.headers["access-control-allow-origin"]) == (415, "*")
 
 
-async def test_origins_can_be_named(broker: Broker) -> None:
+async def test_cors_allows_only_configured_origins(broker: Broker) -> None:
     async with serving(broker.url, cors_allow_origin=("http://a.example", "http://b.example")) as (_, client):
         for origin, allowed in (
             ("http://a.example", True),
@@ -177,7 +177,7 @@ async def test_origins_can_be_named(broker: Broker) -> None:
             assert (await client.options("/generate", headers=asking(origin))).is_success is allowed
 
 
-async def test_the_description_needs_no_other_host(broker: Broker) -> None:
+async def test_docs_load_nothing_from_other_hosts(broker: Broker) -> None:
     async with serving(broker.url) as (_, client):
         page = (await client.get("/docs")).text
         assert "https://" not in page and "//cdn" not in page

@@ -78,7 +78,7 @@ async def result(job: Job) -> Any:
     return await job.result(timeout=90, poll_delay=0.05)
 
 
-async def test_an_arq_client_gets_its_answers(client: ArqRedis, worker: FakeWorker, broker: Broker) -> None:
+async def test_arq_clients_get_their_answers(client: ArqRedis, worker: FakeWorker, broker: Broker) -> None:
     async with job_worker(broker.url):
         one = await enqueue(client, "generate", "Count.", {"details": True}, _job_id="g")
         other = await enqueue(client, "chat", CHAT["messages"], max_tokens=50)
@@ -102,7 +102,7 @@ async def test_an_arq_client_gets_its_answers(client: ArqRedis, worker: FakeWork
         (("train", "a"), {}, "'train' not found"),
     ],
 )
-async def test_what_cannot_be_served_is_an_error(
+async def test_an_invalid_arq_job_fails_with_the_http_error(
     client: ArqRedis, worker: FakeWorker, broker: Broker, args: Any, kwargs: Any, words: str
 ) -> None:
     async with job_worker(broker.url):
@@ -117,7 +117,9 @@ class Trap:
         return (pytest.fail, ("a job was unpickled",))
 
 
-async def test_a_pickled_job_is_refused_unread(client: ArqRedis, worker: FakeWorker, broker: Broker) -> None:
+async def test_a_pickled_job_is_dropped_without_unpickling(
+    client: ArqRedis, worker: FakeWorker, broker: Broker
+) -> None:
     pickling = await create_pool(RedisSettings.from_dsn(broker.url), default_queue_name=QUEUE)
     async with job_worker(broker.url):
         pickled = await enqueue(pickling, "generate", Trap())
@@ -144,7 +146,9 @@ GARBAGE: list[Any] = [
 ]
 
 
-async def test_garbage_kills_no_job_worker(client: ArqRedis, worker: FakeWorker, broker: Broker) -> None:
+async def test_malformed_arq_keys_do_not_kill_a_job_worker(
+    client: ArqRedis, worker: FakeWorker, broker: Broker
+) -> None:
     now_ms = round(time.time() * 1000)
     async with job_worker(broker.url, payload_limit=2000, max_jobs=2) as one:
         for i, data in enumerate(GARBAGE):
@@ -165,7 +169,7 @@ async def test_garbage_kills_no_job_worker(client: ArqRedis, worker: FakeWorker,
         await wait_until(empty)
 
 
-async def test_a_queue_that_is_none_is_waited_for(
+async def test_a_queue_key_of_another_type_is_waited_for(
     client: ArqRedis, worker: FakeWorker, broker: Broker
 ) -> None:
     await client.set(QUEUE, "mine")
@@ -175,7 +179,7 @@ async def test_a_queue_that_is_none_is_waited_for(
         assert (await result(await enqueue(client, "generate", "Count.")))["generated_text"] == TEXT
 
 
-async def test_an_aborted_job_is_called_off(client: ArqRedis, broker: Broker) -> None:
+async def test_an_aborted_job_is_cancelled(client: ArqRedis, broker: Broker) -> None:
     async with (
         working(
             broker.url, model_tokenizer().backend, lambda _: Answer(IDS * 500, ends=False), step_s=0.01
@@ -191,7 +195,7 @@ async def test_an_aborted_job_is_called_off(client: ArqRedis, broker: Broker) ->
         assert "cancelled" in json.loads(await wait_until(lambda: client.get(KEYS.result("a"))))["error"]
 
 
-async def test_a_job_outlives_its_workers(client: ArqRedis, worker: FakeWorker, broker: Broker) -> None:
+async def test_a_job_survives_its_job_workers(client: ArqRedis, worker: FakeWorker, broker: Broker) -> None:
     """The first is killed, the second told to stop; the third waits for what was begun: nothing is generated
     twice.
     """
@@ -221,7 +225,7 @@ async def kill(one: JobWorker, life: asyncio.Task[None]) -> None:
     await asyncio.wait([life, *one.tasks.values()])
 
 
-async def test_limits_are_ours(broker: Broker, redis: Redis) -> None:
+async def test_arq_limits_follow_the_settings(broker: Broker, redis: Redis) -> None:
     one = JobWorker(redis, Settings(redis_url=broker.url, request_timeout_s=700, max_jobs=33))
     assert one.job_timeout_s == 710
     assert one.max_jobs == 33
@@ -230,7 +234,7 @@ async def test_limits_are_ours(broker: Broker, redis: Redis) -> None:
     assert one.queue_name == QUEUE
 
 
-async def test_many_jobs_wait_at_once(client: ArqRedis, worker: FakeWorker, broker: Broker) -> None:
+async def test_many_jobs_wait_concurrently(client: ArqRedis, worker: FakeWorker, broker: Broker) -> None:
     """More than arq's ten."""
     await worker.pause()
     async with job_worker(broker.url) as one:
@@ -240,7 +244,7 @@ async def test_many_jobs_wait_at_once(client: ArqRedis, worker: FakeWorker, brok
         assert {(await result(job))["generated_text"] for job in jobs} == {TEXT}
 
 
-async def test_a_strangers_answer_is_not_taken_for_ours(
+async def test_the_answer_to_another_job_with_the_same_id_is_ignored(
     client: ArqRedis, redis: Redis, worker: FakeWorker, broker: Broker
 ) -> None:
     await redis.xadd(KEYS.submit, {"job": json.dumps({"id": "a", "inputs": "Count to three."})})

@@ -33,7 +33,7 @@ def told(response: httpx.Response) -> tuple[int, str]:
     return response.status_code, answer["error_type"]
 
 
-async def test_bodies_that_are_not_read(broker: Broker) -> None:
+async def test_unreadable_bodies_are_refused(broker: Broker) -> None:
     async def endless() -> AsyncIterator[bytes]:
         for _ in range(10_000):
             yield b" " * 1000
@@ -77,7 +77,7 @@ def told_by_openai(response: httpx.Response) -> tuple[int, str, str | None]:
     return response.status_code, answer["error"]["type"], answer["error"]["code"]
 
 
-async def test_routes_that_there_are_not(broker: Broker) -> None:
+async def test_unknown_routes_and_methods(broker: Broker) -> None:
     async with serving(broker.url) as (_, client):
         assert told(await client.get("/nothing")) == (404, "not_found")
         assert told(await client.get("/v11")) == (404, "not_found")
@@ -95,7 +95,7 @@ async def test_routes_that_there_are_not(broker: Broker) -> None:
 @pytest.mark.parametrize(
     "garbage", [b"garbage\r\n\r\n", b"POST /generate HTTP/1.1\r\nhost: a\r\ncontent-length: x\r\n\r\n"]
 )
-async def test_what_is_no_http(broker: Broker, garbage: bytes) -> None:
+async def test_requests_that_are_not_http_get_400(broker: Broker, garbage: bytes) -> None:
     async with serving(broker.url) as (_, client):
         reader, writer = await asyncio.open_connection(client.base_url.host, client.base_url.port)
         writer.write(garbage)
@@ -106,7 +106,7 @@ async def test_what_is_no_http(broker: Broker, garbage: bytes) -> None:
 
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
-async def test_bodies_that_are_not_read_on_openai_s_routes(broker: Broker, path: str) -> None:
+async def test_unreadable_bodies_are_refused_on_openai_s_routes(broker: Broker, path: str) -> None:
     async with (
         working(broker.url, TOKENIZER, lambda _: Answer([1])),
         serving(broker.url, payload_limit=100) as (gateway, client),
@@ -142,7 +142,7 @@ REFUSALS = [
 
 
 @pytest.mark.parametrize(("refusal", "status", "kind", "code"), REFUSALS)
-def test_a_refusal_in_both_families(refusal: ApiError, status: int, kind: str, code: str | None) -> None:
+def test_an_error_in_both_api_families(refusal: ApiError, status: int, kind: str, code: str | None) -> None:
     answer = {"error": {"message": refusal.text, "type": kind, "param": refusal.param, "code": code}}
     for path in ("/v1/chat/completions", "/v1/models"):
         response = error_response(refusal, path)
@@ -159,7 +159,7 @@ def test_a_refusal_in_both_families(refusal: ApiError, status: int, kind: str, c
         )
 
 
-def test_what_failed_while_it_was_generated_is_not_asked_again_by_openai_s_client() -> None:
+def test_a_failed_generation_tells_openai_s_client_not_to_retry() -> None:
     assert (
         error_response(failed(Terminal("r", "error", 0)), "/v1/completions").headers["x-should-retry"]
         == "false"
@@ -167,7 +167,7 @@ def test_what_failed_while_it_was_generated_is_not_asked_again_by_openai_s_clien
 
 
 @pytest.mark.parametrize("path", ["/generate", "/v1/chat/completions"])
-async def test_a_crash_is_an_error_of_the_family(
+async def test_a_crash_is_500_in_each_api_family(
     broker: Broker, path: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with serving(broker.url) as (gateway, client):
@@ -198,7 +198,7 @@ async def test_models_and_health(broker: Broker) -> None:
 
 @pytest.mark.parametrize("limits", [{"max_concurrent_requests": 1}, {"max_queued_bytes": 250}])
 @pytest.mark.parametrize("path", ["/generate", "/generate_stream"])
-async def test_a_full_queue_is_said_before_the_stream(
+async def test_a_full_queue_is_429_before_any_frame(
     broker: Broker, limits: dict[str, Any], path: str
 ) -> None:
     async with (
@@ -218,7 +218,7 @@ async def test_a_full_queue_is_said_before_the_stream(
         assert (await client.post(path, json=BODY)).status_code == 200
 
 
-async def test_before_a_worker_is_ready(broker: Broker) -> None:
+async def test_503_before_a_worker_is_ready(broker: Broker) -> None:
     async with (
         serving(broker.url) as (gateway, client),
         working(broker.url, TOKENIZER, lambda _: Answer([11])) as worker,
@@ -230,7 +230,7 @@ async def test_before_a_worker_is_ready(broker: Broker) -> None:
         assert told(response) == (503, "unavailable") and "no worker is ready yet" in response.text
 
 
-async def test_nobody_is_refused_because_the_last_look_was_too_early(broker: Broker) -> None:
+async def test_workers_are_read_again_before_a_503(broker: Broker) -> None:
     """Another gateway may have seen the worker first, and the client have been told that all is ready."""
     async with serving(broker.url, heartbeat_s=3600) as (_, client):
         assert (await client.post("/generate", json=BODY)).status_code == 503
@@ -239,7 +239,7 @@ async def test_nobody_is_refused_because_the_last_look_was_too_early(broker: Bro
             await wait_until(lambda: answers(client))
 
 
-async def test_after_the_last_worker_died(broker: Broker) -> None:
+async def test_503_after_the_last_worker_died(broker: Broker) -> None:
     """For worker_grace_s requests wait for the next one; then they are refused, and the limits of the dead
     are still known.
     """
@@ -266,7 +266,7 @@ def own_broker() -> Iterator[Broker]:
         yield broker
 
 
-async def test_the_cause_of_a_broker_that_refuses(own_broker: Broker) -> None:
+async def test_503_names_the_broker_s_error(own_broker: Broker) -> None:
     """And nobody dies of it: as soon as it has passed, requests are served."""
     admin = redis.Redis.from_url(own_broker.url)
     password = redis.Redis.from_url(own_broker.url, password="secret")
@@ -310,7 +310,7 @@ def kill_all(admin: redis.Redis) -> None:
             admin.client_kill_filter(_id=client["id"], skipme=True)
 
 
-async def test_a_broker_that_does_not_answer_or_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_503_while_the_broker_is_silent_or_gone(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (admission, errors):
         monkeypatch.setattr(module, "CONNECT_TIMEOUT_S", 0.2)
     with brokers.running() as broker:

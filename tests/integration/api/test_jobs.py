@@ -97,7 +97,7 @@ async def worker(broker: Broker) -> AsyncIterator[FakeWorker]:
         yield one
 
 
-async def test_a_job_is_answered_as_http_would(service: Service, worker: FakeWorker, broker: Broker) -> None:
+async def test_a_job_gets_the_answer_of_http(service: Service, worker: FakeWorker, broker: Broker) -> None:
     heard = await service.listen("ext:me")
     async with gateway(broker.url):
         job_id = await service.submit(
@@ -118,7 +118,7 @@ async def test_a_job_is_answered_as_http_would(service: Service, worker: FakeWor
     assert all(3500 < ttl <= 3600 for ttl in hour)
 
 
-async def test_who_asks_while_the_last_answer_is_given_is_not_forgotten(
+async def test_an_entry_that_comes_while_the_run_detaches_is_answered(
     service: Service, worker: FakeWorker, broker: Broker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The job is read as a live one, and by then its run has told the last frame and does nothing but tidy
@@ -146,7 +146,9 @@ async def test_who_asks_while_the_last_answer_is_given_is_not_forgotten(
         await service.settled()
 
 
-async def test_a_chat_is_answered_as_http_would(service: Service, worker: FakeWorker, broker: Broker) -> None:
+async def test_a_chat_job_gets_the_answer_of_http(
+    service: Service, worker: FakeWorker, broker: Broker
+) -> None:
     heard = await service.listen("ext:me")
     async with gateway(broker.url):
         await service.submit(
@@ -172,7 +174,7 @@ async def test_a_chat_is_answered_as_http_would(service: Service, worker: FakeWo
     assert await service.stream("c") == heard
 
 
-async def test_a_job_is_told_of_its_prompt_in_the_answer_alone(
+async def test_a_job_has_prompt_logprobs_in_its_answer_only(
     service: Service, worker: FakeWorker, broker: Broker
 ) -> None:
     asked = {"inputs": "Count to ten.", "parameters": {"decoder_input_details": True}}
@@ -186,7 +188,7 @@ async def test_a_job_is_told_of_its_prompt_in_the_answer_alone(
     assert (refused["error_type"], "`decoder_input_details`" in refused["error"]) == ("validation", True)
 
 
-async def test_an_error_is_an_answer(service: Service, broker: Broker) -> None:
+async def test_an_invalid_job_is_answered_with_its_error(service: Service, broker: Broker) -> None:
     heard = await service.listen("ext:me")
     async with (
         working(broker.url, TOKENIZER, lambda _: Answer(IDS[:3], error="the engine broke")),
@@ -232,7 +234,7 @@ GARBAGE: list[tuple[str, dict[Any, Any], str]] = [  # name, fields, what the err
 ]
 
 
-async def test_garbage_is_answered_and_kills_nobody(
+async def test_malformed_entries_are_answered_with_errors(
     service: Service, worker: FakeWorker, broker: Broker
 ) -> None:
     async with gateway(broker.url, payload_limit=2000):
@@ -248,7 +250,7 @@ async def test_garbage_is_answered_and_kills_nobody(
         await service.settled()
 
 
-async def test_a_stranger_at_our_keys_does_no_harm(
+async def test_overwritten_keys_harm_no_other_job(
     service: Service, worker: FakeWorker, broker: Broker
 ) -> None:
     await service.redis.set(KEYS.submit, "mine")
@@ -268,7 +270,7 @@ async def test_a_stranger_at_our_keys_does_no_harm(
         await wait_until(lambda: not one.job_consumer.held and not one.pool.relay.streams)
 
 
-async def test_the_same_job_attaches_and_another_conflicts(
+async def test_the_same_job_joins_and_another_with_its_id_conflicts(
     service: Service, worker: FakeWorker, broker: Broker
 ) -> None:
     first, second, third = [await service.listen(f"ext:{i}") for i in range(3)]
@@ -300,7 +302,9 @@ async def test_the_same_job_attaches_and_another_conflicts(
         assert len(worker.seen) == 1
 
 
-async def test_a_job_waits_for_room(service: Service, worker: FakeWorker, broker: Broker) -> None:
+async def test_a_job_waits_for_room_in_the_queue(
+    service: Service, worker: FakeWorker, broker: Broker
+) -> None:
     async with gateway(broker.url, max_concurrent_requests=2):
         for i in range(8):
             await service.submit(id=f"j{i}", inputs="Count.", parameters={"best_of": 1})
@@ -316,7 +320,7 @@ async def test_a_job_waits_for_a_worker(service: Service, broker: Broker) -> Non
             assert await service.result("a") == {"generated_text": TEXT}
 
 
-async def test_jobs_beyond_the_limit_are_refused(
+async def test_jobs_beyond_submit_limit_are_rejected(
     service: Service, worker: FakeWorker, broker: Broker
 ) -> None:
     await worker.pause()
@@ -331,7 +335,7 @@ async def test_jobs_beyond_the_limit_are_refused(
     assert len(worker.seen) == 3
 
 
-async def test_a_job_is_called_off(service: Service, broker: Broker) -> None:
+async def test_a_job_is_cancelled_before_or_while_it_runs(service: Service, broker: Broker) -> None:
     heard = await service.listen("ext:me")
     async with (
         working(broker.url, TOKENIZER, lambda _: Answer(IDS * 500, ends=False), step_s=0.01) as worker,
@@ -353,7 +357,7 @@ async def test_a_job_is_called_off(service: Service, broker: Broker) -> None:
         assert len(worker.seen) <= 2
 
 
-async def test_a_successor_goes_on_where_the_dead_gateway_stopped(
+async def test_another_gateway_continues_the_jobs_of_a_dead_one(
     service: Service, worker: FakeWorker, broker: Broker
 ) -> None:
     """Each frame once, on the channel and in the stream, with the text of one generation."""
@@ -394,7 +398,7 @@ async def test_a_successor_goes_on_where_the_dead_gateway_stopped(
     await dead.pool.redis.aclose()
 
 
-async def test_cut_connections_lose_and_repeat_nothing(
+async def test_cut_connections_lose_and_repeat_no_frame(
     service: Service, worker: FakeWorker, broker: Broker
 ) -> None:
     """Jobs whose reading, admission, frames or answers fall into a gap."""
@@ -418,7 +422,9 @@ async def test_cut_connections_lose_and_repeat_nothing(
     assert len(worker.seen) == 12
 
 
-async def test_two_that_hold_a_job_say_it_once(service: Service, worker: FakeWorker, broker: Broker) -> None:
+async def test_two_gateways_with_one_job_send_each_frame_once(
+    service: Service, worker: FakeWorker, broker: Broker
+) -> None:
     """A gateway that shows no signs of life any more, and works all the same."""
     heard = await service.listen("ext:me")
     worker.step_s = 0.05

@@ -54,7 +54,7 @@ class Figures:
         await wait_until(reached)
 
 
-async def test_requests_their_times_and_lengths(broker: Broker) -> None:
+async def test_counts_durations_and_lengths_of_requests(broker: Broker) -> None:
     async with (
         working(broker.url, TOKENIZER, scripted, step_s=0.02),
         serving(broker.url) as (gateway, client),
@@ -82,7 +82,7 @@ async def test_requests_their_times_and_lengths(broker: Broker) -> None:
         assert await figures.added(f'tokenfleet_requests_total{{{ours},reason="length"}}') == 1
 
 
-async def test_failures_by_cause(broker: Broker) -> None:
+async def test_failures_are_counted_by_cause(broker: Broker) -> None:
     async with (
         working(broker.url, TOKENIZER, scripted) as worker,
         serving(broker.url, max_concurrent_requests=1) as (gateway, client),
@@ -120,7 +120,7 @@ async def overload(client: httpx.AsyncClient, worker: FakeWorker) -> None:
         await first.aread()
 
 
-async def test_what_is_there(broker: Broker) -> None:
+async def test_gauges_of_queue_and_workers(broker: Broker) -> None:
     async with working(broker.url, TOKENIZER, scripted) as worker, serving(broker.url) as (gateway, client):
         await ready(gateway)
         await worker.pause()
@@ -136,7 +136,7 @@ async def test_what_is_there(broker: Broker) -> None:
         assert (await Figures(client).read())['tokenfleet_workers{pool="default",state="draining"}'] == 1
 
 
-async def test_a_broker_that_is_gone_is_told_and_nothing_else() -> None:
+async def test_without_a_broker_only_broker_up_is_reported() -> None:
     with brokers.running() as own:
         async with serving(own.url) as (_, client):
             assert (await Figures(client).read())['tokenfleet_broker_up{pool="default"}'] == 1
@@ -150,9 +150,7 @@ def shut(own: Broker) -> None:
         client.shutdown(nosave=True)
 
 
-async def test_lines_of_a_gateway_have_the_request_s_id(
-    broker: Broker, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_log_lines_have_the_request_id(broker: Broker, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO", "api.inference.metrics")
     async with working(broker.url, TOKENIZER, scripted), serving(broker.url) as (gateway, client):
         await ready(gateway)

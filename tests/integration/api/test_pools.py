@@ -1,5 +1,5 @@
-"""Pools that clients name by `model`: they are opened when first named, serve requests but no jobs, and are closed
-when nobody names them any more.
+"""Pools that clients name by `model`: they are opened when first named, serve requests but no jobs, and
+are closed when nobody names them any more.
 """
 
 import asyncio

@@ -61,7 +61,7 @@ def pair(broker: Broker) -> Iterator[Pair]:
         process.communicate()
 
 
-async def test_gateways_share_a_port_and_finish_what_they_began(broker: Broker, pair: Pair) -> None:
+async def test_gateways_share_a_port_and_drain_at_sigterm(broker: Broker, pair: Pair) -> None:
     ids = TOKENIZER.encode(" one two three four five six seven eight").ids
 
     async def talk() -> bytes:
@@ -92,7 +92,7 @@ async def healthy(url: str) -> bool:
         return False
 
 
-def test_a_taken_port_is_one_line_and_no_restart(broker: Broker) -> None:
+def test_a_taken_port_is_one_error_line_and_ex_config(broker: Broker) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
@@ -102,7 +102,7 @@ def test_a_taken_port_is_one_line_and_no_restart(broker: Broker) -> None:
     assert "PORT: cannot listen on 127.0.0.1:" in error and len(error.splitlines()) == 1
 
 
-def test_gateways_listen_where_they_are_told_or_say_why_not() -> None:
+def test_gateways_listen_on_listen_host_or_name_the_error() -> None:
     for host in ("0.0.0.0", "127.0.0.1", "::1"):
         with shared_listener(host, 0) as one:
             assert one.getsockname()[0] == host
@@ -110,13 +110,15 @@ def test_gateways_listen_where_they_are_told_or_say_why_not() -> None:
         shared_listener("192.0.2.1", 0)
 
 
-def test_the_share_of_lost_messages() -> None:
+def test_lossy_drops_its_share_of_messages() -> None:
     lose = lossy("0.25:3")
     assert lose is not None and lossy("") is None
     assert 200 < sum(lose() for _ in range(1000)) < 300
 
 
-async def test_a_silent_stream_is_kept_alive(broker: Broker, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_silent_stream_gets_keep_alive_comments(
+    broker: Broker, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert KEEP_ALIVE_S == 15
     init = TokenStream.__init__
 

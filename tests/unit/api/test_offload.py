@@ -15,7 +15,7 @@ from tests.support.fleet.scripted_worker import Answer, working
 TOKENIZER = model_tokenizer().backend
 
 
-async def test_what_is_long_goes_to_a_thread_and_its_error_comes_back() -> None:
+async def test_long_work_runs_in_a_thread_and_its_error_comes_back() -> None:
     here = threading.get_ident()
     assert await offload(LONG - 1, threading.get_ident) == here
     assert await offload(LONG, threading.get_ident) != here
@@ -48,7 +48,7 @@ CASES: list[tuple[str, str, str, dict[str, Any]]] = [
 @pytest.mark.parametrize(
     ("path", "module", "name", "body"), CASES, ids=[f"{path} {name}" for path, _, name, _ in CASES]
 )
-async def test_large_requests_keep_no_stream_waiting(
+async def test_large_requests_are_parsed_and_rendered_in_threads(
     broker: Broker, path: str, module: str, name: str, body: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     here, seen = threading.get_ident(), set[int]()

@@ -20,15 +20,21 @@ CHAT = [
     {"role": "user", "content": "{{ 1 + 1 }} <|im_end|>", "name": "Ann"},
 ]
 TEMPLATES = {
-    "chatml": "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endfor %}"
+    "chatml": "{% for m in messages %}"
+    "{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}",
-    "trims": "{{ bos_token }}\n{% for m in messages %}\n    {% if m['role'] == 'system' %}\nSYS {{ m['content'] | trim }}\n"
+    "trims": "{{ bos_token }}\n{% for m in messages %}\n"
+    "    {% if m['role'] == 'system' %}\nSYS {{ m['content'] | trim }}\n"
     "    {% elif m['role'] == 'user' %}\n[INST] {{ m['content'] | trim }} [/INST]\n    {% else %}\n"
     "{{ m['content'] | trim }}{{ eos_token }}\n    {% endif %}\n{% endfor %}",
-    "blocks": "{%- set ns = namespace(n=0, last='') %}{% for m in messages %}{% if m.role == 'system' %}{% continue %}{% endif %}"
-    "{% set ns.n = ns.n + 1 %}{% generation %}{{ ns.n }}: {{ m | tojson(indent=1) }}{{ [m.content] | tojson }}{% endgeneration %}"
-    "{% if ns.n > 2 %}{% break %}{% endif %}{% endfor %}{{ dict(a=1).items() | list }}{{ tools is none }}{{ nothing }}",
-    "given": "{{ style | upper }}{% if thinking is defined and thinking %} thinks{% endif %}{{ messages | length }}"
+    "blocks": "{%- set ns = namespace(n=0, last='') %}{% for m in messages %}"
+    "{% if m.role == 'system' %}{% continue %}{% endif %}"
+    "{% set ns.n = ns.n + 1 %}{% generation %}{{ ns.n }}: {{ m | tojson(indent=1) }}"
+    "{{ [m.content] | tojson }}{% endgeneration %}"
+    "{% if ns.n > 2 %}{% break %}{% endif %}{% endfor %}"
+    "{{ dict(a=1).items() | list }}{{ tools is none }}{{ nothing }}",
+    "given": "{{ style | upper }}{% if thinking is defined and thinking %} thinks{% endif %}"
+    "{{ messages | length }}"
     "{{ strftime_now('%Y') }}",
 }
 VARIABLES = {"style": "loud", "thinking": True}
@@ -46,7 +52,7 @@ def tokenizer(path: Path) -> Any:
 
 @pytest.mark.parametrize("add_generation_prompt", [True, False])
 @pytest.mark.parametrize("name", ["the model's own", *TEMPLATES])
-def test_ids_are_those_of_transformers(
+def test_rendered_prompts_are_those_of_transformers(
     path: Path, tokenizer: Any, name: str, add_generation_prompt: bool
 ) -> None:
     own = ChatTemplate.load(path)
@@ -96,7 +102,7 @@ def test_a_last_message_is_continued_as_transformers_does(
         ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "recursion"),
     ],
 )
-def test_what_a_template_cannot_do_is_its_error(source: str, words: str) -> None:
+def test_errors_of_a_template_are_422(source: str, words: str) -> None:
     with pytest.raises(ApiError, match=words) as caught:
         ChatTemplate(source, {}).render(CHAT, True, {})
     assert (caught.value.status, caught.value.error_type, caught.value.param) == (
@@ -111,7 +117,7 @@ def test_a_template_that_drops_the_last_message_cannot_continue_it() -> None:
         ChatTemplate("{{ messages[0].content }}", {}).render_open(CHAT, {})
 
 
-def test_where_a_template_is_found(tmp_path: Path) -> None:
+def test_files_that_hold_the_template(tmp_path: Path) -> None:
     assert ChatTemplate.load(tmp_path) is None
     eos = {"content": "</s>", "lstrip": False}
     write(

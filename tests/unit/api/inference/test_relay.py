@@ -101,7 +101,7 @@ async def test_a_stream_takes_each_token_once(
         ({}, [IDS[0]] * 100, 99),
     ],
 )
-async def test_only_a_token_that_may_be_the_last_waits(
+async def test_only_a_token_that_may_be_the_last_one_is_held_back(
     stopping: dict[str, Any], ids: list[int], ready: int
 ) -> None:
     one = new_stream(stopping=stopping)
@@ -157,7 +157,7 @@ SEQUENCES: list[
 @pytest.mark.parametrize(
     ("messages", "missed"), [case[1:] for case in SEQUENCES], ids=[case[0] for case in SEQUENCES]
 )
-async def test_what_was_missed_is_asked_for(messages: list[bytes], missed: bool) -> None:
+async def test_gaps_request_fills(messages: list[bytes], missed: bool) -> None:
     relay = Relay(connect("redis://127.0.0.1:1"), KEYS, "g0")
     relay.add(new_stream())
     for message in messages:
@@ -218,7 +218,7 @@ async def test_a_gap_is_filled_with_the_same_text(redis: Redis, relay: Relay) ->
 
 
 @pytest.mark.parametrize("garbage", [b"not JSON", b"5", b'{"ids": 5, "logprobs": ["a"]}', b"\xff"])
-async def test_a_result_that_somebody_wrote_ends_its_own_stream_only(
+async def test_an_overwritten_result_ends_its_own_stream_only(
     redis: Redis, relay: Relay, garbage: bytes
 ) -> None:
     spoilt, other = new_stream(), new_stream("other")
@@ -321,7 +321,7 @@ async def test_fills_do_not_pile_up(redis: Redis, relay: Relay, monkeypatch: pyt
     assert reads == [["0"], ["2"]]
 
 
-async def test_silence_is_looked_into(redis: Redis, relay: Relay, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_silent_stream_is_filled(redis: Redis, relay: Relay, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(relay_module, "SILENCE_S", 0.1)
     one = new_stream()
     relay.add(one)
@@ -347,7 +347,8 @@ async def test_a_cut_subscription_comes_back(
 # --- whole streams ------------------------------------------------------------------------------------------
 
 TEXTS = [
-    "The lighthouse keeper counted the ships every evening, one by one, and wrote their names in a blue book.",
+    "The lighthouse keeper counted the ships every evening, one by one, "
+    "and wrote their names in a blue book.",
     "🙂🚀🎉 emoji party: 👩‍👩‍👧‍👦 🏳️‍🌈 and नमस्ते, आप कैसे हैं? 日本の首都は東京です。",
     "def main():\n\tpass\n\n\n   # e\u0301 \u200b end",
 ]
@@ -406,7 +407,7 @@ async def test_lost_messages_change_no_byte(broker: Broker, seed: int) -> None:
         await nothing_left(gateway, worker)
 
 
-async def test_all_messages_lost(broker: Broker, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_streams_finish_with_all_messages_lost(broker: Broker, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(relay_module, "SILENCE_S", 0.2)
     monkeypatch.setattr(relay_module, "AUDIT_S", 0.1)
     expected = await undisturbed(broker, 3)
@@ -436,7 +437,7 @@ async def test_cut_connections_change_no_byte(broker: Broker) -> None:
         await nothing_left(gateway, worker)
 
 
-async def test_clients_that_leave_are_cancelled(broker: Broker) -> None:
+async def test_requests_of_clients_that_leave_are_cancelled(broker: Broker) -> None:
     """In the middle of a stream, before its first token, while waiting for a whole answer, and before
     anything was said.
     """

@@ -32,7 +32,7 @@ async def kept(redis: Redis) -> list[tuple[bytes, bytes]]:
     return [(entry_id, fields[b"frame"]) for entry_id, fields in await redis.xrange(STREAM)]
 
 
-async def test_enlist_knows_a_job_again(redis: Redis) -> None:
+async def test_register_job_recognises_a_job(redis: Redis) -> None:
     assert [await enlist(redis), await enlist(redis), await enlist(redis, "other")] == [
         "live",
         "live",
@@ -54,7 +54,7 @@ async def test_enlist_knows_a_job_again(redis: Redis) -> None:
     assert await reply(redis, (0, 0, "a"), answer="b") == -1
 
 
-async def test_reply_says_each_frame_once_and_in_order(redis: Redis) -> None:
+async def test_reply_sends_each_frame_once_and_in_order(redis: Redis) -> None:
     assert await reply(redis, (0, 0, "a"), (1, 0, "A"), (0, 1, "b")) == 3
     assert await reply(redis, (0, 0, "a"), (0, 1, "b"), (0, 2, "c"), (1, 0, "A")) == 1
     assert await reply(redis, (0, 4, "too early")) == 0
@@ -74,13 +74,13 @@ async def test_reply_answers_once(redis: Redis) -> None:
     assert await redis.pttl(JOB) <= 1000
 
 
-async def test_reply_lives_with_a_stream_that_is_none(redis: Redis) -> None:
+async def test_reply_survives_a_stream_key_of_another_type(redis: Redis) -> None:
     await redis.set(STREAM, "mine")
     assert await reply(redis, (0, 0, "a"), answer="whole") == 1
     assert await redis.get(RESULT) == b"whole"
 
 
-async def test_the_stream_is_bounded(redis: Redis) -> None:
+async def test_the_reply_stream_is_trimmed(redis: Redis) -> None:
     await reply(redis, *((0, i, str(i)) for i in range(9)), most=3)
     assert [frame for _, frame in await kept(redis)] == [b"6", b"7", b"8"]
 
@@ -89,7 +89,7 @@ async def test_the_stream_is_bounded(redis: Redis) -> None:
     ("known", "answer", "ttl_ms"),
     [({}, 0, 500), ({"digest": "d"}, 0, -1), ({"digest": "d", "choices": 2}, 2, -1), ({"last": "x"}, -1, -1)],
 )
-async def test_call_off(redis: Redis, known: dict[str, Any], answer: int, ttl_ms: int) -> None:
+async def test_cancel_job(redis: Redis, known: dict[str, Any], answer: int, ttl_ms: int) -> None:
     if known:
         await redis.hset(JOB, mapping=known)  # type: ignore[misc]
     assert await script(redis, "cancel_job")(keys=[JOB], args=[500]) == answer
@@ -97,7 +97,7 @@ async def test_call_off(redis: Redis, known: dict[str, Any], answer: int, ttl_ms
     assert await redis.pttl(JOB) == ttl_ms if ttl_ms < 0 else 0 < await redis.pttl(JOB) <= ttl_ms
 
 
-async def test_take_over_takes_from_the_dead_alone(redis: Redis) -> None:
+async def test_claim_jobs_claims_from_dead_gateways_only(redis: Redis) -> None:
     async def take_over() -> list[bytes]:
         args = ["gateways", "g0", "g1", 2]
         taken: list[bytes] = await script(redis, "claim_jobs")(
