@@ -1,7 +1,7 @@
-"""The kill button of a demonstration: SIGKILL to a process of our own fleet, and to nothing else.
+"""The kill button of a demonstration: sends SIGKILL to a process of this fleet, and to no other process.
 
-Nobody but the person at this machine may press it: DEMO is on, the page was loaded from a loopback address,
-and the process that the roll names is, like this gateway, a child of the launcher.
+Only the person at this machine may use it: DEMO must be on, the page must have been loaded from a loopback
+address, and the process must be, like this gateway, a child of the launcher.
 """
 
 import asyncio
@@ -24,7 +24,7 @@ COMMAND_LINES = {
     "jobworker": "tokenfleet jobs",
     "broker": "valkey-server",
 }
-"""What the command line of a process of each kind holds."""
+"""What the command line of a process contains, by its kind."""
 
 
 def forbidden(cause: str) -> ApiError:
@@ -32,12 +32,10 @@ def forbidden(cause: str) -> ApiError:
 
 
 def check_same_origin(request: Request) -> None:
-    """Raises ApiError (403) unless a page of ours asks, or somebody without a page: a foreign page may send
-    this request, too.
-    """
+    """Raises ApiError (403) for pages of other origins, which can send this request, too."""
     host = request.headers.get("host", "")
     if not is_loopback(urlsplit(f"//{host}").hostname or ""):
-        raise forbidden(f"the host {host!r} is no loopback address")
+        raise forbidden(f"the host {host!r} is not a loopback address")
     origin = request.headers.get("origin")
     if origin is not None and origin != f"{request.url.scheme}://{host}":
         raise forbidden(f"the page's origin {origin!r} is not ours")
@@ -50,24 +48,24 @@ def is_loopback(host: str) -> bool:
 
 
 async def check_own_process(process: dict[str, Any]) -> None:
-    """Raises ApiError (403) unless the roll's process is a child of our own launcher, on this machine."""
+    """Raises ApiError (403) unless the process is a child of our own launcher, on this machine."""
     if process["kind"] != "broker" and process["host"] != socket.gethostname():
         raise forbidden(f"it runs on {process['host'] or 'another machine'}")
     parent, user, title = await inspect_process(process["pid"])
     if parent != os.getppid() or user != os.getuid() or COMMAND_LINES[process["kind"]] not in title:
-        raise forbidden(f"process {process['pid']} is not of this fleet")
+        raise forbidden(f"process {process['pid']} is not one of this fleet")
 
 
 async def inspect_process(pid: int) -> tuple[int, int, str]:
-    """Parent, user and command line of a process. Raises ApiError (404) where there is none."""
+    """Parent, user and command line of a process. Raises ApiError (404) if there is no such process."""
     command = ("ps", "-o", "ppid=,uid=,command=", "-p", str(pid))
     ps = await asyncio.create_subprocess_exec(
         *command, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.DEVNULL
     )
-    said, _ = await ps.communicate()
-    if not said.strip():
+    stdout, _ = await ps.communicate()
+    if not stdout.strip():
         raise ApiError(404, "not_found", f"There is no process {pid}")
-    parent, user, title = said.decode(errors="replace").split(maxsplit=2)
+    parent, user, title = stdout.decode(errors="replace").split(maxsplit=2)
     return int(parent), int(user), title
 
 

@@ -1,6 +1,4 @@
-"""The roll of a pool: every process that shows signs of life, with its figures. All of it is read from Redis:
-any gateway says the same.
-"""
+"""The processes of a pool, by their heartbeats in Redis. Every gateway returns the same list."""
 
 import logging
 from dataclasses import dataclass, field
@@ -16,17 +14,17 @@ log = logging.getLogger(__name__)
 
 WORKER_FIGURES = ("rows", "max_rows", "blocks", "tokens", "step")
 BROKER = "broker"
-"""Kind of the broker, and its id: a pool has one."""
+"""The kind of the broker, and its id, because a pool has one broker."""
 
 
 @dataclass(frozen=True, slots=True)
 class ProcessList:
-    """Who is there.
+    """The live processes of a pool.
 
     Attributes:
         time_s: the broker's clock.
-        num_live: requests, waiting and running.
-        processes: as `GET /fleet` tells them, by kind and id.
+        num_live: number of requests, waiting and running.
+        processes: objects of `GET /fleet`, sorted by kind and id.
     """
 
     time_s: float
@@ -41,7 +39,7 @@ class ProcessList:
 
     @property
     def requests(self) -> dict[str, int]:
-        """By the word of the batcher that is active; without one, all that is live waits."""
+        """Numbers of requests by state, from the active batcher. Without one, all requests wait."""
         active = next((one for one in self.of_kind("batcher") if one["active"]), None)
         counts = (
             {"waiting": active["waiting"], "running": active["rows"]}
@@ -52,7 +50,7 @@ class ProcessList:
 
 
 async def list_processes(redis: Redis, keys: Keys) -> ProcessList:
-    """The roll as it is now. Raises an error of the broker."""
+    """The processes that are live now. Raises the broker's errors."""
     async with redis.pipeline(transaction=False) as pipe:
         pipe.time()
         pipe.zrange(keys.workers, 0, -1, withscores=True)
@@ -69,21 +67,24 @@ async def list_processes(redis: Redis, keys: Keys) -> ProcessList:
         hashes = await pipe.execute()
     time_s = seconds + microseconds / 1e6
     processes = {BROKER: render_broker(about)}
-    for (kind, name, seen_ms), said in zip(seen, hashes, strict=True):
+    for (kind, name, seen_ms), heartbeat in zip(seen, hashes, strict=True):
         common = {"kind": kind, "id": name, "age_s": round(max(0.0, time_s - seen_ms / 1000), 3)}
-        if said and (own := render_process(kind, said, has_lease=name.encode() == holder)) is not None:
+        if (
+            heartbeat
+            and (own := render_process(kind, heartbeat, has_lease=name.encode() == holder)) is not None
+        ):
             processes[name] = common | own
     return ProcessList(time_s, num_live, sorted(processes.values(), key=lambda one: (one["kind"], one["id"])))
 
 
-def render_process(kind: str, said: dict[bytes, bytes], has_lease: bool) -> dict[str, Any] | None:
-    """A sign of life in words; None where it cannot be read."""
+def render_process(kind: str, heartbeat: dict[bytes, bytes], has_lease: bool) -> dict[str, Any] | None:
+    """The object of a process in `GET /fleet`; None if its heartbeat cannot be decoded."""
 
     def number(name: str) -> int:
-        return int(said.get(name.encode(), b"0"))
+        return int(heartbeat.get(name.encode(), b"0"))
 
     def text(name: str) -> str:
-        return said.get(name.encode(), b"").decode()
+        return heartbeat.get(name.encode(), b"").decode()
 
     about: dict[str, Any] = {"host": text("host"), "pid": number("pid"), "state": text("state") or "ready"}
     match kind:
@@ -106,9 +107,9 @@ def render_process(kind: str, said: dict[bytes, bytes], has_lease: bool) -> dict
             }
         case "worker":
             try:
-                capacity = decode(WorkerCapacity, said[b"capacity"])
+                capacity = decode(WorkerCapacity, heartbeat[b"capacity"])
             except (WireError, KeyError) as error:
-                log.error("a worker's sign of life cannot be read: %s", error)
+                log.error("a worker's heartbeat cannot be decoded: %s", error)
                 return None
             figures = {name: number(name) for name in WORKER_FIGURES}
             return (
@@ -126,7 +127,7 @@ def render_process(kind: str, said: dict[bytes, bytes], has_lease: bool) -> dict
 
 
 def render_broker(about: dict[str, Any]) -> dict[str, Any]:
-    """The broker's own word on itself (INFO)."""
+    """The object of the broker, from its INFO."""
     return {
         "kind": BROKER,
         "id": BROKER,

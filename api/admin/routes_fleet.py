@@ -17,7 +17,8 @@ from api.json import to_json
 from api.tgi.response_schemas import ERROR_RESPONSES, ErrorResponse
 
 KILL_ERRORS = error_responses(
-    ErrorResponse, {403: "Not for this asker, or not a process of this fleet", 404: "No such process"}
+    ErrorResponse,
+    {403: "The client may not, or the process is not one of this fleet", 404: "No such process"},
 )
 router = APIRouter(responses={status: ERROR_RESPONSES[status] for status in (401, 503)}, tags=[FLEET])
 VERSION = version("tokenfleet")
@@ -27,18 +28,18 @@ VERSION = version("tokenfleet")
 async def fleet(request: Request) -> Response:
     """Returns every process of the pool with its state, and how many requests wait and run."""
     pool = own_pool(request)
-    called = await read_process_list(pool)
+    listed = await read_process_list(pool)
     settings = pool.settings
-    answer = {
+    content = {
         "pool": settings.pool,
         "model": settings.model_name,
         "version": VERSION,
-        "time_s": called.time_s,
+        "time_s": listed.time_s,
         "demo": settings.demo,
-        "requests": called.requests | {"limit": settings.max_concurrent_requests},
-        "processes": called.processes,
+        "requests": listed.requests | {"limit": settings.max_concurrent_requests},
+        "processes": listed.processes,
     }
-    return Response(to_json(answer), 200, {"cache-control": "no-store"}, "application/json")
+    return Response(to_json(content), 200, {"cache-control": "no-store"}, "application/json")
 
 
 @router.post(
@@ -57,7 +58,7 @@ async def kill_process(request: Request, process_id: str) -> Response:
     if process is None:
         raise ApiError(404, "not_found", f"There is no process {process_id} in this fleet")
     await check_own_process(process)
-    # Afterwards, so that a gateway that kills itself has answered.
+    # In the background, so that a gateway that kills itself has responded before.
     return Response(
         to_json({"killed": process_id}),
         202,
@@ -67,6 +68,6 @@ async def kill_process(request: Request, process_id: str) -> Response:
 
 
 async def read_process_list(pool: Pool) -> processes.ProcessList:
-    """Raises ApiError (503)."""
+    """Raises ApiError (503) if the broker does not answer."""
     async with asking_broker():
         return await processes.list_processes(pool.redis, pool.keys)

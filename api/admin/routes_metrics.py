@@ -41,12 +41,12 @@ async def metrics(request: Request) -> Response:
     return Response(text, headers={"content-type": CONTENT_TYPE, "cache-control": "no-store"})
 
 
-def gauges_of(called: ProcessList, num_granted: int) -> Gauges:
-    """What there is, by the processes' own words; `num_granted` KV blocks are granted to rows."""
-    requests, workers = called.requests, called.of_kind("worker")
-    able = [one for one in workers if one["num_blocks"]]
-    num_blocks = sum(one["num_blocks"] for one in able)
-    max_tokens = sum(one["num_blocks"] * one["block_size"] for one in able)
+def gauges_of(listed: ProcessList, num_granted: int) -> Gauges:
+    """Gauges from the processes' heartbeats. `num_granted`: number of KV blocks granted to rows."""
+    requests, workers = listed.requests, listed.of_kind("worker")
+    loaded = [one for one in workers if one["num_blocks"]]
+    num_blocks = sum(one["num_blocks"] for one in loaded)
+    max_tokens = sum(one["num_blocks"] * one["block_size"] for one in loaded)
     usage = num_granted / num_blocks if num_blocks else 0.0
     return {
         catalogue.QUEUE_SIZE.name: {(): requests["waiting"]},
@@ -62,7 +62,7 @@ def gauges_of(called: ProcessList, num_granted: int) -> Gauges:
 
 
 def count_states(workers: list[dict[str, object]]) -> dict[Labels, float]:
-    """How many workers are in each state; known states are there with none, too."""
+    """The number of workers in each state; 0 for known states without workers."""
     known = dict.fromkeys(catalogue.WORKERS.labels["state"], 0)
     counts = Counter(str(one["state"]) for one in workers)
     return {(state,): float(count) for state, count in (known | counts).items()}

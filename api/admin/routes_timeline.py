@@ -20,7 +20,7 @@ router = APIRouter(responses={status: ERROR_RESPONSES[status] for status in (401
 )
 async def request_timeline(request: Request, request_id: str) -> Response:
     """Returns the events of a request and of each of its choices: queued, placed on a worker, first token,
-    resumed, ended. Timelines are kept for a day at most; then the answer is 404.
+    resumed, ended. Timelines are kept for a day at most; then the response is 404.
     """
     pool = own_pool(request)
     async with asking_broker():
@@ -29,7 +29,7 @@ async def request_timeline(request: Request, request_id: str) -> Response:
         raise ApiError(
             404,
             "not_found",
-            f"Nothing is known of a request {request_id}: it never came, or was forgotten since",
+            f"There is no timeline of a request {request_id}: it was never queued, or it has expired",
         )
     return Response(
         to_json({"request_id": request_id, "timelines": timelines}),

@@ -1,4 +1,4 @@
-"""Reads the lives of requests back."""
+"""Timelines of requests: read back from the stream that the batcher writes."""
 
 import dataclasses
 from typing import Any
@@ -11,48 +11,48 @@ from common.messages.timeline import Timeline
 
 CHUNK = 500
 SIBLINGS_MS = 5000
-"""The choices of one request are queued within this time of each other."""
+"""All choices of a request are queued within this time."""
 
 CHOICE_MARKS = (".", "#")
-"""Between the id of a request, or of a job, and the number of a choice."""
+"""What separates the id of a request, or of a job, from the number of a choice."""
 
 Entry = tuple[bytes, dict[bytes, bytes]]
 Events = list[dict[str, Any]]
 
 
 async def read_timelines(redis: Redis, keys: Keys, request_id: str) -> dict[str, Events]:
-    """What happened to a request or job and to its choices, oldest first, by id; read from the newest entry
-    back.
+    """The events of a request or job and of its choices, oldest first, by id. The stream is read backwards
+    from its newest entry.
     """
-    lives: dict[str, Events] = {}
+    timelines: dict[str, Events] = {}
     newest = "+"
     while entries := await redis.xrevrange(keys.timeline, newest, "-", count=CHUNK):
         for entry in entries:
-            add(lives, entry, request_id)
-        if is_complete(lives, entries[-1]):
+            add(timelines, entry, request_id)
+        if is_complete(timelines, entries[-1]):
             break
         newest = f"({entries[-1][0].decode()}"
-    return dict(sorted(lives.items()))
+    return dict(sorted(timelines.items()))
 
 
-def add(lives: dict[str, Events], entry: Entry, request_id: str) -> None:
-    """Puts what an entry tells before what later ones told."""
+def add(timelines: dict[str, Events], entry: Entry, request_id: str) -> None:
+    """Put the events of an entry before those of later entries."""
     choices = tuple(request_id + mark for mark in CHOICE_MARKS)
     for name, data in entry[1].items():
         one = name.decode(errors="replace")
         if one != request_id and not one.startswith(choices):
             continue
         try:
-            told = [dataclasses.asdict(happening) for happening in decode(Timeline, data).events]
+            events = [dataclasses.asdict(event) for event in decode(Timeline, data).events]
         except WireError:
             continue
-        lives[one] = told + lives.get(one, [])
+        timelines[one] = events + timelines.get(one, [])
 
 
-def is_complete(lives: dict[str, Events], oldest: Entry) -> bool:
-    """Whether nothing before this entry can belong to these lives."""
-    begins = [happenings[0] for happenings in lives.values()]
+def is_complete(timelines: dict[str, Events], oldest: Entry) -> bool:
+    """Whether no entry before this one can belong to these timelines."""
+    first_events = [events[0] for events in timelines.values()]
     entry_ms = int(oldest[0].split(b"-")[0])
-    return bool(begins) and all(
-        one["what"] == "queued" and entry_ms < one["at_ms"] - SIBLINGS_MS for one in begins
+    return bool(first_events) and all(
+        one["what"] == "queued" and entry_ms < one["at_ms"] - SIBLINGS_MS for one in first_events
     )

@@ -191,12 +191,12 @@ async def test_the_button_kills_nothing_else(
             await show(redis, "b0-1", pid=process.pid, host="elsewhere")
             assert await refused(client) == (403, "Not killed: it runs on elsewhere")
             await show(redis, "b0-1", pid=other.pid)
-            assert await refused(client) == (403, f"Not killed: process {other.pid} is not of this fleet")
+            assert await refused(client) == (403, f"Not killed: process {other.pid} is not one of this fleet")
             await show(redis, "b0-1", pid=2**22 + 1)
             assert (await refused(client))[0] == 404
             monkeypatch.setattr("api.admin.kill.os.getppid", lambda: 1)
             await show(redis, "b0-1", pid=process.pid)
-            assert await refused(client) == (403, f"Not killed: process {process.pid} is not of this fleet")
+            assert await refused(client) == (403, f"Not killed: process {process.pid} is not one of this fleet")
         assert process.poll() is None and other.poll() is None
 
 
