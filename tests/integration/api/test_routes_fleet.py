@@ -196,7 +196,10 @@ async def test_the_button_kills_nothing_else(
             assert (await refused(client))[0] == 404
             monkeypatch.setattr("api.admin.kill.os.getppid", lambda: 1)
             await show(redis, "b0-1", pid=process.pid)
-            assert await refused(client) == (403, f"Not killed: process {process.pid} is not one of this fleet")
+            assert await refused(client) == (
+                403,
+                f"Not killed: process {process.pid} is not one of this fleet",
+            )
         assert process.poll() is None and other.poll() is None
 
 
