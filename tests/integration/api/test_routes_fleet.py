@@ -185,7 +185,7 @@ async def test_the_button_kills_nothing_else(
             assert "origin 'http://evil.example'" in (await refused(client, origin="http://evil.example"))[1]
             assert (await refused(client, origin="null"))[0] == 403
             assert (
-                "'evil.example:80' is no loopback"
+                "'evil.example:80' is not a loopback"
                 in (await refused(client, host="evil.example:80", origin="http://evil.example:80"))[1]
             )
             await show(redis, "b0-1", pid=process.pid, host="elsewhere")
