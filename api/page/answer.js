@@ -1,4 +1,4 @@
-// One answer as it comes: its text, its figures, and its pauses.
+// One answer as it streams in: its text, its figures, and its pauses.
 
 import { figure, make, plural, say } from "./node.js";
 import { look, on } from "./fleet.js";
@@ -9,7 +9,7 @@ const RECENT_MS = 4000;
 const CHECK_MS = 100;
 const FIRST_LOOK_MS = 200;
 
-/** The answer that streams now hears of processes that end. */
+/** The answer that streams now; it is told of processes that end. */
 let current = null;
 on("went", (process) => current?.lost(process));
 on("killed", (process) => current?.lost(process));
@@ -55,7 +55,7 @@ export class Answer {
     return silence_ms > Math.max(least_ms, 3 * usual_ms);
   }
 
-  /** After a gap. If a worker died just now, that was why; if we hear so a moment later, too. */
+  /** Marks the end of a gap. It is explained by a process that died shortly before, or whose end is seen shortly after. */
   resumed(silence_ms) {
     const mark = make("span", { className: "resumed" });
     this.words.append(mark);
@@ -63,7 +63,7 @@ export class Answer {
     if (this.dead && performance.now() - this.dead.at_ms < RECENT_MS + silence_ms) this.explain();
   }
 
-  /** A process is gone. It is told once of each life of one that may have held this answer. */
+  /** A process ended. Each incarnation that may have held this answer is counted once. */
   lost(process) {
     const matters = { worker: process.rows > 0, batcher: process.active, broker: true }[process.kind];
     if (!matters || this.heard_of.has(process.id)) return;
@@ -84,7 +84,7 @@ export class Answer {
     this.show();
   }
 
-  /** Silence has a reason: we ask the fleet for it. */
+  /** Shows a silence, and reads the fleet's state to find its cause. */
   tick() {
     const silence_ms = performance.now() - this.heard_ms;
     if (this.dead && performance.now() - this.dead.at_ms > RECENT_MS + silence_ms) this.dead = null;

@@ -1,4 +1,4 @@
-// The last minutes as three strips: tokens per second, the queue, the KV cache. A red line is the end of a process.
+// Charts of the last minutes: tokens per second, the queue, the KV cache. A red line marks the end of a process.
 
 import { figure, find, make, say } from "./node.js";
 import { on } from "./fleet.js";

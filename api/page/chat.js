@@ -1,4 +1,4 @@
-// The chat: what was said, what is asked, and the answer as it streams in.
+// The chat: its messages, the form, and the answer as it streams in.
 
 import { Answer } from "./answer.js";
 import { Refused, ask } from "./door.js";
@@ -56,7 +56,7 @@ function send(text) {
   answer();
 }
 
-/** Has the model answer what was said so far. */
+/** Requests an answer to the messages so far. */
 async function answer() {
   const one = new Answer();
   const history = turns;
@@ -116,7 +116,7 @@ function request() {
 }
 
 function broke(one, error) {
-  const cut = "This stream was cut: the gateway that carried it died. Its successor takes the next one.";
+  const cut = "The stream was cut: its gateway died. Another gateway takes the next request.";
   const why = one.num_tokens && !error.status ? cut : error.message || cut;
   one.end("broken", why);
   const again = make("button", { type: "button", className: "plain" }, "Ask again");
@@ -135,7 +135,7 @@ function put(node) {
   follow();
 }
 
-/** Keeps the end in sight, unless the reader has scrolled up. */
+/** Scrolls to the end, unless the reader has scrolled up. */
 function follow() {
   const talk = find("talk");
   if (talk.scrollHeight - talk.scrollTop - talk.clientHeight < 160) talk.scrollTop = talk.scrollHeight;

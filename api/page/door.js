@@ -1,10 +1,10 @@
-// The way to the gateway: requests with the API key, where one is asked for, and errors in words.
+// Requests to the gateway: they carry the API key if there is one, and throw errors with a readable text.
 
 import { find, say } from "./node.js";
 
 const KEY = "tokenfleet.api_key";
 
-/** An answer that is no answer; `status` is 0 where nobody answered. */
+/** A failed request; `status` is 0 if there was no response. */
 export class Refused extends Error {
   constructor(status, text) {
     super(text);
@@ -12,7 +12,7 @@ export class Refused extends Error {
   }
 }
 
-/** A response that is well, within `patience_ms` where that is given. Throws Refused. After a 401 the person is asked for the key. */
+/** A successful response, within `patience_ms` if given. Throws Refused. After a 401 it asks the user for the key. */
 export async function ask(path, { patience_ms, ...options } = {}) {
   const key = sessionStorage.getItem(KEY);
   const headers = { ...options.headers, ...(key ? { authorization: `Bearer ${key}` } : {}) };
@@ -44,11 +44,11 @@ async function cause(response) {
 
 let entering = null;
 
-/** One question, however many requests wait for its answer. */
+/** Shows one dialog, however many requests wait for the key. */
 function keyEntered() {
   entering ??= new Promise((resolve) => {
     const dialog = find("key");
-    say(find("key-hint"), sessionStorage.getItem(KEY) ? "That key is refused." : "It is kept in this tab until you close it.");
+    say(find("key-hint"), sessionStorage.getItem(KEY) ? "This key is wrong." : "It is kept in this tab until you close it.");
     sessionStorage.removeItem(KEY);
     find("key-form").onsubmit = () => sessionStorage.setItem(KEY, find("key-word").value);
     dialog.onclose = () => {

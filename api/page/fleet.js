@@ -1,4 +1,4 @@
-// What the fleet does: asked every second, told to whoever listens.
+// The fleet's state: read every second, and passed to listeners.
 
 import { ask } from "./door.js";
 
@@ -23,7 +23,7 @@ export async function watch() {
   }
 }
 
-/** A look now; whoever asks meanwhile shares it. */
+/** Reads the state now; concurrent calls share one request. */
 export function look() {
   looking ??= glance().finally(() => (looking = null));
   return looking;
@@ -42,7 +42,7 @@ async function glance() {
   tell("seen", fleet);
 }
 
-/** Tokens per second of each worker: between its last two signs of life. */
+/** Tokens per second of each worker, between its last two heartbeats. */
 function measure(fleet) {
   const latest = new Map();
   for (const worker of fleet.processes.filter((one) => one.kind === "worker")) {

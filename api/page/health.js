@@ -1,4 +1,4 @@
-// The lamp at the top: whether the fleet serves, in a word.
+// The status at the top: whether the fleet accepts requests.
 
 import { find, say } from "./node.js";
 import { on } from "./fleet.js";

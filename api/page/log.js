@@ -1,4 +1,4 @@
-// What happened to processes, newest first.
+// The log of processes that join, change state or end; newest first.
 
 import { find, make } from "./node.js";
 import { on } from "./fleet.js";
@@ -14,7 +14,7 @@ export function startLog() {
     if (!begun) note(`watching ${fleet.processes.length} processes of pool ${fleet.pool}`);
     begun = true;
   });
-  on("came", (one) => note(`${title(one)} is here: ${one.state}`, "good"));
+  on("came", (one) => note(`${title(one)} joined, ${one.state}`, "good"));
   on("turned", (one) => one.age_s < SILENT_S && note(`${title(one)} is ${one.state} now`, "good"));
   on("went", (one) => note(`${title(one)} is gone`, "bad"));
   on("killed", (one) => note(`${title(one)} was killed from this page`, "bad"));

@@ -1,4 +1,4 @@
-// Small words for the document.
+// Helpers for the document.
 
 export const find = (id) => document.getElementById(id);
 
@@ -13,7 +13,7 @@ export function make(tag, properties = {}, ...children) {
   return node;
 }
 
-/** Sets a text only where it changes: readers of screens hear of it once. */
+/** Sets a text only if it changes, so that screen readers announce it once. */
 export function say(node, text) {
   if (node.textContent !== text) node.textContent = text;
 }

@@ -1,4 +1,4 @@
-// A tile for each process. One that is gone leaves its tile to its successor, so that nothing moves under the hand that kills.
+// A tile for each process. A process that restarts takes the tile of its predecessor, so that no button moves under the pointer.
 
 import { bytes, figure, find, make, plural, say } from "./node.js";
 import { kill, on } from "./fleet.js";
@@ -10,7 +10,7 @@ const ORDER = ["worker", "batcher", "gateway", "jobworker", "broker"];
 const OVER = ["silent", "killed", "gone"];
 const DEAD = ["killed", "gone"];
 
-/** By the id of the process that a tile shows; a process whose successor has its tile is shown no more. */
+/** Tiles by process id; and the ids of processes whose successor has their tile. */
 const tiles = new Map();
 const replaced = new Set();
 
@@ -46,7 +46,7 @@ function arrange() {
   });
 }
 
-/** `w0-3f2a…` is a name and one life of it. */
+/** `w0-3f2a…` is a name and an incarnation. */
 function split(id) {
   const at = id.lastIndexOf("-");
   return at < 0 ? [id, ""] : [id.slice(0, at), id.slice(at + 1)];
@@ -131,7 +131,7 @@ function mainFigure(process) {
     case "worker":
       return [figure(process.rate), "tokens/s"];
     case "batcher":
-      return process.active ? [figure(process.waiting), `waiting, ${plural(process.rows, "row")}`] : ["–", "stands by"];
+      return process.active ? [figure(process.waiting), `waiting, ${plural(process.rows, "row")}`] : ["–", "standby"];
     case "gateway":
       return [figure(process.streams), process.streams === 1 ? "stream" : "streams"];
     case "jobworker":

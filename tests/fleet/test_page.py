@@ -82,7 +82,7 @@ def undisturbed(fleet: Fleet, question: str) -> str:
 
 def send(page: Page, text: str, max_tokens: int = MAX_TOKENS) -> None:
     page.get_by_text("Settings").click()
-    page.get_by_label("At most, tokens").fill(str(max_tokens))
+    page.get_by_label("Max tokens").fill(str(max_tokens))
     page.get_by_label("Message").fill(text)
     page.get_by_label("Message").press("Enter")
 
@@ -135,11 +135,11 @@ def test_a_stream_is_stopped(page: Page) -> None:
 
 def test_errors_are_words(page: Page) -> None:
     page.get_by_text("Settings").click()
-    page.get_by_label("At most, tokens").fill("1000000")
+    page.get_by_label("Max tokens").fill("1000000")
     page.get_by_label("Message").fill("Hello")
     page.get_by_role("button", name="Send").click()
     expect(page.locator(".turn.model[data-state=broken] .status")).to_contain_text("1000000")
-    page.get_by_label("At most, tokens").fill("3")
+    page.get_by_label("Max tokens").fill("3")
     page.get_by_role("button", name="Ask again").click()
     expect(page.locator(".turn.model[data-state=done]")).to_be_visible(timeout=ANSWER_MS)
 
@@ -148,12 +148,10 @@ def test_a_dead_gateway_comes_back(fleet: Fleet, page: Page) -> None:
     send(page, QUESTION)
     wait_until_sync(lambda: len(streamed(page)) > SOME_CHARS)
     page.locator(".tile[data-kind=gateway]").get_by_role("button").click()
-    expect(page.locator(".turn.model[data-state=broken] .status")).to_contain_text(
-        "the gateway that carried it died"
-    )
+    expect(page.locator(".turn.model[data-state=broken] .status")).to_contain_text("its gateway died")
     expect(page.locator(".tile[data-kind=gateway][data-state=ready]")).to_be_visible(timeout=90_000)
     expect(page.locator("#trouble")).to_be_hidden()
-    page.get_by_label("At most, tokens").fill("3")
+    page.get_by_label("Max tokens").fill("3")
     page.get_by_role("button", name="Ask again").click()
     expect(page.locator(".turn.model[data-state=done]")).to_be_visible(timeout=ANSWER_MS)
 
@@ -168,7 +166,7 @@ def test_a_key_is_asked_for_once(broker: Broker, browser: Browser) -> None:
         page.goto(f"http://127.0.0.1:{port}")
         for key in ("wrong", "open sesame"):
             page.get_by_label("API key", exact=True).fill(key)
-            page.get_by_role("button", name="Use it").click()
+            page.get_by_role("button", name="Use this key").click()
         expect(page.locator(".tile[data-kind=gateway]")).to_be_visible()
         page.reload()
         expect(page.locator(".tile[data-kind=gateway]")).to_be_visible()
