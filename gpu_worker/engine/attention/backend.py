@@ -19,7 +19,8 @@ NAME = "tokenfleet"
 
 
 class AttentionBackend(Protocol):
-    """
+    """The attention of all layers on one device.
+
     Attributes:
         plan_free: the backend has `begin_decode`, so steps in which all rows decode can be captured as CUDA
             graphs.
@@ -45,10 +46,10 @@ class AttentionBackend(Protocol):
     ) -> torch.Tensor:
         """Writes K and V of the step's tokens and attends over the cache.
 
-        All in the model's dtype: query [1, heads, tokens, key_dim], key [1, kv_heads, tokens, key_dim], value
-        [1, kv_heads, tokens, value_dim]; `sinks` [heads] are scores that take their share of each softmax and
-        give nothing, as in gpt-oss → [1, tokens, heads, value_dim]. `module` carries `keys`, `values` and
-        `spec` of its layer.
+        All of one dtype, float32, float16 or bfloat16: query [1, heads, tokens, key_dim], key [1, kv_heads,
+        tokens, key_dim], value [1, kv_heads, tokens, value_dim]; `sinks` [heads] are scores that take their
+        share of each softmax and give nothing, as in gpt-oss → [1, tokens, heads, value_dim]. `module`
+        carries `keys`, `values` and `spec` of its layer.
         """
 
 
@@ -61,7 +62,9 @@ def attend(
     s_aux: torch.Tensor | None = None,
     **rest: Any,
 ) -> tuple[torch.Tensor, None]:
-    """What transformers calls; shapes as in AttentionBackend.attend, `s_aux` are its sinks."""
+    """What transformers calls: query [1, heads, tokens, key_dim] of the model's dtype and the rest with
+    shapes as in AttentionBackend.attend; `s_aux` are its sinks.
+    """
     return module.backend.attend(module, query, key, value, s_aux), None
 
 

@@ -8,6 +8,7 @@ import torch
 from gpu_worker.engine.attention import cpu_paged
 from gpu_worker.engine.attention.backend import AttentionBackend
 from gpu_worker.engine.attention.cpu_paged import CpuPagedBackend
+from gpu_worker.engine.attention.flashinfer_support import unsupported_because
 from gpu_worker.engine.attention.kv_cache import Geometry
 from gpu_worker.engine.attention.sdpa import SdpaBackend
 from gpu_worker.engine.cpu import native
@@ -30,7 +31,7 @@ def choose_cuda_backend(geometry: Geometry, device: torch.device) -> AttentionBa
         return SdpaBackend(geometry, device)
     from gpu_worker.engine.attention import flashinfer
 
-    if reason := flashinfer.unsupported_because(geometry):
+    if reason := unsupported_because(geometry):
         log.warning("torch's attention is used instead of FlashInfer's, and is slower: %s", reason)
         return SdpaBackend(geometry, device)
     return flashinfer.FlashInferBackend(geometry, device, torch.cuda.get_device_capability(device)[0])

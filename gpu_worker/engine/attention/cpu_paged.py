@@ -41,7 +41,9 @@ class CpuPagedBackend:
         value: torch.Tensor,
         sinks: torch.Tensor | None,
     ) -> torch.Tensor:
-        """Shapes and dtypes as in AttentionBackend."""
+        """query [1, heads, tokens, key_dim], key and value [1, kv_heads, tokens, dim], sinks [heads], all of
+        the cache's dtype → [1, tokens, heads, value_dim]
+        """
         arguments = self.arguments
         cache = arguments.cache_of(module, sinks)
         output = query.new_empty(1, query.shape[2], query.shape[1], value.shape[3])
@@ -55,10 +57,10 @@ class CpuPagedBackend:
 
 
 def with_dense_heads(tensor: torch.Tensor) -> torch.Tensor:
-    """[1, heads, tokens, dim] → the same, the numbers of a head next to each other."""
+    """[1, heads, tokens, dim] of any dtype → the same, the numbers of a head next to each other"""
     return tensor if tensor.stride(3) == 1 else tensor.contiguous()
 
 
 def heads_of(tensor: torch.Tensor) -> native.HeadsStruct:
-    """[1, heads, tokens, dim], dense heads."""
+    """[1, heads, tokens, dim] of any dtype, dense heads"""
     return native.HeadsStruct(tensor.data_ptr(), tensor.stride(2), tensor.stride(1))

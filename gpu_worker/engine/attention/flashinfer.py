@@ -1,37 +1,33 @@
 """Attention on CUDA, by FlashInfer: rows that decode by its XQA kernel, which takes all it needs from the
 device, prompts by kernels that the host plans.
+
+Shapes of `attend`: query [1, heads, tokens, dim], key and value [1, kv_heads, tokens, dim], sinks [heads],
+all of the model's dtype; layer int64 [] → [1, tokens, heads, dim].
 """
 
 import logging
-import os
-import shutil
-import sysconfig
 import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, Optional
 
 import flashinfer
-import numpy as np
 import torch
 from flashinfer.decode import xqa_batch_decode_with_kv_cache
 
+from gpu_worker.engine.attention.flashinfer_inputs import (
+    FlashInferStep,
+    plan_arrays,
+    table_of,
+    window_left,
+)
+from gpu_worker.engine.attention.flashinfer_support import add_ninja_to_path, plans_needed_because
 from gpu_worker.engine.attention.kv_cache import AttentionSpec, Geometry
 from gpu_worker.engine.attention.kv_write import write_kv
-from gpu_worker.engine.batch.inputs import Inputs, Span, offsets_of
+from gpu_worker.engine.batch.inputs import Inputs, Span
 from gpu_worker.engine.batch.to_device import pinned, to_device
 
 log = logging.getLogger(__name__)
 
-DTYPES = (torch.bfloat16, torch.float16)
-DIMS = (64, 128, 256)
-PLAN_FREE_BLOCKS = (16, 32, 64, 128)
-PLAN_FREE_GENERATIONS = (9, 10, 12)
-"""Major compute capabilities that XQA is compiled for."""
-PLAN_FREE_GROUP = 32
-"""Query heads that share one K head: of more, one program's queries do not fit where it keeps them, if they
-have 256 numbers.
-"""
 WORKSPACE_BYTES = 256 * 2**20
 PLAN_FREE_BYTES = 16 * 2**20
 """8 MiB of counters, then what programs that share a row hand to each other: of each multiprocessor 32 heads
@@ -40,66 +36,11 @@ of 256 numbers at most.
 LOG2_E = 1.4426950408889634
 
 
-def unsupported_because(geometry: Geometry) -> str:
-    """Why FlashInfer has no attention for a model; empty where it has."""
-    dims = sorted({dim for layer in geometry.layers for dim in (layer.key_dim, layer.value_dim)})
-    if geometry.dtype not in DTYPES:
-        return f"it has kernels for {listed(DTYPES)}, not for {geometry.dtype}"
-    return (
-        ""
-        if len(dims) == 1 and dims[0] in DIMS
-        else f"it has kernels for heads of {listed(DIMS)} numbers, these have {listed(dims)}"
-    )
-
-
-def plans_needed_because(geometry: Geometry, generation: int) -> str:
-    """Why rows that decode need plans of the host, so that steps of such rows cannot be captured; empty where
-    XQA serves them.
-    """
-    groups, caps = {spec.group for spec in geometry.specs}, {spec.softcap for spec in geometry.specs}
-    if caps != {None}:
-        return "scores are soft-capped"
-    if max(groups) > PLAN_FREE_GROUP:
-        return f"{max(groups)} query heads share a K head, more than {PLAN_FREE_GROUP}"
-    if geometry.block_size not in PLAN_FREE_BLOCKS:
-        return f"blocks have {geometry.block_size} tokens (BLOCK_SIZE), not {listed(PLAN_FREE_BLOCKS)}"
-    return (
-        ""
-        if generation in PLAN_FREE_GENERATIONS
-        else f"the GPU's compute capability is {generation}, not {listed(PLAN_FREE_GENERATIONS)}"
-    )
-
-
-def add_ninja_to_path() -> None:
-    """FlashInfer compiles by ninja, which it brings and calls by name. It lies beside this interpreter, whose
-    folder is in PATH only where the virtual environment was activated.
-    """
-    if shutil.which("ninja") is None:
-        os.environ["PATH"] = os.pathsep.join(
-            (os.environ.get("PATH", os.defpath), sysconfig.get_path("scripts"))
-        )
-
-
-def listed(values: Sequence[object]) -> str:
-    return ", ".join(map(str, values))
-
-
-@dataclass(frozen=True, slots=True)
-class FlashInferStep:
-    """
-    Attributes:
-        slots: int [tokens]
-        table: int32 [rows, blocks]; of the rows at the front of the line that decode without a plan.
-        lengths: int32 [rows]
-    """
-
-    slots: torch.Tensor
-    table: torch.Tensor
-    lengths: torch.Tensor
-
-
 class FlashInferBackend:
-    """Pages are `[kv_heads, block_size, dim]`, FlashInfer's HND.
+    """Attention by FlashInfer. Pages are `[kv_heads, block_size, dim]`, FlashInfer's HND.
+
+    Tensors, all float16 or bfloat16 but for the scores: query and output [tokens, heads, dim]; the cache is
+    a pair of K and V, each [blocks, kv_heads, block_size, dim]; sinks float32 [heads].
 
     Attributes:
         plan_free: whether a step in which all rows decode needs nothing from the host but its tokens and
@@ -111,8 +52,11 @@ class FlashInferBackend:
     def __init__(self, geometry: Geometry, device: torch.device, generation: int) -> None:
         if device.type == "cuda":
             add_ninja_to_path()
-        self.block_size, self.dtype, self.device = geometry.block_size, geometry.dtype, device
-        self.dim, self.specs = geometry.layers[0].key_dim, geometry.specs
+        self.block_size = geometry.block_size
+        self.dtype = geometry.dtype
+        self.device = device
+        self.dim = geometry.layers[0].key_dim
+        self.specs = geometry.specs
         why = plans_needed_because(geometry, generation)
         self.plan_free = not why
         if why:
@@ -128,7 +72,8 @@ class FlashInferBackend:
             for _ in range(2)
         ]
         self.taken = [torch.cuda.Event() for _ in self.wrappers] if device.type == "cuda" else []  # type: ignore[no-untyped-call]
-        self.turn, self.modules = 0, list[Any]()
+        self.turn = 0
+        self.modules: list[Any] = []
         self.step = self.rows_that_decode(
             torch.zeros(1, dtype=torch.int32, device=device),
             torch.zeros(1, 1, dtype=torch.int32, device=device),
@@ -165,17 +110,12 @@ class FlashInferBackend:
         return FlashInferStep(blocks * self.block_size + positions % self.block_size, table, positions + 1)
 
     def plan(self, spans: Sequence[Span]) -> None:
-        counts = np.concatenate([np.full(len(span.lengths), span.count) for span in spans])
-        lengths = np.concatenate([span.lengths for span in spans])
-        held = -(-lengths // self.block_size)
-        lines = (line for span in spans for line in span.blocks)
-        blocks = np.concatenate([line[:count] for line, count in zip(lines, held, strict=True)])
-        last_lengths, longest = lengths - (held - 1) * self.block_size, int(counts.max())
-        host = (offsets_of(counts), offsets_of(held), last_lengths, lengths)
-        query_ends, block_ends, last_lengths, totals = (
-            pinned(values.astype(np.int32), self.device) for values in host
+        host = plan_arrays(spans, self.block_size)
+        query_ends, block_ends, last_lengths, lengths = (
+            pinned(values, self.device)
+            for values in (host.query_ends, host.block_ends, host.last_lengths, host.lengths)
         )
-        indices = to_device(blocks.astype(np.int32), self.device)
+        indices = to_device(host.blocks, self.device)
         if self.taken:
             self.taken[self.turn].synchronize()
         for spec, wrapper in zip(self.specs, self.wrappers[self.turn], strict=True):
@@ -194,8 +134,8 @@ class FlashInferBackend:
                 logits_soft_cap=spec.softcap,
                 q_data_type=self.dtype,
                 kv_data_type=self.dtype,
-                seq_lens=totals,  # or FlashInfer computes them, in memory that is not pinned
-                max_token_per_sequence=longest,  # or it looks for it, number by number
+                seq_lens=lengths,  # or FlashInfer computes them, in memory that is not pinned
+                max_token_per_sequence=host.longest,  # or it looks for it, number by number
             )
         if self.taken:
             self.taken[self.turn].record()
@@ -268,20 +208,6 @@ class FlashInferBackend:
             output.mul_(torch.sigmoid(log2_sum / LOG2_E - sinks)[..., None])
 
 
-def window_left(spec: AttentionSpec) -> int:
-    return -1 if spec.window is None else spec.window - 1
-
-
-def table_of(spans: Sequence[Span]) -> tuple[Any, Any]:
-    """→ blocks int32 [rows, blocks], lengths int32 [rows]"""
-    width = max((span.blocks.shape[1] for span in spans), default=1)
-    tables = [np.pad(span.blocks, ((0, 0), (0, width - span.blocks.shape[1]))) for span in spans]
-    lengths = [span.lengths for span in spans]
-    return np.concatenate([np.zeros((0, width)), *tables]).astype(np.int32), np.concatenate(
-        [np.zeros(0), *lengths]
-    ).astype(np.int32)
-
-
 # --- what a compiled layer calls ----------------------------------------------------------------------------
 
 BACKENDS: weakref.WeakValueDictionary[int, FlashInferBackend] = weakref.WeakValueDictionary()
@@ -297,9 +223,10 @@ def attend(
     layer: torch.Tensor,
     backend: int,
 ) -> torch.Tensor:
-    """`layer` is a number on the host, as a tensor: a plain number would make each layer compile for itself.
-    The cache is not among the arguments: compilers copy what is written to, and take views of one tensor for
-    one thing.
+    """query [1, heads, tokens, dim], key and value [1, kv_heads, tokens, dim], sinks [heads], all of the
+    model's dtype → [1, tokens, heads, dim]. `layer`, int64 [], lies on the host: a plain number would make
+    each layer compile for itself. The cache is not among the arguments: compilers copy what is written to,
+    and take views of one tensor for one thing.
     """
     flash = BACKENDS[backend]
     module = flash.modules[int(layer)]

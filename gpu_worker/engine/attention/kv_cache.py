@@ -78,8 +78,8 @@ def mib(num_bytes: int) -> int:
 
 
 def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """On CPU the system hands out zeroed pages as they are first touched; `torch.zeros` would write a
-    gigabyte at every start.
+    """A tensor [*shape] of `dtype`. On CPU the system hands out zeroed pages as they are first touched;
+    `torch.zeros` would write a gigabyte at every start.
     """
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
@@ -87,12 +87,17 @@ def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> t
 
 
 class KVCache:
-    """What is of one shape, in most models all of it, lies in one tensor: to fill a block of all layers is
-    one call.
+    """The K and V of all layers. What is of one shape, in most models all of it, lies in one tensor: to fill
+    a block of all layers is one call.
+
+    Attributes:
+        keys: by layer, [blocks, kv_heads, block_size, key_dim] of the cache's dtype.
+        values: by layer, [blocks, kv_heads, block_size, value_dim] of the cache's dtype.
     """
 
     def __init__(self, geometry: Geometry, num_blocks: int, device: torch.device) -> None:
-        self.num_blocks, self.device = num_blocks, device
+        self.num_blocks = num_blocks
+        self.device = device
         pages = [
             (layer.spec.kv_heads, geometry.block_size, dim)
             for layer in geometry.layers
@@ -104,7 +109,8 @@ class KVCache:
         }
         parts = {page: iter(store) for page, store in self.stores.items()}
         tensors = [next(parts[page]) for page in pages]
-        self.keys, self.values = tensors[::2], tensors[1::2]
+        self.keys = tensors[::2]
+        self.values = tensors[1::2]
 
     def fill(self, blocks: Sequence[int], value: float) -> None:
         index = to_device(list(blocks), self.device)

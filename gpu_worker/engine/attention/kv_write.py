@@ -1,5 +1,5 @@
-"""What is written into the paged cache: K and V of new tokens, on CUDA by one kernel for both; and one number
-into whole blocks.
+"""Writes into the paged cache: K and V of new tokens, on CUDA by one kernel for both; and one number into
+whole blocks.
 """
 
 import torch

@@ -76,7 +76,9 @@ class AttentionRecorder:
         position_bias: torch.Tensor | None = None,
         **rest: Any,
     ) -> tuple[torch.Tensor, None]:
-        """Takes the place of `backend.attend`, with the same shapes. Raises UnservableModel."""
+        """Takes the place of `backend.attend`: query [1, heads, tokens, key_dim], key [1, kv_heads, tokens,
+        key_dim], value [1, kv_heads, tokens, value_dim], all of one dtype. Raises UnservableModel.
+        """
         if module in self.layers:
             raise UnservableModel("one of its attention modules is used twice")
         if (
@@ -98,8 +100,8 @@ class AttentionRecorder:
 
 
 def probe_attention(model: Any, forward: Callable[[], torch.Tensor]) -> dict[Any, LayerSpec]:
-    """Runs `forward`, PROBE_TOKENS of one sequence → logits [1, PROBE_TOKENS, vocabulary]; returns the
-    model's attention modules in the order of their calls, and what each keeps of a token.
+    """Runs `forward`, PROBE_TOKENS of one sequence → logits [1, PROBE_TOKENS, vocabulary] of any dtype;
+    returns the model's attention modules in the order of their calls, and what each keeps of a token.
 
     Raises:
         UnservableModel: the model attends in a way that the paged cache does not have, or its tokens see each
@@ -125,8 +127,8 @@ def probe_attention(model: Any, forward: Callable[[], torch.Tensor]) -> dict[Any
 
 
 def check_probe(model: Any, layers: Mapping[Any, LayerSpec], logits: torch.Tensor) -> None:
-    """Judges a probe. `logits` [1, PROBE_TOKENS, vocabulary], of a forward whose first token was poisoned.
-    Raises UnservableModel.
+    """Judges a probe. `logits` [1, PROBE_TOKENS, vocabulary], any dtype, of a forward whose first token was
+    poisoned. Raises UnservableModel.
     """
     num_layers = model.config.get_text_config().num_hidden_layers
     if len(layers) != num_layers:
@@ -150,8 +152,8 @@ def cached_windows(config: Any) -> list[int | None]:
 
 
 def poison_first_token(embedding: Any, ids: Any, output: torch.Tensor) -> torch.Tensor:
-    """output [1, tokens, hidden] → a copy whose first token is NaN, and so is everything that sees it, however
-    little.
+    """output [1, tokens, hidden] of any dtype → a copy whose first token is NaN, and so is everything that
+    sees it, however little.
     """
     output = output.clone()
     output[:, 0] = torch.nan
@@ -162,7 +164,7 @@ def attend_to_nothing(query: torch.Tensor, key: torch.Tensor, value: torch.Tenso
     """Attention through which no token sees another: zeros, but NaN where a token's own inputs are.
 
     query [1, heads, tokens, key_dim], key [1, kv_heads, tokens, key_dim], value [1, kv_heads, tokens,
-    value_dim] → [1, tokens, heads, value_dim]
+    value_dim], all of one dtype → [1, tokens, heads, value_dim]
     """
     poisoned = query.isnan().any(3).any(1) | key.isnan().any(3).any(1) | value.isnan().any(3).any(1)
     output = query.new_zeros(1, query.shape[2], query.shape[1], value.shape[3])

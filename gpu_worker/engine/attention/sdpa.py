@@ -1,4 +1,4 @@
-"""Attention anywhere: pages are gathered, then two batched products with a softmax between them."""
+"""Attention on any device: gathers pages, then two batched products with a softmax between them."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -53,15 +53,21 @@ class PreparedStep:
 
 
 class SdpaBackend:
-    """The queries that share a K head stand in one matrix, so products are batched over rows and K heads.
-    (The fused `scaled_dot_product_attention` of torch 2.13 was measured on CPU: 4 to 6 times slower for rows
-    that decode.)
+    """Attention by torch's products. The queries that share a K head stand in one matrix, so products are
+    batched over rows and K heads. (The fused `scaled_dot_product_attention` of torch 2.13 was measured on
+    CPU: 4 to 6 times slower for rows that decode.)
+
+    Tensors of `attend`, all of the cache's dtype: query [1, heads, tokens, key_dim], key [1, kv_heads,
+    tokens, key_dim], value [1, kv_heads, tokens, value_dim], sinks [heads] → [1, tokens, heads, value_dim].
     """
 
-    plan_free = compilable = False
+    plan_free = False
+    compilable = False
 
     def __init__(self, geometry: Geometry, device: torch.device) -> None:
-        self.block_size, self.dtype, self.device = geometry.block_size, geometry.dtype, device
+        self.block_size = geometry.block_size
+        self.dtype = geometry.dtype
+        self.device = device
         self.specs = geometry.specs
         self.prepared: dict[AttentionSpec, PreparedStep] = {}
         self.modules: list[Any] = []
@@ -184,7 +190,9 @@ def shifted(blocks: Int64, first: Int64, width: int) -> Int64:
 
 
 def queries_of(query: torch.Tensor, tile: QueryTile, rows: int, kv_heads: int) -> torch.Tensor:
-    """→ [rows * kv_heads, group * queries of a row, key_dim]"""
+    """query [1, heads, tokens, key_dim] → [rows * kv_heads, group * queries of a row, key_dim], the same
+    dtype
+    """
     heads, dim = query.shape[1], query.shape[3]
     queries = query[0, :, tile.begin : tile.end].view(heads, rows, -1, dim).transpose(0, 1)
     return queries.reshape(rows * kv_heads, -1, dim)
@@ -193,7 +201,10 @@ def queries_of(query: torch.Tensor, tile: QueryTile, rows: int, kv_heads: int) -
 def softmax_with_sinks(
     scores: torch.Tensor, sinks: torch.Tensor, rows: int, spec: AttentionSpec
 ) -> torch.Tensor:
-    """The softmax with one more score for each head, whose weight is then left out."""
+    """The softmax with one more score for each head, whose weight is then left out.
+
+    scores [rows * kv_heads, group * queries, keys], sinks [heads] of any dtype → as scores
+    """
     per_query = (
         sinks.to(scores.dtype)
         .repeat_interleave(scores.shape[1] // spec.group)

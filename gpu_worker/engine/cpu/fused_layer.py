@@ -1,5 +1,6 @@
-"""Fused layers: whole decoder layers in one native call, where a layer is of the shape that Llama made common.
+"""Fused layers: whole decoder layers in one native call, where a layer has the shape that Llama made common.
 
+Hidden states are [1, tokens, hidden] of the weights' dtype, logits [tokens, vocabulary].
 A layer is replaced when it consists of exactly the known parts, and the native layer gives the same as its
 own code on inputs of several sizes. Every other layer stays as it is. Layers that follow each other become
 one call, where the model then gives the same bits.
@@ -92,7 +93,7 @@ class FusedLayers:
 
 
 def pass_through(hidden_states: torch.Tensor, **rest: Any) -> torch.Tensor:
-    """The forward of a layer that is part of a call before it. hidden_states [1, tokens, hidden] → the same"""
+    """The forward of a layer that a call before it computes. hidden_states [1, tokens, hidden], any dtype"""
     return hidden_states
 
 
@@ -108,7 +109,7 @@ def fuse_layers(
 ) -> int:
     """Replaces the forward of the layers that have a native equal; returns how many.
 
-    `forward` → logits [tokens, vocabulary]; `context` is the longest sequence in tokens.
+    `forward` → logits [tokens, vocabulary] of any dtype; `context` is the longest sequence in tokens.
     """
     run = partial(forward, trial_inputs(model, arguments.block_size, context))
     least_tokens = TRIAL_TOKENS + arguments.block_size
@@ -129,8 +130,8 @@ def fuse_layers(
 
 
 def join_layers(fused: dict[Any, FusedLayers], run: Callable[[], torch.Tensor]) -> None:
-    """Makes one call of all. Where layers follow each other in other ways than they are listed in, the logits
-    of `run` show it, and each keeps its own call.
+    """Makes one call of all; `run` → logits [tokens, vocabulary] of any dtype. Where layers follow each other
+    in other ways than they are listed in, the logits of `run` show it, and each keeps its own call.
     """
     expected = run()
     first, *others = fused

@@ -49,14 +49,14 @@ class KernelArguments:
         self.step = byref(native.StepStruct(*counts, *pointers))
 
     def cache_of(self, module: Any, sinks: torch.Tensor | None) -> native.CacheStruct:
-        """What stays the same for an attention module in every step. sinks [heads] or None"""
+        """What stays the same for an attention module in every step. sinks [heads] of any float dtype"""
         cache = self.caches.get(module)
         if cache is None:
             cache = self.caches[module] = self.make_cache(module, sinks)
         return cache
 
     def make_cache(self, module: Any, sinks: torch.Tensor | None) -> native.CacheStruct:
-        """As `cache_of`, made anew."""
+        """As `cache_of`, made anew. sinks [heads] of any float dtype"""
         keys, values, spec = module.keys, module.values, module.spec
         if sinks is not None:
             sinks = sinks.detach().float().contiguous()

@@ -21,7 +21,7 @@ class LargePages:
         self.free = torch.empty(0, dtype=torch.uint8)
 
     def take(self, count: int, dtype: torch.dtype) -> torch.Tensor:
-        """`count` numbers, zeros."""
+        """Zeros [count] of `dtype`."""
         num_bytes = count * dtype.itemsize
         size = -(-num_bytes // ALIGNED_BYTES) * ALIGNED_BYTES
         if size > len(self.free):
@@ -31,7 +31,7 @@ class LargePages:
 
 
 def region(num_bytes: int) -> torch.Tensor:
-    """Private memory, which is taken from the system as it is written."""
+    """uint8 [num_bytes] of private memory, which the system provides as it is written."""
     memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         with contextlib.suppress(OSError):  # a kernel that has none

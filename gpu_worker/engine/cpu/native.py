@@ -182,7 +182,7 @@ def compile_command() -> list[str]:
 
 
 def openmp_flags() -> list[str]:
-    """A plain `-fopenmp` would link the compiler's own runtime, too, and Apple's compiler does not know it."""
+    """A plain `-fopenmp` would link the compiler's own runtime, too, and Apple's compiler refuses it."""
     return ["-Xpreprocessor", "-fopenmp"] if openmp_runtime() else []
 
 

@@ -23,14 +23,18 @@ TRIAL_ERROR = 1e-3  # of sums of as many products of normal numbers; a wrong one
 
 
 class PackedLinear(nn.Module):
-    """Stands for a linear layer. `product` is its forward, with or without the bias."""
+    """Stands for a linear layer: rows [..., in_features] of the weights' dtype → [..., out_features].
+    `product` is its forward, with or without the bias.
+    """
 
     product: Callable[[torch.Tensor, bool], torch.Tensor]
 
     def __init__(self, linear: nn.Linear) -> None:
         super().__init__()
-        self.in_features, self.out_features = linear.in_features, linear.out_features
-        self.bias, self.weight_dtype = linear.bias, linear.weight.dtype
+        self.in_features = linear.in_features
+        self.out_features = linear.out_features
+        self.bias = linear.bias
+        self.weight_dtype = linear.weight.dtype
 
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
         return self.product(rows, True)
@@ -48,8 +52,9 @@ class PackedLinear(nn.Module):
 
 
 class OneDnnLinear(PackedLinear):
-    """Through oneDNN, which packs plain weights again for every product. Measured on two cores: 1.7 times
-    faster at one row in bfloat16, 3 times at eight rows in float32.
+    """Multiplies rows [..., in_features] of the weights' dtype by oneDNN, which packs plain weights again for
+    every product. Measured on two cores: 1.7 times faster at one row in bfloat16, 3 times at eight rows in
+    float32.
     """
 
     def __init__(self, linear: nn.Linear) -> None:
@@ -63,13 +68,15 @@ class OneDnnLinear(PackedLinear):
 
 
 class NativeLinear(PackedLinear):
-    """Through the native kernels: a row's result depends on no other row. `whole`: its outputs are float32,
-    whatever the weights are.
+    """Multiplies rows [..., in_features] of the weights' dtype by the native kernels: a row's result depends
+    on no other row. `whole`: its outputs are float32, whatever the weights are.
     """
 
     def __init__(self, linear: nn.Linear, library: ctypes.CDLL, whole: bool, pages: LargePages) -> None:
         super().__init__(linear)
-        self.whole, self.library, self.dtype = whole, library, native.TYPE_CODES[self.weight_dtype]
+        self.whole = whole
+        self.library = library
+        self.dtype = native.TYPE_CODES[self.weight_dtype]
         self.panels = -(-self.out_features // library.tf_panel())
         weight = linear.weight.detach().contiguous()
         self.packed = pages.take(self.panels * library.tf_panel() * self.in_features, weight.dtype)
@@ -96,10 +103,8 @@ class NativeLinear(PackedLinear):
         read past them.
         """
         if rows.shape[-1] != self.in_features or rows.dtype != self.weight_dtype:
-            weights = f"[{self.out_features}, {self.in_features}]"
-            raise RuntimeError(
-                f"{rows.dtype} rows {list(rows.shape)} cannot be multiplied with weights {weights} of another type or width"
-            )
+            weights = f"weights [{self.out_features}, {self.in_features}] of another type or width"
+            raise RuntimeError(f"{rows.dtype} rows {list(rows.shape)} cannot be multiplied with {weights}")
         rows = rows.contiguous()
         output = rows.new_empty(
             *rows.shape[:-1], self.out_features, dtype=torch.float32 if self.whole else None

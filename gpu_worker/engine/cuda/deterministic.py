@@ -25,18 +25,22 @@ of a single token.
 
 
 class FixedShapeGraph:
-    """As `Graphs`, for steps of all kinds."""
+    """One graph of a fixed shape for steps of all kinds; it is used as CudaGraphs are: previous int64 [rows]
+    → logits [positions, vocabulary] of the model's dtype.
+    """
 
     def __init__(self, graphs: CudaGraphs) -> None:
         """`graphs` hold one graph, the largest."""
-        self.graphs, self.size = graphs, graphs.max_rows
+        self.graphs = graphs
+        self.size = graphs.max_rows
 
     def hold(self, slices: Sequence[RowSlice], previous: torch.Tensor | None) -> bool:
         return True
 
     def run(self, slices: Sequence[RowSlice], previous: torch.Tensor | None) -> torch.Tensor:
-        """Launches a step, in lots → logits [wanted, vocabulary]. A lot sees the K and V of those before it,
-        and a token those before it in its own lot: they are written before anything is attended to.
+        """Launches a step in chunks of the graph's size → logits [positions, vocabulary]. A chunk sees the K
+        and V of those before it, and a token those before it in its own chunk: they are written before
+        attention reads them.
         """
         graphs, places, logits = self.graphs, logit_positions(slices), [self.graphs.logits[:0]]
         for begin, inputs in chunks_of(slices, self.size):

@@ -13,49 +13,53 @@ GROUPS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
 
 class FusedLinear:
-    """The weights of a group, and its product while parts of it are still to be taken."""
+    """The weights of a group, and its product while slices of it are still to be taken. Rows are [...,
+    inputs] of the weights' dtype, a slice of the product [..., outputs of one layer].
+    """
 
     def __init__(self, linears: list[nn.Linear]) -> None:
         self.weight = nn.Parameter(torch.cat(tuple(linear.weight for linear in linears)), requires_grad=False)
         biases = tuple(linear.bias for linear in linears)
         self.bias = None if biases[0] is None else nn.Parameter(torch.cat(biases), requires_grad=False)
         self.sizes = [linear.out_features for linear in linears]
-        self.given: torch.Tensor | None = None
+        self.multiplied: torch.Tensor | None = None
         self.parts: tuple[torch.Tensor, ...] = ()
 
     def multiply(self, rows: torch.Tensor) -> torch.Tensor:
-        self.given, self.parts = (
-            rows,
-            torch.split(functional.linear(rows, self.weight, self.bias), self.sizes, -1),
-        )
+        self.multiplied = rows
+        self.parts = torch.split(functional.linear(rows, self.weight, self.bias), self.sizes, -1)
         return self.parts[0]
 
     def take(self, number: int, rows: torch.Tensor) -> torch.Tensor:
         """The part of a product that was made; or made by itself, where model code calls otherwise than
         expected.
         """
-        if self.given is not rows:
+        if self.multiplied is not rows:
             begin = sum(self.sizes[:number])
             own = slice(begin, begin + self.sizes[number])
             return functional.linear(rows, self.weight[own], None if self.bias is None else self.bias[own])
         part = self.parts[number]
         if number == len(self.sizes) - 1:
-            self.given, self.parts = None, ()
+            self.multiplied, self.parts = None, ()
         return part
 
 
 class FusedLinearSlice(nn.Module):
-    """Stands for one linear layer of a group. The first one owns the weights."""
+    """Stands for one linear layer of a group; rows [..., inputs] of the weights' dtype → [..., outputs]. The
+    first one owns the weights.
+    """
 
-    def __init__(self, merged: FusedLinear, number: int, linear: nn.Linear) -> None:
+    def __init__(self, fused: FusedLinear, number: int, linear: nn.Linear) -> None:
         super().__init__()
-        self.merged, self.number = merged, number
-        self.in_features, self.out_features = linear.in_features, linear.out_features
+        self.fused = fused
+        self.number = number
+        self.in_features = linear.in_features
+        self.out_features = linear.out_features
         if number == 0:
-            self.weight, self.bias = merged.weight, merged.bias
+            self.weight, self.bias = fused.weight, fused.bias
 
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
-        return self.merged.take(self.number, rows) if self.number else self.merged.multiply(rows)
+        return self.fused.take(self.number, rows) if self.number else self.fused.multiply(rows)
 
 
 def fuse_linears(model: nn.Module) -> None:
@@ -67,9 +71,9 @@ def fuse_linears(model: nn.Module) -> None:
                 all(is_plain_linear(linear) for linear in linears)
                 and len({signature_of(linear) for linear in linears}) == 1
             ):
-                merged = FusedLinear(linears)  # type: ignore[arg-type]
-                for number, name in enumerate(names):
-                    setattr(module, name, FusedLinearSlice(merged, number, linears[number]))  # type: ignore[arg-type]
+                fused = FusedLinear(linears)  # type: ignore[arg-type]
+                for number, (name, linear) in enumerate(zip(names, linears, strict=True)):
+                    setattr(module, name, FusedLinearSlice(fused, number, linear))  # type: ignore[arg-type]
 
 
 def is_plain_linear(linear: Any) -> bool:

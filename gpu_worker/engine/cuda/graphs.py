@@ -1,4 +1,4 @@
-"""Steps in which all rows decode, captured as CUDA graphs: the host launches one thing instead of hundreds."""
+"""CUDA graphs of steps in which all rows decode: the host launches one thing instead of hundreds."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -19,7 +19,7 @@ Capture = Callable[[Callable[[], None]], Callable[[], None]]
 
 
 class CaptureError(Exception):
-    """What is to be captured waits for the device."""
+    """A step cannot be captured: it waits for the device."""
 
 
 def graph_sizes(max_rows: int) -> list[int]:
@@ -30,6 +30,13 @@ def graph_sizes(max_rows: int) -> list[int]:
 class CudaGraphs:
     """One graph for each number of rows. They read and write tensors that stay where they are: what a step
     needs is copied there.
+
+    Attributes:
+        ids: int32 [max_rows]; below 0 the token that the step in flight samples, as in batch/inputs.py.
+        positions: int32 [max_rows]
+        table: int32 [max_rows, max_blocks]; the rows' blocks.
+        previous: int64 [max_rows]; ids that the step in flight samples.
+        logits: [max_rows, vocabulary] of the model's dtype.
     """
 
     def __init__(
@@ -41,8 +48,11 @@ class CudaGraphs:
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        self.decode, self.device, self.max_rows = decode, device, max_rows
-        self.ids, self.positions = (torch.zeros(max_rows, dtype=torch.int32, device=device) for _ in range(2))
+        self.decode = decode
+        self.device = device
+        self.max_rows = max_rows
+        self.ids = torch.zeros(max_rows, dtype=torch.int32, device=device)
+        self.positions = torch.zeros(max_rows, dtype=torch.int32, device=device)
         self.table = torch.zeros(max_rows, max_blocks, dtype=torch.int32, device=device)
         self.previous = torch.zeros(max_rows, dtype=torch.int64, device=device)
         self.logits = torch.zeros(max_rows, vocab_size, dtype=dtype, device=device)

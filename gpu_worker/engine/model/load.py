@@ -167,7 +167,7 @@ def report_progress(progress: model_files.Progress) -> None:
 
 
 def probe_forward(model: Any, device: torch.device) -> torch.Tensor:
-    """→ logits [1, PROBE_TOKENS, vocabulary]"""
+    """→ logits [1, PROBE_TOKENS, vocabulary], any dtype"""
     positions = torch.arange(PROBE_TOKENS, device=device)[None]
     logits: torch.Tensor = model(
         input_ids=torch.zeros_like(positions), position_ids=positions, use_cache=False

@@ -48,7 +48,7 @@ class LoadedModel:
 
     @torch.inference_mode()
     def forward(self, inputs: Inputs) -> torch.Tensor:
-        """Computes a step → logits [positions of `inputs.sampled`, vocabulary], float32 or the model's dtype"""
+        """Computes a step → logits [entries of `inputs.sampled`, vocabulary], float32 or the model's dtype"""
         self.backend.begin(inputs)
         for rope in self.ropes:
             rope.begin(inputs)

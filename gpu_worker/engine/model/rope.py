@@ -1,4 +1,4 @@
-"""Rotary embeddings whose frequencies depend on how long a sequence is, for a line of tokens of many
+"""Rotary embeddings whose frequencies depend on how long a sequence is, for a step with tokens of many
 sequences.
 
 transformers computes them once a forward, from the largest position in it. Here each token keeps the
@@ -17,20 +17,24 @@ from gpu_worker.engine.batch.inputs import Inputs
 
 BY_LENGTH = ("dynamic", "longrope")
 CosSin = tuple[torch.Tensor, torch.Tensor]
-"""Cosines and sines."""
+"""Cosines and sines, each [1, tokens, dim] of the module's dtype."""
 
 
 class PerTokenRope:
     """Replaces the forward of one rotary module of type `dynamic` (NTK) or `longrope` (arXiv:2402.13753).
     Some modules have a type of their own for each type of layer: then only those that need it are computed
     here.
+
+    Tensors: states x [1, tokens, hidden] of the model's dtype, position_ids int64 [1, tokens].
     """
 
     def __init__(self, module: Any) -> None:
-        self.module, self.plain = module, inspect.unwrap(type(module).forward)
+        self.module = module
+        self.plain_forward = inspect.unwrap(type(module).forward)
         self.types = {layer_type: kind for layer_type, kind in types_of(module).items() if kind in BY_LENGTH}
-        self.lengths, self.complex = torch.ones(1, dtype=torch.int64), False
-        self.known: dict[tuple[str | None, int], tuple[torch.Tensor, float]] = {}
+        self.lengths = torch.ones(1, dtype=torch.int64)
+        self.is_complex = False
+        self.frequencies: dict[tuple[str | None, int], tuple[torch.Tensor, float]] = {}
         module.forward = self.forward
 
     @property
@@ -51,60 +55,64 @@ class PerTokenRope:
     def forward(
         self, x: torch.Tensor, position_ids: torch.Tensor, layer_type: str | None = None
     ) -> CosSin | torch.Tensor:
-        """→ cosines and sines, each [1, tokens, dim]; where the module gives these as complex numbers
-        (DeepSeek-V2), such
+        """→ cosines and sines, each [1, tokens, dim] of the module's dtype; complex numbers [1, tokens, dim]
+        where the module gives these (DeepSeek-V2)
         """
         kind = self.types.get(layer_type)
         if kind is None:
-            return self.plain(self.module, x, position_ids, **options_of(layer_type))  # type: ignore[no-any-return]
-        turns = (self.by_length if kind == "dynamic" else self.by_side)(x, position_ids, layer_type)
-        return torch.complex(*turns) if self.complex else turns
+            return self.plain_forward(self.module, x, position_ids, **options_of(layer_type))  # type: ignore[no-any-return]
+        cos_sin = (self.rotate_by_length if kind == "dynamic" else self.rotate_by_side)(
+            x, position_ids, layer_type
+        )
+        return torch.complex(*cos_sin) if self.is_complex else cos_sin
 
-    def by_length(self, x: torch.Tensor, position_ids: torch.Tensor, layer_type: str | None) -> CosSin:
+    def rotate_by_length(self, x: torch.Tensor, position_ids: torch.Tensor, layer_type: str | None) -> CosSin:
         """The tokens of each length that has frequencies of its own, one after the other."""
         lengths, parts, order = self.lengths.clamp(min=self.module.config.max_position_embeddings), [], []
         for length in torch.unique(lengths).tolist():
             chosen = (lengths == length).nonzero()[:, 0]
-            parts.append(self.turns(x, position_ids[:, chosen], layer_type, length))
+            parts.append(self.cos_sin(x, position_ids[:, chosen], layer_type, length))
             order.append(chosen)
         back = torch.cat(order).argsort()
         cosines, sines = (torch.cat(tensors, 1)[:, back] for tensors in zip(*parts, strict=True))
         return cosines, sines
 
-    def by_side(self, x: torch.Tensor, position_ids: torch.Tensor, layer_type: str | None) -> CosSin:
+    def rotate_by_side(self, x: torch.Tensor, position_ids: torch.Tensor, layer_type: str | None) -> CosSin:
         """All tokens with both sets of frequencies, of which each takes its own: nothing here waits for the
         device.
         """
         config = self.module.config
         parameters = config.rope_parameters if layer_type is None else config.rope_parameters[layer_type]
         original = parameters["original_max_position_embeddings"]
-        short = self.turns(x, position_ids.clamp(max=original - 1), layer_type, original)
-        long = self.turns(x, position_ids, layer_type, original + 1)
+        short = self.cos_sin(x, position_ids.clamp(max=original - 1), layer_type, original)
+        long = self.cos_sin(x, position_ids, layer_type, original + 1)
         outgrown = (self.lengths > original)[None, :, None]
         return torch.where(outgrown, long[0], short[0]), torch.where(outgrown, long[1], short[1])
 
-    def turns(
+    def cos_sin(
         self, x: torch.Tensor, position_ids: torch.Tensor, layer_type: str | None, length: int
     ) -> CosSin:
         """With the frequencies of a sequence of `length` tokens, which has all of these positions."""
-        self.use(layer_type, length, x.device)
+        self.set_frequencies(layer_type, length, x.device)
         last = position_ids.new_full(
             (1, 1), length - 1
         )  # Phi-MoE scales by the largest position that it is given
-        output = self.plain(self.module, x, torch.cat((position_ids, last), 1), **options_of(layer_type))
-        self.complex = torch.is_tensor(output)
-        cosines, sines = (output.real, output.imag) if self.complex else output
+        output = self.plain_forward(
+            self.module, x, torch.cat((position_ids, last), 1), **options_of(layer_type)
+        )
+        self.is_complex = torch.is_tensor(output)
+        cosines, sines = (output.real, output.imag) if self.is_complex else output
         return cosines[:, :-1], sines[:, :-1]
 
-    def use(self, layer_type: str | None, length: int, device: torch.device) -> None:
+    def set_frequencies(self, layer_type: str | None, length: int, device: torch.device) -> None:
         """Gives the module the frequencies of a sequence of `length` tokens, and what it scales cosines and
         sines with.
         """
         key, side = (layer_type, length), "" if layer_type is None else f"{layer_type}_"
-        if key not in self.known:
+        if key not in self.frequencies:
             compute = ROPE_INIT_FUNCTIONS[self.types[layer_type]]
-            self.known[key] = compute(self.module.config, device, seq_len=length, layer_type=layer_type)
-        frequencies, scaling = self.known[key]
+            self.frequencies[key] = compute(self.module.config, device, seq_len=length, layer_type=layer_type)
+        frequencies, scaling = self.frequencies[key]
         setattr(self.module, f"{side}inv_freq", frequencies)
         setattr(self.module, f"{side}attention_scaling", scaling)
 
@@ -132,7 +140,7 @@ def recompute_length(model: Any) -> int | None:
 
 
 def replace_ropes(model: Any) -> list[PerTokenRope]:
-    """Takes over the rotary modules of a model that need it."""
+    """Replaces the forward of the rotary modules of a model that need it."""
     return [
         PerTokenRope(module)
         for module in model.modules()

@@ -98,7 +98,9 @@ def equalize_replicas(model: Any, plan: TpPlan, communicator: Communicator) -> N
 def rank_tensors(
     path: Path, model: Any, shards: Mapping[str, TensorShards], rank: int
 ) -> Iterator[tuple[str, Any]]:
-    """The checkpoint's tensors by their names in it, each as this rank needs it; none is read yet."""
+    """The checkpoint's tensors by their names in it, each as this rank needs it, [...] of the file's dtype;
+    none is read yet.
+    """
     shapes = {name: tensor.shape for name, tensor in model.state_dict().items()}
     changes = get_model_conversion_mapping(model, TEXT_KEY_MAPPING)
     renamings = [change for change in changes if isinstance(change, WeightRenaming)]
@@ -119,15 +121,16 @@ def rank_tensors(
                 yield key, tensor
                 continue
             if converted and not only_joined[converted]:
+                form = f"{name} in another form"
                 raise UnservableModel(
-                    f"its checkpoint has {name} in another form, which cannot be split between ranks (NUM_SHARD)"
+                    f"its checkpoint has {form}, which cannot be split between ranks (NUM_SHARD)"
                 )
             yield key, rank_slices(name, tensor, shards[name], shapes[name], rank)
 
 
 def rank_slices(name: str, tensor: Any, shards: TensorShards, shape: Sequence[int], rank: int) -> RankSlices:
-    """`shape` is the whole parameter's; a checkpoint may have it in pieces: one for each expert, or the
-    packed parts one by one.
+    """A rank's part of `tensor`, [...] of the file's dtype. `shape` is the whole parameter's; a checkpoint
+    may have it in pieces: one for each expert, or the packed parts one by one.
     """
     own = tensor.get_shape()
     dim = shards.dim - (len(shape) - len(own))

@@ -1,5 +1,5 @@
-"""What is found out before rows come: how much memory steps need, how long prompt tokens take, how many of
-them one step may have.
+"""Warm-up: measures how much memory steps need and how long prompt tokens take, and so how many of them one
+step may have.
 """
 
 import time
@@ -60,7 +60,7 @@ def measure_ms(forward: Forward, slices: Sequence[RowSlice], device: torch.devic
 def run_largest_step(
     forward: Forward, tokens: int, rows: int, context: int, vocab_size: int, block_size: int
 ) -> None:
-    """A forward of so many prompt tokens, and the choice of so many rows in the way that takes most memory."""
+    """Computes so many prompt tokens, and samples so many rows in the way that takes most memory."""
     logits = forward(prompt_parts(tokens, context, vocab_size, block_size))
     state = SamplingState.of(
         StartRow(0, b"", 0, b"", StoppingParams(1), SamplingParams(temperature=1.0, typical_p=0.9)), []

@@ -1,5 +1,5 @@
-"""The weights of a checkpoint: as transformers loads them, by its own quantizer where they are quantised.
-Never by guess.
+"""Weights: reads a checkpoint as transformers does, by its own quantizer where it is quantised. Weights that
+the config does not explain are refused.
 """
 
 import json
@@ -62,7 +62,7 @@ def meta_model(config: Any, settings: Settings) -> Any:
 
 
 def load_pretrained(source: Callable[..., Any], settings: Settings, **options: Any) -> Any:
-    """What `source`, a `from_pretrained` of transformers, gives. Raises SettingError where it is not whole."""
+    """Calls `source`, a `from_pretrained` of transformers. Raises SettingError where weights are missing."""
     options |= {
         "attn_implementation": backend.NAME,
         "trust_remote_code": settings.trust_remote_code,
@@ -110,9 +110,9 @@ def check_types(path: Path, model_id: str) -> None:
     for file in model_files.weight_files(path):
         for name, kind in tensor_types(file).items():
             if name.endswith(".weight") and kind not in PLAIN_DTYPES:
+                weights = f"weights of type {kind} ({name})"
                 raise SettingError(
-                    "model_id",
-                    f"{model_id} has weights of type {kind} ({name}), and its config.json says nothing of them",
+                    "model_id", f"{model_id} has {weights}, and its config.json says nothing of them"
                 )
 
 

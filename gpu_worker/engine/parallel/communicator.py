@@ -1,5 +1,5 @@
-"""The ranks of a worker and what they say to each other. Tensors go by gloo on CPU and by NCCL on CUDA, words
-by gloo.
+"""Communicator: what the ranks of a worker send each other. Tensors go by gloo on CPU and by NCCL on CUDA,
+grants by gloo.
 """
 
 import os
@@ -21,7 +21,8 @@ FOREVER = timedelta(days=365)
 
 
 class Communicator:
-    """Rank 0 hears the grants and samples; the others apply and launch the same, step by step.
+    """One rank's end. Rank 0 receives the grants and samples; the others apply and launch the same, step by
+    step. Tensors have any shape [...] and dtype, the same on all ranks but where a method says otherwise.
 
     Each rank could sample by itself, but would choose the same only where all compute the same numbers bit by
     bit, and ranks may run on processors of different kinds. A row must not go on with one token here and with
@@ -30,7 +31,9 @@ class Communicator:
 
     def __init__(self, place: Place) -> None:
         """Returns when all ranks are there."""
-        self.place, self.rank, self.world_size = place, place.rank, place.world_size
+        self.place = place
+        self.rank = place.rank
+        self.world_size = place.world_size
         if self.world_size > 1:
             if place.address == LOOPBACK:
                 os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")

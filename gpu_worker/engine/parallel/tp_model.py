@@ -26,7 +26,8 @@ Forward = Callable[..., torch.Tensor]
 
 
 def sharded_class(whole: type[Any], shards: Mapping[str, TensorShards], rank: int) -> type[Any]:
-    """The class of a model → a class whose models are a rank's part. It keeps the name by which transformers
+    """The class of a model → a class whose models are a rank's part: `shards` by
+    parameter, [...] of any dtype. It keeps the name by which transformers
     finds its conversions.
     """
 
@@ -38,7 +39,7 @@ def sharded_class(whole: type[Any], shards: Mapping[str, TensorShards], rank: in
 
 
 def shrink_parameters(model: Any, shards: Mapping[str, TensorShards], rank: int) -> None:
-    """Leaves of each parameter, still without values, as much as the rank holds."""
+    """Leaves of each parameter [...] of any dtype, still without values, as much as the rank holds."""
     for name, own in shards.items():
         path, _, leaf = name.rpartition(".")
         module = model.get_submodule(path)
@@ -72,31 +73,28 @@ def connect_shards(model: Any, plan: TpPlan, communicator: Communicator) -> None
             module.forward = partial(embed_shard, module.forward, communicator, shards.intervals[rank])
 
 
-# Forwards of connected modules. States are [..., features] in the model's dtype.
-
-
 def reduce_output(forward: Forward, communicator: Communicator, *inputs: Any, **options: Any) -> torch.Tensor:
-    """The sum of all ranks' outputs: [..., features]."""
+    """The sum of all ranks' outputs: [..., features] of the model's dtype."""
     return communicator.all_reduce(forward(*inputs, **options))
 
 
 def gather_output(
     forward: Forward, communicator: Communicator, sizes: Sequence[int], states: torch.Tensor
 ) -> torch.Tensor:
-    """All ranks' outputs side by side: [..., sum of sizes]."""
+    """states [..., inputs] of the model's dtype → all ranks' outputs side by side, [..., sum of sizes]"""
     return communicator.all_gather(forward(states), sizes)
 
 
 def split_input(forward: Forward, own: Interval, states: torch.Tensor) -> torch.Tensor:
-    """The output of this rank's own part of the features: [..., features]."""
+    """states [..., inputs] of the model's dtype → the output of this rank's own part of them"""
     return forward(states[..., own[0] : own[1]])
 
 
 def embed_shard(
     forward: Forward, communicator: Communicator, own: Interval, ids: torch.Tensor
 ) -> torch.Tensor:
-    """ids int64 [1, tokens] → embeddings [1, tokens, hidden]: ids of other ranks give zeros here, and the sum
-    over the ranks is the embedding.
+    """ids int64 [1, tokens] → embeddings [1, tokens, hidden] of the model's dtype: ids of other ranks give
+    zeros here, and the sum over the ranks is the embedding.
     """
     begin, end = own
     elsewhere = (ids < begin) | (ids >= end)

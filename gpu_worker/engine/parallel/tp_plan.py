@@ -34,8 +34,8 @@ Interval = tuple[int, int]
 
 @dataclass(frozen=True, slots=True)
 class TensorShards:
-    """Of one parameter: the entries that rank r holds along `dim` are `intervals[r]`, in each of `packed`
-    equal parts side by side.
+    """How one parameter is split: the entries that rank r holds along `dim` are `intervals[r]`, in each of
+    `packed` equal parts side by side.
     """
 
     dim: int
@@ -45,7 +45,8 @@ class TensorShards:
 
 @dataclass(frozen=True, slots=True)
 class TpPlan:
-    """
+    """How a model is split between ranks.
+
     Attributes:
         cuts: by the name of a parameter.
         styles: of modules, by their names.
@@ -146,7 +147,7 @@ def pattern_of(name: str) -> str:
 def shards_of(
     model: Any, name: str, leaf: str, shape: Sequence[int], style: str, world_size: int
 ) -> TensorShards | None:
-    """Of one parameter; None where every rank holds all of it."""
+    """How a parameter [*shape] of any dtype is split; None where every rank holds all of it."""
     if (style in ROWS and len(shape) == 1) or style not in (*COLUMNS, *ROWS):
         return None  # a bias, added once
     dim = len(shape) - 1 if style in ROWS else max(0, len(shape) - 2)

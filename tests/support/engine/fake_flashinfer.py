@@ -48,8 +48,9 @@ def gathered(cache: torch.Tensor, blocks: torch.Tensor, length: int) -> torch.Te
 
 
 def xqa_batch_decode_with_kv_cache(
-    query: torch.Tensor, kv_cache: Cache, workspace_buffer: torch.Tensor, block_tables: torch.Tensor, seq_lens: torch.Tensor,
-    max_seq_len: int, *, bmm1_scale: float, window_left: int, out: torch.Tensor, sinks: torch.Tensor | None, kv_layout: str,
+    query: torch.Tensor, kv_cache: Cache, workspace_buffer: torch.Tensor, block_tables: torch.Tensor,
+    seq_lens: torch.Tensor, max_seq_len: int, *, bmm1_scale: float, window_left: int, out: torch.Tensor,
+    sinks: torch.Tensor | None, kv_layout: str,
 ) -> None:  # fmt: skip
     """The kernel takes addresses and a few strides: everything else must be as it expects, and nothing checks
     it.
@@ -88,10 +89,12 @@ class BatchPrefillWithPagedKVCacheWrapper:
         )
 
     def plan(
-        self, qo_indptr: torch.Tensor, paged_kv_indptr: torch.Tensor, paged_kv_indices: torch.Tensor, paged_kv_last_page_len: torch.Tensor,
+        self, qo_indptr: torch.Tensor, paged_kv_indptr: torch.Tensor, paged_kv_indices: torch.Tensor,
+        paged_kv_last_page_len: torch.Tensor,
         num_qo_heads: int, num_kv_heads: int, head_dim_qk: int, page_size: int,
         *, causal: bool, sm_scale: float, window_left: int, logits_soft_cap: float | None,
-        q_data_type: torch.dtype, kv_data_type: torch.dtype, seq_lens: torch.Tensor, max_token_per_sequence: int,
+        q_data_type: torch.dtype, kv_data_type: torch.dtype, seq_lens: torch.Tensor,
+        max_token_per_sequence: int,
     ) -> None:  # fmt: skip
         on_host = (qo_indptr, paged_kv_indptr, paged_kv_last_page_len, seq_lens)
         assert all(tensor.device.type == "cpu" for tensor in on_host), "it copies them to the host, and waits"

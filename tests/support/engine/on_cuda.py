@@ -79,7 +79,8 @@ def needs_flash(device: str) -> None:
 
 def backend_of(geometry: Geometry, device: torch.device) -> Any:
     """As on CUDA."""
-    from gpu_worker.engine.attention.flashinfer import FlashInferBackend, unsupported_because
+    from gpu_worker.engine.attention.flashinfer import FlashInferBackend
+    from gpu_worker.engine.attention.flashinfer_support import unsupported_because
 
     return (
         SdpaBackend(geometry, device)

@@ -57,7 +57,7 @@ class Taken:
 
 
 def write(folder: Path, num_bytes: int) -> int:
-    """A random Llama of about this size in bfloat16, in several files with an index → bytes of its tensors."""
+    """A random Llama of about this size in bfloat16, in several files with an index → its tensors' bytes."""
     layers = max(1, round(num_bytes / 2 / LAYER_NUMBERS))
     sizes: dict[str, Any] = {
         "hidden_size": HIDDEN,
@@ -163,7 +163,8 @@ def be_rank(folder: Path, rank: int, world_size: int, port: int) -> None:
 def main(size_bytes: int) -> None:
     with tempfile.TemporaryDirectory() as name:
         print(
-            f"{write(Path(name), size_bytes) // MIB} MiB in {len(model_files.weight_files(Path(name)))} files, bfloat16"
+            f"{write(Path(name), size_bytes) // MIB} MiB in "
+            f"{len(model_files.weight_files(Path(name)))} files, bfloat16"
         )
         for world_size in (1, 2):
             for rank, taken in enumerate(measure(Path(name), world_size)):

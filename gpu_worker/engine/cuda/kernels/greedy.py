@@ -54,7 +54,9 @@ def greedy_row(
 
 
 def greedy_rows(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """As `greedy`."""
+    """The likeliest token of each row. logits [rows, vocabulary] of any float dtype → ids int64 [rows],
+    log-probabilities float32 [rows]
+    """
     rows, size = logits.shape
     logits = logits.contiguous()
     ids, logprobs = (

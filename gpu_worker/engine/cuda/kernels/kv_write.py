@@ -13,7 +13,8 @@ WIDTH = 2048
 @triton.jit  # type: ignore[untyped-decorator]
 def write_line(
     keys: tl.tensor, values: tl.tensor, key: tl.tensor, value: tl.tensor, slots: tl.tensor,
-    key_head: tl.tensor, key_token: tl.tensor, value_head: tl.tensor, value_token: tl.tensor, heads: tl.tensor, block_size: tl.tensor,
+    key_head: tl.tensor, key_token: tl.tensor, value_head: tl.tensor, value_token: tl.tensor,
+    heads: tl.tensor, block_size: tl.tensor,
     key_dim: tl.constexpr, value_dim: tl.constexpr, width: tl.constexpr,
 ) -> None:  # fmt: skip
     """One program for a token and a head: the numbers of its K and of its V, each next to each other on both
@@ -32,7 +33,9 @@ def write_line(
 def write_keys_and_values(
     keys: torch.Tensor, values: torch.Tensor, key: torch.Tensor, value: torch.Tensor, slots: torch.Tensor
 ) -> None:
-    """As `write`. The numbers of a head lie next to each other."""
+    """keys and values [blocks, kv_heads, block_size, dim], key and value [kv_heads, tokens, dim], all of one
+    dtype; slots int [tokens]. As `write_kv` in attention/kv_write.py.
+    """
     if key.stride(2) != 1 or value.stride(2) != 1:
         key, value = key.contiguous(), value.contiguous()
     heads, tokens, key_dim = key.shape
@@ -43,7 +46,8 @@ def write_keys_and_values(
 
 @triton.jit  # type: ignore[untyped-decorator]
 def fill_block_part(
-    store: tl.tensor, blocks: tl.tensor, value: tl.tensor, num_blocks: tl.tensor, page: tl.tensor, width: tl.constexpr
+    store: tl.tensor, blocks: tl.tensor, value: tl.tensor, num_blocks: tl.tensor, page: tl.tensor,
+    width: tl.constexpr
 ) -> None:  # fmt: skip
     """One program for a block, one of the store's tensors, and `width` numbers of the page that the block has
     in it.
@@ -55,7 +59,9 @@ def fill_block_part(
 
 
 def fill_blocks(store: torch.Tensor, blocks: torch.Tensor, value: float) -> None:
-    """As `fill`."""
+    """store [tensors, blocks, kv_heads, block_size, dim] of any dtype, blocks int64 [n]. As `fill_kv` in
+    attention/kv_write.py.
+    """
     num_tensors, num_blocks, page = len(store), store.shape[1], store.stride(1)
     fill_block_part[(len(blocks), num_tensors, triton.cdiv(page, WIDTH))](
         store, blocks, value, num_blocks, page, WIDTH

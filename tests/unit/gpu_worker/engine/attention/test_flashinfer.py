@@ -22,14 +22,18 @@ from common.settings.settings import SettingError, Settings
 from gpu_worker.engine import engine as engine_module
 from gpu_worker.engine.attention import backend as attention
 from gpu_worker.engine.attention import choose
+from gpu_worker.engine.attention.flashinfer_support import (
+    add_ninja_to_path,
+    plans_needed_because,
+    unsupported_because,
+)
 from gpu_worker.engine.attention.kv_cache import AttentionSpec, Geometry, KVCache, LayerSpec
 from gpu_worker.engine.attention.sdpa import SdpaBackend
 from gpu_worker.engine.batch.inputs import build_inputs
 from gpu_worker.engine.batch.rows import arrange
 from gpu_worker.engine.cuda.compile import compile_layers, layers_of, stop_compiling
 from gpu_worker.engine.cuda.deterministic import FixedShapeGraph
-from gpu_worker.engine.cuda.fused_linear import FusedLinearSlice as Merged
-from gpu_worker.engine.cuda.fused_linear import fuse_linears
+from gpu_worker.engine.cuda.fused_linear import FusedLinearSlice, fuse_linears
 from gpu_worker.engine.cuda.graphs import CudaGraphs, graph_sizes, run_without_sync
 from gpu_worker.engine.engine import Engine
 from gpu_worker.engine.model import load, warmup
@@ -42,12 +46,7 @@ from tests.unit.gpu_worker.engine.test_split_step import limit
 
 if not fake_flashinfer.install():
     pytest.skip("where there is a GPU, the tests marked gpu try the real parts", allow_module_level=True)
-from gpu_worker.engine.attention.flashinfer import (
-    FlashInferBackend,
-    add_ninja_to_path,
-    plans_needed_because,
-    unsupported_because,
-)
+from gpu_worker.engine.attention.flashinfer import FlashInferBackend
 
 HOPPER = 9
 SLOWLY = (
@@ -335,7 +334,7 @@ def test_merged_products_are_what_the_parts_would_be() -> None:
     model, given = Odd(), torch.randn(3, 8)
     expected = model(given)
     fuse_linears(model)
-    assert isinstance(model.q_proj, Merged)
+    assert isinstance(model.q_proj, FusedLinearSlice)
     for _ in range(2):
         torch.testing.assert_close(model(given), expected)
 

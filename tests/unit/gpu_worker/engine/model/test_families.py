@@ -246,7 +246,7 @@ def test_refused(family: str, tmp_path: Path) -> None:
 def test_tokens_that_mix_are_seen(
     family: str, sizes: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whatever the config says of its layers: states beside attention, and convolutions of what goes into it."""
+    """Whatever the config says of its layers: states beside attention, and convolutions of its inputs."""
     monkeypatch.setattr(config, "LAYER_TYPES", {"hybrid", "hybrid_sliding"})
     tiny_models.save(tmp_path, family, sizes)
     with pytest.raises(SettingError, match="see each other by other ways than attention"):

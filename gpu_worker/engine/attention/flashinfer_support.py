@@ -1,0 +1,64 @@
+"""What FlashInfer has kernels for."""
+
+import os
+import shutil
+import sysconfig
+from collections.abc import Sequence
+
+import torch
+
+from gpu_worker.engine.attention.kv_cache import Geometry
+
+DTYPES = (torch.bfloat16, torch.float16)
+DIMS = (64, 128, 256)
+PLAN_FREE_BLOCKS = (16, 32, 64, 128)
+PLAN_FREE_GENERATIONS = (9, 10, 12)
+"""Major compute capabilities that XQA is compiled for."""
+PLAN_FREE_GROUP = 32
+"""Query heads that share one K head: of more, one program's queries do not fit where it keeps them, if they
+have 256 numbers.
+"""
+
+
+def unsupported_because(geometry: Geometry) -> str:
+    """Why FlashInfer has no attention for a model; empty where it has."""
+    dims = sorted({dim for layer in geometry.layers for dim in (layer.key_dim, layer.value_dim)})
+    if geometry.dtype not in DTYPES:
+        return f"it has kernels for {listed(DTYPES)}, not for {geometry.dtype}"
+    return (
+        ""
+        if len(dims) == 1 and dims[0] in DIMS
+        else f"it has kernels for heads of {listed(DIMS)} numbers, these have {listed(dims)}"
+    )
+
+
+def plans_needed_because(geometry: Geometry, generation: int) -> str:
+    """Why rows that decode need plans of the host, so that steps of such rows cannot be captured; empty where
+    XQA serves them.
+    """
+    groups, caps = {spec.group for spec in geometry.specs}, {spec.softcap for spec in geometry.specs}
+    if caps != {None}:
+        return "scores are soft-capped"
+    if max(groups) > PLAN_FREE_GROUP:
+        return f"{max(groups)} query heads share a K head, more than {PLAN_FREE_GROUP}"
+    if geometry.block_size not in PLAN_FREE_BLOCKS:
+        return f"blocks have {geometry.block_size} tokens (BLOCK_SIZE), not {listed(PLAN_FREE_BLOCKS)}"
+    return (
+        ""
+        if generation in PLAN_FREE_GENERATIONS
+        else f"the GPU's compute capability is {generation}, not {listed(PLAN_FREE_GENERATIONS)}"
+    )
+
+
+def add_ninja_to_path() -> None:
+    """FlashInfer compiles by ninja, which it brings and calls by name. It lies beside this interpreter, whose
+    folder is in PATH only where the virtual environment was activated.
+    """
+    if shutil.which("ninja") is None:
+        os.environ["PATH"] = os.pathsep.join(
+            (os.environ.get("PATH", os.defpath), sysconfig.get_path("scripts"))
+        )
+
+
+def listed(values: Sequence[object]) -> str:
+    return ", ".join(map(str, values))
