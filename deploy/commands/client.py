@@ -43,7 +43,7 @@ def add_url(parser: argparse.ArgumentParser) -> None:
 
 
 def base_url(text: str) -> str:
-    """The URL that `localhost:3000`, `http://host/` or OpenAI's `http://host/v1` means. Raises SettingError."""
+    """The URL that `localhost:3000`, `http://host/` or `http://host/v1` means. Raises SettingError."""
     url = text if "://" in text else f"http://{text}"
     url = url.rstrip("/").removesuffix("/v1")
     try:

@@ -1,5 +1,5 @@
-"""`tokenfleet doctor`: checks this machine and the settings, and prints what would not work and the fix. Starts
-nothing, downloads nothing.
+"""`tokenfleet doctor`: checks this machine and the settings, and prints what would not work and the fix.
+Starts nothing, downloads nothing.
 """
 
 import asyncio

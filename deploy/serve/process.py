@@ -95,8 +95,8 @@ class Process:
         return self.running is not None and self.running.returncode is None
 
     def send(self, number: signal.Signals) -> None:
-        """Sends a signal, if it runs. Not by `running.send_signal`: that reaps a process that has just ended, of
-        which asyncio then complains.
+        """Sends a signal, if it runs. Not by `running.send_signal`: that reaps a process that has just ended,
+        of which asyncio then complains.
         """
         if self.running is not None and self.is_running:
             with contextlib.suppress(ProcessLookupError):

@@ -53,7 +53,7 @@ async def signalled_again(signalled: asyncio.Event) -> None:
 
 
 async def drain(fleet: Fleet) -> None:
-    """Stops gateways when their requests are finished, then the processes that compute them, then the broker."""
+    """Stops gateways when their requests are finished, then batchers and workers, then the broker."""
     timeout_s = fleet.settings.graceful_termination_timeout
     log.info(
         "waiting up to %.0f s for %s to finish; new ones get 503. Signal again (Ctrl-C) to end now",

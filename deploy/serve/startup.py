@@ -57,8 +57,8 @@ class StartupLine:
 
 
 async def wait_until_ready(fleet: Fleet) -> bool:
-    """Waits until the fleet can serve, and shows meanwhile what it waits for. Returns False where the fleet is
-    stopped before.
+    """Waits until the fleet can serve, and shows meanwhile what it waits for. Returns False where the fleet
+    is stopped before.
     """
     assert fleet.settings.redis_url is not None
     clock = asyncio.get_running_loop().time

@@ -24,7 +24,8 @@ def test_directories_go_with_their_owners_or_at_the_next_start(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    killed = "import os, signal; from deploy.serve.broker import embedded\nwith embedded(): os.kill(os.getpid(), signal.SIGKILL)"
+    killed = "import os, signal\nfrom deploy.serve.broker import embedded\n"
+    killed += "with embedded(): os.kill(os.getpid(), signal.SIGKILL)"
     subprocess.run([sys.executable, "-c", killed], env=os.environ | {"TMPDIR": str(tmp_path)})
     [abandoned] = tmp_path.iterdir()
     fresh = tmp_path / f"{PREFIX}which-is-being-made"
