@@ -12,7 +12,7 @@ from deploy.commands.client import Frames, Trouble, check, explained, said, show
 
 
 @dataclass(slots=True)
-class Answer:
+class TimedAnswer:
     """Filled while it comes.
 
     Attributes:
@@ -42,7 +42,7 @@ def body(server: Server, path: str, prompt: str, max_tokens: int) -> dict[str, A
     return fields | {"stream": True, "stream_options": {"include_usage": True}} | on
 
 
-async def ask(client: httpx.AsyncClient, path: str, content: bytes, answer: Answer) -> None:
+async def ask(client: httpx.AsyncClient, path: str, content: bytes, answer: TimedAnswer) -> None:
     """Fills the answer until it has ended. Raises Trouble."""
     headers = {"content-type": "application/json"}
     with explained(str(client.base_url)):
@@ -59,7 +59,7 @@ async def ask(client: httpx.AsyncClient, path: str, content: bytes, answer: Answ
     answer.ended_s = time.monotonic()
 
 
-def take(answer: Answer, frame: dict[str, Any], now_s: float) -> None:
+def take(answer: TimedAnswer, frame: dict[str, Any], now_s: float) -> None:
     """One frame of either route."""
     if error := said(frame):
         raise Trouble(f"the server ends the answer: {shown(error)}")

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from deploy.bench.ask import Answer
+from deploy.bench.ask import TimedAnswer
 
 
 @dataclass(frozen=True, slots=True)
@@ -13,7 +13,7 @@ class Round:
 
     begun_s: float
     ended_s: float
-    answers: Sequence[Answer]
+    answers: Sequence[TimedAnswer]
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +79,7 @@ def figures(rounds: Sequence[Round]) -> Figures:
     )
 
 
-def tokens_per_frame(complete: Sequence[Answer]) -> float:
+def tokens_per_frame(complete: Sequence[TimedAnswer]) -> float:
     """By the word of the server where it gives one."""
     told = [
         (answer.num_tokens, len(answer.times_s))

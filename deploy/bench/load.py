@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import httpx
 
-from deploy.bench.ask import Answer, ask, body, encode
+from deploy.bench.ask import TimedAnswer, ask, body, encode
 from deploy.bench.figures import Round, figures
 from deploy.bench.prompts import WORDS_PER_TOKEN, prompt
 from deploy.bench.servers import Server
@@ -68,7 +68,7 @@ def warm_s(wanted: Wanted, num_servers: int) -> float:
 
 
 def turns(warm: Sequence[Round]) -> int:
-    """One turn of double length for a server that needs a good part of a round for its first tokens, else two."""
+    """Number of rounds: one, twice as long, where a server takes much of a round for its first tokens."""
     medians = [figures([one]).first_p50_s for one in warm]
     slow = any(
         median is None or median > SLOW * (one.ended_s - one.begun_s)
@@ -107,11 +107,11 @@ async def measure(
     return (round(sum(means) / len(means)) if means else first[0].prompt_tokens), rounds
 
 
-async def greet(target: Target, text: str) -> Answer:
+async def greet(target: Target, text: str) -> TimedAnswer:
     """One token, however long it takes: says how long the prompt is. Raises Trouble when there is no use in
     going on.
     """
-    answer = Answer(time.monotonic())
+    answer = TimedAnswer(time.monotonic())
     try:
         await ask(target.client, target.path, encode(body(target.server, target.path, text, 1)), answer)
     except Trouble as trouble:
@@ -136,12 +136,12 @@ def prompts(name: str, num_words: int) -> Iterator[str]:
 
 async def drive(target: Target, users: int, texts: Iterator[str], max_tokens: int, seconds: float) -> Round:
     """One round. Who is not answered at its end is cut off."""
-    answers: list[Answer] = []
+    answers: list[TimedAnswer] = []
 
     async def user() -> None:
         while True:
             content = encode(body(target.server, target.path, next(texts), max_tokens))
-            answers.append(answer := Answer(time.monotonic()))
+            answers.append(answer := TimedAnswer(time.monotonic()))
             try:
                 await ask(target.client, target.path, content, answer)
             except Trouble as trouble:

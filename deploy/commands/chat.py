@@ -42,7 +42,7 @@ Message = dict[str, str]
 
 
 @dataclass(slots=True)
-class Answer:
+class ChatAnswer:
     """One streamed answer, as far as it has come.
 
     Attributes:
@@ -95,14 +95,14 @@ class Conversation:
         how = {"stream": True, "stream_options": {"include_usage": True}}
         return json.dumps(self.fields | how | {"messages": system + self.turns}).encode()
 
-    def ask(self, text: str, show: Callable[[str], None]) -> Answer:
+    def ask(self, text: str, show: Callable[[str], None]) -> ChatAnswer:
         """Shows the answer as it comes. Leaving early closes the connection; what was shown stays in the
         history.
 
         Raises Trouble. A question to which there is no text at all leaves the history as it was.
         """
         self.turns.append({"role": "user", "content": text})
-        answer = Answer(time.monotonic())
+        answer = ChatAnswer(time.monotonic())
         try:
             with explained(str(self.client.base_url)), contextlib.closing(self.pieces(answer)) as pieces:
                 for piece in pieces:
@@ -114,7 +114,7 @@ class Conversation:
                 self.turns.pop()
         return answer
 
-    def pieces(self, answer: Answer) -> Generator[str, None, None]:
+    def pieces(self, answer: ChatAnswer) -> Generator[str, None, None]:
         headers = {"content-type": "application/json"}
         with self.client.stream(
             "POST", "/v1/chat/completions", content=self.body(), headers=headers

@@ -7,13 +7,13 @@ from dataclasses import dataclass, field
 from common.settings.settings import SettingError, Settings
 from common.settings.types import MAX_PORT
 from deploy.serve.broker import Broker
-from deploy.serve.process import Process
+from deploy.serve.process import SupervisedProcess
 
 MODULES = {"batcher": "batcher", "worker": "gpu_worker", "gateway": "api", "jobs": "api.arq.process"}
 
 
 @dataclass(slots=True)
-class Fleet:
+class LocalFleet:
     """What `tokenfleet serve` runs.
 
     Attributes:
@@ -24,19 +24,19 @@ class Fleet:
     """
 
     settings: Settings
-    brokers: list[Process]
-    batchers: list[Process]
-    workers: list[Process]
-    gateways: list[Process]
-    jobs: list[Process] = field(default_factory=list)
+    brokers: list[SupervisedProcess]
+    batchers: list[SupervisedProcess]
+    workers: list[SupervisedProcess]
+    gateways: list[SupervisedProcess]
+    jobs: list[SupervisedProcess] = field(default_factory=list)
     was_ready: bool = False
 
     @property
-    def all(self) -> list[Process]:
+    def all(self) -> list[SupervisedProcess]:
         return [*self.brokers, *self.ours]
 
     @property
-    def ours(self) -> list[Process]:
+    def ours(self) -> list[SupervisedProcess]:
         """All but the broker, in the order of their start."""
         return [*self.batchers, *self.workers, *self.gateways, *self.jobs]
 
@@ -46,20 +46,21 @@ def command(module: str) -> list[str]:
     return [sys.executable, "-P", "-m", module]
 
 
-def new_fleet(settings: Settings, broker: Broker | None) -> Fleet:
+def new_fleet(settings: Settings, broker: Broker | None) -> LocalFleet:
     """A fleet not yet started. `broker` is the one to start, None where `settings.redis_url` leads to
     another.
     """
     environ = settings.environ()
 
-    def members(kind: str, count: int) -> list[Process]:
+    def members(kind: str, count: int) -> list[SupervisedProcess]:
         return [
-            Process(kind, f"{kind[0]}{number}", command(MODULES[kind]), environ) for number in range(count)
+            SupervisedProcess(kind, f"{kind[0]}{number}", command(MODULES[kind]), environ)
+            for number in range(count)
         ]
 
-    fleet = Fleet(
+    fleet = LocalFleet(
         settings=settings,
-        brokers=[Process("broker", "broker", broker.command(), {})] if broker else [],
+        brokers=[SupervisedProcess("broker", "broker", broker.command(), {})] if broker else [],
         batchers=members("batcher", settings.num_batchers),
         workers=members("worker", settings.num_workers),
         gateways=members("gateway", settings.num_gateways),
@@ -71,7 +72,9 @@ def new_fleet(settings: Settings, broker: Broker | None) -> Fleet:
     return fleet
 
 
-def number_ports(processes: Sequence[Process], name: str, first: int, taken: dict[int, str]) -> None:
+def number_ports(
+    processes: Sequence[SupervisedProcess], name: str, first: int, taken: dict[int, str]
+) -> None:
     """Gives each process a port of its own, from `first` on, where that is not 0. Raises SettingError."""
     if not first:
         return

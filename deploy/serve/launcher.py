@@ -16,8 +16,8 @@ from common.process import logs
 from common.settings.settings import Settings
 from deploy.serve import checks
 from deploy.serve.broker import embedded
-from deploy.serve.fleet import Fleet, new_fleet
-from deploy.serve.process import Process, describe, kill
+from deploy.serve.fleet import LocalFleet, new_fleet
+from deploy.serve.process import SupervisedProcess, describe, kill
 from deploy.serve.shutdown import FleetEnded, end_on_signals
 from deploy.serve.startup import introduction, wait_for_broker, wait_until_ready
 
@@ -47,7 +47,7 @@ def serve(settings: Settings) -> int:
         return asyncio.run(run(new_fleet(settings, broker)))
 
 
-async def run(fleet: Fleet) -> int:
+async def run(fleet: LocalFleet) -> int:
     """Starts and supervises the processes until a signal or a fatal end. Returns the exit code; no process is
     left.
     """
@@ -66,7 +66,7 @@ async def run(fleet: Fleet) -> int:
     return over.exit_code
 
 
-async def launch(fleet: Fleet, tasks: asyncio.TaskGroup) -> None:
+async def launch(fleet: LocalFleet, tasks: asyncio.TaskGroup) -> None:
     for process in fleet.brokers:
         tasks.create_task(supervise(process, fleet, tasks))
         await wait_for_broker(fleet.settings)
@@ -77,7 +77,7 @@ async def launch(fleet: Fleet, tasks: asyncio.TaskGroup) -> None:
         print(introduction(fleet.settings), flush=True)
 
 
-async def supervise(process: Process, fleet: Fleet, tasks: asyncio.TaskGroup) -> None:
+async def supervise(process: SupervisedProcess, fleet: LocalFleet, tasks: asyncio.TaskGroup) -> None:
     """Starts a process, and starts it again whenever it ends, for as long as it is wanted."""
     while process.wanted:
         returncode, lived_s = await process.live()

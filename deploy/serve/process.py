@@ -50,7 +50,7 @@ def describe(returncode: int) -> str:
 
 
 @dataclass(slots=True)
-class Process:
+class SupervisedProcess:
     """A process of the fleet. It leads a session of its own, so that a terminal's Ctrl-C does not reach it,
     and dies with us.
 
@@ -113,7 +113,7 @@ class Process:
                 os.killpg(self.running.pid, signal.SIGKILL)
 
 
-async def stop(processes: Sequence[Process], timeout_s: float) -> None:
+async def stop(processes: Sequence[SupervisedProcess], timeout_s: float) -> None:
     """Asks the processes to end, waits, and ends those that did not. None of them starts again."""
     for process in processes:
         process.wanted = False
@@ -122,7 +122,7 @@ async def stop(processes: Sequence[Process], timeout_s: float) -> None:
     await kill(processes)
 
 
-async def kill(processes: Sequence[Process]) -> None:
+async def kill(processes: Sequence[SupervisedProcess]) -> None:
     """Ends the processes now."""
     for process in processes:
         process.wanted = False
@@ -130,7 +130,7 @@ async def kill(processes: Sequence[Process]) -> None:
     await all_ended(processes, KILL_S)
 
 
-async def all_ended(processes: Sequence[Process], timeout_s: float) -> None:
+async def all_ended(processes: Sequence[SupervisedProcess], timeout_s: float) -> None:
     ends = [asyncio.create_task(process.running.wait()) for process in processes if process.running]
     if ends:
         await asyncio.wait(ends, timeout=timeout_s)

@@ -7,7 +7,7 @@ import signal
 from common.broker.client import ERRORS, connect
 from common.broker.keys import Keys
 from common.settings.settings import Settings
-from deploy.serve.fleet import Fleet
+from deploy.serve.fleet import LocalFleet
 from deploy.serve.process import stop
 
 log = logging.getLogger(__name__)
@@ -25,7 +25,7 @@ class FleetEnded(Exception):
         self.exit_code = exit_code
 
 
-async def end_on_signals(fleet: Fleet) -> None:
+async def end_on_signals(fleet: LocalFleet) -> None:
     """Drains the fleet at the first SIGTERM or SIGINT, until it is drained or a second one comes. Raises
     FleetEnded.
     """
@@ -52,7 +52,7 @@ async def signalled_again(signalled: asyncio.Event) -> None:
     await signalled.wait()
 
 
-async def drain(fleet: Fleet) -> None:
+async def drain(fleet: LocalFleet) -> None:
     """Stops gateways when their requests are finished, then batchers and workers, then the broker."""
     timeout_s = fleet.settings.graceful_termination_timeout
     log.info(

@@ -14,7 +14,7 @@ from common.broker.client import ERRORS, check_broker, connect
 from common.broker.keys import Keys
 from common.settings.settings import SettingError, Settings
 from deploy.serve import checks
-from deploy.serve.fleet import Fleet
+from deploy.serve.fleet import LocalFleet
 
 log = logging.getLogger(__name__)
 
@@ -56,7 +56,7 @@ class StartupLine:
             self.stream.flush()
 
 
-async def wait_until_ready(fleet: Fleet) -> bool:
+async def wait_until_ready(fleet: LocalFleet) -> bool:
     """Waits until the fleet can serve, and shows meanwhile what it waits for. Returns False where the fleet
     is stopped before.
     """
@@ -76,7 +76,7 @@ async def wait_until_ready(fleet: Fleet) -> bool:
     return True
 
 
-async def awaited(fleet: Fleet, redis: Redis) -> str:
+async def awaited(fleet: LocalFleet, redis: Redis) -> str:
     """What the start waits for: `w0 w1: loading smollm2`, by what the workers that are not ready say."""
     keys = Keys(fleet.settings.pool)
     workers: dict[str, list[str]] = {}

@@ -18,9 +18,9 @@ from common.process import logs
 from common.process.parent_death import die_with_parent
 from common.settings.settings import Settings
 from deploy.serve.broker import embedded
-from deploy.serve.fleet import Fleet
+from deploy.serve.fleet import LocalFleet
 from deploy.serve.launcher import run
-from deploy.serve.process import Process
+from deploy.serve.process import SupervisedProcess
 from tests.support.waiting import wait_until_sync
 
 
@@ -29,8 +29,8 @@ def launch(directory: Path, port: int) -> int:
     die_with_parent()
     logs.set_up("serve", "info")
 
-    def process(kind: str, name: str) -> Process:
-        return Process(
+    def process(kind: str, name: str) -> SupervisedProcess:
+        return SupervisedProcess(
             kind,
             name,
             [sys.executable, "-m", "tests.support.fleet.fake_fleet", str(directory), str(port), kind],
@@ -39,10 +39,12 @@ def launch(directory: Path, port: int) -> int:
 
     with embedded() as broker:
         settings = Settings(port=port, hostname="127.0.0.1", redis_url=broker.url, served_model_name="fake")
-        brokers = [Process("broker", "broker", broker.command(), {})]
+        brokers = [SupervisedProcess("broker", "broker", broker.command(), {})]
         workers = [process("worker", "w0"), process("worker", "w1")]
         return asyncio.run(
-            run(Fleet(settings, brokers, [process("batcher", "b0")], workers, [process("gateway", "g0")]))
+            run(
+                LocalFleet(settings, brokers, [process("batcher", "b0")], workers, [process("gateway", "g0")])
+            )
         )
 
 

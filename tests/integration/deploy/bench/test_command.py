@@ -15,7 +15,7 @@ from rich.console import Console
 
 from common.settings.settings import SettingError
 from deploy.bench import load, report, svg
-from deploy.bench.ask import Answer, ask, body, encode
+from deploy.bench.ask import TimedAnswer, ask, body, encode
 from deploy.bench.command import main
 from deploy.bench.figures import Figures, Round, figures, quantile
 from deploy.bench.prompts import prompt
@@ -71,10 +71,10 @@ def test_quantiles_by_hand() -> None:
 
 
 def test_figures_of_a_round() -> None:
-    whole = Answer(10.0, [10.5, 10.6, 10.9], 11.0, num_tokens=6)
-    short = Answer(11.0, [11.2, 11.4])
-    waiting = Answer(11.5)
-    failed = Answer(10.0, error="too many")
+    whole = TimedAnswer(10.0, [10.5, 10.6, 10.9], 11.0, num_tokens=6)
+    short = TimedAnswer(11.0, [11.2, 11.4])
+    waiting = TimedAnswer(11.5)
+    failed = TimedAnswer(10.0, error="too many")
     it = figures([Round(10.0, 12.0, [whole, short, waiting, failed])])
     assert it.tokens_per_frame == 2.0
     assert it.tokens_per_s == 5.0, "five frames of two tokens in two seconds"
@@ -85,9 +85,9 @@ def test_figures_of_a_round() -> None:
 
 
 def test_figures_of_a_server_that_never_answers() -> None:
-    it = figures([Round(0.0, 5.0, [Answer(0.0)])])
+    it = figures([Round(0.0, 5.0, [TimedAnswer(0.0)])])
     assert it == Figures(0.0, None, None, None, None, 1.0, 0, 0, "")
-    ended_at_once = Answer(0.0, [], 1.0, num_tokens=1)
+    ended_at_once = TimedAnswer(0.0, [], 1.0, num_tokens=1)
     assert figures([Round(0.0, 5.0, [ended_at_once])]).num_answers == 1
 
 
@@ -105,7 +105,7 @@ def test_both_servers_are_driven_in_alternation_and_in_time() -> None:
 
 
 def test_a_slow_server_is_seen_once_for_longer() -> None:
-    quick, slow, silent = (Round(0, 4, [Answer(0.0, times)]) for times in ([0.1, 0.2], [2.0, 3.0], []))
+    quick, slow, silent = (Round(0, 4, [TimedAnswer(0.0, times)]) for times in ([0.1, 0.2], [2.0, 3.0], []))
     assert load.turns([quick, quick]) == 2
     assert load.turns([quick, slow]) == 1
     assert load.turns([silent]) == 1
@@ -153,7 +153,7 @@ async def test_every_token_is_counted_once(kind: str) -> None:
     with running(kind, fleet=FLEET) as server:
         async with httpx.AsyncClient(base_url=server.url) as client:
             found = await identify(client)
-            path, answer = route([found]), Answer(0.0)
+            path, answer = route([found]), TimedAnswer(0.0)
             await ask(client, path, encode(body(found, path, "one two three", 9)), answer)
     assert len(answer.times_s) == 9
     assert answer.ended_s
@@ -190,7 +190,7 @@ async def test_our_own_gateway(path: str, broker: Broker) -> None:
     async with answering(
         broker.url, Answered([*ids(" four")[:1], EOS, *ids(" six seven eight")], ends=False)
     ) as (_, _, client):
-        found, answer = await identify(client), Answer(0.0)
+        found, answer = await identify(client), TimedAnswer(0.0)
         assert (found.kind, found.model) == ("Tokenfleet", "smollm2")
         await ask(client, path, encode(body(found, path, "one two three", 5)), answer)
     assert len(answer.times_s) == 5, "the end-of-sequence token is one of them"
@@ -276,7 +276,7 @@ def test_what_a_reader_must_know() -> None:
         assert words in notes
     assert "no token came" not in notes
     silent = dataclasses.replace(
-        RESULT, figures=dict.fromkeys(RESULT.figures, figures([Round(0, 1, [Answer(0.0)])]))
+        RESULT, figures=dict.fromkeys(RESULT.figures, figures([Round(0, 1, [TimedAnswer(0.0)])]))
     )
     assert "TGI 3.3.7: no token came in time" in " | ".join(report.notes(silent))
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import httpx
 import pytest
 
-from deploy.commands.chat import Answer
+from deploy.commands.chat import ChatAnswer
 from deploy.commands.client import Frames, base_url, message
 from deploy.serve.broker import Broker, free_port
 from tests.support.fleet.scripted_worker import Answer as Answered
@@ -250,7 +250,7 @@ def test_frames_in_pieces() -> None:
 
 
 def test_figures() -> None:
-    answer = Answer(asked_s=10.0)
+    answer = ChatAnswer(asked_s=10.0)
     assert answer.figures == "no text"
     for i in range(5):
         answer.take("x", 10.5 + i / 4)
