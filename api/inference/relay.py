@@ -175,22 +175,22 @@ class Relay:
         while True:
             await self.fill_requested.wait()
             self.fill_requested.clear()
-            wanted = [request_id for request_id in self.to_fill if self.streams[request_id].admitted]
-            self.to_fill.difference_update(wanted)
-            if not wanted:
+            request_ids = [request_id for request_id in self.to_fill if self.streams[request_id].admitted]
+            self.to_fill.difference_update(request_ids)
+            if not request_ids:
                 continue
             try:
                 async with asyncio.timeout(CONNECT_TIMEOUT_S):
-                    reading = await read(self.redis, self.keys, wanted)
+                    found = await read(self.redis, self.keys, request_ids)
             except ERRORS as error:
-                log.warning("cannot fill %d streams: %s", len(wanted), describe_error(error))
+                log.warning("cannot fill %d streams: %s", len(request_ids), describe_error(error))
                 self.request_fill(
-                    self.streams[request_id] for request_id in wanted if request_id in self.streams
+                    self.streams[request_id] for request_id in request_ids if request_id in self.streams
                 )
                 await asyncio.sleep(LAST_PAUSE_S)
                 continue
             self.num_fills += 1
-            for request_id, committed in reading.items():
+            for request_id, committed in found.items():
                 if (stream := self.streams.get(request_id)) is not None:
                     stream.fill(committed)
                 # After a lost connection there is much to fill: readers and heartbeats go on meanwhile.
