@@ -20,12 +20,9 @@ LONG_TESTS: list[str] = [
 ]
 CLASSES: list[str] = [
     "Answer",
+    "WorkerState",
 ]
 TUPLES: list[str] = [
-    "api/inference/capacity.py",
-    "api/inference/chat_template.py",
-    "api/inference/relay.py",
-    "api/inference/stream.py",
     "api/openai/render.py",
     "api/openai/stop_text.py",
     "deploy/bench/command.py",
