@@ -70,8 +70,8 @@ class Waits:
         flight = self.sample(launched)
         if flight:
             self.stretches.append((begin, self.moments.now()))
-            if flight.here:
-                flight.here = Read(flight.here, self.waits_s)  # type: ignore[assignment]
+            if flight.copied:
+                flight.copied = Read(flight.copied, self.waits_s)  # type: ignore[assignment]
         return flight
 
     def told(self, steps: int) -> str:

@@ -118,10 +118,8 @@ def capacity(
     longest = min(ready.context, num_blocks * ready.block_size)
     for setting in ("max_total_tokens", "max_input_tokens"):
         if (getattr(settings, setting) or 0) > longest:
-            raise SettingError(
-                setting,
-                f"{getattr(settings, setting)} is more than the {longest} tokens that context and KV cache allow",
-            )
+            cause = f"is more than the {longest} tokens that context and KV cache allow"
+            raise SettingError(setting, f"{getattr(settings, setting)} {cause}")
     return WorkerCapacity(
         incarnation=incarnation,
         name=name,

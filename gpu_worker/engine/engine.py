@@ -1,4 +1,4 @@
-"""The engine in one process, without a socket: grants in, steps out."""
+"""The engine of one process, without a socket: grants in, step results out."""
 
 import logging
 import time
@@ -11,8 +11,9 @@ import torch
 from common.model_files import Progress, no_progress
 from common.settings.settings import SettingError, Settings
 from gpu_worker.engine.batch.inputs import build_inputs
-from gpu_worker.engine.batch.outcome import Int32
-from gpu_worker.engine.batch.rows import NO_BLOCKS, Rows, RowSlice
+from gpu_worker.engine.batch.row import RowSlice
+from gpu_worker.engine.batch.rows import NO_BLOCKS, Rows
+from gpu_worker.engine.batch.step_result import Int32
 from gpu_worker.engine.cuda.compile import compile_layers, stop_compiling
 from gpu_worker.engine.cuda.deterministic import FIXED_TOKENS, FixedShapeGraph
 from gpu_worker.engine.cuda.graphs import Capture, CaptureError, CudaGraphs, graph_sizes, make_capture
@@ -22,7 +23,7 @@ from gpu_worker.engine.model.load import load, name_of
 from gpu_worker.engine.parallel.communicator import SINGLE_RANK, Communicator
 from gpu_worker.engine.sampling.multinomial import empty_output
 from gpu_worker.engine.sampling.prompt_logprobs import MAX_LOGITS, score_prompts, select_sample_logits
-from gpu_worker.engine.sampling.sample import sample
+from gpu_worker.engine.sampling.sampler import sample
 from gpu_worker.engine.split_step import is_out_of_memory, split_step
 from gpu_worker.protocol import Grant, Ready, StepResult
 
@@ -32,8 +33,15 @@ NAN = float("nan")
 
 
 class Engine:
-    """Raises SettingError where the settings cannot be served. With `debug_kv` freed blocks are NaN, and zero
+    """Runs steps of the rows that grants start.
+
+    Raises SettingError where the settings cannot be served. With `debug_kv` freed blocks are NaN, and zero
     again once granted.
+
+    Attributes:
+        runs_ahead: the next step is launched before the last one is read; not on CPU.
+        in_flight: the step that is launched and not read.
+        collected_step, collected_s: the last step read, and the monotonic time of that.
     """
 
     def __init__(
@@ -52,7 +60,8 @@ class Engine:
         self.graphs: CudaGraphs | FixedShapeGraph | None = None
         self.runs_ahead = self.loaded.device.type != "cpu"
         self.in_flight: InFlightStep | None = None
-        self.collected_step, self.collected_s = 0, 0.0  # the last step read, and when
+        self.collected_step = 0
+        self.collected_s = 0.0
         if self.loaded.device.type == "cuda":
             self.compile_and_capture(settings, progress)
         progress("measuring its speed")
@@ -75,8 +84,8 @@ class Engine:
         stop_compiling()
 
     def try_to_capture(self, settings: Settings) -> None:
-        """Model code that waits for the device within a step cannot be captured: its steps are launched one
-        operation after the other.
+        """Captures graphs, unless the model's code waits for the device within a step: then each operation of
+        a step is launched by itself.
         """
         try:
             self.capture(make_capture(self.loaded.device), settings.max_batch_size, settings.deterministic)
@@ -87,8 +96,8 @@ class Engine:
             log.warning("%s; they are slower", cause)
 
     def capture(self, capture: Capture, max_rows: int, deterministic: bool) -> None:
-        """Makes graphs of steps in which up to `max_rows` rows decode; or of one step through which
-        everything goes.
+        """Captures steps in which up to `max_rows` rows decode; with `deterministic` one step of fixed shape
+        that runs everything.
         """
         loaded, size = self.loaded, FIXED_TOKENS if deterministic else max_rows
         max_blocks = min(-(-loaded.context // self.block_size), loaded.cache.num_blocks)
@@ -119,94 +128,89 @@ class Engine:
         )
 
     def apply(self, grant: Grant) -> None:
-        """Takes a grant. Granted blocks start as zeros: what an earlier row left in slots that are masked
-        must not reach the products.
+        """Applies a grant. Granted blocks start as zeros: values that an earlier row left in masked slots
+        must not reach the matrix products.
         """
         self.fill(self.rows.apply(grant), 0.0)
 
     def step(self) -> StepResult | None:
-        """Reads one step, if one is in flight or may and can be run; None where nothing happened at all.
+        """Runs and reads one step → its result; None where no step could run and no row ended.
 
-        Where the device computes by itself, the forward of the next step is launched before this one is read.
-        Its choice is launched after that, while the forward runs: so what rows remember of their tokens is up
-        to date.
+        On a GPU the forward of the next step is launched before this one is read. Its sampling is launched
+        after that, while the forward runs: by then the rows' sampling states know the tokens just read.
         """
         in_flight = self.in_flight or self.sample(self.launch())
         following = self.launch(in_flight) if in_flight and self.runs_ahead else None
         duration_ms = self.collect(in_flight) if in_flight else 0.0
         self.in_flight = self.sample(following)
-        outcome = self.rows.take_result()
-        if not in_flight and not outcome:
+        result = self.rows.take_result()
+        if not in_flight and not result:
             return None
         if self.debug_kv:
-            self.fill(outcome.freed, NAN)
-        return outcome.build(self.collected_step, duration_ms)
+            self.fill(result.freed, NAN)
+        return result.build(self.collected_step, duration_ms)
 
     def launch(self, before: InFlightStep | None = None) -> LaunchedStep | None:
-        """The forward of the next step; `before` is in flight."""
-        began_s, slices = time.monotonic(), self.rows.launch()
-        return (
-            LaunchedStep(
-                self.rows.step, slices, self.forward(slices, before.ids if before else None), began_s
-            )
-            if slices
-            else None
-        )
+        """Launches the forward of the next step, if there is one; `before` is in flight."""
+        started_s = time.monotonic()
+        slices = self.rows.launch()
+        if not slices:
+            return None
+        logits = self.forward(slices, before.ids if before else None)
+        return LaunchedStep(self.rows.step, slices, logits, started_s)
 
     def sample(self, launched: LaunchedStep | None) -> InFlightStep | None:
-        """What its rows sample: on all ranks what rank 0 does."""
+        """Launches the sampling of a step; other ranks take the tokens that rank 0 samples."""
         if launched is None:
             return None
         requests = launched.requests
         logits, slices = launched.logits, launched.slices
-        drawn = (
+        output = (
             empty_output(len(requests), 0, self.loaded.device)
             if self.communicator.rank
             else sample(select_sample_logits(logits, slices), requests)
         )
-        self.communicator.broadcast_tensor(drawn.ids)
-        return InFlightStep(launched, requests, drawn, score_prompts(logits, slices))
+        self.communicator.broadcast_tensor(output.ids)
+        return InFlightStep(launched, requests, output, score_prompts(logits, slices))
 
     def collect(self, in_flight: InFlightStep) -> float:
-        """Takes what a step sampled → its duration in ms: what it adds to that of the step before where they
-        overlap.
+        """Reads a step → its duration in ms; where it overlaps with the step before, the
+        time that it adds.
         """
-        sampled = in_flight.read()
+        samples = in_flight.read()
         self.rows.collect(
-            in_flight.slices, sampled.ids, sampled.logprobs, sampled.top_logprobs, sampled.prompt_logprobs
+            in_flight.slices, samples.ids, samples.logprobs, samples.top_logprobs, samples.prompt_logprobs
         )
-        began_s, self.collected_s, self.collected_step = (
-            max(in_flight.began_s, self.collected_s),
-            time.monotonic(),
-            in_flight.number,
-        )
-        return (self.collected_s - began_s) * 1e3
+        started_s = max(in_flight.started_s, self.collected_s)
+        self.collected_s = time.monotonic()
+        self.collected_step = in_flight.number
+        return (self.collected_s - started_s) * 1e3
 
     def forward(self, slices: Sequence[RowSlice], previous: torch.Tensor | None = None) -> torch.Tensor:
-        """Arranged parts → logits [wanted, vocabulary]: of each what it wants. Where memory does not suffice
-        for all at once, half by half: what a first try wrote into the cache is written again. `previous`:
-        int64, what the step in flight samples.
+        """Arranged slices → logits float [num_logits, vocabulary]. `previous` int64 [rows]: ids that the step
+        in flight samples.
+
+        Where memory does not suffice, the step is run in halves; what the first try wrote into the cache is
+        written again.
         """
         try:
             return self.compute(slices, previous)
         except RuntimeError as error:
             smaller = split_step(slices)
-            if (
-                not smaller or not is_out_of_memory(error) or self.communicator.world_size > 1
-            ):  # ranks must not fall out of step
+            # ranks must all run the same steps
+            if not smaller or not is_out_of_memory(error) or self.communicator.world_size > 1:
                 raise
             log.warning(
-                "no memory for a step of %d tokens: it is done in halves",
+                "out of memory in a step of %d tokens: running it in halves",
                 sum(row_slice.count for row_slice in slices),
             )
         torch.cuda.empty_cache()
-        return torch.cat(
-            [self.forward(half, previous).clone() for half in smaller]
-        )  # graphs write all into the same place
+        # cloned, for graphs write all logits into one buffer
+        return torch.cat([self.forward(half, previous).clone() for half in smaller])
 
     @torch.inference_mode()
     def compute(self, slices: Sequence[RowSlice], previous: torch.Tensor | None) -> torch.Tensor:
-        """`forward`, all at once."""
+        """`forward` in one step: logits float [num_logits, vocabulary]; `previous` int64 [rows]."""
         if self.graphs and self.graphs.hold(slices, previous):
             return self.graphs.run(slices, previous)
         return self.loaded.forward(build_inputs(slices, self.block_size, self.loaded.device, previous))

@@ -1,15 +1,14 @@
-"""A launched step, until the host has read what it sampled."""
+"""A step in flight: launched on the device, not yet read by the host."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field
 
 import torch
 
-from gpu_worker.engine.batch.outcome import PromptLogprobs
-from gpu_worker.engine.batch.rows import RowSlice
+from gpu_worker.engine.batch.row import RowSlice
 from gpu_worker.engine.batch.sampling_state import SampleRequest
+from gpu_worker.engine.batch.step_result import PromptLogprobs, TopLogprobs
 from gpu_worker.engine.sampling.multinomial import SamplerOutput
-from gpu_worker.engine.sampling.sample import StepSamples, read
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,19 +16,19 @@ class LaunchedStep:
     """A step whose forward was launched.
 
     Attributes:
-        number: of the step.
-        logits: [wanted, vocabulary]; on CUDA they may still be computed.
-        began_s: monotonic time.
+        number: number of the step.
+        logits: float [num_logits, vocabulary]; on CUDA they may still be computed.
+        started_s: monotonic time.
     """
 
     number: int
     slices: Sequence[RowSlice]
     logits: torch.Tensor
-    began_s: float
+    started_s: float
 
     @property
     def requests(self) -> list[SampleRequest | None]:
-        """How its rows choose, once the host has read the step before."""
+        """The requests of the rows that sample, valid once the host has read the step before."""
         return [
             row_slice.sample_request if row_slice.row.sampling_state else None
             for row_slice in self.slices
@@ -37,38 +36,78 @@ class LaunchedStep:
         ]
 
 
+@dataclass(frozen=True, slots=True)
+class StepSamples:
+    """What a step sampled, on the host.
+
+    Attributes:
+        top_logprobs: by the place of the sample.
+        prompt_logprobs: of the slices that ask for them, in order.
+    """
+
+    ids: list[int]
+    logprobs: list[float]
+    top_logprobs: dict[int, TopLogprobs] = field(default_factory=dict)
+    prompt_logprobs: list[PromptLogprobs] = field(default_factory=list)
+
+
 class InFlightStep:
-    """A step whose choice was launched, too; what it chose is on its way to the host."""
+    """A step whose sampling was launched, too; its tokens are on their way to the host.
+
+    Attributes:
+        ids: int64 [rows], on the device.
+    """
 
     def __init__(
         self,
         launched: LaunchedStep,
         requests: Sequence[SampleRequest | None],
-        drawn: SamplerOutput,
+        output: SamplerOutput,
         prompts: Sequence[SamplerOutput],
     ) -> None:
-        self.number, self.slices, self.began_s = launched.number, launched.slices, launched.began_s
-        self.requests, self.ids = requests, drawn.ids
-        self.columns, self.prompt_logprobs = copy_to_host(drawn), [copy_to_host(one) for one in prompts]
-        self.here = torch.cuda.Event() if drawn.ids.is_cuda else None  # type: ignore[no-untyped-call]
-        if self.here:
-            self.here.record()
+        self.number = launched.number
+        self.slices = launched.slices
+        self.started_s = launched.started_s
+        self.requests = requests
+        self.ids = output.ids
+        self.output = copy_to_host(output)
+        self.prompts = [copy_to_host(prompt) for prompt in prompts]
+        self.copied = torch.cuda.Event() if output.ids.is_cuda else None  # type: ignore[no-untyped-call]
+        if self.copied:
+            self.copied.record()
 
     def read(self) -> StepSamples:
-        """Waits for it: the one time in a step that the host waits for the device."""
-        if self.here:
-            self.here.synchronize()
-        return replace(
-            read(self.columns, self.requests),
-            prompt_logprobs=[pack_logprobs(one) for one in self.prompt_logprobs],
-        )
+        """Waits for the step → what it sampled. Nowhere else in a step does the host wait for the device."""
+        if self.copied:
+            self.copied.synchronize()
+        return unpack_samples(self.output, self.requests, [pack_logprobs(prompt) for prompt in self.prompts])
 
 
-def copy_to_host(drawn: SamplerOutput) -> SamplerOutput:
-    """On its way to the host."""
-    return SamplerOutput(*(column.to("cpu", non_blocking=True) for column in drawn))
+def copy_to_host(output: SamplerOutput) -> SamplerOutput:
+    """Queues the copy to the host: ids int64 [rows], logprobs float32 [rows], and top [rows, n]."""
+    return SamplerOutput(*(column.to("cpu", non_blocking=True) for column in output))
 
 
-def pack_logprobs(drawn: SamplerOutput) -> PromptLogprobs:
-    columns = (drawn.logprobs.float(), drawn.top_ids.int(), drawn.top_logprobs.float())
+def unpack_samples(
+    output: SamplerOutput,
+    requests: Sequence[SampleRequest | None],
+    prompt_logprobs: Sequence[PromptLogprobs] = (),
+) -> StepSamples:
+    """Converts columns on the host (ids int64 [rows], logprobs float32 [rows]) to lists."""
+    ids, logprobs, top_ids, top_logprobs = (column.tolist() for column in output)
+    counts = {
+        place: request.state.top_n_tokens
+        for place, request in enumerate(requests)
+        if request and request.state.top_n_tokens
+    }
+    tops = {
+        place: TopLogprobs(top_ids[place][:count], top_logprobs[place][:count])
+        for place, count in counts.items()
+    }
+    return StepSamples(ids, logprobs, tops, list(prompt_logprobs))
+
+
+def pack_logprobs(output: SamplerOutput) -> PromptLogprobs:
+    """Packs columns on the host, logprobs float32 [tokens] and top [tokens, n]."""
+    columns = (output.logprobs.float(), output.top_ids.int(), output.top_logprobs.float())
     return PromptLogprobs(*(column.numpy().tobytes() for column in columns))

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import torch
 
-from gpu_worker.engine.batch.rows import RowSlice
+from gpu_worker.engine.batch.row import RowSlice
 
 CPU_MESSAGES = ("can't allocate memory", "not enough memory")
 

@@ -4,7 +4,6 @@ LONG_FILES: list[str] = [
     "deploy/commands/chat.py",
     "deploy/commands/status.py",
     "deploy/doctor/command.py",
-    "gpu_worker/engine/batch/rows.py",
 ]
 LONG_TESTS: list[str] = [
     "tests/integration/api/test_errors.py",

@@ -1,6 +1,4 @@
-"""What something outside of the sampler says of each next token of a row: a grammar or a tool's schema by a
-mask, a watermark by a bias.
-"""
+"""Grammar masks: what a grammar, a tool's schema or a watermark allows or favours as a row's next token."""
 
 from typing import Protocol
 
@@ -12,15 +10,18 @@ Float32 = npt.NDArray[np.float32]
 
 
 class GrammarMask(Protocol):
-    """It is asked after the forward was launched, and may take its time while that runs: the sampler waits
-    for it, nothing else does.
+    """Implemented by grammars (a mask) and watermarks (a bias).
+
+    Both are read after the forward is launched and may be computed while it runs: only the sampler waits.
     """
 
     def accept(self, token: int) -> None:
-        """The row's newest token; in a resume also those before."""
+        """Takes the row's newest token; when a row resumes, first the tokens before."""
 
     def mask(self) -> Bits | None:
-        """Tokens that may come next: bit t % 32 of word t // 32. At least one may. None is all."""
+        """Returns the tokens that may come next, at least one: bit t % 32 of word t //
+        32. None allows all.
+        """
 
     def bias(self) -> Float32 | None:
-        """What is added to the scores, [vocabulary]."""
+        """Returns what is added to the scores, float32 [vocabulary]."""

@@ -1,5 +1,5 @@
-"""The parts of a step as tensors: one flat line of tokens, rows that decode first, then the chunks of
-prompts.
+"""Inputs of a step as tensors: the tokens of all slices in one flat sequence, rows that decode first, then
+chunks of prompts.
 """
 
 from collections.abc import Iterable, Sequence
@@ -9,22 +9,23 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from gpu_worker.engine.batch.outcome import Int32
-from gpu_worker.engine.batch.rows import RowSlice
+from gpu_worker.engine.batch.row import RowSlice
+from gpu_worker.engine.batch.step_result import Int32
 from gpu_worker.engine.batch.to_device import to_device
 
-# tokens; rows that decode are padded to the longest of their span, at most twice their own length or this
-# much more
 MAX_PADDING = 512
+"""Rows that decode are padded to the longest of their span: to twice their own length, or by so many tokens,
+at most.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Rows next to each other on the line with the same number of tokens.
+    """Neighbouring rows with the same number of tokens.
 
     Attributes:
-        begin, count: first token on the line, tokens of each row.
-        lengths: int64 [rows]; tokens a row has in the cache after this step.
+        begin, count: place of the first token, tokens of each row.
+        lengths: int64 [rows]; tokens that a row has in the cache after this step.
         blocks: int64 [rows, blocks]; padded with scratch block 0.
     """
 
@@ -36,14 +37,15 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class Inputs:
-    """
+    """The inputs of one step.
+
     Attributes:
         ids, positions: int64 [1, tokens].
-        slots: int64 [tokens]; where a token's K and V go: block * block_size + offset.
-        sampled: int64 [wanted]; tokens on the line whose logits are wanted: to sample from them, or to tell
-            of the prompt.
-        lengths: int64 [tokens]; of a token's sequence when its K is first computed: the prompt's, or up to
-            the token where it is generated.
+        slots: int64 [tokens]; where a token's K and V are written: block * block_size + offset.
+        sampled: int64 [num_logits]; places of the tokens whose logits are needed, to sample from them or for
+            prompt log-probabilities.
+        lengths: int64 [tokens]; length of a token's sequence when its K is first computed: the prompt's, or
+            up to the token if it is generated.
     """
 
     ids: torch.Tensor
@@ -57,7 +59,9 @@ class Inputs:
 def build_inputs(
     slices: Sequence[RowSlice], block_size: int, device: torch.device, previous: torch.Tensor | None = None
 ) -> Inputs:
-    """Tensors of arranged parts. `previous`: int64, what the step before sampled, where it is not read yet."""
+    """Builds the inputs of arranged slices. `previous` int64 [rows]: ids sampled by the step before, if that
+    is not read yet.
+    """
     ids, positions, counts = (
         token_ids(slices).astype(np.int64),
         positions_of(slices),
@@ -78,7 +82,9 @@ def build_inputs(
 
 
 def logit_positions(slices: Sequence[RowSlice]) -> npt.NDArray[np.int64]:
-    """Of each part its last tokens."""
+    """Returns the places int64 [num_logits] of the tokens whose logits are needed: the last ones of each
+    slice.
+    """
     ends = np.cumsum([row_slice.count for row_slice in slices])
     if not any(row_slice.num_scored for row_slice in slices):
         return np.asarray(ends[[row_slice.samples for row_slice in slices]] - 1)
@@ -88,14 +94,14 @@ def logit_positions(slices: Sequence[RowSlice]) -> npt.NDArray[np.int64]:
 
 
 def token_ids(slices: Sequence[RowSlice]) -> Int32:
-    """Of arranged parts, int32 [tokens]."""
+    """Returns the ids of arranged slices, int32 [tokens]."""
     num_decoding = sum(row_slice.decodes for row_slice in slices)
     prompts = (row_slice.row.ids[row_slice.begin : row_slice.kv_len] for row_slice in slices[num_decoding:])
     return np.concatenate([np.array(last_ids(slices[:num_decoding]), np.int32), *prompts])
 
 
 def positions_of(slices: Sequence[RowSlice]) -> npt.NDArray[np.int64]:
-    """int64 [tokens]"""
+    """Returns the positions of tokens in their sequences, int64 [tokens]."""
     ends = np.cumsum([row_slice.count for row_slice in slices])
     return np.arange(ends[-1]) + np.repeat(
         [row_slice.kv_len for row_slice in slices] - ends, [row_slice.count for row_slice in slices]
@@ -103,13 +109,13 @@ def positions_of(slices: Sequence[RowSlice]) -> npt.NDArray[np.int64]:
 
 
 def offsets_of(counts: Iterable[int]) -> npt.NDArray[np.int64]:
-    """Where each of so many begins, and the last one ends, when they stand next to each other."""
+    """Returns where each of `counts` neighbours begins, and where the last ends, int64 [len(counts) + 1]."""
     return np.cumsum([0, *counts])
 
 
 def last_ids(slices: Sequence[RowSlice]) -> list[int]:
-    """Of rows that decode. A token that the host does not know yet is -1 less its place among the samples of
-    the step before.
+    """Returns the input ids of rows that decode. An id that the host does not know yet is -1 minus its place
+    among the samples of the step before.
     """
     return [
         row_slice.row.last_id if row_slice.source_place is None else -1 - row_slice.source_place
@@ -118,7 +124,9 @@ def last_ids(slices: Sequence[RowSlice]) -> list[int]:
 
 
 def fill_pending_ids(ids: torch.Tensor, previous: torch.Tensor | None) -> torch.Tensor:
-    """int64 [tokens], with what the step before sampled where the host does not know it."""
+    """Replaces ids int64 [tokens] that the host does not know by those of `previous` int64 [rows] → int64
+    [tokens].
+    """
     return (
         ids
         if previous is None or not len(previous)

@@ -1,4 +1,4 @@
-"""The random numbers of a row's tokens."""
+"""Philox: the random numbers of a row's tokens, a pure function of seed, choice and index."""
 
 import numpy as np
 import numpy.typing as npt
@@ -9,7 +9,7 @@ MASK = 2**64 - 1
 
 
 def philox_uniforms(seed: int, choice: int, begin: int, count: int) -> npt.NDArray[np.float64]:
-    """Numbers of [0, 1) for the tokens from index `begin`, a multiple of 4, on.
+    """Returns numbers in [0, 1) for the tokens from index `begin`, a multiple of 4, on.
 
     Philox-4x64 (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3") with seed and choice,
     modulo 2**64, as its key and the index as its counter: a pure function of the three.
@@ -21,14 +21,16 @@ def philox_uniforms(seed: int, choice: int, begin: int, count: int) -> npt.NDArr
 
 
 class PhiloxStream:
-    """The numbers of one row, computed some tokens ahead."""
+    """The random numbers of one row, computed 64 tokens at a time."""
 
     def __init__(self, seed: int, choice: int) -> None:
-        self.seed, self.choice = seed, choice
+        self.seed = seed
+        self.choice = choice
         self.begin = -BUFFERED
         self.values: list[float] = []
 
     def at(self, index: int) -> float:
+        """Returns the number of the token of this index."""
         if not 0 <= index - self.begin < BUFFERED or not self.values:
             self.begin = index // BUFFERED * BUFFERED
             self.values = philox_uniforms(self.seed, self.choice, self.begin, BUFFERED).tolist()

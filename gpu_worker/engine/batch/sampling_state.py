@@ -1,4 +1,4 @@
-"""The manner in which a row chooses its tokens, and what it remembers from one to the next. No tensors."""
+"""Sampling states: how a row samples its tokens, and what it keeps from one token to the next. No tensors."""
 
 from dataclasses import dataclass, field
 
@@ -18,17 +18,17 @@ Float32 = npt.NDArray[np.float32]
 
 @dataclass(slots=True, eq=False)
 class SamplingState:
-    """
+    """How one row samples.
+
     Attributes:
-        lasts: whether something is asked for beyond `min_new_tokens`.
+        always_applies: whether the row needs more than `min_new_tokens`.
         end_ids: ids that are not sampled before the index `min_new_tokens`.
-        bias_ids, bias: what is added to their logits.
+        bias_ids, bias: ids, and what is added to their logits.
         banned_ids: bad words of one id.
-        bad_words: (ids before the last, last id) of the longer ones.
+        bad_words: (ids before the last, last id) of longer bad words.
         tail: the row's last ids, as many as the longest bad word needs.
-        history: None where nothing is penalised.
-        decay: None where top_p stays as it is.
-        guide: what else has a say in each token.
+        token_counts: None where nothing is penalised.
+        top_p_decay: None where top_p is constant.
     """
 
     sampling: SamplingParams
@@ -51,10 +51,12 @@ class SamplingState:
     def of(
         cls, start: StartRow, end_ids: list[int], grammar: GrammarMask | None = None
     ) -> "SamplingState | None":
-        """None is plainly greedy. `end_ids` would end the row. `guide` has not heard of any token yet."""
+        """Makes the state of a row that starts; None where it is greedy without penalties. `end_ids` end the
+        row. `grammar` has no token yet.
+        """
         sampling = start.sampling or SamplingParams()
-        lasts = start.top_n_tokens > 0 or not is_plain_greedy(sampling) or grammar is not None
-        if not lasts and start.stopping.min_new_tokens <= start.base:
+        always_applies = start.top_n_tokens > 0 or not is_plain_greedy(sampling) or grammar is not None
+        if not always_applies and start.stopping.min_new_tokens <= start.base:
             return None
         ids = np.frombuffer(start.ids, "<i4")
         words = sampling.bad_words
@@ -67,7 +69,7 @@ class SamplingState:
             sampling=sampling,
             top_n_tokens=start.top_n_tokens,
             min_new_tokens=start.stopping.min_new_tokens,
-            always_applies=lasts,
+            always_applies=always_applies,
             end_ids=end_ids,
             bias_ids=np.array([token for token, _ in sampling.logit_bias], np.int64),
             bias=np.array([value for _, value in sampling.logit_bias], np.float32),
@@ -85,20 +87,20 @@ class SamplingState:
 
     @property
     def top_p(self) -> float:
-        """Of the next token."""
+        """top_p of the next token."""
         return self.top_p_decay.top_p if self.top_p_decay else self.sampling.top_p
 
     def applies_at(self, index: int) -> bool:
-        """Whether the token of this index is not plainly the likeliest."""
+        """Tells whether the token of this index needs more than greedy sampling."""
         return self.always_applies or index < self.min_new_tokens
 
     def banned_ids_at(self, index: int) -> list[int]:
-        """Ids that must not be sampled now."""
+        """Returns the ids that must not be sampled as the token of this index."""
         words = [last for rest, last in self.bad_words if self.tail[-len(rest) :] == rest]
         return self.banned_ids + words + (self.end_ids if index < self.min_new_tokens else [])
 
     def accept(self, token: int) -> None:
-        """Remembers a sampled token."""
+        """Takes a sampled token."""
         if self.token_counts is not None:
             self.token_counts.accept(token)
         if self.tail_length:
@@ -109,7 +111,9 @@ class SamplingState:
             self.grammar.accept(token)
 
     def penalty(self) -> Float32:
-        """What is subtracted from the scores of the history's ids."""
+        """Returns what the frequency and presence penalties subtract from the scores of
+        `token_counts.ids`.
+        """
         assert self.token_counts is not None
         sampling, counts = self.sampling, self.token_counts
         penalty = sampling.frequency_penalty * counts.generated + sampling.presence_penalty * (
@@ -125,8 +129,8 @@ def has_penalties(sampling: SamplingParams) -> bool:
 
 
 def is_plain_greedy(sampling: SamplingParams) -> bool:
-    """Whether it comes to the likeliest token of the model's own logits; truncation never takes that away
-    from a greedy row.
+    """Tells whether the likeliest token of the model's own logits is always sampled; truncation keeps it in
+    any case.
     """
     return sampling.temperature == 0 and not (
         sampling.logit_bias or sampling.bad_words or has_penalties(sampling)
@@ -135,7 +139,7 @@ def is_plain_greedy(sampling: SamplingParams) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class SampleRequest:
-    """A row with a manner, and the index of the token that it samples now."""
+    """A row's sampling state, and the index of the token that it samples now."""
 
     state: SamplingState
     index: int

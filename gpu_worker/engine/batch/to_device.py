@@ -1,4 +1,4 @@
-"""From the host to the device, without waiting for what the device does."""
+"""Copies from the host to the device that do not wait for the device."""
 
 from typing import Any
 
@@ -10,8 +10,9 @@ import torch
 def pinned(
     array: npt.NDArray[Any] | list[Any], device: torch.device, dtype: torch.dtype | None = None
 ) -> torch.Tensor:
-    """An array on the host, from where its copies to the device are only queued: torch keeps that memory
-    until they are done. Plain copies to CUDA may wait until the stream is empty.
+    """Returns an array of any shape as a host tensor of `dtype` (its own by default), pinned for CUDA: copies
+    from there are only queued, and torch keeps the memory until they are done. Copies of other memory may
+    wait until the stream is empty.
     """
     tensor = torch.as_tensor(
         np.ascontiguousarray(array) if isinstance(array, np.ndarray) else array, dtype=dtype
@@ -22,5 +23,5 @@ def pinned(
 def to_device(
     array: npt.NDArray[Any] | list[Any], device: torch.device, dtype: torch.dtype | None = None
 ) -> torch.Tensor:
-    """An array on the device."""
+    """Returns an array of any shape as a tensor of `dtype` (its own by default) on the device."""
     return pinned(array, device, dtype).to(device, non_blocking=True)

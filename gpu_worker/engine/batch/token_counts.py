@@ -1,4 +1,4 @@
-"""Which ids a row has had, and how often."""
+"""Token counts of a row: its distinct ids, and how often each occurs. Penalties need them."""
 
 from collections.abc import Iterable
 
@@ -9,16 +9,19 @@ SPARE_COLUMNS = 64
 
 
 class TokenCounts:
-    """Distinct ids of one row with their counts: arrays that grow by one token at a time.
+    """Distinct ids of one row with their counts, in an array that grows by one token at a time.
 
     Attributes:
-        length: tokens of prompt and generation.
-        size: how many distinct ids they have.
+        num_tokens: tokens of prompt and generation.
+        num_distinct: distinct ids among them.
+        table: int64 [3, columns]: ids, their counts, their counts in the generation; a column for each id.
+        column_of: the column of an id.
     """
 
     def __init__(self, prompt: npt.NDArray[np.int32], generated: Iterable[int]) -> None:
         ids, counts = np.unique(prompt, return_counts=True)
-        self.num_tokens, self.num_distinct = len(prompt), len(ids)
+        self.num_tokens = len(prompt)
+        self.num_distinct = len(ids)
         self.table = np.zeros((3, self.num_distinct + SPARE_COLUMNS), np.int64)
         self.table[0, : self.num_distinct], self.table[1, : self.num_distinct] = ids, counts
         self.column_of = {token: place for place, token in enumerate(ids.tolist())}
@@ -31,16 +34,16 @@ class TokenCounts:
 
     @property
     def counts(self) -> npt.NDArray[np.int64]:
-        """Of `ids`, in prompt and generation."""
+        """Counts of `ids` in prompt and generation."""
         return self.table[1, : self.num_distinct]
 
     @property
     def generated(self) -> npt.NDArray[np.int64]:
-        """Of `ids`, in the generation."""
+        """Counts of `ids` in the generation."""
         return self.table[2, : self.num_distinct]
 
     def accept(self, token: int) -> None:
-        """Takes a generated token."""
+        """Counts a generated token."""
         place = self.column_of.setdefault(token, self.num_distinct)
         if place == self.num_distinct:
             self.add_column(token)

@@ -1,5 +1,5 @@
-"""A top-p that shrinks with each token and is whole again after some of them: factual-nucleus sampling
-(arXiv:2206.04624).
+"""Top-p decay: factual-nucleus sampling (arXiv:2206.04624), where top-p shrinks with each token until it is
+reset.
 """
 
 from collections.abc import Iterable
@@ -8,12 +8,13 @@ from common.messages.request import SamplingParams
 
 
 class TopPDecay:
-    """`top_p` is that of the next token: times `top_p_decay` after each, not below `top_p_min`; as asked
-    again after one of `top_p_reset_ids`. A function of the ids, so a resumed row finds it again.
+    """`top_p` of a row's next token: multiplied by `top_p_decay` after each token, not below `top_p_min`; the
+    request's own again after one of `top_p_reset_ids`. A resumed row recomputes it from its ids.
     """
 
     def __init__(self, sampling: SamplingParams, generated: Iterable[int]) -> None:
-        self.sampling, self.top_p = sampling, sampling.top_p
+        self.sampling = sampling
+        self.top_p = sampling.top_p
         self.reset_ids = frozenset(sampling.top_p_reset_ids)
         for token in generated:
             self.accept(token)

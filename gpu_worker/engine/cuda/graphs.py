@@ -8,8 +8,8 @@ import numpy.typing as npt
 import torch
 
 from gpu_worker.engine.batch.inputs import fill_pending_ids, last_ids
-from gpu_worker.engine.batch.outcome import Int32
-from gpu_worker.engine.batch.rows import RowSlice
+from gpu_worker.engine.batch.row import RowSlice
+from gpu_worker.engine.batch.step_result import Int32
 from gpu_worker.engine.batch.to_device import to_device
 
 Decode = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]

@@ -17,7 +17,7 @@ from gpu_worker.engine.attention.cpu_paged import CpuPagedBackend
 from gpu_worker.engine.attention.kv_cache import Geometry, LayerSpec
 from gpu_worker.engine.attention.probe import PROBE_TOKENS, probe_attention
 from gpu_worker.engine.batch.inputs import build_inputs
-from gpu_worker.engine.batch.rows import RowSlice
+from gpu_worker.engine.batch.row import RowSlice
 from gpu_worker.engine.cpu.fused_layer import fuse_layers
 from gpu_worker.engine.cpu.packed_linear import pack_linears
 from gpu_worker.engine.cuda.fused_linear import fuse_linears

@@ -9,9 +9,9 @@ import numpy as np
 import torch
 
 from common.messages.request import SamplingParams, StoppingParams
-from gpu_worker.engine.batch.rows import Row, RowSlice
+from gpu_worker.engine.batch.row import Row, RowSlice
 from gpu_worker.engine.batch.sampling_state import SampleRequest, SamplingState
-from gpu_worker.engine.sampling.sample import sample
+from gpu_worker.engine.sampling.sampler import sample
 from gpu_worker.protocol import StartRow
 
 TARGET_STEP_MS = 150.0

@@ -1,5 +1,5 @@
-"""The choice of tokens on CPU by the native kernels: all rows of a step in one call. What they choose is what
-`sampling/sampler.py` does.
+"""Sampling on CPU by the native kernels: all rows of a step in one call. They sample the same tokens as
+sampler.py does by torch.
 """
 
 import ctypes
@@ -20,7 +20,9 @@ MAX_INT32 = 2**31 - 1
 
 
 def kernels(logits: torch.Tensor) -> ctypes.CDLL | None:
-    """None where the kernels cannot look at these logits."""
+    """logits float [rows, vocabulary] → the library, or None where its kernels cannot read them: other dtypes
+    than float32, bfloat16 and float16, other devices, strided rows.
+    """
     fits = logits.device.type == "cpu" and logits.dtype in native.TYPE_CODES and logits.stride(1) == 1
     return native.library() if fits else None
 
@@ -28,8 +30,10 @@ def kernels(logits: torch.Tensor) -> ctypes.CDLL | None:
 def sample_natively(
     library: ctypes.CDLL, logits: torch.Tensor, requests: Sequence[SampleRequest | None]
 ) -> SamplerOutput:
-    """logits [rows, vocabulary]; None is plainly the likeliest."""
-    drawn = empty_output(
+    """logits float [rows, vocabulary] → ids int64 [rows], log-probabilities float32 [rows]. A request of None
+    is greedy without penalties.
+    """
+    output = empty_output(
         len(requests), max((request.state.top_n_tokens for request in requests if request), default=0), CPU
     )
     kept: list[Array] = []
@@ -38,23 +42,24 @@ def sample_natively(
         if any(requests)
         else None
     )
-    library.tf_sample(*logits_arguments(logits), columns, byref(output_pointers(drawn)))
-    return drawn
+    library.tf_sample(*logits_arguments(logits), columns, byref(output_pointers(output)))
+    return output
 
 
 def score_natively(
     library: ctypes.CDLL, logits: torch.Tensor, ids: torch.Tensor, num_tops: int
 ) -> SamplerOutput:
-    """logits [tokens, vocabulary] → what the model says of ids int64 [tokens], one in place of each, and its
-    likeliest there.
+    """logits float [tokens, vocabulary], ids int64 [tokens] → log-probabilities float32 [tokens] of these
+    ids, one in place of each, and the `num_tops` likeliest there.
     """
-    told = empty_output(len(ids), num_tops, CPU)
-    told.ids.copy_(ids)
-    library.tf_logprobs(*logits_arguments(logits), byref(output_pointers(told)))
-    return told
+    output = empty_output(len(ids), num_tops, CPU)
+    output.ids.copy_(ids)
+    library.tf_logprobs(*logits_arguments(logits), byref(output_pointers(output)))
+    return output
 
 
 def logits_arguments(logits: torch.Tensor) -> tuple[int, ...]:
+    """logits float [rows, vocabulary] → the arguments by which the kernels read them."""
     return (
         native.TYPE_CODES[logits.dtype],
         torch.get_num_threads(),
@@ -64,26 +69,20 @@ def logits_arguments(logits: torch.Tensor) -> tuple[int, ...]:
     )
 
 
-def output_pointers(drawn: SamplerOutput) -> native.SamplerOutputStruct:
-    return native.SamplerOutputStruct(
-        *(native_request.data_ptr() for native_request in drawn), drawn.top_ids.shape[1]
-    )
+def output_pointers(output: SamplerOutput) -> native.SamplerOutputStruct:
+    return native.SamplerOutputStruct(*(column.data_ptr() for column in output), output.top_ids.shape[1])
 
 
 def native_request(request: SampleRequest | None, kept: list[Array]) -> native.SampleRequestStruct:
-    """`kept` keeps the arrays that it points to."""
+    """Builds the struct of one row; `kept` keeps the arrays alive that it points to."""
     if request is None:
         return native.SampleRequestStruct()
-    state, sampling, counts, grammar = (
-        request.state,
-        request.state.sampling,
-        request.state.token_counts,
-        request.state.grammar,
-    )
+    state = request.state
+    sampling, counts, grammar = state.sampling, state.token_counts, state.grammar
     banned = state.banned_ids_at(request.index)
     bias, mask = (grammar.bias(), grammar.mask()) if grammar else (None, None)
 
-    def listed(array: Array | None) -> tuple[int, int]:
+    def pointer_and_size(array: Array | None) -> tuple[int, int]:
         if array is None or not array.size:
             return 0, 0
         kept.append(array := np.ascontiguousarray(array))
@@ -103,11 +102,11 @@ def native_request(request: SampleRequest | None, kept: list[Array]) -> native.S
         sampling.frequency_penalty,
         sampling.presence_penalty,
         sampling.relative_frequency_penalty / counts.num_tokens if counts else 0.0,
-        *listed(state.bias_ids),
-        *listed(state.bias),
-        *listed(np.array(banned, np.int64) if banned else None),
-        *listed(counts.ids if counts else None),
+        *pointer_and_size(state.bias_ids),
+        *pointer_and_size(state.bias),
+        *pointer_and_size(np.array(banned, np.int64) if banned else None),
+        *pointer_and_size(counts.ids if counts else None),
         counts.table.shape[1] if counts else 0,
-        *listed(bias),
-        *listed(mask),
+        *pointer_and_size(bias),
+        *pointer_and_size(mask),
     )

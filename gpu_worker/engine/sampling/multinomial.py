@@ -1,7 +1,7 @@
-"""Scores to a token: one uniform number a row, inverse transform.
+"""Multinomial sampling: one uniform number for each row, inverse transform.
 
-Probabilities are summed as integers. Integers have the same sum in every order: so a choice depends on its
-own row and number alone, whatever shares the batch, on every device.
+Probabilities are summed as integers, whose sum is the same in every order: so a token depends on its own row
+and number alone, whatever shares the batch, on every device.
 """
 
 from typing import NamedTuple
@@ -10,12 +10,13 @@ import torch
 
 from gpu_worker.engine.sampling.top_k import top_k
 
-ONE = 2.0**40  # 2**23 tokens as likely as the likeliest fit into an int64
+UNIT = 2.0**40
+"""The weight of a row's likeliest token: 2**23 tokens as likely as it fit into an int64."""
 
 
 class SamplerOutput(NamedTuple):
-    """ids int64 [rows], logprobs float32 [rows]; of the likeliest tokens top_ids int64 [rows, n],
-    top_logprobs float32 [rows, n].
+    """Tokens with their log-probabilities, sampled ones or a prompt's: ids int64 [rows], logprobs float32
+    [rows]; the likeliest tokens in their place: top_ids int64 [rows, n], top_logprobs float32 [rows, n].
     """
 
     ids: torch.Tensor
@@ -25,51 +26,57 @@ class SamplerOutput(NamedTuple):
 
 
 def empty_output(num_rows: int, num_tops: int, device: torch.device) -> SamplerOutput:
-    """The likeliest tokens lie one place after the other, in each all rows."""
-    ids, logprobs = (
-        torch.zeros(1 + num_tops, num_rows, dtype=dtype, device=device)
-        for dtype in (torch.int64, torch.float32)
-    )
+    """Returns zeros: ids int64 [rows], logprobs float32 [rows], and [rows, num_tops] that lie column by
+    column in memory.
+    """
+    ids = torch.zeros(1 + num_tops, num_rows, dtype=torch.int64, device=device)
+    logprobs = torch.zeros(1 + num_tops, num_rows, dtype=torch.float32, device=device)
     return SamplerOutput(ids[0], logprobs[0], ids[1:].T, logprobs[1:].T)
 
 
 def to_weights(scores: torch.Tensor) -> torch.Tensor:
-    """Scores, the likeliest of a row at 0 → their weights as int64: `exp(scores)` in units of 2**-40."""
-    return scores.exp().mul_(ONE).long()
+    """scores float32 [rows, vocabulary], the likeliest of a row at 0 → weights int64 [rows, vocabulary]:
+    `exp(scores)` in units of 2**-40.
+    """
+    return scores.exp().mul_(UNIT).long()
 
 
 def log_of_weights(weights: torch.Tensor) -> torch.Tensor:
-    return weights.double().div_(ONE).log_().float()
+    """weights int64 [...] → their natural logarithms float32 [...], in the units of scores."""
+    return weights.double().div_(UNIT).log_().float()
 
 
-def pick(mass: torch.Tensor, totals: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
-    """Which candidates: int64 [rows, 1].
+def pick(cumulative: torch.Tensor, totals: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
+    """Picks a candidate for each row → int64 [rows, 1].
 
-    mass int64 [rows, n]: sums of the weights up to each candidate; totals int64 [rows, 1]: up to the last
-    that may be drawn; numbers float64 [rows, 1] in [0, 1).
+    cumulative int64 [rows, n]: sums of the weights up to each candidate; totals int64 [rows, 1]: the sum up
+    to the last that may be picked; uniforms float64 [rows, 1] in [0, 1).
     """
-    return torch.searchsorted(mass, target_weight(numbers, totals), right=True).clamp_(
-        max=mass.shape[1] - 1
-    )  # no index is right where scores are not numbers
+    places = torch.searchsorted(cumulative, target_weight(uniforms, totals), right=True)
+    return places.clamp_(max=cumulative.shape[1] - 1)  # beyond the end only where scores are NaN
 
 
-def target_weight(numbers: torch.Tensor, totals: torch.Tensor) -> torch.Tensor:
-    """How much weight lies before what is drawn, at least, int64 [rows, 1]."""
-    return torch.minimum((numbers * totals).long(), totals - 1)
+def target_weight(uniforms: torch.Tensor, totals: torch.Tensor) -> torch.Tensor:
+    """uniforms float64 [rows, 1], totals int64 [rows, 1] → int64 [rows, 1]: the least weight before the
+    candidate that is picked.
+    """
+    return torch.minimum((uniforms * totals).long(), totals - 1)
 
 
-def multinomial_sample(scores: torch.Tensor, numbers: torch.Tensor, num_tops: int) -> SamplerOutput:
-    """One of all tokens: nothing needs to be sorted."""
-    mass = to_weights(scores).cumsum(-1)
-    totals = mass[:, -1:]
-    return make_output(scores, totals, pick(mass, totals, numbers), num_tops)
+def multinomial_sample(scores: torch.Tensor, uniforms: torch.Tensor, num_tops: int) -> SamplerOutput:
+    """Samples from all tokens, without sorting: scores float32 [rows, vocabulary], uniforms float64 [rows,
+    1].
+    """
+    cumulative = to_weights(scores).cumsum(-1)
+    totals = cumulative[:, -1:]
+    return make_output(scores, totals, pick(cumulative, totals, uniforms), num_tops)
 
 
 def make_output(
     scores: torch.Tensor, totals: torch.Tensor, ids: torch.Tensor, num_tops: int
 ) -> SamplerOutput:
-    """ids int64 [rows, 1] and the likeliest, with their log-probabilities; totals int64 [rows, 1] are the
-    sums of the rows' weights.
+    """Adds log-probabilities to ids int64 [rows, 1], and the likeliest tokens: scores float32 [rows,
+    vocabulary], totals int64 [rows, 1] are the sums of the rows' weights.
     """
     top_scores, top_ids = top_k(scores, num_tops)
     total = log_of_weights(totals)

@@ -1,4 +1,4 @@
-"""How likely the model finds the tokens of a prompt: as sampling would, but the tokens are given."""
+"""Prompt log-probabilities: scores the tokens of prompts, chunk by chunk as prefill computes them."""
 
 from collections.abc import Sequence
 
@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from gpu_worker.engine.batch.inputs import offsets_of
-from gpu_worker.engine.batch.rows import RowSlice
+from gpu_worker.engine.batch.row import RowSlice
 from gpu_worker.engine.batch.to_device import to_device
 from gpu_worker.engine.sampling import cpu_sampler
 from gpu_worker.engine.sampling.multinomial import SamplerOutput, log_of_weights, to_weights
@@ -17,11 +17,11 @@ MAX_LOGITS = 2**25
 has room.
 """
 MAX_CHUNK_LOGITS = 2**24
-"""Of these torch copies so many at a time."""
+"""torch copies at most so many of these at a time."""
 
 
 def select_sample_logits(logits: torch.Tensor, slices: Sequence[RowSlice]) -> torch.Tensor:
-    """logits [wanted, vocabulary] of a step → [samples, vocabulary]."""
+    """logits float [num_logits, vocabulary] of a step → those to sample from, float [rows, vocabulary]."""
     if not any(row_slice.num_scored for row_slice in slices):
         return logits
     last = np.cumsum([row_slice.num_logits for row_slice in slices]) - 1
@@ -29,39 +29,43 @@ def select_sample_logits(logits: torch.Tensor, slices: Sequence[RowSlice]) -> to
 
 
 def score_prompts(logits: torch.Tensor, slices: Sequence[RowSlice]) -> list[SamplerOutput]:
-    """logits [wanted, vocabulary] of a step → what is told of each part's prompt, of those that tell of one."""
+    """logits float [num_logits, vocabulary] of a step → for each slice that asks for prompt
+    log-probabilities: ids int64 [tokens], logprobs float32 [tokens].
+    """
     if not any(row_slice.num_scored for row_slice in slices):
         return []
     begins = offsets_of(row_slice.num_logits for row_slice in slices).tolist()
-    told = [
+    scored = [
         (begin, row_slice) for begin, row_slice in zip(begins, slices, strict=False) if row_slice.num_scored
     ]
     return [
-        score_prompt(logits[begin : begin + row_slice.num_scored], row_slice) for begin, row_slice in told
+        score_prompt(logits[begin : begin + row_slice.num_scored], row_slice) for begin, row_slice in scored
     ]
 
 
 def score_prompt(logits: torch.Tensor, row_slice: RowSlice) -> SamplerOutput:
+    """logits float [num_scored, vocabulary] of one slice → ids int64, logprobs float32 [num_scored]."""
     ids = row_slice.row.ids[row_slice.begin + 1 : row_slice.begin + 1 + row_slice.num_scored].astype(np.int64)
     return score_tokens(logits, to_device(ids, logits.device), row_slice.row.prompt_logprobs or 0)
 
 
 @torch.inference_mode()
 def score_tokens(logits: torch.Tensor, ids: torch.Tensor, num_tops: int) -> SamplerOutput:
-    """logits [tokens, vocabulary], each what the model expects in place of the token in ids int64 [tokens] →
-    log-probabilities of these tokens, and of the `num_tops` likeliest in place of each.
+    """logits float [tokens, vocabulary], those in place of each token of ids int64 [tokens] →
+    log-probabilities float32 [tokens] of these tokens, and of the `num_tops` likeliest in place of each.
     """
     if library := cpu_sampler.kernels(logits):
         return cpu_sampler.score_natively(library, logits, ids, num_tops)
     size = max(1, MAX_CHUNK_LOGITS // logits.shape[1])
-    lots = [
+    chunks = [
         score_chunk(logits[first : first + size], ids[first : first + size], num_tops)
         for first in range(0, len(ids), size)
     ]
-    return SamplerOutput(*map(torch.cat, zip(*lots, strict=True)))
+    return SamplerOutput(*map(torch.cat, zip(*chunks, strict=True)))
 
 
 def score_chunk(logits: torch.Tensor, ids: torch.Tensor, num_tops: int) -> SamplerOutput:
+    """`score_tokens` by torch, all at once: logits float [tokens, vocabulary], ids int64 [tokens]."""
     scores = logits.to(torch.float32, copy=True)
     scores.sub_(scores.amax(-1, keepdim=True))
     own = scores.gather(1, ids[:, None])[:, 0]

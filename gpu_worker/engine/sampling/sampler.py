@@ -1,4 +1,10 @@
-"""The choice of rows that ask for something, in the order that the docstring of `Sampling` lists."""
+"""The sampler: logits to tokens. `sample` is the entry.
+
+On CPU the native kernels sample all rows in one call (cpu_sampler.py). Elsewhere rows are grouped by the
+function that samples them, and each group goes through, in this order: bias, bans, penalties and grammar
+(penalties.py), temperature (here), truncation by top-k, top-p, min-p and typical-p (truncation.py), and the
+choice of a token (multinomial.py). On CUDA the work is only queued: nothing here waits for the device.
+"""
 
 from collections.abc import Callable, Sequence
 
@@ -6,18 +12,74 @@ import torch
 
 from gpu_worker.engine.batch.sampling_state import SampleRequest, SamplingState
 from gpu_worker.engine.batch.to_device import to_device
-from gpu_worker.engine.sampling.multinomial import SamplerOutput, make_output, multinomial_sample, to_weights
+from gpu_worker.engine.sampling import cpu_sampler
+from gpu_worker.engine.sampling.greedy import greedy_output
+from gpu_worker.engine.sampling.multinomial import (
+    SamplerOutput,
+    empty_output,
+    make_output,
+    multinomial_sample,
+    to_weights,
+)
 from gpu_worker.engine.sampling.penalties import adjust_scores
 from gpu_worker.engine.sampling.truncation import SamplingTensors, truncated_sample, typical_sample
 
 SampleFunction = Callable[[torch.Tensor, SamplingTensors, int], SamplerOutput]
-"""Scores float32 [rows, vocabulary] with the likeliest at 0, limits, number of the likeliest to be told →
-drawn.
+"""scores float32 [rows, vocabulary] with the likeliest at 0, parameters, number of top log-probabilities →
+sampled tokens.
 """
 
 
+@torch.inference_mode()
+def sample(logits: torch.Tensor, requests: Sequence[SampleRequest | None]) -> SamplerOutput:
+    """logits float [rows, vocabulary] → ids int64 [rows] and their log-probabilities float32 [rows].
+
+    One request for each row; None is greedy without penalties.
+    """
+    library = cpu_sampler.kernels(logits)
+    if library:
+        return cpu_sampler.sample_natively(library, logits, requests)
+    return sample_in_groups(logits, requests)
+
+
+def sample_in_groups(logits: torch.Tensor, requests: Sequence[SampleRequest | None]) -> SamplerOutput:
+    """`sample` by torch: logits float [rows, vocabulary] → ids int64 [rows], log-probabilities float32
+    [rows].
+    """
+    if not any(requests):
+        return greedy_output(logits)
+    groups: dict[SampleFunction | None, list[int]] = {}
+    for place, request in enumerate(requests):
+        groups.setdefault(sample_function_of(request.state) if request else None, []).append(place)
+    num_tops = max(request.state.top_n_tokens for request in requests if request)
+    output = empty_output(len(requests), num_tops, logits.device)
+    for function, places in groups.items():
+        index = to_device(places, logits.device)
+        sample_into(output, index, logits, function, [requests[place] for place in places])
+    return output
+
+
+def sample_into(
+    output: SamplerOutput,
+    places: torch.Tensor,
+    logits: torch.Tensor,
+    function: SampleFunction | None,
+    requests: Sequence[SampleRequest | None],
+) -> None:
+    """Samples the rows at places int64 [group], all by one function, of logits float [rows, vocabulary]."""
+    rows = logits.index_select(0, places)
+    if function is None:
+        sampled = greedy_output(rows)
+    else:
+        sampled = sample_group(rows, function, [request for request in requests if request])
+    for column, values in zip(output, sampled, strict=True):
+        (column if column.dim() == 1 else column[:, : values.shape[1]]).index_copy_(0, places, values)
+
+
 def sample_function_of(state: SamplingState) -> SampleFunction:
-    """Of the next token. Rows of different ways look at different parts of the vocabulary."""
+    """Chooses the function for a row's next token: functions differ in the part of the
+    vocabulary they need.
+    """
     sampling = state.sampling
     if sampling.temperature == 0:
         return greedy_sample
@@ -27,28 +89,32 @@ def sample_function_of(state: SamplingState) -> SampleFunction:
 
 
 def sample_group(
-    logits: torch.Tensor, way: SampleFunction, requests: Sequence[SampleRequest]
+    logits: torch.Tensor, function: SampleFunction, requests: Sequence[SampleRequest]
 ) -> SamplerOutput:
-    """logits [rows, vocabulary], of rows of one way."""
+    """logits float [rows, vocabulary] of rows with one function → ids int64 [rows], log-probabilities float32
+    [rows].
+    """
     states = [request.state for request in requests]
     scores = logits.to(torch.float32, copy=True)
     adjust_scores(scores, states, [request.index for request in requests])
     apply_temperature(scores, states)
-    chosen = way(
-        scores, sampling_tensors(requests, scores.device), max(state.top_n_tokens for state in states)
-    )
-    own = [row for row, state in enumerate(states) if state.sampling.raw_logprobs]
-    return with_raw_logprobs(chosen, logits, to_device(own, logits.device)) if own else chosen
+    num_tops = max(state.top_n_tokens for state in states)
+    output = function(scores, sampling_tensors(requests, scores.device), num_tops)
+    raw = [row for row, state in enumerate(states) if state.sampling.raw_logprobs]
+    return with_raw_logprobs(output, logits, to_device(raw, logits.device)) if raw else output
 
 
 def apply_temperature(scores: torch.Tensor, states: Sequence[SamplingState]) -> None:
-    """In place: the likeliest of each row is 0 then, and no temperature makes the others overflow."""
+    """Divides scores float32 [rows, vocabulary], in place. The likeliest of each row becomes 0 before, so no
+    temperature makes a score overflow.
+    """
     scores.sub_(scores.amax(-1, keepdim=True))
     temperatures = to_device([state.sampling.temperature or 1.0 for state in states], scores.device)
     scores.div_(temperatures[:, None])
 
 
 def sampling_tensors(requests: Sequence[SampleRequest], device: torch.device) -> SamplingTensors:
+    """Returns the parameters of the rows as tensors [rows, 1] on the device: top_k int64, others float64."""
     states = [request.state for request in requests]
     top_k, top_p = [state.sampling.top_k for state in states], [state.top_p for state in states]
     others = [
@@ -66,23 +132,25 @@ def sampling_tensors(requests: Sequence[SampleRequest], device: torch.device) ->
     )
 
 
-def greedy_sample(scores: torch.Tensor, limits: SamplingTensors, num_tops: int) -> SamplerOutput:
-    return make_output(
-        scores, to_weights(scores).sum(-1, keepdim=True), scores.max(-1, keepdim=True).indices, num_tops
-    )
+def greedy_sample(scores: torch.Tensor, tensors: SamplingTensors, num_tops: int) -> SamplerOutput:
+    """scores float32 [rows, vocabulary] → the likeliest tokens after penalties."""
+    totals = to_weights(scores).sum(-1, keepdim=True)
+    return make_output(scores, totals, scores.max(-1, keepdim=True).indices, num_tops)
 
 
-def untruncated_sample(scores: torch.Tensor, limits: SamplingTensors, num_tops: int) -> SamplerOutput:
-    return multinomial_sample(scores, limits.uniforms, num_tops)
+def untruncated_sample(scores: torch.Tensor, tensors: SamplingTensors, num_tops: int) -> SamplerOutput:
+    """scores float32 [rows, vocabulary] → tokens sampled from the whole vocabulary."""
+    return multinomial_sample(scores, tensors.uniforms, num_tops)
 
 
-def with_raw_logprobs(chosen: SamplerOutput, logits: torch.Tensor, rows: torch.Tensor) -> SamplerOutput:
-    """With the model's own log-probabilities for these rows."""
+def with_raw_logprobs(output: SamplerOutput, logits: torch.Tensor, rows: torch.Tensor) -> SamplerOutput:
+    """Replaces log-probabilities by the model's own, of logits float [rows, vocabulary],
+    in rows int64 [n].
+    """
     scores = logits[rows].to(torch.float32)
     scores.sub_(scores.amax(-1, keepdim=True))
-    own = make_output(
-        scores, to_weights(scores).sum(-1, keepdim=True), chosen.ids[rows, None], chosen.top_ids.shape[1]
-    )
-    for column, values in zip(chosen, own, strict=True):
+    totals = to_weights(scores).sum(-1, keepdim=True)
+    raw = make_output(scores, totals, output.ids[rows, None], output.top_ids.shape[1])
+    for column, values in zip(output, raw, strict=True):
         column[rows] = values
-    return chosen
+    return output

@@ -1,15 +1,17 @@
-"""The order of a row's tokens: the likeliest first, the lower id first where two are equally likely. None of
-it sorts a vocabulary.
+"""Top-k selection by radix, without sorting a vocabulary. Tokens are ordered by score; of two equally likely
+the lower id comes first.
 """
 
 import torch
 
 DIGITS = ((20, 11), (10, 10), (0, 10))
-"""Of a key's 31 bits: how far up a digit begins, and its bits."""
+"""The digits of a key's 31 bits: shift and number of bits."""
 
 
 def sort_keys(scores: torch.Tensor) -> torch.Tensor:
-    """scores float32, none above 0 → int32 that rise from 0 as the scores fall: their bits but for the sign."""
+    """scores float32 [rows, vocabulary], none above 0 → keys int32 [rows, vocabulary] that rise from 0 as the
+    scores fall: the bits of the score without its sign.
+    """
     return scores.view(torch.int32) & 0x7FFFFFFF
 
 
@@ -26,11 +28,11 @@ def top_k(scores: torch.Tensor, width: int) -> tuple[torch.Tensor, torch.Tensor]
 
 def kth_key(keys: torch.Tensor, weights: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     """keys int32 [rows, n], none negative; weights int64 [rows, n], none negative; targets int64 [rows, 1] →
-    int32 [rows, 1]: the least key of each row up to which, itself included, its tokens weigh more than the
-    target; if all together do not, one above all.
+    int32 [rows, 1]: the least key of each row up to which, itself included, the tokens weigh more than the
+    target; a key above all if no key does. With weights of 1 and target k - 1 it is the k-th key.
 
-    By radix: what the tokens of each digit weigh says in which of them the border lies, and then only they
-    count.
+    By radix: the weights of the tokens by digit tell which digit the key has, and only tokens with that digit
+    remain for the next one.
     """
     found, left = torch.zeros_like(targets), targets
     for shift, bits in DIGITS:

@@ -30,7 +30,7 @@ from gpu_worker.engine.attention.flashinfer_support import (
 from gpu_worker.engine.attention.kv_cache import AttentionSpec, Geometry, KVCache, LayerSpec
 from gpu_worker.engine.attention.sdpa import SdpaBackend
 from gpu_worker.engine.batch.inputs import build_inputs
-from gpu_worker.engine.batch.rows import arrange
+from gpu_worker.engine.batch.row import arrange
 from gpu_worker.engine.cuda.compile import compile_layers, layers_of, stop_compiling
 from gpu_worker.engine.cuda.deterministic import FixedShapeGraph
 from gpu_worker.engine.cuda.fused_linear import FusedLinearSlice, fuse_linears

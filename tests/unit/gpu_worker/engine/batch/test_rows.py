@@ -7,8 +7,9 @@ from hypothesis import strategies as st
 
 from common.messages.packing import pack_floats
 from common.messages.request import SamplingParams
-from gpu_worker.engine.batch.outcome import PromptLogprobs, StepResultBuilder, TopLogprobs
-from gpu_worker.engine.batch.rows import Rows, RowSlice
+from gpu_worker.engine.batch.row import RowSlice
+from gpu_worker.engine.batch.rows import Rows
+from gpu_worker.engine.batch.step_result import PromptLogprobs, StepResultBuilder, TopLogprobs
 from gpu_worker.protocol import Grant, StartRow
 from tests.support.engine.batch_player import packed
 from tests.support.engine.start_rows import start_row

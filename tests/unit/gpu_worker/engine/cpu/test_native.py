@@ -17,7 +17,7 @@ from gpu_worker.engine.attention.cpu_paged import CpuPagedBackend
 from gpu_worker.engine.attention.kv_cache import AttentionSpec, Geometry, KVCache, LayerSpec
 from gpu_worker.engine.attention.sdpa import SdpaBackend
 from gpu_worker.engine.batch.inputs import build_inputs
-from gpu_worker.engine.batch.rows import Row, RowSlice, arrange
+from gpu_worker.engine.batch.row import Row, RowSlice, arrange
 from gpu_worker.engine.cpu import fused_layer, native, packed_linear
 from gpu_worker.engine.cpu.large_pages import LargePages
 from gpu_worker.engine.cpu.packed_linear import NativeLinear, OneDnnLinear

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from gpu_worker.engine.attention.kv_write import fill_kv, write_kv
-from gpu_worker.engine.sampling.sample import greedy
+from gpu_worker.engine.sampling.greedy import greedy
 
 triton = pytest.importorskip("triton", reason="Triton is not installed")
 HOPPER, WARP = 90, 32

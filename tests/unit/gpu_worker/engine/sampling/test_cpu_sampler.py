@@ -15,7 +15,7 @@ from gpu_worker.engine.cpu import native
 from gpu_worker.engine.sampling import cpu_sampler
 from gpu_worker.engine.sampling.multinomial import SamplerOutput
 from gpu_worker.engine.sampling.prompt_logprobs import score_chunk
-from gpu_worker.engine.sampling.sample import sample_in_groups
+from gpu_worker.engine.sampling.sampler import sample_in_groups
 from tests.support.engine.start_rows import start_row
 
 ENDS = [2, 9]

@@ -18,9 +18,9 @@ from common.messages.request import SamplingParams
 from gpu_worker.engine.batch.grammar import GrammarMask
 from gpu_worker.engine.batch.philox import BUFFERED, PhiloxStream, philox_uniforms
 from gpu_worker.engine.batch.sampling_state import SampleRequest, SamplingState
+from gpu_worker.engine.in_flight import StepSamples, unpack_samples
 from gpu_worker.engine.sampling import cpu_sampler as native_choice
-from gpu_worker.engine.sampling import sample as sampler
-from gpu_worker.engine.sampling.sample import StepSamples, read
+from gpu_worker.engine.sampling import sampler
 from tests.support.engine.sampling_reference import log_softmax, processed
 from tests.support.engine.start_rows import start_row
 
@@ -107,7 +107,7 @@ def request(
 
 
 def sample(logits: torch.Tensor, requests: Sequence[SampleRequest | None]) -> StepSamples:
-    return read(sampler.sample(logits, requests), requests)
+    return unpack_samples(sampler.sample(logits, requests), requests)
 
 
 def logits_of(seed: int, num: int = 1, ties: bool = False, size: int = VOCABULARY) -> torch.Tensor:

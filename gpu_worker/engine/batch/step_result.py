@@ -1,4 +1,4 @@
-"""What steps brought, until it is told to the agent."""
+"""Step results: collects what steps brought until the next frame to the agent."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -14,7 +14,9 @@ Int32 = npt.NDArray[np.int32]
 
 
 class TopLogprobs(NamedTuple):
-    """The likeliest tokens beside a sampled one, likeliest first; those that truncation took away have -inf."""
+    """The likeliest tokens in place of a sampled one, likeliest first; -inf for those that truncation left
+    out.
+    """
 
     ids: list[int]
     logprobs: list[float]
@@ -24,8 +26,8 @@ NO_TOP_LOGPROBS: Mapping[int, TopLogprobs] = {}
 
 
 class PromptLogprobs(NamedTuple):
-    """What a part tells of its prompt: packed log-probabilities, and packed ids and log-probabilities of the
-    likeliest tokens.
+    """Log-probabilities of a slice of a prompt: packed float32, and the likeliest tokens as packed int32 ids
+    and packed float32 log-probabilities.
     """
 
     logprobs: bytes
@@ -38,7 +40,7 @@ NO_PROMPT_LOGPROBS: Sequence[PromptLogprobs] = ()
 
 @dataclass(slots=True)
 class StepResultBuilder:
-    """What is to be reported with the next frame.
+    """Collects the next `StepResult`.
 
     Attributes:
         samples: row, index, id, log-probability.
