@@ -1,4 +1,4 @@
-"""The batcher process and the broker, without any worker: what waits is answered all the same."""
+"""The batcher process and a broker, without workers: waiting requests get their terminals."""
 
 import asyncio
 import contextlib
@@ -11,6 +11,7 @@ from typing import Any
 
 import msgpack
 import pytest
+from redis.asyncio import Redis
 
 from common.broker.client import script
 from common.broker.keys import Keys
@@ -18,6 +19,7 @@ from common.messages.codec import decode, encode
 from common.messages.events import Events
 from common.messages.packing import pack_ids
 from common.messages.request import Cancel, Generate, StoppingParams
+from deploy.serve.broker import Broker
 from tests.support.waiting import wait_until
 
 KEYS = Keys("default")
@@ -43,31 +45,32 @@ def batcher(url: str, name: str = "b0", **settings: str) -> Iterator[subprocess.
 
 
 @pytest.fixture(autouse=True)
-async def gateway(redis: Any) -> None:
-    """One that shows signs of life."""
+async def gateway(redis: Redis) -> None:
+    """A gateway with a heartbeat."""
     await redis.set(KEYS.gateway("g"), 1)
 
 
-async def admit(redis: Any, name: str, payload: bytes | None = None, **fields: Any) -> bytes:
+async def admit(redis: Redis, name: str, payload: bytes | None = None, **fields: Any) -> bytes:
     request = Generate(
         name, "d", pack_ids([1, 2, 3]), StoppingParams(5), channel=CHANNEL, gateway="g", **fields
     )
     keys = [KEYS.requests, KEYS.requests_bytes, KEYS.request(name)]
-    answer = await script(redis, "admit")(
+    answer: list[bytes] = await script(redis, "admit")(
         keys=keys, args=[payload or encode(request), 100, 10**6, "d", CHANNEL, "g", 600_000, 1]
     )
-    return answer[1]  # type: ignore[no-any-return]
+    return answer[1]
 
 
-async def result(redis: Any, name: str) -> dict[str, Any]:
-    return json.loads(await wait_until(lambda: redis.get(KEYS.result(name))))  # type: ignore[no-any-return]
+async def result(redis: Redis, name: str) -> dict[str, Any]:
+    content: dict[str, Any] = json.loads(await wait_until(lambda: redis.get(KEYS.result(name))))
+    return content
 
 
-async def settled(redis: Any) -> bool:
+async def settled(redis: Redis) -> bool:
     return not await redis.xlen(KEYS.requests) and not await redis.exists(KEYS.requests_bytes)
 
 
-async def test_a_deadline_ends_what_waits_and_says_so_once(broker: Any, redis: Any) -> None:
+async def test_a_deadline_ends_a_waiting_request_with_one_terminal(broker: Broker, redis: Redis) -> None:
     async with redis.pubsub() as pubsub:
         await pubsub.subscribe(CHANNEL)
         with batcher(broker.url):
@@ -83,7 +86,7 @@ async def test_a_deadline_ends_what_waits_and_says_so_once(broker: Any, redis: A
         ]
 
 
-async def test_a_waiting_request_is_cancelled(broker: Any, redis: Any) -> None:
+async def test_a_waiting_request_is_cancelled(broker: Broker, redis: Redis) -> None:
     with batcher(broker.url):
         await admit(redis, "r1")
         await admit(redis, "r2")
@@ -93,15 +96,17 @@ async def test_a_waiting_request_is_cancelled(broker: Any, redis: Any) -> None:
         )
         assert (await result(redis, "r1"))["error_type"] == "cancelled"
         await wait_until(lambda: waiting(redis, 1))
-        assert await redis.hget(KEYS.request("r1"), "terminal") == b"cancelled"
-        assert await redis.hget(KEYS.request("r2"), "terminal") is None
+        assert await redis.hget(KEYS.request("r1"), "terminal") == b"cancelled"  # type: ignore[misc]
+        assert await redis.hget(KEYS.request("r2"), "terminal") is None  # type: ignore[misc]
 
 
-async def waiting(redis: Any, count: int) -> bool:
-    return int(await redis.hget(KEYS.state, "waiting") or 0) == count
+async def waiting(redis: Redis, count: int) -> bool:
+    return int(await redis.hget(KEYS.state, "waiting") or 0) == count  # type: ignore[misc]
 
 
-async def test_requests_of_a_dead_gateway_live_on_for_their_grace_only(broker: Any, redis: Any) -> None:
+async def test_requests_of_a_dead_gateway_are_cancelled_after_their_grace(
+    broker: Broker, redis: Redis
+) -> None:
     with batcher(broker.url):
         await admit(redis, "r1", grace_ms=300)
         await admit(redis, "r2", grace_ms=600_000)
@@ -121,8 +126,8 @@ async def test_requests_of_a_dead_gateway_live_on_for_their_grace_only(broker: A
         encode(Generate("r1", "d", b"\0\0\0\0", StoppingParams(0))),
     ],
 )
-async def test_an_entry_that_cannot_be_read_is_counted_answered_and_gone(
-    broker: Any, redis: Any, payload: Any
+async def test_an_undecodable_entry_is_counted_answered_and_removed(
+    broker: Broker, redis: Redis, payload: bytes
 ) -> None:
     with batcher(broker.url):
         await admit(redis, "r1", payload)
@@ -131,11 +136,11 @@ async def test_an_entry_that_cannot_be_read_is_counted_answered_and_gone(
         await wait_until(lambda: counted(redis))
 
 
-async def counted(redis: Any) -> bool:
-    return int(await redis.hget(KEYS.state, "undecodable") or 0) == 1
+async def counted(redis: Redis) -> bool:
+    return int(await redis.hget(KEYS.state, "undecodable") or 0) == 1  # type: ignore[misc]
 
 
-async def test_garbage_kills_nobody(broker: Any, redis: Any) -> None:
+async def test_garbage_in_its_streams_does_not_end_the_batcher(broker: Broker, redis: Redis) -> None:
     with batcher(broker.url) as process:
         await wait_until(lambda: redis.exists(KEYS.state))
         for stream in (KEYS.requests, KEYS.control):
@@ -146,7 +151,7 @@ async def test_garbage_kills_nobody(broker: Any, redis: Any) -> None:
                 {b"\xff": b"\xff"},
                 {"died": msgpack.packb({"v": 1, "i": 5})},
             ):
-                await redis.xadd(stream, fields)
+                await redis.xadd(stream, fields)  # type: ignore[arg-type]
         await wait_until(lambda: redis.hget(KEYS.state, "undecodable"))
         await wait_until(lambda: empty(redis))
         await admit(redis, "r1", ttl_ms=1)
@@ -154,11 +159,11 @@ async def test_garbage_kills_nobody(broker: Any, redis: Any) -> None:
         assert process.poll() is None
 
 
-async def empty(redis: Any) -> bool:
+async def empty(redis: Redis) -> bool:
     return not await redis.xlen(KEYS.requests)
 
 
-async def test_a_standby_takes_over_and_reads_what_waits(broker: Any, redis: Any) -> None:
+async def test_a_standby_takes_over_the_waiting_requests(broker: Broker, redis: Redis) -> None:
     with batcher(broker.url, "b0") as first:
         await wait_until(lambda: redis.exists(KEYS.state))
         epoch = int(await redis.get(KEYS.epoch))
@@ -177,7 +182,7 @@ async def test_a_standby_takes_over_and_reads_what_waits(broker: Any, redis: Any
             assert (await result(redis, "r1"))["error_type"] == "cancelled"
 
 
-async def test_a_batcher_whose_lease_was_taken_ends(broker: Any, redis: Any) -> None:
+async def test_a_batcher_that_lost_its_lease_ends(broker: Broker, redis: Redis) -> None:
     with batcher(broker.url) as process:
         await wait_until(lambda: redis.exists(KEYS.state))
         await redis.incr(KEYS.epoch)

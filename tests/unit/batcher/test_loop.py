@@ -1,30 +1,25 @@
-"""The active batcher, turn by turn, against the real broker: lost replies, strange words, keys that somebody
-else wrote.
-"""
+"""The active batcher, turn by turn, against a real broker: lost replies, garbage, keys of another type."""
 
 from collections.abc import AsyncIterator
-from typing import Any
 
 import pytest
+from redis.asyncio import Redis
 from redis.exceptions import ConnectionError
 
 from api.admin import timeline
 from batcher.lease import Lease
 from batcher.loop import Batcher
 from common.broker import client as brokers
-from common.broker.keys import Keys
 from common.messages.codec import decode, encode
-from common.messages.packing import pack_ids
-from common.messages.plan import Plan, Report, WorkerCapacity, WorkerDied
-from common.messages.request import Cancel, Generate, StoppingParams
+from common.messages.plan import Plan, Report, WorkerDied
+from common.messages.request import Cancel
 from common.metrics import catalogue
 from common.settings.settings import Settings
-
-KEYS = Keys("default")
+from tests.support.broker_state import KEYS, admit, make_request, start_worker
 
 
 @pytest.fixture
-async def batcher(redis: Any) -> AsyncIterator[Batcher]:
+async def batcher(redis: Redis) -> AsyncIterator[Batcher]:
     lease = Lease(redis, KEYS, "b0-1", 60.0)
     yield Batcher(Settings(), redis, KEYS, lease, await lease.acquire())
 
@@ -34,35 +29,9 @@ async def turns(batcher: Batcher, count: int = 6) -> None:
         await batcher.retry(batcher.turn)
 
 
-async def admit(redis: Any, name: str) -> None:
-    request = Generate(name, "d", pack_ids([1] * 4), StoppingParams(20), gateway="")
-    keys = [KEYS.requests, KEYS.requests_bytes, KEYS.request(name)]
-    await brokers.script(redis, "admit")(
-        keys=keys, args=[encode(request), 100, 10**9, "d", "", "", 660_000, 1]
-    )
-
-
-async def open_worker(redis: Any, name: str, capacity: bytes | None = None) -> None:
-    keys = [
-        KEYS.worker(name),
-        KEYS.workers,
-        KEYS.log(name),
-        KEYS.reports(name),
-        KEYS.plans(name),
-        KEYS.control,
-    ]
-    await brokers.script(redis, "create_logs")(
-        keys=[KEYS.log(name), KEYS.reports(name)], args=[name, 3_600_000]
-    )
-    capacity = capacity or encode(WorkerCapacity(name, "w0", "m", "float32", 16, 30, 512, 8192))
-    await brokers.script(redis, "worker_heartbeat")(
-        keys=keys, args=[name, 600_000, 3_600_000, "ready", 0, capacity]
-    )
-
-
-async def join(batcher: Batcher, redis: Any, name: str = "w1") -> None:
-    """A worker that has answered the takeover."""
-    await open_worker(redis, name)
+async def join(batcher: Batcher, redis: Redis, name: str = "w1") -> None:
+    """Start a worker, and answer the takeover for it."""
+    await start_worker(redis, name)
     await turns(batcher, 2)
     await redis.xadd(
         KEYS.reports(name), {"report": encode(Report(1, batcher.epoch, 1, 0, takeover=True))}, id="1-0"
@@ -71,17 +40,17 @@ async def join(batcher: Batcher, redis: Any, name: str = "w1") -> None:
     assert name in batcher.scheduler.replicas
 
 
-async def plans(redis: Any, name: str = "w1") -> list[Plan]:
+async def plans(redis: Redis, name: str = "w1") -> list[Plan]:
     return [decode(Plan, fields[b"plan"]) for _, fields in await redis.xrange(KEYS.plans(name))]
 
 
 def lose_reply(batcher: Batcher, number: int) -> None:
-    """The connection is cut after hand-over `number` was done and before its reply came."""
+    """Lose the connection after call `number` of publish_plan ran and before its reply came."""
     real, calls = batcher.dispatch.script, 0
 
-    async def flaky(**words: Any) -> Any:
+    async def flaky(**arguments: object) -> object:
         nonlocal calls
-        answer = await real(**words)
+        answer = await real(**arguments)
         calls += 1
         if calls == number:
             raise ConnectionError("cut")
@@ -90,8 +59,10 @@ def lose_reply(batcher: Batcher, number: int) -> None:
     batcher.dispatch.script = flaky
 
 
-async def test_what_waited_before_this_epoch_is_told_of_once(batcher: Any, redis: Any) -> None:
-    await admit(redis, "r1")
+async def test_a_request_queued_before_this_epoch_is_recorded_as_queued_once(
+    batcher: Batcher, redis: Redis
+) -> None:
+    await admit(redis, make_request("r1"))
     await batcher.start_epoch()
     await turns(batcher)
     batcher.timeline.written_s = 0.0
@@ -101,8 +72,10 @@ async def test_what_waited_before_this_epoch_is_told_of_once(batcher: Any, redis
     ]
 
 
-async def test_a_worker_that_seals_its_own_logs_is_lost_once(batcher: Any, redis: Any) -> None:
-    """Whoever started it says that it died, too, before or after its seal has been read."""
+async def test_a_worker_that_seals_its_own_logs_is_counted_as_lost_once(
+    batcher: Batcher, redis: Redis
+) -> None:
+    """Its launcher reports its death, too, before or after its seal has been read."""
     await batcher.start_epoch()
     await join(batcher, redis)
     lost = catalogue.WORKERS_LOST.values[()]
@@ -116,37 +89,43 @@ async def test_a_worker_that_seals_its_own_logs_is_lost_once(batcher: Any, redis
 
 
 @pytest.mark.parametrize("lost", [1, 2])
-async def test_a_lost_reply_loses_no_refused_row(batcher: Any, redis: Any, lost: Any) -> None:
+async def test_a_lost_reply_of_publish_plan_loses_no_refused_row(
+    batcher: Batcher, redis: Redis, lost: int
+) -> None:
     await batcher.start_epoch()
     await join(batcher, redis)
-    await admit(redis, "keep")
-    await admit(redis, "gone")
-    await redis.hset(KEYS.request("gone"), "cancel", 1)
+    await admit(redis, make_request("keep"))
+    await admit(redis, make_request("gone"))
+    await redis.hset(KEYS.request("gone"), "cancel", "1")  # type: ignore[misc]
     lose_reply(batcher, lost)
     await turns(batcher)
     assert [row.sequence.request_id for row in batcher.scheduler.replicas["w1"].rows.values()] == ["keep"]
     assert [start.request.request_id for plan in await plans(redis) for start in plan.starts] == ["keep"]
     assert list(batcher.scheduler.sequences) == ["keep"]
-    assert await redis.hget(KEYS.request("gone"), "terminal") == b"cancelled"
+    assert await redis.hget(KEYS.request("gone"), "terminal") == b"cancelled"  # type: ignore[misc]
     assert await redis.xlen(KEYS.requests) == 1
 
 
-async def test_nothing_said_between_two_reads_is_missed(batcher: Any, redis: Any) -> None:
+async def test_an_entry_between_two_reads_is_not_missed(batcher: Batcher, redis: Redis) -> None:
     await batcher.start_epoch()
     await redis.xadd(KEYS.control, {"cancel": encode(Cancel("r1", "client"))})
     assert [entry.kind for entry in await batcher.inbox.read(50)] == ["cancel"]
 
 
-async def test_a_hello_that_is_no_name_is_counted(batcher: Any, redis: Any) -> None:
+async def test_a_worker_ready_that_is_no_name_is_counted_as_undecodable(
+    batcher: Batcher, redis: Redis
+) -> None:
     await batcher.start_epoch()
     await redis.xadd(KEYS.control, {"worker_ready": b"\xff\xfe"})
     await turns(batcher)
     assert batcher.undecodable == 1
 
 
-async def test_an_earlier_worker_that_cannot_be_read_holds_nobody_up(batcher: Any, redis: Any) -> None:
-    await open_worker(redis, "w1", b"junk")
-    await admit(redis, "r1")
+async def test_an_earlier_worker_with_an_unreadable_capacity_delays_no_request(
+    batcher: Batcher, redis: Redis
+) -> None:
+    await start_worker(redis, "w1", b"junk")
+    await admit(redis, make_request("r1"))
     await batcher.start_epoch()
     batcher.detector.resumes_s = 0.0
     await turns(batcher, 12)
@@ -154,23 +133,23 @@ async def test_an_earlier_worker_that_cannot_be_read_holds_nobody_up(batcher: An
     assert await redis.exists(KEYS.worker("w1"), KEYS.log("w1")) == 0
 
 
-async def test_a_key_of_another_type_spoils_its_own_request_only(batcher: Any, redis: Any) -> None:
+async def test_a_key_of_another_type_spoils_its_own_request_only(batcher: Batcher, redis: Redis) -> None:
     await batcher.start_epoch()
     for name in ("bad", "good"):
-        await admit(redis, name)
+        await admit(redis, make_request(name))
     await redis.delete(KEYS.request("bad"))
     await redis.set(KEYS.request("bad"), "x")
-    await redis.lpush(KEYS.tokens("good"), "x")
+    await redis.lpush(KEYS.tokens("good"), "x")  # type: ignore[misc]
     await join(batcher, redis)
     await turns(batcher)
     assert [start.request.request_id for plan in await plans(redis) for start in plan.starts] == ["good"]
     assert list(batcher.scheduler.sequences) == ["good"]
 
 
-async def test_a_worker_that_dies_is_read_to_its_end(batcher: Any, redis: Any) -> None:
+async def test_reports_of_a_dead_worker_are_read_up_to_the_seal(batcher: Batcher, redis: Redis) -> None:
     await batcher.start_epoch()
     await join(batcher, redis)
-    await admit(redis, "r1")
+    await admit(redis, make_request("r1"))
     await turns(batcher, 2)
     await redis.xadd(
         KEYS.reports("w1"),
@@ -184,7 +163,7 @@ async def test_a_worker_that_dies_is_read_to_its_end(batcher: Any, redis: Any) -
     assert await redis.exists(KEYS.log("w1"), KEYS.reports("w1"), KEYS.plans("w1")) == 0
 
 
-async def test_who_was_stopped_blames_nobody(batcher: Any, redis: Any) -> None:
+async def test_a_batcher_that_was_stopped_declares_nobody_dead(batcher: Batcher, redis: Redis) -> None:
     await batcher.start_epoch()
     await join(batcher, redis)
     await redis.delete(KEYS.worker("w1"))
@@ -195,7 +174,7 @@ async def test_who_was_stopped_blames_nobody(batcher: Any, redis: Any) -> None:
     assert await batcher.workers.check() == ["w1"]
 
 
-async def test_a_clock_that_jumps_gives_everybody_time(batcher: Any, redis: Any) -> None:
+async def test_a_jump_of_the_broker_s_clock_pauses_failure_detection(batcher: Batcher, redis: Redis) -> None:
     batcher.detector.resumes_s = 0.0
     batcher.detector.check_clock_jump(1_000_000)
     assert batcher.detector.active

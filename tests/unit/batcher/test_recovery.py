@@ -56,7 +56,8 @@ async def placed(redis: Redis, request_id: str, incarnation: str = "w1") -> Sequ
 
 
 async def is_sealed(redis: Redis, incarnation: str) -> bool:
-    return (await redis.xrange(KEYS.log(incarnation)))[-1][0] == SEALED.encode()  # type: ignore[no-any-return]
+    last_id: bytes = (await redis.xrange(KEYS.log(incarnation)))[-1][0]
+    return last_id == SEALED.encode()
 
 
 async def test_resume_enqueues_with_all_committed_tokens(redis: Redis, recovery: Recovery) -> None:

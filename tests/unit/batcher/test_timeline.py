@@ -1,4 +1,4 @@
-"""What the batcher tells of requests, and how it is read back."""
+"""TimelineWriter: events of requests, from the batcher to the gateway that reads them back."""
 
 from typing import Any
 
@@ -39,7 +39,7 @@ def happened(writer: list[dict[str, Any]]) -> list[tuple[Any, ...]]:
     return [(one["what"], one["worker"], one["attempt"], one["num_tokens"], one["why"]) for one in writer]
 
 
-async def test_a_life_from_queue_to_end(redis: Redis) -> None:
+async def test_a_timeline_from_queue_to_end(redis: Redis) -> None:
     writer, one, worker = make_writer(redis), sequence(), replica()
     writer.record_queued(one)
     row = worker.start(one)
@@ -80,7 +80,7 @@ async def test_a_request_that_a_new_batcher_finds_is_queued_or_taken_over(redis:
     ]
 
 
-async def test_it_is_written_now_and_then_and_bounded(redis: Redis) -> None:
+async def test_events_are_written_at_an_interval_in_bounded_entries(redis: Redis) -> None:
     writer = make_writer(redis)
     for i in range(REQUESTS_PER_ENTRY + 1):
         writer.record_queued(sequence(f"r{i}"))
@@ -94,7 +94,7 @@ async def test_it_is_written_now_and_then_and_bounded(redis: Redis) -> None:
     assert await read_timelines(redis, KEYS, "late") and not writer.unwritten
 
 
-async def test_a_key_of_somebody_else_s_harms_nobody(redis: Redis) -> None:
+async def test_a_key_of_another_type_keeps_events_up_to_a_bound(redis: Redis) -> None:
     await redis.set(KEYS.timeline, "spoilt")
     writer = make_writer(redis)
     writer.record_queued(sequence())
@@ -107,7 +107,7 @@ async def test_a_key_of_somebody_else_s_harms_nobody(redis: Redis) -> None:
     assert not writer.unwritten
 
 
-async def test_choices_belong_to_their_request(redis: Redis) -> None:
+async def test_reading_a_request_finds_its_choices(redis: Redis) -> None:
     writer = make_writer(redis)
     for name in ("r1.0", "r1.1", "r10", "r1", "job#0"):
         writer.record_queued(sequence(name))
@@ -118,17 +118,17 @@ async def test_choices_belong_to_their_request(redis: Redis) -> None:
     assert await read_timelines(redis, KEYS, "r") == {}
 
 
-async def test_reading_goes_back_as_far_as_needed_and_skips_what_is_none_of_ours(redis: Redis) -> None:
-    def entry(name: str, *happenings: TimelineEvent) -> dict[str, bytes]:
+async def test_reading_goes_back_as_far_as_needed_and_skips_undecodable_fields(redis: Redis) -> None:
+    def entry(name: str, *happenings: TimelineEvent) -> dict[Any, Any]:
         return {name: encode(Timeline(list(happenings)))}
 
-    await redis.xadd(KEYS.timeline, entry("r1", TimelineEvent(1000, "ended")), id="1000-0")  # type: ignore[arg-type]
-    await redis.xadd(KEYS.timeline, entry("r1", TimelineEvent(20_000, "queued")), id="20000-0")  # type: ignore[arg-type]
+    await redis.xadd(KEYS.timeline, entry("r1", TimelineEvent(1000, "ended")), id="1000-0")
+    await redis.xadd(KEYS.timeline, entry("r1", TimelineEvent(20_000, "queued")), id="20000-0")
     await redis.xadd(KEYS.timeline, {"r1": b"garbage", b"\xff": b""}, id="20001-0")
     async with redis.pipeline() as pipe:
         for i in range(1200):
-            pipe.xadd(KEYS.timeline, entry("other", TimelineEvent(30_000, "placed")), id=f"30000-{i}")  # type: ignore[arg-type]
+            pipe.xadd(KEYS.timeline, entry("other", TimelineEvent(30_000, "placed")), id=f"30000-{i}")
         await pipe.execute()
-    await redis.xadd(KEYS.timeline, entry("r1", TimelineEvent(40_000, "ended")), id="40000-0")  # type: ignore[arg-type]
+    await redis.xadd(KEYS.timeline, entry("r1", TimelineEvent(40_000, "ended")), id="40000-0")
     assert [one["at_ms"] for one in (await read_timelines(redis, KEYS, "r1"))["r1"]] == [1000, 20_000, 40_000]
     assert len((await read_timelines(redis, KEYS, "other"))["other"]) == 1200

@@ -1,4 +1,4 @@
-"""Ids to text: whole characters, right spacing, stop strings anywhere."""
+"""Detokenizer: complete characters, right spacing, stop strings anywhere."""
 
 import pytest
 from hypothesis import assume, given, settings
@@ -54,6 +54,12 @@ def llama() -> Tokenizer:
     return tokenizer
 
 
+def id_of(tokenizer: Tokenizer, token: str) -> int:
+    token_id = tokenizer.token_to_id(token)
+    assert token_id is not None
+    return token_id
+
+
 def texts(tokenizer: Tokenizer, prompt_ids: list[int], ids: list[int]) -> list[str]:
     detokenizer = Detokenizer(tokenizer, prompt_ids)
     return [detokenizer.step(token_id) for token_id in ids]
@@ -106,15 +112,15 @@ def test_an_id_beyond_the_vocabulary_has_no_text(smollm2: Tokenizer) -> None:
 
 
 def test_the_first_piece_keeps_its_space(llama: Tokenizer) -> None:
-    hello, world, special = (llama.token_to_id(piece) for piece in ("▁Hello", "▁world", "<s>"))
-    assert texts(llama, [special, hello], [world, special, hello]) == [" world", "<s>", " Hello"]  # type: ignore[list-item]
-    assert texts(llama, [], [hello, world]) == ["Hello", " world"]  # type: ignore[list-item]
-    assert generated_text(llama, [special, hello], [world, hello], [], "length") == " world Hello"  # type: ignore[list-item]
+    hello, world, special = (id_of(llama, piece) for piece in ("▁Hello", "▁world", "<s>"))
+    assert texts(llama, [special, hello], [world, special, hello]) == [" world", "<s>", " Hello"]
+    assert texts(llama, [], [hello, world]) == ["Hello", " world"]
+    assert generated_text(llama, [special, hello], [world, hello], [], "length") == " world Hello"
 
 
 def test_bytes_become_a_character_with_the_last_one(llama: Tokenizer) -> None:
-    ids = [llama.token_to_id(f"<0x{byte:02X}>") for byte in "é🙂".encode()]
-    assert texts(llama, [llama.token_to_id("▁Hello")], ids) == ["", "é", "", "", "", "🙂"]  # type: ignore[arg-type, list-item]
+    ids = [id_of(llama, f"<0x{byte:02X}>") for byte in "é🙂".encode()]
+    assert texts(llama, [id_of(llama, "▁Hello")], ids) == ["", "é", "", "", "", "🙂"]
 
 
 def test_special_tokens_are_shown_but_not_part_of_the_whole(smollm2: Tokenizer) -> None:
@@ -153,7 +159,7 @@ def test_a_stop_string_that_only_the_stream_shows_cuts_nothing(smollm2: Tokenize
 
 
 def decoded(tokenizer: Tokenizer, prompt_ids: list[int], ids: list[int]) -> list[str]:
-    """What each token adds, without what is remembered of tokens."""
+    """What each token adds, without the cache."""
     detokenizer = Detokenizer(tokenizer, prompt_ids)
     return [detokenizer.decode_step(token_id) for token_id in ids]
 
@@ -161,34 +167,30 @@ def decoded(tokenizer: Tokenizer, prompt_ids: list[int], ids: list[int]) -> list
 @settings(max_examples=300, deadline=None)
 @given(data=st.data())
 @pytest.mark.parametrize("name", ["smollm2", "llama"])
-def test_what_is_remembered_of_tokens_is_what_they_add(
+def test_cached_pieces_are_what_the_tokens_add(
     name: str, data: st.DataObject, request: pytest.FixtureRequest
 ) -> None:
-    """Few tokens, so that they meet again: spaces, parts of characters, bytes that are none, special ones,
-    ids beyond the vocabulary.
-    """
+    """Few tokens, so they repeat: spaces, parts of characters, invalid bytes, special tokens, unknown ids."""
     tokenizer: Tokenizer = request.getfixturevalue(name)
     if name == "llama":
-        some = range(tokenizer.get_vocab_size() + 1)
+        some: list[int] | range = range(tokenizer.get_vocab_size() + 1)
     else:
-        some = [*tokenizer.encode(" the sea\n\n🙂  日本𐍈<|im_end|>\x00'll").ids, 10**6]  # type: ignore[assignment]
+        some = [*tokenizer.encode(" the sea\n\n🙂  日本𐍈<|im_end|>\x00'll").ids, 10**6]
     token = st.sampled_from(some)
     prompt_ids, ids = data.draw(st.lists(token, max_size=7)), data.draw(st.lists(token, max_size=60))
     assert texts(tokenizer, prompt_ids, ids) == decoded(tokenizer, prompt_ids, ids)
 
 
-def test_behind_bytes_that_are_no_character_a_token_is_looked_at_anew(llama: Tokenizer) -> None:
-    """A byte among them is none either, though it was met as a letter."""
-    hello, half, letter = (llama.token_to_id(piece) for piece in ("▁Hello", "<0x80>", "<0x41>"))
-    assert texts(llama, [hello], [letter]) == ["A"] and letter in piece_cache(llama)  # type: ignore[list-item]
+def test_the_cache_is_not_used_behind_bytes_that_are_no_character(llama: Tokenizer) -> None:
+    """A byte among them is no character either, though it is cached as a letter."""
+    hello, half, letter = (id_of(llama, piece) for piece in ("▁Hello", "<0x80>", "<0x41>"))
+    assert texts(llama, [hello], [letter]) == ["A"] and letter in piece_cache(llama)
     ids = [half] * MAX_INCOMPLETE_TOKENS + [letter, hello]
-    assert texts(llama, [hello], ids) == decoded(llama, [hello], ids)  # type: ignore[arg-type, list-item]
+    assert texts(llama, [hello], ids) == decoded(llama, [hello], ids)
 
 
-def test_tokens_are_remembered_only_where_the_decoder_concatenates(
-    smollm2: Tokenizer, llama: Tokenizer
-) -> None:
-    """This one looks at what follows: `##` joins a piece to the one before."""
+def test_pieces_are_cached_only_if_the_decoder_concatenates(smollm2: Tokenizer, llama: Tokenizer) -> None:
+    """With WordPiece a token depends on its neighbours: `##` joins it to the one before."""
     assert concatenates(smollm2) and concatenates(llama)
     tokenizer = Tokenizer(models.WordPiece({"[UNK]": 0, "sea": 1, "##side": 2, "the": 3}, unk_token="[UNK]"))
     for decoder in (

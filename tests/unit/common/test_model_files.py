@@ -37,7 +37,9 @@ def write(folder: Path, **files: object) -> Path:
         ("no-such-model", "no-such-model is no directory here, and the model hub"),
     ],
 )
-def test_no_such_model(model_id: str, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_that_does_not_exist_is_refused(
+    model_id: str, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
     began = time.monotonic()
     with pytest.raises(SettingError) as caught:

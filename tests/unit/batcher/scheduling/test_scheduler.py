@@ -1,9 +1,6 @@
-"""The scheduler against simulated workers: blocks, budgets, ends, deaths. Every request comes to its end,
-whatever happens.
-"""
+"""Scheduler against simulated workers: blocks, budgets, ends, deaths. Every request ends."""
 
 import random
-from typing import Any
 
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
@@ -135,7 +132,7 @@ sizes = st.lists(st.tuples(st.integers(1, 200), st.integers(1, 120)), min_size=1
     actions=st.lists(st.sampled_from(["kill", "drain", "cancel", "cancel"]), max_size=6),
 )
 def test_every_request_ends_once_and_every_block_comes_back(
-    sizes: Any, num_workers: Any, num_blocks: Any, seed: Any, actions: Any
+    sizes: list[tuple[int, int]], num_workers: int, num_blocks: int, seed: int, actions: list[str]
 ) -> None:
     pool = Pool(num_workers, num_blocks, seed, WorkerLimits(max_batch_size=8))
     pool.add(*(request(f"r{i}", prompt, new, i) for i, (prompt, new) in enumerate(sizes)))
@@ -160,7 +157,7 @@ def test_every_request_ends_once_and_every_block_comes_back(
     pool.check_blocks_returned()
 
 
-def test_scarce_blocks_preempt_the_youngest_and_nobody_starves() -> None:
+def test_scarce_blocks_preempt_the_youngest_and_every_request_ends() -> None:
     pool = Pool(1, num_blocks=26, seed=1, eos_chance=0)
     pool.add(*(request(f"r{i}", 40, 300, i) for i in range(3)))
     pool.run()
@@ -169,7 +166,7 @@ def test_scarce_blocks_preempt_the_youngest_and_nobody_starves() -> None:
     assert all(pool.committed[name] == 300 for name in pool.finished)
 
 
-def test_first_come_first_served() -> None:
+def test_requests_start_in_order_of_arrival() -> None:
     pool = Pool(1, num_blocks=200, seed=1, limits=WorkerLimits(max_batch_size=1), eos_chance=0)
     pool.add(*(request(f"r{i}", 10, 5, i) for i in (9, 10, 8)))
     pool.run()
@@ -267,7 +264,7 @@ def test_a_request_that_no_cache_can_hold_is_refused_and_blocks_nobody() -> None
     assert pool.finished == ["small"]
 
 
-def test_only_what_a_worker_was_told_of_can_have_killed_it() -> None:
+def test_only_rows_of_a_published_plan_are_suspects() -> None:
     pool = Pool(1, num_blocks=100, seed=1, eos_chance=0)
     pool.add(request("told", 10, 50, 0))
     pool.decide()
@@ -279,7 +276,7 @@ def test_only_what_a_worker_was_told_of_can_have_killed_it() -> None:
     }
 
 
-def test_nobody_is_to_blame_when_a_worker_leaves() -> None:
+def test_rows_of_a_draining_worker_are_no_suspects() -> None:
     pool = Pool(1, num_blocks=100, seed=1, eos_chance=0)
     pool.add(request("r0", 10, 50))
     pool.decide()
@@ -287,7 +284,7 @@ def test_nobody_is_to_blame_when_a_worker_leaves() -> None:
     assert [sequence.suspect for sequence in pool.scheduler.remove_worker("w0")] == [False]
 
 
-def test_a_withdrawn_row_was_never_there() -> None:
+def test_a_withdrawn_row_frees_its_blocks_and_leaves_the_plan() -> None:
     pool = Pool(1, num_blocks=100, seed=1, eos_chance=0)
     pool.add(*(request(f"r{i}", 10, 50, i) for i in range(3)))
     (pending,) = pool.scheduler.plans()

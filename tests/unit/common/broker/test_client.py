@@ -13,7 +13,7 @@ from deploy.serve.broker import Broker, free_port
 from tests.support import brokers
 
 
-async def test_a_broker_that_answers_is_fine(broker: Broker) -> None:
+async def test_a_broker_that_answers_passes(broker: Broker) -> None:
     await access.check_broker(broker.url)
 
 
@@ -27,18 +27,18 @@ async def refusal(url: str) -> str:
     return str(refused.value)
 
 
-async def test_nobody_there() -> None:
+async def test_a_closed_port_is_refused() -> None:
     port = free_port()
     assert f"127.0.0.1:{port}: {'Connection refused'}" in await refusal(f"redis://:secret@127.0.0.1:{port}")
 
 
-async def test_somebody_who_never_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_server_that_never_answers_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(access, "CONNECT_TIMEOUT_S", 0.3)
     with socket.create_server(("127.0.0.1", 0)) as silent:
         assert "did not answer in time" in await refusal(f"redis://127.0.0.1:{silent.getsockname()[1]}")
 
 
-async def test_somebody_who_speaks_something_else() -> None:
+async def test_a_server_of_another_protocol_is_refused() -> None:
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         writer.write(b"HTTP/1.1 400 Bad Request\r\n\r\n")
         writer.close()
@@ -47,7 +47,7 @@ async def test_somebody_who_speaks_something_else() -> None:
         assert "is not a broker" in await refusal(f"redis://127.0.0.1:{server.sockets[0].getsockname()[1]}")
 
 
-async def test_an_old_broker() -> None:
+async def test_an_old_broker_is_refused() -> None:
     info = b"redis_version:6.2.14\r\n"
 
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -63,13 +63,13 @@ async def test_an_old_broker() -> None:
 
 
 @pytest.mark.parametrize("url", ["http://host", "redis://:secret@host:12x4", "nonsense"])
-async def test_no_redis_url(url: str) -> None:
+async def test_an_invalid_url_is_refused_without_its_password(url: str) -> None:
     line = await refusal(url)
     assert "is not a URL like redis://" in line
     assert "secret" not in line
 
 
-async def test_wrong_and_missing_passwords() -> None:
+async def test_wrong_and_missing_passwords_are_refused() -> None:
     with brokers.running("--requirepass", "correct") as locked:
         for credentials in (":secret@", ""):
             line = await refusal(f"redis://{credentials}127.0.0.1:{locked.port}")
@@ -78,7 +78,7 @@ async def test_wrong_and_missing_passwords() -> None:
         await access.check_broker(f"redis://:correct@127.0.0.1:{locked.port}")
 
 
-async def test_refusals_of_a_running_broker_have_their_names() -> None:
+async def test_errors_of_a_running_broker_are_described() -> None:
     with brokers.running() as full:
         async with access.connect(full.url) as client:
             await client.config_set("maxmemory", 1)
@@ -103,7 +103,7 @@ async def test_refusals_of_a_running_broker_have_their_names() -> None:
         (exceptions.ResponseError("WRONGTYPE not\nso"), "the broker refused (WRONGTYPE not so)"),
     ],
 )
-def test_causes(error: Exception, words: str) -> None:
+def test_errors_are_described_in_one_line(error: Exception, words: str) -> None:
     assert words in access.describe_error(error)
     assert "secret" not in access.describe_error(error)
 
@@ -117,7 +117,7 @@ async def test_a_blocking_read_outlasts_every_client_timeout(
 
 
 async def test_a_command_is_not_repeated_by_the_client(broker: Broker) -> None:
-    """A repeated INCR after a cut connection would count twice; who calls must decide."""
+    """A repeated INCR after a lost connection would count twice; the caller decides."""
     async with access.connect(broker.url) as client, access.connect(broker.url) as other:
         identity = await client.client_id()
         blocked = asyncio.ensure_future(client.xread({"nothing": "$"}, block=0))

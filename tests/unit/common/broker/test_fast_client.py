@@ -24,7 +24,7 @@ async def identity(client: SerialClient) -> str:
     return str(await client.execute("CLIENT", "ID"))
 
 
-async def test_words_of_every_kind_go_and_come(client: SerialClient) -> None:
+async def test_arguments_of_every_type_are_sent_and_returned(client: SerialClient) -> None:
     assert await client.execute("RPUSH", "wire", "é", b"\xff\0", -7) == 3
     assert await client.execute("LRANGE", "wire", 0, -1) == ["é".encode(), b"\xff\0", b"-7"]
     assert await client.execute("GET", "nothing") is None
@@ -33,14 +33,16 @@ async def test_words_of_every_kind_go_and_come(client: SerialClient) -> None:
     await client.execute("DEL", "wire")
 
 
-async def test_what_is_refused_is_raised_and_the_line_holds(client: SerialClient) -> None:
+async def test_an_error_reply_is_raised_and_the_connection_stays(client: SerialClient) -> None:
     before = await identity(client)
     with pytest.raises(ResponseError, match="unknown command"):
         await client.execute("NONSENSE")
     assert await identity(client) == before
 
 
-async def test_a_lost_line_is_an_error_and_dialled_anew(client: SerialClient, redis: Redis) -> None:
+async def test_a_lost_connection_is_raised_and_the_next_command_reconnects(
+    client: SerialClient, redis: Redis
+) -> None:
     before = await identity(client)
     asked = asyncio.create_task(client.execute("BLPOP", "nothing", 0))
     while not (await redis.info("clients"))["blocked_clients"]:  # noqa: ASYNC110 (the broker is asked, no event of ours)
@@ -51,7 +53,9 @@ async def test_a_lost_line_is_an_error_and_dialled_anew(client: SerialClient, re
     assert await identity(client) != before
 
 
-async def test_whoever_asks_next_gets_no_answer_of_one_who_went(client: SerialClient, redis: Redis) -> None:
+async def test_a_reply_to_a_cancelled_command_is_not_taken_for_another(
+    client: SerialClient, redis: Redis
+) -> None:
     asked = asyncio.create_task(client.execute("BLPOP", "went", 0))
     while not (await redis.info("clients"))["blocked_clients"]:  # noqa: ASYNC110
         await asyncio.sleep(0.01)
@@ -63,7 +67,7 @@ async def test_whoever_asks_next_gets_no_answer_of_one_who_went(client: SerialCl
     await redis.delete("went")
 
 
-async def test_a_broker_that_is_away_and_comes_back() -> None:
+async def test_a_broker_that_returns_is_connected_again() -> None:
     with brokers.running() as one:
         async with connect(one.url) as redis:
             client = SerialClient(redis)
@@ -78,7 +82,7 @@ async def test_a_broker_that_is_away_and_comes_back() -> None:
             again.kill()
 
 
-async def test_a_password_is_said() -> None:
+async def test_the_password_of_the_url_is_sent() -> None:
     with brokers.running("--requirepass", "correct") as locked:
         async with connect(f"redis://:correct@127.0.0.1:{locked.port}") as redis:
             client = SerialClient(redis)
@@ -97,7 +101,7 @@ async def test_scripts_survive_a_broker_that_forgot_them(
     assert await answer(keys=["a"], args=[4]) == [b"a", 8]
 
 
-async def test_a_wire_hears_what_nobody_asked_for(redis: Redis) -> None:
+async def test_a_connection_receives_messages_without_a_command(redis: Redis) -> None:
     heard: asyncio.Queue[list[bytes]] = asyncio.Queue()
     connection = await FastConnection.connect(redis, heard.put_nowait)
     connection.send("SUBSCRIBE", "here")

@@ -2,7 +2,6 @@
 
 import pytest
 
-from common.broker import sequences
 from common.broker.sequences import REPEATED_FOR_S, ChannelSequences
 from common.messages.codec import decode
 from common.messages.events import Events
@@ -12,7 +11,7 @@ from common.messages.events import Events
 def now_s(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """The time that `sequences` sees, in its one element."""
     now = [1000.0]
-    monkeypatch.setattr(sequences.time, "monotonic", lambda: now[0])  # type: ignore[attr-defined]
+    monkeypatch.setattr("common.broker.sequences.time.monotonic", lambda: now[0])
     return now
 
 

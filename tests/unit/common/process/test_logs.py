@@ -1,4 +1,4 @@
-"""Lines for people, and lines for machines."""
+"""Logs: text lines and JSON lines."""
 
 import json
 import logging
@@ -15,12 +15,12 @@ def record(message: str, *args: object, **extra: str) -> logging.LogRecord:
     )
 
 
-def test_a_line_for_people() -> None:
+def test_a_text_line() -> None:
     text = TextFormatter("g0").format(record("hello %s", "you"))
     assert text.endswith(" W g0 hello you") and "\n" not in text
 
 
-def test_a_line_for_machines() -> None:
+def test_a_json_line() -> None:
     line = json.loads(JsonFormatter("g0").format(record('a "word"\nof %d', 2, **for_request("r1"))))
     stamp = datetime.fromisoformat(line.pop("timestamp"))
     assert stamp.tzinfo is not None and abs(stamp.timestamp() - datetime.now().timestamp()) < 60

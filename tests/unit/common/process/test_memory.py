@@ -75,5 +75,5 @@ def test_the_tightest_limit_counts(tmp_path: Path, files: dict[str, str], mib: i
     assert available_bytes(write(tmp_path, files)) == mib * MIB
 
 
-def test_this_machine_has_some() -> None:
+def test_this_machine_has_memory_available() -> None:
     assert available_bytes() > MIB

@@ -1,6 +1,4 @@
-"""Descendants of a process that is killed are gone within three seconds, however they were started and
-whatever state they are in.
-"""
+"""Parent death: descendants of a killed process end within three seconds, in whatever state they are."""
 
 import os
 import signal
@@ -17,16 +15,17 @@ GONE_S = 3.0
 BIND = "from common.process.parent_death import die_with_parent; die_with_parent();"
 SLEEP = "import time; print('up', flush=True); time.sleep(600)"
 NEST = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {BIND + SLEEP!r}])"
-# A parent with three children: Python, a foreign program behind the lifeline, and one that has a child of its
-# own.
+# Three children: a Python process, one with a child of its own, and a program that is not Python.
 PARENT = f"""
 import os, subprocess, sys
 own = os.environ | {{"PARENT_PID": str(os.getpid())}}
 children = [
-    subprocess.Popen([sys.executable, "-c", {BIND + SLEEP!r}], env=own, start_new_session=True, stdout=subprocess.PIPE),
-    subprocess.Popen([sys.executable, "-c", {BIND + NEST!r}],
-        env=own, start_new_session=True, stdout=subprocess.PIPE),
-    subprocess.Popen([sys.executable, "-m", "common.process.parent_death", "sh", "-c", "echo up; exec sleep 600"], env=own, stdout=subprocess.PIPE),
+    subprocess.Popen(command, env=own, start_new_session=in_session, stdout=subprocess.PIPE)
+    for command, in_session in (
+        ([sys.executable, "-c", {BIND + SLEEP!r}], True),
+        ([sys.executable, "-c", {BIND + NEST!r}], True),
+        ([sys.executable, "-m", "common.process.parent_death", "sh", "-c", "echo up; exec sleep 600"], False),
+    )
 ]
 for child in children:
     assert child.stdout.readline() == b"up\\n"
@@ -54,7 +53,7 @@ def parent() -> Iterator[subprocess.Popen[bytes]]:
 
 
 @pytest.mark.parametrize("stopped", [False, True])
-def test_descendants_go_with_a_killed_parent(parent: subprocess.Popen[bytes], stopped: bool) -> None:
+def test_descendants_end_with_a_killed_parent(parent: subprocess.Popen[bytes], stopped: bool) -> None:
     descendants = psutil.Process(parent.pid).children(recursive=True)
     assert len(descendants) == 4
     if stopped:
@@ -79,12 +78,12 @@ def run_bound(parent_pid: int) -> int:
     ).returncode
 
 
-def test_a_parent_that_died_before_we_looked_is_noticed() -> None:
+def test_a_parent_that_ended_before_the_call_is_noticed() -> None:
     gone = subprocess.Popen(["true"])
     gone.wait()
     assert run_bound(gone.pid) == -signal.SIGKILL
 
 
-def test_who_is_bound_to_nobody_lives_on() -> None:
+def test_a_process_without_a_parent_to_follow_runs_on() -> None:
     assert run_bound(0) == 0
     assert run_bound(os.getpid()) == 0

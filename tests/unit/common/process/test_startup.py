@@ -1,4 +1,4 @@
-"""How every process of a fleet begins."""
+"""Startup: every process refuses to start without a broker, and names the setting."""
 
 import os
 import subprocess

@@ -13,7 +13,7 @@ JOB, STREAM, RESULT = KEYS.job("a"), KEYS.reply("a"), KEYS.result("a")
 CHANNEL = KEYS.channel("ext:me")
 
 
-async def enlist(redis: Redis, digest: str = "d", channel: str = "", in_stream: int = 0) -> str:
+async def register_job(redis: Redis, digest: str = "d", channel: str = "", in_stream: int = 0) -> str:
     answer: bytes = await script(redis, "register_job")(
         keys=[JOB, STREAM], args=[digest, 5000, channel, in_stream, 5000]
     )
@@ -21,19 +21,31 @@ async def enlist(redis: Redis, digest: str = "d", channel: str = "", in_stream: 
 
 
 async def reply(
-    redis: Redis, *frames: tuple[int, int, str], channel: str = CHANNEL, most: int = 9, answer: str = ""
+    redis: Redis,
+    *frames: tuple[int, int, str],
+    channel: str = CHANNEL,
+    max_entries: int = 9,
+    answer: str = "",
 ) -> int:
-    args: list[Any] = [channel, most, 1000, 500, 2000, answer, *(part for frame in frames for part in frame)]
+    args: list[Any] = [
+        channel,
+        max_entries,
+        1000,
+        500,
+        2000,
+        answer,
+        *(part for frame in frames for part in frame),
+    ]
     said: int = await script(redis, "reply")(keys=[JOB, STREAM, RESULT, KEYS.request("a#0")], args=args)
     return said
 
 
-async def kept(redis: Redis) -> list[tuple[bytes, bytes]]:
+async def stream_entries(redis: Redis) -> list[tuple[bytes, bytes]]:
     return [(entry_id, fields[b"frame"]) for entry_id, fields in await redis.xrange(STREAM)]
 
 
-async def test_register_job_recognises_a_job(redis: Redis) -> None:
-    assert [await enlist(redis), await enlist(redis), await enlist(redis, "other")] == [
+async def test_register_job_recognises_a_repeated_job(redis: Redis) -> None:
+    assert [await register_job(redis), await register_job(redis), await register_job(redis, "other")] == [
         "live",
         "live",
         "conflict",
@@ -43,14 +55,14 @@ async def test_register_job_recognises_a_job(redis: Redis) -> None:
     async with redis.pubsub() as pubsub:
         await pubsub.subscribe(CHANNEL)
         await redis.delete(STREAM)
-        assert await enlist(redis, channel=CHANNEL, in_stream=1) == "ended"
-        assert await enlist(redis, "other", CHANNEL, 1) == "conflict"
+        assert await register_job(redis, channel=CHANNEL, in_stream=1) == "ended"
+        assert await register_job(redis, "other", CHANNEL, 1) == "conflict"
         heard = [await pubsub.get_message(timeout=0.05) for _ in range(3)]
     assert [message["data"] for message in heard if message] == [1, b"last"]
-    assert await kept(redis) == [(b"1-0", b"last")]
+    assert await stream_entries(redis) == [(b"1-0", b"last")]
     await redis.delete(JOB)
     await redis.set(JOB, "mine")
-    assert await enlist(redis) == "spoiled"
+    assert await register_job(redis) == "spoiled"
     assert await reply(redis, (0, 0, "a"), answer="b") == -1
 
 
@@ -58,12 +70,12 @@ async def test_reply_sends_each_frame_once_and_in_order(redis: Redis) -> None:
     assert await reply(redis, (0, 0, "a"), (1, 0, "A"), (0, 1, "b")) == 3
     assert await reply(redis, (0, 0, "a"), (0, 1, "b"), (0, 2, "c"), (1, 0, "A")) == 1
     assert await reply(redis, (0, 4, "too early")) == 0
-    assert await kept(redis) == [(b"1-0", b"a"), (b"2-0", b"A"), (b"3-0", b"b"), (b"4-0", b"c")]
-    assert await reply(redis, (0, 0, "a"), channel=KEYS.channel("ext:other"), most=0) == 1
+    assert await stream_entries(redis) == [(b"1-0", b"a"), (b"2-0", b"A"), (b"3-0", b"b"), (b"4-0", b"c")]
+    assert await reply(redis, (0, 0, "a"), channel=KEYS.channel("ext:other"), max_entries=0) == 1
     assert 1000 < await redis.pttl(JOB) <= 2000
 
 
-async def test_reply_answers_once(redis: Redis) -> None:
+async def test_reply_stores_one_answer(redis: Redis) -> None:
     await redis.hset(KEYS.request("a#0"), "digest", "d")  # type: ignore[misc]
     await redis.rpush(RESULT, "mine")  # type: ignore[misc]
     await reply(redis, (0, 0, "a"), answer="first")
@@ -74,22 +86,24 @@ async def test_reply_answers_once(redis: Redis) -> None:
     assert await redis.pttl(JOB) <= 1000
 
 
-async def test_reply_survives_a_stream_key_of_another_type(redis: Redis) -> None:
+async def test_reply_stores_the_answer_though_the_stream_key_has_another_type(redis: Redis) -> None:
     await redis.set(STREAM, "mine")
     assert await reply(redis, (0, 0, "a"), answer="whole") == 1
     assert await redis.get(RESULT) == b"whole"
 
 
 async def test_the_reply_stream_is_trimmed(redis: Redis) -> None:
-    await reply(redis, *((0, i, str(i)) for i in range(9)), most=3)
-    assert [frame for _, frame in await kept(redis)] == [b"6", b"7", b"8"]
+    await reply(redis, *((0, i, str(i)) for i in range(9)), max_entries=3)
+    assert [frame for _, frame in await stream_entries(redis)] == [b"6", b"7", b"8"]
 
 
 @pytest.mark.parametrize(
     ("known", "answer", "ttl_ms"),
     [({}, 0, 500), ({"digest": "d"}, 0, -1), ({"digest": "d", "choices": 2}, 2, -1), ({"last": "x"}, -1, -1)],
 )
-async def test_cancel_job(redis: Redis, known: dict[str, Any], answer: int, ttl_ms: int) -> None:
+async def test_cancel_job_marks_jobs_that_have_not_ended(
+    redis: Redis, known: dict[str, Any], answer: int, ttl_ms: int
+) -> None:
     if known:
         await redis.hset(JOB, mapping=known)  # type: ignore[misc]
     assert await script(redis, "cancel_job")(keys=[JOB], args=[500]) == answer
@@ -97,8 +111,8 @@ async def test_cancel_job(redis: Redis, known: dict[str, Any], answer: int, ttl_
     assert await redis.pttl(JOB) == ttl_ms if ttl_ms < 0 else 0 < await redis.pttl(JOB) <= ttl_ms
 
 
-async def test_claim_jobs_claims_from_dead_gateways_only(redis: Redis) -> None:
-    async def take_over() -> list[bytes]:
+async def test_claim_jobs_takes_from_dead_gateways_only(redis: Redis) -> None:
+    async def claim_jobs() -> list[bytes]:
         args = ["gateways", "g0", "g1", 2]
         taken: list[bytes] = await script(redis, "claim_jobs")(
             keys=[KEYS.submit, KEYS.gateway("g0")], args=args
@@ -108,10 +122,10 @@ async def test_claim_jobs_claims_from_dead_gateways_only(redis: Redis) -> None:
     await redis.xgroup_create(KEYS.submit, "gateways", id="0", mkstream=True)
     ids = [await redis.xadd(KEYS.submit, {"job": str(i)}) for i in range(3)]
     await redis.xreadgroup("gateways", "g0", {KEYS.submit: ">"})
-    await redis.hset(KEYS.gateway("g0"), "streams", 1)  # type: ignore[arg-type, misc]
-    assert await take_over() == []
+    await redis.hset(KEYS.gateway("g0"), "streams", "1")  # type: ignore[misc]
+    assert await claim_jobs() == []
     await redis.delete(KEYS.gateway("g0"))
-    assert [await take_over(), await take_over(), await take_over()] == [ids[:2], ids[2:], []]
+    assert [await claim_jobs(), await claim_jobs(), await claim_jobs()] == [ids[:2], ids[2:], []]
     assert [
         (one["name"], one["pending"]) for one in await redis.xinfo_consumers(KEYS.submit, "gateways")
     ] == [(b"g1", 3)]

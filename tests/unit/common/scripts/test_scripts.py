@@ -1,10 +1,12 @@
-"""Each script alone, against the real broker."""
+"""Scripts of requests, workers and the lease, one by one, against a real broker."""
 
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable, Sequence
 from typing import Any
 
 import pytest
+from redis.asyncio import Redis
+from redis.asyncio.client import PubSub
 
 from common.broker import client as brokers
 from common.broker.committed import read
@@ -17,30 +19,35 @@ from common.messages.records import RECORD, pack_tokens, unpack_records
 KEYS = Keys("test")
 
 
-async def call(redis: Any, name: Any, keys: Any, args: Any = ()) -> Any:
+async def call(redis: Redis, name: str, keys: list[str], args: Iterable[Any] = ()) -> Any:
     return await brokers.script(redis, name)(keys=keys, args=list(args))
 
 
 async def admit(
-    redis: Any,
-    request_id: Any = "r1",
-    payload: Any = b"x" * 10,
-    max_count: Any = 2,
-    max_bytes: Any = 100,
-    digest: Any = "d",
-    width: Any = 1,
-) -> Any:
+    redis: Redis,
+    request_id: str = "r1",
+    payload: bytes = b"x" * 10,
+    max_count: int = 2,
+    max_bytes: int = 100,
+    digest: str = "d",
+    width: int = 1,
+) -> list[Any]:
     keys = [KEYS.requests, KEYS.requests_bytes, KEYS.request(request_id)]
-    return await call(redis, "admit", keys, [payload, max_count, max_bytes, digest, "ch", "g", 60_000, width])
+    answer: list[Any] = await call(
+        redis, "admit", keys, [payload, max_count, max_bytes, digest, "ch", "g", 60_000, width]
+    )
+    return answer
 
 
-async def open_worker(redis: Any, name: Any = "w1") -> None:
+async def create_logs(redis: Redis, name: str = "w1") -> None:
     await call(redis, "create_logs", [KEYS.log(name), KEYS.reports(name)], [name, 60_000])
 
 
-async def hand_over(redis: Any, plan_id: Any, rows: Any = (), worker: Any = "w1") -> Any:
+async def publish_plan(
+    redis: Redis, plan_id: str, rows: Sequence[tuple[str, int, int]] = (), worker: str = "w1"
+) -> list[Any]:
     keys = [KEYS.plans(worker), KEYS.log(worker), *(KEYS.request(name) for name, _, _ in rows)]
-    args = [
+    args: list[Any] = [
         plan_id,
         b"plan",
         "0-0",
@@ -48,33 +55,34 @@ async def hand_over(redis: Any, plan_id: Any, rows: Any = (), worker: Any = "w1"
         worker,
         *(part for _, attempt, base in rows for part in (attempt, base)),
     ]
-    return await call(redis, "publish_plan", keys, args)
+    answer: list[Any] = await call(redis, "publish_plan", keys, args)
+    return answer
 
 
-def entry(request_id: Any, index: Any, ids: Any, attempt: Any = 1) -> Any:
+def entry(request_id: str, index: int, ids: list[int], attempt: int = 1) -> bytes:
     return encode(
         LogEntry([Tokens(request_id, attempt, index, pack_ids(ids), pack_floats([-1.0] * len(ids)))])
     )
 
 
 async def flush(
-    redis: Any,
-    sequence: Any,
-    log: Any = b"",
-    report: Any = b"",
-    messages: Any = (),
-    prompts: Any = (),
-    terminals: Any = (),
-    spills: Any = (),
-    trim: Any = "",
-    worker: Any = "w1",
+    redis: Redis,
+    sequence: int,
+    log: bytes = b"",
+    report: bytes = b"",
+    messages: Sequence[tuple[str, bytes]] = (),
+    prompts: Sequence[tuple[str, bytes]] = (),
+    terminals: Sequence[tuple[Any, ...]] = (),
+    spills: Sequence[tuple[str, int, bytes]] = (),
+    trim: str = "",
+    worker: str = "w1",
 ) -> Any:
     keys = [KEYS.log(worker), KEYS.reports(worker)]
     keys += [KEYS.request(name) for name, _ in prompts]
     for name, *_ in terminals:
         keys += [KEYS.request(name), KEYS.result(name), KEYS.tokens(name)]
     keys += [KEYS.tokens(name) for name, _, _ in spills]
-    args = [
+    args: list[Any] = [
         sequence,
         log or entry("r0", 0, []),
         report,
@@ -93,13 +101,13 @@ async def flush(
     return await call(redis, "flush", keys, args)
 
 
-async def seal(redis: Any, worker: Any = "w1") -> Any:
+async def seal(redis: Redis, worker: str = "w1") -> Any:
     return await call(
         redis, "seal", [KEYS.log(worker), KEYS.reports(worker), KEYS.worker(worker), KEYS.workers], [worker]
     )
 
 
-async def heard(pubsub: Any) -> Any:
+async def published(pubsub: PubSub) -> list[bytes]:
     """Everything published so far, in order."""
     messages = []
     while (message := await pubsub.get_message(ignore_subscribe_messages=True, timeout=0.05)) is not None:
@@ -108,14 +116,14 @@ async def heard(pubsub: Any) -> Any:
 
 
 @pytest.fixture
-async def pubsub(redis: Any) -> AsyncIterator[Any]:
+async def pubsub(redis: Redis) -> AsyncIterator[PubSub]:
     async with redis.pubsub() as subscription:
         await subscription.subscribe("ch")
         assert (await subscription.get_message(timeout=1))["type"] == "subscribe"
         yield subscription
 
 
-async def test_admission_counts_bytes_and_entries(redis: Any) -> None:
+async def test_admission_counts_bytes_and_entries(redis: Redis) -> None:
     assert (await admit(redis, "r1"))[0] == b"admitted"
     assert (await admit(redis, "r2", b"y" * 89))[0] == b"admitted"
     assert await redis.get(KEYS.requests_bytes) == b"99"
@@ -124,14 +132,14 @@ async def test_admission_counts_bytes_and_entries(redis: Any) -> None:
     assert await admit(redis, "r3", max_count=3) == [b"bytes", 99]
 
 
-async def test_the_same_id_attaches_or_conflicts(redis: Any) -> None:
+async def test_the_same_id_attaches_or_conflicts(redis: Redis) -> None:
     await admit(redis, "r1")
     assert await admit(redis, "r1") == [b"attached"]
     assert await admit(redis, "r1", digest="other") == [b"conflict"]
     assert await redis.xlen(KEYS.requests) == 1
 
 
-async def test_settling_frees_what_admission_took_once(redis: Any) -> None:
+async def test_dequeue_frees_count_and_bytes_once(redis: Redis) -> None:
     _, entry_id = await admit(redis, "r1")
     await admit(redis, "r2")
     for _ in range(2):
@@ -140,55 +148,59 @@ async def test_settling_frees_what_admission_took_once(redis: Any) -> None:
     assert (await admit(redis, "r3"))[0] == b"admitted"
 
 
-async def test_hand_over_writes_plan_and_homes_together(redis: Any) -> None:
+async def test_publish_plan_writes_plan_and_requests_together(redis: Redis) -> None:
     await admit(redis, "r1")
-    await open_worker(redis)
-    assert await hand_over(redis, "5-1", [("r1", 1, 0)]) == [b"OK"]
-    assert await redis.hmget(KEYS.request("r1"), ["worker", "attempt", "base"]) == [b"w1", b"1", b"0"]
-    assert await hand_over(redis, "5-1", [("r1", 1, 0)]) == [b"OK"], "a repeated write is harmless"
+    await create_logs(redis)
+    assert await publish_plan(redis, "5-1", [("r1", 1, 0)]) == [b"OK"]
+    assert await redis.hmget(KEYS.request("r1"), ["worker", "attempt", "base"]) == [b"w1", b"1", b"0"]  # type: ignore[misc]
+    assert await publish_plan(redis, "5-1", [("r1", 1, 0)]) == [b"OK"], "a repeated write is harmless"
     assert await redis.xlen(KEYS.plans("w1")) == 1
 
 
-async def test_an_older_epoch_is_fenced(redis: Any) -> None:
-    await open_worker(redis)
-    await hand_over(redis, "6-1")
-    assert (await hand_over(redis, "5-9"))[0] == b"FENCED"
+async def test_an_older_epoch_is_fenced(redis: Redis) -> None:
+    await create_logs(redis)
+    await publish_plan(redis, "6-1")
+    assert (await publish_plan(redis, "5-9"))[0] == b"FENCED"
     assert await redis.xlen(KEYS.plans("w1")) == 1
 
 
-async def test_hand_over_refuses_cancelled_and_ended_rows_and_then_writes_nothing(redis: Any) -> None:
+async def test_publish_plan_with_cancelled_rows_writes_nothing(redis: Redis) -> None:
     for name in ("r1", "r2"):
         await admit(redis, name)
-    await open_worker(redis)
+    await create_logs(redis)
     await call(redis, "cancel", [KEYS.request("r2"), KEYS.control], [b"c"])
-    assert await hand_over(redis, "5-1", [("r1", 1, 0), ("r2", 1, 0), ("gone", 1, 0)]) == [b"refused", 2, 3]
+    assert await publish_plan(redis, "5-1", [("r1", 1, 0), ("r2", 1, 0), ("gone", 1, 0)]) == [
+        b"refused",
+        2,
+        3,
+    ]
     assert await redis.exists(KEYS.plans("w1")) == 0
-    assert await redis.hget(KEYS.request("r1"), "worker") is None
+    assert await redis.hget(KEYS.request("r1"), "worker") is None  # type: ignore[misc]
 
 
-async def test_hand_over_to_a_sealed_or_missing_worker(redis: Any) -> None:
-    assert await hand_over(redis, "5-1") == [b"MISSING"]
-    await open_worker(redis)
+async def test_publish_plan_to_a_sealed_or_missing_worker_is_refused(redis: Redis) -> None:
+    assert await publish_plan(redis, "5-1") == [b"MISSING"]
+    await create_logs(redis)
     await seal(redis)
-    assert await hand_over(redis, "5-1") == [b"SEALED"]
+    assert await publish_plan(redis, "5-1") == [b"SEALED"]
 
 
-async def test_a_flush_appends_then_publishes(redis: Any, pubsub: Any) -> None:
-    await open_worker(redis)
+async def test_a_flush_appends_then_publishes(redis: Redis, pubsub: PubSub) -> None:
+    await create_logs(redis)
     assert await flush(redis, 1, entry("r1", 0, [7]), b"report", [("ch", b"one"), ("ch", b"two")]) == b"OK"
-    assert await heard(pubsub) == [b"one", b"two"]
+    assert await published(pubsub) == [b"one", b"two"]
     assert [i for i, _ in await redis.xrange(KEYS.reports("w1"))] == [b"0-1", b"1-0"]
     assert await flush(redis, 1, entry("r1", 0, [7]), b"report", [("ch", b"one")]) == b"OK", (
         "a repeated flush"
     )
-    assert await heard(pubsub) == []
+    assert await published(pubsub) == []
     assert await redis.xlen(KEYS.log("w1")) == 2
 
 
-async def test_a_sealed_or_missing_log_refuses_everything(redis: Any, pubsub: Any) -> None:
+async def test_a_sealed_or_missing_log_refuses_everything(redis: Redis, pubsub: PubSub) -> None:
     await admit(redis, "r1")
     assert await flush(redis, 1, messages=[("ch", b"x")]) == b"MISSING"
-    await open_worker(redis)
+    await create_logs(redis)
     await flush(redis, 1)
     assert await seal(redis) == 1
     terminal = ("r1", "length", "{}", 60_000, "ch", b"end")
@@ -196,31 +208,31 @@ async def test_a_sealed_or_missing_log_refuses_everything(redis: Any, pubsub: An
         await flush(redis, 2, messages=[("ch", b"x")], terminals=[terminal], spills=[("r1", 0, b"12345678")])
         == b"SEALED"
     )
-    assert await heard(pubsub) == []
+    assert await published(pubsub) == []
     assert await redis.exists(KEYS.result("r1"), KEYS.tokens("r1")) == 0
     assert (await redis.xrange(KEYS.log("w1")))[-1][0] == SEALED.encode()
     assert await seal(redis) == 1
     assert await redis.xlen(KEYS.log("w1")) == 3, "sealed once"
 
 
-async def test_one_terminal_whoever_comes_first(redis: Any, pubsub: Any) -> None:
+async def test_only_the_first_terminal_is_published(redis: Redis, pubsub: PubSub) -> None:
     await admit(redis, "r1")
-    await open_worker(redis)
+    await create_logs(redis)
     keys = [KEYS.request("r1"), KEYS.result("r1"), KEYS.tokens("r1")]
     assert await call(redis, "finish", keys, ["cancelled", '{"a":1}', 60_000, "ch", b"cancelled"]) == 1
     await flush(redis, 1, terminals=[("r1", "length", '{"a":2}', 60_000, "ch", b"length")])
     assert await call(redis, "finish", keys, ["error", "{}", 60_000, "ch", b"error"]) == 0
-    assert await heard(pubsub) == [b"cancelled"]
+    assert await published(pubsub) == [b"cancelled"]
     assert json.loads(await redis.get(KEYS.result("r1"))) == {"a": 1}
     assert 0 < await redis.pttl(KEYS.request("r1")) <= 60_000
     assert await call(redis, "cancel", [KEYS.request("r1"), KEYS.control], [b"c"]) == 0
 
 
-async def test_spills_are_idempotent_and_leave_no_hole(redis: Any) -> None:
+async def test_spills_are_idempotent_and_leave_no_hole(redis: Redis) -> None:
     records = b"".join(RECORD.pack(i, -1.0) for i in range(4))
-    await open_worker(redis)
+    await create_logs(redis)
     await admit(redis, "r1")
-    await redis.hset(KEYS.request("r1"), "worker", "w1")
+    await redis.hset(KEYS.request("r1"), "worker", "w1")  # type: ignore[misc]
     await flush(redis, 1, entry("r1", 0, [0, 1]))
     await flush(redis, 2, entry("r1", 2, [2]), spills=[("r1", 0, records[:24])], trim="1")
     assert [i for i, _ in await redis.xrange(KEYS.log("w1"))] == [b"2-0"], "what is spilled is trimmed"
@@ -233,10 +245,10 @@ async def test_spills_are_idempotent_and_leave_no_hole(redis: Any) -> None:
     assert unpack_records(state.records)[0] == [0, 1, 2, 3]
 
 
-async def test_what_is_committed_is_string_plus_log(redis: Any) -> None:
-    await open_worker(redis)
+async def test_committed_tokens_are_those_of_string_and_log(redis: Redis) -> None:
+    await create_logs(redis)
     await admit(redis, "r1")
-    await hand_over(redis, "5-1", [("r1", 2, 1)])
+    await publish_plan(redis, "5-1", [("r1", 2, 1)])
     await redis.set(KEYS.tokens("r1"), RECORD.pack(10, -1.0))
     await flush(redis, 1, entry("r1", 1, [11], attempt=2))
     await flush(redis, 2, entry("r1", 1, [11, 12], attempt=2))
@@ -251,8 +263,8 @@ async def test_what_is_committed_is_string_plus_log(redis: Any) -> None:
     assert not (await read(redis, KEYS, ["unknown"]))["unknown"].known
 
 
-async def test_signs_of_life_end_with_the_seal(redis: Any) -> None:
-    await open_worker(redis)
+async def test_heartbeats_are_refused_after_the_seal(redis: Redis) -> None:
+    await create_logs(redis)
     keys = [
         KEYS.worker("w1"),
         KEYS.workers,
@@ -266,7 +278,7 @@ async def test_signs_of_life_end_with_the_seal(redis: Any) -> None:
             await call(redis, "worker_heartbeat", keys, ["w1", 5000, 60_000, "ready", 3, b"capacity"])
             == b"OK"
         )
-    assert await redis.xlen(KEYS.control) == 1, "it is greeted once"
+    assert await redis.xlen(KEYS.control) == 1, "the batcher is notified once"
     assert await redis.zrange(KEYS.workers, 0, -1) == [b"w1"]
     await seal(redis)
     assert await redis.exists(KEYS.worker("w1"), KEYS.workers) == 0
@@ -277,7 +289,7 @@ async def test_signs_of_life_end_with_the_seal(redis: Any) -> None:
     assert await redis.exists(KEYS.worker("w1"), KEYS.workers) == 0
 
 
-async def test_one_lease_and_rising_epochs(redis: Any) -> None:
+async def test_one_holder_has_the_lease_and_epochs_rise(redis: Redis) -> None:
     keys = [KEYS.batcher, KEYS.epoch]
     first = await call(redis, "lease", keys, ["b0", 5000, ""])
     assert first and await call(redis, "lease", keys, ["b1", 5000, ""]) == b""
@@ -292,10 +304,10 @@ async def test_one_lease_and_rising_epochs(redis: Any) -> None:
     assert int(await call(redis, "lease", keys, ["b0", 5000, ""])) == 2**52 + 1
 
 
-async def test_likeliest_tokens_are_committed_with_their_token(redis: Any) -> None:
-    await open_worker(redis)
+async def test_likeliest_tokens_are_committed_with_their_token(redis: Redis) -> None:
+    await create_logs(redis)
     await admit(redis, "r1", width=3)
-    await hand_over(redis, "5-1", [("r1", 1, 0)])
+    await publish_plan(redis, "5-1", [("r1", 1, 0)])
     said = [
         Tokens(
             "r1", 1, i, pack_ids([i]), pack_floats([-1.0]), [], pack_ids([i, 7]), pack_floats([-1.0, -2.0])
@@ -314,23 +326,19 @@ async def test_likeliest_tokens_are_committed_with_their_token(redis: Any) -> No
 
 
 @pytest.mark.parametrize("stream", ["log", "reports"])
-async def test_a_worker_whose_streams_a_stranger_wrote_to_is_over(
-    redis: Any, pubsub: Any, stream: Any
-) -> None:
-    """Its next flush is told so, and is not taken for one that was sent again."""
-    await open_worker(redis)
-    await redis.xadd(getattr(KEYS, stream)("w1"), {"a": "stranger"})
+async def test_a_flush_behind_foreign_entries_is_refused(redis: Redis, pubsub: PubSub, stream: str) -> None:
+    """Such a flush is not taken for a repeated one."""
+    await create_logs(redis)
+    await redis.xadd(getattr(KEYS, stream)("w1"), {"a": "foreign"})
     assert await flush(redis, 1, entry("r1", 0, [7]), b"report", [("ch", b"one")]) == b"SEALED"
-    assert await heard(pubsub) == []
+    assert await published(pubsub) == []
 
 
-async def test_what_is_told_of_a_prompt_stands_with_its_first_token(redis: Any) -> None:
-    """In the request's home, and so it ends with it; a home that is gone, or that somebody wrote to, stays as
-    it is.
-    """
-    await open_worker(redis)
+async def test_prompt_logprobs_are_committed_with_the_first_token(redis: Redis) -> None:
+    """They are in the request's hash. A hash that is gone, or a key of another type, stays as it is."""
+    await create_logs(redis)
     await admit(redis, "r1")
-    await hand_over(redis, "5-1", [("r1", 1, 0)])
+    await publish_plan(redis, "5-1", [("r1", 1, 0)])
     assert (await read(redis, KEYS, ["r1"]))["r1"].prompt is None
     await redis.set(KEYS.request("spoiled"), "x")
     prompts = [("gone", b"a"), ("spoiled", b"b"), ("r1", b"records")]
@@ -343,10 +351,10 @@ async def test_what_is_told_of_a_prompt_stands_with_its_first_token(redis: Any) 
     assert 0 < await redis.pttl(KEYS.request("r1")) <= 60_000
 
 
-async def test_a_plan_is_not_taken_for_a_strangers_entry(redis: Any) -> None:
-    """An epoch further on gets past it."""
-    await open_worker(redis)
-    assert await hand_over(redis, "5-1") == [b"OK"]
-    await redis.xadd(KEYS.plans("w1"), {"a": "stranger"}, id="5-2")
-    assert (await hand_over(redis, "5-2"))[0] == b"FENCED"
-    assert await hand_over(redis, "6-1") == [b"OK"]
+async def test_a_foreign_entry_is_not_taken_for_the_plan(redis: Redis) -> None:
+    """A plan of a later epoch is published behind it."""
+    await create_logs(redis)
+    assert await publish_plan(redis, "5-1") == [b"OK"]
+    await redis.xadd(KEYS.plans("w1"), {"a": "foreign"}, id="5-2")
+    assert (await publish_plan(redis, "5-2"))[0] == b"FENCED"
+    assert await publish_plan(redis, "6-1") == [b"OK"]
