@@ -10,9 +10,11 @@ import torch
 def pinned(
     array: npt.NDArray[Any] | list[Any], device: torch.device, dtype: torch.dtype | None = None
 ) -> torch.Tensor:
-    """Returns an array of any shape as a host tensor of `dtype` (its own by default), pinned for CUDA: copies
-    from there are only queued, and torch keeps the memory until they are done. Copies of other memory may
-    wait until the stream is empty.
+    """Copies an array [...] of int64, float32 or another dtype to a host tensor [...] of `dtype`,
+    pinned for CUDA.
+
+    Copies from pinned memory are only queued, and torch keeps the memory until they are done. Copies of other
+    memory may wait until the stream is empty.
     """
     tensor = torch.as_tensor(
         np.ascontiguousarray(array) if isinstance(array, np.ndarray) else array, dtype=dtype
@@ -23,5 +25,5 @@ def pinned(
 def to_device(
     array: npt.NDArray[Any] | list[Any], device: torch.device, dtype: torch.dtype | None = None
 ) -> torch.Tensor:
-    """Returns an array of any shape as a tensor of `dtype` (its own by default) on the device."""
+    """Copies an array [...] of int64, float32 or another dtype to the device → tensor [...] of `dtype`."""
     return pinned(array, device, dtype).to(device, non_blocking=True)

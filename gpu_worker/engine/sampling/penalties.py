@@ -69,8 +69,10 @@ def flatten(ids: Sequence[Int64]) -> tuple[Int64, Int64]:
 
 
 def indices(scores: torch.Tensor, rows: Int64, ids: Int64) -> tuple[torch.Tensor, torch.Tensor]:
+    """rows and ids int64 [n] → the index of these places in scores float32 [rows, vocabulary]."""
     return on_device(scores, rows), on_device(scores, ids)
 
 
 def on_device(scores: torch.Tensor, values: npt.NDArray[np.generic]) -> torch.Tensor:
+    """values [n] of any dtype → a tensor [n] of that dtype where scores float32 [rows, vocabulary] are."""
     return to_device(values, scores.device)

@@ -87,7 +87,7 @@ def truncated_sample(scores: torch.Tensor, tensors: SamplingTensors, num_tops: i
 
 
 def kept_prefix(tokens: WeightedTokens, tensors: SamplingTensors) -> TokenPrefix:
-    """Returns the tokens that top-k, top-p and min-p keep.
+    """Returns the tokens that top-k, top-p and min-p keep: key int32 [rows, 1], ties int64 [rows, 1].
 
     Top-k keeps what is as likely as the k-th token; top-p (arXiv:1904.09751) the fewest that have this share
     of what top-k left; min-p (arXiv:2407.01082) what has this share of the likeliest's probability.
