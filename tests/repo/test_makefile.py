@@ -40,16 +40,19 @@ def make(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
         process_group=0,
     )
     assert process.stdout is not None
-    assert "/generate_stream" in process.stdout.readline()
-    wait_until_sync(lambda: (tmp_path / "notes").read_text().count(" start ") == 4)
-    everybody = descendants(process)
-    yield process
-    for leftover in everybody:
-        if leftover.is_running():
-            leftover.kill()
-    process.kill()
-    process.wait()
-    process.stdout.close()
+    everybody: list[psutil.Process] = []
+    try:
+        assert any("/generate_stream" in line for line in process.stdout)
+        wait_until_sync(lambda: (tmp_path / "notes").read_text().count(" start ") == 4)
+        everybody = descendants(process)
+        yield process
+    finally:
+        for leftover in everybody or psutil.Process(process.pid).children(recursive=True):
+            if leftover.is_running():
+                leftover.kill()
+        process.kill()
+        process.wait()
+        process.stdout.close()
 
 
 def descendants(make: subprocess.Popen[str]) -> list[psutil.Process]:
