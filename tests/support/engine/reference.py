@@ -47,7 +47,7 @@ def kept(
     answer: Callable[[Any, Sequence[int]], Any],
 ) -> list[Any]:
     """The model's answer to each prompt, from disk where it was asked before."""
-    path = model_files.resolve(model_id)
+    path = model_files.resolve(model_id, dtype="float32")
     files = [CACHE / f"{digest(path, ids, what)}.json" for ids in prompts_ids]
     missing = [index for index, file in enumerate(files) if not file.exists()]
     if missing:
