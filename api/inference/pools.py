@@ -80,14 +80,11 @@ class PoolRegistry:
     async def close_idle(self) -> None:
         """Close the foreign pools that nobody has named for IDLE_S and that have no live streams."""
         async with self.lock:
-            idle = [
-                name
-                for name, one in self.foreign.items()
-                if self.clock() - one.used_s > IDLE_S and not one.pool.relay.streams
-            ]
-            for name in idle:
-                log.info("pool %s is closed: no client named it for %.0f s", name, IDLE_S)
-                await self.foreign.pop(name).stack.aclose()
+            for name, open_pool in list(self.foreign.items()):
+                # checked right before it closes: a client may name it while another pool closes
+                if self.clock() - open_pool.used_s > IDLE_S and not open_pool.pool.relay.streams:
+                    log.info("pool %s is closed: no client named it for %.0f s", name, IDLE_S)
+                    await self.foreign.pop(name).stack.aclose()
 
     async def close(self) -> None:
         """Close all foreign pools."""
