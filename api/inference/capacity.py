@@ -28,7 +28,7 @@ jobs.
 
 
 @dataclass(frozen=True, slots=True)
-class WorkerState:
+class WorkerSighting:
     """A worker as Redis shows it; `age_s` since its last heartbeat."""
 
     ready: bool
@@ -97,7 +97,7 @@ class WorkerMonitor:
         except ERRORS as error:
             log.warning("the heartbeat stays until it expires: %s", describe_error(error))
 
-    async def read_workers(self) -> list[WorkerState]:
+    async def read_workers(self) -> list[WorkerSighting]:
         async with self.redis.pipeline(transaction=False) as pipe:
             pipe.time()
             pipe.zrange(self.keys.workers, 0, -1, withscores=True)
@@ -113,7 +113,7 @@ class WorkerMonitor:
                 continue
             try:
                 found.append(
-                    WorkerState(
+                    WorkerSighting(
                         state == b"ready", (now_ms - seen_ms) / 1000, decode(WorkerCapacity, capacity)
                     )
                 )
@@ -121,7 +121,7 @@ class WorkerMonitor:
                 log.error("worker %s: %s", incarnation.decode(), error)
         return found
 
-    def update(self, workers: list[WorkerState]) -> None:
+    def update(self, workers: list[WorkerSighting]) -> None:
         ready = [one for one in workers if one.ready]
         if ready:
             self.ready_s = max(self.ready_s or 0.0, time.monotonic() - min(one.age_s for one in ready))

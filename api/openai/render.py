@@ -34,7 +34,9 @@ class ResponseRenderer(ABC):
         self.shows_usage_always = bool(self.shows_usage and options and options.continuous_usage_stats)
         self.choices = choices
         self.num_prompt_tokens = sum(len(choice.stream.prompt_ids) for choice in choices[:: body.n or 1])
-        self.id, self.created, self.model = f"{self.prefix}-{request_id}", int(time.time()), model
+        self.id = f"{self.prefix}-{request_id}"
+        self.created = int(time.time())
+        self.model = model
 
     def render_whole(self) -> bytes:
         """The whole response, once all choices have finished."""

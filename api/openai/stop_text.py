@@ -20,7 +20,9 @@ class StopHoldback:
     """
 
     def __init__(self, stream: Stream, skip_special: bool, include_stop: bool) -> None:
-        self.stream, self.skip_special, self.include_stop = stream, skip_special, include_stop
+        self.stream = stream
+        self.skip_special = skip_special
+        self.include_stop = include_stop
         self.held: list[tuple[str, str]] = []
         self.num_tokens = self.num_chars = 0
         self.stop_reason: str | int | None = None

@@ -17,13 +17,8 @@ LONG_TESTS: list[str] = [
     "tests/unit/gpu_worker/engine/cpu/test_native.py",
     "tests/unit/gpu_worker/engine/sampling/test_sample.py",
 ]
-CLASSES: list[str] = [
-    "Answer",
-    "WorkerState",
-]
+CLASSES: list[str] = []
 TUPLES: list[str] = [
-    "api/openai/render.py",
-    "api/openai/stop_text.py",
     "deploy/bench/command.py",
 ]
 SHAPES: list[str] = [
