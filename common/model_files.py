@@ -46,8 +46,8 @@ def resolve(
 ) -> Path:
     """Return the directory of a model, after downloading or converting it if need be.
 
-    `model_id` is a hub id, a directory, a GGUF file (converted for `dtype`, as in DTYPE), or `smollm2`. With
-    `weightless` no weights are downloaded. Raises SettingError if there is no such model.
+    `model_id` is a hub id, a directory, a GGUF file (converted for `dtype`, as in DTYPE; without torch, any
+    conversion there is), or `smollm2`. With `weightless` no weights are downloaded. Raises SettingError if there is no such model.
     """
     path = Path(model_id).expanduser()
     if model_id == BUNDLED and not path.exists():
@@ -168,7 +168,10 @@ def ensure_converted(gguf: Path, progress: Progress, dtype: str) -> Path:
     target = conversion_path(gguf, dtype)
     if target.is_dir():
         return target
-    if not importlib.util.find_spec("torch"):
+    if not importlib.util.find_spec("torch"):  # a gateway alone: its worker may have chosen another dtype
+        for other in (conversion_path(gguf, EXACT_DTYPE), conversion_path(gguf, "auto")):
+            if other.is_dir():
+                return other
         raise SettingError(
             "model_id",
             f"{gguf.name} is converted by a worker first, into {target.parent}: here is no torch for it",

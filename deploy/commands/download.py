@@ -61,12 +61,13 @@ def read_settings(argv: Sequence[str]) -> Settings:
 
 def download(settings: Settings) -> int:
     checks.tell_hub(settings)
-    path = model_files.find_local(settings.model_id, settings.revision, settings.dtype)
+    dtype = checks.weights_dtype(settings)
+    path = model_files.find_local(settings.model_id, settings.revision, dtype)
     if path is not None:
         print(f"{settings.model_id} is here already", file=sys.stderr)
     else:
         with progress() as show:
-            path = model_files.resolve(settings.model_id, settings.revision, show, dtype=settings.dtype)
+            path = model_files.resolve(settings.model_id, settings.revision, show, dtype=dtype)
     if not model_files.weight_files(path):
         raise SettingError(
             "model_id",

@@ -246,7 +246,7 @@ def check_broker(settings: Settings) -> Finding:
 
 
 def check_model(settings: Settings) -> Finding:
-    path = model_files.find_local(settings.model_id, settings.revision, settings.dtype)
+    path = model_files.find_local(settings.model_id, settings.revision, checks.weights_dtype(settings))
     if path is None:
         return Finding(
             "warn",
@@ -269,7 +269,7 @@ def check_model(settings: Settings) -> Finding:
 
 def weights(settings: Settings) -> list[Path]:
     try:
-        path = model_files.find_local(settings.model_id, settings.revision, settings.dtype)
+        path = model_files.find_local(settings.model_id, settings.revision, checks.weights_dtype(settings))
     except SettingError:
         return []  # which is another finding
     return model_files.weight_files(path) if path else []

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from common import model_files
 from common.broker import client
-from common.process import memory
+from common.process import cpu, memory
 from common.settings.settings import SettingError, Settings
 from deploy.serve.progress import progress
 
@@ -31,6 +31,13 @@ def read_settings(argv: Sequence[str], prog: str) -> Settings:
 
 def caches_on_gpu(settings: Settings) -> bool:
     return settings.device == "cuda" or (settings.device == "auto" and NVIDIA.exists())
+
+
+def weights_dtype(settings: Settings) -> str:
+    """Return DTYPE, with `auto` replaced by what workers on this machine will choose. No torch."""
+    if settings.dtype != "auto" or caches_on_gpu(settings) or cpu.has_bfloat16():
+        return settings.dtype
+    return "float32"
 
 
 def check_memory(settings: Settings) -> None:
@@ -86,7 +93,7 @@ def with_model(settings: Settings) -> Settings:
             settings.revision,
             show,
             weightless=settings.makes_weights,
-            dtype=settings.dtype,
+            dtype=weights_dtype(settings),
         )
     return settings.model_copy(update={"model_id": os.fspath(path), "served_model_name": settings.model_name})
 

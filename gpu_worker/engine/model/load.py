@@ -49,9 +49,9 @@ def load(settings: Settings, progress: model_files.Progress, communicator: Commu
     """Raises SettingError where these settings cannot be served; what can be known before weights are read is
     checked before.
     """
-    path = model_files.resolve(settings.model_id, settings.revision, progress, dtype=settings.dtype)
     device = choose_device(settings.device, communicator.place)
     dtype = choose_dtype(settings.dtype, device)
+    path = model_files.resolve(settings.model_id, settings.revision, progress, dtype=name_of(dtype))
     torch.set_num_threads(settings.threads or threads_of(settings, communicator))
     config = read_config(path, settings)
     if config.model_type in FAMILY_MODULES:

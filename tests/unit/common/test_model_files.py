@@ -70,6 +70,22 @@ def test_a_broken_gguf_leaves_nothing(tmp_path: Path, monkeypatch: pytest.Monkey
     assert [path.suffix for path in model_files.cache_folder().iterdir()] == [".lock"]
 
 
+def test_without_torch_any_conversion_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A gateway alone reads the tokenizer, whatever dtype its workers converted the file for."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(model_files.importlib.util, "find_spec", lambda name: None)  # type: ignore[attr-defined]
+    gguf = tmp_path / "model.gguf"
+    gguf.write_text("weights")
+    with pytest.raises(SettingError, match="here is no torch for it"):
+        model_files.resolve(str(gguf))
+    exact = model_files.conversion_path(gguf, "float32")
+    exact.mkdir(parents=True)
+    assert model_files.resolve(str(gguf)) == model_files.resolve(str(gguf), dtype="bfloat16") == exact
+    rounded = model_files.conversion_path(gguf, "auto")
+    rounded.mkdir()
+    assert model_files.resolve(str(gguf)) == rounded
+
+
 def test_processes_that_start_together_convert_once(tmp_path: Path) -> None:
     """The conversion is replaced by one that counts. A package in the user's directory is not imported."""
     users_folder = tmp_path / "home" / "gpu_worker"

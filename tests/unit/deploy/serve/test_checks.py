@@ -2,7 +2,7 @@ from pathlib import Path
 
 import pytest
 
-from common.process import memory
+from common.process import cpu, memory
 from common.settings.settings import SettingError, Settings
 from deploy.serve import checks
 
@@ -27,6 +27,19 @@ def test_caches_on_a_gpu_are_left_to_the_workers(tmp_path: Path, monkeypatch: py
         checks.check_memory(Settings(device=device))
     with pytest.raises(SettingError):
         checks.check_memory(Settings(device="cpu"))
+
+
+def test_auto_dtype_is_float32_on_a_processor_without_bfloat16(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So that `serve` converts a GGUF file once, as its workers will load it."""
+    monkeypatch.setattr(checks, "NVIDIA", tmp_path / "nvidiactl")
+    monkeypatch.setattr(cpu, "has_bfloat16", lambda: False)
+    assert checks.weights_dtype(Settings()) == checks.weights_dtype(Settings(device="cpu")) == "float32"
+    assert checks.weights_dtype(Settings(dtype="bfloat16")) == "bfloat16"
+    assert checks.weights_dtype(Settings(device="cuda")) == "auto"
+    monkeypatch.setattr(cpu, "has_bfloat16", lambda: True)
+    assert checks.weights_dtype(Settings()) == "auto"
 
 
 def test_a_fleet_is_not_started_by_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -80,9 +80,9 @@ REFUSED = {
 }
 
 
-def engine_of(folder: Path, block_size: int = 8) -> Engine:
+def engine_of(folder: Path, block_size: int = 8, dtype: str = "float32") -> Engine:
     settings: dict[str, Any] = {
-        "dtype": "float32",
+        "dtype": dtype,
         "kv_cache_bytes": 2**23,
         "max_batch_prefill_tokens": 64,
         "block_size": block_size,

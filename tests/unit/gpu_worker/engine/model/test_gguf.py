@@ -11,6 +11,7 @@ from safetensors import safe_open
 from transformers import AutoModelForCausalLM, GgufConfig
 
 from common import model_files
+from common.process import cpu
 from gpu_worker.engine.model import gguf as convert
 from tests.support.engine import tiny_models
 from tests.unit.gpu_worker.engine.model.test_families import engine_of, play, prompts
@@ -117,6 +118,8 @@ def test_quantised_weights_are_exact_in_float32(
     model = load_with_transformers(source)
     wanted = {row: tiny_models.generate(model, prompt, NEW_TOKENS) for row, prompt in enumerate(prompts())}
     assert play(engine_of(source), dict(enumerate(prompts()))) == wanted
+    monkeypatch.setattr(cpu, "has_bfloat16", lambda: False)
+    assert play(engine_of(source, dtype="auto"), dict(enumerate(prompts()))) == wanted, "float32, too"
     folder = model_files.resolve(str(source), dtype="float32")
     with safe_open(folder / "model.safetensors", "pt") as file:
         written = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
