@@ -58,16 +58,6 @@ def test_what_is_asked_for_is_exported(path: Path) -> None:
         assert named(expression) and named(expression) <= exported() | BUILT_IN, expression
 
 
-def test_the_page_about_figures_names_all_of_ours() -> None:
-    text = (DEPLOY.parent / "docs" / "metrics.md").read_text()
-    ours = {
-        f"{one.name}_total" if one.kind == "counter" else one.name
-        for one in catalogue.TABLE
-        if one.name.startswith("tokenfleet")
-    }
-    assert set(re.findall(r"^\| `(tokenfleet_\w+)`", text, re.MULTILINE)) == ours
-
-
 def test_every_panel_has_its_place_and_source() -> None:
     dashboard = json.loads((GRAFANA / "dashboards" / "tokenfleet.json").read_text())
     panels = dashboard["panels"]

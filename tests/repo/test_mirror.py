@@ -4,7 +4,6 @@ from tests.support.source_tree import ROOT
 
 UNIT = ROOT / "tests" / "unit"
 BEHAVIOURS = {
-    "common/messages/test_messages.py",  # all of its modules: what is encoded is decoded
     "common/scripts/test_job_scripts.py",  # Lua
     "common/scripts/test_scripts.py",  # Lua
     "gpu_worker/engine/cuda/test_kernels.py",

@@ -1,4 +1,6 @@
-"""Exceptions to the rules, for what has not been put in order yet. Each must go."""
+"""Exceptions to the rules of test_style.py, for files that are not in order yet. A file that is in order must
+leave these lists: tests fail on an entry too many.
+"""
 
 LONG_FILES: list[str] = [
     "deploy/commands/chat.py",
@@ -15,12 +17,8 @@ LONG_TESTS: list[str] = [
     "tests/unit/gpu_worker/engine/attention/test_flashinfer.py",
     "tests/unit/gpu_worker/engine/batch/test_rows.py",
     "tests/unit/gpu_worker/engine/cpu/test_native.py",
-    "tests/unit/gpu_worker/engine/sampling/test_sample.py",
+    "tests/unit/gpu_worker/engine/sampling/test_sampler.py",
 ]
-CLASSES: list[str] = []
 TUPLES: list[str] = [
     "deploy/bench/command.py",
-]
-SHAPES: list[str] = [
-    "engine.py",
 ]

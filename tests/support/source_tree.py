@@ -20,12 +20,11 @@ def parse(path: Path) -> ast.Module:
 
 
 def name_of(path: Path) -> str:
-    """`api.http.body` of api/http/body.py, `api.http` of api/http/__init__.py."""
-    parts = path.relative_to(ROOT).with_suffix("").parts
-    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+    """`api.http.body` of api/http/body.py."""
+    return ".".join(path.relative_to(ROOT).with_suffix("").parts)
 
 
-MODULES = {name_of(path): path for path in FILES}
+MODULES = {name_of(path): path for path in FILES if path.name != "__init__.py"}
 
 
 def room_of(module: str) -> str:

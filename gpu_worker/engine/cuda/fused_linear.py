@@ -56,7 +56,8 @@ class FusedLinearSlice(nn.Module):
         self.in_features = linear.in_features
         self.out_features = linear.out_features
         if number == 0:
-            self.weight, self.bias = fused.weight, fused.bias
+            self.weight = fused.weight
+            self.bias = fused.bias
 
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
         return self.fused.take(self.number, rows) if self.number else self.fused.multiply(rows)
