@@ -9,9 +9,9 @@ LONG_FILES: list[str] = [
 ]
 LONG_TESTS: list[str] = [
     "tests/integration/api/test_errors.py",
-    "tests/integration/api/test_jobs.py",
-    "tests/integration/api/test_openai_chat.py",
-    "tests/integration/api/test_validate.py",
+    "tests/integration/api/jobs/test_jobs.py",
+    "tests/integration/api/openai/test_chat.py",
+    "tests/integration/api/tgi/test_validate.py",
     "tests/unit/api/inference/test_relay.py",
     "tests/unit/common/scripts/test_scripts.py",
     "tests/unit/gpu_worker/engine/attention/test_flashinfer.py",

@@ -1,5 +1,5 @@
 """What validation makes of parameters, and what it refuses; how the routes refuse is in
-tests/integration/api/test_validate.py.
+tests/integration/api/tgi/test_validate.py.
 """
 
 from typing import Any

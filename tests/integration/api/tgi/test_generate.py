@@ -14,7 +14,7 @@ from common.messages.events import Terminal, Tokens
 from common.messages.packing import pack_floats, pack_ids, unpack_floats
 from common.messages.request import Generate, SamplingParams, StoppingParams
 from deploy.serve.broker import Broker
-from tests.integration.api.test_tgi_frames import frames as parsed
+from tests.integration.api.tgi.test_frames import frames as parsed
 from tests.support.fleet.gateways import model_tokenizer, ready, serving
 from tests.support.fleet.scripted_worker import EOS, Answer, working
 from tests.support.waiting import wait_until
