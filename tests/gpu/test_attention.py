@@ -15,8 +15,8 @@ from gpu_worker.engine.attention.sdpa import SdpaBackend
 from gpu_worker.engine.batch.inputs import build_inputs
 from gpu_worker.engine.batch.row import arrange
 from gpu_worker.engine.batch.to_device import to_device
+from tests.support.engine.attention_steps import BLOCKS, CPU, STEPS, chunk, rows
 from tests.support.engine.on_cuda import ANYWHERE, ON_GPUS, backend_of, needs_flash
-from tests.unit.gpu_worker.engine.cpu.test_native import BLOCKS, CPU, STEPS, chunk, rows
 
 ERRORS = {torch.float16: 5e-3, torch.bfloat16: 4e-2}
 KV_HEADS = 2

@@ -24,9 +24,9 @@ from tests.support.engine.on_cuda import (  # noqa: F401
     noted,
     nothing_is_left,
 )
+from tests.support.engine.tiny_engine import NEW_TOKENS, play, prompts
 from tests.support.engine.tiny_models import FAMILIES
 from tests.support.prompts import FEW, PROMPTS
-from tests.unit.gpu_worker.engine.model.test_families import NEW_TOKENS, play, prompts
 
 QUICK = ("Llama", "gpt-oss")
 FLASH = [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in FLASH_FAMILIES]

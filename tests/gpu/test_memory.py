@@ -21,8 +21,8 @@ from tests.support.engine.on_cuda import (
     engine_on,
     needs_flash,
 )
+from tests.support.engine.tiny_engine import play, prompts
 from tests.support.engine.tiny_models import FAMILIES
-from tests.unit.gpu_worker.engine.model.test_families import play, prompts
 
 pytestmark = list(ON_CUDA)
 FRACTION = 0.3

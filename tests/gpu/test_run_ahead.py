@@ -19,7 +19,7 @@ from tests.support.engine.on_cuda import (
     engine_on,
     needs_flash,
 )
-from tests.unit.gpu_worker.engine.model.test_families import prompts
+from tests.support.engine.tiny_engine import prompts
 
 pytestmark = pytest.mark.parametrize("device", DEVICES)
 NEW_TOKENS = 12

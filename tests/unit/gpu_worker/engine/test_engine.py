@@ -12,7 +12,8 @@ from gpu_worker.engine.engine import Engine
 from gpu_worker.engine.model.load import nondeterministic_because
 from gpu_worker.engine.parallel.communicator import SINGLE_RANK
 from tests.support.engine import on_cuda, tiny_models
-from tests.unit.gpu_worker.engine.model.test_families import FAMILIES, engine_of, play, prompts  # type: ignore[attr-defined]
+from tests.support.engine.tiny_engine import engine_of, play, prompts
+from tests.support.engine.tiny_models import FAMILIES
 
 CUDA_GRAPHS_OFF = Settings.read([], {"CUDA_GRAPHS": "0"})
 

@@ -16,9 +16,8 @@ from gpu_worker.engine.engine import Engine
 from gpu_worker.engine.sampling import cpu_sampler
 from tests.support.engine import tiny_models
 from tests.support.engine.batch_player import Player
+from tests.support.engine.tiny_engine import prompts
 from tests.support.engine.tiny_models import FAMILIES
-from tests.unit.gpu_worker.engine.attention.test_flashinfer import like_cuda  # noqa: F401
-from tests.unit.gpu_worker.engine.model.test_families import prompts
 
 NEW_TOKENS = 6
 WAITING = {
@@ -82,7 +81,7 @@ def paths() -> list[str]:
 def test_nothing_waits_before_a_step_is_read(
     family: str,
     tmp_path: Path,
-    like_cuda: Callable[..., Engine],  # noqa: F811
+    like_cuda: Callable[..., Engine],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     tiny_models.save(tmp_path, *FAMILIES[family])

@@ -10,20 +10,16 @@ from typing import Any
 import pytest
 import torch
 
-from common.settings.settings import SettingError, Settings
+from common.settings.settings import SettingError
 from gpu_worker.engine.attention import sdpa
 from gpu_worker.engine.attention.kv_cache import AttentionSpec, Geometry, LayerSpec
 from gpu_worker.engine.cpu import fused_layer, native
 from gpu_worker.engine.cpu.kernel_arguments import KernelArguments
-from gpu_worker.engine.engine import Engine
 from gpu_worker.engine.model import config, load
 from tests.support.engine import tiny_models
-from tests.support.engine.batch_player import Player
+from tests.support.engine.tiny_engine import NEW_TOKENS, engine_of, play, prompts
 from tests.support.engine.tiny_models import FAMILIES, LATENT, LLAMA, MIXTURE, SEEING, SIZES, VOCAB, rope
 
-NEW_TOKENS = 40
-LENGTHS = (1, 20, 50, 70)
-"""Of prompts: some beyond the windows and the original rope lengths."""
 MANY = 15
 QUICK = (
     "Llama-dynamic",
@@ -78,35 +74,6 @@ REFUSED = {
     "Helium": (LLAMA | {"head_dim": 8}, "the code of HeliumForCausalLM fails"),
     "T5": ({"vocab_size": VOCAB, "d_model": 64, "num_layers": 2, "num_heads": 4}, "encoder-decoder"),
 }
-
-
-def engine_of(folder: Path, block_size: int = 8, dtype: str = "float32") -> Engine:
-    settings: dict[str, Any] = {
-        "dtype": dtype,
-        "kv_cache_bytes": 2**23,
-        "max_batch_prefill_tokens": 64,
-        "block_size": block_size,
-        "debug_kv": True,
-        "threads": 1,
-    }
-    return Engine(Settings(model_id=str(folder), **settings))
-
-
-def prompts() -> list[list[int]]:
-    torch.manual_seed(1)
-    return [torch.randint(3, VOCAB, (length,)).tolist() for length in LENGTHS]
-
-
-def play(
-    engine: Engine, prefixes: dict[int, list[int]], prefill_tokens: int = 1000, base: int = 0
-) -> dict[int, list[int]]:
-    """All ids of rows that start with `base` tokens generated, beyond them."""
-    played = Player(
-        engine, list(range(1, engine.ready.num_blocks + 1)), prefill_tokens, until=engine.rows.step
-    )
-    return played.run(
-        [played.start(row, ids, NEW_TOKENS, base, ignore_eos=True) for row, ids in prefixes.items()]
-    )
 
 
 @pytest.mark.parametrize("family", SERVED)

@@ -14,7 +14,7 @@ from common import model_files
 from common.process import cpu
 from gpu_worker.engine.model import gguf as convert
 from tests.support.engine import tiny_models
-from tests.unit.gpu_worker.engine.model.test_families import engine_of, play, prompts
+from tests.support.engine.tiny_engine import engine_of, play, prompts
 
 LAYERS, HIDDEN, MLP, HEADS, KV_HEADS, VOCAB = 2, 64, 128, 4, 2, 500
 KV_SIZE = HIDDEN // HEADS * KV_HEADS

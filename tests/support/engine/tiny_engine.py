@@ -1,0 +1,45 @@
+"""Engines of tiny random models, and what they generate for prompts of several lengths."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from common.settings.settings import Settings
+from gpu_worker.engine.engine import Engine
+from tests.support.engine.batch_player import Player
+from tests.support.engine.tiny_models import VOCAB
+
+NEW_TOKENS = 40
+
+LENGTHS = (1, 20, 50, 70)
+"""Of prompts: some beyond the windows and the original rope lengths."""
+
+
+def engine_of(folder: Path, block_size: int = 8, dtype: str = "float32") -> Engine:
+    settings: dict[str, Any] = {
+        "dtype": dtype,
+        "kv_cache_bytes": 2**23,
+        "max_batch_prefill_tokens": 64,
+        "block_size": block_size,
+        "debug_kv": True,
+        "threads": 1,
+    }
+    return Engine(Settings(model_id=str(folder), **settings))
+
+
+def prompts() -> list[list[int]]:
+    torch.manual_seed(1)
+    return [torch.randint(3, VOCAB, (length,)).tolist() for length in LENGTHS]
+
+
+def play(
+    engine: Engine, prefixes: dict[int, list[int]], prefill_tokens: int = 1000, base: int = 0
+) -> dict[int, list[int]]:
+    """All ids of rows that start with `base` tokens generated, beyond them."""
+    played = Player(
+        engine, list(range(1, engine.ready.num_blocks + 1)), prefill_tokens, until=engine.rows.step
+    )
+    return played.run(
+        [played.start(row, ids, NEW_TOKENS, base, ignore_eos=True) for row, ids in prefixes.items()]
+    )

@@ -1,0 +1,58 @@
+"""The native attention kernel against torch's attention in float32."""
+
+import itertools
+import math
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from gpu_worker.engine.attention.cpu_paged import CpuPagedBackend
+from gpu_worker.engine.attention.kv_cache import AttentionSpec, Geometry, KVCache, LayerSpec
+from gpu_worker.engine.attention.sdpa import SdpaBackend
+from gpu_worker.engine.batch.inputs import build_inputs
+from gpu_worker.engine.batch.row import arrange
+from gpu_worker.engine.cpu import native
+from tests.support.engine.attention_steps import BLOCKS, CPU, STEPS, chunk, rows
+
+ERRORS = {torch.float32: 2e-5, torch.float16: 5e-3, torch.bfloat16: 4e-2}
+
+
+@pytest.mark.parametrize("dtype", native.TYPE_CODES, ids=str)
+@pytest.mark.parametrize("block_size", [16, 8, 5])
+def test_outputs_equal_those_of_torch(dtype: torch.dtype, block_size: int, library: Any) -> None:
+    """Features in all combinations; dimensions that fit the vectors and such that do not. Slots that nobody
+    wrote are NaN.
+    """
+    for (key_dim, value_dim), group, window, softcap, sinks in itertools.product(
+        ((64, 64), (24, 18)), (1, 3), (None, 20), (None, 5.0), (None, torch.randn(6))
+    ):
+        torch.manual_seed(0)
+        spec = AttentionSpec(2, group, window, key_dim**-0.5, softcap)
+        geometries = [
+            Geometry([LayerSpec(spec, key_dim, value_dim)], block_size, number)
+            for number in (torch.float32, dtype)
+        ]
+        caches = [KVCache(geometry, BLOCKS, CPU) for geometry in geometries]
+        caches[1].fill(list(range(BLOCKS + 1)), math.nan)
+        backends = [SdpaBackend(geometries[0], CPU), CpuPagedBackend(geometries[1], library)]
+        modules = [SimpleNamespace(keys=cache.keys[0], values=cache.values[0], spec=spec) for cache in caches]
+        modules = [type("Module", (), vars(module))() for module in modules]
+        lines = rows(block_size, (70, 1, 33, 90))
+        for step in STEPS:
+            line = build_inputs(
+                arrange([chunk(lines[row], begin, count) for row, begin, count in step]), block_size, CPU
+            )
+            tokens = line.ids.shape[1]
+            query = torch.randn(1, tokens, 2 * group, key_dim).to(dtype).transpose(1, 2)
+            key, value = (
+                torch.randn(1, 2, tokens, key_dim).to(dtype),
+                torch.randn(1, tokens, 2, value_dim).to(dtype).transpose(1, 2),
+            )
+            outputs = []
+            for backend, module, number in zip(backends, modules, (torch.float32, dtype), strict=True):
+                backend.begin(line)  # type: ignore[attr-defined]
+                given = [tensor.to(number) for tensor in (query, key, value)]
+                outputs.append(backend.attend(module, *given, None if sinks is None else sinks[: 2 * group]))  # type: ignore[attr-defined]
+            torch.testing.assert_close(outputs[1].float(), outputs[0], rtol=0, atol=ERRORS[dtype])

@@ -1,0 +1,94 @@
+"""What FlashInfer's kernels support, and what they need plans for."""
+
+import os
+import shutil
+import sysconfig
+from pathlib import Path
+
+import pytest
+import torch
+
+from gpu_worker.engine.attention import choose
+from gpu_worker.engine.attention.flashinfer_support import (
+    add_ninja_to_path,
+    plans_needed_because,
+    unsupported_because,
+)
+from gpu_worker.engine.attention.kv_cache import AttentionSpec, Geometry, LayerSpec
+from gpu_worker.engine.attention.sdpa import SdpaBackend
+from tests.support.engine import fake_flashinfer
+from tests.support.engine.attention_steps import CPU
+
+if not fake_flashinfer.install():
+    pytest.skip("where there is a GPU, the tests marked gpu try the real parts", allow_module_level=True)
+from gpu_worker.engine.attention.flashinfer import FlashInferBackend
+
+HOPPER = 9
+
+
+@pytest.mark.parametrize(
+    ("dims", "dtype", "why"),
+    [
+        ((128, 128), torch.bfloat16, ""),
+        ((256, 256), torch.float16, ""),
+        ((128, 128), torch.float32, "not for torch.float32"),
+        ((192, 128), torch.bfloat16, "these have 128, 192"),
+        ((80, 80), torch.float16, "these have 80"),
+    ],
+)
+def test_unsupported_models_use_torch(
+    dims: tuple[int, int],
+    dtype: torch.dtype,
+    why: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    geometry = Geometry([LayerSpec(AttentionSpec(2, 1, None, 1.0), *dims)], 64, dtype)
+    found = unsupported_because(geometry)
+    assert why in found and bool(found) == bool(why)
+    monkeypatch.setattr(choose, "find_spec", lambda name: name)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (HOPPER, 0))
+    assert (
+        isinstance(choose.choose_cuda_backend(geometry, CPU), SdpaBackend if why else FlashInferBackend)
+        and found in caplog.text
+    )
+
+
+@pytest.mark.parametrize(
+    ("group", "softcap", "block_size", "generation", "why"),
+    [
+        (32, None, 64, HOPPER, ""),
+        (71, None, 64, HOPPER, "71 query heads"),
+        (1, 30.0, 64, HOPPER, "soft-capped"),
+        (1, None, 48, HOPPER, "48 tokens (BLOCK_SIZE)"),
+        (1, None, 64, 8, "capability is 8"),
+    ],
+)
+def test_plans_are_needed_where_a_kernel_lacks_a_feature(
+    group: int,
+    softcap: float | None,
+    block_size: int,
+    generation: int,
+    why: str,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    geometry = Geometry(
+        [LayerSpec(AttentionSpec(2, group, None, 1.0, softcap), 64, 64)], block_size, torch.bfloat16
+    )
+    found = plans_needed_because(geometry, generation)
+    assert why in found and bool(found) == bool(why)
+    assert FlashInferBackend(geometry, CPU, generation).plan_free == (not why) and found in caplog.text
+
+
+def test_ninja_is_found_where_no_environment_was_activated(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path / "bin"))
+    monkeypatch.setattr(sysconfig, "get_path", lambda name: str(tmp_path / name))
+    program = tmp_path / "scripts/ninja"
+    program.parent.mkdir()
+    program.touch(0o755)
+    for _ in range(2):
+        add_ninja_to_path()
+        assert shutil.which("ninja") == str(program)
+    assert os.environ["PATH"] == f"{tmp_path}/bin:{tmp_path}/scripts", "once"

@@ -1,0 +1,55 @@
+"""Fixtures of the engine's tests."""
+
+import ctypes
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from gpu_worker.engine import engine as engine_module
+from gpu_worker.engine.attention.kv_cache import Geometry
+from gpu_worker.engine.cpu import native
+from gpu_worker.engine.cuda.fused_linear import fuse_linears
+from gpu_worker.engine.engine import Engine
+from gpu_worker.engine.model import load
+from tests.support.engine import fake_flashinfer
+from tests.support.engine.tiny_engine import engine_of
+
+HOPPER = 9
+
+
+@pytest.fixture(scope="session")
+def library() -> ctypes.CDLL:
+    if (found := native.library()) is None:
+        pytest.skip("no C++ compiler")
+    return found
+
+
+def again(run: Callable[[], None]) -> Callable[[], None]:
+    """Captures by calling again."""
+    run()
+    return run
+
+
+@pytest.fixture
+def like_cuda(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Engine]:
+    """An engine on CPU made as one on CUDA is, but for the compiler."""
+    if not fake_flashinfer.install():
+        pytest.skip("where there is a GPU, the tests marked gpu try the real parts")
+    from gpu_worker.engine.attention.flashinfer import FlashInferBackend
+
+    def backend_of(geometry: Geometry, device: torch.device) -> FlashInferBackend:
+        return FlashInferBackend(geometry, device, HOPPER)
+
+    def made(folder: Path, deterministic: bool = False) -> Engine:
+        monkeypatch.setattr(load, "pack_linears", fuse_linears)
+        monkeypatch.setattr(load, "choose_backend", backend_of)
+        monkeypatch.setattr(engine_module, "FIXED_TOKENS", 12)
+        engine = engine_of(folder, block_size=16)
+        engine.runs_ahead = True
+        if engine.loaded.plan_free:
+            engine.capture(again, 3, deterministic)
+        return engine
+
+    return made

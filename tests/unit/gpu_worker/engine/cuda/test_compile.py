@@ -1,0 +1,58 @@
+"""Compiled layers: one compilation serves all of them."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from gpu_worker.engine.cuda.compile import compile_layers, layers_of, stop_compiling
+from gpu_worker.engine.engine import Engine
+from gpu_worker.engine.model import warmup
+from tests.support.engine import tiny_models
+from tests.support.engine.tiny_engine import NEW_TOKENS, play, prompts
+from tests.support.engine.tiny_models import FAMILIES, VOCAB
+
+
+@pytest.fixture
+def dynamo() -> Iterator[Any]:
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    yield torch._dynamo.utils.counters
+    torch.compiler.set_stance("default")
+    torch._dynamo.reset()
+
+
+@pytest.mark.slow
+def test_one_compilation_serves_all_layers(
+    tmp_path: Path, like_cuda: Callable[[Path], Engine], dynamo: Any
+) -> None:
+    """One for one token, one for any number; and the ids are the same."""
+    model = tiny_models.save(tmp_path, *FAMILIES["Llama"])
+    wanted = {row: tiny_models.generate(model, prompt, NEW_TOKENS) for row, prompt in enumerate(prompts())}
+    engine = like_cuda(tmp_path)
+    engine.graphs = None
+
+    def try_out() -> None:
+        warmup.run_all_shapes(engine.forward, VOCAB, engine.block_size)
+
+    assert compile_layers(engine.loaded.model, engine.loaded.attentions, try_out) == 3
+    stop_compiling()
+    compiled = dynamo["stats"]["unique_graphs"]
+    assert 1 <= compiled <= 3 and not dynamo["graph_break"]
+    assert play(engine, dict(enumerate(prompts()))) == wanted
+    assert dynamo["stats"]["unique_graphs"] == compiled
+
+
+def test_layers_that_cannot_be_compiled_run_as_they_are(
+    tmp_path: Path, dynamo: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = tiny_models.save(tmp_path, *FAMILIES["Llama"])
+
+    def fail() -> None:
+        raise torch._dynamo.exc.InternalTorchDynamoError("no compiler")
+
+    attentions = [module for name, module in model.named_modules() if name.endswith("self_attn")]
+    assert compile_layers(model, attentions, fail) == 0 and "no compiler" in caplog.text
+    assert all(layer._compiled_call_impl is None for layer in layers_of(model, attentions))

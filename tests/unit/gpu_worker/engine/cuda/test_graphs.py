@@ -1,0 +1,110 @@
+"""Captured steps, on CPU: FlashInfer's attention is computed by torch, and a graph is captured by calling
+again.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from common.settings.settings import SettingError, Settings
+from gpu_worker.engine import engine as engine_module
+from gpu_worker.engine.cuda.graphs import CudaGraphs, graph_sizes, run_without_sync
+from gpu_worker.engine.engine import Engine
+from tests.support.engine import tiny_models
+from tests.support.engine.tiny_engine import NEW_TOKENS, play, prompts
+from tests.support.engine.tiny_models import FAMILIES
+from tests.unit.gpu_worker.engine.test_split_step import limit
+
+SLOWLY = (
+    "Llama",
+    "Mistral",
+    "Gemma2",
+    "Qwen3-MoE",
+    "GPT2",
+    "Llama-dynamic",
+    "Llama-longrope",
+    "Gemma3-longrope",
+)
+
+
+@pytest.mark.parametrize(
+    "family",
+    ["Qwen2", "gpt-oss", "Phi3-longrope", *(pytest.param(name, marks=pytest.mark.slow) for name in SLOWLY)],
+)
+def test_ids_are_those_of_generate(family: str, tmp_path: Path, like_cuda: Callable[[Path], Engine]) -> None:
+    """Steps of one to three rows that decode come from graphs, one of which is never full; others do not."""
+    model = tiny_models.save(tmp_path, *FAMILIES[family])
+    wanted = {row: tiny_models.generate(model, prompt, NEW_TOKENS) for row, prompt in enumerate(prompts())}
+    engine, fresh = like_cuda(tmp_path), dict(enumerate(prompts()))
+    assert [play(engine, {row: prompt})[row] for row, prompt in fresh.items()] == list(wanted.values()), (
+        "alone"
+    )
+    assert play(engine, fresh) == wanted, "batched"
+    assert play(engine, fresh, prefill_tokens=7) == wanted, "chunked"
+    resumed = play(engine, {row: prompt + wanted[row][:9] for row, prompt in fresh.items()}, base=9)
+    assert resumed == {row: ids[9:] for row, ids in wanted.items()}, "resumed"
+
+
+def test_decoding_comes_from_graphs(tmp_path: Path, like_cuda: Callable[[Path], Engine]) -> None:
+    tiny_models.save(tmp_path, *FAMILIES["Llama"])
+    engine, seen = like_cuda(tmp_path), list[int]()
+    assert isinstance(engine.graphs, CudaGraphs)
+    graphs = {
+        size: (lambda run=run, size=size: (seen.append(size), run()))  # type: ignore[func-returns-value]
+        for size, run in engine.graphs.graphs.items()
+    }
+    engine.graphs.graphs = graphs  # type: ignore[assignment]
+    play(engine, dict(enumerate(prompts()[:2])))
+    assert list(graphs) == [1, 2, 3] and seen == [2] * (NEW_TOKENS - 1)
+
+
+def test_steps_that_wait_for_the_device_are_not_captured(
+    tmp_path: Path,
+    like_cuda: Callable[[Path], Engine],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Torch raises where it would wait, before anything is captured."""
+    tiny_models.save(tmp_path, *FAMILIES["Llama"])
+    engine, fresh, modes = like_cuda(tmp_path), dict(enumerate(prompts())), list[str]()
+    wanted, engine.graphs = play(engine, fresh), None
+
+    def capture(run: Callable[[], None]) -> Callable[[], None]:
+        def wait() -> None:
+            run()
+            assert modes == ["error"]
+            raise RuntimeError("called a synchronizing CUDA operation\nand so on")
+
+        run_without_sync(wait)
+        return run
+
+    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", modes.append)
+    monkeypatch.setattr(engine_module, "make_capture", lambda device: capture)
+    engine.try_to_capture(Settings(max_batch_size=3))
+    assert (
+        engine.graphs is None
+        and "captured: called a synchronizing CUDA operation;" in caplog.text
+        and play(engine, fresh) == wanted
+    )
+    assert modes == ["error", "default"]
+    modes.clear()
+    with pytest.raises(SettingError, match="cannot be captured"):
+        engine.try_to_capture(Settings(deterministic=True))
+
+
+def test_halves_of_a_step_use_graphs(tmp_path: Path, like_cuda: Callable[[Path], Engine]) -> None:
+    """A step with a chunk does not fit into memory; its rows that decode come from graphs, all of which write
+    the same logits.
+    """
+    tiny_models.save(tmp_path, *FAMILIES["Llama"])
+    engine, fresh = like_cuda(tmp_path), dict(enumerate(prompts()))
+    wanted = play(engine, fresh, prefill_tokens=7)
+    scarce = limit(engine, room=2, since=1, error=torch.OutOfMemoryError("CUDA out of memory"))
+    assert play(engine, fresh, prefill_tokens=7) == wanted and scarce.refusals
+
+
+def test_sizes_of_graphs() -> None:
+    assert graph_sizes(1) == [1] and graph_sizes(3) == [1, 2, 3] and graph_sizes(20) == [1, 2, 4, 8, 16, 20]
+    assert graph_sizes(256)[-3:] == [240, 248, 256] and len(graph_sizes(256)) == 35
