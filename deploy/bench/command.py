@@ -125,7 +125,8 @@ class Stage:
     """The bar: it says which round runs, and moves with every one."""
 
     def __init__(self, show: Progress, duration_s: float) -> None:
-        self.show, self.task = show, show.add_task("", total=duration_s)
+        self.show = show
+        self.task = show.add_task("", total=duration_s)
         self.done_s = 0.0
 
     def say(self, words: str, seconds: float) -> None:

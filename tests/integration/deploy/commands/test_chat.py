@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import httpx
 import pytest
 
-from deploy.commands.chat import ChatAnswer
 from deploy.commands.client import Frames, base_url, message
+from deploy.commands.conversation import ChatAnswer
 from deploy.serve.broker import Broker, free_port
 from tests.support.fleet.scripted_worker import Answer as Answered
 from tests.support.openai_frames import answering, ids
@@ -25,7 +25,7 @@ COMMAND = [
     sys.executable,
     "-P",
     "-c",
-    "import sys; from deploy import chat; sys.exit(chat.main(sys.argv[1:]))",
+    "import sys; from deploy.commands import chat; sys.exit(chat.main(sys.argv[1:]))",
 ]
 ENVIRON = {name: value for name, value in os.environ.items() if name not in ("API_KEY", "PORT")} | {
     "TERM": "xterm"

@@ -10,7 +10,7 @@ import pytest
 from rich.console import Console
 
 from common.settings.settings import SettingError
-from deploy.commands import status
+from deploy.commands import fleet_snapshot, fleet_table, status
 from deploy.serve.broker import Broker, free_port
 from tests.support.fleet.scripted_worker import Answer
 from tests.support.openai_frames import answering
@@ -27,23 +27,23 @@ def later(seconds: float, tokens: int) -> dict[str, Any]:
 
 def printed(*looks: dict[str, Any], width: int = 120, trouble: str = "") -> str:
     out = io.StringIO()
-    Console(file=out, width=width, color_system=None).print(status.view(looks, width, trouble))
+    Console(file=out, width=width, color_system=None).print(fleet_table.view(looks, width, trouble))
     return out.getvalue()
 
 
 def test_rates_are_differences_by_the_fleets_own_clock() -> None:
-    assert status.rates([FLEET]) == {}
-    assert status.rates([FLEET, later(1, 10), later(4, 100)]) == {"w0-aaaa": 25.0}
-    assert status.rates([FLEET, later(2, -900)]) == {"w0-aaaa": 0.0}, "counted anew"
-    assert status.rates([FLEET, later(0, 5)]) == {}, "the same moment"
+    assert fleet_snapshot.rates([FLEET]) == {}
+    assert fleet_snapshot.rates([FLEET, later(1, 10), later(4, 100)]) == {"w0-aaaa": 25.0}
+    assert fleet_snapshot.rates([FLEET, later(2, -900)]) == {"w0-aaaa": 0.0}, "counted anew"
+    assert fleet_snapshot.rates([FLEET, later(0, 5)]) == {}, "the same moment"
 
 
 def test_a_process_that_came_later_has_a_rate_since_then() -> None:
     looks = [FLEET, later(1, 10), later(2, 20)]
     for fleet, tokens in zip(looks[1:], (0, 30), strict=True):
         fleet["processes"].append({"kind": "worker", "id": "w1-dddd", "state": "ready", "tokens": tokens})
-    assert status.rates(looks) == {"w0-aaaa": 10.0, "w1-dddd": 30.0}
-    assert status.with_rates(looks)["tokens_per_s"] == 40.0
+    assert fleet_snapshot.rates(looks) == {"w0-aaaa": 10.0, "w1-dddd": 30.0}
+    assert fleet_snapshot.with_rates(looks)["tokens_per_s"] == 40.0
 
 
 def test_the_table_says_what_there_is() -> None:
@@ -97,7 +97,7 @@ def test_a_fleet_that_is_gone_is_said_under_the_last_table() -> None:
     [(0.0, "········"), (1e-6, "▏·······"), (0.5, "████····"), (1.0, "████████"), (7.0, "████████")],
 )
 def test_bars(part: float, cells: str) -> None:
-    assert status.bar(part).plain == cells
+    assert fleet_table.bar(part).plain == cells
 
 
 def test_what_is_printed_where_there_is_no_terminal(

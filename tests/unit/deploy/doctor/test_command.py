@@ -11,8 +11,8 @@ from redis import Redis
 from common import model_files
 from common.process import cpu, memory
 from common.settings.settings import Settings
-from deploy.doctor import command
-from deploy.doctor.command import Finding
+from deploy.doctor import command, machine, resources
+from deploy.doctor.finding import Finding
 from deploy.serve import checks
 from deploy.serve.broker import Broker, free_port
 from tests.integration.deploy.test_cli import tokenfleet
@@ -113,12 +113,12 @@ def test_no_torch(monkeypatch: pytest.MonkeyPatch) -> None:
             raise PackageNotFoundError(name)
         return "1"
 
-    monkeypatch.setattr(command, "version", version)
+    monkeypatch.setattr(machine, "version", version)
     assert found("torch").level == "warn" and "pip install" in found("torch").fix
 
 
 def test_torch_for_cpu_beside_a_gpu(nowhere: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(command, "version", lambda name: "2.13.0+cpu")
+    monkeypatch.setattr(machine, "version", lambda name: "2.13.0+cpu")
     assert found("torch").level == "ok"
     checks.NVIDIA.touch()
     assert found("torch").level == "warn"
@@ -127,7 +127,7 @@ def test_torch_for_cpu_beside_a_gpu(nowhere: Path, monkeypatch: pytest.MonkeyPat
 
 def test_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     fake_nvml.install(monkeypatch, "GPU-a")
-    assert command.check_gpu(Settings(device="cuda")) == Finding("ok", "NVIDIA H200, 143771 MiB, 570.1")
+    assert machine.check_gpu(Settings(device="cuda")) == Finding("ok", "NVIDIA H200, 143771 MiB, 570.1")
 
 
 def test_kernels_for_a_gpu(nowhere: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -137,10 +137,10 @@ def test_kernels_for_a_gpu(nowhere: Path, monkeypatch: pytest.MonkeyPatch) -> No
     for name in ("CUDA_HOME", "CUDA_PATH"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("PATH", str(nowhere / "bin"))
-    monkeypatch.setattr(command, "CUDA", nowhere / "none")
+    monkeypatch.setattr(machine, "CUDA", nowhere / "none")
     if find_spec("flashinfer") is None:
         assert found("kernels").fix == "pip install -e '.[cuda]'" and found("kernels").level == "warn"
-    monkeypatch.setattr(command, "version", lambda name: "0.7.2")
+    monkeypatch.setattr(machine, "version", lambda name: "0.7.2")
     assert found("kernels").level == "fail" and "nvcc" in found("kernels").found
     program(nowhere / "toolkit/bin/nvcc")
     monkeypatch.setenv("CUDA_HOME", str(nowhere / "toolkit"))
@@ -155,16 +155,16 @@ def test_nvcc_is_found_as_flashinfer_finds_it(nowhere: Path, monkeypatch: pytest
     for name in ("CUDA_HOME", "CUDA_PATH"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("PATH", str(nowhere / "bin"))
-    monkeypatch.setattr(command, "CUDA", nowhere / "usual")
-    assert command.find_nvcc() is None
+    monkeypatch.setattr(machine, "CUDA", nowhere / "usual")
+    assert machine.find_nvcc() is None
     program(nowhere / "usual/bin/nvcc")
-    assert command.find_nvcc() == str(nowhere / "usual/bin/nvcc")
+    assert machine.find_nvcc() == str(nowhere / "usual/bin/nvcc")
     program(nowhere / "bin/nvcc")
-    assert command.find_nvcc() == str(nowhere / "bin/nvcc")
+    assert machine.find_nvcc() == str(nowhere / "bin/nvcc")
     monkeypatch.setenv("CUDA_PATH", str(nowhere / "empty"))
-    assert command.find_nvcc() is None
+    assert machine.find_nvcc() is None
     monkeypatch.setenv("CUDA_HOME", str(nowhere / "usual"))
-    assert command.find_nvcc() == str(nowhere / "usual/bin/nvcc")
+    assert machine.find_nvcc() == str(nowhere / "usual/bin/nvcc")
 
 
 def program(path: Path) -> None:
@@ -182,13 +182,15 @@ def test_a_processor_without_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_too_few_files(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(resource, "getrlimit", lambda _: (1024, 4096))
     assert found("open files", max_concurrent_requests=100).level == "ok"
-    assert found("open files", max_concurrent_requests=2000).fix == f"ulimit -n {2000 + command.SPARE_FILES}"
+    assert (
+        found("open files", max_concurrent_requests=2000).fix == f"ulimit -n {2000 + resources.SPARE_FILES}"
+    )
     assert found("open files", max_concurrent_requests=5000).fix.startswith("raise the hard limit")
 
 
 def test_no_compiler_and_little_disk(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "")
-    monkeypatch.setattr(command, "LITTLE_DISK_BYTES", 2**60)
+    monkeypatch.setattr(resources, "LITTLE_DISK_BYTES", 2**60)
     assert (found("compiler").level, found("disk").level) == ("warn", "warn")
     assert str(model_files.cache_folder().parents[1]) in found("disk").found
 

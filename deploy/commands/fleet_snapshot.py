@@ -1,0 +1,64 @@
+"""Snapshot: the answer of GET /fleet at one moment; rates are differences between snapshots."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import httpx
+import orjson
+
+from deploy.commands.client import Trouble, check, explained
+
+Snapshot = dict[str, Any]
+"""The answer of GET /fleet. Any key may be absent."""
+
+
+def look(client: httpx.Client) -> Snapshot:
+    """The fleet as it is now. Raises Trouble."""
+    with explained(str(client.base_url)):
+        answer = client.get("/fleet")
+    check(answer.status_code, answer.content)
+    try:
+        fleet = orjson.loads(answer.content)
+    except orjson.JSONDecodeError:
+        fleet = None
+    if (
+        not isinstance(fleet, dict)
+        or not isinstance(fleet.get("processes"), list)
+        or not all(isinstance(one, dict) for one in fleet["processes"])
+    ):
+        raise Trouble(f"{client.base_url} answers /fleet, but not as a Tokenfleet does")
+    return fleet
+
+
+def num_ready(fleet: Snapshot) -> int:
+    return sum(one.get("kind") == "worker" and one.get("state") == "ready" for one in fleet["processes"])
+
+
+def with_rates(looks: Sequence[Snapshot]) -> Snapshot:
+    """The last look, with "tokens_per_s" (null: not known yet) for every process that counts tokens, and for
+    the fleet.
+    """
+    known = rates(looks)
+    processes = [
+        one | {"tokens_per_s": known.get(one.get("id"))} if "tokens" in one else one
+        for one in looks[-1]["processes"]
+    ]
+    return looks[-1] | {"processes": processes, "tokens_per_s": total(known)}
+
+
+def rates(looks: Sequence[Snapshot]) -> dict[Any, float]:
+    """Tokens per second by process id, since the earliest look that shows the process."""
+    found: dict[Any, float] = {}
+    last = looks[-1]
+    for fleet in reversed(looks):
+        seconds = last.get("time_s", 0) - fleet.get("time_s", 0)
+        then = {one.get("id"): one.get("tokens") for one in fleet["processes"]}
+        for one in last["processes"]:
+            before, after = then.get(one.get("id")), one.get("tokens")
+            if seconds > 0 and before is not None and after is not None:
+                found[one.get("id")] = max(0.0, (after - before) / seconds)
+    return found
+
+
+def total(known: dict[Any, float]) -> float | None:
+    return sum(known.values()) if known else None

@@ -1,0 +1,140 @@
+"""The table of a fleet's processes that `tokenfleet status` shows."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from deploy.commands.client import harmless
+from deploy.commands.fleet_snapshot import Snapshot, rates, total
+
+LATE_S = 2.0
+NEARLY_FULL = 0.9
+WIDE, MEDIUM, SMALL = 118, 72, 56
+STYLES = {
+    "ready": "green",
+    "active": "green",
+    "standby": "cyan",
+    "starting": "yellow",
+    "draining": "yellow",
+    "dead": "red",
+}
+KINDS = ("broker", "gateway", "batcher", "worker", "jobworker")
+
+
+def view(looks: Sequence[Snapshot], width: int, trouble: str = "") -> RenderableType:
+    known = rates(looks)
+    parts: list[RenderableType] = [
+        head(looks[-1], total(known), width),
+        Text(),
+        table(looks[-1], known, width),
+    ]
+    if trouble:
+        parts += [Text(), Text(f"{trouble}; asking again", style="red")]
+    return Group(*parts)
+
+
+def head(fleet: Snapshot, rate: float | None, width: int) -> Text:
+    requests = fleet.get("requests") or {}
+    limit = f" of {number(requests['limit'])}" if requests.get("limit") else ""
+    return Text.assemble(
+        (harmless(str(fleet.get("model", "?"))), "bold"),
+        (f"  pool {harmless(str(fleet.get('pool', '?')))}", "dim"),
+        "   " if width >= WIDE else "\n",
+        f"{number(requests.get('live'))} live, {number(requests.get('waiting'))} waiting",
+        (limit, "dim"),
+        ("   ", ""),
+        (f"{number(rate, 1)} tokens/s", "bold green" if rate else ""),
+    )
+
+
+def table(fleet: Snapshot, known: dict[Any, float], width: int) -> Table:
+    """One line per process. A narrow terminal sees fewer columns, and no bars."""
+    shown = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
+    for name, least_width, justify in COLUMNS:
+        if width >= least_width:
+            shown.add_column(name, justify=justify, no_wrap=True, overflow="ellipsis")
+    for one in sorted(fleet["processes"], key=place):
+        cells = line(one, known.get(one.get("id")), width >= WIDE)
+        shown.add_row(*(cells[name] for name, least_width, _ in COLUMNS if width >= least_width))
+    return shown
+
+
+COLUMNS: Sequence[tuple[str, int, Any]] = (
+    ("kind", MEDIUM, "left"),
+    ("name", 0, "left"),
+    ("host", WIDE, "left"),
+    ("pid", WIDE, "right"),
+    ("state", 0, "left"),
+    ("rows", 0, "left"),
+    ("KV blocks", 0, "left"),
+    ("tokens/s", 0, "right"),
+    ("load", MEDIUM, "right"),
+    ("seen", SMALL, "right"),
+)
+"""Title, the least width of a terminal that shows it, side."""
+
+
+def place(one: Snapshot) -> tuple[int, str]:
+    kind = one.get("kind")
+    return KINDS.index(kind) if kind in KINDS else len(KINDS), str(one.get("id", ""))
+
+
+def line(one: Snapshot, rate: float | None, wide: bool) -> dict[str, Text]:
+    """The cells of one process, by column."""
+    state = str(one.get("state") or "")
+    name = str(one.get("id") or "")
+    age_s = one.get("age_s")
+    return {
+        "kind": text(one.get("kind"), "dim"),
+        "name": text(name if wide else name.split("-")[0], "bold"),
+        "host": text(one.get("host"), "dim"),
+        "pid": text(one.get("pid") or None, "dim"),
+        "state": text(state, STYLES.get(state, "")),
+        "rows": share(one.get("rows"), one.get("max_rows"), wide),
+        "KV blocks": share(one.get("blocks"), one.get("num_blocks"), wide),
+        "tokens/s": Text(number(rate, 1) if "tokens" in one else ""),
+        "load": Text(load(one)),
+        "seen": Text(
+            "" if age_s is None else f"{age_s:.1f} s", style="yellow" if age_s and age_s > LATE_S else "dim"
+        ),
+    }
+
+
+def text(value: Any, style: str) -> Text:
+    return Text("" if value is None else harmless(str(value)), style=style)
+
+
+def load(one: Snapshot) -> str:
+    """What waits at a batcher, the streams that a gateway holds open, a broker's commands."""
+    figures = (
+        (one.get("waiting"), "waiting"),
+        (one.get("streams"), "streams"),
+        (one.get("commands_per_s"), "ops/s"),
+    )
+    return ", ".join(f"{number(value)} {unit}" for value, unit in figures if value is not None)
+
+
+def share(used: float | None, limit: float | None, wide: bool) -> Text:
+    if used is None:
+        return Text()
+    if not limit:
+        return Text(number(used))
+    figures = f"{number(used)}/{number(limit)}"
+    return Text.assemble(bar(used / limit), " ", figures) if wide else Text(figures)
+
+
+def bar(part: float, cells: int = 8) -> Text:
+    """`██▌·····`, to an eighth of a cell; what is not empty shows."""
+    eighths = round(min(1.0, max(0.0, part)) * cells * 8) or int(part > 0)
+    full, rest = divmod(eighths, 8)
+    filled = "█" * full + (" ▏▎▍▌▋▊▉"[rest] if rest else "")
+    return Text.assemble(
+        (filled, "green" if part < NEARLY_FULL else "yellow"), ("·" * (cells - len(filled)), "dim")
+    )
+
+
+def number(value: float | None, digits: int = 0) -> str:
+    return "–" if value is None else f"{value:,.{digits}f}".replace(",", " ")
