@@ -72,8 +72,8 @@ def loaded() -> Any:
 
 
 @pytest.fixture(scope="module", params=["kernels", "torch"])
-def way(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Tokens are chosen by the native kernels, and as on a GPU or where there is no compiler."""
+def each_sampler(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Samples with the native kernels, then with torch, as on a GPU or where there is no compiler."""
     from gpu_worker.engine.cpu import native
     from gpu_worker.engine.sampling import cpu_sampler
 

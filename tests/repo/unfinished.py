@@ -10,7 +10,5 @@ LONG_TESTS: list[str] = [
     "tests/integration/api/tgi/test_validate.py",
     "tests/unit/api/inference/test_relay.py",
     "tests/unit/common/scripts/test_scripts.py",
-    "tests/unit/gpu_worker/engine/batch/test_rows.py",
-    "tests/unit/gpu_worker/engine/sampling/test_sampler.py",
 ]
 TUPLES: list[str] = []

@@ -30,7 +30,7 @@ def given(num_tokens: int, size: int, dtype: torch.dtype) -> tuple[torch.Tensor,
     return logits.to(dtype), torch.randint(0, size, (num_tokens,), generator=generator)
 
 
-@pytest.mark.usefixtures("way")
+@pytest.mark.usefixtures("each_sampler")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(("num_tokens", "size"), [(1, 5), (37, 1000), (23, 49152)])
 def test_they_are_those_of_float64(num_tokens: int, size: int, dtype: torch.dtype) -> None:
@@ -49,7 +49,7 @@ def test_they_are_those_of_float64(num_tokens: int, size: int, dtype: torch.dtyp
     )
 
 
-@pytest.mark.usefixtures("way")
+@pytest.mark.usefixtures("each_sampler")
 def test_without_likeliest_tokens_there_are_none() -> None:
     logits, ids = given(6, 50, torch.float32)
     found = score_tokens(logits, ids, 0)
@@ -57,7 +57,7 @@ def test_without_likeliest_tokens_there_are_none() -> None:
     assert torch.equal(found.logprobs, score_tokens(logits, ids, 5).logprobs)
 
 
-@pytest.mark.usefixtures("way")
+@pytest.mark.usefixtures("each_sampler")
 def test_bits_do_not_depend_on_how_many_are_told_together() -> None:
     logits, ids = given(40, 100_003, torch.float32)
     logits /= 8  # many count

@@ -31,7 +31,7 @@ ROWS: dict[int, SamplingParams | None] = {
     ),
     7: SamplingParams(temperature=1.0, top_p=0.9, seed=11, choice=1),
 }
-"""What row n asks for; row 7 has the prompt of row 0."""
+"""Sampling parameters of row n; row 7 has the prompt of row 0."""
 
 
 @pytest.fixture(scope="module")
@@ -41,8 +41,8 @@ def prompts() -> list[list[int]]:
 
 
 @pytest.fixture(scope="module")
-def answers(loaded: Engine, prompts: list[list[int]]) -> dict[int, list[int]]:
-    """All rows at once."""
+def all_ids(loaded: Engine, prompts: list[list[int]]) -> dict[int, list[int]]:
+    """The ids of all rows in one batch."""
     loaded.runs_ahead = False
     return play(loaded, prompts, list(ROWS))
 
@@ -56,16 +56,17 @@ def play(
     prompts: list[list[int]],
     rows: list[int],
     prefill_tokens: int = 10_000,
-    shown: dict[int, list[int]] | None = None,
+    generated: dict[int, list[int]] | None = None,
 ) -> dict[int, list[int]]:
-    """The ids of these rows, with what was shown before."""
-    played, shown = player(engine, prefill_tokens), shown or {row: [] for row in rows}
+    """Returns the ids of these rows, those generated before included."""
+    played = player(engine, prefill_tokens)
+    generated = generated or {row: [] for row in rows}
     starts = [
         played.start(
             row,
-            prompts[row] + shown[row],
+            prompts[row] + generated[row],
             NEW_TOKENS,
-            len(shown[row]),
+            len(generated[row]),
             ignore_eos=True,
             sampling=ROWS[row],
             top_n_tokens=row % 3,
@@ -77,44 +78,48 @@ def play(
         len(played.top_logprobs[row, index]) == row % 3
         for row in rows
         if row % 3
-        for index in range(len(shown[row]), NEW_TOKENS)
+        for index in range(len(generated[row]), NEW_TOKENS)
     )
-    return {row: shown[row] + ids[row] for row in rows}
+    return {row: generated[row] + ids[row] for row in rows}
 
 
-def test_rows_sample(answers: dict[int, list[int]]) -> None:
-    """Choices differ, rows that ask differ from the plain ones, and are no noise."""
-    assert answers[0] != answers[7]
-    assert 28 not in answers[6]
-    assert len(set(answers[5])) > NEW_TOKENS / 2
+def test_sampled_ids_depend_on_choice_and_parameters(all_ids: dict[int, list[int]]) -> None:
+    """Two choices of a seed differ, a bad word never comes, and penalties avoid repetition."""
+    assert all_ids[0] != all_ids[7]
+    assert 28 not in all_ids[6]
+    assert len(set(all_ids[5])) > NEW_TOKENS / 2
 
 
-def test_alone(engine: Engine, prompts: list[list[int]], answers: dict[int, list[int]]) -> None:
-    for row in (0, 6):
-        assert play(engine, prompts, [row]) == {row: answers[row]}
-
-
-def test_chunked_and_in_another_order(
-    engine: Engine, prompts: list[list[int]], answers: dict[int, list[int]]
+def test_a_row_alone_has_the_same_ids(
+    engine: Engine, prompts: list[list[int]], all_ids: dict[int, list[int]]
 ) -> None:
-    assert play(engine, prompts, [6, 7, 1, 0, 5, 3, 4, 2], prefill_tokens=7) == answers
+    for row in (0, 6):
+        assert play(engine, prompts, [row]) == {row: all_ids[row]}
 
 
-def test_resumed(engine: Engine, prompts: list[list[int]], answers: dict[int, list[int]]) -> None:
-    shown = {row: answers[row][: 1 + row] for row in ROWS}
-    assert play(engine, prompts, list(ROWS), shown=shown) == answers
+def test_chunked_prefill_and_another_order_give_the_same_ids(
+    engine: Engine, prompts: list[list[int]], all_ids: dict[int, list[int]]
+) -> None:
+    assert play(engine, prompts, [6, 7, 1, 0, 5, 3, 4, 2], prefill_tokens=7) == all_ids
 
 
-def test_plain_rows_beside_others_stay_greedy(
-    engine: Engine, prompts: list[list[int]], answers: dict[int, list[int]]
+def test_resumed_rows_have_the_same_ids(
+    engine: Engine, prompts: list[list[int]], all_ids: dict[int, list[int]]
+) -> None:
+    generated = {row: all_ids[row][: 1 + row] for row in ROWS}
+    assert play(engine, prompts, list(ROWS), generated=generated) == all_ids
+
+
+def test_greedy_rows_beside_others_stay_greedy(
+    engine: Engine, prompts: list[list[int]], all_ids: dict[int, list[int]]
 ) -> None:
     expected = reference_ids([prompts[2]], NEW_TOKENS)[0]
-    assert answers[2][: len(expected)] == expected
+    assert all_ids[2][: len(expected)] == expected
 
 
-def test_sampled_ids_follow_what_the_engine_says(engine: Engine, prompts: list[list[int]]) -> None:
-    """The first token of many rows that differ in their seed, against the log-probabilities that the first of
-    them tells.
+def test_sampled_ids_follow_the_reported_logprobs(engine: Engine, prompts: list[list[int]]) -> None:
+    """The first token of many rows that differ in their seed, against the log-probabilities reported with the
+    first row.
     """
     num, top_k = 250, 8
     played, sampling = player(engine), SamplingParams(temperature=1.0, top_k=top_k)
@@ -127,15 +132,15 @@ def test_sampled_ids_follow_what_the_engine_says(engine: Engine, prompts: list[l
             for row in range(num)
         ]
     )
-    told = played.top_logprobs[0, 0]
-    expected = num * np.exp(list(told.values()))
-    counts = np.array([sum(ids == [token] for ids in played.ids.values()) for token in told])
+    reported = played.top_logprobs[0, 0]
+    expected = num * np.exp(list(reported.values()))
+    counts = np.array([sum(ids == [token] for ids in played.ids.values()) for token in reported])
     assert counts.sum() == num == pytest.approx(expected.sum(), rel=1e-5)
     assert expected.min() > 4 and chisquare(counts, expected, sum_check=False).pvalue > 1e-3
 
 
-def test_no_end_before_so_many_tokens(engine: Engine, prompts: list[list[int]]) -> None:
-    """The likeliest tokens of a row as its stop ids: none comes before `min_new_tokens`, one ends it after."""
+def test_no_stop_id_comes_before_min_new_tokens(engine: Engine, prompts: list[list[int]]) -> None:
+    """The stop ids are the tokens that greedy sampling gives: one ends the row from `min_new_tokens` on."""
     greedy = play(engine, prompts, [2])[2]
     played = player(engine)
     played.run(
