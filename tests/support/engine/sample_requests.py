@@ -85,8 +85,9 @@ def logits_of(seed: int, num: int = 1, ties: bool = False, size: int = VOCABULAR
 def check_row(
     sampled: StepSamples, row: int, logits: torch.Tensor, sampling: SamplingParams, banned: Sequence[int] = ()
 ) -> None:
-    """Checks a row: its log-probabilities are the reference's, which does not exclude the sampled id. `banned`:
-    ids that may not come yet.
+    """Checks that a row has the reference's log-probabilities, and an id that the reference does not exclude.
+
+    `banned`: ids that may not come yet.
     """
     expected = processed(
         logits.numpy(), replace(sampling, logit_bias=known_biases(sampling)), PROMPT, GENERATED, banned
