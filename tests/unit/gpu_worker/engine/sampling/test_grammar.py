@@ -47,8 +47,8 @@ class FixedGrammar:
 
 
 def test_mask_and_bias_apply_to_their_row_alone() -> None:
-    """They come before truncation, as logit biases and banned ids do. The grammar of a resumed row first accepts
-    the tokens generated before.
+    """They come before truncation, as logit biases and banned ids do. A resumed row's grammar accepts the
+    tokens generated before.
     """
     logits = logits_of(6, 5)
     top_p = SamplingParams(temperature=1.0, top_p=0.9, seed=1)
