@@ -211,7 +211,7 @@ class Engine:
     @torch.inference_mode()
     def compute(self, slices: Sequence[RowSlice], previous: torch.Tensor | None) -> torch.Tensor:
         """`forward` in one step: logits float [num_logits, vocabulary]; `previous` int64 [rows]."""
-        if self.graphs and self.graphs.hold(slices, previous):
+        if self.graphs and self.graphs.can_run(slices, previous):
             return self.graphs.run(slices, previous)
         return self.loaded.forward(build_inputs(slices, self.block_size, self.loaded.device, previous))
 

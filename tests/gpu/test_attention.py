@@ -123,7 +123,9 @@ def check_shape(device: str, shape: Shape, window: int | None, softcap: float | 
 @ANYWHERE
 @pytest.mark.parametrize(("window", "softcap", "sinks"), FEATURES)
 @pytest.mark.parametrize("shape", SERVED, ids=str)
-def test_attention(device: str, shape: Shape, window: int | None, softcap: float | None, sinks: bool) -> None:
+def test_outputs_equal_those_of_torch(
+    device: str, shape: Shape, window: int | None, softcap: float | None, sinks: bool
+) -> None:
     check_shape(device, shape, window, softcap, sinks)
 
 
@@ -131,7 +133,7 @@ def test_attention(device: str, shape: Shape, window: int | None, softcap: float
 @pytest.mark.slow
 @pytest.mark.parametrize(("window", "softcap", "sinks"), FEATURES)
 @pytest.mark.parametrize("shape", OTHERS, ids=str)
-def test_attention_of_other_shapes(
+def test_outputs_of_other_shapes_equal_those_of_torch(
     device: str, shape: Shape, window: int | None, softcap: float | None, sinks: bool
 ) -> None:
     check_shape(device, shape, window, softcap, sinks)
@@ -139,7 +141,7 @@ def test_attention_of_other_shapes(
 
 @ANYWHERE
 @pytest.mark.parametrize("window", [None, 20])
-def test_slots_that_nobody_wrote_may_be_anything(device: str, window: int | None) -> None:
+def test_unwritten_slots_do_not_matter(device: str, window: int | None) -> None:
     """More than the engine needs, which fills blocks with zeros when they are granted."""
     torch.manual_seed(0)
     pair = pair_of(device, SERVED[1], window, None)
@@ -150,7 +152,7 @@ def test_slots_that_nobody_wrote_may_be_anything(device: str, window: int | None
 @ANYWHERE
 @pytest.mark.parametrize("window", [None, 20])
 @pytest.mark.parametrize("shape", SERVED, ids=str)
-def test_what_comes_from_the_device_is_what_the_host_says(
+def test_steps_with_inputs_on_the_device_equal_those_from_the_host(
     device: str, shape: Shape, window: int | None
 ) -> None:
     """`begin_decode` against `begin`: the same bits, also with rows beside them that only fill the graph."""
@@ -174,8 +176,8 @@ def test_what_comes_from_the_device_is_what_the_host_says(
 
 @ANYWHERE
 @pytest.mark.parametrize("value", [0.0, math.nan])
-def test_fill(device: str, value: float) -> None:
-    """The kernel against torch's way, in a store and in pages of sizes that no program fills evenly."""
+def test_blocks_are_filled(device: str, value: float) -> None:
+    """The kernel against torch's assignment, in a store and in pages of sizes that no program fills evenly."""
     for page, blocks in (((2, 16, 64), [3, 1]), ((3, 5, 24), [0, 7, 4]), ((8, 64, 128), [7])):
         store = torch.randn(6, 8, *page).bfloat16()
         found, where = store.to(device, copy=True), torch.device(device)
@@ -188,7 +190,9 @@ def test_fill(device: str, value: float) -> None:
 @pytest.mark.parametrize("int_type", [torch.int32, torch.int64])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize(("key_dim", "value_dim"), [(64, 64), (128, 128), (24, 18), (192, 128)])
-def test_write(device: str, dtype: torch.dtype, int_type: torch.dtype, key_dim: int, value_dim: int) -> None:
+def test_keys_and_values_are_written_to_their_slots(
+    device: str, dtype: torch.dtype, int_type: torch.dtype, key_dim: int, value_dim: int
+) -> None:
     """The kernel against torch's assignments, with strides of all kinds; what is not written stays."""
     torch.manual_seed(0)
     heads, block_size, blocks, where = 3, 16, 40, torch.device(device)

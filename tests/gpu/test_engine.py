@@ -56,7 +56,7 @@ def test_float32_gives_the_ids_of_generate(
 @pytest.mark.parametrize(
     "family", ["Llama-dynamic", "Mistral", "Gemma2", "Qwen3-MoE", "GPT2", "DeepSeek-V3", "gpt-oss"]
 )
-def test_float32_of_other_families(
+def test_float32_of_other_families_gives_the_ids_of_generate(
     device: str, family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     check_float32(device, family, tmp_path, monkeypatch)
@@ -74,7 +74,9 @@ def check_in_every_way(engine: Engine, model: Any, fresh: dict[int, list[int]]) 
 
 @ANYWHERE
 @pytest.mark.parametrize("family", FLASH)
-def test_bfloat16_is_near(device: str, family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bfloat16_ids_are_near_those_of_float32(
+    device: str, family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     needs_flash(device)
     model = tiny_models.save(tmp_path, *FLASH_FAMILIES[family])
     engine = engine_on(device, tmp_path, monkeypatch, dtype="bfloat16")
@@ -83,10 +85,10 @@ def test_bfloat16_is_near(device: str, family: str, tmp_path: Path, monkeypatch:
 
 
 @ON_GPUS
-def test_smollm2_in_bfloat16_is_near(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_smollm2_in_bfloat16_is_near_float32(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     needs_flash(device)
     try:
-        path = model_files.resolve("smollm2")
+        path = model_files.resolve("smollm2", dtype="bfloat16")
     except SettingError as error:
         pytest.skip(str(error))
     settings = {"dtype": "bfloat16", "kv_cache_bytes": 2**28, "max_batch_size": len(FEW)}
@@ -122,7 +124,7 @@ def test_steps_that_decode_come_from_graphs(
 
 
 @ANYWHERE
-def test_layers_are_compiled_before_rows_come(
+def test_layers_are_compiled_before_the_first_row(
     device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And never while they wait: with this stance torch raises where it would compile, or run uncompiled."""

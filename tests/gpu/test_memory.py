@@ -62,7 +62,7 @@ def test_an_engine_stays_within_its_fraction(tmp_path: Path, monkeypatch: pytest
     assert used_bytes() - before_bytes >= 0.8 * FRACTION * total_bytes, "most of it is used"
 
 
-def test_a_step_without_room_is_done_in_halves(
+def test_a_step_that_runs_out_of_memory_is_done_in_halves(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Of a real allocator: it is left two thirds of what the step takes at its peak."""
@@ -85,7 +85,7 @@ def test_a_step_without_room_is_done_in_halves(
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="torch sees fewer than two CUDA devices")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_two_ranks(dtype: str, tmp_path: Path) -> None:
+def test_two_ranks_give_the_ids_of_generate(dtype: str, tmp_path: Path) -> None:
     """By NCCL."""
     family = FAMILIES["Llama"] if dtype == "float32" else FLASH_FAMILIES["Llama"]
     model, fresh = tiny_models.save(tmp_path, *family), dict(enumerate(prompts()))

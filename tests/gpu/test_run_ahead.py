@@ -149,7 +149,7 @@ def test_no_launch_waits_for_the_device(
     assert [len(ids) for ids in played.ids.values()] == [NEW_TOKENS] * 3 and waited == []
 
 
-def test_more_rows_than_graphs_hold(device: str, engine: Engine) -> None:
+def test_more_rows_than_the_largest_graph_has(device: str, engine: Engine) -> None:
     """They run without one."""
     played = play(engine, 1000, [{}] * (SETTINGS["max_batch_size"] + 2))
     assert all(len(ids) == NEW_TOKENS for ids in played.ids.values())

@@ -48,7 +48,7 @@ class AttentionBackend(Protocol):
 
         All of one dtype, float32, float16 or bfloat16: query [1, heads, tokens, key_dim], key [1, kv_heads,
         tokens, key_dim], value [1, kv_heads, tokens, value_dim]; `sinks` [heads] are scores that take their
-        share of each softmax and give nothing, as in gpt-oss → [1, tokens, heads, value_dim]. `module`
+        share of each softmax and add nothing, as in gpt-oss → [1, tokens, heads, value_dim]. `module`
         carries `keys`, `values` and `spec` of its layer.
         """
 

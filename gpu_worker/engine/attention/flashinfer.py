@@ -65,14 +65,14 @@ class FlashInferBackend:
             PLAN_FREE_BYTES, dtype=torch.uint8, device=device
         )  # XQA's counters start at zero
         scratch = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
-        # A plan lies in its wrapper's pinned memory until the device has taken it: one may wait there while
+        # A plan lies in its wrapper's pinned memory until the device has copied it: one may wait there while
         # the next one is made.
         self.wrappers = [
             [flashinfer.BatchPrefillWithPagedKVCacheWrapper(scratch, "HND") for _ in self.specs]
             for _ in range(2)
         ]
-        self.taken = [torch.cuda.Event() for _ in self.wrappers] if device.type == "cuda" else []  # type: ignore[no-untyped-call]
-        self.turn = 0
+        self.copied = [torch.cuda.Event() for _ in self.wrappers] if device.type == "cuda" else []  # type: ignore[no-untyped-call]
+        self.current = 0
         self.modules: list[Any] = []
         self.step = self.rows_that_decode(
             torch.zeros(1, dtype=torch.int32, device=device),
@@ -96,7 +96,7 @@ class FlashInferBackend:
             to_device(lengths, self.device),
         )
         if first < len(inputs.spans):
-            self.turn = 1 - self.turn
+            self.current = 1 - self.current
             self.plan(inputs.spans[first:])
 
     def begin_decode(self, positions: torch.Tensor, table: torch.Tensor) -> None:
@@ -116,9 +116,9 @@ class FlashInferBackend:
             for values in (host.query_ends, host.block_ends, host.last_lengths, host.lengths)
         )
         indices = to_device(host.blocks, self.device)
-        if self.taken:
-            self.taken[self.turn].synchronize()
-        for spec, wrapper in zip(self.specs, self.wrappers[self.turn], strict=True):
+        if self.copied:
+            self.copied[self.current].synchronize()
+        for spec, wrapper in zip(self.specs, self.wrappers[self.current], strict=True):
             wrapper.plan(
                 query_ends,
                 block_ends,
@@ -137,8 +137,8 @@ class FlashInferBackend:
                 seq_lens=lengths,  # or FlashInfer computes them, in memory that is not pinned
                 max_token_per_sequence=host.longest,  # or it looks for it, number by number
             )
-        if self.taken:
-            self.taken[self.turn].record()
+        if self.copied:
+            self.copied[self.current].record()
 
     # --- in a forward ---
 
@@ -165,7 +165,7 @@ class FlashInferBackend:
         if rows:
             self.decode(self.specs[number], query[:rows], cache, sinks, output[:rows])
         if rows < len(query):
-            self.prefill(self.wrappers[self.turn][number], query[rows:], cache, sinks, output[rows:])
+            self.prefill(self.wrappers[self.current][number], query[rows:], cache, sinks, output[rows:])
         return output
 
     def decode(

@@ -16,7 +16,7 @@ Int32 = npt.NDArray[np.int32]
 
 @dataclass(frozen=True, slots=True)
 class FlashInferStep:
-    """What a step gives to all layers.
+    """A step's inputs that all layers share.
 
     Attributes:
         slots: int [tokens]

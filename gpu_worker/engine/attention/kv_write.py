@@ -25,7 +25,7 @@ def write_kv(
 
 def fill_kv(store: torch.Tensor, blocks: torch.Tensor, value: float) -> None:
     """In place. store [tensors, blocks, kv_heads, block_size, dim], contiguous; blocks int64 [n]. On CUDA
-    torch's own way would be one launch for every 2 GiB of a store, however few blocks are filled.
+    torch would need one launch for every 2 GiB of a store, however few blocks are filled.
     """
     if store.is_cuda:
         from gpu_worker.engine.cuda.kernels.kv_write import fill_blocks

@@ -104,7 +104,7 @@ def probe_attention(model: Any, forward: Callable[[], torch.Tensor]) -> dict[Any
     returns the model's attention modules in the order of their calls, and what each keeps of a token.
 
     Raises:
-        UnservableModel: the model attends in a way that the paged cache does not have, or its tokens see each
+        UnservableModel: the model attends as the paged cache does not allow, or its tokens see each
             other by other ways, too.
     """
     recorder = AttentionRecorder()

@@ -185,8 +185,8 @@ class SdpaBackend:
 def shifted(blocks: Int64, first: Int64, width: int) -> Int64:
     """Of each line of block numbers, `width` from `first` on; scratch block 0 beyond its end."""
     index = first[:, None] + np.arange(width)
-    taken = np.take_along_axis(blocks, np.minimum(index, blocks.shape[1] - 1), axis=1)
-    return np.where(index < blocks.shape[1], taken, 0)
+    found = np.take_along_axis(blocks, np.minimum(index, blocks.shape[1] - 1), axis=1)
+    return np.where(index < blocks.shape[1], found, 0)
 
 
 def queries_of(query: torch.Tensor, tile: QueryTile, rows: int, kv_heads: int) -> torch.Tensor:

@@ -1,9 +1,9 @@
 """Fused layers: whole decoder layers in one native call, where a layer has the shape that Llama made common.
 
 Hidden states are [1, tokens, hidden] of the weights' dtype, logits [tokens, vocabulary].
-A layer is replaced when it consists of exactly the known parts, and the native layer gives the same as its
+A layer is replaced when it consists of exactly the known parts, and the native layer computes the same as its
 own code on inputs of several sizes. Every other layer stays as it is. Layers that follow each other become
-one call, where the model then gives the same bits.
+one call, where the model then computes the same bits.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -147,7 +147,7 @@ def set_forwards(forwards: Mapping[Any, Callable[..., torch.Tensor]]) -> None:
 
 
 def find_equal(layer: Any, arguments: KernelArguments, call: LayerCall) -> FusedLayers | None:
-    """The native layer that gives what this one does, if there is one. Some models leave positions out of
+    """The native layer that computes what this one does, if there is one. Some models leave positions out of
     some layers: so it is tried with and without rotation.
     """
     (states,) = call.arguments

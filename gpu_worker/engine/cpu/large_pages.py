@@ -15,19 +15,19 @@ ALIGNED_BYTES = 64
 
 
 class LargePages:
-    """Hands out tensors that lie next to each other. They keep the memory alive."""
+    """Allocates tensors next to each other. They keep the memory alive."""
 
     def __init__(self) -> None:
         self.free = torch.empty(0, dtype=torch.uint8)
 
-    def take(self, count: int, dtype: torch.dtype) -> torch.Tensor:
+    def allocate(self, count: int, dtype: torch.dtype) -> torch.Tensor:
         """Zeros [count] of `dtype`."""
         num_bytes = count * dtype.itemsize
         size = -(-num_bytes // ALIGNED_BYTES) * ALIGNED_BYTES
         if size > len(self.free):
             self.free = region(max(size, REGION_BYTES))
-        taken, self.free = self.free[:num_bytes], self.free[size:]
-        return taken.view(dtype)
+        begin, self.free = self.free[:num_bytes], self.free[size:]
+        return begin.view(dtype)
 
 
 def region(num_bytes: int) -> torch.Tensor:

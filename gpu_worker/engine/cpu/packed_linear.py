@@ -41,7 +41,7 @@ class PackedLinear(nn.Module):
 
     @functools.cached_property
     def weight(self) -> torch.Tensor:
-        """[out_features, in_features], taken out again by a product with ones: some models look at the
+        """[out_features, in_features], computed back by a product with ones: some models look at the
         weights of their routers.
         """
         return (
@@ -79,7 +79,7 @@ class NativeLinear(PackedLinear):
         self.dtype = native.TYPE_CODES[self.weight_dtype]
         self.panels = -(-self.out_features // library.tf_panel())
         weight = linear.weight.detach().contiguous()
-        self.packed = pages.take(self.panels * library.tf_panel() * self.in_features, weight.dtype)
+        self.packed = pages.allocate(self.panels * library.tf_panel() * self.in_features, weight.dtype)
         library.tf_pack(
             self.dtype, weight.data_ptr(), self.out_features, self.in_features, self.packed.data_ptr()
         )
@@ -142,8 +142,8 @@ def pack_linear(linear: nn.Linear, whole: bool, pages: LargePages) -> nn.Module:
 
 @functools.cache
 def multiplies_correctly(library: ctypes.CDLL, dtype: torch.dtype) -> bool:
-    """Whether products of this type are taken from here. They are tried first: not every processor that has
-    its own way was at hand.
+    """Whether the native library multiplies this type, and correctly: its code distinguishes more processors
+    than were available for tests.
     """
     if dtype not in native.TYPE_CODES or not library.tf_multiplies(native.TYPE_CODES[dtype]):
         return False

@@ -30,11 +30,11 @@ class FixedShapeGraph:
     """
 
     def __init__(self, graphs: CudaGraphs) -> None:
-        """`graphs` hold one graph, the largest."""
+        """`graphs` has one graph, the largest."""
         self.graphs = graphs
         self.size = graphs.max_rows
 
-    def hold(self, slices: Sequence[RowSlice], previous: torch.Tensor | None) -> bool:
+    def can_run(self, slices: Sequence[RowSlice], previous: torch.Tensor | None) -> bool:
         return True
 
     def run(self, slices: Sequence[RowSlice], previous: torch.Tensor | None) -> torch.Tensor:
@@ -44,7 +44,7 @@ class FixedShapeGraph:
         """
         graphs, places, logits = self.graphs, logit_positions(slices), [self.graphs.logits[:0]]
         for begin, inputs in chunks_of(slices, self.size):
-            graphs.give(inputs, self.size)
+            graphs.copy_inputs(inputs, self.size)
             graphs.ids.copy_(fill_pending_ids(graphs.ids.long(), previous))
             graphs.graphs[self.size]()
             inside = places[(places >= begin) & (places < begin + self.size)] - begin
@@ -53,8 +53,8 @@ class FixedShapeGraph:
 
 
 def chunks_of(slices: Sequence[RowSlice], size: int) -> Iterator[tuple[int, Int32]]:
-    """The tokens of a step, `size` at a time → the first one's place on the line, and what `Graphs.give`
-    takes.
+    """The tokens of a step, `size` at a time → the position of the first one in the batch, and the inputs for
+    `CudaGraphs.copy_inputs`: int32 [2 + blocks, size].
     """
     ids, positions = token_ids(slices), positions_of(slices)
     rows = np.repeat(np.arange(len(slices)), [row_slice.count for row_slice in slices])
@@ -62,7 +62,7 @@ def chunks_of(slices: Sequence[RowSlice], size: int) -> Iterator[tuple[int, Int3
     for line, row_slice in zip(tables, slices, strict=True):
         line[: len(row_slice.row.blocks)] = row_slice.row.blocks
     for begin in range(0, len(ids), size):
-        lot = slice(begin, begin + size)
+        chunk = slice(begin, begin + size)
         inputs = np.zeros((2 + tables.shape[1], size), np.int32)
-        inputs[:, : len(ids[lot])] = np.vstack((ids[lot], positions[lot], tables[rows[lot]].T))
+        inputs[:, : len(ids[chunk])] = np.vstack((ids[chunk], positions[chunk], tables[rows[chunk]].T))
         yield begin, inputs

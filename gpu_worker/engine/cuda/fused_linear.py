@@ -13,7 +13,7 @@ GROUPS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
 
 class FusedLinear:
-    """The weights of a group, and its product while slices of it are still to be taken. Rows are [...,
+    """The weights of a group, and its last product while slices of it are still to be read. Rows are [...,
     inputs] of the weights' dtype, a slice of the product [..., outputs of one layer].
     """
 
@@ -30,9 +30,9 @@ class FusedLinear:
         self.parts = torch.split(functional.linear(rows, self.weight, self.bias), self.sizes, -1)
         return self.parts[0]
 
-    def take(self, number: int, rows: torch.Tensor) -> torch.Tensor:
-        """The part of a product that was made; or made by itself, where model code calls otherwise than
-        expected.
+    def output_of(self, number: int, rows: torch.Tensor) -> torch.Tensor:
+        """Return one layer's slice of the last product; computed by itself where that had another input, as
+        model code may call the layers in another order.
         """
         if self.multiplied is not rows:
             begin = sum(self.sizes[:number])
@@ -60,7 +60,7 @@ class FusedLinearSlice(nn.Module):
             self.bias = fused.bias
 
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
-        return self.fused.take(self.number, rows) if self.number else self.fused.multiply(rows)
+        return self.fused.output_of(self.number, rows) if self.number else self.fused.multiply(rows)
 
 
 def fuse_linears(model: nn.Module) -> None:

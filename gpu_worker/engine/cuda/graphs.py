@@ -15,7 +15,7 @@ from gpu_worker.engine.batch.to_device import to_device
 Decode = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 """ids int64 [1, rows], positions int32 [rows], table int32 [rows, blocks] → logits [rows, vocabulary]"""
 Capture = Callable[[Callable[[], None]], Callable[[], None]]
-"""What is to be done → what does it again."""
+"""A function → one that replays what it launched."""
 
 
 class CaptureError(Exception):
@@ -23,7 +23,7 @@ class CaptureError(Exception):
 
 
 def graph_sizes(max_rows: int) -> list[int]:
-    """Numbers of rows that are captured; a step runs in the smallest that holds its rows."""
+    """Numbers of rows that are captured; a step runs in the smallest that has room for its rows."""
     return sorted({min(size, max_rows) for size in (1, 2, 4, *range(8, max_rows + 8, 8))})
 
 
@@ -68,8 +68,10 @@ class CudaGraphs:
         ids = fill_pending_ids(self.ids[:size].long(), self.previous)
         self.logits[:size].copy_(self.decode(ids[None], self.positions[:size], self.table[:size]))
 
-    def hold(self, slices: Sequence[RowSlice], previous: torch.Tensor | None) -> bool:
-        """Parts stand as on the line: rows that decode come first."""
+    def can_run(self, slices: Sequence[RowSlice], previous: torch.Tensor | None) -> bool:
+        """Whether all rows decode, and are no more than the largest graph has. Slices are in the order of the
+        batch: rows that decode come first.
+        """
         rows = max(len(slices), 0 if previous is None else len(previous))
         return slices[-1].decodes and rows <= max(self.graphs, default=0)
 
@@ -78,14 +80,16 @@ class CudaGraphs:
         step in flight samples.
         """
         size = next(size for size in self.graphs if size >= len(slices))
-        self.give(inputs_of(slices, size), size)
+        self.copy_inputs(inputs_of(slices, size), size)
         if previous is not None:
             self.previous[: len(previous)].copy_(previous)
         self.graphs[size]()
         return self.logits[: len(slices)]
 
-    def give(self, inputs: npt.NDArray[Any], size: int) -> None:
-        """All in one copy; rows that only fill the graph write to scratch block 0."""
+    def copy_inputs(self, inputs: npt.NDArray[Any], size: int) -> None:
+        """Copies the inputs of a step to the graphs' tensors, in one transfer: int32 [2 + blocks, size] as of
+        `inputs_of`. Rows that only fill the graph write to scratch block 0.
+        """
         staged = to_device(inputs, self.device)
         self.ids[:size].copy_(staged[0])
         self.positions[:size].copy_(staged[1])
@@ -103,9 +107,10 @@ def inputs_of(slices: Sequence[RowSlice], size: int) -> Int32:
 
 
 def make_capture(device: torch.device) -> Capture:
-    """Captures in one pool of memory; first on another stream without capturing, so that all kernels are
-    there. It is one stream for all: libraries keep memory for each that they have seen. Capturing raises
-    Waits before it has begun: a capture that fails leaves torch's allocator unusable.
+    """Return a function that captures, all in one pool of memory. What is captured runs first without
+    capturing, so that all kernels are loaded; on one side stream for all captures, as libraries keep memory
+    for each stream that they have seen. CaptureError is raised before capturing begins: a capture that fails
+    leaves torch's allocator unusable.
     """
     pool, side = torch.cuda.graph_pool_handle(), torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
@@ -124,7 +129,7 @@ def make_capture(device: torch.device) -> Capture:
 
 
 def run_without_sync(run: Callable[[], None]) -> None:
-    """Runs it. Raises Waits where the host waits for the device in it, as far as torch knows."""
+    """Runs it. Raises CaptureError where the host waits for the device in it, as far as torch knows."""
     torch.cuda.set_sync_debug_mode("error")
     try:
         run()

@@ -26,9 +26,9 @@ by arithmetic long since.
 Forward = Callable[[Sequence[RowSlice]], torch.Tensor]
 
 
-def max_prompt_tokens(asked: int | None, context: int, device: torch.device) -> int:
+def max_prompt_tokens(setting: int | None, context: int, device: torch.device) -> int:
     """Prompt tokens that a step may ever have."""
-    return asked or (CUDA_TOKENS if device.type == "cuda" else context)
+    return setting or (CUDA_TOKENS if device.type == "cuda" else context)
 
 
 def token_ms(forward: Forward, context: int, vocab_size: int, block_size: int, device: torch.device) -> float:
@@ -60,7 +60,7 @@ def measure_ms(forward: Forward, slices: Sequence[RowSlice], device: torch.devic
 def run_largest_step(
     forward: Forward, tokens: int, rows: int, context: int, vocab_size: int, block_size: int
 ) -> None:
-    """Computes so many prompt tokens, and samples so many rows in the way that takes most memory."""
+    """Computes so many prompt tokens, and samples so many rows with the parameters that need most memory."""
     logits = forward(prompt_parts(tokens, context, vocab_size, block_size))
     state = SamplingState.of(
         StartRow(0, b"", 0, b"", StoppingParams(1), SamplingParams(temperature=1.0, typical_p=0.9)), []

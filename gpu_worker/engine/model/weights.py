@@ -104,7 +104,7 @@ def check_whole(path: Path, model_id: str) -> None:
 
 
 def check_types(path: Path, model_id: str) -> None:
-    """A config that says nothing of quantisation beside weights of few bits: transformers would take these
+    """A config without quantisation, beside weights of few bits: transformers would take these
     for plain numbers.
     """
     for file in model_files.weight_files(path):

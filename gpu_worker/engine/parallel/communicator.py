@@ -66,13 +66,13 @@ class Communicator:
             dist.broadcast(tensor, 0)
 
     def broadcast_ints(self, values: Sequence[int]) -> list[int]:
-        """What rank 0 has for `values`; the others give as many of their own."""
+        """Return rank 0's values; other ranks pass the same number of any values."""
         if self.world_size == 1 or not values:
             return list(values)
         tensor = torch.tensor(values)
         dist.broadcast(tensor, 0)
-        told: list[int] = tensor.tolist()
-        return told
+        received: list[int] = tensor.tolist()
+        return received
 
     def all_reduce_min(self, value: int) -> int:
         return self.reduce_int(value, dist.ReduceOp.MIN)

@@ -26,7 +26,7 @@ COLUMNS = ("colwise", "packed_colwise", EMBEDDING, *GATHERED)
 ROWS = ("rowwise", *SPLIT)
 SUMMED = ("all_reduce", "moe_tp_experts", *ROWS)
 WHOLE = ("replicated_with_grad_allreduce", "mla_kv_a_proj", "replicate")
-"""Styles that say something of gradients only: every rank holds all of it."""
+"""Styles about gradients only: every rank holds the whole parameter."""
 KEYS_AND_VALUES = ("k_proj", "v_proj", "k_norm")
 
 Interval = tuple[int, int]

@@ -93,15 +93,15 @@ def engine_on(device: str, folder: Path | str, monkeypatch: pytest.MonkeyPatch, 
     """With all that an engine on CUDA does: merged products, compiled layers, captured steps where the
     backend has them, a step ahead.
     """
-    asked = Settings(model_id=str(folder), device=device, **SETTINGS | settings)  # type: ignore[arg-type]
+    chosen = Settings(model_id=str(folder), device=device, **SETTINGS | settings)  # type: ignore[arg-type]
     if device == "cuda":
-        return Engine(asked)
+        return Engine(chosen)
     monkeypatch.setattr(load, "pack_linears", fuse_linears)
     monkeypatch.setattr(load, "choose_backend", backend_of)
     monkeypatch.setattr(engines, "make_capture", lambda device: again)
-    engine = Engine(asked)
+    engine = Engine(chosen)
     engine.runs_ahead = True
-    engine.compile_and_capture(asked, no_progress)
+    engine.compile_and_capture(chosen, no_progress)
     return engine
 
 

@@ -66,7 +66,7 @@ def play(
     return {row: (ids[row], bits[row]) for row in rows}
 
 
-def test_the_bits_of_a_row_are_its_own(engine: Engine) -> None:
+def test_bits_do_not_depend_on_the_batch(engine: Engine) -> None:
     rows = range(len(FEW))
     alone = {row: play(engine, [row])[row] for row in rows}
     assert play(engine, rows) == alone, "batched"
@@ -78,7 +78,7 @@ def test_the_bits_of_a_row_are_its_own(engine: Engine) -> None:
 
 
 @pytest.mark.parametrize("threads", [1, 3])
-def test_another_worker_with_other_threads_has_the_same_bits(engine: Engine, threads: int) -> None:
+def test_bits_do_not_depend_on_the_number_of_threads(engine: Engine, threads: int) -> None:
     before, rows = torch.get_num_threads(), range(len(FEW))
     wanted = play(engine, rows)
     try:
@@ -90,7 +90,7 @@ def test_another_worker_with_other_threads_has_the_same_bits(engine: Engine, thr
 
 
 @pytest.mark.parametrize("family", ["Gemma2", "GPT2"])
-def test_what_cannot_keep_it_is_refused(family: str, tmp_path: Path) -> None:
+def test_models_that_cannot_be_deterministic_are_refused(family: str, tmp_path: Path) -> None:
     tiny_models.save(tmp_path, *tiny_models.FAMILIES[family])
     with pytest.raises(SettingError, match=r"DETERMINISTIC: .*0 of its 3 layers") as caught:
         Engine(

@@ -46,7 +46,7 @@ def check_ends(played: Player, answers: dict[int, list[int]]) -> None:
 
 
 @pytest.mark.parametrize("indices", INDICES)
-def test_alone(engine: Engine, prompts: list[list[int]], indices: list[int]) -> None:
+def test_ids_of_rows_alone(engine: Engine, prompts: list[list[int]], indices: list[int]) -> None:
     answers = expected(prompts, indices)
     for index in indices:
         played = player(engine)
@@ -54,7 +54,7 @@ def test_alone(engine: Engine, prompts: list[list[int]], indices: list[int]) -> 
 
 
 @pytest.mark.parametrize("indices", INDICES)
-def test_all_at_once(engine: Engine, prompts: list[list[int]], indices: list[int]) -> None:
+def test_ids_of_all_rows_at_once(engine: Engine, prompts: list[list[int]], indices: list[int]) -> None:
     answers, played = expected(prompts, indices), player(engine)
     assert played.run([played.start(index, prompts[index], NEW_TOKENS) for index in indices]) == answers
     check_ends(played, answers)
@@ -62,7 +62,7 @@ def test_all_at_once(engine: Engine, prompts: list[list[int]], indices: list[int
 
 
 @pytest.mark.parametrize("indices", INDICES)
-def test_chunked(engine: Engine, prompts: list[list[int]], indices: list[int]) -> None:
+def test_ids_with_chunked_prefill(engine: Engine, prompts: list[list[int]], indices: list[int]) -> None:
     """A budget of 7 tokens, no divisor of the block size: chunks end anywhere in a block."""
     answers, played = expected(prompts, indices), player(engine, prefill_tokens=7)
     assert played.run([played.start(index, prompts[index], NEW_TOKENS) for index in indices]) == answers
@@ -70,7 +70,7 @@ def test_chunked(engine: Engine, prompts: list[list[int]], indices: list[int]) -
 
 
 @pytest.mark.parametrize("indices", INDICES)
-def test_scarce_blocks(engine: Engine, prompts: list[list[int]], indices: list[int]) -> None:
+def test_ids_with_scarce_blocks(engine: Engine, prompts: list[list[int]], indices: list[int]) -> None:
     """Blocks for the longest row and one for each other: all start at once, all but the oldest wait, each
     goes on in blocks just freed.
     """
@@ -84,7 +84,7 @@ def test_scarce_blocks(engine: Engine, prompts: list[list[int]], indices: list[i
 
 
 @pytest.mark.parametrize("indices", INDICES)
-def test_resumed(engine: Engine, prompts: list[list[int]], indices: list[int]) -> None:
+def test_ids_of_resumed_rows(engine: Engine, prompts: list[list[int]], indices: list[int]) -> None:
     """Rows that start with some of their tokens generated elsewhere."""
     answers, played = expected(prompts, indices), player(engine)
     bases = {index: min(5 + 3 * index, len(answers[index]) - 1) for index in indices}
@@ -112,12 +112,12 @@ def test_freed_blocks_are_nan(engine: Engine, prompts: list[list[int]]) -> None:
     assert engine.step() is None
 
 
-def test_a_grant_may_hold_only_what_an_ended_row_would_have_got(engine: Engine) -> None:
+def test_a_grant_with_only_blocks_for_an_ended_row_is_applied(engine: Engine) -> None:
     engine.apply(Grant(engine.rows.step, 16, blocks=[(99, packed([1, 2]))], stops=[(99, "cancelled")]))
     assert engine.step() is None
 
 
-def test_a_chat_in_bfloat16() -> None:
+def test_a_chat_in_bfloat16_has_the_same_sense() -> None:
     """Rounding may change a word of an answer, not its sense."""
     text = "<|im_start|>user\nWhat is the capital of France?<|im_end|>\n<|im_start|>assistant\n"
     tokenizer = Tokenizer.from_file(str(model_files.resolve("smollm2") / "tokenizer.json"))

@@ -78,7 +78,7 @@ def paths() -> list[str]:
 
 
 @pytest.mark.parametrize("family", FAMILIES_TRIED)
-def test_nothing_waits_before_a_step_is_read(
+def test_no_operation_waits_for_the_device_before_a_step_is_read(
     family: str,
     tmp_path: Path,
     like_cuda: Callable[..., Engine],

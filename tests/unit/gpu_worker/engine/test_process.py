@@ -85,7 +85,7 @@ def child(request: pytest.FixtureRequest) -> Iterator[Child]:
     end(child)
 
 
-def test_tokens_through_the_socket(child: Child) -> None:
+def test_tokens_arrive_through_the_socket(child: Child) -> None:
     """Signals are ignored, two grants that wait together are both applied, a stop without a step is answered,
     a closed socket ends it.
     """
@@ -124,7 +124,7 @@ def test_tokens_through_the_socket(child: Child) -> None:
     ],
     indirect=["child"],
 )
-def test_settings_that_cannot_be_served(child: Child, setting: str, words: str) -> None:
+def test_unservable_settings_are_reported(child: Child, setting: str, words: str) -> None:
     failure = child.ready()
     assert (
         isinstance(failure, EngineFailure)
@@ -135,7 +135,7 @@ def test_settings_that_cannot_be_served(child: Child, setting: str, words: str) 
     assert child.process.wait(TIMEOUT_S) == 1
 
 
-def test_a_crash_is_said(child: Child) -> None:
+def test_a_crash_is_reported(child: Child) -> None:
     assert isinstance(child.ready(), Ready)
     child.send(Grant(5, 64, [start_row(1, [10**6], 40, blocks=[1])]))  # no such token
     failure = child.receive()

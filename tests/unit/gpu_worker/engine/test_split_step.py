@@ -74,7 +74,7 @@ def limit(engine: Engine, **rules: Any) -> Scarce:
     ],
 )
 @pytest.mark.parametrize(("room", "since"), [(7, 1), (1, 1), (2, 5)])
-def test_nobody_notices(engine: Engine, room: int, since: int, error: RuntimeError) -> None:
+def test_a_split_step_gives_the_same_ids(engine: Engine, room: int, since: int, error: RuntimeError) -> None:
     wanted = play(engine)
     scarce = limit(engine, room=room, since=since, error=error)
     found = play(engine)
@@ -85,13 +85,13 @@ def test_nobody_notices(engine: Engine, room: int, since: int, error: RuntimeErr
         assert [*found.prompt_tops[row]] == [pytest.approx(top, abs=1e-5) for top in wanted.prompt_tops[row]]
 
 
-def test_what_does_not_fit_at_all_is_an_error(engine: Engine) -> None:
+def test_a_row_that_does_not_fit_alone_is_an_error(engine: Engine) -> None:
     limit(engine, room=0, since=1, error=torch.OutOfMemoryError("CUDA out of memory"))
     with pytest.raises(torch.OutOfMemoryError):
         play(engine)
 
 
-def test_other_errors_are_not_tried_again(engine: Engine) -> None:
+def test_other_errors_are_not_retried(engine: Engine) -> None:
     scarce = limit(engine, room=0, since=1, error=RuntimeError("an illegal memory access was encountered"))
     with pytest.raises(RuntimeError, match="illegal"):
         play(engine)

@@ -55,7 +55,9 @@ def as_model_code_leaves(tokens: int, kv_heads: int, dim: int) -> list[torch.Ten
 
 
 @pytest.mark.parametrize(("kv_heads", "key_dim", "value_dim"), [(1, 64, 64), (3, 128, 128), (2, 24, 16)])
-def test_writing(kv_heads: int, key_dim: int, value_dim: int, interpreted: Interpreted) -> None:
+def test_keys_and_values_are_written_to_their_slots(
+    kv_heads: int, key_dim: int, value_dim: int, interpreted: Interpreted
+) -> None:
     torch.manual_seed(0)
     slots = torch.tensor([100, 3, 16, 15, 111])
     for key, value in zip(
@@ -70,7 +72,7 @@ def test_writing(kv_heads: int, key_dim: int, value_dim: int, interpreted: Inter
 
 @pytest.mark.parametrize("page", [(2, 16, 64), (3, 16, 96), (1, 5, 3)])
 @pytest.mark.parametrize("value", [0.0, math.nan])
-def test_filling(page: tuple[int, int, int], value: float, interpreted: Interpreted) -> None:
+def test_blocks_are_filled(page: tuple[int, int, int], value: float, interpreted: Interpreted) -> None:
     store = torch.randn(6, BLOCKS, *page, dtype=torch.bfloat16)
     found, blocks = store.clone(), torch.tensor([2, 6, 0])
     fill_kv(store, blocks, value)
@@ -80,7 +82,7 @@ def test_filling(page: tuple[int, int, int], value: float, interpreted: Interpre
 
 @pytest.mark.parametrize("size", [64, 1000])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_likeliest(
+def test_top_k_equals_that_of_torch(
     size: int, dtype: torch.dtype, interpreted: Interpreted, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Some are equal, some impossible; a row's bits are its own."""
@@ -129,7 +131,9 @@ constant.
 
 
 @pytest.mark.parametrize(("module", "name", "constants", "types"), COMPILED)
-def test_they_compile(module: str, name: str, constants: dict[str, int], types: dict[str, str]) -> None:
+def test_kernels_compile_for_gpus(
+    module: str, name: str, constants: dict[str, int], types: dict[str, str]
+) -> None:
     """For a GPU that need not be there: what is annotated or computed in a way that Triton does not know
     fails here.
     """

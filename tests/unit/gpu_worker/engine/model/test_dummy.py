@@ -56,7 +56,7 @@ def told(engine: Any) -> tuple[dict[int, list[int]], list[float]]:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_config_is_enough_and_workers_of_a_pool_make_the_same(folder: Path, dtype: str) -> None:
+def test_a_config_suffices_and_all_workers_make_the_same_weights(folder: Path, dtype: str) -> None:
     engines = [
         Engine(Settings(model_id=str(folder), load_format="dummy", dtype=dtype, **SETTINGS))  # type: ignore[arg-type]
         for _ in range(2)
@@ -69,7 +69,7 @@ def test_a_config_is_enough_and_workers_of_a_pool_make_the_same(folder: Path, dt
 
 
 @pytest.mark.parametrize("family", tiny_models.FAMILIES)
-def test_every_weight_is_made(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_weight_is_initialised(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is left of what stood in the memory before."""
     name, sizes = tiny_models.FAMILIES[family]
     config = getattr(transformers, f"{name}Config")(**sizes)
@@ -97,7 +97,7 @@ def spoiled(allocate: Callable[..., torch.Tensor], *args: Any, **options: Any) -
     return tensor.fill_(math.nan) if tensor.is_floating_point() and not tensor.is_meta else tensor
 
 
-def test_what_ranks_share_is_the_first_ones() -> None:
+def test_ranks_use_the_first_ones_values() -> None:
     config = transformers.Qwen3MoeConfig(**tiny_models.FAMILIES["Qwen3-MoE"][1])
     whole = meta_model(config, Settings())
     plan, sent = make_tp_plan(whole, 2), list[torch.Tensor]()
@@ -107,7 +107,7 @@ def test_what_ranks_share_is_the_first_ones() -> None:
     assert len(sent) == len(shared) and "model.layers.0.mlp.gate.weight" in shared
 
 
-def test_without_it_weights_are_needed(folder: Path) -> None:
+def test_without_dummy_weights_are_required(folder: Path) -> None:
     (folder / "pytorch_model.bin").write_bytes(b"pickled")
     with pytest.raises(
         SettingError, match=r"has no whole set of \.safetensors files .*LOAD_FORMAT=dummy"

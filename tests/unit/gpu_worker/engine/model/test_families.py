@@ -20,7 +20,7 @@ from tests.support.engine import tiny_models
 from tests.support.engine.tiny_engine import NEW_TOKENS, engine_of, play, prompts
 from tests.support.engine.tiny_models import FAMILIES, LATENT, LLAMA, MIXTURE, SEEING, SIZES, VOCAB, rope
 
-MANY = 15
+MANY_DIFFERENT = 15
 QUICK = (
     "Llama-dynamic",
     "Llama-longrope",
@@ -77,10 +77,10 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("family", SERVED)
-def test_served(family: str, tmp_path: Path) -> None:
+def test_ids_are_those_of_generate(family: str, tmp_path: Path) -> None:
     model = tiny_models.save(tmp_path, *(FAMILIES | SEEING)[family])
     wanted = {row: tiny_models.generate(model, prompt, NEW_TOKENS) for row, prompt in enumerate(prompts())}
-    assert all(len(set(ids)) >= MANY for ids in wanted.values()), "ids that repeat prove little"
+    assert all(len(set(ids)) >= MANY_DIFFERENT for ids in wanted.values()), "ids that repeat prove little"
     engine, fresh = engine_of(tmp_path), dict(enumerate(prompts()))
     assert [play(engine, {row: prompt})[row] for row, prompt in fresh.items()] == list(wanted.values()), (
         "alone"
@@ -95,12 +95,12 @@ def without_windows(layers: list[LayerSpec], *rest: Any) -> Geometry:
     return Geometry([replace(layer, spec=replace(layer.spec, window=None)) for layer in layers], *rest)
 
 
-def without(part: str) -> Callable[..., native.CacheStruct]:
-    """A layer's cache as the native kernels see it, less a part."""
+def without(field: str) -> Callable[..., native.CacheStruct]:
+    """A layer's cache as the native kernels see it, with one field set to zero."""
 
     def cache(self: KernelArguments, *arguments: Any) -> native.CacheStruct:
         made = cache_of(self, *arguments)
-        setattr(made, part, 0)
+        setattr(made, field, 0)
         return made
 
     return cache
@@ -124,7 +124,7 @@ def scaled_by_values(layers: list[LayerSpec], *rest: Any) -> Geometry:
 
 
 def fused_with(**parts: Any) -> list[tuple[Any, str, Any]]:
-    """Whole layers that are taken over whatever they give."""
+    """Layers are fused whatever they compute."""
 
     def of(*arguments: Any) -> fused_layer.FusedLayers:
         made = fused_of(*arguments)
@@ -136,7 +136,7 @@ def fused_with(**parts: Any) -> list[tuple[Any, str, Any]]:
 
 
 def configured(**values: Any) -> list[tuple[Any, str, Any]]:
-    """What transformers' own code does for us is switched off in the config that we give it."""
+    """The model's config with other values: features that transformers' own code computes."""
 
     def read(*arguments: Any) -> Any:
         made = read_config(*arguments)
@@ -185,8 +185,10 @@ NATIVE = (KernelArguments, fused_layer.FusedLayers, fused_layer)
 
 
 @pytest.mark.parametrize("feature", FEATURES)
-def test_each_feature_counts(feature: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the tests above would say if our code had not the feature."""
+def test_ids_differ_without_the_feature(
+    feature: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So the tests above would fail without it."""
     family, off = FEATURES[feature]
     if "torch" in feature:
         monkeypatch.setattr(native, "library", lambda: None)
@@ -201,7 +203,7 @@ def test_each_feature_counts(feature: str, tmp_path: Path, monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize("family", REFUSED)
-def test_refused(family: str, tmp_path: Path) -> None:
+def test_unservable_families_are_refused_with_the_cause(family: str, tmp_path: Path) -> None:
     sizes, words = REFUSED[family]
     tiny_models.save(tmp_path, family, sizes)  # type: ignore[arg-type]
     with pytest.raises(SettingError, match=words) as caught:
@@ -210,7 +212,7 @@ def test_refused(family: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("family", "sizes"), [("FalconH1", LLAMA | HYBRID), ("Zaya", COMPRESSED)])
-def test_tokens_that_mix_are_seen(
+def test_layers_that_mix_tokens_outside_attention_are_refused(
     family: str, sizes: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whatever the config says of its layers: states beside attention, and convolutions of its inputs."""
@@ -220,14 +222,16 @@ def test_tokens_that_mix_are_seen(
         engine_of(tmp_path)
 
 
-def test_a_mask_that_is_no_window_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_masks_other_than_causal_or_window_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(config, "LAYER_TYPES", {"full_attention", "chunked_attention"})
     tiny_models.save(tmp_path, "Llama4Text", REFUSED["Llama4Text"][0])  # type: ignore[arg-type]
     with pytest.raises(SettingError, match="neither causal nor a sliding window"):
         engine_of(tmp_path)
 
 
-def test_attention_that_counts_by_its_cache_is_seen(tmp_path: Path) -> None:
+def test_attention_that_counts_tokens_by_its_own_cache_is_refused(tmp_path: Path) -> None:
     """Llama 4's, which scales queries by it in layers without rotary positions."""
     tiny_models.save(
         tmp_path,

@@ -82,7 +82,9 @@ def write(path: Path, *types: TYPES) -> Path:
     ],
     ids=lambda value: str(value),
 )
-def test_the_type_of_a_file(types: list[TYPES], wanted: torch.dtype, tmp_path: Path) -> None:
+def test_the_written_dtype_is_that_of_the_matrices(
+    types: list[TYPES], wanted: torch.dtype, tmp_path: Path
+) -> None:
     assert convert.dtype_of(write(tmp_path / "tiny.gguf", *types)) == wanted
 
 

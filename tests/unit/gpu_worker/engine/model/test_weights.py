@@ -66,7 +66,7 @@ def quantize(folder: Path) -> None:
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
 
 
-def test_8_bit_floats_have_the_ids_of_transformers(tmp_path: Path) -> None:
+def test_8_bit_floats_give_the_ids_of_transformers(tmp_path: Path) -> None:
     plain = tiny_models.save(tmp_path, "Llama", tiny_models.LLAMA)
     quantize(tmp_path)
     configure(tmp_path, quantization_config=FP8)
@@ -97,7 +97,7 @@ def test_8_bit_floats_have_the_ids_of_transformers(tmp_path: Path) -> None:
     ],
     ids=["gptq", "awq", "bitsandbytes", "compressed-tensors", "unknown", "nameless"],
 )
-def test_a_method_that_is_not_at_hand_is_refused(
+def test_a_quantisation_method_that_is_not_installed_is_refused(
     quantization: dict[str, Any], words: str, tmp_path: Path
 ) -> None:
     tiny_models.save(tmp_path, "Llama", tiny_models.LLAMA)
@@ -105,7 +105,7 @@ def test_a_method_that_is_not_at_hand_is_refused(
     refused(tmp_path, words)
 
 
-def test_8_bit_weights_without_a_word_in_the_config_are_refused(tmp_path: Path) -> None:
+def test_8_bit_weights_without_a_quantisation_config_are_refused(tmp_path: Path) -> None:
     tiny_models.save(tmp_path, "Llama", tiny_models.LLAMA)
     quantize(tmp_path)
     refused(
@@ -114,7 +114,7 @@ def test_8_bit_weights_without_a_word_in_the_config_are_refused(tmp_path: Path) 
     )
 
 
-def test_weights_that_are_not_there_are_not_made_up(tmp_path: Path) -> None:
+def test_missing_weights_are_refused(tmp_path: Path) -> None:
     tiny_models.save(tmp_path, "Llama", tiny_models.LLAMA)
     tensors = load_file(tmp_path / "model.safetensors")
     del tensors["model.layers.1.mlp.up_proj.weight"]
@@ -128,7 +128,7 @@ def refused(folder: Path, words: str) -> None:
     assert caught.value.name == "model_id" and "\n" not in str(caught.value)
 
 
-def test_long_loading_says_how_far_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_long_loading_reports_its_progress(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(load, "PROGRESS_S", 0.0)
     model = tiny_models.save(tmp_path, "Llama", tiny_models.LLAMA)
     said: list[str] = []
@@ -141,7 +141,7 @@ def test_long_loading_says_how_far_it_is(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize("kind", [None, "linear", "dynamic"])
-def test_positions_are_stretched(kind: str | None, tmp_path: Path) -> None:
+def test_rope_scaling_serves_longer_prompts(kind: str | None, tmp_path: Path) -> None:
     """One prompt is longer than the model was trained for."""
     tiny_models.save(tmp_path, "Llama", tiny_models.LLAMA | {"max_position_embeddings": 32})
     engine = engine_of(tmp_path, rope_scaling=kind, rope_factor=2.0)
@@ -153,9 +153,7 @@ def test_positions_are_stretched(kind: str | None, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("family", "kind"), [("GPT2", "gpt2"), ("Gemma3", "gemma3_text")])
-def test_what_has_no_plain_rotary_positions_cannot_be_stretched(
-    family: str, kind: str, tmp_path: Path
-) -> None:
+def test_rope_scaling_needs_plain_rotary_positions(family: str, kind: str, tmp_path: Path) -> None:
     """None at all, or others for each type of layer."""
     tiny_models.save(tmp_path, *tiny_models.FAMILIES[family])
     with pytest.raises(SettingError, match=f"ROPE_FACTOR: {kind} has no plain rotary positions to stretch"):

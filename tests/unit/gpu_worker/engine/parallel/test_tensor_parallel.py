@@ -115,7 +115,7 @@ def check(ranks: Communicator, family: str, folder: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("world_size", [3, 4])
-def test_more_ranks_than_divide(world_size: int, tmp_path: Path) -> None:
+def test_ids_on_ranks_that_do_not_divide_the_heads(world_size: int, tmp_path: Path) -> None:
     """Before `two` ranks stay for the others: a process is in one group at a time."""
     with led_engine.running(world_size) as ranks:
         for family in ("Llama", "one K head", "three K heads", "Qwen3-MoE", "Phi3", "GPT-NeoX"):
@@ -125,11 +125,11 @@ def test_more_ranks_than_divide(world_size: int, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "family", [*QUICK, *(pytest.param(name, marks=pytest.mark.slow) for name in PLANNED)]
 )
-def test_two_ranks(two: Communicator, family: str, tmp_path: Path) -> None:
+def test_ids_on_two_ranks(two: Communicator, family: str, tmp_path: Path) -> None:
     check(two, family, tmp_path)
 
 
-def test_sampled_rows_choose_the_same(two: Communicator, tmp_path: Path) -> None:
+def test_sampled_ids_are_those_of_one_rank(two: Communicator, tmp_path: Path) -> None:
     tiny_models.save(tmp_path, *FAMILIES["Llama"])
     settings = SETTINGS | {"model_id": str(tmp_path), "threads": 1}
     asked = {
@@ -142,23 +142,25 @@ def test_sampled_rows_choose_the_same(two: Communicator, tmp_path: Path) -> None
         assert play(engine, rows, **asked) == wanted  # type: ignore[arg-type]
 
 
-def test_prompts_are_told_of_the_same(two: Communicator, tmp_path: Path) -> None:
-    def told(engine: Any) -> dict[int, list[float]]:
+def test_prompt_logprobs_are_those_of_one_rank(two: Communicator, tmp_path: Path) -> None:
+    def logprobs_of(engine: Any) -> dict[int, list[float]]:
         played = Player(engine, list(range(1, engine.ready.num_blocks + 1)), 7, until=engine.rows.step)
-        asking = enumerate(prompts(VOCAB))
-        played.run([played.start(row, ids, 2, ignore_eos=True, prompt_logprobs=1) for row, ids in asking])
+        numbered = enumerate(prompts(VOCAB))
+        played.run([played.start(row, ids, 2, ignore_eos=True, prompt_logprobs=1) for row, ids in numbered])
         return played.prompt_logprobs
 
     tiny_models.save(tmp_path, *FAMILIES["Llama"])
     settings = SETTINGS | {"model_id": str(tmp_path), "threads": 1}
-    wanted = told(Engine(Settings(**settings)))
+    wanted = logprobs_of(Engine(Settings(**settings)))
     assert [len(wanted[row]) for row in wanted] == [19, 69]
     with Led(two, **settings) as engine:
-        assert told(engine) == {row: pytest.approx(logprobs, abs=1e-4) for row, logprobs in wanted.items()}
+        assert logprobs_of(engine) == {
+            row: pytest.approx(logprobs, abs=1e-4) for row, logprobs in wanted.items()
+        }
 
 
 @pytest.mark.parametrize("family", REFUSED)
-def test_refused(two: Communicator, family: str, tmp_path: Path) -> None:
+def test_unsplittable_models_are_refused(two: Communicator, family: str, tmp_path: Path) -> None:
     (config, sizes), words = REFUSED[family]
     tiny_models.save(tmp_path, config, sizes)
     with pytest.raises(SettingError, match=words) as caught:
@@ -176,7 +178,7 @@ def test_quantised_weights_are_not_split(two: Communicator, tmp_path: Path) -> N
         Led(two, model_id=str(tmp_path), threads=1, **SETTINGS)
 
 
-def test_what_a_rank_holds(two: Communicator, tmp_path: Path) -> None:
+def test_a_rank_holds_half_of_the_split_parameters(two: Communicator, tmp_path: Path) -> None:
     """Half of the matrices of layers, experts and vocabulary; only the router's and the norms' weights are
     whole.
     """
@@ -192,7 +194,7 @@ def test_what_a_rank_holds(two: Communicator, tmp_path: Path) -> None:
     assert [name for name in held if "experts" in name]
 
 
-def test_each_rank_makes_up_its_part(two: Communicator, tmp_path: Path) -> None:
+def test_each_rank_makes_its_part_of_dummy_weights(two: Communicator, tmp_path: Path) -> None:
     whole = tiny_models.save(tmp_path, *FAMILIES["Mixtral"])
     (tmp_path / "model.safetensors").unlink()
     with Led(two, model_id=str(tmp_path), load_format="dummy", threads=1, **SETTINGS) as engine:
@@ -208,7 +210,7 @@ def test_each_rank_makes_up_its_part(two: Communicator, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="Linux tells a process what it takes")
-def test_a_rank_reads_and_takes_its_part(tmp_path: Path) -> None:
+def test_a_rank_reads_and_allocates_its_part_only(tmp_path: Path) -> None:
     """Of a checkpoint in several files. Norms are read by both ranks; the interpreter, and what one layer's
     packing takes, by each.
     """
@@ -223,7 +225,7 @@ def test_a_rank_reads_and_takes_its_part(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("size", [1, 7, 64, 100, 500, 49_152, 151_936])
 @pytest.mark.parametrize("world_size", [1, 2, 3, 8])
-def test_even_shares(size: int, world_size: int) -> None:
+def test_shares_are_even(size: int, world_size: int) -> None:
     shares = split_evenly(size, world_size)
     assert shares[0][0] == 0 and shares[-1][1] == size and len(shares) == world_size
     assert all(end == begin for (_, end), (begin, _) in pairwise(shares))
@@ -243,7 +245,9 @@ def test_even_shares(size: int, world_size: int) -> None:
         (8, 1, 3, [(0, 2), (2, 5), (5, 8)], [(0, 1), (0, 1), (0, 1)]),
     ],
 )
-def test_heads(query_heads: int, kv_heads: int, world_size: int, queries: Any, kept: Any) -> None:
+def test_heads_are_split_by_groups(
+    query_heads: int, kv_heads: int, world_size: int, queries: Any, kept: Any
+) -> None:
     assert split_heads(query_heads, kv_heads, world_size) == (queries, kept)
 
 
@@ -253,7 +257,7 @@ def test_too_many_ranks_for_the_heads() -> None:
         split_heads(6, 3, 7)
 
 
-def test_places_are_torchruns_variables() -> None:
+def test_a_place_is_read_from_torchruns_variables() -> None:
     places = local_places(3)
     assert [Place.read(place.environ()) for place in places] == places
     assert Place.read({"WORLD_SIZE": "1", "RANK": "0"}) == Place() == local_places(1)[0]
