@@ -177,7 +177,7 @@ def test_steps_with_inputs_on_the_device_equal_those_from_the_host(
 @ANYWHERE
 @pytest.mark.parametrize("value", [0.0, math.nan])
 def test_blocks_are_filled(device: str, value: float) -> None:
-    """The kernel against torch's assignment, in a store and in pages of sizes that no program fills evenly."""
+    """The kernel against torch's assignment, in pages of sizes that no program of the kernel fills evenly."""
     for page, blocks in (((2, 16, 64), [3, 1]), ((3, 5, 24), [0, 7, 4]), ((8, 64, 128), [7])):
         store = torch.randn(6, 8, *page).bfloat16()
         found, where = store.to(device, copy=True), torch.device(device)

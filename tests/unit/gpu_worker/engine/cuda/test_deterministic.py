@@ -43,8 +43,8 @@ def bits(
 
 
 def test_bits_do_not_depend_on_the_batch(tmp_path: Path, like_cuda: Callable[..., Engine]) -> None:
-    """All tokens go through one graph of 12, which rows and chunks do not fit: ids are right, and a row's bits
-    do not depend on other rows.
+    """All tokens go through one graph of 12, which rows and chunks do not fill: ids are right, and bits of a
+    row do not depend on other rows.
     """
     model = tiny_models.save(tmp_path, *FAMILIES["Qwen2"])
     engine, rows = like_cuda(tmp_path, deterministic=True), list(range(len(prompts())))
