@@ -13,6 +13,9 @@ from common.messages.request import Generate
 from tests.support.fleet.gateways import model_tokenizer, ready, serving
 from tests.support.fleet.scripted_worker import Answer, FakeWorker, working
 
+CHAT_PATH = "/v1/chat/completions"
+CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "Hi"}]}
+GENERATION_PROMPT = "<|im_start|>assistant\n"
 TOKENIZER = model_tokenizer().backend
 IM_END: int = TOKENIZER.token_to_id("<|im_end|>")  # type: ignore[assignment]
 

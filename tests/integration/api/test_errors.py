@@ -1,36 +1,26 @@
-"""Refusals that are not about the content of a request: its family's error object for every one of them."""
+"""Errors that are not about a request's parameters: each has the error object of its API family."""
 
 import asyncio
 import json
-import os
-import signal
-from collections.abc import AsyncIterator, Iterator
-from typing import Any
+from collections.abc import AsyncIterator
 
-import httpx
 import pytest
-import redis
 
-from api import errors
 from api.errors import ApiError, failed, invalid, overloaded, unavailable
 from api.http.error_handlers import error_response
-from api.inference import admission
 from common.messages.events import Terminal
 from deploy.serve.broker import Broker
-from tests.support import brokers
-from tests.support.fleet.gateways import model_tokenizer, ready, serving, stream
+from tests.support.api_errors import openai_error, tgi_error
+from tests.support.fleet.gateways import model_tokenizer, ready, serving
 from tests.support.fleet.scripted_worker import Answer, working
-from tests.support.waiting import wait_until
 
 TOKENIZER = model_tokenizer().backend
+
+
 BODY = {"inputs": "a"}
+
+
 JSON = {"content-type": "application/json"}
-
-
-def told(response: httpx.Response) -> tuple[int, str]:
-    answer = response.json()
-    assert set(answer) == {"error", "error_type"} and answer["error"]
-    return response.status_code, answer["error_type"]
 
 
 async def test_unreadable_bodies_are_refused(broker: Broker) -> None:
@@ -44,18 +34,18 @@ async def test_unreadable_bodies_are_refused(broker: Broker) -> None:
     ):
         await ready(gateway)
         large = await client.post("/generate", content=b"x" * 5001, headers=JSON)
-        assert told(large) == (413, "payload_too_large") and "5000 bytes" in large.text
-        assert told(await client.post("/generate", content=endless(), headers=JSON)) == (
+        assert tgi_error(large) == (413, "payload_too_large") and "5000 bytes" in large.text
+        assert tgi_error(await client.post("/generate", content=endless(), headers=JSON)) == (
             413,
             "payload_too_large",
         )
-        assert told(
+        assert tgi_error(
             await client.post("/generate_stream", content=b"{}", headers={"content-type": "text/plain"})
         ) == (
             415,
             "unsupported_media_type",
         )
-        assert told(await client.post("/generate", content=b"{}")) == (415, "unsupported_media_type")
+        assert tgi_error(await client.post("/generate", content=b"{}")) == (415, "unsupported_media_type")
         odd = {"content-type": "Application/vnd.api+JSON; charset=utf-8"}
         assert (await client.post("/generate", content=b'{"inputs":"a"}', headers=odd)).status_code == 200
         assert (
@@ -67,28 +57,18 @@ async def test_unreadable_bodies_are_refused(broker: Broker) -> None:
         ).status_code == 200
 
 
-def told_by_openai(response: httpx.Response) -> tuple[int, str, str | None]:
-    answer = response.json()
-    assert (
-        set(answer) == {"error"}
-        and set(answer["error"]) == {"message", "type", "param", "code"}
-        and answer["error"]["message"]
-    )
-    return response.status_code, answer["error"]["type"], answer["error"]["code"]
-
-
 async def test_unknown_routes_and_methods(broker: Broker) -> None:
     async with serving(broker.url) as (_, client):
-        assert told(await client.get("/nothing")) == (404, "not_found")
-        assert told(await client.get("/v11")) == (404, "not_found")
+        assert tgi_error(await client.get("/nothing")) == (404, "not_found")
+        assert tgi_error(await client.get("/v11")) == (404, "not_found")
         wrong = await client.get("/generate")
-        assert told(wrong) == (405, "method_not_allowed") and wrong.headers["allow"] == "POST"
+        assert tgi_error(wrong) == (405, "method_not_allowed") and wrong.headers["allow"] == "POST"
         assert (await client.put("/")).headers["allow"] == "GET, HEAD, POST"
         for path in ("/v1", "/v1/nothing"):
-            assert told_by_openai(await client.get(path)) == (404, "invalid_request_error", None)
+            assert openai_error(await client.get(path)) == (404, "invalid_request_error", None)
         wrong = await client.get("/v1/completions")
         assert (
-            told_by_openai(wrong) == (405, "invalid_request_error", None) and wrong.headers["allow"] == "POST"
+            openai_error(wrong) == (405, "invalid_request_error", None) and wrong.headers["allow"] == "POST"
         )
 
 
@@ -120,7 +100,7 @@ async def test_unreadable_bodies_are_refused_on_openai_s_routes(broker: Broker, 
         ]
         for content, headers, status in cases:
             answer = await client.post(path, content=content, headers=headers)
-            assert told_by_openai(answer) == (status, "invalid_request_error", None)
+            assert openai_error(answer) == (status, "invalid_request_error", None)
 
 
 REFUSALS = [
@@ -186,7 +166,7 @@ async def test_models_and_health(broker: Broker) -> None:
         model = {"id": "small", "object": "model", "created": 0, "owned_by": "small"}
         assert (await client.get("/v1/models")).json() == {"object": "list", "data": [model]}
         for path in ("/health", "/ping", "/"):
-            assert told(await client.get(path)) == (503, "healthcheck")
+            assert tgi_error(await client.get(path)) == (503, "healthcheck")
         async with working(broker.url, TOKENIZER, lambda _: Answer([1])):
             await ready(gateway)
             for path in ("/health", "/ping", "/"):
@@ -194,147 +174,3 @@ async def test_models_and_health(broker: Broker) -> None:
                 assert (health.status_code, health.content) == (200, b"")
                 assert (await client.head(path)).status_code == 200
         assert "/generate_stream" in (await client.get("/api-doc/openapi.json")).json()["paths"]
-
-
-@pytest.mark.parametrize("limits", [{"max_concurrent_requests": 1}, {"max_queued_bytes": 250}])
-@pytest.mark.parametrize("path", ["/generate", "/generate_stream"])
-async def test_a_full_queue_is_429_before_any_frame(
-    broker: Broker, limits: dict[str, Any], path: str
-) -> None:
-    async with (
-        working(broker.url, TOKENIZER, lambda _: Answer([11])) as worker,
-        serving(broker.url, **limits) as (gateway, client),
-    ):
-        await ready(gateway)
-        await worker.pause()
-        first = asyncio.create_task(stream(client, BODY))
-        await wait_until(lambda: worker.redis.xlen(worker.keys.requests))
-        second = await client.post(path, json=BODY)
-        assert (told(second), second.json()["error"]) == ((429, "overloaded"), "Model is overloaded")
-        assert len(gateway.pool.relay.streams) == 1
-        worker.going.set()
-        await first
-        await wait_until(lambda: not worker.live)
-        assert (await client.post(path, json=BODY)).status_code == 200
-
-
-async def test_503_before_a_worker_is_ready(broker: Broker) -> None:
-    async with (
-        serving(broker.url) as (gateway, client),
-        working(broker.url, TOKENIZER, lambda _: Answer([11])) as worker,
-    ):
-        await ready(gateway)
-        await worker.announce("draining")
-    async with serving(broker.url) as (gateway, client):
-        response = await client.post("/generate_stream", json=BODY)
-        assert told(response) == (503, "unavailable") and "no worker is ready yet" in response.text
-
-
-async def test_workers_are_read_again_before_a_503(broker: Broker) -> None:
-    """Another gateway may have seen the worker first, and the client have been told that all is ready."""
-    async with serving(broker.url, heartbeat_s=3600) as (_, client):
-        assert (await client.post("/generate", json=BODY)).status_code == 503
-        async with working(broker.url, TOKENIZER, lambda _: Answer([11])) as worker:
-            await wait_until(lambda: worker.redis.zcard(worker.keys.workers))
-            await wait_until(lambda: answers(client))
-
-
-async def test_503_after_the_last_worker_died(broker: Broker) -> None:
-    """For worker_grace_s requests wait for the next one; then they are refused, and the limits of the dead
-    are still known.
-    """
-    async with serving(broker.url, worker_grace_s=2.0) as (gateway, client):
-        async with working(broker.url, TOKENIZER, lambda _: Answer([11])) as worker:
-            await ready(gateway)
-            await worker.pause()
-            waiting = asyncio.create_task(client.post("/generate", json=BODY))
-            await wait_until(lambda: worker.redis.xlen(worker.keys.requests))
-            await worker.redis.delete(worker.keys.workers)
-        await wait_until(lambda: gateway.pool.workers.ready_s + 2.0 < asyncio.get_running_loop().time())  # type: ignore[operator]
-        response = await client.post("/generate", json=BODY)
-        assert told(response) == (503, "unavailable") and "no worker for" in response.text
-        assert gateway.pool.workers.max_total_tokens == 1024
-        assert not waiting.done()
-        async with working(broker.url, TOKENIZER, lambda _: Answer([11])):
-            assert (await waiting).status_code == 200
-            await ready(gateway)
-
-
-@pytest.fixture
-def own_broker() -> Iterator[Broker]:
-    with brokers.running() as broker:
-        yield broker
-
-
-async def test_503_names_the_broker_s_error(own_broker: Broker) -> None:
-    """And nobody dies of it: as soon as it has passed, requests are served."""
-    admin = redis.Redis.from_url(own_broker.url)
-    password = redis.Redis.from_url(own_broker.url, password="secret")
-    troubles = {
-        "out of memory": (lambda: admin.config_set("maxmemory", 1), lambda: admin.config_set("maxmemory", 0)),
-        "READONLY": (lambda: admin.replicaof("127.0.0.1", "1"), lambda: admin.replicaof("NO", "ONE")),
-        "refused user name or password": (
-            lambda: (admin.config_set("requirepass", "secret"), kill_all(admin)),  # type: ignore[func-returns-value]
-            lambda: password.config_set("requirepass", ""),
-        ),
-    }
-    async with (
-        working(own_broker.url, TOKENIZER, lambda _: Answer([11])),
-        serving(own_broker.url) as (gateway, client),
-    ):
-        for words, (begin, end) in troubles.items():
-            await ready(gateway)
-            begin()  # type: ignore[no-untyped-call]
-
-            async def refused(words: str = words) -> bool:
-                response = await client.post("/generate_stream", json=BODY)
-                return (
-                    response.status_code == 503
-                    and told(response) == (503, "unavailable")
-                    and words in response.text
-                )
-
-            await wait_until(refused)
-            end()  # type: ignore[no-untyped-call]
-
-            async def served() -> bool:
-                return (await client.post("/generate", json=BODY)).status_code == 200
-
-            await wait_until(served)
-        await wait_until(lambda: not gateway.pool.relay.streams)
-
-
-def kill_all(admin: redis.Redis) -> None:
-    for client in admin.client_list():  # type: ignore[union-attr]
-        if client["id"] != str(admin.client_id()):
-            admin.client_kill_filter(_id=client["id"], skipme=True)
-
-
-async def test_503_while_the_broker_is_silent_or_gone(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (admission, errors):
-        monkeypatch.setattr(module, "CONNECT_TIMEOUT_S", 0.2)
-    with brokers.running() as broker:
-        pid = redis.Redis.from_url(broker.url).info("server")["process_id"]  # type: ignore[index]
-        async with (
-            working(broker.url, TOKENIZER, lambda _: Answer([11])),
-            serving(broker.url) as (gateway, client),
-        ):
-            await ready(gateway)
-            os.kill(pid, signal.SIGSTOP)
-            response = await client.post("/generate", json=BODY)
-            assert told(response) == (503, "unavailable") and "did not answer in time" in response.text
-            for path in ("/fleet", "/fleet/requests/r", "/v1/models", "/v1/models/other"):
-                response = await client.get(path)
-                assert response.status_code == 503 and "did not answer in time" in response.text
-            os.kill(pid, signal.SIGCONT)
-            await wait_until(lambda: not gateway.pool.relay.streams)
-            assert (await client.post("/generate", json=BODY)).status_code == 200
-            os.kill(pid, signal.SIGKILL)
-            await wait_until(lambda: gateway.pool.relay.last_error)
-            response = await client.post("/generate", json=BODY)
-            assert told(response) == (503, "unavailable") and "no connection to the broker" in response.text
-            assert told(await client.get("/health")) == (503, "healthcheck")
-
-
-async def answers(client: httpx.AsyncClient) -> bool:
-    return (await client.post("/generate", json=BODY)).status_code == 200

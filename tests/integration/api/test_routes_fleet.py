@@ -1,4 +1,4 @@
-"""GET /fleet, and the kill button of a demonstration, with processes of this test in the place of a fleet's."""
+"""GET /fleet, and the kill button of a demonstration; processes of the test play those of a fleet."""
 
 import asyncio
 import contextlib

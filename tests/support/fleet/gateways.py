@@ -16,6 +16,7 @@ from api.lifecycle import Gateway
 from api.server import own_listener
 from common import model_files
 from common.settings.settings import Settings
+from tests.support.fleet.scripted_worker import FakeWorker
 from tests.support.waiting import wait_until
 
 SETTINGS: dict[str, Any] = {
@@ -70,3 +71,25 @@ async def stream(client: httpx.AsyncClient, body: dict[str, Any]) -> bytes:
         content = await response.aread()
         assert response.status_code == 200, content
         return content
+
+
+async def nothing_left(gateway: Gateway, worker: FakeWorker) -> None:
+    """Returns when no request is left in the gateway or in Redis."""
+    await wait_until(
+        lambda: not gateway.pool.relay.streams and not gateway.pool.admission.cleanups and not worker.live
+    )
+    assert not gateway.pool.relay.to_fill
+    kinds = {key.decode().split(":")[2] for key in await worker.redis.keys("*")}
+    assert kinds <= {
+        "log",
+        "reports",
+        "worker",
+        "workers",
+        "gateway",
+        "processes",
+        "control",
+        "requests",
+        "submit",
+        "metrics",
+    }
+    assert await worker.redis.xlen(worker.keys.requests) == 0

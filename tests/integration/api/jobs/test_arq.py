@@ -21,9 +21,9 @@ from common.broker.keys import Keys
 from common.messages.request import Generate
 from common.settings.settings import Settings
 from deploy.serve.broker import Broker
-from tests.integration.api.jobs.test_jobs import CHAT, IDS, TEXT, gateway
 from tests.support.fleet.gateways import model_tokenizer
 from tests.support.fleet.scripted_worker import Answer, FakeWorker, working
+from tests.support.jobs import CHAT, IDS, TEXT, gateway
 from tests.support.waiting import wait_until
 
 KEYS = Keys("default")

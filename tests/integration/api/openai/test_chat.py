@@ -12,15 +12,25 @@ from api.openai.render import FINGERPRINT
 from common.messages.packing import unpack_ids
 from common.messages.request import StoppingParams
 from deploy.serve.broker import Broker
-from tests.support.fleet.gateways import model_tokenizer
 from tests.support.fleet.scripted_worker import Answer
-from tests.support.openai_frames import IM_END, TOKENIZER, answering, frames, ids, logprobs, streamed
+from tests.support.openai_frames import (
+    CHAT,
+    CHAT_PATH,
+    GENERATION_PROMPT,
+    IM_END,
+    TOKENIZER,
+    answering,
+    frames,
+    ids,
+    logprobs,
+    streamed,
+)
 from tests.support.waiting import wait_until
 
-PATH = "/v1/chat/completions"
-CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "Hi"}]}
-PROMPT = "<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n"
-OPEN = "<|im_start|>assistant\n"
+PROMPT = (
+    "<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>\n"
+    "<|im_start|>user\nHi<|im_end|>\n"
+)
 
 
 def head(found: dict[str, Any], kind: str, model: str = "smollm2") -> dict[str, Any]:
@@ -40,8 +50,11 @@ def head(found: dict[str, Any], kind: str, model: str = "smollm2") -> dict[str, 
 async def test_the_frames_of_a_stream(broker: Broker) -> None:
     answer = Answer(ids(" é🙂 b"))
     async with answering(broker.url, answer) as (worker, _, client):
-        found = frames(await streamed(client, PATH, CHAT))
-    assert TOKENIZER.decode(unpack_ids(worker.seen[0].prompt_ids), skip_special_tokens=False) == PROMPT + OPEN
+        found = frames(await streamed(client, CHAT_PATH, CHAT))
+    assert (
+        TOKENIZER.decode(unpack_ids(worker.seen[0].prompt_ids), skip_special_tokens=False)
+        == PROMPT + GENERATION_PROMPT
+    )
     known = head(found[0], "chat.completion.chunk")
     texts = [" é", "", "🙂", " b"]
     choices = [
@@ -69,39 +82,39 @@ async def test_the_frames_of_a_stream(broker: Broker) -> None:
 
 async def test_the_whole_answer(broker: Broker) -> None:
     async with answering(broker.url, Answer(ids(" é🙂")), served_model_name="m") as (_, _, client):
-        response = await client.post(PATH, json=CHAT | {"model": "m"})
+        response = await client.post(CHAT_PATH, json=CHAT | {"model": "m"})
     found = response.json()
     message = {"role": "assistant", "content": " é🙂", "refusal": None}
     choice = {"index": 0, "message": message, "logprobs": None, "finish_reason": "stop", "stop_reason": None}
-    num_prompt, num_new = len(ids(PROMPT + OPEN)), len(ids(" é🙂")) + 1
+    num_prompt, num_new = len(ids(PROMPT + GENERATION_PROMPT)), len(ids(" é🙂")) + 1
     usage = {"prompt_tokens": num_prompt, "completion_tokens": num_new, "total_tokens": num_prompt + num_new}
     assert found == {**head(found, "chat.completion", "m"), "choices": [choice], "usage": usage}
     assert found["id"] == f"chatcmpl-{response.headers['x-request-id']}"
     assert response.headers["x-prompt-tokens"] == str(num_prompt)
     assert response.headers["x-generated-tokens"] == str(num_new)
-    assert response.headers["x-compute-characters"] == str(len(PROMPT + OPEN))
+    assert response.headers["x-compute-characters"] == str(len(PROMPT + GENERATION_PROMPT))
 
 
 async def test_stop_strings_are_held_back_until_they_are_none(broker: Broker) -> None:
     answer = Answer(ids("one two three"), ends=False)
     async with answering(broker.url, answer) as (_, _, client):
-        found = frames(await streamed(client, PATH, CHAT | {"stop": ["ne twice", "o thr"]}))
+        found = frames(await streamed(client, CHAT_PATH, CHAT | {"stop": ["ne twice", "o thr"]}))
         kept = (
-            await client.post(PATH, json=CHAT | {"stop": "o thr", "include_stop_str_in_output": True})
+            await client.post(CHAT_PATH, json=CHAT | {"stop": "o thr", "include_stop_str_in_output": True})
         ).json()
-        by_id = (await client.post(PATH, json=CHAT | {"stop_token_ids": ids(" two")})).json()
+        by_id = (await client.post(CHAT_PATH, json=CHAT | {"stop_token_ids": ids(" two")})).json()
         bound = (
-            await client.post(PATH, json=CHAT | {"stop": ["one"], "min_tokens": 1, "max_tokens": 2})
+            await client.post(CHAT_PATH, json=CHAT | {"stop": ["one"], "min_tokens": 1, "max_tokens": 2})
         ).json()
     assert [frame["choices"][0]["delta"]["content"] for frame in found] == ["", "o", "ne tw", ""]
     last = found[-1]["choices"][0]
     assert (last["finish_reason"], last["stop_reason"]) == ("stop", "o thr")
-    assert told(kept) == ("one two thr", "stop", "o thr")
-    assert told(by_id) == ("one", "stop", ids(" two")[0])
-    assert told(bound) == ("one two", "length", None)
+    assert content_and_ending(kept) == ("one two thr", "stop", "o thr")
+    assert content_and_ending(by_id) == ("one", "stop", ids(" two")[0])
+    assert content_and_ending(bound) == ("one two", "length", None)
 
 
-def told(answer: dict[str, Any]) -> tuple[str, str, Any]:
+def content_and_ending(answer: dict[str, Any]) -> tuple[str, str, Any]:
     [choice] = answer["choices"]
     return choice["message"]["content"], choice["finish_reason"], choice["stop_reason"]
 
@@ -110,9 +123,9 @@ async def test_logprobs(broker: Broker) -> None:
     token_ids = [*ids(" é🙂"), IM_END]
     async with answering(broker.url, Answer(token_ids[:-1])) as (worker, _, client):
         body = CHAT | {"logprobs": True, "top_logprobs": 2}
-        whole = (await client.post(PATH, json=body)).json()
-        chunks = frames(await streamed(client, PATH, body))[1:]
-        plain = (await client.post(PATH, json=CHAT | {"logprobs": True})).json()
+        whole = (await client.post(CHAT_PATH, json=body)).json()
+        chunks = frames(await streamed(client, CHAT_PATH, body))[1:]
+        plain = (await client.post(CHAT_PATH, json=CHAT | {"logprobs": True})).json()
     expected = [
         entry(token_id, logprob)
         | {"top_logprobs": [entry(token_id, logprob), entry(token_id + 1, logprob - 1)]}
@@ -151,8 +164,8 @@ async def test_several_choices(broker: Broker) -> None:
 
     async with answering(broker.url, answer) as (worker, gateway, client):
         body = CHAT | {"n": 3, "seed": 7, "stream_options": {"include_usage": True}}
-        found = frames(await streamed(client, PATH, body))
-        whole = (await client.post(PATH, json=CHAT | {"n": 3})).json()
+        found = frames(await streamed(client, CHAT_PATH, body))
+        whole = (await client.post(CHAT_PATH, json=CHAT | {"n": 3})).json()
         await wait_until(lambda: not gateway.pool.relay.streams)
     deltas: list[list[dict[str, str]]] = [[], [], []]
     for frame in found[:-1]:
@@ -164,7 +177,7 @@ async def test_several_choices(broker: Broker) -> None:
     ]
     texts = ["".join(delta["content"] for delta in own) for own in deltas]
     assert texts == ["one", "two three", "four five six"]
-    num_prompt = len(ids(PROMPT + OPEN))
+    num_prompt = len(ids(PROMPT + GENERATION_PROMPT))
     assert (found[-1]["choices"], found[-1]["usage"]) == (
         [],
         {"prompt_tokens": num_prompt, "completion_tokens": 9, "total_tokens": num_prompt + 9},
@@ -179,14 +192,14 @@ async def test_several_choices(broker: Broker) -> None:
 async def test_usage_in_every_chunk(broker: Broker) -> None:
     async with answering(broker.url, Answer(ids("one two"))) as (_, _, client):
         options = {"include_usage": True, "continuous_usage_stats": True}
-        found = frames(await streamed(client, PATH, CHAT | {"stream_options": options}))
+        found = frames(await streamed(client, CHAT_PATH, CHAT | {"stream_options": options}))
     assert [frame["usage"]["completion_tokens"] for frame in found] == [1, 1, 2, 3, 3]
 
 
 async def test_a_failed_stream_ends_with_the_error(broker: Broker) -> None:
     async with answering(broker.url, Answer(ids("a b"), error="two workers died")) as (_, gateway, client):
-        found = frames(await streamed(client, PATH, CHAT | {"n": 2}))
-        once = await client.post(PATH, json=CHAT)
+        found = frames(await streamed(client, CHAT_PATH, CHAT | {"n": 2}))
+        once = await client.post(CHAT_PATH, json=CHAT)
         await wait_until(lambda: not gateway.pool.relay.streams)
     error = {
         "message": "Request failed during generation: two workers died",
@@ -219,7 +232,7 @@ async def test_a_failed_stream_raises_in_the_package_of_openai(broker: Broker) -
 @pytest.mark.parametrize("stream", [True, False])
 async def test_every_choice_ends_when_the_client_goes(broker: Broker, stream: bool) -> None:
     async with answering(broker.url, Answer(ids("a b c"), ends=False)) as (worker, gateway, client):
-        task = asyncio.create_task(client.post(PATH, json=CHAT | {"n": 3, "stream": stream}))
+        task = asyncio.create_task(client.post(CHAT_PATH, json=CHAT | {"n": 3, "stream": stream}))
         await wait_until(
             lambda: len(worker.live) == 3 and all(live.done == 3 for live in worker.live.values())
         )
@@ -256,13 +269,13 @@ async def test_what_reaches_the_queue(broker: Broker) -> None:
         "unknown": 1,
     }
     async with answering(broker.url, Answer(ids("x"))) as (worker, _, client):
-        assert (await client.post(PATH, json=CHAT | fields)).status_code == 200
+        assert (await client.post(CHAT_PATH, json=CHAT | fields)).status_code == 200
         for temperature in (0, None):
             assert (
-                await client.post(PATH, json=CHAT | {"temperature": temperature, "max_tokens": 1})
+                await client.post(CHAT_PATH, json=CHAT | {"temperature": temperature, "max_tokens": 1})
             ).status_code == 200
     full, greedy, default = worker.seen
-    assert unpack_ids(full.prompt_ids) == ids(PROMPT + OPEN)[-4:]
+    assert unpack_ids(full.prompt_ids) == ids(PROMPT + GENERATION_PROMPT)[-4:]
     assert full.stopping == StoppingParams(2, 2, ["x"], [9], ignore_eos=True)
     sampling = full.sampling
     assert sampling is not None
@@ -283,64 +296,3 @@ async def test_what_reaches_the_queue(broker: Broker) -> None:
     assert sampling.bad_words
     assert greedy.sampling is None
     assert default.sampling is not None and default.sampling.temperature == 1
-
-
-SYSTEM = {"role": "system", "content": "S"}
-USER = {"role": "user", "content": "U"}
-ASSISTANT = {"role": "assistant", "content": "A "}
-PARTS = {"role": "user", "content": [{"type": "text", "text": text} for text in ("", "U", "")]}
-BEGIN = "<|im_start|>system\nS<|im_end|>\n<|im_start|>user\nU<|im_end|>\n"
-
-
-PROMPTS: list[tuple[dict[str, Any], str]] = [
-    ({"messages": [SYSTEM, USER]}, BEGIN + OPEN),
-    ({"messages": [SYSTEM, USER], "add_generation_prompt": False}, BEGIN),
-    ({"messages": [SYSTEM, USER, ASSISTANT]}, BEGIN + OPEN + "A "),
-    (
-        {"messages": [SYSTEM, USER, ASSISTANT], "add_generation_prompt": True},
-        BEGIN + OPEN + "A <|im_end|>\n" + OPEN,
-    ),
-    (
-        {"messages": [SYSTEM, USER, ASSISTANT], "continue_final_message": False},
-        BEGIN + OPEN + "A <|im_end|>\n" + OPEN,
-    ),
-    ({"messages": [SYSTEM, USER], "continue_final_message": True}, BEGIN.removesuffix("<|im_end|>\n")),
-    (
-        {"messages": [SYSTEM | {"role": "developer"}, USER]},
-        "<|im_start|>system\nS<|im_end|>\n<|im_start|>user\nU<|im_end|>\n" + OPEN,
-    ),
-    ({"messages": [SYSTEM, PARTS]}, BEGIN + OPEN),
-    (
-        {"messages": [SYSTEM, USER | {"name": "Ann"}], "chat_template_kwargs": {"thinking": True}},
-        BEGIN + OPEN,
-    ),
-]
-
-
-async def test_prompts_of_messages(broker: Broker) -> None:
-    async with answering(broker.url, Answer(ids("x"))) as (worker, _, client):
-        for body, prompt in PROMPTS:
-            response = await client.post(PATH, json=body)
-            assert response.status_code == 200, response.text
-            prompt_ids = unpack_ids(worker.seen[-1].prompt_ids)
-            assert TOKENIZER.decode(prompt_ids, skip_special_tokens=False) == prompt
-            assert model_tokenizer().encode(prompt, add_special_tokens=False) == prompt_ids
-
-
-async def test_echo_repeats_what_is_continued(broker: Broker) -> None:
-    async with answering(broker.url, Answer(ids("x"))) as (_, _, client):
-        body = {"messages": [USER, ASSISTANT], "echo": True}
-        assert (await client.post(PATH, json=body)).json()["choices"][0]["message"]["content"] == "A x"
-        found = frames(await streamed(client, PATH, body))
-    assert "".join(frame["choices"][0]["delta"]["content"] for frame in found) == "A x"
-
-
-async def test_a_model_without_a_template(broker: Broker, monkeypatch: pytest.MonkeyPatch) -> None:
-    async with answering(broker.url, Answer(ids("x"))) as (_, _, client):
-        monkeypatch.setattr(type(model_tokenizer()), "chat_template", None)
-        response = await client.post(PATH, json=CHAT)
-    assert response.status_code == 400
-    error = response.json()["error"]
-    assert (error["param"], error["code"]) == ("messages", "template_error") and "no chat template" in error[
-        "message"
-    ]

@@ -85,7 +85,7 @@ async def test_prompts_are_texts_or_ids(broker: Broker) -> None:
 
 
 async def test_logprobs_are_parallel_lists(broker: Broker) -> None:
-    """The text is not as long as its tokens: what is special is not shown, and a character may need several."""
+    """Special tokens are not in the text, and several tokens may share a character."""
     async with answering(broker.url, Answer(ids("a🙂 b"), ends=False)) as (_, _, client):
         body = {"prompt": "a", "max_tokens": 4}
         [choice] = (await client.post(PATH, json=body | {"logprobs": 2})).json()["choices"]
@@ -118,7 +118,7 @@ def told(prompt: list[int]) -> list[float | None]:
 
 
 async def test_echo_with_logprobs_tells_of_the_prompt(broker: Broker) -> None:
-    """The same lists, streamed or not; a choice has what is told of its prompt, and then of its own tokens."""
+    """The same lists, streamed or not: those of the prompt's tokens, then those of the choice's own."""
     body = {"prompt": ["a é b", "c d"], "n": 2, "echo": True}
     async with answering(broker.url, Answer(ids(" x"), ends=False)) as (worker, _, client):
         whole = (await client.post(PATH, json=body | {"max_tokens": 1, "logprobs": 2})).json()
@@ -148,7 +148,7 @@ async def test_echo_with_logprobs_tells_of_the_prompt(broker: Broker) -> None:
 
 
 async def test_the_prompt_alone(broker: Broker) -> None:
-    """`max_tokens` 0 is how prompts are scored: what is generated all the same is neither shown nor counted."""
+    """`max_tokens` 0 scores a prompt: the token that is generated all the same is neither shown nor counted."""
     async with answering(broker.url, Answer([])) as (worker, _, client):
         body = {
             "prompt": ids("a é b"),
@@ -196,7 +196,7 @@ async def test_a_cut_prompt_is_repeated_as_it_was_cut(broker: Broker) -> None:
 
 
 def test_where_the_tokens_of_a_prompt_begin() -> None:
-    """A character may need several; what the tokenizer put there takes no room, what the client wrote does."""
+    """Tokens may share a character. Special tokens have no length if the tokenizer added them."""
     begin = TOKENIZER.token_to_id("<|im_start|>")
     for prompt, text, begins in (
         (ids("a🙂 b"), "a🙂 b", [0, 1, 1, 2]),

@@ -1,128 +1,28 @@
-"""What a relay makes of messages that come whole, twice, late, out of order or not at all."""
+"""The relay reads from Redis whatever events did not bring, and follows the channels of other gateways."""
 
 import asyncio
-import random
 from collections.abc import AsyncIterator
 from typing import Any
 
-import httpx
 import pytest
 from redis.asyncio import Redis
 
 from api.inference import relay as relay_module
 from api.inference.relay import Relay
 from api.inference.stream import Stream
-from api.lifecycle import Gateway
 from common.broker.client import connect
 from common.broker.keys import Keys
 from common.messages.codec import encode
-from common.messages.events import Events, LogEntry, Terminal, Tokens
-from common.messages.packing import pack_floats, pack_ids, unpack_ids
+from common.messages.events import LogEntry, Terminal, Tokens
+from common.messages.packing import pack_floats, pack_ids
 from common.messages.records import pack_records, pack_tokens
 from common.messages.request import Generate, StoppingParams
 from deploy.serve.broker import Broker
-from tests.support.fleet.gateways import model_tokenizer, ready, serving, stream
-from tests.support.fleet.scripted_worker import Answer, FakeWorker, working
+from tests.support.events import IDS, KEYS, new_stream, say, tokens
+from tests.support.fleet.gateways import model_tokenizer
 from tests.support.waiting import wait_until
 
 TOKENIZER = model_tokenizer().backend
-IDS: list[int] = TOKENIZER.encode(" zero one two three four five six seven eight nine").ids
-KEYS = Keys("default")
-
-
-def tokens(first: int, last: int, attempt: int = 1, request_id: str = "r") -> Tokens:
-    """Tokens `first` up to `last`, exclusive, of the scripted answer; attempt n adds n - 1 to each id, so
-    that it shows.
-    """
-    ids = [token_id + attempt - 1 for token_id in IDS[first:last]]
-    return Tokens(
-        request_id,
-        attempt,
-        first,
-        pack_ids(ids),
-        pack_floats([0.0] * len(ids)),
-        [TOKENIZER.decode([i]) for i in ids],
-    )
-
-
-def new_stream(request_id: str = "r", stopping: dict[str, Any] | None = None, **options: Any) -> Stream:
-    limits = StoppingParams(100, **stopping or {})
-    return Stream(Generate(request_id, "", pack_ids([28]), limits, **options), model_tokenizer())
-
-
-def end(num_tokens: int, request_id: str = "r") -> Terminal:
-    return Terminal(request_id, "length", num_tokens)
-
-
-STREAMS: list[
-    tuple[str, list[Tokens | Terminal], list[bool], list[int], bool]
-] = [  # what comes; whether it fits; ids then; ended
-    ("in order", [tokens(0, 2), tokens(2, 3), end(3)], [True, True, True], IDS[:3], True),
-    ("a repeat", [tokens(0, 2), tokens(0, 2), tokens(2, 3)], [True, True, True], IDS[:3], False),
-    ("an old part again", [tokens(0, 3), tokens(1, 2)], [True, True], IDS[:3], False),
-    ("an overlap", [tokens(0, 2), tokens(1, 4)], [True, True], IDS[:4], False),
-    ("a gap", [tokens(0, 2), tokens(3, 4)], [True, False], IDS[:2], False),
-    ("a gap at the start", [tokens(1, 2)], [False], [], False),
-    ("an end too early", [tokens(0, 2), end(3)], [True, False], IDS[:2], False),
-    ("nothing after the end", [tokens(0, 2), end(2), tokens(2, 3), end(3)], [True] * 4, IDS[:2], True),
-    ("a lower attempt", [tokens(0, 2, 2), tokens(2, 3, 1)], [True, True], [i + 1 for i in IDS[:2]], False),
-    ("a higher attempt", [tokens(0, 2), tokens(2, 3, 2)], [True, True], [*IDS[:2], IDS[2] + 1], False),
-    ("shown ids are facts", [tokens(0, 2), tokens(0, 3, 2)], [True, True], [*IDS[:2], IDS[2] + 1], False),
-    (
-        "a lower attempt after a gap",
-        [tokens(0, 1), tokens(2, 3, 2), tokens(1, 2, 1)],
-        [True, False, True],
-        IDS[:1],
-        False,
-    ),
-]
-
-
-@pytest.mark.parametrize(
-    ("comes", "fits", "ids", "ended"), [case[1:] for case in STREAMS], ids=[case[0] for case in STREAMS]
-)
-async def test_a_stream_takes_each_token_once(
-    comes: list[Tokens | Terminal], fits: list[bool], ids: list[int], ended: bool
-) -> None:
-    one = new_stream()
-    assert [one.add_event(word) if isinstance(word, Tokens) else one.end(word) for word in comes] == fits
-    assert (one.ids, one.terminal is not None, one.ended.is_set()) == (ids, ended, ended)
-
-
-@pytest.mark.parametrize(
-    ("stopping", "ids", "ready"),
-    [
-        ({}, IDS[:3], 3),
-        ({}, [*IDS[:2], 2], 2),
-        ({"ignore_eos": True}, [*IDS[:2], 2], 3),
-        ({"stop": [" one"]}, IDS[:2], 1),
-        ({"stop": ["ne tw"]}, IDS[:3], 2),
-        ({"stop": ["none"]}, IDS[:3], 3),
-        ({}, [IDS[0]] * 100, 99),
-    ],
-)
-async def test_only_a_token_that_may_be_the_last_one_is_held_back(
-    stopping: dict[str, Any], ids: list[int], ready: int
-) -> None:
-    one = new_stream(stopping=stopping)
-    one.add_event(
-        Tokens(
-            "r",
-            1,
-            0,
-            pack_ids(ids),
-            pack_floats([0.0] * len(ids)),
-            [TOKENIZER.decode([i], skip_special_tokens=False) for i in ids],
-        )
-    )
-    assert one.num_ready == ready
-    one.end(Terminal("r", "error", 0, "gone"))
-    assert one.num_ready == len(ids)
-
-
-def say(sequence: int, *words: Tokens | Terminal, source: str = "w0") -> bytes:
-    said = [word for word in words if isinstance(word, Tokens)]
-    return encode(Events(source, sequence, said, [word for word in words if isinstance(word, Terminal)]))
 
 
 SEQUENCES: list[
@@ -164,9 +64,6 @@ async def test_gaps_request_fills(messages: list[bytes], missed: bool) -> None:
         relay.to_fill.clear()
         relay.on_message(message)
     assert bool(relay.to_fill) == missed
-
-
-# --- filling ------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -342,163 +239,6 @@ async def test_a_cut_subscription_comes_back(
     await wait_until(lambda: one.num_tokens == 4)
     await redis.publish(relay.channel, say(1, tokens(4, 5)))
     await wait_until(lambda: one.num_tokens == 5)
-
-
-# --- whole streams ------------------------------------------------------------------------------------------
-
-TEXTS = [
-    "The lighthouse keeper counted the ships every evening, one by one, "
-    "and wrote their names in a blue book.",
-    "🙂🚀🎉 emoji party: 👩‍👩‍👧‍👦 🏳️‍🌈 and नमस्ते, आप कैसे हैं? 日本の首都は東京です。",
-    "def main():\n\tpass\n\n\n   # e\u0301 \u200b end",
-]
-
-
-def scripted(request: Generate) -> Answer:
-    """The prompt is the number of the text."""
-    number = int(TOKENIZER.decode(unpack_ids(request.prompt_ids)).split()[-1])
-    return Answer(TOKENIZER.encode(TEXTS[number % len(TEXTS)]).ids)
-
-
-async def converse(client: httpx.AsyncClient, count: int) -> list[bytes]:
-    bodies = [{"inputs": f"text {i}", "parameters": {"details": True}} for i in range(count)]
-    return await asyncio.gather(*(stream(client, body) for body in bodies))
-
-
-async def undisturbed(broker: Broker, count: int) -> list[bytes]:
-    async with working(broker.url, TOKENIZER, scripted), serving(broker.url) as (gateway, client):
-        await ready(gateway)
-        return await converse(client, count)
-
-
-async def nothing_left(gateway: Gateway, worker: FakeWorker) -> None:
-    """Neither in the gateway nor in Redis."""
-    await wait_until(
-        lambda: not gateway.pool.relay.streams and not gateway.pool.admission.cleanups and not worker.live
-    )
-    assert not gateway.pool.relay.to_fill
-    kinds = {key.decode().split(":")[2] for key in await worker.redis.keys("*")}
-    assert kinds <= {
-        "log",
-        "reports",
-        "worker",
-        "workers",
-        "gateway",
-        "processes",
-        "control",
-        "requests",
-        "submit",
-        "metrics",
-    }
-    assert await worker.redis.xlen(KEYS.requests) == 0
-
-
-@pytest.mark.parametrize("seed", range(3))
-async def test_lost_messages_change_no_byte(broker: Broker, seed: int) -> None:
-    expected = await undisturbed(broker, 12)
-    chance = random.Random(seed)
-    async with (
-        working(broker.url, TOKENIZER, scripted, step_s=0.005) as worker,
-        serving(broker.url, lambda: chance.random() < 0.1) as (gateway, client),
-    ):
-        await ready(gateway)
-        assert await converse(client, 12) == expected
-        assert gateway.pool.relay.num_fills > 1
-        await nothing_left(gateway, worker)
-
-
-async def test_streams_finish_with_all_messages_lost(broker: Broker, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(relay_module, "SILENCE_S", 0.2)
-    monkeypatch.setattr(relay_module, "AUDIT_S", 0.1)
-    expected = await undisturbed(broker, 3)
-    async with (
-        working(broker.url, TOKENIZER, scripted) as worker,
-        serving(broker.url, lambda: True) as (gateway, client),
-    ):
-        await ready(gateway)
-        assert await converse(client, 3) == expected
-        await nothing_left(gateway, worker)
-
-
-async def test_cut_connections_change_no_byte(broker: Broker) -> None:
-    expected = await undisturbed(broker, 6)
-    async with (
-        working(broker.url, TOKENIZER, scripted, step_s=0.01) as worker,
-        serving(broker.url) as (gateway, client),
-    ):
-        await ready(gateway)
-        talk = asyncio.create_task(converse(client, 6))
-        await wait_until(lambda: len(worker.live) == 6)
-        for _ in range(3):
-            await worker.redis.client_kill_filter(_type="pubsub")
-            await wait_until(lambda: not gateway.pool.relay.subscribed.is_set())
-            await wait_until(gateway.pool.relay.subscribed.is_set)
-        assert await talk == expected
-        await nothing_left(gateway, worker)
-
-
-async def test_requests_of_clients_that_leave_are_cancelled(broker: Broker) -> None:
-    """In the middle of a stream, before its first token, while waiting for a whole answer, and before
-    anything was said.
-    """
-    answers = {
-        "text 0": Answer(IDS, ends=False),
-        "text 1": Answer([], ends=False),
-        "text 2": Answer(IDS, ends=False),
-        "text 3": Answer(IDS, ends=False),
-    }
-
-    def answer(request: Generate) -> Answer:
-        return answers[TOKENIZER.decode(unpack_ids(request.prompt_ids))]
-
-    async def read_some() -> None:
-        async with client.stream("POST", "/generate_stream", json={"inputs": "text 0"}) as response:
-            async for _ in response.aiter_raw():
-                return
-
-    async with working(broker.url, TOKENIZER, answer) as worker, serving(broker.url) as (gateway, client):
-        await ready(gateway)
-        await read_some()
-        for path, text in (("/generate_stream", "text 1"), ("/generate", "text 2")):
-            task = asyncio.create_task(client.post(path, json={"inputs": text}))
-            await wait_until(
-                lambda text=text: (  # type: ignore[misc]
-                    worker.seen and TOKENIZER.decode(unpack_ids(worker.seen[-1].prompt_ids)) == text
-                )
-            )
-            task.cancel()
-            await asyncio.wait([task])
-        await nothing_left(gateway, worker)
-        await worker.pause()
-        task = asyncio.create_task(client.post("/generate", json={"inputs": "text 3"}))
-        await wait_until(lambda: worker.redis.xlen(KEYS.requests))
-        task.cancel()
-        await wait_until(
-            lambda: worker.redis.hexists(KEYS.request(list(gateway.pool.relay.streams)[-1]), "cancel")
-        )
-        worker.going.set()
-        await wait_until(lambda: len(worker.seen) == 4)
-        await nothing_left(gateway, worker)
-
-
-async def test_a_cancel_waits_for_the_broker(broker: Broker) -> None:
-    async with (
-        working(broker.url, TOKENIZER, lambda _: Answer(IDS, ends=False)) as worker,
-        serving(broker.url) as (gateway, client),
-    ):
-        await ready(gateway)
-        task = asyncio.create_task(client.post("/generate", json={"inputs": "a"}))
-        await wait_until(lambda: worker.seen)
-        await worker.redis.config_set("maxmemory", 1)
-        try:
-            task.cancel()
-            await wait_until(lambda: gateway.pool.admission.cleanups)
-        finally:
-            await worker.redis.config_set("maxmemory", 0)
-        await nothing_left(gateway, worker)
-
-
-# --- channels of other gateways -----------------------------------------------------------------------------
 
 
 async def test_another_gateways_channel_is_followed(redis: Redis, relay: Relay) -> None:

@@ -1,0 +1,29 @@
+"""Fixtures of the tests of jobs."""
+
+import asyncio
+from collections.abc import AsyncIterator
+
+import pytest
+from redis.asyncio import Redis
+
+from deploy.serve.broker import Broker
+from tests.support.fleet.gateways import model_tokenizer
+from tests.support.fleet.scripted_worker import FakeWorker, working
+from tests.support.jobs import Service, answer
+
+TOKENIZER = model_tokenizer().backend
+
+
+@pytest.fixture
+async def service(redis: Redis) -> AsyncIterator[Service]:
+    one = Service(redis)
+    yield one
+    for task in one.tasks:
+        task.cancel()
+        await asyncio.wait([task])
+
+
+@pytest.fixture
+async def worker(broker: Broker) -> AsyncIterator[FakeWorker]:
+    async with working(broker.url, TOKENIZER, answer) as one:
+        yield one

@@ -1,0 +1,88 @@
+"""Prompts of /v1/chat/completions: what the chat template makes of messages."""
+
+from typing import Any
+
+import pytest
+
+from common.messages.packing import unpack_ids
+from deploy.serve.broker import Broker
+from tests.support.fleet.gateways import model_tokenizer
+from tests.support.fleet.scripted_worker import Answer
+from tests.support.openai_frames import (
+    CHAT,
+    CHAT_PATH,
+    GENERATION_PROMPT,
+    TOKENIZER,
+    answering,
+    frames,
+    ids,
+    streamed,
+)
+
+SYSTEM = {"role": "system", "content": "S"}
+
+
+USER = {"role": "user", "content": "U"}
+
+
+ASSISTANT = {"role": "assistant", "content": "A "}
+
+
+PARTS = {"role": "user", "content": [{"type": "text", "text": text} for text in ("", "U", "")]}
+
+
+BEGIN = "<|im_start|>system\nS<|im_end|>\n<|im_start|>user\nU<|im_end|>\n"
+
+
+PROMPTS: list[tuple[dict[str, Any], str]] = [
+    ({"messages": [SYSTEM, USER]}, BEGIN + GENERATION_PROMPT),
+    ({"messages": [SYSTEM, USER], "add_generation_prompt": False}, BEGIN),
+    ({"messages": [SYSTEM, USER, ASSISTANT]}, BEGIN + GENERATION_PROMPT + "A "),
+    (
+        {"messages": [SYSTEM, USER, ASSISTANT], "add_generation_prompt": True},
+        BEGIN + GENERATION_PROMPT + "A <|im_end|>\n" + GENERATION_PROMPT,
+    ),
+    (
+        {"messages": [SYSTEM, USER, ASSISTANT], "continue_final_message": False},
+        BEGIN + GENERATION_PROMPT + "A <|im_end|>\n" + GENERATION_PROMPT,
+    ),
+    ({"messages": [SYSTEM, USER], "continue_final_message": True}, BEGIN.removesuffix("<|im_end|>\n")),
+    (
+        {"messages": [SYSTEM | {"role": "developer"}, USER]},
+        "<|im_start|>system\nS<|im_end|>\n<|im_start|>user\nU<|im_end|>\n" + GENERATION_PROMPT,
+    ),
+    ({"messages": [SYSTEM, PARTS]}, BEGIN + GENERATION_PROMPT),
+    (
+        {"messages": [SYSTEM, USER | {"name": "Ann"}], "chat_template_kwargs": {"thinking": True}},
+        BEGIN + GENERATION_PROMPT,
+    ),
+]
+
+
+async def test_prompts_of_messages(broker: Broker) -> None:
+    async with answering(broker.url, Answer(ids("x"))) as (worker, _, client):
+        for body, prompt in PROMPTS:
+            response = await client.post(CHAT_PATH, json=body)
+            assert response.status_code == 200, response.text
+            prompt_ids = unpack_ids(worker.seen[-1].prompt_ids)
+            assert TOKENIZER.decode(prompt_ids, skip_special_tokens=False) == prompt
+            assert model_tokenizer().encode(prompt, add_special_tokens=False) == prompt_ids
+
+
+async def test_echo_repeats_what_is_continued(broker: Broker) -> None:
+    async with answering(broker.url, Answer(ids("x"))) as (_, _, client):
+        body = {"messages": [USER, ASSISTANT], "echo": True}
+        assert (await client.post(CHAT_PATH, json=body)).json()["choices"][0]["message"]["content"] == "A x"
+        found = frames(await streamed(client, CHAT_PATH, body))
+    assert "".join(frame["choices"][0]["delta"]["content"] for frame in found) == "A x"
+
+
+async def test_a_model_without_a_template(broker: Broker, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with answering(broker.url, Answer(ids("x"))) as (_, _, client):
+        monkeypatch.setattr(type(model_tokenizer()), "chat_template", None)
+        response = await client.post(CHAT_PATH, json=CHAT)
+    assert response.status_code == 400
+    error = response.json()["error"]
+    assert (error["param"], error["code"]) == ("messages", "template_error") and "no chat template" in error[
+        "message"
+    ]

@@ -1,0 +1,86 @@
+"""Whole answers while messages are lost or connections are cut: not a byte differs."""
+
+import asyncio
+import random
+
+import httpx
+import pytest
+
+from api.inference import relay as relay_module
+from common.messages.packing import unpack_ids
+from common.messages.request import Generate
+from deploy.serve.broker import Broker
+from tests.support.fleet.gateways import model_tokenizer, nothing_left, ready, serving, stream
+from tests.support.fleet.scripted_worker import Answer, working
+from tests.support.waiting import wait_until
+
+TOKENIZER = model_tokenizer().backend
+
+
+TEXTS = [
+    "The lighthouse keeper counted the ships every evening, one by one, "
+    "and wrote their names in a blue book.",
+    "🙂🚀🎉 emoji party: 👩‍👩‍👧‍👦 🏳️‍🌈 and नमस्ते, आप कैसे हैं? 日本の首都は東京です。",
+    "def main():\n\tpass\n\n\n   # e\u0301 \u200b end",
+]
+
+
+def scripted(request: Generate) -> Answer:
+    """The prompt is the number of the text."""
+    number = int(TOKENIZER.decode(unpack_ids(request.prompt_ids)).split()[-1])
+    return Answer(TOKENIZER.encode(TEXTS[number % len(TEXTS)]).ids)
+
+
+async def converse(client: httpx.AsyncClient, count: int) -> list[bytes]:
+    bodies = [{"inputs": f"text {i}", "parameters": {"details": True}} for i in range(count)]
+    return await asyncio.gather(*(stream(client, body) for body in bodies))
+
+
+async def undisturbed(broker: Broker, count: int) -> list[bytes]:
+    async with working(broker.url, TOKENIZER, scripted), serving(broker.url) as (gateway, client):
+        await ready(gateway)
+        return await converse(client, count)
+
+
+@pytest.mark.parametrize("seed", range(3))
+async def test_lost_messages_change_no_byte(broker: Broker, seed: int) -> None:
+    expected = await undisturbed(broker, 12)
+    chance = random.Random(seed)
+    async with (
+        working(broker.url, TOKENIZER, scripted, step_s=0.005) as worker,
+        serving(broker.url, lambda: chance.random() < 0.1) as (gateway, client),
+    ):
+        await ready(gateway)
+        assert await converse(client, 12) == expected
+        assert gateway.pool.relay.num_fills > 1
+        await nothing_left(gateway, worker)
+
+
+async def test_streams_finish_with_all_messages_lost(broker: Broker, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(relay_module, "SILENCE_S", 0.2)
+    monkeypatch.setattr(relay_module, "AUDIT_S", 0.1)
+    expected = await undisturbed(broker, 3)
+    async with (
+        working(broker.url, TOKENIZER, scripted) as worker,
+        serving(broker.url, lambda: True) as (gateway, client),
+    ):
+        await ready(gateway)
+        assert await converse(client, 3) == expected
+        await nothing_left(gateway, worker)
+
+
+async def test_cut_connections_change_no_byte(broker: Broker) -> None:
+    expected = await undisturbed(broker, 6)
+    async with (
+        working(broker.url, TOKENIZER, scripted, step_s=0.01) as worker,
+        serving(broker.url) as (gateway, client),
+    ):
+        await ready(gateway)
+        talk = asyncio.create_task(converse(client, 6))
+        await wait_until(lambda: len(worker.live) == 6)
+        for _ in range(3):
+            await worker.redis.client_kill_filter(_type="pubsub")
+            await wait_until(lambda: not gateway.pool.relay.subscribed.is_set())
+            await wait_until(gateway.pool.relay.subscribed.is_set)
+        assert await talk == expected
+        await nothing_left(gateway, worker)

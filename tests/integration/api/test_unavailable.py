@@ -1,0 +1,169 @@
+"""429 while the queue is full, and 503 while no worker is ready or the broker does not answer."""
+
+import asyncio
+import os
+import signal
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+import redis
+
+from api import errors
+from api.inference import admission
+from deploy.serve.broker import Broker
+from tests.support import brokers
+from tests.support.api_errors import tgi_error
+from tests.support.fleet.gateways import model_tokenizer, ready, serving, stream
+from tests.support.fleet.scripted_worker import Answer, working
+from tests.support.waiting import wait_until
+
+TOKENIZER = model_tokenizer().backend
+BODY = {"inputs": "a"}
+
+
+@pytest.mark.parametrize("limits", [{"max_concurrent_requests": 1}, {"max_queued_bytes": 250}])
+@pytest.mark.parametrize("path", ["/generate", "/generate_stream"])
+async def test_a_full_queue_is_429_before_any_frame(
+    broker: Broker, limits: dict[str, Any], path: str
+) -> None:
+    async with (
+        working(broker.url, TOKENIZER, lambda _: Answer([11])) as worker,
+        serving(broker.url, **limits) as (gateway, client),
+    ):
+        await ready(gateway)
+        await worker.pause()
+        first = asyncio.create_task(stream(client, BODY))
+        await wait_until(lambda: worker.redis.xlen(worker.keys.requests))
+        second = await client.post(path, json=BODY)
+        assert (tgi_error(second), second.json()["error"]) == ((429, "overloaded"), "Model is overloaded")
+        assert len(gateway.pool.relay.streams) == 1
+        worker.going.set()
+        await first
+        await wait_until(lambda: not worker.live)
+        assert (await client.post(path, json=BODY)).status_code == 200
+
+
+async def test_503_before_a_worker_is_ready(broker: Broker) -> None:
+    async with (
+        serving(broker.url) as (gateway, client),
+        working(broker.url, TOKENIZER, lambda _: Answer([11])) as worker,
+    ):
+        await ready(gateway)
+        await worker.announce("draining")
+    async with serving(broker.url) as (gateway, client):
+        response = await client.post("/generate_stream", json=BODY)
+        assert tgi_error(response) == (503, "unavailable") and "no worker is ready yet" in response.text
+
+
+async def test_workers_are_read_again_before_a_503(broker: Broker) -> None:
+    """Another gateway may have seen the worker first, and the client have been told that all is ready."""
+    async with serving(broker.url, heartbeat_s=3600) as (_, client):
+        assert (await client.post("/generate", json=BODY)).status_code == 503
+        async with working(broker.url, TOKENIZER, lambda _: Answer([11])) as worker:
+            await wait_until(lambda: worker.redis.zcard(worker.keys.workers))
+            await wait_until(lambda: answers(client))
+
+
+async def test_503_after_the_last_worker_died(broker: Broker) -> None:
+    """For worker_grace_s requests wait for the next one; then they are refused, and the limits of the dead
+    are still known.
+    """
+    async with serving(broker.url, worker_grace_s=2.0) as (gateway, client):
+        async with working(broker.url, TOKENIZER, lambda _: Answer([11])) as worker:
+            await ready(gateway)
+            await worker.pause()
+            waiting = asyncio.create_task(client.post("/generate", json=BODY))
+            await wait_until(lambda: worker.redis.xlen(worker.keys.requests))
+            await worker.redis.delete(worker.keys.workers)
+        await wait_until(lambda: gateway.pool.workers.ready_s + 2.0 < asyncio.get_running_loop().time())  # type: ignore[operator]
+        response = await client.post("/generate", json=BODY)
+        assert tgi_error(response) == (503, "unavailable") and "no worker for" in response.text
+        assert gateway.pool.workers.max_total_tokens == 1024
+        assert not waiting.done()
+        async with working(broker.url, TOKENIZER, lambda _: Answer([11])):
+            assert (await waiting).status_code == 200
+            await ready(gateway)
+
+
+@pytest.fixture
+def own_broker() -> Iterator[Broker]:
+    with brokers.running() as broker:
+        yield broker
+
+
+async def test_503_names_the_broker_s_error(own_broker: Broker) -> None:
+    """And nobody dies of it: as soon as it has passed, requests are served."""
+    admin = redis.Redis.from_url(own_broker.url)
+    password = redis.Redis.from_url(own_broker.url, password="secret")
+    troubles = {
+        "out of memory": (lambda: admin.config_set("maxmemory", 1), lambda: admin.config_set("maxmemory", 0)),
+        "READONLY": (lambda: admin.replicaof("127.0.0.1", "1"), lambda: admin.replicaof("NO", "ONE")),
+        "refused user name or password": (
+            lambda: (admin.config_set("requirepass", "secret"), kill_all(admin)),  # type: ignore[func-returns-value]
+            lambda: password.config_set("requirepass", ""),
+        ),
+    }
+    async with (
+        working(own_broker.url, TOKENIZER, lambda _: Answer([11])),
+        serving(own_broker.url) as (gateway, client),
+    ):
+        for words, (begin, end) in troubles.items():
+            await ready(gateway)
+            begin()  # type: ignore[no-untyped-call]
+
+            async def refused(words: str = words) -> bool:
+                response = await client.post("/generate_stream", json=BODY)
+                return (
+                    response.status_code == 503
+                    and tgi_error(response) == (503, "unavailable")
+                    and words in response.text
+                )
+
+            await wait_until(refused)
+            end()  # type: ignore[no-untyped-call]
+
+            async def served() -> bool:
+                return (await client.post("/generate", json=BODY)).status_code == 200
+
+            await wait_until(served)
+        await wait_until(lambda: not gateway.pool.relay.streams)
+
+
+def kill_all(admin: redis.Redis) -> None:
+    for client in admin.client_list():  # type: ignore[union-attr]
+        if client["id"] != str(admin.client_id()):
+            admin.client_kill_filter(_id=client["id"], skipme=True)
+
+
+async def test_503_while_the_broker_is_silent_or_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (admission, errors):
+        monkeypatch.setattr(module, "CONNECT_TIMEOUT_S", 0.2)
+    with brokers.running() as broker:
+        pid = redis.Redis.from_url(broker.url).info("server")["process_id"]  # type: ignore[index]
+        async with (
+            working(broker.url, TOKENIZER, lambda _: Answer([11])),
+            serving(broker.url) as (gateway, client),
+        ):
+            await ready(gateway)
+            os.kill(pid, signal.SIGSTOP)
+            response = await client.post("/generate", json=BODY)
+            assert tgi_error(response) == (503, "unavailable") and "did not answer in time" in response.text
+            for path in ("/fleet", "/fleet/requests/r", "/v1/models", "/v1/models/other"):
+                response = await client.get(path)
+                assert response.status_code == 503 and "did not answer in time" in response.text
+            os.kill(pid, signal.SIGCONT)
+            await wait_until(lambda: not gateway.pool.relay.streams)
+            assert (await client.post("/generate", json=BODY)).status_code == 200
+            os.kill(pid, signal.SIGKILL)
+            await wait_until(lambda: gateway.pool.relay.last_error)
+            response = await client.post("/generate", json=BODY)
+            assert (
+                tgi_error(response) == (503, "unavailable") and "no connection to the broker" in response.text
+            )
+            assert tgi_error(await client.get("/health")) == (503, "healthcheck")
+
+
+async def answers(client: httpx.AsyncClient) -> bool:
+    return (await client.post("/generate", json=BODY)).status_code == 200

@@ -1,0 +1,86 @@
+"""What tests of jobs share: another service, and a gateway whose worker counts to nine."""
+
+import asyncio
+import contextlib
+import json
+from collections.abc import AsyncIterator
+from typing import Any
+
+from redis.asyncio import Redis
+
+from api.lifecycle import Gateway
+from common.broker.keys import Keys
+from common.messages.request import Generate
+from common.settings.settings import Settings
+from tests.support.fleet.gateways import SETTINGS, model_tokenizer, ready
+from tests.support.fleet.scripted_worker import Answer
+from tests.support.waiting import PATIENCE_S, wait_until
+
+TOKENIZER = model_tokenizer().backend
+
+
+IDS: list[int] = TOKENIZER.encode(" zero one two three four five six seven eight nine").ids
+
+
+KEYS = Keys("default")
+
+
+TEXT = " zero one two three four five six seven eight nine"
+
+
+CHAT = {"messages": [{"role": "user", "content": "Count."}]}
+
+
+def answer(_: Generate) -> Answer:
+    return Answer(IDS)
+
+
+@contextlib.asynccontextmanager
+async def gateway(url: str, name: str = "g0-test", **settings: Any) -> AsyncIterator[Gateway]:
+    one = Gateway(Settings(redis_url=url, **(SETTINGS | settings)), name, model_tokenizer())
+    async with one.running():
+        await ready(one)
+        yield one
+
+
+class Service:
+    """Another service: it knows names of keys, JSON, and nothing else."""
+
+    def __init__(self, redis: Redis) -> None:
+        self.redis = redis
+        self.heard: dict[str, list[Any]] = {}
+        self.tasks: list[asyncio.Task[None]] = []
+
+    async def submit(self, **job: Any) -> str:
+        return (await self.redis.xadd(KEYS.submit, {"job": json.dumps(job)})).decode()  # type: ignore[no-any-return]
+
+    async def listen(self, name: str) -> list[Any]:
+        """What will be heard on a channel."""
+        heard = self.heard[name] = []
+        pubsub = self.redis.pubsub()
+        await pubsub.subscribe(KEYS.channel(name))
+        await pubsub.get_message(timeout=5)
+
+        async def collect(heard: list[Any]) -> None:
+            async for message in pubsub.listen():
+                heard += [json.loads(message["data"])]
+
+        self.tasks.append(asyncio.create_task(collect(heard)))
+        return heard
+
+    async def result(self, job_id: str, timeout_s: float = PATIENCE_S) -> Any:
+        return json.loads(await wait_until(lambda: self.redis.get(KEYS.result(job_id)), timeout_s))
+
+    async def stream(self, job_id: str, after: str = "0") -> list[Any]:
+        return [
+            json.loads(fields[b"frame"])
+            for _, fields in await self.redis.xrange(KEYS.reply(job_id), f"({after}")
+        ]
+
+    async def settled(self) -> None:
+        """Returns when no entry is left."""
+
+        async def empty() -> bool:
+            return await self.redis.xlen(KEYS.submit) == 0  # type: ignore[no-any-return]
+
+        await wait_until(empty)

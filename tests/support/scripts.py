@@ -1,0 +1,102 @@
+"""Calls of the Lua scripts of requests and workers, with arguments that most tests share."""
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from redis.asyncio import Redis
+
+from common.broker import client as brokers
+from common.broker.keys import Keys
+from common.messages.codec import encode
+from common.messages.events import LogEntry, Tokens
+from common.messages.packing import pack_floats, pack_ids
+
+KEYS = Keys("test")
+
+
+async def call(redis: Redis, name: str, keys: list[str], args: Iterable[Any] = ()) -> Any:
+    return await brokers.script(redis, name)(keys=keys, args=list(args))
+
+
+async def admit(
+    redis: Redis,
+    request_id: str = "r1",
+    payload: bytes = b"x" * 10,
+    max_count: int = 2,
+    max_bytes: int = 100,
+    digest: str = "d",
+    width: int = 1,
+) -> list[Any]:
+    keys = [KEYS.requests, KEYS.requests_bytes, KEYS.request(request_id)]
+    answer: list[Any] = await call(
+        redis, "admit", keys, [payload, max_count, max_bytes, digest, "ch", "g", 60_000, width]
+    )
+    return answer
+
+
+async def create_logs(redis: Redis, name: str = "w1") -> None:
+    await call(redis, "create_logs", [KEYS.log(name), KEYS.reports(name)], [name, 60_000])
+
+
+async def publish_plan(
+    redis: Redis, plan_id: str, rows: Sequence[tuple[str, int, int]] = (), worker: str = "w1"
+) -> list[Any]:
+    keys = [KEYS.plans(worker), KEYS.log(worker), *(KEYS.request(name) for name, _, _ in rows)]
+    args: list[Any] = [
+        plan_id,
+        b"plan",
+        "0-0",
+        60_000,
+        worker,
+        *(part for _, attempt, base in rows for part in (attempt, base)),
+    ]
+    answer: list[Any] = await call(redis, "publish_plan", keys, args)
+    return answer
+
+
+def entry(request_id: str, index: int, ids: list[int], attempt: int = 1) -> bytes:
+    return encode(
+        LogEntry([Tokens(request_id, attempt, index, pack_ids(ids), pack_floats([-1.0] * len(ids)))])
+    )
+
+
+async def flush(
+    redis: Redis,
+    sequence: int,
+    log: bytes = b"",
+    report: bytes = b"",
+    messages: Sequence[tuple[str, bytes]] = (),
+    prompts: Sequence[tuple[str, bytes]] = (),
+    terminals: Sequence[tuple[Any, ...]] = (),
+    spills: Sequence[tuple[str, int, bytes]] = (),
+    trim: str = "",
+    worker: str = "w1",
+) -> Any:
+    keys = [KEYS.log(worker), KEYS.reports(worker)]
+    keys += [KEYS.request(name) for name, _ in prompts]
+    for name, *_ in terminals:
+        keys += [KEYS.request(name), KEYS.result(name), KEYS.tokens(name)]
+    keys += [KEYS.tokens(name) for name, _, _ in spills]
+    args: list[Any] = [
+        sequence,
+        log or entry("r0", 0, []),
+        report,
+        "0-0",
+        60_000,
+        len(messages),
+        len(prompts),
+        len(terminals),
+        len(spills),
+        trim,
+    ]
+    args += [part for message in messages for part in message]
+    args += [records for _, records in prompts]
+    args += [part for _, *rest in terminals for part in rest]
+    args += [part for _, offset, records in spills for part in (offset, records)]
+    return await call(redis, "flush", keys, args)
+
+
+async def seal(redis: Redis, worker: str = "w1") -> Any:
+    return await call(
+        redis, "seal", [KEYS.log(worker), KEYS.reports(worker), KEYS.worker(worker), KEYS.workers], [worker]
+    )

@@ -1,0 +1,78 @@
+"""A stream takes events that come in order, twice, late, or with gaps."""
+
+from typing import Any
+
+import pytest
+
+from common.messages.events import Terminal, Tokens
+from common.messages.packing import pack_floats, pack_ids
+from tests.support.events import IDS, end, new_stream, tokens
+from tests.support.fleet.gateways import model_tokenizer
+
+TOKENIZER = model_tokenizer().backend
+
+
+STREAMS: list[
+    tuple[str, list[Tokens | Terminal], list[bool], list[int], bool]
+] = [  # what comes; whether it fits; ids then; ended
+    ("in order", [tokens(0, 2), tokens(2, 3), end(3)], [True, True, True], IDS[:3], True),
+    ("a repeat", [tokens(0, 2), tokens(0, 2), tokens(2, 3)], [True, True, True], IDS[:3], False),
+    ("an old part again", [tokens(0, 3), tokens(1, 2)], [True, True], IDS[:3], False),
+    ("an overlap", [tokens(0, 2), tokens(1, 4)], [True, True], IDS[:4], False),
+    ("a gap", [tokens(0, 2), tokens(3, 4)], [True, False], IDS[:2], False),
+    ("a gap at the start", [tokens(1, 2)], [False], [], False),
+    ("an end too early", [tokens(0, 2), end(3)], [True, False], IDS[:2], False),
+    ("nothing after the end", [tokens(0, 2), end(2), tokens(2, 3), end(3)], [True] * 4, IDS[:2], True),
+    ("a lower attempt", [tokens(0, 2, 2), tokens(2, 3, 1)], [True, True], [i + 1 for i in IDS[:2]], False),
+    ("a higher attempt", [tokens(0, 2), tokens(2, 3, 2)], [True, True], [*IDS[:2], IDS[2] + 1], False),
+    ("shown ids are facts", [tokens(0, 2), tokens(0, 3, 2)], [True, True], [*IDS[:2], IDS[2] + 1], False),
+    (
+        "a lower attempt after a gap",
+        [tokens(0, 1), tokens(2, 3, 2), tokens(1, 2, 1)],
+        [True, False, True],
+        IDS[:1],
+        False,
+    ),
+]
+
+
+@pytest.mark.parametrize(
+    ("comes", "fits", "ids", "ended"), [case[1:] for case in STREAMS], ids=[case[0] for case in STREAMS]
+)
+async def test_a_stream_takes_each_token_once(
+    comes: list[Tokens | Terminal], fits: list[bool], ids: list[int], ended: bool
+) -> None:
+    one = new_stream()
+    assert [one.add_event(word) if isinstance(word, Tokens) else one.end(word) for word in comes] == fits
+    assert (one.ids, one.terminal is not None, one.ended.is_set()) == (ids, ended, ended)
+
+
+@pytest.mark.parametrize(
+    ("stopping", "ids", "ready"),
+    [
+        ({}, IDS[:3], 3),
+        ({}, [*IDS[:2], 2], 2),
+        ({"ignore_eos": True}, [*IDS[:2], 2], 3),
+        ({"stop": [" one"]}, IDS[:2], 1),
+        ({"stop": ["ne tw"]}, IDS[:3], 2),
+        ({"stop": ["none"]}, IDS[:3], 3),
+        ({}, [IDS[0]] * 100, 99),
+    ],
+)
+async def test_only_a_token_that_may_be_the_last_one_is_held_back(
+    stopping: dict[str, Any], ids: list[int], ready: int
+) -> None:
+    one = new_stream(stopping=stopping)
+    one.add_event(
+        Tokens(
+            "r",
+            1,
+            0,
+            pack_ids(ids),
+            pack_floats([0.0] * len(ids)),
+            [TOKENIZER.decode([i], skip_special_tokens=False) for i in ids],
+        )
+    )
+    assert one.num_ready == ready
+    one.end(Terminal("r", "error", 0, "gone"))
+    assert one.num_ready == len(ids)
