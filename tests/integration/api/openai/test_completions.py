@@ -148,7 +148,7 @@ async def test_echo_with_logprobs_tells_of_the_prompt(broker: Broker) -> None:
 
 
 async def test_the_prompt_alone(broker: Broker) -> None:
-    """`max_tokens` 0 scores a prompt: the token that is generated all the same is neither shown nor counted."""
+    """`max_tokens` 0 scores a prompt: the token generated all the same is neither shown nor counted."""
     async with answering(broker.url, Answer([])) as (worker, _, client):
         body = {
             "prompt": ids("a é b"),
