@@ -32,15 +32,15 @@ class ProcessList:
     processes: list[dict[str, Any]] = field(default_factory=list)
 
     def find(self, process_id: str) -> dict[str, Any] | None:
-        return next((one for one in self.processes if one["id"] == process_id), None)
+        return next((process for process in self.processes if process["id"] == process_id), None)
 
     def of_kind(self, kind: str) -> list[dict[str, Any]]:
-        return [one for one in self.processes if one["kind"] == kind]
+        return [process for process in self.processes if process["kind"] == kind]
 
     @property
     def requests(self) -> dict[str, int]:
         """Numbers of requests by state, from the active batcher. Without one, all requests wait."""
-        active = next((one for one in self.of_kind("batcher") if one["active"]), None)
+        active = next((batcher for batcher in self.of_kind("batcher") if batcher["active"]), None)
         counts = (
             {"waiting": active["waiting"], "running": active["rows"]}
             if active
@@ -74,7 +74,9 @@ async def list_processes(redis: Redis, keys: Keys) -> ProcessList:
             and (own := render_process(kind, heartbeat, has_lease=name.encode() == holder)) is not None
         ):
             processes[name] = common | own
-    return ProcessList(time_s, num_live, sorted(processes.values(), key=lambda one: (one["kind"], one["id"])))
+    return ProcessList(
+        time_s, num_live, sorted(processes.values(), key=lambda process: (process["kind"], process["id"]))
+    )
 
 
 def render_process(kind: str, heartbeat: dict[bytes, bytes], has_lease: bool) -> dict[str, Any] | None:

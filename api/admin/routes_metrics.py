@@ -44,9 +44,9 @@ async def metrics(request: Request) -> Response:
 def gauges_of(listed: ProcessList, num_granted: int) -> Gauges:
     """Gauges from the processes' heartbeats. `num_granted`: number of KV blocks granted to rows."""
     requests, workers = listed.requests, listed.of_kind("worker")
-    loaded = [one for one in workers if one["num_blocks"]]
-    num_blocks = sum(one["num_blocks"] for one in loaded)
-    max_tokens = sum(one["num_blocks"] * one["block_size"] for one in loaded)
+    loaded = [worker for worker in workers if worker["num_blocks"]]
+    num_blocks = sum(worker["num_blocks"] for worker in loaded)
+    max_tokens = sum(worker["num_blocks"] * worker["block_size"] for worker in loaded)
     usage = num_granted / num_blocks if num_blocks else 0.0
     return {
         catalogue.QUEUE_SIZE.name: {(): requests["waiting"]},
@@ -64,5 +64,5 @@ def gauges_of(listed: ProcessList, num_granted: int) -> Gauges:
 def count_states(workers: list[dict[str, object]]) -> dict[Labels, float]:
     """The number of workers in each state; 0 for known states without workers."""
     known = dict.fromkeys(catalogue.WORKERS.labels["state"], 0)
-    counts = Counter(str(one["state"]) for one in workers)
+    counts = Counter(str(worker["state"]) for worker in workers)
     return {(state,): float(count) for state, count in (known | counts).items()}

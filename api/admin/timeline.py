@@ -39,14 +39,14 @@ def add(timelines: dict[str, Events], entry: Entry, request_id: str) -> None:
     """Put the events of an entry before those of later entries."""
     choices = tuple(request_id + mark for mark in CHOICE_MARKS)
     for name, data in entry[1].items():
-        one = name.decode(errors="replace")
-        if one != request_id and not one.startswith(choices):
+        known_id = name.decode(errors="replace")
+        if known_id != request_id and not known_id.startswith(choices):
             continue
         try:
             events = [dataclasses.asdict(event) for event in decode(Timeline, data).events]
         except WireError:
             continue
-        timelines[one] = events + timelines.get(one, [])
+        timelines[known_id] = events + timelines.get(known_id, [])
 
 
 def is_complete(timelines: dict[str, Events], oldest: Entry) -> bool:
@@ -54,5 +54,5 @@ def is_complete(timelines: dict[str, Events], oldest: Entry) -> bool:
     first_events = [events[0] for events in timelines.values()]
     entry_ms = int(oldest[0].split(b"-")[0])
     return bool(first_events) and all(
-        one["what"] == "queued" and entry_ms < one["at_ms"] - SIBLINGS_MS for one in first_events
+        event["what"] == "queued" and entry_ms < event["at_ms"] - SIBLINGS_MS for event in first_events
     )

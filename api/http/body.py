@@ -31,9 +31,10 @@ def schema_error(error: ValidationError) -> ApiError:
     problems = error.errors(include_url=False, include_context=False, include_input=False)
     if problems[0]["type"] == "json_invalid":
         return ApiError(400, "invalid_json", problems[0]["msg"])
-    fields = [".".join(map(str, one["loc"])) or "body" for one in problems[:MAX_PROBLEMS]]
+    fields = [".".join(map(str, problem["loc"])) or "body" for problem in problems[:MAX_PROBLEMS]]
     return invalid(
-        "; ".join(f"`{field}`: {one['msg']}" for field, one in zip(fields, problems, strict=False)), fields[0]
+        "; ".join(f"`{field}`: {problem['msg']}" for field, problem in zip(fields, problems, strict=False)),
+        fields[0],
     )
 
 

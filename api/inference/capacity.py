@@ -122,10 +122,10 @@ class WorkerMonitor:
         return found
 
     def update(self, workers: list[WorkerSighting]) -> None:
-        ready = [one for one in workers if one.ready]
+        ready = [worker for worker in workers if worker.ready]
         if ready:
-            self.ready_s = max(self.ready_s or 0.0, time.monotonic() - min(one.age_s for one in ready))
-            self.max_total_tokens = min(one.capacity.max_total_tokens for one in ready)
+            self.ready_s = max(self.ready_s or 0.0, time.monotonic() - min(worker.age_s for worker in ready))
+            self.max_total_tokens = min(worker.capacity.max_total_tokens for worker in ready)
 
     def check(self) -> None:
         """Raises ApiError (503) if no worker is ready, or was within WORKER_GRACE_S."""

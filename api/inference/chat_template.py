@@ -51,7 +51,7 @@ class ChatTemplate:
         )
         source = other.get("chat_template", own)
         if isinstance(source, list):
-            source = {one["name"]: one["template"] for one in source}
+            source = {template["name"]: template["template"] for template in source}
         if isinstance(source, dict):
             source = source.get("default")
         return cls(source, special_tokens(config)) if source else None

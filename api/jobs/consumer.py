@@ -1,4 +1,4 @@
-"""Job consumer: takes jobs of other services from the pool's stream `submit`, and has each answered.
+"""Job consumer: reads jobs of other services from the pool's stream `submit`, and answers each.
 
 The gateways of a pool share the stream as one consumer group. An entry stays pending with the gateway that
 read it until its job is answered; the entries of a dead gateway are claimed by the others.
@@ -34,7 +34,7 @@ NUM_CLAIMED = 256
 MAX_PENDING = 1_000_000
 BLOCK_MS = 1000
 TOMBSTONE_MS = 60_000
-"""A cancel that comes before its job is remembered for so long."""
+"""Time for which a cancel that comes before its job is remembered."""
 BROKER_FAILED = "cannot read jobs"
 
 Fields = dict[bytes, bytes]
@@ -49,7 +49,7 @@ class JobConsumer:
         waiting: held entries whose jobs have not started.
         runs: jobs that run, by id.
         permits: limit the jobs that run at once.
-        joined: set when the group exists and our pending entries are held.
+        joined: set when the group exists and this gateway's pending entries are held.
     """
 
     def __init__(self, pool: Pool) -> None:
@@ -78,8 +78,8 @@ class JobConsumer:
     # --- reading entries ------------------------------------------------------------------------------------
 
     async def read_entries(self) -> None:
-        """Take new entries for as long as the broker answers; first those that it gave us in an answer that
-        was lost.
+        """Hold new entries until the broker fails; first those that it delivered to this gateway in an answer
+        that was lost.
         """
         await self.join_group()
         pending = await self.redis.xpending_range(self.keys.submit, GROUP, "-", "+", MAX_PENDING, self.name)
@@ -113,7 +113,7 @@ class JobConsumer:
         return max(0, min(NUM_READ, int(pending["pending"]) - self.settings.submit_limit))
 
     async def claim_entries(self) -> None:
-        """Look once for entries of gateways that are dead."""
+        """Claim the entries of gateways whose heartbeat has expired."""
         await self.joined.wait()
         for consumer in await self.redis.xinfo_consumers(self.keys.submit, GROUP):
             other = consumer["name"].decode(errors="surrogateescape")
@@ -169,7 +169,7 @@ class JobConsumer:
             self.tasks.create_task(self.handle_entry(await self.waiting.get()))
 
     async def handle_entry(self, entry_id: str) -> None:
-        """Have the job of an entry answered, and delete the entry."""
+        """Answer the job of an entry, and delete the entry."""
         try:
             entries = await self.admission.retry_forever(
                 lambda: self.redis.xrange(self.keys.submit, entry_id, entry_id)

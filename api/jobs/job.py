@@ -1,4 +1,4 @@
-"""Job: what another service asks for, as JSON in an entry of the stream `submit`."""
+"""Job: a request of another service, as JSON in an entry of the stream `submit`."""
 
 import hashlib
 import re
@@ -13,9 +13,9 @@ from api.errors import ApiError, invalid
 from api.http.body import parse_body
 
 NAME = r"[A-Za-z0-9._:@/+=~-]{1,128}"
-"""Pattern of an id or a channel. A job's requests are named `{id}#{choice}`, which no job can be."""
+"""Pattern of an id or a channel. A job's requests have the ids `{id}#{choice}`, which no job can have."""
 ADDRESS = ("id", "reply_to", "reply")
-"""Fields that say where the answer goes; all others are the content."""
+"""Fields that name the receiver of the answer; all others are the content."""
 
 
 class JobBody(BaseModel):
@@ -56,7 +56,7 @@ class Job:
 
     @property
     def seed(self) -> int:
-        """Seed of a job that gives none: every gateway that serves it samples the same tokens."""
+        """Seed of a job without a seed: every gateway that serves it samples the same tokens."""
         return int.from_bytes(hashlib.blake2b(self.id.encode(), digest_size=8).digest(), "big") >> 1
 
     @property

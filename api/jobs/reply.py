@@ -56,7 +56,7 @@ class Reply:
         return answer.decode()
 
     async def send_new(self, frames: list[Frame], max_frames: int) -> None:
-        """Send the new ones of all frames of the job so far; there will be at most `max_frames`."""
+        """Send those of the job's frames that are not sent yet; the job has at most `max_frames` in all."""
         new, self.num_sent = frames[self.num_sent :], len(frames)
         if new and self.has_listeners:
             await self.send(new, max_frames, b"")
@@ -64,14 +64,18 @@ class Reply:
     async def finish(
         self, frames: list[Frame], max_frames: int, answer: bytes, request_ids: list[str]
     ) -> None:
-        """Send the last frames together with the answer: who gets the last frame finds the answer."""
+        """Send the last frames together with the answer: after the last frame a client finds the answer."""
         new, self.num_sent = frames[self.num_sent :], len(frames)
         await self.send(new, max_frames, answer, request_ids)
 
     async def send(
         self, frames: list[Frame], max_frames: int, answer: bytes, request_ids: list[str] | None = None
     ) -> None:
-        others = [key for one in request_ids or [] for key in (self.keys.request(one), self.keys.result(one))]
+        request_keys = [
+            key
+            for request_id in request_ids or []
+            for key in (self.keys.request(request_id), self.keys.result(request_id))
+        ]
         args: list[Any] = [
             self.channel,
             max_frames * self.job.in_stream,
@@ -81,5 +85,10 @@ class Reply:
             answer,
         ]
         args += [part for frame in frames for part in frame]
-        if await self.retry_forever(lambda: self.reply_script(keys=[*self.own_keys, *others], args=args)) < 0:
+        if (
+            await self.retry_forever(
+                lambda: self.reply_script(keys=[*self.own_keys, *request_keys], args=args)
+            )
+            < 0
+        ):
             log.error("job %s: %s is not a job's key; the answer is lost", self.job.id, self.own_keys[0])

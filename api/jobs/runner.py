@@ -68,7 +68,7 @@ class JobRun:
 
     Attributes:
         admission_lock: shared by all runs of a gateway: jobs are admitted one after the other, in order.
-        replies: one for each entry that asked for the job.
+        replies: one for each entry with this job.
         has_listener: set when one of the replies has a channel or a stream.
         frames: all frames made so far; none are made before a reply has listeners.
         ended: set when the job is answered, or this gateway gives it up.
@@ -90,7 +90,7 @@ class JobRun:
         self.streams: list[Stream] = []
 
     def join(self, reply: Reply) -> None:
-        """Add the reply of another entry that asks for the same job: it gets all frames."""
+        """Add the reply of another entry with the same job: it gets all frames."""
         self.replies.append(reply)
         if reply.has_listeners:
             self.has_listener.set()
@@ -184,7 +184,7 @@ class JobRun:
             self.relay.follow(stream.request.channel)
 
     async def check_cancelled(self) -> None:
-        """Raises ApiError if the job was cancelled; what has been admitted of it is cancelled."""
+        """Raises ApiError if the job was cancelled; cancels those of its requests that are admitted."""
         job_key = self.keys.job(self.job.id)
         if await self.admission.retry_forever(lambda: self.redis.hexists(job_key, "cancel")):
             for stream in self.streams:
@@ -218,10 +218,10 @@ class JobRun:
         return self.has_listener.is_set()
 
     async def detach(self) -> None:
-        """Remove the streams from this gateway alone: if the job is not answered yet, another one goes on
-        with them.
+        """Remove the streams from this gateway alone: if the job is not answered yet, another gateway goes
+        on with them.
         """
-        for stream in self.streams:  # all at once: the next run of this job may start with the same ones
+        for stream in self.streams:  # all before the next `await`: the job's next run may use their ids
             self.relay.remove(stream)
         self.ended.set()
         for stream in self.streams:

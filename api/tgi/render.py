@@ -124,7 +124,7 @@ def render_response(
     text = prefix + best.text
     if not with_details:
         return {"generated_text": text}
-    losers = [{"generated_text": prefix + one.text, **render_details(one)} for one in others]
+    losers = [{"generated_text": prefix + stream.text, **render_details(stream)} for stream in others]
     known = render_details(best)
     tops = {"top_tokens": known.pop("top_tokens")} if best.tops else {}
     return {

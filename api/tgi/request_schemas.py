@@ -102,31 +102,31 @@ class GenerateRequest(BaseModel):
 
     def generation_params(self, streamed: bool) -> GenerationParams:
         """Convert the parameters. Raises ApiError (422) for unsupported ones and contradictions."""
-        given = self.parameters or GenerateParameters()
-        if given.decoder_input_details and streamed:
+        parameters = self.parameters or GenerateParameters()
+        if parameters.decoder_input_details and streamed:
             raise invalid(
                 "`decoder_input_details` must be false when tokens are streamed", "decoder_input_details"
             )
         reject_unsupported(
-            {name: getattr(given, name) for name in UNSUPPORTED} | (given.model_extra or {}),
+            {name: getattr(parameters, name) for name in UNSUPPORTED} | (parameters.model_extra or {}),
             UNSUPPORTED,
             OPENAI_FIELDS,
         )
         return GenerationParams(
             text=self.inputs,
-            truncate=given.truncate,
-            max_new_tokens=given.max_new_tokens,
-            stopping=given.stopping_params(given.min_new_tokens, given.stop),
-            do_sample=bool(given.do_sample),
-            sampling=given.sampling_params(
-                relative_frequency_penalty=given.frequency_penalty or 0.0,
-                logit_bias=[*(given.logit_bias or {}).items()],
+            truncate=parameters.truncate,
+            max_new_tokens=parameters.max_new_tokens,
+            stopping=parameters.stopping_params(parameters.min_new_tokens, parameters.stop),
+            do_sample=bool(parameters.do_sample),
+            sampling=parameters.sampling_params(
+                relative_frequency_penalty=parameters.frequency_penalty or 0.0,
+                logit_bias=[*(parameters.logit_bias or {}).items()],
             ),
-            seed=given.seed,
-            bad_words=given.bad_words or [],
-            n=given.best_of or 1,
-            top_n_tokens=given.top_n_tokens or 0,
-            prompt_logprobs=0 if given.decoder_input_details else None,
+            seed=parameters.seed,
+            bad_words=parameters.bad_words or [],
+            n=parameters.best_of or 1,
+            top_n_tokens=parameters.top_n_tokens or 0,
+            prompt_logprobs=0 if parameters.decoder_input_details else None,
             names=NAMES,
         )
 

@@ -104,28 +104,28 @@ async def accept(
         full_text: the default of `return_full_text`.
     """
     arrived_s, pool = time.monotonic(), own_pool(request)
-    given = await body.read(request, shape, pool.settings.payload_limit)
-    parameters = given.parameters or GenerateParameters()
+    parsed = await body.read(request, shape, pool.settings.payload_limit)
+    parameters = parsed.parameters or GenerateParameters()
     await pool.admission.check()
     if streamed is None:
-        streamed = isinstance(given, CompatGenerateRequest) and bool(given.stream)
-    params, limits = given.generation_params(streamed), pool.workers.limits
+        streamed = isinstance(parsed, CompatGenerateRequest) and bool(parsed.stream)
+    params, limits = parsed.generation_params(streamed), pool.workers.limits
     best_of.check(params, limits, streamed)
     requests = await validate(params, limits, pool.tokenizer)
     requests = best_of.with_own_seeds(requests) if params.n > 1 else requests
     if parameters.return_full_text is not None:
         full_text = parameters.return_full_text
-    prefix = given.inputs if full_text else ""
+    prefix = parsed.inputs if full_text else ""
     return AcceptedRequest(
-        request, pool, arrived_s, requests, len(given.inputs), parameters.wants_details, prefix, streamed
+        request, pool, arrived_s, requests, len(parsed.inputs), parameters.wants_details, prefix, streamed
     )
 
 
 async def respond_with_stream(call: AcceptedRequest) -> Response:
     admission = call.pool.admission
-    [one] = await admission.submit_all(call.requests, request_id(call.request))
+    [stream] = await admission.submit_all(call.requests, request_id(call.request))
     headers = prompt_headers(call.pool.settings, call.num_chars)
-    return TokenStream(stream_frames(one, call.prefix, call.details), [one], headers, admission.release)
+    return TokenStream(stream_frames(stream, call.prefix, call.details), [stream], headers, admission.release)
 
 
 async def respond_with_whole(call: AcceptedRequest, in_array: bool = False) -> Response:
@@ -141,5 +141,8 @@ async def respond_with_whole(call: AcceptedRequest, in_array: bool = False) -> R
         return to_json([response] if in_array else response)
 
     return Response(
-        await offload(sum(one.num_records for one in streams), content), 200, headers, "application/json"
+        await offload(sum(stream.num_records for stream in streams), content),
+        200,
+        headers,
+        "application/json",
     )

@@ -34,8 +34,8 @@ CHAT = {"messages": [{"role": "user", "content": "Why is the sky blue?"}]}
 async def tokenize(request: Request) -> Response:
     """Returns the tokens of `inputs`, with the special tokens that the model puts around a prompt."""
     pool = own_pool(request)
-    given = await body.read(request, TokenizeRequest, pool.settings.payload_limit)
-    content = await offload(len(given.inputs), lambda: to_json(simple_tokens(pool.tokenizer, given.inputs)))
+    parsed = await body.read(request, TokenizeRequest, pool.settings.payload_limit)
+    content = await offload(len(parsed.inputs), lambda: to_json(simple_tokens(pool.tokenizer, parsed.inputs)))
     return Response(content, media_type="application/json")
 
 
@@ -72,6 +72,6 @@ def simple_tokens(
     spans = tokenizer.spans(text, add_special_tokens)
     offsets = [0, *accumulate(len(character.encode()) for character in text)]
     return [
-        {"id": one, "text": text[start:end], "start": offsets[start], "stop": offsets[end]}
-        for one, start, end in spans
+        {"id": token_id, "text": text[start:end], "start": offsets[start], "stop": offsets[end]}
+        for token_id, start, end in spans
     ]

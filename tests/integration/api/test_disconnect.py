@@ -13,7 +13,7 @@ from tests.support.waiting import wait_until
 TOKENIZER = model_tokenizer().backend
 
 
-async def test_requests_of_clients_that_leave_are_cancelled(broker: Broker) -> None:
+async def test_requests_of_clients_that_disconnect_are_cancelled(broker: Broker) -> None:
     """In the middle of a stream, before its first token, while waiting for a whole answer, and before
     anything was said.
     """
@@ -57,7 +57,7 @@ async def test_requests_of_clients_that_leave_are_cancelled(broker: Broker) -> N
         await nothing_left(gateway, worker)
 
 
-async def test_a_cancel_waits_for_the_broker(broker: Broker) -> None:
+async def test_a_cancel_is_retried_until_the_broker_accepts_it(broker: Broker) -> None:
     async with (
         working(broker.url, TOKENIZER, lambda _: Answer(IDS, ends=False)) as worker,
         serving(broker.url) as (gateway, client),

@@ -57,7 +57,7 @@ async def test_unreadable_bodies_are_refused(broker: Broker) -> None:
         ).status_code == 200
 
 
-async def test_unknown_routes_and_methods(broker: Broker) -> None:
+async def test_unknown_routes_are_404_and_unknown_methods_405(broker: Broker) -> None:
     async with serving(broker.url) as (_, client):
         assert tgi_error(await client.get("/nothing")) == (404, "not_found")
         assert tgi_error(await client.get("/v11")) == (404, "not_found")
@@ -122,7 +122,9 @@ REFUSALS = [
 
 
 @pytest.mark.parametrize(("refusal", "status", "kind", "code"), REFUSALS)
-def test_an_error_in_both_api_families(refusal: ApiError, status: int, kind: str, code: str | None) -> None:
+def test_each_api_family_has_its_own_error_object(
+    refusal: ApiError, status: int, kind: str, code: str | None
+) -> None:
     answer = {"error": {"message": refusal.text, "type": kind, "param": refusal.param, "code": code}}
     for path in ("/v1/chat/completions", "/v1/models"):
         response = error_response(refusal, path)
@@ -161,7 +163,7 @@ async def test_a_crash_is_500_in_each_api_family(
         assert response.json() == (openai if path.startswith("/v1") else answer)
 
 
-async def test_models_and_health(broker: Broker) -> None:
+async def test_health_is_503_until_a_worker_is_ready(broker: Broker) -> None:
     async with serving(broker.url, served_model_name="small") as (gateway, client):
         model = {"id": "small", "object": "model", "created": 0, "owned_by": "small"}
         assert (await client.get("/v1/models")).json() == {"object": "list", "data": [model]}

@@ -55,7 +55,7 @@ def operation_ids(document: dict[str, Any]) -> list[str]:
     )
 
 
-async def test_a_key_is_described_where_there_is_one(broker: Broker) -> None:
+async def test_the_api_key_is_described_if_it_is_set(broker: Broker) -> None:
     async with serving(broker.url, api_key="sesame") as (_, client):
         document = (await client.get("/api-doc/openapi.json")).json()
     assert document["components"]["securitySchemes"] == {"HTTPBearer": {"type": "http", "scheme": "bearer"}}
@@ -80,7 +80,7 @@ async def test_every_operation_has_a_tag_a_summary_a_description_and_a_plain_id(
     assert len(set(summaries)) == len(summaries)
 
 
-async def test_the_commands_of_the_first_paragraph_work(broker: Broker) -> None:
+async def test_the_introduction_s_commands_work(broker: Broker) -> None:
     async with (
         working(broker.url, TOKENIZER, lambda _: Answer([5, 6])),
         serving(broker.url, api_key="sesame") as (pool, client),

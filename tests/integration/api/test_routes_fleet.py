@@ -56,7 +56,7 @@ async def show(redis: Any, name: str, **figures: Any) -> None:
     await Heartbeat(redis, KEYS, "batcher", name, 5.0).send(**figures)
 
 
-async def test_everybody_who_lives_is_on_the_roll(broker: Broker, redis: Any) -> None:
+async def test_live_processes_are_listed(broker: Broker, redis: Any) -> None:
     async with (
         working(broker.url, TOKENIZER, lambda _: Answer([])) as worker,
         serving(broker.url) as (gateway, client),
@@ -91,7 +91,7 @@ async def test_everybody_who_lives_is_on_the_roll(broker: Broker, redis: Any) ->
         assert all(0 <= one["age_s"] < 5 for one in fleet["processes"])
 
 
-async def test_who_is_silent_leaves_the_roll(broker: Broker, redis: Any) -> None:
+async def test_a_process_without_heartbeats_is_not_listed(broker: Broker, redis: Any) -> None:
     async with serving(broker.url) as (_, client):
 
         async def names() -> set[str]:
@@ -111,7 +111,7 @@ async def gone(redis: Any) -> bool:
     return not await redis.exists(KEYS.process("batcher", "b0-1"))
 
 
-async def test_a_worker_is_seen_before_it_can_work(broker: Broker, redis: Any) -> None:
+async def test_a_worker_that_loads_its_model_is_listed(broker: Broker, redis: Any) -> None:
     async with serving(broker.url) as (_, client):
 
         async def workers() -> list[str]:
@@ -145,7 +145,7 @@ async def test_of_two_batchers_the_one_with_the_lease_is_active(broker: Broker, 
             assert {one["pid"] for one in found} == {first.pid, second.pid}
 
 
-async def test_without_a_batcher_everything_waits(broker: Broker, redis: Any) -> None:
+async def test_without_a_batcher_all_requests_are_waiting(broker: Broker, redis: Any) -> None:
     await redis.xadd(KEYS.requests, {"generate": b"?"})
     async with serving(broker.url) as (_, client):
         assert (await client.get("/fleet")).json()["requests"] == {
@@ -156,7 +156,9 @@ async def test_without_a_batcher_everything_waits(broker: Broker, redis: Any) ->
         }
 
 
-async def test_the_button_kills_a_process_of_our_launcher(broker: Broker, redis: Any, sibling: Any) -> None:
+async def test_the_kill_button_kills_a_process_of_the_same_launcher(
+    broker: Broker, redis: Any, sibling: Any
+) -> None:
     with bystander("tokenfleet batcher b0") as process:
         async with serving(broker.url, **DEMO) as (_, client):
             await show(redis, "b0-1", pid=process.pid)
@@ -173,7 +175,7 @@ async def refused(client: Any, name: str = "b0-1", **headers: str) -> tuple[int,
     return answer.status_code, answer.json()["error"]
 
 
-async def test_the_button_kills_nothing_else(
+async def test_the_kill_button_kills_no_other_process(
     broker: Broker, redis: Any, sibling: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with bystander("tokenfleet batcher b0") as process, bystander("somebody's editor") as other:
@@ -204,13 +206,13 @@ async def test_the_button_kills_nothing_else(
 
 
 @pytest.mark.parametrize("hostname", ["0.0.0.0", "192.0.2.1", "some-machine"])
-def test_a_demonstration_is_for_this_machine_only(hostname: Any) -> None:
+def test_demo_needs_a_local_hostname(hostname: Any) -> None:
     with pytest.raises(SettingError, match=r"DEMO: .*HOSTNAME=127\.0\.0\.1"):
         Settings.read(["--demo"], {"HOSTNAME": hostname})
     assert Settings.read(["--demo", "--hostname", "127.0.0.1"], {}).demo
 
 
-async def test_a_browser_gets_the_page_and_everybody_else_the_health(broker: Broker) -> None:
+async def test_browsers_get_the_page_and_other_clients_the_health(broker: Broker) -> None:
     async with working(broker.url, TOKENIZER, lambda _: Answer([])), serving(broker.url) as (gateway, client):
         await ready(gateway)
         page = await client.get("/", headers={"accept": "text/html,application/xhtml+xml,*/*;q=0.8"})
@@ -233,7 +235,7 @@ async def test_a_browser_gets_the_page_and_everybody_else_the_health(broker: Bro
 # --- lives of requests --------------------------------------------------------------------------------------
 
 
-async def test_the_life_of_a_job_whatever_its_name(broker: Broker) -> None:
+async def test_the_timeline_of_a_job_with_any_id(broker: Broker) -> None:
     async with serving(broker.url) as (gateway, client):
         life = encode(Timeline([TimelineEvent(5, "queued", num_tokens=3)]))
         await gateway.pool.redis.xadd(KEYS.timeline, {"team/a=1+2#0": life, "team/b": life})

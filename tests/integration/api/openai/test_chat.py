@@ -47,7 +47,7 @@ def head(found: dict[str, Any], kind: str, model: str = "smollm2") -> dict[str, 
     return known
 
 
-async def test_the_frames_of_a_stream(broker: Broker) -> None:
+async def test_a_stream_is_chat_completion_chunks(broker: Broker) -> None:
     answer = Answer(ids(" é🙂 b"))
     async with answering(broker.url, answer) as (worker, _, client):
         found = frames(await streamed(client, CHAT_PATH, CHAT))
@@ -80,7 +80,7 @@ async def test_the_frames_of_a_stream(broker: Broker) -> None:
     assert found == [{**known, "choices": [choice]} for choice in choices]
 
 
-async def test_the_whole_answer(broker: Broker) -> None:
+async def test_a_chat_completion_has_message_usage_and_headers(broker: Broker) -> None:
     async with answering(broker.url, Answer(ids(" é🙂")), served_model_name="m") as (_, _, client):
         response = await client.post(CHAT_PATH, json=CHAT | {"model": "m"})
     found = response.json()
@@ -95,7 +95,7 @@ async def test_the_whole_answer(broker: Broker) -> None:
     assert response.headers["x-compute-characters"] == str(len(PROMPT + GENERATION_PROMPT))
 
 
-async def test_stop_strings_are_held_back_until_they_are_none(broker: Broker) -> None:
+async def test_possible_stop_strings_are_held_back(broker: Broker) -> None:
     answer = Answer(ids("one two three"), ends=False)
     async with answering(broker.url, answer) as (_, _, client):
         found = frames(await streamed(client, CHAT_PATH, CHAT | {"stop": ["ne twice", "o thr"]}))
@@ -119,7 +119,7 @@ def content_and_ending(answer: dict[str, Any]) -> tuple[str, str, Any]:
     return choice["message"]["content"], choice["finish_reason"], choice["stop_reason"]
 
 
-async def test_logprobs(broker: Broker) -> None:
+async def test_logprobs_have_tokens_bytes_and_top_logprobs(broker: Broker) -> None:
     token_ids = [*ids(" é🙂"), IM_END]
     async with answering(broker.url, Answer(token_ids[:-1])) as (worker, _, client):
         body = CHAT | {"logprobs": True, "top_logprobs": 2}
@@ -156,7 +156,7 @@ def short(text: str) -> float:
     return round(float(text), 5)
 
 
-async def test_several_choices(broker: Broker) -> None:
+async def test_n_choices_are_streamed_by_index(broker: Broker) -> None:
     """Each has its number, its role, its own end; the prompt is counted once."""
 
     def answer(request: Any) -> Answer:
@@ -189,7 +189,7 @@ async def test_several_choices(broker: Broker) -> None:
     assert {request.sampling.seed for request in worker.seen[:3]} == {7}  # type: ignore[union-attr]
 
 
-async def test_usage_in_every_chunk(broker: Broker) -> None:
+async def test_continuous_usage_stats_are_in_every_chunk(broker: Broker) -> None:
     async with answering(broker.url, Answer(ids("one two"))) as (_, _, client):
         options = {"include_usage": True, "continuous_usage_stats": True}
         found = frames(await streamed(client, CHAT_PATH, CHAT | {"stream_options": options}))
@@ -214,7 +214,7 @@ async def test_a_failed_stream_ends_with_the_error(broker: Broker) -> None:
     assert (once.status_code, once.json()) == (500, {"error": error})
 
 
-async def test_a_failed_stream_raises_in_the_package_of_openai(broker: Broker) -> None:
+async def test_a_failed_stream_raises_in_the_openai_package(broker: Broker) -> None:
     async with (
         answering(broker.url, Answer(ids("a b"), error="two workers died")) as (worker, _, client),
         AsyncOpenAI(base_url=f"{client.base_url}/v1", api_key="none") as package,
@@ -230,7 +230,7 @@ async def test_a_failed_stream_raises_in_the_package_of_openai(broker: Broker) -
 
 
 @pytest.mark.parametrize("stream", [True, False])
-async def test_every_choice_ends_when_the_client_goes(broker: Broker, stream: bool) -> None:
+async def test_all_choices_are_cancelled_when_the_client_disconnects(broker: Broker, stream: bool) -> None:
     async with answering(broker.url, Answer(ids("a b c"), ends=False)) as (worker, gateway, client):
         task = asyncio.create_task(client.post(CHAT_PATH, json=CHAT | {"n": 3, "stream": stream}))
         await wait_until(
@@ -240,7 +240,7 @@ async def test_every_choice_ends_when_the_client_goes(broker: Broker, stream: bo
         await wait_until(lambda: not worker.live and not gateway.pool.relay.streams)
 
 
-async def test_what_reaches_the_queue(broker: Broker) -> None:
+async def test_fields_become_parameters_of_the_queued_request(broker: Broker) -> None:
     fields = {
         "max_completion_tokens": 2,
         "min_tokens": 2,

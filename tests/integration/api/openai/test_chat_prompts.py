@@ -59,7 +59,7 @@ PROMPTS: list[tuple[dict[str, Any], str]] = [
 ]
 
 
-async def test_prompts_of_messages(broker: Broker) -> None:
+async def test_messages_are_rendered_with_the_chat_template(broker: Broker) -> None:
     async with answering(broker.url, Answer(ids("x"))) as (worker, _, client):
         for body, prompt in PROMPTS:
             response = await client.post(CHAT_PATH, json=body)
@@ -69,7 +69,7 @@ async def test_prompts_of_messages(broker: Broker) -> None:
             assert model_tokenizer().encode(prompt, add_special_tokens=False) == prompt_ids
 
 
-async def test_echo_repeats_what_is_continued(broker: Broker) -> None:
+async def test_echo_repeats_the_message_that_is_continued(broker: Broker) -> None:
     async with answering(broker.url, Answer(ids("x"))) as (_, _, client):
         body = {"messages": [USER, ASSISTANT], "echo": True}
         assert (await client.post(CHAT_PATH, json=body)).json()["choices"][0]["message"]["content"] == "A x"
@@ -77,7 +77,9 @@ async def test_echo_repeats_what_is_continued(broker: Broker) -> None:
     assert "".join(frame["choices"][0]["delta"]["content"] for frame in found) == "A x"
 
 
-async def test_a_model_without_a_template(broker: Broker, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_model_without_a_template_refuses_chats(
+    broker: Broker, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async with answering(broker.url, Answer(ids("x"))) as (_, _, client):
         monkeypatch.setattr(type(model_tokenizer()), "chat_template", None)
         response = await client.post(CHAT_PATH, json=CHAT)

@@ -25,7 +25,7 @@ def repeat(request: Generate) -> Answer:
     return Answer(ids(f"{TOKENIZER.decode(unpack_ids(request.prompt_ids))} {choice}"))
 
 
-async def test_the_frames_of_a_stream(broker: Broker) -> None:
+async def test_a_stream_is_text_completion_chunks(broker: Broker) -> None:
     async with answering(broker.url, Answer(ids(" é b"))) as (_, _, client):
         found = frames(
             await streamed(client, PATH, {"prompt": "a", "stream_options": {"include_usage": True}})
@@ -50,7 +50,7 @@ async def test_the_frames_of_a_stream(broker: Broker) -> None:
     ]
 
 
-async def test_choices_stand_in_the_order_of_the_prompts(broker: Broker) -> None:
+async def test_choices_are_in_the_order_of_the_prompts(broker: Broker) -> None:
     async with answering(broker.url, repeat) as (worker, gateway, client):
         response = await client.post(PATH, json={"prompt": ["a b", "c", "d e f"], "n": 2})
         found = frames(await streamed(client, PATH, {"prompt": ["a b", "c", "d e f"], "n": 2}))
@@ -102,7 +102,7 @@ async def test_logprobs_are_parallel_lists(broker: Broker) -> None:
         assert [value for frame in found for value in frame["choices"][0]["logprobs"][name]] == values
 
 
-async def test_echo(broker: Broker) -> None:
+async def test_echo_puts_the_prompt_before_the_text(broker: Broker) -> None:
     async with answering(broker.url, Answer(ids(" b"))) as (_, _, client):
         for prompt, text in (("a é", "a é b"), (ids("a é"), "a é b")):
             assert (await client.post(PATH, json={"prompt": prompt, "echo": True})).json()["choices"][0][
@@ -117,7 +117,7 @@ def told(prompt: list[int]) -> list[float | None]:
     return [None, *(-0.5 * i for i in range(1, len(prompt)))]
 
 
-async def test_echo_with_logprobs_tells_of_the_prompt(broker: Broker) -> None:
+async def test_echo_with_logprobs_includes_the_prompt(broker: Broker) -> None:
     """The same lists, streamed or not: those of the prompt's tokens, then those of the choice's own."""
     body = {"prompt": ["a é b", "c d"], "n": 2, "echo": True}
     async with answering(broker.url, Answer(ids(" x"), ends=False)) as (worker, _, client):
@@ -147,7 +147,7 @@ async def test_echo_with_logprobs_tells_of_the_prompt(broker: Broker) -> None:
             assert [value for part in parts for value in part["logprobs"][name]] == values
 
 
-async def test_the_prompt_alone(broker: Broker) -> None:
+async def test_max_tokens_of_zero_scores_the_prompt(broker: Broker) -> None:
     """`max_tokens` 0 scores a prompt: the token generated all the same is neither shown nor counted."""
     async with answering(broker.url, Answer([])) as (worker, _, client):
         body = {
@@ -180,7 +180,7 @@ async def test_the_prompt_alone(broker: Broker) -> None:
     assert (bare["text"], bare["logprobs"], worker.seen[-1].stopping.max_new_tokens) == ("a", None, 1)
 
 
-async def test_a_cut_prompt_is_repeated_as_it_was_cut(broker: Broker) -> None:
+async def test_echo_of_a_truncated_prompt_is_truncated(broker: Broker) -> None:
     async with answering(broker.url, Answer(ids(" x"), ends=False)) as (_, _, client):
         for prompt in ("a é b", ids("a é b")):
             body = {
@@ -195,7 +195,7 @@ async def test_a_cut_prompt_is_repeated_as_it_was_cut(broker: Broker) -> None:
             assert choice["logprobs"]["token_logprobs"] == [*told([1, 2]), *logprobs(1)]
 
 
-def test_where_the_tokens_of_a_prompt_begin() -> None:
+def test_text_offsets_of_prompt_tokens() -> None:
     """Tokens may share a character. Special tokens have no length if the tokenizer added them."""
     begin = TOKENIZER.token_to_id("<|im_start|>")
     for prompt, text, begins in (
@@ -213,7 +213,7 @@ def test_where_the_tokens_of_a_prompt_begin() -> None:
         )
 
 
-async def test_special_tokens_on_demand(broker: Broker) -> None:
+async def test_special_tokens_are_shown_on_request(broker: Broker) -> None:
     answer = Answer([*ids("a"), TOKENIZER.token_to_id("<|im_start|>"), *ids(" b")])  # type: ignore[list-item]
     async with answering(broker.url, answer) as (_, _, client):
         for body, text in (({}, "a b"), ({"skip_special_tokens": False}, "a<|im_start|> b")):
@@ -222,7 +222,7 @@ async def test_special_tokens_on_demand(broker: Broker) -> None:
             ] == text
 
 
-async def test_a_failing_prompt_fails_all(broker: Broker) -> None:
+async def test_a_failed_prompt_fails_all_choices(broker: Broker) -> None:
     def answer(request: Generate) -> Answer:
         return (
             Answer(ids("x"), error="poison")

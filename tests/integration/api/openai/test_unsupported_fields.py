@@ -117,7 +117,7 @@ async def test_the_field_at_fault_is_named(client: httpx.AsyncClient) -> None:
             assert words in error["message"] and f"`{param}" in error["message"], error
 
 
-async def test_whatever_is_not_served_is_named_unless_it_changes_nothing(client: httpx.AsyncClient) -> None:
+async def test_unsupported_fields_are_named_unless_they_are_neutral(client: httpx.AsyncClient) -> None:
     for name, neutral in UNSUPPORTED.items():
         response = await client.post("/v1/chat/completions", json=CHAT | {name: "something"})
         assert (response.status_code, response.json()["error"]["param"]) == (400, name)
@@ -128,18 +128,18 @@ async def test_whatever_is_not_served_is_named_unless_it_changes_nothing(client:
             ).status_code == 200, (name, value)
 
 
-def test_nothing_that_openai_knows_is_overlooked() -> None:
+def test_every_field_of_openai_is_known() -> None:
     chat = set(chat_create_params.CompletionCreateParamsBase.__annotations__)
     completion = set(completion_create_params.CompletionCreateParamsBase.__annotations__)
     assert chat <= set(ChatRequest.model_fields) | set(UNSUPPORTED) | LABELS
     assert completion <= set(CompletionRequest.model_fields) | set(UNSUPPORTED) | LABELS
 
 
-def test_what_only_tgi_knows_is_not_overlooked() -> None:
+def test_every_field_of_tgi_is_known() -> None:
     assert set(GenerateParameters.model_fields) - OPENAI_FIELDS == TGI_FIELDS
 
 
-async def test_models(client: httpx.AsyncClient) -> None:
+async def test_models_are_listed_and_found_by_name(client: httpx.AsyncClient) -> None:
     for model in ("smollm2", "tgi", "dummy", "", None):
         answer = await client.post("/v1/chat/completions", json=CHAT | {"model": model})
         assert (answer.status_code, answer.json()["model"]) == (200, "smollm2")
@@ -160,7 +160,7 @@ async def test_models(client: httpx.AsyncClient) -> None:
     assert (await client.get("/v1/models/smollm2")).json() == known
 
 
-async def test_bodies_that_cannot_be_read(client: httpx.AsyncClient) -> None:
+async def test_malformed_bodies_are_refused(client: httpx.AsyncClient) -> None:
     json = {"content-type": "application/json"}
     for path in ("/v1/chat/completions", "/v1/completions"):
         for content, headers, status in (

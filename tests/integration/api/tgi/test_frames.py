@@ -31,7 +31,7 @@ def frames(content: bytes) -> list[dict[str, Any]]:
     return [json.loads(line.removeprefix("data: ")) for line in lines]
 
 
-async def test_the_bytes_of_a_stream(broker: Broker) -> None:
+async def test_a_stream_has_exactly_tgis_bytes(broker: Broker) -> None:
     answer = Answer(ids(" é🙂"))
     expected_ids = [*answer.ids, IM_END]
     async with (
@@ -79,7 +79,7 @@ def pieces(token_ids: list[int]) -> list[str]:
     return found
 
 
-async def test_the_head_of_a_stream(broker: Broker) -> None:
+async def test_a_stream_has_tgis_headers(broker: Broker) -> None:
     async with (
         working(broker.url, TOKENIZER, lambda _: Answer(ids("a b"))),
         serving(broker.url, compute_type="cpu") as (gateway, client),
@@ -96,7 +96,7 @@ async def test_the_head_of_a_stream(broker: Broker) -> None:
     assert last["generated_text"] == "a b"
 
 
-async def test_tokens_are_shown_as_they_come(broker: Broker) -> None:
+async def test_a_frame_is_sent_as_soon_as_its_token_comes(broker: Broker) -> None:
     """A frame does not wait for the token after it, unless it may be the last."""
     answer = Answer(ids("one two three four"), ends=False)
     async with working(broker.url, TOKENIZER, lambda _: answer), serving(broker.url) as (gateway, client):
@@ -112,7 +112,7 @@ async def test_tokens_are_shown_as_they_come(broker: Broker) -> None:
     assert [frame["index"] for frame in frames(seen)] == [1, 2, 3, 4]
 
 
-async def test_an_answer_at_once(broker: Broker) -> None:
+async def test_generate_returns_the_whole_answer(broker: Broker) -> None:
     answers = Answer(ids("one two three"))
     async with working(broker.url, TOKENIZER, lambda _: answers), serving(broker.url) as (gateway, client):
         await ready(gateway)
@@ -139,7 +139,7 @@ async def test_an_answer_at_once(broker: Broker) -> None:
     assert "x-compute-type" not in response.headers
 
 
-async def test_what_reaches_the_queue(broker: Broker) -> None:
+async def test_parameters_become_fields_of_the_queued_request(broker: Broker) -> None:
     parameters = {
         "truncate": 2,
         "stop": ["x", "yy"],
@@ -219,7 +219,7 @@ async def test_frames_are_json_whatever_a_token_holds() -> None:
     assert all(json.dumps(text, ensure_ascii=False).encode() in line for line in shown.split(b"\n\n")[:-1])
 
 
-async def test_no_token_is_shown_twice_when_the_end_comes_as_a_surprise() -> None:
+async def test_an_unexpected_end_repeats_no_token() -> None:
     one = Stream(Generate("r", "", pack_ids([1]), StoppingParams(9)), model_tokenizer())
     found = tgi_frames(one, "", False)
     one.add_event(Tokens("r", 1, 0, pack_ids(ids("a")), pack_floats([-1.0]), ["a"]))

@@ -38,7 +38,7 @@ def described(token_id: int, logprob: float) -> dict[str, Any]:
     }
 
 
-async def test_the_likeliest_tokens_beside_each(broker: Broker) -> None:
+async def test_top_tokens_are_in_frames_and_details(broker: Broker) -> None:
     """Streamed they stand in each frame, else in the details."""
     body = {"inputs": "Hi", "parameters": {"details": True, "top_n_tokens": 2, "do_sample": True, "seed": 7}}
     async with (
@@ -68,7 +68,7 @@ async def test_the_likeliest_tokens_beside_each(broker: Broker) -> None:
     assert shown[-1]["details"] == about | {"input_length": 1}
 
 
-async def test_what_is_told_of_the_prompt(broker: Broker) -> None:
+async def test_decoder_input_details_are_in_the_answer(broker: Broker) -> None:
     """Nothing of its first token, and nothing where tokens are streamed. It comes with details, whether these
     are asked for or not.
     """
@@ -116,7 +116,7 @@ async def test_what_is_told_of_the_prompt(broker: Broker) -> None:
 
 
 @pytest.mark.parametrize("path", ["/generate", "/generate_stream"])
-async def test_a_seed_is_told_where_tokens_were_drawn(broker: Broker, path: str) -> None:
+async def test_details_have_a_seed_if_tokens_were_sampled(broker: Broker, path: str) -> None:
     async def seed(client: httpx.AsyncClient, parameters: dict[str, Any]) -> Any:
         response = await client.post(
             path, json={"inputs": "Hi", "parameters": {"details": True} | parameters}
@@ -136,7 +136,7 @@ async def test_a_seed_is_told_where_tokens_were_drawn(broker: Broker, path: str)
         assert drawn == worker.seen[-1].sampling.seed and 0 <= drawn < 2**63  # type: ignore[union-attr]
 
 
-async def test_the_best_of_several_answers(broker: Broker) -> None:
+async def test_best_of_returns_the_likeliest_answer(broker: Broker) -> None:
     """Here the shorter one is the likelier. Each has a seed of its own, which is told with it."""
     texts = iter(["one two three", "one"])
     body = {
@@ -172,7 +172,7 @@ async def test_the_best_of_several_answers(broker: Broker) -> None:
     assert response.headers["x-generated-tokens"] == "2"
 
 
-async def test_one_failure_of_several_answers_is_told(broker: Broker) -> None:
+async def test_one_failed_answer_fails_the_request(broker: Broker) -> None:
     answers = iter([Answer(ids("one")), Answer([], error="two workers died")])
     async with (
         working(broker.url, TOKENIZER, lambda _: next(answers)),
@@ -186,7 +186,7 @@ async def test_one_failure_of_several_answers_is_told(broker: Broker) -> None:
         await wait_until(lambda: not gateway.pool.relay.streams)
 
 
-async def test_all_or_none_of_several_answers_are_admitted(broker: Broker) -> None:
+async def test_best_of_admits_all_requests_or_none(broker: Broker) -> None:
     body = {"inputs": "Hi", "parameters": {"best_of": 2, "do_sample": True}}
     endless = Answer(ids("one") * 200, ends=False)
     async with (
@@ -205,7 +205,7 @@ async def test_all_or_none_of_several_answers_are_admitted(broker: Broker) -> No
         await wait_until(nothing_is_left)
 
 
-async def test_post_to_the_root(broker: Broker) -> None:
+async def test_post_to_the_root_returns_an_array_or_a_stream(broker: Broker) -> None:
     """Its text begins with the prompt unless that is denied; an array of one, or a stream."""
     async with (
         working(broker.url, TOKENIZER, lambda _: Answer(ids(" one"))),
@@ -269,7 +269,7 @@ def test_the_best_has_the_highest_mean_log_probability() -> None:
     assert rank_by_logprob([short, long]) == [long, short]
 
 
-async def test_what_was_asked_for_decides_whether_the_last_frame_has_details() -> None:
+async def test_the_last_frame_has_details_if_they_are_requested() -> None:
     for wanted in (True, False):
         [content] = [one async for one in stream_frames(ended([-1.0]), "", wanted)]
         assert (parsed(content)[-1]["details"] is not None) is wanted

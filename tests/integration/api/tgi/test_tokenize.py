@@ -41,7 +41,7 @@ async def test_offsets_are_bytes_of_the_text(broker: Broker) -> None:
     } in tokens
 
 
-async def test_a_chat_is_tokenised_as_it_would_be_asked(broker: Broker) -> None:
+async def test_chat_tokenize_has_the_tokens_of_a_chat_request(broker: Broker) -> None:
     chat = {"messages": [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hé?"}]}
     async with (
         working(broker.url, TOKENIZER, lambda _: Answer([11])) as worker,
@@ -63,7 +63,7 @@ async def test_a_chat_is_tokenised_as_it_would_be_asked(broker: Broker) -> None:
     ("settings", "longest"),
     [({}, (1023, 1024)), ({"max_total_tokens": 50, "max_input_tokens": 20}, (20, 50))],
 )
-async def test_the_limits_are_told(
+async def test_info_has_the_limits(
     broker: Broker, settings: dict[str, Any], longest: tuple[int, int]
 ) -> None:
     """Those of the workers, unless settings are below; they stay known when the workers go."""

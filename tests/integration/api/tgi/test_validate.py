@@ -157,7 +157,7 @@ async def test_refusals_name_the_field_and_the_limit(
         assert not worker.seen
 
 
-async def test_best_of_is_for_several_answers_that_can_differ(broker: Broker) -> None:
+async def test_best_of_needs_sampling_without_a_seed_or_stream(broker: Broker) -> None:
     cases = [
         ("/generate", {"best_of": 2}, "`best_of` above 1 needs sampling"),
         (

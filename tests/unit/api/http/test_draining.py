@@ -89,7 +89,7 @@ async def test_a_second_signal_ends_the_drain() -> None:
 @pytest.mark.parametrize(
     ("method", "path"), [("POST", "/generate"), ("POST", "/v1/completions"), ("GET", "/health")]
 )
-async def test_a_draining_gateway_refuses_what_takes_a_prompt(method: str, path: str) -> None:
+async def test_a_draining_gateway_refuses_new_prompts(method: str, path: str) -> None:
     draining = Draining()
     draining.until_s = time.monotonic() + 60
     gateway = Gateway(Settings(redis_url="redis://127.0.0.1:1"), "g0-test", model_tokenizer())

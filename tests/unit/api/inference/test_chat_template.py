@@ -135,7 +135,7 @@ def test_files_that_hold_the_template(tmp_path: Path) -> None:
     assert rendered(tmp_path) == "of its own file é"
 
 
-def test_another_tokenizer_config_wins(tmp_path: Path) -> None:
+def test_tokenizer_config_path_overrides_the_models_template(tmp_path: Path) -> None:
     (tmp_path / "chat_template.jinja").write_text("of its own file")
     write(tmp_path, "tokenizer_config.json", {"bos_token": "<s>"})
     write(tmp_path, "other.json", {"chat_template": "other{{ bos_token }}"})

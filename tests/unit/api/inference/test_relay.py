@@ -57,7 +57,7 @@ SEQUENCES: list[
 @pytest.mark.parametrize(
     ("messages", "missed"), [case[1:] for case in SEQUENCES], ids=[case[0] for case in SEQUENCES]
 )
-async def test_gaps_request_fills(messages: list[bytes], missed: bool) -> None:
+async def test_missed_messages_request_a_fill(messages: list[bytes], missed: bool) -> None:
     relay = Relay(connect("redis://127.0.0.1:1"), KEYS, "g0")
     relay.add(new_stream())
     for message in messages:
@@ -193,7 +193,9 @@ async def test_nothing_is_read_before_the_request_is_admitted(redis: Redis, rela
     await wait_until(lambda: early.num_tokens == 2)
 
 
-async def test_fills_do_not_pile_up(redis: Redis, relay: Relay, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_fill_requests_during_a_fill_are_merged(
+    redis: Redis, relay: Relay, monkeypatch: pytest.MonkeyPatch
+) -> None:
     reads: list[list[str]] = []
     going = asyncio.Event()
 
@@ -227,7 +229,7 @@ async def test_a_silent_stream_is_filled(redis: Redis, relay: Relay, monkeypatch
     await wait_until(lambda: one.num_tokens == 4)
 
 
-async def test_a_cut_subscription_comes_back(
+async def test_a_lost_subscription_is_renewed(
     redis: Redis, relay: Relay, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(relay_module, "SILENCE_S", 60.0)

@@ -28,7 +28,7 @@ def sampling(**given: Any) -> SamplingParams | None:
         {"top_p_decay": 0.9},
     ],
 )
-def test_each_of_these_alone_makes_tokens_be_drawn(fields: dict[str, Any]) -> None:
+def test_each_sampling_field_alone_turns_sampling_on(fields: dict[str, Any]) -> None:
     first, second = sampling(**fields), sampling(**fields)
     assert first is not None and second is not None
     assert first.temperature == fields.get("temperature", 1.0)
@@ -39,17 +39,17 @@ def test_each_of_these_alone_makes_tokens_be_drawn(fields: dict[str, Any]) -> No
 @pytest.mark.parametrize(
     "fields", [{}, {"top_k": 0}, {"top_k": -1}, {"seed": 3}, {"top_p_min": 0.5}, {"top_p_reset_ids": [1]}]
 )
-def test_parameters_that_change_nothing_leave_an_answer_plain_greedy(fields: dict[str, Any]) -> None:
+def test_neutral_parameters_leave_decoding_greedy(fields: dict[str, Any]) -> None:
     assert not draws(generation_params(**fields))
     assert sampling(**fields, raw_logprobs=True) is None
 
 
-def test_penalties_alone_leave_an_answer_greedy() -> None:
+def test_penalties_alone_leave_decoding_greedy() -> None:
     found = sampling(repetition_penalty=1.2, seed=5, temperature=1.0, raw_logprobs=True)
     assert found == SamplingParams(temperature=0.0, repetition_penalty=1.2, raw_logprobs=True)
 
 
-def test_a_greedy_answer_keeps_nothing_that_concerns_draws_only() -> None:
+def test_greedy_decoding_drops_sampling_parameters() -> None:
     found = sampling(temperature=0.0, top_k=5, top_p=0.5, min_p=0.1, seed=5, top_p_min=0.2, bad_words=["dog"])
     assert found is not None and found.bad_words
     assert all(getattr(found, name) == getattr(SamplingParams(), name) for name in DRAW_ONLY)

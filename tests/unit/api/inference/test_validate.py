@@ -22,7 +22,7 @@ async def validated(**given: Any) -> list[Generate]:
     return await validate(generation_params(**given), LIMITS, model_tokenizer())
 
 
-async def test_stopping_parameters_travel_as_they_are_with_max_new_tokens_filled_in() -> None:
+async def test_stopping_parameters_are_kept_and_max_new_tokens_has_a_default() -> None:
     stopping = {"min_new_tokens": 2, "stop": ["x"], "stop_ids": [3, 4], "ignore_eos": True}
     [default], [limited] = await validated(**stopping), await validated(**stopping, max_new_tokens=9)
     assert default.stopping == StoppingParams(99, **stopping)  # type: ignore[arg-type]
@@ -37,7 +37,7 @@ async def test_every_range_is_checked_wherever_its_parameter_stands(name: str) -
             await validated(**{name: wrong})
 
 
-async def test_answers_to_one_prompt_differ_in_their_number_alone() -> None:
+async def test_requests_of_one_prompt_differ_only_in_their_choice() -> None:
     found = await validated(do_sample=True, n=3, seed=9)
     assert [one.sampling and (one.sampling.seed, one.sampling.choice) for one in found] == [
         (9, 0),

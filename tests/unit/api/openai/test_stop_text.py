@@ -101,7 +101,7 @@ def test_a_token_that_ends_the_answer_is_not_shown() -> None:
         assert shown(stream, include_stop=True)[0] == ["one", " two"]
 
 
-def test_an_end_that_nothing_announced_shows_what_was_held_back() -> None:
+def test_the_end_releases_the_text_that_was_held_back() -> None:
     stream = generated(["one", " t"], [" two"])
     text = StopHoldback(stream, True, False)
     assert [text.step(), text.step(), text.last()] == ["one", "", " t"]
