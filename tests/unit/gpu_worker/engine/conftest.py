@@ -1,12 +1,14 @@
 """Fixtures of the engine's tests."""
 
 import ctypes
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
+from common.process import cpu
 from gpu_worker.engine import engine as engine_module
 from gpu_worker.engine.attention.kv_cache import Geometry
 from gpu_worker.engine.cpu import native
@@ -17,6 +19,18 @@ from tests.support.engine import fake_flashinfer
 from tests.support.engine.tiny_engine import engine_of
 
 HOPPER = 9
+
+
+@pytest.fixture(scope="session", autouse=True)
+def share_of_the_cores() -> Iterator[None]:
+    """Engines, and kernels without one, leave cores to the other processes of pytest-xdist: threads that wait
+    for each other are slow where processes share a core.
+    """
+    num_threads = max(1, cpu.num_cores() // int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")))
+    torch.set_num_threads(num_threads)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(load, "threads_of", lambda settings, communicator: num_threads)
+        yield
 
 
 @pytest.fixture(scope="session")
