@@ -58,12 +58,12 @@ def run(argv: Sequence[str]) -> int:
             print(usage())
         case [word, *rest]:
             if word not in COMMANDS:
-                raise SettingError("command", f"{word!r} is not a command{nearest(word)}")
+                raise SettingError("command", f"{word!r} is not a command{suggestion(word)}")
             return COMMANDS[word].run(rest)
     return 0
 
 
-def nearest(word: str) -> str:
+def suggestion(word: str) -> str:
     near = difflib.get_close_matches(word, [*COMMANDS, "--help", "--version"], n=1)
     return f"; the nearest is {near[0]}" if near else "; `tokenfleet --help` lists them"
 
@@ -77,7 +77,7 @@ def serve(argv: list[str]) -> int:
     return launcher.serve(settings)
 
 
-def become(word: str, argv: list[str]) -> NoReturn:
+def replace_process(word: str, argv: list[str]) -> NoReturn:
     """Replaces this process by one of the fleet: its parent sees and ends that one."""
     kind = KINDS[word]
     parser = FlagParser(add_help=False, allow_abbrev=False)
@@ -105,7 +105,7 @@ def of_module(operand: str, help: str, module: str) -> Command:
 
 
 def of_process(word: str, help: str) -> Command:
-    return Command("", help, functools.partial(become, word))
+    return Command("", help, functools.partial(replace_process, word))
 
 
 SECTIONS = {

@@ -44,7 +44,7 @@ OTHERS = "options of text-generation-inference and vLLM"
 class GivenValue(NamedTuple):
     """One text that a person gave, with the name that the person used."""
 
-    said: str
+    name: str
     text: str
 
 
@@ -74,7 +74,7 @@ def read(
     given |= read_flags(cls, argv, prog) if argv else {}
     for (name, text), (target, implied) in IMPLIED.items():
         if name in given and given[name].text == text:
-            given[target] = GivenValue(given[name].said, implied)
+            given[target] = GivenValue(given[name].name, implied)
     return given
 
 
@@ -91,7 +91,7 @@ def read_flags(cls: type[BaseModel], argv: Sequence[str], prog: str) -> dict[str
         target = (FLAG_ALIASES | ALIASES).get(name, name)
         if target in given:
             raise SettingError(
-                flag_of(name), f"means the same as {flag_of(given[target].said)}, which is given, too"
+                flag_of(name), f"means the same as {flag_of(given[target].name)}, which is given, too"
             )
         field = cls.model_fields.get(name)
         text = ",".join(texts) if field and field.annotation == tuple[str, ...] else texts[-1]
@@ -142,9 +142,9 @@ def add(parser: Any, name: str, help: str | None, is_switch: bool) -> None:
 
 def check_option(option: Option, given: GivenValue, own: Any) -> None:
     """Raises SettingError where the option asks for what is not the case."""
-    value = convert(option.kind, given.text, given.said)
+    value = convert(option.kind, given.text, given.name)
     if option.accepts is not ANY and value not in option.accepts and (own is None or value != own):
-        raise SettingError(given.said, f"{'…' if option.secret else given.text} is not served: {option.why}")
+        raise SettingError(given.name, f"{'…' if option.secret else given.text} is not served: {option.why}")
 
 
 def flag_of(name: str) -> str:

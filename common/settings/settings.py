@@ -180,7 +180,7 @@ class Settings(BaseModel):
         """
         given = flags.read(cls, argv, os.environ if environ is None else environ, prog)
         texts = {name: value.text for name, value in given.items() if name in cls.model_fields}
-        with one_line_errors({name: value.said for name, value in given.items()}, texts):
+        with one_line_errors({name: value.name for name, value in given.items()}, texts):
             settings = cls.model_validate(texts)
         for name, value in given.items():
             if name in OPTIONS:

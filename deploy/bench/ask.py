@@ -1,4 +1,4 @@
-"""One streamed request, and when its tokens came."""
+"""One streamed request, with the times at which its tokens came."""
 
 import time
 from dataclasses import dataclass, field
@@ -8,21 +8,29 @@ import httpx
 import orjson
 
 from deploy.bench.servers import GENERATE, Server
-from deploy.commands.client import Frames, Trouble, check, explained, said, shown, unexpected
+from deploy.commands.client import (
+    ServerError,
+    SseDecoder,
+    check_status,
+    connection_errors,
+    error_text,
+    frame_errors,
+    one_line,
+)
 
 
 @dataclass(slots=True)
 class TimedAnswer:
-    """Filled while it comes.
+    """An answer, filled in while it is streamed.
 
     Attributes:
-        asked_s, times_s, ended_s: monotonic times of the request, of each frame with tokens, of the end (0:
+        sent_s, times_s, ended_s: monotonic times of the request, of each frame with tokens, of the end (0:
             it was cut off).
-        num_tokens, prompt_tokens: by the server's word; None: it has not said.
+        num_tokens, prompt_tokens: as the server reports them, None where it does not.
         error: why it failed; empty when it did not.
     """
 
-    asked_s: float
+    sent_s: float
     times_s: list[float] = field(default_factory=list)
     ended_s: float = 0.0
     num_tokens: int | None = None
@@ -31,39 +39,39 @@ class TimedAnswer:
 
 
 def body(server: Server, path: str, prompt: str, max_tokens: int) -> dict[str, Any]:
-    """Greedy, streamed; on past the end of the sequence where the server can."""
-    on = {"ignore_eos": True} if server.ignores_eos else {}
+    """Return a greedy, streamed request that ignores the end-of-sequence token where the server can."""
+    ignore_eos = {"ignore_eos": True} if server.ignores_eos else {}
     if path == GENERATE:
         return {
             "inputs": prompt,
-            "parameters": {"max_new_tokens": max_tokens, "do_sample": False, "details": True} | on,
+            "parameters": {"max_new_tokens": max_tokens, "do_sample": False, "details": True} | ignore_eos,
         }
     fields = {"model": server.model, "prompt": prompt, "max_tokens": max_tokens, "temperature": 0}
-    return fields | {"stream": True, "stream_options": {"include_usage": True}} | on
+    return fields | {"stream": True, "stream_options": {"include_usage": True}} | ignore_eos
 
 
-async def ask(client: httpx.AsyncClient, path: str, content: bytes, answer: TimedAnswer) -> None:
-    """Fills the answer until it has ended. Raises Trouble."""
+async def send(client: httpx.AsyncClient, path: str, content: bytes, answer: TimedAnswer) -> None:
+    """Send the request, and fill in the answer until it ends. Raises ServerError."""
     headers = {"content-type": "application/json"}
-    with explained(str(client.base_url)):
+    with connection_errors(str(client.base_url)):
         async with client.stream("POST", path, content=content, headers=headers) as response:
             if response.status_code != httpx.codes.OK:
-                check(response.status_code, await response.aread())
-            frames = Frames()
+                check_status(response.status_code, await response.aread())
+            frames = SseDecoder()
             async for chunk in response.aiter_raw():
                 now_s = time.monotonic()
                 for frame in frames.feed(chunk):
-                    take(answer, frame, now_s)
+                    read_frame(answer, frame, now_s)
     if not (answer.times_s or answer.num_tokens):
-        raise Trouble("an answer without a single token")
+        raise ServerError("the server's answer has no token")
     answer.ended_s = time.monotonic()
 
 
-def take(answer: TimedAnswer, frame: dict[str, Any], now_s: float) -> None:
-    """One frame of either route."""
-    if error := said(frame):
-        raise Trouble(f"the server ends the answer: {shown(error)}")
-    with unexpected(frame):
+def read_frame(answer: TimedAnswer, frame: dict[str, Any], now_s: float) -> None:
+    """Add one frame, of either route, to the answer."""
+    if error := error_text(frame):
+        raise ServerError(f"the server ends the answer: {one_line(error)}")
+    with frame_errors(frame):
         if has_tokens(frame):
             answer.times_s.append(now_s)
         usage = frame.get("usage") or {}
@@ -77,8 +85,8 @@ def take(answer: TimedAnswer, frame: dict[str, Any], now_s: float) -> None:
 
 
 def has_tokens(frame: dict[str, Any]) -> bool:
-    """A token may have no text (half a character). A last frame that only says why it is the last has
-    neither.
+    """A token may have no text (half a character). A last frame with only a finish reason has
+    none.
     """
     choices = frame.get("choices")
     if not choices:
@@ -86,5 +94,5 @@ def has_tokens(frame: dict[str, Any]) -> bool:
     return bool(choices[0].get("text")) or not choices[0].get("finish_reason")
 
 
-def encode(asked: dict[str, Any]) -> bytes:
-    return orjson.dumps(asked)
+def encode(fields: dict[str, Any]) -> bytes:
+    return orjson.dumps(fields)

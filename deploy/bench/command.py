@@ -1,4 +1,4 @@
-"""The command: who is measured, how, and where the result goes."""
+"""`tokenfleet bench`: measures this fleet, and another server beside it."""
 
 import argparse
 import asyncio
@@ -19,26 +19,26 @@ from common.settings.flags import FlagParser
 from common.settings.settings import SettingError
 from deploy.bench import load, report, servers, svg
 from deploy.bench.figures import figures
-from deploy.commands.client import Trouble, add_url, api_key, base_url, complain, new_client
+from deploy.commands.client import ServerError, add_url, api_key, base_url, new_client, print_error
 
 ANSWER_S = 60.0
 MAX_USERS = 1024
 MIN_DURATION_S = 1.0
-DESCRIPTION = """Measures this fleet, beside any TGI, vLLM, llama.cpp or OpenAI-compatible server
-if one is named: the same prompts in turn, streamed, greedy. API_KEY is sent to our server,
+DESCRIPTION = """Measures this fleet, and with --against another server beside it (TGI, vLLM, llama.cpp
+or OpenAI-compatible): the same prompts, streamed, greedy. API_KEY is sent to our server,
 AGAINST_API_KEY to the other."""
 
 
 def main(argv: Sequence[str]) -> int:
-    """Returns 0 when tokens came from everybody under every load. Raises SettingError for flags that cannot
-    be served.
+    """Run the command. Returns 0 when every server sent tokens under every load. Raises SettingError for
+    flags that cannot be served.
     """
-    flags = read(argv)
-    wanted = load.Wanted(flags.duration, flags.concurrency, flags.prompt_tokens, flags.max_tokens)
+    flags = read_flags(argv)
+    plan = load.LoadPlan(flags.duration, flags.concurrency, flags.prompt_tokens, flags.max_tokens)
     try:
-        result = asyncio.run(compare([flags.url, flags.against] if flags.against else [flags.url], wanted))
-    except Trouble as trouble:
-        return complain(trouble)
+        result = asyncio.run(compare([flags.url, flags.against] if flags.against else [flags.url], plan))
+    except ServerError as error:
+        return print_error(error)
     console = Console(highlight=False)
     console.print(report.view(result, console.width))
     if flags.svg:
@@ -48,7 +48,7 @@ def main(argv: Sequence[str]) -> int:
     return 0 if all(it.tokens_per_s for it in result.figures.values()) else 1
 
 
-def read(argv: Sequence[str]) -> argparse.Namespace:
+def read_flags(argv: Sequence[str]) -> argparse.Namespace:
     parser = FlagParser(prog="tokenfleet bench", allow_abbrev=False, description=DESCRIPTION)
     add_url(parser)
     parser.add_argument("--against", type=base_url, metavar="URL", help="the other server")
@@ -73,7 +73,7 @@ def read(argv: Sequence[str]) -> argparse.Namespace:
         flags.concurrency = sorted({int(word) for word in flags.concurrency.split(",")})
     except ValueError as error:
         raise SettingError(
-            "--concurrency", f"{flags.concurrency!r} is not numbers with commas, as 1,8,32 is"
+            "--concurrency", f"{flags.concurrency!r} is not a list of numbers such as 1,8,32"
         ) from error
     if not (flags.concurrency[0] >= 1 and flags.concurrency[-1] <= MAX_USERS):
         raise SettingError("--concurrency", f"from 1 to {MAX_USERS} users")
@@ -86,7 +86,7 @@ def read(argv: Sequence[str]) -> argparse.Namespace:
         svg.check_matplotlib()
     for path in (flags.svg, flags.json):
         if path is not None:
-            write(path, b"", "ab")  # better refused now than after a minute
+            write(path, b"", "ab")  # fails now, and not after a minute
     return flags
 
 
@@ -98,8 +98,8 @@ def write(path: Path, content: bytes, mode: str = "wb") -> None:
         raise SettingError("file", f"{path} cannot be written: {error.strerror}") from error
 
 
-async def compare(urls: Sequence[str], wanted: load.Wanted) -> report.Comparison:
-    """Ours is the first. Raises Trouble."""
+async def compare(urls: Sequence[str], plan: load.LoadPlan) -> report.Comparison:
+    """Measure the servers at `urls`, ours first. Raises ServerError."""
     async with contextlib.AsyncExitStack() as stack:
         clients = []
         for url, key in zip(urls, (api_key(), os.environ.get("AGAINST_API_KEY")), strict=False):
@@ -109,10 +109,10 @@ async def compare(urls: Sequence[str], wanted: load.Wanted) -> report.Comparison
         targets = [load.Target(server, client, path) for server, client in zip(found, clients, strict=True)]
         begun_s, begun_cpu_s = time.monotonic(), time.process_time()
         with progress() as show:
-            prompt_tokens, rounds = await load.measure(targets, wanted, Stage(show, wanted.duration_s).say)
+            prompt_tokens, rounds = await load.measure(targets, plan, Stage(show, plan.duration_s).show_stage)
         cores = (time.process_time() - begun_cpu_s) / (time.monotonic() - begun_s)
     measured = {key: figures(done) for key, done in rounds.items()}
-    return report.Comparison(found, wanted, path, measured, prompt_tokens, cores)
+    return report.Comparison(found, plan, path, measured, prompt_tokens, cores)
 
 
 def progress() -> Progress:
@@ -122,15 +122,15 @@ def progress() -> Progress:
 
 
 class Stage:
-    """The bar: it says which round runs, and moves with every one."""
+    """The progress bar, which names the round that runs."""
 
     def __init__(self, show: Progress, duration_s: float) -> None:
         self.show = show
         self.task = show.add_task("", total=duration_s)
         self.done_s = 0.0
 
-    def say(self, words: str, seconds: float) -> None:
-        """A round begins; it takes so long."""
+    def show_stage(self, words: str, seconds: float) -> None:
+        """Show that a round of `seconds` begins."""
         self.show.update(self.task, description=words, completed=self.done_s)
         self.done_s += seconds
 
@@ -140,7 +140,7 @@ def as_json(result: report.Comparison) -> dict[str, Any]:
         {"users": users, "server": i} | dataclasses.asdict(it) for (users, i), it in result.figures.items()
     ]
     return {
-        "wanted": dataclasses.asdict(result.wanted),
+        "plan": dataclasses.asdict(result.plan),
         "servers": [dataclasses.asdict(server) for server in result.servers],
         "route": result.path,
         "prompt_tokens": result.prompt_tokens,

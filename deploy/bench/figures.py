@@ -1,4 +1,4 @@
-"""What a server did in its rounds, in figures. All of it is arithmetic."""
+"""Figures: what is computed from the answers of a server, as tokens per second and percentiles."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ class Round:
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """Of all rounds with one load. None: nobody can say.
+    """The figures of all rounds with one load. None: not known, since too many waits were cut off.
 
     Attributes:
         first_p50_s, first_p99_s: from the request to the first frame with tokens.
@@ -42,8 +42,8 @@ def quantile(done: Iterable[float], cut: Iterable[float], q: float) -> float | N
     """The smallest time within which a share `q` of all waits ends. None when too many were cut off to know.
 
     A wait that was cut off lasted at least so long (Kaplan and Meier, "Nonparametric Estimation from
-    Incomplete Observations", 1958): to leave it out would flatter the server that lets people wait. Without
-    cuts this is the nearest-rank percentile.
+    Incomplete Observations", 1958): without it, a server that lets its clients wait would look faster.
+    Without cuts this is the nearest-rank percentile.
     """
     waits = sorted([(wait, False) for wait in done] + [(wait, True) for wait in cut])
     waiting, still = len(waits), 1.0
@@ -63,7 +63,7 @@ def figures(rounds: Sequence[Round]) -> Figures:
     num_frames = sum(len(answer.times_s) for answer in answers)
     per_frame = tokens_per_frame(complete)
     seconds = sum(one.ended_s - one.begun_s for one in rounds)
-    firsts = [answer.times_s[0] - answer.asked_s for answer in answers if answer.times_s]
+    firsts = [answer.times_s[0] - answer.sent_s for answer in answers if answer.times_s]
     gaps = [later - sooner for answer in answers for sooner, later in pairwise(answer.times_s)]
     first_cut, gap_cut = cut_off(rounds)
     return Figures(
@@ -80,17 +80,17 @@ def figures(rounds: Sequence[Round]) -> Figures:
 
 
 def tokens_per_frame(complete: Sequence[TimedAnswer]) -> float:
-    """By the word of the server where it gives one."""
-    told = [
+    """Return the mean, from the servers' own counts of tokens where they send them, else 1."""
+    counts = [
         (answer.num_tokens, len(answer.times_s))
         for answer in complete
         if answer.num_tokens and answer.times_s
     ]
-    return sum(tokens for tokens, _ in told) / sum(frames for _, frames in told) if told else 1.0
+    return sum(tokens for tokens, _ in counts) / sum(frames for _, frames in counts) if counts else 1.0
 
 
 def cut_off(rounds: Sequence[Round]) -> tuple[list[float], list[float]]:
-    """How long the first tokens, and the next tokens, had been awaited that the end of a round cut off."""
+    """Return the waits for first tokens, and for next tokens, that the end of a round cut off."""
     firsts, gaps = [], []
     for one in rounds:
         for answer in one.answers:
@@ -99,7 +99,7 @@ def cut_off(rounds: Sequence[Round]) -> tuple[list[float], list[float]]:
             if answer.times_s:
                 gaps.append(max(0.0, one.ended_s - answer.times_s[-1]))
             else:
-                firsts.append(max(0.0, one.ended_s - answer.asked_s))
+                firsts.append(max(0.0, one.ended_s - answer.sent_s))
     return firsts, gaps
 
 

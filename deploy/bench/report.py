@@ -1,4 +1,4 @@
-"""What was measured, for people: a table with ratios, and bars."""
+"""The report of a benchmark: a table with ratios, bars, and notes."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ from rich.table import Table
 from rich.text import Text
 
 from deploy.bench.figures import Figures, ratio
-from deploy.bench.load import Wanted
+from deploy.bench.load import LoadPlan
 from deploy.bench.servers import Server
 
 WIDE, MEDIUM = 96, 70
@@ -16,7 +16,7 @@ MAX_CELLS = 40
 BUSY = 0.7
 COLORS = ("cyan", "magenta")
 SAME = 0.02
-"""A ratio so near to 1 is no news."""
+"""A ratio this near to 1 is not coloured."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,12 +26,12 @@ class Comparison:
     Attributes:
         servers: ours first.
         figures: by (users, server).
-        prompt_tokens: as measured; None when no server says.
+        prompt_tokens: as measured; None when no server reports them.
         client_cores: processor time of this client over time: near 1, it is the limit itself.
     """
 
     servers: Sequence[Server]
-    wanted: Wanted
+    plan: LoadPlan
     path: str
     figures: dict[tuple[int, int], Figures]
     prompt_tokens: int | None
@@ -40,7 +40,7 @@ class Comparison:
 
 @dataclass(frozen=True, slots=True)
 class Measure:
-    """One column. `factor` makes the unit shown of what is stored."""
+    """One column. A stored value times `factor` is the value shown."""
 
     title: str
     of: Callable[[Figures], float | None]
@@ -66,14 +66,14 @@ def view(result: Comparison, width: int) -> RenderableType:
 
 
 def head(result: Comparison) -> Text:
-    wanted = result.wanted
+    plan = result.plan
     lines = Text()
     for server, color in zip(result.servers, COLORS, strict=False):
         lines.append(f"{server.name}  ", style=f"bold {color}").append(f"{server.model or 'model unknown'}  ")
         lines.append(f"{server.url}\n", style="dim")
-    num_tokens = result.prompt_tokens or f"about {wanted.prompt_tokens}"
-    prompt = f"prompts of {num_tokens} tokens, {wanted.max_tokens} new ones"
-    return lines.append(f"{wanted.duration_s:g} s, {prompt}, greedy, {result.path}", style="dim")
+    num_tokens = result.prompt_tokens or f"about {plan.prompt_tokens}"
+    prompt = f"prompts of {num_tokens} tokens, {plan.max_tokens} new ones"
+    return lines.append(f"{plan.duration_s:g} s, {prompt}, greedy, {result.path}", style="dim")
 
 
 def table(result: Comparison, width: int) -> Table:
@@ -86,7 +86,7 @@ def table(result: Comparison, width: int) -> Table:
     if width >= WIDE:
         shown.add_column("answers", justify="right")
     shown.add_column("errors", justify="right")
-    for users in result.wanted.concurrency:
+    for users in result.plan.concurrency:
         both = [result.figures[users, i] for i in range(len(result.servers))]
         for i, (server, it) in enumerate(zip(result.servers, both, strict=True)):
             cells = [number(measure.of(it), measure.factor) for measure in measures]
@@ -101,21 +101,21 @@ def table(result: Comparison, width: int) -> Table:
             )
         if len(both) == 2:
             shown.add_row(
-                "", Text("ratio", style="bold"), *(compared(measure, *both) for measure in measures)
+                "", Text("ratio", style="bold"), *(ratio_cell(measure, *both) for measure in measures)
             )
         shown.add_row()
     return shown
 
 
 def label(result: Comparison, server: Server) -> str:
-    """The kind; where both are of one kind, ours and theirs."""
+    """Return the server's kind; `ours` or `theirs` where both are of one kind."""
     if len({one.kind for one in result.servers}) == len(result.servers):
         return server.kind
     return "ours" if server is result.servers[0] else "theirs"
 
 
-def compared(measure: Measure, ours: Figures, theirs: Figures) -> Text:
-    """Ours over theirs; green where ours is better."""
+def ratio_cell(measure: Measure, ours: Figures, theirs: Figures) -> Text:
+    """Return ours divided by theirs; green where ours is better."""
     part = ratio(measure.of(ours), measure.of(theirs))
     if part is None:
         return Text("–", style="dim")
@@ -126,7 +126,7 @@ def compared(measure: Measure, ours: Figures, theirs: Figures) -> Text:
 
 
 def number(value: float | None, factor: float = 1.0) -> str:
-    """Three digits say enough."""
+    """Format a value with three digits."""
     if value is None:
         return "–"
     value *= factor
@@ -140,7 +140,7 @@ def number(value: float | None, factor: float = 1.0) -> str:
 
 
 def bars(result: Comparison, measure: Measure, width: int) -> Text:
-    """One bar for each server and load, all on one scale."""
+    """Return one bar for each server and load, all on one scale."""
     values = {
         key: value * measure.factor
         for key, it in result.figures.items()
@@ -151,7 +151,7 @@ def bars(result: Comparison, measure: Measure, width: int) -> Text:
     lines = Text(measure.title, style="bold").append(
         "  more is better" if measure.more_is_better else "  less is better", style="dim not bold"
     )
-    for users in result.wanted.concurrency:
+    for users in result.plan.concurrency:
         for i, server in enumerate(result.servers):
             value = values.get((users, i))
             lines.append(
@@ -171,7 +171,7 @@ def bar(part: float, cells: int) -> str:
 
 
 def notes(result: Comparison) -> list[str]:
-    """What a reader must know before they believe a figure."""
+    """Return the warnings that a reader needs to judge the figures."""
     found = []
     for i, server in enumerate(result.servers):
         mine = {users: it for (users, index), it in result.figures.items() if index == i}

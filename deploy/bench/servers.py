@@ -1,4 +1,4 @@
-"""What kind of server answers at a URL, and how it likes to be asked."""
+"""The kind of server that answers at a URL, and the route to measure it by."""
 
 from dataclasses import dataclass
 from pathlib import PurePath
@@ -7,13 +7,13 @@ from typing import Any
 import httpx
 import orjson
 
-from deploy.commands.client import Trouble, check, explained, harmless
+from deploy.commands.client import ServerError, check_status, connection_errors, printable
 
 COMPLETIONS = "/v1/completions"
 GENERATE = "/generate_stream"
 TOKENFLEET, TGI, VLLM, LLAMA_CPP, OPENAI = "Tokenfleet", "TGI", "vLLM", "llama.cpp", "OpenAI API"
 IGNORES_EOS = (TOKENFLEET, VLLM, LLAMA_CPP)
-"""These can be told to go on after an end-of-sequence token. Of the others, the tokens that come are counted.
+"""Servers that accept `ignore_eos`. Answers of the others may end earlier: the tokens that come are counted.
 """
 KEY_REFUSED = (401, 403)
 
@@ -35,12 +35,14 @@ class Server:
 
 
 def route(servers: list[Server]) -> str:
-    """One route for all of them: TGI's where TGI is among them, since each of its frames is one token."""
+    """Return one route for all servers: TGI's where TGI is among them, as each of its frames is one token."""
     return GENERATE if any(server.kind == TGI for server in servers) else COMPLETIONS
 
 
 async def identify(client: httpx.AsyncClient) -> Server:
-    """Asks for what only one kind of server has. Raises Trouble when nothing known answers."""
+    """Find out the kind of a server by routes that only one kind has. Raises ServerError when it has none of
+    them.
+    """
     url = str(client.base_url).rstrip("/")
     if "processes" in (fleet := await get(client, "/fleet")):
         return server(url, TOKENFLEET, fleet.get("version"), fleet.get("model"))
@@ -54,11 +56,13 @@ async def identify(client: httpx.AsyncClient) -> Server:
         return server(url, VLLM, about["version"], model)
     if model:
         return server(url, OPENAI, "", model)
-    raise Trouble(f"{url} is none of the servers known here: it has neither /fleet nor /info nor /v1/models")
+    raise ServerError(
+        f"{url} is none of the servers known here: it has neither /fleet nor /info nor /v1/models"
+    )
 
 
 def server(url: str, kind: str, version: Any, model: Any) -> Server:
-    return Server(url, kind, harmless(str(version or "")), harmless(str(model or "")))
+    return Server(url, kind, printable(str(version or "")), printable(str(model or "")))
 
 
 def first_model(answer: dict[str, Any]) -> str:
@@ -69,13 +73,13 @@ def first_model(answer: dict[str, Any]) -> str:
 
 
 async def get(client: httpx.AsyncClient, path: str) -> dict[str, Any]:
-    """The object at a path; empty when there is none. Raises Trouble when nobody answers, or our key is
-    refused.
+    """Fetch the JSON object at a path; empty where there is none. Raises ServerError when the server does not
+    answer, or refuses our key.
     """
-    with explained(str(client.base_url)):
+    with connection_errors(str(client.base_url)):
         answer = await client.get(path)
     if answer.status_code in KEY_REFUSED:
-        check(answer.status_code, answer.content)
+        check_status(answer.status_code, answer.content)
     try:
         found = orjson.loads(answer.content) if answer.status_code == httpx.codes.OK else None
     except orjson.JSONDecodeError:

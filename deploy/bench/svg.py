@@ -32,8 +32,8 @@ def draw(result: Comparison) -> str:
         names = [f"{server.name} {server.model}".strip() for server in result.servers]
         bars: Any = figure.axes[0].containers
         figure.legend(bars, names, loc="outside upper left", ncols=2, frameon=False)
-        tokens = result.prompt_tokens or result.wanted.prompt_tokens
-        about = f"prompts of {tokens} tokens, {result.wanted.max_tokens} new ones, greedy"
+        tokens = result.prompt_tokens or result.plan.prompt_tokens
+        about = f"prompts of {tokens} tokens, {result.plan.max_tokens} new ones, greedy"
         figure.supxlabel(f"{about}; bars are medians, thin lines 99th percentiles", fontsize=8)
         content = io.StringIO()
         figure.savefig(content, format="svg")
@@ -42,7 +42,7 @@ def draw(result: Comparison) -> str:
 
 def draw_panel(axes: Any, result: Comparison, measure: Measure) -> None:
     """Bars in groups of one load; the scale is the panel's own."""
-    loads = result.wanted.concurrency
+    loads = result.plan.concurrency
     width = BAR_WIDTH / len(result.servers)
     for i, server in enumerate(result.servers):
         figures = [result.figures[users, i] for users in loads]

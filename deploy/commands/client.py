@@ -1,6 +1,4 @@
-"""What the commands that speak HTTP share: where the server is, how its frames are read, and what went wrong
-in one line.
-"""
+"""The HTTP client of the commands: the server's URL, its stream of events, and its errors in one line."""
 
 import argparse
 import contextlib
@@ -19,16 +17,18 @@ CONNECT_S = 5.0
 MAX_MESSAGE = 500
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 Client = TypeVar("Client", httpx.Client, httpx.AsyncClient)
-CONTROL = {code: None for code in range(32) if chr(code) not in "\n\t"} | dict.fromkeys(range(127, 160))
+CONTROL_CHARACTERS = {code: None for code in range(32) if chr(code) not in "\n\t"} | dict.fromkeys(
+    range(127, 160)
+)
 
 
-class Trouble(Exception):
-    """The server cannot be asked, or refuses. `str()` is the one line that a person sees."""
+class ServerError(Exception):
+    """The server cannot be reached, or refuses. `str()` is the one line that a person sees."""
 
 
-def complain(trouble: Trouble) -> int:
-    """Says it. Returns the exit code."""
-    print(f"tokenfleet: {trouble}", file=sys.stderr)
+def print_error(error: ServerError) -> int:
+    """Print the error in one line. Returns the exit code."""
+    print(f"tokenfleet: {error}", file=sys.stderr)
     return 1
 
 
@@ -52,16 +52,16 @@ def base_url(text: str) -> str:
             return url
     except ValueError:
         pass
-    raise SettingError("url", f"{text!r} is no address of a server, as http://127.0.0.1:3000 is one")
+    raise SettingError("url", f"{text!r} is not the address of a server, such as http://127.0.0.1:3000")
 
 
 def new_client(kind: type[Client], url: str, read_s: float, key: str | None) -> Client:
-    """A client of httpx for one server. Raises Trouble.
+    """Make a client of httpx for one server. Raises ServerError.
 
-    A proxy of the environment is no way to our own machine.
+    Proxies that the environment names are not used for this machine's own addresses.
     """
     if key is not None and not key.isascii():
-        raise Trouble("a key for the server (API_KEY) has letters that no header can carry")
+        raise ServerError("API_KEY has characters that are not ASCII, which no HTTP header can carry")
     headers = {"accept-encoding": "identity"} | ({"authorization": f"Bearer {key}"} if key else {})
     timeout, limits = (
         httpx.Timeout(read_s, connect=CONNECT_S),
@@ -71,7 +71,7 @@ def new_client(kind: type[Client], url: str, read_s: float, key: str | None) -> 
     try:
         return kind(base_url=url, timeout=timeout, limits=limits, headers=headers, trust_env=proxies)
     except (ImportError, ValueError, httpx.InvalidURL) as error:
-        raise Trouble(f"{url} cannot be asked: {error}") from error
+        raise ServerError(f"{url} cannot be used: {error}") from error
 
 
 def api_key() -> str | None:
@@ -79,46 +79,46 @@ def api_key() -> str | None:
 
 
 @contextlib.contextmanager
-def explained(url: str) -> Iterator[None]:
-    """What goes wrong with the connection inside is raised as Trouble."""
+def connection_errors(url: str) -> Iterator[None]:
+    """Raise a failed connection to `url` as ServerError."""
     try:
         yield
     except httpx.ConnectError as error:
-        raise Trouble(
+        raise ServerError(
             f"no server answers at {url} ({error}); `tokenfleet serve` starts one, --url names another"
         ) from error
     except httpx.TimeoutException as error:
-        raise Trouble(f"{url} does not answer ({type(error).__name__})") from error
+        raise ServerError(f"{url} does not answer ({type(error).__name__})") from error
     except (httpx.HTTPError, httpx.InvalidURL) as error:
-        raise Trouble(f"the connection to {url} broke off: {error or type(error).__name__}") from error
+        raise ServerError(f"the connection to {url} broke off: {error or type(error).__name__}") from error
 
 
 @contextlib.contextmanager
-def unexpected(frame: Any) -> Iterator[None]:
-    """What cannot be read inside is the frame's fault, and raised as Trouble."""
+def frame_errors(frame: Any) -> Iterator[None]:
+    """Raise an error in reading `frame` as ServerError: the frame has an unknown shape."""
     try:
         yield
     except (LookupError, AttributeError, TypeError) as error:
-        raise Trouble(f"the server sent a frame of an unknown shape: {shown(str(frame))}") from error
+        raise ServerError(f"the server sent a frame of an unknown shape: {one_line(str(frame))}") from error
 
 
-def check(status: int, body: bytes) -> None:
-    """Raises Trouble with the server's own message, unless it accepted."""
+def check_status(status: int, body: bytes) -> None:
+    """Raise ServerError with the server's own message, unless the status is 200."""
     if status != 200:
-        raise Trouble(f"the server answers {status}: {message(body)}")
+        raise ServerError(f"the server answers {status}: {error_message(body)}")
 
 
-def message(body: bytes) -> str:
-    """The text in an error object of OpenAI's or TGI's family, or what else was answered."""
+def error_message(body: bytes) -> str:
+    """Return the message in an error of OpenAI's or TGI's form; of another body, the body."""
     try:
         found = orjson.loads(body)
     except orjson.JSONDecodeError:
-        return shown(body.decode(errors="replace")) or "(an empty answer)"
-    return shown(said(found) or body.decode(errors="replace"))
+        return one_line(body.decode(errors="replace")) or "(an empty answer)"
+    return one_line(error_text(found) or body.decode(errors="replace"))
 
 
-def said(frame: Any) -> str:
-    """The error in a JSON answer or a frame; empty when it is none."""
+def error_text(frame: Any) -> str:
+    """Return the error in a JSON body or a frame; empty where there is none."""
     error = frame.get("error") if isinstance(frame, dict) else None
     if isinstance(error, dict):
         error = error.get("message") or str(error)
@@ -126,19 +126,19 @@ def said(frame: Any) -> str:
     return str(error or detail or "")
 
 
-def shown(text: str) -> str:
-    """One line, not too long."""
-    return " ".join(harmless(text).split())[:MAX_MESSAGE]
+def one_line(text: str) -> str:
+    """Return the text as one line of at most MAX_MESSAGE characters."""
+    return " ".join(printable(text).split())[:MAX_MESSAGE]
 
 
-def harmless(text: str) -> str:
-    """Without the control characters that move a terminal's cursor or change its colours."""
-    return text.translate(CONTROL)
+def printable(text: str) -> str:
+    """Remove the control characters that move a terminal's cursor or change its colours."""
+    return text.translate(CONTROL_CHARACTERS)
 
 
-class Frames:
-    """Server-sent events, whole or in pieces: `feed` yields the objects that a chunk of bytes completes;
-    `[DONE]` is none.
+class SseDecoder:
+    """Decoder of server-sent events: `feed` yields the objects that a chunk of bytes completes. `[DONE]` is
+    not one.
 
     Lines end with a line feed only: a JSON text may hold the other characters at which `str.splitlines` would
     cut.
@@ -156,8 +156,8 @@ class Frames:
             try:
                 frame = orjson.loads(data)
             except orjson.JSONDecodeError as error:
-                raise Trouble(
-                    f"the server sent a frame that is not JSON: {shown(data.decode(errors='replace'))}"
+                raise ServerError(
+                    f"the server sent a frame that is not JSON: {one_line(data.decode(errors='replace'))}"
                 ) from error
             if isinstance(frame, dict):
                 yield frame

@@ -9,7 +9,15 @@ from typing import Any
 
 import httpx
 
-from deploy.commands.client import Frames, Trouble, check, explained, said, shown, unexpected
+from deploy.commands.client import (
+    ServerError,
+    SseDecoder,
+    check_status,
+    connection_errors,
+    error_text,
+    frame_errors,
+    one_line,
+)
 
 Message = dict[str, str]
 
@@ -19,17 +27,17 @@ class ChatAnswer:
     """One streamed answer, as far as it has come.
 
     Attributes:
-        asked_s, first_s, last_s: monotonic times of the request, and of the first and last text.
+        sent_s, first_s, last_s: monotonic times of the request, and of the first and last text.
         num_tokens: the server's own count, else the number of frames with text.
     """
 
-    asked_s: float
+    sent_s: float
     text: str = ""
     first_s: float = 0.0
     last_s: float = 0.0
     num_tokens: int = 0
 
-    def take(self, text: str, now_s: float) -> None:
+    def add(self, text: str, now_s: float) -> None:
         self.first_s = self.first_s or now_s
         self.last_s = now_s
         self.text += text
@@ -40,7 +48,7 @@ class ChatAnswer:
         if not self.first_s:
             return "no text"
         words = f"{self.num_tokens} token{'s' * (self.num_tokens != 1)}"
-        words += f" · first token {self.first_s - self.asked_s:.2f} s"
+        words += f" · first token {self.first_s - self.sent_s:.2f} s"
         seconds = self.last_s - self.first_s
         return (
             f"{(self.num_tokens - 1) / seconds:.1f} tokens/s · {words}"
@@ -51,63 +59,66 @@ class ChatAnswer:
 
 @dataclass(slots=True)
 class Conversation:
-    """The history, and how to ask.
+    """The history of a chat, and the fields of its requests.
 
     Attributes:
         fields: of every request: model, temperature …
-        turns: what was said, without the system prompt.
+        messages: of the user and of the model, without the system prompt.
     """
 
     client: httpx.Client
     fields: dict[str, Any]
     system: str = ""
-    turns: list[Message] = field(default_factory=list)
+    messages: list[Message] = field(default_factory=list)
 
     def body(self) -> bytes:
         system = [{"role": "system", "content": self.system}] if self.system else []
-        how = {"stream": True, "stream_options": {"include_usage": True}}
-        return json.dumps(self.fields | how | {"messages": system + self.turns}).encode()
+        options = {"stream": True, "stream_options": {"include_usage": True}}
+        return json.dumps(self.fields | options | {"messages": system + self.messages}).encode()
 
-    def ask(self, text: str, show: Callable[[str], None]) -> ChatAnswer:
-        """Shows the answer as it comes. Leaving early closes the connection; what was shown stays in the
-        history.
+    def send(self, text: str, show: Callable[[str], None]) -> ChatAnswer:
+        """Send a message, and show the answer as it comes. An exception (Ctrl-C) closes the connection; what
+        was shown stays in the history.
 
-        Raises Trouble. A question to which there is no text at all leaves the history as it was.
+        Raises ServerError. Where no text came, the history stays as it was.
         """
-        self.turns.append({"role": "user", "content": text})
+        self.messages.append({"role": "user", "content": text})
         answer = ChatAnswer(time.monotonic())
         try:
-            with explained(str(self.client.base_url)), contextlib.closing(self.pieces(answer)) as pieces:
+            with (
+                connection_errors(str(self.client.base_url)),
+                contextlib.closing(self.stream(answer)) as pieces,
+            ):
                 for piece in pieces:
                     show(piece)
         finally:
             if answer.text:
-                self.turns.append({"role": "assistant", "content": answer.text})
+                self.messages.append({"role": "assistant", "content": answer.text})
             else:
-                self.turns.pop()
+                self.messages.pop()
         return answer
 
-    def pieces(self, answer: ChatAnswer) -> Generator[str, None, None]:
+    def stream(self, answer: ChatAnswer) -> Generator[str, None, None]:
         headers = {"content-type": "application/json"}
         with self.client.stream(
             "POST", "/v1/chat/completions", content=self.body(), headers=headers
         ) as response:
             if response.status_code != 200:
-                check(response.status_code, response.read())
-            frames = Frames()
+                check_status(response.status_code, response.read())
+            decoder = SseDecoder()
             for chunk in response.iter_raw():
-                for frame in frames.feed(chunk):
-                    if error := said(frame):
-                        raise Trouble(f"the server ends the answer: {shown(error)}")
-                    with unexpected(frame):
+                for frame in decoder.feed(chunk):
+                    if error := error_text(frame):
+                        raise ServerError(f"the server ends the answer: {one_line(error)}")
+                    with frame_errors(frame):
                         text, num_tokens = content(frame), (frame.get("usage") or {}).get("completion_tokens")
                     if text:
-                        answer.take(text, time.monotonic())
+                        answer.add(text, time.monotonic())
                         yield text
                     answer.num_tokens = num_tokens or answer.num_tokens
 
 
 def content(frame: dict[str, Any]) -> str:
-    """The text of a chunk; empty in the first one, in the last, and in the one with the usage."""
+    """Return the text of a chunk: empty in the first, in the last, and in the one with the usage."""
     choices = frame.get("choices") or [{}]
     return (choices[0].get("delta") or {}).get("content") or ""

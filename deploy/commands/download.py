@@ -60,7 +60,7 @@ def read_settings(argv: Sequence[str]) -> Settings:
 
 
 def download(settings: Settings) -> int:
-    checks.tell_hub(settings)
+    checks.set_hub_variables(settings)
     dtype = checks.weights_dtype(settings)
     path = model_files.find_local(settings.model_id, settings.revision, dtype)
     if path is not None:

@@ -1,4 +1,4 @@
-"""`tokenfleet explain REQUEST_ID`: one request's life as a timeline."""
+"""`tokenfleet explain REQUEST_ID`: the timeline of one request."""
 
 from collections.abc import Iterator, Sequence
 from datetime import datetime
@@ -13,118 +13,118 @@ from rich.text import Text
 
 from common.settings.flags import FlagParser
 from deploy.commands.client import (
-    Trouble,
+    ServerError,
     add_url,
     api_key,
-    check,
-    complain,
-    explained,
-    harmless,
+    check_status,
+    connection_errors,
+    frame_errors,
     new_client,
-    unexpected,
+    print_error,
+    printable,
 )
 
 ANSWER_S = 15.0
 ENDS = {
-    "length": "as many as it asked for (length)",
-    "eos_token": "the model ended it (eos_token)",
+    "length": "max_new_tokens was reached (length)",
+    "eos_token": "the model generated its end-of-sequence token (eos_token)",
     "stop_sequence": "a stop sequence was reached (stop_sequence)",
     "timeout": "its deadline passed",
-    "client": "its client went",
+    "client": "its client disconnected",
     "gateway": "its gateway died",
-    "poison": "two workers died under it",
+    "poison": "it was ended because two workers died while they ran it",
     "capacity": "no worker's KV cache can hold it",
     "cancelled": "it was cancelled",
 }
 INTERRUPTIONS = {
-    "preempted": "preempted, for an older request needed its KV blocks or its worker left",
-    "takeover": "set aside for a new batcher",
+    "preempted": "preempted: an older request needed its KV blocks, or its worker was shutting down",
+    "takeover": "paused while a new batcher took over",
 }
 PAUSES = ("died", "interrupted", "taken_over")
 STYLES = {"died": "red", "interrupted": "yellow", "taken_over": "yellow", "ended": "green"}
 
-Happening = dict[str, Any]
+Event = dict[str, Any]
 
 
 def main(argv: Sequence[str]) -> int:
-    """Returns 1 when nothing is known of the request. Raises SettingError for flags that are not ours."""
+    """Run the command. Returns 1 for an unknown request. Raises SettingError for an unknown flag."""
     parser = FlagParser(
         prog="tokenfleet explain",
         allow_abbrev=False,
-        description="What happened to a request: where it waited and ran.",
+        description="Shows what happened to a request: where it waited and ran, and why it ended.",
     )
     parser.add_argument(
         "request_id",
-        help="as in the header x-request-id of its answer, with or without the number of a choice",
+        help="the header x-request-id of the response; the number of a choice may follow it",
     )
     add_url(parser)
     flags = parser.parse_args(list(argv))
     try:
-        lives = ask(flags.url, flags.request_id)
-        with unexpected(lives):
-            timelines = {request_id: timeline(life) for request_id, life in lives.items()}
-    except Trouble as trouble:
-        return complain(trouble)
+        timelines = fetch_timelines(flags.url, flags.request_id)
+        with frame_errors(timelines):
+            tables = {request_id: timeline(events) for request_id, events in timelines.items()}
+    except ServerError as error:
+        return print_error(error)
     console = Console(highlight=False)
-    for request_id, table in timelines.items():
-        console.print(Text(f"request {harmless(request_id)}", style="bold"))
+    for request_id, table in tables.items():
+        console.print(Text(f"request {printable(request_id)}", style="bold"))
         console.print(table)
     return 0
 
 
-def ask(url: str, request_id: str) -> dict[str, list[Happening]]:
-    """The lives of a request and of its choices, by id. Raises Trouble."""
-    with explained(url), new_client(httpx.Client, url, ANSWER_S, api_key()) as client:
+def fetch_timelines(url: str, request_id: str) -> dict[str, list[Event]]:
+    """Fetch the timelines of a request and of its choices, by id. Raises ServerError."""
+    with connection_errors(url), new_client(httpx.Client, url, ANSWER_S, api_key()) as client:
         answer = client.get(f"/fleet/requests/{quote(request_id, safe='')}")
-    check(answer.status_code, answer.content)
+    check_status(answer.status_code, answer.content)
     try:
-        lives: dict[str, list[Happening]] = orjson.loads(answer.content)["timelines"]
+        timelines: dict[str, list[Event]] = orjson.loads(answer.content)["timelines"]
     except (orjson.JSONDecodeError, KeyError, TypeError) as error:
-        raise Trouble(f"{url} answers, but not as a Tokenfleet does") from error
-    return lives
+        raise ServerError(f"{url} answers, but not as a Tokenfleet does") from error
+    return timelines
 
 
-def timeline(life: Sequence[Happening]) -> Table:
-    """A line for each thing that happened: the time of day, seconds since the first, and words."""
+def timeline(events: Sequence[Event]) -> Table:
+    """Return a line for each event: the time of day, seconds since the first event, and what happened."""
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), show_header=False)
     table.add_column(style="dim", no_wrap=True)
     table.add_column(justify="right", no_wrap=True)
     table.add_column()
-    begin_ms = life[0]["at_ms"]
-    for one, words in zip(life, told(life), strict=True):
+    begin_ms = events[0]["at_ms"]
+    for one, text in zip(events, describe_events(events), strict=True):
         clock = datetime.fromtimestamp(one["at_ms"] / 1000).strftime("%H:%M:%S.%f")[:-3]
         table.add_row(
             clock,
             f"+{max(0, one['at_ms'] - begin_ms) / 1000:.3f} s",
-            Text(harmless(words), style=STYLES.get(one["what"], "")),
+            Text(printable(text), style=STYLES.get(one["what"], "")),
         )
     return table
 
 
-def told(life: Sequence[Happening]) -> Iterator[str]:
-    """What happened, in words; a pause begins with what first interrupted the request, and ends with its next
-    token.
+def describe_events(events: Sequence[Event]) -> Iterator[str]:
+    """Describe each event. A pause begins with the first event that interrupted the request, and ends with
+    its next token.
     """
-    pause: Happening | None = None
-    for one in life:
+    pause: Event | None = None
+    for one in events:
         match one["what"]:
             case "prefilled":
-                yield token(one, life[0], pause)
+                yield describe_token(one, events[0], pause)
                 pause = None
             case "placed":
                 waited = (
-                    f" after {seconds(life[0], one)} in the queue"
-                    if one["attempt"] == 1 and life[0]["what"] == "queued"
+                    f" after {seconds(events[0], one)} in the queue"
+                    if one["attempt"] == 1 and events[0]["what"] == "queued"
                     else ""
                 )
                 yield f"placed on {one['worker']}, attempt {one['attempt']}{waited}"
             case _:
-                yield words(one)
+                yield describe_event(one)
                 pause = (pause or one) if one["what"] in PAUSES else pause
 
 
-def token(one: Happening, begin: Happening, pause: Happening | None) -> str:
-    """The first token of an attempt."""
+def describe_token(one: Event, begin: Event, pause: Event | None) -> str:
+    """Describe the first token of an attempt."""
     if one["num_tokens"] > 1:
         return f"token {one['num_tokens']}" + (f": resumed after {seconds(pause, one)}" if pause else "")
     return "first token" + (
@@ -132,7 +132,7 @@ def token(one: Happening, begin: Happening, pause: Happening | None) -> str:
     )
 
 
-def words(one: Happening) -> str:
+def describe_event(one: Event) -> str:
     tokens, why = one["num_tokens"], one["why"]
     match one["what"]:
         case "queued":
@@ -149,5 +149,5 @@ def words(one: Happening) -> str:
             return str(other)
 
 
-def seconds(begin: Happening, end: Happening) -> str:
+def seconds(begin: Event, end: Event) -> str:
     return f"{max(0, end['at_ms'] - begin['at_ms']) / 1000:.3f} s"

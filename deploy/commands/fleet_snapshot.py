@@ -6,17 +6,17 @@ from typing import Any
 import httpx
 import orjson
 
-from deploy.commands.client import Trouble, check, explained
+from deploy.commands.client import ServerError, check_status, connection_errors
 
 Snapshot = dict[str, Any]
 """The answer of GET /fleet. Any key may be absent."""
 
 
-def look(client: httpx.Client) -> Snapshot:
-    """The fleet as it is now. Raises Trouble."""
-    with explained(str(client.base_url)):
+def fetch_snapshot(client: httpx.Client) -> Snapshot:
+    """Fetch the state of the fleet. Raises ServerError."""
+    with connection_errors(str(client.base_url)):
         answer = client.get("/fleet")
-    check(answer.status_code, answer.content)
+    check_status(answer.status_code, answer.content)
     try:
         fleet = orjson.loads(answer.content)
     except orjson.JSONDecodeError:
@@ -26,7 +26,7 @@ def look(client: httpx.Client) -> Snapshot:
         or not isinstance(fleet.get("processes"), list)
         or not all(isinstance(one, dict) for one in fleet["processes"])
     ):
-        raise Trouble(f"{client.base_url} answers /fleet, but not as a Tokenfleet does")
+        raise ServerError(f"{client.base_url} answers /fleet, but not as a Tokenfleet does")
     return fleet
 
 
@@ -34,23 +34,23 @@ def num_ready(fleet: Snapshot) -> int:
     return sum(one.get("kind") == "worker" and one.get("state") == "ready" for one in fleet["processes"])
 
 
-def with_rates(looks: Sequence[Snapshot]) -> Snapshot:
-    """The last look, with "tokens_per_s" (null: not known yet) for every process that counts tokens, and for
-    the fleet.
+def with_rates(snapshots: Sequence[Snapshot]) -> Snapshot:
+    """Return the last snapshot, with "tokens_per_s" (null: not known yet) for every process that counts
+    tokens, and for the fleet.
     """
-    known = rates(looks)
+    known = rates(snapshots)
     processes = [
         one | {"tokens_per_s": known.get(one.get("id"))} if "tokens" in one else one
-        for one in looks[-1]["processes"]
+        for one in snapshots[-1]["processes"]
     ]
-    return looks[-1] | {"processes": processes, "tokens_per_s": total(known)}
+    return snapshots[-1] | {"processes": processes, "tokens_per_s": total(known)}
 
 
-def rates(looks: Sequence[Snapshot]) -> dict[Any, float]:
-    """Tokens per second by process id, since the earliest look that shows the process."""
+def rates(snapshots: Sequence[Snapshot]) -> dict[Any, float]:
+    """Tokens per second by process id, since the earliest snapshot that shows the process."""
     found: dict[Any, float] = {}
-    last = looks[-1]
-    for fleet in reversed(looks):
+    last = snapshots[-1]
+    for fleet in reversed(snapshots):
         seconds = last.get("time_s", 0) - fleet.get("time_s", 0)
         then = {one.get("id"): one.get("tokens") for one in fleet["processes"]}
         for one in last["processes"]:

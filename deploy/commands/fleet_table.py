@@ -7,7 +7,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from deploy.commands.client import harmless
+from deploy.commands.client import printable
 from deploy.commands.fleet_snapshot import Snapshot, rates, total
 
 LATE_S = 2.0
@@ -24,15 +24,15 @@ STYLES = {
 KINDS = ("broker", "gateway", "batcher", "worker", "jobworker")
 
 
-def view(looks: Sequence[Snapshot], width: int, trouble: str = "") -> RenderableType:
-    known = rates(looks)
+def view(snapshots: Sequence[Snapshot], width: int, failure: str = "") -> RenderableType:
+    known = rates(snapshots)
     parts: list[RenderableType] = [
-        head(looks[-1], total(known), width),
+        head(snapshots[-1], total(known), width),
         Text(),
-        table(looks[-1], known, width),
+        table(snapshots[-1], known, width),
     ]
-    if trouble:
-        parts += [Text(), Text(f"{trouble}; asking again", style="red")]
+    if failure:
+        parts += [Text(), Text(f"{failure}; asking again", style="red")]
     return Group(*parts)
 
 
@@ -40,8 +40,8 @@ def head(fleet: Snapshot, rate: float | None, width: int) -> Text:
     requests = fleet.get("requests") or {}
     limit = f" of {number(requests['limit'])}" if requests.get("limit") else ""
     return Text.assemble(
-        (harmless(str(fleet.get("model", "?"))), "bold"),
-        (f"  pool {harmless(str(fleet.get('pool', '?')))}", "dim"),
+        (printable(str(fleet.get("model", "?"))), "bold"),
+        (f"  pool {printable(str(fleet.get('pool', '?')))}", "dim"),
         "   " if width >= WIDE else "\n",
         f"{number(requests.get('live'))} live, {number(requests.get('waiting'))} waiting",
         (limit, "dim"),
@@ -51,13 +51,13 @@ def head(fleet: Snapshot, rate: float | None, width: int) -> Text:
 
 
 def table(fleet: Snapshot, known: dict[Any, float], width: int) -> Table:
-    """One line per process. A narrow terminal sees fewer columns, and no bars."""
+    """Return the table, one line for each process. A narrow terminal gets fewer columns, and no bars."""
     shown = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
     for name, least_width, justify in COLUMNS:
         if width >= least_width:
             shown.add_column(name, justify=justify, no_wrap=True, overflow="ellipsis")
-    for one in sorted(fleet["processes"], key=place):
-        cells = line(one, known.get(one.get("id")), width >= WIDE)
+    for one in sorted(fleet["processes"], key=sort_key):
+        cells = cells_of(one, known.get(one.get("id")), width >= WIDE)
         shown.add_row(*(cells[name] for name, least_width, _ in COLUMNS if width >= least_width))
     return shown
 
@@ -77,12 +77,12 @@ COLUMNS: Sequence[tuple[str, int, Any]] = (
 """Title, the least width of a terminal that shows it, side."""
 
 
-def place(one: Snapshot) -> tuple[int, str]:
+def sort_key(one: Snapshot) -> tuple[int, str]:
     kind = one.get("kind")
     return KINDS.index(kind) if kind in KINDS else len(KINDS), str(one.get("id", ""))
 
 
-def line(one: Snapshot, rate: float | None, wide: bool) -> dict[str, Text]:
+def cells_of(one: Snapshot, rate: float | None, wide: bool) -> dict[str, Text]:
     """The cells of one process, by column."""
     state = str(one.get("state") or "")
     name = str(one.get("id") or "")
@@ -104,11 +104,11 @@ def line(one: Snapshot, rate: float | None, wide: bool) -> dict[str, Text]:
 
 
 def text(value: Any, style: str) -> Text:
-    return Text("" if value is None else harmless(str(value)), style=style)
+    return Text("" if value is None else printable(str(value)), style=style)
 
 
 def load(one: Snapshot) -> str:
-    """What waits at a batcher, the streams that a gateway holds open, a broker's commands."""
+    """Return a batcher's waiting requests, a gateway's open streams or a broker's commands per second."""
     figures = (
         (one.get("waiting"), "waiting"),
         (one.get("streams"), "streams"),
@@ -127,7 +127,7 @@ def share(used: float | None, limit: float | None, wide: bool) -> Text:
 
 
 def bar(part: float, cells: int = 8) -> Text:
-    """`██▌·····`, to an eighth of a cell; what is not empty shows."""
+    """`██▌·····`, to an eighth of a cell; a value above 0 fills at least one eighth."""
     eighths = round(min(1.0, max(0.0, part)) * cells * 8) or int(part > 0)
     full, rest = divmod(eighths, 8)
     filled = "█" * full + (" ▏▎▍▌▋▊▉"[rest] if rest else "")

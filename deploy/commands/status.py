@@ -1,4 +1,4 @@
-"""`tokenfleet status`: a table of the fleet's processes, live in a terminal, once for everybody else."""
+"""`tokenfleet status`: a table of the fleet's processes, live in a terminal, printed once elsewhere."""
 
 import contextlib
 import time
@@ -11,18 +11,18 @@ from rich.console import Console
 from rich.live import Live
 
 from common.settings.flags import FlagParser
-from deploy.commands.client import Trouble, add_url, api_key, complain, new_client
-from deploy.commands.fleet_snapshot import Snapshot, look, num_ready, with_rates
+from deploy.commands.client import ServerError, add_url, api_key, new_client, print_error
+from deploy.commands.fleet_snapshot import Snapshot, fetch_snapshot, num_ready, with_rates
 from deploy.commands.fleet_table import view
 
 ANSWER_S = 5.0
 REFRESH_S = 1.0
-NUM_LOOKS = 4
-"""Rates are differences over so many looks: one heartbeat more or less does not show in them."""
+NUM_SNAPSHOTS = 4
+"""A rate is the difference over this many snapshots, which evens out the times of the heartbeats."""
 
 
 def main(argv: Sequence[str]) -> int:
-    """Returns 0 when at least one worker is ready. Raises SettingError for flags that are not ours."""
+    """Run the command. Returns 0 when a worker is ready. Raises SettingError for an unknown flag."""
     parser = FlagParser(
         prog="tokenfleet status", allow_abbrev=False, description="One line for every process of the fleet."
     )
@@ -35,37 +35,37 @@ def main(argv: Sequence[str]) -> int:
     console = Console()
     try:
         with new_client(httpx.Client, flags.url, ANSWER_S, api_key()) as client:
-            looks = deque([look(client)], maxlen=NUM_LOOKS)
+            snapshots = deque([fetch_snapshot(client)], maxlen=NUM_SNAPSHOTS)
             if flags.json or flags.once or not console.is_terminal:
-                once(client, looks, console, flags.json)
+                print_once(client, snapshots, console, flags.json)
             else:
-                watch(client, looks, console)
-    except Trouble as trouble:
-        return complain(trouble)
-    return 0 if num_ready(looks[-1]) else 1
+                watch(client, snapshots, console)
+    except ServerError as error:
+        return print_error(error)
+    return 0 if num_ready(snapshots[-1]) else 1
 
 
-def once(client: httpx.Client, looks: deque[Snapshot], console: Console, as_json: bool) -> None:
-    time.sleep(REFRESH_S)  # a rate needs two looks
-    looks.append(look(client))
+def print_once(client: httpx.Client, snapshots: deque[Snapshot], console: Console, as_json: bool) -> None:
+    time.sleep(REFRESH_S)  # a rate needs two snapshots
+    snapshots.append(fetch_snapshot(client))
     if as_json:
-        console.out(orjson.dumps(with_rates(looks), option=orjson.OPT_INDENT_2).decode(), highlight=False)
+        console.out(orjson.dumps(with_rates(snapshots), option=orjson.OPT_INDENT_2).decode(), highlight=False)
     else:
-        console.print(view(looks, console.width))
+        console.print(view(snapshots, console.width))
 
 
-def watch(client: httpx.Client, looks: deque[Snapshot], console: Console) -> None:
-    """Until Ctrl-C. A fleet that does not answer is asked again."""
+def watch(client: httpx.Client, snapshots: deque[Snapshot], console: Console) -> None:
+    """Show the table until Ctrl-C. A fleet that does not answer is asked again, every second."""
     with (
         contextlib.suppress(KeyboardInterrupt),
         Live(console=console, auto_refresh=False, transient=False) as live,
     ):
-        trouble = ""
+        failure = ""
         while True:
-            live.update(view(looks, console.width, trouble), refresh=True)
+            live.update(view(snapshots, console.width, failure), refresh=True)
             time.sleep(REFRESH_S)
             try:
-                looks.append(look(client))
-                trouble = ""
-            except Trouble as error:
-                trouble = str(error)
+                snapshots.append(fetch_snapshot(client))
+                failure = ""
+            except ServerError as error:
+                failure = str(error)

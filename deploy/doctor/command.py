@@ -21,7 +21,7 @@ STYLES = {"ok": "green", "warn": "yellow", "fail": "bold red"}
 def main(argv: Sequence[str]) -> int:
     """Prints the findings. Returns 1 where one of them is a failure. Raises SettingError."""
     settings = checks.read_settings(argv, "tokenfleet doctor")
-    checks.tell_hub(settings)
+    checks.set_hub_variables(settings)
     findings = dict(examine(settings))
     Console(highlight=False, width=None if sys.stdout.isatty() else WIDE).print(table(findings))
     return 1 if any(finding.level == "fail" for finding in findings.values()) else 0

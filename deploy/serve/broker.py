@@ -82,7 +82,7 @@ def locked_directory() -> Iterator[Path]:
     """
     directory = Path(tempfile.mkdtemp(prefix=PREFIX))
     try:
-        with opened(directory) as handle:
+        with open_directory(directory) as handle:
             fcntl.flock(handle, fcntl.LOCK_EX)
             yield directory
     finally:
@@ -101,14 +101,14 @@ def is_abandoned(directory: Path) -> bool:
     """Nobody holds its lock, and not because it is just being made."""
     if time.time() - directory.stat().st_mtime < BEING_MADE_S:
         return False
-    with opened(directory) as handle, contextlib.suppress(BlockingIOError):
+    with open_directory(directory) as handle, contextlib.suppress(BlockingIOError):
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         return True
     return False
 
 
 @contextlib.contextmanager
-def opened(directory: Path) -> Iterator[int]:
+def open_directory(directory: Path) -> Iterator[int]:
     handle = os.open(directory, os.O_RDONLY)
     try:
         yield handle

@@ -86,7 +86,7 @@ def with_model(settings: Settings) -> Settings:
     """The settings with the model's directory for `model_id`, so that no process has to look for it again.
     May download or convert.
     """
-    tell_hub(settings)
+    set_hub_variables(settings)
     with progress() as show:
         path = model_files.resolve(
             settings.model_id,
@@ -98,7 +98,7 @@ def with_model(settings: Settings) -> Settings:
     return settings.model_copy(update={"model_id": os.fspath(path), "served_model_name": settings.model_name})
 
 
-def tell_hub(settings: Settings) -> None:
+def set_hub_variables(settings: Settings) -> None:
     """huggingface_hub reads variables, once, when it is first imported."""
     if settings.huggingface_hub_cache is not None:
         os.environ["HF_HUB_CACHE"] = settings.huggingface_hub_cache
@@ -106,7 +106,7 @@ def tell_hub(settings: Settings) -> None:
         os.environ.setdefault("HF_TOKEN", os.environ["HF_API_TOKEN"])
 
 
-def reachable(settings: Settings) -> tuple[str, int]:
+def local_address(settings: Settings) -> tuple[str, int]:
     """Where a process of this machine finds the gateways."""
     return {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(
         settings.listen_host, settings.listen_host
@@ -114,5 +114,5 @@ def reachable(settings: Settings) -> tuple[str, int]:
 
 
 def base_url(settings: Settings) -> str:
-    host, port = reachable(settings)
+    host, port = local_address(settings)
     return f"http://{f'[{host}]' if ':' in host else host}:{port}"

@@ -19,12 +19,12 @@ from deploy.serve.broker import embedded
 from deploy.serve.fleet import LocalFleet, new_fleet
 from deploy.serve.process import SupervisedProcess, describe, kill
 from deploy.serve.shutdown import FleetEnded, end_on_signals
-from deploy.serve.startup import introduction, wait_for_broker, wait_until_ready
+from deploy.serve.startup import last_lines, wait_for_broker, wait_until_ready
 
 log = logging.getLogger(__name__)
 
 POLL_S = 0.1
-TELL_S = 5.0
+REPORT_TIMEOUT_S = 5.0
 MAX_CONTROL = 10_000
 
 
@@ -74,17 +74,17 @@ async def launch(fleet: LocalFleet, tasks: asyncio.TaskGroup) -> None:
         tasks.create_task(supervise(process, fleet, tasks))
     if await wait_until_ready(fleet):
         fleet.was_ready = True
-        print(introduction(fleet.settings), flush=True)
+        print(last_lines(fleet.settings), flush=True)
 
 
 async def supervise(process: SupervisedProcess, fleet: LocalFleet, tasks: asyncio.TaskGroup) -> None:
     """Starts a process, and starts it again whenever it ends, for as long as it is wanted."""
-    while process.wanted:
-        returncode, lived_s = await process.live()
-        if not process.wanted:
+    while process.should_run:
+        returncode, lived_s = await process.run_once()
+        if not process.should_run:
             return
         if process.kind == "worker":
-            tasks.create_task(tell_died(fleet.settings, process.incarnation))
+            tasks.create_task(report_death(fleet.settings, process.incarnation))
         if not fleet.was_ready:
             if returncode == os.EX_CONFIG:  # it has said itself which setting cannot be served
                 raise FleetEnded(os.EX_CONFIG)
@@ -100,13 +100,13 @@ async def supervise(process: SupervisedProcess, fleet: LocalFleet, tasks: asynci
         await asyncio.sleep(pause_s)
 
 
-async def tell_died(settings: Settings, incarnation: str) -> None:
+async def report_death(settings: Settings, incarnation: str) -> None:
     """The batcher need not wait until the worker's sign of life has expired."""
     assert settings.redis_url is not None
     entry: Any = {"died": encode(WorkerDied(incarnation))}
     async with connect(settings.redis_url) as client:
         try:
-            async with asyncio.timeout(TELL_S):
+            async with asyncio.timeout(REPORT_TIMEOUT_S):
                 while True:
                     with contextlib.suppress(*ERRORS):
                         await client.xadd(Keys(settings.pool).control, entry, maxlen=MAX_CONTROL)

@@ -65,12 +65,12 @@ class SupervisedProcess:
     name: str
     command: Sequence[str]
     environ: dict[str, str]
-    wanted: bool = True
+    should_run: bool = True
     incarnation: str = ""
     running: asyncio.subprocess.Process | None = None
     restarts: Restarts = field(default_factory=Restarts)
 
-    async def live(self) -> tuple[int, float]:
+    async def run_once(self) -> tuple[int, float]:
         """One life, from start to end: (return code, seconds)."""
         self.incarnation = f"{self.name}-{secrets.token_hex(4)}"
         own = {"PROCESS_NAME": self.name, "INCARNATION": self.incarnation, "PARENT_PID": str(os.getpid())}
@@ -84,7 +84,7 @@ class SupervisedProcess:
         except OSError as error:  # no memory, no process left: later, perhaps
             log.error("%s does not start: %s", self.name, error)
             return os.EX_OSERR, clock() - started_s
-        if not self.wanted:
+        if not self.should_run:
             self.send(signal.SIGTERM)
         returncode = await self.running.wait()
         self.kill_group()  # what it left behind
@@ -116,7 +116,7 @@ class SupervisedProcess:
 async def stop(processes: Sequence[SupervisedProcess], timeout_s: float) -> None:
     """Asks the processes to end, waits, and ends those that did not. None of them starts again."""
     for process in processes:
-        process.wanted = False
+        process.should_run = False
         process.send(signal.SIGTERM)
     await all_ended(processes, timeout_s)
     await kill(processes)
@@ -125,7 +125,7 @@ async def stop(processes: Sequence[SupervisedProcess], timeout_s: float) -> None
 async def kill(processes: Sequence[SupervisedProcess]) -> None:
     """Ends the processes now."""
     for process in processes:
-        process.wanted = False
+        process.should_run = False
         process.kill()
     await all_ended(processes, KILL_S)
 

@@ -34,7 +34,7 @@ async def end_on_signals(fleet: LocalFleet) -> None:
         asyncio.get_running_loop().add_signal_handler(number, signalled.set)
     await signalled.wait()
     drained = asyncio.create_task(drain(fleet))
-    again = asyncio.create_task(signalled_again(signalled))
+    again = asyncio.create_task(second_signal(signalled))
     try:
         await asyncio.wait((drained, again), return_when=asyncio.FIRST_COMPLETED)
         raise FleetEnded(0 if drained.done() else 1)
@@ -43,7 +43,7 @@ async def end_on_signals(fleet: LocalFleet) -> None:
         again.cancel()
 
 
-async def signalled_again(signalled: asyncio.Event) -> None:
+async def second_signal(signalled: asyncio.Event) -> None:
     """Returns at a second signal. A signal to our whole group is often followed by the same one from a parent
     that passes it on (make, timeout, systemd): these are one.
     """

@@ -24,7 +24,7 @@ SPINNER = "⠋⠙⠹⠸⠼⠴⠦⠧⠇⠏"
 CLEAR = "\x1b[J"
 """Clears the terminal from the cursor on."""
 UP = "\x1b[1A\r"
-PROMPT = '{"inputs":"The sky is blue because"}'
+EXAMPLE = '{"inputs":"The sky is blue because","parameters":{"max_new_tokens":20}}'
 
 
 class StartupLine:
@@ -67,16 +67,16 @@ async def wait_until_ready(fleet: LocalFleet) -> bool:
     async with connect(fleet.settings.redis_url) as redis:
         try:
             while not await is_healthy(fleet.settings):
-                if not all(gateway.wanted for gateway in fleet.gateways):
+                if not all(gateway.should_run for gateway in fleet.gateways):
                     return False
-                line.show(await awaited(fleet, redis), clock() - started_s)
+                line.show(await describe_wait(fleet, redis), clock() - started_s)
                 await asyncio.sleep(POLL_S)
         finally:
             line.clear()
     return True
 
 
-async def awaited(fleet: LocalFleet, redis: Redis) -> str:
+async def describe_wait(fleet: LocalFleet, redis: Redis) -> str:
     """What the start waits for: `w0 w1: loading smollm2`, by what the workers that are not ready say."""
     keys = Keys(fleet.settings.pool)
     workers: dict[str, list[str]] = {}
@@ -105,7 +105,7 @@ async def wait_for_broker(settings: Settings) -> None:
 
 
 async def is_healthy(settings: Settings) -> bool:
-    host, port = checks.reachable(settings)
+    host, port = checks.local_address(settings)
     try:
         async with asyncio.timeout(HEALTH_TIMEOUT_S):
             reader, writer = await asyncio.open_connection(host, port)
@@ -117,14 +117,14 @@ async def is_healthy(settings: Settings) -> bool:
     return b" 200 " in status
 
 
-def introduction(settings: Settings) -> str:
-    """The last lines of a start: where the fleet is, and how to ask it."""
+def last_lines(settings: Settings) -> str:
+    """Return the last lines of a start: the URLs of the fleet, and a first request."""
     url = checks.base_url(settings)
     return "\n".join(
         [
             f"Tokenfleet serves {settings.served_model_name} at {url}",
             f"  page: {url} (open it in a browser to chat, and to watch the fleet)",
             f"  docs: {url}/docs",
-            f"  try:  curl -N {url}/generate_stream -H 'Content-Type: application/json' -d '{PROMPT}'",
+            f"  try:  curl -N {url}/generate_stream -H 'Content-Type: application/json' -d '{EXAMPLE}'",
         ]
     )

@@ -49,7 +49,7 @@ def test_processes_have_names_restart_and_drain() -> None:
         )  # a next fleet may start at once
 
 
-def test_everything_goes_with_a_killed_launcher() -> None:
+def test_a_killed_launcher_leaves_no_process() -> None:
     with Fleet(kv_cache_bytes="64MiB") as fleet:
         processes = fleet.processes()
         assert any("engine" in " ".join(process.cmdline()) for process in processes)
@@ -67,7 +67,7 @@ def is_alive(process: psutil.Process) -> bool:
         return False
 
 
-def test_a_cache_that_does_not_fit_ends_the_start_with_one_line() -> None:
+def test_a_cache_larger_than_memory_is_one_error_line() -> None:
     fleet = Fleet(kv_cache_bytes=2**50)
     begun_s = time.monotonic()
     try:

@@ -42,7 +42,7 @@ def lines(file: str, instruction: str) -> list[str]:
     ]
 
 
-def test_services() -> None:
+def test_services_of_the_compose_file() -> None:
     assert set(SERVICES) == OURS | {"redis", "prometheus", "grafana"}
     assert all("healthcheck" in service for service in SERVICES.values())
     assert {name: service["profiles"] for name, service in SERVICES.items() if "profiles" in service} == {
@@ -110,7 +110,7 @@ def test_a_worker_on_a_gpu_can_compile_kernels_and_keeps_them() -> None:
 
 
 @pytest.mark.skipif(not shutil.which("promtool"), reason="promtool is not installed")
-def test_prometheus_takes_its_configuration() -> None:
+def test_prometheus_accepts_its_configuration() -> None:
     subprocess.run(
         ["promtool", "check", "config", ROOT / "deploy/prometheus/prometheus.yml"],
         check=True,

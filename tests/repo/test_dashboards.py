@@ -51,14 +51,14 @@ def expressions(value: Any) -> list[str]:
     [PROMETHEUS / "alerts.yml", GRAFANA / "dashboards" / "tokenfleet.json"],
     ids=lambda path: path.name,
 )
-def test_what_is_asked_for_is_exported(path: Path) -> None:
+def test_every_metric_of_a_dashboard_is_exported(path: Path) -> None:
     asked = expressions(yaml.safe_load(path.read_text()))
     assert len(asked) >= 8
     for expression in asked:
         assert named(expression) and named(expression) <= exported() | BUILT_IN, expression
 
 
-def test_every_panel_has_its_place_and_source() -> None:
+def test_every_panel_has_a_position_and_a_data_source() -> None:
     dashboard = json.loads((GRAFANA / "dashboards" / "tokenfleet.json").read_text())
     panels = dashboard["panels"]
     assert len({panel["id"] for panel in panels}) == len(panels)
@@ -89,7 +89,7 @@ def span(panel: dict[str, Any], start: str, size: str) -> tuple[int, int]:
     return place[start], place[start] + place[size]
 
 
-def test_the_service_that_dashboards_pick_is_scraped() -> None:
+def test_the_service_of_the_dashboards_is_scraped() -> None:
     [fleet, processes] = yaml.safe_load((PROMETHEUS / "prometheus.yml").read_text())["scrape_configs"]
     assert fleet["static_configs"][0]["labels"] == {"container": "tokenfleet"}
     assert "container" not in json.dumps(processes), (
@@ -106,6 +106,6 @@ def test_the_service_that_dashboards_pick_is_scraped() -> None:
         ["test", "rules", "alerts_test.yml"],
     ],
 )
-def test_promtool_agrees(command: list[str]) -> None:
+def test_promtool_accepts_the_files(command: list[str]) -> None:
     done = subprocess.run(["promtool", *command], cwd=PROMETHEUS, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -83,7 +83,7 @@ def torch() -> str:
 
 @has_driver
 @pytest.mark.parametrize("name", [LINUX, "Linux aarch64 glibc"])
-def test_linux_without_a_gpu_takes_the_build_for_cpu(tmp_path: Path, name: str) -> None:
+def test_linux_without_a_gpu_installs_torch_for_cpu(tmp_path: Path, name: str) -> None:
     machine = Machine(tmp_path, name)
     done = machine.install()
     assert done.returncode == 0, done.stderr
@@ -95,14 +95,14 @@ def test_linux_without_a_gpu_takes_the_build_for_cpu(tmp_path: Path, name: str) 
 
 
 @has_driver
-def test_a_wheel_at_hand_needs_no_index(tmp_path: Path) -> None:
+def test_a_local_wheel_needs_no_index(tmp_path: Path) -> None:
     machine = Machine(tmp_path, fails="")
     assert machine.install().returncode == 0
     assert machine.asked()[1:] == ORDINARY
 
 
 @has_driver
-def test_when_the_index_for_cpu_does_not_answer_it_is_said_and_pypi_serves(tmp_path: Path) -> None:
+def test_an_unreachable_cpu_index_is_reported_and_pypi_is_used(tmp_path: Path) -> None:
     machine = Machine(tmp_path, fails="*no-index* *versions*")
     done = machine.install()
     assert done.returncode == 0
@@ -110,7 +110,7 @@ def test_when_the_index_for_cpu_does_not_answer_it_is_said_and_pypi_serves(tmp_p
     assert machine.asked()[2:] == ORDINARY
 
 
-def test_a_gpu_takes_torch_from_pypi_and_flashinfer(tmp_path: Path) -> None:
+def test_a_gpu_installs_torch_from_pypi_and_flashinfer(tmp_path: Path) -> None:
     machine = Machine(tmp_path, gpu=True)
     assert machine.install().returncode == 0
     assert machine.asked() == WITH_GPU
@@ -125,13 +125,13 @@ def test_only_workers_get_flashinfer(tmp_path: Path) -> None:
     assert machine.asked()[0].endswith("-e .[dev]")
 
 
-def test_a_mac_takes_torch_from_pypi(tmp_path: Path) -> None:
+def test_a_mac_installs_torch_from_pypi(tmp_path: Path) -> None:
     machine = Machine(tmp_path, MAC)
     assert machine.install().returncode == 0
     assert machine.asked() == ORDINARY
 
 
-def test_torch_index_chooses(tmp_path: Path) -> None:
+def test_torch_index_overrides_the_choice(tmp_path: Path) -> None:
     machine = Machine(tmp_path, gpu=True)
     assert machine.install(TORCH_INDEX="https://mirror/cu126").returncode == 0
     first, *rest = machine.asked()
@@ -142,7 +142,7 @@ def test_torch_index_chooses(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "name", ["Linux x86_64 ", "Darwin x86_64 ", "Linux ppc64le glibc", "MINGW64_NT-10.0 x86_64 "]
 )
-def test_a_machine_without_torch_is_refused_before_anything_is_fetched(tmp_path: Path, name: str) -> None:
+def test_a_platform_without_torch_is_refused_before_any_download(tmp_path: Path, name: str) -> None:
     machine = Machine(tmp_path, name)
     done = machine.install()
     assert done.returncode == 1
@@ -150,14 +150,14 @@ def test_a_machine_without_torch_is_refused_before_anything_is_fetched(tmp_path:
     assert machine.asked() == []
 
 
-def test_without_a_python_that_suits_the_ways_to_one_are_named(tmp_path: Path) -> None:
+def test_without_a_suitable_python_the_ways_to_install_one_are_named(tmp_path: Path) -> None:
     done = Machine(tmp_path, suits="no").install()
     assert done.returncode == 1
     assert "python3-venv" in done.stderr and "brew" in done.stderr
     assert not (tmp_path / ".venv").exists()
 
 
-def test_a_pip_that_fails_is_explained(tmp_path: Path) -> None:
+def test_a_failure_of_pip_is_explained(tmp_path: Path) -> None:
     done = Machine(tmp_path, MAC, fails="*-e*").install()
     assert done.returncode == 1
     assert "pip: no luck" in done.stderr and "PIP_INDEX_URL" in done.stderr

@@ -71,7 +71,7 @@ def test_flags_reach_the_launcher(make: subprocess.Popen[str], tmp_path: Path) -
     assert (tmp_path / "argv").read_text() == "serve --port 8080\n"
 
 
-def test_everything_goes_with_a_killed_make(make: subprocess.Popen[str]) -> None:
+def test_a_killed_make_leaves_no_process(make: subprocess.Popen[str]) -> None:
     processes = descendants(make)
     make.kill()
     make.wait()
@@ -86,7 +86,7 @@ def test_sigterm_to_make_drains(make: subprocess.Popen[str], tmp_path: Path) -> 
     assert {"g0 end", "b0 end", "w0 end"} <= set((tmp_path / "notes").read_text().splitlines())
 
 
-def test_a_sigterm_to_the_whole_group_is_one_request(make: subprocess.Popen[str], tmp_path: Path) -> None:
+def test_sigterm_to_the_whole_group_counts_as_one_signal(make: subprocess.Popen[str], tmp_path: Path) -> None:
     """Make passes it on to the launcher, which has it already."""
     processes = descendants(make)
     (tmp_path / "hold").touch()

@@ -42,7 +42,7 @@ def test_the_table_of_settings_is_the_settings() -> None:
     assert found[1] == tables(), f"docs/settings.md should say:\n{tables()}"
 
 
-def test_every_flag_that_is_named_exists() -> None:
+def test_every_flag_mentioned_exists() -> None:
     fields = set(Settings.model_fields)
     ours = {name.replace("_", "-") for name in (*fields, *ALIASES, *FLAG_ALIASES, *OPTIONS)}
     texts = [README, *(path.read_text() for path in (ROOT / "docs").glob("*.md"))]
@@ -59,7 +59,7 @@ def test_flags_of_vllm_mean_what_the_table_says() -> None:
         assert FLAG_ALIASES[theirs.replace("-", "_")] == ours.replace("-", "_")
 
 
-def test_every_link_leads_somewhere() -> None:
+def test_every_link_has_a_target() -> None:
     for page in PAGES:
         links = re.findall(r"\]\((?!http)([^)#]+)\)", page.read_text())
         assert [link for link in links if not (page.parent / link).is_file()] == []
@@ -145,14 +145,14 @@ def test_every_example_runs_and_prints_what_is_shown(fleet: Fleet) -> None:
             assert shapes(answer) == shapes(printed), program
 
 
-def test_the_first_words_of_a_fleet_say_what_to_do_next(fleet: Fleet) -> None:
+def test_the_last_lines_of_a_start_have_a_command_that_works(fleet: Fleet) -> None:
     [tried] = re.findall(r"try: +(.*)", fleet.output())
     assert shapes(run(fleet, "sh", tried)) == shapes(run(fleet, *next(examples())[:2]))
     assert f"page: {fleet.base_url} (open it in a browser" in fleet.output()
     assert f"{fleet.base_url}/docs" in fleet.output()
 
 
-def test_there_are_examples_of_every_way_to_ask() -> None:
+def test_every_kind_of_request_has_an_example() -> None:
     programs = "\n".join(program for _, program, _ in examples())
     for word in (
         "/generate_stream",

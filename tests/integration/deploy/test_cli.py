@@ -1,4 +1,4 @@
-"""What a person sees who types something that cannot be served: one line, soon, and a non-zero exit code."""
+"""The command line refuses what it cannot serve: one line, within seconds, and a non-zero exit code."""
 
 import os
 import socket
@@ -32,7 +32,7 @@ def refusal(*argv: str, **variables: str) -> str:
     return line
 
 
-def test_a_taken_port() -> None:
+def test_a_taken_port_is_refused() -> None:
     with socket.create_server(("0.0.0.0", 0), reuse_port=True) as taken:
         port = taken.getsockname()[1]
         assert (
@@ -41,7 +41,7 @@ def test_a_taken_port() -> None:
         )
 
 
-def test_a_port_that_was_just_left_is_free() -> None:
+def test_a_port_in_time_wait_is_free() -> None:
     """Connections of an earlier fleet linger on it (TIME_WAIT): the next thing checked is what fails."""
     with (
         socket.create_server(("127.0.0.1", 0)) as server,
@@ -56,7 +56,7 @@ def test_a_port_that_was_just_left_is_free() -> None:
     )
 
 
-def test_a_model_that_is_not_there(tmp_path: Path) -> None:
+def test_a_missing_model_is_refused(tmp_path: Path) -> None:
     assert refusal("serve", "/no/such/model", PORT=str(free_port())).startswith(
         "tokenfleet: MODEL_ID: /no/such/model"
     )
@@ -66,7 +66,7 @@ def test_a_model_that_is_not_there(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("command", ["batcher", "jobs"])
-def test_who_reads_no_model_needs_none(command: str) -> None:
+def test_batcher_and_job_worker_start_without_the_model(command: str) -> None:
     """As in images without torch, before a worker has converted it."""
     environ = os.environ | {"MODEL_ID": "/no/such/model", "METRICS_PORT": str(free_port())}
     with brokers.running() as broker:
@@ -86,14 +86,14 @@ def shows(port: int) -> bool:
 
 
 @pytest.mark.parametrize("command", ["serve", "api", "batcher", "worker"])
-def test_a_dead_broker(command: str) -> None:
+def test_an_unreachable_broker_is_refused(command: str) -> None:
     url = f"redis://:secret@127.0.0.1:{free_port()}"
     line = refusal(command, PORT=str(free_port()), REDIS_URL=url)
     assert line.startswith("tokenfleet: REDIS_URL: no connection to the broker (127.0.0.1:")
     assert "secret" not in line
 
 
-def test_a_wrong_password() -> None:
+def test_a_wrong_broker_password_is_refused() -> None:
     with brokers.running("--requirepass", "correct") as locked:
         line = refusal(
             "serve", "--redis-url", f"redis://:secret@127.0.0.1:{locked.port}", PORT=str(free_port())
@@ -121,7 +121,7 @@ def test_a_wrong_password() -> None:
         (["worker", "--name"], "FLAGS: argument --name: expected one argument"),
     ],
 )
-def test_what_was_mistyped_is_named(argv: list[str], words: str) -> None:
+def test_invalid_arguments_are_one_error_line(argv: list[str], words: str) -> None:
     assert words in refusal(*argv)
 
 

@@ -15,12 +15,12 @@ from rich.console import Console
 
 from common.settings.settings import SettingError
 from deploy.bench import load, report, svg
-from deploy.bench.ask import TimedAnswer, ask, body, encode
+from deploy.bench.ask import TimedAnswer, body, encode, send
 from deploy.bench.command import main
 from deploy.bench.figures import Figures, Round, figures, quantile
 from deploy.bench.prompts import prompt
 from deploy.bench.servers import COMPLETIONS, GENERATE, Server, identify, route
-from deploy.commands.client import Trouble
+from deploy.commands.client import ServerError
 from deploy.serve.broker import Broker, free_port
 from tests.support.fleet.scripted_worker import EOS
 from tests.support.fleet.scripted_worker import Answer as Answered
@@ -61,7 +61,7 @@ def test_a_wait_that_was_cut_off_never_makes_a_server_look_faster(
     assert fair is None or fair >= plain
 
 
-def test_quantiles_by_hand() -> None:
+def test_quantiles_computed_by_hand() -> None:
     assert quantile([1, 2, 3, 4], [], 0.5) == 2
     assert quantile([1, 2, 3, 4], [9, 9, 9, 9], 0.5) == 4
     assert quantile([1, 2, 3, 4], [9, 9, 9, 9, 9], 0.5) is None
@@ -95,20 +95,20 @@ def test_both_servers_are_driven_in_alternation_and_in_time() -> None:
     assert load.schedule(2, [1, 8], 2) == [(1, 0), (1, 1), (1, 1), (1, 0), (8, 1), (8, 0), (8, 0), (8, 1)]
     assert load.schedule(2, [1, 8], 1) == [(1, 0), (1, 1), (8, 1), (8, 0)]
     assert load.schedule(1, [4], 2) == [(4, 0), (4, 0)]
-    wanted = load.Wanted(60, [1, 8, 32], 128, 64)
+    wanted = load.LoadPlan(60, [1, 8, 32], 128, 64)
     for num_servers in (1, 2):
         for num_turns in (1, 2):
             seconds = (
                 num_servers * 3 * num_turns * (load.round_s(wanted, num_servers, num_turns) + load.SETTLE_S)
             )
-            assert seconds + num_servers * load.warm_s(wanted, num_servers) == pytest.approx(60)
+            assert seconds + num_servers * load.warm_up_s(wanted, num_servers) == pytest.approx(60)
 
 
 def test_a_slow_server_is_seen_once_for_longer() -> None:
     quick, slow, silent = (Round(0, 4, [TimedAnswer(0.0, times)]) for times in ([0.1, 0.2], [2.0, 3.0], []))
-    assert load.turns([quick, quick]) == 2
-    assert load.turns([quick, slow]) == 1
-    assert load.turns([silent]) == 1
+    assert load.choose_num_turns([quick, quick]) == 2
+    assert load.choose_num_turns([quick, slow]) == 1
+    assert load.choose_num_turns([silent]) == 1
 
 
 def test_prompts_are_the_same_for_both_and_differ_from_the_start() -> None:
@@ -121,7 +121,7 @@ def test_prompts_are_the_same_for_both_and_differ_from_the_start() -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-async def test_servers_are_known_by_what_they_answer(kind: str) -> None:
+async def test_servers_are_identified_by_their_routes(kind: str) -> None:
     with running(kind, fleet=FLEET) as server:
         async with httpx.AsyncClient(base_url=server.url) as client:
             found = await identify(client)
@@ -129,14 +129,14 @@ async def test_servers_are_known_by_what_they_answer(kind: str) -> None:
     assert found.model == "tiny"
 
 
-async def test_an_unknown_server_is_none_of_ours() -> None:
+async def test_an_unknown_server_is_refused() -> None:
     with running("nothing") as server:
         async with httpx.AsyncClient(base_url=server.url) as client:
-            with pytest.raises(Trouble, match="none of the servers known here"):
+            with pytest.raises(ServerError, match="none of the servers known here"):
                 await identify(client)
 
 
-def test_how_servers_are_asked() -> None:
+def test_the_request_body_of_each_route() -> None:
     ours, vllm, tgi, other = (
         Server("u", kind, "", "m") for kind in ("Tokenfleet", "vLLM", "TGI", "OpenAI API")
     )
@@ -154,7 +154,7 @@ async def test_every_token_is_counted_once(kind: str) -> None:
         async with httpx.AsyncClient(base_url=server.url) as client:
             found = await identify(client)
             path, answer = route([found]), TimedAnswer(0.0)
-            await ask(client, path, encode(body(found, path, "one two three", 9)), answer)
+            await send(client, path, encode(body(found, path, "one two three", 9)), answer)
     assert len(answer.times_s) == 9
     assert answer.ended_s
     assert answer.num_tokens == (None if kind == "tgi" else 9)
@@ -185,19 +185,19 @@ def test_a_whole_run(
 
 
 @pytest.mark.parametrize("path", [COMPLETIONS, GENERATE])
-async def test_our_own_gateway(path: str, broker: Broker) -> None:
+async def test_bench_of_a_real_gateway(path: str, broker: Broker) -> None:
     """Both sides of the contract are real; only the worker is scripted."""
     async with answering(
         broker.url, Answered([*ids(" four")[:1], EOS, *ids(" six seven eight")], ends=False)
     ) as (_, _, client):
         found, answer = await identify(client), TimedAnswer(0.0)
         assert (found.kind, found.model) == ("Tokenfleet", "smollm2")
-        await ask(client, path, encode(body(found, path, "one two three", 5)), answer)
+        await send(client, path, encode(body(found, path, "one two three", 5)), answer)
     assert len(answer.times_s) == 5, "the end-of-sequence token is one of them"
     assert (answer.num_tokens, answer.prompt_tokens) == (5, 3)
 
 
-def test_without_another_there_is_no_ratio(capsys: pytest.CaptureFixture[str]) -> None:
+def test_one_server_alone_has_no_ratio(capsys: pytest.CaptureFixture[str]) -> None:
     with running("tokenfleet", fleet=FLEET) as ours:
         assert main(["--url", ours.url, "--duration", "1", "--concurrency", "1", "--max-tokens", "4"]) == 0
     assert "ratio" not in capsys.readouterr().out
@@ -206,7 +206,7 @@ def test_without_another_there_is_no_ratio(capsys: pytest.CaptureFixture[str]) -
 @pytest.mark.parametrize(
     "words", ["answers no request: the server answers 400: no such field", "no server answers at"]
 )
-def test_who_fails_is_named_with_the_cause(words: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_failing_server_is_named_with_the_cause(words: str, capsys: pytest.CaptureFixture[str]) -> None:
     with (
         running("tokenfleet", fleet=FLEET) as ours,
         running("vllm", refusal=(400, {"error": {"message": "no such field"}})) as other,
@@ -223,7 +223,7 @@ def test_who_fails_is_named_with_the_cause(words: str, capsys: pytest.CaptureFix
 @pytest.mark.parametrize(
     ("argv", "words"),
     [
-        (["--concurrency", "1;8"], "--concurrency: '1;8' is not numbers"),
+        (["--concurrency", "1;8"], "--concurrency: '1;8' is not a list of numbers"),
         (["--concurrency", "0"], "--concurrency: from 1 to"),
         (["--duration", "nan"], "--duration: nan"),
         (["--max-tokens", "0"], "--max-tokens: 0 is less than 1"),
@@ -232,7 +232,7 @@ def test_who_fails_is_named_with_the_cause(words: str, capsys: pytest.CaptureFix
         (["--durations", "5"], "--durations"),
     ],
 )
-def test_flags_that_cannot_be_served(argv: list[str], words: str) -> None:
+def test_invalid_flags_are_refused(argv: list[str], words: str) -> None:
     with pytest.raises(SettingError) as error:
         main(argv)
     assert words in str(error.value)
@@ -240,7 +240,7 @@ def test_flags_that_cannot_be_served(argv: list[str], words: str) -> None:
 
 RESULT = report.Comparison(
     servers=[Server("http://a", "Tokenfleet", "1", "tiny"), Server("http://b", "TGI", "3.3.7", "<other>")],
-    wanted=load.Wanted(60, [1, 32], 128, 64),
+    plan=load.LoadPlan(60, [1, 32], 128, 64),
     path=GENERATE,
     figures={
         (1, 0): Figures(100.0, 0.1, 0.2, 0.01, 0.02, 1.0, 5, 0, ""),
@@ -264,7 +264,7 @@ def test_the_table_fits(width: int) -> None:
     assert second[:3] == ["ratio", "–", "–"]
 
 
-def test_what_a_reader_must_know() -> None:
+def test_notes_warn_of_what_distorts_the_figures() -> None:
     notes = " | ".join(report.notes(RESULT))
     for words in (
         "TGI 3.3.7: 7 requests failed; the first: out of memory",

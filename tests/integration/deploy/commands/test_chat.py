@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import httpx
 import pytest
 
-from deploy.commands.client import Frames, base_url, message
+from deploy.commands.client import SseDecoder, base_url, error_message
 from deploy.commands.conversation import ChatAnswer
 from deploy.serve.broker import Broker, free_port
 from tests.support.fleet.scripted_worker import Answer as Answered
@@ -81,7 +81,7 @@ def terminal(server: Server, *flags: str) -> Iterator[Terminal]:
         os.close(screen)
 
 
-def test_a_pipe_gets_the_answer_and_nothing_else() -> None:
+def test_stdout_of_a_pipe_is_the_answer_only() -> None:
     flags = ["--system", "Be brief.", "--temperature", "0", "--max-tokens", str(len(WORDS)), "--seed", "7"]
     with running("tokenfleet") as server:
         done = piped(server.url, b"Why is\nthe sky blue?\n", *flags, API_KEY="sk-1")
@@ -103,7 +103,7 @@ def test_a_pipe_gets_the_answer_and_nothing_else() -> None:
         assert server.keys == ["Bearer sk-1"]
 
 
-def test_bytes_that_are_no_text_are_asked_as_they_can_be_read() -> None:
+def test_invalid_utf8_on_stdin_is_replaced() -> None:
     with running("openai") as server:
         assert piped(server.url + "/v1/", b"Hi \xe9").returncode == 0
         assert server.bodies[0]["messages"] == [{"role": "user", "content": "Hi \ufffd"}]
@@ -144,19 +144,22 @@ def test_a_frame_of_an_unknown_shape_is_shown(frame: object) -> None:
     assert done.stderr.count(b"\n") <= 1
 
 
-def test_a_key_that_no_header_can_carry() -> None:
+def test_a_key_that_is_not_ascii_is_refused() -> None:
     with running("openai") as server:
         done = piped(server.url, b"Hi", API_KEY="\u043a\u043b\u044e\u0447")
-    assert done.stderr == b"tokenfleet: a key for the server (API_KEY) has letters that no header can carry\n"
+    assert (
+        done.stderr
+        == b"tokenfleet: API_KEY has characters that are not ASCII, which no HTTP header can carry\n"
+    )
 
 
-def test_a_proxy_that_cannot_be_used_is_said() -> None:
+def test_an_unusable_proxy_is_one_error_line() -> None:
     done = piped("http://models.invalid", b"Hi", ALL_PROXY="ftp://somewhere")
-    assert done.stderr.startswith(b"tokenfleet: http://models.invalid cannot be asked: ")
+    assert done.stderr.startswith(b"tokenfleet: http://models.invalid cannot be used: ")
     assert (done.stderr.count(b"\n"), done.returncode) == (1, 1)
 
 
-def test_trouble_is_one_line() -> None:
+def test_an_unreachable_server_is_one_error_line() -> None:
     url = f"http://127.0.0.1:{free_port()}"
     done = piped(url, b"Hi")
     assert done.returncode == 1
@@ -164,7 +167,7 @@ def test_trouble_is_one_line() -> None:
     assert done.stderr.count(b"\n") == 1
 
 
-def test_who_reads_no_further_is_no_trouble() -> None:
+def test_a_closed_stdout_is_not_an_error() -> None:
     with running("tokenfleet", endless=True) as server:
         process = subprocess.Popen(
             [*COMMAND, "--url", server.url],
@@ -182,7 +185,7 @@ def test_who_reads_no_further_is_no_trouble() -> None:
         process.stderr.close()
 
 
-def test_a_conversation() -> None:
+def test_a_conversation_in_a_terminal() -> None:
     with running("tokenfleet") as server, terminal(server, "--system", "Be brief.") as person:
         person.types("Hello\r")
         person.waits_for("any sign.")
@@ -199,7 +202,7 @@ def test_a_conversation() -> None:
         person.types("/reset\r/system Be long.\r/rest\r")
         person.waits_for("forgotten")
         person.waits_for("system prompt set")
-        person.waits_for("/rest is no command")
+        person.waits_for("/rest is not a command")
         person.types("Again\r")
         person.waits_for(f"{len(WORDS)} tokens")
         assert server.bodies[2]["messages"] == [
@@ -241,23 +244,23 @@ def test_an_error_leaves_the_conversation_as_it_was() -> None:
         assert server.bodies[1]["messages"] == [{"role": "user", "content": "Hello again"}]
 
 
-def test_frames_in_pieces() -> None:
+def test_frames_in_pieces_are_decoded() -> None:
     stream = 'data: {"a": "\u2028 \u00e9"}\r\n\r\n: alive\n\ndata:{"b":2}\n\ndata: [DONE]\n\n'.encode()
     for size in (1, 2, 7, 1000):
-        frames = Frames()
+        frames = SseDecoder()
         found = [frame for i in range(0, len(stream), size) for frame in frames.feed(stream[i : i + size])]
         assert found == [{"a": "\u2028 \u00e9"}, {"b": 2}]
 
 
-def test_figures() -> None:
-    answer = ChatAnswer(asked_s=10.0)
+def test_the_speed_of_an_answer() -> None:
+    answer = ChatAnswer(sent_s=10.0)
     assert answer.figures == "no text"
     for i in range(5):
-        answer.take("x", 10.5 + i / 4)
+        answer.add("x", 10.5 + i / 4)
     assert answer.figures == "4.0 tokens/s · 5 tokens · first token 0.50 s"
 
 
-async def test_our_own_gateway(broker: Broker) -> None:
+async def test_chat_with_a_real_gateway(broker: Broker) -> None:
     """Both sides of the contract are real; only the worker is scripted."""
     async with answering(broker.url, Answered(ids(" It scatters light."))) as (worker, _, client):
         done = await asyncio.to_thread(
@@ -272,7 +275,7 @@ async def test_our_own_gateway(broker: Broker) -> None:
 @pytest.mark.parametrize(
     "text", ["localhost:80", "http://localhost:80/", "http://localhost:80/v1", "http://localhost:80/v1/"]
 )
-def test_addresses(text: str) -> None:
+def test_forms_of_the_servers_url(text: str) -> None:
     assert base_url(text) == "http://localhost:80"
 
 
@@ -287,11 +290,11 @@ def test_addresses(text: str) -> None:
         (b"[]", "[]"),
     ],
 )
-def test_messages_of_servers(body: bytes, words: str) -> None:
-    assert message(body) == words
+def test_error_messages_of_servers(body: bytes, words: str) -> None:
+    assert error_message(body) == words
 
 
-def test_httpx_is_told_of_no_proxy_to_our_own_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_loopback_url_is_reached_without_the_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HTTP_PROXY", f"http://127.0.0.1:{free_port()}")
     with running("tokenfleet") as server:
         assert piped(server.url, b"Hi", HTTP_PROXY=os.environ["HTTP_PROXY"]).returncode == 0

@@ -97,7 +97,7 @@ def test_the_first_lines_of_a_ready_fleet_are_url_page_docs_and_a_command(
     assert example.startswith(f"  try:  curl -N {url}/generate_stream")
 
 
-def test_a_killed_worker_comes_back_as_another_incarnation_and_the_batcher_is_told(
+def test_a_killed_worker_restarts_with_a_new_incarnation_and_the_batcher_is_informed(
     launch: Callable[[], Launched],
 ) -> None:
     fleet = launch()
@@ -114,7 +114,7 @@ def test_a_killed_worker_comes_back_as_another_incarnation_and_the_batcher_is_to
     assert "killed by SIGKILL; starts again in 0.0 s" in fleet.error()
 
 
-def test_a_killed_broker_comes_back_with_its_data_on_its_port(launch: Callable[[], Launched]) -> None:
+def test_a_killed_broker_restarts_with_its_data_on_its_port(launch: Callable[[], Launched]) -> None:
     fleet = launch()
     fleet.ready()
     with fleet.client() as client:
@@ -160,7 +160,7 @@ def test_sigterm_drains_gateways_first_and_supervises_the_others_meanwhile(
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_second_signal_ends_now(launch: Callable[[], Launched], number: signal.Signals) -> None:
+def test_a_second_signal_ends_the_fleet_now(launch: Callable[[], Launched], number: signal.Signals) -> None:
     fleet = launch()
     (fleet.directory / "hold").touch()
     fleet.ready()
@@ -177,7 +177,7 @@ def test_a_second_signal_ends_now(launch: Callable[[], Launched], number: signal
     assert "Unknown child process" not in fleet.error()
 
 
-def test_signals_that_come_together_are_one_request(launch: Callable[[], Launched]) -> None:
+def test_simultaneous_signals_count_as_one(launch: Callable[[], Launched]) -> None:
     fleet = launch()
     (fleet.directory / "hold").touch()
     fleet.ready()
@@ -191,7 +191,7 @@ def test_signals_that_come_together_are_one_request(launch: Callable[[], Launche
     assert {"g0 end", "b0 end", "w1 end"} <= set(fleet.notes())
 
 
-def test_everything_goes_with_a_killed_launcher_even_what_is_stopped(launch: Callable[[], Launched]) -> None:
+def test_a_killed_launcher_leaves_no_process_not_even_stopped_ones(launch: Callable[[], Launched]) -> None:
     fleet = launch()
     fleet.ready()
     children = psutil.Process(fleet.process.pid).children(recursive=True)
@@ -210,7 +210,7 @@ def test_everything_goes_with_a_killed_launcher_even_what_is_stopped(launch: Cal
     ("exit_code", "ours", "last"),
     [(78, 78, "NAME: the cause that w0 found"), (1, 1, "w0 ended before the fleet was ready: exit code 1")],
 )
-def test_an_end_before_the_fleet_was_ready_ends_it(
+def test_a_process_that_ends_before_ready_ends_the_start(
     launch: Callable[[], Launched], tmp_path: Path, exit_code: int, ours: int, last: str
 ) -> None:
     (tmp_path / "loading").touch()
@@ -221,7 +221,7 @@ def test_an_end_before_the_fleet_was_ready_ends_it(
     assert len(fleet.starts("w0")) == 1
 
 
-def test_a_setting_that_cannot_be_served_any_more_ends_nobody_else(launch: Callable[[], Launched]) -> None:
+def test_a_restart_that_refuses_a_setting_leaves_the_others_running(launch: Callable[[], Launched]) -> None:
     """Memory that others took meanwhile comes back: the process starts again, later and later, and the others
     serve on.
     """

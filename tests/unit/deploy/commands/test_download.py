@@ -17,7 +17,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_what_is_here_is_not_fetched_again(
+def test_a_local_model_is_not_downloaded_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = model(tmp_path)
@@ -81,13 +81,13 @@ def test_a_model_without_safetensors_is_refused(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_what_cannot_be_had_is_said_in_one_line(argv: list[str], words: str) -> None:
+def test_an_unavailable_model_is_one_error_line(argv: list[str], words: str) -> None:
     done = tokenfleet("download-weights", *argv, HF_ENDPOINT="http://127.0.0.1:1", HF_HUB_OFFLINE="")
     assert done.returncode == os.EX_CONFIG
     assert words in done.stderr.splitlines()[-1] and "Traceback" not in done.stderr
 
 
-def test_progress_is_a_line_each_where_nobody_watches(capsys: pytest.CaptureFixture[str]) -> None:
+def test_progress_outside_a_terminal_is_one_line_a_step(capsys: pytest.CaptureFixture[str]) -> None:
     with progress.progress() as show:
         show("looking up this")
         show("[converting] that")

@@ -47,7 +47,7 @@ def lines(life: list[dict[str, Any]]) -> list[str]:
     return [" ".join(line.split()[1:]) for line in out.getvalue().splitlines()]
 
 
-def test_a_worker_died_under_it() -> None:
+def test_a_request_whose_worker_died() -> None:
     assert lines(LIFE) == [
         "+0.000 s queued with 5 prompt tokens",
         f"+0.250 s placed on {W0}, attempt 1 after 0.250 s in the queue",
@@ -55,11 +55,11 @@ def test_a_worker_died_under_it() -> None:
         f"+1.000 s worker {W0} died at token 37",
         f"+1.010 s placed on {W1}, attempt 2",
         "+1.800 s token 38: resumed after 0.800 s",
-        "+2.000 s ended with 50 tokens: as many as it asked for (length)",
+        "+2.000 s ended with 50 tokens: max_new_tokens was reached (length)",
     ]
 
 
-def test_a_life_whose_beginning_is_forgotten_and_that_goes_on() -> None:
+def test_a_timeline_without_its_first_events() -> None:
     life = [
         *LIFE[3:5],
         happening(11_100, "died", W1, 2, 37),
@@ -69,7 +69,7 @@ def test_a_life_whose_beginning_is_forgotten_and_that_goes_on() -> None:
     assert lines(life)[-1] == "+0.800 s token 38: resumed after 0.800 s"
     assert lines([happening(5, "interrupted", W0, 1, 3, "preempted"), happening(6, "ended", why="client")])[
         1
-    ].endswith("its client went")
+    ].endswith("its client disconnected")
     assert lines([happening(5, "prefilled", W0, 1, 1)]) == ["+0.000 s first token"]
     assert lines([happening(5, "something new")]) == ["+0.000 s something new"]
 
@@ -107,13 +107,13 @@ def url() -> Iterator[str]:
         server.shutdown()
 
 
-def test_every_choice_is_told(url: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_choice_has_a_timeline(url: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["a/b", "--url", url]) == 0
     said = capsys.readouterr().out
     assert "request a/b.0" in said and "request a/b.1" in said and "died at token 37" in said
 
 
-def test_an_unknown_one_is_one_line_and_exit_1(url: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_unknown_request_is_one_error_line(url: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["nope", "--url", url]) == 1
     assert capsys.readouterr() == ("", "tokenfleet: the server answers 404: Nothing is known of it\n")
     assert main(["nope", "--url", "http://127.0.0.1:1"]) == 1
@@ -121,7 +121,7 @@ def test_an_unknown_one_is_one_line_and_exit_1(url: str, capsys: pytest.CaptureF
 
 
 @pytest.mark.parametrize("shape", ODD)
-def test_an_answer_of_another_shape_is_one_line_and_exit_1(
+def test_an_unknown_response_is_one_error_line(
     shape: str, url: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main([shape, "--url", url]) == 1

@@ -31,14 +31,14 @@ def printed(*looks: dict[str, Any], width: int = 120, trouble: str = "") -> str:
     return out.getvalue()
 
 
-def test_rates_are_differences_by_the_fleets_own_clock() -> None:
+def test_rates_use_the_clock_of_the_fleet() -> None:
     assert fleet_snapshot.rates([FLEET]) == {}
     assert fleet_snapshot.rates([FLEET, later(1, 10), later(4, 100)]) == {"w0-aaaa": 25.0}
     assert fleet_snapshot.rates([FLEET, later(2, -900)]) == {"w0-aaaa": 0.0}, "counted anew"
     assert fleet_snapshot.rates([FLEET, later(0, 5)]) == {}, "the same moment"
 
 
-def test_a_process_that_came_later_has_a_rate_since_then() -> None:
+def test_the_rate_of_a_later_process_counts_from_its_first_snapshot() -> None:
     looks = [FLEET, later(1, 10), later(2, 20)]
     for fleet, tokens in zip(looks[1:], (0, 30), strict=True):
         fleet["processes"].append({"kind": "worker", "id": "w1-dddd", "state": "ready", "tokens": tokens})
@@ -46,7 +46,7 @@ def test_a_process_that_came_later_has_a_rate_since_then() -> None:
     assert fleet_snapshot.with_rates(looks)["tokens_per_s"] == 40.0
 
 
-def test_the_table_says_what_there_is() -> None:
+def test_the_table_shows_every_process() -> None:
     text = printed(FLEET, later(2, 86))
     head, _, _, *lines = text.splitlines()
     assert "tiny  pool default" in head
@@ -79,13 +79,13 @@ def test_a_narrow_terminal_keeps_whole_cells(width: int) -> None:
     assert all(word in worker for word in ("ready", "2/256", "12/4 096", "43.0"))
 
 
-def test_absent_keys_are_left_empty() -> None:
+def test_absent_keys_are_empty_cells() -> None:
     text = printed({"processes": [{"kind": "worker", "id": "w0"}, {}]})
     assert "w0" in text
     assert "None" not in text
 
 
-def test_a_fleet_that_is_gone_is_said_under_the_last_table() -> None:
+def test_a_lost_connection_is_shown_under_the_last_table() -> None:
     assert (
         printed(FLEET, trouble="no server answers at X").splitlines()[-1]
         == "no server answers at X; asking again"
@@ -96,11 +96,11 @@ def test_a_fleet_that_is_gone_is_said_under_the_last_table() -> None:
     ("part", "cells"),
     [(0.0, "········"), (1e-6, "▏·······"), (0.5, "████····"), (1.0, "████████"), (7.0, "████████")],
 )
-def test_bars(part: float, cells: str) -> None:
+def test_a_bar_is_filled_in_eighths(part: float, cells: str) -> None:
     assert fleet_table.bar(part).plain == cells
 
 
-def test_what_is_printed_where_there_is_no_terminal(
+def test_outside_a_terminal_one_table_is_printed(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(status, "REFRESH_S", 0.0)
@@ -115,7 +115,7 @@ def test_what_is_printed_where_there_is_no_terminal(
         assert status.main(["--once"]) == 1, "no worker is ready"
 
 
-async def test_our_own_gateway(
+async def test_status_of_a_real_gateway(
     broker: Broker, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(status, "REFRESH_S", 0.0)
@@ -130,7 +130,7 @@ async def test_our_own_gateway(
 
 
 @pytest.mark.parametrize("kind", ["vllm", "nobody"])
-def test_who_is_no_fleet_is_told_in_one_line(kind: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_another_server_or_none_is_one_error_line(kind: str, capsys: pytest.CaptureFixture[str]) -> None:
     if kind == "nobody":
         url = f"http://127.0.0.1:{free_port()}"
         assert status.main(["--url", url]) == 1
@@ -148,6 +148,6 @@ def test_who_is_no_fleet_is_told_in_one_line(kind: str, capsys: pytest.CaptureFi
 @pytest.mark.parametrize(
     ("argv", "words"), [(["--url", "ftp://x"], "URL"), (["--wide"], "--wide"), (["extra"], "extra")]
 )
-def test_flags_that_cannot_be_served(argv: list[str], words: str) -> None:
+def test_invalid_flags_are_refused(argv: list[str], words: str) -> None:
     with pytest.raises(SettingError, match=words):
         status.main(argv)

@@ -45,7 +45,7 @@ def test_a_healthy_machine_passes(broker: Broker) -> None:
     assert "answers, and is new enough" in done.stdout
 
 
-def test_what_is_wrong_is_named_with_its_fix() -> None:
+def test_a_failure_is_printed_with_its_fix() -> None:
     url = f"redis://:secret@127.0.0.1:{free_port()}"
     done = tokenfleet(
         "doctor", "/no/such/model", "--device", "cuda", "--kv-cache-bytes", "8192GiB", REDIS_URL=url
@@ -61,7 +61,7 @@ def test_what_is_wrong_is_named_with_its_fix() -> None:
     assert "no NVIDIA driver, but DEVICE=cuda" in failed["GPU"]
 
 
-def test_settings_themselves_are_refused_as_at_a_start() -> None:
+def test_invalid_settings_are_refused_as_by_serve() -> None:
     assert "DEMO" in tokenfleet("doctor", "--demo").stderr
 
 
@@ -102,12 +102,12 @@ def model(folder: Path) -> Path:
     return folder
 
 
-def test_a_model_that_is_yet_to_come() -> None:
+def test_a_model_that_is_not_downloaded() -> None:
     for model_id in ("smollm2", "an-organisation/a-model"):
         assert found("model", model_id=model_id).fix == f"tokenfleet download-weights {model_id}"
 
 
-def test_no_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     def version(name: str) -> str:
         if name == "torch":
             raise PackageNotFoundError(name)
@@ -125,7 +125,7 @@ def test_torch_for_cpu_beside_a_gpu(nowhere: Path, monkeypatch: pytest.MonkeyPat
     assert "driver does not answer" in found("GPU").found
 
 
-def test_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gpu_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     fake_nvml.install(monkeypatch, "GPU-a")
     assert machine.check_gpu(Settings(device="cuda")) == Finding("ok", "NVIDIA H200, 143771 MiB, 570.1")
 
@@ -179,7 +179,7 @@ def test_a_processor_without_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found("bfloat16", dtype="bfloat16").fix == "DTYPE=float32, or auto"
 
 
-def test_too_few_files(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_limit_of_open_files_that_is_too_low(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(resource, "getrlimit", lambda _: (1024, 4096))
     assert found("open files", max_concurrent_requests=100).level == "ok"
     assert (

@@ -10,7 +10,7 @@ from deploy.serve.broker import PREFIX, embedded
 from tests.support import brokers
 
 
-def test_a_killed_broker_keeps_its_port_and_its_data() -> None:
+def test_restarted_broker_keeps_its_port_and_data() -> None:
     with embedded() as broker:
         for number in range(3):
             process = brokers.start(broker)
@@ -20,7 +20,7 @@ def test_a_killed_broker_keeps_its_port_and_its_data() -> None:
             process.wait()
 
 
-def test_directories_go_with_their_owners_or_at_the_next_start(
+def test_abandoned_directories_are_removed_at_the_next_start(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))

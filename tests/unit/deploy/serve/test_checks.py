@@ -9,7 +9,9 @@ from deploy.serve import checks
 GIB = 2**30
 
 
-def test_the_caches_of_all_workers_must_fit_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_caches_of_all_workers_must_fit_in_memory_together(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(memory, "available_bytes", lambda: 3 * GIB)
     monkeypatch.setattr(checks, "NVIDIA", tmp_path / "nvidiactl")
     checks.check_memory(Settings(num_workers=3))
@@ -20,7 +22,9 @@ def test_the_caches_of_all_workers_must_fit_together(tmp_path: Path, monkeypatch
         assert str(refusal.value) == f"KV_CACHE_BYTES: {words}"
 
 
-def test_caches_on_a_gpu_are_left_to_the_workers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_caches_on_a_gpu_are_not_checked_by_the_launcher(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(memory, "available_bytes", lambda: 0)
     monkeypatch.setattr(checks, "NVIDIA", tmp_path)
     for device in ("cuda", "auto"):
@@ -42,7 +46,7 @@ def test_auto_dtype_is_float32_on_a_processor_without_bfloat16(
     assert checks.weights_dtype(Settings()) == "auto"
 
 
-def test_a_fleet_is_not_started_by_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_serve_under_torchrun_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "1")
     checks.check_ranks()
     monkeypatch.setenv("WORLD_SIZE", "2")

@@ -6,7 +6,7 @@ from common.settings.settings import SettingError, Settings
 from deploy.serve.fleet import new_fleet
 
 
-def test_every_process_has_ports_of_its_own() -> None:
+def test_each_process_gets_its_own_ports() -> None:
     fleet = new_fleet(
         Settings(num_workers=2, num_gateways=2, num_jobs=1, metrics_port=9000, gateway_port=8000), None
     )
@@ -15,11 +15,11 @@ def test_every_process_has_ports_of_its_own() -> None:
     assert [process.environ["GATEWAY_PORT"] for process in fleet.gateways] == ["8000", "8001"]
 
 
-def test_no_metrics_port_for_one_is_none_for_all() -> None:
+def test_metrics_port_0_gives_no_process_a_metrics_port() -> None:
     assert {process.environ["METRICS_PORT"] for process in new_fleet(Settings(), None).all} == {"0"}
 
 
-def test_ports_end_somewhere() -> None:
+def test_ports_above_the_highest_are_refused() -> None:
     with pytest.raises(SettingError, match="METRICS_PORT: 65533 leaves no room for 4 ports up to 65535"):
         new_fleet(Settings(metrics_port=65_533), None)
 
@@ -37,10 +37,10 @@ def test_ports_end_somewhere() -> None:
         ),
     ],
 )
-def test_nobody_takes_the_port_of_another(ports: dict[str, Any], words: str) -> None:
+def test_overlapping_port_ranges_are_refused(ports: dict[str, Any], words: str) -> None:
     with pytest.raises(SettingError, match=words):
         new_fleet(Settings(**ports), None)
 
 
-def test_no_job_worker_is_started_where_none_is_wanted() -> None:
+def test_num_jobs_0_starts_no_job_worker() -> None:
     assert new_fleet(Settings(num_jobs=0), None).jobs == []

@@ -13,7 +13,7 @@ def test_the_pause_counts_from_the_last_start() -> None:
     assert [restarts.pause_s(lived_s=3.0) for _ in range(6)] == [0, 0, 0, 0, 1, 5]
 
 
-def test_a_life_of_some_length_forgets_the_past() -> None:
+def test_a_long_life_resets_the_pause() -> None:
     restarts = Restarts()
     for _ in range(6):
         restarts.pause_s(lived_s=0.0)
@@ -31,5 +31,5 @@ def test_a_life_of_some_length_forgets_the_past() -> None:
         (-64, "killed by SIGRTMAX"),
     ],
 )
-def test_ends_in_words(returncode: int, words: str) -> None:
+def test_return_codes_are_described_in_words(returncode: int, words: str) -> None:
     assert describe(returncode) == words
