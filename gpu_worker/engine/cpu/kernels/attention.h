@@ -1,5 +1,6 @@
-// Paged attention: K and V are read where they lie, softmax as it goes along (arXiv:2205.14135).
-// Chunks of keys begin at multiples of CHUNK, and a query's sums do not depend on who is in its tile: so neither do its bits.
+// Paged attention: K and V are read from their pages, with an online softmax (arXiv:2205.14135).
+// Chunks of keys begin at multiples of CHUNK, and a query's sums do not depend on who is in its tile: so
+// neither do its bits.
 #pragma once
 #include <algorithm>
 #include <atomic>
@@ -13,9 +14,11 @@ constexpr float NEVER = -1e30f, HIDDEN = -__builtin_inff();
 
 inline int64_t rounded_up(int64_t x, int64_t unit) { return (x + unit - 1) / unit * unit; }
 
-template <class T> void write(const Step& step, const Cache& cache, int token, int head, const T* key, const T* value) {
+template <class T>
+void write(const Step& step, const Cache& cache, int token, int head, const T* key, const T* value) {
     constexpr int P = Pairs<T>::P;
-    int64_t size = step.block_size, page = step.slots[token] / size * cache.kv_heads + head, offset = step.slots[token] % size;
+    int64_t size = step.block_size, offset = step.slots[token] % size;
+    int64_t page = step.slots[token] / size * cache.kv_heads + head;
     T* keys = (T*)cache.keys + page * size * cache.key_dim + offset * P;
     for (int d = 0; d < cache.key_dim; d += P) memcpy(keys + d * size, key + d, sizeof(T) * P);
     memcpy((T*)cache.values + (page * size + offset) * cache.value_dim, value, sizeof(T) * cache.value_dim);
@@ -33,10 +36,13 @@ inline KeyRange visible_keys(const Step& step, const Cache& cache, int tile) {
     return {step.tables + at[3], first / CHUNK * CHUNK, at[2] + at[1]};
 }
 
-// A chunk of keys, LANES by LANES: where their K and V lie. What the kernels cannot take as it lies is copied.
+// A chunk of keys, LANES by LANES: pointers to their K and V. Blocks or dimensions that do
+// not fit the vectors are copied.
 template <class T> struct Chunk {
     static constexpr int P = Pairs<T>::P;
-    int num_keys, key_stride, value_stride;  // from one pair of a K to its next one; from one V to the next key's
+    int num_keys;
+    int key_stride;  // from one pair of a K to its next one
+    int value_stride;  // from one V to the next key's
     const T *keys[VECTORS], *values[VECTORS];
     std::vector<T> key_copy, value_copy;
 
@@ -44,7 +50,8 @@ template <class T> struct Chunk {
 
     void gather(const Step& step, const Cache& cache, KeyRange seen, int head) {
         int size = step.block_size, dim = cache.key_dim, width = rounded_up(cache.value_dim, VECTORS * LANES);
-        num_keys = std::min(CHUNK, seen.end - seen.base), key_stride = size * P, value_stride = cache.value_dim;
+        num_keys = std::min(CHUNK, seen.end - seen.base);
+        key_stride = size * P, value_stride = cache.value_dim;
         if (size % LANES || width != cache.value_dim) return copy(step, cache, seen, head, width);
         for (int v = 0; v < VECTORS; v++) {
             int key = seen.base + (v * LANES < num_keys ? v * LANES : 0);
@@ -62,44 +69,50 @@ template <class T> struct Chunk {
             int at = seen.base + key;
             int64_t page = ((int64_t)seen.table[at / size] * cache.kv_heads + head) * size;
             const T* from = (const T*)cache.keys + page * dim + at % size * P;
-            for (int d = 0; d < dim; d += P) memcpy(&key_copy[d * CHUNK + key * P], from + (int64_t)d * size, sizeof(T) * P);
-            memcpy(&value_copy[key * width], (const T*)cache.values + (page + at % size) * cache.value_dim, sizeof(T) * cache.value_dim);
+            for (int d = 0; d < dim; d += P)
+                memcpy(&key_copy[d * CHUNK + key * P], from + (int64_t)d * size, sizeof(T) * P);
+            memcpy(&value_copy[key * width], (const T*)cache.values + (page + at % size) * cache.value_dim,
+                sizeof(T) * cache.value_dim);
         }
-        for (int v = 0; v < VECTORS; v++) keys[v] = &key_copy[v * LANES * P], values[v] = &value_copy[v * LANES * width];
+        for (int v = 0; v < VECTORS; v++)
+            keys[v] = &key_copy[v * LANES * P], values[v] = &value_copy[v * LANES * width];
     }
 };
 
-// Sums of one chunk; with ASK, what lies at the same place of the chunk that comes next is asked for meanwhile: memory takes long, and
-// answers few questions at a time.
-template <class T, int N, bool ASK> void score(const Chunk<T>& chunk, const Chunk<T>& next, int dim, const Factor<T>* queries, float* scores) {
+// Sums of one chunk; with PREFETCH, the same place of the next chunk is prefetched meanwhile: memory
+// is slow, and serves few requests at a time.
+template <class T, int N, bool PREFETCH>
+void score(const Chunk<T>& chunk, const Chunk<T>& next, int dim, const Factor<T>* queries, float* scores) {
     constexpr int P = Pairs<T>::P;
     Floats sums[N][VECTORS] = {};
     for (int d = 0; d < dim / P; d++)
 #pragma GCC unroll 4
         for (int v = 0; v < VECTORS; v++) {
-            if (ASK) __builtin_prefetch(next.keys[v] + d * next.key_stride);
+            if (PREFETCH) __builtin_prefetch(next.keys[v] + d * next.key_stride);
 #pragma GCC unroll 2
             for (int part = 0; part < Pairs<T>::PARTS; part++) {
                 auto keys = Pairs<T>::part(chunk.keys[v] + d * chunk.key_stride, part);
 #pragma GCC unroll 8
-                for (int n = 0; n < N; n++) sums[n][v] = Pairs<T>::multiply(sums[n][v], keys, queries + n * dim + d * P + part);
+                for (int n = 0; n < N; n++)
+                    sums[n][v] = Pairs<T>::multiply(sums[n][v], keys, queries + n * dim + d * P + part);
             }
         }
     for (int n = 0; n < N; n++)
         for (int v = 0; v < VECTORS; v++) store(scores + n * CHUNK + v * LANES, sums[n][v]);
 }
 
-template <class T, int N, bool ASK>
-void accumulate(const Chunk<T>& chunk, const Chunk<T>& next, int width, const float* weights, const float* factors, float* outputs) {
+template <class T, int N, bool PREFETCH> void accumulate(const Chunk<T>& chunk, const Chunk<T>& next,
+    int width, const float* weights, const float* factors, float* outputs) {
     for (int d = 0; d < width; d += VECTORS * LANES) {
         Floats sums[N][VECTORS];
         for (int n = 0; n < N; n++)
-            for (int v = 0; v < VECTORS; v++) sums[n][v] = load(outputs + n * width + d + v * LANES) * factors[n];
+            for (int v = 0; v < VECTORS; v++)
+                sums[n][v] = load(outputs + n * width + d + v * LANES) * factors[n];
         for (int j = 0; j < chunk.num_keys; j++) {
             const T *value = chunk.value(j) + d, *ahead = next.value(j) + d;
 #pragma GCC unroll 4
             for (int v = 0; v < VECTORS; v++) {
-                if (ASK && v * LANES * sizeof(T) % 64 == 0) __builtin_prefetch(ahead + v * LANES);
+                if (PREFETCH && v * LANES * sizeof(T) % 64 == 0) __builtin_prefetch(ahead + v * LANES);
                 Floats numbers = load(value + v * LANES);
 #pragma GCC unroll 8
                 for (int n = 0; n < N; n++) sums[n][v] += numbers * weights[n * CHUNK + j];
@@ -110,31 +123,33 @@ void accumulate(const Chunk<T>& chunk, const Chunk<T>& next, int width, const fl
     }
 }
 
-template <class T, int N = BLOCK>
-void score_rows(int rows, const Chunk<T>& chunk, const Chunk<T>& next, bool ask, int dim, const Factor<T>* queries, float* scores) {
-    for (; rows >= N; rows -= N, queries += N * dim, scores += N * CHUNK, ask = false)
-        (ask ? score<T, N, true> : score<T, N, false>)(chunk, next, dim, queries, scores);
+template <class T, int N = BLOCK> void score_rows(int rows, const Chunk<T>& chunk, const Chunk<T>& next,
+    bool prefetch, int dim, const Factor<T>* queries, float* scores) {
+    for (; rows >= N; rows -= N, queries += N * dim, scores += N * CHUNK, prefetch = false)
+        (prefetch ? score<T, N, true> : score<T, N, false>)(chunk, next, dim, queries, scores);
     if constexpr (N > 1)
-        if (rows) score_rows<T, N - 1>(rows, chunk, next, ask, dim, queries, scores);
+        if (rows) score_rows<T, N - 1>(rows, chunk, next, prefetch, dim, queries, scores);
 }
 
-template <class T, int N = BLOCK>
-void accumulate_rows(int rows, const Chunk<T>& chunk, const Chunk<T>& next, bool ask, int width, const float* weights, const float* factors,
-                     float* outputs) {
-    for (; rows >= N; rows -= N, weights += N * CHUNK, factors += N, outputs += N * width, ask = false)
-        (ask ? accumulate<T, N, true> : accumulate<T, N, false>)(chunk, next, width, weights, factors, outputs);
+template <class T, int N = BLOCK> void accumulate_rows(int rows, const Chunk<T>& chunk, const Chunk<T>& next,
+    bool prefetch, int width, const float* weights, const float* factors, float* outputs) {
+    for (; rows >= N; rows -= N, weights += N * CHUNK, factors += N, outputs += N * width, prefetch = false)
+        (prefetch ? accumulate<T, N, true> : accumulate<T, N, false>)(chunk, next, width, weights, factors,
+            outputs);
     if constexpr (N > 1)
-        if (rows) accumulate_rows<T, N - 1>(rows, chunk, next, ask, width, weights, factors, outputs);
+        if (rows) accumulate_rows<T, N - 1>(rows, chunk, next, prefetch, width, weights, factors, outputs);
 }
 
-// Scores of a chunk to weights; `top` and `total` go along, `factor` is what earlier sums are scaled with.
-inline void softmax_chunk(float* scores, const Cache& cache, int base, int position, bool masked, float& top, Floats& total, float& factor) {
+// Turns the scores of a chunk into weights, and updates `top` and `total`; earlier sums are scaled by
+// `factor`.
+inline void softmax_chunk(float* scores, const Cache& cache, int base, int position, bool masked, float& top,
+    Floats& total, float& factor) {
     Floats x[VECTORS], best = splat(HIDDEN);
     Ints lane;
     for (int i = 0; i < LANES; i++) lane[i] = i;
     for (int v = 0; v < VECTORS; v++) {
         x[v] = load(scores + v * LANES) * cache.scaling;
-        if (cache.softcap) x[v] = tangent(x[v] * (1 / cache.softcap)) * cache.softcap;
+        if (cache.softcap) x[v] = hyperbolic_tangent(x[v] * (1 / cache.softcap)) * cache.softcap;
         if (masked) {
             Ints key = lane + (base + v * LANES);
             x[v] = key > position ? splat(HIDDEN) : x[v];
@@ -153,13 +168,16 @@ inline void softmax_chunk(float* scores, const Cache& cache, int base, int posit
     }
 }
 
-// A tile and one of its K heads are a unit of work, numbered tile by tile. Threads take them as they come; each knows its next one.
-template <class F> void for_units(std::atomic<int>& taken, int units, F each) {
-    for (int unit = this_thread(), next; unit < units; unit = next) each(unit, (next = all_threads() + taken++) < units ? next : unit);
+// A tile and one of its K heads are a unit of work, numbered tile by tile. Each thread starts the next
+// one when it is done, and knows it in advance.
+template <class F> void for_units(std::atomic<int>& started, int units, F each) {
+    for (int unit = this_thread(), next; unit < units; unit = next)
+        each(unit, (next = all_threads() + started++) < units ? next : unit);
 }
 
 // One unit → out [tokens][heads][value_dim]
-template <class T, class U> void attend(const Step& step, const Cache& cache, int unit, int next, Heads query, U* out) {
+template <class T, class U>
+void attend(const Step& step, const Cache& cache, int unit, int next, Heads query, U* out) {
     static thread_local Chunk<T> chunks[2];
     static thread_local std::vector<Factor<T>> queries;
     static thread_local std::vector<float> scores, outputs, tops, factors;
@@ -177,37 +195,45 @@ template <class T, class U> void attend(const Step& step, const Cache& cache, in
         for (int d = 0; d < dim; d++) convert(from + d, &queries[row * dim + d]);
         if (cache.sinks) tops[row] = cache.sinks[h], totals[row][0] = 1;
     }
-    KeyRange keys = visible_keys(step, cache, unit / cache.kv_heads), next_keys = visible_keys(step, cache, next / cache.kv_heads);
+    KeyRange keys = visible_keys(step, cache, unit / cache.kv_heads);
+    KeyRange next_keys = visible_keys(step, cache, next / cache.kv_heads);
     chunks[0].gather(step, cache, keys, head);
     for (int i = 0; keys.base < keys.end; i = !i, keys.base += CHUNK) {
-        const Chunk<T>&chunk = chunks[i], &ahead = chunks[!i];
+        const Chunk<T>& chunk = chunks[i];
+        const Chunk<T>& ahead = chunks[!i];
         bool last = keys.base + CHUNK >= keys.end;
-        chunks[!i].gather(step, cache, last ? next_keys : KeyRange{keys.table, keys.base + CHUNK, keys.end}, last ? next_head : head);
-        bool masked = keys.base + CHUNK > position + 1 || (cache.window && keys.base <= keys.end - 1 - cache.window);
+        chunks[!i].gather(step, cache, last ? next_keys : KeyRange{keys.table, keys.base + CHUNK, keys.end},
+            last ? next_head : head);
+        bool masked = keys.base + CHUNK > position + 1 ||
+                      (cache.window && keys.base <= keys.end - 1 - cache.window);
         score_rows<T>(rows, chunk, ahead, true, dim, queries.data(), scores.data());
         for (int row = 0; row < rows; row++)
-            softmax_chunk(&scores[row * CHUNK], cache, keys.base, position + row % count, masked, tops[row], totals[row], factors[row]);
+            softmax_chunk(&scores[row * CHUNK], cache, keys.base, position + row % count, masked, tops[row],
+                totals[row], factors[row]);
         accumulate_rows<T>(rows, chunk, ahead, true, width, scores.data(), factors.data(), outputs.data());
     }
     for (int row = 0; row < rows; row++) {
-        U* to = out + ((int64_t)(begin + row % count) * heads + head * cache.group + row / count) * cache.value_dim;
+        U* to = out +
+                ((int64_t)(begin + row % count) * heads + head * cache.group + row / count) * cache.value_dim;
         float inverse = 1 / sum(totals[row]);
         int d = 0;
-        for (; d + LANES <= cache.value_dim; d += LANES) store(to + d, load(&outputs[row * width + d]) * inverse);
+        for (; d + LANES <= cache.value_dim; d += LANES)
+            store(to + d, load(&outputs[row * width + d]) * inverse);
         for (; d < cache.value_dim; d++) store_one(to + d, outputs[row * width + d] * inverse);
     }
 }
 
-template <class T> void write_and_attend(const Step& step, const Cache& cache, Heads query, Heads key, Heads value, T* out) {
-    std::atomic<int> taken{0};
+template <class T>
+void write_and_attend(const Step& step, const Cache& cache, Heads query, Heads key, Heads value, T* out) {
+    std::atomic<int> started{0};
 #pragma omp parallel num_threads(step.threads)
     {
 #pragma omp for
         for (int token = 0; token < step.num_tokens; token++)
             for (int head = 0; head < cache.kv_heads; head++)
                 write<T>(step, cache, token, head, (const T*)key.data + token * key.token + head * key.head,
-                         (const T*)value.data + token * value.token + head * value.head);
-        for_units(taken, step.num_tiles * cache.kv_heads,
-                  [&](int unit, int next) { attend<T>(step, cache, unit, next, query, out); });
+                    (const T*)value.data + token * value.token + head * value.head);
+        for_units(started, step.num_tiles * cache.kv_heads,
+            [&](int unit, int next) { attend<T>(step, cache, unit, next, query, out); });
     }
 }

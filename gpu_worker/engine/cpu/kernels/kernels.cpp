@@ -11,17 +11,20 @@ template <class F> void with_type(int type, F call) {
     if (type == 2) call(float16{});
 }
 
-// Types whose rows are multiplied as they lie.
+// Types of weights that are multiplied here.
 template <class F> void with_product_type(int type, F call) {
     if (type == 0) call(float{});
     if (type == 1) call(bfloat16{});
 }
 
-extern "C" void tf_attend(int type, const Step* step, const Cache* cache, const Heads* query, const Heads* key, const Heads* value, void* out) {
-    with_type(type, [=](auto number) { write_and_attend(*step, *cache, *query, *key, *value, (decltype(number)*)out); });
+extern "C" void tf_attend(int type, const Step* step, const Cache* cache, const Heads* query,
+    const Heads* key, const Heads* value, void* out) {
+    with_type(type,
+        [=](auto number) { write_and_attend(*step, *cache, *query, *key, *value, (decltype(number)*)out); });
 }
 
-// Whether products of this type are taken from here: where they were measured to be no slower than oneDNN's, at any number of rows.
+// Whether products of this type are computed here: where they were measured to be no slower than oneDNN's, at
+// any number of rows.
 extern "C" int tf_multiplies(int type) {
 #if defined(__AVX2__)
     return type == 0 || type == 1;
@@ -33,10 +36,13 @@ extern "C" int tf_multiplies(int type) {
 extern "C" int tf_panel() { return PANEL; }
 
 extern "C" void tf_pack(int type, const void* weight, int outputs, int inputs, void* packed) {
-    with_product_type(type, [=](auto number) { pack((const decltype(number)*)weight, outputs, inputs, (decltype(number)*)packed); });
+    with_product_type(type, [=](auto number) {
+        pack((const decltype(number)*)weight, outputs, inputs, (decltype(number)*)packed);
+    });
 }
 
-// Rows as the product takes them; in memory that grows and stays, where they have to be another type.
+// Rows as the type that the product multiplies. Where it is another type, they are converted into memory that
+// grows and is kept.
 template <class T> const Factor<T>* factors(int threads, const T* rows, int64_t count) {
     if constexpr (std::is_same_v<T, Factor<T>>) return rows;
     else {  // one caller at a time
@@ -49,7 +55,8 @@ template <class T> const Factor<T>* factors(int threads, const T* rows, int64_t 
     }
 }
 
-template <class T, class U> void product(int threads, const T* rows, int num_rows, const Linear& linear, U* out) {
+template <class T, class U>
+void product(int threads, const T* rows, int num_rows, const Linear& linear, U* out) {
     const Factor<T>* converted = factors(threads, rows, (int64_t)num_rows * linear.inputs);
 #pragma omp parallel num_threads(threads)
     for_own_panels(num_panels(linear), this_thread(), all_threads(), [&](int panel) {
@@ -57,8 +64,9 @@ template <class T, class U> void product(int threads, const T* rows, int num_row
     });
 }
 
-// `whole`: the outputs are the sums as they are, in float32.
-extern "C" void tf_product(int type, int threads, const void* rows, int num_rows, const Linear* linear, int whole, void* out) {
+// `whole`: the outputs are the unrounded sums, in float32.
+extern "C" void tf_product(
+    int type, int threads, const void* rows, int num_rows, const Linear* linear, int whole, void* out) {
     with_product_type(type, [=](auto number) {
         typedef decltype(number) T;
         if (whole) product(threads, (const T*)rows, num_rows, *linear, (float*)out);
@@ -66,30 +74,36 @@ extern "C" void tf_product(int type, int threads, const void* rows, int num_rows
     });
 }
 
-extern "C" void tf_layers(int type, const Step* step, const Layer* layers, int count, const void* cosines, const void* sines, void* states) {
+extern "C" void tf_layers(int type, const Step* step, const Layer* layers, int count, const void* cosines,
+    const void* sines, void* states) {
     with_product_type(type, [=](auto number) {
         typedef decltype(number) T;
-        for (int i = 0; i < count; i++) run_layer(*step, layers[i], (const T*)cosines, (const T*)sines, (T*)states);
+        for (int i = 0; i < count; i++)
+            run_layer(*step, layers[i], (const T*)cosines, (const T*)sines, (T*)states);
     });
 }
 
 // Rows that lie `stride` numbers apart; without requests all are greedy.
-extern "C" void tf_sample(int type, int threads, const void* logits, int rows, int size, int64_t stride, const SampleRequest* requests, const SamplerOutput* out) {
+extern "C" void tf_sample(int type, int threads, const void* logits, int rows, int size, int64_t stride,
+    const SampleRequest* requests, const SamplerOutput* out) {
     with_type(type, [=](auto number) {
 #pragma omp parallel for num_threads(threads) schedule(dynamic) if (rows > 1)
         for (int row = 0; row < rows; row++) {
             auto* own = (const decltype(number)*)logits + row * stride;
-            if (requests && requests[row].uses_parameters) thread_sampler().sample(own, size, requests[row], RowOutput{*out, rows, row});
+            if (requests && requests[row].uses_parameters)
+                thread_sampler().sample(own, size, requests[row], RowOutput{*out, rows, row});
             else argmax(own, size, out->ids + row, out->logprobs + row);
         }
     });
 }
 
-// The log-probability of one given id for each row, and the likeliest tokens.
-extern "C" void tf_logprobs(int type, int threads, const void* logits, int rows, int size, int64_t stride, const SamplerOutput* out) {
+// The log-probability of `out->ids` of each row, and the likeliest tokens.
+extern "C" void tf_logprobs(
+    int type, int threads, const void* logits, int rows, int size, int64_t stride, const SamplerOutput* out) {
     with_type(type, [=](auto number) {
 #pragma omp parallel for num_threads(threads) if (rows > 1)
         for (int row = 0; row < rows; row++)
-            thread_sampler().write_logprobs((const decltype(number)*)logits + row * stride, size, out->ids[row], out->tops, RowOutput{*out, rows, row});
+            thread_sampler().write_logprobs((const decltype(number)*)logits + row * stride, size,
+                out->ids[row], out->tops, RowOutput{*out, rows, row});
     });
 }

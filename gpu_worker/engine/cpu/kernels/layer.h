@@ -1,4 +1,4 @@
-// One decoder layer, by all threads together: they wait for each other between its parts only.
+// One decoder layer, computed by all threads: they wait for each other between its parts only.
 #pragma once
 #include <cmath>
 #include "attention.h"
@@ -30,26 +30,29 @@ template <class T> void rotate(const T* cosines, const T* sines, int size, T* he
     }
 }
 
-constexpr int FEW = 8;  // rows that every thread normalises for itself: sooner done than waited for
+constexpr int FEW_ROWS =
+    8;  // so few rows every thread normalises for itself: that is faster than waiting for others
 
-// Memory of intermediate results; it grows and stays.
+// Memory of intermediate results; it grows and is kept.
 template <class T> struct LayerBuffers {
     std::vector<T> projected;
     std::vector<Factor<T>> normed, attended, gated;
     void fit(int64_t rows, int threads, const Layer& layer) {
-        auto grow = [](auto& to, int64_t size) { if ((int64_t)to.size() < size) to.resize(size); };
-        grow(normed, std::max<int64_t>(rows, FEW * threads) * layer.q.inputs);
+        auto grow = [](auto& to, int64_t size) {
+            if ((int64_t)to.size() < size) to.resize(size);
+        };
+        grow(normed, std::max<int64_t>(rows, FEW_ROWS * threads) * layer.q.inputs);
         grow(projected, rows * (layer.q.outputs + layer.k.outputs + layer.v.outputs));
         grow(attended, rows * layer.o.inputs);
         grow(gated, rows * layer.gate.outputs);
     }
 };
 
-// Normalizes all rows → where the calling thread reads them.
-template <class T>
-const Factor<T>* normalize_rows(const Norm& norm, const T* from, int rows, int size, int thread, int threads, Factor<T>* to) {
-    bool few = rows <= FEW;
-    if (few) to += (int64_t)thread * FEW * size;
+// Normalizes all rows → the copy that the calling thread reads.
+template <class T> const Factor<T>* normalize_rows(
+    const Norm& norm, const T* from, int rows, int size, int thread, int threads, Factor<T>* to) {
+    bool few = rows <= FEW_ROWS;
+    if (few) to += (int64_t)thread * FEW_ROWS * size;
     for (int row = few ? 0 : thread; row < rows; row += few ? 1 : threads)
         normalize(norm, from + (int64_t)row * size, size, to + (int64_t)row * size);
     if (!few) {
@@ -59,57 +62,72 @@ const Factor<T>* normalize_rows(const Norm& norm, const T* from, int rows, int s
 }
 
 // For a token and a K head: norms and rotates Q and K, writes K and V to their page.
-template <class T> void prepare_token(const Step& step, const Layer& layer, int token, int head, const T* cosines, const T* sines, T* query) {
+template <class T> void prepare_token(
+    const Step& step, const Layer& layer, int token, int head, const T* cosines, const T* sines, T* query) {
     const Cache& cache = layer.cache;
-    T *key = query + layer.q.outputs + head * cache.key_dim, *value = query + layer.q.outputs + layer.k.outputs + head * cache.value_dim;
-    auto ready = [&](T* one, const Norm& norm) {
+    T* key = query + layer.q.outputs + head * cache.key_dim;
+    T* value = query + layer.q.outputs + layer.k.outputs + head * cache.value_dim;
+    auto normalize_and_rotate = [&](T* one, const Norm& norm) {
         if (norm.weight) normalize(norm, one, cache.key_dim, one);
-        if (layer.rotary) rotate(cosines + (int64_t)token * layer.rotary, sines + (int64_t)token * layer.rotary, layer.rotary, one);
+        if (layer.rotary)
+            rotate(cosines + (int64_t)token * layer.rotary, sines + (int64_t)token * layer.rotary,
+                layer.rotary, one);
     };
-    for (int h = head * cache.group; h < (head + 1) * cache.group; h++) ready(query + h * cache.key_dim, layer.of_query);
-    ready(key, layer.of_key);
+    for (int h = head * cache.group; h < (head + 1) * cache.group; h++)
+        normalize_and_rotate(query + h * cache.key_dim, layer.of_query);
+    normalize_and_rotate(key, layer.of_key);
     write<T>(step, cache, token, head, key, value);
 }
 
 // states [tokens][hidden] in and out, cosines and sines [tokens][rotary]
-template <class T> void run_layer(const Step& step, const Layer& layer, const T* cosines, const T* sines, T* states) {
+template <class T>
+void run_layer(const Step& step, const Layer& layer, const T* cosines, const T* sines, T* states) {
     static LayerBuffers<T> buffers;
     buffers.fit(step.num_tokens, step.threads, layer);
     T* projected = buffers.projected.data();
-    Factor<T> *space = buffers.normed.data(), *attended = buffers.attended.data(), *gated = buffers.gated.data();
-    std::atomic<int> taken{0};
-    bool apart = step.num_tiles == step.num_tokens;  // no token sees another's K
-    int rows = step.num_tokens, heads = layer.cache.kv_heads, hidden = layer.q.inputs, stride = layer.q.outputs + layer.k.outputs + layer.v.outputs;
+    Factor<T>* normed_buffer = buffers.normed.data();
+    Factor<T>* attended = buffers.attended.data();
+    Factor<T>* gated = buffers.gated.data();
+    std::atomic<int> started{0};
+    bool independent = step.num_tiles == step.num_tokens;  // no token sees another's K
+    int rows = step.num_tokens, heads = layer.cache.kv_heads, hidden = layer.q.inputs;
+    int stride = layer.q.outputs + layer.k.outputs + layer.v.outputs;
     int q_panels = num_panels(layer.q), k_panels = num_panels(layer.k), v_panels = num_panels(layer.v);
 #pragma omp parallel num_threads(step.threads)
     {
         int thread = this_thread(), threads = all_threads();
-        const Factor<T>* normed = normalize_rows<T>(layer.before_attention, states, rows, hidden, thread, threads, space);
+        const Factor<T>* normed = normalize_rows<T>(
+            layer.before_attention, states, rows, hidden, thread, threads, normed_buffer);
         for_own_panels(q_panels + k_panels + v_panels, thread, threads, [&](int panel) {
-            const Linear& linear = panel < q_panels ? layer.q : panel < q_panels + k_panels ? layer.k : layer.v;
-            T* to = projected + (&linear == &layer.q ? 0 : &linear == &layer.k ? layer.q.outputs : layer.q.outputs + layer.k.outputs);
-            panel -= &linear == &layer.q ? 0 : &linear == &layer.k ? q_panels : q_panels + k_panels;
-            panel_product<T>(normed, rows, linear, panel, to, stride, nullptr);
+            const Linear* linear = &layer.q;
+            T* to = projected;
+            if (panel >= q_panels) linear = &layer.k, panel -= q_panels, to += layer.q.outputs;
+            if (linear == &layer.k && panel >= k_panels)
+                linear = &layer.v, panel -= k_panels, to += layer.k.outputs;
+            panel_product<T>(normed, rows, *linear, panel, to, stride, nullptr);
         });
 #pragma omp barrier
-        if (!apart) {
+        if (!independent) {
             for (int row = thread; row < rows; row += threads)
-                for (int head = 0; head < heads; head++) prepare_token(step, layer, row, head, cosines, sines, projected + (int64_t)row * stride);
+                for (int head = 0; head < heads; head++)
+                    prepare_token(step, layer, row, head, cosines, sines, projected + (int64_t)row * stride);
 #pragma omp barrier
         }
-        for_units(taken, step.num_tiles * heads, [&](int unit, int next) {
+        for_units(started, step.num_tiles * heads, [&](int unit, int next) {
             int64_t row = step.tiles[4 * (unit / heads)];
-            if (apart) prepare_token(step, layer, row, unit % heads, cosines, sines, projected + row * stride);
+            if (independent)
+                prepare_token(step, layer, row, unit % heads, cosines, sines, projected + row * stride);
             attend<T>(step, layer.cache, unit, next, {projected, stride, layer.cache.key_dim}, attended);
         });
 #pragma omp barrier
         for_own_panels(num_panels(layer.o), thread, threads,
-                   [&](int panel) { panel_product<T>(attended, rows, layer.o, panel, states, hidden, states); });
+            [&](int panel) { panel_product<T>(attended, rows, layer.o, panel, states, hidden, states); });
 #pragma omp barrier
-        normed = normalize_rows<T>(layer.before_mlp, states, rows, hidden, thread, threads, space);
-        for_own_panels(num_panels(layer.gate), thread, threads, [&](int panel) { panel_gated<T>(normed, rows, layer.gate, layer.up, panel, gated); });
+        normed = normalize_rows<T>(layer.before_mlp, states, rows, hidden, thread, threads, normed_buffer);
+        for_own_panels(num_panels(layer.gate), thread, threads,
+            [&](int panel) { panel_gated<T>(normed, rows, layer.gate, layer.up, panel, gated); });
 #pragma omp barrier
         for_own_panels(num_panels(layer.down), thread, threads,
-                   [&](int panel) { panel_product<T>(gated, rows, layer.down, panel, states, hidden, states); });
+            [&](int panel) { panel_product<T>(gated, rows, layer.down, panel, states, hidden, states); });
     }
 }

@@ -1,5 +1,6 @@
 // Products of rows with weights that are packed in panels of PANEL outputs: [panels][inputs / P][PANEL][P].
-// An output is one sum over its inputs in their order, however many rows there are: so its bits depend on its own row only.
+// An output is one sum over its inputs in their order, however many rows there are: so its bits depend on its
+// own row only.
 #pragma once
 #include <algorithm>
 #include "structs.h"
@@ -20,7 +21,8 @@ template <class T> void pack(const T* weight, int outputs, int inputs, T* packed
         for (int j = 0; j < PANEL; j++) {
             int output = panel * PANEL + j;
             for (int k = 0; k < inputs; k++)
-                to[(int64_t)(k / P * PANEL + j) * P + k % P] = output < outputs ? weight[(int64_t)output * inputs + k] : T{};
+                to[(int64_t)(k / P * PANEL + j) * P + k % P] =
+                    output < outputs ? weight[(int64_t)output * inputs + k] : T{};
         }
     }
 }
@@ -38,28 +40,34 @@ template <class T, int N> void multiply(const Factor<T>* rows, int inputs, const
 #pragma GCC unroll 8
             for (int n = 0; n < N; n++)
 #pragma GCC unroll 3
-                for (int w = 0; w < WIDTH; w++) total[n][w] = Pairs<T>::multiply(total[n][w], weights[w], rows + (int64_t)n * inputs + k + part);
+                for (int w = 0; w < WIDTH; w++)
+                    total[n][w] = Pairs<T>::multiply(
+                        total[n][w], weights[w], rows + (int64_t)n * inputs + k + part);
         }
     }
     for (int n = 0; n < N; n++)
         for (int w = 0; w < WIDTH; w++) store(sums + n * PANEL + w * LANES, total[n][w]);
 }
 
-template <class T, int N = ROWS> void multiply_rows(int count, const Factor<T>* rows, int inputs, const T* panel, float* sums) {
+template <class T, int N = ROWS>
+void multiply_rows(int count, const Factor<T>* rows, int inputs, const T* panel, float* sums) {
     if (count == N) return multiply<T, N>(rows, inputs, panel, sums);
     if constexpr (N > 1) multiply_rows<T, N - 1>(count, rows, inputs, panel, sums);
 }
 
 // The sums of up to AT_ONCE rows and a panel, with the bias.
-template <class T> void tile_sums(const Factor<T>* rows, int count, const Linear& linear, int panel, Tiles& tiles, float* sums) {
+template <class T>
+void tile_sums(const Factor<T>* rows, int count, const Linear& linear, int panel, Tiles& tiles, float* sums) {
     const T* packed = (const T*)linear.packed + (int64_t)panel * PANEL * linear.inputs;
     if (!tiles.multiply(rows, count, linear.inputs, packed, sums))
         for (int row = 0; row < count; row += ROWS)
-            multiply_rows<T>(std::min(ROWS, count - row), rows + (int64_t)row * linear.inputs, linear.inputs, packed, sums + row * PANEL);
+            multiply_rows<T>(std::min(ROWS, count - row), rows + (int64_t)row * linear.inputs, linear.inputs,
+                packed, sums + row * PANEL);
     if (linear.bias)
         for (int n = 0; n < count; n++)
             for (int w = 0; w < WIDTH; w++)
-                store(sums + n * PANEL + w * LANES, load(sums + n * PANEL + w * LANES) + load(linear.bias + panel * PANEL + w * LANES));
+                store(sums + n * PANEL + w * LANES,
+                    load(sums + n * PANEL + w * LANES) + load(linear.bias + panel * PANEL + w * LANES));
 }
 
 template <class T> void store_row(T* to, const float* sums, int count) {
@@ -68,14 +76,16 @@ template <class T> void store_row(T* to, const float* sums, int count) {
     for (; j < count; j++) store_one(to + j, sums[j]);
 }
 
-// Calls `each(panel)` for the panels that are a thread's own: the same in every step, so that they stay in its caches.
+// Calls `each(panel)` for the panels that are a thread's own: the same in every step, so that they stay in
+// its caches.
 template <class F> void for_own_panels(int panels, int thread, int threads, F each) {
-    for (int panel = (int64_t)panels * thread / threads; panel < (int64_t)panels * (thread + 1) / threads; panel++) each(panel);
+    int begin = (int64_t)panels * thread / threads, end = (int64_t)panels * (thread + 1) / threads;
+    for (int panel = begin; panel < end; panel++) each(panel);
 }
 
 // rows [num_rows][inputs] → out [num_rows][stride], on top of `residual` where there is one.
-template <class T, class U>
-void panel_product(const Factor<T>* rows, int num_rows, const Linear& linear, int panel, U* out, int64_t stride, const T* residual) {
+template <class T, class U> void panel_product(const Factor<T>* rows, int num_rows, const Linear& linear,
+    int panel, U* out, int64_t stride, const T* residual) {
     alignas(64) float sums[AT_ONCE * PANEL];
     Tiles tiles;
     int width = std::min(PANEL, linear.outputs - panel * PANEL);
@@ -94,8 +104,8 @@ void panel_product(const Factor<T>* rows, int num_rows, const Linear& linear, in
 inline Floats sigmoid_linear(Floats x) { return x / (1.f + exponential(-x)); }
 
 // silu(gate) * up of a panel → out [num_rows][outputs]
-template <class T>
-void panel_gated(const Factor<T>* rows, int num_rows, const Linear& gate, const Linear& up, int panel, Factor<T>* out) {
+template <class T> void panel_gated(
+    const Factor<T>* rows, int num_rows, const Linear& gate, const Linear& up, int panel, Factor<T>* out) {
     alignas(64) float gates[AT_ONCE * PANEL], ups[AT_ONCE * PANEL];
     Tiles tiles;
     int width = std::min(PANEL, gate.outputs - panel * PANEL);
@@ -104,7 +114,8 @@ void panel_gated(const Factor<T>* rows, int num_rows, const Linear& gate, const 
         tile_sums<T>(rows + (int64_t)row * gate.inputs, count, gate, panel, tiles, gates);
         tile_sums<T>(rows + (int64_t)row * up.inputs, count, up, panel, tiles, ups);
         for (int n = 0; n < count; n++) {
-            for (int j = n * PANEL; j < (n + 1) * PANEL; j += LANES) store(gates + j, sigmoid_linear(load(gates + j)) * load(ups + j));
+            for (int j = n * PANEL; j < (n + 1) * PANEL; j += LANES)
+                store(gates + j, sigmoid_linear(load(gates + j)) * load(ups + j));
             store_row(out + (int64_t)(row + n) * gate.outputs + panel * PANEL, gates + n * PANEL, width);
         }
     }

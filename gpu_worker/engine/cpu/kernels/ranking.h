@@ -1,4 +1,5 @@
-// Tokens in the order of a key, without sorting them all: they lie in buckets by key, and a bucket is sorted when somebody looks into it.
+// Tokens in the order of a key, without sorting them all: they lie in buckets by key, and a bucket is sorted
+// when it is read.
 #pragma once
 #include <algorithm>
 #include <vector>
@@ -11,8 +12,9 @@ struct Candidates {
     std::vector<int64_t> weights;
     int size = 0;
 
-    void room(int count) {
-        if ((int)keys.size() < count + LANES) keys.resize(count + LANES), ids.resize(count + LANES), weights.resize(count + LANES);
+    void reserve(int count) {
+        if ((int)keys.size() < count + LANES)
+            keys.resize(count + LANES), ids.resize(count + LANES), weights.resize(count + LANES);
     }
 
     float lowest() const {
@@ -22,8 +24,8 @@ struct Candidates {
     }
 
     // Those whose score is not below the bound.
-    void take(const Scores& scores, float bound) {
-        room(scores.padded());
+    void select(const Scores& scores, float bound) {
+        reserve(scores.padded());
         const float* x = scores.values.data();
         int count = 0;
         for (int begin = 0; begin < scores.padded(); begin += LANES)
@@ -48,7 +50,7 @@ struct RankedToken {
 
 struct TokenRanking {
     static constexpr int BUCKETS = 1024;
-    static constexpr float DEEPEST = 28;  // what is below weighs nothing
+    static constexpr float DEEPEST = 28;  // keys below -DEEPEST have no weight
     std::vector<RankedToken> tokens;
     int32_t starts[BUCKETS + 1];
     int64_t masses[BUCKETS + 1];  // of all buckets before one
@@ -56,26 +58,33 @@ struct TokenRanking {
     float scale;
     int size;
 
-    int bucket(float key) const { return (int)std::min(-key * scale, BUCKETS - 1.f); }  // falls nowhere as the key rises
+    // Never rises with the key.
+    int bucket(float key) const { return (int)std::min(-key * scale, BUCKETS - 1.f); }
 
     void rank(const Candidates& from) {
         size = from.size;
         if ((int)tokens.size() < size) tokens.resize(size);
         scale = BUCKETS / std::min(std::max(-from.lowest(), 1e-3f), DEEPEST);
-        std::fill_n(starts, BUCKETS + 1, 0), std::fill_n(masses, BUCKETS + 1, 0), std::fill_n(sorted, BUCKETS, false);
+        std::fill_n(starts, BUCKETS + 1, 0);
+        std::fill_n(masses, BUCKETS + 1, 0);
+        std::fill_n(sorted, BUCKETS, false);
         for (int i = 0; i < size; i++) {
             int place = bucket(from.keys[i]) + 1;
             starts[place]++, masses[place] += from.weights[i];
         }
-        for (int place = 0; place < BUCKETS; place++) starts[place + 1] += starts[place], masses[place + 1] += masses[place];
+        for (int place = 0; place < BUCKETS; place++)
+            starts[place + 1] += starts[place], masses[place + 1] += masses[place];
         int32_t next[BUCKETS];
         std::copy_n(starts, BUCKETS, next);
-        for (int i = 0; i < size; i++) tokens[next[bucket(from.keys[i])]++] = {from.keys[i], from.ids[i], from.weights[i]};
+        for (int i = 0; i < size; i++)
+            tokens[next[bucket(from.keys[i])]++] = {from.keys[i], from.ids[i], from.weights[i]};
     }
 
     void sort(int bucket) {
         if (sorted[bucket]) return;
-        auto before = [](const RankedToken& a, const RankedToken& b) { return a.key > b.key || (a.key == b.key && a.id < b.id); };
+        auto before = [](const RankedToken& a, const RankedToken& b) {
+            return a.key > b.key || (a.key == b.key && a.id < b.id);
+        };
         RankedToken *begin = tokens.data() + starts[bucket], *end = tokens.data() + starts[bucket + 1];
         if (!std::is_sorted(begin, end, before)) std::sort(begin, end, before);
         sorted[bucket] = true;
@@ -97,13 +106,14 @@ struct TokenRanking {
         return mass;
     }
 
-    // How many it takes until they weigh so much; all where they never do.
-    int reach(int64_t mass) {
+    // How many of the first weigh at least `mass` together; all where they never do.
+    int count_until(int64_t mass) {
         int bucket = std::lower_bound(masses + 1, masses + BUCKETS + 1, mass) - masses - 1;
         if (bucket == BUCKETS) return size;
         sort(bucket);
         int count = starts[bucket];
-        for (int64_t so_far = masses[bucket]; so_far < mass && count < starts[bucket + 1]; count++) so_far += tokens[count].weight;
+        for (int64_t so_far = masses[bucket]; so_far < mass && count < starts[bucket + 1]; count++)
+            so_far += tokens[count].weight;
         return count;
     }
 

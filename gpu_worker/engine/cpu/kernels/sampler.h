@@ -1,31 +1,34 @@
-// A row's choice by inverse transform of its one random number. As sampling/sampler.py and
+// Samples a row by inverse transform of its one random number. As sampling/sampler.py and
 // sampling/truncation.py, whose docstrings name the source of each part.
 #pragma once
 #include "top_k.h"
 #include "ranking.h"
 
-// Where the sampled token of one row goes.
+// The output of one row.
 struct RowOutput {
     const SamplerOutput& all;
     int rows, row;
 
-    void is(int64_t id, float logprob) const { all.ids[row] = id, all.logprobs[row] = logprob; }
-    void top(int place, int64_t id, float logprob) const {
-        all.top_ids[(int64_t)place * rows + row] = id, all.top_logprobs[(int64_t)place * rows + row] = logprob;
+    void write(int64_t id, float logprob) const { all.ids[row] = id, all.logprobs[row] = logprob; }
+    void write_top(int place, int64_t id, float logprob) const {
+        int64_t at = (int64_t)place * rows + row;
+        all.top_ids[at] = id, all.top_logprobs[at] = logprob;
     }
 };
 
 struct RowSampler {
     Scores scores;
-    Candidates some;
+    Candidates candidates;
     TokenRanking ranking;
     std::vector<float> maxima;
 
-    template <class T> void sample(const T* logits, int size, const SampleRequest& request, const RowOutput& to) {
+    template <class T>
+    void sample(const T* logits, int size, const SampleRequest& request, const RowOutput& to) {
         scores.read(logits, size);
         apply_penalties(scores, request);
         apply_grammar(scores, request);
-        if (!scores.apply_temperature(request.temperature ? request.temperature : 1)) return write_nothing(to);
+        if (!scores.apply_temperature(request.temperature ? request.temperature : 1))
+            return write_nothing(to);
         scores.sum_weights();
         if (request.temperature == 0) write_logprobs(first(), request.num_tops, to);
         else if (request.typical_p < 1) typical_sample(request, to);
@@ -35,7 +38,8 @@ struct RowSampler {
     }
 
     // The model's own log-probability of a token.
-    template <class T> void write_logprobs(const T* logits, int size, int64_t id, int num_tops, const RowOutput& to) {
+    template <class T>
+    void write_logprobs(const T* logits, int size, int64_t id, int num_tops, const RowOutput& to) {
         scores.read(logits, size);
         if (!scores.apply_temperature(1)) return write_nothing(to);
         scores.sum_weights();
@@ -44,21 +48,21 @@ struct RowSampler {
 
     void write_logprobs(int64_t id, int num_tops, const RowOutput& to) {
         float total = log_of(scores.total);
-        to.is(id, scores.values[id] - total);
+        to.write(id, scores.values[id] - total);
         if (!num_tops) return;
         rank(bound_of(num_tops));
         write_tops(num_tops, ranking.size, total, to);
     }
 
-    // Those beyond the first `kept` have -inf.
+    // Tokens beyond the first `kept` have -inf.
     void write_tops(int num_tops, int kept, float total, const RowOutput& to) {
         for (int i = 0; i < std::min(num_tops, ranking.size); i++) {
             const RankedToken& token = ranking.at(i);
-            to.top(i, token.id, i < kept ? token.key - total : OUT);
+            to.write_top(i, token.id, i < kept ? token.key - total : EXCLUDED);
         }
     }
 
-    void write_nothing(const RowOutput& to) { to.is(0, __builtin_nanf("")); }
+    void write_nothing(const RowOutput& to) { to.write(0, __builtin_nanf("")); }
 
     int first() { return std::find(scores.values.begin(), scores.values.end(), 0.f) - scores.values.begin(); }
 
@@ -75,69 +79,82 @@ struct RowSampler {
         return first();
     }
 
-    static int64_t target_of(double number, int64_t total) { return std::min((int64_t)(number * (double)total), total - 1); }
+    static int64_t target_of(double number, int64_t total) {
+        return std::min((int64_t)(number * (double)total), total - 1);
+    }
 
     void truncated_sample(const SampleRequest& request, const RowOutput& to) {
         int kept = truncate(request);
         int64_t mass = ranking.mass(kept);
         float total = log_of(mass);
-        const RankedToken& token = ranking.at(ranking.reach(target_of(request.uniform, mass) + 1) - 1);
-        to.is(token.id, token.key - total);
+        const RankedToken& token = ranking.at(ranking.count_until(target_of(request.uniform, mass) + 1) - 1);
+        to.write(token.id, token.key - total);
         write_tops(request.num_tops, kept, total, to);
     }
 
     void typical_sample(const SampleRequest& request, const RowOutput& to) {
         if (truncates(request)) {
             RankedToken last = ranking.at(truncate(request) - 1);
-            keep([=](float score, int id) { return score > last.key || (score == last.key && id <= last.id); });
+            keep_if([=](float score, int id) {
+                return score > last.key || (score == last.key && id <= last.id);
+            });
         }
         float entropy = scores.entropy();
-        some.take(scores, -__FLT_MAX__);
-        for (int i = 0; i < some.size; i++) some.keys[i] = -std::fabs(some.keys[i] + entropy);
-        ranking.rank(some);
-        float nearest = ranking.at(ranking.reach((int64_t)std::ceil(request.typical_p * scores.total)) - 1).key;
-        keep([=](float score, int) { return -std::fabs(score + entropy) >= nearest; });
+        candidates.select(scores, -__FLT_MAX__);
+        for (int i = 0; i < candidates.size; i++)
+            candidates.keys[i] = -std::fabs(candidates.keys[i] + entropy);
+        ranking.rank(candidates);
+        float nearest =
+            ranking.at(ranking.count_until((int64_t)std::ceil(request.typical_p * scores.total)) - 1).key;
+        keep_if([=](float score, int) { return -std::fabs(score + entropy) >= nearest; });
         write_logprobs(multinomial(request.uniform), request.num_tops, to);
     }
 
-    template <class F> void keep(F kept) {
+    template <class F> void keep_if(F kept) {
         for (int i = 0; i < scores.size; i++)
-            if (!kept(scores.values[i], i)) scores.values[i] = OUT;
+            if (!kept(scores.values[i], i)) scores.values[i] = EXCLUDED;
         scores.sum_weights();
     }
 
-    static bool truncates(const SampleRequest& request) { return request.top_k || request.top_p < 1 || request.min_p; }
+    static bool truncates(const SampleRequest& request) {
+        return request.top_k || request.top_p < 1 || request.min_p;
+    }
 
     // How many of its likeliest tokens a row keeps; these are ranked.
     int truncate(const SampleRequest& request) {
         rank(bound_of(request));
-        int by_k = request.top_k ? ranking.count(ranking.at(std::min(request.top_k, ranking.size) - 1).key) : ranking.size;
+        int by_k = request.top_k ? ranking.count(ranking.at(std::min(request.top_k, ranking.size) - 1).key)
+                                 : ranking.size;
         double left = request.top_k ? ranking.mass(by_k) : scores.total;
-        int by_p = request.top_p < 1 ? ranking.reach(std::max<int64_t>(1, std::ceil(request.top_p * left))) : ranking.size;
+        int by_p = request.top_p < 1
+                       ? ranking.count_until(std::max<int64_t>(1, std::ceil(request.top_p * left)))
+                       : ranking.size;
         int by_m = ranking.count((float)std::log(request.min_p));
         return std::max(1, std::min({by_k, by_p, by_m}));
     }
 
     void rank(float bound) {
-        some.take(scores, bound);
-        ranking.rank(some);
+        candidates.select(scores, bound);
+        ranking.rank(candidates);
     }
 
-    // A score below which a row keeps nothing, and tells of nothing.
+    // A score below which a row neither keeps a token nor reports one.
     float bound_of(const SampleRequest& request) {
         if (request.top_k) return bound_of(std::max(request.top_k, request.num_tops));
-        double share = (1 - request.top_p) * scores.total / scores.size;  // all that weigh less weigh less than what top-p leaves out
-        float bound = std::max(share > 0 ? std::log(share / ONE) - 1e-3 : OUT, std::log(request.min_p));
+        // All tokens with a smaller share have together less than what top-p leaves out.
+        double share = (1 - request.top_p) * scores.total / scores.size;
+        float bound = std::max(share > 0 ? std::log(share / ONE) - 1e-3 : EXCLUDED, std::log(request.min_p));
         return request.num_tops ? std::min(bound, bound_of(request.num_tops)) : bound;
     }
 
     // A score that at least so many reach.
     float bound_of(int count) {
         maxima.resize(scores.padded() / 32);
-        if (count > (int)maxima.size()) return OUT;
+        if (count > (int)maxima.size()) return EXCLUDED;
         for (int begin = 0; begin < scores.padded(); begin += STRETCH) {
-            Floats best = splat(OUT);
-            for (int i = begin; i < begin + STRETCH; i += LANES) best = larger(load(scores.begin() + i), best);
+            Floats best = splat(EXCLUDED);
+            for (int i = begin; i < begin + STRETCH; i += LANES)
+                best = larger(load(scores.begin() + i), best);
             store(&maxima[begin / 32], best);
         }
         std::nth_element(maxima.begin(), maxima.begin() + count - 1, maxima.end(), std::greater<float>());
@@ -145,8 +162,8 @@ struct RowSampler {
     }
 };
 
-// Memory of this thread, which grows and stays.
+// This thread's sampler, whose memory grows and is kept.
 inline RowSampler& thread_sampler() {
-    static thread_local RowSampler own;
-    return own;
+    static thread_local RowSampler sampler;
+    return sampler;
 }

@@ -1,4 +1,4 @@
-// A row of logits as scores, and these as weights: penalties, temperature, sums. As sampling/penalties.py and
+// A row of logits as scores, and their weights: penalties, temperature, sums. As sampling/penalties.py and
 // sampling/multinomial.py.
 #pragma once
 #include <algorithm>
@@ -7,25 +7,34 @@
 #include "structs.h"
 #include "vector.h"
 
-constexpr int STRETCH = 32 * LANES;  // scores that are gone through and summed together
-constexpr float OUT = -__builtin_inff();
-constexpr double ONE = 1099511627776.;  // 2^40, the weight of the likeliest: 2^23 tokens as likely fit into 64 bits
-constexpr float ROOT = 1048576.f;       // 2^20
+constexpr int STRETCH = 32 * LANES;  // scores whose weights are summed together
+constexpr float EXCLUDED = -__builtin_inff();
+constexpr double ONE =
+    1099511627776.;  // 2^40, the likeliest's weight: 2^23 tokens as likely fit into 64 bits
+constexpr float ROOT = 1048576.f;  // 2^20
 
 typedef int64_t Longs __attribute__((vector_size(8 * LANES)));
 
-// Numbers from 0 to 1 in units of 2^-40: whole units of 2^-20, and what is left, so that vectors can sum them.
+// Numbers from 0 to 1 in units of 2^-40: whole units of 2^-20, and the rest, so that vectors can sum them.
 struct Weights {
     Ints high, low;
-    Longs whole() const { return (__builtin_convertvector(high, Longs) << 20) + __builtin_convertvector(low, Longs); }
+    Longs whole() const {
+        return (__builtin_convertvector(high, Longs) << 20) + __builtin_convertvector(low, Longs);
+    }
 };
-inline Weights fixed(Floats numbers) {
+inline Weights to_fixed_point(Floats numbers) {
     Floats units = numbers * ROOT;
     Ints high = __builtin_convertvector(units, Ints);
     return {high, __builtin_convertvector((units - __builtin_convertvector(high, Floats)) * ROOT, Ints)};
 }
-inline Weights weights_of(Floats scores) { return fixed(scores > -28.f ? exponential(scores) : splat(0.f)); }  // nothing for what is no number
-inline Weights information_of(Floats scores) { return fixed(scores > -80.f ? exponential(scores) * -scores : splat(0.f)); }  // p log p, for an entropy
+// NaN has no weight.
+inline Weights weights_of(Floats scores) {
+    return to_fixed_point(scores > -28.f ? exponential(scores) : splat(0.f));
+}
+// p log p, for an entropy.
+inline Weights information_of(Floats scores) {
+    return to_fixed_point(scores > -80.f ? exponential(scores) * -scores : splat(0.f));
+}
 inline int64_t sum(Ints x) {
     int64_t total = 0;
     for (int lane = 0; lane < LANES; lane++) total += x[lane];
@@ -34,7 +43,8 @@ inline int64_t sum(Ints x) {
 
 inline float log_of(int64_t weights) { return (float)std::log((double)weights / ONE); }
 
-// Whole stretches of scores; NaN behind the vocabulary and wherever the model has none: such a token is never chosen.
+// Whole stretches of scores; NaN behind the vocabulary and where the model's logit is NaN: such a token is
+// never sampled.
 struct Scores {
     std::vector<float> values;
     std::vector<int64_t> sums;  // of each stretch's weights
@@ -54,15 +64,16 @@ struct Scores {
         std::fill(values.begin() + size, values.end(), __builtin_nanf(""));
     }
 
-    float most() {
-        Floats best = splat(OUT);
+    float maximum() {
+        Floats best = splat(EXCLUDED);
         for (int i = 0; i < padded(); i += LANES) best = larger(load(begin() + i), best);
         return largest(best);
     }
 
-    // The likeliest is 0 then, so no temperature makes others overflow. False where no score is a number that others can be compared with.
+    // The likeliest token's score becomes 0, so no temperature makes others overflow. False where no score is
+    // a number that others can be compared with.
     bool apply_temperature(float temperature) {
-        float top = most();
+        float top = maximum();
         if (!std::isfinite(top)) return false;
         for (int i = 0; i < padded(); i += LANES) store(begin() + i, (load(begin() + i) - top) / temperature);
         return true;
@@ -79,13 +90,15 @@ struct Scores {
 
     void sum_weights() {
         total = 0;
-        for (int stretch = 0; stretch < (int)sums.size(); stretch++) total += sums[stretch] = sum_of(stretch, weights_of);
+        for (int stretch = 0; stretch < (int)sums.size(); stretch++)
+            total += sums[stretch] = sum_of(stretch, weights_of);
     }
 
-    // Both it and what a score says lack the logarithm of the total.
+    // The entropy less the logarithm of the total, as scores are.
     float entropy() {
         int64_t information = 0;
-        for (int stretch = 0; stretch < (int)sums.size(); stretch++) information += sum_of(stretch, information_of);
+        for (int stretch = 0; stretch < (int)sums.size(); stretch++)
+            information += sum_of(stretch, information_of);
         return (float)information / (float)total;
     }
 };
@@ -99,18 +112,23 @@ template <class F> void each(const List<int64_t>& ids, const Scores& scores, F c
 inline void apply_penalties(Scores& scores, const SampleRequest& request) {
     float* x = scores.begin();
     each(request.biased, scores, [&](int64_t i, int64_t id) { x[id] += request.bias.data[i]; });
-    each(request.banned, scores, [&](int64_t, int64_t id) { x[id] = OUT; });
-    const int64_t *counts = request.history.data + request.history_stride, *generated = counts + request.history_stride;
-    each(request.history, scores, [&](int64_t, int64_t id) { x[id] = x[id] < 0 ? x[id] * request.repetition : x[id] / request.repetition; });
+    each(request.banned, scores, [&](int64_t, int64_t id) { x[id] = EXCLUDED; });
+    const int64_t* counts = request.history.data + request.history_stride;
+    const int64_t* generated = counts + request.history_stride;
+    each(request.history, scores, [&](int64_t, int64_t id) {
+        x[id] = x[id] < 0 ? x[id] * request.repetition : x[id] / request.repetition;
+    });
     each(request.history, scores, [&](int64_t i, int64_t id) {
-        x[id] -= (float)(request.frequency * generated[i] + request.presence * (generated[i] > 0) + request.relative * counts[i]);
+        x[id] -= (float)(request.frequency * generated[i] + request.presence * (generated[i] > 0) +
+                         request.relative * counts[i]);
     });
 }
 
 // A grammar's bias and mask; tokens behind their ends stay as they are.
 inline void apply_grammar(Scores& scores, const SampleRequest& request) {
     float* x = scores.begin();
-    for (int i = 0; i < std::min<int64_t>(request.grammar_bias.count, scores.size); i++) x[i] += request.grammar_bias.data[i];
+    for (int i = 0; i < std::min<int64_t>(request.grammar_bias.count, scores.size); i++)
+        x[i] += request.grammar_bias.data[i];
     for (int i = 0; i < std::min<int64_t>(request.grammar_mask.count * 32, scores.size); i++)
-        if (!(request.grammar_mask.data[i / 32] >> i % 32 & 1)) x[i] = OUT;
+        if (!(request.grammar_mask.data[i / 32] >> i % 32 & 1)) x[i] = EXCLUDED;
 }

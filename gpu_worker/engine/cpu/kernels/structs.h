@@ -1,22 +1,23 @@
-// What Python hands over; cpu/native.py has structs with the same fields in the same order.
+// The arguments that Python passes; cpu/native.py has structs with the same fields in the same order.
 #pragma once
 #include <cstdint>
 
 // What all layers share in a step. A tile is a few tokens next to each other of one row.
 struct Step {
     int32_t threads, num_tokens, num_tiles, block_size;
-    const int64_t* slots;    // [tokens] block * block_size + offset: where K and V go
-    const int32_t* tiles;    // [tiles][4] first token, tokens, position of the first, where its row's blocks begin in `tables`
+    const int64_t* slots;  // [tokens] block * block_size + offset: where K and V go
+    const int32_t* tiles;  // [tiles][4] first token, tokens, position of the first, first index in `tables`
     const int32_t* tables;
 };
 
-// K pages are [blocks][kv_heads][key_dim / P][block_size][P], V pages [blocks][kv_heads][block_size][value_dim].
+// K pages are [blocks][kv_heads][key_dim / P][block_size][P],
+// V pages are [blocks][kv_heads][block_size][value_dim].
 struct Cache {
     void *keys, *values;
     int32_t kv_heads, group, key_dim, value_dim;
     int32_t window;  // keys that a query sees; 0 is all
     float scaling, softcap;  // 0 is none
-    const float* sinks;      // [heads] or null
+    const float* sinks;  // [heads] or null
 };
 
 // [tokens][heads][dim], numbers from one to the next token or head.
@@ -50,17 +51,18 @@ template <class N> struct List {
     int64_t count;
 };
 
-// How a row samples: the fields of `SamplingParams` in common/messages/request.py, and the row's token counts.
+// How a row samples: the fields of `SamplingParams` in common/messages/request.py, and the row's token
+// counts.
 struct SampleRequest {
     int32_t uses_parameters;  // 0: greedy, and nothing else here counts
     int32_t num_tops, raw_logprobs, top_k;
     float temperature, repetition;
     double top_p, min_p, typical_p, uniform;  // the latter in [0, 1)
-    double frequency, presence, relative;    // the latter by the number of all tokens in the history
+    double frequency, presence, relative;  // the latter by the number of all tokens in the history
     List<int64_t> biased;
     List<float> bias;
-    List<int64_t> banned, history;  // distinct ids; in further lists, `history_stride` numbers apart: their counts,
-                                   // and those of the generated ones
+    List<int64_t> banned, history;  // distinct ids; in further lists, `history_stride` numbers apart: their
+                                    // counts, and those of the generated ones
     int64_t history_stride;
     List<float> grammar_bias;
     List<int32_t> grammar_mask;  // bit i % 32 of word i / 32: token i is allowed

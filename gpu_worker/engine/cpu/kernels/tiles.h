@@ -1,10 +1,10 @@
-// Intel's matrix unit (AMX): one instruction multiplies 16 rows of 32 bfloat16 with 16 outputs. Packed panels lie as it wants them.
-// Intel 64 and IA-32 Architectures Software Developer's Manual, volume 1, chapter 18.
+// Intel's matrix unit (AMX): one instruction multiplies 16 rows of 32 bfloat16 with 16 outputs. Packed panels
+// have its layout. Intel 64 and IA-32 Architectures Software Developer's Manual, volume 1, chapter 18.
 #pragma once
 #include <cstdint>
 #include "vector.h"
 
-constexpr int AHEAD = 4096;  // bytes of weights asked for in advance
+constexpr int AHEAD = 4096;  // bytes of weights prefetched in advance
 
 #if defined(__AMX_BF16__) && defined(__AVX512BF16__) && !defined(SPLIT_PAIRS) && defined(__linux__)
 #include <immintrin.h>
@@ -19,7 +19,7 @@ struct alignas(64) TileShapes {
     uint8_t rows[16] = {};
 };
 
-// Whether the system lets this process use it: it has to be asked once.
+// Whether the system permits this process to use it: permission is requested once.
 inline bool has_tiles() {
     constexpr long REQUEST_PERMISSION = 0x1023, TILE_DATA = 18;
     static const bool granted = syscall(SYS_arch_prctl, REQUEST_PERMISSION, TILE_DATA) == 0;
@@ -27,9 +27,10 @@ inline bool has_tiles() {
 }
 
 // Older compilers do not know what these instructions read: everything must be in memory before.
-inline void written(const void* what) { asm volatile("" : : "r"(what) : "memory"); }
+inline void keep_in_memory(const void* what) { asm volatile("" : : "r"(what) : "memory"); }
 
-// 0 to 2 are sums, 3 is rows, 4 to 6 are weights. Others use the unit, too, so it is told its shapes by everyone who begins.
+// 0 to 2 are sums, 3 is rows, 4 to 6 are weights. Others use the unit, too, so its shapes are configured
+// by everyone who begins.
 struct Tiles {
     int shaped = 0;  // rows
 
@@ -37,22 +38,25 @@ struct Tiles {
         if (shaped == rows) return;
         TileShapes shapes;
         for (int tile = 0; tile < 7; tile++) shapes.rows[tile] = tile < 4 ? rows : TILE;
-        written(&shapes);
+        keep_in_memory(&shapes);
         _tile_loadconfig(&shapes);
         shaped = rows;
     }
 
-    // count rows, up to TILE, and a panel of three times 16 outputs → sums [count][48]; false where they are not for this unit
+    // count rows, up to TILE, and a panel of three times 16 outputs → sums [count][48]; false where this
+    // unit cannot multiply them
     bool multiply(const bfloat16* rows, int count, int inputs, const bfloat16* panel, float* sums) {
-        constexpr int STRIDE = 3 * TILE * 4;  // bytes from one pair of inputs to the next, or from one row's sums
+        // bytes from one pair of inputs to the next, or from one row's sums
+        constexpr int STRIDE = 3 * TILE * 4;
         if (inputs % TILE_INPUTS || !has_tiles()) return false;
         shape(count);
-        written(rows);
+        keep_in_memory(rows);
         _tile_zero(0);
         _tile_zero(1);
         _tile_zero(2);
         for (int k = 0; k < inputs; k += TILE_INPUTS, panel += TILE_INPUTS * 3 * TILE) {
-            for (int line = 0; line < TILE_INPUTS / 2 * STRIDE; line += 64) __builtin_prefetch((const char*)panel + AHEAD + line);
+            for (int line = 0; line < TILE_INPUTS / 2 * STRIDE; line += 64)
+                __builtin_prefetch((const char*)panel + AHEAD + line);
             _tile_loadd(3, rows + k, inputs * 2);
             _tile_loadd(4, panel, STRIDE);
             _tile_dpbf16ps(0, 3, 4);

@@ -1,4 +1,5 @@
-// Vectors as wide as the processor's, and numbers of any storage type in and out of them. Arithmetic is float32 everywhere.
+// Vectors as wide as the processor's, and numbers of any storage type in and out of them. Arithmetic is
+// float32 everywhere.
 #pragma once
 #include <cstdint>
 #include <cstring>
@@ -20,8 +21,12 @@ typedef int32_t Ints __attribute__((vector_size(4 * LANES)));
 typedef uint32_t Words __attribute__((vector_size(4 * LANES)));
 typedef uint16_t Halves __attribute__((vector_size(2 * LANES)));
 
-struct bfloat16 { uint16_t bits; };
-struct float16 { _Float16 value; };
+struct bfloat16 {
+    uint16_t bits;
+};
+struct float16 {
+    _Float16 value;
+};
 
 template <class V> inline V read(const void* from) {
     V vector;
@@ -32,7 +37,9 @@ template <class V> inline V read(const void* from) {
 inline Floats splat(float x) { return Floats{} + x; }
 
 inline Floats load(const float* from) { return read<Floats>(from); }
-inline Floats load(const bfloat16* from) { return (Floats)(__builtin_convertvector(read<Halves>(from), Words) << 16); }
+inline Floats load(const bfloat16* from) {
+    return (Floats)(__builtin_convertvector(read<Halves>(from), Words) << 16);
+}
 inline Floats load(const float16* from) {
     Floats vector;
     for (int i = 0; i < LANES; i++) vector[i] = (float)from[i].value;
@@ -64,7 +71,8 @@ template <class T> inline void store_one(T* to, float x) {
 }
 
 inline Floats larger(Floats a, Floats b) { return a > b ? a : b; }
-template <int N, class F> inline float folded(const float* x, F fold) {  // halves upon each other until one is left
+template <int N, class F>
+inline float folded(const float* x, F fold) {  // folds one half onto the other until one number is left
     if constexpr (N == 1) return x[0];
     else {
         float half[N / 2];
@@ -72,10 +80,14 @@ template <int N, class F> inline float folded(const float* x, F fold) {  // halv
         return folded<N / 2>(half, fold);
     }
 }
-inline float largest(Floats x) { return folded<LANES>((const float*)&x, [](float a, float b) { return a > b ? a : b; }); }
-inline float sum(Floats x) { return folded<LANES>((const float*)&x, [](float a, float b) { return a + b; }); }
+inline float largest(Floats x) {
+    return folded<LANES>((const float*)&x, [](float a, float b) { return a > b ? a : b; });
+}
+inline float sum(Floats x) {
+    return folded<LANES>((const float*)&x, [](float a, float b) { return a + b; });
+}
 
-// The lanes of a comparison that hold, as bits.
+// The lanes where a comparison is true, as bits.
 inline uint32_t bits(Ints mask) {
 #if defined(__AVX512F__)
     return _mm512_cmplt_epi32_mask((__m512i)mask, _mm512_setzero_si512());
@@ -104,10 +116,10 @@ inline Floats exponential(Floats x) {
     Ints power = ((Ints)shifted - (Ints)magic + 127) << 23;
     return x < -87.3f ? splat(0.f) : y * (Floats)power;
 }
-inline Floats tangent(Floats x) { return 1.f - 2.f / (exponential(2.f * x) + 1.f); }  // hyperbolic
+inline Floats hyperbolic_tangent(Floats x) { return 1.f - 2.f / (exponential(2.f * x) + 1.f); }
 
-// How numbers lie that are multiplied and summed along K: P of them next to each other, which are multiplied in PARTS goes, with numbers
-// that are held as Factor.
+// The layout of numbers that are multiplied and summed along K: P of them next to each other, which are
+// multiplied in PARTS goes, with numbers that are held as Factor.
 struct Widened {
     typedef float Factor;
     static inline Floats multiply(Floats sum, Floats k, const float* factor) { return sum + k * *factor; }
