@@ -1,4 +1,4 @@
-"""A gateway that loses messages asks for what is missing: its clients see every token."""
+"""A gateway that loses messages reads the missing tokens from the broker: its clients get every token."""
 
 from typing import Any
 
@@ -23,7 +23,7 @@ SETTINGS = {
 
 
 async def test_lost_messages_cost_no_frame() -> None:
-    """The gateways lose a tenth of all messages; we, who lose none, know what the frames must be."""
+    """The gateways lose a tenth of all messages; the test, which loses none, compares."""
     with Fleet(**SETTINGS, tokenfleet_test_lose="0.1:7") as fleet:
         redis = connect(fleet.redis_url)
         async with redis.pubsub() as pubsub:

@@ -71,7 +71,7 @@ async def test_a_stop_string_ends_the_answer(client: AsyncOpenAI) -> None:
     assert choice.message.content == text[: text.index(stop)]
 
 
-async def test_logprobs_and_what_a_bias_does_to_them(client: AsyncOpenAI) -> None:
+async def test_a_logit_bias_changes_the_token_but_not_the_logprobs(client: AsyncOpenAI) -> None:
     body = GREEDY | {"logprobs": True, "top_logprobs": 3, "max_tokens": 4}
     [free] = (await client.chat.completions.create(**body)).choices
     assert free.logprobs is not None and free.logprobs.content is not None
@@ -98,8 +98,9 @@ async def test_prompts_as_texts_and_ids(client: AsyncOpenAI) -> None:
     by_ids = await client.completions.create(prompt=[TOKENIZER.encode(text).ids for text in texts], **body)
     assert [choice.text for choice in by_text.choices] == [choice.text for choice in by_ids.choices]
     assert "Paris" in by_text.choices[0].text
-    told = by_text.choices[0].logprobs
-    assert told is not None and told.tokens is not None and "".join(told.tokens) == by_text.choices[0].text
+    logprobs = by_text.choices[0].logprobs
+    assert logprobs is not None and logprobs.tokens is not None
+    assert "".join(logprobs.tokens) == by_text.choices[0].text
 
 
 async def test_refusals_are_the_exceptions_of_the_package(client: AsyncOpenAI) -> None:

@@ -51,22 +51,20 @@ def browser() -> Iterator[Browser]:
 
 @pytest.fixture
 def page(fleet: Fleet, browser: Browser) -> Iterator[Page]:
-    """The page, which must not have complained to the console."""
+    """The page, which must not have logged an error or a violation of the Content Security Policy."""
     context = browser.new_context(viewport={"width": 1280, "height": 800})
     page = context.new_page()
-    complaints: list[str] = []
-    page.on("pageerror", lambda error: complaints.append(str(error)))
+    errors: list[str] = []
+    page.on("pageerror", lambda error: errors.append(str(error)))
     page.on(
         "console",
-        lambda message: (
-            complaints.append(message.text) if "Content Security Policy" in message.text else None
-        ),
+        lambda message: errors.append(message.text) if "Content Security Policy" in message.text else None,
     )
     page.goto(fleet.base_url)
     expect(page.locator(".tile[data-kind=worker][data-state=ready]").first).to_be_visible(timeout=60_000)
     yield page
     context.close()
-    assert not complaints
+    assert not errors
 
 
 def undisturbed(fleet: Fleet, question: str) -> str:
@@ -112,7 +110,7 @@ def test_a_killed_worker_changes_no_word(fleet: Fleet, page: Page) -> None:
     )
 
 
-def test_what_is_said_is_text_and_is_kept(page: Page, fleet: Fleet) -> None:
+def test_markup_in_a_chat_is_shown_as_text_and_kept_over_a_reload(page: Page, fleet: Fleet) -> None:
     markup = "<img src=x onerror=alert(1)> Say <b>hello</b>."
     send(page, markup, 8)
     expect(page.locator(".turn.model[data-state=done]")).to_be_visible(timeout=ANSWER_MS)
@@ -125,7 +123,7 @@ def test_what_is_said_is_text_and_is_kept(page: Page, fleet: Fleet) -> None:
     expect(page.locator(".turn")).to_have_count(0)
 
 
-def test_a_stream_is_stopped(page: Page) -> None:
+def test_escape_stops_a_stream(page: Page) -> None:
     send(page, QUESTION)
     wait_until_sync(lambda: streamed(page))
     page.keyboard.press("Escape")
@@ -133,7 +131,7 @@ def test_a_stream_is_stopped(page: Page) -> None:
     expect(page.get_by_role("button", name="Send")).to_be_visible()
 
 
-def test_errors_are_words(page: Page) -> None:
+def test_an_error_names_the_bad_setting_and_a_retry_works(page: Page) -> None:
     page.get_by_text("Settings").click()
     page.get_by_label("Max tokens").fill("1000000")
     page.get_by_label("Message").fill("Hello")
@@ -144,7 +142,7 @@ def test_errors_are_words(page: Page) -> None:
     expect(page.locator(".turn.model[data-state=done]")).to_be_visible(timeout=ANSWER_MS)
 
 
-def test_a_dead_gateway_comes_back(fleet: Fleet, page: Page) -> None:
+def test_the_page_serves_on_after_its_gateway_died(fleet: Fleet, page: Page) -> None:
     send(page, QUESTION)
     wait_until_sync(lambda: len(streamed(page)) > SOME_CHARS)
     page.locator(".tile[data-kind=gateway]").get_by_role("button").click()
@@ -156,7 +154,7 @@ def test_a_dead_gateway_comes_back(fleet: Fleet, page: Page) -> None:
     expect(page.locator(".turn.model[data-state=done]")).to_be_visible(timeout=ANSWER_MS)
 
 
-def test_a_key_is_asked_for_once(broker: Broker, browser: Browser) -> None:
+def test_the_api_key_is_kept_over_a_reload(broker: Broker, browser: Browser) -> None:
     port = free_port()
     process = start(broker, "g0", port, API_KEY="open sesame")
     context = browser.new_context()
@@ -184,7 +182,9 @@ def answers(port: int) -> bool:
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_a_phone(fleet: Fleet, browser: Browser, scheme: Literal["light", "dark"]) -> None:
+def test_the_page_fits_a_phone_in_both_color_schemes(
+    fleet: Fleet, browser: Browser, scheme: Literal["light", "dark"]
+) -> None:
     context = browser.new_context(viewport={"width": 360, "height": 740}, color_scheme=scheme)
     page = context.new_page()
     page.goto(fleet.base_url)

@@ -11,6 +11,7 @@ import pytest
 import redis
 import torch
 
+from benchmarks.client import stream
 from common import model_files
 from common.broker.keys import Keys
 from tests.support.engine import tiny_models
@@ -78,6 +79,18 @@ def test_each_pool_has_workers_of_its_own(fleets: tuple[Fleet, Fleet], tiny: Pat
         for pool in ("default", "tiny"):
             assert client.zcard(Keys(pool).workers) == 1
     assert complete(fleets[1], str(tiny)) == complete(fleets[0], "tiny")
+
+
+async def test_two_pools_of_the_same_model_give_the_same_ids(fleets: tuple[Fleet, Fleet], tiny: Path) -> None:
+    first, second = fleets
+    body = {"inputs": "The sky is", "parameters": {"max_new_tokens": 5, "ignore_eos": True, "details": True}}
+    with Fleet(**SETTINGS, redis_url=first.redis_url, pool="twin", model_id=tiny) as twin:
+        answers = [await stream(f"{fleet.base_url}/generate_stream", body) for fleet in (second, twin)]
+        assert answers[0].ids == answers[1].ids and len(answers[0].ids) == 5
+        with redis.Redis.from_url(first.redis_url) as client:
+            for pool in ("tiny", "twin"):
+                assert client.zcard(Keys(pool).workers) == 1
+    assert (await stream(f"{second.base_url}/generate_stream", body)).ids == answers[0].ids
 
 
 def test_a_pool_that_nobody_serves_is_not_found(fleets: tuple[Fleet, Fleet]) -> None:

@@ -1,4 +1,4 @@
-"""Cancel, finish and worker death at the same time: exactly one terminal each, and nothing stays behind."""
+"""Cancel, finish and worker death at the same time: each request gets one terminal, and no key is left."""
 
 import asyncio
 import os
@@ -47,9 +47,7 @@ class Races:
             await pubsub.subscribe(CHANNEL)
             listening = asyncio.create_task(self.listen(pubsub))
             turns = asyncio.Semaphore(AT_ONCE)
-            await asyncio.gather(
-                *(self.race(f"r{i}", turns) for i in range(self.count)), self.kill_now_and_then()
-            )
+            await asyncio.gather(*(self.race(f"r{i}", turns) for i in range(self.count)), self.kill_workers())
             await wait_until(self.settled)
             listening.cancel()
 
@@ -85,7 +83,7 @@ class Races:
         )
         assert answer[0] == b"admitted"
 
-    async def kill_now_and_then(self) -> None:
+    async def kill_workers(self) -> None:
         for ended in range(self.kill_every, self.count, self.kill_every):
             await wait_until(partial(self.have_ended, ended), 120)
             name = self.draw.choice(["w0", "w1"])
@@ -111,10 +109,10 @@ async def race(count: int, kill_every: int) -> None:
         await races.redis.aclose()
 
 
-async def test_one_terminal_each() -> None:
+async def test_each_request_gets_one_terminal() -> None:
     await race(100, kill_every=40)
 
 
 @pytest.mark.slow
-async def test_one_terminal_each_a_thousand_times() -> None:
+async def test_each_of_a_thousand_requests_gets_one_terminal() -> None:
     await race(1000, kill_every=100)

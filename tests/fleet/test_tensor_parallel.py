@@ -1,5 +1,5 @@
-"""Workers of two ranks in a whole fleet: the ids of one rank, and whoever of them dies or stops takes the
-whole worker along.
+"""Workers of two ranks in a whole fleet: they give the ids of one rank, and when one process dies or stops,
+the whole worker ends.
 """
 
 import asyncio
@@ -89,17 +89,17 @@ async def undisturbed(fleet: Fleet) -> list[list[int]]:
 
 
 @pytest.mark.slow
-async def test_rows_go_on_elsewhere(model: Path) -> None:
-    """Not on the same worker started anew, for which nobody waits."""
+async def test_rows_of_a_stopped_rank_resume_on_the_other_worker(model: Path) -> None:
+    """They do not wait for the restart of their own."""
     with Fleet(
         num_shard=2, num_workers=2, model_id=model, step_timeout_s=STEP_TIMEOUT_S, **SETTINGS
     ) as fleet:
-        wanted = await undisturbed(fleet)
-        assert await interrupted(fleet, 2, signal.SIGSTOP) == wanted
+        expected = await undisturbed(fleet)
+        assert await interrupted(fleet, 2, signal.SIGSTOP) == expected
 
 
 @pytest.mark.slow
-async def test_the_model_that_is_served_by_default() -> None:
+async def test_ids_of_the_default_model_equal_transformers() -> None:
     """Two do not divide its nine heads, nor its three K heads."""
     prompts = [PROMPTS[place] for place in FEW]
     with Fleet(num_shard=2, num_workers=1, **SETTINGS | {"kv_cache_bytes": "128MiB"}) as fleet:
@@ -114,7 +114,7 @@ async def test_the_model_that_is_served_by_default() -> None:
 
 
 @pytest.mark.slow
-def test_two_machines(broker: Broker, model: Path) -> None:
+def test_ranks_of_two_machines_end_together(broker: Broker, model: Path) -> None:
     """torchrun starts a rank on each, of which the first is the worker; the end of one is the end of both."""
     port = free_port()
     command = [
@@ -172,5 +172,5 @@ def test_two_machines(broker: Broker, model: Path) -> None:
     ],
 )
 async def test_a_process_that_dies_or_stops_costs_no_token(fleet: Fleet, number: int, sent: int) -> None:
-    wanted = await undisturbed(fleet)
-    assert await interrupted(fleet, number, sent) == wanted
+    expected = await undisturbed(fleet)
+    assert await interrupted(fleet, number, sent) == expected

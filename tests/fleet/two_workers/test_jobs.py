@@ -1,5 +1,5 @@
-"""Other services and arq clients against a whole fleet: what docs/ says is so, and whoever dies, nothing is
-lost or said twice.
+"""Jobs of other services and of arq clients on a whole fleet: the examples of docs/ are true, and a killed
+gateway or job worker loses and repeats nothing.
 """
 
 import json
@@ -89,7 +89,7 @@ def tokens(body: Any) -> dict[str, Any]:
     return {"token": body["id"]} if "logprob" in body else {}
 
 
-def test_a_job_says_what_http_says(fleet: Fleet, client: redis.Redis) -> None:
+def test_a_job_gets_the_answer_that_http_gives(fleet: Fleet, client: redis.Redis) -> None:
     chat = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 3, "temperature": 0}
     entry_id = submit(client, **BODY)
     submit(client, id="chat", messages=chat["messages"], parameters={"max_tokens": 3, "temperature": 0})
@@ -101,7 +101,7 @@ def test_a_job_says_what_http_says(fleet: Fleet, client: redis.Redis) -> None:
         assert result(client, "sampled") == http.post("/generate", json=sampled).json()
 
 
-def test_a_killed_gateways_jobs_go_on(fleet: Fleet, client: redis.Redis) -> None:
+def test_jobs_of_a_killed_gateway_continue(fleet: Fleet, client: redis.Redis) -> None:
     """Another gateway takes the job over and sends the rest: no frame is missing, none comes twice."""
     submit(client, id="undisturbed", **LONG)
     expected = result(client, "undisturbed")
@@ -134,7 +134,7 @@ def busy_consumers(client: redis.Redis) -> list[str]:
 
 
 @pytest.mark.slow
-async def test_a_killed_job_workers_jobs_go_on(fleet: Fleet, client: redis.Redis) -> None:
+async def test_jobs_of_a_killed_job_worker_continue(fleet: Fleet, client: redis.Redis) -> None:
     submit(client, id="calm", **LONG)
     expected = result(client, "calm")
     pool = await create_pool(
@@ -170,7 +170,7 @@ def looks_like(expected: str, printed: str) -> bool:
 
 
 @pytest.mark.skipif(shutil.which("redis-cli") is None, reason="no redis-cli on this machine")
-def test_the_session_in_the_page_is_true(fleet: Fleet, tmp_path: Path) -> None:
+def test_the_redis_cli_session_of_the_docs_is_true(fleet: Fleet, tmp_path: Path) -> None:
     cli = ["redis-cli", "--no-raw", "-u", fleet.redis_url]
     heard = tmp_path / "heard"
 
@@ -203,7 +203,7 @@ def test_the_session_in_the_page_is_true(fleet: Fleet, tmp_path: Path) -> None:
                 listener.wait()
 
 
-def test_the_arq_page_is_true(fleet: Fleet, tmp_path: Path) -> None:
+def test_the_arq_example_of_the_docs_is_true(fleet: Fleet, tmp_path: Path) -> None:
     [code] = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "arq.md").read_text(), re.DOTALL)
     example = tmp_path / "example.py"
     example.write_text(code.replace("redis://127.0.0.1:6379/0", fleet.redis_url))

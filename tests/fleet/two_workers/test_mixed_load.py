@@ -1,4 +1,4 @@
-"""Everything that clients do, at once: each answer is right, and afterwards nothing is left."""
+"""All kinds of requests at once: each answer is right, and no key, task, handle or memory is left over."""
 
 from typing import Any
 
@@ -39,7 +39,7 @@ def no_more(now: dict[int, int], before: dict[int, int], most: int) -> bool:
 @pytest.mark.parametrize(
     "count", [300, pytest.param(3000, marks=[pytest.mark.slow, pytest.mark.timeout(900)])]
 )
-async def test_nothing_is_left_of_mixed_requests(fleet: Fleet, redis: Redis, count: int) -> None:
+async def test_mixed_requests_leave_nothing_behind(fleet: Fleet, redis: Redis, count: int) -> None:
     ignored = {key async for key in redis.scan_iter("*")}
     subscribed = await subscriptions(redis)
     async with random_clients(fleet, redis) as clients:

@@ -1,4 +1,4 @@
-"""Log-probabilities of a prompt are those of transformers, whichever worker dies meanwhile."""
+"""Log-probabilities of a prompt are those of transformers, even when a worker dies meanwhile."""
 
 import asyncio
 import json
@@ -27,8 +27,8 @@ async def test_prompt_logprobs_equal_transformers_and_survive_the_worker(
     """On every route, alone and beside others; another worker does not compute them again."""
     prompt = PROMPTS[FEW[-2]]
     [ids] = prompt_ids([prompt])
-    [wanted] = reference_logprobs([ids])
-    own, likeliest = [[None, *(line[i] for line in wanted)] for i in (0, 1)]
+    [expected] = reference_logprobs([ids])
+    own, likeliest = [[None, *(line[i] for line in expected)] for i in (0, 1)]
     details = {"decoder_input_details": True, "ignore_eos": True}
     echo = {"echo": True, "logprobs": 1, "max_tokens": 0}
     others = [asyncio.create_task(post(http, "/generate", sampled_body(i))) for i in range(4)]
@@ -73,7 +73,7 @@ async def test_prompt_logprobs_of_a_worker_that_died_before_the_first_token(
 ) -> None:
     """Another worker computes all of them."""
     prompt = PROMPTS[FEW[-2]]
-    [wanted] = reference_logprobs(prompt_ids([prompt]))
+    [expected] = reference_logprobs(prompt_ids([prompt]))
     await wait_until(lambda: fleet.workers_ready() == 2)
     pids = [fleet.pid("w0"), fleet.pid("w1")]
     for pid in pids:
@@ -86,7 +86,7 @@ async def test_prompt_logprobs_of_a_worker_that_died_before_the_first_token(
         os.kill(other, signal.SIGKILL if other == pid else signal.SIGCONT)
     answer = await task
     assert [token["logprob"] for token in answer["details"]["prefill"]] == close(
-        [None, *(own for own, *_ in wanted)]
+        [None, *(own for own, *_ in expected)]
     )
     attempt: bytes | None = await redis.hget(request, "attempt")  # type: ignore[misc]
     assert attempt in (None, b"2")

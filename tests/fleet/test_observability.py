@@ -48,19 +48,19 @@ def request_id(fleet: Fleet) -> str:
         for line in response.iter_lines():
             seen += line.startswith("data:")
             if seen == KILLED_AT and line:
-                placed = [one for one in life(fleet, name) if one["what"] == "placed"]
+                placed = [one for one in timeline(fleet, name) if one["what"] == "placed"]
                 os.kill(fleet.pid(placed[0]["worker"].split("-")[0]), signal.SIGKILL)
     assert seen == NUM_TOKENS
-    wait_until_sync(lambda: life(fleet, name)[-1]["what"] == "ended")
+    wait_until_sync(lambda: timeline(fleet, name)[-1]["what"] == "ended")
     return name
 
 
-def life(fleet: Fleet, request_id: str) -> list[dict[str, Any]]:
+def timeline(fleet: Fleet, request_id: str) -> list[dict[str, Any]]:
     answer = httpx.get(f"{fleet.base_url}/fleet/requests/{request_id}").json()
     return list(answer["timelines"][request_id])
 
 
-def figures(fleet: Fleet) -> dict[str, float]:
+def metrics(fleet: Fleet) -> dict[str, float]:
     lines = httpx.get(f"{fleet.base_url}/metrics").text.splitlines()
     return {
         name: float(value)
@@ -68,17 +68,17 @@ def figures(fleet: Fleet) -> dict[str, float]:
     }
 
 
-def test_figures_survive_the_worker(fleet: Fleet, request_id: str) -> None:
-    wait_until_sync(lambda: figures(fleet)["tgi_request_success"] == 1)
-    found = figures(fleet)
+def test_metrics_survive_the_worker(fleet: Fleet, request_id: str) -> None:
+    wait_until_sync(lambda: metrics(fleet)["tgi_request_success"] == 1)
+    found = metrics(fleet)
     assert found['tokenfleet_request_resumes_total{cause="died",class="default",pool="default"}'] == 1
     assert found['tokenfleet_workers_lost_total{pool="default"}'] == 1
     assert found["tgi_request_generated_tokens_sum"] == NUM_TOKENS
-    [shown] = [one["num_tokens"] for one in life(fleet, request_id) if one["what"] == "died"]
+    [shown] = [one["num_tokens"] for one in timeline(fleet, request_id) if one["what"] == "died"]
     wait_until_sync(
-        lambda: figures(fleet)['tokenfleet_generated_tokens_total{pool="default"}'] >= NUM_TOKENS - shown
+        lambda: metrics(fleet)['tokenfleet_generated_tokens_total{pool="default"}'] >= NUM_TOKENS - shown
     )
-    found = figures(fleet)
+    found = metrics(fleet)
     assert (
         found['tgi_batch_inference_success{method="decode"}']
         > found['tgi_batch_inference_success{method="prefill"}']
@@ -91,9 +91,9 @@ def test_figures_survive_the_worker(fleet: Fleet, request_id: str) -> None:
     assert 0 < found["tgi_request_queue_duration_sum"] < waited_s, "the prefill is not time in the queue"
 
 
-def test_explain_tells_it(fleet: Fleet, request_id: str, capsys: pytest.CaptureFixture[str]) -> None:
-    told = life(fleet, request_id)
-    assert [one["what"] for one in told] == [
+def test_explain_shows_the_resume(fleet: Fleet, request_id: str, capsys: pytest.CaptureFixture[str]) -> None:
+    events = timeline(fleet, request_id)
+    assert [one["what"] for one in events] == [
         "queued",
         "placed",
         "prefilled",
@@ -102,16 +102,16 @@ def test_explain_tells_it(fleet: Fleet, request_id: str, capsys: pytest.CaptureF
         "prefilled",
         "ended",
     ]
-    died, ended = told[3], told[-1]
+    died, ended = events[3], events[-1]
     assert KILLED_AT <= died["num_tokens"] < NUM_TOKENS == ended["num_tokens"]
-    assert told[4]["worker"] != died["worker"] == told[1]["worker"]
-    assert [one["at_ms"] for one in told] == sorted(one["at_ms"] for one in told)
+    assert events[4]["worker"] != died["worker"] == events[1]["worker"]
+    assert [one["at_ms"] for one in events] == sorted(one["at_ms"] for one in events)
     assert run(["explain", request_id, "--url", fleet.base_url]) == 0
-    said = " ".join(capsys.readouterr().out.split())
+    printed = " ".join(capsys.readouterr().out.split())
     assert (
-        f"died at token {died['num_tokens']}" in said
-        and "resumed after" in said
-        and f"ended with {NUM_TOKENS} tokens" in said
+        f"died at token {died['num_tokens']}" in printed
+        and "resumed after" in printed
+        and f"ended with {NUM_TOKENS} tokens" in printed
     )
 
 
@@ -146,21 +146,22 @@ def test_prometheus_scrapes_the_fleet_and_each_process(fleet: Fleet, request_id:
     ]
     with subprocess.Popen(["prometheus", f"--config.file={tmp_path}/prometheus.yml", *options]) as process:
         try:
-            asyncio.run(asked(f"http://127.0.0.1:{port}", len(own_ports)))
+            asyncio.run(check_prometheus(f"http://127.0.0.1:{port}", len(own_ports)))
         finally:
             process.kill()
 
 
-def panels() -> list[str]:
-    """What Grafana asks, as Grafana would."""
+def panel_queries() -> list[str]:
+    """The queries of the dashboard, with Grafana's variables replaced."""
     dashboard = json.loads((DEPLOY / "grafana" / "dashboards" / "tokenfleet.json").read_text())
-    asked = [target["expr"] for panel in dashboard["panels"] for target in panel.get("targets", [])]
+    queries = [target["expr"] for panel in dashboard["panels"] for target in panel.get("targets", [])]
     return [
-        expression.replace("$service", "tokenfleet").replace("$__rate_interval", "1m") for expression in asked
+        expression.replace("$service", "tokenfleet").replace("$__rate_interval", "1m")
+        for expression in queries
     ]
 
 
-async def asked(url: str, num_processes: int) -> None:
+async def check_prometheus(url: str, num_processes: int) -> None:
     async with httpx.AsyncClient(base_url=url) as client:
 
         async def value(query: str) -> float | None:
@@ -168,15 +169,15 @@ async def asked(url: str, num_processes: int) -> None:
             result = answer.json()["data"]["result"] if answer.status_code == 200 else []
             return float(result[0]["value"][1]) if result else None
 
-        async def reaches(query: str, wanted: float) -> None:
+        async def reaches(query: str, expected: float) -> None:
             for _ in range(300):
                 try:
-                    if await value(query) == wanted:
+                    if await value(query) == expected:
                         return
                 except httpx.HTTPError:
                     pass
                 await asyncio.sleep(0.1)
-            raise AssertionError(f"{query} is {await value(query)}, not {wanted}")
+            raise AssertionError(f"{query} is {await value(query)}, not {expected}")
 
         await reaches('up{job="tokenfleet"}', 1)
         await reaches('sum(up{job="processes"})', num_processes)
@@ -186,7 +187,7 @@ async def asked(url: str, num_processes: int) -> None:
         )
         await reaches('count(process_resident_memory_bytes{job="processes"})', num_processes)
         await reaches('count(rate(tgi_request_success{container="tokenfleet"}[1m]))', 1)
-        for expression in panels():
+        for expression in panel_queries():
             assert await value(expression) is not None, expression
         answer = await client.get("/api/v1/targets/metadata", params={"metric": "tgi_request_count"})
         assert {one["type"] for one in answer.json()["data"]} == {"counter"}

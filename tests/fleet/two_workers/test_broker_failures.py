@@ -1,5 +1,5 @@
-"""The broker dies, cuts its connections, refuses: every stream whole, and whoever asks meanwhile learns why
-it cannot be served.
+"""The broker is killed, cuts its connections or refuses writes: no stream loses a token, and new requests get
+a 503 that names the cause.
 """
 
 import asyncio
@@ -62,20 +62,20 @@ async def refused(fleet: Fleet, word: str) -> None:
     """Returns when both routes answer 503 with the cause."""
     async with httpx.AsyncClient(base_url=fleet.base_url, timeout=90) as client:
 
-        async def says_why() -> bool:
+        async def names_the_cause() -> bool:
             answer = await client.post("/generate", json=body(1, 3))
             return answer.status_code == 503 and word in answer.json()["error"].lower()
 
-        await wait_until(says_why)
+        await wait_until(names_the_cause)
 
-    async def stream_says_why() -> bool:
+    async def stream_names_the_cause() -> bool:
         try:
             await stream(f"{fleet.base_url}/generate_stream", body(1, 3))
         except Refused as refusal:
             return refusal.status == 503 and word in refusal.body.decode().lower()
         return False
 
-    await wait_until(stream_says_why)
+    await wait_until(stream_names_the_cause)
 
 
 async def serves(fleet: Fleet) -> None:
@@ -91,7 +91,7 @@ def pids(fleet: Fleet) -> dict[str, int]:
     return {name: pid for name, pid in fleet.pids().items() if name != "broker"}
 
 
-async def test_a_full_broker_is_named_and_nobody_dies(fleet: Fleet) -> None:
+async def test_a_full_broker_is_the_cause_in_a_503_and_ends_no_process(fleet: Fleet) -> None:
     before = pids(fleet)
     with redis_sync.Redis.from_url(fleet.redis_url) as redis:
         redis.config_set("maxmemory", 1)
@@ -103,7 +103,7 @@ async def test_a_full_broker_is_named_and_nobody_dies(fleet: Fleet) -> None:
     assert pids(fleet) == before
 
 
-async def test_a_read_only_broker_is_named_and_nobody_dies(fleet: Fleet) -> None:
+async def test_a_read_only_broker_is_the_cause_in_a_503_and_ends_no_process(fleet: Fleet) -> None:
     before = pids(fleet)
     with redis_sync.Redis.from_url(fleet.redis_url) as redis:
         redis.replicaof("127.0.0.1", 1)
@@ -115,7 +115,7 @@ async def test_a_read_only_broker_is_named_and_nobody_dies(fleet: Fleet) -> None
     assert pids(fleet) == before
 
 
-async def test_a_changed_password_is_named_and_nobody_dies(fleet: Fleet) -> None:
+async def test_a_changed_password_is_the_cause_in_a_503_and_ends_no_process(fleet: Fleet) -> None:
     before = pids(fleet)
     with redis_sync.Redis.from_url(fleet.redis_url) as redis:
         redis.config_set("requirepass", "secret")
@@ -130,7 +130,7 @@ async def test_a_changed_password_is_named_and_nobody_dies(fleet: Fleet) -> None
     assert pids(fleet) == before
 
 
-async def test_a_loading_broker_is_named_and_nobody_dies() -> None:
+async def test_a_loading_broker_is_the_cause_in_a_503_and_ends_no_process() -> None:
     with (
         brokers.running("--enable-debug-command", "local") as broker,
         Fleet(**SETTINGS, redis_url=broker.url) as fleet,
@@ -154,7 +154,7 @@ async def test_a_loading_broker_is_named_and_nobody_dies() -> None:
 
 
 async def load_until(enough: asyncio.Event, url: str) -> None:
-    """One load after the other: how long one takes is the broker's affair."""
+    """Has the broker load its AOF again and again."""
     while not enough.is_set():
         assert await asyncio.to_thread(load_aof, url)
 

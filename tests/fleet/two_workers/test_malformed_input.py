@@ -1,5 +1,5 @@
-"""Garbage at every door of a whole fleet: whoever can be answered is told what is wrong, no process ends, and
-all goes on.
+"""Malformed input over HTTP, in the broker's streams and on its channels: a client gets an error that names
+the cause, no process ends, and the fleet serves on.
 """
 
 import json
@@ -24,8 +24,7 @@ MB = 10**6
 
 
 @pytest.fixture(autouse=True)
-def nobody_dies(fleet: Fleet) -> Iterator[None]:
-    """Whatever a test does, afterwards the same processes serve."""
+def the_same_processes_serve_afterwards(fleet: Fleet) -> Iterator[None]:
     before = fleet.pids()
     yield
     body = {"inputs": "The capital of France is", "parameters": {"max_new_tokens": 1}}
@@ -60,8 +59,8 @@ NUMBERS = [b"NaN", b"Infinity", b"-1e999", b'"5"', b"true", b"[]", b"{}", b"9" *
 FIELDS = [b"temperature", b"top_k", b"top_p", b"seed", b"repetition_penalty", b"frequency_penalty"]
 
 
-def told(answer: httpx.Response, path: str) -> int:
-    """The status, of an error object of the route's family."""
+def error_status(answer: httpx.Response, path: str) -> int:
+    """The status of an answer that must be an error object of TGI or OpenAI, whichever API the path is of."""
     error = answer.json()
     assert len(answer.headers["x-request-id"]) == 32
     if path in OPENAI:
@@ -71,16 +70,16 @@ def told(answer: httpx.Response, path: str) -> int:
     return answer.status_code
 
 
-def test_bodies(fleet: Fleet) -> None:
+def test_malformed_bodies_get_an_error_object(fleet: Fleet) -> None:
     json_type = {"content-type": "application/json"}
     with httpx.Client(base_url=fleet.base_url, timeout=60) as http:
         for path in TGI + OPENAI:
             for name, content in BODIES.items():
                 answer = http.post(path, content=content, headers=json_type)
-                assert told(answer, path) in (400, 413, 422), (path, name)
+                assert error_status(answer, path) in (400, 413, 422), (path, name)
 
 
-def test_numbers(fleet: Fleet) -> None:
+def test_numbers_that_are_none_or_out_of_range_get_an_error_object(fleet: Fleet) -> None:
     with httpx.Client(
         base_url=fleet.base_url, timeout=60, headers={"content-type": "application/json"}
     ) as http:
@@ -88,11 +87,8 @@ def test_numbers(fleet: Fleet) -> None:
             assert http.post(path, content=template % (b"seed", b"1")).status_code == 200
             for field in FIELDS:
                 for number in NUMBERS:
-                    assert told(http.post(path, content=template % (field, number)), path) in (400, 422), (
-                        path,
-                        field,
-                        number,
-                    )
+                    status = error_status(http.post(path, content=template % (field, number)), path)
+                    assert status in (400, 422), (path, field, number)
 
 
 POST = b"POST /generate HTTP/1.1\r\n"
@@ -119,8 +115,8 @@ RAW = {
 
 
 @pytest.mark.parametrize("name", RAW)
-def test_what_is_hardly_http(fleet: Fleet, name: str) -> None:
-    """An answer that is no crash, or none: the server's library closes what it cannot read."""
+def test_malformed_http_crashes_no_gateway(fleet: Fleet, name: str) -> None:
+    """The answer is a 2xx or 4xx, or none: the HTTP library closes connections that it cannot read."""
     with socket.create_connection(("127.0.0.1", fleet.settings["port"]), timeout=10) as connection:
         connection.sendall(RAW[name])
         connection.shutdown(socket.SHUT_WR)
@@ -158,7 +154,7 @@ def broker(fleet: Fleet) -> Iterator[redis.Redis]:
         yield client
 
 
-def test_streams_of_the_batcher(broker: redis.Redis) -> None:
+def test_the_batcher_removes_malformed_stream_entries(broker: redis.Redis) -> None:
     for stream, fields in {
         KEYS.requests: ["generate"],
         KEYS.control: ["cancel", "died", "worker_ready"],
@@ -168,8 +164,8 @@ def test_streams_of_the_batcher(broker: redis.Redis) -> None:
     wait_until_sync(lambda: broker.xlen(KEYS.requests) == 0)
 
 
-def test_channels(broker: redis.Redis) -> None:
-    """Of gateways, and names that somebody may choose for answers to jobs."""
+def test_gateways_skip_malformed_events_and_refuse_malformed_reply_channels(broker: redis.Redis) -> None:
+    """Events on the channels of gateways; names in `reply_to` of a job."""
     for key in broker.scan_iter(KEYS.gateway("*")):
         for payload in PAYLOADS:
             assert broker.publish(KEYS.events(key.decode().rpartition(":")[2]), payload)
@@ -194,7 +190,7 @@ def test_channels(broker: redis.Redis) -> None:
         assert "reply_to" in answer["error"], name
 
 
-def test_jobs(fleet: Fleet, broker: redis.Redis) -> None:
+def test_malformed_jobs_are_removed_from_their_queues(fleet: Fleet, broker: redis.Redis) -> None:
     for entry in entries("job", "cancel"):
         broker.xadd(KEYS.submit, entry)
     wait_until_sync(lambda: broker.xlen(KEYS.submit) == 0)

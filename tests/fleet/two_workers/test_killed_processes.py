@@ -1,4 +1,4 @@
-"""Whole fleets, while somebody kills their processes: every stream whole, not one token lost or repeated."""
+"""Processes of a whole fleet are killed, suspended or drained: no stream loses or repeats a token."""
 
 import asyncio
 import os
@@ -74,65 +74,73 @@ async def test_twenty_killed_workers_cost_no_token(fleet: Fleet, undisturbed: li
     await run_kills(fleet, undisturbed, 20)
 
 
-async def test_a_sleeping_worker_is_never_heard_again(fleet: Fleet, undisturbed: list[list[int]]) -> None:
-    await sleep_and_wake(fleet, undisturbed)
+async def test_a_suspended_worker_publishes_nothing_when_it_resumes(
+    fleet: Fleet, undisturbed: list[list[int]]
+) -> None:
+    await suspend_and_resume(fleet, undisturbed)
 
 
 async def incarnation_of(redis: Redis, name: str) -> str:
-    """Of the live worker of that name; empty while there is none, or more than the one that is just being
-    replaced.
+    """The incarnation of the worker of that name; empty while there is none, or while the old and the new one
+    are both in the pool.
     """
     found = [one.decode() for one in await redis.zrange(KEYS.workers, 0, -1) if one.startswith(name.encode())]
     return found[0] if len(found) == 1 else ""
 
 
-async def sleep_and_wake(fleet: Fleet, undisturbed: list[list[int]] | None) -> None:
-    """SIGSTOP to a worker until its rows run elsewhere, then SIGCONT: it says nothing more, and exits."""
+async def suspend_and_resume(fleet: Fleet, undisturbed: list[list[int]] | None) -> None:
+    """SIGSTOP to a worker until its rows run elsewhere, then SIGCONT: it publishes nothing, and exits."""
     await two_ready(fleet)
     redis = connect(fleet.redis_url)
     load = Load(fleet, MAX_NEW_TOKENS)
     await load.progress(5)
     pid = fleet.pid("w0")
-    sleeper = [psutil.Process(pid), *psutil.Process(pid).children(recursive=True)]
+    processes = [psutil.Process(pid), *psutil.Process(pid).children(recursive=True)]
     incarnation = await wait_until(lambda: incarnation_of(redis, "w0"))
     async with redis.pubsub() as pubsub:
         await pubsub.psubscribe(KEYS.events("*"))
-        for process in sleeper:
+        for process in processes:
             process.suspend()
         await wait_until(lambda: not_in_pool(redis, incarnation))
         await load.progress(5)
-        asleep = await heard_by(pubsub)
-        for process in sleeper:
+        while_suspended = await received_events(pubsub)
+        for process in processes:
             process.resume()
-        await asyncio.to_thread(psutil.wait_procs, sleeper, 20)
-        assert not any(process.is_running() for process in sleeper)
-        awake = await heard_by(pubsub)
+        await asyncio.to_thread(psutil.wait_procs, processes, 20)
+        assert not any(process.is_running() for process in processes)
+        after_resuming = await received_events(pubsub)
     assert not [
-        events for events in awake if events.source == incarnation and (events.tokens or events.terminals)
+        events
+        for events in after_resuming
+        if events.source == incarnation and (events.tokens or events.terminals)
     ]
-    assert [events for events in asleep + awake if events.source != incarnation and events.tokens], (
-        "others were heard"
-    )
+    assert [
+        events
+        for events in while_suspended + after_resuming
+        if events.source != incarnation and events.tokens
+    ], "other workers publish"
     ids = await load.whole()
     if undisturbed is not None:
         assert ids == undisturbed
     await redis.aclose()
 
 
-async def heard_by(pubsub: Any) -> list[Events]:
-    """What has come since the last call."""
-    heard = []
+async def received_events(pubsub: Any) -> list[Events]:
+    """Events that arrived since the last call."""
+    events = []
     while (message := await pubsub.get_message(timeout=0)) is not None:
         if message["type"] == "pmessage":
-            heard.append(decode(Events, message["data"]))
-    return heard
+            events.append(decode(Events, message["data"]))
+    return events
 
 
 async def not_in_pool(redis: Redis, incarnation: str) -> bool:
     return await redis.zscore(KEYS.workers, incarnation) is None
 
 
-async def test_a_killed_batcher_and_a_drained_worker(fleet: Fleet, undisturbed: list[list[int]]) -> None:
+async def test_a_killed_batcher_and_a_drained_worker_cost_no_token(
+    fleet: Fleet, undisturbed: list[list[int]]
+) -> None:
     await two_ready(fleet)
     load = Load(fleet, MAX_NEW_TOKENS)
     await load.progress(5)
@@ -148,6 +156,6 @@ async def test_a_killed_batcher_and_a_drained_worker(fleet: Fleet, undisturbed: 
 
 
 @pytest.mark.slow
-async def test_a_sleeping_worker_in_bfloat16() -> None:
+async def test_a_suspended_bfloat16_worker_publishes_nothing_when_it_resumes() -> None:
     with Fleet(**SETTINGS, dtype="bfloat16") as fleet:
-        await sleep_and_wake(fleet, None)
+        await suspend_and_resume(fleet, None)
