@@ -1,11 +1,10 @@
-"""What a token costs the agent, from the engine's frame to the gateway's event: `python -m benchmarks.agent
-[--runs 3]`.
+"""Prints the agent's CPU time per token, and its latency: `python -m benchmarks.agent [--runs 3]`.
 
-The whole agent runs (text, stop strings, both logs, events), with a real broker and behind its door an engine
-that says what it was told beforehand (benchmarks/scripted_engine.py): as fast as the agent takes it, so that
-a flush has what came since the last; and each step when the one before was published, so that each is a
-flush. Printed are µs of this process's CPU a token (the broker's and the engine's are not in it), and for the
-second way the time from frame to gateway; medians of runs.
+The whole agent runs (text, stop strings, both logs, events) between a real broker and a scripted engine
+(benchmarks/scripted_engine.py), in two modes: the engine sends steps as fast as the agent reads them, and a
+flush publishes several; or the engine sends a step once the one before is published, and each has a flush of
+its own. CPU time is this process's, without broker and engine. Latency, of the second mode, is the time from
+the engine's frame to the gateway's event. All figures are medians of runs.
 """
 
 import argparse
@@ -42,8 +41,8 @@ TEXT = (Path(__file__).parent.parent / "README.md").read_text()
 PROMPT_TOKENS = 2048
 ROWS = (1, 32, 256)
 TOKENS = 2**16
-"""Of one run, over all rows."""
-MAX_TURNS = 2**11
+"""Tokens of one run, over all rows."""
+MAX_WAITING_STEPS = 2**11
 """Steps of one run in which each waits for the one before."""
 KEYS = Keys("default")
 CHANNEL = KEYS.events("g")
@@ -51,15 +50,15 @@ CHANNEL = KEYS.events("g")
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """Of a token, in µs of CPU; and from frame to gateway, in ms, where steps waited for each other."""
+    """CPU time of a token in µs, and ms from the engine's frame to the gateway's event, where steps wait."""
 
     cpu_us: float
-    way_ms: float
+    latency_ms: float
 
 
 async def measure(url: str, tokenizer: Tokenizer, name: str, num_rows: int, waits: bool) -> Cost:
-    num_steps = min(TOKENS // num_rows, MAX_TURNS if waits else TOKENS)
-    redis, engine = connect(url), EngineClient([await scripted(url, num_steps, waits)])
+    num_steps = min(TOKENS // num_rows, MAX_WAITING_STEPS if waits else TOKENS)
+    redis, engine = connect(url), EngineClient([await start_engine(url, num_steps, waits)])
     agent = Agent(
         Settings(),
         redis,
@@ -68,49 +67,40 @@ async def measure(url: str, tokenizer: Tokenizer, name: str, num_rows: int, wait
         WorkerCapacity(name, name, "m", "bfloat16", 16, 10_000, 64, 100_000),
     )
     serving = asyncio.create_task(agent.run())
-    await hand(redis, name, num_rows, pack_ids(tokenizer.encode(TEXT).ids[:PROMPT_TOKENS]))
+    await start_rows(redis, name, num_rows, pack_ids(tokenizer.encode(TEXT).ids[:PROMPT_TOKENS]))
     await wait_until(lambda: len(agent.state.table.rows) == num_rows)
     began_s = time.process_time()
     await plan(redis, name, Plan(1, 2, 10**6, 64))
-    with contextlib.suppress(EngineDied):  # it has no more to say
+    with contextlib.suppress(EngineDied):  # after its last step
         await serving
     cpu_us = (time.process_time() - began_s) / (num_steps * num_rows) * 1e6
-    way_ms = await way(engine.ranks[0].process)
+    latency_ms = await read_latency_ms(engine.ranks[0].process)
     engine.ranks[0].writer.close()
     await redis.aclose()
-    return Cost(cpu_us, way_ms)
+    return Cost(cpu_us, latency_ms)
 
 
-async def scripted(url: str, num_steps: int, waits: bool) -> RankProcess:
-    ours, theirs = socket.socketpair()
-    with theirs:
+async def start_engine(url: str, num_steps: int, waits: bool) -> RankProcess:
+    ours, engines = socket.socketpair()
+    with engines:
         process = await asyncio.create_subprocess_exec(
-            *(
-                sys.executable,
-                "-m",
-                "benchmarks.scripted_engine",
-                "--fd",
-                str(theirs.fileno()),
-                "--broker",
-                url,
-                "--channel",
-                CHANNEL,
-            ),
+            *(sys.executable, "-m", "benchmarks.scripted_engine"),
+            *("--fd", str(engines.fileno()), "--broker", url, "--channel", CHANNEL),
             *("--steps", str(num_steps), *(["--wait"] if waits else [])),
-            pass_fds=[theirs.fileno()],
+            pass_fds=[engines.fileno()],
             stdout=asyncio.subprocess.PIPE,
         )
     return RankProcess(process, *await asyncio.open_unix_connection(sock=ours))
 
 
-async def way(engine: asyncio.subprocess.Process) -> float:
+async def read_latency_ms(engine: asyncio.subprocess.Process) -> float:
     assert engine.stdout
-    said = await engine.stdout.read()
-    return statistics.median(json.loads(said)) if said else 0.0
+    output = await engine.stdout.read()
+    return statistics.median(json.loads(output)) if output else 0.0
 
 
-async def hand(redis: Redis, worker: str, num_rows: int, prompt_ids: bytes) -> None:
-    """Rows to a worker, as the batcher does; every other one looks for a stop string."""
+async def start_rows(redis: Redis, worker: str, num_rows: int, prompt_ids: bytes) -> None:
+    """Starts rows on a worker, as the batcher does; every other one looks for a stop string."""
     starts = []
     for row in range(num_rows):
         stopping = StoppingParams(10**6, stop=["xyz"] if row % 2 else [])
@@ -136,15 +126,16 @@ async def main() -> None:
     with brokers.running() as broker:
         for num_rows in ROWS:
             fast = [await measure(broker.url, tokenizer, next(names), num_rows, False) for _ in range(runs)]
-            turns = [await measure(broker.url, tokenizer, next(names), num_rows, True) for _ in range(runs)]
-            way_ms = statistics.median(cost.way_ms for cost in turns)
+            waiting = [await measure(broker.url, tokenizer, next(names), num_rows, True) for _ in range(runs)]
+            latency_ms = statistics.median(cost.latency_ms for cost in waiting)
             print(
-                f"{num_rows:4} rows: {told(fast)}; a flush a step {told(turns)}, {way_ms:.2f} ms to the gateway",
+                f"{num_rows:4} rows: {describe(fast)}; "
+                f"a flush a step {describe(waiting)}, {latency_ms:.2f} ms to the gateway",
                 flush=True,
             )
 
 
-def told(costs: list[Cost]) -> str:
+def describe(costs: list[Cost]) -> str:
     each = sorted(cost.cpu_us for cost in costs)
     return f"{statistics.median(each):6.1f} µs of CPU a token ({each[0]:.1f} to {each[-1]:.1f})"
 

@@ -1,9 +1,9 @@
-"""The bare engine in this process, with all cores: `python -m benchmarks.engine [--rows 1,8] [--contexts 128]
-[flags of the settings]`.
+"""Prints the speed of the engine alone: `python -m benchmarks.engine [--rows 1,8] [--contexts 128]`.
 
-Prints tokens/s and milliseconds of a decode step at 1, 8 and 32 rows (128 tokens in, 64 out), the same where
-all rows sample, and prompt tokens/s. Then decode steps by rows and context, each with its share of what this
-device could do at best (measured in the same run), and how long host and device wait for each other.
+The engine runs in this process, with all cores; flags of the settings work, too. Printed are tokens/s and
+milliseconds of a decode step at 1, 8 and 32 rows (128 tokens in, 64 out), the same where all rows sample, and
+prompt tokens/s; then decode steps by rows and context, each as a share of what this device could do at best
+(measured in the same run), and how long host and device wait for each other.
 """
 
 import argparse
@@ -26,7 +26,7 @@ ROWS = (1, 8, 32)
 GRID_STEPS = 32
 IN_TOKENS, OUT_TOKENS = 128, 64
 PROMPT_TOKENS = (128, 512, 2048)
-EVER = 2**30
+UNLIMITED_STEPS = 2**30
 SAMPLING = {
     "greedy": None,
     "temperature": SamplingParams(temperature=0.8),
@@ -41,9 +41,13 @@ def packed(values: Sequence[int]) -> bytes:
     return np.array(values, "<i4").tobytes()
 
 
-class Bench:
+class Benchmark:
+    """Loads of an engine; prints a line for each."""
+
     def __init__(self, engine: Engine, ceilings: floors.Ceilings, weights: floors.Weights) -> None:
-        self.engine, self.ceilings, self.weights = engine, ceilings, weights
+        self.engine = engine
+        self.ceilings = ceilings
+        self.weights = weights
         self.geometry = engine.loaded.geometry
         self.random = np.random.default_rng(0)
         self.num_started = 0
@@ -58,25 +62,25 @@ class Bench:
         sampling: SamplingParams | None = None,
     ) -> None:
         starts = [self.row(index, in_tokens, out_tokens, sampling) for index in range(num_rows)]
-        self.engine.apply(Grant(EVER, prefill_tokens, starts))
+        self.engine.apply(Grant(UNLIMITED_STEPS, prefill_tokens, starts))
         self.num_started += num_rows
         self.waits.clear()
 
     def row(self, index: int, in_tokens: int, out_tokens: int, sampling: SamplingParams | None) -> StartRow:
         blocks = -(-(in_tokens + out_tokens) // self.engine.block_size)
         ids = self.random.integers(100, self.engine.loaded.vocab_size, in_tokens).tolist()
-        owned = range(1 + index * blocks, 1 + (index + 1) * blocks)
+        own_blocks = range(1 + index * blocks, 1 + (index + 1) * blocks)
         seeded = sampling and replace(sampling, seed=index)
         return StartRow(
             self.num_started + index,
             packed(ids),
             0,
-            packed(owned),
+            packed(own_blocks),
             StoppingParams(out_tokens, ignore_eos=True),
             seeded,
         )
 
-    def holds(self, num_rows: int, context: int) -> bool:
+    def fits(self, num_rows: int, context: int) -> bool:
         blocks = num_rows * -(-(context + GRID_STEPS) // self.engine.block_size)
         return blocks <= self.engine.ready.num_blocks and context + GRID_STEPS <= self.engine.ready.context
 
@@ -88,7 +92,8 @@ class Bench:
         decoded = [step.duration_ms for step in steps if not step.prefilled]
         step_ms = statistics.median(decoded)
         print(
-            f"{num_rows:3d} rows, {name}: step {step_ms:6.2f} ms, decode {num_rows / step_ms * 1e3:6.0f} tokens/s, "
+            f"{num_rows:3d} rows, {name}: step {step_ms:6.2f} ms, "
+            f"decode {num_rows / step_ms * 1e3:6.0f} tokens/s, "
             f"with prefill {num_rows * OUT_TOKENS / seconds:6.0f} tokens/s",
             flush=True,
         )
@@ -97,28 +102,29 @@ class Bench:
         self.start(1, tokens, 1, prefill_tokens)
         duration_ms = sum(step.duration_ms for step in iter(self.engine.step, None))
         share = floors.floor_ms(self.ceilings, self.weights, tokens, 1, 0) / duration_ms
-        how = f"prompt of {tokens} in steps of {min(tokens, prefill_tokens)}"
-        print(f"{how}: {tokens / duration_ms * 1e3:6.0f} tokens/s, {share:.2f} of the floor", flush=True)
+        load = f"prompt of {tokens} in steps of {min(tokens, prefill_tokens)}"
+        print(f"{load}: {tokens / duration_ms * 1e3:6.0f} tokens/s, {share:.2f} of the floor", flush=True)
 
     def decode_at(self, num_rows: int, context: int) -> None:
-        """Rows that have their context already: nothing is computed for it, it is random."""
+        """Decodes rows that hold their context already: random values in place of a prefill."""
         self.start(num_rows, context, GRID_STEPS, num_rows)
-        self.stand_at(context - 1)
+        self.fill_cache(context - 1)
         list(iter(self.engine.step, None))  # one token of the prompts, then decoding
         self.start(num_rows, context, GRID_STEPS, num_rows)
-        self.stand_at(context - 1)
+        self.fill_cache(context - 1)
         steps = [step.duration_ms for step in iter(self.engine.step, None) if step.samples]
         step_ms, mean_context = statistics.median(steps[1:]), context + GRID_STEPS // 2
         read_bytes = num_rows * floors.kv_bytes(self.geometry, mean_context)
         floor_ms = floors.floor_ms(self.ceilings, self.weights, num_rows, num_rows, read_bytes)
         print(
-            f"{num_rows:3d} rows at {context:5d}: step {step_ms:6.2f} ms, {floor_ms / step_ms:.2f} of the floor ({floor_ms:.2f} ms); "
-            f"{num_rows / step_ms * 1e3:6.0f} tokens/s; {self.waits.told(len(steps))}",
+            f"{num_rows:3d} rows at {context:5d}: step {step_ms:6.2f} ms, "
+            f"{floor_ms / step_ms:.2f} of the floor ({floor_ms:.2f} ms); "
+            f"{num_rows / step_ms * 1e3:6.0f} tokens/s; {self.waits.describe(len(steps))}",
             flush=True,
         )
 
     @torch.inference_mode()
-    def stand_at(self, kv_len: int) -> None:
+    def fill_cache(self, kv_len: int) -> None:
         rows = list(self.engine.rows.rows.values())
         cache, end = self.engine.loaded.cache, 1 + sum(len(row.blocks) for row in rows)
         for pages in (*cache.keys, *cache.values):
@@ -136,7 +142,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
     parser.add_argument(
-        "--rows", type=numbers, default=[1, 8, 32, 256], help="of the steps by rows and context"
+        "--rows", type=numbers, default=[1, 8, 32, 256], help="rows of the steps by rows and context"
     )
     parser.add_argument("--contexts", type=numbers, default=[128, 2048])
     flags, others = parser.parse_known_args()
@@ -147,25 +153,26 @@ def main() -> None:
     ready = engine.ready
     print(f"{ready.model} {ready.dtype} on {ready.device}: ready after {time.perf_counter() - began:.1f} s")
     print(
-        f"max_batch_prefill_tokens {ready.max_batch_prefill_tokens}, {ready.num_blocks} blocks of {ready.block_size} tokens"
+        f"max_batch_prefill_tokens {ready.max_batch_prefill_tokens}, "
+        f"{ready.num_blocks} blocks of {ready.block_size} tokens"
     )
     print(
         f"copies {ceilings.bytes_per_s / 1e9:.0f} GB/s, products {ceilings.flops_per_s / 1e12:.2f} TFLOP/s, ",
         end="",
     )
     print(f"weights of a step {weights.num_bytes / 1e9:.2f} GB", flush=True)
-    bench = Bench(engine, ceilings, weights)
-    bench.decode(8)  # warms up
+    benchmark = Benchmark(engine, ceilings, weights)
+    benchmark.decode(8)  # warms up
     for num_rows in ROWS:
-        bench.decode(num_rows)
+        benchmark.decode(num_rows)
     for name in SAMPLING:
-        bench.decode(max(ROWS), name)
+        benchmark.decode(max(ROWS), name)
     for tokens in PROMPT_TOKENS:
-        bench.prefill(tokens, ready.max_batch_prefill_tokens)
+        benchmark.prefill(tokens, ready.max_batch_prefill_tokens)
     for context in flags.contexts:
         for num_rows in flags.rows:
-            if num_rows <= settings.max_batch_size and bench.holds(num_rows, context):
-                bench.decode_at(num_rows, context)
+            if num_rows <= settings.max_batch_size and benchmark.fits(num_rows, context):
+                benchmark.decode_at(num_rows, context)
 
 
 if __name__ == "__main__":

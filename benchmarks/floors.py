@@ -1,5 +1,5 @@
-"""How fast a step could be at best on this device: what it must read over the bandwidth, or compute over the
-rate of products.
+"""Floors of a step's duration on this device, which benchmarks/engine.py prints: the bytes that it must read
+over the bandwidth, or its floating-point operations over the rate of matrix products, whichever is longer.
 """
 
 import time
@@ -17,9 +17,9 @@ from gpu_worker.engine.model.load import choose_device, choose_dtype
 from gpu_worker.rank import Place
 
 COPIED_BYTES = {"cpu": 2**28, "cuda": 2**32}
-"""Far more than caches hold."""
+"""Bytes of a copy, far more than caches hold."""
 SIDE = {"cpu": 2048, "cuda": 8192}
-"""Of the matrices that are multiplied, by the type of the device."""
+"""Rows and columns of the matrices that are multiplied, by the type of the device."""
 TIMES = 10
 
 
@@ -35,25 +35,26 @@ class Ceilings:
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """What a step must multiply with: all but the input embeddings, where these are not the output's, too. Of
-    a mixture of experts all are counted, so its share of the floor is too good for few rows.
+    """Weights that a step multiplies with: all but input embeddings that are not the output's too.
+
+    Of a mixture of experts all are counted, so its share of the floor is too good for few rows.
 
     Attributes:
-        numbers: of all matrices; `head` of the last one, which only tokens go through whose logits are
-            wanted.
+        num_weights: weights of all matrices.
+        head: weights of the last matrix, which multiplies only tokens whose logits are needed.
     """
 
-    numbers: int
+    num_weights: int
     head: int
     itemsize: int
 
     @property
     def num_bytes(self) -> int:
-        return self.numbers * self.itemsize
+        return self.num_weights * self.itemsize
 
 
 def measure(settings: Settings) -> tuple[Ceilings, Weights]:
-    """Before an engine takes the device's memory."""
+    """Measures the device; to be called before an engine takes its memory."""
     device = choose_device(settings.device, Place())
     torch.set_num_threads(settings.threads or torch.get_num_threads())
     dtype = choose_dtype(settings.dtype, device)
@@ -73,7 +74,7 @@ def copy_rate(device: torch.device) -> float:
 
 
 def product_rate(device: torch.device, dtype: torch.dtype) -> float:
-    """Of random numbers: with zeros, some cards are faster."""
+    """Measures products of random numbers: with zeros, some cards are faster."""
     side = SIDE[device.type]
     left, right = (torch.randn(side, side, device=device, dtype=dtype) for _ in range(2))
     return 2 * side**3 / best_s(lambda: left @ right, device)
@@ -101,14 +102,14 @@ def weights_of(settings: Settings, dtype: torch.dtype) -> Weights:
     )
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=dtype)  # type: ignore[no-untyped-call]
-    numbers = sum(weight.numel() for weight in model.parameters())
+    num_weights = sum(weight.numel() for weight in model.parameters())
     inputs, outputs = model.get_input_embeddings(), model.get_output_embeddings()
-    alone = 0 if inputs.weight is outputs.weight else inputs.weight.numel()
-    return Weights(numbers - alone, outputs.weight.numel(), dtype.itemsize)
+    excluded = 0 if inputs.weight is outputs.weight else inputs.weight.numel()
+    return Weights(num_weights - excluded, outputs.weight.numel(), dtype.itemsize)
 
 
 def kv_bytes(geometry: Geometry, context: int) -> int:
-    """What attention reads for one row."""
+    """Returns the bytes that attention reads for one row."""
     each = (
         min(context, layer.spec.window or context) * layer.spec.kv_heads * (layer.key_dim + layer.value_dim)
         for layer in geometry.layers
@@ -117,9 +118,9 @@ def kv_bytes(geometry: Geometry, context: int) -> int:
 
 
 def floor_ms(ceilings: Ceilings, weights: Weights, tokens: int, samples: int, read_bytes: int) -> float:
-    """Of a step of so many tokens, some of which sample, that reads so much of the cache. What attention
-    computes is left out.
+    """Returns the shortest possible duration of a step: `samples` of its tokens need logits, `read_bytes` are
+    read from the cache. The operations of attention are left out.
     """
     moved_s = (weights.num_bytes + read_bytes) / ceilings.bytes_per_s
-    flops = 2 * ((weights.numbers - weights.head) * tokens + weights.head * samples)
+    flops = 2 * ((weights.num_weights - weights.head) * tokens + weights.head * samples)
     return max(moved_s, flops / ceilings.flops_per_s) * 1e3

@@ -1,10 +1,10 @@
-"""What a gateway costs: `python -m benchmarks.gateway [--runs 5] [--contended]`.
+"""Prints the gateway's CPU time per token and per request: `python -m benchmarks.gateway [--runs 5]`.
 
-A real gateway process on a broker of its own. The tokens are scripted: a worker without a model says one of
-each stream every step, at a fixed pace, and shares this process with the client. Printed is the CPU time of
-the gateway, so that other load matters little: for a token while all streams run, and for what a request
-costs besides. `--contended` lets a process per core copy large arrays meanwhile, as an engine does that
-streams its weights: the gateway then finds its caches cold.
+A real gateway process runs on a broker of its own. A scripted worker without a model, in this process beside
+the client, sends a token of each stream every step, at a fixed pace. CPU time depends little on other load.
+It is given for a token while all streams run, and for the rest of a request. With `--contended` a process per
+core copies large arrays meanwhile, as an engine does that streams its weights: the gateway then finds its
+caches cold.
 """
 
 import argparse
@@ -44,17 +44,18 @@ class Cost:
 
 
 class Gateway:
-    """The process and its clock; its times have a resolution of 10 ms."""
+    """A gateway process and its CPU times, with a resolution of 10 ms."""
 
     def __init__(self, pid: int, url: str) -> None:
-        self.process, self.url = psutil.Process(pid), url
+        self.process = psutil.Process(pid)
+        self.url = url
 
     def cpu_us(self) -> tuple[float, float]:
-        """User, system."""
+        """CPU time in user and in system mode."""
         times = self.process.cpu_times()
         return times.user * 1e6, times.system * 1e6
 
-    async def serves(self) -> bool:
+    async def is_ready(self) -> bool:
         try:
             async with httpx.AsyncClient() as client:
                 return (await client.get(f"{self.url}/health")).is_success
@@ -65,14 +66,14 @@ class Gateway:
 @contextmanager
 def gateway(broker: Broker) -> Iterator[Gateway]:
     port = free_port()
-    own = {
+    variables = {
         "REDIS_URL": broker.url,
         "PORT": str(port),
         "HOSTNAME": "127.0.0.1",
         "PARENT_PID": str(os.getpid()),
         "LOG_LEVEL": "warning",
     }
-    with running([sys.executable, "-m", "api"], os.environ | own) as pid:
+    with running([sys.executable, "-m", "api"], os.environ | variables) as pid:
         yield Gateway(pid, f"http://127.0.0.1:{port}")
 
 
@@ -87,7 +88,7 @@ def running(command: list[str], environ: dict[str, str]) -> Iterator[int]:
 
 
 async def load(gateway: Gateway, streams: int, out_tokens: int) -> Cost:
-    """All streams at once; what a token costs is taken from when all have begun until the first has ended."""
+    """Runs all streams at once; a token's cost is of the time when all have begun and none ends yet."""
     answers = [Stream() for _ in range(streams)]
 
     def num_tokens() -> int:
@@ -119,15 +120,15 @@ async def measure(gateway: Gateway, broker: Broker, runs: int) -> None:
         costs = []
         for _ in range(runs):
             async with working(broker.url, model_tokenizer().backend, lambda _: Answer(ids), step_s):
-                await wait_until(gateway.serves, 60)
+                await wait_until(gateway.is_ready, 60)
                 costs.append(await load(gateway, streams, out_tokens))
         user, system, request = (
             statistics.median(getattr(cost, name) for cost in costs) for name in Cost.__slots__
         )
         totals = sorted(cost.token_user + cost.token_system for cost in costs)
         print(
-            f"{streams:3d} streams: {user + system:5.1f} µs a token ({user:.1f} user, {system:.1f} system), in single runs "
-            f"{totals[0]:.1f} to {totals[-1]:.1f}; {request:5.0f} µs a request besides",
+            f"{streams:3d} streams: {user + system:5.1f} µs a token ({user:.1f} user, {system:.1f} system), "
+            f"in single runs {totals[0]:.1f} to {totals[-1]:.1f}; {request:5.0f} µs a request besides",
             flush=True,
         )
 

@@ -1,9 +1,9 @@
-"""What a token costs each process of a fleet: `python -m benchmarks.host [--runs 3]`.
+"""Prints the CPU time per token of each process of a fleet: `python -m benchmarks.host [--runs 3]`.
 
-A whole fleet with its real engine and the client on the same machine, at 1, 8 and 32 streams. Printed is, for
-each process, the CPU time of a token while all streams run (all threads, to the ns, from /proc), and how
-often it was switched off a core: because it waited, or because another took its place. CPU time moves less
-than wall time when others use the machine too, but it does move: caches are shared.
+A whole fleet runs with its real engine and the client on the same machine, at 1, 8 and 32 streams. For each
+process it prints the CPU time of a token while all streams run (all threads, to the ns, from /proc), and how
+often the process lost its core: because it waited, or because another process preempted it. Load of others
+changes CPU time less than wall time, but does change it: caches are shared.
 """
 
 import argparse
@@ -26,12 +26,12 @@ from tests.support.waiting import wait_until
 LOADS = ((1, 256), (8, 160), (32, 96))
 """(streams, new tokens of each)"""
 NUM_MARGIN = 6
-"""Tokens of each stream's begin and end that are not counted."""
+"""Tokens at the beginning and the end of each stream that are not counted."""
 
 
 @dataclass(frozen=True, slots=True)
-class Use:
-    """Of a process since its start; or of a token."""
+class CpuUse:
+    """CPU use of a process since its start, or per token."""
 
     cpu_us: float
     waits: float
@@ -46,18 +46,18 @@ class Use:
             sums[1], sums[2] = sums[1] + int(switches[0]), sums[2] + int(switches[1])
         return cls(*sums)
 
-    def each(self, earlier: "Use", tokens: int) -> "Use":
+    def per_token(self, earlier: "CpuUse", tokens: int) -> "CpuUse":
         names = self.__slots__
-        return Use(*((getattr(self, name) - getattr(earlier, name)) / tokens for name in names))
+        return CpuUse(*((getattr(self, name) - getattr(earlier, name)) / tokens for name in names))
 
 
-async def load(url: str, streams: int, out_tokens: int, seed: int, pids: dict[str, int]) -> dict[str, Use]:
-    """All streams at once; counted is from when all have begun until the first is about to end."""
+async def load(url: str, streams: int, out_tokens: int, seed: int, pids: dict[str, int]) -> dict[str, CpuUse]:
+    """Runs all streams at once; counts from when all have begun until the first is about to end."""
     answers = [Stream() for _ in range(streams)]
 
-    def now() -> tuple[int, dict[str, Use]]:
+    def measure() -> tuple[int, dict[str, CpuUse]]:
         return sum(len(answer.frames) for answer in answers), {
-            name: Use.of(pid) for name, pid in pids.items()
+            name: CpuUse.of(pid) for name, pid in pids.items()
         }
 
     bodies = [
@@ -68,11 +68,11 @@ async def load(url: str, streams: int, out_tokens: int, seed: int, pids: dict[st
         asyncio.create_task(stream(url, body, answer)) for body, answer in zip(bodies, answers, strict=True)
     ]
     await wait_until(lambda: all(len(answer.frames) > NUM_MARGIN for answer in answers), 300)
-    first, begun = now()
+    first, begun = measure()
     await wait_until(lambda: any(len(answer.frames) > out_tokens - NUM_MARGIN for answer in answers), 300)
-    last, ended = now()
+    last, ended = measure()
     await asyncio.gather(*tasks)
-    return {name: ended[name].each(begun[name], last - first) for name in pids}
+    return {name: ended[name].per_token(begun[name], last - first) for name in pids}
 
 
 def main(runs: int) -> None:
@@ -84,10 +84,11 @@ def main(runs: int) -> None:
         uvloop.run(load(url, 4, 4 * NUM_MARGIN, 0, pids))
         for streams, out_tokens in LOADS:
             costs = [uvloop.run(load(url, streams, out_tokens, run, pids)) for run in range(1, runs + 1)]
-            print(f"{streams} streams; of a token:")
+            print(f"{streams} streams; per token:")
             for name in pids:
                 cpu, waits, preemptions = (
-                    statistics.median(getattr(cost[name], field) for cost in costs) for field in Use.__slots__
+                    statistics.median(getattr(cost[name], field) for cost in costs)
+                    for field in CpuUse.__slots__
                 )
                 print(
                     f"  {name:8} {cpu:8.1f} µs of CPU, {waits:6.2f} waits, {preemptions:6.2f} preemptions",

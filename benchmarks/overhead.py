@@ -1,8 +1,8 @@
-"""What the fleet costs over its engine: `python -m benchmarks.overhead [--runs 3]`.
+"""Prints the throughput of a fleet as a share of its engine's: `python -m benchmarks.overhead [--runs 3]`.
 
-The same load at 1, 8 and 32 streams: once through the engine process alone, with all cores (grants in, steps
-out, through its socket), and once end to end over HTTP through a whole fleet with the client on the same
-cores. In turn, several runs, medians, and their ratio.
+The same load at 1, 8 and 32 streams runs once through the engine process alone, with all cores (grants in,
+steps out, through its socket), and once end to end over HTTP through a whole fleet with the client on the
+same cores. The two take turns; printed are the medians of the runs, and their ratio.
 """
 
 import argparse
@@ -27,98 +27,105 @@ from gpu_worker.protocol import Frame, FrameDecoder, Grant, Ready, StartRow, Ste
 from tests.support.fleet.fleet import Fleet
 
 
-class Door:
-    """The bare engine process, driven as an agent would, without an agent: rows take the place of those that
-    end.
-    """
+class EngineProcess:
+    """The engine process alone, driven through its socket as an agent does; new rows replace ended ones."""
 
-    def __init__(self, end: socket.socket) -> None:
-        self.end, self.frames = end, FrameDecoder()
+    def __init__(self, channel: socket.socket) -> None:
+        self.channel = channel
+        self.frames = FrameDecoder()
         while not isinstance(frame := self.receive(), Ready):
             pass
         self.ready = frame
         self.tokenizer = Tokenizer.from_file(str(model_files.resolve("smollm2") / "tokenizer.json"))
-        self.until = self.started = 0
+        self.until = 0
+        self.num_started = 0
 
     def receive(self) -> Frame:
         while (frame := next(self.frames, None)) is None:
-            self.frames.feed(self.end.recv(2**16))
+            self.frames.feed(self.channel.recv(2**16))
         return frame
 
     def run(self, streams: int, requests: int, seed: int) -> Figures:
-        """The load of `benchmarks.serve.load`, straight into the engine."""
+        """Runs the load of `benchmarks.serve.load` in the engine."""
         prompts = [self.tokenizer.encode(prompt(seed * 1000 + i)).ids for i in range(requests)]
         blocks_each = -(-(max(map(len, prompts)) + OUT_TOKENS) // self.ready.block_size)
         free = [list(range(1 + i * blocks_each, 1 + (i + 1) * blocks_each)) for i in range(streams)]
-        owned: dict[int, list[int]] = {}
-        seen: dict[int, list[float]] = {}
+        blocks_of: dict[int, list[int]] = {}
+        times_of: dict[int, list[float]] = {}
         began = time.monotonic()
         ended = 0
         while ended < requests:
             starts = []
             while free and prompts:
-                owned[self.started], seen[self.started] = free.pop(), [time.monotonic()]
-                starts.append(self.row(prompts.pop(), owned[self.started]))
+                blocks_of[self.num_started], times_of[self.num_started] = free.pop(), [time.monotonic()]
+                starts.append(self.row(prompts.pop(), blocks_of[self.num_started]))
             if starts:
                 self.until += 10_000
-                self.end.sendall(encode(Grant(self.until, self.ready.max_batch_prefill_tokens, starts)))
+                self.channel.sendall(encode(Grant(self.until, self.ready.max_batch_prefill_tokens, starts)))
             step = self.receive()
             assert isinstance(step, StepResult), step
             for row, *_ in step.sampled:
-                seen[row].append(time.monotonic())
+                times_of[row].append(time.monotonic())
             ended += len(step.ended)
-            free += [owned.pop(row) for row, _ in step.released]
-        return self.figures(list(seen.values()), time.monotonic() - began)
+            free += [blocks_of.pop(row) for row, _ in step.released]
+        return self.figures(list(times_of.values()), time.monotonic() - began)
 
     def row(self, ids: list[int], blocks: list[int]) -> StartRow:
-        self.started += 1
+        self.num_started += 1
         return StartRow(
-            self.started - 1, pack_ids(ids), 0, pack_ids(blocks), StoppingParams(OUT_TOKENS, ignore_eos=True)
+            self.num_started - 1,
+            pack_ids(ids),
+            0,
+            pack_ids(blocks),
+            StoppingParams(OUT_TOKENS, ignore_eos=True),
         )
 
-    def figures(self, seen: list[list[float]], seconds: float) -> Figures:
-        gaps = sorted((later - sooner) * 1e3 for times in seen for sooner, later in pairwise(times[1:]))
+    def figures(self, token_times: list[list[float]], seconds: float) -> Figures:
+        gaps = sorted(
+            (later - sooner) * 1e3 for times in token_times for sooner, later in pairwise(times[1:])
+        )
         return Figures(
-            tokens_per_s=sum(len(times) - 1 for times in seen) / seconds,
-            first_token_ms=statistics.median((times[1] - times[0]) * 1e3 for times in seen),
+            tokens_per_s=sum(len(times) - 1 for times in token_times) / seconds,
+            first_token_ms=statistics.median((times[1] - times[0]) * 1e3 for times in token_times),
             gap_ms=statistics.median(gaps),
             gap_p99_ms=gaps[int(len(gaps) * 0.99)],
         )
 
 
 @contextmanager
-def engine() -> Iterator[Door]:
-    ours, theirs = socket.socketpair()
+def engine_process() -> Iterator[EngineProcess]:
+    ours, engines = socket.socketpair()
     environ = {**os.environ, "MODEL_ID": str(model_files.resolve("smollm2")), "PARENT_PID": str(os.getpid())}
-    command = [sys.executable, "-m", "gpu_worker.engine", "--fd", str(theirs.fileno())]
-    process = subprocess.Popen(command, pass_fds=[theirs.fileno()], env=environ)
-    theirs.close()
+    command = [sys.executable, "-m", "gpu_worker.engine", "--fd", str(engines.fileno())]
+    process = subprocess.Popen(command, pass_fds=[engines.fileno()], env=environ)
+    engines.close()
     try:
-        yield Door(ours)
+        yield EngineProcess(ours)
     finally:
         process.kill()
         process.wait()
 
 
 def main(runs: int) -> None:
-    alone: dict[int, list[Figures]] = {streams: [] for streams, _ in STREAMS}
-    whole: dict[int, list[Figures]] = {streams: [] for streams, _ in STREAMS}
+    engine_runs: dict[int, list[Figures]] = {streams: [] for streams, _ in STREAMS}
+    fleet_runs: dict[int, list[Figures]] = {streams: [] for streams, _ in STREAMS}
     for run in range(1, runs + 1):
-        with engine() as door:
-            door.run(4, 8, 0)
+        with engine_process() as engine:
+            engine.run(4, 8, 0)
             for streams, requests in STREAMS:
-                alone[streams].append(door.run(streams, requests, run))
+                engine_runs[streams].append(engine.run(streams, requests, run))
         with Fleet(num_workers=1) as fleet:
             url = f"{fleet.base_url}/generate_stream"
             uvloop.run(load(url, 4, 8, "", 0))
             for streams, requests in STREAMS:
-                whole[streams].append(uvloop.run(load(url, streams, requests, "", run)))
+                fleet_runs[streams].append(uvloop.run(load(url, streams, requests, "", run)))
     for streams, _ in STREAMS:
-        bare, fleet_figures = median(alone[streams]), median(whole[streams])
+        engine_figures, fleet_figures = median(engine_runs[streams]), median(fleet_runs[streams])
         print(
-            f"{streams:3d} streams: engine {bare.tokens_per_s:6.1f} tokens/s, gap p50 {bare.gap_ms:6.2f} ms; "
+            f"{streams:3d} streams: "
+            f"engine {engine_figures.tokens_per_s:6.1f} tokens/s, gap p50 {engine_figures.gap_ms:6.2f} ms; "
             f"fleet {fleet_figures.tokens_per_s:6.1f} tokens/s, gap p50 {fleet_figures.gap_ms:6.2f} ms; "
-            f"ratio {fleet_figures.tokens_per_s / bare.tokens_per_s:.3f}",
+            f"ratio {fleet_figures.tokens_per_s / engine_figures.tokens_per_s:.3f}",
             flush=True,
         )
 

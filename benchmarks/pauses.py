@@ -1,8 +1,7 @@
-"""How long a stream pauses when its worker is killed: `python -m benchmarks.pauses [--workers 2] [--kills 20]
-[--tokens 100]`.
+"""Prints how long streams pause when a worker is killed: `python -m benchmarks.pauses [--kills 20]`.
 
-16 streams run; a random worker is killed (SIGKILL) once each stream has gone on and all workers are back. A
-pause is the longest gap of a stream between the kill and the moment when it has five tokens more. Streams on
+16 streams run; a random worker is killed (SIGKILL) once each stream has advanced and all workers are ready. A
+pause is the longest gap of a stream between the kill and the moment when it has five more tokens. Streams on
 other workers count too, as their users do.
 """
 
@@ -25,7 +24,7 @@ async def main(num_workers: int, kills: int, out_tokens: int) -> None:
     with Fleet(num_workers=num_workers, kv_cache_bytes="256MiB") as fleet:
         load = Load(fleet, out_tokens)
         for _ in range(kills):
-            if max(len(one.frames) for one in load.streams) > out_tokens // 2:
+            if max(len(stream.frames) for stream in load.streams) > out_tokens // 2:
                 await load.whole()
                 load = Load(fleet, out_tokens)
             await load.progress(draw.randint(5, 20))
@@ -41,13 +40,13 @@ async def main(num_workers: int, kills: int, out_tokens: int) -> None:
 
 
 async def kill(fleet: Fleet, load: Load, name: str) -> list[float]:
-    """Longest gap of each stream after the kill, in seconds."""
-    killed_s, had = time.monotonic(), [len(one.frames) for one in load.streams]
+    """Kills a worker → the longest gap of each stream after the kill, in seconds."""
+    killed_s, counts = time.monotonic(), [len(stream.frames) for stream in load.streams]
     os.kill(fleet.pid(name), signal.SIGKILL)
     await load.progress(5)
     gaps = []
-    for one, count in zip(load.streams, had, strict=True):
-        times = [max(one.times_s[count - 1], killed_s), *one.times_s[count : count + 6]]
+    for stream, count in zip(load.streams, counts, strict=True):
+        times = [max(stream.times_s[count - 1], killed_s), *stream.times_s[count : count + 6]]
         gaps += [max(later - sooner for sooner, later in pairwise(times))] if len(times) > 1 else []
     return gaps
 

@@ -1,9 +1,7 @@
-"""An engine that says what it was told beforehand, for benchmarks/agent.py: `python -m
-benchmarks.scripted_engine --fd N --broker URL …`.
+"""Prints the milliseconds from frame to gateway of each step that it sends, for benchmarks/agent.py.
 
-Its rows say their prompts over and over, each from another place, a token a step. It hears on the gateway's
-channel when they were published, ends when the last one was, and prints the milliseconds from frame to
-gateway, of each step that waited for the one before.
+An engine without a model: its rows repeat their prompts, each from another place, a token a step. It
+subscribes to the gateway's channel to see when tokens are published, and ends with the last one.
 """
 
 import argparse
@@ -30,27 +28,27 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--fd", type=int, required=True, help="inherited stream socket to the agent")
-    parser.add_argument("--broker", required=True, help="its URL")
-    parser.add_argument("--channel", required=True, help="the gateway's")
+    parser.add_argument("--broker", required=True, help="URL of the broker")
+    parser.add_argument("--channel", required=True, help="event channel of the gateway")
     parser.add_argument("--steps", type=int, required=True)
     parser.add_argument(
         "--wait", action="store_true", help="each step waits until the one before was published"
     )
-    told = parser.parse_args()
-    channel = socket.socket(fileno=told.fd)
-    lengths = published(told.broker, told.channel)
-    next(lengths)
-    frames = [encode(step) for step in script(starts(AgentLink(channel)), told.steps)]
-    if told.wait:
-        json.dump([turn(channel, frame, lengths) for frame in frames], sys.stdout)
+    args = parser.parse_args()
+    channel = socket.socket(fileno=args.fd)
+    counts = published_counts(args.broker, args.channel)
+    next(counts)
+    frames = [encode(step) for step in make_steps(read_starts(AgentLink(channel)), args.steps)]
+    if args.wait:
+        json.dump([send_and_wait(channel, frame, counts) for frame in frames], sys.stdout)
     else:
         threading.Thread(target=channel.sendall, args=[b"".join(frames)]).start()
-        while next(lengths) < told.steps:
+        while next(counts) < args.steps:
             pass
 
 
-def starts(link: AgentLink) -> list[StartRow]:
-    """Rows that were started by the time the first step is granted."""
+def read_starts(link: AgentLink) -> list[StartRow]:
+    """Reads the rows that are started by the time the first step is granted."""
     rows: list[StartRow] = []
     while True:
         for grant in link.grants(60.0):
@@ -59,7 +57,7 @@ def starts(link: AgentLink) -> list[StartRow]:
                 return rows
 
 
-def script(rows: list[StartRow], num_steps: int) -> Iterator[StepResult]:
+def make_steps(rows: list[StartRow], num_steps: int) -> Iterator[StepResult]:
     prompts = [(start.row, unpack_ids(start.ids)) for start in rows]
     for index in range(num_steps):
         samples = b"".join(
@@ -68,17 +66,17 @@ def script(rows: list[StartRow], num_steps: int) -> Iterator[StepResult]:
         yield StepResult(index + 1, samples, duration_ms=DURATION_MS)
 
 
-def turn(channel: socket.socket, frame: bytes, lengths: Iterator[int]) -> float:
-    """Says a step and waits until it was published → ms."""
+def send_and_wait(channel: socket.socket, frame: bytes, counts: Iterator[int]) -> float:
+    """Sends a step and waits until it is published → ms."""
     began_s = time.monotonic()
     channel.sendall(frame)
-    next(lengths)
+    next(counts)
     return (time.monotonic() - began_s) * 1e3
 
 
-def published(url: str, channel: str) -> Iterator[int]:
-    """How many tokens of each row the gateway has heard, with each message that brings some; first 0, when it
-    listens.
+def published_counts(url: str, channel: str) -> Iterator[int]:
+    """Yields how many tokens of each row are published, with each message that has some; first 0, once
+    subscribed.
     """
     client = redis.Redis.from_url(url)
     with client.pubsub(ignore_subscribe_messages=False) as listener:  # type: ignore[no-untyped-call]

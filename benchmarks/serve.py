@@ -1,13 +1,13 @@
-"""Any server of either API under 1, 8 and 32 streams: `python -m benchmarks.serve http://127.0.0.1:3000
-[--runs 3]`.
+"""Prints throughput and latency of a server at 1, 8 and 32 streams: `python -m benchmarks.serve URL`.
 
-The URL's path chooses the API: `/generate_stream` is TGI's (also when there is no path), `/v1/completions`
-OpenAI's. Distinct prompts of about 128 tokens, 64 new tokens, greedy (`--sampled`: temperature 0.8, top_p
-0.95), end-of-sequence tokens ignored. The client shares the machine with the server.
+The server may be any that has TGI's or OpenAI's API; the path of the URL, such as http://127.0.0.1:3000,
+chooses it: `/generate_stream` is TGI's (also when there is no path), `/v1/completions` OpenAI's. The load is
+distinct prompts of about 128 tokens, 64 new tokens, greedy (`--sampled`: temperature 0.8, top_p 0.95),
+end-of-sequence tokens ignored. The client shares the machine with the server.
 
 `--load 32,128,512,256` (may be repeated) is 32 streams and 128 requests, of about 512 tokens in and 256 out,
-instead; with `--processes` clients that share the streams. What it prints then is in the words of vLLM's
-`bench serve`, as `benchmarks/ratios.py` reads them.
+instead; with `--processes` clients that share the streams. It then prints figures under the names of vLLM's
+`bench serve`, which `benchmarks/ratios.py` reads.
 """
 
 import argparse
@@ -31,14 +31,23 @@ OUT_TOKENS = 64
 SAMPLED = {"temperature": 0.8, "top_p": 0.95}
 WORDS = 104
 WORDS_PER_TOKEN = WORDS / 128
-VERBS = "carried measured described painted repaired followed questioned gathered counted remembered ignored compared".split()
-NOUNS = "river engine teacher market garden letter bridge storm library soldier orchard machine captain village harbour".split()
-ADJECTIVES = "quiet enormous broken modern distant careful golden ancient practical nervous bright frozen curious local".split()
+VERBS = (
+    "carried measured described painted repaired followed "
+    "questioned gathered counted remembered ignored compared"
+).split()
+NOUNS = (
+    "river engine teacher market garden letter bridge storm "
+    "library soldier orchard machine captain village harbour"
+).split()
+ADJECTIVES = (
+    "quiet enormous broken modern distant careful golden "
+    "ancient practical nervous bright frozen curious local"
+).split()
 
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """Of one run: tokens/s over all streams, and medians and 99th percentiles in ms."""
+    """Figures of one run: tokens/s over all streams, and medians and 99th percentiles in ms."""
 
     tokens_per_s: float
     first_token_ms: float
@@ -101,7 +110,7 @@ async def load(
 
 
 async def answers_of(url: str, queue: list[dict[str, Any]], streams: int) -> list[Stream]:
-    """Empties the queue, so many at a time."""
+    """Sends all requests of the queue, `streams` at a time."""
     answers: list[Stream] = []
 
     async def user() -> None:
@@ -113,21 +122,21 @@ async def answers_of(url: str, queue: list[dict[str, Any]], streams: int) -> lis
 
 
 def figures(answers: Sequence[Stream]) -> Figures:
-    seconds = max(answer.times_s[-1] for answer in answers) - min(answer.asked_s for answer in answers)
+    seconds = max(answer.times_s[-1] for answer in answers) - min(answer.sent_s for answer in answers)
     gaps = sorted(gap * 1e3 for answer in answers for gap in answer.gaps_s)
     return Figures(
         tokens_per_s=sum(map(num_tokens, answers)) / seconds,
-        first_token_ms=statistics.median((answer.times_s[0] - answer.asked_s) * 1e3 for answer in answers),
+        first_token_ms=statistics.median((answer.times_s[0] - answer.sent_s) * 1e3 for answer in answers),
         gap_ms=statistics.median(gaps),
         gap_p99_ms=gaps[int(len(gaps) * 0.99)],
     )
 
 
-def loaded(
+def run_load(
     url: str, model: str, numbers: tuple[int, int, int, int], processes: int, sampled: bool
 ) -> Figures:
-    """Of streams, requests, tokens in and out, shared among processes: one alone keeps up with some 30,000
-    tokens/s.
+    """Runs a load (streams, requests, tokens in and out), shared among processes: one alone receives some
+    30,000 tokens/s at most.
     """
     streams, requests, in_tokens, out_tokens = numbers
     bodies = [
@@ -144,11 +153,11 @@ def loaded(
 
 
 def share_of(job: tuple[str, list[dict[str, Any]], int]) -> list[Stream]:
-    """In a process of its own. Of each frame only what figures need goes back."""
+    """Runs a share of the load in a process of its own. Returns only what figures need of each frame."""
     answers = uvloop.run(answers_of(*job))
     return [
-        Stream(one.asked_s, [{"usage": {"completion_tokens": num_tokens(one)}}], one.times_s)
-        for one in answers
+        Stream(answer.sent_s, [{"usage": {"completion_tokens": num_tokens(answer)}}], answer.times_s)
+        for answer in answers
     ]
 
 
@@ -165,10 +174,11 @@ async def measure(url: str, streams: int, requests: int, model: str, runs: int, 
 async def main(url: str, model: str, runs: int, sampled: bool) -> None:
     await load(url, 4, 8, model, seed=0)
     for streams, requests in STREAMS:
-        it = await measure(url, streams, requests, model, runs, sampled)
+        result = await measure(url, streams, requests, model, runs, sampled)
         print(
-            f"{streams:3d} streams: {it.tokens_per_s:7.1f} tokens/s, first token {it.first_token_ms:6.0f} ms, "
-            f"gap p50 {it.gap_ms:6.2f} ms, p99 {it.gap_p99_ms:6.1f} ms",
+            f"{streams:3d} streams: {result.tokens_per_s:7.1f} tokens/s, "
+            f"first token {result.first_token_ms:6.0f} ms, "
+            f"gap p50 {result.gap_ms:6.2f} ms, p99 {result.gap_p99_ms:6.1f} ms",
             flush=True,
         )
 
@@ -178,12 +188,12 @@ def report(
 ) -> None:
     uvloop.run(load(url, 4, 8, model, seed=0, out_tokens=16))
     for numbers in loads:
-        it = loaded(url, model, numbers, processes, sampled)
+        result = run_load(url, model, numbers, processes, sampled)
         head = "streams={0} in={2} out={3}".format(*numbers)
-        print(f"{head} | Output token throughput (tok/s): {it.tokens_per_s:.2f}")
-        print(f"{head} | Median TTFT (ms): {it.first_token_ms:.2f}")
-        print(f"{head} | Median ITL (ms): {it.gap_ms:.2f}")
-        print(f"{head} | P99 ITL (ms): {it.gap_p99_ms:.2f}", flush=True)
+        print(f"{head} | Output token throughput (tok/s): {result.tokens_per_s:.2f}")
+        print(f"{head} | Median TTFT (ms): {result.first_token_ms:.2f}")
+        print(f"{head} | Median ITL (ms): {result.gap_ms:.2f}")
+        print(f"{head} | P99 ITL (ms): {result.gap_p99_ms:.2f}", flush=True)
 
 
 def load_of(text: str) -> tuple[int, int, int, int]:

@@ -1,5 +1,5 @@
-"""Who waits for whom in an engine's steps: the host for the device, in the read of a step, or the device for
-the host, between launches.
+"""Waits of an engine's steps, which benchmarks/engine.py prints: of the host for the device, when it reads a
+step, and of the device for the host, between launches.
 """
 
 import time
@@ -12,8 +12,8 @@ from gpu_worker.engine.engine import Engine
 from gpu_worker.engine.in_flight import InFlightStep, LaunchedStep
 
 
-class Moments:
-    """Points in the device's own time; on CPU, where the host computes, in the host's."""
+class DeviceClock:
+    """Times of the device's work: CUDA events; on CPU, where the host computes, the host's clock."""
 
     def __init__(self, device: torch.device) -> None:
         self.on_cuda = device.type == "cuda"
@@ -29,11 +29,12 @@ class Moments:
         return float(begin.elapsed_time(end)) if self.on_cuda else (end - begin) * 1e3
 
 
-class Read:
-    """Stands for a flight's event, and notes how long the host waits for it."""
+class TimedEvent:
+    """Wraps the event of a step in flight, and records how long the host waits for it."""
 
     def __init__(self, event: Any, waits_s: list[float]) -> None:
-        self.event, self.waits_s = event, waits_s
+        self.event = event
+        self.waits_s = waits_s
 
     def synchronize(self) -> None:
         began = time.perf_counter()
@@ -42,42 +43,45 @@ class Read:
 
 
 class Waits:
-    """Watches an engine's steps from now on.
+    """Measures the steps that an engine runs from now on.
 
-    A forward and a choice are one stretch of device work each, uploads included; what lies between two
-    stretches is idle. What is idle within a forward that the host launches kernel by kernel counts as work.
+    A forward and a sampling are one stretch of device work each, uploads included; between two stretches the
+    device is idle. Idle time within a forward that the host launches kernel by kernel counts as work.
     """
 
     def __init__(self, engine: Engine) -> None:
-        self.moments = Moments(engine.loaded.device)
-        self.launch, self.sample = engine.launch, engine.sample
-        self.clear()
-        engine.launch = self.launched  # type: ignore[method-assign]
-        engine.sample = self.chosen  # type: ignore[method-assign]
+        self.clock = DeviceClock(engine.loaded.device)
+        self.launch = engine.launch
+        self.sample = engine.sample
+        self.stretches: list[tuple[Any, Any]] = []
+        self.waits_s: list[float] = []
+        engine.launch = self.timed_launch  # type: ignore[method-assign]
+        engine.sample = self.timed_sample  # type: ignore[method-assign]
 
     def clear(self) -> None:
-        self.stretches, self.waits_s = list[tuple[Any, Any]](), list[float]()
+        self.stretches = []
+        self.waits_s = []
 
-    def launched(self, before: InFlightStep | None = None) -> LaunchedStep | None:
-        begin = self.moments.now()
+    def timed_launch(self, before: InFlightStep | None = None) -> LaunchedStep | None:
+        begin = self.clock.now()
         launched = self.launch(before)
         if launched:
-            self.stretches.append((begin, self.moments.now()))
+            self.stretches.append((begin, self.clock.now()))
         return launched
 
-    def chosen(self, launched: LaunchedStep | None) -> InFlightStep | None:
-        begin = self.moments.now()
-        flight = self.sample(launched)
-        if flight:
-            self.stretches.append((begin, self.moments.now()))
-            if flight.copied:
-                flight.copied = Read(flight.copied, self.waits_s)  # type: ignore[assignment]
-        return flight
+    def timed_sample(self, launched: LaunchedStep | None) -> InFlightStep | None:
+        begin = self.clock.now()
+        in_flight = self.sample(launched)
+        if in_flight:
+            self.stretches.append((begin, self.clock.now()))
+            if in_flight.copied:
+                in_flight.copied = TimedEvent(in_flight.copied, self.waits_s)  # type: ignore[assignment]
+        return in_flight
 
-    def told(self, steps: int) -> str:
-        """Of steps that have all been read."""
+    def describe(self, steps: int) -> str:
+        """Describes the waits of so many steps, all of them read."""
         idle_ms = (
-            sum(self.moments.between_ms(end, begin) for (_, end), (begin, _) in pairwise(self.stretches))
+            sum(self.clock.between_ms(end, begin) for (_, end), (begin, _) in pairwise(self.stretches))
             / steps
         )
         return (

@@ -10,7 +10,7 @@ import httpx
 import pytest
 import redis as redis_sync
 
-from benchmarks.client import Refused, stream
+from benchmarks.client import HttpStatusError, stream
 from tests.support import brokers
 from tests.support.fleet.fleet import Fleet
 from tests.support.load import Load, body
@@ -71,7 +71,7 @@ async def refused(fleet: Fleet, word: str) -> None:
     async def stream_names_the_cause() -> bool:
         try:
             await stream(f"{fleet.base_url}/generate_stream", body(1, 3))
-        except Refused as refusal:
+        except HttpStatusError as refusal:
             return refusal.status == 503 and word in refusal.body.decode().lower()
         return False
 
