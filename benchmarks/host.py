@@ -81,7 +81,7 @@ def main(runs: int) -> None:
         [engine] = psutil.Process(pids["w0"]).children()
         pids |= {"engine": engine.pid, "client": os.getpid()}
         url = f"{fleet.base_url}/generate_stream"
-        uvloop.run(load(url, 4, 4 * NUM_MARGIN, 0, pids))
+        uvloop.run(load(url, 4, 16 * NUM_MARGIN, 0, pids))
         for streams, out_tokens in LOADS:
             costs = [uvloop.run(load(url, streams, out_tokens, run, pids)) for run in range(1, runs + 1)]
             print(f"{streams} streams; per token:")

@@ -1,5 +1,5 @@
 """Plays the batcher for an engine in this process: starts rows, grants blocks, collects tokens and checks
-what the door promises.
+what the protocol promises.
 """
 
 import math
@@ -62,8 +62,8 @@ class Player:
 
     def take(self, count: int) -> list[int]:
         self.free.sort()
-        taken, self.free = self.free[:count], self.free[count:]
-        return taken
+        blocks, self.free = self.free[:count], self.free[count:]
+        return blocks
 
     def grow(self, lead: int, served: int) -> list[tuple[int, bytes]]:
         """Blocks for the `served` oldest rows, as many as there are, up to `lead` tokens beyond what a row
@@ -71,8 +71,8 @@ class Player:
         """
         added = []
         for number, row in list(self.rows.items())[:served]:
-            wanted = -(-(row.length + len(row.ids) + lead) // self.engine.block_size) - len(row.blocks)
-            blocks = self.take(max(0, wanted))
+            missing = -(-(row.length + len(row.ids) + lead) // self.engine.block_size) - len(row.blocks)
+            blocks = self.take(max(0, missing))
             if blocks:
                 row.blocks += blocks
                 added.append((number, packed(blocks)))
@@ -105,11 +105,13 @@ class Player:
             self.ids[number].append(token)
         for place, top_ids, top_logprobs in step.top_logprobs:
             number, index, token, logprob = samples[place]
-            told = dict(zip(unpacked(top_ids), unpack_floats(top_logprobs), strict=True))
-            self.top_logprobs[number, index] = told
-            assert told.get(token, logprob) == logprob
+            tops = dict(zip(unpacked(top_ids), unpack_floats(top_logprobs), strict=True))
+            self.top_logprobs[number, index] = tops
+            assert tops.get(token, logprob) == logprob
         for number, first, values, top_ids, top_logprobs in step.prompt_logprobs:
-            self.hear(number, first, unpack_floats(values), unpacked(top_ids), unpack_floats(top_logprobs))
+            self.add_prompt_logprobs(
+                number, first, unpack_floats(values), unpacked(top_ids), unpack_floats(top_logprobs)
+            )
         for number, why, end in step.ended:
             assert number not in self.ended
             self.ended[number] = (why, end)
@@ -130,13 +132,14 @@ class Player:
         self.rows[number] = Played(len(start.ids) // 4 + len(ids), blocks)
         self.again.append(self.starts[number])
 
-    def hear(
+    def add_prompt_logprobs(
         self, number: int, first: int, logprobs: list[float], top_ids: list[int], top_logprobs: list[float]
     ) -> None:
-        """What is told of a prompt: in order, and none of it after the first sampled token."""
-        told, tops = self.prompt_logprobs.setdefault(number, []), self.prompt_tops.setdefault(number, [])
-        assert first == len(told) + 1 and logprobs and len(self.ids[number]) <= 1
-        told += logprobs
+        """Prompt log-probabilities come in order, and none after the first sampled token."""
+        prompt_logprobs = self.prompt_logprobs.setdefault(number, [])
+        tops = self.prompt_tops.setdefault(number, [])
+        assert first == len(prompt_logprobs) + 1 and logprobs and len(self.ids[number]) <= 1
+        prompt_logprobs += logprobs
         width = len(top_ids) // len(logprobs)
         pairs = list(zip(top_ids, top_logprobs, strict=True))
         tops += [dict(pairs[i * width : (i + 1) * width]) for i in range(len(logprobs))]

@@ -47,12 +47,12 @@ def test_workers_with_a_part_of_the_memory_share_a_gpu(machine: Path) -> None:
         gpus.claim(settings, 1)
 
 
-@pytest.mark.parametrize(("chosen", "taken"), [("1", ["GPU-b"]), ("GPU-b,GPU-a", ["GPU-b"]), ("", [])])
+@pytest.mark.parametrize(("visible", "claimed"), [("1", ["GPU-b"]), ("GPU-b,GPU-a", ["GPU-b"]), ("", [])])
 def test_only_visible_gpus_are_claimed(
-    machine: Path, monkeypatch: pytest.MonkeyPatch, chosen: str, taken: list[str]
+    machine: Path, monkeypatch: pytest.MonkeyPatch, visible: str, claimed: list[str]
 ) -> None:
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", chosen)
-    assert [*gpus.claim(Settings(gpu_locks=str(machine)), 1)] == taken
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert [*gpus.claim(Settings(gpu_locks=str(machine)), 1)] == claimed
 
 
 def test_a_driver_that_fails_has_no_gpus(machine: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,7 +22,7 @@ def test_a_new_outbox_is_empty() -> None:
         {"takeover": True},
     ],
 )
-def test_what_the_batcher_must_learn_needs_a_report(fields: dict[str, Any]) -> None:
+def test_prefills_ends_releases_and_takeover_need_a_report(fields: dict[str, Any]) -> None:
     outbox = Outbox(**fields)
     assert outbox.needs_report and not outbox.is_empty
 

@@ -1,4 +1,4 @@
-"""The publisher: what one flush holds, and what writing it does to the rows."""
+"""The publisher: contents of a flush, and the rows after it is written."""
 
 import pytest
 from redis.asyncio import Redis
@@ -26,7 +26,7 @@ async def test_the_log_entry_has_no_text(agent: Agent) -> None:
     assert (unpack_ids(tokens.ids), tokens.texts) == ([5], [])
 
 
-async def test_live_rows_are_spilled_every_so_many_flushes(
+async def test_live_rows_are_spilled_at_intervals(
     agent: Agent, redis: Redis, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(publish, "SPILL_EVERY", 3)

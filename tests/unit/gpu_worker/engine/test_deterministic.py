@@ -80,11 +80,11 @@ def test_bits_do_not_depend_on_the_batch(engine: Engine) -> None:
 @pytest.mark.parametrize("threads", [1, 3])
 def test_bits_do_not_depend_on_the_number_of_threads(engine: Engine, threads: int) -> None:
     before, rows = torch.get_num_threads(), range(len(FEW))
-    wanted = play(engine, rows)
+    expected = play(engine, rows)
     try:
         other = Engine(Settings(**SETTINGS, threads=threads))
         assert torch.get_num_threads() == threads
-        assert play(other, rows) == wanted
+        assert play(other, rows) == expected
     finally:
         torch.set_num_threads(before)
 

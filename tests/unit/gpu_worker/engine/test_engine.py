@@ -48,11 +48,11 @@ def test_an_eager_engine_compiles_and_captures_nothing(
     tiny_models.save(tmp_path, *FAMILIES["Llama"])
     engine = engine_with_graphs(tmp_path)
     fresh = dict(enumerate(prompts()))
-    wanted = play(engine, fresh)
+    expected = play(engine, fresh)
     monkeypatch.setattr(engine, "capture", lambda *arguments: steps.append("capture"))
     engine.compile_and_capture(settings, no_progress)
     assert steps == [] and engine.graphs is None
-    assert play(engine, fresh) == wanted
+    assert play(engine, fresh) == expected
     engine.compile_and_capture(Settings(), no_progress)
     assert steps == ["compile", "capture"]
 

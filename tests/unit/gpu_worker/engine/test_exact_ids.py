@@ -72,7 +72,7 @@ def test_ids_with_chunked_prefill(engine: Engine, prompts: list[list[int]], indi
 @pytest.mark.parametrize("indices", INDICES)
 def test_ids_with_scarce_blocks(engine: Engine, prompts: list[list[int]], indices: list[int]) -> None:
     """Blocks for the longest row and one for each other: all start at once, all but the oldest wait, each
-    goes on in blocks just freed.
+    continues in blocks just freed.
     """
     answers = expected(prompts, indices)
     longest = max(len(prompts[index]) + NEW_TOKENS for index in indices)
@@ -118,7 +118,7 @@ def test_a_grant_with_only_blocks_for_an_ended_row_is_applied(engine: Engine) ->
 
 
 def test_a_chat_in_bfloat16_has_the_same_sense() -> None:
-    """Rounding may change a word of an answer, not its sense."""
+    """Rounding may change a word of the text, not its meaning."""
     text = "<|im_start|>user\nWhat is the capital of France?<|im_end|>\n<|im_start|>assistant\n"
     tokenizer = Tokenizer.from_file(str(model_files.resolve("smollm2") / "tokenizer.json"))
     engine = Engine(Settings(dtype="bfloat16", kv_cache_bytes=2**27, max_batch_prefill_tokens=256))

@@ -51,7 +51,7 @@ ASKED: list[dict[str, Any]] = [
 
 
 class Waits(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Notes them; but for those of FlashInfer's stand-in, which the real one does not have."""
+    """Records operations that wait; those of the fake FlashInfer are left out: the real one has none."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -60,7 +60,7 @@ class Waits(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func.name().removeprefix("aten::").partition(".")[0]
         picks = name in ("index", "index_put", "index_put_") and any(
-            one is not None and one.dtype == torch.bool for one in args[1]
+            index is not None and index.dtype == torch.bool for index in args[1]
         )
         if (name in WAITING or picks) and not any("fake_flashinfer" in path for path in paths()):
             self.found.add(f"{name} in {[path for path in paths() if '/torch/' not in path][:3]}")

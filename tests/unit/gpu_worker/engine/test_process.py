@@ -86,8 +86,8 @@ def child(request: pytest.FixtureRequest) -> Iterator[Child]:
 
 
 def test_tokens_arrive_through_the_socket(child: Child) -> None:
-    """Signals are ignored, two grants that wait together are both applied, a stop without a step is answered,
-    a closed socket ends it.
+    """Signals are ignored, two grants that arrive together are both applied, a stop without a step has a
+    result, and a closed socket ends the engine.
     """
     index = 4
     prompt = prompt_ids(PROMPTS)[index]

@@ -1,4 +1,4 @@
-"""A forward that runs out of memory is done in halves: nobody's ids change, and the engine lives."""
+"""A forward that runs out of memory runs again in halves: ids stay the same, and the engine keeps running."""
 
 from pathlib import Path
 from typing import Any
@@ -16,17 +16,21 @@ from tests.support.engine.tiny_models import FAMILIES, VOCAB
 NEW_TOKENS = 12
 
 
-class Scarce:
-    """An attention backend that finds no room for more than `room` tokens, from the step `since` on."""
+class ScarceBackend:
+    """An attention backend that runs out of memory beyond `room` tokens, from the step `since` on."""
 
     def __init__(self, backend: Any, room: int, since: int, error: RuntimeError) -> None:
-        self.backend, self.room, self.since, self.error = backend, room, since, error
-        self.steps = self.refusals = 0
+        self.backend = backend
+        self.room = room
+        self.since = since
+        self.error = error
+        self.steps = 0
+        self.num_raised = 0
 
     def begin(self, inputs: Inputs) -> None:
         self.steps += 1
         if self.steps >= self.since and inputs.ids.shape[1] > self.room:
-            self.refusals += 1
+            self.num_raised += 1
             raise self.error
         self.backend.begin(inputs)
 
@@ -53,15 +57,18 @@ def play(engine: Engine) -> Player:
     torch.manual_seed(1)
     played = Player(engine, list(range(1, engine.ready.num_blocks + 1)), until=engine.rows.step)
     prompts = [torch.randint(3, VOCAB, (length,)).tolist() for length in (3, 30, 11, 1)]
-    asked = [{"prompt_logprobs": 1}, {"prompt_logprobs": 0}, {}, {"prompt_logprobs": 0}]
+    params = [{"prompt_logprobs": 1}, {"prompt_logprobs": 0}, {}, {"prompt_logprobs": 0}]
     played.run(
-        [played.start(row, ids, NEW_TOKENS, ignore_eos=True, **asked[row]) for row, ids in enumerate(prompts)]
+        [
+            played.start(row, ids, NEW_TOKENS, ignore_eos=True, **params[row])
+            for row, ids in enumerate(prompts)
+        ]
     )
     return played
 
 
-def limit(engine: Engine, **rules: Any) -> Scarce:
-    scarce = Scarce(engine.loaded.backend, **rules)
+def limit(engine: Engine, **rules: Any) -> ScarceBackend:
+    scarce = ScarceBackend(engine.loaded.backend, **rules)
     object.__setattr__(engine.loaded, "backend", scarce)
     return scarce
 
@@ -75,14 +82,16 @@ def limit(engine: Engine, **rules: Any) -> Scarce:
 )
 @pytest.mark.parametrize(("room", "since"), [(7, 1), (1, 1), (2, 5)])
 def test_a_split_step_gives_the_same_ids(engine: Engine, room: int, since: int, error: RuntimeError) -> None:
-    wanted = play(engine)
+    expected = play(engine)
     scarce = limit(engine, room=room, since=since, error=error)
     found = play(engine)
-    assert scarce.refusals and found.ids == wanted.ids
-    assert {row: len(told) for row, told in found.prompt_logprobs.items()} == {0: 2, 1: 29}
-    for row, told in found.prompt_logprobs.items():
-        assert told == pytest.approx(wanted.prompt_logprobs[row], abs=1e-5)
-        assert [*found.prompt_tops[row]] == [pytest.approx(top, abs=1e-5) for top in wanted.prompt_tops[row]]
+    assert scarce.num_raised and found.ids == expected.ids
+    assert {row: len(logprobs) for row, logprobs in found.prompt_logprobs.items()} == {0: 2, 1: 29}
+    for row, logprobs in found.prompt_logprobs.items():
+        assert logprobs == pytest.approx(expected.prompt_logprobs[row], abs=1e-5)
+        assert [*found.prompt_tops[row]] == [
+            pytest.approx(top, abs=1e-5) for top in expected.prompt_tops[row]
+        ]
 
 
 def test_a_row_that_does_not_fit_alone_is_an_error(engine: Engine) -> None:
@@ -95,4 +104,4 @@ def test_other_errors_are_not_retried(engine: Engine) -> None:
     scarce = limit(engine, room=0, since=1, error=RuntimeError("an illegal memory access was encountered"))
     with pytest.raises(RuntimeError, match="illegal"):
         play(engine)
-    assert scarce.refusals == 1
+    assert scarce.num_raised == 1

@@ -60,8 +60,8 @@ def test_builds_for_other_processors_compute_the_same(
     for dtype in native.TYPE_CODES:
         attention.test_outputs_equal_those_of_torch(dtype, 16, built)
         for size in (60, 3000):
-            choice.test_kernels_choose_as_torch_does(size, dtype, built)
-            choice.test_kernels_tell_what_torch_does(size, dtype, built)
+            choice.test_kernels_sample_the_same_ids_as_torch(size, dtype, built)
+            choice.test_kernels_score_prompts_as_torch_does(size, dtype, built)
         if built.tf_multiplies(native.TYPE_CODES[dtype]):
             for inputs, outputs, bias in ((50, 7, True), (96, 144, False), (64, 100, True)):
                 products.test_products_do_not_depend_on_the_batch(dtype, True, inputs, outputs, bias, built)

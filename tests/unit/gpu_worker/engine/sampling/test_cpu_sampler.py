@@ -1,4 +1,4 @@
-"""The kernels that choose tokens, against torch: the same ids for the same rows."""
+"""The native sampling kernels against torch: the same ids for the same rows."""
 
 import ctypes
 import math
@@ -31,20 +31,20 @@ def library() -> ctypes.CDLL:
 
 
 @dataclass(frozen=True)
-class Fixed:
-    """A guide that says this of every token."""
+class FixedGrammar:
+    """A grammar with the same mask and bias for every token."""
 
-    words: Any
-    values: Any
+    mask_words: Any
+    biases: Any
 
     def accept(self, token: int) -> None:
-        """Whatever comes."""
+        """Accepts any token."""
 
     def mask(self) -> Any:
-        return self.words
+        return self.mask_words
 
     def bias(self) -> Any:
-        return self.values
+        return self.biases
 
 
 def logits_of(
@@ -61,72 +61,76 @@ def logits_of(
     return torch.tensor(values, dtype=torch.float32).to(dtype)[:, :size]
 
 
-def turn_of(random: np.random.Generator, size: int, num_words: int, num_biases: int) -> SampleRequest | None:
-    """Of a row that asks for some of everything there is, or for nothing; a guide speaks of so many words of
-    tokens, and of so many tokens. The token in the middle may always come.
+def random_request(
+    random: np.random.Generator, size: int, num_words: int, num_biases: int
+) -> SampleRequest | None:
+    """Makes the request of a row with random parameters, or None. A grammar's mask has `num_words` words, its
+    bias `num_biases` values. The token in the middle is always allowed.
     """
 
-    def one(*values: Any) -> Any:
+    def choose(*values: Any) -> Any:
         return values[random.integers(len(values))]
 
     def ids(count: int) -> list[int]:
         return random.integers(0, size + 5, count).tolist()  # type: ignore[no-any-return]
 
     sampling = SamplingParams(
-        temperature=one(0.0, 0.3, 1.0, 1.0, 1.7),
-        top_k=one(0, 0, 0, 1, 5, 50, 2000, 10**6),
-        top_p=one(1.0, 1.0, 0.0, 0.5, 0.95, 0.9999),
-        top_p_decay=one(1.0, 1.0, 0.9),
-        min_p=one(0.0, 0.0, 0.0, 0.05, 1.0),
-        typical_p=one(1.0, 1.0, 1.0, 0.4, 0.95),
-        repetition_penalty=one(1.0, 1.3, 0.7),
-        frequency_penalty=one(0.0, 0.7),
-        presence_penalty=one(0.0, -0.3),
-        relative_frequency_penalty=one(0.0, 1.1),
+        temperature=choose(0.0, 0.3, 1.0, 1.0, 1.7),
+        top_k=choose(0, 0, 0, 1, 5, 50, 2000, 10**6),
+        top_p=choose(1.0, 1.0, 0.0, 0.5, 0.95, 0.9999),
+        top_p_decay=choose(1.0, 1.0, 0.9),
+        min_p=choose(0.0, 0.0, 0.0, 0.05, 1.0),
+        typical_p=choose(1.0, 1.0, 1.0, 0.4, 0.95),
+        repetition_penalty=choose(1.0, 1.3, 0.7),
+        frequency_penalty=choose(0.0, 0.7),
+        presence_penalty=choose(0.0, -0.3),
+        relative_frequency_penalty=choose(0.0, 1.1),
         seed=int(random.integers(2**63)),
-        logit_bias=[(token, float(random.normal(0, 4))) for token in set(ids(one(0, 0, 3)))],
-        bad_words=[[token] for token in ids(one(0, 0, 2)) if token != size // 2],
-        raw_logprobs=one(False, False, True),
+        logit_bias=[(token, float(random.normal(0, 4))) for token in set(ids(choose(0, 0, 3)))],
+        bad_words=[[token] for token in ids(choose(0, 0, 2)) if token != size // 2],
+        raw_logprobs=choose(False, False, True),
     )
     words = random.integers(-(2**31), 2**31, num_words).astype(np.int32)
     words[size // 64 :][:1] = -1
     bias = random.normal(0, 2, num_biases).astype(np.float32)
-    grammar = one(None, None, Fixed(words, bias), Fixed(words, None), Fixed(None, bias))
-    generated = ids(one(0, 9))
+    grammar = choose(
+        None, None, FixedGrammar(words, bias), FixedGrammar(words, None), FixedGrammar(None, bias)
+    )
+    generated = ids(choose(0, 9))
     start = start_row(
         0,
-        ids(one(5, 99)) + generated,
+        ids(choose(5, 99)) + generated,
         999,
         len(generated),
-        min_new_tokens=one(0, 99),
-        top_n_tokens=one(0, 0, min(3, size), size),
+        min_new_tokens=choose(0, 99),
+        top_n_tokens=choose(0, 0, min(3, size), size),
         sampling=sampling,
     )
     state = SamplingState.of(start, ENDS, grammar)
     return state and SampleRequest(state, len(generated))  # type: ignore[return-value]
 
 
-def compare(found: SamplerOutput, wanted: SamplerOutput, requests: list[SampleRequest | None]) -> None:
-    assert found.ids.tolist() == wanted.ids.tolist()
-    torch.testing.assert_close(found.logprobs, wanted.logprobs, rtol=1e-5, atol=2e-5)
-    assert found.top_ids.shape == wanted.top_ids.shape
+def compare(found: SamplerOutput, expected: SamplerOutput, requests: list[SampleRequest | None]) -> None:
+    assert found.ids.tolist() == expected.ids.tolist()
+    torch.testing.assert_close(found.logprobs, expected.logprobs, rtol=1e-5, atol=2e-5)
+    assert found.top_ids.shape == expected.top_ids.shape
     for row, request in enumerate(requests):
         num = request.state.top_n_tokens if request else 0
-        assert found.top_ids[row, :num].tolist() == wanted.top_ids[row, :num].tolist()
+        assert found.top_ids[row, :num].tolist() == expected.top_ids[row, :num].tolist()
         torch.testing.assert_close(
-            found.top_logprobs[row, :num], wanted.top_logprobs[row, :num], rtol=1e-5, atol=2e-5
+            found.top_logprobs[row, :num], expected.top_logprobs[row, :num], rtol=1e-5, atol=2e-5
         )
 
 
 @pytest.mark.parametrize("dtype", native.TYPE_CODES, ids=str)
 @pytest.mark.parametrize("size", SIZES)
-def test_kernels_choose_as_torch_does(size: int, dtype: torch.dtype, library: ctypes.CDLL) -> None:
+def test_kernels_sample_the_same_ids_as_torch(size: int, dtype: torch.dtype, library: ctypes.CDLL) -> None:
     random = np.random.default_rng(size)
     for shape in SHAPES:
         num_rows = 12 if size > 10_000 else 60
         logits = logits_of(shape, random, num_rows, size, dtype)
         lengths = random.choice([1, size // 32 + 1, size // 32 + 3]), random.choice([1, size, size + 9])
-        requests = [turn_of(random, size, *lengths) for _ in range(num_rows)]
+        requests = [random_request(random, size, *lengths) for _ in range(num_rows)]
         compare(
             cpu_sampler.sample_natively(library, logits, requests),
             sample_in_groups(logits, requests),
@@ -136,47 +140,49 @@ def test_kernels_choose_as_torch_does(size: int, dtype: torch.dtype, library: ct
 
 @pytest.mark.parametrize("dtype", native.TYPE_CODES, ids=str)
 @pytest.mark.parametrize("size", SIZES)
-def test_kernels_tell_what_torch_does(size: int, dtype: torch.dtype, library: ctypes.CDLL) -> None:
+def test_kernels_score_prompts_as_torch_does(size: int, dtype: torch.dtype, library: ctypes.CDLL) -> None:
     random = np.random.default_rng(size)
     for shape in SHAPES:
         logits, ids = logits_of(shape, random, 9, size, dtype), torch.from_numpy(random.integers(0, size, 9))
         for num_tops in (0, min(size, 4)):
-            for found, wanted in zip(
+            for found, expected in zip(
                 cpu_sampler.score_natively(library, logits, ids, num_tops),
                 score_chunk(logits, ids, num_tops),
                 strict=True,
             ):
-                torch.testing.assert_close(found, wanted, rtol=1e-5, atol=2e-5)
+                torch.testing.assert_close(found, expected, rtol=1e-5, atol=2e-5)
 
 
 @pytest.mark.parametrize("dtype", native.TYPE_CODES, ids=str)
 @pytest.mark.parametrize("size", SIZES)
-def test_likeliest(dtype: torch.dtype, size: int, library: ctypes.CDLL) -> None:
-    """Of rows that ask for nothing; in one many are the largest."""
+def test_plainly_greedy_rows_get_the_likeliest_token(
+    dtype: torch.dtype, size: int, library: ctypes.CDLL
+) -> None:
+    """In one row many tokens are the likeliest."""
     torch.manual_seed(0)
     logits = (torch.randn(5, size) * 8).to(dtype)
     logits[0, size // 2 :] = 40.0
     logits[1, : size // 2] = -math.inf
     found = cpu_sampler.sample_natively(library, logits, [None] * 5)
     assert found.ids.tolist() == [size // 2, *logits[1:].max(-1).indices.tolist()]
-    wanted = torch.log_softmax(logits.double(), -1).gather(1, found.ids[:, None])[:, 0]
-    torch.testing.assert_close(found.logprobs.double(), wanted, rtol=0, atol=1e-5)
+    expected = torch.log_softmax(logits.double(), -1).gather(1, found.ids[:, None])[:, 0]
+    torch.testing.assert_close(found.logprobs.double(), expected, rtol=0, atol=1e-5)
 
 
-def test_rows_that_are_no_numbers(library: ctypes.CDLL) -> None:
-    """Some id; those beside them are not disturbed, and single ones are never chosen."""
+def test_rows_of_nan_or_inf_do_not_disturb_others(library: ctypes.CDLL) -> None:
+    """They get an id within the vocabulary; a single token whose logit is NaN is never sampled."""
     random = np.random.default_rng(0)
-    requests = [turn_of(random, 3000, 94, 3000) for _ in range(60)]
+    requests = [random_request(random, 3000, 94, 3000) for _ in range(60)]
     logits = logits_of("spread", random, 60, 3000, torch.float32)
-    wanted = cpu_sampler.sample_natively(library, logits, requests)
+    expected = cpu_sampler.sample_natively(library, logits, requests)
     for broken in (math.nan, math.inf, -math.inf):
-        some = logits.clone()
-        some[::2] = broken
-        found = cpu_sampler.sample_natively(library, some, requests)
-        assert found.ids[1::2].tolist() == wanted.ids[1::2].tolist()
+        mixed = logits.clone()
+        mixed[::2] = broken
+        found = cpu_sampler.sample_natively(library, mixed, requests)
+        assert found.ids[1::2].tolist() == expected.ids[1::2].tolist()
         assert ((found.ids >= 0) & (found.ids < 3000)).all()
     logits[:, 7::2] = math.nan
-    drawn = [
+    sampled_rows = [
         SampleRequest(
             SamplingState.of(start_row(0, [], 9, sampling=SamplingParams(temperature=5.0, seed=row)), []),  # type: ignore[arg-type]
             0,
@@ -185,5 +191,5 @@ def test_rows_that_are_no_numbers(library: ctypes.CDLL) -> None:
     ]
     assert all(
         token % 2 == 0 or token < 7
-        for token in cpu_sampler.sample_natively(library, logits, drawn).ids.tolist()
+        for token in cpu_sampler.sample_natively(library, logits, sampled_rows).ids.tolist()
     )
