@@ -43,6 +43,8 @@ def end(num_tokens: int, request_id: str = "r") -> Terminal:
     return Terminal(request_id, "length", num_tokens)
 
 
-def say(sequence: int, *words: Tokens | Terminal, source: str = "w0") -> bytes:
-    said = [word for word in words if isinstance(word, Tokens)]
-    return encode(Events(source, sequence, said, [word for word in words if isinstance(word, Terminal)]))
+def event_message(sequence: int, *events: Tokens | Terminal, source: str = "w0") -> bytes:
+    new_tokens = [event for event in events if isinstance(event, Tokens)]
+    return encode(
+        Events(source, sequence, new_tokens, [event for event in events if isinstance(event, Terminal)])
+    )

@@ -19,13 +19,13 @@ from tests.support.waiting import PATIENCE_S, wait_until
 TOKENIZER = model_tokenizer().backend
 
 
-IDS: list[int] = TOKENIZER.encode(" zero one two three four five six seven eight nine").ids
+IDS: list[int] = TOKENIZER.encode(" zero gateway two three four five six seven eight nine").ids
 
 
 KEYS = Keys("default")
 
 
-TEXT = " zero one two three four five six seven eight nine"
+TEXT = " zero gateway two three four five six seven eight nine"
 
 
 CHAT = {"messages": [{"role": "user", "content": "Count."}]}
@@ -36,11 +36,11 @@ def answer(_: Generate) -> Answer:
 
 
 @contextlib.asynccontextmanager
-async def gateway(url: str, name: str = "g0-test", **settings: Any) -> AsyncIterator[Gateway]:
-    one = Gateway(Settings(redis_url=url, **(SETTINGS | settings)), name, model_tokenizer())
-    async with one.running():
-        await ready(one)
-        yield one
+async def running_gateway(url: str, name: str = "g0-test", **settings: Any) -> AsyncIterator[Gateway]:
+    gateway = Gateway(Settings(redis_url=url, **(SETTINGS | settings)), name, model_tokenizer())
+    async with gateway.running():
+        await ready(gateway)
+        yield gateway
 
 
 class Service:
@@ -48,25 +48,25 @@ class Service:
 
     def __init__(self, redis: Redis) -> None:
         self.redis = redis
-        self.heard: dict[str, list[Any]] = {}
+        self.received: dict[str, list[Any]] = {}
         self.tasks: list[asyncio.Task[None]] = []
 
     async def submit(self, **job: Any) -> str:
         return (await self.redis.xadd(KEYS.submit, {"job": json.dumps(job)})).decode()  # type: ignore[no-any-return]
 
     async def listen(self, name: str) -> list[Any]:
-        """What will be heard on a channel."""
-        heard = self.heard[name] = []
+        """Subscribe to a channel and return the list that its messages are put into."""
+        received = self.received[name] = []
         pubsub = self.redis.pubsub()
         await pubsub.subscribe(KEYS.channel(name))
         await pubsub.get_message(timeout=5)
 
-        async def collect(heard: list[Any]) -> None:
+        async def collect(received: list[Any]) -> None:
             async for message in pubsub.listen():
-                heard += [json.loads(message["data"])]
+                received += [json.loads(message["data"])]
 
-        self.tasks.append(asyncio.create_task(collect(heard)))
-        return heard
+        self.tasks.append(asyncio.create_task(collect(received)))
+        return received
 
     async def result(self, job_id: str, timeout_s: float = PATIENCE_S) -> Any:
         return json.loads(await wait_until(lambda: self.redis.get(KEYS.result(job_id)), timeout_s))

@@ -103,8 +103,15 @@ KEYED = [
 async def test_a_missing_key_is_401_in_each_api_family(broker: Broker) -> None:
     async with serving(broker.url, api_key="sésame") as (_, client):
         for path in KEYED:
-            for given in (None, "sésame", "Bearer", "Bearer sesame", "Bearer sésame2", "Basic sésame"):
-                headers = {} if given is None else {b"authorization": given.encode()}
+            for authorization in (
+                None,
+                "sésame",
+                "Bearer",
+                "Bearer sesame",
+                "Bearer sésame2",
+                "Basic sésame",
+            ):
+                headers = {} if authorization is None else {b"authorization": authorization.encode()}
                 response = await client.post(path, content=b"", headers=headers)
                 assert_refused(path, response)
             assert (
@@ -131,9 +138,9 @@ async def test_the_key_opens_all_routes_and_health_needs_none(broker: Broker) ->
         serving(broker.url, api_key="sesame") as (gateway, client),
     ):
         await ready(gateway)
-        for given in ("Bearer sesame", "bearer sesame", "BEARER  sesame"):
+        for authorization in ("Bearer sesame", "bearer sesame", "BEARER  sesame"):
             assert (
-                await client.post("/generate", json=BODY, headers={"authorization": given})
+                await client.post("/generate", json=BODY, headers={"authorization": authorization})
             ).status_code == 200
         for path in ("/health", "/ping", "/", "/metrics", "/docs", "/api-doc/openapi.json"):
             assert (await client.get(path)).status_code == 200
@@ -148,11 +155,11 @@ async def test_the_key_opens_all_routes_and_health_needs_none(broker: Broker) ->
 
 
 def asking(origin: str) -> dict[str, str]:
-    wanted = "authorization,content-type"
+    request_headers = "authorization,content-type"
     return {
         "origin": origin,
         "access-control-request-method": "POST",
-        "access-control-request-headers": wanted,
+        "access-control-request-headers": request_headers,
     }
 
 

@@ -15,7 +15,7 @@ TOKENIZER = model_tokenizer().backend
 
 async def test_requests_of_clients_that_disconnect_are_cancelled(broker: Broker) -> None:
     """In the middle of a stream, before its first token, while waiting for a whole answer, and before
-    anything was said.
+    any token was sent.
     """
     answers = {
         "text 0": Answer(IDS, ends=False),

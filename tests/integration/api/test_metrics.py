@@ -27,7 +27,7 @@ def body(**parameters: Any) -> dict[str, Any]:
 
 
 class Figures:
-    """What /metrics said at first; calling it gives what has been added to a series since."""
+    """Values of /metrics at the start; a call returns what has been added to a series since."""
 
     def __init__(self, client: httpx.AsyncClient) -> None:
         self.client = client
@@ -103,7 +103,7 @@ async def test_failures_are_counted_by_cause(broker: Broker) -> None:
 
 
 async def gone(client: httpx.AsyncClient, worker: FakeWorker) -> None:
-    """A client that goes before its answer comes."""
+    """A client that disconnects before its answer comes."""
     await worker.pause()
     with pytest.raises(httpx.ReadTimeout):
         await client.post("/generate", json=body(), timeout=0.3)

@@ -58,7 +58,7 @@ async def test_503_before_a_worker_is_ready(broker: Broker) -> None:
 
 
 async def test_workers_are_read_again_before_a_503(broker: Broker) -> None:
-    """Another gateway may have seen the worker first, and the client have been told that all is ready."""
+    """Another gateway may have seen the worker first, and the client may know that it is ready."""
     async with serving(broker.url, heartbeat_s=3600) as (_, client):
         assert (await client.post("/generate", json=BODY)).status_code == 503
         async with working(broker.url, TOKENIZER, lambda _: Answer([11])) as worker:
@@ -67,8 +67,8 @@ async def test_workers_are_read_again_before_a_503(broker: Broker) -> None:
 
 
 async def test_503_after_the_last_worker_died(broker: Broker) -> None:
-    """For worker_grace_s requests wait for the next one; then they are refused, and the limits of the dead
-    are still known.
+    """For worker_grace_s requests wait for the next one; then they are refused, and the limits of
+    the worker that died are still known.
     """
     async with serving(broker.url, worker_grace_s=2.0) as (gateway, client):
         async with working(broker.url, TOKENIZER, lambda _: Answer([11])) as worker:
@@ -94,7 +94,7 @@ def own_broker() -> Iterator[Broker]:
 
 
 async def test_503_names_the_broker_s_error(own_broker: Broker) -> None:
-    """And nobody dies of it: as soon as it has passed, requests are served."""
+    """As soon as the broker works again, requests are served."""
     admin = redis.Redis.from_url(own_broker.url)
     password = redis.Redis.from_url(own_broker.url, password="secret")
     troubles = {

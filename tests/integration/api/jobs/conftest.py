@@ -16,14 +16,14 @@ TOKENIZER = model_tokenizer().backend
 
 @pytest.fixture
 async def service(redis: Redis) -> AsyncIterator[Service]:
-    one = Service(redis)
-    yield one
-    for task in one.tasks:
+    service = Service(redis)
+    yield service
+    for task in service.tasks:
         task.cancel()
         await asyncio.wait([task])
 
 
 @pytest.fixture
 async def worker(broker: Broker) -> AsyncIterator[FakeWorker]:
-    async with working(broker.url, TOKENIZER, answer) as one:
-        yield one
+    async with working(broker.url, TOKENIZER, answer) as fake:
+        yield fake

@@ -23,7 +23,7 @@ from common.settings.settings import Settings
 from deploy.serve.broker import Broker
 from tests.support.fleet.gateways import model_tokenizer
 from tests.support.fleet.scripted_worker import Answer, FakeWorker, working
-from tests.support.jobs import CHAT, IDS, TEXT, gateway
+from tests.support.jobs import CHAT, IDS, TEXT, running_gateway
 from tests.support.waiting import wait_until
 
 KEYS = Keys("default")
@@ -37,8 +37,8 @@ def answer(request: Generate) -> Answer:
 @pytest.fixture
 async def worker(broker: Broker) -> AsyncIterator[FakeWorker]:
     """A fleet that answers."""
-    async with working(broker.url, model_tokenizer().backend, answer) as one, gateway(broker.url):
-        yield one
+    async with working(broker.url, model_tokenizer().backend, answer) as fake, running_gateway(broker.url):
+        yield fake
 
 
 @pytest.fixture
@@ -56,15 +56,15 @@ async def client(broker: Broker) -> AsyncIterator[ArqRedis]:
 @contextlib.asynccontextmanager
 async def job_worker(url: str, **settings: Any) -> AsyncIterator[JobWorker]:
     redis = connect(url)
-    one = JobWorker(redis, Settings(redis_url=url, **settings))
-    task = asyncio.create_task(one.main())
+    running = JobWorker(redis, Settings(redis_url=url, **settings))
+    task = asyncio.create_task(running.main())
     try:
-        yield one
+        yield running
     finally:
         task.cancel()
         await asyncio.wait([task])
-        one.handle_sig(15)  # type: ignore[arg-type]
-        await one.close()
+        running.handle_sig(15)  # type: ignore[arg-type]
+        await running.close()
         await redis.aclose()
 
 
@@ -80,10 +80,10 @@ async def result(job: Job) -> Any:
 
 async def test_arq_clients_get_their_answers(client: ArqRedis, worker: FakeWorker, broker: Broker) -> None:
     async with job_worker(broker.url):
-        one = await enqueue(client, "generate", "Count.", {"details": True}, _job_id="g")
-        other = await enqueue(client, "chat", CHAT["messages"], max_tokens=50)
-        generated, chat = await result(one), await result(other)
-        assert (await one.status()) == JobStatus.complete
+        generate_job = await enqueue(client, "generate", "Count.", {"details": True}, _job_id="g")
+        chat_job = await enqueue(client, "chat", CHAT["messages"], max_tokens=50)
+        generated, chat = await result(generate_job), await result(chat_job)
+        assert (await generate_job.status()) == JobStatus.complete
     assert generated["generated_text"] == TEXT
     assert generated["details"]["generated_tokens"] == len(IDS) + 1
     assert chat["choices"][0]["message"]["content"] == TEXT
@@ -150,7 +150,7 @@ async def test_malformed_arq_keys_do_not_kill_a_job_worker(
     client: ArqRedis, worker: FakeWorker, broker: Broker
 ) -> None:
     now_ms = round(time.time() * 1000)
-    async with job_worker(broker.url, payload_limit=2000, max_jobs=2) as one:
+    async with job_worker(broker.url, payload_limit=2000, max_jobs=2) as running:
         for i, data in enumerate(GARBAGE):
             await client.set(f"arq:job:garbage{i}", data)
             await client.zadd(QUEUE, {f"garbage{i}": now_ms})
@@ -161,7 +161,7 @@ async def test_malformed_arq_keys_do_not_kill_a_job_worker(
             with pytest.raises(SerializationError, match="unable to deserialize job"):
                 await result(Job(f"garbage{i}", client, QUEUE, msgpack.unpackb))
         assert (await result(await enqueue(client, "generate", "Count.")))["generated_text"] == TEXT
-        await wait_until(lambda: one.job_counter == 0)
+        await wait_until(lambda: running.job_counter == 0)
 
         async def empty() -> bool:
             return await client.zcard(QUEUE) == 0  # type: ignore[no-any-return]
@@ -184,7 +184,7 @@ async def test_an_aborted_job_is_cancelled(client: ArqRedis, broker: Broker) -> 
         working(
             broker.url, model_tokenizer().backend, lambda _: Answer(IDS * 500, ends=False), step_s=0.01
         ) as worker,
-        gateway(broker.url),
+        running_gateway(broker.url),
         job_worker(broker.url),
     ):
         job = await enqueue(client, "generate", "Count.", _job_id="a")
@@ -196,7 +196,7 @@ async def test_an_aborted_job_is_cancelled(client: ArqRedis, broker: Broker) -> 
 
 
 async def test_a_job_survives_its_job_workers(client: ArqRedis, worker: FakeWorker, broker: Broker) -> None:
-    """The first is killed, the second told to stop; the third waits for what was begun: nothing is generated
+    """The first is killed, the second is stopped; the third waits for what was begun: nothing is generated
     twice.
     """
     await worker.pause()
@@ -216,30 +216,30 @@ async def test_a_job_survives_its_job_workers(client: ArqRedis, worker: FakeWork
     await redis.aclose()
 
 
-async def kill(one: JobWorker, life: asyncio.Task[None]) -> None:
-    """Its tasks end, and nothing that they would say at their end is heard."""
-    one.finish_job = asyncio.sleep  # type: ignore[assignment]
+async def kill(running: JobWorker, life: asyncio.Task[None]) -> None:
+    """Cancel its tasks, and discard what they would send while they end."""
+    running.finish_job = asyncio.sleep  # type: ignore[assignment]
     life.cancel()
-    for task in one.tasks.values():
+    for task in running.tasks.values():
         task.cancel()
-    await asyncio.wait([life, *one.tasks.values()])
+    await asyncio.wait([life, *running.tasks.values()])
 
 
 async def test_arq_limits_follow_the_settings(broker: Broker, redis: Redis) -> None:
-    one = JobWorker(redis, Settings(redis_url=broker.url, request_timeout_s=700, max_jobs=33))
-    assert one.job_timeout_s == 710
-    assert one.max_jobs == 33
-    assert one.allow_abort_jobs
-    assert one.keep_result_s == 3600
-    assert one.queue_name == QUEUE
+    running = JobWorker(redis, Settings(redis_url=broker.url, request_timeout_s=700, max_jobs=33))
+    assert running.job_timeout_s == 710
+    assert running.max_jobs == 33
+    assert running.allow_abort_jobs
+    assert running.keep_result_s == 3600
+    assert running.queue_name == QUEUE
 
 
 async def test_many_jobs_wait_concurrently(client: ArqRedis, worker: FakeWorker, broker: Broker) -> None:
     """More than arq's ten."""
     await worker.pause()
-    async with job_worker(broker.url) as one:
+    async with job_worker(broker.url) as running:
         jobs = [await enqueue(client, "generate", "Count.") for _ in range(40)]
-        await wait_until(lambda: len(one.client.waiting) == 40)
+        await wait_until(lambda: len(running.client.waiting) == 40)
         worker.going.set()
         assert {(await result(job))["generated_text"] for job in jobs} == {TEXT}
 

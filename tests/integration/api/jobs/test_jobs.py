@@ -5,27 +5,27 @@ from common.settings.settings import Settings
 from deploy.serve.broker import Broker
 from tests.support.fleet.gateways import SETTINGS, model_tokenizer
 from tests.support.fleet.scripted_worker import Answer, FakeWorker, working
-from tests.support.jobs import CHAT, IDS, KEYS, TEXT, Service, answer, gateway
+from tests.support.jobs import CHAT, IDS, KEYS, TEXT, Service, answer, running_gateway
 from tests.support.waiting import wait_until
 
 TOKENIZER = model_tokenizer().backend
 
 
 async def test_a_job_gets_the_answer_of_http(service: Service, worker: FakeWorker, broker: Broker) -> None:
-    heard = await service.listen("ext:me")
-    async with gateway(broker.url):
+    received = await service.listen("ext:me")
+    async with running_gateway(broker.url):
         job_id = await service.submit(
             inputs="Count.", parameters={"details": True}, reply_to="ext:me", reply="stream"
         )
         result = await service.result(job_id)
-        await wait_until(lambda: len(heard) == len(IDS) + 1)
+        await wait_until(lambda: len(received) == len(IDS) + 1)
         await service.settled()
     assert result["generated_text"] == TEXT
     assert result["details"]["finish_reason"] == "eos_token"
-    assert [frame["token"]["id"] for frame in heard] == [*IDS, 2]
-    assert [frame["generated_text"] for frame in heard] == [None] * len(IDS) + [TEXT]
-    assert await service.stream(job_id) == heard
-    assert await service.stream(job_id, after="4-0") == heard[4:]
+    assert [frame["token"]["id"] for frame in received] == [*IDS, 2]
+    assert [frame["generated_text"] for frame in received] == [None] * len(IDS) + [TEXT]
+    assert await service.stream(job_id) == received
+    assert await service.stream(job_id, after="4-0") == received[4:]
     hour = [
         await service.redis.ttl(key) for key in (KEYS.result(job_id), KEYS.reply(job_id), KEYS.job(job_id))
     ]
@@ -35,8 +35,8 @@ async def test_a_job_gets_the_answer_of_http(service: Service, worker: FakeWorke
 async def test_a_chat_job_gets_the_answer_of_http(
     service: Service, worker: FakeWorker, broker: Broker
 ) -> None:
-    heard = await service.listen("ext:me")
-    async with gateway(broker.url):
+    received = await service.listen("ext:me")
+    async with running_gateway(broker.url):
         await service.submit(
             id="c",
             **CHAT,
@@ -45,28 +45,28 @@ async def test_a_chat_job_gets_the_answer_of_http(
             reply="stream",
         )
         result = await service.result("c")
-        await wait_until(lambda: heard and heard[-1].get("usage"))
+        await wait_until(lambda: received and received[-1].get("usage"))
     assert result["object"] == "chat.completion"
     assert [choice["message"]["content"] for choice in result["choices"]] == [TEXT, TEXT]
     for i in range(2):
         deltas = [
             choice["delta"].get("content") or ""
-            for chunk in heard
+            for chunk in received
             for choice in chunk["choices"]
             if choice["index"] == i
         ]
         assert "".join(deltas) == TEXT
-    assert {chunk["object"] for chunk in heard} == {"chat.completion.chunk"}
-    assert await service.stream("c") == heard
+    assert {chunk["object"] for chunk in received} == {"chat.completion.chunk"}
+    assert await service.stream("c") == received
 
 
 async def test_a_job_has_prompt_logprobs_in_its_answer_only(
     service: Service, worker: FakeWorker, broker: Broker
 ) -> None:
-    asked = {"inputs": "Count to ten.", "parameters": {"decoder_input_details": True}}
-    async with gateway(broker.url):
-        result = await service.result(await service.submit(**asked))
-        refused = await service.result(await service.submit(**asked, reply="stream"))
+    job = {"inputs": "Count to ten.", "parameters": {"decoder_input_details": True}}
+    async with running_gateway(broker.url):
+        result = await service.result(await service.submit(**job))
+        refused = await service.result(await service.submit(**job, reply="stream"))
     ids = TOKENIZER.encode("Count to ten.").ids
     assert [(token["id"], token["logprob"]) for token in result["details"]["prefill"]] == [(ids[0], None)] + [
         (token_id, -0.5 * i) for i, token_id in enumerate(ids) if i
@@ -75,17 +75,17 @@ async def test_a_job_has_prompt_logprobs_in_its_answer_only(
 
 
 async def test_an_invalid_job_is_answered_with_its_error(service: Service, broker: Broker) -> None:
-    heard = await service.listen("ext:me")
+    received = await service.listen("ext:me")
     async with (
         working(broker.url, TOKENIZER, lambda _: Answer(IDS[:3], error="the engine broke")),
-        gateway(broker.url),
+        running_gateway(broker.url),
     ):
         await service.submit(id="a", inputs="Count.", reply_to="ext:me")
         result = await service.result("a")
-        await wait_until(lambda: len(heard) == 4)
+        await wait_until(lambda: len(received) == 4)
     assert (
         result
-        == heard[-1]
+        == received[-1]
         == {"error": "Request failed during generation: the engine broke", "error_type": "generation"}
     )
 
@@ -93,17 +93,17 @@ async def test_an_invalid_job_is_answered_with_its_error(service: Service, broke
 async def test_a_job_waits_for_room_in_the_queue(
     service: Service, worker: FakeWorker, broker: Broker
 ) -> None:
-    async with gateway(broker.url, max_concurrent_requests=2):
+    async with running_gateway(broker.url, max_concurrent_requests=2):
         for i in range(8):
             await service.submit(id=f"j{i}", inputs="Count.", parameters={"best_of": 1})
         assert [await service.result(f"j{i}") for i in range(8)] == [{"generated_text": TEXT}] * 8
 
 
 async def test_a_job_waits_for_a_worker(service: Service, broker: Broker) -> None:
-    one = Gateway(Settings(redis_url=broker.url, **SETTINGS), "g0", model_tokenizer())
-    async with one.running():
+    gateway = Gateway(Settings(redis_url=broker.url, **SETTINGS), "g0", model_tokenizer())
+    async with gateway.running():
         await service.submit(id="a", inputs="Count.")
-        await wait_until(lambda: one.job_consumer.runs)
+        await wait_until(lambda: gateway.job_consumer.runs)
         async with working(broker.url, TOKENIZER, answer):
             assert await service.result("a") == {"generated_text": TEXT}
 
@@ -112,7 +112,7 @@ async def test_jobs_beyond_submit_limit_are_rejected(
     service: Service, worker: FakeWorker, broker: Broker
 ) -> None:
     await worker.pause()
-    async with gateway(broker.url, submit_limit=3):
+    async with running_gateway(broker.url, submit_limit=3):
         for i in range(5):
             await service.submit(id=f"j{i}", inputs="Count.")
         errors = [await service.result(f"j{i}") for i in (3, 4)]
@@ -124,16 +124,16 @@ async def test_jobs_beyond_submit_limit_are_rejected(
 
 
 async def test_a_job_is_cancelled_before_or_while_it_runs(service: Service, broker: Broker) -> None:
-    heard = await service.listen("ext:me")
+    received = await service.listen("ext:me")
     async with (
         working(broker.url, TOKENIZER, lambda _: Answer(IDS * 500, ends=False), step_s=0.01) as worker,
-        gateway(broker.url) as one,
+        running_gateway(broker.url) as gateway,
     ):
         await service.submit(id="runs", inputs="Count.", reply_to="ext:me")
-        await wait_until(lambda: len(heard) > 3)
+        await wait_until(lambda: len(received) > 3)
         await service.redis.xadd(KEYS.submit, {"cancel": "runs"})
         result = await service.result("runs")
-        await wait_until(lambda: heard[-1] == result)
+        await wait_until(lambda: received[-1] == result)
         assert "cancelled" in result["error"]
         await service.redis.xadd(KEYS.submit, {"cancel": "early"})
         await service.submit(id="early", inputs="Count.")
@@ -141,5 +141,5 @@ async def test_a_job_is_cancelled_before_or_while_it_runs(service: Service, brok
         for name in (b"nobody", b"\xff", b""):
             await service.redis.xadd(KEYS.submit, {"cancel": name})
         await service.settled()
-        await wait_until(lambda: not one.pool.relay.streams and not worker.live)
+        await wait_until(lambda: not gateway.pool.relay.streams and not worker.live)
         assert len(worker.seen) <= 2

@@ -5,7 +5,7 @@ from typing import Any
 
 from deploy.serve.broker import Broker
 from tests.support.fleet.scripted_worker import FakeWorker
-from tests.support.jobs import CHAT, KEYS, TEXT, Service, gateway
+from tests.support.jobs import CHAT, KEYS, TEXT, Service, running_gateway
 from tests.support.waiting import wait_until
 
 GARBAGE: list[tuple[str, dict[Any, Any], str]] = [  # name, fields, what the error says
@@ -14,8 +14,8 @@ GARBAGE: list[tuple[str, dict[Any, Any], str]] = [  # name, fields, what the err
     ("not UTF-8", {"job": b"\xff\xfe"}, "not JSON"),
     ("not JSON", {"job": "{"}, "not JSON"),
     ("no object", {"job": "[1]"}, "must be an object"),
-    ("nothing asked", {"job": "{}"}, "either `inputs` or `messages`"),
-    ("both asked", {"job": json.dumps({"inputs": "a", **CHAT})}, "either `inputs` or `messages`"),
+    ("no prompt", {"job": "{}"}, "either `inputs` or `messages`"),
+    ("two prompts", {"job": json.dumps({"inputs": "a", **CHAT})}, "either `inputs` or `messages`"),
     ("unknown field", {"job": json.dumps({"inputs": "a", "replyto": "ext:x"})}, "replyto"),
     ("wrong type", {"job": json.dumps({"inputs": 5})}, "`inputs`"),
     ("wrong id", {"job": json.dumps({"inputs": "a", "id": "a#0"})}, "`id`"),
@@ -41,7 +41,7 @@ GARBAGE: list[tuple[str, dict[Any, Any], str]] = [  # name, fields, what the err
 async def test_malformed_entries_are_answered_with_errors(
     service: Service, worker: FakeWorker, broker: Broker
 ) -> None:
-    async with gateway(broker.url, payload_limit=2000):
+    async with running_gateway(broker.url, payload_limit=2000):
         entries = [
             (name, (await service.redis.xadd(KEYS.submit, fields)).decode(), words)
             for name, fields, words in GARBAGE
@@ -61,7 +61,7 @@ async def test_overwritten_keys_harm_no_other_job(
     await service.redis.set(KEYS.job("spoiled"), "mine")
     await service.redis.set(KEYS.reply("fine"), "mine")
     await service.redis.rpush(KEYS.result("fine"), "mine")  # type: ignore[misc]
-    async with gateway(broker.url) as one:
+    async with running_gateway(broker.url) as gateway:
         await service.redis.delete(KEYS.submit)
         await service.submit(id="spoiled", inputs="Count.")
         assert "overwritten" in (await service.result("spoiled"))["error"]
@@ -71,4 +71,4 @@ async def test_overwritten_keys_harm_no_other_job(
         await service.submit(id="fine", inputs="Count.", reply="stream")
         assert await service.result("fine") == {"generated_text": TEXT}
         await service.settled()
-        await wait_until(lambda: not one.job_consumer.held and not one.pool.relay.streams)
+        await wait_until(lambda: not gateway.job_consumer.held and not gateway.pool.relay.streams)

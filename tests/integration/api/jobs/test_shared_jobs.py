@@ -11,16 +11,14 @@ from common.settings.settings import Settings
 from deploy.serve.broker import Broker
 from tests.support.fleet.gateways import SETTINGS, model_tokenizer
 from tests.support.fleet.scripted_worker import FakeWorker
-from tests.support.jobs import CHAT, IDS, KEYS, TEXT, Service, gateway
+from tests.support.jobs import CHAT, IDS, KEYS, TEXT, Service, running_gateway
 from tests.support.waiting import wait_until
 
 
 async def test_an_entry_that_comes_while_the_run_detaches_is_answered(
     service: Service, worker: FakeWorker, broker: Broker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The job is read as a live one, and by then its run has told the last frame and does nothing but tidy
-    up.
-    """
+    """The entry is read while the job is registered as live, and joins a run that has sent its last frame."""
     tidy, tidying, go_on = JobRun.detach, asyncio.Event(), asyncio.Event()
 
     async def slowly(self: JobRun) -> None:
@@ -31,14 +29,14 @@ async def test_an_entry_that_comes_while_the_run_detaches_is_answered(
     async def live(self: Reply) -> str:
         return "live"
 
-    async with gateway(broker.url):
+    async with running_gateway(broker.url):
         monkeypatch.setattr(JobRun, "detach", slowly)
         await service.submit(id="a", inputs="Count.")
         await tidying.wait()
         monkeypatch.setattr(Reply, "register", live)
-        heard = await service.listen("ext:me")
+        received = await service.listen("ext:me")
         await service.submit(id="a", inputs="Count.", reply_to="ext:me")
-        await wait_until(lambda: len(heard) == len(IDS) + 1)
+        await wait_until(lambda: len(received) == len(IDS) + 1)
         go_on.set()
         await service.settled()
 
@@ -47,13 +45,14 @@ async def test_the_same_job_joins_and_another_with_its_id_conflicts(
     service: Service, worker: FakeWorker, broker: Broker
 ) -> None:
     first, second, third = [await service.listen(f"ext:{i}") for i in range(3)]
-    async with gateway(broker.url, "g0") as one, gateway(broker.url, "g1") as other:
+    async with running_gateway(broker.url, "g0") as gateway, running_gateway(broker.url, "g1") as other:
         await worker.pause()
         for i in range(2):
             await service.submit(id="a", inputs="Count.", reply_to=f"ext:{i}")
         await wait_until(
             lambda: (
-                sum(len(run.replies) for gate in (one, other) for run in gate.job_consumer.runs.values()) == 2
+                sum(len(run.replies) for each in (gateway, other) for run in each.job_consumer.runs.values())
+                == 2
             )
         )
         entry_id = await service.submit(id="a", inputs="Count again.", reply_to="ext:2")
@@ -79,30 +78,30 @@ async def test_another_gateway_continues_the_jobs_of_a_dead_one(
     service: Service, worker: FakeWorker, broker: Broker
 ) -> None:
     """Each frame once, on the channel and in the stream, with the text of one generation."""
-    heard = await service.listen("ext:me")
+    received = await service.listen("ext:me")
     worker.step_s = 0.05
-    dead = Gateway(Settings(redis_url=broker.url, **SETTINGS, worker_ttl_s=0.3), "g0", model_tokenizer())
+    killed = Gateway(Settings(redis_url=broker.url, **SETTINGS, worker_ttl_s=0.3), "g0", model_tokenizer())
     life = [
         asyncio.create_task(loop)
-        for loop in (dead.pool.relay.run(), dead.pool.workers.run(), dead.job_consumer.run())
+        for loop in (killed.pool.relay.run(), killed.pool.workers.run(), killed.job_consumer.run())
     ]
     await service.submit(id="a", inputs="Count.", reply_to="ext:me", reply="stream")
     await service.submit(id="c", **CHAT, parameters={"n": 2}, reply="stream")
-    await wait_until(lambda: len(heard) >= 3)
-    for task in life:  # no farewell
+    await wait_until(lambda: len(received) >= 3)
+    for task in life:  # as if it were killed
         task.cancel()
     await asyncio.wait(life)
-    async with gateway(broker.url, "g1", worker_ttl_s=0.3) as other:
+    async with running_gateway(broker.url, "g1", worker_ttl_s=0.3) as other:
         await wait_until(lambda: other.pool.relay.followed == {KEYS.events("g0"): 3})
         assert await service.result("a") == {"generated_text": TEXT}
         assert [choice["message"]["content"] for choice in (await service.result("c"))["choices"]] == [
             TEXT
         ] * 2
         await service.settled()
-        await wait_until(lambda: len(heard) == len(IDS) + 1)
+        await wait_until(lambda: len(received) == len(IDS) + 1)
         assert not other.pool.relay.followed and not other.pool.relay.streams
-    assert [frame["token"]["id"] for frame in heard] == [*IDS, 2]
-    assert await service.stream("a") == heard
+    assert [frame["token"]["id"] for frame in received] == [*IDS, 2]
+    assert await service.stream("a") == received
     chunks = await service.stream("c")
     for i in range(2):
         deltas = [
@@ -113,16 +112,16 @@ async def test_another_gateway_continues_the_jobs_of_a_dead_one(
         ]
         assert "".join(deltas) == TEXT
     assert len(worker.seen) == 3
-    await dead.pool.redis.aclose()
+    await killed.pool.redis.aclose()
 
 
 async def test_cut_connections_lose_and_repeat_no_frame(
     service: Service, worker: FakeWorker, broker: Broker
 ) -> None:
-    """Jobs whose reading, admission, frames or answers fall into a gap."""
-    heard = await service.listen("ext:me")
+    """Connections are cut while jobs are read, admitted, streamed and answered."""
+    received = await service.listen("ext:me")
     worker.step_s = 0.02
-    async with gateway(f"{broker.url}?client_name=gateway") as one:
+    async with running_gateway(f"{broker.url}?client_name=gateway") as gateway:
         for i in range(12):
             await service.submit(
                 id=f"j{i}", inputs="Count.", reply="stream", **({"reply_to": "ext:me"} if i == 0 else {})
@@ -130,33 +129,33 @@ async def test_cut_connections_lose_and_repeat_no_frame(
             for client in await service.redis.client_list():
                 if client["name"] == "gateway":
                     await service.redis.client_kill_filter(_id=client["id"])
-            await wait_until(one.pool.relay.subscribed.is_set)
+            await wait_until(gateway.pool.relay.subscribed.is_set)
         assert [await service.result(f"j{i}", 30) for i in range(12)] == [{"generated_text": TEXT}] * 12
         await service.settled()
     for i in range(12):
         assert [frame["token"]["id"] for frame in await service.stream(f"j{i}")] == [*IDS, 2]
-    await wait_until(lambda: len(heard) == len(IDS) + 1)
-    assert heard == await service.stream("j0")
+    await wait_until(lambda: len(received) == len(IDS) + 1)
+    assert received == await service.stream("j0")
     assert len(worker.seen) == 12
 
 
 async def test_two_gateways_with_one_job_send_each_frame_once(
     service: Service, worker: FakeWorker, broker: Broker
 ) -> None:
-    """A gateway that shows no signs of life any more, and works all the same."""
-    heard = await service.listen("ext:me")
+    """One of them sends no heartbeats any more, and works all the same."""
+    received = await service.listen("ext:me")
     worker.step_s = 0.05
     silent = Gateway(Settings(redis_url=broker.url, **SETTINGS, worker_ttl_s=0.3), "g0", model_tokenizer())
     life = [asyncio.create_task(loop) for loop in (silent.pool.relay.run(), silent.job_consumer.run())]
     await silent.pool.workers.refresh()
     await service.submit(id="a", inputs="Count.", reply_to="ext:me", reply="stream")
-    await wait_until(lambda: heard)
-    async with gateway(broker.url, "g1", worker_ttl_s=0.3) as other:
+    await wait_until(lambda: received)
+    async with running_gateway(broker.url, "g1", worker_ttl_s=0.3) as other:
         await wait_until(lambda: "a" in other.job_consumer.runs and "a" in silent.job_consumer.runs)
         assert await service.result("a") == {"generated_text": TEXT}
         await wait_until(lambda: not other.job_consumer.runs and not silent.job_consumer.runs)
-    assert [frame["token"]["id"] for frame in heard] == [*IDS, 2]
-    assert await service.stream("a") == heard
+    assert [frame["token"]["id"] for frame in received] == [*IDS, 2]
+    assert await service.stream("a") == received
     assert len(worker.seen) == 1
     for task in life:
         task.cancel()

@@ -20,7 +20,7 @@ PATH = "/v1/completions"
 
 
 def repeat(request: Generate) -> Answer:
-    """The prompt and how often it was asked."""
+    """The prompt, and the number of the choice."""
     choice = request.sampling.choice if request.sampling else 0
     return Answer(ids(f"{TOKENIZER.decode(unpack_ids(request.prompt_ids))} {choice}"))
 
@@ -91,14 +91,14 @@ async def test_logprobs_are_parallel_lists(broker: Broker) -> None:
         [choice] = (await client.post(PATH, json=body | {"logprobs": 2})).json()["choices"]
         [plain] = (await client.post(PATH, json=body | {"logprobs": 0})).json()["choices"]
         found = frames(await streamed(client, PATH, body | {"logprobs": 2}))
-    told = choice["logprobs"]
+    lists = choice["logprobs"]
     assert choice["text"] == "a🙂 b"
-    assert told["tokens"] == ["a", "\ufffd", "\ufffd\ufffd", " b"]
-    assert told["text_offset"] == [0, 1, 1, 2]
-    assert told["token_logprobs"] == logprobs(4)
-    assert told["top_logprobs"][0] == {"a": logprobs(1)[0], "b": pytest.approx(logprobs(1)[0] - 1)}
+    assert lists["tokens"] == ["a", "\ufffd", "\ufffd\ufffd", " b"]
+    assert lists["text_offset"] == [0, 1, 1, 2]
+    assert lists["token_logprobs"] == logprobs(4)
+    assert lists["top_logprobs"][0] == {"a": logprobs(1)[0], "b": pytest.approx(logprobs(1)[0] - 1)}
     assert plain["logprobs"]["top_logprobs"][3] == {" b": logprobs(4)[3]}
-    for name, values in told.items():
+    for name, values in lists.items():
         assert [value for frame in found for value in frame["choices"][0]["logprobs"][name]] == values
 
 
@@ -112,8 +112,8 @@ async def test_echo_puts_the_prompt_before_the_text(broker: Broker) -> None:
             assert [frame["choices"][0]["text"] for frame in found] == ["a é", " b", ""]
 
 
-def told(prompt: list[int]) -> list[float | None]:
-    """What the fake worker tells of a prompt."""
+def prompt_logprobs(prompt: list[int]) -> list[float | None]:
+    """Log-probabilities of a prompt, as the fake worker has them."""
     return [None, *(-0.5 * i for i in range(1, len(prompt)))]
 
 
@@ -133,12 +133,12 @@ async def test_echo_with_logprobs_includes_the_prompt(broker: Broker) -> None:
     assert [choice["text"] for choice in whole["choices"]] == ["a é b x", "a é b x", "c d x", "c d x"]
     first, _, third, _ = whole["choices"]
     assert first["logprobs"]["tokens"] == ["a", " é", " b", " x"]
-    assert first["logprobs"]["token_logprobs"] == [*told(ids("a é b")), *logprobs(1)]
+    assert first["logprobs"]["token_logprobs"] == [*prompt_logprobs(ids("a é b")), *logprobs(1)]
     assert first["logprobs"]["text_offset"] == [0, 1, 3, 5]
     beside = TOKENIZER.decode([ids(" b")[0] + 1])
     assert first["logprobs"]["top_logprobs"][0] is None
     assert first["logprobs"]["top_logprobs"][2] == {" b": -1.0, beside: -2.0}
-    assert third["logprobs"]["token_logprobs"] == [*told(ids("c d")), *logprobs(1)]
+    assert third["logprobs"]["token_logprobs"] == [*prompt_logprobs(ids("c d")), *logprobs(1)]
     assert plain["logprobs"]["top_logprobs"] == [None, {" d": -0.5}, {" x": logprobs(1)[0]}]
     for choice in whole["choices"]:
         parts = [one for frame in found for one in frame["choices"] if one["index"] == choice["index"]]
@@ -164,9 +164,9 @@ async def test_max_tokens_of_zero_scores_the_prompt(broker: Broker) -> None:
         ]
     [choice] = answer.json()["choices"]
     assert (choice["text"], choice["finish_reason"], choice["stop_reason"]) == ("a é b", "length", None)
-    assert choice["logprobs"]["tokens"] == ["a", " é", " b"] and choice["logprobs"]["token_logprobs"] == told(
-        ids("a é b")
-    )
+    assert choice["logprobs"]["tokens"] == ["a", " é", " b"] and choice["logprobs"][
+        "token_logprobs"
+    ] == prompt_logprobs(ids("a é b"))
     assert choice["logprobs"]["text_offset"] == [0, 1, 3]
     usage = {"prompt_tokens": 3, "completion_tokens": 0, "total_tokens": 3}
     assert (
@@ -192,7 +192,7 @@ async def test_echo_of_a_truncated_prompt_is_truncated(broker: Broker) -> None:
             }
             [choice] = (await client.post(PATH, json=body)).json()["choices"]
             assert (choice["text"], choice["logprobs"]["text_offset"]) == (" é b x", [0, 2, 4])
-            assert choice["logprobs"]["token_logprobs"] == [*told([1, 2]), *logprobs(1)]
+            assert choice["logprobs"]["token_logprobs"] == [*prompt_logprobs([1, 2]), *logprobs(1)]
 
 
 def test_text_offsets_of_prompt_tokens() -> None:

@@ -1,4 +1,4 @@
-"""What OpenAI's routes do not serve is refused by name, in OpenAI's words."""
+"""Fields that OpenAI's routes do not support: the error object names them."""
 
 from collections.abc import AsyncIterator
 from typing import Any

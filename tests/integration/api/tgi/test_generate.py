@@ -69,10 +69,10 @@ async def test_top_tokens_are_in_frames_and_details(broker: Broker) -> None:
 
 
 async def test_decoder_input_details_are_in_the_answer(broker: Broker) -> None:
-    """Nothing of its first token, and nothing where tokens are streamed. It comes with details, whether these
-    are asked for or not.
+    """Ids and log-probabilities of the prompt; the first token has no log-probability, and streams have none
+    at all. `details` need not be set.
     """
-    asked = {"do_sample": True, "top_n_tokens": 2, "decoder_input_details": True}
+    common = {"do_sample": True, "top_n_tokens": 2, "decoder_input_details": True}
     prompt = ids("one two three")
     texts = ["one", " two", " three"]
     prefill = [{"id": prompt[i], "text": texts[i], "logprob": -0.5 * i if i else None} for i in range(3)]
@@ -82,10 +82,12 @@ async def test_decoder_input_details_are_in_the_answer(broker: Broker) -> None:
     ):
         await ready(gateway)
 
-        async def told(inputs: str, path: str = "/generate", **parameters: Any) -> Any:
-            return (await client.post(path, json={"inputs": inputs, "parameters": asked | parameters})).json()
+        async def generate(inputs: str, path: str = "/generate", **parameters: Any) -> Any:
+            return (
+                await client.post(path, json={"inputs": inputs, "parameters": common | parameters})
+            ).json()
 
-        answer = await told("one two three")
+        answer = await generate("one two three")
         assert list(answer["details"]) == [
             "finish_reason",
             "generated_tokens",
@@ -95,19 +97,21 @@ async def test_decoder_input_details_are_in_the_answer(broker: Broker) -> None:
             "top_tokens",
         ]
         assert answer["details"]["prefill"] == prefill and len(answer["details"]["tokens"]) == 2
-        assert (await told("one two three", truncate=2))["details"]["prefill"] == [
+        assert (await generate("one two three", truncate=2))["details"]["prefill"] == [
             {"id": token_id, "text": text, "logprob": logprob}
             for token_id, text, logprob in zip(prompt[1:], texts[1:], [None, -0.5], strict=True)
         ]
-        assert (await told("one"))["details"]["prefill"] == [prefill[0]]
-        best = (await told("one two three", best_of=2))["details"]
+        assert (await generate("one"))["details"]["prefill"] == [prefill[0]]
+        best = (await generate("one two three", best_of=2))["details"]
         assert best["prefill"] == best["best_of_sequences"][0]["prefill"] == prefill
-        assert (await told("one two three", "/"))[0]["details"]["prefill"] == prefill
-        assert "details" not in await told("one two three", decoder_input_details=False)
-        assert (await told("one two", decoder_input_details=None, details=True))["details"]["prefill"] == []
+        assert (await generate("one two three", "/"))[0]["details"]["prefill"] == prefill
+        assert "details" not in await generate("one two three", decoder_input_details=False)
+        assert (await generate("one two", decoder_input_details=None, details=True))["details"][
+            "prefill"
+        ] == []
         assert [request.prompt_logprobs for request in worker.seen] == [0] * 6 + [None, None]
         for path, fields in (("/generate_stream", {}), ("/", {"stream": True})):
-            refused = await client.post(path, json={"inputs": "one", "parameters": asked, **fields})
+            refused = await client.post(path, json={"inputs": "one", "parameters": common, **fields})
             error = "Input validation error: `decoder_input_details` must be false when tokens are streamed"
             assert (refused.status_code, refused.json()) == (
                 422,
@@ -137,7 +141,7 @@ async def test_details_have_a_seed_if_tokens_were_sampled(broker: Broker, path: 
 
 
 async def test_best_of_returns_the_likeliest_answer(broker: Broker) -> None:
-    """Here the shorter one is the likelier. Each has a seed of its own, which is told with it."""
+    """Here the shorter one is the likelier. Each has a seed of its own, which is in its details."""
     texts = iter(["one two three", "one"])
     body = {
         "inputs": "Hi",
@@ -270,6 +274,6 @@ def test_the_best_has_the_highest_mean_log_probability() -> None:
 
 
 async def test_the_last_frame_has_details_if_they_are_requested() -> None:
-    for wanted in (True, False):
-        [content] = [one async for one in stream_frames(ended([-1.0]), "", wanted)]
-        assert (parsed(content)[-1]["details"] is not None) is wanted
+    for with_details in (True, False):
+        [content] = [one async for one in stream_frames(ended([-1.0]), "", with_details)]
+        assert (parsed(content)[-1]["details"] is not None) is with_details

@@ -59,12 +59,12 @@ def test_rendered_prompts_are_those_of_transformers(
     assert own is not None
     template = ChatTemplate(TEMPLATES[name], own.special_tokens) if name in TEMPLATES else own
     for chat in (CHAT, CHAT[1:3], CHAT[3:]):
-        given = {"add_generation_prompt": add_generation_prompt, **VARIABLES}
+        variables = {"add_generation_prompt": add_generation_prompt, **VARIABLES}
         theirs = tokenizer.apply_chat_template(
-            chat, chat_template=TEMPLATES.get(name), tokenize=False, **given
+            chat, chat_template=TEMPLATES.get(name), tokenize=False, **variables
         )
         ids = tokenizer.apply_chat_template(
-            chat, chat_template=TEMPLATES.get(name), return_dict=False, **given
+            chat, chat_template=TEMPLATES.get(name), return_dict=False, **variables
         )
         ours = template.render(chat, add_generation_prompt, VARIABLES)
         assert ours == theirs

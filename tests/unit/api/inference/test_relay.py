@@ -18,7 +18,7 @@ from common.messages.packing import pack_floats, pack_ids
 from common.messages.records import pack_records, pack_tokens
 from common.messages.request import Generate, StoppingParams
 from deploy.serve.broker import Broker
-from tests.support.events import IDS, KEYS, new_stream, say, tokens
+from tests.support.events import IDS, KEYS, event_message, new_stream, tokens
 from tests.support.fleet.gateways import model_tokenizer
 from tests.support.waiting import wait_until
 
@@ -28,29 +28,41 @@ TOKENIZER = model_tokenizer().backend
 SEQUENCES: list[
     tuple[str, list[bytes], bool]
 ] = [  # messages; whether the last one shows that something was missed
-    ("from the first", [say(1, tokens(0, 1))], False),
-    ("not from the first", [say(2, tokens(0, 1))], True),
-    ("one by one", [say(1, tokens(0, 1)), say(2, tokens(1, 2))], False),
-    ("one left out", [say(1, tokens(0, 1)), say(3, tokens(0, 1))], True),
-    ("the last repeated", [say(1, tokens(0, 1)), say(1)], False),
-    ("the last repeated, which was lost", [say(1, tokens(0, 1)), say(2)], True),
-    ("the first repeated, which was lost", [say(1)], True),
-    ("each source counts by itself", [say(1, tokens(0, 1)), say(1, tokens(1, 2), source="w1")], False),
-    ("an old one again", [say(1, tokens(0, 1)), say(2, tokens(1, 2)), say(1, tokens(0, 1))], False),
+    ("from the first", [event_message(1, tokens(0, 1))], False),
+    ("not from the first", [event_message(2, tokens(0, 1))], True),
+    ("one by one", [event_message(1, tokens(0, 1)), event_message(2, tokens(1, 2))], False),
+    ("one left out", [event_message(1, tokens(0, 1)), event_message(3, tokens(0, 1))], True),
+    ("the last repeated", [event_message(1, tokens(0, 1)), event_message(1)], False),
+    ("the last repeated, which was lost", [event_message(1, tokens(0, 1)), event_message(2)], True),
+    ("the first repeated, which was lost", [event_message(1)], True),
+    (
+        "each source counts by itself",
+        [event_message(1, tokens(0, 1)), event_message(1, tokens(1, 2), source="w1")],
+        False,
+    ),
+    (
+        "an old one again",
+        [event_message(1, tokens(0, 1)), event_message(2, tokens(1, 2)), event_message(1, tokens(0, 1))],
+        False,
+    ),
     ("not a message", [b"\xc1"], True),
-    ("lengths that differ", [say(1, Tokens("r", 1, 0, pack_ids([1, 2]), pack_floats([0.0]), ["a"]))], True),
+    (
+        "lengths that differ",
+        [event_message(1, Tokens("r", 1, 0, pack_ids([1, 2]), pack_floats([0.0]), ["a"]))],
+        True,
+    ),
     (
         "likeliest tokens of none",
-        [say(1, Tokens("r", 1, 0, b"", b"", [], pack_ids([1]), pack_floats([0.0])))],
+        [event_message(1, Tokens("r", 1, 0, b"", b"", [], pack_ids([1]), pack_floats([0.0])))],
         True,
     ),
     (
         "half a likeliest token",
-        [say(1, Tokens("r", 1, 0, pack_ids([1]), pack_floats([0.0]), ["a"], b"abc", b"abc"))],
+        [event_message(1, Tokens("r", 1, 0, pack_ids([1]), pack_floats([0.0]), ["a"], b"abc", b"abc"))],
         True,
     ),
-    ("half an id", [say(1, Tokens("r", 1, 0, b"abc", b"", []))], True),
-    ("a request that is not ours", [say(1, tokens(5, 6, request_id="x"))], False),
+    ("half an id", [event_message(1, Tokens("r", 1, 0, b"abc", b"", []))], True),
+    ("a request that is not ours", [event_message(1, tokens(5, 6, request_id="x"))], False),
 ]
 
 
@@ -74,16 +86,16 @@ async def redis(broker: Broker) -> AsyncIterator[Redis]:
 
 @pytest.fixture
 async def relay(redis: Redis) -> AsyncIterator[Relay]:
-    one = Relay(redis, KEYS, "g0")
-    task = asyncio.create_task(one.run())
-    await one.subscribed.wait()
-    yield one
+    running = Relay(redis, KEYS, "g0")
+    task = asyncio.create_task(running.run())
+    await running.subscribed.wait()
+    yield running
     task.cancel()
     await asyncio.wait([task])
 
 
 async def commit(redis: Redis, spilled: int, logged: int, request_id: str = "r") -> None:
-    """The first tokens of the answer stand in the string, the others in the log of w0."""
+    """Put the first tokens of the answer into the string, the others into the log of w0."""
     await redis.hset(  # type: ignore[misc]
         KEYS.request(request_id), mapping={"digest": "d", "worker": "w0", "attempt": 1, "base": 0}
     )
@@ -99,19 +111,19 @@ async def commit(redis: Redis, spilled: int, logged: int, request_id: str = "r")
 
 
 async def test_a_gap_is_filled_with_the_same_text(redis: Redis, relay: Relay) -> None:
-    one = new_stream()
-    relay.add(one)
-    relay.admitted(one)
+    stream = new_stream()
+    relay.add(stream)
+    relay.admitted(stream)
     await commit(redis, 3, 6)
-    await redis.publish(relay.channel, say(1, tokens(0, 1)))
-    await redis.publish(relay.channel, say(2, tokens(4, 5)))
-    await wait_until(lambda: one.num_tokens == 6)
-    await redis.publish(relay.channel, say(3, tokens(6, 7)))
-    await redis.publish(relay.channel, say(5, tokens(8, 9)))
+    await redis.publish(relay.channel, event_message(1, tokens(0, 1)))
+    await redis.publish(relay.channel, event_message(2, tokens(4, 5)))
+    await wait_until(lambda: stream.num_tokens == 6)
+    await redis.publish(relay.channel, event_message(3, tokens(6, 7)))
+    await redis.publish(relay.channel, event_message(5, tokens(8, 9)))
     await commit(redis, 9, 9)
-    await wait_until(lambda: one.num_tokens == 9)
-    assert one.ids == IDS[:9]
-    assert one.texts == [TOKENIZER.decode([i]) for i in IDS[:9]]
+    await wait_until(lambda: stream.num_tokens == 9)
+    assert stream.ids == IDS[:9]
+    assert stream.texts == [TOKENIZER.decode([i]) for i in IDS[:9]]
 
 
 @pytest.mark.parametrize("garbage", [b"not JSON", b"5", b'{"ids": 5, "logprobs": ["a"]}', b"\xff"])
@@ -119,10 +131,10 @@ async def test_an_overwritten_result_ends_its_own_stream_only(
     redis: Redis, relay: Relay, garbage: bytes
 ) -> None:
     spoilt, other = new_stream(), new_stream("other")
-    for one in (spoilt, other):
-        relay.add(one)
-        relay.admitted(one)
-        await commit(redis, 3, 3, one.request.request_id)
+    for stream in (spoilt, other):
+        relay.add(stream)
+        relay.admitted(stream)
+        await commit(redis, 3, 3, stream.request.request_id)
     await redis.hset(KEYS.request("r"), "terminal", "length")  # type: ignore[misc]
     await redis.set(KEYS.result("r"), garbage)
     relay.request_fill([spoilt, other])
@@ -131,51 +143,51 @@ async def test_an_overwritten_result_ends_its_own_stream_only(
 
 
 async def test_a_prompt_is_read_before_the_first_token_is_shown(redis: Redis, relay: Relay) -> None:
-    """It stands in Redis since the first token; where it does not, somebody wrote to the key."""
-    asked = {"prompt_ids": pack_ids([28, 29, 30]), "prompt_logprobs": 1}
-    one, missing, short = (
-        Stream(Generate(name, "", stopping=StoppingParams(100), **asked), model_tokenizer())  # type: ignore[arg-type]
+    """It is in Redis since the first token; if it is not, somebody wrote to the key."""
+    fields = {"prompt_ids": pack_ids([28, 29, 30]), "prompt_logprobs": 1}
+    whole, missing, short = (
+        Stream(Generate(name, "", stopping=StoppingParams(100), **fields), model_tokenizer())  # type: ignore[arg-type]
         for name in ("r", "missing", "short")
     )
     records = pack_records(
         pack_ids([29, 30]), pack_floats([-0.5, -1.5]), pack_ids([7, 8]), pack_floats([-0.25, -1.0])
     )
-    for each in (one, missing, short):
-        relay.add(each)
-        relay.admitted(each)
-        await commit(redis, 0, 2, each.request.request_id)
+    for stream in (whole, missing, short):
+        relay.add(stream)
+        relay.admitted(stream)
+        await commit(redis, 0, 2, stream.request.request_id)
     await redis.hset(KEYS.request("r"), "prompt", records)  # type: ignore[arg-type, misc]
     await redis.hset(KEYS.request("short"), "prompt", records[:-1])  # type: ignore[arg-type, misc]
-    assert not one.add_event(tokens(0, 1)) and not one.ids
+    assert not whole.add_event(tokens(0, 1)) and not whole.ids
     await redis.publish(
         relay.channel,
-        say(1, tokens(0, 1), tokens(0, 1, request_id="missing"), tokens(0, 1, request_id="short")),
+        event_message(1, tokens(0, 1), tokens(0, 1, request_id="missing"), tokens(0, 1, request_id="short")),
     )
-    await wait_until(lambda: one.num_tokens == 2 and missing.terminal and short.terminal)
-    assert one.prompt_tokens() == [(28, None, []), (29, -0.5, [(7, -0.25)]), (30, -1.5, [(8, -1.0)])]
+    await wait_until(lambda: whole.num_tokens == 2 and missing.terminal and short.terminal)
+    assert whole.prompt_tokens() == [(28, None, []), (29, -0.5, [(7, -0.25)]), (30, -1.5, [(8, -1.0)])]
     assert (
-        one.add_event(tokens(2, 3))
-        and one.ids == IDS[:3]
-        and one.texts == [TOKENIZER.decode([i]) for i in IDS[:3]]
+        whole.add_event(tokens(2, 3))
+        and whole.ids == IDS[:3]
+        and whole.texts == [TOKENIZER.decode([i]) for i in IDS[:3]]
     )
-    assert {each.terminal and each.terminal.error for each in (missing, short)} == {
+    assert {stream.terminal and stream.terminal.error for stream in (missing, short)} == {
         "the log-probabilities of its prompt cannot be read"
     }
     assert not missing.ids and not short.ids
 
 
 async def test_an_answer_that_failed_before_its_first_token_has_no_prompt(redis: Redis, relay: Relay) -> None:
-    told, filled = new_stream("told", prompt_logprobs=0), new_stream("filled", prompt_logprobs=0)
-    for each in (told, filled):
-        relay.add(each)
-        relay.admitted(each)
-        await commit(redis, 0, 0, each.request.request_id)
-    assert told.end(Terminal("told", "error", 0, "gone"))
+    failed, filled = new_stream("failed", prompt_logprobs=0), new_stream("filled", prompt_logprobs=0)
+    for stream in (failed, filled):
+        relay.add(stream)
+        relay.admitted(stream)
+        await commit(redis, 0, 0, stream.request.request_id)
+    assert failed.end(Terminal("failed", "error", 0, "gone"))
     await redis.hset(KEYS.request("filled"), "terminal", "error")  # type: ignore[misc]
     await redis.set(KEYS.result("filled"), b'{"error": "gone"}')
     relay.request_fill([filled])
     await wait_until(lambda: filled.terminal)
-    assert told.terminal and filled.terminal and told.terminal.error == filled.terminal.error == "gone"
+    assert failed.terminal and filled.terminal and failed.terminal.error == filled.terminal.error == "gone"
 
 
 async def test_nothing_is_read_before_the_request_is_admitted(redis: Redis, relay: Relay) -> None:
@@ -206,9 +218,9 @@ async def test_fill_requests_during_a_fill_are_merged(
 
     monkeypatch.setattr(relay_module, "read", slow_read)
     streams = [new_stream(str(i)) for i in range(3)]
-    for one in streams:
-        relay.add(one)
-        relay.admitted(one)
+    for stream in streams:
+        relay.add(stream)
+        relay.admitted(stream)
     relay.request_fill(streams[:1])
     await wait_until(lambda: len(reads) == 1)
     for _ in range(100):
@@ -222,53 +234,53 @@ async def test_fill_requests_during_a_fill_are_merged(
 
 async def test_a_silent_stream_is_filled(redis: Redis, relay: Relay, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(relay_module, "SILENCE_S", 0.1)
-    one = new_stream()
-    relay.add(one)
-    relay.admitted(one)
+    stream = new_stream()
+    relay.add(stream)
+    relay.admitted(stream)
     await commit(redis, 1, 4)
-    await wait_until(lambda: one.num_tokens == 4)
+    await wait_until(lambda: stream.num_tokens == 4)
 
 
 async def test_a_lost_subscription_is_renewed(
     redis: Redis, relay: Relay, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(relay_module, "SILENCE_S", 60.0)
-    one = new_stream()
-    relay.add(one)
-    relay.admitted(one)
+    stream = new_stream()
+    relay.add(stream)
+    relay.admitted(stream)
     await commit(redis, 0, 4)
     await redis.client_kill_filter(_type="pubsub")
-    await wait_until(lambda: one.num_tokens == 4)
-    await redis.publish(relay.channel, say(1, tokens(4, 5)))
-    await wait_until(lambda: one.num_tokens == 5)
+    await wait_until(lambda: stream.num_tokens == 4)
+    await redis.publish(relay.channel, event_message(1, tokens(4, 5)))
+    await wait_until(lambda: stream.num_tokens == 5)
 
 
 async def test_another_gateways_channel_is_followed(redis: Redis, relay: Relay) -> None:
-    """From then on, through a lost connection, and no longer than it is needed."""
+    """It is subscribed again after a lost connection, and until the last follower unfollows it."""
     mine, theirs = KEYS.events("g0"), KEYS.events("g9")
-    one = new_stream()
-    relay.add(one)
+    stream = new_stream()
+    relay.add(stream)
 
-    async def heard(channel: str) -> bool:
+    async def has_subscriber(channel: str) -> bool:
         return (await redis.pubsub_numsub(channel))[0][1] == 1  # type: ignore[no-any-return]
 
     for _ in range(2):
         relay.follow(theirs)
-    await wait_until(lambda: heard(theirs))
-    await redis.publish(theirs, say(1, tokens(0, 1)))
-    await wait_until(lambda: one.num_tokens == 1)
-    await redis.publish(mine, say(1, tokens(1, 2)))
-    await wait_until(lambda: one.num_tokens == 2)
+    await wait_until(lambda: has_subscriber(theirs))
+    await redis.publish(theirs, event_message(1, tokens(0, 1)))
+    await wait_until(lambda: stream.num_tokens == 1)
+    await redis.publish(mine, event_message(1, tokens(1, 2)))
+    await wait_until(lambda: stream.num_tokens == 2)
     await redis.client_kill_filter(_type="pubsub")
-    await wait_until(lambda: heard(theirs))
-    await redis.publish(theirs, say(2, tokens(2, 3)))
-    await wait_until(lambda: one.num_tokens == 3)
+    await wait_until(lambda: has_subscriber(theirs))
+    await redis.publish(theirs, event_message(2, tokens(2, 3)))
+    await wait_until(lambda: stream.num_tokens == 3)
     relay.unfollow(theirs)
-    assert await heard(theirs)
+    assert await has_subscriber(theirs)
     relay.unfollow(theirs)
 
     async def left() -> bool:
-        return not await heard(theirs)
+        return not await has_subscriber(theirs)
 
     await wait_until(left)
     assert (await redis.pubsub_numsub(mine))[0][1] == 1

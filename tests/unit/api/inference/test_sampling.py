@@ -12,8 +12,8 @@ from tests.support.generation_params import generation_params
 TOKENIZER = model_tokenizer()
 
 
-def sampling(**given: Any) -> SamplingParams | None:
-    return sampling_params(generation_params(**given), TOKENIZER)
+def sampling(**fields: Any) -> SamplingParams | None:
+    return sampling_params(generation_params(**fields), TOKENIZER)
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ TOKENIZER = model_tokenizer().backend
 
 STREAMS: list[
     tuple[str, list[Tokens | Terminal], list[bool], list[int], bool]
-] = [  # what comes; whether it fits; ids then; ended
+] = [  # events; whether each fits; ids afterwards; whether the stream has ended
     ("in order", [tokens(0, 2), tokens(2, 3), end(3)], [True, True, True], IDS[:3], True),
     ("a repeat", [tokens(0, 2), tokens(0, 2), tokens(2, 3)], [True, True, True], IDS[:3], False),
     ("an old part again", [tokens(0, 3), tokens(1, 2)], [True, True], IDS[:3], False),
@@ -37,14 +37,16 @@ STREAMS: list[
 
 
 @pytest.mark.parametrize(
-    ("comes", "fits", "ids", "ended"), [case[1:] for case in STREAMS], ids=[case[0] for case in STREAMS]
+    ("events", "fits", "ids", "ended"), [case[1:] for case in STREAMS], ids=[case[0] for case in STREAMS]
 )
 async def test_a_stream_takes_each_token_once(
-    comes: list[Tokens | Terminal], fits: list[bool], ids: list[int], ended: bool
+    events: list[Tokens | Terminal], fits: list[bool], ids: list[int], ended: bool
 ) -> None:
-    one = new_stream()
-    assert [one.add_event(word) if isinstance(word, Tokens) else one.end(word) for word in comes] == fits
-    assert (one.ids, one.terminal is not None, one.ended.is_set()) == (ids, ended, ended)
+    stream = new_stream()
+    assert [
+        stream.add_event(event) if isinstance(event, Tokens) else stream.end(event) for event in events
+    ] == fits
+    assert (stream.ids, stream.terminal is not None, stream.ended.is_set()) == (ids, ended, ended)
 
 
 @pytest.mark.parametrize(
@@ -62,8 +64,8 @@ async def test_a_stream_takes_each_token_once(
 async def test_only_a_token_that_may_be_the_last_one_is_held_back(
     stopping: dict[str, Any], ids: list[int], ready: int
 ) -> None:
-    one = new_stream(stopping=stopping)
-    one.add_event(
+    stream = new_stream(stopping=stopping)
+    stream.add_event(
         Tokens(
             "r",
             1,
@@ -73,6 +75,6 @@ async def test_only_a_token_that_may_be_the_last_one_is_held_back(
             [TOKENIZER.decode([i], skip_special_tokens=False) for i in ids],
         )
     )
-    assert one.num_ready == ready
-    one.end(Terminal("r", "error", 0, "gone"))
-    assert one.num_ready == len(ids)
+    assert stream.num_ready == ready
+    stream.end(Terminal("r", "error", 0, "gone"))
+    assert stream.num_ready == len(ids)

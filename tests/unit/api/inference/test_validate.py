@@ -18,8 +18,8 @@ SIZE = model_tokenizer().size
 LIMITS = Limits(99, 100, 4, 5, 2, 4)
 
 
-async def validated(**given: Any) -> list[Generate]:
-    return await validate(generation_params(**given), LIMITS, model_tokenizer())
+async def validated(**fields: Any) -> list[Generate]:
+    return await validate(generation_params(**fields), LIMITS, model_tokenizer())
 
 
 async def test_stopping_parameters_are_kept_and_max_new_tokens_has_a_default() -> None:

@@ -36,8 +36,8 @@ async def reply(
         answer,
         *(part for frame in frames for part in frame),
     ]
-    said: int = await script(redis, "reply")(keys=[JOB, STREAM, RESULT, KEYS.request("a#0")], args=args)
-    return said
+    num_new: int = await script(redis, "reply")(keys=[JOB, STREAM, RESULT, KEYS.request("a#0")], args=args)
+    return num_new
 
 
 async def stream_entries(redis: Redis) -> list[tuple[bytes, bytes]]:
@@ -57,8 +57,8 @@ async def test_register_job_recognises_a_repeated_job(redis: Redis) -> None:
         await redis.delete(STREAM)
         assert await register_job(redis, channel=CHANNEL, in_stream=1) == "ended"
         assert await register_job(redis, "other", CHANNEL, 1) == "conflict"
-        heard = [await pubsub.get_message(timeout=0.05) for _ in range(3)]
-    assert [message["data"] for message in heard if message] == [1, b"last"]
+        messages = [await pubsub.get_message(timeout=0.05) for _ in range(3)]
+    assert [message["data"] for message in messages if message] == [1, b"last"]
     assert await stream_entries(redis) == [(b"1-0", b"last")]
     await redis.delete(JOB)
     await redis.set(JOB, "mine")

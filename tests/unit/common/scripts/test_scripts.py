@@ -217,14 +217,14 @@ async def test_likeliest_tokens_are_committed_with_their_token(redis: Redis) -> 
     await create_logs(redis)
     await admit(redis, "r1", width=3)
     await publish_plan(redis, "5-1", [("r1", 1, 0)])
-    said = [
+    tokens = [
         Tokens(
             "r1", 1, i, pack_ids([i]), pack_floats([-1.0]), [], pack_ids([i, 7]), pack_floats([-1.0, -2.0])
         )
         for i in range(3)
     ]
-    await redis.set(KEYS.tokens("r1"), pack_tokens(said[0]) + b"half of a token")
-    await flush(redis, 1, encode(LogEntry(said[1:])))
+    await redis.set(KEYS.tokens("r1"), pack_tokens(tokens[0]) + b"half of a token")
+    await flush(redis, 1, encode(LogEntry(tokens[1:])))
     state = (await read(redis, KEYS, ["r1"]))["r1"]
     assert (state.num_tokens, state.spilled_bytes) == (3, 24)
     assert unpack_records(state.records, 3) == (
