@@ -60,7 +60,7 @@ def serve(settings: Settings, incarnation: str) -> None:
     log.info(
         "%s listens on %s",
         incarnation,
-        " and ".join(f"{one.getsockname()[0]}:{one.getsockname()[1]}" for one in sockets),
+        " and ".join(f"{listener.getsockname()[0]}:{listener.getsockname()[1]}" for listener in sockets),
     )
     # uvicorn raises SIGTERM again after a graceful shutdown: that is not a failure.
     signal.signal(signal.SIGTERM, ignore)
@@ -85,15 +85,15 @@ def listener(host: str, port: int, name: str, *options: int) -> socket.socket:
     """A bound socket. Raises SettingError with the setting `name`."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     # With the protocol named, asyncio sees TCP and sets TCP_NODELAY.
-    one = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+    listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     for option in options:
-        one.setsockopt(socket.SOL_SOCKET, option, 1)
+        listener.setsockopt(socket.SOL_SOCKET, option, 1)
     try:
-        one.bind((host, port))
+        listener.bind((host, port))
     except OSError as error:
-        one.close()
+        listener.close()
         raise SettingError(name, f"cannot listen on {host}:{port}: {error.strerror}") from error
-    return one
+    return listener
 
 
 def lossy(text: str) -> Callable[[], bool] | None:

@@ -69,8 +69,8 @@ class Admission:
         self.cleanups: set[asyncio.Task[None]] = set()
 
     async def check(self) -> None:
-        """Raises ApiError (503) if nothing can be served now. The workers are looked at again before a
-        request is refused because of them.
+        """Raises ApiError (503) if nothing can be served now. Reads the workers again before it refuses a
+        request because of them.
         """
         if self.relay.last_error:
             raise unavailable(self.relay.last_error)
@@ -112,7 +112,7 @@ class Admission:
             self.relay.remove(stream)
             raise
         except BaseException as error:
-            self.release(stream)  # it may have been admitted all the same
+            self.release(stream)  # it may be on the queue all the same
             if isinstance(error, ERRORS):
                 raise unavailable(describe_error(error)) from error
             raise
@@ -178,8 +178,8 @@ class Admission:
     # --- release --------------------------------------------------------------------------------------------
 
     def release(self, stream: Stream) -> None:
-        """Give up a stream that nobody reads any more: in the background its request is cancelled, unless it
-        has ended, and its keys are deleted.
+        """Release a stream that nobody reads any more: cancel its request in the background, unless it has
+        ended, and delete its keys.
         """
         metrics.count_stream(stream, self.workers.limits)
         task = asyncio.create_task(self.cleanup(stream))
@@ -205,8 +205,8 @@ class Admission:
             self.relay.remove(stream)
 
     async def cancel(self, request_id: str) -> bool:
-        """Ask for the end of a request, however long the broker is away. Returns False if it had ended or
-        never was.
+        """Cancel a request; waits for the broker if it is away. Returns False if the request has ended or is
+        not known.
         """
         keys = [self.keys.request(request_id), self.keys.control]
         args = [encode(Cancel(request_id, "client"))]

@@ -90,8 +90,8 @@ class SamplingFields(BaseModel):
         """The fields that are given, and `others`; `seed` and `bad_words` are completed by validation."""
         names = {field.name for field in fields(SamplingParams)} & SamplingFields.model_fields.keys()
         values = {name: getattr(self, name) for name in names - {"seed", "bad_words"}}
-        given = {name: value for name, value in values.items() if value is not None}
-        return SamplingParams(**{"temperature": 1.0} | given | others)
+        present = {name: value for name, value in values.items() if value is not None}
+        return SamplingParams(**{"temperature": 1.0} | present | others)
 
     def stopping_params(self, min_new_tokens: int | None, stop: list[str] | None) -> StoppingParams:
         """Without `max_new_tokens`, which validation completes."""

@@ -1,6 +1,4 @@
-"""Generation parameters in words that belong to no API; the routes of each API translate their bodies into
-them.
-"""
+"""Generation parameters, independent of an API: the routes of each API convert their bodies into them."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -14,19 +12,19 @@ class GenerationParams:
     """One prompt and how to continue it, not yet validated. Defaults change nothing.
 
     Three parameters stand here because only validation can complete them and move them into `stopping` and
-    `sampling`: `max_new_tokens` (by default what the context leaves), `seed` (by default chosen by chance)
+    `sampling`: `max_new_tokens` (by default what the context leaves), `seed` (by default random)
     and `bad_words` (words that become token ids).
 
     Attributes:
         text, prompt_ids: the prompt; one of the two is given.
-        add_special_tokens: whether `text` gets the special tokens that the model wants around a prompt; a
-            chat template writes them itself.
+        add_special_tokens: whether `text` gets the special tokens that the model expects around a prompt; a
+            chat template adds them itself.
         truncate: only the last so many tokens of the prompt are used.
-        do_sample: whether tokens are drawn; they are, too, where a sampling parameter says so
+        do_sample: whether tokens are sampled; some sampling parameters also turn sampling on
             (api/inference/sampling.py).
         stopping: without `max_new_tokens`.
         sampling: without `seed`, `choice` and `bad_words`; its temperature is 1 where none is given.
-        top_n_tokens: so many of the likeliest tokens are reported with each token.
+        top_n_tokens: number of likeliest tokens that are reported with each token.
         prompt_logprobs: the model's own log-probabilities of the prompt's tokens are reported, and so many of
             the likeliest tokens at each place; None reports nothing of the prompt.
         n: answers to this prompt.

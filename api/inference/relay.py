@@ -31,7 +31,7 @@ SOURCE_FORGOTTEN_S = 60.0
 
 
 class Relay:
-    """Takes the events of one gateway to its live streams.
+    """Delivers the events that one gateway receives to its live streams.
 
     Attributes:
         streams: live ones, by request id.
@@ -210,5 +210,5 @@ class Relay:
             for stream in silent:
                 stream.last_event_s = now
             self.sequences = {
-                source: said for source, said in self.sequences.items() if now - said[1] < SOURCE_FORGOTTEN_S
+                source: last for source, last in self.sequences.items() if now - last[1] < SOURCE_FORGOTTEN_S
             }

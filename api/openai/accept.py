@@ -15,6 +15,6 @@ Shape = TypeVar("Shape", bound=OpenAIRequest)
 async def accept(request: Request, shape: type[Shape]) -> tuple[Pool, Shape]:
     """The pool that serves the body's model, and the body. Raises ApiError."""
     pools = pools_of(request)
-    given = await body.read(request, shape, pools.own.settings.payload_limit)
-    given.check()
-    return await pools.find(given.model), given
+    parsed = await body.read(request, shape, pools.own.settings.payload_limit)
+    parsed.check()
+    return await pools.find(parsed.model), parsed

@@ -48,19 +48,19 @@ def from_completion(body: CompletionRequest) -> list[GenerationParams]:
         prompt_logprobs=body.logprobs if body.echo else None,
     )
     return [
-        replace(params, text=one) if isinstance(one, str) else replace(params, prompt_ids=one)
-        for one in prompts(body)
+        replace(params, text=prompt) if isinstance(prompt, str) else replace(params, prompt_ids=prompt)
+        for prompt in prompts(body)
     ]
 
 
 def prompts(body: CompletionRequest) -> list[str] | list[list[int]]:
     """The prompts of a body, each a text or token ids. Raises ApiError."""
-    given = body.prompt
-    if isinstance(given, str):
-        return [given]
-    if not given:
+    prompt = body.prompt
+    if isinstance(prompt, str):
+        return [prompt]
+    if not prompt:
         raise invalid("`prompt` cannot be empty", "prompt")
-    return [given] if isinstance(given[0], int) else given  # the first tells for all
+    return [prompt] if isinstance(prompt[0], int) else prompt  # all items have the first one's type
 
 
 def common(body: OpenAIRequest, names: Mapping[str, str]) -> GenerationParams:
@@ -85,8 +85,8 @@ def common(body: OpenAIRequest, names: Mapping[str, str]) -> GenerationParams:
     )
 
 
-def logit_bias(given: Mapping[str, float]) -> list[tuple[int, float]]:
-    for key in given:
+def logit_bias(biases: Mapping[str, float]) -> list[tuple[int, float]]:
+    for key in biases:
         if not ID.fullmatch(key):
             raise invalid(f"`logit_bias` must have token ids as keys. Given: {key[:20]!r}", "logit_bias")
-    return [*{int(key): value for key, value in given.items()}.items()]
+    return [*{int(key): value for key, value in biases.items()}.items()]
