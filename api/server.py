@@ -73,15 +73,15 @@ def ignore(*_: object) -> None:
 
 def shared_listener(host: str, port: int) -> socket.socket:
     """Listener on PORT, which all gateways of a machine share: the kernel spreads connections over them."""
-    return listener(host, port, "port", socket.SO_REUSEADDR, socket.SO_REUSEPORT)
+    return bind_listener(host, port, "port", socket.SO_REUSEADDR, socket.SO_REUSEPORT)
 
 
 def own_listener(port: int) -> socket.socket:
     """Listener on the port of this gateway alone."""
-    return listener("127.0.0.1", port, "gateway_port", socket.SO_REUSEADDR)
+    return bind_listener("127.0.0.1", port, "gateway_port", socket.SO_REUSEADDR)
 
 
-def listener(host: str, port: int, name: str, *options: int) -> socket.socket:
+def bind_listener(host: str, port: int, name: str, *options: int) -> socket.socket:
     """A bound socket. Raises SettingError with the setting `name`."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     # With the protocol named, asyncio sees TCP and sets TCP_NODELAY.
