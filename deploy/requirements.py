@@ -1,5 +1,5 @@
-"""python requirements.py [EXTRA …]: what pyproject.toml asks for, a line each, so that images install it in a
-layer of its own.
+"""python requirements.py [EXTRA …]: prints the dependencies in pyproject.toml, one a line; images install
+them in a layer of their own.
 """
 
 import sys

@@ -1,8 +1,9 @@
-"""Flags and variables: what a person wrote, by the names of the fields of Settings; and the help.
+"""Flags and variables: the texts that a person wrote, by field of Settings; and the help.
 
-argparse reads the flags. pydantic-settings and cyclopts cannot: a switch of TGI stands alone or has a value
-(`--sharded`, `--sharded false`), a refusal repeats the name that the person wrote (`--max-model-len`), and a
-variable of our own wins over another server's name for it.
+argparse reads the flags. With pydantic-settings (2.16) a switch of TGI either stands alone or has a value,
+while TGI takes both (`--sharded`, `--sharded false`). Its errors name the field (`max_total_tokens`); ours
+repeat the name that the person wrote (`--max-model-len`). Its `Settings()` reads the environment by itself,
+which a test must not.
 """
 
 import argparse
@@ -102,7 +103,7 @@ def read_flags(cls: type[BaseModel], argv: Sequence[str], prog: str) -> dict[str
 def flag_parser(cls: type[BaseModel], prog: str, everything: bool) -> FlagParser:
     """The parser of all flags. Its help has the options of other servers only with `everything`."""
     parser = FlagParser(prog=prog, usage="%(prog)s [--setting X …]", allow_abbrev=False)
-    parser.add_argument("--help-all", action="help", help=f"and the {OTHERS}")
+    parser.add_argument("--help-all", action="help", help=f"show this help and the {OTHERS}")
     texts = help_texts(cls)
     for name, field in cls.model_fields.items():
         if name in SECTIONS:

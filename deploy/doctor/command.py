@@ -1,5 +1,5 @@
-"""`tokenfleet doctor`: checks this machine and the settings, and prints what would not work and the fix.
-Starts nothing, downloads nothing.
+"""`tokenfleet doctor`: checks this machine and the settings, and prints what would not work and how
+to fix it. It starts and downloads nothing.
 """
 
 import sys
@@ -19,7 +19,7 @@ STYLES = {"ok": "green", "warn": "yellow", "fail": "bold red"}
 
 
 def main(argv: Sequence[str]) -> int:
-    """Prints the findings. Returns 1 where one of them is a failure. Raises SettingError."""
+    """Print the findings. Returns 1 if one of them is a failure. Raises SettingError."""
     settings = checks.read_settings(argv, "tokenfleet doctor")
     checks.set_hub_variables(settings)
     findings = dict(examine(settings))
@@ -64,9 +64,9 @@ CHECKS: dict[str, Callable[[Settings], Finding]] = {
     "model": resources.check_model,
 }
 FIXES = {
-    "port": "PORT names another",
-    "hostname": "HOSTNAME=0.0.0.0, or an address of this machine",
-    "kv_cache_bytes": "a smaller KV_CACHE_BYTES, or fewer workers (NUM_WORKERS)",
-    "redis_url": "start a Redis 7 or later, or leave REDIS_URL out for the embedded broker",
-    "model_id": "MODEL_ID is a hub id, a directory, a GGUF file, or `smollm2`",
+    "port": "set PORT to a free port",
+    "hostname": "set HOSTNAME to 0.0.0.0, or to an address of this machine",
+    "kv_cache_bytes": "set a smaller KV_CACHE_BYTES, or fewer workers (NUM_WORKERS)",
+    "redis_url": "start a Redis 7 or later, or unset REDIS_URL to use the embedded broker",
+    "model_id": "set MODEL_ID to a hub id, a directory, a GGUF file, or `smollm2`",
 }

@@ -7,8 +7,8 @@ GIB = 2**30
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One line. `level` is ok, warn (it works, but not well) or fail (it cannot work); `fix` is empty where
-    all is well.
+    """One line of the report. `level` is ok, warn (it works, but not well) or fail (it cannot work); `fix` is
+    empty where nothing needs fixing.
     """
 
     level: str

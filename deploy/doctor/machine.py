@@ -23,25 +23,25 @@ def check_python(_: Settings) -> Finding:
     found = f"Python {platform.python_version()} on {platform.system()} {platform.machine()}"
     found += f", tokenfleet {version('tokenfleet')}"
     if not PYTHONS[0] <= sys.version_info[:2] <= PYTHONS[1]:
-        return Finding("warn", found, "Python 3.11 to 3.13 is what this is tested with")
+        return Finding("warn", found, "use Python 3.11 to 3.13, which this is tested with")
     return Finding("ok", found)
 
 
 def check_torch(_: Settings) -> Finding:
-    """By what is installed, because loading it takes seconds."""
+    """Look at the installed version only: importing torch takes seconds."""
     try:
         build = version("torch")
         found = f"torch {build}, transformers {version('transformers')}"
     except PackageNotFoundError as error:
         return Finding(
             "warn",
-            f"no {error.name}: no worker can run here, gateways and batchers can",
+            f"{error.name} is not installed: gateways and batchers can run here, workers cannot",
             "pip install -e '.[worker]'",
         )
     if checks.NVIDIA.exists() and build.endswith("+cpu"):
         return Finding(
             "warn",
-            f"{found} is built for CPU only, and here is a GPU",
+            f"{found} is built for CPU only, and this machine has a GPU",
             "pip install a torch with CUDA from pytorch.org",
         )
     return Finding("ok", found)
@@ -52,22 +52,26 @@ def check_gpu(settings: Settings) -> Finding:
     if found:
         return Finding("ok", "; ".join(found))
     if checks.NVIDIA.exists():
-        return Finding("warn", "a GPU whose driver does not answer", "look at `nvidia-smi` and `dmesg`")
+        return Finding(
+            "warn", "there is a GPU, but its driver does not answer", "look at `nvidia-smi` and `dmesg`"
+        )
     if settings.device == "cuda":
-        return Finding("fail", "no NVIDIA driver, but DEVICE=cuda", "install the driver, or DEVICE=auto")
-    return Finding("ok", "none; workers compute on the CPU")
+        return Finding("fail", "no NVIDIA driver, but DEVICE=cuda", "install the driver, or set DEVICE=auto")
+    return Finding("ok", "no GPU: workers compute on the CPU")
 
 
 def check_bfloat16(settings: Settings) -> Finding:
     if checks.NVIDIA.exists() and settings.device != "cpu":
-        return Finding("ok", "the GPU decides")
+        return Finding("ok", "depends on the GPU")
     if cpu.has_bfloat16():
-        return Finding("ok", f"this processor has it ({cpu.num_cores()} cores)")
+        return Finding("ok", f"supported by this processor ({cpu.num_cores()} cores)")
     if settings.dtype in ("bfloat16", "float16"):
         return Finding(
-            "warn", f"this processor has none: {settings.dtype} is slow on it", "DTYPE=float32, or auto"
+            "warn",
+            f"not supported by this processor: {settings.dtype} is slow",
+            "set DTYPE=float32 or DTYPE=auto",
         )
-    return Finding("ok", f"this processor has none, so weights are float32 ({cpu.num_cores()} cores)")
+    return Finding("ok", f"not supported by this processor, so weights are float32 ({cpu.num_cores()} cores)")
 
 
 def check_compiler(_: Settings) -> Finding:
@@ -75,22 +79,22 @@ def check_compiler(_: Settings) -> Finding:
     if path is None:
         return Finding(
             "warn",
-            "none; attention in C++ cannot be built, and torch's is slower on CPU",
-            "apt install g++, or the like",
+            "no C++ compiler: our CPU kernels cannot be built, and torch's attention is slower",
+            "install a C++ compiler, such as g++",
         )
     return Finding("ok", path)
 
 
 def check_kernels(settings: Settings) -> Finding:
-    """What the engine needs beside torch to be fast on a GPU."""
+    """Check what the engine needs, besides torch, to be fast on a GPU."""
     if not checks.NVIDIA.exists() or settings.device == "cpu":
-        return Finding("ok", "no GPU to compile any for")
+        return Finding("ok", "none needed without a GPU")
     try:
         found = f"FlashInfer {version('flashinfer-python')}"
     except PackageNotFoundError:
         return Finding(
             "warn",
-            "no FlashInfer: torch's attention is used on the GPU, and is slower",
+            "FlashInfer is not installed: torch's attention is used on the GPU, which is slower",
             "pip install -e '.[cuda]'",
         )
     nvcc = find_nvcc()
@@ -102,13 +106,15 @@ def check_kernels(settings: Settings) -> Finding:
         return Finding("fail", f"{found} has no nvcc to compile its kernels with", fix)
     if not any(map(shutil.which, COMPILERS)):
         return Finding(
-            "fail", f"{found} and Triton have no C++ compiler beside nvcc", "apt install g++, or the like"
+            "fail",
+            f"{found} and Triton have no C++ compiler beside nvcc",
+            "install a C++ compiler, such as g++",
         )
     return Finding("ok", f"{found}, compiled by {nvcc}")
 
 
 def find_nvcc() -> str | None:
-    """Where FlashInfer looks for it."""
+    """Find nvcc as FlashInfer does."""
     home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
     if home:
         return shutil.which("nvcc", path=f"{home}/bin")

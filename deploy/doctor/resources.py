@@ -29,9 +29,9 @@ def check_memory(settings: Settings) -> Finding:
     checks.check_memory(settings)
     weight_bytes = sum(file.stat().st_size for file in weights(settings))
     wanted_bytes = settings.num_workers * (settings.cpu_cache_bytes + weight_bytes)
-    wanted = f"{in_gib(wanted_bytes)} wanted for caches and weights of {settings.num_workers} (NUM_WORKERS)"
+    wanted = f"{in_gib(wanted_bytes)} needed for caches and weights (NUM_WORKERS={settings.num_workers})"
     if wanted_bytes > available_bytes:
-        return Finding("warn", f"{found}, {wanted}", "fewer workers, or a smaller KV_CACHE_BYTES")
+        return Finding("warn", f"{found}, {wanted}", "set fewer workers, or a smaller KV_CACHE_BYTES")
     return Finding("ok", f"{found}, {wanted}")
 
 
@@ -44,9 +44,11 @@ def check_disk(_: Settings) -> Finding:
     free_bytes = shutil.disk_usage(folder).free
     found = f"{in_gib(free_bytes)} free in {folder}"
     if not os.access(folder, os.W_OK):
-        return Finding("fail", f"{folder} cannot be written to", "XDG_CACHE_HOME names another folder")
+        return Finding(
+            "fail", f"{folder} cannot be written to", "set XDG_CACHE_HOME to a folder that can be written to"
+        )
     if free_bytes < LITTLE_DISK_BYTES:
-        return Finding("warn", found, "make room for models, or set XDG_CACHE_HOME")
+        return Finding("warn", found, "free some space for models, or set XDG_CACHE_HOME to another folder")
     return Finding("ok", found)
 
 
@@ -89,12 +91,14 @@ def check_model(settings: Settings) -> Finding:
     if path is None:
         return Finding(
             "warn",
-            f"{settings.model_id} is fetched or converted first",
+            f"{settings.model_id} is not on this machine yet: the first start downloads or converts it",
             f"tokenfleet download-weights {settings.model_id}",
         )
     if not model_files.weight_files(path) and not settings.makes_weights:
         return Finding(
-            "fail", f"{path} has no whole set of .safetensors files", "only safetensors and GGUF are served"
+            "fail",
+            f"{path} has no complete set of .safetensors files",
+            "choose a model in safetensors or GGUF format",
         )
     size = (
         "random weights"
@@ -110,5 +114,5 @@ def weights(settings: Settings) -> list[Path]:
     try:
         path = model_files.find_local(settings.model_id, settings.revision, checks.weights_dtype(settings))
     except SettingError:
-        return []  # which is another finding
+        return []  # check_model reports it
     return model_files.weight_files(path) if path else []

@@ -90,7 +90,7 @@ def locked_directory() -> Iterator[Path]:
 
 
 def remove_abandoned() -> None:
-    """Removes what is left of launchers that were killed."""
+    """Remove the directories of launchers that were killed."""
     for directory in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
         with contextlib.suppress(OSError):
             if is_abandoned(directory):
@@ -98,7 +98,7 @@ def remove_abandoned() -> None:
 
 
 def is_abandoned(directory: Path) -> bool:
-    """Nobody holds its lock, and not because it is just being made."""
+    """Whether its lock is free, and it is old enough not to be just being made."""
     if time.time() - directory.stat().st_mtime < BEING_MADE_S:
         return False
     with open_directory(directory) as handle, contextlib.suppress(BlockingIOError):

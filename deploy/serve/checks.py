@@ -1,6 +1,4 @@
-"""What is looked at before anything starts: each failure is a SettingError, one line that names the setting
-and the cause.
-"""
+"""Checks before anything starts. A failure is a SettingError: one line with the setting and the cause."""
 
 import asyncio
 import errno
@@ -41,11 +39,11 @@ def weights_dtype(settings: Settings) -> str:
 
 
 def check_memory(settings: Settings) -> None:
-    """The caches of all workers together: pages are taken as they are used, so each worker alone would see
-    room for its own.
+    """Check that the caches of all workers fit in memory together. A worker alone cannot see this: memory is
+    taken page by page, as it is used.
     """
     if caches_on_gpu(settings):
-        return  # the workers look themselves
+        return  # each worker checks its own GPU
     available_bytes = memory.available_bytes()
     if settings.num_workers * settings.cpu_cache_bytes > available_bytes:
         wanted = f"{settings.cpu_cache_bytes // MIB} MiB for each of {settings.num_workers} (NUM_WORKERS)"
@@ -55,16 +53,19 @@ def check_memory(settings: Settings) -> None:
 
 
 def check_ranks() -> None:
-    """Workers of ours would take torchrun's variables for theirs, and wait for ranks that nobody starts."""
+    """Refuse to start under torchrun: our workers would read its variables, and wait for ranks that never
+    start.
+    """
     if os.environ.get("WORLD_SIZE", "1") not in ("", "1"):
         raise SettingError(
-            "world_size", "is torchrun's, which starts workers (-m gpu_worker), no fleets; give NUM_SHARD"
+            "world_size",
+            "is set by torchrun, which starts workers (-m gpu_worker), not fleets; set NUM_SHARD instead",
         )
 
 
 def check_port(settings: Settings) -> None:
-    """Gateways share their port (SO_REUSEPORT), so they would not notice a stranger of ours on it: a plain
-    bind does.
+    """Check by a plain bind that the port is free. Gateways share it (SO_REUSEPORT), so they would not notice
+    another fleet's gateways on it.
     """
     host, port = settings.listen_host, settings.port
     try:
@@ -99,7 +100,7 @@ def with_model(settings: Settings) -> Settings:
 
 
 def set_hub_variables(settings: Settings) -> None:
-    """huggingface_hub reads variables, once, when it is first imported."""
+    """Set the variables of huggingface_hub, which reads them once, when it is imported."""
     if settings.huggingface_hub_cache is not None:
         os.environ["HF_HUB_CACHE"] = settings.huggingface_hub_cache
     if "HF_API_TOKEN" in os.environ:
@@ -107,7 +108,7 @@ def set_hub_variables(settings: Settings) -> None:
 
 
 def local_address(settings: Settings) -> tuple[str, int]:
-    """Where a process of this machine finds the gateways."""
+    """Return host and port at which a process of this machine reaches the gateways."""
     return {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(
         settings.listen_host, settings.listen_host
     ), settings.port

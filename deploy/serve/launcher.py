@@ -60,7 +60,7 @@ async def run(fleet: LocalFleet) -> int:
         over = next(error for error in group.exceptions if isinstance(error, FleetEnded))
     finally:
         await kill(fleet.ours)
-        await kill(fleet.brokers)  # last, so that nobody complains of it
+        await kill(fleet.brokers)  # last: the others log errors without it
     if str(over):
         log.error("%s", over)
     return over.exit_code
@@ -78,7 +78,7 @@ async def launch(fleet: LocalFleet, tasks: asyncio.TaskGroup) -> None:
 
 
 async def supervise(process: SupervisedProcess, fleet: LocalFleet, tasks: asyncio.TaskGroup) -> None:
-    """Starts a process, and starts it again whenever it ends, for as long as it is wanted."""
+    """Starts a process, and starts it again whenever it ends, as long as `should_run`."""
     while process.should_run:
         returncode, lived_s = await process.run_once()
         if not process.should_run:
@@ -86,7 +86,7 @@ async def supervise(process: SupervisedProcess, fleet: LocalFleet, tasks: asynci
         if process.kind == "worker":
             tasks.create_task(report_death(fleet.settings, process.incarnation))
         if not fleet.was_ready:
-            if returncode == os.EX_CONFIG:  # it has said itself which setting cannot be served
+            if returncode == os.EX_CONFIG:  # it has printed the setting itself
                 raise FleetEnded(os.EX_CONFIG)
             raise FleetEnded(1, f"{process.name} ended before the fleet was ready: {describe(returncode)}")
         pause_s = process.restarts.pause_s(lived_s)
@@ -101,7 +101,7 @@ async def supervise(process: SupervisedProcess, fleet: LocalFleet, tasks: asynci
 
 
 async def report_death(settings: Settings, incarnation: str) -> None:
-    """The batcher need not wait until the worker's sign of life has expired."""
+    """Report a worker's death to the batcher, which then need not wait until its heartbeat expires."""
     assert settings.redis_url is not None
     entry: Any = {"died": encode(WorkerDied(incarnation))}
     async with connect(settings.redis_url) as client:
@@ -113,4 +113,7 @@ async def report_death(settings: Settings, incarnation: str) -> None:
                         return
                     await asyncio.sleep(POLL_S)
         except TimeoutError:
-            log.warning("no broker to tell that %s ended; its sign of life will expire", incarnation)
+            log.warning(
+                "the broker does not answer: the batcher learns of the end of %s when its heartbeat expires",
+                incarnation,
+            )

@@ -23,8 +23,7 @@ class Restarts:
     """When a process that ended starts again: at once the first time, then 0.5, 1, 2 … 10 s after its last
     start.
 
-    A life of SHORT_LIFE_S or more starts the count anew: no loop is tight then, and who is killed while it
-    works is back at once.
+    A run of SHORT_LIFE_S or more resets the count: a process that is killed after that restarts at once.
     """
 
     num_short_lives: int = 0
@@ -57,8 +56,8 @@ class SupervisedProcess:
     Attributes:
         kind: `broker`, `batcher`, `worker`, `gateway` or `jobs`.
         environ: variables in addition to ours.
-        incarnation: name of this life of it, new at every start.
-        wanted: whether it is to be started again when it ends.
+        incarnation: name of this run, new at every start.
+        should_run: whether to start it again when it ends.
     """
 
     kind: str
@@ -71,7 +70,7 @@ class SupervisedProcess:
     restarts: Restarts = field(default_factory=Restarts)
 
     async def run_once(self) -> tuple[int, float]:
-        """One life, from start to end: (return code, seconds)."""
+        """Run the process once. Returns its return code, and the seconds that it ran."""
         self.incarnation = f"{self.name}-{secrets.token_hex(4)}"
         own = {"PROCESS_NAME": self.name, "INCARNATION": self.incarnation, "PARENT_PID": str(os.getpid())}
         clock = asyncio.get_running_loop().time

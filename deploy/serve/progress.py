@@ -1,4 +1,4 @@
-"""What takes long before the first process starts, shown while it lasts."""
+"""Progress of the steps before the first process starts, such as a download."""
 
 import contextlib
 import sys
@@ -10,8 +10,8 @@ from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 @contextlib.contextmanager
 def progress() -> Iterator[Callable[[str], None]]:
-    """A function that says what is being done: one live line with the time it takes in a terminal, a line
-    each elsewhere.
+    """Yield a function that shows the current step: in a terminal one live line with the time, elsewhere a
+    line for each step.
     """
     console = Console(stderr=True)
     if not console.is_terminal:

@@ -57,7 +57,7 @@ def test_a_failure_is_printed_with_its_fix() -> None:
         and "→ start a Redis" in failed["broker"]
         and "secret" not in done.stdout
     )
-    assert "/no/such/model does not exist" in failed["model"] and "→ MODEL_ID is" in failed["model"]
+    assert "/no/such/model does not exist" in failed["model"] and "→ set MODEL_ID to" in failed["model"]
     assert "no NVIDIA driver, but DEVICE=cuda" in failed["GPU"]
 
 
@@ -147,7 +147,7 @@ def test_kernels_for_a_gpu(nowhere: Path, monkeypatch: pytest.MonkeyPatch) -> No
     assert found("kernels").level == "fail" and "g++" in found("kernels").fix
     program(nowhere / "bin/g++")
     assert found("kernels") == Finding("ok", f"FlashInfer 0.7.2, compiled by {nowhere}/toolkit/bin/nvcc")
-    assert found("kernels", device="cpu").found == "no GPU to compile any for"
+    assert found("kernels", device="cpu").found == "none needed without a GPU"
 
 
 def test_nvcc_is_found_as_flashinfer_finds_it(nowhere: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -176,7 +176,7 @@ def program(path: Path) -> None:
 def test_a_processor_without_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cpu, "has_bfloat16", lambda: False)
     assert found("bfloat16").level == "ok"
-    assert found("bfloat16", dtype="bfloat16").fix == "DTYPE=float32, or auto"
+    assert found("bfloat16", dtype="bfloat16").fix == "set DTYPE=float32 or DTYPE=auto"
 
 
 def test_a_limit_of_open_files_that_is_too_low(monkeypatch: pytest.MonkeyPatch) -> None:
