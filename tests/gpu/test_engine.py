@@ -34,15 +34,15 @@ FLASH = [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for
 
 def check_float32(device: str, family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny_models.save(tmp_path, *FAMILIES[family])
-    wanted = {row: tiny_models.generate(model, prompt, NEW_TOKENS) for row, prompt in enumerate(prompts())}
+    expected = {row: tiny_models.generate(model, prompt, NEW_TOKENS) for row, prompt in enumerate(prompts())}
     engine, fresh = engine_on(device, tmp_path, monkeypatch, dtype="float32"), dict(enumerate(prompts()))
-    assert [play(engine, {row: prompt})[row] for row, prompt in fresh.items()] == list(wanted.values()), (
+    assert [play(engine, {row: prompt})[row] for row, prompt in fresh.items()] == list(expected.values()), (
         "alone"
     )
-    assert play(engine, fresh) == wanted, "batched"
-    assert play(engine, fresh, prefill_tokens=7) == wanted, "chunked"
-    resumed = play(engine, {row: prompt + wanted[row][:9] for row, prompt in fresh.items()}, base=9)
-    assert resumed == {row: ids[9:] for row, ids in wanted.items()}, "resumed"
+    assert play(engine, fresh) == expected, "batched"
+    assert play(engine, fresh, prefill_tokens=7) == expected, "chunked"
+    resumed = play(engine, {row: prompt + expected[row][:9] for row, prompt in fresh.items()}, base=9)
+    assert resumed == {row: ids[9:] for row, ids in expected.items()}, "resumed"
 
 
 @ANYWHERE

@@ -25,7 +25,7 @@ pytestmark = pytest.mark.parametrize("device", DEVICES)
 NEW_TOKENS = 12
 BUSY_CYCLES = 2 * 10**9
 """A second and more of a GPU's time: far longer than a launch takes once all kernels are there."""
-ASKED: dict[str, dict[str, Any]] = {
+OPTIONS: dict[str, dict[str, Any]] = {
     "greedy": {},
     "temperature": {"sampling": SamplingParams(temperature=0.8, seed=1)},
     "top-p": {"sampling": SamplingParams(temperature=0.8, top_p=0.9, seed=1)},
@@ -70,8 +70,8 @@ def compile_on(device: str) -> Callable[..., int]:
     return compile_layers if device == "cuda" else lambda *arguments: 0
 
 
-def play(engine: Engine, prefill_tokens: int, asked: list[dict[str, Any]]) -> Player:
-    """One row for each of `asked`."""
+def play(engine: Engine, prefill_tokens: int, options: list[dict[str, Any]]) -> Player:
+    """One row for each of `options`."""
     played = Player(
         engine, list(range(1, engine.ready.num_blocks + 1)), prefill_tokens, until=engine.rows.step
     )
@@ -79,7 +79,7 @@ def play(engine: Engine, prefill_tokens: int, asked: list[dict[str, Any]]) -> Pl
     played.run(
         [
             played.start(row, lines[row % len(lines)], NEW_TOKENS, **{"ignore_eos": True} | one)
-            for row, one in enumerate(asked)
+            for row, one in enumerate(options)
         ],
         horizon=64,
     )
@@ -89,37 +89,44 @@ def play(engine: Engine, prefill_tokens: int, asked: list[dict[str, Any]]) -> Pl
 def test_a_step_is_launched_before_the_one_before_it_is_read(
     device: str, engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    said, launch, read = list[tuple[str, int]](), engine.launch, InFlightStep.read
+    events, launch, read = list[tuple[str, int]](), engine.launch, InFlightStep.read
 
     def note_launch(before: InFlightStep | None = None) -> LaunchedStep | None:
         launched = launch(before)
         if launched:
-            said.append(("launch", launched.number))
+            events.append(("launch", launched.number))
         return launched
 
     def note_read(flight: InFlightStep) -> Any:
-        said.append(("read", flight.number))
+        events.append(("read", flight.number))
         return read(flight)
 
     monkeypatch.setattr(engine, "launch", note_launch)
     monkeypatch.setattr(InFlightStep, "read", note_read)
     play(engine, 1000, [{}, {}])
-    numbers = sorted(number for what, number in said if what == "launch")
-    assert len(numbers) >= NEW_TOKENS and [number for what, number in said if what == "read"] == numbers
+    numbers = sorted(number for what, number in events if what == "launch")
+    assert len(numbers) >= NEW_TOKENS and [number for what, number in events if what == "read"] == numbers
     late = [
-        number for number in numbers[1:] if said.index(("launch", number)) > said.index(("read", number - 1))
+        number
+        for number in numbers[1:]
+        if events.index(("launch", number)) > events.index(("read", number - 1))
     ]
     assert late == [], "launched after the read of the step before"
 
 
-@pytest.mark.parametrize("asked", ASKED)
+@pytest.mark.parametrize("options", OPTIONS)
 def test_no_launch_waits_for_the_device(
-    device: str, engine: Engine, asked: str, monkeypatch: pytest.MonkeyPatch
+    device: str, engine: Engine, options: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What waits and is known to torch raises. What waits unknown to it finds the device busy for a second,
     and not busy any more after.
     """
-    rows, waited, launch, sample = [ASKED[asked], {}, ASKED[asked]], list[str](), engine.launch, engine.sample
+    rows, waited, launch, sample = (
+        [OPTIONS[options], {}, OPTIONS[options]],
+        list[str](),
+        engine.launch,
+        engine.sample,
+    )
     for prefill_tokens in (1000, 7):
         play(engine, prefill_tokens, rows)  # every kernel is there, and pinned memory
 

@@ -1,5 +1,5 @@
-"""The config of a model: read, stretched as the settings say, and refused where it says that the model cannot
-be served.
+"""The config of a model: read, with longer rotary positions where the settings say so, and refused where the
+model cannot be served.
 """
 
 from pathlib import Path
@@ -13,8 +13,8 @@ LAYER_TYPES = {"full_attention", "sliding_attention"}
 
 
 def read_config(path: Path, settings: Settings) -> Any:
-    """The model's text config, with what the config of a model that sees images, too, says of the whole.
-    Raises SettingError.
+    """Return the model's text config, with the values that the config of a model for images and text has outside
+    its text part. Raises SettingError.
     """
     model_id = settings.model_id
     try:
@@ -33,7 +33,7 @@ def read_config(path: Path, settings: Settings) -> Any:
 
 
 def refusal_of(config: Any, text: Any) -> str | None:
-    """What a config says that is not served, of a model and of its part for text."""
+    """Return why a model cannot be served, from its config and the text part of it; None if it can."""
     if config.is_encoder_decoder:
         return "is an encoder-decoder model; only decoders are served"
     if not has_attention(text):
@@ -55,7 +55,7 @@ def has_attention(config: Any) -> bool:
 
 
 def has_alibi(config: Any) -> bool:
-    """Bloom has nothing else, MPT says it among what it says of attention."""
+    """Bloom always has ALiBi; MPT has the switch in its attention config."""
     return config.model_type == "bloom" or any(
         getattr(part, "alibi", False) for part in (config, getattr(config, "attn_config", None))
     )

@@ -19,8 +19,8 @@ TIMES = 3
 MULTIPLE = 32
 TIMED_TOKENS = {"cpu": 128, "cuda": 2048}
 CUDA_TOKENS = 8192
-"""Prompt tokens of the largest step on CUDA, where nobody says otherwise: products of so many rows are bound
-by arithmetic long since.
+"""Prompt tokens of the largest step on CUDA, unless set otherwise: products of so many rows are bound by
+arithmetic.
 """
 
 Forward = Callable[[Sequence[RowSlice]], torch.Tensor]

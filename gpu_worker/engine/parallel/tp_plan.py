@@ -1,4 +1,4 @@
-"""Which part of each weight a rank holds, by the plan that the model brings along (transformers' `tp_plan`).
+"""Which part of each weight a rank holds, by the model's own plan (transformers' `tp_plan`).
 
 A matrix is cut as its plan says: `colwise` along its outputs, `rowwise` along its inputs. What belongs to
 heads is cut between heads, so that a rank computes whole ones: with more ranks than K and V heads, ranks

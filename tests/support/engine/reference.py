@@ -86,8 +86,8 @@ def logprobs(model: Any, ids: Sequence[int]) -> list[list[float]]:
     with torch.inference_mode():
         scores = model(torch.tensor([list(ids)])).logits[0, :-1].double().log_softmax(-1)
     own = scores.gather(1, torch.tensor([list(ids[1:])]).T)
-    told: list[list[float]] = torch.cat((own, scores.topk(3).values), 1).tolist()
-    return told
+    found: list[list[float]] = torch.cat((own, scores.topk(3).values), 1).tolist()
+    return found
 
 
 def keep(file: Path, answer: Any) -> None:

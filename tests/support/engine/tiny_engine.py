@@ -13,7 +13,7 @@ from tests.support.engine.tiny_models import VOCAB
 NEW_TOKENS = 40
 
 LENGTHS = (1, 20, 50, 70)
-"""Of prompts: some beyond the windows and the original rope lengths."""
+"""Of the prompts: some are longer than the windows and the original rope lengths."""
 
 
 def engine_of(folder: Path, block_size: int = 8, dtype: str = "float32") -> Engine:
@@ -36,7 +36,7 @@ def prompts() -> list[list[int]]:
 def play(
     engine: Engine, prefixes: dict[int, list[int]], prefill_tokens: int = 1000, base: int = 0
 ) -> dict[int, list[int]]:
-    """All ids of rows that start with `base` tokens generated, beyond them."""
+    """Return the new ids of rows that start with `base` tokens generated before."""
     played = Player(
         engine, list(range(1, engine.ready.num_blocks + 1)), prefill_tokens, until=engine.rows.step
     )

@@ -30,7 +30,7 @@ def num_fused(monkeypatch: pytest.MonkeyPatch, folder: Path, family: str, **size
 
 
 @pytest.mark.parametrize(
-    ("family", "wanted"),
+    ("family", "expected"),
     [
         ("Llama", 3),
         ("Llama-dynamic", 3),
@@ -43,8 +43,10 @@ def num_fused(monkeypatch: pytest.MonkeyPatch, folder: Path, family: str, **size
         ("Ministral3", 0),
     ],
 )
-def test_layers_are_fused(family: str, wanted: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert num_fused(monkeypatch, tmp_path, family) == wanted
+def test_layers_are_fused(
+    family: str, expected: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert num_fused(monkeypatch, tmp_path, family) == expected
 
 
 def test_layers_that_read_positions_are_not_fused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -73,7 +73,7 @@ def test_an_engine_without_a_compiler_generates_the_same_ids(
 ) -> None:
     """One line in the log says so."""
     model = tiny_models.save(tmp_path, *FAMILIES["Llama"])
-    wanted = {row: tiny_models.generate(model, prompt, 40) for row, prompt in enumerate(prompts())}
+    expected = {row: tiny_models.generate(model, prompt, 40) for row, prompt in enumerate(prompts())}
     monkeypatch.setattr(native, "COMPILERS", ())
     monkeypatch.setattr(native, "library", native.functools.cache(native.library.__wrapped__))  # type: ignore[attr-defined]
     with caplog.at_level(logging.WARNING):
@@ -84,7 +84,7 @@ def test_an_engine_without_a_compiler_generates_the_same_ids(
     assert isinstance(engine.loaded.backend, SdpaBackend) and isinstance(
         packed_linear.pack_linear(nn.Linear(8, 8), False, LargePages()), OneDnnLinear
     )
-    assert play(engine, dict(enumerate(prompts()))) == wanted
+    assert play(engine, dict(enumerate(prompts()))) == expected
 
 
 def test_the_library_is_built_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

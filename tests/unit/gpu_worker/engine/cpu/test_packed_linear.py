@@ -25,9 +25,11 @@ def test_products_do_not_depend_on_the_batch(
     packed = NativeLinear(linear, library, whole, LargePages())
     for num_rows in (*range(1, 10), 33):
         states = torch.randn(1, num_rows, inputs).to(dtype)
-        wanted = states.double() @ linear.weight.double().T + (linear.bias.double() if bias else 0)
+        expected = states.double() @ linear.weight.double().T + (linear.bias.double() if bias else 0)
         result = packed(states)
-        torch.testing.assert_close(result.double(), wanted, rtol=2 * torch.finfo(result.dtype).eps, atol=1e-5)
+        torch.testing.assert_close(
+            result.double(), expected, rtol=2 * torch.finfo(result.dtype).eps, atol=1e-5
+        )
         assert result.dtype == (torch.float32 if whole else dtype)
         assert all(torch.equal(packed(states[:, row]), result[:, row]) for row in range(num_rows))
 

@@ -30,7 +30,7 @@ def test_one_compilation_serves_all_layers(
 ) -> None:
     """One for one token, one for any number; and the ids are the same."""
     model = tiny_models.save(tmp_path, *FAMILIES["Llama"])
-    wanted = {row: tiny_models.generate(model, prompt, NEW_TOKENS) for row, prompt in enumerate(prompts())}
+    expected = {row: tiny_models.generate(model, prompt, NEW_TOKENS) for row, prompt in enumerate(prompts())}
     engine = like_cuda(tmp_path)
     engine.graphs = None
 
@@ -41,7 +41,7 @@ def test_one_compilation_serves_all_layers(
     stop_compiling()
     compiled = dynamo["stats"]["unique_graphs"]
     assert 1 <= compiled <= 3 and not dynamo["graph_break"]
-    assert play(engine, dict(enumerate(prompts()))) == wanted
+    assert play(engine, dict(enumerate(prompts()))) == expected
     assert dynamo["stats"]["unique_graphs"] == compiled
 
 

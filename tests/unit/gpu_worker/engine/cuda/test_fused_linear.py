@@ -18,12 +18,12 @@ class Odd(nn.Module):
 
 
 def test_merged_products_equal_those_of_the_parts() -> None:
-    model, given = Odd(), torch.randn(3, 8)
-    expected = model(given)
+    model, inputs = Odd(), torch.randn(3, 8)
+    expected = model(inputs)
     fuse_linears(model)
     assert isinstance(model.q_proj, FusedLinearSlice)
     for _ in range(2):
-        torch.testing.assert_close(model(given), expected)
+        torch.testing.assert_close(model(inputs), expected)
 
 
 def test_changed_or_different_layers_are_not_merged() -> None:

@@ -36,15 +36,15 @@ SLOWLY = (
 def test_ids_are_those_of_generate(family: str, tmp_path: Path, like_cuda: Callable[[Path], Engine]) -> None:
     """Steps of one to three rows that decode come from graphs, one of which is never full; others do not."""
     model = tiny_models.save(tmp_path, *FAMILIES[family])
-    wanted = {row: tiny_models.generate(model, prompt, NEW_TOKENS) for row, prompt in enumerate(prompts())}
+    expected = {row: tiny_models.generate(model, prompt, NEW_TOKENS) for row, prompt in enumerate(prompts())}
     engine, fresh = like_cuda(tmp_path), dict(enumerate(prompts()))
-    assert [play(engine, {row: prompt})[row] for row, prompt in fresh.items()] == list(wanted.values()), (
+    assert [play(engine, {row: prompt})[row] for row, prompt in fresh.items()] == list(expected.values()), (
         "alone"
     )
-    assert play(engine, fresh) == wanted, "batched"
-    assert play(engine, fresh, prefill_tokens=7) == wanted, "chunked"
-    resumed = play(engine, {row: prompt + wanted[row][:9] for row, prompt in fresh.items()}, base=9)
-    assert resumed == {row: ids[9:] for row, ids in wanted.items()}, "resumed"
+    assert play(engine, fresh) == expected, "batched"
+    assert play(engine, fresh, prefill_tokens=7) == expected, "chunked"
+    resumed = play(engine, {row: prompt + expected[row][:9] for row, prompt in fresh.items()}, base=9)
+    assert resumed == {row: ids[9:] for row, ids in expected.items()}, "resumed"
 
 
 def test_decoding_comes_from_graphs(tmp_path: Path, like_cuda: Callable[[Path], Engine]) -> None:
@@ -69,7 +69,7 @@ def test_steps_that_wait_for_the_device_are_not_captured(
     """Torch raises where it would wait, before anything is captured."""
     tiny_models.save(tmp_path, *FAMILIES["Llama"])
     engine, fresh, modes = like_cuda(tmp_path), dict(enumerate(prompts())), list[str]()
-    wanted, engine.graphs = play(engine, fresh), None
+    expected, engine.graphs = play(engine, fresh), None
 
     def capture(run: Callable[[], None]) -> Callable[[], None]:
         def wait() -> None:
@@ -86,7 +86,7 @@ def test_steps_that_wait_for_the_device_are_not_captured(
     assert (
         engine.graphs is None
         and "captured: called a synchronizing CUDA operation;" in caplog.text
-        and play(engine, fresh) == wanted
+        and play(engine, fresh) == expected
     )
     assert modes == ["error", "default"]
     modes.clear()
@@ -100,9 +100,9 @@ def test_halves_of_a_step_use_graphs(tmp_path: Path, like_cuda: Callable[[Path],
     """
     tiny_models.save(tmp_path, *FAMILIES["Llama"])
     engine, fresh = like_cuda(tmp_path), dict(enumerate(prompts()))
-    wanted = play(engine, fresh, prefill_tokens=7)
+    expected = play(engine, fresh, prefill_tokens=7)
     scarce = limit(engine, room=2, since=1, error=torch.OutOfMemoryError("CUDA out of memory"))
-    assert play(engine, fresh, prefill_tokens=7) == wanted and scarce.refusals
+    assert play(engine, fresh, prefill_tokens=7) == expected and scarce.refusals
 
 
 def test_sizes_of_graphs() -> None:

@@ -63,11 +63,11 @@ def test_keys_and_values_are_written_to_their_slots(
     for key, value in zip(
         *(as_model_code_leaves(len(slots), kv_heads, dim) for dim in (key_dim, value_dim)), strict=True
     ):
-        wanted = caches(kv_heads, key_dim), caches(kv_heads, value_dim)
-        found = [cache.clone() for cache in wanted]
-        write_kv(*wanted, key, value, slots)
+        expected = caches(kv_heads, key_dim), caches(kv_heads, value_dim)
+        found = [cache.clone() for cache in expected]
+        write_kv(*expected, key, value, slots)
         interpreted("write_kernel").write_both(*found, key, value, slots.int())
-        assert all(map(torch.equal, found, wanted))
+        assert all(map(torch.equal, found, expected))
 
 
 @pytest.mark.parametrize("page", [(2, 16, 64), (3, 16, 96), (1, 5, 3)])
@@ -93,9 +93,9 @@ def test_top_k_equals_that_of_torch(
     kernels = interpreted("greedy_kernel")
     monkeypatch.setattr(kernels, "WIDTH", 64)
     ids, logprobs = kernels.likeliest_rows(logits)
-    wanted_ids, wanted = greedy(logits)
+    wanted_ids, expected = greedy(logits)
     assert ids.tolist() == wanted_ids.tolist() and ids[1] == 7
-    torch.testing.assert_close(logprobs, wanted, rtol=0, atol=1e-6)
+    torch.testing.assert_close(logprobs, expected, rtol=0, atol=1e-6)
     alone = [kernels.likeliest_rows(row[None])[1] for row in logits]
     assert torch.equal(torch.cat(alone), logprobs)
 

@@ -46,7 +46,7 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def told(engine: Any) -> tuple[dict[int, list[int]], list[float]]:
+def outputs_of(engine: Any) -> tuple[dict[int, list[int]], list[float]]:
     """New ids, and their log-probabilities."""
     played = Player(engine, list(range(1, engine.ready.num_blocks + 1)))
     ids = played.run(
@@ -61,7 +61,7 @@ def test_a_config_suffices_and_all_workers_make_the_same_weights(folder: Path, d
         Engine(Settings(model_id=str(folder), load_format="dummy", dtype=dtype, **SETTINGS))  # type: ignore[arg-type]
         for _ in range(2)
     ]
-    (ids, logprobs), again = (told(engine) for engine in engines)
+    (ids, logprobs), again = (outputs_of(engine) for engine in engines)
     assert {parameter.dtype for parameter in engines[0].loaded.model.parameters()} == {getattr(torch, dtype)}
     assert [len(ids[row]) for row in range(len(PROMPTS))] == [NEW_TOKENS] * len(PROMPTS)
     assert all(math.isfinite(logprob) for logprob in logprobs)

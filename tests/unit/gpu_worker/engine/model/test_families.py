@@ -16,6 +16,7 @@ from gpu_worker.engine.attention.kv_cache import AttentionSpec, Geometry, LayerS
 from gpu_worker.engine.cpu import fused_layer, native
 from gpu_worker.engine.cpu.kernel_arguments import KernelArguments
 from gpu_worker.engine.model import config, load
+from gpu_worker.engine.model import rope as model_rope
 from tests.support.engine import tiny_models
 from tests.support.engine.tiny_engine import NEW_TOKENS, engine_of, play, prompts
 from tests.support.engine.tiny_models import FAMILIES, LATENT, LLAMA, MIXTURE, SEEING, SIZES, VOCAB, rope
@@ -32,8 +33,9 @@ QUICK = (
     "StableLM",
     "DeepSeek-V3",
     "gpt-oss",
+    "Gemma3-images",
+    "Qwen2-MoE",
 )
-QUICK += ("Gemma3-images", "Qwen2-MoE")  # type: ignore[assignment]
 SERVED = [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in FAMILIES | SEEING]
 OLD = {"vocab_size": VOCAB, "n_layer": 2, "n_head": 4}
 HYBRID = {"mamba_d_ssm": 128, "mamba_n_heads": 4, "mamba_d_head": 32, "mamba_d_state": 16, "mamba_expand": 2}
@@ -79,16 +81,16 @@ REFUSED = {
 @pytest.mark.parametrize("family", SERVED)
 def test_ids_are_those_of_generate(family: str, tmp_path: Path) -> None:
     model = tiny_models.save(tmp_path, *(FAMILIES | SEEING)[family])
-    wanted = {row: tiny_models.generate(model, prompt, NEW_TOKENS) for row, prompt in enumerate(prompts())}
-    assert all(len(set(ids)) >= MANY_DIFFERENT for ids in wanted.values()), "ids that repeat prove little"
+    expected = {row: tiny_models.generate(model, prompt, NEW_TOKENS) for row, prompt in enumerate(prompts())}
+    assert all(len(set(ids)) >= MANY_DIFFERENT for ids in expected.values()), "ids that repeat prove little"
     engine, fresh = engine_of(tmp_path), dict(enumerate(prompts()))
-    assert [play(engine, {row: prompt})[row] for row, prompt in fresh.items()] == list(wanted.values()), (
+    assert [play(engine, {row: prompt})[row] for row, prompt in fresh.items()] == list(expected.values()), (
         "alone"
     )
-    assert play(engine, fresh) == wanted, "batched"
-    assert play(engine, fresh, prefill_tokens=7) == wanted, "chunked"
-    resumed = play(engine, {row: prompt + wanted[row][:9] for row, prompt in fresh.items()}, base=9)
-    assert resumed == {row: ids[9:] for row, ids in wanted.items()}, "resumed"
+    assert play(engine, fresh) == expected, "batched"
+    assert play(engine, fresh, prefill_tokens=7) == expected, "chunked"
+    resumed = play(engine, {row: prompt + expected[row][:9] for row, prompt in fresh.items()}, base=9)
+    assert resumed == {row: ids[9:] for row, ids in expected.items()}, "resumed"
 
 
 def without_windows(layers: list[LayerSpec], *rest: Any) -> Geometry:
@@ -176,10 +178,10 @@ FEATURES: dict[str, tuple[str, list[tuple[Any, str, Any]]]] = {
     "linear": ("Llama-linear", PLAIN_ROPE),
     "llama3": ("Llama-llama3", PLAIN_ROPE),
     "yarn": ("Llama-yarn", PLAIN_ROPE),
-    "dynamic": ("Llama-dynamic", [(load.rope, "replace_ropes", lambda model: [])]),  # type: ignore[attr-defined]
-    "longrope": ("Llama-longrope", [(load.rope, "replace_ropes", lambda model: [])]),  # type: ignore[attr-defined]
-    "longrope, by type": ("Gemma3-longrope", [(load.rope, "replace_ropes", lambda model: [])]),  # type: ignore[attr-defined]
-    "longrope, anew": ("Phi3-longrope", [(load.rope, "recompute_length", lambda model: None)]),  # type: ignore[attr-defined]
+    "dynamic": ("Llama-dynamic", [(model_rope, "replace_ropes", lambda model: [])]),
+    "longrope": ("Llama-longrope", [(model_rope, "replace_ropes", lambda model: [])]),
+    "longrope, by type": ("Gemma3-longrope", [(model_rope, "replace_ropes", lambda model: [])]),
+    "longrope, anew": ("Phi3-longrope", [(model_rope, "recompute_length", lambda model: None)]),
 }
 NATIVE = (KernelArguments, fused_layer.FusedLayers, fused_layer)
 
@@ -196,10 +198,10 @@ def test_ids_differ_without_the_feature(
         pytest.skip("no C++ compiler")
     config_name, sizes = FAMILIES[family]
     model = tiny_models.save(tmp_path, config_name, sizes)
-    wanted = {row: tiny_models.generate(model, prompt, NEW_TOKENS) for row, prompt in enumerate(prompts())}
+    expected = {row: tiny_models.generate(model, prompt, NEW_TOKENS) for row, prompt in enumerate(prompts())}
     for owner, name, value in off:
         monkeypatch.setattr(owner, name, value)
-    assert play(engine_of(tmp_path), dict(enumerate(prompts()))) != wanted
+    assert play(engine_of(tmp_path), dict(enumerate(prompts()))) != expected
 
 
 @pytest.mark.parametrize("family", REFUSED)

@@ -70,7 +70,7 @@ def write(path: Path, *types: TYPES) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("types", "wanted"),
+    ("types", "expected"),
     [
         ([TYPES.F32], torch.float32),
         ([TYPES.F16], torch.float16),
@@ -83,9 +83,9 @@ def write(path: Path, *types: TYPES) -> Path:
     ids=lambda value: str(value),
 )
 def test_the_written_dtype_is_that_of_the_matrices(
-    types: list[TYPES], wanted: torch.dtype, tmp_path: Path
+    types: list[TYPES], expected: torch.dtype, tmp_path: Path
 ) -> None:
-    assert convert.dtype_of(write(tmp_path / "tiny.gguf", *types)) == wanted
+    assert convert.dtype_of(write(tmp_path / "tiny.gguf", *types)) == expected
 
 
 def load_with_transformers(source: Path) -> Any:
@@ -106,8 +106,8 @@ def test_plain_weights_keep_their_type_and_give_the_ids_of_transformers(kind: TY
     with safe_open(folder / "model.safetensors", "pt") as file:
         assert {str(file.get_tensor(name).dtype) for name in file.keys()} == {f"torch.float{kind.name[1:]}"}  # noqa: SIM118
     model = load_with_transformers(source)
-    wanted = {row: tiny_models.generate(model, prompt, NEW_TOKENS) for row, prompt in enumerate(prompts())}
-    assert play(engine_of(folder), dict(enumerate(prompts()))) == wanted
+    expected = {row: tiny_models.generate(model, prompt, NEW_TOKENS) for row, prompt in enumerate(prompts())}
+    assert play(engine_of(folder), dict(enumerate(prompts()))) == expected
 
 
 @pytest.mark.parametrize("types", [[TYPES.Q8_0], [TYPES.Q8_0, TYPES.F16, TYPES.Q4_0]], ids=str)
@@ -118,10 +118,10 @@ def test_quantised_weights_are_exact_in_float32(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     source = write(tmp_path / "tiny.gguf", *types)
     model = load_with_transformers(source)
-    wanted = {row: tiny_models.generate(model, prompt, NEW_TOKENS) for row, prompt in enumerate(prompts())}
-    assert play(engine_of(source), dict(enumerate(prompts()))) == wanted
+    expected = {row: tiny_models.generate(model, prompt, NEW_TOKENS) for row, prompt in enumerate(prompts())}
+    assert play(engine_of(source), dict(enumerate(prompts()))) == expected
     monkeypatch.setattr(cpu, "has_bfloat16", lambda: False)
-    assert play(engine_of(source, dtype="auto"), dict(enumerate(prompts()))) == wanted, "float32, too"
+    assert play(engine_of(source, dtype="auto"), dict(enumerate(prompts()))) == expected, "float32, too"
     folder = model_files.resolve(str(source), dtype="float32")
     with safe_open(folder / "model.safetensors", "pt") as file:
         written = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118

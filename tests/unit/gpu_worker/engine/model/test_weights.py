@@ -71,9 +71,9 @@ def test_8_bit_floats_give_the_ids_of_transformers(tmp_path: Path) -> None:
     quantize(tmp_path)
     configure(tmp_path, quantization_config=FP8)
     reference = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
-    wanted = [tiny_models.generate(reference, prompt, NEW_TOKENS) for prompt in PROMPTS]
-    assert ids_of(engine_of(tmp_path)) == wanted
-    assert wanted != [tiny_models.generate(plain, prompt, NEW_TOKENS) for prompt in PROMPTS]
+    expected = [tiny_models.generate(reference, prompt, NEW_TOKENS) for prompt in PROMPTS]
+    assert ids_of(engine_of(tmp_path)) == expected
+    assert expected != [tiny_models.generate(plain, prompt, NEW_TOKENS) for prompt in PROMPTS]
 
 
 @pytest.mark.parametrize(
@@ -131,13 +131,13 @@ def refused(folder: Path, words: str) -> None:
 def test_long_loading_reports_its_progress(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(load, "PROGRESS_S", 0.0)
     model = tiny_models.save(tmp_path, "Llama", tiny_models.LLAMA)
-    said: list[str] = []
+    lines: list[str] = []
     Engine(
         Settings(model_id=str(tmp_path), kv_cache_bytes=2**22, max_batch_prefill_tokens=64, threads=1),
-        said.append,
+        lines.append,
     )
     total = len(list(model.parameters()))
-    assert f"Loading weights: {total} of {total}" in said
+    assert f"Loading weights: {total} of {total}" in lines
 
 
 @pytest.mark.parametrize("kind", [None, "linear", "dynamic"])

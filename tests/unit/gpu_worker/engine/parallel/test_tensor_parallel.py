@@ -89,28 +89,31 @@ def prompts(vocab_size: int) -> list[list[int]]:
 
 
 def play(
-    engine: Any, prefixes: dict[int, list[int]], prefill_tokens: int = 1000, base: int = 0, **asked: Any
+    engine: Any, prefixes: dict[int, list[int]], prefill_tokens: int = 1000, base: int = 0, **options: Any
 ) -> dict[int, list[int]]:
     """All ids of rows that start with `base` tokens generated, beyond them."""
     played = Player(
         engine, list(range(1, engine.ready.num_blocks + 1)), prefill_tokens, until=engine.rows.step
     )
     return played.run(
-        [played.start(row, ids, NEW_TOKENS, base, ignore_eos=True, **asked) for row, ids in prefixes.items()]
+        [
+            played.start(row, ids, NEW_TOKENS, base, ignore_eos=True, **options)
+            for row, ids in prefixes.items()
+        ]
     )
 
 
 def check(ranks: Communicator, family: str, folder: Path) -> None:
     model = tiny_models.save(folder, *MODELS[family])
     fresh = dict(enumerate(prompts(model.config.get_text_config().vocab_size)))
-    wanted = {row: tiny_models.generate(model, prompt, NEW_TOKENS) for row, prompt in fresh.items()}
+    expected = {row: tiny_models.generate(model, prompt, NEW_TOKENS) for row, prompt in fresh.items()}
     with Led(ranks, model_id=str(folder), threads=1, **SETTINGS) as engine:
         assert engine.ready.world_size == ranks.world_size
-        assert play(engine, {1: fresh[1]})[1] == wanted[1], "alone"
-        assert play(engine, fresh) == wanted, "batched"
-        assert play(engine, fresh, prefill_tokens=7) == wanted, "chunked"
-        resumed = play(engine, {row: prompt + wanted[row][:9] for row, prompt in fresh.items()}, base=9)
-        assert resumed == {row: ids[9:] for row, ids in wanted.items()}, "resumed"
+        assert play(engine, {1: fresh[1]})[1] == expected[1], "alone"
+        assert play(engine, fresh) == expected, "batched"
+        assert play(engine, fresh, prefill_tokens=7) == expected, "chunked"
+        resumed = play(engine, {row: prompt + expected[row][:9] for row, prompt in fresh.items()}, base=9)
+        assert resumed == {row: ids[9:] for row, ids in expected.items()}, "resumed"
 
 
 @pytest.mark.slow
@@ -132,14 +135,14 @@ def test_ids_on_two_ranks(two: Communicator, family: str, tmp_path: Path) -> Non
 def test_sampled_ids_are_those_of_one_rank(two: Communicator, tmp_path: Path) -> None:
     tiny_models.save(tmp_path, *FAMILIES["Llama"])
     settings = SETTINGS | {"model_id": str(tmp_path), "threads": 1}
-    asked = {
+    options = {
         "sampling": SamplingParams(temperature=1.0, top_p=0.95, seed=7, repetition_penalty=1.1),
         "top_n_tokens": 2,
     }
     rows = dict(enumerate(prompts(VOCAB)))
-    wanted = play(Engine(Settings(**settings)), rows, **asked)  # type: ignore[arg-type]
+    expected = play(Engine(Settings(**settings)), rows, **options)  # type: ignore[arg-type]
     with Led(two, **settings) as engine:
-        assert play(engine, rows, **asked) == wanted  # type: ignore[arg-type]
+        assert play(engine, rows, **options) == expected  # type: ignore[arg-type]
 
 
 def test_prompt_logprobs_are_those_of_one_rank(two: Communicator, tmp_path: Path) -> None:
@@ -151,11 +154,11 @@ def test_prompt_logprobs_are_those_of_one_rank(two: Communicator, tmp_path: Path
 
     tiny_models.save(tmp_path, *FAMILIES["Llama"])
     settings = SETTINGS | {"model_id": str(tmp_path), "threads": 1}
-    wanted = logprobs_of(Engine(Settings(**settings)))
-    assert [len(wanted[row]) for row in wanted] == [19, 69]
+    expected = logprobs_of(Engine(Settings(**settings)))
+    assert [len(expected[row]) for row in expected] == [19, 69]
     with Led(two, **settings) as engine:
         assert logprobs_of(engine) == {
-            row: pytest.approx(logprobs, abs=1e-4) for row, logprobs in wanted.items()
+            row: pytest.approx(logprobs, abs=1e-4) for row, logprobs in expected.items()
         }
 
 
