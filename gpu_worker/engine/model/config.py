@@ -13,8 +13,8 @@ LAYER_TYPES = {"full_attention", "sliding_attention"}
 
 
 def read_config(path: Path, settings: Settings) -> Any:
-    """Return the model's text config, with the values that the config of a model for images and text has outside
-    its text part. Raises SettingError.
+    """Return the model's text config; of a model for images and text with the values that stand outside its
+    text part. Raises SettingError.
     """
     model_id = settings.model_id
     try:

@@ -95,7 +95,7 @@ def quantization_method(config: Any, model_id: str) -> str | None:
 
 
 def check_whole(path: Path, model_id: str) -> None:
-    """Raises SettingError unless all .safetensors files are there; other files, as pickled weights, are not read."""
+    """Raises SettingError unless all .safetensors files are there; pickled weights are not read."""
     if not model_files.weight_files(path):
         cause = f"has no whole set of .safetensors files in {path}, and nothing else is served"
         raise SettingError(
