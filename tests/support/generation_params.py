@@ -7,13 +7,13 @@ from api.inference.params import GenerationParams
 from common.messages.request import SamplingParams, StoppingParams
 
 
-def generation_params(**given: Any) -> GenerationParams:
-    """Of the prompt "a", unless another is given."""
+def generation_params(**params: Any) -> GenerationParams:
+    """Parameters of the prompt "a", unless `text` is another."""
     own, stopping, sampling = (
-        {field.name: given.pop(field.name) for field in fields(cls) if field.name in given}
+        {field.name: params.pop(field.name) for field in fields(cls) if field.name in params}
         for cls in (GenerationParams, StoppingParams, SamplingParams)
     )
-    assert not given
+    assert not params
     return GenerationParams(
         stopping=StoppingParams(**stopping),
         sampling=SamplingParams(**{"temperature": 1.0} | sampling),

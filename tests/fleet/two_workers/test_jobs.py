@@ -108,20 +108,20 @@ def test_jobs_of_a_killed_gateway_continue(fleet: Fleet, client: redis.Redis) ->
     with client.pubsub() as pubsub:  # type: ignore[no-untyped-call]
         pubsub.subscribe(KEYS.channel("ext:k"))
         submit(client, id="k", **LONG, reply_to="ext:k", reply="stream")
-        heard: list[Any] = []
+        frames: list[Any] = []
         for message in pubsub.listen():
             if message["type"] == "message":
-                heard.append(json.loads(message["data"]))
-                if len(heard) == 6:
+                frames.append(json.loads(message["data"]))
+                if len(frames) == 6:
                     [holder] = busy_consumers(client)
                     pid: Any = client.hget(KEYS.gateway(holder), "pid")
                     os.kill(int(pid), signal.SIGKILL)
-                if heard[-1].get("generated_text") or "error" in heard[-1]:
+                if frames[-1].get("generated_text") or "error" in frames[-1]:
                     break
-    assert [frame["index"] for frame in heard] == list(range(1, 21))
-    assert plain([frame["token"] for frame in heard]) == plain(expected["details"]["tokens"])
+    assert [frame["index"] for frame in frames] == list(range(1, 21))
+    assert plain([frame["token"] for frame in frames]) == plain(expected["details"]["tokens"])
     kept: Any = client.xrange(KEYS.reply("k"))
-    assert [json.loads(fields[b"frame"]) for _, fields in kept] == heard
+    assert [json.loads(fields[b"frame"]) for _, fields in kept] == frames
     assert plain(result(client, "k")) == plain(expected)
     wait_until_sync(lambda: client.xlen(KEYS.submit) == 0)
     assert not busy_consumers(client)
@@ -147,8 +147,8 @@ async def test_jobs_of_a_killed_job_worker_continue(fleet: Fleet, client: redis.
     assert job is not None
 
     def holders() -> list[int]:
-        said: Any = [client.hgetall(key) for key in client.scan_iter(KEYS.process("jobworker", "j*"))]
-        return [int(one[b"pid"]) for one in said if one[b"running"] == b"1"]
+        records: Any = [client.hgetall(key) for key in client.scan_iter(KEYS.process("jobworker", "j*"))]
+        return [int(one[b"pid"]) for one in records if one[b"running"] == b"1"]
 
     [holder] = wait_until_sync(lambda: client.hexists(KEYS.job("arq"), "choices") and holders())
     os.kill(holder, signal.SIGKILL)
@@ -172,22 +172,22 @@ def looks_like(expected: str, printed: str) -> bool:
 @pytest.mark.skipif(shutil.which("redis-cli") is None, reason="no redis-cli on this machine")
 def test_the_redis_cli_session_of_the_docs_is_true(fleet: Fleet, tmp_path: Path) -> None:
     cli = ["redis-cli", "--no-raw", "-u", fleet.redis_url]
-    heard = tmp_path / "heard"
+    listeners_output = tmp_path / "heard"
 
-    def is_heard(text: str) -> bool:
-        return looks_like(f"…{text.strip()}…", heard.read_text())
+    def is_printed(text: str) -> bool:
+        return looks_like(f"…{text.strip()}…", listeners_output.read_text())
 
-    with heard.open("w") as out:
+    with listeners_output.open("w") as out:
         listeners: list[subprocess.Popen[bytes]] = []
         try:
             for block in console_blocks("redis.md"):
                 if not block.startswith("> "):
-                    wait_until_sync(partial(is_heard, block))
+                    wait_until_sync(partial(is_printed, block))
                 for step in block.split("> ")[1:] if block.startswith("> ") else []:
                     command, _, expected = step.partition("\n")
                     if command.startswith("SUBSCRIBE"):
                         listeners.append(subprocess.Popen([*cli, *shlex.split(command)], stdout=out))
-                        wait_until_sync(partial(is_heard, expected))
+                        wait_until_sync(partial(is_printed, expected))
                         continue
 
                     def printed(command: str = command) -> str:
@@ -195,8 +195,8 @@ def test_the_redis_cli_session_of_the_docs_is_true(fleet: Fleet, tmp_path: Path)
                             [*cli, *shlex.split(command)], capture_output=True, text=True, check=True
                         ).stdout
 
-                    said = wait_until_sync(lambda: "(nil)" not in (text := printed()) and text)
-                    assert looks_like(expected, said), f"{command}\n{said}"
+                    output = wait_until_sync(lambda: "(nil)" not in (text := printed()) and text)
+                    assert looks_like(expected, output), f"{command}\n{output}"
         finally:
             for listener in listeners:
                 listener.kill()
@@ -233,8 +233,8 @@ def test_node_submits_a_job(fleet: Fleet, client: redis.Redis, tmp_path: Path) -
     (tmp_path / "submit.js").write_text(SUBMIT_JS)
     command = ["node", "submit.js", fleet.redis_url, json.dumps(BODY)]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=True)
-    heard = json.loads(done.stdout)
-    assert heard["frames"] == heard["kept"]
-    assert [frame["token"] for frame in heard["frames"]] == heard["result"]["details"]["tokens"]
+    submitted = json.loads(done.stdout)
+    assert submitted["frames"] == submitted["kept"]
+    assert [frame["token"] for frame in submitted["frames"]] == submitted["result"]["details"]["tokens"]
     submit(client, id="py", **BODY)
-    assert plain(heard["result"]) == plain(result(client, "py"))
+    assert plain(submitted["result"]) == plain(result(client, "py"))

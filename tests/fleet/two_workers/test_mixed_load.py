@@ -43,11 +43,11 @@ async def test_mixed_requests_leave_nothing_behind(fleet: Fleet, redis: Redis, c
     ignored = {key async for key in redis.scan_iter("*")}
     subscribed = await subscriptions(redis)
     async with random_clients(fleet, redis) as clients:
-        await clients.learn()
-        await clients.many(count // 4)
+        await clients.learn_answers()
+        await clients.send(count // 4)
         await wait_until(lambda: idle(redis, ignored))
         before = await settled_tasks(redis), handles(fleet), memory(fleet)
-        await clients.many(count)
+        await clients.send(count)
         await wait_until(lambda: idle(redis, ignored))
         assert not grown(fleet, before[2])
     await wait_until(lambda: same(tasks(redis), before[0]))

@@ -15,7 +15,7 @@ EOS = 2
 async def test_greedy_ids_equal_transformers(http: httpx.AsyncClient) -> None:
     prompt = PROMPTS[FEW[0]]
     [expected] = reference_ids(prompt_ids([prompt]), 40)
-    ways: list[dict[str, Any]] = [
+    variants: list[dict[str, Any]] = [
         {},
         {"do_sample": False},
         {"temperature": 0},
@@ -24,8 +24,10 @@ async def test_greedy_ids_equal_transformers(http: httpx.AsyncClient) -> None:
         {"top_p": 1e-6, "do_sample": True},
         {"min_p": 1.0, "temperature": 1.5},
     ]
-    answers = await asyncio.gather(*(generate(http, prompt, max_new_tokens=40, **way) for way in ways))
-    assert [answer["ids"] for answer in answers] == [expected] * len(ways)
+    answers = await asyncio.gather(
+        *(generate(http, prompt, max_new_tokens=40, **variant) for variant in variants)
+    )
+    assert [answer["ids"] for answer in answers] == [expected] * len(variants)
     assert await complete(http, temperature=0) == [(await generate(http))["generated_text"]]
 
 
@@ -41,12 +43,16 @@ async def test_parameters_of_the_distribution_change_the_text(http: httpx.AsyncC
         {"repetition_penalty": 3.0},
     ]
     penalties: list[dict[str, Any]] = [{"presence_penalty": 2.0}, {"frequency_penalty": 1.0}]
-    ways: list[dict[str, Any]] = [{}, *same, *penalties]
-    by_tgi = await asyncio.gather(*(generate(http, **plain, **way) for way in ways))
-    by_openai = await asyncio.gather(*(complete(http, seed=2, max_tokens=24, **way) for way in ways))
+    variants: list[dict[str, Any]] = [{}, *same, *penalties]
+    by_tgi = await asyncio.gather(*(generate(http, **plain, **variant) for variant in variants))
+    by_openai = await asyncio.gather(
+        *(complete(http, seed=2, max_tokens=24, **variant) for variant in variants)
+    )
     texts, others = [answer["generated_text"] for answer in by_tgi], [text for [text] in by_openai]
     assert texts[:-1] == others[:-1]
-    assert len({*texts, *others}) == len(ways) + 1, "each way changes it, and frequency penalties are two"
+    assert len({*texts, *others}) == len(variants) + 1, (
+        "each parameter changes it, and frequency penalties are two"
+    )
 
 
 async def test_logit_bias_and_bad_words(http: httpx.AsyncClient) -> None:
@@ -66,7 +72,7 @@ async def test_stop_conditions(http: httpx.AsyncClient) -> None:
     plain = await generate(http)
     ids, third = plain["ids"], plain["details"]["tokens"][2]["text"]
     eos: dict[str, Any] = {"logit_bias": {EOS: 100}}
-    ways: list[dict[str, Any]] = [
+    variants: list[dict[str, Any]] = [
         {"stop": [third]},
         {"stop": [third], "min_new_tokens": 8},
         {"stop_token_ids": [ids[4]]},
@@ -76,7 +82,7 @@ async def test_stop_conditions(http: httpx.AsyncClient) -> None:
         {**eos, "ignore_eos": True},
     ]
     stop, later_stop, stop_id, later_id, end, later_end, never = await asyncio.gather(
-        *(generate(http, **way) for way in ways)
+        *(generate(http, **variant) for variant in variants)
     )
     assert (stop["ids"], stop["reason"]) == (ids[:3], "stop_sequence")
     assert stop["generated_text"].endswith(third)

@@ -65,8 +65,8 @@ def play(directory: Path, port: int, kind: str) -> int:
         with (directory / "notes").open("a") as notes:
             notes.write(f"{name} {text}\n")
 
-    told = threading.Event()
-    signal.signal(signal.SIGTERM, lambda *_: told.set())
+    terminated = threading.Event()
+    signal.signal(signal.SIGTERM, lambda *_: terminated.set())
     note(f"start {os.getpid()} {os.environ['INCARNATION']}")
     fails = directory / f"{name}.fails"
     if fails.exists():
@@ -75,8 +75,8 @@ def play(directory: Path, port: int, kind: str) -> int:
     if kind == "gateway" and not (directory / "loading").exists():
         server = http.server.HTTPServer(("127.0.0.1", port), Health)
         threading.Thread(target=server.serve_forever, daemon=True).start()
-    told.wait()
-    note("told")
+    terminated.wait()
+    note("terminated")
     if kind == "gateway":
         wait_until_sync(lambda: not (directory / "hold").exists())
     note("end")

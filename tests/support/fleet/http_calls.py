@@ -28,8 +28,8 @@ async def complete(http: httpx.AsyncClient, **fields: Any) -> list[str]:
 
 
 def sampled_body(i: int, max_new_tokens: int = 24) -> dict[str, Any]:
-    """Different ways to sample, and lengths of prompts."""
-    ways: list[dict[str, Any]] = [
+    """Different variants to sample, and lengths of prompts."""
+    variants: list[dict[str, Any]] = [
         {},
         {"temperature": 1.3},
         {"top_k": 5},
@@ -37,5 +37,10 @@ def sampled_body(i: int, max_new_tokens: int = 24) -> dict[str, Any]:
         {"typical_p": 0.9},
         {"min_p": 0.1},
     ]
-    parameters = {"max_new_tokens": max_new_tokens, "ignore_eos": True, "seed": i, **ways[i % len(ways)]}
+    parameters = {
+        "max_new_tokens": max_new_tokens,
+        "ignore_eos": True,
+        "seed": i,
+        **variants[i % len(variants)],
+    }
     return {"inputs": f"{PROMPT} " * (1 + i % 5), "parameters": parameters}

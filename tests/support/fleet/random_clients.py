@@ -1,4 +1,4 @@
-"""Clients that do everything they may, at once and at random, some of it cut off half-way."""
+"""Clients that send all kinds of requests at once, in random order; some disconnect half-way."""
 
 import asyncio
 import contextlib
@@ -28,80 +28,82 @@ def greedy(prompt: str, max_new_tokens: int) -> dict[str, Any]:
 
 
 class Clients:
-    """Clients of one fleet. `heard`: frames of jobs by channel; `jobs`: those that nobody called off."""
+    """Clients of one fleet. `alone`: the ids that answer each prompt when nothing else runs;
+    `published`: frames of jobs by channel.
+    """
 
     def __init__(self, fleet: Fleet, http: httpx.AsyncClient, redis: Redis, draw: random.Random) -> None:
         self.fleet, self.http, self.redis, self.draw = fleet, http, redis, draw
         self.alone: list[list[int]] = []
-        self.heard: dict[str, list[Any]] = {}
+        self.published: dict[str, list[Any]] = {}
         self.num_jobs = 0
 
-    async def learn(self) -> None:
-        """What each prompt's answer is when nothing else runs."""
+    async def learn_answers(self) -> None:
+        """Fills `alone`."""
         for prompt in PROMPTS:
             answer = (await self.http.post("/generate", json=greedy(prompt, MOST_TOKENS))).json()
             self.alone.append([token["id"] for token in answer["details"]["tokens"]])
 
-    async def many(self, count: int) -> None:
-        turns = asyncio.Semaphore(NUM_AT_ONCE)
-        verbs = [
+    async def send(self, count: int) -> None:
+        slots = asyncio.Semaphore(NUM_AT_ONCE)
+        actions = [
             self.generate,
             self.stream,
             self.chat,
             self.complete,
-            self.err,
+            self.send_malformed,
             self.submit,
-            self.look,
-            self.leave,
-            self.leave_early,
+            self.get_pages,
+            self.disconnect,
+            self.disconnect_early,
         ]
 
-        async def one(verb: Any) -> None:
-            async with turns:
-                await verb()
+        async def one(action: Any) -> None:
+            async with slots:
+                await action()
 
-        await asyncio.gather(*(one(self.draw.choice(verbs)) for _ in range(count)))
+        await asyncio.gather(*(one(self.draw.choice(actions)) for _ in range(count)))
 
-    def question(self) -> tuple[dict[str, Any], list[int]]:
+    def random_request(self) -> tuple[dict[str, Any], list[int]]:
         """A body and the ids that answer it."""
         place, length = self.draw.randrange(len(PROMPTS)), self.draw.randint(1, MOST_TOKENS)
         return greedy(PROMPTS[place], length), self.alone[place][:length]
 
     async def generate(self) -> None:
-        asked, ids = self.question()
-        answer = await self.http.post("/generate", json=asked)
+        body, ids = self.random_request()
+        answer = await self.http.post("/generate", json=body)
         assert [token["id"] for token in answer.json()["details"]["tokens"]] == ids, answer.text
 
     async def stream(self) -> None:
-        asked, ids = self.question()
-        frames = [frame async for frame in self.frames("/generate_stream", asked)]
+        body, ids = self.random_request()
+        frames = [frame async for frame in self.frames("/generate_stream", body)]
         assert [frame["token"]["id"] for frame in frames] == ids and frames[-1]["generated_text"] is not None
 
     async def chat(self) -> None:
-        asked: dict[str, Any] = {
+        body: dict[str, Any] = {
             "messages": [{"role": "user", "content": "Hi"}],
             "max_tokens": self.draw.randint(1, MOST_TOKENS),
             "n": self.draw.randint(1, 2),
         }
         if self.draw.random() < 0.5:
-            answer = (await self.http.post("/v1/chat/completions", json=asked)).json()
-            assert [choice["index"] for choice in answer["choices"]] == list(range(asked["n"])), answer
+            answer = (await self.http.post("/v1/chat/completions", json=body)).json()
+            assert [choice["index"] for choice in answer["choices"]] == list(range(body["n"])), answer
         else:
-            chunks = [chunk async for chunk in self.frames("/v1/chat/completions", asked | {"stream": True})]
+            chunks = [chunk async for chunk in self.frames("/v1/chat/completions", body | {"stream": True})]
             ends = [one["index"] for chunk in chunks for one in chunk["choices"] if one["finish_reason"]]
-            assert sorted(ends) == list(range(asked["n"])), chunks[-1]
+            assert sorted(ends) == list(range(body["n"])), chunks[-1]
 
     async def complete(self) -> None:
-        asked: dict[str, Any] = {
+        body: dict[str, Any] = {
             "prompt": PROMPTS[: self.draw.randint(1, 2)],
             "max_tokens": self.draw.randint(1, MOST_TOKENS),
             "seed": 1,
             "n": 2,
         }
-        answer = (await self.http.post("/v1/completions", json=asked)).json()
-        assert len(answer["choices"]) == 2 * len(asked["prompt"]), answer
+        answer = (await self.http.post("/v1/completions", json=body)).json()
+        assert len(answer["choices"]) == 2 * len(body["prompt"]), answer
 
-    async def err(self) -> None:
+    async def send_malformed(self) -> None:
         headers = {"content-type": "application/json"}
         path = self.draw.choice(
             ["/generate", "/generate_stream", "/v1/chat/completions", "/v1/completions", "/tokenize"]
@@ -115,32 +117,32 @@ class Clients:
         )
 
     async def submit(self) -> None:
-        """A job with frames on a channel, in a stream, on both or on neither; one in five is called off."""
+        """A job with frames on a channel, in a stream, on both or on neither; one in five is cancelled."""
         self.num_jobs += 1
-        job_id, (asked, ids) = f"job-{self.num_jobs}", self.question()
+        job_id, (body, ids) = f"job-{self.num_jobs}", self.random_request()
         address = {"reply_to": f"ext:{job_id}"} if self.draw.random() < 0.5 else {}
         address |= {"reply": "stream"} if self.draw.random() < 0.5 else {}
-        await self.redis.xadd(KEYS.submit, {"job": json.dumps({"id": job_id, **asked, **address})})
-        called_off = self.draw.random() < 0.2
-        if called_off:
+        await self.redis.xadd(KEYS.submit, {"job": json.dumps({"id": job_id, **body, **address})})
+        is_cancelled = self.draw.random() < 0.2
+        if is_cancelled:
             await self.redis.xadd(KEYS.submit, {"cancel": job_id})
         answer = json.loads(await wait_until(lambda: self.redis.get(KEYS.result(job_id))))
-        if called_off and "error" in answer:
+        if is_cancelled and "error" in answer:
             return
         assert [token["id"] for token in answer["details"]["tokens"]] == ids, answer
         if "reply_to" in address:
-            await wait_until(lambda: len(self.heard.get(job_id, [])) == len(ids))
+            await wait_until(lambda: len(self.published.get(job_id, [])) == len(ids))
         if "reply" in address:
             kept = [json.loads(fields[b"frame"]) for _, fields in await self.redis.xrange(KEYS.reply(job_id))]
             assert [frame["token"]["id"] for frame in kept] == ids
-            assert self.heard.get(job_id, kept) == kept
+            assert self.published.get(job_id, kept) == kept
 
-    async def look(self) -> None:
+    async def get_pages(self) -> None:
         for path in ("/", "/info", "/fleet", "/metrics", "/v1/models"):
             assert (await self.http.get(path)).status_code == 200
 
-    async def leave(self) -> None:
-        """Goes after some frames of a long stream."""
+    async def disconnect(self) -> None:
+        """Disconnects after some frames of a long stream."""
         tgi: dict[str, Any] = {
             "inputs": "Hi",
             "stream": True,
@@ -166,8 +168,8 @@ class Clients:
                 if not num_frames:
                     return
 
-    async def leave_early(self) -> None:
-        """Goes somewhere between the first byte of the request and the first of its answer."""
+    async def disconnect_early(self) -> None:
+        """Disconnects between the first byte of the request and the first of its answer."""
         host, port = self.fleet.base_url.removeprefix("http://").split(":")
         content = json.dumps(greedy("Hi", 500)).encode()
         headers = ("Host: x", "Content-Type: application/json", f"Content-Length: {len(content)}", "", "")
@@ -179,20 +181,20 @@ class Clients:
             writer.transport.abort()
         writer.close()
 
-    async def frames(self, path: str, asked: dict[str, Any]) -> AsyncGenerator[Any]:
-        async with self.http.stream("POST", path, json=asked) as answer:
+    async def frames(self, path: str, body: dict[str, Any]) -> AsyncGenerator[Any]:
+        async with self.http.stream("POST", path, json=body) as answer:
             assert answer.status_code == 200, await answer.aread()
             async for line in answer.aiter_lines():
                 if line.startswith("data: {"):
                     yield json.loads(line[6:])
 
-    async def hear(self) -> None:
-        """Takes what is said to all jobs, until it is cancelled."""
+    async def collect_frames(self) -> None:
+        """Collects the frames of all jobs, until it is cancelled."""
         async with self.redis.pubsub() as pubsub:
             await pubsub.psubscribe(KEYS.channel("ext:*"))
             async for message in pubsub.listen():
                 if message["type"] == "pmessage":
-                    self.heard.setdefault(message["channel"].decode().rpartition(":")[2], []).append(
+                    self.published.setdefault(message["channel"].decode().rpartition(":")[2], []).append(
                         json.loads(message["data"])
                     )
 
@@ -203,9 +205,9 @@ async def random_clients(fleet: Fleet, redis: Redis) -> AsyncIterator[Clients]:
         base_url=fleet.base_url, timeout=120, limits=httpx.Limits(max_connections=None)
     ) as http:
         some = Clients(fleet, http, redis, random.Random(20))
-        hearing = asyncio.create_task(some.hear())
+        collecting = asyncio.create_task(some.collect_frames())
         try:
             yield some
         finally:
-            hearing.cancel()
-            await asyncio.wait([hearing])
+            collecting.cancel()
+            await asyncio.wait([collecting])

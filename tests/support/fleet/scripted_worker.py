@@ -77,7 +77,7 @@ class Live:
 
     @property
     def prompt(self) -> bytes:
-        """What is told of the prompt: each token is half a nat less likely than the one before it."""
+        """Log-probabilities of the prompt: each token is half a nat less likely than the one before it."""
         ids = unpack_ids(self.request.prompt_ids)[1:]
         logprobs = [-0.5 * i for i in range(1, 1 + len(ids))]
         likeliest = neighbours(ids, logprobs, self.request.prompt_logprobs or 0)
@@ -193,13 +193,13 @@ class FakeWorker:
         self.sequence, self.steps = self.sequence + 1, self.steps + 1
         messages: list[object] = []
         for channel in {live.request.channel for live, _ in rows}:
-            said = [tokens for live, tokens in rows if live.request.channel == channel and tokens.ids]
-            if said:
+            published = [tokens for live, tokens in rows if live.request.channel == channel and tokens.ids]
+            if published:
                 messages += [
                     channel,
-                    encode(Events(self.incarnation, self.channels.next_number(channel), tokens=said)),
+                    encode(Events(self.incarnation, self.channels.next_number(channel), tokens=published)),
                 ]
-        told = [
+        with_prompt_logprobs = [
             live
             for live, tokens in rows
             if tokens.ids and not live.done and live.request.prompt_logprobs is not None
@@ -216,13 +216,13 @@ class FakeWorker:
             "0",
             TTL_MS,
             len(messages) // 2,
-            len(told),
+            len(with_prompt_logprobs),
             len(ended),
             len(spilled),
             "1" if spilled else "",
             *messages,
         ]
-        for live in told:
+        for live in with_prompt_logprobs:
             keys.append(self.keys.request(live.request.request_id))
             args.append(live.prompt)
         for live in ended:

@@ -151,7 +151,7 @@ def test_sigterm_drains_gateways_first_and_supervises_the_others_meanwhile(
     wait_until_sync(lambda: "g0 told" in fleet.notes())
     os.kill(fleet.starts("w0")[0][0], signal.SIGKILL)
     wait_until_sync(lambda: len(fleet.starts("w0")) == 2)
-    assert not [line for line in fleet.notes() if line.endswith("told") and not line.startswith("g0")]
+    assert not [line for line in fleet.notes() if line.endswith("terminated") and not line.startswith("g0")]
     (fleet.directory / "hold").unlink()
     assert fleet.process.wait(60) == 0
     notes = fleet.notes()
