@@ -5,7 +5,7 @@ from collections.abc import AsyncIterator, Callable
 
 from api.background import background_task
 from api.inference.pool import Pool
-from api.inference.pools import PoolRegistry
+from api.inference.pool_registry import PoolRegistry
 from api.inference.tokenizer import ModelTokenizer
 from api.jobs.consumer import JobConsumer
 from common.settings.settings import Settings

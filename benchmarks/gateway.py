@@ -23,7 +23,7 @@ import uvloop
 
 from benchmarks.client import Stream, stream
 from benchmarks.serve import prompt
-from deploy.serve.broker import Broker, free_port
+from deploy.serve.embedded_broker import Broker, free_port
 from tests.support import brokers
 from tests.support.fleet.gateways import model_tokenizer
 from tests.support.fleet.scripted_worker import Answer, working

@@ -47,7 +47,8 @@ def resolve(
     """Return the directory of a model, after downloading or converting it if need be.
 
     `model_id` is a hub id, a directory, a GGUF file (converted for `dtype`, as in DTYPE; without torch, any
-    conversion there is), or `smollm2`. With `weightless` no weights are downloaded. Raises SettingError if there is no such model.
+    conversion there is), or `smollm2`. With `weightless` no weights are downloaded. Raises SettingError if
+    there is no such model.
     """
     path = Path(model_id).expanduser()
     if model_id == BUNDLED and not path.exists():

@@ -9,9 +9,9 @@ from redis.asyncio import Redis
 from xdist.remote import Producer
 from xdist.scheduler import LoadScopeScheduling
 
-import deploy.serve.broker
+import deploy.serve.embedded_broker
 from common.broker.client import connect
-from deploy.serve.broker import Broker
+from deploy.serve.embedded_broker import Broker
 from gpu_worker.engine.process import SPIN_COUNT
 from tests.support import brokers
 
@@ -20,7 +20,7 @@ os.environ.setdefault(*SPIN_COUNT)  # before anything imports torch
 WORKERS = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
 WORKER = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
 TEST_PORTS = range(10_000, 20_000)
-deploy.serve.broker.PORTS = TEST_PORTS[WORKER::WORKERS]
+deploy.serve.embedded_broker.PORTS = TEST_PORTS[WORKER::WORKERS]
 """Ports that no other process of the same run chooses: neither pytest's others, nor launchers for their
 brokers.
 """

@@ -5,7 +5,7 @@ from typing import cast
 from fastapi import FastAPI, Request
 
 from api.inference.pool import Pool
-from api.inference.pools import PoolRegistry
+from api.inference.pool_registry import PoolRegistry
 
 
 def set_pools(app: FastAPI, pools: PoolRegistry) -> None:

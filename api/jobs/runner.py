@@ -20,7 +20,7 @@ from api.errors import (
 from api.http.disconnect import all_ended
 from api.inference import metrics
 from api.inference.pool import Pool
-from api.inference.pools import ANY_MODEL, model_names
+from api.inference.pool_registry import ANY_MODEL, model_names
 from api.inference.stream import Stream
 from api.jobs.job import Job
 from api.jobs.reply import Frame, Reply

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from api.inference.stream import Stream
 from api.openai.request_schemas import CompletionRequest, OpenAIRequest
-from api.openai.stop_text import StopHoldback
+from api.openai.stop_holdback import StopHoldback
 
 FINISH_REASONS = {"length": "length", "eos_token": "stop", "stop_sequence": "stop"}
 

@@ -1,7 +1,7 @@
 // The chat: its messages, the form, and the answer as it streams in.
 
 import { Answer } from "./answer.js";
-import { Refused, ask } from "./door.js";
+import { Refused, ask } from "./requests.js";
 import { events } from "./stream.js";
 import { find, make, say } from "./node.js";
 

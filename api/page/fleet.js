@@ -1,6 +1,6 @@
 // The fleet's state: read every second, and passed to listeners.
 
-import { ask } from "./door.js";
+import { ask } from "./requests.js";
 
 const EVERY_MS = 1000;
 const PATIENCE_MS = 5000;

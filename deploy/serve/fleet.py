@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 
 from common.settings.settings import SettingError, Settings
 from common.settings.types import MAX_PORT
-from deploy.serve.broker import Broker
-from deploy.serve.process import SupervisedProcess
+from deploy.serve.embedded_broker import Broker
+from deploy.serve.supervised_process import SupervisedProcess
 
 MODULES = {"batcher": "batcher", "worker": "gpu_worker", "gateway": "api", "jobs": "api.arq.process"}
 

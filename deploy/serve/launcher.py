@@ -15,11 +15,11 @@ from common.messages.plan import WorkerDied
 from common.process import logs
 from common.settings.settings import Settings
 from deploy.serve import checks
-from deploy.serve.broker import embedded
+from deploy.serve.embedded_broker import embedded
 from deploy.serve.fleet import LocalFleet, new_fleet
-from deploy.serve.process import SupervisedProcess, describe, kill
 from deploy.serve.shutdown import FleetEnded, end_on_signals
 from deploy.serve.startup import last_lines, wait_for_broker, wait_until_ready
+from deploy.serve.supervised_process import SupervisedProcess, describe, kill
 
 log = logging.getLogger(__name__)
 

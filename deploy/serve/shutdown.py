@@ -8,7 +8,7 @@ from common.broker.client import ERRORS, connect
 from common.broker.keys import Keys
 from common.settings.settings import Settings
 from deploy.serve.fleet import LocalFleet
-from deploy.serve.process import stop
+from deploy.serve.supervised_process import stop
 
 log = logging.getLogger(__name__)
 

@@ -15,7 +15,7 @@ import pytest
 import yaml
 
 from deploy.cli import run
-from deploy.serve.broker import free_port
+from deploy.serve.embedded_broker import free_port
 from tests.support.fleet.fleet import Fleet
 from tests.support.waiting import wait_until_sync
 

@@ -11,7 +11,7 @@ import httpx
 import pytest
 from playwright.sync_api import Browser, Page, expect, sync_playwright
 
-from deploy.serve.broker import Broker, free_port
+from deploy.serve.embedded_broker import Broker, free_port
 from tests.integration.api.test_server import start
 from tests.support.fleet.fleet import Fleet
 from tests.support.waiting import wait_until_sync

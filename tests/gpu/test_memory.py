@@ -11,8 +11,8 @@ import torch
 
 from gpu_worker.engine.model import warmup
 from gpu_worker.engine.model.kv_budget import measure_peak
-from tests.support.engine import led_engine, tiny_models
-from tests.support.engine.led_engine import Led
+from tests.support.engine import multi_rank_engine, tiny_models
+from tests.support.engine.multi_rank_engine import Led
 from tests.support.engine.on_cuda import (
     FLASH_FAMILIES,
     ON_CUDA,
@@ -90,7 +90,7 @@ def test_two_ranks_give_the_ids_of_generate(dtype: str, tmp_path: Path) -> None:
     family = FAMILIES["Llama"] if dtype == "float32" else FLASH_FAMILIES["Llama"]
     model, fresh = tiny_models.save(tmp_path, *family), dict(enumerate(prompts()))
     with (
-        led_engine.running(2) as communicator,
+        multi_rank_engine.running(2) as communicator,
         Led(communicator, model_id=str(tmp_path), dtype=dtype, device="cuda", **SETTINGS) as engine,
     ):
         assert engine.ready.world_size == 2 and engine.ready.device == "cuda"

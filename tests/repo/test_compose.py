@@ -22,7 +22,7 @@ import redis
 import yaml
 
 from common.broker.keys import Keys
-from deploy.serve.broker import free_port
+from deploy.serve.embedded_broker import free_port
 from tests.support.waiting import wait_until_sync
 
 ROOT = Path(__file__).parents[2]

@@ -10,7 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from deploy.serve.broker import free_port
+from deploy.serve.embedded_broker import free_port
 from deploy.serve.shutdown import ONE_REQUEST_S
 from tests.support.waiting import wait_until_sync
 

@@ -10,7 +10,7 @@ from openai import AsyncOpenAI, AuthenticationError
 
 from api.background import background_task
 from common.process.logs import REQUEST_ID
-from deploy.serve.broker import Broker
+from deploy.serve.embedded_broker import Broker
 from tests.support.fleet.gateways import model_tokenizer, ready, serving
 from tests.support.fleet.scripted_worker import Answer, working
 from tests.support.waiting import wait_until

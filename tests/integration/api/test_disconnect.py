@@ -4,7 +4,7 @@ import asyncio
 
 from common.messages.packing import unpack_ids
 from common.messages.request import Generate
-from deploy.serve.broker import Broker
+from deploy.serve.embedded_broker import Broker
 from tests.support.events import IDS, KEYS
 from tests.support.fleet.gateways import model_tokenizer, nothing_left, ready, serving
 from tests.support.fleet.scripted_worker import Answer, working

@@ -9,7 +9,7 @@ import pytest
 from api.errors import ApiError, failed, invalid, overloaded, unavailable
 from api.http.error_handlers import error_response
 from common.messages.events import Terminal
-from deploy.serve.broker import Broker
+from deploy.serve.embedded_broker import Broker
 from tests.support.api_errors import openai_error, tgi_error
 from tests.support.fleet.gateways import model_tokenizer, ready, serving
 from tests.support.fleet.scripted_worker import Answer, working

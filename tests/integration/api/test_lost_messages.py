@@ -9,7 +9,7 @@ import pytest
 from api.inference import relay as relay_module
 from common.messages.packing import unpack_ids
 from common.messages.request import Generate
-from deploy.serve.broker import Broker
+from deploy.serve.embedded_broker import Broker
 from tests.support.fleet.gateways import model_tokenizer, nothing_left, ready, serving, stream
 from tests.support.fleet.scripted_worker import Answer, working
 from tests.support.waiting import wait_until

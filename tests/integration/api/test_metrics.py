@@ -8,7 +8,7 @@ import pytest
 import redis
 
 from common.messages.request import Generate
-from deploy.serve.broker import Broker
+from deploy.serve.embedded_broker import Broker
 from tests.support import brokers
 from tests.support.fleet.gateways import model_tokenizer, ready, serving, stream
 from tests.support.fleet.scripted_worker import Answer, FakeWorker, working

@@ -18,7 +18,7 @@ from api.app import build
 from api.lifecycle import Gateway
 from common.messages.request import Generate
 from common.settings.settings import Settings
-from deploy.serve.broker import Broker
+from deploy.serve.embedded_broker import Broker
 from tests.support.fleet.gateways import model_tokenizer, ready, serving
 from tests.support.fleet.scripted_worker import Answer, working
 from tests.support.waiting import PATIENCE_S

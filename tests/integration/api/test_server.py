@@ -17,7 +17,7 @@ import pytest
 from api.http.sse import KEEP_ALIVE_S, TokenStream
 from api.server import lossy, shared_listener
 from common.settings.settings import SettingError
-from deploy.serve.broker import Broker, free_port
+from deploy.serve.embedded_broker import Broker, free_port
 from tests.support.fleet.gateways import model_tokenizer, ready, serving, stream
 from tests.support.fleet.scripted_worker import Answer, working
 from tests.support.waiting import wait_until

@@ -12,7 +12,7 @@ import redis
 
 from api import errors
 from api.inference import admission
-from deploy.serve.broker import Broker
+from deploy.serve.embedded_broker import Broker
 from tests.support import brokers
 from tests.support.api_errors import tgi_error
 from tests.support.fleet.gateways import model_tokenizer, ready, serving, stream

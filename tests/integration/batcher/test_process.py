@@ -19,7 +19,7 @@ from common.messages.codec import decode, encode
 from common.messages.events import Events
 from common.messages.packing import pack_ids
 from common.messages.request import Cancel, Generate, StoppingParams
-from deploy.serve.broker import Broker
+from deploy.serve.embedded_broker import Broker
 from tests.support.waiting import wait_until
 
 KEYS = Keys("default")

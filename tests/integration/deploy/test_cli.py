@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from deploy.serve.broker import free_port
+from deploy.serve.embedded_broker import free_port
 from tests.support import brokers
 from tests.support.waiting import wait_until_sync
 

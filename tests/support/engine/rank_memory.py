@@ -29,7 +29,7 @@ from gpu_worker.engine.engine import Engine
 from gpu_worker.engine.model import tp_weights
 from gpu_worker.engine.parallel.communicator import SINGLE_RANK, Communicator
 from gpu_worker.rank import free_port
-from tests.support.engine import led_engine
+from tests.support.engine import multi_rank_engine
 
 MIB = 2**20
 HIDDEN = 1024
@@ -156,7 +156,9 @@ def own_bytes() -> int:
 
 def be_rank(folder: Path, rank: int, world_size: int, port: int) -> None:
     die_with_parent()
-    communicator = Communicator(led_engine.place(rank, world_size, port)) if world_size > 1 else SINGLE_RANK
+    communicator = (
+        Communicator(multi_rank_engine.place(rank, world_size, port)) if world_size > 1 else SINGLE_RANK
+    )
     print(json.dumps(asdict(load(folder, communicator))))
 
 

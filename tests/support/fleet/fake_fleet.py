@@ -17,10 +17,10 @@ from typing import Any
 from common.process import logs
 from common.process.parent_death import die_with_parent
 from common.settings.settings import Settings
-from deploy.serve.broker import embedded
+from deploy.serve.embedded_broker import embedded
 from deploy.serve.fleet import LocalFleet
 from deploy.serve.launcher import run
-from deploy.serve.process import SupervisedProcess
+from deploy.serve.supervised_process import SupervisedProcess
 from tests.support.waiting import wait_until_sync
 
 

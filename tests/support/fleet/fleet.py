@@ -14,7 +14,7 @@ import psutil
 import redis
 
 from common.broker.keys import Keys
-from deploy.serve.broker import free_port
+from deploy.serve.embedded_broker import free_port
 from tests.support.waiting import wait_until_sync
 
 READY_S = 240.0

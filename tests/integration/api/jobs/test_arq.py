@@ -20,7 +20,7 @@ from common.broker.client import connect
 from common.broker.keys import Keys
 from common.messages.request import Generate
 from common.settings.settings import Settings
-from deploy.serve.broker import Broker
+from deploy.serve.embedded_broker import Broker
 from tests.support.fleet.gateways import model_tokenizer
 from tests.support.fleet.scripted_worker import Answer, FakeWorker, working
 from tests.support.jobs import CHAT, IDS, TEXT, running_gateway

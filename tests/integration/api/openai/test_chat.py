@@ -11,7 +11,7 @@ from openai import AsyncOpenAI
 from api.openai.render import FINGERPRINT
 from common.messages.packing import unpack_ids
 from common.messages.request import StoppingParams
-from deploy.serve.broker import Broker
+from deploy.serve.embedded_broker import Broker
 from tests.support.fleet.scripted_worker import Answer
 from tests.support.openai_frames import (
     CHAT,

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from common.messages.packing import unpack_ids
-from deploy.serve.broker import Broker
+from deploy.serve.embedded_broker import Broker
 from tests.support.fleet.gateways import model_tokenizer
 from tests.support.fleet.scripted_worker import Answer
 from tests.support.openai_frames import (

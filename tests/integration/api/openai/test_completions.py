@@ -10,7 +10,7 @@ from api.openai.echo import prompt_offsets
 from api.openai.render import FINGERPRINT
 from common.messages.packing import pack_ids, unpack_ids
 from common.messages.request import Generate, StoppingParams
-from deploy.serve.broker import Broker
+from deploy.serve.embedded_broker import Broker
 from tests.support.fleet.gateways import model_tokenizer
 from tests.support.fleet.scripted_worker import Answer
 from tests.support.openai_frames import TOKENIZER, answering, frames, ids, logprobs, streamed

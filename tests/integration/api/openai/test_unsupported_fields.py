@@ -11,7 +11,7 @@ from openai.types.chat import completion_create_params as chat_create_params
 from api.openai.request_schemas import OPENAI_FIELDS, ChatRequest, CompletionRequest
 from api.openai.unsupported_fields import TGI_FIELDS, UNSUPPORTED
 from api.tgi.request_schemas import GenerateParameters
-from deploy.serve.broker import Broker
+from deploy.serve.embedded_broker import Broker
 from tests.support.fleet.scripted_worker import Answer
 from tests.support.openai_frames import answering, ids
 

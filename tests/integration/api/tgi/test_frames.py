@@ -11,7 +11,7 @@ from api.tgi.render import stream_frames as tgi_frames
 from common.messages.events import Terminal, Tokens
 from common.messages.packing import pack_floats, pack_ids, unpack_floats
 from common.messages.request import Generate, StoppingParams
-from deploy.serve.broker import Broker
+from deploy.serve.embedded_broker import Broker
 from tests.support.fleet.gateways import model_tokenizer, ready, serving, stream
 from tests.support.fleet.scripted_worker import Answer, working
 

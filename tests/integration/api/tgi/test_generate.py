@@ -13,7 +13,7 @@ from api.tgi.render import stream_frames
 from common.messages.events import Terminal, Tokens
 from common.messages.packing import pack_floats, pack_ids, unpack_floats
 from common.messages.request import Generate, SamplingParams, StoppingParams
-from deploy.serve.broker import Broker
+from deploy.serve.embedded_broker import Broker
 from tests.integration.api.tgi.test_frames import frames as parsed
 from tests.support.fleet.gateways import model_tokenizer, ready, serving
 from tests.support.fleet.scripted_worker import EOS, Answer, working

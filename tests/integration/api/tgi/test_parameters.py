@@ -5,7 +5,7 @@ from typing import Any
 import httpx
 
 from common.messages.request import SamplingParams, StoppingParams
-from deploy.serve.broker import Broker
+from deploy.serve.embedded_broker import Broker
 from tests.support.fleet.gateways import model_tokenizer, ready, serving
 from tests.support.fleet.scripted_worker import Answer, working
 

@@ -21,7 +21,7 @@ from deploy.bench.figures import Figures, Round, figures, quantile
 from deploy.bench.prompts import prompt
 from deploy.bench.servers import COMPLETIONS, GENERATE, Server, identify, route
 from deploy.commands.client import ServerError
-from deploy.serve.broker import Broker, free_port
+from deploy.serve.embedded_broker import Broker, free_port
 from tests.support.fleet.scripted_worker import EOS
 from tests.support.fleet.scripted_worker import Answer as Answered
 from tests.support.openai_frames import answering, ids

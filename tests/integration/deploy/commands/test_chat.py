@@ -15,7 +15,7 @@ import pytest
 
 from deploy.commands.client import SseDecoder, base_url, error_message
 from deploy.commands.conversation import ChatAnswer
-from deploy.serve.broker import Broker, free_port
+from deploy.serve.embedded_broker import Broker, free_port
 from tests.support.fleet.scripted_worker import Answer as Answered
 from tests.support.openai_frames import answering, ids
 from tests.support.other_servers import WORDS, Server, running

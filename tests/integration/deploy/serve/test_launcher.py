@@ -16,7 +16,7 @@ import redis
 from common.broker.keys import Keys
 from common.messages.codec import decode
 from common.messages.plan import WorkerDied
-from deploy.serve.broker import free_port
+from deploy.serve.embedded_broker import free_port
 from deploy.serve.shutdown import ONE_REQUEST_S
 from tests.support.waiting import wait_until_sync
 

@@ -17,7 +17,7 @@ from common.messages.events import LogEntry, Terminal, Tokens
 from common.messages.packing import pack_floats, pack_ids
 from common.messages.records import pack_records, pack_tokens
 from common.messages.request import Generate, StoppingParams
-from deploy.serve.broker import Broker
+from deploy.serve.embedded_broker import Broker
 from tests.support.events import IDS, KEYS, event_message, new_stream, tokens
 from tests.support.fleet.gateways import model_tokenizer
 from tests.support.waiting import wait_until

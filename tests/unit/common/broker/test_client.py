@@ -9,7 +9,7 @@ from redis import exceptions
 
 from common.broker import client as access
 from common.settings.settings import SettingError
-from deploy.serve.broker import Broker, free_port
+from deploy.serve.embedded_broker import Broker, free_port
 from tests.support import brokers
 
 

@@ -8,7 +8,7 @@ from redis.exceptions import ResponseError
 
 from common.broker.client import ERRORS, connect
 from common.broker.fast_client import FastConnection, SerialClient
-from deploy.serve.broker import Broker
+from deploy.serve.embedded_broker import Broker
 from tests.support import brokers
 
 

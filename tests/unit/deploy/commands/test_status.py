@@ -11,7 +11,7 @@ from rich.console import Console
 
 from common.settings.settings import SettingError
 from deploy.commands import fleet_snapshot, fleet_table, status
-from deploy.serve.broker import Broker, free_port
+from deploy.serve.embedded_broker import Broker, free_port
 from tests.support.fleet.scripted_worker import Answer
 from tests.support.openai_frames import answering
 from tests.support.other_servers import FLEET, running

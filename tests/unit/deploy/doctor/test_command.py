@@ -14,7 +14,7 @@ from common.settings.settings import Settings
 from deploy.doctor import command, machine, resources
 from deploy.doctor.finding import Finding
 from deploy.serve import checks
-from deploy.serve.broker import Broker, free_port
+from deploy.serve.embedded_broker import Broker, free_port
 from tests.integration.deploy.test_cli import tokenfleet
 from tests.support import fake_nvml
 

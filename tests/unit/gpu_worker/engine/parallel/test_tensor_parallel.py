@@ -18,9 +18,9 @@ from gpu_worker.engine.errors import UnservableModel
 from gpu_worker.engine.parallel.communicator import Communicator
 from gpu_worker.engine.parallel.tp_plan import split_evenly, split_heads
 from gpu_worker.rank import Place, local_places
-from tests.support.engine import led_engine, rank_memory, tiny_models
+from tests.support.engine import multi_rank_engine, rank_memory, tiny_models
 from tests.support.engine.batch_player import Player
-from tests.support.engine.led_engine import Led
+from tests.support.engine.multi_rank_engine import Led
 from tests.support.engine.tiny_models import FAMILIES, LLAMA, SEEING, VOCAB
 
 NEW_TOKENS = 24
@@ -79,7 +79,7 @@ REFUSED = {
 
 @pytest.fixture(scope="module")
 def two() -> Iterator[Communicator]:
-    with led_engine.running(2) as ranks:
+    with multi_rank_engine.running(2) as ranks:
         yield ranks
 
 
@@ -120,7 +120,7 @@ def check(ranks: Communicator, family: str, folder: Path) -> None:
 @pytest.mark.parametrize("world_size", [3, 4])
 def test_ids_on_ranks_that_do_not_divide_the_heads(world_size: int, tmp_path: Path) -> None:
     """Before `two` ranks stay for the others: a process is in one group at a time."""
-    with led_engine.running(world_size) as ranks:
+    with multi_rank_engine.running(world_size) as ranks:
         for family in ("Llama", "one K head", "three K heads", "Qwen3-MoE", "Phi3", "GPT-NeoX"):
             check(ranks, family, tmp_path / family)
 

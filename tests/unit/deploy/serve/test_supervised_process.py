@@ -1,6 +1,6 @@
 import pytest
 
-from deploy.serve.process import Restarts, describe
+from deploy.serve.supervised_process import Restarts, describe
 
 
 def test_the_first_restart_is_immediate_and_the_next_ones_wait_longer() -> None:

@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from api.inference.stream import Stream
-from api.openai.stop_text import StopHoldback
+from api.openai.stop_holdback import StopHoldback
 from api.openai.token_bytes import token_bytes
 from common.detokenize import StopMatcher
 from common.messages.events import Terminal, Tokens

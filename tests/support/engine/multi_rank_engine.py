@@ -1,8 +1,8 @@
 """An engine of several ranks: rank 0 in this process, where a Player can drive it, the others in processes of
 their own.
 
-`python -m tests.support.engine.led_engine RANK WORLD_SIZE PORT` is one of the others: it takes part in one
-engine after the other.
+`python -m tests.support.engine.multi_rank_engine RANK WORLD_SIZE PORT` is one of the others: it takes part in
+one engine after the other.
 """
 
 import contextlib
@@ -68,7 +68,7 @@ def running(world_size: int) -> Iterator[Communicator]:
     """Rank 0 of so many; the others are there, and end with it."""
     port = free_port()
     environ = os.environ | {"PARENT_PID": str(os.getpid())}
-    command = [sys.executable, "-m", "tests.support.engine.led_engine"]
+    command = [sys.executable, "-m", "tests.support.engine.multi_rank_engine"]
     others = [
         subprocess.Popen([*command, str(rank), str(world_size), str(port)], env=environ)
         for rank in range(1, world_size)

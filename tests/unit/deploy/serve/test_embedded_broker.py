@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import redis
 
-from deploy.serve.broker import PREFIX, embedded
+from deploy.serve.embedded_broker import PREFIX, embedded
 from tests.support import brokers
 
 
@@ -24,7 +24,7 @@ def test_abandoned_directories_are_removed_at_the_next_start(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    killed = "import os, signal\nfrom deploy.serve.broker import embedded\n"
+    killed = "import os, signal\nfrom deploy.serve.embedded_broker import embedded\n"
     killed += "with embedded(): os.kill(os.getpid(), signal.SIGKILL)"
     subprocess.run([sys.executable, "-c", killed], env=os.environ | {"TMPDIR": str(tmp_path)})
     [abandoned] = tmp_path.iterdir()

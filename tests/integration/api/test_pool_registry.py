@@ -10,11 +10,11 @@ import httpx
 import pytest
 from redis.asyncio import Redis
 
-from api.inference.pools import IDLE_S
+from api.inference.pool_registry import IDLE_S
 from api.lifecycle import Gateway
 from common.broker.keys import POOLS, Keys
 from common.messages.request import Generate
-from deploy.serve.broker import Broker
+from deploy.serve.embedded_broker import Broker
 from tests.support.fleet.gateways import model_tokenizer, ready, serving
 from tests.support.fleet.scripted_worker import Answer, FakeWorker, working
 from tests.support.waiting import wait_until
