@@ -91,7 +91,7 @@ def test_sigterm_to_the_whole_group_counts_as_one_signal(make: subprocess.Popen[
     processes = descendants(make)
     (tmp_path / "hold").touch()
     os.killpg(make.pid, signal.SIGTERM)
-    wait_until_sync(lambda: "g0 told" in (tmp_path / "notes").read_text())
+    wait_until_sync(lambda: "g0 terminated" in (tmp_path / "notes").read_text())
     (tmp_path / "hold").unlink()
     wait_until_sync(lambda: gone(processes), 10)
     assert {"g0 end", "b0 end", "w0 end"} <= set((tmp_path / "notes").read_text().splitlines())
@@ -101,7 +101,7 @@ def test_ctrl_c_drains_and_a_second_one_ends_now(make: subprocess.Popen[str], tm
     processes = descendants(make)
     (tmp_path / "hold").touch()
     os.killpg(make.pid, signal.SIGINT)
-    wait_until_sync(lambda: "g0 told" in (tmp_path / "notes").read_text())
+    wait_until_sync(lambda: "g0 terminated" in (tmp_path / "notes").read_text())
     assert not gone(processes)
 
     def has_ended() -> bool:

@@ -148,7 +148,7 @@ def test_sigterm_drains_gateways_first_and_supervises_the_others_meanwhile(
     (fleet.directory / "hold").touch()
     fleet.ready()
     fleet.process.terminate()
-    wait_until_sync(lambda: "g0 told" in fleet.notes())
+    wait_until_sync(lambda: "g0 terminated" in fleet.notes())
     os.kill(fleet.starts("w0")[0][0], signal.SIGKILL)
     wait_until_sync(lambda: len(fleet.starts("w0")) == 2)
     assert not [line for line in fleet.notes() if line.endswith("terminated") and not line.startswith("g0")]
@@ -166,7 +166,7 @@ def test_a_second_signal_ends_the_fleet_now(launch: Callable[[], Launched], numb
     fleet.ready()
     children = psutil.Process(fleet.process.pid).children(recursive=True)
     fleet.process.send_signal(number)
-    wait_until_sync(lambda: "g0 told" in fleet.notes())
+    wait_until_sync(lambda: "g0 terminated" in fleet.notes())
     wait_until_sync(
         lambda: fleet.process.poll() is not None or fleet.process.send_signal(number),  # type: ignore[func-returns-value]
         ONE_REQUEST_S + GONE_S,
@@ -182,7 +182,7 @@ def test_simultaneous_signals_count_as_one(launch: Callable[[], Launched]) -> No
     (fleet.directory / "hold").touch()
     fleet.ready()
     fleet.process.send_signal(signal.SIGTERM)
-    wait_until_sync(lambda: "g0 told" in fleet.notes())
+    wait_until_sync(lambda: "g0 terminated" in fleet.notes())
     fleet.process.send_signal(signal.SIGINT)
     os.kill(fleet.starts("w0")[0][0], signal.SIGKILL)
     wait_until_sync(lambda: len(fleet.starts("w0")) == 2)

@@ -50,5 +50,5 @@ def test_serve_under_torchrun_is_refused(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setenv("WORLD_SIZE", "1")
     checks.check_ranks()
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(SettingError, match="WORLD_SIZE: is torchrun's"):
+    with pytest.raises(SettingError, match="WORLD_SIZE: is set by torchrun"):
         checks.check_ranks()

@@ -102,7 +102,7 @@ def test_halves_of_a_step_use_graphs(tmp_path: Path, like_cuda: Callable[[Path],
     engine, fresh = like_cuda(tmp_path), dict(enumerate(prompts()))
     expected = play(engine, fresh, prefill_tokens=7)
     scarce = limit(engine, room=2, since=1, error=torch.OutOfMemoryError("CUDA out of memory"))
-    assert play(engine, fresh, prefill_tokens=7) == expected and scarce.refusals
+    assert play(engine, fresh, prefill_tokens=7) == expected and scarce.num_raised
 
 
 def test_sizes_of_graphs() -> None:
