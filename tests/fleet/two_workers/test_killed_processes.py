@@ -92,11 +92,12 @@ async def suspend_and_resume(fleet: Fleet, undisturbed: list[list[int]] | None) 
     """SIGSTOP to a worker until its rows run elsewhere, then SIGCONT: it publishes nothing, and exits."""
     await two_ready(fleet)
     redis = connect(fleet.redis_url)
+    # before the load begins: a predecessor's place in the pool may take longer to expire than the load runs
+    incarnation = await wait_until(lambda: incarnation_of(redis, "w0"))
     load = Load(fleet, MAX_NEW_TOKENS)
     await load.progress(5)
     pid = fleet.pid("w0")
     processes = [psutil.Process(pid), *psutil.Process(pid).children(recursive=True)]
-    incarnation = await wait_until(lambda: incarnation_of(redis, "w0"))
     async with redis.pubsub() as pubsub:
         await pubsub.psubscribe(KEYS.events("*"))
         for process in processes:
