@@ -54,7 +54,7 @@ def kinds_in_the_code() -> set[str]:
 
 
 def process_kinds() -> set[str]:
-    """Kinds of signs of life: the word before the name, wherever one is made."""
+    """Kinds of heartbeats: the word before the name, wherever one is made."""
     sources = "\n".join(
         path.read_text()
         for folder in ("api", "batcher", "gpu_worker")
