@@ -101,9 +101,7 @@ async def test_a_process_without_heartbeats_is_not_listed(broker: Broker, redis:
         assert await names() == {"broker", "g0-test", "b0-1"}
         await wait_until(lambda: gone(redis))
         assert await names() == {"broker", "g0-test"}
-    assert not await redis.exists(KEYS.gateway("g0-test")), (
-        "a gateway that leaves removes its heartbeat"
-    )
+    assert not await redis.exists(KEYS.gateway("g0-test")), "a gateway that leaves removes its heartbeat"
     assert await redis.zrange(KEYS.processes, 0, -1) in ([], [b"batcher:b0-1"])
 
 
