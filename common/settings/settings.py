@@ -153,7 +153,7 @@ class Settings(BaseModel):
     worker_ttl_s: Seconds = 5.0
     """a worker without a heartbeat for so long is declared dead; at least twice HEARTBEAT_S (s)"""
     step_timeout_s: Annotated[Seconds, Field(ge=1)] = 60.0
-    """an engine without a completed step for so long, and 20 times what it should take, is killed (s)"""
+    """an engine that computes, but no step for so long and 20 times what one takes, is killed (s)"""
     worker_grace_s: Seconds = 30.0
     """how long requests are still accepted after the last worker died (s)"""
     gateway_grace_s: Seconds = 30.0

@@ -52,7 +52,7 @@ class Agent:
         self.plans = PlanHandler(redis, self.keys.plans(worker.incarnation), engine, self.state)
         self.steps = StepHandler(engine, self.state)
         self.flusher = Flusher(self.publisher, self.state)
-        self.watchdog = Watchdog(self.step_timeout_s, self.is_busy)
+        self.watchdog = Watchdog(self.step_timeout_s, self.is_busy, engine.run_delay_s)
         self.draining = asyncio.Event()
         self.heartbeat_now = asyncio.Event()
 
@@ -62,7 +62,7 @@ class Agent:
         """
         await self.create_streams()
         coroutines = [
-            self.plans.run(self.watchdog),
+            self.plans.run(),
             self.steps.run(self.watchdog),
             self.flusher.run(),
             self.send_heartbeats(),

@@ -11,6 +11,7 @@ from asyncio.subprocess import Process
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
+from common.process.run_delay import run_delay_s
 from gpu_worker.agent.metrics import BatchMetrics
 from gpu_worker.protocol import (
     EngineFailure,
@@ -178,6 +179,10 @@ class EngineClient:
         started_s = time.perf_counter()
         self.ranks[0].writer.write(encode(grant))
         self.metrics.on_grant(grant, started_s)
+
+    def run_delay_s(self) -> float:
+        """How long the engine's threads have waited for a core since they started."""
+        return sum(run_delay_s(rank.process.pid) for rank in self.ranks)
 
     def kill(self) -> None:
         for rank in self.ranks:

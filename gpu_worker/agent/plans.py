@@ -14,7 +14,6 @@ from common.messages.records import unpack_records
 from common.metrics import catalogue
 from gpu_worker.agent.engine_client import EngineClient
 from gpu_worker.agent.state import AgentState
-from gpu_worker.agent.watchdog import Watchdog
 from gpu_worker.protocol import Grant, StartRow
 
 log = logging.getLogger(__name__)
@@ -32,7 +31,7 @@ class PlanHandler:
         self.engine = engine
         self.state = state
 
-    async def run(self, watchdog: Watchdog) -> None:
+    async def run(self) -> None:
         """Applies plans as they come. A plan that cannot be read is counted and skipped."""
         after = "0"
         while True:
@@ -44,8 +43,6 @@ class PlanHandler:
                 continue
             for entry_id, fields in reply[0][1] if reply else []:
                 after = entry_id.decode()
-                if not self.state.table.rows:
-                    watchdog.reset()
                 try:
                     self.apply(decode(Plan, fields[b"plan"]))
                 except (WireError, KeyError) as error:

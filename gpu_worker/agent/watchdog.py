@@ -5,6 +5,14 @@ import time
 from collections.abc import Callable
 
 CHECK_INTERVAL_S = 1.0
+MAX_COUNTED_S = 2.0
+"""What one check counts at most: if it comes later, this process was stopped or kept off its core, and has
+not read yet what the engine sent.
+"""
+MIN_SHARE = 0.1
+"""Least share of the time that counts, however starved the engine is: one that hangs in a busy loop is found
+in the end.
+"""
 
 
 class EngineStuck(Exception):
@@ -12,19 +20,28 @@ class EngineStuck(Exception):
 
 
 class Watchdog:
-    """Raises EngineStuck once `is_busy` and no `reset` came for `timeout_s()` seconds.
+    """Raises EngineStuck once `is_busy`, and no `reset` came for `timeout_s()` seconds that count. Time in
+    which the engine's threads waited for a core does not: a loaded machine makes a step a hundred times as
+    long, and a restart makes it longer still.
 
     Attributes:
-        reset_s: monotonic time of the last reset.
+        run_delay_s: how long the engine's threads have waited for a core since they started.
+        stuck_s: seconds that counted since the last reset; `checked_s` and `delay_s` are those of the last
+            check.
     """
 
-    def __init__(self, timeout_s: Callable[[], float], is_busy: Callable[[], bool]) -> None:
+    def __init__(
+        self, timeout_s: Callable[[], float], is_busy: Callable[[], bool], run_delay_s: Callable[[], float]
+    ) -> None:
         self.timeout_s = timeout_s
         self.is_busy = is_busy
-        self.reset_s = time.monotonic()
+        self.run_delay_s = run_delay_s
+        self.stuck_s = 0.0
+        self.checked_s = time.monotonic()
+        self.delay_s = 0.0
 
     def reset(self) -> None:
-        self.reset_s = time.monotonic()
+        self.stuck_s = 0.0
 
     async def run(self) -> None:
         """Checks once a second. Raises EngineStuck."""
@@ -34,6 +51,11 @@ class Watchdog:
 
     def check(self) -> None:
         """Raises EngineStuck."""
-        waited_s = time.monotonic() - self.reset_s
-        if self.is_busy() and waited_s > self.timeout_s():
-            raise EngineStuck(f"no step for {waited_s:.0f} s (STEP_TIMEOUT_S)")
+        now_s, delay_s = time.monotonic(), self.run_delay_s()
+        elapsed_s = min(now_s - self.checked_s, MAX_COUNTED_S)
+        starved_s = min(delay_s - self.delay_s, (1 - MIN_SHARE) * elapsed_s)
+        self.checked_s = now_s
+        self.delay_s = delay_s
+        self.stuck_s = self.stuck_s + elapsed_s - max(0.0, starved_s) if self.is_busy() else 0.0
+        if self.stuck_s > self.timeout_s():
+            raise EngineStuck(f"no step for {self.stuck_s:.0f} s (STEP_TIMEOUT_S)")
