@@ -69,6 +69,12 @@ def invalid(detail: str, param: str | None = None) -> ApiError:
     return ApiError(422, "validation", detail, param)
 
 
+def too_long(detail: str, param: str, max_total_tokens: int) -> ApiError:
+    """A request beyond the model's context. litellm and LangChain look for this code and sentence."""
+    sentence = f"{detail}. This model's maximum context length is {max_total_tokens} tokens"
+    return ApiError(422, "validation", sentence, param, "context_length_exceeded")
+
+
 def unauthorised() -> ApiError:
     return ApiError(
         401, "unauthorized", "Incorrect API key: expected the header `Authorization: Bearer <key>`"

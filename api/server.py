@@ -39,6 +39,7 @@ def serve(settings: Settings, incarnation: str) -> None:
     tokenizer = ModelTokenizer.load(
         model_files.resolve(settings.model_id, settings.revision, dtype=settings.dtype),
         settings.tokenizer_config_path,
+        settings.chat_template,
     )
     # A gateway tokenises one prompt at a time: a thread pool would only cost.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")

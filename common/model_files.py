@@ -19,6 +19,7 @@ from common.model_config import read_json
 from common.settings.settings import SettingError
 
 BUNDLED = "smollm2"
+BUNDLED_HUB_ID = "HuggingFaceTB/SmolLM2-135M-Instruct"
 CONVERSION_VERSION = 2
 """Increased when `gpu_worker.engine.model.gguf` writes something else for the same file."""
 HEAD_BYTES = 2**20

@@ -14,6 +14,7 @@ from typing import NamedTuple, NoReturn
 import setproctitle
 
 from common.process.parent_death import die_with_parent
+from common.settings import flags
 from common.settings.flags import FlagParser
 from common.settings.settings import SettingError, Settings, exit_when_unservable
 from deploy.serve import checks, launcher
@@ -70,6 +71,8 @@ def suggestion(word: str) -> str:
 
 def serve(argv: list[str]) -> int:
     settings = checks.read_settings(argv, "tokenfleet serve")
+    for line in flags.unheeded(checks.name_model(argv)):
+        print(f"tokenfleet: {line}", file=sys.stderr)
     if {"--env", "-e"} & set(argv):
         run_module("doctor.command", argv)
     die_with_parent()

@@ -38,9 +38,11 @@ class ChatTemplate:
         self.special_tokens = special_tokens
 
     @classmethod
-    def load(cls, path: Path, config_path: str | None = None) -> "ChatTemplate | None":
-        """Load the template of the tokenizer config at `config_path`, else of the model in the directory
-        `path`, if it has one. Raises SettingError.
+    def load(
+        cls, path: Path, config_path: str | None = None, own_path: str | None = None
+    ) -> "ChatTemplate | None":
+        """Load the template at `own_path`, else of the tokenizer config at `config_path`, else of the model
+        in the directory `path`, if it has one. Raises SettingError.
         """
         other = read_tokenizer_config(Path(config_path)) if config_path else {}
         config = read_json(path / "tokenizer_config.json") | other
@@ -49,7 +51,7 @@ class ChatTemplate:
             or read_json(path / "chat_template.json").get("chat_template")
             or config.get("chat_template")
         )
-        source = other.get("chat_template", own)
+        source = read_template(Path(own_path)) if own_path else other.get("chat_template", own)
         if isinstance(source, list):
             source = {template["name"]: template["template"] for template in source}
         if isinstance(source, dict):
@@ -97,6 +99,16 @@ def read_tokenizer_config(path: Path) -> dict[str, Any]:
         cause = "has no chat_template" if path.is_file() else "does not exist"
         raise SettingError("tokenizer_config_path", f"{path} {cause}")
     return config
+
+
+def read_template(path: Path) -> str:
+    """Read CHAT_TEMPLATE. Raises SettingError if it is no template."""
+    try:
+        source = path.read_text(encoding="utf-8")
+        environment().parse(source)
+    except (OSError, ValueError, TemplateError) as error:
+        raise SettingError("chat_template", f"{path} is no chat template: {error}") from error
+    return source
 
 
 def template_file(path: Path) -> str | None:

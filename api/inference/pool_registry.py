@@ -18,8 +18,9 @@ from common.settings.settings import SettingError, Settings
 
 log = logging.getLogger(__name__)
 
-ANY_MODEL = (None, "", "tgi", "dummy")
+PLACEHOLDERS = ("tgi", "dummy")
 """Model names of clients that do not care which model answers."""
+URL_SCHEMES = ("http://", "https://")
 IDLE_S = 300.0
 """A foreign pool without live streams is closed when nobody has named it for so long."""
 CHECK_S = 10.0
@@ -54,13 +55,18 @@ class PoolRegistry:
         """The pool that serves `model`. Raises ApiError: 404 `model_not_found`, 503 where the broker or the
         model's files cannot be read.
         """
-        if model in ANY_MODEL or model in model_names(self.own.settings):
+        if not model or names_own(model, self.own.settings):
             return self.own
-        assert model is not None
         if model not in self.foreign:
+            async with asking_broker():
+                worker = await self.find_worker(model)
+            if worker is None and self.own.settings.any_model_name:
+                return self.own
+            if worker is None:
+                raise model_not_found(f"The model `{model}` does not exist")
             async with self.lock:
                 if model not in self.foreign:
-                    self.foreign[model] = await self.open(model)
+                    self.foreign[model] = await self.open(model, worker)
         found = self.foreign[model]
         found.used_s = self.clock()
         return found.pool
@@ -92,12 +98,7 @@ class PoolRegistry:
             while self.foreign:
                 await self.foreign.popitem()[1].stack.aclose()
 
-    async def open(self, name: str) -> OpenPool:
-        async with asking_broker():
-            listed = await self.own.redis.zscore(POOLS, name) is not None
-            worker = await self.find_worker(name) if listed else None
-        if worker is None:
-            raise model_not_found(f"The model `{name}` does not exist")
+    async def open(self, name: str, worker: WorkerCapacity) -> OpenPool:
         settings = foreign_settings(self.own.settings, name, worker)
         try:
             path = await asyncio.to_thread(
@@ -112,8 +113,10 @@ class PoolRegistry:
         return OpenPool(pool, stack, self.clock())
 
     async def find_worker(self, name: str) -> WorkerCapacity | None:
-        """The capacity of any live worker of a pool."""
+        """The capacity of any live worker of a pool, if there is such a pool."""
         keys, redis = Keys(name), self.own.redis
+        if await redis.zscore(POOLS, name) is None:
+            return None
         for incarnation in await redis.zrange(keys.workers, 0, -1):
             capacity = await redis.hget(keys.worker(incarnation.decode()), "capacity")  # type: ignore[misc]
             with contextlib.suppress(WireError):
@@ -122,11 +125,17 @@ class PoolRegistry:
         return None
 
 
-def model_names(settings: Settings) -> tuple[str, ...]:
-    """Names under which clients find a pool's model: its name in answers, its MODEL_ID, and the pool's
-    name.
+def names_own(model: str, settings: Settings) -> bool:
+    """Whether a client that names `model` means the gateway's own pool.
+
+    Its names are the model's served names, what follows the last slash of each, its MODEL_ID, the bundled
+    model's hub id, and the pool's name. Clients of endpoints with one model send a URL, or a placeholder.
     """
-    return (settings.model_name, settings.model_id, settings.pool)
+    served = (*settings.served_model_name, settings.model_id)
+    bundled = (model_files.BUNDLED_HUB_ID,) if model_files.BUNDLED in served else ()
+    names = (*served, *bundled)
+    short_names = (name.rpartition("/")[2] for name in names)
+    return model in (*PLACEHOLDERS, *names, *short_names, settings.pool) or model.startswith(URL_SCHEMES)
 
 
 def foreign_settings(settings: Settings, name: str, worker: WorkerCapacity) -> Settings:
@@ -136,7 +145,7 @@ def foreign_settings(settings: Settings, name: str, worker: WorkerCapacity) -> S
     changed = {
         "pool": name,
         "model_id": worker.model_id or worker.model,
-        "served_model_name": name,
+        "served_model_name": (name,),
         "revision": None,
         "max_total_tokens": None,
         "max_input_tokens": None,

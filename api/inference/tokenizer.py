@@ -27,13 +27,15 @@ class ModelTokenizer:
     chat_template: ChatTemplate | None = None
 
     @classmethod
-    def load(cls, path: Path, tokenizer_config_path: str | None = None) -> "ModelTokenizer":
+    def load(
+        cls, path: Path, tokenizer_config_path: str | None = None, chat_template_path: str | None = None
+    ) -> "ModelTokenizer":
         """Load the tokenizer of the model in the directory `path`. Raises SettingError."""
         tokenizer = Tokenizer.from_file(str(path / "tokenizer.json"))
         tokenizer.no_truncation()
         tokenizer.no_padding()
         special_ids = model_config.special_ids(path)
-        chat_template = ChatTemplate.load(path, tokenizer_config_path)
+        chat_template = ChatTemplate.load(path, tokenizer_config_path, chat_template_path)
         return cls(tokenizer, special_ids, special_ids.union(model_config.eos_ids(path)), chat_template)
 
     @property

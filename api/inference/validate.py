@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from api.errors import ApiError, invalid
+from api.errors import ApiError, invalid, too_long
 from api.inference.params import GenerationParams
 from api.inference.ranges import BIASES, MAX_STOP_CHARS, RANGES
 from api.inference.sampling import sampling_params
@@ -158,8 +158,11 @@ async def encode_prompt(params: GenerationParams, limits: Limits, tokenizer: Mod
     if not ids:
         raise invalid_field(params, field, "has no tokens")
     if len(ids) > limits.max_input_tokens:
-        raise invalid_field(
-            params, field, f"must have at most {limits.max_input_tokens} tokens. Given: {len(ids)}"
+        name = params.name(field)
+        raise too_long(
+            f"`{name}` must have at most {limits.max_input_tokens} tokens. Given: {len(ids)}",
+            name,
+            limits.max_total_tokens,
         )
     if params.prompt_ids is not None:
         check_ids(params, field, ids, tokenizer)
@@ -173,10 +176,11 @@ def max_new_tokens(params: GenerationParams, num_prompt_tokens: int, limits: Lim
     if most is not None and most > room:
         name = params.name("max_new_tokens")
         prompt_name = params.name("text" if params.prompt_ids is None else "prompt_ids")
-        raise invalid(
+        raise too_long(
             f"`{prompt_name}` tokens + `{name}` must be at most {limits.max_total_tokens}. "
             f"Given: {num_prompt_tokens} `{prompt_name}` tokens and {most} `{name}`",
             name,
+            limits.max_total_tokens,
         )
     most = room if most is None else most
     if least > most:

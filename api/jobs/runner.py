@@ -20,7 +20,7 @@ from api.errors import (
 from api.http.disconnect import all_ended
 from api.inference import metrics
 from api.inference.pool import Pool
-from api.inference.pool_registry import ANY_MODEL, model_names
+from api.inference.pool_registry import names_own
 from api.inference.stream import Stream
 from api.jobs.job import Job
 from api.jobs.reply import Frame, Reply
@@ -234,7 +234,7 @@ class JobRun:
 def check_model(job: Job, settings: Settings) -> None:
     """Raises ApiError (404): every pool has its own stream of jobs."""
     model = job.body and job.body.model
-    if model not in ANY_MODEL and model not in model_names(settings):
+    if model and not names_own(model, settings):
         raise model_not_found(
             f"The model `{model}` is not served here: a job goes to the stream of its own pool"
         )

@@ -1,5 +1,6 @@
 """GET /v1/models and /v1/models/{name}: the models that a request can name."""
 
+import time
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -10,6 +11,8 @@ from api.http.state import pools_of
 from api.openai.response_schemas import ERROR_RESPONSES, Model, ModelList
 
 router = APIRouter(tags=[OPENAI])
+STARTED = int(time.time())
+"""Unix time at which this gateway started, which stands for the time at which its models were created."""
 
 
 @router.get(
@@ -18,12 +21,11 @@ router = APIRouter(tags=[OPENAI])
 async def list_models(request: Request) -> dict[str, Any]:
     """Lists the model of this pool, and those of other pools that have a live worker."""
     pools = pools_of(request)
+    settings = pools.own.settings
     async with asking_broker():
         others = await pools.names_of_others()
-    return {
-        "object": "list",
-        "data": [render_model(name) for name in (pools.own.settings.model_name, *others)],
-    }
+    names = (*(settings.served_model_name or (settings.model_id,)), *others)
+    return {"object": "list", "data": [render_model(name) for name in names]}
 
 
 @router.get(
@@ -38,4 +40,4 @@ async def retrieve_model(request: Request, name: str) -> dict[str, Any]:
 
 
 def render_model(name: str) -> dict[str, Any]:
-    return {"id": name, "object": "model", "created": 0, "owned_by": name}
+    return {"id": name, "object": "model", "created": STARTED, "owned_by": name}

@@ -1,201 +1,11 @@
 """Options of text-generation-inference and vLLM that are no settings of ours: other names for a setting, and
 fixed answers.
-
-An option that is not in `Settings` stands here. Where what it asks for is what happens anyway, it is
-accepted; else the start is refused with the reason. Nothing is ignored.
 """
 
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
 
-ANY: tuple[Any, ...] = ("*",)
-
-
-@dataclass(frozen=True, slots=True)
-class Option:
-    """An option with a fixed answer.
-
-    Attributes:
-        accepts: values that ask for what is the case; `ANY` where all do.
-        why: what is the case.
-        kind: type of its values.
-        same_as: a setting whose own value is accepted, too.
-        variable: whether the variable is read.
-        flag: whether there is a flag.
-        secret: its value is not repeated.
-    """
-
-    name: str
-    accepts: tuple[Any, ...]
-    why: str
-    kind: Any = str
-    same_as: str = ""
-    variable: bool = True
-    flag: bool = True
-    secret: bool = False
-
-    @property
-    def answer(self) -> str:
-        """What becomes of the option, for the help."""
-        if self.accepts is ANY:
-            return f"accepted: {self.why}"
-        if self.same_as:
-            return f"only what --{self.same_as.replace('_', '-')} says: {self.why}"
-        accepted = " or ".join(str(value).lower() for value in self.accepts)
-        return f"{f'only {accepted}' if accepted else 'refused'}: {self.why}"
-
-
-def options(
-    names: str, accepts: tuple[Any, ...], why: str, kind: Any = str, **more: Any
-) -> tuple[Option, ...]:
-    """Options that have one answer."""
-    return tuple(Option(name, accepts, why, kind, **more) for name in names.split())
-
-
-OFF = (False,)
-ON = (True,)
-NONE: tuple[Any, ...] = ()
-RANKS_FIND = "the ranks of one machine find each other by themselves; torchrun says where those of several do"
-BY_TORCHRUN = "set by torchrun for a worker whose ranks run on several machines (NUM_SHARD for those of one)"
-CHUNKED = "prompts are computed in chunks beside the running requests, so none of both waits for the other"
-NO_PREFIXES = "a cache of prefixes is not built yet"
-NO_SPECULATION = "speculation is not built yet"
-NO_TRACES = "traces are not built yet; metrics are (METRICS_PORT)"
-NO_NGROK = "tunnels are not built; put a proxy in front"
-NO_LORA = "adapters are not built yet; merge the adapter into the model"
-NO_WATERMARK = "watermarks are not built yet"
-NO_TOOLS = "tools are not built yet"
-OWN_TOKENIZER = "a model's tokenizer is its own; tokenizer.json stands beside its weights"
-BY_HUB = "read by huggingface_hub"
-
-TGI = (
-    # launcher and router
-    Option(
-        "validation_workers",
-        ANY,
-        "a gateway tokenizes short prompts at once and long ones in threads; NUM_GATEWAYS adds more",
-        int,
-    ),
-    Option(
-        "quantize", NONE, "weights are loaded as the checkpoint has them, and none is quantized at the start"
-    ),
-    Option("speculate", (0,), NO_SPECULATION, int),
-    Option("kv_cache_dtype", ("auto",), "the KV cache has the type of the model (DTYPE)"),
-    Option("waiting_served_ratio", ANY, CHUNKED, float),
-    Option("max_waiting_tokens", ANY, CHUNKED, int),
-    Option(
-        "cuda_graphs",
-        ("0", "1,2,4,8,16,32"),
-        "graphs are captured for up to MAX_BATCH_SIZE rows, for none with ENFORCE_EAGER, which 0 means",
-    ),
-    *options(
-        "shard_uds_path master_shard_uds_path uds_path",
-        ANY,
-        "agent and engine of a worker share a socket without a name",
-    ),
-    Option("master_addr", ANY, RANKS_FIND),
-    Option("master_port", ANY, RANKS_FIND, int),
-    Option("weights_cache_override", NONE, "give the directory with the weights as MODEL_ID"),
-    Option("disable_custom_kernels", ANY, "TGI's kernels for BLOOM and GPT-NeoX are not part of this", bool),
-    Option("otlp_endpoint", NONE, NO_TRACES),
-    Option(
-        "otlp_service_name",
-        ("text-generation-inference.router", "text-generation-inference.server"),
-        NO_TRACES,
-    ),
-    Option("watermark_gamma", (0.5,), NO_WATERMARK, float),
-    Option("watermark_delta", (2.0,), NO_WATERMARK, float),
-    Option("ngrok", OFF, NO_NGROK, bool),
-    Option("ngrok_authtoken", NONE, NO_NGROK, secret=True),
-    Option("ngrok_edge", NONE, NO_NGROK),
-    Option("disable_grammar_support", ANY, "grammars are not built yet: a request for one is refused", bool),
-    Option("env", ANY, "prints what `tokenfleet doctor` finds, then starts", bool, variable=False),
-    Option("lora_adapters", NONE, NO_LORA),
-    Option("usage_stats", ("on", "no-stack", "off"), "nothing about the use is ever sent anywhere"),
-    Option(
-        "enable_prefill_logprobs",
-        ANY,
-        "log-probabilities of a prompt are computed for requests that ask for them",
-        bool,
-    ),
-    Option("tokenizer_name", NONE, OWN_TOKENIZER, same_as="model_id"),
-    Option("max_image_fetch_size", ANY, "no image is ever fetched: models take text only", int),
-    # variables without a flag
-    Option("log_colorize", ANY, "lines of logs have no colours", flag=False),
-    *options(
-        "hf_token hugging_face_hub_token hf_home hf_hub_offline hf_hub_user_agent_origin",
-        ANY,
-        BY_HUB,
-        flag=False,
-    ),
-    Option("hf_api_token", ANY, "given to huggingface_hub as HF_TOKEN", flag=False),
-    Option("hf_hub_enable_hf_transfer", ANY, "huggingface_hub has its own fast transfers", flag=False),
-    Option("attention", ("paged",), "attention is over pages, on every device", flag=False),
-    Option("prefix_caching", OFF, NO_PREFIXES, bool, flag=False),
-    Option("prefill_chunking", ON, CHUNKED, bool, flag=False),
-    Option("tgi_wiggle_room", NONE, "KV_CACHE_BYTES says how large the cache is", flag=False),
-    Option("use_flash_attention", ANY, "attention is FlashInfer's on CUDA, for all models", flag=False),
-    Option("request_logprobs", ANY, "log-probabilities are always computed", flag=False),
-    *options(
-        "disable_exllama exllama_version",
-        ANY,
-        "ExLlama's kernels are for GPTQ weights, which are not served",
-        flag=False,
-    ),
-    *options(
-        "rocm_use_flash_attn_v2_triton rocm_use_custom_paged_attn rocm_use_skinny_gemm",
-        NONE,
-        "AMD GPUs are not served",
-        flag=False,
-    ),
-    *options(
-        "pytorch_tunableop_enabled pytorch_tunableop_tuning pytorch_tunableop_tuned_file",
-        ANY,
-        "read by torch",
-        flag=False,
-    ),
-    Option("xpu_memory_fraction", NONE, "Intel GPUs are not served", flag=False),
-    Option("debug", ANY, "a worker of one rank has no process group that could be faked", flag=False),
-    Option("rank", ANY, BY_TORCHRUN, int, flag=False),
-    Option("world_size", ANY, BY_TORCHRUN, int, flag=False),
-    Option("cuda_visible_devices", ANY, "read by CUDA", flag=False),
-    Option("nvidia_visible_devices", ANY, "read by the container's runtime", flag=False),
-    Option("ze_affinity_mask", ANY, "read by the driver of Intel GPUs, which are not served", flag=False),
-)
-
-VLLM = (
-    Option(
-        "pipeline_parallel_size",
-        (1,),
-        "layers are not split between GPUs (pipeline parallel); their weights are (NUM_SHARD)",
-        int,
-    ),
-    Option("seed", (0,), "a seed belongs to a request", int),
-    Option("tokenizer", NONE, OWN_TOKENIZER, same_as="model_id"),
-    Option("tokenizer_mode", ("auto",), OWN_TOKENIZER),
-    Option(
-        "chat_template",
-        NONE,
-        "put the template into a tokenizer_config.json and give that as TOKENIZER_CONFIG_PATH",
-    ),
-    Option("swap_space", ANY, "nothing is swapped: what is preempted is computed again", float),
-    Option("cpu_offload_gb", (0.0,), "weights stay on the device", float),
-    Option("disable_log_requests", ANY, "the content of requests is never logged", bool),
-    Option("disable_log_stats", ANY, "figures are in /metrics, not in the log", bool),
-    Option("disable_custom_all_reduce", ANY, "ranks sum by NCCL, without kernels of our own", bool),
-    Option("distributed_executor_backend", ("mp", "uni"), "each rank is a process (NUM_SHARD)"),
-    Option("no_enable_prefix_caching", ANY, NO_PREFIXES, bool),
-    Option("no_enable_chunked_prefill", OFF, CHUNKED, bool),
-    Option("enable_lora", OFF, NO_LORA, bool),
-    Option("lora_modules", NONE, NO_LORA),
-    Option("speculative_config", NONE, NO_SPECULATION),
-    Option("enable_auto_tool_choice", OFF, NO_TOOLS, bool),
-    Option("tool_call_parser", NONE, NO_TOOLS),
-    Option("reasoning_parser", NONE, "reasoning is not separated from the rest of the answer yet"),
-    Option("allowed_origins", ('["*"]',), "give each as --cors-allow-origin"),
-    Option("root_path", NONE, "paths are for a proxy in front"),
-    *options("ssl_keyfile ssl_certfile", NONE, "TLS is for a proxy in front"),
-)
+from common.settings.tgi_options import TGI
+from common.settings.vllm_options import VLLM
 
 OPTIONS = {option.name: option for option in (*TGI, *(replace(option, variable=False) for option in VLLM))}
 
@@ -210,6 +20,7 @@ FLAG_ALIASES = {
     "model": "model_id",
     "tensor_parallel_size": "num_shard",
     "data_parallel_size": "num_workers",
+    "api_server_count": "num_gateways",
     "max_model_len": "max_total_tokens",
     "gpu_memory_utilization": "cuda_memory_fraction",
     "max_num_seqs": "max_batch_size",
@@ -221,6 +32,7 @@ FLAG_ALIASES = {
     "quantization": "quantize",
     "download_dir": "huggingface_hub_cache",
     "uvicorn_log_level": "log_level",
+    "kv_cache_memory_bytes": "kv_cache_bytes",
 }
 
 VARIABLE_ALIASES = {
@@ -233,4 +45,14 @@ VARIABLE_ALIASES = {
     "sagemaker_bind_to_port": "port",
 }
 
-SHORT = {"-p": "port", "-e": "env", "-tp": "num_shard", "-dp": "num_workers", "-q": "quantize"}
+SHORT = {
+    "-p": "port",
+    "-e": "env",
+    "-tp": "num_shard",
+    "-dp": "num_workers",
+    "-q": "quantize",
+    "-pp": "pipeline_parallel_size",
+    "-asc": "num_gateways",
+    "-cc": "compilation_config",
+    "-O": "optimization_level",
+}

@@ -14,18 +14,9 @@ import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, NoReturn
 
-from pydantic import BaseModel
-
-from common.settings.compat import (
-    ALIASES,
-    ANY,
-    FLAG_ALIASES,
-    IMPLIED,
-    OPTIONS,
-    SHORT,
-    VARIABLE_ALIASES,
-    Option,
-)
+from common.settings.compat import ALIASES, FLAG_ALIASES, IMPLIED, OPTIONS, SHORT, VARIABLE_ALIASES
+from common.settings.fields import SettingFields
+from common.settings.option import ANY, Option
 from common.settings.types import SettingError, convert
 
 SECTIONS = {
@@ -54,9 +45,7 @@ class FlagParser(argparse.ArgumentParser):
         raise SettingError("flags", message)
 
 
-def read(
-    cls: type[BaseModel], argv: Sequence[str], environ: Mapping[str, str], prog: str
-) -> dict[str, GivenValue]:
+def read(argv: Sequence[str], environ: Mapping[str, str], prog: str) -> dict[str, GivenValue]:
     """Field or option → what is given for it: a flag wins over a variable, a variable of ours over another's
     name for it.
 
@@ -65,23 +54,26 @@ def read(
     """
     own = {
         name: name
-        for name in (*cls.model_fields, *(option.name for option in OPTIONS.values() if option.variable))
+        for name in (
+            *SettingFields.model_fields,
+            *(option.name for option in OPTIONS.values() if option.variable),
+        )
     }
     given = {
         target: GivenValue(name, environ[name.upper()].strip())
         for name, target in (VARIABLE_ALIASES | ALIASES | own).items()  # our own last: the last one wins
         if environ.get(name.upper())
     }
-    given |= read_flags(cls, argv, prog) if argv else {}
+    given |= read_flags(argv, prog) if argv else {}
     for (name, text), (target, implied) in IMPLIED.items():
         if name in given and given[name].text == text:
             given[target] = GivenValue(given[name].name, implied)
     return given
 
 
-def read_flags(cls: type[BaseModel], argv: Sequence[str], prog: str) -> dict[str, GivenValue]:
-    parser = flag_parser(cls, prog, everything="--help-all" in argv)
-    found, unknown = parser.parse_known_args(list(argv))
+def read_flags(argv: Sequence[str], prog: str) -> dict[str, GivenValue]:
+    parser = flag_parser(prog, everything="--help-all" in argv)
+    found, unknown = parser.parse_known_args(spell_as_ours(argv, parser))
     if unknown and not unknown[0].startswith("-"):
         raise SettingError("arguments", f"{unknown[0]!r} is not expected")
     if unknown:
@@ -94,35 +86,112 @@ def read_flags(cls: type[BaseModel], argv: Sequence[str], prog: str) -> dict[str
             raise SettingError(
                 flag_of(name), f"means the same as {flag_of(given[target].name)}, which is given, too"
             )
-        field = cls.model_fields.get(name)
-        text = ",".join(texts) if field and field.annotation == tuple[str, ...] else texts[-1]
+        text = ",".join(texts) if is_list(name) else texts[-1]
         given[target] = GivenValue(name if name == target else flag_of(name), text.strip())
     return given
 
 
-def flag_parser(cls: type[BaseModel], prog: str, everything: bool) -> FlagParser:
+def spell_as_ours(argv: Sequence[str], parser: argparse.ArgumentParser) -> list[str]:
+    """The words of a command line with underscores in flags as dashes, `--no-x` of a switch as `--x=false`,
+    and `--config FILE` as the flags that the file has.
+    """
+    words = [spelled for word in argv for spelled in spell_flag(word, parser)]
+    if "--config" not in words:
+        return words
+    i = words.index("--config")
+    rest = words[:i] + words[i + 2 :]
+    given = {word.split("=")[0] for word in rest}
+    in_file = config_flags(words[i + 1] if i + 1 < len(words) else "")
+    return [*(flag for flag in in_file if flag.split("=")[0] not in given), *rest]
+
+
+def spell_flag(word: str, parser: argparse.ArgumentParser) -> list[str]:
+    if not word.startswith("--"):
+        return [word]
+    name, equals, value = word.partition("=")
+    name = name.replace("_", "-")
+    if name == "--config" and equals:
+        return [name, value]
+    switch = parser._option_string_actions.get("--" + name.removeprefix("--no-"))
+    if (
+        name not in parser._option_string_actions
+        and switch is not None
+        and switch.nargs == "?"
+        and not equals
+    ):
+        return [f"{switch.option_strings[-1]}=false"]
+    return [name + equals + value]
+
+
+def config_flags(path: str) -> list[str]:
+    """The flags in a YAML file of vLLM's kind: a mapping of flags, without their dashes, to values.
+
+    Raises:
+        SettingError: the file cannot be read.
+    """
+    import yaml  # only here: it costs each process 10 ms
+
+    try:
+        with open(path, encoding="utf-8") as file:
+            values = yaml.safe_load(file) or {}
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        raise SettingError("--config", f"{path!r} cannot be read: {error}".split("\n")[0]) from error
+    if not isinstance(values, dict):
+        raise SettingError("--config", f"{path!r} is not a mapping of flags to values")
+    return [f"{flag_of(str(name))}={config_text(value)}" for name, value in values.items()]
+
+
+def config_text(value: object) -> str:
+    """The text of a value, as a person would write it after the flag."""
+    if isinstance(value, list):
+        return ",".join(map(config_text, value))
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def is_list(name: str) -> bool:
+    return (
+        name in SettingFields.model_fields and SettingFields.model_fields[name].annotation == tuple[str, ...]
+    )
+
+
+def unheeded(argv: Sequence[str]) -> list[str]:
+    """A line for each flag that is accepted whatever its value is, because it changes nothing here."""
+    return [
+        f"{flag_of(name)} changes nothing: {OPTIONS[name].why}"
+        for name in read_flags(argv, prog="")
+        if name in OPTIONS and OPTIONS[name].accepts is ANY and OPTIONS[name].flag and name != "env"
+    ]
+
+
+def flag_parser(prog: str, everything: bool) -> FlagParser:
     """The parser of all flags. Its help has the options of other servers only with `everything`."""
     parser = FlagParser(prog=prog, usage="%(prog)s [--setting X …]", allow_abbrev=False)
     parser.add_argument("--help-all", action="help", help=f"show this help and the {OTHERS}")
-    texts = help_texts(cls)
-    for name, field in cls.model_fields.items():
+    texts = help_texts()
+    for name, field in SettingFields.model_fields.items():
         if name in SECTIONS:
             section = parser.add_argument_group(SECTIONS[name])
         default = "" if field.default in (None, ()) else f", default {str(field.default).lower()}"
-        add(section, name, f"{texts[name]} [{name.upper()}{default}]", field.annotation is bool)
+        nargs = "+" if is_list(name) else "?" if field.annotation is bool else None
+        add(section, name, f"{texts[name]} [{name.upper()}{default}]", nargs)
     others = parser.add_argument_group(f"Understood, too: {OTHERS}")
     for option in OPTIONS.values():
         if option.flag:
-            add(others, option.name, option.answer if everything else None, option.kind is bool)
+            nargs = "?" if option.kind is bool else None
+            add(others, option.name, option.answer if everything else None, nargs)
     for name, target in (ALIASES | FLAG_ALIASES).items():
-        is_switch = target in OPTIONS and OPTIONS[target].kind is bool
-        add(others, name, f"see {flag_of(target)}" if everything else None, is_switch)
+        nargs = "?" if target in OPTIONS and OPTIONS[target].kind is bool else None
+        add(others, name, f"see {flag_of(target)}" if everything else None, nargs)
     return parser
 
 
-def help_texts(cls: type[BaseModel]) -> dict[str, str]:
+def help_texts() -> dict[str, str]:
     """Field → the string after it (pydantic's use_attribute_docstrings costs each process 20 ms)."""
-    [body] = (node.body for node in ast.parse(inspect.getsource(cls)).body if isinstance(node, ast.ClassDef))
+    [body] = (
+        node.body
+        for node in ast.parse(inspect.getsource(SettingFields)).body
+        if isinstance(node, ast.ClassDef)
+    )
     return {
         field.target.id: str(text.value.value)
         for field, text in itertools.pairwise(body)
@@ -132,13 +201,13 @@ def help_texts(cls: type[BaseModel]) -> dict[str, str]:
     }
 
 
-def add(parser: Any, name: str, help: str | None, is_switch: bool) -> None:
+def add(parser: Any, name: str, help: str | None, nargs: str | None) -> None:
+    """Add a flag: `nargs` is "?" for a switch, "+" for a list, None for one value."""
     names = [short for short, target in SHORT.items() if target == name] + [flag_of(name)]
-    switch: dict[str, Any] = {"nargs": "?", "const": "true"} if is_switch else {}
+    values: dict[str, Any] = {"action": "extend" if nargs == "+" else "append", "nargs": nargs}
+    values |= {"const": "true"} if nargs == "?" else {}
     text = argparse.SUPPRESS if help is None else help.replace("%", "%%")
-    parser.add_argument(
-        *names, dest=name, action="append", help=text, default=argparse.SUPPRESS, metavar="X", **switch
-    )
+    parser.add_argument(*names, dest=name, help=text, default=argparse.SUPPRESS, metavar="X", **values)
 
 
 def check_option(option: Option, given: GivenValue, own: Any) -> None:
@@ -154,5 +223,5 @@ def flag_of(name: str) -> str:
 
 def nearest(flag: str, parser: argparse.ArgumentParser) -> str:
     flags = [name for name in parser._option_string_actions if name.startswith("--")]
-    match = difflib.get_close_matches(flag, flags, n=1)
+    match = difflib.get_close_matches(flag, flags, n=1, cutoff=0.8)
     return f"; the nearest is {match[0]}" if match else "; --help lists them"

@@ -9,7 +9,7 @@ from common.settings.settings import Settings
 def tables() -> str:
     """One table in Markdown for each section of the help."""
     lines = []
-    texts = help_texts(Settings)
+    texts = help_texts()
     for name, field in Settings.model_fields.items():
         if name in SECTIONS:
             lines += ["", f"## {SECTIONS[name]}", "", "| setting | default | |", "|---|---|---|"]

@@ -21,10 +21,12 @@ def read_settings(argv: Sequence[str], prog: str) -> Settings:
     """Settings of a command that may be given the model without a flag, as its first word. Raises
     SettingError.
     """
-    words = list(argv)
-    if words and not words[0].startswith("-"):
-        words = ["--model-id", *words]
-    return Settings.read(words, prog=f"{prog} [MODEL]")
+    return Settings.read(name_model(argv), prog=f"{prog} [MODEL]")
+
+
+def name_model(argv: Sequence[str]) -> list[str]:
+    """The words of a command with the flag before the model."""
+    return ["--model-id", *argv] if argv and not argv[0].startswith("-") else list(argv)
 
 
 def caches_on_gpu(settings: Settings) -> bool:
@@ -96,7 +98,8 @@ def with_model(settings: Settings) -> Settings:
             weightless=settings.makes_weights,
             dtype=weights_dtype(settings),
         )
-    return settings.model_copy(update={"model_id": os.fspath(path), "served_model_name": settings.model_name})
+    names = tuple(dict.fromkeys((*settings.served_model_name, settings.model_id)))
+    return settings.model_copy(update={"model_id": os.fspath(path), "served_model_name": names})
 
 
 def set_hub_variables(settings: Settings) -> None:

@@ -122,7 +122,7 @@ def last_lines(settings: Settings) -> str:
     url = checks.base_url(settings)
     return "\n".join(
         [
-            f"Tokenfleet serves {settings.served_model_name} at {url}",
+            f"Tokenfleet serves {settings.model_name} at {url}",
             f"  page: {url} (open it in a browser to chat, and to watch the fleet)",
             f"  docs: {url}/docs",
             f"  try:  curl -N {url}/generate_stream -H 'Content-Type: application/json' -d '{EXAMPLE}'",

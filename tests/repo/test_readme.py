@@ -28,7 +28,7 @@ PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")])
 MAX_README_LINES = 150
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 EXAMPLE_S = 60
-FLAGS_OF_OTHERS = {"help", "help-all", "gpus", "shm-size", "profile", "scale"}
+FLAGS_OF_OTHERS = {"help", "help-all", "gpus", "shm-size", "profile", "scale", "config", "no-"}
 FLAGS_OF_COMMANDS = {"against", "once", "max-tokens", "temperature"}
 
 

@@ -8,6 +8,7 @@ import pytest
 
 from api.errors import ApiError, failed, invalid, overloaded, unavailable
 from api.http.error_handlers import error_response
+from api.openai.routes_models import STARTED
 from common.messages.events import Terminal
 from deploy.serve.embedded_broker import Broker
 from tests.support.api_errors import openai_error, tgi_error
@@ -165,7 +166,7 @@ async def test_a_crash_is_500_in_each_api_family(
 
 async def test_health_is_503_until_a_worker_is_ready(broker: Broker) -> None:
     async with serving(broker.url, served_model_name="small") as (gateway, client):
-        model = {"id": "small", "object": "model", "created": 0, "owned_by": "small"}
+        model = {"id": "small", "object": "model", "created": STARTED, "owned_by": "small"}
         assert (await client.get("/v1/models")).json() == {"object": "list", "data": [model]}
         for path in ("/health", "/ping", "/"):
             assert tgi_error(await client.get(path)) == (503, "healthcheck")

@@ -82,6 +82,37 @@ async def test_a_foreign_pool_serves_requests_and_leaves_its_jobs_alone(
         assert len(worker.seen) == 1
 
 
+async def test_a_model_is_found_by_each_of_its_names(broker: Broker, redis: Redis) -> None:
+    names = ("org/small", "tiny")
+    async with (
+        working(broker.url, TOKENIZER, answer),
+        serving(broker.url, served_model_name=names, model_id="smollm2") as (gateway, client),
+    ):
+        await ready(gateway)
+        listed = [model["id"] for model in (await client.get("/v1/models")).json()["data"]]
+        assert listed == ["org/small", "tiny"]
+        hub_id = "HuggingFaceTB/SmolLM2-135M-Instruct"
+        for name in (*names, "small", "smollm2", hub_id, hub_id.split("/")[1], "http://host:3000", "tgi", ""):
+            assert await complete(client, name) == " zero one two three"
+        refused = await client.post("/v1/completions", json={"model": "gpt-4o", "prompt": "Count."})
+        assert refused.status_code == 404
+        assert refused.json()["error"]["code"] == "model_not_found"
+
+
+async def test_any_name_may_mean_this_model_and_other_pools_keep_theirs(
+    broker: Broker, redis: Redis, worker: FakeWorker
+) -> None:
+    async with (
+        working(broker.url, TOKENIZER, answer) as own,
+        serving(broker.url, any_model_name=True) as (gateway, client),
+    ):
+        await ready(gateway)
+        await complete(client, "gpt-4o")
+        assert (len(own.seen), len(worker.seen)) == (1, 0)
+        await complete(client, "b")
+        assert (len(own.seen), len(worker.seen)) == (1, 1)
+
+
 class Clock:
     def __init__(self) -> None:
         self.now_s = 0.0

@@ -38,7 +38,9 @@ def launch(directory: Path, port: int) -> int:
         )
 
     with embedded() as broker:
-        settings = Settings(port=port, hostname="127.0.0.1", redis_url=broker.url, served_model_name="fake")
+        settings = Settings(
+            port=port, hostname="127.0.0.1", redis_url=broker.url, served_model_name=("fake",)
+        )
         brokers = [SupervisedProcess("broker", "broker", broker.command(), {})]
         workers = [process("worker", "w0"), process("worker", "w1")]
         return asyncio.run(

@@ -9,6 +9,7 @@ from openai.types import completion_create_params
 from openai.types.chat import completion_create_params as chat_create_params
 
 from api.openai.request_schemas import OPENAI_FIELDS, ChatRequest, CompletionRequest
+from api.openai.routes_models import STARTED
 from api.openai.unsupported_fields import TGI_FIELDS, UNSUPPORTED
 from api.tgi.request_schemas import GenerateParameters
 from deploy.serve.embedded_broker import Broker
@@ -155,7 +156,7 @@ async def test_models_are_listed_and_found_by_name(client: httpx.AsyncClient) ->
             "code": "model_not_found",
         }
         assert (answer.status_code, answer.json()) == (404, {"error": error})
-    known = {"id": "smollm2", "object": "model", "created": 0, "owned_by": "smollm2"}
+    known = {"id": "smollm2", "object": "model", "created": STARTED, "owned_by": "smollm2"}
     assert (await client.get("/v1/models")).json() == {"object": "list", "data": [known]}
     assert (await client.get("/v1/models/smollm2")).json() == known
 

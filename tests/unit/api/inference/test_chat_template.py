@@ -143,6 +143,25 @@ def test_tokenizer_config_path_overrides_the_models_template(tmp_path: Path) -> 
     assert template is not None and template.render(CHAT, True, {}) == "other<s>"
 
 
+def test_a_template_in_a_file_overrides_all_others(tmp_path: Path) -> None:
+    (tmp_path / "mine.jinja").write_text("mine{{ bos_token }}")
+    write(tmp_path, "tokenizer_config.json", {"bos_token": "<s>", "chat_template": "the model's"})
+    write(tmp_path, "other.json", {"chat_template": "other"})
+    template = ChatTemplate.load(tmp_path, str(tmp_path / "other.json"), str(tmp_path / "mine.jinja"))
+    assert template is not None and template.render(CHAT, True, {}) == "mine<s>"
+
+
+@pytest.mark.parametrize(
+    ("source", "cause"), [("{% for", "is no chat template: "), (None, "is no chat template: .*No such file")]
+)
+def test_a_file_that_is_no_template_is_refused(source: str | None, cause: str, tmp_path: Path) -> None:
+    file = tmp_path / "mine.jinja"
+    if source is not None:
+        file.write_text(source)
+    with pytest.raises(SettingError, match=f"^CHAT_TEMPLATE: {file} {cause}"):
+        ChatTemplate.load(tmp_path, None, str(file))
+
+
 @pytest.mark.parametrize(
     ("name", "cause"), [("tokenizer_config.json", "has no chat_template"), ("nowhere.json", "does not exist")]
 )

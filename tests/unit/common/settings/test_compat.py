@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
-from common.settings.compat import ANY, FLAG_ALIASES, OPTIONS, SHORT, VARIABLE_ALIASES
+from common.settings.compat import FLAG_ALIASES, OPTIONS, SHORT, VARIABLE_ALIASES
 from common.settings.flags import flag_parser
+from common.settings.option import ANY
 from common.settings.settings import SettingError, Settings
 
 PATH = "/some/path"
@@ -172,7 +173,8 @@ def test_a_variable_that_is_not_served_is_refused_with_the_reason(pair: str) -> 
         (["--load-format", "safetensors"], "load_format", "auto"),
         (["--load-format", "dummy"], "load_format", "dummy"),
         (["--dtype", "half"], "dtype", "float16"),
-        (["--served-model-name", "mine"], "served_model_name", "mine"),
+        (["--served-model-name", "mine"], "served_model_name", ("mine",)),
+        (["--served-model-name", "a", "b", "--port", "80"], "served_model_name", ("a", "b")),
         (["--api-key", "secret"], "api_key", "secret"),
         (["--trust-remote-code"], "trust_remote_code", True),
         (["--tensor-parallel-size=1", "--seed", "0", "--disable-log-requests"], "num_workers", 1),
@@ -246,7 +248,7 @@ def test_every_name_is_answered_once() -> None:
 
 
 def test_the_help_says_what_becomes_of_each() -> None:
-    text = " ".join(flag_parser(Settings, "tokenfleet serve", everything=True).format_help().split())
+    text = " ".join(flag_parser("tokenfleet serve", everything=True).format_help().split())
     assert "--speculate X only 0: speculation is not built yet" in text
     assert "--ngrok-edge X refused: tunnels are not built" in text
     assert any(option.accepts is ANY for option in OPTIONS.values())

