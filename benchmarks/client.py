@@ -69,7 +69,10 @@ async def events(url: str, body: dict[str, Any]) -> AsyncIterator[dict[str, Any]
             f"Content-Length: {len(content)}",
         ]
         writer.write("\r\n".join([*head, "", ""]).encode() + content)
-        status = int((await reader.readline()).split()[1])
+        head_line = await reader.readline()
+        if not head_line:
+            raise StreamBroken(f"{url}: closed without an answer")
+        status = int(head_line.split()[1])
         if status != 200:
             raise HttpStatusError(status, (await reader.read()).split(b"\r\n\r\n", 1)[-1])
         rest = b""

@@ -26,6 +26,8 @@ from gpu_worker.protocol import (
 )
 from gpu_worker.rank import Place
 
+ENGINE_MODULE = "gpu_worker.engine"
+"""What an engine process runs."""
 RECEIVE_BYTES = 2**16
 
 
@@ -56,7 +58,7 @@ class RankProcess:
         ours, theirs = socket.socketpair()
         with theirs:
             process = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-P", "-m", "gpu_worker.engine", "--fd", str(theirs.fileno())),
+                *(sys.executable, "-P", "-m", ENGINE_MODULE, "--fd", str(theirs.fileno())),
                 pass_fds=[theirs.fileno()],
                 stdin=asyncio.subprocess.DEVNULL,
                 env={**os.environ, **environ, **place.environ(), "PARENT_PID": str(os.getpid())},

@@ -31,7 +31,10 @@ class Fleet:
         base_url: of the gateways, without a slash at the end.
         redis_url: of the broker, embedded or as given.
         launcher: the process of `tokenfleet serve`.
+        command: what runs it, as words after `python -P -m`.
     """
+
+    command: tuple[str, ...] = ("deploy.cli", "serve")
 
     def __init__(self, **settings: Any) -> None:
         self.settings = {"hostname": "127.0.0.1", "port": free_port(), "num_jobs": 0, **settings}
@@ -41,7 +44,7 @@ class Fleet:
     def start(self) -> "Fleet":
         """Starts `tokenfleet serve` without waiting."""
         variables = {name.upper(): str(value) for name, value in self.settings.items() if value is not None}
-        command = [sys.executable, "-P", "-m", "deploy.cli", "serve"]
+        command = [sys.executable, "-P", "-m", *self.command]
         environ = os.environ | variables | {"PARENT_PID": str(os.getpid())}
         with (self.directory / "stdout").open("w") as out, (self.directory / "stderr").open("w") as error:
             self.launcher = subprocess.Popen(

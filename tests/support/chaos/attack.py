@@ -1,0 +1,118 @@
+"""Attack: does strikes to the processes of a fleet."""
+
+import asyncio
+import contextlib
+import json
+import signal
+import time
+from collections import Counter
+from pathlib import Path
+
+import psutil
+import redis
+
+from tests.support.chaos.broker import CUT_TO, FileHistory
+from tests.support.chaos.strikes import Hit, Strike
+from tests.support.fleet.fleet import Fleet
+from tests.support.waiting import wait_until
+
+BACK_S = 90.0
+SET_BACK_S = 1.0
+NOTE_EVERY_S = 0.1
+
+
+class Attack:
+    """Strikes one fleet.
+
+    Attributes:
+        struck: strikes done, with their times (monotonic clock).
+        hits: counts by kind and way.
+        lost: names of processes that never came back.
+    """
+
+    def __init__(self, fleet: Fleet, directory: Path, broker_files: Path) -> None:
+        self.fleet, self.directory = fleet, directory
+        self.files = FileHistory(broker_files)
+        self.struck: list[tuple[float, Strike]] = []
+        self.hits: Counter[str] = Counter()
+        self.lost: list[str] = []
+        self.stopped: set[asyncio.Task[None]] = set()
+
+    async def note_files(self) -> None:
+        """Never returns."""
+        while True:
+            with contextlib.suppress(OSError):  # just being written anew
+                self.files.note()
+            await asyncio.sleep(NOTE_EVERY_S)
+
+    async def strike(self, strike: Strike) -> None:
+        """Returns at once after the strike; processes that are stopped go on by themselves."""
+        victims = [(hit, await self.find(hit)) for hit in strike.hits]
+        self.struck.append((time.monotonic(), strike))
+        for hit, process in victims:
+            if process is not None:
+                self.hits[hit.label] += 1
+                with contextlib.suppress(psutil.Error, OSError):
+                    self.do(hit, process)
+
+    async def find(self, hit: Hit) -> psutil.Process | None:
+        """The process, once it is back."""
+        try:
+            found: psutil.Process = await wait_until(lambda: process_of(self.fleet, hit), BACK_S)
+        except TimeoutError:
+            self.lost.append(hit.name)
+            return None
+        return found
+
+    def do(self, hit: Hit, process: psutil.Process) -> None:
+        match hit.way:
+            case "stop":
+                process.suspend()
+                self.stopped.add(asyncio.create_task(resume_later(process, hit.stop_s)))
+            case "cut":
+                cut_connections(self.fleet.redis_url)
+            case "set-back":
+                sizes = self.files.sizes_before(SET_BACK_S)
+                paths = {str(self.files.directory / name): size for name, size in sizes.items()}
+                (self.directory / CUT_TO).write_text(json.dumps(paths))
+                process.send_signal(signal.SIGKILL)
+            case _:
+                process.send_signal(signal.SIGKILL)
+
+    async def settled(self, num_processes: int, num_workers: int) -> None:
+        """Returns when all processes are back."""
+        await asyncio.gather(*self.stopped)
+        with contextlib.suppress(TimeoutError):
+            await wait_until(lambda: len(self.fleet.pids()) == num_processes, BACK_S)
+            await wait_until(lambda: ready_workers(self.fleet) == num_workers, BACK_S)
+            return
+        self.lost.append(f"{len(self.fleet.pids())} of {num_processes} processes are back, and")
+        self.lost.append(f"{ready_workers(self.fleet)} of {num_workers} workers are ready")
+
+
+def process_of(fleet: Fleet, hit: Hit) -> psutil.Process | None:
+    try:
+        process = psutil.Process(fleet.pids()[hit.name])
+        if hit.kind == "engine":
+            [process] = process.children()
+    except (KeyError, ValueError, psutil.Error):
+        return None
+    return process
+
+
+async def resume_later(process: psutil.Process, seconds: float) -> None:
+    await asyncio.sleep(seconds)
+    with contextlib.suppress(psutil.Error):
+        process.resume()
+
+
+def cut_connections(url: str) -> None:
+    with contextlib.suppress(redis.RedisError), redis.Redis.from_url(url, socket_timeout=2) as client:
+        for kind in ("normal", "pubsub"):
+            client.client_kill_filter(_type=kind, skipme=True)
+
+
+def ready_workers(fleet: Fleet) -> int:
+    with contextlib.suppress(redis.RedisError):
+        return fleet.workers_ready()
+    return -1

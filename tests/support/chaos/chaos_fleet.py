@@ -1,0 +1,52 @@
+"""Chaos fleet: a fleet whose broker can be set back, and whose gateways lose messages."""
+
+import contextlib
+import json
+import random
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+from deploy.serve.embedded_broker import free_port
+from tests.support.chaos.engine import STEP_MS
+from tests.support.chaos.launcher import ADDRESS, DIRECTORY, PROXY_URL
+from tests.support.chaos.proxy import LossyProxy, running_proxy
+from tests.support.fleet.fleet import Fleet
+
+ROOT = Path(__file__).parents[3]
+
+
+class ChaosFleet(Fleet):
+    """`step_ms`: of engines without a model; None runs the real ones."""
+
+    command = ("tests.support.chaos.launcher",)
+
+    def __init__(self, step_ms: float | None, **settings: Any) -> None:
+        super().__init__(pythonpath=ROOT, **settings)
+        self.proxy_port = free_port()
+        self.settings |= {
+            DIRECTORY: self.directory,
+            PROXY_URL: f"redis://127.0.0.1:{self.proxy_port}/0",
+            STEP_MS: step_ms,
+        }
+
+    @property
+    def broker(self) -> dict[str, Any]:
+        """Port and files of the broker."""
+        found: dict[str, Any] = json.loads((self.directory / ADDRESS).read_text())
+        return found
+
+    @property
+    def redis_url(self) -> str:
+        """Of the broker itself, whether or not it runs."""
+        return f"redis://127.0.0.1:{self.broker['port']}/0"
+
+    @contextlib.asynccontextmanager
+    async def proxy(self, share: float, draw: random.Random) -> AsyncIterator[LossyProxy]:
+        """Between gateways and broker, while the context is open."""
+
+        def address() -> tuple[str, int]:
+            return "127.0.0.1", self.broker["port"]
+
+        async with running_proxy(self.proxy_port, address, share, draw) as proxy:
+            yield proxy

@@ -1,0 +1,112 @@
+"""Engine process without a model: `python -m tests.support.chaos.engine --fd N`.
+
+Its rows are the real engine's. Each id is a function of all ids before it, and of seed and choice: a row that
+resumes with a token too few or too many goes on with other ids.
+"""
+
+import argparse
+import contextlib
+import os
+import signal
+import socket
+import struct
+import time
+from zlib import crc32
+
+import setproctitle
+
+from common.process.parent_death import die_with_parent
+from gpu_worker.engine.agent_link import AgentLink
+from gpu_worker.engine.batch.rows import Rows
+from gpu_worker.engine.errors import PeerClosed
+from gpu_worker.protocol import Grant, Ready, StartRow, StepResult
+
+STEP_MS = "CHAOS_STEP_MS"
+"""Variable: duration of a step."""
+BLOCK_SIZE, NUM_BLOCKS, CONTEXT = 16, 8192, 2048
+MAX_BATCH_PREFILL_TOKENS = 256
+FIRST_ID, NUM_IDS = 1_000, 40_000
+KEEPALIVE_S = 5.0
+
+
+class ScriptedEngine:
+    """What the real engine is to its loop: `apply` and `step`.
+
+    Attributes:
+        chains: checksum of seed, choice and ids of each row.
+    """
+
+    def __init__(self, step_s: float) -> None:
+        self.step_s = step_s
+        self.rows = Rows(BLOCK_SIZE, eos_ids=())
+        self.chains: dict[int, int] = {}
+
+    def apply(self, grant: Grant) -> None:
+        self.rows.apply(grant)
+        self.chains |= {start.row: first_chain(start) for start in grant.starts}
+
+    def step(self) -> StepResult | None:
+        slices = self.rows.launch()
+        if slices:
+            time.sleep(self.step_s)
+            chains = [
+                self.extend(one.row.number, one.row.last_id, one.decodes) for one in slices if one.samples
+            ]
+            ids, logprobs = [FIRST_ID + chain % NUM_IDS for chain in chains], [-0.5] * len(chains)
+            self.rows.collect(slices, ids, logprobs)
+        result = self.rows.take_result()
+        self.chains = {row: chain for row, chain in self.chains.items() if row in self.rows.rows}
+        return result.build(self.rows.step, self.step_s * 1e3) if slices or result else None
+
+    def extend(self, row: int, last_id: int, decodes: bool) -> int:
+        """The row's chain with the token that this step computes; a prefill's ids are in it already."""
+        if decodes:
+            self.chains[row] = crc32(struct.pack("<i", last_id), self.chains[row])
+        return self.chains[row]
+
+
+def first_chain(start: StartRow) -> int:
+    sampling = start.sampling
+    return crc32(start.ids, crc32(struct.pack("<qi", sampling.seed, sampling.choice)) if sampling else 0)
+
+
+def run(engine: ScriptedEngine, link: AgentLink) -> None:
+    """Runs steps until the agent closes the socket (raises PeerClosed)."""
+    wait_s = 0.0
+    while True:
+        for grant in link.grants(wait_s):
+            engine.apply(grant)
+        step = engine.step()
+        if step is not None:
+            link.send(step)
+        elif wait_s and engine.rows.rows:
+            link.send(StepResult(engine.rows.step))
+        wait_s = 0.0 if step else KEEPALIVE_S
+
+
+def main() -> None:
+    die_with_parent()
+    setproctitle.setproctitle(f"tokenfleet engine {os.environ.get('WORKER_NAME', 'w0')}")
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--fd", type=int, required=True)
+    link = AgentLink(socket.socket(fileno=parser.parse_args().fd))
+    ready = Ready(
+        os.environ["MODEL_ID"],
+        "float32",
+        "cpu",
+        BLOCK_SIZE,
+        NUM_BLOCKS,
+        MAX_BATCH_PREFILL_TOKENS,
+        CONTEXT,
+        eos_ids=b"",
+        token_ms=0.01,
+    )
+    with contextlib.suppress(PeerClosed):
+        link.send(ready)
+        run(ScriptedEngine(float(os.environ[STEP_MS]) / 1e3), link)
+
+
+if __name__ == "__main__":
+    main()
