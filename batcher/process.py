@@ -11,14 +11,13 @@ from redis.asyncio import Redis
 from batcher.lease import Lease, LeaseLost
 from batcher.loop import Batcher
 from common.broker import client
-from common.broker.keys import Keys
+from common.broker.keys import LEASE_S, Keys
 from common.metrics.aggregate import publishing_metrics
 from common.process.heartbeat import Heartbeat
 from common.process.startup import configure_process, start_process
 from common.settings.settings import Settings, exit_when_unservable
 
 log = logging.getLogger(__name__)
-LEASE_S = 2.0
 
 
 async def serve(settings: Settings, incarnation: str) -> None:

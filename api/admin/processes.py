@@ -6,6 +6,7 @@ from typing import Any
 
 from redis.asyncio import Redis
 
+from api.inference.batcher_monitor import SILENT_S, BatcherMonitor
 from common.broker.keys import Keys
 from common.messages.codec import WireError, decode
 from common.messages.plan import WorkerCapacity
@@ -38,9 +39,13 @@ class ProcessList:
         return [process for process in self.processes if process["kind"] == kind]
 
     @property
+    def active_batcher(self) -> dict[str, Any] | None:
+        return next((batcher for batcher in self.of_kind("batcher") if batcher["active"]), None)
+
+    @property
     def requests(self) -> dict[str, int]:
         """Numbers of requests by state, from the active batcher. Without one, all requests wait."""
-        active = next((batcher for batcher in self.of_kind("batcher") if batcher["active"]), None)
+        active = self.active_batcher
         counts = (
             {"waiting": active["waiting"], "running": active["rows"]}
             if active
@@ -49,8 +54,11 @@ class ProcessList:
         return {"live": self.num_live} | counts
 
 
-async def list_processes(redis: Redis, keys: Keys) -> ProcessList:
-    """The processes that are live now. Raises the broker's errors."""
+async def list_processes(redis: Redis, keys: Keys, monitor: BatcherMonitor) -> ProcessList:
+    """The processes that are live now. Raises the broker's errors.
+
+    The monitor says whether the batcher that holds the lease is active, after it was told what was read here.
+    """
     async with redis.pipeline(transaction=False) as pipe:
         pipe.time()
         pipe.zrange(keys.workers, 0, -1, withscores=True)
@@ -66,20 +74,30 @@ async def list_processes(redis: Redis, keys: Keys) -> ProcessList:
             pipe.hgetall(keys.process(kind, name))
         hashes = await pipe.execute()
     time_s = seconds + microseconds / 1e6
+    holder_name = (holder or b"").decode()
+    monitor.update(holder_name, dict(others).get(f"batcher:{holder_name}".encode()), time_s * 1000)
     processes = {BROKER: render_broker(about)}
     for (kind, name, seen_ms), heartbeat in zip(seen, hashes, strict=True):
         common = {"kind": kind, "id": name, "age_s": round(max(0.0, time_s - seen_ms / 1000), 3)}
-        if (
-            heartbeat
-            and (own := render_process(kind, heartbeat, has_lease=name.encode() == holder)) is not None
-        ):
+        if heartbeat and (own := render_process(kind, heartbeat)) is not None:
             processes[name] = common | own
+    for name, process in processes.items():
+        if process["kind"] == "batcher":
+            state = batcher_state(name, process["age_s"], holder_name, monitor.active)
+            process |= {"state": state, "active": state == "active"}
     return ProcessList(
         time_s, num_live, sorted(processes.values(), key=lambda process: (process["kind"], process["id"]))
     )
 
 
-def render_process(kind: str, heartbeat: dict[bytes, bytes], has_lease: bool) -> dict[str, Any] | None:
+def batcher_state(name: str, age_s: float, holder: str, active: str) -> str:
+    """`active`, `standby`, or `silent`, which it is for a moment, before its last heartbeat expires."""
+    if name == active:
+        return "active"
+    return "silent" if name == holder or age_s > SILENT_S else "standby"
+
+
+def render_process(kind: str, heartbeat: dict[bytes, bytes]) -> dict[str, Any] | None:
     """The object of a process in `GET /fleet`; None if its heartbeat cannot be decoded."""
 
     def number(name: str) -> int:
@@ -100,13 +118,7 @@ def render_process(kind: str, heartbeat: dict[bytes, bytes], has_lease: bool) ->
         case "gateway":
             return about | {"streams": number("streams")}
         case "batcher":
-            state = "active" if has_lease else "standby"
-            return about | {
-                "state": state,
-                "active": has_lease,
-                "waiting": number("waiting"),
-                "rows": number("rows"),
-            }
+            return about | {"waiting": number("waiting"), "rows": number("rows")}
         case "worker":
             try:
                 capacity = decode(WorkerCapacity, heartbeat[b"capacity"])

@@ -8,6 +8,7 @@ from starlette.background import BackgroundTask
 from starlette.responses import Response
 
 from api.admin import processes
+from api.admin.health import describe_health
 from api.admin.kill import check_own_process, check_same_origin, forbidden, send_sigkill
 from api.errors import ApiError, asking_broker
 from api.http.openapi import FLEET, error_responses
@@ -26,7 +27,9 @@ VERSION = version("tokenfleet")
 
 @router.get("/fleet", summary="List processes")
 async def fleet(request: Request) -> Response:
-    """Returns every process of the pool with its state, and how many requests wait and run."""
+    """Returns every process of the pool with its state, how many requests wait and run, and `health`: its
+    `state` is `bad` when requests are not served now, `warn` when less works than should, else `good`.
+    """
     pool = own_pool(request)
     listed = await read_process_list(pool)
     settings = pool.settings
@@ -36,6 +39,7 @@ async def fleet(request: Request) -> Response:
         "version": VERSION,
         "time_s": listed.time_s,
         "demo": settings.demo,
+        "health": await describe_health(pool, listed),
         "requests": listed.requests | {"limit": settings.max_concurrent_requests},
         "processes": listed.processes,
     }
@@ -70,4 +74,4 @@ async def kill_process(request: Request, process_id: str) -> Response:
 async def read_process_list(pool: Pool) -> processes.ProcessList:
     """Raises ApiError (503) if the broker does not answer."""
     async with asking_broker():
-        return await processes.list_processes(pool.redis, pool.keys)
+        return await processes.list_processes(pool.redis, pool.keys, pool.batcher)

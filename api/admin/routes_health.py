@@ -1,8 +1,9 @@
-"""GET /health and /ping: 200 if a request would be accepted now. No API key is needed."""
+"""GET /health and /ping: 200 if a request would be served now. No API key is needed."""
 
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
+from api.admin.health import check_health
 from api.errors import ApiError
 from api.http.openapi import HEALTH
 from api.http.state import own_pool
@@ -16,9 +17,9 @@ router = APIRouter(responses={503: ERROR_RESPONSES[503]}, tags=[HEALTH])
 @router.get("/ping", response_class=Response, name="ping", summary="Health check (same as /health)")
 @router.get("/health", response_class=Response, summary="Health check")
 async def health(request: Request) -> Response:
-    """Returns 200 with an empty body if a worker and the broker are available, else 503."""
+    """Returns 200 with an empty body if a worker, a batcher and the broker are there and work, else 503."""
     try:
-        await own_pool(request).admission.check()
+        await check_health(own_pool(request))
     except ApiError as error:
         raise ApiError(503, "healthcheck", f"unhealthy: {error.text}") from error
     return Response()

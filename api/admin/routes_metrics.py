@@ -14,7 +14,7 @@ from api.inference.metrics import fit_buckets
 from common.broker.client import CONNECT_TIMEOUT_S, ERRORS
 from common.metrics import aggregate, catalogue
 from common.metrics.exposition import CONTENT_TYPE, Gauges, Values, render_fleet
-from common.metrics.primitives import Labels
+from common.metrics.primitives import Labels, Metric
 
 router = APIRouter(tags=[HEALTH])
 
@@ -32,7 +32,7 @@ async def metrics(request: Request) -> Response:
         async with asyncio.timeout(CONNECT_TIMEOUT_S):
             values = await aggregate.read_totals(redis, keys)
             granted = await redis.hget(keys.state, "blocks")  # type: ignore[misc]
-            gauges = gauges_of(await processes.list_processes(redis, keys), int(granted or 0))
+            gauges = gauges_of(await processes.list_processes(redis, keys, pool.batcher), int(granted or 0))
     except ERRORS:
         values = None
     if pool.workers.max_total_tokens:
@@ -56,13 +56,14 @@ def gauges_of(listed: ProcessList, num_granted: int) -> Gauges:
         catalogue.BATCH_TOTAL_TOKENS.name: {(): usage * max_tokens},
         catalogue.MAX_TOTAL_TOKENS.name: {(): max_tokens},
         catalogue.KV_USAGE.name: {(): usage},
-        catalogue.WORKERS.name: count_states(workers),
+        catalogue.WORKERS.name: count_states(catalogue.WORKERS, workers),
+        catalogue.BATCHERS.name: count_states(catalogue.BATCHERS, listed.of_kind("batcher")),
         catalogue.BROKER_UP.name: {(): 1.0},
     }
 
 
-def count_states(workers: list[dict[str, object]]) -> dict[Labels, float]:
-    """The number of workers in each state; 0 for known states without workers."""
-    known = dict.fromkeys(catalogue.WORKERS.labels["state"], 0)
-    counts = Counter(str(worker["state"]) for worker in workers)
+def count_states(metric: Metric, found: list[dict[str, object]]) -> dict[Labels, float]:
+    """The number of processes in each state; 0 for known states without a process."""
+    known = dict.fromkeys(metric.labels["state"], 0)
+    counts = Counter(str(process["state"]) for process in found)
     return {(state,): float(count) for state, count in (known | counts).items()}

@@ -15,6 +15,7 @@ from redis.exceptions import AuthenticationError, BusyLoadingError, ConnectionEr
 
 from api.errors import ApiError, conflict, overloaded, unavailable
 from api.inference import metrics
+from api.inference.batcher_monitor import BatcherMonitor
 from api.inference.capacity import WorkerMonitor
 from api.inference.relay import Relay
 from api.inference.stream import Stream
@@ -55,6 +56,7 @@ class Admission:
         tokenizer: ModelTokenizer,
         relay: Relay,
         workers: WorkerMonitor,
+        batcher: BatcherMonitor,
     ) -> None:
         self.redis = redis
         self.keys = keys
@@ -63,14 +65,15 @@ class Admission:
         self.tokenizer = tokenizer
         self.relay = relay
         self.workers = workers
+        self.batcher = batcher
         self.admit_script = script(redis, "admit")
         self.cancel_script = script(redis, "cancel")
         self.permits = asyncio.Semaphore(MAX_COMMANDS)
         self.cleanups: set[asyncio.Task[None]] = set()
 
     async def check(self) -> None:
-        """Raises ApiError (503) if nothing can be served now. Reads the workers again before it refuses a
-        request because of them.
+        """Raises ApiError (503) if a request would find nobody to serve it. Reads workers and batcher again
+        before it refuses a request because of them.
         """
         if self.relay.last_error:
             raise unavailable(self.relay.last_error)
@@ -79,6 +82,7 @@ class Admission:
         except ApiError:
             await self.workers.refresh_unless_fresh()
             self.workers.check()
+        await self.batcher.check_grace()
 
     async def submit_all(self, requests: list[Generate], request_id: str | None = None) -> list[Stream]:
         """Admit all requests or none, as `{request_id}`, or as `{request_id}.{i}` if there are several. As

@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator, Callable
 
 from api.background import background_task
 from api.inference.admission import Admission
+from api.inference.batcher_monitor import BatcherMonitor
 from api.inference.capacity import WorkerMonitor
 from api.inference.relay import Relay
 from api.inference.tokenizer import ModelTokenizer
@@ -15,7 +16,7 @@ from common.settings.settings import Settings
 
 
 class Pool:
-    """Connection, tokenizer, relay, worker monitor and admission of one pool.
+    """Connection, tokenizer, relay, monitors and admission of one pool.
 
     Attributes:
         gateway: incarnation of this gateway; new at every start.
@@ -37,8 +38,9 @@ class Pool:
         self.workers = WorkerMonitor(
             self.redis, self.keys, gateway, settings, num_streams=lambda: len(self.relay.streams)
         )
+        self.batcher = BatcherMonitor(self.redis, self.keys, settings)
         self.admission = Admission(
-            self.redis, self.keys, gateway, settings, tokenizer, self.relay, self.workers
+            self.redis, self.keys, gateway, settings, tokenizer, self.relay, self.workers, self.batcher
         )
 
     @contextlib.asynccontextmanager
@@ -48,7 +50,7 @@ class Pool:
         async with contextlib.AsyncExitStack() as stack:
             stack.push_async_callback(self.redis.aclose)
             stack.push_async_callback(self.workers.remove_heartbeat)
-            for loop in (self.relay.run(), self.workers.run()):
+            for loop in (self.relay.run(), self.workers.run(), self.batcher.run()):
                 await stack.enter_async_context(background_task(loop))
             stack.push_async_callback(self.admission.close)
             with contextlib.suppress(TimeoutError):

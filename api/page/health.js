@@ -1,4 +1,4 @@
-// The status at the top: whether the fleet accepts requests.
+// The status at the top: whether the fleet serves requests, as a gateway sees it.
 
 import { find, say } from "./node.js";
 import { on } from "./fleet.js";
@@ -10,21 +10,13 @@ export function startHealth() {
     document.title = `${fleet.model} · Tokenfleet`;
     find("demo").hidden = !fleet.demo;
     find("trouble").hidden = true;
-    const [state, text] = health(fleet.processes);
-    show(state, text);
+    show(fleet.health.state, fleet.health.text);
   });
   on("lost", (text) => {
     show("bad", "not connected");
     find("trouble").hidden = false;
     say(find("trouble"), `${text} Trying again every second.`);
   });
-}
-
-function health(processes) {
-  const ready = processes.filter((one) => one.kind === "worker" && one.state === "ready").length;
-  if (!ready) return ["bad", "no worker is ready"];
-  if (!processes.some((one) => one.active)) return ["warn", "no batcher is active"];
-  return ["good", ready === 1 ? "1 worker ready" : `${ready} workers ready`];
 }
 
 function show(state, text) {

@@ -131,7 +131,7 @@ function mainFigure(process) {
     case "worker":
       return [figure(process.rate), "tokens/s"];
     case "batcher":
-      return process.active ? [figure(process.waiting), `waiting, ${plural(process.rows, "row")}`] : ["–", "standby"];
+      return process.active ? [figure(process.waiting), `waiting, ${plural(process.rows, "row")}`] : ["–", process.state];
     case "gateway":
       return [figure(process.streams), process.streams === 1 ? "stream" : "streams"];
     case "jobworker":

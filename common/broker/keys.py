@@ -16,6 +16,8 @@ JOB_TTL_MS = 86_400_000
 """State of a job that has not ended."""
 RESULT_TTL_MS = 3_600_000
 """Result, frames and state of a job that has ended."""
+LEASE_S = 2.0
+"""Lease of the active batcher, which renews it several times in that time."""
 METRICS_TTL_MS = 7 * 86_400_000
 """Metrics of a pool that counts nothing any more."""
 

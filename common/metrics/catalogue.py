@@ -175,6 +175,11 @@ WORKERS = Gauge(
     "Number of live workers, by state",
     {"state": ("starting", "ready", "draining")},
 )
+BATCHERS = Gauge(
+    "tokenfleet_batchers",
+    "Number of live batchers, by state; one is active",
+    {"state": ("active", "standby")},
+)
 BROKER_UP = Gauge("tokenfleet_broker_up", "Whether this gateway could read the broker: 1 or 0")
 
 TABLE: tuple[Metric, ...] = tuple(value for value in list(vars().values()) if isinstance(value, Metric))

@@ -30,8 +30,11 @@ def fetch_snapshot(client: httpx.Client) -> Snapshot:
     return fleet
 
 
-def num_ready(fleet: Snapshot) -> int:
-    return sum(one.get("kind") == "worker" and one.get("state") == "ready" for one in fleet["processes"])
+def health(fleet: Snapshot) -> tuple[str, str]:
+    """Return `good`, `warn` or `bad`, and why, as the gateway judges it."""
+    found = fleet.get("health")
+    found = found if isinstance(found, dict) else {}
+    return str(found.get("state") or "bad"), str(found.get("text") or "")
 
 
 def with_rates(snapshots: Sequence[Snapshot]) -> Snapshot:

@@ -8,7 +8,7 @@ from rich.table import Table
 from rich.text import Text
 
 from deploy.commands.client import printable
-from deploy.commands.fleet_snapshot import Snapshot, rates, total
+from deploy.commands.fleet_snapshot import Snapshot, health, rates, total
 
 LATE_S = 2.0
 NEARLY_FULL = 0.9
@@ -19,8 +19,9 @@ STYLES = {
     "standby": "cyan",
     "starting": "yellow",
     "draining": "yellow",
-    "dead": "red",
+    "silent": "red",
 }
+HEALTH_STYLES = {"good": "green", "warn": "yellow", "bad": "bold red"}
 KINDS = ("broker", "gateway", "batcher", "worker", "jobworker")
 
 
@@ -37,8 +38,10 @@ def view(snapshots: Sequence[Snapshot], width: int, failure: str = "") -> Render
 
 
 def head(fleet: Snapshot, rate: float | None, width: int) -> Text:
+    """Return the lines above the table: model, requests and speed, then the fleet's health in words."""
     requests = fleet.get("requests") or {}
     limit = f" of {number(requests['limit'])}" if requests.get("limit") else ""
+    state, why = health(fleet)
     return Text.assemble(
         (printable(str(fleet.get("model", "?"))), "bold"),
         (f"  pool {printable(str(fleet.get('pool', '?')))}", "dim"),
@@ -47,6 +50,7 @@ def head(fleet: Snapshot, rate: float | None, width: int) -> Text:
         (limit, "dim"),
         ("   ", ""),
         (f"{number(rate, 1)} tokens/s", "bold green" if rate else ""),
+        (f"\n{printable(why)}" if why else "", HEALTH_STYLES.get(state, "")),
     )
 
 

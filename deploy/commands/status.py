@@ -12,7 +12,7 @@ from rich.live import Live
 
 from common.settings.flags import FlagParser
 from deploy.commands.client import ServerError, add_url, api_key, new_client, print_error
-from deploy.commands.fleet_snapshot import Snapshot, fetch_snapshot, num_ready, with_rates
+from deploy.commands.fleet_snapshot import Snapshot, fetch_snapshot, health, with_rates
 from deploy.commands.fleet_table import view
 
 ANSWER_S = 5.0
@@ -22,7 +22,7 @@ NUM_SNAPSHOTS = 4
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the command. Returns 0 when a worker is ready. Raises SettingError for an unknown flag."""
+    """Run the command. Returns 0 when the fleet serves requests. Raises SettingError for an unknown flag."""
     parser = FlagParser(
         prog="tokenfleet status", allow_abbrev=False, description="One line for every process of the fleet."
     )
@@ -42,7 +42,7 @@ def main(argv: Sequence[str]) -> int:
                 watch(client, snapshots, console)
     except ServerError as error:
         return print_error(error)
-    return 0 if num_ready(snapshots[-1]) else 1
+    return 1 if health(snapshots[-1])[0] == "bad" else 0
 
 
 def print_once(client: httpx.Client, snapshots: deque[Snapshot], console: Console, as_json: bool) -> None:

@@ -85,14 +85,15 @@ async def describe_wait(fleet: LocalFleet, redis: Redis) -> str:
             for worker in fleet.workers:
                 pipe.exists(keys.worker(worker.incarnation))
                 pipe.hget(keys.process("starting", worker.incarnation), "doing")
-            answers = await pipe.execute()
+            pipe.exists(keys.batcher)
+            *answers, is_led = await pipe.execute()
     except ERRORS:
         return "the broker"
     for worker, is_ready, doing in zip(fleet.workers, answers[::2], answers[1::2], strict=True):
         if not is_ready:
             workers.setdefault(doing.decode() if doing else "starting", []).append(worker.name)
     if not workers:
-        return "the gateway"
+        return "the gateway" if is_led else "the batcher"
     return ", ".join(f"{' '.join(names)}: {doing}" for doing, names in workers.items())
 
 

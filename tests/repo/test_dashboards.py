@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import yaml
 
+from api.inference.batcher_monitor import SILENT_S
 from common.metrics import catalogue
 from common.metrics.exposition import render_fleet
 
@@ -95,6 +96,20 @@ def test_the_service_of_the_dashboards_is_scraped() -> None:
     assert "container" not in json.dumps(processes), (
         "figures of single processes must not be added to those of the fleet"
     )
+
+
+def test_an_alert_fires_within_30_s_of_the_last_turn_of_a_batcher() -> None:
+    """Two leases until gateways show it, then a scrape, and evaluations until `for` is over."""
+    [group] = yaml.safe_load((PROMETHEUS / "alerts.yml").read_text())["groups"]
+    scrape = yaml.safe_load((PROMETHEUS / "prometheus.yml").read_text())["global"]["scrape_interval"]
+    [alert] = [rule for rule in group["rules"] if rule["alert"] == "NoActiveBatcher"]
+    first_s = SILENT_S + seconds(scrape) + seconds(group["interval"])
+    pending_s = -(-seconds(alert["for"]) // seconds(group["interval"])) * seconds(group["interval"])
+    assert first_s + pending_s <= 30
+
+
+def seconds(duration: str) -> int:
+    return int(duration.removesuffix("s"))
 
 
 @needs_promtool

@@ -138,6 +138,7 @@ FLEET: dict[str, Any] = {
     "pool": "default",
     "model": "tiny",
     "version": "0.1.0",
+    "health": {"state": "good", "text": "1 worker ready"},
     "requests": {"live": 3, "waiting": 1, "running": 2, "limit": 1024},
     "processes": [
         {"kind": "worker", "id": "w0-aaaa", "host": "here", "pid": 41, "state": "ready", "age_s": 0.2}

@@ -12,6 +12,7 @@ from api.background import background_task
 from common.process.logs import REQUEST_ID
 from deploy.serve.embedded_broker import Broker
 from tests.support.fleet.gateways import model_tokenizer, ready, serving
+from tests.support.fleet.scripted_batcher import batching
 from tests.support.fleet.scripted_worker import Answer, working
 from tests.support.waiting import wait_until
 
@@ -134,6 +135,7 @@ def assert_refused(path: str, response: httpx.Response) -> None:
 async def test_the_key_opens_all_routes_and_health_needs_none(broker: Broker) -> None:
     one = Answer(TOKENIZER.encode("a").ids)
     async with (
+        batching(broker.url),
         working(broker.url, TOKENIZER, lambda _: one),
         serving(broker.url, api_key="sesame") as (gateway, client),
     ):

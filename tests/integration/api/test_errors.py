@@ -13,6 +13,7 @@ from common.messages.events import Terminal
 from deploy.serve.embedded_broker import Broker
 from tests.support.api_errors import openai_error, tgi_error
 from tests.support.fleet.gateways import model_tokenizer, ready, serving
+from tests.support.fleet.scripted_batcher import batching
 from tests.support.fleet.scripted_worker import Answer, working
 
 TOKENIZER = model_tokenizer().backend
@@ -165,7 +166,7 @@ async def test_a_crash_is_500_in_each_api_family(
 
 
 async def test_health_is_503_until_a_worker_is_ready(broker: Broker) -> None:
-    async with serving(broker.url, served_model_name="small") as (gateway, client):
+    async with batching(broker.url), serving(broker.url, served_model_name="small") as (gateway, client):
         model = {"id": "small", "object": "model", "created": STARTED, "owned_by": "small"}
         assert (await client.get("/v1/models")).json() == {"object": "list", "data": [model]}
         for path in ("/health", "/ping", "/"):

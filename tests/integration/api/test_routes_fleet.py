@@ -19,6 +19,7 @@ from common.settings.settings import SettingError, Settings
 from deploy.serve.embedded_broker import Broker
 from tests.integration.batcher.test_process import batcher
 from tests.support.fleet.gateways import model_tokenizer, ready, serving
+from tests.support.fleet.scripted_batcher import batching
 from tests.support.fleet.scripted_worker import Answer, working
 from tests.support.waiting import wait_until
 
@@ -211,7 +212,11 @@ def test_demo_needs_a_local_hostname(hostname: Any) -> None:
 
 
 async def test_browsers_get_the_page_and_other_clients_the_health(broker: Broker) -> None:
-    async with working(broker.url, TOKENIZER, lambda _: Answer([])), serving(broker.url) as (gateway, client):
+    async with (
+        batching(broker.url),
+        working(broker.url, TOKENIZER, lambda _: Answer([])),
+        serving(broker.url) as (gateway, client),
+    ):
         await ready(gateway)
         page = await client.get("/", headers={"accept": "text/html,application/xhtml+xml,*/*;q=0.8"})
         assert (

@@ -19,6 +19,7 @@ from api.server import lossy, shared_listener
 from common.settings.settings import SettingError
 from deploy.serve.embedded_broker import Broker, free_port
 from tests.support.fleet.gateways import model_tokenizer, ready, serving, stream
+from tests.support.fleet.scripted_batcher import batching
 from tests.support.fleet.scripted_worker import Answer, working
 from tests.support.waiting import wait_until
 
@@ -68,7 +69,10 @@ async def test_gateways_share_a_port_and_drain_at_sigterm(broker: Broker, pair: 
         async with httpx.AsyncClient(base_url=pair.url, timeout=90) as client:
             return await stream(client, {"inputs": "count", "parameters": {"max_new_tokens": len(ids)}})
 
-    async with working(broker.url, TOKENIZER, lambda _: Answer(ids), step_s=0.05) as worker:
+    async with (
+        batching(broker.url),
+        working(broker.url, TOKENIZER, lambda _: Answer(ids), step_s=0.05) as worker,
+    ):
         for url in pair.own_urls:
             await wait_until(lambda url=url: healthy(url))  # type: ignore[misc]
         titles = {" ".join(psutil.Process(process.pid).cmdline()).strip() for process in pair.processes}

@@ -16,6 +16,7 @@ from deploy.serve.embedded_broker import Broker
 from tests.support import brokers
 from tests.support.api_errors import tgi_error
 from tests.support.fleet.gateways import model_tokenizer, ready, serving, stream
+from tests.support.fleet.scripted_batcher import batching
 from tests.support.fleet.scripted_worker import Answer, working
 from tests.support.waiting import wait_until
 
@@ -70,7 +71,7 @@ async def test_503_after_the_last_worker_died(broker: Broker) -> None:
     """For worker_grace_s requests wait for the next one; then they are refused, and the limits of
     the worker that died are still known.
     """
-    async with serving(broker.url, worker_grace_s=2.0) as (gateway, client):
+    async with batching(broker.url), serving(broker.url, worker_grace_s=2.0) as (gateway, client):
         async with working(broker.url, TOKENIZER, lambda _: Answer([11])) as worker:
             await ready(gateway)
             await worker.pause()
@@ -85,6 +86,27 @@ async def test_503_after_the_last_worker_died(broker: Broker) -> None:
         async with working(broker.url, TOKENIZER, lambda _: Answer([11])):
             assert (await waiting).status_code == 200
             await ready(gateway)
+
+
+async def test_503_long_after_the_last_batcher_worked(broker: Broker) -> None:
+    """Nobody would place a request that is queued then, nor end it at its deadline."""
+    async with (
+        working(broker.url, TOKENIZER, lambda _: Answer([11])) as worker,
+        serving(broker.url, worker_grace_s=1.0) as (gateway, client),
+    ):
+        async with batching(broker.url):
+            await wait_until(lambda: gateway.pool.batcher.works)
+            await wait_until(lambda: answers(client))
+
+        async def refused() -> bool:
+            await worker.announce()
+            response = await client.post("/generate", json=BODY)
+            return response.status_code == 503 and "no batcher is active" in response.text
+
+        await wait_until(refused)
+        async with batching(broker.url):
+            await worker.announce()
+            await wait_until(lambda: answers(client))
 
 
 @pytest.fixture

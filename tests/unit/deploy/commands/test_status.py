@@ -12,6 +12,7 @@ from rich.console import Console
 from common.settings.settings import SettingError
 from deploy.commands import fleet_snapshot, fleet_table, status
 from deploy.serve.embedded_broker import Broker, free_port
+from tests.support.fleet.scripted_batcher import batching
 from tests.support.fleet.scripted_worker import Answer
 from tests.support.openai_frames import answering
 from tests.support.other_servers import FLEET, running
@@ -48,7 +49,8 @@ def test_the_rate_of_a_later_process_counts_from_its_first_snapshot() -> None:
 
 def test_the_table_shows_every_process() -> None:
     text = printed(FLEET, later(2, 86))
-    head, _, _, *lines = text.splitlines()
+    head, health, _, _, *lines = text.splitlines()
+    assert health == "1 worker ready"
     assert "tiny  pool default" in head
     assert "3 live, 1 waiting of 1 024" in head
     assert "43.0 tokens/s" in head
@@ -110,20 +112,22 @@ def test_outside_a_terminal_one_table_is_printed(
         assert "w0" in capsys.readouterr().out
         assert status.main(["--url", server.url, "--json"]) == 0
         assert json.loads(capsys.readouterr().out)["processes"][0]["tokens_per_s"] is None
-        server.fleet["processes"] = FLEET["processes"][1:]
+        server.fleet["health"] = {"state": "warn", "text": "1 of 2 workers ready"}
         monkeypatch.setenv("PORT", str(server.port))
-        assert status.main(["--once"]) == 1, "no worker is ready"
+        assert status.main(["--once"]) == 0 and "1 of 2 workers ready" in capsys.readouterr().out
+        server.fleet["health"] = {"state": "bad", "text": "no batcher is active"}
+        assert status.main(["--once"]) == 1 and "no batcher is active" in capsys.readouterr().out
 
 
 async def test_status_of_a_real_gateway(
     broker: Broker, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(status, "REFRESH_S", 0.0)
-    async with answering(broker.url, Answer([])) as (worker, _, client):
+    async with batching(broker.url), answering(broker.url, Answer([])) as (worker, _, client):
         assert await asyncio.to_thread(status.main, ["--url", str(client.base_url)]) == 0
-    head, *lines = capsys.readouterr().out.splitlines()
-    assert head == "smollm2  pool default"
-    assert {line.split()[0] for line in lines[3:]} == {"broker", "gateway", "worker"}
+    head, requests, health, *lines = capsys.readouterr().out.splitlines()
+    assert (head, health) == ("smollm2  pool default", "1 worker ready") and "0 live" in requests
+    assert {line.split()[0] for line in lines[2:]} == {"broker", "gateway", "batcher", "worker"}
     assert any(
         line.split()[:2] == ["worker", worker.incarnation.split("-")[0]] and "0/64" in line for line in lines
     )

@@ -1,0 +1,111 @@
+"""Batcher monitor: what a gateway knows of its pool's active batcher, and whether that one works."""
+
+import asyncio
+import contextlib
+import time
+
+from redis.asyncio import Redis
+
+from api.errors import ApiError, asking_broker, unavailable
+from common.broker.keys import LEASE_S, Keys
+from common.settings.settings import Settings
+
+SILENT_S = 2 * LEASE_S
+"""A batcher without a heartbeat for so long does not work. A successor takes over within this time."""
+FRESH_S = 0.05
+
+
+class BatcherMonitor:
+    """Reads the lease, and the heartbeat of its holder, at an interval.
+
+    The holder works as long as its heartbeats go on: its loop sends them, between one turn and the next. What
+    counts is that a heartbeat has changed, and how long ago by this gateway's own monotonic clock; the
+    broker's clock, which may jump, only says how old a heartbeat is when it is first seen.
+
+    Attributes:
+        holder: of the lease, as last read; empty without one.
+        heartbeat: the holder, and the time of its last heartbeat by the broker's clock.
+        worked_s: monotonic time of the last heartbeat of any holder; None before there was one.
+        opened_s: monotonic time at which this gateway began to look.
+        checked_s: monotonic time of the last read.
+    """
+
+    def __init__(self, redis: Redis, keys: Keys, settings: Settings) -> None:
+        self.redis = redis
+        self.keys = keys
+        self.settings = settings
+        self.holder = ""
+        self.heartbeat: tuple[str, float] | None = None
+        self.worked_s: float | None = None
+        self.opened_s = time.monotonic()
+        self.checked_s = 0.0
+        self.refresh_lock = asyncio.Lock()
+
+    async def run(self) -> None:
+        """Never returns."""
+        while True:
+            with contextlib.suppress(ApiError):  # the worker monitor logs it
+                await self.refresh()
+            await asyncio.sleep(min(self.settings.heartbeat_s, LEASE_S / 2))
+
+    async def refresh(self) -> None:
+        """Read once. Raises ApiError (503) if the broker does not answer."""
+        async with asking_broker():
+            holder = await self.redis.get(self.keys.batcher)
+            name = (holder or b"").decode()
+            async with self.redis.pipeline(transaction=False) as pipe:
+                pipe.time()
+                pipe.zscore(self.keys.processes, f"batcher:{name}")
+                (seconds, microseconds), seen_ms = await pipe.execute()
+        self.update(name, seen_ms, seconds * 1000 + microseconds / 1000)
+
+    def update(self, holder: str, seen_ms: float | None, now_ms: float) -> None:
+        """Note who holds the lease, when its last heartbeat was, and the present, by the broker's clock."""
+        now_s = time.monotonic()
+        self.checked_s = now_s
+        self.holder = holder
+        if not holder or seen_ms is None or (holder, seen_ms) == self.heartbeat:
+            return
+        self.heartbeat = (holder, seen_ms)
+        self.worked_s = max(self.worked_s or 0.0, now_s - max(0.0, now_ms - seen_ms) / 1000)
+
+    @property
+    def active(self) -> str:
+        """The batcher that has the lease and works; empty without one."""
+        return self.holder if self.works else ""
+
+    @property
+    def works(self) -> bool:
+        return self.worked_s is not None and time.monotonic() - self.worked_s <= SILENT_S
+
+    async def check(self) -> None:
+        """Raises ApiError (503) if no batcher has worked within SILENT_S. Reads again before that."""
+        if not self.works:
+            await self.refresh_unless_fresh()
+        if not self.works:
+            raise unavailable(self.describe())
+
+    async def check_grace(self) -> None:
+        """Raises ApiError (503) if no batcher has worked within WORKER_GRACE_S: nobody would end a request
+        that is queued now, not even at its deadline.
+        """
+        if self.gone_s > self.settings.worker_grace_s:
+            await self.refresh_unless_fresh()
+        if self.gone_s > self.settings.worker_grace_s:
+            raise unavailable(self.describe())
+
+    @property
+    def gone_s(self) -> float:
+        return time.monotonic() - (self.opened_s if self.worked_s is None else self.worked_s)
+
+    def describe(self) -> str:
+        if self.worked_s is None:
+            return "no batcher is active yet"
+        what = f"the active batcher {self.holder} hangs" if self.holder else "no batcher is active"
+        return f"{what}: none has worked for {self.gone_s:.0f} s"
+
+    async def refresh_unless_fresh(self) -> None:
+        """Refresh, unless that was done within FRESH_S."""
+        async with self.refresh_lock:
+            if time.monotonic() - self.checked_s > FRESH_S:
+                await self.refresh()

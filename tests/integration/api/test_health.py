@@ -1,0 +1,152 @@
+"""/health, /metrics and /fleet while the batcher is stopped, hangs or is absent, or a worker is down."""
+
+import os
+import signal
+from typing import Any
+
+import httpx
+import pytest
+
+from api.admin.health import judge_processes
+from api.admin.processes import ProcessList
+from api.inference.batcher_monitor import SILENT_S
+from common.broker.keys import Keys
+from common.process.heartbeat import Heartbeat
+from deploy.serve.embedded_broker import Broker
+from tests.integration.batcher.test_process import batcher
+from tests.support.api_errors import tgi_error
+from tests.support.fleet.gateways import model_tokenizer, ready, serving
+from tests.support.fleet.scripted_batcher import batching
+from tests.support.fleet.scripted_worker import Answer, working
+from tests.support.waiting import wait_until
+
+KEYS = Keys("default")
+TOKENIZER = model_tokenizer().backend
+
+
+async def status_code(client: httpx.AsyncClient) -> int:
+    return (await client.get("/health")).status_code
+
+
+async def is_healthy(client: httpx.AsyncClient) -> bool:
+    return await status_code(client) == 200
+
+
+async def is_unhealthy(client: httpx.AsyncClient) -> bool:
+    return await status_code(client) == 503
+
+
+async def batchers(client: httpx.AsyncClient) -> dict[str, float]:
+    """The gauge of batchers, by state."""
+    lines = (await client.get("/metrics")).text.splitlines()
+    return {
+        line.split('state="')[1].split('"')[0]: float(line.split()[-1])
+        for line in lines
+        if line.startswith("tokenfleet_batchers{")
+    }
+
+
+async def health(client: httpx.AsyncClient) -> dict[str, str]:
+    found: dict[str, str] = (await client.get("/fleet")).json()["health"]
+    return found
+
+
+async def test_a_stopped_batcher_is_503_and_named_until_it_goes_on(broker: Broker) -> None:
+    """Not before two leases are over: until then a standby may take over."""
+    async with (
+        working(broker.url, TOKENIZER, lambda _: Answer([11])),
+        serving(broker.url, heartbeat_s=0.5) as (gateway, client),
+    ):
+        await ready(gateway)
+        refused = await client.get("/health")
+        assert tgi_error(refused) == (503, "healthcheck") and "no batcher is active yet" in refused.text
+        with batcher(broker.url, WORKER_TTL_S="60") as process:
+            await wait_until(lambda: is_healthy(client))
+            assert await batchers(client) == {"active": 1, "standby": 0}
+            assert await health(client) == {"state": "good", "text": "1 worker ready"}
+            os.kill(process.pid, signal.SIGSTOP)
+            await wait_until(lambda: is_unhealthy(client))
+            assert gateway.pool.batcher.gone_s >= SILENT_S
+            refused = await client.get("/health")
+            assert tgi_error(refused) == (503, "healthcheck")
+            assert "no batcher is active: none has worked for" in refused.text
+            assert (await batchers(client))["active"] == 0
+            found = await health(client)
+            assert found["state"] == "bad" and "none has worked for" in found["text"]
+            os.kill(process.pid, signal.SIGCONT)
+            await wait_until(lambda: is_healthy(client))
+            assert await batchers(client) == {"active": 1, "standby": 0}
+
+
+async def test_a_batcher_that_hangs_with_the_lease_is_503_and_named(broker: Broker, redis: Any) -> None:
+    async with (
+        working(broker.url, TOKENIZER, lambda _: Answer([11])),
+        serving(broker.url) as (gateway, client),
+    ):
+        await ready(gateway)
+        await Heartbeat(redis, KEYS, "batcher", "b0-1", 60.0).send()
+        await redis.set(KEYS.batcher, "b0-1")
+        await wait_until(lambda: is_healthy(client))
+        await wait_until(lambda: is_unhealthy(client))
+        assert "the active batcher b0-1 hangs" in (await client.get("/health")).text
+        assert (await batchers(client))["active"] == 0
+
+
+async def test_a_standby_is_counted_and_keeps_the_fleet_healthy(broker: Broker) -> None:
+    async with (
+        working(broker.url, TOKENIZER, lambda _: Answer([11])),
+        serving(broker.url) as (gateway, client),
+    ):
+        await ready(gateway)
+        with batcher(broker.url, "b0") as first, batcher(broker.url, "b1"):
+            await wait_until(lambda: counts(client, active=1, standby=1))
+            first.kill()
+            first.wait()
+            await wait_until(lambda: counts(client, active=1, standby=0))
+            await wait_until(lambda: is_healthy(client))
+
+
+async def counts(client: httpx.AsyncClient, **expected: int) -> bool:
+    found = await batchers(client)
+    return all(found[state] == count for state, count in expected.items())
+
+
+async def test_a_missing_worker_is_a_warning(broker: Broker) -> None:
+    """`serve` tells its gateways how many workers there are."""
+    async with (
+        batching(broker.url),
+        working(broker.url, TOKENIZER, lambda _: Answer([11])),
+        serving(broker.url, num_workers=2) as (gateway, client),
+    ):
+        await ready(gateway)
+        await wait_until(lambda: is_healthy(client))
+        assert await health(client) == {"state": "warn", "text": "1 of 2 workers ready"}
+        async with working(broker.url, TOKENIZER, lambda _: Answer([11])):
+            assert await health(client) == {"state": "good", "text": "2 workers ready"}
+
+
+def worker(state: str = "ready", age_s: float = 0.1) -> dict[str, Any]:
+    return {"kind": "worker", "state": state, "age_s": age_s}
+
+
+ACTIVE = {"kind": "batcher", "active": True}
+
+
+@pytest.mark.parametrize(
+    ("processes", "num_workers", "expected"),
+    [
+        ([ACTIVE, worker()], 1, ("good", "1 worker ready")),
+        ([ACTIVE, worker(), worker()], 1, ("good", "2 workers ready")),
+        ([ACTIVE, worker(), worker("starting")], 1, ("warn", "1 of 2 workers ready")),
+        ([ACTIVE, worker(), worker(age_s=4.5)], 1, ("warn", "1 of 2 workers ready")),
+        ([ACTIVE, worker(), worker("draining")], 2, ("warn", "1 of 2 workers ready")),
+        ([ACTIVE, worker()], 3, ("warn", "1 of 3 workers ready")),
+        ([{**ACTIVE, "active": False}, worker()], 1, ("warn", "no batcher is active")),
+        ([ACTIVE, worker("starting")], 1, ("bad", "no worker is ready")),
+        ([], 1, ("bad", "no worker is ready")),
+    ],
+)
+def test_processes_are_judged(
+    processes: list[dict[str, Any]], num_workers: int, expected: tuple[str, str]
+) -> None:
+    assert judge_processes(ProcessList(0.0, 0, processes), num_workers) == expected
