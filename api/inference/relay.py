@@ -1,8 +1,8 @@
 """Relay: one subscription for all streams of a gateway; gaps are filled from Redis.
 
-Messages may be lost, one by one or with the connection. A gap shows in a stream (an index beyond its tokens),
-in a source (a skipped sequence number) or in silence; each has the same remedy: read the committed tokens,
-and fill.
+Messages may be lost, one by one or with the connection. That shows in a stream (an index beyond its tokens),
+in a source (a skipped sequence number) or in silence; then what is committed is read of the streams that it
+may concern (`api/inference/fill.py`).
 """
 
 import asyncio
@@ -14,20 +14,25 @@ from typing import Any
 
 from redis.asyncio import Redis
 
+from api.inference.fill import Filler
+from api.inference.sources import Sources
 from api.inference.stream import Stream
-from common.broker.client import CONNECT_TIMEOUT_S, ERRORS, describe_error
-from common.broker.committed import read
+from api.pace import Pace
+from common.broker.client import ERRORS, describe_error
 from common.broker.fast_client import FastConnection
 from common.broker.keys import Keys
 from common.messages.codec import WireError, decode
-from common.messages.events import Events
+from common.messages.events import Events, Terminal, Tokens
 
 log = logging.getLogger(__name__)
 
 FIRST_PAUSE_S, LAST_PAUSE_S = 0.05, 1.0
 AUDIT_S = 1.0
 SILENCE_S = 5.0
-SOURCE_FORGOTTEN_S = 60.0
+QUIET_S = 1.0
+"""A stream without an event for so long may have moved to any source, or have been ended by the batcher."""
+MAX_WAITING = 256
+"""Messages that wait for their turn; then the connection is not read, and the broker keeps the others."""
 
 
 class Relay:
@@ -37,9 +42,8 @@ class Relay:
         streams: live ones, by request id.
         followed: channels of other gateways whose requests this one reads → number of streams that need each.
         lose: for tests: whether the next message is dropped.
-        sequences: source and channel → last sequence number, and when it came.
         last_error: why there is no subscription; empty while there is one.
-        to_fill: ids of streams that a fill is requested for.
+        messages: (channel, message) that have come and wait for their turn.
     """
 
     def __init__(
@@ -52,18 +56,19 @@ class Relay:
         self.streams: dict[str, Stream] = {}
         self.followed: Counter[str] = Counter()
         self.connection: FastConnection | None = None
-        self.sequences: dict[tuple[str, str], tuple[int, float]] = {}
         self.last_error = "not connected to the broker yet"
         self.subscribed = asyncio.Event()
-        self.to_fill: set[str] = set()
-        self.fill_requested = asyncio.Event()
-        self.num_fills = 0
+        self.messages: asyncio.Queue[tuple[str, bytes]] = asyncio.Queue()
+        self.pace = Pace()
+        self.sources = Sources()
+        self.filler = Filler(redis, keys, self.sources, self.streams)
 
     async def run(self) -> None:
         """Never returns."""
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self.listen())
-            tasks.create_task(self.fill())
+            tasks.create_task(self.deliver())
+            tasks.create_task(self.filler.run())
             tasks.create_task(self.audit())
 
     # --- streams --------------------------------------------------------------------------------------------
@@ -74,12 +79,12 @@ class Relay:
 
     def admitted(self, stream: Stream) -> None:
         stream.admitted = True
-        if stream.request.request_id in self.to_fill:
-            self.fill_requested.set()
+        if stream.request.request_id in self.filler.doubtful:
+            self.filler.requested.set()
 
     def remove(self, stream: Stream) -> None:
         self.streams.pop(stream.request.request_id, None)
-        self.to_fill.discard(stream.request.request_id)
+        self.filler.forget(stream.request.request_id)
 
     def follow(self, channel: str) -> None:
         """Subscribe to another gateway's channel as well; without a connection, with the next
@@ -128,87 +133,96 @@ class Relay:
         match reply:
             case [b"message", channel, data]:
                 if not (self.lose and self.lose()):
-                    self.on_message(data, channel.decode())
-            case [b"subscribe", *_]:
-                self.subscribed.set()
-                self.last_error = ""
-                self.request_fill(self.streams.values())
+                    self.messages.put_nowait((channel.decode(), data))
+                    self.throttle()
+            case [b"subscribe", channel, _]:
+                if channel.decode() == self.channel:
+                    self.subscribed.set()
+                    self.last_error = ""
+                self.catch_up(channel.decode())
             case Exception() if self.connection is not None:
                 self.connection.fail(reply)
 
-    def on_message(self, data: bytes, channel: str = "") -> None:
-        """Give the events of one message to their streams, and request fills for gaps."""
+    def throttle(self) -> None:
+        """Read the connection only while not too many messages wait."""
+        if self.connection is not None:
+            self.connection.set_reading(self.messages.qsize() < MAX_WAITING)
+
+    async def deliver(self) -> None:
+        while True:
+            channel, data = await self.messages.get()
+            self.throttle()
+            await self.on_message(data, channel)
+            await self.pace.step()
+
+    async def on_message(self, data: bytes, channel: str = "") -> None:
+        """Give the events of one message to their streams, and request what is missing."""
         try:
             events = decode(Events, data)
-            if self.has_gap(events, channel):
-                self.request_fill(self.streams.values())
-            for tokens in events.tokens:
-                stream = self.streams.get(tokens.request_id)
-                if stream is not None and not stream.add_event(tokens):
-                    self.request_fill([stream])
-            for terminal in events.terminals:
-                stream = self.streams.get(terminal.request_id)
-                if stream is not None and not stream.end(terminal):
-                    self.request_fill([stream])
         except WireError as error:
             log.error("undecodable message: %s", error)
             self.request_fill(self.streams.values())
+            return
+        lost_after = self.sources.hear(events, channel)
+        if lost_after is not None:
+            self.request_lost(events, lost_after)
+        new: list[Tokens | Terminal] = [*events.tokens, *events.terminals]
+        for event in new:
+            if (stream := self.streams.get(event.request_id)) is not None:
+                self.give(stream, event, events.source)
+            await self.pace.step()
 
-    def has_gap(self, events: Events, channel: str) -> bool:
-        """Whether messages of this source to this channel were lost. A message without events repeats the
-        last sequence number.
-        """
-        last, _ = self.sequences.get((events.source, channel), (0, 0.0))
-        has_events = bool(events.tokens or events.terminals)
-        self.sequences[events.source, channel] = (max(last, events.sequence), time.monotonic())
-        return events.sequence > last + has_events
+    def give(self, stream: Stream, event: Tokens | Terminal, source: str) -> None:
+        """Give an event to its stream, and request what it lacks before that."""
+        try:
+            fits = stream.add_event(event, source) if isinstance(event, Tokens) else stream.end(event)
+        except WireError as error:
+            log.error("undecodable event: %s", error)
+            self.request_fill([stream])
+        else:
+            if not fits:
+                self.filler.request([stream], stream.heard_s)
 
     # --- filling --------------------------------------------------------------------------------------------
 
     def request_fill(self, streams: Iterable[Stream]) -> None:
-        """Request a fill of these streams; requests during a fill go into the next one."""
-        self.to_fill.update(stream.request.request_id for stream in streams)
-        if self.to_fill:
-            self.fill_requested.set()
+        """Request what is committed of these streams beyond what they have."""
+        self.filler.request(streams)
 
-    async def fill(self) -> None:
-        while True:
-            await self.fill_requested.wait()
-            self.fill_requested.clear()
-            request_ids = [request_id for request_id in self.to_fill if self.streams[request_id].admitted]
-            self.to_fill.difference_update(request_ids)
-            if not request_ids:
-                continue
-            try:
-                async with asyncio.timeout(CONNECT_TIMEOUT_S):
-                    found = await read(self.redis, self.keys, request_ids)
-            except ERRORS as error:
-                log.warning("cannot fill %d streams: %s", len(request_ids), describe_error(error))
-                self.request_fill(
-                    self.streams[request_id] for request_id in request_ids if request_id in self.streams
-                )
-                await asyncio.sleep(LAST_PAUSE_S)
-                continue
-            self.num_fills += 1
-            for request_id, committed in found.items():
-                if (stream := self.streams.get(request_id)) is not None:
-                    stream.fill(committed)
-                # After a lost connection there is much to fill: readers and heartbeats go on meanwhile.
-                await asyncio.sleep(0)
+    def request_lost(self, events: Events, after: int) -> None:
+        """Request what was lost before a message: the flushes of its source behind `after`; and streams that
+        may have begun or ended there meanwhile, unless an event soon shows that they go on.
+        """
+        if events.flush:
+            self.filler.request_flushes(events.source, after, events.flush)
+        now = time.monotonic()
+        suspects = (
+            stream
+            for stream in self.streams.values()
+            if not stream.terminal
+            and (stream.source in (events.source, "") or now - stream.heard_s > QUIET_S)
+        )
+        self.filler.request(suspects, now)
+
+    def catch_up(self, channel: str) -> None:
+        """Request what was published on a channel before it was subscribed. The gateway's own is the first
+        one of a connection: nothing has been heard on any channel since the last.
+        """
+        streams = [
+            stream for stream in self.streams.values() if channel in (self.channel, stream.request.channel)
+        ]
+        for source, heard_on in {(stream.source, stream.request.channel) for stream in streams}:
+            if flush := self.sources.last_flush(source, heard_on):
+                self.filler.request_flushes(source, flush, 0)
+        self.request_fill(streams)
 
     async def audit(self) -> None:
-        """Request fills of streams that were silent for SILENCE_S, and remove sources that are gone."""
+        """Request fills of streams that were silent for SILENCE_S, or have had a gap for AUDIT_S."""
         while True:
             await asyncio.sleep(AUDIT_S)
             now = time.monotonic()
-            silent = [
-                stream
-                for stream in self.streams.values()
-                if now - stream.last_event_s > SILENCE_S and not stream.terminal
-            ]
-            self.request_fill(silent)
-            for stream in silent:
-                stream.last_event_s = now
-            self.sequences = {
-                source: last for source, last in self.sequences.items() if now - last[1] < SOURCE_FORGOTTEN_S
-            }
+            for stream in self.streams.values():
+                silent_s = now - stream.last_event_s
+                if not stream.terminal and (silent_s > SILENCE_S or stream.has_gap):
+                    stream.last_event_s = now
+                    self.request_fill([stream])

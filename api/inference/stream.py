@@ -1,20 +1,21 @@
 """Stream: one live request in its gateway, with the tokens that events or fills have brought so far."""
 
 import asyncio
-import json
 import time
 from collections.abc import Sequence
 
+from api.inference.late_text import LateText
 from api.inference.tokenizer import ModelTokenizer
-from common.broker.committed import Committed
-from common.detokenize import Detokenizer, StopMatcher, generated_text
-from common.messages.codec import WireError
+from common.detokenize import StopMatcher, generated_text
 from common.messages.events import Terminal, Tokens
 from common.messages.finish_reasons import FINISHED
-from common.messages.packing import pack_floats, unpack_floats, unpack_ids
-from common.messages.records import RECORD, TopTokens, pack_tokens, unpack_records
+from common.messages.packing import unpack_ids
+from common.messages.records import RECORD, TopTokens, unpack_records, unpack_tokens
 from common.messages.request import Generate
 from common.metrics import catalogue
+
+MAX_AHEAD = 64
+"""Events that a stream keeps until those before them have come; further ones are read from Redis."""
 
 
 class Stream:
@@ -26,7 +27,12 @@ class Stream:
         tops: parallel to `ids` if the request asks for the likeliest tokens, else empty.
         prompt: packed records of the prompt's tokens but the first, if the request asks for them. No event
             carries them: they are read from Redis, and tokens are added after them only.
+        source: the process that sent the last event; empty before the first one.
+        worker: the worker that held the request when Redis was last asked.
         attempt: the newest attempt known; events of older ones are dropped.
+        ahead: index → tokens that came before those in front of them.
+        awaited_end: the end, if it came before the last tokens.
+        heard_s: monotonic time of the last event.
         last_event_s: monotonic time of the last event or fill.
         placed_s, first_token_s, token_s, ended_s: monotonic times of the start on a worker (of the first
             token, if that event was lost), first token, last token and end; 0 before that.
@@ -41,19 +47,21 @@ class Stream:
         self.ending_ids = eos_ids.union(stopping.stop_ids)
         self.matcher = StopMatcher(stopping.stop) if stopping.stop else None
         self.admitted = False
+        self.source = self.worker = ""
         self.attempt = 0
+        self.ahead: dict[int, Tokens] = {}
+        self.awaited_end: Terminal | None = None
         self.ids: list[int] = []
         self.logprobs: list[float] = []
         self.texts: list[str] = []
         self.tops: list[TopTokens] = []
         self.prompt: bytes | None = None
         self.terminal: Terminal | None = None
-        self.started_s = self.last_event_s = time.monotonic()
+        self.started_s = self.heard_s = self.last_event_s = time.monotonic()
         self.placed_s = self.first_token_s = self.token_s = self.ended_s = 0.0
         self.changed = asyncio.Event()
         self.ended = asyncio.Event()
-        self.detokenizer: Detokenizer | None = None
-        self.num_detokenized = 0
+        self.late_text = LateText(tokenizer.backend, self.prompt_ids)
 
     @property
     def num_tokens(self) -> int:
@@ -104,75 +112,66 @@ class Stream:
             stopping.min_new_tokens,
         )
 
-    def add_event(self, tokens: Tokens) -> bool:
-        """Add the new ones of `tokens`. Returns False if tokens before them are missing. Raises WireError."""
-        self.last_event_s = time.monotonic()
+    @property
+    def has_gap(self) -> bool:
+        """Whether it is known that tokens are missing."""
+        return bool(self.ahead) or self.awaited_end is not None
+
+    def add_event(self, tokens: Tokens, source: str = "") -> bool:
+        """Add the new ones of `tokens`. Returns False if tokens before them are missing: then they are kept
+        until those have come. Raises WireError.
+        """
+        self.heard_s = self.last_event_s = time.monotonic()
+        self.source = source
         if self.terminal or tokens.attempt < self.attempt:
             return True
         self.attempt = tokens.attempt
+        return self.add_tokens(tokens)
+
+    def add_logged(self, tokens: Tokens) -> None:
+        """Add the new ones of `tokens`, which a log has. They are facts, whichever attempt made them."""
+        if not self.terminal:
+            self.add_tokens(tokens)
+
+    def add_tokens(self, tokens: Tokens) -> bool:
         if not tokens.index and not self.ids:
-            self.placed_s = max(self.started_s, self.last_event_s - tokens.since_start_ms / 1000)
-        seen = self.num_tokens - tokens.index
-        if seen < 0 or self.lacks_prompt:
+            self.placed_s = max(self.started_s, time.monotonic() - tokens.since_start_ms / 1000)
+        ids, logprobs, tops = unpack_tokens(tokens, self.request.top_n_tokens)
+        if tokens.index > self.num_tokens or self.lacks_prompt:
+            if len(self.ahead) < MAX_AHEAD:
+                self.ahead[tokens.index] = tokens
             return False
-        ids, logprobs = unpack_ids(tokens.ids), unpack_floats(tokens.logprobs)
-        num_tops = len(ids) * self.request.top_n_tokens
-        if (
-            not len(ids) == len(logprobs) == len(tokens.texts)
-            or not len(tokens.top_ids) == len(tokens.top_logprobs) == 4 * num_tops
-        ):
-            raise WireError(
-                f"Tokens: {len(ids)} ids do not agree with log-probabilities, texts, or likeliest tokens"
-            )
-        tops = unpack_records(pack_tokens(tokens), self.request.width)[2] if tokens.top_ids else []
-        self.add(ids[seen:], logprobs[seen:], tokens.texts[seen:], tops[seen:])
+        self.add_committed(tokens.index, ids, logprobs, tops, tokens.texts)
         return True
 
     def end(self, terminal: Terminal) -> bool:
-        """End the stream. Returns False if tokens before the end are missing."""
-        self.last_event_s = time.monotonic()
+        """End the stream. Returns False if tokens before the end are missing: then it ends with them."""
+        self.heard_s = self.last_event_s = time.monotonic()
         if self.terminal:
             return True
         if self.num_tokens < terminal.num_tokens:
+            self.awaited_end = terminal
             return False
         self.terminal = terminal
+        self.awaited_end = None
+        self.ahead.clear()
         self.ended_s = self.last_event_s
         self.changed.set()
         self.ended.set()
         return True
 
-    def fill(self, committed: Committed) -> None:
-        """Add the tokens, and the end, that Redis has and this stream does not."""
+    def note_state(self, worker: str, attempt: int, prompt: bytes | None) -> None:
+        """Note where Redis says that the request is."""
         self.last_event_s = time.monotonic()
-        request_id = self.request.request_id
-        if not committed.known:
-            self.end(Terminal(request_id, "error", 0, "the request is not known any more"))
-            return
-        self.attempt = max(self.attempt, committed.attempt)
-        self.keep_prompt(committed.prompt)
-        if committed.result is None:
-            self.add_missing(*unpack_records(committed.records, self.request.width))
-            return
-        try:
-            result = json.loads(committed.result)
-            ids, tops = (
-                result.get("ids", []),
-                [[(token_id, logprob) for token_id, logprob in top] for top in result.get("tops", [])],
-            )
-            logprobs = unpack_floats(pack_floats(result.get("logprobs", [])))
-        except (ValueError, TypeError, AttributeError):  # somebody wrote to the key
-            self.end(Terminal(request_id, "error", 0, "its result cannot be read"))
-            return
-        self.add_missing(ids, logprobs, tops)
-        self.end(
-            Terminal(
-                request_id,
-                committed.terminal,
-                len(ids),
-                str(result.get("error", "")),
-                str(result.get("error_type", "")),
-            )
-        )
+        self.worker = worker
+        self.attempt = max(self.attempt, attempt)
+        self.keep_prompt(prompt)
+        self.add_ahead()
+
+    def fail_prompt(self) -> None:
+        """End the stream: its prompt is committed with its first token, so somebody wrote to the key."""
+        why = "the log-probabilities of its prompt cannot be read"
+        self.end(Terminal(self.request.request_id, "error", 0, why))
 
     @property
     def lacks_prompt(self) -> bool:
@@ -191,28 +190,35 @@ class Stream:
         ids, logprobs, tops = unpack_records(self.prompt or b"", self.request.prompt_width)
         return [(self.prompt_ids[0], None, []), *zip(ids, logprobs, tops or [[]] * len(ids), strict=True)]
 
-    def add_missing(self, ids: Sequence[int], logprobs: Sequence[float], tops: Sequence[TopTokens]) -> None:
-        """Add tokens that came without their text."""
-        seen = self.num_tokens
-        if self.terminal or len(ids) <= seen:
+    def add_committed(
+        self,
+        index: int,
+        ids: Sequence[int],
+        logprobs: Sequence[float],
+        tops: Sequence[TopTokens],
+        texts: Sequence[str] = (),
+    ) -> None:
+        """Add the new ones of tokens from `index` on, then what waited for them.
+
+        Args:
+            texts: empty if the tokens came without.
+        """
+        seen = self.num_tokens - index
+        if self.terminal or not 0 <= seen < len(ids):
             return
-        if self.lacks_prompt:  # it is committed with the first token: somebody wrote to the key
-            self.end(
-                Terminal(
-                    self.request.request_id, "error", 0, "the log-probabilities of its prompt cannot be read"
-                )
-            )
+        if self.lacks_prompt:
+            self.fail_prompt()
             return
-        self.detokenizer = self.detokenizer or Detokenizer(self.tokenizer.backend, self.prompt_ids)
-        for token_id in self.ids[self.num_detokenized :]:
-            self.detokenizer.step(token_id)
-        self.num_detokenized = len(ids)
-        self.add(
-            ids[seen:],
-            logprobs[seen:],
-            [self.detokenizer.step(token_id) for token_id in ids[seen:]],
-            tops[seen:],
-        )
+        new_texts = texts[seen:] or self.late_text.texts(self.ids, ids[seen:])
+        self.add(ids[seen:], logprobs[seen:], new_texts, tops[seen:])
+        self.add_ahead()
+
+    def add_ahead(self) -> None:
+        """Add what came too early and fits by now, and the end."""
+        while self.ahead and (index := min(self.ahead)) <= self.num_tokens and not self.lacks_prompt:
+            self.add_tokens(self.ahead.pop(index))
+        if self.awaited_end and self.num_tokens >= self.awaited_end.num_tokens:
+            self.end(self.awaited_end)
 
     def add(
         self, ids: Sequence[int], logprobs: Sequence[float], texts: Sequence[str], tops: Sequence[TopTokens]

@@ -91,28 +91,33 @@ async def read_once(
         answers = [skip_wrong_type(answer) for answer in await pipe.execute(raise_on_error=False)]
     states: dict[str, Committed] = {}
     for i, request_id in enumerate(request_ids):
-        fields, records, result = answers[3 * i : 3 * i + 3]
-        digest, worker, attempt, base, crash_count, cancel, terminal, width, prompt = fields or [None] * len(
-            FIELDS
-        )
-        state = states[request_id] = Committed(
-            known=digest is not None,
-            worker=(worker or b"").decode(),
-            attempt=int(attempt or 0),
-            base=int(base or 0),
-            crash_count=int(crash_count or 0),
-            cancelled=cancel is not None,
-            terminal=(terminal or b"").decode(),
-            width=int(width or 1),
-            prompt=prompt,
-            result=result,
-        )
-        records = records or b""
-        state.records = records[: len(records) // state.token_bytes * state.token_bytes]
-        state.spilled_bytes = len(state.records)
+        states[request_id] = parse_state(*answers[3 * i : 3 * i + 3])
     for entries in answers[3 * len(request_ids) :]:
         apply_log(entries or [], states)
     return states
+
+
+def parse_state(fields: list[bytes | None] | None, records: bytes | None, result: bytes | None) -> Committed:
+    """Return the state of a request from its FIELDS, its string and its result."""
+    digest, worker, attempt, base, crash_count, cancel, terminal, width, prompt = fields or [None] * len(
+        FIELDS
+    )
+    state = Committed(
+        known=digest is not None,
+        worker=(worker or b"").decode(),
+        attempt=int(attempt or 0),
+        base=int(base or 0),
+        crash_count=int(crash_count or 0),
+        cancelled=cancel is not None,
+        terminal=(terminal or b"").decode(),
+        width=int(width or 1),
+        prompt=prompt,
+        result=result,
+    )
+    records = records or b""
+    state.records = records[: len(records) // state.token_bytes * state.token_bytes]
+    state.spilled_bytes = len(state.records)
+    return state
 
 
 def skip_wrong_type(answer: Any) -> Any:

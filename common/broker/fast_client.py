@@ -8,7 +8,7 @@ engine, which keeps the caches cold, it saved a quarter of the agent's CPU a tok
 import asyncio
 import hashlib
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import hiredis
 from redis.asyncio import Redis
@@ -55,6 +55,12 @@ class FastConnection(asyncio.Protocol):
     def send(self, *command: Argument) -> None:
         # hiredis' type hints know commands of one argument only
         self.transport.write(hiredis.pack_command(command))  # type: ignore[arg-type]
+
+    def set_reading(self, reads: bool) -> None:
+        """Whether replies are read; those that are not wait with the broker."""
+        transport = cast(asyncio.Transport, self.transport)
+        if not transport.is_closing() and transport.is_reading() != reads:
+            (transport.resume_reading if reads else transport.pause_reading)()
 
     def close(self) -> None:
         self.connection._close()  # type: ignore[no-untyped-call]

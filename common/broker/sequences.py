@@ -19,11 +19,13 @@ class ChannelSequences:
     def __init__(self, source: str) -> None:
         self.source = source
         self.last_number: dict[str, int] = {}
+        self.last_flush: dict[str, int] = {}
         self.published_s: dict[str, float] = {}
 
-    def next_number(self, channel: str) -> int:
-        """The number of the next message on `channel`, from 1."""
+    def next_number(self, channel: str, flush: int = 0) -> int:
+        """The number of the next message on `channel`, from 1, which goes out with this flush."""
         self.last_number[channel] = self.last_number.get(channel, 0) + 1
+        self.last_flush[channel] = flush
         self.published_s[channel] = time.monotonic()
         return self.last_number[channel]
 
@@ -34,4 +36,5 @@ class ChannelSequences:
             if published_s < idle_before_s:
                 del self.published_s[channel]
             else:
-                yield channel, encode(Events(self.source, self.last_number[channel]))
+                number, flush = self.last_number[channel], self.last_flush[channel]
+                yield channel, encode(Events(self.source, number, flush=flush))

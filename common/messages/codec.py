@@ -39,6 +39,14 @@ def decode(cls: type[T], data: bytes) -> T:
 
     Raises WireError: not msgpack, another version, a field missing or of the wrong type.
     """
+    return from_map(cls, unpack(cls, data))
+
+
+def unpack(cls: type[Any], data: bytes) -> dict[str, Any]:
+    """Return the fields of a message by wire name, which `from_map` reads.
+
+    Raises WireError: not msgpack, another version.
+    """
     try:
         body = msgpack.unpackb(data)
     except Exception as error:  # msgpack raises its own types, ValueError, UnicodeDecodeError and more
@@ -47,7 +55,7 @@ def decode(cls: type[T], data: bytes) -> T:
         raise WireError(f"{cls.__name__}: not a map")
     if body.get("v") != VERSION:
         raise WireError(f"{cls.__name__}: version {body.get('v')!r}, not {VERSION}")
-    return from_map(cls, body)
+    return body
 
 
 def to_map(message: Any) -> dict[str, Any]:

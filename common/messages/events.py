@@ -52,12 +52,15 @@ class Events:
         source: the worker's incarnation, or the batcher.
         sequence: number of the message from this source on this channel. A message without tokens and
             terminals repeats the last number, so the gateway notices that the last message was lost.
+        flush: number of the flush in the source's log that has these tokens, or in which they ended; of a
+            repeated number, that of the message with it. 0 where the source has no log.
     """
 
     source: str = wire_field("s")
     sequence: int = wire_field("q")
     tokens: list[Tokens] = wire_field("t", default_factory=list)
     terminals: list[Terminal] = wire_field("x", default_factory=list)
+    flush: int = wire_field("f", default=0)
 
 
 @dataclass(slots=True)

@@ -11,7 +11,7 @@ from common.broker.fast_client import SerialClient
 from common.broker.keys import TOKENS_TTL_MS, Keys
 from common.broker.sequences import ChannelSequences
 from common.messages.codec import encode
-from common.messages.events import Events, LogEntry, Tokens
+from common.messages.events import Events, LogEntry, Terminal, Tokens
 from common.messages.finish_reasons import FINISHED, error_result, final_result, terminal_for
 from common.messages.plan import Report
 from common.metrics import catalogue
@@ -94,7 +94,8 @@ class Publisher:
         return Flush(keys, [*head, *counts, *flat, *args], [(row, row.num_tokens) for row in spills], method)
 
     def events(self, channel: str, tokens: list[Tokens]) -> tuple[str, bytes]:
-        return channel, encode(Events(self.incarnation, self.channels.next_number(channel), tokens))
+        number = self.channels.next_number(channel, self.sequence)
+        return channel, encode(Events(self.incarnation, number, tokens, flush=self.sequence))
 
     def terminal_keys(self, request_id: str) -> list[str]:
         return [self.keys.request(request_id), self.keys.result(request_id), self.keys.tokens(request_id)]
@@ -109,12 +110,12 @@ class Publisher:
             else error_result(end)
         )
         channel = request.channel
-        event = (
-            encode(Events(self.incarnation, self.channels.next_number(channel), terminals=[end]))
-            if channel
-            else b""
-        )
+        event = self.end_event(channel, end) if channel else b""
         return [end.reason, result, request.result_ttl_ms, channel, event]
+
+    def end_event(self, channel: str, end: Terminal) -> bytes:
+        number = self.channels.next_number(channel, self.sequence)
+        return encode(Events(self.incarnation, number, terminals=[end], flush=self.sequence))
 
     async def write(self, flush: Flush) -> None:
         """Writes a flush. Raises Sealed, or what the broker raises: then the same flush

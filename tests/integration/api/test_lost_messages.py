@@ -52,7 +52,7 @@ async def test_lost_messages_change_no_byte(broker: Broker, seed: int) -> None:
     ):
         await ready(gateway)
         assert await converse(client, 12) == expected
-        assert gateway.pool.relay.num_fills > 1
+        assert gateway.pool.relay.filler.num_fills > 1
         await nothing_left(gateway, worker)
 
 

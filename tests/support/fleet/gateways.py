@@ -78,7 +78,7 @@ async def nothing_left(gateway: Gateway, worker: FakeWorker) -> None:
     await wait_until(
         lambda: not gateway.pool.relay.streams and not gateway.pool.admission.cleanups and not worker.live
     )
-    assert not gateway.pool.relay.to_fill
+    assert not gateway.pool.relay.filler.doubtful
     kinds = {key.decode().split(":")[2] for key in await worker.redis.keys("*")}
     assert kinds <= {
         "log",

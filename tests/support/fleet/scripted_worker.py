@@ -195,10 +195,9 @@ class FakeWorker:
         for channel in {live.request.channel for live, _ in rows}:
             published = [tokens for live, tokens in rows if live.request.channel == channel and tokens.ids]
             if published:
-                messages += [
-                    channel,
-                    encode(Events(self.incarnation, self.channels.next_number(channel), tokens=published)),
-                ]
+                number = self.channels.next_number(channel, self.sequence)
+                events = Events(self.incarnation, number, published, flush=self.sequence)
+                messages += [channel, encode(events)]
         with_prompt_logprobs = [
             live
             for live, tokens in rows
@@ -258,9 +257,8 @@ class FakeWorker:
         terminal = Terminal(
             request.request_id, reason, live.done, live.error, "generation" if live.error else ""
         )
-        payload = encode(
-            Events(self.incarnation, self.channels.next_number(request.channel), terminals=[terminal])
-        )
+        number = self.channels.next_number(request.channel, self.sequence)
+        payload = encode(Events(self.incarnation, number, terminals=[terminal], flush=self.sequence))
         return [reason, json.dumps(result), request.result_ttl_ms, request.channel, payload]
 
     async def settle(self, live: Live) -> None:

@@ -2,15 +2,16 @@
 
 import asyncio
 from collections.abc import AsyncIterator
-from typing import Any
 
 import pytest
 from redis.asyncio import Redis
 
+from api.inference import fill
 from api.inference import relay as relay_module
 from api.inference.relay import Relay
 from api.inference.stream import Stream
 from common.broker.client import connect
+from common.broker.committed import Committed
 from common.broker.keys import Keys
 from common.messages.codec import encode
 from common.messages.events import LogEntry, Terminal, Tokens
@@ -73,9 +74,9 @@ async def test_missed_messages_request_a_fill(messages: list[bytes], missed: boo
     relay = Relay(connect("redis://127.0.0.1:1"), KEYS, "g0")
     relay.add(new_stream())
     for message in messages:
-        relay.to_fill.clear()
-        relay.on_message(message)
-    assert bool(relay.to_fill) == missed
+        relay.filler.doubtful.clear()
+        await relay.on_message(message)
+    assert bool(relay.filler.doubtful) == missed
 
 
 @pytest.fixture
@@ -211,12 +212,12 @@ async def test_fill_requests_during_a_fill_are_merged(
     reads: list[list[str]] = []
     going = asyncio.Event()
 
-    async def slow_read(redis: Redis, keys: Keys, request_ids: list[str]) -> dict[str, Any]:
-        reads.append(sorted(request_ids))
+    async def slow_read(redis: Redis, keys: Keys, offsets: dict[str, int]) -> dict[str, Committed]:
+        reads.append(sorted(offsets))
         await going.wait()
-        return {}
+        return {request_id: Committed(known=True) for request_id in offsets}
 
-    monkeypatch.setattr(relay_module, "read", slow_read)
+    monkeypatch.setattr(fill, "read_tails", slow_read)
     streams = [new_stream(str(i)) for i in range(3)]
     for stream in streams:
         relay.add(stream)
@@ -228,7 +229,7 @@ async def test_fill_requests_during_a_fill_are_merged(
         relay.request_fill(streams[2:])
     relay.remove(streams[1])
     going.set()
-    await wait_until(lambda: len(reads) == 2 and not relay.fill_requested.is_set())
+    await wait_until(lambda: len(reads) == 2 and not relay.filler.requested.is_set())
     assert reads == [["0"], ["2"]]
 
 

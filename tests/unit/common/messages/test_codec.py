@@ -141,7 +141,7 @@ EXAMPLES = [
         | {"dv": "cpu"},
     ),
     (
-        Events("w0-1", 6, [TOKENS], [Terminal("r1", "error", 4, "why", "generation")]),
+        Events("w0-1", 6, [TOKENS], [Terminal("r1", "error", 4, "why", "generation")], 9),
         {
             "v": 1,
             "s": "w0-1",
@@ -160,7 +160,7 @@ EXAMPLES = [
                 }
             ],
         }
-        | {"x": [{"id": "r1", "w": "error", "n": 4, "e": "why", "y": "generation"}]},
+        | {"x": [{"id": "r1", "w": "error", "n": 4, "e": "why", "y": "generation"}], "f": 9},
     ),
     (
         Timeline([TimelineEvent(5, "ended", "w0-1", 2, 37, "length")]),

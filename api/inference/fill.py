@@ -1,0 +1,232 @@
+"""Filler: reads from Redis what messages did not bring to the streams of a gateway.
+
+It reads as little as it can, in this order: of a source's log the flushes that were lost; of a request that
+this leaves in doubt its hash, and its string from the first missing token on; where that is not enough, the
+log of the worker that holds it. It works in slices, so the event loop is never held for long.
+"""
+
+import asyncio
+import contextlib
+import json
+import logging
+import math
+import random
+from collections.abc import Iterable, Sequence
+
+from redis.asyncio import Redis
+
+from api.inference.sources import Sources
+from api.inference.stream import Stream
+from api.pace import Pace
+from common.broker.client import ERRORS, describe_error
+from common.broker.committed import Committed
+from common.broker.keys import Keys
+from common.broker.tails import read_log, read_tails, tokens_of
+from common.messages.codec import WireError
+from common.messages.events import Terminal, Tokens
+from common.messages.packing import pack_floats, unpack_floats
+from common.messages.records import RECORD, TopTokens, unpack_records
+
+log = logging.getLogger(__name__)
+
+RETRY_S = 1.0
+NUM_STREAMS = 64
+"""Streams whose strings are read at once."""
+NUM_TOKENS = 256
+"""Tokens that one stream gets at once; its reader then renders as many."""
+TOKENS_A_UNIT = 8
+JITTER_S = 0.0001
+"""Longest pause before a fill, for each stream in doubt: gateways that lost the same do not read at once."""
+MAX_JITTER_S = 0.25
+
+
+class Filler:
+    """Fills the streams of one gateway, a round at a time; what is requested meanwhile goes into the next.
+
+    Attributes:
+        streams: the relay's, by request id.
+        lost: source → (after, until): the flushes that were lost; 0 for until its newest.
+        doubtful: request id → monotonic time; an event after it shows that the stream misses nothing.
+    """
+
+    def __init__(self, redis: Redis, keys: Keys, sources: Sources, streams: dict[str, Stream]) -> None:
+        self.redis = redis
+        self.keys = keys
+        self.sources = sources
+        self.streams = streams
+        self.lost: dict[str, tuple[int, int]] = {}
+        self.doubtful: dict[str, float] = {}
+        self.requested = asyncio.Event()
+        self.pace = Pace()
+        self.num_fills = 0
+
+    def request(self, streams: Iterable[Stream], since_s: float = math.inf) -> None:
+        """Request a fill of these streams, unless they get an event after `since_s` that fits."""
+        for stream in streams:
+            request_id = stream.request.request_id
+            self.doubtful[request_id] = max(since_s, self.doubtful.get(request_id, 0.0))
+            self.requested.set()
+
+    def request_flushes(self, source: str, after: int, until: int) -> None:
+        """Request the tokens of a source's flushes: those behind `after`, up to `until` or the newest."""
+        first, last = self.lost.get(source, (after, until))
+        self.lost[source] = min(first, after), max(last, until) if last and until else 0
+        self.requested.set()
+
+    def forget(self, request_id: str) -> None:
+        self.doubtful.pop(request_id, None)
+
+    # --- rounds ---------------------------------------------------------------------------------------------
+
+    async def run(self) -> None:
+        """Never returns."""
+        while True:
+            await self.requested.wait()
+            await asyncio.sleep(random.uniform(0, min(MAX_JITTER_S, JITTER_S * len(self.doubtful))))
+            self.requested.clear()
+            lost, self.lost = self.lost, {}
+            doubtful = self.take_admitted()
+            try:
+                await self.fill(lost, doubtful)
+            except ERRORS as error:
+                log.warning("cannot fill %d streams: %s", len(doubtful), describe_error(error))
+                self.request_again(lost, doubtful)
+                await asyncio.sleep(RETRY_S)
+
+    def take_admitted(self) -> dict[str, float]:
+        """Remove and return the doubtful streams that Redis knows."""
+        taken = {name: since_s for name, since_s in self.doubtful.items() if self.streams[name].admitted}
+        for name in taken:
+            del self.doubtful[name]
+        return taken
+
+    def request_again(self, lost: dict[str, tuple[int, int]], doubtful: dict[str, float]) -> None:
+        for source, (after, until) in lost.items():
+            self.request_flushes(source, after, until)
+        for name, since_s in doubtful.items():
+            if name in self.streams:
+                self.request([self.streams[name]], since_s)
+
+    async def fill(self, lost: dict[str, tuple[int, int]], doubtful: dict[str, float]) -> None:
+        if not lost and not doubtful:
+            return
+        self.num_fills += 1
+        for source, (after, until) in lost.items():
+            await self.read_log(source, after, until)
+        unsure = [name for name, since_s in doubtful.items() if self.is_unsure(name, since_s)]
+        for i in range(0, len(unsure), NUM_STREAMS):
+            await self.read_strings(unsure[i : i + NUM_STREAMS])
+        for worker, streams in self.group_by_worker(unsure, lost).items():
+            await self.read_log(worker, min(self.first_missing(stream, worker) for stream in streams), 0)
+
+    def is_unsure(self, request_id: str, since_s: float) -> bool:
+        """Whether no event since then has shown that a stream misses nothing."""
+        stream = self.streams.get(request_id)
+        return stream is not None and not stream.terminal and (stream.has_gap or stream.heard_s < since_s)
+
+    def group_by_worker(self, request_ids: list[str], read: Iterable[str]) -> dict[str, list[Stream]]:
+        """The streams whose strings were not enough, by the worker whose log has the rest.
+
+        Args:
+            read: workers of whose log the end was read in this round.
+        """
+        groups: dict[str, list[Stream]] = {}
+        for name in request_ids:
+            stream = self.streams.get(name)
+            if stream is None or stream.terminal or not stream.worker:
+                continue
+            if stream.has_gap or stream.worker not in read:
+                groups.setdefault(stream.worker, []).append(stream)
+        return groups
+
+    def first_missing(self, stream: Stream, worker: str) -> int:
+        """The flush of a worker's log behind which a stream may miss tokens."""
+        if stream.has_gap or stream.source != worker:
+            return 0
+        return self.sources.last_flush(worker, stream.request.channel)
+
+    # --- logs -----------------------------------------------------------------------------------------------
+
+    async def read_log(self, worker: str, after: int, until: int) -> None:
+        async for entry in read_log(self.redis, self.keys, worker, after, until):
+            for tokens in tokens_of(entry, self.streams):
+                await self.add_logged(tokens)
+            await self.pace.step()
+
+    async def add_logged(self, tokens: Tokens) -> None:
+        stream = self.streams.get(tokens.request_id)
+        if stream is not None:
+            await self.follow(stream)
+            with contextlib.suppress(WireError):
+                stream.add_logged(tokens)
+            await self.pace.step()
+
+    # --- strings and results --------------------------------------------------------------------------------
+
+    async def read_strings(self, request_ids: list[str]) -> None:
+        streams = [self.streams[name] for name in request_ids if name in self.streams]
+        offsets = {
+            stream.request.request_id: stream.num_tokens * stream.request.width * RECORD.size
+            for stream in streams
+        }
+        begun = [stream for stream in streams if stream.lacks_prompt and stream.has_gap]
+        states = await read_tails(self.redis, self.keys, offsets)
+        for stream in streams:
+            name = stream.request.request_id
+            await self.apply(stream, states[name], offsets[name])
+            if stream in begun and stream.lacks_prompt and not stream.terminal:
+                stream.fail_prompt()
+            await self.pace.step()
+
+    async def apply(self, stream: Stream, state: Committed, offset: int) -> None:
+        """Add what Redis has and this stream has not: tokens from a byte of the string on, and the end."""
+        stream.note_state(state.worker, state.attempt, state.prompt)
+        if not state.known:
+            stream.end(Terminal(stream.request.request_id, "error", 0, "the request is not known any more"))
+        elif state.terminal:
+            await self.apply_result(stream, state.terminal, state.result or b"")
+        else:
+            await self.add_records(stream, offset, state.records)
+
+    async def apply_result(self, stream: Stream, reason: str, data: bytes) -> None:
+        request_id = stream.request.request_id
+        try:
+            result = json.loads(data)
+            ids = result.get("ids", [])
+            tops = [[(token_id, logprob) for token_id, logprob in top] for top in result.get("tops", [])]
+            logprobs = unpack_floats(pack_floats(result.get("logprobs", [])))
+        except (ValueError, TypeError, AttributeError):  # somebody wrote to the key
+            stream.end(Terminal(request_id, "error", 0, "its result cannot be read"))
+            return
+        await self.add(stream, 0, ids, logprobs, tops)
+        error, error_type = str(result.get("error", "")), str(result.get("error_type", ""))
+        stream.end(Terminal(request_id, reason, len(ids), error, error_type))
+
+    async def add_records(self, stream: Stream, offset: int, records: bytes) -> None:
+        width = stream.request.width
+        token_bytes = width * RECORD.size
+        index, num_bytes = offset // token_bytes, NUM_TOKENS * token_bytes
+        for i in range(0, len(records), num_bytes):
+            await self.add(stream, index, *unpack_records(records[i : i + num_bytes], width))
+            index += NUM_TOKENS
+
+    async def add(
+        self,
+        stream: Stream,
+        index: int,
+        ids: Sequence[int],
+        logprobs: Sequence[float],
+        tops: Sequence[TopTokens],
+    ) -> None:
+        """Add tokens from `index` on, in slices, without their texts."""
+        await self.follow(stream)
+        for i in range(0, len(ids), NUM_TOKENS):
+            part = slice(i, i + NUM_TOKENS)
+            if index + i + NUM_TOKENS > stream.num_tokens:
+                stream.add_committed(index + i, ids[part], logprobs[part], tops[part])
+                await self.pace.step(len(ids[part]) // TOKENS_A_UNIT)
+
+    async def follow(self, stream: Stream) -> None:
+        """Let the stream's detokenizer see the tokens that came with their text."""
+        while stream.late_text.follow(stream.ids, NUM_TOKENS):
+            await self.pace.step(NUM_TOKENS // TOKENS_A_UNIT)

@@ -1,0 +1,55 @@
+"""Tails: what is committed of a request behind the tokens that its reader has."""
+
+import asyncio
+from collections.abc import AsyncIterator, Container, Mapping
+
+from redis.asyncio import Redis
+from redis.exceptions import ResponseError
+
+from common.broker.client import CONNECT_TIMEOUT_S
+from common.broker.committed import FIELDS, Committed, parse_state, skip_wrong_type
+from common.broker.keys import Keys
+from common.messages.codec import WireError, from_map, unpack
+from common.messages.events import LogEntry, Tokens
+
+NUM_ENTRIES = 8
+"""Entries of a log that are read at once: up to a millisecond of work each."""
+SEAL = f"({2**64 - 1}-"
+"""How the position behind a seal begins; nothing comes after it."""
+
+
+async def read_tails(redis: Redis, keys: Keys, offsets: Mapping[str, int]) -> dict[str, Committed]:
+    """Return what is committed of each request outside logs, its string from the given byte on only."""
+    async with asyncio.timeout(CONNECT_TIMEOUT_S), redis.pipeline(transaction=True) as pipe:
+        for request_id, offset in offsets.items():
+            pipe.hmget(keys.request(request_id), FIELDS)
+            pipe.getrange(keys.tokens(request_id), offset, -1)
+            pipe.get(keys.result(request_id))
+        answers = [skip_wrong_type(answer) for answer in await pipe.execute(raise_on_error=False)]
+    return {name: parse_state(*answers[3 * i : 3 * i + 3]) for i, name in enumerate(offsets)}
+
+
+async def read_log(redis: Redis, keys: Keys, worker: str, after: int, until: int) -> AsyncIterator[bytes]:
+    """Yield the entries of a worker's log after one flush up to another, or with 0 up to its end."""
+    first, last = f"({after}-0", f"{until}-0" if until else "+"
+    while True:
+        try:
+            async with asyncio.timeout(CONNECT_TIMEOUT_S):
+                entries = await redis.xrange(keys.log(worker), first, last, NUM_ENTRIES)
+        except ResponseError as error:
+            entries = skip_wrong_type(error) or []
+        for entry_id, fields in entries:
+            first = f"({entry_id.decode()}"
+            if (entry := fields.get(b"entry")) is not None:
+                yield entry
+        if len(entries) < NUM_ENTRIES or first.startswith(SEAL):
+            return
+
+
+def tokens_of(entry: bytes, requests: Container[str]) -> list[Tokens]:
+    """The tokens of those requests alone in an entry of a log; none if it cannot be read."""
+    try:
+        items = unpack(LogEntry, entry)["t"]
+        return [from_map(Tokens, item) for item in items if item["id"] in requests]
+    except (WireError, KeyError, TypeError):
+        return []

@@ -1,0 +1,188 @@
+"""The filler reads what was lost, and little else."""
+
+import asyncio
+import itertools
+from collections.abc import AsyncIterator
+
+import pytest
+from redis.asyncio import Redis
+
+from api.inference import fill
+from api.inference.relay import Relay
+from api.inference.stream import Stream
+from common.broker.client import connect
+from common.messages.codec import encode
+from common.messages.events import Events, LogEntry, Terminal, Tokens
+from common.messages.records import pack_tokens
+from deploy.serve.embedded_broker import Broker
+from tests.support.events import IDS, KEYS, TOKENIZER, new_stream, tokens
+from tests.support.waiting import wait_until
+
+
+@pytest.fixture
+async def redis(broker: Broker) -> AsyncIterator[Redis]:
+    async with connect(broker.url) as client:
+        yield client
+
+
+@pytest.fixture
+async def relay(redis: Redis) -> AsyncIterator[Relay]:
+    running = Relay(redis, KEYS, "g0")
+    task = asyncio.create_task(running.run())
+    await running.subscribed.wait()
+    yield running
+    task.cancel()
+    await asyncio.wait([task])
+
+
+class Source:
+    """A worker with some requests; each flush has a token of each."""
+
+    def __init__(self, redis: Redis, relay: Relay, name: str, num_streams: int = 2) -> None:
+        self.redis = redis
+        self.relay = relay
+        self.name = name
+        self.num_flushes = self.number = 0
+        self.streams = [new_stream(f"{name}.{i}", channel=relay.channel) for i in range(num_streams)]
+
+    async def start(self) -> None:
+        for stream in self.streams:
+            fields = {"digest": "d", "worker": self.name, "attempt": 1, "base": 0}
+            await self.redis.hset(KEYS.request(stream.request.request_id), mapping=fields)  # type: ignore[misc]
+            self.relay.add(stream)
+            self.relay.admitted(stream)
+
+    def new_tokens(self, streams: list[Stream]) -> list[Tokens]:
+        index = self.num_flushes - 1
+        return [tokens(index, index + 1, request_id=stream.request.request_id) for stream in streams]
+
+    async def flush(self, lost: bool = False, without: int = 0) -> None:
+        """Commit one token of each request, and publish it unless it is lost; the last ones get none."""
+        self.num_flushes += 1
+        self.number += 1
+        streams = self.streams[: len(self.streams) - without]
+        await self.redis.xadd(
+            KEYS.log(self.name),
+            {"entry": encode(LogEntry(self.new_tokens(streams)))},
+            id=f"{self.num_flushes}-0",
+        )
+        if not lost:
+            events = Events(self.name, self.number, self.new_tokens(streams), flush=self.num_flushes)
+            await self.redis.publish(self.relay.channel, encode(events))
+
+    async def spill(self) -> None:
+        """Move what the log has into the strings, but the last flush."""
+        for stream in self.streams:
+            committed = tokens(0, self.num_flushes, request_id=stream.request.request_id)
+            await self.redis.set(KEYS.tokens(stream.request.request_id), pack_tokens(committed))
+        await self.redis.xtrim(KEYS.log(self.name), minid=f"{self.num_flushes}-0")
+
+    def all_have(self, num_tokens: int) -> bool:
+        return all(stream.ids == IDS[:num_tokens] for stream in self.streams)
+
+
+async def calls(redis: Redis, command: str) -> int:
+    stats = await redis.info("commandstats")
+    return int(stats.get(f"cmdstat_{command}", {"calls": 0})["calls"])
+
+
+async def test_one_lost_message_reads_one_flush_of_its_source_and_no_request(
+    redis: Redis, relay: Relay
+) -> None:
+    """The next message shows that all its requests go on: no hash and no string is read."""
+    mine, other = Source(redis, relay, "w0"), Source(redis, relay, "w1")
+    for source in (mine, other):
+        await source.start()
+        for _ in range(3):
+            await source.flush()
+    await wait_until(lambda: mine.all_have(3) and other.all_have(3))
+    await redis.config_resetstat()
+    await mine.flush(lost=True)
+    await mine.flush()
+    await wait_until(lambda: mine.all_have(5))
+    for stream in mine.streams:
+        assert stream.texts == [TOKENIZER.decode([token_id]) for token_id in IDS[:5]]
+    assert (await calls(redis, "xrange"), await calls(redis, "hmget")) == (1, 0)
+    assert other.all_have(3)
+
+
+async def test_only_a_request_that_the_next_message_does_not_have_is_asked_for(
+    redis: Redis, relay: Relay
+) -> None:
+    source = Source(redis, relay, "w0", num_streams=8)
+    await source.start()
+    await source.flush()
+    await wait_until(lambda: source.all_have(1))
+    await redis.hset(KEYS.request("w0.7"), "terminal", "length")  # type: ignore[misc]
+    await redis.set(KEYS.result("w0.7"), b'{"ids": [%d], "logprobs": [0.0]}' % IDS[0])
+    await redis.config_resetstat()
+    source.number += 1  # the message with its end is lost
+    await source.flush(without=1)
+    await wait_until(lambda: source.streams[7].terminal)
+    assert source.streams[7].ids == IDS[:1] and await calls(redis, "hmget") == 1
+
+
+async def test_a_string_is_read_from_the_missing_token_on_when_the_log_was_trimmed(
+    redis: Redis, relay: Relay
+) -> None:
+    source = Source(redis, relay, "w0")
+    await source.start()
+    for _ in range(2):
+        await source.flush()
+    await wait_until(lambda: source.all_have(2))
+    for _ in range(3):
+        await source.flush(lost=True)
+    await source.spill()
+    await source.flush()
+    await wait_until(lambda: source.all_have(6))
+
+
+async def test_a_request_that_moved_is_read_where_it_is(redis: Redis, relay: Relay) -> None:
+    """All that its new worker published was lost; the old one is silent."""
+    old, new = Source(redis, relay, "w0", 1), Source(redis, relay, "w1", 1)
+    await old.start()
+    await old.flush()
+    await wait_until(lambda: old.all_have(1))
+    new.streams = old.streams
+    new.num_flushes = 1
+    await new.start()
+    for _ in range(2):
+        await new.flush(lost=True)
+    relay.request_fill(old.streams)
+    await wait_until(lambda: new.all_have(3))
+
+
+async def test_a_long_answer_is_filled_in_slices(
+    redis: Redis, relay: Relay, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its reader gets so many tokens at a time, and the other tasks have their turn between them."""
+    monkeypatch.setattr(fill, "NUM_TOKENS", 10)
+    source = Source(redis, relay, "w0", 1)
+    [stream] = source.streams
+    await source.start()
+    many = Tokens("w0.0", 1, 0, tokens(0, 1).ids * 95, tokens(0, 1).logprobs * 95)
+    await redis.set(KEYS.tokens("w0.0"), pack_tokens(many))
+    seen = [0]
+
+    async def watch() -> None:
+        while stream.num_tokens < 95:
+            await stream.changed.wait()
+            stream.changed.clear()
+            seen.append(stream.num_tokens)
+
+    watcher = asyncio.create_task(watch())
+    relay.request_fill([stream])
+    await asyncio.wait_for(watcher, 60)
+    assert len(seen) > 5 and max(b - a for a, b in itertools.pairwise(seen)) < 95
+
+
+async def test_an_end_that_comes_early_waits_for_the_tokens_before_it(redis: Redis, relay: Relay) -> None:
+    source = Source(redis, relay, "w0", 1)
+    await source.start()
+    await source.flush()
+    await wait_until(lambda: source.all_have(1))
+    await source.flush(lost=True)
+    end = Events("w0", 3, terminals=[Terminal("w0.0", "length", 2)], flush=2)
+    await redis.publish(relay.channel, encode(end))
+    await wait_until(lambda: source.streams[0].terminal)
+    assert source.all_have(2)
