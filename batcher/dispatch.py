@@ -37,7 +37,7 @@ class Dispatch:
         row_args = [arg for row in rows for arg in (row.sequence.attempt, row.sequence.base)]
         request_keys = [self.keys.request(row.sequence.request_id) for row in rows]
         answer = await self.script(
-            keys=[self.keys.plans(incarnation), self.keys.log(incarnation), *request_keys],
+            keys=[self.keys.plans(incarnation), self.keys.log(incarnation), self.keys.epoch, *request_keys],
             args=[
                 f"{plan.epoch}-{plan.number}",
                 encode(plan),

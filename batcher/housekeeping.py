@@ -5,7 +5,6 @@ import time
 from redis.asyncio import Redis
 
 from batcher.failure_detector import FailureDetector
-from batcher.lease import Lease
 from batcher.orphans import OrphanTracker
 from batcher.scheduling.scheduler import Scheduler
 from batcher.workers import WorkerRegistry
@@ -19,7 +18,7 @@ POOL_TTL_S = 3600
 
 
 class Housekeeping:
-    """Renews the lease, cancels late and orphaned requests, finds dead workers, publishes the state.
+    """Cancels late and orphaned requests, finds dead workers, publishes the state.
 
     Attributes:
         due_s: monotonic time of the next run.
@@ -30,7 +29,7 @@ class Housekeeping:
         settings: Settings,
         redis: Redis,
         keys: Keys,
-        lease: Lease,
+        incarnation: str,
         scheduler: Scheduler,
         workers: WorkerRegistry,
         detector: FailureDetector,
@@ -38,13 +37,12 @@ class Housekeeping:
     ) -> None:
         self.redis = redis
         self.keys = keys
-        self.lease = lease
         self.scheduler = scheduler
         self.workers = workers
         self.detector = detector
         self.channels = channels
         self.orphans = OrphanTracker(redis, keys)
-        self.heartbeat = Heartbeat(redis, keys, "batcher", lease.holder, settings.worker_ttl_s)
+        self.heartbeat = Heartbeat(redis, keys, "batcher", incarnation, settings.worker_ttl_s)
         self.interval_s = min(settings.heartbeat_s, REPEAT_S)
         self.due_s = 0.0
 
@@ -53,9 +51,8 @@ class Housekeeping:
         return time.monotonic() >= self.due_s
 
     async def run(self, undecodable: int) -> list[str]:
-        """Return the workers that must be sealed. Raises LeaseLost."""
+        """Return the workers that must be sealed."""
         self.due_s = time.monotonic() + self.interval_s
-        await self.lease.renew()
         now_s, now_us = await self.redis.time()
         now_ms = now_s * 1000 + now_us // 1000
         self.detector.check_clock_jump(now_ms)

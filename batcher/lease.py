@@ -6,6 +6,8 @@ ones.
 
 import asyncio
 import logging
+import time
+from typing import NoReturn
 
 from redis.asyncio import Redis
 
@@ -14,6 +16,7 @@ from common.broker.keys import Keys
 
 log = logging.getLogger(__name__)
 RELEASE_TIMEOUT_S = 1.0
+RETRY_S = 0.2
 
 
 class LeaseLost(Exception):
@@ -24,6 +27,9 @@ class Lease:
     """Lease of `holder`, renewed while it is active.
 
     It survives its expiry: a broker that was away and came back without a new holder grants it again.
+
+    Attributes:
+        expires_s: monotonic time until which no other can hold it.
     """
 
     def __init__(self, redis: Redis, keys: Keys, holder: str, ttl_s: float) -> None:
@@ -32,12 +38,15 @@ class Lease:
         self.ttl_s = ttl_s
         self.script = script(redis, "lease")
         self.epoch = ""
+        self.expires_s = 0.0
 
     async def request(self, ttl_s: float) -> str:
         """Return the epoch, or "" while another batcher holds the lease. 0 seconds release it."""
+        asked_s = time.monotonic()
         answer: bytes = await self.script(
             keys=[self.keys.batcher, self.keys.epoch], args=[self.holder, int(ttl_s * 1000), self.epoch]
         )
+        self.expires_s = asked_s + ttl_s if answer else 0.0
         return answer.decode()
 
     async def acquire(self) -> int:
@@ -59,6 +68,21 @@ class Lease:
         """Raises LeaseLost when another batcher took over."""
         if await self.request(self.ttl_s) != self.epoch:
             raise LeaseLost(f"epoch {self.epoch} is over")
+
+    async def keep(self) -> NoReturn:
+        """Renew it for as long as it is held, whatever else the batcher does. Raises LeaseLost."""
+        while True:
+            try:
+                await self.renew()
+                await asyncio.sleep(self.ttl_s / 4)
+            except ERRORS as error:
+                log.warning("the lease is not renewed: %s", describe_error(error))
+                await asyncio.sleep(min(RETRY_S, self.ttl_s / 4))
+
+    async def confirm(self) -> None:
+        """Return once it is held; at once if it has not expired. Raises LeaseLost."""
+        if time.monotonic() >= self.expires_s:
+            await self.renew()
 
     async def release(self) -> None:
         """Release the lease, so a successor need not wait for its expiry."""

@@ -5,10 +5,12 @@ import logging
 from collections import deque
 from collections.abc import Awaitable, Callable
 from functools import partial
+from typing import NoReturn
 
 from redis.asyncio import Redis
 
 from batcher import parse
+from batcher.backlog import Backlog
 from batcher.dispatch import Dispatch
 from batcher.failure_detector import FailureDetector
 from batcher.housekeeping import Housekeeping
@@ -22,9 +24,9 @@ from batcher.terminals import Terminals
 from batcher.timeline import TimelineWriter
 from batcher.workers import WorkerRegistry, WorkerState
 from common.broker.client import ERRORS, describe_error
+from common.broker.committed import in_slices
 from common.broker.keys import Keys
 from common.broker.sequences import ChannelSequences
-from common.broker.stream_ids import parse_stream_id
 from common.messages.codec import WireError, decode
 from common.messages.plan import Report, WorkerDied
 from common.messages.request import Cancel
@@ -35,6 +37,7 @@ log = logging.getLogger(__name__)
 
 Action = Callable[[], Awaitable[object]]
 READ_WAIT_MS = 100
+RESTORED_AT_ONCE = 512
 RETRY_S = 0.2
 
 
@@ -42,9 +45,8 @@ class Batcher:
     """One epoch of the active batcher.
 
     Attributes:
-        pending: what was decided and not done yet, in order. Each action can be repeated when the broker
-            fails.
-        backlog_end: id of the last request queued before this epoch; up to there, requests are restored.
+        pending: what was decided and not done yet, in order; each action can be repeated.
+        recoveries: actions that resume requests; one a turn, so that others go on meanwhile.
         undecodable: number of entries that could not be read.
     """
 
@@ -56,6 +58,7 @@ class Batcher:
         self.channels = ChannelSequences(f"{lease.holder}-{epoch}")
         self.scheduler = Scheduler(WorkerLimits(settings.max_batch_size, settings.horizon), epoch)
         self.inbox = Inbox(redis)
+        self.backlog = Backlog(redis, keys)
         self.dispatch = Dispatch(redis, keys)
         self.detector = FailureDetector(settings.worker_ttl_s)
         self.timeline = TimelineWriter(redis, keys, self.detector.now_ms)
@@ -63,13 +66,13 @@ class Batcher:
         self.terminals = Terminals(redis, keys, self.channels, self.scheduler, self.timeline)
         self.recovery = Recovery(redis, keys, self.scheduler, self.workers, self.terminals, self.timeline)
         self.housekeeping = Housekeeping(
-            settings, redis, keys, lease, self.scheduler, self.workers, self.detector, self.channels
+            settings, redis, keys, lease.holder, self.scheduler, self.workers, self.detector, self.channels
         )
         self.pending: deque[Action] = deque()
-        self.backlog_end = (0, 0)
+        self.recoveries: deque[Action] = deque()
         self.undecodable = 0
 
-    async def run(self) -> None:
+    async def run(self) -> NoReturn:
         """Raises LeaseLost when another batcher took over."""
         await self.retry(self.start_epoch)
         while True:
@@ -87,34 +90,39 @@ class Batcher:
                 await asyncio.sleep(RETRY_S)
 
     async def start_epoch(self) -> None:
-        """Note where the backlog ends, and take all workers over."""
-        newest = await self.redis.xrevrange(self.keys.requests, count=1)
-        self.backlog_end = parse_stream_id(newest[0][0]) if newest else (0, 0)
-        last = await self.redis.xrevrange(self.keys.control, count=1)
-        self.inbox.follow(self.keys.control, last[0][0].decode() if last else "0")
+        """Take all workers over, and read the requests from before this epoch."""
         await self.workers.start_epoch()
-        num_takeovers = len(list(self.workers.pending_takeovers()))
-        log.info("active, epoch %d; %d workers to take over", self.epoch, num_takeovers)
+        await self.backlog.read_control()
+        self.inbox.follow(self.keys.control, self.backlog.control_id)
+        await self.backlog.read_requests(self.on_entry)
+        self.inbox.follow(self.keys.requests, self.backlog.last_id or "0")
+        for sequence in self.backlog.ended:
+            self.enqueue(partial(self.terminals.dequeue, sequence))
+        self.restore("")
+        for incarnation in self.workers.dead_holders(self.backlog.held_by, self.backlog.dead):
+            self.enqueue(partial(self.seal, incarnation, "it died before this epoch"))
+        num_pending = len(list(self.workers.pending_takeovers()))
+        log.info("active, epoch %d; %d workers to take over", self.epoch, num_pending)
 
     async def turn(self) -> None:
-        """Do what is pending, then read new entries and decide.
-
-        Requests are read once every worker from before this epoch has answered the takeover or is removed.
-        """
+        """Do what is pending, then read new entries and decide."""
+        await self.lease.confirm()
         await self.run_pending()
         await self.timeline.write()
         if self.housekeeping.due:
             for incarnation in await self.housekeeping.run(self.undecodable):
                 self.enqueue(partial(self.seal, incarnation, "no heartbeat"))
-        if not any(self.workers.pending_takeovers()):
-            self.inbox.follow(self.keys.requests)
-        for entry in await self.inbox.read(READ_WAIT_MS):
+        if self.recoveries:
+            await self.recoveries[0]()
+            self.recoveries.popleft()
+        for entry in await self.inbox.read(1 if self.recoveries else READ_WAIT_MS):
             self.on_entry(entry)
         self.decide()
 
     async def run_pending(self) -> None:
-        """Run pending actions, and those that follow from them, until none is left."""
+        """Run pending actions, and those that follow, until none is left."""
         while self.pending:
+            await self.lease.confirm()
             await self.pending[0]()
             self.pending.popleft()
             if not self.pending:
@@ -151,12 +159,12 @@ class Batcher:
         sequence = parse.sequence(entry)
         if sequence.request_id in self.scheduler.sequences:
             return
-        if parse_stream_id(entry.id) <= self.backlog_end:
-            self.enqueue(partial(self.recovery.restore, sequence))
-        else:
+        self.scheduler.register(sequence)
+        if self.keys.requests in self.inbox.last_ids:
             self.timeline.record_queued(sequence)
-            self.scheduler.register(sequence)
             self.scheduler.enqueue(sequence)
+        else:
+            self.backlog.unread.append(sequence)
 
     def on_control(self, entry: StreamEntry) -> None:
         match entry.kind:
@@ -182,6 +190,8 @@ class Batcher:
                 if (replica := self.scheduler.replicas.get(incarnation)) is not None:
                     self.timeline.record_report(replica, report)
                 self.workers.on_report(incarnation, report)
+                if self.workers.is_taken_over(incarnation):
+                    self.restore(incarnation)
             case "sealed":
                 self.inbox.unfollow(entry.stream)
                 self.remove_worker(incarnation)
@@ -190,9 +200,15 @@ class Batcher:
             case other:
                 raise WireError(f"unknown kind {other!r}")
 
+    def restore(self, incarnation: str) -> None:
+        """Resume the requests from before this epoch that a worker holds no more."""
+        restore = self.recovery.restore if incarnation else self.recovery.restore_unheld
+        for part in in_slices(self.backlog.pop(incarnation), RESTORED_AT_ONCE):
+            self.recoveries.append(partial(restore, part))
+
     def remove_worker(self, incarnation: str) -> None:
-        held = self.scheduler.remove_worker(incarnation)
-        self.enqueue(partial(self.recovery.remove_worker, incarnation, held))
+        held = self.scheduler.remove_worker(incarnation) + self.backlog.pop(incarnation)
+        self.recoveries.append(partial(self.recovery.remove_worker, incarnation, held))
 
     def decide(self) -> None:
         """Enqueue the scheduler's plans and outcomes."""
@@ -217,7 +233,6 @@ class Batcher:
             answer, refused = await self.dispatch.publish(plan)
         match answer:
             case "OK":
-                plan.mark_published()
                 self.timeline.record_plan(plan)
             case "FENCED":
                 raise LeaseLost(f"worker {incarnation} has a plan of a newer epoch")

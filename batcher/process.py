@@ -4,6 +4,8 @@ import asyncio
 import logging
 import signal
 import sys
+from collections.abc import Coroutine
+from typing import Any, NoReturn
 
 import uvloop
 from redis.asyncio import Redis
@@ -36,7 +38,20 @@ async def serve(settings: Settings, incarnation: str) -> None:
 async def run_batcher(settings: Settings, redis: Redis, keys: Keys, lease: Lease) -> None:
     epoch = await stand_by(settings, redis, keys, lease)
     async with publishing_metrics(redis, keys):
-        await Batcher(settings, redis, keys, lease, epoch).run()
+        await run_until_one_ends(lease.keep(), Batcher(settings, redis, keys, lease, epoch).run())
+
+
+async def run_until_one_ends(*coroutines: Coroutine[Any, Any, NoReturn]) -> None:
+    """Raises what the first of them raises."""
+    tasks = [asyncio.create_task(coroutine) for coroutine in coroutines]
+    try:
+        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        for task in done:
+            task.result()
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 async def stand_by(settings: Settings, redis: Redis, keys: Keys, lease: Lease) -> int:

@@ -4,10 +4,13 @@ Committed tokens are read from the request's own string and from the log of the 
 the log has is saved to the string first, so the log can be deleted.
 """
 
+import asyncio
 import logging
+from collections.abc import Iterable
 
 from redis.asyncio import Redis
 
+from batcher.lease import LeaseLost
 from batcher.scheduling.scheduler import Scheduler
 from batcher.scheduling.sequence import Sequence
 from batcher.terminals import Terminals
@@ -19,14 +22,13 @@ from common.broker.committed import Committed
 from common.broker.keys import TOKENS_TTL_MS, Keys
 
 log = logging.getLogger(__name__)
+SAVED_IN_ONE_CALL = 64
+APPENDED_IN_ONE_SLICE = 2048
 
 
-def count_crashes(sequence: Sequence, state: Committed) -> int:
+def count_crashes(state: Committed, is_crash: bool) -> int:
     """Incarnations in a row that died under a request without a token committed beyond its base."""
-    if state.num_tokens > state.base:
-        return 0
-    earlier = sequence.crash_count if sequence.attempt else state.crash_count
-    return earlier + sequence.suspect
+    return 0 if state.num_tokens > state.base else state.crash_count + is_crash
 
 
 class Recovery:
@@ -50,62 +52,89 @@ class Recovery:
         self.save_script = script(redis, "save_committed")
 
     async def resume(self, sequences: list[Sequence]) -> list[Sequence]:
-        """Read what is committed of interrupted requests. Enqueue and return those that are live."""
-        live, ended = await self.read_committed(sequences)
-        for sequence in live:
-            self.scheduler.resume(sequence)
-        for sequence in ended:
-            await self.terminals.dequeue(sequence)
-        return live
+        """Resume requests that their workers hold no more. Return those that are live."""
+        states = await committed.read(self.redis, self.keys, [sequence.request_id for sequence in sequences])
+        await self.save(states)
+        return await self.enqueue(sequences, states)
 
-    async def restore(self, sequence: Sequence) -> None:
-        """Resume a request from before this epoch.
+    async def restore(self, sequences: list[Sequence]) -> None:
+        """Resume requests from before this epoch that their workers hold no more."""
+        for sequence in await self.resume(sequences):
+            self.timeline.record_takeover(sequence)
 
-        If its worker has not answered the takeover, that worker is sealed first, or both would go on with it.
-        """
-        if (incarnation := await self.unknown_holder(sequence)) is not None:
-            await self.workers.seal(incarnation)
-        self.scheduler.register(sequence)
-        for live in await self.resume([sequence]):
-            self.timeline.record_takeover(live)
+    async def restore_unheld(self, sequences: list[Sequence]) -> None:
+        """Resume requests from before this epoch that no worker held: their strings have all their tokens."""
+        names = [sequence.request_id for sequence in sequences if sequence.attempt]
+        states = await committed.read_saved(self.redis, self.keys, names)
+        for sequence in sequences:
+            if not sequence.attempt:
+                self.scheduler.enqueue(sequence)
+                self.timeline.record_takeover(sequence)
+        for sequence in await self.enqueue([one for one in sequences if one.attempt], states):
+            self.timeline.record_takeover(sequence)
 
     async def remove_worker(self, incarnation: str, held: list[Sequence]) -> None:
-        """Resume what a sealed worker held, and delete its keys."""
-        live = await self.resume(held)
+        """Save what a sealed worker's log says of any request, resume what it held, and delete its keys."""
+        logged, why = await committed.read_sealed_log(self.redis, self.keys, incarnation)
+        names = {tokens.request_id for tokens in logged} | {sequence.request_id for sequence in held}
+        states = await committed.read_saved(self.redis, self.keys, names)
+        for part in committed.in_slices(logged, APPENDED_IN_ONE_SLICE):
+            committed.append_tokens(part, states)
+            await asyncio.sleep(0)
+        await self.save(states, incarnation, is_crash=why == "died")
+        live = await self.enqueue(held, states)
         await self.workers.remove_worker_keys(incarnation)
         self.timeline.record_death(incarnation, live)
         log.warning("worker %s is removed; %d of its requests resume", incarnation, len(live))
 
-    async def read_committed(self, sequences: list[Sequence]) -> tuple[list[Sequence], list[Sequence]]:
-        """Update sequences to what is committed. Return those that are live, and those that have ended."""
-        states = await committed.read(self.redis, self.keys, [sequence.request_id for sequence in sequences])
-        live: list[Sequence] = []
-        ended: list[Sequence] = []
+    async def save(self, states: dict[str, Committed], worker: str = "", is_crash: bool = False) -> None:
+        """Append to each request's own string what only logs have of it, and record that `worker` holds it no
+        more; without `worker`, that nobody does. Raises LeaseLost.
+        """
+        for state in states.values():
+            state.crash_count = count_crashes(state, is_crash and state.worker == worker)
+        for names in committed.in_slices(
+            [name for name in states if states[name].is_live], SAVED_IN_ONE_CALL
+        ):
+            answer: bytes = await self.save_script(
+                keys=[
+                    self.keys.epoch,
+                    *(key for name in names for key in (self.keys.tokens(name), self.keys.request(name))),
+                ],
+                args=[
+                    self.scheduler.epoch,
+                    TOKENS_TTL_MS,
+                    *(arg for name in names for arg in save_args(states[name], worker)),
+                ],
+            )
+            if answer != b"OK":
+                raise LeaseLost(f"epoch {self.scheduler.epoch} is over")
+
+    async def enqueue(self, sequences: list[Sequence], states: dict[str, Committed]) -> list[Sequence]:
+        """Update sequences to what is committed, and enqueue those that are live. Return these."""
+        live = [sequence for sequence in sequences if states[sequence.request_id].is_live]
         for sequence in sequences:
-            state = states[sequence.request_id]
-            (live if state.known and not state.terminal else ended).append(sequence)
-        crash_counts = [count_crashes(sequence, states[sequence.request_id]) for sequence in live]
-        for sequence, crash_count in zip(live, crash_counts, strict=True):
-            await self.save(sequence, states[sequence.request_id], crash_count)
-        for sequence, crash_count in zip(live, crash_counts, strict=True):
-            state = states[sequence.request_id]
-            sequence.records = state.records
-            sequence.attempt = state.attempt
-            sequence.crash_count = crash_count
-            sequence.suspect = False
-        return live, ended
+            if not states[sequence.request_id].is_live:
+                await self.terminals.dequeue(sequence)
+        for sequence in live:
+            if not sequence.waiting and sequence.row is None:
+                update(sequence, states[sequence.request_id])
+                self.scheduler.resume(sequence)
+        return live
 
-    async def save(self, sequence: Sequence, state: Committed, crash_count: int) -> None:
-        """Append the tokens that only a worker's log has to the request's own string."""
-        await self.save_script(
-            keys=[self.keys.tokens(sequence.request_id), self.keys.request(sequence.request_id)],
-            args=[state.spilled_bytes, state.records[state.spilled_bytes :], TOKENS_TTL_MS, crash_count],
-        )
 
-    async def unknown_holder(self, sequence: Sequence) -> str | None:
-        """The worker that holds a request from before this epoch, unless it was taken over or removed."""
-        states = await committed.read(self.redis, self.keys, [sequence.request_id])
-        state = states[sequence.request_id]
-        if not state.worker or state.terminal or self.workers.is_taken_over(state.worker):
-            return None
-        return state.worker
+def update(sequence: Sequence, state: Committed) -> None:
+    sequence.records = state.records
+    sequence.attempt = state.attempt
+    sequence.crash_count = state.crash_count
+    if state.cancelled and not sequence.stop_reason:
+        sequence.stop_reason = "client"
+
+
+def save_args(state: Committed, worker: str) -> Iterable[str | int | bytes]:
+    return (
+        worker or state.worker,
+        state.crash_count,
+        state.spilled_bytes,
+        state.records[state.spilled_bytes :],
+    )

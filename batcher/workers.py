@@ -1,7 +1,7 @@
 """WorkerRegistry: the workers of the pool, and what this epoch knows of each."""
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from enum import Enum, auto
 
@@ -88,6 +88,14 @@ class WorkerRegistry:
         """Workers from before this epoch that may still hold requests."""
         return (incarnation for incarnation, worker in self.workers.items() if worker.is_pending)
 
+    def dead_holders(self, holders: Iterable[str], dead: set[str]) -> list[str]:
+        """Return the workers from before this epoch that are known to be dead.
+
+        Their launcher said so, or they hold requests and are not in the pool: such have sealed their logs.
+        """
+        missing = {holder for holder in holders if holder not in self.workers}
+        return sorted(missing | (dead & set(self.pending_takeovers())))
+
     async def members(self) -> list[str]:
         return [member.decode() for member in await self.redis.zrange(self.keys.workers, 0, -1)]
 
@@ -165,14 +173,22 @@ class WorkerRegistry:
         return sorted(dead | unreadable)
 
     async def seal(self, incarnation: str) -> bool:
-        """Seal a worker's logs: nothing can be appended any more. Return whether they exist."""
+        """Seal a worker's logs: nothing can be appended any more. Return whether they exist.
+
+        The seal says why: only of what died under its rows one of them may be the cause.
+        """
+        replica = self.scheduler.replicas.get(incarnation)
+        if self.state(incarnation) is WorkerState.UNREADABLE:
+            why = "unreadable"
+        else:
+            why = "drained" if replica is not None and replica.draining else "died"
         keys = [
             self.keys.log(incarnation),
             self.keys.reports(incarnation),
             self.keys.worker(incarnation),
             self.keys.workers,
         ]
-        return bool(await self.seal_script(keys=keys, args=[incarnation]))
+        return bool(await self.seal_script(keys=keys, args=[incarnation, why]))
 
     async def remove_worker_keys(self, incarnation: str) -> None:
         """Delete what is left in Redis of a sealed worker whose reports were read to the end."""

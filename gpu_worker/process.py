@@ -92,15 +92,17 @@ async def serve_engine(
     loop = asyncio.get_running_loop()
     loop.add_signal_handler(signal.SIGTERM, agent.draining.set)
     loop.add_signal_handler(signal.SIGINT, agent.draining.set)
+    why = "died"
     try:
         async with publishing_metrics(redis, agent.keys):
             await agent.run()
+        why = "drained"
         return 0
     except (Sealed, EngineDied, EngineStuck) as error:
         log.error("incarnation %s is over: %s: %s", worker.incarnation, type(error).__name__, error)
         return 1
     finally:
-        await seal(redis, Keys(settings.pool), worker.incarnation)
+        await seal(redis, Keys(settings.pool), worker.incarnation, why)
 
 
 def capacity(
@@ -136,7 +138,7 @@ def capacity(
     )
 
 
-async def seal(redis: Redis, keys: Keys, incarnation: str) -> None:
+async def seal(redis: Redis, keys: Keys, incarnation: str, why: str) -> None:
     """Seals the incarnation's logs: batcher and gateways learn at once that nothing more comes."""
     try:
         async with asyncio.timeout(SEAL_TIMEOUT_S):
@@ -146,7 +148,7 @@ async def seal(redis: Redis, keys: Keys, incarnation: str) -> None:
                 keys.worker(incarnation),
                 keys.workers,
             ]
-            await script(redis, "seal")(keys=sealed_keys, args=[incarnation])
+            await script(redis, "seal")(keys=sealed_keys, args=[incarnation, why])
     except (*ERRORS, TimeoutError) as error:
         log.warning("not sealed: %s", describe_error(error))
 

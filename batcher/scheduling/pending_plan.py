@@ -26,7 +26,3 @@ class PendingPlan:
         for row in withdrawn:
             self.replica.withdraw(row)
         return withdrawn
-
-    def mark_published(self) -> None:
-        for row in self.rows:
-            row.published = True

@@ -123,17 +123,13 @@ class Scheduler:
             replica.draining = True
 
     def remove_worker(self, incarnation: str) -> list[Sequence]:
-        """Remove a sealed worker. Return the requests that it held.
-
-        They are suspects, one of which may have killed it, unless it was draining.
-        """
+        """Remove a sealed worker. Return the requests that it held."""
         replica = self.replicas.pop(incarnation, None)
         if replica is None:
             return []
         held = list(replica.running)
         for row in held:
             row.sequence.row = None
-            row.sequence.suspect = row.published and not replica.draining
         return [row.sequence for row in held]
 
     def apply_report(self, incarnation: str, report: Report) -> None:

@@ -16,7 +16,6 @@ class Sequence:
         deadline_ms: Redis time at which it ends with an error.
         records: packed records of all committed tokens, as last read; a running row may be ahead of them.
         crash_count: incarnations that died under it without a token committed beyond its base.
-        suspect: whether its worker died under it and its committed tokens have not been read since.
         stop_reason: why it ends: its row is asked to stop, or it never starts.
         queue_position: smaller starts first.
     """
@@ -28,7 +27,6 @@ class Sequence:
     records: bytes = b""
     attempt: int = 0
     crash_count: int = 0
-    suspect: bool = False
     stop_reason: str = ""
     row: "PlacedRow | None" = None
     waiting: bool = False
@@ -74,7 +72,6 @@ class PlacedRow:
         blocks: KV blocks it owns, until the engine reports it released.
         kv_len, at_step: after step `at_step` it held `kv_len` tokens, and one more with each step since; 0
             before its prefill is done.
-        published: whether the plan that starts it was published.
         stopping: why it was asked to stop, once it was.
         ended: whether the worker reported that it takes part in no further step.
     """
@@ -84,7 +81,6 @@ class PlacedRow:
     blocks: list[int] = field(default_factory=list)
     kv_len: int = 0
     at_step: int = 0
-    published: bool = False
     stopping: str = ""
     ended: bool = False
 

@@ -4,17 +4,24 @@ It is read from the request's hash and string, and from the log of the worker th
 gaps with it and the batcher resumes requests with it, so both see the same.
 """
 
-from collections.abc import Iterable
+import contextlib
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from redis.asyncio import Redis
 from redis.exceptions import ResponseError
 
-from common.broker.keys import Keys
+from common.broker.client import script
+from common.broker.keys import SEALED, Keys
 from common.messages.codec import WireError, decode
 from common.messages.events import LogEntry, Tokens
 from common.messages.records import RECORD, pack_tokens
+
+T = TypeVar("T")
+LogItem = tuple[bytes, dict[bytes, bytes]]
+REQUESTS_IN_ONE_READ = 256
+ENTRIES_IN_ONE_READ = 16
 
 
 @dataclass(slots=True)
@@ -43,6 +50,10 @@ class Committed:
     spilled_bytes: int = 0
     prompt: bytes | None = None
     result: bytes | None = None
+
+    @property
+    def is_live(self) -> bool:
+        return self.known and not self.terminal
 
     @property
     def num_tokens(self) -> int:
@@ -93,7 +104,7 @@ async def read_once(
     for i, request_id in enumerate(request_ids):
         states[request_id] = parse_state(*answers[3 * i : 3 * i + 3])
     for entries in answers[3 * len(request_ids) :]:
-        apply_log(entries or [], states)
+        append_tokens(log_tokens(entries or []), states)
     return states
 
 
@@ -132,15 +143,53 @@ def skip_wrong_type(answer: Any) -> Any:
     return answer
 
 
-def apply_log(entries: list[tuple[bytes, dict[bytes, bytes]]], states: dict[str, Committed]) -> None:
-    """Append the tokens of a worker's log to the states of their requests."""
+def log_tokens(entries: list[LogItem]) -> Iterator[Tokens]:
+    """Yield the tokens in entries of a worker's log. An entry that cannot be read is skipped."""
     for _, fields in entries:
-        if (data := fields.get(b"entry")) is None:
-            continue
-        try:
-            entry = decode(LogEntry, data)
-        except WireError:
-            continue
-        for tokens in entry.tokens:
-            if (state := states.get(tokens.request_id)) is not None:
-                state.append(tokens)
+        if (data := fields.get(b"entry")) is not None:
+            with contextlib.suppress(WireError):
+                yield from decode(LogEntry, data).tokens
+
+
+def append_tokens(logged: Iterable[Tokens], states: dict[str, Committed]) -> None:
+    """Append the tokens of a worker's log to the states of their requests."""
+    for tokens in logged:
+        if (state := states.get(tokens.request_id)) is not None:
+            state.append(tokens)
+
+
+async def read_saved(
+    redis: Redis, keys: Keys, request_ids: Iterable[str], with_tokens: bool = True
+) -> dict[str, Committed]:
+    """Return the state of each request without what only a log has, and without its result.
+
+    It is read in slices, so that neither broker nor caller is busy for long. `with_tokens`: their strings,
+    too.
+    """
+    read_requests, states = script(redis, "read_requests"), {}
+    for names in in_slices(list(request_ids), REQUESTS_IN_ONE_READ):
+        answer = await read_requests(
+            keys=[key for name in names for key in (keys.request(name), keys.tokens(name))],
+            args=["1" if with_tokens else "", *FIELDS],
+        )
+        for name, (*fields, records) in zip(names, answer, strict=True):
+            states[name] = parse_state(fields, records, None)
+    return states
+
+
+async def read_sealed_log(redis: Redis, keys: Keys, worker: str) -> tuple[list[Tokens], str]:
+    """Return all tokens in a sealed worker's log, and why it was sealed; it is read in slices."""
+    logged: list[Tokens] = []
+    begin, why = "-", ""
+    while entries := await redis.xrange(keys.log(worker), begin, count=ENTRIES_IN_ONE_READ):
+        logged += log_tokens(entries)
+        last_id, fields = entries[-1]
+        if last_id == SEALED.encode():
+            why = fields.get(b"why", b"died").decode()
+            break
+        begin = f"({last_id.decode()}"
+    return logged, why
+
+
+def in_slices(items: list[T], size: int) -> Iterator[list[T]]:
+    return (items[begin : begin + size] for begin in range(0, len(items), size))

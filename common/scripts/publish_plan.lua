@@ -1,15 +1,16 @@
--- needs: lib/sealed
+-- needs: lib/fenced, lib/sealed
 -- Publish a plan, and set the worker of the rows that start with it: all of it, or nothing.
--- KEYS plans, log, request of each row that starts
+-- KEYS plans, log, epoch, request of each row that starts
 -- ARGV plan id, payload, oldest plan id to keep, ttl in ms, worker, then attempt, base of each row
 -- Returns {'OK'}, {'MISSING'}, {'SEALED'}, {'FENCED'}, or {'refused', n, ...}: rows, counted from 1, that are
 -- cancelled or have ended.
+if fenced(KEYS[3], string.match(ARGV[1], '^%d+')) then return {'FENCED', 'a newer epoch has begun'} end
 local refusal = sealed_or_missing(KEYS[2])
 if refusal then return {refusal} end
 local refused = {'refused'}
-for i = 3, #KEYS do
+for i = 4, #KEYS do
   local request = redis.pcall('HMGET', KEYS[i], 'digest', 'terminal', 'cancel')
-  if request.err or not request[1] or request[2] or request[3] then refused[#refused + 1] = i - 2 end
+  if request.err or not request[1] or request[2] or request[3] then refused[#refused + 1] = i - 3 end
 end
 local last = redis.call('XREVRANGE', KEYS[1], '+', '-', 'COUNT', 1)[1]
 if last and last[1] == ARGV[1] then
@@ -20,7 +21,7 @@ if #refused > 1 then return refused end
 local added = redis.pcall('XADD', KEYS[1], 'MINID', ARGV[3], ARGV[1], 'plan', ARGV[2])
 if type(added) == 'table' and added.err then return {'FENCED', added.err} end
 redis.call('PEXPIRE', KEYS[1], ARGV[4])
-for i = 3, #KEYS do
-  redis.call('HSET', KEYS[i], 'worker', ARGV[5], 'attempt', ARGV[2 * i], 'base', ARGV[2 * i + 1])
+for i = 4, #KEYS do
+  redis.call('HSET', KEYS[i], 'worker', ARGV[5], 'attempt', ARGV[2 * i - 2], 'base', ARGV[2 * i - 1])
 end
 return {'OK'}

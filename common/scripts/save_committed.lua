@@ -1,7 +1,19 @@
--- needs: lib/spill
--- Save what the log of a dead worker has of a request, before the log is deleted.
--- KEYS tokens, request   ARGV offset, records, ttl in ms, crash count
--- Returns 1, or 0 when the request is gone or nothing could be appended.
-if redis.call('TYPE', KEYS[2]).ok ~= 'hash' then return 0 end
-redis.call('HSET', KEYS[2], 'crash_count', ARGV[4])
-return spill(KEYS[1], tonumber(ARGV[1]), ARGV[2], ARGV[3]) and 1 or 0
+-- needs: lib/fenced, lib/spill
+-- Save what the log of a worker has of requests that it holds no more. Where it still stands for the holder,
+-- no worker does afterwards, and the crash count is stored: so a death is counted once.
+-- KEYS epoch, then tokens, request of each
+-- ARGV epoch, ttl in ms, then worker, crash count, offset, records of each
+-- Returns 'OK' or 'FENCED'.
+if fenced(KEYS[1], ARGV[1]) then return 'FENCED' end
+for i = 1, (#KEYS - 1) / 2 do
+  local tokens, request = KEYS[2 * i], KEYS[2 * i + 1]
+  local worker, crash_count, offset, records = unpack(ARGV, 4 * i - 1, 4 * i + 2)
+  local is_live = redis.call('TYPE', request).ok == 'hash' and redis.call('HEXISTS', request, 'terminal') == 0
+  if is_live then
+    if redis.call('HGET', request, 'worker') == worker then
+      redis.call('HSET', request, 'worker', '', 'crash_count', crash_count)
+    end
+    spill(tokens, tonumber(offset), records, ARGV[2])
+  end
+end
+return 'OK'

@@ -35,7 +35,7 @@ FLOORS = {
         "loop",
         "housekeeping recovery",
         "terminals workers",
-        "dispatch orphans parse timeline",
+        "backlog dispatch orphans parse timeline",
         "lease scheduling",
         "failure_detector inbox",
     ],

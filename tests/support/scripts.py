@@ -41,7 +41,7 @@ async def create_logs(redis: Redis, name: str = "w1") -> None:
 async def publish_plan(
     redis: Redis, plan_id: str, rows: Sequence[tuple[str, int, int]] = (), worker: str = "w1"
 ) -> list[Any]:
-    keys = [KEYS.plans(worker), KEYS.log(worker), *(KEYS.request(name) for name, _, _ in rows)]
+    keys = [KEYS.plans(worker), KEYS.log(worker), KEYS.epoch, *(KEYS.request(name) for name, _, _ in rows)]
     args: list[Any] = [
         plan_id,
         b"plan",

@@ -17,7 +17,7 @@ from common.messages.timeline import Timeline, TimelineEvent
 from common.process.heartbeat import Heartbeat, process_fields
 from common.settings.settings import SettingError, Settings
 from deploy.serve.embedded_broker import Broker
-from tests.integration.batcher.test_process import batcher
+from tests.support.fleet.batchers import batcher
 from tests.support.fleet.gateways import model_tokenizer, ready, serving
 from tests.support.fleet.scripted_batcher import batching
 from tests.support.fleet.scripted_worker import Answer, working

@@ -1,12 +1,7 @@
 """The batcher process and a broker, without workers: waiting requests get their terminals."""
 
 import asyncio
-import contextlib
 import json
-import os
-import subprocess
-import sys
-from collections.abc import Iterator
 from typing import Any
 
 import msgpack
@@ -20,28 +15,11 @@ from common.messages.events import Events
 from common.messages.packing import pack_ids
 from common.messages.request import Cancel, Generate, StoppingParams
 from deploy.serve.embedded_broker import Broker
+from tests.support.fleet.batchers import batcher
 from tests.support.waiting import wait_until
 
 KEYS = Keys("default")
 CHANNEL = KEYS.events("g")
-
-
-@contextlib.contextmanager
-def batcher(url: str, name: str = "b0", **settings: str) -> Iterator[subprocess.Popen[bytes]]:
-    environ = {
-        **os.environ,
-        "REDIS_URL": url,
-        "PROCESS_NAME": name,
-        "HEARTBEAT_S": "0.1",
-        "WORKER_TTL_S": "1",
-        **settings,
-    }
-    process = subprocess.Popen([sys.executable, "-P", "-m", "batcher"], env=environ)
-    try:
-        yield process
-    finally:
-        process.kill()
-        process.wait()
 
 
 @pytest.fixture(autouse=True)

@@ -8,6 +8,7 @@ from redis.exceptions import ConnectionError
 
 from batcher.lease import Lease, LeaseLost
 from common.broker.keys import Keys
+from tests.support.waiting import wait_until
 
 KEYS = Keys("default")
 LONG_S = 60.0
@@ -98,3 +99,36 @@ async def test_releasing_without_a_broker_raises_nothing(redis: Redis) -> None:
     lease.script = fail
     await lease.release()
     assert await redis.get(KEYS.batcher) == b"b0"
+
+
+async def test_it_is_kept_until_another_takes_it(redis: Redis) -> None:
+    """While the broker fails, too."""
+    lease = make_lease(redis, "b0", ttl_s=1.0)
+    await lease.acquire()
+    run_script, failures = lease.script, 2
+
+    async def fail_twice(**kwargs: object) -> object:
+        nonlocal failures
+        failures -= 1
+        if failures >= 0:
+            raise ConnectionError("away")
+        return await run_script(**kwargs)
+
+    lease.script = fail_twice
+    acquired_until_s = lease.expires_s
+    keeping = asyncio.create_task(lease.keep())
+    await wait_until(lambda: lease.expires_s > acquired_until_s and failures < 0)
+    await redis.delete(KEYS.batcher)
+    await redis.incr(KEYS.epoch)
+    with pytest.raises(LeaseLost):
+        await keeping
+
+
+async def test_a_lease_that_may_have_expired_is_confirmed_by_the_broker(redis: Redis) -> None:
+    lease = make_lease(redis, "b0")
+    await lease.acquire()
+    await redis.incr(KEYS.epoch)
+    await lease.confirm()  # it cannot have expired
+    lease.expires_s = 0.0
+    with pytest.raises(LeaseLost):
+        await lease.confirm()

@@ -1,4 +1,4 @@
-"""Recovery: what is committed is read, saved and resumed; who holds a request from before is sealed first."""
+"""Recovery: what is committed is read, saved and resumed; every death counts once."""
 
 import pytest
 from redis.asyncio import Redis
@@ -7,21 +7,22 @@ from redis.exceptions import ConnectionError
 from batcher.dispatch import Dispatch
 from batcher.failure_detector import FailureDetector
 from batcher.inbox import Inbox
+from batcher.lease import LeaseLost
 from batcher.recovery import Recovery, count_crashes
 from batcher.scheduling.replica import WorkerLimits
 from batcher.scheduling.scheduler import Scheduler
 from batcher.scheduling.sequence import Sequence
 from batcher.terminals import Terminals
 from batcher.timeline import TimelineWriter
-from batcher.workers import KnownWorker, WorkerRegistry, WorkerState
+from batcher.workers import WorkerRegistry, WorkerState
 from common.broker.committed import Committed
-from common.broker.keys import SEALED
 from common.broker.sequences import ChannelSequences
 from common.messages.codec import encode
 from common.messages.records import RECORD, unpack_records
 from tests.support.broker_state import (
     KEYS,
     admit,
+    make_capacity,
     make_request,
     make_tokens,
     place,
@@ -53,11 +54,6 @@ async def placed(redis: Redis, request_id: str, incarnation: str = "w1") -> Sequ
     await redis.set(KEYS.tokens(request_id), RECORD.pack(7, -1.0))
     await write_log(redis, incarnation, make_tokens(request_id, 1, [8]))
     return sequence
-
-
-async def is_sealed(redis: Redis, incarnation: str) -> bool:
-    last_id: bytes = (await redis.xrange(KEYS.log(incarnation)))[-1][0]
-    return last_id == SEALED.encode()
 
 
 async def test_resume_enqueues_with_all_committed_tokens(redis: Redis, recovery: Recovery) -> None:
@@ -96,76 +92,114 @@ async def test_a_request_whose_key_is_gone_has_ended(redis: Redis, recovery: Rec
 async def test_sequences_change_only_after_everything_was_saved(redis: Redis, recovery: Recovery) -> None:
     await start_worker(redis, "w1")
     sequences = [await placed(redis, name) for name in ("r1", "r2")]
-    for sequence in sequences:
-        sequence.suspect = True
     save, calls = recovery.save_script, 0
 
-    async def fail_second(**kwargs: object) -> object:
+    async def lose_first_reply(**kwargs: object) -> object:
         nonlocal calls
         calls += 1
-        if calls == 2:
+        answer = await save(**kwargs)
+        if calls == 1:
             raise ConnectionError("away")
-        return await save(**kwargs)
+        return answer
 
-    recovery.save_script = fail_second
+    recovery.save_script = lose_first_reply
     with pytest.raises(ConnectionError):
         await recovery.resume(sequences)
-    assert [(one.records, one.suspect) for one in sequences] == [(b"", True)] * 2
-    assert len(await recovery.resume(sequences)) == 2
-    assert [one.suspect for one in sequences] == [False] * 2
+    assert [one.records for one in sequences] == [b""] * 2
+    assert await recovery.resume(sequences) == sequences
+    assert [one.base for one in sequences] == [2] * 2
 
 
 @pytest.mark.parametrize(
-    ("num_tokens", "base", "attempt", "suspect", "crash_count"),
+    ("num_tokens", "base", "is_crash", "crash_count"),
     [
-        (5, 5, 1, True, 2),  # nothing new was committed: one more crash
-        (5, 5, 1, False, 1),  # the worker did not die under it
-        (6, 5, 1, True, 0),  # a token beyond the base clears it
-        (5, 5, 0, True, 4),  # from before this epoch: the count in Redis holds
+        (5, 5, True, 4),  # nothing new was committed: one more crash
+        (5, 5, False, 3),  # the worker did not die under it
+        (6, 5, True, 0),  # a token beyond the base clears it
     ],
 )
 def test_crashes_count_until_a_token_is_committed(
-    num_tokens: int, base: int, attempt: int, suspect: bool, crash_count: int
+    num_tokens: int, base: int, is_crash: bool, crash_count: int
 ) -> None:
-    sequence = Sequence(make_request("r1"), "1-0", 1, 1, attempt=attempt, crash_count=1, suspect=suspect)
     state = Committed(base=base, crash_count=3, records=RECORD.pack(1, 0.0) * num_tokens)
-    assert count_crashes(sequence, state) == crash_count
+    assert count_crashes(state, is_crash) == crash_count
 
 
-async def test_the_crash_count_is_saved_with_the_request(redis: Redis, recovery: Recovery) -> None:
-    sequence = await queue(redis, "r1")
-    sequence.suspect = True
-    await recovery.resume([sequence])
-    assert sequence.crash_count == 1
-    assert await redis.hget(KEYS.request("r1"), "crash_count") == b"1"  # type: ignore[misc]
-
-
-async def test_restore_seals_a_holder_that_did_not_answer(redis: Redis, recovery: Recovery) -> None:
-    await start_worker(redis, "w1")
-    sequence = await placed(redis, "r1")
-    await recovery.restore(sequence)
-    assert await is_sealed(redis, "w1")
-    assert recovery.scheduler.sequences == {"r1": sequence} and sequence.waiting
-    assert [event.what for event in recovery.timeline.unwritten["r1"]] == ["taken_over"]
-
-
-@pytest.mark.parametrize("state", [WorkerState.ACTIVE, WorkerState.REMOVED])
-async def test_restore_leaves_a_worker_that_was_taken_over(
-    redis: Redis, recovery: Recovery, state: WorkerState
+async def test_a_death_is_counted_once_though_its_reply_is_lost(
+    redis: Redis, recovery: Recovery, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await start_worker(redis, "w1")
-    recovery.workers.workers["w1"] = KnownWorker(state)
-    await recovery.restore(await placed(redis, "r1"))
-    assert not await is_sealed(redis, "w1")
+    sequence = await queue(redis, "r1")
+    await place(redis, "r1", "w1")
+    await recovery.workers.seal("w1")
+    with monkeypatch.context() as patch, pytest.raises(ConnectionError):
+        patch.setattr(recovery.workers, "remove_worker_keys", lose_connection)
+        await recovery.remove_worker("w1", [sequence])
+    await recovery.remove_worker("w1", [sequence])
+    assert sequence.crash_count == 1 and sequence.waiting
+    assert await redis.hmget(KEYS.request("r1"), ["worker", "crash_count"]) == [b"", b"1"]  # type: ignore[misc]
 
 
-async def test_restore_leaves_the_worker_of_an_ended_request(redis: Redis, recovery: Recovery) -> None:
+async def lose_connection(_: str) -> None:
+    raise ConnectionError("away")
+
+
+async def test_a_worker_that_drained_is_no_crash(redis: Redis, recovery: Recovery) -> None:
+    await start_worker(redis, "w1")
+    sequence = await queue(redis, "r1")
+    await place(redis, "r1", "w1")
+    recovery.scheduler.add_worker(make_capacity("w1")).draining = True
+    await recovery.workers.seal("w1")
+    await recovery.remove_worker("w1", [sequence])
+    assert sequence.crash_count == 0
+
+
+async def test_nothing_is_saved_in_a_later_epoch(redis: Redis, recovery: Recovery) -> None:
     await start_worker(redis, "w1")
     sequence = await placed(redis, "r1")
-    await redis.hset(KEYS.request("r1"), "terminal", "length")  # type: ignore[misc]
-    await recovery.restore(sequence)
-    assert not await is_sealed(redis, "w1")
-    assert recovery.scheduler.sequences == {}
+    await redis.set(KEYS.epoch, recovery.scheduler.epoch + 1)
+    with pytest.raises(LeaseLost):
+        await recovery.resume([sequence])
+    assert unpack_records(await redis.get(KEYS.tokens("r1")))[0] == [7]
+
+
+async def test_restored_requests_are_recorded(redis: Redis, recovery: Recovery) -> None:
+    await start_worker(redis, "w1")
+    held, fresh = await placed(redis, "held"), await queue(redis, "fresh")
+    held.attempt = 1
+    await recovery.restore([held])
+    await recovery.restore_unheld([fresh])
+    assert held.waiting and fresh.waiting and held.queue_position < fresh.queue_position
+    happened = {name: events[0].what for name, events in recovery.timeline.unwritten.items()}
+    assert happened == {"held": "taken_over", "fresh": "queued"}
+
+
+async def test_a_request_that_no_worker_held_resumes_with_its_string(
+    redis: Redis, recovery: Recovery
+) -> None:
+    sequence = await queue(redis, "r1")
+    await place(redis, "r1", "", attempt=2)
+    await redis.set(KEYS.tokens("r1"), RECORD.pack(7, -1.0))
+    sequence.attempt = 2
+    await recovery.restore_unheld([sequence])
+    assert (sequence.base, sequence.attempt, sequence.waiting) == (1, 2, True)
+
+
+async def test_what_a_log_says_of_requests_that_the_worker_gave_up_is_saved(
+    redis: Redis, recovery: Recovery
+) -> None:
+    """Of one that runs elsewhere by now, whose holder stays; of one that has ended nothing is written."""
+    await start_worker(redis, "w1")
+    for name in ("elsewhere", "ended"):
+        await placed(redis, name)
+    await place(redis, "elsewhere", "w2", attempt=2, base=1)
+    await redis.hset(KEYS.request("ended"), "terminal", "length")  # type: ignore[misc]
+    await redis.delete(KEYS.tokens("ended"))
+    await recovery.workers.seal("w1")
+    await recovery.remove_worker("w1", [])
+    assert unpack_records(await redis.get(KEYS.tokens("elsewhere")))[0] == [7, 8]
+    assert await redis.hget(KEYS.request("elsewhere"), "worker") == b"w2"  # type: ignore[misc]
+    assert await redis.exists(KEYS.tokens("ended")) == 0
 
 
 async def test_a_removed_worker_leaves_no_keys_and_its_requests_resume(

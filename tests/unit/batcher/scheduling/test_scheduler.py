@@ -64,7 +64,6 @@ class Pool:
     def decide(self) -> None:
         for pending in self.scheduler.plans():
             self.workers[pending.replica.capacity.incarnation].apply_plan(pending.plan)
-            pending.mark_published()
         outcomes = self.scheduler.pop_outcomes()
         for sequence in outcomes.finished:
             self.finished.append(sequence.request_id)
@@ -94,7 +93,6 @@ class Pool:
     def kill(self, name: str) -> None:
         del self.workers[name]
         for sequence in self.scheduler.remove_worker(name):
-            sequence.suspect = False
             self.resume(sequence)
 
     def run(self, max_turns: int = 3000) -> None:
@@ -221,7 +219,6 @@ def test_a_request_under_which_two_workers_died_is_failed() -> None:
     for crash_count in (1, 2):
         pool.decide()
         (sequence,) = pool.scheduler.remove_worker(f"w{crash_count - 1}")
-        assert sequence.suspect
         sequence.crash_count = crash_count
         pool.scheduler.resume(sequence)
         del pool.workers[f"w{crash_count - 1}"]
@@ -262,26 +259,6 @@ def test_a_request_that_no_cache_can_hold_is_refused_and_blocks_nobody() -> None
     pool.run()
     assert pool.to_finish == [("big", "capacity")]
     assert pool.finished == ["small"]
-
-
-def test_only_rows_of_a_published_plan_are_suspects() -> None:
-    pool = Pool(1, num_blocks=100, seed=1, eos_chance=0)
-    pool.add(request("told", 10, 50, 0))
-    pool.decide()
-    pool.add(request("not told", 10, 50, 1))
-    list(pool.scheduler.plans())
-    assert {sequence.request_id: sequence.suspect for sequence in pool.scheduler.remove_worker("w0")} == {
-        "told": True,
-        "not told": False,
-    }
-
-
-def test_rows_of_a_draining_worker_are_no_suspects() -> None:
-    pool = Pool(1, num_blocks=100, seed=1, eos_chance=0)
-    pool.add(request("r0", 10, 50))
-    pool.decide()
-    pool.scheduler.drain("w0")
-    assert [sequence.suspect for sequence in pool.scheduler.remove_worker("w0")] == [False]
 
 
 def test_a_withdrawn_row_frees_its_blocks_and_leaves_the_plan() -> None:

@@ -165,11 +165,48 @@ async def test_committed_tokens_are_those_of_string_and_log(redis: Redis) -> Non
     state = (await read(redis, KEYS, ["r1", "unknown"]))["r1"]
     assert unpack_records(state.records)[0] == [10, 11, 12]
     assert (state.spilled_bytes, state.worker, state.attempt, state.base) == (8, "w1", 2, 1)
-    keep = [KEYS.tokens("r1"), KEYS.request("r1")]
+    keep = [KEYS.epoch, KEYS.tokens("r1"), KEYS.request("r1")]
+    save_args = [5, 60_000, "w1", 1, state.spilled_bytes, state.records[8:]]
     for _ in range(2):
-        await call(redis, "save_committed", keep, [state.spilled_bytes, state.records[8:], 60_000, 1])
+        assert await call(redis, "save_committed", keep, save_args) == b"OK"
     assert await redis.get(KEYS.tokens("r1")) == state.records
+    assert await redis.hmget(KEYS.request("r1"), ["worker", "crash_count"]) == [b"", b"1"]  # type: ignore[misc]
     assert not (await read(redis, KEYS, ["unknown"]))["unknown"].known
+
+
+async def test_an_earlier_epoch_publishes_and_saves_nothing(redis: Redis) -> None:
+    await create_logs(redis)
+    await admit(redis, "r1")
+    await redis.set(KEYS.epoch, 6)
+    assert (await publish_plan(redis, "5-1", [("r1", 1, 0)]))[0] == b"FENCED"
+    keep = [KEYS.epoch, KEYS.tokens("r1"), KEYS.request("r1")]
+    assert await call(redis, "save_committed", keep, [5, 60_000, "w1", 1, 0, b"x" * 8]) == b"FENCED"
+    assert await redis.exists(KEYS.plans("w1"), KEYS.tokens("r1")) == 0
+    assert (await publish_plan(redis, "6-1", [("r1", 1, 0)]))[0] == b"OK"
+
+
+async def test_saving_leaves_the_holder_of_a_request_that_went_on_elsewhere(redis: Redis) -> None:
+    await create_logs(redis)
+    await admit(redis, "r1")
+    await publish_plan(redis, "5-1", [("r1", 2, 0)])
+    keep = [KEYS.epoch, KEYS.tokens("r1"), KEYS.request("r1")]
+    assert await call(redis, "save_committed", keep, [5, 60_000, "w0", 1, 0, b"x" * 8]) == b"OK"
+    assert await redis.hmget(KEYS.request("r1"), ["worker", "crash_count"]) == [b"w1", b"0"]  # type: ignore[misc]
+    assert await redis.get(KEYS.tokens("r1")) == b"x" * 8
+
+
+async def test_a_request_of_another_type_is_read_as_absent(redis: Redis) -> None:
+    await admit(redis, "r1", width=3)
+    await redis.set(KEYS.tokens("r1"), b"x" * 8)
+    await redis.set(KEYS.request("r2"), "x")
+    await redis.lpush(KEYS.tokens("r2"), "x")  # type: ignore[misc]
+    names = [key for name in ("r1", "r2", "r3") for key in (KEYS.request(name), KEYS.tokens(name))]
+    assert await call(redis, "read_requests", names, ["1", "digest", "width"]) == [
+        [b"d", b"3", b"x" * 8],
+        [None, None, None],
+        [None, None, None],
+    ]
+    assert (await call(redis, "read_requests", names[:2], ["", "digest"])) == [[b"d", None]]
 
 
 async def test_heartbeats_are_refused_after_the_seal(redis: Redis) -> None:
