@@ -13,8 +13,8 @@ from api.inference.batcher_monitor import SILENT_S
 from common.broker.keys import Keys
 from common.process.heartbeat import Heartbeat
 from deploy.serve.embedded_broker import Broker
-from tests.integration.batcher.test_process import batcher
 from tests.support.api_errors import tgi_error
+from tests.support.fleet.batchers import batcher
 from tests.support.fleet.gateways import model_tokenizer, ready, serving
 from tests.support.fleet.scripted_batcher import batching
 from tests.support.fleet.scripted_worker import Answer, working
