@@ -4,6 +4,9 @@ The frames of a token stream are written with the server's own ASGI `send`: no m
 after the start of a response, and without them a frame costs 0.3 µs of CPU in place of 4 µs.
 """
 
+from collections.abc import AsyncIterator
+from typing import Any
+
 from sse_starlette import EventSourceResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
@@ -25,6 +28,10 @@ class RawSendMiddleware:
 class RawEventSourceResponse(EventSourceResponse):
     """Server-sent events whose frames are bytes already, and are sent without the middlewares."""
 
+    def __init__(self, frames: AsyncIterator[list[bytes]], *args: Any, **options: Any) -> None:
+        super().__init__(frames, *args, **options)
+        self.frames = frames
+
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self.raw_send: Send = scope["state"][STATE_KEY]
         await super().__call__(scope, receive, send)
@@ -32,8 +39,9 @@ class RawEventSourceResponse(EventSourceResponse):
     async def _stream_response(self, send: Send) -> None:
         """As the library does it, but without encoding, a log line and a timeout for every frame."""
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-        async for frame in self.body_iterator:
-            await self.raw_send({"type": "http.response.body", "body": frame, "more_body": True})
+        async for frames in self.frames:
+            for frame in frames:  # each is a chunk of its own, so chunks do not tell how frames were grouped
+                await self.raw_send({"type": "http.response.body", "body": frame, "more_body": True})
         async with self._send_lock:
             self.active = False
             await send({"type": "http.response.body", "body": b"", "more_body": False})

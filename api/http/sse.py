@@ -1,7 +1,13 @@
-"""Server-sent events: the response that streams tokens, and the updates of a stream that are worth a
-frame.
+"""Server-sent events: the response that streams tokens, its frames, and the updates of a stream that are
+worth a frame.
+
+A frame is a function of the request as it was admitted (`HttpAnswer`) and of its tokens: no clock, no name of
+a gateway, nothing of how tokens were grouped on their way. Frames come in one order, also those of several
+choices, and each is one chunk of HTTP. So every gateway that renders an answer from its first token sends the
+same bytes. Comments that keep the connection alive are the only bytes besides.
 """
 
+import asyncio
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 
 from sse_starlette import ServerSentEvent
@@ -12,6 +18,8 @@ from api.http.raw_send import RawEventSourceResponse
 from api.inference.stream import Stream
 
 KEEP_ALIVE_S = 15
+MAX_FRAMES = 128
+"""Frames that are rendered before other streams have their turn."""
 HEADERS = {"content-type": "text/event-stream", "cache-control": "no-cache", "x-accel-buffering": "no"}
 
 # A server that is told to stop finishes its streams: the library would cut them.
@@ -25,7 +33,7 @@ class TokenStream(RawEventSourceResponse):
 
     def __init__(
         self,
-        frames: AsyncIterator[bytes],
+        frames: AsyncIterator[list[bytes]],
         streams: Sequence[Stream],
         headers: Mapping[str, str],
         release: Callable[[Stream], None],
@@ -52,13 +60,21 @@ def keep_alive() -> ServerSentEvent:
     return ServerSentEvent(comment="", sep="\n")
 
 
-def frame(body: bytes) -> bytes:
-    return b"data: %b\n\n" % body
+def frame(ordinal: int, body: bytes) -> bytes:
+    return b"id: %d\ndata: %b\n\n" % (ordinal, body)
+
+
+async def number_frames(bodies: AsyncIterator[list[bytes]]) -> AsyncIterator[list[bytes]]:
+    """Yields the frames of an answer; the id of each is its ordinal, counted from 1."""
+    ordinal = 0
+    async for new in bodies:
+        yield [frame(ordinal + i, body) for i, body in enumerate(new, 1)]
+        ordinal += len(new)
 
 
 async def updates(stream: Stream) -> AsyncIterator[tuple[range, bool]]:
-    """(indices of tokens to show now, whether the stream has ended), whenever there is something new, up to
-    the end.
+    """(indices of tokens to show now, whether they are the last), whenever there is something new, up to the
+    end. There are at most MAX_FRAMES at a time: other streams go on in between.
 
     The last token of a finished answer is in no range: it is shown together with the end.
     """
@@ -66,9 +82,13 @@ async def updates(stream: Stream) -> AsyncIterator[tuple[range, bool]]:
     while True:
         await stream.changed.wait()
         stream.changed.clear()
-        ready, ended = stream.num_ready, stream.terminal is not None
-        if ready > shown or ended:
-            yield range(shown, ready), ended
-        shown = max(shown, ready)
+        ended = False
+        while shown < stream.num_ready or (stream.terminal and not ended):
+            until = min(stream.num_ready, shown + MAX_FRAMES)
+            ended = stream.terminal is not None and until == stream.num_ready
+            yield range(shown, until), ended
+            shown = until
+            if shown < stream.num_ready:
+                await asyncio.sleep(0)
         if ended:
             return

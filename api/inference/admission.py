@@ -5,7 +5,6 @@ end.
 import asyncio
 import hashlib
 import logging
-import uuid
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from typing import TypeVar
@@ -23,6 +22,7 @@ from api.inference.tokenizer import ModelTokenizer
 from api.retry import Policy, attempt, fail_fast, retry_forever
 from common.broker.client import CONNECT_TIMEOUT_S, ERRORS, describe_error, script
 from common.broker.keys import Keys
+from common.messages.answer import HttpAnswer
 from common.messages.codec import encode
 from common.messages.request import Cancel, Generate
 from common.settings.settings import Settings
@@ -84,31 +84,29 @@ class Admission:
             self.workers.check()
         await self.batcher.check_grace()
 
-    async def submit_all(self, requests: list[Generate], request_id: str | None = None) -> list[Stream]:
-        """Admit all requests or none, as `{request_id}`, or as `{request_id}.{i}` if there are several. As
-        `submit` otherwise.
+    async def submit_all(self, answer: HttpAnswer) -> list[Stream]:
+        """Admit the requests of all choices or none; the answer is kept with the first one. As `submit`
+        otherwise.
         """
-        request_id = request_id or uuid.uuid4().hex
+        kept = encode(answer)
         streams: list[Stream] = []
         try:
-            for i, request in enumerate(requests):
-                streams.append(
-                    await self.submit(request, request_id if len(requests) == 1 else f"{request_id}.{i}")
-                )
+            for request in answer.choices():
+                streams.append(await self.submit(request, b"" if streams else kept))
         except BaseException:
             for stream in streams:
                 self.release(stream)
             raise
         return streams
 
-    async def submit(self, request: Generate, request_id: str) -> Stream:
+    async def submit(self, request: Generate, answer: bytes) -> Stream:
         """Admit a request or fail at once; the reader of the stream must `release` it. Raises ApiError: 409,
         429, 503.
         """
         await self.check()
-        stream = Stream(self.address(request, request_id), self.tokenizer)
+        stream = Stream(self.address(request, request.request_id), self.tokenizer)
         try:
-            await self.admit(stream, fail_fast)
+            await self.admit(stream, fail_fast, answer)
         except NOT_EXECUTED as error:
             self.relay.remove(stream)
             raise unavailable(describe_error(error)) from error
@@ -122,27 +120,27 @@ class Admission:
             raise
         return stream
 
-    async def admit(self, stream: Stream, policy: Policy) -> bool:
+    async def admit(self, stream: Stream, policy: Policy, answer: bytes = b"") -> bool:
         """Put a stream's request on the queue; the policy decides what happens while that fails. Returns
         whether it was there before.
         """
         self.relay.add(stream)
-        answer = await attempt(lambda: self.admit_once(stream.request), policy)
+        outcome = await attempt(lambda: self.admit_once(stream.request, answer), policy)
         self.relay.admitted(stream)
-        return answer == b"attached"
+        return outcome == b"attached"
 
-    async def admit_once(self, request: Generate) -> bytes:
+    async def admit_once(self, request: Generate, answer: bytes) -> bytes:
         """`admitted` or `attached`. Raises ApiError: 409 if another request has the id, 429 if the queue is
         full.
         """
-        answer = await self.send_admit(request)
-        if answer == b"conflict":
+        outcome = await self.send_admit(request, answer)
+        if outcome == b"conflict":
             raise conflict("request")
-        if answer not in (b"admitted", b"attached"):
+        if outcome not in (b"admitted", b"attached"):
             raise overloaded()
-        return answer
+        return outcome
 
-    async def send_admit(self, request: Generate) -> bytes:
+    async def send_admit(self, request: Generate, answer: bytes) -> bytes:
         """The answer of the script `admit`. It is sent again if its answer was lost; the second one is
         `attached`.
         """
@@ -156,16 +154,17 @@ class Admission:
             request.gateway,
             request.ttl_ms + REQUEST_KEY_MARGIN_MS,
             request.width,
+            answer,
         ]
         async with asyncio.timeout(CONNECT_TIMEOUT_S), self.permits:
             try:
-                answer = await self.admit_script(keys=keys, args=args)
+                outcome = await self.admit_script(keys=keys, args=args)
             except NOT_EXECUTED:
                 raise
             except ConnectionError as error:
                 log.info("admission of %s is sent again: %s", request.request_id, describe_error(error))
-                answer = await self.admit_script(keys=keys, args=args)
-            return bytes(answer[0])
+                outcome = await self.admit_script(keys=keys, args=args)
+            return bytes(outcome[0])
 
     def address(self, request: Generate, request_id: str) -> Generate:
         """A validated request with its id, its digest, its deadline and this gateway as its reader."""

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 
 from api.errors import invalid
 from api.http.body import parse_body
+from api.inference.answer import describe_answer
 from api.inference.pool import Pool
 from api.inference.stream import Stream
 from api.inference.validate import validate
@@ -14,11 +15,11 @@ from api.jobs.reply import Frame
 from api.json import to_json
 from api.offload import offload
 from api.openai import chat_prompt
-from api.openai.choice import new_choice
 from api.openai.params import from_chat
 from api.openai.render_chat import ChatCompletionRenderer
 from api.openai.request_schemas import ChatRequest
 from api.openai.stream import chunk_updates
+from common.messages.answer import HttpAnswer
 from common.messages.request import Generate
 
 NOT_PARAMETERS = ("messages", "model", "stream")
@@ -28,9 +29,7 @@ NOT_PARAMETERS = ("messages", "model", "stream")
 @dataclass(frozen=True, slots=True)
 class ChatJob:
     requests: list[Generate]
-    chat: ChatRequest
-    job: Job
-    model: str
+    described: HttpAnswer
 
     async def frames(self, streams: list[Stream]) -> AsyncIterator[list[Frame]]:
         """New chunks; no `[DONE]`, which is not JSON."""
@@ -46,11 +45,7 @@ class ChatJob:
         return self.renderer(streams).render_whole()
 
     def renderer(self, streams: list[Stream]) -> ChatCompletionRenderer:
-        prefix = chat_prompt.echoed_message(self.chat)
-        choices = [new_choice(i, stream, self.chat, prefix) for i, stream in enumerate(streams)]
-        renderer = ChatCompletionRenderer(self.chat, self.job.id, self.model, choices)
-        renderer.created = self.job.created_s
-        return renderer
+        return ChatCompletionRenderer(self.described, streams)
 
 
 async def accept(pool: Pool, job: Job) -> ChatJob:
@@ -66,4 +61,14 @@ async def accept(pool: Pool, job: Job) -> ChatJob:
     params = from_chat(chat, await chat_prompt.chat_prompt_text(chat, pool.tokenizer.chat_template))
     params = replace(params, seed=job.seed if params.seed is None else params.seed)
     requests = await validate(params, pool.workers.limits, pool.tokenizer)
-    return ChatJob(requests, chat, job, pool.settings.model_name)
+    answer = describe_answer(
+        job.id,
+        "/v1/chat/completions",
+        True,
+        pool.settings.model_name,
+        requests,
+        [chat_prompt.echoed_message(chat)],
+        chat.rendering,
+        job.created_s,
+    )
+    return ChatJob(requests, answer)

@@ -1,11 +1,11 @@
 """One choice of a response on OpenAI's routes, and the pieces of text that are sent of it."""
 
-from collections.abc import Iterator
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from api.inference.stream import Stream
-from api.openai.request_schemas import CompletionRequest, OpenAIRequest
 from api.openai.stop_holdback import StopHoldback
+from common.messages.answer import HttpAnswer
 
 FINISH_REASONS = {"length": "length", "eos_token": "stop", "stop_sequence": "stop"}
 
@@ -31,11 +31,12 @@ class Choice:
         prefix: text that is sent before the generated text (`echo`).
         prompt_only: the choice has no generated text.
         offsets: for each token taken, the number of characters before it.
+        begun: whether the choice was shown: by a chunk before its first piece, or by that piece.
         ended: whether everything was taken.
     """
 
     def __init__(
-        self, index: int, stream: Stream, text: StopHoldback, prefix: str = "", prompt_only: bool = False
+        self, index: int, stream: Stream, text: StopHoldback, prefix: str, prompt_only: bool
     ) -> None:
         self.index = index
         self.stream = stream
@@ -43,27 +44,30 @@ class Choice:
         self.prefix = prefix
         self.prompt_only = prompt_only
         self.offsets: list[int] = []
-        self.ended = False
-
-    @property
-    def started(self) -> bool:
-        return self.ended or self.text.num_tokens > 0
+        self.begun = self.ended = False
 
     @property
     def failed(self) -> bool:
         return self.stream.terminal is not None and not self.stream.finished
 
-    def take_pieces(self) -> Iterator[TextPiece]:
-        """Yields a piece for each token that can be sent now. The last piece of a finished choice ends it."""
-        while self.text.num_tokens < self.stream.num_ready and not self.prompt_only:
-            yield self.piece(1)
-        if self.stream.finished and not self.ended:
-            self.ended = True
-            yield (
-                TextPiece("", range(0))
-                if self.prompt_only
-                else self.piece(self.stream.num_tokens - self.text.num_tokens)
-            )
+    @property
+    def has_tokens(self) -> bool:
+        """Whether a token can be sent now that is not the last one of a finished choice."""
+        return self.text.num_tokens < self.stream.num_ready and not self.prompt_only
+
+    @property
+    def has_piece(self) -> bool:
+        return self.has_tokens or (self.stream.finished and not self.ended)
+
+    def take_piece(self) -> TextPiece:
+        """The next piece: of one token. The last piece of a finished choice ends it."""
+        self.begun = True
+        if self.has_tokens:
+            return self.piece(1)
+        self.ended = True
+        if self.prompt_only:
+            return TextPiece("", range(0))
+        return self.piece(self.stream.num_tokens - self.text.num_tokens)
 
     def piece(self, num_tokens: int) -> TextPiece:
         begin = self.text.num_tokens
@@ -79,10 +83,14 @@ class Choice:
         return {"finish_reason": reason, "stop_reason": self.text.stop_reason}
 
 
-def new_choice(i: int, stream: Stream, body: OpenAIRequest, prefix: str) -> Choice:
-    text = StopHoldback(
-        stream,
-        skip_special=body.skip_special_tokens is not False,
-        include_stop=bool(body.include_stop_str_in_output),
-    )
-    return Choice(i, stream, text, prefix, isinstance(body, CompletionRequest) and body.shows_prompt_only)
+def new_choices(answer: HttpAnswer, streams: Sequence[Stream]) -> list[Choice]:
+    return [
+        Choice(
+            i,
+            stream,
+            StopHoldback(stream, answer.rendering.skip_special, answer.rendering.include_stop),
+            answer.prefix(i),
+            answer.rendering.prompt_only,
+        )
+        for i, stream in enumerate(streams)
+    ]

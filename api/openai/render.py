@@ -1,66 +1,55 @@
 """Response objects of OpenAI's routes: what chats and completions have in common."""
 
-import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
-from importlib.metadata import version
+from collections.abc import Sequence
 from typing import Any
 
 from api.inference.stream import Stream
 from api.json import to_json
-from api.openai.choice import Choice, TextPiece
-from api.openai.request_schemas import OpenAIRequest
+from api.openai.choice import Choice, TextPiece, new_choices
 from api.openai.token_bytes import token_bytes
+from common.messages.answer import HttpAnswer
 
-FINGERPRINT = f"tokenfleet-{version('tokenfleet')}"
 LEAST_LOGPROB = -9999.0
 """OpenAI's value for an impossible token, because JSON has no minus infinity."""
 
 
 class ResponseRenderer(ABC):
-    """Renders the choices of one request, as a whole or in chunks.
-
-    Attributes:
-        num_prompt_tokens: tokens of all prompts, each counted once.
-    """
+    """Renders the choices of one answer, as a whole or in chunks: each chunk once, in order."""
 
     prefix: str
     whole_kind: str
     chunk_kind: str
 
-    def __init__(self, body: OpenAIRequest, request_id: str, model: str, choices: Sequence[Choice]) -> None:
-        options = body.stream_options
-        self.shows_usage = bool(options and options.include_usage)
-        self.shows_usage_always = bool(self.shows_usage and options and options.continuous_usage_stats)
-        self.choices = choices
-        self.num_prompt_tokens = sum(len(choice.stream.prompt_ids) for choice in choices[:: body.n or 1])
-        self.id = f"{self.prefix}-{request_id}"
-        self.created = int(time.time())
-        self.model = model
+    def __init__(self, answer: HttpAnswer, streams: Sequence[Stream]) -> None:
+        self.answer = answer
+        self.choices = new_choices(answer, streams)
 
     def render_whole(self) -> bytes:
         """The whole response, once all choices have finished."""
         choices = []
         for choice in self.choices:
-            text = choice.prefix + "".join(piece.text for piece in choice.take_pieces())
+            text = choice.prefix
+            while choice.has_piece:
+                text += choice.take_piece().text
             choices.append(
                 {"index": choice.index, **self.render_choice(choice, text), **choice.render_ending}
             )
         return self.render_object(self.whole_kind, choices, {"usage": self.usage()})
 
-    def render_chunks(self, choice: Choice) -> Iterator[bytes]:
-        """Yields a chunk for each new piece of a choice."""
-        begun = choice.started
-        for piece in choice.take_pieces():
-            if not begun and (first := self.render_first_delta(choice)):
-                yield self.render_chunk([{"index": choice.index, **first, "finish_reason": None}])
-            begun = True
-            yield self.render_chunk(
-                [{"index": choice.index, **self.render_delta(choice, piece), **choice.render_ending}]
-            )
+    def render_next_chunk(self, choice: Choice) -> bytes:
+        """The next chunk of a choice that has a piece: of that piece, or the one before the first piece."""
+        if not choice.begun and (first := self.render_first_delta(choice)):
+            choice.begun = True
+            return self.render_chunk([{"index": choice.index, **first, "finish_reason": None}])
+        piece = choice.take_piece()
+        return self.render_chunk(
+            [{"index": choice.index, **self.render_delta(choice, piece), **choice.render_ending}]
+        )
 
     def render_chunk(self, choices: list[dict[str, Any]]) -> bytes:
-        usage = {"usage": self.usage() if self.shows_usage_always else None} if self.shows_usage else {}
+        shows = self.answer.rendering
+        usage = {"usage": self.usage() if shows.running_usage else None} if shows.usage else {}
         return self.render_object(self.chunk_kind, choices, usage)
 
     def render_usage_chunk(self) -> bytes:
@@ -68,18 +57,18 @@ class ResponseRenderer(ABC):
 
     def render_object(self, kind: str, choices: list[dict[str, Any]], usage: dict[str, Any]) -> bytes:
         about = {
-            "id": self.id,
+            "id": f"{self.prefix}-{self.answer.request_id}",
             "object": kind,
-            "created": self.created,
-            "model": self.model,
-            "system_fingerprint": FINGERPRINT,
+            "created": self.answer.created_s,
+            "model": self.answer.model,
+            "system_fingerprint": self.answer.fingerprint,
         }
         return to_json({**about, "choices": choices, **usage})
 
     def usage(self) -> dict[str, int]:
         """Token counts; of the generated tokens, those that were sent."""
         completion = sum(choice.text.num_tokens for choice in self.choices)
-        prompt = self.num_prompt_tokens
+        prompt = self.answer.num_prompt_tokens
         return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
 
     def prompt_logprobs(self, choice: Choice) -> dict[str, list[Any]] | None:

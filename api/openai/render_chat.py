@@ -1,20 +1,15 @@
 """Response objects of /v1/chat/completions."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 from api.inference.stream import Stream
 from api.openai.choice import Choice, TextPiece
 from api.openai.render import ResponseRenderer, render_bytes, render_logprob, render_text
-from api.openai.request_schemas import ChatRequest
 
 
 class ChatCompletionRenderer(ResponseRenderer):
     prefix, whole_kind, chunk_kind = "chatcmpl", "chat.completion", "chat.completion.chunk"
-
-    def __init__(self, body: ChatRequest, request_id: str, model: str, choices: Sequence[Choice]) -> None:
-        super().__init__(body, request_id, model, choices)
-        self.shows_logprobs = bool(body.logprobs)
 
     def render_choice(self, choice: Choice, text: str) -> dict[str, Any]:
         message = {"role": "assistant", "content": text, "refusal": None}
@@ -27,7 +22,7 @@ class ChatCompletionRenderer(ResponseRenderer):
         return {"delta": {"content": piece.text}, "logprobs": self.logprobs(choice.stream, piece.tokens)}
 
     def logprobs(self, stream: Stream, tokens: Iterable[int]) -> dict[str, Any] | None:
-        if not self.shows_logprobs:
+        if not self.answer.rendering.logprobs:
             return None
         entries = []
         for i in tokens:

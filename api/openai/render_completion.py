@@ -7,7 +7,7 @@ from api.inference.stream import Stream
 from api.openai.choice import Choice, TextPiece
 from api.openai.echo import prompt_offsets
 from api.openai.render import ResponseRenderer, render_bytes, render_logprob, render_text
-from api.openai.request_schemas import CompletionRequest
+from common.messages.answer import HttpAnswer
 from common.messages.records import TopTokens
 
 LogprobLists = dict[str, list[Any]]
@@ -17,11 +17,8 @@ LogprobLists = dict[str, list[Any]]
 class CompletionRenderer(ResponseRenderer):
     prefix, whole_kind, chunk_kind = "cmpl", "text_completion", "text_completion"
 
-    def __init__(
-        self, body: CompletionRequest, request_id: str, model: str, choices: Sequence[Choice]
-    ) -> None:
-        super().__init__(body, request_id, model, choices)
-        self.shows_logprobs = body.logprobs is not None
+    def __init__(self, answer: HttpAnswer, streams: Sequence[Stream]) -> None:
+        super().__init__(answer, streams)
         self.prompts: dict[int, LogprobLists] = {}
 
     def render_choice(self, choice: Choice, text: str) -> dict[str, Any]:
@@ -36,7 +33,7 @@ class CompletionRenderer(ResponseRenderer):
         return {"text": piece.text, "logprobs": self.logprobs(choice, piece.tokens)}
 
     def logprobs(self, choice: Choice, tokens: Sequence[int]) -> LogprobLists | None:
-        if not self.shows_logprobs:
+        if not self.answer.rendering.logprobs:
             return None
         stream = choice.stream
         tops = [stream.tops[i] if stream.tops else [] for i in tokens]

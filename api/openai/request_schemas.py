@@ -5,6 +5,7 @@ Fields that these APIs have and this server does not support are refused by name
 another route has. Unknown names are ignored.
 """
 
+from dataclasses import replace
 from typing import Annotated, Any
 
 from pydantic import (
@@ -22,6 +23,7 @@ from api.http.unsupported import reject_unsupported
 from api.inference.fields import BIAS_SCHEMA, Listed, SamplingFields, least, ranged
 from api.inference.ranges import MAX_STOP_CHARS
 from api.openai.unsupported_fields import TGI_FIELDS, UNSUPPORTED
+from common.messages.answer import Rendering
 
 
 def with_one_error(text: str) -> WrapValidator:
@@ -112,6 +114,17 @@ class OpenAIRequest(SamplingFields):
         "continues.",
     )
 
+    @property
+    def rendering(self) -> Rendering:
+        """How the answer is rendered."""
+        options = self.stream_options
+        return Rendering(
+            usage=bool(options and options.include_usage),
+            running_usage=bool(options and options.include_usage and options.continuous_usage_stats),
+            skip_special=self.skip_special_tokens is not False,
+            include_stop=bool(self.include_stop_str_in_output),
+        )
+
     def check(self) -> None:
         """Raises ApiError for unsupported fields, and for fields that contradict each other."""
         reject_unsupported(self.model_extra or {}, UNSUPPORTED, OPENAI_FIELDS | TGI_FIELDS)
@@ -168,6 +181,10 @@ class ChatRequest(OpenAIRequest):
         default=None, description="Additional variables for the chat template."
     )
 
+    @property
+    def rendering(self) -> Rendering:
+        return replace(super().rendering, logprobs=bool(self.logprobs))
+
 
 class CompletionRequest(OpenAIRequest):
     """The body of /v1/completions."""
@@ -198,6 +215,12 @@ class CompletionRequest(OpenAIRequest):
         log-probabilities arrive with it.
         """
         return bool(self.echo) and self.max_tokens == 0
+
+    @property
+    def rendering(self) -> Rendering:
+        return replace(
+            super().rendering, logprobs=self.logprobs is not None, prompt_only=self.shows_prompt_only
+        )
 
 
 OPENAI_FIELDS = frozenset({*ChatRequest.model_fields, *CompletionRequest.model_fields, *UNSUPPORTED})

@@ -1,6 +1,6 @@
 """The last step of OpenAI's routes: submit the requests, and respond with a stream or with the whole."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -9,18 +9,23 @@ from api.errors import invalid
 from api.http.disconnect import wait_until_finished
 from api.http.headers import prompt_headers, time_headers
 from api.http.request_id import request_id
-from api.http.sse import TokenStream
+from api.http.sse import TokenStream, number_frames
+from api.inference.answer import describe_answer
 from api.inference.pool import Pool
 from api.inference.stream import Stream
 from api.offload import offload
-from api.openai.choice import Choice, new_choice
 from api.openai.render import ResponseRenderer
+from api.openai.render_chat import ChatCompletionRenderer
+from api.openai.render_completion import CompletionRenderer
 from api.openai.request_schemas import OpenAIRequest
-from api.openai.stream import stream_frames
+from api.openai.stream import stream_bodies
 from common.messages.request import Generate
 
-MakeRenderer = Callable[[str, str, list[Choice]], ResponseRenderer]
-"""(id of the request, name of the model, choices) → renderer."""
+RENDERERS: dict[str, type[ResponseRenderer]] = {
+    "/v1/chat/completions": ChatCompletionRenderer,
+    "/v1/completions": CompletionRenderer,
+}
+"""Renderers by route."""
 
 
 async def respond(
@@ -30,14 +35,13 @@ async def respond(
     requests: list[Generate],
     num_chars: int,
     prefixes: Sequence[str],
-    make_renderer: MakeRenderer,
     arrived_s: float,
 ) -> Response:
     """Submit all `requests`, and respond with a stream or with the whole. Raises ApiError.
 
     Args:
         num_chars: characters of all prompts.
-        prefixes: for each request, the text that its choice begins with.
+        prefixes: for each prompt, the text that its choices begin with.
     """
     settings, admission = pool.settings, pool.admission
     if len(requests) > settings.max_concurrent_requests:
@@ -46,15 +50,15 @@ async def respond(
             f"{settings.max_concurrent_requests}",
             "n",
         )
-    streams = await admission.submit_all(requests, request_id(request))
-    choices = [
-        new_choice(i, stream, body, prefix)
-        for i, (stream, prefix) in enumerate(zip(streams, prefixes, strict=True))
-    ]
-    renderer = make_renderer(request_id(request), settings.model_name, choices)
+    route = request.url.path
+    answer = describe_answer(
+        request_id(request), route, bool(body.stream), settings.model_name, requests, prefixes, body.rendering
+    )
+    streams = await admission.submit_all(answer)
+    renderer = RENDERERS[route](answer, streams)
     headers = prompt_headers(settings, num_chars)
     if body.stream:
-        return TokenStream(stream_frames(renderer), streams, headers, admission.release)
+        return TokenStream(number_frames(stream_bodies(renderer)), streams, headers, admission.release)
     await wait_until_finished(streams, request, admission.release)
     content = await offload(sum(stream.num_records for stream in streams), renderer.render_whole)
     return Response(content, 200, headers | usage_headers(renderer, streams, arrived_s), "application/json")

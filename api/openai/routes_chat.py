@@ -1,7 +1,6 @@
 """POST /v1/chat/completions: as in OpenAI's API, with the additions of vLLM and TGI."""
 
 import time
-from functools import partial
 
 from fastapi import APIRouter, Request
 from starlette.responses import Response
@@ -11,7 +10,6 @@ from api.inference.validate import validate
 from api.openai import chat_prompt
 from api.openai.accept import accept
 from api.openai.params import from_chat
-from api.openai.render_chat import ChatCompletionRenderer
 from api.openai.request_schemas import ChatRequest
 from api.openai.respond import respond
 from api.openai.response_schemas import (
@@ -46,7 +44,6 @@ async def chat_completions(request: Request) -> Response:
         chat,
         requests,
         len(prompt),
-        [chat_prompt.echoed_message(chat)] * len(requests),
-        partial(ChatCompletionRenderer, chat),
+        [chat_prompt.echoed_message(chat)],
         arrived_s,
     )

@@ -1,7 +1,6 @@
 """POST /v1/completions: as in OpenAI's API, with the additions of vLLM and TGI."""
 
 import time
-from functools import partial
 
 from fastapi import APIRouter, Request
 from starlette.responses import Response
@@ -13,7 +12,6 @@ from api.inference.validate import Limits, validate
 from api.openai.accept import accept
 from api.openai.echo import echoed_prompt
 from api.openai.params import from_completion
-from api.openai.render_completion import CompletionRenderer
 from api.openai.request_schemas import CompletionRequest
 from api.openai.respond import respond
 from api.openai.response_schemas import ERROR_RESPONSES, Completion, CompletionChunk, response_or_chunks
@@ -41,7 +39,7 @@ async def completions(request: Request) -> Response:
     for params in prompts:
         choices = await validate(params, limits, tokenizer)
         requests += choices
-        prefixes += [echoed_prompt(completion, params, choices[0], tokenizer)] * len(choices)
+        prefixes.append(echoed_prompt(completion, params, choices[0], tokenizer))
     num_chars = sum(len(params.text or "") for params in prompts)
     return await respond(
         request,
@@ -50,7 +48,6 @@ async def completions(request: Request) -> Response:
         requests,
         num_chars,
         prefixes,
-        partial(CompletionRenderer, completion),
         arrived_s,
     )
 

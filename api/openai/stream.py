@@ -1,50 +1,67 @@
-"""The frames of a stream on OpenAI's routes."""
+"""The chunks of a stream on OpenAI's routes."""
 
 import asyncio
 from collections.abc import AsyncIterator
 from functools import partial
 
 from api.errors import failed, openai
-from api.http.sse import frame
+from api.http.sse import MAX_FRAMES
 from api.json import to_json
 from api.offload import offload
+from api.openai.choice import Choice
 from api.openai.render import ResponseRenderer
 
-DONE = frame(b"[DONE]")
 NO_CHOICE = -1
 """Index of chunks that belong to no choice: usage and errors."""
 
 
-async def stream_frames(renderer: ResponseRenderer) -> AsyncIterator[bytes]:
-    """Yields the frames of all chunks as they come; then `[DONE]`."""
+async def stream_bodies(renderer: ResponseRenderer) -> AsyncIterator[list[bytes]]:
+    """Yields the bodies of the frames as they come; the last is `[DONE]`."""
     async for chunks, ended in chunk_updates(renderer):
-        yield b"".join([frame(chunk) for _, chunk in chunks] + [DONE] * ended)
+        yield [chunk for _, chunk in chunks] + [b"[DONE]"] * ended
 
 
 async def chunk_updates(renderer: ResponseRenderer) -> AsyncIterator[tuple[list[tuple[int, bytes]], bool]]:
     """Yields (new chunks, each with the index of its choice; whether they are the last), until all choices
-    have ended or one has failed.
+    have ended or one has failed. There are at most MAX_FRAMES at a time: other streams go on in between.
+
+    Choices take turns, a chunk each, until they end: the order of all chunks follows from the tokens alone.
     """
     changed = asyncio.Event()
     changed.set()
     for choice in renderer.choices:
         choice.stream.changed = changed
+    turns = list(renderer.choices)
     while True:
         await changed.wait()
         changed.clear()
-        for choice in renderer.choices:
-            if choice.stream.num_tokens and not choice.started:
+        for choice in turns:
+            if choice.stream.num_tokens and not choice.begun:
                 await offload(choice.stream.num_prompt_records, partial(renderer.prompt_logprobs, choice))
-        new = [
-            (choice.index, chunk) for choice in renderer.choices for chunk in renderer.render_chunks(choice)
-        ]
-        ended = all(choice.ended for choice in renderer.choices)
-        failure = next((choice.stream.terminal for choice in renderer.choices if choice.failed), None)
+        new: list[tuple[int, bytes]] = []
+        while turns and turns[0].has_piece and len(new) < MAX_FRAMES:
+            new.append(take_turn(renderer, turns))
+        if turns and turns[0].has_piece:
+            changed.set()
+            yield new, False
+            await asyncio.sleep(0)
+            continue
+        failure = turns[0].stream.terminal if turns and turns[0].failed else None
         if failure:
             new.append((NO_CHOICE, to_json(openai(failed(failure))[1])))
-        elif ended and renderer.shows_usage:
+        elif not turns and renderer.answer.rendering.usage:
             new.append((NO_CHOICE, renderer.render_usage_chunk()))
-        if new or ended or failure:
-            yield new, bool(ended or failure)
-        if ended or failure:
+        ended = bool(failure or not turns)
+        if new or ended:
+            yield new, ended
+        if ended:
             return
+
+
+def take_turn(renderer: ResponseRenderer, turns: list[Choice]) -> tuple[int, bytes]:
+    """The next chunk of the choice whose turn it is; unless it has ended, the choice goes to the end."""
+    choice = turns.pop(0)
+    chunk = renderer.render_next_chunk(choice)
+    if not choice.ended:
+        turns.append(choice)
+    return choice.index, chunk

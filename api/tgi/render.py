@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 from api.errors import ApiError, failed, tgi
-from api.http.sse import frame, updates
+from api.http.sse import updates
 from api.inference.stream import Stream
 from api.json import to_json
 
@@ -54,14 +54,10 @@ def seed_of(stream: Stream) -> int | None:
 # --- streams ------------------------------------------------------------------------------------------------
 
 
-async def stream_frames(stream: Stream, prefix: str, with_details: bool) -> AsyncIterator[bytes]:
-    """Yields the frames that are ready, joined, up to the last one. The whole text begins with `prefix`."""
-    async for new in stream_bodies(stream, prefix, with_details):
-        yield b"".join(map(frame, new))
-
-
 async def stream_bodies(stream: Stream, prefix: str, with_details: bool) -> AsyncIterator[list[bytes]]:
-    """Yields the JSON bodies of the frames that are ready."""
+    """Yields the JSON bodies of the frames that are ready, up to the last one. The whole text begins with
+    `prefix`.
+    """
     shown = 0
     async for fresh, ended in updates(stream):
         shown = max(shown, fresh.stop)

@@ -13,17 +13,18 @@ from api.http.disconnect import wait_until_finished
 from api.http.headers import prompt_headers, time_headers
 from api.http.openapi import TGI, event_stream, json_body
 from api.http.request_id import request_id
-from api.http.sse import TokenStream
+from api.http.sse import TokenStream, number_frames
 from api.http.state import own_pool
+from api.inference.answer import describe_answer
 from api.inference.pool import Pool
 from api.inference.validate import validate
 from api.json import to_json
 from api.offload import offload
 from api.tgi import best_of
-from api.tgi.render import render_response, stream_frames
+from api.tgi.render import render_response, stream_bodies
 from api.tgi.request_schemas import CompatGenerateRequest, GenerateParameters, GenerateRequest
 from api.tgi.response_schemas import GENERATE_ERRORS, GenerateResponse, StreamResponse
-from common.messages.request import Generate
+from common.messages.answer import HttpAnswer, Rendering
 
 router = APIRouter(responses=GENERATE_ERRORS, tags=[TGI])
 
@@ -37,20 +38,20 @@ class AcceptedRequest:
 
     Attributes:
         arrived_s: monotonic time of its arrival.
-        requests: one for each of the `best_of` texts.
+        answer: with a request for each of the `best_of` texts.
         num_chars: length of the prompt in characters.
-        details: whether the response has details.
-        prefix: the beginning of the whole text, before what is generated.
     """
 
     request: Request
     pool: Pool
     arrived_s: float
-    requests: list[Generate]
+    answer: HttpAnswer
     num_chars: int
-    details: bool
-    prefix: str
-    streamed: bool
+
+    @property
+    def rendering(self) -> tuple[str, bool]:
+        """The beginning of the whole text, before what is generated; whether the response has details."""
+        return self.answer.prefix(0), self.answer.rendering.details
 
 
 @router.post(
@@ -91,7 +92,11 @@ async def compat_generate(request: Request) -> Response:
     array of one. The text begins with the prompt unless `return_full_text` is false.
     """
     call = await accept(request, CompatGenerateRequest, full_text=True)
-    return await respond_with_stream(call) if call.streamed else await respond_with_whole(call, in_array=True)
+    return (
+        await respond_with_stream(call)
+        if call.answer.streamed
+        else await respond_with_whole(call, in_array=True)
+    )
 
 
 async def accept(
@@ -116,28 +121,36 @@ async def accept(
     if parameters.return_full_text is not None:
         full_text = parameters.return_full_text
     prefix = parsed.inputs if full_text else ""
-    return AcceptedRequest(
-        request, pool, arrived_s, requests, len(parsed.inputs), parameters.wants_details, prefix, streamed
+    answer = describe_answer(
+        request_id(request),
+        request.url.path,
+        streamed,
+        pool.settings.model_name,
+        requests,
+        [prefix],
+        Rendering(details=parameters.wants_details),
     )
+    return AcceptedRequest(request, pool, arrived_s, answer, len(parsed.inputs))
 
 
 async def respond_with_stream(call: AcceptedRequest) -> Response:
     admission = call.pool.admission
-    [stream] = await admission.submit_all(call.requests, request_id(call.request))
+    [stream] = await admission.submit_all(call.answer)
     headers = prompt_headers(call.pool.settings, call.num_chars)
-    return TokenStream(stream_frames(stream, call.prefix, call.details), [stream], headers, admission.release)
+    frames = number_frames(stream_bodies(stream, *call.rendering))
+    return TokenStream(frames, [stream], headers, admission.release)
 
 
 async def respond_with_whole(call: AcceptedRequest, in_array: bool = False) -> Response:
     """Wait for all texts and return the best."""
     admission = call.pool.admission
-    streams = await admission.submit_all(call.requests, request_id(call.request))
+    streams = await admission.submit_all(call.answer)
     await wait_until_finished(streams, call.request, admission.release)
     best, *others = best_of.rank_by_logprob(streams)
     headers = prompt_headers(call.pool.settings, call.num_chars) | time_headers(best, call.arrived_s)
 
     def content() -> bytes:
-        response = render_response(best, others, call.prefix, call.details)
+        response = render_response(best, others, *call.rendering)
         return to_json([response] if in_array else response)
 
     return Response(

@@ -1,6 +1,7 @@
 -- Admit a request: check the count and bytes of the queue, then append one entry.
 -- KEYS requests, requests:bytes, request
--- ARGV payload, max count, max bytes, digest, channel, gateway, ttl of KEYS[3] in ms, records of a token
+-- ARGV payload, max count, max bytes, digest, channel, gateway, ttl of KEYS[3] in ms, records of a token; then
+-- the answer that this request begins, or ''
 -- Returns {'admitted', entry id}, {'attached'}, {'conflict'}, {'count', n} or {'bytes', n}.
 local digest = redis.call('HGET', KEYS[3], 'digest')
 if digest then return {digest == ARGV[4] and 'attached' or 'conflict'} end
@@ -12,5 +13,6 @@ local id = redis.call('XADD', KEYS[1], '*', 'generate', ARGV[1])
 redis.call('SET', KEYS[2], bytes + #ARGV[1])
 redis.call('HSET', KEYS[3], 'digest', ARGV[4], 'channel', ARGV[5], 'gateway', ARGV[6], 'entry', id,
   'attempt', 0, 'base', 0, 'crash_count', 0, 'width', ARGV[8])
+if ARGV[9] and ARGV[9] ~= '' then redis.call('HSET', KEYS[3], 'answer', ARGV[9]) end
 redis.call('PEXPIRE', KEYS[3], ARGV[7])
 return {'admitted', id}

@@ -90,8 +90,11 @@ def shape(value: Any) -> Any:
 
 
 def shapes(printed: str) -> list[Any]:
-    """Of each line that says something; lines in a row that have the same one are one."""
-    return [one for one, _ in groupby(map(line_shape, filter(str.strip, printed.splitlines())))]
+    """Of each line that says something; lines in a row that have the same one are one. A stream may have any
+    number of frames: the lines with their ids are left out.
+    """
+    lines = [line for line in printed.splitlines() if line.strip() and not line.startswith("id: ")]
+    return [one for one, _ in groupby(map(line_shape, lines))]
 
 
 def line_shape(line: str) -> Any:

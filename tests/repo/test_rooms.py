@@ -20,7 +20,7 @@ FLOORS = {
         "server",
         "app",
         "lifecycle",
-        "admin jobs",
+        "admin jobs resume",
         "tgi",
         "openai",
         "http",

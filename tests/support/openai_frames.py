@@ -12,6 +12,7 @@ from common.messages.packing import pack_floats, unpack_floats
 from common.messages.request import Generate
 from tests.support.fleet.gateways import model_tokenizer, ready, serving
 from tests.support.fleet.scripted_worker import Answer, FakeWorker, working
+from tests.support.sse import data_of
 
 CHAT_PATH = "/v1/chat/completions"
 CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "Hi"}]}
@@ -52,7 +53,6 @@ async def streamed(client: httpx.AsyncClient, path: str, body: dict[str, Any]) -
 
 def frames(content: bytes) -> list[dict[str, Any]]:
     """Without the last one, `[DONE]`."""
-    *found, done, end = content.decode().split("\n\n")
-    assert (done, end) == ("data: [DONE]", "")
-    assert all(frame.startswith("data: {") and "\n" not in frame for frame in found)
-    return [json.loads(frame.removeprefix("data: ")) for frame in found]
+    *found, done = data_of(content)
+    assert done == "[DONE]"
+    return [json.loads(data) for data in found]

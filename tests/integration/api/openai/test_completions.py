@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 
+from api.inference.answer import FINGERPRINT
 from api.inference.stream import Stream
 from api.openai.echo import prompt_offsets
-from api.openai.render import FINGERPRINT
 from common.messages.packing import pack_ids, unpack_ids
 from common.messages.request import Generate, StoppingParams
 from deploy.serve.embedded_broker import Broker

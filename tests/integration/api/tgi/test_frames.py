@@ -7,13 +7,14 @@ from typing import Any
 import pytest
 
 from api.inference.stream import Stream
-from api.tgi.render import stream_frames as tgi_frames
+from api.tgi.render import stream_bodies
 from common.messages.events import Terminal, Tokens
 from common.messages.packing import pack_floats, pack_ids, unpack_floats
 from common.messages.request import Generate, StoppingParams
 from deploy.serve.embedded_broker import Broker
 from tests.support.fleet.gateways import model_tokenizer, ready, serving, stream
 from tests.support.fleet.scripted_worker import Answer, working
+from tests.support.sse import data_of
 
 TOKENIZER = model_tokenizer().backend
 IM_END: int = TOKENIZER.token_to_id("<|im_end|>")  # type: ignore[assignment]
@@ -25,10 +26,7 @@ def ids(text: str) -> list[int]:
 
 
 def frames(content: bytes) -> list[dict[str, Any]]:
-    assert content.endswith(b"\n\n")
-    lines = content.decode().removesuffix("\n\n").split("\n\n")
-    assert all(line.startswith("data: {") and "\n" not in line for line in lines)
-    return [json.loads(line.removeprefix("data: ")) for line in lines]
+    return [json.loads(data) for data in data_of(content)]
 
 
 async def test_a_stream_has_exactly_tgis_bytes(broker: Broker) -> None:
@@ -59,7 +57,8 @@ async def test_a_stream_has_exactly_tgis_bytes(broker: Broker) -> None:
     ]
     bodies[-1] |= {"generated_text": " é🙂", "details": details}  # type: ignore[dict-item]
     expected = "".join(
-        f"data: {json.dumps(body, ensure_ascii=False, separators=(',', ':'))}\n\n" for body in bodies
+        f"id: {i}\ndata: {json.dumps(body, ensure_ascii=False, separators=(',', ':'))}\n\n"
+        for i, body in enumerate(bodies, 1)
     )
     assert content == expected.encode()
 
@@ -214,18 +213,18 @@ async def test_frames_are_json_whatever_a_token_holds() -> None:
     logprobs = unpack_floats(pack_floats([-1e-9, -3e-5, -20.5, float("-inf"), float("nan")]))
     one = Stream(Generate("r", "", pack_ids([1]), StoppingParams(9)), model_tokenizer())
     one.add_event(Tokens("r", 1, 0, pack_ids(ids("a") * 5), pack_floats(logprobs), [text] * 5))
-    shown = await anext(tgi_frames(one, "", False))
-    assert [frame["token"]["logprob"] for frame in frames(shown)] == [*logprobs[:3], None, None]
-    assert all(json.dumps(text, ensure_ascii=False).encode() in line for line in shown.split(b"\n\n")[:-1])
+    shown = await anext(stream_bodies(one, "", False))
+    assert [json.loads(body)["token"]["logprob"] for body in shown] == [*logprobs[:3], None, None]
+    assert all(json.dumps(text, ensure_ascii=False).encode() in body for body in shown)
 
 
 async def test_an_unexpected_end_repeats_no_token() -> None:
     one = Stream(Generate("r", "", pack_ids([1]), StoppingParams(9)), model_tokenizer())
-    found = tgi_frames(one, "", False)
+    found = stream_bodies(one, "", False)
     one.add_event(Tokens("r", 1, 0, pack_ids(ids("a")), pack_floats([-1.0]), ["a"]))
-    assert frames(await anext(found))[0]["index"] == 1
+    assert [json.loads(body)["index"] for body in await anext(found)] == [1]
     one.end(Terminal("r", "length", 1))
-    assert frames(await anext(found)) == [
+    assert [json.loads(body) for body in await anext(found)] == [
         {"error": "Incomplete generation stream", "error_type": "incomplete_generation_stream"}
     ]
     with pytest.raises(StopAsyncIteration):

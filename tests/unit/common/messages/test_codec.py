@@ -5,6 +5,7 @@ from typing import Any
 import msgpack
 import pytest
 
+from common.messages.answer import HttpAnswer, Rendering
 from common.messages.codec import WireError, decode, encode
 from common.messages.events import Events, LogEntry, Terminal, Tokens
 from common.messages.packing import pack_floats, pack_ids, unpack_ids
@@ -87,6 +88,14 @@ EXAMPLES = [
         | {"ch": "ch", "gw": "g", "gr": 30, "rt": 60, "cl": "batch", "tn": "t", "tc": "tr"},
     ),
     (Cancel("r1", "client"), {"v": 1, "id": "r1", "w": "client"}),
+    (
+        HttpAnswer(
+            "r1", "/x", True, 5, "m", "f", 1, [b"\x01\0\0\0"], [GENERATE], ["P"], Rendering(details=True)
+        ),
+        {"v": 1, "id": "r1", "ro": "/x", "st": True, "cr": 5, "mo": "m", "fp": "f", "n": 1}
+        | {"pr": [b"\x01\0\0\0"], "rq": [msgpack.unpackb(encode(GENERATE))], "px": ["P"]}
+        | {"re": {"dt": True, "lp": False, "us": False, "ru": False, "sk": True, "is": False, "po": False}},
+    ),
     (WorkerDied("w0-1"), {"v": 1, "i": "w0-1"}),
     (
         Plan(

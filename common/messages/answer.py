@@ -1,0 +1,81 @@
+"""Answer messages: what the frames of an answer need besides its tokens."""
+
+from dataclasses import dataclass, replace
+
+from common.messages.codec import wire_field
+from common.messages.request import Generate
+
+
+@dataclass(frozen=True, slots=True)
+class Rendering:
+    """How an answer is rendered.
+
+    Attributes:
+        details: TGI's `details`.
+        logprobs: OpenAI's `logprobs`.
+        usage, running_usage: OpenAI's `stream_options`.
+        skip_special: special tokens are left out of the text.
+        include_stop: the text has its stop string or stop token.
+        prompt_only: choices have no generated text.
+    """
+
+    details: bool = wire_field("dt", default=False)
+    logprobs: bool = wire_field("lp", default=False)
+    usage: bool = wire_field("us", default=False)
+    running_usage: bool = wire_field("ru", default=False)
+    skip_special: bool = wire_field("sk", default=True)
+    include_stop: bool = wire_field("is", default=False)
+    prompt_only: bool = wire_field("po", default=False)
+
+
+@dataclass(frozen=True, slots=True)
+class HttpAnswer:
+    """One answer over HTTP: all choices of all prompts, and how they are rendered.
+
+    It is kept with the request of its first choice, so that every gateway can render the answer. All render
+    the same bytes, which are a function of this message and of the tokens.
+
+    Attributes:
+        request_id: id of the whole; an only choice has the same, else the n-th has `{id}.{n}`.
+        route: path of the route at which it was requested.
+        streamed: whether frames were requested, or the whole.
+        created_s: Unix time of its admission.
+        model, fingerprint: names of the model, and of the version that admitted it.
+        n: choices of each prompt.
+        prompts: packed ids of each prompt.
+        requests: of each choice, without its prompt.
+        prefixes: for each prompt, the text with which its choices begin.
+    """
+
+    request_id: str = wire_field("id")
+    route: str = wire_field("ro")
+    streamed: bool = wire_field("st")
+    created_s: int = wire_field("cr")
+    model: str = wire_field("mo")
+    fingerprint: str = wire_field("fp")
+    n: int = wire_field("n")
+    prompts: list[bytes] = wire_field("pr")
+    requests: list[Generate] = wire_field("rq")
+    prefixes: list[str] = wire_field("px")
+    rendering: Rendering = wire_field("re")
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Tokens of all prompts, each counted once."""
+        return sum(map(len, self.prompts)) // 4
+
+    def prefix(self, choice: int) -> str:
+        """The text with which a choice begins."""
+        return self.prefixes[choice // self.n]
+
+    def choices(self) -> list[Generate]:
+        """The request of each choice, with its id and its prompt."""
+        several = len(self.requests) > 1
+        return [
+            replace(
+                request,
+                request_id=f"{self.request_id}.{i}" if several else self.request_id,
+                prompt_ids=self.prompts[i // self.n],
+            )
+            for i, request in enumerate(self.requests)
+        ]
