@@ -4,9 +4,9 @@ from collections import Counter
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, replace
 
+from api.answer import describe_answer
 from api.errors import invalid
 from api.http.body import parse_body
-from api.inference.answer import describe_answer
 from api.inference.pool import Pool
 from api.inference.stream import Stream
 from api.inference.validate import validate

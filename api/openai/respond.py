@@ -5,12 +5,12 @@ from collections.abc import Sequence
 from starlette.requests import Request
 from starlette.responses import Response
 
+from api.answer import describe_answer
 from api.errors import invalid
 from api.http.disconnect import wait_until_finished
 from api.http.headers import prompt_headers, time_headers
 from api.http.request_id import request_id
 from api.http.sse import TokenStream, number_frames
-from api.inference.answer import describe_answer
 from api.inference.pool import Pool
 from api.inference.stream import Stream
 from api.offload import offload

@@ -8,6 +8,7 @@ from fastapi import APIRouter, Request
 from sse_starlette import EventSourceResponse
 from starlette.responses import Response
 
+from api.answer import describe_answer
 from api.http import body
 from api.http.disconnect import wait_until_finished
 from api.http.headers import prompt_headers, time_headers
@@ -15,7 +16,6 @@ from api.http.openapi import TGI, event_stream, json_body
 from api.http.request_id import request_id
 from api.http.sse import TokenStream, number_frames
 from api.http.state import own_pool
-from api.inference.answer import describe_answer
 from api.inference.pool import Pool
 from api.inference.validate import validate
 from api.json import to_json

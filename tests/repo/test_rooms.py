@@ -27,7 +27,7 @@ FLOORS = {
         "inference arq",
         "retry",
         "errors",
-        "background json offload pace",
+        "answer background json offload pace",
     ],
     "batcher": [
         "__main__",

@@ -8,7 +8,7 @@ import openai
 import pytest
 from openai import AsyncOpenAI
 
-from api.inference.answer import FINGERPRINT
+from api.answer import FINGERPRINT
 from common.messages.packing import unpack_ids
 from common.messages.request import StoppingParams
 from deploy.serve.embedded_broker import Broker

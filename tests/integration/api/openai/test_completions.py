@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from api.inference.answer import FINGERPRINT
+from api.answer import FINGERPRINT
 from api.inference.stream import Stream
 from api.openai.echo import prompt_offsets
 from common.messages.packing import pack_ids, unpack_ids
