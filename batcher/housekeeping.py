@@ -54,9 +54,8 @@ class Housekeeping:
         """Return the workers that must be sealed."""
         self.due_s = time.monotonic() + self.interval_s
         now_s, now_us = await self.redis.time()
-        now_ms = now_s * 1000 + now_us // 1000
-        self.detector.check_clock_jump(now_ms)
-        self.scheduler.expire(now_ms)
+        self.detector.check_clock_jump(now_s * 1000 + now_us // 1000)
+        self.scheduler.expire(self.lease.clock.now_ms())
         dead = await self.workers.check()
         if self.detector.active:
             for request_id in await self.orphans.orphans(self.scheduler.sequences.values()):

@@ -1,5 +1,6 @@
 """Inbox: reads requests, control messages and the reports of every worker with one XREAD."""
 
+import asyncio
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -8,11 +9,15 @@ from redis.asyncio import Redis
 
 MAX_ENTRIES = 256
 """Entries of each stream in one read."""
+LATE_S = 2.0
+"""A read that waited so much longer than it was told to is given up: the broker ends waits by its own clock,
+which may have gone back.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class StreamEntry:
-    """One stream entry. `fields` has one field, named after the kind of message."""
+    """One stream entry. The first of its `fields` is named after the kind of message."""
 
     stream: str
     id: str
@@ -44,7 +49,11 @@ class Inbox:
     async def read(self, wait_ms: int) -> list[StreamEntry]:
         """Return new entries of all streams, in order in each; wait up to `wait_ms` while there are none."""
         streams: Any = dict(self.last_ids)
-        answer = await self.redis.xread(streams, count=MAX_ENTRIES, block=max(1, wait_ms))
+        try:
+            async with asyncio.timeout(wait_ms / 1000 + LATE_S):
+                answer = await self.redis.xread(streams, count=MAX_ENTRIES, block=max(1, wait_ms))
+        except TimeoutError:
+            return []
         return list(self.entries(answer))
 
     def entries(

@@ -1,7 +1,7 @@
 """Lease: the right to be the active batcher of a pool.
 
 One batcher holds it at a time. Each new holder gets a higher epoch, which fences off the plans of earlier
-ones.
+ones. The holder sets the pool's clock whenever it renews the lease.
 """
 
 import asyncio
@@ -11,6 +11,7 @@ from typing import NoReturn
 
 from redis.asyncio import Redis
 
+from batcher.pool_clock import PoolClock
 from common.broker.client import ERRORS, describe_error, script
 from common.broker.keys import Keys
 
@@ -26,10 +27,15 @@ class LeaseLost(Exception):
 class Lease:
     """Lease of `holder`, renewed while it is active.
 
-    It survives its expiry: a broker that was away and came back without a new holder grants it again.
+    It survives its expiry: a broker that was away and came back without a new holder grants it again. A lease
+    that does not expire, because the broker's clock went back, is taken over when the pool's clock has
+    stopped for as long as a lease lasts.
 
     Attributes:
         expires_s: monotonic time until which no other can hold it.
+        clock: the pool's clock, from the moment the lease is held.
+        stopped_ms, stopped_since_s: what the pool's clock shows while another holds the lease, and since when
+            (monotonic).
     """
 
     def __init__(self, redis: Redis, keys: Keys, holder: str, ttl_s: float) -> None:
@@ -37,14 +43,23 @@ class Lease:
         self.holder = holder
         self.ttl_s = ttl_s
         self.script = script(redis, "lease")
+        self.redis = redis
         self.epoch = ""
         self.expires_s = 0.0
+        self.clock = PoolClock(0)
+        self.stopped_ms = b""
+        self.stopped_since_s = time.monotonic()
 
-    async def request(self, ttl_s: float) -> str:
-        """Return the epoch, or "" while another batcher holds the lease. 0 seconds release it."""
+    async def request(self, ttl_s: float, clock_ms: int | bytes) -> str:
+        """Return the epoch, or "" while another batcher holds the lease. 0 seconds release it.
+
+        Args:
+            clock_ms: of the holder, what the pool's clock shows; of another, as in `lease.lua`.
+        """
         asked_s = time.monotonic()
         answer: bytes = await self.script(
-            keys=[self.keys.batcher, self.keys.epoch], args=[self.holder, int(ttl_s * 1000), self.epoch]
+            keys=[self.keys.batcher, self.keys.epoch, self.keys.clock],
+            args=[self.holder, int(ttl_s * 1000), self.epoch, clock_ms],
         )
         self.expires_s = asked_s + ttl_s if answer else 0.0
         return answer.decode()
@@ -54,7 +69,8 @@ class Lease:
         standing_by = False
         while True:
             try:
-                if epoch := await self.request(self.ttl_s):
+                if epoch := await self.request(self.ttl_s, await self.watch_clock()):
+                    self.clock = PoolClock(int(await self.redis.get(self.keys.clock) or 0))
                     self.epoch = epoch
                     return int(epoch)
                 if not standing_by:
@@ -62,11 +78,20 @@ class Lease:
                 standing_by = True
             except ERRORS as error:
                 log.warning("waiting for the broker: %s", describe_error(error))
+                self.stopped_since_s = time.monotonic()  # the holder could not renew either
             await asyncio.sleep(min(0.5, self.ttl_s / 4))
+
+    async def watch_clock(self) -> bytes:
+        """Return what the pool's clock shows if it has stopped for as long as a lease lasts, else b""."""
+        shown_ms: bytes = await self.redis.get(self.keys.clock) or b""
+        now_s = time.monotonic()
+        if shown_ms != self.stopped_ms:
+            self.stopped_ms, self.stopped_since_s = shown_ms, now_s
+        return shown_ms if now_s - self.stopped_since_s > self.ttl_s else b""
 
     async def renew(self) -> None:
         """Raises LeaseLost when another batcher took over."""
-        if await self.request(self.ttl_s) != self.epoch:
+        if await self.request(self.ttl_s, self.clock.now_ms()) != self.epoch:
             raise LeaseLost(f"epoch {self.epoch} is over")
 
     async def keep(self) -> NoReturn:
@@ -88,6 +113,6 @@ class Lease:
         """Release the lease, so a successor need not wait for its expiry."""
         try:
             async with asyncio.timeout(RELEASE_TIMEOUT_S):
-                await self.request(0)
+                await self.request(0, self.clock.now_ms())
         except ERRORS as error:
             log.warning("the lease stays until it expires: %s", describe_error(error))

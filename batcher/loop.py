@@ -156,11 +156,13 @@ class Batcher:
     def on_request(self, entry: StreamEntry) -> None:
         if entry.kind != "generate":
             raise WireError(f"unknown kind {entry.kind!r}")
-        sequence = parse.sequence(entry)
+        now_ms = self.lease.clock.now_ms()
+        is_new = self.keys.requests in self.inbox.last_ids
+        sequence = parse.sequence(entry, now_ms if is_new else parse.queued_ms(entry, now_ms))
         if sequence.request_id in self.scheduler.sequences:
             return
         self.scheduler.register(sequence)
-        if self.keys.requests in self.inbox.last_ids:
+        if is_new:
             self.timeline.record_queued(sequence)
             self.scheduler.enqueue(sequence)
         else:

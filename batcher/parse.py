@@ -4,13 +4,20 @@ import msgpack
 
 from batcher.inbox import StreamEntry
 from batcher.scheduling.sequence import Sequence
-from common.broker.stream_ids import parse_stream_id
 from common.messages.codec import WireError, decode
 from common.messages.request import Generate
 
 
-def sequence(entry: StreamEntry) -> Sequence:
-    """Return the sequence of a `requests` entry; its time to live counts from the entry's id.
+def queued_ms(entry: StreamEntry, now_ms: int) -> int:
+    """Return what the pool's clock showed when a `requests` entry was queued; `now_ms` if it does not say."""
+    try:
+        return min(int(entry.fields[b"clock"]), now_ms)
+    except (KeyError, ValueError):
+        return now_ms
+
+
+def sequence(entry: StreamEntry, queued_ms: int) -> Sequence:
+    """Return the sequence of a `requests` entry; its time to live counts from `queued_ms`.
 
     Raises WireError.
     """
@@ -25,7 +32,7 @@ def sequence(entry: StreamEntry) -> Sequence:
     for field, value in positive.items():
         if value < 1:
             raise WireError(f"Generate.{field}: {value} is not positive")
-    return Sequence(request, entry.id, len(entry.data), parse_stream_id(entry.id)[0] + request.ttl_ms)
+    return Sequence(request, entry.id, len(entry.data), queued_ms + request.ttl_ms)
 
 
 def incarnation(data: bytes) -> str:

@@ -34,7 +34,6 @@ Result = TypeVar("Result")
 NOT_EXECUTED = (ResponseError, BusyLoadingError, AuthenticationError)
 """Errors of a broker that did not execute the command."""
 MAX_COMMANDS = 16
-REQUEST_KEY_MARGIN_MS = 60_000
 CLEANUP_TIMEOUT_S = 60.0
 CLOSE_TIMEOUT_S = 2.0
 
@@ -144,7 +143,12 @@ class Admission:
         """The answer of the script `admit`. It is sent again if its answer was lost; the second one is
         `attached`.
         """
-        keys = [self.keys.requests, self.keys.requests_bytes, self.keys.request(request.request_id)]
+        keys = [
+            self.keys.requests,
+            self.keys.requests_bytes,
+            self.keys.request(request.request_id),
+            self.keys.clock,
+        ]
         args: list[bytes | str | int] = [
             encode(request),
             self.settings.max_concurrent_requests,
@@ -152,7 +156,6 @@ class Admission:
             request.digest,
             request.channel,
             request.gateway,
-            request.ttl_ms + REQUEST_KEY_MARGIN_MS,
             request.width,
             answer,
         ]

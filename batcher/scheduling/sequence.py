@@ -13,7 +13,7 @@ class Sequence:
 
     Attributes:
         entry_id, entry_bytes: id and size of its entry in the stream `requests`.
-        deadline_ms: Redis time at which it ends with an error.
+        deadline_ms: time of the pool's clock at which it ends with an error.
         records: packed records of all committed tokens, as last read; a running row may be ahead of them.
         crash_count: incarnations that died under it without a token committed beyond its base.
         stop_reason: why it ends: its row is asked to stop, or it never starts.

@@ -81,6 +81,11 @@ class Keys:
     def epoch(self) -> str:
         return self.key("epoch")
 
+    @property
+    def clock(self) -> str:
+        """String: milliseconds that the pool's active batchers have counted; deadlines are told by it."""
+        return self.key("clock")
+
     def worker(self, incarnation: str) -> str:
         return self.process("worker", incarnation)
 

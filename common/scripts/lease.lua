@@ -1,8 +1,12 @@
 -- Take, renew or release the lease of the active batcher.
--- KEYS batcher, epoch   ARGV holder, ttl in ms (0 releases), epoch held ('' takes the lease)
+-- KEYS batcher, epoch, clock
+-- ARGV holder, ttl in ms (0 releases), epoch held ('' takes the lease), clock in ms: the holder sets it; one
+--      who takes the lease says '', or where the clock has stopped, which takes it from a holder that is gone
 -- Returns the epoch, or '' when another holds the lease or a newer epoch has begun.
 local holder, last = redis.call('GET', KEYS[1]), redis.call('GET', KEYS[2])
-if holder and holder ~= ARGV[1] then return '' end
+if holder and holder ~= ARGV[1] then
+  if ARGV[3] ~= '' or ARGV[4] == '' or redis.call('GET', KEYS[3]) ~= ARGV[4] then return '' end
+end
 if ARGV[2] == '0' then
   redis.call('DEL', KEYS[1])
   return ''
@@ -15,6 +19,8 @@ if epoch == '' then
   redis.call('SET', KEYS[2], epoch)
 elseif last ~= epoch then
   return ''
+else
+  redis.call('SET', KEYS[3], ARGV[4])
 end
 redis.call('SET', KEYS[1], ARGV[1], 'PX', ARGV[2])
 return epoch

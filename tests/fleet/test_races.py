@@ -77,9 +77,9 @@ class Races:
             channel=CHANNEL,
             gateway="test",
         )
-        keys = [KEYS.requests, KEYS.requests_bytes, KEYS.request(name)]
+        keys = [KEYS.requests, KEYS.requests_bytes, KEYS.request(name), KEYS.clock]
         answer = await script(self.redis, "admit")(
-            keys=keys, args=[encode(request), 1000, 10**8, "d", CHANNEL, "test", 600_000, 1]
+            keys=keys, args=[encode(request), 1000, 10**8, "d", CHANNEL, "test", 1]
         )
         assert answer[0] == b"admitted"
 

@@ -37,7 +37,7 @@ FLOORS = {
         "terminals workers",
         "backlog dispatch orphans parse timeline",
         "lease scheduling",
-        "failure_detector inbox",
+        "failure_detector inbox pool_clock",
     ],
     "gpu_worker": [
         "__main__ engine.__main__",

@@ -28,9 +28,9 @@ def make_capacity(incarnation: str, num_blocks: int = 30) -> WorkerCapacity:
 async def admit(redis: Redis, request: Generate, payload: bytes | None = None) -> str:
     """Queue a request as a gateway does. Return its entry id."""
     request_id = request.request_id
-    keys = [KEYS.requests, KEYS.requests_bytes, KEYS.request(request_id)]
+    keys = [KEYS.requests, KEYS.requests_bytes, KEYS.request(request_id), KEYS.clock]
     args = [payload or encode(request), 100, 10**9, request.digest, request.channel, request.gateway]
-    answer = await script(redis, "admit")(keys=keys, args=[*args, TTL_MS, request.width])
+    answer = await script(redis, "admit")(keys=keys, args=[*args, request.width])
     assert answer[0] == b"admitted"
     entry_id: bytes = answer[1]
     return entry_id.decode()

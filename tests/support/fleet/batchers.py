@@ -1,10 +1,24 @@
-"""Batcher processes beside a broker of the test, without launcher."""
+"""Batcher processes beside a broker of the test, without launcher; requests queued as a gateway does."""
 
 import contextlib
+import json
 import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from typing import Any
+
+from redis.asyncio import Redis
+
+from common.broker.client import script
+from common.broker.keys import Keys
+from common.messages.codec import encode
+from common.messages.packing import pack_ids
+from common.messages.request import Generate, StoppingParams
+from tests.support.waiting import wait_until
+
+KEYS = Keys("default")
+CHANNEL = KEYS.events("g")
 
 
 @contextlib.contextmanager
@@ -23,3 +37,23 @@ def batcher(url: str, name: str = "b0", **settings: str) -> Iterator[subprocess.
     finally:
         process.kill()
         process.wait()
+
+
+async def admit(redis: Redis, name: str, payload: bytes | None = None, **fields: Any) -> bytes:
+    request = Generate(
+        name, "d", pack_ids([1, 2, 3]), StoppingParams(5), channel=CHANNEL, gateway="g", **fields
+    )
+    keys = [KEYS.requests, KEYS.requests_bytes, KEYS.request(name), KEYS.clock]
+    answer: list[bytes] = await script(redis, "admit")(
+        keys=keys, args=[payload or encode(request), 100, 10**6, "d", CHANNEL, "g", 1]
+    )
+    return answer[1]
+
+
+async def result(redis: Redis, name: str) -> dict[str, Any]:
+    content: dict[str, Any] = json.loads(await wait_until(lambda: redis.get(KEYS.result(name))))
+    return content
+
+
+async def waiting(redis: Redis, count: int) -> bool:
+    return int(await redis.hget(KEYS.state, "waiting") or 0) == count  # type: ignore[misc]

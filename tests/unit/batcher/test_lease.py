@@ -7,6 +7,7 @@ from redis.asyncio import Redis
 from redis.exceptions import ConnectionError
 
 from batcher.lease import Lease, LeaseLost
+from batcher.pool_clock import PoolClock
 from common.broker.keys import Keys
 from tests.support.waiting import wait_until
 
@@ -21,7 +22,7 @@ def make_lease(redis: Redis, holder: str, ttl_s: float = LONG_S) -> Lease:
 async def test_a_held_lease_is_not_acquired_by_another(redis: Redis) -> None:
     await make_lease(redis, "b0").acquire()
     standby = make_lease(redis, "b1")
-    assert await standby.request(LONG_S) == ""
+    assert await standby.request(LONG_S, b"") == ""
     with pytest.raises(TimeoutError):
         await asyncio.wait_for(standby.acquire(), 0.3)
     assert await redis.get(KEYS.batcher) == b"b0"
@@ -132,3 +133,36 @@ async def test_a_lease_that_may_have_expired_is_confirmed_by_the_broker(redis: R
     lease.expires_s = 0.0
     with pytest.raises(LeaseLost):
         await lease.confirm()
+
+
+async def test_the_holder_sets_the_pool_s_clock_and_a_successor_goes_on_from_there(redis: Redis) -> None:
+    first = make_lease(redis, "b0")
+    await first.acquire()
+    first.clock = PoolClock(5000)
+    await first.renew()
+    assert int(await redis.get(KEYS.clock)) >= 5000
+    await first.release()
+    second = make_lease(redis, "b1")
+    await second.acquire()
+    assert 5000 <= second.clock.now_ms() < 65_000
+
+
+async def test_a_lease_that_does_not_expire_is_taken_over_when_the_pool_s_clock_stops(redis: Redis) -> None:
+    first = make_lease(redis, "b0")
+    first_epoch = await first.acquire()
+    await first.renew()
+    assert await make_lease(redis, "b1", ttl_s=0.2).acquire() > first_epoch
+    with pytest.raises(LeaseLost):
+        await first.renew()
+
+
+async def test_a_lease_is_not_taken_over_while_the_pool_s_clock_goes_on(redis: Redis) -> None:
+    lease, standby = make_lease(redis, "b0"), make_lease(redis, "b1", ttl_s=0.0)
+    await lease.acquire()
+    await lease.renew()
+    stopped_ms = await redis.get(KEYS.clock)
+    assert await standby.watch_clock() == b"", "it was seen for the first time"
+    lease.clock = PoolClock(60_000)
+    await lease.renew()
+    assert await standby.request(LONG_S, stopped_ms) == ""
+    assert await standby.watch_clock() == b""

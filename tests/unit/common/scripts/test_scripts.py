@@ -236,18 +236,20 @@ async def test_heartbeats_are_refused_after_the_seal(redis: Redis) -> None:
 
 
 async def test_one_holder_has_the_lease_and_epochs_rise(redis: Redis) -> None:
-    keys = [KEYS.batcher, KEYS.epoch]
-    first = await call(redis, "lease", keys, ["b0", 5000, ""])
-    assert first and await call(redis, "lease", keys, ["b1", 5000, ""]) == b""
+    keys = [KEYS.batcher, KEYS.epoch, KEYS.clock]
+    first = await call(redis, "lease", keys, ["b0", 5000, "", ""])
+    assert first and await call(redis, "lease", keys, ["b1", 5000, "", ""]) == b""
     await redis.delete(KEYS.batcher)
-    assert await call(redis, "lease", keys, ["b0", 5000, first]) == first, "a lease that only expired is kept"
+    assert await call(redis, "lease", keys, ["b0", 5000, first, 7000]) == first, (
+        "a lease that only expired is kept"
+    )
     await redis.delete(KEYS.batcher)
-    second = await call(redis, "lease", keys, ["b1", 5000, ""])
+    second = await call(redis, "lease", keys, ["b1", 5000, "", ""])
     assert int(second) > int(first)
-    assert await call(redis, "lease", keys, ["b0", 5000, first]) == b""
+    assert await call(redis, "lease", keys, ["b0", 5000, first, 7000]) == b""
     await redis.set(KEYS.epoch, 2**52)
     await redis.delete(KEYS.batcher)
-    assert int(await call(redis, "lease", keys, ["b0", 5000, ""])) == 2**52 + 1
+    assert int(await call(redis, "lease", keys, ["b0", 5000, "", ""])) == 2**52 + 1
 
 
 async def test_likeliest_tokens_are_committed_with_their_token(redis: Redis) -> None:

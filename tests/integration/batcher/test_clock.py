@@ -1,0 +1,86 @@
+"""The batcher process and a broker whose clock jumps: no deadline moves, nothing that is live is lost."""
+
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import pytest
+from redis.asyncio import Redis
+
+from common.broker.client import connect
+from common.broker.keys import Keys
+from tests.support.fleet.batchers import CHANNEL, admit, batcher, result, waiting
+from tests.support.shifted_clock import JumpingBroker, jumping_broker
+from tests.support.waiting import wait_until
+
+KEYS = Keys("default")
+QUARTER_S = 900
+DECADES_S = 56 * 365 * 86_400  # a machine that starts in 1970 and then asks for the time
+
+
+@pytest.fixture
+def jumping(tmp_path: Path) -> Iterator[JumpingBroker]:
+    with jumping_broker(tmp_path) as broker:
+        yield broker
+
+
+@pytest.fixture
+async def redis(jumping: JumpingBroker) -> AsyncIterator[Redis]:
+    async with connect(jumping.url) as client:
+        await client.set(KEYS.gateway("g"), 1)
+        yield client
+
+
+async def two_rounds(redis: Redis) -> None:
+    """Returns when the active batcher has kept house twice."""
+    for _ in range(2):
+        await redis.delete(KEYS.state)
+        await wait_until(lambda: redis.exists(KEYS.state))
+
+
+@pytest.mark.parametrize("jump_s", [QUARTER_S, -QUARTER_S, DECADES_S])
+async def test_a_jump_of_the_broker_s_clock_moves_no_deadline(
+    jumping: JumpingBroker, redis: Redis, jump_s: int
+) -> None:
+    with batcher(jumping.url):
+        await wait_until(lambda: redis.exists(KEYS.state))
+        await admit(redis, "long", ttl_ms=600_000)
+        await admit(redis, "short", ttl_ms=3000)
+        await wait_until(lambda: waiting(redis, 2))
+        jumping.jump(jump_s)
+        await two_rounds(redis)
+        assert await redis.hget(KEYS.request("long"), "terminal") is None  # type: ignore[misc]
+        assert await redis.hget(KEYS.request("long"), "channel") == CHANNEL.encode()  # type: ignore[misc]
+        assert (await result(redis, "short"))["error_type"] == "timeout"
+        await admit(redis, "next", ttl_ms=300)
+        assert (await result(redis, "next"))["error_type"] == "timeout"
+        assert await waiting(redis, 1)
+
+
+@pytest.mark.parametrize("jump_s", [QUARTER_S, -QUARTER_S])
+async def test_a_deadline_goes_on_at_a_takeover_with_the_time_that_was_left(
+    jumping: JumpingBroker, redis: Redis, jump_s: int
+) -> None:
+    with batcher(jumping.url, "b0"):
+        await wait_until(lambda: redis.exists(KEYS.state))
+        await admit(redis, "long", ttl_ms=600_000)
+        await admit(redis, "short", ttl_ms=4000)
+        await wait_until(lambda: waiting(redis, 2))
+    jumping.jump(jump_s)
+    await redis.delete(KEYS.state)
+    with batcher(jumping.url, "b1"):
+        assert (await result(redis, "short"))["error_type"] == "timeout"
+        assert await waiting(redis, 1)
+
+
+async def test_a_lease_that_a_jump_made_long_is_taken_over(jumping: JumpingBroker, redis: Redis) -> None:
+    """The clock goes back and the active batcher dies before it renews: by the broker's clock its lease
+    would last for a quarter of an hour.
+    """
+    with batcher(jumping.url, "b0"):
+        await wait_until(lambda: redis.exists(KEYS.state))
+    await redis.pexpire(KEYS.batcher, QUARTER_S * 1000)
+    epoch = int(await redis.get(KEYS.epoch))
+    await redis.delete(KEYS.state)
+    with batcher(jumping.url, "b1"):
+        await wait_until(lambda: redis.exists(KEYS.state))
+        assert int(await redis.get(KEYS.epoch)) > epoch
