@@ -18,7 +18,7 @@ POOL_TTL_S = 3600
 
 
 class Housekeeping:
-    """Cancels late and orphaned requests, finds dead workers, publishes the state.
+    """Cancels orphaned requests, finds dead workers, publishes the state.
 
     Attributes:
         due_s: monotonic time of the next run.
@@ -55,7 +55,6 @@ class Housekeeping:
         self.due_s = time.monotonic() + self.interval_s
         now_s, now_us = await self.redis.time()
         self.detector.check_clock_jump(now_s * 1000 + now_us // 1000)
-        self.scheduler.expire(self.lease.clock.now_ms())
         dead = await self.workers.check()
         if self.detector.active:
             for request_id in await self.orphans.orphans(self.scheduler.sequences.values()):

@@ -117,6 +117,7 @@ class Batcher:
             self.recoveries.popleft()
         for entry in await self.inbox.read(1 if self.recoveries else READ_WAIT_MS):
             self.on_entry(entry)
+        self.scheduler.expire(self.lease.clock.now_ms())
         self.decide()
 
     async def run_pending(self) -> None:
