@@ -145,11 +145,7 @@ class Batcher:
             self.undecodable += 1
             catalogue.UNDECODABLE.add()
             log.error(
-                "entry %s of %s cannot be read (%d so far): %s",
-                entry.id,
-                entry.stream,
-                self.undecodable,
-                error,
+                "%s of %s cannot be read (%d so far): %s", entry.id, entry.stream, self.undecodable, error
             )
             if entry.stream == self.keys.requests:
                 self.enqueue(partial(self.terminals.finish_undecodable, entry))
