@@ -8,6 +8,7 @@ from api.inference.pool import Pool
 from api.inference.pool_registry import PoolRegistry
 from api.inference.tokenizer import ModelTokenizer
 from api.jobs.consumer import JobConsumer
+from api.loop_watch import watch_loop
 from common.settings.settings import Settings
 
 
@@ -32,6 +33,7 @@ class Gateway:
     async def running(self) -> AsyncIterator["Gateway"]:
         """Serve while the context is open. Foreign pools are closed first, the own pool last."""
         async with contextlib.AsyncExitStack() as stack:
+            await stack.enter_async_context(background_task(watch_loop()))
             await stack.enter_async_context(self.pool.running())
             await stack.enter_async_context(background_task(self.job_consumer.run()))
             stack.push_async_callback(self.pools.close)

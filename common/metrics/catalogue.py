@@ -59,6 +59,7 @@ FIRST_TOKEN_S = (
     160,
     INFINITY,
 )
+HOLD_S = (0.001, 0.002, 0.005, 0.01, 0.015, 0.02, 0.03, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, INFINITY)
 SIZES = (*map(float, range(1, 1025)), INFINITY)
 REASONS = ("length", "eos_token", "stop_sequence", "cancelled", "error")
 FAILURES = ("overloaded", "validation", "incomplete", "generation", "dropped", "template")
@@ -179,6 +180,12 @@ BATCHERS = Gauge(
     "tokenfleet_batchers",
     "Number of live batchers, by state; one is active",
     {"state": ("active", "standby")},
+)
+LOOP_HOLD = Histogram(
+    "tokenfleet_event_loop_hold_seconds",
+    "Time for which a gateway's event loop was held, by the clock and of CPU, in seconds",
+    {"clock": ("wall", "cpu")},
+    HOLD_S,
 )
 BROKER_UP = Gauge("tokenfleet_broker_up", "Whether this gateway could read the broker: 1 or 0")
 

@@ -27,7 +27,7 @@ FLOORS = {
         "inference arq",
         "retry",
         "errors",
-        "answer background json offload pace",
+        "answer background json loop_watch offload pace",
     ],
     "batcher": [
         "__main__",

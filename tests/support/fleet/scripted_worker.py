@@ -95,7 +95,13 @@ def neighbours(ids: list[int], logprobs: list[float], count: int) -> tuple[bytes
 
 
 class FakeWorker:
-    """Set `answer` to script; `pause` has it keep all it holds until `going` is set."""
+    """Set `answer` to script; `pause` has it keep all it holds until `going` is set.
+
+    Attributes:
+        spill_steps: its log is trimmed after so many steps.
+    """
+
+    spill_steps = SPILL_STEPS
 
     def __init__(
         self,
@@ -206,7 +212,7 @@ class FakeWorker:
         for live, tokens in rows:
             live.done += len(tokens.ids) // 4
         ended = [live for live, _ in rows if live.reason]
-        spilled = [live for live, _ in rows if not live.reason] if self.steps % SPILL_STEPS == 0 else []
+        spilled = [live for live, _ in rows if not live.reason] if self.steps % self.spill_steps == 0 else []
         keys = [*self.streams]
         args = [
             self.sequence,

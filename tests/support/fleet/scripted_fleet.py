@@ -1,0 +1,130 @@
+"""Many scripted workers that share the requests of one pool."""
+
+import asyncio
+import contextlib
+import random
+import time
+from collections.abc import AsyncIterator
+
+from benchmarks.client import Stream, stream
+from common.broker.sequences import REPEAT_S
+from common.messages.codec import decode
+from common.messages.packing import unpack_ids
+from common.messages.request import Generate
+from tests.support.fleet.gateways import model_tokenizer
+from tests.support.fleet.scripted_worker import Answer, FakeWorker, Live
+from tests.support.waiting import wait_until
+
+TOKENIZER = model_tokenizer().backend
+WORDS: list[int] = TOKENIZER.encode(
+    " zero one two three four five six seven eight nine ten eleven twelve"
+).ids
+NUM_REQUESTS = 200
+"""Requests that are taken at once."""
+NUM_ARRIVING = 100
+
+
+def answer_ids(number: int, num_tokens: int) -> list[int]:
+    """The answer to the prompt with this number."""
+    return [WORDS[(number + i) % len(WORDS)] for i in range(num_tokens)]
+
+
+def answer(request: Generate) -> Answer:
+    number = int(TOKENIZER.decode(unpack_ids(request.prompt_ids)).split()[-1])
+    return Answer(answer_ids(number, request.stopping.max_new_tokens))
+
+
+def body(number: int, num_tokens: int) -> dict[str, object]:
+    parameters = {"max_new_tokens": num_tokens, "ignore_eos": True}
+    return {"inputs": f"number {number}", "parameters": parameters}
+
+
+class Member(FakeWorker):
+    """One of the workers: it gets its requests from the fleet, and trims its log as seldom as a real one."""
+
+    spill_steps = 64
+    repeated_s = 0.0
+
+    async def take_requests(self) -> None:
+        pass
+
+    async def take_cancels(self) -> None:
+        pass
+
+    async def repeat(self) -> None:
+        if time.monotonic() - self.repeated_s > REPEAT_S:
+            self.repeated_s = time.monotonic()
+            await super().repeat()
+
+
+class ScriptedFleet:
+    """Scripted workers, and the batcher that gives each request to the next of them."""
+
+    def __init__(self, url: str, num_workers: int, step_s: float) -> None:
+        self.members = [Member(url, TOKENIZER, answer, step_s) for _ in range(num_workers)]
+        self.batcher = self.members[0]
+        self.last_entry = b"0"
+        self.num_taken = 0
+
+    async def run(self) -> None:
+        for member in self.members:
+            await member.open()
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self.take_requests())
+            for member in self.members:
+                tasks.create_task(self.begin(member))
+
+    async def begin(self, member: Member) -> None:
+        """Workers do not step at the same moment."""
+        await asyncio.sleep(random.uniform(0, member.step_s))
+        await member.run()
+
+    async def take_requests(self) -> None:
+        redis, keys = self.batcher.redis, self.batcher.keys
+        while True:
+            entries = await redis.xrange(keys.requests, b"(" + self.last_entry, count=NUM_REQUESTS)
+            for entry_id, fields in entries:
+                self.last_entry = entry_id
+                request = decode(Generate, fields[b"generate"])
+                member = self.members[self.num_taken % len(self.members)]
+                self.num_taken += 1
+                placed = {"worker": member.incarnation, "attempt": 1, "base": 0}
+                await redis.hset(keys.request(request.request_id), mapping=placed)  # type: ignore[misc]
+                member.live[request.request_id] = Live(
+                    entry_id, len(fields[b"generate"]), request, answer(request), TOKENIZER
+                )
+            await asyncio.sleep(0.01)
+
+
+@contextlib.asynccontextmanager
+async def scripted_fleet(url: str, num_workers: int, step_s: float) -> AsyncIterator[ScriptedFleet]:
+    """Workers that are ready and work while the context is open."""
+    fleet = ScriptedFleet(url, num_workers, step_s)
+    task = asyncio.create_task(fleet.run())
+    try:
+        yield fleet
+    finally:
+        task.cancel()
+        await asyncio.wait([task])
+        for member in fleet.members:
+            await member.redis.aclose()
+
+
+async def count_wrong(url: str, num_streams: int, num_tokens: int) -> int:
+    """Read so many streams; NUM_ARRIVING of them wait for their first token at once, the others go on
+    together. Return how many of them are not exactly their answers.
+    """
+    arriving = asyncio.Semaphore(NUM_ARRIVING)
+
+    async def is_wrong(number: int) -> bool:
+        answer = Stream()
+        async with arriving:
+            task = asyncio.create_task(stream(f"{url}/generate_stream", body(number, num_tokens), answer))
+            await wait_until(lambda: answer.frames or task.done())
+        await task
+        ids = answer_ids(number, num_tokens)
+        texts = [TOKENIZER.decode([token_id]) for token_id in ids]
+        got = [(frame["index"], frame["token"]["id"], frame["token"]["text"]) for frame in answer.frames]
+        return got != list(zip(range(1, num_tokens + 1), ids, texts, strict=True))
+
+    return sum(await asyncio.gather(*(is_wrong(number) for number in range(num_streams))))
