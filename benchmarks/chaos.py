@@ -30,13 +30,13 @@ from tests.support.chaos.attack import Attack
 from tests.support.chaos.cases import make_cases, make_reader
 from tests.support.chaos.chaos_fleet import ChaosFleet
 from tests.support.chaos.crowd import Crowd, Tally
-from tests.support.chaos.figures import MIB, Holdings, count_keys, describe_pauses, pauses_by_kind
+from tests.support.chaos.figures import MIB, Holdings, count_keys, describe_pauses, find_pauses, is_idle
 from tests.support.chaos.strikes import BROKER_WAYS, KINDS, Targets, draw_strikes
-from tests.support.fleet.leftovers import idle
 from tests.support.waiting import wait_until
 
 COUNTS = {"gateway": 2, "batcher": 2, "agent": 3, "engine": 3, "jobs": 2}
 IDLE_S = 120.0
+NUM_LONGEST = 8
 MOST_HANDLES, MOST_MEMORY = 64, 96 * MIB
 """How much more a process may hold afterwards than one of its kind held before."""
 
@@ -62,7 +62,7 @@ class Plan:
     spared: Sequence[str] = ()
     loss: float = 0.05
     step_ms: float | None = 40.0
-    log: Path | None = None
+    log_to: Path | None = None
 
 
 @dataclass
@@ -91,10 +91,13 @@ async def run(plan: Plan) -> Outcome:
         num_processes = len(fleet.pids())
         async with make_reader(fleet.base_url, fleet.redis_url, str(plan.seed)) as reader:
             crowd = Crowd(reader, make_cases(plan.seed, plan.num_cases, plan.num_tokens), plan.seed)
+            log("undisturbed answers")
             await crowd.learn(plan.num_streams)
             outcome = Outcome(crowd.tally, attack, before=Holdings.of(fleet))
             await strike_under_load(plan, crowd, attack)
+            log("all processes are back")
             await attack.settled(num_processes, COUNTS["agent"])
+        log("nothing is left over")
         await look_for_leftovers(outcome, fleet)
         outcome.num_dropped = proxy.num_dropped
     return outcome
@@ -111,8 +114,8 @@ async def started(plan: Plan) -> AsyncIterator[ChaosFleet]:
     try:
         yield fleet
     finally:
-        if plan.log:
-            shutil.copy(fleet.directory / "stderr", plan.log)
+        if plan.log_to:
+            shutil.copy(fleet.directory / "stderr", plan.log_to)
         fleet.kill()
 
 
@@ -127,8 +130,9 @@ async def strike_under_load(plan: Plan, crowd: Crowd, attack: Attack) -> None:
         await attack.strike(strike)
         if any(hit.kind == "gateway" for hit in strike.hits):
             crowd.gateway_hit_s = time.monotonic()
-        print(f"{time.strftime('%X')} {attack.hits.total():4} {strike}", flush=True)
+        log(f"{attack.hits.total():4} {strike}")
     crowd.stopping.set()
+    log("the last answers")
     await running
     noting.cancel()
 
@@ -136,7 +140,7 @@ async def strike_under_load(plan: Plan, crowd: Crowd, attack: Attack) -> None:
 async def look_for_leftovers(outcome: Outcome, fleet: ChaosFleet) -> None:
     async with connect(fleet.redis_url) as redis:
         try:
-            await wait_until(lambda: idle(redis, set()), IDLE_S)
+            await wait_until(lambda: is_idle(redis), IDLE_S)
         except TimeoutError:
             outcome.left_over.append(f"not idle {IDLE_S:.0f} s after the last answer")
         outcome.keys = await count_keys(redis)
@@ -150,13 +154,20 @@ async def look_for_leftovers(outcome: Outcome, fleet: ChaosFleet) -> None:
             outcome.left_over.append(f"{kind} has {size // MIB} MiB")
 
 
+def log(text: str) -> None:
+    """Prints what is waited for, or was done."""
+    print(f"{time.strftime('%X')} {text}", flush=True)
+
+
 def describe(plan: Plan, outcome: Outcome) -> str:
     tally, attack = outcome.tally, outcome.attack
-    pauses = pauses_by_kind(tally.choices, attack.struck)
+    pauses = find_pauses(tally.choices, attack.struck)
     assert outcome.before and outcome.after
     lines = [
         f"seed {plan.seed}: {attack.hits.total()} kills, {len(attack.struck)} strikes: {counts(attack.hits)}",
-        *(f"  {label:36} {describe_pauses(found)}" for label, found in pauses.items()),
+        *(f"  {line}" for line in describe_pauses(pauses)),
+        "the longest pauses:",
+        *(f"  {pause}" for pause in pauses[:NUM_LONGEST]),
         f"messages lost: {outcome.num_dropped}",
         f"answers checked: {tally.whole.total()} ({counts(tally.whole)}); {tally.num_tokens} tokens",
         f"streams cut by a gateway's death, right so far: {tally.cut.total()} ({counts(tally.cut)})",
@@ -203,7 +214,7 @@ def main() -> int:
         spared=args.spare,
         loss=args.loss,
         step_ms=None if args.model else Plan.step_ms,
-        log=args.log,
+        log_to=args.log,
     )
     print(f"seed {plan.seed}", flush=True)
     outcome = uvloop.run(run(plan))

@@ -27,14 +27,14 @@ class Tally:
         cut: streams that a gateway's death ended; what they had was the beginning of the right answer.
         refused: requests that were refused or not connected, and asked again, by cause.
         wrong: what must not be, in words.
-        choices: of all answers, for their pauses.
+        choices: of all answers, with the names of their cases.
     """
 
     whole: Counter[str] = field(default_factory=Counter)
     cut: Counter[str] = field(default_factory=Counter)
     refused: Counter[str] = field(default_factory=Counter)
     wrong: list[str] = field(default_factory=list)
-    choices: list[Choice] = field(default_factory=list)
+    choices: list[tuple[str, Choice]] = field(default_factory=list)
     num_tokens: int = 0
     num_lost: int = 0
     num_added: int = 0
@@ -95,7 +95,7 @@ class Crowd:
             self.tally.refused[f"{error.status} {error.body[:80].decode(errors='replace')}"] += 1
             return False
         except BROKEN as error:
-            if not answer.num_tokens and case.path != "/generate":
+            if not answer.num_tokens and (case.path != "/generate" or isinstance(error, httpx.ConnectError)):
                 self.tally.refused[type(error).__name__] += 1
                 return False
             is_cut = True
@@ -125,7 +125,7 @@ class Crowd:
     def check(self, case: Case, answer: Answer, is_cut: bool) -> None:
         (self.tally.cut if is_cut else self.tally.whole)[case.kind] += 1
         self.tally.num_tokens += answer.num_tokens
-        self.tally.choices += answer.choices.values()
+        self.tally.choices += [(str(case), choice) for choice in answer.choices.values()]
         if difference := compare(answer, self.expected[str(case)], is_cut):
             self.tally.num_lost += difference.num_lost
             self.tally.num_added += difference.num_added

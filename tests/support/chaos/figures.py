@@ -1,5 +1,6 @@
 """Figures of chaos: pauses by what caused them, and what is left when all is over."""
 
+import time
 from bisect import bisect_left, bisect_right
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
@@ -11,35 +12,58 @@ from common.broker.keys import Keys
 from tests.support.chaos.answers import Choice
 from tests.support.chaos.strikes import Strike
 from tests.support.fleet.fleet import Fleet
-from tests.support.fleet.leftovers import processes
+from tests.support.fleet.leftovers import idle, processes
 
 KEYS = Keys("default")
 MIB = 2**20
 
 
-def pauses_by_kind(
-    choices: Iterable[Choice], struck: Sequence[tuple[float, Strike]]
-) -> dict[str, list[float]]:
-    """The longest pause of each choice after each strike, sorted, by the strike's label. A pause belongs to
-    the first strike within it, else to the last one before it.
-    """
+@dataclass(frozen=True, slots=True)
+class Pause:
+    """The longest pause of a stream after one strike; times are of the monotonic clock."""
+
+    case: str
+    label: str
+    begin_s: float
+    end_s: float
+
+    @property
+    def duration_s(self) -> float:
+        return self.end_s - self.begin_s
+
+    def __str__(self) -> str:
+        begun = time.strftime("%X", time.localtime(time.time() - time.monotonic() + self.begin_s))
+        return f"{self.case}: {self.duration_s:.1f} s from {begun} on ({self.label})"
+
+
+def find_pauses(choices: Iterable[tuple[str, Choice]], struck: Sequence[tuple[float, Strike]]) -> list[Pause]:
+    """Pauses, the longest first. A gap belongs to the first strike within it, else to the last one before."""
     times_s = [time_s for time_s, _ in struck]
-    found: defaultdict[str, list[float]] = defaultdict(list)
-    for choice in choices:
-        longest: dict[int, float] = {}
+    found: list[Pause] = []
+    for case, choice in choices:
+        longest: dict[int, Pause] = {}
         for begin_s, end_s in choice.gaps:
             first, before = bisect_left(times_s, begin_s), bisect_right(times_s, begin_s) - 1
             cause = first if first < len(times_s) and times_s[first] <= end_s else before
-            if cause >= 0:
-                longest[cause] = max(longest.get(cause, 0.0), end_s - begin_s)
-        for cause, pause_s in longest.items():
-            found[struck[cause][1].label].append(pause_s)
-    return {label: sorted(pauses) for label, pauses in sorted(found.items())}
+            if cause < 0:
+                continue
+            pause = Pause(case, struck[cause][1].label, begin_s, end_s)
+            longest[cause] = max(longest.get(cause, pause), pause, key=lambda one: one.duration_s)
+        found += longest.values()
+    return sorted(found, key=lambda one: -one.duration_s)
 
 
-def describe_pauses(pauses: list[float]) -> str:
-    p50, p99 = pauses[len(pauses) // 2], pauses[int(len(pauses) * 0.99)]
-    return f"{len(pauses):5} pauses, p50 {p50:5.2f} s, p99 {p99:5.2f} s, longest {pauses[-1]:5.2f} s"
+def describe_pauses(pauses: Sequence[Pause]) -> list[str]:
+    """A line for each label."""
+    by_label: defaultdict[str, list[float]] = defaultdict(list)
+    for pause in reversed(pauses):
+        by_label[pause.label].append(pause.duration_s)
+    return [f"{label:36} {describe_durations(found)}" for label, found in sorted(by_label.items())]
+
+
+def describe_durations(sorted_s: Sequence[float]) -> str:
+    p50, p99 = sorted_s[len(sorted_s) // 2], sorted_s[int(len(sorted_s) * 0.99)]
+    return f"{len(sorted_s):5} pauses, p50 {p50:5.2f} s, p99 {p99:5.2f} s, longest {sorted_s[-1]:5.2f} s"
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +82,12 @@ class Holdings:
             handles[kind] = max(handles.get(kind, 0), process.num_fds())
             memory[kind] = max(memory.get(kind, 0), process.memory_info().rss)
         return cls(handles, memory)
+
+
+async def is_idle(redis: Redis) -> bool:
+    """As `idle`; requests whose gateway was killed may be known until their results expire."""
+    kept = {key for kind in ("request", "result") async for key in redis.scan_iter(KEYS.key(kind, "*"))}
+    return await idle(redis, {key for key in kept if await redis.ttl(key) > 0})
 
 
 async def count_keys(redis: Redis) -> Counter[str]:
