@@ -91,16 +91,20 @@ class JobWorker(Worker):
                     await self.pool.zrem(key, name)
 
     async def heart_beat(self) -> None:
-        """Prolong the claim on our jobs: when we die it expires, and other workers take them over."""
+        """Renew the claim on our jobs: when we die it expires, and other workers take them over."""
         await super().heart_beat()
         async with self.pool.pipeline(transaction=False) as pipe:
             for job_id in self.job_tasks:
-                pipe.pexpire(in_progress_key_prefix + job_id, round(self.in_progress_timeout_s * 1000))
+                pipe.psetex(in_progress_key_prefix + job_id, round(self.in_progress_timeout_s * 1000), b"1")
             await pipe.execute()
 
     async def start_jobs(self, job_ids: list[bytes]) -> None:
-        """Start jobs one by one: arq does not release the slot of a job whose start fails."""
+        """Start jobs one by one: arq does not release the slot of a job whose start fails. A job that runs
+        here is not started again, though its claim expired while this process was stopped.
+        """
         for job_id in job_ids:
+            if job_id.decode(errors="replace") in self.tasks:
+                continue
             try:
                 await super().start_jobs([job_id])
             except (*ERRORS, UnicodeDecodeError):

@@ -216,6 +216,22 @@ async def test_a_job_survives_its_job_workers(client: ArqRedis, worker: FakeWork
     await redis.aclose()
 
 
+async def test_a_job_whose_claim_expired_while_its_worker_was_stopped_runs_once(
+    client: ArqRedis, worker: FakeWorker, broker: Broker
+) -> None:
+    """A stopped process renews no claim; the job is still its own when it goes on."""
+    await worker.pause()
+    async with job_worker(broker.url) as running:
+        job = await enqueue(client, "generate", "Count.", _job_id="a")
+        await wait_until(lambda: running.client.waiting)
+        await client.delete("arq:in-progress:a")
+        await wait_until(lambda: client.exists("arq:in-progress:a"))
+        worker.going.set()
+        await wait_until(lambda: running.job_counter == 0)
+        assert (await result(job))["generated_text"] == TEXT
+        assert running.jobs_failed == 0
+
+
 async def kill(running: JobWorker, life: asyncio.Task[None]) -> None:
     """Cancel its tasks, and discard what they would send while they end."""
     running.finish_job = asyncio.sleep  # type: ignore[assignment]
