@@ -215,7 +215,7 @@ class Batcher:
             self.enqueue(partial(self.send_plan, plan))
         outcomes = self.scheduler.pop_outcomes()
         for sequence in outcomes.finished:
-            self.enqueue(partial(self.terminals.dequeue, sequence))
+            self.enqueue(partial(self.recovery.close, sequence))
         for sequence, why in outcomes.to_finish:
             self.enqueue(partial(self.terminals.finish, sequence, why))
         if outcomes.interrupted:

@@ -57,6 +57,11 @@ class Recovery:
         await self.save(states)
         return await self.enqueue(sequences, states)
 
+    async def close(self, sequence: Sequence) -> None:
+        """Remove a request whose worker reported its end; it goes on if that worker's end did not count."""
+        if not await self.terminals.dequeue(sequence):
+            await self.resume([sequence])
+
     async def restore(self, sequences: list[Sequence]) -> None:
         """Resume requests from before this epoch that their workers hold no more."""
         for sequence in await self.resume(sequences):

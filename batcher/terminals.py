@@ -53,10 +53,14 @@ class Terminals:
         await self.dequeue(sequence)
         self.timeline.record_end(sequence, why)
 
-    async def dequeue(self, sequence: Sequence) -> None:
-        """Remove a request that has its terminal from the queue and from the scheduler."""
-        await self.delete_entry(sequence.request_id, sequence.entry_id, sequence.entry_bytes)
+    async def dequeue(self, sequence: Sequence) -> bool:
+        """Remove a request that has its terminal from the queue and from the scheduler. Return whether it has
+        one.
+        """
+        if not await self.delete_entry(sequence.request_id, sequence.entry_id, sequence.entry_bytes):
+            return False
         self.scheduler.forget(sequence)
+        return True
 
     async def finish_undecodable(self, entry: StreamEntry) -> None:
         """Remove an entry that is no valid request; publish a terminal if its request id can be read."""
@@ -77,6 +81,11 @@ class Terminals:
             args=[terminal.reason, error_result(terminal), ttl_ms, channel, encode(events)],
         )
 
-    async def delete_entry(self, request_id: str, entry_id: str, entry_bytes: int) -> None:
-        keys = [self.keys.requests, self.keys.requests_bytes, self.keys.tokens(request_id)]
-        await self.dequeue_script(keys=keys, args=[entry_id, entry_bytes])
+    async def delete_entry(self, request_id: str, entry_id: str, entry_bytes: int) -> bool:
+        keys = [
+            self.keys.requests,
+            self.keys.requests_bytes,
+            self.keys.tokens(request_id),
+            self.keys.request(request_id),
+        ]
+        return bool(await self.dequeue_script(keys=keys, args=[entry_id, entry_bytes]))

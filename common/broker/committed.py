@@ -152,9 +152,12 @@ def log_tokens(entries: list[LogItem]) -> Iterator[Tokens]:
 
 
 def append_tokens(logged: Iterable[Tokens], states: dict[str, Committed]) -> None:
-    """Append the tokens of a worker's log to the states of their requests."""
+    """Append the tokens of a worker's log to the states of their requests. Those of an earlier attempt are
+    in the string, or are void.
+    """
     for tokens in logged:
-        if (state := states.get(tokens.request_id)) is not None:
+        state = states.get(tokens.request_id)
+        if state is not None and tokens.attempt >= state.attempt:
             state.append(tokens)
 
 

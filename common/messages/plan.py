@@ -67,6 +67,8 @@ class Report:
         ended: (row, why, number of tokens generated).
         released: (row, kv_len): the row's blocks may go to others.
         takeover: answer to a plan with `takeover`: the worker holds no rows.
+        reports_lost: the broker lost flushes before this one, and with them reports that nobody may have
+            read.
     """
 
     sequence: int = wire_field("q")
@@ -77,6 +79,7 @@ class Report:
     ended: list[tuple[int, str, int]] = wire_field("x", default_factory=list)
     released: list[tuple[int, int]] = wire_field("r", default_factory=list)
     takeover: bool = wire_field("t", default=False)
+    reports_lost: bool = wire_field("l", default=False)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,34 +1,42 @@
--- needs: lib/sealed, lib/terminal, lib/spill
+-- needs: lib/sealed, lib/terminal, lib/spill, lib/holds
 -- Flush of a worker: append to log and reports, and only then publish.
--- A sealed or missing log refuses all of it, and so do streams to which somebody else has written.
--- A repeated flush does nothing.
--- KEYS log, reports, then request of each prompt, then request, result, tokens of each terminal, then tokens
---      of each spill
--- ARGV sequence, log entry, report or '', oldest report to keep, ttl of spilled tokens in ms, numbers of
---      messages, prompts, terminals and spills, '1' to trim the log, then channel, payload of each message;
---      records of each prompt; reason, result, ttl in ms, channel, payload of each terminal; offset, records
---      of each spill
--- Returns 'OK', 'MISSING' or 'SEALED'.
+-- A sealed or missing log refuses all of it, and so do streams to which somebody else has written, and a log
+-- without the flush before this one: the broker has lost it, and what else was written last.
+-- A repeated flush appends and publishes nothing.
+-- KEYS log, reports, then request of each prompt, then request, result, tokens of each terminal, then request,
+--      tokens of each spill
+-- ARGV sequence, log entry, report or '', oldest report to keep, ttl of spilled tokens in ms, worker, numbers
+--      of messages, prompts, terminals and spills, 'trim' to trim the log, 'whole' to trim it and to follow
+--      whatever is there, then channel, payload of each message; records of each prompt; attempt, base, reason,
+--      result, ttl in ms, channel, payload of each terminal; attempt, base, offset, records of each spill
+-- Returns {'OK', ...} with one number for each spill: 1, 0 when it would leave a hole, -1 when the request is
+-- another worker's, has ended or has other tokens; or {'GAP'}, {'MISSING'} or {'SEALED'}.
 local refusal = sealed_or_missing(KEYS[1])
-if refusal then return refusal end
-local id, ttl_ms = ARGV[1] .. '-0', ARGV[5]
-local messages, prompts = tonumber(ARGV[6]), tonumber(ARGV[7])
-local terminals, spills = tonumber(ARGV[8]), tonumber(ARGV[9])
-local added = redis.pcall('XADD', KEYS[1], id, 'entry', ARGV[2])
-if type(added) == 'table' and added.err then
-  if not string.find(added.err, 'equal or smaller') then return redis.error_reply(added.err) end
-  local last = redis.call('XREVRANGE', KEYS[1], '+', '-', 'COUNT', 1)[1]
-  return last[1] == id and last[2][2] == ARGV[2] and 'OK' or 'SEALED'
+if refusal then return {refusal} end
+local id, ttl_ms, worker, mode = ARGV[1] .. '-0', ARGV[5], ARGV[6], ARGV[11]
+local messages, prompts = tonumber(ARGV[7]), tonumber(ARGV[8])
+local terminals, spills = tonumber(ARGV[9]), tonumber(ARGV[10])
+
+local last = redis.call('XREVRANGE', KEYS[1], '+', '-', 'COUNT', 1)[1]
+local is_new = last[1] ~= id
+if is_new then
+  local gap = tonumber(ARGV[1]) - tonumber(string.match(last[1], '^%d+'))
+  if gap <= 0 then return {'SEALED'} end
+  if gap > 1 and mode ~= 'whole' then return {'GAP'} end
+  redis.call('XADD', KEYS[1], id, 'entry', ARGV[2])
+elseif last[2][2] ~= ARGV[2] then
+  return {'SEALED'}
 end
-if ARGV[3] ~= '' then
-  added = redis.pcall('XADD', KEYS[2], 'MINID', ARGV[4], id, 'report', ARGV[3])
-  if type(added) == 'table' and added.err then return 'SEALED' end
+if is_new and ARGV[3] ~= '' then
+  local added = redis.pcall('XADD', KEYS[2], 'MINID', ARGV[4], id, 'report', ARGV[3])
+  if type(added) == 'table' and added.err then return {'SEALED'} end
 end
-local key, arg = 3, 11
+
+local key, arg = 3, 12
 -- The flush is in the log by now, so a terminal or spill that fails (its keys have another type) must not
 -- stop the others.
 for _ = 1, messages do
-  redis.call('PUBLISH', ARGV[arg], ARGV[arg + 1])
+  if is_new then redis.call('PUBLISH', ARGV[arg], ARGV[arg + 1]) end
   arg = arg + 2
 end
 for _ = 1, prompts do
@@ -36,14 +44,21 @@ for _ = 1, prompts do
   key, arg = key + 1, arg + 1
 end
 for _ = 1, terminals do
-  pcall(finish, KEYS[key], KEYS[key + 1], KEYS[key + 2], unpack(ARGV, arg, arg + 4))
-  key, arg = key + 3, arg + 5
+  if holds(KEYS[key], worker, tonumber(ARGV[arg]), ARGV[arg + 1]) then
+    pcall(finish, KEYS[key], KEYS[key + 1], KEYS[key + 2], unpack(ARGV, arg + 2, arg + 6))
+  end
+  key, arg = key + 3, arg + 7
 end
-local all_spilled = true
+local answer, all_spilled = {'OK'}, true
 for _ = 1, spills do
-  local done, spilled = pcall(spill, KEYS[key], tonumber(ARGV[arg]), ARGV[arg + 1], ttl_ms)
-  all_spilled = done and spilled and all_spilled
-  key, arg = key + 1, arg + 2
+  local spilled = -1
+  if holds(KEYS[key], worker, tonumber(ARGV[arg]), ARGV[arg + 1]) then
+    local width = tonumber(redis.call('HGET', KEYS[key], 'width') or '1')
+    spilled = spill(KEYS[key + 1], tonumber(ARGV[arg + 2]), ARGV[arg + 3], ttl_ms, width)
+  end
+  answer[#answer + 1] = spilled
+  all_spilled = all_spilled and spilled ~= 0
+  key, arg = key + 2, arg + 4
 end
-if all_spilled and ARGV[10] == '1' then redis.call('XTRIM', KEYS[1], 'MINID', id) end
-return 'OK'
+if all_spilled and mode ~= '' then redis.call('XTRIM', KEYS[1], 'MINID', id) end
+return answer

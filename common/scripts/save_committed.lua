@@ -13,7 +13,8 @@ for i = 1, (#KEYS - 1) / 2 do
     if redis.call('HGET', request, 'worker') == worker then
       redis.call('HSET', request, 'worker', '', 'crash_count', crash_count)
     end
-    spill(tokens, tonumber(offset), records, ARGV[2])
+    local width = tonumber(redis.call('HGET', request, 'width') or '1')
+    spill(tokens, tonumber(offset), records, ARGV[2], width)
   end
 end
 return 'OK'

@@ -51,7 +51,7 @@ class Agent:
         self.heartbeat = WorkerHeartbeat(redis, self.keys, settings, worker)
         self.plans = PlanHandler(redis, self.keys.plans(worker.incarnation), engine, self.state)
         self.steps = StepHandler(engine, self.state)
-        self.flusher = Flusher(self.publisher, self.state)
+        self.flusher = Flusher(self.publisher, self.state, self.steps.drop)
         self.watchdog = Watchdog(self.step_timeout_s, self.is_busy, engine.run_delay_s)
         self.draining = asyncio.Event()
         self.heartbeat_now = asyncio.Event()

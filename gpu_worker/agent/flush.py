@@ -3,11 +3,14 @@
 import asyncio
 import logging
 import time
+from collections.abc import Callable
+from dataclasses import replace
 
 from common.broker.client import ERRORS, describe_error
 from common.messages.plan import Report
 from gpu_worker.agent.outbox import Outbox
-from gpu_worker.agent.publish import Publisher
+from gpu_worker.agent.publish import Flush, FlushesLost, Publisher
+from gpu_worker.agent.row_text import RowText
 from gpu_worker.agent.state import AgentState
 
 log = logging.getLogger(__name__)
@@ -20,12 +23,14 @@ class Flusher:
     """Publishes the outbox, one flush after the other.
 
     Attributes:
+        drop: stops a row that is not this worker's to go on with.
         reported_s: monotonic time of the last report.
     """
 
-    def __init__(self, publisher: Publisher, state: AgentState) -> None:
+    def __init__(self, publisher: Publisher, state: AgentState, drop: Callable[[RowText], None]) -> None:
         self.publisher = publisher
         self.state = state
+        self.drop = drop
         self.reported_s = 0.0
 
     async def run(self) -> None:
@@ -40,22 +45,37 @@ class Flusher:
 
     async def flush(self) -> None:
         """Publishes the outbox; what comes meanwhile goes with the next flush. Retries until the broker takes
-        it. Raises Sealed.
+        it; where it has lost flushes, offers every row anew. Raises Sealed.
         """
         state = self.state
         outbox, state.outbox = state.outbox, Outbox()
-        if outbox.is_empty and not self.report_due():
+        report_due = self.report_due()
+        if outbox.is_empty and not report_due:
             return
-        flush = self.publisher.build(outbox, self.make_report(outbox), state.acknowledged, state.table.live)
+        needs_report = outbox.needs_report or report_due
+        report = self.make_report(outbox, self.publisher.sequence + 1) if needs_report else None
+        flush = self.publisher.build(outbox, report, state.acknowledged, state.table.live)
         while True:
             try:
-                await self.publisher.write(flush)
+                for row in await self.publisher.write(flush):
+                    self.drop(row)
                 return
+            except FlushesLost as error:
+                log.warning("the broker has lost what was before %s: all rows are offered anew", error)
+                self.offer(flush)
             except ERRORS as error:
                 log.warning(
                     "flush %d failed, trying again: %s", self.publisher.sequence, describe_error(error)
                 )
                 await asyncio.sleep(RETRY_S)
+
+    def offer(self, flush: Flush) -> None:
+        """Has a flush offer every token of every row, and tell the batcher that reports are lost."""
+        state = self.state
+        for row in state.table.rows.values():
+            row.num_spilled = 0
+        report = flush.report or self.make_report(Outbox(), flush.sequence)
+        self.publisher.offer(flush, replace(report, reports_lost=True), state.table.live)
 
     def report_due(self) -> bool:
         """Whether the batcher must hear how far the rows are: the grant is half used, or time has passed."""
@@ -64,16 +84,14 @@ class Flusher:
             state.step >= state.report_at_step or time.monotonic() - self.reported_s >= REPORT_INTERVAL_S
         )
 
-    def make_report(self, outbox: Outbox) -> Report | None:
-        """The report of a flush; None where the batcher needs none."""
-        if not outbox.needs_report and not self.report_due():
-            return None
+    def make_report(self, outbox: Outbox, sequence: int) -> Report:
+        """The report of the flush with this number."""
         state = self.state
         self.reported_s = time.monotonic()
         if state.step >= state.report_at_step:
             state.report_at_step = state.until + 1
         return Report(
-            sequence=self.publisher.sequence + 1,
+            sequence=sequence,
             epoch=state.epoch,
             plan=state.plan,
             step=state.step,

@@ -22,29 +22,69 @@ SPILL_EVERY = 64
 """After so many flushes every live row's tokens are copied to the request's own string, and the log is
 trimmed: this bounds the log.
 """
+SPILLED, HOLE = 1, 0
+"""What flush.lua answers for a spill; any other number refuses it."""
 
 
 class Sealed(Exception):
     """This incarnation has been declared dead, or its streams are gone: it may publish nothing more."""
 
 
+class FlushesLost(Exception):
+    """The broker does not have the flush before this one: it was restored without what it was told last."""
+
+
+@dataclass(slots=True)
+class Spill:
+    """Tokens of a row that a flush copies to the request's own string: from byte `offset` on, up to
+    `num_tokens`.
+    """
+
+    row: RowText
+    offset: int
+    num_tokens: int
+    records: bytes
+
+    @classmethod
+    def rest(cls, row: RowText) -> "Spill":
+        """The tokens that are not known to be there."""
+        return cls(row, row.spilled_bytes, row.num_tokens, row.unspilled())
+
+    @classmethod
+    def whole(cls, row: RowText) -> "Spill":
+        """All tokens, from the first on."""
+        return cls(row, 0, row.num_tokens, bytes(row.records))
+
+
 @dataclass(slots=True)
 class Flush:
-    """Keys and arguments of one call of flush.lua; a repeated call changes nothing.
+    """One call of flush.lua; a repeated call changes nothing.
 
     Attributes:
-        spilled: (row, number of its tokens) of rows whose tokens stand in their own strings after the flush.
+        messages: channel, payload of each.
+        prompts, terminals: keys and arguments of each, as the script takes them.
+        mode: what becomes of the log, as the script takes it.
         method: `prefill` where a prompt was computed, else `decode`.
     """
 
-    keys: list[str]
-    args: list[Any]
-    spilled: list[tuple[RowText, int]]
+    sequence: int
+    entry: bytes
+    report: Report | None
+    acknowledged: int
+    messages: list[tuple[str, bytes]]
+    prompts: list[tuple[str, bytes]]
+    terminals: list[tuple[list[str], list[Any]]]
+    spills: list[Spill]
+    mode: str
     method: str
 
 
 class Publisher:
-    """Builds and writes the flushes of one incarnation, one after the other."""
+    """Builds and writes the flushes of one incarnation, one after the other.
+
+    Attributes:
+        spill_due: whether the next flush spills all rows, as a spill was found to be missing.
+    """
 
     def __init__(self, redis: Redis, keys: Keys, incarnation: str) -> None:
         self.keys = keys
@@ -53,45 +93,67 @@ class Publisher:
         self.client = SerialClient(redis)
         self.script = self.client.script("flush")
         self.sequence = 0
+        self.spill_due = False
 
     def build(self, outbox: Outbox, report: Report | None, acknowledged: int, live: list[RowText]) -> Flush:
         """Builds the flush of an outbox. `report` carries the flush's number; `live` rows are spilled every
         64 flushes.
         """
         self.sequence += 1
-        trim = self.sequence % SPILL_EVERY == 0
+        trim = self.spill_due or self.sequence % SPILL_EVERY == 0
+        self.spill_due = False
         by_channel: defaultdict[str, list[Tokens]] = defaultdict(list)
         new = [row.new_tokens() for row in outbox.rows]
         for row, tokens in zip(outbox.rows, new, strict=True):
             if channel := row.request.channel:
                 by_channel[channel].append(tokens)
         messages = [self.events(channel, tokens) for channel, tokens in by_channel.items()]
-        for (
-            tokens
-        ) in new:  # the log needs no text; to copy the message would cost a tenth of what a token costs
+        for tokens in new:  # the log needs none; to copy the message would cost a tenth of a token's cost
             tokens.texts = []
-        spills = [*outbox.interrupted, *(live if trim else ())]
-        keys, args = [self.keys.log(self.incarnation), self.keys.reports(self.incarnation)], []
-        for row in outbox.prompts:
-            keys.append(self.keys.request(row.request.request_id))
-            args.append(bytes(row.prompt or b""))
-        for row, why in outbox.terminals:
-            keys += self.terminal_keys(row.request.request_id)
-            args += self.terminal(row, why)
-        for row in spills:
-            keys.append(self.keys.tokens(row.request.request_id))
-            args += [row.spilled_bytes, row.unspilled()]
-        head = [
+        return Flush(
             self.sequence,
             encode(LogEntry(new)),
-            encode(report) if report else "",
-            f"{acknowledged}-0",
+            report,
+            acknowledged,
+            messages,
+            [(self.keys.request(row.request.request_id), bytes(row.prompt or b"")) for row in outbox.prompts],
+            [
+                (self.terminal_keys(row.request.request_id), self.terminal(row, why))
+                for row, why in outbox.terminals
+            ],
+            [*map(Spill.whole, outbox.interrupted), *(map(Spill.rest, live) if trim else ())],
+            "trim" if trim else "",
+            "prefill" if outbox.prefilled else "decode",
+        )
+
+    def arguments(self, flush: Flush) -> tuple[list[str], list[Any]]:
+        """Returns keys and arguments of flush.lua."""
+        keys = [self.keys.log(self.incarnation), self.keys.reports(self.incarnation)]
+        args: list[Any] = []
+        for key, prompt in flush.prompts:
+            keys.append(key)
+            args.append(prompt)
+        for terminal_keys, terminal in flush.terminals:
+            keys += terminal_keys
+            args += terminal
+        for spill in flush.spills:
+            request_id = spill.row.request.request_id
+            keys += [self.keys.request(request_id), self.keys.tokens(request_id)]
+            args += [spill.row.attempt, spill.row.base, spill.offset, spill.records]
+        head = [
+            flush.sequence,
+            flush.entry,
+            encode(flush.report) if flush.report else "",
+            f"{flush.acknowledged}-0",
             TOKENS_TTL_MS,
+            self.incarnation,
+            len(flush.messages),
+            len(flush.prompts),
+            len(flush.terminals),
+            len(flush.spills),
+            flush.mode,
         ]
-        counts = [len(messages), len(outbox.prompts), len(outbox.terminals), len(spills), "1" if trim else ""]
-        flat = [part for message in messages for part in message]
-        method = "prefill" if outbox.prefilled else "decode"
-        return Flush(keys, [*head, *counts, *flat, *args], [(row, row.num_tokens) for row in spills], method)
+        return keys, [*head, *(part for message in flush.messages for part in message), *args]
 
     def events(self, channel: str, tokens: list[Tokens]) -> tuple[str, bytes]:
         number = self.channels.next_number(channel, self.sequence)
@@ -101,7 +163,7 @@ class Publisher:
         return [self.keys.request(request_id), self.keys.result(request_id), self.keys.tokens(request_id)]
 
     def terminal(self, row: RowText, why: str) -> list[Any]:
-        """Returns reason, result, its time to live, channel and event of a request that ends."""
+        """Returns attempt, base, reason, result, its time to live, channel and event of an end."""
         request = row.request
         end = terminal_for(request.request_id, why, row.num_tokens)
         result = (
@@ -111,20 +173,39 @@ class Publisher:
         )
         channel = request.channel
         event = self.end_event(channel, end) if channel else b""
-        return [end.reason, result, request.result_ttl_ms, channel, event]
+        return [row.attempt, row.base, end.reason, result, request.result_ttl_ms, channel, event]
 
     def end_event(self, channel: str, end: Terminal) -> bytes:
         number = self.channels.next_number(channel, self.sequence)
         return encode(Events(self.incarnation, number, terminals=[end], flush=self.sequence))
 
-    async def write(self, flush: Flush) -> None:
-        """Writes a flush. Raises Sealed, or what the broker raises: then the same flush
-        may be written again.
+    async def write(self, flush: Flush) -> list[RowText]:
+        """Writes a flush → rows that are not this worker's to go on with: the request is gone, has ended,
+        goes on elsewhere, or has other tokens. Raises Sealed; FlushesLost, after which the flush needs
+        `offer`; or what the broker raises: then the same flush may be written again.
         """
         started_s = time.perf_counter()
-        reply: bytes = await self.script(keys=flush.keys, args=flush.args)
+        keys, args = self.arguments(flush)
+        answer, *spilled = await self.script(keys=keys, args=args)
         catalogue.BATCH_FILTER.observe(time.perf_counter() - started_s, flush.method)
-        if reply != b"OK":
-            raise Sealed(reply.decode())
-        for row, num_tokens in flush.spilled:
-            row.num_spilled = num_tokens
+        if answer == b"GAP":
+            raise FlushesLost(f"flush {flush.sequence}")
+        if answer != b"OK":
+            raise Sealed(answer.decode())
+        refused = []
+        for spill, result in zip(flush.spills, spilled, strict=True):
+            if result == SPILLED:
+                spill.row.num_spilled = spill.num_tokens
+            elif result == HOLE:
+                spill.row.num_spilled = 0
+                self.spill_due = True
+            else:
+                refused.append(spill.row)
+        return refused
+
+    def offer(self, flush: Flush, report: Report, live: list[RowText]) -> None:
+        """Has a flush follow whatever the broker has, and spill all tokens of its own and of live rows."""
+        rows = dict.fromkeys([*(spill.row for spill in flush.spills), *live])
+        flush.report = report
+        flush.spills = [Spill.whole(row) for row in rows]
+        flush.mode = "whole"

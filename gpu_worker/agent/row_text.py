@@ -19,6 +19,7 @@ class RowText:
     """One row.
 
     Attributes:
+        base: index of the first token of this attempt.
         records: packed records of all tokens of the request, earlier attempts' included.
         num_tokens: number of records.
         num_spilled: number of tokens that stand in the request's own string in Redis.
@@ -31,6 +32,7 @@ class RowText:
 
     row: int
     attempt: int
+    base: int
     request: Generate
     prompt_ids: list[int]
     detokenizer: Detokenizer
@@ -129,6 +131,7 @@ class RowTable:
         row = RowText(
             row=start.row,
             attempt=start.attempt,
+            base=start.base,
             request=start.request,
             prompt_ids=prompt_ids,
             detokenizer=Detokenizer(self.tokenizer, prompt_ids),

@@ -1,11 +1,15 @@
 """Steps, from the engine to the outbox: tokens become text, rows end, blocks are released."""
 
+import logging
+
 from common.messages.finish_reasons import INTERRUPTED
 from gpu_worker.agent.engine_client import EngineClient
 from gpu_worker.agent.row_text import RowText
 from gpu_worker.agent.state import AgentState
 from gpu_worker.agent.watchdog import Watchdog
 from gpu_worker.protocol import Grant, StepResult
+
+log = logging.getLogger(__name__)
 
 
 class StepHandler:
@@ -64,11 +68,24 @@ class StepHandler:
         """Ends a row whose text has a stop string, unless the same token ends it for a reason that comes
         first.
         """
-        if any(number == row.row for number, _, _ in step.ended):
-            return
-        self.end(row, "stop_sequence", row.num_tokens)
-        state = self.state
-        self.engine.send(Grant(state.until, state.prefill_tokens, stops=[(row.row, "stop_sequence")]))
+        if not any(number == row.row for number, _, _ in step.ended):
+            self.end(row, "stop_sequence", row.num_tokens)
+            self.stop(row, "stop_sequence")
+
+    def drop(self, row: RowText) -> None:
+        """Ends a row whose request is not this worker's to go on with; the batcher finds out what becomes of
+        it.
+        """
+        if not row.ended:
+            log.warning("request %s is dropped: the broker knows of another run", row.request.request_id)
+            row.ended = True
+            self.state.outbox.ended.append((row.row, "preempted", row.num_tokens))
+            self.stop(row, "preempted")
+            self.state.wake.set()
+
+    def stop(self, row: RowText, why: str) -> None:
+        """Has the engine stop a row that has ended for the client."""
+        self.engine.send(Grant(self.state.until, self.state.prefill_tokens, stops=[(row.row, why)]))
 
     def end(self, row: RowText, why: str, end: int) -> None:
         """Ends a row for the client: with a terminal, or with a spill if its request goes on elsewhere."""

@@ -69,30 +69,33 @@ async def flush(
     prompts: Sequence[tuple[str, bytes]] = (),
     terminals: Sequence[tuple[Any, ...]] = (),
     spills: Sequence[tuple[str, int, bytes]] = (),
-    trim: str = "",
+    mode: str = "",
+    attempt: int = 1,
     worker: str = "w1",
 ) -> Any:
     keys = [KEYS.log(worker), KEYS.reports(worker)]
     keys += [KEYS.request(name) for name, _ in prompts]
     for name, *_ in terminals:
         keys += [KEYS.request(name), KEYS.result(name), KEYS.tokens(name)]
-    keys += [KEYS.tokens(name) for name, _, _ in spills]
+    for name, *_ in spills:
+        keys += [KEYS.request(name), KEYS.tokens(name)]
     args: list[Any] = [
         sequence,
         log or entry("r0", 0, []),
         report,
         "0-0",
         60_000,
+        worker,
         len(messages),
         len(prompts),
         len(terminals),
         len(spills),
-        trim,
+        mode,
     ]
     args += [part for message in messages for part in message]
     args += [records for _, records in prompts]
-    args += [part for _, *rest in terminals for part in rest]
-    args += [part for _, offset, records in spills for part in (offset, records)]
+    args += [part for _, *rest in terminals for part in (attempt, 0, *rest)]
+    args += [part for _, offset, records in spills for part in (attempt, 0, offset, records)]
     return await call(redis, "flush", keys, args)
 
 

@@ -220,11 +220,12 @@ class FakeWorker:
             "",
             "0",
             TTL_MS,
+            self.incarnation,
             len(messages) // 2,
             len(with_prompt_logprobs),
             len(ended),
             len(spilled),
-            "1" if spilled else "",
+            "trim" if spilled else "",
             *messages,
         ]
         for live in with_prompt_logprobs:
@@ -232,11 +233,12 @@ class FakeWorker:
             args.append(live.prompt)
         for live in ended:
             keys += self.keys_of(live)
-            args += self.terminal(live)
+            args += [1, 0, *self.terminal(live)]
         for live in spilled:
-            keys.append(self.keys.tokens(live.request.request_id))
-            args += [0, pack_tokens(live.tokens(0, live.done))]
-        assert await script(self.redis, "flush")(keys=keys, args=args) == b"OK"
+            keys += [self.keys.request(live.request.request_id), self.keys.tokens(live.request.request_id)]
+            args += [1, 0, 0, pack_tokens(live.tokens(0, live.done))]
+        answer = await script(self.redis, "flush")(keys=keys, args=args)
+        assert answer[0] == b"OK", answer
         for live in ended:
             await self.settle(live)
 
@@ -268,7 +270,13 @@ class FakeWorker:
         return [reason, json.dumps(result), request.result_ttl_ms, request.channel, payload]
 
     async def settle(self, live: Live) -> None:
-        keys = [self.keys.requests, self.keys.requests_bytes, self.keys.tokens(live.request.request_id)]
+        request_id = live.request.request_id
+        keys = [
+            self.keys.requests,
+            self.keys.requests_bytes,
+            self.keys.tokens(request_id),
+            self.keys.request(request_id),
+        ]
         await script(self.redis, "dequeue")(keys=keys, args=[live.entry_id, live.size])
         del self.live[live.request.request_id]
 

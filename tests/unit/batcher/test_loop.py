@@ -156,11 +156,24 @@ async def test_reports_of_a_dead_worker_are_read_up_to_the_seal(batcher: Batcher
         {"report": encode(Report(2, batcher.epoch, 2, 5, ended=[(1, "length", 20)]))},
         id="2-0",
     )
+    await redis.hset(KEYS.request("r1"), "terminal", "length")  # type: ignore[misc]
     await batcher.seal("w1", "test")
     await turns(batcher)
     assert not batcher.scheduler.sequences, "it had ended before the seal"
     assert await redis.xlen(KEYS.requests) == 0
     assert await redis.exists(KEYS.log("w1"), KEYS.reports("w1"), KEYS.plans("w1")) == 0
+
+
+async def test_a_request_whose_end_was_not_accepted_goes_on(batcher: Batcher, redis: Redis) -> None:
+    await batcher.start_epoch()
+    await join(batcher, redis)
+    await admit(redis, make_request("r1"))
+    await turns(batcher, 2)
+    report = Report(2, batcher.epoch, 2, 5, ended=[(1, "length", 20)], released=[(1, 5)])
+    await redis.xadd(KEYS.reports("w1"), {"report": encode(report)}, id="2-0")
+    await turns(batcher)
+    assert [start.attempt for plan in await plans(redis) for start in plan.starts] == [1, 2]
+    assert await redis.xlen(KEYS.requests) == 1
 
 
 async def test_a_batcher_that_was_stopped_declares_nobody_dead(batcher: Batcher, redis: Redis) -> None:

@@ -78,8 +78,10 @@ async def test_a_second_terminal_is_not_published(redis: Redis, terminals: Termi
 
 async def test_dequeue_frees_one_entry_however_often_it_runs(redis: Redis, terminals: Terminals) -> None:
     first, second = [await queue(redis, terminals, name) for name in ("r1", "r2")]
+    assert not await terminals.dequeue(first), "it has not ended"
+    await redis.hset(KEYS.request("r1"), "terminal", "length")  # type: ignore[misc]
     for _ in range(2):
-        await terminals.dequeue(first)
+        assert await terminals.dequeue(first)
     assert [entry_id.decode() for entry_id, _ in await redis.xrange(KEYS.requests)] == [second.entry_id]
     assert int(await redis.get(KEYS.requests_bytes)) == second.entry_bytes
     assert list(terminals.scheduler.sequences) == ["r2"]

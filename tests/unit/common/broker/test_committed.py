@@ -108,7 +108,7 @@ async def test_a_request_that_moves_while_it_is_read_is_read_again(
     await admit(redis, make_request("r1"))
     await place(redis, "r1", "w1")
     await write_log(redis, "w1", make_tokens("r1", 0, [1]))
-    await write_log(redis, "w2", make_tokens("r1", 1, [2]))
+    await write_log(redis, "w2", make_tokens("r1", 1, [2], attempt=2))
     read_once, logs_read = committed.read_once, []
 
     async def move_after_first(redis: Redis, keys: Any, request_ids: Any, workers: Any) -> Any:

@@ -51,8 +51,12 @@ async def test_the_same_id_attaches_or_conflicts(redis: Redis) -> None:
 async def test_dequeue_frees_count_and_bytes_once(redis: Redis) -> None:
     _, entry_id = await admit(redis, "r1")
     await admit(redis, "r2")
+    keys = [KEYS.requests, KEYS.requests_bytes, KEYS.tokens("r1"), KEYS.request("r1")]
+    assert await call(redis, "dequeue", keys, [entry_id, 10]) == 0, "it has not ended"
+    assert await redis.get(KEYS.requests_bytes) == b"20"
+    await redis.hset(KEYS.request("r1"), "terminal", "length")  # type: ignore[misc]
     for _ in range(2):
-        await call(redis, "dequeue", [KEYS.requests, KEYS.requests_bytes, KEYS.tokens("r1")], [entry_id, 10])
+        assert await call(redis, "dequeue", keys, [entry_id, 10]) == 1
     assert await redis.get(KEYS.requests_bytes) == b"10"
     assert (await admit(redis, "r3"))[0] == b"admitted"
 
@@ -96,10 +100,10 @@ async def test_publish_plan_to_a_sealed_or_missing_worker_is_refused(redis: Redi
 
 async def test_a_flush_appends_then_publishes(redis: Redis, pubsub: PubSub) -> None:
     await create_logs(redis)
-    assert await flush(redis, 1, entry("r1", 0, [7]), b"report", [("ch", b"one"), ("ch", b"two")]) == b"OK"
+    assert await flush(redis, 1, entry("r1", 0, [7]), b"report", [("ch", b"one"), ("ch", b"two")]) == [b"OK"]
     assert await published(pubsub) == [b"one", b"two"]
     assert [i for i, _ in await redis.xrange(KEYS.reports("w1"))] == [b"0-1", b"1-0"]
-    assert await flush(redis, 1, entry("r1", 0, [7]), b"report", [("ch", b"one")]) == b"OK", (
+    assert await flush(redis, 1, entry("r1", 0, [7]), b"report", [("ch", b"one")]) == [b"OK"], (
         "a repeated flush"
     )
     assert await published(pubsub) == []
@@ -108,20 +112,31 @@ async def test_a_flush_appends_then_publishes(redis: Redis, pubsub: PubSub) -> N
 
 async def test_a_sealed_or_missing_log_refuses_everything(redis: Redis, pubsub: PubSub) -> None:
     await admit(redis, "r1")
-    assert await flush(redis, 1, messages=[("ch", b"x")]) == b"MISSING"
+    assert await flush(redis, 1, messages=[("ch", b"x")]) == [b"MISSING"]
     await create_logs(redis)
     await flush(redis, 1)
     assert await seal(redis) == 1
     terminal = ("r1", "length", "{}", 60_000, "ch", b"end")
-    assert (
-        await flush(redis, 2, messages=[("ch", b"x")], terminals=[terminal], spills=[("r1", 0, b"12345678")])
-        == b"SEALED"
-    )
+    assert await flush(
+        redis, 2, messages=[("ch", b"x")], terminals=[terminal], spills=[("r1", 0, b"12345678")]
+    ) == [b"SEALED"]
     assert await published(pubsub) == []
     assert await redis.exists(KEYS.result("r1"), KEYS.tokens("r1")) == 0
     assert (await redis.xrange(KEYS.log("w1")))[-1][0] == SEALED.encode()
     assert await seal(redis) == 1
     assert await redis.xlen(KEYS.log("w1")) == 3, "sealed once"
+
+
+async def test_a_flush_behind_a_lost_one_is_refused_unless_it_is_whole(redis: Redis, pubsub: PubSub) -> None:
+    await create_logs(redis)
+    assert await flush(redis, 2, messages=[("ch", b"x")]) == [b"GAP"]
+    assert await flush(redis, 1) == [b"OK"]
+    assert await flush(redis, 5, messages=[("ch", b"x")], mode="trim") == [b"GAP"]
+    assert (await published(pubsub), await redis.xlen(KEYS.log("w1"))) == ([], 2)
+    assert await flush(redis, 5, messages=[("ch", b"x")], mode="whole") == [b"OK"]
+    assert await published(pubsub) == [b"x"]
+    assert [i for i, _ in await redis.xrange(KEYS.log("w1"))] == [b"5-0"]
+    assert await flush(redis, 6) == [b"OK"]
 
 
 async def test_only_the_first_terminal_is_published(redis: Redis, pubsub: PubSub) -> None:
@@ -143,11 +158,11 @@ async def test_spills_are_idempotent_and_leave_no_hole(redis: Redis) -> None:
     await admit(redis, "r1")
     await redis.hset(KEYS.request("r1"), "worker", "w1")  # type: ignore[misc]
     await flush(redis, 1, entry("r1", 0, [0, 1]))
-    await flush(redis, 2, entry("r1", 2, [2]), spills=[("r1", 0, records[:24])], trim="1")
+    await flush(redis, 2, entry("r1", 2, [2]), spills=[("r1", 0, records[:24])], mode="trim")
     assert [i for i, _ in await redis.xrange(KEYS.log("w1"))] == [b"2-0"], "what is spilled is trimmed"
     await flush(redis, 3, entry("r1", 3, [3]), spills=[("r1", 8, records[8:])])
     assert await redis.get(KEYS.tokens("r1")) == records
-    await flush(redis, 4, spills=[("r1", 72, records)], trim="1")
+    await flush(redis, 4, spills=[("r1", 72, records)], mode="trim")
     assert await redis.get(KEYS.tokens("r1")) == records, "a hole is refused"
     assert await redis.xlen(KEYS.log("w1")) == 3, "and then nothing is trimmed"
     state = (await read(redis, KEYS, ["r1"]))["r1"]
@@ -278,7 +293,7 @@ async def test_a_flush_behind_foreign_entries_is_refused(redis: Redis, pubsub: P
     """Such a flush is not taken for a repeated one."""
     await create_logs(redis)
     await redis.xadd(getattr(KEYS, stream)("w1"), {"a": "foreign"})
-    assert await flush(redis, 1, entry("r1", 0, [7]), b"report", [("ch", b"one")]) == b"SEALED"
+    assert await flush(redis, 1, entry("r1", 0, [7]), b"report", [("ch", b"one")]) == [b"SEALED"]
     assert await published(pubsub) == []
 
 
@@ -291,7 +306,7 @@ async def test_prompt_logprobs_are_committed_with_the_first_token(redis: Redis) 
     await redis.set(KEYS.request("spoiled"), "x")
     prompts = [("gone", b"a"), ("spoiled", b"b"), ("r1", b"records")]
     ends = [("r1", "length", "{}", 60_000, "", b"")]
-    assert await flush(redis, 1, entry("r1", 0, [7]), prompts=prompts, terminals=ends) == b"OK"
+    assert await flush(redis, 1, entry("r1", 0, [7]), prompts=prompts, terminals=ends) == [b"OK"]
     state = (await read(redis, KEYS, ["r1"]))["r1"]
     assert (state.prompt, state.terminal) == (b"records", "length")
     assert await redis.exists(KEYS.request("gone")) == 0

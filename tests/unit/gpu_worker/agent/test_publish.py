@@ -15,14 +15,14 @@ from tests.support.agents import KEYS, start, step
 
 async def test_every_flush_has_the_next_sequence_number(agent: Agent) -> None:
     flushes = [agent.publisher.build(Outbox(), None, 0, []) for _ in range(3)]
-    assert [flush.args[0] for flush in flushes] == [1, 2, 3]
+    assert [flush.sequence for flush in flushes] == [1, 2, 3]
 
 
 async def test_the_log_entry_has_no_text(agent: Agent) -> None:
     await start(agent)
     step(agent, {1: (0, 5)})
     flush = agent.publisher.build(agent.state.outbox, None, 0, [])
-    [tokens] = decode(LogEntry, flush.args[1]).tokens
+    [tokens] = decode(LogEntry, flush.entry).tokens
     assert (unpack_ids(tokens.ids), tokens.texts) == ([5], [])
 
 
