@@ -188,16 +188,20 @@ async def test_a_request_that_no_worker_held_resumes_with_its_string(
 async def test_what_a_log_says_of_requests_that_the_worker_gave_up_is_saved(
     redis: Redis, recovery: Recovery
 ) -> None:
-    """Of one that runs elsewhere by now, whose holder stays; of one that has ended nothing is written."""
+    """Of one that runs elsewhere by now, from the tokens of its string, and of one that has ended nothing is
+    written.
+    """
     await start_worker(redis, "w1")
-    for name in ("elsewhere", "ended"):
+    for name in ("given up", "elsewhere", "ended"):
         await placed(redis, name)
+    await place(redis, "given up", "", attempt=1)
     await place(redis, "elsewhere", "w2", attempt=2, base=1)
     await redis.hset(KEYS.request("ended"), "terminal", "length")  # type: ignore[misc]
     await redis.delete(KEYS.tokens("ended"))
     await recovery.workers.seal("w1")
     await recovery.remove_worker("w1", [])
-    assert unpack_records(await redis.get(KEYS.tokens("elsewhere")))[0] == [7, 8]
+    assert unpack_records(await redis.get(KEYS.tokens("given up")))[0] == [7, 8]
+    assert unpack_records(await redis.get(KEYS.tokens("elsewhere")))[0] == [7]
     assert await redis.hget(KEYS.request("elsewhere"), "worker") == b"w2"  # type: ignore[misc]
     assert await redis.exists(KEYS.tokens("ended")) == 0
 
