@@ -53,11 +53,10 @@ class Housekeeping:
     async def run(self, undecodable: int) -> list[str]:
         """Return the workers that must be sealed."""
         self.due_s = time.monotonic() + self.interval_s
-        now_s, now_us = await self.redis.time()
-        self.detector.check_clock_jump(now_s * 1000 + now_us // 1000)
-        dead = await self.workers.check()
+        orphans = await self.orphans.orphans(self.scheduler.sequences.values())
+        dead = await self.workers.check()  # after them: it looks whether the broker's clock has jumped
         if self.detector.active:
-            for request_id in await self.orphans.orphans(self.scheduler.sequences.values()):
+            for request_id in orphans:
                 self.scheduler.cancel(request_id, "gateway")
         for channel, payload in self.channels.repeated_messages():
             await self.redis.publish(channel, payload)
@@ -67,11 +66,12 @@ class Housekeeping:
     async def publish_state(self, undecodable: int) -> None:
         """Write the scheduler's counts, the pool's place in the list of pools, and the heartbeat."""
         counts = self.scheduler.counts()
-        now_s = time.time()
+        now_s = self.detector.now_ms() / 1000
         async with self.redis.pipeline() as pipe:
             pipe.hset(self.keys.state, mapping={**counts, "undecodable": undecodable})
             pipe.pexpire(self.keys.state, STATE_TTL_MS)
             pipe.zadd(POOLS, {self.keys.pool: now_s})
-            pipe.zremrangebyscore(POOLS, 0, now_s - POOL_TTL_S)
+            if self.detector.active:  # all pools had time to renew theirs since the broker's clock jumped
+                pipe.zremrangebyscore(POOLS, 0, now_s - POOL_TTL_S)
             await pipe.execute()
         await self.heartbeat.send(waiting=counts["waiting"], rows=counts["rows"])

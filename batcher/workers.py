@@ -147,23 +147,28 @@ class WorkerRegistry:
     async def check(self) -> list[str]:
         """Take over new workers. Return those that must be sealed.
 
-        They have no heartbeat, or are unreadable and may hold requests from before this epoch.
+        They have no heartbeat, or are unreadable and may hold requests from before this epoch. A heartbeat
+        of the future is none: it was sent before the broker's clock went back, and would last too long.
         """
         known = (name for name, worker in self.workers.items() if worker.is_followed or worker.is_pending)
         incarnations = sorted({*await self.members(), *known})
         async with self.redis.pipeline(transaction=False) as pipe:
             for incarnation in incarnations:
                 pipe.hget(self.keys.worker(incarnation), "state")
-            states = await pipe.execute()
+                pipe.zscore(self.keys.workers, incarnation)
+            pipe.time()  # after them: a jump of the clock that made a heartbeat expire is seen
+            *answers, (now_s, now_us) = await pipe.execute()
+        states, seen_ms, now_ms = answers[::2], answers[1::2], now_s * 1000 + now_us // 1000
         self.detector.check_stall()
+        self.detector.check_clock_jump(now_ms)
         for incarnation, state in zip(incarnations, states, strict=True):
             is_new = self.state(incarnation) in (WorkerState.FOUND, WorkerState.UNREADABLE)
             if state == b"draining" or (state is not None and is_new):
                 await self.send_takeover(incarnation)
         dead = {
             incarnation
-            for incarnation, state in zip(incarnations, states, strict=True)
-            if state is None and self.detector.active
+            for incarnation, state, at_ms in zip(incarnations, states, seen_ms, strict=True)
+            if self.detector.active and (state is None or (at_ms or 0) > now_ms)
         }
         unreadable = {
             incarnation

@@ -114,7 +114,9 @@ class WorkerMonitor:
             try:
                 found.append(
                     WorkerSighting(
-                        state == b"ready", (now_ms - seen_ms) / 1000, decode(WorkerCapacity, capacity)
+                        state == b"ready",
+                        max(0.0, now_ms - seen_ms) / 1000,  # the broker's clock may have gone back
+                        decode(WorkerCapacity, capacity),
                     )
                 )
             except WireError as error:

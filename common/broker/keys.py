@@ -8,11 +8,11 @@ from dataclasses import dataclass
 SEALED = "18446744073709551615-18446744073709551615"
 """The highest stream id there is: after an entry with it nothing can be appended."""
 
-STREAMS_TTL_MS = 3_600_000
+STREAMS_TTL_MS = 7 * 86_400_000
 """Plans, reports and logs of a worker that sends no heartbeat any more."""
-TOKENS_TTL_MS = 86_400_000
-"""Committed tokens of a request that never got a terminal: as long as the longest deadline."""
-JOB_TTL_MS = 86_400_000
+TOKENS_TTL_MS = 7 * 86_400_000
+"""Committed tokens of a request that never got a terminal; a shorter jump of the clock loses none."""
+JOB_TTL_MS = 7 * 86_400_000
 """State of a job that has not ended."""
 RESULT_TTL_MS = 3_600_000
 """Result, frames and state of a job that has ended."""
@@ -22,8 +22,8 @@ METRICS_TTL_MS = 7 * 86_400_000
 """Metrics of a pool that counts nothing any more."""
 
 POOLS = "tf:pools"
-"""Sorted set: pool → time of its batcher's last heartbeat, in s; members leave after an hour. It is the only
-key that belongs to no pool.
+"""Sorted set: pool → Redis time of its batcher's last heartbeat, in s; members leave after an hour. It is the
+only key that belongs to no pool.
 """
 
 

@@ -16,6 +16,7 @@ STANDING = {
     "processes",
     "batcher",
     "epoch",
+    "clock",
     "control",
     "state",
     "requests",

@@ -79,6 +79,29 @@ async def test_a_worker_without_a_heartbeat_must_be_sealed(redis: Redis, workers
     assert await workers.check() == []
 
 
+async def test_a_jump_of_the_broker_s_clock_that_ends_heartbeats_seals_nobody(
+    redis: Redis, workers: WorkerRegistry
+) -> None:
+    """It may come between any two commands."""
+    await start_worker(redis, "w1")
+    await workers.check()
+    await redis.delete(KEYS.worker("w1"))
+    assert workers.detector.clock_offset_ms is not None
+    workers.detector.clock_offset_ms -= 900_000
+    assert await workers.check() == []
+
+
+async def test_a_heartbeat_from_before_the_clock_went_back_is_none(
+    redis: Redis, workers: WorkerRegistry
+) -> None:
+    await start_worker(redis, "w1")
+    await start_worker(redis, "w2")
+    await redis.zincrby(KEYS.workers, 900_000, "w1")
+    assert await workers.check() == ["w1"]
+    await send_heartbeat(redis, "w1")
+    assert await workers.check() == []
+
+
 @pytest.mark.parametrize(("is_earlier", "sealed"), [(True, ["w1"]), (False, [])])
 async def test_an_unreadable_worker_is_sealed_if_it_may_hold_requests(
     redis: Redis, workers: WorkerRegistry, is_earlier: bool, sealed: list[str]
