@@ -18,8 +18,9 @@ class Dispatch:
         self.script = script(redis, "publish_plan")
 
     async def send_takeover(self, incarnation: str, epoch: int) -> str:
-        """Publish the first plan of an epoch: the worker drops its rows and reports that it did."""
-        return (await self.publish_plan(incarnation, Plan(epoch, 1, 0, 0, takeover=True), [], 1))[0]
+        """Publish the first plan of an epoch: the worker reports what it holds."""
+        plan = Plan(epoch, 1, 0, 0, takeover=True, adopts=True)
+        return (await self.publish_plan(incarnation, plan, [], 1))[0]
 
     async def publish(self, pending: PendingPlan) -> tuple[str, list[int]]:
         """Return "OK", or why nothing was written.

@@ -24,7 +24,6 @@ from batcher.terminals import Terminals
 from batcher.timeline import TimelineWriter
 from batcher.workers import WorkerRegistry, WorkerState
 from common.broker.client import ERRORS, describe_error
-from common.broker.committed import in_slices
 from common.broker.keys import Keys
 from common.broker.sequences import ChannelSequences
 from common.messages.codec import WireError, decode
@@ -37,7 +36,6 @@ log = logging.getLogger(__name__)
 
 Action = Callable[[], Awaitable[object]]
 READ_WAIT_MS = 100
-RESTORED_AT_ONCE = 512
 RETRY_S = 0.2
 
 
@@ -46,7 +44,6 @@ class Batcher:
 
     Attributes:
         pending: what was decided and not done yet, in order; each action can be repeated.
-        recoveries: actions that resume requests; one a turn, so that others go on meanwhile.
         undecodable: number of entries that could not be read.
     """
 
@@ -64,12 +61,13 @@ class Batcher:
         self.timeline = TimelineWriter(redis, keys, self.detector.now_ms)
         self.workers = WorkerRegistry(redis, keys, self.inbox, self.dispatch, self.scheduler, self.detector)
         self.terminals = Terminals(redis, keys, self.channels, self.scheduler, self.timeline)
-        self.recovery = Recovery(redis, keys, self.scheduler, self.workers, self.terminals, self.timeline)
+        self.recovery = Recovery(
+            redis, keys, self.scheduler, self.workers, self.terminals, self.timeline, self.backlog
+        )
         self.housekeeping = Housekeeping(
             settings, redis, keys, lease.holder, self.scheduler, self.workers, self.detector, self.channels
         )
         self.pending: deque[Action] = deque()
-        self.recoveries: deque[Action] = deque()
         self.undecodable = 0
 
     async def run(self) -> NoReturn:
@@ -98,7 +96,7 @@ class Batcher:
         self.inbox.follow(self.keys.requests, self.backlog.last_id or "0")
         for sequence in self.backlog.ended:
             self.enqueue(partial(self.terminals.dequeue, sequence))
-        self.restore("")
+        self.recovery.restore_unheld()
         for incarnation in self.workers.dead_holders(self.backlog.held_by, self.backlog.dead):
             self.enqueue(partial(self.seal, incarnation, "it died before this epoch"))
         num_pending = len(list(self.workers.pending_takeovers()))
@@ -112,10 +110,8 @@ class Batcher:
         if self.housekeeping.due:
             for incarnation in await self.housekeeping.run(self.undecodable):
                 self.enqueue(partial(self.seal, incarnation, "no heartbeat"))
-        if self.recoveries:
-            await self.recoveries[0]()
-            self.recoveries.popleft()
-        for entry in await self.inbox.read(1 if self.recoveries else READ_WAIT_MS):
+        await self.recovery.run_next()
+        for entry in await self.inbox.read(1 if self.recovery.actions else READ_WAIT_MS):
             self.on_entry(entry)
         self.scheduler.expire(self.lease.clock.now_ms())
         self.decide()
@@ -188,26 +184,23 @@ class Batcher:
                     raise LeaseLost(f"worker {incarnation} obeys epoch {report.epoch}")
                 if (replica := self.scheduler.replicas.get(incarnation)) is not None:
                     self.timeline.record_report(replica, report)
-                self.workers.on_report(incarnation, report)
-                if self.workers.is_taken_over(incarnation):
-                    self.restore(incarnation)
+                self.on_report(incarnation, report)
             case "sealed":
                 self.inbox.unfollow(entry.stream)
-                self.remove_worker(incarnation)
+                self.recovery.remove(incarnation)
             case "open":
                 pass
             case other:
                 raise WireError(f"unknown kind {other!r}")
 
-    def restore(self, incarnation: str) -> None:
-        """Resume the requests from before this epoch that a worker holds no more."""
-        restore = self.recovery.restore if incarnation else self.recovery.restore_unheld
-        for part in in_slices(self.backlog.pop(incarnation), RESTORED_AT_ONCE):
-            self.recoveries.append(partial(restore, part))
-
-    def remove_worker(self, incarnation: str) -> None:
-        held = self.scheduler.remove_worker(incarnation) + self.backlog.pop(incarnation)
-        self.recoveries.append(partial(self.recovery.remove_worker, incarnation, held))
+    def on_report(self, incarnation: str, report: Report) -> None:
+        if incarnation in self.scheduler.replicas:
+            self.scheduler.apply_report(incarnation, report)
+        elif self.workers.answers_takeover(incarnation, report):
+            try:
+                self.recovery.take_over(incarnation, report)
+            except ValueError as error:
+                self.enqueue(partial(self.seal, incarnation, f"its report contradicts itself: {error}"))
 
     def decide(self) -> None:
         """Enqueue the scheduler's plans and outcomes."""
@@ -246,4 +239,4 @@ class Batcher:
         if await self.workers.seal(incarnation):
             self.inbox.follow(self.keys.reports(incarnation))
         else:
-            self.remove_worker(incarnation)
+            self.recovery.remove(incarnation)

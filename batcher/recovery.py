@@ -6,10 +6,13 @@ the log has is saved to the string first, so the log can be deleted.
 
 import asyncio
 import logging
-from collections.abc import Iterable
+from collections import deque
+from collections.abc import Awaitable, Callable, Iterable
+from functools import partial
 
 from redis.asyncio import Redis
 
+from batcher.backlog import Backlog
 from batcher.lease import LeaseLost
 from batcher.scheduling.scheduler import Scheduler
 from batcher.scheduling.sequence import Sequence
@@ -18,11 +21,13 @@ from batcher.timeline import TimelineWriter
 from batcher.workers import WorkerRegistry
 from common.broker import committed
 from common.broker.client import script
-from common.broker.committed import Committed
+from common.broker.committed import Committed, in_slices
 from common.broker.keys import TOKENS_TTL_MS, Keys
+from common.messages.plan import Report
 
 log = logging.getLogger(__name__)
 SAVED_IN_ONE_CALL = 64
+RESTORED_AT_ONCE = 512
 APPENDED_IN_ONE_SLICE = 2048
 
 
@@ -32,7 +37,11 @@ def count_crashes(state: Committed, is_crash: bool) -> int:
 
 
 class Recovery:
-    """Resumes requests. Each method may be repeated: sequences change only after everything was saved."""
+    """Resumes requests. Each coroutine may be repeated: sequences change only after everything was saved.
+
+    Attributes:
+        actions: what is to be done, one a turn of the loop, so that others go on meanwhile.
+    """
 
     def __init__(
         self,
@@ -42,6 +51,7 @@ class Recovery:
         workers: WorkerRegistry,
         terminals: Terminals,
         timeline: TimelineWriter,
+        backlog: Backlog,
     ) -> None:
         self.redis = redis
         self.keys = keys
@@ -49,7 +59,35 @@ class Recovery:
         self.workers = workers
         self.terminals = terminals
         self.timeline = timeline
+        self.backlog = backlog
         self.save_script = script(redis, "save_committed")
+        self.actions: deque[Callable[[], Awaitable[object]]] = deque()
+
+    async def run_next(self) -> None:
+        if self.actions:
+            await self.actions[0]()
+            self.actions.popleft()
+
+    def take_over(self, incarnation: str, report: Report) -> None:
+        """Adopt the rows that a worker holds, and resume what it held before this epoch and holds no more.
+
+        Raises ValueError if the report contradicts itself; then the worker must be removed.
+        """
+        held = self.backlog.held_by.get(incarnation, [])
+        left = self.workers.take_over(incarnation, report, held)
+        self.backlog.held_by.pop(incarnation, None)
+        for part in in_slices(left, RESTORED_AT_ONCE):
+            self.actions.append(partial(self.restore, part))
+
+    def restore_unheld(self) -> None:
+        """Resume the requests from before this epoch that no worker held."""
+        for part in in_slices(self.backlog.pop(""), RESTORED_AT_ONCE):
+            self.actions.append(partial(self.enqueue_unheld, part))
+
+    def remove(self, incarnation: str) -> None:
+        """Remove a worker that is sealed, and whose reports were read."""
+        held = self.scheduler.remove_worker(incarnation) + self.backlog.pop(incarnation)
+        self.actions.append(partial(self.remove_worker, incarnation, held))
 
     async def resume(self, sequences: list[Sequence]) -> list[Sequence]:
         """Resume requests that their workers hold no more. Return those that are live."""
@@ -63,12 +101,18 @@ class Recovery:
             await self.resume([sequence])
 
     async def restore(self, sequences: list[Sequence]) -> None:
-        """Resume requests from before this epoch that their workers hold no more."""
-        for sequence in await self.resume(sequences):
+        """Resume requests from before this epoch that their workers hold no more. Most have ended since."""
+        names = [sequence.request_id for sequence in sequences]
+        states = await committed.read_saved(self.redis, self.keys, names, with_tokens=False)
+        for sequence in sequences:
+            if not states[sequence.request_id].is_live:
+                await self.terminals.dequeue(sequence)
+        live = [sequence for sequence in sequences if states[sequence.request_id].is_live]
+        for sequence in await self.resume(live):
             self.timeline.record_takeover(sequence)
 
-    async def restore_unheld(self, sequences: list[Sequence]) -> None:
-        """Resume requests from before this epoch that no worker held: their strings have all their tokens."""
+    async def enqueue_unheld(self, sequences: list[Sequence]) -> None:
+        """Enqueue requests that no worker held: their strings have all their tokens."""
         names = [sequence.request_id for sequence in sequences if sequence.attempt]
         states = await committed.read_saved(self.redis, self.keys, names)
         for sequence in sequences:
@@ -83,7 +127,7 @@ class Recovery:
         logged, why = await committed.read_sealed_log(self.redis, self.keys, incarnation)
         names = {tokens.request_id for tokens in logged} | {sequence.request_id for sequence in held}
         states = await committed.read_saved(self.redis, self.keys, names)
-        for part in committed.in_slices(logged, APPENDED_IN_ONE_SLICE):
+        for part in in_slices(logged, APPENDED_IN_ONE_SLICE):
             committed.append_tokens(part, states)
             await asyncio.sleep(0)
         await self.save(states, incarnation, is_crash=why == "died")
@@ -98,9 +142,7 @@ class Recovery:
         """
         for state in states.values():
             state.crash_count = count_crashes(state, is_crash and state.worker == worker)
-        for names in committed.in_slices(
-            [name for name in states if states[name].is_live], SAVED_IN_ONE_CALL
-        ):
+        for names in in_slices([name for name in states if states[name].is_live], SAVED_IN_ONE_CALL):
             answer: bytes = await self.save_script(
                 keys=[
                     self.keys.epoch,
@@ -129,7 +171,7 @@ class Recovery:
 
 
 def update(sequence: Sequence, state: Committed) -> None:
-    sequence.records = state.records
+    sequence.commit(state.records)
     sequence.attempt = state.attempt
     sequence.crash_count = state.crash_count
     if state.cancelled and not sequence.stop_reason:

@@ -11,6 +11,7 @@ from batcher.dispatch import Dispatch
 from batcher.failure_detector import FailureDetector
 from batcher.inbox import Inbox
 from batcher.scheduling.scheduler import Scheduler
+from batcher.scheduling.sequence import Sequence
 from common.broker.client import script
 from common.broker.keys import Keys
 from common.messages.codec import WireError, decode
@@ -20,7 +21,7 @@ log = logging.getLogger(__name__)
 
 
 class WorkerState(Enum):
-    """State of one incarnation. Every worker is taken over first: it drops its rows, then gets new ones."""
+    """State of one incarnation. Every worker is taken over first: it says what it holds."""
 
     FOUND = auto()
     """It is in Redis; no takeover was sent yet."""
@@ -81,9 +82,6 @@ class WorkerRegistry:
     def state(self, incarnation: str) -> WorkerState:
         return self.workers[incarnation].state if incarnation in self.workers else WorkerState.FOUND
 
-    def is_taken_over(self, incarnation: str) -> bool:
-        return incarnation in self.workers and self.workers[incarnation].is_taken_over
-
     def pending_takeovers(self) -> Iterator[str]:
         """Workers from before this epoch that may still hold requests."""
         return (incarnation for incarnation, worker in self.workers.items() if worker.is_pending)
@@ -125,24 +123,33 @@ class WorkerRegistry:
             worker.state = WorkerState.TAKEOVER_SENT
             self.inbox.follow(self.keys.reports(incarnation))
 
-    def on_report(self, incarnation: str, report: Report) -> None:
-        """Apply a report. The answer to the takeover makes the worker active."""
-        if incarnation in self.scheduler.replicas:
-            self.scheduler.apply_report(incarnation, report)
-            return
+    def answers_takeover(self, incarnation: str, report: Report) -> bool:
+        """Whether a report answers this epoch's takeover, for the first time."""
         worker = self.workers.get(incarnation)
-        if worker is None or worker.capacity is None or not worker.is_followed:
-            return
-        if report.takeover and report.epoch == self.scheduler.epoch:
-            worker.state = WorkerState.ACTIVE
-            replica = self.scheduler.add_worker(worker.capacity)
-            replica.step = replica.until = report.step
-            log.info(
-                "worker %s joined: %d blocks of %d tokens",
-                incarnation,
-                replica.pool.num_blocks,
-                replica.block_size,
-            )
+        return (
+            worker is not None
+            and worker.state is WorkerState.TAKEOVER_SENT
+            and report.takeover
+            and report.epoch == self.scheduler.epoch
+        )
+
+    def take_over(self, incarnation: str, report: Report, sequences: list[Sequence]) -> list[Sequence]:
+        """Make a worker active, with its rows. Return those of `sequences` that it does not hold.
+
+        Raises ValueError if the report contradicts itself.
+        """
+        worker = self.workers[incarnation]
+        assert worker.capacity is not None
+        left = self.scheduler.take_over(worker.capacity, report, sequences)
+        worker.state = WorkerState.ACTIVE
+        log.info(
+            "worker %s joined: %d blocks of %d tokens; %d rows go on",
+            incarnation,
+            worker.capacity.num_blocks,
+            worker.capacity.block_size,
+            len(sequences) - len(left),
+        )
+        return left
 
     async def check(self) -> list[str]:
         """Take over new workers. Return those that must be sealed.

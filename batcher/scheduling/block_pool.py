@@ -1,5 +1,7 @@
 """BlockPool: which KV blocks of a worker are free. It holds numbers only; the engine has the memory."""
 
+from collections.abc import Iterable
+
 
 class BlockPool:
     """Blocks 1 to `num_blocks` of one worker. Block 0 is the engine's scratch and is never allocated."""
@@ -22,6 +24,15 @@ class BlockPool:
         blocks = self.free[-count:][::-1]
         del self.free[-count:]
         return blocks
+
+    def reserve(self, blocks: Iterable[int]) -> None:
+        """Take certain blocks, which are in use. Raises ValueError, and takes none, if one is not free."""
+        taken = list(blocks)
+        free = set(self.free)
+        reserved = set(taken)
+        if len(reserved) < len(taken) or not reserved <= free:
+            raise ValueError("blocks are in use twice, or there are none with such numbers")
+        self.free = [block for block in self.free if block not in reserved]
 
     def release(self, blocks: list[int]) -> None:
         self.free.extend(reversed(blocks))

@@ -73,7 +73,8 @@ def stop_rows(replica: Replica, starting: list[PlacedRow]) -> list[tuple[int, st
     A worker applies the stops of a plan before its starts, so a row that starts with this plan is stopped by
     the next.
     """
-    stops = []
+    stops = [(number, "takeover") for number in replica.disowned]
+    replica.disowned = []
     for row in replica.running:
         preempted = "preempted" if replica.draining or row.stopping == PREEMPT else ""
         why = row.sequence.stop_reason or preempted

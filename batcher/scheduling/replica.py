@@ -1,11 +1,12 @@
 """Replica: the batcher's model of one worker: its rows, its blocks, and how far it may run."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 from batcher.scheduling.block_pool import BlockPool
 from batcher.scheduling.sequence import PlacedRow, Sequence
-from common.messages.plan import WorkerCapacity
+from common.messages.packing import unpack_ids
+from common.messages.plan import HeldRow, Report, WorkerCapacity
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +28,9 @@ class Replica:
         until: the last step granted.
         plan, plan_seen: numbers of the last plan made and of the last one that the worker reported.
         acknowledged: sequence of the last report applied.
+        leaving: blocks, by number, of rows from before this epoch that do not go on; in use until the engine
+            releases the row.
+        disowned: those of them that must be stopped.
         starved: a row did not get all the blocks it needs for the steps granted.
         draining: it starts nothing more, and its rows go to other workers.
     """
@@ -41,6 +45,8 @@ class Replica:
     plan: int = 1
     plan_seen: int = 1
     acknowledged: int = 0
+    leaving: dict[int, list[int]] = field(default_factory=dict)
+    disowned: list[int] = field(default_factory=list)
     starved: bool = False
     draining: bool = False
     next_row: int = 1
@@ -106,6 +112,35 @@ class Replica:
         sequence.attempt += 1
         return row
 
+    def take_over(self, report: Report, sequences: Iterable[Sequence]) -> list[Sequence]:
+        """Let the rows of a worker from before this epoch go on where they are.
+
+        Return those of `sequences` that the worker holds no more. A row of none of them is stopped. The next
+        plan grants steps to all. Raises ValueError, and changes nothing, if two rows own a block.
+        """
+        self.pool.reserve(block for held in report.held for block in unpack_ids(held.blocks))
+        self.step = self.until = report.step
+        self.next_row = report.last_row + 1
+        by_name = {sequence.request_id: sequence for sequence in sequences}
+        for held in report.held:
+            sequence = by_name.get(held.request_id)
+            if sequence is not None and sequence.attempt == held.attempt and not held.ended:
+                self.adopt(held, by_name.pop(held.request_id))
+                continue
+            self.leaving[held.row] = unpack_ids(held.blocks)
+            if not held.ended:
+                self.disowned.append(held.row)
+        return list(by_name.values())
+
+    def adopt(self, held: HeldRow, sequence: Sequence) -> None:
+        row = PlacedRow(held.row, sequence, unpack_ids(held.blocks), held.kv_len, held.step)
+        self.rows[row.number] = row
+        self.num_running += 1
+        sequence.row = row
+        sequence.base = held.base
+        if row.prefilled:
+            sequence.crash_count = 0
+
     def withdraw(self, row: PlacedRow) -> None:
         """Remove a row whose plan was never published."""
         del self.rows[row.number]
@@ -120,6 +155,8 @@ class Replica:
         self.starved = self.starved and self.num_running > 0
         row.sequence.row = None
 
-    def release(self, row: PlacedRow) -> None:
-        del self.rows[row.number]
-        self.pool.release(row.blocks)
+    def release(self, number: int) -> None:
+        """The engine released a row: its blocks may go to others."""
+        if (row := self.rows.pop(number, None)) is not None:
+            self.pool.release(row.blocks)
+        self.pool.release(self.leaving.pop(number, []))

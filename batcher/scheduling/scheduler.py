@@ -117,6 +117,18 @@ class Scheduler:
         replica = self.replicas[capacity.incarnation] = Replica(capacity, self.limits)
         return replica
 
+    def take_over(
+        self, capacity: WorkerCapacity, report: Report, sequences: list[Sequence]
+    ) -> list[Sequence]:
+        """Add a worker that answered the takeover. Return those of `sequences` that it holds no more.
+
+        Raises ValueError if the report contradicts itself.
+        """
+        replica = Replica(capacity, self.limits)
+        left = replica.take_over(report, sequences)
+        self.replicas[capacity.incarnation] = replica
+        return left
+
     def drain(self, incarnation: str) -> None:
         """Give the worker no new rows, and preempt those it has."""
         if (replica := self.replicas.get(incarnation)) is not None:
@@ -149,8 +161,7 @@ class Scheduler:
                 ended = self.outcomes.interrupted if why in INTERRUPTED else self.outcomes.finished
                 ended.append(row.sequence)
         for number, _ in report.released:
-            if (row := replica.rows.get(number)) is not None:
-                replica.release(row)
+            replica.release(number)
 
     def plans(self) -> Iterator[PendingPlan]:
         """Yield a plan for each worker for which something changes."""

@@ -14,7 +14,9 @@ class Sequence:
     Attributes:
         entry_id, entry_bytes: id and size of its entry in the stream `requests`.
         deadline_ms: time of the pool's clock at which it ends with an error.
-        records: packed records of all committed tokens, as last read; a running row may be ahead of them.
+        records: packed records of all committed tokens, as last read; a running row may be ahead of them. An
+            adopted row has not needed them.
+        base: how many tokens were committed when its row began, or when `records` was read.
         crash_count: incarnations that died under it without a token committed beyond its base.
         stop_reason: why it ends: its row is asked to stop, or it never starts.
         queue_position: smaller starts first.
@@ -25,6 +27,7 @@ class Sequence:
     entry_bytes: int
     deadline_ms: int
     records: bytes = b""
+    base: int = 0
     attempt: int = 0
     crash_count: int = 0
     stop_reason: str = ""
@@ -49,9 +52,10 @@ class Sequence:
     def num_prompt(self) -> int:
         return len(self.request.prompt_ids) // 4
 
-    @property
-    def base(self) -> int:
-        return len(self.records) // (RECORD.size * self.request.width)
+    def commit(self, records: bytes) -> None:
+        """Set what is committed."""
+        self.records = records
+        self.base = len(records) // (RECORD.size * self.request.width)
 
     @property
     def num_known(self) -> int:

@@ -38,7 +38,9 @@ class Plan:
         blocks: (row, packed numbers of blocks) that rows get in addition.
         stops: (row, why) of rows that stop.
         acknowledged: sequence of the last report applied; the worker trims its reports up to it.
-        takeover: the plan of a new batcher; the worker drops every row and answers with such a report.
+        takeover: the plan of a new batcher; the worker answers with such a report.
+        adopts: with `takeover`: the report says what is held, and rows go on. Without it, as a batcher of an
+            earlier version sends it, the worker drops every row first.
     """
 
     epoch: int = wire_field("e")
@@ -50,6 +52,31 @@ class Plan:
     stops: list[tuple[int, str]] = wire_field("x", default_factory=list)
     acknowledged: int = wire_field("k", default=0)
     takeover: bool = wire_field("t", default=False)
+    adopts: bool = wire_field("ad", default=False)
+
+
+@dataclass(frozen=True, slots=True)
+class HeldRow:
+    """A row as a worker holds it when a new batcher takes over.
+
+    Attributes:
+        base: index of the first token that this attempt samples.
+        num_tokens: tokens generated, over all attempts.
+        blocks: packed numbers of the KV blocks that the row owns.
+        kv_len, step: after step `step` it held `kv_len` tokens, and at most one more with each step since; 0
+            before its prompt is computed.
+        ended: whether it takes part in no further step; its blocks are released by a later report.
+    """
+
+    row: int = wire_field("r")
+    request_id: str = wire_field("id")
+    attempt: int = wire_field("a")
+    base: int = wire_field("b")
+    num_tokens: int = wire_field("n")
+    blocks: bytes = wire_field("k")
+    kv_len: int = wire_field("kv", default=0)
+    step: int = wire_field("s", default=0)
+    ended: bool = wire_field("x", default=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +93,9 @@ class Report:
             in each step.
         ended: (row, why, number of tokens generated).
         released: (row, kv_len): the row's blocks may go to others.
-        takeover: answer to a plan with `takeover`: the worker holds no rows.
+        takeover: answer to a plan with `takeover`. `held` has every row that is not released then, in the
+            order of their starts; nothing that earlier reports say counts beside it.
+        last_row: with `takeover`: the highest number that a row of this engine ever had.
         reports_lost: the broker lost flushes before this one, and with them reports that nobody may have
             read.
     """
@@ -79,6 +108,8 @@ class Report:
     ended: list[tuple[int, str, int]] = wire_field("x", default_factory=list)
     released: list[tuple[int, int]] = wire_field("r", default_factory=list)
     takeover: bool = wire_field("t", default=False)
+    held: list[HeldRow] = wire_field("h", default_factory=list)
+    last_row: int = wire_field("lr", default=0)
     reports_lost: bool = wire_field("l", default=False)
 
 

@@ -99,4 +99,6 @@ class Flusher:
             ended=outbox.ended,
             released=outbox.released,
             takeover=outbox.takeover,
+            held=[row.held for row in state.table.rows.values()] if outbox.takeover else [],
+            last_row=state.table.last_row,
         )

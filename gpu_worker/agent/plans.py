@@ -56,12 +56,15 @@ class PlanHandler:
         state.plan = plan.number
         state.acknowledged = plan.acknowledged
         if plan.takeover:
-            self.start_takeover()
+            self.take_over(plan)
             return
         state.until = max(state.until, plan.until)
         state.prefill_tokens = plan.prefill_tokens
         state.report_at_step = (state.step + state.until + 1) // 2
         starts = [self.start_row(start) for start in plan.starts]
+        for number, blocks in plan.blocks:
+            if (row := state.table.rows.get(number)) is not None:
+                row.blocks += blocks
         if starts:
             state.idle.clear()
         self.engine.send(Grant(state.until, state.prefill_tokens, starts, plan.blocks, plan.stops))
@@ -93,11 +96,13 @@ class PlanHandler:
             outbox.released.append((row, 0))
             self.state.wake.set()
 
-    def start_takeover(self) -> None:
-        """Stops every row for a new batcher, which decides where their requests go on."""
+    def take_over(self, plan: Plan) -> None:
+        """Reports to a new batcher what is held; rows go on. For one that does not adopt rows, stops them all
+        first.
+        """
         state = self.state
-        state.takeover_pending = True
-        if not state.table.rows:
+        state.takeover_pending = not plan.adopts
+        if plan.adopts or not state.table.rows:
             state.finish_takeover()
             return
         stops = [(row, "takeover") for row in state.table.rows]

@@ -9,7 +9,7 @@ from tokenizers import Tokenizer
 from common.detokenize import Detokenizer, StopMatcher, generated_text
 from common.messages.events import Tokens
 from common.messages.packing import pack_ids, unpack_ids
-from common.messages.plan import RowStart
+from common.messages.plan import HeldRow, RowStart
 from common.messages.records import RECORD, pack_pairs, pack_records, unpack_columns, unpack_records
 from common.messages.request import Generate
 
@@ -23,6 +23,8 @@ class RowText:
         records: packed records of all tokens of the request, earlier attempts' included.
         num_tokens: number of records.
         num_spilled: number of tokens that stand in the request's own string in Redis.
+        blocks: packed numbers of the KV blocks that it owns.
+        kv_len, prefilled_step: tokens that it held after the step that completed its prefill; 0 before that.
         prompt: packed records of the prompt's tokens but the first, as far as they are computed; None where
             the request does not ask for them, or an earlier attempt has written them to Redis.
         texts: the text of each token that is not published yet.
@@ -40,6 +42,9 @@ class RowText:
     records: bytearray
     num_tokens: int
     num_spilled: int
+    blocks: bytes
+    kv_len: int = 0
+    prefilled_step: int = 0
     prompt: bytearray | None = None
     texts: list[str] = field(default_factory=list)
     ended: bool = False
@@ -96,6 +101,21 @@ class RowText:
         )
 
     @property
+    def held(self) -> HeldRow:
+        """What a new batcher must know to go on with the row."""
+        return HeldRow(
+            self.row,
+            self.request.request_id,
+            self.attempt,
+            self.base,
+            self.num_tokens,
+            self.blocks,
+            self.kv_len,
+            self.prefilled_step,
+            self.ended,
+        )
+
+    @property
     def spilled_bytes(self) -> int:
         return self.num_spilled * RECORD.size * self.request.width
 
@@ -117,10 +137,15 @@ class RowText:
 
 @dataclass(slots=True)
 class RowTable:
-    """The rows of a worker, by number, from their start until the engine releases them."""
+    """The rows of a worker, by number, from their start until the engine releases them.
+
+    Attributes:
+        last_row: the highest number that a row ever had.
+    """
 
     tokenizer: Tokenizer
     rows: dict[int, RowText] = field(default_factory=dict)
+    last_row: int = 0
 
     def start(self, start: RowStart) -> RowText:
         """Adds a row. Tokens of earlier attempts are published already: they only advance the detokenizer and
@@ -139,10 +164,12 @@ class RowTable:
             records=bytearray(start.committed),
             num_tokens=0,
             num_spilled=start.base,
+            blocks=start.blocks,
             prompt=None if start.request.prompt_logprobs is None or start.base else bytearray(),
         )
         replay(row, committed_ids)
         self.rows[start.row] = row
+        self.last_row = max(self.last_row, start.row)
         return row
 
     @property

@@ -18,7 +18,7 @@ class AgentState:
         step: the last step that the engine completed.
         report_at_step: a report is due once this step is completed, so that the next grant comes in time.
         num_tokens: tokens sampled in this incarnation's life.
-        takeover_pending: a new batcher waits until no row is left.
+        takeover_pending: a new batcher that adopts no rows waits until none is left.
         idle: whether no row is held and everything is published.
     """
 
@@ -37,7 +37,7 @@ class AgentState:
     takeover_pending: bool = False
 
     def finish_takeover(self) -> None:
-        """Reports that no row is left."""
+        """Answers a new batcher with the next report."""
         self.takeover_pending = False
         self.outbox.takeover = True
         self.wake.set()

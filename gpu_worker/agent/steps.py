@@ -61,8 +61,11 @@ class StepHandler:
                 row.add_prompt(first, *logprobs)
         for number, kv_len in step.prefilled:
             outbox.prefilled.append((number, kv_len, step.step))
-            if (row := rows.get(number)) is not None and row.prompt is not None:
-                outbox.prompts.append(row)
+            if (row := rows.get(number)) is not None:
+                row.kv_len = kv_len
+                row.prefilled_step = step.step
+                if row.prompt is not None:
+                    outbox.prompts.append(row)
 
     def end_at_stop_string(self, row: RowText, step: StepResult) -> None:
         """Ends a row whose text has a stop string, unless the same token ends it for a reason that comes

@@ -5,8 +5,9 @@ the rules of blocks.
 import random
 from dataclasses import dataclass, field
 
-from common.messages.packing import unpack_ids
-from common.messages.plan import Plan, Report, RowStart
+from common.messages.finish_reasons import INTERRUPTED
+from common.messages.packing import pack_ids, unpack_ids
+from common.messages.plan import HeldRow, Plan, Report, RowStart
 
 
 @dataclass(eq=False)
@@ -15,6 +16,7 @@ class SimulatedRow:
     blocks: list[int]
     kv_len: int = 0
     num_tokens: int = 0
+    prefilled_as: tuple[int, int] = (0, 0)
 
     @property
     def target(self) -> int:
@@ -42,6 +44,8 @@ class SimulatedWorker:
     sequence: int = 0
     prefill_tokens: int = 0
     most_rows: int = 0
+    last_row: int = 0
+    ended_requests: set[str] = field(default_factory=set)
     report: Report = field(init=False)
 
     def __post_init__(self) -> None:
@@ -65,7 +69,8 @@ class SimulatedWorker:
             if number in self.rows:
                 self.own(number, unpack_ids(blocks))
         for start in plan.starts:
-            assert start.row not in self.rows
+            assert start.row > self.last_row, "row numbers go on"
+            self.last_row = start.row
             self.rows[start.row] = SimulatedRow(start, [], num_tokens=start.base)
             self.own(start.row, unpack_ids(start.blocks))
         self.most_rows = max(self.most_rows, len(self.rows))
@@ -83,6 +88,8 @@ class SimulatedWorker:
         row = self.rows.pop(number)
         self.report.ended.append((number, why, row.num_tokens))
         self.leaving.append((number, row))
+        if why not in INTERRUPTED:
+            self.ended_requests.add(row.start.request.request_id)
 
     def run(self) -> bool:
         """One step, if one is granted and a row can take part."""
@@ -98,7 +105,8 @@ class SimulatedWorker:
                 row.kv_len += chunk
                 took_part = took_part or chunk > 0
                 if row.prefilled:
-                    self.report.prefilled.append((number, row.kv_len, self.step + 1))
+                    row.prefilled_as = row.kv_len, self.step + 1
+                    self.report.prefilled.append((number, *row.prefilled_as))
                     self.sample(number, row)
             elif room > 0:
                 row.kv_len += 1
@@ -127,6 +135,29 @@ class SimulatedWorker:
                 del self.owned[block]
             self.report.released.append((number, row.kv_len))
         self.leaving = staying
+
+    def answer_takeover(self, epoch: int) -> Report:
+        """What it holds. Reports that were not read are lost, as those to an earlier batcher are."""
+        self.clear()
+        self.plan = 1
+        held = [self.held(number, row, False) for number, row in self.rows.items()]
+        held += [self.held(number, row, True) for number, row in self.leaving]
+        return Report(self.sequence, epoch, 1, self.step, takeover=True, held=held, last_row=self.last_row)
+
+    def held(self, number: int, row: SimulatedRow, ended: bool) -> HeldRow:
+        request, (kv_len, step) = row.start.request.request_id, row.prefilled_as
+        start = row.start
+        return HeldRow(
+            number,
+            request,
+            start.attempt,
+            start.base,
+            row.num_tokens,
+            pack_ids(row.blocks),
+            kv_len,
+            step,
+            ended,
+        )
 
     def take_report(self) -> Report:
         report = Report(

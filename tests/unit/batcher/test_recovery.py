@@ -4,6 +4,7 @@ import pytest
 from redis.asyncio import Redis
 from redis.exceptions import ConnectionError
 
+from batcher.backlog import Backlog
 from batcher.dispatch import Dispatch
 from batcher.failure_detector import FailureDetector
 from batcher.inbox import Inbox
@@ -38,7 +39,7 @@ def recovery(redis: Redis) -> Recovery:
     terminals = Terminals(redis, KEYS, ChannelSequences("b0-1"), scheduler, timeline)
     detector = FailureDetector(5.0)
     workers = WorkerRegistry(redis, KEYS, Inbox(redis), Dispatch(redis, KEYS), scheduler, detector)
-    return Recovery(redis, KEYS, scheduler, workers, terminals, timeline)
+    return Recovery(redis, KEYS, scheduler, workers, terminals, timeline, Backlog(redis, KEYS))
 
 
 async def queue(redis: Redis, request_id: str) -> Sequence:
@@ -168,7 +169,7 @@ async def test_restored_requests_are_recorded(redis: Redis, recovery: Recovery) 
     held, fresh = await placed(redis, "held"), await queue(redis, "fresh")
     held.attempt = 1
     await recovery.restore([held])
-    await recovery.restore_unheld([fresh])
+    await recovery.enqueue_unheld([fresh])
     assert held.waiting and fresh.waiting and held.queue_position < fresh.queue_position
     happened = {name: events[0].what for name, events in recovery.timeline.unwritten.items()}
     assert happened == {"held": "taken_over", "fresh": "queued"}
@@ -181,7 +182,7 @@ async def test_a_request_that_no_worker_held_resumes_with_its_string(
     await place(redis, "r1", "", attempt=2)
     await redis.set(KEYS.tokens("r1"), RECORD.pack(7, -1.0))
     sequence.attempt = 2
-    await recovery.restore_unheld([sequence])
+    await recovery.enqueue_unheld([sequence])
     assert (sequence.base, sequence.attempt, sequence.waiting) == (1, 2, True)
 
 

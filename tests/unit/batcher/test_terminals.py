@@ -52,7 +52,7 @@ async def published(redis: Redis, *actions: object) -> list[Events]:
 
 async def test_finish_publishes_stores_and_dequeues(redis: Redis, terminals: Terminals) -> None:
     sequence = await queue(redis, terminals, "r1")
-    sequence.records = RECORD.pack(7, -1.0) * 3
+    sequence.commit(RECORD.pack(7, -1.0) * 3)
     await redis.set(KEYS.tokens("r1"), sequence.records)
     [events] = await published(redis, terminals.finish(sequence, "timeout"))
     [terminal] = events.terminals

@@ -25,6 +25,11 @@ def workers(redis: Redis) -> WorkerRegistry:
     return WorkerRegistry(redis, KEYS, Inbox(redis), Dispatch(redis, KEYS), scheduler, detector)
 
 
+def answer_takeover(workers: WorkerRegistry, incarnation: str) -> None:
+    assert workers.answers_takeover(incarnation, ANSWER)
+    assert workers.take_over(incarnation, ANSWER, []) == []
+
+
 async def plans(redis: Redis, incarnation: str) -> list[Plan]:
     entries = await redis.xrange(KEYS.plans(incarnation))
     return [decode(Plan, fields[b"plan"]) for _, fields in entries]
@@ -35,9 +40,10 @@ async def test_a_new_worker_is_taken_over_once_and_then_active(redis: Redis, wor
     for _ in range(2):
         assert await workers.check() == []
     assert [plan.takeover for plan in await plans(redis, "w1")] == [True]
-    assert workers.state("w1") is WorkerState.TAKEOVER_SENT and not workers.is_taken_over("w1")
-    workers.on_report("w1", ANSWER)
-    assert workers.state("w1") is WorkerState.ACTIVE and workers.is_taken_over("w1")
+    assert workers.state("w1") is WorkerState.TAKEOVER_SENT
+    answer_takeover(workers, "w1")
+    assert workers.state("w1") is WorkerState.ACTIVE
+    assert not workers.answers_takeover("w1", ANSWER), "once"
     replica = workers.scheduler.replicas["w1"]
     assert (replica.step, replica.until) == (3, 3)
 
@@ -50,8 +56,8 @@ async def test_only_the_answer_to_this_takeover_makes_it_active(
 ) -> None:
     await start_worker(redis, "w1")
     await workers.check()
-    workers.on_report("w1", report)
-    assert workers.state("w1") is WorkerState.TAKEOVER_SENT and not workers.scheduler.replicas
+    assert not workers.answers_takeover("w1", report)
+    assert workers.state("w1") is WorkerState.TAKEOVER_SENT
 
 
 async def test_workers_from_before_the_epoch_are_pending_until_they_answer_or_are_removed(
@@ -63,7 +69,7 @@ async def test_workers_from_before_the_epoch_are_pending_until_they_answer_or_ar
     await start_worker(redis, "new")
     await workers.check()
     assert sorted(workers.pending_takeovers()) == ["w1", "w2"]
-    workers.on_report("w1", ANSWER)
+    answer_takeover(workers, "w1")
     await workers.seal("w2")
     await workers.remove_worker_keys("w2")
     assert list(workers.pending_takeovers()) == []
@@ -129,7 +135,7 @@ async def test_a_removed_worker_is_not_taken_over_again(redis: Redis, workers: W
 async def test_a_draining_worker_gets_no_new_rows(redis: Redis, workers: WorkerRegistry) -> None:
     await start_worker(redis, "w1")
     await workers.check()
-    workers.on_report("w1", ANSWER)
+    answer_takeover(workers, "w1")
     await send_heartbeat(redis, "w1", state="draining")
     await workers.check()
     assert workers.scheduler.replicas["w1"].draining

@@ -100,7 +100,7 @@ def test_blocks_stay_in_use_until_the_release() -> None:
     row = replica.start(make_sequence(16))
     replica.end(row)
     assert (replica.num_running, replica.pool.num_free) == (0, 7) and row.sequence.row is None
-    replica.release(row)
+    replica.release(row.number)
     assert replica.pool.num_free == 10 and not replica.rows
 
 

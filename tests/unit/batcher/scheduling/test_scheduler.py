@@ -1,114 +1,14 @@
 """Scheduler against simulated workers: blocks, budgets, ends, deaths. Every request ends."""
 
-import random
-
+import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from batcher.scheduling.replica import WorkerLimits
 from batcher.scheduling.scheduler import Scheduler
-from batcher.scheduling.sequence import Sequence
 from common.messages.packing import pack_ids
-from common.messages.plan import WorkerCapacity
-from common.messages.records import RECORD
-from common.messages.request import Generate, StoppingParams
-from tests.support.fleet.simulated_worker import SimulatedWorker
-
-BLOCK_SIZE = 16
-
-
-def request(
-    name: str, num_prompt: int, max_new_tokens: int, entry: int = 0, ttl_ms: int = 60_000
-) -> Sequence:
-    generate = Generate(name, "d", pack_ids(range(num_prompt)), StoppingParams(max_new_tokens))
-    return Sequence(generate, f"1000-{entry}", 100, 1000 + ttl_ms)
-
-
-class Pool:
-    """A scheduler, simulated workers, and a loop between them."""
-
-    def __init__(
-        self,
-        num_workers: int,
-        num_blocks: int,
-        seed: int,
-        limits: WorkerLimits | None = None,
-        eos_chance: float = 0.02,
-    ) -> None:
-        self.random = random.Random(seed)
-        self.eos_chance = eos_chance
-        self.scheduler = Scheduler(limits or WorkerLimits(), epoch=1)
-        self.workers: dict[str, SimulatedWorker] = {}
-        self.num_blocks = num_blocks
-        self.finished: list[str] = []
-        self.to_finish: list[tuple[str, str]] = []
-        self.committed: dict[str, int] = {}
-        self.num_added = 0
-        for _ in range(num_workers):
-            self.add_worker()
-
-    def add_worker(self) -> str:
-        name = f"w{self.num_added}"
-        self.num_added += 1
-        self.workers[name] = SimulatedWorker(BLOCK_SIZE, self.random, self.eos_chance)
-        self.scheduler.add_worker(
-            WorkerCapacity(name, name, "m", "float32", BLOCK_SIZE, self.num_blocks, 64, 4096)
-        )
-        return name
-
-    def add(self, *sequences: Sequence) -> None:
-        for sequence in sequences:
-            self.scheduler.register(sequence)
-            self.scheduler.enqueue(sequence)
-
-    def decide(self) -> None:
-        for pending in self.scheduler.plans():
-            self.workers[pending.replica.capacity.incarnation].apply_plan(pending.plan)
-        outcomes = self.scheduler.pop_outcomes()
-        for sequence in outcomes.finished:
-            self.finished.append(sequence.request_id)
-            self.scheduler.forget(sequence)
-        for sequence, why in outcomes.to_finish:
-            self.to_finish.append((sequence.request_id, why))
-            self.scheduler.forget(sequence)
-        for sequence in outcomes.interrupted:
-            self.resume(sequence)
-        assert all(
-            worker.most_rows <= self.scheduler.limits.max_batch_size for worker in self.workers.values()
-        )
-
-    def resume(self, sequence: Sequence) -> None:
-        sequence.records = RECORD.pack(0, 0.0) * self.committed.get(sequence.request_id, 0)
-        self.scheduler.resume(sequence)
-
-    def turn(self) -> None:
-        self.decide()
-        for name, worker in self.workers.items():
-            for _ in range(self.random.randint(1, 12)):
-                worker.run()
-            worker.release()
-            self.committed |= worker.committed
-            self.scheduler.apply_report(name, worker.take_report())
-
-    def kill(self, name: str) -> None:
-        del self.workers[name]
-        for sequence in self.scheduler.remove_worker(name):
-            self.resume(sequence)
-
-    def run(self, max_turns: int = 3000) -> None:
-        for _ in range(max_turns):
-            if not self.scheduler.sequences:
-                return
-            self.turn()
-        raise AssertionError(f"{len(self.scheduler.sequences)} requests never ended")
-
-    def check_blocks_returned(self) -> None:
-        for _ in range(50):
-            self.turn()
-        for replica in self.scheduler.replicas.values():
-            assert replica.pool.num_free == replica.pool.num_blocks
-            assert not replica.rows and replica.num_running == 0
-
+from common.messages.plan import HeldRow, Report
+from tests.support.fleet.simulated_pool import Pool, request
 
 sizes = st.lists(st.tuples(st.integers(1, 200), st.integers(1, 120)), min_size=1, max_size=40)
 
@@ -127,7 +27,9 @@ sizes = st.lists(st.tuples(st.integers(1, 200), st.integers(1, 120)), min_size=1
     num_workers=st.integers(1, 3),
     num_blocks=st.integers(20, 60),
     seed=st.integers(0, 10**6),
-    actions=st.lists(st.sampled_from(["kill", "drain", "cancel", "cancel"]), max_size=6),
+    actions=st.lists(
+        st.sampled_from(["kill", "drain", "cancel", "cancel", "succeed", "succeed"]), max_size=6
+    ),
 )
 def test_every_request_ends_once_and_every_block_comes_back(
     sizes: list[tuple[int, int]], num_workers: int, num_blocks: int, seed: int, actions: list[str]
@@ -142,6 +44,8 @@ def test_every_request_ends_once_and_every_block_comes_back(
             case "kill":
                 pool.kill(name)
                 pool.add_worker()
+            case "succeed":
+                pool.succeed()
             case "drain":
                 pool.scheduler.drain(name)
                 pool.add_worker()
@@ -270,3 +174,59 @@ def test_a_withdrawn_row_frees_its_blocks_and_leaves_the_plan() -> None:
     assert [start.request.request_id for start in pending.plan.starts] == ["r0", "r2"]
     pool.workers["w0"].apply_plan(pending.plan)
     assert len(pool.workers["w0"].owned) == pool.num_blocks - pending.replica.pool.num_free
+
+
+def test_a_new_batcher_adopts_what_workers_hold() -> None:
+    pool = Pool(2, num_blocks=100, seed=1, eos_chance=0)
+    pool.add(*(request(f"r{i}", 100, 60, i) for i in range(10)))
+    for _ in range(3):
+        pool.turn()
+    before = {name: list(worker.rows) for name, worker in pool.workers.items()}
+    pool.succeed()
+    assert pool.num_resumed == 10 - len(pool.finished) - sum(map(len, before.values()))
+    pool.decide()
+    for name, worker in pool.workers.items():
+        assert list(worker.rows)[: len(before[name])] == before[name] and worker.until > worker.step
+    pool.run()
+    assert sorted(pool.finished) == [f"r{i}" for i in range(10)]
+    assert set(pool.committed.values()) == {60}
+    pool.check_blocks_returned()
+
+
+def test_a_cancelled_row_is_adopted_to_be_stopped() -> None:
+    pool = Pool(1, num_blocks=100, seed=1, eos_chance=0)
+    pool.add(request("r0", 10, 500))
+    pool.turn()
+    pool.scheduler.sequences["r0"].stop_reason = "client"
+    pool.succeed()
+    (pending,) = pool.scheduler.plans()
+    assert pending.plan.stops == [(1, "client")]
+
+
+def test_rows_of_requests_that_are_not_known_are_stopped_and_their_blocks_come_back() -> None:
+    """So is a row of another attempt than the request's last."""
+    pool = Pool(1, num_blocks=100, seed=1, eos_chance=0)
+    pool.add(request("r0", 10, 500, 0), request("r1", 10, 500, 1))
+    pool.turn()
+    pool.scheduler.forget(pool.scheduler.sequences["r0"])
+    pool.attempts["r1"] = 2
+    pool.succeed()
+    assert pool.num_resumed == 1
+    (pending,) = pool.scheduler.plans()
+    assert pending.plan.stops == [(1, "takeover"), (2, "takeover")]
+    assert [start.row for start in pending.plan.starts] == [3]
+    pool.workers["w0"].apply_plan(pending.plan)
+    pool.run()
+    assert pool.finished == ["r1"]
+    pool.check_blocks_returned()
+
+
+def test_a_report_in_which_two_rows_own_a_block_is_refused() -> None:
+    pool = Pool(1, num_blocks=100, seed=1)
+    blocks = pack_ids([1, 2])
+    held = [HeldRow(row, f"r{row}", 1, 0, 0, blocks) for row in (1, 2)]
+    scheduler = Scheduler(WorkerLimits(), 2)
+    for wrong in (held, [HeldRow(1, "r1", 1, 0, 0, pack_ids([101]))]):
+        with pytest.raises(ValueError, match="in use twice"):
+            scheduler.take_over(pool.capacity("w0"), Report(1, 2, 1, 0, takeover=True, held=wrong), [])
+    assert not scheduler.replicas

@@ -9,7 +9,7 @@ from common.messages.answer import HttpAnswer, Rendering
 from common.messages.codec import WireError, decode, encode
 from common.messages.events import Events, LogEntry, Terminal, Tokens
 from common.messages.packing import pack_floats, pack_ids, unpack_ids
-from common.messages.plan import Plan, Report, RowStart, WorkerCapacity, WorkerDied
+from common.messages.plan import HeldRow, Plan, Report, RowStart, WorkerCapacity, WorkerDied
 from common.messages.records import RECORD
 from common.messages.request import Cancel, Generate, SamplingParams, StoppingParams
 from common.messages.timeline import Timeline, TimelineEvent
@@ -33,6 +33,7 @@ SAMPLING = SamplingParams(
     [8],
     True,
 )
+HELD = HeldRow(1, "r1", 2, 3, 5, b"", 9, 8)
 GENERATE = Generate(
     "r1",
     "d1",
@@ -108,6 +109,7 @@ EXAMPLES = [
             [(3, "client")],
             8,
             False,
+            True,
         ),
         {"v": 1, "e": 9, "n": 2, "u": 40, "pt": 64}
         | {
@@ -115,10 +117,10 @@ EXAMPLES = [
                 {"r": 1, "a": 1, "b": 0, "s": b"", "k": b"\x01\0\0\0", "q": msgpack.unpackb(encode(GENERATE))}
             ]
         }
-        | {"b": [[1, b"\x02\0\0\0"]], "x": [[3, "client"]], "k": 8, "t": False},
+        | {"b": [[1, b"\x02\0\0\0"]], "x": [[3, "client"]], "k": 8, "t": False, "ad": True},
     ),
     (
-        Report(4, 9, 2, 11, [(1, 8, 10)], [(2, "length", 7)], [(2, 9)], True, True),
+        Report(4, 9, 2, 11, [(1, 8, 10)], [(2, "length", 7)], [(2, 9)], True, [HELD], 7, True),
         {
             "v": 1,
             "q": 4,
@@ -129,6 +131,8 @@ EXAMPLES = [
             "x": [[2, "length", 7]],
             "r": [[2, 9]],
             "t": True,
+            "h": [{"r": 1, "id": "r1", "a": 2, "b": 3, "n": 5, "k": b"", "kv": 9, "s": 8, "x": False}],
+            "lr": 7,
             "l": True,
         },
     ),

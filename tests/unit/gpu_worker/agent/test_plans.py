@@ -4,9 +4,11 @@ import asyncio
 
 from redis.asyncio import Redis
 
+from common.broker.committed import read
 from common.messages.codec import encode
 from common.messages.packing import pack_ids
-from common.messages.plan import Plan
+from common.messages.plan import HeldRow, Plan
+from common.messages.records import RECORD
 from common.metrics import catalogue
 from gpu_worker.agent.agent import Agent
 from tests.support.agents import (
@@ -37,7 +39,37 @@ async def test_an_unreadable_plan_is_counted_and_the_next_one_applied(agent: Age
     assert catalogue.UNDECODABLE.values[()] == before + 1
 
 
-async def test_a_takeover_stops_all_rows_and_is_reported_when_they_are_released(
+async def test_a_takeover_is_answered_with_all_rows_as_they_are_and_they_go_on(
+    agent: Agent, redis: Redis
+) -> None:
+    """Tokens and ends that the same flush commits count."""
+    first = RECORD.pack(9, -1.0)
+    await start(agent, row=4)
+    await start(agent, row=5, committed=first)
+    await start(agent, row=6)
+    step(agent, {4: (0, 11), 5: (1, 12)}, prefilled=[(4, 2), (5, 3)])
+    agent.plans.apply(plan(agent, blocks=[(4, pack_ids([7, 8]))]))
+    agent.plans.apply(plan(agent, stops=[(5, "client")]))
+    num_grants = len(grants(agent))
+    agent.plans.apply(Plan(8, 1, 0, 0, takeover=True, adopts=True))
+    assert len(grants(agent)) == num_grants, "the engine is left alone"
+    step(agent, {4: (1, 13)}, ended=[(5, "client", 2)])
+    await agent.flusher.flush()
+    (report,) = await reports(redis)
+    assert (report.epoch, report.takeover, report.step, report.last_row) == (8, True, 2, 6)
+    assert report.held == [
+        HeldRow(4, "r4", 1, 0, 2, pack_ids([1, 7, 8]), 2, 1),
+        HeldRow(5, "r5", 1, 1, 2, pack_ids([1]), 3, 1, ended=True),
+        HeldRow(6, "r6", 1, 0, 0, pack_ids([1])),
+    ]
+    step(agent, {4: (2, 14)}, released=[(5, 4)])
+    await agent.flusher.flush()
+    later = (await reports(redis))[-1]
+    assert (later.takeover, later.held, later.released) == (False, [], [(5, 4)])
+    assert (await read(redis, KEYS, ["r4"]))["r4"].num_tokens == 3
+
+
+async def test_a_batcher_of_an_earlier_version_has_all_rows_stopped_and_its_answer_when_they_are_released(
     agent: Agent, redis: Redis
 ) -> None:
     await start(agent)

@@ -1,0 +1,171 @@
+"""Batchers succeed each other while rows run: rows stay in place, and every token comes once."""
+
+import json
+import random
+import signal
+import subprocess
+from collections import defaultdict
+from collections.abc import AsyncIterator
+
+import pytest
+from redis.asyncio import Redis
+
+from common.broker.client import script
+from common.messages.codec import decode, encode
+from common.messages.events import Events
+from common.messages.packing import pack_ids, unpack_ids
+from common.messages.request import Cancel, Generate, StoppingParams
+from deploy.serve.embedded_broker import Broker
+from tests.support.broker_state import KEYS, admit
+from tests.support.fleet.batchers import batcher
+from tests.support.fleet.modeless_worker import generate, modeless_worker
+from tests.support.waiting import wait_until
+
+CHANNEL = KEYS.events("g")
+NUM_REQUESTS, NUM_TOKENS = 12, 150
+
+
+def make_prompt(number: int) -> list[int]:
+    return random.Random(number).sample(range(300, 30_000), 5 + 3 * number)
+
+
+async def send(redis: Redis, number: int, num_tokens: int = NUM_TOKENS) -> None:
+    stopping = StoppingParams(num_tokens, ignore_eos=True)
+    request = Generate(f"r{number}", "d", pack_ids(make_prompt(number)), stopping, channel=CHANNEL)
+    await admit(redis, request)
+
+
+async def result_ids(redis: Redis, number: int) -> list[int]:
+    result = json.loads(await wait_until(lambda: redis.get(KEYS.result(f"r{number}"))))
+    assert "error" not in result, result
+    ids: list[int] = result["ids"]
+    return ids
+
+
+async def attempts(redis: Redis) -> set[bytes | None]:
+    return {await redis.hget(KEYS.request(f"r{n}"), "attempt") for n in range(NUM_REQUESTS)}  # type: ignore[misc]
+
+
+class Client:
+    """What a gateway would show: tokens by request, each exactly once."""
+
+    def __init__(self, redis: Redis) -> None:
+        self.pubsub = redis.pubsub()
+        self.shown: defaultdict[str, list[int]] = defaultdict(list)
+
+    async def read(self) -> None:
+        while (message := await self.pubsub.get_message(timeout=0)) is not None:
+            if message["type"] == "message":
+                for tokens in decode(Events, message["data"]).tokens:
+                    assert tokens.index == len(self.shown[tokens.request_id]), "no token is lost or repeated"
+                    self.shown[tokens.request_id] += unpack_ids(tokens.ids)
+
+    async def progress(self, count: int) -> None:
+        """Return when every request has so many tokens more, or all of its tokens."""
+        await self.read()
+        wanted = [min(len(self.shown[f"r{n}"]) + count, NUM_TOKENS) for n in range(NUM_REQUESTS)]
+
+        async def is_reached() -> bool:
+            await self.read()
+            return all(len(self.shown[f"r{n}"]) >= most for n, most in enumerate(wanted))
+
+        await wait_until(is_reached)
+
+
+@pytest.fixture
+async def client(redis: Redis) -> AsyncIterator[Client]:
+    one = Client(redis)
+    async with one.pubsub:
+        await one.pubsub.subscribe(CHANNEL)
+        yield one
+
+
+async def active_batcher(redis: Redis) -> str:
+    holder: bytes = await wait_until(lambda: redis.get(KEYS.batcher))
+    return holder.decode().split("-")[0]
+
+
+async def test_rows_stay_in_place_when_batchers_are_killed_suspended_and_drained(
+    broker: Broker, redis: Redis, client: Client
+) -> None:
+    expected = [generate(make_prompt(n), NUM_TOKENS) for n in range(NUM_REQUESTS)]
+    async with modeless_worker(broker.url, "w0") as one, modeless_worker(broker.url, "w1") as other:
+        with (
+            batcher(broker.url, "b0") as b0,
+            batcher(broker.url, "b1") as b1,
+            batcher(broker.url, "b2") as b2,
+        ):
+            processes = {"b0": b0, "b1": b1, "b2": b2}
+            for number in range(NUM_REQUESTS):
+                await send(redis, number)
+            await client.progress(10)
+            killed = await active_batcher(redis)
+            processes[killed].kill()
+            await client.progress(40)
+            suspended = await active_batcher(redis)
+            assert suspended != killed
+            processes[suspended].send_signal(signal.SIGSTOP)
+            await client.progress(40)
+            last = await active_batcher(redis)
+            assert last not in (killed, suspended)
+            processes[suspended].send_signal(signal.SIGCONT)
+            await wait_until(lambda: processes[suspended].poll() is not None)
+            assert processes[suspended].returncode == 1, "its lease is lost"
+            await terminate(processes[last])
+            with batcher(broker.url, "b3"):
+                assert [await result_ids(redis, n) for n in range(NUM_REQUESTS)] == expected
+                assert await attempts(redis) == {b"1"}, "no request went elsewhere"
+                await client.progress(NUM_TOKENS)
+                assert [client.shown[f"r{n}"] for n in range(NUM_REQUESTS)] == expected
+                await wait_until(lambda: not one.owners and not other.owners)
+                await wait_until(lambda: no_blocks_in_use(redis))
+    assert one.num_starts + other.num_starts == NUM_REQUESTS
+
+
+async def terminate(process: subprocess.Popen[bytes]) -> None:
+    process.terminate()
+    await wait_until(lambda: process.poll() is not None)
+
+
+async def no_blocks_in_use(redis: Redis) -> bool:
+    counts: list[bytes | None] = await redis.hmget(KEYS.state, ["blocks", "rows", "requests"])  # type: ignore[misc]
+    return counts == [b"0", b"0", b"0"]
+
+
+async def test_cancels_deaths_and_new_requests_between_two_batchers(broker: Broker, redis: Redis) -> None:
+    """A row cancelled meanwhile is stopped where it is, rows of a dead worker go to the other."""
+    async with modeless_worker(broker.url, "w0", max_batch_size=64) as one:
+        with batcher(broker.url, "b0") as first:
+            async with modeless_worker(broker.url, "w1"):
+                for number in range(NUM_REQUESTS):
+                    await send(redis, number)
+                await wait_until(lambda: one.num_starts == NUM_REQUESTS // 2)
+                await wait_until(lambda: all_started(redis))
+                first.kill()
+                first.wait()
+        held = [n for n in range(NUM_REQUESTS) if await holder(redis, n) == b"w0-1"]
+        cancelled = held[0]
+        await script(redis, "cancel")(
+            keys=[KEYS.request(f"r{cancelled}"), KEYS.control],
+            args=[encode(Cancel(f"r{cancelled}", "client"))],
+        )
+        await script(redis, "seal")(
+            keys=[KEYS.log("w1-1"), KEYS.reports("w1-1"), KEYS.worker("w1-1"), KEYS.workers],
+            args=["w1-1", "died"],
+        )
+        with batcher(broker.url, "b1"):
+            assert b"cancelled" in await wait_until(lambda: redis.get(KEYS.result(f"r{cancelled}")))
+            for number in set(range(NUM_REQUESTS)) - {cancelled}:
+                assert await result_ids(redis, number) == generate(make_prompt(number), NUM_TOKENS)
+            await wait_until(lambda: no_blocks_in_use(redis))
+        assert one.num_starts == NUM_REQUESTS, "those of the dead worker came, and none started twice"
+        assert not one.owners
+
+
+async def holder(redis: Redis, number: int) -> bytes | None:
+    worker: bytes | None = await redis.hget(KEYS.request(f"r{number}"), "worker")  # type: ignore[misc]
+    return worker
+
+
+async def all_started(redis: Redis) -> bool:
+    return all([await holder(redis, number) for number in range(NUM_REQUESTS)])

@@ -1,0 +1,114 @@
+"""A worker without a model: the real agent, over an engine whose next token follows from all before it."""
+
+import asyncio
+import contextlib
+import zlib
+from collections.abc import AsyncIterator, Sequence
+
+from redis.asyncio import Redis
+from tokenizers import Tokenizer
+
+from common import model_files
+from common.broker.client import connect
+from common.messages.packing import pack_ids, unpack_ids
+from common.messages.plan import WorkerCapacity
+from common.settings.settings import Settings
+from gpu_worker.agent.agent import Agent
+from gpu_worker.agent.engine_client import EngineClient
+from gpu_worker.agent.row_text import RowTable
+from gpu_worker.engine.batch.rows import Rows
+from gpu_worker.protocol import Grant, StepResult
+
+BLOCK_SIZE = 16
+TOKENIZER = Tokenizer.from_file(str(model_files.resolve("smollm2") / "tokenizer.json"))
+
+
+def next_id(ids: Sequence[int]) -> int:
+    return 300 + zlib.crc32(pack_ids(ids)) % 30_000
+
+
+def generate(prompt: Sequence[int], count: int) -> list[int]:
+    """The tokens of a request that nothing interrupts."""
+    ids = list(prompt)
+    for _ in range(count):
+        ids.append(next_id(ids))
+    return ids[len(prompt) :]
+
+
+class ModelessEngine(EngineClient):
+    """Rows as the real engine keeps them. A block that two rows own fails an assertion.
+
+    Attributes:
+        ids: of each row, prompt and tokens.
+        owners: row by block.
+        num_starts: rows that ever started.
+    """
+
+    def __init__(self, step_s: float) -> None:
+        super().__init__([])
+        self.step_s = step_s
+        self.token_ms = 1.0
+        self.rows = Rows(BLOCK_SIZE, eos_ids=())
+        self.ids: dict[int, list[int]] = {}
+        self.owners: dict[int, int] = {}
+        self.num_starts = 0
+        self.granted = asyncio.Event()
+
+    def send(self, grant: Grant) -> None:
+        for start in grant.starts:
+            assert start.row not in self.ids, "row numbers go on"
+            self.ids[start.row] = unpack_ids(start.ids)
+            self.num_starts += 1
+        for row, blocks in [*grant.blocks, *((start.row, start.blocks) for start in grant.starts)]:
+            if row in self.rows.rows or row in self.ids:
+                self.own(row, unpack_ids(blocks))
+        self.rows.apply(grant)
+        self.granted.set()
+
+    def own(self, row: int, blocks: list[int]) -> None:
+        assert not self.owners.keys() & set(blocks), "a block belongs to one row"
+        self.owners |= dict.fromkeys(blocks, row)
+
+    async def steps(self) -> Sequence[StepResult]:
+        while True:
+            await asyncio.sleep(self.step_s)
+            if (step := self.run_step()) is not None:
+                return [step]
+            self.granted.clear()
+            await self.granted.wait()
+
+    def run_step(self) -> StepResult | None:
+        slices = self.rows.launch()
+        sampled = [one.row.number for one in slices if one.samples]
+        ids = [next_id(self.ids[number]) for number in sampled]
+        for number, token_id in zip(sampled, ids, strict=True):
+            self.ids[number].append(token_id)
+        self.rows.collect(slices, ids, [-0.5] * len(ids))
+        result = self.rows.take_result()
+        for number, _ in result.released:
+            self.owners = {block: row for block, row in self.owners.items() if row != number}
+        if not slices and not result:
+            return None
+        return result.build(self.rows.step, 1.0)
+
+
+@contextlib.asynccontextmanager
+async def modeless_worker(
+    url: str, name: str, num_blocks: int = 1000, step_s: float = 0.02, max_batch_size: int = 256
+) -> AsyncIterator[ModelessEngine]:
+    """A worker that serves while the context is open."""
+    redis: Redis = connect(url)
+    engine = ModelessEngine(step_s)
+    worker = WorkerCapacity(f"{name}-1", name, "m", "float32", BLOCK_SIZE, num_blocks, 512, 8192)
+    settings = Settings(heartbeat_s=0.2, worker_ttl_s=5.0, max_batch_size=max_batch_size)
+    agent = Agent(settings, redis, engine, RowTable(TOKENIZER), worker)
+    serving = asyncio.create_task(agent.run())
+    try:
+        yield engine
+    finally:
+        failed = serving.done()
+        serving.cancel()
+        await asyncio.wait([serving])
+        await redis.aclose()
+        if failed:
+            serving.result()

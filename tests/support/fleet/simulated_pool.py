@@ -1,0 +1,135 @@
+"""A scheduler, and simulated workers that obey its plans, without Redis."""
+
+import random
+
+from batcher.scheduling.replica import WorkerLimits
+from batcher.scheduling.scheduler import Scheduler
+from batcher.scheduling.sequence import Sequence
+from common.messages.packing import pack_ids
+from common.messages.plan import WorkerCapacity
+from common.messages.records import RECORD
+from common.messages.request import Generate, StoppingParams
+from tests.support.fleet.simulated_worker import SimulatedWorker
+
+BLOCK_SIZE = 16
+
+
+def request(
+    name: str, num_prompt: int, max_new_tokens: int, entry: int = 0, ttl_ms: int = 60_000
+) -> Sequence:
+    generate = Generate(name, "d", pack_ids(range(num_prompt)), StoppingParams(max_new_tokens))
+    return Sequence(generate, f"1000-{entry}", 100, 1000 + ttl_ms)
+
+
+class Pool:
+    """A scheduler, simulated workers, and a loop between them."""
+
+    def __init__(
+        self,
+        num_workers: int,
+        num_blocks: int,
+        seed: int,
+        limits: WorkerLimits | None = None,
+        eos_chance: float = 0.02,
+    ) -> None:
+        self.random = random.Random(seed)
+        self.eos_chance = eos_chance
+        self.scheduler = Scheduler(limits or WorkerLimits(), epoch=1)
+        self.workers: dict[str, SimulatedWorker] = {}
+        self.num_blocks = num_blocks
+        self.finished: list[str] = []
+        self.to_finish: list[tuple[str, str]] = []
+        self.committed: dict[str, int] = {}
+        self.num_added = 0
+        self.attempts: dict[str, int] = {}
+        self.num_resumed = 0
+        for _ in range(num_workers):
+            self.add_worker()
+
+    def add_worker(self) -> str:
+        name = f"w{self.num_added}"
+        self.num_added += 1
+        self.workers[name] = SimulatedWorker(BLOCK_SIZE, self.random, self.eos_chance)
+        self.scheduler.add_worker(self.capacity(name))
+        return name
+
+    def capacity(self, name: str) -> WorkerCapacity:
+        return WorkerCapacity(name, name, "m", "float32", BLOCK_SIZE, self.num_blocks, 64, 4096)
+
+    def add(self, *sequences: Sequence) -> None:
+        for sequence in sequences:
+            self.scheduler.register(sequence)
+            self.scheduler.enqueue(sequence)
+
+    def decide(self) -> None:
+        for pending in self.scheduler.plans():
+            self.workers[pending.replica.capacity.incarnation].apply_plan(pending.plan)
+            for start in pending.plan.starts:
+                self.attempts[start.request.request_id] = start.attempt
+        outcomes = self.scheduler.pop_outcomes()
+        for sequence in outcomes.finished:
+            self.finished.append(sequence.request_id)
+            self.scheduler.forget(sequence)
+        for sequence, why in outcomes.to_finish:
+            self.to_finish.append((sequence.request_id, why))
+            self.scheduler.forget(sequence)
+        for sequence in outcomes.interrupted:
+            self.resume(sequence)
+        assert all(
+            worker.most_rows <= self.scheduler.limits.max_batch_size for worker in self.workers.values()
+        )
+
+    def resume(self, sequence: Sequence) -> None:
+        sequence.commit(RECORD.pack(0, 0.0) * self.committed.get(sequence.request_id, 0))
+        self.scheduler.resume(sequence)
+
+    def turn(self) -> None:
+        self.decide()
+        for name, worker in self.workers.items():
+            for _ in range(self.random.randint(1, 12)):
+                worker.run()
+            worker.release()
+            self.committed |= worker.committed
+            self.scheduler.apply_report(name, worker.take_report())
+
+    def kill(self, name: str) -> None:
+        del self.workers[name]
+        for sequence in self.scheduler.remove_worker(name):
+            self.resume(sequence)
+
+    def succeed(self) -> None:
+        """The batcher dies, with plans that it has not published; a new one adopts what workers hold."""
+        list(self.scheduler.plans())
+        before, self.scheduler = self.scheduler, Scheduler(self.scheduler.limits, self.scheduler.epoch + 1)
+        left = {}
+        for name, old in before.sequences.items():
+            left[name] = Sequence(old.request, old.entry_id, old.entry_bytes, old.deadline_ms)
+            left[name].attempt = self.attempts.get(name, 0)
+            left[name].stop_reason = old.stop_reason
+            self.scheduler.register(left[name])
+        for name, worker in self.workers.items():
+            ended = worker.ended_requests
+            rest = self.scheduler.take_over(
+                self.capacity(name), worker.answer_takeover(self.scheduler.epoch), list(left.values())
+            )
+            left = {sequence.request_id: sequence for sequence in rest}
+            for request_id in ended & left.keys():
+                self.finished.append(request_id)
+                self.scheduler.forget(left.pop(request_id))
+        for sequence in left.values():
+            self.num_resumed += 1
+            self.resume(sequence)
+
+    def run(self, max_turns: int = 3000) -> None:
+        for _ in range(max_turns):
+            if not self.scheduler.sequences:
+                return
+            self.turn()
+        raise AssertionError(f"{len(self.scheduler.sequences)} requests never ended")
+
+    def check_blocks_returned(self) -> None:
+        for _ in range(50):
+            self.turn()
+        for replica in self.scheduler.replicas.values():
+            assert replica.pool.num_free == replica.pool.num_blocks
+            assert not replica.rows and replica.num_running == 0
