@@ -61,43 +61,6 @@ async def test_dequeue_frees_count_and_bytes_once(redis: Redis) -> None:
     assert (await admit(redis, "r3"))[0] == b"admitted"
 
 
-async def test_publish_plan_writes_plan_and_requests_together(redis: Redis) -> None:
-    await admit(redis, "r1")
-    await create_logs(redis)
-    assert await publish_plan(redis, "5-1", [("r1", 1, 0)]) == [b"OK"]
-    assert await redis.hmget(KEYS.request("r1"), ["worker", "attempt", "base"]) == [b"w1", b"1", b"0"]  # type: ignore[misc]
-    assert await publish_plan(redis, "5-1", [("r1", 1, 0)]) == [b"OK"], "a repeated write is harmless"
-    assert await redis.xlen(KEYS.plans("w1")) == 1
-
-
-async def test_an_older_epoch_is_fenced(redis: Redis) -> None:
-    await create_logs(redis)
-    await publish_plan(redis, "6-1")
-    assert (await publish_plan(redis, "5-9"))[0] == b"FENCED"
-    assert await redis.xlen(KEYS.plans("w1")) == 1
-
-
-async def test_publish_plan_with_cancelled_rows_writes_nothing(redis: Redis) -> None:
-    for name in ("r1", "r2"):
-        await admit(redis, name)
-    await create_logs(redis)
-    await call(redis, "cancel", [KEYS.request("r2"), KEYS.control], [b"c"])
-    assert await publish_plan(redis, "5-1", [("r1", 1, 0), ("r2", 1, 0), ("gone", 1, 0)]) == [
-        b"refused",
-        2,
-        3,
-    ]
-    assert await redis.exists(KEYS.plans("w1")) == 0
-    assert await redis.hget(KEYS.request("r1"), "worker") is None  # type: ignore[misc]
-
-
-async def test_publish_plan_to_a_sealed_or_missing_worker_is_refused(redis: Redis) -> None:
-    assert await publish_plan(redis, "5-1") == [b"MISSING"]
-    await create_logs(redis)
-    await seal(redis)
-    assert await publish_plan(redis, "5-1") == [b"SEALED"]
-
-
 async def test_a_flush_appends_then_publishes(redis: Redis, pubsub: PubSub) -> None:
     await create_logs(redis)
     assert await flush(redis, 1, entry("r1", 0, [7]), b"report", [("ch", b"one"), ("ch", b"two")]) == [b"OK"]
@@ -189,41 +152,6 @@ async def test_committed_tokens_are_those_of_string_and_log(redis: Redis) -> Non
     assert not (await read(redis, KEYS, ["unknown"]))["unknown"].known
 
 
-async def test_an_earlier_epoch_publishes_and_saves_nothing(redis: Redis) -> None:
-    await create_logs(redis)
-    await admit(redis, "r1")
-    await redis.set(KEYS.epoch, 6)
-    assert (await publish_plan(redis, "5-1", [("r1", 1, 0)]))[0] == b"FENCED"
-    keep = [KEYS.epoch, KEYS.tokens("r1"), KEYS.request("r1")]
-    assert await call(redis, "save_committed", keep, [5, 60_000, "w1", 1, 0, b"x" * 8]) == b"FENCED"
-    assert await redis.exists(KEYS.plans("w1"), KEYS.tokens("r1")) == 0
-    assert (await publish_plan(redis, "6-1", [("r1", 1, 0)]))[0] == b"OK"
-
-
-async def test_saving_leaves_the_holder_of_a_request_that_went_on_elsewhere(redis: Redis) -> None:
-    await create_logs(redis)
-    await admit(redis, "r1")
-    await publish_plan(redis, "5-1", [("r1", 2, 0)])
-    keep = [KEYS.epoch, KEYS.tokens("r1"), KEYS.request("r1")]
-    assert await call(redis, "save_committed", keep, [5, 60_000, "w0", 1, 0, b"x" * 8]) == b"OK"
-    assert await redis.hmget(KEYS.request("r1"), ["worker", "crash_count"]) == [b"w1", b"0"]  # type: ignore[misc]
-    assert await redis.get(KEYS.tokens("r1")) == b"x" * 8
-
-
-async def test_a_request_of_another_type_is_read_as_absent(redis: Redis) -> None:
-    await admit(redis, "r1", width=3)
-    await redis.set(KEYS.tokens("r1"), b"x" * 8)
-    await redis.set(KEYS.request("r2"), "x")
-    await redis.lpush(KEYS.tokens("r2"), "x")  # type: ignore[misc]
-    names = [key for name in ("r1", "r2", "r3") for key in (KEYS.request(name), KEYS.tokens(name))]
-    assert await call(redis, "read_requests", names, ["1", "digest", "width"]) == [
-        [b"d", b"3", b"x" * 8],
-        [None, None, None],
-        [None, None, None],
-    ]
-    assert (await call(redis, "read_requests", names[:2], ["", "digest"])) == [[b"d", None]]
-
-
 async def test_heartbeats_are_refused_after_the_seal(redis: Redis) -> None:
     await create_logs(redis)
     keys = [
@@ -248,23 +176,6 @@ async def test_heartbeats_are_refused_after_the_seal(redis: Redis) -> None:
         == b"SEALED"
     )
     assert await redis.exists(KEYS.worker("w1"), KEYS.workers) == 0
-
-
-async def test_one_holder_has_the_lease_and_epochs_rise(redis: Redis) -> None:
-    keys = [KEYS.batcher, KEYS.epoch, KEYS.clock]
-    first = await call(redis, "lease", keys, ["b0", 5000, "", ""])
-    assert first and await call(redis, "lease", keys, ["b1", 5000, "", ""]) == b""
-    await redis.delete(KEYS.batcher)
-    assert await call(redis, "lease", keys, ["b0", 5000, first, 7000]) == first, (
-        "a lease that only expired is kept"
-    )
-    await redis.delete(KEYS.batcher)
-    second = await call(redis, "lease", keys, ["b1", 5000, "", ""])
-    assert int(second) > int(first)
-    assert await call(redis, "lease", keys, ["b0", 5000, first, 7000]) == b""
-    await redis.set(KEYS.epoch, 2**52)
-    await redis.delete(KEYS.batcher)
-    assert int(await call(redis, "lease", keys, ["b0", 5000, "", ""])) == 2**52 + 1
 
 
 async def test_likeliest_tokens_are_committed_with_their_token(redis: Redis) -> None:
@@ -312,12 +223,3 @@ async def test_prompt_logprobs_are_committed_with_the_first_token(redis: Redis) 
     assert await redis.exists(KEYS.request("gone")) == 0
     assert await redis.get(KEYS.request("spoiled")) == b"x"
     assert 0 < await redis.pttl(KEYS.request("r1")) <= 60_000
-
-
-async def test_a_foreign_entry_is_not_taken_for_the_plan(redis: Redis) -> None:
-    """A plan of a later epoch is published behind it."""
-    await create_logs(redis)
-    assert await publish_plan(redis, "5-1") == [b"OK"]
-    await redis.xadd(KEYS.plans("w1"), {"a": "foreign"}, id="5-2")
-    assert (await publish_plan(redis, "5-2"))[0] == b"FENCED"
-    assert await publish_plan(redis, "6-1") == [b"OK"]
