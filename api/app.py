@@ -13,7 +13,7 @@ from api.admin import routes_fleet, routes_health, routes_metrics, routes_page, 
 from api.http.auth import check_key
 from api.http.draining import Draining
 from api.http.error_handlers import add_error_handlers
-from api.http.middleware import MetricsMiddleware, RequestIdMiddleware
+from api.http.middleware import ArrivalMiddleware, RequestIdMiddleware
 from api.http.openapi import TAGS, build_document, introduction
 from api.http.raw_send import RawSendMiddleware
 from api.http.state import set_pools
@@ -62,7 +62,7 @@ def build(gateway: Gateway, draining: Draining | None = None) -> ASGIApp:
     set_pools(app, gateway.pools)
     add_routes(app, gateway.settings, draining or Draining())
     add_error_handlers(app)
-    return RawSendMiddleware(RequestIdMiddleware(MetricsMiddleware(add_cors(app, gateway.settings))))
+    return RawSendMiddleware(RequestIdMiddleware(ArrivalMiddleware(add_cors(app, gateway.settings))))
 
 
 def add_routes(app: FastAPI, settings: Settings, draining: Draining) -> None:

@@ -4,6 +4,7 @@ import contextlib
 from collections.abc import AsyncIterator, Callable
 
 from api.background import background_task
+from api.garbage import collect_when_idle
 from api.inference.pool import Pool
 from api.inference.pool_registry import PoolRegistry
 from api.inference.tokenizer import ModelTokenizer
@@ -38,4 +39,7 @@ class Gateway:
             await stack.enter_async_context(background_task(self.job_consumer.run()))
             stack.push_async_callback(self.pools.close)
             await stack.enter_async_context(background_task(self.pools.run()))
+            await stack.enter_async_context(
+                background_task(collect_when_idle(lambda: len(self.pool.relay.streams)))
+            )
             yield self

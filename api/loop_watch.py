@@ -9,7 +9,7 @@ import time
 
 from common.metrics.catalogue import LOOP_HOLD
 
-INTERVAL_S = 0.01
+INTERVAL_S = 0.005
 
 
 async def watch_loop() -> None:

@@ -1,10 +1,14 @@
-"""Pace: a long loop gives way to the other tasks of the event loop after each slice of its work."""
+"""Pace: long work gives way to the other tasks of the event loop.
+
+A loop does it after each slice of its work; many tasks that begin at once take turns.
+"""
 
 import asyncio
 import time
+from collections import deque
 
-MAX_UNITS = 64
-MAX_S = 0.002
+MAX_UNITS = 32
+MAX_S = 0.001
 
 
 class Pace:
@@ -25,3 +29,33 @@ class Pace:
             await asyncio.sleep(0)
             self.num_units = 0
             self.began_s = time.perf_counter()
+
+
+class Turns:
+    """Lets `num_tasks` tasks begin in one turn of the event loop; the others queue up."""
+
+    def __init__(self, num_tasks: int) -> None:
+        self.num_tasks = self.num_left = num_tasks
+        self.waiting: deque[asyncio.Future[None]] = deque()
+
+    async def take(self) -> None:
+        """Returns when the task may begin."""
+        loop = asyncio.get_running_loop()
+        if self.num_left == self.num_tasks:
+            loop.call_soon(self.renew)
+        if self.num_left:
+            self.num_left -= 1
+        else:
+            self.waiting.append(loop.create_future())
+            await self.waiting[-1]
+
+    def renew(self) -> None:
+        """Begin the next turn."""
+        self.num_left = self.num_tasks
+        while self.waiting and self.num_left:
+            future = self.waiting.popleft()
+            if not future.done():
+                future.set_result(None)
+                self.num_left -= 1
+        if self.num_left < self.num_tasks:
+            asyncio.get_running_loop().call_soon(self.renew)

@@ -27,19 +27,24 @@ async def measure(
 ) -> None:
     async with scripted_fleet(url, num_workers, step_s):
         await wait_until(server.is_ready, 60)
+        before = await read_holds(server.url)
         cpu_us, began_s = sum(server.cpu_us()), time.monotonic()
         wrong = await count_wrong(server.url, num_streams, num_tokens)
         wall_s, cpu_s = time.monotonic() - began_s, (sum(server.cpu_us()) - cpu_us) / 1e6
-        await asyncio.sleep(2)  # counts are published every second
         print(
             f"{num_streams} streams of {num_tokens} tokens from {num_workers} workers: {wrong} wrong; "
             f"{wall_s:.0f} s, gateway {cpu_s / wall_s:.0%} of a core, "
             f"{cpu_s * 1e6 / num_streams / num_tokens:.0f} µs a token; holds:"
         )
-        async with httpx.AsyncClient() as client:
-            text = (await client.get(f"{server.url}/metrics")).text
-        for clock, counts in hold_counts(text).items():
-            print(f"  {clock}: longest up to {longest_ms(counts):g} ms; " + described(counts))
+        for clock, counts in (await read_holds(server.url)).items():
+            during = {bound: count - before[clock][bound] for bound, count in counts.items()}
+            print(f"  {clock}: longest up to {longest_ms(during):g} ms; " + described(during))
+
+
+async def read_holds(url: str) -> dict[str, dict[float, int]]:
+    await asyncio.sleep(2)  # counts are published every second
+    async with httpx.AsyncClient() as client:
+        return hold_counts((await client.get(f"{url}/metrics")).text)
 
 
 def hold_counts(text: str) -> dict[str, dict[float, int]]:

@@ -8,10 +8,13 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from api.http.request_id import HEADER, client_request_id
 from api.inference.metrics import count_arrival
+from api.pace import Turns
 from common.process.logs import REQUEST_ID
 
 log = logging.getLogger(__name__)
 
+MAX_ARRIVALS = 4
+"""Each takes up to a millisecond until it waits for the broker."""
 COUNTED_ROUTES = ("/", "/generate", "/generate_stream", "/v1/chat/completions", "/v1/completions")
 
 
@@ -43,13 +46,17 @@ class RequestIdMiddleware:
             raise
 
 
-class MetricsMiddleware:
-    """Notes when a request for tokens arrives."""
+class ArrivalMiddleware:
+    """Notes when a request for tokens arrives; of many that arrive at once, only some begin in one turn of
+    the event loop.
+    """
 
     def __init__(self, app: ASGIApp) -> None:
         self.app = app
+        self.turns = Turns(MAX_ARRIVALS)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and scope["method"] == "POST" and scope["path"] in COUNTED_ROUTES:
             count_arrival()
+            await self.turns.take()
         await self.app(scope, receive, send)

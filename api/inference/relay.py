@@ -31,6 +31,8 @@ AUDIT_S = 1.0
 SILENCE_S = 5.0
 QUIET_S = 1.0
 """A stream without an event for so long may have moved to any source, or have been ended by the batcher."""
+END_UNITS = 4
+"""What an end costs beside a token: the last frames, and the release of the request."""
 MAX_WAITING = 256
 """Messages that wait for their turn; then the connection is not read, and the broker keeps the others."""
 
@@ -170,7 +172,7 @@ class Relay:
         for event in new:
             if (stream := self.streams.get(event.request_id)) is not None:
                 self.give(stream, event, events.source)
-            await self.pace.step()
+            await self.pace.step(1 if isinstance(event, Tokens) else END_UNITS)
 
     def give(self, stream: Stream, event: Tokens | Terminal, source: str) -> None:
         """Give an event to its stream, and request what it lacks before that."""
@@ -217,12 +219,16 @@ class Relay:
         self.request_fill(streams)
 
     async def audit(self) -> None:
-        """Request fills of streams that were silent for SILENCE_S, or have had a gap for AUDIT_S."""
+        """Never returns."""
         while True:
             await asyncio.sleep(AUDIT_S)
-            now = time.monotonic()
-            for stream in self.streams.values():
-                silent_s = now - stream.last_event_s
-                if not stream.terminal and (silent_s > SILENCE_S or stream.has_gap):
-                    stream.last_event_s = now
-                    self.request_fill([stream])
+            self.request_overdue()
+
+    def request_overdue(self) -> None:
+        """Request fills of streams that were silent for SILENCE_S, or have had a gap for AUDIT_S."""
+        now = time.monotonic()
+        for stream in self.streams.values():
+            silent_s = now - stream.last_event_s
+            if not stream.terminal and (silent_s > SILENCE_S or stream.has_gap):
+                stream.last_event_s = now
+                self.request_fill([stream])

@@ -27,7 +27,7 @@ FLOORS = {
         "inference arq",
         "retry",
         "errors",
-        "answer background json loop_watch offload pace",
+        "answer background garbage json loop_watch offload pace",
     ],
     "batcher": [
         "__main__",

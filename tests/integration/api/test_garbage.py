@@ -1,0 +1,67 @@
+"""A request leaves nothing that waits for a full garbage collection: that would hold the event loop."""
+
+import asyncio
+import gc
+import json
+import weakref
+from collections.abc import Iterator
+
+import pytest
+
+from deploy.serve.embedded_broker import Broker
+from tests.support.fleet.gateways import model_tokenizer, nothing_left, ready, serving
+from tests.support.fleet.scripted_worker import Answer, working
+from tests.support.waiting import wait_until
+
+TOKENIZER = model_tokenizer().backend
+IDS: list[int] = TOKENIZER.encode(" one two three four five six").ids
+GENERATE = {"inputs": "x", "parameters": {"max_new_tokens": 40, "ignore_eos": True}}
+CHAT = {
+    "messages": [{"role": "user", "content": "x"}],
+    "max_tokens": 40,
+    "n": 2,
+    "stream": True,
+    "ignore_eos": True,
+}
+
+
+@pytest.fixture
+def no_collector() -> Iterator[None]:
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+@pytest.mark.parametrize("leaves", [False, True])
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [("/generate_stream", GENERATE), ("/generate", GENERATE), ("/v1/chat/completions", CHAT)],
+)
+async def test_a_stream_is_freed_when_it_is_released(
+    broker: Broker, no_collector: None, path: str, body: dict[str, object], leaves: bool
+) -> None:
+    async with (
+        working(broker.url, TOKENIZER, lambda _: Answer(IDS * 10), step_s=0.02) as worker,
+        serving(broker.url) as (gateway, client),
+    ):
+        gc.disable()
+        await ready(gateway)
+        host, port = client.base_url.host, client.base_url.port
+        reader, writer = await asyncio.open_connection(host, port)
+        data = json.dumps(body).encode()
+        head = [
+            f"POST {path} HTTP/1.1",
+            "host: x",
+            "content-type: application/json",
+            f"content-length: {len(data)}",
+            "connection: close",
+        ]
+        writer.write("\r\n".join([*head, "", ""]).encode() + data)
+        await wait_until(lambda: gateway.pool.relay.streams)
+        streams = weakref.WeakSet(gateway.pool.relay.streams.values())
+        if not leaves:
+            await reader.read()
+        writer.close()
+        await nothing_left(gateway, worker)
+        await wait_until(lambda: not streams)
