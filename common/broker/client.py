@@ -21,10 +21,12 @@ from redis.exceptions import (
     RedisError,
 )
 
+from common.broker import sentinel
 from common.settings.settings import SettingError, Settings
 
 CONNECT_TIMEOUT_S = 5.0
 MIN_VERSION = (7, 0)
+NO_EVICTION = "noeviction"
 SCRIPTS = Path(__file__).parents[1] / "scripts"
 ERRORS = (RedisError, OSError)
 """What a command may raise while the broker is away or refuses; `describe_error` puts each into words."""
@@ -37,12 +39,15 @@ def connect(url: str, **options: Any) -> redis.asyncio.Redis:
 
     A command waits for its reply for as long as the connection lives, as XREAD may block; a vanished peer is
     noticed by TCP keep-alive within about 11 s. The client never repeats a command: callers retry, and
-    scripts are safe to repeat.
+    scripts are safe to repeat. With TLS the broker's certificate must be trusted and name its host.
     """
     defaults: dict[str, Any] = {"socket_connect_timeout": CONNECT_TIMEOUT_S}
     if not url.startswith("unix:"):
         defaults |= {"socket_keepalive": True, "socket_keepalive_options": keepalive_options()}
-    client: redis.asyncio.Redis = redis.asyncio.Redis.from_url(url, **(defaults | options))
+    if url.startswith("rediss"):
+        defaults["ssl_check_hostname"] = True
+    make_client = sentinel.connect if sentinel.is_sentinel_url(url) else redis.asyncio.Redis.from_url
+    client: redis.asyncio.Redis = make_client(url, **(defaults | options))
     pool = client.connection_pool
     pool.connection_class = with_c_packing(pool.connection_class)
     return client
@@ -66,6 +71,8 @@ def keepalive_options() -> dict[int, int]:
 def describe_error(error: BaseException) -> str:
     """Describe an error of the broker, or of the connection to it, in one line without passwords."""
     text = re.sub(r"//[^@\s]*@", "//", " ".join(str(error).split()))[:200]
+    if tls := re.search(r"Error 1 connecting to (\S+)\. .*(\[SSL: .*)", text):
+        return f"no TLS with the broker ({tls[1]}: {describe_tls(tls[2])})"
     text = re.sub(
         r"Error (\d+) connecting to (\S+)\. .*",
         lambda match: f"{match[2]}: {os.strerror(int(match[1]))}",
@@ -90,6 +97,16 @@ def describe_error(error: BaseException) -> str:
             return f"the broker refused ({text or type(error).__name__})"
 
 
+def describe_tls(text: str) -> str:
+    """Describe OpenSSL's error; name the option of the URL that a certificate needs."""
+    text = re.sub(r" ?\(_ssl\.c:\d+\)", "", text).rstrip(".")
+    if "Hostname mismatch" in text or "IP address mismatch" in text:
+        return f"its certificate names another host; {text}"
+    if "CERTIFICATE_VERIFY_FAILED" in text:
+        return f"its certificate is not trusted; ssl_ca_certs=FILE in REDIS_URL names whom to trust; {text}"
+    return text
+
+
 def broker_url(settings: Settings) -> str:
     """The broker's URL from the settings. Raises SettingError when it is not set."""
     if settings.redis_url is None:
@@ -105,11 +122,12 @@ async def check_broker(url: str) -> None:
         client = connect(url)
     except ValueError as error:  # its text may hold the password
         raise SettingError(
-            "redis_url", "is not a URL like redis://[user:password@]host:port/db (also rediss://, unix://)"
+            "redis_url",
+            "is not a URL like redis://[user:password@]host:port/db (rediss://, unix://, redis+sentinel://)",
         ) from error
     try:
         async with asyncio.timeout(CONNECT_TIMEOUT_S):
-            server = await client.info("server")
+            server = await client.info()
     except ERRORS as error:
         raise SettingError("redis_url", describe_error(error)) from error
     finally:
@@ -119,6 +137,13 @@ async def check_broker(url: str) -> None:
         raise SettingError(
             "redis_url",
             f"the broker speaks Redis {version}; {MIN_VERSION[0]}.{MIN_VERSION[1]} or later is needed",
+        )
+    if server.get("cluster_enabled"):
+        raise SettingError("redis_url", "the broker is a node of a Redis Cluster; a single primary is needed")
+    policy = str(server.get("maxmemory_policy", NO_EVICTION))
+    if policy != NO_EVICTION:
+        raise SettingError(
+            "redis_url", f"the broker's maxmemory-policy is {policy}, which loses keys; set {NO_EVICTION}"
         )
 
 

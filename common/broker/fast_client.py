@@ -13,7 +13,7 @@ from typing import Any, cast
 import hiredis
 from redis.asyncio import Redis
 from redis.asyncio.connection import AbstractConnection, DefaultParser
-from redis.exceptions import ConnectionError, InvalidResponse, NoScriptError
+from redis.exceptions import ConnectionError, InvalidResponse, NoScriptError, ReadOnlyError
 
 from common.broker.client import Script, load_script
 
@@ -102,6 +102,8 @@ class SerialClient:
         except asyncio.CancelledError:
             self.close()  # the reply still to come must not be taken for that of the next command
             raise
+        if isinstance(reply, ReadOnlyError):
+            self.close()  # what was the primary is a replica: the next connection leads to the new one
         if isinstance(reply, Exception):
             raise reply
         return reply

@@ -78,6 +78,19 @@ async def test_wrong_and_missing_passwords_are_refused() -> None:
         await access.check_broker(f"redis://:correct@127.0.0.1:{locked.port}")
 
 
+@pytest.mark.parametrize("policy", ["allkeys-lru", "volatile-ttl"])
+async def test_a_broker_that_evicts_keys_is_refused(policy: str) -> None:
+    with brokers.running("--maxmemory-policy", policy) as evicting:
+        assert f"maxmemory-policy is {policy}, which loses keys; set noeviction" in await refusal(
+            evicting.url
+        )
+
+
+async def test_a_node_of_a_cluster_is_refused() -> None:
+    with brokers.running("--cluster-enabled", "yes", "--cluster-port", str(free_port())) as node:
+        assert "node of a Redis Cluster" in await refusal(node.url)
+
+
 async def test_errors_of_a_running_broker_are_described() -> None:
     with brokers.running() as full:
         async with access.connect(full.url) as client:

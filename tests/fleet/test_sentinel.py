@@ -1,0 +1,21 @@
+"""A fleet over Sentinel whose primary is killed under streams: they go on, and have every token once."""
+
+import pytest
+
+from tests.support.fleet.fleet import Fleet
+from tests.support.load import Load
+from tests.support.sentinels import watched
+
+MAX_NEW_TOKENS = 60
+
+
+@pytest.mark.slow
+async def test_streams_outlive_a_failover() -> None:
+    settings = {"dtype": "float32", "debug_kv": True, "kv_cache_bytes": "64MiB"}
+    with watched() as service, Fleet(redis_url=service.url, **settings) as fleet:
+        ids = await Load(fleet, MAX_NEW_TOKENS, 4).whole()
+        load = Load(fleet, MAX_NEW_TOKENS, 4)
+        await load.progress(10)
+        service.fail_over()
+        assert load.running
+        assert await load.whole() == ids
