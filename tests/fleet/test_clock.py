@@ -2,9 +2,9 @@
 
 from pathlib import Path
 
+from tests.support.broker.shifted_clock import jumping_broker
 from tests.support.fleet.fleet import Fleet
 from tests.support.load import Load
-from tests.support.shifted_clock import jumping_broker
 
 QUARTER_S = 900
 MAX_NEW_TOKENS = 60

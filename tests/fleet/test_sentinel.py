@@ -2,9 +2,9 @@
 
 import pytest
 
+from tests.support.broker.sentinels import watched
 from tests.support.fleet.fleet import Fleet
 from tests.support.load import Load
-from tests.support.sentinels import watched
 
 MAX_NEW_TOKENS = 60
 

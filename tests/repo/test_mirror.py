@@ -4,6 +4,7 @@ from tests.support.source_tree import ROOT
 
 UNIT = ROOT / "tests" / "unit"
 BEHAVIOURS = {
+    "common/broker/test_tls.py",
     "common/scripts/test_batcher_scripts.py",  # Lua
     "common/scripts/test_job_scripts.py",  # Lua
     "common/scripts/test_scripts.py",  # Lua

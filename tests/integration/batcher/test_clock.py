@@ -8,8 +8,8 @@ from redis.asyncio import Redis
 
 from common.broker.client import connect
 from common.broker.keys import Keys
+from tests.support.broker.shifted_clock import JumpingBroker, jumping_broker
 from tests.support.fleet.batchers import CHANNEL, admit, batcher, result, waiting
-from tests.support.shifted_clock import JumpingBroker, jumping_broker
 from tests.support.waiting import wait_until
 
 KEYS = Keys("default")

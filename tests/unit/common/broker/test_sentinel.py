@@ -9,7 +9,7 @@ from common.broker import client as access
 from common.broker import sentinel
 from common.broker.fast_client import SerialClient
 from common.settings.settings import SettingError
-from tests.support.sentinels import watched
+from tests.support.broker.sentinels import watched
 from tests.support.waiting import wait_until
 
 TLS_OPTIONS = "ssl_ca_certs=/ca.pem&sentinel_password=watch"

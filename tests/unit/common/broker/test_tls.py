@@ -9,7 +9,7 @@ from common.broker import client as access
 from common.broker.fast_client import SerialClient
 from common.settings.settings import SettingError
 from deploy.serve.embedded_broker import Broker
-from tests.support.tls import make_certificate, tls_door
+from tests.support.broker.tls import make_certificate, tls_door
 
 
 async def refusal(url: str) -> str:
