@@ -5,8 +5,10 @@ import logging
 import os
 import signal
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
+import setproctitle
 import uvloop
 from redis.asyncio import Redis
 from tokenizers import Tokenizer
@@ -17,15 +19,18 @@ from common.broker.client import ERRORS, describe_error, script
 from common.broker.keys import Keys
 from common.messages.plan import WorkerCapacity
 from common.metrics.aggregate import publishing_metrics
+from common.process import parent_death
 from common.process.heartbeat import Heartbeat
+from common.process.preload import FLAG
 from common.process.startup import configure_process, start_process
 from common.settings.settings import SettingError, Settings, exit_when_unservable
 from gpu_worker.agent import gpu_claims
 from gpu_worker.agent.agent import Agent
-from gpu_worker.agent.engine_client import EngineClient, EngineDied, EngineRefused
+from gpu_worker.agent.engine_client import EngineClient, EngineDied, EngineRefused, RankProcess
 from gpu_worker.agent.publish import Sealed
 from gpu_worker.agent.row_text import RowTable
 from gpu_worker.agent.watchdog import EngineStuck
+from gpu_worker.preload import wait_for_place
 from gpu_worker.protocol import Ready
 from gpu_worker.rank import Place, local_places
 
@@ -34,8 +39,10 @@ log = logging.getLogger(__name__)
 SEAL_TIMEOUT_S = 2.0
 
 
-async def serve(settings: Settings, name: str, incarnation: str) -> int:
-    """Serves as one incarnation → the exit status."""
+async def serve(
+    settings: Settings, name: str, incarnation: str, preloaded: Sequence[RankProcess] = ()
+) -> int:
+    """Serves as one incarnation, with the engine's processes that were preloaded → the exit status."""
     directory = model_files.resolve(
         settings.model_id,
         settings.revision,
@@ -49,7 +56,7 @@ async def serve(settings: Settings, name: str, incarnation: str) -> int:
     gpus = gpu_claims.claim(settings, len(places)) if own.world_size == 1 else {}
     devices = {"CUDA_VISIBLE_DEVICES": ",".join(gpus)} if gpus else {}
     engine = await EngineClient.start(
-        {**settings.environ(), **devices, "MODEL_ID": str(directory), "WORKER_NAME": name}, places
+        {**settings.environ(), **devices, "MODEL_ID": str(directory), "WORKER_NAME": name}, places, preloaded
     )
     try:
         table = RowTable(Tokenizer.from_file(str(directory / "tokenizer.json")))
@@ -153,8 +160,24 @@ async def seal(redis: Redis, keys: Keys, incarnation: str, why: str) -> None:
         log.warning("not sealed: %s", describe_error(error))
 
 
+async def serve_preloaded() -> int:
+    """Waits for a place in the fleet, then serves there → the exit status."""
+    parent_death.die_with_parent()
+    setproctitle.setproctitle("tokenfleet preloading")
+    ranks = await wait_for_place(gpu_claims.num_ranks(Settings.read([])))
+    identity = start_process("worker", "w0")
+    settings = Settings.read([])
+    configure_process(identity, settings)
+    return await serve(settings, identity.name, identity.incarnation, ranks)
+
+
 def main() -> None:
-    """Runs a worker; or, where torchrun started this process as a rank above 0, that rank of the engine."""
+    """Runs a worker, preloaded with `--preload`; or, where torchrun started this process as a rank above 0,
+    that rank of the engine.
+    """
+    if sys.argv[1:] == [FLAG]:
+        with exit_when_unservable():
+            sys.exit(uvloop.run(serve_preloaded()))
     identity = start_process("worker", "w0")
     with exit_when_unservable():
         settings, place = Settings.read([]), Place.read(os.environ)

@@ -2,14 +2,15 @@
 
 A frame is a msgpack array: its name, then its fields in order. The agent sends `Grant`; the engine sends
 `LoadProgress` while it loads, `Ready` once, then one `StepResult` for each step (and for each boundary at
-which rows were stopped without a step), or `EngineFailure`. Ids and blocks travel as packed little-endian
-int32, log-probabilities as packed float32, sampled tokens as `SAMPLE`s.
+which rows were stopped without a step), or `EngineFailure`. An engine that is preloaded waits for a `Begin`
+after its first `LoadProgress`. Ids and blocks travel as packed little-endian int32, log-probabilities as
+packed float32, sampled tokens as `SAMPLE`s.
 
 The engine knows token ids, rows and blocks. It does not know text, requests, attempts, Redis or time limits.
 """
 
 import struct
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -77,6 +78,13 @@ class Grant:
     starts: Sequence[StartRow] = ()
     blocks: Sequence[tuple[int, bytes]] = ()
     stops: Sequence[tuple[int, str]] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Begin:
+    """The variables with which an engine loads that was preloaded."""
+
+    variables: Mapping[str, str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,8 +169,9 @@ class EngineFailure:
     cause: str
 
 
-Frame = Grant | LoadProgress | Ready | StepResult | EngineFailure
+Frame = Begin | Grant | LoadProgress | Ready | StepResult | EngineFailure
 NAMES: dict[type[Frame], str] = {
+    Begin: "begin",
     Grant: "grant",
     LoadProgress: "progress",
     Ready: "ready",

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from common.settings.settings import SettingError, Settings
 from common.settings.types import MAX_PORT
 from deploy.serve.embedded_broker import Broker
+from deploy.serve.preloaded_worker import PreloadedWorker
 from deploy.serve.supervised_process import SupervisedProcess
 
 MODULES = {"batcher": "batcher", "worker": "gpu_worker", "gateway": "api", "jobs": "api.arq.process"}
@@ -21,6 +22,7 @@ class LocalFleet:
         jobs: the job workers.
         brokers: the embedded broker, or nothing when the broker is not ours.
         was_ready: whether the fleet ever served.
+        preloaded: becomes the next worker that starts; None where that is not wanted.
     """
 
     settings: Settings
@@ -30,6 +32,7 @@ class LocalFleet:
     gateways: list[SupervisedProcess]
     jobs: list[SupervisedProcess] = field(default_factory=list)
     was_ready: bool = False
+    preloaded: PreloadedWorker | None = None
 
     @property
     def all(self) -> list[SupervisedProcess]:
@@ -66,6 +69,10 @@ def new_fleet(settings: Settings, broker: Broker | None) -> LocalFleet:
         gateways=members("gateway", settings.num_gateways),
         jobs=members("jobs", settings.num_jobs),
     )
+    if settings.preload_worker is not False:
+        fleet.preloaded = PreloadedWorker(settings, command(MODULES["worker"]), environ)
+        for worker in fleet.workers:
+            worker.preloaded = fleet.preloaded
     taken = {settings.port: "PORT"}
     number_ports(fleet.gateways, "GATEWAY_PORT", settings.gateway_port, taken)
     number_ports(fleet.ours, "METRICS_PORT", settings.metrics_port, taken)

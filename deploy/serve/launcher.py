@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import logging
 import os
+from functools import partial
 from typing import Any
 
 from common.broker.client import ERRORS, connect
@@ -18,7 +19,7 @@ from deploy.serve import checks
 from deploy.serve.embedded_broker import embedded
 from deploy.serve.fleet import LocalFleet, new_fleet
 from deploy.serve.shutdown import FleetEnded, end_on_signals
-from deploy.serve.startup import last_lines, wait_for_broker, wait_until_ready
+from deploy.serve.startup import last_lines, wait_for_broker, wait_until_ready, workers_are_ready
 from deploy.serve.supervised_process import SupervisedProcess, describe, kill
 
 log = logging.getLogger(__name__)
@@ -75,6 +76,8 @@ async def launch(fleet: LocalFleet, tasks: asyncio.TaskGroup) -> None:
     if await wait_until_ready(fleet):
         fleet.was_ready = True
         print(last_lines(fleet.settings), flush=True)
+        if fleet.preloaded is not None:
+            tasks.create_task(fleet.preloaded.keep(partial(workers_are_ready, fleet)))
 
 
 async def supervise(process: SupervisedProcess, fleet: LocalFleet, tasks: asyncio.TaskGroup) -> None:

@@ -97,6 +97,18 @@ async def describe_wait(fleet: LocalFleet, redis: Redis) -> str:
     return ", ".join(f"{' '.join(names)}: {doing}" for doing, names in workers.items())
 
 
+async def workers_are_ready(fleet: LocalFleet) -> bool:
+    """Whether every worker that should run is ready; False where the broker does not answer."""
+    assert fleet.settings.redis_url is not None
+    keys = Keys(fleet.settings.pool)
+    running = [keys.worker(worker.incarnation) for worker in fleet.workers if worker.should_run]
+    try:
+        async with asyncio.timeout(HEALTH_TIMEOUT_S), connect(fleet.settings.redis_url) as redis:
+            return bool(running) and await redis.exists(*running) == len(running)
+    except ERRORS:
+        return False
+
+
 async def wait_for_broker(settings: Settings) -> None:
     assert settings.redis_url is not None
     while True:

@@ -10,6 +10,8 @@ from asyncio.subprocess import DEVNULL
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from deploy.serve.preloaded_worker import PreloadedWorker
+
 log = logging.getLogger(__name__)
 
 FIRST_PAUSE_S = 0.5
@@ -57,6 +59,7 @@ class SupervisedProcess:
         kind: `broker`, `batcher`, `worker`, `gateway` or `jobs`.
         environ: variables in addition to ours.
         incarnation: name of this run, new at every start.
+        preloaded: a process that may become this one.
         should_run: whether to start it again when it ends.
     """
 
@@ -64,6 +67,7 @@ class SupervisedProcess:
     name: str
     command: Sequence[str]
     environ: dict[str, str]
+    preloaded: PreloadedWorker | None = None
     should_run: bool = True
     incarnation: str = ""
     running: asyncio.subprocess.Process | None = None
@@ -75,10 +79,12 @@ class SupervisedProcess:
         own = {"PROCESS_NAME": self.name, "INCARNATION": self.incarnation, "PARENT_PID": str(os.getpid())}
         clock = asyncio.get_running_loop().time
         started_s = clock()
-        environ = os.environ | self.environ | own
+        variables = self.environ | own
         try:
-            self.running = await asyncio.create_subprocess_exec(
-                *self.command, env=environ, stdin=DEVNULL, start_new_session=True
+            self.running = (
+                await self.preloaded.become(variables) if self.preloaded else None
+            ) or await asyncio.create_subprocess_exec(
+                *self.command, env=os.environ | variables, stdin=DEVNULL, start_new_session=True
             )
         except OSError as error:  # no memory, no process left: later, perhaps
             log.error("%s does not start: %s", self.name, error)

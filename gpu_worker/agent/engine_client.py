@@ -8,12 +8,14 @@ import socket
 import sys
 import time
 from asyncio.subprocess import Process
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from common.process.preload import FLAG
 from common.process.run_delay import run_delay_s
 from gpu_worker.agent.metrics import BatchMetrics
 from gpu_worker.protocol import (
+    Begin,
     EngineFailure,
     Frame,
     FrameDecoder,
@@ -54,16 +56,22 @@ class RankProcess:
     frames: FrameDecoder = field(default_factory=FrameDecoder)
 
     @classmethod
-    async def start(cls, place: Place, environ: dict[str, str]) -> "RankProcess":
+    async def start(cls, environ: Mapping[str, str], *, preload: bool = False) -> "RankProcess":
+        """Starts the process; with `preload` it waits for `begin`."""
         ours, theirs = socket.socketpair()
         with theirs:
             process = await asyncio.create_subprocess_exec(
                 *(sys.executable, "-P", "-m", ENGINE_MODULE, "--fd", str(theirs.fileno())),
+                *([FLAG] if preload else []),
                 pass_fds=[theirs.fileno()],
                 stdin=asyncio.subprocess.DEVNULL,
-                env={**os.environ, **environ, **place.environ(), "PARENT_PID": str(os.getpid())},
+                env={**os.environ, **environ, "PARENT_PID": str(os.getpid())},
             )
         return cls(process, *await asyncio.open_unix_connection(sock=ours))
+
+    def begin(self, environ: Mapping[str, str]) -> None:
+        """Gives a process that was preloaded its variables."""
+        self.writer.write(encode(Begin(environ)))
 
     async def receive(self) -> Frame | None:
         """Returns the next frame; None once the process has closed its socket."""
@@ -134,8 +142,15 @@ class EngineClient:
         self.tasks = [asyncio.create_task(self.kill_with(number)) for number in range(1, len(ranks))]
 
     @classmethod
-    async def start(cls, environ: dict[str, str], places: Sequence[Place]) -> "EngineClient":
-        return cls([await RankProcess.start(place, environ) for place in places])
+    async def start(
+        cls, environ: dict[str, str], places: Sequence[Place], preloaded: Sequence[RankProcess] = ()
+    ) -> "EngineClient":
+        """Starts a process for each place, or uses those that were preloaded."""
+        if not preloaded:
+            return cls([await RankProcess.start(environ | place.environ()) for place in places])
+        for rank, place in zip(preloaded, places, strict=True):
+            rank.begin(environ | place.environ())
+        return cls(preloaded)
 
     async def kill_with(self, number: int) -> None:
         """Kills all ranks when this one ends. A rank above 0 sends no more than why it failed."""

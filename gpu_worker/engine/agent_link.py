@@ -5,7 +5,7 @@ import socket
 from collections.abc import Iterator
 
 from gpu_worker.engine.errors import PeerClosed
-from gpu_worker.protocol import Frame, FrameDecoder, Grant, encode
+from gpu_worker.protocol import Begin, Frame, FrameDecoder, Grant, encode
 
 RECEIVE_BYTES = 2**18
 
@@ -34,8 +34,16 @@ class AgentLink:
                 assert isinstance(frame, Grant)
                 yield frame
 
-    def receive(self, wait_s: float) -> bool:
-        """Reads what has arrived → whether something has. Raises PeerClosed."""
+    def begin(self) -> Begin:
+        """Waits for the variables of an engine that was preloaded. Raises PeerClosed."""
+        while True:
+            self.receive(None)
+            for frame in self.frames:
+                assert isinstance(frame, Begin)
+                return frame
+
+    def receive(self, wait_s: float | None) -> bool:
+        """Reads what has arrived → whether something has; None waits for it. Raises PeerClosed."""
         if not select.select([self.channel], [], [], wait_s)[0]:
             return False
         try:

@@ -1,12 +1,14 @@
-"""The engine process, one for each rank of a worker: `python -m gpu_worker.engine --fd N`.
+"""The engine process, one for each rank of a worker: `python -m gpu_worker.engine --fd N [--preload]`.
 
 Settings and the rank's place (torchrun's variables) are in the environment. File N is a socket to the agent,
 through which ranks above 0 send no more than why they failed. A rank that torchrun starts on another machine
-has no agent beside it, and no socket.
+has no agent beside it, and no socket. With --preload it imports everything first, and waits for the
+variables of the worker that it becomes a part of.
 """
 
 import argparse
 import contextlib
+import ctypes
 import gc
 import logging
 import os
@@ -20,6 +22,7 @@ import setproctitle
 from common.model_files import no_progress
 from common.process import logs
 from common.process.parent_death import die_with_parent
+from common.process.preload import FLAG
 from common.settings.settings import SettingError, Settings
 from gpu_worker.engine.agent_link import AgentLink
 from gpu_worker.engine.errors import PeerClosed
@@ -32,18 +35,22 @@ SPIN_COUNT = ("GOMP_SPINCOUNT", "2000")
 """OpenMP threads that wait for each other sleep soon: on cores shared with other processes, a spinning thread
 keeps off the one it waits for. Read when torch is imported.
 """
+CUDA_ERROR_NOT_INITIALIZED = 3
 
 
 def main() -> None:
     die_with_parent()
-    setproctitle.setproctitle(f"tokenfleet engine {os.environ.get('WORKER_NAME', 'w0')}")
     for number in (signal.SIGINT, signal.SIGTERM):  # the agent decides when the engine ends
         signal.signal(number, signal.SIG_IGN)
     parser = argparse.ArgumentParser(prog="python -m gpu_worker.engine")
     parser.add_argument("--fd", type=int, help="inherited stream socket to the agent")
-    number = parser.parse_args().fd
-    link = AgentLink(socket.socket(fileno=number)) if number is not None else None
+    parser.add_argument(FLAG, action="store_true", help="import everything, then wait for the variables")
+    flags = parser.parse_args()
+    link = AgentLink(socket.socket(fileno=flags.fd)) if flags.fd is not None else None
     try:
+        if flags.preload and link is not None:
+            preload(link)
+        setproctitle.setproctitle(f"tokenfleet engine {os.environ.get('WORKER_NAME', 'w0')}")
         serve(link)
     except PeerClosed:
         exit_now(0)
@@ -54,12 +61,39 @@ def main() -> None:
         report_failure(link, EngineFailure("", repr(error)))
 
 
+def preload(link: AgentLink) -> None:
+    """Import all that an engine needs, and nothing more: the GPUs that it may use are not known yet. Return
+    when the variables have come. Raises PeerClosed.
+    """
+    setproctitle.setproctitle("tokenfleet engine preloaded")
+    prepare_import()
+    import gpu_worker.engine.loop  # noqa: F401  it imports everything
+
+    check_cuda_is_unused()
+    link.send(LoadProgress("imported"))
+    os.environ.update(link.begin().variables)
+
+
+def prepare_import() -> None:
+    os.environ.setdefault(*SPIN_COUNT)
+    gc.disable()  # collections while torch and transformers are imported take a fifth of the start
+
+
+def check_cuda_is_unused() -> None:
+    """Raises RuntimeError where an import has initialised CUDA: the driver reads CUDA_VISIBLE_DEVICES then,
+    and never again.
+    """
+    with contextlib.suppress(OSError):  # no driver
+        count = ctypes.c_int()
+        if ctypes.CDLL("libcuda.so.1").cuDeviceGetCount(ctypes.byref(count)) != CUDA_ERROR_NOT_INITIALIZED:
+            raise RuntimeError("an import has initialised CUDA")
+
+
 def serve(link: AgentLink | None) -> None:
     settings, place = Settings.read([], os.environ), Place.read(os.environ)
     name = f"{os.environ.get('WORKER_NAME', 'w0')} engine{f' rank {place.rank}' if place.rank else ''}"
     logs.set_up(name, settings.log_level, settings.json_output)
-    os.environ.setdefault(*SPIN_COUNT)
-    gc.disable()  # collections while torch and transformers are imported take a fifth of the start
+    prepare_import()
     from gpu_worker.engine.engine import Engine  # takes seconds: bad settings are reported before that
     from gpu_worker.engine.loop import run_follower, run_leader
     from gpu_worker.engine.parallel.communicator import Communicator

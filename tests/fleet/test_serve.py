@@ -6,11 +6,10 @@ import signal
 import time
 
 import httpx
-import psutil
 
 from common.settings.settings import Settings
 from deploy.serve import checks
-from tests.support.fleet.fleet import Fleet
+from tests.support.fleet.fleet import Fleet, is_alive
 from tests.support.waiting import wait_until_sync
 
 GONE_S = 3.0
@@ -18,7 +17,8 @@ PROMPT = "The sky is blue because"
 
 
 def test_processes_have_names_restart_and_drain() -> None:
-    with Fleet(num_workers=2, kv_cache_bytes="64MiB") as fleet:
+    """The successor of a worker is the preloaded process; no process is left at the end."""
+    with Fleet(num_workers=2, kv_cache_bytes="64MiB", preload_worker=True) as fleet:
         titles = {" ".join(process.cmdline()).strip() for process in fleet.processes()}
         assert {
             "tokenfleet serve",
@@ -29,9 +29,10 @@ def test_processes_have_names_restart_and_drain() -> None:
         } <= titles
         assert httpx.get(f"{fleet.base_url}/v1/models").json()["data"][0]["id"] == "smollm2"
 
-        old = fleet.pid("w1")
+        old, preloaded = fleet.pid("w1"), wait_until_sync(fleet.preloaded)
+        assert kinds(fleet).count("worker") == 2
         os.kill(old, signal.SIGKILL)
-        fleet.restarted("w1", old)
+        assert fleet.restarted("w1", old) == preloaded
 
         body = {"inputs": PROMPT, "parameters": {"max_new_tokens": 400, "ignore_eos": True, "details": True}}
         with httpx.stream("POST", f"{fleet.base_url}/generate_stream", json=body, timeout=60) as answer:
@@ -43,28 +44,28 @@ def test_processes_have_names_restart_and_drain() -> None:
             assert refused.status_code == 503 and "shutting down" in refused.text
             frames = [json.loads(line.removeprefix("data:")) for line in lines if line.startswith("data:")]
         assert frames[-1]["details"]["generated_tokens"] == 400
+        everybody = fleet.processes()
         assert fleet.launcher.wait(60) == 0
+        wait_until_sync(lambda: not any(map(is_alive, everybody)), GONE_S)
         checks.check_port(
             Settings(hostname="127.0.0.1", port=fleet.settings["port"])
         )  # a next fleet may start at once
 
 
+def kinds(fleet: Fleet) -> list[str]:
+    return [process["kind"] for process in httpx.get(f"{fleet.base_url}/fleet").json()["processes"]]
+
+
 def test_a_killed_launcher_leaves_no_process() -> None:
-    with Fleet(kv_cache_bytes="64MiB") as fleet:
+    with Fleet(kv_cache_bytes="64MiB", preload_worker=True) as fleet:
+        wait_until_sync(fleet.preloaded)
         processes = fleet.processes()
         assert any("engine" in " ".join(process.cmdline()) for process in processes)
         for process in processes[1:]:
             process.suspend()
         fleet.launcher.kill()
         fleet.launcher.wait()
-        wait_until_sync(lambda: not [process for process in processes if is_alive(process)], GONE_S)
-
-
-def is_alive(process: psutil.Process) -> bool:
-    try:
-        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
+        wait_until_sync(lambda: not any(map(is_alive, processes)), GONE_S)
 
 
 def test_a_cache_larger_than_memory_is_one_error_line() -> None:

@@ -42,6 +42,7 @@ FLOORS = {
     "gpu_worker": [
         "__main__ engine.__main__",
         "process engine.process",
+        "preload",
         "agent engine.loop",
         "engine.engine",
         "engine.model.load",

@@ -1,5 +1,6 @@
 """A whole fleet, started as a person would: `tokenfleet serve` in a process of its own, on a free port."""
 
+import contextlib
 import os
 import shutil
 import subprocess
@@ -37,7 +38,8 @@ class Fleet:
     command: tuple[str, ...] = ("deploy.cli", "serve")
 
     def __init__(self, **settings: Any) -> None:
-        self.settings = {"hostname": "127.0.0.1", "port": free_port(), "num_jobs": 0, **settings}
+        own = {"hostname": "127.0.0.1", "port": free_port(), "num_jobs": 0, "preload_worker": False}
+        self.settings: dict[str, Any] = own | settings
         self.base_url = f"http://127.0.0.1:{self.settings['port']}"
         self.directory = Path(tempfile.mkdtemp(prefix="tokenfleet-test-"))
 
@@ -113,6 +115,11 @@ class Fleet:
         """Process id of `w0`, once there is one."""
         return int(wait_until_sync(lambda: self.pids().get(name)))
 
+    def preloaded(self) -> int:
+        """Process id of the preloaded worker that waits; 0 without one."""
+        children = psutil.Process(self.launcher.pid).children()
+        return next((child.pid for child in children if title(child) == ["tokenfleet", "preloaded"]), 0)
+
     def workers_ready(self, pool: str = "default") -> int:
         """Workers that the batcher has taken over and gives rows to."""
         with redis.Redis.from_url(self.redis_url) as client:
@@ -154,10 +161,22 @@ class Fleet:
 
 def name_of(process: psutil.Process) -> str:
     """`w0` of a process titled `tokenfleet worker w0`, `broker` of the broker, else nothing."""
-    try:
+    with contextlib.suppress(psutil.Error):
         if process.name() == "valkey-server":
             return "broker"
-        words = " ".join(process.cmdline()).split()
-    except psutil.Error:
-        return ""
+    words = title(process)
     return words[2] if len(words) == 3 and words[0] == "tokenfleet" else ""
+
+
+def is_alive(process: psutil.Process) -> bool:
+    """Whether a process has not ended; one that nobody has waited for has."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    return False
+
+
+def title(process: psutil.Process) -> list[str]:
+    """The words that `ps` shows of a process; none of one that has ended."""
+    with contextlib.suppress(psutil.Error):
+        return " ".join(process.cmdline()).split()
+    return []

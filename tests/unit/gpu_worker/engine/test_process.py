@@ -1,5 +1,6 @@
 """The real engine process behind its socket."""
 
+import contextlib
 import os
 import socket
 import subprocess
@@ -7,10 +8,14 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 
+import psutil
 import pytest
 
+from gpu_worker.engine import process
 from gpu_worker.protocol import (
+    Begin,
     EngineFailure,
     Frame,
     FrameDecoder,
@@ -57,11 +62,11 @@ class Child:
         return frame
 
 
-def start_child(**environ: str) -> Child:
+def start_child(*flags: str, **environ: str) -> Child:
     ours, theirs = socket.socketpair()
     ours.settimeout(TIMEOUT_S)
     with theirs:
-        command = [sys.executable, "-m", "gpu_worker.engine", "--fd", str(theirs.fileno())]
+        command = [sys.executable, "-m", "gpu_worker.engine", "--fd", str(theirs.fileno()), *flags]
         process = subprocess.Popen(
             command,
             pass_fds=[theirs.fileno()],
@@ -133,6 +138,36 @@ def test_unservable_settings_are_reported(child: Child, setting: str, words: str
         and "\n" not in failure.cause
     )
     assert child.process.wait(TIMEOUT_S) == 1
+
+
+def test_a_preloaded_engine_imports_only_and_loads_with_the_variables_it_is_given() -> None:
+    """Until then it has no title of a worker, and has not read a setting."""
+    child = start_child("--preload", MODEL_ID="/nowhere", BLOCK_SIZE="many")
+    try:
+        assert child.receive() == LoadProgress("imported")
+        assert " ".join(psutil.Process(child.process.pid).cmdline()).strip() == "tokenfleet engine preloaded"
+        child.send(Begin({"MODEL_ID": "smollm2", "BLOCK_SIZE": "32", "WORKER_NAME": "w3"}))
+        ready = child.ready()
+        assert isinstance(ready, Ready) and ready.block_size == 32
+        assert " ".join(psutil.Process(child.process.pid).cmdline()).strip() == "tokenfleet engine w3"
+    finally:
+        assert end(child) == 0
+
+
+def test_a_preloaded_engine_ends_with_its_agent() -> None:
+    child = start_child("--preload")
+    assert end(child) == 0
+
+
+@pytest.mark.parametrize(("status", "refused"), [(0, True), (3, False)])
+def test_an_import_that_initialises_cuda_is_refused(
+    status: int, refused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The GPUs of a worker are chosen after the imports."""
+    driver = SimpleNamespace(cuDeviceGetCount=lambda _: status)
+    monkeypatch.setattr("ctypes.CDLL", lambda _: driver)
+    with pytest.raises(RuntimeError, match="CUDA") if refused else contextlib.nullcontext():
+        process.check_cuda_is_unused()
 
 
 def test_a_crash_is_reported(child: Child) -> None:

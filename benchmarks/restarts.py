@@ -1,0 +1,59 @@
+"""Prints how soon a killed worker's successor is ready: `python -m benchmarks.restarts [--kills 10]`.
+
+One worker, without load; each time from SIGKILL to the first heartbeat of the successor's, which says that it
+is ready. First without PRELOAD_WORKER, then with it, each kill when the next preloaded process waits.
+"""
+
+import argparse
+import os
+import signal
+import statistics
+import time
+
+import redis
+
+from common.broker.keys import Keys
+from tests.support.fleet.fleet import Fleet
+from tests.support.waiting import wait_until_sync
+
+KEYS = Keys("default")
+LONG_LIFE_S = 5.5
+"""A worker that has lived for so long is started again at once."""
+
+
+def main(kills: int) -> None:
+    for preload in (False, True):
+        with Fleet(preload_worker=preload, kv_cache_bytes="256MiB") as fleet:
+            times_s = sorted(measure(fleet, preload) for _ in range(kills))
+        print(
+            f"PRELOAD_WORKER={preload}: {kills} kills, median {statistics.median(times_s):.2f} s, "
+            f"{times_s[0]:.2f} to {times_s[-1]:.2f} s",
+            flush=True,
+        )
+
+
+def measure(fleet: Fleet, preload: bool) -> float:
+    """Kill the worker, and return the seconds until its successor is ready."""
+    with redis.Redis.from_url(fleet.redis_url) as client:
+        [old] = wait_until_sync(lambda: ready(client))
+        wait_until_sync(lambda: bool(fleet.preloaded()) == preload)
+        time.sleep(LONG_LIFE_S)
+        killed_s = time.monotonic()
+        os.kill(fleet.pid("w0"), signal.SIGKILL)
+        wait_until_sync(lambda: ready(client) - {old})
+        return time.monotonic() - killed_s
+
+
+def ready(client: redis.Redis) -> set[bytes]:
+    """Incarnations of the workers that are ready."""
+    names: list[bytes] = client.zrange(KEYS.workers, 0, -1)  # type: ignore[assignment]
+    states = {name: client.hmget(KEYS.worker(name.decode()), ["state"]) for name in names}
+    return {name for name, state in states.items() if state == [b"ready"]}
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--kills", type=int, default=10)
+    main(parser.parse_args().kills)

@@ -1,0 +1,22 @@
+"""Preload: the words between a launcher and a process that has imported what it needs, and waits to be used.
+
+The process has a socket to the launcher as its standard input. It says READY when it has imported everything;
+the launcher then sends the variables that make it one process of the fleet, and it answers ACCEPTED.
+"""
+
+import json
+from collections.abc import Mapping
+
+FLAG = "--preload"
+READY = b"ready\n"
+ACCEPTED = b"accepted\n"
+
+
+def encode_variables(variables: Mapping[str, str]) -> bytes:
+    """One line."""
+    return json.dumps(dict(variables)).encode() + b"\n"
+
+
+def decode_variables(line: bytes) -> dict[str, str]:
+    """The variables of a line that `encode_variables` made."""
+    return {str(name): str(value) for name, value in json.loads(line).items()}

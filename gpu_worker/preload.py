@@ -1,0 +1,53 @@
+"""Preload: a worker process that has imported everything, as have its engine's processes, and waits until the
+launcher says which worker it becomes.
+"""
+
+import asyncio
+import os
+import socket
+import sys
+
+import setproctitle
+
+from common.process.preload import ACCEPTED, READY, decode_variables
+from gpu_worker.agent.engine_client import RankProcess
+from gpu_worker.protocol import LoadProgress
+
+
+async def wait_for_place(num_ranks: int) -> list[RankProcess]:
+    """Start the processes of `num_ranks` ranks, and return them when this process has its place in the fleet:
+    its variables are in the environment then. Exits when the launcher or a rank ends before.
+    """
+    launcher = socket.socket(fileno=os.dup(sys.stdin.fileno()))
+    reader, writer = await asyncio.open_unix_connection(sock=launcher)
+    ranks = [await RankProcess.start({}, preload=True) for _ in range(num_ranks)]
+    for rank in ranks:
+        if not isinstance(frame := await rank.receive(), LoadProgress):
+            sys.exit(f"an engine cannot be preloaded: {frame}")
+    setproctitle.setproctitle("tokenfleet preloaded")
+    writer.write(READY)
+    line = await first_line(reader, ranks)
+    if not line:
+        sys.exit(0)
+    os.environ.update(decode_variables(line))
+    writer.write(ACCEPTED)
+    await writer.drain()
+    writer.close()
+    detach_stdin()
+    return ranks
+
+
+async def first_line(reader: asyncio.StreamReader, ranks: list[RankProcess]) -> bytes:
+    """Return the launcher's line, empty when the launcher or a rank ended."""
+    line = asyncio.create_task(reader.readline())
+    ends = [asyncio.create_task(rank.process.wait()) for rank in ranks]
+    await asyncio.wait([line, *ends], return_when=asyncio.FIRST_COMPLETED)
+    for end in ends:
+        end.cancel()
+    return line.result() if line.done() else b""
+
+
+def detach_stdin() -> None:
+    """Close the socket that was standard input: a worker reads none."""
+    with open(os.devnull, "rb") as nothing:
+        os.dup2(nothing.fileno(), sys.stdin.fileno())

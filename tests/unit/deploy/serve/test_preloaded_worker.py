@@ -1,0 +1,167 @@
+"""A process that waits to become a worker, played by a script that imports nothing."""
+
+import asyncio
+import contextlib
+import os
+import signal
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from common.process import memory
+from common.settings.settings import Settings
+from deploy.serve import preloaded_worker
+from deploy.serve.preloaded_worker import RANK_BYTES, PreloadedWorker, fits_in_memory
+from deploy.serve.supervised_process import SupervisedProcess
+from tests.support.waiting import wait_until
+
+FAKE = """
+import os, socket, sys, time
+from pathlib import Path
+from common.process.preload import ACCEPTED, READY, decode_variables
+if "--preload" in sys.argv:
+    launcher = socket.socket(fileno=0)
+    while Path(os.environ["IMPORTS"]).exists():
+        time.sleep(0.01)
+    launcher.sendall(READY)
+    line = launcher.makefile("rb").readline()
+    if not line:
+        sys.exit(0)
+    os.environ.update(decode_variables(line))
+    launcher.sendall(ACCEPTED)
+    told = "preloaded"
+else:
+    told = "alone"
+Path(os.environ["TOLD"]).write_text(f"{os.getpid()} {told} {os.environ['INCARNATION']}")
+time.sleep(600)
+"""
+
+
+class Workshop:
+    """A preloaded worker, and a worker `w0` that may use it; `imports` is a file that keeps it importing."""
+
+    def __init__(self, directory: Path, settings: Settings) -> None:
+        self.imports, self.told = directory / "imports", directory / "told"
+        command = [sys.executable, "-c", FAKE]
+        environ = {"IMPORTS": str(self.imports), "TOLD": str(self.told)}
+        self.preloaded = PreloadedWorker(settings, command, environ)
+        self.worker = SupervisedProcess("worker", "w0", command, environ, self.preloaded)
+        self.are_ready = asyncio.Event()
+        self.are_ready.set()
+
+    async def workers_are_ready(self) -> bool:
+        return self.are_ready.is_set()
+
+    async def ready(self) -> int:
+        """The process that waits, once it has imported everything."""
+        await wait_until(lambda: self.preloaded.waiting is not None and self.preloaded.waiting.is_ready)
+        assert self.preloaded.waiting is not None
+        return self.preloaded.waiting.process.pid
+
+    async def start(self) -> list[str]:
+        """Start the worker. Returns its process id, how it started, and its incarnation."""
+        self.told.unlink(missing_ok=True)
+        running = asyncio.create_task(self.worker.run_once())
+        told = await wait_until(lambda: self.told.exists() and self.told.read_text())
+        self.worker.kill()
+        await running
+        return str(told).split()
+
+
+@contextlib.asynccontextmanager
+async def workshop(directory: Path, settings: Settings | None = None) -> AsyncIterator[Workshop]:
+    """Leaving ends the keeping, and checks that it leaves no process."""
+    shop = Workshop(directory, settings or Settings(preload_worker=True))
+    keeping = asyncio.create_task(shop.preloaded.keep(shop.workers_are_ready))
+    try:
+        yield shop
+    finally:
+        keeping.cancel()
+        await asyncio.wait([keeping])
+        assert keeping.cancelled()
+        assert not psutil.Process().children(recursive=True)
+
+
+async def test_it_becomes_the_worker_that_starts_next_and_is_replaced(tmp_path: Path) -> None:
+    """Not before the workers are ready again: it would take processor time from the one that loads."""
+    async with workshop(tmp_path) as shop:
+        first = await shop.ready()
+        shop.are_ready.clear()
+        assert await shop.start() == [str(first), "preloaded", shop.worker.incarnation]
+        assert (await shop.start())[1] == "alone"
+        assert shop.preloaded.waiting is None
+        shop.are_ready.set()
+        second = await shop.ready()
+        assert second != first
+        assert await shop.start() == [str(second), "preloaded", shop.worker.incarnation]
+
+
+async def test_one_that_still_imports_makes_way_for_the_worker(tmp_path: Path) -> None:
+    async with workshop(tmp_path) as shop:
+        shop.imports.touch()
+        await wait_until(lambda: shop.preloaded.waiting)
+        assert shop.preloaded.waiting is not None
+        process = shop.preloaded.waiting.process
+        assert (await shop.start())[1] == "alone"
+        assert process.returncode == -signal.SIGKILL
+        shop.imports.unlink()
+        assert await shop.ready() != process.pid
+
+
+async def test_one_that_does_not_answer_is_ended_and_a_worker_starts(tmp_path: Path) -> None:
+    async with workshop(tmp_path) as shop:
+        pid = await shop.ready()
+        os.kill(pid, signal.SIGSTOP)
+        assert (await shop.start())[1] == "alone"
+        assert not psutil.pid_exists(pid)
+
+
+async def test_one_that_is_killed_is_replaced_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(preloaded_worker, "FIRST_RETRY_S", 0.01)
+    async with workshop(tmp_path) as shop:
+        first = await shop.ready()
+        os.kill(first, signal.SIGKILL)
+        assert (await shop.start())[1] in ("alone", "preloaded")
+        assert await shop.ready() != first
+
+
+async def test_one_whose_command_is_missing_keeps_nobody_from_starting(tmp_path: Path) -> None:
+    async with workshop(tmp_path) as shop:
+        await shop.ready()
+        shop.preloaded.command = ["/nowhere/python"]
+        assert (await shop.start())[1] == "preloaded"
+        assert (await shop.start())[1] == "alone"
+
+
+@pytest.mark.parametrize(
+    ("spare_bytes", "settings", "fits"),
+    [
+        (2 * RANK_BYTES, {}, True),
+        (2 * RANK_BYTES - 1, {}, False),
+        (2 * RANK_BYTES, {"num_shard": 2}, False),
+        (4 * RANK_BYTES, {"num_shard": 2}, True),
+    ],
+)
+def test_by_default_memory_decides(
+    spare_bytes: int, settings: dict[str, int], fits: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the caches of all workers may still take is not free."""
+    caches_bytes = 3 * 2**20
+    monkeypatch.setattr(memory, "available_bytes", lambda: 2 * caches_bytes + spare_bytes)
+    own = Settings(device="cpu", num_workers=2, kv_cache_bytes=caches_bytes, **settings)  # type: ignore[arg-type]
+    assert fits_in_memory(own) == fits
+
+
+async def test_without_memory_none_waits_unless_it_is_demanded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(memory, "available_bytes", lambda: 0)
+    caplog.set_level("INFO", preloaded_worker.__name__)
+    async with workshop(tmp_path, Settings()) as shop:
+        await wait_until(lambda: "memory is short (PRELOAD_WORKER)" in caplog.text)
+        assert shop.preloaded.waiting is None
+    async with workshop(tmp_path, Settings(preload_worker=True)) as shop:
+        await shop.ready()
