@@ -151,4 +151,5 @@ class WorkerMonitor:
             self.settings.max_top_n_tokens,
             self.settings.max_best_of,
             self.settings.max_client_batch_size,
+            not self.settings.disable_grammar_support,
         )

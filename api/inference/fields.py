@@ -13,6 +13,14 @@ from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema
 
 from api.inference.ranges import BIASES, RANGES
+from api.structured_output.grammar import WHITESPACE, Grammar
+from api.structured_output.shapes import (
+    GUIDED,
+    from_response_format,
+    from_structured_outputs,
+    guided,
+    only_one,
+)
 from common.messages.request import SamplingParams, StoppingParams
 
 Item = TypeVar("Item")
@@ -114,3 +122,45 @@ class SamplingFields(BaseModel):
             name: schema["properties"][name] for name in names if name in schema["properties"]
         }
         return reference
+
+
+def guided_field(what: str) -> Any:
+    """A field of older versions of vLLM."""
+    schema: Any = {"minLength": 1, "minItems": 1, "items": {"minLength": 1}}
+    return Field(default=None, description=f"vLLM's older form: {what}.", json_schema_extra=schema)
+
+
+class StructuredOutputFields(SamplingFields):
+    """OpenAI's `response_format`, and vLLM's `structured_outputs` and `guided_*`."""
+
+    response_format: dict[str, Any] | None = Field(
+        default=None,
+        description='What the text must look like: `{"type": "json_schema", "json_schema": {"schema": …}}`, '
+        '`{"type": "json_object"}`, or in TGI\'s way `{"type": "regex", "value": …}`.',
+        json_schema_extra={"required": ["type"], "properties": {"type": {"enum": ["text", "json_object"]}}},
+    )
+    structured_outputs: dict[str, Any] | None = Field(
+        default=None,
+        description="vLLM's form of `response_format`: an object with one of `json`, `regex`, `choice`, "
+        "`grammar` (Lark or GBNF) and `json_object`.",
+        json_schema_extra={"required": ["json_object"], "properties": {"json_object": {"const": True}}},
+    )
+    guided_json: dict[str, Any] | str | None = guided_field("a JSON schema that the text satisfies")
+    guided_regex: str | None = guided_field("a regex that the whole text matches")
+    guided_choice: Listed[str] | None = guided_field("texts of which the text is one")
+    guided_grammar: str | None = guided_field("a grammar (Lark or GBNF) that the text satisfies")
+    guided_whitespace_pattern: str | None = guided_field("a regex for the white space of `guided_json`")
+    guided_decoding_backend: str | None = Field(default=None, description="Has no effect.")
+
+    def grammar(self) -> Grammar | None:
+        """What the text must look like. Raises ApiError."""
+        fields: dict[str, Grammar | None] = {
+            name: guided(kind, getattr(self, name), name, self.guided_whitespace_pattern or WHITESPACE)
+            for name, kind in GUIDED.items()
+            if getattr(self, name) is not None
+        }
+        if self.response_format is not None:
+            fields["response_format"] = from_response_format(self.response_format)
+        if self.structured_outputs is not None:
+            fields["structured_outputs"] = from_structured_outputs(self.structured_outputs)
+        return only_one(fields)

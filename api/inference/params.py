@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from api.structured_output.grammar import Grammar
 from common.messages.request import SamplingParams, StoppingParams
 
 
@@ -11,9 +12,9 @@ from common.messages.request import SamplingParams, StoppingParams
 class GenerationParams:
     """One prompt and how to continue it, not yet validated. Defaults change nothing.
 
-    Three parameters stand here because only validation can complete them and move them into `stopping` and
-    `sampling`: `max_new_tokens` (by default what the context leaves), `seed` (by default random)
-    and `bad_words` (words that become token ids).
+    Four parameters stand here because only validation can complete them and move them into `stopping` and
+    `sampling`: `max_new_tokens` (by default what the context leaves), `seed` (by default random),
+    `bad_words` (words that become token ids) and `grammar` (which is compiled).
 
     Attributes:
         text, prompt_ids: the prompt; one of the two is given.
@@ -23,7 +24,7 @@ class GenerationParams:
         do_sample: whether tokens are sampled; some sampling parameters also turn sampling on
             (api/inference/sampling.py).
         stopping: without `max_new_tokens`.
-        sampling: without `seed`, `choice` and `bad_words`; its temperature is 1 where none is given.
+        sampling: without `seed`, `choice`, `bad_words` and `grammar`; its temperature is 1 by default.
         top_n_tokens: number of likeliest tokens that are reported with each token.
         prompt_logprobs: the model's own log-probabilities of the prompt's tokens are reported, and so many of
             the likeliest tokens at each place; None reports nothing of the prompt.
@@ -41,6 +42,7 @@ class GenerationParams:
     sampling: SamplingParams
     seed: int | None = None
     bad_words: list[str] = field(default_factory=list)
+    grammar: Grammar | None = None
     top_n_tokens: int = 0
     prompt_logprobs: int | None = None
     n: int = 1

@@ -9,6 +9,7 @@ from api.inference.ranges import BIASES, MAX_STOP_CHARS, RANGES
 from api.inference.sampling import sampling_params
 from api.inference.tokenizer import ModelTokenizer
 from api.offload import offload
+from api.structured_output.grammar import Grammar, compile_grammar
 from common.messages.packing import pack_ids
 from common.messages.request import Generate
 
@@ -27,6 +28,7 @@ class Limits:
     max_top_n_tokens: int
     max_best_of: int
     max_client_batch_size: int
+    structured_output: bool = True
 
 
 async def validate(params: GenerationParams, limits: Limits, tokenizer: ModelTokenizer) -> list[Generate]:
@@ -36,6 +38,8 @@ async def validate(params: GenerationParams, limits: Limits, tokenizer: ModelTok
     """
     check(params, limits, tokenizer)
     prompt_ids = await encode_prompt(params, limits, tokenizer)
+    grammar = await compile_grammar(checked_grammar(params, limits)) if params.grammar else ""
+    params = replace(params, sampling=replace(params.sampling, grammar=grammar))
     request = Generate(
         request_id="",
         digest="",
@@ -136,6 +140,16 @@ def check_top_n(params: GenerationParams, limits: Limits) -> None:
         raise invalid_field(
             params, "top_n_tokens", f"must be at most {limits.max_top_n_tokens}. Given: {params.top_n_tokens}"
         )
+
+
+def checked_grammar(params: GenerationParams, limits: Limits) -> Grammar:
+    """Raises ApiError where structured output is turned off."""
+    assert params.grammar is not None
+    if not limits.structured_output:
+        raise invalid(
+            f"`{params.grammar.field}` is turned off here (DISABLE_GRAMMAR_SUPPORT)", params.grammar.field
+        )
+    return params.grammar
 
 
 # --- lengths ------------------------------------------------------------------------------------------------

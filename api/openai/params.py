@@ -80,6 +80,7 @@ def common(body: OpenAIRequest, names: Mapping[str, str]) -> GenerationParams:
         ),
         seed=body.seed,
         bad_words=body.bad_words or [],
+        grammar=body.grammar(),
         n=1 if body.n is None else body.n,
         names=names,
     )

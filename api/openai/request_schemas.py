@@ -20,7 +20,7 @@ from pydantic_core import PydanticCustomError
 
 from api.errors import invalid
 from api.http.unsupported import reject_unsupported
-from api.inference.fields import BIAS_SCHEMA, Listed, SamplingFields, least, ranged
+from api.inference.fields import BIAS_SCHEMA, Listed, StructuredOutputFields, least, ranged
 from api.inference.ranges import MAX_STOP_CHARS
 from api.openai.unsupported_fields import TGI_FIELDS, UNSUPPORTED
 from common.messages.answer import Rendering
@@ -58,7 +58,7 @@ class StreamOptions(BaseModel):
     )
 
 
-class OpenAIRequest(SamplingFields):
+class OpenAIRequest(StructuredOutputFields):
     """Fields of both routes. Null and absent mean the default.
 
     `user`, `metadata`, `store` and other labels are accepted and have no effect.

@@ -15,6 +15,7 @@ from api.inference.params import GenerationParams
 from api.inference.ranges import MAX_STOP_CHARS
 from api.inference.sampling import SWITCH_NAMES
 from api.openai.request_schemas import OPENAI_FIELDS
+from api.structured_output.shapes import GRAMMAR_SCHEMA, from_response_format
 
 NAMES = {
     "text": "inputs",
@@ -22,7 +23,7 @@ NAMES = {
     "relative_frequency_penalty": "frequency_penalty",
     "n": "best_of",
 }
-UNSUPPORTED: UnsupportedFields = {"watermark": (False,), "grammar": (), "adapter_id": ()}
+UNSUPPORTED: UnsupportedFields = {"watermark": (False,), "adapter_id": ()}
 
 
 def unsupported(name: str) -> Any:
@@ -83,8 +84,14 @@ class GenerateParameters(SamplingFields):
         default=None, description="Begin the text with the prompt. Default: false; on `POST /`, true."
     )
 
+    grammar: dict[str, Any] | None = Field(
+        default=None,
+        description='What the text must look like: `{"type": "json", "value": …}` with a JSON schema, or '
+        '`{"type": "regex", "value": …}`.',
+        json_schema_extra=GRAMMAR_SCHEMA,
+    )
+
     watermark: bool | None = unsupported("watermark")
-    grammar: dict[str, Any] | None = unsupported("grammar")
     adapter_id: str | None = unsupported("adapter_id")
 
     @property
@@ -124,6 +131,7 @@ class GenerateRequest(BaseModel):
             ),
             seed=parameters.seed,
             bad_words=parameters.bad_words or [],
+            grammar=from_response_format(parameters.grammar, "grammar") if parameters.grammar else None,
             n=parameters.best_of or 1,
             top_n_tokens=parameters.top_n_tokens or 0,
             prompt_logprobs=0 if parameters.decoder_input_details else None,

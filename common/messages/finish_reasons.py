@@ -14,6 +14,7 @@ ERRORS = {
     "timeout": ("timeout", "the request was not finished before its deadline"),
     "poison": ("generation", "two workers died while they worked on this request"),
     "capacity": ("generation", "no worker's KV cache can hold this request"),
+    "grammar": ("generation", "the request's grammar allows none of the tokens that are left"),
     "malformed": ("generation", "the queued request cannot be read"),
 }
 """Reason of a failed request → (error type, error text). A reason that is not listed here is a cancel."""

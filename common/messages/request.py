@@ -28,6 +28,7 @@ class SamplingParams:
             minimum, until one of these ids comes: then it starts again (arXiv:2206.04624).
         raw_logprobs: whether log-probabilities are of the model's own distribution (OpenAI's way) or of the
             processed one (TGI's).
+        grammar: what the text must look like, in llguidance's form; "" is any text.
     """
 
     temperature: float = wire_field("t", default=0.0)
@@ -47,6 +48,7 @@ class SamplingParams:
     top_p_min: float = wire_field("n", default=TOP_P_MIN)
     top_p_reset_ids: list[int] = wire_field("i", default_factory=list)
     raw_logprobs: bool = wire_field("x", default=False)
+    grammar: str = wire_field("g", default="")
 
 
 @dataclass(frozen=True, slots=True)

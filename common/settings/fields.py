@@ -82,6 +82,8 @@ class SettingFields(BaseModel):
     """stop strings of one request"""
     max_top_n_tokens: Number = 20
     """most likely tokens listed with each token"""
+    disable_grammar_support: bool = False
+    """requests for structured output (JSON schemas, regexes, grammars) are refused"""
     request_timeout_s: Annotated[Seconds, Field(ge=0.1)] = 600.0
     """a request not finished by then ends with an error (s)"""
     submit_limit: Count = 10_000

@@ -54,7 +54,6 @@ TGI = (
     Option("ngrok", OFF, NO_NGROK, bool),
     Option("ngrok_authtoken", NONE, NO_NGROK, secret=True),
     Option("ngrok_edge", NONE, NO_NGROK),
-    Option("disable_grammar_support", ANY, "grammars are not built yet: a request for one is refused", bool),
     Option("env", ANY, "prints what `tokenfleet doctor` finds, then starts", bool, variable=False),
     Option("lora_adapters", NONE, NO_LORA),
     Option("usage_stats", ("on", "no-stack", "off"), "nothing about the use is ever sent anywhere"),

@@ -17,10 +17,11 @@ from gpu_worker.engine.batch.step_result import Int32
 from gpu_worker.engine.cuda.compile import compile_layers, stop_compiling
 from gpu_worker.engine.cuda.deterministic import FIXED_TOKENS, FixedShapeGraph
 from gpu_worker.engine.cuda.graphs import Capture, CaptureError, CudaGraphs, graph_sizes, make_capture
-from gpu_worker.engine.in_flight import InFlightStep, LaunchedStep
+from gpu_worker.engine.in_flight import InFlightStep, LaunchedStep, sample_requests
 from gpu_worker.engine.model import warmup
 from gpu_worker.engine.model.load import load, name_of
 from gpu_worker.engine.parallel.communicator import SINGLE_RANK, Communicator
+from gpu_worker.engine.sampling.matcher import Matchers
 from gpu_worker.engine.sampling.multinomial import empty_output
 from gpu_worker.engine.sampling.prompt_logprobs import MAX_LOGITS, score_prompts, select_sample_logits
 from gpu_worker.engine.sampling.sampler import sample
@@ -51,9 +52,16 @@ class Engine:
         self.loaded = load(settings, progress, communicator)
         self.block_size = self.loaded.geometry.block_size
         self.debug_kv = settings.debug_kv
+        self.matchers = Matchers(
+            self.loaded.directory,
+            self.loaded.vocab_size,
+            self.loaded.eos_ids,
+            waits=communicator.world_size > 1,
+        )
         self.rows = Rows(
             self.block_size,
             self.loaded.eos_ids,
+            self.matchers.start,
             max(1, MAX_LOGITS // self.loaded.vocab_size),
             self.loaded.recompute_length,
         )
@@ -156,6 +164,8 @@ class Engine:
         slices = self.rows.launch()
         if not slices:
             return None
+        if before is None and not self.communicator.rank:
+            self.matchers.begin(sample_requests(slices))
         logits = self.forward(slices, before.ids if before else None)
         return LaunchedStep(self.rows.step, slices, logits, started_s)
 
@@ -163,8 +173,10 @@ class Engine:
         """Launches the sampling of a step; other ranks take the tokens that rank 0 samples."""
         if launched is None:
             return None
-        requests = launched.requests
         logits, slices = launched.logits, launched.slices
+        requests = sample_requests(slices)
+        if not self.communicator.rank:
+            self.matchers.finish(requests)
         output = (
             empty_output(len(requests), 0, self.loaded.device)
             if self.communicator.rank

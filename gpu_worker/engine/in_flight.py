@@ -26,14 +26,14 @@ class LaunchedStep:
     logits: torch.Tensor
     started_s: float
 
-    @property
-    def requests(self) -> list[SampleRequest | None]:
-        """The requests of the rows that sample, valid once the host has read the step before."""
-        return [
-            row_slice.sample_request if row_slice.row.sampling_state else None
-            for row_slice in self.slices
-            if row_slice.samples
-        ]
+
+def sample_requests(slices: Sequence[RowSlice]) -> list[SampleRequest | None]:
+    """The requests of the rows that sample, valid once the host has read the step before."""
+    return [
+        row_slice.sample_request if row_slice.row.sampling_state else None
+        for row_slice in slices
+        if row_slice.samples
+    ]
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,11 +6,14 @@ from gpu_worker.engine.parallel.communicator import Communicator
 from gpu_worker.protocol import StepResult
 
 KEEPALIVE_S = 5.0
+COMPILE_WAIT_S = 0.002
+"""Until it is seen that a row's grammar is compiled."""
 
 
 def run_leader(engine: Engine, communicator: Communicator, link: AgentLink) -> None:
     """Runs steps until the agent closes the socket (raises PeerClosed). While rows wait for blocks or steps,
-    an empty step every five seconds tells the agent that the engine lives.
+    an empty step every five seconds tells the agent that the engine lives. An engine that has been idle for
+    so long prepares for grammars.
     """
     wait_s = 0.0
     while True:
@@ -19,9 +22,11 @@ def run_leader(engine: Engine, communicator: Communicator, link: AgentLink) -> N
         step = engine.step()
         if step is not None:
             link.send(step)
-        elif wait_s and engine.rows.rows:
+        elif wait_s == KEEPALIVE_S and engine.rows.rows:
             link.send(StepResult(engine.collected_step))
-        wait_s = 0.0 if step else KEEPALIVE_S
+        elif wait_s == KEEPALIVE_S:
+            engine.matchers.prepare()
+        wait_s = 0.0 if step else COMPILE_WAIT_S if engine.rows.waits_for_grammar else KEEPALIVE_S
 
 
 def run_follower(engine: Engine, communicator: Communicator) -> None:

@@ -1,9 +1,10 @@
 """OpenAI's own package against a whole fleet with the real model."""
 
 from collections.abc import AsyncIterator, Iterator
-from typing import Any
+from typing import Any, Literal
 
 import openai
+import pydantic
 import pytest
 from openai import AsyncOpenAI
 from transformers import AutoTokenizer
@@ -116,3 +117,24 @@ async def test_refusals_are_the_exceptions_of_the_package(client: AsyncOpenAI) -
         )
     assert [model.id async for model in client.models.list()] == [MODEL]
     assert (await client.models.retrieve(MODEL)).id == MODEL
+
+
+async def test_a_parsed_answer_is_an_object_of_its_class(client: AsyncOpenAI) -> None:
+    class Person(pydantic.BaseModel):
+        name: str = pydantic.Field(max_length=20)
+        age: int = pydantic.Field(ge=0, le=120)
+        likes: list[Literal["chess", "go", "tea"]] = pydantic.Field(max_length=3)
+
+    question: Any = [{"role": "user", "content": "Bob is 32 and likes chess. Describe him as JSON."}]
+    for temperature in (0, 1.2):
+        parsed = await client.chat.completions.parse(
+            model=MODEL, messages=question, response_format=Person, max_tokens=150, temperature=temperature
+        )
+        [choice] = parsed.choices
+        assert choice.finish_reason == "stop" and isinstance(choice.message.parsed, Person)
+    with pytest.raises(openai.BadRequestError, match="keyword `uniqueItems`") as refusal:
+        schema: Any = {"name": "s", "schema": {"type": "array", "uniqueItems": True}}
+        await client.chat.completions.create(
+            model=MODEL, messages=question, response_format={"type": "json_schema", "json_schema": schema}
+        )
+    assert refusal.value.param == "response_format.json_schema.schema"

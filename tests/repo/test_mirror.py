@@ -15,6 +15,7 @@ BEHAVIOURS = {
     "gpu_worker/engine/sampling/test_seeds.py",
     "gpu_worker/engine/test_deterministic.py",
     "gpu_worker/engine/test_exact_ids.py",
+    "gpu_worker/engine/test_structured_output.py",
 }
 """Files that are about what several modules do together."""
 

@@ -1,4 +1,4 @@
-"""Grammar masks: what a grammar, a tool's schema or a watermark allows or favours as a row's next token."""
+"""Grammar masks: what a grammar or a watermark allows or favours as a row's next token."""
 
 from typing import Protocol
 
@@ -15,8 +15,14 @@ class GrammarMask(Protocol):
     Both are read after the forward is launched and may be computed while it runs: only the sampler waits.
     """
 
-    def accept(self, token: int) -> None:
-        """Takes the row's newest token; when a row resumes, first the tokens before."""
+    def is_ready(self) -> bool:
+        """Tells whether the next token can be sampled: a grammar takes time to compile."""
+
+    def must_end(self) -> bool:
+        """Tells whether only an end-of-sequence token may come next."""
+
+    def accept(self, token: int) -> bool:
+        """Takes the row's newest token. False: the grammar does not allow it, so the row fails."""
 
     def mask(self) -> Bits | None:
         """Returns the tokens that may come next, at least one: bit t % 32 of word t //

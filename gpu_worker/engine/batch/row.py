@@ -1,14 +1,23 @@
 """A row, and the slice of it that one step computes. No tensors."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
 
 import numpy as np
 
+from gpu_worker.engine.batch.grammar import GrammarMask
 from gpu_worker.engine.batch.sampling_state import SampleRequest, SamplingState
 from gpu_worker.engine.batch.step_result import Int32
 from gpu_worker.protocol import StartRow
+
+GrammarFactory = Callable[[str, Sequence[int]], GrammarMask]
+"""(grammar, tokens of the row so far) → its mask."""
+
+
+def no_grammars(source: str, tokens: Sequence[int]) -> GrammarMask:
+    """For rows that have no grammar."""
+    raise ValueError("rows with a grammar need a model's vocabulary")
 
 
 @dataclass(slots=True, eq=False)
@@ -49,11 +58,22 @@ class Row:
     ended: bool = False
 
     @classmethod
-    def of(cls, start: StartRow, eos_ids: Sequence[int], generated_as_prompt: bool = False) -> "Row":
-        """Makes a row that starts; `eos_ids` end it, too, unless it ignores them."""
+    def of(
+        cls,
+        start: StartRow,
+        eos_ids: Sequence[int],
+        make_grammar: GrammarFactory = no_grammars,
+        generated_as_prompt: bool = False,
+    ) -> "Row":
+        """Makes a row that starts; `eos_ids` end it, too, unless it ignores them. A grammar's end is such an
+        id: nothing may follow it.
+        """
         ids, blocks = np.frombuffer(start.ids, "<i4"), np.frombuffer(start.blocks, "<i4")
+        source = start.sampling.grammar if start.sampling else ""
+        grammar = make_grammar(source, ids[len(ids) - start.base :].tolist()) if source else None
         ends = dict.fromkeys(start.stopping.stop_ids, "stop_sequence")
-        ends |= {} if start.stopping.ignore_eos else dict.fromkeys(eos_ids, "eos_token")
+        if grammar or not start.stopping.ignore_eos:
+            ends |= dict.fromkeys(eos_ids, "eos_token")
         return cls(
             number=start.row,
             ids=ids,
@@ -61,12 +81,17 @@ class Row:
             max_new_tokens=start.stopping.max_new_tokens,
             blocks=blocks,
             ends=ends,
-            sampling_state=SamplingState.of(start, list(ends)),
+            sampling_state=SamplingState.of(start, list(ends), grammar),
             base=start.base,
             generated_as_prompt=generated_as_prompt,
             prompt_logprobs=start.prompt_logprobs,
             collected_index=start.base,
         )
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether a step may compute it. A row waits for its grammar as a whole: its first token would."""
+        return self.sampling_state is None or self.sampling_state.is_ready
 
     @property
     def first_length(self) -> int:

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from common.messages.packing import pack_floats, pack_ids
-from gpu_worker.engine.batch.row import Row, RowSlice, arrange
+from gpu_worker.engine.batch.row import GrammarFactory, Row, RowSlice, arrange, no_grammars
 from gpu_worker.engine.batch.step_result import (
     NO_PROMPT_LOGPROBS,
     NO_TOP_LOGPROBS,
@@ -29,6 +29,7 @@ class Rows:
     """The rows that the engine holds, in the order of their starts.
 
     Attributes:
+        make_grammar: (grammar, tokens of the row before its base) → its mask.
         max_scored_tokens: prompt tokens of one step whose log-probabilities are reported: each needs a row of
             logits.
         recompute_length: beyond this length the model needs every K computed anew: the row is preempted, and
@@ -41,11 +42,13 @@ class Rows:
         self,
         block_size: int,
         eos_ids: Sequence[int],
+        make_grammar: GrammarFactory = no_grammars,
         max_scored_tokens: int = MAX_SCORED_TOKENS,
         recompute_length: int | None = None,
     ) -> None:
         self.block_size = block_size
         self.eos_ids = eos_ids
+        self.make_grammar = make_grammar
         self.max_scored_tokens = max_scored_tokens
         self.recompute_length = recompute_length
         self.rows: dict[int, Row] = {}
@@ -63,7 +66,9 @@ class Rows:
                 self.finish(self.rows[number], why)
         granted = [self.extend(number, np.frombuffer(blocks, "<i4")) for number, blocks in grant.blocks]
         for start in grant.starts:
-            self.rows[start.row] = Row.of(start, self.eos_ids, self.recompute_length is not None)
+            self.rows[start.row] = Row.of(
+                start, self.eos_ids, self.make_grammar, self.recompute_length is not None
+            )
             granted.append(self.rows[start.row].blocks)
         return granted
 
@@ -74,6 +79,11 @@ class Rows:
             return NO_BLOCKS
         row.blocks = np.concatenate((row.blocks, blocks))
         return blocks
+
+    @property
+    def waits_for_grammar(self) -> bool:
+        """Whether a row waits until its grammar is compiled."""
+        return not all(row.is_ready for row in self.rows.values())
 
     def launch(self) -> list[RowSlice]:
         """Launches the next step → its slices, arranged; empty where no step may or can run."""
@@ -96,7 +106,7 @@ class Rows:
         """
         slices, tokens_left, scores_left = [], self.prefill_tokens, self.max_scored_tokens
         for row in self.rows.values():
-            if row.ended or row.index >= row.max_new_tokens:
+            if row.ended or row.index >= row.max_new_tokens or not row.is_ready:
                 continue
             begin = row.kv_len
             room, prefill = len(row.blocks) * self.block_size - begin, len(row.ids) - begin
@@ -145,6 +155,9 @@ class Rows:
         row, result = row_slice.row, self.result
         if row.ended:
             return
+        if row.sampling_state and not row.sampling_state.accept(token):
+            self.finish(row, "grammar")
+            return
         if not row_slice.decodes:
             result.prefilled.append((row.number, row_slice.kv_len))
         if top:
@@ -152,8 +165,6 @@ class Rows:
         result.samples.append((row.number, row.collected_index, token, logprob))
         row.last_id = token
         row.collected_index += 1
-        if row.sampling_state:
-            row.sampling_state.accept(token)
         if row.collected_index >= row.max_new_tokens:
             self.finish(row, "length")
         elif token in row.ends:

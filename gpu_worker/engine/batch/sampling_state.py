@@ -52,7 +52,7 @@ class SamplingState:
         cls, start: StartRow, end_ids: list[int], grammar: GrammarMask | None = None
     ) -> "SamplingState | None":
         """Makes the state of a row that starts; None where it is greedy without penalties. `end_ids` end the
-        row. `grammar` has no token yet.
+        row. `grammar` has taken the tokens before `start.base`.
         """
         sampling = start.sampling or SamplingParams()
         always_applies = start.top_n_tokens > 0 or not is_plain_greedy(sampling) or grammar is not None
@@ -62,9 +62,6 @@ class SamplingState:
         words = sampling.bad_words
         tail_length = max((len(word) - 1 for word in words), default=0)
         num_prompt = len(ids) - start.base
-        if grammar is not None:
-            for token in ids[num_prompt:].tolist():
-                grammar.accept(token)
         return cls(
             sampling=sampling,
             top_n_tokens=start.top_n_tokens,
@@ -90,6 +87,11 @@ class SamplingState:
         """top_p of the next token."""
         return self.top_p_decay.top_p if self.top_p_decay else self.sampling.top_p
 
+    @property
+    def is_ready(self) -> bool:
+        """Whether the next token can be sampled."""
+        return self.grammar is None or self.grammar.is_ready()
+
     def applies_at(self, index: int) -> bool:
         """Tells whether the token of this index needs more than greedy sampling."""
         return self.always_applies or index < self.min_new_tokens
@@ -97,18 +99,18 @@ class SamplingState:
     def banned_ids_at(self, index: int) -> list[int]:
         """Returns the ids that must not be sampled as the token of this index."""
         words = [last for rest, last in self.bad_words if self.tail[-len(rest) :] == rest]
-        return self.banned_ids + words + (self.end_ids if index < self.min_new_tokens else [])
+        is_early = index < self.min_new_tokens and not (self.grammar and self.grammar.must_end())
+        return self.banned_ids + words + (self.end_ids if is_early else [])
 
-    def accept(self, token: int) -> None:
-        """Takes a sampled token."""
+    def accept(self, token: int) -> bool:
+        """Takes a sampled token. False: the row's grammar does not allow it."""
         if self.token_counts is not None:
             self.token_counts.accept(token)
         if self.tail_length:
             self.tail = [*self.tail, token][-self.tail_length :]
         if self.top_p_decay is not None:
             self.top_p_decay.accept(token)
-        if self.grammar is not None:
-            self.grammar.accept(token)
+        return self.grammar is None or self.grammar.accept(token)
 
     def penalty(self) -> Float32:
         """Returns what the frequency and presence penalties subtract from the scores of

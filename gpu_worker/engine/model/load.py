@@ -4,6 +4,7 @@ import importlib
 import io
 import logging
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -92,7 +93,7 @@ def load(settings: Settings, progress: model_files.Progress, communicator: Commu
 
 def assemble(
     settings: Settings,
-    path: Any,
+    path: Path,
     config: Any,
     model: Any,
     layers: dict[Any, LayerSpec],
@@ -103,6 +104,7 @@ def assemble(
     block_size = settings.block_size or BLOCK_SIZES[device.type]
     geometry = Geometry(list(layers.values()), block_size, dtype)
     return LoadedModel(
+        directory=path,
         model=model,
         attentions=list(layers),
         geometry=geometry,

@@ -1,6 +1,7 @@
 """LoadedModel: a model on its device with a KV cache on its attention modules, and its forward."""
 
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,12 +17,14 @@ class LoadedModel:
     """A model that is ready to compute steps.
 
     Attributes:
+        directory: where its files are.
         attentions: the model's attention modules, in the order of layers.
         context: the longest sequence in tokens.
         recompute_length: of a sequence beyond this length every K is computed anew.
         cache: set by `attach`.
     """
 
+    directory: Path
     model: Any
     attentions: list[Any]
     geometry: Geometry

@@ -58,7 +58,8 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     (CHAT | {"truncate_prompt_tokens": 0}, "truncate_prompt_tokens", "at least 1"),
     (CHAT | {"stream_options": {"include_usage": True}}, "stream_options", "`stream`"),
     (CHAT | {"max_new_tokens": 5}, "max_new_tokens", "not a field of this route"),
-    (CHAT | {"response_format": {"type": "json_object"}}, "response_format", "not supported yet"),
+    (CHAT | {"response_format": {"type": "xml"}}, "response_format.type", "must be one of text,"),
+    (CHAT | {"guided_regex": "("}, "guided_regex", "cannot be compiled"),
     (CHAT | {"tools": [{"type": "function"}]}, "tools", "not supported yet"),
     (CHAT | {"tool_choice": "auto"}, "tool_choice", "not supported yet"),
     (

@@ -32,6 +32,7 @@ SAMPLING = SamplingParams(
     0.01,
     [8],
     True,
+    "start: A",
 )
 HELD = HeldRow(1, "r1", 2, 3, 5, b"", 9, 8)
 GENERATE = Generate(
@@ -83,6 +84,7 @@ EXAMPLES = [
                 "n": 0.01,
                 "i": [8],
                 "x": True,
+                "g": "start: A",
             }
         }
         | {"tl": 1000}

@@ -4,6 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from common.messages.packing import pack_floats
+from common.messages.request import SamplingParams
 from gpu_worker.engine.batch.row import RowSlice
 from gpu_worker.engine.batch.rows import Rows
 from gpu_worker.engine.batch.step_result import PromptLogprobs, TopLogprobs
@@ -244,3 +245,36 @@ def test_every_row_ends_once_and_within_its_blocks(
     for row, (reason, end) in ended.items():
         assert end == len(sampled[row])
         assert reason == ("length" if end == lengths[row][1] else "eos_token")
+
+
+class SlowGrammar:
+    """A grammar that is compiled when the test says so, and allows one token."""
+
+    ready = False
+
+    def is_ready(self) -> bool:
+        return self.ready
+
+    def must_end(self) -> bool:
+        return False
+
+    def accept(self, token: int) -> bool:
+        return token == TEXT
+
+    def mask(self) -> None:
+        return None
+
+    def bias(self) -> None:
+        return None
+
+
+def test_a_row_waits_for_its_grammar_and_fails_at_a_token_that_it_forbids() -> None:
+    grammar = SlowGrammar()
+    rows = Rows(BLOCK, [EOS], lambda source, tokens: grammar)
+    guided = start(0, 2, sampling=SamplingParams(grammar="g"))
+    rows.apply(Grant(1000, 1000, [guided, start(1, 2)]))
+    assert run_step(rows)[0] == [(1, 0, 2, True)] and rows.waits_for_grammar
+    grammar.ready = True
+    assert run_step(rows)[0] == [(1, 2, 1, True), (0, 0, 2, True)] and not rows.waits_for_grammar
+    _, result = run_step(rows, token=TEXT + 1)
+    assert sampled_rows(result) == [1] and result.ended == [(0, "grammar", 1)]

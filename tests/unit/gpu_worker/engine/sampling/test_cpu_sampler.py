@@ -37,8 +37,14 @@ class FixedGrammar:
     mask_words: Any
     biases: Any
 
-    def accept(self, token: int) -> None:
-        """Accepts any token."""
+    def is_ready(self) -> bool:
+        return True
+
+    def must_end(self) -> bool:
+        return False
+
+    def accept(self, token: int) -> bool:
+        return True
 
     def mask(self) -> Any:
         return self.mask_words

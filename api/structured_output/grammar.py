@@ -1,0 +1,182 @@
+"""Grammar: what an answer must look like, compiled for the masks that the engine makes of it.
+
+A gateway compiles each grammar once, for a vocabulary of single bytes, so that what cannot be served is
+refused before it is queued. Workers compile it again for their model's vocabulary.
+"""
+
+import functools
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import llguidance
+from llguidance.gbnf_to_lark import any_to_lark
+
+from api.errors import ApiError, invalid
+from api.offload import LONG, offload
+
+MAX_GRAMMAR_BYTES = 256 * 1024
+MAX_SCHEMA_DEPTH = 64
+WHITESPACE = r"(\x20|\n\x20{0,32})?"
+"""White space between the tokens of JSON: none, a space, or a line that is indented. More than that, a model
+could write for ever.
+"""
+FORMATS = ("date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri")
+"""Formats that are enforced; others are annotations, as in JSON Schema."""
+NAMES_OF_SCHEMAS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
+"""Keywords whose keys are names, not keywords."""
+VALUES = ("const", "enum", "default", "examples")
+"""Keywords whose values are data, not schemas."""
+UNIMPLEMENTED = re.compile(r'Unimplemented keys: \["(.*)"\]')
+EOS = 256
+
+
+@dataclass(frozen=True, slots=True)
+class Grammar:
+    """A grammar as a client wrote it.
+
+    Attributes:
+        kind: `json` (a JSON schema), `regex`, `choice` (a JSON list of strings), `grammar` (Lark or GBNF).
+        text: the grammar.
+        field: the request's field that has it.
+        whitespace: a regex for white space in JSON.
+    """
+
+    kind: str
+    text: str
+    field: str
+    whitespace: str = WHITESPACE
+
+
+async def compile_grammar(grammar: Grammar) -> str:
+    """The grammar in llguidance's own form. Raises ApiError (422) with the keyword at fault and its place."""
+    size = len(grammar.text)
+    if size > MAX_GRAMMAR_BYTES:
+        raise invalid(
+            f"`{grammar.field}` must have at most {MAX_GRAMMAR_BYTES} characters. Given: {size}",
+            grammar.field,
+        )
+    return await offload(LONG, lambda: compile_cached(grammar))
+
+
+@functools.lru_cache(maxsize=256)
+def compile_cached(grammar: Grammar) -> str:
+    try:
+        source = source_of(grammar)
+    except ValueError as error:
+        raise refusal(grammar, str(error)) from error
+    matcher = llguidance.LLMatcher(byte_vocabulary(), source, log_level=0)
+    if not matcher.is_error():
+        matcher.compute_bitmask()
+    if matcher.is_error():
+        raise refusal(grammar, matcher.get_error().split("<state>")[0].strip())
+    return source
+
+
+def source_of(grammar: Grammar) -> str:
+    """The grammar in llguidance's form, not yet checked. Raises ValueError."""
+    match grammar.kind:
+        case "json":
+            schema = without_annotations(checked_schema(grammar))
+            return llguidance.LLMatcher.grammar_from_json_schema(
+                json.dumps(schema), overrides={"whitespace_pattern": grammar.whitespace}
+            )
+        case "regex":
+            return llguidance.LLMatcher.grammar_from_regex(grammar.text)
+        case "choice":
+            words = " | ".join(json.dumps(word, ensure_ascii=False) for word in json.loads(grammar.text))
+            return llguidance.LLMatcher.grammar_from_lark(f"start: {words}")
+        case _:
+            return llguidance.LLMatcher.grammar_from_lark(any_to_lark(grammar.text))
+
+
+def checked_schema(grammar: Grammar) -> Any:
+    """The schema as an object. Raises ApiError."""
+    try:
+        schema = json.loads(grammar.text)
+    except (ValueError, RecursionError) as error:
+        raise refusal(grammar, f"it is not JSON: {error}") from error
+    if not isinstance(schema, dict | bool):
+        raise refusal(grammar, "a JSON schema is an object")
+    if (depth := depth_of(schema)) > MAX_SCHEMA_DEPTH:
+        raise refusal(grammar, f"its depth must be at most {MAX_SCHEMA_DEPTH}. Given: {depth}")
+    return schema
+
+
+def depth_of(value: Any) -> int:
+    """How deep objects and lists are nested in each other."""
+    depth, level = 0, [value]
+    while level := [item for item in level if isinstance(item, dict | list)]:
+        depth += 1
+        level = [part for item in level for part in (item.values() if isinstance(item, dict) else item)]
+    return depth
+
+
+def without_annotations(schema: Any) -> Any:
+    """A schema without formats that are not enforced, and without llguidance's own options."""
+    if isinstance(schema, list):
+        return [without_annotations(item) for item in schema]
+    if not isinstance(schema, dict):
+        return schema
+    kept = {
+        name: value
+        for name, value in schema.items()
+        if name != "x-guidance" and not (name == "format" and value not in FORMATS)
+    }
+    return {
+        name: value
+        if name in VALUES
+        else {key: without_annotations(item) for key, item in value.items()}
+        if name in NAMES_OF_SCHEMAS and isinstance(value, dict)
+        else without_annotations(value)
+        for name, value in kept.items()
+    }
+
+
+def refusal(grammar: Grammar, cause: str) -> ApiError:
+    """The error for a grammar that cannot be compiled; a keyword's place is a JSON pointer (RFC 6901)."""
+    if (found := UNIMPLEMENTED.fullmatch(cause)) is not None:
+        keyword = found[1].split('", "')[0]
+        place = next(places(json.loads(grammar.text), keyword), "")
+        cause = f"the keyword `{keyword}` (at `{place}`) is not supported"
+    return invalid(f"`{grammar.field}` cannot be compiled: {cause}", grammar.field)
+
+
+def places(schema: Any, keyword: str, path: str = "#") -> Iterator[str]:
+    """JSON pointers of a keyword in a schema."""
+    if isinstance(schema, list):
+        for i, item in enumerate(schema):
+            yield from places(item, keyword, f"{path}/{i}")
+    elif isinstance(schema, dict):
+        if keyword in schema:
+            yield f"{path}/{keyword}"
+        for name, value in schema.items():
+            if name in NAMES_OF_SCHEMAS and isinstance(value, dict):
+                for key, item in value.items():
+                    yield from places(item, keyword, f"{path}/{name}/{escape(key)}")
+            elif name not in VALUES:
+                yield from places(value, keyword, f"{path}/{escape(name)}")
+
+
+def escape(name: str) -> str:
+    return name.replace("~", "~0").replace("/", "~1")
+
+
+class ByteTokenizer:
+    """A tokenizer whose tokens are single bytes, and an end."""
+
+    eos_token_id = EOS
+    bos_token_id = None
+    tokens = (*(bytes([i]) for i in range(EOS)), b"<eos>")
+    special_token_ids = (EOS,)
+
+    def __call__(self, text: bytes) -> list[int]:
+        return list(text)
+
+
+@functools.cache
+def byte_vocabulary() -> llguidance.LLTokenizer:
+    wrapper = llguidance.TokenizerWrapper(ByteTokenizer())
+    return llguidance.LLTokenizer(wrapper, n_vocab=EOS + 1, eos_token=[EOS])

@@ -1,0 +1,104 @@
+"""Grammars from the fields of requests: OpenAI's and TGI's `response_format`, TGI's `grammar`, vLLM's
+`structured_outputs` and `guided_*`.
+"""
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from api.errors import ApiError, invalid
+from api.structured_output.grammar import WHITESPACE, Grammar
+
+ANY_OBJECT = '{"type": "object"}'
+GUIDED = {
+    "guided_json": "json",
+    "guided_regex": "regex",
+    "guided_choice": "choice",
+    "guided_grammar": "grammar",
+}
+KINDS = ("json", "regex", "choice", "grammar", "json_object")
+"""Kinds of `structured_outputs`, of which it has one."""
+GRAMMAR_SCHEMA: Any = {
+    "required": ["type", "value"],
+    "properties": {"type": {"enum": ["json", "json_object", "json_schema", "regex"]}, "value": {}},
+}
+"""JSON schema of TGI's grammars."""
+WITHOUT_EFFECT = ("disable_fallback", "disable_any_whitespace", "_backend", "_backend_was_auto")
+PATTERN = "whitespace_pattern"
+
+
+def from_response_format(value: Mapping[str, Any], field: str = "response_format") -> Grammar | None:
+    """The grammar of `{"type": …}`; None for text. OpenAI puts the schema under `json_schema`, TGI under
+    `value`. Raises ApiError.
+    """
+    kind = value.get("type")
+    match kind:
+        case "text":
+            return None
+        case "json_object" | "json" if value.get("value") is None:
+            return Grammar("json", ANY_OBJECT, field)
+        case "json_object" | "json":
+            return schema_grammar(value["value"], f"{field}.value")
+        case "json_schema":
+            name = "json_schema" if "json_schema" in value else "value"
+            inner = value.get(name)
+            if not isinstance(inner, Mapping) or "schema" not in inner:
+                raise required(f"{field}.{name}.schema")
+            return schema_grammar(inner["schema"], f"{field}.{name}.schema")
+        case "regex":
+            return Grammar("regex", text_of(value.get("value"), f"{field}.value"), f"{field}.value")
+        case _:
+            allowed = "text, json_object, json_schema, json, regex"
+            raise invalid(f"`{field}.type` must be one of {allowed}. Given: {kind!r}", f"{field}.type")
+
+
+def from_structured_outputs(value: Mapping[str, Any], field: str = "structured_outputs") -> Grammar | None:
+    """The grammar of vLLM's object, which has one of KINDS. Raises ApiError."""
+    given = {name: value[name] for name in KINDS if value.get(name) not in (None, False)}
+    for name, item in value.items():
+        if name not in (*KINDS, *WITHOUT_EFFECT, PATTERN) and item:
+            raise invalid(f"`{field}.{name}` is not supported yet", f"{field}.{name}")
+    if len(given) != 1:
+        raise invalid(f"`{field}` must have one of {', '.join(KINDS)}. Given: {len(given)}", field)
+    [(name, item)] = given.items()
+    whitespace = text_of(value.get(PATTERN) or WHITESPACE, f"{field}.{PATTERN}")
+    return guided(name, item, f"{field}.{name}", whitespace)
+
+
+def guided(kind: str, value: Any, field: str, whitespace: str = WHITESPACE) -> Grammar:
+    """The grammar of a field that has the kind in its name. Raises ApiError."""
+    if kind == "json_object":
+        return Grammar("json", ANY_OBJECT, field, whitespace)
+    if kind == "json":
+        return schema_grammar(value, field, whitespace)
+    if kind != "choice":
+        return Grammar(kind, text_of(value, field), field)
+    if not isinstance(value, list) or not value or not all(isinstance(word, str) and word for word in value):
+        raise invalid(f"`{field}` must be a list of texts that are not empty", field)
+    return Grammar(kind, json.dumps(value), field)
+
+
+def schema_grammar(value: Any, field: str, whitespace: str = WHITESPACE) -> Grammar:
+    """A JSON schema, given as an object or as its text. Raises ApiError."""
+    if not isinstance(value, str | dict | bool):
+        raise invalid(f"`{field}` must be a JSON schema", field)
+    return Grammar("json", value if isinstance(value, str) else json.dumps(value), field, whitespace)
+
+
+def text_of(value: Any, field: str) -> str:
+    if not isinstance(value, str) or not value:
+        raise invalid(f"`{field}` must be a text that is not empty", field)
+    return value
+
+
+def required(field: str) -> ApiError:
+    return invalid(f"`{field}` is required", field)
+
+
+def only_one(fields: Mapping[str, Grammar | None]) -> Grammar | None:
+    """The grammar of the one field that gives one. Raises ApiError where several do."""
+    given = {name: grammar for name, grammar in fields.items() if grammar is not None}
+    if len(given) > 1:
+        first, second, *_ = given
+        raise invalid(f"`{first}` and `{second}` exclude each other", second)
+    return next(iter(given.values()), None)

@@ -1,0 +1,142 @@
+"""Matchers: which tokens a row's grammar allows next, as bit masks that llguidance computes."""
+
+import logging
+import os
+from collections.abc import Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import cached_property
+from pathlib import Path
+
+import llguidance
+import numpy as np
+
+from gpu_worker.engine.batch.grammar import Bits
+from gpu_worker.engine.batch.sampling_state import SampleRequest
+
+log = logging.getLogger(__name__)
+WORD_BITS = 32
+
+
+class Matcher:
+    """One row's place in its grammar: a GrammarMask.
+
+    Attributes:
+        compiled: becomes llguidance's matcher. In one with an error every token fails the row.
+        bits: the mask of the next token, once it is computed.
+    """
+
+    def __init__(self, compiled: "Future[llguidance.LLMatcher]", num_words: int) -> None:
+        self.compiled = compiled
+        self.num_words = num_words
+        self.bits: Bits | None = None
+
+    def is_ready(self) -> bool:
+        return self.compiled.done()
+
+    def must_end(self) -> bool:
+        return self.compiled.result().is_stopped()
+
+    def accept(self, token: int) -> bool:
+        self.bits = None
+        matcher = self.compiled.result()
+        if matcher.consume_token(token):
+            return True
+        log.warning("a row fails: %s", matcher.get_error().split("<state>")[0].strip())
+        return False
+
+    def mask(self) -> Bits | None:
+        if self.bits is None and not self.compiled.result().is_error():
+            self.bits = np.empty(self.num_words, np.int32)
+            self.compiled.result().unsafe_compute_mask_ptr(self.bits.ctypes.data, self.bits.nbytes)
+        return self.bits
+
+    def bias(self) -> None:
+        return None
+
+
+class Matchers:
+    """Makes matchers for one model's vocabulary, and computes the masks of a step together.
+
+    Grammars are compiled and masks are computed in threads, without the interpreter's lock.
+
+    Attributes:
+        waits: a row's grammar is compiled before the row starts, so that all ranks start it in the same step.
+        pending: the masks that are being computed while a forward runs.
+    """
+
+    def __init__(self, directory: Path, vocab_size: int, eos_ids: Sequence[int], waits: bool) -> None:
+        self.directory = directory
+        self.vocab_size = vocab_size
+        self.eos_ids = list(eos_ids)
+        self.waits = waits
+        self.pending: Future[None] | None = None
+
+    @cached_property
+    def vocabulary(self) -> llguidance.LLTokenizer:
+        """The model's vocabulary as a trie, which takes half a second of the interpreter's lock to build."""
+        return llguidance.LLTokenizer(
+            str(self.directory / "tokenizer.json"), n_vocab=self.vocab_size, eos_token=self.eos_ids or None
+        )
+
+    @cached_property
+    def compiler(self) -> ThreadPoolExecutor:
+        return ThreadPoolExecutor(1, thread_name_prefix="compile-grammars")
+
+    @cached_property
+    def masker(self) -> ThreadPoolExecutor:
+        return ThreadPoolExecutor(1, thread_name_prefix="mask-tokens")
+
+    @cached_property
+    def executor(self) -> llguidance.LLExecutor:
+        return llguidance.LLExecutor(max(1, (os.cpu_count() or 1) // 4))
+
+    def prepare(self) -> None:
+        """Does what the first grammar needs, while nobody waits."""
+        self.compiler.submit(lambda: self.vocabulary).result()
+
+    def start(self, source: str, tokens: Sequence[int]) -> Matcher:
+        """The matcher of a row that has sampled these tokens so far."""
+        compiled = self.compiler.submit(self.compile, source, list(tokens))
+        if self.waits:
+            compiled.result()
+        return Matcher(compiled, -(-self.vocab_size // WORD_BITS))
+
+    def compile(self, source: str, tokens: list[int]) -> llguidance.LLMatcher:
+        matcher = llguidance.LLMatcher(self.vocabulary, source, log_level=0)
+        matcher.consume_tokens(tokens)
+        return matcher
+
+    def begin(self, requests: Iterable[SampleRequest | None]) -> None:
+        """Begins to compute the masks of a step whose forward runs now."""
+        if matchers := missing(requests):
+            self.pending = self.masker.submit(self.compute, matchers)
+
+    def finish(self, requests: Iterable[SampleRequest | None]) -> None:
+        """Computes the masks of a step that are not computed yet."""
+        if self.pending is not None:
+            self.pending.result()
+            self.pending = None
+        if matchers := missing(requests):
+            self.compute(matchers)
+
+    def compute(self, matchers: Sequence[Matcher]) -> None:
+        bits = np.empty((len(matchers), matchers[0].num_words), np.int32)
+        self.executor.unsafe_compute_mask_ptr(
+            [(matcher.compiled.result(), i) for i, matcher in enumerate(matchers)],
+            bits.ctypes.data,
+            bits.strides[0],
+            len(matchers),
+        )
+        for matcher, row in zip(matchers, bits, strict=True):
+            matcher.bits = row
+
+
+def missing(requests: Iterable[SampleRequest | None]) -> list[Matcher]:
+    """Matchers of the rows that sample next whose masks are not computed."""
+    grammars = [request.state.grammar for request in requests if request and request.state.grammar]
+    return [
+        grammar
+        for grammar in grammars
+        if isinstance(grammar, Matcher) and grammar.bits is None
+        if not grammar.compiled.result().is_error()
+    ]

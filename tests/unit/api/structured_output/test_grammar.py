@@ -1,0 +1,71 @@
+"""Grammars are compiled, or refused with the keyword at fault and its place."""
+
+import json
+from typing import Any
+
+import pytest
+
+from api.errors import ApiError
+from api.structured_output.grammar import MAX_GRAMMAR_BYTES, MAX_SCHEMA_DEPTH, Grammar, compile_grammar
+
+
+def schema(value: Any) -> Grammar:
+    return Grammar("json", json.dumps(value), "f")
+
+
+def nested(depth: int) -> Any:
+    value: Any = {"type": "string"}
+    for _ in range(depth):
+        value = {"anyOf": [value]}
+    return value
+
+
+SERVED = {
+    "any value": schema({}),
+    "recursive": schema(
+        {"$defs": {"n": {"type": "array", "items": {"$ref": "#/$defs/n"}}}, "$ref": "#/$defs/n"}
+    ),
+    "annotations": schema({"type": "string", "format": "password", "title": "t", "examples": [{"not": 1}]}),
+    "a property that is called as a keyword": schema(
+        {"type": "object", "properties": {"not": {"type": "null"}, "format": {"const": {"format": "x"}}}}
+    ),
+    "deep": schema(nested(MAX_SCHEMA_DEPTH // 2 - 1)),
+    "regex": Grammar("regex", r"\d{4}-\d{2}", "f"),
+    "choice": Grammar("choice", '["a", "b\\"c", "été", "/x/"]', "f"),
+    "lark": Grammar("grammar", 'start: "a" | "b" start', "f"),
+    "gbnf": Grammar("grammar", 'root ::= "a" | "b" root', "f"),
+}
+
+REFUSED = {
+    "`f` cannot be compiled: the keyword `uniqueItems` (at `#/properties/a~1b/uniqueItems`) is": schema(
+        {"type": "object", "properties": {"a/b": {"type": "array", "uniqueItems": True}}}
+    ),
+    "the keyword `not` (at `#/anyOf/1/not`) is not supported": schema(
+        {"anyOf": [{"type": "null"}, {"not": {"type": "null"}}]}
+    ),
+    "`f` cannot be compiled: it is not JSON: ": Grammar("json", "{", "f"),
+    "a JSON schema is an object": schema([]),
+    "its depth must be at most 64. Given: 201": schema(nested(100)),
+    "Unsatisfiable schema": schema({"type": "object", "properties": {"a": False}, "required": ["a"]}),
+    "Invalid type: xyz": schema({"type": "xyz"}),
+    "retrieving it failed": schema({"$ref": "http://example.com/schema"}),
+    "unclosed group": Grammar("regex", "(a", "f"),
+    "look-around": Grammar("regex", "(?=a)b", "f"),
+    'unknown name: "foo"': Grammar("grammar", "start: foo", "f"),
+    f"`f` must have at most {MAX_GRAMMAR_BYTES} characters. Given: {MAX_GRAMMAR_BYTES + 1}": Grammar(
+        "regex", "a" * (MAX_GRAMMAR_BYTES + 1), "f"
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SERVED)
+async def test_a_grammar_is_compiled(name: str) -> None:
+    assert await compile_grammar(SERVED[name])
+
+
+@pytest.mark.parametrize("text", REFUSED)
+async def test_a_grammar_that_cannot_be_served_is_refused_with_the_reason(text: str) -> None:
+    with pytest.raises(ApiError) as refusal:
+        await compile_grammar(REFUSED[text])
+    assert text in str(refusal.value)
+    assert (refusal.value.status, refusal.value.param) == (422, "f")
