@@ -30,7 +30,15 @@ from tests.support.chaos.attack import Attack
 from tests.support.chaos.cases import make_cases, make_reader
 from tests.support.chaos.chaos_fleet import ChaosFleet
 from tests.support.chaos.crowd import Crowd, Tally
-from tests.support.chaos.figures import MIB, Holdings, count_keys, describe_pauses, find_pauses, is_idle
+from tests.support.chaos.figures import (
+    MIB,
+    Holdings,
+    count_keys,
+    describe_busy,
+    describe_pauses,
+    find_pauses,
+    is_idle,
+)
 from tests.support.chaos.strikes import BROKER_WAYS, KINDS, Targets, draw_strikes
 from tests.support.waiting import wait_until
 
@@ -142,7 +150,7 @@ async def look_for_leftovers(outcome: Outcome, fleet: ChaosFleet) -> None:
         try:
             await wait_until(lambda: is_idle(redis), IDLE_S)
         except TimeoutError:
-            outcome.left_over.append(f"not idle {IDLE_S:.0f} s after the last answer")
+            outcome.left_over.append(f"not idle after {IDLE_S:.0f} s: {await describe_busy(redis)}")
         outcome.keys = await count_keys(redis)
     outcome.after = after = Holdings.of(fleet)
     assert outcome.before

@@ -51,8 +51,9 @@ class Choice:
 
 @dataclass(slots=True)
 class Answer:
-    """The choices of one request, by index."""
+    """The choices of one request, by index; `job_id` where it is a job."""
 
+    job_id: str = ""
     choices: defaultdict[int, Choice] = field(default_factory=lambda: defaultdict(Choice))
 
     @property

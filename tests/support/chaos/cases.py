@@ -100,12 +100,13 @@ class Reader:
             raise HttpStatusError(response.status_code, response.content)
         return response.json()
 
-    def new_job(self) -> str:
+    def name_job(self, answer: Answer) -> str:
         self.num_jobs += 1
-        return f"job-{self.run}-{self.num_jobs}"
+        answer.job_id = f"job-{self.run}-{self.num_jobs}"
+        return answer.job_id
 
     async def read_job(self, case: Case, answer: Answer) -> None:
-        job_id, last, asked_s = self.new_job(), "0", 0.0
+        job_id, last, asked_s = self.name_job(answer), "0", 0.0
         content = json.dumps({"id": job_id, "reply": "stream", **case.body})
         redis: Any = self.redis
         while not answer.ended(case.num_choices):
@@ -122,7 +123,7 @@ class Reader:
                 answer.add_frame(json.loads(fields[b"frame"]))
 
     async def read_arq(self, case: Case, answer: Answer) -> None:
-        job_id = self.new_job()
+        job_id = self.name_job(answer)
         arguments = case.body["inputs"], case.body["parameters"]
         job = Job(job_id, self.arq, KEYS.arq_queue, msgpack.unpackb)
         while True:

@@ -94,6 +94,9 @@ class Crowd:
         except HttpStatusError as error:
             self.tally.refused[f"{error.status} {error.body[:80].decode(errors='replace')}"] += 1
             return False
+        except (RequestFailed, TimeoutError) as error:
+            self.complain(case, f"{answer.job_id} failed after {answer.num_tokens} tokens: {error}")
+            return True
         except BROKEN as error:
             if not answer.num_tokens and (case.path != "/generate" or isinstance(error, httpx.ConnectError)):
                 self.tally.refused[type(error).__name__] += 1
@@ -101,9 +104,6 @@ class Crowd:
             is_cut = True
             if self.gateway_hit_s < asked_s:
                 self.complain(case, f"broke off, and no gateway was killed: {error!r}")
-        except (RequestFailed, TimeoutError) as error:
-            self.complain(case, f"failed after {answer.num_tokens} tokens: {error or 'hangs'}")
-            return True
         finally:
             del self.live[number]
         self.check(case, answer, is_cut)

@@ -16,6 +16,7 @@ from tests.support.fleet.leftovers import idle, processes
 
 KEYS = Keys("default")
 MIB = 2**20
+NUM_SHOWN = 6
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +89,16 @@ async def is_idle(redis: Redis) -> bool:
     """As `idle`; requests whose gateway was killed may be known until their results expire."""
     kept = {key for kind in ("request", "result") async for key in redis.scan_iter(KEYS.key(kind, "*"))}
     return await idle(redis, {key for key in kept if await redis.ttl(key) > 0})
+
+
+async def describe_busy(redis: Redis) -> str:
+    """What is not idle: counts of the batcher, and the first requests and jobs that have not ended."""
+    state: dict[bytes, bytes] = await redis.hgetall(KEYS.state)  # type: ignore[misc]
+    counts = ", ".join(f"{name} {state.get(name.encode(), b'?').decode()}" for name in ("requests", "rows"))
+    kept = [key.decode() async for key in redis.scan_iter(KEYS.key("tokens", "*"))]
+    entries = [entry_id.decode() for entry_id, _ in await redis.xrange(KEYS.requests, count=NUM_SHOWN)]
+    jobs = [entry_id.decode() for entry_id, _ in await redis.xrange(KEYS.submit, count=NUM_SHOWN)]
+    return f"{counts}; tokens of {kept[:NUM_SHOWN]}; entries of requests {entries}, of submit {jobs}"
 
 
 async def count_keys(redis: Redis) -> Counter[str]:
