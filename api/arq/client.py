@@ -4,6 +4,8 @@ answers.
 
 import asyncio
 import logging
+import time
+from dataclasses import dataclass
 from typing import Any
 
 import orjson
@@ -16,34 +18,46 @@ from common.broker.keys import Keys
 log = logging.getLogger(__name__)
 
 POLL_S = 0.1
+LOST_CHECK_S = 2.0
 
 
 class JobFailed(Exception):
     """A job that was answered with an error: `str()` is the error object of HTTP, in JSON."""
 
 
-class ArqClient:
-    """Submits jobs under ids of its own; one poll asks for the answers to all of them.
+@dataclass(eq=False, slots=True)
+class WaitingJob:
+    """A job whose answer is waited for.
 
     Attributes:
-        waiting: entry id → job id and the future of the answer.
+        entry_id: of its entry in `submit`.
     """
+
+    job_id: str
+    fields: dict[str, Any]
+    entry_id: str
+    answer: asyncio.Future[bytes]
+
+
+class ArqClient:
+    """Submits jobs under ids of its own; one poll asks for the answers to all of them."""
 
     def __init__(self, redis: Redis, keys: Keys) -> None:
         self.redis: Any = redis
         self.keys = keys
-        self.waiting: dict[str, tuple[str, asyncio.Future[bytes]]] = {}
+        self.waiting: set[WaitingJob] = set()
+        self.checked_s = 0.0
 
     async def run_job(self, job_id: str, content: dict[str, Any]) -> Any:
         """The answer to a job; a job that was submitted before is joined. Raises JobFailed."""
-        body = orjson.dumps(content | {"id": job_id})
-        entry_id = (await self.add_entry({"job": body})).decode()
-        answer: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
-        self.waiting[entry_id] = (job_id, answer)
+        fields = {"job": orjson.dumps(content | {"id": job_id})}
+        entry_id = await self.add_entry(fields)
+        job = WaitingJob(job_id, fields, entry_id, asyncio.get_running_loop().create_future())
+        self.waiting.add(job)
         try:
-            result = orjson.loads(await answer)
+            result = orjson.loads(await job.answer)
         finally:
-            del self.waiting[entry_id]
+            self.waiting.remove(job)
         if "error" in result:
             raise JobFailed(orjson.dumps(result).decode())
         return result
@@ -51,10 +65,10 @@ class ArqClient:
     async def cancel(self, job_id: str) -> None:
         await self.add_entry({"cancel": job_id})
 
-    async def add_entry(self, fields: dict[str, Any]) -> bytes:
+    async def add_entry(self, fields: dict[str, Any]) -> str:
         """Add an entry to `submit`, however long the broker is away; its id."""
         entry_id: bytes = await attempt(lambda: self.redis.xadd(self.keys.submit, fields), retry_forever)
-        return entry_id
+        return entry_id.decode()
 
     async def run(self) -> None:
         """Never returns."""
@@ -66,19 +80,32 @@ class ArqClient:
                 log.info("cannot poll for answers: %s", describe_error(error))
 
     async def poll(self) -> None:
-        """Hand out the answers that have come."""
-        waiting = list(self.waiting.items())
-        answers = await self.answers([(entry_id, job_id) for entry_id, (job_id, _) in waiting])
-        for (entry_id, (job_id, future)), answer in zip(waiting, answers, strict=True):
-            if answer and not await self.redis.xrange(self.keys.submit, entry_id, entry_id):
+        """Hand out the answers that have come; from time to time submit again what the broker has lost."""
+        waiting = list(self.waiting)
+        for job, answer in zip(waiting, await self.answers(waiting), strict=True):
+            if answer and not await self.has_entry(job):
                 # While the entry was there, the result may have been that of another job with this id.
-                [answer] = await self.answers([(entry_id, job_id)])
-                if answer and not future.done():
-                    future.set_result(answer)
+                [answer] = await self.answers([job])
+                if answer and not job.answer.done():
+                    job.answer.set_result(answer)
+        if time.monotonic() - self.checked_s > LOST_CHECK_S:
+            self.checked_s = time.monotonic()
+            await self.submit_lost()
 
-    async def answers(self, jobs: list[tuple[str, str]]) -> list[bytes | None]:
-        """For each (entry id, job id): the answer to the entry alone, else the answer to the job."""
+    async def submit_lost(self) -> None:
+        """Submit jobs again that have neither an entry nor an answer."""
+        for job in list(self.waiting):
+            if not await self.has_entry(job) and await self.answers([job]) == [None]:
+                log.warning("the broker has lost job %s: it is submitted again", job.job_id)
+                job.entry_id = await self.add_entry(job.fields)
+
+    async def has_entry(self, job: WaitingJob) -> bool:
+        return bool(await self.redis.xrange(self.keys.submit, job.entry_id, job.entry_id))
+
+    async def answers(self, jobs: list[WaitingJob]) -> list[bytes | None]:
+        """For each job: the answer to its entry alone, else the answer to the job."""
         if not jobs:
             return []
-        found = await self.redis.mget([self.keys.result(name) for pair in jobs for name in pair])
+        names = [name for job in jobs for name in (job.entry_id, job.job_id)]
+        found = await self.redis.mget([self.keys.result(name) for name in names])
         return [own or shared for own, shared in zip(found[::2], found[1::2], strict=True)]

@@ -20,6 +20,8 @@ Frame = tuple[int, int, bytes]
 """
 RetryForever = Callable[[Callable[[], Awaitable[Any]]], Awaitable[Any]]
 
+NOT_A_JOB, FRAMES_LOST = -1, -2
+"""What `reply` answers where it sends nothing."""
 REQUEST_TTL_MS = 60_000
 """Time for which the keys of an answered request are kept, for another gateway that still serves the job."""
 
@@ -57,26 +59,27 @@ class Reply:
 
     async def send_new(self, frames: list[Frame], max_frames: int) -> None:
         """Send those of the job's frames that are not sent yet; the job has at most `max_frames` in all."""
-        new, self.num_sent = frames[self.num_sent :], len(frames)
-        if new and self.has_listeners:
-            await self.send(new, max_frames, b"")
+        if self.has_listeners and len(frames) > self.num_sent:
+            await self.send(frames, max_frames, b"")
+        self.num_sent = len(frames)
 
     async def finish(
         self, frames: list[Frame], max_frames: int, answer: bytes, request_ids: list[str]
     ) -> None:
         """Send the last frames together with the answer: after the last frame a client finds the answer."""
-        new, self.num_sent = frames[self.num_sent :], len(frames)
-        await self.send(new, max_frames, answer, request_ids)
+        await self.send(frames, max_frames, answer, request_ids)
+        self.num_sent = len(frames)
 
     async def send(
         self, frames: list[Frame], max_frames: int, answer: bytes, request_ids: list[str] | None = None
     ) -> None:
+        """Send what is new of the frames; where the broker has lost frames, offer it all of them."""
         request_keys = [
             key
             for request_id in request_ids or []
             for key in (self.keys.request(request_id), self.keys.result(request_id))
         ]
-        args: list[Any] = [
+        head: list[Any] = [
             self.channel,
             max_frames * self.job.in_stream,
             RESULT_TTL_MS,
@@ -84,11 +87,17 @@ class Reply:
             JOB_TTL_MS,
             answer,
         ]
-        args += [part for frame in frames for part in frame]
-        if (
-            await self.retry_forever(
+
+        async def offer(first: int) -> int:
+            args = [*head, self.num_sent - first, *(part for frame in frames[first:] for part in frame)]
+            answered: int = await self.retry_forever(
                 lambda: self.reply_script(keys=[*self.own_keys, *request_keys], args=args)
             )
-            < 0
-        ):
+            return answered
+
+        answered = await offer(self.num_sent)
+        if answered == FRAMES_LOST:
+            log.warning("job %s: the broker has lost frames: all are offered again", self.job.id)
+            answered = await offer(0)
+        if answered == NOT_A_JOB:
             log.error("job %s: %s is not a job's key; the answer is lost", self.job.id, self.own_keys[0])

@@ -26,6 +26,7 @@ async def reply(
     channel: str = CHANNEL,
     max_entries: int = 9,
     answer: str = "",
+    num_heard: int = 0,
 ) -> int:
     args: list[Any] = [
         channel,
@@ -34,6 +35,7 @@ async def reply(
         500,
         2000,
         answer,
+        num_heard,
         *(part for frame in frames for part in frame),
     ]
     num_new: int = await script(redis, "reply")(keys=[JOB, STREAM, RESULT, KEYS.request("a#0")], args=args)
@@ -69,10 +71,23 @@ async def test_register_job_recognises_a_repeated_job(redis: Redis) -> None:
 async def test_reply_sends_each_frame_once_and_in_order(redis: Redis) -> None:
     assert await reply(redis, (0, 0, "a"), (1, 0, "A"), (0, 1, "b")) == 3
     assert await reply(redis, (0, 0, "a"), (0, 1, "b"), (0, 2, "c"), (1, 0, "A")) == 1
-    assert await reply(redis, (0, 4, "too early")) == 0
     assert await stream_entries(redis) == [(b"1-0", b"a"), (b"2-0", b"A"), (b"3-0", b"b"), (b"4-0", b"c")]
     assert await reply(redis, (0, 0, "a"), channel=KEYS.channel("ext:other"), max_entries=0) == 1
     assert 1000 < await redis.pttl(JOB) <= 2000
+
+
+async def test_reply_refuses_frames_beyond_lost_ones_and_takes_all_again(redis: Redis) -> None:
+    frames = [(0, 0, "a"), (1, 0, "A"), (0, 1, "b"), (1, 1, "B")]
+    await reply(redis, *frames[:2])
+    async with redis.pubsub() as pubsub:
+        await pubsub.subscribe(CHANNEL)
+        assert await reply(redis, frames[3], (1, 2, "C"), answer="whole") == 2
+        assert await reply(redis, (0, 2, "c"), answer="whole") == -2
+        assert await reply(redis, (0, 5, "f"), channel="") == -2
+        assert await reply(redis, *frames, (1, 2, "C"), (0, 2, "c"), num_heard=5) == 2
+        messages = [await pubsub.get_message(timeout=0.05) for _ in range(5)]
+    assert [message["data"] for message in messages if message] == [1, b"B", b"C", b"c"]
+    assert [frame for _, frame in await stream_entries(redis)] == [b"a", b"A", b"B", b"C", b"b", b"c"]
 
 
 async def test_reply_stores_one_answer(redis: Redis) -> None:

@@ -1,0 +1,53 @@
+"""Jobs at a broker that has lost its last writes, as one restored from its file may have."""
+
+import asyncio
+
+from api.arq.client import ArqClient
+from common.broker.client import connect
+from deploy.serve.embedded_broker import Broker
+from tests.support.fleet.scripted_worker import FakeWorker
+from tests.support.jobs import IDS, KEYS, TEXT, Service, running_gateway
+from tests.support.waiting import wait_until
+
+
+async def test_lost_frames_are_offered_again(service: Service, worker: FakeWorker, broker: Broker) -> None:
+    """The stream of frames is whole, and the channel hears none twice."""
+    received = await service.listen("ext:me")
+    worker.step_s = 0.05
+    async with running_gateway(broker.url):
+        await service.submit(id="a", inputs="Count.", reply_to="ext:me", reply="stream")
+        await wait_until(lambda: len(received) >= 5)
+        await worker.pause()
+        await wait_until(lambda: len(received) == worker.live["a#0"].done)
+        job, channel = KEYS.job("a"), KEYS.channel("ext:me")
+        kept = {"stream:0": 2, f"{channel}:0": 3, "entries": 2}
+        async with service.redis.pipeline() as pipe:
+            pipe.hset(job, mapping=kept)
+            pipe.delete(KEYS.reply("a"))
+            for i, frame in enumerate(received[:2], 1):
+                pipe.xadd(KEYS.reply("a"), {"frame": frame["token"]["text"]}, id=f"{i}-0")
+            await pipe.execute()
+        worker.going.set()
+        assert await service.result("a") == {"generated_text": TEXT}
+        await wait_until(lambda: len(received) == len(IDS) + 1)
+        again = [fields for _, fields in await service.redis.xrange(KEYS.reply("a"), "3")]
+        assert len(again) == len(IDS) - 1
+        await service.settled()
+    assert [frame["token"]["id"] for frame in received] == [*IDS, 2]
+
+
+async def test_a_job_worker_submits_a_lost_job_again(
+    service: Service, worker: FakeWorker, broker: Broker
+) -> None:
+    redis = connect(broker.url)
+    client = ArqClient(redis, KEYS)
+    polling = asyncio.create_task(client.run())
+    answer = asyncio.create_task(client.run_job("a", {"inputs": "Count."}))
+    await wait_until(lambda: client.waiting)
+    await redis.delete(KEYS.submit)
+    async with running_gateway(broker.url):
+        assert await asyncio.wait_for(answer, 30) == {"generated_text": TEXT}
+        await service.settled()
+    assert not client.waiting
+    polling.cancel()
+    await redis.aclose()
