@@ -18,7 +18,7 @@ POOL_TTL_S = 3600
 
 
 class Housekeeping:
-    """Cancels orphaned requests, finds dead workers, publishes the state.
+    """Cancels orphaned requests, finds dead workers, trims `control`, publishes the state.
 
     Attributes:
         due_s: monotonic time of the next run.
@@ -50,8 +50,8 @@ class Housekeeping:
     def due(self) -> bool:
         return time.monotonic() >= self.due_s
 
-    async def run(self, undecodable: int) -> list[str]:
-        """Return the workers that must be sealed."""
+    async def run(self, undecodable: int, control_id: str) -> list[str]:
+        """Return the workers that must be sealed. Messages of `control` before `control_id` are done."""
         self.due_s = time.monotonic() + self.interval_s
         orphans = await self.orphans.orphans(self.scheduler.sequences.values())
         dead = await self.workers.check()  # after them: it looks whether the broker's clock has jumped
@@ -60,6 +60,7 @@ class Housekeeping:
                 self.scheduler.cancel(request_id, "gateway")
         for channel, payload in self.channels.repeated_messages():
             await self.redis.publish(channel, payload)
+        await self.redis.xtrim(self.keys.control, minid=control_id)
         await self.publish_state(undecodable)
         return dead
 

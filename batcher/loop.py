@@ -108,7 +108,8 @@ class Batcher:
         await self.run_pending()
         await self.timeline.write()
         if self.housekeeping.due:
-            for incarnation in await self.housekeeping.run(self.undecodable):
+            control_id = self.inbox.last_ids[self.keys.control]  # all until there is done
+            for incarnation in await self.housekeeping.run(self.undecodable, control_id):
                 self.enqueue(partial(self.seal, incarnation, "no heartbeat"))
         await self.recovery.run_next()
         for entry in await self.inbox.read(1 if self.recovery.actions else READ_WAIT_MS):

@@ -1,9 +1,9 @@
--- Cancel a request: a flag that `publish_plan` checks, and a message to the batcher.
--- The message is sent even without KEYS[1]: the batcher may know the request although its key has expired.
+-- Cancel a request: a flag that `publish_plan` checks, and one message to the batcher, which trims what it read.
+-- The message is sent even without KEYS[1]: the batcher may know a request that the broker has lost.
 -- KEYS request, control   ARGV payload
 -- Returns 1, or 0 when the request is not known or has its terminal.
 local known = redis.call('TYPE', KEYS[1]).ok == 'hash'
 if known and redis.call('HEXISTS', KEYS[1], 'terminal') == 1 then return 0 end
-if known then redis.call('HSET', KEYS[1], 'cancel', 1) end
-redis.call('XADD', KEYS[2], 'MAXLEN', '~', 10000, '*', 'cancel', ARGV[1])
+if known and redis.call('HSET', KEYS[1], 'cancel', 1) == 0 then return 1 end
+redis.call('XADD', KEYS[2], '*', 'cancel', ARGV[1])
 return known and 1 or 0

@@ -26,7 +26,6 @@ log = logging.getLogger(__name__)
 
 POLL_S = 0.1
 REPORT_TIMEOUT_S = 5.0
-MAX_CONTROL = 10_000
 
 
 def serve(settings: Settings) -> int:
@@ -112,7 +111,7 @@ async def report_death(settings: Settings, incarnation: str) -> None:
             async with asyncio.timeout(REPORT_TIMEOUT_S):
                 while True:
                     with contextlib.suppress(*ERRORS):
-                        await client.xadd(Keys(settings.pool).control, entry, maxlen=MAX_CONTROL)
+                        await client.xadd(Keys(settings.pool).control, entry)
                         return
                     await asyncio.sleep(POLL_S)
         except TimeoutError:
