@@ -1,5 +1,6 @@
 """/health, /metrics and /fleet while the batcher is stopped, hangs or is absent, or a worker is down."""
 
+import asyncio
 import os
 import signal
 from typing import Any
@@ -10,8 +11,10 @@ import pytest
 from api.admin.health import judge_processes
 from api.admin.processes import ProcessList
 from api.inference.batcher_monitor import SILENT_S
+from batcher.loop import Batcher
+from batcher.process import serve
 from common.broker.keys import Keys
-from common.process.heartbeat import Heartbeat
+from common.settings.settings import Settings
 from deploy.serve.embedded_broker import Broker
 from tests.support.api_errors import tgi_error
 from tests.support.fleet.batchers import batcher
@@ -78,18 +81,36 @@ async def test_a_stopped_batcher_is_503_and_named_until_it_goes_on(broker: Broke
             assert await batchers(client) == {"active": 1, "standby": 0}
 
 
-async def test_a_batcher_that_hangs_with_the_lease_is_503_and_named(broker: Broker, redis: Any) -> None:
+async def test_a_batcher_whose_loop_hangs_keeps_the_lease_and_is_503(
+    broker: Broker, redis: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A task of its own renews the lease: only the loop's heartbeat tells that it turns."""
+    turns = asyncio.Event()
+    run_pending = Batcher.run_pending
+
+    async def hang(batcher: Batcher) -> None:
+        await turns.wait()
+        await run_pending(batcher)
+
+    monkeypatch.setattr(Batcher, "run_pending", hang)
+    settings = Settings(redis_url=broker.url, heartbeat_s=0.1, worker_ttl_s=60.0)
     async with (
         working(broker.url, TOKENIZER, lambda _: Answer([11])),
         serving(broker.url) as (gateway, client),
     ):
         await ready(gateway)
-        await Heartbeat(redis, KEYS, "batcher", "b0-1", 60.0).send()
-        await redis.set(KEYS.batcher, "b0-1")
+        turns.set()
+        running = asyncio.create_task(serve(settings, "b0-1"))
         await wait_until(lambda: is_healthy(client))
+        turns.clear()
         await wait_until(lambda: is_unhealthy(client))
+        assert await redis.get(KEYS.batcher) == b"b0-1"
         assert "the active batcher b0-1 hangs" in (await client.get("/health")).text
         assert (await batchers(client))["active"] == 0
+        turns.set()
+        await wait_until(lambda: is_healthy(client))
+        os.kill(os.getpid(), signal.SIGTERM)
+        await running
 
 
 async def test_a_standby_is_counted_and_keeps_the_fleet_healthy(broker: Broker) -> None:
