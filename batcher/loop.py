@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import time
 from collections import deque
 from collections.abc import Awaitable, Callable
 from functools import partial
@@ -36,6 +37,7 @@ log = logging.getLogger(__name__)
 
 Action = Callable[[], Awaitable[object]]
 READ_WAIT_MS = 100
+SLICE_S = 0.02
 RETRY_S = 0.2
 
 
@@ -43,6 +45,7 @@ class Batcher:
     """One epoch of the active batcher.
 
     Attributes:
+        unhandled: entries that were read.
         pending: what was decided and not done yet, in order; each action can be repeated.
         undecodable: number of entries that could not be read.
     """
@@ -67,6 +70,7 @@ class Batcher:
         self.housekeeping = Housekeeping(
             settings, redis, keys, lease.holder, self.scheduler, self.workers, self.detector, self.channels
         )
+        self.unhandled: deque[StreamEntry] = deque()
         self.pending: deque[Action] = deque()
         self.undecodable = 0
 
@@ -99,8 +103,7 @@ class Batcher:
         self.recovery.restore_unheld()
         for incarnation in self.workers.dead_holders(self.backlog.held_by, self.backlog.dead):
             self.enqueue(partial(self.seal, incarnation, "it died before this epoch"))
-        num_pending = len(list(self.workers.pending_takeovers()))
-        log.info("active, epoch %d; %d workers to take over", self.epoch, num_pending)
+        log.info("active, epoch %d; workers: %d", self.epoch, len(self.workers.workers))
 
     async def turn(self) -> None:
         """Do what is pending, then read new entries and decide."""
@@ -112,10 +115,17 @@ class Batcher:
             for incarnation in await self.housekeeping.run(self.undecodable, control_id):
                 self.enqueue(partial(self.seal, incarnation, "no heartbeat"))
         await self.recovery.run_next()
-        for entry in await self.inbox.read(1 if self.recovery.actions else READ_WAIT_MS):
-            self.on_entry(entry)
+        if not self.unhandled:
+            self.unhandled.extend(await self.inbox.read(1 if self.recovery.actions else READ_WAIT_MS))
+        self.handle_entries()
         self.scheduler.expire(self.lease.clock.now_ms())
         self.decide()
+
+    def handle_entries(self) -> None:
+        """Handle entries, for SLICE_S at most: plans, and the lease, come between."""
+        end_s = time.monotonic() + SLICE_S
+        while self.unhandled and time.monotonic() < end_s:
+            self.on_entry(self.unhandled.popleft())
 
     async def run_pending(self) -> None:
         """Run pending actions, and those that follow, until none is left."""
@@ -141,9 +151,7 @@ class Batcher:
         except WireError as error:
             self.undecodable += 1
             catalogue.UNDECODABLE.add()
-            log.error(
-                "%s of %s cannot be read (%d so far): %s", entry.id, entry.stream, self.undecodable, error
-            )
+            log.error("%s of %s cannot be read: %s", entry.id, entry.stream, error)
             if entry.stream == self.keys.requests:
                 self.enqueue(partial(self.terminals.finish_undecodable, entry))
 
