@@ -17,6 +17,7 @@ from api.http.middleware import ArrivalMiddleware, RequestIdMiddleware
 from api.http.openapi import TAGS, build_document, introduction
 from api.http.raw_send import RawSendMiddleware
 from api.http.state import set_pools
+from api.http.unread import UNREAD
 from api.lifecycle import Gateway
 from api.openai import routes_chat, routes_completions, routes_models
 from api.tgi import routes_generate, routes_info, routes_tokenize
@@ -44,9 +45,9 @@ def build(gateway: Gateway, draining: Draining | None = None) -> ASGIApp:
     """Make the application; the gateway runs from its startup to its shutdown."""
 
     @contextlib.asynccontextmanager
-    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+    async def lifespan(app: FastAPI) -> AsyncIterator[dict[str, object]]:
         async with gateway.running(), publishing_metrics(gateway.pool.redis, gateway.pool.keys):
-            yield
+            yield {UNREAD: gateway.unread}
 
     app = FastAPIOffline(  # /docs loads its scripts from this gateway alone
         title="Tokenfleet",

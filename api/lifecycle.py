@@ -4,7 +4,8 @@ import contextlib
 from collections.abc import AsyncIterator, Callable
 
 from api.background import background_task
-from api.garbage import collect_when_idle
+from api.garbage import collect_garbage
+from api.http.unread import UnreadAnswers
 from api.inference.pool import Pool
 from api.inference.pool_registry import PoolRegistry
 from api.inference.tokenizer import ModelTokenizer
@@ -29,17 +30,19 @@ class Gateway:
         self.pool = Pool(settings, incarnation, tokenizer, lose)
         self.pools = PoolRegistry(self.pool)
         self.job_consumer = JobConsumer(self.pool)
+        self.unread = UnreadAnswers(settings)
 
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator["Gateway"]:
         """Serve while the context is open. Foreign pools are closed first, the own pool last."""
         async with contextlib.AsyncExitStack() as stack:
             await stack.enter_async_context(background_task(watch_loop()))
+            await stack.enter_async_context(background_task(self.unread.watch()))
             await stack.enter_async_context(self.pool.running())
             await stack.enter_async_context(background_task(self.job_consumer.run()))
             stack.push_async_callback(self.pools.close)
             await stack.enter_async_context(background_task(self.pools.run()))
             await stack.enter_async_context(
-                background_task(collect_when_idle(lambda: len(self.pool.relay.streams)))
+                background_task(collect_garbage(lambda: len(self.pool.relay.streams)))
             )
             yield self

@@ -2,17 +2,38 @@
 route.
 """
 
+import asyncio
 import uuid
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from api.errors import ApiError, tgi
 from api.http.request_id import HEADER
+from api.http.unread import UNREAD, Unread
 from api.json import to_json
 
 
 class HttpProtocol(HttpToolsProtocol):
-    """One connection of a client."""
+    """One connection of a client.
+
+    Attributes:
+        unread: what its client has not read yet; watched by the gateway (`api/http/unread.py`).
+    """
+
+    unread: Unread
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self.unread = Unread(transport)
+        self.app_state[UNREAD].connections.add(self.unread)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.app_state[UNREAD].connections.discard(self.unread)
+        super().connection_lost(exc)
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self.scope["state"][UNREAD] = self.unread
 
     def send_400_response(self, msg: str) -> None:
         status, error = tgi(ApiError(400, "bad_request", msg))

@@ -15,6 +15,7 @@ from sse_starlette.sse import AppStatus
 from starlette.types import Receive, Scope, Send
 
 from api.http.raw_send import RawEventSourceResponse
+from api.http.unread import UNREAD, Unread
 from api.inference.stream import Stream
 
 KEEP_ALIVE_S = 15
@@ -49,9 +50,12 @@ class TokenStream(RawEventSourceResponse):
         self.release = release
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        unread: Unread = scope["state"][UNREAD]
+        unread.streams = tuple(self.streams)
         try:
             await super().__call__(scope, receive, send)
         finally:
+            unread.streams = ()
             for stream in self.streams:
                 self.release(stream)
 

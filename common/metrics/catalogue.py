@@ -181,6 +181,11 @@ BATCHERS = Gauge(
     "Number of live batchers, by state; one is active",
     {"state": ("active", "standby")},
 )
+UNREAD_CUT = Counter(
+    "tokenfleet_unread_answers_cut",
+    "Number of clients that were cut off because they did not read, by limit",
+    {"reason": ("timeout", "bytes")},
+)
 LOOP_HOLD = Histogram(
     "tokenfleet_event_loop_hold_seconds",
     "Time for which a gateway's event loop was held, by the clock and of CPU, in seconds",

@@ -86,6 +86,10 @@ class SettingFields(BaseModel):
     """requests for structured output (JSON schemas, regexes, grammars) are refused"""
     request_timeout_s: Annotated[Seconds, Field(ge=0.1)] = 600.0
     """a request not finished by then ends with an error (s)"""
+    write_timeout_s: Annotated[Seconds, Field(ge=1)] = 60.0
+    """a client that takes nothing of its answer for so long is cut off, and its request cancelled (s)"""
+    max_unread_bytes: Count = 256 * 2**20
+    """what clients have not read yet, in one gateway; beyond it the one that lets wait longest is cut off"""
     submit_limit: Count = 10_000
     """unfinished jobs in the stream `submit`; those beyond it are refused"""
     max_jobs: Count = 256

@@ -21,7 +21,7 @@ WORDS: list[int] = TOKENIZER.encode(
 ).ids
 NUM_REQUESTS = 200
 """Requests that are taken at once."""
-NUM_ARRIVING = 100
+NUM_ARRIVING = 40
 
 
 def answer_ids(number: int, num_tokens: int) -> list[int]:

@@ -1,0 +1,121 @@
+"""Unread answers: what clients do not read is bounded, in time and in bytes.
+
+An answer that ended counts to no limit of live requests any more, but a gateway holds it until its client has
+read it. So a connection is cut whose client takes nothing for WRITE_TIMEOUT_S; and while more than
+MAX_UNREAD_BYTES wait, the one that has waited longest. The request of a cut connection is cancelled, as of
+every client that leaves.
+"""
+
+import asyncio
+import logging
+import socket
+import struct
+import sys
+import time
+from typing import Any
+
+from api.inference.stream import Stream
+from api.pace import Pace
+from common.metrics import catalogue
+from common.settings.settings import Settings
+
+log = logging.getLogger(__name__)
+
+UNREAD = "unread"
+"""Key in the server's state of UnreadAnswers, and in a request's of the Unread of its connection."""
+CHECK_S = 0.5
+RECORD_BYTES = 128
+"""About what a token takes in memory: id, log-probability and text, as objects in lists."""
+TCP_INFO_BYTES = 128
+BYTES_ACKED = struct.Struct("=120xQ")
+"""Where the kernel's `struct tcp_info` has the number of bytes that the client's kernel has taken."""
+
+
+class Unread:
+    """What one connection has not got rid of yet.
+
+    Attributes:
+        streams: of the answer that is being written.
+        since_s: monotonic time since when something waits; None if nothing does.
+        taken: what `bytes_taken` was at the last look; 0 when nothing waited.
+        taken_s: monotonic time since when it has taken no more.
+    """
+
+    def __init__(self, transport: asyncio.Transport) -> None:
+        self.transport = transport
+        self.streams: tuple[Stream, ...] = ()
+        self.since_s: float | None = None
+        self.taken = 0
+        self.taken_s = 0.0
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes that wait to be written, and those of answers that ended and are not rendered yet."""
+        num_records = sum(stream.num_records for stream in self.streams if stream.terminal)
+        return self.transport.get_write_buffer_size() + RECORD_BYTES * num_records
+
+    def look(self, now_s: float) -> None:
+        """Note whether the client has taken something since the last look."""
+        taken = bytes_taken(self.transport) if self.transport.get_write_buffer_size() else 0
+        if not taken or taken != self.taken:
+            self.taken, self.taken_s = taken, now_s
+        if not self.num_bytes:
+            self.since_s = None
+        elif self.since_s is None:
+            self.since_s = now_s
+
+
+def bytes_taken(transport: asyncio.Transport) -> int:
+    """A number that grows when the client takes something from its connection."""
+    own: Any = transport.get_extra_info("socket")
+    if sys.platform != "linux" or own is None:
+        return -transport.get_write_buffer_size()
+    try:
+        info = own.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, TCP_INFO_BYTES)
+    except OSError:  # closed, or no TCP
+        return -transport.get_write_buffer_size()
+    return int(BYTES_ACKED.unpack(info)[0]) if len(info) == TCP_INFO_BYTES else 0
+
+
+class UnreadAnswers:
+    """The connections of a gateway, and the limits of what they may hold."""
+
+    def __init__(self, settings: Settings) -> None:
+        self.timeout_s = settings.write_timeout_s
+        self.max_bytes = settings.max_unread_bytes
+        self.connections: set[Unread] = set()
+
+    async def watch(self) -> None:
+        """Never returns."""
+        while True:
+            await asyncio.sleep(CHECK_S)
+            await self.check_time()
+            self.check_bytes()
+
+    async def check_time(self) -> None:
+        pace = Pace()
+        for unread in [*self.connections]:
+            unread.look(time.monotonic())
+            if time.monotonic() - unread.taken_s > self.timeout_s and unread in self.connections:
+                self.cut(unread, "timeout", f"it took nothing for {self.timeout_s:g} s (WRITE_TIMEOUT_S)")
+            await pace.step(0)
+
+    def check_bytes(self) -> None:
+        held = sorted(
+            (unread for unread in self.connections if unread.since_s is not None),
+            key=lambda unread: unread.since_s or 0.0,
+        )
+        total = sum(unread.num_bytes for unread in held)
+        for unread in held:
+            if total <= self.max_bytes:
+                return
+            total -= unread.num_bytes
+            self.cut(unread, "bytes", f"unread answers held more than {self.max_bytes} (MAX_UNREAD_BYTES)")
+
+    def cut(self, unread: Unread, reason: str, why: str) -> None:
+        """Cut a connection at once: what waits for its client is dropped."""
+        ids = ", ".join(stream.request.request_id for stream in unread.streams)
+        log.warning("a client is cut off with %d bytes unread: %s (requests: %s)", unread.num_bytes, why, ids)
+        catalogue.UNREAD_CUT.add(1, reason)
+        self.connections.discard(unread)
+        unread.transport.abort()
