@@ -237,10 +237,20 @@ class FakeWorker:
         for live in spilled:
             keys += [self.keys.request(live.request.request_id), self.keys.tokens(live.request.request_id)]
             args += [1, 0, 0, pack_tokens(live.tokens(0, live.done))]
-        answer = await script(self.redis, "flush")(keys=keys, args=args)
-        assert answer[0] == b"OK", answer
+        await self.write(keys, args)
         for live in ended:
             await self.settle(live)
+
+    async def write(self, keys: list[str], args: list[object]) -> None:
+        """Write one flush, however long the broker is away: the next one is refused without it."""
+        while True:
+            try:
+                answer = await script(self.redis, "flush")(keys=keys, args=args)
+            except ERRORS:
+                await asyncio.sleep(0.05)
+            else:
+                assert answer[0] == b"OK", answer
+                return
 
     def keys_of(self, live: Live) -> list[str]:
         request_id = live.request.request_id
