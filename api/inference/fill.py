@@ -7,7 +7,6 @@ log of the worker that holds it. It works in slices, so the event loop is never 
 
 import asyncio
 import contextlib
-import json
 import logging
 import math
 import random
@@ -22,9 +21,8 @@ from common.broker.client import ERRORS, describe_error
 from common.broker.committed import Committed
 from common.broker.keys import Keys
 from common.broker.tails import read_log, read_tails, tokens_of
-from common.messages.codec import WireError
-from common.messages.events import Terminal, Tokens
-from common.messages.packing import pack_floats, unpack_floats
+from common.messages.codec import WireError, decode
+from common.messages.events import Result, Terminal, Tokens
 from common.messages.records import RECORD, TopTokens, unpack_records
 
 log = logging.getLogger(__name__)
@@ -189,18 +187,17 @@ class Filler:
             await self.add_records(stream, offset, state.records)
 
     async def apply_result(self, stream: Stream, reason: str, data: bytes) -> None:
-        request_id = stream.request.request_id
+        request_id, token_bytes = stream.request.request_id, stream.request.width * RECORD.size
         try:
-            result = json.loads(data)
-            ids = result.get("ids", [])
-            tops = [[(token_id, logprob) for token_id, logprob in top] for top in result.get("tops", [])]
-            logprobs = unpack_floats(pack_floats(result.get("logprobs", [])))
-        except (ValueError, TypeError, AttributeError):  # somebody wrote to the key
+            result = decode(Result, data)
+            if len(result.records) % token_bytes:
+                raise WireError("Result.records: no whole tokens")
+        except WireError:  # somebody wrote to the key
             stream.end(Terminal(request_id, "error", 0, "its result cannot be read"))
             return
-        await self.add(stream, 0, ids, logprobs, tops)
-        error, error_type = str(result.get("error", "")), str(result.get("error_type", ""))
-        stream.end(Terminal(request_id, reason, len(ids), error, error_type))
+        await self.add_records(stream, 0, result.records)
+        num_tokens = len(result.records) // token_bytes
+        stream.end(Terminal(request_id, reason, num_tokens, result.error, result.error_type))
 
     async def add_records(self, stream: Stream, offset: int, records: bytes) -> None:
         width = stream.request.width

@@ -35,7 +35,7 @@ class Committed:
         spilled_bytes: how many bytes of them are in the string.
         prompt: packed records of the prompt's tokens but the first, if the request asks for them; they are
             committed with the first generated token.
-        result: the result (JSON) once there is a terminal.
+        result: the packed `Result` once there is a terminal.
     """
 
     known: bool = False

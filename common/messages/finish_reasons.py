@@ -1,10 +1,6 @@
-"""Finish reasons: why rows and requests end, their terminals, and their results in `result:{request}`."""
+"""Finish reasons: why rows and requests end, their terminals, and their results."""
 
-import json
-
-from common.messages.events import Terminal
-from common.messages.records import unpack_records
-from common.messages.request import Generate
+from common.messages.events import Result, Terminal
 
 FINISHED = ("length", "eos_token", "stop_sequence")
 """Reasons of rows whose request is complete."""
@@ -30,22 +26,6 @@ def terminal_for(request_id: str, why: str, num_tokens: int) -> Terminal:
     return Terminal(request_id, "cancelled", num_tokens, f"cancelled: {why}", "cancelled")
 
 
-def error_result(end: Terminal) -> str:
-    """Return the result (JSON) of a request that failed or was cancelled."""
-    return json.dumps({"id": end.request_id, "error": end.error, "error_type": end.error_type})
-
-
-def final_result(request: Generate, end: Terminal, text: str, records: bytes) -> str:
-    """Return the result (JSON) of a complete request."""
-    ids, logprobs, tops = unpack_records(records, request.width)
-    body = {
-        "id": request.request_id,
-        "generated_text": text,
-        "finish_reason": end.reason,
-        "prompt_tokens": len(request.prompt_ids) // 4,
-        "generated_tokens": len(ids),
-        "ids": ids,
-        "logprobs": logprobs,
-        "tops": tops,
-    }
-    return json.dumps(body, ensure_ascii=False)
+def result_for(end: Terminal, records: bytes) -> Result:
+    """Return the result of a request whose tokens have these packed records."""
+    return Result(records if end.reason in FINISHED else b"", end.error, end.error_type)

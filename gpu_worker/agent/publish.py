@@ -12,7 +12,7 @@ from common.broker.keys import TOKENS_TTL_MS, Keys
 from common.broker.sequences import ChannelSequences
 from common.messages.codec import encode
 from common.messages.events import Events, LogEntry, Terminal, Tokens
-from common.messages.finish_reasons import FINISHED, error_result, final_result, terminal_for
+from common.messages.finish_reasons import result_for, terminal_for
 from common.messages.plan import Report
 from common.metrics import catalogue
 from gpu_worker.agent.outbox import Outbox
@@ -166,11 +166,7 @@ class Publisher:
         """Returns attempt, base, reason, result, its time to live, channel and event of an end."""
         request = row.request
         end = terminal_for(request.request_id, why, row.num_tokens)
-        result = (
-            final_result(request, end, row.text(why), bytes(row.records))
-            if why in FINISHED
-            else error_result(end)
-        )
+        result = encode(result_for(end, bytes(row.records)))
         channel = request.channel
         event = self.end_event(channel, end) if channel else b""
         return [row.attempt, row.base, end.reason, result, request.result_ttl_ms, channel, event]

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from tokenizers import Tokenizer
 
-from common.detokenize import Detokenizer, StopMatcher, generated_text
+from common.detokenize import Detokenizer, StopMatcher
 from common.messages.events import Tokens
 from common.messages.packing import pack_ids, unpack_ids
 from common.messages.plan import HeldRow, RowStart
@@ -121,18 +121,6 @@ class RowText:
 
     def unspilled(self) -> bytes:
         return bytes(self.records[self.spilled_bytes :])
-
-    def text(self, reason: str) -> str:
-        """Returns the whole generated text, without the stop string that ended it."""
-        ids, _, _ = unpack_records(bytes(self.records), self.request.width)
-        return generated_text(
-            self.detokenizer.tokenizer,
-            self.prompt_ids,
-            ids,
-            self.request.stopping.stop,
-            reason,
-            self.request.stopping.min_new_tokens,
-        )
 
 
 @dataclass(slots=True)

@@ -41,7 +41,7 @@ async def test_a_stopped_batcher_obeys_a_cancel_that_thousands_followed(broker: 
         await cancel_many(redis)
         await cancel(redis, "gone")
         os.kill(process.pid, signal.SIGCONT)
-        assert (await result(redis, "first"))["error_type"] == "cancelled"
+        assert (await result(redis, "first")).error_type == "cancelled"
         await wait_until(lambda: is_short(redis))
 
 

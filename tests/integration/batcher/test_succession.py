@@ -1,6 +1,5 @@
 """Batchers succeed each other while rows run: rows stay in place, and every token comes once."""
 
-import json
 import random
 import signal
 import subprocess
@@ -12,8 +11,9 @@ from redis.asyncio import Redis
 
 from common.broker.client import script
 from common.messages.codec import decode, encode
-from common.messages.events import Events
+from common.messages.events import Events, Result
 from common.messages.packing import pack_ids, unpack_ids
+from common.messages.records import unpack_records
 from common.messages.request import Cancel, Generate, StoppingParams
 from deploy.serve.embedded_broker import Broker
 from tests.support.broker_state import KEYS, admit
@@ -36,10 +36,9 @@ async def send(redis: Redis, number: int, num_tokens: int = NUM_TOKENS) -> None:
 
 
 async def result_ids(redis: Redis, number: int) -> list[int]:
-    result = json.loads(await wait_until(lambda: redis.get(KEYS.result(f"r{number}"))))
-    assert "error" not in result, result
-    ids: list[int] = result["ids"]
-    return ids
+    result = decode(Result, await wait_until(lambda: redis.get(KEYS.result(f"r{number}"))))
+    assert not result.error, result
+    return unpack_records(result.records)[0]
 
 
 async def attempts(redis: Redis) -> set[bytes | None]:

@@ -1,7 +1,6 @@
 """Batcher processes beside a broker of the test, without launcher; requests queued as a gateway does."""
 
 import contextlib
-import json
 import os
 import subprocess
 import sys
@@ -12,7 +11,8 @@ from redis.asyncio import Redis
 
 from common.broker.client import script
 from common.broker.keys import Keys
-from common.messages.codec import encode
+from common.messages.codec import decode, encode
+from common.messages.events import Result
 from common.messages.packing import pack_ids
 from common.messages.request import Generate, StoppingParams
 from tests.support.waiting import wait_until
@@ -50,9 +50,8 @@ async def admit(redis: Redis, name: str, payload: bytes | None = None, **fields:
     return answer[1]
 
 
-async def result(redis: Redis, name: str) -> dict[str, Any]:
-    content: dict[str, Any] = json.loads(await wait_until(lambda: redis.get(KEYS.result(name))))
-    return content
+async def result(redis: Redis, name: str) -> Result:
+    return decode(Result, await wait_until(lambda: redis.get(KEYS.result(name))))
 
 
 async def waiting(redis: Redis, count: int) -> bool:

@@ -4,11 +4,9 @@ has scripted, through the scripts that real workers use.
 
 import asyncio
 import contextlib
-import json
 import secrets
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
-from typing import Any
 
 from redis.asyncio import Redis
 from tokenizers import Tokenizer
@@ -16,9 +14,10 @@ from tokenizers import Tokenizer
 from common.broker.client import ERRORS, connect, script
 from common.broker.keys import Keys
 from common.broker.sequences import ChannelSequences
-from common.detokenize import Detokenizer, generated_text
+from common.detokenize import Detokenizer
 from common.messages.codec import decode, encode
 from common.messages.events import Events, LogEntry, Terminal, Tokens
+from common.messages.finish_reasons import result_for
 from common.messages.packing import pack_floats, pack_ids, unpack_floats, unpack_ids
 from common.messages.plan import WorkerCapacity
 from common.messages.records import pack_records, pack_tokens
@@ -259,25 +258,13 @@ class FakeWorker:
     def terminal(self, live: Live) -> list[object]:
         """Arguments of `finish`."""
         request, reason = live.request, live.reason or ""
-        ids, logprobs = live.ids[: live.done], live.logprobs[: live.done]
-        result: dict[str, Any] = {
-            "id": request.request_id,
-            "ids": ids,
-            "logprobs": logprobs,
-            "finish_reason": reason,
-        }
-        if live.error:
-            result |= {"error": live.error, "error_type": "generation"}
-        else:
-            result["generated_text"] = generated_text(
-                self.tokenizer, unpack_ids(request.prompt_ids), ids, request.stopping.stop, reason
-            )
         terminal = Terminal(
             request.request_id, reason, live.done, live.error, "generation" if live.error else ""
         )
         number = self.channels.next_number(request.channel, self.sequence)
         payload = encode(Events(self.incarnation, number, terminals=[terminal], flush=self.sequence))
-        return [reason, json.dumps(result), request.result_ttl_ms, request.channel, payload]
+        result = result_for(terminal, pack_tokens(live.tokens(0, live.done)))
+        return [reason, encode(result), request.result_ttl_ms, request.channel, payload]
 
     async def settle(self, live: Live) -> None:
         request_id = live.request.request_id

@@ -1,7 +1,5 @@
 """Terminals: the batcher's own terminals, published once, and the queue entries that go with them."""
 
-import json
-
 import msgpack
 import pytest
 from redis.asyncio import Redis
@@ -14,7 +12,7 @@ from batcher.terminals import Terminals
 from batcher.timeline import TimelineWriter
 from common.broker.sequences import ChannelSequences
 from common.messages.codec import decode, encode
-from common.messages.events import Events
+from common.messages.events import Events, Result
 from common.messages.records import RECORD
 from tests.support.broker_state import KEYS, admit, make_request
 
@@ -59,7 +57,7 @@ async def test_finish_publishes_stores_and_dequeues(redis: Redis, terminals: Ter
     assert (events.source, events.sequence) == ("b0-1", 1)
     assert (terminal.request_id, terminal.reason, terminal.error_type) == ("r1", "error", "timeout")
     assert terminal.num_tokens == 3
-    assert json.loads(await redis.get(KEYS.result("r1")))["error_type"] == "timeout"
+    assert decode(Result, await redis.get(KEYS.result("r1"))).error_type == "timeout"
     assert await redis.hget(KEYS.request("r1"), "terminal") == b"error"  # type: ignore[misc]
     assert await redis.exists(KEYS.requests, KEYS.requests_bytes, KEYS.tokens("r1")) == 1, "an empty stream"
     assert await redis.xlen(KEYS.requests) == 0
@@ -73,7 +71,7 @@ async def test_a_second_terminal_is_not_published(redis: Redis, terminals: Termi
         redis, terminals.finish(sequence, "client"), terminals.finish(sequence, "timeout")
     )
     assert [terminal.reason for event in events for terminal in event.terminals] == ["cancelled"]
-    assert json.loads(await redis.get(KEYS.result("r1")))["error"] == "cancelled: client"
+    assert decode(Result, await redis.get(KEYS.result("r1"))).error == "cancelled: client"
 
 
 async def test_dequeue_frees_one_entry_however_often_it_runs(redis: Redis, terminals: Terminals) -> None:

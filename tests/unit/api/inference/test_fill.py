@@ -12,8 +12,8 @@ from api.inference.relay import Relay
 from api.inference.stream import Stream
 from common.broker.client import connect
 from common.messages.codec import encode
-from common.messages.events import Events, LogEntry, Terminal, Tokens
-from common.messages.records import pack_tokens
+from common.messages.events import Events, LogEntry, Result, Terminal, Tokens
+from common.messages.records import RECORD, pack_tokens
 from deploy.serve.embedded_broker import Broker
 from tests.support.events import IDS, KEYS, TOKENIZER, new_stream, tokens
 from tests.support.waiting import wait_until
@@ -114,7 +114,7 @@ async def test_only_a_request_that_the_next_message_does_not_have_is_asked_for(
     await source.flush()
     await wait_until(lambda: source.all_have(1))
     await redis.hset(KEYS.request("w0.7"), "terminal", "length")  # type: ignore[misc]
-    await redis.set(KEYS.result("w0.7"), b'{"ids": [%d], "logprobs": [0.0]}' % IDS[0])
+    await redis.set(KEYS.result("w0.7"), encode(Result(RECORD.pack(IDS[0], 0.0))))
     await redis.config_resetstat()
     source.number += 1  # the message with its end is lost
     await source.flush(without=1)

@@ -14,7 +14,7 @@ from common.broker.client import connect
 from common.broker.committed import Committed
 from common.broker.keys import Keys
 from common.messages.codec import encode
-from common.messages.events import LogEntry, Terminal, Tokens
+from common.messages.events import LogEntry, Result, Terminal, Tokens
 from common.messages.packing import pack_floats, pack_ids
 from common.messages.records import pack_records, pack_tokens
 from common.messages.request import Generate, StoppingParams
@@ -127,7 +127,7 @@ async def test_a_gap_is_filled_with_the_same_text(redis: Redis, relay: Relay) ->
     assert stream.texts == [TOKENIZER.decode([i]) for i in IDS[:9]]
 
 
-@pytest.mark.parametrize("garbage", [b"not JSON", b"5", b'{"ids": 5, "logprobs": ["a"]}', b"\xff"])
+@pytest.mark.parametrize("garbage", [b"no map", b"5", encode(Result(b"no whole token")), b"\xff"])
 async def test_an_overwritten_result_ends_its_own_stream_only(
     redis: Redis, relay: Relay, garbage: bytes
 ) -> None:
@@ -185,7 +185,7 @@ async def test_an_answer_that_failed_before_its_first_token_has_no_prompt(redis:
         await commit(redis, 0, 0, stream.request.request_id)
     assert failed.end(Terminal("failed", "error", 0, "gone"))
     await redis.hset(KEYS.request("filled"), "terminal", "error")  # type: ignore[misc]
-    await redis.set(KEYS.result("filled"), b'{"error": "gone"}')
+    await redis.set(KEYS.result("filled"), encode(Result(error="gone")))
     relay.request_fill([filled])
     await wait_until(lambda: filled.terminal)
     assert failed.terminal and filled.terminal and failed.terminal.error == filled.terminal.error == "gone"

@@ -1,6 +1,5 @@
 """What a flush writes to the broker."""
 
-import json
 from dataclasses import replace
 
 import pytest
@@ -9,7 +8,7 @@ from redis.asyncio import Redis
 from common.broker import client as brokers
 from common.broker.committed import read
 from common.messages.codec import decode
-from common.messages.events import Events, LogEntry
+from common.messages.events import Events, LogEntry, Result
 from common.messages.packing import unpack_ids
 from common.messages.records import unpack_records
 from gpu_worker.agent.agent import Agent
@@ -37,12 +36,8 @@ async def test_tokens_ends_and_releases_are_published_in_one_flush(agent: Agent,
     [logged] = decode(LogEntry, fields[b"entry"]).tokens
     assert logged == replace(tokens, texts=[])
     assert (events[1].terminals[0].reason, events[1].terminals[0].num_tokens) == ("length", 2)
-    result = json.loads(await redis.get(KEYS.result("r1")))
-    assert (result["generated_text"], result["ids"], result["logprobs"]) == (
-        " the sea",
-        [first, second],
-        [-0.5, -0.5],
-    )
+    result = decode(Result, await redis.get(KEYS.result("r1")))
+    assert unpack_records(result.records) == ([first, second], [-0.5, -0.5], [])
     (report,) = await reports(redis)
     assert (report.prefilled, report.ended, report.released) == ([(1, 2, 1)], [(1, "length", 2)], [(1, 3)])
     assert not agent.state.table.rows
@@ -87,4 +82,4 @@ async def test_a_key_of_the_wrong_type_does_not_stop_other_terminals(agent: Agen
     await redis.set(KEYS.request("r1"), "x")
     step(agent, {1: (0, 5), 2: (0, 6)}, ended=[(1, "length", 1), (2, "length", 1)])
     await agent.flusher.flush()
-    assert json.loads(await redis.get(KEYS.result("r2")))["ids"] == [6]
+    assert unpack_records(decode(Result, await redis.get(KEYS.result("r2"))).records)[0] == [6]

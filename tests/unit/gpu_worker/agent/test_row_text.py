@@ -48,7 +48,6 @@ def test_committed_tokens_count_but_are_not_new() -> None:
     assert (row.num_tokens, row.num_spilled, row.texts, row.unspilled()) == (1, 1, [], b"")
     assert row.matches_stop_string(row.add(sea, -0.5))
     assert row.new_tokens().index == 1 and unpack_records(row.unspilled())[0] == [sea]
-    assert row.text("length") == " the sea"
 
 
 def test_live_rows_have_not_ended() -> None:
