@@ -17,7 +17,7 @@ import shutil
 import sys
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from itertools import islice
@@ -55,6 +55,7 @@ class Plan:
 
     Attributes:
         num_cases: different requests of each kind.
+        counts: processes by kind.
         spared: kinds of processes and ways to hit them that are left out.
         every_s: mean time between two strikes.
         loss: share of the messages of subscriptions that are lost.
@@ -69,6 +70,7 @@ class Plan:
     num_cases: int = 16
     spared: Sequence[str] = ()
     loss: float = 0.05
+    counts: Mapping[str, int] = field(default_factory=lambda: COUNTS)
     step_ms: float | None = 40.0
     log_to: Path | None = None
 
@@ -104,7 +106,7 @@ async def run(plan: Plan) -> Outcome:
             outcome = Outcome(crowd.tally, attack, before=Holdings.of(fleet))
             await strike_under_load(plan, crowd, attack)
             log("all processes are back")
-            await attack.settled(num_processes, COUNTS["agent"])
+            await attack.settled(num_processes, plan.counts["agent"])
         log("nothing is left over")
         await look_for_leftovers(outcome, fleet)
         outcome.num_dropped = proxy.num_dropped
@@ -115,9 +117,10 @@ async def run(plan: Plan) -> Outcome:
 async def started(plan: Plan) -> AsyncIterator[ChaosFleet]:
     """The fleet, just started; its log is kept where the plan says."""
     counts = {
-        f"num_{kind}{'' if kind == 'jobs' else 's'}": COUNTS[kind] for kind in ("gateway", "batcher", "jobs")
+        f"num_{kind}{'' if kind == 'jobs' else 's'}": plan.counts[kind]
+        for kind in ("gateway", "batcher", "jobs")
     }
-    fleet = ChaosFleet(plan.step_ms, num_workers=COUNTS["agent"], kv_cache_bytes="256MiB", **counts)
+    fleet = ChaosFleet(plan.step_ms, num_workers=plan.counts["agent"], kv_cache_bytes="256MiB", **counts)
     fleet.start()
     try:
         yield fleet
@@ -131,7 +134,7 @@ async def strike_under_load(plan: Plan, crowd: Crowd, attack: Attack) -> None:
     """Strikes until there were as many hits as planned, and waits for the answers."""
     noting = asyncio.create_task(attack.note_files())
     running = asyncio.create_task(crowd.run(plan.num_streams))
-    strikes = draw_strikes(plan.seed, Targets.of(COUNTS), plan.every_s, plan.spared)
+    strikes = draw_strikes(plan.seed, Targets.of(plan.counts), plan.every_s, plan.spared)
     while attack.hits.total() < plan.kills and not running.done():
         [strike] = islice(strikes, 1)
         await asyncio.sleep(strike.pause_s)

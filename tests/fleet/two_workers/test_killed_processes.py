@@ -2,18 +2,22 @@
 
 import asyncio
 import os
-import random
 import signal
+from dataclasses import replace
 from typing import Any
 
 import psutil
 import pytest
 from redis.asyncio import Redis
 
+from benchmarks.chaos import Plan, strike_under_load
 from common.broker.client import connect
 from common.broker.keys import Keys
 from common.messages.codec import decode
 from common.messages.events import Events
+from tests.support.chaos.attack import Attack
+from tests.support.chaos.cases import make_cases, make_reader
+from tests.support.chaos.crowd import Crowd
 from tests.support.fleet.fleet import Fleet
 from tests.support.load import Load
 from tests.support.waiting import wait_until
@@ -41,37 +45,35 @@ async def two_ready(fleet: Fleet) -> None:
     await wait_until(lambda: fleet.workers_ready() == 2)
 
 
-async def kill_some_worker(fleet: Fleet, draw: random.Random, load: Load) -> bool:
-    """SIGKILL to an agent or to its engine. Returns whether streams were running."""
-    name = draw.choice(["w0", "w1"])
-    pid = fleet.pid(name)
-    engine = [child.pid for child in psutil.Process(pid).children()]
-    hit = load.running
-    os.kill(draw.choice([pid, *engine]), signal.SIGKILL)
-    await asyncio.to_thread(fleet.restarted, name, pid)
-    return hit
+KILLS = Plan(
+    num_streams=12,
+    num_tokens=60,
+    num_cases=2,
+    counts={"agent": 2, "engine": 2, "batcher": 1},
+    spared=("gateway", "jobs", "stop", "set-back"),
+)
 
 
-async def run_kills(fleet: Fleet, undisturbed: list[list[int]], count: int) -> None:
-    draw, kills = random.Random(count), 0
-    while kills < count:
-        await two_ready(fleet)  # before the streams begin, which would be over by then
-        load = Load(fleet, MAX_NEW_TOKENS)
-        while load.running and kills < count:
-            await load.progress(draw.randint(5, 40))
-            await two_ready(fleet)
-            kills += await kill_some_worker(fleet, draw, load)
-        assert await load.whole() == undisturbed
+async def kill_processes(fleet: Fleet, plan: Plan) -> None:
+    attack, num_processes = Attack(fleet, fleet.directory, fleet.directory), len(fleet.pids())
+    cases = make_cases(plan.seed, plan.num_cases, plan.num_tokens)
+    async with make_reader(fleet.base_url, fleet.redis_url, str(plan.seed)) as reader:
+        crowd = Crowd(reader, cases, plan.seed)
+        await crowd.learn(plan.num_streams)
+        await strike_under_load(plan, crowd, attack)
+        await attack.settled(num_processes, plan.counts["agent"])
+    assert not crowd.tally.wrong and not attack.lost
 
 
-async def test_killed_workers_cost_no_token(fleet: Fleet, undisturbed: list[list[int]]) -> None:
-    await run_kills(fleet, undisturbed, 2)
+async def test_killed_processes_cost_no_token_of_a_real_model(fleet: Fleet) -> None:
+    """Workers, engines, batcher and broker; connections are cut, too."""
+    await kill_processes(fleet, replace(KILLS, seed=6, kills=6))
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1500)  # where a worker takes 10 s to start, few kills hit the streams of one load
-async def test_twenty_killed_workers_cost_no_token(fleet: Fleet, undisturbed: list[list[int]]) -> None:
-    await run_kills(fleet, undisturbed, 20)
+@pytest.mark.timeout(1500)
+async def test_sixty_killed_processes_cost_no_token_of_a_real_model(fleet: Fleet) -> None:
+    await kill_processes(fleet, replace(KILLS, seed=60, kills=60))
 
 
 async def test_a_suspended_worker_publishes_nothing_when_it_resumes(
@@ -139,17 +141,10 @@ async def not_in_pool(redis: Redis, incarnation: str) -> bool:
     return await redis.zscore(KEYS.workers, incarnation) is None
 
 
-async def test_a_killed_batcher_and_a_drained_worker_cost_no_token(
-    fleet: Fleet, undisturbed: list[list[int]]
-) -> None:
+async def test_a_drained_worker_costs_no_token(fleet: Fleet, undisturbed: list[list[int]]) -> None:
     await two_ready(fleet)
     load = Load(fleet, MAX_NEW_TOKENS)
     await load.progress(5)
-    old = fleet.pid("b0")
-    os.kill(old, signal.SIGKILL)
-    await asyncio.to_thread(fleet.restarted, "b0", old)
-    await load.progress(5)
-    await two_ready(fleet)
     old = fleet.pid("w1")
     os.kill(old, signal.SIGTERM)
     await asyncio.to_thread(fleet.restarted, "w1", old)

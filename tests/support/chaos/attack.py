@@ -11,14 +11,18 @@ from pathlib import Path
 import psutil
 import redis
 
+from common.broker.keys import Keys
 from tests.support.chaos.broker import CUT_TO, FileHistory
 from tests.support.chaos.strikes import Hit, Strike
 from tests.support.fleet.fleet import Fleet
 from tests.support.waiting import wait_until
 
+KEYS = Keys("default")
 BACK_S = 90.0
 SET_BACK_S = 1.0
 NOTE_EVERY_S = 0.1
+ENGINE = "tokenfleet engine"
+"""Title of an engine's process."""
 
 
 class Attack:
@@ -31,7 +35,7 @@ class Attack:
     """
 
     def __init__(self, fleet: Fleet, directory: Path, broker_files: Path) -> None:
-        self.fleet, self.directory = fleet, directory
+        self.fleet, self.directory, self.redis_url = fleet, directory, fleet.redis_url
         self.files = FileHistory(broker_files)
         self.struck: list[tuple[float, Strike]] = []
         self.hits: Counter[str] = Counter()
@@ -70,7 +74,7 @@ class Attack:
                 process.suspend()
                 self.stopped.add(asyncio.create_task(resume_later(process, hit.stop_s)))
             case "cut":
-                cut_connections(self.fleet.redis_url)
+                cut_connections(self.redis_url)
             case "set-back":
                 sizes = self.files.sizes_before(SET_BACK_S)
                 paths = {str(self.files.directory / name): size for name, size in sizes.items()}
@@ -84,17 +88,17 @@ class Attack:
         await asyncio.gather(*self.stopped)
         with contextlib.suppress(TimeoutError):
             await wait_until(lambda: len(self.fleet.pids()) == num_processes, BACK_S)
-            await wait_until(lambda: ready_workers(self.fleet) == num_workers, BACK_S)
+            await wait_until(lambda: ready_workers(self.redis_url) == num_workers, BACK_S)
             return
         self.lost.append(f"{len(self.fleet.pids())} of {num_processes} processes are back, and")
-        self.lost.append(f"{ready_workers(self.fleet)} of {num_workers} workers are ready")
+        self.lost.append(f"{ready_workers(self.redis_url)} of {num_workers} workers are ready")
 
 
 def process_of(fleet: Fleet, hit: Hit) -> psutil.Process | None:
     try:
         process = psutil.Process(fleet.pids()[hit.name])
         if hit.kind == "engine":
-            [process] = process.children()
+            [process] = [child for child in process.children() if ENGINE in " ".join(child.cmdline())]
     except (KeyError, ValueError, psutil.Error):
         return None
     return process
@@ -112,7 +116,8 @@ def cut_connections(url: str) -> None:
             client.client_kill_filter(_type=kind, skipme=True)
 
 
-def ready_workers(fleet: Fleet) -> int:
-    with contextlib.suppress(redis.RedisError):
-        return fleet.workers_ready()
+def ready_workers(url: str) -> int:
+    """Workers that the batcher gives rows to; -1 while the broker does not answer."""
+    with contextlib.suppress(redis.RedisError), redis.Redis.from_url(url, socket_timeout=2) as client:
+        return int(client.hget(KEYS.state, "workers") or 0)
     return -1

@@ -22,7 +22,8 @@ class ChaosFleet(Fleet):
     command = ("tests.support.chaos.launcher",)
 
     def __init__(self, step_ms: float | None, **settings: Any) -> None:
-        super().__init__(pythonpath=ROOT, **settings)
+        preload_worker = None if step_ms is None else False
+        super().__init__(pythonpath=ROOT, preload_worker=preload_worker, **settings)
         self.proxy_port = free_port()
         self.settings |= {
             DIRECTORY: self.directory,

@@ -1,7 +1,7 @@
 """Strikes: what is done to whom, and when; drawn from a seed, without a fleet."""
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations_with_replacement
 
@@ -64,7 +64,7 @@ class Targets:
     names: dict[str, list[str]]
 
     @classmethod
-    def of(cls, counts: dict[str, int]) -> "Targets":
+    def of(cls, counts: Mapping[str, int]) -> "Targets":
         """`counts`: processes by kind; a worker is an agent and an engine."""
         letters = {"gateway": "g", "batcher": "b", "agent": "w", "engine": "w", "jobs": "j"}
         names = {kind: [f"{letters[kind]}{i}" for i in range(count)] for kind, count in counts.items()}
