@@ -1,6 +1,8 @@
 """Inbox: reads requests, control messages and the reports of every worker with one XREAD."""
 
 import asyncio
+import time
+from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -33,11 +35,16 @@ class StreamEntry:
 
 
 class Inbox:
-    """The streams that are followed, and the last id read of each."""
+    """The streams that are followed, and the last id read of each.
+
+    Attributes:
+        unhandled: entries that were read and not taken.
+    """
 
     def __init__(self, redis: Redis) -> None:
         self.redis = redis
         self.last_ids: dict[str, str] = {}
+        self.unhandled: deque[StreamEntry] = deque()
 
     def follow(self, stream: str, after: str = "0") -> None:
         """Read `stream` from the entry behind `after` on; no change if it is followed already."""
@@ -45,6 +52,21 @@ class Inbox:
 
     def unfollow(self, stream: str) -> None:
         self.last_ids.pop(stream, None)
+
+    async def fill(self, wait_ms: int) -> None:
+        """Read new entries if all that were read are taken; wait up to `wait_ms` while there are none."""
+        if not self.unhandled:
+            self.unhandled.extend(await self.read(wait_ms))
+
+    def take(self, seconds: float) -> Iterator[StreamEntry]:
+        """Yield the entries that were read; after `seconds` the rest stays for the next call."""
+        end_s = time.monotonic() + seconds
+        while self.unhandled and time.monotonic() < end_s:
+            yield self.unhandled.popleft()
+
+    def done_id(self, stream: str) -> str:
+        """Return the id up to which the entries of a stream were taken, or that of the next one."""
+        return next((entry.id for entry in self.unhandled if entry.stream == stream), self.last_ids[stream])
 
     async def read(self, wait_ms: int) -> list[StreamEntry]:
         """Return new entries of all streams, in order in each; wait up to `wait_ms` while there are none."""

@@ -2,7 +2,6 @@
 
 import asyncio
 import logging
-import time
 from collections import deque
 from collections.abc import Awaitable, Callable
 from functools import partial
@@ -38,6 +37,7 @@ log = logging.getLogger(__name__)
 Action = Callable[[], Awaitable[object]]
 READ_WAIT_MS = 100
 SLICE_S = 0.02
+"""For so long entries are handled in one turn: plans, and the lease, come between."""
 RETRY_S = 0.2
 
 
@@ -45,7 +45,6 @@ class Batcher:
     """One epoch of the active batcher.
 
     Attributes:
-        unhandled: entries that were read.
         pending: what was decided and not done yet, in order; each action can be repeated.
         undecodable: number of entries that could not be read.
     """
@@ -70,7 +69,6 @@ class Batcher:
         self.housekeeping = Housekeeping(
             settings, redis, keys, lease.holder, self.scheduler, self.workers, self.detector, self.channels
         )
-        self.unhandled: deque[StreamEntry] = deque()
         self.pending: deque[Action] = deque()
         self.undecodable = 0
 
@@ -111,21 +109,15 @@ class Batcher:
         await self.run_pending()
         await self.timeline.write()
         if self.housekeeping.due:
-            control_id = self.inbox.last_ids[self.keys.control]  # all until there is done
+            control_id = self.inbox.done_id(self.keys.control)
             for incarnation in await self.housekeeping.run(self.undecodable, control_id):
                 self.enqueue(partial(self.seal, incarnation, "no heartbeat"))
         await self.recovery.run_next()
-        if not self.unhandled:
-            self.unhandled.extend(await self.inbox.read(1 if self.recovery.actions else READ_WAIT_MS))
-        self.handle_entries()
+        await self.inbox.fill(1 if self.recovery.actions else READ_WAIT_MS)
+        for entry in self.inbox.take(SLICE_S):
+            self.on_entry(entry)
         self.scheduler.expire(self.lease.clock.now_ms())
         self.decide()
-
-    def handle_entries(self) -> None:
-        """Handle entries, for SLICE_S at most: plans, and the lease, come between."""
-        end_s = time.monotonic() + SLICE_S
-        while self.unhandled and time.monotonic() < end_s:
-            self.on_entry(self.unhandled.popleft())
 
     async def run_pending(self) -> None:
         """Run pending actions, and those that follow, until none is left."""

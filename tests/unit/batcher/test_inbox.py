@@ -1,0 +1,23 @@
+"""Inbox: entries in order, handled in slices, and how far a stream is done."""
+
+from redis.asyncio import Redis
+
+from batcher.inbox import Inbox
+from common.broker.stream_ids import parse_stream_id
+
+
+async def test_entries_that_a_slice_leaves_come_with_the_next_and_are_not_done_before(redis: Redis) -> None:
+    inbox = Inbox(redis)
+    inbox.follow("s")
+    ids = [(await redis.xadd("s", {"kind": str(number)})).decode() for number in range(3)]
+    await inbox.fill(50)
+    await redis.xadd("s", {"kind": "later"})
+    assert next(inbox.take(60.0)).data == b"0"
+    assert list(inbox.take(0.0)) == [], "no time is left"
+    assert inbox.done_id("s") == ids[1], "the next one"
+    await inbox.fill(50)
+    assert [entry.data for entry in inbox.take(60.0)] == [b"1", b"2"], "nothing is read before all is taken"
+    assert inbox.done_id("s") == ids[2]
+    await inbox.fill(50)
+    assert [entry.data for entry in inbox.take(60.0)] == [b"later"]
+    assert parse_stream_id(inbox.done_id("s")) > parse_stream_id(ids[2])
