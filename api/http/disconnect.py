@@ -12,13 +12,13 @@ from api.inference.stream import Stream
 async def wait_until_finished(
     streams: Sequence[Stream], request: Request, release: Callable[[Stream], None]
 ) -> None:
-    """Wait until all streams have finished; `release` is called for each in any case.
+    """Wait until all streams have finished, or one has failed; `release` is called for each in any case.
 
     Raises:
         ApiError: the error of the first stream that failed.
         ClientDisconnect: the client has left.
     """
-    tasks = {asyncio.create_task(all_ended(streams)), asyncio.create_task(wait_for_disconnect(request))}
+    tasks = {asyncio.create_task(all_finished(streams)), asyncio.create_task(wait_for_disconnect(request))}
     try:
         await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
     finally:
@@ -27,15 +27,28 @@ async def wait_until_finished(
         for stream in streams:
             release(stream)
     for stream in streams:
-        if stream.terminal is None:
-            raise ClientDisconnect
-        if not stream.finished:
+        if stream.terminal and not stream.finished:
             raise failed(stream.terminal)
+    if not all(stream.finished for stream in streams):
+        raise ClientDisconnect
 
 
 async def all_ended(streams: Sequence[Stream]) -> None:
     for stream in streams:
         await stream.ended.wait()
+
+
+async def all_finished(streams: Sequence[Stream]) -> None:
+    """Returns when all have finished, or at the first that has failed."""
+    ends = [asyncio.create_task(stream.ended.wait()) for stream in streams]
+    try:
+        while any(not stream.terminal for stream in streams):
+            await asyncio.wait([end for end in ends if not end.done()], return_when=asyncio.FIRST_COMPLETED)
+            if any(stream.terminal and not stream.finished for stream in streams):
+                return
+    finally:
+        for end in ends:
+            end.cancel()
 
 
 async def wait_for_disconnect(request: Request) -> None:

@@ -197,7 +197,7 @@ class Admission:
         own_keys = (self.keys.request(request_id), self.keys.result(request_id))
         try:
             async with asyncio.timeout(CLEANUP_TIMEOUT_S):
-                if not stream.terminal and await self.cancel(request_id):
+                if (stream.gave_up or not stream.terminal) and await self.cancel(request_id):
                     self.relay.admitted(stream)
                     await stream.ended.wait()
                 await self.retry_forever(lambda: self.redis.delete(*own_keys))

@@ -10,6 +10,7 @@ import contextlib
 import logging
 import math
 import random
+import time
 from collections.abc import Iterable, Sequence
 
 from redis.asyncio import Redis
@@ -21,6 +22,7 @@ from common.broker.client import ERRORS, describe_error
 from common.broker.committed import Committed
 from common.broker.keys import Keys
 from common.broker.tails import read_log, read_tails, tokens_of
+from common.messages import finish_reasons
 from common.messages.codec import WireError, decode
 from common.messages.events import Result, Terminal, Tokens
 from common.messages.records import RECORD, TopTokens, unpack_records
@@ -180,11 +182,18 @@ class Filler:
         """Add what Redis has and this stream has not: tokens from a byte of the string on, and the end."""
         stream.note_state(state.worker, state.attempt, state.prompt)
         if not state.known:
-            stream.end(Terminal(stream.request.request_id, "error", 0, "the request is not known any more"))
+            self.end_unknown(stream)
         elif state.terminal:
             await self.apply_result(stream, state.terminal, state.result or b"")
         else:
             await self.add_records(stream, offset, state.records)
+
+    def end_unknown(self, stream: Stream) -> None:
+        """End a stream whose keys are gone: they expire some time after its deadline."""
+        if time.monotonic() > stream.deadline_s:
+            time_out(stream)
+        else:
+            stream.give_up("the request is not known any more")
 
     async def apply_result(self, stream: Stream, reason: str, data: bytes) -> None:
         request_id, token_bytes = stream.request.request_id, stream.request.width * RECORD.size
@@ -227,3 +236,9 @@ class Filler:
         """Let the stream's detokenizer see the tokens that came with their text."""
         while stream.late_text.follow(stream.ids, NUM_TOKENS):
             await self.pace.step(NUM_TOKENS // TOKENS_A_UNIT)
+
+
+def time_out(stream: Stream) -> None:
+    """End a stream in the words of the fleet, which has not done it."""
+    error_type, why = finish_reasons.ERRORS["timeout"]
+    stream.give_up(why, error_type)

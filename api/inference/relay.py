@@ -14,7 +14,7 @@ from typing import Any
 
 from redis.asyncio import Redis
 
-from api.inference.fill import Filler
+from api.inference.fill import Filler, time_out
 from api.inference.sources import Sources
 from api.inference.stream import Stream
 from api.pace import Pace
@@ -29,6 +29,7 @@ log = logging.getLogger(__name__)
 FIRST_PAUSE_S, LAST_PAUSE_S = 0.05, 1.0
 AUDIT_S = 1.0
 SILENCE_S = 5.0
+LATE_S = 5.0
 QUIET_S = 1.0
 """A stream without an event for so long may have moved to any source, or have been ended by the batcher."""
 END_UNITS = 4
@@ -81,6 +82,7 @@ class Relay:
 
     def admitted(self, stream: Stream) -> None:
         stream.admitted = True
+        stream.deadline_s = min(stream.deadline_s, time.monotonic() + stream.request.ttl_ms / 1000)
         if stream.request.request_id in self.filler.doubtful:
             self.filler.requested.set()
 
@@ -225,9 +227,13 @@ class Relay:
             self.request_overdue()
 
     def request_overdue(self) -> None:
-        """Request fills of streams that were silent for SILENCE_S, or have had a gap for AUDIT_S."""
+        """Request fills of streams that were silent for SILENCE_S, or have had a gap for AUDIT_S; end those
+        that nobody has ended LATE_S after their deadline.
+        """
         now = time.monotonic()
         for stream in self.streams.values():
+            if now - stream.deadline_s > LATE_S and not stream.terminal:
+                time_out(stream)
             silent_s = now - stream.last_event_s
             if not stream.terminal and (silent_s > SILENCE_S or stream.has_gap):
                 stream.last_event_s = now

@@ -1,6 +1,7 @@
 """Stream: one live request in its gateway, with the tokens that events or fills have brought so far."""
 
 import asyncio
+import math
 import time
 from collections.abc import Sequence
 
@@ -24,6 +25,8 @@ class Stream:
 
     Attributes:
         admitted: whether Redis is known to have the request.
+        deadline_s: monotonic time by which the fleet must have ended it.
+        gave_up: whether it ended here alone, so that its request must be cancelled.
         tops: parallel to `ids` if the request asks for the likeliest tokens, else empty.
         prompt: packed records of the prompt's tokens but the first, if the request asks for them. No event
             carries them: they are read from Redis, and tokens are added after them only.
@@ -32,8 +35,7 @@ class Stream:
         attempt: the newest attempt known; events of older ones are dropped.
         ahead: index → tokens that came before those in front of them.
         awaited_end: the end, if it came before the last tokens.
-        heard_s: monotonic time of the last event.
-        last_event_s: monotonic time of the last event or fill.
+        heard_s, last_event_s: monotonic times of the last event, and of the last event or fill.
         placed_s, first_token_s, token_s, ended_s: monotonic times of the start on a worker (of the first
             token, if that event was lost), first token, last token and end; 0 before that.
     """
@@ -46,7 +48,7 @@ class Stream:
         eos_ids = frozenset() if stopping.ignore_eos else tokenizer.ending_ids
         self.ending_ids = eos_ids.union(stopping.stop_ids)
         self.matcher = StopMatcher(stopping.stop) if stopping.stop else None
-        self.admitted = False
+        self.admitted = self.gave_up = False
         self.source = self.worker = ""
         self.attempt = 0
         self.ahead: dict[int, Tokens] = {}
@@ -58,6 +60,7 @@ class Stream:
         self.prompt: bytes | None = None
         self.terminal: Terminal | None = None
         self.started_s = self.heard_s = self.last_event_s = time.monotonic()
+        self.deadline_s = math.inf
         self.placed_s = self.first_token_s = self.token_s = self.ended_s = 0.0
         self.changed = asyncio.Event()
         self.ended = asyncio.Event()
@@ -102,15 +105,9 @@ class Stream:
     def text(self) -> str:
         """The whole answer of a finished stream."""
         assert self.terminal is not None
-        stopping, tokenizer = self.request.stopping, self.tokenizer.backend
-        return generated_text(
-            tokenizer,
-            self.prompt_ids,
-            self.ids,
-            stopping.stop,
-            self.terminal.reason,
-            stopping.min_new_tokens,
-        )
+        stopping, reason = self.request.stopping, self.terminal.reason
+        args = stopping.stop, reason, stopping.min_new_tokens
+        return generated_text(self.tokenizer.backend, self.prompt_ids, self.ids, *args)
 
     @property
     def has_gap(self) -> bool:
@@ -161,17 +158,21 @@ class Stream:
         return True
 
     def note_state(self, worker: str, attempt: int, prompt: bytes | None) -> None:
-        """Note where Redis says that the request is."""
+        """Note what Redis says of the request."""
         self.last_event_s = time.monotonic()
         self.worker = worker
         self.attempt = max(self.attempt, attempt)
         self.keep_prompt(prompt)
         self.add_ahead()
 
+    def give_up(self, why: str, error_type: str = "") -> None:
+        """End the stream although nobody has said that its request ended."""
+        self.gave_up = True
+        self.end(Terminal(self.request.request_id, "error", 0, why, error_type))
+
     def fail_prompt(self) -> None:
         """End the stream: its prompt is committed with its first token, so somebody wrote to the key."""
-        why = "the log-probabilities of its prompt cannot be read"
-        self.end(Terminal(self.request.request_id, "error", 0, why))
+        self.give_up("the log-probabilities of its prompt cannot be read")
 
     @property
     def lacks_prompt(self) -> bool:
