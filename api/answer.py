@@ -1,13 +1,15 @@
-"""Answer: describes an answer when its request is accepted, with all that its rendering needs."""
+"""Answer: describes an answer when its request is accepted, and says how long it is kept."""
 
 import time
 from collections.abc import Sequence
 from dataclasses import replace
 from importlib.metadata import version
 
-from common.messages.answer import HttpAnswer, Rendering
+from common.broker.keys import RESULT_TTL_MS
+from common.messages.answer import HttpAnswer, Rendering, ResumeTerms
 from common.messages.request import Generate
 
+REQUEST_KEY_MARGIN_MS = 60_000
 FINGERPRINT = f"tokenfleet-{version('tokenfleet')}"
 
 
@@ -19,6 +21,7 @@ def describe_answer(
     requests: Sequence[Generate],
     prefixes: Sequence[str],
     rendering: Rendering,
+    terms: ResumeTerms,
     created_s: int | None = None,
 ) -> HttpAnswer:
     """The answer to validated requests: those of the choices of the first prompt, then those of the next.
@@ -40,4 +43,17 @@ def describe_answer(
         [replace(request, prompt_ids=b"") for request in requests],
         list(prefixes),
         rendering,
+        terms,
     )
+
+
+def keep_as_asked(request: Generate, answer: HttpAnswer) -> Generate:
+    """A choice's request; it goes on without its client, and keeps its result, as the answer's terms say."""
+    terms = answer.terms
+    kept_ms = [request.result_ttl_ms, terms.resume_ms or 0]
+    if len(answer.requests) > 1:  # the first choice that ends must not be lost before the last one
+        kept_ms.append(request.ttl_ms + REQUEST_KEY_MARGIN_MS)
+    if terms.detached:
+        return replace(request, gateway="", grace_ms=0, result_ttl_ms=max(*kept_ms, RESULT_TTL_MS))
+    grace_ms = request.grace_ms if terms.resume_ms is None else terms.resume_ms
+    return replace(request, grace_ms=grace_ms, result_ttl_ms=max(kept_ms))

@@ -20,6 +20,8 @@ from api.http.state import set_pools
 from api.http.unread import UNREAD
 from api.lifecycle import Gateway
 from api.openai import routes_chat, routes_completions, routes_models
+from api.resume import routes_resume
+from api.resume.middleware import ResumeMiddleware
 from api.tgi import routes_generate, routes_info, routes_tokenize
 from common.metrics.aggregate import publishing_metrics
 from common.settings.settings import Settings
@@ -29,6 +31,7 @@ ROUTES = (
     routes_tokenize,
     routes_chat,
     routes_completions,
+    routes_resume,
     routes_health,
     routes_info,
     routes_models,
@@ -37,7 +40,7 @@ ROUTES = (
     routes_metrics,
     routes_timeline,
 )
-REFUSED_WHILE_DRAINING = (routes_generate, routes_chat, routes_completions, routes_health)
+REFUSED_WHILE_DRAINING = (routes_generate, routes_chat, routes_completions, routes_resume, routes_health)
 WITHOUT_KEY = (routes_health, routes_info, routes_models, routes_page, routes_metrics)
 
 
@@ -63,7 +66,8 @@ def build(gateway: Gateway, draining: Draining | None = None) -> ASGIApp:
     set_pools(app, gateway.pools)
     add_routes(app, gateway.settings, draining or Draining())
     add_error_handlers(app)
-    return RawSendMiddleware(RequestIdMiddleware(ArrivalMiddleware(add_cors(app, gateway.settings))))
+    served = add_cors(ResumeMiddleware(app), gateway.settings)
+    return RawSendMiddleware(RequestIdMiddleware(ArrivalMiddleware(served)))
 
 
 def add_routes(app: FastAPI, settings: Settings, draining: Draining) -> None:

@@ -18,11 +18,17 @@ REFERENCE = "#/components/schemas/{model}"
 
 TGI = "Text generation (TGI)"
 OPENAI = "OpenAI API"
+RESUME = "Streams after a lost connection"
 FLEET = "Fleet"
 HEALTH = "Health and metrics"
 TAGS = [
     {"name": OPENAI, "description": "Chat and text completions, as OpenAI's API and vLLM have them."},
     {"name": TGI, "description": "The API of text-generation-inference."},
+    {
+        "name": RESUME,
+        "description": "Every frame has an `id`. A client whose connection is lost, or whose "
+        "gateway has died, goes on behind the last one it has.",
+    },
     {"name": HEALTH, "description": "For load balancers and Prometheus. No API key is needed."},
     {"name": FLEET, "description": "The processes of the fleet, and the timeline of a request."},
 ]

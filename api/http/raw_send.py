@@ -64,3 +64,12 @@ class RawEventSourceResponse(EventSourceResponse):
         async with self._send_lock:
             self.active = False
             await send({"type": "http.response.body", "body": b"", "more_body": False})
+        await wait_until_written(self.raw_send)
+
+
+async def wait_until_written(raw_send: Any) -> None:
+    """Wait until the kernel has all bytes: the death of the gateway no longer takes any away."""
+    cycle = raw_send.__self__  # uvicorn's; ASGI has no word for this
+    cycle.transport.set_write_buffer_limits(high=0)
+    await cycle.flow.drain()
+    cycle.transport.set_write_buffer_limits()

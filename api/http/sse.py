@@ -17,6 +17,7 @@ from starlette.types import Receive, Scope, Send
 from api.http.raw_send import RawEventSourceResponse
 from api.http.unread import UNREAD, Unread
 from api.inference.stream import Stream
+from common.messages.answer import HttpAnswer
 
 KEEP_ALIVE_S = 15
 MAX_FRAMES = 128
@@ -28,26 +29,34 @@ AppStatus.disable_automatic_graceful_drain()  # type: ignore[no-untyped-call]
 
 
 class TokenStream(RawEventSourceResponse):
-    """Response of `frames`, with keep-alive comments; `release` is called once for each stream, when all is
-    sent or the client has gone.
+    """Response of `frames`, with keep-alive comments; `release` is called once for each stream, when the
+    kernel has all bytes or the client has gone.
+
+    Attributes:
+        reader: number of the reader of the answer, 0 for the first.
     """
 
     def __init__(
         self,
+        answer: HttpAnswer,
         frames: AsyncIterator[list[bytes]],
         streams: Sequence[Stream],
         headers: Mapping[str, str],
-        release: Callable[[Stream], None],
+        release: Callable[[Stream, int, float], None],
+        reader: int = 0,
     ) -> None:
+        place = {"content-location": f"/requests/{answer.request_id}/stream"}
         super().__init__(
             frames,
-            headers=HEADERS | dict(headers),
+            headers=HEADERS | place | dict(headers),
             sep="\n",
             ping=KEEP_ALIVE_S,
             ping_message_factory=keep_alive,
         )
+        self.answer = answer
         self.streams = streams
         self.release = release
+        self.reader = reader
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         unread: Unread = scope["state"][UNREAD]
@@ -57,7 +66,7 @@ class TokenStream(RawEventSourceResponse):
         finally:
             unread.streams = ()
             for stream in self.streams:
-                self.release(stream)
+                self.release(stream, self.reader, self.answer.terms.keep_s)
 
 
 def keep_alive() -> ServerSentEvent:

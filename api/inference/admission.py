@@ -5,6 +5,7 @@ end.
 import asyncio
 import hashlib
 import logging
+import math
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from typing import TypeVar
@@ -12,6 +13,7 @@ from typing import TypeVar
 from redis.asyncio import Redis
 from redis.exceptions import AuthenticationError, BusyLoadingError, ConnectionError, ResponseError
 
+from api.answer import keep_as_asked
 from api.errors import ApiError, conflict, overloaded, unavailable
 from api.inference import metrics
 from api.inference.batcher_monitor import BatcherMonitor
@@ -67,6 +69,7 @@ class Admission:
         self.batcher = batcher
         self.admit_script = script(redis, "admit")
         self.cancel_script = script(redis, "cancel")
+        self.forget_script = script(redis, "forget")
         self.permits = asyncio.Semaphore(MAX_COMMANDS)
         self.cleanups: set[asyncio.Task[None]] = set()
 
@@ -91,7 +94,8 @@ class Admission:
         streams: list[Stream] = []
         try:
             for request in answer.choices():
-                streams.append(await self.submit(request, b"" if streams else kept))
+                addressed = keep_as_asked(self.address(request, request.request_id), answer)
+                streams.append(await self.submit(addressed, b"" if streams else kept))
         except BaseException:
             for stream in streams:
                 self.release(stream)
@@ -103,7 +107,7 @@ class Admission:
         429, 503.
         """
         await self.check()
-        stream = Stream(self.address(request, request.request_id), self.tokenizer)
+        stream = Stream(request, self.tokenizer)
         try:
             await self.admit(stream, fail_fast, answer)
         except NOT_EXECUTED as error:
@@ -183,24 +187,36 @@ class Admission:
 
     # --- release --------------------------------------------------------------------------------------------
 
-    def release(self, stream: Stream) -> None:
-        """Release a stream that nobody reads any more: cancel its request in the background, unless it has
-        ended, and delete its keys.
+    def release(self, stream: Stream, reader: int = 0, keep_s: float = 0.0) -> None:
+        """Release a stream that its reader, by number, does not read any more. In the background, and unless
+        it has another reader, its request is cancelled and deleted; with `keep_s` after so many seconds.
         """
-        metrics.count_stream(stream, self.workers.limits)
-        task = asyncio.create_task(self.cleanup(stream))
+        if stream.terminal or not keep_s:
+            metrics.count_stream(stream, self.workers.limits)
+        task = asyncio.create_task(
+            self.wait_for_client(stream, reader, keep_s)
+            if keep_s and not stream.gave_up
+            else self.cleanup(stream, reader)
+        )
         self.cleanups.add(task)
         task.add_done_callback(self.cleanups.discard)
 
-    async def cleanup(self, stream: Stream) -> None:
+    async def wait_for_client(self, stream: Stream, reader: int, keep_s: float) -> None:
+        """Cancel the request when nobody has come back in time. Its keys expire."""
+        self.relay.leave(stream)
+        if not stream.terminal and keep_s < math.inf:
+            await asyncio.sleep(keep_s)
+            await self.cancel(stream.request.request_id, reader)
+
+    async def cleanup(self, stream: Stream, reader: int) -> None:
         request_id = stream.request.request_id
         own_keys = (self.keys.request(request_id), self.keys.result(request_id))
         try:
             async with asyncio.timeout(CLEANUP_TIMEOUT_S):
-                if (stream.gave_up or not stream.terminal) and await self.cancel(request_id):
+                if (stream.gave_up or not stream.terminal) and await self.cancel(request_id, reader):
                     self.relay.admitted(stream)
                     await stream.ended.wait()
-                await self.retry_forever(lambda: self.redis.delete(*own_keys))
+                await self.retry_forever(lambda: self.forget_script(keys=own_keys, args=[reader]))
         except TimeoutError:
             log.warning(
                 "request %s: it did not end within %.0f s of its cancel; its keys will expire",
@@ -208,14 +224,15 @@ class Admission:
                 CLEANUP_TIMEOUT_S,
             )
         finally:
-            self.relay.remove(stream)
+            self.relay.leave(stream)
 
-    async def cancel(self, request_id: str) -> bool:
-        """Cancel a request; waits for the broker if it is away. Returns False if the request has ended or is
-        not known.
+    async def cancel(self, request_id: str, reader: int | None = None) -> bool:
+        """Cancel a request; waits for the broker if it is away. Returns False if the request has ended, is
+        not known, or has another reader than this one, if one is given.
         """
         keys = [self.keys.request(request_id), self.keys.control]
-        args = [encode(Cancel(request_id, "client"))]
+        args: list[bytes | int] = [encode(Cancel(request_id, "client"))]
+        args += [] if reader is None else [reader]
         return bool(await self.retry_forever(lambda: self.cancel_script(keys=keys, args=args)))
 
     async def retry_forever(self, command: Callable[[], Awaitable[Result]]) -> Result:

@@ -50,6 +50,20 @@ def token_ids(description: str) -> Any:
     return Field(default=None, description=description, json_schema_extra={"items": {"minimum": 0}})
 
 
+RESUME_S: Any = Field(
+    default=None,
+    description="With a stream: after its connection is lost, the request goes on for so many seconds, and "
+    "`GET /requests/{id}/stream` continues it. Default: 0, and GATEWAY_GRACE_S if its gateway has died. The "
+    "header `x-resume-seconds` means the same.",
+    json_schema_extra={"minimum": 0, "maximum": 3600},
+)
+DETACHED: Any = Field(
+    default=None,
+    description="With a stream: the request goes on without a client, up to its deadline; "
+    "`GET /requests/{id}/stream` has its answer for an hour. Default: false.",
+)
+
+
 class SamplingFields(BaseModel):
     """Sampling parameters that TGI's and OpenAI's routes share. Null and absent mean the default."""
 

@@ -87,8 +87,16 @@ class Relay:
             self.filler.requested.set()
 
     def remove(self, stream: Stream) -> None:
-        self.streams.pop(stream.request.request_id, None)
-        self.filler.forget(stream.request.request_id)
+        request_id = stream.request.request_id
+        if self.streams.get(request_id) is stream:  # else another reader has taken its place
+            del self.streams[request_id]
+            self.filler.forget(request_id)
+
+    def leave(self, stream: Stream) -> None:
+        """Remove a stream, and its need of another gateway's channel."""
+        self.remove(stream)
+        if stream.request.channel != self.channel:
+            self.unfollow(stream.request.channel)
 
     def follow(self, channel: str) -> None:
         """Subscribe to another gateway's channel as well; without a connection, with the next

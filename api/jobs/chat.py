@@ -19,10 +19,10 @@ from api.openai.params import from_chat
 from api.openai.render_chat import ChatCompletionRenderer
 from api.openai.request_schemas import ChatRequest
 from api.openai.stream import chunk_updates
-from common.messages.answer import HttpAnswer
+from common.messages.answer import HttpAnswer, ResumeTerms
 from common.messages.request import Generate
 
-NOT_PARAMETERS = ("messages", "model", "stream")
+NOT_PARAMETERS = ("messages", "model", "stream", "resume_s", "detached")
 """Fields of the route that a job has beside `parameters`, or replaces by `reply_to` and `reply`."""
 
 
@@ -69,6 +69,7 @@ async def accept(pool: Pool, job: Job) -> ChatJob:
         requests,
         [chat_prompt.echoed_message(chat)],
         chat.rendering,
+        ResumeTerms(detached=True),
         job.created_s,
     )
     return ChatJob(requests, answer)

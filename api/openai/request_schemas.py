@@ -20,7 +20,15 @@ from pydantic_core import PydanticCustomError
 
 from api.errors import invalid
 from api.http.unsupported import reject_unsupported
-from api.inference.fields import BIAS_SCHEMA, Listed, StructuredOutputFields, least, ranged
+from api.inference.fields import (
+    BIAS_SCHEMA,
+    DETACHED,
+    RESUME_S,
+    Listed,
+    StructuredOutputFields,
+    least,
+    ranged,
+)
 from api.inference.ranges import MAX_STOP_CHARS
 from api.openai.unsupported_fields import TGI_FIELDS, UNSUPPORTED
 from common.messages.answer import Rendering
@@ -73,6 +81,8 @@ class OpenAIRequest(StructuredOutputFields):
         default=None, description="Send server-sent events, a chunk for each token. Default: false."
     )
     stream_options: StreamOptions | None = None
+    resume_s: float | None = RESUME_S
+    detached: bool | None = DETACHED
 
     max_tokens: int | None = least(
         1, "The most tokens to generate. Default: what is left of the model's context."

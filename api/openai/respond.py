@@ -10,6 +10,7 @@ from api.errors import invalid
 from api.http.disconnect import wait_until_finished
 from api.http.headers import prompt_headers, time_headers
 from api.http.request_id import request_id
+from api.http.resume_terms import read_terms
 from api.http.sse import TokenStream, number_frames
 from api.inference.pool import Pool
 from api.inference.stream import Stream
@@ -50,15 +51,18 @@ async def respond(
             f"{settings.max_concurrent_requests}",
             "n",
         )
-    route = request.url.path
+    route, own_id, streamed = request.url.path, request_id(request), bool(body.stream)
+    terms = read_terms(request, own_id, streamed, body.resume_s, body.detached)
     answer = describe_answer(
-        request_id(request), route, bool(body.stream), settings.model_name, requests, prefixes, body.rendering
+        own_id, route, streamed, settings.model_name, requests, prefixes, body.rendering, terms
     )
     streams = await admission.submit_all(answer)
     renderer = RENDERERS[route](answer, streams)
     headers = prompt_headers(settings, num_chars)
-    if body.stream:
-        return TokenStream(number_frames(stream_bodies(renderer)), streams, headers, admission.release)
+    if streamed:
+        return TokenStream(
+            answer, number_frames(stream_bodies(renderer)), streams, headers, admission.release
+        )
     await wait_until_finished(streams, request, admission.release)
     content = await offload(sum(stream.num_records for stream in streams), renderer.render_whole)
     return Response(content, 200, headers | usage_headers(renderer, streams, arrived_s), "application/json")

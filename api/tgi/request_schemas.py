@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from api.errors import invalid
 from api.http.unsupported import UnsupportedFields, reject_unsupported
-from api.inference.fields import BIAS_SCHEMA, Listed, SamplingFields, ranged
+from api.inference.fields import BIAS_SCHEMA, DETACHED, RESUME_S, Listed, SamplingFields, ranged
 from api.inference.params import GenerationParams
 from api.inference.ranges import MAX_STOP_CHARS
 from api.inference.sampling import SWITCH_NAMES
@@ -106,6 +106,8 @@ class GenerateRequest(BaseModel):
 
     inputs: str = Field(description="The prompt.", json_schema_extra={"minLength": 1})
     parameters: GenerateParameters | None = None
+    resume_s: float | None = RESUME_S
+    detached: bool | None = DETACHED
 
     def generation_params(self, streamed: bool) -> GenerationParams:
         """Convert the parameters. Raises ApiError (422) for unsupported ones and contradictions."""

@@ -14,6 +14,7 @@ from api.http.disconnect import wait_until_finished
 from api.http.headers import prompt_headers, time_headers
 from api.http.openapi import TGI, event_stream, json_body
 from api.http.request_id import request_id
+from api.http.resume_terms import read_terms
 from api.http.sse import TokenStream, number_frames
 from api.http.state import own_pool
 from api.inference.pool import Pool
@@ -121,14 +122,16 @@ async def accept(
     if parameters.return_full_text is not None:
         full_text = parameters.return_full_text
     prefix = parsed.inputs if full_text else ""
+    own_id = request_id(request)
     answer = describe_answer(
-        request_id(request),
+        own_id,
         request.url.path,
         streamed,
         pool.settings.model_name,
         requests,
         [prefix],
         Rendering(details=parameters.wants_details),
+        read_terms(request, own_id, streamed, parsed.resume_s, parsed.detached),
     )
     return AcceptedRequest(request, pool, arrived_s, answer, len(parsed.inputs))
 
@@ -138,7 +141,7 @@ async def respond_with_stream(call: AcceptedRequest) -> Response:
     [stream] = await admission.submit_all(call.answer)
     headers = prompt_headers(call.pool.settings, call.num_chars)
     frames = number_frames(stream_bodies(stream, *call.rendering))
-    return TokenStream(frames, [stream], headers, admission.release)
+    return TokenStream(call.answer, frames, [stream], headers, admission.release)
 
 
 async def respond_with_whole(call: AcceptedRequest, in_array: bool = False) -> Response:

@@ -1,5 +1,6 @@
 """Answer messages: what the frames of an answer need besides its tokens."""
 
+import math
 from dataclasses import dataclass, replace
 
 from common.messages.codec import wire_field
@@ -26,6 +27,27 @@ class Rendering:
     skip_special: bool = wire_field("sk", default=True)
     include_stop: bool = wire_field("is", default=False)
     prompt_only: bool = wire_field("po", default=False)
+
+
+@dataclass(frozen=True, slots=True)
+class ResumeTerms:
+    """To whom an answer belongs, and how long it waits for a client that comes back.
+
+    Attributes:
+        owner: digest of the API key that its client sent; empty without one.
+        resume_ms: as the client asked; None waits not at all after a hang-up, and GATEWAY_GRACE_S after the
+            death of the gateway.
+        detached: it needs no client.
+    """
+
+    owner: str = wire_field("ow", default="")
+    resume_ms: int | None = wire_field("rs", default=None)
+    detached: bool = wire_field("de", default=False)
+
+    @property
+    def keep_s(self) -> float:
+        """Seconds for which the answer is kept after a hang-up."""
+        return math.inf if self.detached else (self.resume_ms or 0) / 1000
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +80,7 @@ class HttpAnswer:
     requests: list[Generate] = wire_field("rq")
     prefixes: list[str] = wire_field("px")
     rendering: Rendering = wire_field("re")
+    terms: ResumeTerms = wire_field("te", default_factory=ResumeTerms)
 
     @property
     def num_prompt_tokens(self) -> int:

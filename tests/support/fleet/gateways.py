@@ -32,10 +32,10 @@ def model_tokenizer() -> ModelTokenizer:
 
 @contextlib.asynccontextmanager
 async def serving(
-    url: str, lose: Callable[[], bool] | None = None, **settings: Any
+    url: str, lose: Callable[[], bool] | None = None, name: str = "g0-test", **settings: Any
 ) -> AsyncIterator[tuple[Gateway, httpx.AsyncClient]]:
     """A gateway that serves while the context is open, and a client that talks to it."""
-    gateway = Gateway(Settings(redis_url=url, **(SETTINGS | settings)), "g0-test", model_tokenizer(), lose)
+    gateway = Gateway(Settings(redis_url=url, **(SETTINGS | settings)), name, model_tokenizer(), lose)
     socket = own_listener(0)
     server = uvicorn.Server(
         uvicorn.Config(build(gateway), log_config=None, http=HttpProtocol, timeout_graceful_shutdown=5)

@@ -29,6 +29,22 @@ async def test_requests_of_an_absent_gateway_are_orphans_after_their_grace(redis
     assert await tracker.orphans(sequences) == ["short", "long"]
 
 
+async def test_a_request_whose_client_came_back_has_another_gateway(redis: Redis) -> None:
+    """Redis says so; that gateway's own death gives it its grace anew."""
+    tracker = OrphanTracker(redis, KEYS)
+    sequences = [sequence("r1", "g0", 1000), sequence("r2", "g0", 1000)]
+    await redis.hset(KEYS.request("r1"), "gateway", "g1")  # type: ignore[misc]
+    await redis.hset(KEYS.request("r2"), "gateway", "g0")  # type: ignore[misc]
+    await redis.set(KEYS.gateway("g1"), 1)
+    assert await tracker.orphans(sequences) == []
+    tracker.absent_since_s["g0"] -= 60
+    assert await tracker.orphans(sequences) == ["r2"]
+    await redis.delete(KEYS.gateway("g1"))
+    assert await tracker.orphans(sequences[:1]) == []
+    tracker.absent_since_s["g1"] -= 60
+    assert await tracker.orphans(sequences[:1]) == ["r1"]
+
+
 async def test_a_gateway_that_returns_has_its_whole_grace_again(redis: Redis) -> None:
     tracker = OrphanTracker(redis, KEYS)
     sequences = [sequence("r1", "g0", 60_000)]

@@ -1,0 +1,159 @@
+"""Attach: goes on with an answer for a client that comes back, at whichever gateway."""
+
+import asyncio
+import hmac
+import math
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import replace
+
+from redis.asyncio import Redis
+
+from api.errors import ApiError, asking_broker, failed, invalid
+from api.http.sse import MAX_FRAMES
+from api.inference.fill import Filler
+from api.inference.pool import Pool
+from api.inference.pool_registry import PoolRegistry
+from api.inference.sources import Sources
+from api.inference.stream import Stream
+from api.resume.frames import render_frames
+from common.broker.client import script
+from common.broker.keys import POOLS, Keys
+from common.messages.answer import HttpAnswer
+from common.messages.codec import WireError, decode
+from common.messages.events import Terminal
+
+HEADER = "Last-Event-ID"
+RENDER_TIMEOUT_S = 30.0
+Frames = AsyncIterator[list[bytes]]
+
+
+def unknown_answer(request_id: str) -> ApiError:
+    return ApiError(
+        404,
+        "not_found",
+        f"There is no streamed answer {request_id}: it is not yours, its id is wrong, or its time is over",
+    )
+
+
+def cancelled_answer(request_id: str) -> ApiError:
+    return ApiError(410, "gone", f"The answer {request_id} was cancelled: nobody came back for it in time")
+
+
+async def find_answer(pools: PoolRegistry, request_id: str, owner: str) -> tuple[Pool, HttpAnswer, str]:
+    """The pool of an answer, the answer, and the channel of its events. Raises ApiError: 404, 503."""
+    async with asking_broker():
+        found = await look_up(pools, request_id)
+    if found is None:
+        raise unknown_answer(request_id)
+    name, answer, channel = found
+    if not (answer.streamed and hmac.compare_digest(answer.terms.owner, owner)):
+        raise unknown_answer(request_id)
+    return pools.own if name == pools.own.settings.pool else await pools.find(name), answer, channel
+
+
+async def look_up(pools: PoolRegistry, request_id: str) -> tuple[str, HttpAnswer, str] | None:
+    """The name of the pool, the answer and its channel. The gateway's own pool has nearly all answers."""
+    own = pools.own.settings.pool
+    for name in (own, *(one.decode() for one in await pools.own.redis.zrange(POOLS, 0, -1))):
+        for first_choice in (request_id, f"{request_id}.0"):
+            found = await read_answer(pools.own.redis, Keys(name).request(first_choice))
+            if found is not None:
+                return name, *found
+    return None
+
+
+async def read_answer(redis: Redis, request_key: str) -> tuple[HttpAnswer, str] | None:
+    """The answer kept with a request, and the channel of its events."""
+    kept, channel = await redis.hmget(request_key, ["answer", "channel"])  # type: ignore[misc]
+    if kept is None or channel is None:
+        return None
+    try:
+        return decode(HttpAnswer, kept), channel.decode()
+    except WireError:  # somebody wrote to the key
+        return None
+
+
+async def read_streams(pool: Pool, answer: HttpAnswer, channel: str) -> list[Stream]:
+    """Streams of all choices, with what is committed so far. Raises ApiError: 410, 503."""
+    streams = [Stream(replace(one, channel=channel), pool.tokenizer) for one in answer.choices()]
+    by_id = {stream.request.request_id: stream for stream in streams}
+    async with asking_broker():
+        await Filler(pool.redis, pool.keys, Sources(), by_id).fill({}, dict.fromkeys(by_id, math.inf))
+    if any(stream.terminal and stream.terminal.reason == "cancelled" for stream in streams):
+        raise cancelled_answer(answer.request_id)
+    return streams
+
+
+async def skip_frames(frames: Frames, num_seen: int, streams: Sequence[Stream]) -> list[bytes]:
+    """Skip the frames that the client has. Returns those that were rendered with the last of them.
+
+    Raises ApiError (422) if there are not so many yet: a client has only frames that are committed.
+    """
+    num_skipped = 0
+    new: list[bytes] = []
+    is_more = bool(streams[0].num_ready or streams[0].terminal)
+    while num_skipped < num_seen and is_more:
+        try:
+            new = await asyncio.wait_for(anext(frames), RENDER_TIMEOUT_S)
+        except (StopAsyncIteration, TimeoutError):
+            break
+        num_skipped += len(new)
+        is_more = len(new) >= MAX_FRAMES
+    failure = next((one.terminal for one in streams if one.terminal and not one.finished), None)
+    if num_skipped < num_seen and failure:  # the tokens of a request that failed are not kept
+        raise failed(failure)
+    if num_skipped < num_seen:
+        raise invalid(
+            f"`{HEADER}` must be the id of a frame that was sent: this answer has {num_skipped} so far. "
+            f"Given: {num_seen}",
+            HEADER,
+        )
+    return new[len(new) - (num_skipped - num_seen) :]
+
+
+async def frames_behind(answer: HttpAnswer, streams: Sequence[Stream], num_seen: int) -> Frames | None:
+    """The frames behind those that the client has; None if it has all. Raises ApiError (422)."""
+    frames = render_frames(answer, streams)
+    first = await skip_frames(frames, num_seen, streams)
+    if not first and all(stream.terminal for stream in streams):
+        first = await anext(frames, [])
+        if not first:
+            return None
+    return chain(first, frames)
+
+
+async def chain(first: list[bytes], frames: Frames) -> Frames:
+    yield first
+    async for new in frames:
+        yield new
+
+
+async def take_over(pool: Pool, streams: Sequence[Stream]) -> int:
+    """Become the reader of these streams, and give them their events. Returns the reader's number.
+
+    Raises ApiError: 404, 410, 503.
+    """
+    request_ids = [stream.request.request_id for stream in streams]
+    async with asking_broker():
+        outcome = await script(pool.redis, "attach")(
+            keys=[pool.keys.request(request_id) for request_id in request_ids], args=[pool.gateway]
+        )
+    if outcome[0] == b"cancelled":
+        raise cancelled_answer(request_ids[0])
+    if outcome[0] != b"attached":
+        raise unknown_answer(request_ids[0])
+    for stream in streams:
+        give_events(pool, stream)
+    return int(outcome[1])
+
+
+def give_events(pool: Pool, stream: Stream) -> None:
+    relay, request_id = pool.relay, stream.request.request_id
+    if (former := relay.streams.get(request_id)) is not None:
+        why = "another connection goes on with this answer"
+        former.end(Terminal(request_id, "error", 0, why, "superseded"))
+    if stream.request.channel != relay.channel:
+        relay.follow(stream.request.channel)
+    relay.add(stream)
+    relay.admitted(stream)
+    relay.request_fill([stream])

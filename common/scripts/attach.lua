@@ -1,0 +1,16 @@
+-- Give all requests of an answer another reader: what its former readers say no longer counts.
+-- KEYS request of each choice   ARGV gateway
+-- Returns {'attached', number of the reader}, {'cancelled'}, or {'gone'} when one of them is not known.
+for i = 1, #KEYS do
+  if redis.call('TYPE', KEYS[i]).ok ~= 'hash' then return {'gone'} end
+  local state = redis.call('HMGET', KEYS[i], 'digest', 'cancel', 'terminal')
+  if not state[1] then return {'gone'} end
+  if state[2] or state[3] == 'cancelled' then return {'cancelled'} end
+end
+local reader = redis.call('HINCRBY', KEYS[1], 'reader', 1)
+for i = 1, #KEYS do
+  redis.call('HSET', KEYS[i], 'reader', reader)
+  -- a detached request belongs to no gateway
+  if redis.call('HGET', KEYS[i], 'gateway') ~= '' then redis.call('HSET', KEYS[i], 'gateway', ARGV[1]) end
+end
+return {'attached', reader}

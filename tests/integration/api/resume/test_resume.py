@@ -1,0 +1,237 @@
+"""A client that comes back with `Last-Event-ID`, at any gateway, misses nothing and gets nothing twice."""
+
+import asyncio
+import contextlib
+import re
+from collections.abc import AsyncIterator
+from typing import Any
+
+import httpx
+import pytest
+
+from api.lifecycle import Gateway
+from deploy.serve.embedded_broker import Broker, free_port
+from tests.integration.api.resume.test_frames import REQUESTS
+from tests.integration.api.test_server import healthy, start
+from tests.support.fleet.gateways import nothing_left, ready, serving
+from tests.support.fleet.resuming import ResumingClient
+from tests.support.fleet.scripted_batcher import batching
+from tests.support.fleet.scripted_worker import Answer, FakeWorker, working
+from tests.support.openai_frames import TOKENIZER, ids
+from tests.support.sse import numbered
+from tests.support.waiting import wait_until
+
+ANSWER = Answer(ids(" one two é🙂 three four five six seven eight nine ten"))
+LONG = Answer(ids(" one two é🙂 three four five" * 8))
+BODY: dict[str, Any] = {"inputs": "Hi", "resume_s": 600}
+
+
+@contextlib.asynccontextmanager
+async def two_gateways(
+    url: str, answer: Answer = ANSWER, step_s: float = 0.01, **settings: Any
+) -> AsyncIterator[tuple[FakeWorker, Gateway, httpx.AsyncClient, httpx.AsyncClient]]:
+    async with (
+        working(url, TOKENIZER, lambda _: answer, step_s=step_s) as worker,
+        serving(url, **settings) as (one, client),
+        serving(url, name="g1-test", **settings) as (other, other_client),
+    ):
+        await ready(one)
+        await ready(other)
+        yield worker, one, client, other_client
+
+
+async def read_frames(
+    client: httpx.AsyncClient, path: str, body: dict[str, Any] | None, count: int = 10**6, last_id: int = 0
+) -> tuple[bytes, str]:
+    """The first frames of a stream, and where it goes on; the connection is closed then."""
+    method, headers = ("GET" if body is None else "POST"), {"last-event-id": str(last_id)} if last_id else {}
+    async with client.stream(method, path, json=body, headers=headers) as response:
+        if response.status_code != 200:
+            raise AssertionError(f"{response.status_code} {await response.aread()!r}")
+        seen = b""
+        async for chunk in response.aiter_raw():
+            seen += chunk
+            if seen.count(b"\n\n") >= count:
+                break
+        frames = seen.split(b"\n\n")[:-1][:count]
+        return b"".join(frame + b"\n\n" for frame in frames), response.headers["content-location"]
+
+
+@pytest.mark.parametrize(("path", "body"), REQUESTS)
+async def test_another_gateway_goes_on_behind_the_last_frame(
+    broker: Broker, path: str, body: dict[str, Any]
+) -> None:
+    body = body | {"stream": True, "resume_s": 600}
+    async with two_gateways(broker.url) as (worker, _, client, other):
+        first, place = await read_frames(client, path, body, 5)
+        rest, same_place = await read_frames(other, place, None, last_id=5)
+        whole, _ = await read_frames(client, place, None)
+        done = await other.get(place, headers={"last-event-id": str(len(numbered(whole)))})
+        assert first + rest == whole and place == same_place
+        assert [ordinal for ordinal, _ in numbered(whole)] == [*range(1, len(numbered(whole)) + 1)]
+        assert done.status_code == 204
+        assert len(worker.seen) == num_choices(body)
+
+
+async def test_a_killed_gateway_costs_its_streams_a_reconnect(broker: Broker) -> None:
+    """Of every kind of stream, in the middle of each; the other gateway goes on with all of them."""
+    ports = free_port(), free_port()
+    own = [f"http://127.0.0.1:{port}" for port in ports]
+    processes = [start(broker, f"g{i}", free_port(), GATEWAY_PORT=str(port)) for i, port in enumerate(ports)]
+    try:
+        async with (
+            working(broker.url, TOKENIZER, lambda _: LONG, step_s=0.02) as worker,
+            batching(broker.url),
+        ):
+            for url in own:
+                await wait_until(lambda url=url: healthy(url))  # type: ignore[misc]
+            clients = [ResumingClient(*own) for _ in range(2 * len(REQUESTS))]
+            reads = [
+                asyncio.create_task(client.read(path, body | {"stream": True}))
+                for client, (path, body) in zip(clients, 2 * REQUESTS, strict=True)
+            ]
+            await wait_until(lambda: all(client.num_frames > 3 for client in clients))
+            processes[0].kill()
+            contents = await asyncio.gather(*reads)
+            assert all(client.num_returns for client in clients)
+            assert len(worker.seen) == 2 * sum(num_choices(body) for _, body in REQUESTS)
+            whole = [
+                await ResumingClient(own[1]).read(path, body | {"stream": True}) for path, body in REQUESTS
+            ]
+        differ = [
+            i
+            for i, (content, expected) in enumerate(zip(contents, 2 * whole, strict=True))
+            if without_names(content) != without_names(expected)
+        ]
+        assert differ == []
+    finally:
+        for process in processes:
+            process.kill()
+            process.communicate()
+
+
+def without_names(content: bytes) -> bytes:
+    """Without the ids of requests, the times and the seeds, which differ between two of the same content."""
+    return re.sub(rb'"(id":"\w+-[0-9a-f]{32}"|created":\d+|seed":\d+)', b"", content)
+
+
+def num_choices(body: dict[str, Any]) -> int:
+    return len(body.get("prompt", "x")) * int(body.get("n", 1))
+
+
+async def test_a_hang_up_cancels_unless_the_client_asked_for_more(broker: Broker) -> None:
+    endless = Answer(LONG.ids * 20, ends=False)
+    async with two_gateways(broker.url, endless) as (worker, gateway, client, other):
+        _, place = await read_frames(client, "/generate_stream", {"inputs": "Hi"}, 3)
+        await nothing_left(gateway, worker)
+        assert (await other.get(place)).status_code == 404
+        headers = {"x-resume-seconds": "0.3"}
+        async with client.stream("POST", "/generate_stream", json={"inputs": "Hi"}, headers=headers) as first:
+            place = first.headers["content-location"]
+            await anext(first.aiter_raw())
+        await wait_until(lambda: not worker.live)
+        gone = await other.get(place, headers={"last-event-id": "1"})
+        assert gone.status_code == 410 and "nobody came back" in gone.json()["error"]
+
+
+async def test_the_time_stops_when_the_client_is_back(broker: Broker) -> None:
+    """At any gateway: the one that it left no longer counts."""
+    async with two_gateways(broker.url, LONG, step_s=0.08) as (_, _, client, other):
+        _, place = await read_frames(client, "/generate_stream", {"inputs": "Hi", "resume_s": 3}, 3)
+        rest, _ = await read_frames(other, place, None, last_id=3)
+    assert numbered(rest)[-1][0] == len(LONG.ids) + 1
+
+
+async def test_a_finished_answer_waits_for_its_client(broker: Broker) -> None:
+    async with two_gateways(broker.url) as (worker, gateway, client, other):
+        whole, place = await read_frames(client, "/generate_stream", BODY)
+        await wait_until(lambda: not gateway.pool.admission.cleanups)
+        rest, _ = await read_frames(other, place, None, last_id=4)
+        assert whole.endswith(rest) and numbered(rest)[0][0] == 5
+        request_id = place.split("/")[2]
+        for key in (worker.keys.request(request_id), worker.keys.result(request_id)):
+            assert 0 < await worker.redis.pttl(key) <= 600_000
+
+
+async def test_a_detached_request_needs_no_client(broker: Broker) -> None:
+    async with two_gateways(broker.url, gateway_grace_s=0) as (worker, gateway, client, other):
+        _, place = await read_frames(
+            client, "/v1/completions", {"prompt": "a", "stream": True, "detached": True}, 1
+        )
+        await wait_until(lambda: not worker.live and not gateway.pool.admission.cleanups)
+        assert worker.seen[0].gateway == "" and worker.seen[0].result_ttl_ms == 3_600_000
+        content, _ = await read_frames(other, place, None)
+        assert numbered(content)[-1][1] == "[DONE]"
+
+
+async def test_an_answer_belongs_to_the_key_that_made_it(broker: Broker) -> None:
+    mine = {"authorization": "Bearer mine"}
+    async with two_gateways(broker.url, api_key=None) as (worker, _, client, other):
+        client.headers.update(mine)
+        _, place = await read_frames(client, "/generate_stream", BODY, 2)
+        for headers in ({}, {"authorization": "Bearer other"}):
+            refused = await other.get(place, headers=headers)
+            assert refused.status_code == 404 and "There is no streamed answer" in refused.json()["error"]
+        assert (await other.get(place, headers=mine)).status_code == 200
+        unknown = [f"/requests/{'0' * 32}/stream", "/requests/x/stream", "/requests/*/stream"]
+        assert [(await other.get(path)).status_code for path in unknown] == [404] * 3
+        assert b"mine" not in b"".join([await worker.redis.dump(key) for key in await worker.redis.keys("*")])
+
+
+async def test_a_wrong_last_event_id_is_refused_by_name(broker: Broker) -> None:
+    endless = Answer(LONG.ids, ends=False)
+    async with two_gateways(broker.url, endless) as (_, _, client, other):
+        _, place = await read_frames(client, "/generate_stream", BODY, 2)
+        for wrong in ("-1", "x", "1.5", "", "999999", "9" * 40):
+            refused = await other.get(place, headers={"last-event-id": wrong})
+            assert refused.status_code == 422 and "`Last-Event-ID`" in refused.json()["error"], wrong
+        bare = await other.post("/v1/completions", json={"prompt": "a"}, headers={"last-event-id": "3"})
+        assert bare.status_code == 400 and bare.json()["error"]["param"] == "Last-Event-ID"
+
+
+async def test_the_same_post_with_last_event_id_goes_on(broker: Broker) -> None:
+    body = {"prompt": "a", "stream": True, "resume_s": 60}
+    async with two_gateways(broker.url) as (worker, _, client, other):
+        first, place = await read_frames(client, "/v1/completions", body, 2)
+        headers = {"last-event-id": "2", "x-request-id": place.split("/")[2]}
+        rest = await other.post("/v1/completions", json=body, headers=headers)
+        frames = numbered(first + rest.content)
+        assert [ordinal for ordinal, _ in frames] == [*range(1, len(frames) + 1)]
+        assert frames[-1][1] == "[DONE]"
+        assert len(worker.seen) == 1
+
+
+async def test_the_newest_connection_has_the_answer(broker: Broker) -> None:
+    """An old one, whose client is gone without a word, neither cancels the request nor deletes it."""
+    async with two_gateways(broker.url, LONG) as (worker, gateway, client, _):
+        async with client.stream("POST", "/generate_stream", json={"inputs": "Hi"}) as former:
+            chunks = former.aiter_raw()
+            await anext(chunks)
+            place = former.headers["content-location"]
+            content, _ = await read_frames(client, place, None)
+            left = b"".join([chunk async for chunk in chunks])
+        assert b'"error_type":"superseded"' in left
+        assert numbered(content)[-1][0] == len(LONG.ids) + 1
+        await nothing_left(gateway, worker)
+
+
+@pytest.mark.parametrize(
+    ("headers", "body", "name"),
+    [
+        ({"x-resume-seconds": "nan"}, {}, "x-resume-seconds"),
+        ({"x-resume-seconds": "3601"}, {}, "x-resume-seconds"),
+        ({"x-resume-seconds": "5"}, {"resume_s": 5}, "resume_s"),
+        ({}, {"resume_s": -1}, "resume_s"),
+        ({}, {"resume_s": 5, "detached": True}, "detached"),
+        ({}, {"detached": True, "stream": False}, "detached"),
+        ({}, {"resume_s": 5, "stream": False}, "resume_s"),
+    ],
+)
+async def test_wrong_terms_are_refused_by_name(
+    broker: Broker, headers: dict[str, str], body: dict[str, Any], name: str
+) -> None:
+    async with two_gateways(broker.url) as (_, _, client, _):
+        refused = await client.post(
+            "/v1/completions", json={"prompt": "a", "stream": True} | body, headers=headers
+        )
+    assert refused.status_code == 400 and f"`{name}`" in refused.json()["error"]["message"]
