@@ -41,6 +41,7 @@ class RawEventSourceResponse(EventSourceResponse):
         circle, which only a full garbage collection frees, and that holds the event loop.
         """
         self.raw_send: Send = scope["state"][STATE_KEY]
+        self.cycle: Any = self.raw_send.__self__  # uvicorn's; ASGI has no word for it
         tasks = [
             asyncio.create_task(work)
             for work in (self._stream_response(send), self._listen_for_disconnect(receive), self._ping(send))
@@ -54,6 +55,15 @@ class RawEventSourceResponse(EventSourceResponse):
         for task in tasks:
             if not task.cancelled() and (error := task.exception()):
                 raise error
+        await self.wait_until_written()
+
+    async def wait_until_written(self) -> None:
+        """Wait until the kernel has all bytes, which the gateway's death then does not take away; or until
+        the client is gone.
+        """
+        await self.cycle.flow.drain()
+        if not self.cycle.transport.is_closing():
+            self.cycle.transport.set_write_buffer_limits()
 
     async def _stream_response(self, send: Send) -> None:
         """As the library does it, but without encoding, a log line and a timeout for every frame."""
@@ -63,13 +73,6 @@ class RawEventSourceResponse(EventSourceResponse):
                 await self.raw_send({"type": "http.response.body", "body": frame, "more_body": True})
         async with self._send_lock:
             self.active = False
+            if not self.cycle.transport.is_closing():
+                self.cycle.transport.set_write_buffer_limits(high=0)
             await send({"type": "http.response.body", "body": b"", "more_body": False})
-        await wait_until_written(self.raw_send)
-
-
-async def wait_until_written(raw_send: Any) -> None:
-    """Wait until the kernel has all bytes: the death of the gateway no longer takes any away."""
-    cycle = raw_send.__self__  # uvicorn's; ASGI has no word for this
-    cycle.transport.set_write_buffer_limits(high=0)
-    await cycle.flow.drain()
-    cycle.transport.set_write_buffer_limits()

@@ -219,16 +219,14 @@ class Admission:
                 await self.retry_forever(lambda: self.forget_script(keys=own_keys, args=[reader]))
         except TimeoutError:
             log.warning(
-                "request %s: it did not end within %.0f s of its cancel; its keys will expire",
-                request_id,
-                CLEANUP_TIMEOUT_S,
+                "request %s: it did not end within %.0f s of its cancel", request_id, CLEANUP_TIMEOUT_S
             )
         finally:
             self.relay.leave(stream)
 
     async def cancel(self, request_id: str, reader: int | None = None) -> bool:
-        """Cancel a request; waits for the broker if it is away. Returns False if the request has ended, is
-        not known, or has another reader than this one, if one is given.
+        """Cancel a request, if given only for this reader, however long the broker is away. Returns False if
+        the request has ended, is not known or has another reader.
         """
         keys = [self.keys.request(request_id), self.keys.control]
         args: list[bytes | int] = [encode(Cancel(request_id, "client"))]

@@ -29,5 +29,5 @@ class ResumeMiddleware:
             await error_response(invalid(text, attach.HEADER), scope["path"])(scope, receive, send)
         else:
             path = f"/requests/{headers[HEADER]}/stream"
-            resumed = {**scope, "method": "GET", "path": path, "raw_path": path.encode()}
-            await self.app(resumed, receive, send)
+            scope.update(method="GET", path=path, raw_path=path.encode())
+            await self.app(scope, receive, send)
