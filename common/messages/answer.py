@@ -80,7 +80,7 @@ class HttpAnswer:
     requests: list[Generate] = wire_field("rq")
     prefixes: list[str] = wire_field("px")
     rendering: Rendering = wire_field("re")
-    terms: ResumeTerms = wire_field("te", default_factory=ResumeTerms)
+    terms: ResumeTerms = wire_field("tm", default_factory=ResumeTerms)
 
     @property
     def num_prompt_tokens(self) -> int:
