@@ -193,11 +193,9 @@ class Admission:
         """
         if stream.terminal or not keep_s:
             metrics.count_stream(stream, self.workers.limits)
-        task = asyncio.create_task(
-            self.wait_for_client(stream, reader, keep_s)
-            if keep_s and not stream.gave_up
-            else self.cleanup(stream, reader)
-        )
+        waits = keep_s and not stream.gave_up
+        work = self.wait_for_client(stream, reader, keep_s) if waits else self.cleanup(stream, reader)
+        task = asyncio.create_task(work)
         self.cleanups.add(task)
         task.add_done_callback(self.cleanups.discard)
 

@@ -75,7 +75,10 @@ async def read_answer(redis: Redis, request_key: str) -> tuple[HttpAnswer, str] 
 
 async def read_streams(pool: Pool, answer: HttpAnswer, channel: str) -> list[Stream]:
     """Streams of all choices, with what is committed so far. Raises ApiError: 410, 503."""
-    streams = [Stream(replace(one, channel=channel), pool.tokenizer) for one in answer.choices()]
+    ttl_ms = round(pool.settings.request_timeout_s * 1000)
+    streams = [
+        Stream(replace(one, channel=channel, ttl_ms=ttl_ms), pool.tokenizer) for one in answer.choices()
+    ]
     by_id = {stream.request.request_id: stream for stream in streams}
     async with asking_broker():
         await Filler(pool.redis, pool.keys, Sources(), by_id).fill({}, dict.fromkeys(by_id, math.inf))
