@@ -60,12 +60,19 @@ class WaitingProcess:
                 raise
         return cls(process, *await asyncio.open_unix_connection(sock=ours))
 
+    async def says(self, words: bytes) -> bool:
+        """Wait for the next line. Returns whether it is this one; not, when the process ends instead."""
+        try:
+            return await self.reader.readline() == words
+        except OSError:
+            return False
+
     async def accepts(self, variables: Mapping[str, str]) -> bool:
         """Give the process its place in the fleet. Returns False when it does not take it in time."""
         try:
             async with asyncio.timeout(ANSWER_S):
                 self.writer.write(encode_variables(variables))
-                return await self.reader.readline() == ACCEPTED
+                return await self.says(ACCEPTED)
         except (TimeoutError, OSError):
             return False
 
@@ -127,7 +134,7 @@ class PreloadedWorker:
         except OSError as error:
             log.warning("no worker is preloaded: %s", error)
             return False
-        waiting.is_ready = await waiting.reader.readline() == READY
+        waiting.is_ready = await waiting.says(READY)
         if waiting.is_ready:
             log.info("a preloaded worker waits, process %d", waiting.process.pid)
             await waiting.until_taken_or_ended()
@@ -148,6 +155,7 @@ class PreloadedWorker:
         waiting.taken.set()
         if waiting.is_ready and await waiting.accepts(variables):
             waiting.writer.close()
+            log.info("a preloaded worker takes the place, process %d", waiting.process.pid)
             return waiting.process
         await waiting.end()
         return None

@@ -129,6 +129,19 @@ async def test_one_that_is_killed_is_replaced_later(tmp_path: Path, monkeypatch:
         assert await shop.ready() != first
 
 
+async def test_one_that_dies_while_it_is_asked_keeps_nobody_from_starting(tmp_path: Path) -> None:
+    """What it was sent is unread, which resets the connection."""
+    async with workshop(tmp_path) as shop:
+        pid = await shop.ready()
+        os.kill(pid, signal.SIGSTOP)
+        asked = shop.preloaded.waiting
+        assert asked is not None
+        starting = asyncio.create_task(shop.start())
+        await wait_until(asked.taken.is_set)
+        os.kill(pid, signal.SIGKILL)
+        assert (await starting)[1] == "alone"
+
+
 async def test_one_whose_command_is_missing_keeps_nobody_from_starting(tmp_path: Path) -> None:
     async with workshop(tmp_path) as shop:
         await shop.ready()
