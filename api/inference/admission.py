@@ -69,7 +69,7 @@ class Admission:
         self.batcher = batcher
         self.admit_script = script(redis, "admit")
         self.cancel_script = script(redis, "cancel")
-        self.forget_script = script(redis, "forget")
+        self.forget_script = script(redis, "readers/forget")
         self.permits = asyncio.Semaphore(MAX_COMMANDS)
         self.cleanups: set[asyncio.Task[None]] = set()
 

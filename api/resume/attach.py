@@ -138,7 +138,7 @@ async def take_over(pool: Pool, streams: Sequence[Stream]) -> int:
     """
     request_ids = [stream.request.request_id for stream in streams]
     async with asking_broker():
-        outcome = await script(pool.redis, "attach")(
+        outcome = await script(pool.redis, "readers/attach")(
             keys=[pool.keys.request(request_id) for request_id in request_ids], args=[pool.gateway]
         )
     if outcome[0] == b"cancelled":

@@ -9,19 +9,19 @@ async def test_only_the_newest_reader_cancels_and_forgets(redis: Redis) -> None:
     await admit(redis, "r1")
     await admit(redis, "r2")
     both = [KEYS.request("r1"), KEYS.request("r2")]
-    assert await call(redis, "attach", both, ["g2"]) == [b"attached", 1]
+    assert await call(redis, "readers/attach", both, ["g2"]) == [b"attached", 1]
     assert [await redis.hmget(key, ["reader", "gateway"]) for key in both] == [[b"1", b"g2"]] * 2  # type: ignore[misc]
     own = [KEYS.request("r1"), KEYS.result("r1")]
     assert await call(redis, "cancel", [KEYS.request("r1"), KEYS.control], [b"c", 0]) == 0
-    assert await call(redis, "forget", own, [0]) == 0
-    assert await call(redis, "forget", own, [1]) == 1
-    assert await call(redis, "attach", both, ["g3"]) == [b"gone"]
+    assert await call(redis, "readers/forget", own, [0]) == 0
+    assert await call(redis, "readers/forget", own, [1]) == 1
+    assert await call(redis, "readers/attach", both, ["g3"]) == [b"gone"]
     assert await call(redis, "cancel", [KEYS.request("r2"), KEYS.control], [b"c", 1]) == 1
-    assert await call(redis, "attach", [KEYS.request("r2")], ["g3"]) == [b"cancelled"]
+    assert await call(redis, "readers/attach", [KEYS.request("r2")], ["g3"]) == [b"cancelled"]
 
 
 async def test_a_detached_request_has_no_gateway_whoever_reads(redis: Redis) -> None:
     await admit(redis, "r1")
     await redis.hset(KEYS.request("r1"), "gateway", "")  # type: ignore[misc]
-    assert await call(redis, "attach", [KEYS.request("r1")], ["g2"]) == [b"attached", 1]
+    assert await call(redis, "readers/attach", [KEYS.request("r1")], ["g2"]) == [b"attached", 1]
     assert await redis.hget(KEYS.request("r1"), "gateway") == b""  # type: ignore[misc]
