@@ -95,7 +95,7 @@ class Outcome:
 async def run(plan: Plan) -> Outcome:
     """Runs a fleet, its clients and the strikes."""
     draw = random.Random(plan.seed)
-    async with started(plan) as fleet, fleet.proxy(plan.loss, draw) as proxy:
+    async with started(plan) as fleet, fleet.proxy(draw) as proxy:
         await asyncio.to_thread(fleet.ready)
         attack = Attack(fleet, fleet.directory, Path(fleet.broker["files"]))
         num_processes = len(fleet.pids())
@@ -104,6 +104,7 @@ async def run(plan: Plan) -> Outcome:
             log("undisturbed answers")
             await crowd.learn(plan.num_streams)
             outcome = Outcome(crowd.tally, attack, before=Holdings.of(fleet))
+            proxy.share = plan.loss
             await strike_under_load(plan, crowd, attack)
             log("all processes are back")
             await attack.settled(num_processes, plan.counts["agent"])

@@ -2,7 +2,10 @@
 every process comes back, and nothing is left over.
 """
 
-from benchmarks.chaos import Plan, describe, run
+from itertools import islice
+
+from benchmarks.chaos import COUNTS, Plan, describe, run
+from tests.support.chaos.strikes import KINDS, Targets, draw_strikes
 
 PLAN = Plan(
     seed=30,
@@ -19,3 +22,17 @@ PLAN = Plan(
 async def test_thirty_kills_cost_no_token() -> None:
     outcome = await run(PLAN)
     assert not outcome.wrong, describe(PLAN, outcome)
+
+
+def test_a_seed_repeats_its_strikes_and_all_pairs_come() -> None:
+    def strikes() -> list[str]:
+        return list(map(str, islice(draw_strikes(7, Targets.of(COUNTS), 1.0), 300)))
+
+    assert strikes() == strikes()
+    drawn = list(islice(draw_strikes(7, Targets.of(COUNTS), 1.0), 300))
+    pairs = {tuple(sorted(hit.kind for hit in strike.hits)) for strike in drawn if len(strike.hits) == 2}
+    num_kinds = len(KINDS)
+    assert len(pairs) == num_kinds * (num_kinds + 1) // 2 - 1  # there is one broker
+    hits = [hit for strike in drawn for hit in strike.hits]
+    assert 0.1 < sum(hit.way == "stop" for hit in hits) / len(hits) < 0.3
+    assert {hit.way for hit in hits if hit.kind == "broker"} == {"kill", "set-back", "cut", "stop"}

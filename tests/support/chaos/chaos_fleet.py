@@ -43,11 +43,11 @@ class ChaosFleet(Fleet):
         return f"redis://127.0.0.1:{self.broker['port']}/0"
 
     @contextlib.asynccontextmanager
-    async def proxy(self, share: float, draw: random.Random) -> AsyncIterator[LossyProxy]:
-        """Between gateways and broker, while the context is open."""
+    async def proxy(self, draw: random.Random) -> AsyncIterator[LossyProxy]:
+        """Between gateways and broker, while the context is open; it drops nothing at first."""
 
         def address() -> tuple[str, int]:
             return "127.0.0.1", self.broker["port"]
 
-        async with running_proxy(self.proxy_port, address, share, draw) as proxy:
+        async with running_proxy(self.proxy_port, address, draw) as proxy:
             yield proxy

@@ -14,12 +14,13 @@ class LossyProxy:
 
     Attributes:
         address: returns host and port of the broker; called for each connection.
+        share: of the messages that are dropped.
         num_dropped: messages dropped so far.
     """
 
-    def __init__(self, address: Callable[[], tuple[str, int]], share: float, draw: random.Random) -> None:
+    def __init__(self, address: Callable[[], tuple[str, int]], draw: random.Random) -> None:
         self.address = address
-        self.share = share
+        self.share = 0.0
         self.draw = draw
         self.num_dropped = 0
         self.connections: set[asyncio.Task[None]] = set()
@@ -105,10 +106,10 @@ def end_of_reply(data: bytes, begin: int) -> int | None:
 
 @contextlib.asynccontextmanager
 async def running_proxy(
-    port: int, address: Callable[[], tuple[str, int]], share: float, draw: random.Random
+    port: int, address: Callable[[], tuple[str, int]], draw: random.Random
 ) -> AsyncIterator[LossyProxy]:
     """A proxy that listens while the context is open."""
-    proxy = LossyProxy(address, share, draw)
+    proxy = LossyProxy(address, draw)
     server = await asyncio.start_server(proxy.accept, "127.0.0.1", port)
     try:
         yield proxy
