@@ -13,7 +13,7 @@ serve: $(RUN)
 
 # Two workers, and a page with buttons that kill them: http://127.0.0.1:3000
 demo: $(RUN)
-	@PARENT_PID=$$PPID exec $(BIN)/tokenfleet serve --demo --hostname 127.0.0.1 --num-workers 2 $(ARGS)
+	@PARENT_PID=$$PPID exec $(BIN)/tokenfleet serve --demo --hostname 127.0.0.1 --num-gateways 2 --num-workers 2 $(ARGS)
 
 # A module's tests stay with one of the processes, since they share a fleet; ARGS="-n 0" runs everything in one process, for debuggers.
 PARALLEL := -n logical --maxprocesses 4 --dist loadscope --no-loadscope-reorder

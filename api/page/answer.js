@@ -65,7 +65,7 @@ export class Answer {
 
   /** A process ended. Each incarnation that may have held this answer is counted once. */
   lost(process) {
-    const matters = { worker: process.rows > 0, batcher: process.active, broker: true }[process.kind];
+    const matters = { worker: process.rows > 0, batcher: process.active, gateway: process.streams > 0, broker: true }[process.kind];
     if (!matters || this.heard_of.has(process.id)) return;
     if (process.kind !== "broker") this.heard_of.add(process.id);
     this.dead = { process, at_ms: performance.now() };

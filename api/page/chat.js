@@ -1,8 +1,8 @@
 // The chat: its messages, the form, and the answer as it streams in.
 
 import { Answer } from "./answer.js";
-import { Refused, ask } from "./requests.js";
-import { events } from "./stream.js";
+import { Refused } from "./requests.js";
+import { answerEvents } from "./stream.js";
 import { find, make, say } from "./node.js";
 
 const HISTORY = "tokenfleet.history";
@@ -78,7 +78,7 @@ async function answer() {
 
 /** Reads the answer to its end. Returns the finish reason. Throws Refused, or AbortError. */
 async function stream(one) {
-  const response = await ask("/v1/chat/completions", {
+  const answered = answerEvents("/v1/chat/completions", {
     method: "POST",
     headers: { "content-type": "application/json" },
     body: JSON.stringify(request()),
@@ -86,10 +86,10 @@ async function stream(one) {
   });
   let ending = null;
   try {
-    for await (const data of events(response)) {
+    for await (const data of answered) {
       if (data === "[DONE]") break;
       const frame = JSON.parse(data);
-      if (frame.error) throw new Refused(response.status, frame.error.message ?? frame.error);
+      if (frame.error) throw new Refused(200, frame.error.message ?? frame.error);
       const choice = frame.choices?.[0];
       if (choice?.delta?.content) one.add(choice.delta.content), follow();
       ending = choice?.finish_reason ?? ending;
@@ -116,7 +116,7 @@ function request() {
 }
 
 function broke(one, error) {
-  const cut = "The stream was cut: its gateway died. Another gateway takes the next request.";
+  const cut = "The connection was lost, and no gateway went on with the answer.";
   const why = one.num_tokens && !error.status ? cut : error.message || cut;
   one.end("broken", why);
   const again = make("button", { type: "button", className: "plain" }, "Ask again");

@@ -20,6 +20,8 @@ from deploy.commands.client import (
 )
 
 Message = dict[str, str]
+RETURN_S = 30.0
+RETURN_PAUSE_S = 0.2
 
 
 @dataclass(slots=True)
@@ -99,23 +101,49 @@ class Conversation:
         return answer
 
     def stream(self, answer: ChatAnswer) -> Generator[str, None, None]:
+        with contextlib.closing(self.frames()) as frames:
+            for frame in frames:
+                if error := error_text(frame):
+                    raise ServerError(f"the server ends the answer: {one_line(error)}")
+                with frame_errors(frame):
+                    text, num_tokens = content(frame), (frame.get("usage") or {}).get("completion_tokens")
+                if text:
+                    answer.add(text, time.monotonic())
+                    yield text
+                answer.num_tokens = num_tokens or answer.num_tokens
+
+    def frames(self) -> Generator[dict[str, Any], None, None]:
+        """Yields the frames of an answer. A lost connection is followed by another, behind the last frame, if
+        the server has said where; it may be a new gateway by then.
+        """
+        decoder, place, until_s = SseDecoder(), "", 0.0
+        while not decoder.ended:
+            decoder.begin()
+            try:
+                with self.request(place, decoder.last_id) as response:
+                    if response.status_code != 200 and not (place and response.status_code == 503):
+                        check_status(response.status_code, response.read())
+                    place = response.headers.get("content-location", place)
+                    for chunk in response.iter_raw() if response.status_code == 200 else []:
+                        until_s = 0.0
+                        yield from decoder.feed(chunk)
+                if not place:
+                    return
+            except httpx.TransportError:
+                if not place:
+                    raise
+            until_s = until_s or time.monotonic() + RETURN_S
+            if not decoder.ended and time.monotonic() > until_s:
+                raise ServerError(f"the connection was lost, and no gateway went on within {RETURN_S:.0f} s")
+            if not decoder.ended:
+                time.sleep(RETURN_PAUSE_S)
+
+    def request(self, place: str, last_id: str) -> contextlib.AbstractContextManager[httpx.Response]:
+        """Ask for an answer, or for the rest of one at the place that the server named."""
+        if place:
+            return self.client.stream("GET", place, headers={"last-event-id": last_id} if last_id else {})
         headers = {"content-type": "application/json"}
-        with self.client.stream(
-            "POST", "/v1/chat/completions", content=self.body(), headers=headers
-        ) as response:
-            if response.status_code != 200:
-                check_status(response.status_code, response.read())
-            decoder = SseDecoder()
-            for chunk in response.iter_raw():
-                for frame in decoder.feed(chunk):
-                    if error := error_text(frame):
-                        raise ServerError(f"the server ends the answer: {one_line(error)}")
-                    with frame_errors(frame):
-                        text, num_tokens = content(frame), (frame.get("usage") or {}).get("completion_tokens")
-                    if text:
-                        answer.add(text, time.monotonic())
-                        yield text
-                    answer.num_tokens = num_tokens or answer.num_tokens
+        return self.client.stream("POST", "/v1/chat/completions", content=self.body(), headers=headers)
 
 
 def content(frame: dict[str, Any]) -> str:

@@ -145,15 +145,12 @@ def test_an_error_names_the_bad_setting_and_a_retry_works(page: Page) -> None:
     expect(page.locator(".turn.model[data-state=done]")).to_be_visible(timeout=ANSWER_MS)
 
 
-def test_the_page_serves_on_after_its_gateway_died(fleet: Fleet, page: Page) -> None:
+def test_an_answer_goes_on_after_its_gateway_died(fleet: Fleet, page: Page) -> None:
     send(page, QUESTION)
     wait_until_sync(lambda: len(streamed(page)) > SOME_CHARS)
     page.locator(".tile[data-kind=gateway]").get_by_role("button").click()
-    expect(page.locator(".turn.model[data-state=broken] .status")).to_contain_text("its gateway died")
     expect(page.locator(".tile[data-kind=gateway][data-state=ready]")).to_be_visible(timeout=90_000)
     expect(page.locator("#trouble")).to_be_hidden()
-    page.get_by_label("Max tokens").fill("3")
-    page.get_by_role("button", name="Ask again").click()
     expect(page.locator(".turn.model[data-state=done]")).to_be_visible(timeout=ANSWER_MS)
 
 
