@@ -10,6 +10,8 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp
 
 from api.admin import routes_fleet, routes_health, routes_metrics, routes_page, routes_timeline
+from api.heir.answer_socket import KeepingMiddleware
+from api.heir.keeper_channel import KeeperChannel
 from api.http.auth import check_key
 from api.http.draining import Draining
 from api.http.error_handlers import add_error_handlers
@@ -21,6 +23,7 @@ from api.http.unread import UNREAD
 from api.lifecycle import Gateway
 from api.openai import routes_chat, routes_completions, routes_models
 from api.resume import routes_resume
+from api.resume.inherit import InheritedAnswers
 from api.resume.middleware import ResumeMiddleware
 from api.tgi import routes_generate, routes_info, routes_tokenize
 from common.metrics.aggregate import publishing_metrics
@@ -44,8 +47,12 @@ REFUSED_WHILE_DRAINING = (routes_generate, routes_chat, routes_completions, rout
 WITHOUT_KEY = (routes_health, routes_info, routes_models, routes_page, routes_metrics)
 
 
-def build(gateway: Gateway, draining: Draining | None = None) -> ASGIApp:
-    """Make the application; the gateway runs from its startup to its shutdown."""
+def build(
+    gateway: Gateway, draining: Draining | None = None, channel: KeeperChannel | None = None
+) -> ASGIApp:
+    """Make the application; the gateway runs from its startup to its shutdown. `channel` leads to the keeper
+    of its answers' sockets.
+    """
 
     @contextlib.asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[dict[str, object]]:
@@ -67,7 +74,11 @@ def build(gateway: Gateway, draining: Draining | None = None) -> ASGIApp:
     add_routes(app, gateway.settings, draining or Draining())
     add_error_handlers(app)
     served = add_cors(ResumeMiddleware(app), gateway.settings)
-    return RawSendMiddleware(RequestIdMiddleware(ArrivalMiddleware(served)))
+    return wrap(ArrivalMiddleware(served), channel or KeeperChannel(None))
+
+
+def wrap(app: ASGIApp, channel: KeeperChannel) -> ASGIApp:
+    return RawSendMiddleware(KeepingMiddleware(RequestIdMiddleware(app), channel))
 
 
 def add_routes(app: FastAPI, settings: Settings, draining: Draining) -> None:
@@ -85,3 +96,8 @@ def add_cors(app: ASGIApp, settings: Settings) -> ASGIApp:
     return CORSMiddleware(
         app, allow_origins=origins, allow_methods=["GET", "POST"], allow_headers=["*"], expose_headers=["*"]
     )
+
+
+def build_heir(gateway: Gateway, channel: KeeperChannel) -> ASGIApp:
+    """Make the application that goes on with answers of other gateways."""
+    return wrap(add_cors(InheritedAnswers(gateway.pools), gateway.settings), channel)

@@ -8,10 +8,13 @@ import socket
 from collections.abc import Callable
 
 import uvicorn
+from starlette.types import ASGIApp
 
-from api.app import build
+from api.app import build, build_heir
+from api.heir.heir import Heir
+from api.heir.keeper_channel import inherited_channel
 from api.http.draining import Draining, DrainingServer
-from api.http.protocol import HttpProtocol
+from api.http.protocol import HttpProtocol, InheritedConnection
 from api.inference.tokenizer import ModelTokenizer
 from api.lifecycle import Gateway
 from common import model_files
@@ -45,9 +48,9 @@ def serve(settings: Settings, incarnation: str) -> None:
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     sockets = [shared_listener(settings.listen_host, settings.port), own_listener(settings.gateway_port)]
     gateway = Gateway(settings, incarnation, tokenizer, lossy(os.environ.get("TOKENFLEET_TEST_LOSE", "")))
-    draining = Draining()
+    draining, channel = Draining(), inherited_channel()
     config = uvicorn.Config(
-        build(gateway, draining),
+        build(gateway, draining, channel),
         loop="uvloop",
         http=HttpProtocol,
         lifespan="on",
@@ -65,7 +68,23 @@ def serve(settings: Settings, incarnation: str) -> None:
     )
     # uvicorn raises SIGTERM again after a graceful shutdown: that is not a failure.
     signal.signal(signal.SIGTERM, ignore)
-    DrainingServer(config, draining, settings.graceful_termination_timeout).run(sockets)
+    server = GatewayServer(config, draining, settings.graceful_termination_timeout, channel)
+    server.heir_app = build_heir(gateway, channel)
+    server.run(sockets)
+
+
+class GatewayServer(DrainingServer):
+    """A server that also goes on with answers of other gateways; `heir_app` writes them."""
+
+    heir_app: ASGIApp
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        heir = Heir(self.new_connection, self.server_state, self.heir_app, self.channel)
+        self.channel.listen(heir.inherit)
+
+    def new_connection(self) -> InheritedConnection:
+        return InheritedConnection(self.config, self.server_state, self.lifespan.state)
 
 
 def ignore(*_: object) -> None:

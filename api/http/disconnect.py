@@ -1,7 +1,7 @@
 """Disconnect: waits for whole answers, or for their client to leave."""
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from starlette.requests import ClientDisconnect, Request
 
@@ -9,10 +9,8 @@ from api.errors import failed
 from api.inference.stream import Stream
 
 
-async def wait_until_finished(
-    streams: Sequence[Stream], request: Request, release: Callable[[Stream], None]
-) -> None:
-    """Wait until all streams have finished, or one has failed; `release` is called for each in any case.
+async def wait_until_finished(streams: Sequence[Stream], request: Request) -> None:
+    """Wait until all streams have finished, or one has failed.
 
     Raises:
         ApiError: the error of the first stream that failed.
@@ -24,8 +22,6 @@ async def wait_until_finished(
     finally:
         for task in tasks:
             task.cancel()
-        for stream in streams:
-            release(stream)
     for stream in streams:
         if stream.terminal and not stream.finished:
             raise failed(stream.terminal)

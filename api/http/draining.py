@@ -1,34 +1,51 @@
-"""Draining: at the first SIGTERM a gateway refuses new requests, and ends when those it has are finished."""
+"""Draining: what a gateway does from its first SIGTERM until it ends.
+
+Where a socket keeper listens, it hands its answers over to other gateways, or to its own successor, and takes
+no new connections. Else it refuses new requests, and ends when those that it has are finished.
+"""
 
 import time
 from types import FrameType
+from typing import Any
 
 import uvicorn
 
 from api.errors import unavailable
+from api.heir.keeper_channel import KeeperChannel
+
+FIRST_REQUEST_S = 1.0
 
 
 class Draining:
-    """Whether the gateway drains, and until when at most (monotonic clock)."""
+    """Whether the gateway drains, and until when at most (monotonic clock).
+
+    Attributes:
+        refuses: whether it refuses new requests.
+    """
 
     def __init__(self) -> None:
         self.until_s: float | None = None
+        self.refuses = False
 
     async def check(self) -> None:
-        """Raises ApiError (503) while the gateway drains."""
-        if self.until_s is not None:
+        """Raises ApiError (503) while the gateway refuses new requests."""
+        if self.refuses:
             raise unavailable("this gateway is shutting down")
 
 
 class DrainingServer(uvicorn.Server):
-    """A server that goes on listening while it drains; uvicorn's own closes its sockets at the first signal,
-    and a new request finds no server.
+    """A server that goes on listening while it drains, unless it hands over; uvicorn's own closes its sockets
+    at the first signal, and a new request finds no server.
     """
 
-    def __init__(self, config: uvicorn.Config, draining: Draining, timeout_s: float) -> None:
+    def __init__(
+        self, config: uvicorn.Config, draining: Draining, timeout_s: float, channel: KeeperChannel
+    ) -> None:
         super().__init__(config)
         self.draining = draining
         self.timeout_s = timeout_s
+        self.channel = channel
+        self.left_s: float | None = None
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         if self.draining.until_s is None:
@@ -40,5 +57,27 @@ class DrainingServer(uvicorn.Server):
         """Called ten times a second. Returns whether the server stops."""
         stops = await super().on_tick(counter)
         until_s = self.draining.until_s
-        is_drained = until_s is not None and (not self.server_state.tasks or time.monotonic() > until_s)
-        return stops or is_drained
+        if until_s is None:
+            return stops
+        if self.channel.hand_over():
+            self.leave()
+        else:
+            self.draining.refuses = True
+        is_idle = not self.server_state.tasks and not self.newly_connected()
+        return stops or is_idle or time.monotonic() > until_s
+
+    def leave(self) -> None:
+        """Take no new connections, and no further request on those that are open."""
+        if self.left_s is None:
+            self.left_s = time.monotonic()
+        for server in self.servers:
+            server.close()
+        for connection in {*self.server_state.connections} - self.newly_connected():
+            connection.shutdown()
+
+    def newly_connected(self) -> set[Any]:
+        """Connections whose first request may be on its way; they get a second for it."""
+        if self.left_s is None or time.monotonic() - self.left_s > FIRST_REQUEST_S:
+            return set()
+        open_now: set[Any] = {*self.server_state.connections}
+        return {connection for connection in open_now if connection.cycle is None}

@@ -28,8 +28,8 @@ class RequestIdMiddleware:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        ours, theirs = uuid.uuid4().hex, client_request_id(scope)
-        scope.setdefault("state", {})["request_id"] = ours
+        state = scope.setdefault("state", {})
+        ours, theirs = state.setdefault("request_id", uuid.uuid4().hex), client_request_id(scope)
         REQUEST_ID.set(ours)
         if theirs:
             log.info("request %s: its client calls it %s", ours, theirs)

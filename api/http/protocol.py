@@ -4,10 +4,12 @@ route.
 
 import asyncio
 import uuid
+from typing import Any
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from api.errors import ApiError, tgi
+from api.heir.answer_socket import CYCLE
 from api.http.request_id import HEADER
 from api.http.unread import UNREAD, Unread
 from api.json import to_json
@@ -35,6 +37,11 @@ class HttpProtocol(HttpToolsProtocol):
         super().on_message_begin()
         self.scope["state"][UNREAD] = self.unread
 
+    def on_headers_complete(self) -> None:
+        super().on_headers_complete()
+        extensions: dict[str, Any] = {CYCLE: self.cycle}
+        self.scope["extensions"] = extensions
+
     def send_400_response(self, msg: str) -> None:
         status, error = tgi(ApiError(400, "bad_request", msg))
         body = to_json(error)
@@ -47,3 +54,12 @@ class HttpProtocol(HttpToolsProtocol):
         ]
         self.transport.write("\r\n".join([*head, "", ""]).encode() + body)
         self.transport.close()
+
+
+class InheritedConnection(HttpProtocol):
+    """A connection that ends with the answer on it. What its client sends meanwhile (a pipelined request, of
+    which a dead gateway may have had the first part) is not answered.
+    """
+
+    def data_received(self, data: bytes) -> None:
+        pass

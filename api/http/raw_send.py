@@ -11,6 +11,9 @@ from typing import Any
 from sse_starlette import EventSourceResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from api.heir.answer_socket import socket_of
+from api.heir.rest_of_answer import COMMENT
+
 STATE_KEY = "raw_send"
 
 
@@ -41,7 +44,7 @@ class RawEventSourceResponse(EventSourceResponse):
         circle, which only a full garbage collection frees, and that holds the event loop.
         """
         self.raw_send: Send = scope["state"][STATE_KEY]
-        self.cycle: Any = self.raw_send.__self__  # uvicorn's; ASGI has no word for it
+        self.answer_socket = socket_of(scope)
         tasks = [
             asyncio.create_task(work)
             for work in (self._stream_response(send), self._listen_for_disconnect(receive), self._ping(send))
@@ -55,24 +58,23 @@ class RawEventSourceResponse(EventSourceResponse):
         for task in tasks:
             if not task.cancelled() and (error := task.exception()):
                 raise error
-        await self.wait_until_written()
-
-    async def wait_until_written(self) -> None:
-        """Wait until the kernel has all bytes, which the gateway's death then does not take away; or until
-        the client is gone.
-        """
-        await self.cycle.flow.drain()
-        if not self.cycle.transport.is_closing():
-            self.cycle.transport.set_write_buffer_limits()
 
     async def _stream_response(self, send: Send) -> None:
         """As the library does it, but without encoding, a log line and a timeout for every frame."""
-        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        async with self._send_lock:
+            head = {"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers}
+            await send(head)
         async for frames in self.frames:
             for frame in frames:  # each is a chunk of its own, so chunks do not tell how frames were grouped
                 await self.raw_send({"type": "http.response.body", "body": frame, "more_body": True})
         async with self._send_lock:
             self.active = False
-            if not self.cycle.transport.is_closing():
-                self.cycle.transport.set_write_buffer_limits(high=0)
             await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _ping(self, send: Send) -> None:
+        """As the library does it, but where a socket is kept, its keeper knows the place of each comment."""
+        while self.active:
+            await asyncio.sleep(self._ping_interval)
+            async with self._send_lock:
+                if self.active and (self.answer_socket is None or self.answer_socket.may_comment()):
+                    await self.raw_send({"type": "http.response.body", "body": COMMENT, "more_body": True})

@@ -8,13 +8,14 @@ same bytes. Comments that keep the connection alive are the only bytes besides.
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 
-from sse_starlette import ServerSentEvent
 from sse_starlette.sse import AppStatus
 from starlette.types import Receive, Scope, Send
 
+from api.heir.answer_socket import flush_socket, socket_of
 from api.http.raw_send import RawEventSourceResponse
+from api.http.release import Release, release_all
 from api.http.unread import UNREAD, Unread
 from api.inference.stream import Stream
 from common.messages.answer import HttpAnswer
@@ -34,6 +35,7 @@ class TokenStream(RawEventSourceResponse):
 
     Attributes:
         reader: number of the reader of the answer, 0 for the first.
+        num_seen: frames that the client has already.
     """
 
     def __init__(
@@ -42,8 +44,9 @@ class TokenStream(RawEventSourceResponse):
         frames: AsyncIterator[list[bytes]],
         streams: Sequence[Stream],
         headers: Mapping[str, str],
-        release: Callable[[Stream, int, float], None],
+        release: Release,
         reader: int = 0,
+        num_seen: int = 0,
     ) -> None:
         place = {"content-location": f"/requests/{answer.request_id}/stream"}
         super().__init__(
@@ -51,26 +54,24 @@ class TokenStream(RawEventSourceResponse):
             headers=HEADERS | place | dict(headers),
             sep="\n",
             ping=KEEP_ALIVE_S,
-            ping_message_factory=keep_alive,
         )
         self.answer = answer
         self.streams = streams
         self.release = release
         self.reader = reader
+        self.num_seen = num_seen
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         unread: Unread = scope["state"][UNREAD]
         unread.streams = tuple(self.streams)
         try:
+            if (answer_socket := socket_of(scope)) is not None:
+                await answer_socket.keep(self.answer.request_id, self.reader, self.num_seen)
             await super().__call__(scope, receive, send)
+            await flush_socket(scope)
         finally:
             unread.streams = ()
-            for stream in self.streams:
-                self.release(stream, self.reader, self.answer.terms.keep_s)
-
-
-def keep_alive() -> ServerSentEvent:
-    return ServerSentEvent(comment="", sep="\n")
+            release_all(scope, self.streams, self.release, self.reader, self.answer.terms.keep_s)
 
 
 def frame(ordinal: int, body: bytes) -> bytes:

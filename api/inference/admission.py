@@ -178,6 +178,7 @@ class Admission:
         content = replace(
             request,
             ttl_ms=round(self.settings.request_timeout_s * 1000),
+            result_ttl_ms=round(self.settings.request_timeout_s * 1000),  # for slow clients of a dead gateway
             channel=self.relay.channel,
             gateway=self.gateway,
             grace_ms=round(self.settings.gateway_grace_s * 1000),

@@ -1,25 +1,26 @@
 """The last step of OpenAI's routes: submit the requests, and respond with a stream or with the whole."""
 
 from collections.abc import Sequence
+from functools import partial
 
 from starlette.requests import Request
 from starlette.responses import Response
 
 from api.answer import describe_answer
 from api.errors import invalid
-from api.http.disconnect import wait_until_finished
 from api.http.headers import prompt_headers, time_headers
 from api.http.request_id import request_id
 from api.http.resume_terms import read_terms
 from api.http.sse import TokenStream, number_frames
+from api.http.whole import Whole, respond_with_whole
 from api.inference.pool import Pool
 from api.inference.stream import Stream
-from api.offload import offload
 from api.openai.render import ResponseRenderer
 from api.openai.render_chat import ChatCompletionRenderer
 from api.openai.render_completion import CompletionRenderer
 from api.openai.request_schemas import OpenAIRequest
 from api.openai.stream import stream_bodies
+from common.messages.answer import HttpAnswer
 from common.messages.request import Generate
 
 RENDERERS: dict[str, type[ResponseRenderer]] = {
@@ -57,15 +58,18 @@ async def respond(
         own_id, route, streamed, settings.model_name, requests, prefixes, body.rendering, terms
     )
     streams = await admission.submit_all(answer)
-    renderer = RENDERERS[route](answer, streams)
     headers = prompt_headers(settings, num_chars)
     if streamed:
-        return TokenStream(
-            answer, number_frames(stream_bodies(renderer)), streams, headers, admission.release
-        )
-    await wait_until_finished(streams, request, admission.release)
-    content = await offload(sum(stream.num_records for stream in streams), renderer.render_whole)
-    return Response(content, 200, headers | usage_headers(renderer, streams, arrived_s), "application/json")
+        frames = number_frames(stream_bodies(RENDERERS[route](answer, streams)))
+        return TokenStream(answer, frames, streams, headers, admission.release)
+    render = partial(render_whole, answer, streams, arrived_s)
+    return await respond_with_whole(request, own_id, streams, headers, render, admission.release)
+
+
+def render_whole(answer: HttpAnswer, streams: Sequence[Stream], arrived_s: float) -> Whole:
+    """The body of a whole answer and the headers of its end; `arrived_s` is when it was requested."""
+    renderer = RENDERERS[answer.route](answer, streams)
+    return renderer.render_whole(), usage_headers(renderer, streams, arrived_s)
 
 
 def usage_headers(renderer: ResponseRenderer, streams: Sequence[Stream], arrived_s: float) -> dict[str, str]:

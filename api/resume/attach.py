@@ -73,12 +73,15 @@ async def read_answer(redis: Redis, request_key: str) -> tuple[HttpAnswer, str] 
         return None
 
 
+def new_streams(pool: Pool, answer: HttpAnswer, channel: str) -> list[Stream]:
+    """Streams of all choices, without tokens."""
+    ttl_ms = round(pool.settings.request_timeout_s * 1000)
+    return [Stream(replace(one, channel=channel, ttl_ms=ttl_ms), pool.tokenizer) for one in answer.choices()]
+
+
 async def read_streams(pool: Pool, answer: HttpAnswer, channel: str) -> list[Stream]:
     """Streams of all choices, with what is committed so far. Raises ApiError: 410, 503."""
-    ttl_ms = round(pool.settings.request_timeout_s * 1000)
-    streams = [
-        Stream(replace(one, channel=channel, ttl_ms=ttl_ms), pool.tokenizer) for one in answer.choices()
-    ]
+    streams = new_streams(pool, answer, channel)
     by_id = {stream.request.request_id: stream for stream in streams}
     async with asking_broker():
         await Filler(pool.redis, pool.keys, Sources(), by_id).fill({}, dict.fromkeys(by_id, math.inf))
@@ -131,15 +134,19 @@ async def chain(first: list[bytes], frames: Frames) -> Frames:
         yield new
 
 
-async def take_over(pool: Pool, streams: Sequence[Stream]) -> int:
+async def take_over(pool: Pool, streams: Sequence[Stream], connection: int | None = None) -> int:
     """Become the reader of these streams, and give them their events. Returns the reader's number.
+
+    Args:
+        connection: number of the reader whose connection is inherited; None for a connection of its own.
 
     Raises ApiError: 404, 410, 503.
     """
     request_ids = [stream.request.request_id for stream in streams]
     async with asking_broker():
         outcome = await script(pool.redis, "readers/attach")(
-            keys=[pool.keys.request(request_id) for request_id in request_ids], args=[pool.gateway]
+            keys=[pool.keys.request(request_id) for request_id in request_ids],
+            args=[pool.gateway, "" if connection is None else connection],
         )
     if outcome[0] == b"cancelled":
         raise cancelled_answer(request_ids[0])

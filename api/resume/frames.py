@@ -4,11 +4,31 @@ from collections.abc import AsyncIterator, Sequence
 
 from api.errors import family_of, openai
 from api.http.sse import number_frames
+from api.http.whole import Whole
 from api.inference.stream import Stream
-from api.openai.respond import RENDERERS
+from api.openai import respond
 from api.openai.stream import stream_bodies as openai_bodies
+from api.tgi import best_of
 from api.tgi.render import stream_bodies as tgi_bodies
 from common.messages.answer import HttpAnswer
+
+
+async def frames_behind(
+    answer: HttpAnswer, streams: Sequence[Stream], num_seen: int
+) -> AsyncIterator[list[bytes]]:
+    """Yields the frames of an answer but the first ones, which the client has."""
+    async for new in render_frames(answer, streams):
+        rest = new[num_seen:]
+        num_seen = max(0, num_seen - len(new))
+        if rest:
+            yield rest
+
+
+def render_whole(answer: HttpAnswer, streams: Sequence[Stream], arrived_s: float) -> Whole:
+    """The body of a whole answer and the headers of its end; `arrived_s` is when it was requested."""
+    if family_of(answer.route) is openai:
+        return respond.render_whole(answer, streams, arrived_s)
+    return best_of.render_whole(answer, streams, arrived_s)
 
 
 def render_frames(answer: HttpAnswer, streams: Sequence[Stream]) -> AsyncIterator[list[bytes]]:
@@ -18,6 +38,6 @@ def render_frames(answer: HttpAnswer, streams: Sequence[Stream]) -> AsyncIterato
         streams: of all choices, in order; this is their only reader.
     """
     if family_of(answer.route) is openai:
-        return number_frames(openai_bodies(RENDERERS[answer.route](answer, streams)))
+        return number_frames(openai_bodies(respond.RENDERERS[answer.route](answer, streams)))
     [stream] = streams
     return number_frames(tgi_bodies(stream, answer.prefix(0), answer.rendering.details))

@@ -61,7 +61,7 @@ async def resume_stream(request: Request, request_id: str) -> Response:
     if frames is None:
         return Response(status_code=204)
     reader = await attach.take_over(pool, streams)
-    return TokenStream(answer, frames, streams, {}, pool.admission.release, reader)
+    return TokenStream(answer, frames, streams, {}, pool.admission.release, reader, num_seen)
 
 
 def read_last_event_id(request: Request) -> int:

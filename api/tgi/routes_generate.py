@@ -2,6 +2,7 @@
 
 import time
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -9,9 +10,8 @@ from sse_starlette import EventSourceResponse
 from starlette.responses import Response
 
 from api.answer import describe_answer
-from api.http import body
-from api.http.disconnect import wait_until_finished
-from api.http.headers import prompt_headers, time_headers
+from api.http import body, whole
+from api.http.headers import prompt_headers
 from api.http.openapi import TGI, event_stream, json_body
 from api.http.request_id import request_id
 from api.http.resume_terms import read_terms
@@ -19,10 +19,9 @@ from api.http.sse import TokenStream, number_frames
 from api.http.state import own_pool
 from api.inference.pool import Pool
 from api.inference.validate import validate
-from api.json import to_json
-from api.offload import offload
 from api.tgi import best_of
-from api.tgi.render import render_response, stream_bodies
+from api.tgi.best_of import render_whole
+from api.tgi.render import stream_bodies
 from api.tgi.request_schemas import CompatGenerateRequest, GenerateParameters, GenerateRequest
 from api.tgi.response_schemas import GENERATE_ERRORS, GenerateResponse, StreamResponse
 from common.messages.answer import HttpAnswer, Rendering
@@ -93,11 +92,7 @@ async def compat_generate(request: Request) -> Response:
     array of one. The text begins with the prompt unless `return_full_text` is false.
     """
     call = await accept(request, CompatGenerateRequest, full_text=True)
-    return (
-        await respond_with_stream(call)
-        if call.answer.streamed
-        else await respond_with_whole(call, in_array=True)
-    )
+    return await respond_with_stream(call) if call.answer.streamed else await respond_with_whole(call)
 
 
 async def accept(
@@ -144,21 +139,11 @@ async def respond_with_stream(call: AcceptedRequest) -> Response:
     return TokenStream(call.answer, frames, [stream], headers, admission.release)
 
 
-async def respond_with_whole(call: AcceptedRequest, in_array: bool = False) -> Response:
+async def respond_with_whole(call: AcceptedRequest) -> Response:
     """Wait for all texts and return the best."""
     admission = call.pool.admission
     streams = await admission.submit_all(call.answer)
-    await wait_until_finished(streams, call.request, admission.release)
-    best, *others = best_of.rank_by_logprob(streams)
-    headers = prompt_headers(call.pool.settings, call.num_chars) | time_headers(best, call.arrived_s)
-
-    def content() -> bytes:
-        response = render_response(best, others, *call.rendering)
-        return to_json([response] if in_array else response)
-
-    return Response(
-        await offload(sum(stream.num_records for stream in streams), content),
-        200,
-        headers,
-        "application/json",
-    )
+    headers = prompt_headers(call.pool.settings, call.num_chars)
+    render = partial(render_whole, call.answer, streams, call.arrived_s)
+    own_id = request_id(call.request)
+    return await whole.respond_with_whole(call.request, own_id, streams, headers, render, admission.release)

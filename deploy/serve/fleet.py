@@ -8,6 +8,7 @@ from common.settings.settings import SettingError, Settings
 from common.settings.types import MAX_PORT
 from deploy.serve.embedded_broker import Broker
 from deploy.serve.preloaded_worker import PreloadedWorker
+from deploy.serve.socket_keeper import SocketKeeper
 from deploy.serve.supervised_process import SupervisedProcess
 
 MODULES = {"batcher": "batcher", "worker": "gpu_worker", "gateway": "api", "jobs": "api.arq.process"}
@@ -23,6 +24,7 @@ class LocalFleet:
         brokers: the embedded broker, or nothing when the broker is not ours.
         was_ready: whether the fleet ever served.
         preloaded: becomes the next worker that starts; None where that is not wanted.
+        keeper: of the sockets of answers; closed when the fleet ends.
     """
 
     settings: Settings
@@ -33,6 +35,7 @@ class LocalFleet:
     jobs: list[SupervisedProcess] = field(default_factory=list)
     was_ready: bool = False
     preloaded: PreloadedWorker | None = None
+    keeper: SocketKeeper = field(default_factory=SocketKeeper)
 
     @property
     def all(self) -> list[SupervisedProcess]:
@@ -68,11 +71,14 @@ def new_fleet(settings: Settings, broker: Broker | None) -> LocalFleet:
         workers=members("worker", settings.num_workers),
         gateways=members("gateway", settings.num_gateways),
         jobs=members("jobs", settings.num_jobs),
+        keeper=SocketKeeper(settings.gateway_grace_s),
     )
     if settings.preload_worker is not False:
         fleet.preloaded = PreloadedWorker(settings, command(MODULES["worker"]), environ)
         for worker in fleet.workers:
             worker.preloaded = fleet.preloaded
+    for gateway in fleet.gateways:
+        gateway.open_channel = fleet.keeper.open_channel
     taken = {settings.port: "PORT"}
     number_ports(fleet.gateways, "GATEWAY_PORT", settings.gateway_port, taken)
     number_ports(fleet.ours, "METRICS_PORT", settings.metrics_port, taken)

@@ -60,6 +60,7 @@ async def drain(fleet: LocalFleet) -> None:
         timeout_s,
         await live_requests(fleet.settings),
     )
+    fleet.keeper.close()  # a gateway without it finishes its answers itself
     await stop([*fleet.gateways, *fleet.jobs], timeout_s)
     await stop([*fleet.batchers, *fleet.workers], SHORT_STOP_S)
     await stop(fleet.brokers, SHORT_STOP_S)

@@ -6,10 +6,12 @@ import logging
 import os
 import secrets
 import signal
+import socket
 from asyncio.subprocess import DEVNULL
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from common.messages.kept_answer import HANDLE_VARIABLE
 from deploy.serve.preloaded_worker import PreloadedWorker
 
 log = logging.getLogger(__name__)
@@ -61,6 +63,7 @@ class SupervisedProcess:
         incarnation: name of this run, new at every start.
         preloaded: a process that may become this one.
         should_run: whether to start it again when it ends.
+        open_channel: makes a channel for one run of a gateway to the socket keeper.
     """
 
     kind: str
@@ -72,6 +75,7 @@ class SupervisedProcess:
     incarnation: str = ""
     running: asyncio.subprocess.Process | None = None
     restarts: Restarts = field(default_factory=Restarts)
+    open_channel: Callable[[], socket.socket] | None = None
 
     async def run_once(self) -> tuple[int, float]:
         """Run the process once. Returns its return code, and the seconds that it ran."""
@@ -81,11 +85,8 @@ class SupervisedProcess:
         started_s = clock()
         variables = self.environ | own
         try:
-            self.running = (
-                await self.preloaded.become(variables) if self.preloaded else None
-            ) or await asyncio.create_subprocess_exec(
-                *self.command, env=os.environ | variables, stdin=DEVNULL, start_new_session=True
-            )
+            preloaded = await self.preloaded.become(variables) if self.preloaded else None
+            self.running = preloaded or await self.start(variables)
         except OSError as error:  # no memory, no process left: later, perhaps
             log.error("%s does not start: %s", self.name, error)
             return os.EX_OSERR, clock() - started_s
@@ -94,6 +95,19 @@ class SupervisedProcess:
         returncode = await self.running.wait()
         self.kill_group()  # what it left behind
         return returncode, clock() - started_s
+
+    async def start(self, variables: dict[str, str]) -> asyncio.subprocess.Process:
+        """Raises OSError."""
+        with self.open_channel() if self.open_channel else contextlib.nullcontext() as channel:
+            handles = [channel.fileno()] if channel else []
+            own = {HANDLE_VARIABLE: str(channel.fileno())} if channel else {}
+            return await asyncio.create_subprocess_exec(
+                *self.command,
+                env=os.environ | variables | own,
+                pass_fds=handles,
+                stdin=DEVNULL,
+                start_new_session=True,
+            )
 
     @property
     def is_running(self) -> bool:

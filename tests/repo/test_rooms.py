@@ -25,7 +25,7 @@ FLOORS = {
         "openai",
         "http",
         "inference arq",
-        "retry structured_output",
+        "heir retry structured_output",
         "errors",
         "answer background garbage json loop_watch offload pace",
     ],

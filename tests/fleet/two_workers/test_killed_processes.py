@@ -151,6 +151,21 @@ async def test_a_drained_worker_costs_no_token(fleet: Fleet, undisturbed: list[l
     assert await load.whole() == undisturbed
 
 
+async def test_a_killed_gateway_and_a_drained_one_cut_no_stream(
+    fleet: Fleet, undisturbed: list[list[int]]
+) -> None:
+    """The launcher keeps the sockets: streams go on where they are."""
+    await two_ready(fleet)
+    load = Load(fleet, MAX_NEW_TOKENS)
+    for name, number in (("g0", signal.SIGKILL), ("g1", signal.SIGTERM)):
+        await load.progress(5)
+        old = fleet.pid(name)
+        os.kill(old, number)
+        await asyncio.to_thread(fleet.restarted, name, old)
+    assert load.running
+    assert await load.whole() == undisturbed
+
+
 @pytest.mark.slow
 async def test_a_suspended_bfloat16_worker_publishes_nothing_when_it_resumes() -> None:
     with Fleet(**SETTINGS, dtype="bfloat16") as fleet:

@@ -35,7 +35,7 @@ CASES: list[tuple[str, str, str, dict[str, Any]]] = [
     ),
     (
         "/generate",
-        "api.tgi.routes_generate",
+        "api.tgi.best_of",
         "render_response",
         {"inputs": "a", "parameters": {"details": True, "top_n_tokens": 20}},
     ),

@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import signal
-import time
 from collections.abc import AsyncIterator
 
 import httpx
@@ -12,6 +11,7 @@ import uvicorn
 from starlette.types import Receive, Scope, Send
 
 from api.app import build
+from api.heir.keeper_channel import KeeperChannel
 from api.http.draining import Draining, DrainingServer
 from api.lifecycle import Gateway
 from api.server import own_listener
@@ -43,7 +43,7 @@ async def serving(
 ) -> AsyncIterator[tuple[DrainingServer, asyncio.Task[None], str]]:
     socket = own_listener(0)
     config = uvicorn.Config(app, lifespan="off", log_config=None, timeout_graceful_shutdown=1)
-    server = DrainingServer(config, Draining(), timeout_s)
+    server = DrainingServer(config, Draining(), timeout_s, KeeperChannel(None))
     task = asyncio.create_task(server.serve([socket]))
     await wait_until(lambda: server.started)
     host, port = socket.getsockname()
@@ -79,7 +79,7 @@ async def test_a_draining_server_waits_no_longer_than_its_timeout() -> None:
 
 
 async def test_a_second_signal_ends_the_drain() -> None:
-    server = DrainingServer(uvicorn.Config(SlowApp()), Draining(), 60)
+    server = DrainingServer(uvicorn.Config(SlowApp()), Draining(), 60, KeeperChannel(None))
     for _ in range(2):
         assert not server.should_exit
         server.handle_exit(signal.SIGTERM, None)
@@ -91,7 +91,7 @@ async def test_a_second_signal_ends_the_drain() -> None:
 )
 async def test_a_draining_gateway_refuses_new_prompts(method: str, path: str) -> None:
     draining = Draining()
-    draining.until_s = time.monotonic() + 60
+    draining.refuses = True
     gateway = Gateway(Settings(redis_url="redis://127.0.0.1:1"), "g0-test", model_tokenizer())
     transport = httpx.ASGITransport(build(gateway, draining))
     async with httpx.AsyncClient(transport=transport, base_url="http://gateway") as client:

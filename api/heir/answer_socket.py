@@ -1,0 +1,236 @@
+"""Answer socket: the connection under one answer, which the socket keeper holds from the beginning of the
+answer until its last byte is with the kernel.
+"""
+
+import asyncio
+import functools
+import logging
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from api.heir.keeper_channel import KeeperChannel
+from api.heir.rest_of_answer import RestOfAnswer
+from api.heir.tcp_info import bytes_written
+from common.messages.kept_answer import KeeperMessage, KeptAnswer
+
+log = logging.getLogger(__name__)
+
+CYCLE = "tokenfleet.cycle"
+"""Extension of a scope: the server's own object for a request and its response."""
+STATE_KEY = "answer_socket"
+FORMAT = "1"
+"""Which bytes this code renders. It changes with every change of frames, chunks or whole responses: a gateway
+of another format cannot go on in the middle of an answer.
+"""
+HEADERS = (b"origin", b"x-request-id")
+"""Headers of a request that the head of its response depends on."""
+TELL_S = 1.0
+
+
+class AnswerSocket:
+    """The socket of one answer, as its gateway sees it.
+
+    Attributes:
+        cycle: the server's object for this request; it has the transport and its flow control.
+        answer: what the keeper is told; None where the socket is not kept.
+        is_told: whether the keeper may know of it.
+        is_handed_over: whether another gateway goes on with it.
+        is_closed: set when this gateway writes nothing more to a socket that it has handed over.
+    """
+
+    def __init__(self, channel: KeeperChannel, cycle: Any, answer: KeptAnswer | None = None) -> None:
+        self.channel = channel
+        self.cycle = cycle
+        self.answer = answer
+        self.is_told = False
+        if answer is not None:  # inherited
+            self.is_told = True
+            channel.handovers.add(self.hand_over)
+        self.is_handed_over = False
+        self.is_closed = asyncio.Event()
+
+    # --- beginning ------------------------------------------------------------------------------------------
+
+    async def keep(
+        self,
+        request_id: str,
+        connection: int = 0,
+        num_seen: int = 0,
+        extra: Mapping[str, str] | None = None,
+    ) -> None:
+        """Have the socket kept; the request is admitted. A stream's socket is kept when its head is known, a
+        whole answer's at once, with those headers of the response that another gateway does not know
+        (`extra`).
+        """
+        if self.answer is not None or not self.channel.is_open:
+            return
+        await flush(self.cycle)
+        if self.cycle.disconnected:
+            return
+        scope = self.cycle.scope
+        try:
+            base = bytes_written(self.cycle.transport.get_extra_info("socket"))
+        except OSError as error:
+            warn_once(f"streams end with this gateway: {error}")
+            return
+        headers = [(name, value) for name, value in scope["headers"] if name in HEADERS]
+        self.answer = KeptAnswer(request_id, base, FORMAT, connection, num_seen, headers=headers)
+        if extra is not None:
+            await self.tell(replace(self.answer, extra=list(extra.items())))
+
+    async def start(self, message: Message, send: Send) -> None:
+        """Write the head of the response, after the keeper was told its bytes."""
+        if self.answer is None:
+            await send(message)
+            return
+        await self.cycle.flow.drain()
+        transport, written = self.cycle.transport, WrittenHead()
+        self.cycle.transport = written
+        try:
+            await send(message)
+        finally:
+            self.cycle.transport = transport
+        if not self.answer.head:
+            await self.tell(replace(self.answer, head=written.head))
+        if not self.cycle.disconnected:
+            transport.write(self.answer.head if self.answer else written.head)
+
+    async def tell(self, answer: KeptAnswer) -> None:
+        """Tell the keeper of an answer. Where that fails, its socket is not kept."""
+        beside = None if self.is_told else self.cycle.transport.get_extra_info("socket")
+        self.is_told, self.answer = True, answer
+        self.channel.handovers.add(self.hand_over)
+        try:
+            async with asyncio.timeout(TELL_S):
+                await self.channel.send(KeeperMessage(keep=answer), beside)
+        except (OSError, TimeoutError) as error:
+            warn_once(f"a stream ends with this gateway: {error or 'the socket keeper does not read'}")
+            self.answer = None
+            self.channel.handovers.discard(self.hand_over)
+            self.channel.post(KeeperMessage(drop=answer.name))
+
+    # --- middle ---------------------------------------------------------------------------------------------
+
+    def may_comment(self) -> bool:
+        """Whether a keep-alive comment may be written now, without waiting: the keeper knows its place."""
+        if self.cycle.flow.write_paused:
+            return False  # there is more to write than the client reads
+        if self.answer is None:
+            return True
+        if (offset := position(self.cycle.transport, self.answer)) is None:
+            return False
+        answer = replace(self.answer, comments=[*self.answer.comments, offset])
+        if not self.channel.send_now(KeeperMessage(keep=answer)):
+            return False
+        self.answer = answer
+        return True
+
+    # --- end ------------------------------------------------------------------------------------------------
+
+    def hand_over(self) -> None:
+        """Let another gateway go on, if the keeper has the socket."""
+        if self.answer is not None and not self.is_handed_over:
+            self.is_handed_over = True
+            self.cycle.transport.abort()  # closes our handle only: the connection lives on in the keeper's
+            asyncio.get_running_loop().call_soon(self.is_closed.set)  # comes after the end of the transport
+
+    async def finish(self) -> None:
+        """Called when the application has written everything, or the client has gone."""
+        if self.answer is None or not self.is_told:
+            return
+        if not self.is_handed_over:
+            await flush(self.cycle)
+        self.channel.handovers.discard(self.hand_over)
+        if not self.is_handed_over:
+            self.channel.post(KeeperMessage(drop=self.answer.name))
+            return
+        await self.is_closed.wait()
+        self.channel.post(KeeperMessage(release=self.answer.name))
+
+
+async def flush(cycle: Any) -> None:
+    """Wait until the kernel has every byte that was written, or the connection is lost."""
+    transport = cycle.transport
+    if not cycle.disconnected and transport.get_write_buffer_size():
+        low, high = transport.get_write_buffer_limits()
+        transport.set_write_buffer_limits(high=0)
+        await cycle.flow.drain()
+        if not transport.is_closing():
+            transport.set_write_buffer_limits(high=high, low=low)
+
+
+def position(transport: Any, answer: KeptAnswer) -> int | None:
+    """The offset in the answer up to which it was written, to the kernel or to the transport's buffer; None
+    where it is not known.
+    """
+    if isinstance(transport, RestOfAnswer):
+        transport.insert_comments()
+        return None if transport.is_behind else transport.position
+    try:
+        written = bytes_written(transport.get_extra_info("socket"))
+    except OSError:
+        return None
+    buffered: int = transport.get_write_buffer_size()
+    return written + buffered - answer.base
+
+
+class WrittenHead:
+    """A transport for the head of one response: it keeps the bytes."""
+
+    def __init__(self) -> None:
+        self.head = b""
+
+    def write(self, data: bytes) -> None:
+        self.head += data
+
+
+@functools.cache
+def warn_once(text: str) -> None:
+    log.warning("%s", text)
+
+
+def socket_of(scope: Scope) -> AnswerSocket | None:
+    """The socket of a request's answer; None where no keeper listens, and in tests without a server."""
+    found: AnswerSocket | None = scope["state"].get(STATE_KEY)
+    return found
+
+
+def is_handed_over(scope: Scope) -> bool:
+    answer_socket = socket_of(scope)
+    return answer_socket is not None and answer_socket.is_handed_over
+
+
+async def flush_socket(scope: Scope) -> None:
+    """Wait until the kernel has every byte of a response, so that no death of the gateway takes one away."""
+    if (cycle := scope.get("extensions", {}).get(CYCLE)) is not None:
+        await flush(cycle)
+
+
+class KeepingMiddleware:
+    """Gives each HTTP request the socket of its answer, which a route may have kept."""
+
+    def __init__(self, app: ASGIApp, channel: KeeperChannel) -> None:
+        self.app = app
+        self.channel = channel
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        cycle = scope.get("extensions", {}).get(CYCLE)
+        if cycle is None:
+            await self.app(scope, receive, send)
+            return
+        state = scope.setdefault("state", {})
+        answer_socket: AnswerSocket = state.setdefault(STATE_KEY, AnswerSocket(self.channel, cycle))
+
+        async def send_start(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                await answer_socket.start(message, send)
+            else:
+                await send(message)
+
+        try:
+            await self.app(scope, receive, send_start)
+        finally:
+            await answer_socket.finish()

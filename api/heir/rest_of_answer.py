@@ -1,0 +1,64 @@
+"""Rest of an answer: a transport through which a gateway renders an answer from its first byte, and which
+writes only what its predecessor has not.
+"""
+
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+log = logging.getLogger(__name__)
+
+COMMENT = b": \n\n"
+"""A keep-alive comment between two frames of a stream."""
+COMMENT_CHUNK = b"%x\r\n%b\r\n" % (len(COMMENT), COMMENT)
+
+
+class RestOfAnswer:
+    """Leaves out the first `num_written` bytes, and puts back the comments that the predecessor sent.
+
+    Attributes:
+        position: offset in the answer up to which it was rendered.
+        comments: offsets of comments that have not been put back yet.
+    """
+
+    def __init__(self, transport: Any, num_written: int, comments: Sequence[int]) -> None:
+        self.transport = transport
+        self.num_written = num_written
+        self.comments = [*comments]
+        self.position = 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.transport, name)
+
+    @property
+    def is_behind(self) -> bool:
+        """Whether the predecessor has written more than was rendered."""
+        return self.position < self.num_written
+
+    def write(self, data: bytes) -> None:
+        """Write what is new of `data`: the head, a chunk, or a whole body."""
+        self.insert_comments()
+        self.put(data)
+
+    def insert_comments(self) -> None:
+        while self.comments and self.comments[0] <= self.position:
+            if self.comments.pop(0) < self.position:
+                self.give_up("a comment is in the middle of a chunk")
+            self.put(COMMENT_CHUNK)
+
+    def put(self, data: bytes) -> None:
+        num_skipped = min(max(0, self.num_written - self.position), len(data))
+        self.position += len(data)
+        if num_skipped < len(data) and not self.transport.is_closing():
+            self.transport.write(data[num_skipped:])
+
+    def close(self) -> None:
+        """Close the connection: the whole answer is rendered."""
+        if self.is_behind:
+            self.give_up(f"{self.num_written} bytes were written, {self.position} are rendered")
+        self.transport.close()
+
+    def give_up(self, why: str) -> None:
+        """Cut the connection: what is rendered here is not what was written, so nothing may follow it."""
+        log.error("an inherited answer is cut: %s", why)
+        self.transport.abort()

@@ -1,0 +1,89 @@
+"""Inherit: writes the answer of another gateway on the connection on which that one began it."""
+
+import asyncio
+import logging
+import time
+from functools import partial
+from typing import Any
+
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from api.errors import ApiError
+from api.heir.answer_socket import CYCLE
+from api.heir.heir import INHERITED
+from api.http.error_handlers import error_response
+from api.http.sse import TokenStream
+from api.http.whole import respond_with_whole
+from api.inference.pool import Pool
+from api.inference.pool_registry import PoolRegistry
+from api.inference.stream import Stream
+from api.resume import attach
+from api.resume.frames import frames_behind, render_whole
+from api.retry import PAUSE_S, attempt
+from common.messages.answer import HttpAnswer
+from common.messages.kept_answer import KeptAnswer
+
+log = logging.getLogger(__name__)
+
+Inherited = tuple[Pool, HttpAnswer, list[Stream], int]
+"""The pool of an answer, the answer, the streams of its choices, the number of their reader."""
+
+
+class InheritedAnswers:
+    """The ASGI application that writes inherited answers, each from its first byte on. One that cannot go on
+    is cut; if none of it was written, its client is told why.
+    """
+
+    def __init__(self, pools: PoolRegistry) -> None:
+        self.pools = pools
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        kept: KeptAnswer = scope["state"][INHERITED]
+        try:
+            response = await self.respond(Request(scope, receive), kept)
+        except ClientDisconnect:
+            return
+        except ApiError as error:
+            log.warning("request %s cannot go on: %s", kept.request_id, error)
+            if kept.head:
+                scope["extensions"][CYCLE].transport.abort()
+                return
+            response = error_response(error, "/")
+        await response(scope, receive, send)
+
+    async def respond(self, request: Request, kept: KeptAnswer) -> Response:
+        """Raises ApiError, ClientDisconnect."""
+        pool, answer, streams, reader = await attempt(
+            lambda: self.take_over(kept), partial(wait_for_broker, request.scope["extensions"][CYCLE])
+        )
+        release = pool.admission.release
+        if answer.streamed:
+            frames = frames_behind(answer, streams, kept.num_seen)
+            return TokenStream(answer, frames, streams, {}, release, reader, kept.num_seen)
+        arrived_s = time.monotonic() - max(0.0, time.time() - answer.created_s)
+        render = partial(render_whole, answer, streams, arrived_s)
+        return await respond_with_whole(
+            request, answer.request_id, streams, dict(kept.extra), render, release, reader
+        )
+
+    async def take_over(self, kept: KeptAnswer) -> Inherited:
+        """Raises ApiError: 404, 410, 503."""
+        found = await attach.look_up(self.pools, kept.request_id)
+        if found is None:
+            raise attach.unknown_answer(kept.request_id)
+        name, answer, channel = found
+        own = self.pools.own
+        pool = own if name == own.settings.pool else await self.pools.find(name)
+        streams = attach.new_streams(pool, answer, channel)
+        return pool, answer, streams, await attach.take_over(pool, streams, kept.connection)
+
+
+async def wait_for_broker(cycle: Any, error: Exception) -> None:
+    """Policy: try again while the broker is away, for as long as the client waits."""
+    if isinstance(error, ApiError) and error.error_type != "unavailable":
+        raise error
+    await asyncio.sleep(PAUSE_S)
+    if cycle.disconnected:
+        raise ClientDisconnect

@@ -1,0 +1,63 @@
+"""Kept answer: what a gateway tells the socket keeper of an answer whose socket it keeps.
+
+Gateway and keeper exchange datagrams on one SOCK_SEQPACKET pair. A gateway sends `KeeperMessage`, with the
+socket beside the first one of an answer; the keeper sends `KeptAnswer`, with the socket, to the heir.
+"""
+
+from dataclasses import dataclass
+
+from common.messages.codec import wire_field
+
+MAX_DATAGRAM_BYTES = 32 * 2**10
+HANDLE_VARIABLE = "KEEPER_HANDLE"
+"""Variable of a gateway's environment: the handle of its end of the channel."""
+
+
+@dataclass(frozen=True, slots=True)
+class KeptAnswer:
+    """An answer that has begun on a connection. Its bytes are a function of this and of its tokens.
+
+    Attributes:
+        request_id: whose answer it is; a gateway finds in Redis how it is rendered.
+        connection: number of the reader whose connection this is; 0 for the first, another for a client that
+            came back.
+        num_seen: frames that the client had before, which are not in this answer.
+        base: bytes written on the connection before this answer (api/heir/tcp_info.py).
+        head: its status line and headers as they were written; empty while none are known.
+        comments: offsets in the answer at which a keep-alive comment stands.
+        headers: of the HTTP request those that the head of the response depends on.
+        extra: headers of a whole answer that only the first gateway knows.
+        format: which bytes the gateway renders; one with another `format` cannot go on.
+    """
+
+    request_id: str = wire_field("id")
+    base: int = wire_field("b")
+    format: str = wire_field("f")
+    connection: int = wire_field("cn", default=0)
+    num_seen: int = wire_field("ns", default=0)
+    head: bytes = wire_field("h", default=b"")
+    comments: list[int] = wire_field("c", default_factory=list)
+    headers: list[tuple[bytes, bytes]] = wire_field("hd", default_factory=list)
+    extra: list[tuple[str, str]] = wire_field("x", default_factory=list)
+
+    @property
+    def name(self) -> str:
+        """Its name between gateway and keeper."""
+        return f"{self.request_id}/{self.connection}"
+
+
+@dataclass(frozen=True, slots=True)
+class KeeperMessage:
+    """What a gateway tells the keeper: one of these.
+
+    Attributes:
+        keep: keep the socket beside this message, or replace what is known of an answer that is kept.
+        drop: the answer of this name is done, or its client has gone.
+        release: the gateway goes on with this answer no more: another shall.
+        takes: whether the gateway takes answers of others.
+    """
+
+    keep: KeptAnswer | None = wire_field("k", default=None)
+    drop: str = wire_field("d", default="")
+    release: str = wire_field("r", default="")
+    takes: bool | None = wire_field("t", default=None)

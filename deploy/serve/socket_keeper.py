@@ -1,0 +1,202 @@
+"""Socket keeper: holds a copy of each answer's socket, so that its connection outlives its gateway.
+
+When a gateway ends, or releases an answer, the socket and what is known of the answer go to another one, the
+heir (api/heir/). The protocol is in common/messages/kept_answer.py.
+"""
+
+import asyncio
+import itertools
+import logging
+import resource
+import socket
+import sys
+from collections import deque
+from dataclasses import dataclass, field
+
+from common.messages.codec import WireError, decode, encode
+from common.messages.kept_answer import MAX_DATAGRAM_BYTES, KeeperMessage, KeptAnswer
+
+log = logging.getLogger(__name__)
+
+RETRY_S = 0.05
+SPARE_HANDLES = 128
+"""Handles that the launcher has open besides those sockets."""
+
+
+@dataclass(slots=True, eq=False)
+class GatewayChannel:
+    """The keeper's end of the channel to one run of a gateway.
+
+    Attributes:
+        takes: whether the gateway takes answers of others.
+        outgoing: names of answers that it inherits and that have not been sent yet.
+    """
+
+    socket: socket.socket
+    takes: bool = False
+    outgoing: deque[str] = field(default_factory=deque)
+
+
+@dataclass(slots=True, eq=False)
+class KeptSocket:
+    """The copy of one answer's socket. Without an `owner` it waits for an heir, since `orphan_since_s`."""
+
+    socket: socket.socket
+    answer: KeptAnswer
+    owner: GatewayChannel | None
+    orphan_since_s: float = 0.0
+
+
+def max_handles() -> int:
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return sys.maxsize if soft == resource.RLIM_INFINITY else soft
+
+
+class SocketKeeper:
+    """Keeps sockets for the gateways of one launcher.
+
+    Attributes:
+        orphan_s: how long an answer waits for an heir before it is dropped.
+        max_sockets: how many are kept at most.
+    """
+
+    def __init__(self, orphan_s: float = 30.0) -> None:
+        self.orphan_s = orphan_s
+        self.max_sockets = max_handles() - SPARE_HANDLES
+        self.kept: dict[str, KeptSocket] = {}
+        self.channels: list[GatewayChannel] = []
+        self.is_full = False
+
+    def open_channel(self) -> socket.socket:
+        """A channel for one run of a gateway: its end of it, which the caller passes on and closes."""
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        ours.setblocking(False)
+        channel = GatewayChannel(ours)
+        self.channels.append(channel)
+        asyncio.get_running_loop().add_reader(ours, self.receive_all, channel)
+        return theirs
+
+    def close(self) -> None:
+        """Drop everything: each connection then ends with its gateway."""
+        for channel in [*self.channels]:
+            self.remove(channel)
+        for name in [*self.kept]:
+            self.drop(name)
+
+    # --- messages -------------------------------------------------------------------------------------------
+
+    def receive_all(self, channel: GatewayChannel) -> None:
+        """Take every message of a gateway that is there; the last is the end of the gateway itself."""
+        while True:
+            try:
+                data, handles, _, _ = socket.recv_fds(channel.socket, MAX_DATAGRAM_BYTES, 1)
+            except BlockingIOError:
+                return
+            except OSError:
+                data, handles = b"", []
+            if not data:
+                self.lose(channel)
+                return
+            beside = socket.socket(fileno=handles[0]) if handles else None
+            try:
+                self.obey(channel, decode(KeeperMessage, data), beside)
+            except WireError as error:
+                log.error("undecodable message of a gateway: %s", error)
+                if beside is not None:
+                    beside.close()
+
+    def obey(self, channel: GatewayChannel, message: KeeperMessage, beside: socket.socket | None) -> None:
+        if message.keep is not None:
+            self.keep(channel, message.keep, beside)
+        if message.drop:
+            self.drop(message.drop)
+        if message.release and (kept := self.kept.get(message.release)) is not None:
+            self.orphan([kept])
+        if message.takes is not None:
+            channel.takes = message.takes
+            self.give([kept for kept in self.kept.values() if kept.owner is None])
+
+    def keep(self, channel: GatewayChannel, answer: KeptAnswer, beside: socket.socket | None) -> None:
+        known = self.kept.get(answer.name)
+        if known is not None:
+            known.answer = answer
+        if beside is None:
+            return
+        if known is not None or len(self.kept) >= self.max_sockets:
+            beside.close()
+            if known is None and not self.is_full:
+                self.is_full = True
+                log.warning("%d sockets are kept: those of other streams are not", self.max_sockets)
+            return
+        self.kept[answer.name] = KeptSocket(beside, answer, channel)
+
+    def drop(self, name: str) -> None:
+        if (kept := self.kept.pop(name, None)) is not None:
+            kept.socket.close()
+
+    # --- heirs ----------------------------------------------------------------------------------------------
+
+    def lose(self, channel: GatewayChannel) -> None:
+        """Find heirs for what a gateway had that has ended."""
+        self.remove(channel)
+        orphans = [kept for kept in self.kept.values() if kept.owner is channel]
+        if orphans:
+            log.info("%d answers of a gateway that ended go on at another", len(orphans))
+            self.orphan(orphans)
+
+    def remove(self, channel: GatewayChannel) -> None:
+        if channel in self.channels:
+            self.channels.remove(channel)
+            loop = asyncio.get_running_loop()
+            loop.remove_reader(channel.socket)
+            loop.remove_writer(channel.socket)
+            channel.socket.close()
+
+    def orphan(self, orphans: list[KeptSocket]) -> None:
+        """Take answers from their gateway, and give them to others; where there are none, they wait."""
+        loop = asyncio.get_running_loop()
+        for kept in orphans:
+            kept.owner, kept.orphan_since_s = None, loop.time()
+        if not self.give(orphans):
+            loop.call_later(self.orphan_s, self.drop_old, orphans)
+
+    def drop_old(self, orphans: list[KeptSocket]) -> None:
+        """Drop those that still wait."""
+        until_s = asyncio.get_running_loop().time() - self.orphan_s
+        for kept in orphans:
+            if kept.owner is None and kept.orphan_since_s <= until_s:
+                self.drop(kept.answer.name)
+
+    def give(self, orphans: list[KeptSocket]) -> bool:
+        """Spread answers over the gateways that take them. Returns whether there are any."""
+        heirs = [channel for channel in self.channels if channel.takes]
+        for kept, heir in zip(orphans, itertools.cycle(heirs), strict=False):
+            kept.owner = heir
+            heir.outgoing.append(kept.answer.name)
+        for heir in heirs:
+            self.send_all(heir)
+        return bool(heirs)
+
+    def send_all(self, heir: GatewayChannel) -> None:
+        """Send a gateway what it inherits; what it has no room for goes later."""
+        loop = asyncio.get_running_loop()
+        loop.remove_writer(heir.socket)
+        while heir.outgoing:
+            kept = self.kept.get(heir.outgoing[0])
+            if kept is not None and kept.owner is heir:
+                try:
+                    socket.send_fds(heir.socket, [encode(kept.answer)], [kept.socket.fileno()])
+                except BlockingIOError:
+                    loop.add_writer(heir.socket, self.send_all, heir)
+                    return
+                except ConnectionError:
+                    return  # it has ended: the end of its channel says so
+                except OSError as error:  # too many handles are on their way
+                    log.debug("an answer is sent to its heir later: %s", error)
+                    loop.call_later(RETRY_S, self.send_later, heir)
+                    return
+            heir.outgoing.popleft()
+
+    def send_later(self, heir: GatewayChannel) -> None:
+        if heir in self.channels:
+            self.send_all(heir)

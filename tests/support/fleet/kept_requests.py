@@ -1,0 +1,23 @@
+"""Requests of every route that asks for tokens, streamed and whole."""
+
+from typing import Any
+
+from tests.support.openai_frames import CHAT
+
+USAGE = {"stream_options": {"include_usage": True, "continuous_usage_stats": True}}
+STREAMED: list[tuple[str, dict[str, Any]]] = [
+    ("/generate_stream", {"inputs": "Hi", "parameters": {"details": True, "top_n_tokens": 2}}),
+    ("/", {"inputs": "Hi", "stream": True, "parameters": {"seed": 3, "do_sample": True}}),
+    ("/v1/chat/completions", CHAT | {"stream": True, "n": 2, "logprobs": True, "top_logprobs": 2} | USAGE),
+    ("/v1/chat/completions", CHAT | {"stream": True, "stop": ["zzz", " six"], "skip_special_tokens": False}),
+    (
+        "/v1/completions",
+        {"prompt": ["a é", "b"], "stream": True, "n": 2, "echo": True, "logprobs": 1} | USAGE,
+    ),
+]
+WHOLE: list[tuple[str, dict[str, Any]]] = [
+    ("/generate", {"inputs": "Hi", "parameters": {"details": True, "top_n_tokens": 2}}),
+    ("/", {"inputs": "Hi"}),
+    ("/v1/chat/completions", CHAT | {"n": 2}),
+    ("/v1/completions", {"prompt": "a", "logprobs": 1}),
+]

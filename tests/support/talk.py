@@ -1,0 +1,51 @@
+"""A client with a plain socket: one request, and all bytes of its response."""
+
+import asyncio
+import json
+import re
+from typing import Any
+
+DIFFERS = re.compile(
+    rb"[0-9a-f]{32}|\"created\":\d+|\ndate: [^\r]*|\nx-[a-z-]*time[a-z-]*: [^\r]*|\nconnection: close\r"
+)
+"""What two answers to the same request differ in: id, second, times."""
+
+
+class Talk:
+    """A plain socket's request, and all bytes of its response."""
+
+    def __init__(
+        self, port: int, path: str, body: dict[str, Any], slow: bool = False, pipelined: bool = False
+    ) -> None:
+        self.port, self.path, self.body, self.slow, self.pipelined = port, path, body, slow, pipelined
+        self.seen = b""
+
+    async def run(self) -> bytes:
+        self.seen = b""
+        reader, writer = await asyncio.open_connection("127.0.0.1", self.port, limit=4096)
+        content = json.dumps(self.body).encode()
+        head = f"POST {self.path} HTTP/1.1\r\nhost: test\r\ncontent-type: application/json\r\n"
+        request = f"{head}content-length: {len(content)}\r\n\r\n".encode() + content
+        writer.write(request * 2 if self.pipelined else request)
+        try:
+            await self.read(reader)
+        finally:
+            writer.close()
+        return DIFFERS.sub(b"", self.seen)
+
+    async def read(self, reader: asyncio.StreamReader) -> None:
+        while not is_whole(self.seen):
+            data = await reader.read(700 if self.slow else 65536)
+            assert data, f"{self.path} is cut: {self.seen[-300:]!r}"
+            self.seen += data
+            if self.slow:
+                await asyncio.sleep(0.002)
+        if self.pipelined:
+            assert await reader.read() == b""
+
+
+def is_whole(seen: bytes) -> bool:
+    head, found, body = seen.partition(b"\r\n\r\n")
+    if length := re.search(rb"content-length: (\d+)", head):
+        return bool(found) and len(body) == int(length[1])
+    return body.endswith(b"\r\n0\r\n\r\n")
