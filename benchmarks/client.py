@@ -53,40 +53,84 @@ class Stream:
         return [later - sooner for sooner, later in pairwise(self.times_s)]
 
 
-async def events(url: str, body: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:
-    """Posts `body` and yields the objects of its server-sent events, as they arrive. Raises
-    HttpStatusError or StreamBroken.
+class EventReader:
+    """Reads one stream of server-sent events, and goes on with it at any gateway when it breaks off.
+
+    Attributes:
+        place: path at which the answer goes on; empty until the server has named it.
+        last_id: of the last frame that was read.
     """
-    parts = urlsplit(url)
-    reader, writer = await asyncio.open_connection(parts.hostname, parts.port or 80, limit=LIMIT_BYTES)
-    try:
+
+    def __init__(self, base_url: str) -> None:
+        self.url = urlsplit(base_url)
+        self.place = ""
+        self.last_id = ""
+
+    def post(self, path: str, body: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:
+        """Yields the objects of the answer to `body`, as they arrive. Raises HttpStatusError or
+        StreamBroken.
+        """
         content = json.dumps(body).encode()
         head = [
-            f"POST {parts.path} HTTP/1.1",
-            f"Host: {parts.netloc}",
+            f"POST {path} HTTP/1.1",
             "Content-Type: application/json",
-            "Connection: close",
             f"Content-Length: {len(content)}",
         ]
-        writer.write("\r\n".join([*head, "", ""]).encode() + content)
-        head_line = await reader.readline()
-        if not head_line:
-            raise StreamBroken(f"{url}: closed without an answer")
-        status = int(head_line.split()[1])
-        if status != 200:
-            raise HttpStatusError(status, (await reader.read()).split(b"\r\n\r\n", 1)[-1])
+        return self.read(head, content)
+
+    def go_on(self) -> AsyncIterator[dict[str, Any]]:
+        """Yields the objects behind the last one. Raises HttpStatusError or StreamBroken."""
+        last_id = [f"Last-Event-ID: {self.last_id}"] if self.last_id else []
+        return self.read([f"GET {self.place} HTTP/1.1", *last_id], b"")
+
+    async def read(self, head: list[str], content: bytes) -> AsyncIterator[dict[str, Any]]:
+        reader, writer = await asyncio.open_connection(
+            self.url.hostname, self.url.port or 80, limit=LIMIT_BYTES
+        )
+        try:
+            lines = [*head, f"Host: {self.url.netloc}", "Connection: close", "", ""]
+            writer.write("\r\n".join(lines).encode() + content)
+            status = await self.read_head(reader)
+            if status == 204:
+                return
+            if status != 200:
+                raise HttpStatusError(status, await reader.read())
+            async for frame in self.read_frames(reader):
+                yield frame
+        finally:
+            writer.close()
+
+    async def read_head(self, reader: asyncio.StreamReader) -> int:
+        """The status."""
+        first = await reader.readline()
+        if not first:
+            raise StreamBroken(f"{self.url.geturl()}: closed without an answer")
+        while (line := (await reader.readline()).rstrip()) != b"":
+            name, _, value = line.decode().partition(":")
+            if name.lower() == "content-location":
+                self.place = value.strip()
+        return int(first.split()[1])
+
+    async def read_frames(self, reader: asyncio.StreamReader) -> AsyncIterator[dict[str, Any]]:
         rest = b""
         # all that has arrived at once: every wait costs more than a frame
         while data := await reader.read(LIMIT_BYTES):
             *lines, rest = (rest + data).split(b"\n")
             for line in lines:
-                if line.startswith(b"data:") and line[5:].strip() != b"[DONE]":
+                if line.startswith(b"id:"):
+                    self.last_id = line[3:].strip().decode()
+                elif line.startswith(b"data:") and line[5:].strip() != b"[DONE]":
                     yield orjson.loads(line[5:])
                 elif line == b"0\r":
                     return
-        raise StreamBroken(f"{url}: the stream broke off")
-    finally:
-        writer.close()
+        raise StreamBroken(f"{self.url.geturl()}: the stream broke off")
+
+
+def events(url: str, body: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:
+    """Posts `body` and yields the objects of its server-sent events, as they arrive. Raises
+    HttpStatusError or StreamBroken.
+    """
+    return EventReader(url).post(urlsplit(url).path, body)
 
 
 async def stream(url: str, body: dict[str, Any], into: Stream | None = None) -> Stream:

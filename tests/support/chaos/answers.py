@@ -51,9 +51,15 @@ class Choice:
 
 @dataclass(slots=True)
 class Answer:
-    """The choices of one request, by index; `job_id` where it is a job."""
+    """The choices of one request, by index.
+
+    Attributes:
+        job_id: where it is a job.
+        num_cuts: how often its stream broke off, and the client came back or tried to.
+    """
 
     job_id: str = ""
+    num_cuts: int = 0
     choices: defaultdict[int, Choice] = field(default_factory=lambda: defaultdict(Choice))
 
     @property

@@ -16,7 +16,7 @@ from arq.connections import ArqRedis, RedisSettings
 from arq.jobs import Job, SerializationError
 from redis.asyncio import Redis
 
-from benchmarks.client import HttpStatusError, events
+from benchmarks.client import EventReader, HttpStatusError, StreamBroken
 from common.broker.client import ERRORS, connect
 from common.broker.keys import Keys
 from tests.support.chaos.answers import Answer, RequestFailed
@@ -24,6 +24,7 @@ from tests.support.chaos.answers import Answer, RequestFailed
 KEYS = Keys("default")
 SEEDED = {"do_sample": True, "temperature": 0.9}
 WORDS = "river engine teacher market garden letter bridge storm library soldier orchard machine".split()
+BACK_S = 0.2
 AGAIN_S = 5.0
 """A job that is silent for so long is submitted again, which is safe."""
 
@@ -82,7 +83,7 @@ class Reader:
         self.num_jobs = 0
 
     async def read(self, case: Case, answer: Answer) -> None:
-        """Fills `answer`. Raises RequestFailed, and what `events` raises where the stream breaks off."""
+        """Fills `answer`. Raises RequestFailed, and what `EventReader` raises for what cannot go on."""
         match case.path:
             case "submit":
                 await self.read_job(case, answer)
@@ -91,8 +92,28 @@ class Reader:
             case "/generate":
                 answer.add_whole(await self.post(case))
             case _:
-                async for frame in events(self.base_url + case.path, case.body):
+                await self.read_stream(case, answer)
+
+    async def read_stream(self, case: Case, answer: Answer) -> None:
+        """Goes on behind the last frame when the stream breaks off, if it had begun."""
+        reader = EventReader(self.base_url)
+        frames = reader.post(case.path, case.body)
+        while True:
+            try:
+                async for frame in frames:
                     answer.add_frame(frame)
+                return
+            except (StreamBroken, OSError):
+                if not reader.place:
+                    raise
+                answer.num_cuts += 1
+            except HttpStatusError as error:
+                if not reader.place:
+                    raise
+                if error.status != 503:
+                    raise RequestFailed(f"to go on: {error}") from error
+            await asyncio.sleep(BACK_S)
+            frames = reader.go_on()
 
     async def post(self, case: Case) -> Any:
         response = await self.http.post(self.base_url + case.path, json=case.body)

@@ -24,13 +24,15 @@ class Tally:
 
     Attributes:
         whole: answers checked to their end, by kind.
-        cut: streams that a gateway's death ended; what they had was the beginning of the right answer.
+        resumed: answers whose streams broke off and went on, by kind.
+        cut: requests that a gateway's death ended; what they had was the beginning of the right answer.
         refused: requests that were refused or not connected, and asked again, by cause.
         wrong: what must not be, in words.
         choices: of all answers, with the names of their cases.
     """
 
     whole: Counter[str] = field(default_factory=Counter)
+    resumed: Counter[str] = field(default_factory=Counter)
     cut: Counter[str] = field(default_factory=Counter)
     refused: Counter[str] = field(default_factory=Counter)
     wrong: list[str] = field(default_factory=list)
@@ -101,11 +103,12 @@ class Crowd:
             if not answer.num_tokens and (case.path != "/generate" or isinstance(error, httpx.ConnectError)):
                 self.tally.refused[type(error).__name__] += 1
                 return False
+            answer.num_cuts += 1
             is_cut = True
-            if self.gateway_hit_s < asked_s:
-                self.complain(case, f"broke off, and no gateway was killed: {error!r}")
         finally:
             del self.live[number]
+        if answer.num_cuts and self.gateway_hit_s < asked_s:
+            self.complain(case, "broke off, and no gateway was killed")
         self.check(case, answer, is_cut)
         return not is_cut
 
@@ -124,6 +127,7 @@ class Crowd:
 
     def check(self, case: Case, answer: Answer, is_cut: bool) -> None:
         (self.tally.cut if is_cut else self.tally.whole)[case.kind] += 1
+        self.tally.resumed[case.kind] += answer.num_cuts > 0 and not is_cut
         self.tally.num_tokens += answer.num_tokens
         self.tally.choices += [(str(case), choice) for choice in answer.choices.values()]
         if difference := compare(answer, self.expected[str(case)], is_cut):
