@@ -3,6 +3,7 @@
 import asyncio
 import hmac
 import math
+import time
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
 
@@ -24,6 +25,8 @@ from common.messages.events import Terminal
 
 HEADER = "Last-Event-ID"
 RENDER_TIMEOUT_S = 30.0
+READ_AGAIN_S, READ_PAUSE_S = 2.0, 0.1
+"""How long and how often an answer is read that has fewer frames than its client says."""
 Frames = AsyncIterator[list[bytes]]
 
 
@@ -115,6 +118,26 @@ async def skip_frames(frames: Frames, num_seen: int, streams: Sequence[Stream]) 
             HEADER,
         )
     return new[len(new) - (num_skipped - num_seen) :]
+
+
+async def read_behind(
+    pool: Pool, answer: HttpAnswer, channel: str, num_seen: int
+) -> tuple[list[Stream], Frames | None]:
+    """Streams of all choices, and the frames behind those that the client has; None if it has all. Raises
+    ApiError: 410, 422, 424, 503.
+
+    Tokens that move while they are read (from a log to a string, to another worker) may be missing in what
+    was read, so it is read again before an id is refused.
+    """
+    end_s = time.monotonic() + READ_AGAIN_S
+    while True:
+        streams = await read_streams(pool, answer, channel)
+        try:
+            return streams, await frames_behind(answer, streams, num_seen)
+        except ApiError as error:
+            if error.status != 422 or time.monotonic() > end_s:
+                raise
+        await asyncio.sleep(READ_PAUSE_S)
 
 
 async def frames_behind(answer: HttpAnswer, streams: Sequence[Stream], num_seen: int) -> Frames | None:

@@ -56,8 +56,7 @@ async def resume_stream(request: Request, request_id: str) -> Response:
         raise attach.unknown_answer(request_id)
     owner = owner_of(request, request_id)
     pool, answer, channel = await attach.find_answer(pools_of(request), request_id, owner)
-    streams = await attach.read_streams(pool, answer, channel)
-    frames = await attach.frames_behind(answer, streams, num_seen)
+    streams, frames = await attach.read_behind(pool, answer, channel, num_seen)
     if frames is None:
         return Response(status_code=204)
     reader = await attach.take_over(pool, streams)

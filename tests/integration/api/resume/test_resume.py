@@ -9,11 +9,13 @@ from typing import Any
 import httpx
 import pytest
 
+from api.inference.stream import Stream
 from api.lifecycle import Gateway
+from api.resume import attach
 from deploy.serve.embedded_broker import Broker, free_port
 from tests.integration.api.resume.test_frames import REQUESTS
 from tests.integration.api.test_server import healthy, start
-from tests.support.fleet.gateways import nothing_left, ready, serving
+from tests.support.fleet.gateways import model_tokenizer, nothing_left, ready, serving
 from tests.support.fleet.resuming import ResumingClient
 from tests.support.fleet.scripted_batcher import batching
 from tests.support.fleet.scripted_worker import Answer, FakeWorker, working
@@ -71,6 +73,27 @@ async def test_another_gateway_goes_on_behind_the_last_frame(
         assert [ordinal for ordinal, _ in numbered(whole)] == [*range(1, len(numbered(whole)) + 1)]
         assert done.status_code == 204
         assert len(worker.seen) == num_choices(body)
+
+
+async def test_tokens_that_move_while_they_are_read_are_read_again(
+    broker: Broker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The log is trimmed behind the read of the string: neither has the tokens."""
+    async with two_gateways(broker.url) as (_, _, client, other):
+        first, place = await read_frames(client, "/generate_stream", BODY, 5)
+        read, reads = attach.read_streams, 0
+
+        async def read_badly(*args: Any) -> list[Stream]:
+            nonlocal reads
+            reads += 1
+            streams = await read(*args)
+            return [Stream(one.request, model_tokenizer()) for one in streams] if reads == 1 else streams
+
+        monkeypatch.setattr(attach, "read_streams", read_badly)
+        rest, _ = await read_frames(other, place, None, last_id=5)
+        assert reads == 2
+        whole, _ = await read_frames(other, place, None)
+        assert first + rest == whole
 
 
 async def test_a_killed_gateway_costs_its_streams_a_reconnect(broker: Broker) -> None:
