@@ -1,0 +1,42 @@
+"""A killed gateway, with the real model: clients that come back have every token once, on every route."""
+
+import asyncio
+import os
+import signal
+from typing import Any
+
+from redis.asyncio import Redis
+
+from tests.support.fleet.fleet import Fleet
+from tests.support.fleet.http_calls import PROMPT
+from tests.support.fleet.resuming import ResumingClient
+from tests.support.sse import numbered
+from tests.support.waiting import wait_until
+
+REQUESTS: list[tuple[str, dict[str, Any]]] = [
+    ("/generate_stream", {"inputs": PROMPT, "parameters": {"max_new_tokens": 64, "ignore_eos": True}}),
+    ("/v1/completions", {"prompt": PROMPT, "max_tokens": 64, "ignore_eos": True, "logprobs": 2}),
+    (
+        "/v1/chat/completions",
+        {"messages": [{"role": "user", "content": "Count."}], "max_tokens": 64, "ignore_eos": True, "n": 2},
+    ),
+]
+NUM_FRAMES = (64, 65, 2 * 65 + 1)
+"""A frame a token; on /v1 `[DONE]`, in chats the first chunk of each choice."""
+
+
+async def test_streams_go_on_at_the_other_gateway(fleet: Fleet, redis: Redis) -> None:
+    requests = 2 * REQUESTS
+    clients = [ResumingClient(fleet.base_url) for _ in requests]
+    reads = [
+        asyncio.create_task(client.read(path, body | {"stream": True, "seed": 5}))
+        for client, (path, body) in zip(clients, requests, strict=True)
+    ]
+    await wait_until(lambda: all(client.num_frames > 3 for client in clients))
+    [key, *_] = await redis.keys("tf:*:request:*")
+    gateway: bytes = await redis.hget(key, "gateway")  # type: ignore[misc]
+    os.kill(await asyncio.to_thread(fleet.pid, gateway.decode().split("-")[0]), signal.SIGKILL)
+    contents = await asyncio.gather(*reads)
+    assert any(client.num_returns for client in clients)
+    ordinals = [[ordinal for ordinal, _ in numbered(content)] for content in contents]
+    assert ordinals == [[*range(1, count + 1)] for count in 2 * NUM_FRAMES]
