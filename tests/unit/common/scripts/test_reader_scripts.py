@@ -25,3 +25,14 @@ async def test_a_detached_request_has_no_gateway_whoever_reads(redis: Redis) -> 
     await redis.hset(KEYS.request("r1"), "gateway", "")  # type: ignore[misc]
     assert await call(redis, "readers/attach", [KEYS.request("r1")], ["g2"]) == [b"attached", 1]
     assert await redis.hget(KEYS.request("r1"), "gateway") == b""  # type: ignore[misc]
+
+
+async def test_an_inherited_connection_yields_to_the_one_on_which_its_client_came_back(redis: Redis) -> None:
+    """Heirs follow each other on one connection; one whose client has another is superseded."""
+    await admit(redis, "r1")
+    key = [KEYS.request("r1")]
+    assert await call(redis, "readers/attach", key, ["g2", 0]) == [b"attached", 1]
+    assert await call(redis, "readers/attach", key, ["g3", 0]) == [b"attached", 2]
+    assert await call(redis, "readers/attach", key, ["g4", ""]) == [b"attached", 3]
+    assert await call(redis, "readers/attach", key, ["g2", 0]) == [b"superseded"]
+    assert await call(redis, "readers/attach", key, ["g2", 3]) == [b"attached", 4]
