@@ -88,6 +88,7 @@ async def kill_some(gateways: KeptGateways, clients: Clients) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1500)
 async def test_no_answer_is_cut_by_any_number_of_kills(broker: Broker) -> None:
     """A third of the clients read slowly. Only connections that no gateway has taken yet, and requests that
     are not admitted yet, are lost with a gateway.
