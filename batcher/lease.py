@@ -12,7 +12,7 @@ from typing import NoReturn
 from redis.asyncio import Redis
 
 from batcher.pool_clock import PoolClock
-from common.broker.client import ERRORS, describe_error, script
+from common.broker.client import ERRORS, describe_error, read_server_id, script
 from common.broker.keys import Keys
 
 log = logging.getLogger(__name__)
@@ -24,6 +24,12 @@ class LeaseLost(Exception):
     """Another batcher is active."""
 
 
+class WritesLost(Exception):
+    """The broker may lack what was written last, so what this batcher knows may not be so: a new epoch begins
+    with what the broker has.
+    """
+
+
 class Lease:
     """Lease of `holder`, renewed while it is active.
 
@@ -33,6 +39,7 @@ class Lease:
 
     Attributes:
         expires_s: monotonic time until which no other can hold it.
+        server_id: the server behind the broker's address when the lease was taken.
         clock: the pool's clock, from the moment the lease is held.
         stopped_ms, stopped_since_s: what the pool's clock shows while another holds the lease, and since when
             (monotonic).
@@ -44,7 +51,7 @@ class Lease:
         self.ttl_s = ttl_s
         self.script = script(redis, "lease")
         self.redis = redis
-        self.epoch = ""
+        self.epoch = self.server_id = ""
         self.expires_s = 0.0
         self.clock = PoolClock(0)
         self.stopped_ms = b""
@@ -66,11 +73,15 @@ class Lease:
 
     async def acquire(self) -> int:
         """Wait until the lease is free, and take it. Return the new epoch."""
+        self.epoch = ""
         standing_by = False
         while True:
             try:
+                server_id = await read_server_id(self.redis)
                 if epoch := await self.request(self.ttl_s, await self.watch_clock()):
-                    self.clock = PoolClock(int(await self.redis.get(self.keys.clock) or 0))
+                    held_ms = self.clock.now_ms() if self.server_id else 0
+                    self.clock = PoolClock(max(held_ms, int(await self.redis.get(self.keys.clock) or 0)))
+                    self.server_id = server_id
                     self.epoch = epoch
                     return int(epoch)
                 if not standing_by:
@@ -90,12 +101,14 @@ class Lease:
         return shown_ms if now_s - self.stopped_since_s > self.ttl_s else b""
 
     async def renew(self) -> None:
-        """Raises LeaseLost when another batcher took over."""
+        """Raises LeaseLost when another batcher took over, WritesLost when the broker is another server."""
         if await self.request(self.ttl_s, self.clock.now_ms()) != self.epoch:
             raise LeaseLost(f"epoch {self.epoch} is over")
+        if await read_server_id(self.redis) != self.server_id:
+            raise WritesLost("the broker was restarted or replaced")
 
     async def keep(self) -> NoReturn:
-        """Renew it for as long as it is held, whatever else the batcher does. Raises LeaseLost."""
+        """Renew it while it is held, whatever else the batcher does. Raises LeaseLost, WritesLost."""
         while True:
             try:
                 await self.renew()
@@ -105,7 +118,7 @@ class Lease:
                 await asyncio.sleep(min(RETRY_S, self.ttl_s / 4))
 
     async def confirm(self) -> None:
-        """Return once it is held; at once if it has not expired. Raises LeaseLost."""
+        """Return once it is held; at once if it has not expired. Raises LeaseLost, WritesLost."""
         if time.monotonic() >= self.expires_s:
             await self.renew()
 

@@ -28,7 +28,7 @@ from common.broker.keys import Keys
 from common.broker.sequences import ChannelSequences
 from common.messages.codec import WireError, decode
 from common.messages.plan import Report, WorkerDied
-from common.messages.request import Cancel
+from common.messages.request import Cancel, Resume
 from common.metrics import catalogue
 from common.settings.settings import Settings
 
@@ -96,8 +96,7 @@ class Batcher:
         self.inbox.follow(self.keys.control, self.backlog.control_id)
         await self.backlog.read_requests(self.on_entry)
         self.inbox.follow(self.keys.requests, self.backlog.last_id or "0")
-        for sequence in self.backlog.ended:
-            self.enqueue(partial(self.terminals.dequeue, sequence))
+        self.pending.extend(partial(self.terminals.dequeue, sequence) for sequence in self.backlog.ended)
         self.recovery.restore_unheld()
         for incarnation in self.workers.dead_holders(self.backlog.held_by, self.backlog.dead):
             self.enqueue(partial(self.seal, incarnation, "it died before this epoch"))
@@ -153,10 +152,13 @@ class Batcher:
         now_ms = self.lease.clock.now_ms()
         is_new = self.keys.requests in self.inbox.last_ids
         sequence = parse.sequence(entry, now_ms if is_new else parse.queued_ms(entry, now_ms))
-        if sequence.request_id in self.scheduler.sequences:
+        if (known := self.scheduler.sequences.get(sequence.request_id)) is not None:
+            self.enqueue(partial(self.terminals.replace_entry, known, entry))
             return
         self.scheduler.register(sequence)
-        if is_new:
+        if is_new and sequence.request.num_shown:
+            self.recovery.actions.append(partial(self.recovery.restore, [sequence]))
+        elif is_new:
             self.timeline.record_queued(sequence)
             self.scheduler.enqueue(sequence)
         else:
@@ -167,12 +169,14 @@ class Batcher:
             case "cancel":
                 cancel = decode(Cancel, entry.data)
                 self.scheduler.cancel(cancel.request_id, cancel.why)
+            case "resume":
+                self.scheduler.restart(decode(Resume, entry.data).request_id)
             case "worker_ready":
-                incarnation = parse.incarnation(entry.data)
-                self.enqueue(partial(self.workers.send_takeover, incarnation))
+                self.enqueue(partial(self.workers.send_takeover, parse.incarnation(entry.data)))
             case "died":
-                died = decode(WorkerDied, entry.data)
-                self.enqueue(partial(self.seal, died.incarnation, "its process ended"))
+                self.enqueue(
+                    partial(self.seal, decode(WorkerDied, entry.data).incarnation, "its process ended")
+                )
             case other:
                 raise WireError(f"unknown kind {other!r}")
 
@@ -180,9 +184,7 @@ class Batcher:
         incarnation = entry.stream.removeprefix(self.keys.reports(""))
         match entry.kind:
             case "report":
-                report = decode(Report, entry.data)
-                if report.epoch > self.epoch:
-                    raise LeaseLost(f"worker {incarnation} obeys epoch {report.epoch}")
+                report = parse.report(entry.data, incarnation, self.epoch)
                 if (replica := self.scheduler.replicas.get(incarnation)) is not None:
                     self.timeline.record_report(replica, report)
                 self.on_report(incarnation, report)
@@ -221,8 +223,9 @@ class Batcher:
         answer, refused = await self.dispatch.publish(plan)
         while answer == "refused":
             for row in plan.withdraw(refused):
-                why = row.sequence.stop_reason or "client"
-                self.enqueue(partial(self.terminals.finish, row.sequence, why))
+                self.enqueue(
+                    partial(self.terminals.finish, row.sequence, row.sequence.stop_reason or "client")
+                )
             answer, refused = await self.dispatch.publish(plan)
         match answer:
             case "OK":

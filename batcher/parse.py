@@ -3,8 +3,10 @@
 import msgpack
 
 from batcher.inbox import StreamEntry
+from batcher.lease import LeaseLost, WritesLost
 from batcher.scheduling.sequence import Sequence
 from common.messages.codec import WireError, decode
+from common.messages.plan import Report
 from common.messages.request import Generate
 
 
@@ -33,6 +35,16 @@ def sequence(entry: StreamEntry, queued_ms: int) -> Sequence:
         if value < 1:
             raise WireError(f"Generate.{field}: {value} is not positive")
     return Sequence(request, entry.id, len(entry.data), queued_ms + request.ttl_ms)
+
+
+def report(data: bytes, incarnation: str, epoch: int) -> Report:
+    """Return a worker's report. Raises WireError; LeaseLost or WritesLost if it ends our `epoch`."""
+    report = decode(Report, data)
+    if report.epoch > epoch:
+        raise LeaseLost(f"worker {incarnation} obeys epoch {report.epoch}")
+    if report.reports_lost and report.epoch == epoch and not report.takeover:
+        raise WritesLost(f"the broker lost reports of worker {incarnation}")
+    return report
 
 
 def incarnation(data: bytes) -> str:

@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 import uvloop
 from redis.asyncio import Redis
 
-from batcher.lease import Lease, LeaseLost
+from batcher.lease import Lease, LeaseLost, WritesLost
 from batcher.loop import Batcher
 from common.broker import client
 from common.broker.keys import LEASE_S, Keys
@@ -35,10 +35,15 @@ async def serve(settings: Settings, incarnation: str) -> None:
         await lease.release()
 
 
-async def run_batcher(settings: Settings, redis: Redis, keys: Keys, lease: Lease) -> None:
-    epoch = await stand_by(settings, redis, keys, lease)
-    async with publishing_metrics(redis, keys):
-        await run_until_one_ends(lease.keep(), Batcher(settings, redis, keys, lease, epoch).run())
+async def run_batcher(settings: Settings, redis: Redis, keys: Keys, lease: Lease) -> NoReturn:
+    """Be active, one epoch after another, until the lease is lost (raises LeaseLost)."""
+    while True:
+        epoch = await stand_by(settings, redis, keys, lease)
+        async with publishing_metrics(redis, keys):
+            try:
+                await run_until_one_ends(lease.keep(), Batcher(settings, redis, keys, lease, epoch).run())
+            except WritesLost as error:
+                log.warning("epoch %d is over: %s", epoch, error)
 
 
 async def run_until_one_ends(*coroutines: Coroutine[Any, Any, NoReturn]) -> None:

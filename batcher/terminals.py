@@ -62,6 +62,12 @@ class Terminals:
         self.scheduler.forget(sequence)
         return True
 
+    async def replace_entry(self, sequence: Sequence, entry: StreamEntry) -> None:
+        """Remove the entry of a live request that a gateway has queued again, after the broker lost it."""
+        if sequence.entry_id != entry.id:
+            await self.delete_entry("", sequence.entry_id, sequence.entry_bytes)
+        sequence.entry_id, sequence.entry_bytes = entry.id, len(entry.data)
+
     async def finish_undecodable(self, entry: StreamEntry) -> None:
         """Remove an entry that is no valid request; publish a terminal if its request id can be read."""
         request_id = parse.request_id(entry.data)

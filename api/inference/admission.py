@@ -144,9 +144,7 @@ class Admission:
         return outcome
 
     async def send_admit(self, request: Generate, answer: bytes) -> bytes:
-        """The answer of the script `admit`. It is sent again if its answer was lost; the second one is
-        `attached`.
-        """
+        """The answer of the script `admit`, which is sent again if that was lost, then `attached`."""
         keys = [
             self.keys.requests,
             self.keys.requests_bytes,
@@ -170,6 +168,7 @@ class Admission:
                 raise
             except ConnectionError as error:
                 log.info("admission of %s is sent again: %s", request.request_id, describe_error(error))
+                await self.redis.connection_pool.disconnect(inuse_connections=False)
                 outcome = await self.admit_script(keys=keys, args=args)
             return bytes(outcome[0])
 
@@ -208,6 +207,7 @@ class Admission:
             await self.cancel(stream.request.request_id, reader)
 
     async def cleanup(self, stream: Stream, reader: int) -> None:
+        stream.released = True
         request_id = stream.request.request_id
         own_keys = (self.keys.request(request_id), self.keys.result(request_id))
         try:

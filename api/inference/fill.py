@@ -10,11 +10,11 @@ import contextlib
 import logging
 import math
 import random
-import time
 from collections.abc import Iterable, Sequence
 
 from redis.asyncio import Redis
 
+from api.inference.offers import Offers
 from api.inference.sources import Sources
 from api.inference.stream import Stream
 from api.pace import Pace
@@ -46,6 +46,7 @@ class Filler:
     Attributes:
         streams: the relay's, by request id.
         lost: source → (after, until): the flushes that were lost; 0 for until its newest.
+        offers: what Redis turns out to lack.
         doubtful: request id → monotonic time; an event after it shows that the stream misses nothing.
     """
 
@@ -54,6 +55,7 @@ class Filler:
         self.keys = keys
         self.sources = sources
         self.streams = streams
+        self.offers = Offers(redis, keys, streams)
         self.lost: dict[str, tuple[int, int]] = {}
         self.doubtful: dict[str, float] = {}
         self.requested = asyncio.Event()
@@ -150,15 +152,15 @@ class Filler:
     async def read_log(self, worker: str, after: int, until: int) -> None:
         async for entry in read_log(self.redis, self.keys, worker, after, until):
             for tokens in tokens_of(entry, self.streams):
-                await self.add_logged(tokens)
+                await self.add_logged(tokens, worker)
             await self.pace.step()
 
-    async def add_logged(self, tokens: Tokens) -> None:
+    async def add_logged(self, tokens: Tokens, worker: str) -> None:
         stream = self.streams.get(tokens.request_id)
         if stream is not None:
             await self.follow(stream)
             with contextlib.suppress(WireError):
-                stream.add_logged(tokens)
+                stream.add_logged(tokens, worker)
             await self.pace.step()
 
     # --- strings and results --------------------------------------------------------------------------------
@@ -169,31 +171,29 @@ class Filler:
             stream.request.request_id: stream.num_tokens * stream.request.width * RECORD.size
             for stream in streams
         }
-        begun = [stream for stream in streams if stream.lacks_prompt and stream.has_gap]
+        begun = [stream for stream in streams if stream.prompt.is_missing and stream.has_gap]
         states = await read_tails(self.redis, self.keys, offsets)
         for stream in streams:
             name = stream.request.request_id
             await self.apply(stream, states[name], offsets[name])
-            if stream in begun and stream.lacks_prompt and not stream.terminal:
+            if stream in begun and stream.prompt.is_missing and not stream.terminal:
                 stream.fail_prompt()
             await self.pace.step()
 
     async def apply(self, stream: Stream, state: Committed, offset: int) -> None:
         """Add what Redis has and this stream has not: tokens from a byte of the string on, and the end."""
-        stream.note_state(state.worker, state.attempt, state.prompt)
         if not state.known:
-            self.end_unknown(stream)
+            self.offers.find_unknown(stream)
         elif state.terminal:
+            stream.note_state(state.worker, state.attempt, state.prompt)
             await self.apply_result(stream, state.terminal, state.result or b"")
+        elif state.worker and not stream.lineage.check(
+            state.worker, state.attempt, state.base, stream.num_tokens
+        ):
+            self.offers.request([stream])
         else:
+            stream.note_state(state.worker, state.attempt, state.prompt)
             await self.add_records(stream, offset, state.records)
-
-    def end_unknown(self, stream: Stream) -> None:
-        """End a stream whose keys are gone: they expire some time after its deadline."""
-        if time.monotonic() > stream.deadline_s:
-            time_out(stream)
-        else:
-            stream.give_up("the request is not known any more")
 
     async def apply_result(self, stream: Stream, reason: str, data: bytes) -> None:
         request_id, token_bytes = stream.request.request_id, stream.request.width * RECORD.size
@@ -202,7 +202,14 @@ class Filler:
             if len(result.records) % token_bytes:
                 raise WireError("Result.records: no whole tokens")
         except WireError:  # somebody wrote to the key
-            stream.end(Terminal(request_id, "error", 0, "its result cannot be read"))
+            stream.give_up("its result cannot be read")
+            return
+        shown = slice(0, stream.num_tokens * token_bytes)
+        if (
+            reason in finish_reasons.FINISHED
+            and unpack_records(result.records[shown], stream.request.width)[0] != stream.ids
+        ):
+            self.offers.request([stream], reopen=True)
             return
         await self.add_records(stream, 0, result.records)
         num_tokens = len(result.records) // token_bytes
@@ -236,9 +243,3 @@ class Filler:
         """Let the stream's detokenizer see the tokens that came with their text."""
         while stream.late_text.follow(stream.ids, NUM_TOKENS):
             await self.pace.step(NUM_TOKENS // TOKENS_A_UNIT)
-
-
-def time_out(stream: Stream) -> None:
-    """End a stream in the words of the fleet, which has not done it."""
-    error_type, why = finish_reasons.ERRORS["timeout"]
-    stream.give_up(why, error_type)

@@ -14,7 +14,8 @@ from typing import Any
 
 from redis.asyncio import Redis
 
-from api.inference.fill import Filler, time_out
+from api.inference.fill import Filler
+from api.inference.offers import time_out
 from api.inference.sources import Sources
 from api.inference.stream import Stream
 from api.pace import Pace
@@ -72,6 +73,7 @@ class Relay:
             tasks.create_task(self.listen())
             tasks.create_task(self.deliver())
             tasks.create_task(self.filler.run())
+            tasks.create_task(self.filler.offers.run())
             tasks.create_task(self.audit())
 
     # --- streams --------------------------------------------------------------------------------------------
@@ -151,6 +153,7 @@ class Relay:
                 if channel.decode() == self.channel:
                     self.subscribed.set()
                     self.last_error = ""
+                    self.filler.offers.connected.set()
                 self.catch_up(channel.decode())
             case Exception() if self.connection is not None:
                 self.connection.fail(reply)
@@ -235,9 +238,7 @@ class Relay:
             self.request_overdue()
 
     def request_overdue(self) -> None:
-        """Request fills of streams that were silent for SILENCE_S, or have had a gap for AUDIT_S; end those
-        that nobody has ended LATE_S after their deadline.
-        """
+        """Request fills of silent streams, and of those with a gap; end those LATE_S past their deadline."""
         now = time.monotonic()
         for stream in self.streams.values():
             if now - stream.deadline_s > LATE_S and not stream.terminal:

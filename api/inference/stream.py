@@ -5,13 +5,15 @@ import math
 import time
 from collections.abc import Sequence
 
-from api.inference.late_text import LateText
 from api.inference.tokenizer import ModelTokenizer
+from api.late_text import LateText
+from api.lineage import Lineage
+from api.scored_prompt import ScoredPrompt
 from common.detokenize import StopMatcher, generated_text
 from common.messages.events import Terminal, Tokens
 from common.messages.finish_reasons import FINISHED
 from common.messages.packing import unpack_ids
-from common.messages.records import RECORD, TopTokens, unpack_records, unpack_tokens
+from common.messages.records import TopTokens, unpack_tokens
 from common.messages.request import Generate
 from common.metrics import catalogue
 
@@ -28,12 +30,12 @@ class Stream:
         deadline_s: monotonic time by which the fleet must have ended it.
         gave_up: whether it ended here alone, so that its request must be cancelled.
         tops: parallel to `ids` if the request asks for the likeliest tokens, else empty.
-        prompt: packed records of the prompt's tokens but the first, if the request asks for them. No event
-            carries them: they are read from Redis, and tokens are added after them only.
         source: the process that sent the last event; empty before the first one.
-        worker: the worker that held the request when Redis was last asked.
+        worker, worker_attempt: the worker that held the request when Redis was last asked, and its attempt.
         attempt: the newest attempt known; events of older ones are dropped.
-        ahead: index → tokens that came before those in front of them.
+        lineage: which run made its tokens.
+        released: nobody reads it any more.
+        ahead: index → source and tokens that came before those in front of them.
         awaited_end: the end, if it came before the last tokens.
         heard_s, last_event_s: monotonic times of the last event, and of the last event or fill.
         placed_s, first_token_s, token_s, ended_s: monotonic times of the start on a worker (of the first
@@ -48,16 +50,17 @@ class Stream:
         eos_ids = frozenset() if stopping.ignore_eos else tokenizer.ending_ids
         self.ending_ids = eos_ids.union(stopping.stop_ids)
         self.matcher = StopMatcher(stopping.stop) if stopping.stop else None
-        self.admitted = self.gave_up = False
+        self.admitted = self.released = self.gave_up = False
         self.source = self.worker = ""
-        self.attempt = 0
-        self.ahead: dict[int, Tokens] = {}
+        self.attempt = self.worker_attempt = 0
+        self.lineage = Lineage()
+        self.ahead: dict[int, tuple[str, Tokens]] = {}
         self.awaited_end: Terminal | None = None
         self.ids: list[int] = []
         self.logprobs: list[float] = []
         self.texts: list[str] = []
         self.tops: list[TopTokens] = []
-        self.prompt: bytes | None = None
+        self.prompt = ScoredPrompt(request, self.prompt_ids)
         self.terminal: Terminal | None = None
         self.started_s = self.heard_s = self.last_event_s = time.monotonic()
         self.deadline_s = math.inf
@@ -75,11 +78,7 @@ class Stream:
         """Number of log-probabilities that a response may have: of tokens, and of the likeliest beside
         them.
         """
-        return self.num_tokens * self.request.width + self.num_prompt_records
-
-    @property
-    def num_prompt_records(self) -> int:
-        return len(self.prompt or b"") // RECORD.size
+        return self.num_tokens * self.request.width + self.prompt.num_records
 
     @property
     def finished(self) -> bool:
@@ -111,8 +110,8 @@ class Stream:
 
     @property
     def has_gap(self) -> bool:
-        """Whether it is known that tokens are missing."""
-        return bool(self.ahead) or self.awaited_end is not None
+        """Whether it is known that tokens are missing, or that they may be others than Redis has."""
+        return bool(self.ahead) or self.awaited_end is not None or self.lineage.rewound
 
     def add_event(self, tokens: Tokens, source: str = "") -> bool:
         """Add the new ones of `tokens`. Returns False if tokens before them are missing: then they are kept
@@ -123,30 +122,35 @@ class Stream:
         if self.terminal or tokens.attempt < self.attempt:
             return True
         self.attempt = tokens.attempt
-        return self.add_tokens(tokens)
+        return self.add_tokens(tokens, source)
 
-    def add_logged(self, tokens: Tokens) -> None:
-        """Add the new ones of `tokens`, which a log has. They are facts, whichever attempt made them."""
+    def add_logged(self, tokens: Tokens, worker: str) -> None:
+        """Add the new ones of `tokens`, which a worker's log has."""
         if not self.terminal:
-            self.add_tokens(tokens)
+            self.add_tokens(tokens, worker)
 
-    def add_tokens(self, tokens: Tokens) -> bool:
+    def add_tokens(self, tokens: Tokens, source: str) -> bool:
         if not tokens.index and not self.ids:
             self.placed_s = max(self.started_s, time.monotonic() - tokens.since_start_ms / 1000)
         ids, logprobs, tops = unpack_tokens(tokens, self.request.top_n_tokens)
-        if tokens.index > self.num_tokens or self.lacks_prompt:
-            if len(self.ahead) < MAX_AHEAD:
-                self.ahead[tokens.index] = tokens
+        if not self.lineage.check(source, tokens.attempt, tokens.index, self.num_tokens):
             return False
-        self.add_committed(tokens.index, ids, logprobs, tops, tokens.texts)
+        if tokens.index > self.num_tokens or self.prompt.is_missing:
+            if len(self.ahead) < MAX_AHEAD:
+                self.ahead[tokens.index] = source, tokens
+            return False
+        self.add_committed(tokens.index, ids, logprobs, tops, tokens.texts, (source, tokens.attempt))
         return True
 
     def end(self, terminal: Terminal) -> bool:
-        """End the stream. Returns False if tokens before the end are missing: then it ends with them."""
+        """End the stream. Returns False if tokens before the end are missing, or the answer has fewer than
+        the stream: then Redis has the answer.
+        """
         self.heard_s = self.last_event_s = time.monotonic()
         if self.terminal:
             return True
-        if self.num_tokens < terminal.num_tokens:
+        is_answer = terminal.reason in FINISHED
+        if self.num_tokens < terminal.num_tokens or (is_answer and self.num_tokens > terminal.num_tokens):
             self.awaited_end = terminal
             return False
         self.terminal = terminal
@@ -161,8 +165,9 @@ class Stream:
         """Note what Redis says of the request."""
         self.last_event_s = time.monotonic()
         self.worker = worker
+        self.worker_attempt = attempt
         self.attempt = max(self.attempt, attempt)
-        self.keep_prompt(prompt)
+        self.prompt.keep(prompt)
         self.add_ahead()
 
     def give_up(self, why: str, error_type: str = "") -> None:
@@ -174,22 +179,13 @@ class Stream:
         """End the stream: its prompt is committed with its first token, so somebody wrote to the key."""
         self.give_up("the log-probabilities of its prompt cannot be read")
 
-    @property
-    def lacks_prompt(self) -> bool:
-        return self.request.prompt_logprobs is not None and self.prompt is None
-
-    def keep_prompt(self, records: bytes | None) -> None:
-        """Keep the prompt's records if the request asks for them and they are complete."""
-        num_bytes = (len(self.prompt_ids) - 1) * self.request.prompt_width * RECORD.size
-        if self.lacks_prompt and records is not None and len(records) == num_bytes:
-            self.prompt = records
-
-    def prompt_tokens(self) -> list[tuple[int, float | None, TopTokens]]:
-        """Id, log-probability and likeliest tokens of each token of the prompt; the first one has only its
-        id.
-        """
-        ids, logprobs, tops = unpack_records(self.prompt or b"", self.request.prompt_width)
-        return [(self.prompt_ids[0], None, []), *zip(ids, logprobs, tops or [[]] * len(ids), strict=True)]
+    def offered(self, attempt: int = 0) -> None:
+        """Note that Redis has all tokens of the stream. With an attempt, those of earlier ones are void."""
+        self.lineage.rewound = False
+        if attempt:
+            self.attempt = max(self.attempt, attempt)
+            self.ahead.clear()
+            self.awaited_end = None
 
     def add_committed(
         self,
@@ -198,26 +194,30 @@ class Stream:
         logprobs: Sequence[float],
         tops: Sequence[TopTokens],
         texts: Sequence[str] = (),
+        run: tuple[str, int] | None = None,
     ) -> None:
         """Add the new ones of tokens from `index` on, then what waited for them.
 
         Args:
             texts: empty if the tokens came without.
+            run: worker and attempt that made them; None for the one that Redis named last.
         """
         seen = self.num_tokens - index
         if self.terminal or not 0 <= seen < len(ids):
             return
-        if self.lacks_prompt:
+        if self.prompt.is_missing:
             self.fail_prompt()
             return
         new_texts = texts[seen:] or self.late_text.texts(self.ids, ids[seen:])
         self.add(ids[seen:], logprobs[seen:], new_texts, tops[seen:])
+        self.lineage.note(*run or (self.worker, self.worker_attempt))
         self.add_ahead()
 
     def add_ahead(self) -> None:
         """Add what came too early and fits by now, and the end."""
-        while self.ahead and (index := min(self.ahead)) <= self.num_tokens and not self.lacks_prompt:
-            self.add_tokens(self.ahead.pop(index))
+        while self.ahead and (index := min(self.ahead)) <= self.num_tokens and not self.prompt.is_missing:
+            source, waiting = self.ahead.pop(index)
+            self.add_tokens(waiting, source)
         if self.awaited_end and self.num_tokens >= self.awaited_end.num_tokens:
             self.end(self.awaited_end)
 

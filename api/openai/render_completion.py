@@ -42,9 +42,9 @@ class CompletionRenderer(ResponseRenderer):
 
     def prompt_logprobs(self, choice: Choice) -> LogprobLists | None:
         stream = choice.stream
-        if stream.prompt is not None and choice.index not in self.prompts:
+        if stream.prompt.records is not None and choice.index not in self.prompts:
             self.prompts[choice.index] = render_logprobs(
-                stream, stream.prompt_tokens(), prompt_offsets(stream, choice.prefix)
+                stream, stream.prompt.tokens(), prompt_offsets(stream, choice.prefix)
             )
         return self.prompts.get(choice.index)
 

@@ -35,9 +35,9 @@ def render_token_id(stream: Stream, token_id: int, text: str, logprob: float) ->
 
 def render_prefill(stream: Stream) -> list[dict[str, Any]]:
     """The prompt's tokens, the text of each decoded alone; empty unless they were requested."""
-    if stream.prompt is None:
+    if stream.prompt.records is None:
         return []
-    tokens, decode = stream.prompt_tokens(), stream.tokenizer.backend.decode_batch
+    tokens, decode = stream.prompt.tokens(), stream.tokenizer.backend.decode_batch
     texts = decode([[token_id] for token_id, _, _ in tokens], skip_special_tokens=False)
     return [
         {"id": token_id, "text": text, "logprob": logprob}

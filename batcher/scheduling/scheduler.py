@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from batcher.scheduling.pending_plan import PendingPlan
-from batcher.scheduling.plans import next_plan
+from batcher.scheduling.plans import PREEMPT, next_plan
 from batcher.scheduling.replica import Replica, WorkerLimits
 from batcher.scheduling.sequence import PlacedRow, Sequence
 from common.messages.finish_reasons import INTERRUPTED
@@ -99,6 +99,17 @@ class Scheduler:
         if sequence.waiting:
             sequence.waiting = False
             self.outcomes.to_finish.append((sequence, why))
+
+    def restart(self, request_id: str) -> None:
+        """Have a request go on from what is committed by now, wherever it runs or waits."""
+        sequence = self.sequences.get(request_id)
+        if sequence is None:
+            return
+        if sequence.waiting:
+            sequence.waiting = False
+            self.outcomes.interrupted.append(sequence)
+        elif sequence.row is not None and not sequence.row.stopping:
+            sequence.row.stopping = PREEMPT
 
     def expire(self, now_ms: int) -> None:
         """Cancel every request whose deadline has passed."""

@@ -147,6 +147,13 @@ async def check_broker(url: str) -> None:
         )
 
 
+async def read_server_id(redis: redis.asyncio.Redis) -> str:
+    """Return an id of the server behind the broker's address. Another one, as after a restart or a failover,
+    may lack what was written last.
+    """
+    return str((await redis.info("server"))["run_id"])
+
+
 @functools.cache
 def load_script(name: str) -> str:
     """Return the text of `common/scripts/{name}.lua`, preceded by the scripts that its first line names.

@@ -1,6 +1,7 @@
 """Packed records: a token id and its log-probability in eight bytes, as `tokens:{request}` holds them."""
 
 import struct
+from collections.abc import Sequence
 
 from common.messages.codec import WireError
 from common.messages.events import Tokens
@@ -29,6 +30,16 @@ def pack_records(ids: bytes, logprobs: bytes, top_ids: bytes, top_logprobs: byte
         return b"".join(own)
     top, n = pack_pairs(top_ids, top_logprobs), len(top_ids) // len(ids)
     return b"".join(record + b"".join(top[i * n : (i + 1) * n]) for i, record in enumerate(own))
+
+
+def pack_columns(ids: Sequence[int], logprobs: Sequence[float], tops: Sequence[TopTokens]) -> bytes:
+    """Pack what `unpack_records` returns."""
+    width = 1 + (len(tops[0]) if tops else 0)
+    records = bytearray(len(ids) * RECORD.size * width)
+    for i, own in enumerate(zip(ids, logprobs, strict=True)):
+        for j, record in enumerate((own, *tops[i]) if tops else (own,)):
+            RECORD.pack_into(records, (i * width + j) * RECORD.size, *record)
+    return bytes(records)
 
 
 def pack_pairs(ids: bytes, logprobs: bytes) -> list[bytes]:

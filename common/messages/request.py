@@ -87,6 +87,7 @@ class Generate:
         channel: pub/sub channel of the replies.
         gateway: the gateway that serves it; `grace_ms` after that has died the request is cancelled.
         result_ttl_ms: how long the result is kept.
+        num_shown: of a request that a gateway queues again: tokens that its client has; they are committed.
         priority, tenant, trace: service class, paying customer, W3C trace context.
     """
 
@@ -105,6 +106,7 @@ class Generate:
     priority: str = wire_field("cl", default="")
     tenant: str = wire_field("tn", default="")
     trace: str = wire_field("tc", default="")
+    num_shown: int = wire_field("sh", default=0)
 
     @property
     def width(self) -> int:
@@ -123,3 +125,10 @@ class Cancel:
 
     request_id: str = wire_field("id")
     why: str = wire_field("w")
+
+
+@dataclass(frozen=True, slots=True)
+class Resume:
+    """A request goes on from what is committed; what its run has made since is void."""
+
+    request_id: str = wire_field("id")

@@ -27,7 +27,7 @@ FLOORS = {
         "inference arq",
         "heir retry structured_output",
         "errors",
-        "answer background garbage json loop_watch offload pace",
+        "answer background garbage json late_text lineage loop_watch offload pace scored_prompt",
     ],
     "batcher": [
         "__main__",

@@ -36,7 +36,7 @@ def tokens(first: int, last: int, attempt: int = 1, request_id: str = "r") -> To
 
 def new_stream(request_id: str = "r", stopping: dict[str, Any] | None = None, **options: Any) -> Stream:
     limits = StoppingParams(100, **stopping or {})
-    return Stream(Generate(request_id, "", pack_ids([28]), limits, **options), model_tokenizer())
+    return Stream(Generate(request_id, "d", pack_ids([28]), limits, **options), model_tokenizer())
 
 
 def end(num_tokens: int, request_id: str = "r") -> Terminal:

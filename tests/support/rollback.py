@@ -43,7 +43,9 @@ class RestorableBroker:
         shutil.copytree(self.files, self.copy)
 
     def restore(self) -> None:
-        """Starts from the copy: all that was written since is lost."""
+        """Starts from the copy: all that was written since is lost. The server dies with the thread that
+        calls this.
+        """
         self.kill()
         shutil.rmtree(self.files)
         shutil.copytree(self.copy, self.files)

@@ -3,6 +3,7 @@
 import asyncio
 import itertools
 from collections.abc import AsyncIterator
+from dataclasses import replace
 
 import pytest
 from redis.asyncio import Redis
@@ -43,18 +44,22 @@ class Source:
         self.relay = relay
         self.name = name
         self.num_flushes = self.number = 0
+        self.attempt = 1
         self.streams = [new_stream(f"{name}.{i}", channel=relay.channel) for i in range(num_streams)]
 
     async def start(self) -> None:
         for stream in self.streams:
-            fields = {"digest": "d", "worker": self.name, "attempt": 1, "base": 0}
+            fields = {"digest": "d", "worker": self.name, "attempt": self.attempt, "base": self.num_flushes}
             await self.redis.hset(KEYS.request(stream.request.request_id), mapping=fields)  # type: ignore[misc]
             self.relay.add(stream)
             self.relay.admitted(stream)
 
     def new_tokens(self, streams: list[Stream]) -> list[Tokens]:
         index = self.num_flushes - 1
-        return [tokens(index, index + 1, request_id=stream.request.request_id) for stream in streams]
+        return [
+            replace(tokens(index, index + 1, request_id=stream.request.request_id), attempt=self.attempt)
+            for stream in streams
+        ]
 
     async def flush(self, lost: bool = False, without: int = 0) -> None:
         """Commit one token of each request, and publish it unless it is lost; the last ones get none."""
@@ -145,6 +150,7 @@ async def test_a_request_that_moved_is_read_where_it_is(redis: Redis, relay: Rel
     await wait_until(lambda: old.all_have(1))
     new.streams = old.streams
     new.num_flushes = 1
+    new.attempt = 2
     await new.start()
     for _ in range(2):
         await new.flush(lost=True)

@@ -25,7 +25,8 @@ STREAMS: list[
     ("nothing after the end", [tokens(0, 2), end(2), tokens(2, 3), end(3)], [True] * 4, IDS[:2], True),
     ("a lower attempt", [tokens(0, 2, 2), tokens(2, 3, 1)], [True, True], [i + 1 for i in IDS[:2]], False),
     ("a higher attempt", [tokens(0, 2), tokens(2, 3, 2)], [True, True], [*IDS[:2], IDS[2] + 1], False),
-    ("shown ids are facts", [tokens(0, 2), tokens(0, 3, 2)], [True, True], [*IDS[:2], IDS[2] + 1], False),
+    ("shown ids are facts", [tokens(0, 2), tokens(0, 3, 2)], [True, False], IDS[:2], False),
+    ("an answer of fewer tokens", [tokens(0, 2), end(1)], [True, False], IDS[:2], False),
     (
         "a lower attempt after a gap",
         [tokens(0, 1), tokens(2, 3, 2), tokens(1, 2, 1)],

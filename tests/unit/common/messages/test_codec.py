@@ -12,7 +12,7 @@ from common.messages.kept_answer import KeeperMessage, KeptAnswer
 from common.messages.packing import pack_floats, pack_ids, unpack_ids
 from common.messages.plan import HeldRow, Plan, Report, RowStart, WorkerCapacity, WorkerDied
 from common.messages.records import RECORD
-from common.messages.request import Cancel, Generate, SamplingParams, StoppingParams
+from common.messages.request import Cancel, Generate, Resume, SamplingParams, StoppingParams
 from common.messages.timeline import Timeline, TimelineEvent
 
 SAMPLING = SamplingParams(
@@ -52,6 +52,7 @@ GENERATE = Generate(
     "batch",
     "t",
     "tr",
+    5,
 )
 TOKENS = Tokens("r1", 2, 3, pack_ids([5]), pack_floats([-0.5]), ["hi"], since_start_ms=7)
 EXAMPLES = [
@@ -89,9 +90,10 @@ EXAMPLES = [
             }
         }
         | {"tl": 1000}
-        | {"ch": "ch", "gw": "g", "gr": 30, "rt": 60, "cl": "batch", "tn": "t", "tc": "tr"},
+        | {"ch": "ch", "gw": "g", "gr": 30, "rt": 60, "cl": "batch", "tn": "t", "tc": "tr", "sh": 5},
     ),
     (Cancel("r1", "client"), {"v": 1, "id": "r1", "w": "client"}),
+    (Resume("r1"), {"v": 1, "id": "r1"}),
     (
         HttpAnswer(
             "r1", "/x", True, 5, "m", "f", 1, [b"\x01\0\0\0"], [GENERATE], ["P"], Rendering(details=True)

@@ -1,0 +1,184 @@
+"""Offers: what the streams of a gateway have, for a broker that may have lost it.
+
+A broker that was restored lacks what was written last: requests, placements, tokens that clients have seen.
+A gateway knows all of that of its own streams, and what was shown is a fact: it is committed again, and the
+request goes on from there.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any
+
+from redis.asyncio import Redis
+
+from api.inference.stream import Stream
+from common.broker.client import CONNECT_TIMEOUT_S, ERRORS, describe_error, read_server_id, script
+from common.broker.keys import TOKENS_TTL_MS, Keys
+from common.messages import finish_reasons
+from common.messages.codec import encode
+from common.messages.records import pack_columns
+from common.messages.request import Resume
+from common.process.logs import for_request
+
+log = logging.getLogger(__name__)
+
+NUM_STREAMS = 16
+"""Streams that are offered at once."""
+RETRY_S = 0.2
+
+
+def left_ms(stream: Stream) -> int:
+    """What is left of a request's time to live."""
+    return stream.request.ttl_ms - round((time.monotonic() - stream.started_s) * 1000)
+
+
+def time_out(stream: Stream) -> None:
+    """End a stream in the words of the fleet, which has not done it."""
+    error_type, why = finish_reasons.ERRORS["timeout"]
+    stream.give_up(why, error_type)
+
+
+class Offers:
+    """Offers streams, those that are requested; and all of them whenever the broker turns out to be another
+    server than before, as after a restart or a failover.
+
+    Attributes:
+        streams: the relay's, by request id.
+        pending: ids of streams to offer → whether it has ended in Redis with other tokens.
+        server_id: of the broker, as last seen.
+    """
+
+    def __init__(self, redis: Redis, keys: Keys, streams: dict[str, Stream]) -> None:
+        self.redis = redis
+        self.keys = keys
+        self.streams = streams
+        self.script = script(redis, "offer")
+        self.pending: dict[str, bool] = {}
+        self.requested = asyncio.Event()
+        self.connected = asyncio.Event()
+        self.server_id = ""
+        self.num_offers = 0
+
+    async def run(self) -> None:
+        """Never returns."""
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self.offer_pending())
+            tasks.create_task(self.watch_server())
+
+    def request(self, streams: Iterable[Stream], reopen: bool = False) -> None:
+        for stream in streams:
+            name = stream.request.request_id
+            self.pending[name] = reopen or self.pending.get(name, False)
+            self.requested.set()
+
+    def find_unknown(self, stream: Stream) -> None:
+        """Offer a stream whose keys are gone; end it if they expired, some time after its deadline."""
+        if time.monotonic() > stream.deadline_s:
+            time_out(stream)
+        elif stream.released:
+            stream.give_up("the request is not known any more")
+        else:
+            self.request([stream])
+
+    async def watch_server(self) -> None:
+        """Offer all streams to a broker that is not the one before."""
+        while True:
+            await self.connected.wait()
+            self.connected.clear()
+            try:
+                async with asyncio.timeout(CONNECT_TIMEOUT_S):
+                    server_id = await read_server_id(self.redis)
+            except ERRORS as error:
+                log.warning("cannot tell which server the broker is: %s", describe_error(error))
+                await asyncio.sleep(RETRY_S)
+                self.connected.set()
+                continue
+            if self.server_id and server_id != self.server_id:
+                log.warning("the broker was restarted or replaced: %d streams are offered", len(self.streams))
+                self.request(self.streams.values())
+            self.server_id = server_id
+
+    async def offer_pending(self) -> None:
+        while True:
+            await self.requested.wait()
+            self.requested.clear()
+            names, self.pending = list(self.pending.items()), {}
+            for i in range(0, len(names), NUM_STREAMS):
+                part = [
+                    (self.streams[name], reopen)
+                    for name, reopen in names[i : i + NUM_STREAMS]
+                    if name in self.streams
+                ]
+                await asyncio.gather(*(self.offer(stream, reopen) for stream, reopen in part))
+
+    async def offer(self, stream: Stream, reopen: bool) -> None:
+        """Offer one stream; later again if the broker fails."""
+        if not stream.admitted or stream.terminal or stream.released:
+            return
+        if (ttl_ms := left_ms(stream)) <= 0:
+            time_out(stream)
+            return
+        try:
+            async with asyncio.timeout(CONNECT_TIMEOUT_S):
+                answer, *attempt = await self.send(stream, ttl_ms, reopen)
+        except ERRORS as error:
+            log.warning("cannot offer a stream: %s", describe_error(error))
+            await asyncio.sleep(RETRY_S)
+            self.request([stream], reopen)
+            return
+        self.num_offers += 1
+        self.apply(stream, answer.decode(), attempt)
+
+    def apply(self, stream: Stream, answer: str, attempt: list[int]) -> None:
+        request_id = stream.request.request_id
+        extra = for_request(request_id)
+        match answer:
+            case "queued":
+                log.warning(
+                    "request %s is queued again, behind %d tokens", request_id, stream.num_tokens, extra=extra
+                )
+            case "void":
+                log.warning(
+                    "request %s goes on behind the %d tokens shown",
+                    request_id,
+                    stream.num_tokens,
+                    extra=extra,
+                )
+            case "foreign":
+                stream.give_up("the request is not known any more")
+        stream.offered(*attempt)
+
+    async def send(self, stream: Stream, ttl_ms: int, reopen: bool) -> list[Any]:
+        """The answer of the script `offer`."""
+        request, lineage = stream.request, stream.lineage
+        request_id = request.request_id
+        queued = replace(request, ttl_ms=ttl_ms, num_shown=stream.num_tokens)
+        keys = [
+            self.keys.request(request_id),
+            self.keys.result(request_id),
+            self.keys.tokens(request_id),
+            self.keys.requests,
+            self.keys.requests_bytes,
+            self.keys.clock,
+            self.keys.control,
+        ]
+        args: list[bytes | str | int] = [
+            encode(queued),
+            request.digest,
+            request.channel,
+            request.gateway,
+            request.width,
+            lineage.worker,
+            lineage.attempt,
+            stream.num_tokens,
+            pack_columns(stream.ids, stream.logprobs, stream.tops),
+            stream.prompt.records or b"",
+            TOKENS_TTL_MS,
+            encode(Resume(request_id)),
+            "1" if reopen else "",
+        ]
+        answer: list[Any] = await self.script(keys=keys, args=args)
+        return answer

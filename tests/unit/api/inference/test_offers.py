@@ -1,0 +1,214 @@
+"""What a gateway offers to a broker that lost it, against real scripts."""
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from typing import Any
+
+import pytest
+from redis.asyncio import Redis
+
+from api.inference import offers
+from api.inference.relay import Relay
+from api.inference.stream import Stream
+from common.broker.client import connect, read_server_id, script
+from common.broker.committed import Committed, read
+from common.messages.codec import decode, encode
+from common.messages.events import Events, LogEntry, Result, Terminal, Tokens
+from common.messages.records import pack_columns, pack_tokens, unpack_records
+from common.messages.request import Generate, Resume
+from deploy.serve.embedded_broker import Broker
+from tests.support.events import IDS, KEYS, end, new_stream, tokens
+from tests.support.waiting import wait_until
+
+
+@pytest.fixture
+async def redis(broker: Broker) -> AsyncIterator[Redis]:
+    async with connect(broker.url) as client:
+        yield client
+
+
+@pytest.fixture
+async def relay(redis: Redis) -> AsyncIterator[Relay]:
+    running = Relay(redis, KEYS, "g0")
+    task = asyncio.create_task(running.run())
+    await running.subscribed.wait()
+    yield running
+    task.cancel()
+    await asyncio.wait([task])
+
+
+async def publish(relay: Relay, number: int, *events: Tokens | Terminal, source: str = "w1") -> None:
+    """A message that has come."""
+    new = [event for event in events if isinstance(event, Tokens)]
+    ends = [event for event in events if isinstance(event, Terminal)]
+    await relay.on_message(encode(Events(source, number, new, ends)))
+
+
+async def shown(
+    relay: Relay, num_tokens: int, source: str = "w1", attempt: int = 1, **options: Any
+) -> Stream:
+    """A stream with tokens that a worker made."""
+    stream = new_stream(channel=relay.channel, gateway="g0", **options)
+    relay.add(stream)
+    relay.admitted(stream)
+    if num_tokens:
+        await publish(relay, 1, tokens(0, num_tokens, attempt), source=source)
+    return stream
+
+
+async def put(redis: Redis, num_tokens: int, worker: str = "w1", attempt: int = 1, base: int = 0) -> None:
+    """The request as the broker has it."""
+    fields = {"digest": "d", "worker": worker, "attempt": attempt, "base": base, "width": 1}
+    await redis.hset(KEYS.request("r"), mapping=fields)  # type: ignore[misc]
+    if num_tokens:
+        await redis.set(KEYS.tokens("r"), pack_tokens(tokens(0, num_tokens)))
+
+
+async def offer(relay: Relay, stream: Stream) -> None:
+    relay.filler.offers.request([stream])
+    await wait_until(lambda: relay.filler.offers.num_offers)
+
+
+async def committed(redis: Redis) -> Committed:
+    return (await read(redis, KEYS, ["r"]))["r"]
+
+
+async def ids(redis: Redis) -> Sequence[int]:
+    return unpack_records((await committed(redis)).records)[0]
+
+
+async def resumes(redis: Redis) -> list[str]:
+    """What the batcher is told to resume."""
+    entries = await redis.xrange(KEYS.control)
+    return [decode(Resume, fields[b"resume"]).request_id for _, fields in entries]
+
+
+async def test_a_request_that_is_gone_is_queued_again_behind_its_tokens(redis: Redis, relay: Relay) -> None:
+    stream = await shown(relay, 3)
+    relay.request_fill([stream])
+    await wait_until(lambda: relay.filler.offers.num_offers)
+    [(entry_id, fields)] = await redis.xrange(KEYS.requests)
+    request = decode(Generate, fields[b"generate"])
+    assert (request.request_id, request.num_shown, request.digest) == ("r", 3, "d")
+    assert 0 < request.ttl_ms <= stream.request.ttl_ms
+    assert await redis.get(KEYS.requests_bytes) == str(len(fields[b"generate"])).encode()
+    assert await redis.hget(KEYS.request("r"), "entry") == entry_id  # type: ignore[misc]
+    state = await committed(redis)
+    assert (await ids(redis), state.worker, state.attempt, state.base) == (IDS[:3], "w1", 1, 3)
+    assert not stream.terminal
+    await offer(relay, stream)
+    assert await redis.xlen(KEYS.requests) == 1
+
+
+async def test_tokens_that_were_lost_are_committed_again_and_their_run_goes_on(
+    redis: Redis, relay: Relay
+) -> None:
+    await put(redis, 2)
+    await offer(relay, await shown(relay, 5))
+    assert (await ids(redis), (await committed(redis)).attempt, await resumes(redis)) == (IDS[:5], 1, [])
+
+
+async def test_a_run_that_began_before_what_was_shown_is_void(redis: Redis, relay: Relay) -> None:
+    """Its worker made other tokens than the one that the broker forgot."""
+    stream = await shown(relay, 5)
+    await put(redis, 2, "w2", attempt=2, base=2)
+    await redis.xadd(KEYS.log("w2"), {"entry": encode(LogEntry([tokens(2, 4, 2)]))})
+    await publish(relay, 1, tokens(2, 3, 2), source="w2")
+    await publish(relay, 2, tokens(3, 6, 2), source="w2")
+    await wait_until(lambda: relay.filler.offers.num_offers)
+    state = await committed(redis)
+    assert (await ids(redis), state.worker, state.attempt, state.base) == (IDS[:5], "", 3, 5)
+    assert await resumes(redis) == ["r"]
+    await publish(relay, 3, tokens(5, 7, 2), source="w2")
+    assert stream.ids == IDS[:5]
+    await publish(relay, 1, tokens(5, 7, 3), source="w3")
+    assert stream.ids == [*IDS[:5], IDS[5] + 2, IDS[6] + 2]
+
+
+async def test_a_placement_that_was_lost_is_named_again(redis: Redis, relay: Relay) -> None:
+    await put(redis, 2, "w0", attempt=1)
+    await offer(relay, await shown(relay, 0))
+    assert (await committed(redis)).worker == "w0"
+    relay.filler.offers.num_offers = 0
+    stream = relay.streams["r"]
+    stream.add_event(tokens(0, 5), "w0")
+    stream.lineage.note("w2", 2)
+    await offer(relay, stream)
+    state = await committed(redis)
+    assert (state.worker, state.attempt, await resumes(redis)) == ("w2", 2, [])
+
+
+async def test_other_tokens_in_the_string_give_way(redis: Redis, relay: Relay) -> None:
+    stream = await shown(relay, 3)
+    await put(redis, 0, "w2", attempt=2, base=4)
+    await redis.set(KEYS.tokens("r"), pack_tokens(tokens(0, 4, attempt=2)))
+    await offer(relay, stream)
+    assert (await ids(redis), await resumes(redis)) == (IDS[:3], ["r"])
+
+
+async def test_a_result_with_other_tokens_is_withdrawn(redis: Redis, relay: Relay) -> None:
+    stream = await shown(relay, 3)
+    await put(redis, 0, "w2", attempt=2)
+    other = [token_id + 1 for token_id in IDS[:2]]
+    result = encode(Result(pack_columns(other, [0.0, 0.0], [])))
+    keys = [KEYS.request("r"), KEYS.result("r"), KEYS.tokens("r")]
+    await script(redis, "finish")(keys=keys, args=["length", result, 60_000, "", b""])
+    await publish(relay, 2, end(2))
+    await wait_until(lambda: relay.filler.offers.num_offers)
+    state = await committed(redis)
+    assert (state.terminal, state.result, state.worker) == ("", None, "")
+    assert (await ids(redis), await redis.xlen(KEYS.requests)) == (IDS[:3], 1)
+    assert not stream.terminal and not stream.has_gap
+
+
+async def test_an_undisturbed_request_is_left_as_it_is(redis: Redis, relay: Relay) -> None:
+    stream = await shown(relay, 3)
+    await put(redis, 3)
+    before = await redis.hgetall(KEYS.request("r"))  # type: ignore[misc]
+    await offer(relay, stream)
+    assert await redis.hgetall(KEYS.request("r")) == before  # type: ignore[misc]
+    assert await redis.keys(KEYS.control) == await redis.keys(KEYS.requests) == []
+
+
+async def test_all_streams_are_offered_to_another_server(redis: Redis, relay: Relay) -> None:
+    stream = await shown(relay, 3)
+    await wait_until(lambda: relay.filler.offers.server_id)
+    relay.filler.offers.server_id = "the one before"
+    await redis.client_kill_filter(_type="pubsub")
+    await wait_until(lambda: relay.filler.offers.num_offers)
+    assert await ids(redis) == IDS[:3] and not stream.terminal
+
+
+async def test_cut_connections_offer_nothing(
+    redis: Redis, relay: Relay, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await put(redis, 3)
+    await shown(relay, 3)
+    await wait_until(lambda: relay.filler.offers.server_id)
+    seen = []
+
+    async def look(redis: Redis) -> str:
+        seen.append(await read_server_id(redis))
+        return seen[-1]
+
+    monkeypatch.setattr(offers, "read_server_id", look)
+    await redis.client_kill_filter(_type="pubsub")
+    await wait_until(lambda: seen)
+    assert not relay.filler.offers.pending and not relay.filler.offers.num_offers
+
+
+async def test_a_request_past_its_deadline_is_not_queued_again(redis: Redis, relay: Relay) -> None:
+    stream = await shown(relay, 1)
+    stream.started_s -= 10_000
+    relay.request_fill([stream])
+    await wait_until(lambda: stream.terminal)
+    assert stream.terminal and stream.terminal.error_type == "timeout"
+
+
+async def test_log_probabilities_of_the_likeliest_tokens_are_offered(redis: Redis, relay: Relay) -> None:
+    stream = new_stream(top_n_tokens=2)
+    relay.add(stream)
+    relay.admitted(stream)
+    stream.add([5, 6], [-0.5, -1.0], ["a", "b"], [[(5, -0.5), (7, -2.0)], [(6, -1.0), (8, -3.0)]])
+    await offer(relay, stream)
+    assert unpack_records((await committed(redis)).records, 3) == ([5, 6], [-0.5, -1.0], stream.tops)
