@@ -59,8 +59,8 @@ class JobConsumer:
         self.keys = pool.keys
         self.name = pool.gateway
         self.redis: Any = pool.redis
-        self.claim_script = script(self.redis, "claim_jobs")
-        self.cancel_script = script(self.redis, "cancel_job")
+        self.claim_script = script(self.redis, "jobs/claim_jobs")
+        self.cancel_script = script(self.redis, "jobs/cancel_job")
         self.held: set[str] = set()
         self.waiting: asyncio.Queue[str] = asyncio.Queue()
         self.runs: dict[str, JobRun] = {}

@@ -39,8 +39,8 @@ class Reply:
         self.job = job
         self.channel = keys.channel(job.reply_to) if job.reply_to else ""
         self.own_keys = [keys.job(job.id), keys.reply(job.id), keys.result(job.id)]
-        self.register_script = script(redis, "register_job")
-        self.reply_script = script(redis, "reply")
+        self.register_script = script(redis, "jobs/register_job")
+        self.reply_script = script(redis, "jobs/reply")
         self.num_sent = 0
 
     @property

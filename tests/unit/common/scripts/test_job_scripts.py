@@ -14,7 +14,7 @@ CHANNEL = KEYS.channel("ext:me")
 
 
 async def register_job(redis: Redis, digest: str = "d", channel: str = "", in_stream: int = 0) -> str:
-    answer: bytes = await script(redis, "register_job")(
+    answer: bytes = await script(redis, "jobs/register_job")(
         keys=[JOB, STREAM], args=[digest, 5000, channel, in_stream, 5000]
     )
     return answer.decode()
@@ -38,7 +38,9 @@ async def reply(
         num_heard,
         *(part for frame in frames for part in frame),
     ]
-    num_new: int = await script(redis, "reply")(keys=[JOB, STREAM, RESULT, KEYS.request("a#0")], args=args)
+    num_new: int = await script(redis, "jobs/reply")(
+        keys=[JOB, STREAM, RESULT, KEYS.request("a#0")], args=args
+    )
     return num_new
 
 
@@ -121,7 +123,7 @@ async def test_cancel_job_marks_jobs_that_have_not_ended(
 ) -> None:
     if known:
         await redis.hset(JOB, mapping=known)  # type: ignore[misc]
-    assert await script(redis, "cancel_job")(keys=[JOB], args=[500]) == answer
+    assert await script(redis, "jobs/cancel_job")(keys=[JOB], args=[500]) == answer
     assert await redis.hexists(JOB, "cancel") == (answer >= 0)  # type: ignore[misc]
     assert await redis.pttl(JOB) == ttl_ms if ttl_ms < 0 else 0 < await redis.pttl(JOB) <= ttl_ms
 
@@ -129,7 +131,7 @@ async def test_cancel_job_marks_jobs_that_have_not_ended(
 async def test_claim_jobs_takes_from_dead_gateways_only(redis: Redis) -> None:
     async def claim_jobs() -> list[bytes]:
         args = ["gateways", "g0", "g1", 2]
-        taken: list[bytes] = await script(redis, "claim_jobs")(
+        taken: list[bytes] = await script(redis, "jobs/claim_jobs")(
             keys=[KEYS.submit, KEYS.gateway("g0")], args=args
         )
         return taken
