@@ -66,7 +66,7 @@ class Grant:
         until: the last step that may be run; never smaller than in an earlier grant.
         prefill_tokens: prompt tokens in one step, over all rows; prompts longer than what is left are
             chunked, in the order of starts.
-        starts: rows that start.
+        starts: rows that start; one that has its last token already is reported ended.
         blocks: (row, packed int32 blocks) appended to what the row owns. Unknown rows are ignored: they have
             ended.
         stops: (row, why): the row takes part in no further step and is reported ended with `why`. Unknown

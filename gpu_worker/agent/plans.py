@@ -14,6 +14,7 @@ from common.messages.records import unpack_records
 from common.metrics import catalogue
 from gpu_worker.agent.engine_client import EngineClient
 from gpu_worker.agent.state import AgentState
+from gpu_worker.agent.steps import StepHandler
 from gpu_worker.protocol import Grant, StartRow
 
 log = logging.getLogger(__name__)
@@ -25,11 +26,14 @@ BLOCK_MS = 5000
 class PlanHandler:
     """Reads the stream of plans and sends the engine what they grant."""
 
-    def __init__(self, redis: Redis, stream: str, engine: EngineClient, state: AgentState) -> None:
+    def __init__(
+        self, redis: Redis, stream: str, engine: EngineClient, state: AgentState, steps: StepHandler
+    ) -> None:
         self.redis = redis
         self.stream = stream
         self.engine = engine
         self.state = state
+        self.steps = steps
 
     async def run(self) -> None:
         """Applies plans as they come. A plan that cannot be read is counted and skipped."""
@@ -68,6 +72,8 @@ class PlanHandler:
         if starts:
             state.idle.clear()
         self.engine.send(Grant(state.until, state.prefill_tokens, starts, plan.blocks, plan.stops))
+        for start in plan.starts:
+            self.steps.end_at_committed_stop_string(state.table.rows[start.row])
         self.return_unknown_rows(row for row, _ in plan.stops if row not in state.table.rows)
 
     def start_row(self, start: RowStart) -> StartRow:

@@ -101,6 +101,10 @@ class RowText:
         )
 
     @property
+    def has_stop_string(self) -> bool:
+        return self.matcher is not None and self.matcher.matched
+
+    @property
     def held(self) -> HeldRow:
         """What a new batcher must know to go on with the row."""
         return HeldRow(

@@ -75,6 +75,15 @@ class StepHandler:
             self.end(row, "stop_sequence", row.num_tokens)
             self.stop(row, "stop_sequence")
 
+    def end_at_committed_stop_string(self, row: RowText) -> None:
+        """Ends a row that started with its whole answer: the broker lost that it had ended. Where its last
+        token ends it for another reason, the engine says so.
+        """
+        if row.has_stop_string and row.num_tokens < row.request.stopping.max_new_tokens:
+            self.end(row, "stop_sequence", row.num_tokens)
+            self.stop(row, "stop_sequence")
+            self.state.wake.set()
+
     def drop(self, row: RowText) -> None:
         """Ends a row whose request is not this worker's to go on with; the batcher finds out what becomes of
         it.

@@ -35,7 +35,8 @@ class Row:
         prompt_logprobs: number of the likeliest tokens reported beside each token of `ids`; None reports no
             log-probabilities of these.
         sampling_state: None is greedy without penalties.
-        last_id: input of the next decode step, once the step that sampled it is read.
+        last_id: the last token generated, once the step that sampled it is read: input of the next decode
+            step.
         sample_place: place of its token among those sampled by the last launched step that held it.
         in_flight: steps launched with this row and not read yet.
     """
@@ -86,7 +87,15 @@ class Row:
             generated_as_prompt=generated_as_prompt,
             prompt_logprobs=start.prompt_logprobs,
             collected_index=start.base,
+            last_id=int(ids[-1]) if start.base else 0,
         )
+
+    @property
+    def end(self) -> str | None:
+        """Why it ends with the last token that was read; None where it goes on."""
+        if not self.collected_index:
+            return None
+        return "length" if self.collected_index >= self.max_new_tokens else self.ends.get(self.last_id)
 
     @property
     def is_ready(self) -> bool:

@@ -66,10 +66,12 @@ class Rows:
                 self.finish(self.rows[number], why)
         granted = [self.extend(number, np.frombuffer(blocks, "<i4")) for number, blocks in grant.blocks]
         for start in grant.starts:
-            self.rows[start.row] = Row.of(
+            self.rows[start.row] = row = Row.of(
                 start, self.eos_ids, self.make_grammar, self.recompute_length is not None
             )
-            granted.append(self.rows[start.row].blocks)
+            granted.append(row.blocks)
+            if end := row.end:  # the broker lost that it had ended
+                self.finish(row, end)
         return granted
 
     def extend(self, number: int, blocks: Int32) -> Int32:
@@ -165,10 +167,8 @@ class Rows:
         result.samples.append((row.number, row.collected_index, token, logprob))
         row.last_id = token
         row.collected_index += 1
-        if row.collected_index >= row.max_new_tokens:
-            self.finish(row, "length")
-        elif token in row.ends:
-            self.finish(row, row.ends[token])
+        if why := row.end:
+            self.finish(row, why)
         elif row_slice.kv_len == self.recompute_length:
             self.finish(row, "preempted")
 

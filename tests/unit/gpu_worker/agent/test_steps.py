@@ -51,6 +51,17 @@ async def test_a_resumed_row_continues_text_and_stop_string(agent: Agent, redis:
     assert await redis.hget(KEYS.request("r1"), "terminal") == b"stop_sequence"  # type: ignore[misc]
 
 
+async def test_a_row_that_starts_behind_its_stop_string_ends(agent: Agent, redis: Redis) -> None:
+    """The broker may know the tokens that a client was shown, and not the end that followed."""
+    the, sea = ids_of(" the sea")
+    await start(agent, committed=RECORD.pack(the, -1.0) + RECORD.pack(sea, -1.0), stop=["the sea"])
+    assert grants(agent)[-1].stops == [(1, "stop_sequence")]
+    step(agent, {1: (2, the)})
+    await agent.flusher.flush()
+    assert unpack_records(decode(Result, await redis.get(KEYS.result("r1"))).records)[0] == [the, sea]
+    assert await redis.hget(KEYS.request("r1"), "terminal") == b"stop_sequence"  # type: ignore[misc]
+
+
 async def test_top_logprobs_follow_the_order_of_the_tokens(agent: Agent, redis: Redis) -> None:
     """Also where a flush has several steps."""
     async with redis.pubsub() as pubsub:

@@ -22,6 +22,7 @@ from tests.support.engine.row_steps import (
     spans_of,
     start,
 )
+from tests.support.engine.start_rows import start_row
 
 EMPTY_LOGPROBS = PromptLogprobs(b"", b"", b"")
 
@@ -171,6 +172,21 @@ def test_a_stopped_row_is_released_at_the_boundary() -> None:
     assert (result.ended, result.released) == ([(0, "stop_sequence", 1)], [(0, 3)])
     assert [list(blocks) for blocks in result.freed] == [list(range(1, 101))]
     assert not rows.take_result()
+
+
+def test_a_row_that_has_its_last_token_ends_where_it_starts() -> None:
+    """The broker may know the tokens that a client was shown, and not the end that followed."""
+    rows = rows_with(
+        start(0, 6, base=3, end=3),
+        start_row(1, [5, TEXT, EOS], 10, base=1),
+        start_row(2, [5, TEXT, 8], 10, base=2, stop_ids=[8]),
+        start_row(3, [5, EOS], 10, base=0, blocks=[900]),
+        start_row(4, [5, EOS], 10, base=1, blocks=[901], ignore_eos=True),
+    )
+    spans, result = run_step(rows)
+    assert [row for row, *_ in spans] == [3, 4]
+    assert result.ended == [(0, "length", 3), (1, "eos_token", 1), (2, "stop_sequence", 2)]
+    assert [row for row, _ in result.released] == [0, 1, 2]
 
 
 def test_a_row_is_released_after_the_last_launched_step_that_held_it() -> None:
