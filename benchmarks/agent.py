@@ -1,10 +1,10 @@
 """Prints the agent's CPU time per token, and its latency: `python -m benchmarks.agent [--runs 3]`.
 
 The whole agent runs (text, stop strings, both logs, events) between a real broker and a scripted engine
-(benchmarks/scripted_engine.py), in two modes: the engine sends steps as fast as the agent reads them, and a
-flush publishes several; or the engine sends a step once the one before is published, and each has a flush of
-its own. CPU time is this process's, without broker and engine. Latency, of the second mode, is the time from
-the engine's frame to the gateway's event. All figures are medians of runs.
+(tests/support/engine/scripted_engine.py), in two modes: the engine sends steps as fast as the agent reads
+them, and a flush publishes several; or the engine sends a step once the one before is published, and each
+has a flush of its own. CPU time is this process's, without broker and engine. Latency, of the second mode,
+is the time from the engine's frame to the gateway's event. All figures are medians of runs.
 """
 
 import argparse
@@ -84,7 +84,7 @@ async def start_engine(url: str, num_steps: int, waits: bool) -> RankProcess:
     ours, engines = socket.socketpair()
     with engines:
         process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "benchmarks.scripted_engine"),
+            *(sys.executable, "-m", "tests.support.engine.scripted_engine"),
             *("--fd", str(engines.fileno()), "--broker", url, "--channel", CHANNEL),
             *("--steps", str(num_steps), *(["--wait"] if waits else [])),
             pass_fds=[engines.fileno()],

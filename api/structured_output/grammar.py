@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import llguidance
-from llguidance.gbnf_to_lark import any_to_lark
+from llguidance.gbnf_to_lark import GbnfToLarkError, any_to_lark
 
 from api.errors import ApiError, invalid
 from api.offload import LONG, offload
@@ -65,7 +65,7 @@ async def compile_grammar(grammar: Grammar) -> str:
 def compile_cached(grammar: Grammar) -> str:
     try:
         source = source_of(grammar)
-    except ValueError as error:
+    except (ValueError, GbnfToLarkError) as error:
         raise refusal(grammar, str(error)) from error
     matcher = llguidance.LLMatcher(byte_vocabulary(), source, log_level=0)
     if not matcher.is_error():

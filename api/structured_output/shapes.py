@@ -52,6 +52,13 @@ def from_response_format(value: Mapping[str, Any], field: str = "response_format
             raise invalid(f"`{field}.type` must be one of {allowed}. Given: {kind!r}", f"{field}.type")
 
 
+def from_tgi(value: Mapping[str, Any], field: str = "grammar") -> Grammar | None:
+    """The grammar of TGI's object, which always has a `value`. Raises ApiError."""
+    if value.get("value") is None:
+        raise required(f"{field}.value")
+    return from_response_format(value, field)
+
+
 def from_structured_outputs(value: Mapping[str, Any], field: str = "structured_outputs") -> Grammar | None:
     """The grammar of vLLM's object, which has one of KINDS. Raises ApiError."""
     given = {name: value[name] for name in KINDS if value.get(name) not in (None, False)}

@@ -15,7 +15,7 @@ from api.inference.params import GenerationParams
 from api.inference.ranges import MAX_STOP_CHARS
 from api.inference.sampling import SWITCH_NAMES
 from api.openai.request_schemas import OPENAI_FIELDS
-from api.structured_output.shapes import GRAMMAR_SCHEMA, from_response_format
+from api.structured_output.shapes import GRAMMAR_SCHEMA, from_tgi
 
 NAMES = {
     "text": "inputs",
@@ -133,7 +133,7 @@ class GenerateRequest(BaseModel):
             ),
             seed=parameters.seed,
             bad_words=parameters.bad_words or [],
-            grammar=from_response_format(parameters.grammar, "grammar") if parameters.grammar else None,
+            grammar=from_tgi(parameters.grammar) if parameters.grammar else None,
             n=parameters.best_of or 1,
             top_n_tokens=parameters.top_n_tokens or 0,
             prompt_logprobs=0 if parameters.decoder_input_details else None,

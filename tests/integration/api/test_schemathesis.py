@@ -20,6 +20,7 @@ from common.messages.request import Generate
 from common.settings.settings import Settings
 from deploy.serve.embedded_broker import Broker
 from tests.support.fleet.gateways import model_tokenizer, ready, serving
+from tests.support.fleet.scripted_batcher import batching
 from tests.support.fleet.scripted_worker import Answer, working
 from tests.support.waiting import PATIENCE_S
 
@@ -39,6 +40,9 @@ UNDESCRIBED = re.compile(
     "|must have words of"
     "|chat_template_kwargs"
     "|list of lists of token ids"  # 5.0 again
+    "|cannot be compiled|must be a JSON schema|must be a text that is not empty"  # grammars
+    "|`(grammar|response_format)[a-z_.]*` is required"
+    "|`(detached|resume_s)` needs a stream|`detached` waits for no client"
 )
 """Errors that a JSON schema cannot describe: limits that depend on the fleet or on another field."""
 
@@ -66,6 +70,7 @@ def base_url(shared_broker: Broker) -> Iterator[str]:
     async def serve() -> None:
         stopped, loop = asyncio.Event(), asyncio.get_running_loop()
         async with (
+            batching(shared_broker.url),
             working(shared_broker.url, TOKENIZER, answer),
             serving(shared_broker.url) as (gateway, client),
         ):

@@ -87,6 +87,7 @@ CASES: list[
     ({"top_n_tokens": 21}, 422, "`top_n_tokens` must be at most 20. Given: 21"),
     ({"watermark": True}, 422, "`watermark` is not supported yet"),
     ({"decoder_input_details": 1}, 422, "`parameters.decoder_input_details`"),
+    ({"grammar": {"type": "json_object"}}, 422, "`grammar.value` is required"),
     ({"grammar": {"type": "regex", "value": "("}}, 422, "`grammar.value` cannot be compiled: "),
     ({"stop_token_ids": ["a", "b"]}, 422, "`parameters.stop_token_ids.0`: Input should be a valid integer"),
     ({"adapter_id": "x"}, 422, "`adapter_id` is not supported yet"),

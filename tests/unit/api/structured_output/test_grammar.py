@@ -51,6 +51,7 @@ REFUSED = {
     "retrieving it failed": schema({"$ref": "http://example.com/schema"}),
     "unclosed group": Grammar("regex", "(a", "f"),
     "look-around": Grammar("regex", "(?=a)b", "f"),
+    "Expected ::=": Grammar("grammar", "0", "f"),
     'unknown name: "foo"': Grammar("grammar", "start: foo", "f"),
     f"`f` must have at most {MAX_GRAMMAR_BYTES} characters. Given: {MAX_GRAMMAR_BYTES + 1}": Grammar(
         "regex", "a" * (MAX_GRAMMAR_BYTES + 1), "f"

@@ -1,0 +1,90 @@
+"""Prints what structured output costs: `python -m benchmarks.grammar [URL …] [--runs 3]`.
+
+The same prompts run with and without a JSON schema, 1 and 32 streams at a time, and take turns; every answer
+fills its 64 tokens, because the schema wants a long list. Printed are medians of the runs: tokens/s with the
+schema as a share of those without, and the medians of time to first token and between tokens. Without a URL
+a fleet is started; with URLs of OpenAI's API (http://127.0.0.1:8000/v1/completions) these servers are
+measured, in turns.
+"""
+
+import argparse
+import asyncio
+import contextlib
+import statistics
+from typing import Any
+
+from benchmarks.serve import OUT_TOKENS, Figures, answers_of, figures, request
+from tests.support.fleet.fleet import Fleet
+
+STREAMS = ((1, 4), (32, 64))
+"""(streams at once, requests)"""
+ITEM = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "minLength": 1, "maxLength": 24},
+        "kind": {"enum": ["person", "place", "thing"]},
+        "age": {"type": "integer", "minimum": 0, "maximum": 999},
+        "tags": {"type": "array", "items": {"type": "string", "maxLength": 12}, "maxItems": 3},
+    },
+    "required": ["name", "kind", "age", "tags"],
+    "additionalProperties": False,
+}
+SCHEMA: dict[str, Any] = {"type": "array", "items": ITEM, "minItems": 20}
+
+
+def bodies(url: str, model: str, count: int, seed: int, structured: bool) -> list[dict[str, Any]]:
+    """Requests; those with the schema have one of their own, so that a part of them is compiled anew."""
+    found = [request(url, seed * 1000 + i, model, OUT_TOKENS) for i in range(count)]
+    if structured:
+        for i, body in enumerate(found):
+            schema = SCHEMA | {"title": f"run {seed}, schema {i % 8}"}
+            body["response_format"] = {"type": "json_schema", "json_schema": {"name": "s", "schema": schema}}
+    return found
+
+
+async def measure(urls: list[str], model: str, runs: int) -> None:
+    taken: dict[tuple[str, int, bool], list[Figures]] = {}
+    for run in range(1, runs + 1):
+        for url in urls:
+            for streams, requests in STREAMS:
+                for structured in (False, True):
+                    queue = bodies(url, model, requests, run, structured)
+                    answers = await answers_of(url, queue, streams)
+                    taken.setdefault((url, streams, structured), []).append(figures(answers))
+    for url in urls:
+        print(f"{url}: tokens/s, first token ms, between tokens ms: plain → with a schema")
+        for streams, _ in STREAMS:
+            plain, guided = (medians(taken[url, streams, kind]) for kind in (False, True))
+            print(
+                f"  {streams:3} streams: {plain.tokens_per_s:.0f} → {guided.tokens_per_s:.0f} "
+                f"({guided.tokens_per_s / plain.tokens_per_s:.2f}), "
+                f"{plain.first_token_ms:.0f} → {guided.first_token_ms:.0f}, "
+                f"{plain.gap_ms:.1f} → {guided.gap_ms:.1f}"
+            )
+
+
+def medians(runs: list[Figures]) -> Figures:
+    return Figures(
+        *(
+            statistics.median(getattr(run, name) for run in runs)
+            for name in ("tokens_per_s", "first_token_ms", "gap_ms", "gap_p99_ms")
+        )
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("urls", nargs="*")
+    parser.add_argument("--runs", type=int, default=3)
+    parser.add_argument("--model", default="smollm2")
+    chosen = parser.parse_args()
+    with contextlib.ExitStack() as stack:
+        urls = chosen.urls
+        if not urls:
+            fleet = stack.enter_context(Fleet(kv_cache_bytes="256MiB"))
+            urls = [f"{fleet.base_url}/v1/completions"]
+        asyncio.run(measure(urls, chosen.model, chosen.runs))
+
+
+if __name__ == "__main__":
+    main()
