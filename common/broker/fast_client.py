@@ -53,6 +53,10 @@ class FastConnection(asyncio.Protocol):
         return cls(connection, on_reply)
 
     def send(self, *command: Argument) -> None:
+        """Send a command, unless the connection is lost; `closed` tells that."""
+        if self.transport.is_closing():  # maybe since before this was its protocol
+            self.connection_lost(None)
+            return
         # hiredis' type hints know commands of one argument only
         self.transport.write(hiredis.pack_command(command))  # type: ignore[arg-type]
 

@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 from redis.asyncio import Redis
-from redis.exceptions import ResponseError
+from redis.asyncio.connection import Connection
+from redis.exceptions import ConnectionError, ResponseError
 
 from common.broker.client import ERRORS, connect
 from common.broker.fast_client import FastConnection, SerialClient
@@ -51,6 +52,29 @@ async def test_a_lost_connection_is_raised_and_the_next_command_reconnects(
     with pytest.raises(ERRORS):
         await asked
     assert await identity(client) != before
+
+
+class LostConnection(Connection):
+    """A connection that is lost as soon as it is open, as that to a broker which is killed."""
+
+    async def connect(self) -> None:
+        await super().connect()  # type: ignore[no-untyped-call]
+        assert self._writer is not None
+        self._writer.transport.abort()
+        await self._writer.wait_closed()
+
+
+async def test_a_connection_that_is_lost_before_its_first_command_is_a_lost_connection(
+    broker: Broker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with connect(broker.url) as redis:
+        client = SerialClient(redis)
+        monkeypatch.setattr(redis.connection_pool, "connection_class", LostConnection)
+        with pytest.raises(ConnectionError, match="closed"):
+            await asyncio.wait_for(client.execute("PING"), timeout=10)
+        monkeypatch.undo()
+        assert await client.execute("PING") == b"PONG"
+        client.close()
 
 
 async def test_a_reply_to_a_cancelled_command_is_not_taken_for_another(
