@@ -5,7 +5,6 @@ import functools
 import importlib
 import io
 import os
-import secrets
 import sys
 from collections.abc import Callable, Sequence
 from importlib.metadata import version
@@ -14,6 +13,7 @@ from typing import NamedTuple, NoReturn
 import setproctitle
 
 from common.process.parent_death import die_with_parent
+from common.process.startup import new_incarnation
 from common.settings import flags
 from common.settings.flags import FlagParser
 from common.settings.settings import SettingError, Settings, exit_when_unservable
@@ -92,7 +92,7 @@ def replace_process(word: str, argv: list[str]) -> NoReturn:
     checks.check_broker(settings)
     if kind in WITH_MODEL:
         settings = checks.with_model(settings)
-    names = {"PROCESS_NAME": own.name, "INCARNATION": f"{own.name}-{secrets.token_hex(4)}"}
+    names = {"PROCESS_NAME": own.name, "INCARNATION": new_incarnation(own.name)}
     words = command(MODULES[kind])
     os.execve(words[0], words, os.environ | settings.environ() | names | parent)
 

@@ -28,6 +28,11 @@ class ProcessIdentity:
     incarnation: str
 
 
+def new_incarnation(name: str) -> str:
+    """Return a name that no other process has: 64 random bits."""
+    return f"{name}-{secrets.token_hex(8)}"
+
+
 def start_process(kind: str, name: str) -> ProcessIdentity:
     """Bind this process to its parent, and show its kind and name in `ps`.
 
@@ -36,7 +41,7 @@ def start_process(kind: str, name: str) -> ProcessIdentity:
     parent_death.die_with_parent()
     name = os.environ.get("PROCESS_NAME", name)
     setproctitle.setproctitle(f"tokenfleet {kind} {name}")
-    return ProcessIdentity(name, os.environ.get("INCARNATION") or f"{name}-{secrets.token_hex(4)}")
+    return ProcessIdentity(name, os.environ.get("INCARNATION") or new_incarnation(name))
 
 
 def configure_process(own: ProcessIdentity, settings: Settings) -> None:

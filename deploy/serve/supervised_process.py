@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 import logging
 import os
-import secrets
 import signal
 import socket
 from asyncio.subprocess import DEVNULL
@@ -12,6 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from common.messages.kept_answer import HANDLE_VARIABLE
+from common.process.startup import new_incarnation
 from deploy.serve.preloaded_worker import PreloadedWorker
 
 log = logging.getLogger(__name__)
@@ -79,7 +79,7 @@ class SupervisedProcess:
 
     async def run_once(self) -> tuple[int, float]:
         """Run the process once. Returns its return code, and the seconds that it ran."""
-        self.incarnation = f"{self.name}-{secrets.token_hex(4)}"
+        self.incarnation = new_incarnation(self.name)
         own = {"PROCESS_NAME": self.name, "INCARNATION": self.incarnation, "PARENT_PID": str(os.getpid())}
         clock = asyncio.get_running_loop().time
         started_s = clock()

@@ -5,6 +5,7 @@ processes, knows neither.
 import asyncio
 import contextlib
 import logging
+import secrets
 
 from redis.asyncio import Redis
 
@@ -17,7 +18,7 @@ from gpu_worker.agent.engine_client import EngineClient
 from gpu_worker.agent.flush import Flusher
 from gpu_worker.agent.heartbeat import WorkerHeartbeat
 from gpu_worker.agent.plans import PlanHandler
-from gpu_worker.agent.publish import Publisher
+from gpu_worker.agent.publish import Publisher, Sealed
 from gpu_worker.agent.row_text import RowTable
 from gpu_worker.agent.state import AgentState
 from gpu_worker.agent.steps import StepHandler
@@ -43,6 +44,7 @@ class Agent:
         self.settings = settings
         self.redis = redis
         self.engine = engine
+        self.owner = secrets.token_hex(8)
         self.worker = worker
         self.keys = Keys(settings.pool)
         self.state = AgentState(table)
@@ -80,12 +82,15 @@ class Agent:
             task.result()
 
     async def create_streams(self) -> None:
-        """Creates this incarnation's log and report streams; nothing is read or published before that."""
+        """Creates this incarnation's log and report streams; nothing is read or published before that. Raises
+        Sealed where another process has this incarnation.
+        """
         create_logs = script(self.redis, "create_logs")
         keys = [self.keys.log(self.worker.incarnation), self.keys.reports(self.worker.incarnation)]
         while True:
             try:
-                await create_logs(keys=keys, args=[self.worker.incarnation, STREAMS_TTL_MS])
+                if not await create_logs(keys=keys, args=[self.owner, STREAMS_TTL_MS]):
+                    raise Sealed(f"another process has the incarnation {self.worker.incarnation}")
                 return
             except ERRORS as error:
                 log.warning("creating streams failed, trying again: %s", describe_error(error))

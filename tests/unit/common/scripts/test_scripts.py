@@ -223,3 +223,11 @@ async def test_prompt_logprobs_are_committed_with_the_first_token(redis: Redis) 
     assert await redis.exists(KEYS.request("gone")) == 0
     assert await redis.get(KEYS.request("spoiled")) == b"x"
     assert 0 < await redis.pttl(KEYS.request("r1")) <= 60_000
+
+
+async def test_two_processes_never_share_an_incarnation(redis: Redis) -> None:
+    keys = [KEYS.log("w1"), KEYS.reports("w1")]
+    assert await call(redis, "create_logs", keys, ["first", 60_000]) == 1
+    assert await call(redis, "create_logs", keys, ["first", 60_000]) == 1  # its answer was lost
+    assert await call(redis, "create_logs", keys, ["second", 60_000]) == 0
+    assert await redis.xlen(keys[0]) == await redis.xlen(keys[1]) == 1
