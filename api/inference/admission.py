@@ -107,9 +107,9 @@ class Admission:
         429, 503.
         """
         await self.check()
-        stream = Stream(request, self.tokenizer)
+        stream = Stream(request, self.tokenizer, answer)
         try:
-            await self.admit(stream, fail_fast, answer)
+            await self.admit(stream, fail_fast)
         except NOT_EXECUTED as error:
             self.relay.remove(stream)
             raise unavailable(describe_error(error)) from error
@@ -123,12 +123,12 @@ class Admission:
             raise
         return stream
 
-    async def admit(self, stream: Stream, policy: Policy, answer: bytes = b"") -> bool:
+    async def admit(self, stream: Stream, policy: Policy) -> bool:
         """Put a stream's request on the queue; the policy decides what happens while that fails. Returns
         whether it was there before.
         """
         self.relay.add(stream)
-        outcome = await attempt(lambda: self.admit_once(stream.request, answer), policy)
+        outcome = await attempt(lambda: self.admit_once(stream.request, stream.answer), policy)
         self.relay.admitted(stream)
         return outcome == b"attached"
 

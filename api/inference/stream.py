@@ -26,6 +26,7 @@ class Stream:
     of tasks wait on `ended`.
 
     Attributes:
+        answer: the packed answer that the request begins, if any: Redis keeps it with the request.
         admitted: whether Redis is known to have the request.
         deadline_s: monotonic time by which the fleet must have ended it.
         gave_up: whether it ended here alone, so that its request must be cancelled.
@@ -42,8 +43,9 @@ class Stream:
             token, if that event was lost), first token, last token and end; 0 before that.
     """
 
-    def __init__(self, request: Generate, tokenizer: ModelTokenizer) -> None:
+    def __init__(self, request: Generate, tokenizer: ModelTokenizer, answer: bytes = b"") -> None:
         self.request = request
+        self.answer = answer
         self.tokenizer = tokenizer
         self.prompt_ids = unpack_ids(request.prompt_ids)
         stopping = request.stopping
@@ -75,9 +77,7 @@ class Stream:
 
     @property
     def num_records(self) -> int:
-        """Number of log-probabilities that a response may have: of tokens, and of the likeliest beside
-        them.
-        """
+        """Number of log-probabilities that a response may have, of tokens and of the likeliest."""
         return self.num_tokens * self.request.width + self.prompt.num_records
 
     @property

@@ -9,6 +9,7 @@ from dataclasses import replace
 
 from redis.asyncio import Redis
 
+from api.answer import keep_as_asked
 from api.errors import ApiError, asking_broker, failed, invalid
 from api.http.sse import MAX_FRAMES
 from api.inference.fill import Filler
@@ -20,7 +21,7 @@ from api.resume.frames import render_frames
 from common.broker.client import script
 from common.broker.keys import POOLS, Keys
 from common.messages.answer import HttpAnswer
-from common.messages.codec import WireError, decode
+from common.messages.codec import WireError, decode, encode
 from common.messages.events import Terminal
 
 HEADER = "Last-Event-ID"
@@ -77,9 +78,15 @@ async def read_answer(redis: Redis, request_key: str) -> tuple[HttpAnswer, str] 
 
 
 def new_streams(pool: Pool, answer: HttpAnswer, channel: str) -> list[Stream]:
-    """Streams of all choices, without tokens."""
-    ttl_ms = round(pool.settings.request_timeout_s * 1000)
-    return [Stream(replace(one, channel=channel, ttl_ms=ttl_ms), pool.tokenizer) for one in answer.choices()]
+    """Streams of all choices, without tokens. Their digests, which name the gateway that admitted them, come
+    with what is committed.
+    """
+    streams = []
+    for number, choice in enumerate(answer.choices()):
+        addressed = keep_as_asked(pool.admission.address(choice, choice.request_id), answer)
+        request = replace(addressed, channel=channel, digest="")
+        streams.append(Stream(request, pool.tokenizer, b"" if number else encode(answer)))
+    return streams
 
 
 async def read_streams(pool: Pool, answer: HttpAnswer, channel: str) -> list[Stream]:

@@ -6,7 +6,7 @@
 -- KEYS request, result, tokens, requests, requests:bytes, clock, control
 -- ARGV payload, digest, channel, gateway, records of a token, worker and attempt that made the last token,
 --      number of tokens, their records, records of the prompt or '', ttl of tokens in ms, message to the
---      batcher, '1' or ''
+--      batcher, '1' or '', the answer that this request begins or ''
 -- Returns {'kept'}, {'ended'}, {'foreign'} (the key is another request's, or no request's), or {'queued',
 -- attempt} or {'void', attempt}: tokens of earlier attempts no longer count.
 local request, tokens, records = KEYS[1], KEYS[3], ARGV[9]
@@ -35,6 +35,7 @@ if not digest or terminal then
   redis.call('HSET', request, 'digest', ARGV[2], 'channel', ARGV[3], 'gateway', ARGV[4], 'entry', id,
     'worker', terminal and '' or made_by, 'attempt', attempt, 'base', num_tokens, 'crash_count', 0, 'width', width)
   if ARGV[10] ~= '' then redis.call('HSET', request, 'prompt', ARGV[10]) end
+  if ARGV[14] ~= '' then redis.call('HSET', request, 'answer', ARGV[14]) end
   set_tokens()
   return {'queued', attempt}
 end

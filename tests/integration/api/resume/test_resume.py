@@ -75,6 +75,19 @@ async def test_another_gateway_goes_on_behind_the_last_frame(
         assert len(worker.seen) == num_choices(body)
 
 
+async def test_an_attached_stream_is_offered_to_a_broker_that_returns(broker: Broker) -> None:
+    async with two_gateways(broker.url, LONG, step_s=0.05) as (_, one, client, other):
+        first, place = await read_frames(other, "/generate_stream", BODY, 3)
+        reader = asyncio.create_task(read_frames(client, place, None, last_id=3))
+        relay = one.pool.relay
+        await wait_until(lambda: relay.streams)
+        relay.filler.offers.request(relay.streams.values())
+        await wait_until(lambda: relay.filler.offers.num_offers)
+        rest, _ = await reader
+        whole, _ = await read_frames(client, place, None)
+        assert first + rest == whole
+
+
 async def test_tokens_that_move_while_they_are_read_are_read_again(
     broker: Broker, monkeypatch: pytest.MonkeyPatch
 ) -> None:

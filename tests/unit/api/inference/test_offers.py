@@ -85,6 +85,7 @@ async def resumes(redis: Redis) -> list[str]:
 
 async def test_a_request_that_is_gone_is_queued_again_behind_its_tokens(redis: Redis, relay: Relay) -> None:
     stream = await shown(relay, 3)
+    stream.answer = b"an answer"
     relay.request_fill([stream])
     await wait_until(lambda: relay.filler.offers.num_offers)
     [(entry_id, fields)] = await redis.xrange(KEYS.requests)
@@ -92,7 +93,8 @@ async def test_a_request_that_is_gone_is_queued_again_behind_its_tokens(redis: R
     assert (request.request_id, request.num_shown, request.digest) == ("r", 3, "d")
     assert 0 < request.ttl_ms <= stream.request.ttl_ms
     assert await redis.get(KEYS.requests_bytes) == str(len(fields[b"generate"])).encode()
-    assert await redis.hget(KEYS.request("r"), "entry") == entry_id  # type: ignore[misc]
+    kept = await redis.hmget(KEYS.request("r"), ["entry", "answer"])  # type: ignore[misc]
+    assert kept == [entry_id, b"an answer"]
     state = await committed(redis)
     assert (await ids(redis), state.worker, state.attempt, state.base) == (IDS[:3], "w1", 1, 3)
     assert not stream.terminal
