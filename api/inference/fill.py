@@ -11,7 +11,6 @@ import logging
 import math
 import random
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 
 from redis.asyncio import Redis
 
@@ -185,10 +184,7 @@ class Filler:
         """Add what Redis has and this stream has not: tokens from a byte of the string on, and the end."""
         if not state.known:
             self.offers.find_unknown(stream)
-            return
-        if not stream.request.digest:  # another gateway admitted it
-            stream.request = replace(stream.request, digest=state.digest)
-        if state.terminal:
+        elif state.terminal:
             stream.note_state(state.worker, state.attempt, state.prompt)
             await self.apply_result(stream, state.terminal, state.result or b"")
         elif state.worker and not stream.lineage.check(

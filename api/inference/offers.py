@@ -78,7 +78,7 @@ class Offers:
         """Offer a stream whose keys are gone; end it if they expired, some time after its deadline."""
         if time.monotonic() > stream.deadline_s:
             time_out(stream)
-        elif stream.released or not stream.request.digest:
+        elif stream.released:
             stream.give_up("the request is not known any more")
         else:
             self.request([stream])
@@ -116,7 +116,7 @@ class Offers:
 
     async def offer(self, stream: Stream, reopen: bool) -> None:
         """Offer one stream; later again if the broker fails."""
-        if not (stream.admitted and stream.request.digest) or stream.terminal or stream.released:
+        if not stream.admitted or stream.terminal or stream.released:
             return
         if (ttl_ms := left_ms(stream)) <= 0:
             time_out(stream)
@@ -180,6 +180,8 @@ class Offers:
             encode(Resume(request_id)),
             "1" if reopen else "",
             stream.answer,
+            stream.reader,
+            stream.connection,
         ]
         answer: list[Any] = await self.script(keys=keys, args=args)
         return answer

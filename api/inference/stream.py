@@ -36,6 +36,7 @@ class Stream:
         attempt: the newest attempt known; events of older ones are dropped.
         lineage: which run made its tokens.
         released: nobody reads it any more.
+        reader, connection: numbers of its reader, and of the one on whose connection it is written.
         ahead: index → source and tokens that came before those in front of them.
         awaited_end: the end, if it came before the last tokens.
         heard_s, last_event_s: monotonic times of the last event, and of the last event or fill.
@@ -55,6 +56,7 @@ class Stream:
         self.admitted = self.released = self.gave_up = False
         self.source = self.worker = ""
         self.attempt = self.worker_attempt = 0
+        self.reader = self.connection = 0
         self.lineage = Lineage()
         self.ahead: dict[int, tuple[str, Tokens]] = {}
         self.awaited_end: Terminal | None = None
@@ -94,11 +96,9 @@ class Stream:
 
     @property
     def may_be_last(self) -> bool:
-        if not self.ids:
-            return False
         stopped = self.matcher is not None and self.matcher.matched
         has_all = self.num_tokens == self.request.stopping.max_new_tokens
-        return stopped or has_all or self.ids[-1] in self.ending_ids
+        return bool(self.ids) and (stopped or has_all or self.ids[-1] in self.ending_ids)
 
     @property
     def text(self) -> str:

@@ -78,9 +78,7 @@ async def read_answer(redis: Redis, request_key: str) -> tuple[HttpAnswer, str] 
 
 
 def new_streams(pool: Pool, answer: HttpAnswer, channel: str) -> list[Stream]:
-    """Streams of all choices, without tokens. Their digests, which name the gateway that admitted them, come
-    with what is committed.
-    """
+    """Streams of all choices, without tokens. Their digests come when they are attached."""
     streams = []
     for number, choice in enumerate(answer.choices()):
         addressed = keep_as_asked(pool.admission.address(choice, choice.request_id), answer)
@@ -182,9 +180,12 @@ async def take_over(pool: Pool, streams: Sequence[Stream], connection: int | Non
         raise cancelled_answer(request_ids[0])
     if outcome[0] != b"attached":
         raise unknown_answer(request_ids[0])
-    for stream in streams:
+    _, reader, digests = outcome
+    for stream, digest in zip(streams, digests, strict=True):
+        stream.request = replace(stream.request, digest=digest.decode())
+        stream.reader, stream.connection = reader, reader if connection is None else connection
         give_events(pool, stream)
-    return int(outcome[1])
+    return int(reader)
 
 
 def give_events(pool: Pool, stream: Stream) -> None:

@@ -30,7 +30,6 @@ class Committed:
 
     Attributes:
         known: whether the request exists; its keys expire some time after its end.
-        digest: of the request's content.
         width: records of one token: its own, then one for each of the likeliest tokens.
         records: packed records of all committed tokens.
         spilled_bytes: how many bytes of them are in the string.
@@ -40,7 +39,6 @@ class Committed:
     """
 
     known: bool = False
-    digest: str = ""
     worker: str = ""
     attempt: int = 0
     base: int = 0
@@ -117,7 +115,6 @@ def parse_state(fields: list[bytes | None] | None, records: bytes | None, result
     )
     state = Committed(
         known=digest is not None,
-        digest=(digest or b"").decode(),
         worker=(worker or b"").decode(),
         attempt=int(attempt or 0),
         base=int(base or 0),

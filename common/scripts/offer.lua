@@ -6,7 +6,8 @@
 -- KEYS request, result, tokens, requests, requests:bytes, clock, control
 -- ARGV payload, digest, channel, gateway, records of a token, worker and attempt that made the last token,
 --      number of tokens, their records, records of the prompt or '', ttl of tokens in ms, message to the
---      batcher, '1' or '', the answer that this request begins or ''
+--      batcher, '1' or '', the answer that this request begins or '', numbers of the reader, and of the one
+--      on whose connection it is written
 -- Returns {'kept'}, {'ended'}, {'foreign'} (the key is another request's, or no request's), or {'queued',
 -- attempt} or {'void', attempt}: tokens of earlier attempts no longer count.
 local request, tokens, records = KEYS[1], KEYS[3], ARGV[9]
@@ -16,6 +17,10 @@ if kind ~= 'hash' and kind ~= 'none' then return {'foreign'} end
 local digest, worker, last, base, terminal = unpack(redis.call('HMGET', request, 'digest', 'worker', 'attempt',
   'base', 'terminal'))
 if digest and digest ~= ARGV[2] then return {'foreign'} end
+local reader = tonumber(ARGV[15])
+if reader > tonumber(redis.call('HGET', request, 'reader') or '0') then -- the broker has lost that it came
+  redis.call('HSET', request, 'reader', reader, 'connection', ARGV[16], 'gateway', ARGV[4])
+end
 if terminal and ARGV[13] ~= '1' then return {'ended'} end
 
 local function set_tokens()

@@ -1,12 +1,14 @@
 -- Give all requests of an answer another reader: what its former readers say no longer counts.
 -- KEYS request of each choice   ARGV gateway; '' for a client that came back, or, where a connection is
 -- inherited, the number of the reader whose connection it was
--- Returns {'attached', number of the reader}, {'cancelled'}, {'gone'} when one of them is not known, or
--- {'superseded'} when the client has another connection than the inherited one.
+-- Returns {'attached', number of the reader, digest of each request}, {'cancelled'}, {'gone'} when one of them
+-- is not known, or {'superseded'} when the client has another connection than the inherited one.
+local digests = {}
 for i = 1, #KEYS do
   if redis.call('TYPE', KEYS[i]).ok ~= 'hash' then return {'gone'} end
   local state = redis.call('HMGET', KEYS[i], 'digest', 'cancel', 'terminal')
   if not state[1] then return {'gone'} end
+  digests[i] = state[1]
   if state[2] or state[3] == 'cancelled' then return {'cancelled'} end
 end
 local inherited = ARGV[2] or ''
@@ -18,4 +20,4 @@ for i = 1, #KEYS do
   -- a detached request belongs to no gateway
   if redis.call('HGET', KEYS[i], 'gateway') ~= '' then redis.call('HSET', KEYS[i], 'gateway', ARGV[1]) end
 end
-return {'attached', reader}
+return {'attached', reader, digests}
