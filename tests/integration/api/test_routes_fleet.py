@@ -98,6 +98,10 @@ async def test_a_process_without_heartbeats_is_not_listed(broker: Broker, redis:
         async def names() -> set[str]:
             return {one["id"] for one in (await client.get("/fleet")).json()["processes"]}
 
+        async def shows_itself() -> bool:
+            return "g0-test" in await names()
+
+        await wait_until(shows_itself)
         await Heartbeat(redis, KEYS, "batcher", "b0-1", 1.0).send(rows=1)
         assert await names() == {"broker", "g0-test", "b0-1"}
         await wait_until(lambda: gone(redis))
