@@ -17,8 +17,10 @@ from batcher.scheduling.sequence import PlacedRow, Sequence
 from common.messages.finish_reasons import INTERRUPTED
 from common.messages.plan import Report, WorkerCapacity
 
-MAX_CRASHES = 2
-"""A request under which so many incarnations died, without a token committed beyond its base, is failed."""
+MAX_CRASHES = 3
+"""A request under which so many incarnations died, without a token committed beyond its base, is failed. Two
+may die of something else within the time of one prefill.
+"""
 
 
 @dataclass(slots=True)

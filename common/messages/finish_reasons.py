@@ -8,7 +8,7 @@ INTERRUPTED = ("preempted", "takeover")
 """Reasons of rows whose request goes on in another row."""
 ERRORS = {
     "timeout": ("timeout", "the request was not finished before its deadline"),
-    "poison": ("generation", "two workers died while they worked on this request"),
+    "poison": ("generation", "three workers died while they worked on this request"),
     "capacity": ("generation", "no worker's KV cache can hold this request"),
     "grammar": ("generation", "the request's grammar allows none of the tokens that are left"),
     "malformed": ("generation", "the queued request cannot be read"),

@@ -32,7 +32,7 @@ ENDS = {
     "timeout": "its deadline passed",
     "client": "its client disconnected",
     "gateway": "its gateway died",
-    "poison": "it was ended because two workers died while they ran it",
+    "poison": "it was ended because three workers died while they ran it",
     "capacity": "no worker's KV cache can hold it",
     "cancelled": "it was cancelled",
 }

@@ -117,11 +117,12 @@ def test_deadline_ends_waiting_and_running_requests() -> None:
     assert pool.finished == ["r0"]
 
 
-def test_a_request_under_which_two_workers_died_is_failed() -> None:
+def test_a_request_under_which_three_workers_died_is_failed() -> None:
     pool = Pool(1, num_blocks=100, seed=1)
     pool.add(request("r0", 10, 50))
-    for crash_count in (1, 2):
+    for crash_count in (1, 2, 3):
         pool.decide()
+        assert pool.to_finish == []
         (sequence,) = pool.scheduler.remove_worker(f"w{crash_count - 1}")
         sequence.crash_count = crash_count
         pool.scheduler.resume(sequence)
