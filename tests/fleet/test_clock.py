@@ -2,6 +2,8 @@
 
 from pathlib import Path
 
+import pytest
+
 from tests.support.broker.shifted_clock import jumping_broker
 from tests.support.fleet.fleet import Fleet
 from tests.support.load import Load
@@ -10,6 +12,7 @@ QUARTER_S = 900
 MAX_NEW_TOKENS = 60
 
 
+@pytest.mark.slow
 async def test_streams_go_on_when_the_broker_s_clock_jumps(tmp_path: Path) -> None:
     settings = {"dtype": "float32", "debug_kv": True, "kv_cache_bytes": "64MiB", "num_batchers": 2}
     with jumping_broker(tmp_path) as broker, Fleet(redis_url=broker.url, **settings) as fleet:
