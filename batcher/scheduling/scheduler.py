@@ -1,7 +1,7 @@
 """Scheduler: decides which request runs on which worker.
 
 It is a pure function of requests, reports, limits and the time it is given: no I/O, no clock, no torch. The
-loop reports what happened (`register`, `enqueue`, `resume`, `cancel`, `expire`, `add_worker`, `drain`,
+loop reports what happened (`register`, `enqueue`, `resume`, `cancel`, `expire`, `take_over`, `drain`,
 `apply_report`, `remove_worker`) and asks for plans. What needs I/O is left in `outcomes`: sequences that have
 ended, that must be ended, or whose committed tokens must be read before they go on.
 """
@@ -124,11 +124,6 @@ class Scheduler:
     def forget(self, sequence: Sequence) -> None:
         """Drop a request that has its terminal and no queue entry any more."""
         self.sequences.pop(sequence.request_id, None)
-
-    def add_worker(self, capacity: WorkerCapacity) -> Replica:
-        """Add a worker, which holds nothing yet."""
-        replica = self.replicas[capacity.incarnation] = Replica(capacity, self.limits)
-        return replica
 
     def take_over(
         self, capacity: WorkerCapacity, report: Report, sequences: list[Sequence]

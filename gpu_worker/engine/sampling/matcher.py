@@ -22,7 +22,7 @@ class Matcher:
 
     Attributes:
         compiled: becomes llguidance's matcher. In one with an error every token fails the row.
-        bits: the mask of the next token, once it is computed.
+        bits: the mask of the next token, once `Matchers` has computed it.
     """
 
     def __init__(self, compiled: "Future[llguidance.LLMatcher]", num_words: int) -> None:
@@ -45,9 +45,6 @@ class Matcher:
         return False
 
     def mask(self) -> Bits | None:
-        if self.bits is None and not self.compiled.result().is_error():
-            self.bits = np.empty(self.num_words, np.int32)
-            self.compiled.result().unsafe_compute_mask_ptr(self.bits.ctypes.data, self.bits.nbytes)
         return self.bits
 
     def bias(self) -> None:

@@ -29,12 +29,6 @@ def answer(_: Generate) -> Answer:
 
 
 @pytest.fixture
-async def redis(broker: Broker) -> AsyncIterator[Redis]:
-    async with Redis.from_url(broker.url) as client:
-        yield client
-
-
-@pytest.fixture
 async def worker(broker: Broker, redis: Redis) -> AsyncIterator[FakeWorker]:
     """The only worker of pool `b`."""
     await redis.zadd(POOLS, {"b": 1})

@@ -2,7 +2,7 @@
 
 import random
 
-from batcher.scheduling.replica import WorkerLimits
+from batcher.scheduling.replica import Replica, WorkerLimits
 from batcher.scheduling.scheduler import Scheduler
 from batcher.scheduling.sequence import Sequence
 from common.messages.packing import pack_ids
@@ -50,7 +50,7 @@ class Pool:
         name = f"w{self.num_added}"
         self.num_added += 1
         self.workers[name] = SimulatedWorker(BLOCK_SIZE, self.random, self.eos_chance)
-        self.scheduler.add_worker(self.capacity(name))
+        self.scheduler.replicas[name] = Replica(self.capacity(name), self.scheduler.limits)
         return name
 
     def capacity(self, name: str) -> WorkerCapacity:

@@ -76,18 +76,23 @@ async def test_renewing_after_a_newer_epoch_raises_though_nobody_holds_it_now(re
         await lease.renew()
 
 
-async def test_acquiring_waits_for_a_broker_that_is_away(redis: Redis) -> None:
-    lease = make_lease(redis, "b0", ttl_s=0.1)
-    run_script, failures = lease.script, 2
+def fail_twice(lease: Lease) -> list[ConnectionError]:
+    """Have the next two calls of the script fail. Returns those that have failed."""
+    run_script, failures = lease.script, list[ConnectionError]()
 
-    async def fail_twice(**kwargs: object) -> object:
-        nonlocal failures
-        failures -= 1
-        if failures >= 0:
-            raise ConnectionError("away")
+    async def run(**kwargs: object) -> object:
+        if len(failures) < 2:
+            failures.append(ConnectionError("away"))
+            raise failures[-1]
         return await run_script(**kwargs)
 
-    lease.script = fail_twice
+    lease.script = run
+    return failures
+
+
+async def test_acquiring_waits_for_a_broker_that_is_away(redis: Redis) -> None:
+    lease = make_lease(redis, "b0", ttl_s=0.1)
+    fail_twice(lease)
     assert await lease.acquire() == int(lease.epoch)
 
 
@@ -106,19 +111,10 @@ async def test_it_is_kept_until_another_takes_it(redis: Redis) -> None:
     """While the broker fails, too."""
     lease = make_lease(redis, "b0", ttl_s=1.0)
     await lease.acquire()
-    run_script, failures = lease.script, 2
-
-    async def fail_twice(**kwargs: object) -> object:
-        nonlocal failures
-        failures -= 1
-        if failures >= 0:
-            raise ConnectionError("away")
-        return await run_script(**kwargs)
-
-    lease.script = fail_twice
+    failures = fail_twice(lease)
     acquired_until_s = lease.expires_s
     keeping = asyncio.create_task(lease.keep())
-    await wait_until(lambda: lease.expires_s > acquired_until_s and failures < 0)
+    await wait_until(lambda: lease.expires_s > acquired_until_s and len(failures) == 2)
     await redis.delete(KEYS.batcher)
     await redis.incr(KEYS.epoch)
     with pytest.raises(LeaseLost):

@@ -10,7 +10,7 @@ from batcher.failure_detector import FailureDetector
 from batcher.inbox import Inbox
 from batcher.lease import LeaseLost
 from batcher.recovery import Recovery, count_crashes
-from batcher.scheduling.replica import WorkerLimits
+from batcher.scheduling.replica import Replica, WorkerLimits
 from batcher.scheduling.scheduler import Scheduler
 from batcher.scheduling.sequence import Sequence
 from batcher.terminals import Terminals
@@ -149,7 +149,8 @@ async def test_a_worker_that_drained_is_no_crash(redis: Redis, recovery: Recover
     await start_worker(redis, "w1")
     sequence = await queue(redis, "r1")
     await place(redis, "r1", "w1")
-    recovery.scheduler.add_worker(make_capacity("w1")).draining = True
+    replica = recovery.scheduler.replicas["w1"] = Replica(make_capacity("w1"), WorkerLimits())
+    replica.draining = True
     await recovery.workers.seal("w1")
     await recovery.remove_worker("w1", [sequence])
     assert sequence.crash_count == 0

@@ -2,38 +2,18 @@
 
 import asyncio
 import itertools
-from collections.abc import AsyncIterator
 from dataclasses import replace
 
-import pytest
 from redis.asyncio import Redis
 
 from api.inference import fill
 from api.inference.relay import Relay
 from api.inference.stream import Stream
-from common.broker.client import connect
 from common.messages.codec import encode
 from common.messages.events import Events, LogEntry, Result, Terminal, Tokens
 from common.messages.records import RECORD, pack_tokens
-from deploy.serve.embedded_broker import Broker
 from tests.support.events import IDS, KEYS, TOKENIZER, new_stream, tokens
 from tests.support.waiting import wait_until
-
-
-@pytest.fixture
-async def redis(broker: Broker) -> AsyncIterator[Redis]:
-    async with connect(broker.url) as client:
-        yield client
-
-
-@pytest.fixture
-async def relay(redis: Redis) -> AsyncIterator[Relay]:
-    running = Relay(redis, KEYS, "g0")
-    task = asyncio.create_task(running.run())
-    await running.subscribed.wait()
-    yield running
-    task.cancel()
-    await asyncio.wait([task])
 
 
 class Source:

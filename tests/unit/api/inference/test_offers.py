@@ -1,7 +1,6 @@
 """What a gateway offers to a broker that lost it, against real scripts."""
 
-import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -10,31 +9,14 @@ from redis.asyncio import Redis
 from api.inference import offers
 from api.inference.relay import Relay
 from api.inference.stream import Stream
-from common.broker.client import connect, read_server_id, script
+from common.broker.client import read_server_id, script
 from common.broker.committed import Committed, read
 from common.messages.codec import decode, encode
 from common.messages.events import Events, LogEntry, Result, Terminal, Tokens
 from common.messages.records import pack_columns, pack_tokens, unpack_records
 from common.messages.request import Generate, Resume
-from deploy.serve.embedded_broker import Broker
 from tests.support.events import IDS, KEYS, end, new_stream, tokens
 from tests.support.waiting import wait_until
-
-
-@pytest.fixture
-async def redis(broker: Broker) -> AsyncIterator[Redis]:
-    async with connect(broker.url) as client:
-        yield client
-
-
-@pytest.fixture
-async def relay(redis: Redis) -> AsyncIterator[Relay]:
-    running = Relay(redis, KEYS, "g0")
-    task = asyncio.create_task(running.run())
-    await running.subscribed.wait()
-    yield running
-    task.cancel()
-    await asyncio.wait([task])
 
 
 async def publish(relay: Relay, number: int, *events: Tokens | Terminal, source: str = "w1") -> None:

@@ -1,7 +1,6 @@
 """The relay reads from Redis whatever events did not bring, and follows the channels of other gateways."""
 
 import asyncio
-from collections.abc import AsyncIterator
 
 import pytest
 from redis.asyncio import Redis
@@ -18,7 +17,6 @@ from common.messages.events import LogEntry, Result, Terminal, Tokens
 from common.messages.packing import pack_floats, pack_ids
 from common.messages.records import pack_records, pack_tokens
 from common.messages.request import Generate, StoppingParams
-from deploy.serve.embedded_broker import Broker
 from tests.support.events import IDS, KEYS, event_message, new_stream, tokens
 from tests.support.fleet.gateways import model_tokenizer
 from tests.support.waiting import wait_until
@@ -77,22 +75,6 @@ async def test_missed_messages_request_a_fill(messages: list[bytes], missed: boo
         relay.filler.doubtful.clear()
         await relay.on_message(message)
     assert bool(relay.filler.doubtful) == missed
-
-
-@pytest.fixture
-async def redis(broker: Broker) -> AsyncIterator[Redis]:
-    async with connect(broker.url) as client:
-        yield client
-
-
-@pytest.fixture
-async def relay(redis: Redis) -> AsyncIterator[Relay]:
-    running = Relay(redis, KEYS, "g0")
-    task = asyncio.create_task(running.run())
-    await running.subscribed.wait()
-    yield running
-    task.cancel()
-    await asyncio.wait([task])
 
 
 async def commit(redis: Redis, spilled: int, logged: int, request_id: str = "r") -> None:
