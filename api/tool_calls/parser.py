@@ -1,0 +1,69 @@
+"""Answer parser: the deltas of one answer's text, as it comes.
+
+The deltas are a pure function of the pieces of text, and joined they are the same for every cut of it.
+"""
+
+from collections.abc import Generator, Sequence
+
+from api.tool_calls.formats.table import CallFormat
+from api.tool_calls.reading.deltas import Delta, Tool
+from api.tool_calls.reading.reader import Reader
+from api.tool_calls.reasoning import ReasoningFormat, read_reasoning
+
+
+class AnswerParser:
+    """Reads one answer: reasoning first, where the model thinks, then content and calls.
+
+    Attributes:
+        tools: the functions that the request offers.
+        calls: how the model writes calls; None if all is content.
+        reasoning: how the model thinks; None if it does not.
+        prompt: the end of the prompt, in which thinking may have begun.
+    """
+
+    def __init__(
+        self,
+        tools: Sequence[Tool] = (),
+        calls: CallFormat | None = None,
+        reasoning: ReasoningFormat | None = None,
+        prompt: str = "",
+    ) -> None:
+        self.reader = Reader()
+        self.reading = read_answer(self.reader, tools, calls, reasoning, prompt)
+        next(self.reading, None)
+
+    def feed(self, text: str) -> list[Delta]:
+        """What the next piece of text says. Marks of the formats are part of it, special tokens or not."""
+        if self.reader.committed:
+            self.reader.forget(self.reader.position)
+        self.reader.text += text
+        next(self.reading, None)
+        return self.reader.take_deltas()
+
+    def finish(self) -> list[Delta]:
+        """What the rest of the text says, when none follows."""
+        self.reader.ended = True
+        next(self.reading, None)
+        self.reader.finish_text()
+        return self.reader.take_deltas()
+
+    @property
+    def num_calls(self) -> int:
+        """Calls that have begun: an answer with one ends with the reason `tool_calls`."""
+        return self.reader.num_calls
+
+
+def read_answer(
+    reader: Reader,
+    tools: Sequence[Tool],
+    calls: CallFormat | None,
+    reasoning: ReasoningFormat | None,
+    prompt: str,
+) -> Generator[None, None, None]:
+    yield
+    if reasoning is not None:
+        yield from read_reasoning(reader, reasoning, reasoning.is_open(prompt))
+    if calls is not None:
+        yield from calls.read(reader, tools)
+    else:
+        yield from reader.content_until()

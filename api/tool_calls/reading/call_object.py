@@ -1,0 +1,98 @@
+"""Read a call that is a JSON object with a name and arguments, the usual form of calls."""
+
+import json
+from collections.abc import Container, Generator
+
+from api.tool_calls.reading.json_text import read_object, read_string, read_value
+from api.tool_calls.reading.reader import Reader, Waiting
+
+NAME = "name"
+ARGUMENTS = ("arguments", "parameters")
+
+
+def read_call(reader: Reader, names: Container[str] | None = None) -> Waiting:
+    """Reads a call. False where the text is none, or names a function that is not among `names`.
+
+    Keys come in any order. Other keys are ignored.
+    """
+    name: str | None = None
+    arguments: str | None = None
+    begun = False
+    if not (yield from reader.literal("{")):
+        return False
+    while True:
+        key = yield from read_key(reader)
+        if key is None:
+            return False
+        if key == NAME and name is None:
+            name = yield from read_word(reader)
+            if not name or (names is not None and name not in names):
+                return False
+        elif key in ARGUMENTS and name is not None and not begun:
+            begun = True
+            if not (yield from read_arguments(reader, name)):
+                return False
+        else:
+            value: list[str] = []
+            if not (yield from read_value(reader, value.append)):
+                return False
+            if key in ARGUMENTS:
+                arguments = "".join(value)
+        yield from reader.skip()
+        if (yield from reader.literal("}")):
+            break
+        if not (yield from reader.literal(",")):
+            return False
+    return begun or (name is not None and add_whole_call(reader, name, arguments or "{}"))
+
+
+def read_key(reader: Reader) -> Generator[None, None, str | None]:
+    """A key of an object, up to its value."""
+    yield from reader.skip()
+    key = yield from read_word(reader)
+    yield from reader.skip()
+    if key is None or not (yield from reader.literal(":")):
+        return None
+    yield from reader.skip()
+    return key
+
+
+def read_word(reader: Reader) -> Generator[None, None, str | None]:
+    """The text of a JSON string; None where there is none."""
+    if (yield from reader.char()) != '"':
+        return None
+    pieces: list[str] = []
+    if not (yield from read_string(reader, pieces.append)):
+        return None
+    word: str = json.loads("".join(pieces))
+    return word
+
+
+def read_arguments(reader: Reader, name: str) -> Waiting:
+    """Begins the call, and passes its arguments on as they come. Arguments that are no object are read whole
+    before the call begins: some models write the object's JSON text as a string, or null.
+    """
+    if (yield from reader.char()) == "{":
+        reader.start_call(name)
+        return (yield from read_object(reader, reader.add_arguments))
+    value: list[str] = []
+    if not (yield from read_value(reader, value.append)):
+        return False
+    return add_whole_call(reader, name, "".join(value))
+
+
+def add_whole_call(reader: Reader, name: str, arguments: str) -> bool:
+    """Adds a call whose arguments are a JSON text: an object, its text as a string, or null."""
+    value = json.loads(arguments)
+    if isinstance(value, str):
+        try:
+            arguments, value = value, json.loads(value)
+        except (ValueError, RecursionError):
+            return False
+    if value is None:
+        arguments, value = "{}", {}
+    if not isinstance(value, dict):
+        return False
+    reader.start_call(name)
+    reader.add_arguments(arguments)
+    return True

@@ -1,0 +1,149 @@
+"""Read one JSON value from a text that comes in pieces, and pass on what is read of it."""
+
+import re
+from collections.abc import Callable, Generator
+
+from api.tool_calls.reading.reader import SPACE, Reader, Waiting
+
+MAX_DEPTH = 64
+MAX_NUMBER = 400
+"""Characters of a number, which waits for its end."""
+NUMBER = re.compile(r"-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][-+]?[0-9]+)?")
+NUMBER_CHARS = frozenset("0123456789+-.eE")
+PLAIN = re.compile(r'[^"\\\x00-\x1f]+')
+ESCAPES = {"\n": "\\n", "\r": "\\r", "\t": "\\t", "\b": "\\b", "\f": "\\f"}
+"""Control characters that models write into strings, where JSON has escapes."""
+HEX = frozenset("0123456789abcdefABCDEF")
+Write = Callable[[str], None]
+
+
+def read_value(reader: Reader, write: Write, depth: int = 0) -> Waiting:
+    """Reads a value. False where the text is none, with all before that place read."""
+    if depth > MAX_DEPTH:
+        return False
+    match (yield from reader.char()):
+        case "{":
+            return (yield from read_object(reader, write, depth))
+        case "[":
+            return (yield from read_list(reader, write, depth))
+        case '"':
+            return (yield from read_string(reader, write))
+        case "t" | "f" | "n" as first:
+            word = {"t": "true", "f": "false", "n": "null"}[first]
+            found = yield from reader.literal(word)
+            if found:
+                write(word)
+            return found
+        case _:
+            return (yield from read_number(reader, write))
+
+
+def read_object(reader: Reader, write: Write, depth: int = 0) -> Waiting:
+    yield from pass_char(reader, write)
+    if (yield from pass_if(reader, write, "}")):
+        return True
+    while True:
+        if not (yield from read_pair(reader, write, depth)):
+            return False
+        if (yield from pass_if(reader, write, "}")):
+            return True
+        if not (yield from pass_if(reader, write, ",")):
+            return False
+
+
+def read_pair(reader: Reader, write: Write, depth: int) -> Waiting:
+    yield from pass_space(reader, write)
+    if (yield from reader.char()) != '"' or not (yield from read_string(reader, write)):
+        return False
+    if not (yield from pass_if(reader, write, ":")):
+        return False
+    yield from pass_space(reader, write)
+    return (yield from read_value(reader, write, depth + 1))
+
+
+def read_list(reader: Reader, write: Write, depth: int = 0) -> Waiting:
+    yield from pass_char(reader, write)
+    if (yield from pass_if(reader, write, "]")):
+        return True
+    while True:
+        yield from pass_space(reader, write)
+        if not (yield from read_value(reader, write, depth + 1)):
+            return False
+        if (yield from pass_if(reader, write, "]")):
+            return True
+        if not (yield from pass_if(reader, write, ",")):
+            return False
+
+
+def read_string(reader: Reader, write: Write) -> Waiting:
+    """Control characters are written as escapes."""
+    yield from pass_char(reader, write)
+    while char := (yield from reader.char()):
+        if found := PLAIN.match(reader.text, reader.position):
+            reader.position = found.end()
+            write(found[0])
+        elif char == "\\":
+            if not (yield from read_escape(reader, write)):
+                return False
+        else:
+            reader.position += 1
+            write(ESCAPES.get(char) or (char if char == '"' else f"\\u{ord(char):04x}"))
+            if char == '"':
+                return True
+    return False
+
+
+def read_escape(reader: Reader, write: Write) -> Waiting:
+    size = 2
+    while len(reader.text) < reader.position + size and not reader.ended:
+        yield
+    if reader.text[reader.position + 1 : reader.position + 2] == "u":
+        size = 6
+        while len(reader.text) < reader.position + size and not reader.ended:
+            yield
+    escape = reader.text[reader.position : reader.position + size]
+    valid = set(escape[2:]) <= HEX if size == 6 else escape[1:] in tuple('"\\/bfnrt')
+    if len(escape) < size or not valid:
+        return False
+    reader.position += size
+    write(escape)
+    return True
+
+
+def read_number(reader: Reader, write: Write) -> Waiting:
+    size = 0
+    while size < MAX_NUMBER:
+        if char := reader.text[reader.position + size : reader.position + size + 1]:
+            if char not in NUMBER_CHARS:
+                break
+            size += 1
+        elif reader.ended:
+            break
+        else:
+            yield
+    word = reader.text[reader.position : reader.position + size]
+    if NUMBER.fullmatch(word) is None:
+        return False
+    reader.position += size
+    write(word)
+    return True
+
+
+def pass_char(reader: Reader, write: Write) -> Generator[None, None, None]:
+    write((yield from reader.char()))
+    reader.position += 1
+
+
+def pass_if(reader: Reader, write: Write, char: str) -> Waiting:
+    """Passes on white space, and this character if it follows."""
+    yield from pass_space(reader, write)
+    found = (yield from reader.char()) == char
+    if found:
+        yield from pass_char(reader, write)
+    return found
+
+
+def pass_space(reader: Reader, write: Write) -> Generator[None, None, None]:
+    while (char := (yield from reader.char())) and char in SPACE:
+        reader.position += 1
+        write(char)

@@ -1,0 +1,209 @@
+"""Reader: an answer's text as it comes, read by generators that wait for more of it.
+
+A generator yields where the text so far does not decide what follows. It decides the same for every cut of
+the text, since it never looks at where the text so far ends.
+"""
+
+from collections.abc import Generator, Sequence
+
+from api.tool_calls.reading.deltas import (
+    CallArguments,
+    CallStart,
+    ContentDelta,
+    Delta,
+    ReasoningDelta,
+    joined,
+)
+
+Waiting = Generator[None, None, bool]
+SPACE = " \t\r\n"
+
+
+class Reader:
+    """The text that is not read for certain, and the deltas of what is.
+
+    White space before and after calls and reasoning is dropped.
+
+    Attributes:
+        text: from the last mark on; it is content if no call follows.
+        position: how much of it is read.
+        content_to: the end of the mark, up to which it is content if no call follows.
+        ended: no text follows.
+        space: white space that is content if more content follows.
+        trims: white space that follows is dropped.
+        num_calls: calls that have begun.
+        committed: a call has begun since the last mark.
+    """
+
+    def __init__(self) -> None:
+        self.text = ""
+        self.position = 0
+        self.content_to = 0
+        self.ended = False
+        self.space = ""
+        self.trims = False
+        self.num_calls = 0
+        self.committed = False
+        self.deltas: list[Delta] = []
+
+    def take_deltas(self) -> list[Delta]:
+        deltas, self.deltas = self.deltas, []
+        return deltas
+
+    # --- reading --------------------------------------------------------------------------------------------
+
+    def next_is(self, *words: str) -> Waiting:
+        """Whether one of the words follows."""
+        while True:
+            rest = self.text[self.position :]
+            if rest.startswith(words):
+                return True
+            if self.ended or not any(word.startswith(rest) for word in words):
+                return False
+            yield
+
+    def literal(self, word: str) -> Waiting:
+        """Reads a word, if it follows."""
+        found = yield from self.next_is(word)
+        if found:
+            self.position += len(word)
+        return found
+
+    def char(self) -> Generator[None, None, str]:
+        """The next character; "" at the end."""
+        while self.position >= len(self.text) and not self.ended:
+            yield
+        return self.text[self.position : self.position + 1]
+
+    def skip(self, chars: str = SPACE) -> Generator[None, None, None]:
+        """Reads over all of these characters that follow."""
+        while (char := (yield from self.char())) and char in chars:
+            self.position += 1
+
+    def until(self, *marks: str, most: int | None = None) -> Generator[None, None, str | None]:
+        """Reads up to the first of the marks, and over it. None, with nothing read, if none follows within
+        `most` characters.
+        """
+        while True:
+            found = find_mark(self.text, marks, self.position, self.ended)
+            if found is not None:
+                start, mark = found
+                if most is None or start - self.position <= most:
+                    text = self.text[self.position : start]
+                    self.position = start + len(mark)
+                    return text
+                return None
+            if self.ended or (
+                most is not None and len(self.text) - self.position > most + max(map(len, marks))
+            ):
+                return None
+            yield
+
+    # --- content --------------------------------------------------------------------------------------------
+
+    def content_until(self, *marks: str) -> Generator[None, None, str]:
+        """All text up to one of the marks is content. The mark is read over; "" at the end of the text."""
+        while True:
+            found = find_mark(self.text, marks, self.position, self.ended)
+            if found is not None:
+                start, mark = found
+                self.add_content(self.text[self.position : start])
+                self.forget(start)
+                self.begin_mark(mark)
+                return mark
+            certain = len(self.text) if self.ended else end_of_certain(self.text, marks, self.position)
+            self.add_content(self.text[self.position : certain])
+            self.forget(certain)
+            if self.ended:
+                return ""
+            yield
+
+    def begin_mark(self, mark: str) -> None:
+        """What follows, beginning with this mark, may be a call."""
+        self.forget(self.position)
+        self.position = len(mark)
+        self.content_to = max(1, len(mark))
+        self.committed = False
+
+    def reject(self) -> None:
+        """What follows the last mark is no call: the mark is content, unless a call has begun since."""
+        if self.committed:
+            return
+        self.add_content(self.text[: self.content_to])
+        self.forget(self.content_to)
+
+    def forget(self, end: int) -> None:
+        self.text = self.text[end:]
+        self.position = 0
+
+    # --- deltas ---------------------------------------------------------------------------------------------
+
+    def add_content(self, text: str) -> None:
+        if text := self.trimmed(text):
+            self.emit(ContentDelta(text))
+
+    def add_reasoning(self, text: str) -> None:
+        if text := self.trimmed(text):
+            self.emit(ReasoningDelta(text))
+
+    def trimmed(self, text: str) -> str:
+        """The text without white space at its end, which waits for what follows."""
+        text = text.lstrip(SPACE) if self.trims else self.space + text
+        kept = text.rstrip(SPACE)
+        self.space = text[len(kept) :]
+        self.trims = self.trims and not kept
+        return kept
+
+    def trim(self) -> None:
+        """Drops white space on both sides of this place."""
+        self.space = ""
+        self.trims = True
+
+    def finish_text(self) -> None:
+        """White space at the end is content."""
+        if self.space:
+            self.emit(ContentDelta(self.space))
+            self.space = ""
+
+    def start_call(self, name: str) -> None:
+        self.trim()
+        self.committed = True
+        self.emit(CallStart(self.num_calls, name))
+        self.num_calls += 1
+
+    def add_arguments(self, text: str) -> None:
+        """The next piece of the arguments of the call that began last."""
+        if text:
+            self.emit(CallArguments(self.num_calls - 1, text))
+
+    def emit(self, delta: Delta) -> None:
+        """Adds a delta to those of this piece of text, joined with the last one where it continues it."""
+        both = joined(self.deltas[-1], delta) if self.deltas else None
+        if both is None:
+            self.deltas.append(delta)
+        else:
+            self.deltas[-1] = both
+
+
+def find_mark(text: str, marks: Sequence[str], start: int, ended: bool) -> tuple[int, str] | None:
+    """Where the first of the marks is in the text, and which: the longest of those that begin there. None
+    while another one may have begun before it.
+    """
+    found = [(text.find(mark, start), -len(mark), mark) for mark in marks]
+    places = [place for place in found if place[0] >= 0]
+    if not places:
+        return None
+    place, _, mark = min(places)
+    if not ended and place >= end_of_certain(text, marks, start):
+        return None
+    return place, mark
+
+
+def end_of_certain(text: str, marks: Sequence[str], start: int) -> int:
+    """Where the end of the text that may be the beginning of a mark begins."""
+    longest = max((len(mark) for mark in marks), default=1)
+    for place in range(max(start, len(text) - longest + 1), len(text)):
+        rest = text[place:]
+        if any(len(mark) > len(rest) and mark.startswith(rest) for mark in marks):
+            return place
+    return len(text)

@@ -1,0 +1,61 @@
+"""Answers with calls, read whole or in pieces."""
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+from api.tool_calls.formats.table import CallFormat
+from api.tool_calls.parser import AnswerParser
+from api.tool_calls.reading.deltas import CallArguments, CallStart, ContentDelta, Delta, ReasoningDelta, Tool
+from api.tool_calls.reasoning import ReasoningFormat
+
+
+@dataclass
+class Answer:
+    """What an answer's deltas say together."""
+
+    content: str = ""
+    reasoning: str = ""
+    calls: list[tuple[str, str]] = field(default_factory=list)
+
+    def add(self, delta: Delta) -> None:
+        match delta:
+            case ContentDelta(text):
+                self.content += text
+            case ReasoningDelta(text):
+                self.reasoning += text
+            case CallStart(index, name):
+                assert index == len(self.calls)
+                self.calls.append((name, ""))
+            case CallArguments(index, text):
+                assert index == len(self.calls) - 1
+                name, arguments = self.calls[index]
+                self.calls[index] = (name, arguments + text)
+
+
+@dataclass(frozen=True)
+class Reading:
+    """How answers are read: the parser's arguments."""
+
+    calls: CallFormat | None = None
+    reasoning: ReasoningFormat | None = None
+    tools: Sequence[Tool] = ()
+    prompt: str = ""
+
+    def deltas(self, pieces: Iterable[str]) -> list[list[Delta]]:
+        """The deltas of each piece, and those of the end."""
+        parser = AnswerParser(self.tools, self.calls, self.reasoning, self.prompt)
+        return [*(parser.feed(piece) for piece in pieces), parser.finish()]
+
+    def read(self, *pieces: str) -> Answer:
+        answer = Answer()
+        for deltas in self.deltas(pieces):
+            for delta in deltas:
+                answer.add(delta)
+        return answer
+
+
+def cuts(text: str) -> Iterator[list[str]]:
+    """The text in two pieces, cut at each place; then in single characters."""
+    for i in range(1, len(text)):
+        yield [text[:i], text[i:]]
+    yield list(text)
