@@ -5,8 +5,8 @@ from pathlib import Path
 
 from tokenizers import Tokenizer
 
-from api.inference.chat_template import ChatTemplate
 from api.offload import offload
+from api.templates.chat_template import ChatTemplate
 from common import model_config
 
 

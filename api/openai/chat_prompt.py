@@ -3,9 +3,9 @@
 from typing import Any
 
 from api.errors import invalid
-from api.inference.chat_template import OWN_VARIABLES, ChatTemplate, template_error
 from api.offload import offload
 from api.openai.request_schemas import ROLES, ChatMessage, ChatRequest, ContentPart
+from api.templates.chat_template import OWN_VARIABLES, ChatTemplate, template_error
 
 ROLES_OF_TOOLS = ("tool", "function")
 FIELDS_OF_TOOLS = ("tool_calls", "tool_call_id", "function_call")

@@ -8,7 +8,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from api.errors import ApiError
-from api.inference.chat_template import ChatTemplate
+from api.templates.chat_template import ChatTemplate
 from common import model_files
 from common.settings.settings import SettingError
 from tests.support.fleet.gateways import model_tokenizer
@@ -171,6 +171,48 @@ def test_another_tokenizer_config_without_a_template_is_refused(
     write(tmp_path, "tokenizer_config.json", {"bos_token": "<s>"})
     with pytest.raises(SettingError, match=f"^TOKENIZER_CONFIG_PATH: {tmp_path / name} {cause}$"):
         ChatTemplate.load(tmp_path, str(tmp_path / name))
+
+
+LLAMA = (
+    "{% if custom_tools is defined %}{% set tools = custom_tools %}{% endif %}"
+    "{% if not tools is defined %}{% set tools = none %}{% endif %}"
+    "{% for m in messages %}{{ m.content }}"
+    "{% for c in m.tool_calls %}{{ c.function.arguments | tojson }}{% endfor %}{% endfor %}"
+    "{% if tools is not none %}{{ tools | tojson }}{% endif %}"
+)
+HERMES = (
+    "{% if tools %}{{ tools | tojson }}{% endif %}{% for m in messages %}{{ m.content }}"
+    "{% if m.tool_calls %}{% for c in m.tool_calls %}{{ c.function.arguments | tojson }}"
+    "{% endfor %}{% endif %}{% endfor %}"
+)
+DEEPSEEK = (
+    "{% for m in messages %}{{ m.content }}"
+    "{% for c in m['tool_calls'] %}{{ '```json\n' + c['function']['arguments'] + '```' }}"
+    "{% endfor %}{% endfor %}"
+)
+PYTHONIC = (
+    "{% for m in messages %}{{ m.content }}{% for c in m.tool_calls %}{{ c.function.arguments }}{% endfor %}"
+    "{% endfor %}{{ tools }}"
+)
+
+
+@pytest.mark.parametrize(
+    ("source", "takes_tools", "wants_text"),
+    [(LLAMA, True, False), (HERMES, True, False), (DEEPSEEK, False, True), (PYTHONIC, True, True)],
+)
+def test_what_a_template_does_with_tools_is_read_from_it(
+    source: str, takes_tools: bool, wants_text: bool
+) -> None:
+    template = ChatTemplate(source, {})
+    assert (template.takes_tools, template.wants_text_arguments) == (takes_tools, wants_text)
+
+
+def test_requests_with_tools_have_a_template_of_their_own(tmp_path: Path) -> None:
+    several = [{"name": "default", "template": "plain"}, {"name": "tool_use", "template": "{{ tools }}"}]
+    write(tmp_path, "tokenizer_config.json", {"chat_template": several})
+    template = ChatTemplate.load(tmp_path)
+    assert template is not None and template.render(CHAT, True, {}) == "plain"
+    assert template.for_tools.render(CHAT, True, {}, [{"a": 1}]) == "[{'a': 1}]"
 
 
 def write(path: Path, name: str, content: object) -> None:
