@@ -26,17 +26,20 @@ from api.resume import routes_resume
 from api.resume.inherit import InheritedAnswers
 from api.resume.middleware import ResumeMiddleware
 from api.tgi import routes_generate, routes_info, routes_tokenize
+from api.vllm import routes_detokenize, routes_version
 from common.metrics.aggregate import publishing_metrics
 from common.settings.settings import Settings
 
 ROUTES = (
     routes_generate,
     routes_tokenize,
+    routes_detokenize,
     routes_chat,
     routes_completions,
     routes_resume,
     routes_health,
     routes_info,
+    routes_version,
     routes_models,
     routes_fleet,
     routes_page,
@@ -44,7 +47,7 @@ ROUTES = (
     routes_timeline,
 )
 REFUSED_WHILE_DRAINING = (routes_generate, routes_chat, routes_completions, routes_resume, routes_health)
-WITHOUT_KEY = (routes_health, routes_info, routes_models, routes_page, routes_metrics)
+WITHOUT_KEY = (routes_health, routes_info, routes_version, routes_models, routes_page, routes_metrics)
 
 
 def build(
@@ -70,6 +73,7 @@ def build(
         generate_unique_id_function=lambda route: route.name,
     )
     app.openapi = lambda: build_document(app)  # type: ignore[method-assign]
+    app.add_api_route("/openapi.json", lambda: build_document(app), include_in_schema=False)
     set_pools(app, gateway.pools)
     add_routes(app, gateway.settings, draining or Draining())
     add_error_handlers(app)

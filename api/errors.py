@@ -59,7 +59,7 @@ def openai(error: ApiError) -> tuple[int, dict[str, Any]]:
 
 def family_of(path: str) -> Family:
     """The API family of the route with this path."""
-    return openai if path == "/v1" or path.startswith("/v1/") else tgi
+    return openai if path in ("/v1", "/detokenize") or path.startswith("/v1/") else tgi
 
 
 # --- causes -------------------------------------------------------------------------------------------------

@@ -2,7 +2,7 @@
 
 from typing import TypeVar
 
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, ConfigDict, ValidationError
 from starlette.requests import Request
 
 from api.errors import ApiError, invalid
@@ -12,11 +12,27 @@ Schema = TypeVar("Schema", bound=BaseModel)
 MAX_PROBLEMS = 5
 
 
+class AnyBody(BaseModel):
+    """A JSON object of which only the names of its fields are of interest."""
+
+    model_config = ConfigDict(extra="allow")
+
+
 async def read(request: Request, schema: type[Schema], max_bytes: int) -> Schema:
     """The validated body. Raises ApiError: 413, 415, and those of `parse_body`."""
-    check_content_type(request)
-    data = await read_bytes(request, max_bytes)
+    data = await read_json(request, max_bytes)
     return await offload(len(data), lambda: parse_body(schema, data))
+
+
+async def read_json(request: Request, max_bytes: int) -> bytes:
+    """The body, which claims to be JSON. Raises ApiError: 413, 415."""
+    check_content_type(request)
+    return await read_bytes(request, max_bytes)
+
+
+async def names_in(data: bytes) -> set[str]:
+    """The fields of a body. Raises ApiError as `parse_body`."""
+    return (await offload(len(data), lambda: parse_body(AnyBody, data))).model_fields_set
 
 
 def parse_body(schema: type[Schema], data: bytes) -> Schema:

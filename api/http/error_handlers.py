@@ -9,6 +9,7 @@ from starlette.responses import Response
 from starlette.routing import Match
 
 from api.errors import ApiError, family_of, internal_error
+from api.http.openapi import build_document
 from api.inference import metrics
 from api.json import to_json
 
@@ -45,7 +46,8 @@ async def handle_http_exception(request: Request, exception: Exception) -> Respo
     """Answer a request for no route, or with a method that the route does not have."""
     assert isinstance(exception, HTTPException)
     status, error_type = exception.status_code, exception.detail.lower().replace(" ", "_")
-    error = ApiError(status, error_type, f"{exception.detail}: {request.method} {request.url.path}")
+    hint = what_exists(request) if status == 404 else ""
+    error = ApiError(status, error_type, f"{exception.detail}: {request.method} {request.url.path}{hint}")
     headers = {"allow": allowed_methods(request)} if status == 405 else exception.headers
     return error_response(error, request.url.path, headers)
 
@@ -58,6 +60,17 @@ def allowed_methods(request: Request) -> str:
         for method in METHODS
         if any(route.matches({**request.scope, "method": method})[0] is Match.FULL for route in routes)
     )
+
+
+def what_exists(request: Request) -> str:
+    """For a path of OpenAI's API that is not there: those that are. For one without `/v1`: what it lacks."""
+    path, paths = request.url.path, build_document(request.app)["paths"]
+    own = [known for known in paths if known.startswith("/v1/") and "{" not in known]
+    if path.startswith("/v1/"):
+        return f". Of OpenAI's API this server has {', '.join(own)}"
+    if any(path.endswith(known.removeprefix("/v1")) for known in own):
+        return ". The base URL of OpenAI's clients ends with /v1"
+    return ""
 
 
 async def handle_disconnect(request: Request, error: Exception) -> Response:

@@ -150,6 +150,6 @@ class WorkerMonitor:
             self.settings.max_stop_sequences,
             self.settings.max_top_n_tokens,
             self.settings.max_best_of,
-            self.settings.max_client_batch_size,
+            self.settings.max_client_batch_size or self.settings.max_concurrent_requests,
             not self.settings.disable_grammar_support,
         )

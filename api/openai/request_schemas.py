@@ -69,7 +69,7 @@ class StreamOptions(BaseModel):
 class OpenAIRequest(StructuredOutputFields):
     """Fields of both routes. Null and absent mean the default.
 
-    `user`, `metadata`, `store` and other labels are accepted and have no effect.
+    `user`, `metadata`, `store`, `verbosity` and other labels and hints are accepted and have no effect.
     """
 
     model: str | None = Field(
@@ -110,6 +110,11 @@ class OpenAIRequest(StructuredOutputFields):
     )
     truncate_prompt_tokens: int | None = least(1, "Use only so many tokens of the prompt: its last ones.")
     n: int | None = ranged("n", "The number of choices for each prompt. Default: 1.")
+    best_of: int | None = Field(
+        default=None,
+        description="1 or `n`: all texts that are generated are returned.",
+        json_schema_extra={"const": 1},
+    )
     frequency_penalty: float | None = ranged(
         "frequency_penalty", "Penalty for tokens by their number in the generated text, as OpenAI defines it."
     )
@@ -140,6 +145,11 @@ class OpenAIRequest(StructuredOutputFields):
         reject_unsupported(self.model_extra or {}, UNSUPPORTED, OPENAI_FIELDS | TGI_FIELDS)
         if self.stream_options is not None and not self.stream:
             raise invalid("`stream_options` is only allowed with `stream`: true", "stream_options")
+        if self.best_of not in (None, 1, self.n):
+            raise invalid(
+                f"`best_of` must be 1 or equal to `n`: all texts are returned. Given: {self.best_of}",
+                "best_of",
+            )
 
 
 class ContentPart(BaseModel):

@@ -48,7 +48,7 @@ async def respond(
     settings, admission = pool.settings, pool.admission
     if len(requests) > settings.max_concurrent_requests:
         raise invalid(
-            f"`n` asks for {len(requests)} choices: MAX_CONCURRENT_REQUESTS is "
+            f"`n` asks for {len(requests)} choices of all prompts: MAX_CONCURRENT_REQUESTS is "
             f"{settings.max_concurrent_requests}",
             "n",
         )

@@ -5,7 +5,6 @@ from api.http.unsupported import UnsupportedFields
 UNSUPPORTED: UnsupportedFields = {
     "allowed_token_ids": (),
     "audio": (),
-    "best_of": (1,),
     "cache_salt": (),
     "chat_template": (),
     "documents": (),
@@ -43,7 +42,6 @@ UNSUPPORTED: UnsupportedFields = {
     "tools": ([],),
     "truncation_side": ("left",),
     "use_beam_search": (False,),
-    "verbosity": (),
     "vllm_xargs": (),
     "watermarking": (False,),
     "web_search_options": (),

@@ -1,4 +1,4 @@
-"""POST /tokenize and /chat_tokenize: the token ids of a text or of a chat, as in TGI."""
+"""POST /tokenize and /chat_tokenize: the token ids of a text or of a chat, as in TGI, and as in vLLM."""
 
 from itertools import accumulate
 from typing import Any
@@ -19,6 +19,8 @@ from api.openai.params import from_chat
 from api.openai.request_schemas import ChatRequest
 from api.tgi.request_schemas import TokenizeRequest
 from api.tgi.response_schemas import TOKENIZE_ERRORS, ChatTokenizeResponse, SimpleToken
+from api.vllm.schemas import TokenizeResponse
+from api.vllm.tokenize import tokenize_chat, tokenize_prompt
 
 router = APIRouter(responses=TOKENIZE_ERRORS, tags=[TGI])
 TEXT = {"inputs": "The capital of France is"}
@@ -29,12 +31,20 @@ CHAT = {"messages": [{"role": "user", "content": "Why is the sky blue?"}]}
     "/tokenize",
     summary="Tokenize a text",
     openapi_extra=json_body(TokenizeRequest, TEXT),
-    responses={200: {"model": list[SimpleToken]}},
+    responses={200: {"model": list[SimpleToken] | TokenizeResponse}},
 )
 async def tokenize(request: Request) -> Response:
-    """Returns the tokens of `inputs`, with the special tokens that the model puts around a prompt."""
+    """Returns the tokens of `inputs`, with the special tokens that the model puts around a prompt. A body
+    with `prompt` or `messages` is vLLM's, and gets vLLM's answer.
+    """
     pool = own_pool(request)
-    parsed = await body.read(request, TokenizeRequest, pool.settings.payload_limit)
+    data = await body.read_json(request, pool.settings.payload_limit)
+    names = await body.names_in(data)
+    if "inputs" not in names and "messages" in names:
+        return await tokenize_chat(request, data)
+    if "inputs" not in names and "prompt" in names:
+        return await tokenize_prompt(request, data)
+    parsed = await offload(len(data), lambda: body.parse_body(TokenizeRequest, data))
     content = await offload(len(parsed.inputs), lambda: to_json(simple_tokens(pool.tokenizer, parsed.inputs)))
     return Response(content, media_type="application/json")
 

@@ -74,8 +74,8 @@ class SettingFields(BaseModel):
     """longest prompt (default: one less than MAX_TOTAL_TOKENS)"""
     max_total_tokens: Annotated[Count, Field(ge=2)] | None = None
     """prompt and new tokens of one request (default: the model's context, or what the KV cache holds)"""
-    max_client_batch_size: Count = 4
-    """prompts of one request"""
+    max_client_batch_size: Count | None = None
+    """prompts of one request (default: MAX_CONCURRENT_REQUESTS)"""
     max_best_of: Count = 2
     """sequences of one prompt from which `best_of` picks the best"""
     max_stop_sequences: Number = 4

@@ -22,6 +22,7 @@ FLOORS = {
         "lifecycle",
         "admin jobs resume",
         "tgi",
+        "vllm",
         "openai",
         "http",
         "inference arq",

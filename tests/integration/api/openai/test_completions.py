@@ -254,3 +254,21 @@ async def test_all_prompts_or_none_are_admitted(broker: Broker) -> None:
         ) and "MAX_CONCURRENT_REQUESTS is 3" in never.text
         task.cancel()
         await wait_until(lambda: not worker.live and not gateway.pool.relay.streams)
+
+
+async def test_prompts_are_as_many_as_are_admitted(broker: Broker) -> None:
+    """Texts, and lists of ids; MAX_CLIENT_BATCH_SIZE is a lower limit of an operator's."""
+    texts = [f"{i}, {i + 1}," for i in range(40)]
+    async with answering(
+        broker.url, lambda request: Answer([request.prompt_ids[0]]), max_concurrent_requests=50
+    ) as (_, _, client):
+        by_text = await client.post("/v1/completions", json={"prompt": texts})
+        by_ids = await client.post("/v1/completions", json={"prompt": [ids(text) for text in texts]})
+        beyond = await client.post("/v1/completions", json={"prompt": texts, "n": 2})
+    assert by_text.status_code == 200, by_text.text
+    chosen = [choice["text"] for choice in by_text.json()["choices"]]
+    assert len(chosen) == 40 and chosen == [choice["text"] for choice in by_ids.json()["choices"]]
+    assert beyond.status_code == 400 and "MAX_CONCURRENT_REQUESTS is 50" in beyond.json()["error"]["message"]
+    async with answering(broker.url, Answer([11]), max_client_batch_size=4) as (_, _, client):
+        refused = (await client.post("/v1/completions", json={"prompt": texts[:5]})).json()["error"]
+        assert "up to 4 prompts" in refused["message"]

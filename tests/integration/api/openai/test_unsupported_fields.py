@@ -27,6 +27,7 @@ LABELS = {
     "service_tier",
     "store",
     "user",
+    "verbosity",
 }
 """Accepted without effect."""
 
@@ -86,14 +87,14 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     (PROMPT | {"prompt": [""]}, "prompt", "empty"),
     (PROMPT | {"prompt": [[]]}, "prompt", "no tokens"),
     (PROMPT | {"prompt": [10**6]}, "prompt", "1000000"),
-    (PROMPT | {"prompt": list("abcde")}, "prompt", "up to 4 prompts"),
     (PROMPT | {"prompt": ["a", 1]}, "prompt", "a list of token ids"),
     (PROMPT | {"prompt": {"a": 1}}, "prompt", "a list of token ids"),
     (PROMPT | {"logprobs": True}, "logprobs", "valid integer"),
     (PROMPT | {"logprobs": 21}, "logprobs", "at most 20"),
     (PROMPT | {"max_completion_tokens": 6}, "max_completion_tokens", "not a field of this route"),
     (PROMPT | {"suffix": "a"}, "suffix", "not supported yet"),
-    (PROMPT | {"best_of": 2}, "best_of", "not supported yet"),
+    (PROMPT | {"best_of": 2}, "best_of", "1 or equal to `n`"),
+    (CHAT | {"best_of": 3, "n": 2}, "best_of", "1 or equal to `n`"),
     (PROMPT | {"max_tokens": 0}, "max_tokens", "at least 1"),
     (PROMPT | {"echo": True, "logprobs": 21}, "logprobs", "at most 20"),
 ]
@@ -177,3 +178,23 @@ async def test_malformed_bodies_are_refused(client: httpx.AsyncClient) -> None:
                 "invalid_request_error",
             )
         assert (await client.get(path)).status_code == 405
+
+
+async def test_best_of_is_n_and_hints_have_no_effect(client: httpx.AsyncClient) -> None:
+    hints = {"user": "u", "metadata": {"a": "b"}, "service_tier": "auto", "prompt_cache_key": "k"}
+    labels = hints | {"store": True, "safety_identifier": "s", "verbosity": "low"}
+    for body in ({"n": 2, "best_of": 2}, {"n": 2, "best_of": 1}, {"best_of": 1}):
+        chat = await client.post("/v1/chat/completions", json=CHAT | labels | body)
+        completion = await client.post("/v1/completions", json=PROMPT | labels | body)
+        for answer in (chat, completion):
+            assert len(answer.json()["choices"]) == body.get("n", 1), answer.text
+
+
+async def test_a_route_that_is_not_there_names_what_is(client: httpx.AsyncClient) -> None:
+    missing = await client.post("/v1/embeddings", json={})
+    words = missing.json()["error"]["message"]
+    assert missing.status_code == 404
+    for path in ("/v1/chat/completions", "/v1/completions", "/v1/models"):
+        assert path in words
+    for path in ("/chat/completions", "/openai/chat/completions"):
+        assert "ends with /v1" in (await client.post(path, json=CHAT)).json()["error"]

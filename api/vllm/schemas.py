@@ -1,0 +1,58 @@
+"""Bodies of vLLM's routes, described for /docs: requests and responses."""
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from api.inference.fields import Listed
+from api.openai.request_schemas import ChatRequest
+
+
+class TokenizePromptRequest(BaseModel):
+    """A body of /tokenize with `prompt`."""
+
+    model_config = ConfigDict(strict=True)
+
+    model: str | None = None
+    prompt: str = Field(description="The text to tokenize.")
+    add_special_tokens: bool | None = Field(
+        default=None, description="Add the special tokens that the model puts around a prompt. Default: true."
+    )
+    return_token_strs: bool | None = Field(
+        default=None, description="Return the tokens as the vocabulary has them, too. Default: false."
+    )
+
+
+class TokenizeChatRequest(ChatRequest):
+    """A body of /tokenize with `messages`."""
+
+    return_token_strs: bool | None = None
+
+
+class DetokenizeRequest(BaseModel):
+    """The body of /detokenize."""
+
+    model_config = ConfigDict(strict=True)
+
+    model: str | None = None
+    tokens: Listed[int] = Field(description="Token ids.", json_schema_extra={"items": {"minimum": 0}})
+
+
+class VllmObject(BaseModel):
+    model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
+
+
+class TokenizeResponse(VllmObject):
+    count: int
+    max_model_len: int | None
+    """Most tokens of prompt and generated text together; null until a worker has been ready."""
+    tokens: list[int]
+    token_strs: list[str] | None
+    """The tokens as the vocabulary has them, if requested."""
+
+
+class DetokenizeResponse(VllmObject):
+    prompt: str
+
+
+class ServerVersion(VllmObject):
+    version: str
+    """Of this server."""

@@ -1,0 +1,55 @@
+"""Tokenize in vLLM's shape: the token ids of a text or of a chat, and how many the model takes."""
+
+from collections.abc import Callable
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from api.http.body import parse_body
+from api.http.state import pools_of
+from api.inference.pool import Pool
+from api.inference.validate import check
+from api.json import to_json
+from api.offload import offload
+from api.openai import chat_prompt
+from api.openai.params import from_chat
+from api.vllm.schemas import TokenizeChatRequest, TokenizePromptRequest
+
+
+async def tokenize_prompt(request: Request, data: bytes) -> Response:
+    """Raises ApiError."""
+    body = await offload(len(data), lambda: parse_body(TokenizePromptRequest, data))
+    pool = await pools_of(request).find(body.model)
+    special = body.add_special_tokens is not False
+    return await respond(pool, body.prompt, special, bool(body.return_token_strs))
+
+
+async def tokenize_chat(request: Request, data: bytes) -> Response:
+    """Raises ApiError."""
+    chat = await offload(len(data), lambda: parse_body(TokenizeChatRequest, data))
+    chat.check()
+    pool = await pools_of(request).find(chat.model)
+    text = await chat_prompt.chat_prompt_text(chat, pool.tokenizer.chat_template)
+    check(from_chat(chat, text), pool.workers.limits, pool.tokenizer)
+    return await respond(pool, text, bool(chat.add_special_tokens), bool(chat.return_token_strs))
+
+
+async def respond(pool: Pool, text: str, add_special_tokens: bool, with_strings: bool) -> Response:
+    if not pool.workers.max_total_tokens:
+        await pool.workers.refresh_unless_fresh()
+    longest = pool.workers.limits.max_total_tokens if pool.workers.max_total_tokens else None
+
+    def render() -> bytes:
+        ids = pool.tokenizer.encode(text, add_special_tokens)
+        to_string: Callable[[int], Any] = pool.tokenizer.backend.id_to_token
+        return to_json(
+            {
+                "count": len(ids),
+                "max_model_len": longest,
+                "tokens": ids,
+                "token_strs": [to_string(token_id) for token_id in ids] if with_strings else None,
+            }
+        )
+
+    return Response(await offload(len(text), render), media_type="application/json")
