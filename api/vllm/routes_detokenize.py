@@ -19,7 +19,7 @@ router = APIRouter(tags=[OPENAI])
     "/detokenize",
     summary="Turn token ids into text",
     openapi_extra=json_body(DetokenizeRequest, {"tokens": [504, 3575, 282, 4649, 314]}),
-    responses={200: {"model": DetokenizeResponse}} | ERROR_RESPONSES,
+    responses={200: {"model": DetokenizeResponse}, **ERROR_RESPONSES},
 )
 async def detokenize(request: Request) -> Response:
     """Returns the text of `tokens`, special tokens included."""
