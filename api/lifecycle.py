@@ -32,6 +32,19 @@ class Gateway:
         self.job_consumer = JobConsumer(self.pool)
         self.unread = UnreadAnswers(settings)
 
+    def show_draining(self) -> None:
+        """Have its heartbeats say that it drains: a batcher that ends at the same time stays for its
+        streams.
+        """
+        self.pool.workers.state = "draining"
+
+    def give_up(self) -> None:
+        """End the streams of clients with an error, and their requests. Jobs go on at other gateways."""
+        for pool in self.pools.all():
+            for stream in list(pool.relay.streams.values()):
+                if stream.request.gateway and not stream.terminal:
+                    stream.give_up("the gateway shut down before the answer was finished", "shutdown")
+
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator["Gateway"]:
         """Serve while the context is open. Foreign pools are closed first, the own pool last."""

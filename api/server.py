@@ -48,7 +48,7 @@ def serve(settings: Settings, incarnation: str) -> None:
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     sockets = [shared_listener(settings.listen_host, settings.port), own_listener(settings.gateway_port)]
     gateway = Gateway(settings, incarnation, tokenizer, lossy(os.environ.get("TOKENFLEET_TEST_LOSE", "")))
-    draining, channel = Draining(), inherited_channel()
+    draining, channel = Draining(gateway.show_draining, gateway.give_up), inherited_channel()
     config = uvicorn.Config(
         build(gateway, draining, channel),
         loop="uvloop",

@@ -7,6 +7,7 @@ from redis.asyncio import Redis
 from batcher.failure_detector import FailureDetector
 from batcher.orphans import OrphanTracker
 from batcher.scheduling.scheduler import Scheduler
+from batcher.worker_absence import WorkerAbsence
 from batcher.workers import WorkerRegistry
 from common.broker.keys import POOLS, Keys
 from common.broker.sequences import REPEAT_S, ChannelSequences
@@ -18,7 +19,8 @@ POOL_TTL_S = 3600
 
 
 class Housekeeping:
-    """Cancels orphaned requests, finds dead workers, trims `control`, publishes the state.
+    """Cancels requests that nobody reads or nobody can serve, finds dead workers, trims `control`, publishes
+    the state.
 
     Attributes:
         due_s: monotonic time of the next run.
@@ -42,6 +44,7 @@ class Housekeeping:
         self.detector = detector
         self.channels = channels
         self.orphans = OrphanTracker(redis, keys)
+        self.absence = WorkerAbsence(redis, keys, settings.worker_grace_s)
         self.heartbeat = Heartbeat(redis, keys, "batcher", incarnation, settings.worker_ttl_s)
         self.interval_s = min(settings.heartbeat_s, REPEAT_S)
         self.due_s = 0.0
@@ -58,11 +61,19 @@ class Housekeeping:
         if self.detector.active:
             for request_id in orphans:
                 self.scheduler.cancel(request_id, "gateway")
+            if await self.absence.is_over_grace(bool(self.scheduler.replicas)):
+                self.end_waiting_clients()
         for channel, payload in self.channels.repeated_messages():
             await self.redis.publish(channel, payload)
         await self.redis.xtrim(self.keys.control, minid=control_id)
         await self.publish_state(undecodable)
         return dead
+
+    def end_waiting_clients(self) -> None:
+        """End what gateways wait for, as there is no worker. Jobs wait for one until their deadline."""
+        for sequence in list(self.scheduler.sequences.values()):
+            if sequence.request.gateway:
+                self.scheduler.cancel(sequence.request_id, "no_worker")
 
     async def publish_state(self, undecodable: int) -> None:
         """Write the scheduler's counts, the pool's place in the list of pools, and the heartbeat."""

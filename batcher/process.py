@@ -10,8 +10,10 @@ from typing import Any, NoReturn
 import uvloop
 from redis.asyncio import Redis
 
+from batcher.departure import Departure
 from batcher.lease import Lease, LeaseLost, WritesLost
 from batcher.loop import Batcher
+from batcher.scheduling.scheduler import Scheduler
 from common.broker import client
 from common.broker.keys import LEASE_S, Keys
 from common.metrics.aggregate import publishing_metrics
@@ -27,23 +29,40 @@ async def serve(settings: Settings, incarnation: str) -> None:
     redis = client.connect(client.broker_url(settings))
     keys = Keys(settings.pool)
     lease = Lease(redis, keys, incarnation, LEASE_S)
-    task = asyncio.create_task(run_batcher(settings, redis, keys, lease))
-    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
-    try:
-        await task
-    except asyncio.CancelledError:
-        await lease.release()
+    departure = Departure(redis, keys, settings, lease)
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, departure.told.set)
+    running = asyncio.create_task(run_batcher(settings, redis, keys, lease, departure))
+    await asyncio.wait((running, asyncio.create_task(departure.wait())), return_when=asyncio.FIRST_COMPLETED)
+    if running.done():
+        running.result()
+    running.cancel()
+    await asyncio.wait([running])
+    await lease.release()
+    await Heartbeat(redis, keys, "batcher", incarnation, settings.worker_ttl_s).remove_in_time()
 
 
-async def run_batcher(settings: Settings, redis: Redis, keys: Keys, lease: Lease) -> NoReturn:
+async def run_batcher(
+    settings: Settings, redis: Redis, keys: Keys, lease: Lease, departure: Departure
+) -> NoReturn:
     """Be active, one epoch after another, until the lease is lost (raises LeaseLost)."""
     while True:
         epoch = await stand_by(settings, redis, keys, lease)
         async with publishing_metrics(redis, keys):
             try:
-                await run_until_one_ends(lease.keep(), Batcher(settings, redis, keys, lease, epoch).run())
+                batcher = Batcher(settings, redis, keys, lease, epoch)
+                await run_until_one_ends(
+                    lease.keep(), batcher.run(), close(batcher.scheduler, departure.told)
+                )
             except WritesLost as error:
                 log.warning("epoch %d is over: %s", epoch, error)
+
+
+async def close(scheduler: Scheduler, told_to_end: asyncio.Event) -> NoReturn:
+    """From the moment this process is told to end, let what waits start on workers that end as well."""
+    await told_to_end.wait()
+    scheduler.closing = True
+    await asyncio.Future()
+    raise AssertionError
 
 
 async def run_until_one_ends(*coroutines: Coroutine[Any, Any, NoReturn]) -> None:

@@ -1,10 +1,12 @@
 """Draining: what a gateway does from its first SIGTERM until it ends.
 
 Where a socket keeper listens, it hands its answers over to other gateways, or to its own successor, and takes
-no new connections. Else it refuses new requests, and ends when those that it has are finished.
+no new connections. Else it refuses new requests, and ends when those that it has are finished. Those that are
+not finished in time get an error.
 """
 
 import time
+from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
@@ -21,11 +23,17 @@ class Draining:
 
     Attributes:
         refuses: whether it refuses new requests.
+        on_start: called once, when it begins.
+        on_timeout: called once, when its time is over; it ends the requests that are left.
     """
 
-    def __init__(self) -> None:
+    def __init__(
+        self, on_start: Callable[[], None] = lambda: None, on_timeout: Callable[[], None] = lambda: None
+    ) -> None:
         self.until_s: float | None = None
         self.refuses = False
+        self.on_start = on_start
+        self.on_timeout = on_timeout
 
     async def check(self) -> None:
         """Raises ApiError (503) while the gateway refuses new requests."""
@@ -50,6 +58,7 @@ class DrainingServer(uvicorn.Server):
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         if self.draining.until_s is None:
             self.draining.until_s = time.monotonic() + self.timeout_s
+            self.draining.on_start()
         else:
             super().handle_exit(sig, frame)
 
@@ -64,7 +73,10 @@ class DrainingServer(uvicorn.Server):
         else:
             self.draining.refuses = True
         is_idle = not self.server_state.tasks and not self.newly_connected()
-        return stops or is_idle or time.monotonic() > until_s
+        is_late = time.monotonic() > until_s
+        if is_late:
+            self.draining.on_timeout()
+        return stops or is_idle or is_late
 
     def leave(self) -> None:
         """Take no new connections, and no further request on those that are open."""

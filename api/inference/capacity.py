@@ -44,6 +44,7 @@ class WorkerMonitor:
         max_total_tokens: of the smallest worker.
         last_error: why the last read failed; empty if it succeeded.
         checked_s: monotonic time of the last read.
+        state: of the gateway, as its heartbeat shows it: `ready`, `draining`.
     """
 
     def __init__(
@@ -59,6 +60,7 @@ class WorkerMonitor:
         self.last_error = "not connected to the broker yet"
         self.checked_s = 0.0
         self.refresh_lock = asyncio.Lock()
+        self.state = "ready"
 
     async def run(self) -> None:
         """Never returns."""
@@ -87,7 +89,9 @@ class WorkerMonitor:
 
     async def send_heartbeat(self) -> None:
         """Send the gateway's heartbeat, with the number of its streams and tasks."""
-        await self.heartbeat.send(state="ready", streams=self.num_streams(), tasks=len(asyncio.all_tasks()))
+        await self.heartbeat.send(
+            state=self.state, streams=self.num_streams(), tasks=len(asyncio.all_tasks())
+        )
 
     async def remove_heartbeat(self) -> None:
         """Remove the heartbeat: this gateway has no requests any more."""

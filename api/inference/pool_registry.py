@@ -51,6 +51,9 @@ class PoolRegistry:
         self.foreign: dict[str, OpenPool] = {}
         self.lock = asyncio.Lock()
 
+    def all(self) -> list[Pool]:
+        return [self.own, *(found.pool for found in self.foreign.values())]
+
     async def find(self, model: str | None) -> Pool:
         """The pool that serves `model`. Raises ApiError: 404 `model_not_found`, 503 where the broker or the
         model's files cannot be read.

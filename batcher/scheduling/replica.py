@@ -32,7 +32,8 @@ class Replica:
             releases the row.
         disowned: those of them that must be stopped.
         starved: a row did not get all the blocks it needs for the steps granted.
-        draining: it starts nothing more, and its rows go to other workers.
+        draining: it was told to end.
+        evacuates: it drains, and its rows go to other workers.
     """
 
     capacity: WorkerCapacity
@@ -49,6 +50,7 @@ class Replica:
     disowned: list[int] = field(default_factory=list)
     starved: bool = False
     draining: bool = False
+    evacuates: bool = False
     next_row: int = 1
 
     def __post_init__(self) -> None:
@@ -96,7 +98,7 @@ class Replica:
         A block must be left for each running row, or the new row would soon be preempted. Suspects start one
         at a time, so the next crash tells which of them is to blame.
         """
-        if self.draining or self.starved or self.num_running >= self.limits.max_batch_size:
+        if self.starved or self.num_running >= self.limits.max_batch_size:
             return False
         if sequence.crash_count and self.has_suspect:
             return False

@@ -46,6 +46,7 @@ class Scheduler:
         replicas: every worker that may be given rows, by incarnation.
         queue: a heap of requests that wait; those that no longer do are skipped.
         deadlines: a heap of (deadline in ms, request id).
+        closing: the whole pool was told to end, so no other worker will come for requests that wait.
     """
 
     def __init__(self, limits: WorkerLimits, epoch: int) -> None:
@@ -56,6 +57,7 @@ class Scheduler:
         self.queue: list[tuple[tuple[int, int, int], Sequence]] = []
         self.deadlines: list[tuple[int, str]] = []
         self.outcomes = Outcomes()
+        self.closing = False
 
     def counts(self) -> dict[str, int]:
         """Numbers of workers, live requests, waiting requests, and rows and KV blocks on workers."""
@@ -138,7 +140,9 @@ class Scheduler:
         return left
 
     def drain(self, incarnation: str) -> None:
-        """Give the worker no new rows, and preempt those it has."""
+        """Give the worker no new rows. Those it has go to other workers; while there are none, they go on
+        where they are.
+        """
         if (replica := self.replicas.get(incarnation)) is not None:
             replica.draining = True
 
@@ -173,14 +177,21 @@ class Scheduler:
 
     def plans(self) -> Iterator[PendingPlan]:
         """Yield a plan for each worker for which something changes."""
-        placed = self.place_waiting()
+        staying = self.staying()
+        for replica in self.replicas.values():
+            replica.evacuates = replica.draining and bool(staying)
+        placed = self.place_waiting(staying or (list(self.replicas.values()) if self.closing else []))
         for incarnation, replica in self.replicas.items():
             rows = placed.get(incarnation, [])
             if (plan := next_plan(replica, self.epoch, rows)) is not None:
                 yield PendingPlan(replica, plan, rows)
 
-    def place_waiting(self) -> dict[str, list[PlacedRow]]:
-        """Start waiting requests in order, each on the least loaded worker that can take it."""
+    def staying(self) -> list[Replica]:
+        """Workers that were not told to end."""
+        return [replica for replica in self.replicas.values() if not replica.draining]
+
+    def place_waiting(self, open_to_new: list[Replica]) -> dict[str, list[PlacedRow]]:
+        """Start waiting requests in order, each on the least loaded of these workers that can take it."""
         placed: dict[str, list[PlacedRow]] = {}
         held_back = []
         while self.queue:
@@ -191,7 +202,7 @@ class Scheduler:
                 sequence.waiting = False
                 self.outcomes.to_finish.append((sequence, "capacity"))
                 continue
-            able = [replica for replica in self.replicas.values() if replica.can_start(sequence)]
+            able = [replica for replica in open_to_new if replica.can_start(sequence)]
             if not able:
                 held_back.append((position, sequence))
                 if not sequence.crash_count:

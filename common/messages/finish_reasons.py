@@ -11,6 +11,7 @@ ERRORS = {
     "poison": ("generation", "three workers died while they worked on this request"),
     "capacity": ("generation", "no worker's KV cache can hold this request"),
     "grammar": ("generation", "the request's grammar allows none of the tokens that are left"),
+    "no_worker": ("unavailable", "no worker is left, and none started within WORKER_GRACE_S"),
     "malformed": ("generation", "the queued request cannot be read"),
 }
 """Reason of a failed request → (error type, error text). A reason that is not listed here is a cancel."""

@@ -63,9 +63,13 @@ class Heartbeat:
         finally:
             task.cancel()
             await asyncio.wait([task])
-            with contextlib.suppress(*ERRORS):
-                async with asyncio.timeout(REMOVE_TIMEOUT_S):
-                    await self.remove()
+            await self.remove_in_time()
+
+    async def remove_in_time(self) -> None:
+        """Remove it, unless the broker does not answer: then it expires."""
+        with contextlib.suppress(*ERRORS):
+            async with asyncio.timeout(REMOVE_TIMEOUT_S):
+                await self.remove()
 
     async def remove(self) -> None:
         async with self.redis.pipeline() as pipe:

@@ -151,7 +151,7 @@ class SettingFields(BaseModel):
     step_timeout_s: Annotated[Seconds, Field(ge=1)] = 60.0
     """an engine that computes, but no step for so long and 20 times what one takes, is killed (s)"""
     worker_grace_s: Seconds = 30.0
-    """how long requests are still accepted after the last worker died, or without a batcher (s)"""
+    """how long requests are accepted, and wait, after the last worker died or without a batcher (s)"""
     gateway_grace_s: Seconds = 30.0
     """how long a request lives on after its gateway died (s)"""
     graceful_termination_timeout: Seconds = 90.0

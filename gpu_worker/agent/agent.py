@@ -28,6 +28,8 @@ log = logging.getLogger(__name__)
 
 RETRY_S = 0.05
 SLOW_STEPS = 20
+LINGER_HEARTBEATS = 2
+"""For so long a worker that had rows waits for more before it leaves: it may be the last."""
 
 
 class Agent:
@@ -125,11 +127,14 @@ class Agent:
         await self.heartbeat.send(status, self.state.step, self.state.table, self.state.num_tokens)
 
     async def drain(self) -> None:
-        """Returns after SIGTERM, once the batcher has moved every row elsewhere or
+        """Returns after SIGTERM, once every row is finished or moved elsewhere and no other has come, or
         GRACEFUL_TERMINATION_TIMEOUT has passed.
         """
         await self.draining.wait()
         log.info("draining %d rows", len(self.state.table.rows))
         self.heartbeat_now.set()
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self.state.idle.wait(), self.settings.graceful_termination_timeout)
+            async with asyncio.timeout(self.settings.graceful_termination_timeout):
+                while not self.state.idle.is_set():
+                    await self.state.idle.wait()
+                    await asyncio.sleep(LINGER_HEARTBEATS * self.settings.heartbeat_s)

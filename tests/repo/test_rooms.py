@@ -38,9 +38,9 @@ FLOORS = {
         "loop",
         "housekeeping recovery",
         "terminals workers",
-        "backlog dispatch orphans parse timeline",
+        "backlog departure dispatch orphans parse timeline",
         "lease scheduling",
-        "failure_detector inbox pool_clock",
+        "failure_detector inbox pool_clock worker_absence",
     ],
     "gpu_worker": [
         "__main__ engine.__main__",

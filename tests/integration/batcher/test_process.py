@@ -141,3 +141,14 @@ async def test_a_batcher_that_lost_its_lease_ends(broker: Broker, redis: Redis) 
         await wait_until(lambda: redis.exists(KEYS.state))
         await redis.incr(KEYS.epoch)
         assert await asyncio.to_thread(process.wait, 10) == 1
+
+
+async def test_without_workers_for_worker_grace_s_clients_get_an_error_and_jobs_wait(
+    broker: Broker, redis: Redis
+) -> None:
+    with batcher(broker.url, WORKER_GRACE_S="0.5"):
+        await admit(redis, "job", gateway="")
+        await admit(redis, "r1")
+        ended = await result(redis, "r1")
+        assert (ended.error_type, "WORKER_GRACE_S" in ended.error) == ("unavailable", True)
+        assert await waiting(redis, 1), "the job"

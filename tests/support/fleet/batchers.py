@@ -41,7 +41,7 @@ def batcher(url: str, name: str = "b0", **settings: str) -> Iterator[subprocess.
 
 async def admit(redis: Redis, name: str, payload: bytes | None = None, **fields: Any) -> bytes:
     request = Generate(
-        name, "d", pack_ids([1, 2, 3]), StoppingParams(5), channel=CHANNEL, gateway="g", **fields
+        name, "d", pack_ids([1, 2, 3]), StoppingParams(5), channel=CHANNEL, **{"gateway": "g", **fields}
     )
     keys = [KEYS.requests, KEYS.requests_bytes, KEYS.request(name), KEYS.clock]
     answer: list[bytes] = await script(redis, "admit")(

@@ -42,7 +42,12 @@ class ModelessEngine(EngineClient):
         ids: of each row, prompt and tokens.
         owners: row by block.
         num_starts: rows that ever started.
+        draining: of its agent: set it, and the worker drains as at SIGTERM.
+        serving: its agent's task.
     """
+
+    draining: asyncio.Event
+    serving: asyncio.Task[None]
 
     def __init__(self, step_s: float) -> None:
         super().__init__([])
@@ -102,13 +107,14 @@ async def modeless_worker(
     worker = WorkerCapacity(f"{name}-1", name, "m", "float32", BLOCK_SIZE, num_blocks, 512, 8192)
     settings = Settings(heartbeat_s=0.2, worker_ttl_s=5.0, max_batch_size=max_batch_size)
     agent = Agent(settings, redis, engine, RowTable(TOKENIZER), worker)
-    serving = asyncio.create_task(agent.run())
+    engine.draining = agent.draining
+    engine.serving = asyncio.create_task(agent.run())
     try:
         yield engine
     finally:
-        failed = serving.done()
-        serving.cancel()
-        await asyncio.wait([serving])
+        failed = engine.serving.done()
+        engine.serving.cancel()
+        await asyncio.wait([engine.serving])
         await redis.aclose()
         if failed:
-            serving.result()
+            engine.serving.result()

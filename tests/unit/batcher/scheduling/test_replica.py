@@ -52,12 +52,9 @@ def test_a_block_must_be_left_for_each_running_row() -> None:
     assert replica.can_start(make_sequence(16)), "3 blocks, of 4"
 
 
-def test_no_row_starts_beyond_the_batch_or_on_a_draining_or_starved_worker() -> None:
+def test_no_row_starts_beyond_the_batch_or_on_a_starved_worker() -> None:
     replica = make_replica(num_blocks=100, max_batch_size=1)
     assert replica.can_start(make_sequence(1))
-    replica.draining = True
-    assert not replica.can_start(make_sequence(1))
-    replica.draining = False
     replica.starved = True
     assert not replica.can_start(make_sequence(1))
     replica.starved = False

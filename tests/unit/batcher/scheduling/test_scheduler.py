@@ -158,6 +158,37 @@ def test_a_draining_worker_gives_its_rows_away() -> None:
     assert len(pool.finished) == 4
 
 
+def test_the_last_worker_finishes_its_rows_while_it_drains_and_takes_new_ones_only_when_the_pool_closes() -> (
+    None
+):
+    pool = Pool(1, num_blocks=100, seed=1, limits=WorkerLimits(max_batch_size=2), eos_chance=0)
+    pool.add(*(request(f"r{i}", 10, 100, i) for i in range(4)))
+    pool.turn()
+    pool.scheduler.drain("w0")
+    for _ in range(150):
+        pool.turn()
+    assert sorted(pool.finished) == ["r0", "r1"] and not pool.workers["w0"].rows
+    pool.scheduler.closing = True
+    pool.run()
+    assert sorted(pool.finished) == ["r0", "r1", "r2", "r3"]
+
+
+def test_rows_of_a_draining_worker_move_as_soon_as_another_joins() -> None:
+    pool = Pool(1, num_blocks=100, seed=1, eos_chance=0)
+    pool.add(*(request(f"r{i}", 10, 400, i) for i in range(4)))
+    pool.turn()
+    pool.scheduler.drain("w0")
+    for _ in range(10):
+        pool.turn()
+    assert len(pool.workers["w0"].rows) == 4
+    joined = pool.add_worker()
+    for _ in range(30):
+        pool.turn()
+    assert not pool.workers["w0"].rows and len(pool.workers[joined].rows) == 4
+    pool.run()
+    assert len(pool.finished) == 4
+
+
 def test_a_request_that_no_cache_can_hold_is_refused_and_blocks_nobody() -> None:
     pool = Pool(1, num_blocks=10, seed=1, eos_chance=0)
     pool.add(request("big", 200, 50, 0), request("small", 10, 5, 1))

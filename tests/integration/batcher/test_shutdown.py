@@ -1,0 +1,105 @@
+"""All processes of a pool get SIGTERM at once, as when a machine shuts down: streams are finished."""
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import httpx
+from redis.asyncio import Redis
+
+from deploy.serve.embedded_broker import Broker, free_port
+from tests.support.fleet.batchers import batcher
+from tests.support.fleet.modeless_worker import modeless_worker
+from tests.support.waiting import wait_until
+
+NUM_STREAMS, NUM_TOKENS = 6, 60
+
+
+@contextlib.contextmanager
+def gateway(url: str, port: int, **settings: str) -> Iterator[subprocess.Popen[bytes]]:
+    variables = {
+        "REDIS_URL": url,
+        "PORT": str(port),
+        "HOSTNAME": "127.0.0.1",
+        "HEARTBEAT_S": "0.1",
+        **settings,
+    }
+    process = subprocess.Popen([sys.executable, "-P", "-m", "api"], env=os.environ | variables)
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+
+
+async def is_healthy(port: int) -> bool:
+    with contextlib.suppress(httpx.TransportError):
+        async with httpx.AsyncClient() as client:
+            return (await client.get(f"http://127.0.0.1:{port}/health")).status_code == 200
+    return False
+
+
+async def frames(port: int, number: int, num_tokens: int = NUM_TOKENS) -> list[dict[str, object]]:
+    """All frames of one stream."""
+    parameters = {"max_new_tokens": num_tokens, "ignore_eos_token": True, "details": True}
+    body = {"inputs": f"number {number}", "parameters": parameters}
+    async with (
+        httpx.AsyncClient(timeout=90) as client,
+        client.stream("POST", f"http://127.0.0.1:{port}/generate_stream", json=body) as response,
+    ):
+        return [json.loads(line[5:]) async for line in response.aiter_lines() if line.startswith("data:")]
+
+
+def indices(stream: list[dict[str, object]]) -> list[object]:
+    return [frame["index"] for frame in stream]
+
+
+async def test_sigterm_to_all_processes_at_once_finishes_streams_that_run_and_that_wait(
+    broker: Broker, redis: Redis
+) -> None:
+    port = free_port()
+    async with modeless_worker(broker.url, "w0", max_batch_size=NUM_STREAMS // 2) as worker:
+        with (
+            batcher(broker.url, "b0") as b0,
+            batcher(broker.url, "b1") as b1,
+            gateway(broker.url, port) as g0,
+        ):
+            await wait_until(lambda: is_healthy(port))
+            streams = [asyncio.create_task(frames(port, number)) for number in range(NUM_STREAMS)]
+            await wait_until(lambda: worker.rows.step > 5)
+            worker.draining.set()
+            for process in (b0, b1, g0):
+                process.send_signal(signal.SIGTERM)
+            whole = await asyncio.gather(*streams)
+            assert [indices(one) for one in whole] == [[*range(1, NUM_TOKENS + 1)]] * NUM_STREAMS
+            await asyncio.wait_for(asyncio.shield(worker.serving), 30)
+            assert [await asyncio.to_thread(one.wait, 30) for one in (g0, b0, b1)] == [0, 0, 0]
+    assert not await redis.keys("*:batcher:*"), "they left"
+
+
+async def test_a_gateway_whose_time_is_over_ends_its_streams_with_an_error(
+    broker: Broker, redis: Redis
+) -> None:
+    port = free_port()
+    async with modeless_worker(broker.url, "w0"):
+        with (
+            batcher(broker.url) as b0,
+            gateway(broker.url, port, GRACEFUL_TERMINATION_TIMEOUT="0.5") as g0,
+        ):
+            await wait_until(lambda: is_healthy(port))
+            stream = asyncio.create_task(frames(port, 1, 2000))
+            await wait_until(lambda: redis.xlen("tf:{default}:requests"))
+            g0.send_signal(signal.SIGTERM)
+            *_, last = await stream
+            assert (last["error_type"], "shut down" in str(last["error"])) == ("shutdown", True)
+            await wait_until(lambda: is_settled(redis))
+            assert await asyncio.to_thread(g0.wait, 30) == 0 and b0.poll() is None
+
+
+async def is_settled(redis: Redis) -> bool:
+    return not await redis.xlen("tf:{default}:requests")
