@@ -101,8 +101,12 @@ class Lease:
         return shown_ms if now_s - self.stopped_since_s > self.ttl_s else b""
 
     async def renew(self) -> None:
-        """Raises LeaseLost when another batcher took over, WritesLost when the broker is another server."""
+        """Raises LeaseLost when another batcher took over, WritesLost when the broker is another server or
+        has lost everything.
+        """
         if await self.request(self.ttl_s, self.clock.now_ms()) != self.epoch:
+            if not await self.redis.exists(self.keys.epoch):
+                raise WritesLost("the broker has lost everything")
             raise LeaseLost(f"epoch {self.epoch} is over")
         if await read_server_id(self.redis) != self.server_id:
             raise WritesLost("the broker was restarted or replaced")

@@ -174,9 +174,7 @@ class Batcher:
             case "worker_ready":
                 self.enqueue(partial(self.workers.send_takeover, parse.incarnation(entry.data)))
             case "died":
-                self.enqueue(
-                    partial(self.seal, decode(WorkerDied, entry.data).incarnation, "its process ended")
-                )
+                self.enqueue(partial(self.seal_process, decode(WorkerDied, entry.data).incarnation))
             case other:
                 raise WireError(f"unknown kind {other!r}")
 
@@ -234,6 +232,11 @@ class Batcher:
                 raise LeaseLost(f"worker {incarnation} has a plan of a newer epoch")
             case "MISSING":
                 self.enqueue(partial(self.seal, incarnation, "its logs are gone"))
+
+    async def seal_process(self, incarnation: str) -> None:
+        """Declare every incarnation of a process dead, by the name that its launcher gave it."""
+        for name in sorted(self.workers.incarnations(incarnation)):
+            await self.seal(name, "its process ended")
 
     async def seal(self, incarnation: str, why: str) -> None:
         """Declare a worker dead. It is removed when its reports are read to the seal, or at once."""

@@ -16,6 +16,7 @@ from common.broker.client import script
 from common.broker.keys import Keys
 from common.messages.codec import WireError, decode
 from common.messages.plan import Report, WorkerCapacity
+from common.process.incarnations import first_incarnation
 
 log = logging.getLogger(__name__)
 
@@ -92,7 +93,13 @@ class WorkerRegistry:
         Their launcher said so, or they hold requests and are not in the pool: such have sealed their logs.
         """
         missing = {holder for holder in holders if holder not in self.workers}
-        return sorted(missing | (dead & set(self.pending_takeovers())))
+        return sorted(
+            missing | {name for name in self.pending_takeovers() if first_incarnation(name) in dead}
+        )
+
+    def incarnations(self, first: str) -> set[str]:
+        """Return the first incarnation of a process, and the later ones that are known."""
+        return {first} | {name for name in self.workers if first_incarnation(name) == first}
 
     async def members(self) -> list[str]:
         return [member.decode() for member in await self.redis.zrange(self.keys.workers, 0, -1)]

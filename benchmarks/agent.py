@@ -34,6 +34,7 @@ from common.settings.settings import Settings
 from gpu_worker.agent.agent import Agent
 from gpu_worker.agent.engine_client import EngineClient, EngineDied, RankProcess
 from gpu_worker.agent.row_text import RowTable
+from gpu_worker.agent.state import AgentState
 from tests.support import brokers
 from tests.support.waiting import wait_until
 
@@ -63,7 +64,7 @@ async def measure(url: str, tokenizer: Tokenizer, name: str, num_rows: int, wait
         Settings(),
         redis,
         engine,
-        RowTable(tokenizer),
+        AgentState(RowTable(tokenizer)),
         WorkerCapacity(name, name, "m", "bfloat16", 16, 10_000, 64, 100_000),
     )
     serving = asyncio.create_task(agent.run())

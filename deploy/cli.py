@@ -12,8 +12,8 @@ from typing import NamedTuple, NoReturn
 
 import setproctitle
 
+from common.process.incarnations import new_incarnation
 from common.process.parent_death import die_with_parent
-from common.process.startup import new_incarnation
 from common.settings import flags
 from common.settings.flags import FlagParser
 from common.settings.settings import SettingError, Settings, exit_when_unservable

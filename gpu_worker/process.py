@@ -29,6 +29,7 @@ from gpu_worker.agent.agent import Agent
 from gpu_worker.agent.engine_client import EngineClient, EngineDied, EngineRefused, RankProcess
 from gpu_worker.agent.publish import Sealed
 from gpu_worker.agent.row_text import RowTable
+from gpu_worker.agent.state import AgentState
 from gpu_worker.agent.watchdog import EngineStuck
 from gpu_worker.preload import wait_for_place
 from gpu_worker.protocol import Ready
@@ -93,23 +94,28 @@ async def wait_for_engine(settings: Settings, engine: EngineClient, incarnation:
 async def serve_engine(
     settings: Settings, engine: EngineClient, table: RowTable, worker: WorkerCapacity
 ) -> int:
-    """Runs the agent until it is drained or fails → the exit status."""
+    """Runs the agent until it is drained or fails → the exit status. Where its streams are gone, it goes
+    on as another incarnation.
+    """
     redis = client.connect(client.broker_url(settings))
-    agent = Agent(settings, redis, engine, table, worker)
+    state = AgentState(table)
+    agent = Agent(settings, redis, engine, state, worker)
     loop = asyncio.get_running_loop()
-    loop.add_signal_handler(signal.SIGTERM, agent.draining.set)
-    loop.add_signal_handler(signal.SIGINT, agent.draining.set)
+    loop.add_signal_handler(signal.SIGTERM, state.draining.set)
+    loop.add_signal_handler(signal.SIGINT, state.draining.set)
     why = "died"
     try:
         async with publishing_metrics(redis, agent.keys):
-            await agent.run()
+            while not await agent.run():
+                agent = await agent.next_incarnation()
+                log.warning("the same engine goes on as incarnation %s", agent.worker.incarnation)
         why = "drained"
         return 0
     except (Sealed, EngineDied, EngineStuck) as error:
-        log.error("incarnation %s is over: %s: %s", worker.incarnation, type(error).__name__, error)
+        log.error("incarnation %s is over: %s: %s", agent.worker.incarnation, type(error).__name__, error)
         return 1
     finally:
-        await seal(redis, Keys(settings.pool), worker.incarnation, why)
+        await seal(redis, agent.keys, agent.worker.incarnation, why)
 
 
 def capacity(

@@ -4,7 +4,6 @@ It gets its name and is bound to its parent; then come logs, the broker's URL an
 """
 
 import os
-import secrets
 from dataclasses import dataclass
 
 import setproctitle
@@ -12,6 +11,7 @@ import setproctitle
 from common.broker import client
 from common.metrics import http
 from common.process import logs, parent_death
+from common.process.incarnations import new_incarnation
 from common.settings.settings import Settings
 
 
@@ -26,11 +26,6 @@ class ProcessIdentity:
 
     name: str
     incarnation: str
-
-
-def new_incarnation(name: str) -> str:
-    """Return a name that no other process has: 64 random bits."""
-    return f"{name}-{secrets.token_hex(8)}"
 
 
 def start_process(kind: str, name: str) -> ProcessIdentity:

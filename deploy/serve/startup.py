@@ -12,6 +12,7 @@ from redis.asyncio import Redis
 
 from common.broker.client import ERRORS, check_broker, connect
 from common.broker.keys import Keys
+from common.process.incarnations import first_incarnation
 from common.settings.settings import SettingError, Settings
 from deploy.serve import checks
 from deploy.serve.fleet import LocalFleet
@@ -100,13 +101,22 @@ async def describe_wait(fleet: LocalFleet, redis: Redis) -> str:
 async def workers_are_ready(fleet: LocalFleet) -> bool:
     """Whether every worker that should run is ready; False where the broker does not answer."""
     assert fleet.settings.redis_url is not None
-    keys = Keys(fleet.settings.pool)
-    running = [keys.worker(worker.incarnation) for worker in fleet.workers if worker.should_run]
+    running = {worker.incarnation for worker in fleet.workers if worker.should_run}
     try:
         async with asyncio.timeout(HEALTH_TIMEOUT_S), connect(fleet.settings.redis_url) as redis:
-            return bool(running) and await redis.exists(*running) == len(running)
+            return bool(running) and running <= await ready_processes(redis, Keys(fleet.settings.pool))
     except ERRORS:
         return False
+
+
+async def ready_processes(redis: Redis, keys: Keys) -> set[str]:
+    """Workers with a heartbeat, by the first incarnation of their process."""
+    members = [member.decode() for member in await redis.zrange(keys.workers, 0, -1)]
+    async with redis.pipeline(transaction=False) as pipe:
+        for member in members:
+            pipe.exists(keys.worker(member))
+        found = await pipe.execute()
+    return {first_incarnation(member) for member, is_there in zip(members, found, strict=True) if is_there}
 
 
 async def wait_for_broker(settings: Settings) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from common.messages.kept_answer import HANDLE_VARIABLE
-from common.process.startup import new_incarnation
+from common.process.incarnations import new_incarnation
 from deploy.serve.preloaded_worker import PreloadedWorker
 
 log = logging.getLogger(__name__)
@@ -60,7 +60,7 @@ class SupervisedProcess:
     Attributes:
         kind: `broker`, `batcher`, `worker`, `gateway` or `jobs`.
         environ: variables in addition to ours.
-        incarnation: name of this run, new at every start.
+        incarnation: name of this run, new at every start; a worker may go on as the next one of it.
         preloaded: a process that may become this one.
         should_run: whether to start it again when it ends.
         open_channel: makes a channel for one run of a gateway to the socket keeper.

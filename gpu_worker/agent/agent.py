@@ -6,6 +6,9 @@ import asyncio
 import contextlib
 import logging
 import secrets
+from collections.abc import Coroutine
+from dataclasses import replace
+from typing import Any
 
 from redis.asyncio import Redis
 
@@ -13,13 +16,13 @@ from common.broker.client import ERRORS, describe_error, script
 from common.broker.keys import STREAMS_TTL_MS, Keys
 from common.broker.sequences import REPEAT_S
 from common.messages.plan import WorkerCapacity
+from common.process.incarnations import next_incarnation
 from common.settings.settings import Settings
 from gpu_worker.agent.engine_client import EngineClient
 from gpu_worker.agent.flush import Flusher
 from gpu_worker.agent.heartbeat import WorkerHeartbeat
 from gpu_worker.agent.plans import PlanHandler
-from gpu_worker.agent.publish import Publisher, Sealed
-from gpu_worker.agent.row_text import RowTable
+from gpu_worker.agent.publish import Publisher, Sealed, StreamsGone
 from gpu_worker.agent.state import AgentState
 from gpu_worker.agent.steps import StepHandler
 from gpu_worker.agent.watchdog import Watchdog
@@ -36,12 +39,16 @@ class Agent:
     """One incarnation of a worker.
 
     Attributes:
-        draining: the worker takes no more rows and ends once it holds none.
         heartbeat_now: the next heartbeat must not wait.
     """
 
     def __init__(
-        self, settings: Settings, redis: Redis, engine: EngineClient, table: RowTable, worker: WorkerCapacity
+        self,
+        settings: Settings,
+        redis: Redis,
+        engine: EngineClient,
+        state: AgentState,
+        worker: WorkerCapacity,
     ) -> None:
         self.settings = settings
         self.redis = redis
@@ -49,7 +56,7 @@ class Agent:
         self.owner = secrets.token_hex(8)
         self.worker = worker
         self.keys = Keys(settings.pool)
-        self.state = AgentState(table)
+        self.state = state
         self.state.idle.set()
         self.publisher = Publisher(redis, self.keys, worker.incarnation)
         self.heartbeat = WorkerHeartbeat(redis, self.keys, settings, worker)
@@ -58,30 +65,39 @@ class Agent:
         self.plans = PlanHandler(redis, plans, engine, self.state, self.steps)
         self.flusher = Flusher(self.publisher, self.state, self.steps.drop)
         self.watchdog = Watchdog(self.step_timeout_s, self.is_busy, engine.run_delay_s)
-        self.draining = asyncio.Event()
         self.heartbeat_now = asyncio.Event()
 
-    async def run(self) -> None:
-        """Serves until drained. Raises Sealed, EngineDied or EngineStuck when this incarnation is over before
-        that.
+    async def run(self) -> bool:
+        """Serves until drained, or until its streams are gone → whether it is drained. Raises Sealed,
+        EngineDied or EngineStuck when this incarnation is over before that.
         """
         await self.create_streams()
-        coroutines = [
-            self.plans.run(),
-            self.steps.run(self.watchdog),
-            self.flusher.run(),
-            self.send_heartbeats(),
-            self.watchdog.run(),
-            self.drain(),
-        ]
-        tasks = [asyncio.create_task(coroutine) for coroutine in coroutines]
-        done, pending = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-        for task in pending:
-            task.cancel()
-        await asyncio.gather(*pending, return_exceptions=True)
-        self.publisher.client.close()
-        for task in done:
-            task.result()
+        try:
+            await run_until_one_ends(
+                self.plans.run(),
+                self.steps.run(self.watchdog),
+                self.flusher.run(),
+                self.send_heartbeats(),
+                self.watchdog.run(),
+                self.drain(),
+            )
+        except StreamsGone:
+            log.warning("the streams of incarnation %s are gone", self.worker.incarnation)
+            return self.state.draining.is_set()
+        else:
+            return True
+        finally:
+            self.publisher.client.close()
+
+    async def next_incarnation(self) -> "Agent":
+        """Returns the next one over the same engine, once that holds no row of this one any more: it
+        announces itself when it runs. Raises EngineDied, EngineStuck.
+        """
+        rows = self.state.table.rows
+        watchdog = Watchdog(self.step_timeout_s, lambda: bool(rows), self.engine.run_delay_s)
+        await run_until_one_ends(self.steps.stop_all(watchdog), watchdog.run())
+        worker = replace(self.worker, incarnation=next_incarnation(self.worker.incarnation))
+        return Agent(self.settings, self.redis, self.engine, self.state.next_incarnation(), worker)
 
     async def create_streams(self) -> None:
         """Creates this incarnation's log and report streams; nothing is read or published before that. Raises
@@ -110,7 +126,9 @@ class Agent:
         return max(self.settings.step_timeout_s, SLOW_STEPS * tokens * self.engine.token_ms / 1e3)
 
     async def send_heartbeats(self) -> None:
-        """Sends a heartbeat every few seconds, and repeats the last event of each channel. Raises Sealed."""
+        """Sends a heartbeat every few seconds, and repeats the last event of each channel. Raises Sealed,
+        StreamsGone.
+        """
         while True:
             try:
                 await self.send_heartbeat()
@@ -123,14 +141,14 @@ class Agent:
             self.heartbeat_now.clear()
 
     async def send_heartbeat(self) -> None:
-        status = "draining" if self.draining.is_set() else "ready"
+        status = "draining" if self.state.draining.is_set() else "ready"
         await self.heartbeat.send(status, self.state.step, self.state.table, self.state.num_tokens)
 
     async def drain(self) -> None:
         """Returns after SIGTERM, once every row is finished or moved elsewhere and no other has come, or
         GRACEFUL_TERMINATION_TIMEOUT has passed.
         """
-        await self.draining.wait()
+        await self.state.draining.wait()
         log.info("draining %d rows", len(self.state.table.rows))
         self.heartbeat_now.set()
         with contextlib.suppress(TimeoutError):
@@ -138,3 +156,16 @@ class Agent:
                 while not self.state.idle.is_set():
                     await self.state.idle.wait()
                     await asyncio.sleep(LINGER_HEARTBEATS * self.settings.heartbeat_s)
+
+
+async def run_until_one_ends(*coroutines: Coroutine[Any, Any, None]) -> None:
+    """Returns when the first one has returned, and raises what it raised; the others are cancelled."""
+    tasks = [asyncio.create_task(coroutine) for coroutine in coroutines]
+    try:
+        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+    for task in done:
+        task.result()

@@ -34,7 +34,7 @@ class Flusher:
         self.reported_s = 0.0
 
     async def run(self) -> None:
-        """Flushes whenever something waits. Raises Sealed."""
+        """Flushes whenever something waits. Raises Sealed, StreamsGone."""
         state = self.state
         while True:
             await state.wake.wait()
@@ -45,7 +45,7 @@ class Flusher:
 
     async def flush(self) -> None:
         """Publishes the outbox; what comes meanwhile goes with the next flush. Retries until the broker takes
-        it; where it has lost flushes, offers every row anew. Raises Sealed.
+        it; where it has lost flushes, offers every row anew. Raises Sealed, StreamsGone.
         """
         state = self.state
         outbox, state.outbox = state.outbox, Outbox()

@@ -8,7 +8,7 @@ from common.messages.codec import encode
 from common.messages.plan import WorkerCapacity
 from common.process.heartbeat import HeartbeatFields, process_fields
 from common.settings.settings import Settings
-from gpu_worker.agent.publish import Sealed
+from gpu_worker.agent.publish import raise_refusal
 from gpu_worker.agent.row_text import RowTable
 
 
@@ -30,7 +30,9 @@ class WorkerHeartbeat:
         ]
 
     async def send(self, status: str, step: int, table: RowTable, num_tokens: int) -> None:
-        """`num_tokens`: sampled in this incarnation's life. Raises Sealed when the incarnation is over."""
+        """`num_tokens`: sampled in this incarnation's life. Raises Sealed or StreamsGone when the
+        incarnation is over.
+        """
         load: HeartbeatFields = process_fields() | {
             "rows": len(table.live),
             "max_rows": self.settings.max_batch_size,
@@ -51,5 +53,4 @@ class WorkerHeartbeat:
                 *fields,
             ],
         )
-        if reply != b"OK":
-            raise Sealed(reply.decode())
+        raise_refusal(reply)

@@ -27,7 +27,21 @@ SPILLED, HOLE = 1, 0
 
 
 class Sealed(Exception):
-    """This incarnation has been declared dead, or its streams are gone: it may publish nothing more."""
+    """This incarnation has been declared dead: it may publish nothing more."""
+
+
+class StreamsGone(Exception):
+    """The streams of this incarnation are not there any more: the broker has lost all it had, or this
+    incarnation was declared dead and removed.
+    """
+
+
+def raise_refusal(answer: bytes) -> None:
+    """Raises StreamsGone or Sealed, for what a script answers that refuses this incarnation."""
+    if answer == b"MISSING":
+        raise StreamsGone
+    if answer != b"OK":
+        raise Sealed(answer.decode())
 
 
 class FlushesLost(Exception):
@@ -177,8 +191,8 @@ class Publisher:
 
     async def write(self, flush: Flush) -> list[RowText]:
         """Writes a flush → rows that are not this worker's to go on with: the request is gone, has ended,
-        goes on elsewhere, or has other tokens. Raises Sealed; FlushesLost, after which the flush needs
-        `offer`; or what the broker raises: then the same flush may be written again.
+        goes on elsewhere, or has other tokens. Raises Sealed; StreamsGone; FlushesLost, after which the
+        flush needs `offer`; or what the broker raises: then the same flush may be written again.
         """
         started_s = time.perf_counter()
         keys, args = self.arguments(flush)
@@ -186,8 +200,7 @@ class Publisher:
         catalogue.BATCH_FILTER.observe(time.perf_counter() - started_s, flush.method)
         if answer == b"GAP":
             raise FlushesLost(f"flush {flush.sequence}")
-        if answer != b"OK":
-            raise Sealed(answer.decode())
+        raise_refusal(answer)
         refused = []
         for spill, result in zip(flush.spills, spilled, strict=True):
             if result == SPILLED:

@@ -12,6 +12,7 @@ class AgentState:
     """
     Attributes:
         table: the rows that the engine holds.
+        draining: the worker takes no more rows and ends once it holds none.
         outbox: what the next flush publishes; `wake` says that there is something.
         epoch, plan, acknowledged: of the newest plan.
         until, prefill_tokens: the newest grant.
@@ -23,6 +24,7 @@ class AgentState:
     """
 
     table: RowTable
+    draining: asyncio.Event = field(default_factory=asyncio.Event)
     outbox: Outbox = field(default_factory=Outbox)
     wake: asyncio.Event = field(default_factory=asyncio.Event)
     idle: asyncio.Event = field(default_factory=asyncio.Event)
@@ -35,6 +37,13 @@ class AgentState:
     report_at_step: int = 0
     num_tokens: int = 0
     takeover_pending: bool = False
+
+    def next_incarnation(self) -> "AgentState":
+        """The state of the next incarnation over the same engine, which holds no row any more. Numbers of
+        rows and steps go on, and so does the grant.
+        """
+        table = RowTable(self.table.tokenizer, last_row=self.table.last_row)
+        return AgentState(table, self.draining, step=self.step, until=self.until)
 
     def finish_takeover(self) -> None:
         """Answers a new batcher with the next report."""

@@ -22,10 +22,21 @@ class StepHandler:
     async def run(self, watchdog: Watchdog) -> None:
         """Applies steps as they come. Raises EngineDied."""
         while True:
-            for step in await self.engine.steps():
-                self.apply(step)
-            watchdog.reset()
+            await self.receive(watchdog)
             self.state.wake.set()
+
+    async def receive(self, watchdog: Watchdog) -> None:
+        for step in await self.engine.steps():
+            self.apply(step)
+        watchdog.reset()
+
+    async def stop_all(self, watchdog: Watchdog) -> None:
+        """Has the engine stop every row, and returns when it has released them. Raises EngineDied."""
+        state = self.state
+        stops = [(row, "preempted") for row in state.table.rows]
+        self.engine.send(Grant(state.until, state.prefill_tokens, stops=stops))
+        while state.table.rows:
+            await self.receive(watchdog)
 
     def apply(self, step: StepResult) -> None:
         """Adds what a step brought to the rows and to the outbox."""

@@ -5,8 +5,10 @@ import os
 import signal
 from collections.abc import Iterator
 
+import psutil
 import pytest
 
+from common.broker.client import connect
 from tests.support.fleet.fleet import Fleet
 from tests.support.load import Load
 from tests.support.rollback import RestorableBroker, restorable
@@ -58,6 +60,23 @@ async def test_writes_that_the_broker_lost_cost_no_token(
     assert await load.whole() == undisturbed[: NUM_STREAMS // 2]
     assert await later.whole() == undisturbed
     assert fleet.pids() == before
+
+
+async def test_a_broker_that_lost_everything_costs_no_token_and_no_load_of_the_model(
+    fleet: Fleet, undisturbed: list[list[int]]
+) -> None:
+    """The worker goes on as its next incarnation, over the same engine."""
+
+    def engines() -> list[int]:
+        return [child.pid for child in psutil.Process(fleet.pid("w0")).children()]
+
+    before = fleet.pids(), engines()
+    load = Load(fleet, MAX_NEW_TOKENS, NUM_STREAMS)
+    await load.progress(10)
+    async with connect(fleet.redis_url) as redis:
+        await redis.flushall()
+    assert await load.whole() == undisturbed
+    assert (fleet.pids(), engines()) == before
 
 
 async def test_a_worker_that_dies_with_the_last_writes_costs_no_shown_token(

@@ -18,6 +18,7 @@ from common.settings.settings import Settings
 from gpu_worker.agent.agent import Agent
 from gpu_worker.agent.engine_client import EngineClient
 from gpu_worker.agent.row_text import RowTable
+from gpu_worker.agent.state import AgentState
 from gpu_worker.protocol import SAMPLE, Grant, StepResult
 
 KEYS = Keys("default")
@@ -47,7 +48,7 @@ async def hset(redis: Redis, key: str, fields: dict[str, Any]) -> None:
 
 async def make_agent(redis: Redis) -> Agent:
     worker = WorkerCapacity("w0-1", "w0", "m", "float32", 16, 100, 64, 2048)
-    agent = Agent(Settings(), redis, RecordingEngine(), RowTable(TOKENIZER), worker)
+    agent = Agent(Settings(), redis, RecordingEngine(), AgentState(RowTable(TOKENIZER)), worker)
     await agent.create_streams()
     return agent
 

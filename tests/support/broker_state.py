@@ -6,11 +6,13 @@ from redis.asyncio import Redis
 
 from common.broker.client import script
 from common.broker.keys import Keys
-from common.messages.codec import encode
-from common.messages.events import LogEntry, Tokens
+from common.messages.codec import decode, encode
+from common.messages.events import LogEntry, Result, Tokens
 from common.messages.packing import pack_floats, pack_ids
 from common.messages.plan import WorkerCapacity
+from common.messages.records import unpack_records
 from common.messages.request import Generate, StoppingParams
+from tests.support.waiting import wait_until
 
 KEYS = Keys("default")
 TTL_MS = 600_000
@@ -72,3 +74,10 @@ def make_tokens(request_id: str, index: int, ids: Items[int], attempt: int = 1) 
 async def write_log(redis: Redis, incarnation: str, *tokens: Tokens) -> None:
     """Append one flush to a worker's log."""
     await redis.xadd(KEYS.log(incarnation), {"entry": encode(LogEntry(list(tokens)))})
+
+
+async def result_ids(redis: Redis, request_id: str) -> list[int]:
+    """Return the ids of a request's answer, once it has ended without an error."""
+    result = decode(Result, await wait_until(lambda: redis.get(KEYS.result(request_id))))
+    assert not result.error, result
+    return unpack_records(result.records)[0]

@@ -15,6 +15,7 @@ from common.broker.client import connect
 from common.broker.keys import Keys
 from common.messages.codec import decode
 from common.messages.events import Events
+from common.process.incarnations import next_incarnation
 from tests.support.chaos.attack import Attack
 from tests.support.chaos.cases import make_cases, make_reader
 from tests.support.chaos.crowd import Crowd
@@ -91,7 +92,9 @@ async def incarnation_of(redis: Redis, name: str) -> str:
 
 
 async def suspend_and_resume(fleet: Fleet, undisturbed: list[list[int]] | None) -> None:
-    """SIGSTOP to a worker until its rows run elsewhere, then SIGCONT: it publishes nothing, and exits."""
+    """SIGSTOP to a worker until its rows run elsewhere, then SIGCONT: it publishes nothing of what it held,
+    and goes on as its next incarnation.
+    """
     await two_ready(fleet)
     redis = connect(fleet.redis_url)
     # before the load begins: a predecessor's place in the pool may take longer to expire than the load runs
@@ -109,8 +112,8 @@ async def suspend_and_resume(fleet: Fleet, undisturbed: list[list[int]] | None) 
         while_suspended = await received_events(pubsub)
         for process in processes:
             process.resume()
-        await asyncio.to_thread(psutil.wait_procs, processes, 20)
-        assert not any(process.is_running() for process in processes)
+        assert await wait_until(lambda: incarnation_of(redis, "w0")) == next_incarnation(incarnation)
+        assert all(process.is_running() for process in processes)
         after_resuming = await received_events(pubsub)
     assert not [
         events

@@ -11,12 +11,11 @@ from redis.asyncio import Redis
 
 from common.broker.client import script
 from common.messages.codec import decode, encode
-from common.messages.events import Events, Result
+from common.messages.events import Events
 from common.messages.packing import pack_ids, unpack_ids
-from common.messages.records import unpack_records
 from common.messages.request import Cancel, Generate, StoppingParams
 from deploy.serve.embedded_broker import Broker
-from tests.support.broker_state import KEYS, admit
+from tests.support.broker_state import KEYS, admit, result_ids
 from tests.support.fleet.batchers import batcher
 from tests.support.fleet.modeless_worker import generate, modeless_worker
 from tests.support.waiting import wait_until
@@ -33,12 +32,6 @@ async def send(redis: Redis, number: int, num_tokens: int = NUM_TOKENS) -> None:
     stopping = StoppingParams(num_tokens, ignore_eos=True)
     request = Generate(f"r{number}", "d", pack_ids(make_prompt(number)), stopping, channel=CHANNEL)
     await admit(redis, request)
-
-
-async def result_ids(redis: Redis, number: int) -> list[int]:
-    result = decode(Result, await wait_until(lambda: redis.get(KEYS.result(f"r{number}"))))
-    assert not result.error, result
-    return unpack_records(result.records)[0]
 
 
 async def attempts(redis: Redis) -> set[bytes | None]:
@@ -112,7 +105,7 @@ async def test_rows_stay_in_place_when_batchers_are_killed_suspended_and_drained
             assert processes[suspended].returncode == 1, "its lease is lost"
             await terminate(processes[last])
             with batcher(broker.url, "b3"):
-                assert [await result_ids(redis, n) for n in range(NUM_REQUESTS)] == expected
+                assert [await result_ids(redis, f"r{n}") for n in range(NUM_REQUESTS)] == expected
                 assert await attempts(redis) == {b"1"}, "no request went elsewhere"
                 await client.progress(NUM_TOKENS)
                 assert [client.shown[f"r{n}"] for n in range(NUM_REQUESTS)] == expected
@@ -155,7 +148,7 @@ async def test_cancels_deaths_and_new_requests_between_two_batchers(broker: Brok
         with batcher(broker.url, "b1"):
             assert b"cancelled" in await wait_until(lambda: redis.get(KEYS.result(f"r{cancelled}")))
             for number in set(range(NUM_REQUESTS)) - {cancelled}:
-                assert await result_ids(redis, number) == generate(make_prompt(number), NUM_TOKENS)
+                assert await result_ids(redis, f"r{number}") == generate(make_prompt(number), NUM_TOKENS)
             await wait_until(lambda: no_blocks_in_use(redis))
         assert one.num_starts == NUM_REQUESTS, "those of the dead worker came, and none started twice"
         assert not one.owners

@@ -16,6 +16,7 @@ from common.settings.settings import Settings
 from gpu_worker.agent.agent import Agent
 from gpu_worker.agent.engine_client import EngineClient
 from gpu_worker.agent.row_text import RowTable
+from gpu_worker.agent.state import AgentState
 from gpu_worker.engine.batch.rows import Rows
 from gpu_worker.protocol import Grant, StepResult
 
@@ -106,9 +107,9 @@ async def modeless_worker(
     engine = ModelessEngine(step_s)
     worker = WorkerCapacity(f"{name}-1", name, "m", "float32", BLOCK_SIZE, num_blocks, 512, 8192)
     settings = Settings(heartbeat_s=0.2, worker_ttl_s=5.0, max_batch_size=max_batch_size)
-    agent = Agent(settings, redis, engine, RowTable(TOKENIZER), worker)
-    engine.draining = agent.draining
-    engine.serving = asyncio.create_task(agent.run())
+    agent = Agent(settings, redis, engine, AgentState(RowTable(TOKENIZER)), worker)
+    engine.draining = agent.state.draining
+    engine.serving = asyncio.create_task(serve(agent))
     try:
         yield engine
     finally:
@@ -118,3 +119,9 @@ async def modeless_worker(
         await redis.aclose()
         if failed:
             engine.serving.result()
+
+
+async def serve(agent: Agent) -> None:
+    """As a worker's process does: whenever its streams are gone, as the next incarnation."""
+    while not await agent.run():
+        agent = await agent.next_incarnation()

@@ -6,7 +6,7 @@ import pytest
 from redis.asyncio import Redis
 from redis.exceptions import ConnectionError
 
-from batcher.lease import Lease, LeaseLost
+from batcher.lease import Lease, LeaseLost, WritesLost
 from batcher.pool_clock import PoolClock
 from common.broker.keys import Keys
 from tests.support.waiting import wait_until
@@ -63,6 +63,14 @@ async def test_renewing_a_lease_that_another_took_raises(redis: Redis) -> None:
     await redis.delete(KEYS.batcher)
     await make_lease(redis, "b1").acquire()
     with pytest.raises(LeaseLost):
+        await lease.renew()
+
+
+async def test_a_broker_that_lost_everything_ends_the_epoch_and_not_the_batcher(redis: Redis) -> None:
+    lease = make_lease(redis, "b0")
+    await lease.acquire()
+    await redis.flushall()
+    with pytest.raises(WritesLost):
         await lease.renew()
 
 

@@ -144,3 +144,14 @@ async def test_a_draining_worker_gets_no_new_rows(redis: Redis, workers: WorkerR
 async def test_a_name_without_a_heartbeat_is_not_kept(workers: WorkerRegistry) -> None:
     await workers.send_takeover("nobody")
     assert workers.workers == {}
+
+
+async def test_the_death_of_a_process_is_that_of_its_last_incarnation(
+    redis: Redis, workers: WorkerRegistry
+) -> None:
+    """Its launcher knows the first one only."""
+    for incarnation in ("w1-a.2", "w1-b", "w2-a"):
+        await start_worker(redis, incarnation)
+    await workers.start_epoch()
+    assert workers.incarnations("w1-a") == {"w1-a", "w1-a.2"}
+    assert workers.dead_holders([], {"w1-a", "w2-a"}) == ["w1-a.2", "w2-a"]

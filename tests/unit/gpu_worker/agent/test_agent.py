@@ -22,5 +22,5 @@ async def test_the_watchdog_watches_while_rows_may_run(agent: Agent) -> None:
 
 
 async def test_run_returns_once_drained_and_idle(agent: Agent) -> None:
-    agent.draining.set()
+    agent.state.draining.set()
     await asyncio.wait_for(agent.run(), 5)

@@ -9,7 +9,7 @@ from common.messages.packing import unpack_ids
 from gpu_worker.agent import publish
 from gpu_worker.agent.agent import Agent
 from gpu_worker.agent.outbox import Outbox
-from gpu_worker.agent.publish import Sealed
+from gpu_worker.agent.publish import StreamsGone
 from tests.support.agents import KEYS, start, step
 
 
@@ -56,8 +56,8 @@ async def test_a_flush_may_be_written_twice(agent: Agent, redis: Redis) -> None:
     assert await redis.xlen(KEYS.log("w0-1")) == 2, "the entry that creates the stream, and the flush"
 
 
-async def test_writing_without_streams_raises_sealed(agent: Agent, redis: Redis) -> None:
+async def test_a_flush_without_streams_is_refused(agent: Agent, redis: Redis) -> None:
     flush = agent.publisher.build(Outbox(), None, 0, [])
     await redis.delete(KEYS.log("w0-1"), KEYS.reports("w0-1"))
-    with pytest.raises(Sealed):
+    with pytest.raises(StreamsGone):
         await agent.publisher.write(flush)
