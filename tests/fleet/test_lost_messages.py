@@ -2,6 +2,8 @@
 
 from typing import Any
 
+import pytest
+
 from common.broker.client import connect
 from common.broker.keys import Keys
 from common.messages.codec import decode
@@ -22,6 +24,7 @@ SETTINGS = {
 }
 
 
+@pytest.mark.slow
 async def test_lost_messages_cost_no_frame() -> None:
     """The gateways lose a tenth of all messages; the test, which loses none, compares."""
     with Fleet(**SETTINGS, tokenfleet_test_lose="0.1:7") as fleet:

@@ -79,6 +79,7 @@ async def test_a_broker_that_lost_everything_costs_no_token_and_no_load_of_the_m
     assert (fleet.pids(), engines()) == before
 
 
+@pytest.mark.slow
 async def test_a_worker_that_dies_with_the_last_writes_costs_no_shown_token(
     fleet: Fleet, restorable_broker: RestorableBroker, undisturbed: list[list[int]]
 ) -> None:

@@ -6,6 +6,7 @@ import signal
 import time
 
 import httpx
+import pytest
 
 from common.settings.settings import Settings
 from deploy.serve import checks
@@ -56,6 +57,7 @@ def kinds(fleet: Fleet) -> list[str]:
     return [process["kind"] for process in httpx.get(f"{fleet.base_url}/fleet").json()["processes"]]
 
 
+@pytest.mark.slow
 def test_a_killed_launcher_leaves_no_process() -> None:
     with Fleet(kv_cache_bytes="64MiB", preload_worker=True) as fleet:
         wait_until_sync(fleet.preloaded)

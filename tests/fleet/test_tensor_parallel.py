@@ -161,15 +161,9 @@ def test_ranks_of_two_machines_end_together(broker: Broker, model: Path) -> None
             machine.wait()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("number", "sent"),
-    [
-        (2, signal.SIGKILL),
-        *(
-            pytest.param(*how, marks=pytest.mark.slow)
-            for how in ((0, signal.SIGKILL), (1, signal.SIGKILL), (2, signal.SIGSTOP))
-        ),
-    ],
+    ("number", "sent"), [(2, signal.SIGKILL), (0, signal.SIGKILL), (1, signal.SIGKILL), (2, signal.SIGSTOP)]
 )
 async def test_a_process_that_dies_or_stops_costs_no_token(fleet: Fleet, number: int, sent: int) -> None:
     expected = await undisturbed(fleet)

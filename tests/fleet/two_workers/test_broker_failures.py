@@ -3,6 +3,7 @@
 import asyncio
 
 import httpx
+import pytest
 import redis as redis_sync
 
 from benchmarks.client import HttpStatusError, stream
@@ -92,6 +93,7 @@ async def test_a_changed_password_is_the_cause_in_a_503_and_ends_no_process(flee
     assert pids(fleet) == before
 
 
+@pytest.mark.slow
 async def test_a_loading_broker_is_the_cause_in_a_503_and_ends_no_process() -> None:
     with (
         brokers.running("--enable-debug-command", "local") as broker,

@@ -66,6 +66,7 @@ async def kill_processes(fleet: Fleet, plan: Plan) -> None:
     assert not crowd.tally.wrong and not attack.lost
 
 
+@pytest.mark.slow
 async def test_killed_processes_cost_no_token_of_a_real_model(fleet: Fleet) -> None:
     """Workers, engines, batcher and broker; connections are cut, too."""
     await kill_processes(fleet, replace(KILLS, seed=6, kills=6))
@@ -144,6 +145,7 @@ async def not_in_pool(redis: Redis, incarnation: str) -> bool:
     return await redis.zscore(KEYS.workers, incarnation) is None
 
 
+@pytest.mark.slow
 async def test_a_drained_worker_costs_no_token(fleet: Fleet, undisturbed: list[list[int]]) -> None:
     await two_ready(fleet)
     load = Load(fleet, MAX_NEW_TOKENS)

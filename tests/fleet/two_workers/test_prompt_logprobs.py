@@ -68,6 +68,7 @@ def close(values: list[float | None]) -> list[Any]:
     return [value if value is None else pytest.approx(value, rel=1e-3, abs=1e-3) for value in values]
 
 
+@pytest.mark.slow
 async def test_prompt_logprobs_of_a_worker_that_died_before_the_first_token(
     fleet: Fleet, http: httpx.AsyncClient, redis: Redis
 ) -> None:

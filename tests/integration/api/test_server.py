@@ -62,6 +62,7 @@ def pair(broker: Broker) -> Iterator[Pair]:
         process.communicate()
 
 
+@pytest.mark.slow
 async def test_gateways_share_a_port_and_drain_at_sigterm(broker: Broker, pair: Pair) -> None:
     ids = TOKENIZER.encode(" one two three four five six seven eight").ids
 

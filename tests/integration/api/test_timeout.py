@@ -32,8 +32,7 @@ def soon(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(relay_module, "LATE_S", 0.1)
 
 
-@pytest.mark.parametrize("answer", [endless, first_only])
-@pytest.mark.parametrize("streamed", [False, True])
+@pytest.mark.parametrize(("answer", "streamed"), [(endless, True), (first_only, False)])
 async def test_all_choices_end_with_a_timeout_and_are_cancelled(
     broker: Broker, answer: Any, streamed: bool
 ) -> None:

@@ -94,9 +94,14 @@ async def test_503_long_after_the_last_batcher_worked(broker: Broker) -> None:
         working(broker.url, TOKENIZER, lambda _: Answer([11])) as worker,
         serving(broker.url, worker_grace_s=1.0) as (gateway, client),
     ):
+
+        async def served() -> bool:
+            await worker.announce()  # a slow start may outlast its heartbeat
+            return await answers(client)
+
         async with batching(broker.url):
             await wait_until(lambda: gateway.pool.batcher.works)
-            await wait_until(lambda: answers(client))
+            await wait_until(served)
 
         async def refused() -> bool:
             await worker.announce()
@@ -105,8 +110,7 @@ async def test_503_long_after_the_last_batcher_worked(broker: Broker) -> None:
 
         await wait_until(refused)
         async with batching(broker.url):
-            await worker.announce()
-            await wait_until(lambda: answers(client))
+            await wait_until(served)
 
 
 @pytest.fixture

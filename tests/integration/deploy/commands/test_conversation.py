@@ -3,6 +3,7 @@
 import asyncio
 
 import httpx
+import pytest
 
 from deploy.commands.conversation import Conversation
 from deploy.serve.embedded_broker import Broker, free_port
@@ -15,6 +16,7 @@ from tests.support.waiting import wait_until
 TEXT = "one two three four five six seven eight nine ten " * 6
 
 
+@pytest.mark.slow
 async def test_an_answer_goes_on_when_its_gateway_is_killed(broker: Broker) -> None:
     port, own = free_port(), [free_port(), free_port()]
     processes = {f"g{i}": start(broker, f"g{i}", port, GATEWAY_PORT=str(one)) for i, one in enumerate(own)}

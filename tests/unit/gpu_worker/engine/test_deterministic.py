@@ -77,6 +77,7 @@ def test_bits_do_not_depend_on_the_batch(engine: Engine) -> None:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("threads", [1, 3])
 def test_bits_do_not_depend_on_the_number_of_threads(engine: Engine, threads: int) -> None:
     before, rows = torch.get_num_threads(), range(len(FEW))

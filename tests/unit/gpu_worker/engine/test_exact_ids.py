@@ -45,6 +45,7 @@ def check_ends(played: Player, answers: dict[int, list[int]]) -> None:
     assert played.ended == whys
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("indices", INDICES)
 def test_ids_of_rows_alone(engine: Engine, prompts: list[list[int]], indices: list[int]) -> None:
     answers = expected(prompts, indices)

@@ -123,8 +123,10 @@ def test_tokens_arrive_through_the_socket(child: Child) -> None:
     ("child", "setting", "words"),
     [
         ({"KV_CACHE_BYTES": "1000000GiB"}, "kv_cache_bytes", "MiB of memory are available"),
-        ({"KV_CACHE_BYTES": "1KiB"}, "kv_cache_bytes", "one block of 16 tokens"),
-        ({"MODEL_ID": "/nowhere"}, "model_id", "/nowhere does not exist"),
+        pytest.param(
+            {"KV_CACHE_BYTES": "1KiB"}, "kv_cache_bytes", "one block of 16 tokens", marks=pytest.mark.slow
+        ),
+        pytest.param({"MODEL_ID": "/nowhere"}, "model_id", "/nowhere does not exist", marks=pytest.mark.slow),
         ({"BLOCK_SIZE": "many"}, "block_size", "'many' is not a whole number"),
     ],
     indirect=["child"],

@@ -129,6 +129,7 @@ def test_quantised_weights_are_exact_in_float32(
         assert torch.equal(written[name], tensor), name
 
 
+@pytest.mark.slow
 def test_quantised_weights_are_bfloat16_for_other_types(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
