@@ -15,6 +15,7 @@ from api.heir.heir import Heir
 from api.heir.keeper_channel import inherited_channel
 from api.http.draining import Draining, DrainingServer
 from api.http.protocol import HttpProtocol, InheritedConnection
+from api.inference.sampling import load_sampling_defaults
 from api.inference.tokenizer import ModelTokenizer
 from api.lifecycle import Gateway
 from common import model_files
@@ -39,10 +40,12 @@ def main() -> None:
 
 def serve(settings: Settings, incarnation: str) -> None:
     """Run one gateway. Raises SettingError."""
+    path = model_files.resolve(settings.model_id, settings.revision, dtype=settings.dtype)
     tokenizer = ModelTokenizer.load(
-        model_files.resolve(settings.model_id, settings.revision, dtype=settings.dtype),
+        path,
         settings.tokenizer_config_path,
         settings.chat_template,
+        load_sampling_defaults(path, settings),
     )
     # A gateway tokenises one prompt at a time: a thread pool would only cost.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")

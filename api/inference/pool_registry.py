@@ -9,6 +9,7 @@ from pathlib import Path
 
 from api.errors import asking_broker, model_not_found, unavailable
 from api.inference.pool import Pool
+from api.inference.sampling import load_sampling_defaults
 from api.inference.tokenizer import ModelTokenizer
 from common import model_files
 from common.broker.keys import POOLS, Keys
@@ -107,7 +108,8 @@ class PoolRegistry:
             path = await asyncio.to_thread(
                 model_files.resolve, settings.model_id, settings.revision, dtype=settings.dtype
             )
-            tokenizer = await asyncio.to_thread(ModelTokenizer.load, Path(path))
+            defaults = load_sampling_defaults(Path(path), settings)
+            tokenizer = await asyncio.to_thread(ModelTokenizer.load, Path(path), sampling_defaults=defaults)
         except SettingError as error:
             raise unavailable(f"pool {name}: {error}") from error
         stack = contextlib.AsyncExitStack()
@@ -150,6 +152,7 @@ def foreign_settings(settings: Settings, name: str, worker: WorkerCapacity) -> S
         "model_id": worker.model_id or worker.model,
         "served_model_name": (name,),
         "revision": None,
+        "override_generation_config": None,
         "max_total_tokens": None,
         "max_input_tokens": None,
     }

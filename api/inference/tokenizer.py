@@ -1,6 +1,7 @@
 """Model tokenizer: prompts to token ids, with the model's special tokens and chat template."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from tokenizers import Tokenizer
@@ -19,16 +20,22 @@ class ModelTokenizer:
         special_ids: ids that are control, not text.
         ending_ids: ids that may end a generation: end-of-sequence ids, and all special ones.
         chat_template: None if the model has none.
+        sampling_defaults: what /v1 takes where a request says nothing (GENERATION_CONFIG).
     """
 
     backend: Tokenizer
     special_ids: frozenset[int]
     ending_ids: frozenset[int]
     chat_template: ChatTemplate | None = None
+    sampling_defaults: Mapping[str, float] = field(default_factory=dict)
 
     @classmethod
     def load(
-        cls, path: Path, tokenizer_config_path: str | None = None, chat_template_path: str | None = None
+        cls,
+        path: Path,
+        tokenizer_config_path: str | None = None,
+        chat_template_path: str | None = None,
+        sampling_defaults: Mapping[str, float] | None = None,
     ) -> "ModelTokenizer":
         """Load the tokenizer of the model in the directory `path`. Raises SettingError."""
         tokenizer = Tokenizer.from_file(str(path / "tokenizer.json"))
@@ -36,7 +43,8 @@ class ModelTokenizer:
         tokenizer.no_padding()
         special_ids = model_config.special_ids(path)
         chat_template = ChatTemplate.load(path, tokenizer_config_path, chat_template_path)
-        return cls(tokenizer, special_ids, special_ids.union(model_config.eos_ids(path)), chat_template)
+        ending_ids = special_ids.union(model_config.eos_ids(path))
+        return cls(tokenizer, special_ids, ending_ids, chat_template, sampling_defaults or {})
 
     @property
     def size(self) -> int:

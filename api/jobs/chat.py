@@ -15,6 +15,7 @@ from api.jobs.reply import Frame
 from api.json import to_json
 from api.offload import offload
 from api.openai import chat_prompt
+from api.openai.accept import fill_defaults
 from api.openai.params import from_chat
 from api.openai.render_chat import ChatCompletionRenderer
 from api.openai.request_schemas import ChatRequest
@@ -58,6 +59,7 @@ async def accept(pool: Pool, job: Job) -> ChatJob:
     content = to_json(parameters | {"messages": job.body.messages, "stream": True})
     chat = await offload(len(content), lambda: parse_body(ChatRequest, content))
     chat.check()
+    chat = fill_defaults(chat, pool.tokenizer.sampling_defaults)
     params = from_chat(chat, await chat_prompt.chat_prompt_text(chat, pool.tokenizer.chat_template))
     params = replace(params, seed=job.seed if params.seed is None else params.seed)
     requests = await validate(params, pool.workers.limits, pool.tokenizer)

@@ -64,8 +64,8 @@ def prompts(body: CompletionRequest) -> list[str] | list[list[int]]:
 
 
 def common(body: OpenAIRequest, names: Mapping[str, str]) -> GenerationParams:
-    """The parameters that both routes have. The default temperature is 1, whatever the model's
-    generation_config.json says.
+    """The parameters that both routes have. The default temperature is 1; `fill_defaults` has put the model's
+    own values into the body.
     """
     return GenerationParams(
         truncate=body.truncate_prompt_tokens,

@@ -44,6 +44,10 @@ class SettingFields(BaseModel):
     """a tokenizer_config.json whose chat template is used instead of the model's"""
     chat_template: str | None = None
     """a file with a chat template in Jinja, used instead of the model's and TOKENIZER_CONFIG_PATH's"""
+    generation_config: str = "auto"
+    """where default sampling values of /v1 are: auto (beside the model), vllm (nowhere) or a folder"""
+    override_generation_config: str | None = None
+    """a JSON object of values that replace those of GENERATION_CONFIG"""
     rope_scaling: RopeScaling | None = None
     """linear or dynamic: stretches a model's rotary positions by ROPE_FACTOR (default: as its config says)"""
     rope_factor: Annotated[float, Field(ge=1, le=1000)] | None = None

@@ -28,8 +28,6 @@ VLLM = (
     Option("config_format", ("auto", "hf"), "config.json is Hugging Face's"),
     Option("model_impl", ("auto", "transformers"), "models are those of transformers"),
     *options("task runner convert", ("auto", "generate", "none"), "models generate text"),
-    Option("generation_config", ("vllm",), "sampling values of generation_config.json are not used"),
-    Option("override_generation_config", NONE, "clients give the sampling values that they want"),
     Option("chat_template_content_format", ("auto", "string"), "templates get the content as one text"),
     Option("response_role", ("assistant",), "answers are the assistant's"),
     Option("logits_processors", NONE, IN_PYTHON),

@@ -22,7 +22,7 @@ SERVED = """
 -cc {"mode":3} --max-num-batched-tokens 8192 --max-num-partial-prefills 4
 --swap-space 16 --disable-log-stats --trust-remote-code
 --api-server-count 4 --data-parallel-size 2 --port 8000 --host 0.0.0.0
---generation-config vllm --seed 0 --task generate
+--generation-config auto --override-generation-config {"temperature":0.6} --seed 0 --task generate
 --runner generate --convert none --config-format hf --tokenizer-mode auto
 --pipeline-parallel-size 1 -tp 4 --distributed-executor-backend mp
 --enable-expert-parallel --disable-custom-all-reduce --max-parallel-loading-workers 2
@@ -37,7 +37,6 @@ REFUSED = {
     "--kv-cache-dtype fp8": "KV_CACHE_DTYPE: fp8 is not served: the KV cache has",
     "--enable-lora --lora-modules a=/b": "ENABLE_LORA: true is not served: adapters",
     "--speculative_config {}": "SPECULATIVE_CONFIG: {} is not served: speculation",
-    "--generation-config auto": "GENERATION_CONFIG: auto is not served: sampling values",
     "--nnodes 2": "NNODES: 2 is not served: workers of other machines",
     "--ssl-keyfile /key": "SSL_KEYFILE: /key is not served: TLS is for a proxy",
     "--logits-processors a.b": "LOGITS_PROCESSORS: a.b is not served: code of yours",
