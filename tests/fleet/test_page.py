@@ -31,7 +31,10 @@ MAX_TOKENS = 128
 SOME_CHARS = 30
 ANSWER_MS = 60_000
 
-pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on PATH")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on PATH"),
+]
 
 
 @pytest.fixture(scope="module")
