@@ -34,8 +34,6 @@ class AnswerParser:
 
     def feed(self, text: str) -> list[Delta]:
         """What the next piece of text says. Marks of the formats are part of it, special tokens or not."""
-        if self.reader.committed:
-            self.reader.forget(self.reader.position)
         self.reader.text += text
         next(self.reading, None)
         return self.reader.take_deltas()

@@ -3,7 +3,7 @@
 from collections.abc import Generator
 from dataclasses import dataclass
 
-from api.tool_calls.reading.reader import SPACE, Reader, end_of_certain, find_mark
+from api.tool_calls.reading.reader import SPACE, Reader
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,8 +33,21 @@ class ReasoningFormat:
 
 THINK = ("<think>", "</think>")
 REASONING_FORMATS = {
-    "deepseek_r1": ReasoningFormat("deepseek_r1", *THINK, always=True),
-    "qwen3": ReasoningFormat("qwen3", *THINK),
+    form.name: form
+    for form in (
+        ReasoningFormat("deepseek_r1", *THINK, always=True),
+        ReasoningFormat("deepseek_v3", *THINK),
+        ReasoningFormat("qwen3", *THINK),
+        ReasoningFormat("glm45", *THINK),
+        ReasoningFormat("hunyuan_a13b", *THINK),
+        ReasoningFormat("holo2", *THINK),
+        ReasoningFormat("kimi_k2", *THINK),
+        ReasoningFormat("minimax_m2", *THINK, always=True),
+        ReasoningFormat("ernie45", *THINK),
+        ReasoningFormat("nemotron_v3", *THINK),
+        ReasoningFormat("mistral", "[THINK]", "[/THINK]"),
+        ReasoningFormat("seed_oss", "<seed:think>", "</seed:think>"),
+    )
 }
 
 
@@ -46,18 +59,5 @@ def read_reasoning(reader: Reader, form: ReasoningFormat, is_open: bool) -> Gene
         return
     reader.forget(reader.position)
     reader.trim()
-    while True:
-        found = find_mark(reader.text, (form.close,), 0, reader.ended)
-        end = (
-            found[0]
-            if found
-            else len(reader.text)
-            if reader.ended
-            else end_of_certain(reader.text, [form.close], 0)
-        )
-        reader.add_reasoning(reader.text[:end])
-        reader.forget(end + len(form.close) if found else end)
-        if found or reader.ended:
-            reader.trim()
-            return
-        yield
+    yield from reader.pass_until(reader.add_reasoning, form.close)
+    reader.trim()

@@ -3,7 +3,11 @@
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 
-from api.tool_calls.formats.hermes import read_hermes
+from api.tool_calls.formats import harmony, llama_json, mistral, tagged
+from api.tool_calls.formats.marked_json import marked_json
+from api.tool_calls.formats.pythonic import pythonic
+from api.tool_calls.formats.sections import DEEPSEEK, KIMI, in_sections
+from api.tool_calls.formats.tgi import read_tgi
 from api.tool_calls.reading.deltas import Tool
 from api.tool_calls.reading.reader import Reader
 
@@ -19,12 +23,53 @@ class CallFormat:
         marks: texts in which calls begin, end, or are divided. Where one is a special token of the model, its
             text must be among what the parser is fed.
         read: the generator that reads an answer.
+        short_ids: the model's template takes ids of calls of 9 letters and digits.
     """
 
     name: str
     marks: tuple[str, ...]
     read: Read
+    short_ids: bool = False
 
 
-HERMES = CallFormat("hermes", ("<tool_call>", "</tool_call>"), read_hermes)
-CALL_FORMATS = {"hermes": HERMES}
+def json_between(name: str, open: str, close: str = "") -> CallFormat:
+    return CallFormat(name, tuple(mark for mark in (open, close) if mark), marked_json(open, close))
+
+
+def python_between(name: str, open: str, close: str) -> CallFormat:
+    return CallFormat(name, (open, close), pythonic(open, close))
+
+
+HARMONY_MARKS = (harmony.START, harmony.CHANNEL, harmony.CONSTRAIN, harmony.MESSAGE, *harmony.ENDS)
+MISTRAL_MARKS = (mistral.CALLS, mistral.CALL_ID, mistral.ARGS)
+GLM_MARKS = (tagged.OPEN, tagged.CLOSE, tagged.KEY, tagged.END_KEY, tagged.VALUE, tagged.END_VALUE)
+
+CALL_FORMATS = {
+    form.name: form
+    for form in (
+        json_between("hermes", "<tool_call>", "</tool_call>"),
+        CallFormat("qwen3_coder", (tagged.OPEN, tagged.CLOSE), tagged.read_qwen3_coder),
+        CallFormat("llama3_json", (llama_json.PYTHON_TAG,), llama_json.read_llama_json),
+        python_between("llama4_pythonic", "<|python_start|>", "<|python_end|>"),
+        python_between("pythonic", "<|python_tag|>", ""),
+        CallFormat("mistral", MISTRAL_MARKS, mistral.read_mistral, short_ids=True),
+        CallFormat("deepseek_v3", DEEPSEEK.all, in_sections(DEEPSEEK)),
+        CallFormat("deepseek_v31", DEEPSEEK.all, in_sections(DEEPSEEK)),
+        CallFormat("kimi_k2", KIMI.all, in_sections(KIMI)),
+        CallFormat("glm45", GLM_MARKS, tagged.read_glm),
+        CallFormat("openai", HARMONY_MARKS, harmony.read_harmony),
+        json_between("granite", "<|tool_call|>"),
+        json_between("jamba", "<tool_calls>", "</tool_calls>"),
+        json_between("phi4_mini_json", "functools"),
+        python_between("lfm2", "<|tool_call_start|>", "<|tool_call_end|>"),
+        CallFormat("tgi", (), read_tgi),
+    )
+}
+"""Those that vLLM does not have: `lfm2`; `tgi`, for models that have none of their own."""
+ALIASES = {
+    "qwen3_xml": "qwen3_coder",
+    "llama4_json": "llama3_json",
+    "glm47": "glm45",
+    "llama4": "llama4_pythonic",
+}
+"""Other names of formats, in vLLM and SGLang."""

@@ -65,7 +65,12 @@ def read_word(reader: Reader) -> Generator[None, None, str | None]:
     if not (yield from read_string(reader, pieces.append)):
         return None
     word: str = json.loads("".join(pieces))
-    return word
+    return word if is_text(word) else None
+
+
+def is_text(word: str) -> bool:
+    """Whether it can be sent: half a surrogate pair cannot."""
+    return not any("\ud800" <= char <= "\udfff" for char in word)
 
 
 def read_arguments(reader: Reader, name: str) -> Waiting:
@@ -84,7 +89,7 @@ def read_arguments(reader: Reader, name: str) -> Waiting:
 def add_whole_call(reader: Reader, name: str, arguments: str) -> bool:
     """Adds a call whose arguments are a JSON text: an object, its text as a string, or null."""
     value = json.loads(arguments)
-    if isinstance(value, str):
+    if isinstance(value, str) and is_text(value):
         try:
             arguments, value = value, json.loads(value)
         except (ValueError, RecursionError):

@@ -42,6 +42,11 @@ def read_object(reader: Reader, write: Write, depth: int = 0) -> Waiting:
     yield from pass_char(reader, write)
     if (yield from pass_if(reader, write, "}")):
         return True
+    return (yield from read_members(reader, write, depth))
+
+
+def read_members(reader: Reader, write: Write, depth: int = 0) -> Waiting:
+    """Reads the rest of an object, from the first of the keys to come."""
     while True:
         if not (yield from read_pair(reader, write, depth)):
             return False

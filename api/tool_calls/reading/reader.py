@@ -4,7 +4,7 @@ A generator yields where the text so far does not decide what follows. It decide
 the text, since it never looks at where the text so far ends.
 """
 
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 
 from api.tool_calls.reading.deltas import (
     CallArguments,
@@ -17,6 +17,10 @@ from api.tool_calls.reading.deltas import (
 
 Waiting = Generator[None, None, bool]
 SPACE = " \t\r\n"
+MAX_NAME = 256
+MAX_KEPT = 4096
+"""Characters of a call that are kept after they were read."""
+NO_NAME = "<>[]{}()\"'`,;="
 
 
 class Reader:
@@ -99,6 +103,33 @@ class Reader:
                 return None
             yield
 
+    def pass_until(self, write: Callable[[str], None], *marks: str) -> Generator[None, None, str]:
+        """Passes on all text up to one of the marks, as it comes. The mark is read over; "" at the end."""
+        while True:
+            found = find_mark(self.text, marks, self.position, self.ended)
+            if found is not None:
+                start, mark = found
+                text = self.text[self.position : start]
+                self.position = start + len(mark)
+                write(text)
+                return mark
+            certain = len(self.text) if self.ended else end_of_certain(self.text, marks, self.position)
+            text = self.text[self.position : certain]
+            self.position = certain
+            write(text)
+            if self.ended:
+                return ""
+            yield
+
+    def name(self) -> Generator[None, None, str]:
+        """Reads a function's name: characters that are neither space nor brackets, quotes or commas."""
+        start = self.position
+        while (char := (yield from self.char())) and not char.isspace() and char not in NO_NAME:
+            self.position += 1
+            if self.position - start > MAX_NAME:
+                return ""
+        return self.text[start : self.position]
+
     # --- content --------------------------------------------------------------------------------------------
 
     def content_until(self, *marks: str) -> Generator[None, None, str]:
@@ -175,6 +206,8 @@ class Reader:
         """The next piece of the arguments of the call that began last."""
         if text:
             self.emit(CallArguments(self.num_calls - 1, text))
+        if self.position > MAX_KEPT:
+            self.forget(self.position)
 
     def emit(self, delta: Delta) -> None:
         """Adds a delta to those of this piece of text, joined with the last one where it continues it."""

@@ -1,0 +1,31 @@
+"""Llama 3's calls: JSON objects without marks around them, or after one.
+
+A JSON object is a call only if it begins a line and names a function that the request offers.
+"""
+
+from collections.abc import Generator, Sequence
+
+from api.tool_calls.reading.call_object import read_call
+from api.tool_calls.reading.deltas import Tool
+from api.tool_calls.reading.reader import SPACE, Reader
+
+PYTHON_TAG = "<|python_tag|>"
+LINE = "\n{"
+
+
+def read_llama_json(reader: Reader, tools: Sequence[Tool]) -> Generator[None, None, None]:
+    names = {tool.name for tool in tools}
+    reader.begin_mark("")
+    yield from reader.skip()
+    yield from reader.literal(PYTHON_TAG)
+    while True:
+        yield from reader.skip(SPACE + ";")
+        if (yield from read_call(reader, names)):
+            reader.begin_mark("")
+            continue
+        reader.reject()
+        mark = yield from reader.content_until(PYTHON_TAG, LINE)
+        if not mark:
+            return
+        if mark == LINE:
+            reader.position = 0

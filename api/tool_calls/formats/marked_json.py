@@ -1,0 +1,39 @@
+"""Calls that are JSON objects after a mark, one or a list of them."""
+
+from collections.abc import Callable, Generator, Sequence
+
+from api.tool_calls.reading.call_object import read_call
+from api.tool_calls.reading.deltas import Tool
+from api.tool_calls.reading.reader import Reader, Waiting
+
+Reading = Generator[None, None, None]
+
+
+def marked_json(open: str, close: str = "") -> Callable[[Reader, Sequence[Tool]], Reading]:
+    """A reader of calls between two marks, of which models forget the second."""
+
+    def read(reader: Reader, tools: Sequence[Tool]) -> Reading:
+        while (yield from reader.content_until(open)):
+            yield from reader.skip()
+            if (yield from read_calls(reader)):
+                yield from reader.skip()
+                yield from reader.literal(close)
+            else:
+                reader.reject()
+
+    return read
+
+
+def read_calls(reader: Reader) -> Waiting:
+    """Reads a call, or a list of them."""
+    if not (yield from reader.literal("[")):
+        return (yield from read_call(reader))
+    while True:
+        yield from reader.skip()
+        if not (yield from read_call(reader)):
+            return False
+        yield from reader.skip()
+        if (yield from reader.literal("]")):
+            return True
+        if not (yield from reader.literal(",")):
+            return False

@@ -1,0 +1,83 @@
+"""Calls as Python: a list of calls with named arguments, as Llama 3.2, Llama 4 and LFM2 write them.
+
+A list is one of calls only if it begins a line, or follows a mark, and names functions of the request.
+"""
+
+from collections.abc import Callable, Container, Generator, Sequence
+
+from api.tool_calls.reading.deltas import Tool
+from api.tool_calls.reading.python_text import read_literal
+from api.tool_calls.reading.reader import Reader, Waiting
+
+LINE = "\n["
+Reading = Generator[None, None, None]
+
+
+def pythonic(open: str, close: str) -> Callable[[Reader, Sequence[Tool]], Reading]:
+    """A reader of lists of calls; marks around them may be missing."""
+
+    def read(reader: Reader, tools: Sequence[Tool]) -> Reading:
+        names = {tool.name for tool in tools}
+        reader.begin_mark("")
+        yield from reader.skip()
+        yield from reader.literal(open)
+        while True:
+            yield from reader.skip()
+            if (yield from read_list_of_calls(reader, names)):
+                yield from reader.skip()
+                yield from reader.literal(close)
+                reader.begin_mark("")
+            else:
+                reader.reject()
+            mark = yield from reader.content_until(open, LINE)
+            if not mark:
+                return
+            if mark == LINE:
+                reader.position = 0
+
+    return read
+
+
+def read_list_of_calls(reader: Reader, names: Container[str]) -> Waiting:
+    if not (yield from reader.literal("[")):
+        return False
+    while True:
+        yield from reader.skip()
+        if not (yield from read_call_expression(reader, names)):
+            return False
+        yield from reader.skip()
+        if (yield from reader.literal("]")):
+            return True
+        if not (yield from reader.literal(",")):
+            return False
+
+
+def read_call_expression(reader: Reader, names: Container[str]) -> Waiting:
+    """Reads `name(key=value, …)`."""
+    name = yield from reader.name()
+    if name not in names or not (yield from reader.literal("(")):
+        return False
+    yield from reader.skip()
+    if (yield from reader.literal(")")):
+        reader.start_call(name)
+        reader.add_arguments("{}")
+        return True
+    before = "{"
+    while True:
+        key = yield from reader.name()
+        yield from reader.skip()
+        if not key or not (yield from reader.literal("=")):
+            return False
+        yield from reader.skip()
+        if before == "{":
+            reader.start_call(name)
+        value = yield from read_literal(reader)
+        if value is None:
+            return False
+        reader.add_arguments(f'{before}"{key}": {value}')
+        before = ", "
+        if (yield from reader.literal(",")):
+            yield from reader.skip()
+        if (yield from reader.literal(")")):
+            reader.add_arguments("}")
+            return True

@@ -1,0 +1,85 @@
+"""Calls in sections with marks at both ends, and between name and arguments: DeepSeek's and Kimi's."""
+
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass
+
+from api.tool_calls.reading.call_object import read_arguments
+from api.tool_calls.reading.deltas import Tool
+from api.tool_calls.reading.reader import MAX_NAME, Reader, Waiting
+
+Reading = Generator[None, None, None]
+
+
+@dataclass(frozen=True, slots=True)
+class SectionMarks:
+    """The marks around all calls, around one, and before its arguments."""
+
+    calls_begin: str
+    call_begin: str
+    arguments_begin: str
+    call_end: str
+    calls_end: str
+
+    @property
+    def all(self) -> tuple[str, ...]:
+        return self.calls_begin, self.call_begin, self.arguments_begin, self.call_end, self.calls_end
+
+
+DEEPSEEK = SectionMarks(
+    "<｜tool▁calls▁begin｜>",
+    "<｜tool▁call▁begin｜>",
+    "<｜tool▁sep｜>",
+    "<｜tool▁call▁end｜>",
+    "<｜tool▁calls▁end｜>",
+)
+KIMI = SectionMarks(
+    "<|tool_calls_section_begin|>",
+    "<|tool_call_begin|>",
+    "<|tool_call_argument_begin|>",
+    "<|tool_call_end|>",
+    "<|tool_calls_section_end|>",
+)
+FENCE = "```"
+"""DeepSeek V3 and R1 write the type `function` before the mark, and the name and a fence behind it."""
+
+
+def in_sections(marks: SectionMarks) -> Callable[[Reader, Sequence[Tool]], Reading]:
+    def read(reader: Reader, tools: Sequence[Tool]) -> Reading:
+        while mark := (yield from reader.content_until(marks.calls_begin, marks.call_begin)):
+            yield from reader.skip()
+            has_begun = mark == marks.call_begin or (yield from reader.literal(marks.call_begin))
+            if not has_begun or not (yield from read_section(reader, marks)):
+                reader.reject()
+
+    return read
+
+
+def read_section(reader: Reader, marks: SectionMarks) -> Waiting:
+    """Reads the call that follows the mark of its beginning."""
+    head = yield from reader.until(marks.arguments_begin, most=MAX_NAME)
+    if head is None:
+        return False
+    name = head.strip()
+    if name == "function":
+        yield from reader.skip()
+        name = yield from reader.name()
+    yield from reader.skip()
+    if (yield from reader.literal(FENCE)):
+        yield from reader.literal("json")
+        yield from reader.skip()
+    if not name or not (yield from read_arguments(reader, bare(name))):
+        return False
+    yield from reader.skip()
+    if (yield from reader.literal(FENCE)):
+        yield from reader.skip()
+    yield from reader.literal(marks.call_end)
+    yield from reader.skip()
+    yield from reader.literal(marks.calls_end)
+    return True
+
+
+def bare(name: str) -> str:
+    """A name without Kimi's `functions.` before it and the call's number behind it."""
+    if name.startswith("functions."):
+        return name.removeprefix("functions.").split(":")[0]
+    return name

@@ -1,0 +1,54 @@
+"""Read Python's literals, and write them as JSON."""
+
+import ast
+import json
+from collections.abc import Generator
+
+from api.tool_calls.reading.reader import Reader
+
+OPENING = "([{"
+CLOSING = ")]}"
+
+
+def read_literal(reader: Reader) -> Generator[None, None, str | None]:
+    """A value up to the comma or bracket behind it, as JSON. None where it is no literal."""
+    start, depth, quote = reader.position, 0, ""
+    while True:
+        char = yield from reader.char()
+        if not char:
+            return None
+        if quote:
+            if char == "\\":
+                reader.position += 1
+                if not (yield from reader.char()):
+                    return None
+            elif char == quote:
+                quote = ""
+        elif char in "\"'":
+            quote = char
+        elif char in OPENING:
+            depth += 1
+        elif depth == 0 and char in ",)]}":
+            return as_json(reader.text[start : reader.position])
+        elif char in CLOSING:
+            depth -= 1
+        reader.position += 1
+
+
+def as_json(text: str) -> str | None:
+    """The JSON text of a literal, which may be JSON itself."""
+    try:
+        json.loads(text, parse_constant=refuse)
+    except (ValueError, RecursionError):
+        pass
+    else:
+        return text.strip()
+    try:
+        return json.dumps(ast.literal_eval(text.strip()), allow_nan=False)
+    except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
+        return None
+
+
+def refuse(constant: str) -> None:
+    """NaN and Infinity are no JSON."""
+    raise ValueError(constant)
