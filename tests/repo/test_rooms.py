@@ -26,7 +26,7 @@ FLOORS = {
         "openai",
         "http",
         "inference arq",
-        "heir retry structured_output templates tool_calls.parser",
+        "heir retry structured_output templates tool_calls.detect tool_calls.parser",
         "tool_calls.formats tool_calls.reasoning",
         "tool_calls.reading",
         "errors",

@@ -40,6 +40,10 @@ def python_between(name: str, open: str, close: str) -> CallFormat:
     return CallFormat(name, (open, close), pythonic(open, close))
 
 
+def functions_between(name: str, open: str, close: str) -> CallFormat:
+    return CallFormat(name, (open, close), tagged.tagged_functions(open, close))
+
+
 HARMONY_MARKS = (harmony.START, harmony.CHANNEL, harmony.CONSTRAIN, harmony.MESSAGE, *harmony.ENDS)
 MISTRAL_MARKS = (mistral.CALLS, mistral.CALL_ID, mistral.ARGS)
 GLM_MARKS = (tagged.OPEN, tagged.CLOSE, tagged.KEY, tagged.END_KEY, tagged.VALUE, tagged.END_VALUE)
@@ -48,7 +52,8 @@ CALL_FORMATS = {
     form.name: form
     for form in (
         json_between("hermes", "<tool_call>", "</tool_call>"),
-        CallFormat("qwen3_coder", (tagged.OPEN, tagged.CLOSE), tagged.read_qwen3_coder),
+        functions_between("qwen3_coder", tagged.OPEN, tagged.CLOSE),
+        functions_between("seed_oss", "<seed:tool_call>", "</seed:tool_call>"),
         CallFormat("llama3_json", (llama_json.PYTHON_TAG,), llama_json.read_llama_json),
         python_between("llama4_pythonic", "<|python_start|>", "<|python_end|>"),
         python_between("pythonic", "<|python_tag|>", ""),
@@ -59,6 +64,7 @@ CALL_FORMATS = {
         CallFormat("glm45", GLM_MARKS, tagged.read_glm),
         CallFormat("openai", HARMONY_MARKS, harmony.read_harmony),
         json_between("granite", "<|tool_call|>"),
+        json_between("nemotron_json", "<TOOLCALL>", "</TOOLCALL>"),
         json_between("jamba", "<tool_calls>", "</tool_calls>"),
         json_between("phi4_mini_json", "functools"),
         python_between("lfm2", "<|tool_call_start|>", "<|tool_call_end|>"),
@@ -73,3 +79,8 @@ ALIASES = {
     "llama4": "llama4_pythonic",
 }
 """Other names of formats, in vLLM and SGLang."""
+
+
+def call_format(name: str) -> CallFormat | None:
+    """The format of this name, one of CALL_FORMATS or ALIASES."""
+    return CALL_FORMATS.get(ALIASES.get(name, name))

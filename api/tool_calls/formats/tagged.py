@@ -1,7 +1,7 @@
 """Calls whose arguments are tagged texts: Qwen3-Coder's and GLM's."""
 
 import json
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any
 
 from api.tool_calls.reading.deltas import Tool
@@ -33,16 +33,20 @@ def before_value(key: str, is_first: bool) -> str:
 # --- Qwen3-Coder --------------------------------------------------------------------------------------------
 
 
-def read_qwen3_coder(reader: Reader, tools: Sequence[Tool]) -> Reading:
-    """The mark before a function is missing at times."""
-    while mark := (yield from reader.content_until(OPEN, FUNCTION)):
-        yield from reader.skip()
-        has_begun = mark == FUNCTION or (yield from reader.literal(FUNCTION))
-        if not has_begun or not (yield from read_function(reader, tools)):
-            reader.reject()
-        else:
+def tagged_functions(open: str, close: str) -> Callable[[Reader, Sequence[Tool]], Reading]:
+    """A reader of functions between two marks, which are missing at times."""
+
+    def read(reader: Reader, tools: Sequence[Tool]) -> Reading:
+        while mark := (yield from reader.content_until(open, FUNCTION)):
             yield from reader.skip()
-            yield from reader.literal(CLOSE)
+            has_begun = mark == FUNCTION or (yield from reader.literal(FUNCTION))
+            if not has_begun or not (yield from read_function(reader, tools)):
+                reader.reject()
+            else:
+                yield from reader.skip()
+                yield from reader.literal(close)
+
+    return read
 
 
 def read_function(reader: Reader, tools: Sequence[Tool]) -> Waiting:

@@ -1,4 +1,4 @@
-"""Whatever a model writes is read without an error, the same for every cut; without a call no text is lost."""
+"""Whatever a model writes is read, the same for every cut; where there is no call no text is lost."""
 
 import pytest
 from hypothesis import given, settings
