@@ -50,7 +50,7 @@ def describe_answer(
 def keep_as_asked(request: Generate, answer: HttpAnswer) -> Generate:
     """A choice's request; it goes on without its client, and keeps its result, as the answer's terms say."""
     terms = answer.terms
-    kept_ms = [request.result_ttl_ms, terms.resume_ms or 0]
+    kept_ms = [request.result_ttl_ms, terms.resume_ms or 0, terms.stored_ms]
     if len(answer.requests) > 1:  # the first choice that ends must not be lost before the last one
         kept_ms.append(request.ttl_ms + REQUEST_KEY_MARGIN_MS)
     if terms.detached:

@@ -22,6 +22,7 @@ from api.http.state import set_pools
 from api.http.unread import UNREAD
 from api.lifecycle import Gateway
 from api.openai import routes_chat, routes_completions, routes_models
+from api.responses import routes_create, routes_stored
 from api.resume import routes_resume
 from api.resume.inherit import InheritedAnswers
 from api.resume.middleware import ResumeMiddleware
@@ -36,6 +37,8 @@ ROUTES = (
     routes_detokenize,
     routes_chat,
     routes_completions,
+    routes_create,
+    routes_stored,
     routes_resume,
     routes_health,
     routes_info,
@@ -46,7 +49,15 @@ ROUTES = (
     routes_metrics,
     routes_timeline,
 )
-REFUSED_WHILE_DRAINING = (routes_generate, routes_chat, routes_completions, routes_resume, routes_health)
+REFUSED_WHILE_DRAINING = (
+    routes_generate,
+    routes_chat,
+    routes_completions,
+    routes_create,
+    routes_stored,
+    routes_resume,
+    routes_health,
+)
 WITHOUT_KEY = (routes_health, routes_info, routes_version, routes_models, routes_page, routes_metrics)
 
 
@@ -98,7 +109,11 @@ def add_cors(app: ASGIApp, settings: Settings) -> ASGIApp:
     """Let browsers hand responses to pages of the allowed origins."""
     origins = settings.cors_allow_origin or ("*",)
     return CORSMiddleware(
-        app, allow_origins=origins, allow_methods=["GET", "POST"], allow_headers=["*"], expose_headers=["*"]
+        app,
+        allow_origins=origins,
+        allow_methods=["DELETE", "GET", "POST"],
+        allow_headers=["*"],
+        expose_headers=["*"],
     )
 
 

@@ -3,12 +3,13 @@
 from collections.abc import Mapping
 
 from fastapi import FastAPI
+from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Match
 
-from api.errors import ApiError, family_of, internal_error
+from api.errors import ApiError, family_of, internal_error, invalid
 from api.http.openapi import build_document
 from api.inference import metrics
 from api.json import to_json
@@ -20,6 +21,7 @@ METHODS = ("DELETE", "GET", "HEAD", "PATCH", "POST", "PUT")
 def add_error_handlers(app: FastAPI) -> None:
     app.add_exception_handler(ApiError, handle_api_error)
     app.add_exception_handler(HTTPException, handle_http_exception)
+    app.add_exception_handler(RequestValidationError, handle_query)
     app.add_exception_handler(ClientDisconnect, handle_disconnect)
     app.add_exception_handler(Exception, handle_crash)
 
@@ -40,6 +42,14 @@ async def handle_api_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, ApiError)
     metrics.count_error(error.status, error.error_type)
     return error_response(error, request.url.path)
+
+
+async def handle_query(request: Request, exception: Exception) -> Response:
+    """Answer a request whose query is wrong; routes read their bodies themselves."""
+    assert isinstance(exception, RequestValidationError)
+    problem = exception.errors()[0]
+    name = str(problem["loc"][-1])
+    return await handle_api_error(request, invalid(f"`{name}`: {problem['msg']}", name))
 
 
 async def handle_http_exception(request: Request, exception: Exception) -> Response:

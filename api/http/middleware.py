@@ -15,7 +15,14 @@ log = logging.getLogger(__name__)
 
 MAX_ARRIVALS = 4
 """Each takes up to a millisecond until it waits for the broker."""
-COUNTED_ROUTES = ("/", "/generate", "/generate_stream", "/v1/chat/completions", "/v1/completions")
+COUNTED_ROUTES = (
+    "/",
+    "/generate",
+    "/generate_stream",
+    "/v1/chat/completions",
+    "/v1/completions",
+    "/v1/responses",
+)
 
 
 class RequestIdMiddleware:

@@ -24,12 +24,13 @@ async def respond_with_whole(
     render: Callable[[], Whole],
     release: Release,
     reader: int = 0,
+    keep_s: float = 0.0,
 ) -> Response:
     """Wait until all choices have finished, and respond with what `render` makes of them.
 
     Args:
         headers: those that are known already.
-        release, reader: as in `release_all`.
+        release, reader, keep_s: as in `release_all`.
 
     Raises:
         ApiError: the error of the first choice that failed.
@@ -37,7 +38,7 @@ async def respond_with_whole(
     """
 
     def let_go() -> None:
-        release_all(request.scope, streams, release, reader)
+        release_all(request.scope, streams, release, reader, keep_s)
 
     try:
         if (answer_socket := socket_of(request.scope)) is not None:

@@ -17,7 +17,7 @@ from api.inference.pool import Pool
 from api.inference.pool_registry import PoolRegistry
 from api.inference.sources import Sources
 from api.inference.stream import Stream
-from api.resume.frames import render_frames
+from api.resume.frames import begins_at_once, render_frames
 from common.broker.client import script
 from common.broker.keys import POOLS, Keys
 from common.messages.answer import HttpAnswer
@@ -87,25 +87,33 @@ def new_streams(pool: Pool, answer: HttpAnswer, channel: str) -> list[Stream]:
     return streams
 
 
-async def read_streams(pool: Pool, answer: HttpAnswer, channel: str) -> list[Stream]:
-    """Streams of all choices, with what is committed so far. Raises ApiError: 410, 503."""
+async def read_committed(pool: Pool, answer: HttpAnswer, channel: str) -> list[Stream]:
+    """Streams of all choices, with what is committed so far. Raises ApiError (503)."""
     streams = new_streams(pool, answer, channel)
     by_id = {stream.request.request_id: stream for stream in streams}
     async with asking_broker():
         await Filler(pool.redis, pool.keys, Sources(), by_id).fill({}, dict.fromkeys(by_id, math.inf))
+    return streams
+
+
+async def read_streams(pool: Pool, answer: HttpAnswer, channel: str) -> list[Stream]:
+    """As `read_committed`. Raises ApiError: 410, 503."""
+    streams = await read_committed(pool, answer, channel)
     if any(stream.terminal and stream.terminal.reason == "cancelled" for stream in streams):
         raise cancelled_answer(answer.request_id)
     return streams
 
 
-async def skip_frames(frames: Frames, num_seen: int, streams: Sequence[Stream]) -> list[bytes]:
+async def skip_frames(
+    answer: HttpAnswer, frames: Frames, num_seen: int, streams: Sequence[Stream]
+) -> list[bytes]:
     """Skip the frames that the client has. Returns those that were rendered with the last of them.
 
     Raises ApiError (422) if there are not so many yet: a client has only frames that are committed.
     """
     num_skipped = 0
     new: list[bytes] = []
-    is_more = bool(streams[0].num_ready or streams[0].terminal)
+    is_more = bool(begins_at_once(answer) or streams[0].num_ready or streams[0].terminal)
     while num_skipped < num_seen and is_more:
         try:
             new = await asyncio.wait_for(anext(frames), RENDER_TIMEOUT_S)
@@ -148,7 +156,7 @@ async def read_behind(
 async def frames_behind(answer: HttpAnswer, streams: Sequence[Stream], num_seen: int) -> Frames | None:
     """The frames behind those that the client has; None if it has all. Raises ApiError (422)."""
     frames = render_frames(answer, streams)
-    first = await skip_frames(frames, num_seen, streams)
+    first = await skip_frames(answer, frames, num_seen, streams)
     if not first and all(stream.terminal for stream in streams):
         first = await anext(frames, [])
         if not first:

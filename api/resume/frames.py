@@ -8,6 +8,8 @@ from api.http.whole import Whole
 from api.inference.stream import Stream
 from api.openai import respond
 from api.openai.stream import stream_bodies as openai_bodies
+from api.response_object.frames import stream_frames
+from api.response_object.whole import render_whole as render_response
 from api.tgi import best_of
 from api.tgi.render import stream_bodies as tgi_bodies
 from common.messages.answer import HttpAnswer
@@ -24,8 +26,15 @@ async def frames_behind(
             yield rest
 
 
+def begins_at_once(answer: HttpAnswer) -> bool:
+    """Whether the first frames need no token."""
+    return answer.response is not None
+
+
 def render_whole(answer: HttpAnswer, streams: Sequence[Stream], arrived_s: float) -> Whole:
     """The body of a whole answer and the headers of its end; `arrived_s` is when it was requested."""
+    if answer.response is not None:
+        return render_response(answer, streams, arrived_s)
     if family_of(answer.route) is openai:
         return respond.render_whole(answer, streams, arrived_s)
     return best_of.render_whole(answer, streams, arrived_s)
@@ -37,6 +46,8 @@ def render_frames(answer: HttpAnswer, streams: Sequence[Stream]) -> AsyncIterato
     Args:
         streams: of all choices, in order; this is their only reader.
     """
+    if answer.response is not None:
+        return stream_frames(answer, streams)
     if family_of(answer.route) is openai:
         return number_frames(openai_bodies(respond.RENDERERS[answer.route](answer, streams)))
     [stream] = streams

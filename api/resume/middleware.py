@@ -8,7 +8,7 @@ from api.http.error_handlers import error_response
 from api.http.request_id import HEADER
 from api.resume import attach
 
-ROUTES = ("/", "/generate_stream", "/v1/chat/completions", "/v1/completions")
+ROUTES = ("/", "/generate_stream", "/v1/chat/completions", "/v1/completions", "/v1/responses")
 
 
 class ResumeMiddleware:

@@ -6,6 +6,9 @@ from dataclasses import dataclass, replace
 from common.messages.codec import wire_field
 from common.messages.request import Generate
 
+STORED_KEEP_S = 0.001
+"""A stored answer goes on for so long after a hang-up, and is kept."""
+
 
 @dataclass(frozen=True, slots=True)
 class Rendering:
@@ -38,16 +41,35 @@ class ResumeTerms:
         resume_ms: as the client asked; None waits not at all after a hang-up, and GATEWAY_GRACE_S after the
             death of the gateway.
         detached: it needs no client.
+        stored_ms: it is kept for so long after its end, although it was answered; 0 for one that is not.
     """
 
     owner: str = wire_field("ow", default="")
     resume_ms: int | None = wire_field("rs", default=None)
     detached: bool = wire_field("de", default=False)
+    stored_ms: int = wire_field("so", default=0)
 
     @property
     def keep_s(self) -> float:
-        """Seconds for which the answer is kept after a hang-up."""
-        return math.inf if self.detached else (self.resume_ms or 0) / 1000
+        """Seconds for which the request goes on after a hang-up; with 0, what it has made is deleted."""
+        if self.detached:
+            return math.inf
+        return max((self.resume_ms or 0) / 1000, STORED_KEEP_S if self.stored_ms else 0.0)
+
+
+@dataclass(frozen=True, slots=True)
+class ResponseParts:
+    """What only the Responses API has of an answer, as JSON.
+
+    Attributes:
+        fields: of the response object those that are known when it is admitted.
+        before: items of the conversation that it goes on with.
+        items: its own input items.
+    """
+
+    fields: bytes = wire_field("f")
+    before: bytes = wire_field("b")
+    items: bytes = wire_field("i")
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +89,7 @@ class HttpAnswer:
         prompts: packed ids of each prompt.
         requests: of each choice, without its prompt.
         prefixes: for each prompt, the text with which its choices begin.
+        response: of the Responses API.
     """
 
     request_id: str = wire_field("id")
@@ -81,6 +104,7 @@ class HttpAnswer:
     prefixes: list[str] = wire_field("px")
     rendering: Rendering = wire_field("re")
     terms: ResumeTerms = wire_field("tm", default_factory=ResumeTerms)
+    response: ResponseParts | None = wire_field("rp", default=None)
 
     @property
     def num_prompt_tokens(self) -> int:

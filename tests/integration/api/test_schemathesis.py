@@ -42,6 +42,7 @@ UNDESCRIBED = re.compile(
     "|list of lists of token ids"  # 5.0 again
     "|cannot be compiled|must be a JSON schema|must be a text that is not empty"  # grammars
     "|`(grammar|response_format)[a-z_.]*` is required"
+    "|[Pp]revious response with id|`background` (needs|waits)"
     "|`(detached|resume_s)` needs a stream|`detached` waits for no client"
 )
 """Errors that a JSON schema cannot describe: limits that depend on the fleet or on another field."""

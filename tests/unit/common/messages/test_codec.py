@@ -101,7 +101,7 @@ EXAMPLES = [
         {"v": 1, "id": "r1", "ro": "/x", "st": True, "cr": 5, "mo": "m", "fp": "f", "n": 1}
         | {"pr": [b"\x01\0\0\0"], "rq": [msgpack.unpackb(encode(GENERATE))], "px": ["P"]}
         | {"re": {"dt": True, "lp": False, "us": False, "ru": False, "sk": True, "is": False, "po": False}}
-        | {"tm": {"ow": "", "rs": None, "de": False}},
+        | {"tm": {"ow": "", "rs": None, "de": False, "so": 0}, "rp": None},
     ),
     (WorkerDied("w0-1"), {"v": 1, "i": "w0-1"}),
     (

@@ -1,0 +1,44 @@
+"""The ends that a client sets to stored responses: cancel and delete."""
+
+import asyncio
+import time
+
+from api.errors import asking_broker, unavailable
+from api.inference.stream import Stream
+from api.responses.stored import StoredResponse, read_response
+from common.broker.client import script
+from common.messages.codec import encode
+from common.messages.request import Cancel
+
+END_S, PAUSE_S = 10.0, 0.05
+"""How long and how often a cancelled request is asked for its end."""
+
+
+async def cancel_request(stored: StoredResponse) -> Stream:
+    """Cancel the request unless it has ended. Returns its stream, ended, or after END_S as it is then. Raises
+    ApiError (503).
+    """
+    stream = await read_response(stored)
+    if stream.terminal:
+        return stream
+    keys, request_id = stored.pool.keys, stored.answer.request_id
+    async with asking_broker():
+        await script(stored.pool.redis, "cancel")(
+            keys=[keys.request(request_id), keys.control], args=[encode(Cancel(request_id, "client"))]
+        )
+    end_s = time.monotonic() + END_S
+    while True:
+        stream = await read_response(stored)
+        if stream.terminal or time.monotonic() > end_s:
+            return stream
+        await asyncio.sleep(PAUSE_S)
+
+
+async def delete_response(stored: StoredResponse) -> None:
+    """Delete a response that has ended, or that ends by being cancelled. Raises ApiError (503)."""
+    stream = await cancel_request(stored)
+    if not stream.terminal:
+        raise unavailable("the response was cancelled, but has not ended yet: delete it again")
+    keys, request_id = stored.pool.keys, stored.answer.request_id
+    async with asking_broker():
+        await stored.pool.redis.unlink(keys.request(request_id), keys.result(request_id))

@@ -1,0 +1,117 @@
+"""Input items: checked, and completed to the form in which they are stored and listed."""
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from api.errors import ApiError, invalid
+from api.response_object.items import Item, item_id
+
+ROLES = ("user", "system", "developer", "assistant")
+TEXTS = ("input_text", "output_text", "text", "summary_text", "reasoning_text")
+"""Types of content parts that have a `text`."""
+PREFIXES = {"message": "msg", "function_call": "fc", "function_call_output": "fco", "reasoning": "rs"}
+"""Prefixes of the ids of items, by type."""
+ITEM_ID = re.compile(rf"(?:{'|'.join(PREFIXES.values())})_([0-9a-f]{{32}})_i?[0-9]{{1,7}}")
+
+
+def read_items(given: str | Sequence[Mapping[str, Any]], request_id: str) -> list[Item]:
+    """The items of `input`, complete; references stay as they are. Raises ApiError."""
+    messages = [{"role": "user", "content": given}] if isinstance(given, str) else given
+    if not messages:
+        raise invalid("`input` cannot be empty", "input")
+    return [read_item(one, f"input[{i}]", request_id, i) for i, one in enumerate(messages)]
+
+
+def read_item(given: Mapping[str, Any], name: str, request_id: str, place: int) -> Item:
+    """One item. Raises ApiError."""
+    kind = kind_of(given)
+    if kind == "item_reference":
+        return {"type": kind, "id": text_of(given, "id", name)}
+    if kind not in PREFIXES:
+        allowed = ", ".join((*PREFIXES, "item_reference"))
+        raise invalid(f"`{name}.type` must be one of {allowed}. Given: {kind[:40]!r}", f"{name}.type")
+    if given.get("id") is not None:
+        text_of(given, "id", name)
+    about = {
+        "id": given.get("id") or item_id(PREFIXES[kind], request_id, f"i{place}"),
+        "type": kind,
+        "status": "completed",
+    }
+    match kind:
+        case "message":
+            return about | read_message(given, name)
+        case "function_call":
+            return about | {key: text_of(given, key, name) for key in ("call_id", "name", "arguments")}
+        case "function_call_output":
+            output = given.get("output")
+            content = (
+                output if isinstance(output, str) else read_parts(output, f"{name}.output", "input_text")
+            )
+            return about | {"call_id": text_of(given, "call_id", name), "output": content}
+        case _:
+            return about | read_reasoning(given, name)
+
+
+def kind_of(given: Mapping[str, Any]) -> str:
+    """An item's type, which messages and references may leave out."""
+    kind = given.get("type")
+    if kind is None:
+        return "message" if "role" in given or "content" in given else "item_reference"
+    return kind if isinstance(kind, str) else repr(kind)
+
+
+def read_message(given: Mapping[str, Any], name: str) -> Item:
+    role = given.get("role")
+    if role not in ROLES:
+        raise invalid(f"`{name}.role` must be one of {', '.join(ROLES)}. Given: {role!r:.40}", f"{name}.role")
+    content, kind = given.get("content"), "output_text" if role == "assistant" else "input_text"
+    parts = (
+        [new_part(content, kind)]
+        if isinstance(content, str)
+        else read_parts(content, f"{name}.content", kind)
+    )
+    return {"role": role, "content": parts}
+
+
+def read_reasoning(given: Mapping[str, Any], name: str) -> Item:
+    """Reasoning of an earlier answer. What is encrypted in it cannot be read here, and is left out."""
+    lists = {"summary": "summary_text", "content": "reasoning_text"}
+    return {key: read_parts(given.get(key) or [], f"{name}.{key}", kind) for key, kind in lists.items()}
+
+
+def read_parts(given: Any, name: str, kind: str) -> list[dict[str, Any]]:
+    """The parts of a content, all of which become parts of one type. Raises ApiError."""
+    if not isinstance(given, list) or not all(isinstance(part, dict) for part in given):
+        raise invalid(f"`{name}` must be a text or a list of parts", name)
+    return [read_part(part, f"{name}[{i}]", kind) for i, part in enumerate(given)]
+
+
+def read_part(given: Mapping[str, Any], name: str, kind: str) -> dict[str, Any]:
+    if given.get("type") == "refusal":
+        return new_part(text_of(given, "refusal", name), kind)
+    if given.get("type") not in TEXTS:
+        raise invalid(
+            f"`{name}` is of type {given.get('type')!r:.40}: this model takes text only", f"{name}.type"
+        )
+    return new_part(text_of(given, "text", name), kind)
+
+
+def new_part(text: str, kind: str) -> dict[str, Any]:
+    return {"type": kind, "text": text} | ({"annotations": []} if kind == "output_text" else {})
+
+
+def text_of(given: Mapping[str, Any], key: str, name: str) -> str:
+    """A field that must be a string. Raises ApiError."""
+    value = given.get(key)
+    if not isinstance(value, str):
+        raise invalid(f"`{name}.{key}` must be a string", f"{name}.{key}")
+    return value
+
+
+def join_text(content: str | Sequence[Mapping[str, Any]]) -> str:
+    return content if isinstance(content, str) else "".join(part["text"] for part in content)
+
+
+def unknown_item(own_id: str, name: str) -> ApiError:
+    return invalid(f"`{name}.id`: there is no stored item {own_id[:80]!r}", f"{name}.id")

@@ -1,0 +1,200 @@
+"""Request body of the Responses API. Types are not converted: `"5"` is not a number.
+
+Fields that OpenAI has and this server does not support are refused by name. Unknown names are ignored.
+"""
+
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from api.errors import invalid
+from api.http.unsupported import UnsupportedFields, reject_unsupported
+from api.inference.fields import RESUME_S, Listed, SamplingFields, least
+from api.openai.request_schemas import with_one_error
+from api.responses.input_items import ROLES
+
+LOGPROBS = "message.output_text.logprobs"
+ENCRYPTED = "reasoning.encrypted_content"
+INCLUDABLE = (LOGPROBS, ENCRYPTED)
+MAX_PAIRS, MAX_KEY_CHARS, MAX_VALUE_CHARS = 16, 64, 512
+UNSUPPORTED: UnsupportedFields = {
+    "access_programs": (),
+    "background_options": (),
+    "context_management": ([],),
+    "conversation": (),
+    "image": (),
+    "moderation": (),
+    "prompt": (),
+    "prompt_cache_options": (),
+}
+
+Input = Annotated[str | Listed[dict[str, Any]], with_one_error("Input should be a string or a list of items")]
+
+TEXT_PART: Any = {
+    "type": "object",
+    "required": ["type", "text"],
+    "properties": {"type": {"enum": ["input_text", "output_text"]}, "text": {"type": "string"}},
+}
+MESSAGE: Any = {
+    "type": "object",
+    "required": ["role", "content"],
+    "properties": {
+        "id": {"type": ["string", "null"]},
+        "type": {"enum": ["message", None]},
+        "role": {"enum": list(ROLES)},
+        "content": {"anyOf": [{"type": "string"}, {"type": "array", "items": TEXT_PART}]},
+    },
+}
+INPUT_SCHEMA: Any = {"anyOf": [{"type": "string"}, {"type": "array", "minItems": 1, "items": MESSAGE}]}
+METADATA_SCHEMA: Any = {
+    "maxProperties": MAX_PAIRS,
+    "propertyNames": {"maxLength": MAX_KEY_CHARS},
+    "additionalProperties": {"type": "string", "maxLength": MAX_VALUE_CHARS},
+}
+
+
+class ResponseStreamOptions(BaseModel):
+    model_config = ConfigDict(strict=True)
+
+    include_obfuscation: bool | None = Field(
+        default=None,
+        description="Only false is supported: events have no padding.",
+        json_schema_extra={"const": False},
+    )
+
+
+class TextOptions(BaseModel):
+    model_config = ConfigDict(strict=True)
+
+    format: dict[str, Any] | None = Field(
+        default=None,
+        description='What the text must look like: `{"type": "json_schema", "name": …, "schema": …}`, '
+        '`{"type": "json_object"}` or `{"type": "text"}`.',
+        json_schema_extra={"required": ["type"], "properties": {"type": {"enum": ["text", "json_object"]}}},
+    )
+    verbosity: str | None = Field(default=None, description="Has no effect.")
+
+
+class ReasoningOptions(BaseModel):
+    model_config = ConfigDict(strict=True)
+
+    effort: str | None = Field(default=None, json_schema_extra={"enum": ["none", None]})
+    summary: str | None = None
+    generate_summary: str | None = None
+
+
+class ResponsesRequest(SamplingFields):
+    """The body of /v1/responses, with the sampling parameters of vLLM. Null and absent mean the default.
+
+    `user`, `safety_identifier`, `prompt_cache_key`, `service_tier` and other labels have no effect.
+    """
+
+    model: str | None = Field(
+        default=None, description="A model that /v1/models lists. Default: this server's model."
+    )
+    input: Input = Field(
+        description="A text, or the items of a conversation: messages, calls of functions and their outputs, "
+        "references to items of stored responses.",
+        json_schema_extra=INPUT_SCHEMA,
+    )
+    instructions: str | None = Field(
+        default=None, description="A system message before the conversation, for this response only."
+    )
+    max_output_tokens: int | None = least(
+        1, "The most tokens to generate. Default: what is left of the model's context."
+    )
+    stream: bool | None = Field(default=None, description="Send server-sent events. Default: false.")
+    stream_options: ResponseStreamOptions | None = None
+    resume_s: float | None = RESUME_S
+    store: bool | None = Field(
+        default=None,
+        description="Keep the response, so that it can be retrieved and continued. Default: true.",
+    )
+    background: bool | None = Field(
+        default=None,
+        description="Respond at once; the response is made without a client, and retrieved. Default: false.",
+    )
+    previous_response_id: str | None = Field(
+        default=None, description="A stored response whose conversation goes on with `input`."
+    )
+    metadata: dict[str, str] | None = Field(
+        default=None,
+        description="Up to 16 labels, which the response has, too.",
+        json_schema_extra=METADATA_SCHEMA,
+    )
+    text: TextOptions | None = None
+    reasoning: ReasoningOptions | None = None
+    tools: Listed[dict[str, Any]] | None = Field(default=None, json_schema_extra={"maxItems": 0})
+    tool_choice: str | dict[str, Any] | None = Field(
+        default=None, json_schema_extra={"enum": ["auto", "none", None]}
+    )
+    parallel_tool_calls: bool | None = None
+    max_tool_calls: int | None = Field(default=None, description="Has no effect: no tool is built in.")
+    truncation: str | None = Field(
+        default=None,
+        description="`disabled`: an input that does not fit into the context is refused.",
+        json_schema_extra={"enum": ["disabled", None]},
+    )
+    include: Listed[str] | None = Field(
+        default=None,
+        description="Additional parts of the output.",
+        json_schema_extra={"items": {"enum": list(INCLUDABLE)}},
+    )
+    top_logprobs: int | None = least(
+        0, f"Report so many of the likeliest tokens; `include` must have `{LOGPROBS}`."
+    )
+    service_tier: str | None = None
+    prompt_cache_key: str | None = None
+    prompt_cache_retention: str | None = None
+    safety_identifier: str | None = None
+    user: str | None = None
+
+    @property
+    def is_stored(self) -> bool:
+        return self.store is not False
+
+    @property
+    def has_logprobs(self) -> bool:
+        return LOGPROBS in (self.include or [])
+
+    def check(self) -> None:
+        """Raises ApiError for unsupported fields, and for fields that contradict each other."""
+        reject_unsupported(self.model_extra or {}, UNSUPPORTED, ())
+        if self.background and not self.is_stored:
+            raise invalid(
+                "`background` needs `store`: true, so that the response can be retrieved", "background"
+            )
+        if self.background and self.resume_s is not None:
+            raise invalid("`background` waits for no client: leave `resume_s` out", "resume_s")
+        if self.stream_options is not None and not self.stream:
+            raise invalid("`stream_options` is only allowed with `stream`: true", "stream_options")
+        if self.stream_options is not None and self.stream_options.include_obfuscation:
+            name = "stream_options.include_obfuscation"
+            raise invalid(f"`{name}` is not supported yet", name)
+        if self.top_logprobs and not self.has_logprobs:
+            raise invalid(f"`top_logprobs` needs `{LOGPROBS}` in `include`", "top_logprobs")
+        if self.truncation not in (None, "disabled"):
+            raise invalid(f"`truncation` must be `disabled`. Given: {self.truncation[:40]!r}", "truncation")
+        check_include(self.include or [])
+        check_metadata(self.metadata or {})
+
+
+def check_include(names: list[str]) -> None:
+    """Raises ApiError for what no response of this server has."""
+    for i, name in enumerate(names):
+        if name not in INCLUDABLE:
+            field = f"include[{i}]"
+            raise invalid(f"`{field}` must be one of {', '.join(INCLUDABLE)}. Given: {name[:60]!r}", field)
+
+
+def check_metadata(metadata: dict[str, str]) -> None:
+    """Raises ApiError for more, or longer, labels than OpenAI takes."""
+    if len(metadata) > MAX_PAIRS:
+        raise invalid(f"`metadata` has at most {MAX_PAIRS} pairs. Given: {len(metadata)}", "metadata")
+    for key, value in metadata.items():
+        if len(key) > MAX_KEY_CHARS or len(value) > MAX_VALUE_CHARS:
+            raise invalid(
+                f"`metadata` has keys of at most {MAX_KEY_CHARS} and values of at most {MAX_VALUE_CHARS} "
+                f"characters. Given: {len(key)} and {len(value)}",
+                "metadata",
+            )

@@ -1,0 +1,131 @@
+"""The last step of creating a response: submit its request, and send events, the whole, or its id at once."""
+
+import asyncio
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from api.answer import describe_answer
+from api.http.headers import prompt_headers
+from api.http.request_id import request_id
+from api.http.resume_terms import read_terms
+from api.http.sse import TokenStream
+from api.http.whole import respond_with_whole
+from api.inference.pool import Pool
+from api.inference.stream import Stream
+from api.json import to_json
+from api.response_object.frames import stream_frames
+from api.response_object.items import Item
+from api.response_object.response import ResponsesRenderer
+from api.response_object.whole import render_whole
+from api.responses.request_schemas import ResponsesRequest
+from common.messages.answer import HttpAnswer, Rendering, ResponseParts
+from common.messages.request import Generate
+
+
+async def respond(
+    request: Request,
+    pool: Pool,
+    body: ResponsesRequest,
+    requests: list[Generate],
+    before: list[Item],
+    items: list[Item],
+    arrived_s: float,
+) -> Response:
+    """Submit the request, and respond. Raises ApiError.
+
+    Args:
+        before: the conversation in front of the request's own `items`.
+    """
+    answer = describe_response(request, pool, body, requests, before, items)
+    streams = await pool.admission.submit_all(answer)
+    headers = prompt_headers(pool.settings, 0)
+    release = partial(release_at_end, pool) if body.background else pool.admission.release
+    if body.stream:
+        return TokenStream(answer, stream_frames(answer, streams), streams, headers, release)
+    if body.background:
+        [stream] = streams
+        rendered = ResponsesRenderer(answer, stream).render("queued")
+        release(stream, 0, answer.terms.keep_s)
+        return Response(to_json(rendered), 200, headers, "application/json")
+    render = partial(render_whole, answer, streams, arrived_s)
+    keep_s = answer.terms.keep_s
+    return await respond_with_whole(
+        request, answer.request_id, streams, headers, render, release, keep_s=keep_s
+    )
+
+
+def describe_response(
+    request: Request,
+    pool: Pool,
+    body: ResponsesRequest,
+    requests: list[Generate],
+    before: list[Item],
+    items: list[Item],
+) -> HttpAnswer:
+    """The answer as it is kept. Raises ApiError."""
+    own_id, streamed = request_id(request), bool(body.stream)
+    background = bool(body.background)
+    terms = read_terms(request, own_id, streamed or background, body.resume_s, background)
+    stored_ms = round(1000 * pool.settings.response_ttl_s) if body.is_stored else 0
+    answer = describe_answer(
+        own_id,
+        request.url.path,
+        streamed,
+        pool.settings.model_name,
+        requests,
+        [""],
+        Rendering(logprobs=body.has_logprobs),
+        replace(terms, stored_ms=stored_ms),
+    )
+    parts = ResponseParts(to_json(response_fields(body)), to_json(before), to_json(items))
+    return replace(answer, response=parts)
+
+
+def response_fields(body: ResponsesRequest) -> dict[str, Any]:
+    """Fields of the response object that say what was requested."""
+    form = body.text.format if body.text is not None else None
+    reasoning = body.reasoning
+    return {
+        "background": bool(body.background),
+        "completed_at": None,
+        "instructions": body.instructions,
+        "max_output_tokens": body.max_output_tokens,
+        "max_tool_calls": body.max_tool_calls,
+        "metadata": body.metadata or {},
+        "parallel_tool_calls": body.parallel_tool_calls is not False,
+        "previous_response_id": body.previous_response_id,
+        "prompt_cache_key": body.prompt_cache_key,
+        "reasoning": {
+            "effort": reasoning.effort if reasoning else None,
+            "summary": reasoning.summary if reasoning else None,
+        },
+        "safety_identifier": body.safety_identifier,
+        "service_tier": "default",
+        "store": body.is_stored,
+        "temperature": 1.0 if body.temperature is None else body.temperature,
+        "text": {"format": form or {"type": "text"}},
+        "tool_choice": body.tool_choice or "auto",
+        "tools": body.tools or [],
+        "top_logprobs": body.top_logprobs or 0,
+        "top_p": 1.0 if body.top_p is None else body.top_p,
+        "truncation": body.truncation or "disabled",
+        "user": body.user,
+    }
+
+
+def release_at_end(pool: Pool, stream: Stream, reader: int, keep_s: float) -> None:
+    """Release a stream that nobody reads when it has ended: until then this gateway knows its request, and
+    offers it to a broker that has lost it.
+    """
+    task = asyncio.create_task(wait_for_end(pool, stream, reader, keep_s))
+    pool.admission.cleanups.add(task)
+    task.add_done_callback(pool.admission.cleanups.discard)
+
+
+async def wait_for_end(pool: Pool, stream: Stream, reader: int, keep_s: float) -> None:
+    await stream.ended.wait()
+    pool.admission.release(stream, reader, keep_s)

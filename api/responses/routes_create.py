@@ -1,0 +1,45 @@
+"""POST /v1/responses: as in OpenAI's Responses API."""
+
+import time
+
+from fastapi import APIRouter, Request
+from starlette.responses import Response
+
+from api.http import body
+from api.http.openapi import OPENAI, event_stream, json_body
+from api.http.request_id import request_id
+from api.http.state import pools_of
+from api.inference.validate import validate
+from api.openai.response_schemas import ERROR_RESPONSES
+from api.responses.chat_request import read_params
+from api.responses.conversation import read_conversation, resolve_references
+from api.responses.input_items import read_items
+from api.responses.request_schemas import ResponsesRequest
+from api.responses.respond import respond
+from api.responses.response_schemas import ResponseEvent, ResponseObject
+
+router = APIRouter(responses=ERROR_RESPONSES, tags=[OPENAI])
+EXAMPLE = {"input": "Why is the sky blue?", "max_output_tokens": 100}
+
+
+@router.post(
+    "/v1/responses",
+    summary="Create a response",
+    openapi_extra=json_body(ResponsesRequest, EXAMPLE),
+    responses={200: {"model": ResponseObject, "content": event_stream(ResponseEvent)}},
+)
+async def create_response(request: Request) -> Response:
+    """Generates the next items of a conversation. With `stream`, they come as typed events with sequence
+    numbers. With `background`, the response is queued, and outlives every process of the fleet.
+    """
+    arrived_s = time.monotonic()
+    pools = pools_of(request)
+    asked = await body.read(request, ResponsesRequest, pools.own.settings.payload_limit)
+    asked.check()
+    pool = await pools.find(asked.model)
+    await pool.admission.check()
+    before = await read_conversation(request, asked.previous_response_id)
+    items = await resolve_references(request, read_items(asked.input, request_id(request)))
+    params = await read_params(asked, [*before, *items], pool.tokenizer.chat_template)
+    requests = await validate(params, pool.workers.limits, pool.tokenizer)
+    return await respond(request, pool, asked, requests, before, items, arrived_s)

@@ -1,0 +1,133 @@
+"""Routes of stored responses: retrieve, follow, cancel, delete, and list their input."""
+
+from typing import Annotated, Any, Literal
+
+from fastapi import APIRouter, Query, Request
+from starlette.responses import Response
+
+from api.errors import ApiError, invalid
+from api.http.openapi import OPENAI, ErrorResponses, error_responses, event_stream
+from api.http.sse import HEADERS, TokenStream
+from api.json import to_json
+from api.openai.response_schemas import ERROR_RESPONSES, OpenAIError
+from api.response_object.frames import stream_frames
+from api.responses.delete import cancel_request, delete_response
+from api.responses.response_schemas import (
+    DeletedResponse,
+    ResponseEvent,
+    ResponseItemList,
+    ResponseObject,
+)
+from api.responses.stored import StoredResponse, find_response, read_response, render_response
+from api.resume import attach
+
+ERRORS: ErrorResponses = {status: ERROR_RESPONSES[status] for status in (400, 401, 500, 503)}
+ERRORS |= error_responses(OpenAIError, {404: "There is no such response, or it belongs to another API key"})
+router = APIRouter(responses=ERRORS, tags=[OPENAI])
+
+
+def json_response(content: dict[str, Any]) -> Response:
+    return Response(to_json(content), media_type="application/json")
+
+
+@router.get(
+    "/v1/responses/{response_id}",
+    summary="Retrieve a response",
+    responses={200: {"model": ResponseObject, "content": event_stream(ResponseEvent)}},
+)
+async def retrieve_response(
+    request: Request,
+    response_id: str,
+    stream: bool = False,
+    starting_after: Annotated[int | None, Query(ge=0)] = None,
+) -> Response:
+    """The response with what is made of it so far, at any gateway. With `stream`, its events behind the one
+    with the sequence number `starting_after`; another connection with the same response ends.
+    """
+    stored = await find_response(request, response_id)
+    if stream:
+        return await follow_response(stored, 0 if starting_after is None else starting_after + 1)
+    if starting_after is not None:
+        raise invalid("`starting_after` needs `stream`: true", "starting_after")
+    return json_response(await render_response(stored, await read_response(stored)))
+
+
+async def follow_response(stored: StoredResponse, num_seen: int) -> Response:
+    """The events behind those that the client has. Raises ApiError."""
+    pool, answer, channel = stored.pool, stored.answer, stored.channel
+    if not answer.streamed:
+        raise invalid("`stream`: this response was created without `stream`: true", "stream")
+    stream = await read_response(stored)
+    if stream.terminal and stream.terminal.reason == "cancelled":
+        frames = [frame async for new in stream_frames(answer, [stream]) for frame in new]
+        return Response(b"".join(frames[num_seen:]), 200, HEADERS)
+    try:
+        streams, behind = await attach.read_behind(pool, answer, channel, num_seen)
+    except ApiError as error:
+        if error.param == attach.HEADER:
+            text = "`starting_after` must be the sequence number of an event that was sent"
+            raise invalid(f"{text}. Given: {num_seen - 1}", "starting_after") from error
+        raise
+    if behind is None:
+        return Response(b"", 200, HEADERS)
+    reader = await attach.take_over(pool, streams)
+    return TokenStream(answer, behind, streams, {}, pool.admission.release, reader, num_seen)
+
+
+@router.post(
+    "/v1/responses/{response_id}/cancel",
+    summary="Cancel a background response",
+    response_model=ResponseObject,
+)
+async def cancel_response(request: Request, response_id: str) -> Response:
+    """Ends a response that was created with `background`. One that has ended stays as it is."""
+    stored = await find_response(request, response_id)
+    if not stored.is_background:
+        raise invalid(
+            "Only a response that was created with `background`: true can be cancelled", "response_id"
+        )
+    return json_response(await render_response(stored, await cancel_request(stored)))
+
+
+@router.delete("/v1/responses/{response_id}", summary="Delete a response", response_model=DeletedResponse)
+async def remove_response(request: Request, response_id: str) -> Response:
+    """Deletes a response and its input; one that is still made is cancelled first."""
+    stored = await find_response(request, response_id)
+    await delete_response(stored)
+    return json_response({"id": response_id, "object": "response", "deleted": True})
+
+
+@router.get(
+    "/v1/responses/{response_id}/input_items",
+    summary="List the input items of a response",
+    response_model=ResponseItemList,
+)
+async def list_input_items(
+    request: Request,
+    response_id: str,
+    limit: Annotated[int, Query(ge=1, le=100)] = 20,
+    order: Literal["asc", "desc"] = "desc",
+    after: str | None = None,
+) -> Response:
+    """The items from which a response was made, with those of the conversation before it; the newest first,
+    unless `order` is `asc`. `after` is the id of the item behind which the list begins.
+    """
+    stored = await find_response(request, response_id)
+    items = [*stored.before, *stored.items]
+    if order == "desc":
+        items.reverse()
+    if after is not None:
+        ids = [item["id"] for item in items]
+        if after not in ids:
+            raise invalid(f"`after`: there is no item {after[:80]!r}", "after")
+        items = items[ids.index(after) + 1 :]
+    page = items[:limit]
+    return json_response(
+        {
+            "object": "list",
+            "data": page,
+            "first_id": page[0]["id"] if page else None,
+            "last_id": page[-1]["id"] if page else None,
+            "has_more": len(items) > len(page),
+        }
+    )

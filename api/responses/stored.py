@@ -1,0 +1,91 @@
+"""Stored responses: found by id and key, read with their tokens, deleted."""
+
+import hmac
+import re
+from dataclasses import dataclass
+from typing import Any
+
+import orjson
+from starlette.requests import Request
+
+from api.errors import ApiError, asking_broker
+from api.http.resume_terms import owner_of
+from api.http.state import pools_of
+from api.inference.pool import Pool
+from api.inference.stream import Stream
+from api.offload import offload
+from api.response_object.items import Item
+from api.response_object.response import ResponsesRenderer
+from api.resume import attach
+from common.messages.answer import HttpAnswer
+
+RESPONSE_ID = re.compile(r"resp_([0-9a-f]{32})")
+
+
+@dataclass(frozen=True, slots=True)
+class StoredResponse:
+    """A stored response, which may not have ended yet.
+
+    Attributes:
+        channel: of its events.
+    """
+
+    pool: Pool
+    answer: HttpAnswer
+    channel: str
+
+    @property
+    def before(self) -> list[Item]:
+        """The conversation in front of its own items."""
+        return read_items(self.answer.response.before if self.answer.response else b"[]")
+
+    @property
+    def items(self) -> list[Item]:
+        """Its own input items."""
+        return read_items(self.answer.response.items if self.answer.response else b"[]")
+
+    @property
+    def is_background(self) -> bool:
+        return self.answer.terms.detached
+
+
+def read_items(data: bytes) -> list[Item]:
+    items: list[Item] = orjson.loads(data)
+    return items
+
+
+def not_found(response_id: str) -> ApiError:
+    return ApiError(404, "not_found", f"Response with id '{response_id[:80]}' not found.")
+
+
+async def find_response(request: Request, response_id: str) -> StoredResponse:
+    """The response of the client with this request. Raises ApiError: 404, 503."""
+    matched = RESPONSE_ID.fullmatch(response_id)
+    if matched is None:
+        raise not_found(response_id)
+    request_id = matched[1]
+    pools = pools_of(request)
+    async with asking_broker():
+        found = await attach.look_up(pools, request_id)
+    if found is None:
+        raise not_found(response_id)
+    name, answer, channel = found
+    owner = owner_of(request, request_id)
+    if answer.response is None or not answer.terms.stored_ms:
+        raise not_found(response_id)
+    if not hmac.compare_digest(answer.terms.owner, owner):
+        raise not_found(response_id)
+    pool = pools.own if name == pools.own.settings.pool else await pools.find(name)
+    return StoredResponse(pool, answer, channel)
+
+
+async def read_response(stored: StoredResponse) -> Stream:
+    """The response's stream, with what is committed so far. Raises ApiError (503)."""
+    [stream] = await attach.read_committed(stored.pool, stored.answer, stored.channel)
+    return stream
+
+
+async def render_response(stored: StoredResponse, stream: Stream) -> dict[str, Any]:
+    """The response object with what is committed so far."""
+    renderer = ResponsesRenderer(stored.answer, stream)
+    return await offload(stream.num_records, renderer.render_so_far)
