@@ -7,6 +7,8 @@ from typing import Any
 from api.errors import ApiError, invalid
 from api.inference.fields import SamplingFields
 from api.inference.params import GenerationParams
+from api.inference.tokenizer import ModelTokenizer
+from api.openai.accept import fill_defaults
 from api.openai.chat_prompt import chat_prompt_text
 from api.openai.params import CHAT_NAMES, from_chat
 from api.openai.request_schemas import ChatMessage, ChatRequest
@@ -15,18 +17,17 @@ from api.responses.input_items import join_text
 from api.responses.request_schemas import ResponsesRequest
 from api.structured_output.grammar import Grammar
 from api.structured_output.shapes import ANY_OBJECT, schema_grammar
-from api.templates.chat_template import ChatTemplate
 
 NAMES = {**CHAT_NAMES, "text": "input", "max_new_tokens": "max_output_tokens"}
 
 
 async def read_params(
-    body: ResponsesRequest, items: Sequence[Item], template: ChatTemplate | None
+    body: ResponsesRequest, items: Sequence[Item], tokenizer: ModelTokenizer
 ) -> GenerationParams:
     """The parameters of a response to the items of a conversation. Raises ApiError."""
-    chat = to_chat(body, items)
+    chat = fill_defaults(to_chat(body, items), tokenizer.sampling_defaults)
     try:
-        prompt = await chat_prompt_text(chat, template)
+        prompt = await chat_prompt_text(chat, tokenizer.chat_template)
     except ApiError as error:
         if (error.param or "").startswith("messages"):
             error.param = "input"

@@ -23,7 +23,7 @@ from api.response_object.response import ResponsesRenderer
 from api.response_object.whole import render_whole
 from api.responses.request_schemas import ResponsesRequest
 from common.messages.answer import HttpAnswer, Rendering, ResponseParts
-from common.messages.request import Generate
+from common.messages.request import Generate, SamplingParams
 
 
 async def respond(
@@ -31,16 +31,11 @@ async def respond(
     pool: Pool,
     body: ResponsesRequest,
     requests: list[Generate],
-    before: list[Item],
-    items: list[Item],
+    parts: ResponseParts,
     arrived_s: float,
 ) -> Response:
-    """Submit the request, and respond. Raises ApiError.
-
-    Args:
-        before: the conversation in front of the request's own `items`.
-    """
-    answer = describe_response(request, pool, body, requests, before, items)
+    """Submit the request, and respond. Raises ApiError."""
+    answer = describe_response(request, pool, body, requests, parts)
     streams = await pool.admission.submit_all(answer)
     headers = prompt_headers(pool.settings, 0)
     release = partial(release_at_end, pool) if body.background else pool.admission.release
@@ -63,8 +58,7 @@ def describe_response(
     pool: Pool,
     body: ResponsesRequest,
     requests: list[Generate],
-    before: list[Item],
-    items: list[Item],
+    parts: ResponseParts,
 ) -> HttpAnswer:
     """The answer as it is kept. Raises ApiError."""
     own_id, streamed = request_id(request), bool(body.stream)
@@ -81,11 +75,15 @@ def describe_response(
         Rendering(logprobs=body.has_logprobs),
         replace(terms, stored_ms=stored_ms),
     )
-    parts = ResponseParts(to_json(response_fields(body)), to_json(before), to_json(items))
     return replace(answer, response=parts)
 
 
-def response_fields(body: ResponsesRequest) -> dict[str, Any]:
+def new_parts(fields: dict[str, Any], before: list[Item], items: list[Item]) -> ResponseParts:
+    """What is kept of a response besides its tokens: `before` is the conversation in front of its `items`."""
+    return ResponseParts(to_json(fields), to_json(before), to_json(items))
+
+
+def response_fields(body: ResponsesRequest, sampling: SamplingParams) -> dict[str, Any]:
     """Fields of the response object that say what was requested."""
     form = body.text.format if body.text is not None else None
     reasoning = body.reasoning
@@ -106,12 +104,12 @@ def response_fields(body: ResponsesRequest) -> dict[str, Any]:
         "safety_identifier": body.safety_identifier,
         "service_tier": "default",
         "store": body.is_stored,
-        "temperature": 1.0 if body.temperature is None else body.temperature,
+        "temperature": sampling.temperature,
         "text": {"format": form or {"type": "text"}},
         "tool_choice": body.tool_choice or "auto",
         "tools": body.tools or [],
         "top_logprobs": body.top_logprobs or 0,
-        "top_p": 1.0 if body.top_p is None else body.top_p,
+        "top_p": sampling.top_p,
         "truncation": body.truncation or "disabled",
         "user": body.user,
     }
