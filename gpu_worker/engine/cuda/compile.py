@@ -8,9 +8,17 @@ import torch
 from torch import nn
 
 log = logging.getLogger(__name__)
+UNCOMPILABLE = (
+    torch._dynamo.exc.TorchDynamoException,
+    torch._dynamo.exc.FailOnRecompileLimitHit,
+    torch._inductor.exc.InductorError,
+    OSError,
+)
 
 COMPILATIONS = 64
-"""Of one piece of code. Beyond its own small limit torch goes on uncompiled and says so in a log only."""
+"""Of one piece of code. A model that needs more runs uncompiled as a whole, with a warning: torch itself
+would leave only the layers beyond its limit uncompiled, in silence.
+"""
 
 
 def compile_layers(model: nn.Module, attentions: Iterable[nn.Module], try_out: Callable[[], object]) -> int:
@@ -20,12 +28,13 @@ def compile_layers(model: nn.Module, attentions: Iterable[nn.Module], try_out: C
     which is slower.
     """
     torch._dynamo.config.recompile_limit = COMPILATIONS
+    torch._dynamo.config.fail_on_recompile_limit_hit = True
     layers = layers_of(model, attentions)
     for layer in layers:
         layer.compile(dynamic=True)
     try:
         try_out()
-    except (torch._dynamo.exc.TorchDynamoException, torch._inductor.exc.InductorError, OSError) as error:
+    except UNCOMPILABLE as error:
         log.warning(
             "its layers are not compiled, steps are slower: %s",
             next(iter(str(error).splitlines()), type(error).__name__),

@@ -4,8 +4,8 @@ The part is a smaller model of the same class, with plain tensors. What its plan
 few modules, whose `forward` sums or gathers the ranks' results (arXiv:1909.08053).
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+import functools
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -17,7 +17,6 @@ from gpu_worker.engine.parallel.tp_plan import (
     GATHERED,
     SPLIT,
     SUMMED,
-    Interval,
     TensorShards,
     TpPlan,
 )
@@ -61,42 +60,58 @@ def connect_shards(model: Any, plan: TpPlan, communicator: Communicator) -> None
         module = model.get_submodule(name)
         shards = plan.shards.get(f"{name}.weight")
         if style in SPLIT and shards:
-            module.forward = partial(split_input, module.forward, shards.intervals[rank])
+            connect(module, split_input, own_inputs=shards.intervals[rank])
         if style in SUMMED:
             if rank and getattr(module, "bias", None) is not None:
                 module.bias.data.zero_()  # a sum has it once
-            module.forward = partial(reduce_output, module.forward, communicator)
+            connect(module, reduce_output, communicator=communicator)
         elif style in GATHERED and shards:
-            sizes = [end - begin for begin, end in shards.intervals]
-            module.forward = partial(gather_output, module.forward, communicator, sizes)
+            sizes = tuple(end - begin for begin, end in shards.intervals)
+            connect(module, gather_output, communicator=communicator, gathered_sizes=sizes)
         elif style == EMBEDDING and shards:
-            module.forward = partial(embed_shard, module.forward, communicator, shards.intervals[rank])
+            connect(module, embed_shard, communicator=communicator, own_ids=shards.intervals[rank])
 
 
-def reduce_output(forward: Forward, communicator: Communicator, *inputs: Any, **options: Any) -> torch.Tensor:
+def connect(module: Any, forward: Forward, **attributes: Any) -> None:
+    """Gives a module another forward, which finds `attributes` on it and may call its own one."""
+    for name, value in attributes.items():
+        setattr(module, name, value)
+    module.__class__ = connected_class(type(module), forward)  # type: ignore[arg-type]
+
+
+@functools.cache
+def connected_class(own: type[Any], forward: Forward) -> type[Any]:
+    """A class with another forward, which gets the class's own one. Modules that are alike share it: torch
+    compiles a layer anew for each attribute of an instance that is a function of its own.
+    """
+
+    def connected(self: Any, *inputs: Any, **options: Any) -> torch.Tensor:
+        return forward(self, own.forward, *inputs, **options)
+
+    return type(own.__name__, (own,), {"forward": connected, "__module__": own.__module__})
+
+
+def reduce_output(module: Any, forward: Forward, *inputs: Any, **options: Any) -> torch.Tensor:
     """The sum of all ranks' outputs: [..., features] of the model's dtype."""
-    return communicator.all_reduce(forward(*inputs, **options))
+    return module.communicator.all_reduce(forward(module, *inputs, **options))  # type: ignore[no-any-return]
 
 
-def gather_output(
-    forward: Forward, communicator: Communicator, sizes: Sequence[int], states: torch.Tensor
-) -> torch.Tensor:
+def gather_output(module: Any, forward: Forward, states: torch.Tensor) -> torch.Tensor:
     """states [..., inputs] of the model's dtype → all ranks' outputs side by side, [..., sum of sizes]"""
-    return communicator.all_gather(forward(states), sizes)
+    return module.communicator.all_gather(forward(module, states), module.gathered_sizes)  # type: ignore[no-any-return]
 
 
-def split_input(forward: Forward, own: Interval, states: torch.Tensor) -> torch.Tensor:
+def split_input(module: Any, forward: Forward, states: torch.Tensor) -> torch.Tensor:
     """states [..., inputs] of the model's dtype → the output of this rank's own part of them"""
-    return forward(states[..., own[0] : own[1]])
+    begin, end = module.own_inputs
+    return forward(module, states[..., begin:end])
 
 
-def embed_shard(
-    forward: Forward, communicator: Communicator, own: Interval, ids: torch.Tensor
-) -> torch.Tensor:
+def embed_shard(module: Any, forward: Forward, ids: torch.Tensor) -> torch.Tensor:
     """ids int64 [1, tokens] → embeddings [1, tokens, hidden] of the model's dtype: ids of other ranks give
     zeros here, and the sum over the ranks is the embedding.
     """
-    begin, end = own
+    begin, end = module.own_ids
     elsewhere = (ids < begin) | (ids >= end)
-    states = forward((ids - begin).masked_fill(elsewhere, 0))
-    return communicator.all_reduce(states.masked_fill(elsewhere[..., None], 0))
+    states = forward(module, (ids - begin).masked_fill(elsewhere, 0))
+    return module.communicator.all_reduce(states.masked_fill(elsewhere[..., None], 0))  # type: ignore[no-any-return]

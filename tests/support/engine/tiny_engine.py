@@ -7,6 +7,7 @@ import torch
 
 from common.settings.settings import Settings
 from gpu_worker.engine.engine import Engine
+from gpu_worker.engine.parallel.communicator import SINGLE_RANK, Communicator
 from tests.support.engine.batch_player import Player
 from tests.support.engine.tiny_models import VOCAB
 
@@ -16,7 +17,9 @@ LENGTHS = (1, 20, 50, 70)
 """Of the prompts: some are longer than the windows and the original rope lengths."""
 
 
-def engine_of(folder: Path, block_size: int = 8, dtype: str = "float32") -> Engine:
+def engine_of(
+    folder: Path, block_size: int = 8, dtype: str = "float32", communicator: Communicator = SINGLE_RANK
+) -> Engine:
     settings: dict[str, Any] = {
         "dtype": dtype,
         "kv_cache_bytes": 2**23,
@@ -25,7 +28,7 @@ def engine_of(folder: Path, block_size: int = 8, dtype: str = "float32") -> Engi
         "debug_kv": True,
         "threads": 1,
     }
-    return Engine(Settings(model_id=str(folder), **settings))
+    return Engine(Settings(model_id=str(folder), **settings), communicator=communicator)
 
 
 def prompts() -> list[list[int]]:

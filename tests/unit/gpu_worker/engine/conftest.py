@@ -15,6 +15,7 @@ from gpu_worker.engine.cpu import native
 from gpu_worker.engine.cuda.fused_linear import fuse_linears
 from gpu_worker.engine.engine import Engine
 from gpu_worker.engine.model import load
+from gpu_worker.engine.parallel.communicator import SINGLE_RANK, Communicator
 from tests.support.engine import fake_flashinfer
 from tests.support.engine.tiny_engine import engine_of
 
@@ -56,11 +57,11 @@ def like_cuda(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Engine]:
     def backend_of(geometry: Geometry, device: torch.device) -> FlashInferBackend:
         return FlashInferBackend(geometry, device, HOPPER)
 
-    def made(folder: Path, deterministic: bool = False) -> Engine:
+    def made(folder: Path, deterministic: bool = False, communicator: Communicator = SINGLE_RANK) -> Engine:
         monkeypatch.setattr(load, "pack_linears", fuse_linears)
         monkeypatch.setattr(load, "choose_backend", backend_of)
         monkeypatch.setattr(engine_module, "FIXED_TOKENS", 12)
-        engine = engine_of(folder, block_size=16)
+        engine = engine_of(folder, block_size=16, communicator=communicator)
         engine.runs_ahead = True
         if engine.loaded.plan_free:
             engine.capture(again, 3, deterministic)

@@ -6,10 +6,14 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from gpu_worker.engine.cuda.compile import compile_layers, layers_of, stop_compiling
 from gpu_worker.engine.engine import Engine
 from gpu_worker.engine.model import warmup
+from gpu_worker.engine.parallel.communicator import Communicator
+from gpu_worker.rank import Place
 from tests.support.engine import tiny_models
 from tests.support.engine.tiny_engine import NEW_TOKENS, play, prompts
 from tests.support.engine.tiny_models import FAMILIES, VOCAB
@@ -43,6 +47,32 @@ def test_one_compilation_serves_all_layers(
     assert 1 <= compiled <= 3 and not dynamo["graph_break"]
     assert play(engine, dict(enumerate(prompts()))) == expected
     assert dynamo["stats"]["unique_graphs"] == compiled
+
+
+@pytest.fixture
+def first_of_two() -> Iterator[Communicator]:
+    """Rank 0 of two, whose other rank is not there: what is sent to it is lost."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    alone = Communicator(Place())
+    alone.world_size = 2
+    yield alone
+    dist.destroy_process_group()
+
+
+@pytest.mark.slow
+def test_one_compilation_serves_all_layers_of_a_rank(
+    tmp_path: Path, like_cuda: Callable[..., Engine], dynamo: Any, first_of_two: Communicator
+) -> None:
+    kind, options = FAMILIES["Llama"]
+    tiny_models.save(tmp_path, kind, options | {"num_hidden_layers": 6})
+    engine = like_cuda(tmp_path, communicator=first_of_two)
+    engine.graphs = None
+
+    def try_out() -> None:
+        warmup.run_all_shapes(engine.forward, VOCAB, engine.block_size)
+
+    assert compile_layers(engine.loaded.model, engine.loaded.attentions, try_out) == 6
+    assert dynamo["stats"]["unique_graphs"] <= 3 and not dynamo["graph_break"]
 
 
 def test_layers_that_cannot_be_compiled_run_as_they_are(
