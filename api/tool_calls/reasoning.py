@@ -23,12 +23,14 @@ class ReasoningFormat:
     def marks(self) -> tuple[str, ...]:
         return self.open, self.close
 
+    def is_closed(self, prompt: str) -> bool:
+        """Whether this prompt ends with thinking that is over: the answer has none."""
+        return prompt.rstrip(SPACE).endswith(self.close)
+
     def is_open(self, prompt: str) -> bool:
         """Whether an answer to this prompt begins inside of thinking."""
-        opened, closed = prompt.rfind(self.open), prompt.rfind(self.close)
-        if prompt.rstrip(SPACE).endswith(self.close):
-            return False
-        return self.always or (opened > closed and not prompt[opened + len(self.open) :].strip(SPACE))
+        ends_open = prompt.rstrip(SPACE).endswith(self.open)
+        return ends_open or (self.always and not self.is_closed(prompt))
 
 
 THINK = ("<think>", "</think>")

@@ -27,6 +27,7 @@ FLOORS = {
         "openai",
         "http",
         "inference arq",
+        "tool_calls.forcing",
         "heir retry structured_output templates tool_calls.detect tool_calls.parser",
         "tool_calls.formats tool_calls.reasoning",
         "tool_calls.reading",

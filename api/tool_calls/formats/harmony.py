@@ -66,9 +66,10 @@ def read_body(reader: Reader, kind: str, said: set[str]) -> Generator[None, None
     if kind in said:
         reader.space = PARAGRAPH
         reader.trims = False
-    said.add(kind)
     write = reader.add_reasoning if kind == "reasoning" else reader.add_content
     mark = yield from reader.pass_until(write, *ENDS, START, CHANNEL)
+    if not reader.trims:
+        said.add(kind)
     reader.trim()
     if mark not in ENDS:
         reader.position -= len(mark)

@@ -37,7 +37,7 @@ def json_between(name: str, open: str, close: str = "") -> CallFormat:
 
 
 def python_between(name: str, open: str, close: str) -> CallFormat:
-    return CallFormat(name, (open, close), pythonic(open, close))
+    return CallFormat(name, tuple(mark for mark in (open, close) if mark), pythonic(open, close))
 
 
 def functions_between(name: str, open: str, close: str) -> CallFormat:

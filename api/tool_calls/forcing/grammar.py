@@ -1,0 +1,154 @@
+"""Grammars that force calls in the format in which the model writes them, and answers after its thinking."""
+
+import functools
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import llguidance
+
+from api.errors import invalid
+from api.offload import LONG, offload
+from api.structured_output.grammar import MAX_GRAMMAR_BYTES, byte_vocabulary
+from api.tool_calls.forcing.harmony_rules import harmony_answer
+from api.tool_calls.forcing.lark import TEXT, Lark, escaped
+from api.tool_calls.forcing.offer import CallsRule, Offer
+from api.tool_calls.forcing.rules import RULES
+from api.tool_calls.forcing.schemas import field_of, forced_schema
+from api.tool_calls.formats.table import CallFormat
+from api.tool_calls.reading.deltas import Tool
+from api.tool_calls.reasoning import ReasoningFormat
+
+SPACE = r"/\n{0,2}/"
+
+
+@dataclass(frozen=True, slots=True)
+class CallChoice:
+    """What a request says of calls.
+
+    Attributes:
+        is_required: the answer has a call.
+        is_parallel: it may have several.
+    """
+
+    is_required: bool
+    is_parallel: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Thinking:
+    """The thinking with which an answer begins.
+
+    Attributes:
+        form: None where the answer does not begin with thinking.
+        is_open: the answer begins inside of it.
+    """
+
+    form: ReasoningFormat | None = None
+    is_open: bool = False
+
+
+def thinking_after(form: ReasoningFormat | None, prompt: str) -> Thinking:
+    """The thinking that an answer to this prompt may begin with."""
+    if form is None or form.is_closed(prompt):
+        return Thinking()
+    return Thinking(form, form.is_open(prompt))
+
+
+async def call_grammar(
+    calls: CallFormat,
+    tools: Sequence[Tool],
+    choice: CallChoice,
+    special_ids: Mapping[str, int],
+    reasoning: ReasoningFormat | None = None,
+    prompt: str = "",
+) -> str:
+    """The grammar, in llguidance's form, of an answer that may call these functions; "" if nothing is forced:
+    no call is required, and no function is strict. Raises ApiError (422) that names the function, the keyword
+    at fault and its place.
+
+    `special_ids` are the ids of the model's special tokens, by their texts; `prompt` is its end at least.
+    """
+    if not choice.is_required and not any(tool.strict for tool in tools):
+        return ""
+    key = json.dumps([[tool.name, tool.parameters, tool.strict] for tool in tools])
+    if len(key) > MAX_GRAMMAR_BYTES:
+        raise invalid(f"`tools` must have at most {MAX_GRAMMAR_BYTES} characters. Given: {len(key)}", "tools")
+    thinking = thinking_after(reasoning, prompt)
+    marks = {*calls.marks, *(thinking.form.marks if thinking.form else ())}
+    ids = tuple((mark, special_ids[mark]) for mark in sorted(marks) if mark in special_ids)
+    return await offload(LONG, lambda: compile_calls(calls.name, key, choice, ids, thinking))
+
+
+@functools.lru_cache(maxsize=256)
+def compile_calls(
+    name: str, key: str, choice: CallChoice, ids: tuple[tuple[str, int], ...], thinking: Thinking
+) -> str:
+    tools = [Tool(*fields) for fields in json.loads(key)]
+    schemas = [forced_schema(tool, choice.is_required) for tool in tools]
+    offer = Offer(tools, schemas, choice.is_parallel)
+    check(tools, answer(name, Lark({}), offer, choice, thinking))
+    return answer(name, Lark(dict(ids)), offer, choice, thinking)
+
+
+def check(tools: Sequence[Tool], source: str) -> None:
+    """Raises ApiError if a grammar without special tokens cannot be compiled."""
+    matcher = llguidance.LLMatcher(byte_vocabulary(), source, log_level=0)
+    if not matcher.is_error():
+        matcher.compute_bitmask()
+    if matcher.is_error():
+        cause = matcher.get_error().split("<state>")[0].strip()
+        field = field_of(tools[0]) if len(tools) == 1 else "tools"
+        raise invalid(f"`{field}` cannot be compiled: {cause}", field)
+
+
+def answer(name: str, lark: Lark, offer: Offer, choice: CallChoice, thinking: Thinking) -> str:
+    if name == "openai":
+        return lark.source(harmony_answer(lark, offer, choice.is_required))
+    calls = RULES[name](lark, offer)
+    body = required(lark, calls) if choice.is_required else optional(lark, calls, choice.is_parallel)
+    return lark.source(f"{thought(lark, thinking)} {lark.rule(body)}")
+
+
+def required(lark: Lark, calls: CallsRule) -> str:
+    return f"{lark.mark(calls.mark)} {calls.rest}" if calls.mark else calls.rest
+
+
+def optional(lark: Lark, calls: CallsRule, is_parallel: bool) -> str:
+    """Text, with calls in it wherever they begin by their mark, or in its place if they have none."""
+    if not calls.mark:
+        other = lark.rule(rf"/[^\s{escaped(calls.first)}](.|\n)*/")
+        return f"({other} | {calls.rest})?"
+    found = f"{lark.until(calls.mark)} {calls.rest}"
+    text = lark.rule(TEXT)
+    return f"({found})* {text}" if is_parallel else f"{found} | {text}"
+
+
+def thought(lark: Lark, thinking: Thinking) -> str:
+    """The rule of the thinking before an answer, and of the white space behind it."""
+    if thinking.form is None:
+        return ""
+    open, rest = lark.mark(thinking.form.open), f"{lark.until(thinking.form.close)} {SPACE}"
+    if not thinking.is_open:
+        return f"({open} {rest})?"
+    return f"({open})? {rest}" if thinking.form.open in lark.special_ids else rest
+
+
+def after_thinking(
+    source: str, reasoning: ReasoningFormat | None, prompt: str, special_ids: Mapping[str, int]
+) -> str:
+    """A grammar that was compiled for a whole answer, as one for what follows the model's thinking."""
+    thinking = thinking_after(reasoning, prompt)
+    if thinking.form is None:
+        return source
+    lark = Lark(special_ids)
+    start = {"lark_grammar": lark.source(f"{thought(lark, thinking)} @answer")}
+    return json.dumps({"grammars": [start, {**first_grammar(source), "name": "answer"}]})
+
+
+def first_grammar(source: str) -> Mapping[str, object]:
+    """llguidance's form is JSON, or Lark."""
+    if not source.lstrip().startswith('{"grammars"'):
+        return {"lark_grammar": source}
+    grammar: Mapping[str, object] = json.loads(source)["grammars"][0]
+    return grammar

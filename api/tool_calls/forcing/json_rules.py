@@ -1,0 +1,116 @@
+"""Rules for calls whose arguments are one JSON object."""
+
+import json
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from api.tool_calls.forcing.lark import Lark, listed, literal, one_of
+from api.tool_calls.forcing.offer import CallsRule, Offer
+from api.tool_calls.formats import mistral, tgi
+from api.tool_calls.formats.llama_json import PYTHON_TAG
+from api.tool_calls.formats.sections import FENCE, SectionMarks
+
+Rule = Callable[[Lark, Offer], CallsRule]
+INDEX = "/[0-9]{1,2}/"
+
+
+def call_objects(lark: Lark, offer: Offer, arguments: str) -> list[str]:
+    """`{"name": …, "arguments": …}` for each function."""
+    calls = []
+    for name, schema in offer.pairs():
+        head = literal(f'{{"name": {json.dumps(name)}, "{arguments}": ')
+        calls.append(f'{head} {lark.json(schema)} "}}"')
+    return calls
+
+
+def objects_between(open: str, close: str) -> Rule:
+    """A call between two marks; several are on lines of their own."""
+
+    def rule(lark: Lark, offer: Offer) -> CallsRule:
+        one = lark.rule(one_of(call_objects(lark, offer, "arguments")))
+        call = f'"\\n" {one} "\\n" {lark.mark(close)}'
+        more = f' ("\\n" {lark.mark(open)} {call})*' if offer.is_parallel else ""
+        return CallsRule(open, call + more)
+
+    return rule
+
+
+def list_between(open: str, close: str = "") -> Rule:
+    """A list of calls between two marks."""
+
+    def rule(lark: Lark, offer: Offer) -> CallsRule:
+        calls = listed(call_objects(lark, offer, "arguments"), ", ", offer.is_parallel)
+        return CallsRule(open, f'"[" {calls} "]" {lark.mark(close) if close else ""}')
+
+    return rule
+
+
+def mistral_calls(lark: Lark, offer: Offer) -> CallsRule:
+    """Models with the mark of arguments write names and arguments, others a list."""
+    if mistral.ARGS not in lark.special_ids:
+        return list_between(mistral.CALLS)(lark, offer)
+    marked = lark.mark(mistral.ARGS)
+    calls = [f"{literal(name)} {marked} {lark.json(schema)}" for name, schema in offer.pairs()]
+    one = lark.rule(one_of(calls))
+    more = f" ({lark.mark(mistral.CALLS)} {one})*" if offer.is_parallel else ""
+    return CallsRule(mistral.CALLS, one + more)
+
+
+def llama_calls(lark: Lark, offer: Offer) -> CallsRule:
+    calls = listed(call_objects(lark, offer, "parameters"), "; ", offer.is_parallel)
+    tag = f"({lark.mark(PYTHON_TAG)})? " if PYTHON_TAG in lark.special_ids else ""
+    return CallsRule("", tag + calls, "{")
+
+
+def fenced_sections(marks: SectionMarks) -> Rule:
+    """Sections in which the arguments are fenced: DeepSeek V3's and R1's."""
+
+    def rule(lark: Lark, offer: Offer) -> CallsRule:
+        separator, end = lark.mark(marks.arguments_begin), literal("\n" + FENCE)
+        calls = []
+        for name, schema in offer.pairs():
+            head = literal(name + "\n" + FENCE + "json\n")
+            calls.append(f'"function" {separator} {head} {lark.json(schema)} {end}')
+        return sections(lark, marks, calls, '"\\n"', offer.is_parallel)
+
+    return rule
+
+
+def named_sections(marks: SectionMarks, prefix: str = "", suffix: str = "") -> Rule:
+    """Sections of a name and arguments."""
+
+    def rule(lark: Lark, offer: Offer) -> CallsRule:
+        separator = lark.mark(marks.arguments_begin)
+        calls = []
+        for name, schema in offer.pairs():
+            head = f"{literal(prefix + name)} {suffix}"
+            calls.append(f"{head} {separator} {lark.json(schema)}")
+        return sections(lark, marks, calls, "", offer.is_parallel)
+
+    return rule
+
+
+def numbered_sections(marks: SectionMarks) -> Rule:
+    """Sections with `functions.` before the name and a number behind it: Kimi's."""
+    return named_sections(marks, "functions.", f'":" {INDEX}')
+
+
+def sections(lark: Lark, marks: SectionMarks, calls: list[str], between: str, is_parallel: bool) -> CallsRule:
+    one = lark.rule(f"{lark.mark(marks.call_begin)} {one_of(calls)} {lark.mark(marks.call_end)}")
+    more = f" ({between} {one})*" if is_parallel else ""
+    return CallsRule(marks.calls_begin, f"{one}{more} {lark.mark(marks.calls_end)}")
+
+
+def tgi_call(lark: Lark, offer: Offer) -> CallsRule:
+    """One call, whose name is among its arguments."""
+    calls = [lark.json(with_name(name, schema)) for name, schema in offer.pairs()]
+    return CallsRule("", f'"{{\\"{tgi.FUNCTION}\\": " {one_of(calls)} "}}"', "{")
+
+
+def with_name(name: str, schema: Mapping[str, Any]) -> Mapping[str, Any]:
+    named = {tgi.NAME: {"const": name}}
+    return {
+        **schema,
+        "properties": {**named, **schema.get("properties", {})},
+        "required": [*named, *schema.get("required", ())],
+    }

@@ -1,0 +1,69 @@
+"""Lark: a grammar in llguidance's dialect, built rule by rule."""
+
+import json
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+TEXT = r"/(.|\n)*/"
+
+
+class Lark:
+    """The rules of one grammar.
+
+    Attributes:
+        special_ids: the model's special tokens; their text is no text to the grammar, which names their id.
+    """
+
+    def __init__(self, special_ids: Mapping[str, int]) -> None:
+        self.special_ids = special_ids
+        self.rules: list[str] = []
+
+    def source(self, start: str) -> str:
+        return "\n".join([f"start: {start}", *self.rules])
+
+    def mark(self, text: str) -> str:
+        """A text that may be a special token."""
+        return f"<[{self.special_ids[text]}]>" if text in self.special_ids else literal(text)
+
+    def marked(self, text: str) -> str:
+        """A text with marks in it that may be special tokens."""
+        marks = [mark for mark in self.special_ids if mark in text]
+        if not marks:
+            return literal(text)
+        pieces = re.split(f"({'|'.join(map(re.escape, marks))})", text)
+        return " ".join(self.mark(piece) for piece in pieces if piece)
+
+    def rule(self, body: str, option: str = "") -> str:
+        name = f"rule_{len(self.rules)}"
+        self.rules.append(f"{name}{option}: {body}")
+        return name
+
+    def json(self, schema: Mapping[str, Any]) -> str:
+        """A JSON value."""
+        return self.rule(f"%json {json.dumps(schema)}")
+
+    def until(self, mark: str) -> str:
+        """Any text up to a mark, and the mark."""
+        if mark in self.special_ids:
+            return f"{self.rule(TEXT)} {self.mark(mark)}"
+        return self.rule(rf"/(.|\n)*{escaped(mark)}/", "[lazy]")
+
+
+def literal(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)
+
+
+def escaped(text: str) -> str:
+    """A text in a regex."""
+    return re.escape(text).replace("/", r"\/").replace("\n", r"\n")
+
+
+def one_of(expressions: Iterable[str]) -> str:
+    return f"({' | '.join(expressions)})"
+
+
+def listed(items: Sequence[str], comma: str, many: bool) -> str:
+    """One of the items; with `many`, or more of them."""
+    one = one_of(items)
+    return f"{one} ({literal(comma)} {one})*" if many else one

@@ -1,0 +1,73 @@
+"""The schemas of functions' arguments, as grammars force them."""
+
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from api.errors import ApiError, invalid
+from api.structured_output.grammar import WHITESPACE, Grammar, compile_cached, without_annotations
+from api.tool_calls.reading.deltas import Tool
+
+ANY_OBJECT: Mapping[str, Any] = {"type": "object"}
+OPEN_OBJECT = ("additionalProperties", "patternProperties", "anyOf", "oneOf", "allOf", "$ref", "if")
+"""Keywords of schemas that say themselves which other properties there may be."""
+PLAIN = ("type", "properties", "required", "additionalProperties", "$defs", "definitions", "$schema", "$id")
+ANNOTATIONS = ("title", "description", "default", "examples", "$comment", "deprecated")
+DEFINITIONS = ("$defs", "definitions")
+
+
+def field_of(tool: Tool) -> str:
+    return f"tools.{tool.name}.parameters"
+
+
+def forced_schema(tool: Tool, is_required: bool) -> Mapping[str, Any]:
+    """The schema that a grammar forces, which it can be compiled for. Raises ApiError if a strict function's
+    cannot be. Calls of others match theirs only where they are required and it can be compiled.
+    """
+    if not (tool.strict or is_required):
+        return with_whitespace(ANY_OBJECT)
+    try:
+        schema = closed(tool.parameters)
+        compile_cached(Grammar("json", json.dumps(schema), field_of(tool)))
+    except ApiError:
+        if tool.strict:
+            raise
+        return with_whitespace(ANY_OBJECT)
+    return with_whitespace(without_annotations(schema))
+
+
+def closed(parameters: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The schema of an object that has no properties but those that the schema names."""
+    schema = {"type": "object", **(parameters or {"properties": {}})}
+    if "properties" in schema and not any(keyword in schema for keyword in OPEN_OBJECT):
+        return schema | {"additionalProperties": False}
+    return schema
+
+
+def with_whitespace(schema: Mapping[str, Any]) -> Mapping[str, Any]:
+    return {**schema, "x-guidance": {"whitespace_pattern": WHITESPACE}}
+
+
+def properties_of(tool: Tool, schema: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any], bool]]:
+    """(name, schema, whether it is required) of each argument, for formats that write them one by one. Raises
+    ApiError if a strict function's schema says more than that.
+    """
+    if tool.strict:
+        for keyword in schema:
+            if keyword not in (*PLAIN, *ANNOTATIONS, "x-guidance"):
+                raise unsupported(tool, keyword)
+    properties = schema.get("properties") or {}
+    required = schema.get("required") or ()
+    for name in [*properties, *(name for name in required if name not in properties)]:
+        yield name, alone(properties.get(name, {}), schema), name in required
+
+
+def alone(schema: Any, root: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A part of a schema as a schema of its own, with the definitions to which it may refer."""
+    part = schema if isinstance(schema, Mapping) else {}
+    return with_whitespace({**{name: root[name] for name in DEFINITIONS if name in root}, **part})
+
+
+def unsupported(tool: Tool, keyword: str) -> ApiError:
+    cause = f"the keyword `{keyword}` is not supported in the format in which this model writes calls"
+    return invalid(f"`{field_of(tool)}` cannot be compiled: {cause}", field_of(tool))

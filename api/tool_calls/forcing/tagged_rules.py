@@ -1,0 +1,112 @@
+"""Rules for calls that write each argument by itself."""
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from api.tool_calls.forcing.lark import Lark, literal, one_of
+from api.tool_calls.forcing.offer import CallsRule, Offer
+from api.tool_calls.forcing.schemas import properties_of, unsupported
+from api.tool_calls.formats import tagged
+from api.tool_calls.reading.deltas import Tool
+from api.tool_calls.reading.reader import NO_NAME
+from api.tool_calls.reading.typed_text import types_of
+
+Rule = Callable[[Lark, Offer], CallsRule]
+OF_TEXTS = ("pattern", "format", "minLength", "maxLength")
+NAME = re.compile(f"[^\\s{re.escape(NO_NAME)}]+")
+
+
+class Wrapping(NamedTuple):
+    """What stands before the name of an argument, before its value, and behind it."""
+
+    name: str
+    value: str
+    end: str
+
+
+PARAMETER = Wrapping(tagged.PARAMETER, ">\n", tagged.END_PARAMETER)
+PAIR = Wrapping(tagged.KEY, f"{tagged.END_KEY}\n{tagged.VALUE}", tagged.END_VALUE)
+
+
+def functions_between(open: str, close: str) -> Rule:
+    """Functions with their parameters in tags: Qwen3-Coder's."""
+
+    def rule(lark: Lark, offer: Offer) -> CallsRule:
+        calls = []
+        for tool, schema in offer.each():
+            head = literal(f"{tagged.FUNCTION}{tool.name}>\n")
+            calls.append(f"{head} {arguments_of(lark, tool, schema, PARAMETER)}")
+        tail = literal(f"{tagged.END_FUNCTION}\n")
+        call = f'"\\n" {lark.rule(one_of(calls))} {tail} {lark.mark(close)}'
+        more = f' ("\\n" {lark.mark(open)} {call})*' if offer.is_parallel else ""
+        return CallsRule(open, call + more)
+
+    return rule
+
+
+def glm_calls(lark: Lark, offer: Offer) -> CallsRule:
+    calls = []
+    for tool, schema in offer.each():
+        head = literal(f"{tool.name}\n")
+        calls.append(f"{head} {arguments_of(lark, tool, schema, PAIR)}")
+    one = f"{lark.rule(one_of(calls))} {lark.mark(tagged.CLOSE)}"
+    more = f' ("\\n" {lark.mark(tagged.OPEN)} {one})*' if offer.is_parallel else ""
+    return CallsRule(tagged.OPEN, one + more)
+
+
+def arguments_of(lark: Lark, tool: Tool, schema: Mapping[str, Any], wrapping: Wrapping) -> str:
+    """All arguments in the order of the schema; those that are not required may be missing."""
+    parts = []
+    for name, part, is_required in properties_of(tool, schema):
+        head = lark.marked(wrapping.name + name + wrapping.value)
+        argument = f'{head} {value_of(lark, tool, part, wrapping.end)} "\\n"'
+        parts.append(argument if is_required else f"({argument})?")
+    return " ".join(parts)
+
+
+def value_of(lark: Lark, tool: Tool, schema: Mapping[str, Any], end: str) -> str:
+    """A value and the mark behind it: a text as it is, others as JSON."""
+    if types_of(schema, schema) != {"string"}:
+        return f"{lark.json(schema)} {lark.mark(end)}"
+    values = schema.get("enum", [schema["const"]] if "const" in schema else None)
+    if isinstance(values, list):
+        return f"{one_of(literal(value) for value in values)} {lark.mark(end)}"
+    for keyword in OF_TEXTS:
+        if tool.strict and keyword in schema:
+            raise unsupported(tool, keyword)
+    return lark.until(end)
+
+
+def python_list(open: str, close: str) -> Rule:
+    """A list of calls with named arguments, whose values are JSON."""
+
+    def rule(lark: Lark, offer: Offer) -> CallsRule:
+        calls = []
+        for tool, schema in offer.each():
+            head = literal(f"{tool.name}(")
+            calls.append(f'{head} {named_arguments(lark, tool, schema)} ")"')
+        one = lark.rule(one_of(calls))
+        more = f' (", " {one})*' if offer.is_parallel else ""
+        expression = f'"[" {one}{more} "]"'
+        if open in lark.special_ids and close in lark.special_ids:
+            return CallsRule(open, f"{expression} {lark.mark(close)}")
+        return CallsRule("", expression, "[")
+
+    return rule
+
+
+def named_arguments(lark: Lark, tool: Tool, schema: Mapping[str, Any]) -> str:
+    required: list[str] = []
+    optional: list[str] = []
+    for name, part, is_required in properties_of(tool, schema):
+        if NAME.fullmatch(name) is None:
+            raise unsupported(tool, f"properties/{name}")
+        (required if is_required else optional).append(f"{literal(name + '=')} {lark.json(part)}")
+    if required:
+        return ' ", " '.join(required) + "".join(f' (", " {argument})?' for argument in optional)
+    return f"({one_of(beginning_at(optional, i) for i in range(len(optional)))})?" if optional else ""
+
+
+def beginning_at(arguments: Sequence[str], i: int) -> str:
+    return arguments[i] + "".join(f' (", " {argument})?' for argument in arguments[i + 1 :])
