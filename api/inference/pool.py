@@ -10,9 +10,11 @@ from api.inference.batcher_monitor import BatcherMonitor
 from api.inference.capacity import WorkerMonitor
 from api.inference.relay import Relay
 from api.inference.tokenizer import ModelTokenizer
+from api.tool_calls.formats.table import CALL_FORMATS, CallFormat
+from api.tool_calls.reasoning import REASONING_FORMATS, ReasoningFormat
 from common.broker.client import CONNECT_TIMEOUT_S, broker_url, connect
 from common.broker.keys import Keys
-from common.settings.settings import Settings
+from common.settings.settings import SettingError, Settings
 
 
 class Pool:
@@ -20,6 +22,7 @@ class Pool:
 
     Attributes:
         gateway: incarnation of this gateway; new at every start.
+        call_format, reasoning_format: how the model writes calls of tools, and reasoning, if it does.
     """
 
     def __init__(
@@ -29,9 +32,12 @@ class Pool:
         tokenizer: ModelTokenizer,
         lose: Callable[[], bool] | None = None,
     ) -> None:
+        """Raises SettingError."""
         self.settings = settings
         self.gateway = gateway
         self.tokenizer = tokenizer
+        self.call_format = find_call_format(settings, tokenizer)
+        self.reasoning_format = find_reasoning_format(settings, tokenizer)
         self.keys = Keys(settings.pool)
         self.redis = connect(broker_url(settings))
         self.relay = Relay(self.redis, self.keys, gateway, lose)
@@ -56,3 +62,23 @@ class Pool:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self.relay.subscribed.wait(), CONNECT_TIMEOUT_S)
             yield self
+
+
+# --- formats of answers -------------------------------------------------------------------------------------
+
+
+def find_call_format(settings: Settings, tokenizer: ModelTokenizer) -> CallFormat:
+    """As TOOL_CALL_PARSER says; by default, as the model's template shows. Raises SettingError."""
+    name = settings.tool_call_parser
+    if name is not None and name not in CALL_FORMATS:
+        raise SettingError("tool_call_parser", f"must be one of {', '.join(CALL_FORMATS)}. Given: {name}")
+    return CALL_FORMATS[name or "hermes"]
+
+
+def find_reasoning_format(settings: Settings, tokenizer: ModelTokenizer) -> ReasoningFormat | None:
+    """As REASONING_PARSER says; by default, as the model's template shows. Raises SettingError."""
+    name = settings.reasoning_parser
+    if name is not None and name not in (*REASONING_FORMATS, "none"):
+        names = ", ".join((*REASONING_FORMATS, "none"))
+        raise SettingError("reasoning_parser", f"must be one of {names}. Given: {name}")
+    return REASONING_FORMATS.get(name or "none")

@@ -155,5 +155,7 @@ def foreign_settings(settings: Settings, name: str, worker: WorkerCapacity) -> S
         "override_generation_config": None,
         "max_total_tokens": None,
         "max_input_tokens": None,
+        "tool_call_parser": None,
+        "reasoning_parser": None,
     }
     return settings.model_copy(update=changed)

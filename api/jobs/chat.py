@@ -14,9 +14,8 @@ from api.jobs.job import Job
 from api.jobs.reply import Frame
 from api.json import to_json
 from api.offload import offload
-from api.openai import chat_prompt
 from api.openai.accept import fill_defaults
-from api.openai.params import from_chat
+from api.openai.chat_params import read_chat
 from api.openai.render_chat import ChatCompletionRenderer
 from api.openai.request_schemas import ChatRequest
 from api.openai.stream import chunk_updates
@@ -60,8 +59,8 @@ async def accept(pool: Pool, job: Job) -> ChatJob:
     chat = await offload(len(content), lambda: parse_body(ChatRequest, content))
     chat.check()
     chat = fill_defaults(chat, pool.tokenizer.sampling_defaults)
-    params = from_chat(chat, await chat_prompt.chat_prompt_text(chat, pool.tokenizer.chat_template))
-    params = replace(params, seed=job.seed if params.seed is None else params.seed)
+    read = await read_chat(chat, pool)
+    params = replace(read.params, seed=job.seed if read.params.seed is None else read.params.seed)
     requests = await validate(params, pool.workers.limits, pool.tokenizer)
     answer = describe_answer(
         job.id,
@@ -69,8 +68,8 @@ async def accept(pool: Pool, job: Job) -> ChatJob:
         True,
         pool.settings.model_name,
         requests,
-        [chat_prompt.echoed_message(chat)],
-        chat.rendering,
+        [read.prefix],
+        read.rendering,
         ResumeTerms(detached=True),
         job.created_s,
     )

@@ -9,7 +9,7 @@ from api.http import body
 from api.http.state import pools_of
 from api.inference.fields import SamplingFields
 from api.inference.pool import Pool
-from api.openai.request_schemas import OpenAIRequest
+from api.openai.shared_fields import OpenAIRequest
 
 Shape = TypeVar("Shape", bound=OpenAIRequest)
 SAMPLED = SamplingFields.model_fields

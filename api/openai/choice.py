@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from api.chat.answer import marks_of
 from api.inference.stream import Stream
 from api.openai.stop_holdback import StopHoldback
 from common.messages.answer import HttpAnswer
@@ -77,20 +78,29 @@ class Choice:
         )
 
     @property
-    def render_ending(self) -> dict[str, str | int | None]:
-        """The fields `finish_reason` and `stop_reason`; null until the choice ends."""
-        reason = FINISH_REASONS[self.stream.terminal.reason] if self.ended and self.stream.terminal else None
-        return {"finish_reason": reason, "stop_reason": self.text.stop_reason}
+    def finish_reason(self) -> str | None:
+        """OpenAI's word for the end of the text; None until it ends."""
+        return FINISH_REASONS[self.stream.terminal.reason] if self.ended and self.stream.terminal else None
 
 
 def new_choices(answer: HttpAnswer, streams: Sequence[Stream]) -> list[Choice]:
+    rendering = answer.rendering
     return [
         Choice(
             i,
             stream,
-            StopHoldback(stream, answer.rendering.skip_special, answer.rendering.include_stop),
+            StopHoldback(stream, hidden_ids(answer, stream), rendering.include_stop),
             answer.prefix(i),
-            answer.rendering.prompt_only,
+            rendering.prompt_only,
         )
         for i, stream in enumerate(streams)
     ]
+
+
+def hidden_ids(answer: HttpAnswer, stream: Stream) -> frozenset[int]:
+    """Special tokens that are no part of the text: all but those that divide it into reasoning and calls."""
+    if not answer.rendering.skip_special:
+        return frozenset()
+    marks = marks_of(answer.rendering.reading) if answer.rendering.reading else ()
+    shown = {stream.tokenizer.backend.token_to_id(mark) for mark in marks}
+    return stream.tokenizer.special_ids - shown

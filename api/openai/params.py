@@ -6,7 +6,8 @@ from dataclasses import replace
 
 from api.errors import invalid
 from api.inference.params import GenerationParams
-from api.openai.request_schemas import ChatRequest, CompletionRequest, OpenAIRequest
+from api.openai.request_schemas import ChatRequest, CompletionRequest
+from api.openai.shared_fields import OpenAIRequest
 
 NAMES = {
     "max_new_tokens": "max_tokens",

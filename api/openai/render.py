@@ -5,11 +5,12 @@ from collections.abc import Sequence
 from typing import Any
 
 from api.inference.stream import Stream
+from api.inference.token_bytes import token_bytes
 from api.json import to_json
 from api.openai.choice import Choice, TextPiece, new_choices
-from api.openai.token_bytes import token_bytes
 from common.messages.answer import HttpAnswer
 
+NO_ENDING = {"finish_reason": None, "stop_reason": None}
 LEAST_LOGPROB = -9999.0
 """OpenAI's value for an impossible token, because JSON has no minus infinity."""
 
@@ -29,23 +30,30 @@ class ResponseRenderer(ABC):
         """The whole response, once all choices have finished."""
         choices = []
         for choice in self.choices:
-            text = choice.prefix
+            pieces = []
             while choice.has_piece:
-                text += choice.take_piece().text
-            choices.append(
-                {"index": choice.index, **self.render_choice(choice, text), **choice.render_ending}
-            )
+                pieces.append(choice.take_piece())
+            fields = self.render_choice(choice, pieces)
+            choices.append({"index": choice.index, **fields, **self.render_ending(choice)})
         return self.render_object(self.whole_kind, choices, {"usage": self.usage()})
 
-    def render_next_chunk(self, choice: Choice) -> bytes:
-        """The next chunk of a choice that has a piece: of that piece, or the one before the first piece."""
+    def render_next_chunks(self, choice: Choice) -> list[bytes]:
+        """The next chunks of a choice that has a piece: of it, or the one before the first piece. None
+        where the piece says nothing yet.
+        """
         if not choice.begun and (first := self.render_first_delta(choice)):
             choice.begun = True
-            return self.render_chunk([{"index": choice.index, **first, "finish_reason": None}])
-        piece = choice.take_piece()
-        return self.render_chunk(
-            [{"index": choice.index, **self.render_delta(choice, piece), **choice.render_ending}]
-        )
+            return [self.render_chunk([{"index": choice.index, **first, "finish_reason": None}])]
+        deltas = self.render_deltas(choice, choice.take_piece())
+        endings = [NO_ENDING] * (len(deltas) - 1) + [self.render_ending(choice)]
+        return [
+            self.render_chunk([{"index": choice.index, **delta, **ending}])
+            for delta, ending in zip(deltas, endings, strict=False)
+        ]
+
+    def render_ending(self, choice: Choice) -> dict[str, Any]:
+        """The fields `finish_reason` and `stop_reason`; null until the choice ends."""
+        return {"finish_reason": choice.finish_reason, "stop_reason": choice.text.stop_reason}
 
     def render_chunk(self, choices: list[dict[str, Any]]) -> bytes:
         shows = self.answer.rendering
@@ -65,7 +73,7 @@ class ResponseRenderer(ABC):
         }
         return to_json({**about, "choices": choices, **usage})
 
-    def usage(self) -> dict[str, int]:
+    def usage(self) -> dict[str, Any]:
         """Token counts; of the generated tokens, those that were sent."""
         completion = sum(choice.text.num_tokens for choice in self.choices)
         prompt = self.answer.num_prompt_tokens
@@ -76,7 +84,7 @@ class ResponseRenderer(ABC):
         return None
 
     @abstractmethod
-    def render_choice(self, choice: Choice, text: str) -> dict[str, Any]:
+    def render_choice(self, choice: Choice, pieces: Sequence[TextPiece]) -> dict[str, Any]:
         """The fields of a whole choice."""
 
     @abstractmethod
@@ -84,8 +92,8 @@ class ResponseRenderer(ABC):
         """The fields of a chunk before the first token; empty for none."""
 
     @abstractmethod
-    def render_delta(self, choice: Choice, piece: TextPiece) -> dict[str, Any]:
-        """The fields of a chunk."""
+    def render_deltas(self, choice: Choice, piece: TextPiece) -> list[dict[str, Any]]:
+        """The fields of each chunk of a piece."""
 
 
 # --- tokens -------------------------------------------------------------------------------------------------
@@ -102,3 +110,7 @@ def render_text(token: bytes) -> str:
 
 def render_logprob(logprob: float) -> float:
     return max(logprob, LEAST_LOGPROB)
+
+
+def join_text(choice: Choice, pieces: Sequence[TextPiece]) -> str:
+    return choice.prefix + "".join(piece.text for piece in pieces)

@@ -1,25 +1,72 @@
 """Response objects of /v1/chat/completions."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
+from api.chat.answer import AnswerReader, finish_reason, render_deltas, render_message
 from api.inference.stream import Stream
 from api.openai.choice import Choice, TextPiece
-from api.openai.render import ResponseRenderer, render_bytes, render_logprob, render_text
+from api.openai.render import ResponseRenderer, join_text, render_bytes, render_logprob, render_text
+from common.messages.answer import HttpAnswer
 
 
 class ChatCompletionRenderer(ResponseRenderer):
+    """Attributes:
+    readers: of each choice; none where all text is content.
+    """
+
     prefix, whole_kind, chunk_kind = "chatcmpl", "chat.completion", "chat.completion.chunk"
 
-    def render_choice(self, choice: Choice, text: str) -> dict[str, Any]:
-        message = {"role": "assistant", "content": text, "refusal": None}
+    def __init__(self, answer: HttpAnswer, streams: Sequence[Stream]) -> None:
+        super().__init__(answer, streams)
+        reading = answer.rendering.reading
+        names = [f"{answer.request_id}.{choice.index}" for choice in self.choices]
+        self.readers = [AnswerReader(reading, name) for name in names] if reading else []
+
+    def render_choice(self, choice: Choice, pieces: Sequence[TextPiece]) -> dict[str, Any]:
+        message: dict[str, Any] = {"role": "assistant", "content": join_text(choice, pieces), "refusal": None}
+        if self.readers:
+            message |= self.read_whole(choice, pieces)
         return {"message": message, "logprobs": self.logprobs(choice.stream, range(choice.stream.num_tokens))}
 
-    def render_first_delta(self, choice: Choice) -> dict[str, Any]:
-        return {"delta": {"role": "assistant", "content": choice.prefix}, "logprobs": None}
+    def read_whole(self, choice: Choice, pieces: Sequence[TextPiece]) -> dict[str, Any]:
+        reader = self.readers[choice.index]
+        last = len(pieces) - 1
+        deltas = [
+            delta
+            for i, piece in enumerate(pieces)
+            for delta in reader.read(piece.text, len(piece.tokens), i == last)
+        ]
+        read = reader.join(deltas)
+        read.content = choice.prefix + read.content
+        return render_message(reader.reading, read)
 
-    def render_delta(self, choice: Choice, piece: TextPiece) -> dict[str, Any]:
-        return {"delta": {"content": piece.text}, "logprobs": self.logprobs(choice.stream, piece.tokens)}
+    def render_first_delta(self, choice: Choice) -> dict[str, Any]:
+        content = choice.prefix or (None if self.readers else "")
+        return {"delta": {"role": "assistant", "content": content}, "logprobs": None}
+
+    def render_deltas(self, choice: Choice, piece: TextPiece) -> list[dict[str, Any]]:
+        logprobs = self.logprobs(choice.stream, piece.tokens)
+        if not self.readers:
+            return [{"delta": {"content": piece.text}, "logprobs": logprobs}]
+        reader = self.readers[choice.index]
+        found = render_deltas(reader, reader.read(piece.text, len(piece.tokens), choice.ended))
+        if not found and (choice.ended or logprobs is not None):
+            found = [{}]
+        return [{"delta": delta, "logprobs": None if i else logprobs} for i, delta in enumerate(found)]
+
+    def render_ending(self, choice: Choice) -> dict[str, Any]:
+        ending = super().render_ending(choice)
+        if self.readers and choice.finish_reason:
+            ending["finish_reason"] = finish_reason(self.readers[choice.index], choice.finish_reason)
+        return ending
+
+    def usage(self) -> dict[str, Any]:
+        usage = super().usage()
+        if any(reader.reading.reasoning for reader in self.readers):
+            num_tokens = sum(reader.num_reasoning_tokens for reader in self.readers)
+            usage["completion_tokens_details"] = {"reasoning_tokens": num_tokens}
+        return usage
 
     def logprobs(self, stream: Stream, tokens: Iterable[int]) -> dict[str, Any] | None:
         if not self.answer.rendering.logprobs:

@@ -6,7 +6,7 @@ from typing import Any
 from api.inference.stream import Stream
 from api.openai.choice import Choice, TextPiece
 from api.openai.echo import prompt_offsets
-from api.openai.render import ResponseRenderer, render_bytes, render_logprob, render_text
+from api.openai.render import ResponseRenderer, join_text, render_bytes, render_logprob, render_text
 from common.messages.answer import HttpAnswer
 from common.messages.records import TopTokens
 
@@ -21,16 +21,17 @@ class CompletionRenderer(ResponseRenderer):
         super().__init__(answer, streams)
         self.prompts: dict[int, LogprobLists] = {}
 
-    def render_choice(self, choice: Choice, text: str) -> dict[str, Any]:
+    def render_choice(self, choice: Choice, pieces: Sequence[TextPiece]) -> dict[str, Any]:
         own = self.logprobs(choice, range(choice.text.num_tokens))
-        return {"text": text, "logprobs": own and join_logprobs(self.prompt_logprobs(choice), own)}
+        logprobs = own and join_logprobs(self.prompt_logprobs(choice), own)
+        return {"text": join_text(choice, pieces), "logprobs": logprobs}
 
     def render_first_delta(self, choice: Choice) -> dict[str, Any]:
         logprobs = self.prompt_logprobs(choice)
         return {"text": choice.prefix, "logprobs": logprobs} if choice.prefix or logprobs else {}
 
-    def render_delta(self, choice: Choice, piece: TextPiece) -> dict[str, Any]:
-        return {"text": piece.text, "logprobs": self.logprobs(choice, piece.tokens)}
+    def render_deltas(self, choice: Choice, piece: TextPiece) -> list[dict[str, Any]]:
+        return [{"text": piece.text, "logprobs": self.logprobs(choice, piece.tokens)}]
 
     def logprobs(self, choice: Choice, tokens: Sequence[int]) -> LogprobLists | None:
         if not self.answer.rendering.logprobs:

@@ -1,52 +1,17 @@
-"""Request bodies of OpenAI's routes, with the additions of vLLM and TGI. Types are not converted: `"5"` is
-not a number.
-
-Fields that these APIs have and this server does not support are refused by name, and so are those that only
-another route has. Unknown names are ignored.
-"""
+"""Request bodies of OpenAI's routes, with the additions of vLLM and TGI."""
 
 from dataclasses import replace
 from typing import Annotated, Any
 
-from pydantic import (
-    BaseModel,
-    ConfigDict,
-    Field,
-    ValidationError,
-    ValidatorFunctionWrapHandler,
-    WrapValidator,
-)
-from pydantic_core import PydanticCustomError
+from pydantic import Field
 
-from api.errors import invalid
-from api.http.unsupported import reject_unsupported
-from api.inference.fields import (
-    BIAS_SCHEMA,
-    DETACHED,
-    RESUME_S,
-    Listed,
-    StructuredOutputFields,
-    least,
-    ranged,
-)
-from api.inference.ranges import MAX_STOP_CHARS
-from api.openai.unsupported_fields import TGI_FIELDS, UNSUPPORTED
+from api.chat.messages import ChatMessage
+from api.chat.prompt import EFFORTS, TOOL_PROMPT
+from api.chat.tools import FunctionSchema, ToolSchema
+from api.inference.fields import Listed, least
+from api.openai.shared_fields import OpenAIRequest, openai_fields, with_one_error
 from common.messages.answer import Rendering
 
-
-def with_one_error(text: str) -> WrapValidator:
-    """For a field of several types: one error in place of one for each type."""
-
-    def check(value: Any, validate: ValidatorFunctionWrapHandler) -> Any:
-        try:
-            return validate(value)
-        except ValidationError as error:
-            raise PydanticCustomError("shape", text) from error
-
-    return WrapValidator(check)
-
-
-Stop = Annotated[str | Listed[str], with_one_error("Input should be a string or a list of strings")]
 Prompt = Annotated[
     str | Listed[str] | Listed[int] | Listed[Listed[int]],
     with_one_error(
@@ -54,126 +19,8 @@ Prompt = Annotated[
     ),
 ]
 
-
-class StreamOptions(BaseModel):
-    model_config = ConfigDict(strict=True)
-
-    include_usage: bool | None = Field(
-        default=None, description="Send a last chunk that has no choices and the token counts in `usage`."
-    )
-    continuous_usage_stats: bool | None = Field(
-        default=None, description="With `include_usage`: send the token counts in every chunk."
-    )
-
-
-class OpenAIRequest(StructuredOutputFields):
-    """Fields of both routes. Null and absent mean the default.
-
-    `user`, `metadata`, `store`, `verbosity` and other labels and hints are accepted and have no effect.
-    """
-
-    model: str | None = Field(
-        default=None,
-        description="A model that /v1/models lists. Default: this server's model; empty, `tgi` and `dummy` "
-        "mean the same.",
-    )
-    stream: bool | None = Field(
-        default=None, description="Send server-sent events, a chunk for each token. Default: false."
-    )
-    stream_options: StreamOptions | None = None
-    resume_s: float | None = RESUME_S
-    detached: bool | None = DETACHED
-
-    max_tokens: int | None = least(
-        1, "The most tokens to generate. Default: what is left of the model's context."
-    )
-    min_tokens: int | None = least(0, "Until so many tokens are generated, only `max_tokens` ends the text.")
-    stop: Stop | None = Field(
-        default=None,
-        description="A stop string or several: the text ends before the first of them that appears.",
-        json_schema_extra={
-            "minLength": 1,
-            "maxLength": MAX_STOP_CHARS,
-            "items": {"minLength": 1, "maxLength": MAX_STOP_CHARS},
-        },
-    )
-    include_stop_str_in_output: bool | None = Field(
-        default=None, description="Let the text include its stop string or stop token. Default: false."
-    )
-    skip_special_tokens: bool | None = Field(
-        default=None, description="Leave special tokens out of the text. Default: true."
-    )
-    add_special_tokens: bool | None = Field(
-        default=None,
-        description="Add the special tokens that the tokenizer puts around a prompt. Default: true for "
-        "completions; false for chats, whose template has them.",
-    )
-    truncate_prompt_tokens: int | None = least(1, "Use only so many tokens of the prompt: its last ones.")
-    n: int | None = ranged("n", "The number of choices for each prompt. Default: 1.")
-    best_of: int | None = Field(
-        default=None,
-        description="1 or `n`: all texts that are generated are returned.",
-        json_schema_extra={"const": 1},
-    )
-    frequency_penalty: float | None = ranged(
-        "frequency_penalty", "Penalty for tokens by their number in the generated text, as OpenAI defines it."
-    )
-    logit_bias: dict[str, float] | None = Field(
-        default=None,
-        description="Numbers to add to the logits, by token id.",
-        json_schema_extra=BIAS_SCHEMA,
-    )
-    echo: bool | None = Field(
-        default=None,
-        description="Begin the text with the prompt; in a chat, with the assistant's message that it "
-        "continues.",
-    )
-
-    @property
-    def rendering(self) -> Rendering:
-        """How the answer is rendered."""
-        options = self.stream_options
-        return Rendering(
-            usage=bool(options and options.include_usage),
-            running_usage=bool(options and options.include_usage and options.continuous_usage_stats),
-            skip_special=self.skip_special_tokens is not False,
-            include_stop=bool(self.include_stop_str_in_output),
-        )
-
-    def check(self) -> None:
-        """Raises ApiError for unsupported fields, and for fields that contradict each other."""
-        reject_unsupported(self.model_extra or {}, UNSUPPORTED, OPENAI_FIELDS | TGI_FIELDS)
-        if self.stream_options is not None and not self.stream:
-            raise invalid("`stream_options` is only allowed with `stream`: true", "stream_options")
-        if self.best_of not in (None, 1, self.n):
-            raise invalid(
-                f"`best_of` must be 1 or equal to `n`: all texts are returned. Given: {self.best_of}",
-                "best_of",
-            )
-
-
-class ContentPart(BaseModel):
-    """A part of a message's content; only the type `text` is supported."""
-
-    model_config = ConfigDict(strict=True, extra="allow", json_schema_extra={"required": ["type", "text"]})
-
-    type: str = Field(json_schema_extra={"enum": ["text"]})
-    text: str | None = Field(default=None, json_schema_extra={"type": "string"})
-
-
-ROLES = ("system", "developer", "user", "assistant")
-
-
-class ChatMessage(BaseModel):
-    model_config = ConfigDict(strict=True, extra="allow", json_schema_extra={"required": ["role", "content"]})
-
-    role: str = Field(json_schema_extra={"enum": list(ROLES)})
-    content: str | Listed[ContentPart] | None = Field(
-        default=None,
-        description="A text, or parts that make up one text.",
-        json_schema_extra={"type": ["string", "array"]},
-    )
-    name: str | None = Field(default=None, description="The author's name, for the chat template.")
+CHOICES: Any = {"enum": ["none", "auto"], "required": ["type"], "properties": {"type": {"const": "function"}}}
+"""What of a `tool_choice` is proposed."""
 
 
 class ChatRequest(OpenAIRequest):
@@ -194,12 +41,42 @@ class ChatRequest(OpenAIRequest):
     )
     continue_final_message: bool | None = Field(
         default=None,
-        description="Continue the last message. Default: true if its role is `assistant` and "
-        "`add_generation_prompt` is not true.",
+        description="Continue the last message. Default: true if its role is `assistant`, it calls no tools, "
+        "and `add_generation_prompt` is not true.",
     )
     chat_template_kwargs: dict[str, Any] | None = Field(
-        default=None, description="Additional variables for the chat template."
+        default=None,
+        description="Additional variables for the chat template, as `enable_thinking`.",
     )
+
+    tools: Listed[ToolSchema] | None = Field(default=None, description="Functions that the model may call.")
+    tool_choice: str | dict[str, Any] | None = Field(
+        default=None,
+        description="`auto` (the default): the model decides. `none`: no calls. `required`: one call at "
+        'least. `{"type": "function", "function": {"name": …}}`: one call of this function. '
+        '`{"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": […]}}`: only these.',
+        json_schema_extra=CHOICES,
+    )
+    parallel_tool_calls: bool | None = Field(
+        default=None, description="Whether there may be several calls. Default: true."
+    )
+    functions: Listed[FunctionSchema] | None = Field(
+        default=None, description="OpenAI's older form of `tools`; the answer has a `function_call`."
+    )
+    function_call: str | dict[str, Any] | None = Field(
+        default=None, description="OpenAI's older form of `tool_choice`.", json_schema_extra=CHOICES
+    )
+    tool_prompt: str | None = Field(
+        default=None,
+        description="TGI's text behind the tools. Default, for a model whose template has no tools: "
+        f"{TOOL_PROMPT}",
+    )
+    reasoning_effort: str | None = Field(
+        default=None,
+        description="How much the model thinks first, where its template can say so; with `none` not at all.",
+        json_schema_extra={"enum": list(EFFORTS)},
+    )
+    include_reasoning: bool | None = Field(default=None, description="Return the reasoning. Default: true.")
 
     @property
     def rendering(self) -> Rendering:
@@ -243,5 +120,4 @@ class CompletionRequest(OpenAIRequest):
         )
 
 
-OPENAI_FIELDS = frozenset({*ChatRequest.model_fields, *CompletionRequest.model_fields, *UNSUPPORTED})
-"""The fields that OpenAI's routes have, supported or not."""
+OPENAI_FIELDS = openai_fields()

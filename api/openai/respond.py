@@ -18,9 +18,9 @@ from api.inference.stream import Stream
 from api.openai.render import ResponseRenderer
 from api.openai.render_chat import ChatCompletionRenderer
 from api.openai.render_completion import CompletionRenderer
-from api.openai.request_schemas import OpenAIRequest
+from api.openai.shared_fields import OpenAIRequest
 from api.openai.stream import stream_bodies
-from common.messages.answer import HttpAnswer
+from common.messages.answer import HttpAnswer, Rendering
 from common.messages.request import Generate
 
 RENDERERS: dict[str, type[ResponseRenderer]] = {
@@ -37,6 +37,7 @@ async def respond(
     requests: list[Generate],
     num_chars: int,
     prefixes: Sequence[str],
+    rendering: Rendering,
     arrived_s: float,
 ) -> Response:
     """Submit all `requests`, and respond with a stream or with the whole. Raises ApiError.
@@ -55,7 +56,7 @@ async def respond(
     route, own_id, streamed = request.url.path, request_id(request), bool(body.stream)
     terms = read_terms(request, own_id, streamed, body.resume_s, body.detached)
     answer = describe_answer(
-        own_id, route, streamed, settings.model_name, requests, prefixes, body.rendering, terms
+        own_id, route, streamed, settings.model_name, requests, prefixes, rendering, terms
     )
     streams = await admission.submit_all(answer)
     headers = prompt_headers(settings, num_chars)

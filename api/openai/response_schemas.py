@@ -8,11 +8,17 @@ from pydantic import BaseModel, ConfigDict
 
 from api.http.openapi import error_responses, event_stream
 
-FinishReason = Literal["stop", "length"]
+FinishReason = Literal["stop", "length", "tool_calls", "function_call"]
+Absent: Any = None
+"""The default of a field that is absent, not null."""
 
 
 class OpenAIObject(BaseModel):
     model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
+
+
+class CompletionTokensDetails(OpenAIObject):
+    reasoning_tokens: int
 
 
 class Usage(OpenAIObject):
@@ -21,6 +27,8 @@ class Usage(OpenAIObject):
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
+    completion_tokens_details: CompletionTokensDetails = Absent
+    """Of a model that reasons."""
 
 
 class CompletionObject(OpenAIObject):
@@ -66,10 +74,29 @@ class ChatLogprobs(OpenAIObject):
     content: list[TokenLogprob]
 
 
+class CalledFunction(OpenAIObject):
+    name: str
+    arguments: str
+    """JSON text, which may be cut at `max_tokens`."""
+
+
+class ToolCall(OpenAIObject):
+    id: str
+    type: Literal["function"]
+    function: CalledFunction
+
+
 class AssistantMessage(OpenAIObject):
     role: Literal["assistant"]
-    content: str
+    content: str | None
+    """Null where the answer is calls only."""
     refusal: None
+    reasoning_content: str = Absent
+    reasoning: str = Absent
+    """The same as `reasoning_content`."""
+    tool_calls: list[ToolCall] = Absent
+    function_call: CalledFunction = Absent
+    """The call, where the request has `functions`."""
 
 
 class ChatChoice(FinishedChoice):
@@ -83,10 +110,31 @@ class ChatCompletion(CompletionObject):
     usage: Usage
 
 
+class CalledFunctionDelta(OpenAIObject):
+    name: str = Absent
+    """In the first delta of a call only."""
+    arguments: str
+    """The next piece of the JSON text."""
+
+
+class ToolCallDelta(OpenAIObject):
+    """The next piece of the call with this index; the first one has `id`, `type` and the name."""
+
+    index: int
+    id: str = Absent
+    type: Literal["function"] = Absent
+    function: CalledFunctionDelta
+
+
 class Delta(OpenAIObject):
-    role: Literal["assistant"] = None  # type: ignore[assignment]  # absent, not null
+    role: Literal["assistant"] = Absent
     """In the first chunk of a choice only."""
-    content: str
+    content: str | None = Absent
+    reasoning_content: str = Absent
+    reasoning: str = Absent
+    """The same as `reasoning_content`."""
+    tool_calls: list[ToolCallDelta] = Absent
+    function_call: CalledFunctionDelta = Absent
 
 
 class ChatChunkChoice(ChunkChoice):

@@ -7,9 +7,8 @@ from starlette.responses import Response
 
 from api.http.openapi import OPENAI, json_body
 from api.inference.validate import validate
-from api.openai import chat_prompt
 from api.openai.accept import accept
-from api.openai.params import from_chat
+from api.openai.chat_params import read_chat
 from api.openai.request_schemas import ChatRequest
 from api.openai.respond import respond
 from api.openai.response_schemas import (
@@ -34,16 +33,9 @@ async def chat_completions(request: Request) -> Response:
     token, and ends with `data: [DONE]`.
     """
     arrived_s = time.monotonic()
-    pool, chat = await accept(request, ChatRequest)
+    pool, body = await accept(request, ChatRequest)
     await pool.admission.check()
-    prompt = await chat_prompt.chat_prompt_text(chat, pool.tokenizer.chat_template)
-    requests = await validate(from_chat(chat, prompt), pool.workers.limits, pool.tokenizer)
-    return await respond(
-        request,
-        pool,
-        chat,
-        requests,
-        len(prompt),
-        [chat_prompt.echoed_message(chat)],
-        arrived_s,
-    )
+    chat = await read_chat(body, pool)
+    requests = await validate(chat.params, pool.workers.limits, pool.tokenizer)
+    num_chars = len(chat.params.text or "")
+    return await respond(request, pool, body, requests, num_chars, [chat.prefix], chat.rendering, arrived_s)

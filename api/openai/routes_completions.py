@@ -48,6 +48,7 @@ async def completions(request: Request) -> Response:
         requests,
         num_chars,
         prefixes,
+        completion.rendering,
         arrived_s,
     )
 

@@ -1,8 +1,8 @@
-"""The text of a choice on OpenAI's routes: without special tokens and stop strings. Text that may become part
+"""The text of a choice on OpenAI's routes: without hidden tokens and stop strings. Text that may become part
 of a stop string is held back until that is known.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from api.inference.stream import Stream
 
@@ -14,14 +14,15 @@ class StopHoldback:
     count as their literal text.
 
     Attributes:
+        hidden_ids: tokens that are no part of the text.
         num_tokens: number of tokens taken.
         num_chars: number of characters of the tokens taken, free or held back.
         stop_reason: the stop string or token id that ended the text; set by `last`.
     """
 
-    def __init__(self, stream: Stream, skip_special: bool, include_stop: bool) -> None:
+    def __init__(self, stream: Stream, hidden_ids: Collection[int], include_stop: bool) -> None:
         self.stream = stream
-        self.skip_special = skip_special
+        self.hidden_ids = hidden_ids
         self.include_stop = include_stop
         self.held: list[tuple[str, str]] = []
         self.num_tokens = self.num_chars = 0
@@ -62,8 +63,7 @@ class StopHoldback:
     def take(self) -> tuple[str, str]:
         i = self.num_tokens
         text = self.stream.texts[i]
-        hidden = self.skip_special and self.stream.ids[i] in self.stream.tokenizer.special_ids
-        visible = "" if hidden else text
+        visible = "" if self.stream.ids[i] in self.hidden_ids else text
         self.num_tokens += 1
         self.num_chars += len(visible)
         return text, visible

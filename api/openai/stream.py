@@ -23,9 +23,9 @@ async def stream_bodies(renderer: ResponseRenderer) -> AsyncIterator[list[bytes]
 
 async def chunk_updates(renderer: ResponseRenderer) -> AsyncIterator[tuple[list[tuple[int, bytes]], bool]]:
     """Yields (new chunks, each with the index of its choice; whether they are the last), until all choices
-    have ended or one has failed. There are at most MAX_FRAMES at a time: other streams go on in between.
+    have ended or one has failed. There are about MAX_FRAMES at a time: other streams go on in between.
 
-    Choices take turns, a chunk each, until they end: the order of all chunks follows from the tokens alone.
+    Choices take turns, a piece each, until they end: the order of all chunks follows from the tokens alone.
     """
     changed = asyncio.Event()
     changed.set()
@@ -40,7 +40,7 @@ async def chunk_updates(renderer: ResponseRenderer) -> AsyncIterator[tuple[list[
                 await offload(choice.stream.prompt.num_records, partial(renderer.prompt_logprobs, choice))
         new: list[tuple[int, bytes]] = []
         while turns and turns[0].has_piece and len(new) < MAX_FRAMES:
-            new.append(take_turn(renderer, turns))
+            new += take_turn(renderer, turns)
         if turns and turns[0].has_piece:
             changed.set()
             yield new, False
@@ -58,10 +58,10 @@ async def chunk_updates(renderer: ResponseRenderer) -> AsyncIterator[tuple[list[
             return
 
 
-def take_turn(renderer: ResponseRenderer, turns: list[Choice]) -> tuple[int, bytes]:
-    """The next chunk of the choice whose turn it is; unless it has ended, the choice goes to the end."""
+def take_turn(renderer: ResponseRenderer, turns: list[Choice]) -> list[tuple[int, bytes]]:
+    """The next chunks of the choice whose turn it is; unless it has ended, the choice goes to the end."""
     choice = turns.pop(0)
-    chunk = renderer.render_next_chunk(choice)
+    chunks = renderer.render_next_chunks(choice)
     if not choice.ended:
         turns.append(choice)
-    return choice.index, chunk
+    return [(choice.index, chunk) for chunk in chunks]

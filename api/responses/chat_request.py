@@ -4,14 +4,15 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+from api.chat.messages import ChatMessage
 from api.errors import ApiError, invalid
 from api.inference.fields import SamplingFields
 from api.inference.params import GenerationParams
 from api.inference.tokenizer import ModelTokenizer
 from api.openai.accept import fill_defaults
-from api.openai.chat_prompt import chat_prompt_text
+from api.openai.chat_params import render_chat
 from api.openai.params import CHAT_NAMES, from_chat
-from api.openai.request_schemas import ChatMessage, ChatRequest
+from api.openai.request_schemas import ChatRequest
 from api.response_object.items import Item
 from api.responses.input_items import join_text
 from api.responses.request_schemas import ResponsesRequest
@@ -27,7 +28,7 @@ async def read_params(
     """The parameters of a response to the items of a conversation. Raises ApiError."""
     chat = fill_defaults(to_chat(body, items), tokenizer.sampling_defaults)
     try:
-        prompt = await chat_prompt_text(chat, tokenizer.chat_template)
+        _, prompt = await render_chat(chat, None, tokenizer.chat_template)
     except ApiError as error:
         if (error.param or "").startswith("messages"):
             error.param = "input"

@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from api.errors import invalid
 from api.http.unsupported import UnsupportedFields, reject_unsupported
 from api.inference.fields import RESUME_S, Listed, SamplingFields, least
-from api.openai.request_schemas import with_one_error
+from api.openai.shared_fields import with_one_error
 from api.responses.input_items import ROLES
 
 LOGPROBS = "message.output_text.logprobs"

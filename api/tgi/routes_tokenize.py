@@ -13,9 +13,8 @@ from api.inference.tokenizer import ModelTokenizer
 from api.inference.validate import check
 from api.json import to_json
 from api.offload import offload
-from api.openai import chat_prompt
 from api.openai.accept import accept
-from api.openai.params import from_chat
+from api.openai.chat_params import read_chat
 from api.openai.request_schemas import ChatRequest
 from api.tgi.request_schemas import TokenizeRequest
 from api.tgi.response_schemas import TOKENIZE_ERRORS, ChatTokenizeResponse, SimpleToken
@@ -61,8 +60,9 @@ async def chat_tokenize(request: Request) -> Response:
     """
     pool, chat = await accept(request, ChatRequest)
     tokenizer = pool.tokenizer
-    text = await chat_prompt.chat_prompt_text(chat, tokenizer.chat_template)
-    check(from_chat(chat, text), pool.workers.limits, tokenizer)
+    params = (await read_chat(chat, pool)).params
+    check(params, pool.workers.limits, tokenizer)
+    text = params.text or ""
 
     def render() -> bytes:
         return to_json(

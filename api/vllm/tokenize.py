@@ -12,8 +12,7 @@ from api.inference.pool import Pool
 from api.inference.validate import check
 from api.json import to_json
 from api.offload import offload
-from api.openai import chat_prompt
-from api.openai.params import from_chat
+from api.openai.chat_params import read_chat
 from api.vllm.schemas import TokenizeChatRequest, TokenizePromptRequest
 
 
@@ -30,8 +29,9 @@ async def tokenize_chat(request: Request, data: bytes) -> Response:
     chat = await offload(len(data), lambda: parse_body(TokenizeChatRequest, data))
     chat.check()
     pool = await pools_of(request).find(chat.model)
-    text = await chat_prompt.chat_prompt_text(chat, pool.tokenizer.chat_template)
-    check(from_chat(chat, text), pool.workers.limits, pool.tokenizer)
+    params = (await read_chat(chat, pool)).params
+    check(params, pool.workers.limits, pool.tokenizer)
+    text = params.text or ""
     return await respond(pool, text, bool(chat.add_special_tokens), bool(chat.return_token_strs))
 
 

@@ -11,6 +11,30 @@ STORED_KEEP_S = 0.001
 
 
 @dataclass(frozen=True, slots=True)
+class Reading:
+    """How the text of a chat's answer is read: what of it is reasoning, and what are calls of tools.
+
+    Attributes:
+        calls, reasoning: names of the formats in which the model writes them; empty for none.
+        prompt_end: the end of the prompt, where reasoning may have begun.
+        tools: the functions that may be called: the name of each, and the JSON schema of its parameters.
+        is_named: the client chose the function.
+        parallel: there may be several calls.
+        is_older: a call is shown as OpenAI's older `function_call`.
+        shows_reasoning: reasoning is part of the answer.
+    """
+
+    calls: str = wire_field("ca", default="")
+    reasoning: str = wire_field("re", default="")
+    prompt_end: str = wire_field("pe", default="")
+    tools: list[tuple[str, str]] = wire_field("to", default_factory=list)
+    is_named: bool = wire_field("na", default=False)
+    parallel: bool = wire_field("pa", default=True)
+    is_older: bool = wire_field("ol", default=False)
+    shows_reasoning: bool = wire_field("sr", default=True)
+
+
+@dataclass(frozen=True, slots=True)
 class Rendering:
     """How an answer is rendered.
 
@@ -21,6 +45,7 @@ class Rendering:
         skip_special: special tokens are left out of the text.
         include_stop: the text has its stop string or stop token.
         prompt_only: choices have no generated text.
+        reading: how text is read; None where all of it is content.
     """
 
     details: bool = wire_field("dt", default=False)
@@ -30,6 +55,7 @@ class Rendering:
     skip_special: bool = wire_field("sk", default=True)
     include_stop: bool = wire_field("is", default=False)
     prompt_only: bool = wire_field("po", default=False)
+    reading: Reading | None = wire_field("rd", default=None)
 
 
 @dataclass(frozen=True, slots=True)

@@ -48,6 +48,10 @@ class SettingFields(BaseModel):
     """where default sampling values of /v1 are: auto (beside the model), vllm (nowhere) or a folder"""
     override_generation_config: str | None = None
     """a JSON object of values that replace those of GENERATION_CONFIG"""
+    tool_call_parser: str | None = None
+    """how the model writes calls of tools, by vLLM's names (default: as its chat template shows)"""
+    reasoning_parser: str | None = None
+    """how it writes reasoning, by vLLM's names, or none: it is content (default: as its template shows)"""
     rope_scaling: RopeScaling | None = None
     """linear or dynamic: stretches a model's rotary positions by ROPE_FACTOR (default: as its config says)"""
     rope_factor: Annotated[float, Field(ge=1, le=1000)] | None = None

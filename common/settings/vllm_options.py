@@ -9,7 +9,6 @@ from common.settings.tgi_options import (
     OWN_TOKENIZER,
 )
 
-NO_TOOLS = "tools are not built yet"
 NO_GUIDES = "structured output is not built yet"
 NO_CONTENT = "the content of requests is never logged"
 NO_IMAGES = "models take text only"
@@ -39,11 +38,13 @@ VLLM = (
     *options("max_loras max_lora_rank max_cpu_loras", ANY, NO_LORA, int),
     Option("fully_sharded_loras", ANY, NO_LORA, bool),
     *options("speculative_config speculative_model num_speculative_tokens", NONE, NO_SPECULATION),
-    Option("enable_auto_tool_choice", OFF, NO_TOOLS, bool),
-    *options("tool_call_parser tool_parser_plugin tool_server", NONE, NO_TOOLS),
+    Option("enable_auto_tool_choice", ANY, "the model decides whenever a request has tools", bool),
+    Option("exclude_tools_when_tool_choice_none", ON, "the prompt has no tools that may not be called", bool),
+    Option("tool_parser_plugin", NONE, IN_PYTHON),
+    Option("tool_server", NONE, "the client calls the tools"),
     *options("guided_decoding_backend structured_outputs_config", NONE, NO_GUIDES),
-    Option("reasoning_parser", NONE, "reasoning is not separated from the rest of the answer yet"),
-    Option("enable_reasoning", OFF, "reasoning is not separated from the rest of the answer yet", bool),
+    Option("reasoning_parser_plugin", NONE, IN_PYTHON),
+    Option("enable_reasoning", ANY, "reasoning is apart from content (REASONING_PARSER)", bool),
     *options("otlp_traces_endpoint collect_detailed_traces", NONE, NO_TRACES),
     *options("kv_transfer_config kv_events_config", NONE, "KV caches stay where they are computed"),
     Option("enable_sleep_mode", OFF, "a worker that is not needed is stopped", bool),

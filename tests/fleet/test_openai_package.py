@@ -111,10 +111,8 @@ async def test_refusals_are_the_exceptions_of_the_package(client: AsyncOpenAI) -
     with pytest.raises(openai.NotFoundError) as missing:
         await client.chat.completions.create(**GREEDY | {"model": "gpt-5"})
     assert missing.value.code == "model_not_found"
-    with pytest.raises(openai.BadRequestError, match="`tools` is not supported yet"):
-        await client.chat.completions.create(
-            **GREEDY, tools=[{"type": "function", "function": {"name": "f"}}]
-        )
+    with pytest.raises(openai.BadRequestError, match="`web_search_options` is not supported yet"):
+        await client.chat.completions.create(**GREEDY, web_search_options={})
     assert [model.id async for model in client.models.list()] == [MODEL]
     assert (await client.models.retrieve(MODEL)).id == MODEL
 

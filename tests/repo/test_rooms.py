@@ -25,7 +25,7 @@ FLOORS = {
         "tgi response_object",
         "vllm",
         "openai",
-        "http",
+        "http chat",
         "inference arq",
         "tool_calls.forcing",
         "heir retry structured_output templates tool_calls.detect tool_calls.parser",

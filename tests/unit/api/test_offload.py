@@ -40,8 +40,8 @@ CASES: list[tuple[str, str, str, dict[str, Any]]] = [
         {"inputs": "a", "parameters": {"details": True, "top_n_tokens": 20}},
     ),
     ("/v1/completions", "api.http.body", "parse_body", {"prompt": [1] * LONG}),
-    ("/v1/chat/completions", "api.openai.chat_prompt", "render_chat_prompt", {"messages": CHAT}),
-    ("/chat_tokenize", "api.openai.chat_prompt", "render_chat_prompt", {"messages": CHAT}),
+    ("/v1/chat/completions", "api.openai.chat_params", "render_prompt", {"messages": CHAT}),
+    ("/chat_tokenize", "api.openai.chat_params", "render_prompt", {"messages": CHAT}),
 ]
 
 

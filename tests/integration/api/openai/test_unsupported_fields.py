@@ -36,6 +36,7 @@ def user(content: object, **fields: object) -> dict[str, Any]:
     return {"messages": [{"role": "system", "content": "S"}, {"role": "user", "content": content} | fields]}
 
 
+FUNCTION = {"type": "function", "function": {"name": "f"}}
 IMAGE = {"type": "image_url", "image_url": {"url": "http://x/y.png"}}
 REFUSED: list[tuple[dict[str, Any], str, str]] = [
     (CHAT | {"temperature": "1"}, "temperature", "valid number"),
@@ -61,8 +62,21 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     (CHAT | {"max_new_tokens": 5}, "max_new_tokens", "not a field of this route"),
     (CHAT | {"response_format": {"type": "xml"}}, "response_format.type", "must be one of text,"),
     (CHAT | {"guided_regex": "("}, "guided_regex", "cannot be compiled"),
-    (CHAT | {"tools": [{"type": "function"}]}, "tools", "not supported yet"),
-    (CHAT | {"tool_choice": "auto"}, "tool_choice", "not supported yet"),
+    (CHAT | {"tools": [{"type": "function"}]}, "tools[0].function", "required"),
+    (CHAT | {"tools": [FUNCTION | {"type": "custom"}]}, "tools[0].type", "must be function. Given: 'custom'"),
+    (CHAT | {"tools": [FUNCTION, FUNCTION]}, "tools", "the name 'f' twice"),
+    (CHAT | {"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools", "Given: 'a b'"),
+    (CHAT | {"tools": [FUNCTION] * 129}, "tools", "up to 128 functions. Given: 129"),
+    (CHAT | {"tool_choice": "required"}, "tool_choice", "only allowed with `tools`"),
+    (CHAT | {"tools": [FUNCTION], "tool_choice": "g"}, "tool_choice", "names 'g', which is not among f"),
+    (
+        CHAT | {"tools": [FUNCTION], "tool_choice": {"type": "x"}},
+        "tool_choice",
+        "one of none, auto, required",
+    ),
+    (CHAT | {"tools": [FUNCTION], "functions": [{"name": "f"}]}, "functions", "exclude each other"),
+    (CHAT | {"functions": [{"name": "f"}], "function_call": "f"}, "function_call", "must be none, auto"),
+    (CHAT | {"reasoning_effort": "hard"}, "reasoning_effort", "must be one of none, minimal"),
     (
         CHAT | {"continue_final_message": True, "add_generation_prompt": True},
         "continue_final_message",
@@ -74,8 +88,12 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     (user("a" * 20_000), "messages", "at most 1023 tokens"),
     (user(None), "messages[1].content", "required"),
     (user("a", role="wizard"), "messages[1].role", "'wizard'"),
-    (user("a", role="tool"), "messages[1].role", "not supported yet"),
-    (user("a", tool_calls=[{"id": "1"}]), "messages[1].tool_calls", "not supported yet"),
+    (
+        user("a", tool_calls=[{"function": {"name": "f"}}]),
+        "messages[1].tool_calls",
+        "for the role `assistant`",
+    ),
+    (user(None, role="tool"), "messages[1].content", "required"),
     (
         user([{"type": "text", "text": "What is this?"}, IMAGE]),
         "messages[1].content",

@@ -24,11 +24,14 @@ from tests.support.openai_frames import CHAT, TOKENIZER, ids
 from tests.support.waiting import wait_until
 
 USAGE = {"stream_options": {"include_usage": True, "continuous_usage_stats": True}}
+TOOLS = [{"type": "function", "function": {"name": "f"}}]
+TEXT_OF_CALL = ' one\n<tool_call>\n{"name": "f", "arguments": {"text": "two é🙂 three four five"}}'
 REQUESTS: list[tuple[str, dict[str, Any]]] = [
     ("/generate_stream", {"inputs": "Hi", "parameters": {"details": True, "top_n_tokens": 2}}),
     ("/", {"inputs": "Hi", "stream": True, "parameters": {"seed": 3, "do_sample": True}}),
     ("/v1/chat/completions", CHAT | {"n": 2, "logprobs": True, "top_logprobs": 2} | USAGE),
     ("/v1/chat/completions", CHAT | {"stop": ["zzz", " six"], "skip_special_tokens": False}),
+    ("/v1/chat/completions", CHAT | {"n": 2, "tools": TOOLS} | USAGE),
     ("/v1/completions", {"prompt": ["a é", "b"], "n": 2, "echo": True, "logprobs": 1} | USAGE),
 ]
 
@@ -43,10 +46,11 @@ async def collect(client: httpx.AsyncClient, path: str, body: dict[str, Any], se
 async def test_another_gateway_renders_the_same_bytes(
     broker: Broker, redis: Redis, path: str, body: dict[str, Any]
 ) -> None:
-    answer = Answer(ids(" one two é🙂 three four five"), ends=False)
+    text = TEXT_OF_CALL if "tools" in body else " one two é🙂 three four five"
+    answer = Answer(ids(text), ends=False)
     async with (
         working(broker.url, TOKENIZER, lambda _: answer, step_s=0.01) as worker,
-        serving(broker.url) as (gateway, client),
+        serving(broker.url, tool_call_parser="hermes") as (gateway, client),
     ):
         await ready(gateway)
         keys = Keys(gateway.pool.settings.pool)

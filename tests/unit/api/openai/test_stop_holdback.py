@@ -4,8 +4,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from api.inference.stream import Stream
+from api.inference.token_bytes import token_bytes
 from api.openai.stop_holdback import StopHoldback
-from api.openai.token_bytes import token_bytes
 from common.detokenize import StopMatcher
 from common.messages.events import Terminal, Tokens
 from common.messages.packing import pack_floats, pack_ids
@@ -36,9 +36,9 @@ def generated(
 
 
 def shown(
-    stream: Stream, include_stop: bool = False, skip_special: bool = True
+    stream: Stream, include_stop: bool = False, hidden_ids: frozenset[int] = frozenset({IM_END})
 ) -> tuple[list[str], StopHoldback]:
-    text = StopHoldback(stream, skip_special, include_stop)
+    text = StopHoldback(stream, hidden_ids, include_stop)
     pieces = [text.step() for _ in range(stream.num_tokens - 1)]
     return [*pieces, text.last()], text
 
@@ -71,7 +71,7 @@ def test_stop_strings_are_cut_out_and_nothing_else(
 )
 def test_no_more_is_held_back_than_may_be_part_of_a_stop_string(texts: list[str], stops: list[str]) -> None:
     stream = generated(texts, stops)
-    text, so_far = StopHoldback(stream, True, False), ""
+    text, so_far = StopHoldback(stream, {IM_END}, False), ""
     for i in range(stream.num_tokens - 1):
         so_far += text.step()
         whole = "".join(texts[: i + 1])
@@ -85,7 +85,7 @@ def test_no_more_is_held_back_than_may_be_part_of_a_stop_string(texts: list[str]
 def test_special_tokens_are_not_shown_but_count_in_stop_strings() -> None:
     texts = ["one", "<|im_end|>", " two", " three"]
     assert shown(generated(texts, [], special=1))[0] == ["one", "", " two", " three"]
-    assert shown(generated(texts, [], special=1), skip_special=False)[0] == texts
+    assert shown(generated(texts, [], special=1), hidden_ids=frozenset())[0] == texts
     pieces, _ = shown(generated(texts, ["e<|im_end|> t"], special=1))
     assert pieces == ["on", "", ""]
     assert shown(generated(texts, ["one two"], special=1))[0] == ["", "one", " tw", "o three"]
@@ -103,7 +103,7 @@ def test_a_token_that_ends_the_answer_is_not_shown() -> None:
 
 def test_the_end_releases_the_text_that_was_held_back() -> None:
     stream = generated(["one", " t"], [" two"])
-    text = StopHoldback(stream, True, False)
+    text = StopHoldback(stream, {IM_END}, False)
     assert [text.step(), text.step(), text.last()] == ["one", "", " t"]
 
 

@@ -1,0 +1,179 @@
+"""Answer of a chat: its text as content, reasoning and calls of tools, piece by piece.
+
+All of it is a function of the answer's `Reading` and of the pieces, so every gateway reads the same.
+"""
+
+import hashlib
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from api.tool_calls.formats.table import CALL_FORMATS
+from api.tool_calls.parser import AnswerParser
+from api.tool_calls.reading.deltas import (
+    CallArguments,
+    CallStart,
+    ContentDelta,
+    Delta,
+    ReasoningDelta,
+    Tool,
+)
+from api.tool_calls.reasoning import REASONING_FORMATS
+from common.messages.answer import Reading
+
+ID_CHARS = 24
+
+
+@dataclass(slots=True)
+class Call:
+    """A call of a tool.
+
+    Attributes:
+        arguments: JSON text.
+    """
+
+    call_id: str
+    name: str
+    arguments: str = ""
+
+
+@dataclass(slots=True)
+class ReadAnswer:
+    """What one choice says, as far as it is read."""
+
+    content: str
+    reasoning: str
+    calls: list[Call]
+
+
+class AnswerReader:
+    """Reads the text of one choice.
+
+    Attributes:
+        name: of the choice among all that were ever requested; ids of calls follow from it.
+        num_tokens: tokens read.
+        num_reasoning_tokens: those of them that came before content and calls, if there is reasoning.
+    """
+
+    def __init__(self, reading: Reading, name: str) -> None:
+        self.reading = reading
+        self.name = name
+        self.num_tokens = 0
+        self.num_reasoning_tokens = 0
+        self.reasons = False
+        self.answers = False
+        tools = [Tool(tool, json.loads(schema)) for tool, schema in reading.tools]
+        self.parser = AnswerParser(
+            tools,
+            CALL_FORMATS.get(reading.calls),
+            REASONING_FORMATS.get(reading.reasoning),
+            reading.prompt_end,
+        )
+
+    def read(self, text: str, num_tokens: int, ended: bool) -> list[Delta]:
+        """What the next piece of text says; the last one ends the answer."""
+        deltas = self.parser.feed(text)
+        if ended:
+            deltas += self.parser.finish()
+        self.reasons |= any(isinstance(one, ReasoningDelta) for one in deltas)
+        self.answers |= any(not isinstance(one, ReasoningDelta) for one in deltas)
+        self.num_tokens += num_tokens
+        if self.reasons and not self.answers:
+            self.num_reasoning_tokens = self.num_tokens
+        return [one for one in deltas if self.is_shown(one)]
+
+    def is_shown(self, delta: Delta) -> bool:
+        match delta:
+            case ReasoningDelta():
+                return self.reading.shows_reasoning
+            case CallStart() | CallArguments():
+                return self.reading.parallel or delta.index == 0
+            case _:
+                return True
+
+    @property
+    def has_calls(self) -> bool:
+        return self.parser.num_calls > 0
+
+    def call_id(self, index: int) -> str:
+        """The id of a call: the same at whichever gateway it is read, and no other call's."""
+        digest = hashlib.sha256(f"{self.name}/{index}".encode()).hexdigest()
+        return f"call_{digest[:ID_CHARS]}"
+
+    def join(self, deltas: Iterable[Delta]) -> ReadAnswer:
+        """All deltas together."""
+        read = ReadAnswer("", "", [])
+        for one in deltas:
+            match one:
+                case ContentDelta(text):
+                    read.content += text
+                case ReasoningDelta(text):
+                    read.reasoning += text
+                case CallStart(index, name):
+                    read.calls.append(Call(self.call_id(index), name))
+                case CallArguments(index, text):
+                    read.calls[index].arguments += text
+        return read
+
+
+def marks_of(reading: Reading) -> tuple[str, ...]:
+    """Texts that divide an answer into its parts."""
+    calls, reasoning = CALL_FORMATS.get(reading.calls), REASONING_FORMATS.get(reading.reasoning)
+    return (*(calls.marks if calls else ()), *(reasoning.marks if reasoning else ()))
+
+
+# --- OpenAI's objects ---------------------------------------------------------------------------------------
+
+
+def render_message(reading: Reading, read: ReadAnswer) -> dict[str, Any]:
+    """A message's fields, but for its role."""
+    calls = [render_call(call) for call in read.calls]
+    message: dict[str, Any] = {"content": read.content if read.content or not calls else None}
+    if read.reasoning:
+        message |= render_reasoning(read.reasoning)
+    if calls:
+        message |= {"function_call": calls[0]["function"]} if reading.is_older else {"tool_calls": calls}
+    return message
+
+
+def render_call(call: Call) -> dict[str, Any]:
+    function = {"name": call.name, "arguments": call.arguments}
+    return {"id": call.call_id, "type": "function", "function": function}
+
+
+def render_reasoning(text: str) -> dict[str, str]:
+    """Older clients look for the one name, newer ones for the other."""
+    return {"reasoning_content": text, "reasoning": text}
+
+
+def render_deltas(reader: AnswerReader, deltas: Sequence[Delta]) -> list[dict[str, Any]]:
+    """The fields `delta` of the chunks of one piece: a call's name comes in a chunk before its arguments."""
+    chunks: list[dict[str, Any]] = []
+    for one in deltas:
+        match one:
+            case ContentDelta(text):
+                chunks.append({"content": text})
+            case ReasoningDelta(text):
+                chunks.append(render_reasoning(text))
+            case CallStart(index, name):
+                call = render_call(Call(reader.call_id(index), name))
+                chunks.append(render_call_delta(reader, index, call))
+            case CallArguments(index, text):
+                chunks.append(render_call_delta(reader, index, {"function": {"arguments": text}}))
+    return chunks
+
+
+def render_call_delta(reader: AnswerReader, index: int, call: dict[str, Any]) -> dict[str, Any]:
+    if reader.reading.is_older:
+        return {"function_call": call["function"]}
+    return {"tool_calls": [{"index": index, **call}]}
+
+
+def finish_reason(reader: AnswerReader, reason: str) -> str:
+    """OpenAI's reason for the end of an answer; `reason` is that of a text. A call of the function that the
+    client chose is an answer like any other.
+    """
+    if reason != "stop" or not reader.has_calls or reader.reading.is_named:
+        return reason
+    return "function_call" if reader.reading.is_older else "tool_calls"

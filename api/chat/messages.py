@@ -1,0 +1,138 @@
+"""Messages of a chat: as clients send them, and as chat templates expect them."""
+
+import json
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from api.errors import invalid
+from api.inference.fields import Listed
+
+ROLES = ("system", "developer", "user", "assistant", "tool", "function")
+
+
+class ContentPart(BaseModel):
+    """A part of a message's content; only the type `text` is supported."""
+
+    model_config = ConfigDict(strict=True, extra="allow", json_schema_extra={"required": ["type", "text"]})
+
+    type: str = Field(json_schema_extra={"enum": ["text"]})
+    text: str | None = Field(default=None, json_schema_extra={"type": "string"})
+
+
+class EarlierFunction(BaseModel):
+    model_config = ConfigDict(strict=True, extra="allow")
+
+    name: str
+    arguments: str | dict[str, Any] | None = Field(
+        default=None, description="The JSON text of an object, or the object itself."
+    )
+
+
+class EarlierCall(BaseModel):
+    """A call of a tool that the assistant made."""
+
+    model_config = ConfigDict(strict=True, extra="allow")
+
+    id: str | None = None
+    type: str | None = Field(default=None, json_schema_extra={"enum": ["function"]})
+    function: EarlierFunction
+
+
+class ChatMessage(BaseModel):
+    model_config = ConfigDict(strict=True, extra="allow", json_schema_extra={"required": ["role", "content"]})
+
+    role: str = Field(json_schema_extra={"enum": list(ROLES)})
+    content: str | Listed[ContentPart] | None = Field(
+        default=None,
+        description="A text, or parts that make up one text. Null where the assistant only called tools.",
+    )
+    name: str | None = Field(default=None, description="The author's name, for the chat template.")
+    tool_calls: Listed[EarlierCall] | None = Field(
+        default=None, description="The assistant's calls of tools, as a response had them."
+    )
+    tool_call_id: str | None = Field(
+        default=None, description="With the role `tool`: the `id` of the call whose result this is."
+    )
+    function_call: EarlierFunction | None = Field(
+        default=None, description="The older form of `tool_calls`; its result has the role `function`."
+    )
+    reasoning_content: str | None = Field(
+        default=None, description="The assistant's reasoning, for templates that repeat it."
+    )
+    reasoning: str | None = Field(default=None, description="The same.")
+
+    @property
+    def has_calls(self) -> bool:
+        return bool(self.tool_calls or self.function_call)
+
+
+def template_messages(messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:
+    """Messages with the keys that templates know: arguments of calls are objects, and the older forms of
+    calls and results are the newer ones. Raises ApiError.
+    """
+    numbers = accumulate(one.has_calls for one in messages)
+    return [
+        template_message(one, f"messages[{i}]", f"call{number:05}")
+        for i, (one, number) in enumerate(zip(messages, numbers, strict=True))
+    ]
+
+
+def template_message(one: ChatMessage, name: str, call_id: str) -> dict[str, Any]:
+    """A message as chat templates expect it. Raises ApiError.
+
+    Args:
+        call_id: id of a call without one, and of its result: the same for both.
+    """
+    if one.role not in ROLES:
+        raise invalid(f"`{name}.role` must be one of {', '.join(ROLES)}. Given: {one.role!r}", f"{name}.role")
+    if one.has_calls and one.role != "assistant":
+        field = "tool_calls" if one.tool_calls else "function_call"
+        raise invalid(f"`{name}.{field}` is for the role `assistant`", f"{name}.{field}")
+    found: dict[str, Any] = {"role": "tool" if one.role == "function" else one.role}
+    may_be_null = one.has_calls and one.content is None
+    found["content"] = "" if may_be_null else join_parts(one.content, f"{name}.content")
+    if one.name is not None:
+        found["name"] = one.name
+    if reasoning := one.reasoning_content or one.reasoning:
+        found |= {"reasoning_content": reasoning, "reasoning": reasoning}
+    if one.tool_calls:
+        found["tool_calls"] = [template_call(call.function, call.id or call_id) for call in one.tool_calls]
+    elif one.function_call:
+        found["tool_calls"] = [template_call(one.function_call, call_id)]
+    if found["role"] == "tool":
+        found["tool_call_id"] = one.tool_call_id or call_id
+    return found
+
+
+def template_call(function: EarlierFunction, call_id: str) -> dict[str, Any]:
+    called = {"name": function.name, "arguments": parse_arguments(function.arguments)}
+    return {"id": call_id, "type": "function", "function": called}
+
+
+def parse_arguments(arguments: str | dict[str, Any] | None) -> Any:
+    """Arguments as an object; a text that is no JSON (a model wrote it) stays as it is."""
+    if not arguments:
+        return {}
+    if isinstance(arguments, dict):
+        return arguments
+    try:
+        return json.loads(arguments)
+    except (ValueError, RecursionError):
+        return arguments
+
+
+def join_parts(content: str | list[ContentPart] | None, name: str) -> str:
+    """The text of a message's content, whose parts are joined. Raises ApiError."""
+    if content is None:
+        raise invalid(f"`{name}` is required", name)
+    if isinstance(content, str):
+        return content
+    for i, part in enumerate(content):
+        if part.type != "text":
+            raise invalid(f"`{name}[{i}]` is of type {part.type!r}: this model takes text only", name)
+        if part.text is None:
+            raise invalid(f"`{name}[{i}].text` is required", name)
+    return "".join(part.text or "" for part in content)

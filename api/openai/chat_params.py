@@ -1,0 +1,126 @@
+"""Parameters of a chat: its prompt, the grammar of its answer, and how that answer is read."""
+
+import json
+from dataclasses import dataclass, replace
+
+from api.chat.grammar import answer_grammar
+from api.chat.messages import join_parts, template_messages
+from api.chat.prompt import Chat, reasoning_variables, render_prompt
+from api.chat.tools import ToolChoice, read_functions, read_tools
+from api.errors import invalid
+from api.inference.params import GenerationParams
+from api.inference.pool import Pool
+from api.offload import offload
+from api.openai.params import from_chat
+from api.openai.request_schemas import ChatRequest
+from api.structured_output.grammar import Grammar
+from api.templates.chat_template import ChatTemplate
+from common.messages.answer import Reading, Rendering
+
+CHARS_OF_MESSAGE = 40
+"""To render one message takes about as long as to tokenize so many characters."""
+PROMPT_END_CHARS = 200
+"""Of the prompt, the part in which reasoning may have begun."""
+
+
+@dataclass(frozen=True, slots=True)
+class ChatParams:
+    """What a chat's body asks for.
+
+    Attributes:
+        params: not yet validated.
+        rendering: how the answer is rendered.
+        prefix: the text that the answer begins with.
+    """
+
+    params: GenerationParams
+    rendering: Rendering
+    prefix: str
+
+
+async def read_chat(body: ChatRequest, pool: Pool, grammar: Grammar | None = None) -> ChatParams:
+    """Raises ApiError.
+
+    Args:
+        grammar: what the text must look like, if another API's fields say so.
+    """
+    tools = tool_choice(body)
+    chat, prompt = await render_chat(body, tools, pool.tokenizer.chat_template)
+    reading = None if chat.is_open else new_reading(body, pool, tools, prompt[-PROMPT_END_CHARS:])
+    params = from_chat(body, prompt)
+    forced = await answer_grammar(grammar or params.grammar, tools, reading, pool.tokenizer)
+    rendering = replace(body.rendering, reading=reading)
+    return ChatParams(replace(params, grammar=forced), rendering, echoed_message(body))
+
+
+async def render_chat(
+    body: ChatRequest, tools: ToolChoice | None, template: ChatTemplate | None
+) -> tuple[Chat, str]:
+    """The chat, and its prompt; beside the streams where there are many messages. Raises ApiError."""
+    chat = read_messages(body, tools, template)
+    size = CHARS_OF_MESSAGE * (len(chat.messages) + (len(tools.tools) if tools else 0))
+    return chat, await offload(size, lambda: render_prompt(chat, template))
+
+
+def tool_choice(body: ChatRequest) -> ToolChoice | None:
+    """The tools that the answer may call, and whether it must; None for none. Raises ApiError."""
+    older = [name for name in ("functions", "function_call") if getattr(body, name)]
+    newer = [name for name in ("tools", "tool_choice") if getattr(body, name)]
+    if older and newer:
+        raise invalid(f"`{older[0]}` and `{newer[0]}` exclude each other", older[0])
+    if older:
+        return read_functions(body.functions, body.function_call)
+    return read_tools(body.tools, body.tool_choice, body.parallel_tool_calls)
+
+
+def read_messages(body: ChatRequest, tools: ToolChoice | None, template: ChatTemplate | None) -> Chat:
+    """Raises ApiError."""
+    messages = template_messages(body.messages)
+    is_open = bool(messages) and continues_last_message(body)
+    if is_open and tools is not None and tools.is_forced:
+        raise invalid("`continue_final_message` and a forced `tool_choice` exclude each other", "tool_choice")
+    return Chat(
+        messages=messages,
+        tools=tools,
+        tool_prompt=body.tool_prompt,
+        variables=reasoning_variables(body.reasoning_effort, body.chat_template_kwargs or {}, template),
+        add_generation_prompt=body.add_generation_prompt is not False,
+        is_open=is_open,
+    )
+
+
+def new_reading(body: ChatRequest, pool: Pool, tools: ToolChoice | None, prompt_end: str) -> Reading | None:
+    """How the answer is read; None where all of it is content."""
+    calls = pool.call_format.name if tools else ""
+    reasoning = pool.reasoning_format.name if pool.reasoning_format else ""
+    if not (calls or reasoning):
+        return None
+    return Reading(
+        calls=calls,
+        reasoning=reasoning,
+        prompt_end=prompt_end,
+        tools=[(one.name, json.dumps(one.parameters)) for one in tools.callable] if tools else [],
+        is_named=bool(tools and tools.is_named),
+        parallel=tools is None or tools.parallel,
+        is_older=bool(tools and tools.is_older),
+        shows_reasoning=body.include_reasoning is not False,
+    )
+
+
+def continues_last_message(body: ChatRequest) -> bool:
+    """Whether the model continues the last message. Raises ApiError for contradicting fields."""
+    if body.continue_final_message and body.add_generation_prompt:
+        raise invalid(
+            "`continue_final_message` and `add_generation_prompt` exclude each other",
+            "continue_final_message",
+        )
+    if body.continue_final_message is not None:
+        return body.continue_final_message
+    last = body.messages[-1]
+    return last.role == "assistant" and not last.has_calls and not body.add_generation_prompt
+
+
+def echoed_message(body: ChatRequest) -> str:
+    """The text that the response begins with because of `echo`: the message that the model continues."""
+    last = body.messages[-1]
+    return join_parts(last.content or "", "") if body.echo and last.role == "assistant" else ""

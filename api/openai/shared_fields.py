@@ -1,0 +1,151 @@
+"""Fields that the bodies of OpenAI's routes share. Types are not converted: `"5"` is not a number.
+
+Fields that these APIs have and this server does not support are refused by name, and so are those that only
+another route has. Unknown names are ignored.
+"""
+
+import functools
+from typing import Annotated, Any
+
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationError,
+    ValidatorFunctionWrapHandler,
+    WrapValidator,
+)
+from pydantic_core import PydanticCustomError
+
+from api.errors import invalid
+from api.http.unsupported import reject_unsupported
+from api.inference.fields import (
+    BIAS_SCHEMA,
+    DETACHED,
+    RESUME_S,
+    Listed,
+    StructuredOutputFields,
+    least,
+    ranged,
+)
+from api.inference.ranges import MAX_STOP_CHARS
+from api.openai.unsupported_fields import TGI_FIELDS, UNSUPPORTED
+from common.messages.answer import Rendering
+
+
+def with_one_error(text: str) -> WrapValidator:
+    """For a field of several types: one error in place of one for each type."""
+
+    def check(value: Any, validate: ValidatorFunctionWrapHandler) -> Any:
+        try:
+            return validate(value)
+        except ValidationError as error:
+            raise PydanticCustomError("shape", text) from error
+
+    return WrapValidator(check)
+
+
+Stop = Annotated[str | Listed[str], with_one_error("Input should be a string or a list of strings")]
+
+
+class StreamOptions(BaseModel):
+    model_config = ConfigDict(strict=True)
+
+    include_usage: bool | None = Field(
+        default=None, description="Send a last chunk that has no choices and the token counts in `usage`."
+    )
+    continuous_usage_stats: bool | None = Field(
+        default=None, description="With `include_usage`: send the token counts in every chunk."
+    )
+
+
+class OpenAIRequest(StructuredOutputFields):
+    """Fields of both routes. Null and absent mean the default.
+
+    `user`, `metadata`, `store`, `verbosity` and other labels and hints are accepted and have no effect.
+    """
+
+    model: str | None = Field(
+        default=None,
+        description="A model that /v1/models lists. Default: this server's model; empty, `tgi` and `dummy` "
+        "mean the same.",
+    )
+    stream: bool | None = Field(
+        default=None, description="Send server-sent events, a chunk for each token. Default: false."
+    )
+    stream_options: StreamOptions | None = None
+    resume_s: float | None = RESUME_S
+    detached: bool | None = DETACHED
+
+    max_tokens: int | None = least(
+        1, "The most tokens to generate. Default: what is left of the model's context."
+    )
+    min_tokens: int | None = least(0, "Until so many tokens are generated, only `max_tokens` ends the text.")
+    stop: Stop | None = Field(
+        default=None,
+        description="A stop string or several: the text ends before the first of them that appears.",
+        json_schema_extra={
+            "minLength": 1,
+            "maxLength": MAX_STOP_CHARS,
+            "items": {"minLength": 1, "maxLength": MAX_STOP_CHARS},
+        },
+    )
+    include_stop_str_in_output: bool | None = Field(
+        default=None, description="Let the text include its stop string or stop token. Default: false."
+    )
+    skip_special_tokens: bool | None = Field(
+        default=None, description="Leave special tokens out of the text. Default: true."
+    )
+    add_special_tokens: bool | None = Field(
+        default=None,
+        description="Add the special tokens that the tokenizer puts around a prompt. Default: true for "
+        "completions; false for chats, whose template has them.",
+    )
+    truncate_prompt_tokens: int | None = least(1, "Use only so many tokens of the prompt: its last ones.")
+    n: int | None = ranged("n", "The number of choices for each prompt. Default: 1.")
+    best_of: int | None = Field(
+        default=None,
+        description="1 or `n`: all texts that are generated are returned.",
+        json_schema_extra={"const": 1},
+    )
+    frequency_penalty: float | None = ranged(
+        "frequency_penalty", "Penalty for tokens by their number in the generated text, as OpenAI defines it."
+    )
+    logit_bias: dict[str, float] | None = Field(
+        default=None,
+        description="Numbers to add to the logits, by token id.",
+        json_schema_extra=BIAS_SCHEMA,
+    )
+    echo: bool | None = Field(
+        default=None,
+        description="Begin the text with the prompt; in a chat, with the assistant's message that it "
+        "continues.",
+    )
+
+    @property
+    def rendering(self) -> Rendering:
+        """How the answer is rendered."""
+        options = self.stream_options
+        return Rendering(
+            usage=bool(options and options.include_usage),
+            running_usage=bool(options and options.include_usage and options.continuous_usage_stats),
+            skip_special=self.skip_special_tokens is not False,
+            include_stop=bool(self.include_stop_str_in_output),
+        )
+
+    def check(self) -> None:
+        """Raises ApiError for unsupported fields, and for fields that contradict each other."""
+        reject_unsupported(self.model_extra or {}, UNSUPPORTED, openai_fields() | TGI_FIELDS)
+        if self.stream_options is not None and not self.stream:
+            raise invalid("`stream_options` is only allowed with `stream`: true", "stream_options")
+        if self.best_of not in (None, 1, self.n):
+            raise invalid(
+                f"`best_of` must be 1 or equal to `n`: all texts are returned. Given: {self.best_of}",
+                "best_of",
+            )
+
+
+@functools.cache
+def openai_fields() -> frozenset[str]:
+    """The fields that OpenAI's routes have, supported or not."""
+    return frozenset(UNSUPPORTED).union(*(shape.model_fields for shape in OpenAIRequest.__subclasses__()))

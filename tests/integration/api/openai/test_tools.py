@@ -1,0 +1,154 @@
+"""Calls of tools and reasoning on /v1/chat/completions, from a worker whose tokens are scripted."""
+
+import json
+from typing import Any
+
+import httpx
+from openai import AsyncOpenAI
+
+from common.messages.packing import unpack_ids
+from deploy.serve.embedded_broker import Broker
+from tests.support.fleet.scripted_worker import Answer
+from tests.support.openai_frames import CHAT, CHAT_PATH, TOKENIZER, answering, frames, ids, streamed
+
+PARAMETERS = {"type": "object", "properties": {"place": {"type": "string"}}, "required": ["place"]}
+TOOLS: list[dict[str, Any]] = [
+    {
+        "type": "function",
+        "function": {"name": "get_weather", "description": "Weather", "parameters": PARAMETERS},
+    },
+    {"type": "function", "function": {"name": "get_time"}},
+]
+CALLS = (
+    'Let me see.\n<tool_call>\n{"name": "get_weather", "arguments": {"place": "Zürich 🙂"}}\n</tool_call>'
+    '\n<tool_call>\n{"name": "get_time", "arguments": {}}\n</tool_call>'
+)
+ARGUMENTS = ['{"place": "Zürich 🙂"}', "{}"]
+HERMES = {"tool_call_parser": "hermes", "reasoning_parser": "qwen3"}
+
+
+async def ask(client: httpx.AsyncClient, **fields: Any) -> dict[str, Any]:
+    """The only choice of an answer."""
+    response = await client.post(CHAT_PATH, json=CHAT | {"tools": TOOLS} | fields)
+    assert response.status_code == 200, response.text
+    [choice] = response.json()["choices"]
+    return dict(choice)
+
+
+def called(message: dict[str, Any]) -> list[tuple[str, str]]:
+    """Name and arguments of each call."""
+    functions = [call["function"] for call in message["tool_calls"]]
+    return [(one["name"], one["arguments"]) for one in functions]
+
+
+async def test_calls_are_apart_from_content(broker: Broker) -> None:
+    async with answering(broker.url, Answer(ids(CALLS)), **HERMES) as (_, _, client):
+        choice = await ask(client)
+        only_calls = await ask(client, messages=[{"role": "user", "content": "Again"}], stop="nowhere")
+        without = await ask(client, tool_choice="none")
+        one = await ask(client, parallel_tool_calls=False)
+    message = choice["message"]
+    assert (message["content"], choice["finish_reason"]) == ("Let me see.", "tool_calls")
+    assert called(message) == list(zip(["get_weather", "get_time"], ARGUMENTS, strict=True))
+    call_ids = [call["id"] for call in (*message["tool_calls"], *only_calls["message"]["tool_calls"])]
+    assert len(set(call_ids)) == 4 and all(call_id.startswith("call_") for call_id in call_ids)
+    assert without["message"] == {"role": "assistant", "content": CALLS, "refusal": None}
+    assert called(one["message"]) == [("get_weather", ARGUMENTS[0])]
+
+
+async def test_content_is_null_where_the_answer_is_calls_only(broker: Broker) -> None:
+    answer = Answer(ids(CALLS.removeprefix("Let me see.\n")))
+    async with answering(broker.url, answer, **HERMES) as (_, _, client):
+        assert (await ask(client))["message"]["content"] is None
+
+
+async def test_calls_are_streamed_name_first_then_arguments_in_pieces(broker: Broker) -> None:
+    async with answering(broker.url, Answer(ids(CALLS)), **HERMES) as (_, _, client):
+        found = frames(await streamed(client, CHAT_PATH, CHAT | {"tools": TOOLS}))
+    deltas = [frame["choices"][0]["delta"] for frame in found]
+    assert deltas[0] == {"role": "assistant", "content": None}
+    assert "".join(delta.get("content") or "" for delta in deltas) == "Let me see."
+    pieces = [call for delta in deltas for call in delta.get("tool_calls", [])]
+    for index, name in enumerate(("get_weather", "get_time")):
+        first, *rest = [piece for piece in pieces if piece["index"] == index]
+        assert (first["type"], first["function"]) == ("function", {"name": name, "arguments": ""})
+        assert all(piece.keys() == {"index", "function"} for piece in rest)
+        assert "".join(piece["function"]["arguments"] for piece in rest) == ARGUMENTS[index]
+    assert len(pieces) > 8, "arguments come in pieces"
+    assert all(deltas[:-1]) and deltas[-1] == {}, "a chunk that says nothing is not sent"
+    assert found[-1]["choices"][0]["finish_reason"] == "tool_calls"
+
+
+async def test_a_stream_adds_up_to_the_whole_answer(broker: Broker) -> None:
+    """As openai's own package adds it up."""
+    answer = Answer(ids("<think>\nHm, 7.\n</think>\n\n" + CALLS))
+    async with answering(broker.url, answer, **HERMES) as (_, _, client):
+        whole = (await ask(client))["message"]
+        own = AsyncOpenAI(base_url=f"{client.base_url}/v1", api_key="none", max_retries=0)
+        body: Any = CHAT | {"tools": TOOLS, "model": "tgi"}
+        async with own, own.chat.completions.stream(**body) as stream:
+            async for _ in stream:
+                pass
+            message = (await stream.get_final_completion()).choices[0].message
+    assert message.content == whole["content"]
+    assert called(message.model_dump()) == called(whole)
+    extra = message.model_extra or {}
+    assert extra["reasoning_content"] == whole["reasoning_content"] == whole["reasoning"] == "Hm, 7."
+
+
+async def test_the_older_fields_get_the_older_shape(broker: Broker) -> None:
+    older = {"tools": None, "functions": [tool["function"] for tool in TOOLS]}
+    async with answering(broker.url, Answer(ids(CALLS)), **HERMES) as (_, _, client):
+        choice = await ask(client, **older)
+        found = frames(await streamed(client, CHAT_PATH, CHAT | older))
+    function = {"name": "get_weather", "arguments": ARGUMENTS[0]}
+    assert (choice["message"]["function_call"], choice["finish_reason"]) == (function, "function_call")
+    pieces = [frame["choices"][0]["delta"].get("function_call", {}) for frame in found]
+    assert "".join(piece.get("arguments", "") for piece in pieces) == ARGUMENTS[0]
+    assert found[-1]["choices"][0]["finish_reason"] == "function_call"
+
+
+async def test_reasoning_is_apart_from_content(broker: Broker) -> None:
+    thought = "<think>\nSeven is odd.\n</think>\n\nIt is odd."
+    async with answering(broker.url, Answer(ids(thought)), **HERMES) as (_, _, client):
+        fields: dict[str, Any] = {"tools": None, "stream_options": {"include_usage": True}}
+        message = (await ask(client, tools=None))["message"]
+        hidden = (await ask(client, tools=None, include_reasoning=False))["message"]
+        found = frames(await streamed(client, CHAT_PATH, CHAT | fields))
+        cut = await ask(client, tools=None, max_tokens=4)
+    assert (message["content"], message["reasoning_content"]) == ("It is odd.", "Seven is odd.")
+    assert hidden == {"role": "assistant", "content": "It is odd.", "refusal": None}
+    deltas = [frame["choices"][0]["delta"] for frame in found[:-1]]
+    assert "".join(delta.get("reasoning_content", "") for delta in deltas) == "Seven is odd."
+    assert "".join(delta.get("content") or "" for delta in deltas) == "It is odd."
+    num_tokens = found[-1]["usage"]["completion_tokens_details"]["reasoning_tokens"]
+    assert num_tokens == len(ids(thought)) - len(ids("It is odd.")), "marks count, too"
+    assert cut["finish_reason"] == "length" and cut["message"]["content"] == ""
+
+
+async def test_history_with_calls_is_in_the_prompt(broker: Broker) -> None:
+    """As LangChain and the older API write it; the template of this model knows no tools."""
+    call = {"id": "call_1", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
+    newer = [
+        {"role": "user", "content": "Q"},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "call_1", "content": [{"type": "text", "text": "one"}]},
+    ]
+    older = [
+        newer[0],
+        {"role": "assistant", "content": None, "function_call": call["function"]},
+        {"role": "function", "name": "f", "content": "one"},
+    ]
+    async with answering(broker.url, Answer(ids("x")), **HERMES) as (worker, _, client):
+        for messages in (newer, older):
+            await ask(client, messages=messages, tools=None)
+        await ask(client)
+    prompts = [TOKENIZER.decode(unpack_ids(one.prompt_ids), skip_special_tokens=False) for one in worker.seen]
+    assert prompts[0] == prompts[1]
+    assert (
+        '<|im_start|>assistant\n{"name": "f", "parameters": {"a": 1}}<|im_end|>\n'
+        "<|im_start|>user\none<|im_end|>\n<|im_start|>assistant\n"
+    ) in prompts[0]
+    text = prompts[2].partition("Hi\n---\n")[2]
+    tools, _, tool_prompt = text.partition("\n")
+    assert json.loads(tools)[0] == TOOLS[0] and tool_prompt.startswith("Given the functions available")
