@@ -8,8 +8,10 @@ from typing import Any
 
 log = logging.getLogger(__name__)
 
-COMMENT = b": \n\n"
-"""A keep-alive comment between two frames of a stream."""
+COMMENT = b": \n"
+"""A keep-alive comment between two frames of a stream: a line, without an empty one behind it, at which the
+`openai` package would read an event without data.
+"""
 COMMENT_CHUNK = b"%x\r\n%b\r\n" % (len(COMMENT), COMMENT)
 
 

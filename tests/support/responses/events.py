@@ -26,9 +26,7 @@ def read_events(content: bytes) -> list[dict[str, Any]]:
     """The events of a stream. Each must be one of OpenAI's types, under its name, and in its place."""
     events = []
     for text in content.decode().split("\n\n")[:-1]:
-        if text == ": ":
-            continue
-        name, number, data = text.split("\n")
+        name, number, data = [line for line in text.split("\n") if line != ": "]
         event = json.loads(data.removeprefix("data: "))
         event_type().validate_python(event)
         assert name == f"event: {event['type']}"

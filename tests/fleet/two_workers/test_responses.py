@@ -1,0 +1,136 @@
+"""The Responses API through OpenAI's own package, with the real model, also while processes are killed."""
+
+import asyncio
+import contextlib
+import os
+import signal
+from collections.abc import AsyncIterator
+from typing import Any
+
+import openai
+import pydantic
+import pytest
+from openai import AsyncOpenAI
+from openai.types.responses import Response
+
+from tests.support.fleet.fleet import Fleet
+from tests.support.responses.events import event_type
+from tests.support.waiting import wait_until
+
+ASKED: dict[str, Any] = {"model": "smollm2", "input": "Name three colours.", "temperature": 0}
+SHORT = ASKED | {"max_output_tokens": 12}
+LONG = ASKED | {"max_output_tokens": 150, "extra_body": {"ignore_eos": True}}
+
+
+@pytest.fixture
+async def client(fleet: Fleet) -> AsyncIterator[AsyncOpenAI]:
+    async with AsyncOpenAI(
+        base_url=f"{fleet.base_url}/v1", api_key="none", max_retries=0, timeout=300
+    ) as client:
+        yield client
+
+
+class Colour(pydantic.BaseModel):
+    name: str
+    red: int
+
+
+async def test_create_stream_parse_and_conversations(client: AsyncOpenAI) -> None:
+    whole = await client.responses.create(**SHORT, instructions="Be brief.", metadata={"a": "b"})
+    assert whole.output_text and whole.status == "incomplete" and whole.metadata == {"a": "b"}
+    events = [
+        event async for event in await client.responses.create(**SHORT, instructions="Be brief.", stream=True)
+    ]
+    for event in events:
+        event_type().validate_python(event.to_dict())
+    async with client.responses.stream(**SHORT, instructions="Be brief.") as stream:
+        kinds = [event.type async for event in stream]
+    assert kinds == [event.type for event in events] and kinds[-1] == "response.incomplete"
+    texts = [event.text for event in events if event.type == "response.output_text.done"]
+    assert texts == [whole.output_text]
+    parsed = await client.responses.parse(
+        model="smollm2", input="A colour, please.", temperature=0, max_output_tokens=200, text_format=Colour
+    )
+    assert isinstance(parsed.output_parsed, Colour) or parsed.status == "incomplete"
+    second = await client.responses.create(**SHORT, previous_response_id=whole.id)
+    items = [item async for item in client.responses.input_items.list(second.id, order="asc")]
+    assert [item.type for item in items] == ["message"] * 3
+    assert await client.responses.retrieve(second.id) == second
+    await client.responses.delete(second.id)
+    with pytest.raises(openai.NotFoundError):
+        await client.responses.retrieve(second.id)
+    with pytest.raises(openai.BadRequestError) as caught:
+        await client.responses.create(**SHORT, previous_response_id=second.id)
+    assert (caught.value.code, caught.value.param) == ("previous_response_not_found", "previous_response_id")
+
+
+async def test_a_background_response_is_cancelled(client: AsyncOpenAI) -> None:
+    job = await client.responses.create(**ASKED | {"extra_body": {"ignore_eos": True}}, background=True)
+    assert job.status == "queued"
+    assert (await client.responses.cancel(job.id)).status == "cancelled"
+    assert (await client.responses.retrieve(job.id)).status == "cancelled"
+
+
+async def has_ended(client: AsyncOpenAI, response_id: str) -> Response:
+    """The response once it has ended, however often its gateways are gone."""
+    found: list[Response] = []
+
+    async def ended() -> bool:
+        with contextlib.suppress(openai.APIConnectionError, openai.InternalServerError):
+            found.append(await client.responses.retrieve(response_id))
+        return bool(found) and found[-1].status not in ("queued", "in_progress")
+
+    await wait_until(ended)
+    return found[-1]
+
+
+async def follow(client: AsyncOpenAI, response_id: str, events: list[Any]) -> None:
+    """Add the events behind those, however often the connection is lost."""
+
+    async def followed() -> bool:
+        with contextlib.suppress(openai.APIConnectionError, openai.InternalServerError, openai.APIError):
+            after = events[-1].sequence_number
+            stream = await client.responses.retrieve(response_id, stream=True, starting_after=after)
+            async for event in stream:
+                events.append(event)  # noqa: PERF401  # those before a lost connection count
+        return bool(events[-1].type in ("response.completed", "response.incomplete", "response.failed"))
+
+    await wait_until(followed)
+
+
+async def kill(fleet: Fleet, *names: str) -> None:
+    pids = await asyncio.to_thread(fleet.pids)
+    for name in names:
+        os.kill(pids[name], signal.SIGKILL)
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        pytest.param(("g0", "g1"), id="gateways"),
+        pytest.param(("g0", "g1", "w0", "w1", "b0"), id="everything", marks=pytest.mark.slow),
+    ],
+)
+async def test_a_background_response_outlives_processes(
+    client: AsyncOpenAI, fleet: Fleet, names: tuple[str, ...]
+) -> None:
+    """Followed from event to event, or only looked at in the end, it is that of an undisturbed fleet."""
+    undisturbed = await client.responses.create(**LONG)
+    silent = await client.responses.create(**LONG, background=True)
+    stream = await client.responses.create(**LONG, background=True, stream=True)
+    events: list[Any] = []
+    async for event in stream:
+        events.append(event)
+        if len(events) > 8:
+            break
+    await stream.close()
+    await kill(fleet, *names)
+    response_id = events[0].response.id
+    await follow(client, response_id, events)
+    assert [event.sequence_number for event in events] == [*range(len(events))]
+    deltas = [event.delta for event in events if event.type == "response.output_text.delta"]
+    assert "".join(deltas) == undisturbed.output_text == events[-1].response.output_text
+    for one in (response_id, silent.id):
+        found = await has_ended(client, one)
+        assert (found.output_text, found.status) == (undisturbed.output_text, "incomplete")
+        assert found.usage == undisturbed.usage
