@@ -148,6 +148,7 @@ def capacity(
         eos_ids=ready.eos_ids,
         world_size=ready.world_size,
         device=ready.device,
+        prefix_caching=ready.prefix_caching,
     )
 
 

@@ -39,13 +39,13 @@ class StartRow:
         row: number of the row, unique in this engine's life.
         ids: packed int32; the prompt, then the `base` tokens generated so far.
         base: index of the first token to sample; 0 for a request that starts fresh.
-        blocks: packed int32; KV blocks, in order, that the row owns at first. Block 0 is scratch and never
-            granted.
+        blocks: packed int32; KV blocks, in order, that the row has at first, without block 0, which is scratch.
         stopping: when the row ends; the engine does not know text, so it ignores stop strings.
         sampling: None is greedy, with nothing to change.
         top_n_tokens: so many of the likeliest tokens are reported with each token.
         prompt_logprobs: the log-probabilities of `ids` but the first are reported, and so many of the
             likeliest tokens at each place; None reports nothing of them.
+        num_cached: tokens, fewer than all, whose KV the first blocks hold already; nothing is written there.
     """
 
     row: int
@@ -56,6 +56,7 @@ class StartRow:
     sampling: SamplingParams | None = None
     top_n_tokens: int = 0
     prompt_logprobs: int | None = None
+    num_cached: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,10 +68,8 @@ class Grant:
         prefill_tokens: prompt tokens in one step, over all rows; prompts longer than what is left are
             chunked, in the order of starts.
         starts: rows that start; one that has its last token already is reported ended.
-        blocks: (row, packed int32 blocks) appended to what the row owns. Unknown rows are ignored: they have
-            ended.
-        stops: (row, why): the row takes part in no further step and is reported ended with `why`. Unknown
-            rows are ignored.
+        blocks: (row, packed int32 blocks) appended to what the row has. Unknown rows are ignored: they have ended.
+        stops: (row, why): the row takes part in no further step and is reported ended with `why`.
     """
 
     until: int
@@ -104,6 +103,7 @@ class Ready:
         context: the model's longest sequence, in tokens.
         eos_ids: packed int32; ids that end a row.
         token_ms: time of one prompt token.
+        prefix_caching: whether rows may start with blocks that other rows have computed.
     """
 
     model: str
@@ -116,6 +116,7 @@ class Ready:
     eos_ids: bytes
     world_size: int = 1
     token_ms: float = 0.0
+    prefix_caching: bool = False
 
 
 @dataclass(slots=True)
@@ -137,9 +138,8 @@ class StepResult:
         prefilled: (row, kv_len) of rows whose prefill this step completed.
         ended: (row, why, end index, exclusive). `length`, `eos_token` and `stop_sequence` (a stop id) are
             decided by the engine, others repeat a stop's `why`.
-        released: (row, kv_len): the last launched step that held the row is over; its blocks may be granted
-            to others.
-        duration_ms: duration of the step.
+        released: (row, kv_len): the last launched step that held the row is over.
+        duration_ms: of the step.
     """
 
     step: int

@@ -22,6 +22,7 @@ from api.inference.relay import Relay
 from api.inference.stream import Stream
 from api.inference.tokenizer import ModelTokenizer
 from api.retry import Policy, attempt, fail_fast, retry_forever
+from common.block_hashes import prompt_hashes
 from common.broker.client import CONNECT_TIMEOUT_S, ERRORS, describe_error, script
 from common.broker.keys import Keys
 from common.messages.answer import HttpAnswer
@@ -87,9 +88,7 @@ class Admission:
         await self.batcher.check_grace()
 
     async def submit_all(self, answer: HttpAnswer) -> list[Stream]:
-        """Admit the requests of all choices or none; the answer is kept with the first one. As `submit`
-        otherwise.
-        """
+        """As `submit`, the requests of all choices or none; the answer is kept with the first one."""
         kept = encode(answer)
         streams: list[Stream] = []
         try:
@@ -103,9 +102,7 @@ class Admission:
         return streams
 
     async def submit(self, request: Generate, answer: bytes) -> Stream:
-        """Admit a request or fail at once; the reader of the stream must `release` it. Raises ApiError: 409,
-        429, 503.
-        """
+        """Admit a request or fail at once; its reader must `release` it. Raises ApiError: 409, 429, 503."""
         await self.check()
         stream = Stream(request, self.tokenizer, answer)
         try:
@@ -183,7 +180,9 @@ class Admission:
             grace_ms=round(self.settings.gateway_grace_s * 1000),
         )
         digest = hashlib.blake2b(encode(content), digest_size=16).hexdigest()
-        return replace(content, request_id=request_id, digest=digest)
+        whole = request.prompt_logprobs is not None or not self.settings.prefix_caching
+        hashes = b"" if whole else prompt_hashes(request.cache_salt, request.prompt_ids)
+        return replace(content, request_id=request_id, digest=digest, block_hashes=hashes)
 
     # --- release --------------------------------------------------------------------------------------------
 

@@ -87,5 +87,11 @@ def stop_rows(replica: Replica, starting: list[PlacedRow]) -> list[tuple[int, st
 def row_start(row: PlacedRow) -> RowStart:
     sequence = row.sequence
     return RowStart(
-        row.number, sequence.attempt, sequence.base, sequence.records, pack_ids(row.blocks), sequence.request
+        row.number,
+        sequence.attempt,
+        sequence.base,
+        sequence.records,
+        pack_ids(row.blocks),
+        sequence.request,
+        row.num_cached,
     )

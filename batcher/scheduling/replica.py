@@ -1,10 +1,12 @@
 """Replica: the batcher's model of one worker: its rows, its blocks, and how far it may run."""
 
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 from batcher.scheduling.block_pool import BlockPool
 from batcher.scheduling.sequence import PlacedRow, Sequence
+from common.block_hashes import block_names
 from common.messages.packing import unpack_ids
 from common.messages.plan import HeldRow, Report, WorkerCapacity
 
@@ -102,10 +104,28 @@ class Replica:
             return False
         if sequence.crash_count and self.has_suspect:
             return False
-        return self.pool.can_allocate(self.first_blocks(sequence) + self.num_running)
+        needed = self.first_blocks(sequence) + self.num_running
+        if self.pool.can_allocate(needed):
+            return True
+        cached = self.cached_blocks(sequence)
+        return bool(cached) and self.pool.can_allocate(needed - len(cached), cached)
+
+    def names(self, sequence: Sequence) -> list[bytes]:
+        """The names of the blocks that a row of this sequence fills as it starts; none if it shares none."""
+        return sequence.names(self.block_size) if self.capacity.prefix_caching else []
+
+    def cached_blocks(self, sequence: Sequence) -> list[int]:
+        """Blocks whose KV a row would find here. One token at least is left to compute: it gives the logits of
+        the next one.
+        """
+        names = self.names(sequence)
+        return self.pool.cache.find(names)[: (sequence.num_known - 1) // self.block_size] if names else []
 
     def start(self, sequence: Sequence) -> PlacedRow:
-        row = PlacedRow(self.next_row, sequence, self.pool.allocate(self.first_blocks(sequence)))
+        cached = self.cached_blocks(sequence)
+        self.pool.share(cached)
+        blocks = cached + self.pool.allocate(self.first_blocks(sequence) - len(cached))
+        row = PlacedRow(self.next_row, sequence, blocks, num_cached=len(cached) * self.block_size)
         self.next_row += 1
         self.rows[row.number] = row
         self.num_running += 1
@@ -118,9 +138,10 @@ class Replica:
         """Let the rows of a worker from before this epoch go on where they are.
 
         Return those of `sequences` that the worker holds no more. A row of none of them is stopped. The next
-        plan grants steps to all. Raises ValueError, and changes nothing, if two rows own a block.
+        plan grants steps to all. Raises ValueError, and changes nothing, if two rows have a block that none of
+        them shares.
         """
-        self.pool.reserve(block for held in report.held for block in unpack_ids(held.blocks))
+        self.pool.reserve(self.count_rows(report.held))
         self.step = self.until = report.step
         self.next_row = report.last_row + 1
         by_name = {sequence.request_id: sequence for sequence in sequences}
@@ -134,14 +155,49 @@ class Replica:
                 self.disowned.append(held.row)
         return list(by_name.values())
 
+    def count_rows(self, held: Iterable[HeldRow]) -> Counter[int]:
+        """How many rows have each block.
+
+        Raises ValueError if more than one row has a block that was not complete when it started, or if a block
+        is at two places.
+        """
+        count: Counter[int] = Counter()
+        own: set[int] = set()
+        places: dict[int, int] = {}
+        for row in held:
+            for place, block in enumerate(unpack_ids(row.blocks)):
+                is_own = place >= row.num_cached // self.block_size
+                if places.setdefault(block, place) != place or (is_own and block in own):
+                    raise ValueError(f"block {block} is in use twice")
+                if is_own:
+                    own.add(block)
+                count[block] += 1
+        return count
+
     def adopt(self, held: HeldRow, sequence: Sequence) -> None:
-        row = PlacedRow(held.row, sequence, unpack_ids(held.blocks), held.kv_len, held.step)
+        row = PlacedRow(
+            held.row, sequence, unpack_ids(held.blocks), held.kv_len, held.step, num_cached=held.num_cached
+        )
         self.rows[row.number] = row
         self.num_running += 1
         sequence.row = row
         sequence.base = held.base
         if row.prefilled:
             sequence.crash_count = 0
+        self.publish(row, max(held.kv_len, held.num_cached), self.names(sequence))
+
+    def publish(self, row: PlacedRow, kv_len: int, names: list[bytes]) -> None:
+        """Let other rows start with the blocks that the first `kv_len` tokens of a row fill."""
+        for block, name in zip(row.blocks[: kv_len // self.block_size], names, strict=False):
+            self.pool.cache.add(name, block)
+
+    def prefilled(self, row: PlacedRow, kv_len: int, step: int) -> None:
+        """The row's prompt is computed."""
+        row.kv_len = kv_len
+        row.at_step = step
+        row.sequence.crash_count = 0
+        if not row.ended:
+            self.publish(row, kv_len, self.names(row.sequence))
 
     def withdraw(self, row: PlacedRow) -> None:
         """Remove a row whose plan was never published."""
@@ -157,8 +213,16 @@ class Replica:
         self.starved = self.starved and self.num_running > 0
         row.sequence.row = None
 
-    def release(self, number: int) -> None:
-        """The engine released a row: its blocks may go to others."""
+    def release(self, number: int, kv_len: int = 0, hashes: bytes = b"") -> None:
+        """The engine released a row, which had computed `kv_len` tokens: its blocks may go to others.
+
+        `hashes` are those of what it generated.
+        """
         if (row := self.rows.pop(number, None)) is not None:
-            self.pool.release(row.blocks)
+            names: list[bytes] = []
+            if self.capacity.prefix_caching:
+                known = row.sequence.request.block_hashes + hashes  # what is committed may be another run's
+                names = block_names(known, self.block_size)[: kv_len // self.block_size]
+                self.publish(row, kv_len, names)
+            self.pool.release(row.blocks, names)
         self.pool.release(self.leaving.pop(number, []))

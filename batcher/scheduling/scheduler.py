@@ -164,16 +164,15 @@ class Scheduler:
         replica.plan_seen = max(replica.plan_seen, report.plan)
         for number, kv_len, step in report.prefilled:
             if (row := replica.rows.get(number)) is not None:
-                row.kv_len = kv_len
-                row.at_step = step
-                row.sequence.crash_count = 0
+                replica.prefilled(row, kv_len, step)
         for number, why, _ in report.ended:
             if (row := replica.rows.get(number)) is not None and not row.ended:
                 replica.end(row)
                 ended = self.outcomes.interrupted if why in INTERRUPTED else self.outcomes.finished
                 ended.append(row.sequence)
-        for number, _ in report.released:
-            replica.release(number)
+        hashes = dict(report.hashes)
+        for number, kv_len in report.released:
+            replica.release(number, kv_len, hashes.get(number, b""))
 
     def plans(self) -> Iterator[PendingPlan]:
         """Yield a plan for each worker for which something changes."""

@@ -2,8 +2,9 @@
 
 from dataclasses import dataclass, field
 
+from common.block_hashes import block_names, extend_hashes
 from common.broker.stream_ids import parse_stream_id
-from common.messages.records import RECORD
+from common.messages.records import RECORD, unpack_columns
 from common.messages.request import Generate
 
 
@@ -20,6 +21,9 @@ class Sequence:
         crash_count: incarnations that died under it without a token committed beyond its base.
         stop_reason: why it ends: its row is asked to stop, or it never starts.
         queue_position: smaller starts first.
+        block_hashes: hashes of the prompt and of `records` (common/block_hashes.py); none where the request shares
+            no blocks.
+        named_blocks: by block size: the names of the blocks that these fill.
     """
 
     request: Generate
@@ -34,9 +38,12 @@ class Sequence:
     row: "PlacedRow | None" = None
     waiting: bool = False
     queue_position: tuple[int, int, int] = (1, 0, 0)
+    block_hashes: bytes = b""
+    named_blocks: dict[int, list[bytes]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.queue_position = (1, 0, self.arrival)
+        self.block_hashes = self.request.block_hashes
 
     @property
     def arrival(self) -> int:
@@ -56,6 +63,16 @@ class Sequence:
         """Set what is committed."""
         self.records = records
         self.base = len(records) // (RECORD.size * self.request.width)
+        if self.request.block_hashes:
+            ids, *_ = unpack_columns(bytearray(records), 0, self.request.width)
+            self.block_hashes = extend_hashes(self.request.block_hashes, self.request.prompt_ids + ids)
+            self.named_blocks = {}
+
+    def names(self, block_size: int) -> list[bytes]:
+        """The names of the blocks that prompt and committed tokens fill."""
+        if (names := self.named_blocks.get(block_size)) is None:
+            names = self.named_blocks[block_size] = block_names(self.block_hashes, block_size)
+        return names
 
     @property
     def num_known(self) -> int:
@@ -73,7 +90,8 @@ class PlacedRow:
     """One attempt of a sequence on a worker.
 
     Attributes:
-        blocks: KV blocks it owns, until the engine reports it released.
+        blocks: KV blocks it has, until the engine reports it released.
+        num_cached: tokens whose KV the first of them held when it started.
         kv_len, at_step: after step `at_step` it held `kv_len` tokens, and one more with each step since; 0
             before its prefill is done.
         stopping: why it was asked to stop, once it was.
@@ -87,6 +105,7 @@ class PlacedRow:
     at_step: int = 0
     stopping: str = ""
     ended: bool = False
+    num_cached: int = 0
 
     @property
     def prefilled(self) -> bool:

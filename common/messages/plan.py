@@ -15,6 +15,7 @@ class RowStart:
         base: index of the first token this attempt samples; the number of records in `committed`.
         committed: packed records of the tokens of earlier attempts, which are never sampled again.
         blocks: packed numbers of the KV blocks that the row starts with.
+        num_cached: tokens whose KV the first of these blocks hold already. Other rows have them, too.
     """
 
     row: int = wire_field("r")
@@ -23,6 +24,7 @@ class RowStart:
     committed: bytes = wire_field("s")
     blocks: bytes = wire_field("k")
     request: Generate = wire_field("q")
+    num_cached: int = wire_field("nc", default=0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,10 +64,11 @@ class HeldRow:
     Attributes:
         base: index of the first token that this attempt samples.
         num_tokens: tokens generated, over all attempts.
-        blocks: packed numbers of the KV blocks that the row owns.
+        blocks: packed numbers of the KV blocks that the row has.
         kv_len, step: after step `step` it held `kv_len` tokens, and at most one more with each step since; 0
             before its prompt is computed.
         ended: whether it takes part in no further step; its blocks are released by a later report.
+        num_cached: tokens whose KV the first blocks held when it started.
     """
 
     row: int = wire_field("r")
@@ -77,6 +80,7 @@ class HeldRow:
     kv_len: int = wire_field("kv", default=0)
     step: int = wire_field("s", default=0)
     ended: bool = wire_field("x", default=False)
+    num_cached: int = wire_field("nc", default=0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +96,9 @@ class Report:
         prefilled: (row, kv_len, step) of rows whose prompt is computed; from `step` on they grow by one token
             in each step.
         ended: (row, why, number of tokens generated).
-        released: (row, kv_len): the row's blocks may go to others.
+        released: (row, kv_len): the row has its blocks no more.
+        hashes: (row, hashes) of released rows that have generated whole pieces (common/block_hashes.py): the
+            hashes behind those of the prompt, of tokens whose KV is computed.
         takeover: answer to a plan with `takeover`. `held` has every row that is not released then, in the
             order of their starts; nothing that earlier reports say counts beside it.
         last_row: with `takeover`: the highest number that a row of this engine ever had.
@@ -111,6 +117,7 @@ class Report:
     held: list[HeldRow] = wire_field("h", default_factory=list)
     last_row: int = wire_field("lr", default=0)
     reports_lost: bool = wire_field("l", default=False)
+    hashes: list[tuple[int, bytes]] = wire_field("bh", default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,6 +128,7 @@ class WorkerCapacity:
         model: its name for people; gateways of other pools find its tokenizer by `model_id`.
         context: longest sequence that the model supports, in tokens.
         eos_ids: packed ids that end a generation.
+        prefix_caching: whether rows can start with blocks that other rows have computed.
     """
 
     incarnation: str = wire_field("i")
@@ -135,6 +143,7 @@ class WorkerCapacity:
     world_size: int = wire_field("w", default=1)
     device: str = wire_field("dv", default="")
     model_id: str = wire_field("mi", default="")
+    prefix_caching: bool = wire_field("pc", default=False)
 
     @property
     def max_total_tokens(self) -> int:

@@ -88,6 +88,9 @@ class Generate:
         gateway: the gateway that serves it; `grace_ms` after that has died the request is cancelled.
         result_ttl_ms: how long the result is kept.
         num_shown: of a request that a gateway queues again: tokens that its client has; they are committed.
+        cache_salt: requests with different salts share no KV blocks.
+        block_hashes: hashes of the prompt (common/block_hashes.py), from the root on; empty where the request
+            shares no KV blocks.
         priority, tenant, trace: service class, paying customer, W3C trace context.
     """
 
@@ -107,6 +110,8 @@ class Generate:
     tenant: str = wire_field("tn", default="")
     trace: str = wire_field("tc", default="")
     num_shown: int = wire_field("sh", default=0)
+    cache_salt: str = wire_field("cs", default="")
+    block_hashes: bytes = wire_field("bh", default=b"")
 
     @property
     def width(self) -> int:

@@ -130,6 +130,8 @@ class SettingFields(BaseModel):
     """prompt tokens of one step (default: 150 ms of work, measured at warm-up)"""
     max_batch_total_tokens: Count | None = None
     """KV tokens of one worker (default: its whole cache)"""
+    prefix_caching: bool = True
+    """requests that begin alike share the KV blocks of their beginnings; BLOCK_SIZE must be a multiple of 16"""
     horizon: Count = 32
     """steps granted ahead"""
 

@@ -154,6 +154,12 @@ def is_list(name: str) -> bool:
     )
 
 
+def is_switch(name: str) -> bool:
+    if name in OPTIONS:
+        return OPTIONS[name].kind is bool
+    return SettingFields.model_fields[name].annotation is bool
+
+
 def unheeded(argv: Sequence[str]) -> list[str]:
     """A line for each flag that is accepted whatever its value is, because it changes nothing here."""
     return [
@@ -180,7 +186,7 @@ def flag_parser(prog: str, everything: bool) -> FlagParser:
             nargs = "?" if option.kind is bool else None
             add(others, option.name, option.answer if everything else None, nargs)
     for name, target in (ALIASES | FLAG_ALIASES).items():
-        nargs = "?" if target in OPTIONS and OPTIONS[target].kind is bool else None
+        nargs = "?" if is_switch(target) else None
         add(others, name, f"see {flag_of(target)}" if everything else None, nargs)
     return parser
 

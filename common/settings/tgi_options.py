@@ -5,7 +5,6 @@ from common.settings.option import ANY, NONE, OFF, ON, Option, options
 RANKS_FIND = "the ranks of one machine find each other by themselves; torchrun says where those of several do"
 BY_TORCHRUN = "set by torchrun for a worker whose ranks run on several machines (NUM_SHARD for those of one)"
 CHUNKED = "prompts are computed in chunks beside the running requests, so none of both waits for the other"
-NO_PREFIXES = "a cache of prefixes is not built yet"
 NO_SPECULATION = "speculation is not built yet"
 NO_TRACES = "traces are not built yet; metrics are (METRICS_PORT)"
 NO_NGROK = "tunnels are not built; put a proxy in front"
@@ -76,7 +75,6 @@ TGI = (
     Option("hf_api_token", ANY, "given to huggingface_hub as HF_TOKEN", flag=False),
     Option("hf_hub_enable_hf_transfer", ANY, "huggingface_hub has its own fast transfers", flag=False),
     Option("attention", ("paged",), "attention is over pages, on every device", flag=False),
-    Option("prefix_caching", OFF, NO_PREFIXES, bool, flag=False),
     Option("prefill_chunking", ON, CHUNKED, bool, flag=False),
     Option("tgi_wiggle_room", NONE, "KV_CACHE_BYTES says how large the cache is", flag=False),
     Option("use_flash_attention", ANY, "attention is FlashInfer's on CUDA, for all models", flag=False),

@@ -60,7 +60,7 @@ class Agent:
         self.state.idle.set()
         self.publisher = Publisher(redis, self.keys, worker.incarnation)
         self.heartbeat = WorkerHeartbeat(redis, self.keys, settings, worker)
-        self.steps = StepHandler(engine, self.state)
+        self.steps = StepHandler(engine, self.state, worker.prefix_caching)
         plans = self.keys.plans(worker.incarnation)
         self.plans = PlanHandler(redis, plans, engine, self.state, self.steps)
         self.flusher = Flusher(self.publisher, self.state, self.steps.drop)

@@ -101,4 +101,5 @@ class Flusher:
             takeover=outbox.takeover,
             held=[row.held for row in state.table.rows.values()] if outbox.takeover else [],
             last_row=state.table.last_row,
+            hashes=outbox.hashes,
         )

@@ -14,7 +14,7 @@ class Outbox:
             first token.
         terminals: (row, why) of rows whose request ends here.
         interrupted: rows that go on elsewhere; their tokens must be spilled.
-        prefilled, ended, released, takeover: fields of the next report.
+        prefilled, ended, released, hashes, takeover: fields of the next report.
     """
 
     rows: list[RowText] = field(default_factory=list)
@@ -24,6 +24,7 @@ class Outbox:
     prefilled: list[tuple[int, int, int]] = field(default_factory=list)
     ended: list[tuple[int, str, int]] = field(default_factory=list)
     released: list[tuple[int, int]] = field(default_factory=list)
+    hashes: list[tuple[int, bytes]] = field(default_factory=list)
     takeover: bool = False
 
     @property

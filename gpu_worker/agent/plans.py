@@ -90,6 +90,7 @@ class PlanHandler:
             sampling=request.sampling,
             top_n_tokens=request.top_n_tokens,
             prompt_logprobs=None if row.prompt is None else request.prompt_logprobs,
+            num_cached=start.num_cached,
         )
 
     def return_unknown_rows(self, rows: Iterable[int]) -> None:

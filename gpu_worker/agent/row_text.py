@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from tokenizers import Tokenizer
 
+from common.block_hashes import extend_hashes
 from common.detokenize import Detokenizer, StopMatcher
 from common.messages.events import Tokens
 from common.messages.packing import pack_ids, unpack_ids
@@ -23,7 +24,8 @@ class RowText:
         records: packed records of all tokens of the request, earlier attempts' included.
         num_tokens: number of records.
         num_spilled: number of tokens that stand in the request's own string in Redis.
-        blocks: packed numbers of the KV blocks that it owns.
+        blocks: packed numbers of the KV blocks that it has.
+        num_cached: tokens whose KV they held when it started.
         kv_len, prefilled_step: tokens that it held after the step that completed its prefill; 0 before that.
         prompt: packed records of the prompt's tokens but the first, as far as they are computed; None where
             the request does not ask for them, or an earlier attempt has written them to Redis.
@@ -43,6 +45,7 @@ class RowText:
     num_tokens: int
     num_spilled: int
     blocks: bytes
+    num_cached: int = 0
     kv_len: int = 0
     prefilled_step: int = 0
     prompt: bytearray | None = None
@@ -117,7 +120,19 @@ class RowText:
             self.kv_len,
             self.prefilled_step,
             self.ended,
+            self.num_cached,
         )
+
+    def generated_hashes(self, kv_len: int) -> bytes:
+        """Returns the hashes of what it has computed, behind those of its prompt (common/block_hashes.py). What
+        was computed beyond its last token is another text's.
+        """
+        hashes = self.request.block_hashes
+        if not hashes:
+            return b""
+        generated, *_ = unpack_columns(self.records, 0, self.request.width)
+        known = extend_hashes(hashes, (self.request.prompt_ids + generated)[: 4 * kv_len])
+        return known[len(hashes) :]
 
     @property
     def spilled_bytes(self) -> int:
@@ -157,6 +172,7 @@ class RowTable:
             num_tokens=0,
             num_spilled=start.base,
             blocks=start.blocks,
+            num_cached=start.num_cached,
             prompt=None if start.request.prompt_logprobs is None or start.base else bytearray(),
         )
         replay(row, committed_ids)

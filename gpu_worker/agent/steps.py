@@ -13,11 +13,14 @@ log = logging.getLogger(__name__)
 
 
 class StepHandler:
-    """Moves the rows on with each step that the engine completes."""
+    """Moves the rows on with each step that the engine completes. With `prefix_caching` the batcher learns what
+    the blocks of released rows hold.
+    """
 
-    def __init__(self, engine: EngineClient, state: AgentState) -> None:
+    def __init__(self, engine: EngineClient, state: AgentState, prefix_caching: bool) -> None:
         self.engine = engine
         self.state = state
+        self.prefix_caching = prefix_caching
 
     async def run(self, watchdog: Watchdog) -> None:
         """Applies steps as they come. Raises EngineDied."""
@@ -50,8 +53,10 @@ class StepHandler:
             if (row := rows.get(number)) is not None and not row.ended:
                 self.end(row, why, end)
         for number, kv_len in step.released:
-            rows.pop(number, None)
             state.outbox.released.append((number, kv_len))
+            row = rows.pop(number, None)
+            if row is not None and self.prefix_caching and (hashes := row.generated_hashes(kv_len)):
+                state.outbox.hashes.append((number, hashes))
         if state.takeover_pending and not rows:
             state.finish_takeover()
 

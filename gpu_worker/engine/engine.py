@@ -58,12 +58,14 @@ class Engine:
             self.loaded.eos_ids,
             waits=communicator.world_size > 1,
         )
+        self.prefix_caching = settings.prefix_caching and self.loaded.can_share_blocks
         self.rows = Rows(
             self.block_size,
             self.loaded.eos_ids,
             self.matchers.start,
             max(1, MAX_LOGITS // self.loaded.vocab_size),
             self.loaded.recompute_length,
+            self.prefix_caching,
         )
         self.graphs: CudaGraphs | FixedShapeGraph | None = None
         self.runs_ahead = self.loaded.device.type != "cpu"
@@ -133,6 +135,7 @@ class Engine:
             eos_ids=np.array(loaded.eos_ids, "<i4").tobytes(),
             world_size=self.communicator.world_size,
             token_ms=token_ms,
+            prefix_caching=self.prefix_caching,
         )
 
     def apply(self, grant: Grant) -> None:

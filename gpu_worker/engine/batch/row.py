@@ -88,6 +88,7 @@ class Row:
             prompt_logprobs=start.prompt_logprobs,
             collected_index=start.base,
             last_id=int(ids[-1]) if start.base else 0,
+            kv_len=start.num_cached,
         )
 
     @property

@@ -34,6 +34,7 @@ class Rows:
             logits.
         recompute_length: beyond this length the model needs every K computed anew: the row is preempted, and
             starts again with all its tokens.
+        prefix_caching: other rows may start with the blocks that a row has filled.
         step, until: the last step launched, and the last one granted.
         result: what happened since the last `take_result`.
     """
@@ -45,12 +46,14 @@ class Rows:
         make_grammar: GrammarFactory = no_grammars,
         max_scored_tokens: int = MAX_SCORED_TOKENS,
         recompute_length: int | None = None,
+        prefix_caching: bool = False,
     ) -> None:
         self.block_size = block_size
         self.eos_ids = eos_ids
         self.make_grammar = make_grammar
         self.max_scored_tokens = max_scored_tokens
         self.recompute_length = recompute_length
+        self.prefix_caching = prefix_caching
         self.rows: dict[int, Row] = {}
         self.step = 0
         self.until = 0
@@ -69,7 +72,7 @@ class Rows:
             self.rows[start.row] = row = Row.of(
                 start, self.eos_ids, self.make_grammar, self.recompute_length is not None
             )
-            granted.append(row.blocks)
+            granted.append(row.blocks[start.num_cached // self.block_size :])
             if end := row.end:  # the broker lost that it had ended
                 self.finish(row, end)
         return granted
@@ -183,7 +186,8 @@ class Rows:
         """Releases the blocks of an ended row, once no launched step holds it."""
         if row.in_flight == 0 and self.rows.pop(row.number, None) is not None:
             self.result.released.append((row.number, row.kv_len))
-            self.result.freed.append(row.blocks)
+            num_kept = row.kv_len // self.block_size if self.prefix_caching else 0
+            self.result.freed.append(row.blocks[num_kept:])
 
     def take_result(self) -> StepResultBuilder:
         """Returns what happened since the last call."""

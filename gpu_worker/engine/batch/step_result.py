@@ -44,7 +44,7 @@ class StepResultBuilder:
 
     Attributes:
         samples: row, index, id, log-probability.
-        freed: blocks of released rows.
+        freed: blocks of released rows whose KV nobody needs.
     """
 
     samples: list[tuple[int, int, int, float]] = field(default_factory=list)

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from common.block_hashes import HASHED_TOKENS
 from gpu_worker.engine.attention.backend import AttentionBackend, attach
 from gpu_worker.engine.attention.kv_cache import Geometry, KVCache
 from gpu_worker.engine.batch.inputs import Inputs
@@ -43,6 +44,13 @@ class LoadedModel:
         that they can be captured as CUDA graphs.
         """
         return self.backend.plan_free and not any(rope.needs_host_lengths for rope in self.ropes)
+
+    @property
+    def can_share_blocks(self) -> bool:
+        """Whether blocks can be named by the tokens they hold: K and V of a token depend on no token behind it,
+        and hashes fill whole blocks.
+        """
+        return not self.ropes and self.geometry.block_size % HASHED_TOKENS == 0
 
     def attach(self, num_blocks: int) -> None:
         """Makes a cache of so many blocks, and of the scratch block."""

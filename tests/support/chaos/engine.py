@@ -1,7 +1,8 @@
 """Engine process without a model: `python -m tests.support.chaos.engine --fd N`.
 
 Its rows are the real engine's. Each id is a function of all ids before it, and of seed and choice: a row that
-resumes with a token too few or too many goes on with other ids.
+resumes with a token too few or too many goes on with other ids, and so does one that starts with blocks in which
+other ids were computed.
 """
 
 import argparse
@@ -11,12 +12,15 @@ import signal
 import socket
 import struct
 import time
+from collections.abc import Sequence
 from zlib import crc32
 
 import setproctitle
 
+from common.messages.packing import pack_ids, unpack_ids
 from common.process.parent_death import die_with_parent
 from gpu_worker.engine.agent_link import AgentLink
+from gpu_worker.engine.batch.row import RowSlice
 from gpu_worker.engine.batch.rows import Rows
 from gpu_worker.engine.errors import PeerClosed
 from gpu_worker.protocol import Grant, Ready, StartRow, StepResult
@@ -34,16 +38,36 @@ class ScriptedEngine:
 
     Attributes:
         chains: checksum of seed, choice and ids of each row.
+        ids: packed ids of each row.
+        contents: checksum of the ids that were computed up to the end of a block, of full blocks.
     """
 
     def __init__(self, step_s: float) -> None:
         self.step_s = step_s
-        self.rows = Rows(BLOCK_SIZE, eos_ids=())
+        self.rows = Rows(BLOCK_SIZE, eos_ids=(), prefix_caching=True)
         self.chains: dict[int, int] = {}
+        self.ids: dict[int, bytes] = {}
+        self.contents: dict[int, int] = {}
 
     def apply(self, grant: Grant) -> None:
-        self.rows.apply(grant)
-        self.chains |= {start.row: first_chain(start) for start in grant.starts}
+        granted = self.rows.apply(grant)
+        for block in (number for blocks in granted for number in blocks.tolist()):
+            self.contents.pop(block, None)
+        for start in grant.starts:
+            self.chains[start.row] = first_chain(start) ^ self.check_cached(start)
+            self.ids[start.row] = start.ids
+
+    def check_cached(self, start: StartRow) -> int:
+        """0 if the blocks with which a row starts hold what they should."""
+        cached = unpack_ids(start.blocks)[: start.num_cached // BLOCK_SIZE]
+        return any(
+            self.contents.get(block) != checksum(start.ids, place) for place, block in enumerate(cached)
+        )
+
+    def fill_blocks(self, slices: Sequence[RowSlice]) -> None:
+        for one in slices:
+            for place in range(one.begin // BLOCK_SIZE, one.kv_len // BLOCK_SIZE):
+                self.contents[int(one.row.blocks[place])] = checksum(self.ids[one.row.number], place)
 
     def step(self) -> StepResult | None:
         slices = self.rows.launch()
@@ -53,9 +77,13 @@ class ScriptedEngine:
                 self.extend(one.row.number, one.row.last_id, one.decodes) for one in slices if one.samples
             ]
             ids, logprobs = [FIRST_ID + chain % NUM_IDS for chain in chains], [-0.5] * len(chains)
+            self.fill_blocks(slices)
+            for one, token in zip((one for one in slices if one.samples), ids, strict=True):
+                self.ids[one.row.number] += pack_ids([token])
             self.rows.collect(slices, ids, logprobs)
         result = self.rows.take_result()
         self.chains = {row: chain for row, chain in self.chains.items() if row in self.rows.rows}
+        self.ids = {row: ids for row, ids in self.ids.items() if row in self.rows.rows}
         return result.build(self.rows.step, self.step_s * 1e3) if slices or result else None
 
     def extend(self, row: int, last_id: int, decodes: bool) -> int:
@@ -63,6 +91,11 @@ class ScriptedEngine:
         if decodes:
             self.chains[row] = crc32(struct.pack("<i", last_id), self.chains[row])
         return self.chains[row]
+
+
+def checksum(ids: bytes, place: int) -> int:
+    """Of the ids up to the end of a row's block."""
+    return crc32(ids[: 4 * BLOCK_SIZE * (place + 1)])
 
 
 def first_chain(start: StartRow) -> int:
@@ -102,6 +135,7 @@ def main() -> None:
         CONTEXT,
         eos_ids=b"",
         token_ms=0.01,
+        prefix_caching=True,
     )
     with contextlib.suppress(PeerClosed):
         link.send(ready)

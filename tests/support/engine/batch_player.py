@@ -33,7 +33,7 @@ class Played:
 @dataclass
 class Player:
     """Blocks go back to `free`, lowest first, as soon as the engine released them: so the next row gets what
-    another just held.
+    another just held. Those in `kept` never do.
     """
 
     engine: Engine
@@ -49,12 +49,22 @@ class Player:
     ended: dict[int, tuple[str, int]] = field(default_factory=dict)
     steps: list[StepResult] = field(default_factory=list)
     until: int = 0
+    kept: set[int] = field(default_factory=set)
 
-    def start(self, number: int, ids: Sequence[int], end: int, base: int = 0, **params: Any) -> StartRow:
-        """A row that owns blocks for its first chunk only; `run` grants the others. `params` as in
-        `start_row`.
+    def start(
+        self,
+        number: int,
+        ids: Sequence[int],
+        end: int,
+        base: int = 0,
+        cached: Sequence[int] = (),
+        **params: Any,
+    ) -> StartRow:
+        """A row that has `cached` blocks, which are computed, and one for its first chunk; `run` grants the
+        others. `params` as in `start_row`.
         """
-        blocks = self.take(1)
+        blocks = [*cached, *self.take(1)]
+        params["num_cached"] = len(cached) * self.engine.block_size
         self.rows[number] = Played(len(ids), blocks)
         self.ids[number] = []
         self.starts[number] = start_row(number, ids, end, base, blocks, **params)
@@ -118,7 +128,7 @@ class Player:
         for number, kv_len in step.released:
             row = self.rows.pop(number)
             assert kv_len <= len(row.blocks) * self.engine.block_size
-            self.free += row.blocks
+            self.free += [block for block in row.blocks if block not in self.kept]
             if self.ended[number][0] == "preempted":
                 self.start_again(number, row.ids)
 

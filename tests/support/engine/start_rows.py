@@ -17,6 +17,7 @@ def start_row(
     sampling: SamplingParams | None = None,
     top_n_tokens: int = 0,
     prompt_logprobs: int | None = None,
+    num_cached: int = 0,
     **stopping: Any,
 ) -> StartRow:
     """`stopping` are the other fields of `StoppingParams`."""
@@ -29,4 +30,5 @@ def start_row(
         sampling,
         top_n_tokens,
         prompt_logprobs,
+        num_cached,
     )

@@ -5,11 +5,12 @@ import random
 from batcher.scheduling.replica import Replica, WorkerLimits
 from batcher.scheduling.scheduler import Scheduler
 from batcher.scheduling.sequence import Sequence
+from common.block_hashes import extend_hashes, root_hash
 from common.messages.packing import pack_ids
 from common.messages.plan import WorkerCapacity
 from common.messages.records import RECORD
 from common.messages.request import Generate, StoppingParams
-from tests.support.fleet.simulated_worker import SimulatedWorker
+from tests.support.fleet.simulated_worker import SimulatedWorker, generated_id
 
 BLOCK_SIZE = 16
 
@@ -19,6 +20,16 @@ def request(
 ) -> Sequence:
     generate = Generate(name, "d", pack_ids(range(num_prompt)), StoppingParams(max_new_tokens))
     return Sequence(generate, f"1000-{entry}", 100, 1000 + ttl_ms)
+
+
+def sharing_request(
+    name: str, prompt: list[int], max_new_tokens: int, entry: int = 0, salt: str = ""
+) -> Sequence:
+    """A request that may use the blocks of others."""
+    ids = pack_ids(prompt)
+    hashes = extend_hashes(root_hash(salt), ids)
+    generate = Generate(name, "d", ids, StoppingParams(max_new_tokens), block_hashes=hashes)
+    return Sequence(generate, f"1000-{entry}", 100, 10**9)
 
 
 class Pool:
@@ -31,8 +42,10 @@ class Pool:
         seed: int,
         limits: WorkerLimits | None = None,
         eos_chance: float = 0.02,
+        shares: bool = True,
     ) -> None:
         self.random = random.Random(seed)
+        self.shares = shares
         self.eos_chance = eos_chance
         self.scheduler = Scheduler(limits or WorkerLimits(), epoch=1)
         self.workers: dict[str, SimulatedWorker] = {}
@@ -54,7 +67,8 @@ class Pool:
         return name
 
     def capacity(self, name: str) -> WorkerCapacity:
-        return WorkerCapacity(name, name, "m", "float32", BLOCK_SIZE, self.num_blocks, 64, 4096)
+        sizes = (BLOCK_SIZE, self.num_blocks, 64, 4096)
+        return WorkerCapacity(name, name, "m", "float32", *sizes, prefix_caching=self.shares)
 
     def add(self, *sequences: Sequence) -> None:
         for sequence in sequences:
@@ -80,7 +94,8 @@ class Pool:
         )
 
     def resume(self, sequence: Sequence) -> None:
-        sequence.commit(RECORD.pack(0, 0.0) * self.committed.get(sequence.request_id, 0))
+        num_tokens = self.committed.get(sequence.request_id, 0)
+        sequence.commit(b"".join(RECORD.pack(generated_id(i), 0.0) for i in range(num_tokens)))
         self.scheduler.resume(sequence)
 
     def turn(self) -> None:

@@ -5,9 +5,15 @@ the rules of blocks.
 import random
 from dataclasses import dataclass, field
 
+from common.block_hashes import extend_hashes
 from common.messages.finish_reasons import INTERRUPTED
 from common.messages.packing import pack_ids, unpack_ids
 from common.messages.plan import HeldRow, Plan, Report, RowStart
+
+
+def generated_id(index: int) -> int:
+    """The token that every request generates at this index."""
+    return 1_000_000 + index
 
 
 @dataclass(eq=False)
@@ -18,6 +24,11 @@ class SimulatedRow:
     num_tokens: int = 0
     prefilled_as: tuple[int, int] = (0, 0)
 
+    def ids(self, count: int) -> list[int]:
+        """Its first ids: the prompt, then what it generated."""
+        prompt = unpack_ids(self.start.request.prompt_ids)
+        return [*prompt, *map(generated_id, range(max(0, count - len(prompt))))][:count]
+
     @property
     def target(self) -> int:
         return len(self.start.request.prompt_ids) // 4 + self.start.base
@@ -25,6 +36,15 @@ class SimulatedRow:
     @property
     def prefilled(self) -> bool:
         return self.kv_len >= self.target
+
+    @property
+    def generated_hashes(self) -> bytes:
+        request = self.start.request
+        if not request.block_hashes:
+            return b""
+        known = len(request.prompt_ids) // 4 + self.num_tokens
+        ids = pack_ids(self.ids(min(self.kv_len, known)))
+        return extend_hashes(request.block_hashes, ids)[len(request.block_hashes) :]
 
 
 @dataclass
@@ -36,7 +56,9 @@ class SimulatedWorker:
     eos_chance: float = 0.02
     rows: dict[int, SimulatedRow] = field(default_factory=dict)
     leaving: list[tuple[int, SimulatedRow]] = field(default_factory=list)
-    owned: dict[int, int] = field(default_factory=dict)
+    owned: dict[int, set[int]] = field(default_factory=dict)
+    contents: dict[int, list[int]] = field(default_factory=dict)
+    num_prefilled: int = 0
     committed: dict[str, int] = field(default_factory=dict)
     until: int = 0
     step: int = 0
@@ -71,9 +93,20 @@ class SimulatedWorker:
         for start in plan.starts:
             assert start.row > self.last_row, "row numbers go on"
             self.last_row = start.row
-            self.rows[start.row] = SimulatedRow(start, [], num_tokens=start.base)
-            self.own(start.row, unpack_ids(start.blocks))
+            self.rows[start.row] = row = SimulatedRow(start, [], num_tokens=start.base)
+            num_shared, held = start.num_cached // self.block_size, unpack_ids(start.blocks)
+            self.share(row, held[:num_shared])
+            self.own(start.row, held[num_shared:])
         self.most_rows = max(self.most_rows, len(self.rows))
+
+    def share(self, row: SimulatedRow, blocks: list[int]) -> None:
+        row.kv_len = len(blocks) * self.block_size
+        assert row.kv_len == row.start.num_cached < row.target
+        for i, block in enumerate(blocks):
+            held = self.contents.get(block)
+            assert held == row.ids((i + 1) * self.block_size), f"block {block} holds {held}"
+            self.owned.setdefault(block, set()).add(row.start.row)
+            row.blocks.append(block)
 
     def own(self, number: int, blocks: list[int]) -> None:
         for block in blocks:
@@ -81,7 +114,8 @@ class SimulatedWorker:
             assert block not in self.owned, (
                 f"block {block} was handed out before row {self.owned.get(block)} was released"
             )
-            self.owned[block] = number
+            self.owned[block] = {number}
+            self.contents.pop(block, None)
         self.rows[number].blocks += blocks
 
     def end(self, number: int, why: str) -> None:
@@ -103,6 +137,8 @@ class SimulatedWorker:
                 chunk = min(row.target - row.kv_len, budget, room)
                 budget -= chunk
                 row.kv_len += chunk
+                self.num_prefilled += chunk
+                self.fill(row)
                 took_part = took_part or chunk > 0
                 if row.prefilled:
                     row.prefilled_as = row.kv_len, self.step + 1
@@ -110,10 +146,16 @@ class SimulatedWorker:
                     self.sample(number, row)
             elif room > 0:
                 row.kv_len += 1
+                self.fill(row)
                 took_part = True
                 self.sample(number, row)
         self.step += took_part
         return took_part
+
+    def fill(self, row: SimulatedRow) -> None:
+        """The blocks that the row has filled hold its ids."""
+        for i in range(row.start.num_cached // self.block_size, row.kv_len // self.block_size):
+            self.contents.setdefault(row.blocks[i], row.ids((i + 1) * self.block_size))
 
     def sample(self, number: int, row: SimulatedRow) -> None:
         row.num_tokens += 1
@@ -132,8 +174,12 @@ class SimulatedWorker:
                 staying.append((number, row))
                 continue
             for block in row.blocks:
-                del self.owned[block]
+                self.owned[block].remove(number)
+                if not self.owned[block]:
+                    del self.owned[block]
             self.report.released.append((number, row.kv_len))
+            if hashes := row.generated_hashes:
+                self.report.hashes.append((number, hashes))
         self.leaving = staying
 
     def answer_takeover(self, epoch: int) -> Report:
@@ -157,6 +203,7 @@ class SimulatedWorker:
             kv_len,
             step,
             ended,
+            start.num_cached,
         )
 
     def take_report(self) -> Report:
@@ -169,6 +216,7 @@ class SimulatedWorker:
             self.report.ended,
             self.report.released,
             self.report.takeover,
+            hashes=self.report.hashes,
         )
         self.clear()
         return report

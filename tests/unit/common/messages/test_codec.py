@@ -35,7 +35,7 @@ SAMPLING = SamplingParams(
     True,
     "start: A",
 )
-HELD = HeldRow(1, "r1", 2, 3, 5, b"", 9, 8)
+HELD = HeldRow(1, "r1", 2, 3, 5, b"", 9, 8, num_cached=16)
 GENERATE = Generate(
     "r1",
     "d1",
@@ -53,6 +53,8 @@ GENERATE = Generate(
     "t",
     "tr",
     5,
+    "salt",
+    b"hashes",
 )
 TOKENS = Tokens("r1", 2, 3, pack_ids([5]), pack_floats([-0.5]), ["hi"], since_start_ms=7)
 EXAMPLES = [
@@ -90,7 +92,8 @@ EXAMPLES = [
             }
         }
         | {"tl": 1000}
-        | {"ch": "ch", "gw": "g", "gr": 30, "rt": 60, "cl": "batch", "tn": "t", "tc": "tr", "sh": 5},
+        | {"ch": "ch", "gw": "g", "gr": 30, "rt": 60, "cl": "batch", "tn": "t", "tc": "tr", "sh": 5}
+        | {"cs": "salt", "bh": b"hashes"},
     ),
     (Cancel("r1", "client"), {"v": 1, "id": "r1", "w": "client"}),
     (Resume("r1"), {"v": 1, "id": "r1"}),
@@ -110,7 +113,7 @@ EXAMPLES = [
             2,
             40,
             64,
-            [RowStart(1, 1, 0, b"", b"\x01\0\0\0", GENERATE)],
+            [RowStart(1, 1, 0, b"", b"\x01\0\0\0", GENERATE, 16)],
             [(1, b"\x02\0\0\0")],
             [(3, "client")],
             8,
@@ -121,12 +124,13 @@ EXAMPLES = [
         | {
             "s": [
                 {"r": 1, "a": 1, "b": 0, "s": b"", "k": b"\x01\0\0\0", "q": msgpack.unpackb(encode(GENERATE))}
+                | {"nc": 16}
             ]
         }
         | {"b": [[1, b"\x02\0\0\0"]], "x": [[3, "client"]], "k": 8, "t": False, "ad": True},
     ),
     (
-        Report(4, 9, 2, 11, [(1, 8, 10)], [(2, "length", 7)], [(2, 9)], True, [HELD], 7, True),
+        Report(4, 9, 2, 11, [(1, 8, 10)], [(2, "length", 7)], [(2, 9)], True, [HELD], 7, True, [(2, b"h")]),
         {
             "v": 1,
             "q": 4,
@@ -137,13 +141,18 @@ EXAMPLES = [
             "x": [[2, "length", 7]],
             "r": [[2, 9]],
             "t": True,
-            "h": [{"r": 1, "id": "r1", "a": 2, "b": 3, "n": 5, "k": b"", "kv": 9, "s": 8, "x": False}],
+            "h": [
+                {"r": 1, "id": "r1", "a": 2, "b": 3, "n": 5, "k": b"", "kv": 9, "s": 8, "x": False, "nc": 16}
+            ],
             "lr": 7,
             "l": True,
+            "bh": [[2, b"h"]],
         },
     ),
     (
-        WorkerCapacity("w0-1", "w0", "m", "float32", 16, 10, 64, 2048, pack_ids([2]), 1, "cpu", "dir/m"),
+        WorkerCapacity(
+            "w0-1", "w0", "m", "float32", 16, 10, 64, 2048, pack_ids([2]), 1, "cpu", "dir/m", True
+        ),
         {
             "v": 1,
             "i": "w0-1",
@@ -158,7 +167,7 @@ EXAMPLES = [
             "w": 1,
             "mi": "dir/m",
         }
-        | {"dv": "cpu"},
+        | {"dv": "cpu", "pc": True},
     ),
     (Result(RECORD.pack(5, -0.5)), {"v": 1, "r": RECORD.pack(5, -0.5), "e": "", "y": ""}),
     (

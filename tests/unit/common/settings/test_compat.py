@@ -109,7 +109,7 @@ SAGEMAKER_BIND_TO_PORT=8080
 """.split()
 
 VARIABLES_NOT_SERVED = """
-ATTENTION=flashdecoding ATTENTION=flashdecoding-ipex ATTENTION=flashinfer PREFIX_CACHING=1
+ATTENTION=flashdecoding ATTENTION=flashdecoding-ipex ATTENTION=flashinfer
 PREFILL_CHUNKING=0 TGI_WIGGLE_ROOM=0.9
 ROCM_USE_FLASH_ATTN_V2_TRITON=1 ROCM_USE_CUSTOM_PAGED_ATTN=1 ROCM_USE_SKINNY_GEMM=1 XPU_MEMORY_FRACTION=0.5
 HF_MODEL_QUANTIZE=gptq
@@ -190,6 +190,8 @@ def test_a_variable_that_is_not_served_is_refused_with_the_reason(pair: str) -> 
         (["--logger-level", "WARNING"], "log_level", "warning"),
         (["-p", "8080", "-tp", "1"], "port", 8080),
         (["-e"], "port", 3000),
+        (["--enable-prefix-caching"], "prefix_caching", True),
+        (["--no-enable-prefix-caching"], "prefix_caching", False),
         (["--cors-allow-origin", "a", "--cors-allow-origin", "b"], "cors_allow_origin", ("a", "b")),
     ],
 )
@@ -200,7 +202,6 @@ def test_flags_of_others_mean_ours(argv: list[str], name: str, value: Any) -> No
 @pytest.mark.parametrize(
     ("argv", "line"),
     [
-        (["--enable-prefix-caching"], "--enable-prefix-caching: true is not served: a cache of prefixes"),
         (["--seed", "7"], "SEED: 7 is not served: a seed belongs to a request"),
         (["--seed", "x"], "SEED: 'x' is not a whole number"),
         (["--max-model-len", "1"], "--max-model-len: 1 is less than 2"),

@@ -97,13 +97,47 @@ def test_ids_of_resumed_rows(engine: Engine, prompts: list[list[int]], indices: 
     check_ends(played, answers)
 
 
-def test_freed_blocks_are_nan(engine: Engine, prompts: list[list[int]]) -> None:
+@pytest.mark.parametrize("indices", INDICES)
+def test_ids_of_rows_that_start_with_blocks_of_others(
+    engine: Engine, prompts: list[list[int]], indices: list[int]
+) -> None:
+    """Of a prompt's twin while it runs, and of the next turn, which has the answer, too."""
+    answers, played = expected(prompts, indices), player(engine)
+    played.kept = set(played.free)
+    firsts = [played.start(index, prompts[index], NEW_TOKENS) for index in indices]
+    tables = {index: played.rows[index].blocks for index in indices}
+    played.run(firsts)
+
+    def cached(index: int, ids: list[int]) -> list[int]:
+        known = len(prompts[index]) + len(answers[index]) - 1
+        return tables[index][: min(known, len(ids) - 1) // engine.block_size]
+
+    twins = [
+        played.start(100 + index, prompts[index], NEW_TOKENS, cached=cached(index, prompts[index]))
+        for index in indices
+    ]
+    assert any(start.num_cached for start in twins)
+    ids = played.run(twins)
+    assert {index: ids[100 + index] for index in indices} == answers
+    turns = {index: [*prompts[index], *answers[index], *prompts[0][:5]] for index in indices}
+    played.run([played.start(200 + index, turn, NEW_TOKENS) for index, turn in turns.items()])
+    seconds = [
+        played.start(300 + index, turn, NEW_TOKENS, cached=cached(index, turn))
+        for index, turn in turns.items()
+    ]
+    assert max(start.num_cached for start in seconds) > max(start.num_cached for start in twins)
+    played.run(seconds)
+    assert {index: ids[300 + index] for index in indices} == {index: ids[200 + index] for index in indices}
+
+
+def test_freed_blocks_are_nan_unless_they_are_full(engine: Engine, prompts: list[list[int]]) -> None:
     played = player(engine)
     played.run([played.start(0, prompts[20], end=1)])
-    held = -(-len(prompts[20]) // engine.block_size)
+    full, rest = divmod(len(prompts[20]), engine.block_size)
+    assert full and rest
     for tensor in (*engine.loaded.cache.keys, *engine.loaded.cache.values):
-        assert tensor[1 : 1 + held].isnan().all()
-        assert tensor[0].isfinite().all()
+        assert tensor[1 + full].isnan().all()
+        assert tensor[: 1 + full].isfinite().all()
     engine.apply(Grant(played.until, 0, [played.start(1, prompts[20], end=1)]))
     assert not any(tensor[1].any() for tensor in (*engine.loaded.cache.keys, *engine.loaded.cache.values))
     engine.apply(Grant(played.until, 0, stops=[(1, "cancelled")]))
