@@ -1,10 +1,10 @@
 """Block hashes: names of KV blocks by what they hold, so that rows that begin alike can share blocks.
 
-A hash names HASHED_TOKENS tokens and all tokens before them: it is the digest of the hash before it and of their
-ids. The first of all, the root, is the digest of a salt: requests with different salts share nothing. Gateways
-hash prompts, agents what is generated, the batcher what a request resumes with. A block of several times
-HASHED_TOKENS has the name of the last hash within it, so workers of different block sizes can use the same
-hashes.
+A hash names HASHED_TOKENS tokens and all tokens before them: it is the digest of the hash before it and of
+their ids. The first of all, the root, is the digest of a salt: requests with different salts share nothing.
+Gateways hash prompts, agents what is generated, the batcher what a request resumes with. A block of several
+times HASHED_TOKENS has the name of the last hash within it, so workers of different block sizes can use the
+same hashes.
 """
 
 from hashlib import blake2b
@@ -40,7 +40,7 @@ def num_pieces(hashes: bytes) -> int:
 
 
 def block_names(hashes: bytes, block_size: int) -> list[bytes]:
-    """Return the names of the blocks that the hashed pieces fill; `block_size` is a multiple of HASHED_TOKENS.
+    """Return the names of the blocks that the hashed pieces fill; HASHED_TOKENS divides `block_size`.
 
     Without hashes, not even a root, there are none.
     """

@@ -39,7 +39,8 @@ class StartRow:
         row: number of the row, unique in this engine's life.
         ids: packed int32; the prompt, then the `base` tokens generated so far.
         base: index of the first token to sample; 0 for a request that starts fresh.
-        blocks: packed int32; KV blocks, in order, that the row has at first, without block 0, which is scratch.
+        blocks: packed int32; KV blocks, in order, that the row has at first. Block 0 is scratch, and never
+            among them.
         stopping: when the row ends; the engine does not know text, so it ignores stop strings.
         sampling: None is greedy, with nothing to change.
         top_n_tokens: so many of the likeliest tokens are reported with each token.
@@ -68,7 +69,7 @@ class Grant:
         prefill_tokens: prompt tokens in one step, over all rows; prompts longer than what is left are
             chunked, in the order of starts.
         starts: rows that start; one that has its last token already is reported ended.
-        blocks: (row, packed int32 blocks) appended to what the row has. Unknown rows are ignored: they have ended.
+        blocks: (row, packed int32 blocks) appended to what the row has; ignored if it has ended.
         stops: (row, why): the row takes part in no further step and is reported ended with `why`.
     """
 
@@ -139,7 +140,6 @@ class StepResult:
         ended: (row, why, end index, exclusive). `length`, `eos_token` and `stop_sequence` (a stop id) are
             decided by the engine, others repeat a stop's `why`.
         released: (row, kv_len): the last launched step that held the row is over.
-        duration_ms: of the step.
     """
 
     step: int

@@ -1,4 +1,4 @@
-"""PrefixCache: which KV blocks of a worker hold what, by the names of what they hold (common/block_hashes.py)."""
+"""PrefixCache: which KV blocks of a worker hold what, by name (common/block_hashes.py)."""
 
 from collections import OrderedDict
 from collections.abc import Iterable
@@ -7,9 +7,9 @@ from collections.abc import Iterable
 class PrefixCache:
     """Blocks whose tokens are all computed, by name.
 
-    A block's name says what it and all blocks before it hold, so a prefix is found block by block. The blocks of
-    a row become idle from its last to its first, and every use of a block is a use of those before it: so the
-    one that has been idle for the longest is never before another one that is cached.
+    A block's name says what it and all blocks before it hold, so a prefix is found block by block. The blocks
+    of a row become idle from its last to its first, and every use of a block is a use of those before it: so
+    the one that has been idle for the longest has no other behind it.
 
     Attributes:
         blocks: block by name.

@@ -115,8 +115,8 @@ class Replica:
         return sequence.names(self.block_size) if self.capacity.prefix_caching else []
 
     def cached_blocks(self, sequence: Sequence) -> list[int]:
-        """Blocks whose KV a row would find here. One token at least is left to compute: it gives the logits of
-        the next one.
+        """Blocks whose KV a row would find here. One token at least is left to compute, for the logits of the
+        next one.
         """
         names = self.names(sequence)
         return self.pool.cache.find(names)[: (sequence.num_known - 1) // self.block_size] if names else []
@@ -138,8 +138,7 @@ class Replica:
         """Let the rows of a worker from before this epoch go on where they are.
 
         Return those of `sequences` that the worker holds no more. A row of none of them is stopped. The next
-        plan grants steps to all. Raises ValueError, and changes nothing, if two rows have a block that none of
-        them shares.
+        plan grants steps to all. Raises ValueError, and changes nothing, if the report contradicts itself.
         """
         self.pool.reserve(self.count_rows(report.held))
         self.step = self.until = report.step
@@ -158,8 +157,8 @@ class Replica:
     def count_rows(self, held: Iterable[HeldRow]) -> Counter[int]:
         """How many rows have each block.
 
-        Raises ValueError if more than one row has a block that was not complete when it started, or if a block
-        is at two places.
+        Raises ValueError if two rows have a block that was not complete when they started, or if a block is
+        at two places.
         """
         count: Counter[int] = Counter()
         own: set[int] = set()

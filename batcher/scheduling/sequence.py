@@ -21,8 +21,8 @@ class Sequence:
         crash_count: incarnations that died under it without a token committed beyond its base.
         stop_reason: why it ends: its row is asked to stop, or it never starts.
         queue_position: smaller starts first.
-        block_hashes: hashes of the prompt and of `records` (common/block_hashes.py); none where the request shares
-            no blocks.
+        block_hashes: hashes of the prompt and of `records` (common/block_hashes.py); none where the request
+            shares no blocks.
         named_blocks: by block size: the names of the blocks that these fill.
     """
 

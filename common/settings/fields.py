@@ -131,7 +131,7 @@ class SettingFields(BaseModel):
     max_batch_total_tokens: Count | None = None
     """KV tokens of one worker (default: its whole cache)"""
     prefix_caching: bool = True
-    """requests that begin alike share the KV blocks of their beginnings; BLOCK_SIZE must be a multiple of 16"""
+    """requests that begin alike share KV blocks; needs a BLOCK_SIZE that is a multiple of 16"""
     horizon: Count = 32
     """steps granted ahead"""
 

@@ -124,8 +124,8 @@ class RowText:
         )
 
     def generated_hashes(self, kv_len: int) -> bytes:
-        """Returns the hashes of what it has computed, behind those of its prompt (common/block_hashes.py). What
-        was computed beyond its last token is another text's.
+        """Returns the hashes of what it has computed, up to its last token, behind those of its prompt
+        (common/block_hashes.py).
         """
         hashes = self.request.block_hashes
         if not hashes:

@@ -13,8 +13,8 @@ log = logging.getLogger(__name__)
 
 
 class StepHandler:
-    """Moves the rows on with each step that the engine completes. With `prefix_caching` the batcher learns what
-    the blocks of released rows hold.
+    """Moves the rows on with each step that the engine completes. With `prefix_caching` the batcher learns
+    what the blocks of released rows hold.
     """
 
     def __init__(self, engine: EngineClient, state: AgentState, prefix_caching: bool) -> None:

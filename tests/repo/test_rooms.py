@@ -66,7 +66,7 @@ FLOORS = {
         "process",
         "metrics model_files",
         "broker model_config",
-        "detokenize messages settings",
+        "block_hashes detokenize messages settings",
     ],
 }
 """Rooms of each package, from top to bottom: a folder, or a module beside folders. One imports only what is

@@ -47,8 +47,8 @@ class LoadedModel:
 
     @property
     def can_share_blocks(self) -> bool:
-        """Whether blocks can be named by the tokens they hold: K and V of a token depend on no token behind it,
-        and hashes fill whole blocks.
+        """Whether blocks can be named by what they hold: K and V of a token depend on no token behind it, and
+        hashes fill whole blocks.
         """
         return not self.ropes and self.geometry.block_size % HASHED_TOKENS == 0
 

@@ -1,8 +1,8 @@
 """Engine process without a model: `python -m tests.support.chaos.engine --fd N`.
 
 Its rows are the real engine's. Each id is a function of all ids before it, and of seed and choice: a row that
-resumes with a token too few or too many goes on with other ids, and so does one that starts with blocks in which
-other ids were computed.
+resumes with a token too few or too many goes on with other ids, and so does one that starts with blocks in
+which other ids were computed.
 """
 
 import argparse

@@ -51,18 +51,16 @@ class Player:
     until: int = 0
     kept: set[int] = field(default_factory=set)
 
-    def start(
-        self,
-        number: int,
-        ids: Sequence[int],
-        end: int,
-        base: int = 0,
-        cached: Sequence[int] = (),
-        **params: Any,
-    ) -> StartRow:
-        """A row that has `cached` blocks, which are computed, and one for its first chunk; `run` grants the
-        others. `params` as in `start_row`.
+    def start(self, number: int, ids: Sequence[int], end: int, base: int = 0, **params: Any) -> StartRow:
+        """A row that owns blocks for its first chunk only; `run` grants the others. `params` as in
+        `start_row`.
         """
+        return self.start_behind([], number, ids, end, base, **params)
+
+    def start_behind(
+        self, cached: Sequence[int], number: int, ids: Sequence[int], end: int, base: int = 0, **params: Any
+    ) -> StartRow:
+        """As `start`, behind blocks that are computed."""
         blocks = [*cached, *self.take(1)]
         params["num_cached"] = len(cached) * self.engine.block_size
         self.rows[number] = Played(len(ids), blocks)

@@ -113,7 +113,7 @@ def test_ids_of_rows_that_start_with_blocks_of_others(
         return tables[index][: min(known, len(ids) - 1) // engine.block_size]
 
     twins = [
-        played.start(100 + index, prompts[index], NEW_TOKENS, cached=cached(index, prompts[index]))
+        played.start_behind(cached(index, prompts[index]), 100 + index, prompts[index], NEW_TOKENS)
         for index in indices
     ]
     assert any(start.num_cached for start in twins)
