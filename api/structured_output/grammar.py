@@ -16,6 +16,7 @@ from llguidance.gbnf_to_lark import GbnfToLarkError, any_to_lark
 
 from api.errors import ApiError, invalid
 from api.offload import LONG, offload
+from api.structured_output.schemas import NAMES_OF_SCHEMAS, VALUES, close_objects, map_schemas
 
 MAX_GRAMMAR_BYTES = 256 * 1024
 MAX_SCHEMA_DEPTH = 64
@@ -25,10 +26,6 @@ could write for ever.
 """
 FORMATS = ("date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri")
 """Formats that are enforced; others are annotations, as in JSON Schema."""
-NAMES_OF_SCHEMAS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
-"""Keywords whose keys are names, not keywords."""
-VALUES = ("const", "enum", "default", "examples")
-"""Keywords whose values are data, not schemas."""
 UNIMPLEMENTED = re.compile(r'Unimplemented keys: \["(.*)"\]')
 EOS = 256
 
@@ -79,7 +76,7 @@ def source_of(grammar: Grammar) -> str:
     """The grammar in llguidance's form, not yet checked. Raises ValueError."""
     match grammar.kind:
         case "json":
-            schema = without_annotations(checked_schema(grammar))
+            schema = close_objects(map_schemas(checked_schema(grammar), without_annotations))
             return llguidance.LLMatcher.grammar_from_json_schema(
                 json.dumps(schema), overrides={"whitespace_pattern": grammar.whitespace}
             )
@@ -114,24 +111,12 @@ def depth_of(value: Any) -> int:
     return depth
 
 
-def without_annotations(schema: Any) -> Any:
-    """A schema without formats that are not enforced, and without llguidance's own options."""
-    if isinstance(schema, list):
-        return [without_annotations(item) for item in schema]
-    if not isinstance(schema, dict):
-        return schema
-    kept = {
+def without_annotations(schema: dict[str, Any]) -> dict[str, Any]:
+    """A schema without a format that is not enforced, and without llguidance's own options."""
+    return {
         name: value
         for name, value in schema.items()
         if name != "x-guidance" and not (name == "format" and value not in FORMATS)
-    }
-    return {
-        name: value
-        if name in VALUES
-        else {key: without_annotations(item) for key, item in value.items()}
-        if name in NAMES_OF_SCHEMAS and isinstance(value, dict)
-        else without_annotations(value)
-        for name, value in kept.items()
     }
 
 

@@ -1,0 +1,80 @@
+"""JSON schemas as trees: every schema in a schema, changed one by one; objects that are closed."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+NAMES_OF_SCHEMAS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
+"""Keywords whose keys are names, not keywords."""
+VALUES = ("const", "enum", "default", "examples")
+"""Keywords whose values are data, not schemas."""
+COMBINING = frozenset(
+    "allOf oneOf not if dependentSchemas dependentRequired unevaluatedProperties $dynamicRef".split()
+)
+"""Keywords by which an object may have to satisfy several schemas, or exactly one of several."""
+OF_OBJECTS = frozenset("properties required minProperties maxProperties propertyNames".split()) | {
+    "patternProperties",
+    "additionalProperties",
+}
+ELSEWHERE = frozenset({"$ref", "anyOf"})
+"""Keywords by which a schema refers to others."""
+
+Change = Callable[[dict[str, Any]], dict[str, Any]]
+
+
+def map_schemas(schema: Any, change: Change) -> Any:
+    """The schema with `change` made to every schema in it, inner ones first."""
+    if isinstance(schema, list):
+        return [map_schemas(item, change) for item in schema]
+    if not isinstance(schema, dict):
+        return schema
+    return change(
+        {
+            name: value
+            if name in VALUES
+            else {key: map_schemas(item, change) for key, item in value.items()}
+            if name in NAMES_OF_SCHEMAS and isinstance(value, dict)
+            else map_schemas(value, change)
+            for name, value in schema.items()
+        }
+    )
+
+
+def all_schemas(schema: Any) -> Iterator[dict[str, Any]]:
+    found: list[dict[str, Any]] = []
+
+    def note(one: dict[str, Any]) -> dict[str, Any]:
+        found.append(one)
+        return one
+
+    map_schemas(schema, note)
+    return iter(found)
+
+
+def close_objects(schema: Any) -> Any:
+    """The schema with `additionalProperties: false` in each object that lists its properties and says nothing
+    of others. A model takes the freedom that JSON Schema leaves it there for an invitation, and writes
+    properties until `max_tokens`; xgrammar and Outlines leave it none.
+
+    What satisfies the closed schema satisfies the open one. A schema that combines its parts is left as it
+    is: what one part closes, another may require.
+    """
+    return schema if any(combines(one) for one in all_schemas(schema)) else map_schemas(schema, close)
+
+
+def combines(schema: dict[str, Any]) -> bool:
+    """Whether an object may have to satisfy this schema and another one."""
+    elsewhere = ELSEWHERE & schema.keys()
+    return (
+        bool(COMBINING & schema.keys())
+        or len(elsewhere) > 1
+        or bool(elsewhere and OF_OBJECTS & schema.keys())
+    )
+
+
+def close(schema: dict[str, Any]) -> dict[str, Any]:
+    names, required = schema.get("properties"), schema.get("required", [])
+    says_more = OF_OBJECTS & schema.keys() - {"properties", "required", "maxProperties"}
+    if not names or not isinstance(names, dict) or says_more or not isinstance(required, list):
+        return schema
+    known = all(isinstance(name, str) and name in names for name in required)
+    return schema | {"additionalProperties": False} if known else schema
