@@ -3,6 +3,7 @@
 BIN := .venv/bin
 RUN := .venv/.installed-to-run
 DEV := .venv/.installed-to-develop
+CLIENTS := .venv/.installed-clients
 export PYTHON
 
 .PHONY: serve demo test test-all check format clean
@@ -21,7 +22,7 @@ PARALLEL := -n logical --maxprocesses 4 --dist loadscope --no-loadscope-reorder
 test: $(DEV)
 	$(BIN)/pytest $(PARALLEL) --durations 10 $(ARGS)
 
-test-all: $(DEV)
+test-all: $(CLIENTS)
 	$(BIN)/pytest $(PARALLEL) --durations 10 -m 'not gpu' $(ARGS)
 
 check: $(DEV)
@@ -44,3 +45,10 @@ $(RUN): pyproject.toml deploy/install.sh
 $(DEV): pyproject.toml deploy/install.sh
 	@deploy/install.sh worker,dev
 	@touch $@ $(RUN)
+
+# Clients that tests/clients runs unmodified; those of Node where there is npm.
+$(CLIENTS): pyproject.toml deploy/install.sh tests/clients/node/package.json
+	@deploy/install.sh worker,dev,clients
+	@mkdir -p .venv/node && cp tests/clients/node/package.json .venv/node/
+	@if command -v npm >/dev/null; then npm install --prefix .venv/node --no-audit --no-fund --loglevel error; fi
+	@touch $@ $(DEV) $(RUN)

@@ -24,7 +24,14 @@ deploy.serve.embedded_broker.PORTS = TEST_PORTS[WORKER::WORKERS]
 """Ports that no other process of the same run chooses: neither pytest's others, nor launchers for their
 brokers.
 """
-ROOMS = ("fleet/two_workers/test_mixed_load", "fleet/two_workers", "fleet", "unit/gpu_worker", "integration")
+ROOMS = (
+    "clients",
+    "fleet/two_workers/test_mixed_load",
+    "fleet/two_workers",
+    "fleet",
+    "unit/gpu_worker",
+    "integration",
+)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -100,7 +107,7 @@ class FolderScheduling(LoadScopeScheduling):  # type: ignore[misc]
     def _split_scope(self, nodeid: str) -> str:
         path = nodeid.split("::")[0]
         folder = path.rpartition("/")[0]
-        return folder if folder.startswith("tests/fleet/") else path
+        return folder if folder.startswith(("tests/fleet/", "tests/clients")) else path
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> FolderScheduling:

@@ -30,4 +30,4 @@ def test_unit_tests_have_the_name_of_their_module() -> None:
 def test_every_test_file_lies_in_a_room() -> None:
     files = (ROOT / "tests").rglob("test_*.py")
     rooms = {path.relative_to(ROOT / "tests").parts[0] for path in files}
-    assert rooms == {"unit", "integration", "fleet", "gpu", "repo"}
+    assert rooms == {"unit", "integration", "fleet", "clients", "gpu", "repo"}
