@@ -1,4 +1,4 @@
-"""Clients of Node: openai, @huggingface/inference and the AI SDK, each in a script of node's own test runner."""
+"""Clients of Node: openai, @huggingface/inference and the AI SDK, each a script of node's own test runner."""
 
 import os
 import shutil
