@@ -18,7 +18,9 @@ def client(fleet: Fleet) -> InferenceClient:
 
 
 def test_text_generation_is_the_same_streamed_and_whole(client: InferenceClient) -> None:
-    whole = client.text_generation(PROMPT, max_new_tokens=8, details=True)
+    """The whole has the prompt before it unless `return_full_text` is false, as with TGI."""
+    whole = client.text_generation(PROMPT, max_new_tokens=8, details=True, return_full_text=False)
+    assert PROMPT in client.text_generation(PROMPT, max_new_tokens=8)
     tokens = client.text_generation(PROMPT, max_new_tokens=8, stream=True)
     assert "".join(tokens) == whole.generated_text and "Paris" in whole.generated_text
     assert whole.details is not None and whole.details.generated_tokens == 8
