@@ -76,7 +76,7 @@ def source_of(grammar: Grammar) -> str:
     """The grammar in llguidance's form, not yet checked. Raises ValueError."""
     match grammar.kind:
         case "json":
-            schema = close_objects(map_schemas(checked_schema(grammar), without_annotations))
+            schema = as_compiled(checked_schema(grammar))
             return llguidance.LLMatcher.grammar_from_json_schema(
                 json.dumps(schema), overrides={"whitespace_pattern": grammar.whitespace}
             )
@@ -109,6 +109,11 @@ def depth_of(value: Any) -> int:
         depth += 1
         level = [part for item in level for part in (item.values() if isinstance(item, dict) else item)]
     return depth
+
+
+def as_compiled(schema: Any) -> Any:
+    """A schema as it is compiled: without what is not enforced, its objects closed where that is safe."""
+    return close_objects(map_schemas(schema, without_annotations))
 
 
 def without_annotations(schema: dict[str, Any]) -> dict[str, Any]:

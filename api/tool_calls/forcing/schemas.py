@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from api.errors import ApiError, invalid
-from api.structured_output.grammar import WHITESPACE, Grammar, compile_cached, without_annotations
+from api.structured_output.grammar import WHITESPACE, Grammar, as_compiled, compile_cached
 from api.tool_calls.reading.deltas import Tool
 
 ANY_OBJECT: Mapping[str, Any] = {"type": "object"}
@@ -33,7 +33,7 @@ def forced_schema(tool: Tool, is_required: bool) -> Mapping[str, Any]:
         if tool.strict:
             raise
         return with_whitespace(ANY_OBJECT)
-    return with_whitespace(without_annotations(schema))
+    return with_whitespace(as_compiled(schema))
 
 
 def closed(parameters: Mapping[str, Any]) -> Mapping[str, Any]:
