@@ -113,7 +113,7 @@ class JobConsumer:
         return max(0, min(NUM_READ, int(pending["pending"]) - self.settings.submit_limit))
 
     async def claim_entries(self) -> None:
-        """Claim the entries of gateways whose heartbeat has expired."""
+        """Claim the entries of gateways that died, or whose heartbeat has expired."""
         await self.joined.wait()
         for consumer in await self.redis.xinfo_consumers(self.keys.submit, GROUP):
             other = consumer["name"].decode(errors="surrogateescape")

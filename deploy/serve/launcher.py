@@ -7,15 +7,11 @@ import contextlib
 import logging
 import os
 from functools import partial
-from typing import Any
 
-from common.broker.client import ERRORS, connect
-from common.broker.keys import Keys
-from common.messages.codec import encode
-from common.messages.plan import WorkerDied
 from common.process import logs
 from common.settings.settings import Settings
 from deploy.serve import checks
+from deploy.serve.deaths import DEATHS, report_death
 from deploy.serve.embedded_broker import embedded
 from deploy.serve.fleet import LocalFleet, new_fleet
 from deploy.serve.shutdown import FleetEnded, end_on_signals
@@ -23,9 +19,6 @@ from deploy.serve.startup import last_lines, wait_for_broker, wait_until_ready, 
 from deploy.serve.supervised_process import SupervisedProcess, describe, kill
 
 log = logging.getLogger(__name__)
-
-POLL_S = 0.1
-REPORT_TIMEOUT_S = 5.0
 
 
 def serve(settings: Settings) -> int:
@@ -85,8 +78,8 @@ async def supervise(process: SupervisedProcess, fleet: LocalFleet, tasks: asynci
         returncode, lived_s = await process.run_once()
         if not process.should_run:
             return
-        if process.kind == "worker":
-            tasks.create_task(report_death(fleet.settings, process.incarnation))
+        if process.kind in DEATHS:
+            tasks.create_task(report_death(fleet.settings, process.kind, process.incarnation))
         if not fleet.was_ready:
             if returncode == os.EX_CONFIG:  # it has printed the setting itself
                 raise FleetEnded(os.EX_CONFIG)
@@ -100,22 +93,3 @@ async def supervise(process: SupervisedProcess, fleet: LocalFleet, tasks: asynci
             pause_s,
         )
         await asyncio.sleep(pause_s)
-
-
-async def report_death(settings: Settings, incarnation: str) -> None:
-    """Report a worker's death to the batcher, which then need not wait until its heartbeat expires."""
-    assert settings.redis_url is not None
-    entry: Any = {"died": encode(WorkerDied(incarnation))}
-    async with connect(settings.redis_url) as client:
-        try:
-            async with asyncio.timeout(REPORT_TIMEOUT_S):
-                while True:
-                    with contextlib.suppress(*ERRORS):
-                        await client.xadd(Keys(settings.pool).control, entry)
-                        return
-                    await asyncio.sleep(POLL_S)
-        except TimeoutError:
-            log.warning(
-                "the broker does not answer: the batcher learns of the end of %s when its heartbeat expires",
-                incarnation,
-            )
