@@ -12,6 +12,7 @@ a token is lost or repeated, a request fails, a process does not come back, or s
 
 import argparse
 import asyncio
+import math
 import random
 import shutil
 import sys
@@ -139,8 +140,10 @@ async def strike_under_load(plan: Plan, crowd: Crowd, attack: Attack) -> None:
     while attack.hits.total() < plan.kills and not running.done():
         [strike] = islice(strikes, 1)
         await asyncio.sleep(strike.pause_s)
-        await attack.strike(strike)
+        victims = await attack.strike(strike)
         if any(hit.kind == "gateway" for hit in strike.hits):
+            crowd.gateway_hit_s = math.inf  # one that is killed takes connections until it is gone
+            await attack.gone(victims)
             crowd.gateway_hit_s = time.monotonic()
         log(f"{attack.hits.total():4} {strike}")
     crowd.stopping.set()

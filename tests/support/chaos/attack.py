@@ -6,6 +6,7 @@ import json
 import signal
 import time
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 
 import psutil
@@ -21,6 +22,7 @@ KEYS = Keys("default")
 BACK_S = 90.0
 SET_BACK_S = 1.0
 NOTE_EVERY_S = 0.1
+KILLS = ("kill", "set-back")
 ENGINE = "tokenfleet engine"
 """Title of an engine's process."""
 
@@ -49,8 +51,10 @@ class Attack:
                 self.files.note()
             await asyncio.sleep(NOTE_EVERY_S)
 
-    async def strike(self, strike: Strike) -> None:
-        """Returns at once after the strike; processes that are stopped go on by themselves."""
+    async def strike(self, strike: Strike) -> list[psutil.Process]:
+        """Returns at once after the strike: the processes that were killed. Those that are stopped go on by
+        themselves.
+        """
         victims = [(hit, await self.find(hit)) for hit in strike.hits]
         self.struck.append((time.monotonic(), strike))
         for hit, process in victims:
@@ -58,6 +62,11 @@ class Attack:
                 self.hits[hit.label] += 1
                 with contextlib.suppress(psutil.Error, OSError):
                     self.do(hit, process)
+        return [process for hit, process in victims if process is not None and hit.way in KILLS]
+
+    async def gone(self, processes: Sequence[psutil.Process]) -> None:
+        """Returns when these processes have ended, and with them their sockets."""
+        await wait_until(lambda: not any(map(is_alive, processes)), BACK_S)
 
     async def find(self, hit: Hit) -> psutil.Process | None:
         """The process, once it is back."""
@@ -92,6 +101,13 @@ class Attack:
             return
         self.lost.append(f"{len(self.fleet.pids())} of {num_processes} processes are back, and")
         self.lost.append(f"{ready_workers(self.redis_url)} of {num_workers} workers are ready")
+
+
+def is_alive(process: psutil.Process) -> bool:
+    try:
+        return bool(process.status() != psutil.STATUS_ZOMBIE)
+    except psutil.Error:
+        return False
 
 
 def process_of(fleet: Fleet, hit: Hit) -> psutil.Process | None:

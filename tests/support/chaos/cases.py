@@ -13,7 +13,7 @@ import httpx
 import msgpack
 from arq import create_pool
 from arq.connections import ArqRedis, RedisSettings
-from arq.jobs import Job, SerializationError
+from arq.jobs import Job, ResultNotFound, SerializationError
 from redis.asyncio import Redis
 
 from benchmarks.client import EventReader, HttpStatusError, StreamBroken
@@ -153,7 +153,11 @@ class Reader:
                 return answer.add_whole(await job.result(timeout=AGAIN_S, poll_delay=0.25))
             except SerializationError as error:
                 raise RequestFailed(str(error)) from error
-            except (*ERRORS, TimeoutError):
+            except (
+                *ERRORS,
+                TimeoutError,
+                ResultNotFound,
+            ):  # the last: the broker has lost that it was queued
                 await asyncio.sleep(0.1)
 
 

@@ -105,6 +105,9 @@ class Crowd:
                 return False
             answer.num_cuts += 1
             is_cut = True
+        except Exception as error:  # the run goes on, and tells of it
+            self.complain(case, f"{answer.job_id} {type(error).__name__}: {error}")
+            return True
         finally:
             del self.live[number]
         if answer.num_cuts and self.gateway_hit_s < asked_s:
