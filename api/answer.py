@@ -1,12 +1,13 @@
-"""Answer: describes an answer when its request is accepted, and says how long it is kept."""
+"""Answer: describes an answer when its request is accepted, and says how long, and where, it is kept."""
 
 import time
 from collections.abc import Sequence
 from dataclasses import replace
 from importlib.metadata import version
 
-from common.broker.keys import RESULT_TTL_MS
+from common.broker.keys import RESULT_TTL_MS, Keys
 from common.messages.answer import HttpAnswer, Rendering, ResumeTerms
+from common.messages.kept_answer import MAX_ANSWER_BYTES, KeptRequests
 from common.messages.request import Generate
 
 REQUEST_KEY_MARGIN_MS = 60_000
@@ -57,3 +58,14 @@ def keep_as_asked(request: Generate, answer: HttpAnswer) -> Generate:
         return replace(request, gateway="", grace_ms=0, result_ttl_ms=max(*kept_ms, RESULT_TTL_MS))
     grace_ms = request.grace_ms if terms.resume_ms is None else terms.resume_ms
     return replace(request, grace_ms=grace_ms, result_ttl_ms=max(kept_ms))
+
+
+def keep_requests(packed: bytes, requests: Sequence[Generate]) -> KeptRequests | None:
+    """What another gateway needs to queue the admitted requests of a packed answer again; None if that is too
+    long for the socket keeper.
+    """
+    digests = [request.digest for request in requests]
+    if len(packed) + sum(map(len, digests)) > MAX_ANSWER_BYTES:
+        return None
+    channel = requests[0].channel
+    return KeptRequests(Keys.of(channel).pool, channel, digests, packed)

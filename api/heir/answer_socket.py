@@ -14,7 +14,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from api.heir.keeper_channel import KeeperChannel
 from api.heir.rest_of_answer import RestOfAnswer
 from api.heir.tcp_info import bytes_written
-from common.messages.kept_answer import KeeperMessage, KeptAnswer
+from common.messages.kept_answer import KeeperMessage, KeptAnswer, KeptRequests
 
 log = logging.getLogger(__name__)
 
@@ -60,9 +60,10 @@ class AnswerSocket:
         connection: int = 0,
         num_seen: int = 0,
         extra: Mapping[str, str] | None = None,
+        requests: KeptRequests | None = None,
     ) -> None:
-        """Have the socket kept; the request is admitted. A stream's socket is kept when its head is known, a
-        whole answer's at once, with those headers of the response that another gateway does not know
+        """Have the socket kept; its `requests` are admitted. A stream's socket is kept when its head is
+        known, a whole answer's at once, with those headers of the response that another gateway does not know
         (`extra`).
         """
         if self.answer is not None or not self.channel.is_open:
@@ -77,7 +78,9 @@ class AnswerSocket:
             warn_once(f"streams end with this gateway: {error}")
             return
         headers = [(name, value) for name, value in scope["headers"] if name in HEADERS]
-        self.answer = KeptAnswer(request_id, base, FORMAT, connection, num_seen, headers=headers)
+        self.answer = KeptAnswer(
+            request_id, base, FORMAT, connection, num_seen, headers=headers, requests=requests
+        )
         if extra is not None:
             await self.tell(replace(self.answer, extra=list(extra.items())))
 

@@ -13,6 +13,7 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from sse_starlette.sse import AppStatus
 from starlette.types import Receive, Scope, Send
 
+from api.answer import keep_requests
 from api.heir.answer_socket import flush_socket, socket_of
 from api.http.raw_send import RawEventSourceResponse
 from api.http.release import Release, release_all
@@ -66,7 +67,10 @@ class TokenStream(RawEventSourceResponse):
         unread.streams = tuple(self.streams)
         try:
             if (answer_socket := socket_of(scope)) is not None:
-                await answer_socket.keep(self.answer.request_id, self.reader, self.num_seen)
+                requests = keep_requests(self.streams[0].answer, [one.request for one in self.streams])
+                await answer_socket.keep(
+                    self.answer.request_id, self.reader, self.num_seen, requests=requests
+                )
             await super().__call__(scope, receive, send)
             await flush_socket(scope)
         finally:

@@ -6,6 +6,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from api.answer import keep_requests
 from api.heir.answer_socket import flush_socket, socket_of
 from api.http.disconnect import wait_until_finished
 from api.http.release import Release, release_all
@@ -42,7 +43,8 @@ async def respond_with_whole(
 
     try:
         if (answer_socket := socket_of(request.scope)) is not None:
-            await answer_socket.keep(request_id, extra=headers)
+            requests = keep_requests(streams[0].answer, [stream.request for stream in streams])
+            await answer_socket.keep(request_id, extra=headers, requests=requests)
         await wait_until_finished(streams, request)
         body, more_headers = await offload(sum(stream.num_records for stream in streams), render)
     except BaseException:

@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import time
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -10,7 +11,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from api.errors import ApiError
+from api.errors import ApiError, asking_broker
 from api.heir.answer_socket import CYCLE
 from api.heir.heir import INHERITED
 from api.http.error_handlers import error_response
@@ -23,7 +24,8 @@ from api.resume import attach
 from api.resume.frames import frames_behind, render_whole
 from api.retry import PAUSE_S, attempt
 from common.messages.answer import HttpAnswer
-from common.messages.kept_answer import KeptAnswer
+from common.messages.codec import WireError, decode
+from common.messages.kept_answer import KeptAnswer, KeptRequests
 
 log = logging.getLogger(__name__)
 
@@ -69,15 +71,53 @@ class InheritedAnswers:
         )
 
     async def take_over(self, kept: KeptAnswer) -> Inherited:
-        """Raises ApiError: 404, 410, 503."""
-        found = await attach.look_up(self.pools, kept.request_id)
-        if found is None:
-            raise attach.unknown_answer(kept.request_id)
-        name, answer, channel = found
+        """Have the requests of an answer read here. Those that the broker has lost are queued again: they
+        give the same tokens, which the client does not get twice.
+
+        Raises ApiError: 404, 410, 503.
+        """
+        async with asking_broker():
+            found = await attach.look_up(self.pools, kept.request_id)
+        try:
+            if found is None:
+                raise attach.unknown_answer(kept.request_id)
+            pool, answer, streams = await self.new_streams(*found)
+            return pool, answer, streams, await attach.take_over(pool, streams, kept.connection)
+        except ApiError as error:
+            if error.status != 404 or kept.requests is None:
+                raise
+        pool, answer, streams = await self.offer(kept, kept.requests)
+        return pool, answer, streams, await attach.take_over(pool, streams, kept.connection)
+
+    async def new_streams(
+        self, name: str, answer: HttpAnswer, channel: str
+    ) -> tuple[Pool, HttpAnswer, list[Stream]]:
+        """The pool of that name, the answer, and streams of its choices without tokens."""
         own = self.pools.own
         pool = own if name == own.settings.pool else await self.pools.find(name)
-        streams = attach.new_streams(pool, answer, channel)
-        return pool, answer, streams, await attach.take_over(pool, streams, kept.connection)
+        return pool, answer, attach.new_streams(pool, answer, channel)
+
+    async def offer(self, kept: KeptAnswer, lost: KeptRequests) -> tuple[Pool, HttpAnswer, list[Stream]]:
+        """Offer the requests of an answer to a broker that does not know them all. Raises ApiError: 404 where
+        their time is over, 503.
+        """
+        try:
+            pool, answer, streams = await self.new_streams(
+                lost.pool, decode(HttpAnswer, lost.answer), lost.channel
+            )
+        except WireError as error:  # of another version
+            raise attach.unknown_answer(kept.request_id) from error
+        age_ms = round(1000 * max(0.0, time.time() - answer.created_s))
+        for stream, digest in zip(streams, lost.digests, strict=True):
+            ttl_ms = stream.request.ttl_ms - age_ms
+            if ttl_ms <= 0:
+                raise attach.unknown_answer(kept.request_id)
+            stream.request = replace(stream.request, digest=digest, ttl_ms=ttl_ms)
+            stream.reader = stream.connection = kept.connection
+            async with asking_broker():
+                await pool.relay.filler.offers.send(stream, ttl_ms, reopen=False)
+        log.warning("request %s is offered again: the broker has lost it", kept.request_id)
+        return pool, answer, streams
 
 
 async def wait_for_broker(cycle: Any, error: Exception) -> None:

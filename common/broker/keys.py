@@ -33,6 +33,11 @@ class Keys:
 
     pool: str
 
+    @classmethod
+    def of(cls, key: str) -> "Keys":
+        """The keys of the pool that a key or a channel belongs to."""
+        return cls(key.removeprefix("tf:{").rpartition("}:")[0])
+
     def key(self, *parts: str) -> str:
         return ":".join((f"tf:{{{self.pool}}}", *parts))
 

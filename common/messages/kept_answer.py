@@ -13,12 +13,34 @@ HANDLE_VARIABLE = "KEEPER_HANDLE"
 """Variable of a gateway's environment: the handle of its end of the channel."""
 
 
+MAX_ANSWER_BYTES = 24 * 2**10
+"""The longest packed answer that the keeper keeps: one datagram holds it and the rest of `KeptAnswer`."""
+
+
+@dataclass(frozen=True, slots=True)
+class KeptRequests:
+    """The requests of an answer, for a broker that has lost them.
+
+    Attributes:
+        pool: the name of the one that serves them.
+        channel: of their events.
+        digests: of each choice's request.
+        answer: the packed `HttpAnswer`; it has the requests and their prompts.
+    """
+
+    pool: str = wire_field("p")
+    channel: str = wire_field("ch")
+    digests: list[str] = wire_field("dg")
+    answer: bytes = wire_field("a")
+
+
 @dataclass(frozen=True, slots=True)
 class KeptAnswer:
     """An answer that has begun on a connection. Its bytes are a function of this and of its tokens.
 
     Attributes:
-        request_id: whose answer it is; a gateway finds in Redis how it is rendered.
+        request_id: whose answer it is; a gateway finds in Redis how it is rendered, and offers `requests` to
+            a broker that does not know it.
         connection: number of the reader whose connection this is; 0 for the first, another for a client that
             came back.
         num_seen: frames that the client had before, which are not in this answer.
@@ -28,6 +50,7 @@ class KeptAnswer:
         headers: of the HTTP request those that the head of the response depends on.
         extra: headers of a whole answer that only the first gateway knows.
         format: which bytes the gateway renders; one with another `format` cannot go on.
+        requests: its requests as they were admitted; None where they are too long.
     """
 
     request_id: str = wire_field("id")
@@ -39,6 +62,7 @@ class KeptAnswer:
     comments: list[int] = wire_field("c", default_factory=list)
     headers: list[tuple[bytes, bytes]] = wire_field("hd", default_factory=list)
     extra: list[tuple[str, str]] = wire_field("x", default_factory=list)
+    requests: KeptRequests | None = wire_field("rq", default=None)
 
     @property
     def name(self) -> str:

@@ -14,11 +14,13 @@ from typing import Any
 import pytest
 from huggingface_hub import AsyncInferenceClient
 from openai import AsyncOpenAI
+from redis.asyncio import Redis
 
 from api.heir.rest_of_answer import COMMENT_CHUNK
 from api.http.sse import TokenStream
 from deploy.serve.embedded_broker import Broker
 from deploy.serve.socket_keeper import SocketKeeper
+from tests.support.broker_state import KEYS
 from tests.support.fleet.kept_gateways import keeping, kept_gateways
 from tests.support.fleet.kept_requests import STREAMED, WHOLE
 from tests.support.fleet.scripted_batcher import batching
@@ -160,3 +162,26 @@ async def test_a_client_that_leaves_while_no_gateway_lives_is_noticed(broker: Br
         await wait_until(lambda: len(worker.live) == 1)
         assert not tasks[1].done() and await tasks[1] == undisturbed
         await wait_until(lambda: not gateways.keeper.kept)
+
+
+async def test_an_answer_goes_on_that_the_broker_lost_with_its_gateway(broker: Broker, redis: Redis) -> None:
+    """Only the keeper knows of it then: its requests are queued again, and give the same bytes."""
+    async with (
+        working(broker.url, TOKENIZER, lambda _: ANSWER) as worker,
+        batching(broker.url),
+        kept_gateways(broker.url, 1) as gateways,
+    ):
+        talks = [Talk(gateways.port, *request) for request in (STREAMED[2], WHOLE[0])]
+        undisturbed = [await talk.run() for talk in talks]
+        worker.step_s = 0.05
+        tasks = [asyncio.create_task(talk.run()) for talk in talks]
+        await wait_until(lambda: talks[0].seen.count(b"data: ") > 6 and len(worker.live) == 3)
+        await worker.pause()
+        gateways.processes[0].kill()
+        for request_id, live in worker.live.items():
+            await redis.delete(KEYS.request(request_id), KEYS.tokens(request_id))
+            await redis.xdel(KEYS.requests, live.entry_id)
+        worker.live.clear()
+        worker.going.set()
+        assert [await task for task in tasks] == undisturbed
+        await wait_until(lambda: not gateways.keeper.kept and not worker.live)

@@ -8,7 +8,7 @@ import pytest
 from common.messages.answer import HttpAnswer, Rendering
 from common.messages.codec import WireError, decode, encode
 from common.messages.events import Events, LogEntry, Result, Terminal, Tokens
-from common.messages.kept_answer import KeeperMessage, KeptAnswer
+from common.messages.kept_answer import KeeperMessage, KeptAnswer, KeptRequests
 from common.messages.packing import pack_floats, pack_ids, unpack_ids
 from common.messages.plan import HeldRow, Plan, Report, RowStart, WorkerCapacity, WorkerDied
 from common.messages.records import RECORD
@@ -197,15 +197,20 @@ EXAMPLES = [
         {"v": 1, "h": [{"t": 5, "w": "ended", "i": "w0-1", "a": 2, "n": 37, "y": "length"}]},
     ),
     (
-        KeptAnswer("r1", 7, "1", 2, 3, b"HTTP", [9], [(b"origin", b"o")], [("x-a", "b")]),
+        KeptAnswer(
+            *("r1", 7, "1", 2, 3, b"HTTP", [9], [(b"origin", b"o")], [("x-a", "b")]),
+            KeptRequests("p", "ch", ["d"], b"a"),
+        ),
         {"v": 1, "id": "r1", "b": 7, "f": "1", "cn": 2, "ns": 3, "h": b"HTTP", "c": [9]}
-        | {"hd": [[b"origin", b"o"]], "x": [["x-a", "b"]]},
+        | {"hd": [[b"origin", b"o"]], "x": [["x-a", "b"]]}
+        | {"rq": {"p": "p", "ch": "ch", "dg": ["d"], "a": b"a"}},
     ),
     (
         KeeperMessage(KeptAnswer("r1", 7, "1"), "d", "r", True),
         {
             "v": 1,
-            "k": {"id": "r1", "b": 7, "f": "1", "cn": 0, "ns": 0, "h": b"", "c": [], "hd": [], "x": []},
+            "k": {"id": "r1", "b": 7, "f": "1", "cn": 0, "ns": 0, "h": b"", "c": [], "hd": [], "x": []}
+            | {"rq": None},
             "d": "d",
             "r": "r",
             "t": True,
