@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from importlib.metadata import version
 
-from common.broker.keys import RESULT_TTL_MS, Keys
+from common.broker.keys import RESULT_TTL_MS, pool_of
 from common.messages.answer import HttpAnswer, Rendering, ResumeTerms
 from common.messages.kept_answer import MAX_ANSWER_BYTES, KeptRequests
 from common.messages.request import Generate
@@ -68,4 +68,4 @@ def keep_requests(packed: bytes, requests: Sequence[Generate]) -> KeptRequests |
     if len(packed) + sum(map(len, digests)) > MAX_ANSWER_BYTES:
         return None
     channel = requests[0].channel
-    return KeptRequests(Keys.of(channel).pool, channel, digests, packed)
+    return KeptRequests(pool_of(channel), channel, digests, packed)

@@ -27,16 +27,16 @@ only key that belongs to no pool.
 """
 
 
+def pool_of(key: str) -> str:
+    """The pool that a key or a channel belongs to."""
+    return key.removeprefix("tf:{").rpartition("}:")[0]
+
+
 @dataclass(frozen=True, slots=True)
 class Keys:
     """Keys of one pool. ARCHITECTURE.md lists writer, reader, bound and expiry of each."""
 
     pool: str
-
-    @classmethod
-    def of(cls, key: str) -> "Keys":
-        """The keys of the pool that a key or a channel belongs to."""
-        return cls(key.removeprefix("tf:{").rpartition("}:")[0])
 
     def key(self, *parts: str) -> str:
         return ":".join((f"tf:{{{self.pool}}}", *parts))
