@@ -6,7 +6,7 @@ DEV := .venv/.installed-to-develop
 CLIENTS := .venv/.installed-clients
 export PYTHON
 
-.PHONY: serve demo test test-all check format clean
+.PHONY: serve demo test test-all check format lock clean
 
 # The fleet dies with make (PARENT_PID), however make dies.
 serve: $(RUN)
@@ -38,11 +38,17 @@ format: $(DEV)
 clean:
 	rm -rf .venv .mypy_cache .ruff_cache .pytest_cache *.egg-info
 
-$(RUN): pyproject.toml deploy/install.sh
+INSTALL := pyproject.toml deploy/install.sh deploy/install_torch.sh deploy/requirements.lock
+
+# The versions of what is installed here become those of every installation and image.
+lock: $(DEV)
+	$(BIN)/python deploy/lock.py
+
+$(RUN): $(INSTALL)
 	@deploy/install.sh worker
 	@touch $@
 
-$(DEV): pyproject.toml deploy/install.sh
+$(DEV): $(INSTALL)
 	@deploy/install.sh worker,dev
 	@touch $@ $(RUN)
 

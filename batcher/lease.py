@@ -14,6 +14,7 @@ from redis.asyncio import Redis
 from batcher.pool_clock import PoolClock
 from common.broker.client import ERRORS, describe_error, read_server_id, script
 from common.broker.keys import Keys
+from common.process.readiness import READY
 
 log = logging.getLogger(__name__)
 RELEASE_TIMEOUT_S = 1.0
@@ -78,6 +79,7 @@ class Lease:
         while True:
             try:
                 server_id = await read_server_id(self.redis)
+                READY.set()
                 if epoch := await self.request(self.ttl_s, await self.watch_clock()):
                     held_ms = self.clock.now_ms() if self.server_id else 0
                     self.clock = PoolClock(max(held_ms, int(await self.redis.get(self.keys.clock) or 0)))

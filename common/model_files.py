@@ -34,6 +34,10 @@ HUB_TIMEOUT_S = 3.0
 Progress = Callable[[str], None]
 
 
+class NotConverted(SettingError):
+    """A GGUF file has to be converted first, which a worker does: here is no torch for it."""
+
+
 def no_progress(text: str) -> None:
     pass
 
@@ -174,7 +178,7 @@ def ensure_converted(gguf: Path, progress: Progress, dtype: str) -> Path:
         for other in (conversion_path(gguf, EXACT_DTYPE), conversion_path(gguf, "auto")):
             if other.is_dir():
                 return other
-        raise SettingError(
+        raise NotConverted(
             "model_id",
             f"{gguf.name} is converted by a worker first, into {target.parent}: here is no torch for it",
         )

@@ -12,17 +12,14 @@ from typing import NamedTuple, NoReturn
 
 import setproctitle
 
+from common.process import logs
 from common.process.incarnations import new_incarnation
 from common.process.parent_death import die_with_parent
 from common.settings import flags
 from common.settings.flags import FlagParser
 from common.settings.settings import SettingError, Settings, exit_when_unservable
 from deploy.serve import checks, launcher
-from deploy.serve.fleet import MODULES, command
-
-KINDS = {"api": "gateway", "batcher": "batcher", "worker": "worker", "jobs": "jobs"}
-WITH_MODEL = ("gateway", "worker")
-"""Kinds of processes that read files of the model."""
+from deploy.serve.fleet import KINDS, MODULES, WITH_MODEL, command
 
 
 class Command(NamedTuple):
@@ -89,9 +86,10 @@ def replace_process(word: str, argv: list[str]) -> NoReturn:
     parent = {"PARENT_PID": os.environ["PARENT_PID"]}
     die_with_parent()
     settings = Settings.read(rest, prog=f"tokenfleet {word}")
+    logs.set_up(own.name, settings.log_level, settings.json_output)
     checks.check_broker(settings)
     if kind in WITH_MODEL:
-        settings = checks.with_model(settings)
+        settings = checks.wait_for_model(settings)
     names = {"PROCESS_NAME": own.name, "INCARNATION": new_incarnation(own.name)}
     words = command(MODULES[kind])
     os.execve(words[0], words, os.environ | settings.environ() | names | parent)
@@ -136,6 +134,9 @@ SECTIONS = {
         "batcher": of_process("batcher", "a batcher"),
         "worker": of_process("worker", "a worker"),
         "jobs": of_process("jobs", "a job worker: the arq jobs `generate` and `chat`"),
+        "supervise": of_module(
+            "KIND", "one of these (api, batcher, worker, jobs), kept alive", "serve.single_process"
+        ),
     },
 }
 COMMANDS = {word: command for section in SECTIONS.values() for word, command in section.items()}

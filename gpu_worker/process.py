@@ -57,7 +57,15 @@ async def serve(
     gpus = gpu_claims.claim(settings, len(places)) if own.world_size == 1 else {}
     devices = {"CUDA_VISIBLE_DEVICES": ",".join(gpus)} if gpus else {}
     engine = await EngineClient.start(
-        {**settings.environ(), **devices, "MODEL_ID": str(directory), "WORKER_NAME": name}, places, preloaded
+        {
+            **settings.environ(),
+            **devices,
+            "MODEL_ID": str(directory),
+            "WORKER_NAME": name,
+            "WORKER_INCARNATION": incarnation,
+        },
+        places,
+        preloaded,
     )
     try:
         table = RowTable(Tokenizer.from_file(str(directory / "tokenizer.json")))

@@ -2,8 +2,11 @@
 
 import asyncio
 from collections import Counter
+from collections.abc import Mapping
+from typing import Any
 
 from fastapi import APIRouter, Request
+from redis.asyncio import Redis
 from starlette.responses import PlainTextResponse, Response
 
 from api.admin import processes
@@ -12,6 +15,7 @@ from api.http.openapi import HEALTH
 from api.http.state import own_pool
 from api.inference.metrics import fit_buckets
 from common.broker.client import CONNECT_TIMEOUT_S, ERRORS
+from common.broker.keys import Keys
 from common.metrics import aggregate, catalogue
 from common.metrics.exposition import CONTENT_TYPE, Gauges, Values, render_fleet
 from common.metrics.primitives import Labels, Metric
@@ -32,13 +36,28 @@ async def metrics(request: Request) -> Response:
         async with asyncio.timeout(CONNECT_TIMEOUT_S):
             values = await aggregate.read_totals(redis, keys)
             granted = await redis.hget(keys.state, "blocks")  # type: ignore[misc]
-            gauges = gauges_of(await processes.list_processes(redis, keys, pool.batcher), int(granted or 0))
+            listed = await processes.list_processes(redis, keys, pool.batcher)
+            gauges = {**gauges_of(listed, int(granted or 0)), **await broker_gauges(redis, keys)}
     except ERRORS:
         values = None
     if pool.workers.max_total_tokens:
         fit_buckets(pool.workers.limits)
     text = await asyncio.to_thread(render_fleet, pool.settings.pool, values, gauges)
     return Response(text, headers={"content-type": CONTENT_TYPE, "cache-control": "no-store"})
+
+
+async def broker_gauges(redis: Redis, keys: Keys) -> Gauges:
+    """Gauges that Redis itself has."""
+    return {
+        catalogue.UNFINISHED_JOBS.name: {(): float(await redis.xlen(keys.submit))},
+        catalogue.BROKER_MEMORY.name: {(): memory_ratio(await redis.info("memory"))},
+    }
+
+
+def memory_ratio(info: Mapping[str, Any]) -> float:
+    """Of Redis' answer to INFO memory: how much of what it may use it uses."""
+    available = int(info.get("maxmemory") or 0) or int(info.get("total_system_memory") or 0)
+    return int(info["used_memory"]) / available if available else 0.0
 
 
 def gauges_of(listed: ProcessList, num_granted: int) -> Gauges:

@@ -8,6 +8,7 @@ from api.arq.worker import JobWorker
 from common.broker import client
 from common.broker.keys import Keys
 from common.process.heartbeat import Heartbeat
+from common.process.readiness import READY
 from common.process.startup import configure_process, start_process
 from common.settings.settings import Settings, exit_when_unservable
 
@@ -32,6 +33,7 @@ async def serve(settings: Settings, incarnation: str) -> None:
     log.info("%s takes jobs of the queue %s", incarnation, worker.queue_name)
     try:
         async with sign.sending(settings.heartbeat_s, lambda: {"running": len(worker.job_tasks)}):
+            READY.set()
             with contextlib.suppress(asyncio.CancelledError):  # arq's answer to SIGTERM
                 await worker.async_run()
     finally:

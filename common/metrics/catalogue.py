@@ -171,6 +171,13 @@ UNDECODABLE = Counter(
 )
 KV_USAGE = Gauge("tokenfleet_kv_cache_usage_ratio", "Fraction of all KV blocks in use")
 LIVE_REQUESTS = Gauge("tokenfleet_live_requests", "Number of requests that wait or run")
+UNFINISHED_JOBS = Gauge(
+    "tokenfleet_unfinished_jobs", "Number of jobs in the stream `submit` that have no answer yet"
+)
+BROKER_MEMORY = Gauge(
+    "tokenfleet_broker_memory_ratio",
+    "Fraction of its memory that Redis uses: of maxmemory, or else of its machine's",
+)
 WORKERS = Gauge(
     "tokenfleet_workers",
     "Number of live workers, by state",

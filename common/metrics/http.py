@@ -1,9 +1,10 @@
-"""METRICS_PORT: `GET /metrics` of one process: its own counts, memory and processor time."""
+"""METRICS_PORT: `GET /metrics` of one process, its own counts, memory and time, and its `GET /health`."""
 
 import http.server
 import socket
 import socketserver
 import threading
+from collections.abc import Callable
 
 from common.metrics.exposition import CONTENT_TYPE, render_own
 from common.settings.settings import SettingError, Settings
@@ -12,7 +13,7 @@ CLIENT_TIMEOUT_S = 10.0
 """A client that sends nothing for so long is disconnected."""
 
 
-def start_metrics_server(settings: Settings) -> None:
+def start_metrics_server(settings: Settings, is_ready: Callable[[], bool]) -> None:
     """Serve from a thread until the process ends. Raises SettingError if the port is taken."""
     if not settings.metrics_port:
         return
@@ -21,12 +22,19 @@ def start_metrics_server(settings: Settings) -> None:
         timeout = CLIENT_TIMEOUT_S
 
         def do_GET(self) -> None:
-            if self.path.split("?")[0] != "/metrics":
-                self.send_error(404)
-                return
-            body = render_own(settings.pool)
-            self.send_response(200)
-            self.send_header("content-type", CONTENT_TYPE)
+            match self.path.split("?")[0]:
+                case "/metrics":
+                    self.answer(200, CONTENT_TYPE, render_own(settings.pool))
+                case "/health" if is_ready():
+                    self.answer(200, "text/plain", b"ready\n")
+                case "/health":
+                    self.answer(503, "text/plain", b"not ready yet\n")
+                case _:
+                    self.send_error(404)
+
+        def answer(self, status: int, content_type: str, body: bytes) -> None:
+            self.send_response(status)
+            self.send_header("content-type", content_type)
             self.send_header("content-length", str(len(body)))
             self.end_headers()
             self.wfile.write(body)

@@ -6,9 +6,11 @@ serves the request, elsewhere from `extra=for_request(request_id)`.
 
 import json
 import logging
+import socket
 import sys
 from contextvars import ContextVar
 from datetime import UTC, datetime
+from types import TracebackType
 
 REQUEST_ID: ContextVar[str] = ContextVar("request_id", default="")
 """Id of the request that the current task serves."""
@@ -34,20 +36,24 @@ class TextFormatter(logging.Formatter):
 
 
 class JsonFormatter(logging.Formatter):
-    """A JSON object with timestamp (UTC), level, process, target and message.
+    """A JSON object with timestamp (UTC), level, process, incarnation, host, target and message.
 
     It has request_id if the line is about a request, and exception if there is one.
     """
 
-    def __init__(self, process: str) -> None:
+    def __init__(self, process: str, incarnation: str = "") -> None:
         super().__init__()
         self.process = process
+        self.incarnation = incarnation
+        self.host = socket.gethostname()
 
     def format(self, record: logging.LogRecord) -> str:
         line = {
             "timestamp": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
             "level": record.levelname,
             "process": self.process,
+            "incarnation": self.incarnation,
+            "host": self.host,
             "target": record.name,
             "message": record.getMessage(),
         }
@@ -58,9 +64,20 @@ class JsonFormatter(logging.Formatter):
         return json.dumps(line, ensure_ascii=False, default=str)
 
 
-def set_up(process: str, level: str, as_json: bool = False) -> None:
-    """Send all logging of this process, and Python's warnings, to stderr. `process` is its name, as `w0`."""
+def set_up(process: str, level: str, as_json: bool = False, incarnation: str = "") -> None:
+    """Send all logging of this process, and Python's warnings, to stderr. `process` is its name, as `w0`.
+
+    As JSON, an exception that ends the process is a line of the log, too.
+    """
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(JsonFormatter(process) if as_json else TextFormatter(process))
+    handler.setFormatter(JsonFormatter(process, incarnation) if as_json else TextFormatter(process))
+    sys.excepthook = log_uncaught if as_json else sys.__excepthook__
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
     logging.captureWarnings(True)
+
+
+def log_uncaught(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
+    if issubclass(kind, KeyboardInterrupt):
+        sys.__excepthook__(kind, error, traceback)
+    else:
+        logging.getLogger(__name__).critical("%r ends this process", error, exc_info=(kind, error, traceback))

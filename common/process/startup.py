@@ -10,7 +10,7 @@ import setproctitle
 
 from common.broker import client
 from common.metrics import http
-from common.process import logs, parent_death
+from common.process import logs, parent_death, readiness
 from common.process.incarnations import new_incarnation
 from common.settings.settings import Settings
 
@@ -41,6 +41,6 @@ def start_process(kind: str, name: str) -> ProcessIdentity:
 
 def configure_process(own: ProcessIdentity, settings: Settings) -> None:
     """Set up logging, and serve this process's metrics. Raises SettingError."""
-    logs.set_up(own.name, settings.log_level, settings.json_output)
+    logs.set_up(own.name, settings.log_level, settings.json_output, own.incarnation)
     client.broker_url(settings)
-    http.start_metrics_server(settings)
+    http.start_metrics_server(settings, readiness.READY.is_set)

@@ -2,8 +2,10 @@
 
 import asyncio
 import errno
+import logging
 import os
 import socket
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -13,7 +15,10 @@ from common.process import cpu, memory
 from common.settings.settings import SettingError, Settings
 from deploy.serve.progress import progress
 
+log = logging.getLogger(__name__)
+
 MIB = 2**20
+POLL_S = 0.5
 NVIDIA = Path("/dev/nvidiactl")
 
 
@@ -90,7 +95,7 @@ def with_model(settings: Settings) -> Settings:
     May download or convert.
     """
     set_hub_variables(settings)
-    with progress() as show:
+    with progress(settings.json_output) as show:
         path = model_files.resolve(
             settings.model_id,
             settings.revision,
@@ -100,6 +105,26 @@ def with_model(settings: Settings) -> Settings:
         )
     names = tuple(dict.fromkeys((*settings.served_model_name, settings.model_id)))
     return settings.model_copy(update={"model_id": os.fspath(path), "served_model_name": names})
+
+
+def wait_for_model(settings: Settings) -> Settings:
+    """As `with_model`, after a worker has converted the model where this process cannot."""
+    said = False
+    while True:
+        try:
+            return with_model(settings)
+        except model_files.NotConverted as error:
+            if not said:
+                log.info("waiting for the model: %s", error)
+            said = True
+        time.sleep(POLL_S)
+
+
+def describe_access(settings: Settings) -> str:
+    """Who may send requests, in words; not the key itself."""
+    if settings.api_key is None:
+        return "requests need no key (API_KEY is not set)"
+    return "requests must carry the key in API_KEY"
 
 
 def set_hub_variables(settings: Settings) -> None:

@@ -1,7 +1,7 @@
 """The processes that make a fleet on one machine."""
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from common.settings.settings import SettingError, Settings
@@ -12,11 +12,15 @@ from deploy.serve.socket_keeper import SocketKeeper
 from deploy.serve.supervised_process import SupervisedProcess
 
 MODULES = {"batcher": "batcher", "worker": "gpu_worker", "gateway": "api", "jobs": "api.arq.process"}
+KINDS = {"api": "gateway", "batcher": "batcher", "worker": "worker", "jobs": "jobs"}
+"""Words of the command line → kinds of processes."""
+WITH_MODEL = ("gateway", "worker")
+"""Kinds of processes that read files of the model."""
 
 
 @dataclass(slots=True)
 class LocalFleet:
-    """What `tokenfleet serve` runs.
+    """What `tokenfleet serve` runs, or `tokenfleet supervise`: one process.
 
     Attributes:
         settings: with the `redis_url` that all processes use.
@@ -46,6 +50,11 @@ class LocalFleet:
         """All but the broker, in the order of their start."""
         return [*self.batchers, *self.workers, *self.gateways, *self.jobs]
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether it can serve by itself."""
+        return bool(self.batchers and self.workers and self.gateways)
+
 
 def command(module: str) -> list[str]:
     """Runs one of our modules; -P because a folder `api` where the user stands is none of ours."""
@@ -56,24 +65,35 @@ def new_fleet(settings: Settings, broker: Broker | None) -> LocalFleet:
     """A fleet not yet started. `broker` is the one to start, None where `settings.redis_url` leads to
     another.
     """
+    counts = {
+        "batcher": settings.num_batchers,
+        "worker": settings.num_workers,
+        "gateway": settings.num_gateways,
+        "jobs": settings.num_jobs,
+    }
+    return build_fleet(settings, broker, counts)
+
+
+def build_fleet(settings: Settings, broker: Broker | None, counts: Mapping[str, int]) -> LocalFleet:
+    """As `new_fleet`, with so many processes of each kind."""
     environ = settings.environ()
 
-    def members(kind: str, count: int) -> list[SupervisedProcess]:
+    def members(kind: str) -> list[SupervisedProcess]:
         return [
             SupervisedProcess(kind, f"{kind[0]}{number}", command(MODULES[kind]), environ)
-            for number in range(count)
+            for number in range(counts.get(kind, 0))
         ]
 
     fleet = LocalFleet(
         settings=settings,
         brokers=[SupervisedProcess("broker", "broker", broker.command(), {})] if broker else [],
-        batchers=members("batcher", settings.num_batchers),
-        workers=members("worker", settings.num_workers),
-        gateways=members("gateway", settings.num_gateways),
-        jobs=members("jobs", settings.num_jobs),
+        batchers=members("batcher"),
+        workers=members("worker"),
+        gateways=members("gateway"),
+        jobs=members("jobs"),
         keeper=SocketKeeper(settings.gateway_grace_s),
     )
-    if settings.preload_worker is not False:
+    if fleet.workers and settings.preload_worker is not False:
         fleet.preloaded = PreloadedWorker(settings, command(MODULES["worker"]), environ)
         for worker in fleet.workers:
             worker.preloaded = fleet.preloaded

@@ -28,6 +28,8 @@ def serve(settings: Settings) -> int:
         SettingError: the settings cannot be served; nothing was started.
     """
     logs.set_up("serve", settings.log_level, settings.json_output)
+    if settings.api_key is not None:
+        log.info("%s", checks.describe_access(settings))
     checks.check_ranks()
     checks.check_port(settings)
     checks.check_memory(settings)
@@ -67,9 +69,17 @@ async def launch(fleet: LocalFleet, tasks: asyncio.TaskGroup) -> None:
         tasks.create_task(supervise(process, fleet, tasks))
     if await wait_until_ready(fleet):
         fleet.was_ready = True
-        print(last_lines(fleet.settings), flush=True)
+        if fleet.is_whole:
+            say_how_to_use(fleet.settings)
         if fleet.preloaded is not None:
             tasks.create_task(fleet.preloaded.keep(partial(workers_are_ready, fleet)))
+
+
+def say_how_to_use(settings: Settings) -> None:
+    if settings.json_output:
+        log.info("serves %s at %s", settings.model_name, checks.base_url(settings))
+    else:
+        print(last_lines(settings), flush=True)
 
 
 async def supervise(process: SupervisedProcess, fleet: LocalFleet, tasks: asyncio.TaskGroup) -> None:

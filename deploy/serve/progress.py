@@ -1,19 +1,25 @@
 """Progress of the steps before the first process starts, such as a download."""
 
 import contextlib
+import logging
 import sys
 from collections.abc import Callable, Iterator
 
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
+log = logging.getLogger(__name__)
+
 
 @contextlib.contextmanager
-def progress() -> Iterator[Callable[[str], None]]:
+def progress(as_json: bool = False) -> Iterator[Callable[[str], None]]:
     """Yield a function that shows the current step: in a terminal one live line with the time, elsewhere a
-    line for each step.
+    line for each step, which is one of the log as JSON.
     """
     console = Console(stderr=True)
+    if as_json:
+        yield log.info
+        return
     if not console.is_terminal:
         yield lambda text: print(text, file=sys.stderr, flush=True)
         return

@@ -13,6 +13,8 @@ from deploy.serve.supervised_process import stop
 log = logging.getLogger(__name__)
 
 SHORT_STOP_S = 3.0
+LAST_WORDS_S = 5.0
+"""How long a process may take to end when its time to drain is over."""
 ONE_REQUEST_S = 0.5
 COUNT_TIMEOUT_S = 1.0
 
@@ -61,8 +63,9 @@ async def drain(fleet: LocalFleet) -> None:
         await live_requests(fleet.settings),
     )
     fleet.keeper.close()  # a gateway without it finishes its answers itself
-    await stop([*fleet.gateways, *fleet.jobs], timeout_s)
-    await stop([*fleet.batchers, *fleet.workers], SHORT_STOP_S)
+    await stop([*fleet.gateways, *fleet.jobs], timeout_s + LAST_WORDS_S)
+    rest_s = SHORT_STOP_S if fleet.is_whole else timeout_s + LAST_WORDS_S
+    await stop([*fleet.batchers, *fleet.workers], rest_s)
     await stop(fleet.brokers, SHORT_STOP_S)
 
 

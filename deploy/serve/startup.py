@@ -67,8 +67,8 @@ async def wait_until_ready(fleet: LocalFleet) -> bool:
     line = StartupLine(sys.stderr)
     async with connect(fleet.settings.redis_url) as redis:
         try:
-            while not await is_healthy(fleet.settings):
-                if not all(gateway.should_run for gateway in fleet.gateways):
+            while not await is_ready(fleet):
+                if not all(process.should_run for process in fleet.ours):
                     return False
                 line.show(await describe_wait(fleet, redis), clock() - started_s)
                 await asyncio.sleep(POLL_S)
@@ -87,15 +87,25 @@ async def describe_wait(fleet: LocalFleet, redis: Redis) -> str:
                 pipe.exists(keys.worker(worker.incarnation))
                 pipe.hget(keys.process("starting", worker.incarnation), "doing")
             pipe.exists(keys.batcher)
-            *answers, is_led = await pipe.execute()
+            pipe.zcard(keys.workers)
+            *answers, is_led, num_workers = await pipe.execute()
     except ERRORS:
         return "the broker"
     for worker, is_ready, doing in zip(fleet.workers, answers[::2], answers[1::2], strict=True):
         if not is_ready:
             workers.setdefault(doing.decode() if doing else "starting", []).append(worker.name)
     if not workers:
+        if not num_workers:
+            return "a worker"
         return "the gateway" if is_led else "the batcher"
     return ", ".join(f"{' '.join(names)}: {doing}" for doing, names in workers.items())
+
+
+async def is_ready(fleet: LocalFleet) -> bool:
+    """Whether the fleet can do its part: with a gateway, answer; with workers alone, compute."""
+    if fleet.gateways:
+        return await is_healthy(fleet.settings)
+    return not fleet.workers or await workers_are_ready(fleet)
 
 
 async def workers_are_ready(fleet: LocalFleet) -> bool:

@@ -12,6 +12,7 @@ from common.messages.packing import pack_ids
 from common.messages.plan import Plan, RowStart
 from common.messages.records import unpack_records
 from common.metrics import catalogue
+from common.process.readiness import READY
 from gpu_worker.agent.engine_client import EngineClient
 from gpu_worker.agent.state import AgentState
 from gpu_worker.agent.steps import StepHandler
@@ -60,6 +61,7 @@ class PlanHandler:
         state.plan = plan.number
         state.acknowledged = plan.acknowledged
         if plan.takeover:
+            READY.set()
             self.take_over(plan)
             return
         state.until = max(state.until, plan.until)

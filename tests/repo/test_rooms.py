@@ -13,7 +13,7 @@ FLOORS = {
         "bench",
         "cli commands doctor",
         "serve",
-        "requirements",
+        "lock requirements",
     ],
     "api": [
         "__main__",

@@ -270,11 +270,11 @@ from common.metrics import catalogue, http
 from common.settings.settings import Settings
 from deploy.serve.embedded_broker import free_port
 host, port = sys.argv[1], free_port()
-http.start_metrics_server(Settings(metrics_port=port, hostname=host))
+http.start_metrics_server(Settings(metrics_port=port, hostname=host), lambda: True)
 catalogue.GRANTS.add(7)
 print(urllib.request.urlopen(f"http://{f'[{host}]' if ':' in host else host}:{port}/metrics").read().decode())
 try:
-    http.start_metrics_server(Settings(metrics_port=port, hostname=host))
+    http.start_metrics_server(Settings(metrics_port=port, hostname=host), lambda: True)
 except Exception as error:
     print("#", error)
 """

@@ -2,6 +2,8 @@
 
 import json
 import logging
+import os
+import socket
 import subprocess
 import sys
 from datetime import datetime
@@ -21,12 +23,14 @@ def test_a_text_line() -> None:
 
 
 def test_a_json_line() -> None:
-    line = json.loads(JsonFormatter("g0").format(record('a "word"\nof %d', 2, **for_request("r1"))))
+    line = json.loads(JsonFormatter("g0", "g0-1").format(record('a "word"\nof %d', 2, **for_request("r1"))))
     stamp = datetime.fromisoformat(line.pop("timestamp"))
     assert stamp.tzinfo is not None and abs(stamp.timestamp() - datetime.now().timestamp()) < 60
     assert line == {
         "level": "WARNING",
         "process": "g0",
+        "incarnation": "g0-1",
+        "host": socket.gethostname(),
         "target": "api.server",
         "message": 'a "word"\nof 2',
         "request_id": "r1",
@@ -57,9 +61,24 @@ try:
     1 / 0
 except ZeroDivisionError:
     logging.exception("crash")
+raise ValueError("the end")
 """
-    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stderr
-    odd, old, crash = (json.loads(line) for line in said.splitlines())
+    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stderr
+    odd, old, crash, end = (json.loads(line) for line in said.splitlines())
     assert (odd["process"], odd["target"], odd["message"]) == ("w0", "uvicorn.error", "odd")
     assert "UserWarning: old" in old["message"]
     assert crash["message"] == "crash" and "ZeroDivisionError" in crash["exception"]
+    assert end["level"] == "CRITICAL" and "the end" in end["message"] and "ValueError" in end["exception"]
+
+
+def test_the_line_of_a_refused_setting_is_json_too() -> None:
+    code = """
+from common.settings.settings import Settings, exit_when_unservable
+with exit_when_unservable():
+    Settings.read([])
+"""
+    environ = os.environ | {"JSON_OUTPUT": "true", "MAX_BATCH_SIZE": "none", "INCARNATION": "w0-1"}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environ)
+    line = json.loads(done.stderr)
+    assert done.returncode == os.EX_CONFIG and line["message"].startswith("MAX_BATCH_SIZE: ")
+    assert (line["level"], line["incarnation"]) == ("ERROR", "w0-1")

@@ -2,6 +2,7 @@ from pathlib import Path
 
 import pytest
 
+from common.model_files import NotConverted
 from common.process import cpu, memory
 from common.settings.settings import SettingError, Settings
 from deploy.serve import checks
@@ -52,3 +53,28 @@ def test_serve_under_torchrun_is_refused(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(SettingError, match="WORLD_SIZE: is set by torchrun"):
         checks.check_ranks()
+
+
+def test_a_gateway_waits_for_the_model_that_a_worker_converts(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    monkeypatch.setattr(checks, "POLL_S", 0.0)
+    answers = [NotConverted("model_id", "x.gguf is converted by a worker first")] * 2
+
+    def with_model(settings: Settings) -> Settings:
+        if answers:
+            raise answers.pop()
+        return settings
+
+    monkeypatch.setattr(checks, "with_model", with_model)
+    assert checks.wait_for_model(Settings()) == Settings()
+    assert [line for line in caplog.messages if "converted by a worker" in line] == [
+        "waiting for the model: MODEL_ID: x.gguf is converted by a worker first"
+    ]
+
+
+def test_who_may_send_requests_is_said_without_the_key() -> None:
+    assert "need no key" in checks.describe_access(Settings())
+    said = checks.describe_access(Settings(api_key="secret"))
+    assert "must carry the key" in said and "secret" not in said

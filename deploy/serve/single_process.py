@@ -1,0 +1,37 @@
+"""`tokenfleet supervise KIND`: keeps one process of a fleet alive, as containers do.
+
+The process is started again at once when it ends; a worker's death is reported to the batcher; a gateway's
+answers are kept for its successor.
+"""
+
+import asyncio
+import logging
+from collections.abc import Sequence
+
+import setproctitle
+
+from common.process import logs
+from common.process.parent_death import die_with_parent
+from common.settings.settings import SettingError, Settings
+from deploy.serve import checks, launcher
+from deploy.serve.fleet import KINDS, WITH_MODEL, build_fleet
+
+log = logging.getLogger(__name__)
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run until told to end. Returns the exit code. Raises SettingError."""
+    word = argv[0] if argv else ""
+    if word not in KINDS:
+        raise SettingError("supervise", f"{word!r} is no process of a fleet; these are: {', '.join(KINDS)}")
+    kind = KINDS[word]
+    settings = Settings.read(argv[1:], prog=f"tokenfleet supervise {word}")
+    logs.set_up(f"supervisor of {kind[0]}0", settings.log_level, settings.json_output)
+    die_with_parent()
+    setproctitle.setproctitle(f"tokenfleet supervise {word}")
+    if kind == "gateway":
+        log.info("%s", checks.describe_access(settings))
+    checks.check_broker(settings)
+    if kind in WITH_MODEL:
+        settings = checks.wait_for_model(settings)
+    return asyncio.run(launcher.run(build_fleet(settings, None, {kind: 1})))

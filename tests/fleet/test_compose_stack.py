@@ -1,0 +1,181 @@
+"""The compose stack, started for real: a cold start, deaths of every kind, scaling, `down` under streams.
+
+Grafana is left out: nothing depends on it.
+"""
+
+import asyncio
+import json
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+
+from deploy.serve.embedded_broker import free_port
+from tests.support.chaos.compose_stack import ROOT, Stack, image_sizes, is_unreachable, why_no_engine
+from tests.support.waiting import wait_until
+
+SERVICES = ["redis", "proxy", "api", "batcher", "jobs", "cpu_worker", "prometheus", "alertmanager"]
+OURS = ["api", "batcher", "jobs", "cpu_worker"]
+PROMPTS = ["The sky is blue because", "Once upon a time", "The history of bread"]
+NUM_TOKENS, DISTURBED_AT = 250, 40
+JOB = {"id": "long", "inputs": "Count:", "parameters": {"max_new_tokens": 400, "ignore_eos_token": True}}
+JSON_CONTENT = {"content-type": "application/json"}
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(2400)]
+
+
+@pytest.fixture(scope="module")
+def stack() -> Iterator[Stack]:
+    if why := why_no_engine():
+        pytest.skip(why)
+    stack = Stack("tokenfleet-test", PORT=str(free_port()), KV_CACHE_BYTES="256MiB", THREADS="1")
+    built = stack.compose("build", "api", "cpu_worker", timeout_s=2000)
+    if built.returncode and is_unreachable(built.stderr):
+        pytest.skip(f"base images cannot be had: {built.stderr.strip().splitlines()[-1]}")
+    assert built.returncode == 0, built.stderr[-3000:]
+    print("images:", image_sizes())
+    stack.compose("down", "-v", "--remove-orphans")
+    try:
+        yield stack
+    finally:
+        stack.compose("down", "-v", "--remove-orphans", "-t", "5")
+
+
+class Clients:
+    """One stream for each prompt, through the proxy."""
+
+    def __init__(self, stack: Stack) -> None:
+        self.url = f"http://127.0.0.1:{stack.variables['PORT']}"
+        self.num_tokens = 0
+        self.pauses_s: list[float] = []
+
+    async def stream(self, client: httpx.AsyncClient, prompt: str) -> list[tuple[int, str]]:
+        """Index and text of every token of a stream that ended well."""
+        parameters = {"max_new_tokens": NUM_TOKENS, "ignore_eos_token": True, "details": True}
+        body = {"inputs": prompt, "parameters": parameters}
+        tokens, last_s, ended = [], time.monotonic(), False
+        async with client.stream("POST", f"{self.url}/generate_stream", json=body) as response:
+            assert response.status_code == 200, await response.aread()
+            async for line in response.aiter_lines():
+                if not line.startswith("data:"):
+                    continue
+                frame = json.loads(line[5:])
+                assert "error" not in frame, frame
+                tokens.append((frame["index"], frame["token"]["text"]))
+                ended = frame["generated_text"] is not None
+                self.num_tokens += 1
+                self.pauses_s.append(time.monotonic() - last_s)
+                last_s = time.monotonic()
+        assert ended, f"cut after {len(tokens)} tokens"
+        return tokens
+
+    async def run(self, disturb: Callable[[], object] = lambda: None) -> list[list[tuple[int, str]]]:
+        """Whole streams; `disturb` is called when each has had some tokens."""
+        self.num_tokens, self.pauses_s = 0, []
+        async with httpx.AsyncClient(timeout=180) as client:
+            streams = [asyncio.create_task(self.stream(client, prompt)) for prompt in PROMPTS]
+            await wait_until(
+                lambda: self.num_tokens >= DISTURBED_AT * len(PROMPTS) or any(one.done() for one in streams)
+            )
+            await asyncio.to_thread(disturb)
+            return await asyncio.gather(*streams)
+
+    async def is_healthy(self) -> bool:
+        try:
+            async with httpx.AsyncClient() as client:
+                return (await client.get(f"{self.url}/health", timeout=3)).status_code == 200
+        except httpx.HTTPError:
+            return False
+
+    async def num_workers(self) -> int:
+        async with httpx.AsyncClient() as client:
+            processes = (await client.get(f"{self.url}/fleet", timeout=5)).json()["processes"]
+        return sum(one["kind"] == "worker" and one["state"] == "ready" for one in processes)
+
+
+async def test_the_stack_starts_cold_survives_deaths_scales_and_drains(stack: Stack) -> None:
+    clients = Clients(stack)
+    cold_s = await asyncio.to_thread(stack.must, "up", "-d", "--wait", "--wait-timeout", "600", *SERVICES)
+    print(f"cold up --wait: {cold_s:.0f} s")
+    assert await clients.is_healthy(), "healthy means that it serves"
+    assert [stack.restart_count(name) for name in OURS] == [0] * len(OURS)
+    want = await clients.run()
+    assert [index for index, _ in want[0]] == [*range(1, NUM_TOKENS + 1)]
+
+    async def settle(num_workers: int = 1) -> None:
+        async def is_settled() -> bool:
+            return await clients.is_healthy() and await clients.num_workers() >= num_workers
+
+        await wait_until(is_settled, 180)
+
+    async def disturb(what: str, how: Callable[[], object], num_workers: int = 1) -> None:
+        await settle(num_workers)
+        same = await clients.run(how) == want
+        print(f"{what}: longest pause {max(clients.pauses_s):.1f} s, the same tokens: {same}", flush=True)
+        assert same, what
+
+    await disturb("worker process killed", lambda: stack.kill_process("cpu_worker", "tokenfleet worker"))
+    await disturb("batcher process killed", lambda: stack.kill_process("batcher", "tokenfleet batcher"))
+    await disturb("gateway process killed", lambda: stack.kill_process("api", "tokenfleet api"))
+    await disturb("worker container killed", lambda: stack.kill_container("cpu_worker"))
+    await disturb("Redis container killed", lambda: stack.kill_container("redis"))
+    await disturb("batcher container killed", lambda: stack.kill_container("batcher"))
+    await asyncio.to_thread(
+        stack.must,
+        "up",
+        "-d",
+        "--no-build",
+        "--scale",
+        "cpu_worker=3",
+        "--scale",
+        "api=2",
+        "--scale",
+        "batcher=2",
+        *SERVICES,
+    )
+    await settle(3)
+    await disturb(
+        "one of three workers: process killed",
+        lambda: stack.kill_process("cpu_worker", "tokenfleet worker"),
+        3,
+    )
+    await disturb("one of three workers: container killed", lambda: stack.kill_container("cpu_worker"), 3)
+    await check_dashboards()
+    assert not stack.odd_log_lines(*OURS)
+    await job_and_down(stack, clients, disturb)
+    again_s = await asyncio.to_thread(stack.must, "up", "-d", "--no-build", "--wait", *SERVICES)
+    print(f"up --wait again: {again_s:.0f} s")
+    await wait_until(lambda: stack.redis("GET", "tf:{default}:result:long"), 180)
+    await disturb("after down and up", lambda: None)
+
+
+async def job_and_down(
+    stack: Stack, clients: Clients, disturb: Callable[[str, Callable[[], object]], Awaitable[None]]
+) -> None:
+    """`down` while streams and a job run: the streams are finished, the volumes kept."""
+    took_s: list[float] = []
+
+    def down() -> None:
+        stack.redis("XADD", "tf:{default}:submit", "*", "job", json.dumps(JOB))
+        took_s.append(stack.must("down"))
+
+    await disturb("down while streams run", down)
+    print(f"down with streams in flight: {took_s[0]:.0f} s")
+    assert {"redis", "models", "prometheus"} <= stack.volumes()
+
+
+async def check_dashboards() -> None:
+    """Every query of the dashboard is answered by the Prometheus that scraped this fleet."""
+    panels = json.loads(Path(ROOT, "deploy/grafana/dashboards/tokenfleet.json").read_text())["panels"]
+    queries = [target["expr"] for panel in panels for target in panel.get("targets", ())]
+    filled = [
+        query.replace("$service", "tokenfleet").replace("$pool", ".*").replace("$__rate_interval", "5m")
+        for query in queries
+    ]
+    async with httpx.AsyncClient(base_url="http://127.0.0.1:9090") as client:
+        answers = [(await client.get("/api/v1/query", params={"query": query})).json() for query in filled]
+    assert [one for one in answers if one["status"] != "success"] == []
+    empty = [query for query, one in zip(queries, answers, strict=True) if not one["data"]["result"]]
+    print(f"dashboard: {len(queries)} queries, {len(empty)} without a series: {empty}")

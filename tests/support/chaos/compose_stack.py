@@ -1,0 +1,129 @@
+"""The compose stack, for tests: is there an engine, and what is asked of it."""
+
+import json
+import os
+import re
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[3]
+COMPOSE_VERSION = (2, 24)
+UNREACHABLE = (
+    "failed to resolve",
+    "pull access denied",
+    "no such host",
+    "failed to do request",
+    "manifest unknown",
+)
+"""Words of an engine that cannot have a base image."""
+
+
+def why_no_engine() -> str:
+    """Why no compose stack can be started here; empty where one can."""
+    try:
+        done = run(["docker", "info"], timeout_s=20)
+        if done.returncode:
+            return "no container engine answers: " + done.stderr.strip().splitlines()[-1]
+        version = run(["docker", "compose", "version", "--short"], timeout_s=20)
+    except (FileNotFoundError, subprocess.TimeoutExpired) as error:
+        return f"no container engine: {error}"
+    numbers = tuple(int(word) for word in re.findall(r"\d+", version.stdout)[:2])
+    if version.returncode or numbers < COMPOSE_VERSION:
+        return f"Compose 2.24 or later is needed, this is {version.stdout.strip() or 'none'}"
+    return ""
+
+
+def run(words: list[str], timeout_s: float = 300, **variables: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        words, cwd=ROOT, env=os.environ | variables, capture_output=True, text=True, timeout=timeout_s
+    )
+
+
+class Stack:
+    """One project of the unmodified compose file, with a worker on the processor.
+
+    Attributes:
+        variables: of the shell that calls compose.
+    """
+
+    def __init__(self, project: str, **variables: str) -> None:
+        self.project = project
+        self.variables = variables
+
+    def compose(self, *words: str, timeout_s: float = 900) -> subprocess.CompletedProcess[str]:
+        command = ["docker", "compose", "-p", self.project, "--profile", "cpu", *words]
+        return run(command, timeout_s, **self.variables)
+
+    def must(self, *words: str) -> float:
+        """Seconds that a command took, which has to succeed."""
+        started_s = time.monotonic()
+        done = self.compose(*words)
+        assert done.returncode == 0, done.stderr[-3000:]
+        return time.monotonic() - started_s
+
+    def container(self, service: str, number: int = 1) -> str:
+        return f"{self.project}-{service}-{number}"
+
+    def inspect(self, service: str, template: str) -> str:
+        return run(["docker", "inspect", "-f", template, self.container(service)]).stdout.strip()
+
+    def kill_process(self, service: str, title: str) -> None:
+        """SIGKILL to the process of this title inside of a container; its parent there stays."""
+        code = (
+            "import os, pathlib, signal\n"
+            "for path in pathlib.Path('/proc').glob('[0-9]*/cmdline'):\n"
+            f"    if path.read_bytes().startswith({title.encode()!r}):\n"
+            "        os.kill(int(path.parent.name), signal.SIGKILL)"
+        )
+        done = run(["docker", "exec", self.container(service), "python", "-c", code])
+        assert done.returncode == 0, done.stderr
+
+    def kill_container(self, service: str) -> None:
+        """SIGKILL to all of it, by its first process; the engine starts it again."""
+        pid = self.inspect(service, "{{.State.Pid}}")
+        done = run(
+            [
+                "docker",
+                "run",
+                "--rm",
+                "--pid=host",
+                "--privileged",
+                "--user=0",
+                "--entrypoint=python",
+                "tokenfleet",
+                "-c",
+                f"import os; os.kill({pid}, 9)",
+            ]
+        )
+        assert done.returncode == 0, done.stderr
+
+    def restart_count(self, service: str) -> int:
+        return int(self.inspect(service, "{{.RestartCount}}"))
+
+    def odd_log_lines(self, *services: str) -> list[str]:
+        """Lines of their logs that are no JSON objects."""
+        odd = []
+        for line in self.compose("logs", "--no-log-prefix", *services).stdout.splitlines():
+            try:
+                assert isinstance(json.loads(line), dict)
+            except (ValueError, AssertionError):
+                odd.append(line)
+        return odd
+
+    def redis(self, *words: str) -> str:
+        return run(["docker", "exec", self.container("redis"), "redis-cli", *words]).stdout.strip()
+
+    def volumes(self) -> set[str]:
+        listed = run(["docker", "volume", "ls", "-q", "-f", f"name={self.project}_"]).stdout.split()
+        return {name.removeprefix(f"{self.project}_") for name in listed}
+
+
+def is_unreachable(error: str) -> bool:
+    return any(words in error for words in UNREACHABLE)
+
+
+def image_sizes() -> dict[str, Any]:
+    listed = run(["docker", "images", "--format", "{{.Repository}} {{.Size}}"]).stdout.splitlines()
+    return dict(line.split(" ", 1) for line in listed if line.startswith("tokenfleet"))
