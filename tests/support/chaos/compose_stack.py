@@ -91,13 +91,11 @@ class Stack:
 
     def odd_log_lines(self, *services: str) -> list[str]:
         """Lines of their logs that are no JSON objects."""
-        odd = []
-        for line in self.compose("logs", "--no-log-prefix", *services).stdout.splitlines():
-            try:
-                assert isinstance(json.loads(line), dict)
-            except (ValueError, AssertionError):
-                odd.append(line)
-        return odd
+        names = self.compose("ps", "-q", *services).stdout.split()
+        logs = [run(["docker", "logs", name]) for name in names]
+        lines = [line for log in logs for line in (log.stdout + log.stderr).splitlines()]
+        assert len(names) >= len(services) and lines
+        return [line for line in lines if not is_json_object(line)]
 
     def redis(self, *words: str) -> str:
         return run(["docker", "exec", self.container("redis"), "redis-cli", *words]).stdout.strip()
@@ -105,6 +103,13 @@ class Stack:
     def volumes(self) -> set[str]:
         listed = run(["docker", "volume", "ls", "-q", "-f", f"name={self.project}_"]).stdout.split()
         return {name.removeprefix(f"{self.project}_") for name in listed}
+
+
+def is_json_object(line: str) -> bool:
+    try:
+        return isinstance(json.loads(line), dict)
+    except ValueError:
+        return False
 
 
 def is_unreachable(error: str) -> bool:
