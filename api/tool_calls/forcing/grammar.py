@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 import llguidance
 
-from api.errors import invalid
+from api.errors import ApiError, invalid
 from api.offload import LONG, offload
 from api.structured_output.grammar import MAX_GRAMMAR_BYTES, byte_vocabulary
-from api.tool_calls.forcing.harmony_rules import harmony_answer
+from api.tool_calls.forcing.harmony_rules import harmony_answer, harmony_final
 from api.tool_calls.forcing.lark import TEXT, Lark, escaped
 from api.tool_calls.forcing.offer import CallsRule, Offer
 from api.tool_calls.forcing.rules import RULES
@@ -19,6 +19,7 @@ from api.tool_calls.formats.table import CallFormat
 from api.tool_calls.reading.deltas import Tool
 from api.tool_calls.reasoning import ReasoningFormat
 
+HARMONY = "openai"
 SPACE = r"/\n{0,2}/"
 
 
@@ -63,14 +64,14 @@ async def call_grammar(
     reasoning: ReasoningFormat | None = None,
     prompt: str = "",
 ) -> str:
-    """The grammar, in llguidance's form, of an answer that may call these functions; "" if nothing is forced:
-    no call is required, and no function is strict. Raises ApiError (422) that names the function, the keyword
-    at fault and its place.
+    """The grammar, in llguidance's form, of an answer that may call these functions; "" if nothing is forced.
+
+    Where no call is required and no function is strict, calls are forced from the mark with which they begin;
+    not in formats without one, and not if the grammar cannot be compiled. Raises ApiError (422) that names
+    the function, the keyword at fault and its place.
 
     `special_ids` are the ids of the model's special tokens, by their texts; `prompt` is its end at least.
     """
-    if not choice.is_required and not any(tool.strict for tool in tools):
-        return ""
     key = json.dumps([[tool.name, tool.parameters, tool.strict] for tool in tools])
     if len(key) > MAX_GRAMMAR_BYTES:
         raise invalid(f"`tools` must have at most {MAX_GRAMMAR_BYTES} characters. Given: {len(key)}", "tools")
@@ -85,10 +86,22 @@ def compile_calls(
     name: str, key: str, choice: CallChoice, ids: tuple[tuple[str, int], ...], thinking: Thinking
 ) -> str:
     tools = [Tool(*fields) for fields in json.loads(key)]
-    schemas = [forced_schema(tool, choice.is_required) for tool in tools]
-    offer = Offer(tools, schemas, choice.is_parallel)
-    check(tools, answer(name, Lark({}), offer, choice, thinking))
+    is_promised = choice.is_required or any(tool.strict for tool in tools)
+    offer = Offer(tools, [forced_schema(tool) for tool in tools], choice.is_parallel)
+    if not is_promised and not has_mark(name, Lark(dict(ids)), offer):
+        return ""
+    try:
+        check(tools, answer(name, Lark({}), offer, choice, thinking))
+    except ApiError:
+        if is_promised:
+            raise
+        return ""
     return answer(name, Lark(dict(ids)), offer, choice, thinking)
+
+
+def has_mark(name: str, lark: Lark, offer: Offer) -> bool:
+    """Whether calls begin with a mark, so that text is free up to it."""
+    return name != HARMONY and RULES[name](lark, offer).mark != ""
 
 
 def check(tools: Sequence[Tool], source: str) -> None:
@@ -103,7 +116,7 @@ def check(tools: Sequence[Tool], source: str) -> None:
 
 
 def answer(name: str, lark: Lark, offer: Offer, choice: CallChoice, thinking: Thinking) -> str:
-    if name == "openai":
+    if name == HARMONY:
         return lark.source(harmony_answer(lark, offer, choice.is_required))
     calls = RULES[name](lark, offer)
     body = required(lark, calls) if choice.is_required else optional(lark, calls, choice.is_parallel)
@@ -135,15 +148,24 @@ def thought(lark: Lark, thinking: Thinking) -> str:
 
 
 def after_thinking(
-    source: str, reasoning: ReasoningFormat | None, prompt: str, special_ids: Mapping[str, int]
+    source: str,
+    reasoning: ReasoningFormat | None,
+    prompt: str,
+    special_ids: Mapping[str, int],
+    calls: CallFormat | None = None,
 ) -> str:
-    """A grammar that was compiled for a whole answer, as one for what follows the model's thinking."""
-    thinking = thinking_after(reasoning, prompt)
-    if thinking.form is None:
+    """A grammar that was compiled for a whole answer, as one for what follows the model's thinking; in
+    Harmony, which is thinking and calls in one, for the final message.
+    """
+    lark, thinking = Lark(special_ids), thinking_after(reasoning, prompt)
+    if calls is not None and calls.name == HARMONY:
+        start = harmony_final(lark, "@answer")
+    elif thinking.form is not None:
+        start = f"{thought(lark, thinking)} @answer"
+    else:
         return source
-    lark = Lark(special_ids)
-    start = {"lark_grammar": lark.source(f"{thought(lark, thinking)} @answer")}
-    return json.dumps({"grammars": [start, {**first_grammar(source), "name": "answer"}]})
+    grammars = [{"lark_grammar": lark.source(start)}, {**first_grammar(source), "name": "answer"}]
+    return json.dumps({"grammars": grammars})
 
 
 def first_grammar(source: str) -> Mapping[str, object]:

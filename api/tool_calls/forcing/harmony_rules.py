@@ -1,6 +1,8 @@
 """The grammar of a whole answer in Harmony."""
 
-from api.tool_calls.forcing.lark import Lark, literal, one_of
+from collections.abc import Sequence
+
+from api.tool_calls.forcing.lark import TEXT, Lark, literal, one_of
 from api.tool_calls.forcing.offer import Offer
 from api.tool_calls.formats import harmony
 
@@ -16,8 +18,22 @@ def harmony_answer(lark: Lark, offer: Offer, is_required: bool) -> str:
         f'{channel} "commentary to=" {name} " " {lark.mark(harmony.CONSTRAIN)} "json" {message} {value}'
         for name, value in names
     ]
-    text = lark.until(END)
-    asides = one_of(['"analysis"'] if is_required else ['"analysis"', '"commentary"'])
-    aside = f'{channel} {asides} {message} {text} {lark.mark(harmony.START)} "assistant"'
-    final = [] if is_required else [f'{channel} "final" {message} /(.|\\n)*/']
-    return f"({aside})* {one_of([*before, *after, *final])}"
+    final = [] if is_required else [final_message(lark, TEXT)]
+    asides = ["analysis"] if is_required else ["analysis", "commentary"]
+    return f"({aside(lark, asides)})* {one_of([*before, *after, *final])}"
+
+
+def harmony_final(lark: Lark, content: str) -> str:
+    """Analysis, then the final answer, with this content."""
+    return f"({aside(lark, ['analysis'])})* {final_message(lark, content)}"
+
+
+def aside(lark: Lark, channels: Sequence[str]) -> str:
+    """A message that is no answer, and the beginning of the next one."""
+    names = one_of(literal(channel) for channel in channels)
+    text = f"{lark.mark(harmony.MESSAGE)} {lark.until(END)}"
+    return f'{lark.mark(harmony.CHANNEL)} {names} {text} {lark.mark(harmony.START)} "assistant"'
+
+
+def final_message(lark: Lark, content: str) -> str:
+    return f'{lark.mark(harmony.CHANNEL)} "final" {lark.mark(harmony.MESSAGE)} {content}'

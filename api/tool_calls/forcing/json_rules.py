@@ -45,6 +45,16 @@ def list_between(open: str, close: str = "") -> Rule:
     return rule
 
 
+def list_after(word: str) -> Rule:
+    """A list of calls behind a word, which begins them only with the list's bracket."""
+
+    def rule(lark: Lark, offer: Offer) -> CallsRule:
+        calls = listed(call_objects(lark, offer, "arguments"), ", ", offer.is_parallel)
+        return CallsRule(f"{word}[", f'{calls} "]"')
+
+    return rule
+
+
 def mistral_calls(lark: Lark, offer: Offer) -> CallsRule:
     """Models with the mark of arguments write names and arguments, others a list."""
     if mistral.ARGS not in lark.special_ids:

@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping
 
 from api.tool_calls.forcing.json_rules import (
     fenced_sections,
+    list_after,
     list_between,
     llama_calls,
     mistral_calls,
@@ -33,7 +34,7 @@ RULES: Mapping[str, Callable[[Lark, Offer], CallsRule]] = {
     "granite": list_between("<|tool_call|>"),
     "nemotron_json": list_between("<TOOLCALL>", "</TOOLCALL>"),
     "jamba": list_between("<tool_calls>", "</tool_calls>"),
-    "phi4_mini_json": list_between("functools"),
+    "phi4_mini_json": list_after("functools"),
     "tgi": tgi_call,
 }
 """By the names of formats; Harmony has a grammar of its own."""

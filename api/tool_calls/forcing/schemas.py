@@ -20,12 +20,10 @@ def field_of(tool: Tool) -> str:
     return f"tools.{tool.name}.parameters"
 
 
-def forced_schema(tool: Tool, is_required: bool) -> Mapping[str, Any]:
-    """The schema that a grammar forces, which it can be compiled for. Raises ApiError if a strict function's
-    cannot be. Calls of others match theirs only where they are required and it can be compiled.
+def forced_schema(tool: Tool) -> Mapping[str, Any]:
+    """The schema that a grammar forces: the function's own, or if that cannot be forced any object. Raises
+    ApiError if it cannot be, and the function is strict.
     """
-    if not (tool.strict or is_required):
-        return with_whitespace(ANY_OBJECT)
     try:
         schema = closed(tool.parameters)
         compile_cached(Grammar("json", json.dumps(schema), field_of(tool)))

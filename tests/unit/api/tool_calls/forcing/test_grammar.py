@@ -3,6 +3,7 @@
 import asyncio
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import jsonschema
@@ -75,9 +76,11 @@ def test_with_a_strict_function_text_is_free_and_calls_are_valid(name: str) -> N
     check([call for call in answer.calls if call[0] == WEATHER.name])
 
 
+@pytest.mark.parametrize("strict", [False, True])
 @pytest.mark.parametrize("marks", [(), ("<tool_call>", "</tool_call>")], ids=["text", "special"])
-def test_a_call_is_forced_where_one_begins(marks: tuple[str, ...]) -> None:
-    source = grammar("hermes", CallChoice(is_required=False), special_ids(*marks), (WEATHER,))
+def test_a_call_is_forced_where_one_begins(marks: tuple[str, ...], strict: bool) -> None:
+    tools = (replace(WEATHER, strict=strict),)
+    source = grammar("hermes", CallChoice(is_required=False), special_ids(*marks), tools)
     begin = "Let me see. <tool_call>\n"
     assert accepts(source, "It rains.", marks)
     assert accepts(source, f'{begin}{{"name": "weather", "arguments": {{"city": "', marks)
@@ -97,8 +100,9 @@ def accepts(source: str, text: str, marks: tuple[str, ...] = ()) -> bool:
     return bool(matcher.try_consume_tokens(tokens) == len(tokens))
 
 
-def test_nothing_is_forced_without_need() -> None:
-    assert grammar("hermes", CallChoice(is_required=False), {}, TOOLS[1:]) == ""
+def test_nothing_is_forced_without_need_where_calls_have_no_mark() -> None:
+    for name in ("llama3_json", "pythonic", "tgi", "openai"):
+        assert grammar(name, CallChoice(is_required=False), {}, TOOLS[1:]) == ""
 
 
 @pytest.mark.parametrize("name", ["hermes", "qwen3_coder", "tgi"])
@@ -171,3 +175,12 @@ def test_special_marks_of_thinking_are_tokens() -> None:
     text = Walker(DIRECTORY, ids).walk(after_thinking(source, QWEN, "<think>\n", ids), 0)
     answer = Reading(reasoning=QWEN, prompt="<think>\n").read(text)
     assert isinstance(json.loads(answer.content), dict)
+
+
+def test_in_harmony_structured_output_is_the_final_message() -> None:
+    source = asyncio.run(compile_grammar(JSON))
+    form = CALL_FORMATS["openai"]
+    ids = special_ids(*form.marks)
+    for seed in range(2):
+        text = Walker(DIRECTORY, ids).walk(after_thinking(source, None, "", ids, form), seed)
+        assert isinstance(json.loads(Reading(form).read(text).content), dict)
