@@ -23,6 +23,7 @@ from api.tool_calls.reasoning import REASONING_FORMATS
 from common.messages.answer import Reading
 
 ID_CHARS = 24
+SHORT_ID_CHARS = 9
 
 
 @dataclass(slots=True)
@@ -99,7 +100,8 @@ class AnswerReader:
     def call_id(self, index: int) -> str:
         """The id of a call: the same at whichever gateway it is read, and no other call's."""
         digest = hashlib.sha256(f"{self.name}/{index}".encode()).hexdigest()
-        return f"call_{digest[:ID_CHARS]}"
+        form = CALL_FORMATS.get(self.reading.calls)
+        return digest[:SHORT_ID_CHARS] if form and form.short_ids else f"call_{digest[:ID_CHARS]}"
 
     def join(self, deltas: Iterable[Delta]) -> ReadAnswer:
         """All deltas together."""

@@ -1,16 +1,58 @@
 """Grammar of a chat's answer: its structured output, the calls that it must have, and reasoning before."""
 
+import json
+from typing import Any
+
 from api.chat.tools import ToolChoice
-from api.errors import invalid
 from api.inference.tokenizer import ModelTokenizer
-from api.structured_output.grammar import Grammar
+from api.structured_output.grammar import CompiledGrammar, Grammar, compile_grammar
+from api.tool_calls.forcing.grammar import CallChoice, after_thinking, call_grammar
+from api.tool_calls.formats.table import CALL_FORMATS
+from api.tool_calls.reasoning import REASONING_FORMATS
 from common.messages.answer import Reading
 
 
 async def answer_grammar(
     grammar: Grammar | None, tools: ToolChoice | None, reading: Reading | None, tokenizer: ModelTokenizer
-) -> Grammar | None:
-    """Raises ApiError."""
-    if tools is not None and tools.is_forced:
-        raise invalid("`tool_choice` that forces a call is not supported yet", "tool_choice")
-    return grammar
+) -> Grammar | CompiledGrammar | None:
+    """What the answer must look like: where it is no call of a tool, as `grammar` says; None for anything.
+    Raises ApiError.
+    """
+    if reading is None:
+        return grammar
+    calls = "" if tools is None else await forced_calls(tools, grammar, reading, tokenizer)
+    if grammar is None or (tools is not None and tools.is_forced):
+        return CompiledGrammar(calls, "tools") if calls else None
+    reasoning = REASONING_FORMATS.get(reading.reasoning)
+    source = await compile_grammar(grammar)
+    text = after_thinking(source, reasoning, reading.prompt_end, tokenizer.special_tokens)
+    return CompiledGrammar(either(calls, text) if calls else text, grammar.field)
+
+
+async def forced_calls(
+    tools: ToolChoice, grammar: Grammar | None, reading: Reading, tokenizer: ModelTokenizer
+) -> str:
+    """The grammar of an answer's calls; "" where nothing is forced. With a grammar for all other answers,
+    this one is of those that call.
+    """
+    return await call_grammar(
+        CALL_FORMATS[reading.calls],
+        tools.callable,
+        CallChoice(tools.is_forced or grammar is not None, tools.parallel and not tools.is_named),
+        tokenizer.special_tokens,
+        REASONING_FORMATS.get(reading.reasoning),
+        reading.prompt_end,
+    )
+
+
+def either(calls: str, text: str) -> str:
+    """The grammar of answers that match one of two."""
+    start = {"lark_grammar": "start: @calls | @text"}
+    return json.dumps({"grammars": [start, *named(calls, "calls"), *named(text, "text")]})
+
+
+def named(source: str, name: str) -> list[dict[str, Any]]:
+    """The grammars of llguidance's form, JSON or Lark; the first of them has this name."""
+    is_json = source.lstrip().startswith('{"grammars"')
+    first, *others = json.loads(source)["grammars"] if is_json else [{"lark_grammar": source}]
+    return [{**first, "name": name}, *others]

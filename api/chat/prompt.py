@@ -132,8 +132,8 @@ def plain_message(message: Message) -> Message:
     if message["role"] == "tool":
         return {"role": "user", "content": message["content"], "is_result": True}
     calls = [
-        json.dumps({"name": one["function"]["name"], "parameters": one["function"]["arguments"]})
-        for one in message.get("tool_calls", [])
+        json.dumps({"name": called["name"], "parameters": called["arguments"]}, ensure_ascii=False)
+        for called in (one["function"] for one in message.get("tool_calls", []))
     ]
     lines = [message["content"]] * bool(message["content"]) + calls
     return {**message, "content": "\n".join(lines)} if calls else message

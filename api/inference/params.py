@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from api.structured_output.grammar import Grammar
+from api.structured_output.grammar import CompiledGrammar, Grammar
 from common.messages.request import SamplingParams, StoppingParams
 
 
@@ -42,7 +42,7 @@ class GenerationParams:
     sampling: SamplingParams
     seed: int | None = None
     bad_words: list[str] = field(default_factory=list)
-    grammar: Grammar | None = None
+    grammar: Grammar | CompiledGrammar | None = None
     top_n_tokens: int = 0
     prompt_logprobs: int | None = None
     n: int = 1

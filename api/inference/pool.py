@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import logging
 from collections.abc import AsyncIterator, Callable
 
 from api.background import background_task
@@ -10,11 +11,18 @@ from api.inference.batcher_monitor import BatcherMonitor
 from api.inference.capacity import WorkerMonitor
 from api.inference.relay import Relay
 from api.inference.tokenizer import ModelTokenizer
-from api.tool_calls.formats.table import CALL_FORMATS, CallFormat
+from api.tool_calls import detect
+from api.tool_calls.formats.table import ALIASES, CALL_FORMATS, CallFormat, call_format
 from api.tool_calls.reasoning import REASONING_FORMATS, ReasoningFormat
 from common.broker.client import CONNECT_TIMEOUT_S, broker_url, connect
 from common.broker.keys import Keys
 from common.settings.settings import SettingError, Settings
+
+log = logging.getLogger(__name__)
+
+PLAIN_FORMAT = "llama3_json"
+"""What a model is asked to write whose template has no tools: `{"name": …, "parameters": …}`."""
+NO_REASONING = "none"
 
 
 class Pool:
@@ -70,15 +78,26 @@ class Pool:
 def find_call_format(settings: Settings, tokenizer: ModelTokenizer) -> CallFormat:
     """As TOOL_CALL_PARSER says; by default, as the model's template shows. Raises SettingError."""
     name = settings.tool_call_parser
-    if name is not None and name not in CALL_FORMATS:
-        raise SettingError("tool_call_parser", f"must be one of {', '.join(CALL_FORMATS)}. Given: {name}")
-    return CALL_FORMATS[name or "hermes"]
+    template = tokenizer.chat_template
+    if name is None:
+        source = template.for_tools.source if template else ""
+        found = detect.find_call_format(source, tokenizer.backend.get_vocab()) or CALL_FORMATS[PLAIN_FORMAT]
+    elif (named := call_format(name)) is not None:
+        found = named
+    else:
+        names = ", ".join((*CALL_FORMATS, *ALIASES))
+        raise SettingError("tool_call_parser", f"must be one of {names}. Given: {name}")
+    log.info("calls of tools are written as %s has them", found.name)
+    return found
 
 
 def find_reasoning_format(settings: Settings, tokenizer: ModelTokenizer) -> ReasoningFormat | None:
     """As REASONING_PARSER says; by default, as the model's template shows. Raises SettingError."""
     name = settings.reasoning_parser
-    if name is not None and name not in (*REASONING_FORMATS, "none"):
-        names = ", ".join((*REASONING_FORMATS, "none"))
+    if name is None:
+        source = tokenizer.chat_template.source if tokenizer.chat_template else ""
+        return detect.find_reasoning_format(source, tokenizer.backend.get_vocab())
+    if name not in (*REASONING_FORMATS, NO_REASONING):
+        names = ", ".join((*REASONING_FORMATS, NO_REASONING))
         raise SettingError("reasoning_parser", f"must be one of {names}. Given: {name}")
-    return REASONING_FORMATS.get(name or "none")
+    return REASONING_FORMATS.get(name)

@@ -51,6 +51,12 @@ class ModelTokenizer:
         """Size of the vocabulary: all ids are below it."""
         return self.backend.get_vocab_size()
 
+    @property
+    def special_tokens(self) -> dict[str, int]:
+        """Ids of control tokens by their texts."""
+        texts = {token_id: self.backend.id_to_token(token_id) for token_id in self.special_ids}
+        return {text: token_id for token_id, text in texts.items() if text is not None}
+
     async def encode_prompt(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a prompt; in a thread if it is long."""
         return await offload(len(text), lambda: self.encode(text, add_special_tokens))

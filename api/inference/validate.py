@@ -9,7 +9,7 @@ from api.inference.ranges import BIASES, MAX_STOP_CHARS, RANGES
 from api.inference.sampling import sampling_params
 from api.inference.tokenizer import ModelTokenizer
 from api.offload import offload
-from api.structured_output.grammar import Grammar, compile_grammar
+from api.structured_output.grammar import CompiledGrammar, compile_grammar
 from common.messages.packing import pack_ids
 from common.messages.request import Generate
 
@@ -38,7 +38,7 @@ async def validate(params: GenerationParams, limits: Limits, tokenizer: ModelTok
     """
     check(params, limits, tokenizer)
     prompt_ids = await encode_prompt(params, limits, tokenizer)
-    grammar = await compile_grammar(checked_grammar(params, limits)) if params.grammar else ""
+    grammar = await grammar_source(params, limits)
     params = replace(params, sampling=replace(params.sampling, grammar=grammar))
     request = Generate(
         request_id="",
@@ -142,14 +142,16 @@ def check_top_n(params: GenerationParams, limits: Limits) -> None:
         )
 
 
-def checked_grammar(params: GenerationParams, limits: Limits) -> Grammar:
-    """Raises ApiError where structured output is turned off."""
-    assert params.grammar is not None
+async def grammar_source(params: GenerationParams, limits: Limits) -> str:
+    """The grammar in llguidance's form; "" for none. Raises ApiError, also where structured output is turned
+    off.
+    """
+    grammar = params.grammar
+    if grammar is None:
+        return ""
     if not limits.structured_output:
-        raise invalid(
-            f"`{params.grammar.field}` is turned off here (DISABLE_GRAMMAR_SUPPORT)", params.grammar.field
-        )
-    return params.grammar
+        raise invalid(f"`{grammar.field}` is turned off here (DISABLE_GRAMMAR_SUPPORT)", grammar.field)
+    return grammar.source if isinstance(grammar, CompiledGrammar) else await compile_grammar(grammar)
 
 
 # --- lengths ------------------------------------------------------------------------------------------------

@@ -19,6 +19,8 @@ from common.messages.answer import Reading, Rendering
 
 CHARS_OF_MESSAGE = 40
 """To render one message takes about as long as to tokenize so many characters."""
+HARMONY = "openai"
+"""The format of calls that has reasoning, too."""
 PROMPT_END_CHARS = 200
 """Of the prompt, the part in which reasoning may have begun."""
 
@@ -45,12 +47,20 @@ async def read_chat(body: ChatRequest, pool: Pool, grammar: Grammar | None = Non
         grammar: what the text must look like, if another API's fields say so.
     """
     tools = tool_choice(body)
+    check_effort(body, pool)
     chat, prompt = await render_chat(body, tools, pool.tokenizer.chat_template)
     reading = None if chat.is_open else new_reading(body, pool, tools, prompt[-PROMPT_END_CHARS:])
     params = from_chat(body, prompt)
-    forced = await answer_grammar(grammar or params.grammar, tools, reading, pool.tokenizer)
+    forced = await answer_grammar(grammar or body.grammar(), tools, reading, pool.tokenizer)
     rendering = replace(body.rendering, reading=reading)
     return ChatParams(replace(params, grammar=forced), rendering, echoed_message(body))
+
+
+def check_effort(body: ChatRequest, pool: Pool) -> None:
+    """Raises ApiError for `reasoning_effort` where the model has no reasoning."""
+    reasons = pool.reasoning_format is not None or pool.call_format.name == HARMONY
+    if body.reasoning_effort not in (None, "none") and not reasons:
+        raise invalid("`reasoning_effort` needs a model that reasons: this one does not", "reasoning_effort")
 
 
 async def render_chat(
@@ -91,7 +101,7 @@ def read_messages(body: ChatRequest, tools: ToolChoice | None, template: ChatTem
 
 def new_reading(body: ChatRequest, pool: Pool, tools: ToolChoice | None, prompt_end: str) -> Reading | None:
     """How the answer is read; None where all of it is content."""
-    calls = pool.call_format.name if tools else ""
+    calls = pool.call_format.name if tools or pool.call_format.name == HARMONY else ""
     reasoning = pool.reasoning_format.name if pool.reasoning_format else ""
     if not (calls or reasoning):
         return None

@@ -63,7 +63,7 @@ class ChatCompletionRenderer(ResponseRenderer):
 
     def usage(self) -> dict[str, Any]:
         usage = super().usage()
-        if any(reader.reading.reasoning for reader in self.readers):
+        if any(reader.reading.reasoning or reader.reasons for reader in self.readers):
             num_tokens = sum(reader.num_reasoning_tokens for reader in self.readers)
             usage["completion_tokens_details"] = {"reasoning_tokens": num_tokens}
         return usage

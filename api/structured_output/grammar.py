@@ -47,6 +47,19 @@ class Grammar:
     whitespace: str = WHITESPACE
 
 
+@dataclass(frozen=True, slots=True)
+class CompiledGrammar:
+    """A grammar in llguidance's own form, of which the client gave a part.
+
+    Attributes:
+        source: the grammar.
+        field: the request's field that needs it.
+    """
+
+    source: str
+    field: str
+
+
 async def compile_grammar(grammar: Grammar) -> str:
     """The grammar in llguidance's own form. Raises ApiError (422) with the keyword at fault and its place."""
     size = len(grammar.text)

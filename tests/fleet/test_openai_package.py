@@ -136,3 +136,92 @@ async def test_a_parsed_answer_is_an_object_of_its_class(client: AsyncOpenAI) ->
             model=MODEL, messages=question, response_format={"type": "json_schema", "json_schema": schema}
         )
     assert refusal.value.param == "response_format.json_schema.schema"
+
+
+# --- tools --------------------------------------------------------------------------------------------------
+
+
+class GetWeather(pydantic.BaseModel):
+    """The weather at a place."""
+
+    place: str = pydantic.Field(max_length=20)
+    unit: Literal["celsius", "fahrenheit"]
+
+
+class AddNumbers(pydantic.BaseModel):
+    first: int = pydantic.Field(ge=0, le=99)
+    second: int = pydantic.Field(ge=0, le=99)
+
+
+MODELS: dict[str, type[pydantic.BaseModel]] = {"GetWeather": GetWeather, "AddNumbers": AddNumbers}
+TOOLS: list[Any] = [openai.pydantic_function_tool(model) for model in MODELS.values()]
+LOOSE: list[Any] = [{**tool, "function": tool["function"] | {"strict": False}} for tool in TOOLS]
+ASK: dict[str, Any] = {
+    "model": MODEL,
+    "messages": [{"role": "user", "content": "How warm is it in Rome?"}],
+    "max_tokens": 120,
+}
+
+
+@pytest.mark.parametrize("temperature", [0, 1.3])
+async def test_a_call_that_is_required_is_valid(client: AsyncOpenAI, temperature: float) -> None:
+    body = ASK | {"temperature": temperature, "seed": 5, "parallel_tool_calls": False}
+    required = await client.chat.completions.create(**body, tools=LOOSE, tool_choice="required")
+    [choice] = required.choices
+    assert choice.finish_reason == "tool_calls" and choice.message.content is None
+    [call] = choice.message.tool_calls or []
+    assert call.type == "function"
+    MODELS[call.function.name].model_validate_json(call.function.arguments)
+    named: Any = {"type": "function", "function": {"name": "AddNumbers"}}
+    forced = await client.chat.completions.create(**body, tools=LOOSE, tool_choice=named)
+    [choice] = forced.choices
+    assert choice.finish_reason == "stop", "as OpenAI ends a call of the function that the client chose"
+    [call] = choice.message.tool_calls or []
+    assert call.type == "function" and call.function.name == "AddNumbers"
+    AddNumbers.model_validate_json(call.function.arguments)
+    allowed: Any = {
+        "type": "allowed_tools",
+        "allowed_tools": {
+            "mode": "required",
+            "tools": [{"type": "function", "function": {"name": "GetWeather"}}],
+        },
+    }
+    parsed = await client.chat.completions.parse(**body, tools=TOOLS, tool_choice=allowed)
+    [function] = [call.function for call in parsed.choices[0].message.tool_calls or []]
+    assert isinstance(function.parsed_arguments, GetWeather)
+
+
+async def test_a_streamed_call_is_the_whole_one(client: AsyncOpenAI) -> None:
+    body = ASK | {"temperature": 0, "tools": LOOSE, "tool_choice": "required", "parallel_tool_calls": False}
+    whole = (await client.chat.completions.create(**body)).choices[0]
+    async with client.chat.completions.stream(**body) as stream:
+        events = [event.type async for event in stream]
+        [choice] = (await stream.get_final_completion()).choices
+    assert "tool_calls.function.arguments.delta" in events
+    assert choice.finish_reason == whole.finish_reason
+    [call], [same] = choice.message.tool_calls or [], whole.message.tool_calls or []
+    assert same.type == "function" and call.function.arguments == same.function.arguments
+    assert call.id != same.id, "ids belong to requests"
+
+
+async def test_a_round_trip(client: AsyncOpenAI) -> None:
+    """The answer goes back as it came, with the result."""
+    body = ASK | {"temperature": 0, "tools": LOOSE, "parallel_tool_calls": False}
+    first = (await client.chat.completions.create(**body, tool_choice="required")).choices[0].message
+    [call] = first.tool_calls or []
+    result = {"role": "tool", "tool_call_id": call.id, "content": "21 degrees"}
+    messages = [*body["messages"], first, result]
+    last = await client.chat.completions.create(**body | {"messages": messages}, tool_choice="none")
+    assert last.choices[0].message.content and not last.choices[0].message.tool_calls
+
+
+async def test_with_auto_the_answer_is_a_call_or_fits_the_response_format(client: AsyncOpenAI) -> None:
+    class Answer(pydantic.BaseModel):
+        words: list[Literal["warm", "cold"]] = pydantic.Field(max_length=2)
+
+    for seed in range(6):
+        body = ASK | {"temperature": 1.5, "seed": seed, "tools": TOOLS, "parallel_tool_calls": False}
+        message = (await client.chat.completions.parse(**body, response_format=Answer)).choices[0].message
+        calls = [call.function.parsed_arguments for call in message.tool_calls or []]
+        assert all(isinstance(one, GetWeather | AddNumbers) for one in calls)
+        assert calls or isinstance(message.parsed, Answer)

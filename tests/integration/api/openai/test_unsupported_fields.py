@@ -76,7 +76,7 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ),
     (CHAT | {"tools": [FUNCTION], "functions": [{"name": "f"}]}, "functions", "exclude each other"),
     (CHAT | {"functions": [{"name": "f"}], "function_call": "f"}, "function_call", "must be none, auto"),
-    (CHAT | {"reasoning_effort": "hard"}, "reasoning_effort", "must be one of none, minimal"),
+    (CHAT | {"reasoning_effort": "low"}, "reasoning_effort", "needs a model that reasons"),
     (
         CHAT | {"continue_final_message": True, "add_generation_prompt": True},
         "continue_final_message",

@@ -1,0 +1,51 @@
+"""Answers as content, reasoning and calls."""
+
+from api.chat.answer import AnswerReader, finish_reason, render_deltas, render_message
+from common.messages.answer import Reading
+
+CALL = '<tool_call>\n{"name": "%s", "arguments": {"x": 1}}\n</tool_call>\n'
+READING = Reading(calls="hermes", reasoning="qwen3", tools=[("f", "{}"), ("g", "{}")])
+TEXT = "<think>\nHm.\n</think>\n\nSo:\n" + CALL % "f" + CALL % "g"
+
+
+def test_ids_of_calls_follow_from_the_choice_and_the_place() -> None:
+    first, again = AnswerReader(READING, "r.0"), AnswerReader(READING, "r.0")
+    ids = [first.call_id(0), first.call_id(1), AnswerReader(READING, "r.1").call_id(0)]
+    assert len(set(ids)) == 3 and first.call_id(0) == again.call_id(0) and len(ids[0]) == len("call_") + 24
+    short = AnswerReader(Reading(calls="mistral"), "r.0").call_id(0)
+    assert len(short) == 9 and short.isalnum(), "the templates of Mistral's models take no others"
+
+
+def test_chunks_add_up_to_the_message() -> None:
+    reader = AnswerReader(READING, "r.0")
+    deltas = [reader.read(char, 1, False) for char in TEXT] + [reader.read("", 0, True)]
+    chunks = [chunk for one in deltas for chunk in render_deltas(reader, one)]
+    whole = AnswerReader(READING, "r.0")
+    message = render_message(READING, whole.join(whole.read(TEXT, len(TEXT), True)))
+    assert message["content"] == "".join(chunk.get("content", "") for chunk in chunks) == "So:"
+    assert message["reasoning"] == "".join(chunk.get("reasoning", "") for chunk in chunks) == "Hm."
+    calls = [call for chunk in chunks for call in chunk.get("tool_calls", [])]
+    for index, expected in enumerate(message["tool_calls"]):
+        first, *rest = [call for call in calls if call["index"] == index]
+        assert first | {"index": index} == {"index": index, **expected} | {"function": first["function"]}
+        assert first["function"] == {"name": "fg"[index], "arguments": ""}
+        assert "".join(call["function"]["arguments"] for call in rest) == '{"x": 1}'
+    assert reader.num_reasoning_tokens == TEXT.index("So:")
+
+
+def test_the_reason_of_the_end() -> None:
+    for fields, expected in (
+        ({}, "tool_calls"),
+        ({"is_older": True}, "function_call"),
+        ({"is_named": True}, "stop"),
+    ):
+        reader = AnswerReader(Reading(calls="hermes", **fields), "r.0")  # type: ignore[arg-type]
+        assert finish_reason(reader, "stop") == "stop"
+        reader.read(CALL % "f", 9, True)
+        assert (finish_reason(reader, "stop"), finish_reason(reader, "length")) == (expected, "length")
+
+
+def test_what_the_client_did_not_ask_for_is_left_out() -> None:
+    reader = AnswerReader(Reading("hermes", "qwen3", parallel=False, shows_reasoning=False), "r.0")
+    read = reader.join(reader.read(TEXT, 9, True))
+    assert (read.reasoning, read.content, [call.name for call in read.calls]) == ("", "So:", ["f"])
