@@ -1,5 +1,5 @@
 """The README and the pages in docs/ are true: the table of settings is the settings, flags exist, links lead
-somewhere, and the README's examples run and print what it shows.
+somewhere, and the examples of README.md and docs/tools.md run and print what is shown.
 
 Each block of `sh` or `python` is an example. The block of `text` that follows one is what it prints, in
 shape: JSON has the same fields with values of the same types. Blocks of `console` are not run.
@@ -24,11 +24,12 @@ from tests.support.fleet.fleet import Fleet
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
+TOOLS = (ROOT / "docs/tools.md").read_text()
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")])
 MAX_README_LINES = 150
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 EXAMPLE_S = 60
-FLAGS_OF_OTHERS = {"help", "help-all", "gpus", "shm-size", "profile", "scale", "config", "no-"}
+FLAGS_OF_OTHERS = {"help", "help-all", "gpus", "shm-size", "profile", "scale", "config", "no-", "schema"}
 FLAGS_OF_COMMANDS = {"against", "once", "max-tokens", "temperature"}
 
 
@@ -74,7 +75,7 @@ def test_the_readme_is_short_enough_for_a_newcomer() -> None:
 
 def examples() -> Iterator[tuple[str, str, str | None]]:
     """Language, program and what it prints, in the order of the page: a later one may need an earlier one."""
-    blocks = BLOCK.findall(README)
+    blocks = BLOCK.findall(README + TOOLS)
     for (language, program), (next_language, printed) in zip(blocks, [*blocks[1:], ("", "")], strict=True):
         if language in ("sh", "python"):
             yield language, program, printed if next_language == "text" else None

@@ -143,3 +143,19 @@ async def test_a_job_is_cancelled_before_or_while_it_runs(service: Service, brok
         await service.settled()
         await wait_until(lambda: not gateway.pool.relay.streams and not worker.live)
         assert len(worker.seen) <= 2
+
+
+async def test_calls_of_tools_are_in_results_and_chunks(service: Service, broker: Broker) -> None:
+    call = '{"name": "f", "parameters": {"x": 1}}'
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    received = await service.listen("ext:me")
+    scripted = Answer(TOKENIZER.encode(call).ids)
+    async with working(broker.url, TOKENIZER, lambda _: scripted), running_gateway(broker.url):
+        job_id = await service.submit(**CHAT, parameters={"tools": tools}, reply_to="ext:me")
+        [choice] = (await service.result(job_id))["choices"]
+        await wait_until(lambda: received and received[-1]["choices"][0]["finish_reason"])
+    [called] = choice["message"]["tool_calls"]
+    assert called["function"] == {"name": "f", "arguments": '{"x": 1}'}
+    pieces = [one for chunk in received for one in chunk["choices"][0]["delta"].get("tool_calls", [])]
+    assert pieces[0]["id"] == called["id"]
+    assert "".join(one["function"]["arguments"] for one in pieces) == '{"x": 1}'
