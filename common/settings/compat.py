@@ -33,6 +33,7 @@ FLAG_ALIASES = {
     "download_dir": "huggingface_hub_cache",
     "uvicorn_log_level": "log_level",
     "kv_cache_memory_bytes": "kv_cache_bytes",
+    "shutdown_timeout": "graceful_termination_timeout",
 }
 
 VARIABLE_ALIASES = {

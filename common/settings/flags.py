@@ -110,6 +110,9 @@ def spell_flag(word: str, parser: argparse.ArgumentParser) -> list[str]:
         return [word]
     name, equals, value = word.partition("=")
     name = name.replace("_", "-")
+    whole, dot, _ = name.partition(".")
+    if dot and whole in parser._option_string_actions:  # --structured-outputs-config.backend: a part of it
+        name = whole
     if name == "--config" and equals:
         return [name, value]
     switch = parser._option_string_actions.get("--" + name.removeprefix("--no-"))

@@ -21,9 +21,6 @@ TGI = (
         "a gateway tokenizes short prompts at once and long ones in threads; NUM_GATEWAYS adds more",
         int,
     ),
-    Option(
-        "quantize", NONE, "weights are loaded as the checkpoint has them, and none is quantized at the start"
-    ),
     Option("speculate", (0,), NO_SPECULATION, int),
     Option("kv_cache_dtype", ("auto",), "the KV cache has the type of the model (DTYPE)"),
     Option("waiting_served_ratio", ANY, CHUNKED, float),

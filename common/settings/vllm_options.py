@@ -9,13 +9,16 @@ from common.settings.tgi_options import (
     OWN_TOKENIZER,
 )
 
-NO_GUIDES = "structured output is not built yet"
+BY_LLGUIDANCE = "structured output is by llguidance, with bounded white space"
 NO_CONTENT = "the content of requests is never logged"
 NO_IMAGES = "models take text only"
 CAPTURES = "graphs are captured for up to MAX_BATCH_SIZE rows; ENFORCE_EAGER turns them off"
 PROXY_TLS = "TLS is for a proxy in front"
 OTHER_MACHINES = "workers of other machines are started there: `tokenfleet worker` with REDIS_URL"
 BLOCKS = "KV_CACHE_BYTES says how large the cache is"
+READ_AS_THEY_ARE = "weights are read from .safetensors files, and the start says how far it is"
+NO_MAMBA = "models with states in place of attention are not served"
+EXPERTS = "ranks share the experts as the model's plan says (NUM_SHARD)"
 IN_PYTHON = "code of yours is not loaded into the processes"
 
 VLLM = (
@@ -42,7 +45,7 @@ VLLM = (
     Option("exclude_tools_when_tool_choice_none", ON, "the prompt has no tools that may not be called", bool),
     Option("tool_parser_plugin", NONE, IN_PYTHON),
     Option("tool_server", NONE, "the client calls the tools"),
-    *options("guided_decoding_backend structured_outputs_config", NONE, NO_GUIDES),
+    *options("guided_decoding_backend structured_outputs_config", ANY, BY_LLGUIDANCE),
     Option("reasoning_parser_plugin", NONE, IN_PYTHON),
     Option("enable_reasoning", ANY, "reasoning is apart from content (REASONING_PARSER)", bool),
     *options("otlp_traces_endpoint collect_detailed_traces", NONE, NO_TRACES),
@@ -53,7 +56,29 @@ VLLM = (
         ANY,
         NO_IMAGES,
     ),
-    *options("disable_mm_preprocessor_cache language_model_only skip_mm_profiling", ANY, NO_IMAGES, bool),
+    *options(
+        "mm_encoder_tp_mode mm_processor_cache_type mm_shm_cache_max_object_size_mb video_pruning_rate "
+        "allowed_local_media_path allowed_media_domains",
+        ANY,
+        NO_IMAGES,
+    ),
+    *options(
+        "disable_mm_preprocessor_cache language_model_only skip_mm_profiling interleave_mm_strings "
+        "enable_mm_embeds mm_encoder_only",
+        ANY,
+        NO_IMAGES,
+        bool,
+    ),
+    Option("default_chat_template_kwargs", NONE, "requests give their own `chat_template_kwargs`"),
+    Option("trust_request_chat_template", OFF, "a chat template is the server's (CHAT_TEMPLATE)", bool),
+    Option("skip_tokenizer_init", OFF, "gateways turn text into tokens", bool),
+    Option("enable_prompt_embeds", OFF, "prompts are texts or token ids", bool),
+    Option("tokens_only", OFF, "every route is served", bool),
+    Option("logprobs_mode", ("raw_logprobs",), "log-probabilities of /v1 are the model's own"),
+    Option("rope_theta", NONE, "edit the config.json in the model's directory", float),
+    Option("scheduler_cls", NONE, IN_PYTHON),
+    *options("model_loader_extra_config ignore_patterns safetensors_load_strategy", ANY, READ_AS_THEY_ARE),
+    Option("use_tqdm_on_load", ANY, READ_AS_THEY_ARE, bool),
     # machines and ranks
     Option(
         "pipeline_parallel_size",
@@ -62,19 +87,37 @@ VLLM = (
         int,
     ),
     Option("distributed_executor_backend", ("mp", "uni"), "each rank is a process (NUM_SHARD)"),
-    Option(
-        "enable_expert_parallel", ANY, "ranks share the experts as the model's plan says (NUM_SHARD)", bool
-    ),
+    Option("enable_expert_parallel", ANY, EXPERTS, bool),
     Option("disable_custom_all_reduce", ANY, "ranks sum by NCCL, without kernels of our own", bool),
     Option("max_parallel_loading_workers", ANY, "each rank reads its own part of the weights", int),
     *options("nnodes node_rank", NONE, OTHER_MACHINES, int),
     *options("data_parallel_address data_parallel_rpc_port data_parallel_backend", NONE, OTHER_MACHINES),
+    *options(
+        "data_parallel_size_local data_parallel_start_rank data_parallel_rank", NONE, OTHER_MACHINES, int
+    ),
     *options("headless worker_use_ray", OFF, OTHER_MACHINES, bool),
+    *options(
+        "data_parallel_hybrid_lb data_parallel_external_lb",
+        ANY,
+        "a batcher spreads requests over all workers, on whatever machine",
+        bool,
+    ),
+    *options(
+        "decode_context_parallel_size prefill_context_parallel_size",
+        (1,),
+        "one sequence is computed by the ranks of one worker (NUM_SHARD)",
+        int,
+    ),
+    *options("enable_eplb enable_dbo ubatch_size", ANY, EXPERTS, bool),
+    *options("eplb_config all2all_backend expert_placement_strategy moe_backend", ANY, EXPERTS),
+    *options("mamba_ssm_cache_dtype mamba_cache_dtype mamba_cache_mode mamba_block_size", ANY, NO_MAMBA),
+    Option("numa_bind", ANY, "the operating system places processes", bool),
     # memory
     Option("swap_space", ANY, "nothing is swapped: what is preempted is computed again", float),
     Option("preemption_mode", ("recompute",), "nothing is swapped: what is preempted is computed again"),
     *options("cpu_offload_gb kv_offloading_size", (0.0,), "weights and caches stay on the device", float),
     Option("num_gpu_blocks_override", NONE, BLOCKS, int),
+    *options("kv_offloading_backend prefix_caching_hash_algo", ANY, "caches stay on the device"),
     Option("calculate_kv_scales", OFF, "the KV cache has the type of the model (DTYPE)", bool),
     # scheduling and speed
     Option("seed", (0,), "a seed belongs to a request", int),
@@ -86,7 +129,20 @@ VLLM = (
     Option("async_scheduling", ANY, "steps are granted ahead (HORIZON)", bool),
     *options("attention_backend mm_encoder_attn_backend", ANY, "each device has its own attention kernels"),
     *options("compilation_config optimization_level cudagraph_capture_sizes", ANY, CAPTURES),
+    *options("cuda_graph_sizes kernel_config performance_mode", ANY, CAPTURES),
     *options("max_seq_len_to_capture max_cudagraph_capture_size", ANY, CAPTURES, int),
+    *options("attention_config flash_attn_version", ANY, "each device has its own attention kernels"),
+    Option(
+        "enable_flashinfer_autotune", ANY, "FlashInfer compiles its kernels when they are first used", bool
+    ),
+    Option("scheduler_delay_factor", ANY, "requests start as soon as there is room", float),
+    *options("tokenizer_pool_size num_lookahead_slots", ANY, "steps are granted ahead (HORIZON)", int),
+    *options(
+        "multi_step_stream_outputs disable_async_output_proc scheduler_reserve_full_isl",
+        ANY,
+        "steps are granted ahead (HORIZON)",
+        bool,
+    ),
     *options(
         "disable_cascade_attn disable_hybrid_kv_cache_manager use_v2_block_manager",
         ANY,
@@ -112,4 +168,13 @@ VLLM = (
     *options("ssl_keyfile ssl_certfile ssl_ca_certs", NONE, PROXY_TLS),
     Option("ssl_cert_reqs", (0,), PROXY_TLS, int),
     Option("enable_ssl_refresh", ANY, PROXY_TLS, bool),
+    Option("ssl_ciphers", ANY, PROXY_TLS),
+    Option("log_config_file", NONE, "LOG_LEVEL and JSON_OUTPUT say how logs are written"),
+    Option("log_error_stack", ANY, "the log has the traceback of every crash", bool),
+    Option("disable_access_log_for_endpoints", ANY, "requests are counted, not logged"),
+    Option("disable_fastapi_docs", OFF, "/docs is there", bool),
+    Option("enable_offline_docs", ANY, "/docs needs nothing from elsewhere", bool),
+    Option("enable_tokenizer_info_endpoint", OFF, "/info has what is known of the model", bool),
+    Option("enable_per_request_metrics", ANY, "headers of answers have their times", bool),
+    *options("h11_max_header_count h11_max_incomplete_event_size", ANY, "HTTP is not parsed by h11", int),
 )

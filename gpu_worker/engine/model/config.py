@@ -27,9 +27,24 @@ def read_config(path: Path, settings: Settings) -> Any:
     text.tie_word_embeddings = getattr(config, "tie_word_embeddings", False)
     if getattr(config, "quantization_config", None) is not None:
         text.quantization_config = config.quantization_config
+    check_quantize(getattr(text, "quantization_config", None), settings)
     if settings.rope_factor is not None:
         stretch_rope(text, settings.rope_scaling or "linear", settings.rope_factor)
     return text
+
+
+def check_quantize(quantization: Any, settings: Settings) -> None:
+    """Raises SettingError where QUANTIZE names another method than the checkpoint: weights are loaded as it
+    has them. Names of kernels (`awq_marlin`) are those of their method.
+    """
+    wanted = (settings.quantize or "").removesuffix("_marlin").replace("_", "-")
+    values = quantization if isinstance(quantization, dict) or not quantization else quantization.to_dict()
+    own = str(values.get("quant_method") if values else "not quantised").replace("_", "-")
+    if wanted and wanted != own:
+        raise SettingError(
+            "quantize",
+            f"{settings.quantize} is not served: weights are loaded as the checkpoint has them ({own})",
+        )
 
 
 def refusal_of(config: Any, text: Any) -> str | None:

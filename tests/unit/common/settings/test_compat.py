@@ -71,16 +71,6 @@ are variables, too.
 """
 
 NOT_SERVED = """
---quantize awq
---quantize compressed-tensors
---quantize eetq
---quantize exl2
---quantize gptq
---quantize marlin
---quantize bitsandbytes
---quantize bitsandbytes-nf4
---quantize bitsandbytes-fp4
---quantize fp8
 --speculate 2
 --kv-cache-dtype fp8_e4m3fn
 --kv-cache-dtype fp8_e5m2
@@ -112,7 +102,6 @@ VARIABLES_NOT_SERVED = """
 ATTENTION=flashdecoding ATTENTION=flashdecoding-ipex ATTENTION=flashinfer
 PREFILL_CHUNKING=0 TGI_WIGGLE_ROOM=0.9
 ROCM_USE_FLASH_ATTN_V2_TRITON=1 ROCM_USE_CUSTOM_PAGED_ATTN=1 ROCM_USE_SKINNY_GEMM=1 XPU_MEMORY_FRACTION=0.5
-HF_MODEL_QUANTIZE=gptq
 """.split()
 
 

@@ -29,6 +29,18 @@ SERVED = """
 --kv-cache-dtype auto --block-size 16 --max-seq-len-to-capture 8192 --uvicorn-log-level warning
 --max-logprobs 10 --enable-request-id-headers --disable-uvicorn-access-log --max-log-len 100
 --num-scheduler-steps 8 --enable-chunked-prefill --scheduling-policy fcfs --use-v2-block-manager
+--limit-mm-per-prompt.image 5 --limit_mm_per_prompt.video=1 --structured-outputs-config.backend xgrammar
+--guided-decoding-backend xgrammar --attention-config.backend FLASH_ATTN --cuda-graph-sizes 512
+--mm-encoder-tp-mode data --mm-processor-cache-type shm --interleave-mm-strings --allowed-local-media-path /
+--enable-eplb --eplb-config {"window_size":1000} --all2all-backend deepep_low_latency --moe-backend marlin
+--data-parallel-hybrid-lb --decode-context-parallel-size 1 --numa-bind --performance-mode throughput
+--mamba-ssm-cache-dtype float32 --mamba-cache-mode align --logprobs-mode raw_logprobs
+--tokenizer-pool-size 4 --multi-step-stream-outputs true --scheduler-delay-factor 0.0 --num-lookahead-slots 0
+--model-loader-extra-config {} --safetensors-load-strategy prefetch --use-tqdm-on-load
+--kv-offloading-backend native --prefix-caching-hash-algo sha256 --shutdown-timeout 30
+--h11-max-header-count 256 --disable-access-log-for-endpoints /health --enable-offline-docs
+--quantization awq_marlin --dtype half
+--enable-flashinfer-autotune --scheduler-reserve-full-isl --disable-async-output-proc
 --kv-cache-memory-bytes 4GiB --load-format safetensors --revision main --download-dir /models
 """.strip().splitlines()
 
@@ -37,6 +49,12 @@ REFUSED = {
     "--kv-cache-dtype fp8": "KV_CACHE_DTYPE: fp8 is not served: the KV cache has",
     "--enable-lora --lora-modules a=/b": "ENABLE_LORA: true is not served: adapters",
     "--speculative_config {}": "SPECULATIVE_CONFIG: {} is not served: speculation",
+    "--default-chat-template-kwargs {}": "DEFAULT_CHAT_TEMPLATE_KWARGS: {} is not served: requests give",
+    "--decode-context-parallel-size 8": "DECODE_CONTEXT_PARALLEL_SIZE: 8 is not served: one sequence",
+    "--data-parallel-size-local 4": "DATA_PARALLEL_SIZE_LOCAL: 4 is not served: workers of other machines",
+    "--scheduler-cls a.b": "SCHEDULER_CLS: a.b is not served: code of yours",
+    "--enable-tokenizer-info-endpoint": "ENABLE_TOKENIZER_INFO_ENDPOINT: true is not served: /info",
+    "--frobnicate.part 3": "--frobnicate.part: unknown flag; --help lists them",
     "--nnodes 2": "NNODES: 2 is not served: workers of other machines",
     "--ssl-keyfile /key": "SSL_KEYFILE: /key is not served: TLS is for a proxy",
     "--logits-processors a.b": "LOGITS_PROCESSORS: a.b is not served: code of yours",

@@ -14,6 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 from common.settings.settings import SettingError, Settings
 from gpu_worker.engine.engine import Engine
 from gpu_worker.engine.model import load
+from gpu_worker.engine.model.config import read_config
 from tests.support.engine import tiny_models
 from tests.support.engine.batch_player import Player
 
@@ -103,6 +104,19 @@ def test_a_quantisation_method_that_is_not_installed_is_refused(
     tiny_models.save(tmp_path, "Llama", tiny_models.LLAMA)
     configure(tmp_path, quantization_config=quantization)
     refused(tmp_path, words)
+
+
+def test_quantize_is_what_the_checkpoint_says(tmp_path: Path) -> None:
+    """Names of vLLM's kernels are those of their method; nothing is quantised at the start."""
+    tiny_models.save(tmp_path, "Llama", tiny_models.LLAMA)
+    plain = Settings(model_id=str(tmp_path), quantize="awq")
+    with pytest.raises(SettingError, match=r"^QUANTIZE: awq is not served: .* \(not quantised\)"):
+        read_config(tmp_path, plain)
+    configure(tmp_path, quantization_config={"quant_method": "awq", "bits": 4, "group_size": 128})
+    for name in ("awq", "awq_marlin"):
+        read_config(tmp_path, plain.model_copy(update={"quantize": name}))
+    with pytest.raises(SettingError, match=r"^QUANTIZE: gptq is not served: .* \(awq\)"):
+        read_config(tmp_path, plain.model_copy(update={"quantize": "gptq"}))
 
 
 def test_8_bit_weights_without_a_quantisation_config_are_refused(tmp_path: Path) -> None:
