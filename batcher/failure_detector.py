@@ -13,7 +13,7 @@ STALL_S = 2.0
 
 
 class FailureDetector:
-    """Active unless it was paused less than `ttl_s` ago. It starts paused.
+    """Active unless it was paused less than `ttl_s` ago. It is paused until then from its first check on.
 
     Attributes:
         resumes_s: monotonic time at which the pause ends.
@@ -44,9 +44,13 @@ class FailureDetector:
         self.checked_s = now_s
 
     def check_clock_jump(self, now_ms: int) -> None:
-        """Pause if the broker's clock, which expires heartbeats, has jumped."""
+        """Pause if the broker's clock, which expires heartbeats, has jumped, or may have: at the first check
+        nobody knows what it showed before.
+        """
         offset_ms = now_ms - time.monotonic() * 1000
-        if self.clock_offset_ms is not None and abs(offset_ms - self.clock_offset_ms) > CLOCK_JUMP_MS:
+        if self.clock_offset_ms is None:
+            self.pause()
+        elif abs(offset_ms - self.clock_offset_ms) > CLOCK_JUMP_MS:
             log.warning("the broker's clock jumped by %.1f s", (offset_ms - self.clock_offset_ms) / 1000)
             self.pause()
         self.clock_offset_ms = offset_ms

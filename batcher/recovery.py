@@ -181,6 +181,7 @@ def update(sequence: Sequence, state: Committed) -> None:
 def save_args(state: Committed, worker: str) -> Iterable[str | int | bytes]:
     return (
         worker or state.worker,
+        state.attempt,
         state.crash_count,
         state.spilled_bytes,
         state.records[state.spilled_bytes :],

@@ -20,7 +20,7 @@ from common.broker.keys import TOKENS_TTL_MS, Keys
 from common.messages import finish_reasons
 from common.messages.codec import encode
 from common.messages.records import pack_columns
-from common.messages.request import Resume
+from common.messages.request import Cancel, Resume
 from common.process.logs import for_request
 
 log = logging.getLogger(__name__)
@@ -56,6 +56,7 @@ class Offers:
         self.keys = keys
         self.streams = streams
         self.script = script(redis, "offer")
+        self.cancel_script = script(redis, "cancel")
         self.pending: dict[str, bool] = {}
         self.requested = asyncio.Event()
         self.connected = asyncio.Event()
@@ -131,6 +132,21 @@ class Offers:
             return
         self.num_offers += 1
         self.apply(stream, answer.decode(), attempt)
+        if answer == b"queued" and (stream.terminal or stream.released):
+            await self.cancel(stream)
+
+    async def cancel(self, stream: Stream) -> None:
+        """Cancel a request that ended here while it was offered: nobody waits for it. Its keys expire."""
+        request_id = stream.request.request_id
+        keys = [self.keys.request(request_id), self.keys.control]
+        while True:
+            try:
+                async with asyncio.timeout(CONNECT_TIMEOUT_S):
+                    await self.cancel_script(keys=keys, args=[encode(Cancel(request_id, "client"))])
+                return
+            except ERRORS as error:
+                log.warning("cannot cancel a request: %s", describe_error(error))
+                await asyncio.sleep(RETRY_S)
 
     def apply(self, stream: Stream, answer: str, attempt: list[int]) -> None:
         request_id = stream.request.request_id

@@ -36,6 +36,17 @@ def detector(clock: Clock) -> FailureDetector:
     return detector
 
 
+def test_the_first_check_pauses(clock: Clock) -> None:
+    """The clock may have jumped while the epoch began: that was not seen."""
+    detector = FailureDetector(TTL_S)
+    clock.now_s += TTL_S - 0.1
+    detector.check_clock_jump(1_000_000)
+    clock.now_s += TTL_S - 0.1
+    assert not detector.active
+    clock.now_s += 0.1
+    assert detector.active
+
+
 def test_a_pause_lasts_one_ttl(detector: FailureDetector, clock: Clock) -> None:
     detector.pause()
     clock.now_s += TTL_S - 0.1
@@ -59,6 +70,7 @@ def test_a_long_time_between_two_checks_pauses(
 @pytest.mark.parametrize("jump_ms", [CLOCK_JUMP_MS + 1, -CLOCK_JUMP_MS - 1])
 def test_a_jump_of_the_broker_s_clock_pauses(detector: FailureDetector, clock: Clock, jump_ms: int) -> None:
     detector.check_clock_jump(1_000_000)
+    detector.resumes_s = 0.0
     clock.now_s += 1.0
     detector.check_clock_jump(1_001_000)
     assert detector.active, "it moved as ours did"

@@ -188,8 +188,8 @@ async def test_a_batcher_that_was_stopped_declares_nobody_dead(batcher: Batcher,
 
 
 async def test_a_jump_of_the_broker_s_clock_pauses_failure_detection(batcher: Batcher, redis: Redis) -> None:
-    batcher.detector.resumes_s = 0.0
     batcher.detector.check_clock_jump(1_000_000)
+    batcher.detector.resumes_s = 0.0
     assert batcher.detector.active
     batcher.detector.check_clock_jump(1_010_000)
     assert not batcher.detector.active

@@ -1,5 +1,7 @@
 """WorkerRegistry: each worker's state from its first heartbeat to its removal."""
 
+import time
+
 import pytest
 from redis.asyncio import Redis
 
@@ -21,6 +23,7 @@ ANSWER = Report(1, EPOCH, 1, 3, takeover=True)
 def workers(redis: Redis) -> WorkerRegistry:
     scheduler = Scheduler(WorkerLimits(), EPOCH)
     detector = FailureDetector(5.0)
+    detector.check_clock_jump(round(time.time() * 1000))
     detector.resumes_s = 0.0
     return WorkerRegistry(redis, KEYS, Inbox(redis), Dispatch(redis, KEYS), scheduler, detector)
 

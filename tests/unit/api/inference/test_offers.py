@@ -14,7 +14,7 @@ from common.broker.committed import Committed, read
 from common.messages.codec import decode, encode
 from common.messages.events import Events, LogEntry, Result, Terminal, Tokens
 from common.messages.records import pack_columns, pack_tokens, unpack_records
-from common.messages.request import Generate, Resume
+from common.messages.request import Cancel, Generate, Resume
 from tests.support.events import IDS, KEYS, end, new_stream, tokens
 from tests.support.waiting import wait_until
 
@@ -196,3 +196,26 @@ async def test_log_probabilities_of_the_likeliest_tokens_are_offered(redis: Redi
     stream.add([5, 6], [-0.5, -1.0], ["a", "b"], [[(5, -0.5), (7, -2.0)], [(6, -1.0), (8, -3.0)]])
     await offer(relay, stream)
     assert unpack_records((await committed(redis)).records, 3) == ([5, 6], [-0.5, -1.0], stream.tops)
+
+
+@pytest.mark.parametrize("ends", ["terminal", "released"])
+async def test_a_request_that_ends_while_it_is_offered_is_cancelled(
+    redis: Redis, relay: Relay, monkeypatch: pytest.MonkeyPatch, ends: str
+) -> None:
+    """The offer has queued it again, and nobody waits for it."""
+    stream = await shown(relay, 3)
+    send = relay.filler.offers.send
+
+    async def send_and_end(*args: Any) -> list[Any]:
+        answer = await send(*args)
+        if ends == "released":
+            stream.released = True
+        else:
+            stream.end(end(3))
+        return answer
+
+    monkeypatch.setattr(relay.filler.offers, "send", send_and_end)
+    relay.filler.offers.request([stream])
+    [(_, fields)] = await wait_until(lambda: redis.xrange(KEYS.control))
+    assert decode(Cancel, fields[b"cancel"]).request_id == "r"
+    assert (await committed(redis)).cancelled

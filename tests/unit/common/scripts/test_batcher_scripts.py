@@ -48,7 +48,7 @@ async def test_an_earlier_epoch_publishes_and_saves_nothing(redis: Redis) -> Non
     await redis.set(KEYS.epoch, 6)
     assert (await publish_plan(redis, "5-1", [("r1", 1, 0)]))[0] == b"FENCED"
     keep = [KEYS.epoch, KEYS.tokens("r1"), KEYS.request("r1")]
-    assert await call(redis, "save_committed", keep, [5, 60_000, "w1", 1, 0, b"x" * 8]) == b"FENCED"
+    assert await call(redis, "save_committed", keep, [5, 60_000, "w1", 1, 1, 0, b"x" * 8]) == b"FENCED"
     assert await redis.exists(KEYS.plans("w1"), KEYS.tokens("r1")) == 0
     assert (await publish_plan(redis, "6-1", [("r1", 1, 0)]))[0] == b"OK"
 
@@ -58,9 +58,21 @@ async def test_saving_leaves_the_holder_of_a_request_that_went_on_elsewhere(redi
     await admit(redis, "r1")
     await publish_plan(redis, "5-1", [("r1", 2, 0)])
     keep = [KEYS.epoch, KEYS.tokens("r1"), KEYS.request("r1")]
-    assert await call(redis, "save_committed", keep, [5, 60_000, "w0", 1, 0, b"x" * 8]) == b"OK"
+    assert await call(redis, "save_committed", keep, [5, 60_000, "w0", 2, 1, 0, b"x" * 8]) == b"OK"
     assert await redis.hmget(KEYS.request("r1"), ["worker", "crash_count"]) == [b"w1", b"0"]  # type: ignore[misc]
     assert await redis.get(KEYS.tokens("r1")) == b"x" * 8
+
+
+async def test_saving_leaves_a_request_that_has_another_attempt_than_was_read(redis: Redis) -> None:
+    """A gateway has offered meanwhile what it showed, which ends where the string does that was read."""
+    await create_logs(redis)
+    await admit(redis, "r1")
+    await publish_plan(redis, "5-1", [("r1", 2, 0)])
+    await redis.set(KEYS.tokens("r1"), b"y" * 8)
+    keep = [KEYS.epoch, KEYS.tokens("r1"), KEYS.request("r1")]
+    assert await call(redis, "save_committed", keep, [5, 60_000, "w1", 1, 1, 8, b"x" * 8]) == b"OK"
+    assert await redis.get(KEYS.tokens("r1")) == b"y" * 8
+    assert await redis.hget(KEYS.request("r1"), "worker") == b"w1"  # type: ignore[misc]
 
 
 async def test_a_request_of_another_type_is_read_as_absent(redis: Redis) -> None:

@@ -144,7 +144,7 @@ async def test_committed_tokens_are_those_of_string_and_log(redis: Redis) -> Non
     assert unpack_records(state.records)[0] == [10, 11, 12]
     assert (state.spilled_bytes, state.worker, state.attempt, state.base) == (8, "w1", 2, 1)
     keep = [KEYS.epoch, KEYS.tokens("r1"), KEYS.request("r1")]
-    save_args = [5, 60_000, "w1", 1, state.spilled_bytes, state.records[8:]]
+    save_args = [5, 60_000, "w1", state.attempt, 1, state.spilled_bytes, state.records[8:]]
     for _ in range(2):
         assert await call(redis, "save_committed", keep, save_args) == b"OK"
     assert await redis.get(KEYS.tokens("r1")) == state.records
