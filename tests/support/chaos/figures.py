@@ -17,6 +17,7 @@ from tests.support.fleet.leftovers import idle, processes
 KEYS = Keys("default")
 MIB = 2**20
 NUM_SHOWN = 6
+COMPUTING = {"agent kill", "engine kill", "batcher kill"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,9 +56,16 @@ def find_pauses(choices: Iterable[tuple[str, Choice]], struck: Sequence[tuple[fl
 
 
 def describe_pauses(pauses: Sequence[Pause]) -> list[str]:
-    """A line for each label."""
+    """A line for each label; before them one for all single hits and one for all pairs, of everything and of
+    workers and batchers that were killed.
+    """
     by_label: defaultdict[str, list[float]] = defaultdict(list)
     for pause in reversed(pauses):
+        hits = pause.label.split(" + ")
+        number = "one" if len(hits) == 1 else "two at once"
+        by_label[f"* all strikes, {number}"].append(pause.duration_s)
+        if COMPUTING.issuperset(hits):
+            by_label[f"* workers, batchers killed, {number}"].append(pause.duration_s)
         by_label[pause.label].append(pause.duration_s)
     return [f"{label:36} {describe_durations(found)}" for label, found in sorted(by_label.items())]
 
