@@ -95,7 +95,7 @@ async def kill(fleet: Fleet, load: Load, name: str) -> list[float]:
     """Kills a worker → the longest gap of each stream after the kill, in seconds."""
     killed_s, counts = time.monotonic(), [len(stream.frames) for stream in load.streams]
     os.kill(fleet.pid(name), signal.SIGKILL)
-    await load.progress(5)
+    await load.progress(5, 180)
     gaps = []
     for stream, count in zip(load.streams, counts, strict=True):
         times = [max(stream.times_s[count - 1], killed_s), *stream.times_s[count : count + 6]]

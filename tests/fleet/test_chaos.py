@@ -2,10 +2,7 @@
 every process comes back, and nothing is left over.
 """
 
-from dataclasses import replace
 from itertools import islice
-
-import pytest
 
 from benchmarks.chaos import COUNTS, Plan, describe, run
 from tests.support.chaos.strikes import KINDS, Targets, draw_strikes
@@ -18,17 +15,12 @@ PLAN = Plan(
     num_tokens=100,
     num_cases=4,
     step_ms=25.0,
-    spared=["set-back"],
 )
 
 
-@pytest.mark.parametrize(
-    "spared", [("set-back",), pytest.param((), marks=pytest.mark.slow, id="nothing spared")]
-)
-async def test_thirty_kills_cost_no_token(spared: tuple[str, ...]) -> None:
-    plan = replace(PLAN, spared=spared)
-    outcome = await run(plan)
-    assert not outcome.wrong, describe(plan, outcome)
+async def test_thirty_kills_cost_no_token() -> None:
+    outcome = await run(PLAN)
+    assert not outcome.wrong, describe(PLAN, outcome)
 
 
 def test_a_seed_repeats_its_strikes_and_all_pairs_come() -> None:
