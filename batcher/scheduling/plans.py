@@ -76,7 +76,8 @@ def stop_rows(replica: Replica, starting: list[PlacedRow]) -> list[tuple[int, st
     stops = [(number, "takeover") for number in replica.disowned]
     replica.disowned = []
     for row in replica.running:
-        preempted = "preempted" if replica.evacuates or row.stopping == PREEMPT else ""
+        leaves = replica.evacuates or (replica.draining and not row.sequence.request.gateway)
+        preempted = "preempted" if leaves or row.stopping == PREEMPT else ""
         why = row.sequence.stop_reason or preempted
         if why and row.stopping in ("", PREEMPT) and row not in starting:
             row.stopping = why

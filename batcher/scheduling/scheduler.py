@@ -140,8 +140,8 @@ class Scheduler:
         return left
 
     def drain(self, incarnation: str) -> None:
-        """Give the worker no new rows. Those it has go to other workers; while there are none, they go on
-        where they are.
+        """Give the worker no new rows. Those it has go to other workers; while there are none, those of
+        clients go on where they are, and jobs wait for one.
         """
         if (replica := self.replicas.get(incarnation)) is not None:
             replica.draining = True
@@ -201,10 +201,11 @@ class Scheduler:
                 sequence.waiting = False
                 self.outcomes.to_finish.append((sequence, "capacity"))
                 continue
-            able = [replica for replica in open_to_new if replica.can_start(sequence)]
+            waits = self.closing and not sequence.request.gateway
+            able = [replica for replica in open_to_new if not waits and replica.can_start(sequence)]
             if not able:
                 held_back.append((position, sequence))
-                if not sequence.crash_count:
+                if not (waits or sequence.crash_count):
                     break
                 continue
             replica = min(able, key=lambda candidate: candidate.load)

@@ -74,6 +74,7 @@ def test_down_stops_who_takes_requests_before_who_computes_them_and_redis_last()
     stopped_after = {name: set(SERVICES[name].get("depends_on", ())) for name in SERVICES}
     assert stopped_after["proxy"] == {"api"} and "api" in stopped_after["jobs"]
     assert stopped_after["api"] >= {"batcher", "gpu_worker", "cpu_worker"}
+    assert all("batcher" in stopped_after[name] for name in ("gpu_worker", "cpu_worker"))
     assert all("redis" in stopped_after[name] for name in OURS)
 
 

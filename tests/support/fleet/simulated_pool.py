@@ -16,9 +16,12 @@ BLOCK_SIZE = 16
 
 
 def request(
-    name: str, num_prompt: int, max_new_tokens: int, entry: int = 0, ttl_ms: int = 60_000
+    name: str, num_prompt: int, max_new_tokens: int, entry: int = 0, ttl_ms: int = 60_000, gateway: str = ""
 ) -> Sequence:
-    generate = Generate(name, "d", pack_ids(range(num_prompt)), StoppingParams(max_new_tokens))
+    """Without a gateway it is a job."""
+    generate = Generate(
+        name, "d", pack_ids(range(num_prompt)), StoppingParams(max_new_tokens), gateway=gateway
+    )
     return Sequence(generate, f"1000-{entry}", 100, 1000 + ttl_ms)
 
 

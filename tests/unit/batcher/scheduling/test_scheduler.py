@@ -158,11 +158,9 @@ def test_a_draining_worker_gives_its_rows_away() -> None:
     assert len(pool.finished) == 4
 
 
-def test_the_last_worker_finishes_its_rows_while_it_drains_and_takes_new_ones_only_when_the_pool_closes() -> (
-    None
-):
+def test_the_last_worker_finishes_rows_of_clients_and_takes_new_ones_only_when_the_pool_closes() -> None:
     pool = Pool(1, num_blocks=100, seed=1, limits=WorkerLimits(max_batch_size=2), eos_chance=0)
-    pool.add(*(request(f"r{i}", 10, 100, i) for i in range(4)))
+    pool.add(*(request(f"r{i}", 10, 100, i, gateway="g") for i in range(4)))
     pool.turn()
     pool.scheduler.drain("w0")
     for _ in range(150):
@@ -173,9 +171,24 @@ def test_the_last_worker_finishes_its_rows_while_it_drains_and_takes_new_ones_on
     assert sorted(pool.finished) == ["r0", "r1", "r2", "r3"]
 
 
+def test_the_last_worker_leaves_jobs_to_the_next_one() -> None:
+    pool = Pool(1, num_blocks=100, seed=1, limits=WorkerLimits(max_batch_size=2), eos_chance=0)
+    pool.add(request("job", 10, 400, 0), *(request(f"r{i}", 10, 50, 1 + i, gateway="g") for i in range(2)))
+    pool.turn()
+    pool.scheduler.drain("w0")
+    pool.scheduler.closing = True
+    for _ in range(200):
+        pool.turn()
+    assert sorted(pool.finished) == ["r0", "r1"] and not pool.workers["w0"].rows
+    pool.scheduler.closing = False
+    pool.add_worker()
+    pool.run()
+    assert sorted(pool.finished) == ["job", "r0", "r1"]
+
+
 def test_rows_of_a_draining_worker_move_as_soon_as_another_joins() -> None:
     pool = Pool(1, num_blocks=100, seed=1, eos_chance=0)
-    pool.add(*(request(f"r{i}", 10, 400, i) for i in range(4)))
+    pool.add(*(request(f"r{i}", 10, 400, i, gateway="g") for i in range(4)))
     pool.turn()
     pool.scheduler.drain("w0")
     for _ in range(10):
