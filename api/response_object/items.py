@@ -41,6 +41,10 @@ class OutputItem(ABC):
         return {"type": kind, "item_id": self.id, "output_index": self.index, **more}
 
     @abstractmethod
+    def add(self, text: str, logprobs: Logprobs | None = None) -> list[Event]:
+        """Add text; only a message has log-probabilities."""
+
+    @abstractmethod
     def done_events(self) -> list[Event]:
         """The events between the last delta and the end of the item."""
 
@@ -64,8 +68,9 @@ class MessageItem(OutputItem):
         self.begun = True
         return [*added, self.event("response.content_part.added", content_index=0, part=self.part())]
 
-    def add(self, text: str, logprobs: Logprobs) -> list[Event]:
+    def add(self, text: str, logprobs: Logprobs | None = None) -> list[Event]:
         self.text += text
+        logprobs = logprobs or []
         self.logprobs += logprobs
         return [
             self.event("response.output_text.delta", content_index=0, delta=text, logprobs=logprobs),
@@ -87,6 +92,77 @@ class MessageItem(OutputItem):
             "status": self.status,
             "content": [self.part()] if self.begun else [],
             "role": "assistant",
+        }
+
+
+class ReasoningItem(OutputItem):
+    """What the model thinks first.
+
+    Attributes:
+        is_summary: the reasoning is shown as its own summary, for clients that asked for one.
+    """
+
+    prefix = "rs"
+
+    def __init__(self, request_id: str, index: int, is_summary: bool) -> None:
+        super().__init__(request_id, index)
+        self.is_summary = is_summary
+        self.kind = "reasoning_summary_text" if is_summary else "reasoning_text"
+        self.part_kind = "reasoning_summary_part" if is_summary else "content_part"
+        self.place = {"summary_index": 0} if is_summary else {"content_index": 0}
+        self.begun = False
+
+    def begin(self) -> list[Event]:
+        added = super().begin()
+        self.begun = True
+        return [*added, self.event(f"response.{self.part_kind}.added", **self.place, part=self.part())]
+
+    def add(self, text: str, logprobs: Logprobs | None = None) -> list[Event]:
+        self.text += text
+        return [self.event(f"response.{self.kind}.delta", **self.place, delta=text)]
+
+    def done_events(self) -> list[Event]:
+        return [
+            self.event(f"response.{self.kind}.done", **self.place, text=self.text),
+            self.event(f"response.{self.part_kind}.done", **self.place, part=self.part()),
+        ]
+
+    def part(self) -> dict[str, Any]:
+        return {"type": "summary_text" if self.is_summary else "reasoning_text", "text": self.text}
+
+    def render(self) -> Item:
+        parts = [self.part()] if self.begun else []
+        summary, content = (parts, []) if self.is_summary else ([], parts)
+        about = {"id": self.id, "type": "reasoning", "status": self.status}
+        return {**about, "summary": summary, "content": content, "encrypted_content": None}
+
+
+class CallItem(OutputItem):
+    """A call of a function; its text is the JSON text of the arguments."""
+
+    prefix = "fc"
+
+    def __init__(self, request_id: str, index: int, call_id: str, name: str) -> None:
+        super().__init__(request_id, index)
+        self.call_id = call_id
+        self.name = name
+
+    def add(self, text: str, logprobs: Logprobs | None = None) -> list[Event]:
+        self.text += text
+        return [self.event("response.function_call_arguments.delta", delta=text)]
+
+    def done_events(self) -> list[Event]:
+        done = self.event("response.function_call_arguments.done", name=self.name, arguments=self.text)
+        return [done]
+
+    def render(self) -> Item:
+        return {
+            "id": self.id,
+            "type": "function_call",
+            "status": self.status,
+            "arguments": self.text,
+            "call_id": self.call_id,
+            "name": self.name,
         }
 
 

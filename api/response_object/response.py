@@ -5,11 +5,13 @@ from typing import Any
 
 import orjson
 
+from api.chat.answer import AnswerReader
 from api.errors import failed
 from api.inference.stream import Stream
-from api.openai.choice import new_choices
+from api.openai.choice import TextPiece, new_choices
 from api.openai.render_chat import render_token_logprob
-from api.response_object.items import Event, Item, Logprobs, MessageItem
+from api.response_object.items import CallItem, Event, Item, Logprobs, MessageItem, OutputItem, ReasoningItem
+from api.tool_calls.reading.deltas import CallArguments, CallStart, ContentDelta, Delta, ReasoningDelta
 from common.messages.answer import HttpAnswer
 
 ENDS = {"completed": "response.completed", "incomplete": "response.incomplete"}
@@ -25,6 +27,7 @@ class ResponsesRenderer:
     """One response: what its stream has is taken piece by piece.
 
     Attributes:
+        reader: reads reasoning and calls in the text; None where all of it is the answer's.
         output: its items, the last of which may be open.
         untold: log-probabilities of tokens that have not shown any text yet.
         ended: whether everything was taken.
@@ -36,7 +39,9 @@ class ResponsesRenderer:
         self.stream = stream
         self.fields: dict[str, Any] = orjson.loads(answer.response.fields)
         [self.choice] = new_choices(answer, [stream])
-        self.output: list[MessageItem] = []
+        reading = answer.rendering.reading
+        self.reader = AnswerReader(reading, f"{answer.request_id}.0") if reading else None
+        self.output: list[OutputItem] = []
         self.untold: Logprobs = []
         self.ended = False
 
@@ -60,36 +65,60 @@ class ResponsesRenderer:
             self.ended = True
             return [self.failure_event()]
         piece = self.choice.take_piece()
-        events = self.add_text(piece.text, self.logprobs(piece.tokens))
+        self.untold += self.logprobs(piece.tokens)
+        events = [event for delta in self.read(piece) for event in self.add(delta)]
         if self.choice.ended:
             self.ended = True
             events += self.end_items()
             events.append({"type": ENDS[self.status], "response": self.render(self.status)})
         return events
 
-    def add_text(self, text: str, logprobs: Logprobs) -> list[Event]:
-        """Text of a message. A token that shows no text of its own has no event."""
-        self.untold += logprobs
-        if not text:
-            return []
-        logprobs, self.untold = self.untold, []
-        return [*self.open_message(), *self.output[-1].add(text, logprobs)]
+    def read(self, piece: TextPiece) -> list[Delta]:
+        """What a piece says. A token that shows no text of its own says nothing."""
+        if self.reader is not None:
+            return self.reader.read(piece.text, len(piece.tokens), self.choice.ended)
+        return [ContentDelta(piece.text)] if piece.text else []
 
-    def open_message(self) -> list[Event]:
-        if self.output:
-            return []
-        self.output.append(MessageItem(self.answer.request_id, len(self.output)))
-        return self.output[-1].begin()
+    def add(self, delta: Delta) -> list[Event]:
+        """Add a delta to the item that it belongs to; one of another kind ends the item before it."""
+        logprobs, self.untold = self.untold, []
+        last = self.output[-1] if self.output else None
+        fresh: OutputItem | None
+        match delta:
+            case ContentDelta(text):
+                fresh = None if isinstance(last, MessageItem) else MessageItem(*self.next_place)
+            case ReasoningDelta(text):
+                shown = bool(self.fields["reasoning"]["summary"])
+                fresh = None if isinstance(last, ReasoningItem) else ReasoningItem(*self.next_place, shown)
+            case CallArguments(_, text):
+                fresh = None
+            case CallStart(index, name):
+                assert self.reader is not None
+                return self.begin_item(CallItem(*self.next_place, self.reader.call_id(index), name))
+        begun = self.begin_item(fresh) if fresh else []
+        return begun + self.output[-1].add(text, logprobs)
+
+    @property
+    def next_place(self) -> tuple[str, int]:
+        return self.answer.request_id, len(self.output)
+
+    def begin_item(self, item: OutputItem) -> list[Event]:
+        """Begin an item, and end the one before it."""
+        ended = self.output[-1].end("completed") if self.output else []
+        self.output.append(item)
+        return ended + item.begin()
 
     def end_items(self) -> list[Event]:
-        """End the last item; an answer without any text has an empty message."""
-        opened = self.open_message()
+        """End the last item; an answer that says nothing has an empty message."""
+        opened = [] if self.output else self.begin_item(MessageItem(*self.next_place))
         return opened + self.output[-1].end("completed" if self.status == "completed" else "incomplete")
 
     def failure_event(self) -> Event:
         assert self.stream.terminal is not None
         if self.stream.terminal.error_type == SUPERSEDED:
             return {"type": "error", "code": SUPERSEDED, "message": self.stream.terminal.error, "param": None}
+        if self.output:
+            self.output[-1].status = "incomplete"
         return {"type": "response.failed", "response": self.render(self.status)}
 
     # --- the object -----------------------------------------------------------------------------------------
@@ -139,9 +168,15 @@ class ResponsesRenderer:
             "input_tokens": num_input,
             "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
             "output_tokens": num_output,
-            "output_tokens_details": {"reasoning_tokens": 0},
+            "output_tokens_details": {"reasoning_tokens": self.num_reasoning_tokens},
             "total_tokens": num_input + num_output,
         }
+
+    @property
+    def num_reasoning_tokens(self) -> int:
+        if self.reader is None or not self.reader.reading.reasoning:
+            return 0
+        return self.reader.num_reasoning_tokens
 
     def logprobs(self, tokens: Iterable[int]) -> Logprobs:
         if not self.answer.rendering.logprobs:

@@ -1,17 +1,21 @@
 """Chat request: the conversation of a response, as a body of /v1/chat/completions would have it."""
 
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from pydantic import ValidationError
+
 from api.chat.messages import ChatMessage
+from api.chat.tools import ToolSchema
 from api.errors import ApiError, invalid
+from api.http.body import schema_error
 from api.inference.fields import SamplingFields
-from api.inference.params import GenerationParams
-from api.inference.tokenizer import ModelTokenizer
+from api.inference.pool import Pool
 from api.openai.accept import fill_defaults
-from api.openai.chat_params import render_chat
-from api.openai.params import CHAT_NAMES, from_chat
+from api.openai.chat_params import ChatParams, read_chat
+from api.openai.params import CHAT_NAMES
 from api.openai.request_schemas import ChatRequest
 from api.response_object.items import Item
 from api.responses.input_items import join_text
@@ -20,25 +24,35 @@ from api.structured_output.grammar import Grammar
 from api.structured_output.shapes import ANY_OBJECT, schema_grammar
 
 NAMES = {**CHAT_NAMES, "text": "input", "max_new_tokens": "max_output_tokens"}
+OWN_NAMES = {
+    r"messages.*": "input",
+    r"(tools\[\d+\])\.function": r"\1",
+    r"reasoning_effort": "reasoning.effort",
+}
+"""Fields of chats, and what they are called here."""
 
 
-async def read_params(
-    body: ResponsesRequest, items: Sequence[Item], tokenizer: ModelTokenizer
-) -> GenerationParams:
+async def read_params(body: ResponsesRequest, items: Sequence[Item], pool: Pool) -> ChatParams:
     """The parameters of a response to the items of a conversation. Raises ApiError."""
-    chat = fill_defaults(to_chat(body, items), tokenizer.sampling_defaults)
+    chat = fill_defaults(to_chat(body, items), pool.tokenizer.sampling_defaults)
     try:
-        _, prompt = await render_chat(chat, None, tokenizer.chat_template)
+        found = await read_chat(chat, pool, text_grammar(body))
     except ApiError as error:
-        if (error.param or "").startswith("messages"):
-            error.param = "input"
-        raise
-    return replace(from_chat(chat, prompt), grammar=text_grammar(body), names=NAMES)
+        raise with_own_names(error) from error
+    return replace(found, params=replace(found.params, names=NAMES))
+
+
+def with_own_names(error: ApiError) -> ApiError:
+    """The error of a chat's field, with the name that the field has here."""
+    param = error.param or ""
+    for theirs, ours in OWN_NAMES.items():
+        param = re.sub(f"^{theirs}", ours, param)
+    text = error.text.replace(f"`{error.param}`", f"`{param}`")
+    return ApiError(error.status, error.error_type, text, param or None, error.code)
 
 
 def to_chat(body: ResponsesRequest, items: Sequence[Item]) -> ChatRequest:
     """The body with the names of chats. Raises ApiError."""
-    check_tools(body)
     shared = {name: getattr(body, name) for name in SamplingFields.model_fields}
     return ChatRequest(
         messages=[ChatMessage(**one) for one in to_messages(body.instructions, items)],
@@ -46,28 +60,65 @@ def to_chat(body: ResponsesRequest, items: Sequence[Item]) -> ChatRequest:
         logprobs=body.has_logprobs,
         top_logprobs=body.top_logprobs,
         add_generation_prompt=True,
+        tools=[to_tool(one, f"tools[{i}]") for i, one in enumerate(body.tools or [])],
+        tool_choice=body.tool_choice,
+        parallel_tool_calls=body.parallel_tool_calls,
+        reasoning_effort=body.reasoning.effort if body.reasoning is not None else None,
         **shared,
     )
 
 
+def to_tool(tool: Mapping[str, Any], name: str) -> ToolSchema:
+    """A function with the shape that chats have. Raises ApiError."""
+    if tool.get("type") != "function":
+        kind = tool.get("type")
+        raise invalid(
+            f"`{name}.type` must be function: no tool is built in. Given: {kind!r:.40}", f"{name}.type"
+        )
+    function = {key: tool[key] for key in ("name", "description", "parameters", "strict") if key in tool}
+    try:
+        return ToolSchema.model_validate({"type": "function", "function": function})
+    except ValidationError as error:
+        found = schema_error(error)
+        param = f"{name}.{(found.param or '').removeprefix('function.')}"
+        raise invalid(f"`{param}`: {error.errors()[0]['msg']}", param) from error
+
+
 def to_messages(instructions: str | None, items: Sequence[Item]) -> list[dict[str, Any]]:
-    """The messages for the model's template. Raises ApiError."""
-    messages = [] if instructions is None else [{"role": "system", "content": instructions}]
-    for i, item in enumerate(items):
-        if item["type"] in ("function_call", "function_call_output"):
-            raise invalid(f"`input[{i}].type`: `{item['type']}` is not supported yet", f"input[{i}].type")
-        if item["type"] == "message":
-            messages.append({"role": item["role"], "content": join_text(item["content"])})
+    """The messages for the model's template: what the model said in one turn is one message."""
+    messages: list[dict[str, Any]] = []
+    if instructions is not None:
+        messages.append({"role": "system", "content": instructions})
+    for item in items:
+        add_item(messages, item)
+    for message in messages:
+        if message["content"] is None and "tool_calls" not in message:
+            message["content"] = ""
     return messages
 
 
-def check_tools(body: ResponsesRequest) -> None:
-    if body.tools:
-        raise invalid("`tools` is not supported yet", "tools")
-    if body.tool_choice not in (None, "none", "auto"):
-        raise invalid("`tool_choice` is not supported yet", "tool_choice")
-    if body.reasoning is not None and body.reasoning.effort not in (None, "none"):
-        raise invalid("`reasoning.effort` is not supported yet", "reasoning.effort")
+def add_item(messages: list[dict[str, Any]], item: Item) -> None:
+    match item["type"]:
+        case "function_call_output":
+            content = join_text(item["output"])
+            messages.append({"role": "tool", "tool_call_id": item["call_id"], "content": content})
+        case "function_call":
+            function = {"name": item["name"], "arguments": item["arguments"]}
+            call = {"id": item["call_id"], "type": "function", "function": function}
+            if not messages or messages[-1]["role"] != "assistant":
+                messages.append({"role": "assistant", "content": None})
+            messages[-1].setdefault("tool_calls", []).append(call)
+        case "reasoning":
+            text = join_text(item["content"] or item["summary"])
+            messages.append({"role": "assistant", "content": None, "reasoning_content": text})
+        case _ if item["role"] == "assistant" and messages and is_only_reasoning(messages[-1]):
+            messages[-1]["content"] = join_text(item["content"])
+        case _:
+            messages.append({"role": item["role"], "content": join_text(item["content"])})
+
+
+def is_only_reasoning(message: Mapping[str, Any]) -> bool:
+    return message["content"] is None and "tool_calls" not in message
 
 
 def text_grammar(body: ResponsesRequest) -> Grammar | None:

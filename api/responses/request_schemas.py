@@ -7,6 +7,7 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from api.chat.prompt import EFFORTS
 from api.errors import invalid
 from api.http.unsupported import UnsupportedFields, reject_unsupported
 from api.inference.fields import RESUME_S, Listed, SamplingFields, least
@@ -16,6 +17,7 @@ from api.responses.input_items import ROLES
 LOGPROBS = "message.output_text.logprobs"
 ENCRYPTED = "reasoning.encrypted_content"
 INCLUDABLE = (LOGPROBS, ENCRYPTED)
+SUMMARIES = ("auto", "concise", "detailed")
 MAX_PAIRS, MAX_KEY_CHARS, MAX_VALUE_CHARS = 16, 64, 512
 UNSUPPORTED: UnsupportedFields = {
     "access_programs": (),
@@ -46,6 +48,17 @@ MESSAGE: Any = {
     },
 }
 INPUT_SCHEMA: Any = {"anyOf": [{"type": "string"}, {"type": "array", "minItems": 1, "items": MESSAGE}]}
+TOOL: Any = {
+    "type": "object",
+    "required": ["type", "name"],
+    "properties": {
+        "type": {"const": "function"},
+        "name": {"type": "string", "pattern": "^[A-Za-z0-9_-]{1,64}$"},
+        "description": {"type": ["string", "null"]},
+        "parameters": {"type": ["object", "null"]},
+        "strict": {"type": ["boolean", "null"]},
+    },
+}
 METADATA_SCHEMA: Any = {
     "maxProperties": MAX_PAIRS,
     "propertyNames": {"maxLength": MAX_KEY_CHARS},
@@ -78,9 +91,16 @@ class TextOptions(BaseModel):
 class ReasoningOptions(BaseModel):
     model_config = ConfigDict(strict=True)
 
-    effort: str | None = Field(default=None, json_schema_extra={"enum": ["none", None]})
-    summary: str | None = None
-    generate_summary: str | None = None
+    effort: str | None = Field(
+        default=None,
+        description="How much the model thinks first, where its template can say so; with `none` not at all.",
+        json_schema_extra={"enum": [*EFFORTS, None]},
+    )
+    summary: str | None = Field(
+        default=None,
+        description="With `auto`, `concise` or `detailed` the reasoning is shown as its own summary.",
+        json_schema_extra={"enum": [*SUMMARIES, None]},
+    )
 
 
 class ResponsesRequest(SamplingFields):
@@ -124,9 +144,17 @@ class ResponsesRequest(SamplingFields):
     )
     text: TextOptions | None = None
     reasoning: ReasoningOptions | None = None
-    tools: Listed[dict[str, Any]] | None = Field(default=None, json_schema_extra={"maxItems": 0})
+    tools: Listed[dict[str, Any]] | None = Field(
+        default=None,
+        description='Functions that the model may call: `{"type": "function", "name": …, "parameters": …}`.',
+        json_schema_extra={"items": TOOL},
+    )
     tool_choice: str | dict[str, Any] | None = Field(
-        default=None, json_schema_extra={"enum": ["auto", "none", None]}
+        default=None,
+        description="`auto` (the default): the model decides. `none`: no calls. `required`: one call at "
+        'least. `{"type": "function", "name": …}`: one call of this function. '
+        '`{"type": "allowed_tools", "mode": "auto", "tools": […]}`: only these.',
+        json_schema_extra={"enum": ["auto", "none", None]},
     )
     parallel_tool_calls: bool | None = None
     max_tool_calls: int | None = Field(default=None, description="Has no effect: no tool is built in.")
@@ -175,6 +203,8 @@ class ResponsesRequest(SamplingFields):
             raise invalid(f"`top_logprobs` needs `{LOGPROBS}` in `include`", "top_logprobs")
         if self.truncation not in (None, "disabled"):
             raise invalid(f"`truncation` must be `disabled`. Given: {self.truncation[:40]!r}", "truncation")
+        if self.reasoning is not None and self.reasoning.summary not in (None, *SUMMARIES):
+            raise invalid(f"`reasoning.summary` must be one of {', '.join(SUMMARIES)}", "reasoning.summary")
         check_include(self.include or [])
         check_metadata(self.metadata or {})
 

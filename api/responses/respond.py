@@ -26,22 +26,14 @@ from common.messages.answer import HttpAnswer, Rendering, ResponseParts
 from common.messages.request import Generate, SamplingParams
 
 
-async def respond(
-    request: Request,
-    pool: Pool,
-    body: ResponsesRequest,
-    requests: list[Generate],
-    parts: ResponseParts,
-    arrived_s: float,
-) -> Response:
+async def respond(request: Request, pool: Pool, answer: HttpAnswer, arrived_s: float) -> Response:
     """Submit the request, and respond. Raises ApiError."""
-    answer = describe_response(request, pool, body, requests, parts)
     streams = await pool.admission.submit_all(answer)
     headers = prompt_headers(pool.settings, 0)
-    release = partial(release_at_end, pool) if body.background else pool.admission.release
-    if body.stream:
+    release = partial(release_at_end, pool) if answer.terms.detached else pool.admission.release
+    if answer.streamed:
         return TokenStream(answer, stream_frames(answer, streams), streams, headers, release)
-    if body.background:
+    if answer.terms.detached:
         [stream] = streams
         rendered = ResponsesRenderer(answer, stream).render("queued")
         release(stream, 0, answer.terms.keep_s)
@@ -58,6 +50,7 @@ def describe_response(
     pool: Pool,
     body: ResponsesRequest,
     requests: list[Generate],
+    rendering: Rendering,
     parts: ResponseParts,
 ) -> HttpAnswer:
     """The answer as it is kept. Raises ApiError."""
@@ -72,7 +65,7 @@ def describe_response(
         pool.settings.model_name,
         requests,
         [""],
-        Rendering(logprobs=body.has_logprobs),
+        rendering,
         replace(terms, stored_ms=stored_ms),
     )
     return replace(answer, response=parts)

@@ -15,7 +15,7 @@ from api.responses.chat_request import read_params
 from api.responses.conversation import read_conversation, resolve_references
 from api.responses.input_items import read_items
 from api.responses.request_schemas import ResponsesRequest
-from api.responses.respond import new_parts, respond, response_fields
+from api.responses.respond import describe_response, new_parts, respond, response_fields
 from api.responses.response_schemas import ResponseEvent, ResponseObject
 
 router = APIRouter(responses=ERROR_RESPONSES, tags=[OPENAI])
@@ -40,7 +40,8 @@ async def create_response(request: Request) -> Response:
     await pool.admission.check()
     before = await read_conversation(request, asked.previous_response_id)
     items = await resolve_references(request, read_items(asked.input, request_id(request)))
-    params = await read_params(asked, [*before, *items], pool.tokenizer)
-    requests = await validate(params, pool.workers.limits, pool.tokenizer)
-    fields = response_fields(asked, params.sampling)
-    return await respond(request, pool, asked, requests, new_parts(fields, before, items), arrived_s)
+    chat = await read_params(asked, [*before, *items], pool)
+    requests = await validate(chat.params, pool.workers.limits, pool.tokenizer)
+    parts = new_parts(response_fields(asked, chat.params.sampling), before, items)
+    answer = describe_response(request, pool, asked, requests, chat.rendering, parts)
+    return await respond(request, pool, answer, arrived_s)
