@@ -4,6 +4,7 @@ import asyncio
 import time
 
 from api.errors import asking_broker, unavailable
+from api.inference.pool import Pool
 from api.inference.stream import Stream
 from api.responses.stored import StoredResponse, read_response
 from common.broker.client import script
@@ -36,9 +37,27 @@ async def cancel_request(stored: StoredResponse) -> Stream:
 
 async def delete_response(stored: StoredResponse) -> None:
     """Delete a response that has ended, or that ends by being cancelled. Raises ApiError (503)."""
-    stream = await cancel_request(stored)
-    if not stream.terminal:
-        raise unavailable("the response was cancelled, but has not ended yet: delete it again")
-    keys, request_id = stored.pool.keys, stored.answer.request_id
+    await cancel_request(stored)
     async with asking_broker():
-        await stored.pool.redis.unlink(keys.request(request_id), keys.result(request_id))
+        if not await delete_ended(stored.pool, stored.answer.request_id):
+            raise unavailable("the response was cancelled, but has not ended yet: delete it again")
+
+
+async def delete_ended(pool: Pool, request_id: str) -> bool:
+    """Delete a response. Returns False if it has not ended yet."""
+    keys = [pool.keys.request(request_id), pool.keys.result(request_id), pool.keys.responses]
+    return bool(await script(pool.redis, "responses/delete")(keys=keys, args=[request_id]))
+
+
+async def make_room(pool: Pool, request_id: str) -> None:
+    """Count a response that will be stored; the oldest of too many are deleted. One that has not ended stays
+    until it expires. Raises ApiError (503).
+    """
+    settings = pool.settings
+    most_s = round(settings.response_ttl_s + settings.request_timeout_s)
+    async with asking_broker():
+        oldest = await script(pool.redis, "responses/keep")(
+            keys=[pool.keys.responses], args=[request_id, most_s, settings.max_stored_responses]
+        )
+        for other in oldest:
+            await delete_ended(pool, other.decode())

@@ -21,6 +21,7 @@ from api.response_object.frames import stream_frames
 from api.response_object.items import Item
 from api.response_object.response import ResponsesRenderer
 from api.response_object.whole import render_whole
+from api.responses.delete import make_room
 from api.responses.request_schemas import ResponsesRequest
 from common.messages.answer import HttpAnswer, Rendering, ResponseParts
 from common.messages.request import Generate, SamplingParams
@@ -28,6 +29,8 @@ from common.messages.request import Generate, SamplingParams
 
 async def respond(request: Request, pool: Pool, answer: HttpAnswer, arrived_s: float) -> Response:
     """Submit the request, and respond. Raises ApiError."""
+    if answer.terms.stored_ms:
+        await make_room(pool, answer.request_id)
     streams = await pool.admission.submit_all(answer)
     headers = prompt_headers(pool.settings, 0)
     release = partial(release_at_end, pool) if answer.terms.detached else pool.admission.release

@@ -121,6 +121,11 @@ class Keys:
         return self.key("result", request_id)
 
     @property
+    def responses(self) -> str:
+        """Sorted set: request of each stored response → Redis time at which it has expired, in s."""
+        return self.key("responses")
+
+    @property
     def submit(self) -> str:
         """Stream: jobs of other services, as JSON."""
         return self.key("submit")

@@ -102,6 +102,8 @@ class SettingFields(BaseModel):
     """what clients have not read yet, in one gateway; beyond it the one that lets wait longest is cut off"""
     response_ttl_s: Annotated[Seconds, Field(ge=1, le=30 * 86400)] = 86400.0
     """how long a stored response of /v1/responses is kept after its end (s)"""
+    max_stored_responses: Count = 10_000
+    """stored responses of the pool; beyond it the oldest are deleted"""
     submit_limit: Count = 10_000
     """unfinished jobs in the stream `submit`; those beyond it are refused"""
     max_jobs: Count = 256

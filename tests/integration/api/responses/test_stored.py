@@ -185,3 +185,14 @@ async def test_a_stored_response_expires(broker: Broker) -> None:
         whole = (await client.post(PATH, json=BODY)).json()
         left_ms = await worker.redis.pttl(worker.keys.result(whole["id"].removeprefix("resp_")))
     assert 3900_000 < left_ms <= 4000_000
+
+
+async def test_of_too_many_stored_responses_the_oldest_are_deleted(broker: Broker) -> None:
+    async with answering(broker.url, ANSWER, max_stored_responses=2) as (worker, _, client):
+        made = [(await client.post(PATH, json=BODY)).json()["id"] for _ in range(3)]
+        await client.post(PATH, json=BODY | {"store": False})
+        found = [(await client.get(f"{PATH}/{one}")).status_code for one in made]
+        assert found == [404, 200, 200]
+        await client.delete(f"{PATH}/{made[1]}")
+        assert await worker.redis.zcard(worker.keys.responses) == 1
+        assert not await worker.redis.exists(worker.keys.result(made[0].removeprefix("resp_")))
