@@ -37,12 +37,12 @@ class EarlierCall(BaseModel):
     model_config = ConfigDict(strict=True, extra="allow")
 
     id: str | None = None
-    type: str | None = Field(default=None, json_schema_extra={"enum": ["function"]})
+    type: str | None = None
     function: EarlierFunction
 
 
 class ChatMessage(BaseModel):
-    model_config = ConfigDict(strict=True, extra="allow", json_schema_extra={"required": ["role", "content"]})
+    model_config = ConfigDict(strict=True, extra="allow")
 
     role: str = Field(json_schema_extra={"enum": list(ROLES)})
     content: str | Listed[ContentPart] | None = Field(

@@ -1,6 +1,5 @@
 """Tools: the functions that a model may call, and the choice among them, from the fields of a chat."""
 
-import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -20,7 +19,7 @@ MODES = ("none", "auto", "required")
 class FunctionSchema(BaseModel):
     model_config = ConfigDict(strict=True, extra="allow")
 
-    name: str
+    name: str = Field(json_schema_extra={"pattern": f"^{NAME.pattern}$"})
     description: str | None = None
     parameters: dict[str, Any] | None = Field(
         default=None, description="JSON schema of the arguments, an object's. Default: it has none."
@@ -32,7 +31,9 @@ class FunctionSchema(BaseModel):
 
 
 class ToolSchema(BaseModel):
-    model_config = ConfigDict(strict=True, extra="allow")
+    model_config = ConfigDict(
+        strict=True, extra="allow", json_schema_extra={"required": ["type", "function"]}
+    )
 
     type: str = Field(json_schema_extra={"enum": ["function"]})
     function: FunctionSchema | None = Field(default=None, json_schema_extra={"type": "object"})
@@ -168,7 +169,3 @@ def template_tool(function: FunctionSchema) -> dict[str, Any]:
     described = {} if function.description is None else {"description": function.description}
     shown = {"name": function.name, **described, "parameters": parameters_of(function)}
     return {"type": "function", "function": shown}
-
-
-def tool_texts(tools: Sequence[Mapping[str, Any]]) -> str:
-    return json.dumps(tools, ensure_ascii=False)

@@ -163,7 +163,9 @@ class StructuredOutputFields(SamplingFields):
     guided_regex: str | None = guided_field("a regex that the whole text matches")
     guided_choice: Listed[str] | None = guided_field("texts of which the text is one")
     guided_grammar: str | None = guided_field("a grammar (Lark or GBNF) that the text satisfies")
-    guided_whitespace_pattern: str | None = guided_field("a regex for the white space of `guided_json`")
+    guided_whitespace_pattern: str | None = Field(
+        default=None, description="vLLM's older form: a regex for the white space of `guided_json`."
+    )
     guided_decoding_backend: str | None = Field(default=None, description="Has no effect.")
 
     def grammar(self) -> Grammar | None:

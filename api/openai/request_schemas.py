@@ -19,7 +19,7 @@ Prompt = Annotated[
     ),
 ]
 
-CHOICES: Any = {"enum": ["none", "auto"], "required": ["type"], "properties": {"type": {"const": "function"}}}
+CHOICES: Any = {"enum": ["none", "auto", None]}
 """What of a `tool_choice` is proposed."""
 
 
@@ -74,7 +74,7 @@ class ChatRequest(OpenAIRequest):
     reasoning_effort: str | None = Field(
         default=None,
         description="How much the model thinks first, where its template can say so; with `none` not at all.",
-        json_schema_extra={"enum": list(EFFORTS)},
+        json_schema_extra={"enum": [*EFFORTS, None]},
     )
     include_reasoning: bool | None = Field(default=None, description="Return the reasoning. Default: true.")
 

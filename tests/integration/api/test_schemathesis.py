@@ -36,6 +36,8 @@ UNDESCRIBED = re.compile(
     # one field and another
     "|`stream_options` is only allowed with|`top_logprobs` needs|exclude each other|differ|`best_of`"
     "|`decoder_input_details` must be false when|`max_tokens` must be at least 1. Given: 0"
+    "|needs a model that reasons|is only allowed with `tools`|the name .* twice"
+    "|messages.[0-9]+..content` is required|is for the role `assistant`"
     "|does not exist"
     "|must have words of"
     "|chat_template_kwargs"
