@@ -25,7 +25,8 @@ async def answer_grammar(
         return CompiledGrammar(calls, "tools") if calls else None
     reasoning = REASONING_FORMATS.get(reading.reasoning)
     source = await compile_grammar(grammar)
-    text = after_thinking(source, reasoning, reading.prompt_end, tokenizer.special_tokens)
+    form = CALL_FORMATS.get(reading.calls)
+    text = after_thinking(source, reasoning, reading.prompt_end, tokenizer.special_tokens, form)
     return CompiledGrammar(either(calls, text) if calls else text, grammar.field)
 
 

@@ -59,6 +59,11 @@ class ToolChoice:
     parallel: bool = True
     is_older: bool = False
 
+    @property
+    def is_promised(self) -> bool:
+        """Whether calls are right in any case: one is required, or a function is strict."""
+        return self.is_forced or any(tool.strict for tool in self.callable)
+
 
 def read_tools(
     tools: Sequence[ToolSchema] | None, choice: str | Mapping[str, Any] | None, parallel: bool | None

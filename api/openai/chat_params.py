@@ -51,7 +51,10 @@ async def read_chat(body: ChatRequest, pool: Pool, grammar: Grammar | None = Non
     chat, prompt = await render_chat(body, tools, pool.tokenizer.chat_template)
     reading = None if chat.is_open else new_reading(body, pool, tools, prompt[-PROMPT_END_CHARS:])
     params = from_chat(body, prompt)
-    forced = await answer_grammar(grammar or body.grammar(), tools, reading, pool.tokenizer)
+    may_force = tools is None or tools.is_promised or not pool.settings.disable_grammar_support
+    forced = await answer_grammar(
+        grammar or body.grammar(), tools if may_force else None, reading, pool.tokenizer
+    )
     rendering = replace(body.rendering, reading=reading)
     return ChatParams(replace(params, grammar=forced), rendering, echoed_message(body))
 

@@ -40,8 +40,8 @@ def matches(source: str, text: str) -> bool:
     return matcher.consume_tokens(list(text.encode())) and matcher.is_accepting()
 
 
-async def test_nothing_is_forced_unless_the_client_says_so() -> None:
-    assert await answer_grammar(None, tools(), Reading(calls="hermes"), model_tokenizer()) is None
+async def test_nothing_is_forced_where_nothing_shows_a_call() -> None:
+    assert await answer_grammar(None, tools(), Reading(calls="llama3_json"), model_tokenizer()) is None
     assert await answer_grammar(FORMAT, None, None, model_tokenizer()) == FORMAT
 
 
