@@ -51,8 +51,10 @@ class TimelineWriter:
         num_tokens: int = 0,
         why: str = "",
         at_ms: int | None = None,
+        num_cached: int = 0,
     ) -> None:
-        event = TimelineEvent(at_ms or self.clock(), what, worker, sequence.attempt, num_tokens, why)
+        at_ms = at_ms or self.clock()
+        event = TimelineEvent(at_ms, what, worker, sequence.attempt, num_tokens, why, num_cached)
         self.unwritten.setdefault(sequence.request_id, []).append(event)
 
     def record_queued(self, sequence: Sequence) -> None:
@@ -61,8 +63,13 @@ class TimelineWriter:
 
     def record_plan(self, published: PendingPlan) -> None:
         catalogue.GRANTS.add()
+        capacity = published.replica.capacity
         for row in published.rows:
-            self.record(row.sequence, "placed", published.replica.capacity.incarnation, row.sequence.base)
+            sequence = row.sequence
+            self.record(sequence, "placed", capacity.incarnation, sequence.base, num_cached=row.num_cached)
+            if capacity.prefix_caching and sequence.block_hashes:
+                catalogue.PREFIX_QUERIES.add(sequence.num_known)
+                catalogue.PREFIX_HITS.add(row.num_cached)
 
     def record_report(self, replica: Replica, report: Report) -> None:
         """Record a report that the scheduler has not applied yet."""

@@ -29,6 +29,7 @@ class GenerationParams:
         prompt_logprobs: the model's own log-probabilities of the prompt's tokens are reported, and so many of
             the likeliest tokens at each place; None reports nothing of the prompt.
         n: answers to this prompt.
+        cache_salt: only requests with the same salt share KV blocks.
         names: a parameter's name here → its name in this API, where that is another one.
     """
 
@@ -46,6 +47,7 @@ class GenerationParams:
     top_n_tokens: int = 0
     prompt_logprobs: int | None = None
     n: int = 1
+    cache_salt: str = ""
     names: Mapping[str, str] = field(default_factory=dict)
 
     def value(self, name: str) -> Any:

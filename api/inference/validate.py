@@ -48,6 +48,7 @@ async def validate(params: GenerationParams, limits: Limits, tokenizer: ModelTok
         sampling=await offload(sum(map(len, params.bad_words)), lambda: sampling_params(params, tokenizer)),
         top_n_tokens=params.top_n_tokens,
         prompt_logprobs=params.prompt_logprobs,
+        cache_salt=params.cache_salt,
     )
     return [numbered(request, i) for i in range(params.n)]
 

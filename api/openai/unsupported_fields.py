@@ -5,7 +5,6 @@ from api.http.unsupported import UnsupportedFields
 UNSUPPORTED: UnsupportedFields = {
     "allowed_token_ids": (),
     "audio": (),
-    "cache_salt": (),
     "chat_template": (),
     "documents": (),
     "ec_transfer_params": (),

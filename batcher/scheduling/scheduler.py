@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from batcher.scheduling.pending_plan import PendingPlan
+from batcher.scheduling.placement import choose_replica
 from batcher.scheduling.plans import PREEMPT, next_plan
 from batcher.scheduling.replica import Replica, WorkerLimits
 from batcher.scheduling.sequence import PlacedRow, Sequence
@@ -190,7 +191,7 @@ class Scheduler:
         return [replica for replica in self.replicas.values() if not replica.draining]
 
     def place_waiting(self, open_to_new: list[Replica]) -> dict[str, list[PlacedRow]]:
-        """Start waiting requests in order, each on the least loaded of these workers that can take it."""
+        """Start waiting requests in order, each on one of these workers that can take it."""
         placed: dict[str, list[PlacedRow]] = {}
         held_back = []
         while self.queue:
@@ -208,7 +209,7 @@ class Scheduler:
                 if not (waits or sequence.crash_count):
                     break
                 continue
-            replica = min(able, key=lambda candidate: candidate.load)
+            replica = choose_replica(able, sequence)
             placed.setdefault(replica.capacity.incarnation, []).append(replica.start(sequence))
         for item in held_back:
             heapq.heappush(self.queue, item)

@@ -14,6 +14,7 @@ class TimelineEvent:
         what: `queued`, `placed`, `prefilled`, `interrupted`, `died`, `taken_over` or `ended`.
         num_tokens: tokens of the prompt for `queued`, else those generated so far.
         why: the reason of `interrupted` and `ended`.
+        num_cached: of `placed`: tokens whose KV the worker had.
     """
 
     at_ms: int = wire_field("t")
@@ -22,6 +23,7 @@ class TimelineEvent:
     attempt: int = wire_field("a", default=0)
     num_tokens: int = wire_field("n", default=0)
     why: str = wire_field("y", default="")
+    num_cached: int = wire_field("c", default=0)
 
 
 @dataclass(frozen=True, slots=True)

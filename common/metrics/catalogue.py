@@ -159,6 +159,11 @@ TOKENS = Counter("tokenfleet_generated_tokens", "Number of tokens sampled by wor
 PREFILLED_TOKENS = Counter(
     "tokenfleet_prefilled_tokens", "Number of prompt tokens computed, those of resumed requests included"
 )
+PREFIX_QUERIES = Counter(
+    "tokenfleet_prefix_cache_queries",
+    "Number of tokens of starting requests that were looked up in the cache",
+)
+PREFIX_HITS = Counter("tokenfleet_prefix_cache_hits", "Number of those whose KV the cache had")
 RESUMES = Counter(
     "tokenfleet_request_resumes",
     "Number of times that a request was resumed, by cause",

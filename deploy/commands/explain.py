@@ -117,7 +117,8 @@ def describe_events(events: Sequence[Event]) -> Iterator[str]:
                     if one["attempt"] == 1 and events[0]["what"] == "queued"
                     else ""
                 )
-                yield f"placed on {one['worker']}, attempt {one['attempt']}{waited}"
+                known = f"; the KV of {one['num_cached']} tokens is there" if one.get("num_cached") else ""
+                yield f"placed on {one['worker']}, attempt {one['attempt']}{waited}{known}"
             case _:
                 yield describe_event(one)
                 pause = (pause or one) if one["what"] in PAUSES else pause

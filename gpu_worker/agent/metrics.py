@@ -13,13 +13,13 @@ class BatchMetrics:
     """Counts grants and steps as they pass the engine client.
 
     Attributes:
-        prefilling: rows that started and whose prompt is not computed yet.
+        prefilling: rows that started and whose prompt is not computed yet → tokens that were computed before.
         running: rows that decode.
         steps: the steps that the agent handles since `received_s`; none while it waits for the next.
     """
 
     def __init__(self) -> None:
-        self.prefilling: set[int] = set()
+        self.prefilling: dict[int, int] = {}
         self.running: set[int] = set()
         self.steps: Sequence[StepResult] = ()
         self.received_s = 0.0
@@ -37,7 +37,7 @@ class BatchMetrics:
         if self.running:
             catalogue.BATCH_CONCAT.add(1, "chunking")
             catalogue.BATCH_CONCAT_DURATION.observe(time.perf_counter() - started_s, "decode")
-        self.prefilling.update(start.row for start in grant.starts)
+        self.prefilling.update((start.row, start.num_cached) for start in grant.starts)
 
     def on_steps(self, steps: Sequence[StepResult]) -> None:
         """Notes the steps that the agent handles until it waits for the next."""
@@ -69,11 +69,10 @@ class BatchMetrics:
 
     def move_rows(self, step: StepResult) -> None:
         for row, kv_len in step.prefilled:
-            catalogue.PREFILLED_TOKENS.add(kv_len)
-            self.prefilling.discard(row)
+            catalogue.PREFILLED_TOKENS.add(kv_len - self.prefilling.pop(row, 0))
             self.running.add(row)
         for row, _, _ in step.ended:
-            self.prefilling.discard(row)
+            self.prefilling.pop(row, None)
             self.running.discard(row)
 
     def on_failure(self) -> None:

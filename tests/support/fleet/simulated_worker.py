@@ -5,7 +5,7 @@ the rules of blocks.
 import random
 from dataclasses import dataclass, field
 
-from common.block_hashes import extend_hashes
+from common.block_hashes import HASHED_TOKENS, block_names, extend_hashes
 from common.messages.finish_reasons import INTERRUPTED
 from common.messages.packing import pack_ids, unpack_ids
 from common.messages.plan import HeldRow, Plan, Report, RowStart
@@ -23,11 +23,18 @@ class SimulatedRow:
     kv_len: int = 0
     num_tokens: int = 0
     prefilled_as: tuple[int, int] = (0, 0)
+    ids: bytes = b""
+    hashes: bytes = b""
 
-    def ids(self, count: int) -> list[int]:
-        """Its first ids: the prompt, then what it generated."""
-        prompt = unpack_ids(self.start.request.prompt_ids)
-        return [*prompt, *map(generated_id, range(max(0, count - len(prompt))))][:count]
+    def __post_init__(self) -> None:
+        self.ids = self.start.request.prompt_ids + pack_ids([*map(generated_id, range(self.num_tokens))])
+        self.hashes = self.start.request.block_hashes
+
+    def names(self, block_size: int) -> list[bytes]:
+        """What its full blocks hold; nothing if it shares none."""
+        if self.start.request.block_hashes:
+            self.hashes = extend_hashes(self.hashes, self.ids[: 4 * self.kv_len])
+        return block_names(self.hashes, block_size)[: self.kv_len // block_size]
 
     @property
     def target(self) -> int:
@@ -39,12 +46,8 @@ class SimulatedRow:
 
     @property
     def generated_hashes(self) -> bytes:
-        request = self.start.request
-        if not request.block_hashes:
-            return b""
-        known = len(request.prompt_ids) // 4 + self.num_tokens
-        ids = pack_ids(self.ids(min(self.kv_len, known)))
-        return extend_hashes(request.block_hashes, ids)[len(request.block_hashes) :]
+        self.names(HASHED_TOKENS)
+        return self.hashes[len(self.start.request.block_hashes) :]
 
 
 @dataclass
@@ -57,7 +60,7 @@ class SimulatedWorker:
     rows: dict[int, SimulatedRow] = field(default_factory=dict)
     leaving: list[tuple[int, SimulatedRow]] = field(default_factory=list)
     owned: dict[int, set[int]] = field(default_factory=dict)
-    contents: dict[int, list[int]] = field(default_factory=dict)
+    contents: dict[int, bytes] = field(default_factory=dict)
     num_prefilled: int = 0
     committed: dict[str, int] = field(default_factory=dict)
     until: int = 0
@@ -102,9 +105,9 @@ class SimulatedWorker:
     def share(self, row: SimulatedRow, blocks: list[int]) -> None:
         row.kv_len = len(blocks) * self.block_size
         assert row.kv_len == row.start.num_cached < row.target
-        for i, block in enumerate(blocks):
+        for name, block in zip(row.names(self.block_size), blocks, strict=True):
             held = self.contents.get(block)
-            assert held == row.ids((i + 1) * self.block_size), f"block {block} holds {held}"
+            assert held == name, f"block {block} holds {held!r}"
             self.owned.setdefault(block, set()).add(row.start.row)
             row.blocks.append(block)
 
@@ -138,7 +141,7 @@ class SimulatedWorker:
                 budget -= chunk
                 row.kv_len += chunk
                 self.num_prefilled += chunk
-                self.fill(row)
+                self.fill(row, chunk)
                 took_part = took_part or chunk > 0
                 if row.prefilled:
                     row.prefilled_as = row.kv_len, self.step + 1
@@ -146,18 +149,21 @@ class SimulatedWorker:
                     self.sample(number, row)
             elif room > 0:
                 row.kv_len += 1
-                self.fill(row)
+                self.fill(row, 1)
                 took_part = True
                 self.sample(number, row)
         self.step += took_part
         return took_part
 
-    def fill(self, row: SimulatedRow) -> None:
-        """The blocks that the row has filled hold its ids."""
-        for i in range(row.start.num_cached // self.block_size, row.kv_len // self.block_size):
-            self.contents.setdefault(row.blocks[i], row.ids((i + 1) * self.block_size))
+    def fill(self, row: SimulatedRow, count: int) -> None:
+        """The row has computed `count` tokens: the blocks that are full now hold its ids."""
+        filled = range((row.kv_len - count) // self.block_size, row.kv_len // self.block_size)
+        if filled and (names := row.names(self.block_size)):
+            for i in filled:
+                self.contents[row.blocks[i]] = names[i]
 
     def sample(self, number: int, row: SimulatedRow) -> None:
+        row.ids += pack_ids([generated_id(row.num_tokens)])
         row.num_tokens += 1
         request = row.start.request
         self.committed[request.request_id] = row.num_tokens

@@ -193,8 +193,8 @@ EXAMPLES = [
         | {"x": [{"id": "r1", "w": "error", "n": 4, "e": "why", "y": "generation"}], "f": 9},
     ),
     (
-        Timeline([TimelineEvent(5, "ended", "w0-1", 2, 37, "length")]),
-        {"v": 1, "h": [{"t": 5, "w": "ended", "i": "w0-1", "a": 2, "n": 37, "y": "length"}]},
+        Timeline([TimelineEvent(5, "ended", "w0-1", 2, 37, "length", 16)]),
+        {"v": 1, "h": [{"t": 5, "w": "ended", "i": "w0-1", "a": 2, "n": 37, "y": "length", "c": 16}]},
     ),
     (
         KeptAnswer(

@@ -1,0 +1,69 @@
+"""Placement: a request goes to the worker that has its beginning computed, unless that has many more rows."""
+
+from tests.support.fleet.simulated_pool import Pool, request, sharing_request
+
+CHAT = list(range(200))
+
+
+def settle(pool: Pool) -> None:
+    for _ in range(50):
+        pool.turn()
+
+
+def start(pool: Pool, name: str, prompt: list[int], new: int = 20) -> tuple[str, int]:
+    """Return the worker on which a request starts, and how many of its tokens are there."""
+    sequence = sharing_request(name, prompt, new, entry=len(pool.attempts))
+    pool.add(sequence)
+    pool.decide()
+    assert sequence.row is not None
+    replicas = pool.scheduler.replicas.items()
+    return next(name for name, one in replicas if sequence.row in one.rows.values()), sequence.row.num_cached
+
+
+def test_a_chat_comes_back_to_its_worker() -> None:
+    pool = Pool(4, num_blocks=200, seed=1, eos_chance=0)
+    chats = {f"c{i}": [i, *CHAT] for i in range(4)}
+    homes = {name: start(pool, name, prompt)[0] for name, prompt in chats.items()}
+    assert sorted(homes.values()) == ["w0", "w1", "w2", "w3"]
+    settle(pool)
+    for name in reversed(chats):
+        assert start(pool, f"{name} again", [*chats[name], 7]) == (homes[name], 192)
+        settle(pool)
+
+
+def test_what_is_cached_does_not_gather_all_rows_on_one_worker() -> None:
+    pool = Pool(4, num_blocks=400, seed=1, eos_chance=0)
+    home, _ = start(pool, "r0", CHAT)
+    settle(pool)
+    placed = [start(pool, f"r{i}", [*CHAT, i], new=300) for i in range(1, 9)]
+    assert placed[0] == (home, 192)
+    assert len({name for name, _ in placed[:3]}) == 3
+    rows = [replica.num_running for replica in pool.scheduler.replicas.values()]
+    assert min(rows) >= 1 and max(rows) <= 3
+
+
+def test_after_a_death_the_survivors_caches_are_used() -> None:
+    pool = Pool(2, num_blocks=200, seed=1, eos_chance=0)
+    for i in range(2):  # both workers know the chat
+        pool.add(sharing_request(f"r{i}", CHAT, 60, i))
+    settle(pool)
+    sequence = sharing_request("r2", CHAT, 60, 2)
+    pool.add(sequence)
+    pool.decide()
+    assert sequence.row is not None
+    home = next(name for name, worker in pool.workers.items() if worker.rows)
+    for _ in range(3):
+        pool.turn()
+    pool.kill(home)
+    pool.decide()
+    assert sequence.row is not None and sequence.row.num_cached > len(CHAT)
+    pool.run()
+    assert pool.committed["r2"] == 60
+
+
+def test_requests_that_share_nothing_go_where_the_fewest_rows_are() -> None:
+    pool = Pool(2, num_blocks=200, seed=1, eos_chance=0)
+    start(pool, "r0", CHAT, new=100)
+    pool.add(request("r1", 10, 50, 1))
+    pool.decide()
+    assert [replica.num_running for replica in pool.scheduler.replicas.values()] == [1, 1]
