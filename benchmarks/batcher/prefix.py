@@ -1,4 +1,4 @@
-"""Prints what placement by cached prefixes saves: `python -m benchmarks.prefix [--chats 160]`.
+"""Prints what placement by cached prefixes saves: `python -m benchmarks.batcher.prefix [--chats 300]`.
 
 The scheduler alone, with four simulated workers: chats of eight turns, each with one of eight system prompts
 of 512 tokens, come at random; a step takes 8 ms and 0.04 ms for each prompt token. The same trace is placed
@@ -137,7 +137,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--chats", type=int, default=160)
+    parser.add_argument("--chats", type=int, default=300)
     parser.add_argument("--seed", type=int, default=1)
     args = parser.parse_args()
     by_hits = play(args.chats, args.seed)
