@@ -70,16 +70,9 @@ async def launch(fleet: LocalFleet, tasks: asyncio.TaskGroup) -> None:
     if await wait_until_ready(fleet):
         fleet.was_ready = True
         if fleet.is_whole:
-            say_how_to_use(fleet.settings)
+            print(last_lines(fleet.settings), flush=True)  # for people; logs are on stderr
         if fleet.preloaded is not None:
             tasks.create_task(fleet.preloaded.keep(partial(workers_are_ready, fleet)))
-
-
-def say_how_to_use(settings: Settings) -> None:
-    if settings.json_output:
-        log.info("serves %s at %s", settings.model_name, checks.base_url(settings))
-    else:
-        print(last_lines(settings), flush=True)
 
 
 async def supervise(process: SupervisedProcess, fleet: LocalFleet, tasks: asyncio.TaskGroup) -> None:
