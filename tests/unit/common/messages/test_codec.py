@@ -5,7 +5,7 @@ from typing import Any
 import msgpack
 import pytest
 
-from common.messages.answer import HttpAnswer, Rendering
+from common.messages.answer import HttpAnswer, Reading, Rendering
 from common.messages.codec import WireError, decode, encode
 from common.messages.events import Events, LogEntry, Result, Terminal, Tokens
 from common.messages.kept_answer import KeeperMessage, KeptAnswer, KeptRequests
@@ -99,11 +99,18 @@ EXAMPLES = [
     (Resume("r1"), {"v": 1, "id": "r1"}),
     (
         HttpAnswer(
-            "r1", "/x", True, 5, "m", "f", 1, [b"\x01\0\0\0"], [GENERATE], ["P"], Rendering(details=True)
+            *("r1", "/x", True, 5, "m", "f", 1, [b"\x01\0\0\0"], [GENERATE], ["P"]),
+            Rendering(details=True, reading=Reading("hermes", "qwen3", "<think>", [("f", "{}")])),
         ),
         {"v": 1, "id": "r1", "ro": "/x", "st": True, "cr": 5, "mo": "m", "fp": "f", "n": 1}
         | {"pr": [b"\x01\0\0\0"], "rq": [msgpack.unpackb(encode(GENERATE))], "px": ["P"]}
-        | {"re": {"dt": True, "lp": False, "us": False, "ru": False, "sk": True, "is": False, "po": False}}
+        | {
+            "re": {"dt": True, "lp": False, "us": False, "ru": False, "sk": True, "is": False, "po": False}
+            | {
+                "rd": {"ca": "hermes", "re": "qwen3", "pe": "<think>", "to": [["f", "{}"]], "na": False}
+                | {"pa": True, "ol": False, "sr": True}
+            }
+        }
         | {"tm": {"ow": "", "rs": None, "de": False, "so": 0}, "rp": None},
     ),
     (WorkerDied("w0-1"), {"v": 1, "i": "w0-1"}),
