@@ -81,7 +81,7 @@ async def call_grammar(
     return await offload(LONG, lambda: compile_calls(calls.name, key, choice, ids, thinking))
 
 
-@functools.lru_cache(maxsize=256)
+@functools.lru_cache(maxsize=64)
 def compile_calls(
     name: str, key: str, choice: CallChoice, ids: tuple[tuple[str, int], ...], thinking: Thinking
 ) -> str:

@@ -118,7 +118,7 @@ def tgi_call(lark: Lark, offer: Offer) -> CallsRule:
 
 
 def with_name(name: str, schema: Mapping[str, Any]) -> Mapping[str, Any]:
-    named = {tgi.NAME: {"const": name}}
+    named = {tgi.NAME: {"enum": [name]}}  # older drafts have no `const`
     return {
         **schema,
         "properties": {**named, **schema.get("properties", {})},

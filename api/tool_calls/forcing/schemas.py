@@ -5,14 +5,19 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from api.errors import ApiError, invalid
-from api.structured_output.grammar import WHITESPACE, Grammar, as_compiled, compile_cached
+from api.structured_output.grammar import WHITESPACE, Grammar, compile_cached, without_annotations
 from api.tool_calls.reading.deltas import Tool
+from api.tool_calls.reading.typed_text import referred
 
 ANY_OBJECT: Mapping[str, Any] = {"type": "object"}
 OPEN_OBJECT = ("additionalProperties", "patternProperties", "anyOf", "oneOf", "allOf", "$ref", "if")
 """Keywords of schemas that say themselves which other properties there may be."""
-PLAIN = ("type", "properties", "required", "additionalProperties", "$defs", "definitions", "$schema", "$id")
-ANNOTATIONS = ("title", "description", "default", "examples", "$comment", "deprecated")
+WHOLE = (
+    *("anyOf", "oneOf", "allOf", "not", "if", "$ref", "enum", "const", "patternProperties", "propertyNames"),
+    *("minProperties", "maxProperties", "dependentRequired", "dependentSchemas", "dependencies"),
+)
+"""Keywords that say something of an object as a whole."""
+ANNOTATIONS = ("title", "description", "$schema", "$id", "$comment")
 DEFINITIONS = ("$defs", "definitions")
 
 
@@ -31,15 +36,26 @@ def forced_schema(tool: Tool) -> Mapping[str, Any]:
         if tool.strict:
             raise
         return with_whitespace(ANY_OBJECT)
-    return with_whitespace(as_compiled(schema))
+    return with_whitespace(without_annotations(dict(schema)))
 
 
 def closed(parameters: Mapping[str, Any]) -> Mapping[str, Any]:
     """The schema of an object that has no properties but those that the schema names."""
-    schema = {"type": "object", **(parameters or {"properties": {}})}
+    schema = {"type": "object", **(inlined(parameters) or {"properties": {}})}
     if "properties" in schema and not any(keyword in schema for keyword in OPEN_OBJECT):
         return schema | {"additionalProperties": False}
     return schema
+
+
+def inlined(schema: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The schema to which this one does nothing but refer, with its definitions; else itself."""
+    path = schema.get("$ref")
+    if not isinstance(path, str) or not {*schema} <= {"$ref", "type", *DEFINITIONS, *ANNOTATIONS}:
+        return schema
+    target = referred(path, schema)
+    if not isinstance(target, Mapping) or "$ref" in target:
+        return schema
+    return {name: schema[name] for name in DEFINITIONS if name in schema} | dict(target)
 
 
 def with_whitespace(schema: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -51,8 +67,8 @@ def properties_of(tool: Tool, schema: Mapping[str, Any]) -> Iterator[tuple[str, 
     ApiError if a strict function's schema says more than that.
     """
     if tool.strict:
-        for keyword in schema:
-            if keyword not in (*PLAIN, *ANNOTATIONS, "x-guidance"):
+        for keyword in WHOLE:
+            if keyword in schema:
                 raise unsupported(tool, keyword)
     properties = schema.get("properties") or {}
     required = schema.get("required") or ()

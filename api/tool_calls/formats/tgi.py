@@ -2,11 +2,12 @@
 arguments, which a grammar forces.
 """
 
+import json
 from collections.abc import Generator, Sequence
 
 from api.tool_calls.reading.call_object import add_whole_call, read_key, read_word
 from api.tool_calls.reading.deltas import Tool
-from api.tool_calls.reading.json_text import read_members
+from api.tool_calls.reading.json_text import read_members, read_value
 from api.tool_calls.reading.reader import Reader, Waiting
 
 FUNCTION = "function"
@@ -25,23 +26,43 @@ def read_named_arguments(reader: Reader) -> Waiting:
     """Reads `{"function": {"_name": …, …}}`."""
     if not (yield from reader.literal("{")) or (yield from read_key(reader)) != FUNCTION:
         return False
-    if not (yield from reader.literal("{")) or (yield from read_key(reader)) != NAME:
+    start = reader.position
+    if not (yield from reader.literal("{")):
         return False
+    if (yield from read_key(reader)) != NAME:
+        reader.position = start
+        found = yield from read_whole(reader)
+    else:
+        found = yield from read_rest(reader)
+    if not found:
+        return False
+    yield from reader.skip()
+    return (yield from reader.literal("}"))
+
+
+def read_whole(reader: Reader) -> Waiting:
+    """Reads arguments among which the name is not the first."""
+    pieces: list[str] = []
+    if not (yield from read_value(reader, pieces.append)):
+        return False
+    arguments = json.loads("".join(pieces))
+    name = arguments.pop(NAME, None)
+    return isinstance(name, str) and add_whole_call(reader, name, json.dumps(arguments))
+
+
+def read_rest(reader: Reader) -> Waiting:
+    """Reads the name, which is the first, and passes on the arguments behind it."""
     name = yield from read_word(reader)
     if not name:
         return False
     yield from reader.skip()
     if (yield from reader.literal("}")):
-        add_whole_call(reader, name, "{}")
-    elif not (yield from reader.literal(",")):
+        return add_whole_call(reader, name, "{}")
+    if not (yield from reader.literal(",")):
         return False
-    else:
-        yield from reader.skip()
-        if (yield from reader.char()) != '"':
-            return False
-        reader.start_call(name)
-        reader.add_arguments("{")
-        if not (yield from read_members(reader, reader.add_arguments)):
-            return False
     yield from reader.skip()
-    return (yield from reader.literal("}"))
+    if (yield from reader.char()) != '"':
+        return False
+    reader.start_call(name)
+    reader.add_arguments("{")
+    return (yield from read_members(reader, reader.add_arguments))

@@ -58,8 +58,9 @@ class Reader:
 
     def next_is(self, *words: str) -> Waiting:
         """Whether one of the words follows."""
+        longest = max(map(len, words))
         while True:
-            rest = self.text[self.position :]
+            rest = self.text[self.position : self.position + longest]
             if rest.startswith(words):
                 return True
             if self.ended or not any(word.startswith(rest) for word in words):

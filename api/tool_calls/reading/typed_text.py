@@ -4,6 +4,7 @@ import json
 from collections.abc import Callable, Generator, Mapping
 from typing import Any
 
+from api.tool_calls.reading.json_text import read_value
 from api.tool_calls.reading.python_text import as_json
 from api.tool_calls.reading.reader import Reader
 
@@ -21,7 +22,7 @@ MAX_REFERENCES = 8
 
 def read_typed(reader: Reader, types: frozenset[str], *marks: str) -> Generator[None, None, str]:
     """Reads a value up to one of the marks, and adds it to the arguments of a call. A text is passed on as it
-    comes, others when they are whole.
+    comes, others when they are whole. A mark inside of a JSON string does not end it.
     """
     if types == {"string"}:
         reader.add_arguments('"')
@@ -29,7 +30,14 @@ def read_typed(reader: Reader, types: frozenset[str], *marks: str) -> Generator[
         if mark:
             reader.add_arguments('"')
         return mark
+    start = reader.position
     pieces: list[str] = []
+    yield from reader.skip()
+    is_json = yield from read_value(reader, pieces.append)
+    yield from reader.skip()
+    if not is_json or not (yield from reader.next_is(*marks)):
+        reader.position = start
+        pieces.clear()
     mark = yield from reader.pass_until(pieces.append, *marks)
     if mark:
         reader.add_arguments(typed("".join(pieces), types))

@@ -129,6 +129,24 @@ def test_the_arguments_of_others_are_any_object_where_their_schema_cannot_be_for
     assert accepts(source, '<tool_call>\n{"name": "f", "arguments": {"b": [1]}}\n</tool_call>')
 
 
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"$schema": "http://json-schema.org/draft-04/schema#", "properties": {"a": {"type": "integer"}}},
+        {"allOf": [{"required": ["a"], "properties": {"a": {"type": "integer"}}}], "properties": {"b": {}}},
+        {"$ref": "#/$defs/f", "$defs": {"f": {"type": "object", "additionalProperties": {"type": "null"}}}},
+    ],
+    ids=["old", "all", "reference"],
+)
+def test_tgis_name_is_beside_the_arguments_of_any_schema(schema: Mapping[str, Any]) -> None:
+    tool = Tool("f", schema, strict=True)
+    for seed in range(2):
+        text = Walker(DIRECTORY, {}).walk(grammar("tgi", ONE, {}, (tool,)), seed)
+        [(name, arguments)] = Reading(CALL_FORMATS["tgi"]).read(text).calls
+        assert name == "f"
+        jsonschema.validate(json.loads(arguments), schema)
+
+
 # --- after thinking -----------------------------------------------------------------------------------------
 
 CALL = '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'

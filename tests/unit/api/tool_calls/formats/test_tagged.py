@@ -7,6 +7,8 @@ from tests.support.tool_calls.golden import TOOLS, check
 HEAD = "<tool_call>\n<function=weather>\n"
 TAIL = "</function>\n</tool_call>"
 READ = '{"city": "Oslo \\"x\\"\\nN", "days": 3, "units": "c", "when": null, "places": ["a"], "exact": true}'
+QUOTED = '"</parameter>"'
+MARK = f'{{"when": {QUOTED}}}'
 
 
 def parameter(name: str, value: str) -> str:
@@ -35,6 +37,7 @@ def test_every_cut_of_qwens_calls_says_the_same() -> None:
                 calls=[("now", "{}"), ("weather", '{"city": "Oslo"}')]
             ),
             f"{HEAD}{parameter('days', 'many')}{TAIL}": Answer(calls=[("weather", '{"days": "many"}')]),
+            f"{HEAD}{parameter('when', QUOTED)}{TAIL}": Answer(calls=[("weather", MARK)]),
             f"{HEAD}{city}</tool_call>": Answer("</tool_call>", calls=[("weather", '{"city": "Oslo"}')]),
             f"{HEAD}<parameter=city>\nOs": Answer(calls=[("weather", '{"city": "Os')]),
             f"{HEAD}what?": Answer(f"{HEAD}what?"),

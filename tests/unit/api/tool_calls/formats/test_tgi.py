@@ -13,6 +13,8 @@ def test_every_cut_says_the_same() -> None:
                 calls=[("weather", '{"city": "Oslo", "days": 3}')]
             ),
             '{"function":{"_name":"now"}}': Answer(calls=[("now", "{}")]),
+            '{"function": {"a": 1, "_name": "now"}}': Answer(calls=[("now", '{"a": 1}')]),
+            '{"function": {"a": 1}}': Answer('{"function": {"a": 1}}'),
             '{"function": "now"}': Answer('{"function": "now"}'),
             " It rains. ": Answer(" It rains. "),
             '{"function":{"_name":"now", "a": ': Answer(calls=[("now", '{"a": ')]),
