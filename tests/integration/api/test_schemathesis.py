@@ -45,6 +45,7 @@ UNDESCRIBED = re.compile(
     "|cannot be compiled|must be a JSON schema|must be a text that is not empty"  # grammars
     "|`(grammar|response_format)[a-z_.]*` is required"
     "|[Pp]revious response with id|`background` (needs|waits)"
+    "|needs a model that reasons"
     "|`(detached|resume_s)` needs a stream|`detached` waits for no client"
 )
 """Errors that a JSON schema cannot describe: limits that depend on the fleet or on another field."""
