@@ -35,6 +35,7 @@ async def test_a_seed_gives_the_same_ids_alone_in_full_batches_and_on_each_worke
 ) -> None:
     """The others are too long to end meanwhile; they are cancelled."""
     url, max_batch = f"{fleet.base_url}/generate_stream", fleet.settings["max_batch_size"]
+    await wait_until(lambda: fleet.workers_ready() == 2)
     alone = await stream(url, {"inputs": PROMPT, "parameters": SEEDED})
     assert len(alone.ids) == SEEDED["max_new_tokens"]
     others = [asyncio.create_task(stream(url, sampled_body(i, ENDLESS))) for i in range(2 * max_batch - 2)]

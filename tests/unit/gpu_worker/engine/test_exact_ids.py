@@ -122,7 +122,7 @@ def test_ids_of_rows_that_start_with_blocks_of_others(
     turns = {index: [*prompts[index], *answers[index], *prompts[0][:5]] for index in indices}
     played.run([played.start(200 + index, turn, NEW_TOKENS) for index, turn in turns.items()])
     seconds = [
-        played.start(300 + index, turn, NEW_TOKENS, cached=cached(index, turn))
+        played.start_behind(cached(index, turn), 300 + index, turn, NEW_TOKENS)
         for index, turn in turns.items()
     ]
     assert max(start.num_cached for start in seconds) > max(start.num_cached for start in twins)
