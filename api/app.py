@@ -26,13 +26,14 @@ from api.responses import routes_create, routes_stored
 from api.resume import routes_resume
 from api.resume.inherit import InheritedAnswers
 from api.resume.middleware import ResumeMiddleware
-from api.tgi import routes_generate, routes_info, routes_tokenize
+from api.tgi import routes_generate, routes_info, routes_invocations, routes_tokenize
 from api.vllm import routes_detokenize, routes_version
 from common.metrics.aggregate import publishing_metrics
 from common.settings.settings import Settings
 
 ROUTES = (
     routes_generate,
+    routes_invocations,
     routes_tokenize,
     routes_detokenize,
     routes_chat,
@@ -51,6 +52,7 @@ ROUTES = (
 )
 REFUSED_WHILE_DRAINING = (
     routes_generate,
+    routes_invocations,
     routes_chat,
     routes_completions,
     routes_create,

@@ -22,6 +22,7 @@ COUNTED_ROUTES = (
     "/v1/chat/completions",
     "/v1/completions",
     "/v1/responses",
+    "/invocations",
 )
 
 

@@ -75,6 +75,8 @@ def from_structured_outputs(value: Mapping[str, Any], field: str = "structured_o
 def guided(kind: str, value: Any, field: str, whitespace: str = WHITESPACE) -> Grammar:
     """The grammar of a field that has the kind in its name. Raises ApiError."""
     if kind == "json_object":
+        if value is not True:
+            raise invalid(f"`{field}` must be true", field)
         return Grammar("json", ANY_OBJECT, field, whitespace)
     if kind == "json":
         return schema_grammar(value, field, whitespace)
