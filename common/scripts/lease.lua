@@ -17,6 +17,7 @@ if epoch == '' then
   epoch = string.format('%.0f', now[1] * 1000000 + now[2])
   if last and tonumber(last) >= tonumber(epoch) then epoch = string.format('%.0f', tonumber(last) + 1) end
   redis.call('SET', KEYS[2], epoch)
+  redis.call('INCR', KEYS[3]) -- it goes on: others that saw it stopped do not take the lease from this one
 elseif last ~= epoch then
   return ''
 else

@@ -12,8 +12,12 @@ KEYS = Keys("default")
 
 async def live_requests(redis: Redis) -> list[str]:
     """Keys of requests over HTTP that have not ended. Those of jobs, which are kept, belong to no gateway."""
-    found = [key.decode() async for key in redis.scan_iter(KEYS.request("*"))]
-    return [key for key in found if await redis.hget(key, "gateway")]  # type: ignore[misc]
+    live = []
+    async for key in redis.scan_iter(KEYS.request("*")):
+        gateway, terminal = await redis.hmget(key, ["gateway", "terminal"])  # type: ignore[misc]
+        if gateway and not terminal:
+            live.append(key.decode())
+    return live
 
 
 async def worker_of(redis: Redis, request: str) -> str:

@@ -170,3 +170,15 @@ async def test_a_lease_is_not_taken_over_while_the_pool_s_clock_goes_on(redis: R
     await lease.renew()
     assert await standby.request(LONG_S, stopped_ms) == ""
     assert await standby.watch_clock() == b""
+
+
+async def test_of_two_that_saw_the_pool_s_clock_stop_one_takes_the_lease(redis: Redis) -> None:
+    dead = make_lease(redis, "b0")
+    await dead.acquire()
+    await dead.renew()
+    first, second = (make_lease(redis, name) for name in ("b1", "b2"))
+    stopped_ms = await redis.get(KEYS.clock)
+    first.epoch = await first.request(LONG_S, stopped_ms)
+    assert first.epoch and await second.request(LONG_S, stopped_ms) == ""
+    first.server_id = dead.server_id
+    await first.renew()
