@@ -87,6 +87,7 @@ def test_an_engine_without_a_compiler_generates_the_same_ids(
     assert play(engine, dict(enumerate(prompts()))) == expected
 
 
+@pytest.mark.slow
 def test_the_library_is_built_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """And its folder holds nothing but the library and a lock."""
     monkeypatch.setattr(native, "CACHE", tmp_path)
