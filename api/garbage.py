@@ -22,7 +22,6 @@ async def collect_garbage(num_live: Callable[[], int]) -> None:
     """Collect in place of the interpreter. Never returns."""
     gc.disable()
     try:
-        gc.collect()
         checked_s = collected_s = time.monotonic()
         while True:
             gc.freeze()  # what is alive by now is left alone
