@@ -1,16 +1,20 @@
-"""Scored prompt: the tokens of a request's prompt with their log-probabilities, if it asks for them."""
+"""Scored prompt: the tokens of a request's prompt with their log-probabilities, if it asks for them, and how
+many of them were not computed for it.
+"""
 
 from collections.abc import Sequence
 
+from common.broker.committed import Committed
 from common.messages.records import RECORD, TopTokens, unpack_records
 from common.messages.request import Generate
 
 
 class ScoredPrompt:
-    """No event carries it: it is read from Redis, and tokens are shown after it only.
+    """No event carries log-probabilities: they are read from Redis, and tokens are shown after them only.
 
     Attributes:
         records: packed records of the prompt's tokens but the first; None until they have come.
+        num_cached: tokens of the prompt whose KV its worker had; known with the first generated token.
     """
 
     def __init__(self, request: Generate, ids: Sequence[int]) -> None:
@@ -18,6 +22,7 @@ class ScoredPrompt:
         self.width = request.prompt_width
         self.is_wanted = request.prompt_logprobs is not None
         self.records: bytes | None = None
+        self.num_cached = 0
 
     @property
     def is_missing(self) -> bool:
@@ -27,8 +32,11 @@ class ScoredPrompt:
     def num_records(self) -> int:
         return len(self.records or b"") // RECORD.size
 
-    def keep(self, records: bytes | None) -> None:
-        """Keep the records if the request asks for them and they are complete."""
+    def keep(self, state: Committed) -> None:
+        """Keep what is committed: the records only if the request asks for them and they are complete."""
+        if state.num_cached is not None:
+            self.num_cached = state.num_cached
+        records = state.prompt
         num_bytes = (len(self.ids) - 1) * self.width * RECORD.size
         if self.is_missing and records is not None and len(records) == num_bytes:
             self.records = records

@@ -35,7 +35,7 @@ class Dispatch:
     async def publish_plan(
         self, incarnation: str, plan: Plan, rows: list[PlacedRow], oldest: int
     ) -> tuple[str, list[int]]:
-        row_args = [arg for row in rows for arg in (row.sequence.attempt, row.sequence.base)]
+        row_args = [arg for row in rows for arg in (row.sequence.attempt, row.sequence.base, row.num_cached)]
         request_keys = [self.keys.request(row.sequence.request_id) for row in rows]
         answer = await self.script(
             keys=[self.keys.plans(incarnation), self.keys.log(incarnation), self.keys.epoch, *request_keys],

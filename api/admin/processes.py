@@ -13,7 +13,7 @@ from common.messages.plan import WorkerCapacity
 
 log = logging.getLogger(__name__)
 
-WORKER_FIGURES = ("rows", "max_rows", "blocks", "tokens", "step")
+WORKER_FIGURES = ("rows", "max_rows", "blocks", "tokens", "step", "known", "cached")
 BROKER = "broker"
 """The kind of the broker, and its id, because a pool has one broker."""
 

@@ -185,14 +185,14 @@ class Filler:
         if not state.known:
             self.offers.find_unknown(stream)
         elif state.terminal:
-            stream.note_state(state.worker, state.attempt, state.prompt)
+            stream.note_state(state)
             await self.apply_result(stream, state.terminal, state.result or b"")
         elif state.worker and not stream.lineage.check(
             state.worker, state.attempt, state.base, stream.num_tokens
         ):
             self.offers.request([stream])
         else:
-            stream.note_state(state.worker, state.attempt, state.prompt)
+            stream.note_state(state)
             await self.add_records(stream, offset, state.records)
 
     async def apply_result(self, stream: Stream, reason: str, data: bytes) -> None:

@@ -192,6 +192,7 @@ class Offers:
             stream.num_tokens,
             pack_columns(stream.ids, stream.logprobs, stream.tops),
             stream.prompt.records or b"",
+            stream.prompt.num_cached if stream.ids else "",
             TOKENS_TTL_MS,
             encode(Resume(request_id)),
             "1" if reopen else "",

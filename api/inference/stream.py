@@ -9,6 +9,7 @@ from api.inference.tokenizer import ModelTokenizer
 from api.late_text import LateText
 from api.lineage import Lineage
 from api.scored_prompt import ScoredPrompt
+from common.broker.committed import Committed
 from common.detokenize import StopMatcher, generated_text
 from common.messages.events import Terminal, Tokens
 from common.messages.finish_reasons import FINISHED
@@ -132,6 +133,7 @@ class Stream:
     def add_tokens(self, tokens: Tokens, source: str) -> bool:
         if not tokens.index and not self.ids:
             self.placed_s = max(self.started_s, time.monotonic() - tokens.since_start_ms / 1000)
+            self.prompt.num_cached = tokens.num_cached
         ids, logprobs, tops = unpack_tokens(tokens, self.request.top_n_tokens)
         if not self.lineage.check(source, tokens.attempt, tokens.index, self.num_tokens):
             return False
@@ -161,13 +163,13 @@ class Stream:
         self.ended.set()
         return True
 
-    def note_state(self, worker: str, attempt: int, prompt: bytes | None) -> None:
+    def note_state(self, state: Committed) -> None:
         """Note what Redis says of the request."""
         self.last_event_s = time.monotonic()
-        self.worker = worker
-        self.worker_attempt = attempt
-        self.attempt = max(self.attempt, attempt)
-        self.prompt.keep(prompt)
+        self.worker = state.worker
+        self.worker_attempt = state.attempt
+        self.attempt = max(self.attempt, state.attempt)
+        self.prompt.keep(state)
         self.add_ahead()
 
     def give_up(self, why: str, error_type: str = "") -> None:
@@ -224,8 +226,6 @@ class Stream:
     def add(
         self, ids: Sequence[int], logprobs: Sequence[float], texts: Sequence[str], tops: Sequence[TopTokens]
     ) -> None:
-        if not ids:
-            return
         self.observe_latency(len(ids))
         self.ids += ids
         self.logprobs += logprobs

@@ -35,7 +35,7 @@ class ResponseRenderer(ABC):
                 pieces.append(choice.take_piece())
             fields = self.render_choice(choice, pieces)
             choices.append({"index": choice.index, **fields, **self.render_ending(choice)})
-        return self.render_object(self.whole_kind, choices, {"usage": self.usage()})
+        return self.render_object(self.whole_kind, choices, {"usage": self.final_usage()})
 
     def render_next_chunks(self, choice: Choice) -> list[bytes]:
         """The next chunks of a choice that has a piece: of it, or the one before the first piece. None
@@ -61,7 +61,7 @@ class ResponseRenderer(ABC):
         return self.render_object(self.chunk_kind, choices, usage)
 
     def render_usage_chunk(self) -> bytes:
-        return self.render_object(self.chunk_kind, [], {"usage": self.usage()})
+        return self.render_object(self.chunk_kind, [], {"usage": self.final_usage()})
 
     def render_object(self, kind: str, choices: list[dict[str, Any]], usage: dict[str, Any]) -> bytes:
         about = {
@@ -78,6 +78,11 @@ class ResponseRenderer(ABC):
         completion = sum(choice.text.num_tokens for choice in self.choices)
         prompt = self.answer.num_prompt_tokens
         return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
+
+    def final_usage(self) -> dict[str, Any]:
+        """Token counts, once all choices have ended. A prompt is computed for its first choice."""
+        num_cached = sum(choice.stream.prompt.num_cached for choice in self.choices[:: self.answer.n])
+        return {**self.usage(), "prompt_tokens_details": {"cached_tokens": num_cached}}
 
     def prompt_logprobs(self, choice: Choice) -> dict[str, list[Any]] | None:
         """Log-probabilities of the prompt, if requested. The first call for a choice may take long."""

@@ -21,6 +21,11 @@ class CompletionTokensDetails(OpenAIObject):
     reasoning_tokens: int
 
 
+class PromptTokensDetails(OpenAIObject):
+    cached_tokens: int
+    """Tokens whose KV was in the prefix cache."""
+
+
 class Usage(OpenAIObject):
     """Token counts."""
 
@@ -29,6 +34,8 @@ class Usage(OpenAIObject):
     total_tokens: int
     completion_tokens_details: CompletionTokensDetails = Absent
     """Of a model that reasons."""
+    prompt_tokens_details: PromptTokensDetails = Absent
+    """In a whole response and in the last chunk; not in the counts of other chunks."""
 
 
 class CompletionObject(OpenAIObject):

@@ -144,12 +144,17 @@ function mainFigure(process) {
 function footnote(process) {
   switch (process.kind) {
     case "worker":
-      return [process.device, process.dtype, `pid ${process.pid}`].filter(Boolean).join(" · ");
+      return [process.device, process.dtype, `pid ${process.pid}`, cached(process)].filter(Boolean).join(" · ");
     case "broker":
       return `${bytes(process.memory_bytes)} · ${plural(process.clients, "client")}`;
     default:
       return `${process.host} · pid ${process.pid}`;
   }
+}
+
+/** How much of what its rows started with a worker had computed before. */
+function cached({ known, cached }) {
+  return cached ? `${Math.round((100 * cached) / known)}% cached` : "";
 }
 
 function dial(label, name, limit) {

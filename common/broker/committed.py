@@ -35,6 +35,8 @@ class Committed:
         spilled_bytes: how many bytes of them are in the string.
         prompt: packed records of the prompt's tokens but the first, if the request asks for them; they are
             committed with the first generated token.
+        num_cached: tokens of the prompt whose KV the run found that made, or will make, the first token; None
+            where that is not known.
         result: the packed `Result` once there is a terminal.
     """
 
@@ -49,6 +51,7 @@ class Committed:
     records: bytes = b""
     spilled_bytes: int = 0
     prompt: bytes | None = None
+    num_cached: int | None = None
     result: bytes | None = None
 
     @property
@@ -86,7 +89,18 @@ async def read(redis: Redis, keys: Keys, request_ids: Iterable[str]) -> dict[str
         workers = holders
 
 
-FIELDS = ["digest", "worker", "attempt", "base", "crash_count", "cancel", "terminal", "width", "prompt"]
+FIELDS = [
+    "digest",
+    "worker",
+    "attempt",
+    "base",
+    "crash_count",
+    "cancel",
+    "terminal",
+    "width",
+    "prompt",
+    "cached",
+]
 
 
 async def read_once(
@@ -110,9 +124,9 @@ async def read_once(
 
 def parse_state(fields: list[bytes | None] | None, records: bytes | None, result: bytes | None) -> Committed:
     """Return the state of a request from its FIELDS, its string and its result."""
-    digest, worker, attempt, base, crash_count, cancel, terminal, width, prompt = fields or [None] * len(
-        FIELDS
-    )
+    digest, worker, attempt, base, crash_count, cancel, terminal, width, prompt, cached = fields or [
+        None
+    ] * len(FIELDS)
     state = Committed(
         known=digest is not None,
         worker=(worker or b"").decode(),
@@ -123,6 +137,7 @@ def parse_state(fields: list[bytes | None] | None, records: bytes | None, result
         terminal=(terminal or b"").decode(),
         width=int(width or 1),
         prompt=prompt,
+        num_cached=None if cached is None else int(cached),
         result=result,
     )
     records = records or b""

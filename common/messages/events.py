@@ -15,6 +15,7 @@ class Tokens:
         top_ids, top_logprobs: the `top_n_tokens` likeliest tokens at each place, likeliest first.
         texts: the text that each token adds; empty in logs.
         since_start_ms: with the request's first token, the time since this worker got it; else 0.
+        num_cached: with the request's first token, tokens of the prompt whose KV this worker had; else 0.
     """
 
     request_id: str = wire_field("id")
@@ -26,6 +27,7 @@ class Tokens:
     top_ids: bytes = wire_field("ti", default=b"")
     top_logprobs: bytes = wire_field("tl", default=b"")
     since_start_ms: int = wire_field("ss", default=0)
+    num_cached: int = wire_field("nc", default=0)
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,9 +5,9 @@
 -- batcher is told.
 -- KEYS request, result, tokens, requests, requests:bytes, clock, control
 -- ARGV payload, digest, channel, gateway, records of a token, worker and attempt that made the last token,
---      number of tokens, their records, records of the prompt or '', ttl of tokens in ms, message to the
---      batcher, '1' or '', the answer that this request begins or '', numbers of the reader, and of the one
---      on whose connection it is written
+--      number of tokens, their records, records of the prompt or '', its cached tokens or '', ttl of tokens
+--      in ms, message to the batcher, '1' or '', the answer that this request begins or '', numbers of the
+--      reader, and of the one on whose connection it is written
 -- Returns {'kept'}, {'ended'}, {'foreign'} (the key is another request's, or no request's), or {'queued',
 -- attempt} or {'void', attempt}: tokens of earlier attempts no longer count.
 local request, tokens, records = KEYS[1], KEYS[3], ARGV[9]
@@ -17,15 +17,15 @@ if kind ~= 'hash' and kind ~= 'none' then return {'foreign'} end
 local digest, worker, last, base, terminal = unpack(redis.call('HMGET', request, 'digest', 'worker', 'attempt',
   'base', 'terminal'))
 if digest and digest ~= ARGV[2] then return {'foreign'} end
-local reader = tonumber(ARGV[15])
+local reader = tonumber(ARGV[16])
 if reader > tonumber(redis.call('HGET', request, 'reader') or '0') then -- the broker has lost that it came
-  redis.call('HSET', request, 'reader', reader, 'connection', ARGV[16], 'gateway', ARGV[4])
+  redis.call('HSET', request, 'reader', reader, 'connection', ARGV[17], 'gateway', ARGV[4])
 end
-if terminal and ARGV[13] ~= '1' then return {'ended'} end
+if terminal and ARGV[14] ~= '1' then return {'ended'} end
 
 local function set_tokens()
   redis.call('DEL', tokens)
-  if records ~= '' then redis.call('SET', tokens, records, 'PX', ARGV[11]) end
+  if records ~= '' then redis.call('SET', tokens, records, 'PX', ARGV[12]) end
 end
 
 if not digest or terminal then
@@ -40,16 +40,18 @@ if not digest or terminal then
   redis.call('HSET', request, 'digest', ARGV[2], 'channel', ARGV[3], 'gateway', ARGV[4], 'entry', id,
     'worker', terminal and '' or made_by, 'attempt', attempt, 'base', num_tokens, 'crash_count', 0, 'width', width)
   if ARGV[10] ~= '' then redis.call('HSET', request, 'prompt', ARGV[10]) end
-  if ARGV[14] ~= '' then redis.call('HSET', request, 'answer', ARGV[14]) end
+  if ARGV[11] ~= '' then redis.call('HSET', request, 'cached', ARGV[11]) end
+  if ARGV[15] ~= '' then redis.call('HSET', request, 'answer', ARGV[15]) end
   set_tokens()
   return {'queued', attempt}
 end
 
 if ARGV[10] ~= '' then redis.call('HSETNX', request, 'prompt', ARGV[10]) end
+if ARGV[11] ~= '' then redis.call('HSETNX', request, 'cached', ARGV[11]) end
 if records == '' then return {'kept'} end
 worker, last, base = worker or '', tonumber(last or '0'), tonumber(base or '0')
 local had_all = redis.call('TYPE', tokens).ok == 'string' and redis.call('STRLEN', tokens) >= #records
-local differs = spill(tokens, 0, records, ARGV[11], width) == -1
+local differs = spill(tokens, 0, records, ARGV[12], width) == -1
 if differs then set_tokens() end
 if last < made_in and not differs then -- the broker has lost where it was placed
   redis.call('HSET', request, 'worker', made_by, 'attempt', made_in, 'base', num_tokens)
@@ -59,7 +61,7 @@ local is_other_run = worker ~= made_by or last ~= made_in
 if differs or (is_other_run and base < num_tokens and not (worker == '' and had_all)) then
   local attempt = math.max(last, made_in) + 1
   redis.call('HSET', request, 'worker', '', 'attempt', attempt, 'base', num_tokens)
-  redis.call('XADD', KEYS[7], '*', 'resume', ARGV[12])
+  redis.call('XADD', KEYS[7], '*', 'resume', ARGV[13])
   return {'void', attempt}
 end
 return {'kept'}

@@ -1,7 +1,7 @@
 -- needs: lib/fenced, lib/sealed
 -- Publish a plan, and set the worker of the rows that start with it: all of it, or nothing.
 -- KEYS plans, log, epoch, request of each row that starts
--- ARGV plan id, payload, oldest plan id to keep, ttl in ms, worker, then attempt, base of each row
+-- ARGV plan id, payload, oldest plan id to keep, ttl in ms, worker, then attempt, base, cached tokens of each row
 -- Returns {'OK'}, {'MISSING'}, {'SEALED'}, {'FENCED'}, or {'refused', n, ...}: rows, counted from 1, that are
 -- cancelled or have ended.
 if fenced(KEYS[3], string.match(ARGV[1], '^%d+')) then return {'FENCED', 'a newer epoch has begun'} end
@@ -22,6 +22,9 @@ local added = redis.pcall('XADD', KEYS[1], 'MINID', ARGV[3], ARGV[1], 'plan', AR
 if type(added) == 'table' and added.err then return {'FENCED', added.err} end
 redis.call('PEXPIRE', KEYS[1], ARGV[4])
 for i = 4, #KEYS do
-  redis.call('HSET', KEYS[i], 'worker', ARGV[5], 'attempt', ARGV[2 * i - 2], 'base', ARGV[2 * i - 1])
+  local arg = 3 * i - 6
+  redis.call('HSET', KEYS[i], 'worker', ARGV[5], 'attempt', ARGV[arg], 'base', ARGV[arg + 1])
+  -- of the run that makes the first token: later ones compute a prompt that the client has been told of
+  if ARGV[arg + 1] == '0' then redis.call('HSET', KEYS[i], 'cached', ARGV[arg + 2]) end
 end
 return {'OK'}

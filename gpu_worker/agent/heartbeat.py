@@ -38,6 +38,8 @@ class WorkerHeartbeat:
             "max_rows": self.settings.max_batch_size,
             "blocks": table.num_blocks(self.worker.block_size),
             "tokens": num_tokens,
+            "known": table.num_known,
+            "cached": table.num_cached,
         }
         ttl_ms = int(self.settings.worker_ttl_s * 1000)
         fields = [word for pair in load.items() for word in pair]

@@ -83,6 +83,7 @@ class RowText:
             top_ids,
             top_logprobs,
             since_start_ms,
+            0 if index else self.num_cached,
         )
 
     def add_prompt(self, first: int, logprobs: bytes, top_ids: bytes, top_logprobs: bytes) -> None:
@@ -148,11 +149,15 @@ class RowTable:
 
     Attributes:
         last_row: the highest number that a row ever had.
+        num_known, num_cached: tokens that rows started with, earlier attempts' included; those of them whose
+            KV was there.
     """
 
     tokenizer: Tokenizer
     rows: dict[int, RowText] = field(default_factory=dict)
     last_row: int = 0
+    num_known: int = 0
+    num_cached: int = 0
 
     def start(self, start: RowStart) -> RowText:
         """Adds a row. Tokens of earlier attempts are published already: they only advance the detokenizer and
@@ -178,6 +183,8 @@ class RowTable:
         replay(row, committed_ids)
         self.rows[start.row] = row
         self.last_row = max(self.last_row, start.row)
+        self.num_known += len(prompt_ids) + start.base
+        self.num_cached += start.num_cached
         return row
 
     @property
@@ -185,8 +192,11 @@ class RowTable:
         return [row for row in self.rows.values() if not row.ended]
 
     def num_blocks(self, block_size: int) -> int:
-        """Counts the KV blocks that the tokens of all rows fill."""
-        return sum(-(-(len(row.prompt_ids) + row.num_tokens) // block_size) for row in self.rows.values())
+        """Counts the KV blocks that the tokens of all rows fill, each once."""
+        filled: set[int] = set()
+        for row in self.rows.values():
+            filled.update(unpack_ids(row.blocks)[: -(-(len(row.prompt_ids) + row.num_tokens) // block_size)])
+        return len(filled)
 
 
 def replay(row: RowText, committed_ids: Sequence[int]) -> None:

@@ -48,7 +48,7 @@ async def publish_plan(
         "0-0",
         60_000,
         worker,
-        *(part for _, attempt, base in rows for part in (attempt, base)),
+        *(part for _, attempt, base in rows for part in (attempt, base, 16 * attempt)),
     ]
     answer: list[Any] = await call(redis, "publish_plan", keys, args)
     return answer

@@ -48,6 +48,8 @@ async def test_ids_are_those_of_generate_however_much_is_cached(
         return await count_hits(http) >= before + 50
 
     await wait_until(has_hits)
+    usage = (await http.post("/v1/completions", json={"prompt": nexts[0], "max_tokens": 2})).json()["usage"]
+    assert 0 < usage["prompt_tokens_details"]["cached_tokens"] < usage["prompt_tokens"]
     streams = [Stream() for _ in range(8)]
     url, body = f"{fleet.base_url}/generate_stream", {"max_new_tokens": NEW_TOKENS}
     tasks = [

@@ -31,12 +31,13 @@ EOS = 2
 @dataclass
 class Answer:
     """What a request is to be answered: ids one a step, within the request's limits, then end-of-sequence,
-    the error, or nothing.
+    the error, or nothing. `num_cached` tokens of its prompt are said to be found computed.
     """
 
     ids: list[int]
     ends: bool = True
     error: str = ""
+    num_cached: int = 0
 
 
 class Live:
@@ -52,6 +53,7 @@ class Live:
         self.texts = [detokenizer.step(token_id) for token_id in self.ids]
         self.done = 0
         self.cancelled = False
+        self.num_cached = answer.num_cached
 
     @property
     def reason(self) -> str | None:
@@ -72,7 +74,8 @@ class Live:
         ids, logprobs = self.ids[begin:until], self.logprobs[begin:until]
         likeliest = neighbours(ids, logprobs, self.request.top_n_tokens)
         own = (pack_ids(ids), pack_floats(logprobs), self.texts[begin:until])
-        return Tokens(self.request.request_id, 1, begin, *own, *likeliest)
+        num_cached = 0 if begin else self.num_cached
+        return Tokens(self.request.request_id, 1, begin, *own, *likeliest, num_cached=num_cached)
 
     @property
     def prompt(self) -> bytes:
@@ -173,10 +176,10 @@ class FakeWorker:
             self.last_entry = entry_id
             request = decode(Generate, fields[b"generate"])
             self.seen.append(request)
-            self.live[request.request_id] = Live(
+            self.live[request.request_id] = live = Live(
                 entry_id, len(fields[b"generate"]), request, self.answer(request), self.tokenizer
             )
-            placed = {"worker": self.incarnation, "attempt": 1, "base": 0}
+            placed = {"worker": self.incarnation, "attempt": 1, "base": 0, "cached": live.num_cached}
             await self.redis.hset(self.keys.request(request.request_id), mapping=placed)  # type: ignore[misc]
 
     async def take_cancels(self) -> None:

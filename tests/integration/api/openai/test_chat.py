@@ -81,13 +81,18 @@ async def test_a_stream_is_chat_completion_chunks(broker: Broker) -> None:
 
 
 async def test_a_chat_completion_has_message_usage_and_headers(broker: Broker) -> None:
-    async with answering(broker.url, Answer(ids(" é🙂")), served_model_name="m") as (_, _, client):
+    async with answering(broker.url, Answer(ids(" é🙂"), num_cached=16), served_model_name="m") as (
+        _,
+        _,
+        client,
+    ):
         response = await client.post(CHAT_PATH, json=CHAT | {"model": "m"})
     found = response.json()
     message = {"role": "assistant", "content": " é🙂", "refusal": None}
     choice = {"index": 0, "message": message, "logprobs": None, "finish_reason": "stop", "stop_reason": None}
     num_prompt, num_new = len(ids(PROMPT + GENERATION_PROMPT)), len(ids(" é🙂")) + 1
-    usage = {"prompt_tokens": num_prompt, "completion_tokens": num_new, "total_tokens": num_prompt + num_new}
+    usage: dict[str, Any] = {"prompt_tokens": num_prompt, "completion_tokens": num_new}
+    usage |= {"total_tokens": num_prompt + num_new, "prompt_tokens_details": {"cached_tokens": 16}}
     assert found == {**head(found, "chat.completion", "m"), "choices": [choice], "usage": usage}
     assert found["id"] == f"chatcmpl-{response.headers['x-request-id']}"
     assert response.headers["x-prompt-tokens"] == str(num_prompt)
@@ -160,7 +165,8 @@ async def test_n_choices_are_streamed_by_index(broker: Broker) -> None:
     """Each has its number, its role, its own end; the prompt is counted once."""
 
     def answer(request: Any) -> Answer:
-        return Answer(ids(["one", "two three", "four five six"][request.sampling.choice]))
+        choice = request.sampling.choice
+        return Answer(ids(["one", "two three", "four five six"][choice]), num_cached=16 * (1 + choice))
 
     async with answering(broker.url, answer) as (worker, gateway, client):
         body = CHAT | {"n": 3, "seed": 7, "stream_options": {"include_usage": True}}
@@ -178,10 +184,9 @@ async def test_n_choices_are_streamed_by_index(broker: Broker) -> None:
     texts = ["".join(delta["content"] for delta in own) for own in deltas]
     assert texts == ["one", "two three", "four five six"]
     num_prompt = len(ids(PROMPT + GENERATION_PROMPT))
-    assert (found[-1]["choices"], found[-1]["usage"]) == (
-        [],
-        {"prompt_tokens": num_prompt, "completion_tokens": 9, "total_tokens": num_prompt + 9},
-    )
+    usage = {"prompt_tokens": num_prompt, "completion_tokens": 9, "total_tokens": num_prompt + 9}
+    details = {"prompt_tokens_details": {"cached_tokens": 16}}  # those of the choice that came first
+    assert (found[-1]["choices"], found[-1]["usage"]) == ([], usage | details)
     assert [choice["message"]["content"] for choice in whole["choices"]] == texts
     assert [choice["index"] for choice in whole["choices"]] == [0, 1, 2]
     assert whole["usage"] == found[-1]["usage"]

@@ -19,10 +19,17 @@ from tests.support.waiting import wait_until
 PATH = "/v1/completions"
 
 
+def counts(num_prompt: int, num_new: int, num_cached: int = 0) -> dict[str, Any]:
+    numbers = {"prompt_tokens": num_prompt, "completion_tokens": num_new}
+    details = {"prompt_tokens_details": {"cached_tokens": num_cached}}
+    return numbers | {"total_tokens": num_prompt + num_new} | details
+
+
 def repeat(request: Generate) -> Answer:
     """The prompt, and the number of the choice."""
     choice = request.sampling.choice if request.sampling else 0
-    return Answer(ids(f"{TOKENIZER.decode(unpack_ids(request.prompt_ids))} {choice}"))
+    words = f"{TOKENIZER.decode(unpack_ids(request.prompt_ids))} {choice}"
+    return Answer(ids(words), num_cached=16 * (1 + choice))
 
 
 async def test_a_stream_is_text_completion_chunks(broker: Broker) -> None:
@@ -43,7 +50,7 @@ async def test_a_stream_is_text_completion_chunks(broker: Broker) -> None:
         {"index": 0, "text": " b", "logprobs": None, "finish_reason": None, "stop_reason": None},
         {"index": 0, "text": "", "logprobs": None, "finish_reason": "stop", "stop_reason": None},
     ]
-    usage = {"prompt_tokens": 1, "completion_tokens": 3, "total_tokens": 4}
+    usage = counts(1, 3)
     assert found == [
         *({**known, "choices": [choice], "usage": None} for choice in choices),
         {**known, "choices": [], "usage": usage},
@@ -59,7 +66,7 @@ async def test_choices_are_in_the_order_of_the_prompts(broker: Broker) -> None:
     texts = ["a b 0", "a b 1", "c 0", "c 1", "d e f 0", "d e f 1"]
     assert [(choice["index"], choice["text"]) for choice in answer["choices"]] == list(enumerate(texts))
     num_new = sum(len(ids(text)) + 1 for text in texts)
-    assert answer["usage"] == {"prompt_tokens": 6, "completion_tokens": num_new, "total_tokens": 6 + num_new}
+    assert answer["usage"] == counts(6, num_new, 3 * 16), "a prompt counts once"
     assert response.headers["x-prompt-tokens"] == "6" and response.headers["x-generated-tokens"] == str(
         num_new
     )
@@ -168,7 +175,7 @@ async def test_max_tokens_of_zero_scores_the_prompt(broker: Broker) -> None:
         "token_logprobs"
     ] == prompt_logprobs(ids("a é b"))
     assert choice["logprobs"]["text_offset"] == [0, 1, 3]
-    usage = {"prompt_tokens": 3, "completion_tokens": 0, "total_tokens": 3}
+    usage = counts(3, 0)
     assert (
         answer.json()["usage"] == found[-1]["usage"] == usage and answer.headers["x-generated-tokens"] == "0"
     )

@@ -11,7 +11,7 @@ from tests.support.fleet.scripted_worker import Answer
 from tests.support.openai_frames import answering, ids, streamed
 from tests.support.responses.events import BODY, PATH, check_response, read_events, text_of
 
-ANSWER = Answer(ids(" one two é🙂 three"))
+ANSWER = Answer(ids(" one two é🙂 three"), num_cached=16)
 KINDS = [
     "response.created",
     "response.in_progress",
@@ -33,6 +33,7 @@ async def test_a_response_is_the_same_streamed_and_whole(broker: Broker) -> None
     assert parsed.output_text == " one two é🙂 three" == text_of(events)
     assert parsed.status == "completed" and parsed.usage is not None
     assert parsed.usage.total_tokens == parsed.usage.input_tokens + parsed.usage.output_tokens
+    assert parsed.usage.input_tokens_details.cached_tokens == ANSWER.num_cached > 0
     assert list(dict.fromkeys(one["type"] for one in events)) == KINDS
     assert [one["sequence_number"] for one in events] == [*range(len(events))]
     assert without_ids(events[-1]["response"]) == without_ids(whole)

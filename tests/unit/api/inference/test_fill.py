@@ -25,6 +25,7 @@ class Source:
         self.name = name
         self.num_flushes = self.number = 0
         self.attempt = 1
+        self.num_cached = 0
         self.streams = [new_stream(f"{name}.{i}", channel=relay.channel) for i in range(num_streams)]
 
     async def start(self) -> None:
@@ -37,7 +38,11 @@ class Source:
     def new_tokens(self, streams: list[Stream]) -> list[Tokens]:
         index = self.num_flushes - 1
         return [
-            replace(tokens(index, index + 1, request_id=stream.request.request_id), attempt=self.attempt)
+            replace(
+                tokens(index, index + 1, request_id=stream.request.request_id),
+                attempt=self.attempt,
+                num_cached=0 if index else self.num_cached,
+            )
             for stream in streams
         ]
 
@@ -120,6 +125,23 @@ async def test_a_string_is_read_from_the_missing_token_on_when_the_log_was_trimm
     await source.spill()
     await source.flush()
     await wait_until(lambda: source.all_have(6))
+
+
+async def test_how_much_of_the_prompt_was_cached_is_read_with_the_first_token(
+    redis: Redis, relay: Relay
+) -> None:
+    """From the log, and from the request where the log was trimmed."""
+    in_log, in_string = Source(redis, relay, "w0", 1), Source(redis, relay, "w1", 1)
+    for source in (in_log, in_string):
+        await source.start()
+    in_log.num_cached = 48
+    await redis.hset(KEYS.request("w1.0"), "cached", "32")  # type: ignore[misc]
+    for source in (in_log, in_string):
+        await source.flush(lost=True)
+    await in_string.spill()
+    relay.request_fill([*in_log.streams, *in_string.streams])
+    await wait_until(lambda: in_log.all_have(1) and in_string.all_have(1))
+    assert [one.streams[0].prompt.num_cached for one in (in_log, in_string)] == [48, 32]
 
 
 async def test_a_request_that_moved_is_read_where_it_is(redis: Redis, relay: Relay) -> None:

@@ -40,7 +40,7 @@ async def shown(
 
 async def put(redis: Redis, num_tokens: int, worker: str = "w1", attempt: int = 1, base: int = 0) -> None:
     """The request as the broker has it."""
-    fields = {"digest": "d", "worker": worker, "attempt": attempt, "base": base, "width": 1}
+    fields = {"digest": "d", "worker": worker, "attempt": attempt, "base": base, "width": 1, "cached": 0}
     await redis.hset(KEYS.request("r"), mapping=fields)  # type: ignore[misc]
     if num_tokens:
         await redis.set(KEYS.tokens("r"), pack_tokens(tokens(0, num_tokens)))
@@ -68,6 +68,7 @@ async def resumes(redis: Redis) -> list[str]:
 async def test_a_request_that_is_gone_is_queued_again_behind_its_tokens(redis: Redis, relay: Relay) -> None:
     stream = await shown(relay, 3)
     stream.answer = b"an answer"
+    stream.prompt.num_cached = 16
     relay.request_fill([stream])
     await wait_until(lambda: relay.filler.offers.num_offers)
     [(entry_id, fields)] = await redis.xrange(KEYS.requests)
@@ -75,8 +76,8 @@ async def test_a_request_that_is_gone_is_queued_again_behind_its_tokens(redis: R
     assert (request.request_id, request.num_shown, request.digest) == ("r", 3, "d")
     assert 0 < request.ttl_ms <= stream.request.ttl_ms
     assert await redis.get(KEYS.requests_bytes) == str(len(fields[b"generate"])).encode()
-    kept = await redis.hmget(KEYS.request("r"), ["entry", "answer"])  # type: ignore[misc]
-    assert kept == [entry_id, b"an answer"]
+    kept = await redis.hmget(KEYS.request("r"), ["entry", "answer", "cached"])  # type: ignore[misc]
+    assert kept == [entry_id, b"an answer", b"16"]
     state = await committed(redis)
     assert (await ids(redis), state.worker, state.attempt, state.base) == (IDS[:3], "w1", 1, 3)
     assert not stream.terminal

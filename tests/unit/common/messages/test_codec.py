@@ -56,7 +56,7 @@ GENERATE = Generate(
     "salt",
     b"hashes",
 )
-TOKENS = Tokens("r1", 2, 3, pack_ids([5]), pack_floats([-0.5]), ["hi"], since_start_ms=7)
+TOKENS = Tokens("r1", 2, 3, pack_ids([5]), pack_floats([-0.5]), ["hi"], since_start_ms=7, num_cached=16)
 EXAMPLES = [
     (
         GENERATE,
@@ -194,6 +194,7 @@ EXAMPLES = [
                     "ti": b"",
                     "tl": b"",
                     "ss": 7,
+                    "nc": 16,
                 }
             ],
         }
@@ -238,6 +239,7 @@ EXAMPLES = [
                     "ti": b"",
                     "tl": b"",
                     "ss": 7,
+                    "nc": 16,
                 }
             ],
         },

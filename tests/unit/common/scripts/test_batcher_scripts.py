@@ -14,6 +14,17 @@ async def test_publish_plan_writes_plan_and_requests_together(redis: Redis) -> N
     assert await redis.xlen(KEYS.plans("w1")) == 1
 
 
+async def test_the_run_that_makes_the_first_token_says_how_much_of_the_prompt_was_cached(
+    redis: Redis,
+) -> None:
+    """Another that began before there was a token takes its place; one behind a token does not."""
+    await admit(redis, "r1")
+    await create_logs(redis)
+    for number, (attempt, base, cached) in enumerate([(1, 0, b"16"), (2, 0, b"32"), (3, 1, b"32")], 1):
+        await publish_plan(redis, f"5-{number}", [("r1", attempt, base)])
+        assert await redis.hget(KEYS.request("r1"), "cached") == cached  # type: ignore[misc]
+
+
 async def test_an_older_epoch_is_fenced(redis: Redis) -> None:
     await create_logs(redis)
     await publish_plan(redis, "6-1")

@@ -10,11 +10,13 @@ from gpu_worker.agent.row_text import RowTable, RowText
 from tests.support.agents import PROMPT, TOKENIZER, ids_of
 
 
-def start_row(table: RowTable, row: int = 1, committed: bytes = b"", **fields: Any) -> RowText:
+def start_row(
+    table: RowTable, row: int = 1, committed: bytes = b"", blocks: list[int] | None = None, **fields: Any
+) -> RowText:
     stopping = StoppingParams(10, **fields)
     request = Generate(f"r{row}", "d", pack_ids(PROMPT), stopping)
     base = len(committed) // RECORD.size
-    return table.start(RowStart(row, 1, base, committed, pack_ids([1]), request))
+    return table.start(RowStart(row, 1, base, committed, pack_ids(blocks or [1]), request))
 
 
 def committed(ids: list[int]) -> bytes:
@@ -57,10 +59,12 @@ def test_live_rows_have_not_ended() -> None:
     assert table.live == [second]
 
 
-def test_blocks_are_counted_for_prompt_and_tokens() -> None:
+def test_blocks_are_counted_for_prompt_and_tokens_those_that_rows_share_once() -> None:
     table = RowTable(TOKENIZER)
-    row = start_row(table)
+    row = start_row(table, blocks=[1, 2, 3])
     assert table.num_blocks(block_size=2) == 1
     row.add(5, -0.5)
-    start_row(table, 2)
+    start_row(table, 2, blocks=[4])
+    assert table.num_blocks(block_size=2) == 3
+    start_row(table, 3, blocks=[1])
     assert table.num_blocks(block_size=2) == 3
