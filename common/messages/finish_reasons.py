@@ -10,6 +10,7 @@ ERRORS = {
     "timeout": ("timeout", "the request was not finished before its deadline"),
     "poison": ("generation", "three workers died while they worked on this request"),
     "capacity": ("generation", "no worker's KV cache can hold this request"),
+    "forward": ("generation", "the model's forward failed for this request"),
     "grammar": ("generation", "the request's grammar allows none of the tokens that are left"),
     "no_worker": ("unavailable", "no worker is left, and none started within WORKER_GRACE_S"),
     "malformed": ("generation", "the queued request cannot be read"),

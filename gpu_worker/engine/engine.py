@@ -17,6 +17,7 @@ from gpu_worker.engine.batch.step_result import Int32
 from gpu_worker.engine.cuda.compile import compile_layers, stop_compiling
 from gpu_worker.engine.cuda.deterministic import FIXED_TOKENS, FixedShapeGraph
 from gpu_worker.engine.cuda.graphs import Capture, CaptureError, CudaGraphs, graph_sizes, make_capture
+from gpu_worker.engine.failing_rows import forward_without_failing
 from gpu_worker.engine.in_flight import InFlightStep, LaunchedStep, sample_requests
 from gpu_worker.engine.model import warmup
 from gpu_worker.engine.model.load import load, name_of
@@ -25,7 +26,7 @@ from gpu_worker.engine.sampling.matcher import Matchers
 from gpu_worker.engine.sampling.multinomial import empty_output
 from gpu_worker.engine.sampling.prompt_logprobs import MAX_LOGITS, score_prompts, select_sample_logits
 from gpu_worker.engine.sampling.sampler import sample
-from gpu_worker.engine.split_step import is_out_of_memory, split_step
+from gpu_worker.engine.split_step import forward_in_parts
 from gpu_worker.protocol import Grant, Ready, StepResult
 
 log = logging.getLogger(__name__)
@@ -169,8 +170,8 @@ class Engine:
             return None
         if before is None and not self.communicator.rank:
             self.matchers.begin(sample_requests(slices))
-        logits = self.forward(slices, before.ids if before else None)
-        return LaunchedStep(self.rows.step, slices, logits, started_s)
+        logits = self.forward_able(slices, before.ids if before else None)
+        return LaunchedStep(self.rows.step, slices, logits, started_s) if slices else None
 
     def sample(self, launched: LaunchedStep | None) -> InFlightStep | None:
         """Launches the sampling of a step; other ranks take the tokens that rank 0 samples."""
@@ -201,6 +202,23 @@ class Engine:
         self.collected_step = in_flight.number
         return (self.collected_s - started_s) * 1e3
 
+    def forward_able(self, slices: list[RowSlice], previous: torch.Tensor | None) -> torch.Tensor:
+        """`forward` without the rows for which it raises: these fail, and leave `slices`. `previous` int64
+        [rows]. Of several ranks one that raised may have left the others within a sum: there it ends the
+        worker.
+        """
+        try:
+            return self.forward(slices, previous)
+        except Exception as error:
+            if self.communicator.world_size > 1:
+                raise
+            trial = warmup.prompt_parts(1, 1, self.loaded.vocab_size, self.block_size)
+            forward = partial(self.forward, previous=previous)
+            computed, logits = forward_without_failing(forward, slices, trial, error)
+        self.rows.fail(slices, computed)
+        slices[:] = computed
+        return logits
+
     def forward(self, slices: Sequence[RowSlice], previous: torch.Tensor | None = None) -> torch.Tensor:
         """Arranged slices → logits float [num_logits, vocabulary]. `previous` int64 [rows]: ids that the step
         in flight samples.
@@ -211,17 +229,9 @@ class Engine:
         try:
             return self.compute(slices, previous)
         except RuntimeError as error:
-            smaller = split_step(slices)
-            # ranks must all run the same steps
-            if not smaller or not is_out_of_memory(error) or self.communicator.world_size > 1:
+            if self.communicator.world_size > 1:  # ranks must all run the same steps
                 raise
-            log.warning(
-                "out of memory in a step of %d tokens: running it in halves",
-                sum(row_slice.count for row_slice in slices),
-            )
-        torch.cuda.empty_cache()
-        # cloned, for graphs write all logits into one buffer
-        return torch.cat([self.forward(half, previous).clone() for half in smaller])
+            return forward_in_parts(partial(self.forward, previous=previous), slices, error)
 
     @torch.inference_mode()
     def compute(self, slices: Sequence[RowSlice], previous: torch.Tensor | None) -> torch.Tensor:

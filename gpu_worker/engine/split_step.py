@@ -1,17 +1,50 @@
 """Splits a step that does not fit into memory."""
 
-from collections.abc import Sequence
+import logging
+import traceback
+from collections.abc import Callable, Sequence
 
 import torch
 
 from gpu_worker.engine.batch.row import RowSlice
 
+log = logging.getLogger(__name__)
+
 CPU_MESSAGES = ("can't allocate memory", "not enough memory")
 
+Forward = Callable[[Sequence[RowSlice]], torch.Tensor]
+"""Arranged slices → logits float [num_logits, vocabulary]."""
 
-def is_out_of_memory(error: RuntimeError) -> bool:
+
+def is_out_of_memory(error: Exception) -> bool:
     """Tells whether torch ran out of memory; its CPU allocator has no exception of its own."""
-    return isinstance(error, torch.OutOfMemoryError) or any(words in str(error) for words in CPU_MESSAGES)
+    return isinstance(error, torch.OutOfMemoryError) or (
+        isinstance(error, RuntimeError) and any(words in str(error) for words in CPU_MESSAGES)
+    )
+
+
+def forward_in_parts(forward: Forward, slices: Sequence[RowSlice], error: RuntimeError) -> torch.Tensor:
+    """Computes a step for which memory did not suffice in halves → its logits float [num_logits, vocabulary].
+
+    What the first try wrote into the cache is written again. Raises `error` where it is another one, or where
+    the step has one token.
+    """
+    smaller = split_step(slices)
+    if not smaller or not is_out_of_memory(error):
+        raise error
+    log.warning(
+        "out of memory in a step of %d tokens: running it in halves",
+        sum(row_slice.count for row_slice in slices),
+    )
+    release_tensors(error)
+    torch.cuda.empty_cache()
+    # cloned, for graphs write all logits into one buffer
+    return torch.cat([forward(half).clone() for half in smaller])
+
+
+def release_tensors(error: Exception) -> None:
+    """Forgets what the functions had that an error ended: else it is in memory until the error is."""
+    traceback.clear_frames(error.__traceback__)
 
 
 def split_step(slices: Sequence[RowSlice]) -> list[list[RowSlice]]:

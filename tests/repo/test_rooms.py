@@ -56,7 +56,7 @@ FLOORS = {
         "engine.in_flight engine.model.model engine.model.families engine.model.dummy engine.model.kv_budget "
         "engine.model.warmup",
         "engine.attention engine.sampling",
-        "engine.cpu engine.cuda.deterministic engine.model.gguf",
+        "engine.cpu engine.cuda.deterministic engine.failing_rows engine.model.gguf",
         "engine.cuda.graphs engine.model.rope engine.split_step",
         "engine.agent_link engine.batch engine.parallel",
         "engine.model.config protocol rank",

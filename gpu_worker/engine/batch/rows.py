@@ -96,14 +96,27 @@ class Rows:
             return []
         slices = arrange(self.schedule_slices())
         self.step += bool(slices)
-        place = 0
         for row_slice in slices:
             row = row_slice.row
-            row.kv_len, row.sample_place = row_slice.kv_len, place
+            row.kv_len = row_slice.kv_len
             row.index += row_slice.samples
             row.in_flight += 1
-            place += row_slice.samples
+        place_samples(slices)
         return slices
+
+    def fail(self, slices: Sequence[RowSlice], computed: Sequence[RowSlice]) -> None:
+        """Ends the rows of a launched step that could not be computed; `computed` has the others. Where there
+        are none, no step was made.
+        """
+        self.step -= not computed
+        able = {row_slice.row.number for row_slice in computed}
+        for row_slice in slices:
+            row = row_slice.row
+            if row.number not in able:
+                row.kv_len = row_slice.begin
+                row.in_flight -= 1
+                self.finish(row, "forward")
+        place_samples(computed)
 
     def schedule_slices(self) -> list[RowSlice]:
         """Chooses what the next step computes: a token of each row that decodes, then chunks of prompts up to
@@ -193,3 +206,11 @@ class Rows:
         """Returns what happened since the last call."""
         result, self.result = self.result, StepResultBuilder()
         return result
+
+
+def place_samples(slices: Sequence[RowSlice]) -> None:
+    """Tells each row the place of its token among those that a step samples."""
+    place = 0
+    for row_slice in slices:
+        row_slice.row.sample_place = place
+        place += row_slice.samples

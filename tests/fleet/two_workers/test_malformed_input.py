@@ -14,8 +14,14 @@ import pytest
 import redis
 
 from common.broker.keys import Keys
+from common.messages import finish_reasons
+from common.messages.codec import decode, encode
+from common.messages.events import Result
+from common.messages.packing import pack_ids
+from common.messages.request import Generate, StoppingParams
 from tests.support.fleet.fleet import Fleet
-from tests.support.waiting import wait_until_sync
+from tests.support.load import Load
+from tests.support.waiting import wait_until, wait_until_sync
 
 KEYS = Keys("default")
 TGI = ["/", "/generate", "/generate_stream", "/tokenize", "/chat_tokenize"]
@@ -162,6 +168,23 @@ def test_the_batcher_removes_malformed_stream_entries(broker: redis.Redis) -> No
         for entry in entries(*fields):
             broker.xadd(stream, entry)
     wait_until_sync(lambda: broker.xlen(KEYS.requests) == 0)
+
+
+async def test_an_id_that_the_model_does_not_have_fails_its_request_alone(
+    fleet: Fleet, broker: redis.Redis
+) -> None:
+    """The forward raises for it, on the workers that stream answers meanwhile."""
+    load = Load(fleet, 40, count=6)
+    await load.progress(3)
+    for i in range(4):
+        request = Generate(f"poison{i}", "d", pack_ids([504, 10**6]), StoppingParams(5))
+        broker.hset(KEYS.request(request.request_id), mapping={"digest": "d", "attempt": 0, "base": 0})
+        broker.xadd(KEYS.requests, {"generate": encode(request)})
+    for i in range(4):
+        result = decode(Result, await wait_until(partial(broker.get, KEYS.result(f"poison{i}"))))
+        assert (result.error_type, result.error) == finish_reasons.ERRORS["forward"]
+    assert [len(ids) for ids in await load.whole()] == [40] * 6
+    await wait_until(lambda: broker.xlen(KEYS.requests) == 0)
 
 
 def test_gateways_skip_malformed_events_and_refuse_malformed_reply_channels(broker: redis.Redis) -> None:
