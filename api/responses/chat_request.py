@@ -21,7 +21,7 @@ from api.response_object.items import Item
 from api.responses.input_items import join_text
 from api.responses.request_schemas import ResponsesRequest
 from api.structured_output.grammar import Grammar
-from api.structured_output.shapes import ANY_OBJECT, schema_grammar
+from api.structured_output.shapes import ANY_OBJECT, named_schema
 
 NAMES = {**CHAT_NAMES, "text": "input", "max_new_tokens": "max_output_tokens"}
 OWN_NAMES = {
@@ -131,10 +131,8 @@ def text_grammar(body: ResponsesRequest) -> Grammar | None:
             return None
         case "json_object":
             return Grammar("json", ANY_OBJECT, "text.format")
-        case "json_schema" if "schema" in form:
-            return schema_grammar(form["schema"], "text.format.schema")
         case "json_schema":
-            raise invalid("`text.format.schema` is required", "text.format.schema")
+            return named_schema(form, "text.format")
         case kind:
             allowed = "text, json_object, json_schema"
             raise invalid(

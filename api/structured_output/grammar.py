@@ -39,12 +39,14 @@ class Grammar:
         text: the grammar.
         field: the request's field that has it.
         whitespace: a regex for white space in JSON.
+        closed: objects of a JSON schema have no properties but those that they list, where that is safe.
     """
 
     kind: str
     text: str
     field: str
     whitespace: str = WHITESPACE
+    closed: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +91,7 @@ def source_of(grammar: Grammar) -> str:
     """The grammar in llguidance's form, not yet checked. Raises ValueError."""
     match grammar.kind:
         case "json":
-            schema = as_compiled(checked_schema(grammar))
+            schema = as_compiled(checked_schema(grammar), grammar.closed)
             return llguidance.LLMatcher.grammar_from_json_schema(
                 json.dumps(schema), overrides={"whitespace_pattern": grammar.whitespace}
             )
@@ -124,9 +126,12 @@ def depth_of(value: Any) -> int:
     return depth
 
 
-def as_compiled(schema: Any) -> Any:
-    """A schema as it is compiled: without what is not enforced, its objects closed where that is safe."""
-    return close_objects(map_schemas(schema, without_annotations))
+def as_compiled(schema: Any, closed: bool) -> Any:
+    """A schema as it is compiled: without what is not enforced; if `closed`, its objects are closed where
+    that is safe.
+    """
+    enforced = map_schemas(schema, without_annotations)
+    return close_objects(enforced) if closed else enforced
 
 
 def without_annotations(schema: dict[str, Any]) -> dict[str, Any]:

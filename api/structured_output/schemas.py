@@ -52,8 +52,8 @@ def all_schemas(schema: Any) -> Iterator[dict[str, Any]]:
 
 def close_objects(schema: Any) -> Any:
     """The schema with `additionalProperties: false` in each object that lists its properties and says nothing
-    of others. A model takes the freedom that JSON Schema leaves it there for an invitation, and writes
-    properties until `max_tokens`; xgrammar and Outlines leave it none.
+    of others: OpenAI's strict mode and TGI's grammars mean that. A small model takes the freedom that JSON
+    Schema leaves there for an invitation, and writes properties until `max_tokens`.
 
     What satisfies the closed schema satisfies the open one. A schema that combines its parts is left as it
     is: what one part closes, another may require.

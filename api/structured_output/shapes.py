@@ -29,7 +29,7 @@ PATTERN = "whitespace_pattern"
 
 def from_response_format(value: Mapping[str, Any], field: str = "response_format") -> Grammar | None:
     """The grammar of `{"type": …}`; None for text. OpenAI puts the schema under `json_schema`, TGI under
-    `value`. Raises ApiError.
+    `value`. Objects are closed with OpenAI's `strict`, and in TGI's shape, as there. Raises ApiError.
     """
     kind = value.get("type")
     match kind:
@@ -38,13 +38,13 @@ def from_response_format(value: Mapping[str, Any], field: str = "response_format
         case "json_object" | "json" if value.get("value") is None:
             return Grammar("json", ANY_OBJECT, field)
         case "json_object" | "json":
-            return schema_grammar(value["value"], f"{field}.value")
+            return schema_grammar(value["value"], f"{field}.value", closed=True)
         case "json_schema":
             name = "json_schema" if "json_schema" in value else "value"
             inner = value.get(name)
-            if not isinstance(inner, Mapping) or "schema" not in inner:
+            if not isinstance(inner, Mapping):
                 raise required(f"{field}.{name}.schema")
-            return schema_grammar(inner["schema"], f"{field}.{name}.schema")
+            return named_schema(inner, f"{field}.{name}", closed=name == "value")
         case "regex":
             return Grammar("regex", text_of(value.get("value"), f"{field}.value"), f"{field}.value")
         case _:
@@ -87,11 +87,22 @@ def guided(kind: str, value: Any, field: str, whitespace: str = WHITESPACE) -> G
     return Grammar(kind, json.dumps(value), field)
 
 
-def schema_grammar(value: Any, field: str, whitespace: str = WHITESPACE) -> Grammar:
+def named_schema(value: Mapping[str, Any], field: str, closed: bool = False) -> Grammar:
+    """OpenAI's object with a `schema` and a name. Raises ApiError."""
+    if "schema" not in value:
+        raise required(f"{field}.schema")
+    strict = value.get("strict")
+    if not isinstance(strict, bool | None):
+        raise invalid(f"`{field}.strict` must be true or false", f"{field}.strict")
+    return schema_grammar(value["schema"], f"{field}.schema", closed=closed or strict is True)
+
+
+def schema_grammar(value: Any, field: str, whitespace: str = WHITESPACE, closed: bool = False) -> Grammar:
     """A JSON schema, given as an object or as its text. Raises ApiError."""
     if not isinstance(value, str | dict | bool):
         raise invalid(f"`{field}` must be a JSON schema", field)
-    return Grammar("json", value if isinstance(value, str) else json.dumps(value), field, whitespace)
+    text = value if isinstance(value, str) else json.dumps(value)
+    return Grammar("json", text, field, whitespace, closed)
 
 
 def text_of(value: Any, field: str) -> str:

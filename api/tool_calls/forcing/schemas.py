@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from api.errors import ApiError, invalid
-from api.structured_output.grammar import WHITESPACE, Grammar, compile_cached, without_annotations
+from api.structured_output.grammar import WHITESPACE, Grammar, as_compiled, compile_cached
 from api.tool_calls.reading.deltas import Tool
 from api.tool_calls.reading.typed_text import referred
 
@@ -31,12 +31,12 @@ def forced_schema(tool: Tool) -> Mapping[str, Any]:
     """
     try:
         schema = closed(tool.parameters)
-        compile_cached(Grammar("json", json.dumps(schema), field_of(tool)))
+        compile_cached(Grammar("json", json.dumps(schema), field_of(tool), closed=True))
     except ApiError:
         if tool.strict:
             raise
         return with_whitespace(ANY_OBJECT)
-    return with_whitespace(without_annotations(dict(schema)))
+    return with_whitespace(as_compiled(schema, closed=True))
 
 
 def closed(parameters: Mapping[str, Any]) -> Mapping[str, Any]:

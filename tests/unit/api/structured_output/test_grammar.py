@@ -3,10 +3,17 @@
 import json
 from typing import Any
 
+import llguidance
 import pytest
 
 from api.errors import ApiError
-from api.structured_output.grammar import MAX_GRAMMAR_BYTES, MAX_SCHEMA_DEPTH, Grammar, compile_grammar
+from api.structured_output.grammar import (
+    MAX_GRAMMAR_BYTES,
+    MAX_SCHEMA_DEPTH,
+    Grammar,
+    byte_vocabulary,
+    compile_grammar,
+)
 
 
 def schema(value: Any) -> Grammar:
@@ -70,3 +77,16 @@ async def test_a_grammar_that_cannot_be_served_is_refused_with_the_reason(text: 
         await compile_grammar(REFUSED[text])
     assert text in str(refusal.value)
     assert (refusal.value.status, refusal.value.param) == (422, "f")
+
+
+@pytest.mark.parametrize("closed", [False, True])
+async def test_other_properties_are_allowed_unless_objects_are_closed(closed: bool) -> None:
+    schema = {"properties": {"a": {"type": "object", "properties": {"b": {}}}}}
+    source = await compile_grammar(Grammar("json", json.dumps(schema), "f", closed=closed))
+    accepted = [accepts(source, text) for text in ('{"a": {"b": 1}}', '{"a": {"c": 1}}', '{"c": 1}')]
+    assert accepted == [True, not closed, not closed]
+
+
+def accepts(source: str, text: str) -> bool:
+    matcher = llguidance.LLMatcher(byte_vocabulary(), source, log_level=0)
+    return matcher.consume_tokens(list(text.encode())) and matcher.is_accepting()

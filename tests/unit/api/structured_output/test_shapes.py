@@ -34,6 +34,21 @@ def test_response_formats_of_openai_and_tgi(value: dict[str, Any], kind: str, te
     assert grammar is not None and (grammar.kind, grammar.text) == (kind, text)
 
 
+@pytest.mark.parametrize(
+    ("value", "closed"),
+    [
+        ({"type": "json_schema", "json_schema": {"strict": True, "schema": SCHEMA}}, True),
+        ({"type": "json_schema", "json_schema": {"strict": False, "schema": SCHEMA}}, False),
+        ({"type": "json_schema", "json_schema": {"schema": SCHEMA}}, False),
+        ({"type": "json_schema", "value": {"schema": SCHEMA}}, True),
+        ({"type": "json", "value": SCHEMA}, True),
+    ],
+)
+def test_openais_strict_mode_and_tgis_shapes_close_objects(value: dict[str, Any], closed: bool) -> None:
+    grammar = from_response_format(value)
+    assert grammar is not None and grammar.closed == closed
+
+
 def test_the_format_text_is_no_grammar() -> None:
     assert from_response_format({"type": "text"}) is None
 
@@ -52,6 +67,11 @@ def test_the_format_text_is_no_grammar() -> None:
             {"type": "json_schema", "json_schema": {"name": "x"}},
             "`response_format.json_schema.schema` is required",
             "response_format.json_schema.schema",
+        ),
+        (
+            {"type": "json_schema", "json_schema": {"schema": {}, "strict": 1}},
+            "`response_format.json_schema.strict` must be true or false",
+            "response_format.json_schema.strict",
         ),
         ({"type": "regex"}, "`response_format.value` must be a text", "response_format.value"),
         (
