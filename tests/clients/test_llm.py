@@ -46,6 +46,7 @@ def test_a_schema_gives_json(home: Path) -> None:
         "type": "object",
         "properties": {"age": {"type": "integer", "maximum": 120}},
         "required": ["age"],
+        "additionalProperties": False,
     }
     assert json.loads(ask(home, *words, json.dumps(schema), "Bob is 32")).keys() == {"age"}
 
