@@ -55,7 +55,8 @@ class Batcher:
         self.lease = lease
         self.epoch = epoch
         self.channels = ChannelSequences(f"{lease.holder}-{epoch}")
-        self.scheduler = Scheduler(WorkerLimits(settings.max_batch_size, settings.horizon), epoch)
+        limits = WorkerLimits(settings.max_batch_size, settings.horizon)
+        self.scheduler = Scheduler(limits, epoch, settings.weights)
         self.inbox = Inbox(redis)
         self.backlog = Backlog(redis, keys)
         self.dispatch = Dispatch(redis, keys)
@@ -220,7 +221,7 @@ class Batcher:
         incarnation = plan.replica.capacity.incarnation
         answer, refused = await self.dispatch.publish(plan)
         while answer == "refused":
-            for row in plan.withdraw(refused):
+            for row in self.scheduler.withdraw(plan, refused):
                 self.enqueue(
                     partial(self.terminals.finish, row.sequence, row.sequence.stop_reason or "client")
                 )

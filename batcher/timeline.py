@@ -108,7 +108,7 @@ class TimelineWriter:
         self.record(sequence, "ended", num_tokens=sequence.base, why=why)
 
     def count_resume(self, sequence: Sequence, cause: str) -> None:
-        catalogue.RESUMES.add(1, catalogue.service_class(sequence.request.priority), cause)
+        catalogue.RESUMES.add(1, sequence.request.service_class, cause)
 
     async def write(self) -> None:
         """Write the events recorded since the last write. If the broker fails they are kept, bounded."""

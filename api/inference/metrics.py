@@ -9,7 +9,6 @@ from contextvars import ContextVar
 from api.inference.stream import Stream
 from api.inference.validate import Limits
 from common.metrics import catalogue
-from common.metrics.catalogue import service_class
 from common.process.logs import for_request
 
 log = logging.getLogger(__name__)
@@ -49,7 +48,7 @@ def count_stream(stream: Stream, limits: Limits) -> None:
         age_s,
         extra=for_request(request_id),
     )
-    catalogue.REQUESTS.add(1, service_class(stream.request.priority), reason)
+    catalogue.REQUESTS.add(1, stream.request.service_class, reason)
     if stream.finished:
         observe_durations(stream)
     else:

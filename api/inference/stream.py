@@ -238,13 +238,13 @@ class Stream:
 
     def observe_latency(self, num_new: int) -> None:
         """Observe the latency of new tokens; those that come together share their time."""
-        service_class = catalogue.service_class(self.request.priority)
+        label = self.request.service_class
         if self.first_token_s:
             catalogue.TOKEN_LATENCY.observe(
-                (self.last_event_s - self.token_s) / num_new, service_class, times=num_new
+                (self.last_event_s - self.token_s) / num_new, label, times=num_new
             )
         else:
             self.placed_s = self.placed_s or self.last_event_s
             self.first_token_s = self.last_event_s
-            catalogue.FIRST_TOKEN.observe(self.last_event_s - self.started_s, service_class)
+            catalogue.FIRST_TOKEN.observe(self.last_event_s - self.started_s, label)
         self.token_s = self.last_event_s

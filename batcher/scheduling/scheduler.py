@@ -7,16 +7,19 @@ ended, that must be ended, or whose committed tokens must be read before they go
 """
 
 import heapq
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from batcher.scheduling.pending_plan import PendingPlan
 from batcher.scheduling.placement import choose_replica
 from batcher.scheduling.plans import PREEMPT, next_plan
 from batcher.scheduling.replica import Replica, WorkerLimits
+from batcher.scheduling.request_queue import RequestQueue
 from batcher.scheduling.sequence import PlacedRow, Sequence
 from common.messages.finish_reasons import INTERRUPTED
 from common.messages.plan import Report, WorkerCapacity
+from common.messages.service_class import SERVICE_CLASSES
 
 MAX_CRASHES = 3
 """A request under which so many incarnations died, without a token committed beyond its base, is failed. Two
@@ -45,17 +48,17 @@ class Scheduler:
     Attributes:
         sequences: every live request, by id.
         replicas: every worker that may be given rows, by incarnation.
-        queue: a heap of requests that wait; those that no longer do are skipped.
+        queue: the requests that wait, in order.
         deadlines: a heap of (deadline in ms, request id).
         closing: the whole pool was told to end, so no other worker will come for requests that wait.
     """
 
-    def __init__(self, limits: WorkerLimits, epoch: int) -> None:
+    def __init__(self, limits: WorkerLimits, epoch: int, weights: Mapping[str, float] | None = None) -> None:
         self.limits = limits
         self.epoch = epoch
         self.sequences: dict[str, Sequence] = {}
         self.replicas: dict[str, Replica] = {}
-        self.queue: list[tuple[tuple[int, int, int], Sequence]] = []
+        self.queue = RequestQueue(weights or {})
         self.deadlines: list[tuple[int, str]] = []
         self.outcomes = Outcomes()
         self.closing = False
@@ -63,10 +66,12 @@ class Scheduler:
     def counts(self) -> dict[str, int]:
         """Numbers of workers, live requests, waiting requests, and rows and KV blocks on workers."""
         replicas = self.replicas.values()
+        waiting = Counter(sequence.rank for sequence in self.sequences.values() if sequence.waiting)
         return {
             "workers": len(replicas),
             "requests": len(self.sequences),
-            "waiting": sum(sequence.waiting for _, sequence in self.queue),
+            "waiting": waiting.total(),
+            **{f"waiting_{name}": waiting[rank] for rank, name in enumerate(SERVICE_CLASSES)},
             "rows": sum(len(replica.rows) for replica in replicas),
             "blocks": sum(replica.pool.num_blocks - replica.pool.num_free for replica in replicas),
         }
@@ -81,13 +86,13 @@ class Scheduler:
             self.outcomes.to_finish.append((sequence, sequence.stop_reason or "poison"))
             return
         sequence.waiting = True
-        heapq.heappush(self.queue, (sequence.queue_position, sequence))
+        self.queue.add(sequence)
 
     def resume(self, sequence: Sequence) -> None:
-        """Enqueue an interrupted request before all new ones, the shortest first: it is back the soonest."""
+        """Enqueue an interrupted request before the new ones of its class."""
         if sequence.waiting or sequence.row is not None:
             return
-        sequence.queue_position = (0, sequence.num_known, sequence.arrival)
+        sequence.resumed = True
         self.enqueue(sequence)
 
     def pop_outcomes(self) -> Outcomes:
@@ -117,9 +122,11 @@ class Scheduler:
             sequence.row.stopping = PREEMPT
 
     def expire(self, now_ms: int) -> None:
-        """Cancel every request whose deadline has passed."""
+        """End every request whose deadline has passed; of one that never started the error says so."""
         while self.deadlines and self.deadlines[0][0] <= now_ms:
-            self.cancel(heapq.heappop(self.deadlines)[1], "timeout")
+            request_id = heapq.heappop(self.deadlines)[1]
+            sequence = self.sequences.get(request_id)
+            self.cancel(request_id, "timeout" if sequence is None or sequence.attempt else "expired")
         if len(self.deadlines) > 2 * len(self.sequences) + 1000:
             self.deadlines = [(sequence.deadline_ms, name) for name, sequence in self.sequences.items()]
             heapq.heapify(self.deadlines)
@@ -155,6 +162,7 @@ class Scheduler:
         held = list(replica.running)
         for row in held:
             row.sequence.row = None
+            self.queue.settle(row.sequence, 0)
         return [row.sequence for row in held]
 
     def apply_report(self, incarnation: str, report: Report) -> None:
@@ -166,9 +174,10 @@ class Scheduler:
         for number, kv_len, step in report.prefilled:
             if (row := replica.rows.get(number)) is not None:
                 replica.prefilled(row, kv_len, step)
-        for number, why, _ in report.ended:
+        for number, why, end in report.ended:
             if (row := replica.rows.get(number)) is not None and not row.ended:
                 replica.end(row)
+                self.queue.settle(row.sequence, end - row.sequence.base)
                 ended = self.outcomes.interrupted if why in INTERRUPTED else self.outcomes.finished
                 ended.append(row.sequence)
         hashes = dict(report.hashes)
@@ -186,6 +195,13 @@ class Scheduler:
             if (plan := next_plan(replica, self.epoch, rows)) is not None:
                 yield PendingPlan(replica, plan, rows)
 
+    def withdraw(self, plan: PendingPlan, positions: list[int]) -> list[PlacedRow]:
+        """Remove rows from a plan that was not published, as if they had never been placed. Return them."""
+        withdrawn = plan.withdraw(positions)
+        for row in withdrawn:
+            self.queue.settle(row.sequence, 0)
+        return withdrawn
+
     def staying(self) -> list[Replica]:
         """Workers that were not told to end."""
         return [replica for replica in self.replicas.values() if not replica.draining]
@@ -193,24 +209,23 @@ class Scheduler:
     def place_waiting(self, open_to_new: list[Replica]) -> dict[str, list[PlacedRow]]:
         """Start waiting requests in order, each on one of these workers that can take it."""
         placed: dict[str, list[PlacedRow]] = {}
-        held_back = []
-        while self.queue:
-            position, sequence = heapq.heappop(self.queue)
-            if not sequence.waiting:
-                continue
+        while (sequence := self.queue.first()) is not None:
             if self.replicas and not any(replica.can_hold(sequence) for replica in self.replicas.values()):
                 sequence.waiting = False
                 self.outcomes.to_finish.append((sequence, "capacity"))
                 continue
-            waits = self.closing and not sequence.request.gateway
-            able = [replica for replica in open_to_new if not waits and replica.can_start(sequence)]
-            if not able:
-                held_back.append((position, sequence))
-                if not (waits or sequence.crash_count):
-                    break
+            if self.closing and not sequence.request.gateway:
+                self.queue.skip(sequence)
                 continue
-            replica = choose_replica(able, sequence)
-            placed.setdefault(replica.capacity.incarnation, []).append(replica.start(sequence))
-        for item in held_back:
-            heapq.heappush(self.queue, item)
+            able = [replica for replica in open_to_new if replica.can_start(sequence)]
+            if able:
+                replica = choose_replica(able, sequence)
+                row = replica.start(sequence)
+                self.queue.start(sequence, sequence.num_known - row.num_cached)
+                placed.setdefault(replica.capacity.incarnation, []).append(row)
+            elif sequence.crash_count:
+                self.queue.skip(sequence)
+            else:
+                self.queue.look_past(sequence)
+        self.queue.end_turn()
         return placed

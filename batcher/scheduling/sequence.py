@@ -6,6 +6,7 @@ from common.block_hashes import block_names, extend_hashes
 from common.broker.stream_ids import parse_stream_id
 from common.messages.records import RECORD, unpack_columns
 from common.messages.request import Generate
+from common.messages.service_class import class_rank
 
 
 @dataclass(slots=True, eq=False)
@@ -20,7 +21,10 @@ class Sequence:
         base: how many tokens were committed when its row began, or when `records` was read.
         crash_count: incarnations that died under it without a token committed beyond its base.
         stop_reason: why it ends: its row is asked to stop, or it never starts.
-        queue_position: smaller starts first.
+        rank: of its service class: 0 is the most urgent.
+        resumed: it has started before, or was to.
+        num_passed: requests that started while it did not fit.
+        expected: tokens that its tenant was charged with when its row started; None while it has none.
         block_hashes: hashes of the prompt and of `records` (common/block_hashes.py); none where the request
             shares no blocks.
         named_blocks: by block size: the names of the blocks that these fill.
@@ -37,12 +41,15 @@ class Sequence:
     stop_reason: str = ""
     row: "PlacedRow | None" = None
     waiting: bool = False
-    queue_position: tuple[int, int, int] = (1, 0, 0)
+    rank: int = 0
+    resumed: bool = False
+    num_passed: int = 0
+    expected: int | None = None
     block_hashes: bytes = b""
     named_blocks: dict[int, list[bytes]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.queue_position = (1, 0, self.arrival)
+        self.rank = class_rank(self.request.priority)
         self.block_hashes = self.request.block_hashes
 
     @property

@@ -8,6 +8,7 @@ INTERRUPTED = ("preempted", "takeover")
 """Reasons of rows whose request goes on in another row."""
 ERRORS = {
     "timeout": ("timeout", "the request was not finished before its deadline"),
+    "expired": ("timeout", "the request's deadline passed while it waited: it never started"),
     "poison": ("generation", "three workers died while they worked on this request"),
     "capacity": ("generation", "no worker's KV cache can hold this request"),
     "forward": ("generation", "the model's forward failed for this request"),

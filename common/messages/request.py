@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from common.messages.codec import wire_field
+from common.messages.service_class import service_class
 
 TOP_P_MIN = 1e-6
 
@@ -91,7 +92,8 @@ class Generate:
         cache_salt: requests with different salts share no KV blocks.
         block_hashes: hashes of the prompt (common/block_hashes.py), from the root on; empty where the request
             shares no KV blocks.
-        priority, tenant, trace: service class, paying customer, W3C trace context.
+        priority: its service class; empty for the default.
+        tenant, trace: whose request it is, W3C trace context.
     """
 
     request_id: str = wire_field("id")
@@ -112,6 +114,10 @@ class Generate:
     num_shown: int = wire_field("sh", default=0)
     cache_salt: str = wire_field("cs", default="")
     block_hashes: bytes = wire_field("bh", default=b"")
+
+    @property
+    def service_class(self) -> str:
+        return service_class(self.priority)
 
     @property
     def width(self) -> int:

@@ -5,11 +5,12 @@ named `tokenfleet_…` are our own and have the label `pool`, which `exposition.
 serves one pool.
 """
 
+from common.messages.service_class import SERVICE_CLASSES
 from common.metrics.primitives import INFINITY, Counter, Gauge, Histogram, Metric, Summary, exponential
 
 POOL = "pool"
 METHODS = {"method": ("prefill", "decode")}
-CLASSES = {"class": ("default",)}
+CLASSES = {"class": SERVICE_CLASSES}
 DURATION_S = exponential(0.00015, 1.5, 35)
 LATENCY_S = (
     0.001,
@@ -209,8 +210,3 @@ BROKER_UP = Gauge("tokenfleet_broker_up", "Whether this gateway could read the b
 TABLE: tuple[Metric, ...] = tuple(value for value in list(vars().values()) if isinstance(value, Metric))
 BY_NAME = {metric.name: metric for metric in TABLE}
 COUNTED = tuple(metric for metric in TABLE if isinstance(metric, Counter | Histogram))
-
-
-def service_class(priority: str) -> str:
-    """The value of the label `class` for a request's priority."""
-    return priority or "default"

@@ -80,6 +80,8 @@ class SettingFields(BaseModel):
     """live requests of the pool, queued and running"""
     max_queued_bytes: Count = 256 * 2**20
     """messages of all live requests of the pool together (bytes)"""
+    tenant_weights: Words = ()
+    """shares of tenants other than 1, as alice=4,bob=0.5: of the queue, and of what workers compute"""
     max_input_tokens: Count | None = None
     """longest prompt (default: one less than MAX_TOTAL_TOKENS)"""
     max_total_tokens: Annotated[Count, Field(ge=2)] | None = None

@@ -6,6 +6,7 @@ limits) travels in messages. Options of other servers that are no field here are
 `common/settings/compat.py`.
 """
 
+import contextlib
 import ipaddress
 import os
 from collections.abc import Mapping, Sequence
@@ -16,6 +17,8 @@ from common.settings.fields import SettingFields
 from common.settings.types import SettingError, exit_when_unservable, one_line_errors
 
 __all__ = ["SettingError", "Settings", "exit_when_unservable"]
+
+MIN_WEIGHT, MAX_WEIGHT = 0.01, 1000
 
 
 class Settings(SettingFields):
@@ -64,10 +67,17 @@ class Settings(SettingFields):
                 "compute_type",
                 f"{self.compute_type!r} cannot be sent as a header: it must be printable ASCII",
             )
+        for word in self.tenant_weights:
+            read_weight(word)
         if self.demo and not ipaddress.ip_address(self.listen_host).is_loopback:
             raise SettingError(
                 "demo", "lets whoever sees the page kill processes: it is for HOSTNAME=127.0.0.1 only"
             )
+
+    @property
+    def weights(self) -> dict[str, float]:
+        """By tenant; of others it is 1."""
+        return dict(map(read_weight, self.tenant_weights))
 
     @property
     def makes_weights(self) -> bool:
@@ -106,3 +116,14 @@ class Settings(SettingFields):
             name.upper(): ",".join(value) if isinstance(value, tuple) else str(value)
             for name, value in values.items()
         }
+
+
+def read_weight(word: str) -> tuple[str, float]:
+    """A tenant and its weight, of `alice=4`. Raises SettingError."""
+    tenant, _, text = word.partition("=")
+    with contextlib.suppress(ValueError):
+        if tenant and MIN_WEIGHT <= float(text) <= MAX_WEIGHT:
+            return tenant, float(text)
+    raise SettingError(
+        "tenant_weights", f"{word!r} is not a tenant and a weight of {MIN_WEIGHT} to {MAX_WEIGHT}, as alice=4"
+    )

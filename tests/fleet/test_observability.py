@@ -71,7 +71,7 @@ def metrics(fleet: Fleet) -> dict[str, float]:
 def test_metrics_survive_the_worker(fleet: Fleet, request_id: str) -> None:
     wait_until_sync(lambda: metrics(fleet)["tgi_request_success"] == 1)
     found = metrics(fleet)
-    assert found['tokenfleet_request_resumes_total{cause="died",class="default",pool="default"}'] == 1
+    assert found['tokenfleet_request_resumes_total{cause="died",class="standard",pool="default"}'] == 1
     assert found['tokenfleet_workers_lost_total{pool="default"}'] == 1
     assert found["tgi_request_generated_tokens_sum"] == NUM_TOKENS
     [shown] = [one["num_tokens"] for one in timeline(fleet, request_id) if one["what"] == "died"]
@@ -87,7 +87,7 @@ def test_metrics_survive_the_worker(fleet: Fleet, request_id: str) -> None:
     for part in ("forward", "decode", "inference", "filter"):
         assert found[f'tgi_batch_{part}_duration_sum{{method="decode"}}'] > 0, part
     assert found["tgi_batch_next_size_count"] >= 1
-    waited_s = found['tokenfleet_time_to_first_token_seconds_sum{class="default",pool="default"}']
+    waited_s = found['tokenfleet_time_to_first_token_seconds_sum{class="standard",pool="default"}']
     assert 0 < found["tgi_request_queue_duration_sum"] < waited_s, "the prefill is not time in the queue"
 
 

@@ -76,7 +76,7 @@ async def test_counts_durations_and_lengths_of_requests(broker: Broker) -> None:
         assert await figures.added("tgi_request_generated_tokens_sum") == len(IDS) + 1 + 3
         assert await figures.added("tgi_request_input_length_sum") == 2 * len(TOKENIZER.encode("The sky").ids)
         assert 0.02 * len(IDS) <= await figures.added("tgi_request_duration_sum") <= 20
-        ours = 'class="default",pool="default"'
+        ours = 'class="standard",pool="default"'
         assert await figures.added(f"tokenfleet_time_to_first_token_seconds_count{{{ours}}}") == 2
         assert await figures.added(f"tokenfleet_inter_token_latency_seconds_count{{{ours}}}") == len(IDS) + 2
         assert await figures.added(f'tokenfleet_requests_total{{{ours},reason="length"}}') == 1

@@ -171,7 +171,7 @@ async def test_restored_requests_are_recorded(redis: Redis, recovery: Recovery) 
     held.attempt = 1
     await recovery.restore([held])
     await recovery.enqueue_unheld([fresh])
-    assert held.waiting and fresh.waiting and held.queue_position < fresh.queue_position
+    assert held.waiting and fresh.waiting and recovery.scheduler.queue.first() is held
     happened = {name: events[0].what for name, events in recovery.timeline.unwritten.items()}
     assert happened == {"held": "taken_over", "fresh": "queued"}
 

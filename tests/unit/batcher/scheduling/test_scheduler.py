@@ -112,7 +112,7 @@ def test_deadline_ends_waiting_and_running_requests() -> None:
     assert pool.to_finish == []
     pool.scheduler.expire(6000)
     pool.decide()
-    assert pool.to_finish == [("r1", "timeout")]
+    assert pool.to_finish == [("r1", "expired")]
     pool.run()
     assert pool.finished == ["r0"]
 

@@ -1,0 +1,91 @@
+"""RequestQueue: all requests that wait, and which of them starts next. It knows neither clock nor workers.
+
+A class starts before the less urgent ones. None starves: a class that waits starts a request after PATIENCE
+starts of others, and a request that does not fit is looked past for MAX_PASSED starts; then nothing starts
+before it.
+"""
+
+from collections.abc import Mapping
+
+from batcher.scheduling.class_queue import ClassQueue
+from batcher.scheduling.sequence import Sequence
+from common.messages.service_class import SERVICE_CLASSES
+
+PATIENCE = 16
+"""Starts of other classes for which a class waits."""
+MAX_PASSED = 64
+"""Starts of other requests for which one waits that does not fit."""
+
+
+class RequestQueue:
+    """A turn is: ask for the `first`, then `start` it, `look_past` it (it does not fit) or `skip` it (it may
+    not start now), and so on until there is none; then `end_turn`.
+
+    Attributes:
+        classes: the most urgent first.
+        stopped: whether nothing more starts in this turn: a request that waits for room has been passed by
+            enough others.
+    """
+
+    def __init__(self, weights: Mapping[str, float]) -> None:
+        self.classes = [ClassQueue(dict(weights)) for _ in SERVICE_CLASSES]
+        self.stopped = False
+
+    def add(self, sequence: Sequence) -> None:
+        """Have a request wait. One that is resumed waits before all new ones of its class."""
+        queue = self.classes[sequence.rank]
+        if sequence.resumed:
+            queue.add_resumed(sequence)
+        else:
+            queue.add(sequence)
+
+    def first(self) -> Sequence | None:
+        """The request that starts next; None if no other can start in this turn."""
+        if self.stopped:
+            return None
+        due = [queue for queue in reversed(self.classes) if queue.num_passed >= PATIENCE]
+        for queue in due:
+            if (sequence := queue.first()) is not None:
+                return sequence
+        for queue in self.classes:
+            if (sequence := queue.first()) is not None:
+                return sequence
+            if queue.looked_past:
+                return None
+        return None
+
+    def start(self, sequence: Sequence, num_prefill: int) -> None:
+        """The first request starts, and computes `num_prefill` tokens before it generates."""
+        queue = self.classes[sequence.rank]
+        queue.take(sequence)
+        queue.charge(sequence, num_prefill)
+        sequence.num_passed = 0
+        for other in self.classes:
+            has_waiting = bool(other.looked_past) or other.first() is not None
+            other.num_passed = other.num_passed + 1 if has_waiting and other is not queue else 0
+            for waiting in other.looked_past:
+                waiting.num_passed += 1
+
+    def look_past(self, sequence: Sequence) -> None:
+        """The first request does not fit; others of its class may start before it."""
+        queue = self.classes[sequence.rank]
+        queue.take(sequence)
+        queue.looked_past.append(sequence)
+        self.stopped = sequence.num_passed >= MAX_PASSED
+
+    def skip(self, sequence: Sequence) -> None:
+        """The first request may not start now; nobody waits for it."""
+        queue = self.classes[sequence.rank]
+        queue.take(sequence)
+        queue.skipped.append(sequence)
+
+    def settle(self, sequence: Sequence, num_generated: int) -> None:
+        """A row of a request has ended, after so many tokens."""
+        if sequence.expected is not None:
+            self.classes[sequence.rank].settle(sequence, num_generated)
+            sequence.expected = None
+
+    def end_turn(self) -> None:
+        self.stopped = False
+        for queue in self.classes:
+            queue.end_turn()

@@ -1,0 +1,15 @@
+"""Service classes: which requests are served before others."""
+
+SERVICE_CLASSES = ("interactive", "standard", "batch")
+"""The most urgent first."""
+DEFAULT_CLASS = "standard"
+
+
+def service_class(priority: str) -> str:
+    """The class of a request; one that names none, or one that is not known here, has the default."""
+    return priority if priority in SERVICE_CLASSES else DEFAULT_CLASS
+
+
+def class_rank(priority: str) -> int:
+    """The place of a request's class: 0 is the most urgent."""
+    return SERVICE_CLASSES.index(service_class(priority))

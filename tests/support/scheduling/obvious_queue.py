@@ -1,0 +1,93 @@
+"""ObviousQueue: the order of `RequestQueue`, found by looking at every request each time."""
+
+from dataclasses import dataclass, field
+
+from batcher.scheduling.class_queue import FIRST_OUTPUT, LOOK_PAST, MEMORY
+from batcher.scheduling.request_queue import MAX_PASSED, PATIENCE
+from batcher.scheduling.sequence import Sequence
+
+Tenant = tuple[int, str]
+"""Rank of a class, name of a tenant."""
+
+
+def tenant_of(sequence: Sequence) -> Tenant:
+    return sequence.rank, sequence.request.tenant
+
+
+@dataclass
+class ObviousQueue:
+    weights: dict[str, float]
+    waiting: list[Sequence] = field(default_factory=list)
+    served: dict[Tenant, float] = field(default_factory=dict)
+    means: dict[Tenant, float] = field(default_factory=dict)
+    expected: dict[str, int] = field(default_factory=dict)
+    levels: list[float] = field(default_factory=lambda: [0.0] * 3)
+    passed: list[int] = field(default_factory=lambda: [0] * 3)
+    num_passed: dict[str, int] = field(default_factory=dict)
+    looked_past: list[Sequence] = field(default_factory=list)
+
+    def add(self, sequence: Sequence) -> None:
+        tenant = tenant_of(sequence)
+        has_new = any(tenant_of(one) == tenant and not one.resumed for one in self.waiting)
+        if not sequence.resumed and not has_new:
+            self.served[tenant] = max(self.served.get(tenant, 0.0), self.levels[sequence.rank])
+        self.waiting.append(sequence)
+
+    def first_of(self, rank: int) -> Sequence | None:
+        if sum(one.rank == rank for one in self.looked_past) >= LOOK_PAST:
+            return None
+        known = {id(one) for one in self.looked_past}
+        mine = [one for one in self.waiting if one.rank == rank and one.waiting and id(one) not in known]
+        resumed = [one for one in mine if one.resumed]
+        if resumed:
+            return min(resumed, key=lambda one: (one.num_known, one.arrival))
+        oldest = {
+            tenant: min(one.arrival for one in mine if tenant_of(one) == tenant)
+            for tenant in map(tenant_of, mine)
+        }
+        return min(
+            mine,
+            key=lambda one: (self.served.get(tenant_of(one), 0.0), oldest[tenant_of(one)], one.arrival),
+            default=None,
+        )
+
+    def first(self) -> Sequence | None:
+        if any(self.num_passed.get(one.request_id, 0) >= MAX_PASSED for one in self.looked_past):
+            return None
+        for rank in (2, 1, 0):
+            if self.passed[rank] >= PATIENCE and (one := self.first_of(rank)):
+                return one
+        for rank in (0, 1, 2):
+            if (found := self.first_of(rank)) or any(one.rank == rank for one in self.looked_past):
+                return found
+        return None
+
+    def start(self, sequence: Sequence, num_prefill: int) -> None:
+        tenant, rank = tenant_of(sequence), sequence.rank
+        self.waiting.remove(sequence)
+        served = self.served.get(tenant, self.levels[rank])
+        if not sequence.resumed:
+            self.levels[rank] = served
+        left = sequence.request.stopping.max_new_tokens - sequence.base
+        expected = min(left, round(self.means.get(tenant, FIRST_OUTPUT)))
+        self.expected[sequence.request_id] = expected
+        self.served[tenant] = served + (num_prefill + expected) / self.weights.get(tenant[1], 1.0)
+        self.num_passed[sequence.request_id] = 0
+        for other in range(3):
+            waits = any(one.rank == other and one.waiting for one in self.waiting)
+            self.passed[other] = self.passed[other] + 1 if waits and other != rank else 0
+        for one in self.looked_past:
+            self.num_passed[one.request_id] = self.num_passed.get(one.request_id, 0) + 1
+
+    def look_past(self, sequence: Sequence) -> None:
+        self.looked_past.append(sequence)
+
+    def settle(self, sequence: Sequence, num_generated: int) -> None:
+        tenant = tenant_of(sequence)
+        mean = self.means.get(tenant, FIRST_OUTPUT)
+        weight = self.weights.get(tenant[1], 1.0)
+        self.served[tenant] += (num_generated - self.expected.pop(sequence.request_id)) / weight
+        self.means[tenant] = MEMORY * mean + (1 - MEMORY) * num_generated
+
+    def end_turn(self) -> None:
+        self.looked_past.clear()
