@@ -1,12 +1,10 @@
 """Plans: what the next plan of one worker holds. Pure functions of a replica; they allocate its blocks."""
 
+from batcher.scheduling.preemption import PREEMPT, importance, preempt_for
 from batcher.scheduling.replica import Replica
 from batcher.scheduling.sequence import PlacedRow
 from common.messages.packing import pack_ids
 from common.messages.plan import Plan, RowStart
-
-PREEMPT = "preempt"
-"""`PlacedRow.stopping` of a row that is to be preempted and was not asked to stop yet."""
 
 
 def next_plan(replica: Replica, epoch: int, starting: list[PlacedRow]) -> Plan | None:
@@ -32,39 +30,29 @@ def next_plan(replica: Replica, epoch: int, starting: list[PlacedRow]) -> Plan |
 
 
 def grow_rows(replica: Replica, starting: list[PlacedRow]) -> list[tuple[int, bytes]]:
-    """Allocate blocks for the steps about to be granted, to the oldest row first.
+    """Allocate blocks for the steps about to be granted.
 
-    When blocks run out, the youngest row is preempted.
+    When blocks run out, the most important rows get theirs first, and the least important one is preempted.
     """
-    grown = []
     until = replica.step + replica.limits.horizon
-    replica.starved = False
-    for row in list(replica.running):
-        if row.stopping or row in starting:
-            continue
-        missing = replica.blocks_for(row.kv_at(until, replica.step)) - len(row.blocks)
-        if missing <= 0:
-            continue
-        if not replica.pool.can_allocate(missing):
-            preempt_youngest(replica, row)
-            replica.starved = True
-            missing = min(missing, replica.pool.num_free)
-        if missing:
-            blocks = replica.pool.allocate(missing)
+    needs = {
+        row: missing
+        for row in replica.running
+        if not row.stopping
+        and row not in starting
+        and (missing := replica.blocks_for(row.kv_at(until, replica.step)) - len(row.blocks)) > 0
+    }
+    replica.starved = not replica.pool.can_allocate(sum(needs.values()))
+    grown = []
+    for row in sorted(needs, key=importance) if replica.starved else needs:
+        if not replica.pool.can_allocate(needs[row]):
+            preempt_for(replica, row)
+        if count := min(needs[row], replica.pool.num_free):
+            blocks = replica.pool.allocate(count)
             row.blocks += blocks
+            replica.reserve(row)
             grown.append((row.number, pack_ids(blocks)))
     return grown
-
-
-def preempt_youngest(replica: Replica, row: PlacedRow) -> None:
-    """Preempt the youngest row for an older one, `row`.
-
-    Nothing is preempted while another row is stopping: its blocks are free once it is released.
-    """
-    running = [other for other in replica.running if not other.stopping]
-    leaving = any(other.stopping or other.ended for other in replica.rows.values())
-    if not leaving and len(running) > 1 and running[-1] is not row:
-        running[-1].stopping = PREEMPT
 
 
 def stop_rows(replica: Replica, starting: list[PlacedRow]) -> list[tuple[int, str]]:

@@ -26,6 +26,7 @@ class Replica:
     Attributes:
         rows: by number; a row stays until the engine releases it.
         num_running: how many of them have not ended.
+        reserved: blocks that these may soon need, so that no row starts with them.
         step: the last step it reported.
         until: the last step granted.
         plan, plan_seen: numbers of the last plan made and of the last one that the worker reported.
@@ -43,6 +44,7 @@ class Replica:
     pool: BlockPool = field(init=False)
     rows: dict[int, PlacedRow] = field(default_factory=dict)
     num_running: int = 0
+    reserved: int = 0
     step: int = 0
     until: int = 0
     plan: int = 1
@@ -87,8 +89,11 @@ class Replica:
         return -(-tokens // self.block_size)
 
     def first_blocks(self, sequence: Sequence) -> int:
-        """Number of blocks that a row starts with: for the tokens it has, and for the horizon."""
-        return self.blocks_for(min(sequence.num_known + self.limits.horizon, sequence.max_kv))
+        """Number of blocks that a row starts with: for the tokens it has, for the horizon, and for a block of
+        progress, without which it is not preempted.
+        """
+        ahead = max(self.limits.horizon, self.block_size)
+        return self.blocks_for(min(sequence.num_known + ahead, sequence.max_kv))
 
     def can_hold(self, sequence: Sequence) -> bool:
         """Whether the whole request, to its last token, fits into the empty cache."""
@@ -97,14 +102,14 @@ class Replica:
     def can_start(self, sequence: Sequence) -> bool:
         """Whether a row may start now.
 
-        A block must be left for each running row, or the new row would soon be preempted. Suspects start one
-        at a time, so the next crash tells which of them is to blame.
+        What running rows may soon need must be left, or a row would be preempted for the new one. Suspects
+        start one at a time, so the next crash tells which of them is to blame.
         """
         if self.starved or self.num_running >= self.limits.max_batch_size:
             return False
         if sequence.crash_count and self.has_suspect:
             return False
-        needed = self.first_blocks(sequence) + self.num_running
+        needed = self.first_blocks(sequence) + self.reserved
         if self.pool.can_allocate(needed):
             return True
         cached = self.cached_blocks(sequence)
@@ -127,12 +132,30 @@ class Replica:
         blocks = cached + self.pool.allocate(self.first_blocks(sequence) - len(cached))
         row = PlacedRow(self.next_row, sequence, blocks, num_cached=len(cached) * self.block_size)
         self.next_row += 1
-        self.rows[row.number] = row
-        self.num_running += 1
-        sequence.row = row
+        self.add(row)
         sequence.waiting = False
         sequence.attempt += 1
         return row
+
+    def add(self, row: PlacedRow) -> None:
+        """A row is here that has not ended."""
+        self.rows[row.number] = row
+        self.num_running += 1
+        row.sequence.row = row
+        self.reserve(row)
+
+    def reserve(self, row: PlacedRow) -> None:
+        """Reserve blocks for a horizon and a block more of a row, or to its end."""
+        left = self.blocks_for(row.sequence.max_kv) - len(row.blocks)
+        self.reserved -= row.reserved
+        row.reserved = min(left, self.blocks_for(self.limits.horizon) + 1)
+        self.reserved += row.reserved
+
+    def leave(self, row: PlacedRow) -> None:
+        """A row runs no more."""
+        self.num_running -= 1
+        self.reserved -= row.reserved
+        row.sequence.row = None
 
     def take_over(self, report: Report, sequences: Iterable[Sequence]) -> list[Sequence]:
         """Let the rows of a worker from before this epoch go on where they are.
@@ -177,10 +200,8 @@ class Replica:
         row = PlacedRow(
             held.row, sequence, unpack_ids(held.blocks), held.kv_len, held.step, num_cached=held.num_cached
         )
-        self.rows[row.number] = row
-        self.num_running += 1
-        sequence.row = row
         sequence.base = held.base
+        self.add(row)
         if row.prefilled:
             sequence.crash_count = 0
         self.publish(row, max(held.kv_len, held.num_cached), self.names(sequence))
@@ -201,16 +222,14 @@ class Replica:
     def withdraw(self, row: PlacedRow) -> None:
         """Remove a row whose plan was never published."""
         del self.rows[row.number]
-        self.num_running -= 1
+        self.leave(row)
         self.pool.release(row.blocks)
-        row.sequence.row = None
 
     def end(self, row: PlacedRow) -> None:
         """The row runs no more; its blocks stay in use until the engine releases it."""
         row.ended = True
-        self.num_running -= 1
+        self.leave(row)
         self.starved = self.starved and self.num_running > 0
-        row.sequence.row = None
 
     def release(self, number: int, kv_len: int = 0, hashes: bytes = b"") -> None:
         """The engine released a row, which had computed `kv_len` tokens: its blocks may go to others.

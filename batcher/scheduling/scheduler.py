@@ -13,7 +13,8 @@ from dataclasses import dataclass, field
 
 from batcher.scheduling.pending_plan import PendingPlan
 from batcher.scheduling.placement import choose_replica
-from batcher.scheduling.plans import PREEMPT, next_plan
+from batcher.scheduling.plans import next_plan
+from batcher.scheduling.preemption import PREEMPT
 from batcher.scheduling.replica import Replica, WorkerLimits
 from batcher.scheduling.request_queue import RequestQueue
 from batcher.scheduling.sequence import PlacedRow, Sequence

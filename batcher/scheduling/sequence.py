@@ -98,6 +98,7 @@ class PlacedRow:
 
     Attributes:
         blocks: KV blocks it has, until the engine reports it released.
+        reserved: blocks that its worker keeps free for it.
         num_cached: tokens whose KV the first of them held when it started.
         kv_len, at_step: after step `at_step` it held `kv_len` tokens, and one more with each step since; 0
             before its prefill is done.
@@ -113,6 +114,7 @@ class PlacedRow:
     stopping: str = ""
     ended: bool = False
     num_cached: int = 0
+    reserved: int = 0
 
     @property
     def prefilled(self) -> bool:

@@ -45,11 +45,29 @@ def test_a_request_must_fit_into_the_empty_cache() -> None:
     assert not replica.can_hold(make_sequence(100, 62))
 
 
-def test_a_block_must_be_left_for_each_running_row() -> None:
-    replica = make_replica(num_blocks=7)
-    replica.start(make_sequence(16))
-    assert not replica.can_start(make_sequence(32)), "4 blocks, of 4"
-    assert replica.can_start(make_sequence(16)), "3 blocks, of 4"
+def test_what_running_rows_may_soon_need_must_be_left() -> None:
+    replica = make_replica(num_blocks=9)
+    row = replica.start(make_sequence(16))
+    assert replica.reserved == 3, "a horizon, and a block"
+    assert not replica.can_start(make_sequence(17)), "4 blocks, of 6"
+    assert replica.can_start(make_sequence(16)), "3 blocks, of 6"
+    replica.end(row)
+    assert replica.reserved == 0
+
+
+def test_no_more_is_left_than_rows_can_ever_need() -> None:
+    replica = make_replica(num_blocks=6)
+    row = replica.start(make_sequence(16, max_new_tokens=49))
+    assert (len(row.blocks), replica.reserved) == (3, 1)
+    assert replica.can_start(make_sequence(16, max_new_tokens=17))
+    row.blocks += replica.pool.allocate(1)
+    replica.reserve(row)
+    assert replica.reserved == 0
+
+
+def test_a_row_starts_with_a_block_of_progress_however_short_the_horizon_is() -> None:
+    replica = make_replica(horizon=4)
+    assert len(replica.start(make_sequence(16)).blocks) == 2
 
 
 def test_no_row_starts_beyond_the_batch_or_on_a_starved_worker() -> None:

@@ -59,7 +59,7 @@ def test_every_request_ends_once_and_every_block_comes_back(
     pool.check_blocks_returned()
 
 
-def test_scarce_blocks_preempt_the_youngest_and_every_request_ends() -> None:
+def test_scarce_blocks_preempt_the_youngest_request_and_every_one_ends() -> None:
     pool = Pool(1, num_blocks=26, seed=1, eos_chance=0)
     pool.add(*(request(f"r{i}", 40, 300, i) for i in range(3)))
     pool.run()
