@@ -1,6 +1,4 @@
-"""Admission: puts requests on the pool's queue, or refuses them; releases everything they held when they
-end.
-"""
+"""Admission: puts requests on the pool's queue, or refuses them; releases what they held when they end."""
 
 import asyncio
 import hashlib
@@ -73,6 +71,7 @@ class Admission:
         self.forget_script = script(redis, "readers/forget")
         self.permits = asyncio.Semaphore(MAX_COMMANDS)
         self.cleanups: set[asyncio.Task[None]] = set()
+        self.closing = asyncio.Event()
 
     async def check(self) -> None:
         """Raises ApiError (503) if a request would find nobody to serve it. Reads workers and batcher again
@@ -130,9 +129,7 @@ class Admission:
         return outcome == b"attached"
 
     async def admit_once(self, request: Generate, answer: bytes) -> bytes:
-        """`admitted` or `attached`. Raises ApiError: 409 if another request has the id, 429 if the queue is
-        full.
-        """
+        """`admitted` or `attached`. Raises ApiError: 409 if another request has the id, 429 if it is full."""
         outcome = await self.send_admit(request, answer)
         if outcome == b"conflict":
             raise conflict("request")
@@ -199,11 +196,13 @@ class Admission:
         task.add_done_callback(self.cleanups.discard)
 
     async def wait_for_client(self, stream: Stream, reader: int, keep_s: float) -> None:
-        """Cancel the request when nobody has come back in time. Its keys expire."""
+        """Cancel the request if nobody comes back in time and this gateway still runs. Its keys expire."""
         self.relay.leave(stream)
         if not stream.terminal and keep_s < math.inf:
-            await asyncio.sleep(keep_s)
-            await self.cancel(stream.request.request_id, reader)
+            try:
+                await asyncio.wait_for(self.closing.wait(), keep_s)
+            except TimeoutError:
+                await self.cancel(stream.request.request_id, reader)
 
     async def cleanup(self, stream: Stream, reader: int) -> None:
         stream.released = True
@@ -242,7 +241,8 @@ class Admission:
         return await attempt(send, retry_forever)
 
     async def close(self) -> None:
-        """Wait a moment for the cleanups that still run."""
+        """Wait a moment for the cleanups that still run, and no longer for clients."""
+        self.closing.set()
         if self.cleanups:
             _, unfinished = await asyncio.wait(self.cleanups, timeout=CLOSE_TIMEOUT_S)
             for task in unfinished:

@@ -115,6 +115,23 @@ class Pool:
         for sequence in self.scheduler.remove_worker(name):
             self.resume(sequence)
 
+    def disturb(self, action: str, num_requests: int) -> None:
+        """Kills or drains a worker, cancels one of the requests r0, r1 …, or replaces the batcher; both are
+        drawn. Another action changes nothing.
+        """
+        name = self.random.choice(list(self.workers))
+        match action:
+            case "kill":
+                self.kill(name)
+                self.add_worker()
+            case "succeed":
+                self.succeed()
+            case "drain":
+                self.scheduler.drain(name)
+                self.add_worker()
+            case "cancel":
+                self.scheduler.cancel(f"r{self.random.randrange(num_requests)}", "client")
+
     def succeed(self) -> None:
         """The batcher dies, with plans that it has not published; a new one adopts what workers hold."""
         list(self.scheduler.plans())

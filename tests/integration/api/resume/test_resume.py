@@ -9,6 +9,7 @@ from typing import Any
 import httpx
 import pytest
 
+from api.inference import admission
 from api.inference.stream import Stream
 from api.lifecycle import Gateway
 from api.resume import attach
@@ -21,7 +22,7 @@ from tests.support.fleet.scripted_batcher import batching
 from tests.support.fleet.scripted_worker import Answer, FakeWorker, working
 from tests.support.openai_frames import TOKENIZER, ids
 from tests.support.sse import numbered
-from tests.support.waiting import wait_until
+from tests.support.waiting import PATIENCE_S, wait_until
 
 ANSWER = Answer(ids(" one two é🙂 three four five six seven eight nine ten"))
 LONG = Answer(ids(" one two é🙂 three four five" * 8))
@@ -76,13 +77,14 @@ async def test_another_gateway_goes_on_behind_the_last_frame(
 
 
 async def test_an_attached_stream_is_offered_to_a_broker_that_returns(broker: Broker) -> None:
-    async with two_gateways(broker.url, LONG, step_s=0.05) as (_, one, client, other):
+    async with two_gateways(broker.url, LONG, step_s=0.05) as (worker, one, client, other):
         first, place = await read_frames(other, "/generate_stream", BODY, 3)
         reader = asyncio.create_task(read_frames(client, place, None, last_id=3))
         relay = one.pool.relay
         await wait_until(lambda: relay.streams)
         relay.filler.offers.request(relay.streams.values())
         await wait_until(lambda: relay.filler.offers.num_offers)
+        worker.step_s = 0.0
         rest, _ = await reader
         whole, _ = await read_frames(client, place, None)
         assert first + rest == whole
@@ -128,8 +130,9 @@ async def test_a_killed_gateway_costs_its_streams_a_reconnect(broker: Broker) ->
             ]
             await wait_until(lambda: all(client.num_frames > 3 for client in clients))
             processes[0].kill()
+            await wait_until(lambda: all(client.num_returns for client in clients))
+            worker.step_s = 0.0
             contents = await asyncio.gather(*reads)
-            assert all(client.num_returns for client in clients)
             assert len(worker.seen) == 2 * sum(num_choices(body) for _, body in REQUESTS)
             whole = [
                 await ResumingClient(own[1]).read(path, body | {"stream": True}) for path, body in REQUESTS
@@ -170,10 +173,23 @@ async def test_a_hang_up_cancels_unless_the_client_asked_for_more(broker: Broker
         assert gone.status_code == 410 and "nobody came back" in gone.json()["error"]
 
 
+async def test_a_gateway_that_ends_waits_for_no_client(
+    broker: Broker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The request goes on without it."""
+    monkeypatch.setattr(admission, "CLOSE_TIMEOUT_S", 10 * PATIENCE_S)
+    async with working(broker.url, TOKENIZER, lambda _: Answer(LONG.ids, ends=False)) as worker:
+        async with asyncio.timeout(PATIENCE_S), serving(broker.url) as (gateway, client):
+            await ready(gateway)
+            await read_frames(client, "/generate_stream", BODY, 3)
+            await wait_until(lambda: gateway.pool.admission.cleanups)
+        assert len(worker.live) == 1
+
+
 async def test_the_time_stops_when_the_client_is_back(broker: Broker) -> None:
     """At any gateway: the one that it left no longer counts."""
-    async with two_gateways(broker.url, LONG, step_s=0.08) as (_, _, client, other):
-        _, place = await read_frames(client, "/generate_stream", {"inputs": "Hi", "resume_s": 3}, 3)
+    async with two_gateways(broker.url, LONG, step_s=0.05) as (_, _, client, other):
+        _, place = await read_frames(client, "/generate_stream", {"inputs": "Hi", "resume_s": 2}, 3)
         rest, _ = await read_frames(other, place, None, last_id=3)
     assert numbered(rest)[-1][0] == len(LONG.ids) + 1
 

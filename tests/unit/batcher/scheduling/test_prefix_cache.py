@@ -181,23 +181,12 @@ def test_blocks_add_up_and_none_is_shared_before_it_is_complete(
             pool.turn()
             for replica in pool.scheduler.replicas.values():
                 check_blocks(replica)
-        name = pool.random.choice(list(pool.workers))
-        match action:
-            case "kill":
-                pool.kill(name)
-                pool.add_worker()
-            case "succeed":
-                pool.succeed()
-            case "drain":
-                pool.scheduler.drain(name)
-                pool.add_worker()
-            case "cancel":
-                pool.scheduler.cancel(f"r{pool.random.randrange(len(sizes))}", "client")
-            case "next turn":
-                before = pool.random.choice(requests).request
-                prompt = unpack_ids(before.prompt_ids) + answer(pool.committed.get(before.request_id, 0))
-                pool.add(sharing_request(f"r{len(requests)}", [*prompt[:180], 1], 20, len(requests)))
-                requests.append(pool.scheduler.sequences[f"r{len(requests)}"])
+        pool.disturb(action, len(sizes))
+        if action == "next turn":
+            before = pool.random.choice(requests).request
+            prompt = unpack_ids(before.prompt_ids) + answer(pool.committed.get(before.request_id, 0))
+            pool.add(sharing_request(f"r{len(requests)}", [*prompt[:180], 1], 20, len(requests)))
+            requests.append(pool.scheduler.sequences[f"r{len(requests)}"])
     pool.run()
     ended = [*pool.finished, *(name for name, _ in pool.to_finish)]
     assert sorted(ended) == sorted(one.request_id for one in requests)

@@ -39,18 +39,7 @@ def test_every_request_ends_once_and_every_block_comes_back(
     for action in actions:
         for _ in range(pool.random.randint(1, 30)):
             pool.turn()
-        name = pool.random.choice(list(pool.workers))
-        match action:
-            case "kill":
-                pool.kill(name)
-                pool.add_worker()
-            case "succeed":
-                pool.succeed()
-            case "drain":
-                pool.scheduler.drain(name)
-                pool.add_worker()
-            case "cancel":
-                pool.scheduler.cancel(f"r{pool.random.randrange(len(sizes))}", "client")
+        pool.disturb(action, len(sizes))
     pool.run()
     assert sorted([*pool.finished, *(name for name, _ in pool.to_finish)]) == sorted(
         f"r{i}" for i in range(len(sizes))
