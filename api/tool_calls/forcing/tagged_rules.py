@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 from api.tool_calls.forcing.lark import Lark, literal, one_of
@@ -13,6 +14,7 @@ from api.tool_calls.reading.reader import NO_NAME
 from api.tool_calls.reading.typed_text import types_of
 
 Rule = Callable[[Lark, Offer], CallsRule]
+Arguments = Callable[[Tool, Mapping[str, Any]], str]
 OF_TEXTS = ("pattern", "format", "minLength", "maxLength")
 NAME = re.compile(f"[^\\s{re.escape(NO_NAME)}]+")
 
@@ -33,12 +35,9 @@ def functions_between(open: str, close: str) -> Rule:
     """Functions with their parameters in tags: Qwen3-Coder's."""
 
     def rule(lark: Lark, offer: Offer) -> CallsRule:
-        calls = []
-        for tool, schema in offer.each():
-            head = literal(f"{tagged.FUNCTION}{tool.name}>\n")
-            calls.append(f"{head} {arguments_of(lark, tool, schema, PARAMETER)}")
+        one = call_of_any(lark, offer, tagged.FUNCTION, ">\n", partial(arguments_of, lark, PARAMETER))
         tail = literal(f"{tagged.END_FUNCTION}\n")
-        call = f'"\\n" {lark.rule(one_of(calls))} {tail} {lark.mark(close)}'
+        call = f'"\\n" {one} {tail} {lark.mark(close)}'
         more = f' ("\\n" {lark.mark(open)} {call})*' if offer.is_parallel else ""
         return CallsRule(open, call + more)
 
@@ -46,16 +45,23 @@ def functions_between(open: str, close: str) -> Rule:
 
 
 def glm_calls(lark: Lark, offer: Offer) -> CallsRule:
-    calls = []
-    for tool, schema in offer.each():
-        head = literal(f"{tool.name}\n")
-        calls.append(f"{head} {arguments_of(lark, tool, schema, PAIR)}")
-    one = f"{lark.rule(one_of(calls))} {lark.mark(tagged.CLOSE)}"
+    call = call_of_any(lark, offer, "", "\n", partial(arguments_of, lark, PAIR))
+    one = f"{call} {lark.mark(tagged.CLOSE)}"
     more = f' ("\\n" {lark.mark(tagged.OPEN)} {one})*' if offer.is_parallel else ""
     return CallsRule(tagged.OPEN, one + more)
 
 
-def arguments_of(lark: Lark, tool: Tool, schema: Mapping[str, Any], wrapping: Wrapping) -> str:
+def call_of_any(lark: Lark, offer: Offer, before: str, after: str, arguments: Arguments) -> str:
+    """A call of one of the functions: what stands around its name, and its arguments."""
+    return lark.rule(
+        one_of(
+            f"{literal(before + tool.name + after)} {arguments(tool, schema)}"
+            for tool, schema in offer.each()
+        )
+    )
+
+
+def arguments_of(lark: Lark, wrapping: Wrapping, tool: Tool, schema: Mapping[str, Any]) -> str:
     """All arguments in the order of the schema; those that are not required may be missing."""
     parts = []
     for name, part, is_required in properties_of(tool, schema):
@@ -82,11 +88,9 @@ def python_list(open: str, close: str) -> Rule:
     """A list of calls with named arguments, whose values are JSON."""
 
     def rule(lark: Lark, offer: Offer) -> CallsRule:
-        calls = []
-        for tool, schema in offer.each():
-            head = literal(f"{tool.name}(")
-            calls.append(f'{head} {named_arguments(lark, tool, schema)} ")"')
-        one = lark.rule(one_of(calls))
+        one = call_of_any(
+            lark, offer, "", "(", lambda tool, schema: f'{named_arguments(lark, tool, schema)} ")"'
+        )
         more = f' (", " {one})*' if offer.is_parallel else ""
         expression = f'"[" {one}{more} "]"'
         if open in lark.special_ids and close in lark.special_ids:

@@ -5,6 +5,7 @@ A JSON object is a call only if it begins a line and names a function that the r
 
 from collections.abc import Generator, Sequence
 
+from api.tool_calls.reading.call_list import next_call
 from api.tool_calls.reading.call_object import read_call
 from api.tool_calls.reading.deltas import Tool
 from api.tool_calls.reading.reader import SPACE, Reader
@@ -24,8 +25,5 @@ def read_llama_json(reader: Reader, tools: Sequence[Tool]) -> Generator[None, No
             reader.begin_mark("")
             continue
         reader.reject()
-        mark = yield from reader.content_until(PYTHON_TAG, LINE)
-        if not mark:
+        if not (yield from next_call(reader, PYTHON_TAG, LINE)):
             return
-        if mark == LINE:
-            reader.position = 0

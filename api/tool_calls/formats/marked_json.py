@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Generator, Sequence
 
+from api.tool_calls.reading.call_list import read_list
 from api.tool_calls.reading.call_object import read_call
 from api.tool_calls.reading.deltas import Tool
 from api.tool_calls.reading.reader import Reader, Waiting
@@ -26,14 +27,6 @@ def marked_json(open: str, close: str = "") -> Callable[[Reader, Sequence[Tool]]
 
 def read_calls(reader: Reader) -> Waiting:
     """Reads a call, or a list of them."""
-    if not (yield from reader.literal("[")):
-        return (yield from read_call(reader))
-    while True:
-        yield from reader.skip()
-        if not (yield from read_call(reader)):
-            return False
-        yield from reader.skip()
-        if (yield from reader.literal("]")):
-            return True
-        if not (yield from reader.literal(",")):
-            return False
+    if (yield from reader.char()) == "[":
+        return (yield from read_list(reader, lambda: read_call(reader)))
+    return (yield from read_call(reader))

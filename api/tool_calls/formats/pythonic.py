@@ -5,6 +5,7 @@ A list is one of calls only if it begins a line, or follows a mark, and names fu
 
 from collections.abc import Callable, Container, Generator, Sequence
 
+from api.tool_calls.reading.call_list import next_call, read_list
 from api.tool_calls.reading.deltas import Tool
 from api.tool_calls.reading.python_text import read_literal
 from api.tool_calls.reading.reader import Reader, Waiting
@@ -23,33 +24,16 @@ def pythonic(open: str, close: str) -> Callable[[Reader, Sequence[Tool]], Readin
         yield from reader.literal(open)
         while True:
             yield from reader.skip()
-            if (yield from read_list_of_calls(reader, names)):
+            if (yield from read_list(reader, lambda: read_call_expression(reader, names))):
                 yield from reader.skip()
                 yield from reader.literal(close)
                 reader.begin_mark("")
             else:
                 reader.reject()
-            mark = yield from reader.content_until(open, LINE)
-            if not mark:
+            if not (yield from next_call(reader, open, LINE)):
                 return
-            if mark == LINE:
-                reader.position = 0
 
     return read
-
-
-def read_list_of_calls(reader: Reader, names: Container[str]) -> Waiting:
-    if not (yield from reader.literal("[")):
-        return False
-    while True:
-        yield from reader.skip()
-        if not (yield from read_call_expression(reader, names)):
-            return False
-        yield from reader.skip()
-        if (yield from reader.literal("]")):
-            return True
-        if not (yield from reader.literal(",")):
-            return False
 
 
 def read_call_expression(reader: Reader, names: Container[str]) -> Waiting:
