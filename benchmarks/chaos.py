@@ -23,6 +23,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import uvloop
 
@@ -118,7 +119,7 @@ async def run(plan: Plan) -> Outcome:
 @asynccontextmanager
 async def started(plan: Plan) -> AsyncIterator[ChaosFleet]:
     """The fleet, just started; its log is kept where the plan says."""
-    counts = {
+    counts: dict[str, Any] = {
         f"num_{kind}{'' if kind == 'jobs' else 's'}": plan.counts[kind]
         for kind in ("gateway", "batcher", "jobs")
     }

@@ -13,6 +13,7 @@ from xdist.scheduler import LoadScopeScheduling
 
 import deploy.serve.embedded_broker
 from common.broker.client import connect
+from common.process import cpu
 from deploy.serve.embedded_broker import Broker
 from gpu_worker.engine.process import SPIN_COUNT
 from tests.support import brokers
@@ -29,23 +30,27 @@ deploy.serve.embedded_broker.PORTS = TEST_PORTS[WORKER::WORKERS]
 """Ports that no other process of the same run chooses: neither pytest's others, nor launchers for their
 brokers.
 """
-ROOMS = (
-    "clients",
-    "fleet/two_workers/test_mixed_load",
-    "fleet/two_workers",
-    "fleet",
-    "unit/gpu_worker",
-    "integration",
-)
+FLEETS = ("clients", "fleet/two_workers/test_mixed_load", "fleet/two_workers", "fleet")
+LONG = ("unit/gpu_worker", "integration", "repo")
+
+
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
+    """One more than there are cores: tests wait about half of their time."""
+    return cpu.num_cores() + 1
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The longest modules come first, so that no process is left alone with one at the end."""
+    """The longest modules come first, so that no process is left alone with one at the end; those that
+    compute and those that wait are mixed, by the names of their files.
+    """
     tests = Path(__file__).parent
 
-    def place(item: pytest.Item) -> int:
+    def place(item: pytest.Item) -> tuple[int, str]:
         path = item.path.relative_to(tests).as_posix()
-        return next((i for i, room in enumerate(ROOMS) if path.startswith(room)), len(ROOMS))
+        for rank, room in enumerate(FLEETS):
+            if path.startswith(room):
+                return rank, ""
+        return (len(FLEETS), item.path.name) if path.startswith(LONG) else (len(FLEETS) + 1, "")
 
     items.sort(key=place)
 
@@ -83,9 +88,9 @@ async def redis(broker: Broker) -> AsyncIterator[Redis]:
         yield client
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def loaded() -> Any:
-    """An engine with the real model in float32; freed blocks are NaN."""
+    """An engine with the real model in float32; freed blocks are NaN. It has no rows between two tests."""
     from common.settings.settings import Settings
     from gpu_worker.engine.engine import Engine  # seconds, which most tests need not wait
 

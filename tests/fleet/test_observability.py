@@ -1,4 +1,6 @@
-"""A worker dies under a whole fleet: metrics (scraped by a real Prometheus), logs and timeline record it."""
+"""A worker dies under a whole fleet: metrics (scraped by a real Prometheus), logs and timeline record it.
+Its engines have no model.
+"""
 
 import asyncio
 import json
@@ -16,6 +18,7 @@ import yaml
 
 from deploy.cli import run
 from deploy.serve.embedded_broker import free_port
+from tests.support.chaos.chaos_fleet import ChaosFleet
 from tests.support.fleet.fleet import Fleet
 from tests.support.waiting import wait_until_sync
 
@@ -27,13 +30,12 @@ PROMETHEUS = DEPLOY / "prometheus"
 
 @pytest.fixture(scope="module")
 def fleet() -> Iterator[Fleet]:
-    settings = {
+    settings: dict[str, Any] = {
         "num_workers": 2,
-        "kv_cache_bytes": "64MiB",
         "json_output": "true",
         "metrics_port": free_port(),
     }
-    with Fleet(**settings) as fleet:
+    with ChaosFleet(step_ms=20.0, has_proxy=False, **settings) as fleet:
         wait_until_sync(lambda: fleet.workers_ready() == 2)
         yield fleet
 

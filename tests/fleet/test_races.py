@@ -16,6 +16,7 @@ from common.messages.codec import decode, encode
 from common.messages.events import Events
 from common.messages.packing import pack_ids
 from common.messages.request import Cancel, Generate, StoppingParams
+from tests.support.chaos.chaos_fleet import ChaosFleet
 from tests.support.fleet.fleet import Fleet
 from tests.support.waiting import wait_until
 
@@ -28,6 +29,8 @@ SETTINGS = {
     "kv_cache_bytes": "16MiB",
     "worker_ttl_s": 3,
 }
+NUM_BLOCKS = 22
+"""As many as these bytes hold of the real model."""
 AT_ONCE = 32
 
 
@@ -96,8 +99,8 @@ class Races:
         return not await self.redis.xlen(KEYS.requests)
 
 
-async def race(count: int, kill_every: int) -> None:
-    with Fleet(**SETTINGS) as fleet:
+async def race(new_fleet: Fleet, count: int, kill_every: int) -> None:
+    with new_fleet as fleet:
         races = Races(fleet, count, kill_every)
         await races.run()
         assert len(races.terminals) == count
@@ -110,9 +113,11 @@ async def race(count: int, kill_every: int) -> None:
 
 
 async def test_each_request_gets_one_terminal() -> None:
-    await race(100, kill_every=40)
+    """Over engines without a model, whose rows are the real engine's."""
+    fleet = ChaosFleet(step_ms=10.0, num_blocks=NUM_BLOCKS, has_proxy=False, **SETTINGS)
+    await race(fleet, 100, kill_every=40)
 
 
 @pytest.mark.slow
 async def test_each_of_a_thousand_requests_gets_one_terminal() -> None:
-    await race(1000, kill_every=100)
+    await race(Fleet(**SETTINGS), 1000, kill_every=100)

@@ -44,7 +44,7 @@ async def test_a_jump_of_the_broker_s_clock_moves_no_deadline(
     with batcher(jumping.url):
         await wait_until(lambda: redis.exists(KEYS.state))
         await admit(redis, "long", ttl_ms=600_000)
-        await admit(redis, "short", ttl_ms=3000)
+        await admit(redis, "short", ttl_ms=2000)
         await wait_until(lambda: waiting(redis, 2))
         jumping.jump(jump_s)
         await two_rounds(redis)
@@ -64,7 +64,7 @@ async def test_a_deadline_goes_on_at_a_takeover_with_the_time_that_was_left(
     with batcher(jumping.url, "b0"):
         await wait_until(lambda: redis.exists(KEYS.state))
         await admit(redis, "long", ttl_ms=600_000)
-        await admit(redis, "short", ttl_ms=4000)
+        await admit(redis, "short", ttl_ms=2500)
         await wait_until(lambda: waiting(redis, 2))
     jumping.jump(jump_s)
     await redis.delete(KEYS.state)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from deploy.serve.embedded_broker import free_port
-from tests.support.chaos.engine import STEP_MS
+from tests.support.chaos.engine import BLOCKS, NUM_BLOCKS, STEP_MS
 from tests.support.chaos.launcher import ADDRESS, DIRECTORY, PROXY_URL
 from tests.support.chaos.proxy import LossyProxy, running_proxy
 from tests.support.fleet.fleet import Fleet
@@ -17,18 +17,27 @@ ROOT = Path(__file__).parents[3]
 
 
 class ChaosFleet(Fleet):
-    """`step_ms`: of engines without a model; None runs the real ones."""
+    """`step_ms`, `num_blocks`: of engines without a model; None runs the real ones. Its gateways reach the
+    broker through `proxy`, unless it has none.
+    """
 
     command = ("tests.support.chaos.launcher",)
 
-    def __init__(self, step_ms: float | None, **settings: Any) -> None:
+    def __init__(
+        self,
+        step_ms: float | None,
+        num_blocks: int = NUM_BLOCKS,
+        has_proxy: bool = True,
+        **settings: Any,
+    ) -> None:
         preload_worker = None if step_ms is None else False
         super().__init__(pythonpath=ROOT, preload_worker=preload_worker, **settings)
         self.proxy_port = free_port()
         self.settings |= {
             DIRECTORY: self.directory,
-            PROXY_URL: f"redis://127.0.0.1:{self.proxy_port}/0",
+            PROXY_URL: f"redis://127.0.0.1:{self.proxy_port}/0" if has_proxy else None,
             STEP_MS: step_ms,
+            BLOCKS: num_blocks,
         }
 
     @property

@@ -23,10 +23,12 @@ from gpu_worker.engine.agent_link import AgentLink
 from gpu_worker.engine.batch.row import RowSlice
 from gpu_worker.engine.batch.rows import Rows
 from gpu_worker.engine.errors import PeerClosed
-from gpu_worker.protocol import Grant, Ready, StartRow, StepResult
+from gpu_worker.protocol import Grant, LoadProgress, Ready, StartRow, StepResult
 
 STEP_MS = "CHAOS_STEP_MS"
 """Variable: duration of a step."""
+BLOCKS = "CHAOS_NUM_BLOCKS"
+"""Variable: blocks of the KV cache, if not so many as here."""
 BLOCK_SIZE, NUM_BLOCKS, CONTEXT = 16, 8192, 2048
 MAX_BATCH_PREFILL_TOKENS = 256
 FIRST_ID, NUM_IDS = 1_000, 40_000
@@ -130,7 +132,7 @@ def main() -> None:
         "float32",
         "cpu",
         BLOCK_SIZE,
-        NUM_BLOCKS,
+        int(os.environ.get(BLOCKS, NUM_BLOCKS)),
         MAX_BATCH_PREFILL_TOKENS,
         CONTEXT,
         eos_ids=b"",
@@ -138,6 +140,7 @@ def main() -> None:
         prefix_caching=True,
     )
     with contextlib.suppress(PeerClosed):
+        link.send(LoadProgress("there is no model to load"))
         link.send(ready)
         run(ScriptedEngine(float(os.environ[STEP_MS]) / 1e3), link)
 

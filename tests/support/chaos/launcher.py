@@ -1,5 +1,5 @@
-"""Launcher of a fleet for chaos: `tokenfleet serve` whose gateways reach the broker through a proxy, whose
-broker can be set back, and whose workers have no model where CHAOS_STEP_MS is set.
+"""Launcher of a fleet for chaos: `tokenfleet serve` whose gateways reach the broker through a proxy if there
+is one, whose broker can be set back, and whose workers have no model where CHAOS_STEP_MS is set.
 
 It writes port and directory of the broker to DIRECTORY/broker.
 """
@@ -32,7 +32,7 @@ def chaos_fleet(settings: Settings, broker: Broker | None) -> LocalFleet:
     fleet = new_fleet(settings, broker)
     for process in fleet.brokers:
         process.command = [*command("tests.support.chaos.broker"), str(directory / CUT_TO), *process.command]
-    for process in fleet.gateways:
+    for process in fleet.gateways if PROXY_URL in os.environ else ():
         process.environ = process.environ | {"REDIS_URL": os.environ[PROXY_URL]}
     if STEP_MS in os.environ:
         for process in fleet.workers:

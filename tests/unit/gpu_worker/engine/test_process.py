@@ -122,7 +122,12 @@ def test_tokens_arrive_through_the_socket(child: Child) -> None:
 @pytest.mark.parametrize(
     ("child", "setting", "words"),
     [
-        ({"KV_CACHE_BYTES": "1000000GiB"}, "kv_cache_bytes", "MiB of memory are available"),
+        pytest.param(
+            {"KV_CACHE_BYTES": "1000000GiB"},
+            "kv_cache_bytes",
+            "MiB of memory are available",
+            marks=pytest.mark.slow,
+        ),
         pytest.param(
             {"KV_CACHE_BYTES": "1KiB"}, "kv_cache_bytes", "one block of 16 tokens", marks=pytest.mark.slow
         ),

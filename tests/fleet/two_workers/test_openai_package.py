@@ -1,12 +1,14 @@
 """OpenAI's own package against a whole fleet with the real model."""
 
-from collections.abc import AsyncIterator, Iterator
+import asyncio
+from collections.abc import AsyncIterator
 from typing import Any, Literal
 
 import openai
 import pydantic
 import pytest
 from openai import AsyncOpenAI
+from openai.types import CompletionUsage
 from transformers import AutoTokenizer
 
 from common import model_files
@@ -16,12 +18,6 @@ from tests.support.openai_frames import TOKENIZER
 MODEL = "smollm2"
 CHAT: list[Any] = [{"role": "user", "content": "Name three colours."}]
 GREEDY: dict[str, Any] = {"model": MODEL, "messages": CHAT, "temperature": 0, "max_tokens": 12}
-
-
-@pytest.fixture(scope="module")
-def fleet() -> Iterator[Fleet]:
-    with Fleet(kv_cache_bytes="64MiB") as fleet:
-        yield fleet
 
 
 @pytest.fixture
@@ -49,8 +45,13 @@ async def test_a_chat_is_the_same_streamed_and_whole(client: AsyncOpenAI) -> Non
     assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks[:-1]) == choice.message.content
     assert chunks[0].choices[0].delta.role == "assistant"
     assert chunks[-2].choices[0].finish_reason == choice.finish_reason
-    assert chunks[-1].usage == whole.usage
+    assert chunks[-1].usage is not None and totals(chunks[-1].usage) == totals(whole.usage)
     assert len({chunk.id for chunk in chunks}) == 1
+
+
+def totals(usage: CompletionUsage) -> tuple[int, int, int]:
+    """How many of the prompt's tokens are cached depends on the worker."""
+    return usage.prompt_tokens, usage.completion_tokens, usage.total_tokens
 
 
 async def test_choices_differ_and_a_seed_repeats_them(client: AsyncOpenAI) -> None:
@@ -219,9 +220,11 @@ async def test_with_auto_the_answer_is_a_call_or_fits_the_response_format(client
     class Answer(pydantic.BaseModel):
         words: list[Literal["warm", "cold"]] = pydantic.Field(max_length=2)
 
-    for seed in range(6):
-        body = ASK | {"temperature": 1.5, "seed": seed, "tools": TOOLS, "parallel_tool_calls": False}
-        message = (await client.chat.completions.parse(**body, response_format=Answer)).choices[0].message
+    body = ASK | {"temperature": 1.5, "tools": TOOLS, "parallel_tool_calls": False}
+    answers = await asyncio.gather(
+        *(client.chat.completions.parse(**body, seed=seed, response_format=Answer) for seed in range(6))
+    )
+    for message in (answer.choices[0].message for answer in answers):
         calls = [call.function.parsed_arguments for call in message.tool_calls or []]
         assert all(isinstance(one, GetWeather | AddNumbers) for one in calls)
         assert calls or isinstance(message.parsed, Answer)

@@ -1,6 +1,5 @@
 """A broker that comes back without what was written last, or without anything: streams go on."""
 
-import asyncio
 import os
 import signal
 from collections.abc import Iterator
@@ -32,23 +31,21 @@ def restorable_broker() -> Iterator[RestorableBroker]:
 
 
 @pytest.fixture(scope="module")
-def fleet(restorable_broker: RestorableBroker) -> Iterator[Fleet]:
+def restorable_fleet(restorable_broker: RestorableBroker) -> Iterator[Fleet]:
     with Fleet(**SETTINGS, redis_url=restorable_broker.broker.url) as fleet:
         yield fleet
 
 
-@pytest.fixture(scope="module")
-def undisturbed(fleet: Fleet) -> list[list[int]]:
-    async def run() -> list[list[int]]:
-        return await Load(fleet, MAX_NEW_TOKENS, NUM_STREAMS).whole()
-
-    return asyncio.run(run())
+async def undisturbed(fleet: Fleet) -> list[list[int]]:
+    return await Load(fleet, MAX_NEW_TOKENS, NUM_STREAMS).whole()
 
 
+@pytest.mark.slow
 async def test_writes_that_the_broker_lost_cost_no_token(
-    fleet: Fleet, restorable_broker: RestorableBroker, undisturbed: list[list[int]]
+    restorable_fleet: Fleet, restorable_broker: RestorableBroker
 ) -> None:
     """It also loses that half of the requests exist. No process ends."""
+    fleet, expected = restorable_fleet, await undisturbed(restorable_fleet)
     before = fleet.pids()
     load = Load(fleet, MAX_NEW_TOKENS, NUM_STREAMS // 2)
     await load.progress(10)
@@ -57,36 +54,36 @@ async def test_writes_that_the_broker_lost_cost_no_token(
     await load.progress(10)
     await later.progress(5)
     restorable_broker.restore()
-    assert await load.whole() == undisturbed[: NUM_STREAMS // 2]
-    assert await later.whole() == undisturbed
+    assert await load.whole() == expected[: NUM_STREAMS // 2]
+    assert await later.whole() == expected
     assert fleet.pids() == before
 
 
-async def test_a_broker_that_lost_everything_costs_no_token_and_no_load_of_the_model(
-    fleet: Fleet, undisturbed: list[list[int]]
-) -> None:
-    """The worker goes on as its next incarnation, over the same engine."""
+async def test_a_broker_that_lost_everything_costs_no_token_and_no_load_of_the_model(fleet: Fleet) -> None:
+    """The workers go on as their next incarnations, over the same engines."""
 
     def engines() -> list[int]:
-        return [child.pid for child in psutil.Process(fleet.pid("w0")).children()]
+        return [child.pid for name in ("w0", "w1") for child in psutil.Process(fleet.pid(name)).children()]
 
+    expected = await undisturbed(fleet)
     before = fleet.pids(), engines()
     load = Load(fleet, MAX_NEW_TOKENS, NUM_STREAMS)
     await load.progress(10)
     async with connect(fleet.redis_url) as redis:
         await redis.flushall()
-    assert await load.whole() == undisturbed
+    assert await load.whole() == expected
     assert (fleet.pids(), engines()) == before
 
 
 @pytest.mark.slow
 async def test_a_worker_that_dies_with_the_last_writes_costs_no_shown_token(
-    fleet: Fleet, restorable_broker: RestorableBroker, undisturbed: list[list[int]]
+    restorable_fleet: Fleet, restorable_broker: RestorableBroker
 ) -> None:
+    fleet, expected = restorable_fleet, await undisturbed(restorable_fleet)
     load = Load(fleet, MAX_NEW_TOKENS, NUM_STREAMS)
     await load.progress(10)
     restorable_broker.keep()
     await load.progress(10)
     os.kill(fleet.pid("w0"), signal.SIGKILL)
     restorable_broker.restore()
-    assert await load.whole() == undisturbed
+    assert await load.whole() == expected
