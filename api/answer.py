@@ -1,14 +1,20 @@
-"""Answer: describes an answer when its request is accepted, and says how long, and where, it is kept."""
+"""Answer: describes an answer when its request is accepted; says who reads it, how long and where it is
+kept.
+"""
 
+import hashlib
 import time
 from collections.abc import Sequence
 from dataclasses import replace
 from importlib.metadata import version
 
-from common.broker.keys import RESULT_TTL_MS, pool_of
+from common.block_hashes import prompt_hashes
+from common.broker.keys import RESULT_TTL_MS, Keys, pool_of
 from common.messages.answer import HttpAnswer, Rendering, ResumeTerms
+from common.messages.codec import encode
 from common.messages.kept_answer import MAX_ANSWER_BYTES, KeptRequests
 from common.messages.request import Generate
+from common.settings.settings import Settings
 
 REQUEST_KEY_MARGIN_MS = 60_000
 FINGERPRINT = f"tokenfleet-{version('tokenfleet')}"
@@ -46,6 +52,22 @@ def describe_answer(
         rendering,
         terms,
     )
+
+
+def address(settings: Settings, gateway: str, request: Generate, request_id: str) -> Generate:
+    """A validated request with its id, its digest, its deadline, and the gateway that is its reader."""
+    content = replace(
+        request,
+        ttl_ms=round(settings.request_timeout_s * 1000),
+        result_ttl_ms=round(settings.request_timeout_s * 1000),  # for slow clients of a dead gateway
+        channel=Keys(settings.pool).events(gateway),
+        gateway=gateway,
+        grace_ms=round(settings.gateway_grace_s * 1000),
+    )
+    digest = hashlib.blake2b(encode(content), digest_size=16).hexdigest()
+    whole = request.prompt_logprobs is not None or not settings.prefix_caching
+    hashes = b"" if whole else prompt_hashes(request.cache_salt, request.prompt_ids)
+    return replace(content, request_id=request_id, digest=digest, block_hashes=hashes)
 
 
 def keep_as_asked(request: Generate, answer: HttpAnswer) -> Generate:

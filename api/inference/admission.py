@@ -1,17 +1,16 @@
 """Admission: puts requests on the pool's queue, or refuses them; releases what they held when they end."""
 
 import asyncio
-import hashlib
+import contextlib
 import logging
 import math
 from collections.abc import Awaitable, Callable
-from dataclasses import replace
 from typing import TypeVar
 
 from redis.asyncio import Redis
 from redis.exceptions import AuthenticationError, BusyLoadingError, ConnectionError, ResponseError
 
-from api.answer import keep_as_asked
+from api.answer import address, keep_as_asked
 from api.errors import ApiError, conflict, overloaded, unavailable
 from api.inference import metrics
 from api.inference.batcher_monitor import BatcherMonitor
@@ -20,7 +19,6 @@ from api.inference.relay import Relay
 from api.inference.stream import Stream
 from api.inference.tokenizer import ModelTokenizer
 from api.retry import Policy, attempt, fail_fast, retry_forever
-from common.block_hashes import prompt_hashes
 from common.broker.client import CONNECT_TIMEOUT_S, ERRORS, describe_error, script
 from common.broker.keys import Keys
 from common.messages.answer import HttpAnswer
@@ -45,6 +43,7 @@ class Admission:
     Attributes:
         permits: limit the commands that are with the broker at once.
         cleanups: tasks that cancel and delete requests whose streams were released.
+        waits: tasks that hold streams whose clients have left and may come back.
     """
 
     def __init__(
@@ -71,7 +70,7 @@ class Admission:
         self.forget_script = script(redis, "readers/forget")
         self.permits = asyncio.Semaphore(MAX_COMMANDS)
         self.cleanups: set[asyncio.Task[None]] = set()
-        self.closing = asyncio.Event()
+        self.waits: set[asyncio.Task[None]] = set()
 
     async def check(self) -> None:
         """Raises ApiError (503) if a request would find nobody to serve it. Reads workers and batcher again
@@ -92,7 +91,9 @@ class Admission:
         streams: list[Stream] = []
         try:
             for request in answer.choices():
-                addressed = keep_as_asked(self.address(request, request.request_id), answer)
+                addressed = keep_as_asked(
+                    address(self.settings, self.gateway, request, request.request_id), answer
+                )
                 streams.append(await self.submit(addressed, b"" if streams else kept))
         except BaseException:
             for stream in streams:
@@ -166,21 +167,6 @@ class Admission:
                 outcome = await self.admit_script(keys=keys, args=args)
             return bytes(outcome[0])
 
-    def address(self, request: Generate, request_id: str) -> Generate:
-        """A validated request with its id, its digest, its deadline and this gateway as its reader."""
-        content = replace(
-            request,
-            ttl_ms=round(self.settings.request_timeout_s * 1000),
-            result_ttl_ms=round(self.settings.request_timeout_s * 1000),  # for slow clients of a dead gateway
-            channel=self.relay.channel,
-            gateway=self.gateway,
-            grace_ms=round(self.settings.gateway_grace_s * 1000),
-        )
-        digest = hashlib.blake2b(encode(content), digest_size=16).hexdigest()
-        whole = request.prompt_logprobs is not None or not self.settings.prefix_caching
-        hashes = b"" if whole else prompt_hashes(request.cache_salt, request.prompt_ids)
-        return replace(content, request_id=request_id, digest=digest, block_hashes=hashes)
-
     # --- release --------------------------------------------------------------------------------------------
 
     def release(self, stream: Stream, reader: int = 0, keep_s: float = 0.0) -> None:
@@ -190,19 +176,27 @@ class Admission:
         if stream.terminal or not keep_s:
             metrics.count_stream(stream, self.workers.limits)
         waits = keep_s and not stream.gave_up
+        tasks = self.waits if waits else self.cleanups
         work = self.wait_for_client(stream, reader, keep_s) if waits else self.cleanup(stream, reader)
         task = asyncio.create_task(work)
-        self.cleanups.add(task)
-        task.add_done_callback(self.cleanups.discard)
+        tasks.add(task)
+        task.add_done_callback(tasks.discard)
 
     async def wait_for_client(self, stream: Stream, reader: int, keep_s: float) -> None:
-        """Cancel the request if nobody comes back in time and this gateway still runs. Its keys expire."""
-        self.relay.leave(stream)
-        if not stream.terminal and keep_s < math.inf:
-            try:
-                await asyncio.wait_for(self.closing.wait(), keep_s)
-            except TimeoutError:
+        """Hold a stream until it ends, and with that offer it to a broker that has lost it. Cancel its
+        request when nobody has come back in time. Its keys expire.
+        """
+        stream.left = True
+        is_counted = stream.terminal or stream.request.gateway
+        try:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(stream.ended.wait(), None if keep_s == math.inf else keep_s)
+            if stream.gave_up or not stream.terminal:
                 await self.cancel(stream.request.request_id, reader)
+            if not is_counted:
+                metrics.count_stream(stream, self.workers.limits)
+        finally:
+            self.relay.leave(stream)
 
     async def cleanup(self, stream: Stream, reader: int) -> None:
         stream.released = True
@@ -241,8 +235,9 @@ class Admission:
         return await attempt(send, retry_forever)
 
     async def close(self) -> None:
-        """Wait a moment for the cleanups that still run, and no longer for clients."""
-        self.closing.set()
+        """Wait a moment for the cleanups that still run, and for no client."""
+        for waiting in self.waits:
+            waiting.cancel()
         if self.cleanups:
             _, unfinished = await asyncio.wait(self.cleanups, timeout=CLOSE_TIMEOUT_S)
             for task in unfinished:

@@ -19,6 +19,7 @@ from common.broker.client import CONNECT_TIMEOUT_S, ERRORS, describe_error, read
 from common.broker.keys import TOKENS_TTL_MS, Keys
 from common.messages import finish_reasons
 from common.messages.codec import encode
+from common.messages.events import Terminal
 from common.messages.records import pack_columns
 from common.messages.request import Cancel, Resume
 from common.process.logs import for_request
@@ -39,6 +40,12 @@ def time_out(stream: Stream) -> None:
     """End a stream in the words of the fleet, which has not done it."""
     error_type, why = finish_reasons.ERRORS["timeout"]
     stream.give_up(why, error_type)
+
+
+def supersede(stream: Stream) -> None:
+    """End a stream whose request has a newer reader."""
+    why = "another connection goes on with this answer"
+    stream.end(Terminal(stream.request.request_id, "error", 0, why, "superseded"))
 
 
 class Offers:
@@ -163,6 +170,8 @@ class Offers:
                     stream.num_tokens,
                     extra=extra,
                 )
+            case "superseded":
+                supersede(stream)
             case "foreign":
                 stream.give_up("the request is not known any more")
         stream.offered(*attempt)

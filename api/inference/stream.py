@@ -36,7 +36,7 @@ class Stream:
         worker, worker_attempt: the worker that held the request when Redis was last asked, and its attempt.
         attempt: the newest attempt known; events of older ones are dropped.
         lineage: which run made its tokens.
-        released: nobody reads it any more.
+        left, released: its client has left and may come back; nobody reads it any more.
         reader, connection: numbers of its reader, and of the one on whose connection it is written.
         ahead: index → source and tokens that came before those in front of them.
         awaited_end: the end, if it came before the last tokens.
@@ -54,7 +54,7 @@ class Stream:
         eos_ids = frozenset() if stopping.ignore_eos else tokenizer.ending_ids
         self.ending_ids = eos_ids.union(stopping.stop_ids)
         self.matcher = StopMatcher(stopping.stop) if stopping.stop else None
-        self.admitted = self.released = self.gave_up = False
+        self.admitted = self.left = self.released = self.gave_up = False
         self.source = self.worker = ""
         self.attempt = self.worker_attempt = 0
         self.reader = self.connection = 0

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 from redis.exceptions import ResponseError
 
+from api.answer import address
 from api.errors import (
     ApiError,
     Family,
@@ -154,7 +155,7 @@ class JobRun:
         await self.admission.retry_forever(lambda: self.redis.hset(job_key, "choices", len(requests)))
         for i, content in enumerate(requests):
             request = replace(
-                self.admission.address(content, f"{self.job.id}#{i}"),
+                address(self.pool.settings, self.pool.gateway, content, f"{self.job.id}#{i}"),
                 digest=self.job.digest,
                 gateway="",
                 grace_ms=0,

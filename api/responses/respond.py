@@ -1,6 +1,5 @@
 """The last step of creating a response: submit its request, and send events, the whole, or its id at once."""
 
-import asyncio
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -15,7 +14,6 @@ from api.http.resume_terms import read_terms
 from api.http.sse import TokenStream
 from api.http.whole import respond_with_whole
 from api.inference.pool import Pool
-from api.inference.stream import Stream
 from api.json import to_json
 from api.response_object.frames import stream_frames
 from api.response_object.items import Item
@@ -33,7 +31,7 @@ async def respond(request: Request, pool: Pool, answer: HttpAnswer, arrived_s: f
         await make_room(pool, answer.request_id)
     streams = await pool.admission.submit_all(answer)
     headers = prompt_headers(pool.settings, 0)
-    release = partial(release_at_end, pool) if answer.terms.detached else pool.admission.release
+    release = pool.admission.release
     if answer.streamed:
         return TokenStream(answer, stream_frames(answer, streams), streams, headers, release)
     if answer.terms.detached:
@@ -109,17 +107,3 @@ def response_fields(body: ResponsesRequest, sampling: SamplingParams) -> dict[st
         "truncation": body.truncation or "disabled",
         "user": body.user,
     }
-
-
-def release_at_end(pool: Pool, stream: Stream, reader: int, keep_s: float) -> None:
-    """Release a stream that nobody reads when it has ended: until then this gateway knows its request, and
-    offers it to a broker that has lost it.
-    """
-    task = asyncio.create_task(wait_for_end(pool, stream, reader, keep_s))
-    pool.admission.cleanups.add(task)
-    task.add_done_callback(pool.admission.cleanups.discard)
-
-
-async def wait_for_end(pool: Pool, stream: Stream, reader: int, keep_s: float) -> None:
-    await stream.ended.wait()
-    pool.admission.release(stream, reader, keep_s)

@@ -9,10 +9,11 @@ from dataclasses import replace
 
 from redis.asyncio import Redis
 
-from api.answer import keep_as_asked
+from api.answer import address, keep_as_asked
 from api.errors import ApiError, asking_broker, failed, invalid
 from api.http.sse import MAX_FRAMES
 from api.inference.fill import Filler
+from api.inference.offers import supersede
 from api.inference.pool import Pool
 from api.inference.pool_registry import PoolRegistry
 from api.inference.sources import Sources
@@ -22,7 +23,6 @@ from common.broker.client import script
 from common.broker.keys import POOLS, Keys
 from common.messages.answer import HttpAnswer
 from common.messages.codec import WireError, decode, encode
-from common.messages.events import Terminal
 
 HEADER = "Last-Event-ID"
 RENDER_TIMEOUT_S = 30.0
@@ -81,8 +81,8 @@ def new_streams(pool: Pool, answer: HttpAnswer, channel: str) -> list[Stream]:
     """Streams of all choices, without tokens. Their digests come when they are attached."""
     streams = []
     for number, choice in enumerate(answer.choices()):
-        addressed = keep_as_asked(pool.admission.address(choice, choice.request_id), answer)
-        request = replace(addressed, channel=channel, digest="")
+        addressed = address(pool.settings, pool.gateway, choice, choice.request_id)
+        request = replace(keep_as_asked(addressed, answer), channel=channel, digest="")
         streams.append(Stream(request, pool.tokenizer, b"" if number else encode(answer)))
     return streams
 
@@ -197,10 +197,9 @@ async def take_over(pool: Pool, streams: Sequence[Stream], connection: int | Non
 
 
 def give_events(pool: Pool, stream: Stream) -> None:
-    relay, request_id = pool.relay, stream.request.request_id
-    if (former := relay.streams.get(request_id)) is not None:
-        why = "another connection goes on with this answer"
-        former.end(Terminal(request_id, "error", 0, why, "superseded"))
+    relay = pool.relay
+    if (former := relay.streams.get(stream.request.request_id)) is not None:
+        supersede(former)
     if stream.request.channel != relay.channel:
         relay.follow(stream.request.channel)
     relay.add(stream)

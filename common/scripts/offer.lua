@@ -8,8 +8,9 @@
 --      number of tokens, their records, records of the prompt or '', its cached tokens or '', ttl of tokens
 --      in ms, message to the batcher, '1' or '', the answer that this request begins or '', numbers of the
 --      reader, and of the one on whose connection it is written
--- Returns {'kept'}, {'ended'}, {'foreign'} (the key is another request's, or no request's), or {'queued',
--- attempt} or {'void', attempt}: tokens of earlier attempts no longer count.
+-- Returns {'kept'}, {'ended'}, {'superseded'} (it has a newer reader), {'foreign'} (the key is another
+-- request's, or no request's), or {'queued', attempt} or {'void', attempt}: tokens of earlier attempts no
+-- longer count.
 local request, tokens, records = KEYS[1], KEYS[3], ARGV[9]
 local width, made_by, made_in, num_tokens = tonumber(ARGV[5]), ARGV[6], tonumber(ARGV[7]), tonumber(ARGV[8])
 local kind = redis.call('TYPE', request).ok
@@ -17,8 +18,9 @@ if kind ~= 'hash' and kind ~= 'none' then return {'foreign'} end
 local digest, worker, last, base, terminal = unpack(redis.call('HMGET', request, 'digest', 'worker', 'attempt',
   'base', 'terminal'))
 if digest and digest ~= ARGV[2] then return {'foreign'} end
-local reader = tonumber(ARGV[16])
-if reader > tonumber(redis.call('HGET', request, 'reader') or '0') then -- the broker has lost that it came
+local reader, newest = tonumber(ARGV[16]), tonumber(redis.call('HGET', request, 'reader') or '0')
+if reader < newest then return {'superseded'} end -- what that one was shown counts
+if reader > newest then -- the broker has lost that it came
   redis.call('HSET', request, 'reader', reader, 'connection', ARGV[17], 'gateway', ARGV[4])
 end
 if terminal and ARGV[14] ~= '1' then return {'ended'} end

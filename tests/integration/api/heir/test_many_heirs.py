@@ -2,6 +2,7 @@
 
 import asyncio
 import random
+import re
 import signal
 import time
 from collections import Counter
@@ -24,13 +25,14 @@ ANSWER = Answer(ids(" one two é🙂 three four five" * 20))
 NUM_CLIENTS, NUM_KILLS = 64, 40
 SIGNALS = (signal.SIGKILL, signal.SIGKILL, signal.SIGTERM)
 Request = tuple[str, dict[str, Any]]
+REFUSAL = re.compile(rb"HTTP/1.1 (429|503) ")
 
 
 class Clients:
     """Clients that ask one thing after the other.
 
     Attributes:
-        outcomes: counts of answers: whole, wrong, cut.
+        outcomes: counts of answers: whole, wrong, cut; and of requests that were not admitted.
         undisturbed: what each kind of request is answered.
     """
 
@@ -57,13 +59,22 @@ class Clients:
             talk = Talk(self.port, *request, slow=slow)
             self.talks.add(talk)
             try:
-                answer = await talk.run()
-                self.outcomes["whole" if answer == self.undisturbed[str(request)] else "wrong"] += 1
+                self.count(request, await talk.run())
             except OSError as error:
                 self.outcomes[f"not taken: {type(error).__name__}" if not talk.seen else "cut"] += 1
             except AssertionError:
                 self.outcomes["cut" if talk.seen else "not taken: closed"] += 1
             self.talks.discard(talk)
+
+    def count(self, request: Request, answer: bytes) -> None:
+        refusal = REFUSAL.match(answer)
+        if answer == self.undisturbed[str(request)]:
+            self.outcomes["whole"] += 1
+        elif refusal:
+            self.outcomes[f"refused: {refusal[1].decode()}"] += 1
+        else:
+            self.outcomes["wrong"] += 1
+            print(f"WRONG {request}: {answer[-600:]!r}", flush=True)
 
     @property
     def num_in_their_middle(self) -> int:
@@ -96,7 +107,7 @@ async def test_no_answer_is_cut_by_any_number_of_kills(broker: Broker) -> None:
     async with (
         working(broker.url, TOKENIZER, lambda _: ANSWER, step_s=0.0) as worker,
         batching(broker.url),
-        kept_gateways(broker.url, 3) as gateways,
+        kept_gateways(broker.url, 3, MAX_CONCURRENT_REQUESTS="1000") as gateways,
     ):
         clients = Clients(gateways.port, NUM_CLIENTS, random.Random(5))
         await clients.learn()

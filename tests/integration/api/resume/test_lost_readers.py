@@ -1,6 +1,7 @@
 """A broker that lost a request, or who reads it, is told; the answer then still goes on at any gateway."""
 
 from collections.abc import Awaitable, Callable
+from typing import Any
 
 import pytest
 from redis.asyncio import Redis
@@ -8,11 +9,13 @@ from redis.asyncio import Redis
 from common.broker.keys import Keys
 from deploy.serve.embedded_broker import Broker
 from tests.integration.api.resume.test_resume import BODY, LONG, read_frames, two_gateways
+from tests.support.fleet.scripted_worker import Answer
 from tests.support.sse import numbered
 from tests.support.waiting import wait_until
 
 KEYS = Keys("default")
 FIELDS = ["digest", "channel", "gateway", "answer", "reader", "connection"]
+HI: dict[str, Any] = {"prompt": "Hi", "stream": True}
 Lose = Callable[[Redis, str], Awaitable[None]]
 
 
@@ -58,3 +61,39 @@ async def test_an_answer_goes_on_at_any_gateway_after_the_broker_lost_writes(
         rest, _ = await read_frames(other, place, None, last_id=len(numbered(seen)))
         frames = numbered(seen + rest)
         assert [ordinal for ordinal, _ in frames] == [*range(1, len(LONG.ids) + 2)]
+
+
+@pytest.mark.parametrize("terms", [{"detached": True}, {"resume_s": 600}])
+async def test_a_request_whose_client_has_left_is_offered_by_its_gateway(
+    broker: Broker, terms: dict[str, Any]
+) -> None:
+    """Also behind a token that the client has seen, which is a fact."""
+    async with two_gateways(broker.url, LONG, step_s=0.05) as (worker, gateway, client, other):
+        first, place = await read_frames(client, "/v1/completions", HI | terms, 3)
+        request_id, relay = place.split("/")[2], gateway.pool.relay
+        await wait_until(lambda: relay.streams[request_id].left)
+        await worker.pause()
+        before = await worker.redis.hmget(KEYS.request(request_id), FIELDS)  # type: ignore[misc]
+        await lose_request(worker.redis, request_id)
+        relay.filler.offers.request(relay.streams.values())
+        await wait_until(lambda: relay.filler.offers.num_offers)
+        assert await worker.redis.hmget(KEYS.request(request_id), FIELDS) == before  # type: ignore[misc]
+        worker.going.set()
+        rest, _ = await read_frames(other, place, None, last_id=3)
+        assert [ordinal for ordinal, _ in numbered(first + rest)] == [
+            *range(1, len(numbered(first + rest)) + 1)
+        ]
+        assert numbered(rest)[-1][1] == "[DONE]"
+        await wait_until(lambda: not relay.streams and not gateway.pool.admission.waits)
+
+
+async def test_a_gateway_that_ends_waits_for_no_client(broker: Broker) -> None:
+    endless = Answer(LONG.ids, ends=False)
+    async with two_gateways(broker.url, endless) as (worker, gateway, client, _):
+        await read_frames(client, "/generate_stream", BODY, 3)
+        await wait_until(lambda: gateway.pool.admission.waits)
+        num_said = await worker.redis.xlen(KEYS.control)
+        gateway.give_up()
+        await gateway.pool.admission.close()
+        await wait_until(lambda: not gateway.pool.relay.streams)
+        assert await worker.redis.xlen(KEYS.control) == num_said

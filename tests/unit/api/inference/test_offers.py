@@ -155,6 +155,18 @@ async def test_an_undisturbed_request_is_left_as_it_is(redis: Redis, relay: Rela
     assert await redis.keys(KEYS.control) == await redis.keys(KEYS.requests) == []
 
 
+async def test_what_a_former_reader_has_gives_way(redis: Redis, relay: Relay) -> None:
+    """The newest one was shown other tokens, after the broker lost those."""
+    stream = await shown(relay, 3)
+    await put(redis, 0, "w2", attempt=2)
+    await redis.hset(KEYS.request("r"), "reader", 1)  # type: ignore[misc]
+    await redis.set(KEYS.tokens("r"), pack_tokens(tokens(0, 2, attempt=2)))
+    before = await committed(redis)
+    await offer(relay, stream)
+    assert (await committed(redis), await resumes(redis)) == (before, [])
+    assert stream.terminal and stream.terminal.error_type == "superseded"
+
+
 async def test_all_streams_are_offered_to_another_server(redis: Redis, relay: Relay) -> None:
     stream = await shown(relay, 3)
     await wait_until(lambda: relay.filler.offers.server_id)
