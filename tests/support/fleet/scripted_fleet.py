@@ -6,7 +6,7 @@ import random
 import time
 from collections.abc import AsyncIterator
 
-from benchmarks.client import Stream, stream
+from benchmarks.client import HttpStatusError, Stream, stream
 from common.broker.sequences import REPEAT_S
 from common.messages.codec import decode
 from common.messages.packing import unpack_ids
@@ -110,6 +110,17 @@ async def scripted_fleet(url: str, num_workers: int, step_s: float) -> AsyncIter
             await member.redis.aclose()
 
 
+async def begin(url: str, content: dict[str, object], answer: Stream) -> asyncio.Task[Stream]:
+    """Read a stream in a task; returns when it has begun. A request that is refused is sent again: a broker
+    on a busy machine may not answer the gateway in time.
+    """
+    task = asyncio.create_task(stream(url, content, answer))
+    await wait_until(lambda: answer.frames or task.done())
+    error = None if answer.frames else task.exception()
+    refused = isinstance(error, HttpStatusError) and error.status == 503
+    return await begin(url, content, answer) if refused else task
+
+
 async def count_wrong(url: str, num_streams: int, num_tokens: int) -> int:
     """Read so many streams; NUM_ARRIVING of them wait for their first token at once, the others go on
     together. Return how many of them are not exactly their answers.
@@ -119,8 +130,7 @@ async def count_wrong(url: str, num_streams: int, num_tokens: int) -> int:
     async def is_wrong(number: int) -> bool:
         answer = Stream()
         async with arriving:
-            task = asyncio.create_task(stream(f"{url}/generate_stream", body(number, num_tokens), answer))
-            await wait_until(lambda: answer.frames or task.done())
+            task = await begin(f"{url}/generate_stream", body(number, num_tokens), answer)
         await task
         ids = answer_ids(number, num_tokens)
         texts = [TOKENIZER.decode([token_id]) for token_id in ids]
