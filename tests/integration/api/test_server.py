@@ -33,6 +33,7 @@ def start(broker: Broker, name: str, port: int, **variables: str) -> subprocess.
         "PORT": str(port),
         "HOSTNAME": "127.0.0.1",
         "PYTHONPATH": os.getcwd(),
+        "WORKER_GRACE_S": "3600",  # a scripted worker shows itself once
     }
     environ = {key: value for key, value in os.environ.items() if key != "INCARNATION"} | own | variables
     return subprocess.Popen([sys.executable, "-m", "api"], env=environ, stderr=subprocess.PIPE, text=True)

@@ -46,7 +46,7 @@ class ResumingClient:
         rest = b""
         try:
             async with http.stream(method, url, headers=headers, **options) as response:
-                if response.status_code == 503:
+                if response.status_code == 503 and self.place:
                     return False
                 assert response.status_code in (200, 204), (response.status_code, await response.aread())
                 self.place = response.headers.get("content-location", self.place)

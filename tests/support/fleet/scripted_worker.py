@@ -5,6 +5,7 @@ has scripted, through the scripts that real workers use.
 import asyncio
 import contextlib
 import secrets
+import sys
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 
@@ -101,9 +102,11 @@ class FakeWorker:
 
     Attributes:
         spill_steps: its log is trimmed after so many steps.
+        most_tokens: no row gets more than so many.
     """
 
     spill_steps = SPILL_STEPS
+    most_tokens = sys.maxsize
 
     def __init__(
         self,
@@ -193,7 +196,10 @@ class FakeWorker:
     async def flush(self) -> None:
         """One step of every row: the next token of each, and the ends."""
         rows = [
-            (live, live.tokens(live.done, live.done if live.cancelled else live.done + 1))
+            (
+                live,
+                live.tokens(live.done, live.done if live.cancelled else min(live.done + 1, self.most_tokens)),
+            )
             for live in self.live.values()
         ]
         if not any(tokens.ids or live.reason for live, tokens in rows):

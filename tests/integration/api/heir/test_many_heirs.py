@@ -59,14 +59,14 @@ class Clients:
             talk = Talk(self.port, *request, slow=slow)
             self.talks.add(talk)
             try:
-                self.count(request, await talk.run())
+                self.note(request, await talk.run())
             except OSError as error:
                 self.outcomes[f"not taken: {type(error).__name__}" if not talk.seen else "cut"] += 1
             except AssertionError:
                 self.outcomes["cut" if talk.seen else "not taken: closed"] += 1
             self.talks.discard(talk)
 
-    def count(self, request: Request, answer: bytes) -> None:
+    def note(self, request: Request, answer: bytes) -> None:
         refusal = REFUSAL.match(answer)
         if answer == self.undisturbed[str(request)]:
             self.outcomes["whole"] += 1
