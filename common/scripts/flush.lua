@@ -6,9 +6,10 @@
 -- KEYS log, reports, then request of each prompt, then request, result, tokens of each terminal, then request,
 --      tokens of each spill
 -- ARGV sequence, log entry, report or '', oldest report to keep, ttl of spilled tokens in ms, worker, numbers
---      of messages, prompts, terminals and spills, 'trim' to trim the log, 'whole' to trim it and to follow
---      whatever is there, then channel, payload of each message; records of each prompt; attempt, base, reason,
---      result, ttl in ms, channel, payload of each terminal; attempt, base, offset, records of each spill
+--      of messages, prompts, terminals and spills, 'trim' to trim the log, 'whole' to follow whatever it has
+--      (tokens of requests whose end is lost stand nowhere else), then channel, payload of each message;
+--      records of each prompt; attempt, base, reason, result, ttl in ms, channel, payload of each terminal;
+--      attempt, base, offset, records of each spill
 -- Returns {'OK', ...} with one number for each spill: 1, 0 when it would leave a hole, -1 when the request is
 -- another worker's, has ended or has other tokens; or {'GAP'}, {'MISSING'} or {'SEALED'}.
 local refusal = sealed_or_missing(KEYS[1])
@@ -60,5 +61,5 @@ for _ = 1, spills do
   all_spilled = all_spilled and spilled ~= 0
   key, arg = key + 2, arg + 4
 end
-if all_spilled and mode ~= '' then redis.call('XTRIM', KEYS[1], 'MINID', id) end
+if all_spilled and mode == 'trim' then redis.call('XTRIM', KEYS[1], 'MINID', id) end
 return answer

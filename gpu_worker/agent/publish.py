@@ -98,6 +98,7 @@ class Publisher:
 
     Attributes:
         spill_due: whether the next flush spills all rows, as a spill was found to be missing.
+        offered_at: number of the last flush that was offered to a broker that had lost others.
     """
 
     def __init__(self, redis: Redis, keys: Keys, incarnation: str) -> None:
@@ -108,13 +109,14 @@ class Publisher:
         self.script = self.client.script("flush")
         self.sequence = 0
         self.spill_due = False
+        self.offered_at = 0
 
     def build(self, outbox: Outbox, report: Report | None, acknowledged: int, live: list[RowText]) -> Flush:
         """Builds the flush of an outbox. `report` carries the flush's number; `live` rows are spilled every
         64 flushes.
         """
         self.sequence += 1
-        trim = self.spill_due or self.sequence % SPILL_EVERY == 0
+        trim = self.spill_due or (self.sequence - self.offered_at) % SPILL_EVERY == 0
         self.spill_due = False
         by_channel: defaultdict[str, list[Tokens]] = defaultdict(list)
         new = [row.new_tokens() for row in outbox.rows]
@@ -218,3 +220,4 @@ class Publisher:
         flush.report = report
         flush.spills = [Spill.whole(row) for row in rows]
         flush.mode = "whole"
+        self.offered_at = flush.sequence  # before the next trim the batcher saves what the log has

@@ -37,6 +37,21 @@ async def test_tokens_of_lost_flushes_are_committed_again(agent: Agent, redis: R
     assert await redis.xlen(KEYS.log("w0-1")) <= 65
 
 
+async def test_a_log_that_lost_flushes_is_kept_until_the_batcher_had_time_to_save_it(
+    agent: Agent, redis: Redis
+) -> None:
+    """It may have tokens of a request whose end is lost."""
+    await start(agent, max_new_tokens=1000)
+    await run_steps(agent, 0, 50)
+    snapshot = await Snapshot.of(redis)
+    await run_steps(agent, 50, 60)
+    await snapshot.restore(redis)
+    await run_steps(agent, 60, 120)
+    assert await redis.xrange(KEYS.log("w0-1"), "50-0", "50-0")
+    await run_steps(agent, 120, 130)
+    assert await redis.xlen(KEYS.log("w0-1")) <= 65
+
+
 async def test_the_batcher_is_told_that_reports_are_lost(agent: Agent, redis: Redis) -> None:
     await start(agent, max_new_tokens=1000)
     snapshot = await Snapshot.of(redis)
