@@ -159,7 +159,7 @@ async def test_what_a_former_reader_has_gives_way(redis: Redis, relay: Relay) ->
     """The newest one was shown other tokens, after the broker lost those."""
     stream = await shown(relay, 3)
     await put(redis, 0, "w2", attempt=2)
-    await redis.hset(KEYS.request("r"), "reader", 1)  # type: ignore[misc]
+    await redis.hset(KEYS.request("r"), "reader", "1")  # type: ignore[misc]
     await redis.set(KEYS.tokens("r"), pack_tokens(tokens(0, 2, attempt=2)))
     before = await committed(redis)
     await offer(relay, stream)
