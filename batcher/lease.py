@@ -92,7 +92,7 @@ class Lease:
             except ERRORS as error:
                 log.warning("waiting for the broker: %s", describe_error(error))
                 self.stopped_since_s = time.monotonic()  # the holder could not renew either
-            await asyncio.sleep(min(0.5, self.ttl_s / 4))
+            await asyncio.sleep(min(RETRY_S, self.ttl_s / 4))
 
     async def watch_clock(self) -> bytes:
         """Return what the pool's clock shows if it has stopped for as long as a lease lasts, else b""."""

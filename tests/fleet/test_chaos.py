@@ -5,7 +5,9 @@ every process comes back, and nothing is left over.
 from itertools import islice
 
 from benchmarks.chaos import COUNTS, Plan, describe, run
-from tests.support.chaos.strikes import KINDS, Targets, draw_strikes
+from tests.support.chaos.answers import Choice
+from tests.support.chaos.figures import find_pauses
+from tests.support.chaos.strikes import KINDS, Hit, Strike, Targets, draw_strikes
 
 PLAN = Plan(
     seed=30,
@@ -35,3 +37,19 @@ def test_a_seed_repeats_its_strikes_and_all_pairs_come() -> None:
     hits = [hit for strike in drawn for hit in strike.hits]
     assert 0.1 < sum(hit.way == "stop" for hit in hits) / len(hits) < 0.3
     assert {hit.way for hit in hits if hit.kind == "broker"} == {"kill", "set-back", "cut", "stop"}
+
+
+def test_a_pause_belongs_to_the_stop_that_lasts_into_it() -> None:
+    struck = [
+        (10.0, Strike(0, (Hit("broker", "broker", "stop", 4.0),))),
+        (12.0, Strike(0, (Hit("agent", "w0", "kill"), Hit("batcher", "b0", "kill")))),
+        (20.0, Strike(0, (Hit("batcher", "b1", "kill"),))),
+    ]
+
+    def label(begin_s: float, end_s: float) -> str:
+        [pause] = find_pauses([("greedy 0", Choice(times_s=[begin_s, end_s]))], struck)
+        return pause.label
+
+    assert label(11.5, 14.5) == label(13.9, 14.5) == "broker stop"
+    assert label(14.1, 15.0) == label(14.1, 19.0) == "agent kill + batcher kill"
+    assert label(14.1, 21.0) == "batcher kill"
