@@ -87,7 +87,7 @@ async def test_a_request_whose_client_has_left_is_offered_by_its_gateway(
         await wait_until(lambda: not relay.streams and not gateway.pool.admission.waits)
 
 
-async def test_a_gateway_that_ends_waits_for_no_client(broker: Broker) -> None:
+async def test_a_gateway_that_ends_gives_up_no_request_whose_client_may_come_back(broker: Broker) -> None:
     endless = Answer(LONG.ids, ends=False)
     async with two_gateways(broker.url, endless) as (worker, gateway, client, _):
         await read_frames(client, "/generate_stream", BODY, 3)

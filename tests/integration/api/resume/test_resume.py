@@ -185,7 +185,7 @@ async def test_a_gateway_that_ends_waits_for_no_client(
         async with asyncio.timeout(PATIENCE_S), serving(broker.url) as (gateway, client):
             await ready(gateway)
             await read_frames(client, "/generate_stream", BODY, 3)
-            await wait_until(lambda: gateway.pool.admission.cleanups)
+            await wait_until(lambda: gateway.pool.admission.waits)
         assert len(worker.live) == 1
 
 
