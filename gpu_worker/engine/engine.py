@@ -22,10 +22,10 @@ from gpu_worker.engine.in_flight import InFlightStep, LaunchedStep, sample_reque
 from gpu_worker.engine.model import warmup
 from gpu_worker.engine.model.load import load, name_of
 from gpu_worker.engine.parallel.communicator import SINGLE_RANK, Communicator
+from gpu_worker.engine.sampling.endings import Endings
 from gpu_worker.engine.sampling.matcher import Matchers
 from gpu_worker.engine.sampling.multinomial import empty_output
 from gpu_worker.engine.sampling.prompt_logprobs import MAX_LOGITS, score_prompts, select_sample_logits
-from gpu_worker.engine.sampling.sampler import sample
 from gpu_worker.engine.split_step import forward_in_parts
 from gpu_worker.protocol import Grant, Ready, StepResult
 
@@ -59,6 +59,7 @@ class Engine:
             self.loaded.eos_ids,
             waits=communicator.world_size > 1,
         )
+        self.endings = Endings(self.matchers, settings.finish_json)
         self.prefix_caching = settings.prefix_caching and self.loaded.can_share_blocks
         self.rows = Rows(
             self.block_size,
@@ -184,7 +185,7 @@ class Engine:
         output = (
             empty_output(len(requests), 0, self.loaded.device)
             if self.communicator.rank
-            else sample(select_sample_logits(logits, slices), requests)
+            else self.endings.sample(select_sample_logits(logits, slices), requests)
         )
         self.communicator.broadcast_tensor(output.ids)
         return InFlightStep(launched, requests, output, score_prompts(logits, slices))

@@ -22,13 +22,19 @@ class Matcher:
 
     Attributes:
         compiled: becomes llguidance's matcher. In one with an error every token fails the row.
+        newest: the newest token.
         bits: the mask of the next token, once `Matchers` has computed it.
+        window: the row's text is steered to an end within so many last tokens; `Endings` finds it.
     """
 
-    def __init__(self, compiled: "Future[llguidance.LLMatcher]", num_words: int) -> None:
+    def __init__(
+        self, compiled: "Future[llguidance.LLMatcher]", num_words: int, newest: int | None = None
+    ) -> None:
         self.compiled = compiled
         self.num_words = num_words
+        self.newest = newest
         self.bits: Bits | None = None
+        self.window: int | None = None
 
     def is_ready(self) -> bool:
         return self.compiled.done()
@@ -38,6 +44,7 @@ class Matcher:
 
     def accept(self, token: int) -> bool:
         self.bits = None
+        self.newest = token
         matcher = self.compiled.result()
         if matcher.consume_token(token):
             return True
@@ -96,7 +103,7 @@ class Matchers:
         compiled = self.compiler.submit(self.compile, source, list(tokens))
         if self.waits:
             compiled.result()
-        return Matcher(compiled, -(-self.vocab_size // WORD_BITS))
+        return Matcher(compiled, -(-self.vocab_size // WORD_BITS), tokens[-1] if tokens else None)
 
     def compile(self, source: str, tokens: list[int]) -> llguidance.LLMatcher:
         matcher = llguidance.LLMatcher(self.vocabulary, source, log_level=0)

@@ -72,6 +72,23 @@ def sample_into(
         sampled = greedy_output(rows)
     else:
         sampled = sample_group(rows, function, [request for request in requests if request])
+    put_into(output, places, sampled)
+
+
+@torch.inference_mode()
+def sample_again(
+    output: SamplerOutput,
+    places: Sequence[int],
+    logits: torch.Tensor,
+    requests: Sequence[SampleRequest | None],
+) -> None:
+    """Samples rows of logits float [rows, vocabulary] again, whose requests have changed."""
+    index = to_device(list(places), logits.device)
+    put_into(output, index, sample(logits.index_select(0, index), [requests[place] for place in places]))
+
+
+def put_into(output: SamplerOutput, places: torch.Tensor, sampled: SamplerOutput) -> None:
+    """Replaces the rows at places int64 [group]."""
     for column, values in zip(output, sampled, strict=True):
         (column if column.dim() == 1 else column[:, : values.shape[1]]).index_copy_(0, places, values)
 
