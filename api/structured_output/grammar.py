@@ -110,7 +110,11 @@ def checked_schema(grammar: Grammar) -> Any:
         schema = json.loads(grammar.text)
     except (ValueError, RecursionError) as error:
         raise refusal(grammar, f"it is not JSON: {error}") from error
-    if not isinstance(schema, dict | bool):
+    if schema is True:
+        return {}
+    if schema is False:
+        raise refusal(grammar, "no value satisfies the schema `false`")
+    if not isinstance(schema, dict):
         raise refusal(grammar, "a JSON schema is an object")
     if (depth := depth_of(schema)) > MAX_SCHEMA_DEPTH:
         raise refusal(grammar, f"its depth must be at most {MAX_SCHEMA_DEPTH}. Given: {depth}")
@@ -149,6 +153,12 @@ def refusal(grammar: Grammar, cause: str) -> ApiError:
         keyword = found[1].split('", "')[0]
         place = next(places(json.loads(grammar.text), keyword), "")
         cause = f"the keyword `{keyword}` (at `{place}`) is not supported"
+    elif cause.startswith("oneOf constraints"):
+        place = next(places(json.loads(grammar.text), "oneOf"), "")
+        cause = (
+            f"the keyword `oneOf` (first at `{place}`) is supported only where no value can match two of "
+            "its schemas"
+        )
     return invalid(f"`{grammar.field}` cannot be compiled: {cause}", grammar.field)
 
 

@@ -29,6 +29,7 @@ def nested(depth: int) -> Any:
 
 SERVED = {
     "any value": schema({}),
+    "true": schema(True),
     "recursive": schema(
         {"$defs": {"n": {"type": "array", "items": {"$ref": "#/$defs/n"}}}, "$ref": "#/$defs/n"}
     ),
@@ -52,6 +53,10 @@ REFUSED = {
     ),
     "`f` cannot be compiled: it is not JSON: ": Grammar("json", "{", "f"),
     "a JSON schema is an object": schema([]),
+    "no value satisfies the schema `false`": schema(False),
+    "the keyword `oneOf` (first at `#/items/oneOf`) is supported only where no value can match two": schema(
+        {"type": "array", "items": {"oneOf": [{"type": "number"}, {"type": "integer"}]}}
+    ),
     "its depth must be at most 64. Given: 201": schema(nested(100)),
     "Unsatisfiable schema": schema({"type": "object", "properties": {"a": False}, "required": ["a"]}),
     "Invalid type: xyz": schema({"type": "xyz"}),

@@ -3,6 +3,7 @@ divide; or a refusal.
 """
 
 import json
+import shutil
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
@@ -10,7 +11,10 @@ from typing import Any
 
 import pytest
 import torch
+from tokenizers import Tokenizer
 
+from api.structured_output.grammar import Grammar, source_of
+from common import model_files
 from common.messages.request import SamplingParams
 from common.settings.settings import SettingError, Settings
 from gpu_worker.engine.engine import Engine
@@ -143,6 +147,29 @@ def test_sampled_ids_are_those_of_one_rank(two: Communicator, tmp_path: Path) ->
     expected = play(Engine(Settings(**settings)), rows, **options)  # type: ignore[arg-type]
     with Led(two, **settings) as engine:
         assert play(engine, rows, **options) == expected  # type: ignore[arg-type]
+
+
+def test_rows_with_a_grammar_have_the_ids_of_one_rank(two: Communicator, tmp_path: Path) -> None:
+    """Whole and resumed, also where `max_tokens` makes them end."""
+    sizes = LLAMA | {"vocab_size": 49_152, "eos_token_id": 2, "tie_word_embeddings": True}
+    tiny_models.save(tmp_path, "Llama", sizes)
+    shutil.copy(model_files.resolve("smollm2") / "tokenizer.json", tmp_path)
+    schema = {"type": "object", "properties": {"word": {"type": "string"}}, "required": ["word"]}
+    source = source_of(Grammar("json", json.dumps(schema), "f"))
+    sampling = {"sampling": SamplingParams(grammar=source, temperature=1.2, seed=5)}
+    settings = SETTINGS | {"model_id": str(tmp_path), "threads": 1, "finish_json": True}
+    alone, rows = Engine(Settings(**settings)), dict(enumerate(prompts(VOCAB)))
+    alone.matchers.waits = True
+    expected = play(alone, rows, **sampling)  # type: ignore[arg-type]
+    tokenizer = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    assert [next(iter(json.loads(tokenizer.decode(ids)))) for ids in expected.values()] == ["word"] * len(
+        rows
+    )
+    with Led(two, **settings) as engine:
+        assert play(engine, rows, **sampling) == expected  # type: ignore[arg-type]
+        behind = {row: prompt + expected[row][:7] for row, prompt in rows.items()}
+        resumed = play(engine, behind, base=7, **sampling)  # type: ignore[arg-type]
+        assert resumed == {row: ids[7:] for row, ids in expected.items()}
 
 
 def test_prompt_logprobs_are_those_of_one_rank(two: Communicator, tmp_path: Path) -> None:
