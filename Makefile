@@ -17,6 +17,7 @@ demo: $(RUN)
 	@PARENT_PID=$$PPID exec $(BIN)/tokenfleet serve --demo --hostname 127.0.0.1 --num-gateways 2 --num-workers 2 $(ARGS)
 
 # A module's tests stay with one of the processes, since they share a fleet; ARGS="-n 0" runs everything in one process, for debuggers.
+# How many processes there are is decided in tests/conftest.py.
 PARALLEL := -n logical --maxprocesses 4 --dist loadscope --no-loadscope-reorder
 
 test: $(DEV)

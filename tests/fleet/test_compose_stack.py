@@ -21,7 +21,6 @@ OURS = ["api", "batcher", "jobs", "cpu_worker"]
 PROMPTS = ["The sky is blue because", "Once upon a time", "The history of bread"]
 NUM_TOKENS, DISTURBED_AT = 250, 40
 JOB = {"id": "long", "inputs": "Count:", "parameters": {"max_new_tokens": 400, "ignore_eos_token": True}}
-JSON_CONTENT = {"content-type": "application/json"}
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(2400)]
 

@@ -26,7 +26,7 @@ from gpu_worker.engine.model import load
 from tests.support.engine import fake_flashinfer
 from tests.support.engine.tiny_models import FAMILIES, LLAMA
 
-STANDS_IN = fake_flashinfer.install()
+fake_flashinfer.install()
 HOPPER = 9
 ON_CUDA = (
     pytest.mark.gpu,

@@ -29,6 +29,7 @@ def share_of_the_cores() -> Iterator[None]:
     """
     num_threads = max(1, cpu.num_cores() // int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")))
     torch.set_num_threads(num_threads)
+    native.library()  # compiled once, before a test sets another cache
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(load, "threads_of", lambda settings, communicator: num_threads)
         yield

@@ -90,9 +90,12 @@ def test_a_resumed_row_gives_the_ids_of_an_undisturbed_one(player: Player, param
     sampling = grammar(JSON, **params)
     whole = player.run([player.start(0, prompt, MAX_TOKENS, sampling=sampling)])[0]
     bases = (1, len(whole) // 2, len(whole) - 1)
-    for row, base in enumerate(bases, start=1):
-        start = player.start(row, [*prompt, *whole[:base]], MAX_TOKENS, base, sampling=sampling)
-        assert player.run([start])[row] == whole[base:]
+    starts = [
+        player.start(row, [*prompt, *whole[:base]], MAX_TOKENS, base, sampling=sampling)
+        for row, base in enumerate(bases, start=1)
+    ]
+    ids = player.run(starts)
+    assert [ids[start.row] for start in starts] == [whole[base:] for base in bases]
 
 
 def test_a_row_ends_with_its_grammar_whatever_else_it_asks_for(player: Player, tokenizer: Tokenizer) -> None:

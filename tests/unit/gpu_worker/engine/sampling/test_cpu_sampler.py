@@ -2,7 +2,6 @@
 
 import ctypes
 import math
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -16,41 +15,12 @@ from gpu_worker.engine.sampling import cpu_sampler
 from gpu_worker.engine.sampling.multinomial import SamplerOutput
 from gpu_worker.engine.sampling.prompt_logprobs import score_chunk
 from gpu_worker.engine.sampling.sampler import sample_in_groups
+from tests.support.engine.fixed_grammar import FixedGrammar
 from tests.support.engine.start_rows import start_row
 
 ENDS = [2, 9]
 SIZES = (1, 15, 60, 3000, 49152)
 SHAPES = ("spread", "peaked", "flat", "equal", "few")
-
-
-@pytest.fixture(scope="module")
-def library() -> ctypes.CDLL:
-    if (found := native.library()) is None:
-        pytest.skip("no C++ compiler")
-    return found
-
-
-@dataclass(frozen=True)
-class FixedGrammar:
-    """A grammar with the same mask and bias for every token."""
-
-    mask_words: Any
-    biases: Any
-
-    def is_ready(self) -> bool:
-        return True
-
-    def must_end(self) -> bool:
-        return False
-
-    def accept(self, token: int) -> bool:
-        return True
-
-    def mask(self) -> Any:
-        return self.mask_words
-
-    def bias(self) -> Any:
-        return self.biases
 
 
 def logits_of(
