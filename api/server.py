@@ -19,6 +19,7 @@ from api.inference.sampling import load_sampling_defaults
 from api.inference.tokenizer import ModelTokenizer
 from api.lifecycle import Gateway
 from common import model_files
+from common.messages.kept_answer import WHOLE_FLEET_VARIABLE
 from common.process.startup import configure_process, start_process
 from common.settings.settings import SettingError, Settings, exit_when_unservable
 
@@ -51,7 +52,8 @@ def serve(settings: Settings, incarnation: str) -> None:
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     sockets = [shared_listener(settings.listen_host, settings.port), own_listener(settings.gateway_port)]
     gateway = Gateway(settings, incarnation, tokenizer, lossy(os.environ.get("TOKENFLEET_TEST_LOSE", "")))
-    draining, channel = Draining(gateway.show_draining, gateway.give_up), inherited_channel()
+    draining = Draining(gateway.show_draining, gateway.give_up, WHOLE_FLEET_VARIABLE in os.environ)
+    channel = inherited_channel()
     config = uvicorn.Config(
         build(gateway, draining, channel),
         loop="uvloop",

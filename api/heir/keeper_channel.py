@@ -55,19 +55,18 @@ class KeeperChannel:
             asyncio.get_running_loop().add_reader(self.channel, self.receive_all)
             self.post(KeeperMessage(takes=True))
 
-    def hand_over(self) -> bool:
-        """Have other gateways go on with all answers that are kept, and take none. Returns whether there is a
-        keeper: the launcher closes it before it ends the fleet.
-        """
+    def is_kept(self) -> bool:
+        """Whether there is a keeper: the launcher closes it before it ends the fleet."""
         self.receive_all()
-        if not self.is_open:
-            return False
+        return self.is_open
+
+    def hand_over(self) -> None:
+        """Have other gateways go on with all answers that are kept, and take none."""
         if self.inherit is not refuse:
             self.inherit = refuse
             self.post(KeeperMessage(takes=False))
         for hand_over in [*self.handovers]:
             hand_over()
-        return True
 
     def receive_all(self) -> None:
         while self.channel is not None:

@@ -1,10 +1,14 @@
 """Draining: what a gateway does from its first SIGTERM until it ends.
 
-Where a socket keeper listens, it hands its answers over to other gateways, or to its own successor, and takes
-no new connections. Else it refuses new requests, and ends when those that it has are finished. Those that are
-not finished in time get an error.
+It takes no new connections, so that a proxy tries another gateway, and finishes every request on those that
+it has. Where a socket keeper listens, it hands its answers over to other gateways, or to its own successor.
+The gateways of a launcher that ends its whole fleet go on listening and refuse new requests, since nobody
+else would answer. What is not finished in time gets an error.
 """
 
+import asyncio
+import signal
+import socket
 import time
 from collections.abc import Callable
 from types import FrameType
@@ -16,21 +20,30 @@ from api.errors import unavailable
 from api.heir.keeper_channel import KeeperChannel
 
 FIRST_REQUEST_S = 1.0
+KEEPER_GOES_S = 1.0
+"""How long the launcher's keeper may outlive a gateway's SIGTERM if all processes got it at once. A gateway
+hands nothing over before.
+"""
 
 
 class Draining:
     """Whether the gateway drains, and until when at most (monotonic clock).
 
     Attributes:
+        is_last: whether nobody else listens on its port when its keeper has gone.
         refuses: whether it refuses new requests.
         on_start: called once, when it begins.
         on_timeout: called once, when its time is over; it ends the requests that are left.
     """
 
     def __init__(
-        self, on_start: Callable[[], None] = lambda: None, on_timeout: Callable[[], None] = lambda: None
+        self,
+        on_start: Callable[[], None] = lambda: None,
+        on_timeout: Callable[[], None] = lambda: None,
+        is_last: bool = False,
     ) -> None:
-        self.until_s: float | None = None
+        self.since_s: float | None = None
+        self.is_last = is_last
         self.refuses = False
         self.on_start = on_start
         self.on_timeout = on_timeout
@@ -42,8 +55,8 @@ class Draining:
 
 
 class DrainingServer(uvicorn.Server):
-    """A server that goes on listening while it drains, unless it hands over; uvicorn's own closes its sockets
-    at the first signal, and a new request finds no server.
+    """A server that ends when the requests are finished on all connections that the kernel has accepted for
+    it; uvicorn's own cuts those that it had not taken yet.
     """
 
     def __init__(
@@ -54,26 +67,39 @@ class DrainingServer(uvicorn.Server):
         self.timeout_s = timeout_s
         self.channel = channel
         self.left_s: float | None = None
+        self.listeners: list[socket.socket] = []
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self.listeners = sockets or []
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        if self.draining.until_s is None:
-            self.draining.until_s = time.monotonic() + self.timeout_s
+        """SIGTERM drains, however often it comes: from the machine and from the launcher. A second Ctrl-C
+        ends the drain.
+        """
+        if self.draining.since_s is None:
+            self.draining.since_s = time.monotonic()
             self.draining.on_start()
-        else:
+        elif sig == signal.SIGINT:
             super().handle_exit(sig, frame)
 
     async def on_tick(self, counter: int) -> bool:
         """Called ten times a second. Returns whether the server stops."""
         stops = await super().on_tick(counter)
-        until_s = self.draining.until_s
-        if until_s is None:
+        if self.draining.since_s is None:
             return stops
-        if self.channel.hand_over():
+        drained_s = time.monotonic() - self.draining.since_s
+        if self.channel.is_kept():
+            if drained_s < KEEPER_GOES_S:
+                return stops
+            self.channel.hand_over()
             self.leave()
-        else:
+        elif self.draining.is_last:
             self.draining.refuses = True
+        else:
+            self.leave()
         is_idle = not self.server_state.tasks and not self.newly_connected()
-        is_late = time.monotonic() > until_s
+        is_late = drained_s > self.timeout_s
         if is_late:
             self.draining.on_timeout()
         return stops or is_idle or is_late
@@ -82,10 +108,33 @@ class DrainingServer(uvicorn.Server):
         """Take no new connections, and no further request on those that are open."""
         if self.left_s is None:
             self.left_s = time.monotonic()
-        for server in self.servers:
-            server.close()
+            for listener in self.listeners:
+                self.take_waiting(listener)
+            for server in self.servers:
+                server.close()
         for connection in {*self.server_state.connections} - self.newly_connected():
             connection.shutdown()
+
+    def take_waiting(self, listener: socket.socket) -> None:
+        """Take the connections that the kernel has accepted: it cuts them when the listener is closed."""
+        listener.setblocking(False)
+        while True:
+            try:
+                connection, _ = listener.accept()
+            except OSError:
+                return
+            connection.setblocking(False)
+            task = asyncio.create_task(self.serve_connection(connection))
+            self.server_state.tasks.add(task)
+            task.add_done_callback(self.server_state.tasks.discard)
+
+    async def serve_connection(self, connection: socket.socket) -> None:
+        await asyncio.get_running_loop().connect_accepted_socket(self.new_protocol, connection)
+
+    def new_protocol(self) -> asyncio.Protocol:
+        protocol: Any = self.config.http_protocol_class
+        made: asyncio.Protocol = protocol(self.config, self.server_state, self.lifespan.state)
+        return made
 
     def newly_connected(self) -> set[Any]:
         """Connections whose first request may be on its way; they get a second for it."""

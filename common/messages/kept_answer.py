@@ -11,6 +11,10 @@ from common.messages.codec import wire_field
 MAX_DATAGRAM_BYTES = 32 * 2**10
 HANDLE_VARIABLE = "KEEPER_HANDLE"
 """Variable of a gateway's environment: the handle of its end of the channel."""
+WHOLE_FLEET_VARIABLE = "WHOLE_FLEET"
+"""Variable of a gateway's environment, set by a launcher that runs a whole fleet: when its keeper goes,
+nobody else will answer on its port.
+"""
 
 
 MAX_ANSWER_BYTES = 24 * 2**10

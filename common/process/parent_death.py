@@ -49,7 +49,8 @@ def run(command: list[str]) -> int:
         die_with_parent()
         os.execvp(command[0], command)
     child = subprocess.Popen(command)
-    signal.signal(signal.SIGTERM, lambda *_: child.terminate())
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda got, _: child.send_signal(got))
     while os.getppid() == parent_pid:
         with contextlib.suppress(subprocess.TimeoutExpired):
             return child.wait(POLL_S)

@@ -40,7 +40,9 @@ class Broker:
         return f"redis://127.0.0.1:{self.port}/0"
 
     def command(self) -> list[str]:
-        """Runs the server in the foreground; it dies with the process that starts it."""
+        """Runs the server in the foreground; it dies with the process that starts it. SIGINT ends it, SIGTERM
+        does not (`deploy/serve/broker_process.py`).
+        """
         options = {
             "--port": str(self.port),
             "--bind": "127.0.0.1",
@@ -54,7 +56,7 @@ class Broker:
             "--logfile": "broker.log",
         }
         server = [str(get_binary_path()), *(word for pair in options.items() for word in pair)]
-        return [sys.executable, "-P", "-m", "common.process.parent_death", *server]
+        return [sys.executable, "-P", "-m", "deploy.serve.broker_process", *server]
 
 
 @contextlib.contextmanager

@@ -1,9 +1,11 @@
 """The processes that make a fleet on one machine."""
 
+import signal
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from common.messages.kept_answer import WHOLE_FLEET_VARIABLE
 from common.settings.settings import SettingError, Settings
 from common.settings.types import MAX_PORT
 from deploy.serve.embedded_broker import Broker
@@ -27,6 +29,7 @@ class LocalFleet:
         jobs: the job workers.
         brokers: the embedded broker, or nothing when the broker is not ours.
         was_ready: whether the fleet ever served.
+        is_ending: whether it was told to end; who ends by itself then has been told, too.
         preloaded: becomes the next worker that starts; None where that is not wanted.
         keeper: of the sockets of answers; closed when the fleet ends.
     """
@@ -38,6 +41,7 @@ class LocalFleet:
     gateways: list[SupervisedProcess]
     jobs: list[SupervisedProcess] = field(default_factory=list)
     was_ready: bool = False
+    is_ending: bool = False
     preloaded: PreloadedWorker | None = None
     keeper: SocketKeeper = field(default_factory=SocketKeeper)
 
@@ -86,7 +90,7 @@ def build_fleet(settings: Settings, broker: Broker | None, counts: Mapping[str, 
 
     fleet = LocalFleet(
         settings=settings,
-        brokers=[SupervisedProcess("broker", "broker", broker.command(), {})] if broker else [],
+        brokers=[supervised_broker(broker)] if broker else [],
         batchers=members("batcher"),
         workers=members("worker"),
         gateways=members("gateway"),
@@ -99,10 +103,16 @@ def build_fleet(settings: Settings, broker: Broker | None, counts: Mapping[str, 
             worker.preloaded = fleet.preloaded
     for gateway in fleet.gateways:
         gateway.open_channel = fleet.keeper.open_channel
+        if fleet.is_whole:
+            gateway.environ = gateway.environ | {WHOLE_FLEET_VARIABLE: "1"}
     taken = {settings.port: "PORT"}
     number_ports(fleet.gateways, "GATEWAY_PORT", settings.gateway_port, taken)
     number_ports(fleet.ours, "METRICS_PORT", settings.metrics_port, taken)
     return fleet
+
+
+def supervised_broker(broker: Broker) -> SupervisedProcess:
+    return SupervisedProcess("broker", "broker", broker.command(), {}, stop_signal=signal.SIGINT)
 
 
 def number_ports(

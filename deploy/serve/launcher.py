@@ -79,7 +79,7 @@ async def supervise(process: SupervisedProcess, fleet: LocalFleet, tasks: asynci
     """Starts a process, and starts it again whenever it ends, as long as `should_run`."""
     while process.should_run:
         returncode, lived_s = await process.run_once()
-        if not process.should_run:
+        if not process.should_run or (fleet.is_ending and returncode == 0):
             return
         if process.kind in DEATHS:
             tasks.create_task(report_death(fleet.settings, process.kind, process.incarnation))

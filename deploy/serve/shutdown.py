@@ -55,14 +55,18 @@ async def second_signal(signalled: asyncio.Event) -> None:
 
 
 async def drain(fleet: LocalFleet) -> None:
-    """Stops gateways when their requests are finished, then batchers and workers, then the broker."""
+    """Stops gateways when their requests are finished, then batchers and workers, then the broker.
+
+    They may have been told to end as well, by a machine that shuts down.
+    """
+    fleet.is_ending = True
+    fleet.keeper.close()  # first: a gateway without it finishes its answers itself
     timeout_s = fleet.settings.graceful_termination_timeout
     log.info(
         "waiting up to %.0f s for %s to finish; new ones get 503. Signal again (Ctrl-C) to end now",
         timeout_s,
         await live_requests(fleet.settings),
     )
-    fleet.keeper.close()  # a gateway without it finishes its answers itself
     await stop([*fleet.gateways, *fleet.jobs], timeout_s + LAST_WORDS_S)
     rest_s = SHORT_STOP_S if fleet.is_whole else timeout_s + LAST_WORDS_S
     await stop([*fleet.batchers, *fleet.workers], rest_s)

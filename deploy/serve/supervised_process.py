@@ -63,6 +63,7 @@ class SupervisedProcess:
         incarnation: name of this run, new at every start; a worker may go on as the next one of it.
         preloaded: a process that may become this one.
         should_run: whether to start it again when it ends.
+        stop_signal: asks it to end.
         open_channel: makes a channel for one run of a gateway to the socket keeper.
     """
 
@@ -72,6 +73,7 @@ class SupervisedProcess:
     environ: dict[str, str]
     preloaded: PreloadedWorker | None = None
     should_run: bool = True
+    stop_signal: signal.Signals = signal.SIGTERM
     incarnation: str = ""
     running: asyncio.subprocess.Process | None = None
     restarts: Restarts = field(default_factory=Restarts)
@@ -91,7 +93,7 @@ class SupervisedProcess:
             log.error("%s does not start: %s", self.name, error)
             return os.EX_OSERR, clock() - started_s
         if not self.should_run:
-            self.send(signal.SIGTERM)
+            self.send(self.stop_signal)
         returncode = await self.running.wait()
         self.kill_group()  # what it left behind
         return returncode, clock() - started_s
@@ -136,7 +138,7 @@ async def stop(processes: Sequence[SupervisedProcess], timeout_s: float) -> None
     """Asks the processes to end, waits, and ends those that did not. None of them starts again."""
     for process in processes:
         process.should_run = False
-        process.send(signal.SIGTERM)
+        process.send(process.stop_signal)
     await all_ended(processes, timeout_s)
     await kill(processes)
 

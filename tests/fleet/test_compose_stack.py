@@ -13,6 +13,7 @@ import httpx
 import pytest
 
 from deploy.serve.embedded_broker import free_port
+from tests.support.chaos.base_images import make_missing
 from tests.support.chaos.compose_stack import ROOT, Stack, image_sizes, is_unreachable, why_no_engine
 from tests.support.waiting import wait_until
 
@@ -22,13 +23,15 @@ PROMPTS = ["The sky is blue because", "Once upon a time", "The history of bread"
 NUM_TOKENS, DISTURBED_AT = 250, 40
 JOB = {"id": "long", "inputs": "Count:", "parameters": {"max_new_tokens": 400, "ignore_eos_token": True}}
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(2400)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(5400)]
+SETTLED_S = 600
 
 
 @pytest.fixture(scope="module")
 def stack() -> Iterator[Stack]:
     if why := why_no_engine():
         pytest.skip(why)
+    make_missing()
     stack = Stack("tokenfleet-test", PORT=str(free_port()), KV_CACHE_BYTES="256MiB", THREADS="1")
     built = stack.compose("build", "api", "cpu_worker", timeout_s=2000)
     if built.returncode and is_unreachable(built.stderr):
@@ -96,7 +99,7 @@ class Clients:
 
 async def test_the_stack_starts_cold_survives_deaths_scales_and_drains(stack: Stack) -> None:
     clients = Clients(stack)
-    cold_s = await asyncio.to_thread(stack.must, "up", "-d", "--wait", "--wait-timeout", "600", *SERVICES)
+    cold_s = await asyncio.to_thread(stack.must, "up", "-d", "--wait", "--wait-timeout", "900", *SERVICES)
     print(f"cold up --wait: {cold_s:.0f} s")
     assert await clients.is_healthy(), "healthy means that it serves"
     assert [stack.restart_count(name) for name in OURS] == [0] * len(OURS)
@@ -107,7 +110,7 @@ async def test_the_stack_starts_cold_survives_deaths_scales_and_drains(stack: St
         async def is_settled() -> bool:
             return await clients.is_healthy() and await clients.num_workers() >= num_workers
 
-        await wait_until(is_settled, 180)
+        await wait_until(is_settled, SETTLED_S)
 
     async def disturb(what: str, how: Callable[[], object], num_workers: int = 1) -> None:
         await settle(num_workers)
@@ -121,20 +124,10 @@ async def test_the_stack_starts_cold_survives_deaths_scales_and_drains(stack: St
     await disturb("worker container killed", lambda: stack.kill_container("cpu_worker"))
     await disturb("Redis container killed", lambda: stack.kill_container("redis"))
     await disturb("batcher container killed", lambda: stack.kill_container("batcher"))
-    await asyncio.to_thread(
-        stack.must,
-        "up",
-        "-d",
-        "--no-build",
-        "--scale",
-        "cpu_worker=3",
-        "--scale",
-        "api=2",
-        "--scale",
-        "batcher=2",
-        *SERVICES,
-    )
+    scale = [word for name in ("cpu_worker=3", "api=2", "batcher=2") for word in ("--scale", name)]
+    await asyncio.to_thread(stack.must, "up", "-d", "--no-build", *scale, *SERVICES)
     await settle(3)
+    print(f"both gateways rolled under load: {await roll_gateways(stack, clients)} requests, no error")
     await disturb(
         "one of three workers: process killed",
         lambda: stack.kill_process("cpu_worker", "tokenfleet worker"),
@@ -143,11 +136,35 @@ async def test_the_stack_starts_cold_survives_deaths_scales_and_drains(stack: St
     await disturb("one of three workers: container killed", lambda: stack.kill_container("cpu_worker"), 3)
     await check_dashboards()
     assert not stack.odd_log_lines(*OURS)
+    await disturb("SIGTERM to all containers at once, as at a shutdown", stack.stop_all, 3)
+    await asyncio.to_thread(stack.must, "up", "-d", "--no-build", "--wait", *SERVICES)
     await job_and_down(stack, clients, disturb)
     again_s = await asyncio.to_thread(stack.must, "up", "-d", "--no-build", "--wait", *SERVICES)
     print(f"up --wait again: {again_s:.0f} s")
-    await wait_until(lambda: stack.redis("GET", "tf:{default}:result:long"), 180)
+    await wait_until(lambda: stack.redis("GET", "tf:{default}:result:long"), SETTLED_S)
     await disturb("after down and up", lambda: None)
+
+
+async def roll_gateways(stack: Stack, clients: Clients) -> int:
+    """Number of requests that were answered while each gateway was stopped and started in turn."""
+    rolled, num_answered = asyncio.Event(), 0
+    body = {"inputs": "The sky is", "parameters": {"max_new_tokens": 4}}
+
+    async def ask() -> None:
+        nonlocal num_answered
+        async with httpx.AsyncClient(timeout=180) as client:
+            while not rolled.is_set():
+                answer = await client.post(f"{clients.url}/generate", json=body)
+                assert answer.status_code == 200, answer.text
+                num_answered += 1
+
+    asking = [asyncio.create_task(ask()) for _ in range(6)]
+    for number in (1, 2):
+        await asyncio.to_thread(stack.restart, "api", number)
+        await wait_until(lambda number=number: stack.is_healthy("api", number), SETTLED_S)  # type: ignore[misc]
+    rolled.set()
+    await asyncio.gather(*asking)
+    return num_answered
 
 
 async def job_and_down(

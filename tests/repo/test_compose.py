@@ -140,15 +140,6 @@ def test_an_edit_of_code_or_docs_installs_nothing_anew(file: str) -> None:
     assert "README.md" not in copied and "common" not in copied and "requirements.lock" in copied
 
 
-@pytest.mark.skipif(not shutil.which("promtool"), reason="promtool is not installed")
-def test_prometheus_accepts_its_configuration() -> None:
-    subprocess.run(
-        ["promtool", "check", "config", ROOT / "deploy/prometheus/prometheus.yml"],
-        check=True,
-        capture_output=True,
-    )
-
-
 # --- the services as processes ------------------------------------------------------------------------------
 
 

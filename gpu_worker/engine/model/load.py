@@ -58,7 +58,8 @@ def load(settings: Settings, progress: model_files.Progress, communicator: Commu
     if config.model_type in FAMILY_MODULES:
         importlib.import_module(FAMILY_MODULES[config.model_type])
     report_progress(progress)
-    progress(f"loading {settings.model_name} as {name_of(dtype)} on {device.type}")
+    place = f"{device.type}, {torch.get_num_threads()} threads" if device.type == "cpu" else device.type
+    progress(f"loading {settings.model_name} as {name_of(dtype)} on {place}")
     try:
         if communicator.world_size > 1:
             model, plan = read_shard(path, config, dtype, device, settings, communicator)

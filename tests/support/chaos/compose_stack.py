@@ -66,8 +66,11 @@ class Stack:
     def container(self, service: str, number: int = 1) -> str:
         return f"{self.project}-{service}-{number}"
 
-    def inspect(self, service: str, template: str) -> str:
-        return run(["docker", "inspect", "-f", template, self.container(service)]).stdout.strip()
+    def inspect(self, service: str, template: str, number: int = 1) -> str:
+        return run(["docker", "inspect", "-f", template, self.container(service, number)]).stdout.strip()
+
+    def is_healthy(self, service: str, number: int = 1) -> bool:
+        return self.inspect(service, "{{.State.Health.Status}}", number) == "healthy"
 
     def kill_process(self, service: str, title: str) -> None:
         """SIGKILL to the process of this title inside of a container; its parent there stays."""
@@ -85,6 +88,16 @@ class Stack:
         for word in ("kill", "start"):
             done = run(["docker", word, self.container(service)])
             assert done.returncode == 0, done.stderr
+
+    def restart(self, service: str, number: int = 1) -> None:
+        """SIGTERM to one container, and its start when it has ended."""
+        done = run(["docker", "restart", "-t", "110", self.container(service, number)])
+        assert done.returncode == 0, done.stderr
+
+    def stop_all(self) -> None:
+        """SIGTERM to every container at the same time, as the engine does when its machine shuts down."""
+        done = run(["docker", "stop", "-t", "120", *self.compose("ps", "-q").stdout.split()])
+        assert done.returncode == 0, done.stderr
 
     def restart_count(self, service: str) -> int:
         return int(self.inspect(service, "{{.RestartCount}}"))

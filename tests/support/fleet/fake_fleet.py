@@ -18,7 +18,7 @@ from common.process import logs
 from common.process.parent_death import die_with_parent
 from common.settings.settings import Settings
 from deploy.serve.embedded_broker import embedded
-from deploy.serve.fleet import LocalFleet
+from deploy.serve.fleet import LocalFleet, supervised_broker
 from deploy.serve.launcher import run
 from deploy.serve.supervised_process import SupervisedProcess
 from tests.support.waiting import wait_until_sync
@@ -41,7 +41,7 @@ def launch(directory: Path, port: int) -> int:
         settings = Settings(
             port=port, hostname="127.0.0.1", redis_url=broker.url, served_model_name=("fake",)
         )
-        brokers = [SupervisedProcess("broker", "broker", broker.command(), {})]
+        brokers = [supervised_broker(broker)]
         workers = [process("worker", "w0"), process("worker", "w1")]
         return asyncio.run(
             run(

@@ -42,7 +42,7 @@ async def test_without_a_keeper_every_message_fails() -> None:
     for one in (channel, waiting):
         with pytest.raises(OSError):
             await one.send(KeeperMessage(drop="r0"))
-        assert not one.is_open and not one.hand_over() and not one.send_now(KeeperMessage(drop="r0"))
+        assert not one.is_open and not one.is_kept() and not one.send_now(KeeperMessage(drop="r0"))
 
 
 async def test_a_keeper_that_ends_is_noticed() -> None:

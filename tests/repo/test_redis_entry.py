@@ -1,0 +1,89 @@
+"""Redis in the compose stack: at SIGTERM a fleet that drains may finish, and nobody else is waited for."""
+
+import os
+import shutil
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import redis
+import yaml
+
+from common.broker.keys import Keys
+from deploy.serve.embedded_broker import free_port
+from tests.support.waiting import wait_until_sync
+
+ROOT = Path(__file__).parents[2]
+SERVICE = yaml.safe_load((ROOT / "docker-compose.yml").read_text())["services"]["redis"]
+LOOK_S, LATE_S = 3.0, 30.0
+
+pytestmark = pytest.mark.skipif(
+    not (shutil.which("redis-server") and shutil.which("redis-cli")), reason="Debian's redis is not installed"
+)
+
+
+class Entry:
+    """The service's entry and command, with an image's entry that runs what it is given."""
+
+    def __init__(self, folder: Path) -> None:
+        images_own = folder / "docker-entrypoint.sh"
+        images_own.write_text('#!/bin/sh\nexec "$@"\n')
+        images_own.chmod(0o755)
+        port = free_port()
+        words = [*SERVICE["entrypoint"][:1], ROOT / "deploy/redis_entry.sh", *SERVICE["command"]]
+        environ = os.environ | {"PATH": f"{folder}:{os.environ['PATH']}", "REDIS_PORT": str(port)}
+        self.process = subprocess.Popen([*words, "--port", str(port), "--dir", str(folder)], env=environ)
+        self.client = redis.Redis(port=port)
+        wait_until_sync(self.answers)
+
+    def answers(self) -> bool:
+        try:
+            return bool(self.client.ping())
+        except redis.ConnectionError:
+            return False
+
+    def show(self, state: str) -> None:
+        """As a gateway's heartbeat."""
+        self.client.hset(Keys("default").gateway("g0-1"), "state", state)
+
+    def ends_within(self, seconds: float) -> bool:
+        try:
+            return self.process.wait(seconds) == 0
+        except subprocess.TimeoutExpired:
+            return False
+
+
+@pytest.fixture
+def entry(tmp_path: Path) -> Iterator[Entry]:
+    one = Entry(tmp_path)
+    yield one
+    one.client.close()
+    if one.process.poll() is None:
+        subprocess.run(["redis-cli", "-p", str(one.client.get_connection_kwargs()["port"]), "shutdown"])
+        one.process.wait(LATE_S)
+
+
+def test_the_compose_file_runs_it() -> None:
+    assert SERVICE["entrypoint"][1] in SERVICE["volumes"][1].split(":")
+    assert SERVICE["volumes"][1].split(":")[0] == "./deploy/redis_entry.sh"
+    assert int(SERVICE["stop_grace_period"].removesuffix("s")) > 100
+
+
+def test_redis_stays_while_a_gateway_drains(entry: Entry) -> None:
+    entry.show("ready")
+    entry.process.send_signal(signal.SIGTERM)
+    entry.show("draining")
+    assert not entry.ends_within(LOOK_S + 2) and entry.answers()
+    entry.client.delete(Keys("default").gateway("g0-1"))
+    assert entry.ends_within(LATE_S)
+
+
+def test_without_a_fleet_redis_ends_at_once_and_with_one_that_goes_on_soon(entry: Entry) -> None:
+    entry.show("ready")
+    begun_s = time.monotonic()
+    entry.process.send_signal(signal.SIGTERM)
+    assert entry.ends_within(LATE_S)
+    assert time.monotonic() - begun_s >= LOOK_S - 1, "a fleet that was told to end, too, has to say so"

@@ -1,0 +1,51 @@
+"""Base images where no registry can be reached: the compose file's services from Debian's packages, over an
+image of Debian that is there already.
+"""
+
+import subprocess
+
+DEBIAN = "debian:trixie"
+INSTALL = "RUN apt-get update && apt-get install -y --no-install-recommends"
+DOCKERFILES = {
+    "caddy:2": f"""
+{INSTALL} caddy wget
+CMD ["caddy", "run", "--config", "/etc/caddy/Caddyfile", "--adapter", "caddyfile"]
+""",
+    "prom/alertmanager:v0.28.1": f"""
+{INSTALL} prometheus-alertmanager wget && mkdir -p /alertmanager && chown nobody /alertmanager
+USER nobody
+ENTRYPOINT ["/usr/bin/prometheus-alertmanager"]
+""",
+    "prom/prometheus:v3.4.0": f"""
+{INSTALL} prometheus wget && mkdir -p /etc/prometheus /prometheus && chown nobody /prometheus
+USER nobody
+WORKDIR /prometheus
+ENTRYPOINT ["/usr/bin/prometheus"]
+CMD ["--config.file=/etc/prometheus/prometheus.yml", "--storage.tsdb.path=/prometheus"]
+""",
+    "redis:8": f"""
+{INSTALL} redis-server && mkdir -p /data && chown redis /data
+RUN printf '#!/bin/sh\\nexec "$@" --protected-mode no\\n' > /usr/local/bin/docker-entrypoint.sh \\
+    && chmod 755 /usr/local/bin/docker-entrypoint.sh
+USER redis
+VOLUME /data
+WORKDIR /data
+ENTRYPOINT ["docker-entrypoint.sh"]
+""",
+}
+
+
+def docker(*words: str, text: str | None = None) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(["docker", *words], input=text, capture_output=True, text=True, timeout=900)
+
+
+def is_there(image: str) -> bool:
+    return docker("image", "inspect", image).returncode == 0
+
+
+def make_missing() -> None:
+    """Pull each image that is not there; where none can be pulled, build it. What fails is left to `up`."""
+    for image, dockerfile in DOCKERFILES.items():
+        if not is_there(image) and docker("pull", image).returncode and is_there(DEBIAN):
+            built = docker("build", "--network", "host", "-t", image, "-", text=f"FROM {DEBIAN}{dockerfile}")
+            assert built.returncode == 0, built.stderr[-2000:]
