@@ -5,12 +5,14 @@ Grafana is left out: nothing depends on it.
 
 import asyncio
 import json
+import re
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 
 import httpx
 import pytest
+import yaml
 
 from deploy.serve.embedded_broker import free_port
 from tests.support.chaos.base_images import make_missing
@@ -195,3 +197,50 @@ async def check_dashboards() -> None:
     assert [one for one in answers if one["status"] != "success"] == []
     empty = [query for query, one in zip(queries, answers, strict=True) if not one["data"]["result"]]
     print(f"dashboard: {len(queries)} queries, {len(empty)} without a series: {empty}")
+
+
+async def test_every_alert_is_evaluated_and_one_is_sent_on(stack: Stack) -> None:
+    """Over the figures of this fleet. Without a batcher, its alert reaches Alertmanager."""
+    wanted = yaml.safe_load((ROOT / "deploy/prometheus/alerts.yml").read_text())["groups"][0]["rules"]
+    async with httpx.AsyncClient() as client:
+        found = (await client.get("http://127.0.0.1:9090/api/v1/rules")).json()["data"]["groups"][0]["rules"]
+        assert [(rule["name"], rule["health"]) for rule in found] == [
+            (rule["alert"], "ok") for rule in wanted
+        ]
+
+        async def sent() -> bool:
+            alerts = (await client.get("http://127.0.0.1:9093/api/v2/alerts")).json()
+            return any(alert["labels"]["alertname"] == "NoActiveBatcher" for alert in alerts)
+
+        assert not await sent()
+        begun_s = time.monotonic()
+        await asyncio.to_thread(stack.must, "stop", "batcher")
+        await wait_until(sent, SETTLED_S)
+        print(f"NoActiveBatcher is at Alertmanager {time.monotonic() - begun_s:.0f} s after `stop batcher`")
+    await asyncio.to_thread(stack.must, "up", "-d", "--no-build", "--wait", *SERVICES)
+
+
+async def test_redis_is_backed_up_and_restored_by_the_commands_of_the_runbook(
+    stack: Stack, tmp_path: Path
+) -> None:
+    text = (ROOT / "docs/runbook.md").read_text()
+    section = text.partition("## Back up and restore Redis")[2].partition("\n## ")[0]
+    commands = [one for one in re.findall(r"`([^`]+)`", section) if one.startswith("docker")]
+    keep, look, copy, again, down, restore, up = [
+        one.replace("PROFILE", "cpu").replace("PROJECT", stack.project) for one in commands
+    ]
+
+    def shell(command: str) -> str:
+        return stack.shell(command, tmp_path)
+
+    stack.redis("SET", "marker", "before")
+    shell(keep)
+    await wait_until(lambda: "aof_rewrite_in_progress:0" in shell(look))
+    shell(copy)
+    shell(again)
+    stack.redis("SET", "marker", "after")
+    await asyncio.to_thread(shell, down)
+    await asyncio.to_thread(shell, restore)
+    await asyncio.to_thread(shell, " ".join([up, *SERVICES]))
+    assert stack.redis("GET", "marker") == "before"
+    assert await Clients(stack).run(), "it serves"

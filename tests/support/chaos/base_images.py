@@ -25,9 +25,9 @@ CMD ["--config.file=/etc/prometheus/prometheus.yml", "--storage.tsdb.path=/prome
 """,
     "redis:8": f"""
 {INSTALL} redis-server && mkdir -p /data && chown redis /data
-RUN printf '#!/bin/sh\\nexec "$@" --protected-mode no\\n' > /usr/local/bin/docker-entrypoint.sh \\
-    && chmod 755 /usr/local/bin/docker-entrypoint.sh
-USER redis
+RUN printf '%s\\n' '#!/bin/sh' '[ "$1" = redis-server ] || exec "$@"' 'chown -R redis /data' \\
+    'exec setpriv --reuid=redis --regid=redis --clear-groups -- "$@" --protected-mode no' \\
+    > /usr/local/bin/docker-entrypoint.sh && chmod 755 /usr/local/bin/docker-entrypoint.sh
 VOLUME /data
 WORKDIR /data
 ENTRYPOINT ["docker-entrypoint.sh"]

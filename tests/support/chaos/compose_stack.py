@@ -63,6 +63,14 @@ class Stack:
         assert done.returncode == 0, done.stderr[-3000:]
         return time.monotonic() - started_s
 
+    def shell(self, command: str, folder: Path) -> str:
+        """Output of a command of the runbook, as a person types it in a folder; it has to succeed."""
+        of_stack = {"COMPOSE_FILE": str(ROOT / "docker-compose.yml"), "COMPOSE_PROJECT_NAME": self.project}
+        environ = os.environ | self.variables | of_stack
+        done = subprocess.run(command, shell=True, cwd=folder, env=environ, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr[-3000:]
+        return done.stdout
+
     def container(self, service: str, number: int = 1) -> str:
         return f"{self.project}-{service}-{number}"
 
