@@ -1,13 +1,17 @@
 """METRICS_PORT: `GET /metrics` of one process, its own counts, memory and time, and its `GET /health`."""
 
 import http.server
+import logging
 import socket
 import socketserver
+import sys
 import threading
 from collections.abc import Callable
 
 from common.metrics.exposition import CONTENT_TYPE, render_own
 from common.settings.settings import SettingError, Settings
+
+log = logging.getLogger(__name__)
 
 CLIENT_TIMEOUT_S = 10.0
 """A client that sends nothing for so long is disconnected."""
@@ -45,6 +49,11 @@ def start_metrics_server(settings: Settings, is_ready: Callable[[], bool]) -> No
     class MetricsServer(socketserver.ThreadingTCPServer):  # http.server's own class asks the DNS first
         address_family = socket.AF_INET6 if ":" in settings.listen_host else socket.AF_INET
         allow_reuse_address = daemon_threads = True
+
+        def handle_error(self, request: object, client_address: object) -> None:
+            """A line of the log, where socketserver prints a traceback. A client may leave at any time."""
+            if not isinstance(sys.exception(), (ConnectionError, TimeoutError)):
+                log.exception("the answer to %s failed", client_address)
 
     try:
         server = MetricsServer((settings.listen_host, settings.metrics_port), MetricsHandler)
