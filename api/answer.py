@@ -55,10 +55,9 @@ def describe_answer(
 
 
 def address(settings: Settings, gateway: str, request: Generate, request_id: str) -> Generate:
-    """A validated request with its id, its digest, its deadline, and the gateway that is its reader."""
+    """A validated request with its id, its digest, and the gateway that is its reader."""
     content = replace(
         request,
-        ttl_ms=round(settings.request_timeout_s * 1000),
         result_ttl_ms=round(settings.request_timeout_s * 1000),  # for slow clients of a dead gateway
         channel=Keys(settings.pool).events(gateway),
         gateway=gateway,

@@ -23,7 +23,7 @@ from api.http.unread import UNREAD
 from api.lifecycle import Gateway
 from api.openai import routes_chat, routes_completions, routes_models
 from api.responses import routes_create, routes_stored
-from api.resume import routes_resume
+from api.resume import routes_requests, routes_resume
 from api.resume.inherit import InheritedAnswers
 from api.resume.middleware import ResumeMiddleware
 from api.tgi import routes_generate, routes_info, routes_invocations, routes_tokenize
@@ -41,6 +41,7 @@ ROUTES = (
     routes_create,
     routes_stored,
     routes_resume,
+    routes_requests,
     routes_health,
     routes_info,
     routes_version,

@@ -28,6 +28,9 @@ MAX_TRIES = 1000
 given up.
 """
 
+TERMS = ("tenant", "deadline_ms")
+"""Arguments of `chat` that are fields of the job, not of its chat."""
+
 
 class JobWorker(Worker):
     """An arq worker that survives an absent broker and malformed keys, and whose jobs other workers soon take
@@ -129,10 +132,13 @@ def job_functions(run_in_fleet: Any) -> list[Function]:
     answer.
     """
 
-    async def generate(ctx: dict[str, Any], inputs: str, parameters: dict[str, Any] | None = None) -> Any:
-        return await run_in_fleet(ctx["job_id"], {"inputs": inputs, "parameters": parameters})
+    async def generate(
+        ctx: dict[str, Any], inputs: str, parameters: dict[str, Any] | None = None, **terms: Any
+    ) -> Any:
+        return await run_in_fleet(ctx["job_id"], {"inputs": inputs, "parameters": parameters, **terms})
 
     async def chat(ctx: dict[str, Any], messages: list[Any], **fields: Any) -> Any:
-        return await run_in_fleet(ctx["job_id"], {"messages": messages, "parameters": fields})
+        terms = {name: fields.pop(name) for name in TERMS if name in fields}
+        return await run_in_fleet(ctx["job_id"], {"messages": messages, "parameters": fields, **terms})
 
     return [func(generate, name="generate"), func(chat, name="chat")]

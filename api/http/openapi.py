@@ -12,6 +12,7 @@ from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 from pydantic import BaseModel
 
+from api.service.headers import SERVICE_HEADERS
 from common.settings.settings import Settings
 
 REFERENCE = "#/components/schemas/{model}"
@@ -65,6 +66,11 @@ def json_body(shape: type[BaseModel], example: dict[str, Any]) -> dict[str, Any]
     """A route's `openapi_extra`: its body is JSON of this shape; /docs proposes the example."""
     content = {"schema": schema(shape, "validation"), "example": example}
     return {"requestBody": {"required": True, "content": {"application/json": content}}}
+
+
+def generation_body(shape: type[BaseModel], example: dict[str, Any]) -> dict[str, Any]:
+    """As `json_body`, for a route that generates."""
+    return json_body(shape, example) | {"parameters": SERVICE_HEADERS}
 
 
 def event_stream(shape: type[BaseModel], *texts: str) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema
 
 from api.inference.ranges import BIASES, RANGES
+from api.service.terms import TIERS
 from api.structured_output.grammar import WHITESPACE, Grammar
 from api.structured_output.shapes import (
     GUIDED,
@@ -22,6 +23,7 @@ from api.structured_output.shapes import (
     only_one,
 )
 from common.messages.request import SamplingParams, StoppingParams
+from common.messages.service_class import SERVICE_CLASSES
 
 Item = TypeVar("Item")
 
@@ -61,6 +63,20 @@ DETACHED: Any = Field(
     default=None,
     description="With a stream: the request goes on without a client, up to its deadline; "
     "`GET /requests/{id}/stream` has its answer for an hour. Default: false.",
+)
+
+
+PRIORITY: Any = Field(
+    default=None,
+    description="vLLM's: the lower, the sooner. Below 0 the class is `interactive`, with 0 `standard`, above "
+    "0 `batch`; these names are taken, too. The header `x-priority` comes before it.",
+    json_schema_extra={"anyOf": [{"type": "integer"}, {"enum": [*SERVICE_CLASSES, None]}]},
+)
+SERVICE_TIER: Any = Field(
+    default=None,
+    description="OpenAI's: `flex` is the class `batch`, `priority` and `scale` are `interactive`, `default` "
+    "and `auto` are `standard`. `priority` comes before it.",
+    json_schema_extra={"enum": [*TIERS, None]},
 )
 
 

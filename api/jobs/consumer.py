@@ -24,6 +24,7 @@ from api.offload import offload
 from api.retry import repeat_forever
 from common.broker.client import script
 from common.broker.keys import RESULT_TTL_MS
+from common.messages.service_class import SERVICE_CLASSES
 from common.process.logs import REQUEST_ID
 
 log = logging.getLogger(__name__)
@@ -31,6 +32,7 @@ log = logging.getLogger(__name__)
 GROUP = "gateways"
 NUM_READ = 16
 NUM_CLAIMED = 256
+NUM_WAITING = 256
 MAX_PENDING = 1_000_000
 BLOCK_MS = 1000
 TOMBSTONE_MS = 60_000
@@ -48,7 +50,8 @@ class JobConsumer:
         held: entries that belong to this gateway until their jobs are answered.
         waiting: held entries whose jobs have not started.
         runs: jobs that run, by id.
-        permits: limit the jobs that run at once.
+        permits: limit the jobs that run, or wait for room, at once.
+        admission_locks: jobs of a class are admitted one after the other, in order.
         joined: set when the group exists and this gateway's pending entries are held.
     """
 
@@ -64,8 +67,8 @@ class JobConsumer:
         self.held: set[str] = set()
         self.waiting: asyncio.Queue[str] = asyncio.Queue()
         self.runs: dict[str, JobRun] = {}
-        self.permits = asyncio.Semaphore(self.settings.max_concurrent_requests)
-        self.admission_lock = asyncio.Lock()
+        self.permits = asyncio.Semaphore(self.settings.max_concurrent_requests + NUM_WAITING)
+        self.admission_locks = {name: asyncio.Lock() for name in SERVICE_CLASSES}
         self.joined = asyncio.Event()
 
     async def run(self) -> None:
@@ -209,7 +212,7 @@ class JobConsumer:
                 await self.run_job(job, reply)
 
     async def run_job(self, job: Job, reply: Reply) -> None:
-        run = self.runs[job.id] = JobRun(self.pool, job, self.admission_lock)
+        run = self.runs[job.id] = JobRun(self.pool, job, self.admission_locks[job.terms.priority])
         run.join(reply)
         try:
             if job.is_chat:

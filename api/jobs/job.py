@@ -11,6 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from api.errors import ApiError, invalid
 from api.http.body import parse_body
+from api.service.terms import ServiceTerms, chosen_class, read_class, read_deadline, read_tenant
 
 NAME = r"[A-Za-z0-9._:@/+=~-]{1,128}"
 """Pattern of an id or a channel. A job's requests have the ids `{id}#{choice}`, which no job can have."""
@@ -30,6 +31,9 @@ class JobBody(BaseModel):
     messages: Any = None
     parameters: dict[str, Any] | None = None
     model: str | None = None
+    priority: int | str | None = None
+    tenant: str | None = None
+    deadline_ms: int | None = None
     reply_to: str | None = Field(default=None, pattern=f"^ext:{NAME}$")
     reply: Literal["stream"] | None = None
 
@@ -55,6 +59,16 @@ class Job:
     fault: ApiError | None = None
 
     @property
+    def terms(self) -> ServiceTerms:
+        """On which terms it is served."""
+        return ServiceTerms() if self.body is None or self.fault else read_job_terms(self.body)
+
+    @property
+    def entry_ms(self) -> int:
+        """The broker's time of the entry."""
+        return int(self.entry_id.partition("-")[0])
+
+    @property
     def seed(self) -> int:
         """Seed of a job without a seed: every gateway that serves it samples the same tokens."""
         return int.from_bytes(hashlib.blake2b(self.id.encode(), digest_size=8).digest(), "big") >> 1
@@ -62,7 +76,7 @@ class Job:
     @property
     def created_s(self) -> int:
         """Unix time of the entry: every gateway that serves the job reports the same."""
-        return int(self.entry_id.partition("-")[0]) // 1000
+        return self.entry_ms // 1000
 
 
 def read_job(entry_id: str, fields: Mapping[bytes, bytes], max_bytes: int) -> Job:
@@ -80,6 +94,7 @@ def read_job(entry_id: str, fields: Mapping[bytes, bytes], max_bytes: int) -> Jo
     try:
         body = parse_body(JobBody, orjson.dumps(parsed))
         check_prompt(body)
+        read_job_terms(body)
     except ApiError as error:
         fault = error
     return Job(
@@ -110,6 +125,19 @@ def parse(fields: Mapping[bytes, bytes], max_bytes: int) -> dict[str, Any]:
 def check_prompt(body: JobBody) -> None:
     if (body.inputs is None) == (body.messages is None):
         raise invalid("either `inputs` or `messages` must be given", "inputs")
+
+
+def read_job_terms(body: JobBody) -> ServiceTerms:
+    """On which terms a job is served: by default in the class `batch`. Raises ApiError (422)."""
+    given = (body.parameters or {}) if body.messages is not None else {}
+    priority, tier = given.get("priority"), given.get("service_tier")
+    known = (priority if isinstance(priority, int | str) else None, tier if isinstance(tier, str) else None)
+    chosen = chosen_class(*known, "batch")  # what is no number and no text is refused with the chat's fields
+    return ServiceTerms(
+        chosen if body.priority is None else read_class(body.priority, "priority"),
+        "" if body.tenant is None else read_tenant(body.tenant, "tenant"),
+        None if body.deadline_ms is None else read_deadline(body.deadline_ms, "deadline_ms"),
+    )
 
 
 def digest_of(parsed: Mapping[str, Any]) -> str:

@@ -23,6 +23,7 @@ from api.inference import metrics
 from api.inference.pool import Pool
 from api.inference.pool_registry import names_own
 from api.inference.stream import Stream
+from api.jobs.deadline import left_ms, waiting_turn
 from api.jobs.job import Job
 from api.jobs.reply import Frame, Reply
 from api.json import to_json
@@ -68,7 +69,7 @@ class JobRun:
     """One job while this gateway serves it.
 
     Attributes:
-        admission_lock: shared by all runs of a gateway: jobs are admitted one after the other, in order.
+        admission_lock: shared by all runs of a gateway and a class: they are admitted one after the other.
         replies: one for each entry with this job.
         has_listener: set when one of the replies has a channel or a stream.
         frames: all frames made so far; none are made before a reply has listeners.
@@ -122,7 +123,7 @@ class JobRun:
         if self.job.fault:
             raise self.job.fault
         check_model(self.job, self.pool.settings)
-        async with self.admission_lock:
+        async with waiting_turn(self.job, self.admission_lock, self.read_time):
             await attempt(self.admission.check, self.wait)
             accepted: AcceptedJob = await accept(self.pool, self.job)
             await self.admit_all(accepted.requests)
@@ -147,24 +148,29 @@ class JobRun:
         if isinstance(error, ResponseError) and "WRONGTYPE" in str(error):  # somebody overwrote our keys
             raise unavailable(describe_error(error)) from error
         await self.check_cancelled()
+        await left_ms(self.job, self.read_time)
         await asyncio.sleep(PAUSE_S)
 
     async def admit_all(self, requests: list[Generate]) -> None:
         await self.check_cancelled()
         job_key = self.keys.job(self.job.id)
         await self.admission.retry_forever(lambda: self.redis.hset(job_key, "choices", len(requests)))
-        for i, content in enumerate(requests):
+        for i, content in enumerate(self.job.terms.apply(requests, self.pool.settings)):
             request = replace(
                 address(self.pool.settings, self.pool.gateway, content, f"{self.job.id}#{i}"),
                 digest=self.job.digest,
                 gateway="",
                 grace_ms=0,
                 result_ttl_ms=RESULT_TTL_MS,
+                ttl_ms=min(content.ttl_ms, await left_ms(self.job, self.read_time)),
             )
             stream = Stream(request, self.pool.tokenizer)
             self.streams.append(stream)
             await self.admit(stream)
         await self.check_cancelled()
+
+    async def read_time(self) -> Any:
+        return await self.admission.retry_forever(self.redis.time)
 
     async def admit(self, stream: Stream) -> None:
         """Admit a request, however long there is no room for it. Raises ApiError."""

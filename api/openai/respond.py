@@ -20,6 +20,7 @@ from api.openai.render_chat import ChatCompletionRenderer
 from api.openai.render_completion import CompletionRenderer
 from api.openai.shared_fields import OpenAIRequest
 from api.openai.stream import stream_bodies
+from api.service.headers import on_terms
 from common.messages.answer import HttpAnswer, Rendering
 from common.messages.request import Generate
 
@@ -53,6 +54,7 @@ async def respond(
             f"{settings.max_concurrent_requests}",
             "n",
         )
+    requests = on_terms(request, requests, settings, body.priority, body.service_tier)
     route, own_id, streamed = request.url.path, request_id(request), bool(body.stream)
     terms = read_terms(request, own_id, streamed, body.resume_s, body.detached)
     answer = describe_answer(

@@ -5,7 +5,7 @@ import time
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from api.http.openapi import OPENAI, json_body
+from api.http.openapi import OPENAI, generation_body
 from api.inference.validate import validate
 from api.openai.accept import accept
 from api.openai.chat_params import read_chat
@@ -25,7 +25,7 @@ EXAMPLE = {"messages": [{"role": "user", "content": "Why is the sky blue?"}], "m
 @router.post(
     "/v1/chat/completions",
     summary="Create a chat completion",
-    openapi_extra=json_body(ChatRequest, EXAMPLE),
+    openapi_extra=generation_body(ChatRequest, EXAMPLE),
     responses=response_or_chunks(ChatCompletion, ChatCompletionChunk),
 )
 async def chat_completions(request: Request) -> Response:

@@ -6,7 +6,7 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from api.errors import invalid
-from api.http.openapi import OPENAI, json_body
+from api.http.openapi import OPENAI, generation_body
 from api.inference.params import GenerationParams
 from api.inference.validate import Limits, validate
 from api.openai.accept import accept
@@ -23,7 +23,7 @@ EXAMPLE = {"prompt": "The capital of France is", "max_tokens": 20}
 @router.post(
     "/v1/completions",
     summary="Create a completion",
-    openapi_extra=json_body(CompletionRequest, EXAMPLE),
+    openapi_extra=generation_body(CompletionRequest, EXAMPLE),
     responses=response_or_chunks(Completion, CompletionChunk),
 )
 async def completions(request: Request) -> Response:

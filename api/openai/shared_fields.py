@@ -22,7 +22,9 @@ from api.http.unsupported import reject_unsupported
 from api.inference.fields import (
     BIAS_SCHEMA,
     DETACHED,
+    PRIORITY,
     RESUME_S,
+    SERVICE_TIER,
     Listed,
     StructuredOutputFields,
     least,
@@ -76,6 +78,8 @@ class OpenAIRequest(StructuredOutputFields):
     stream_options: StreamOptions | None = None
     resume_s: float | None = RESUME_S
     detached: bool | None = DETACHED
+    priority: int | str | None = PRIORITY
+    service_tier: str | None = SERVICE_TIER
 
     max_tokens: int | None = least(
         1, "The most tokens to generate. Default: what is left of the model's context."

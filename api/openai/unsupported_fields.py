@@ -18,7 +18,6 @@ UNSUPPORTED: UnsupportedFields = {
     "modalities": (["text"],),
     "moderation": (),
     "prediction": (),
-    "priority": (0,),
     "prompt_embeds": (),
     "prompt_logprobs": (),
     "repetition_detection": (),

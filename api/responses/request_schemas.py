@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from api.chat.prompt import EFFORTS
 from api.errors import invalid
 from api.http.unsupported import UnsupportedFields, reject_unsupported
-from api.inference.fields import RESUME_S, Listed, SamplingFields, least
+from api.inference.fields import PRIORITY, RESUME_S, SERVICE_TIER, Listed, SamplingFields, least
 from api.openai.shared_fields import with_one_error
 from api.responses.input_items import ROLES
 
@@ -106,7 +106,7 @@ class ReasoningOptions(BaseModel):
 class ResponsesRequest(SamplingFields):
     """The body of /v1/responses, with the sampling parameters of vLLM. Null and absent mean the default.
 
-    `user`, `safety_identifier`, `prompt_cache_key`, `service_tier` and other labels have no effect.
+    `user`, `safety_identifier`, `prompt_cache_key` and other labels have no effect.
     """
 
     model: str | None = Field(
@@ -171,7 +171,8 @@ class ResponsesRequest(SamplingFields):
     top_logprobs: int | None = least(
         0, f"Report so many of the likeliest tokens; `include` must have `{LOGPROBS}`."
     )
-    service_tier: str | None = None
+    priority: int | str | None = PRIORITY
+    service_tier: str | None = SERVICE_TIER
     prompt_cache_key: str | None = None
     prompt_cache_retention: str | None = None
     safety_identifier: str | None = None

@@ -24,6 +24,9 @@ from api.responses.request_schemas import ResponsesRequest
 from common.messages.answer import HttpAnswer, Rendering, ResponseParts
 from common.messages.request import Generate, SamplingParams
 
+SHOWN_TIERS = {"interactive": "priority", "standard": "default", "batch": "flex"}
+"""Classes → OpenAI's service tiers."""
+
 
 async def respond(request: Request, pool: Pool, answer: HttpAnswer, arrived_s: float) -> Response:
     """Submit the request, and respond. Raises ApiError."""
@@ -77,8 +80,8 @@ def new_parts(fields: dict[str, Any], before: list[Item], items: list[Item]) -> 
     return ResponseParts(to_json(fields), to_json(before), to_json(items))
 
 
-def response_fields(body: ResponsesRequest, sampling: SamplingParams) -> dict[str, Any]:
-    """Fields of the response object that say what was requested."""
+def response_fields(body: ResponsesRequest, sampling: SamplingParams, priority: str) -> dict[str, Any]:
+    """Fields of the response object that say what was requested; `priority` is its service class."""
     form = body.text.format if body.text is not None else None
     reasoning = body.reasoning
     return {
@@ -96,7 +99,7 @@ def response_fields(body: ResponsesRequest, sampling: SamplingParams) -> dict[st
             "summary": reasoning.summary if reasoning else None,
         },
         "safety_identifier": body.safety_identifier,
-        "service_tier": "default",
+        "service_tier": SHOWN_TIERS[priority],
         "store": body.is_stored,
         "temperature": sampling.temperature,
         "text": {"format": form or {"type": "text"}},

@@ -6,7 +6,7 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from api.http import body
-from api.http.openapi import OPENAI, event_stream, json_body
+from api.http.openapi import OPENAI, event_stream, generation_body
 from api.http.request_id import request_id
 from api.http.state import pools_of
 from api.inference.validate import validate
@@ -17,6 +17,7 @@ from api.responses.input_items import read_items
 from api.responses.request_schemas import ResponsesRequest
 from api.responses.respond import describe_response, new_parts, respond, response_fields
 from api.responses.response_schemas import ResponseEvent, ResponseObject
+from api.service.headers import on_terms
 
 router = APIRouter(responses=ERROR_RESPONSES, tags=[OPENAI])
 EXAMPLE = {"input": "Why is the sky blue?", "max_output_tokens": 100}
@@ -25,7 +26,7 @@ EXAMPLE = {"input": "Why is the sky blue?", "max_output_tokens": 100}
 @router.post(
     "/v1/responses",
     summary="Create a response",
-    openapi_extra=json_body(ResponsesRequest, EXAMPLE),
+    openapi_extra=generation_body(ResponsesRequest, EXAMPLE),
     responses={200: {"model": ResponseObject, "content": event_stream(ResponseEvent)}},
 )
 async def create_response(request: Request) -> Response:
@@ -42,6 +43,8 @@ async def create_response(request: Request) -> Response:
     items = await resolve_references(request, read_items(asked.input, request_id(request)))
     chat = await read_params(asked, [*before, *items], pool)
     requests = await validate(chat.params, pool.workers.limits, pool.tokenizer)
-    parts = new_parts(response_fields(asked, chat.params.sampling), before, items)
+    requests = on_terms(request, requests, pool.settings, asked.priority, asked.service_tier)
+    fields = response_fields(asked, chat.params.sampling, requests[0].priority)
+    parts = new_parts(fields, before, items)
     answer = describe_response(request, pool, asked, requests, chat.rendering, parts)
     return await respond(request, pool, answer, arrived_s)

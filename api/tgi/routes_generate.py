@@ -12,13 +12,14 @@ from starlette.responses import Response
 from api.answer import describe_answer
 from api.http import body, whole
 from api.http.headers import prompt_headers
-from api.http.openapi import TGI, event_stream, json_body
+from api.http.openapi import TGI, event_stream, generation_body
 from api.http.request_id import request_id
 from api.http.resume_terms import read_terms
 from api.http.sse import TokenStream, number_frames
 from api.http.state import own_pool
 from api.inference.pool import Pool
 from api.inference.validate import validate
+from api.service.headers import on_terms
 from api.tgi import best_of
 from api.tgi.best_of import render_whole
 from api.tgi.render import stream_bodies
@@ -57,7 +58,7 @@ class AcceptedRequest:
 @router.post(
     "/generate",
     summary="Generate text",
-    openapi_extra=json_body(GenerateRequest, EXAMPLE),
+    openapi_extra=generation_body(GenerateRequest, EXAMPLE),
     responses={200: {"model": GenerateResponse}},
 )
 async def generate(request: Request) -> Response:
@@ -70,7 +71,7 @@ async def generate(request: Request) -> Response:
 @router.post(
     "/generate_stream",
     summary="Generate a stream of tokens",
-    openapi_extra=json_body(GenerateRequest, EXAMPLE),
+    openapi_extra=generation_body(GenerateRequest, EXAMPLE),
     responses=EVENTS,
     response_class=EventSourceResponse,
 )
@@ -84,7 +85,7 @@ async def generate_stream(request: Request) -> Response:
 @router.post(
     "/",
     summary="Generate text, or a stream of tokens",
-    openapi_extra=json_body(CompatGenerateRequest, EXAMPLE),
+    openapi_extra=generation_body(CompatGenerateRequest, EXAMPLE),
     responses={200: {"model": list[GenerateResponse], **EVENTS[200]}},
 )
 async def compat_generate(request: Request) -> Response:
@@ -114,6 +115,7 @@ async def accept(
     best_of.check(params, limits, streamed)
     requests = await validate(params, limits, pool.tokenizer)
     requests = best_of.with_own_seeds(requests) if params.n > 1 else requests
+    requests = on_terms(request, requests, pool.settings)
     if parameters.return_full_text is not None:
         full_text = parameters.return_full_text
     prefix = parsed.inputs if full_text else ""

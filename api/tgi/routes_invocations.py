@@ -8,7 +8,7 @@ from starlette.responses import Response
 from starlette.types import Message
 
 from api.http import body
-from api.http.openapi import TGI, json_body
+from api.http.openapi import TGI, generation_body
 from api.http.state import own_pool
 from api.openai.routes_chat import chat_completions
 from api.openai.routes_completions import completions
@@ -29,7 +29,7 @@ ROUTES: dict[str, tuple[str, Route]] = {
 @router.post(
     "/invocations",
     summary="Generate as another route does",
-    openapi_extra=json_body(CompatGenerateRequest, EXAMPLE),
+    openapi_extra=generation_body(CompatGenerateRequest, EXAMPLE),
     responses={200: {"model": list[GenerateResponse], **EVENTS[200]}},
 )
 async def invocations(request: Request) -> Response:

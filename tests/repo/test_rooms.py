@@ -28,7 +28,7 @@ FLOORS = {
         "http chat",
         "inference arq",
         "tool_calls.forcing",
-        "heir retry structured_output templates tool_calls.detect tool_calls.parser",
+        "heir retry service structured_output templates tool_calls.detect tool_calls.parser",
         "tool_calls.formats tool_calls.reasoning",
         "tool_calls.reading",
         "errors",

@@ -159,3 +159,38 @@ async def test_calls_of_tools_are_in_results_and_chunks(service: Service, broker
     pieces = [one for chunk in received for one in chunk["choices"][0]["delta"].get("tool_calls", [])]
     assert pieces[0]["id"] == called["id"]
     assert "".join(one["function"]["arguments"] for one in pieces) == '{"x": 1}'
+
+
+async def test_a_job_is_of_the_class_batch_unless_it_says_otherwise(
+    service: Service, worker: FakeWorker, broker: Broker
+) -> None:
+    async with running_gateway(broker.url):
+        for i, terms in enumerate(({}, {"priority": "interactive", "tenant": "acme", "deadline_ms": 60_000})):
+            await service.submit(id=f"j{i}", inputs="Count.", **terms)
+            await service.result(f"j{i}")
+        chat = {"messages": [{"role": "user", "content": "Hi"}]}
+        await service.submit(id="chat", **chat, parameters={"service_tier": "default"})
+        await service.result("chat")
+        await service.submit(id="wrong", inputs="Count.", priority="urgent")
+        assert "`priority` must be one of" in (await service.result("wrong"))["error"]
+    assert [(one.priority, one.tenant) for one in worker.seen] == [
+        ("batch", ""),
+        ("interactive", "acme"),
+        ("standard", ""),
+    ]
+    assert 50_000 < worker.seen[1].ttl_ms <= 60_000
+
+
+async def test_a_job_that_waits_beyond_its_deadline_never_starts(
+    service: Service, worker: FakeWorker, broker: Broker
+) -> None:
+    async with running_gateway(broker.url, max_concurrent_requests=1):
+        await worker.pause()
+        await service.submit(id="first", inputs="Count.")
+        await wait_until(lambda: worker.redis.xlen(worker.keys.requests))
+        await service.submit(id="late", inputs="Count.", deadline_ms=300)
+        error = await service.result("late")
+        assert error["error_type"] == "timeout" and "it never started" in error["error"]
+        worker.going.set()
+        assert await service.result("first") == {"generated_text": TEXT}
+    assert len(worker.seen) == 1

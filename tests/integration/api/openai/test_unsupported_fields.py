@@ -24,7 +24,6 @@ LABELS = {
     "prompt_cache_options",
     "prompt_cache_retention",
     "safety_identifier",
-    "service_tier",
     "store",
     "user",
     "verbosity",

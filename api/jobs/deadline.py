@@ -1,0 +1,43 @@
+"""Deadline: what is left of the time that a job has, which counts from its entry."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
+
+from api.errors import ApiError, failed
+from api.jobs.job import Job
+from api.service.terms import MAX_DEADLINE_MS
+from common.messages.finish_reasons import terminal_for
+
+ReadTime = Callable[[], Awaitable[Any]]
+"""Reads the broker's clock."""
+
+
+def expired(job: Job) -> ApiError:
+    return failed(terminal_for(job.id, "expired", 0))
+
+
+async def left_ms(job: Job, read_time: ReadTime) -> int:
+    """Milliseconds by the broker's clock. Raises ApiError when none is left: the job never started."""
+    if job.terms.deadline_ms is None:
+        return MAX_DEADLINE_MS
+    seconds, microseconds = await read_time()
+    left = job.entry_ms + job.terms.deadline_ms - (seconds * 1000 + microseconds // 1000)
+    if left <= 0:
+        raise expired(job)
+    return int(left)
+
+
+@contextlib.asynccontextmanager
+async def waiting_turn(job: Job, lock: asyncio.Lock, read_time: ReadTime) -> AsyncIterator[None]:
+    """Have the lock; raises ApiError when the job's deadline passes first."""
+    try:
+        async with asyncio.timeout(await left_ms(job, read_time) / 1000):
+            await lock.acquire()
+    except TimeoutError as error:
+        raise expired(job) from error
+    try:
+        yield
+    finally:
+        lock.release()

@@ -1,0 +1,104 @@
+"""Requests: what becomes of a request that was admitted, for its owner; and its cancel."""
+
+import hmac
+import re
+from dataclasses import dataclass
+from typing import Any
+
+from starlette.requests import Request
+
+from api.errors import ApiError, asking_broker
+from api.http.resume_terms import owner_of
+from api.http.state import pools_of
+from api.inference.pool import Pool
+from api.resume import attach
+from common.broker.client import script
+from common.messages.answer import HttpAnswer
+from common.messages.codec import encode
+from common.messages.request import Cancel
+from common.messages.service_class import service_class
+
+REQUEST_ID = re.compile(r"[0-9a-f]{32}")
+STATES = ("queued", "running", "finished", "cancelled", "error")
+
+
+def unknown_request(request_id: str) -> ApiError:
+    return ApiError(
+        404,
+        "not_found",
+        f"There is no request {request_id[:40]}: it is not yours, its id is wrong, or it was answered",
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class OwnRequest:
+    """A request of the client that asks for it."""
+
+    pool: Pool
+    answer: HttpAnswer
+    channel: str
+
+    @property
+    def choice_ids(self) -> list[str]:
+        return [choice.request_id for choice in self.answer.choices()]
+
+    async def describe(self) -> dict[str, Any]:
+        """Its state, and that of each choice. Raises ApiError (503)."""
+        streams = await attach.read_committed(self.pool, self.answer, self.channel)
+        async with asking_broker():
+            pipe = self.pool.redis.pipeline(transaction=False)
+            for request_id in self.choice_ids:
+                pipe.hmget(self.pool.keys.request(request_id), ["worker", "attempt", "terminal", "cancel"])
+            hashes = await pipe.execute()
+        choices = [
+            {"state": choice_state(*fields), "generated_tokens": stream.num_tokens}
+            for stream, fields in zip(streams, hashes, strict=True)
+        ]
+        first = self.answer.requests[0]
+        return {
+            "id": self.answer.request_id,
+            "state": min((choice["state"] for choice in choices), key=STATES.index),
+            "priority": service_class(first.priority),
+            "tenant": first.tenant,
+            "created": self.answer.created_s,
+            "prompt_tokens": self.answer.num_prompt_tokens,
+            "choices": choices,
+        }
+
+    async def cancel(self) -> None:
+        """Cancel all its choices, whoever reads them. Raises ApiError (503)."""
+        keys = self.pool.keys
+        async with asking_broker():
+            for request_id in self.choice_ids:
+                await script(self.pool.redis, "cancel")(
+                    keys=[keys.request(request_id), keys.control], args=[encode(Cancel(request_id, "client"))]
+                )
+
+
+def choice_state(
+    worker: bytes | None, attempt: bytes | None, terminal: bytes | None, cancel: bytes | None
+) -> str:
+    """One of STATES, from the fields of the request's hash. What is cancelled may still end otherwise."""
+    if terminal is not None:
+        reason = terminal.decode()
+        return reason if reason in STATES else "finished"
+    if cancel is not None:
+        return "cancelled"
+    return "running" if worker or int(attempt or 0) else "queued"
+
+
+async def find_request(request: Request, request_id: str) -> OwnRequest:
+    """The request with this id, if it was asked for with the same API key. Raises ApiError: 404, 503."""
+    if not REQUEST_ID.fullmatch(request_id):
+        raise unknown_request(request_id)
+    pools = pools_of(request)
+    async with asking_broker():
+        found = await attach.look_up(pools, request_id)
+    if found is None:
+        raise unknown_request(request_id)
+    name, answer, channel = found
+    if not hmac.compare_digest(answer.terms.owner, owner_of(request, request_id)):
+        raise unknown_request(request_id)
+    return OwnRequest(
+        pools.own if name == pools.own.settings.pool else await pools.find(name), answer, channel
+    )

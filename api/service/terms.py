@@ -1,0 +1,93 @@
+"""Service terms: before which others, for which tenant and until when a request is served."""
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+from api.errors import invalid
+from common.messages.request import Generate
+from common.messages.service_class import DEFAULT_CLASS, SERVICE_CLASSES
+from common.settings.settings import Settings
+
+TENANT = r"[A-Za-z0-9._:@/+~-]{1,64}"
+"""Pattern of a tenant's name; `=` and `,` divide TENANT_WEIGHTS."""
+NUMBER = re.compile(r"[+-]?[0-9]{1,18}")
+MAX_DEADLINE_MS = 7 * 86_400_000
+TIERS = {
+    "auto": "standard",
+    "default": "standard",
+    "flex": "batch",
+    "priority": "interactive",
+    "scale": "interactive",
+}
+"""OpenAI's service tiers → classes."""
+
+
+@dataclass(frozen=True, slots=True)
+class ServiceTerms:
+    """What a client asks for.
+
+    Attributes:
+        priority: a service class.
+        tenant: who shares the fleet with others; empty for all who do not say.
+        deadline_ms: time to live from the admission; None for REQUEST_TIMEOUT_S, which is the most.
+    """
+
+    priority: str = DEFAULT_CLASS
+    tenant: str = ""
+    deadline_ms: int | None = None
+
+    def apply(self, requests: Iterable[Generate], settings: Settings) -> list[Generate]:
+        """The same requests on these terms."""
+        most_ms = round(settings.request_timeout_s * 1000)
+        ttl_ms = most_ms if self.deadline_ms is None else min(self.deadline_ms, most_ms)
+        return [
+            replace(request, priority=self.priority, tenant=self.tenant, ttl_ms=ttl_ms)
+            for request in requests
+        ]
+
+
+def read_class(value: str | int, name: str) -> str:
+    """The class that a name, or vLLM's number (the lower, the sooner; 0 is in the middle), asks for. Raises
+    ApiError (422).
+    """
+    if isinstance(value, int):
+        return SERVICE_CLASSES[(value >= 0) + (value > 0)]
+    if value not in SERVICE_CLASSES:
+        classes = ", ".join(SERVICE_CLASSES)
+        raise invalid(
+            f"`{name}` must be one of {classes}, or a whole number (the lower, the sooner). "
+            f"Given: {value[:40]!r}",
+            name,
+        )
+    return value
+
+
+def read_tier(tier: str, name: str) -> str:
+    """The class of OpenAI's `service_tier`. Raises ApiError (422)."""
+    if tier not in TIERS:
+        raise invalid(f"`{name}` must be one of {', '.join(TIERS)}. Given: {tier[:40]!r}", name)
+    return TIERS[tier]
+
+
+def read_tenant(tenant: str, name: str) -> str:
+    """Raises ApiError (422)."""
+    if re.fullmatch(TENANT, tenant) is None:
+        raise invalid(
+            f"`{name}` must be 1 to 64 letters, digits and . _ : @ / + ~ -. Given: {tenant[:80]!r}", name
+        )
+    return tenant
+
+
+def read_deadline(value: str | int, name: str) -> int:
+    """Milliseconds. Raises ApiError (422)."""
+    text = str(value).strip()
+    if NUMBER.fullmatch(text) is None or not 1 <= int(text) <= MAX_DEADLINE_MS:
+        raise invalid(f"`{name}` must be 1 to {MAX_DEADLINE_MS} milliseconds. Given: {text[:40]!r}", name)
+    return int(text)
+
+
+def chosen_class(priority: str | int | None, tier: str | None, default: str = DEFAULT_CLASS) -> str:
+    """The class that a body asks for: by `priority`, or else by `service_tier`. Raises ApiError (422)."""
+    tier_class = default if tier in (None, "auto") else read_tier(str(tier), "service_tier")
+    return tier_class if priority is None else read_class(priority, "priority")

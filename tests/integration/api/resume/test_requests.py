@@ -1,0 +1,59 @@
+"""The state of a request, and its cancel, at any gateway, for its owner alone."""
+
+import asyncio
+
+import httpx
+
+from deploy.serve.embedded_broker import Broker
+from tests.integration.api.resume.test_resume import LONG, two_gateways
+from tests.support.fleet.gateways import nothing_left
+from tests.support.fleet.scripted_worker import Answer
+from tests.support.openai_frames import ids
+from tests.support.waiting import wait_until
+
+OWN = {"authorization": "Bearer own", "x-priority": "interactive", "x-tenant": "acme"}
+OTHER = {"authorization": "Bearer other"}
+BODY = {"prompt": "Hi", "stream": True, "n": 2}
+ENDLESS = Answer(ids(" one two three" * 500), ends=False)
+
+
+async def states(client: httpx.AsyncClient, request_id: str) -> list[str]:
+    """Of the request and of its choices."""
+    found = (await client.get(f"/requests/{request_id}", headers=OWN)).json()
+    return [found["state"], *(choice["state"] for choice in found["choices"])]
+
+
+async def test_a_request_is_shown_and_cancelled_at_any_gateway(broker: Broker) -> None:
+    async with two_gateways(broker.url, ENDLESS) as (worker, gateway, client, other):
+        async with client.stream("POST", "/v1/completions", json=BODY, headers=OWN) as response:
+            request_id = response.headers["content-location"].split("/")[2]
+            lines = response.aiter_lines()
+            await anext(lines)
+            path = f"/requests/{request_id}"
+            shown = (await other.get(path, headers=OWN)).json()
+            assert (shown["id"], shown["priority"], shown["tenant"]) == (request_id, "interactive", "acme")
+            assert shown["prompt_tokens"] > 0 and len(shown["choices"]) == 2
+            for method in ("GET", "DELETE"):
+                assert (await other.request(method, path, headers=OTHER)).status_code == 404
+                assert (await other.request(method, path)).status_code == 404
+            assert "cancelled" not in await states(other, request_id), "another key cancels nothing"
+            cancelled = await other.delete(path, headers=OWN)
+            assert cancelled.json()["state"] == "cancelled"
+            rest = [line async for line in lines]
+        assert any("cancelled" in line for line in rest)
+        await nothing_left(gateway, worker)
+
+
+async def test_a_request_waits_then_runs_then_has_finished(broker: Broker) -> None:
+    body = {"inputs": "Hi", "resume_s": 600}
+    async with two_gateways(broker.url, LONG) as (worker, gateway, client, other):
+        await worker.pause()
+        asking = asyncio.create_task(client.post("/generate_stream", json=body, headers=OWN))
+        await wait_until(lambda: gateway.pool.relay.streams)
+        [request_id] = gateway.pool.relay.streams
+        await wait_until(lambda: gateway.pool.relay.streams[request_id].admitted)
+        assert await states(other, request_id) == ["queued", "queued"]
+        worker.going.set()
+        await asking
+        assert (await client.get("/requests/nothing")).status_code == 404
+        assert (await client.delete("/requests/" + "0" * 32)).status_code == 404
