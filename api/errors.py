@@ -17,16 +17,24 @@ class ApiError(Exception):
         text: what a person reads.
         param: the field at fault, by the name that the client used.
         code: OpenAI's word for the cause, where its clients look for one.
+        retry_after_s: when to ask again; None where that is not known.
     """
 
     def __init__(
-        self, status: int, error_type: str, text: str, param: str | None = None, code: str | None = None
+        self,
+        status: int,
+        error_type: str,
+        text: str,
+        param: str | None = None,
+        code: str | None = None,
+        retry_after_s: int | None = None,
     ) -> None:
         self.status = status
         self.error_type = error_type
         self.text = text
         self.param = param
         self.code = code
+        self.retry_after_s = retry_after_s
         super().__init__(text)
 
 
@@ -85,8 +93,8 @@ def model_not_found(text: str) -> ApiError:
     return ApiError(404, "model_not_found", text, param="model", code="model_not_found")
 
 
-def overloaded() -> ApiError:
-    return ApiError(429, "overloaded", "Model is overloaded")
+def overloaded(why: str = "", retry_after_s: int = 1) -> ApiError:
+    return ApiError(429, "overloaded", f"Model is overloaded{why}", retry_after_s=retry_after_s)
 
 
 def conflict(what: str) -> ApiError:

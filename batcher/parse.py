@@ -34,7 +34,7 @@ def sequence(entry: StreamEntry, queued_ms: int) -> Sequence:
     for field, value in positive.items():
         if value < 1:
             raise WireError(f"Generate.{field}: {value} is not positive")
-    return Sequence(request, entry.id, len(entry.data), queued_ms + request.ttl_ms)
+    return Sequence(request, entry.id, queued_ms + request.ttl_ms)
 
 
 def report(data: bytes, incarnation: str, epoch: int) -> Report:

@@ -57,7 +57,7 @@ class Terminals:
         """Remove a request that has its terminal from the queue and from the scheduler. Return whether it has
         one.
         """
-        if not await self.delete_entry(sequence.request_id, sequence.entry_id, sequence.entry_bytes):
+        if not await self.delete_entry(sequence.request_id, sequence.entry_id):
             return False
         self.scheduler.forget(sequence)
         return True
@@ -65,8 +65,8 @@ class Terminals:
     async def replace_entry(self, sequence: Sequence, entry: StreamEntry) -> None:
         """Remove the entry of a live request that a gateway has queued again, after the broker lost it."""
         if sequence.entry_id != entry.id:
-            await self.delete_entry("", sequence.entry_id, sequence.entry_bytes)
-        sequence.entry_id, sequence.entry_bytes = entry.id, len(entry.data)
+            await self.delete_entry("", sequence.entry_id)
+        sequence.entry_id = entry.id
 
     async def finish_undecodable(self, entry: StreamEntry) -> None:
         """Remove an entry that is no valid request; publish a terminal if its request id can be read."""
@@ -76,7 +76,7 @@ class Terminals:
             await self.publish(
                 request_id, (channel or b"").decode(), UNDECODABLE_RESULT_TTL_MS, "malformed", 0
             )
-        await self.delete_entry(request_id or "", entry.id, len(entry.data))
+        await self.delete_entry(request_id or "", entry.id)
 
     async def publish(self, request_id: str, channel: str, ttl_ms: int, why: str, num_tokens: int) -> None:
         terminal = terminal_for(request_id, why, num_tokens)
@@ -87,11 +87,11 @@ class Terminals:
             args=[terminal.reason, encode(result_for(terminal, b"")), ttl_ms, channel, encode(events)],
         )
 
-    async def delete_entry(self, request_id: str, entry_id: str, entry_bytes: int) -> bool:
+    async def delete_entry(self, request_id: str, entry_id: str) -> bool:
         keys = [
             self.keys.requests,
-            self.keys.requests_bytes,
+            self.keys.places,
             self.keys.tokens(request_id),
             self.keys.request(request_id),
         ]
-        return bool(await self.dequeue_script(keys=keys, args=[entry_id, entry_bytes]))
+        return bool(await self.dequeue_script(keys=keys, args=[entry_id]))

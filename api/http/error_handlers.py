@@ -32,6 +32,8 @@ def error_response(error: ApiError, path: str, headers: Mapping[str, str] | None
     all_headers = dict(headers or {})
     if error.status == 401:
         all_headers["www-authenticate"] = "Bearer"
+    if error.retry_after_s is not None:
+        all_headers["retry-after"] = str(error.retry_after_s)
     if error.status == 424:
         # OpenAI's clients retry after a 500: a request that kills workers must not come back.
         all_headers["x-should-retry"] = "false"

@@ -5,13 +5,13 @@ import contextlib
 import logging
 import math
 from collections.abc import Awaitable, Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from redis.asyncio import Redis
 from redis.exceptions import AuthenticationError, BusyLoadingError, ConnectionError, ResponseError
 
 from api.answer import address, keep_as_asked
-from api.errors import ApiError, conflict, overloaded, unavailable
+from api.errors import ApiError, unavailable
 from api.inference import metrics
 from api.inference.batcher_monitor import BatcherMonitor
 from api.inference.capacity import WorkerMonitor
@@ -19,6 +19,7 @@ from api.inference.relay import Relay
 from api.inference.stream import Stream
 from api.inference.tokenizer import ModelTokenizer
 from api.retry import Policy, attempt, fail_fast, retry_forever
+from api.service.admit import AdmitCall, refusal
 from common.broker.client import CONNECT_TIMEOUT_S, ERRORS, describe_error, script
 from common.broker.keys import Keys
 from common.messages.answer import HttpAnswer
@@ -65,7 +66,7 @@ class Admission:
         self.relay = relay
         self.workers = workers
         self.batcher = batcher
-        self.admit_script = script(redis, "admit")
+        self.admit_call = AdmitCall(redis, keys, settings)
         self.cancel_script = script(redis, "cancel")
         self.forget_script = script(redis, "readers/forget")
         self.permits = asyncio.Semaphore(MAX_COMMANDS)
@@ -132,40 +133,21 @@ class Admission:
     async def admit_once(self, request: Generate, answer: bytes) -> bytes:
         """`admitted` or `attached`. Raises ApiError: 409 if another request has the id, 429 if it is full."""
         outcome = await self.send_admit(request, answer)
-        if outcome == b"conflict":
-            raise conflict("request")
-        if outcome not in (b"admitted", b"attached"):
-            raise overloaded()
-        return outcome
+        if outcome[0] not in (b"admitted", b"attached"):
+            raise refusal(outcome, request.tenant)
+        return bytes(outcome[0])
 
-    async def send_admit(self, request: Generate, answer: bytes) -> bytes:
+    async def send_admit(self, request: Generate, answer: bytes) -> list[Any]:
         """The answer of the script `admit`, which is sent again if that was lost, then `attached`."""
-        keys = [
-            self.keys.requests,
-            self.keys.requests_bytes,
-            self.keys.request(request.request_id),
-            self.keys.clock,
-        ]
-        args: list[bytes | str | int] = [
-            encode(request),
-            self.settings.max_concurrent_requests,
-            self.settings.max_queued_bytes,
-            request.digest,
-            request.channel,
-            request.gateway,
-            request.width,
-            answer,
-        ]
         async with asyncio.timeout(CONNECT_TIMEOUT_S), self.permits:
             try:
-                outcome = await self.admit_script(keys=keys, args=args)
+                return await self.admit_call(request, answer)
             except NOT_EXECUTED:
                 raise
             except ConnectionError as error:
                 log.info("admission of %s is sent again: %s", request.request_id, describe_error(error))
                 await self.redis.connection_pool.disconnect(inuse_connections=False)
-                outcome = await self.admit_script(keys=keys, args=args)
-            return bytes(outcome[0])
+                return await self.admit_call(request, answer)
 
     # --- release --------------------------------------------------------------------------------------------
 

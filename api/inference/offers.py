@@ -186,7 +186,7 @@ class Offers:
             self.keys.result(request_id),
             self.keys.tokens(request_id),
             self.keys.requests,
-            self.keys.requests_bytes,
+            self.keys.places,
             self.keys.clock,
             self.keys.control,
         ]
@@ -208,6 +208,9 @@ class Offers:
             stream.answer,
             stream.reader,
             stream.connection,
+            request.service_class,
+            len(request.prompt_ids) // 4,
+            request.tenant,
         ]
         answer: list[Any] = await self.script(keys=keys, args=args)
         return answer

@@ -14,7 +14,7 @@ class Sequence:
     """One live request.
 
     Attributes:
-        entry_id, entry_bytes: id and size of its entry in the stream `requests`.
+        entry_id: of its entry in the stream `requests`.
         deadline_ms: time of the pool's clock at which it ends with an error.
         records: packed records of all committed tokens, as last read; a running row may be ahead of them. An
             adopted row has not needed them.
@@ -32,7 +32,6 @@ class Sequence:
 
     request: Generate
     entry_id: str
-    entry_bytes: int
     deadline_ms: int
     records: bytes = b""
     base: int = 0

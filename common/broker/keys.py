@@ -46,8 +46,13 @@ class Keys:
         return self.key("requests")
 
     @property
-    def requests_bytes(self) -> str:
-        return self.key("requests", "bytes")
+    def places(self) -> str:
+        """Hash: what live requests take: how many of each class and tenant, their tokens and bytes."""
+        return self.key("requests", "places")
+
+    def tenants(self, service_class: str) -> str:
+        """Sorted set: tenants that have asked of late → Redis time, in ms; members begin with a weight."""
+        return self.key("tenants", service_class)
 
     @property
     def control(self) -> str:
@@ -149,3 +154,9 @@ class Keys:
 
     def events(self, gateway: str) -> str:
         return self.key("events", gateway)
+
+
+def admission_keys(keys: Keys, request_id: str, service_class: str) -> list[str]:
+    """The keys of the script `admit`."""
+    own = [keys.request(request_id), keys.clock, keys.tenants(service_class)]
+    return [keys.requests, keys.places, *own]

@@ -1,20 +1,63 @@
--- Admit a request: check the count and bytes of the queue, then append one entry.
+-- needs: lib/places
+-- Admit a request if there is room for it: append one entry to the queue.
+-- A class counts itself and the more urgent ones, so the others never take its room. Where several tenants of a
+-- class have asked within the last half minute, none has more than its share, by weight, of what the more urgent
+-- classes leave.
 -- The entry carries what the pool's clock showed, if there is one: the request's deadline counts from there.
--- KEYS requests, requests:bytes, request, clock
--- ARGV payload, max count, max bytes, digest, channel, gateway, records of a token; then the answer that this
--- request begins, or ''
--- Returns {'admitted', entry id}, {'attached'}, {'conflict'}, {'count', n} or {'bytes', n}.
+-- KEYS requests, requests:places, request, clock, tenants of the class
+-- ARGV payload, max requests, max bytes, digest, channel, gateway, records of a token, the answer that this
+-- request begins or '', class, tenant, its weight, tokens of its prompt, max tokens or ''
+-- A prompt of more tokens than may wait is admitted when no other waits.
+-- Returns {'admitted', entry id}, {'attached'}, {'conflict'}, or {'requests', 'tokens', 'bytes' or 'tenant', what
+-- was counted, ms until there may be room}.
 local digest = redis.call('HGET', KEYS[3], 'digest')
 if digest then return {digest == ARGV[4] and 'attached' or 'conflict'} end
-local count = redis.call('XLEN', KEYS[1])
-if count >= tonumber(ARGV[2]) then return {'count', count} end
-local bytes = count == 0 and 0 or tonumber(redis.call('GET', KEYS[2]) or '0')
-if bytes + #ARGV[1] > tonumber(ARGV[3]) then return {'bytes', bytes} end
-local entry, clock = {'generate', ARGV[1]}, redis.call('GET', KEYS[4])
-if clock then entry[3], entry[4] = 'clock', clock end
-local id = redis.call('XADD', KEYS[1], '*', unpack(entry))
-redis.call('SET', KEYS[2], bytes + #ARGV[1])
+local places, class, tenant = KEYS[2], ARGV[9], ARGV[10]
+local tokens, max_requests = tonumber(ARGV[12]), tonumber(ARGV[2])
+if redis.call('XLEN', KEYS[1]) ~= tonumber(redis.call('HGET', places, 'all') or '0') then
+  count_places(KEYS[1], places)
+end
+
+local WINDOW_MS = 30000
+local time = redis.call('TIME')
+local now_ms = time[1] * 1000 + math.floor(time[2] / 1000)
+redis.call('ZREMRANGEBYSCORE', KEYS[5], '-inf', now_ms - WINDOW_MS)
+redis.call('ZADD', KEYS[5], now_ms, ARGV[11] .. ' ' .. tenant)
+redis.call('PEXPIRE', KEYS[5], WINDOW_MS)
+
+local function held(what)
+  local sum, above = 0, 0
+  for rank = 1, RANKS[class] do
+    above = sum
+    sum = sum + tonumber(redis.call('HGET', places, what .. ':' .. CLASSES[rank]) or '0')
+  end
+  return sum, above
+end
+
+local function refuse(why, count, excess)
+  local interval_ms = tonumber(redis.call('HGET', places, 'interval_ms') or '1000')
+  return {why, count, math.ceil(excess * interval_ms)}
+end
+
+local count, above = held('requests')
+if count >= max_requests then return refuse('requests', count, count - max_requests + 1) end
+local total_tokens, total_bytes = held('tokens'), held('bytes')
+if ARGV[13] ~= '' and total_tokens > 0 and total_tokens + tokens > tonumber(ARGV[13]) then
+  return refuse('tokens', total_tokens, 1)
+end
+if total_bytes + #ARGV[1] > tonumber(ARGV[3]) then return refuse('bytes', total_bytes, 1) end
+if redis.call('ZCARD', KEYS[5]) > 1 then
+  local weights = 0
+  for _, member in ipairs(redis.call('ZRANGE', KEYS[5], 0, -1)) do
+    weights = weights + tonumber(string.match(member, '^%S+'))
+  end
+  local share = math.max(1, math.floor((max_requests - above) * tonumber(ARGV[11]) / weights))
+  local own = tonumber(redis.call('HGET', places, 'tenant:' .. class .. ':' .. tenant) or '0')
+  if own >= share then return refuse('tenant', own, own - share + 1) end
+end
+
+local id = take_place(KEYS[1], places, ARGV[1], redis.call('GET', KEYS[4]), class, tokens, tenant)
 redis.call('HSET', KEYS[3], 'digest', ARGV[4], 'channel', ARGV[5], 'gateway', ARGV[6], 'entry', id,
   'attempt', 0, 'base', 0, 'crash_count', 0, 'width', ARGV[7])
-if ARGV[8] and ARGV[8] ~= '' then redis.call('HSET', KEYS[3], 'answer', ARGV[8]) end
+if ARGV[8] ~= '' then redis.call('HSET', KEYS[3], 'answer', ARGV[8]) end
 return {'admitted', id}

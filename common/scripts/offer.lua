@@ -1,13 +1,13 @@
--- needs: lib/spill
+-- needs: lib/places, lib/spill
 -- Offer a request as its gateway knows it: what was shown to a client is a fact, whatever the broker has lost.
 -- A request that is gone, and with '1' one that ended with other tokens, is queued again, behind its tokens.
 -- A run that began before the last of them, and did not make them, is void: its attempt is over, and the
 -- batcher is told.
--- KEYS request, result, tokens, requests, requests:bytes, clock, control
+-- KEYS request, result, tokens, requests, requests:places, clock, control
 -- ARGV payload, digest, channel, gateway, records of a token, worker and attempt that made the last token,
 --      number of tokens, their records, records of the prompt or '', its cached tokens or '', ttl of tokens
 --      in ms, message to the batcher, '1' or '', the answer that this request begins or '', numbers of the
---      reader, and of the one on whose connection it is written
+--      reader, and of the one on whose connection it is written, class, tokens of its prompt, tenant
 -- Returns {'kept'}, {'ended'}, {'superseded'} (it has a newer reader), {'foreign'} (the key is another
 -- request's, or no request's), or {'queued', attempt} or {'void', attempt}: tokens of earlier attempts no
 -- longer count.
@@ -32,10 +32,8 @@ end
 
 if not digest or terminal then
   local attempt = math.max(made_in, tonumber(last or '0'))
-  local entry, clock = {'generate', ARGV[1]}, redis.call('GET', KEYS[6])
-  if clock then entry[3], entry[4] = 'clock', clock end
-  local id = redis.call('XADD', KEYS[4], '*', unpack(entry))
-  redis.call('INCRBY', KEYS[5], #ARGV[1])
+  local clock, class, tokens, tenant = redis.call('GET', KEYS[6]), unpack(ARGV, 18, 20)
+  local id = take_place(KEYS[4], KEYS[5], ARGV[1], clock, class, tonumber(tokens), tenant)
   redis.call('HDEL', request, 'terminal')
   redis.call('PERSIST', request)
   redis.call('DEL', KEYS[2])

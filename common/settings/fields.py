@@ -77,9 +77,11 @@ class SettingFields(BaseModel):
     payload_limit: Count = 2_000_000
     """largest request body (bytes)"""
     max_concurrent_requests: Count = 1024
-    """live requests of the pool, queued and running"""
+    """live requests of the pool, queued and running; a class counts itself and the more urgent ones"""
     max_queued_bytes: Count = 256 * 2**20
-    """messages of all live requests of the pool together (bytes)"""
+    """their messages together (bytes)"""
+    max_queued_tokens: Count | None = None
+    """tokens of their prompts together (default: no limit)"""
     tenant_weights: Words = ()
     """shares of tenants other than 1, as alice=4,bob=0.5: of the queue, and of what workers compute"""
     max_input_tokens: Count | None = None

@@ -11,13 +11,14 @@ import pytest
 from redis.asyncio.client import PubSub
 
 from common.broker.client import connect, script
-from common.broker.keys import Keys
+from common.broker.keys import Keys, admission_keys
 from common.messages.codec import decode, encode
 from common.messages.events import Events
 from common.messages.packing import pack_ids
 from common.messages.request import Cancel, Generate, StoppingParams
 from tests.support.chaos.chaos_fleet import ChaosFleet
 from tests.support.fleet.fleet import Fleet
+from tests.support.scripts import UNTITLED
 from tests.support.waiting import wait_until
 
 KEYS = Keys("default")
@@ -80,9 +81,9 @@ class Races:
             channel=CHANNEL,
             gateway="test",
         )
-        keys = [KEYS.requests, KEYS.requests_bytes, KEYS.request(name), KEYS.clock]
+        keys = admission_keys(KEYS, name, "standard")
         answer = await script(self.redis, "admit")(
-            keys=keys, args=[encode(request), 1000, 10**8, "d", CHANNEL, "test", 1]
+            keys=keys, args=[encode(request), 1000, 10**8, "d", CHANNEL, "test", 1, *UNTITLED]
         )
         assert answer[0] == b"admitted"
 
@@ -108,7 +109,7 @@ async def race(new_fleet: Fleet, count: int, kill_every: int) -> None:
         assert races.reasons["length"] > 0 and races.reasons["cancelled"] > 0, races.reasons
         assert races.reasons["error"] == 0, races.reasons
         assert [key async for key in races.redis.scan_iter(KEYS.tokens("*"))] == []
-        assert await races.redis.exists(KEYS.requests_bytes) == 0
+        assert await races.redis.exists(KEYS.places) == 0
         await races.redis.aclose()
 
 

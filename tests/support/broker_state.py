@@ -5,13 +5,14 @@ from collections.abc import Sequence as Items
 from redis.asyncio import Redis
 
 from common.broker.client import script
-from common.broker.keys import Keys
+from common.broker.keys import Keys, admission_keys
 from common.messages.codec import decode, encode
 from common.messages.events import LogEntry, Result, Tokens
 from common.messages.packing import pack_floats, pack_ids
 from common.messages.plan import WorkerCapacity
 from common.messages.records import unpack_records
 from common.messages.request import Generate, StoppingParams
+from tests.support.scripts import UNTITLED
 from tests.support.waiting import wait_until
 
 KEYS = Keys("default")
@@ -30,9 +31,9 @@ def make_capacity(incarnation: str, num_blocks: int = 30) -> WorkerCapacity:
 async def admit(redis: Redis, request: Generate, payload: bytes | None = None) -> str:
     """Queue a request as a gateway does. Return its entry id."""
     request_id = request.request_id
-    keys = [KEYS.requests, KEYS.requests_bytes, KEYS.request(request_id), KEYS.clock]
+    keys = admission_keys(KEYS, request_id, "standard")
     args = [payload or encode(request), 100, 10**9, request.digest, request.channel, request.gateway]
-    answer = await script(redis, "admit")(keys=keys, args=[*args, request.width])
+    answer = await script(redis, "admit")(keys=keys, args=[*args, request.width, *UNTITLED])
     assert answer[0] == b"admitted"
     entry_id: bytes = answer[1]
     return entry_id.decode()

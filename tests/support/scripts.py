@@ -6,12 +6,14 @@ from typing import Any
 from redis.asyncio import Redis
 
 from common.broker import client as brokers
-from common.broker.keys import Keys
+from common.broker.keys import Keys, admission_keys
 from common.messages.codec import encode
 from common.messages.events import LogEntry, Tokens
 from common.messages.packing import pack_floats, pack_ids
 
 KEYS = Keys("test")
+UNTITLED = ("", "standard", "", 1, 0, "")
+"""Arguments of `admit` for a request of the class `standard`, of no tenant and no length."""
 
 
 async def call(redis: Redis, name: str, keys: list[str], args: Iterable[Any] = ()) -> Any:
@@ -27,9 +29,9 @@ async def admit(
     digest: str = "d",
     width: int = 1,
 ) -> list[Any]:
-    keys = [KEYS.requests, KEYS.requests_bytes, KEYS.request(request_id), KEYS.clock]
+    keys = admission_keys(KEYS, request_id, "standard")
     answer: list[Any] = await call(
-        redis, "admit", keys, [payload, max_count, max_bytes, digest, "ch", "g", width]
+        redis, "admit", keys, [payload, max_count, max_bytes, digest, "ch", "g", width, *UNTITLED]
     )
     return answer
 

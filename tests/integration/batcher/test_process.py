@@ -25,7 +25,7 @@ async def gateway(redis: Redis) -> None:
 
 
 async def settled(redis: Redis) -> bool:
-    return not await redis.xlen(KEYS.requests) and not await redis.exists(KEYS.requests_bytes)
+    return not await redis.xlen(KEYS.requests) and not await redis.exists(KEYS.places)
 
 
 async def test_a_deadline_ends_a_waiting_request_with_one_terminal(broker: Broker, redis: Redis) -> None:

@@ -10,11 +10,12 @@ from typing import Any
 from redis.asyncio import Redis
 
 from common.broker.client import script
-from common.broker.keys import Keys
+from common.broker.keys import Keys, admission_keys
 from common.messages.codec import decode, encode
 from common.messages.events import Result
 from common.messages.packing import pack_ids
 from common.messages.request import Generate, StoppingParams
+from tests.support.scripts import UNTITLED
 from tests.support.waiting import wait_until
 
 KEYS = Keys("default")
@@ -43,9 +44,9 @@ async def admit(redis: Redis, name: str, payload: bytes | None = None, **fields:
     request = Generate(
         name, "d", pack_ids([1, 2, 3]), StoppingParams(5), channel=CHANNEL, **{"gateway": "g", **fields}
     )
-    keys = [KEYS.requests, KEYS.requests_bytes, KEYS.request(name), KEYS.clock]
+    keys = admission_keys(KEYS, name, "standard")
     answer: list[bytes] = await script(redis, "admit")(
-        keys=keys, args=[payload or encode(request), 100, 10**6, "d", CHANNEL, "g", 1]
+        keys=keys, args=[payload or encode(request), 100, 10**6, "d", CHANNEL, "g", 1, *UNTITLED]
     )
     return answer[1]
 

@@ -90,6 +90,7 @@ async def nothing_left(gateway: Gateway, worker: FakeWorker) -> None:
         "control",
         "requests",
         "submit",
+        "tenants",
         "metrics",
     }
     assert await worker.redis.xlen(worker.keys.requests) == 0

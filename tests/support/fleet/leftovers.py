@@ -29,6 +29,7 @@ STANDING = {
     "metrics",
     "timeline",
     "submit",
+    "tenants",
     "jobworker",
     "arq",
 }

@@ -90,9 +90,7 @@ class ScriptedFleet:
                 self.num_taken += 1
                 placed = {"worker": member.incarnation, "attempt": 1, "base": 0}
                 await redis.hset(keys.request(request.request_id), mapping=placed)  # type: ignore[misc]
-                member.live[request.request_id] = Live(
-                    entry_id, len(fields[b"generate"]), request, answer(request), TOKENIZER
-                )
+                member.live[request.request_id] = Live(entry_id, request, answer(request), TOKENIZER)
             await asyncio.sleep(0.01)
 
 

@@ -44,10 +44,8 @@ class Answer:
 class Live:
     """One request as the worker holds it."""
 
-    def __init__(
-        self, entry_id: bytes, size: int, request: Generate, answer: Answer, tokenizer: Tokenizer
-    ) -> None:
-        self.entry_id, self.size, self.request, self.error = entry_id, size, request, answer.error
+    def __init__(self, entry_id: bytes, request: Generate, answer: Answer, tokenizer: Tokenizer) -> None:
+        self.entry_id, self.request, self.error = entry_id, request, answer.error
         self.ids = answer.ids + [EOS] * (answer.ends and not answer.error)
         self.logprobs = unpack_floats(pack_floats([-0.1 - i / 7 for i in range(len(self.ids))]))
         detokenizer = Detokenizer(tokenizer, unpack_ids(request.prompt_ids))
@@ -180,7 +178,7 @@ class FakeWorker:
             request = decode(Generate, fields[b"generate"])
             self.seen.append(request)
             self.live[request.request_id] = live = Live(
-                entry_id, len(fields[b"generate"]), request, self.answer(request), self.tokenizer
+                entry_id, request, self.answer(request), self.tokenizer
             )
             placed = {"worker": self.incarnation, "attempt": 1, "base": 0, "cached": live.num_cached}
             await self.redis.hset(self.keys.request(request.request_id), mapping=placed)  # type: ignore[misc]
@@ -279,11 +277,11 @@ class FakeWorker:
         request_id = live.request.request_id
         keys = [
             self.keys.requests,
-            self.keys.requests_bytes,
+            self.keys.places,
             self.keys.tokens(request_id),
             self.keys.request(request_id),
         ]
-        await script(self.redis, "dequeue")(keys=keys, args=[live.entry_id, live.size])
+        await script(self.redis, "dequeue")(keys=keys, args=[live.entry_id])
         del self.live[live.request.request_id]
 
     async def repeat(self) -> None:

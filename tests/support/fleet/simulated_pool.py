@@ -22,7 +22,7 @@ def request(
     generate = Generate(
         name, "d", pack_ids(range(num_prompt)), StoppingParams(max_new_tokens), gateway=gateway
     )
-    return Sequence(generate, f"1000-{entry}", 100, 1000 + ttl_ms)
+    return Sequence(generate, f"1000-{entry}", 1000 + ttl_ms)
 
 
 def sharing_request(
@@ -32,7 +32,7 @@ def sharing_request(
     ids = pack_ids(prompt)
     hashes = extend_hashes(root_hash(salt), ids)
     generate = Generate(name, "d", ids, StoppingParams(max_new_tokens), block_hashes=hashes)
-    return Sequence(generate, f"1000-{entry}", 100, 10**9)
+    return Sequence(generate, f"1000-{entry}", 10**9)
 
 
 class Pool:
@@ -138,7 +138,7 @@ class Pool:
         before, self.scheduler = self.scheduler, Scheduler(self.scheduler.limits, self.scheduler.epoch + 1)
         left = {}
         for name, old in before.sequences.items():
-            left[name] = Sequence(old.request, old.entry_id, old.entry_bytes, old.deadline_ms)
+            left[name] = Sequence(old.request, old.entry_id, old.deadline_ms)
             left[name].attempt = self.attempts.get(name, 0)
             left[name].stop_reason = old.stop_reason
             self.scheduler.register(left[name])

@@ -12,7 +12,7 @@ from tests.support.broker_state import KEYS, make_request
 
 def sequence(request_id: str, gateway: str, grace_ms: int) -> Sequence:
     request = replace(make_request(request_id), gateway=gateway, grace_ms=grace_ms)
-    return Sequence(request, "1-0", 1, 10**15)
+    return Sequence(request, "1-0", 10**15)
 
 
 async def test_requests_of_an_absent_gateway_are_orphans_after_their_grace(redis: Redis) -> None:

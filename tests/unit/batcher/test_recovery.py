@@ -18,7 +18,6 @@ from batcher.timeline import TimelineWriter
 from batcher.workers import WorkerRegistry, WorkerState
 from common.broker.committed import Committed
 from common.broker.sequences import ChannelSequences
-from common.messages.codec import encode
 from common.messages.records import RECORD, unpack_records
 from tests.support.broker_state import (
     KEYS,
@@ -45,7 +44,7 @@ def recovery(redis: Redis) -> Recovery:
 async def queue(redis: Redis, request_id: str) -> Sequence:
     request = make_request(request_id)
     entry_id = await admit(redis, request)
-    return Sequence(request, entry_id, len(encode(request)), 10**15)
+    return Sequence(request, entry_id, 10**15)
 
 
 async def placed(redis: Redis, request_id: str, incarnation: str = "w1") -> Sequence:

@@ -11,7 +11,7 @@ from batcher.scheduling.sequence import Sequence
 from batcher.terminals import Terminals
 from batcher.timeline import TimelineWriter
 from common.broker.sequences import ChannelSequences
-from common.messages.codec import decode, encode
+from common.messages.codec import decode
 from common.messages.events import Events, Result
 from common.messages.records import RECORD
 from tests.support.broker_state import KEYS, admit, make_request
@@ -30,7 +30,7 @@ async def queue(redis: Redis, terminals: Terminals, request_id: str) -> Sequence
     """Queue a request and register its sequence."""
     request = make_request(request_id, channel=CHANNEL)
     entry_id = await admit(redis, request)
-    sequence = Sequence(request, entry_id, len(encode(request)), 10**15)
+    sequence = Sequence(request, entry_id, 10**15)
     terminals.scheduler.register(sequence)
     return sequence
 
@@ -59,7 +59,7 @@ async def test_finish_publishes_stores_and_dequeues(redis: Redis, terminals: Ter
     assert terminal.num_tokens == 3
     assert decode(Result, await redis.get(KEYS.result("r1"))).error_type == "timeout"
     assert await redis.hget(KEYS.request("r1"), "terminal") == b"error"  # type: ignore[misc]
-    assert await redis.exists(KEYS.requests, KEYS.requests_bytes, KEYS.tokens("r1")) == 1, "an empty stream"
+    assert await redis.exists(KEYS.requests, KEYS.places, KEYS.tokens("r1")) == 1, "an empty stream"
     assert await redis.xlen(KEYS.requests) == 0
     assert terminals.scheduler.sequences == {}
     assert [event.what for event in terminals.timeline.unwritten["r1"]] == ["ended"]
@@ -81,7 +81,7 @@ async def test_dequeue_frees_one_entry_however_often_it_runs(redis: Redis, termi
     for _ in range(2):
         assert await terminals.dequeue(first)
     assert [entry_id.decode() for entry_id, _ in await redis.xrange(KEYS.requests)] == [second.entry_id]
-    assert int(await redis.get(KEYS.requests_bytes)) == second.entry_bytes
+    assert await redis.hget(KEYS.places, "all") == b"1"  # type: ignore[misc]
     assert list(terminals.scheduler.sequences) == ["r2"]
 
 
@@ -91,7 +91,7 @@ async def test_an_undecodable_entry_with_an_id_gets_a_terminal(redis: Redis, ter
     entry = StreamEntry(KEYS.requests, entry_id, {b"generate": payload})
     [events] = await published(redis, terminals.finish_undecodable(entry))
     assert [terminal.error_type for terminal in events.terminals] == ["generation"]
-    assert await redis.xlen(KEYS.requests) == 0 and await redis.get(KEYS.requests_bytes) is None
+    assert await redis.xlen(KEYS.requests) == 0 and not await redis.exists(KEYS.places)
 
 
 async def test_an_undecodable_entry_without_an_id_is_removed(redis: Redis, terminals: Terminals) -> None:

@@ -23,7 +23,7 @@ NOW_MS = 1_000_000
 
 def sequence(name: str = "r1", entry_ms: int = NOW_MS) -> Sequence:
     return Sequence(
-        Generate(name, "d", pack_ids([1, 2, 3]), StoppingParams(50)), f"{entry_ms}-0", 10, NOW_MS + 60_000
+        Generate(name, "d", pack_ids([1, 2, 3]), StoppingParams(50)), f"{entry_ms}-0", NOW_MS + 60_000
     )
 
 

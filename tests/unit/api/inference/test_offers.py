@@ -75,7 +75,8 @@ async def test_a_request_that_is_gone_is_queued_again_behind_its_tokens(redis: R
     request = decode(Generate, fields[b"generate"])
     assert (request.request_id, request.num_shown, request.digest) == ("r", 3, "d")
     assert 0 < request.ttl_ms <= stream.request.ttl_ms
-    assert await redis.get(KEYS.requests_bytes) == str(len(fields[b"generate"])).encode()
+    taken = str(len(fields[b"generate"])).encode()
+    assert await redis.hget(KEYS.places, "bytes:standard") == taken  # type: ignore[misc]
     kept = await redis.hmget(KEYS.request("r"), ["entry", "answer", "cached"])  # type: ignore[misc]
     assert kept == [entry_id, b"an answer", b"16"]
     state = await committed(redis)

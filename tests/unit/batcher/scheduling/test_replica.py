@@ -18,7 +18,7 @@ def make_replica(num_blocks: int = 10, max_batch_size: int = 4, horizon: int = 3
 
 def make_sequence(num_prompt: int, max_new_tokens: int = 100, crash_count: int = 0) -> Sequence:
     request = Generate("r", "d", pack_ids([1] * num_prompt), StoppingParams(max_new_tokens))
-    return Sequence(request, "1-0", 1, 10**15, crash_count=crash_count)
+    return Sequence(request, "1-0", 10**15, crash_count=crash_count)
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,7 @@ def new(
     """A request that waits."""
     sequence = request(name, prompt, most, arrival)
     asked = replace(sequence.request, priority=priority, tenant=tenant)
-    return Sequence(asked, sequence.entry_id, 100, sequence.deadline_ms, waiting=True)
+    return Sequence(asked, sequence.entry_id, sequence.deadline_ms, waiting=True)
 
 
 def queue_of(*sequences: Sequence, weights: dict[str, float] | None = None) -> RequestQueue:

@@ -24,6 +24,12 @@ async def published(pubsub: PubSub) -> list[bytes]:
     return messages
 
 
+async def taken(redis: Redis) -> tuple[int, int]:
+    """Requests of the class `standard`, and their bytes."""
+    count, size = await redis.hmget(KEYS.places, ["requests:standard", "bytes:standard"])  # type: ignore[misc]
+    return int(count), int(size)
+
+
 @pytest.fixture
 async def pubsub(redis: Redis) -> AsyncIterator[PubSub]:
     async with redis.pubsub() as subscription:
@@ -35,10 +41,10 @@ async def pubsub(redis: Redis) -> AsyncIterator[PubSub]:
 async def test_admission_counts_bytes_and_entries(redis: Redis) -> None:
     assert (await admit(redis, "r1"))[0] == b"admitted"
     assert (await admit(redis, "r2", b"y" * 89))[0] == b"admitted"
-    assert await redis.get(KEYS.requests_bytes) == b"99"
-    assert await admit(redis, "r3") == [b"count", 2]
+    assert await taken(redis) == (2, 99)
+    assert await admit(redis, "r3") == [b"requests", 2, 1000]
     assert await redis.exists(KEYS.request("r3")) == 0
-    assert await admit(redis, "r3", max_count=3) == [b"bytes", 99]
+    assert await admit(redis, "r3", max_count=3) == [b"bytes", 99, 1000]
 
 
 async def test_the_same_id_attaches_or_conflicts(redis: Redis) -> None:
@@ -51,13 +57,13 @@ async def test_the_same_id_attaches_or_conflicts(redis: Redis) -> None:
 async def test_dequeue_frees_count_and_bytes_once(redis: Redis) -> None:
     _, entry_id = await admit(redis, "r1")
     await admit(redis, "r2")
-    keys = [KEYS.requests, KEYS.requests_bytes, KEYS.tokens("r1"), KEYS.request("r1")]
-    assert await call(redis, "dequeue", keys, [entry_id, 10]) == 0, "it has not ended"
-    assert await redis.get(KEYS.requests_bytes) == b"20"
+    keys = [KEYS.requests, KEYS.places, KEYS.tokens("r1"), KEYS.request("r1")]
+    assert await call(redis, "dequeue", keys, [entry_id]) == 0, "it has not ended"
+    assert await taken(redis) == (2, 20)
     await redis.hset(KEYS.request("r1"), "terminal", "length")  # type: ignore[misc]
     for _ in range(2):
-        assert await call(redis, "dequeue", keys, [entry_id, 10]) == 1
-    assert await redis.get(KEYS.requests_bytes) == b"10"
+        assert await call(redis, "dequeue", keys, [entry_id]) == 1
+    assert await taken(redis) == (1, 10)
     assert (await admit(redis, "r3"))[0] == b"admitted"
 
 

@@ -1,0 +1,62 @@
+-- Places of live requests: how many of each class and tenant the stream `requests` has, and what they weigh.
+-- The entry of a request says in its field `place` what it takes: class, tokens of the prompt, tenant. So what
+-- an entry took comes back when it is deleted, whoever does it; and a sum that does not fit the stream, as
+-- after entries of an older version, is counted anew.
+local CLASSES = {'interactive', 'standard', 'batch'} -- the most urgent first
+local RANKS = {interactive = 1, standard = 2, batch = 3}
+
+local function read_place(entry)
+  local payload, place = '', ''
+  for i = 1, #entry[2], 2 do
+    if entry[2][i] == 'place' then place = entry[2][i + 1] end
+    if entry[2][i] == 'generate' then payload = entry[2][i + 1] end
+  end
+  local class, tokens, tenant = string.match(place, '^(%a+) (%d+) (.*)$')
+  if not RANKS[class] then return 'standard', 0, '', #payload end
+  return class, tonumber(tokens), tenant, #payload
+end
+
+local function add_place(places, sign, class, tokens, tenant, bytes)
+  redis.call('HINCRBY', places, 'all', sign)
+  redis.call('HINCRBY', places, 'requests:' .. class, sign)
+  redis.call('HINCRBY', places, 'tokens:' .. class, sign * tokens)
+  redis.call('HINCRBY', places, 'bytes:' .. class, sign * bytes)
+  local own = 'tenant:' .. class .. ':' .. tenant
+  if redis.call('HINCRBY', places, own, sign) <= 0 then redis.call('HDEL', places, own) end
+end
+
+local function count_places(requests, places)
+  redis.call('DEL', places)
+  for _, entry in ipairs(redis.call('XRANGE', requests, '-', '+')) do
+    add_place(places, 1, read_place(entry))
+  end
+end
+
+-- Append the entry of a request. Returns its id.
+local function take_place(requests, places, payload, clock, class, tokens, tenant)
+  local entry = {'generate', payload, 'place', class .. ' ' .. tokens .. ' ' .. tenant}
+  if clock then entry[5], entry[6] = 'clock', clock end
+  local id = redis.call('XADD', requests, '*', unpack(entry))
+  add_place(places, 1, class, tokens, tenant, #payload)
+  return id
+end
+
+-- Delete an entry, and note how long it takes on average until a place is free.
+local function return_place(requests, places, id)
+  local entry = redis.call('XRANGE', requests, id, id)[1]
+  if not entry or redis.call('XDEL', requests, id) == 0 then return end
+  if redis.call('XLEN', requests) == 0 then
+    redis.call('DEL', places)
+    return
+  end
+  add_place(places, -1, read_place(entry))
+  local time = redis.call('TIME')
+  local now_ms = time[1] * 1000 + math.floor(time[2] / 1000)
+  local last, mean = unpack(redis.call('HMGET', places, 'freed_ms', 'interval_ms'))
+  if last then
+    local since = math.max(0, math.min(now_ms - tonumber(last), 60000))
+    mean = mean and 0.9 * tonumber(mean) + 0.1 * since or since
+    redis.call('HSET', places, 'interval_ms', string.format('%.1f', mean))
+  end
+  redis.call('HSET', places, 'freed_ms', now_ms)
+end

@@ -1,0 +1,97 @@
+"""Admission: room for each class and tenant, and places that come back whatever dies."""
+
+from typing import Any
+
+from redis.asyncio import Redis
+
+from common.broker.keys import admission_keys
+from tests.support.scripts import KEYS, call
+
+LIMIT = 10
+
+
+async def ask(
+    redis: Redis,
+    name: str,
+    priority: str = "standard",
+    tenant: str = "",
+    weight: float = 1.0,
+    tokens: int = 5,
+    limit: int = LIMIT,
+    max_tokens: int | str = "",
+) -> str:
+    """`admitted`, or why not."""
+    args = [b"x" * 10, limit, 10**6, name, "ch", "g", 1, "", priority, tenant, weight, tokens, max_tokens]
+    answer = await call(redis, "admit", admission_keys(KEYS, name, priority), args)
+    return bytes(answer[0]).decode()
+
+
+async def fill(redis: Redis, name: str, count: int, **terms: Any) -> int:
+    """How many of so many are admitted."""
+    return [await ask(redis, f"{name}{i}", **terms) for i in range(count)].count("admitted")
+
+
+async def end(redis: Redis, name: str) -> None:
+    entry_id = await redis.hget(KEYS.request(name), "entry")  # type: ignore[misc]
+    await redis.hset(KEYS.request(name), "terminal", "length")  # type: ignore[misc]
+    keys = [KEYS.requests, KEYS.places, KEYS.tokens(name), KEYS.request(name)]
+    for _ in range(2):
+        assert await call(redis, "dequeue", keys, [entry_id]) == 1
+
+
+async def test_a_batch_leaves_the_places_of_the_urgent_untouched(redis: Redis) -> None:
+    assert await fill(redis, "b", 100, priority="batch") == LIMIT
+    assert await fill(redis, "s", 100) == LIMIT
+    assert await fill(redis, "i", 100, priority="interactive") == LIMIT
+    await end(redis, "b0")
+    assert await ask(redis, "b100", priority="batch") == "requests", "the urgent count for the others"
+
+
+async def test_one_tenant_alone_has_every_place_and_leaves_them_to_those_who_come(redis: Redis) -> None:
+    assert await fill(redis, "a", 100, tenant="a") == LIMIT
+    assert await ask(redis, "b0", tenant="b") == "requests"
+    for i in range(LIMIT):
+        await end(redis, f"a{i}")
+        assert await ask(redis, f"again{i}", tenant="a") == ("tenant" if i < LIMIT // 2 else "admitted")
+        if i < LIMIT // 2:
+            assert await ask(redis, f"b{i}", tenant="b") == "admitted"
+        else:
+            break
+    assert await fill(redis, "more", 3, tenant="b") == 0
+
+
+async def test_shares_have_the_weights_of_tenants(redis: Redis) -> None:
+    for tenant, weight in (("a", 4.0), ("b", 1.0)):
+        await ask(redis, f"first-{tenant}", tenant=tenant, weight=weight)
+    assert await fill(redis, "b", 10, tenant="b", weight=1.0) == 1
+    assert await fill(redis, "a", 10, tenant="a", weight=4.0) == 7
+
+
+async def test_tokens_have_a_limit_too_but_one_prompt_is_always_taken(redis: Redis) -> None:
+    assert await ask(redis, "long", tokens=500, max_tokens=100) == "admitted"
+    assert await ask(redis, "next", tokens=1, max_tokens=100) == "tokens"
+    await end(redis, "long")
+    assert await fill(redis, "short", 30, tokens=20, max_tokens=100) == 5
+
+
+async def test_entries_of_an_older_version_are_counted(redis: Redis) -> None:
+    """They do not say what they take, and older versions delete entries without giving the places back."""
+    for _ in range(3):
+        old = await redis.xadd(KEYS.requests, {"generate": b"x" * 7})
+    assert await fill(redis, "r", 20) == LIMIT - 3
+    await redis.xdel(KEYS.requests, old, await redis.hget(KEYS.request("r0"), "entry"))  # type: ignore[misc]
+    assert await fill(redis, "s", 20) == 2
+
+
+async def test_what_is_refused_says_when_to_ask_again(redis: Redis) -> None:
+    await fill(redis, "r", LIMIT)
+    await redis.hset(KEYS.places, "interval_ms", "250.0")  # type: ignore[misc]
+    args = [b"x", 4, 10**6, "d", "ch", "g", 1, "", "standard", "", 1, 5, ""]
+    answer = await call(redis, "admit", admission_keys(KEYS, "late", "standard"), args)
+    assert answer == [b"requests", LIMIT, 7 * 250], "seven must end before one of four places is free"
+    for i in range(3):
+        await end(redis, f"r{i}")
+    assert 0 <= float(await redis.hget(KEYS.places, "interval_ms")) < 250  # type: ignore[misc]
+    for i in range(3, LIMIT):
+        await end(redis, f"r{i}")
+    assert not await redis.exists(KEYS.places)
