@@ -23,13 +23,14 @@ from common.messages.service_class import SERVICE_CLASSES
 from common.settings.settings import Settings
 
 PRIORITY, TENANT_NAME, DEADLINE = "x-priority", "x-tenant", "x-deadline-ms"
+NUMBERS = {"minimum": -999_999_999, "maximum": 999_999_999}
 SERVICE_HEADERS: list[dict[str, Any]] = [
     {
         "name": PRIORITY,
         "in": "header",
         "description": "The class of the request: `interactive` before `standard` (the default) before "
         "`batch`. Or vLLM's number: below 0, 0, above 0.",
-        "schema": {"anyOf": [{"enum": list(SERVICE_CLASSES)}, {"type": "integer"}]},
+        "schema": {"anyOf": [{"enum": list(SERVICE_CLASSES)}, {"type": "integer", **NUMBERS}]},
     },
     {
         "name": TENANT_NAME,

@@ -11,7 +11,7 @@ from common.settings.settings import Settings
 
 TENANT = r"[A-Za-z0-9._:@/+~-]{1,64}"
 """Pattern of a tenant's name; `=` and `,` divide TENANT_WEIGHTS."""
-NUMBER = re.compile(r"[+-]?[0-9]{1,18}")
+NUMBER = re.compile(r"-?(0|[1-9][0-9]{0,8})")
 MAX_DEADLINE_MS = 7 * 86_400_000
 TIERS = {
     "auto": "standard",
