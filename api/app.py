@@ -26,7 +26,7 @@ from api.responses import routes_create, routes_stored
 from api.resume import routes_requests, routes_resume
 from api.resume.inherit import InheritedAnswers
 from api.resume.middleware import ResumeMiddleware
-from api.tgi import routes_generate, routes_info, routes_invocations, routes_tokenize
+from api.tgi import routes_generate, routes_info, routes_invocations, routes_tokenize, routes_vertex
 from api.vllm import routes_detokenize, routes_version
 from common.metrics.aggregate import publishing_metrics
 from common.settings.settings import Settings
@@ -34,6 +34,7 @@ from common.settings.settings import Settings
 ROUTES = (
     routes_generate,
     routes_invocations,
+    routes_vertex,
     routes_tokenize,
     routes_detokenize,
     routes_chat,
@@ -54,6 +55,7 @@ ROUTES = (
 REFUSED_WHILE_DRAINING = (
     routes_generate,
     routes_invocations,
+    routes_vertex,
     routes_chat,
     routes_completions,
     routes_create,

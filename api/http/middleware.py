@@ -23,6 +23,7 @@ COUNTED_ROUTES = (
     "/v1/completions",
     "/v1/responses",
     "/invocations",
+    "/vertex",
 )
 
 

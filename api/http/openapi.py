@@ -10,7 +10,7 @@ from typing import Any
 
 from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
-from pydantic import BaseModel
+from pydantic import BaseModel, ConfigDict
 
 from api.service.headers import SERVICE_HEADERS
 from common.settings.settings import Settings
@@ -33,6 +33,13 @@ TAGS = [
     {"name": HEALTH, "description": "For load balancers and Prometheus. No API key is needed."},
     {"name": FLEET, "description": "The processes of the fleet, and the timeline of a request."},
 ]
+
+
+class OpenAIObject(BaseModel):
+    """An object in a response of OpenAI's routes."""
+
+    model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
+
 
 ErrorResponses = dict[int | str, dict[str, Any]]
 """A route's `responses` besides 200."""

@@ -156,4 +156,6 @@ class WorkerMonitor:
             self.settings.max_best_of,
             self.settings.max_client_batch_size or self.settings.max_concurrent_requests,
             not self.settings.disable_grammar_support,
+            self.settings.watermark_gamma,
+            self.settings.watermark_delta,
         )

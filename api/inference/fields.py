@@ -12,6 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, GetJsonSchemaHandler
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema
 
+from api.errors import invalid
 from api.inference.ranges import BIASES, RANGES
 from api.service.terms import TIERS
 from api.structured_output.grammar import WHITESPACE, Grammar
@@ -120,12 +121,21 @@ class SamplingFields(BaseModel):
         json_schema_extra={"items": {"pattern": r"\S"}},
     )
     stop_token_ids: Listed[int] | None = token_ids("Token ids that end the text.")
+    allowed_token_ids: Listed[int] | None = Field(
+        default=None,
+        description="The only token ids that are generated (vLLM). Not beside a structured output.",
+        json_schema_extra={"minItems": 1, "items": {"minimum": 0}},
+    )
     ignore_eos: bool | None = Field(
         default=None, description="Continue after the end-of-sequence token. Default: false."
     )
 
     def sampling_params(self, **others: Any) -> SamplingParams:
-        """The fields that are given, and `others`; `seed` and `bad_words` are completed by validation."""
+        """The fields that are given, and `others`; `seed` and `bad_words` are completed by validation. Raises
+        ApiError.
+        """
+        if self.allowed_token_ids == []:
+            raise invalid("`allowed_token_ids` cannot be empty", "allowed_token_ids")
         names = {field.name for field in fields(SamplingParams)} & SamplingFields.model_fields.keys()
         values = {name: getattr(self, name) for name in names - {"seed", "bad_words"}}
         present = {name: value for name, value in values.items() if value is not None}

@@ -12,9 +12,10 @@ from common.messages.request import SamplingParams, StoppingParams
 class GenerationParams:
     """One prompt and how to continue it, not yet validated. Defaults change nothing.
 
-    Four parameters stand here because only validation can complete them and move them into `stopping` and
+    Five parameters stand here because only validation can complete them and move them into `stopping` and
     `sampling`: `max_new_tokens` (by default what the context leaves), `seed` (by default random),
-    `bad_words` (words that become token ids) and `grammar` (which is compiled).
+    `bad_words` (words that become token ids), `grammar` (which is compiled) and `watermark` (whose strength
+    is the fleet's).
 
     Attributes:
         text, prompt_ids: the prompt; one of the two is given.
@@ -24,7 +25,8 @@ class GenerationParams:
         do_sample: whether tokens are sampled; some sampling parameters also turn sampling on
             (api/inference/sampling.py).
         stopping: without `max_new_tokens`.
-        sampling: without `seed`, `choice`, `bad_words` and `grammar`; its temperature is 1 by default.
+        sampling: without `seed`, `choice`, `bad_words`, `grammar` and watermark; its temperature is 1 by
+            default.
         top_n_tokens: number of likeliest tokens that are reported with each token.
         prompt_logprobs: the model's own log-probabilities of the prompt's tokens are reported, and so many of
             the likeliest tokens at each place; None reports nothing of the prompt.
@@ -44,6 +46,7 @@ class GenerationParams:
     seed: int | None = None
     bad_words: list[str] = field(default_factory=list)
     grammar: Grammar | CompiledGrammar | None = None
+    watermark: bool = False
     top_n_tokens: int = 0
     prompt_logprobs: int | None = None
     n: int = 1

@@ -36,6 +36,7 @@ RANGES = {
     "min_new_tokens": Range(0),
     "truncate": Range(1),
     "top_n_tokens": Range(0),
+    "prompt_logprobs": Range(0),
     "temperature": Range(0, 100),
     "top_k": Range(-1),
     "top_p": Range(0, 1),

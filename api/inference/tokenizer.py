@@ -18,7 +18,7 @@ class ModelTokenizer:
     Attributes:
         backend: the tokenizer of the library `tokenizers`.
         special_ids: ids that are control, not text.
-        ending_ids: ids that may end a generation: end-of-sequence ids, and all special ones.
+        ending_ids: the model's end-of-sequence ids: no other special token ends a generation by itself.
         chat_template: None if the model has none.
         sampling_defaults: what /v1 takes where a request says nothing (GENERATION_CONFIG).
     """
@@ -43,7 +43,7 @@ class ModelTokenizer:
         tokenizer.no_padding()
         special_ids = model_config.special_ids(path)
         chat_template = ChatTemplate.load(path, tokenizer_config_path, chat_template_path)
-        ending_ids = special_ids.union(model_config.eos_ids(path))
+        ending_ids = frozenset(model_config.eos_ids(path))
         return cls(tokenizer, special_ids, ending_ids, chat_template, sampling_defaults or {})
 
     @property

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from api.errors import ApiError, invalid, too_long
 from api.inference.params import GenerationParams
@@ -20,7 +21,9 @@ MAX_BAD_WORDS, MAX_BAD_WORD_CHARS = 128, 200
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Limits of one request. `max_total_tokens` counts prompt and new tokens together."""
+    """What the fleet's settings, and its workers, say of each request. `max_total_tokens` counts prompt and
+    new tokens together.
+    """
 
     max_input_tokens: int
     max_total_tokens: int
@@ -29,6 +32,8 @@ class Limits:
     max_best_of: int
     max_client_batch_size: int
     structured_output: bool = True
+    watermark_gamma: float = 0.5
+    watermark_delta: float = 2.0
 
 
 async def validate(params: GenerationParams, limits: Limits, tokenizer: ModelTokenizer) -> list[Generate]:
@@ -38,8 +43,8 @@ async def validate(params: GenerationParams, limits: Limits, tokenizer: ModelTok
     """
     check(params, limits, tokenizer)
     prompt_ids = await encode_prompt(params, limits, tokenizer)
-    grammar = await grammar_source(params, limits)
-    params = replace(params, sampling=replace(params.sampling, grammar=grammar))
+    own = {"grammar": await grammar_source(params, limits)} | watermark(params, limits)
+    params = replace(params, sampling=replace(params.sampling, **own))
     request = Generate(
         request_id="",
         digest="",
@@ -106,6 +111,21 @@ def check_logits(params: GenerationParams, tokenizer: ModelTokenizer) -> None:
         if not BIASES.holds(value):
             raise invalid_field(params, "logit_bias", f"must have values of {BIASES}. Given: {value}")
     check_bad_words(params)
+    check_allowed_ids(params, tokenizer)
+
+
+def check_allowed_ids(params: GenerationParams, tokenizer: ModelTokenizer) -> None:
+    field, ids = "allowed_token_ids", params.sampling.allowed_token_ids
+    if len(ids) > tokenizer.size:
+        raise invalid_field(params, field, f"supports up to {tokenizer.size} token ids. Given: {len(ids)}")
+    check_ids(params, field, ids, tokenizer)
+    if ids and params.grammar is not None:
+        raise invalid_field(params, field, "and a structured output or forced calls exclude each other")
+    ends = {*params.stopping.stop_ids, *(() if params.stopping.ignore_eos else tokenizer.ending_ids)}
+    if ids and params.stopping.min_new_tokens and ends.issuperset(ids):
+        raise invalid_field(
+            params, field, f"has no token that may come before `{params.name('min_new_tokens')}`"
+        )
 
 
 def check_bad_words(params: GenerationParams) -> None:
@@ -137,10 +157,17 @@ def check_ids(params: GenerationParams, field: str, ids: Sequence[int], tokenize
 
 
 def check_top_n(params: GenerationParams, limits: Limits) -> None:
-    if params.top_n_tokens > limits.max_top_n_tokens:
-        raise invalid_field(
-            params, "top_n_tokens", f"must be at most {limits.max_top_n_tokens}. Given: {params.top_n_tokens}"
-        )
+    for field in ("top_n_tokens", "prompt_logprobs"):
+        number = params.value(field) or 0
+        if number > limits.max_top_n_tokens:
+            raise invalid_field(params, field, f"must be at most {limits.max_top_n_tokens}. Given: {number}")
+
+
+def watermark(params: GenerationParams, limits: Limits) -> dict[str, Any]:
+    """The fields of a watermark; none for an answer without one."""
+    if not params.watermark:
+        return {}
+    return {"watermark_gamma": limits.watermark_gamma, "watermark_delta": limits.watermark_delta}
 
 
 async def grammar_source(params: GenerationParams, limits: Limits) -> str:

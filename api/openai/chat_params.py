@@ -1,6 +1,8 @@
 """Parameters of a chat: its prompt, the grammar of its answer, and how that answer is read."""
 
+import functools
 import json
+import logging
 from dataclasses import dataclass, replace
 
 from api.chat.grammar import answer_grammar
@@ -16,6 +18,8 @@ from api.openai.request_schemas import ChatRequest
 from api.structured_output.grammar import Grammar
 from api.templates.chat_template import ChatTemplate
 from common.messages.answer import Reading, Rendering
+
+log = logging.getLogger(__name__)
 
 CHARS_OF_MESSAGE = 40
 """To render one message takes about as long as to tokenize so many characters."""
@@ -60,10 +64,15 @@ async def read_chat(body: ChatRequest, pool: Pool, grammar: Grammar | None = Non
 
 
 def check_effort(body: ChatRequest, pool: Pool) -> None:
-    """Raises ApiError for `reasoning_effort` where the model has no reasoning."""
+    """Note an effort that has no effect: frameworks send one to every model."""
     reasons = pool.reasoning_format is not None or pool.call_format.name == HARMONY
     if body.reasoning_effort not in (None, "none") and not reasons:
-        raise invalid("`reasoning_effort` needs a model that reasons: this one does not", "reasoning_effort")
+        note_effort(pool.settings.model_name)
+
+
+@functools.cache
+def note_effort(model: str) -> None:
+    log.warning("`reasoning_effort` has no effect: %s does not reason", model)
 
 
 async def render_chat(

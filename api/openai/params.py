@@ -36,6 +36,7 @@ def from_chat(body: ChatRequest, prompt: str) -> GenerationParams:
         add_special_tokens=bool(body.add_special_tokens),
         max_new_tokens=most if newer is None else newer,
         top_n_tokens=body.top_logprobs or 0,
+        prompt_logprobs=body.rendering.prompt_tops,
     )
 
 
@@ -46,12 +47,18 @@ def from_completion(body: CompletionRequest) -> list[GenerationParams]:
         add_special_tokens=body.add_special_tokens is not False,
         max_new_tokens=1 if body.shows_prompt_only else body.max_tokens,
         top_n_tokens=body.logprobs or 0,
-        prompt_logprobs=body.logprobs if body.echo else None,
+        prompt_logprobs=most_prompt_tops(body),
     )
     return [
         replace(params, text=prompt) if isinstance(prompt, str) else replace(params, prompt_ids=prompt)
         for prompt in prompts(body)
     ]
+
+
+def most_prompt_tops(body: CompletionRequest) -> int | None:
+    """The likeliest tokens that are needed at each place of the prompt; None where nothing of it is shown."""
+    wanted = [body.rendering.prompt_tops, body.logprobs if body.echo else None]
+    return max((number for number in wanted if number is not None), default=None)
 
 
 def prompts(body: CompletionRequest) -> list[str] | list[list[int]]:

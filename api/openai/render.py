@@ -1,18 +1,17 @@
 """Response objects of OpenAI's routes: what chats and completions have in common."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from api.inference.stream import Stream
-from api.inference.token_bytes import token_bytes
 from api.json import to_json
+from api.logprobs.prompt import prompt_logprobs
 from api.openai.choice import Choice, TextPiece, new_choices
 from common.messages.answer import HttpAnswer
 
+NO_FIELDS: Mapping[str, Any] = {}
 NO_ENDING = {"finish_reason": None, "stop_reason": None}
-LEAST_LOGPROB = -9999.0
-"""OpenAI's value for an impossible token, because JSON has no minus infinity."""
 
 
 class ResponseRenderer(ABC):
@@ -35,7 +34,8 @@ class ResponseRenderer(ABC):
                 pieces.append(choice.take_piece())
             fields = self.render_choice(choice, pieces)
             choices.append({"index": choice.index, **fields, **self.render_ending(choice)})
-        return self.render_object(self.whole_kind, choices, {"usage": self.final_usage()})
+        fields = {"usage": self.final_usage(), **self.whole_fields()}
+        return self.render_object(self.whole_kind, choices, fields)
 
     def render_next_chunks(self, choice: Choice) -> list[bytes]:
         """The next chunks of a choice that has a piece: of it, or the one before the first piece. None
@@ -43,7 +43,8 @@ class ResponseRenderer(ABC):
         """
         if not choice.begun and (first := self.render_first_delta(choice)):
             choice.begun = True
-            return [self.render_chunk([{"index": choice.index, **first, "finish_reason": None}])]
+            fields = {"index": choice.index, **first, "finish_reason": None}
+            return [self.render_chunk([fields], self.first_fields(choice))]
         deltas = self.render_deltas(choice, choice.take_piece())
         endings = [NO_ENDING] * (len(deltas) - 1) + [self.render_ending(choice)]
         return [
@@ -55,15 +56,15 @@ class ResponseRenderer(ABC):
         """The fields `finish_reason` and `stop_reason`; null until the choice ends."""
         return {"finish_reason": choice.finish_reason, "stop_reason": choice.text.stop_reason}
 
-    def render_chunk(self, choices: list[dict[str, Any]]) -> bytes:
+    def render_chunk(self, choices: list[dict[str, Any]], fields: Mapping[str, Any] = NO_FIELDS) -> bytes:
         shows = self.answer.rendering
         usage = {"usage": self.usage() if shows.running_usage else None} if shows.usage else {}
-        return self.render_object(self.chunk_kind, choices, usage)
+        return self.render_object(self.chunk_kind, choices, {**usage, **fields})
 
     def render_usage_chunk(self) -> bytes:
         return self.render_object(self.chunk_kind, [], {"usage": self.final_usage()})
 
-    def render_object(self, kind: str, choices: list[dict[str, Any]], usage: dict[str, Any]) -> bytes:
+    def render_object(self, kind: str, choices: list[dict[str, Any]], fields: dict[str, Any]) -> bytes:
         about = {
             "id": f"{self.prefix}-{self.answer.request_id}",
             "object": kind,
@@ -71,7 +72,7 @@ class ResponseRenderer(ABC):
             "model": self.answer.model,
             "system_fingerprint": self.answer.fingerprint,
         }
-        return to_json({**about, "choices": choices, **usage})
+        return to_json({**about, "choices": choices, **fields})
 
     def usage(self) -> dict[str, Any]:
         """Token counts; of the generated tokens, those that were sent."""
@@ -84,9 +85,36 @@ class ResponseRenderer(ABC):
         num_cached = sum(choice.stream.prompt.num_cached for choice in self.choices[:: self.answer.n])
         return {**self.usage(), "prompt_tokens_details": {"cached_tokens": num_cached}}
 
-    def prompt_logprobs(self, choice: Choice) -> dict[str, list[Any]] | None:
-        """Log-probabilities of the prompt, if requested. The first call for a choice may take long."""
+    def echoed_logprobs(self, choice: Choice) -> dict[str, list[Any]] | None:
+        """Log-probabilities of the echoed prompt, if requested. The first call for a choice may take long."""
         return None
+
+    def whole_fields(self) -> dict[str, Any]:
+        """Fields of a whole answer beside its choices."""
+        return {}
+
+    def first_fields(self, choice: Choice) -> dict[str, Any]:
+        """Fields of the chunk before a choice's first token, beside the choice."""
+        return {}
+
+    # --- additions of vLLM ----------------------------------------------------------------------------------
+
+    def prompt_ids(self, choice: Choice) -> dict[str, Any]:
+        """The field of the prompt's token ids, if requested."""
+        return {"prompt_token_ids": choice.stream.prompt_ids} if self.answer.rendering.token_ids else {}
+
+    def token_ids(self, stream: Stream, tokens: range) -> dict[str, Any]:
+        """The field of the ids of generated tokens, if requested."""
+        return (
+            {"token_ids": stream.ids[tokens.start : tokens.stop]} if self.answer.rendering.token_ids else {}
+        )
+
+    def prompt_logprobs(self, choice: Choice) -> dict[str, Any]:
+        """The field of the prompt's log-probabilities, if requested."""
+        num_tops = self.answer.rendering.prompt_tops
+        return {} if num_tops is None else {"prompt_logprobs": prompt_logprobs(choice.stream, num_tops)}
+
+    # --- of each API ----------------------------------------------------------------------------------------
 
     @abstractmethod
     def render_choice(self, choice: Choice, pieces: Sequence[TextPiece]) -> dict[str, Any]:
@@ -99,22 +127,6 @@ class ResponseRenderer(ABC):
     @abstractmethod
     def render_deltas(self, choice: Choice, piece: TextPiece) -> list[dict[str, Any]]:
         """The fields of each chunk of a piece."""
-
-
-# --- tokens -------------------------------------------------------------------------------------------------
-
-
-def render_bytes(stream: Stream, token_id: int) -> bytes:
-    """The bytes of a token."""
-    return token_bytes(stream.tokenizer.backend, token_id)
-
-
-def render_text(token: bytes) -> str:
-    return token.decode(errors="replace")
-
-
-def render_logprob(logprob: float) -> float:
-    return max(logprob, LEAST_LOGPROB)
 
 
 def join_text(choice: Choice, pieces: Sequence[TextPiece]) -> str:

@@ -1,12 +1,13 @@
 """Response objects of /v1/chat/completions."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from api.chat.answer import AnswerReader, finish_reason, render_deltas, render_message
 from api.inference.stream import Stream
+from api.logprobs.chat import chat_logprobs
 from api.openai.choice import Choice, TextPiece
-from api.openai.render import ResponseRenderer, join_text, render_bytes, render_logprob, render_text
+from api.openai.render import ResponseRenderer, join_text
 from common.messages.answer import HttpAnswer
 
 
@@ -27,7 +28,15 @@ class ChatCompletionRenderer(ResponseRenderer):
         message: dict[str, Any] = {"role": "assistant", "content": join_text(choice, pieces), "refusal": None}
         if self.readers:
             message |= self.read_whole(choice, pieces)
-        return {"message": message, "logprobs": self.logprobs(choice.stream, range(choice.stream.num_tokens))}
+        tokens = range(choice.stream.num_tokens)
+        ids = self.token_ids(choice.stream, tokens)
+        return {"message": message, "logprobs": self.logprobs(choice.stream, tokens), **ids}
+
+    def whole_fields(self) -> dict[str, Any]:
+        return self.prompt_ids(self.choices[0]) | self.prompt_logprobs(self.choices[0])
+
+    def first_fields(self, choice: Choice) -> dict[str, Any]:
+        return self.prompt_ids(choice)
 
     def read_whole(self, choice: Choice, pieces: Sequence[TextPiece]) -> dict[str, Any]:
         reader = self.readers[choice.index]
@@ -46,14 +55,19 @@ class ChatCompletionRenderer(ResponseRenderer):
         return {"delta": {"role": "assistant", "content": content}, "logprobs": None}
 
     def render_deltas(self, choice: Choice, piece: TextPiece) -> list[dict[str, Any]]:
-        logprobs = self.logprobs(choice.stream, piece.tokens)
+        stream = choice.stream
+        logprobs, ids = self.logprobs(stream, piece.tokens), self.token_ids(stream, piece.tokens)
         if not self.readers:
-            return [{"delta": {"content": piece.text}, "logprobs": logprobs}]
+            return [{"delta": {"content": piece.text}, "logprobs": logprobs, **ids}]
         reader = self.readers[choice.index]
         found = render_deltas(reader, reader.read(piece.text, len(piece.tokens), choice.ended))
-        if not found and (choice.ended or logprobs is not None):
+        if not found and (choice.ended or logprobs is not None or ids):
             found = [{}]
-        return [{"delta": delta, "logprobs": None if i else logprobs} for i, delta in enumerate(found)]
+        later = self.token_ids(stream, range(0))
+        return [
+            {"delta": delta, "logprobs": None if i else logprobs, **(later if i else ids)}
+            for i, delta in enumerate(found)
+        ]
 
     def render_ending(self, choice: Choice) -> dict[str, Any]:
         ending = super().render_ending(choice)
@@ -68,22 +82,6 @@ class ChatCompletionRenderer(ResponseRenderer):
             usage["completion_tokens_details"] = {"reasoning_tokens": num_tokens}
         return usage
 
-    def logprobs(self, stream: Stream, tokens: Iterable[int]) -> dict[str, Any] | None:
-        if not self.answer.rendering.logprobs:
-            return None
-        entries = []
-        for i in tokens:
-            top_logprobs = [
-                render_token_logprob(stream, token_id, logprob)
-                for token_id, logprob in (stream.tops[i] if stream.tops else [])
-            ]
-            entries.append(
-                render_token_logprob(stream, stream.ids[i], stream.logprobs[i])
-                | {"top_logprobs": top_logprobs}
-            )
-        return {"content": entries}
-
-
-def render_token_logprob(stream: Stream, token_id: int, logprob: float) -> dict[str, Any]:
-    token = render_bytes(stream, token_id)
-    return {"token": render_text(token), "logprob": render_logprob(logprob), "bytes": list(token)}
+    def logprobs(self, stream: Stream, tokens: range) -> dict[str, Any] | None:
+        shows = self.answer.rendering
+        return {"content": chat_logprobs(stream, tokens, shows.names_by_id)} if shows.logprobs else None

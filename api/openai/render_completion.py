@@ -4,14 +4,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from api.inference.stream import Stream
+from api.logprobs.completion import LogprobLists, completion_logprobs, join_logprobs
 from api.openai.choice import Choice, TextPiece
 from api.openai.echo import prompt_offsets
-from api.openai.render import ResponseRenderer, join_text, render_bytes, render_logprob, render_text
+from api.openai.render import ResponseRenderer, join_text
 from common.messages.answer import HttpAnswer
-from common.messages.records import TopTokens
-
-LogprobLists = dict[str, list[Any]]
-"""Log-probabilities in the older format: four parallel lists."""
 
 
 class CompletionRenderer(ResponseRenderer):
@@ -19,63 +16,41 @@ class CompletionRenderer(ResponseRenderer):
 
     def __init__(self, answer: HttpAnswer, streams: Sequence[Stream]) -> None:
         super().__init__(answer, streams)
-        self.prompts: dict[int, LogprobLists] = {}
+        self.echoed: dict[int, LogprobLists] = {}
 
     def render_choice(self, choice: Choice, pieces: Sequence[TextPiece]) -> dict[str, Any]:
-        own = self.logprobs(choice, range(choice.text.num_tokens))
-        logprobs = own and join_logprobs(self.prompt_logprobs(choice), own)
-        return {"text": join_text(choice, pieces), "logprobs": logprobs}
+        tokens = range(choice.text.num_tokens)
+        own = self.logprobs(choice, tokens)
+        logprobs = own and join_logprobs(self.echoed_logprobs(choice), own)
+        added = self.token_ids(choice.stream, tokens) | self.prompt_ids(choice) | self.prompt_logprobs(choice)
+        return {"text": join_text(choice, pieces), "logprobs": logprobs, **added}
 
     def render_first_delta(self, choice: Choice) -> dict[str, Any]:
-        logprobs = self.prompt_logprobs(choice)
-        return {"text": choice.prefix, "logprobs": logprobs} if choice.prefix or logprobs else {}
+        ids = self.prompt_ids(choice)
+        if not (choice.prefix or ids):
+            return {}
+        none_yet = self.token_ids(choice.stream, range(0))
+        return {"text": choice.prefix, "logprobs": self.echoed_logprobs(choice), **ids, **none_yet}
 
     def render_deltas(self, choice: Choice, piece: TextPiece) -> list[dict[str, Any]]:
-        return [{"text": piece.text, "logprobs": self.logprobs(choice, piece.tokens)}]
+        ids = self.token_ids(choice.stream, piece.tokens)
+        return [{"text": piece.text, "logprobs": self.logprobs(choice, piece.tokens), **ids}]
 
     def logprobs(self, choice: Choice, tokens: Sequence[int]) -> LogprobLists | None:
-        if not self.answer.rendering.logprobs:
+        shows, stream = self.answer.rendering, choice.stream
+        if not shows.logprobs:
             return None
-        stream = choice.stream
         tops = [stream.tops[i] if stream.tops else [] for i in tokens]
         described = [(stream.ids[i], stream.logprobs[i], top) for i, top in zip(tokens, tops, strict=True)]
-        return render_logprobs(stream, described, [choice.offsets[i] for i in tokens])
+        return completion_logprobs(stream, described, [choice.offsets[i] for i in tokens], shows.names_by_id)
 
-    def prompt_logprobs(self, choice: Choice) -> LogprobLists | None:
-        stream = choice.stream
-        if stream.prompt.records is not None and choice.index not in self.prompts:
-            self.prompts[choice.index] = render_logprobs(
-                stream, stream.prompt.tokens(), prompt_offsets(stream, choice.prefix)
+    def echoed_logprobs(self, choice: Choice) -> LogprobLists | None:
+        shows, stream = self.answer.rendering, choice.stream
+        is_wanted = shows.logprobs and choice.prefix and stream.prompt.records is not None
+        if is_wanted and choice.index not in self.echoed:
+            num_tops = stream.request.top_n_tokens
+            tokens = [(one, logprob, top[:num_tops]) for one, logprob, top in stream.prompt.tokens()]
+            self.echoed[choice.index] = completion_logprobs(
+                stream, tokens, prompt_offsets(stream, choice.prefix), shows.names_by_id
             )
-        return self.prompts.get(choice.index)
-
-
-def render_logprobs(
-    stream: Stream, tokens: Sequence[tuple[int, float | None, TopTokens]], offsets: list[int]
-) -> LogprobLists:
-    """The four lists for tokens, each with its id, log-probability and most likely alternatives. The token
-    itself is always among the latter; the first token of a prompt has neither.
-    """
-    return {
-        "tokens": [render_token_text(stream, token_id) for token_id, _, _ in tokens],
-        "token_logprobs": [None if logprob is None else render_logprob(logprob) for _, logprob, _ in tokens],
-        "top_logprobs": [
-            None if logprob is None else render_top_logprobs(stream, token_id, logprob, top)
-            for token_id, logprob, top in tokens
-        ],
-        "text_offset": offsets,
-    }
-
-
-def join_logprobs(first: LogprobLists | None, second: LogprobLists) -> LogprobLists:
-    return second if first is None else {name: first[name] + second[name] for name in second}
-
-
-def render_top_logprobs(stream: Stream, token_id: int, logprob: float, top: TopTokens) -> dict[str, float]:
-    return {render_token_text(stream, other): render_logprob(value) for other, value in top} | {
-        render_token_text(stream, token_id): render_logprob(logprob)
-    }
-
-
-def render_token_text(stream: Stream, token_id: int) -> str:
-    return render_text(render_bytes(stream, token_id))
+        return self.echoed.get(choice.index)

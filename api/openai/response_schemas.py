@@ -4,17 +4,12 @@
 
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict
-
-from api.http.openapi import error_responses, event_stream
+from api.http.openapi import OpenAIObject, error_responses, event_stream
+from api.logprobs.schemas import ChatLogprobs, CompletionLogprobs, PromptLogprobs
 
 FinishReason = Literal["stop", "length", "tool_calls", "function_call"]
 Absent: Any = None
 """The default of a field that is absent, not null."""
-
-
-class OpenAIObject(BaseModel):
-    model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
 
 
 class CompletionTokensDetails(OpenAIObject):
@@ -51,6 +46,8 @@ class FinishedChoice(OpenAIObject):
     finish_reason: FinishReason
     stop_reason: str | int | None
     """The stop string or token id that ended the choice."""
+    token_ids: list[int] = Absent
+    """With `return_token_ids`."""
 
 
 class ChunkChoice(OpenAIObject):
@@ -59,26 +56,11 @@ class ChunkChoice(OpenAIObject):
     """Null until the last chunk of the choice."""
     stop_reason: str | int | None = None
     """The stop string or token id that ended the choice."""
+    token_ids: list[int] = Absent
+    """With `return_token_ids`: of the tokens of this chunk."""
 
 
 # --- chat ---------------------------------------------------------------------------------------------------
-
-
-class TopLogprob(OpenAIObject):
-    token: str
-    logprob: float | None
-    bytes: list[int]
-    """The UTF-8 bytes of the token; a character may consist of several tokens."""
-
-
-class TokenLogprob(TopLogprob):
-    """A generated token."""
-
-    top_logprobs: list[TopLogprob]
-
-
-class ChatLogprobs(OpenAIObject):
-    content: list[TokenLogprob]
 
 
 class CalledFunction(OpenAIObject):
@@ -115,6 +97,9 @@ class ChatCompletion(CompletionObject):
     object: Literal["chat.completion"]
     choices: list[ChatChoice]
     usage: Usage
+    prompt_token_ids: list[int] = Absent
+    """With `return_token_ids`."""
+    prompt_logprobs: PromptLogprobs = Absent
 
 
 class CalledFunctionDelta(OpenAIObject):
@@ -155,26 +140,19 @@ class ChatCompletionChunk(CompletionObject):
     object: Literal["chat.completion.chunk"]
     choices: list[ChatChunkChoice]
     usage: Usage | None = None
+    prompt_token_ids: list[int] = Absent
+    """With `return_token_ids`, in the first chunk of a choice."""
 
 
 # --- completion ---------------------------------------------------------------------------------------------
 
 
-class CompletionLogprobs(OpenAIObject):
-    """Four parallel lists."""
-
-    tokens: list[str]
-    token_logprobs: list[float | None]
-    """Null for the first token of a prompt."""
-    top_logprobs: list[dict[str, float | None] | None]
-    """The most likely tokens at each position; null for the first token of a prompt."""
-    text_offset: list[int]
-    """Number of characters before each token."""
-
-
 class CompletionChoice(FinishedChoice):
     text: str
     logprobs: CompletionLogprobs | None
+    prompt_token_ids: list[int] = Absent
+    """With `return_token_ids`."""
+    prompt_logprobs: PromptLogprobs = Absent
 
 
 class Completion(CompletionObject):
@@ -186,6 +164,8 @@ class Completion(CompletionObject):
 class CompletionChunkChoice(ChunkChoice):
     text: str
     logprobs: CompletionLogprobs | None
+    prompt_token_ids: list[int] = Absent
+    """With `return_token_ids`, in the first chunk of a choice."""
 
 
 class CompletionChunk(CompletionObject):

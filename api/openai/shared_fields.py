@@ -125,6 +125,19 @@ class OpenAIRequest(StructuredOutputFields):
         description="Numbers to add to the logits, by token id.",
         json_schema_extra=BIAS_SCHEMA,
     )
+    prompt_logprobs: int | None = least(
+        0,
+        "Return the prompt's tokens with their log-probabilities, and so many of the most likely tokens in "
+        "place of each (vLLM). Not for streams.",
+    )
+    return_token_ids: bool | None = Field(
+        default=None, description="Return the ids of the prompt's and of the generated tokens (vLLM)."
+    )
+    return_tokens_as_token_ids: bool | None = Field(
+        default=None,
+        description="With `logprobs`: name tokens as `token_id:7`, because bytes of a character are no text "
+        "(vLLM).",
+    )
     echo: bool | None = Field(
         default=None,
         description="Begin the text with the prompt; in a chat, with the assistant's message that it "
@@ -140,6 +153,9 @@ class OpenAIRequest(StructuredOutputFields):
             running_usage=bool(options and options.include_usage and options.continuous_usage_stats),
             skip_special=self.skip_special_tokens is not False,
             include_stop=bool(self.include_stop_str_in_output),
+            token_ids=bool(self.return_token_ids),
+            names_by_id=bool(self.return_tokens_as_token_ids),
+            prompt_tops=None if self.stream else self.prompt_logprobs,
         )
 
     def check(self) -> None:
@@ -147,6 +163,8 @@ class OpenAIRequest(StructuredOutputFields):
         reject_unsupported(self.model_extra or {}, UNSUPPORTED, openai_fields() | TGI_FIELDS)
         if self.stream_options is not None and not self.stream:
             raise invalid("`stream_options` is only allowed with `stream`: true", "stream_options")
+        if self.stream and self.prompt_logprobs:
+            raise invalid("`prompt_logprobs` must be 0 when tokens are streamed", "prompt_logprobs")
         if self.best_of not in (None, 1, self.n):
             raise invalid(
                 f"`best_of` must be 1 or equal to `n`: all texts are returned. Given: {self.best_of}",

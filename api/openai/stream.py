@@ -37,7 +37,7 @@ async def chunk_updates(renderer: ResponseRenderer) -> AsyncIterator[tuple[list[
         changed.clear()
         for choice in turns:
             if choice.stream.num_tokens and not choice.begun:
-                await offload(choice.stream.prompt.num_records, partial(renderer.prompt_logprobs, choice))
+                await offload(choice.stream.prompt.num_records, partial(renderer.echoed_logprobs, choice))
         new: list[tuple[int, bytes]] = []
         while turns and turns[0].has_piece and len(new) < MAX_FRAMES:
             new += take_turn(renderer, turns)

@@ -3,7 +3,6 @@
 from api.http.unsupported import UnsupportedFields
 
 UNSUPPORTED: UnsupportedFields = {
-    "allowed_token_ids": (),
     "audio": (),
     "chat_template": (),
     "documents": (),
@@ -19,13 +18,10 @@ UNSUPPORTED: UnsupportedFields = {
     "moderation": (),
     "prediction": (),
     "prompt_embeds": (),
-    "prompt_logprobs": (),
     "repetition_detection": (),
     "request_id": (),
     "return_prompt_text": (False,),
-    "return_token_ids": (False,),
     "return_token_offsets": (False,),
-    "return_tokens_as_token_ids": (False,),
     "spaces_between_special_tokens": (True,),
     "stream_interval": (1,),
     "suffix": ("",),

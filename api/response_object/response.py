@@ -8,8 +8,8 @@ import orjson
 from api.chat.answer import AnswerReader
 from api.errors import failed
 from api.inference.stream import Stream
+from api.logprobs.chat import chat_logprobs
 from api.openai.choice import TextPiece, new_choices
-from api.openai.render_chat import render_token_logprob
 from api.response_object.items import CallItem, Event, Item, Logprobs, MessageItem, OutputItem, ReasoningItem
 from api.tool_calls.reading.deltas import CallArguments, CallStart, ContentDelta, Delta, ReasoningDelta
 from common.messages.answer import HttpAnswer
@@ -182,14 +182,4 @@ class ResponsesRenderer:
     def logprobs(self, tokens: Iterable[int]) -> Logprobs:
         if not self.answer.rendering.logprobs:
             return []
-        stream = self.stream
-        return [
-            render_token_logprob(stream, stream.ids[i], stream.logprobs[i])
-            | {
-                "top_logprobs": [
-                    render_token_logprob(stream, token_id, logprob)
-                    for token_id, logprob in (stream.tops[i] if stream.tops else [])
-                ]
-            }
-            for i in tokens
-        ]
+        return chat_logprobs(self.stream, tokens)

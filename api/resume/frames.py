@@ -10,7 +10,7 @@ from api.openai import respond
 from api.openai.stream import stream_bodies as openai_bodies
 from api.response_object.frames import stream_frames
 from api.response_object.whole import render_whole as render_response
-from api.tgi import best_of
+from api.tgi import best_of, vertex
 from api.tgi.render import stream_bodies as tgi_bodies
 from common.messages.answer import HttpAnswer
 
@@ -37,7 +37,8 @@ def render_whole(answer: HttpAnswer, streams: Sequence[Stream], arrived_s: float
         return render_response(answer, streams, arrived_s)
     if family_of(answer.route) is openai:
         return respond.render_whole(answer, streams, arrived_s)
-    return best_of.render_whole(answer, streams, arrived_s)
+    render = vertex.render_whole if answer.route == vertex.PATH else best_of.render_whole
+    return render(answer, streams, arrived_s)
 
 
 def render_frames(answer: HttpAnswer, streams: Sequence[Stream]) -> AsyncIterator[list[bytes]]:

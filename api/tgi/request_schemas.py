@@ -23,7 +23,7 @@ NAMES = {
     "relative_frequency_penalty": "frequency_penalty",
     "n": "best_of",
 }
-UNSUPPORTED: UnsupportedFields = {"watermark": (False,), "adapter_id": ()}
+UNSUPPORTED: UnsupportedFields = {"adapter_id": ()}
 
 
 def unsupported(name: str) -> Any:
@@ -91,7 +91,11 @@ class GenerateParameters(SamplingFields):
         json_schema_extra=GRAMMAR_SCHEMA,
     )
 
-    watermark: bool | None = unsupported("watermark")
+    watermark: bool | None = Field(
+        default=None,
+        description="Favour tokens that follow from those before them, so that a text shows where it comes "
+        "from (arXiv:2301.10226); WATERMARK_GAMMA and WATERMARK_DELTA say how much. Default: false.",
+    )
     adapter_id: str | None = unsupported("adapter_id")
 
     @property
@@ -136,6 +140,7 @@ class GenerateRequest(BaseModel):
             grammar=from_tgi(parameters.grammar) if parameters.grammar else None,
             n=parameters.best_of or 1,
             top_n_tokens=parameters.top_n_tokens or 0,
+            watermark=bool(parameters.watermark),
             prompt_logprobs=0 if parameters.decoder_input_details else None,
             names=NAMES,
         )

@@ -63,6 +63,13 @@ class GenerateResponse(TgiObject):
     """Absent unless requested."""
 
 
+class Predictions(TgiObject):
+    """The body of /vertex."""
+
+    predictions: list[str]
+    """A text for each instance, in their order."""
+
+
 class StreamDetails(TgiObject):
     """How the text was generated."""
 

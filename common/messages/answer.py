@@ -46,6 +46,9 @@ class Rendering:
         include_stop: the text has its stop string or stop token.
         prompt_only: choices have no generated text.
         reading: how text is read; None where all of it is content.
+        token_ids: vLLM's `return_token_ids`.
+        names_by_id: vLLM's `return_tokens_as_token_ids`.
+        prompt_tops: vLLM's `prompt_logprobs`: likeliest tokens shown at each place of the prompt.
     """
 
     details: bool = wire_field("dt", default=False)
@@ -56,6 +59,9 @@ class Rendering:
     include_stop: bool = wire_field("is", default=False)
     prompt_only: bool = wire_field("po", default=False)
     reading: Reading | None = wire_field("rd", default=None)
+    token_ids: bool = wire_field("ti", default=False)
+    names_by_id: bool = wire_field("ni", default=False)
+    prompt_tops: int | None = wire_field("pt", default=None)
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,9 +12,9 @@ TOP_P_MIN = 1e-6
 class SamplingParams:
     """How the tokens of a row are sampled. Defaults change nothing: greedy, without penalties.
 
-    Applied in this order: logit bias and banned words, repetition, frequency and presence penalties,
-    temperature, top-k, top-p, min-p, typical-p; then one token is drawn. The random number for a token is a
-    function of (seed, choice, index of the token).
+    Applied in this order: logit bias, watermark, banned words, repetition, frequency and presence penalties,
+    grammar or allowed ids, temperature, top-k, top-p, min-p, typical-p; then one token is drawn. The random
+    number for a token is a function of (seed, choice, index of the token).
 
     Attributes:
         temperature: 0 is greedy: the likeliest token after bias and penalties.
@@ -30,6 +30,10 @@ class SamplingParams:
         raw_logprobs: whether log-probabilities are of the model's own distribution (OpenAI's way) or of the
             processed one (TGI's).
         grammar: what the text must look like, in llguidance's form; "" is any text.
+        allowed_token_ids: ids of which each token is one; empty is all. Not beside a grammar.
+        watermark_delta: what is added to the logits of green tokens (arXiv:2301.10226, as in TGI); 0 is no
+            watermark.
+        watermark_gamma: share of the vocabulary that is green; which tokens are follows from the last one.
     """
 
     temperature: float = wire_field("t", default=0.0)
@@ -50,6 +54,9 @@ class SamplingParams:
     top_p_reset_ids: list[int] = wire_field("i", default_factory=list)
     raw_logprobs: bool = wire_field("x", default=False)
     grammar: str = wire_field("g", default="")
+    allowed_token_ids: list[int] = wire_field("a", default_factory=list)
+    watermark_delta: float = wire_field("wd", default=0.0)
+    watermark_gamma: float = wire_field("wg", default=0.0)
 
 
 @dataclass(frozen=True, slots=True)

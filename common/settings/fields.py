@@ -96,6 +96,10 @@ class SettingFields(BaseModel):
     """stop strings of one request"""
     max_top_n_tokens: Number = 20
     """most likely tokens listed with each token"""
+    watermark_gamma: Annotated[float, Field(ge=0.01, le=0.99)] = 0.5
+    """share of the vocabulary that a `watermark` favours at each token"""
+    watermark_delta: Annotated[float, Field(ge=0.01, le=100)] = 2.0
+    """what a `watermark` adds to the logits of these tokens"""
     disable_grammar_support: bool = False
     """requests for structured output (JSON schemas, regexes, grammars) are refused"""
     finish_json: bool = False

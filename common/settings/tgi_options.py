@@ -9,7 +9,6 @@ NO_SPECULATION = "speculation is not built yet"
 NO_TRACES = "traces are not built yet; metrics are (METRICS_PORT)"
 NO_NGROK = "tunnels are not built; put a proxy in front"
 NO_LORA = "adapters are not built yet; merge the adapter into the model"
-NO_WATERMARK = "watermarks are not built yet"
 OWN_TOKENIZER = "a model's tokenizer is its own; tokenizer.json stands beside its weights"
 BY_HUB = "read by huggingface_hub"
 
@@ -45,8 +44,6 @@ TGI = (
         ("text-generation-inference.router", "text-generation-inference.server"),
         NO_TRACES,
     ),
-    Option("watermark_gamma", (0.5,), NO_WATERMARK, float),
-    Option("watermark_delta", (2.0,), NO_WATERMARK, float),
     Option("ngrok", OFF, NO_NGROK, bool),
     Option("ngrok_authtoken", NONE, NO_NGROK, secret=True),
     Option("ngrok_edge", NONE, NO_NGROK),

@@ -25,6 +25,7 @@ FLOORS = {
         "tgi response_object",
         "vllm",
         "openai",
+        "logprobs",
         "http chat",
         "inference arq",
         "tool_calls.forcing",

@@ -1,4 +1,4 @@
-"""Grammar masks: what a grammar or a watermark allows or favours as a row's next token."""
+"""Grammar masks: what a grammar allows as a row's next token."""
 
 from typing import Protocol
 
@@ -6,13 +6,11 @@ import numpy as np
 import numpy.typing as npt
 
 Bits = npt.NDArray[np.int32]
-Float32 = npt.NDArray[np.float32]
 
 
 class GrammarMask(Protocol):
-    """Implemented by grammars (a mask) and watermarks (a bias).
-
-    Both are read after the forward is launched and may be computed while it runs: only the sampler waits.
+    """Implemented by grammars. A mask is read after the forward is launched and may be computed while it
+    runs: only the sampler waits.
     """
 
     def is_ready(self) -> bool:
@@ -28,6 +26,3 @@ class GrammarMask(Protocol):
         """Returns the tokens that may come next, at least one: bit t % 32 of word t //
         32. None allows all.
         """
-
-    def bias(self) -> Float32 | None:
-        """Returns what is added to the scores, float32 [vocabulary]."""

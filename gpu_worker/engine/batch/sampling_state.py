@@ -26,7 +26,8 @@ class SamplingState:
         bias_ids, bias: ids, and what is added to their logits.
         banned_ids: bad words of one id.
         bad_words: (ids before the last, last id) of longer bad words.
-        tail: the row's last ids, as many as the longest bad word needs.
+        tail: the row's last ids, as many as the longest bad word and the watermark need.
+        allowed: the only ids that are sampled; None for all.
         token_counts: None where nothing is penalised.
         top_p_decay: None where top_p is constant.
     """
@@ -47,6 +48,7 @@ class SamplingState:
     token_counts: TokenCounts | None = field(default=None)
     top_p_decay: TopPDecay | None = None
     grammar: GrammarMask | None = None
+    allowed: frozenset[int] | None = None
 
     @classmethod
     def of(
@@ -61,7 +63,7 @@ class SamplingState:
             return None
         ids = np.frombuffer(start.ids, "<i4")
         words = sampling.bad_words
-        tail_length = max((len(word) - 1 for word in words), default=0)
+        tail_length = max(bool(sampling.watermark_delta), *(len(word) - 1 for word in words), 0)
         num_prompt = len(ids) - start.base
         return cls(
             sampling=sampling,
@@ -82,6 +84,7 @@ class SamplingState:
             else None,
             top_p_decay=TopPDecay(sampling, ids[num_prompt:].tolist()) if sampling.top_p_decay < 1 else None,
             grammar=grammar,
+            allowed=frozenset(sampling.allowed_token_ids) or None,
         )
 
     @property
@@ -105,13 +108,15 @@ class SamplingState:
         return self.banned_ids + words + (self.end_ids if is_early else [])
 
     def accept(self, token: int) -> bool:
-        """Takes a sampled token. False: the row's grammar does not allow it."""
+        """Takes a sampled token. False: its grammar, or its allowed ids, do not have it."""
         if self.token_counts is not None:
             self.token_counts.accept(token)
         if self.tail_length:
             self.tail = [*self.tail, token][-self.tail_length :]
         if self.top_p_decay is not None:
             self.top_p_decay.accept(token)
+        if self.allowed is not None and token not in self.allowed:
+            return False
         return self.grammar is None or self.grammar.accept(token)
 
     def penalty(self) -> Float32:
@@ -137,7 +142,11 @@ def is_plain_greedy(sampling: SamplingParams) -> bool:
     any case.
     """
     return sampling.temperature == 0 and not (
-        sampling.logit_bias or sampling.bad_words or has_penalties(sampling)
+        sampling.logit_bias
+        or sampling.bad_words
+        or sampling.allowed_token_ids
+        or sampling.watermark_delta
+        or has_penalties(sampling)
     )
 
 

@@ -83,7 +83,7 @@ class SampleRequestStruct(ctypes.Structure):
         ),
         *list_fields("biased", "bias", "banned", "history"),
         ("history_stride", c_int64),
-        *list_fields("grammar_bias", "grammar_mask"),
+        *list_fields("mask"),
     ]
 
 

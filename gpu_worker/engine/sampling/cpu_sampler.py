@@ -12,7 +12,9 @@ import torch
 
 from gpu_worker.engine.batch.sampling_state import SampleRequest
 from gpu_worker.engine.cpu import native
+from gpu_worker.engine.sampling.grammar import mask_of
 from gpu_worker.engine.sampling.multinomial import SamplerOutput, empty_output
+from gpu_worker.engine.sampling.watermark import biases
 
 Array = npt.NDArray[np.generic]
 CPU = torch.device("cpu")
@@ -38,7 +40,9 @@ def sample_natively(
     )
     kept: list[Array] = []
     columns = (
-        (native.SampleRequestStruct * len(requests))(*(native_request(request, kept) for request in requests))
+        (native.SampleRequestStruct * len(requests))(
+            *(native_request(request, logits.shape[1], kept) for request in requests)
+        )
         if any(requests)
         else None
     )
@@ -73,14 +77,16 @@ def output_pointers(output: SamplerOutput) -> native.SamplerOutputStruct:
     return native.SamplerOutputStruct(*(column.data_ptr() for column in output), output.top_ids.shape[1])
 
 
-def native_request(request: SampleRequest | None, kept: list[Array]) -> native.SampleRequestStruct:
+def native_request(
+    request: SampleRequest | None, vocab_size: int, kept: list[Array]
+) -> native.SampleRequestStruct:
     """Builds the struct of one row; `kept` keeps the arrays alive that it points to."""
     if request is None:
         return native.SampleRequestStruct()
     state = request.state
-    sampling, counts, grammar = state.sampling, state.token_counts, state.grammar
+    sampling, counts = state.sampling, state.token_counts
     banned = state.banned_ids_at(request.index)
-    bias, mask = (grammar.bias(), grammar.mask()) if grammar else (None, None)
+    bias_ids, bias = biases(state, vocab_size)
 
     def pointer_and_size(array: Array | None) -> tuple[int, int]:
         if array is None or not array.size:
@@ -102,11 +108,10 @@ def native_request(request: SampleRequest | None, kept: list[Array]) -> native.S
         sampling.frequency_penalty,
         sampling.presence_penalty,
         sampling.relative_frequency_penalty / counts.num_tokens if counts else 0.0,
-        *pointer_and_size(state.bias_ids),
-        *pointer_and_size(state.bias),
+        *pointer_and_size(bias_ids),
+        *pointer_and_size(bias),
         *pointer_and_size(np.array(banned, np.int64) if banned else None),
         *pointer_and_size(counts.ids if counts else None),
         counts.table.shape[1] if counts else 0,
-        *pointer_and_size(bias),
-        *pointer_and_size(mask),
+        *pointer_and_size(mask_of(state, vocab_size)),
     )

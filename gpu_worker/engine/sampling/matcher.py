@@ -54,9 +54,6 @@ class Matcher:
     def mask(self) -> Bits | None:
         return self.bits
 
-    def bias(self) -> None:
-        return None
-
 
 class Matchers:
     """Makes matchers for one model's vocabulary, and computes the masks of a step together.

@@ -1,6 +1,6 @@
-"""Changes of single scores before truncation: logit bias, banned ids, penalties, grammar.
+"""Changes of single scores before truncation: logit bias and watermark, banned ids, penalties, masks.
 
-They concern few tokens of a row, so these are gathered and scattered: nothing here reads the whole
+All but masks concern some tokens of a row, so these are gathered and scattered: nothing here reads the whole
 vocabulary.
 """
 
@@ -12,7 +12,8 @@ import torch
 
 from gpu_worker.engine.batch.sampling_state import Int64, SamplingState
 from gpu_worker.engine.batch.to_device import to_device
-from gpu_worker.engine.sampling.grammar import apply_grammar
+from gpu_worker.engine.sampling.grammar import apply_masks
+from gpu_worker.engine.sampling.watermark import biases
 
 NO_IDS = np.zeros(0, np.int64)
 
@@ -25,14 +26,15 @@ def adjust_scores(
     banned = [state.banned_ids_at(index) for state, index in zip(states, token_indices, strict=True)]
     apply_bans(scores, [np.array(ids, np.int64) for ids in banned])
     apply_penalties(scores, states)
-    apply_grammar(scores, [state.grammar for state in states])
+    apply_masks(scores, states)
 
 
 def apply_bias(scores: torch.Tensor, states: Sequence[SamplingState]) -> None:
-    """Adds logit_bias to scores float32 [rows, vocabulary], in place."""
-    rows, ids = flatten([state.bias_ids for state in states])
+    """Adds logit biases and watermarks to scores float32 [rows, vocabulary], in place."""
+    found = [biases(state, scores.shape[1]) for state in states]
+    rows, ids = flatten([some for some, _ in found])
     if len(ids):
-        values, known = np.concatenate([state.bias for state in states]), ids < scores.shape[1]
+        values, known = np.concatenate([some for _, some in found]), ids < scores.shape[1]
         scores.index_put_(
             indices(scores, rows[known], ids[known]), on_device(scores, values[known]), accumulate=True
         )

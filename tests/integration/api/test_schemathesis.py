@@ -30,14 +30,16 @@ UNKNOWN_HEADER = "x-schemathesis-unknown-property"
 UNDESCRIBED = re.compile(
     "Input should be a valid integer"  # JSON Schema takes 5.0 for one
     "|`(seed|truncate|truncate_prompt_tokens|min_new_tokens|min_tokens)` must be"
-    "|`(top_n_tokens|top_logprobs|logprobs|best_of)` must be"
+    "|`(top_n_tokens|top_logprobs|prompt_logprobs|logprobs|best_of)` must be"
     "|supports up to|must be at most"  # limits of this fleet; and of seeds, 2**64-1 is no float
     "|tokens below|and below"
     "|has no tokens"
     # one field and another
     "|`stream_options` is only allowed with|`top_logprobs` needs|exclude each other|differ|`best_of`"
     "|`decoder_input_details` must be false when|`max_tokens` must be at least 1. Given: 0"
-    "|needs a model that reasons|is only allowed with `tools`|the name .* twice"
+    "|is only allowed with `tools`|the name .* twice"
+    "|`prompt_logprobs` must be 0 when|has no token that may come before"
+    "|each instance has one prediction|`stream` must be false"
     "|messages.[0-9]+..content` is required|is for the role `assistant`"
     "|does not exist"
     "|must have words of"
@@ -46,7 +48,6 @@ UNDESCRIBED = re.compile(
     "|cannot be compiled|must be a JSON schema|must be a text that is not empty"  # grammars
     "|`(grammar|response_format)[a-z_.]*` is required"
     "|[Pp]revious response with id|`background` (needs|waits)"
-    "|needs a model that reasons"
     "|`(detached|resume_s)` needs a stream|`detached` waits for no client"
 )
 """Errors that a JSON schema cannot describe: limits that depend on the fleet or on another field."""

@@ -1,4 +1,4 @@
-"""Fixed grammar: a grammar with the same mask and bias for every token."""
+"""Fixed grammar: a grammar with the same mask for every token."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -8,8 +8,7 @@ from typing import Any
 class FixedGrammar:
     """Accepts every token, and never ends a row."""
 
-    mask_words: Any = None
-    biases: Any = None
+    mask_words: Any
 
     def is_ready(self) -> bool:
         return True
@@ -22,6 +21,3 @@ class FixedGrammar:
 
     def mask(self) -> Any:
         return self.mask_words
-
-    def bias(self) -> Any:
-        return self.biases

@@ -41,10 +41,14 @@ CASES: dict[str, dict[str, Any]] = {
     "relative_frequency": {"relative_frequency_penalty": 1.9},
     "logit_bias": {"logit_bias": [(5, 4.0), (40, -100.0), (10**6, 50.0)]},
     "bad_words": {"bad_words": BAD_WORDS},
+    "allowed_ids": {"temperature": 1.0, "top_p": 0.9, "allowed_token_ids": [5, 40, 41, 59, 10**6]},
+    "watermark": {"watermark_delta": 2.0, "watermark_gamma": 0.5},
+    "watermark_drawn": {"temperature": 1.0, "watermark_delta": 4.0, "watermark_gamma": 0.25},
     "all": {
         "temperature": 0.8, "top_k": 30, "top_p": 0.95, "min_p": 0.01, "typical_p": 0.9,
         "repetition_penalty": 1.2, "frequency_penalty": 0.3, "presence_penalty": 0.2,
         "relative_frequency_penalty": 0.5, "logit_bias": [(5, 1.5)], "bad_words": BAD_WORDS,
+        "watermark_delta": 1.0, "watermark_gamma": 0.5, "allowed_token_ids": [*range(40)],
     },
 }  # fmt: skip
 """Sampling parameters of a row, by what they test."""

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+import torch
 
 from common.messages.request import SamplingParams
 
@@ -39,6 +40,8 @@ def penalised(
     for token, bias in sampling.logit_bias:
         scores[token] += bias
     ids = prompt + generated
+    if sampling.watermark_delta:
+        scores[green(ids[-1], sampling.watermark_gamma, len(scores))] += sampling.watermark_delta
     for *rest, last in sampling.bad_words:
         if not rest or ids[-len(rest) :] == rest:
             scores[last] = OUT
@@ -49,7 +52,15 @@ def penalised(
         scores[token] -= sampling.frequency_penalty * count + sampling.presence_penalty
     for token, count in Counter(ids).items():
         scores[token] -= sampling.relative_frequency_penalty * count / len(ids)
+    if sampling.allowed_token_ids:
+        scores[~np.isin(np.arange(len(scores)), sampling.allowed_token_ids)] = OUT
     return scores
+
+
+def green(previous: int, gamma: float, vocab_size: int) -> list[int]:
+    """The green list of arXiv:2301.10226, seeded as text-generation-inference seeds it."""
+    generator = torch.Generator().manual_seed(15485863 * previous)
+    return torch.randperm(vocab_size, generator=generator).tolist()[: int(vocab_size * gamma)]
 
 
 def decayed(sampling: SamplingParams, generated: list[int]) -> float:

@@ -19,5 +19,6 @@ WHOLE: list[tuple[str, dict[str, Any]]] = [
     ("/generate", {"inputs": "Hi", "parameters": {"details": True, "top_n_tokens": 2}}),
     ("/", {"inputs": "Hi"}),
     ("/v1/chat/completions", CHAT | {"n": 2}),
-    ("/v1/completions", {"prompt": "a", "logprobs": 1}),
+    ("/v1/completions", {"prompt": "a", "logprobs": 1, "prompt_logprobs": 2, "return_token_ids": True}),
+    ("/vertex", {"instances": [{"inputs": "a"}, CHAT]}),
 ]

@@ -26,7 +26,7 @@ struct RowSampler {
     void sample(const T* logits, int size, const SampleRequest& request, const RowOutput& to) {
         scores.read(logits, size);
         apply_penalties(scores, request);
-        apply_grammar(scores, request);
+        apply_mask(scores, request);
         if (!scores.apply_temperature(request.temperature ? request.temperature : 1))
             return write_nothing(to);
         scores.sum_weights();

@@ -124,11 +124,9 @@ inline void apply_penalties(Scores& scores, const SampleRequest& request) {
     });
 }
 
-// A grammar's bias and mask; tokens behind their ends stay as they are.
-inline void apply_grammar(Scores& scores, const SampleRequest& request) {
+// The tokens that a grammar, or a list of ids, allows; those behind the mask's end stay as they are.
+inline void apply_mask(Scores& scores, const SampleRequest& request) {
     float* x = scores.begin();
-    for (int i = 0; i < std::min<int64_t>(request.grammar_bias.count, scores.size); i++)
-        x[i] += request.grammar_bias.data[i];
-    for (int i = 0; i < std::min<int64_t>(request.grammar_mask.count * 32, scores.size); i++)
-        if (!(request.grammar_mask.data[i / 32] >> i % 32 & 1)) x[i] = EXCLUDED;
+    for (int i = 0; i < std::min<int64_t>(request.mask.count * 32, scores.size); i++)
+        if (!(request.mask.data[i / 32] >> i % 32 & 1)) x[i] = EXCLUDED;
 }

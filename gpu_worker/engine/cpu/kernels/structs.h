@@ -64,8 +64,7 @@ struct SampleRequest {
     List<int64_t> banned, history;  // distinct ids; in further lists, `history_stride` numbers apart: their
                                     // counts, and those of the generated ones
     int64_t history_stride;
-    List<float> grammar_bias;
-    List<int32_t> grammar_mask;  // bit i % 32 of word i / 32: token i is allowed
+    List<int32_t> mask;  // bit i % 32 of word i / 32: token i is allowed
 };
 
 // Where sampled tokens go, [rows]; the likeliest beside them [tops][rows], of which a row fills its num_tops.

@@ -28,7 +28,7 @@ GARBAGE: list[tuple[str, dict[Any, Any], str]] = [  # name, fields, what the err
         {"job": json.dumps({"inputs": "a", "parameters": {"max_new_tokens": 10**6}})},
         "`max_new_tokens`",
     ),
-    ("not served", {"job": json.dumps({"inputs": "a", "parameters": {"watermark": True}})}, "`watermark`"),
+    ("not served", {"job": json.dumps({"inputs": "a", "parameters": {"adapter_id": "a"}})}, "`adapter_id`"),
     ("another model", {"job": json.dumps({"inputs": "a", "model": "gpt-4"})}, "gpt-4"),
     ("too large", {"job": json.dumps({"inputs": "a" * 3000})}, "larger than 2000 bytes"),
     ("deep", {"job": '{"inputs":' + "[" * 500 + "]" * 500 + "}"}, "deep"),

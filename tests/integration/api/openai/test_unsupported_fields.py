@@ -8,6 +8,7 @@ import pytest
 from openai.types import completion_create_params
 from openai.types.chat import completion_create_params as chat_create_params
 
+from api.openai.chat_params import note_effort
 from api.openai.request_schemas import OPENAI_FIELDS, ChatRequest, CompletionRequest
 from api.openai.routes_models import STARTED
 from api.openai.unsupported_fields import TGI_FIELDS, UNSUPPORTED
@@ -75,7 +76,7 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ),
     (CHAT | {"tools": [FUNCTION], "functions": [{"name": "f"}]}, "functions", "exclude each other"),
     (CHAT | {"functions": [{"name": "f"}], "function_call": "f"}, "function_call", "must be none, auto"),
-    (CHAT | {"reasoning_effort": "low"}, "reasoning_effort", "needs a model that reasons"),
+    (CHAT | {"reasoning_effort": "vast"}, "reasoning_effort", "must be one of none, minimal"),
     (
         CHAT | {"continue_final_message": True, "add_generation_prompt": True},
         "continue_final_message",
@@ -205,6 +206,19 @@ async def test_best_of_is_n_and_hints_have_no_effect(client: httpx.AsyncClient) 
         completion = await client.post("/v1/completions", json=PROMPT | labels | body)
         for answer in (chat, completion):
             assert len(answer.json()["choices"]) == body.get("n", 1), answer.text
+
+
+async def test_an_effort_of_a_model_that_does_not_reason_has_no_effect_and_is_logged_once(
+    client: httpx.AsyncClient, caplog: pytest.LogCaptureFixture
+) -> None:
+    """litellm, LangChain and pydantic-ai send one to every model."""
+    note_effort.cache_clear()
+    for effort in ("low", "none", "high"):
+        answer = await client.post("/v1/chat/completions", json=CHAT | {"reasoning_effort": effort})
+        assert answer.status_code == 200, answer.text
+        assert "reasoning_content" not in answer.json()["choices"][0]["message"]
+    notes = [record.message for record in caplog.records if "reasoning_effort" in record.message]
+    assert notes == ["`reasoning_effort` has no effect: smollm2 does not reason"]
 
 
 async def test_a_route_that_is_not_there_names_what_is(client: httpx.AsyncClient) -> None:

@@ -24,6 +24,7 @@ from tests.support.openai_frames import CHAT, TOKENIZER, ids
 from tests.support.waiting import wait_until
 
 USAGE = {"stream_options": {"include_usage": True, "continuous_usage_stats": True}}
+IDS = {"return_token_ids": True, "return_tokens_as_token_ids": True}
 TOOLS = [{"type": "function", "function": {"name": "f"}}]
 TEXT_OF_CALL = ' one\n<tool_call>\n{"name": "f", "arguments": {"text": "two é🙂 three four five"}}'
 REQUESTS: list[tuple[str, dict[str, Any]]] = [
@@ -32,6 +33,8 @@ REQUESTS: list[tuple[str, dict[str, Any]]] = [
     ("/v1/chat/completions", CHAT | {"n": 2, "logprobs": True, "top_logprobs": 2} | USAGE),
     ("/v1/chat/completions", CHAT | {"stop": ["zzz", " six"], "skip_special_tokens": False}),
     ("/v1/chat/completions", CHAT | {"n": 2, "tools": TOOLS} | USAGE),
+    ("/v1/chat/completions", CHAT | {"tools": TOOLS, "logprobs": True} | IDS | USAGE),
+    ("/v1/completions", {"prompt": ["a é", "b"], "logprobs": 1} | IDS),
     ("/v1/completions", {"prompt": ["a é", "b"], "n": 2, "echo": True, "logprobs": 1} | USAGE),
 ]
 

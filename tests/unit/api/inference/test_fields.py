@@ -18,6 +18,7 @@ GIVEN: dict[str, Any] = {
     "typical_p": 0.8,
     "repetition_penalty": 1.5,
     "presence_penalty": 0.25,
+    "allowed_token_ids": [4, 5],
 }
 
 

@@ -10,6 +10,7 @@ from tests.support.events import IDS, end, new_stream, tokens
 from tests.support.fleet.gateways import model_tokenizer
 
 TOKENIZER = model_tokenizer().backend
+START: int = TOKENIZER.token_to_id("<|im_start|>")  # type: ignore[assignment]
 
 
 STREAMS: list[
@@ -55,6 +56,8 @@ async def test_a_stream_takes_each_token_once(
     [
         ({}, IDS[:3], 3),
         ({}, [*IDS[:2], 2], 2),
+        ({}, [*IDS[:2], START], 3),  # another special token, as [TOOL_CALLS] and <|channel|> are
+        ({"stop_ids": [START]}, [*IDS[:2], START], 2),
         ({"ignore_eos": True}, [*IDS[:2], 2], 3),
         ({"stop": [" one"]}, IDS[:2], 1),
         ({"stop": ["ne tw"]}, IDS[:3], 2),

@@ -89,6 +89,9 @@ EXAMPLES = [
                 "i": [8],
                 "x": True,
                 "g": "start: A",
+                "a": [],
+                "wd": 0.0,
+                "wg": 0.0,
             }
         }
         | {"tl": 1000}
@@ -110,6 +113,7 @@ EXAMPLES = [
                 "rd": {"ca": "hermes", "re": "qwen3", "pe": "<think>", "to": [["f", "{}"]], "na": False}
                 | {"pa": True, "ol": False, "sr": True}
             }
+            | {"ti": False, "ni": False, "pt": None}
         }
         | {"tm": {"ow": "", "rs": None, "de": False, "so": 0}, "rp": None},
     ),

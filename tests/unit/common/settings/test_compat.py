@@ -81,8 +81,6 @@ NOT_SERVED = """
 --ngrok true
 --ngrok-edge edge
 --tokenizer-name bigscience/bloom
---watermark-gamma 0.25
---watermark-delta 1.5
 --lora-adapters a,b=/path
 """
 

@@ -280,9 +280,6 @@ class SlowGrammar:
     def mask(self) -> None:
         return None
 
-    def bias(self) -> None:
-        return None
-
 
 def test_a_row_waits_for_its_grammar_and_fails_at_a_token_that_it_forbids() -> None:
     grammar = SlowGrammar()

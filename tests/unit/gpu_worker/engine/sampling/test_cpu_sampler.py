@@ -37,11 +37,9 @@ def logits_of(
     return torch.tensor(values, dtype=torch.float32).to(dtype)[:, :size]
 
 
-def random_request(
-    random: np.random.Generator, size: int, num_words: int, num_biases: int
-) -> SampleRequest | None:
-    """Makes the request of a row with random parameters, or None. A grammar's mask has `num_words` words, its
-    bias `num_biases` values. The token in the middle is always allowed.
+def random_request(random: np.random.Generator, size: int, num_words: int) -> SampleRequest | None:
+    """Makes the request of a row with random parameters, or None. A grammar's mask has `num_words` words. The
+    token in the middle is always allowed.
     """
 
     def choose(*values: Any) -> Any:
@@ -65,13 +63,13 @@ def random_request(
         logit_bias=[(token, float(random.normal(0, 4))) for token in set(ids(choose(0, 0, 3)))],
         bad_words=[[token] for token in ids(choose(0, 0, 2)) if token != size // 2],
         raw_logprobs=choose(False, False, True),
+        allowed_token_ids=choose([], [], [*ids(size), size // 2]),
+        watermark_delta=choose(0.0, 0.0, 2.0),
+        watermark_gamma=choose(0.25, 0.5),
     )
     words = random.integers(-(2**31), 2**31, num_words).astype(np.int32)
     words[size // 64 :][:1] = -1
-    bias = random.normal(0, 2, num_biases).astype(np.float32)
-    grammar = choose(
-        None, None, FixedGrammar(words, bias), FixedGrammar(words, None), FixedGrammar(None, bias)
-    )
+    grammar = choose(None, None, FixedGrammar(words))
     generated = ids(choose(0, 9))
     start = start_row(
         0,
@@ -105,8 +103,8 @@ def test_kernels_sample_the_same_ids_as_torch(size: int, dtype: torch.dtype, lib
     for shape in SHAPES:
         num_rows = 12 if size > 10_000 else 60
         logits = logits_of(shape, random, num_rows, size, dtype)
-        lengths = random.choice([1, size // 32 + 1, size // 32 + 3]), random.choice([1, size, size + 9])
-        requests = [random_request(random, size, *lengths) for _ in range(num_rows)]
+        num_words = random.choice([1, size // 32 + 1, size // 32 + 3])
+        requests = [random_request(random, size, num_words) for _ in range(num_rows)]
         compare(
             cpu_sampler.sample_natively(library, logits, requests),
             sample_in_groups(logits, requests),
@@ -148,7 +146,7 @@ def test_plainly_greedy_rows_get_the_likeliest_token(
 def test_rows_of_nan_or_inf_do_not_disturb_others(library: ctypes.CDLL) -> None:
     """They get an id within the vocabulary; a single token whose logit is NaN is never sampled."""
     random = np.random.default_rng(0)
-    requests = [random_request(random, 3000, 94, 3000) for _ in range(60)]
+    requests = [random_request(random, 3000, 94) for _ in range(60)]
     logits = logits_of("spread", random, 60, 3000, torch.float32)
     expected = cpu_sampler.sample_natively(library, logits, requests)
     for broken in (math.nan, math.inf, -math.inf):

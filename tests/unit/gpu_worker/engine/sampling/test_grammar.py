@@ -1,10 +1,10 @@
-"""Grammar masks and biases, beside rows without them."""
+"""Masks of grammars and of allowed ids, beside rows without them."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
-import torch
 
 from common.messages.request import SamplingParams
 from tests.support.engine.fixed_grammar import FixedGrammar
@@ -19,33 +19,28 @@ from tests.support.engine.sample_requests import (
 pytestmark = pytest.mark.usefixtures("each_sampler")
 
 
-def fixed(allowed: Sequence[int] | None, biased: dict[int, float] | None) -> FixedGrammar:
+def fixed(allowed: Sequence[int]) -> FixedGrammar:
     bits = np.zeros(-(-VOCABULARY // 32) * 32, np.uint8)
-    bits[list(allowed or [])] = 1
-    words = np.packbits(bits, bitorder="little").view(np.int32)
-    biases = np.array([(biased or {}).get(token, 0) for token in range(VOCABULARY)], np.float32)
-    return FixedGrammar(None if allowed is None else words, None if biased is None else biases)
+    bits[list(allowed)] = 1
+    return FixedGrammar(np.packbits(bits, bitorder="little").view(np.int32))
 
 
-def test_mask_and_bias_apply_to_their_row_alone() -> None:
-    """They come before truncation, as logit biases and banned ids do."""
+def test_a_mask_applies_to_its_row_alone() -> None:
+    """It comes before truncation, as logit biases and banned ids do; an id outside the vocabulary is none."""
     logits = logits_of(6, 5)
     top_p = SamplingParams(temperature=1.0, top_p=0.9, seed=1)
-    params = [top_p, top_p, top_p, None, top_p]  # row 3 is greedy but for its grammar
+    listed = replace(top_p, allowed_token_ids=[9, 10, 59, 10**6])
+    params = [top_p, top_p, listed, None, top_p]  # row 3 is greedy but for its grammar
     allowed = [None, [3, 31, 32, 59], None, [4], [9, 10, 11]]
-    biased = [None, None, {7: 5.0}, None, {10: 3.0}]
-    grammars = [None, *map(fixed, allowed[1:], biased[1:])]
     sampled = sample(
         logits,
         [
-            request(sampling, VOCABULARY, grammar=grammar)
-            for sampling, grammar in zip(params, grammars, strict=True)
+            request(sampling, VOCABULARY, grammar=ids and fixed(ids))
+            for sampling, ids in zip(params, allowed, strict=True)
         ],
     )
-    for row, grammar in enumerate(grammars):
-        biased_logits = logits[row].clone()
-        if grammar and biased[row]:
-            biased_logits += torch.from_numpy(grammar.bias())
-        banned = sorted(set(range(VOCABULARY)) - set(allowed[row] or range(VOCABULARY)))
-        check_row(sampled, row, biased_logits, params[row] or SamplingParams(), banned)
+    for row, ids in enumerate(allowed):
+        banned = sorted(set(range(VOCABULARY)) - set(ids or range(VOCABULARY)))
+        check_row(sampled, row, logits[row], params[row] or SamplingParams(), banned)
+    assert sampled.ids[2] in (9, 10, 59)
     assert sampled.ids[3] == 4

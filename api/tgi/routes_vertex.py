@@ -1,0 +1,126 @@
+"""POST /vertex: several prompts or chats in one request, as Vertex AI sends them to TGI."""
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Annotated, Any
+
+from fastapi import APIRouter
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag
+from starlette.requests import Request
+from starlette.responses import Response
+
+from api.answer import describe_answer
+from api.errors import ApiError, invalid
+from api.http import body
+from api.http.headers import prompt_headers
+from api.http.openapi import TGI, json_body
+from api.http.request_id import request_id
+from api.http.resume_terms import read_terms
+from api.http.state import own_pool, pools_of
+from api.http.whole import respond_with_whole
+from api.inference.fields import Listed
+from api.inference.params import GenerationParams
+from api.inference.pool import Pool
+from api.inference.validate import Limits, validate
+from api.openai.accept import fill_defaults
+from api.openai.chat_params import read_chat
+from api.openai.request_schemas import ChatRequest
+from api.tgi.request_schemas import GenerateRequest
+from api.tgi.response_schemas import GENERATE_ERRORS, Predictions
+from api.tgi.vertex import PATH, render_whole
+from common.messages.answer import Rendering
+
+router = APIRouter(responses=GENERATE_ERRORS, tags=[TGI])
+Instance = GenerateRequest | ChatRequest
+EXAMPLE = {"instances": [{"inputs": "The capital of France is", "parameters": {"max_new_tokens": 20}}]}
+
+
+def kind_of(instance: Any) -> str:
+    return "chat" if isinstance(instance, Mapping) and "messages" in instance else "prompt"
+
+
+class VertexRequest(BaseModel):
+    """The body of /vertex."""
+
+    model_config = ConfigDict(strict=True)
+
+    instances: Listed[
+        Annotated[
+            Annotated[GenerateRequest, Tag("prompt")] | Annotated[ChatRequest, Tag("chat")],
+            Discriminator(kind_of),
+        ]
+    ] = Field(
+        description="Each is a body of `/generate`, or of `/v1/chat/completions`.",
+        json_schema_extra={"minItems": 1},
+    )
+
+
+@router.post(
+    PATH,
+    summary="Generate several texts",
+    openapi_extra=json_body(VertexRequest, EXAMPLE),
+    responses={200: {"model": Predictions}},
+)
+async def vertex(request: Request) -> Response:
+    """Returns a text for each instance. Prompts are sampled, unless `do_sample` is false, as in TGI."""
+    arrived_s, pool = time.monotonic(), own_pool(request)
+    parsed = await body.read(request, VertexRequest, pool.settings.payload_limit)
+    await pool.admission.check()
+    limits = pool.workers.limits
+    check_number(parsed.instances, limits)
+    found = [await read_instance(request, pool, one, i) for i, one in enumerate(parsed.instances)]
+    requests = [choice for params in found for choice in await validate(params, limits, pool.tokenizer)]
+    own_id = request_id(request)
+    answer = describe_answer(
+        own_id,
+        PATH,
+        False,
+        pool.settings.model_name,
+        requests,
+        [""] * len(requests),
+        Rendering(),
+        read_terms(request, own_id, False, None, None),
+    )
+    streams = await pool.admission.submit_all(answer)
+    headers = prompt_headers(pool.settings, sum(len(params.text or "") for params in found))
+    render = partial(render_whole, answer, streams, arrived_s)
+    return await respond_with_whole(request, own_id, streams, headers, render, pool.admission.release)
+
+
+def check_number(instances: Sequence[Instance], limits: Limits) -> None:
+    most = limits.max_client_batch_size
+    if not 0 < len(instances) <= most:
+        raise invalid(f"`instances` must have 1 to {most} items. Given: {len(instances)}", "instances")
+
+
+async def read_instance(request: Request, pool: Pool, instance: Instance, i: int) -> GenerationParams:
+    """The parameters of one instance. Raises ApiError, which says which one it is."""
+    where = f"instances[{i}]"
+    try:
+        if isinstance(instance, ChatRequest):
+            params = await read_messages(request, pool, instance)
+        else:
+            params = read_prompt(instance)
+        if params.n > 1:
+            name = params.name("n")
+            raise invalid(f"`{name}` must be 1: each instance has one prediction. Given: {params.n}", name)
+    except ApiError as error:
+        text = f"`{where}`: {error.text}"
+        raise ApiError(error.status, error.error_type, text, where, error.code) from error
+    return params
+
+
+def read_prompt(instance: GenerateRequest) -> GenerationParams:
+    is_greedy = instance.parameters is not None and instance.parameters.do_sample is False
+    return replace(instance.generation_params(streamed=False), do_sample=not is_greedy)
+
+
+async def read_messages(request: Request, pool: Pool, chat: ChatRequest) -> GenerationParams:
+    chat.check()
+    if chat.stream:
+        raise invalid("`stream` must be false: the answer has all predictions", "stream")
+    if await pools_of(request).find(chat.model) is not pool:
+        raise invalid(f"`model` must be this fleet's own. Given: {chat.model}", "model")
+    return (await read_chat(fill_defaults(chat, pool.tokenizer.sampling_defaults), pool)).params

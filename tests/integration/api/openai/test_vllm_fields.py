@@ -1,0 +1,122 @@
+"""What vLLM adds to OpenAI's routes: ids of tokens, log-probabilities of prompts, allowed ids."""
+
+from typing import Any
+
+from common.messages.packing import unpack_ids
+from deploy.serve.embedded_broker import Broker
+from tests.support.fleet.scripted_worker import Answer
+from tests.support.openai_frames import CHAT, CHAT_PATH, IM_END, answering, frames, ids, logprobs, streamed
+
+PATH = "/v1/completions"
+IDS = {"return_token_ids": True}
+CALL = 'Hm.\n<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>'
+TOOLS = {"tools": [{"type": "function", "function": {"name": "f"}}]}
+
+
+async def test_a_chat_has_the_ids_of_its_prompt_and_of_its_tokens(broker: Broker) -> None:
+    tokens = [*ids(" é🙂 b"), IM_END]
+    async with answering(broker.url, Answer(ids(" é🙂 b"))) as (worker, _, client):
+        whole = (await client.post(CHAT_PATH, json=CHAT | IDS | {"n": 2})).json()
+        chunks = frames(await streamed(client, CHAT_PATH, CHAT | IDS))
+        plain = (await client.post(CHAT_PATH, json=CHAT)).json()
+    prompt = unpack_ids(worker.seen[0].prompt_ids)
+    assert whole["prompt_token_ids"] == prompt
+    assert [choice["token_ids"] for choice in whole["choices"]] == [tokens, tokens]
+    assert [chunk.get("prompt_token_ids") for chunk in chunks] == [prompt] + [None] * (len(chunks) - 1)
+    assert [chunk["choices"][0]["token_ids"] for chunk in chunks[1:]] == [[token] for token in tokens]
+    assert "prompt_token_ids" not in plain and "token_ids" not in plain["choices"][0]
+
+
+async def test_every_token_of_a_call_is_in_one_chunk_ids_or_not(broker: Broker) -> None:
+    body = CHAT | TOOLS | IDS
+    async with answering(broker.url, Answer(ids(CALL)), tool_call_parser="hermes") as (_, _, client):
+        whole = (await client.post(CHAT_PATH, json=body)).json()
+        chunks = frames(await streamed(client, CHAT_PATH, body))
+    shown = [token for chunk in chunks[1:] for token in chunk["choices"][0]["token_ids"]]
+    assert shown == whole["choices"][0]["token_ids"] == [*ids(CALL), IM_END]
+    assert whole["choices"][0]["message"]["tool_calls"][0]["function"]["name"] == "f"
+
+
+async def test_choices_of_completions_have_the_ids_of_their_own_prompts(broker: Broker) -> None:
+    prompts = {"prompt": ["a é b", "c"]}
+    async with answering(broker.url, Answer(ids(" x y"), ends=False)) as (_, _, client):
+        for echo in ({}, {"echo": True}):
+            body = prompts | IDS | echo | {"max_tokens": 2}
+            choices = (await client.post(PATH, json=body)).json()["choices"]
+            assert [one["prompt_token_ids"] for one in choices] == [ids("a é b"), ids("c")]
+            assert [one["token_ids"] for one in choices] == [ids(" x y")] * 2
+            found = [chunk["choices"][0] for chunk in frames(await streamed(client, PATH, body))]
+            for i, choice in enumerate(choices):
+                own = [one for one in found if one["index"] == i]
+                assert own[0]["prompt_token_ids"] == choice["prompt_token_ids"]
+                assert [token for one in own for token in one["token_ids"]] == choice["token_ids"]
+                assert "".join(one["text"] for one in own) == choice["text"]
+
+
+async def test_tokens_are_named_by_their_ids(broker: Broker) -> None:
+    """With `logprobs` only: else no token is named."""
+    by_id = {"return_tokens_as_token_ids": True}
+    tokens = ids(" é🙂")
+    names = [f"token_id:{token}" for token in tokens]
+    async with answering(broker.url, Answer(tokens, ends=False)) as (_, _, client):
+        more = by_id | {"max_tokens": len(tokens)}
+        chat = CHAT | more | {"logprobs": True, "top_logprobs": 2}
+        content = (await client.post(CHAT_PATH, json=chat)).json()["choices"][0]["logprobs"]["content"]
+        lists = (await client.post(PATH, json={"prompt": "a é", "logprobs": 2, "echo": True} | more)).json()
+        plain = (await client.post(CHAT_PATH, json=CHAT | more)).json()
+    assert [one["token"] for one in content] == names
+    assert b"".join(bytes(one["bytes"]) for one in content) == " é🙂".encode()
+    assert content[0]["top_logprobs"][1]["token"] == f"token_id:{tokens[0] + 1}"
+    found = lists["choices"][0]["logprobs"]
+    assert found["tokens"] == [f"token_id:{token}" for token in ids("a é")] + names
+    assert [*found["top_logprobs"][-1]] == [names[-1], f"token_id:{tokens[-1] + 1}"]
+    assert plain["choices"][0]["logprobs"] is None
+
+
+async def test_prompt_logprobs_are_objects_by_token_id(broker: Broker) -> None:
+    """The scripted worker's likeliest tokens are each token itself, then its neighbour."""
+    prompt = ids("a é b")
+    async with answering(broker.url, Answer(ids(" x"), ends=False)) as (worker, _, client):
+        body: dict[str, Any] = {"prompt": "a é b", "max_tokens": 1, "prompt_logprobs": 2}
+        [choice] = (await client.post(PATH, json=body)).json()["choices"]
+        [both] = (await client.post(PATH, json=body | {"echo": True, "logprobs": 1})).json()["choices"]
+        [none] = (await client.post(PATH, json=body | {"prompt_logprobs": 0})).json()["choices"]
+        chat = (
+            await client.post(CHAT_PATH, json=CHAT | {"prompt_logprobs": 1, "n": 2, "max_tokens": 1})
+        ).json()
+        kept = frames(await streamed(client, PATH, body | {"prompt_logprobs": 0}))
+        refused = [
+            await client.post(PATH, json=body | more)
+            for more in ({"stream": True}, {"prompt_logprobs": 21}, {"prompt_logprobs": -1})
+        ]
+    assert [request.prompt_logprobs for request in worker.seen[:3]] == [2, 2, 0]
+    first, *others = choice["prompt_logprobs"]
+    assert first is None and [[*one] for one in others] == [[str(i), str(i + 1)] for i in prompt[1:]]
+    own = others[0][str(prompt[1])]
+    assert own == {"logprob": -0.5, "rank": 1, "decoded_token": " é"}
+    assert others[0][str(prompt[1] + 1)]["rank"] == 2
+    assert both["prompt_logprobs"] == choice["prompt_logprobs"] and both["text"] == "a é b x"
+    assert both["logprobs"]["top_logprobs"][1] == {" é": -0.5}
+    assert both["logprobs"]["token_logprobs"][-1] == logprobs(1)[0]
+    unranked = none["prompt_logprobs"][1]
+    assert unranked == {str(prompt[1]): {"logprob": -0.5, "rank": None, "decoded_token": " é"}}
+    assert len(chat["prompt_logprobs"]) == chat["usage"]["prompt_tokens"]
+    assert all("prompt_logprobs" not in chunk["choices"][0] for chunk in kept)
+    for answer in refused:
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, "prompt_logprobs")
+
+
+async def test_allowed_ids_reach_the_worker_or_are_refused(broker: Broker) -> None:
+    allowed = {"allowed_token_ids": [7, 11]}
+    schema = {"response_format": {"type": "json_object"}}
+    last = {"allowed_token_ids": [IM_END], "min_tokens": 2}
+    refused: list[dict[str, Any]] = [{"allowed_token_ids": []}, {"allowed_token_ids": [10**6]}]
+    refused += [allowed | schema, last]
+    async with answering(broker.url, Answer([7])) as (worker, _, client):
+        for path, body in ((CHAT_PATH, CHAT), (PATH, {"prompt": "a"}), ("/v1/responses", {"input": "a"})):
+            answer = await client.post(path, json=body | allowed | {"temperature": 0})
+            assert answer.status_code == 200, answer.text
+        for wrong in refused:
+            error = (await client.post(CHAT_PATH, json=CHAT | wrong)).json()["error"]
+            assert error["param"] == "allowed_token_ids", error
+    assert [one.sampling and one.sampling.allowed_token_ids for one in worker.seen] == [[7, 11]] * 3
