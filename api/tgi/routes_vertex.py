@@ -99,6 +99,7 @@ async def read_instance(request: Request, pool: Pool, instance: Instance, i: int
     """The parameters of one instance. Raises ApiError, which says which one it is."""
     where = f"instances[{i}]"
     try:
+        read_terms(request, "", False, instance.resume_s, instance.detached)  # refuses both: nothing streams
         if isinstance(instance, ChatRequest):
             params = await read_messages(request, pool, instance)
         else:

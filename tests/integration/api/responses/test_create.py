@@ -118,3 +118,13 @@ async def test_unknown_responses(broker: Broker, path: str) -> None:
         found: list[httpx.Response] = [await call for call in calls]
         assert [one.status_code for one in found] == [404] * 4
         assert {one.json()["error"]["type"] for one in found} == {"invalid_request_error"}
+
+
+async def test_whole_numbers_beyond_64_bits_are_no_crash(broker: Broker) -> None:
+    """A tool's schema comes back as it was read: such a number as a float."""
+    tool = '{"type": "function", "name": "f", "parameters": {"maximum": 1%s}}' % ("0" * 25)
+    content = f'{{"input": "a", "tools": [{tool}]}}'
+    async with answering(broker.url, ANSWER) as (_, _, client):
+        answer = await client.post(PATH, content=content, headers={"content-type": "application/json"})
+    assert answer.status_code == 200, answer.text
+    assert answer.json()["tools"][0]["parameters"] == {"maximum": 1e25}
