@@ -1,0 +1,91 @@
+"""Shapes that text-generation-inference's own integration tests compare: paths of answers, with types.
+
+Ours may have more paths. Three differ on purpose: an id of an answer is not empty, functions that are called
+have no `description`, and a delta has no null `tool_calls`.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+from deploy.serve.embedded_broker import Broker
+from tests.support.fleet.scripted_worker import Answer
+from tests.support.openai_frames import CHAT, CHAT_PATH, answering, frames, ids, streamed
+
+KNOWN = "id:str object:str created:int model:str system_fingerprint:str"
+CHOICE = "choices[].index:int choices[].logprobs:null choices[].finish_reason:str"
+USAGE = "usage.prompt_tokens:int usage.completion_tokens:int usage.total_tokens:int"
+MESSAGE = "choices[].message.role:str choices[].message.content:str"
+TOKEN = "details.tokens[].id:int details.tokens[].text:str details.tokens[].special:bool"
+DETAILS = "details.finish_reason:str details.generated_tokens:int details.seed:int details.prefill[]"
+CALL = "choices[].message.tool_calls[]"
+CALLED = f"{CALL}.id:str {CALL}.type:str {CALL}.function.name:str {CALL}.function.arguments:str"
+DELTA = "choices[].delta.tool_calls[]"
+DELTAS = f"{DELTA}.index:int {DELTA}.id:str {DELTA}.type:str {DELTA}.function.name:str"
+TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]
+PARAMETERS = {
+    "max_new_tokens": 10,
+    "return_full_text": True,
+    "stop": ["zzz"],
+    "temperature": 0.5,
+    "top_p": 0.9,
+    "top_k": 10,
+    "truncate": 5,
+    "typical_p": 0.9,
+    "watermark": True,
+    "details": True,
+    "seed": 0,
+}
+WHOLE: list[tuple[str, dict[str, Any], str]] = [
+    ("/generate", {"inputs": "Hi", "parameters": PARAMETERS}, f"generated_text:str {DETAILS} {TOKEN}"),
+    ("/v1/completions", {"prompt": "Hi", "temperature": 0.0}, f"{KNOWN} {CHOICE} choices[].text:str {USAGE}"),
+    (CHAT_PATH, CHAT | {"seed": 1337}, f"{KNOWN} {CHOICE} {MESSAGE} {USAGE}"),
+    (CHAT_PATH, CHAT | {"tools": TOOLS}, f"{KNOWN} {CHOICE} {CALLED} choices[].message.content:null {USAGE}"),
+]
+CHUNK = f"{KNOWN} choices[].index:int choices[].logprobs:null choices[].finish_reason:null"
+STREAMED: list[tuple[str, dict[str, Any], str]] = [
+    ("/v1/completions", {"prompt": ["a", "b"]}, f"{CHUNK} choices[].text:str choices[].finish_reason:str"),
+    (CHAT_PATH, CHAT, f"{CHUNK} choices[].delta.role:str choices[].delta.content:str"),
+    (CHAT_PATH, CHAT | {"stream_options": {"include_usage": True}}, f"{CHUNK} choices[] usage:null {USAGE}"),
+    (CHAT_PATH, CHAT | {"tools": TOOLS}, f"{CHUNK} {DELTAS} {DELTA}.function.arguments:str"),
+]
+
+
+def paths(value: Any, before: str = "") -> Iterator[str]:
+    if isinstance(value, dict):
+        for name, inner in value.items():
+            yield from paths(inner, f"{before}.{name}" if before else name)
+    elif isinstance(value, list):
+        for inner in value:
+            yield from paths(inner, f"{before}[]")
+        if not value:
+            yield f"{before}[]"
+    else:
+        yield f"{before}:{'null' if value is None else type(value).__name__}"
+
+
+async def test_answers_have_the_shapes_of_tgi(broker: Broker) -> None:
+    text, call = Answer(ids(" one two")), Answer(ids('{"name": "f", "parameters": {"a": "b c d"}}'))
+    for answer, with_tools in ((text, False), (call, True)):
+        async with answering(broker.url, answer) as (worker, _, client):
+            for path, body, expected in WHOLE:
+                if ("tools" in body) is with_tools:
+                    response = await client.post(path, json={"model": "tgi"} | body)
+                    assert response.status_code == 200, response.text
+                    assert set(expected.split()) - {*paths(response.json())} == set(), path
+            for path, body, expected in STREAMED:
+                if ("tools" in body) is with_tools:
+                    chunks = frames(await streamed(client, path, {"model": "tgi"} | body))
+                    found = {place for chunk in chunks for place in paths(chunk)}
+                    assert set(expected.split()) - found == set(), path
+        if not with_tools:
+            sampling = worker.seen[0].sampling
+            assert sampling is not None and sampling.watermark_delta == 2.0
+
+
+async def test_without_a_wish_for_usage_each_chunk_has_one_choice_and_no_usage(broker: Broker) -> None:
+    async with answering(broker.url, Answer(ids(" one two"))) as (_, _, client):
+        plain = frames(await streamed(client, CHAT_PATH, CHAT))
+        wished = frames(await streamed(client, CHAT_PATH, CHAT | {"stream_options": {"include_usage": True}}))
+    assert all(len(chunk["choices"]) == 1 and chunk.get("usage") is None for chunk in plain)
+    assert [bool(chunk["usage"]) for chunk in wished] == [False] * (len(wished) - 1) + [True]
+    assert wished[-1]["choices"] == []
