@@ -1,11 +1,12 @@
 """huggingface_hub: text generation and chats, whole and streamed, with the URL as the model."""
 
+import json
 from typing import Any
 
 import pytest
 from huggingface_hub import AsyncInferenceClient, InferenceClient
 
-from tests.support.clients.questions import ABOUT_BOB, QUESTION, Person, user
+from tests.support.clients.questions import ABOUT_BOB, QUESTION, WARM, WARM_TOOL, Person, user
 from tests.support.fleet.fleet import Fleet
 
 pytestmark = pytest.mark.slow
@@ -43,3 +44,20 @@ async def test_an_async_chat(fleet: Fleet) -> None:
     async with AsyncInferenceClient(fleet.base_url, timeout=300) as client:
         answer = await client.chat_completion(user(QUESTION), max_tokens=4)
         assert answer.usage.completion_tokens == 4
+
+
+def test_a_tool_is_called_and_its_result_is_answered(client: InferenceClient) -> None:
+    body: dict[str, Any] = {"tools": [WARM_TOOL], "temperature": 0, "max_tokens": 80}
+    answer = client.chat_completion(user(WARM), tool_choice="required", **body).choices[0]
+    assert answer.finish_reason == "tool_calls" and answer.message.tool_calls
+    call = answer.message.tool_calls[0]
+    assert call.function.name == "get_weather" and [*json.loads(call.function.arguments)] == ["place"]
+    asked = {"role": "assistant", "content": None, "tool_calls": [dict(call)]}
+    result = {"role": "tool", "tool_call_id": call.id, "content": "31 degrees"}
+    after = client.chat_completion([*user(WARM), asked, result], tool_choice="none", **body)
+    assert after.choices[0].message.content
+
+
+def test_a_watermark_and_details(client: InferenceClient) -> None:
+    marked = client.text_generation(PROMPT, max_new_tokens=8, watermark=True, details=True)
+    assert marked.details is not None and marked.details.generated_tokens == 8

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.clients.questions import ABOUT_BOB, MODEL, QUESTION, TOO_LONG, Person
+from tests.support.clients.questions import ABOUT_BOB, MODEL, QUESTION, TOO_LONG, WARM, WARM_TOOL, Person
 
 langchain_openai: Any = pytest.importorskip("langchain_openai")
 pytestmark = pytest.mark.slow
@@ -62,3 +62,29 @@ def test_the_older_model_takes_many_prompts(url: str) -> None:
     )
     result = older.generate([f"{i}, {i + 1}," for i in range(6)])
     assert [len(choices) for choices in result.generations] == [2] * 6
+
+
+def test_a_tool_is_called_and_its_result_is_answered(chat: Any) -> None:
+    messages: Any = pytest.importorskip("langchain_core.messages")
+    bound = chat.bind_tools([WARM_TOOL], tool_choice="any", parallel_tool_calls=False)
+    answer = bound.invoke(WARM)
+    [call] = answer.tool_calls
+    assert call["name"] == "get_weather" and [*call["args"]] == ["place"] and not answer.invalid_tool_calls
+    first, *others = bound.stream(WARM)
+    assert sum(others, first).tool_calls[0]["args"] == call["args"]
+    result = messages.ToolMessage("31 degrees", tool_call_id=call["id"])
+    history = [messages.HumanMessage(WARM), answer, result]
+    assert chat.bind_tools([WARM_TOOL], tool_choice="none").invoke(history).content
+
+
+def test_structured_output_by_calling_a_function(chat: Any) -> None:
+    typed = chat.with_structured_output(Person, method="function_calling", include_raw=True)
+    found = typed.invoke(ABOUT_BOB)
+    assert isinstance(found["parsed"], Person), found
+
+
+def test_responses_and_an_effort(url: str) -> None:
+    own = {"base_url": url, "api_key": "none", "model": MODEL, "max_tokens": 16, "max_retries": 0}
+    by_responses = langchain_openai.ChatOpenAI(**own, use_responses_api=True)
+    assert by_responses.invoke(QUESTION).text and "".join(one.text for one in by_responses.stream(QUESTION))
+    assert langchain_openai.ChatOpenAI(**own, reasoning_effort="low").invoke(QUESTION).content

@@ -1,11 +1,21 @@
 """litellm: its providers for OpenAI's API, for vLLM and for TGI, and its router."""
 
+import json
 import os
 from typing import Any
 
 import pytest
 
-from tests.support.clients.questions import ABOUT_BOB, MODEL, QUESTION, TOO_LONG, Person, user
+from tests.support.clients.questions import (
+    ABOUT_BOB,
+    MODEL,
+    QUESTION,
+    TOO_LONG,
+    WARM,
+    WARM_TOOL,
+    Person,
+    user,
+)
 from tests.support.fleet.fleet import Fleet
 
 os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"  # else it asks the Internet at its import
@@ -84,3 +94,31 @@ def test_the_router_falls_back_where_a_prompt_is_too_long(url: str) -> None:
     assert router.completion(model="small", messages=user(QUESTION)).choices[0].message.content
     answer = router.completion(model="small", messages=user(TOO_LONG))
     assert answer.choices[0].message.content == "the larger model"
+
+
+@pytest.mark.parametrize("provider", PROVIDERS)
+def test_a_tool_is_called_and_its_result_is_answered(provider: str, url: str) -> None:
+    body = given(provider, url, messages=user(WARM), tools=[WARM_TOOL], tool_choice="required", max_tokens=80)
+    body["parallel_tool_calls"] = False
+    message = litellm.completion(**body).choices[0].message
+    [call] = message.tool_calls
+    assert call.function.name == "get_weather" and [*json.loads(call.function.arguments)] == ["place"]
+    chunks = [*litellm.completion(**body, stream=True)]
+    [streamed] = litellm.stream_chunk_builder(chunks).choices[0].message.tool_calls
+    assert streamed.function.arguments == call.function.arguments
+    result = {"role": "tool", "tool_call_id": call.id, "content": "31 degrees"}
+    after = body | {"messages": [*user(WARM), message, result], "tool_choice": "none"}
+    assert litellm.completion(**after).choices[0].message.content
+
+
+def test_an_effort_is_no_obstacle(url: str) -> None:
+    """Its users turn it on for all models at once."""
+    body = given("hosted_vllm", url, messages=user(QUESTION), reasoning_effort="low")
+    assert litellm.completion(**body).choices[0].message.content
+
+
+def test_responses(url: str) -> None:
+    body = {"model": f"openai/{MODEL}", "api_base": url, "api_key": "none", "input": QUESTION}
+    whole = litellm.responses(**body, temperature=0, max_output_tokens=12)
+    events = [*litellm.responses(**body, temperature=0, max_output_tokens=12, stream=True)]
+    assert events[-1].response.output_text == whole.output_text != ""

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.clients.questions import MODEL, QUESTION
+from tests.support.clients.questions import MODEL, QUESTION, WARM
 
 pytest.importorskip("llm")
 pytestmark = pytest.mark.slow
@@ -55,3 +55,10 @@ def test_the_older_route(home: Path) -> None:
     assert "Paris" in ask(
         home, "-m", "older", "-o", "max_tokens", "5", "-o", "temperature", "0", "The capital of France is"
     )
+
+
+def test_a_function_of_ones_own_may_be_called(home: Path) -> None:
+    """Whether the model calls it is its own affair; the command comes to its end in both cases."""
+    function = "def get_weather(place: str) -> str:\n    'Weather of a place'\n    return '31 degrees'"
+    given = ("-m", "fleet", "-o", "temperature", "0", "-o", "max_tokens", "60")
+    assert ask(home, *given, "--functions", function, "--chain-limit", "3", WARM) is not None

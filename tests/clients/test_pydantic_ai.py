@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.clients.questions import ABOUT_BOB, MODEL, QUESTION, Person
+from tests.support.clients.questions import ABOUT_BOB, MODEL, QUESTION, WARM, Person
 
 pydantic_ai: Any = pytest.importorskip("pydantic_ai")
 models: Any = pytest.importorskip("pydantic_ai.models.openai")
@@ -42,3 +42,30 @@ async def test_a_history_is_continued(model: Any) -> None:
     first = await talker.run("Hi")
     second = await talker.run(QUESTION, message_history=first.all_messages())
     assert len(second.all_messages()) == 4
+
+
+async def test_a_class_as_output_by_its_default_which_is_a_tool(model: Any) -> None:
+    found = await agent(model, output_type=Person).run(ABOUT_BOB)
+    assert isinstance(found.output, Person)
+    async with agent(model, output_type=Person).run_stream(ABOUT_BOB) as run:
+        assert isinstance(await run.get_output(), Person)
+
+
+async def test_an_agent_with_a_tool_and_an_effort(model: Any) -> None:
+    """Whether it calls the tool is the model's affair; a run comes to its end in both cases."""
+    talker = agent(model)
+
+    @talker.tool_plain  # type: ignore[untyped-decorator]
+    def get_weather(place: str) -> str:
+        """Weather of a place."""
+        return f"31 degrees in {place}"
+
+    limits = pydantic_ai.UsageLimits(request_limit=4)
+    settings = SETTINGS | {"openai_reasoning_effort": "low"}
+    assert (await talker.run(WARM, usage_limits=limits, model_settings=settings)).output is not None
+
+
+async def test_responses(url: str) -> None:
+    provider = providers.OpenAIProvider(base_url=url, api_key="none")
+    found = await agent(models.OpenAIResponsesModel(MODEL, provider=provider)).run(QUESTION)
+    assert found.output

@@ -3,7 +3,7 @@ import assert from "node:assert/strict";
 import test from "node:test";
 import { createOpenAI } from "@ai-sdk/openai";
 import { createOpenAICompatible } from "@ai-sdk/openai-compatible";
-import { generateObject, generateText, Output, streamObject, streamText } from "ai";
+import { generateObject, generateText, Output, stepCountIs, streamObject, streamText, tool } from "ai";
 import { z } from "zod";
 
 const baseURL = `${process.env.FLEET}/v1`;
@@ -32,6 +32,29 @@ for (const [name, model] of Object.entries(models)) {
     for await (const partial of streamObject(bob).partialObjectStream) last = partial;
     schema.parse(last);
     schema.parse((await generateText({ ...bob, output: Output.object({ schema }) })).output);
+  });
+
+  test(`${name}: a tool is called, and its result is answered`, async () => {
+    const places = [];
+    const weather = tool({
+      description: "Weather of a place",
+      inputSchema: z.object({ place: z.string().max(12) }),
+      execute: async ({ place }) => (places.push(place), "31 degrees"),
+    });
+    const asked = {
+      ...own,
+      prompt: "How warm is it in Rome?",
+      tools: { weather },
+      maxOutputTokens: 80,
+      stopWhen: stepCountIs(2),
+      prepareStep: ({ stepNumber }) => ({ toolChoice: stepNumber ? "none" : "required" }),
+    };
+    const whole = await generateText(asked);
+    assert.ok(places.length > 0);
+    assert.equal(whole.steps.length, 2);
+    assert.notEqual(whole.text, "");
+    const streamed = streamText(asked);
+    assert.equal(await streamed.text, whole.text);
   });
 }
 

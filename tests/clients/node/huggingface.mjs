@@ -23,9 +23,19 @@ test("text generation, whole and streamed", async () => {
 });
 
 test("a chat with a JSON schema", async () => {
-  const schema = { type: "object", properties: { age: { type: "integer", maximum: 120 } }, required: ["age"] };
+  const schema = { type: "object", properties: { age: { type: "integer", maximum: 120 } }, required: ["age"], additionalProperties: false };
   const response_format = { type: "json_schema", json_schema: { name: "age", schema } };
   const asked = [{ role: "user", content: "Bob is 32. Answer as JSON." }];
   const answer = await client.chatCompletion({ messages: asked, temperature: 0, max_tokens: 40, response_format });
   assert.equal(typeof JSON.parse(answer.choices[0].message.content).age, "number");
+});
+
+
+test("a tool is called", async () => {
+  const parameters = { type: "object", properties: { place: { type: "string", maxLength: 12 } }, required: ["place"] };
+  const tools = [{ type: "function", function: { name: "get_weather", parameters } }];
+  const body = { messages: [{ role: "user", content: "How warm is it in Rome?" }], tools, tool_choice: "required" };
+  const { message } = (await client.chatCompletion({ ...body, temperature: 0, max_tokens: 80 })).choices[0];
+  assert.equal(message.tool_calls[0].function.name, "get_weather");
+  assert.ok(JSON.parse(message.tool_calls[0].function.arguments).place !== undefined);
 });

@@ -46,3 +46,43 @@ test("a response, whole and as events", async () => {
   assert.equal(text, whole.output_text);
   assert.notEqual(text, "");
 });
+
+
+const tool = {
+  type: "function",
+  function: {
+    name: "get_weather",
+    parameters: {
+      type: "object",
+      properties: { place: { type: "string", maxLength: 12 } },
+      required: ["place"],
+      additionalProperties: false,
+    },
+  },
+};
+const warm = [{ role: "user", content: "How warm is it in Rome?" }];
+
+test("a tool is called and its result is answered", async () => {
+  const asked = { ...body, messages: warm, tools: [tool], tool_choice: "required", max_tokens: 80 };
+  const { message } = (await client.chat.completions.create({ ...asked, parallel_tool_calls: false })).choices[0];
+  assert.ok(JSON.parse(message.tool_calls[0].function.arguments).place !== undefined);
+  const streamed = await client.chat.completions.stream({ ...asked, parallel_tool_calls: false }).finalMessage();
+  assert.equal(streamed.tool_calls[0].function.arguments, message.tool_calls[0].function.arguments);
+  const result = { role: "tool", tool_call_id: message.tool_calls[0].id, content: "31 degrees" };
+  const messages = [...warm, message, result];
+  const after = await client.chat.completions.create({ ...asked, messages, tool_choice: "none" });
+  assert.notEqual(after.choices[0].message.content, "");
+});
+
+test("a tool of a response, and its output behind previous_response_id", async () => {
+  const tools = [{ type: "function", ...tool.function, strict: true }];
+  const asked = { model, tools, temperature: 0, max_output_tokens: 80 };
+  const first = await client.responses.create({ ...asked, input: warm, tool_choice: "required" });
+  const call = first.output.find((item) => item.type === "function_call");
+  assert.ok(JSON.parse(call.arguments).place !== undefined);
+  const input = first.output
+    .filter((item) => item.type === "function_call")
+    .map((item) => ({ type: "function_call_output", call_id: item.call_id, output: "31 degrees" }));
+  const second = await client.responses.create({ ...asked, input, previous_response_id: first.id, tool_choice: "none" });
+  assert.notEqual(second.output_text, "");
+});
