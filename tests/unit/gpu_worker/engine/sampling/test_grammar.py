@@ -35,7 +35,7 @@ def test_a_mask_applies_to_its_row_alone() -> None:
     sampled = sample(
         logits,
         [
-            request(sampling, VOCABULARY, grammar=ids and fixed(ids))
+            request(sampling, VOCABULARY, grammar=fixed(ids) if ids else None)
             for sampling, ids in zip(params, allowed, strict=True)
         ],
     )
