@@ -55,7 +55,8 @@ class Batcher:
         self.lease = lease
         self.epoch = epoch
         self.channels = ChannelSequences(f"{lease.holder}-{epoch}")
-        limits = WorkerLimits(settings.max_batch_size, settings.horizon)
+        target_ms = settings.inter_token_latency_target_ms
+        limits = WorkerLimits(settings.max_batch_size, settings.horizon, target_ms)
         self.scheduler = Scheduler(limits, epoch, settings.weights)
         self.inbox = Inbox(redis)
         self.backlog = Backlog(redis, keys)
@@ -222,9 +223,8 @@ class Batcher:
         answer, refused = await self.dispatch.publish(plan)
         while answer == "refused":
             for row in self.scheduler.withdraw(plan, refused):
-                self.enqueue(
-                    partial(self.terminals.finish, row.sequence, row.sequence.stop_reason or "client")
-                )
+                why = row.sequence.stop_reason or "client"
+                self.enqueue(partial(self.terminals.finish, row.sequence, why))
             answer, refused = await self.dispatch.publish(plan)
         match answer:
             case "OK":

@@ -21,7 +21,7 @@ from common.messages.codec import encode as to_bytes
 from common.messages.request import SamplingParams, StoppingParams
 
 SAMPLE = struct.Struct("<iiif")
-"""A sampled token: row, index of the token in its generation, id, natural logarithm of its probability."""
+"""A sampled token: row, index in its generation, id, natural logarithm of its probability."""
 MAX_FIELD_BYTES = 2**28
 """The longest text or packed field of a frame: an incomplete one is kept in memory."""
 
@@ -32,15 +32,13 @@ class ProtocolError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class StartRow:
-    """A row that starts: the KV of `ids` is computed (a prefill, in chunks), then tokens `base`, `base + 1`,
-    … are sampled.
+    """A row that starts: the KV of `ids` is computed in chunks, then tokens `base`, `base + 1` … are sampled.
 
     Attributes:
         row: number of the row, unique in this engine's life.
         ids: packed int32; the prompt, then the `base` tokens generated so far.
         base: index of the first token to sample; 0 for a request that starts fresh.
-        blocks: packed int32; KV blocks, in order, that the row has at first. Block 0 is scratch, and never
-            among them.
+        blocks: packed int32; KV blocks that the row has at first, in order; never block 0, which is scratch.
         stopping: when the row ends; the engine does not know text, so it ignores stop strings.
         sampling: None is greedy, with nothing to change.
         top_n_tokens: so many of the likeliest tokens are reported with each token.
@@ -66,8 +64,8 @@ class Grant:
 
     Attributes:
         until: the last step that may be run; never smaller than in an earlier grant.
-        prefill_tokens: prompt tokens in one step, over all rows; prompts longer than what is left are
-            chunked, in the order of starts.
+        prefill_tokens, mixed_prefill_tokens: prompt tokens in one step, over all rows, and in one in which
+            rows decode, too (0: as many). Longer prompts are chunked, in the order of starts.
         starts: rows that start; one that has its last token already is reported ended.
         blocks: (row, packed int32 blocks) appended to what the row has; ignored if it has ended.
         stops: (row, why): the row takes part in no further step and is reported ended with `why`.
@@ -78,6 +76,7 @@ class Grant:
     starts: Sequence[StartRow] = ()
     blocks: Sequence[tuple[int, bytes]] = ()
     stops: Sequence[tuple[int, str]] = ()
+    mixed_prefill_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,10 +126,9 @@ class StepResult:
 
     Attributes:
         step: number of the step, counted from 1 in this engine's life; a boundary without a step repeats the
-            last number, and so does a keepalive, sent every five seconds while rows wait that no step can
-            hold.
+            last number, and so does a keepalive, every five seconds while rows wait that no step can hold.
         samples: packed `SAMPLE`s, one for each sampled token.
-        top_logprobs: (place among the samples, packed int32 ids, packed float32 log-probabilities): the
+        top_logprobs: (place among the samples, packed int32 ids, packed float32 log-probabilities) of the
             `top_n_tokens` likeliest tokens, likeliest first; -inf for those that truncation left out.
         prompt_logprobs: of rows that ask for them, each chunk in the step that computed it: (row, position of
             its first token, packed float32 log-probabilities of the tokens from there on, each given those
@@ -140,6 +138,7 @@ class StepResult:
         ended: (row, why, end index, exclusive). `length`, `eos_token` and `stop_sequence` (a stop id) are
             decided by the engine, others repeat a stop's `why`.
         released: (row, kv_len): the last launched step that held the row is over.
+        prefill_tokens: tokens of prompts that the step computed.
     """
 
     step: int
@@ -150,6 +149,7 @@ class StepResult:
     ended: Sequence[tuple[int, str, int]] = ()
     released: Sequence[tuple[int, int]] = ()
     duration_ms: float = 0.0
+    prefill_tokens: int = 0
 
     @property
     def num_samples(self) -> int:
@@ -163,7 +163,7 @@ class StepResult:
 
 @dataclass(frozen=True, slots=True)
 class EngineFailure:
-    """The engine cannot serve. `setting` names the setting at fault, empty for a crash."""
+    """The engine cannot serve. `setting` is at fault; empty for a crash."""
 
     setting: str
     cause: str

@@ -17,11 +17,15 @@ def next_plan(replica: Replica, epoch: int, starting: list[PlacedRow]) -> Plan |
     if needs_grant:
         replica.until = replica.step + replica.limits.horizon
     replica.plan += 1
+    prefill_tokens = replica.capacity.max_batch_prefill_tokens
     return Plan(
         epoch=epoch,
         number=replica.plan,
         until=replica.until,
-        prefill_tokens=replica.capacity.max_batch_prefill_tokens,
+        prefill_tokens=prefill_tokens,
+        mixed_prefill_tokens=replica.times.prefill_tokens(
+            replica.limits.inter_token_target_ms, prefill_tokens
+        ),
         starts=[row_start(row) for row in starting],
         blocks=blocks,
         stops=stops,

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from batcher.scheduling.block_pool import BlockPool
 from batcher.scheduling.sequence import PlacedRow, Sequence
+from batcher.scheduling.step_times import StepTimes
 from common.block_hashes import block_names
 from common.messages.packing import unpack_ids
 from common.messages.plan import HeldRow, Report, WorkerCapacity
@@ -17,6 +18,7 @@ class WorkerLimits:
 
     max_batch_size: int = 256
     horizon: int = 32
+    inter_token_target_ms: float | None = None
 
 
 @dataclass(slots=True, eq=False)
@@ -37,6 +39,7 @@ class Replica:
         starved: a row did not get all the blocks it needs for the steps granted.
         draining: it was told to end.
         evacuates: it drains, and its rows go to other workers.
+        times: of its steps.
     """
 
     capacity: WorkerCapacity
@@ -56,6 +59,7 @@ class Replica:
     draining: bool = False
     evacuates: bool = False
     next_row: int = 1
+    times: StepTimes = field(default_factory=StepTimes)
 
     def __post_init__(self) -> None:
         self.pool = BlockPool(self.capacity.num_blocks)

@@ -171,6 +171,7 @@ class Scheduler:
         replica = self.replicas[incarnation]
         replica.step = max(replica.step, report.step)
         replica.acknowledged = report.sequence
+        replica.times.add(report.step_times)
         replica.plan_seen = max(replica.plan_seen, report.plan)
         for number, kv_len, step in report.prefilled:
             if (row := replica.rows.get(number)) is not None:

@@ -36,6 +36,8 @@ class Plan:
     Attributes:
         until: the last step granted.
         prefill_tokens: most prompt tokens in one step.
+        mixed_prefill_tokens: most prompt tokens in a step in which rows decode; 0, as a batcher of an earlier
+            version sends it, is `prefill_tokens`.
         starts: rows that start, in order.
         blocks: (row, packed numbers of blocks) that rows get in addition.
         stops: (row, why) of rows that stop.
@@ -55,6 +57,7 @@ class Plan:
     acknowledged: int = wire_field("k", default=0)
     takeover: bool = wire_field("t", default=False)
     adopts: bool = wire_field("ad", default=False)
+    mixed_prefill_tokens: int = wire_field("mp", default=0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +107,8 @@ class Report:
         last_row: with `takeover`: the highest number that a row of this engine ever had.
         reports_lost: the broker lost flushes before this one, and with them reports that nobody may have
             read.
+        step_times: (steps, those of them in which rows decoded, tokens of prompts that they computed, their
+            milliseconds) since the last report, of each kind of steps.
     """
 
     sequence: int = wire_field("q")
@@ -118,6 +123,7 @@ class Report:
     last_row: int = wire_field("lr", default=0)
     reports_lost: bool = wire_field("l", default=False)
     hashes: list[tuple[int, bytes]] = wire_field("bh", default_factory=list)
+    step_times: list[tuple[int, int, int, float]] = wire_field("st", default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)

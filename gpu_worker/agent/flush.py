@@ -102,4 +102,5 @@ class Flusher:
             held=[row.held for row in state.table.rows.values()] if outbox.takeover else [],
             last_row=state.table.last_row,
             hashes=outbox.hashes,
+            step_times=state.take_step_times(),
         )

@@ -16,7 +16,7 @@ from common.process.readiness import READY
 from gpu_worker.agent.engine_client import EngineClient
 from gpu_worker.agent.state import AgentState
 from gpu_worker.agent.steps import StepHandler
-from gpu_worker.protocol import Grant, StartRow
+from gpu_worker.protocol import StartRow
 
 log = logging.getLogger(__name__)
 
@@ -66,6 +66,7 @@ class PlanHandler:
             return
         state.until = max(state.until, plan.until)
         state.prefill_tokens = plan.prefill_tokens
+        state.mixed_prefill_tokens = plan.mixed_prefill_tokens
         state.report_at_step = (state.step + state.until + 1) // 2
         starts = [self.start_row(start) for start in plan.starts]
         for number, blocks in plan.blocks:
@@ -73,7 +74,7 @@ class PlanHandler:
                 row.blocks += blocks
         if starts:
             state.idle.clear()
-        self.engine.send(Grant(state.until, state.prefill_tokens, starts, plan.blocks, plan.stops))
+        self.engine.send(state.grant(starts, plan.blocks, plan.stops))
         for start in plan.starts:
             self.steps.end_at_committed_stop_string(state.table.rows[start.row])
         self.return_unknown_rows(row for row, _ in plan.stops if row not in state.table.rows)
@@ -115,4 +116,4 @@ class PlanHandler:
             state.finish_takeover()
             return
         stops = [(row, "takeover") for row in state.table.rows]
-        self.engine.send(Grant(state.until, state.prefill_tokens, stops=stops))
+        self.engine.send(state.grant(stops=stops))

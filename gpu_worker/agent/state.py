@@ -1,10 +1,12 @@
 """The state that one incarnation's plans, steps and flushes share."""
 
 import asyncio
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from gpu_worker.agent.outbox import Outbox
 from gpu_worker.agent.row_text import RowTable
+from gpu_worker.protocol import Grant, StartRow, StepResult
 
 
 @dataclass(slots=True)
@@ -15,11 +17,13 @@ class AgentState:
         draining: the worker takes no more rows and ends once it holds none.
         outbox: what the next flush publishes; `wake` says that there is something.
         epoch, plan, acknowledged: of the newest plan.
-        until, prefill_tokens: the newest grant.
+        until, prefill_tokens, mixed_prefill_tokens: the newest grant.
         step: the last step that the engine completed.
         report_at_step: a report is due once this step is completed, so that the next grant comes in time.
         num_tokens: tokens sampled in this incarnation's life.
         takeover_pending: a new batcher that adopts no rows waits until none is left.
+        step_times: steps, tokens of prompts and ms since the last report, by whether rows decoded in the
+            steps, and whether they computed any of a prompt.
         idle: whether no row is held and everything is published.
     """
 
@@ -33,10 +37,35 @@ class AgentState:
     acknowledged: int = 0
     until: int = 0
     prefill_tokens: int = 0
+    mixed_prefill_tokens: int = 0
     step: int = 0
     report_at_step: int = 0
     num_tokens: int = 0
     takeover_pending: bool = False
+    step_times: dict[tuple[bool, bool], tuple[int, int, float]] = field(default_factory=dict)
+
+    def grant(
+        self,
+        starts: Sequence[StartRow] = (),
+        blocks: Sequence[tuple[int, bytes]] = (),
+        stops: Sequence[tuple[int, str]] = (),
+    ) -> Grant:
+        """The newest grant, with what is to be started, extended and stopped."""
+        return Grant(self.until, self.prefill_tokens, starts, blocks, stops, self.mixed_prefill_tokens)
+
+    def add_time(self, step: StepResult) -> None:
+        """Counts what a step took, for the next report."""
+        if step.duration_ms:
+            decodes = step.num_samples > len(step.prefilled)
+            kind = decodes, step.prefill_tokens > 0
+            steps, tokens, ms = self.step_times.get(kind, (0, 0, 0.0))
+            self.step_times[kind] = steps + 1, tokens + step.prefill_tokens, ms + step.duration_ms
+
+    def take_step_times(self) -> list[tuple[int, int, int, float]]:
+        """Returns the times since the last call, as a report has them; first of steps without prefill."""
+        times, self.step_times = self.step_times, {}
+        in_order = sorted(times.items(), key=lambda item: item[0][1])
+        return [(steps, steps * decodes, tokens, ms) for (decodes, _), (steps, tokens, ms) in in_order]
 
     def next_incarnation(self) -> "AgentState":
         """The state of the next incarnation over the same engine, which holds no row any more. Numbers of

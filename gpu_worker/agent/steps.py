@@ -7,7 +7,7 @@ from gpu_worker.agent.engine_client import EngineClient
 from gpu_worker.agent.row_text import RowText
 from gpu_worker.agent.state import AgentState
 from gpu_worker.agent.watchdog import Watchdog
-from gpu_worker.protocol import Grant, StepResult
+from gpu_worker.protocol import StepResult
 
 log = logging.getLogger(__name__)
 
@@ -37,7 +37,7 @@ class StepHandler:
         """Has the engine stop every row, and returns when it has released them. Raises EngineDied."""
         state = self.state
         stops = [(row, "preempted") for row in state.table.rows]
-        self.engine.send(Grant(state.until, state.prefill_tokens, stops=stops))
+        self.engine.send(state.grant(stops=stops))
         while state.table.rows:
             await self.receive(watchdog)
 
@@ -46,6 +46,7 @@ class StepHandler:
         state = self.state
         state.step = step.step
         state.num_tokens += step.num_samples
+        state.add_time(step)
         self.add_tokens(step)
         self.add_prompts(step)
         rows = state.table.rows
@@ -113,7 +114,7 @@ class StepHandler:
 
     def stop(self, row: RowText, why: str) -> None:
         """Has the engine stop a row that has ended for the client."""
-        self.engine.send(Grant(self.state.until, self.state.prefill_tokens, stops=[(row.row, why)]))
+        self.engine.send(self.state.grant(stops=[(row.row, why)]))
 
     def end(self, row: RowText, why: str, end: int) -> None:
         """Ends a row for the client: with a terminal, or with a spill if its request goes on elsewhere."""

@@ -58,12 +58,14 @@ class Rows:
         self.step = 0
         self.until = 0
         self.prefill_tokens = 0
+        self.mixed_prefill_tokens = 0
         self.result = StepResultBuilder()
 
     def apply(self, grant: Grant) -> list[Int32]:
         """Applies a grant → the blocks that rows own newly."""
         self.until = grant.until
         self.prefill_tokens = grant.prefill_tokens
+        self.mixed_prefill_tokens = grant.mixed_prefill_tokens or grant.prefill_tokens
         for number, why in grant.stops:
             if number in self.rows:
                 self.finish(self.rows[number], why)
@@ -122,17 +124,19 @@ class Rows:
         """Chooses what the next step computes: a token of each row that decodes, then chunks of prompts up to
         the budgets.
         """
-        slices, tokens_left, scores_left = [], self.prefill_tokens, self.max_scored_tokens
+        slices, prompts, scores_left = [], [], self.max_scored_tokens
         for row in self.rows.values():
             if row.ended or row.index >= row.max_new_tokens or not row.is_ready:
                 continue
             begin = row.kv_len
+            if begin < len(row.ids):
+                prompts.append(row)
+            elif len(row.blocks) * self.block_size > begin:
+                slices.append(RowSlice(row, begin, 1, True, row.sample_place if row.in_flight else None))
+        tokens_left = self.mixed_prefill_tokens if slices else self.prefill_tokens
+        for row in prompts:
+            begin, scored = row.kv_len, row.prompt_logprobs is not None
             room, prefill = len(row.blocks) * self.block_size - begin, len(row.ids) - begin
-            if prefill <= 0:
-                if room > 0:
-                    slices.append(RowSlice(row, begin, 1, True, row.sample_place if row.in_flight else None))
-                continue
-            scored = row.prompt_logprobs is not None
             count = min(room, prefill, tokens_left, scores_left if scored else tokens_left)
             if count > 0:
                 samples = count == prefill
@@ -157,6 +161,8 @@ class Rows:
         sampled, scored = enumerate(zip(ids, logprobs, strict=True)), iter(prompt_logprobs)
         for row_slice in slices:
             row_slice.row.in_flight -= 1
+            if row_slice.count > 1:
+                self.result.prefill_tokens += row_slice.count
             if row_slice.num_scored:
                 self.add_prompt_logprobs(row_slice, next(scored))
             if row_slice.samples:

@@ -54,6 +54,7 @@ class StepResultBuilder:
     ended: list[tuple[int, str, int]] = field(default_factory=list)
     released: list[tuple[int, int]] = field(default_factory=list)
     freed: list[Int32] = field(default_factory=list)
+    prefill_tokens: int = 0
 
     def __bool__(self) -> bool:
         return bool(self.samples or self.ended or self.released)
@@ -68,4 +69,5 @@ class StepResultBuilder:
             tuple(self.ended),
             tuple(self.released),
             duration_ms,
+            self.prefill_tokens,
         )

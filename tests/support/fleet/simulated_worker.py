@@ -68,6 +68,8 @@ class SimulatedWorker:
     plan: int = 0
     sequence: int = 0
     prefill_tokens: int = 0
+    mixed_prefill_tokens: int = 0
+    num_decoded: int = 0
     most_rows: int = 0
     last_row: int = 0
     ended_requests: set[str] = field(default_factory=set)
@@ -87,6 +89,7 @@ class SimulatedWorker:
             max(self.until, plan.until),
             plan.prefill_tokens,
         )
+        self.mixed_prefill_tokens = plan.mixed_prefill_tokens or plan.prefill_tokens
         for number, why in plan.stops:
             if number in self.rows:
                 self.end(number, why)
@@ -130,7 +133,8 @@ class SimulatedWorker:
 
     def run(self) -> bool:
         """One step, if one is granted and a row can take part."""
-        budget = self.prefill_tokens
+        decodes = any(row.prefilled for row in self.rows.values())
+        budget = self.mixed_prefill_tokens if decodes else self.prefill_tokens
         took_part = False
         if self.step >= self.until:
             return False
@@ -149,6 +153,7 @@ class SimulatedWorker:
                     self.sample(number, row)
             elif room > 0:
                 row.kv_len += 1
+                self.num_decoded += 1
                 self.fill(row, 1)
                 took_part = True
                 self.sample(number, row)
@@ -223,6 +228,7 @@ class SimulatedWorker:
             self.report.released,
             self.report.takeover,
             hashes=self.report.hashes,
+            step_times=self.report.step_times,
         )
         self.clear()
         return report

@@ -43,6 +43,24 @@ async def test_tokens_ends_and_releases_are_published_in_one_flush(agent: Agent,
     assert not agent.state.table.rows
 
 
+async def test_a_report_says_how_long_steps_of_each_kind_took(agent: Agent, redis: Redis) -> None:
+    await start(agent)
+    step(agent, prefill_tokens=64, duration_ms=20.0)
+    step(agent, {1: (0, 5)}, prefilled=[(1, 2)], prefill_tokens=32, duration_ms=12.0)
+    step(agent, {1: (1, 6)}, prefill_tokens=8, duration_ms=9.0)
+    step(agent, {1: (2, 6)}, duration_ms=5.0)
+    step(agent, {1: (3, 6)}, duration_ms=7.0)
+    step(agent)
+    agent.state.outbox.takeover = True
+    await agent.flusher.flush()
+    agent.state.outbox.takeover = True
+    await agent.flusher.flush()
+    first, second = await reports(redis)
+    assert sorted(first.step_times) == [(1, 1, 8, 9.0), (2, 0, 96, 32.0), (2, 2, 0, 12.0)]
+    assert first.step_times[0] == (2, 2, 0, 12.0), "what decode takes is known before what prefill adds"
+    assert second.step_times == []
+
+
 async def test_a_preempted_row_is_spilled_and_has_no_terminal(agent: Agent, redis: Redis) -> None:
     await start(agent)
     step(agent, {1: (0, 5)})

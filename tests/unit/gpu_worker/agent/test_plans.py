@@ -22,6 +22,13 @@ from tests.support.agents import (
 from tests.support.waiting import wait_until
 
 
+async def test_every_grant_has_the_budgets_of_the_newest_plan(agent: Agent) -> None:
+    await start(agent)
+    agent.plans.apply(plan(agent, mixed_prefill_tokens=24))
+    agent.steps.stop(agent.state.table.rows[1], "stop_sequence")
+    assert [grant.mixed_prefill_tokens for grant in grants(agent)] == [0, 24, 24]
+
+
 async def test_unknown_rows_are_reported_preempted(agent: Agent, redis: Redis) -> None:
     agent.plans.apply(plan(agent, stops=[(9, "client")]))
     await agent.flusher.flush()

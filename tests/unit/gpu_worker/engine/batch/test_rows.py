@@ -42,6 +42,24 @@ def test_prefill_is_chunked_in_the_order_of_starts_beside_rows_that_decode() -> 
     assert sampled_indices(result) == [2, 1, 3]
 
 
+def test_fewer_tokens_of_prompts_go_beside_rows_that_decode() -> None:
+    rows = Rows(BLOCK, [EOS])
+    rows.apply(Grant(1000, 8, [start(0, 12), start(1, 2), start(2, 6)], mixed_prefill_tokens=3))
+    shapes, counts = [], []
+    for _ in range(5):
+        slices, result = run_step(rows)
+        shapes.append(slices)
+        counts.append(result.prefill_tokens)
+    assert shapes[:3] == [
+        [(0, 0, 8, False)],
+        [(0, 8, 4, True), (1, 0, 2, True), (2, 0, 2, False)],
+        [(0, 12, 1, True), (1, 2, 1, True), (2, 2, 3, False)],
+    ]
+    assert counts == [8, 8, 3, 0, 0], "a prompt's last token alone is a step like that of a row that decodes"
+    rows.apply(Grant(1000, 8, [start(3, 5)]))
+    assert run_step(rows)[0][-1] == (3, 0, 5, True), "a grant without the number has no such limit"
+
+
 def test_prompts_with_logprobs_take_few_tokens_of_a_step() -> None:
     """The token after the last of a prompt is sampled; those after the others are scored."""
     rows = Rows(BLOCK, [EOS], max_scored_tokens=3)
