@@ -60,7 +60,7 @@ async def run_batcher(
 async def close(scheduler: Scheduler, told_to_end: asyncio.Event) -> NoReturn:
     """From the moment this process is told to end, let what waits start on workers that end as well."""
     await told_to_end.wait()
-    scheduler.closing = True
+    scheduler.workers.close()
     await asyncio.Future()
     raise AssertionError
 

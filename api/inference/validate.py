@@ -54,6 +54,7 @@ async def validate(params: GenerationParams, limits: Limits, tokenizer: ModelTok
         top_n_tokens=params.top_n_tokens,
         prompt_logprobs=params.prompt_logprobs,
         cache_salt=params.cache_salt,
+        num_choices=params.n,
     )
     return [numbered(request, i) for i in range(params.n)]
 

@@ -1,28 +1,154 @@
-"""Placement: which of the workers that can start a request gets it. A pure function of what they hold."""
+"""Placement: which of the workers that can start a request gets it.
+
+What it costs to place a request grows neither with the number of workers nor with that of their rows: workers
+are kept by their number of rows, and a request that found no room is tried on those that changed since.
+"""
 
 import math
-from collections.abc import Sequence as Many
+from collections import OrderedDict
+from collections.abc import Collection, Iterator
+from itertools import islice
 
-from batcher.scheduling.replica import Replica
-from batcher.scheduling.sequence import Sequence
+from batcher.scheduling.prefix_cache import PrefixCache, PrefixIndex
+from batcher.scheduling.replica import Replica, WorkerLimits
+from batcher.scheduling.sequence import PlacedRow, Sequence
+from common.block_hashes import HASHED_TOKENS
 
 SPREAD = 1.25
 """A worker gets no row for what it has cached if it has so many times the mean number of rows."""
 ROW_TOKENS = 32
 """A row more weighs as much as so many tokens of the prompt that must be computed."""
+FEW = 8
+"""Workers that are compared for one request, of those with equally many rows, and of those that share."""
+RECENT = 64
+"""Changes of workers after which it is forgotten what had no room."""
 
 
-def choose_replica(able: Many[Replica], sequence: Sequence) -> Replica:
-    """Return the worker that has most of the request computed, unless others have far fewer rows.
+class Placement:
+    """The workers that may be given rows.
 
-    A worker without rows comes before one whose rows are more than its share, whatever is cached.
+    Attributes:
+        levels: by number of rows: the workers that have so many.
+        changes: number of the last change of each worker, the newest last.
+        refusal: tokens that no worker had room for, and the number of the last change before that.
     """
-    if len(able) == 1 or not sequence.block_hashes:
-        return min(able, key=lambda replica: replica.load)
-    most = math.ceil(SPREAD * (sum(replica.num_running for replica in able) + 1) / len(able))
 
-    def cost(replica: Replica) -> tuple[int, tuple[int, int]]:
-        cached = len(replica.cached_blocks(sequence)) * replica.block_size
-        return ROW_TOKENS * replica.num_running - cached, replica.load
+    def __init__(self, limits: WorkerLimits) -> None:
+        self.limits = limits
+        self.index = PrefixIndex()
+        self.replicas: dict[PrefixCache, Replica] = {}
+        self.rows: dict[Replica, int] = {}
+        self.levels: dict[int, dict[Replica, None]] = {}
+        self.num_rows = 0
+        self.block_size = 1
+        self.changes: OrderedDict[Replica, int] = OrderedDict()
+        self.num_changes = 0
+        self.refusal = (math.inf, 0)
 
-    return min((replica for replica in able if replica.num_running < most), key=cost)
+    def open(self, replicas: Collection[Replica]) -> None:
+        """Give rows to these workers, and to no others."""
+        for replica in [one for one in self.rows if one not in replicas]:
+            replica.pool.cache.leave()
+            self.move(replica, None)
+            del self.rows[replica], self.changes[replica], self.replicas[replica.pool.cache]
+        self.block_size = max((replica.block_size for replica in replicas), default=1)
+        for replica in replicas:
+            if replica not in self.rows:
+                replica.pool.cache.join(self.index)
+                self.replicas[replica.pool.cache] = replica
+                self.rows[replica] = 0
+                self.update(replica)
+
+    def update(self, replica: Replica) -> None:
+        """Note that a worker's rows or blocks have changed."""
+        if replica in self.rows:
+            self.num_changes += 1
+            self.changes[replica] = self.num_changes
+            self.changes.move_to_end(replica)
+            self.move(replica, replica.num_due)
+
+    def move(self, replica: Replica, num_rows: int | None) -> None:
+        before = self.rows[replica]
+        if (level := self.levels.get(before)) is not None:
+            level.pop(replica, None)
+            if not level:
+                del self.levels[before]
+        self.num_rows -= before
+        if num_rows is not None:
+            self.rows[replica] = num_rows
+            self.num_rows += num_rows
+            self.levels.setdefault(num_rows, {})[replica] = None
+
+    def choose(self, sequence: Sequence) -> tuple[Replica | None, PlacedRow | None]:
+        """Return the worker that has most of the request computed, unless others have far fewer rows; None if
+        none can start it. With it comes a row if the request should start when that has computed its prompt.
+
+        A worker without rows comes before one whose rows are more than its share, whatever is cached, and
+        before one that still computes. Only choices of one answer stay together for what they share.
+        """
+        fewest = self.fewest_rows(sequence)
+        sharing = self.sharing(sequence)
+        if not sharing:
+            return fewest, None
+        num_siblings = sequence.request.num_choices - 1
+        waits = num_siblings > 0 or fewest is None or fewest.num_due > 0
+        most = math.ceil(SPREAD * (self.num_rows + 1) / len(self.rows)) + num_siblings
+        weight = 0 if num_siblings else ROW_TOKENS
+
+        def cost(replica: Replica) -> tuple[int, tuple[int, int]]:
+            return weight * replica.num_due - replica.find_known(sequence, waits)[0], replica.load
+
+        able = [replica for replica in sharing if replica.num_due < most]
+        best = min([*able, fewest] if fewest else able or sharing, key=cost)
+        return best, best.find_known(sequence, waits)[1]
+
+    def fewest_rows(self, sequence: Sequence) -> Replica | None:
+        """Return the worker with the fewest rows of those that can start a request, and the most free blocks
+        of some of these.
+        """
+        tokens = self.limits.first_tokens(sequence, self.block_size)
+        behind = 0 if sequence.crash_count else sequence.refused_at
+        if not behind and tokens >= self.refusal[0] and not sequence.crash_count:
+            behind = self.refusal[1]
+        if behind:
+            able = [replica for replica in self.changed(behind) if replica.can_start(sequence)]
+            if able:
+                return min(able, key=lambda replica: replica.load)
+        elif (found := self.first_able(sequence)) is not None:
+            return found
+        sequence.refused_at = self.num_changes
+        if tokens <= self.refusal[0] or self.num_changes - self.refusal[1] > RECENT:
+            self.refusal = (tokens, self.num_changes) if not sequence.crash_count else self.refusal
+        return None
+
+    def first_able(self, sequence: Sequence) -> Replica | None:
+        for level in self.levels_in_order():
+            able = (replica for replica in self.levels.get(level, ()) if replica.can_start(sequence))
+            if found := list(islice(able, FEW)):
+                return min(found, key=lambda replica: replica.load)
+        return None
+
+    def levels_in_order(self) -> Iterator[int]:
+        """The first nearly always has room: the others are sorted where it has not."""
+        lowest = min(self.levels, default=0)
+        yield lowest
+        yield from sorted(self.levels.keys() - {lowest})
+
+    def changed(self, behind: int) -> Iterator[Replica]:
+        """Workers that have changed behind the change with this number."""
+        for replica, number in reversed(self.changes.items()):
+            if number <= behind:
+                return
+            yield replica
+
+    def sharing(self, sequence: Sequence) -> list[Replica]:
+        """Workers that can start a request and know its beginning; first those that know most of it."""
+        if not sequence.block_hashes or not self.index.first:
+            return []
+        found: dict[Replica, None] = {}
+        for name in reversed(sequence.names(HASHED_TOKENS)):
+            for cache in islice(self.index.holders(name), FEW):
+                found[self.replicas[cache]] = None
+            if len(found) >= FEW:
+                break
+        return [replica for replica in found if replica.can_start(sequence)]

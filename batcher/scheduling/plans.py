@@ -67,11 +67,16 @@ def stop_rows(replica: Replica, starting: list[PlacedRow]) -> list[tuple[int, st
     """
     stops = [(number, "takeover") for number in replica.disowned]
     replica.disowned = []
-    for row in replica.running:
+    due, replica.due_stops = replica.due_stops, []
+    for row in due:
         leaves = replica.evacuates or (replica.draining and not row.sequence.request.gateway)
         preempted = "preempted" if leaves or row.stopping == PREEMPT else ""
         why = row.sequence.stop_reason or preempted
-        if why and row.stopping in ("", PREEMPT) and row not in starting:
+        if not why or row.ended or row.stopping not in ("", PREEMPT):
+            continue
+        if row in starting:
+            replica.due_stops.append(row)
+        else:
             row.stopping = why
             stops.append((row.number, why))
     return stops

@@ -30,7 +30,9 @@ def preempt_for(replica: Replica, row: PlacedRow) -> None:
         if importance(other) > importance(row) and has_progressed(replica, other)
     ]
     if victims:
-        max(victims, key=importance).stopping = PREEMPT
+        victim = max(victims, key=importance)
+        victim.stopping = PREEMPT
+        replica.due_stops.append(victim)
 
 
 def has_progressed(replica: Replica, row: PlacedRow) -> bool:

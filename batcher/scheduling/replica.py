@@ -1,15 +1,16 @@
 """Replica: the batcher's model of one worker: its rows, its blocks, and how far it may run."""
 
-from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from batcher.scheduling.block_pool import BlockPool
 from batcher.scheduling.sequence import PlacedRow, Sequence
 from batcher.scheduling.step_times import StepTimes
 from common.block_hashes import block_names
-from common.messages.packing import unpack_ids
-from common.messages.plan import HeldRow, Report, WorkerCapacity
+from common.messages.plan import WorkerCapacity
+
+WORTH_WAITING = 32
+"""A request waits for a row that computes so many tokens which it needs, too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,6 +21,12 @@ class WorkerLimits:
     horizon: int = 32
     inter_token_target_ms: float | None = None
 
+    def first_tokens(self, sequence: Sequence, block_size: int) -> int:
+        """Tokens for which a row starts with blocks: those it has, the horizon, and a block of progress,
+        without which it is not preempted.
+        """
+        return min(sequence.num_known + max(self.horizon, block_size), sequence.max_kv)
+
 
 @dataclass(slots=True, eq=False)
 class Replica:
@@ -29,6 +36,7 @@ class Replica:
         rows: by number; a row stays until the engine releases it.
         num_running: how many of them have not ended.
         reserved: blocks that these may soon need, so that no row starts with them.
+        num_followers: requests that wait until one of its rows has computed what they share.
         step: the last step it reported.
         until: the last step granted.
         plan, plan_seen: numbers of the last plan made and of the last one that the worker reported.
@@ -36,6 +44,7 @@ class Replica:
         leaving: blocks, by number, of rows from before this epoch that do not go on; in use until the engine
             releases the row.
         disowned: those of them that must be stopped.
+        due_stops: rows of which the next plan must find out whether they stop.
         starved: a row did not get all the blocks it needs for the steps granted.
         draining: it was told to end.
         evacuates: it drains, and its rows go to other workers.
@@ -48,6 +57,7 @@ class Replica:
     rows: dict[int, PlacedRow] = field(default_factory=dict)
     num_running: int = 0
     reserved: int = 0
+    num_followers: int = 0
     step: int = 0
     until: int = 0
     plan: int = 1
@@ -55,6 +65,7 @@ class Replica:
     acknowledged: int = 0
     leaving: dict[int, list[int]] = field(default_factory=dict)
     disowned: list[int] = field(default_factory=list)
+    due_stops: list[PlacedRow] = field(default_factory=list)
     starved: bool = False
     draining: bool = False
     evacuates: bool = False
@@ -74,8 +85,13 @@ class Replica:
         return (row for row in self.rows.values() if not row.ended)
 
     @property
+    def num_due(self) -> int:
+        """Rows that run, and that will run here as soon as they may."""
+        return self.num_running + self.num_followers
+
+    @property
     def load(self) -> tuple[int, int]:
-        return self.num_running, -self.pool.num_free
+        return self.num_due, -self.pool.num_free
 
     @property
     def has_suspect(self) -> bool:
@@ -93,15 +109,8 @@ class Replica:
         return -(-tokens // self.block_size)
 
     def first_blocks(self, sequence: Sequence) -> int:
-        """Number of blocks that a row starts with: for the tokens it has, for the horizon, and for a block of
-        progress, without which it is not preempted.
-        """
-        ahead = max(self.limits.horizon, self.block_size)
-        return self.blocks_for(min(sequence.num_known + ahead, sequence.max_kv))
-
-    def can_hold(self, sequence: Sequence) -> bool:
-        """Whether the whole request, to its last token, fits into the empty cache."""
-        return self.blocks_for(sequence.max_kv) <= self.pool.num_blocks
+        """Number of blocks that a row starts with."""
+        return self.blocks_for(self.limits.first_tokens(sequence, self.block_size))
 
     def can_start(self, sequence: Sequence) -> bool:
         """Whether a row may start now.
@@ -109,7 +118,7 @@ class Replica:
         What running rows may soon need must be left, or a row would be preempted for the new one. Suspects
         start one at a time, so the next crash tells which of them is to blame.
         """
-        if self.starved or self.num_running >= self.limits.max_batch_size:
+        if self.starved or self.num_due >= self.limits.max_batch_size:
             return False
         if sequence.crash_count and self.has_suspect:
             return False
@@ -134,7 +143,9 @@ class Replica:
         cached = self.cached_blocks(sequence)
         self.pool.share(cached)
         blocks = cached + self.pool.allocate(self.first_blocks(sequence) - len(cached))
-        row = PlacedRow(self.next_row, sequence, blocks, num_cached=len(cached) * self.block_size)
+        num_cached, worker = len(cached) * self.block_size, self.capacity.incarnation
+        row = PlacedRow(self.next_row, sequence, blocks, num_cached=num_cached, worker=worker)
+        self.pool.cache.expect(self.names(sequence)[len(cached) :], row)
         self.next_row += 1
         self.add(row)
         sequence.waiting = False
@@ -159,56 +170,31 @@ class Replica:
         """A row runs no more."""
         self.num_running -= 1
         self.reserved -= row.reserved
+        if not row.prefilled:
+            self.pool.cache.expect_no_more(self.names(row.sequence), row)
         row.sequence.row = None
 
-    def take_over(self, report: Report, sequences: Iterable[Sequence]) -> list[Sequence]:
-        """Let the rows of a worker from before this epoch go on where they are.
-
-        Return those of `sequences` that the worker holds no more. A row of none of them is stopped. The next
-        plan grants steps to all. Raises ValueError, and changes nothing, if the report contradicts itself.
+    def find_known(self, sequence: Sequence, waits: bool) -> tuple[int, PlacedRow | None]:
+        """Return how many tokens of a request are computed here, and no row; or, if it `waits` for what rows
+        compute and that is much, how many it will find, and the row that computes the last of them.
         """
-        self.pool.reserve(self.count_rows(report.held))
-        self.step = self.until = report.step
-        self.next_row = report.last_row + 1
-        by_name = {sequence.request_id: sequence for sequence in sequences}
-        for held in report.held:
-            sequence = by_name.get(held.request_id)
-            if sequence is not None and sequence.attempt == held.attempt and not held.ended:
-                self.adopt(held, by_name.pop(held.request_id))
-                continue
-            self.leaving[held.row] = unpack_ids(held.blocks)
-            if not held.ended:
-                self.disowned.append(held.row)
-        return list(by_name.values())
+        here, end, row = self.pool.cache.find_expected(self.names(sequence))
+        if waits and (end - here) * self.block_size >= WORTH_WAITING:
+            return end * self.block_size, row
+        return here * self.block_size, None
 
-    def count_rows(self, held: Iterable[HeldRow]) -> Counter[int]:
-        """How many rows have each block.
+    def follow(self, row: PlacedRow, sequence: Sequence) -> None:
+        """Have a request wait until a row has computed its prompt, or will not."""
+        row.followers.append(sequence)
+        sequence.follows = row
+        self.num_followers += 1
 
-        Raises ValueError if two rows have a block that was not complete when they started, or if a block is
-        at two places.
-        """
-        count: Counter[int] = Counter()
-        own: set[int] = set()
-        places: dict[int, int] = {}
-        for row in held:
-            for place, block in enumerate(unpack_ids(row.blocks)):
-                is_own = place >= row.num_cached // self.block_size
-                if places.setdefault(block, place) != place or (is_own and block in own):
-                    raise ValueError(f"block {block} is in use twice")
-                if is_own:
-                    own.add(block)
-                count[block] += 1
-        return count
-
-    def adopt(self, held: HeldRow, sequence: Sequence) -> None:
-        row = PlacedRow(
-            held.row, sequence, unpack_ids(held.blocks), held.kv_len, held.step, num_cached=held.num_cached
-        )
-        sequence.base = held.base
-        self.add(row)
-        if row.prefilled:
-            sequence.crash_count = 0
-        self.publish(row, max(held.kv_len, held.num_cached), self.names(sequence))
+    def take_followers(self, row: PlacedRow) -> list[Sequence]:
+        """Return the requests that wait for a row, which need not any more."""
+        self.num_followers -= len(row.followers)
+        followers = [one for one in row.followers if one.waiting and one.follows is row]
+        row.followers = []
+        return followers
 
     def publish(self, row: PlacedRow, kv_len: int, names: list[bytes]) -> None:
         """Let other rows start with the blocks that the first `kv_len` tokens of a row fill."""
@@ -222,6 +208,7 @@ class Replica:
         row.sequence.crash_count = 0
         if not row.ended:
             self.publish(row, kv_len, self.names(row.sequence))
+            self.pool.cache.expect_no_more(self.names(row.sequence), row)
 
     def withdraw(self, row: PlacedRow) -> None:
         """Remove a row whose plan was never published."""

@@ -73,6 +73,10 @@ class RequestQueue:
         queue.looked_past.append(sequence)
         self.stopped = sequence.num_passed >= MAX_PASSED
 
+    def leave(self, sequence: Sequence) -> None:
+        """The first request waits for something else, and is added again when that has come."""
+        self.classes[sequence.rank].take(sequence)
+
     def skip(self, sequence: Sequence) -> None:
         """The first request may not start now; nobody waits for it."""
         queue = self.classes[sequence.rank]

@@ -8,16 +8,17 @@ ended, that must be ended, or whose committed tokens must be read before they go
 
 import heapq
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from batcher.scheduling.pending_plan import PendingPlan
-from batcher.scheduling.placement import choose_replica
 from batcher.scheduling.plans import next_plan
 from batcher.scheduling.preemption import PREEMPT
 from batcher.scheduling.replica import Replica, WorkerLimits
 from batcher.scheduling.request_queue import RequestQueue
 from batcher.scheduling.sequence import PlacedRow, Sequence
+from batcher.scheduling.takeover import take_over
+from batcher.scheduling.worker_set import WorkerSet
 from common.messages.finish_reasons import INTERRUPTED
 from common.messages.plan import Report, WorkerCapacity
 from common.messages.service_class import SERVICE_CLASSES
@@ -51,18 +52,17 @@ class Scheduler:
         replicas: every worker that may be given rows, by incarnation.
         queue: the requests that wait, in order.
         deadlines: a heap of (deadline in ms, request id).
-        closing: the whole pool was told to end, so no other worker will come for requests that wait.
     """
 
     def __init__(self, limits: WorkerLimits, epoch: int, weights: Mapping[str, float] | None = None) -> None:
         self.limits = limits
         self.epoch = epoch
         self.sequences: dict[str, Sequence] = {}
-        self.replicas: dict[str, Replica] = {}
+        self.workers = WorkerSet(limits)
+        self.replicas = self.workers.replicas
         self.queue = RequestQueue(weights or {})
         self.deadlines: list[tuple[int, str]] = []
         self.outcomes = Outcomes()
-        self.closing = False
 
     def counts(self) -> dict[str, int]:
         """Numbers of workers, live requests, waiting requests, and rows and KV blocks on workers."""
@@ -87,6 +87,8 @@ class Scheduler:
             self.outcomes.to_finish.append((sequence, sequence.stop_reason or "poison"))
             return
         sequence.waiting = True
+        sequence.follows = None
+        sequence.refused_at = 0
         self.queue.add(sequence)
 
     def resume(self, sequence: Sequence) -> None:
@@ -97,8 +99,7 @@ class Scheduler:
         self.enqueue(sequence)
 
     def pop_outcomes(self) -> Outcomes:
-        outcomes = self.outcomes
-        self.outcomes = Outcomes()
+        outcomes, self.outcomes = self.outcomes, Outcomes()
         return outcomes
 
     def cancel(self, request_id: str, why: str) -> None:
@@ -110,6 +111,14 @@ class Scheduler:
         if sequence.waiting:
             sequence.waiting = False
             self.outcomes.to_finish.append((sequence, why))
+        elif sequence.row is not None:
+            self.stop(sequence.row)
+
+    def stop(self, row: PlacedRow) -> None:
+        """Have the next plan of a row's worker look whether the row stops."""
+        replica = self.replicas[row.worker]
+        replica.due_stops.append(row)
+        self.workers.note_change(replica)
 
     def restart(self, request_id: str) -> None:
         """Have a request go on from what is committed by now, wherever it runs or waits."""
@@ -121,6 +130,7 @@ class Scheduler:
             self.outcomes.interrupted.append(sequence)
         elif sequence.row is not None and not sequence.row.stopping:
             sequence.row.stopping = PREEMPT
+            self.stop(sequence.row)
 
     def expire(self, now_ms: int) -> None:
         """End every request whose deadline has passed; of one that never started the error says so."""
@@ -144,27 +154,38 @@ class Scheduler:
         Raises ValueError if the report contradicts itself.
         """
         replica = Replica(capacity, self.limits)
-        left = replica.take_over(report, sequences)
-        self.replicas[capacity.incarnation] = replica
+        left = take_over(replica, report, sequences)
+        self.workers.add(replica)
         return left
 
     def drain(self, incarnation: str) -> None:
-        """Give the worker no new rows. Those it has go to other workers; while there are none, those of
-        clients go on where they are, and jobs wait for one.
-        """
-        if (replica := self.replicas.get(incarnation)) is not None:
-            replica.draining = True
+        """Give the worker no new rows. Its own go to others; without one, clients' go on, jobs wait."""
+        self.workers.drain(incarnation)
 
     def remove_worker(self, incarnation: str) -> list[Sequence]:
         """Remove a sealed worker. Return the requests that it held."""
-        replica = self.replicas.pop(incarnation, None)
-        if replica is None:
+        if (replica := self.workers.remove(incarnation)) is None:
             return []
         held = list(replica.running)
         for row in held:
             row.sequence.row = None
             self.queue.settle(row.sequence, 0)
+            self.release_followers(replica, row)
         return [row.sequence for row in held]
+
+    def withdraw(self, pending: PendingPlan, positions: Iterable[int]) -> list[PlacedRow]:
+        """Remove rows from a plan that was not published, as if they had never been placed. Return them."""
+        withdrawn = pending.withdraw(positions)
+        for row in withdrawn:
+            self.queue.settle(row.sequence, 0)
+            self.release_followers(pending.replica, row)
+        self.workers.note_change(pending.replica)
+        return withdrawn
+
+    def release_followers(self, replica: Replica, row: PlacedRow) -> None:
+        """Requests that wait for what a row computes start as others do."""
+        for sequence in replica.take_followers(row) if row.followers else ():
+            self.enqueue(sequence)
 
     def apply_report(self, incarnation: str, report: Report) -> None:
         """Update the rows of a worker from its report."""
@@ -176,58 +197,54 @@ class Scheduler:
         for number, kv_len, step in report.prefilled:
             if (row := replica.rows.get(number)) is not None:
                 replica.prefilled(row, kv_len, step)
+                self.release_followers(replica, row)
         for number, why, end in report.ended:
             if (row := replica.rows.get(number)) is not None and not row.ended:
                 replica.end(row)
+                self.release_followers(replica, row)
                 self.queue.settle(row.sequence, end - row.sequence.base)
                 ended = self.outcomes.interrupted if why in INTERRUPTED else self.outcomes.finished
                 ended.append(row.sequence)
         hashes = dict(report.hashes)
         for number, kv_len in report.released:
             replica.release(number, kv_len, hashes.get(number, b""))
+        self.workers.note_change(replica)
 
     def plans(self) -> Iterator[PendingPlan]:
         """Yield a plan for each worker for which something changes."""
-        staying = self.staying()
-        for replica in self.replicas.values():
-            replica.evacuates = replica.draining and bool(staying)
-        placed = self.place_waiting(staying or (list(self.replicas.values()) if self.closing else []))
-        for incarnation, replica in self.replicas.items():
-            rows = placed.get(incarnation, [])
+        placed = self.place_waiting()
+        for replica in self.workers.take_changed():
+            rows = placed.get(replica, [])
             if (plan := next_plan(replica, self.epoch, rows)) is not None:
                 yield PendingPlan(replica, plan, rows)
+            if replica.due_stops:  # of a row that starts with this plan
+                self.workers.note_change(replica)
 
-    def withdraw(self, plan: PendingPlan, positions: list[int]) -> list[PlacedRow]:
-        """Remove rows from a plan that was not published, as if they had never been placed. Return them."""
-        withdrawn = plan.withdraw(positions)
-        for row in withdrawn:
-            self.queue.settle(row.sequence, 0)
-        return withdrawn
-
-    def staying(self) -> list[Replica]:
-        """Workers that were not told to end."""
-        return [replica for replica in self.replicas.values() if not replica.draining]
-
-    def place_waiting(self, open_to_new: list[Replica]) -> dict[str, list[PlacedRow]]:
-        """Start waiting requests in order, each on one of these workers that can take it."""
-        placed: dict[str, list[PlacedRow]] = {}
+    def place_waiting(self) -> dict[Replica, list[PlacedRow]]:
+        """Start waiting requests in order, each on a worker that can take it."""
+        placed: dict[Replica, list[PlacedRow]] = {}
         while (sequence := self.queue.first()) is not None:
-            if self.replicas and not any(replica.can_hold(sequence) for replica in self.replicas.values()):
+            if self.replicas and sequence.max_kv > self.workers.most_tokens:
                 sequence.waiting = False
                 self.outcomes.to_finish.append((sequence, "capacity"))
-                continue
-            if self.closing and not sequence.request.gateway:
-                self.queue.skip(sequence)
-                continue
-            able = [replica for replica in open_to_new if replica.can_start(sequence)]
-            if able:
-                replica = choose_replica(able, sequence)
-                row = replica.start(sequence)
-                self.queue.start(sequence, sequence.num_known - row.num_cached)
-                placed.setdefault(replica.capacity.incarnation, []).append(row)
-            elif sequence.crash_count:
+            elif self.workers.closing and not sequence.request.gateway:
                 self.queue.skip(sequence)
             else:
-                self.queue.look_past(sequence)
+                self.place(sequence, placed)
         self.queue.end_turn()
         return placed
+
+    def place(self, sequence: Sequence, placed: dict[Replica, list[PlacedRow]]) -> None:
+        """Start the first request of the queue, or have it wait for a row, or for room."""
+        replica, row = self.workers.placement.choose(sequence)
+        if replica is None:
+            (self.queue.skip if sequence.crash_count else self.queue.look_past)(sequence)
+            return
+        if row is not None:
+            self.queue.leave(sequence)
+            replica.follow(row, sequence)
+        else:
+            row = replica.start(sequence)
+            self.queue.start(sequence, sequence.num_known - row.num_cached)
+            placed.setdefault(replica, []).append(row)
+        self.workers.note_change(replica)

@@ -25,6 +25,8 @@ class Sequence:
         resumed: it has started before, or was to.
         num_passed: requests that started while it did not fit.
         expected: tokens that its tenant was charged with when its row started; None while it has none.
+        follows: the row that computes what this request needs, too: it starts when that is there.
+        refused_at: number of the change of a worker behind which there was no room for it.
         block_hashes: hashes of the prompt and of `records` (common/block_hashes.py); none where the request
             shares no blocks.
         named_blocks: by block size: the names of the blocks that these fill.
@@ -44,6 +46,8 @@ class Sequence:
     resumed: bool = False
     num_passed: int = 0
     expected: int | None = None
+    follows: "PlacedRow | None" = None
+    refused_at: int = 0
     block_hashes: bytes = b""
     named_blocks: dict[int, list[bytes]] = field(default_factory=dict)
 
@@ -103,6 +107,8 @@ class PlacedRow:
             before its prefill is done.
         stopping: why it was asked to stop, once it was.
         ended: whether the worker reported that it takes part in no further step.
+        worker: the incarnation that holds it.
+        followers: requests that wait for what it computes.
     """
 
     number: int
@@ -114,6 +120,8 @@ class PlacedRow:
     ended: bool = False
     num_cached: int = 0
     reserved: int = 0
+    worker: str = ""
+    followers: list[Sequence] = field(default_factory=list)
 
     @property
     def prefilled(self) -> bool:

@@ -12,11 +12,10 @@ import heapq
 import itertools
 import random
 import sys
-from collections.abc import Sequence as Many
 from dataclasses import dataclass, field
 from unittest.mock import patch
 
-from batcher.scheduling import scheduler
+from batcher.scheduling.placement import Placement
 from batcher.scheduling.replica import Replica
 from batcher.scheduling.sequence import Sequence
 from common.messages.plan import WorkerCapacity
@@ -127,8 +126,9 @@ def in_turn() -> object:
     """Return a placement that gives each worker a request in turn."""
     numbers = itertools.count()
 
-    def choose(able: Many[Replica], _: Sequence) -> Replica:
-        return able[next(numbers) % len(able)]
+    def choose(placement: Placement, sequence: Sequence) -> tuple[Replica | None, None]:
+        able = [replica for replica in placement.rows if replica.can_start(sequence)]
+        return (able[next(numbers) % len(able)] if able else None), None
 
     return choose
 
@@ -141,7 +141,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=1)
     args = parser.parse_args()
     by_hits = play(args.chats, args.seed)
-    with patch.object(scheduler, "choose_replica", in_turn()):
+    with patch.object(Placement, "choose", in_turn()):
         round_robin = play(args.chats, args.seed)
     print(f"by hits:     {by_hits}\nround-robin: {round_robin}")
     share = by_hits.prefilled / round_robin.prefilled

@@ -101,6 +101,7 @@ class Generate:
             shares no KV blocks.
         priority: its service class; empty for the default.
         tenant, trace: whose request it is, W3C trace context.
+        num_choices: number of requests for one answer, with the same prompt, that this is one of.
     """
 
     request_id: str = wire_field("id")
@@ -121,6 +122,7 @@ class Generate:
     num_shown: int = wire_field("sh", default=0)
     cache_salt: str = wire_field("cs", default="")
     block_hashes: bytes = wire_field("bh", default=b"")
+    num_choices: int = wire_field("ns", default=1)
 
     @property
     def service_class(self) -> str:

@@ -26,12 +26,13 @@ def request(
 
 
 def sharing_request(
-    name: str, prompt: list[int], max_new_tokens: int, entry: int = 0, salt: str = ""
+    name: str, prompt: list[int], max_new_tokens: int, entry: int = 0, salt: str = "", num_choices: int = 1
 ) -> Sequence:
     """A request that may use the blocks of others."""
     ids = pack_ids(prompt)
     hashes = extend_hashes(root_hash(salt), ids)
-    generate = Generate(name, "d", ids, StoppingParams(max_new_tokens), block_hashes=hashes)
+    stopping = StoppingParams(max_new_tokens)
+    generate = Generate(name, "d", ids, stopping, block_hashes=hashes, num_choices=num_choices)
     return Sequence(generate, f"1000-{entry}", 10**9)
 
 
@@ -66,7 +67,7 @@ class Pool:
         name = f"w{self.num_added}"
         self.num_added += 1
         self.workers[name] = SimulatedWorker(BLOCK_SIZE, self.random, self.eos_chance)
-        self.scheduler.replicas[name] = Replica(self.capacity(name), self.scheduler.limits)
+        self.scheduler.workers.add(Replica(self.capacity(name), self.scheduler.limits))
         return name
 
     def capacity(self, name: str) -> WorkerCapacity:

@@ -1,5 +1,12 @@
 """Placement: a request goes to the worker that has its beginning computed, unless that has many more rows."""
 
+import pytest
+
+from batcher.scheduling import scheduler
+from batcher.scheduling.plans import next_plan
+from batcher.scheduling.replica import Replica, WorkerLimits
+from batcher.scheduling.sequence import PlacedRow, Sequence
+from common.messages.plan import Plan
 from tests.support.fleet.simulated_pool import Pool, request, sharing_request
 
 CHAT = list(range(200))
@@ -15,7 +22,9 @@ def start(pool: Pool, name: str, prompt: list[int], new: int = 20) -> tuple[str,
     sequence = sharing_request(name, prompt, new, entry=len(pool.attempts))
     pool.add(sequence)
     pool.decide()
-    assert sequence.row is not None
+    while sequence.row is None:  # it waits for a row that computes its prompt
+        pool.turn()
+        pool.decide()
     replicas = pool.scheduler.replicas.items()
     return next(name for name, one in replicas if sequence.row in one.rows.values()), sequence.row.num_cached
 
@@ -67,3 +76,49 @@ def test_requests_that_share_nothing_go_where_the_fewest_rows_are() -> None:
     pool.add(request("r1", 10, 50, 1))
     pool.decide()
     assert [replica.num_running for replica in pool.scheduler.replicas.values()] == [1, 1]
+
+
+class Calls:
+    """Counts how often workers are asked for a plan, and whether they can start a request."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.plans = self.starts = 0
+        can_start = Replica.can_start
+
+        def count_plan(replica: Replica, epoch: int, starting: list[PlacedRow]) -> Plan | None:
+            self.plans += 1
+            return next_plan(replica, epoch, starting)
+
+        def count_start(replica: Replica, sequence: Sequence) -> bool:
+            self.starts += 1
+            return can_start(replica, sequence)
+
+        monkeypatch.setattr(scheduler, "next_plan", count_plan)
+        monkeypatch.setattr(Replica, "can_start", count_start)
+
+    def during(self, pool: Pool) -> tuple[int, int]:
+        """Plans asked for, and starts tried, in one decision."""
+        self.plans = self.starts = 0
+        pool.decide()
+        return self.plans, self.starts
+
+
+def test_a_decision_costs_what_has_changed_however_many_workers_there_are(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pool = Pool(60, num_blocks=100, seed=1, limits=WorkerLimits(max_batch_size=1), eos_chance=0)
+    calls = Calls(monkeypatch)
+    pool.add(*(request(f"r{i}", 20, 400, i) for i in range(60)))
+    pool.decide()
+    assert calls.during(pool) == (0, 0)
+    pool.add(request("r60", 20, 400, 60))
+    assert calls.during(pool) == (0, 60), "it finds no room"
+    assert calls.during(pool) == (0, 0), "and is not tried again where nothing has changed"
+    pool.add(request("r61", 20, 400, 61))
+    assert calls.during(pool) == (0, 0), "nor is one that needs as much"
+    pool.scheduler.cancel("r7", "client")
+    assert calls.during(pool)[0] == 1
+    home = next(name for name, worker in pool.workers.items() if worker.leaving)
+    pool.scheduler.apply_report(home, pool.workers[home].take_report())
+    assert calls.during(pool) <= (2, 3)
+    assert pool.scheduler.sequences["r60"].row is not None

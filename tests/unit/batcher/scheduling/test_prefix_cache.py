@@ -78,23 +78,49 @@ def test_a_prompt_that_differs_in_its_first_block_shares_nothing_behind_it() -> 
 
 
 def test_a_running_row_shares_its_prompt_once_it_is_computed() -> None:
+    """Requests that come before that wait for it, where no worker is idle."""
     pool = Pool(1, num_blocks=100, seed=1, eos_chance=0)
     pool.add(sharing_request("r0", SYSTEM, 300))
     pool.decide()
     early = sharing_request("r1", SYSTEM, 300, 1)
-    pool.add(early)
+    short = sharing_request("r3", SYSTEM[:20], 300, 3)
+    pool.add(early, short)
     pool.decide()
-    assert early.row is not None and not early.row.num_cached
+    assert early.row is None and early.waiting and short.row is not None
     for _ in range(5):
         pool.turn()
+    assert early.row is not None and early.row.num_cached == 48
     late = sharing_request("r2", SYSTEM, 300, 2)
     pool.add(late)
     pool.decide()
-    (first, _, last) = pool.scheduler.replicas["w0"].rows.values()
+    (first, *_, last) = pool.scheduler.replicas["w0"].rows.values()
     assert late.row is last and last.num_cached == 48 and last.blocks[:3] == first.blocks[:3]
     pool.run()
-    assert sorted(pool.finished) == ["r0", "r1", "r2"]
+    assert sorted(pool.finished) == ["r0", "r1", "r2", "r3"]
     pool.check_blocks_returned()
+
+
+def test_choices_of_an_answer_compute_their_prompt_once() -> None:
+    """On one worker, though others are idle; whatever becomes of the first."""
+    for ends, num_others in (("computed", 3), ("cancelled", 2), ("killed", 3)):
+        pool = Pool(4, num_blocks=100, seed=1, eos_chance=0)
+        prompt = [*SYSTEM, *range(500, 600)]
+        choices = [sharing_request(f"r.{i}", prompt, 50, i, num_choices=4) for i in range(4)]
+        pool.add(*choices)
+        pool.decide()
+        assert [choice.row is not None for choice in choices] == [True, False, False, False]
+        first = choices[0].row
+        assert first is not None
+        if ends == "cancelled":
+            pool.scheduler.cancel("r.0", "client")
+        elif ends == "killed":
+            pool.kill(first.worker)
+        pool.run()
+        num_computed = sum(worker.num_prefilled for worker in pool.workers.values())
+        assert num_computed == len(prompt) + num_others * (len(prompt) % BLOCK_SIZE), ends
+        assert sorted(pool.finished) == [f"r.{i}" for i in range(4)]
+        pool.check_blocks_returned()
+        assert not any(replica.pool.cache.expected for replica in pool.scheduler.replicas.values())
 
 
 def test_cached_blocks_go_before_a_row_is_preempted() -> None:

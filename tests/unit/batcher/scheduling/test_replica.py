@@ -39,12 +39,6 @@ def test_a_row_starts_with_blocks_for_its_tokens_and_the_horizon(
     assert replica.pool.num_free == 10 - num_blocks
 
 
-def test_a_request_must_fit_into_the_empty_cache() -> None:
-    replica = make_replica(num_blocks=10)
-    assert replica.can_hold(make_sequence(100, 61))
-    assert not replica.can_hold(make_sequence(100, 62))
-
-
 def test_what_running_rows_may_soon_need_must_be_left() -> None:
     replica = make_replica(num_blocks=9)
     row = replica.start(make_sequence(16))

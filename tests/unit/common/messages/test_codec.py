@@ -55,6 +55,7 @@ GENERATE = Generate(
     5,
     "salt",
     b"hashes",
+    4,
 )
 TOKENS = Tokens("r1", 2, 3, pack_ids([5]), pack_floats([-0.5]), ["hi"], since_start_ms=7, num_cached=16)
 EXAMPLES = [
@@ -96,7 +97,7 @@ EXAMPLES = [
         }
         | {"tl": 1000}
         | {"ch": "ch", "gw": "g", "gr": 30, "rt": 60, "cl": "batch", "tn": "t", "tc": "tr", "sh": 5}
-        | {"cs": "salt", "bh": b"hashes"},
+        | {"cs": "salt", "bh": b"hashes", "ns": 4},
     ),
     (Cancel("r1", "client"), {"v": 1, "id": "r1", "w": "client"}),
     (Resume("r1"), {"v": 1, "id": "r1"}),
