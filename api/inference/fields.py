@@ -129,6 +129,17 @@ class SamplingFields(BaseModel):
     ignore_eos: bool | None = Field(
         default=None, description="Continue after the end-of-sequence token. Default: false."
     )
+    cache_salt: str | None = Field(
+        default=None,
+        description="Only requests with the same salt share what is computed of their prompts (vLLM).",
+        json_schema_extra={"minLength": 1},
+    )
+
+    def salt(self) -> str:
+        """`cache_salt`; empty for none. Raises ApiError (422) for an empty one."""
+        if self.cache_salt == "":
+            raise invalid("`cache_salt` cannot be empty", "cache_salt")
+        return self.cache_salt or ""
 
     def sampling_params(self, **others: Any) -> SamplingParams:
         """The fields that are given, and `others`; `seed` and `bad_words` are completed by validation. Raises

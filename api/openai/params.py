@@ -75,11 +75,9 @@ def common(body: OpenAIRequest, names: Mapping[str, str]) -> GenerationParams:
     """The parameters that both routes have. The default temperature is 1; `fill_defaults` has put the model's
     own values into the body.
     """
-    if body.cache_salt == "":
-        raise invalid("`cache_salt` cannot be empty", "cache_salt")
     return GenerationParams(
         truncate=body.truncate_prompt_tokens,
-        cache_salt=body.cache_salt or "",
+        cache_salt=body.salt(),
         stopping=body.stopping_params(
             body.min_tokens, [body.stop] if isinstance(body.stop, str) else body.stop
         ),

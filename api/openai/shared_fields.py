@@ -105,11 +105,6 @@ class OpenAIRequest(StructuredOutputFields):
         description="Add the special tokens that the tokenizer puts around a prompt. Default: true for "
         "completions; false for chats, whose template has them.",
     )
-    cache_salt: str | None = Field(
-        default=None,
-        description="Only requests with the same salt share what is computed of their prompts (vLLM).",
-        json_schema_extra={"minLength": 1},
-    )
     truncate_prompt_tokens: int | None = least(1, "Use only so many tokens of the prompt: its last ones.")
     n: int | None = ranged("n", "The number of choices for each prompt. Default: 1.")
     best_of: int | None = Field(

@@ -128,6 +128,7 @@ class GenerateRequest(BaseModel):
         return GenerationParams(
             text=self.inputs,
             truncate=parameters.truncate,
+            cache_salt=parameters.salt(),
             max_new_tokens=parameters.max_new_tokens,
             stopping=parameters.stopping_params(parameters.min_new_tokens, parameters.stop),
             do_sample=bool(parameters.do_sample),

@@ -26,8 +26,9 @@ KINDS = [
 
 
 async def test_a_response_is_the_same_streamed_and_whole(broker: Broker) -> None:
-    async with answering(broker.url, ANSWER) as (_, _, client):
-        whole = (await client.post(PATH, json=BODY)).raise_for_status().json()
+    async with answering(broker.url, ANSWER) as (worker, _, client):
+        whole = (await client.post(PATH, json=BODY | {"cache_salt": "s"})).raise_for_status().json()
+        assert [request.cache_salt for request in worker.seen] == ["s"]
         events = read_events(await streamed(client, PATH, BODY))
     parsed = check_response(whole)
     assert parsed.output_text == " one two é🙂 three" == text_of(events)

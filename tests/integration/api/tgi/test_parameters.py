@@ -127,3 +127,19 @@ async def test_every_parameter_reaches_the_worker(broker: Broker) -> None:
         bad_words=[TOKENIZER.encode(text).ids for text in ("dog", " dog")],
     )
     assert request.stopping == StoppingParams(3, 2, stop_ids=[3, 4], ignore_eos=True)
+
+
+async def test_requests_share_blocks_with_those_of_their_salt_only(broker: Broker) -> None:
+    one = Answer(TOKENIZER.encode("a").ids)
+    async with (
+        working(broker.url, TOKENIZER, lambda _: one) as worker,
+        serving(broker.url) as (gateway, client),
+    ):
+        await ready(gateway)
+        prompt = "a " * 20
+        for salt in ({}, {"cache_salt": "x"}, {"cache_salt": "y"}):
+            assert (await generate(client, salt, prompt)).status_code == 200
+        refused = await generate(client, {"cache_salt": ""}, prompt)
+    assert [request.cache_salt for request in worker.seen] == ["", "x", "y"]
+    assert len({request.block_hashes for request in worker.seen}) == 3
+    assert refused.status_code == 422 and "`cache_salt`" in refused.json()["error"]

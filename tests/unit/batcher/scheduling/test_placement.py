@@ -78,6 +78,20 @@ def test_requests_that_share_nothing_go_where_the_fewest_rows_are() -> None:
     assert [replica.num_running for replica in pool.scheduler.replicas.values()] == [1, 1]
 
 
+def test_a_worker_that_joins_gets_what_waits_then_what_comes() -> None:
+    pool = Pool(1, num_blocks=400, seed=1, limits=WorkerLimits(max_batch_size=4), eos_chance=0)
+    pool.add(*(request(f"r{i}", 20, 300, i) for i in range(7)))
+    pool.turn()
+    joined = pool.add_worker()
+    pool.decide()
+    assert len(pool.workers[joined].rows) == 3, "those that waited, in the first decision"
+    pool.add(request("r7", 20, 300, 7))
+    pool.decide()
+    assert len(pool.workers[joined].rows) == 4
+    pool.run()
+    assert len(pool.finished) == 8
+
+
 class Calls:
     """Counts how often workers are asked for a plan, and whether they can start a request."""
 
