@@ -56,9 +56,10 @@ class WorkerSet:
         self.most_tokens = max((one.block_size * one.pool.num_blocks for one in replicas), default=0)
 
     def note_change(self, replica: Replica) -> None:
-        """Note that rows or blocks of a worker have changed, or must."""
-        self.changed[replica] = None
-        self.placement.update(replica)
+        """Note that rows or blocks of a worker have changed, or must. One that was removed gets no plan."""
+        if self.replicas.get(replica.capacity.incarnation) is replica:
+            self.changed[replica] = None
+            self.placement.update(replica)
 
     def take_changed(self) -> list[Replica]:
         """Return the workers of which something has changed, once."""
