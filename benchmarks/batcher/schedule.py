@@ -13,6 +13,7 @@ import argparse
 import os
 import random
 import sys
+from array import array
 from pathlib import Path
 
 from batcher.scheduling.pending_plan import PendingPlan
@@ -71,7 +72,7 @@ class TimedPool:
         self.workers = {f"w{i}": CostlessWorker(random.Random(seed + i)) for i in range(WORKERS)}
         self.now_ms = 0.0
         self.came_ms: dict[str, float] = {}
-        self.waits_ms: list[float] = []
+        self.waits_ms = array("d")
         self.num_cached = 0
         for name in self.workers:
             sizes = (BLOCK_SIZE, NUM_BLOCKS, 512, 8192)
@@ -98,6 +99,7 @@ class TimedPool:
         for name, report in reports:
             if report is not None:
                 self.scheduler.apply_report(name, report)
+        self.scheduler.expire(int(self.now_ms))
         plans = list(self.scheduler.plans())
         outcomes = self.scheduler.pop_outcomes()
         assert not (outcomes.to_finish or outcomes.interrupted)
