@@ -119,7 +119,7 @@ class FullPool:
 
     def enqueue(self, requests: list[Generate]) -> None:
         for request in requests:
-            sequence = Sequence(request, f"1000-{request.request_id[1:]}", 100, 10**9)
+            sequence = Sequence(request, f"1000-{request.request_id[1:]}", 10**9)
             self.scheduler.register(sequence)
             self.scheduler.enqueue(sequence)
 

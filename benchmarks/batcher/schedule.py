@@ -58,7 +58,7 @@ class Trace:
             name = f"r{self.count}"
             stopping = StoppingParams(MAX_ANSWER)
             request = Generate(name, "d", self.prompt, stopping, gateway="g", block_hashes=hashes)
-            new.append(Sequence(request, f"1000-{self.count}", 100, 10**12))
+            new.append(Sequence(request, f"1000-{self.count}", 10**12))
         return new
 
 
