@@ -20,7 +20,7 @@ from common.settings.settings import SettingError
 
 BUNDLED = "smollm2"
 BUNDLED_HUB_ID = "HuggingFaceTB/SmolLM2-135M-Instruct"
-CONVERSION_VERSION = 2
+CONVERSION_VERSION = 3
 """Increased when `gpu_worker.engine.model.gguf` writes something else for the same file."""
 HEAD_BYTES = 2**20
 """The first and last bytes of a GGUF file identify it, wherever it is mounted."""

@@ -56,8 +56,9 @@ FLOORS = {
         "engine.model.weights",
         "engine.in_flight engine.model.model engine.model.families engine.model.dummy engine.model.kv_budget "
         "engine.model.warmup",
-        "engine.attention engine.sampling",
-        "engine.cpu engine.cuda.deterministic engine.failing_rows engine.model.gguf",
+        "engine.attention engine.sampling engine.model.gguf",
+        "engine.model.gguf_blocks",
+        "engine.cpu engine.cuda.deterministic engine.failing_rows engine.model.gguf_types",
         "engine.cuda.graphs engine.model.rope engine.split_step",
         "engine.agent_link engine.batch engine.parallel",
         "engine.model.config protocol rank",

@@ -51,8 +51,19 @@ class HeadsStruct(ctypes.Structure):
     _fields_ = [("data", c_void_p), ("token", c_int64), ("head", c_int64)]
 
 
+class BlocksStruct(ctypes.Structure):
+    _fields_ = [
+        *((name, c_void_p) for name in ("quants", "scales", "offsets")),
+        *((name, c_int32) for name in ("bits", "size", "half_scales")),
+    ]
+
+
 class LinearStruct(ctypes.Structure):
-    _fields_ = [("packed", c_void_p), ("bias", c_void_p), ("inputs", c_int32), ("outputs", c_int32)]
+    _fields_ = [
+        *((name, c_void_p) for name in ("packed", "bias")),
+        *((name, c_int32) for name in ("inputs", "outputs")),
+        ("blocks", BlocksStruct),
+    ]
 
 
 class NormStruct(ctypes.Structure):

@@ -1,5 +1,5 @@
 """python -m gpu_worker.engine.model.gguf SOURCE.gguf FOLDER [DTYPE]: writes the model in a GGUF file as plain
-weights, tokenizer and configs.
+weights, blocks, tokenizer and configs.
 """
 
 import sys
@@ -11,6 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
 from common.process.parent_death import die_with_parent
+from gpu_worker.engine.model.gguf_blocks import write_blocks
 
 PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
@@ -48,6 +49,8 @@ def convert(source: Path, folder: Path, served_as: str = "auto") -> None:
         model.generation_config.eos_token_id = tokenizer.eos_token_id
     tokenizer.save_pretrained(folder)
     model.save_pretrained(folder)
+    if model.dtype == torch.bfloat16:
+        write_blocks(source, model, folder)
 
 
 def main() -> None:

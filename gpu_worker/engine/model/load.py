@@ -3,7 +3,7 @@
 import importlib
 import io
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +19,14 @@ from gpu_worker.engine.attention.kv_cache import Geometry, LayerSpec
 from gpu_worker.engine.attention.probe import PROBE_TOKENS, probe_attention
 from gpu_worker.engine.batch.inputs import build_inputs
 from gpu_worker.engine.batch.row import RowSlice
+from gpu_worker.engine.cpu.blocks import Blocks
 from gpu_worker.engine.cpu.fused_layer import fuse_layers
 from gpu_worker.engine.cpu.packed_linear import pack_linears
 from gpu_worker.engine.cuda.fused_linear import fuse_linears
 from gpu_worker.engine.errors import UnservableModel
 from gpu_worker.engine.model import rope
 from gpu_worker.engine.model.config import cannot_serve, read_config
+from gpu_worker.engine.model.gguf_blocks import read_blocks
 from gpu_worker.engine.model.kv_budget import count_blocks, measure_peak
 from gpu_worker.engine.model.model import LoadedModel
 from gpu_worker.engine.model.tp_weights import read_shard
@@ -63,11 +65,11 @@ def load(settings: Settings, progress: model_files.Progress, communicator: Commu
     try:
         if communicator.world_size > 1:
             model, plan = read_shard(path, config, dtype, device, settings, communicator)
-            optimize_linears(model, device)
+            optimize_linears(model, device, {})
             connect_shards(model, plan, communicator)
         else:
             model = read_weights(path, config, dtype, device, settings)
-            optimize_linears(model, device)
+            optimize_linears(model, device, read_blocks(path))
         layers = probe_attention(model, lambda: probe_forward(model, device))
     except KeyError as error:  # model code that looks attention up in a table of its own
         cause = UnservableModel(f"the attention of {config.model_type} cannot be replaced")
@@ -119,8 +121,12 @@ def assemble(
     )
 
 
-def optimize_linears(model: Any, device: torch.device) -> None:
-    (pack_linears if device.type == "cpu" else fuse_linears)(model)
+def optimize_linears(model: Any, device: torch.device, blocks: Mapping[str, Blocks]) -> None:
+    """`blocks`: weights of linear layers in blocks, by their names."""
+    if device.type == "cpu":
+        pack_linears(model, blocks)
+    else:
+        fuse_linears(model)
 
 
 def nondeterministic_because(

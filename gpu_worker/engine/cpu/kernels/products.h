@@ -3,11 +3,15 @@
 // own row only.
 #pragma once
 #include <algorithm>
+#include "blocks.h"
 #include "structs.h"
 #include "tiles.h"
 #include "vector.h"
 
 constexpr int PANEL = WIDTH * LANES, AT_ONCE = std::max(ROWS, TILE);  // rows
+constexpr int FEW = 4;  // so few rows are multiplied with blocks faster than with plain weights
+constexpr int GROUP = 32;  // rows for which a chunk of blocks is expanded once
+static_assert(GROUP % AT_ONCE == 0);
 static_assert(TILE == 1 || PANEL == 3 * TILE);
 
 inline int num_panels(const Linear& linear) { return (linear.outputs + PANEL - 1) / PANEL; }
@@ -27,12 +31,18 @@ template <class T> void pack(const T* weight, int outputs, int inputs, T* packed
     }
 }
 
-// N rows and a panel → sums [N][PANEL]
-template <class T, int N> void multiply(const Factor<T>* rows, int inputs, const T* panel, float* sums) {
+// Adds the products of N rows, `stride` numbers apart, and `inputs` inputs of a panel to sums [N][PANEL].
+// WEIGHTS_AHEAD: bytes of weights prefetched in advance.
+template <class T, int WEIGHTS_AHEAD, int N>
+void multiply(const Factor<T>* rows, int stride, int inputs, const T* panel, float* sums) {
     constexpr int P = Pairs<T>::P;
-    Floats total[N][WIDTH] = {};
+    Floats total[N][WIDTH];
+    for (int n = 0; n < N; n++)
+        for (int w = 0; w < WIDTH; w++) total[n][w] = load(sums + n * PANEL + w * LANES);
     for (int k = 0; k < inputs; k += P, panel += PANEL * P) {
-        for (int w = 0; w < WIDTH; w++) __builtin_prefetch((const char*)(panel + w * LANES * P) + AHEAD);
+        if (WEIGHTS_AHEAD)
+            for (int w = 0; w < WIDTH; w++)
+                __builtin_prefetch((const char*)(panel + w * LANES * P) + WEIGHTS_AHEAD);
 #pragma GCC unroll 2
         for (int part = 0; part < Pairs<T>::PARTS; part++) {
             decltype(Pairs<T>::part(panel, part)) weights[WIDTH];
@@ -42,27 +52,60 @@ template <class T, int N> void multiply(const Factor<T>* rows, int inputs, const
 #pragma GCC unroll 3
                 for (int w = 0; w < WIDTH; w++)
                     total[n][w] = Pairs<T>::multiply(
-                        total[n][w], weights[w], rows + (int64_t)n * inputs + k + part);
+                        total[n][w], weights[w], rows + (int64_t)n * stride + k + part);
         }
     }
     for (int n = 0; n < N; n++)
         for (int w = 0; w < WIDTH; w++) store(sums + n * PANEL + w * LANES, total[n][w]);
 }
 
-template <class T, int N = ROWS>
-void multiply_rows(int count, const Factor<T>* rows, int inputs, const T* panel, float* sums) {
-    if (count == N) return multiply<T, N>(rows, inputs, panel, sums);
-    if constexpr (N > 1) multiply_rows<T, N - 1>(count, rows, inputs, panel, sums);
+template <class T, int WEIGHTS_AHEAD, int N = ROWS>
+void multiply_few(int count, const Factor<T>* rows, int stride, int inputs, const T* panel, float* sums) {
+    if (count == N) return multiply<T, WEIGHTS_AHEAD, N>(rows, stride, inputs, panel, sums);
+    if constexpr (N > 1)
+        multiply_few<T, WEIGHTS_AHEAD, N - 1>(count, rows, stride, inputs, panel, sums);
 }
 
-// The sums of up to AT_ONCE rows and a panel, with the bias.
+template <class T, int WEIGHTS_AHEAD>
+void multiply_rows(int count, const Factor<T>* rows, int stride, int inputs, const T* panel, float* sums) {
+    for (int row = 0; row < count; row += ROWS)
+        multiply_few<T, WEIGHTS_AHEAD>(std::min(ROWS, count - row), rows + (int64_t)row * stride, stride,
+            inputs, panel, sums + row * PANEL);
+}
+
+template <int N = FEW>
+void multiply_few_expanding(
+    int count, const Factor<bfloat16>* rows, const Linear& linear, int panel, float* sums) {
+    if (count == N) return multiply_expanding<N>(rows, linear.inputs, linear, panel, sums);
+    if constexpr (N > 1) multiply_few_expanding<N - 1>(count, rows, linear, panel, sums);
+}
+
+// More rows share a chunk of weights, expanded into memory that stays in the first cache.
+inline void multiply_blocks(
+    const Factor<bfloat16>* rows, int count, const Linear& linear, int panel, float* sums) {
+    if (count <= FEW) return multiply_few_expanding(count, rows, linear, panel, sums);
+    alignas(64) bfloat16 weights[EXPANDED * PANEL];
+    for (int k = 0; k < linear.inputs; k += EXPANDED) {
+        int some = std::min(EXPANDED, linear.inputs - k);
+        expand(linear, panel, k, some, weights);
+        multiply_rows<bfloat16, 0>(count, rows + k, linear.inputs, some, weights, sums);
+    }
+}
+
+// The sums of up to GROUP rows and a panel, with the bias.
 template <class T>
-void tile_sums(const Factor<T>* rows, int count, const Linear& linear, int panel, Tiles& tiles, float* sums) {
-    const T* packed = (const T*)linear.packed + (int64_t)panel * PANEL * linear.inputs;
-    if (!tiles.multiply(rows, count, linear.inputs, packed, sums))
-        for (int row = 0; row < count; row += ROWS)
-            multiply_rows<T>(std::min(ROWS, count - row), rows + (int64_t)row * linear.inputs, linear.inputs,
-                packed, sums + row * PANEL);
+void panel_sums(const Factor<T>* rows, int count, const Linear& linear, int panel, Tiles& tiles, float* sums) {
+    int inputs = linear.inputs;
+    std::fill(sums, sums + count * PANEL, 0.f);
+    if (linear.packed && !(linear.blocks.bits && count <= FEW)) {
+        const T* packed = (const T*)linear.packed + (int64_t)panel * PANEL * inputs;
+        for (int row = 0; row < count; row += AT_ONCE) {
+            int few = std::min(AT_ONCE, count - row);
+            const Factor<T>* own = rows + (int64_t)row * inputs;
+            if (!tiles.multiply(own, few, inputs, packed, sums + row * PANEL))
+                multiply_rows<T, AHEAD>(few, own, inputs, inputs, packed, sums + row * PANEL);
+        }
+    } else if constexpr (std::is_same_v<T, bfloat16>) multiply_blocks(rows, count, linear, panel, sums);
     if (linear.bias)
         for (int n = 0; n < count; n++)
             for (int w = 0; w < WIDTH; w++)
@@ -86,12 +129,12 @@ template <class F> void for_own_panels(int panels, int thread, int threads, F ea
 // rows [num_rows][inputs] → out [num_rows][stride], on top of `residual` where there is one.
 template <class T, class U> void panel_product(const Factor<T>* rows, int num_rows, const Linear& linear,
     int panel, U* out, int64_t stride, const T* residual) {
-    alignas(64) float sums[AT_ONCE * PANEL];
+    alignas(64) float sums[GROUP * PANEL];
     Tiles tiles;
     int width = std::min(PANEL, linear.outputs - panel * PANEL);
-    for (int row = 0; row < num_rows; row += AT_ONCE) {
-        int count = std::min(AT_ONCE, num_rows - row);
-        tile_sums<T>(rows + (int64_t)row * linear.inputs, count, linear, panel, tiles, sums);
+    for (int row = 0; row < num_rows; row += GROUP) {
+        int count = std::min(GROUP, num_rows - row);
+        panel_sums<T>(rows + (int64_t)row * linear.inputs, count, linear, panel, tiles, sums);
         for (int n = 0; n < count; n++) {
             int64_t at = (row + n) * stride + panel * PANEL;
             if (residual)
@@ -106,13 +149,13 @@ inline Floats sigmoid_linear(Floats x) { return x / (1.f + exponential(-x)); }
 // silu(gate) * up of a panel → out [num_rows][outputs]
 template <class T> void panel_gated(
     const Factor<T>* rows, int num_rows, const Linear& gate, const Linear& up, int panel, Factor<T>* out) {
-    alignas(64) float gates[AT_ONCE * PANEL], ups[AT_ONCE * PANEL];
+    alignas(64) float gates[GROUP * PANEL], ups[GROUP * PANEL];
     Tiles tiles;
     int width = std::min(PANEL, gate.outputs - panel * PANEL);
-    for (int row = 0; row < num_rows; row += AT_ONCE) {
-        int count = std::min(AT_ONCE, num_rows - row);
-        tile_sums<T>(rows + (int64_t)row * gate.inputs, count, gate, panel, tiles, gates);
-        tile_sums<T>(rows + (int64_t)row * up.inputs, count, up, panel, tiles, ups);
+    for (int row = 0; row < num_rows; row += GROUP) {
+        int count = std::min(GROUP, num_rows - row);
+        panel_sums<T>(rows + (int64_t)row * gate.inputs, count, gate, panel, tiles, gates);
+        panel_sums<T>(rows + (int64_t)row * up.inputs, count, up, panel, tiles, ups);
         for (int n = 0; n < count; n++) {
             for (int j = n * PANEL; j < (n + 1) * PANEL; j += LANES)
                 store(gates + j, sigmoid_linear(load(gates + j)) * load(ups + j));

@@ -26,10 +26,19 @@ struct Heads {
     int64_t token, head;
 };
 
+// Quants as in blocks.h. Scales, and offsets where there are any, are [panels][inputs / size][PANEL] numbers of
+// float16 or float32.
+struct Blocks {
+    const void *quants, *scales, *offsets;
+    int32_t bits;  // of a quant: 4 or 8; 0 where weights are not in blocks
+    int32_t size, half_scales;
+};
+
 struct Linear {
-    const void* packed;
+    const void* packed;  // null where they are in blocks only
     const float* bias;  // [outputs, rounded up to whole panels] or null
     int32_t inputs, outputs;
+    Blocks blocks;
 };
 
 struct Norm {

@@ -41,6 +41,11 @@ inline Floats load(const bfloat16* from) {
     return (Floats)(__builtin_convertvector(read<Halves>(from), Words) << 16);
 }
 inline Floats load(const float16* from) {
+#if defined(__AVX512F__)
+    return (Floats)_mm512_cvtph_ps(read<__m256i>(from));
+#elif defined(__F16C__)
+    return (Floats)_mm256_cvtph_ps(read<__m128i>(from));
+#endif
     Floats vector;
     for (int i = 0; i < LANES; i++) vector[i] = (float)from[i].value;
     return vector;
@@ -133,6 +138,7 @@ template <class T> struct Pairs : Widened {
 template <> struct Pairs<bfloat16> {
     static constexpr int P = 2, PARTS = 1;
     typedef bfloat16 Factor;
+    static inline __m512bh part_of(Words pairs, int) { return (__m512bh)pairs; }
     static inline __m512bh part(const bfloat16* k, int) { return (__m512bh)_mm512_loadu_si512(k); }
     static inline Floats multiply(Floats sum, __m512bh k, const bfloat16* factor) {
         int32_t pair;
@@ -143,10 +149,10 @@ template <> struct Pairs<bfloat16> {
 #else  // a pair is a word, and either half of it the upper half of a float
 template <> struct Pairs<bfloat16> : Widened {
     static constexpr int P = 2, PARTS = 2;
-    static inline Floats part(const bfloat16* k, int which) {
-        Words pairs = read<Words>(k);
+    static inline Floats part_of(Words pairs, int which) {
         return (Floats)(which ? pairs & 0xffff0000 : pairs << 16);
     }
+    static inline Floats part(const bfloat16* k, int which) { return part_of(read<Words>(k), which); }
 };
 #endif
 

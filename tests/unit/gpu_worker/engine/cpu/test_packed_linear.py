@@ -6,7 +6,9 @@ import pytest
 import torch
 from torch import nn
 
+from common.process import memory
 from gpu_worker.engine.cpu import native, packed_linear
+from gpu_worker.engine.cpu.blocks import Blocks
 from gpu_worker.engine.cpu.large_pages import LargePages
 from gpu_worker.engine.cpu.packed_linear import NativeLinear
 
@@ -62,3 +64,58 @@ def test_wrong_products_are_not_used(
     assert ("are wrong on this processor" in caplog.text) == bool(
         library.tf_multiplies(native.TYPE_CODES[torch.float32])
     )
+
+
+def random_blocks(bits: int, size: int, offsets: bool, dtype: torch.dtype, outputs: int = 100) -> Blocks:
+    quants = torch.randint(0, 16, (outputs, 320)) if bits == 4 else torch.randint(-128, 128, (outputs, 320))
+    scales, more = (torch.randn(outputs, 320 // size).half().to(dtype) for _ in range(2))
+    return Blocks(quants.to(torch.uint8 if bits == 4 else torch.int8), scales, more if offsets else None)
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("size", [16, 32])
+@pytest.mark.parametrize("offsets", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
+def test_weights_in_blocks_give_the_bits_of_plain_weights(
+    bits: int, size: int, offsets: bool, dtype: torch.dtype, library: Any
+) -> None:
+    """Alone, and beside the plain weights; for few rows and many."""
+    if not library.tf_multiplies(native.TYPE_CODES[torch.bfloat16]):
+        pytest.skip("torch's products are used on this processor")
+    torch.manual_seed(0)
+    blocks = random_blocks(bits, size, offsets, dtype)
+    linear = nn.Linear(320, 100).bfloat16()
+    linear.weight = nn.Parameter(blocks.widen(), requires_grad=False)
+    plain = NativeLinear(linear, library, True, LargePages())
+    alone, beside = (
+        NativeLinear(linear, library, True, LargePages(), blocks, kept) for kept in (False, True)
+    )
+    assert alone.packed is None and torch.equal(alone.weight, linear.weight)
+    for num_rows in (1, 2, 3, 4, 5, 8, 33, 70):
+        rows = torch.randn(num_rows, 320).bfloat16()
+        assert torch.equal(alone(rows), plain(rows)) and torch.equal(beside(rows), plain(rows))
+
+
+def test_plain_weights_are_dropped_where_memory_is_short(
+    library: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    blocks = random_blocks(4, 32, True, torch.float16)
+    for available_bytes, kept in ((0, False), (2**40, True)):
+        monkeypatch.setattr(memory, "available_bytes", lambda size=available_bytes: size)
+        model = Headless(nn.Linear(320, 100).bfloat16(), nn.Linear(320, 100).bfloat16())
+        model.one.weight = nn.Parameter(blocks.widen(), requires_grad=False)
+        packed_linear.pack_linears(model, {"one": blocks})
+        if not isinstance(model.one, NativeLinear):
+            pytest.skip("torch's products are used on this processor")
+        assert model.one.blocks and not model.other.blocks
+        assert (model.one.packed is not None) == kept and model.other.packed is not None
+
+
+class Headless(nn.Module):
+    def __init__(self, one: Any, other: Any) -> None:
+        super().__init__()
+        self.one = one
+        self.other = other
+
+    def get_output_embeddings(self) -> None:
+        return None

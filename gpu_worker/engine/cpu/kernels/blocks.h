@@ -1,0 +1,133 @@
+// Weights in blocks along their inputs, as GGUF files have them: a quant times its block's scale, plus its
+// block's offset, is a weight. They are expanded to bfloat16 in the order of plain weights: so what is
+// multiplied, and every bit of what comes out, is that of weights widened at load.
+#pragma once
+#include "structs.h"
+#include "vector.h"
+
+constexpr int EXPANDED = 128;  // inputs; a multiple of every block size
+constexpr int BLOCKS_AHEAD = 2048;  // bytes of quants prefetched in advance
+
+// Quants lie in words of 32 bits, [panels][inputs / (2 * PAIRS)][panel][2]: the first of two words has the
+// quants of PAIRS even inputs, the second those of the odd ones, beginning with the lowest bits.
+template <int BITS> constexpr int PAIRS = 32 / BITS;
+
+// The quant at a place in each word: from 0 to 15, or of 8 bits with a sign.
+template <int BITS> inline Floats read_quants(Words words, int place) {
+    if constexpr (BITS == 8) return __builtin_convertvector((Ints)(words << (24 - 8 * place)) >> 24, Floats);
+#if defined(__AVX512F__)
+    const Floats numbers = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    words >>= 4 * place;
+    return (Floats)_mm512_permutexvar_ps((__m512i)words, (__m512)numbers);  // by the lowest 4 bits
+#else
+    return __builtin_convertvector((Ints)(words >> 4 * place & 15), Floats);
+#endif
+}
+
+// Two vectors as one of bfloat16, rounded to even: the numbers of the first come first.
+inline Words round_both(Floats first, Floats second) {
+#if defined(__AVX512BF16__)
+    return (Words)_mm512_cvtne2ps_pbh((__m512)second, (__m512)first);
+#else
+    bfloat16 both[2 * LANES];
+    store(both, first);
+    store(both + LANES, second);
+    return read<Words>(both);
+#endif
+}
+
+// LANES numbers, each twice.
+template <class S> inline void load_twice(const S* from, Floats* to) {
+    Ints places;
+    for (int lane = 0; lane < LANES; lane++) places[lane] = lane / 2;
+    Floats numbers = load(from);
+    to[0] = __builtin_shuffle(numbers, places);
+    to[1] = __builtin_shuffle(numbers, places + LANES / 2);
+}
+
+// Calls `each(k, weights)` for every pair of inputs of a panel of WIDTH * LANES outputs, from an input on that
+// begins a block; weights are WIDTH vectors of pairs. A product of a quant and a scale is exact in float32, so
+// it does not matter whether it is fused with the sum.
+template <int BITS, bool OFFSETS, class S, class F>
+inline void expand_pairs(const Linear& linear, int panel, int from, int count, F each) {
+    constexpr int OUTPUTS = WIDTH * LANES, HALVES = 2 * WIDTH;
+    const int size = linear.blocks.size;
+    const uint32_t* quants = (const uint32_t*)linear.blocks.quants
+        + ((int64_t)panel * linear.inputs + from) / PAIRS<BITS> * OUTPUTS;
+    const int64_t block = ((int64_t)panel * linear.inputs + from) / size * OUTPUTS;
+    const S* scales = (const S*)linear.blocks.scales + block;
+    const S* offsets = (const S*)linear.blocks.offsets + block;
+    for (int first = 0; first < count; first += size, scales += OUTPUTS, offsets += OUTPUTS) {
+        Floats scale[HALVES], offset[HALVES];
+        for (int w = 0; w < WIDTH; w++) {
+            load_twice(scales + w * LANES, scale + 2 * w);
+            if (OFFSETS) load_twice(offsets + w * LANES, offset + 2 * w);
+        }
+        for (int k = first; k < first + size; k += 2 * PAIRS<BITS>, quants += HALVES * LANES) {
+            Words words[HALVES];
+            for (int half = 0; half < HALVES; half++) {
+                words[half] = read<Words>(quants + half * LANES);
+                __builtin_prefetch((const char*)(quants + half * LANES) + BLOCKS_AHEAD);
+            }
+#pragma GCC unroll 8
+            for (int place = 0; place < PAIRS<BITS>; place++) {
+                Words weights[WIDTH];
+                for (int w = 0; w < WIDTH; w++) {
+                    Floats both[2];
+                    for (int half = 0; half < 2; half++) {
+                        both[half] = read_quants<BITS>(words[2 * w + half], place) * scale[2 * w + half];
+                        if (OFFSETS) both[half] += offset[2 * w + half];
+                    }
+                    weights[w] = round_both(both[0], both[1]);
+                }
+                each(k + 2 * place, weights);
+            }
+        }
+    }
+}
+
+// Calls `with` with a number for each of BITS, OFFSETS and S of this layer's blocks.
+template <class F> inline void with_kind(const Blocks& blocks, F with) {
+    auto with_scales = [&](auto scale) {
+        std::integral_constant<int, 4> four;
+        std::integral_constant<int, 8> eight;
+        std::true_type yes;
+        std::false_type no;
+        if (blocks.bits == 4) blocks.offsets ? with(four, yes, scale) : with(four, no, scale);
+        else blocks.offsets ? with(eight, yes, scale) : with(eight, no, scale);
+    };
+    if (blocks.half_scales) with_scales(float16{});
+    else with_scales(float{});
+}
+
+// `count` inputs of a panel → [count / 2][outputs][2]
+inline void expand(const Linear& linear, int panel, int from, int count, bfloat16* to) {
+    with_kind(linear.blocks, [&](auto bits, auto offsets, auto scale) {
+        expand_pairs<bits.value, offsets.value, decltype(scale)>(
+            linear, panel, from, count, [&](int k, const Words* weights) {
+                memcpy(to + (int64_t)k * WIDTH * LANES, weights, WIDTH * sizeof(Words));
+            });
+    });
+}
+
+// Adds the products of N rows, `stride` numbers apart, and a panel to sums [N][outputs], weights being expanded
+// in registers.
+template <int N> void multiply_expanding(
+    const Factor<bfloat16>* rows, int stride, const Linear& linear, int panel, float* sums) {
+    typedef Pairs<bfloat16> Pair;
+    Floats total[N][WIDTH];
+    for (int n = 0; n < N; n++)
+        for (int w = 0; w < WIDTH; w++) total[n][w] = load(sums + (n * WIDTH + w) * LANES);
+    with_kind(linear.blocks, [&](auto bits, auto offsets, auto scale) {
+        expand_pairs<bits.value, offsets.value, decltype(scale)>(
+            linear, panel, 0, linear.inputs, [&](int k, const Words* weights) {
+                for (int part = 0; part < Pair::PARTS; part++)
+                    for (int n = 0; n < N; n++)
+                        for (int w = 0; w < WIDTH; w++)
+                            total[n][w] = Pair::multiply(total[n][w], Pair::part_of(weights[w], part),
+                                rows + (int64_t)n * stride + k + part);
+            });
+    });
+    for (int n = 0; n < N; n++)
+        for (int w = 0; w < WIDTH; w++) store(sums + (n * WIDTH + w) * LANES, total[n][w]);
+}

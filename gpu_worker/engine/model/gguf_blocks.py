@@ -1,0 +1,93 @@
+"""Blocks of a GGUF file's weights, which a converted file has beside the plain weights.
+
+Tensors of the file are uint8 [outputs, bytes of a row].
+"""
+
+import hashlib
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+import gguf
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from gpu_worker.engine.cpu.blocks import Blocks
+from gpu_worker.engine.model.gguf_types import UNPACK, unpack
+
+BLOCKS_FILE = Path("blocks") / "model.safetensors"
+"""In the directory of a converted model; where no checkpoint's weights are looked for."""
+
+
+# --- files --------------------------------------------------------------------------------------------------
+
+
+def write_blocks(source: Path, model: nn.Module, folder: Path) -> None:
+    """Writes the blocks of the linear layers of a bfloat16 model that was read from the GGUF file `source`.
+
+    A row of a layer is found in the file by its content: so it does not matter how model and file name and
+    order their weights. A layer keeps its plain weights where that fails.
+    """
+    linears = {name: child for name, child in model.named_modules() if type(child) is nn.Linear}
+    found = find_blocks(source, {name: linear.weight.detach() for name, linear in linears.items()})
+    tensors = {
+        f"{name}.{field}": tensor for name, blocks in found for field, tensor in blocks.tensors().items()
+    }
+    if tensors:
+        path = folder / BLOCKS_FILE
+        path.parent.mkdir()
+        save_file(tensors, path)
+
+
+def read_blocks(folder: Path) -> dict[str, Blocks]:
+    """Blocks by the name of their linear layer; none for a model that was no GGUF file with such weights."""
+    path, layers = folder / BLOCKS_FILE, dict[str, dict[str, torch.Tensor]]()
+    for name, tensor in load_file(path).items() if path.exists() else ():
+        layer, _, field = name.rpartition(".")
+        layers.setdefault(layer, {})[field] = tensor
+    return {layer: Blocks.of_tensors(tensors) for layer, tensors in layers.items()}
+
+
+def find_blocks(source: Path, weights: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, Blocks]]:
+    """Name and blocks of those weights, bfloat16 [outputs, inputs], that the file has in blocks."""
+    tensors = [
+        tensor
+        for tensor in gguf.GGUFReader(str(source)).tensors
+        if tensor.tensor_type.name in UNPACK and len(tensor.shape) == 2
+    ]
+    places = {
+        digest: (number, row)
+        for number, tensor in enumerate(tensors)
+        for row, digest in enumerate(digests(blocks_of(tensor).widen()))
+    }
+    for name, weight in weights.items():
+        found = [places.get(digest) for digest in digests(weight)]
+        blocks = collect_rows(tensors, [place for place in found if place])
+        if blocks and torch.equal(blocks.widen(), weight):
+            yield name, blocks
+
+
+def digests(weight: torch.Tensor) -> list[bytes]:
+    """Of each row of weights, bfloat16 [outputs, inputs]; the same for both zeros."""
+    rows = (weight + 0).view(torch.int16).numpy()
+    return [hashlib.blake2b(row.tobytes(), digest_size=16).digest() for row in rows]
+
+
+def collect_rows(tensors: Sequence[gguf.ReaderTensor], places: Sequence[tuple[int, int]]) -> Blocks | None:
+    """Rows, each by its tensor's number and its own in there, as the rows of one layer's blocks."""
+    numbers = sorted({number for number, _ in places})
+    parts = [blocks_of(tensors[number]) for number in numbers]
+    first, starts = 0, dict[int, int]()
+    for number, part in zip(numbers, parts, strict=True):
+        starts[number] = first
+        first += len(part.quants)
+    rows = torch.tensor([starts[number] + row for number, row in places])
+    return Blocks.joined(parts, rows) if parts else None
+
+
+def blocks_of(tensor: gguf.ReaderTensor) -> Blocks:
+    """A matrix in a GGUF file, of a type in UNPACK. Scales are float16 where these are the same numbers."""
+    quants, scales, offsets = unpack(tensor.tensor_type.name, tensor.data)
+    if all(factor is None or torch.equal(factor.half().float(), factor) for factor in (scales, offsets)):
+        scales, offsets = scales.half(), None if offsets is None else offsets.half()
+    return Blocks(quants, scales, offsets)
