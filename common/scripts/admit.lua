@@ -14,16 +14,16 @@ local digest = redis.call('HGET', KEYS[3], 'digest')
 if digest then return {digest == ARGV[4] and 'attached' or 'conflict'} end
 local places, class, tenant = KEYS[2], ARGV[9], ARGV[10]
 local tokens, max_requests = tonumber(ARGV[12]), tonumber(ARGV[2])
-if redis.call('XLEN', KEYS[1]) ~= tonumber(redis.call('HGET', places, 'all') or '0') then
-  count_places(KEYS[1], places)
-end
-
 local WINDOW_MS = 30000
 local time = redis.call('TIME')
 local now_ms = time[1] * 1000 + math.floor(time[2] / 1000)
-redis.call('ZREMRANGEBYSCORE', KEYS[5], '-inf', now_ms - WINDOW_MS)
+-- A broker without memory refuses a script at its first write only, and only one that may take memory.
 redis.call('ZADD', KEYS[5], now_ms, ARGV[11] .. ' ' .. tenant)
+redis.call('ZREMRANGEBYSCORE', KEYS[5], '-inf', now_ms - WINDOW_MS)
 redis.call('PEXPIRE', KEYS[5], WINDOW_MS)
+if redis.call('XLEN', KEYS[1]) ~= tonumber(redis.call('HGET', places, 'all') or '0') then
+  count_places(KEYS[1], places)
+end
 
 local function held(what)
   local sum, above = 0, 0

@@ -72,16 +72,17 @@ def result(client: redis.Redis, job_id: str) -> Any:
     return json.loads(wait_until_sync(lambda: client.get(KEYS.result(job_id))))
 
 
+VARYING = ("id", "created", "logprob", "cached_tokens")
+
+
 def plain(body: Any) -> Any:
-    """An answer without what differs each time: names, times, and log-probabilities, which round otherwise in
-    another batch.
+    """An answer without what differs each time: names, times, log-probabilities, which round otherwise in
+    another batch, and how many tokens of the prompt a worker had cached.
     """
     if isinstance(body, list):
         return [plain(one) for one in body]
     if isinstance(body, dict):
-        return {
-            name: plain(value) for name, value in body.items() if name not in ("id", "created", "logprob")
-        } | tokens(body)
+        return {name: plain(value) for name, value in body.items() if name not in VARYING} | tokens(body)
     return body
 
 

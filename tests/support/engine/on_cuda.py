@@ -96,7 +96,7 @@ def engine_on(device: str, folder: Path | str, monkeypatch: pytest.MonkeyPatch, 
     chosen = Settings(model_id=str(folder), device=device, **SETTINGS | settings)  # type: ignore[arg-type]
     if device == "cuda":
         return Engine(chosen)
-    monkeypatch.setattr(load, "pack_linears", fuse_linears)
+    monkeypatch.setattr(load, "pack_linears", lambda model, blocks: fuse_linears(model))
     monkeypatch.setattr(load, "choose_backend", backend_of)
     monkeypatch.setattr(engines, "make_capture", lambda device: again)
     engine = Engine(chosen)

@@ -59,7 +59,7 @@ def like_cuda(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Engine]:
         return FlashInferBackend(geometry, device, HOPPER)
 
     def made(folder: Path, deterministic: bool = False, communicator: Communicator = SINGLE_RANK) -> Engine:
-        monkeypatch.setattr(load, "pack_linears", fuse_linears)
+        monkeypatch.setattr(load, "pack_linears", lambda model, blocks: fuse_linears(model))
         monkeypatch.setattr(load, "choose_backend", backend_of)
         monkeypatch.setattr(engine_module, "FIXED_TOKENS", 12)
         engine = engine_of(folder, block_size=16, communicator=communicator)
