@@ -19,7 +19,7 @@ class WorkerLimits:
 
     max_batch_size: int = 256
     horizon: int = 32
-    inter_token_target_ms: float | None = None
+    inter_token_target_ms: float = 0.0
 
     def first_tokens(self, sequence: Sequence, block_size: int) -> int:
         """Tokens for which a row starts with blocks: those it has, the horizon, and a block of progress,

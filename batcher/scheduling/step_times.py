@@ -47,13 +47,12 @@ class StepTimes:
         """Of a step that computes no prompt; 0 while that is not known."""
         return self.decode_ms / self.decode_steps if self.decode_steps else 0.0
 
-    def prefill_tokens(self, target_ms: float | None, most: int) -> int:
-        """How many tokens of prompts a step may have in which rows decode, so that it takes `target_ms`; None
-        is twice what it takes without them, 0 sets no bound.
+    def prefill_tokens(self, target_ms: float, most: int) -> int:
+        """How many tokens of prompts a step in which rows decode may have, to take `target_ms`; 0 sets
+        no bound.
         """
         step_ms = self.step_ms
         if target_ms == 0 or not step_ms or self.added_ms <= 0:
             return most
-        left_ms = step_ms if target_ms is None else target_ms - step_ms
-        prefill_ms = max(left_ms, LEAST_SHARE * step_ms)
+        prefill_ms = max(target_ms - step_ms, LEAST_SHARE * step_ms)
         return min(most, max(LEAST_TOKENS, int(prefill_ms * self.tokens / self.added_ms)))

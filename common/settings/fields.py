@@ -146,8 +146,8 @@ class SettingFields(BaseModel):
     """KV tokens of one worker (default: its whole cache)"""
     prefix_caching: bool = True
     """requests that begin alike share KV blocks; needs a BLOCK_SIZE that is a multiple of 16"""
-    inter_token_latency_target_ms: Annotated[float, Field(ge=0, le=60_000)] | None = None
-    """prefill beside decode makes a step at most so long (ms; default: twice decode alone; 0: no bound)"""
+    inter_token_latency_target_ms: Annotated[float, Field(ge=0, le=60_000)] = 100.0
+    """prefill beside decode makes a step at most so long (ms; 0: no bound)"""
     horizon: Count = 32
     """steps granted ahead"""
 

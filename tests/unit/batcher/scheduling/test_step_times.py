@@ -32,14 +32,13 @@ def test_decode_and_what_each_token_of_a_prompt_adds_are_told_apart() -> None:
     [
         (50.0, 120),  # 20 ms decode, 30 ms are left for 0.25 ms each
         (100.0, 320),
-        (None, 80),  # as long as decode takes
         (21.0, 20),  # a quarter of that at least
         (5.0, 20),
         (1000.0, MOST),
         (0.0, MOST),
     ],
 )
-def test_prefill_takes_what_decode_leaves_of_the_target(target_ms: float | None, tokens: int) -> None:
+def test_prefill_takes_what_decode_leaves_of_the_target(target_ms: float, tokens: int) -> None:
     assert learnt((1, 1, 0, 20.0), (1, 1, 100, 45.0)).prefill_tokens(target_ms, MOST) == tokens
 
 
@@ -58,7 +57,7 @@ def test_noise_does_not_wear_the_budget_down() -> None:
     """On a loaded machine a step takes up to four times as long, and a few tokens add less than that."""
     draw, times, budgets = random.Random(1), StepTimes(), []
     for _ in range(2000):
-        tokens = times.prefill_tokens(None, MOST)
+        tokens = times.prefill_tokens(2 * times.step_ms, MOST)
         times.add([(1, 1, 0, 20.0 * draw.uniform(1, 4))])
         times.add([(1, 1, tokens, (20.0 + 0.25 * tokens) * draw.uniform(1, 4))])
         budgets.append(tokens)
