@@ -6,7 +6,7 @@ import numpy as np
 import numpy.typing as npt
 
 from common.messages.request import SamplingParams
-from gpu_worker.engine.batch.grammar import GrammarMask
+from gpu_worker.engine.batch.grammar import Bits, GrammarMask
 from gpu_worker.engine.batch.philox import PhiloxStream
 from gpu_worker.engine.batch.token_counts import TokenCounts
 from gpu_worker.engine.batch.top_p_decay import TopPDecay
@@ -27,7 +27,7 @@ class SamplingState:
         banned_ids: bad words of one id.
         bad_words: (ids before the last, last id) of longer bad words.
         tail: the row's last ids, as many as the longest bad word and the watermark need.
-        allowed: the only ids that are sampled; None for all.
+        allowed, allowed_mask: the only ids that are sampled, None for all; their mask, once it is needed.
         token_counts: None where nothing is penalised.
         top_p_decay: None where top_p is constant.
     """
@@ -49,6 +49,7 @@ class SamplingState:
     top_p_decay: TopPDecay | None = None
     grammar: GrammarMask | None = None
     allowed: frozenset[int] | None = None
+    allowed_mask: Bits | None = None
 
     @classmethod
     def of(

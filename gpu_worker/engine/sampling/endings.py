@@ -9,7 +9,8 @@ import numpy as np
 import torch
 
 from gpu_worker.engine.batch.sampling_state import SampleRequest
-from gpu_worker.engine.sampling.matcher import WORD_BITS, Matcher, Matchers
+from gpu_worker.engine.sampling.grammar import pack_ids
+from gpu_worker.engine.sampling.matcher import Matcher, Matchers
 from gpu_worker.engine.sampling.multinomial import SamplerOutput
 from gpu_worker.engine.sampling.sampler import sample, sample_again
 
@@ -57,7 +58,6 @@ class Endings:
 
     def __init__(self, matchers: Matchers, steers: bool = True) -> None:
         self.matchers = matchers
-        self.num_words = -(-matchers.vocab_size // WORD_BITS)
         self.steers = steers
 
     @property
@@ -123,7 +123,7 @@ class Endings:
         first = ending.tokens[0] if ending.tokens else self.vocabulary.eos_token
         if first in request.state.banned_ids_at(request.index):
             return False
-        matcher.bits = only(first, self.num_words)
+        matcher.bits = pack_ids([first], self.matchers.vocab_size)
         return True
 
     def fits(self, matcher: Matcher, token: int, left: int) -> bool:
@@ -201,10 +201,3 @@ def byte_ids_of(vocabulary: llguidance.LLTokenizer) -> dict[int, int]:
         for byte, ids in tokens.items()
         if len(ids) == 1 and vocabulary.decode_bytes(ids) == bytes([byte])
     }
-
-
-def only(token: int, num_words: int) -> np.ndarray[tuple[int], np.dtype[np.int32]]:
-    """The mask that allows one token."""
-    bits = np.zeros(num_words, np.uint32)
-    bits[token // WORD_BITS] = 1 << token % WORD_BITS
-    return bits.view(np.int32)

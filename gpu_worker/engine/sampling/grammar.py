@@ -16,7 +16,9 @@ def mask_of(state: SamplingState, vocab_size: int) -> Bits | None:
     """The tokens that may come next, as `GrammarMask.mask` has them; None for all."""
     if state.grammar:
         return state.grammar.mask()
-    return None if state.allowed is None else pack_ids(state.allowed, vocab_size)
+    if state.allowed is not None and state.allowed_mask is None:
+        state.allowed_mask = pack_ids(state.allowed, vocab_size)
+    return state.allowed_mask
 
 
 def pack_ids(ids: Collection[int], vocab_size: int) -> Bits:

@@ -12,9 +12,9 @@ import numpy as np
 
 from gpu_worker.engine.batch.grammar import Bits
 from gpu_worker.engine.batch.sampling_state import SampleRequest
+from gpu_worker.engine.sampling.grammar import num_words
 
 log = logging.getLogger(__name__)
-WORD_BITS = 32
 
 
 class Matcher:
@@ -100,7 +100,7 @@ class Matchers:
         compiled = self.compiler.submit(self.compile, source, list(tokens))
         if self.waits:
             compiled.result()
-        return Matcher(compiled, -(-self.vocab_size // WORD_BITS), tokens[-1] if tokens else None)
+        return Matcher(compiled, num_words(self.vocab_size), tokens[-1] if tokens else None)
 
     def compile(self, source: str, tokens: list[int]) -> llguidance.LLMatcher:
         matcher = llguidance.LLMatcher(self.vocabulary, source, log_level=0)
