@@ -9,7 +9,8 @@ from pathlib import Path
 
 import gguf
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors import safe_open
+from safetensors.torch import save_file
 from torch import nn
 
 from gpu_worker.engine.cpu.blocks import Blocks
@@ -39,13 +40,30 @@ def write_blocks(source: Path, model: nn.Module, folder: Path) -> None:
         save_file(tensors, path)
 
 
-def read_blocks(folder: Path) -> dict[str, Blocks]:
-    """Blocks by the name of their linear layer; none for a model that was no GGUF file with such weights."""
-    path, layers = folder / BLOCKS_FILE, dict[str, dict[str, torch.Tensor]]()
-    for name, tensor in load_file(path).items() if path.exists() else ():
-        layer, _, field = name.rpartition(".")
-        layers.setdefault(layer, {})[field] = tensor
-    return {layer: Blocks.of_tensors(tensors) for layer, tensors in layers.items()}
+class LayerBlocks(Mapping[str, Blocks]):
+    """Blocks by the name of their linear layer, each read when it is asked for; none for a model that was no
+    GGUF file with such weights.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.path = folder / BLOCKS_FILE
+        self.fields: dict[str, list[str]] = {}
+        if self.path.exists():
+            with safe_open(self.path, "pt") as file:
+                for name in file.keys():  # noqa: SIM118
+                    layer, _, field = name.rpartition(".")
+                    self.fields.setdefault(layer, []).append(field)
+
+    def __getitem__(self, layer: str) -> Blocks:
+        fields = self.fields[layer]
+        with safe_open(self.path, "pt") as file:
+            return Blocks.of_tensors({field: file.get_tensor(f"{layer}.{field}") for field in fields})
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.fields)
+
+    def __len__(self) -> int:
+        return len(self.fields)
 
 
 def find_blocks(source: Path, weights: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, Blocks]]:
@@ -61,9 +79,8 @@ def find_blocks(source: Path, weights: Mapping[str, torch.Tensor]) -> Iterator[t
         for row, digest in enumerate(digests(blocks_of(tensor).widen()))
     }
     for name, weight in weights.items():
-        found = [places.get(digest) for digest in digests(weight)]
-        blocks = collect_rows(tensors, [place for place in found if place])
-        if blocks and torch.equal(blocks.widen(), weight):
+        found = [place for digest in digests(weight) if (place := places.get(digest))]
+        if len(found) == len(weight) and (blocks := collect_rows(tensors, found)):
             yield name, blocks
 
 

@@ -26,7 +26,7 @@ from gpu_worker.engine.cuda.fused_linear import fuse_linears
 from gpu_worker.engine.errors import UnservableModel
 from gpu_worker.engine.model import rope
 from gpu_worker.engine.model.config import cannot_serve, read_config
-from gpu_worker.engine.model.gguf_blocks import read_blocks
+from gpu_worker.engine.model.gguf_blocks import LayerBlocks
 from gpu_worker.engine.model.kv_budget import count_blocks, measure_peak
 from gpu_worker.engine.model.model import LoadedModel
 from gpu_worker.engine.model.tp_weights import read_shard
@@ -69,7 +69,7 @@ def load(settings: Settings, progress: model_files.Progress, communicator: Commu
             connect_shards(model, plan, communicator)
         else:
             model = read_weights(path, config, dtype, device, settings)
-            optimize_linears(model, device, read_blocks(path))
+            optimize_linears(model, device, LayerBlocks(path))
         layers = probe_attention(model, lambda: probe_forward(model, device))
     except KeyError as error:  # model code that looks attention up in a table of its own
         cause = UnservableModel(f"the attention of {config.model_type} cannot be replaced")
