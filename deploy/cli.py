@@ -127,6 +127,7 @@ SECTIONS = {
         "chat": of_module("", "talk with the model in this terminal", "commands.chat"),
         "status": of_module("", "show the processes and what they do, as a live table", "commands.status"),
         "explain": of_module("REQUEST_ID", "show what happened to one request, and when", "commands.explain"),
+        "drain": of_module("WORKER", "have a worker give its requests to others and leave", "commands.drain"),
         "bench": of_module("", "measure speed for a minute, beside another server", "bench.command"),
     },
     "Start one process (these need REDIS_URL, and accept --name)": {

@@ -109,8 +109,8 @@ async def serve_engine(
     state = AgentState(table)
     agent = Agent(settings, redis, engine, state, worker)
     loop = asyncio.get_running_loop()
-    loop.add_signal_handler(signal.SIGTERM, state.draining.set)
-    loop.add_signal_handler(signal.SIGINT, state.draining.set)
+    loop.add_signal_handler(signal.SIGTERM, state.end)
+    loop.add_signal_handler(signal.SIGINT, state.end)
     why = "died"
     try:
         async with publishing_metrics(redis, agent.keys):

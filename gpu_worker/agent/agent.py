@@ -142,20 +142,27 @@ class Agent:
 
     async def send_heartbeat(self) -> None:
         status = "draining" if self.state.draining.is_set() else "ready"
-        await self.heartbeat.send(status, self.state.step, self.state.table, self.state.num_tokens)
+        state = self.state
+        if await self.heartbeat.send(status, state.step, state.table, state.num_tokens):
+            state.draining.set()
 
     async def drain(self) -> None:
-        """Returns after SIGTERM, once every row is finished or moved elsewhere and no other has come, or
-        GRACEFUL_TERMINATION_TIMEOUT has passed.
+        """Returns once this worker is to leave, every row is finished or moved elsewhere and no other has
+        come; GRACEFUL_TERMINATION_TIMEOUT after a signal at the latest.
         """
         await self.state.draining.wait()
         log.info("draining %d rows", len(self.state.table.rows))
         self.heartbeat_now.set()
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(self.settings.graceful_termination_timeout):
-                while not self.state.idle.is_set():
-                    await self.state.idle.wait()
-                    await asyncio.sleep(LINGER_HEARTBEATS * self.settings.heartbeat_s)
+        await run_until_one_ends(self.become_idle(), self.run_out_of_time())
+
+    async def become_idle(self) -> None:
+        while not self.state.idle.is_set():
+            await self.state.idle.wait()
+            await asyncio.sleep(LINGER_HEARTBEATS * self.settings.heartbeat_s)
+
+    async def run_out_of_time(self) -> None:
+        await self.state.signalled.wait()
+        await asyncio.sleep(self.settings.graceful_termination_timeout)
 
 
 async def run_until_one_ends(*coroutines: Coroutine[Any, Any, None]) -> None:

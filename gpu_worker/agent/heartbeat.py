@@ -29,9 +29,9 @@ class WorkerHeartbeat:
             keys.control,
         ]
 
-    async def send(self, status: str, step: int, table: RowTable, num_tokens: int) -> None:
-        """`num_tokens`: sampled in this incarnation's life. Raises Sealed or StreamsGone when the
-        incarnation is over.
+    async def send(self, status: str, step: int, table: RowTable, num_tokens: int) -> bool:
+        """`num_tokens`: sampled in this incarnation's life → whether the worker was asked to drain. Raises
+        Sealed or StreamsGone when the incarnation is over.
         """
         load: HeartbeatFields = process_fields() | {
             "rows": len(table.live),
@@ -55,4 +55,7 @@ class WorkerHeartbeat:
                 *fields,
             ],
         )
+        if reply == b"DRAIN":
+            return True
         raise_refusal(reply)
+        return False

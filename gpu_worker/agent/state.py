@@ -15,6 +15,7 @@ class AgentState:
     Attributes:
         table: the rows that the engine holds.
         draining: the worker takes no more rows and ends once it holds none.
+        signalled: a signal told it so: it has no more than GRACEFUL_TERMINATION_TIMEOUT.
         outbox: what the next flush publishes; `wake` says that there is something.
         epoch, plan, acknowledged: of the newest plan.
         until, prefill_tokens, mixed_prefill_tokens: the newest grant.
@@ -29,6 +30,7 @@ class AgentState:
 
     table: RowTable
     draining: asyncio.Event = field(default_factory=asyncio.Event)
+    signalled: asyncio.Event = field(default_factory=asyncio.Event)
     outbox: Outbox = field(default_factory=Outbox)
     wake: asyncio.Event = field(default_factory=asyncio.Event)
     idle: asyncio.Event = field(default_factory=asyncio.Event)
@@ -67,12 +69,17 @@ class AgentState:
         in_order = sorted(times.items(), key=lambda item: item[0][1])
         return [(steps, steps * decodes, tokens, ms) for (decodes, _), (steps, tokens, ms) in in_order]
 
+    def end(self) -> None:
+        """A signal tells the worker to end."""
+        self.signalled.set()
+        self.draining.set()
+
     def next_incarnation(self) -> "AgentState":
         """The state of the next incarnation over the same engine, which holds no row any more. Numbers of
         rows and steps go on, and so does the grant.
         """
         table = RowTable(self.table.tokenizer, last_row=self.table.last_row)
-        return AgentState(table, self.draining, step=self.step, until=self.until)
+        return AgentState(table, self.draining, self.signalled, step=self.step, until=self.until)
 
     def finish_takeover(self) -> None:
         """Answers a new batcher with the next report."""

@@ -3,7 +3,9 @@
 import asyncio
 import os
 import signal
+import sys
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -146,12 +148,24 @@ async def not_in_pool(redis: Redis, incarnation: str) -> bool:
 
 
 @pytest.mark.slow
-async def test_a_drained_worker_costs_no_token(fleet: Fleet, undisturbed: list[list[int]]) -> None:
+@pytest.mark.parametrize("how", ["signal", "command"])
+async def test_a_drained_worker_costs_no_token(fleet: Fleet, undisturbed: list[list[int]], how: str) -> None:
     await two_ready(fleet)
     load = Load(fleet, MAX_NEW_TOKENS)
     await load.progress(5)
     old = fleet.pid("w1")
-    os.kill(old, signal.SIGTERM)
+    if how == "signal":
+        os.kill(old, signal.SIGTERM)
+    else:
+        words = [
+            str(Path(sys.executable).parent / "tokenfleet"),
+            "drain",
+            "w1",
+            "--redis-url",
+            fleet.redis_url,
+        ]
+        process = await asyncio.create_subprocess_exec(*words)
+        assert await process.wait() == 0
     await asyncio.to_thread(fleet.restarted, "w1", old)
     assert await load.whole() == undisturbed
 

@@ -2,8 +2,12 @@
 
 import asyncio
 
+from redis.asyncio import Redis
+
+from common.broker.client import script
 from gpu_worker.agent.agent import Agent
 from tests.support.agents import start
+from tests.support.waiting import PATIENCE_S, wait_until
 
 
 async def test_step_timeout_is_twenty_times_the_expected_time_of_a_step(agent: Agent) -> None:
@@ -19,6 +23,19 @@ async def test_the_watchdog_watches_while_rows_may_run(agent: Agent) -> None:
     assert agent.is_busy()
     agent.state.step = agent.state.until
     assert not agent.is_busy()
+
+
+async def test_a_worker_that_was_asked_to_drain_says_so_and_leaves(agent: Agent, redis: Redis) -> None:
+    running = asyncio.create_task(agent.run())
+    ask, worker = script(redis, "drain"), agent.keys.worker(agent.worker.incarnation)
+    await wait_until(lambda: ask(keys=[worker], args=[]))
+    await wait_until(lambda: is_draining(redis, worker))
+    assert not agent.state.signalled.is_set(), "its rows have all the time they need"
+    assert await asyncio.wait_for(running, PATIENCE_S)
+
+
+async def is_draining(redis: Redis, worker: str) -> bool:
+    return bool(await redis.hget(worker, "state") == b"draining")  # type: ignore[misc]
 
 
 async def test_run_returns_once_drained_and_idle(agent: Agent) -> None:

@@ -1,0 +1,89 @@
+"""`tokenfleet drain WORKER`: has a worker give its requests to others and leave, and waits until it has."""
+
+import argparse
+import asyncio
+import os
+from collections.abc import Sequence
+
+from redis.asyncio import Redis
+
+from common.broker.client import ERRORS, broker_url, connect, describe_error, script
+from common.broker.keys import Keys
+from common.settings.flags import FlagParser
+from common.settings.settings import Settings
+from deploy.commands.client import ServerError, print_error
+from deploy.serve import checks
+
+ASK_S = 0.5
+DESCRIPTION = """
+Has a worker leave, as SIGTERM does: it gets no new requests, and those that it runs go on elsewhere from
+their last token. Where no other worker is ready, it finishes the requests of clients first. Returns when it
+has left; Ctrl-C only ends the waiting. What supervises it starts it again, so draining one worker after the
+other rolls them all.
+"""
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the command. Returns 1 for an unknown worker. Raises SettingError."""
+    parser = FlagParser(
+        prog="tokenfleet drain",
+        allow_abbrev=False,
+        description=DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("worker", help="its id in `tokenfleet status`, or its name, if only one has it")
+    parser.add_argument("--redis-url", metavar="URL", help="the fleet's broker (default: REDIS_URL)")
+    parser.add_argument("--pool", help="the worker's pool (default: POOL)")
+    flags = parser.parse_args(list(argv))
+    given = {"REDIS_URL": flags.redis_url, "POOL": flags.pool}
+    settings = Settings.read([], {name: text or os.environ.get(name, "") for name, text in given.items()})
+    broker_url(settings)
+    checks.check_broker(settings)
+    try:
+        asyncio.run(drain(settings, flags.worker))
+    except ServerError as error:
+        return print_error(error)
+    return 0
+
+
+async def drain(settings: Settings, word: str) -> None:
+    """Raises ServerError."""
+    keys = Keys(settings.pool)
+    async with connect(broker_url(settings)) as redis:
+        try:
+            members = [member.decode() for member in await redis.zrange(keys.workers, 0, -1)]
+        except ERRORS as error:
+            raise ServerError(describe_error(error)) from error
+        worker = choose_worker(members, word, settings.pool)
+        await wait_until_left(redis, keys, worker)
+
+
+def choose_worker(workers: Sequence[str], word: str, pool: str) -> str:
+    """Return the worker with this id, or the only one with this name. Raises ServerError."""
+    if word in workers:
+        return word
+    named = [worker for worker in workers if worker.rpartition("-")[0] == word]
+    if len(named) == 1:
+        return named[0]
+    found = ", ".join(sorted(named or workers)) or "none"
+    problem = f"{len(named)} workers are named {word!r}" if named else f"there is no worker {word!r}"
+    raise ServerError(f"{problem}; those of the pool {pool!r}: {found}")
+
+
+async def wait_until_left(redis: Redis, keys: Keys, worker: str) -> None:
+    """Ask a worker to drain until it is gone; a line tells of each change."""
+    ask, shown = script(redis, "drain"), ""
+    while True:
+        try:
+            found: list[bytes | None] | None = await ask(keys=[keys.worker(worker)], args=[])
+            if found is None:
+                print(f"{worker} has left", flush=True)
+                return
+            state, rows = ((field or b"").decode() for field in found)
+            line = f"{worker} is {state}: {rows} requests"
+        except ERRORS as error:
+            line = f"{worker}: {describe_error(error)}"
+        if line != shown:
+            print(line, flush=True)
+        shown = line
+        await asyncio.sleep(ASK_S)

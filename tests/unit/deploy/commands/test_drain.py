@@ -1,0 +1,24 @@
+"""`tokenfleet drain`: which worker a word means."""
+
+import pytest
+
+from deploy.commands.client import ServerError
+from deploy.commands.drain import choose_worker
+
+WORKERS = ["w0-1f", "w0-2e.2", "w1-3d"]
+
+
+@pytest.mark.parametrize(("word", "worker"), [("w1", "w1-3d"), ("w0-1f", "w0-1f"), ("w0-2e.2", "w0-2e.2")])
+def test_an_id_or_the_only_worker_of_a_name_is_chosen(word: str, worker: str) -> None:
+    assert choose_worker(WORKERS, word, "default") == worker
+
+
+@pytest.mark.parametrize(
+    ("word", "problem"),
+    [("w2", "there is no worker 'w2'"), ("w0", "2 workers are named 'w0'"), ("w", "there is no worker 'w'")],
+)
+def test_other_words_are_refused_with_the_workers_there_are(word: str, problem: str) -> None:
+    with pytest.raises(ServerError, match=f"^{problem}; those of the pool 'default': w0-1f, w0-2e.2"):
+        choose_worker(WORKERS, word, "default")
+    with pytest.raises(ServerError, match=r"those of the pool 'b': none$"):
+        choose_worker([], word, "b")
