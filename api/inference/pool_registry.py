@@ -61,17 +61,31 @@ class PoolRegistry:
         """
         if not model or names_own(model, self.own.settings):
             return self.own
-        if model not in self.foreign:
+        pool = await self.find_foreign(model)
+        if pool is None and self.own.settings.any_model_name:
+            return self.own
+        if pool is None:
+            raise model_not_found(f"The model `{model}` does not exist")
+        return pool
+
+    async def named(self, name: str) -> Pool:
+        """The pool `name`. Raises ApiError: 404 where it has no live worker, 503."""
+        pool = self.own if name == self.own.settings.pool else await self.find_foreign(name)
+        if pool is None:
+            raise model_not_found(f"The pool `{name}` has no worker")
+        return pool
+
+    async def find_foreign(self, name: str) -> Pool | None:
+        """The foreign pool `name`, opened if it has a live worker. Raises ApiError (503)."""
+        if name not in self.foreign:
             async with asking_broker():
-                worker = await self.find_worker(model)
-            if worker is None and self.own.settings.any_model_name:
-                return self.own
+                worker = await self.find_worker(name)
             if worker is None:
-                raise model_not_found(f"The model `{model}` does not exist")
+                return None
             async with self.lock:
-                if model not in self.foreign:
-                    self.foreign[model] = await self.open(model, worker)
-        found = self.foreign[model]
+                if name not in self.foreign:
+                    self.foreign[name] = await self.open(name, worker)
+        found = self.foreign[name]
         found.used_s = self.clock()
         return found.pool
 

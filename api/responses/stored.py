@@ -1,6 +1,5 @@
 """Stored responses: found by id and key, read with their tokens, deleted."""
 
-import hmac
 import re
 from dataclasses import dataclass
 from typing import Any
@@ -8,15 +7,14 @@ from typing import Any
 import orjson
 from starlette.requests import Request
 
-from api.errors import ApiError, asking_broker
-from api.http.resume_terms import owner_of
-from api.http.state import pools_of
+from api.errors import ApiError
 from api.inference.pool import Pool
 from api.inference.stream import Stream
 from api.offload import offload
 from api.response_object.items import Item
 from api.response_object.response import ResponsesRenderer
 from api.resume import attach
+from api.resume.admitted import find_own
 from common.messages.answer import HttpAnswer
 
 RESPONSE_ID = re.compile(r"resp_([0-9a-f]{32})")
@@ -63,20 +61,10 @@ async def find_response(request: Request, response_id: str) -> StoredResponse:
     matched = RESPONSE_ID.fullmatch(response_id)
     if matched is None:
         raise not_found(response_id)
-    request_id = matched[1]
-    pools = pools_of(request)
-    async with asking_broker():
-        found = await attach.look_up(pools, request_id)
-    if found is None:
+    admitted = await find_own(request, matched[1])
+    if admitted is None or admitted.answer.response is None or not admitted.answer.terms.stored_ms:
         raise not_found(response_id)
-    name, answer, channel = found
-    owner = owner_of(request, request_id)
-    if answer.response is None or not answer.terms.stored_ms:
-        raise not_found(response_id)
-    if not hmac.compare_digest(answer.terms.owner, owner):
-        raise not_found(response_id)
-    pool = pools.own if name == pools.own.settings.pool else await pools.find(name)
-    return StoredResponse(pool, answer, channel)
+    return StoredResponse(*admitted)
 
 
 async def read_response(stored: StoredResponse) -> Stream:

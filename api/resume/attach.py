@@ -1,13 +1,10 @@
 """Attach: goes on with an answer for a client that comes back, at whichever gateway."""
 
 import asyncio
-import hmac
 import math
 import time
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
-
-from redis.asyncio import Redis
 
 from api.answer import address, keep_as_asked
 from api.errors import ApiError, asking_broker, failed, invalid
@@ -15,14 +12,12 @@ from api.http.sse import MAX_FRAMES
 from api.inference.fill import Filler
 from api.inference.offers import supersede
 from api.inference.pool import Pool
-from api.inference.pool_registry import PoolRegistry
 from api.inference.sources import Sources
 from api.inference.stream import Stream
 from api.resume.frames import begins_at_once, render_frames
 from common.broker.client import script
-from common.broker.keys import POOLS, Keys
 from common.messages.answer import HttpAnswer
-from common.messages.codec import WireError, decode, encode
+from common.messages.codec import encode
 
 HEADER = "Last-Event-ID"
 RENDER_TIMEOUT_S = 30.0
@@ -41,40 +36,6 @@ def unknown_answer(request_id: str) -> ApiError:
 
 def cancelled_answer(request_id: str) -> ApiError:
     return ApiError(410, "gone", f"The answer {request_id} was cancelled: nobody came back for it in time")
-
-
-async def find_answer(pools: PoolRegistry, request_id: str, owner: str) -> tuple[Pool, HttpAnswer, str]:
-    """The pool of an answer, the answer, and the channel of its events. Raises ApiError: 404, 503."""
-    async with asking_broker():
-        found = await look_up(pools, request_id)
-    if found is None:
-        raise unknown_answer(request_id)
-    name, answer, channel = found
-    if not (answer.streamed and hmac.compare_digest(answer.terms.owner, owner)):
-        raise unknown_answer(request_id)
-    return pools.own if name == pools.own.settings.pool else await pools.find(name), answer, channel
-
-
-async def look_up(pools: PoolRegistry, request_id: str) -> tuple[str, HttpAnswer, str] | None:
-    """The name of the pool, the answer and its channel. The gateway's own pool has nearly all answers."""
-    own = pools.own.settings.pool
-    for name in (own, *(one.decode() for one in await pools.own.redis.zrange(POOLS, 0, -1))):
-        for first_choice in (request_id, f"{request_id}.0"):
-            found = await read_answer(pools.own.redis, Keys(name).request(first_choice))
-            if found is not None:
-                return name, *found
-    return None
-
-
-async def read_answer(redis: Redis, request_key: str) -> tuple[HttpAnswer, str] | None:
-    """The answer kept with a request, and the channel of its events."""
-    kept, channel = await redis.hmget(request_key, ["answer", "channel"])  # type: ignore[misc]
-    if kept is None or channel is None:
-        return None
-    try:
-        return decode(HttpAnswer, kept), channel.decode()
-    except WireError:  # somebody wrote to the key
-        return None
 
 
 def new_streams(pool: Pool, answer: HttpAnswer, channel: str) -> list[Stream]:

@@ -21,6 +21,7 @@ from api.inference.pool import Pool
 from api.inference.pool_registry import PoolRegistry
 from api.inference.stream import Stream
 from api.resume import attach
+from api.resume.admitted import find
 from api.resume.frames import frames_behind, render_whole
 from api.retry import PAUSE_S, attempt
 from common.messages.answer import HttpAnswer
@@ -76,37 +77,29 @@ class InheritedAnswers:
 
         Raises ApiError: 404, 410, 503.
         """
-        async with asking_broker():
-            found = await attach.look_up(self.pools, kept.request_id)
         try:
+            found = await find(self.pools, kept.request_id)
             if found is None:
                 raise attach.unknown_answer(kept.request_id)
-            pool, answer, streams = await self.new_streams(*found)
-            return pool, answer, streams, await attach.take_over(pool, streams, kept.connection)
+            streams = attach.new_streams(*found)
+            reader = await attach.take_over(found.pool, streams, kept.connection)
+            return found.pool, found.answer, streams, reader
         except ApiError as error:
             if error.status != 404 or kept.requests is None:
                 raise
         pool, answer, streams = await self.offer(kept, kept.requests)
         return pool, answer, streams, await attach.take_over(pool, streams, kept.connection)
 
-    async def new_streams(
-        self, name: str, answer: HttpAnswer, channel: str
-    ) -> tuple[Pool, HttpAnswer, list[Stream]]:
-        """The pool of that name, the answer, and streams of its choices without tokens."""
-        own = self.pools.own
-        pool = own if name == own.settings.pool else await self.pools.find(name)
-        return pool, answer, attach.new_streams(pool, answer, channel)
-
     async def offer(self, kept: KeptAnswer, lost: KeptRequests) -> tuple[Pool, HttpAnswer, list[Stream]]:
         """Offer the requests of an answer to a broker that does not know them all. Raises ApiError: 404 where
         their time is over, 503.
         """
+        pool = await self.pools.named(lost.pool)
         try:
-            pool, answer, streams = await self.new_streams(
-                lost.pool, decode(HttpAnswer, lost.answer), lost.channel
-            )
+            answer = decode(HttpAnswer, lost.answer)
         except WireError as error:  # of another version
             raise attach.unknown_answer(kept.request_id) from error
+        streams = attach.new_streams(pool, answer, lost.channel)
         age_ms = round(1000 * max(0.0, time.time() - answer.created_s))
         for stream, digest in zip(streams, lost.digests, strict=True):
             ttl_ms = stream.request.ttl_ms - age_ms

@@ -1,6 +1,5 @@
 """Requests: what becomes of a request that was admitted, for its owner; and its cancel."""
 
-import hmac
 import re
 from dataclasses import dataclass
 from typing import Any
@@ -8,10 +7,9 @@ from typing import Any
 from starlette.requests import Request
 
 from api.errors import ApiError, asking_broker
-from api.http.resume_terms import owner_of
-from api.http.state import pools_of
 from api.inference.pool import Pool
 from api.resume import attach
+from api.resume.admitted import find_own
 from common.broker.client import script
 from common.messages.answer import HttpAnswer
 from common.messages.codec import encode
@@ -91,14 +89,7 @@ async def find_request(request: Request, request_id: str) -> OwnRequest:
     """The request with this id, if it was asked for with the same API key. Raises ApiError: 404, 503."""
     if not REQUEST_ID.fullmatch(request_id):
         raise unknown_request(request_id)
-    pools = pools_of(request)
-    async with asking_broker():
-        found = await attach.look_up(pools, request_id)
-    if found is None:
+    admitted = await find_own(request, request_id)
+    if admitted is None:
         raise unknown_request(request_id)
-    name, answer, channel = found
-    if not hmac.compare_digest(answer.terms.owner, owner_of(request, request_id)):
-        raise unknown_request(request_id)
-    return OwnRequest(
-        pools.own if name == pools.own.settings.pool else await pools.find(name), answer, channel
-    )
+    return OwnRequest(*admitted)

@@ -8,10 +8,9 @@ from starlette.responses import Response
 
 from api.errors import invalid
 from api.http.openapi import RESUME, ErrorResponses, error_responses
-from api.http.resume_terms import owner_of
 from api.http.sse import TokenStream
-from api.http.state import pools_of
 from api.resume import attach
+from api.resume.admitted import find_own
 from api.tgi.response_schemas import ERROR_RESPONSES, ErrorResponse
 
 REQUEST_ID = re.compile(r"[0-9a-f]{32}")
@@ -54,8 +53,10 @@ async def resume_stream(request: Request, request_id: str) -> Response:
     num_seen = read_last_event_id(request)
     if not REQUEST_ID.fullmatch(request_id):
         raise attach.unknown_answer(request_id)
-    owner = owner_of(request, request_id)
-    pool, answer, channel = await attach.find_answer(pools_of(request), request_id, owner)
+    admitted = await find_own(request, request_id)
+    if admitted is None or not admitted.answer.streamed:
+        raise attach.unknown_answer(request_id)
+    pool, answer, channel = admitted
     streams, frames = await attach.read_behind(pool, answer, channel, num_seen)
     if frames is None:
         return Response(status_code=204)
