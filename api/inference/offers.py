@@ -209,7 +209,7 @@ class Offers:
             stream.reader,
             stream.connection,
             request.service_class,
-            len(request.prompt_ids) // 4,
+            request.num_prompt,
             request.tenant,
         ]
         answer: list[Any] = await self.script(keys=keys, args=args)

@@ -3,7 +3,7 @@
 import hashlib
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import orjson
@@ -47,6 +47,7 @@ class Job:
         reply_to: channel for the frames; empty if there is none.
         in_stream: whether frames are kept in a stream.
         body: the content, unless it has a `fault`.
+        terms: on which terms it is served.
     """
 
     id: str
@@ -56,12 +57,8 @@ class Job:
     in_stream: bool
     is_chat: bool
     body: JobBody | None
+    terms: ServiceTerms = field(default_factory=ServiceTerms)
     fault: ApiError | None = None
-
-    @property
-    def terms(self) -> ServiceTerms:
-        """On which terms it is served."""
-        return ServiceTerms() if self.body is None or self.fault else read_job_terms(self.body)
 
     @property
     def entry_ms(self) -> int:
@@ -84,21 +81,30 @@ def read_job(entry_id: str, fields: Mapping[bytes, bytes], max_bytes: int) -> Jo
     try:
         parsed = parse(fields, max_bytes)
     except ApiError as error:
-        return Job(entry_id, entry_id, "", "", False, False, None, error)
+        return Job(entry_id, entry_id, "", "", False, False, None, fault=error)
     job_id, reply_to = parsed.get("id"), parsed.get("reply_to")
     known_id = job_id if isinstance(job_id, str) and re.fullmatch(NAME, job_id) else entry_id
     known_channel = reply_to if isinstance(reply_to, str) and re.fullmatch(f"ext:{NAME}", reply_to) else ""
     in_stream = parsed.get("reply") == "stream"
     body: JobBody | None = None
+    terms = ServiceTerms()
     fault: ApiError | None = None
     try:
         body = parse_body(JobBody, orjson.dumps(parsed))
         check_prompt(body)
-        read_job_terms(body)
+        terms = read_job_terms(body)
     except ApiError as error:
         fault = error
     return Job(
-        known_id, entry_id, digest_of(parsed), known_channel, in_stream, "messages" in parsed, body, fault
+        known_id,
+        entry_id,
+        digest_of(parsed),
+        known_channel,
+        in_stream,
+        "messages" in parsed,
+        body,
+        terms,
+        fault,
     )
 
 

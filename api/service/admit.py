@@ -40,7 +40,7 @@ class AdmitCall:
             request.service_class,
             request.tenant,
             self.weights.get(request.tenant, 1.0),
-            len(request.prompt_ids) // 4,
+            request.num_prompt,
             settings.max_queued_tokens or "",
         ]
         keys = admission_keys(self.keys, request.request_id, request.service_class)

@@ -73,10 +73,12 @@ class ClassQueue:
     def add(self, sequence: Sequence) -> None:
         """A new request waits behind the older ones of its tenant."""
         account = self.account(sequence)
-        was_waiting = account.first() is not None
-        heapq.heappush(account.waiting, (sequence.arrival, sequence))
-        if not was_waiting:
+        if account.first() is None:
             account.served = max(account.served, self.level)
+        self.put(sequence, account)
+
+    def put(self, sequence: Sequence, account: Account) -> None:
+        heapq.heappush(account.waiting, (sequence.arrival, sequence))
         self.place(account)
 
     def add_resumed(self, sequence: Sequence) -> None:
@@ -159,8 +161,6 @@ class ClassQueue:
             if sequence.resumed:
                 self.add_resumed(sequence)
             else:
-                account = self.account(sequence)
-                heapq.heappush(account.waiting, (sequence.arrival, sequence))
-                self.place(account)
+                self.put(sequence, self.account(sequence))
         self.looked_past.clear()
         self.skipped.clear()

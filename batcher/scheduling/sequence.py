@@ -67,7 +67,7 @@ class Sequence:
 
     @property
     def num_prompt(self) -> int:
-        return len(self.request.prompt_ids) // 4
+        return self.request.num_prompt
 
     def commit(self, records: bytes) -> None:
         """Set what is committed."""

@@ -129,6 +129,11 @@ class Generate:
         return service_class(self.priority)
 
     @property
+    def num_prompt(self) -> int:
+        """Tokens of the prompt."""
+        return len(self.prompt_ids) // 4
+
+    @property
     def width(self) -> int:
         """Records of one token: its own, then one for each of the likeliest tokens."""
         return 1 + self.top_n_tokens

@@ -32,8 +32,9 @@ end
 
 if not digest or terminal then
   local attempt = math.max(made_in, tonumber(last or '0'))
-  local clock, class, tokens, tenant = redis.call('GET', KEYS[6]), unpack(ARGV, 18, 20)
-  local id = take_place(KEYS[4], KEYS[5], ARGV[1], clock, class, tonumber(tokens), tenant)
+  local class, num_prompt, tenant = unpack(ARGV, 18, 20)
+  local clock = redis.call('GET', KEYS[6])
+  local id = take_place(KEYS[4], KEYS[5], ARGV[1], clock, class, tonumber(num_prompt), tenant)
   redis.call('HDEL', request, 'terminal')
   redis.call('PERSIST', request)
   redis.call('DEL', KEYS[2])

@@ -3,7 +3,8 @@
 -- an entry took comes back when it is deleted, whoever does it; and a sum that does not fit the stream, as
 -- after entries of an older version, is counted anew.
 local CLASSES = {'interactive', 'standard', 'batch'} -- the most urgent first
-local RANKS = {interactive = 1, standard = 2, batch = 3}
+local RANKS = {}
+for rank, class in ipairs(CLASSES) do RANKS[class] = rank end
 
 local function read_place(entry)
   local payload, place = '', ''
