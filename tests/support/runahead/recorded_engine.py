@@ -1,0 +1,129 @@
+"""Engine process that records its steps: `python -m tests.support.runahead.recorded_engine --fd N`.
+
+It is the real engine; with TIMED_STEP_MS its rows over a device without a model, whose steps take so long by
+the clock. RECORD_FILE gets a line for each row that starts (seconds, row, first id of its prompt) and for
+each step (seconds when it was read, its milliseconds, the rows that sampled), in JSON.
+"""
+
+import argparse
+import contextlib
+import json
+import os
+import signal
+import socket
+import time
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from common.process.parent_death import die_with_parent
+from gpu_worker.engine import process
+from gpu_worker.engine.agent_link import AgentLink
+from gpu_worker.engine.batch.row import RowSlice
+from gpu_worker.engine.batch.rows import Rows
+from gpu_worker.engine.errors import PeerClosed
+from gpu_worker.protocol import Frame, Grant, Ready, StepResult
+
+STEP_MS, RECORD = "TIMED_STEP_MS", "RECORD_FILE"
+BLOCK_SIZE, NUM_BLOCKS, CONTEXT, MAX_PREFILL = 16, 8192, 4096, 512
+KEEPALIVE_S = 5.0
+FIRST_ID, NUM_IDS = 1_000, 40_000
+
+
+class RecordedLink(AgentLink):
+    """Writes down what passes."""
+
+    def __init__(self, channel: socket.socket) -> None:
+        super().__init__(channel)
+        self.file = os.open(os.environ[RECORD], os.O_CREAT | os.O_WRONLY | os.O_APPEND)
+
+    def record(self, *what: object) -> None:
+        os.write(self.file, json.dumps([time.monotonic(), *what]).encode() + b"\n")
+
+    def send(self, frame: Frame) -> None:
+        if isinstance(frame, StepResult) and frame.duration_ms:
+            self.record("step", frame.duration_ms, [row for row, *_ in frame.sampled])
+        super().send(frame)
+
+    def grants(self, wait_s: float) -> Iterator[Grant]:
+        for grant in super().grants(wait_s):
+            for start in grant.starts:
+                self.record("start", start.row, int.from_bytes(start.ids[:4], "little"))
+            yield grant
+
+
+class TimedStep(NamedTuple):
+    number: int
+    slices: list[RowSlice]
+    begin_s: float
+    end_s: float
+
+
+class TimedEngine:
+    """What the real engine is to its loop, as on a GPU: a step is launched before the one before is read.
+
+    Attributes:
+        free_s: when the device has done what was launched.
+    """
+
+    def __init__(self, step_s: float) -> None:
+        self.step_s = step_s
+        self.rows = Rows(BLOCK_SIZE, eos_ids=(), prefix_caching=True)
+        self.in_flight: TimedStep | None = None
+        self.free_s = 0.0
+
+    def launch(self) -> TimedStep | None:
+        slices = self.rows.launch()
+        if not slices:
+            return None
+        begin_s = max(time.monotonic(), self.free_s)
+        self.free_s = begin_s + self.step_s
+        return TimedStep(self.rows.step, slices, begin_s, self.free_s)
+
+    def step(self) -> StepResult | None:
+        read = self.in_flight or self.launch()
+        self.in_flight = self.launch() if read else None
+        if read:
+            time.sleep(max(0.0, read.end_s - time.monotonic()))
+            sampling = [one for one in read.slices if one.samples]
+            ids = [FIRST_ID + one.kv_len * 31 % NUM_IDS for one in sampling]
+            self.rows.collect(read.slices, ids, [-0.5] * len(ids))
+        result = self.rows.take_result()
+        if not read and not result:
+            return None
+        return result.build(read.number if read else self.rows.step, self.step_s * 1e3 if read else 0.0)
+
+
+def run(engine: TimedEngine, link: AgentLink) -> None:
+    """Runs steps until the agent closes the socket (raises PeerClosed)."""
+    wait_s = 0.0
+    while True:
+        for grant in link.grants(wait_s):
+            engine.rows.apply(grant)
+        step = engine.step()
+        if step is not None:
+            link.send(step)
+        elif wait_s and engine.rows.rows:
+            link.send(StepResult(engine.rows.step))
+        wait_s = 0.0 if step else KEEPALIVE_S
+
+
+def main() -> None:
+    if STEP_MS not in os.environ:
+        vars(process)["AgentLink"] = RecordedLink
+        process.main()
+    die_with_parent()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--fd", type=int, required=True)
+    link = RecordedLink(socket.socket(fileno=parser.parse_args().fd))
+    with contextlib.suppress(PeerClosed):
+        sizes = (BLOCK_SIZE, NUM_BLOCKS, MAX_PREFILL, CONTEXT)
+        link.send(
+            Ready(os.environ["MODEL_ID"], "float32", "cpu", *sizes, b"", token_ms=0.01, prefix_caching=True)
+        )
+        run(TimedEngine(float(os.environ[STEP_MS]) / 1e3), link)
+
+
+if __name__ == "__main__":
+    main()
