@@ -14,7 +14,7 @@ from common.broker.keys import Keys
 from common.broker.sequences import ChannelSequences
 from common.messages.codec import encode
 from common.messages.events import Events
-from common.messages.finish_reasons import result_for, terminal_for
+from common.messages.finish_reasons import kept_of, terminal_for
 from common.process.logs import for_request
 
 log = logging.getLogger(__name__)
@@ -83,8 +83,8 @@ class Terminals:
         number = self.channels.next_number(channel) if channel else 0
         events = Events(self.channels.source, number, terminals=[terminal])
         await self.finish_script(
-            keys=[self.keys.request(request_id), self.keys.result(request_id), self.keys.tokens(request_id)],
-            args=[terminal.reason, encode(result_for(terminal, b"")), ttl_ms, channel, encode(events)],
+            keys=[self.keys.request(request_id), self.keys.tokens(request_id)],
+            args=[*kept_of(terminal, b""), ttl_ms, channel, encode(events)],
         )
 
     async def delete_entry(self, request_id: str, entry_id: str) -> bool:

@@ -183,7 +183,7 @@ class Admission:
     async def cleanup(self, stream: Stream, reader: int) -> None:
         stream.released = True
         request_id = stream.request.request_id
-        own_keys = (self.keys.request(request_id), self.keys.result(request_id))
+        own_keys = (self.keys.request(request_id), self.keys.tokens(request_id))
         try:
             async with asyncio.timeout(CLEANUP_TIMEOUT_S):
                 if (stream.gave_up or not stream.terminal) and await self.cancel(request_id, reader):

@@ -19,12 +19,12 @@ from api.inference.sources import Sources
 from api.inference.stream import Stream
 from api.pace import Pace
 from common.broker.client import ERRORS, describe_error
-from common.broker.committed import Committed
+from common.broker.committed import Committed, read_tails
 from common.broker.keys import Keys
-from common.broker.tails import read_log, read_tails, tokens_of
+from common.broker.tails import read_log, tokens_of
 from common.messages import finish_reasons
-from common.messages.codec import WireError, decode
-from common.messages.events import Result, Terminal, Tokens
+from common.messages.codec import WireError
+from common.messages.events import Terminal, Tokens
 from common.messages.records import RECORD, TopTokens, unpack_records
 
 log = logging.getLogger(__name__)
@@ -163,7 +163,7 @@ class Filler:
                 stream.add_logged(tokens, worker)
             await self.pace.step()
 
-    # --- strings and results --------------------------------------------------------------------------------
+    # --- strings and ends -----------------------------------------------------------------------------------
 
     async def read_strings(self, request_ids: list[str]) -> None:
         streams = [self.streams[name] for name in request_ids if name in self.streams]
@@ -186,7 +186,7 @@ class Filler:
             self.offers.find_unknown(stream)
         elif state.terminal:
             stream.note_state(state)
-            await self.apply_result(stream, state.terminal, state.result or b"")
+            await self.apply_end(stream, state)
         elif state.worker and not stream.lineage.check(
             state.worker, state.attempt, state.base, stream.num_tokens
         ):
@@ -195,25 +195,20 @@ class Filler:
             stream.note_state(state)
             await self.add_records(stream, offset, state.records)
 
-    async def apply_result(self, stream: Stream, reason: str, data: bytes) -> None:
-        request_id, token_bytes = stream.request.request_id, stream.request.width * RECORD.size
-        try:
-            result = decode(Result, data)
-            if len(result.records) % token_bytes:
-                raise WireError("Result.records: no whole tokens")
-        except WireError:  # somebody wrote to the key
-            stream.give_up("its result cannot be read")
+    async def apply_end(self, stream: Stream, state: Committed) -> None:
+        width, is_answer = stream.request.width, state.terminal in finish_reasons.FINISHED
+        if is_answer and (state.width != width or state.num_tokens != state.num_final):
+            stream.give_up("its result cannot be read")  # somebody wrote to the key
             return
-        shown = slice(0, stream.num_tokens * token_bytes)
-        if (
-            reason in finish_reasons.FINISHED
-            and unpack_records(result.records[shown], stream.request.width)[0] != stream.ids
-        ):
+        shown = state.records[: stream.num_tokens * state.token_bytes]
+        if is_answer and unpack_records(shown, width)[0] != stream.ids:
             self.offers.request([stream], reopen=True)
             return
-        await self.add_records(stream, 0, result.records)
-        num_tokens = len(result.records) // token_bytes
-        stream.end(Terminal(request_id, reason, num_tokens, result.error, result.error_type))
+        if is_answer:
+            await self.add_records(stream, 0, state.records)
+        num_tokens = state.num_final if is_answer else 0
+        request_id = stream.request.request_id
+        stream.end(Terminal(request_id, state.terminal, num_tokens, state.error, state.error_type))
 
     async def add_records(self, stream: Stream, offset: int, records: bytes) -> None:
         width = stream.request.width

@@ -183,7 +183,6 @@ class Offers:
         queued = replace(request, ttl_ms=ttl_ms, num_shown=stream.num_tokens)
         keys = [
             self.keys.request(request_id),
-            self.keys.result(request_id),
             self.keys.tokens(request_id),
             self.keys.requests,
             self.keys.places,

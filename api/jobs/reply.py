@@ -77,7 +77,7 @@ class Reply:
         request_keys = [
             key
             for request_id in request_ids or []
-            for key in (self.keys.request(request_id), self.keys.result(request_id))
+            for key in (self.keys.request(request_id), self.keys.tokens(request_id))
         ]
         head: list[Any] = [
             self.channel,

@@ -45,7 +45,7 @@ async def delete_response(stored: StoredResponse) -> None:
 
 async def delete_ended(pool: Pool, request_id: str) -> bool:
     """Delete a response. Returns False if it has not ended yet."""
-    keys = [pool.keys.request(request_id), pool.keys.result(request_id), pool.keys.responses]
+    keys = [pool.keys.request(request_id), pool.keys.tokens(request_id), pool.keys.responses]
     return bool(await script(pool.redis, "responses/delete")(keys=keys, args=[request_id]))
 
 

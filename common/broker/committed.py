@@ -4,15 +4,16 @@ It is read from the request's hash and string, and from the log of the worker th
 gaps with it and the batcher resumes requests with it, so both see the same.
 """
 
+import asyncio
 import contextlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from redis.asyncio import Redis
 from redis.exceptions import ResponseError
 
-from common.broker.client import script
+from common.broker.client import CONNECT_TIMEOUT_S, script
 from common.broker.keys import SEALED, Keys
 from common.messages.codec import WireError, decode
 from common.messages.events import LogEntry, Tokens
@@ -30,14 +31,14 @@ class Committed:
 
     Attributes:
         known: whether the request exists; its keys expire some time after its end.
+        terminal: why it ended; then `num_final`, `error` and `error_type` say what its terminal says.
         width: records of one token: its own, then one for each of the likeliest tokens.
-        records: packed records of all committed tokens.
+        records: packed records of all committed tokens; of one that ended without an answer none are kept.
         spilled_bytes: how many bytes of them are in the string.
         prompt: packed records of the prompt's tokens but the first, if the request asks for them; they are
             committed with the first generated token.
         num_cached: tokens of the prompt whose KV the run found that made, or will make, the first token; None
             where that is not known.
-        result: the packed `Result` once there is a terminal.
     """
 
     known: bool = False
@@ -47,12 +48,14 @@ class Committed:
     crash_count: int = 0
     cancelled: bool = False
     terminal: str = ""
+    num_final: int = 0
+    error: str = ""
+    error_type: str = ""
     width: int = 1
     records: bytes = b""
     spilled_bytes: int = 0
     prompt: bytes | None = None
     num_cached: int | None = None
-    result: bytes | None = None
 
     @property
     def is_live(self) -> bool:
@@ -97,6 +100,9 @@ FIELDS = [
     "crash_count",
     "cancel",
     "terminal",
+    "num_tokens",
+    "error",
+    "error_type",
     "width",
     "prompt",
     "cached",
@@ -110,35 +116,35 @@ async def read_once(
         for request_id in request_ids:
             pipe.hmget(keys.request(request_id), FIELDS)
             pipe.get(keys.tokens(request_id))
-            pipe.get(keys.result(request_id))
         for worker in workers:
             pipe.xrange(keys.log(worker))
         answers = [skip_wrong_type(answer) for answer in await pipe.execute(raise_on_error=False)]
     states: dict[str, Committed] = {}
     for i, request_id in enumerate(request_ids):
-        states[request_id] = parse_state(*answers[3 * i : 3 * i + 3])
-    for entries in answers[3 * len(request_ids) :]:
+        states[request_id] = parse_state(*answers[2 * i : 2 * i + 2])
+    for entries in answers[2 * len(request_ids) :]:
         append_tokens(log_tokens(entries or []), states)
     return states
 
 
-def parse_state(fields: list[bytes | None] | None, records: bytes | None, result: bytes | None) -> Committed:
-    """Return the state of a request from its FIELDS, its string and its result."""
-    digest, worker, attempt, base, crash_count, cancel, terminal, width, prompt, cached = fields or [
-        None
-    ] * len(FIELDS)
+def parse_state(fields: list[bytes | None] | None, records: bytes | None) -> Committed:
+    """Return the state of a request from its FIELDS and its string."""
+    found = dict(zip(FIELDS, fields, strict=True)) if fields else dict.fromkeys(FIELDS)
+    cached = found["cached"]
     state = Committed(
-        known=digest is not None,
-        worker=(worker or b"").decode(),
-        attempt=int(attempt or 0),
-        base=int(base or 0),
-        crash_count=int(crash_count or 0),
-        cancelled=cancel is not None,
-        terminal=(terminal or b"").decode(),
-        width=int(width or 1),
-        prompt=prompt,
+        known=found["digest"] is not None,
+        worker=(found["worker"] or b"").decode(),
+        attempt=int(found["attempt"] or 0),
+        base=int(found["base"] or 0),
+        crash_count=int(found["crash_count"] or 0),
+        cancelled=found["cancel"] is not None,
+        terminal=(found["terminal"] or b"").decode(),
+        num_final=int(found["num_tokens"] or 0),
+        error=(found["error"] or b"").decode(),
+        error_type=(found["error_type"] or b"").decode(),
+        width=int(found["width"] or 1),
+        prompt=found["prompt"],
         num_cached=None if cached is None else int(cached),
-        result=result,
     )
     records = records or b""
     state.records = records[: len(records) // state.token_bytes * state.token_bytes]
@@ -179,20 +185,36 @@ def append_tokens(logged: Iterable[Tokens], states: dict[str, Committed]) -> Non
 async def read_saved(
     redis: Redis, keys: Keys, request_ids: Iterable[str], with_tokens: bool = True
 ) -> dict[str, Committed]:
-    """Return the state of each request without what only a log has, and without its result.
+    """Return the state of each request without what only a log has.
 
-    It is read in slices, so that neither broker nor caller is busy for long. `with_tokens`: their strings,
-    too.
+    It is read in slices, so that neither broker nor caller is busy for long. `with_tokens`: the strings of
+    live requests, too.
     """
-    read_requests, states = script(redis, "read_requests"), {}
+    states: dict[str, Committed] = {}
     for names in in_slices(list(request_ids), REQUESTS_IN_ONE_READ):
-        answer = await read_requests(
-            keys=[key for name in names for key in (keys.request(name), keys.tokens(name))],
-            args=["1" if with_tokens else "", *FIELDS],
-        )
-        for name, (*fields, records) in zip(names, answer, strict=True):
-            states[name] = parse_state(fields, records, None)
+        offsets = dict.fromkeys(names, 0 if with_tokens else "")
+        states |= await read_slice(redis, keys, "live", offsets)
     return states
+
+
+async def read_tails(redis: Redis, keys: Keys, offsets: Mapping[str, int]) -> dict[str, Committed]:
+    """Return what is committed of each request outside logs, its string from the given byte on only; but the
+    whole string of one that has ended: who has other tokens will see it.
+    """
+    async with asyncio.timeout(CONNECT_TIMEOUT_S):
+        return await read_slice(redis, keys, "all", offsets)
+
+
+async def read_slice(
+    redis: Redis, keys: Keys, which: str, offsets: Mapping[str, int | str]
+) -> dict[str, Committed]:
+    answer = await script(redis, "read_requests")(
+        keys=[key for name in offsets for key in (keys.request(name), keys.tokens(name))],
+        args=[which, len(FIELDS), *FIELDS, *offsets.values()],
+    )
+    return {
+        name: parse_state(fields, records) for name, (*fields, records) in zip(offsets, answer, strict=True)
+    }
 
 
 async def read_sealed_log(redis: Redis, keys: Keys, worker: str) -> tuple[list[Tokens], str]:

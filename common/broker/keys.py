@@ -122,8 +122,9 @@ class Keys:
         """Hash: state of one request: who asked, which worker holds it, its cancel and its terminal."""
         return self.key("request", request_id)
 
-    def result(self, request_id: str) -> str:
-        return self.key("result", request_id)
+    def result(self, job_id: str) -> str:
+        """String: the answer to a job, as JSON."""
+        return self.key("result", job_id)
 
     @property
     def responses(self) -> str:

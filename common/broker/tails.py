@@ -1,13 +1,13 @@
-"""Tails: what is committed of a request behind the tokens that its reader has."""
+"""Logs in part: what a worker's log has behind the flushes that its reader has."""
 
 import asyncio
-from collections.abc import AsyncIterator, Container, Mapping
+from collections.abc import AsyncIterator, Container
 
 from redis.asyncio import Redis
 from redis.exceptions import ResponseError
 
 from common.broker.client import CONNECT_TIMEOUT_S
-from common.broker.committed import FIELDS, Committed, parse_state, skip_wrong_type
+from common.broker.committed import skip_wrong_type
 from common.broker.keys import Keys
 from common.messages.codec import WireError, from_map, unpack
 from common.messages.events import LogEntry, Tokens
@@ -16,17 +16,6 @@ NUM_ENTRIES = 8
 """Entries of a log that are read at once: up to a millisecond of work each."""
 SEAL = f"({2**64 - 1}-"
 """How the position behind a seal begins; nothing comes after it."""
-
-
-async def read_tails(redis: Redis, keys: Keys, offsets: Mapping[str, int]) -> dict[str, Committed]:
-    """Return what is committed of each request outside logs, its string from the given byte on only."""
-    async with asyncio.timeout(CONNECT_TIMEOUT_S), redis.pipeline(transaction=True) as pipe:
-        for request_id, offset in offsets.items():
-            pipe.hmget(keys.request(request_id), FIELDS)
-            pipe.getrange(keys.tokens(request_id), offset, -1)
-            pipe.get(keys.result(request_id))
-        answers = [skip_wrong_type(answer) for answer in await pipe.execute(raise_on_error=False)]
-    return {name: parse_state(*answers[3 * i : 3 * i + 3]) for i, name in enumerate(offsets)}
 
 
 async def read_log(redis: Redis, keys: Keys, worker: str, after: int, until: int) -> AsyncIterator[bytes]:

@@ -46,20 +46,6 @@ class Terminal:
     error_type: str = wire_field("y", default="")
 
 
-@dataclass(frozen=True, slots=True)
-class Result:
-    """The result of an ended request, in `result:{request}`; why it ended stands in `request:{request}`.
-
-    Attributes:
-        records: packed records of all its tokens; none if it failed or was cancelled.
-        error, error_type: as in its terminal.
-    """
-
-    records: bytes = wire_field("r", default=b"")
-    error: str = wire_field("e", default="")
-    error_type: str = wire_field("y", default="")
-
-
 @dataclass(slots=True)
 class Events:
     """A pub/sub message to a gateway.

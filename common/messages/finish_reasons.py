@@ -1,6 +1,6 @@
-"""Finish reasons: why rows and requests end, their terminals, and their results."""
+"""Finish reasons: why rows and requests end, their terminals, and what is kept of them."""
 
-from common.messages.events import Result, Terminal
+from common.messages.events import Terminal
 
 FINISHED = ("length", "eos_token", "stop_sequence")
 """Reasons of rows whose request is complete."""
@@ -29,6 +29,9 @@ def terminal_for(request_id: str, why: str, num_tokens: int) -> Terminal:
     return Terminal(request_id, "cancelled", num_tokens, f"cancelled: {why}", "cancelled")
 
 
-def result_for(end: Terminal, records: bytes) -> Result:
-    """Return the result of a request whose tokens have these packed records."""
-    return Result(records if end.reason in FINISHED else b"", end.error, end.error_type)
+def kept_of(end: Terminal, records: bytes) -> list[str | int | bytes]:
+    """Return what is kept of a request with this terminal and these packed records, as `finish` in
+    `lib/terminal.lua` takes it: of one that failed or was cancelled no tokens.
+    """
+    kept = records if end.reason in FINISHED else b""
+    return [end.reason, end.num_tokens, end.error, end.error_type, kept]

@@ -3,13 +3,12 @@
 -- A sealed or missing log refuses all of it, and so do streams to which somebody else has written, and a log
 -- without the flush before this one: the broker has lost it, and what else was written last.
 -- A repeated flush appends and publishes nothing.
--- KEYS log, reports, then request of each prompt, then request, result, tokens of each terminal, then request,
---      tokens of each spill
+-- KEYS log, reports, then request of each prompt, then request, tokens of each terminal, then of each spill
 -- ARGV sequence, log entry, report or '', oldest report to keep, ttl of spilled tokens in ms, worker, numbers
 --      of messages, prompts, terminals and spills, 'trim' to trim the log, 'whole' to follow whatever it has
 --      (tokens of requests whose end is lost stand nowhere else), then channel, payload of each message;
---      records of each prompt; attempt, base, reason, result, ttl in ms, channel, payload of each terminal;
---      attempt, base, offset, records of each spill
+--      records of each prompt; attempt, base, reason, number of tokens, error, its type, records, ttl in ms,
+--      channel, payload of each terminal; attempt, base, offset, records of each spill
 -- Returns {'OK', ...} with one number for each spill: 1, 0 when it would leave a hole, -1 when the request is
 -- another worker's, has ended or has other tokens; or {'GAP'}, {'MISSING'} or {'SEALED'}.
 local refusal = sealed_or_missing(KEYS[1])
@@ -46,9 +45,9 @@ for _ = 1, prompts do
 end
 for _ = 1, terminals do
   if holds(KEYS[key], worker, tonumber(ARGV[arg]), ARGV[arg + 1]) then
-    pcall(finish, KEYS[key], KEYS[key + 1], KEYS[key + 2], unpack(ARGV, arg + 2, arg + 6))
+    pcall(finish, KEYS[key], KEYS[key + 1], unpack(ARGV, arg + 2, arg + 9))
   end
-  key, arg = key + 3, arg + 7
+  key, arg = key + 2, arg + 10
 end
 local answer, all_spilled = {'OK'}, true
 for _ = 1, spills do

@@ -3,7 +3,7 @@
 -- A request that is gone, and with '1' one that ended with other tokens, is queued again, behind its tokens.
 -- A run that began before the last of them, and did not make them, is void: its attempt is over, and the
 -- batcher is told.
--- KEYS request, result, tokens, requests, requests:places, clock, control
+-- KEYS request, tokens, requests, requests:places, clock, control
 -- ARGV payload, digest, channel, gateway, records of a token, worker and attempt that made the last token,
 --      number of tokens, their records, records of the prompt or '', its cached tokens or '', ttl of tokens
 --      in ms, message to the batcher, '1' or '', the answer that this request begins or '', numbers of the
@@ -11,7 +11,7 @@
 -- Returns {'kept'}, {'ended'}, {'superseded'} (it has a newer reader), {'foreign'} (the key is another
 -- request's, or no request's), or {'queued', attempt} or {'void', attempt}: tokens of earlier attempts no
 -- longer count.
-local request, tokens, records = KEYS[1], KEYS[3], ARGV[9]
+local request, tokens, records = KEYS[1], KEYS[2], ARGV[9]
 local width, made_by, made_in, num_tokens = tonumber(ARGV[5]), ARGV[6], tonumber(ARGV[7]), tonumber(ARGV[8])
 local kind = redis.call('TYPE', request).ok
 if kind ~= 'hash' and kind ~= 'none' then return {'foreign'} end
@@ -33,11 +33,10 @@ end
 if not digest or terminal then
   local attempt = math.max(made_in, tonumber(last or '0'))
   local class, num_prompt, tenant = unpack(ARGV, 18, 20)
-  local clock = redis.call('GET', KEYS[6])
-  local id = take_place(KEYS[4], KEYS[5], ARGV[1], clock, class, tonumber(num_prompt), tenant)
-  redis.call('HDEL', request, 'terminal')
+  local clock = redis.call('GET', KEYS[5])
+  local id = take_place(KEYS[3], KEYS[4], ARGV[1], clock, class, tonumber(num_prompt), tenant)
+  redis.call('HDEL', request, 'terminal', 'num_tokens', 'error', 'error_type')
   redis.call('PERSIST', request)
-  redis.call('DEL', KEYS[2])
   redis.call('HSET', request, 'digest', ARGV[2], 'channel', ARGV[3], 'gateway', ARGV[4], 'entry', id,
     'worker', terminal and '' or made_by, 'attempt', attempt, 'base', num_tokens, 'crash_count', 0, 'width', width)
   if ARGV[10] ~= '' then redis.call('HSET', request, 'prompt', ARGV[10]) end
@@ -62,7 +61,7 @@ local is_other_run = worker ~= made_by or last ~= made_in
 if differs or (is_other_run and base < num_tokens and not (worker == '' and had_all)) then
   local attempt = math.max(last, made_in) + 1
   redis.call('HSET', request, 'worker', '', 'attempt', attempt, 'base', num_tokens)
-  redis.call('XADD', KEYS[7], '*', 'resume', ARGV[13])
+  redis.call('XADD', KEYS[6], '*', 'resume', ARGV[13])
   return {'void', attempt}
 end
 return {'kept'}

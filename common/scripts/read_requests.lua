@@ -1,16 +1,26 @@
--- Read requests: some fields of each, and with '1' the tokens in its string. A key of another type is read as
--- absent.
--- KEYS request, tokens of each   ARGV '1' or '', then names of fields
+-- Read requests: some fields of each, and the tokens in its string. A key of another type is read as absent.
+-- KEYS request, tokens of each
+-- ARGV 'live' for the tokens of live requests alone, or 'all'; number of fields, their names; then for each
+--      request the first byte of its tokens, '' for none of them. Of one that has ended all are read.
 -- Returns for each request its fields, then its tokens.
+local num_fields = tonumber(ARGV[2])
+
+local function read_tokens(request, tokens, offset)
+  local ended = redis.pcall('HEXISTS', request, 'terminal') == 1
+  if offset == '' or (ended and ARGV[1] == 'live') then return '' end
+  local records = redis.pcall('GETRANGE', tokens, ended and 0 or offset, -1)
+  return type(records) == 'string' and records or ''
+end
+
 local answer = {}
-for i = 1, #KEYS, 2 do
-  local fields = redis.pcall('HMGET', KEYS[i], unpack(ARGV, 2))
+for i = 1, #KEYS / 2 do
+  local request, tokens = KEYS[2 * i - 1], KEYS[2 * i]
+  local fields = redis.pcall('HMGET', request, unpack(ARGV, 3, 2 + num_fields))
   if fields.err then
     fields = {}
-    for j = 1, #ARGV - 1 do fields[j] = false end
+    for j = 1, num_fields do fields[j] = false end
   end
-  local tokens = ARGV[1] == '1' and redis.pcall('GET', KEYS[i + 1])
-  fields[#ARGV] = type(tokens) == 'string' and tokens
-  answer[#answer + 1] = fields
+  fields[num_fields + 1] = read_tokens(request, tokens, ARGV[2 + num_fields + i])
+  answer[i] = fields
 end
 return answer

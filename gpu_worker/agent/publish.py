@@ -12,7 +12,7 @@ from common.broker.keys import TOKENS_TTL_MS, Keys
 from common.broker.sequences import ChannelSequences
 from common.messages.codec import encode
 from common.messages.events import Events, LogEntry, Terminal, Tokens
-from common.messages.finish_reasons import result_for, terminal_for
+from common.messages.finish_reasons import kept_of, terminal_for
 from common.messages.plan import Report
 from common.metrics import catalogue
 from gpu_worker.agent.outbox import Outbox
@@ -176,16 +176,16 @@ class Publisher:
         return channel, encode(Events(self.incarnation, number, tokens, flush=self.sequence))
 
     def terminal_keys(self, request_id: str) -> list[str]:
-        return [self.keys.request(request_id), self.keys.result(request_id), self.keys.tokens(request_id)]
+        return [self.keys.request(request_id), self.keys.tokens(request_id)]
 
     def terminal(self, row: RowText, why: str) -> list[Any]:
-        """Returns attempt, base, reason, result, its time to live, channel and event of an end."""
+        """Returns attempt, base, what is kept, for how long, channel and event of an end."""
         request = row.request
         end = terminal_for(request.request_id, why, row.num_tokens)
-        result = encode(result_for(end, bytes(row.records)))
         channel = request.channel
         event = self.end_event(channel, end) if channel else b""
-        return [row.attempt, row.base, end.reason, result, request.result_ttl_ms, channel, event]
+        kept = kept_of(end, bytes(row.records))
+        return [row.attempt, row.base, *kept, request.result_ttl_ms, channel, event]
 
     def end_event(self, channel: str, end: Terminal) -> bytes:
         number = self.channels.next_number(channel, self.sequence)

@@ -108,7 +108,9 @@ async def race(new_fleet: Fleet, count: int, kill_every: int) -> None:
         assert set(races.terminals.values()) == {1}
         assert races.reasons["length"] > 0 and races.reasons["cancelled"] > 0, races.reasons
         assert races.reasons["error"] == 0, races.reasons
-        assert [key async for key in races.redis.scan_iter(KEYS.tokens("*"))] == []
+        async for key in races.redis.scan_iter(KEYS.tokens("*")):
+            request = key.replace(b":tokens:", b":request:")
+            assert await races.redis.hget(request, "terminal") == b"length", "no answer, no tokens"  # type: ignore[misc]
         assert await races.redis.exists(KEYS.places) == 0
         await races.redis.aclose()
 

@@ -10,6 +10,7 @@ BEHAVIOURS = {
     "common/scripts/test_places.py",  # Lua
     "common/scripts/test_reader_scripts.py",  # Lua
     "common/scripts/test_scripts.py",  # Lua
+    "common/scripts/test_terminal_scripts.py",  # Lua
     "gpu_worker/agent/test_offer.py",
     "gpu_worker/engine/cuda/test_kernels.py",
     "gpu_worker/engine/model/test_families.py",

@@ -5,9 +5,10 @@ from collections.abc import Sequence as Items
 from redis.asyncio import Redis
 
 from common.broker.client import script
+from common.broker.committed import read
 from common.broker.keys import Keys, admission_keys
-from common.messages.codec import decode, encode
-from common.messages.events import LogEntry, Result, Tokens
+from common.messages.codec import encode
+from common.messages.events import LogEntry, Tokens
 from common.messages.packing import pack_floats, pack_ids
 from common.messages.plan import WorkerCapacity
 from common.messages.records import unpack_records
@@ -77,8 +78,15 @@ async def write_log(redis: Redis, incarnation: str, *tokens: Tokens) -> None:
     await redis.xadd(KEYS.log(incarnation), {"entry": encode(LogEntry(list(tokens)))})
 
 
+async def error_of(redis: Redis, request_id: str) -> bytes | None:
+    """Return why a request has ended without an answer, if it has."""
+    error: bytes | None = await redis.hget(KEYS.request(request_id), "error")  # type: ignore[misc]
+    return error
+
+
 async def result_ids(redis: Redis, request_id: str) -> list[int]:
     """Return the ids of a request's answer, once it has ended without an error."""
-    result = decode(Result, await wait_until(lambda: redis.get(KEYS.result(request_id))))
-    assert not result.error, result
-    return unpack_records(result.records)[0]
+    await wait_until(lambda: redis.hexists(KEYS.request(request_id), "terminal"))
+    state = (await read(redis, KEYS, [request_id]))[request_id]
+    assert not state.error and state.num_tokens == state.num_final, state
+    return unpack_records(state.records)[0]

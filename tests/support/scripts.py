@@ -78,7 +78,7 @@ async def flush(
     keys = [KEYS.log(worker), KEYS.reports(worker)]
     keys += [KEYS.request(name) for name, _ in prompts]
     for name, *_ in terminals:
-        keys += [KEYS.request(name), KEYS.result(name), KEYS.tokens(name)]
+        keys += [KEYS.request(name), KEYS.tokens(name)]
     for name, *_ in spills:
         keys += [KEYS.request(name), KEYS.tokens(name)]
     args: list[Any] = [

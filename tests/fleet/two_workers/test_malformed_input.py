@@ -15,8 +15,7 @@ import redis
 
 from common.broker.keys import Keys
 from common.messages import finish_reasons
-from common.messages.codec import decode, encode
-from common.messages.events import Result
+from common.messages.codec import encode
 from common.messages.packing import pack_ids
 from common.messages.request import Generate, StoppingParams
 from tests.support.fleet.fleet import Fleet
@@ -181,8 +180,10 @@ async def test_an_id_that_the_model_does_not_have_fails_its_request_alone(
         broker.hset(KEYS.request(request.request_id), mapping={"digest": "d", "attempt": 0, "base": 0})
         broker.xadd(KEYS.requests, {"generate": encode(request)})
     for i in range(4):
-        result = decode(Result, await wait_until(partial(broker.get, KEYS.result(f"poison{i}"))))
-        assert (result.error_type, result.error) == finish_reasons.ERRORS["forward"]
+        key = KEYS.request(f"poison{i}")
+        await wait_until(partial(broker.hexists, key, "terminal"))
+        error_type, error = finish_reasons.ERRORS["forward"]
+        assert broker.hmget(key, ["error_type", "error"]) == [error_type.encode(), error.encode()]
     assert [len(ids) for ids in await load.whole()] == [40] * 6
     await wait_until(lambda: broker.xlen(KEYS.requests) == 0)
 

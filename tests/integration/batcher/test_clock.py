@@ -9,7 +9,7 @@ from redis.asyncio import Redis
 from common.broker.client import connect
 from common.broker.keys import Keys
 from tests.support.broker.shifted_clock import JumpingBroker, jumping_broker
-from tests.support.fleet.batchers import CHANNEL, admit, batcher, result, waiting
+from tests.support.fleet.batchers import CHANNEL, admit, batcher, ended, waiting
 from tests.support.waiting import wait_until
 
 KEYS = Keys("default")
@@ -38,7 +38,7 @@ async def admit_two(redis: Redis, short_ms: int) -> None:
     await admit(redis, "short", ttl_ms=short_ms, result_ttl_ms=CENTURY_MS)
 
     async def taken() -> bool:
-        return await waiting(redis, 2) or bool(await redis.exists(KEYS.result("short")))
+        return await waiting(redis, 2) or bool(await redis.hexists(KEYS.request("short"), "terminal"))  # type: ignore[misc]
 
     await wait_until(taken)
 
@@ -61,9 +61,9 @@ async def test_a_jump_of_the_broker_s_clock_moves_no_deadline(
         await two_rounds(redis)
         assert await redis.hget(KEYS.request("long"), "terminal") is None  # type: ignore[misc]
         assert await redis.hget(KEYS.request("long"), "channel") == CHANNEL.encode()  # type: ignore[misc]
-        assert (await result(redis, "short")).error_type == "timeout"
+        assert (await ended(redis, "short")).error_type == "timeout"
         await admit(redis, "next", ttl_ms=300)
-        assert (await result(redis, "next")).error_type == "timeout"
+        assert (await ended(redis, "next")).error_type == "timeout"
         await wait_until(lambda: waiting(redis, 1))
 
 
@@ -78,5 +78,5 @@ async def test_a_deadline_goes_on_at_a_takeover_with_the_time_that_was_left(
     jumping.jump(jump_s)
     await redis.delete(KEYS.state)
     with batcher(jumping.url, "b1"):
-        assert (await result(redis, "short")).error_type == "timeout"
+        assert (await ended(redis, "short")).error_type == "timeout"
         await wait_until(lambda: waiting(redis, 1))

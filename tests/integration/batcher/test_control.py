@@ -10,7 +10,7 @@ from common.broker.keys import Keys
 from common.messages.codec import encode
 from common.messages.request import Cancel
 from deploy.serve.embedded_broker import Broker
-from tests.support.fleet.batchers import admit, batcher, result, waiting
+from tests.support.fleet.batchers import admit, batcher, ended, waiting
 from tests.support.waiting import wait_until
 
 KEYS = Keys("default")
@@ -41,7 +41,7 @@ async def test_a_stopped_batcher_obeys_a_cancel_that_thousands_followed(broker: 
         await cancel_many(redis)
         await cancel(redis, "gone")
         os.kill(process.pid, signal.SIGCONT)
-        assert (await result(redis, "first")).error_type == "cancelled"
+        assert (await ended(redis, "first")).error_type == "cancelled"
         await wait_until(lambda: is_short(redis))
 
 

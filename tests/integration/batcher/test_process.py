@@ -12,7 +12,7 @@ from common.messages.codec import decode, encode
 from common.messages.events import Events
 from common.messages.request import Cancel, Generate, StoppingParams
 from deploy.serve.embedded_broker import Broker
-from tests.support.fleet.batchers import CHANNEL, admit, batcher, result, waiting
+from tests.support.fleet.batchers import CHANNEL, admit, batcher, ended, waiting
 from tests.support.waiting import wait_until
 
 KEYS = Keys("default")
@@ -33,7 +33,7 @@ async def test_a_deadline_ends_a_waiting_request_with_one_terminal(broker: Broke
         await pubsub.subscribe(CHANNEL)
         with batcher(broker.url):
             await admit(redis, "r1", ttl_ms=300)
-            assert (await result(redis, "r1")).error_type == "timeout"
+            assert (await ended(redis, "r1")).error_type == "timeout"
             await wait_until(lambda: settled(redis))
         terminals = []
         while (message := await pubsub.get_message(timeout=0.05)) is not None:
@@ -52,7 +52,7 @@ async def test_a_waiting_request_is_cancelled(broker: Broker, redis: Redis) -> N
         await script(redis, "cancel")(
             keys=[KEYS.request("r1"), KEYS.control], args=[encode(Cancel("r1", "client"))]
         )
-        assert (await result(redis, "r1")).error_type == "cancelled"
+        assert (await ended(redis, "r1")).error_type == "cancelled"
         await wait_until(lambda: waiting(redis, 1))
         assert await redis.hget(KEYS.request("r1"), "terminal") == b"cancelled"  # type: ignore[misc]
         assert await redis.hget(KEYS.request("r2"), "terminal") is None  # type: ignore[misc]
@@ -66,9 +66,9 @@ async def test_requests_of_a_dead_gateway_are_cancelled_after_their_grace(
         await admit(redis, "r2", grace_ms=600_000)
         await wait_until(lambda: waiting(redis, 2))
         await redis.delete(KEYS.gateway("g"))
-        assert "gateway" in (await result(redis, "r1")).error
+        assert "gateway" in (await ended(redis, "r1")).error
         await wait_until(lambda: waiting(redis, 1))
-        assert await redis.get(KEYS.result("r2")) is None
+        assert not await redis.hexists(KEYS.request("r2"), "terminal")  # type: ignore[misc]
 
 
 @pytest.mark.parametrize(
@@ -85,7 +85,7 @@ async def test_an_undecodable_entry_is_counted_answered_and_removed(
 ) -> None:
     with batcher(broker.url):
         await admit(redis, "r1", payload)
-        assert (await result(redis, "r1")).error
+        assert (await ended(redis, "r1")).error
         await wait_until(lambda: settled(redis))
         await wait_until(lambda: counted(redis))
 
@@ -109,7 +109,7 @@ async def test_garbage_in_its_streams_does_not_end_the_batcher(broker: Broker, r
         await wait_until(lambda: redis.hget(KEYS.state, "undecodable"))
         await wait_until(lambda: empty(redis))
         await admit(redis, "r1", ttl_ms=1)
-        assert (await result(redis, "r1")).error_type == "timeout"
+        assert (await ended(redis, "r1")).error_type == "timeout"
         assert process.poll() is None
 
 
@@ -133,7 +133,7 @@ async def test_a_standby_takes_over_the_waiting_requests(broker: Broker, redis: 
             await script(redis, "cancel")(
                 keys=[KEYS.request("r1"), KEYS.control], args=[encode(Cancel("r1", "client"))]
             )
-            assert (await result(redis, "r1")).error_type == "cancelled"
+            assert (await ended(redis, "r1")).error_type == "cancelled"
 
 
 async def test_a_batcher_that_lost_its_lease_ends(broker: Broker, redis: Redis) -> None:
@@ -149,6 +149,6 @@ async def test_without_workers_for_worker_grace_s_clients_get_an_error_and_jobs_
     with batcher(broker.url, WORKER_GRACE_S="0.5"):
         await admit(redis, "job", gateway="")
         await admit(redis, "r1")
-        ended = await result(redis, "r1")
-        assert (ended.error_type, "WORKER_GRACE_S" in ended.error) == ("unavailable", True)
+        end = await ended(redis, "r1")
+        assert (end.error_type, "WORKER_GRACE_S" in end.error) == ("unavailable", True)
         assert await waiting(redis, 1), "the job"

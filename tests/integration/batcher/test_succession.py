@@ -15,7 +15,7 @@ from common.messages.events import Events
 from common.messages.packing import pack_ids, unpack_ids
 from common.messages.request import Cancel, Generate, StoppingParams
 from deploy.serve.embedded_broker import Broker
-from tests.support.broker_state import KEYS, admit, result_ids
+from tests.support.broker_state import KEYS, admit, error_of, result_ids
 from tests.support.fleet.batchers import batcher
 from tests.support.fleet.modeless_worker import generate, modeless_worker
 from tests.support.waiting import wait_until
@@ -146,7 +146,7 @@ async def test_cancels_deaths_and_new_requests_between_two_batchers(broker: Brok
             args=["w1-1", "died"],
         )
         with batcher(broker.url, "b1"):
-            assert b"cancelled" in await wait_until(lambda: redis.get(KEYS.result(f"r{cancelled}")))
+            assert b"cancelled" in await wait_until(lambda: error_of(redis, f"r{cancelled}"))
             for number in set(range(NUM_REQUESTS)) - {cancelled}:
                 assert await result_ids(redis, f"r{number}") == generate(make_prompt(number), NUM_TOKENS)
             await wait_until(lambda: no_blocks_in_use(redis))

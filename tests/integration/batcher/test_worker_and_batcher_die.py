@@ -11,7 +11,16 @@ from common.messages.records import unpack_records
 from common.messages.request import Cancel
 from deploy.serve.embedded_broker import Broker
 from tests.support import broker_state
-from tests.support.broker_state import KEYS, admit, make_request, make_tokens, place, start_worker, write_log
+from tests.support.broker_state import (
+    KEYS,
+    admit,
+    error_of,
+    make_request,
+    make_tokens,
+    place,
+    start_worker,
+    write_log,
+)
 from tests.support.fleet.batchers import batcher
 from tests.support.waiting import wait_until
 
@@ -95,13 +104,13 @@ async def test_three_deaths_without_a_token_fail_a_request_though_no_batcher_liv
             await wait_until(lambda: is_removed(redis))
             process.terminate()
             process.wait()
-        assert await redis.exists(KEYS.result("r2")) == 0
+        assert not await error_of(redis, "r2")
         await start_worker(redis, "w1")
         await place(redis, "r2", "w1", attempt=attempt)
     await seal(redis, "died")
     with batcher(broker.url):
-        assert b"three workers died" in await wait_until(lambda: redis.get(KEYS.result("r2")))
-    assert await redis.exists(KEYS.result("r1")) == 0
+        assert b"three workers died" in await wait_until(lambda: error_of(redis, "r2"))
+    assert not await error_of(redis, "r1")
 
 
 async def test_what_a_log_says_of_a_request_that_has_ended_is_not_written_again(
@@ -124,7 +133,7 @@ async def test_a_cancel_said_while_no_batcher_was_active_is_obeyed_by_the_next(
         keys=[KEYS.request("r1"), KEYS.control], args=[encode(Cancel("r1", "client"))]
     )
     with batcher(broker.url):
-        assert b"cancelled" in await wait_until(lambda: redis.get(KEYS.result("r1")))
+        assert b"cancelled" in await wait_until(lambda: error_of(redis, "r1"))
         await wait_until(lambda: is_empty(redis, KEYS))
 
 

@@ -98,9 +98,12 @@ class Holdings:
 
 
 async def is_idle(redis: Redis) -> bool:
-    """As `idle`; requests whose gateway was killed may be known until their results expire."""
-    kept = {key for kind in ("request", "result") async for key in redis.scan_iter(KEYS.key(kind, "*"))}
-    return await idle(redis, {key for key in kept if await redis.ttl(key) > 0})
+    """As `idle`; requests whose gateway was killed may be known until they expire, and their tokens, and
+    answers to jobs.
+    """
+    found = {key for kind in ("request", "result") async for key in redis.scan_iter(KEYS.key(kind, "*"))}
+    expiring = {key for key in found if await redis.ttl(key) > 0}
+    return await idle(redis, expiring | {key.replace(b":request:", b":tokens:") for key in expiring})
 
 
 async def describe_busy(redis: Redis) -> str:

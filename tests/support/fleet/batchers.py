@@ -10,9 +10,9 @@ from typing import Any
 from redis.asyncio import Redis
 
 from common.broker.client import script
+from common.broker.committed import Committed, read
 from common.broker.keys import Keys, admission_keys
-from common.messages.codec import decode, encode
-from common.messages.events import Result
+from common.messages.codec import encode
 from common.messages.packing import pack_ids
 from common.messages.request import Generate, StoppingParams
 from tests.support.scripts import UNTITLED
@@ -51,8 +51,10 @@ async def admit(redis: Redis, name: str, payload: bytes | None = None, **fields:
     return answer[1]
 
 
-async def result(redis: Redis, name: str) -> Result:
-    return decode(Result, await wait_until(lambda: redis.get(KEYS.result(name))))
+async def ended(redis: Redis, name: str) -> Committed:
+    """The state of a request once it has ended."""
+    await wait_until(lambda: redis.hexists(KEYS.request(name), "terminal"))
+    return (await read(redis, KEYS, [name]))[name]
 
 
 async def waiting(redis: Redis, count: int) -> bool:

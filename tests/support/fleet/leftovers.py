@@ -34,7 +34,7 @@ STANDING = {
     "arq",
 }
 """Keys of a fleet that does nothing: all but those of requests and jobs."""
-KEPT = [KEYS.job("job-*"), KEYS.result("job-*"), KEYS.reply("job-*"), KEYS.request("job-*")]
+KEPT = [build("job-*") for build in (KEYS.job, KEYS.result, KEYS.reply, KEYS.request, KEYS.tokens)]
 """Keys of jobs that were answered: for an hour. Requests over HTTP keep none."""
 
 

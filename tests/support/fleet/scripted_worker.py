@@ -18,7 +18,7 @@ from common.broker.sequences import ChannelSequences
 from common.detokenize import Detokenizer
 from common.messages.codec import decode, encode
 from common.messages.events import Events, LogEntry, Terminal, Tokens
-from common.messages.finish_reasons import result_for
+from common.messages.finish_reasons import kept_of
 from common.messages.packing import pack_floats, pack_ids, unpack_floats, unpack_ids
 from common.messages.plan import WorkerCapacity
 from common.messages.records import pack_records, pack_tokens
@@ -260,7 +260,7 @@ class FakeWorker:
 
     def keys_of(self, live: Live) -> list[str]:
         request_id = live.request.request_id
-        return [self.keys.request(request_id), self.keys.result(request_id), self.keys.tokens(request_id)]
+        return [self.keys.request(request_id), self.keys.tokens(request_id)]
 
     def terminal(self, live: Live) -> list[object]:
         """Arguments of `finish`."""
@@ -270,8 +270,8 @@ class FakeWorker:
         )
         number = self.channels.next_number(request.channel, self.sequence)
         payload = encode(Events(self.incarnation, number, terminals=[terminal], flush=self.sequence))
-        result = result_for(terminal, pack_tokens(live.tokens(0, live.done)))
-        return [reason, encode(result), request.result_ttl_ms, request.channel, payload]
+        kept = kept_of(terminal, pack_tokens(live.tokens(0, live.done)))
+        return [*kept, request.result_ttl_ms, request.channel, payload]
 
     async def settle(self, live: Live) -> None:
         request_id = live.request.request_id

@@ -183,8 +183,9 @@ async def test_a_client_that_leaves_cancels_its_response_which_stays(broker: Bro
 async def test_a_stored_response_expires(broker: Broker) -> None:
     async with answering(broker.url, ANSWER, response_ttl_s=4000.0) as (worker, _, client):
         whole = (await client.post(PATH, json=BODY)).json()
-        left_ms = await worker.redis.pttl(worker.keys.result(whole["id"].removeprefix("resp_")))
-    assert 3900_000 < left_ms <= 4000_000
+        request_id = whole["id"].removeprefix("resp_")
+        for key in (worker.keys.request(request_id), worker.keys.tokens(request_id)):
+            assert 3900_000 < await worker.redis.pttl(key) <= 4000_000
 
 
 async def test_of_too_many_stored_responses_the_oldest_are_deleted(broker: Broker) -> None:
@@ -195,4 +196,4 @@ async def test_of_too_many_stored_responses_the_oldest_are_deleted(broker: Broke
         assert found == [404, 200, 200]
         await client.delete(f"{PATH}/{made[1]}")
         assert await worker.redis.zcard(worker.keys.responses) == 1
-        assert not await worker.redis.exists(worker.keys.result(made[0].removeprefix("resp_")))
+        assert not await worker.redis.exists(worker.keys.tokens(made[0].removeprefix("resp_")))

@@ -204,7 +204,7 @@ async def test_a_finished_answer_waits_for_its_client(broker: Broker) -> None:
         rest, _ = await read_frames(other, place, None, last_id=4)
         assert whole.endswith(rest) and numbered(rest)[0][0] == 5
         request_id = place.split("/")[2]
-        for key in (worker.keys.request(request_id), worker.keys.result(request_id)):
+        for key in (worker.keys.request(request_id), worker.keys.tokens(request_id)):
             assert 0 < await worker.redis.pttl(key) <= 600_000
 
 

@@ -10,7 +10,7 @@ from api.inference import fill
 from api.inference.relay import Relay
 from api.inference.stream import Stream
 from common.messages.codec import encode
-from common.messages.events import Events, LogEntry, Result, Terminal, Tokens
+from common.messages.events import Events, LogEntry, Terminal, Tokens
 from common.messages.records import RECORD, pack_tokens
 from tests.support.events import IDS, KEYS, TOKENIZER, new_stream, tokens
 from tests.support.waiting import wait_until
@@ -103,8 +103,8 @@ async def test_only_a_request_that_the_next_message_does_not_have_is_asked_for(
     await source.start()
     await source.flush()
     await wait_until(lambda: source.all_have(1))
-    await redis.hset(KEYS.request("w0.7"), "terminal", "length")  # type: ignore[misc]
-    await redis.set(KEYS.result("w0.7"), encode(Result(RECORD.pack(IDS[0], 0.0))))
+    await redis.hset(KEYS.request("w0.7"), mapping={"terminal": "length", "num_tokens": 1})  # type: ignore[misc]
+    await redis.set(KEYS.tokens("w0.7"), RECORD.pack(IDS[0], 0.0))
     await redis.config_resetstat()
     source.number += 1  # the message with its end is lost
     await source.flush(without=1)

@@ -12,7 +12,7 @@ from api.inference.stream import Stream
 from common.broker.client import read_server_id, script
 from common.broker.committed import Committed, read
 from common.messages.codec import decode, encode
-from common.messages.events import Events, LogEntry, Result, Terminal, Tokens
+from common.messages.events import Events, LogEntry, Terminal, Tokens
 from common.messages.records import pack_columns, pack_tokens, unpack_records
 from common.messages.request import Cancel, Generate, Resume
 from tests.support.events import IDS, KEYS, end, new_stream, tokens
@@ -136,13 +136,13 @@ async def test_a_result_with_other_tokens_is_withdrawn(redis: Redis, relay: Rela
     stream = await shown(relay, 3)
     await put(redis, 0, "w2", attempt=2)
     other = [token_id + 1 for token_id in IDS[:2]]
-    result = encode(Result(pack_columns(other, [0.0, 0.0], [])))
-    keys = [KEYS.request("r"), KEYS.result("r"), KEYS.tokens("r")]
-    await script(redis, "finish")(keys=keys, args=["length", result, 60_000, "", b""])
+    kept = ["length", 2, "", "", pack_columns(other, [0.0, 0.0], [])]
+    keys = [KEYS.request("r"), KEYS.tokens("r")]
+    await script(redis, "finish")(keys=keys, args=[*kept, 60_000, "", b""])
     await publish(relay, 2, end(2))
     await wait_until(lambda: relay.filler.offers.num_offers)
     state = await committed(redis)
-    assert (state.terminal, state.result, state.worker) == ("", None, "")
+    assert (state.terminal, state.num_final, state.worker) == ("", 0, "")
     assert (await ids(redis), await redis.xlen(KEYS.requests)) == (IDS[:3], 1)
     assert not stream.terminal and not stream.has_gap
 

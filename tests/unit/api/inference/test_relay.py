@@ -13,9 +13,9 @@ from common.broker.client import connect
 from common.broker.committed import Committed
 from common.broker.keys import Keys
 from common.messages.codec import encode
-from common.messages.events import LogEntry, Result, Terminal, Tokens
+from common.messages.events import LogEntry, Terminal, Tokens
 from common.messages.packing import pack_floats, pack_ids
-from common.messages.records import pack_records, pack_tokens
+from common.messages.records import RECORD, pack_records, pack_tokens
 from common.messages.request import Generate, StoppingParams
 from tests.support.events import IDS, KEYS, event_message, new_stream, tokens
 from tests.support.fleet.gateways import model_tokenizer
@@ -109,7 +109,7 @@ async def test_a_gap_is_filled_with_the_same_text(redis: Redis, relay: Relay) ->
     assert stream.texts == [TOKENIZER.decode([i]) for i in IDS[:9]]
 
 
-@pytest.mark.parametrize("garbage", [b"no map", b"5", encode(Result(b"no whole token")), b"\xff"])
+@pytest.mark.parametrize("garbage", [b"", b"no whole token", RECORD.pack(IDS[0], 0.0), bytes(32)])
 async def test_an_overwritten_result_ends_its_own_stream_only(
     redis: Redis, relay: Relay, garbage: bytes
 ) -> None:
@@ -118,8 +118,8 @@ async def test_an_overwritten_result_ends_its_own_stream_only(
         relay.add(stream)
         relay.admitted(stream)
         await commit(redis, 3, 3, stream.request.request_id)
-    await redis.hset(KEYS.request("r"), "terminal", "length")  # type: ignore[misc]
-    await redis.set(KEYS.result("r"), garbage)
+    await redis.hset(KEYS.request("r"), mapping={"terminal": "length", "num_tokens": 3})  # type: ignore[misc]
+    await redis.set(KEYS.tokens("r"), garbage)
     relay.request_fill([spoilt, other])
     await wait_until(lambda: spoilt.terminal and other.num_tokens == 3)
     assert spoilt.terminal.error == "its result cannot be read" and not other.terminal  # type: ignore[union-attr]
@@ -166,8 +166,7 @@ async def test_an_answer_that_failed_before_its_first_token_has_no_prompt(redis:
         relay.admitted(stream)
         await commit(redis, 0, 0, stream.request.request_id)
     assert failed.end(Terminal("failed", "error", 0, "gone"))
-    await redis.hset(KEYS.request("filled"), "terminal", "error")  # type: ignore[misc]
-    await redis.set(KEYS.result("filled"), encode(Result(error="gone")))
+    await redis.hset(KEYS.request("filled"), mapping={"terminal": "error", "error": "gone"})  # type: ignore[misc]
     relay.request_fill([filled])
     await wait_until(lambda: filled.terminal)
     assert failed.terminal and filled.terminal and failed.terminal.error == filled.terminal.error == "gone"

@@ -61,13 +61,14 @@ async def test_an_unknown_request_is_not_known(redis: Redis) -> None:
 async def test_fields_of_the_request_are_read(redis: Redis) -> None:
     await admit(redis, make_request("r1", width=3))
     await place(redis, "r1", "w1", attempt=2, base=5)
-    fields = {"cancel": 1, "terminal": "length", "crash_count": 1, "prompt": b"p"}
+    fields = {"cancel": 1, "terminal": "error", "crash_count": 1, "prompt": b"p"}
+    fields |= {"num_tokens": 7, "error": "gone", "error_type": "generation"}
     await redis.hset(KEYS.request("r1"), mapping=fields)  # type: ignore[misc]
-    await redis.set(KEYS.result("r1"), b"{}")
     state = await read_one(redis, "r1")
     assert (state.known, state.worker, state.attempt, state.base) == (True, "w1", 2, 5)
-    assert (state.cancelled, state.terminal, state.crash_count) == (True, "length", 1)
-    assert (state.width, state.prompt, state.result) == (3, b"p", b"{}")
+    assert (state.cancelled, state.terminal, state.crash_count) == (True, "error", 1)
+    assert (state.num_final, state.error, state.error_type) == (7, "gone", "generation")
+    assert (state.width, state.prompt) == (3, b"p")
 
 
 async def test_string_and_log_are_joined(redis: Redis) -> None:

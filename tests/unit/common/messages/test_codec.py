@@ -7,7 +7,7 @@ import pytest
 
 from common.messages.answer import HttpAnswer, Reading, Rendering
 from common.messages.codec import WireError, decode, encode
-from common.messages.events import Events, LogEntry, Result, Terminal, Tokens
+from common.messages.events import Events, LogEntry, Terminal, Tokens
 from common.messages.kept_answer import KeeperMessage, KeptAnswer, KeptRequests
 from common.messages.packing import pack_floats, pack_ids, unpack_ids
 from common.messages.plan import HeldRow, Plan, Report, RowStart, WorkerCapacity, WorkerDied
@@ -186,7 +186,6 @@ EXAMPLES = [
         }
         | {"dv": "cpu", "pc": True},
     ),
-    (Result(RECORD.pack(5, -0.5)), {"v": 1, "r": RECORD.pack(5, -0.5), "e": "", "y": ""}),
     (
         Events("w0-1", 6, [TOKENS], [Terminal("r1", "error", 4, "why", "generation")], 9),
         {

@@ -92,12 +92,13 @@ async def test_a_request_of_another_type_is_read_as_absent(redis: Redis) -> None
     await redis.set(KEYS.request("r2"), "x")
     await redis.lpush(KEYS.tokens("r2"), "x")  # type: ignore[misc]
     names = [key for name in ("r1", "r2", "r3") for key in (KEYS.request(name), KEYS.tokens(name))]
-    assert await call(redis, "read_requests", names, ["1", "digest", "width"]) == [
+    assert await call(redis, "read_requests", names, ["live", 2, "digest", "width", 0, 0, 0]) == [
         [b"d", b"3", b"x" * 8],
-        [None, None, None],
-        [None, None, None],
+        [None, None, b""],
+        [None, None, b""],
     ]
-    assert (await call(redis, "read_requests", names[:2], ["", "digest"])) == [[b"d", None]]
+    assert (await call(redis, "read_requests", names[:2], ["live", 1, "digest", ""])) == [[b"d", b""]]
+    assert (await call(redis, "read_requests", names[:2], ["all", 1, "digest", 6])) == [[b"d", b"xx"]]
 
 
 async def test_one_holder_has_the_lease_and_epochs_rise(redis: Redis) -> None:

@@ -20,7 +20,7 @@ async def test_only_the_newest_reader_cancels_and_forgets(redis: Redis) -> None:
     both = [KEYS.request("r1"), KEYS.request("r2")]
     assert await attach(redis, both, ["g2"]) == [b"attached", 1]
     assert [await redis.hmget(key, ["reader", "gateway"]) for key in both] == [[b"1", b"g2"]] * 2  # type: ignore[misc]
-    own = [KEYS.request("r1"), KEYS.result("r1")]
+    own = [KEYS.request("r1"), KEYS.tokens("r1")]
     assert await call(redis, "cancel", [KEYS.request("r1"), KEYS.control], [b"c", 0]) == 0
     assert await call(redis, "readers/forget", own, [0]) == 0
     assert await call(redis, "readers/forget", own, [1]) == 1

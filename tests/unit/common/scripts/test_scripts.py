@@ -1,6 +1,5 @@
 """Scripts of requests, workers and the lease, one by one, against a real broker."""
 
-import json
 from collections.abc import AsyncIterator
 
 import pytest
@@ -14,6 +13,9 @@ from common.messages.events import LogEntry, Tokens
 from common.messages.packing import pack_floats, pack_ids
 from common.messages.records import RECORD, pack_tokens, unpack_records
 from tests.support.scripts import KEYS, admit, call, create_logs, entry, flush, publish_plan, seal
+
+LENGTH = ("length", 1, "", "", RECORD.pack(7, -1.0))
+"""What is kept of an answer of one token."""
 
 
 async def published(pubsub: PubSub) -> list[bytes]:
@@ -85,12 +87,12 @@ async def test_a_sealed_or_missing_log_refuses_everything(redis: Redis, pubsub: 
     await create_logs(redis)
     await flush(redis, 1)
     assert await seal(redis) == 1
-    terminal = ("r1", "length", "{}", 60_000, "ch", b"end")
+    terminal = ("r1", *LENGTH, 60_000, "ch", b"end")
     assert await flush(
         redis, 2, messages=[("ch", b"x")], terminals=[terminal], spills=[("r1", 0, b"12345678")]
     ) == [b"SEALED"]
     assert await published(pubsub) == []
-    assert await redis.exists(KEYS.result("r1"), KEYS.tokens("r1")) == 0
+    assert await redis.exists(KEYS.tokens("r1")) == 0
     assert (await redis.xrange(KEYS.log("w1")))[-1][0] == SEALED.encode()
     assert await seal(redis) == 1
     assert await redis.xlen(KEYS.log("w1")) == 3, "sealed once"
@@ -111,12 +113,15 @@ async def test_a_flush_behind_a_lost_one_is_refused_unless_it_is_whole(redis: Re
 async def test_only_the_first_terminal_is_published(redis: Redis, pubsub: PubSub) -> None:
     await admit(redis, "r1")
     await create_logs(redis)
-    keys = [KEYS.request("r1"), KEYS.result("r1"), KEYS.tokens("r1")]
-    assert await call(redis, "finish", keys, ["cancelled", '{"a":1}', 60_000, "ch", b"cancelled"]) == 1
-    await flush(redis, 1, terminals=[("r1", "length", '{"a":2}', 60_000, "ch", b"length")])
-    assert await call(redis, "finish", keys, ["error", "{}", 60_000, "ch", b"error"]) == 0
+    keys = [KEYS.request("r1"), KEYS.tokens("r1")]
+    cancelled = ["cancelled", 1, "cancelled: client", "cancelled", b""]
+    assert await call(redis, "finish", keys, [*cancelled, 60_000, "ch", b"cancelled"]) == 1
+    await flush(redis, 1, terminals=[("r1", *LENGTH, 60_000, "ch", b"length")])
+    assert await call(redis, "finish", keys, ["error", 1, "gone", "generation", b"", 60_000, "ch", b"e"]) == 0
     assert await published(pubsub) == [b"cancelled"]
-    assert json.loads(await redis.get(KEYS.result("r1"))) == {"a": 1}
+    end = await redis.hmget(KEYS.request("r1"), ["terminal", "num_tokens", "error", "error_type"])  # type: ignore[misc]
+    assert end == [b"cancelled", b"1", b"cancelled: client", b"cancelled"]
+    assert await redis.exists(KEYS.tokens("r1")) == 0
     assert 0 < await redis.pttl(KEYS.request("r1")) <= 60_000
     assert await call(redis, "cancel", [KEYS.request("r1"), KEYS.control], [b"c"]) == 0
 
@@ -222,7 +227,7 @@ async def test_prompt_logprobs_are_committed_with_the_first_token(redis: Redis) 
     assert (await read(redis, KEYS, ["r1"]))["r1"].prompt is None
     await redis.set(KEYS.request("spoiled"), "x")
     prompts = [("gone", b"a"), ("spoiled", b"b"), ("r1", b"records")]
-    ends = [("r1", "length", "{}", 60_000, "", b"")]
+    ends = [("r1", *LENGTH, 60_000, "", b"")]
     assert await flush(redis, 1, entry("r1", 0, [7]), prompts=prompts, terminals=ends) == [b"OK"]
     state = (await read(redis, KEYS, ["r1"]))["r1"]
     assert (state.prompt, state.terminal) == (b"records", "length")

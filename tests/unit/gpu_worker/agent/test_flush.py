@@ -8,7 +8,7 @@ from redis.asyncio import Redis
 from common.broker import client as brokers
 from common.broker.committed import read
 from common.messages.codec import decode
-from common.messages.events import Events, LogEntry, Result
+from common.messages.events import Events, LogEntry
 from common.messages.packing import unpack_ids
 from common.messages.records import unpack_records
 from gpu_worker.agent.agent import Agent
@@ -36,8 +36,7 @@ async def test_tokens_ends_and_releases_are_published_in_one_flush(agent: Agent,
     [logged] = decode(LogEntry, fields[b"entry"]).tokens
     assert logged == replace(tokens, texts=[])
     assert (events[1].terminals[0].reason, events[1].terminals[0].num_tokens) == ("length", 2)
-    result = decode(Result, await redis.get(KEYS.result("r1")))
-    assert unpack_records(result.records) == ([first, second], [-0.5, -0.5], [])
+    assert unpack_records(await redis.get(KEYS.tokens("r1"))) == ([first, second], [-0.5, -0.5], [])
     (report,) = await reports(redis)
     assert (report.prefilled, report.ended, report.released) == ([(1, 2, 1)], [(1, "length", 2)], [(1, 3)])
     assert not agent.state.table.rows
@@ -68,7 +67,7 @@ async def test_a_preempted_row_is_spilled_and_has_no_terminal(agent: Agent, redi
     step(agent, {1: (1, 6)}, ended=[(1, "preempted", 2)], released=[(1, 3)])
     await agent.flusher.flush()
     assert unpack_records(await redis.get(KEYS.tokens("r1")))[0] == [5, 6]
-    assert await redis.exists(KEYS.result("r1")) == 0
+    assert not await redis.hexists(KEYS.request("r1"), "terminal")  # type: ignore[misc]
 
 
 async def test_the_log_is_bounded_and_loses_no_token(agent: Agent, redis: Redis) -> None:
@@ -90,7 +89,7 @@ async def test_a_sealed_agent_publishes_nothing(agent: Agent, redis: Redis) -> N
         await agent.flusher.flush()
     with pytest.raises(Sealed):
         await agent.send_heartbeat()
-    assert await redis.exists(KEYS.result("r1")) == 0
+    assert not await redis.hexists(KEYS.request("r1"), "terminal")  # type: ignore[misc]
 
 
 async def test_a_key_of_the_wrong_type_does_not_stop_other_terminals(agent: Agent, redis: Redis) -> None:
@@ -100,4 +99,4 @@ async def test_a_key_of_the_wrong_type_does_not_stop_other_terminals(agent: Agen
     await redis.set(KEYS.request("r1"), "x")
     step(agent, {1: (0, 5), 2: (0, 6)}, ended=[(1, "length", 1), (2, "length", 1)])
     await agent.flusher.flush()
-    assert unpack_records(decode(Result, await redis.get(KEYS.result("r2"))).records)[0] == [6]
+    assert unpack_records(await redis.get(KEYS.tokens("r2")))[0] == [6]

@@ -106,7 +106,7 @@ async def test_an_end_that_is_not_this_workers_to_say_is_not_said(agent: Agent, 
     step(agent, {1: (0, 5)}, ended=[(1, "length", 1)])
     await agent.flusher.flush()
     assert not (await committed(redis)).terminal
-    assert await redis.exists(KEYS.result("r1")) == 0
+    assert not await redis.hexists(KEYS.request("r1"), "terminal")  # type: ignore[misc]
 
 
 async def test_tokens_that_differ_from_the_committed_ones_are_dropped(agent: Agent, redis: Redis) -> None:

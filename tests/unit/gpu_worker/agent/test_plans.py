@@ -87,7 +87,7 @@ async def test_a_batcher_of_an_earlier_version_has_all_rows_stopped_and_its_answ
     step(agent, released=[(1, 2)])
     await agent.flusher.flush()
     assert [(report.epoch, report.takeover) for report in await reports(redis)] == [(8, False), (8, True)]
-    assert await redis.exists(KEYS.result("r1")) == 0
+    assert not await redis.hexists(KEYS.request("r1"), "terminal")  # type: ignore[misc]
 
 
 async def test_the_agent_is_idle_when_it_holds_no_rows(agent: Agent) -> None:

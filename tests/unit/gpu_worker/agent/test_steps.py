@@ -7,7 +7,7 @@ from redis.asyncio import Redis
 
 from common.broker.committed import read
 from common.messages.codec import decode
-from common.messages.events import Events, Result
+from common.messages.events import Events
 from common.messages.packing import pack_floats, pack_ids, unpack_floats, unpack_ids
 from common.messages.records import RECORD, unpack_records
 from gpu_worker.agent.agent import Agent
@@ -36,7 +36,7 @@ async def test_a_stop_string_ends_a_row_at_once_and_later_tokens_are_dropped(
     step(agent, {1: (2, the)})
     step(agent, ended=[(1, "stop_sequence", 3)], released=[(1, 4)])
     await agent.flusher.flush()
-    assert unpack_records(decode(Result, await redis.get(KEYS.result("r1"))).records)[0] == [the, sea]
+    assert unpack_records(await redis.get(KEYS.tokens("r1")))[0] == [the, sea]
     (report,) = await reports(redis)
     assert report.ended == [(1, "stop_sequence", 2)]
 
@@ -47,7 +47,7 @@ async def test_a_resumed_row_continues_text_and_stop_string(agent: Agent, redis:
     assert unpack_ids(grants(agent)[-1].starts[0].ids) == [*PROMPT, the]
     step(agent, {1: (1, sea)})
     await agent.flusher.flush()
-    assert unpack_records(decode(Result, await redis.get(KEYS.result("r1"))).records)[0] == [the, sea]
+    assert unpack_records(await redis.get(KEYS.tokens("r1")))[0] == [the, sea]
     assert await redis.hget(KEYS.request("r1"), "terminal") == b"stop_sequence"  # type: ignore[misc]
 
 
@@ -58,7 +58,7 @@ async def test_a_row_that_starts_behind_its_stop_string_ends(agent: Agent, redis
     assert grants(agent)[-1].stops == [(1, "stop_sequence")]
     step(agent, {1: (2, the)})
     await agent.flusher.flush()
-    assert unpack_records(decode(Result, await redis.get(KEYS.result("r1"))).records)[0] == [the, sea]
+    assert unpack_records(await redis.get(KEYS.tokens("r1")))[0] == [the, sea]
     assert await redis.hget(KEYS.request("r1"), "terminal") == b"stop_sequence"  # type: ignore[misc]
 
 
