@@ -14,6 +14,9 @@ UNIT = 2.0**40
 """The weight of a row's likeliest token: 2**23 tokens as likely as it fit into an int64."""
 
 
+EXCLUDED = float("-inf")
+
+
 class SamplerOutput(NamedTuple):
     """Tokens with their log-probabilities, sampled ones or a prompt's: ids int64 [rows], logprobs float32
     [rows]; the likeliest tokens in their place: top_ids int64 [rows, n], top_logprobs float32 [rows, n].
@@ -81,3 +84,15 @@ def make_output(
     top_scores, top_ids = top_k(scores, num_tops)
     total = log_of_weights(totals)
     return SamplerOutput(ids[:, 0], (scores.gather(1, ids) - total)[:, 0], top_ids, top_scores - total)
+
+
+def write_raw_logprobs(output: SamplerOutput, logits: torch.Tensor, rows: torch.Tensor) -> None:
+    """Replaces log-probabilities by the model's own, of logits float [rows, vocabulary], in rows int64
+    [n].
+    """
+    scores = logits[rows].to(torch.float32)
+    scores.sub_(scores.amax(-1, keepdim=True))
+    totals = to_weights(scores).sum(-1, keepdim=True)
+    raw = make_output(scores, totals, output.ids[rows, None], output.top_ids.shape[1])
+    for column, values in zip(output, raw, strict=True):
+        column[rows] = values

@@ -1,9 +1,10 @@
 """The sampler: logits to tokens. `sample` is the entry.
 
-On CPU the native kernels sample all rows in one call (cpu_sampler.py). Elsewhere rows are grouped by the
-function that samples them, and each group goes through, in this order: bias, bans, penalties and grammar
-(penalties.py), temperature (here), truncation by top-k, top-p, min-p and typical-p (truncation.py), and the
-choice of a token (multinomial.py). On CUDA the work is only queued: nothing here waits for the device.
+On CPU the native kernels sample all rows in one call (cpu_sampler.py), on CUDA one Triton kernel
+(cuda_sampler.py): the work is only queued, and nothing here waits for the device. Where neither is to be had
+torch samples, and the tests compare both with it: rows are grouped by the function that samples them, and
+each group goes through, in this order: bias, bans, penalties and grammar (penalties.py), temperature (here),
+truncation by top-k, top-p, min-p and typical-p (truncation.py), and the choice of a token (multinomial.py).
 """
 
 from collections.abc import Callable, Sequence
@@ -13,6 +14,7 @@ import torch
 from gpu_worker.engine.batch.sampling_state import SampleRequest, SamplingState
 from gpu_worker.engine.batch.to_device import to_device
 from gpu_worker.engine.sampling import cpu_sampler
+from gpu_worker.engine.sampling.cuda_sampler import sample_on_cuda
 from gpu_worker.engine.sampling.greedy import greedy_output
 from gpu_worker.engine.sampling.multinomial import (
     SamplerOutput,
@@ -20,6 +22,7 @@ from gpu_worker.engine.sampling.multinomial import (
     make_output,
     multinomial_sample,
     to_weights,
+    write_raw_logprobs,
 )
 from gpu_worker.engine.sampling.penalties import adjust_scores
 from gpu_worker.engine.sampling.truncation import SamplingTensors, truncated_sample, typical_sample
@@ -39,6 +42,8 @@ def sample(logits: torch.Tensor, requests: Sequence[SampleRequest | None]) -> Sa
     library = cpu_sampler.kernels(logits)
     if library:
         return cpu_sampler.sample_natively(library, logits, requests)
+    if logits.is_cuda and any(requests):
+        return sample_on_cuda(logits, requests)
     return sample_in_groups(logits, requests)
 
 
@@ -118,7 +123,9 @@ def sample_group(
     num_tops = max(state.top_n_tokens for state in states)
     output = function(scores, sampling_tensors(requests, scores.device), num_tops)
     raw = [row for row, state in enumerate(states) if state.sampling.raw_logprobs]
-    return with_raw_logprobs(output, logits, to_device(raw, logits.device)) if raw else output
+    if raw:
+        write_raw_logprobs(output, logits, to_device(raw, logits.device))
+    return output
 
 
 def apply_temperature(scores: torch.Tensor, states: Sequence[SamplingState]) -> None:
@@ -158,16 +165,3 @@ def greedy_sample(scores: torch.Tensor, tensors: SamplingTensors, num_tops: int)
 def untruncated_sample(scores: torch.Tensor, tensors: SamplingTensors, num_tops: int) -> SamplerOutput:
     """scores float32 [rows, vocabulary] → tokens sampled from the whole vocabulary."""
     return multinomial_sample(scores, tensors.uniforms, num_tops)
-
-
-def with_raw_logprobs(output: SamplerOutput, logits: torch.Tensor, rows: torch.Tensor) -> SamplerOutput:
-    """Replaces log-probabilities by the model's own, of logits float [rows, vocabulary],
-    in rows int64 [n].
-    """
-    scores = logits[rows].to(torch.float32)
-    scores.sub_(scores.amax(-1, keepdim=True))
-    totals = to_weights(scores).sum(-1, keepdim=True)
-    raw = make_output(scores, totals, output.ids[rows, None], output.top_ids.shape[1])
-    for column, values in zip(output, raw, strict=True):
-        column[rows] = values
-    return output

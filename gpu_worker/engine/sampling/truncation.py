@@ -5,6 +5,7 @@ from typing import NamedTuple
 import torch
 
 from gpu_worker.engine.sampling.multinomial import (
+    EXCLUDED,
     UNIT,
     SamplerOutput,
     log_of_weights,
@@ -14,7 +15,6 @@ from gpu_worker.engine.sampling.multinomial import (
 )
 from gpu_worker.engine.sampling.top_k import kth_key, sort_keys, top_k
 
-EXCLUDED = float("-inf")
 ABOVE_ALL_KEYS = 2**31 - 1
 """Above every key."""
 

@@ -23,13 +23,20 @@ def green_ids(previous: int, gamma: float, vocab_size: int) -> Int64:
     return order[: int(vocab_size * gamma)].numpy()
 
 
+def watermark(state: SamplingState, vocab_size: int) -> tuple[Int64, Float32]:
+    """What a row's watermark adds to its logits, as ids int64 [n] and values float32 [n]."""
+    sampling = state.sampling
+    if not sampling.watermark_delta:
+        return np.zeros(0, np.int64), np.zeros(0, np.float32)
+    green = green_ids(state.tail[-1], sampling.watermark_gamma, vocab_size)
+    return green, np.full(len(green), sampling.watermark_delta, np.float32)
+
+
 def biases(state: SamplingState, vocab_size: int) -> tuple[Int64, Float32]:
     """What is added to a row's logits before all else, as ids int64 [n] and values float32 [n]: its logit
     bias, and its watermark.
     """
-    sampling = state.sampling
-    if not sampling.watermark_delta:
+    if not state.sampling.watermark_delta:
         return state.bias_ids, state.bias
-    green = green_ids(state.tail[-1], sampling.watermark_gamma, vocab_size)
-    delta = np.full(len(green), sampling.watermark_delta, np.float32)
+    green, delta = watermark(state, vocab_size)
     return np.concatenate([state.bias_ids, green]), np.concatenate([state.bias, delta])

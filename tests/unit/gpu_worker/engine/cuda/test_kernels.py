@@ -1,9 +1,7 @@
 """The Triton kernels where there is no GPU: in Triton's interpreter against torch, and compiled for one."""
 
-import importlib
-import importlib.util
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import ModuleType
 
 import pytest
@@ -11,26 +9,20 @@ import torch
 
 from gpu_worker.engine.attention.kv_write import fill_kv, write_kv
 from gpu_worker.engine.sampling.greedy import greedy
+from tests.support.engine.triton_interpreter import forget_kernels, interpret_kernels, kernels
+from tests.support.source_tree import ROOT
 
-triton = pytest.importorskip("triton", reason="Triton is not installed")
 HOPPER, WARP = 90, 32
 BLOCKS, BLOCK_SIZE = 7, 16
 Interpreted = Callable[[str], ModuleType]
 
 
 @pytest.fixture
-def interpreted(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], ModuleType]:
+def interpreted(monkeypatch: pytest.MonkeyPatch) -> Iterator[Interpreted]:
     """Modules with kernels, of which Triton makes functions that run on tensors of the CPU."""
-    monkeypatch.setenv("TRITON_INTERPRET", "1")
-
-    def made(name: str) -> ModuleType:
-        spec = importlib.util.find_spec(f"gpu_worker.engine.{name}")
-        assert spec and spec.loader
-        module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
-        return module
-
-    return made
+    interpret_kernels(monkeypatch)
+    yield kernels
+    forget_kernels()
 
 
 def caches(kv_heads: int, dim: int) -> torch.Tensor:
@@ -66,7 +58,7 @@ def test_keys_and_values_are_written_to_their_slots(
         expected = caches(kv_heads, key_dim), caches(kv_heads, value_dim)
         found = [cache.clone() for cache in expected]
         write_kv(*expected, key, value, slots)
-        interpreted("write_kernel").write_both(*found, key, value, slots.int())
+        interpreted("kv_write").write_keys_and_values(*found, key, value, slots.int())
         assert all(map(torch.equal, found, expected))
 
 
@@ -76,7 +68,7 @@ def test_blocks_are_filled(page: tuple[int, int, int], value: float, interpreted
     store = torch.randn(6, BLOCKS, *page, dtype=torch.bfloat16)
     found, blocks = store.clone(), torch.tensor([2, 6, 0])
     fill_kv(store, blocks, value)
-    interpreted("write_kernel").fill_pages(found, blocks, value)
+    interpreted("kv_write").fill_blocks(found, blocks, value)
     torch.testing.assert_close(found, store, rtol=0, atol=0, equal_nan=True)
 
 
@@ -90,13 +82,13 @@ def test_top_k_equals_that_of_torch(
     logits = torch.randn(4, size).to(dtype)
     logits[1, 7::64] = logits[1, 12] = 9.0
     logits[2, 1:-1] = -math.inf
-    kernels = interpreted("greedy_kernel")
-    monkeypatch.setattr(kernels, "WIDTH", 64)
-    ids, logprobs = kernels.likeliest_rows(logits)
+    module = interpreted("greedy")
+    monkeypatch.setattr(module, "WIDTH", 64)
+    ids, logprobs = module.greedy_rows(logits)
     wanted_ids, expected = greedy(logits)
     assert ids.tolist() == wanted_ids.tolist() and ids[1] == 7
     torch.testing.assert_close(logprobs, expected, rtol=0, atol=1e-6)
-    alone = [kernels.likeliest_rows(row[None])[1] for row in logits]
+    alone = [module.greedy_rows(row[None])[1] for row in logits]
     assert torch.equal(torch.cat(alone), logprobs)
 
 
@@ -106,23 +98,36 @@ def types_of(numbers: str, slots: str) -> dict[str, str]:
 
 COMPILED: list[tuple[str, str, dict[str, int], dict[str, str]]] = [
     (
-        "write_kernel",
+        "kv_write",
         "write_line",
         {"key_dim": 128, "value_dim": 128, "width": 128},
         types_of("*bf16", "*i64"),
     ),
     (
-        "write_kernel",
+        "kv_write",
         "write_line",
         {"key_dim": 24, "value_dim": 16, "width": 32, "heads": 1},
         types_of("*fp32", "*i32"),
     ),
-    ("write_kernel", "fill_part", {"width": 2048}, {"store": "*bf16", "blocks": "*i64", "value": "fp32"}),
     (
-        "greedy_kernel",
-        "likeliest_row",
+        "kv_write",
+        "fill_block_part",
+        {"width": 2048},
+        {"store": "*bf16", "blocks": "*i64", "value": "fp32"},
+    ),
+    (
+        "greedy",
+        "greedy_row",
         {"size": 49_152, "width": 8192},
         {"logits": "*bf16", "ids": "*i64", "logprobs": "*fp32"},
+    ),
+    (
+        "sample",
+        "sample_row",
+        {"size": 151_936, "width": 4096, "part": 1024},
+        {"logits": "*bf16", "parameters": "*fp64", "ids": "*i32", "values": "*fp32", "masks": "*i32"}
+        | {"all_scores": "*fp32", "lists": "*i32", "output_ids": "*i64", "output_logprobs": "*fp32"}
+        | {"totals": "*i64", "kept_counts": "*i32"},
     ),
 ]
 """Module, kernel, what is a constant in it, and the types of what is no int32. Triton takes a 1 for a
@@ -137,13 +142,24 @@ def test_kernels_compile_for_gpus(
     """For a GPU that need not be there: what is annotated or computed in a way that Triton does not know
     fails here.
     """
+    triton = pytest.importorskip("triton", reason="Triton is not installed")
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    kernel = getattr(importlib.import_module(f"gpu_worker.engine.{module}"), name)
+    kernel = getattr(kernels(module), name)
     signature = {argument: types.get(argument, "i32") for argument in kernel.arg_names} | dict.fromkeys(
         constants, "constexpr"
     )
-    assert triton.compile(
-        ASTSource(kernel, signature, constants), target=GPUTarget("cuda", HOPPER, WARP)
-    ).asm["cubin"]
+    source = ASTSource(kernel, signature, constants)
+    compiled = triton.compile(
+        source, target=GPUTarget("cuda", HOPPER, WARP), options={"num_warps": 16, "enable_fp_fusion": False}
+    )
+    assert compiled.asm["cubin"]
+    assert "fma.rn.f32" not in compiled.asm["ptx"]
+
+
+@pytest.mark.parametrize(("module", "name"), [(module, name) for module, name, _, _ in COMPILED])
+def test_the_kernels_that_are_compiled_are_there(module: str, name: str) -> None:
+    """Where Triton is not installed, too."""
+    source = ROOT / "gpu_worker" / "engine" / "cuda" / "kernels" / f"{module}.py"
+    assert f"\ndef {name}(" in source.read_text()

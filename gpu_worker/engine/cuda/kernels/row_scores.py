@@ -1,0 +1,100 @@
+"""Functions of Triton kernels that make a row's scores: logits with what is added, banned and penalised,
+masks, temperature; and what they leave out.
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def read_row(
+    logits: tl.tensor, scores: tl.tensor, masks: tl.tensor, mask_end: tl.tensor,
+    size: tl.constexpr, width: tl.constexpr,
+) -> None:  # fmt: skip
+    """Copies logits [size] to scores float32 [size]; -inf for NaN, and for what the mask lacks."""
+    column = tl.arange(0, width)
+    for begin in range(0, size, width):
+        place = begin + column
+        found = tl.load(logits + place, mask=place < size, other=0).to(tl.float32)
+        words = tl.load(masks + place // 32, mask=place < mask_end, other=-1)
+        allowed = (found == found) & ((words >> (place % 32) & 1) == 1)
+        tl.store(scores + place, tl.where(allowed, found, float("-inf")), mask=place < size)
+    tl.debug_barrier()
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def add_bias(
+    scores: tl.tensor, ids: tl.tensor, values: tl.tensor, begin: tl.tensor, end: tl.tensor,
+    size: tl.constexpr, width: tl.constexpr,
+) -> None:  # fmt: skip
+    """Adds values float32 to the scores of ids int32, between begin and end; ids differ."""
+    column = tl.arange(0, width)
+    for first in range(begin, end, width):
+        place = first + column
+        token = tl.load(ids + place, mask=place < end, other=size)
+        value = tl.load(values + place, mask=place < end, other=0)
+        known = token < size
+        tl.store(scores + token, tl.load(scores + token, mask=known) + value, mask=known)
+    tl.debug_barrier()
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def penalize(
+    scores: tl.tensor, ids: tl.tensor, values: tl.tensor, begin: tl.tensor, end: tl.tensor,
+    repetition: tl.tensor, size: tl.constexpr, width: tl.constexpr,
+) -> None:  # fmt: skip
+    """Applies the repetition penalty, and subtracts values float32, at ids int32 between begin and end."""
+    column = tl.arange(0, width)
+    for first in range(begin, end, width):
+        place = first + column
+        token = tl.load(ids + place, mask=place < end, other=size)
+        value = tl.load(values + place, mask=place < end, other=0)
+        known = token < size
+        found = tl.load(scores + token, mask=known, other=0)
+        found = tl.where(
+            found < 0, found * repetition, tl.div_rn(found, tl.full((width,), 0.0, tl.float32) + repetition)
+        )
+        tl.store(scores + token, found - value, mask=known)
+    tl.debug_barrier()
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def largest(numbers: tl.tensor, size: tl.constexpr, width: tl.constexpr) -> tl.tensor:
+    """numbers [size] → the largest, float32; NaN does not count."""
+    column = tl.arange(0, width)
+    best = tl.full((width,), float("-inf"), tl.float32)
+    for begin in range(0, size, width):
+        place = begin + column
+        found = tl.load(numbers + place, mask=place < size, other=float("-inf")).to(tl.float32)
+        best = tl.where(found > best, found, best)
+    return tl.max(best, 0)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def scale(
+    scores: tl.tensor, best: tl.tensor, temperature: tl.tensor, size: tl.constexpr, width: tl.constexpr
+) -> None:
+    """Subtracts the largest from scores float32 [size], and divides them."""
+    column = tl.arange(0, width)
+    divisor = tl.full((width,), 0, tl.float32) + temperature
+    for begin in range(0, size, width):
+        place = begin + column
+        found = tl.load(scores + place, mask=place < size, other=0)
+        tl.store(scores + place, tl.div_rn(found - best, divisor), mask=place < size)
+    tl.debug_barrier()
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def exclude(
+    scores: tl.tensor, entropy: tl.tensor, key: tl.tensor, last: tl.tensor, size: tl.constexpr,
+    width: tl.constexpr,
+) -> None:  # fmt: skip
+    """Sets scores float32 [size] to -inf whose key is larger, or equal with an id above the last."""
+    column = tl.arange(0, width)
+    for begin in range(0, size, width):
+        place = begin + column
+        found = tl.load(scores + place, mask=place < size, other=0)
+        own = tl.abs(found + entropy).to(tl.int32, bitcast=True)
+        kept = (own < key) | ((own == key) & (place <= last))
+        tl.store(scores + place, float("-inf"), mask=(place < size) & ~kept)
+    tl.debug_barrier()

@@ -1,0 +1,248 @@
+"""The sampling kernel in Triton's interpreter against torch, choice by choice; and what is launched."""
+
+import math
+import sys
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from itertools import pairwise
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from common.messages.request import SamplingParams
+from gpu_worker.engine.batch.sampling_state import SampleRequest
+from gpu_worker.engine.sampling import cuda_sampler, multinomial, truncation
+from gpu_worker.engine.sampling.cuda_sampler import RowParameters, kernel_arguments, sample_on_cuda
+from gpu_worker.engine.sampling.sampler import sample_in_groups
+from tests.support.engine.sample_requests import request
+from tests.support.engine.triton_interpreter import KERNELS, forget_kernels, interpret_kernels, kernels
+from tests.unit.gpu_worker.engine.sampling.test_cpu_sampler import SHAPES, compare, logits_of, random_request
+
+UNIT = 2.0**40
+SIZES = (1, 15, 60, 1000)
+QWEN = 151_936
+DRAWN = SamplingParams(temperature=1.0, seed=1)
+
+
+@pytest.fixture
+def kernel(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
+    """The kernel's module; rows and lists are looked at in many parts."""
+    interpret_kernels(monkeypatch)
+    module = kernels("sample")
+    monkeypatch.setattr(module, "WIDTH", 64)
+    monkeypatch.setattr(module, "PART", 32)
+    yield module
+    forget_kernels()
+
+
+def exponential(x: torch.Tensor) -> torch.Tensor:
+    """The kernel's, operation by operation, each rounded to float32."""
+    shifted = x * 1.44269504088896341 + 12582912.0
+    power = shifted - 12582912.0
+    r = x - power * 0.693359375 + power * 2.12194440e-4
+    y = r * 1.9875691500e-4 + 1.3981999507e-3
+    for factor in (8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 5.0000001201e-1):
+        y = y * r + factor
+    y = y * r * r + r + 1.0
+    return y * (power.int() + 127 << 23).view(torch.float32)
+
+
+def weights_of(scores: torch.Tensor) -> torch.Tensor:
+    return torch.where(scores > -28, exponential(scores.clamp(min=-28)) * UNIT, 0).long()
+
+
+@pytest.fixture
+def same_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch computes the kernel's weights, to the last bit: so choices must be equal even where the random
+    number lies at the border of two tokens.
+    """
+    monkeypatch.setattr(multinomial, "to_weights", weights_of)
+    monkeypatch.setattr(truncation, "to_weights", weights_of)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("size", SIZES)
+def test_rows_with_any_parameters_are_sampled_as_by_torch(
+    size: int, dtype: torch.dtype, kernel: ModuleType
+) -> None:
+    random = np.random.default_rng(size)
+    for shape in SHAPES:
+        logits = logits_of(shape, random, 8, size, dtype)
+        num_words = random.choice([1, size // 32 + 1, size // 32 + 3])
+        requests = [
+            *(random_request(random, size, num_words) for _ in range(7)),
+            request(replace(DRAWN, top_p=0.7)),
+        ]
+        compare(sample_on_cuda(logits, requests), sample_in_groups(logits, requests), requests)
+
+
+def drawn(uniform: float, **params: Any) -> SampleRequest:
+    """The request of a row whose random number is given."""
+    made = request(replace(DRAWN, **params))
+    assert made
+    made.state.random = SimpleNamespace(at=lambda index: uniform)  # type: ignore[assignment]
+    return made
+
+
+def cases(uniform: float) -> list[SampleRequest]:
+    """One row for each way to truncate, and for their borders."""
+    each: list[dict[str, Any]] = [
+        {}, {"top_p": 0.0}, {"top_p": 1e-9}, {"top_p": 0.5}, {"top_p": 1 - 2**-53}, {"top_k": 1},
+        {"top_k": 7}, {"top_k": 10**6}, {"top_k": 40, "top_p": 0.9}, {"min_p": 1.0}, {"min_p": 1e-4},
+        {"top_k": 9, "top_p": 0.8, "min_p": 0.2}, {"top_p": 0.9, "temperature": 1e-3},
+        {"top_p": 0.9, "temperature": 100.0}, {"temperature": 0.0, "presence_penalty": 1.0},
+    ]  # fmt: skip
+    return [drawn(uniform, **params) for params in each]
+
+
+def hard_logits(size: int) -> dict[str, torch.Tensor]:
+    torch.manual_seed(size)
+    one = torch.full((size,), -math.inf)
+    one[size // 2] = 3.0
+    two = torch.full((size,), -40.0)
+    two[[size // 3, size - 1]] = 5.0
+    return {
+        "equal": torch.full((size,), 7.0),
+        "one finite": one,
+        "two equal": two,
+        "ties": torch.randn(size).bfloat16().float().round(),
+        "close": torch.randn(size) * 1e-6,
+        "doubling": -(2.0 ** torch.linspace(-149, 5, size)),
+        "wide": torch.randn(size) * 1e30,
+        "peaked": torch.randn(size) * 3 + torch.eye(1, size)[0] * 20,
+    }
+
+
+@pytest.mark.usefixtures("same_weights")
+@pytest.mark.parametrize("name", hard_logits(200))
+@pytest.mark.parametrize("uniform", [0.0, 0.3, 1 - 2**-53])
+def test_hard_logits_give_the_choices_of_torch(uniform: float, name: str, kernel: ModuleType) -> None:
+    requests = cases(uniform)
+    logits = hard_logits(200)[name].repeat(len(requests), 1)
+    found, expected = sample_on_cuda(logits, requests), sample_in_groups(logits, requests)
+    assert found.ids.tolist() == expected.ids.tolist()
+    torch.testing.assert_close(found.logprobs, expected.logprobs, rtol=0, atol=1e-6)
+
+
+@pytest.mark.usefixtures("same_weights")
+@pytest.mark.parametrize("params", [{}, {"top_p": 0.8}, {"top_k": 1000}])
+def test_at_the_border_of_two_tokens_the_choice_is_torchs(params: dict[str, Any], kernel: ModuleType) -> None:
+    """Random numbers that are the share of some tokens, and their neighbours."""
+    torch.manual_seed(3)
+    logits = torch.randn(40).round(decimals=1)
+    scores = logits - logits.max()
+    weights = weights_of(scores[None])[0]
+    ordered = weights.sort(descending=True).values if params else weights
+    nucleus = int((ordered.cumsum(0) < math.ceil(0.8 * weights.sum().item())).sum()) + 1
+    kept = ordered[: nucleus if "top_p" in params else len(ordered)]
+    shares = (kept.cumsum(0) / kept.sum().double())[:-1].tolist()
+    numbers = [
+        number for share in shares[::3] for number in (np.nextafter(share, 0), share, np.nextafter(share, 1))
+    ]
+    requests = [drawn(float(number), **params) for number in numbers]
+    rows = logits.repeat(len(requests), 1)
+    assert sample_on_cuda(rows, requests).ids.tolist() == sample_in_groups(rows, requests).ids.tolist()
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("same_weights")
+@pytest.mark.parametrize("scale", [0.02, 3.0])
+def test_a_large_vocabulary_gives_the_choices_of_torch(
+    scale: float, kernel: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kernel, "WIDTH", 4096)
+    monkeypatch.setattr(kernel, "PART", 1024)
+    torch.manual_seed(0)
+    requests = [
+        drawn(0.7, **params)
+        for params in ({}, {"top_p": 0.95}, {"top_k": 50, "top_p": 0.9}, {"typical_p": 0.9})
+    ]
+    logits = (torch.randn(len(requests), QWEN) * scale).bfloat16()
+    compare(sample_on_cuda(logits, requests), sample_in_groups(logits, requests), [*requests])
+
+
+def test_a_row_is_its_own_beside_others_that_are_broken(kernel: ModuleType) -> None:
+    """A row without a finite likeliest has no log-probability; what has a NaN for logit is never sampled."""
+    torch.manual_seed(0)
+    requests = cases(0.6)
+    logits = torch.randn(len(requests), 100)
+    alone = [sample_on_cuda(row[None], [own]) for row, own in zip(logits, requests, strict=True)]
+    mixed = logits.repeat_interleave(2, 0)
+    mixed[1::2] = torch.tensor([math.nan, math.inf, -math.inf]).repeat(len(requests))[: len(requests), None]
+    found = sample_on_cuda(mixed, [own for own in requests for _ in range(2)])
+    assert found.ids[::2].tolist() == [row.ids.item() for row in alone]
+    assert torch.equal(found.logprobs[::2], torch.cat([row.logprobs for row in alone]))
+    assert found.ids[1::2].tolist() == [0] * len(requests) and found.logprobs[1::2].isnan().all()
+    logits[:, 7::2] = math.nan
+    assert all(token < 7 or token % 2 == 0 for token in sample_on_cuda(logits, requests).ids.tolist())
+
+
+class CountedOperations(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts torch's operations that write: on CUDA each is a launch, or a copy."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if not (func.is_view or "empty" in func.__name__):
+            self.counts[func.__name__.split(".")[0]] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_step_of_any_parameters_is_one_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside it two fills and one copy to the device, however many rows and parameters there are; rows that
+    are plainly greedy have one launch of their own. By torch top-p alone takes more than a hundred.
+    """
+    launches: list[tuple[Any, ...]] = []
+
+    def launch(*arguments: Any) -> tuple[torch.Tensor, ...]:
+        launches.append(arguments)
+        return (arguments[0][:, 0],) * 3
+
+    monkeypatch.setitem(sys.modules, f"{KERNELS}.sample", SimpleNamespace(sample_rows=launch))
+    monkeypatch.setattr(cuda_sampler, "greedy", lambda logits: launch(logits)[:2])
+    random = np.random.default_rng(0)
+    requests = [random_request(random, 50, 2) for _ in range(256)]
+    plain = [
+        replace(own, state=replace(own.state, top_n_tokens=0))
+        for own in requests
+        if own and not own.state.sampling.watermark_delta  # which torch draws on the host
+    ]
+    for rows, wanted in ((plain, 1), (plain[:1], 1), ([*plain, None], 2)):
+        launches.clear()
+        with CountedOperations() as mode:
+            sample_on_cuda(torch.zeros(len(rows), 50), rows)
+        assert len(launches) == wanted
+        assert mode.counts.keys() <= {"zeros", "_to_copy", "copy_"} and mode.counts.total() <= 1 + 2 * wanted
+    with CountedOperations() as mode:
+        sample_in_groups(torch.zeros(1, 50), [request(replace(DRAWN, top_p=0.9))])
+    assert mode.counts.total() > 100
+
+
+def test_arguments_of_a_row_lie_where_the_kernel_reads_them() -> None:
+    bias = [(5, 4.0), (40, -100.0)]
+    own = request(
+        SamplingParams(temperature=0.5, top_k=3, min_p=0.25, logit_bias=bias, presence_penalty=1.5),
+        min_new_tokens=20,
+    )
+    assert own
+    arguments = kernel_arguments([None, own], 60, torch.device("cpu"))
+    row = RowParameters(*arguments.parameters[0].tolist())
+    assert (row.place, row.temperature, row.top_k, row.top_p) == (1, 0.5, 3, 1.0)
+    assert row.lowest == float(np.float32(math.log(0.25)))
+    spans = [int(begin) for begin in row[9:14]]
+    parts = [slice(*span) for span in pairwise(spans)]
+    assert arguments.ids[parts[0]].tolist() == [5, 40] and arguments.ids[parts[1]].tolist() == []
+    assert arguments.ids[parts[2]].tolist() == [2, 7] and arguments.values[parts[2]].isinf().all()
+    counts = own.state.token_counts
+    assert counts and arguments.ids[parts[3]].tolist() == counts.ids.tolist()
+    assert arguments.values[parts[3]].tolist() == own.state.penalty().tolist()
+    assert all(part.data_ptr() % 16 == arguments.parameters.data_ptr() % 16 for part in arguments)
