@@ -8,7 +8,7 @@ import re
 import sys
 from pathlib import Path
 
-LINE = re.compile(r"^(streams=\d+ in=\d+ out=\d+) *\| *(.+?): +([\d.]+)\s*$")
+LINE = re.compile(r"^(streams=\d+ in=\d+ out=\d+(?: sampled)?) *\| *(.+?): +([\d.]+)\s*$")
 
 
 def read(path: Path) -> dict[tuple[str, str], float]:

@@ -189,7 +189,7 @@ def report(
     uvloop.run(load(url, 4, 8, model, seed=0, out_tokens=16))
     for numbers in loads:
         result = run_load(url, model, numbers, processes, sampled)
-        head = "streams={0} in={2} out={3}".format(*numbers)
+        head = "streams={0} in={2} out={3}".format(*numbers) + " sampled" * sampled
         print(f"{head} | Output token throughput (tok/s): {result.tokens_per_s:.2f}")
         print(f"{head} | Median TTFT (ms): {result.first_token_ms:.2f}")
         print(f"{head} | Median ITL (ms): {result.gap_ms:.2f}")

@@ -65,7 +65,7 @@ class RowParameters(NamedTuple):
     num_masked: float
 
 
-class KernelArguments(NamedTuple):
+class SamplingArguments(NamedTuple):
     """parameters float64 [rows, 16] as `RowParameters`; ids int32 and values float32 [n], masks int32 [m]."""
 
     parameters: torch.Tensor
@@ -95,7 +95,7 @@ def sample_on_cuda(logits: torch.Tensor, requests: Sequence[SampleRequest | None
 
 def kernel_arguments(
     requests: Sequence[SampleRequest | None], vocab_size: int, device: torch.device
-) -> KernelArguments:
+) -> SamplingArguments:
     """Brings to the device what the kernel needs of the rows that have requests, in one copy."""
     ids: list[Int64] = []
     values: list[Float32] = []
@@ -122,7 +122,7 @@ def kernel_arguments(
         np.concatenate(values, dtype=np.float32),
         np.concatenate(masks, dtype=np.int32),
     )
-    return KernelArguments(*to_device_together(parts, device))
+    return SamplingArguments(*to_device_together(parts, device))
 
 
 def row_parameters(place: int, request: SampleRequest, begins: Sequence[int]) -> RowParameters:
@@ -157,8 +157,8 @@ def changes(request: SampleRequest, vocab_size: int) -> list[tuple[Int64, Float3
 
 
 def to_device_together(parts: Sequence[npt.NDArray[Any]], device: torch.device) -> list[torch.Tensor]:
-    """Arrays of any shapes and dtypes → tensors on the device, by one copy; each begins at a multiple of
-    ALIGNMENT bytes, for which Triton compiles once.
+    """Arrays [...] of float64, float32 or int32 → tensors [...] of these dtypes on the device, by one copy;
+    each begins at a multiple of ALIGNMENT bytes, for which Triton compiles once.
     """
     begins = np.cumsum([0, *(-(-part.nbytes // ALIGNMENT) * ALIGNMENT for part in parts)]).tolist()
     buffer = np.zeros(begins[-1] + ALIGNMENT, np.uint8)
