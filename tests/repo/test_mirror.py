@@ -15,6 +15,7 @@ BEHAVIOURS = {
     "gpu_worker/engine/cuda/test_kernels.py",
     "gpu_worker/engine/model/test_families.py",
     "gpu_worker/engine/parallel/test_tensor_parallel.py",
+    "gpu_worker/engine/quantization/test_ranks.py",
     "gpu_worker/engine/sampling/test_seeds.py",
     "gpu_worker/engine/test_deterministic.py",
     "gpu_worker/engine/test_exact_ids.py",

@@ -1,8 +1,10 @@
-"""Blocks of weights: quants of 4 or 8 bits, with a scale and an offset for each block, as in GGUF files.
+"""Blocks of weights: quants of 4 or 8 bits, with a scale and an offset for each block, as GGUF files, GPTQ
+and AWQ have them.
 
 A weight is quant * scale + offset of its block, computed in float32 and rounded to bfloat16.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -10,6 +12,11 @@ import torch
 
 from gpu_worker.engine.cpu import native
 from gpu_worker.engine.cpu.large_pages import LargePages
+
+LARGEST_BLOCK = 128
+"""Inputs: the kernels expand so many at once."""
+SMALLEST_BLOCK = 16
+"""Inputs: two words of quants of 4 bits."""
 
 
 @dataclass
@@ -34,13 +41,13 @@ class Blocks:
     def size(self) -> int:
         return self.quants.shape[1] // self.scales.shape[1]
 
-    def widen(self) -> torch.Tensor:
-        """bfloat16 [outputs, inputs]"""
+    def widen(self, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+        """[outputs, inputs] of this dtype"""
         quants = self.quants.view(len(self.quants), -1, self.size)
         weights = quants.float() * self.scales.float()[..., None]
         if self.offsets is not None:
             weights += self.offsets.float()[..., None]
-        return weights.flatten(1).bfloat16()
+        return weights.flatten(1).to(dtype)
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """By field, as files have them: two quants of 4 bits a byte, the first in its lower half."""
@@ -56,6 +63,27 @@ class Blocks:
         if quants.dtype == torch.uint8:
             quants = torch.stack([quants & 15, quants >> 4], 2).flatten(1)
         return cls(quants, tensors["scales"], tensors.get("offsets"))
+
+    def of_rows(self, rows: torch.Tensor) -> "Blocks":
+        """Of some outputs, integers [outputs]."""
+        offsets = None if self.offsets is None else self.offsets[rows]
+        return Blocks(self.quants[rows], self.scales[rows], offsets)
+
+    def of_columns(self, begin: int, end: int) -> "Blocks | None":
+        """Of some inputs in turn, in smaller blocks where these begin or end within one; None where blocks
+        would be too small.
+        """
+        size = math.gcd(self.size, begin, end)
+        if size < SMALLEST_BLOCK:
+            return None
+        scales, offsets = (
+            None
+            if factor is None
+            else factor.repeat_interleave(self.size // size, 1)[:, begin // size : end // size]
+            for factor in (self.scales, self.offsets)
+        )
+        assert scales is not None
+        return Blocks(self.quants[:, begin:end], scales, offsets)
 
     @classmethod
     def joined(cls, parts: "Sequence[Blocks]", rows: torch.Tensor) -> "Blocks | None":

@@ -27,19 +27,24 @@ def read_config(path: Path, settings: Settings) -> Any:
     text.tie_word_embeddings = getattr(config, "tie_word_embeddings", False)
     if getattr(config, "quantization_config", None) is not None:
         text.quantization_config = config.quantization_config
-    check_quantize(getattr(text, "quantization_config", None), settings)
+    check_quantize(quantization_of(text), settings)
     if settings.rope_factor is not None:
         stretch_rope(text, settings.rope_scaling or "linear", settings.rope_factor)
     return text
 
 
-def check_quantize(quantization: Any, settings: Settings) -> None:
+def quantization_of(config: Any) -> dict[str, Any] | None:
+    """How a checkpoint is quantised; None where it is not."""
+    values = getattr(config, "quantization_config", None)
+    return values if isinstance(values, dict) or values is None else dict(values.to_dict())
+
+
+def check_quantize(quantization: dict[str, Any] | None, settings: Settings) -> None:
     """Raises SettingError where QUANTIZE names another method than the checkpoint: weights are loaded as it
     has them. Names of kernels (`awq_marlin`) are those of their method.
     """
     wanted = (settings.quantize or "").removesuffix("_marlin").replace("_", "-")
-    values = quantization if isinstance(quantization, dict) or not quantization else quantization.to_dict()
-    own = str(values.get("quant_method") if values else "not quantised").replace("_", "-")
+    own = str(quantization.get("quant_method") if quantization else "not quantised").replace("_", "-")
     if wanted and wanted != own:
         raise SettingError(
             "quantize",

@@ -26,8 +26,8 @@ from gpu_worker.engine.cuda.fused_linear import fuse_linears
 from gpu_worker.engine.errors import UnservableModel
 from gpu_worker.engine.model import rope
 from gpu_worker.engine.model.config import cannot_serve, read_config
-from gpu_worker.engine.model.gguf_blocks import LayerBlocks
 from gpu_worker.engine.model.kv_budget import count_blocks, measure_peak
+from gpu_worker.engine.model.layer_blocks import find_blocks, shard_blocks
 from gpu_worker.engine.model.model import LoadedModel
 from gpu_worker.engine.model.tp_weights import read_shard
 from gpu_worker.engine.model.warmup import max_prompt_tokens, run_largest_step
@@ -65,11 +65,12 @@ def load(settings: Settings, progress: model_files.Progress, communicator: Commu
     try:
         if communicator.world_size > 1:
             model, plan = read_shard(path, config, dtype, device, settings, communicator)
-            optimize_linears(model, device, {})
+            blocks = read_blocks(path, config, model, settings)
+            optimize_linears(model, device, shard_blocks(blocks, plan.shards, communicator.rank))
             connect_shards(model, plan, communicator)
         else:
             model = read_weights(path, config, dtype, device, settings)
-            optimize_linears(model, device, LayerBlocks(path))
+            optimize_linears(model, device, read_blocks(path, config, model, settings))
         layers = probe_attention(model, lambda: probe_forward(model, device))
     except KeyError as error:  # model code that looks attention up in a table of its own
         cause = UnservableModel(f"the attention of {config.model_type} cannot be replaced")
@@ -119,6 +120,12 @@ def assemble(
         vocab_size=config.vocab_size,
         recompute_length=rope.recompute_length(model),
     )
+
+
+def read_blocks(path: Path, config: Any, model: Any, settings: Settings) -> Mapping[str, Blocks]:
+    """What can be multiplied as it is in the checkpoint: on CPU in bfloat16."""
+    served = (model.device.type, model.dtype) == ("cpu", torch.bfloat16)
+    return find_blocks(path, config, model) if served and not settings.makes_weights else {}
 
 
 def optimize_linears(model: Any, device: torch.device, blocks: Mapping[str, Blocks]) -> None:

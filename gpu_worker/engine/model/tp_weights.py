@@ -1,12 +1,11 @@
 """Weights of one rank (tensor parallel): reads a rank's part of every tensor from the checkpoint."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import (
     Concatenate,
@@ -16,9 +15,9 @@ from transformers.core_model_loading import (
     rename_source_key,
 )
 
-from common import model_files
 from common.settings.settings import SettingError, Settings
 from gpu_worker.engine.errors import UnservableModel
+from gpu_worker.engine.model.config import quantization_of
 from gpu_worker.engine.model.dummy import make_dummy_model
 from gpu_worker.engine.model.weights import (
     TEXT_KEY_MAPPING,
@@ -26,10 +25,14 @@ from gpu_worker.engine.model.weights import (
     check_whole,
     load_pretrained,
     meta_model,
+    quantization_method,
+    without_quantization,
 )
 from gpu_worker.engine.parallel.communicator import Communicator
 from gpu_worker.engine.parallel.tp_model import sharded_class
 from gpu_worker.engine.parallel.tp_plan import Interval, TensorShards, TpPlan, make_tp_plan
+from gpu_worker.engine.quantization.checkpoint import read_tensors
+from gpu_worker.engine.quantization.methods import METHODS
 
 
 class RankSlices:
@@ -69,11 +72,14 @@ def read_shard(
     and UnservableModel.
     """
     rank, world_size = communicator.rank, communicator.world_size
-    if getattr(config, "quantization_config", None) is not None:
+    method, quantization = quantization_method(config, settings.model_id), quantization_of(config)
+    if method and method not in METHODS:
         raise SettingError(
             "num_shard",
-            f"{world_size}, but {settings.model_id} is quantised, and its weights cannot be split",
+            f"{world_size}, but {settings.model_id} is quantised ({method}), and its weights cannot be split",
         )
+    if not settings.makes_weights:
+        config = without_quantization(config)
     whole = meta_model(config, settings)
     plan = make_tp_plan(whole, world_size)
     part = sharded_class(type(whole), plan.shards, rank)
@@ -82,8 +88,9 @@ def read_shard(
         equalize_replicas(model, plan, communicator)
         return model, plan
     check_whole(path, settings.model_id)
-    check_types(path, settings.model_id)
-    tensors = dict(rank_tensors(path, whole, plan.shards, rank))
+    if method is None:
+        check_types(path, settings.model_id)
+    tensors = dict(rank_tensors(read_tensors(path, quantization), whole, plan.shards, rank))
     source = partial(part.from_pretrained, None, config=config, state_dict=tensors)
     return load_pretrained(source, settings, dtype=dtype).to(device), plan
 
@@ -96,36 +103,41 @@ def equalize_replicas(model: Any, plan: TpPlan, communicator: Communicator) -> N
 
 
 def rank_tensors(
-    path: Path, model: Any, shards: Mapping[str, TensorShards], rank: int
+    tensors: Mapping[str, Any], model: Any, shards: Mapping[str, TensorShards], rank: int
 ) -> Iterator[tuple[str, Any]]:
     """The checkpoint's tensors by their names in it, each as this rank needs it, [...] of the file's dtype;
     none is read yet.
     """
     shapes = {name: tensor.shape for name, tensor in model.state_dict().items()}
+    find = parameter_finder(model)
+    for key, tensor in tensors.items():
+        name, converter = find(key)
+        if name not in shards:
+            yield key, tensor
+            continue
+        if converter and not all(
+            isinstance(operation, MergeModulelist | Concatenate) for operation in converter.operations
+        ):
+            form = f"{name} in another form"
+            raise UnservableModel(
+                f"its checkpoint has {form}, which cannot be split between ranks (NUM_SHARD)"
+            )
+        yield key, rank_slices(name, tensor, shards[name], shapes[name], rank)
+
+
+def parameter_finder(model: Any) -> Callable[[str], tuple[str, WeightConverter | None]]:
+    """For the name of a checkpoint's tensor: the name of its parameter, and the conversion that makes it."""
+    shapes = model.state_dict()
     changes = get_model_conversion_mapping(model, TEXT_KEY_MAPPING)
     renamings = [change for change in changes if isinstance(change, WeightRenaming)]
     converters = [change for change in changes if isinstance(change, WeightConverter)]
-    only_joined = {
-        pattern: all(
-            isinstance(operation, MergeModulelist | Concatenate) for operation in converter.operations
-        )
-        for converter in converters
-        for pattern in converter.source_patterns
-    }
-    for file in model_files.weight_files(path):
-        opened: Any = safe_open(file, framework="pt")
-        for key in opened.keys():  # noqa: SIM118
-            name, converted = rename_source_key(key, renamings, converters, model.base_model_prefix, shapes)
-            tensor = opened.get_slice(key)
-            if name not in shards:
-                yield key, tensor
-                continue
-            if converted and not only_joined[converted]:
-                form = f"{name} in another form"
-                raise UnservableModel(
-                    f"its checkpoint has {form}, which cannot be split between ranks (NUM_SHARD)"
-                )
-            yield key, rank_slices(name, tensor, shards[name], shapes[name], rank)
+    by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
+
+    def find(key: str) -> tuple[str, WeightConverter | None]:
+        name, pattern = rename_source_key(key, renamings, converters, model.base_model_prefix, shapes)
+        return name, by_pattern[pattern] if pattern else None
+
+    return find
 
 
 def rank_slices(name: str, tensor: Any, shards: TensorShards, shape: Sequence[int], rank: int) -> RankSlices:
@@ -134,7 +146,6 @@ def rank_slices(name: str, tensor: Any, shards: TensorShards, shape: Sequence[in
     """
     own = tensor.get_shape()
     dim = shards.dim - (len(shape) - len(own))
-    begin, end = shards.intervals[rank]
     packed_size = shape[shards.dim] // shards.packed
     other_sizes = [size for place, size in enumerate(own) if place != dim]
     expected_sizes = [*shape[-len(own) :][:dim], *shape[shards.dim + 1 :]]
@@ -142,5 +153,13 @@ def rank_slices(name: str, tensor: Any, shards: TensorShards, shape: Sequence[in
         raise UnservableModel(
             f"its checkpoint has {name} in pieces that cannot be split between ranks (NUM_SHARD)"
         )
-    offsets = range(0, own[dim], packed_size)
-    return RankSlices(tensor, dim, [(offset + begin, offset + end) for offset in offsets])
+    return RankSlices(tensor, dim, intervals_of(shards, own[dim], rank))
+
+
+def intervals_of(shards: TensorShards, size: int, rank: int) -> list[Interval]:
+    """A rank's entries along the dimension that is split, of which a checkpoint's tensor [...] of any dtype
+    has `size`.
+    """
+    begin, end = shards.intervals[rank]
+    packed_size = shards.intervals[-1][1]
+    return [(offset + begin, offset + end) for offset in range(0, size, packed_size)]

@@ -1,7 +1,8 @@
-"""Weights: reads a checkpoint as transformers does, by its own quantizer where it is quantised. Weights that
-the config does not explain are refused.
+"""Weights: reads a checkpoint as transformers does. Quantised ones are computed to plain numbers, or read by
+transformers' own quantizer. Weights that the config does not explain are refused.
 """
 
+import copy
 import json
 from collections.abc import Callable
 from functools import partial
@@ -16,8 +17,10 @@ from common import model_files
 from common.settings.settings import SettingError, Settings
 from gpu_worker.engine.attention import backend
 from gpu_worker.engine.model import dummy
+from gpu_worker.engine.model.config import quantization_of
+from gpu_worker.engine.quantization.checkpoint import PLAIN_DTYPES, read_tensors
+from gpu_worker.engine.quantization.methods import METHODS, method_of
 
-PLAIN_DTYPES = {"F64", "F32", "F16", "BF16"}
 MAX_NAMED = 3
 TEXT_KEY_MAPPING = {
     r"^language_model\.model\.": "model.",
@@ -45,6 +48,12 @@ def read_weights(
         model = load_pretrained(whole, settings, dtype=dtype)
         model.to(device)
         return model
+    if method in METHODS:
+        plain = without_quantization(config)
+        source = type(meta_model(plain, settings)).from_pretrained
+        tensors = read_tensors(path, quantization_of(config))
+        options = {"config": plain, "state_dict": tensors}
+        return load_pretrained(partial(source, None, **options), settings, dtype=dtype).to(device)
     try:
         return load_pretrained(whole, settings, dtype=dtype, device_map={"": device})
     except (ImportError, RuntimeError, ValueError, NotImplementedError) as error:
@@ -83,15 +92,24 @@ def quantization_method(config: Any, model_id: str) -> str | None:
     """The method that the config names, None for plain weights. Raises SettingError for one that transformers
     would skip.
     """
-    quantization = getattr(config, "quantization_config", None)
-    if quantization is None:
+    values = quantization_of(config)
+    if values is None:
         return None
-    values = quantization if isinstance(quantization, dict) else quantization.to_dict()
+    if method_of(values) in METHODS:
+        return method_of(values)
     method = str(values.get("quant_method") or "method not named")
     if method == "method not named" or not AutoHfQuantizer.supports_quant_method(values):  # type: ignore[no-untyped-call]
-        known = ", ".join(sorted(AUTO_QUANTIZER_MAPPING))
-        raise SettingError("model_id", f"{model_id} is quantised ({method}); transformers knows {known}")
+        known = ", ".join(sorted({*METHODS, *AUTO_QUANTIZER_MAPPING}))
+        raise SettingError("model_id", f"{model_id} is quantised ({method}); these are known: {known}")
     return method
+
+
+def without_quantization(config: Any) -> Any:
+    """A copy of a config, of a model with plain weights."""
+    plain = copy.deepcopy(config)
+    if quantization_of(plain) is not None:
+        del plain.quantization_config
+    return plain
 
 
 def check_whole(path: Path, model_id: str) -> None:

@@ -81,24 +81,29 @@ def test_8_bit_floats_give_the_ids_of_transformers(tmp_path: Path) -> None:
     ("quantization", "words"),
     [
         (
-            {"quant_method": "gptq", "bits": 4, "group_size": 128},
-            r"is quantised \(gptq\): .*install.*optimum",
+            {"quant_method": "gptq", "bits": 4, "checkpoint_format": "marlin"},
+            r"its weights are packed as marlin; gptq and gptq_v2 are read",
         ),
-        ({"quant_method": "awq", "bits": 4, "group_size": 128}, r"is quantised \(awq\): .*install"),
+        ({"quant_method": "gptq", "bits": 5}, r"it has 5 bits; 2, 3, 4 and 8 are read"),
         (
-            {"quant_method": "bitsandbytes", "load_in_4bit": True},
-            r"is quantised \(bitsandbytes\): .*bitsandbytes",
+            {"quant_method": "awq", "bits": 4, "version": "gemv"},
+            r"its weights are packed as gemv; gemm is read",
         ),
         (
-            {"quant_method": "compressed-tensors", "config_groups": {}},
-            r"is quantised \(compressed-tensors\): .*compressed-tensors",
+            {"quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized"},
+            r"its format is nvfp4-pack-quantized; .*pack-quantized.* are read",
         ),
-        ({"quant_method": "modelopt"}, r"is quantised \(modelopt\); transformers knows .*gptq"),
+        (
+            {"quant_method": "compressed-tensors", "sparsity_config": {"format": "sparse-24-bitmask"}},
+            r"its weights are sparse \(sparse-24-bitmask\)",
+        ),
+        ({"quant_method": "hqq"}, r"is quantised \(hqq\): .*[Hh][Qq][Qq]"),
+        ({"quant_method": "modelopt"}, r"is quantised \(modelopt\); these are known: .*gptq"),
         ({"bits": 4}, r"is quantised \(method not named\)"),
     ],
-    ids=["gptq", "awq", "bitsandbytes", "compressed-tensors", "unknown", "nameless"],
+    ids=["marlin", "bits", "gemv", "nvfp4", "sparse", "hqq", "unknown", "nameless"],
 )
-def test_a_quantisation_method_that_is_not_installed_is_refused(
+def test_a_quantisation_method_that_is_not_read_is_refused(
     quantization: dict[str, Any], words: str, tmp_path: Path
 ) -> None:
     tiny_models.save(tmp_path, "Llama", tiny_models.LLAMA)

@@ -198,13 +198,13 @@ def test_unsplittable_models_are_refused(two: Communicator, family: str, tmp_pat
     assert caught.value.name == "model_id" and "\n" not in str(caught.value)
 
 
-def test_quantised_weights_are_not_split(two: Communicator, tmp_path: Path) -> None:
+def test_weights_that_transformers_dequantises_are_not_split(two: Communicator, tmp_path: Path) -> None:
     tiny_models.save(tmp_path, *FAMILIES["Llama"])
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(
-        json.dumps(config | {"quantization_config": {"quant_method": "fp8"}})
+        json.dumps(config | {"quantization_config": {"quant_method": "hqq"}})
     )
-    with pytest.raises(SettingError, match=r"NUM_SHARD: 2, but .* is quantised"):
+    with pytest.raises(SettingError, match=r"NUM_SHARD: 2, but .* is quantised \(hqq\)"):
         Led(two, model_id=str(tmp_path), threads=1, **SETTINGS)
 
 

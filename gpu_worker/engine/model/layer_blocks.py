@@ -1,0 +1,70 @@
+"""Blocks of linear layers by the names of these in a model, each read when it is asked for."""
+
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from gpu_worker.engine.cpu.blocks import Blocks
+from gpu_worker.engine.model.config import quantization_of
+from gpu_worker.engine.model.gguf_blocks import LayerBlocks
+from gpu_worker.engine.model.tp_weights import intervals_of, parameter_finder
+from gpu_worker.engine.parallel.tp_plan import TensorShards
+from gpu_worker.engine.quantization.checkpoint import StoredWeight, read_tensors
+from gpu_worker.engine.quantization.methods import METHODS, method_of
+
+
+class ReadBlocks(Mapping[str, Blocks]):
+    """`layers` that may be in blocks; `read` returns None for one that is not."""
+
+    def __init__(self, layers: list[str], read: Callable[[str], Blocks | None]) -> None:
+        self.layers = layers
+        self.read = read
+
+    def __getitem__(self, layer: str) -> Blocks:
+        if layer not in self.layers or (blocks := self.read(layer)) is None:
+            raise KeyError(layer)
+        return blocks
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.layers)
+
+    def __len__(self) -> int:
+        return len(self.layers)
+
+
+def find_blocks(path: Path, config: Any, model: Any) -> Mapping[str, Blocks]:
+    """Of the checkpoint in a directory, quantised or converted from a GGUF file."""
+    quantization = quantization_of(config)
+    if not quantization or method_of(quantization) not in METHODS:
+        return LayerBlocks(path)
+    weights: dict[str, StoredWeight] = {}
+    find = parameter_finder(model)
+    for key, tensor in read_tensors(path, quantization).items():
+        name, converter = find(key)
+        if isinstance(tensor, StoredWeight) and not converter:
+            weights[name.removesuffix(".weight")] = tensor
+
+    def read(layer: str) -> Blocks | None:
+        weight = weights[layer].read()
+        return weight if isinstance(weight, Blocks) else None
+
+    return ReadBlocks(list(weights), read)
+
+
+def shard_blocks(
+    whole: Mapping[str, Blocks], shards: Mapping[str, TensorShards], rank: int
+) -> Mapping[str, Blocks]:
+    """A rank's part of each layer's [outputs, inputs] of any dtype; none where blocks would be too small."""
+
+    def read(layer: str) -> Blocks | None:
+        blocks, own = whole.get(layer), shards.get(f"{layer}.weight")
+        if blocks is None or own is None:
+            return blocks
+        intervals = intervals_of(own, blocks.quants.shape[own.dim], rank)
+        if own.dim == 0:
+            return blocks.of_rows(torch.cat([torch.arange(*interval) for interval in intervals]))
+        return blocks.of_columns(*intervals[0]) if len(intervals) == 1 else None
+
+    return ReadBlocks(list(whole), read)

@@ -1,0 +1,101 @@
+"""Checkpoint of quantised weights: its tensors as a plain checkpoint would have them, each computed when it
+is read.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+
+from common import model_files
+from gpu_worker.engine.errors import UnservableModel
+from gpu_worker.engine.quantization.methods import IGNORED, METHODS, Layout, method_of, refusal_of
+from gpu_worker.engine.quantization.weight import Weight, widen
+
+PLAIN_DTYPES = {"F64", "F32", "F16", "BF16"}
+WEIGHTS = ("weight", "qweight", "weight_packed")
+
+
+@dataclass
+class StoredWeight:
+    """The weights of one linear layer. Stands for a tensor of a safetensors file, as transformers takes it.
+
+    Attributes:
+        stored: the layer's tensors in the file, by their names in it.
+    """
+
+    layout: Layout
+    stored: Mapping[str, Any]
+    config: Mapping[str, Any]
+
+    def read(self) -> Weight:
+        fields = {name: tensor[...] for name, tensor in self.stored.items()}
+        return self.layout.read(fields, self.config)
+
+    def get_dtype(self) -> str:
+        return "F32"
+
+    def get_shape(self) -> list[int]:
+        return self.layout.shape(self.stored, self.config)
+
+    def __getitem__(self, part: Any) -> torch.Tensor:
+        """float32 [outputs, inputs], or this part of it"""
+        return widen(self.read())[part]
+
+
+def read_tensors(path: Path, config: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """Tensors by their names, none read yet: slices of files, and StoredWeight where the quantisation config
+    `config` is of a known method. Raises UnservableModel where these are not as it says.
+    """
+    slices = dict(file_slices(path))
+    if config is None:
+        return slices
+    if cause := refusal_of(config):
+        raise UnservableModel(cause)
+    weights = dict(find_weights(slices, config))
+    used = {f"{layer}.{name}" for layer, weight in weights.items() for name in weight.stored}
+    plain = {
+        name: tensor
+        for name, tensor in slices.items()
+        if name not in used and name.rpartition(".")[2] not in IGNORED
+    }
+    check_plain(plain)
+    return plain | {f"{layer}.weight": weight for layer, weight in weights.items()}
+
+
+def file_slices(path: Path) -> Iterator[tuple[str, Any]]:
+    for file in model_files.weight_files(path):
+        opened: Any = safe_open(file, framework="pt")
+        for name in opened.keys():  # noqa: SIM118
+            yield name, opened.get_slice(name)
+
+
+def find_weights(slices: Mapping[str, Any], config: Mapping[str, Any]) -> Iterator[tuple[str, StoredWeight]]:
+    """Layers of one of the method's layouts. Raises UnservableModel where one of its tensors is missing."""
+    for layout in METHODS[method_of(config)]:
+        first = f".{layout.fields[0]}"
+        for name, tensor in slices.items():
+            if name.endswith(first) and tensor.get_dtype() in layout.types:
+                layer = name.removesuffix(first)
+                yield layer, StoredWeight(layout, collect_fields(slices, layer, layout), config)
+
+
+def collect_fields(slices: Mapping[str, Any], layer: str, layout: Layout) -> dict[str, Any]:
+    names = {field: f"{layer}.{field}" for field in (*layout.fields, *layout.optional)}
+    stored = {field: slices[name] for field, name in names.items() if name in slices}
+    for field in layout.fields:
+        if field not in stored:
+            raise UnservableModel(f"there is {names[layout.fields[0]]}, but no {names[field]}")
+    return stored
+
+
+def check_plain(slices: Mapping[str, Any]) -> None:
+    """Raises UnservableModel for weights that are no plain numbers."""
+    for name, tensor in slices.items():
+        if name.rpartition(".")[2] in WEIGHTS and tensor.get_dtype() not in PLAIN_DTYPES:
+            raise UnservableModel(
+                f"weights of type {tensor.get_dtype()} ({name}) that its method does not have"
+            )

@@ -1,0 +1,78 @@
+"""Checkpoints of few-bit floats: 8-bit ones with scales, and those of bitsandbytes.
+
+Functions named `shape` return [outputs, inputs] of a layer, whose tensors are `stored` in the file.
+"""
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from gpu_worker.engine.quantization.weight import Fields, Weight, scale_floats, scale_integers
+
+Config = Mapping[str, Any]
+Stored = Mapping[str, Any]
+STATES = ("weight.quant_state.bitsandbytes__nf4", "weight.quant_state.bitsandbytes__fp4")
+
+
+# --- 8-bit floats: weight [outputs, inputs], and weight_scale or weight_scale_inv, which both multiply
+
+
+def weight_shape(stored: Stored, config: Config) -> list[int]:
+    shape: list[int] = stored["weight"].get_shape()
+    return shape
+
+
+def read_fp8(fields: Fields, config: Config) -> Weight:
+    """Raises ValueError where the layer has no scales."""
+    scales = fields.get("weight_scale_inv", fields.get("weight_scale"))
+    if scales is None:
+        raise ValueError("8-bit floats without weight_scale or weight_scale_inv")
+    size = config.get("weight_block_size")
+    return scale_floats(fields["weight"], scales, (size[0], size[1]) if size else None)
+
+
+# --- bitsandbytes, 8 bits: weight int8 [outputs, inputs], SCB [outputs]; 127 stands for SCB
+
+
+def read_bnb8(fields: Fields, config: Config) -> Weight:
+    return scale_integers(
+        fields["weight"], fields["SCB"].float()[:, None] / 127, None, fields["weight"].shape[1]
+    )
+
+
+# --- bitsandbytes, 4 bits: weight uint8 [quants / 2, 1], the first quant of a byte in its upper half;
+# quant_map [16]; absmax [blocks], or of 8 bits with nested_quant_map [256] and nested_absmax;
+# quant_state, JSON
+
+
+def bnb4_shape(stored: Stored, config: Config) -> list[int]:
+    shape: list[int] = quant_state({name: tensor[...] for name, tensor in stored.items() if name in STATES})[
+        "shape"
+    ]
+    return shape
+
+
+def quant_state(fields: Fields) -> dict[str, Any]:
+    state: dict[str, Any] = json.loads(
+        next(bytes(fields[name].tolist()) for name in STATES if name in fields)
+    )
+    return state
+
+
+def read_bnb4(fields: Fields, config: Config) -> Weight:
+    state, packed = quant_state(fields), fields["weight"].flatten()
+    quants = torch.stack([packed >> 4, packed & 15], 1).flatten().long()
+    factors = fields["weight.absmax"]
+    if factors.dtype == torch.uint8:
+        factors = fields["weight.nested_quant_map"].float()[factors.long()]
+        factors = scaled(factors, fields["weight.nested_absmax"].float(), state["nested_blocksize"])
+        factors = factors + state["nested_offset"]
+    numbers = fields["weight.quant_map"].float()[quants[: torch.Size(state["shape"]).numel()]]
+    return scaled(numbers, factors.float(), state["blocksize"]).view(state["shape"])
+
+
+def scaled(numbers: torch.Tensor, factors: torch.Tensor, size: int) -> torch.Tensor:
+    """float32 [numbers], each times the factor of its block of so many; factors float32 [blocks]"""
+    return numbers * factors.repeat_interleave(size)[: len(numbers)]

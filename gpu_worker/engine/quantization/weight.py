@@ -1,0 +1,106 @@
+"""Quantised weights of a layer, as a checkpoint's tensors say them."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from gpu_worker.engine.cpu.blocks import LARGEST_BLOCK, SMALLEST_BLOCK, Blocks
+
+SHORT = (torch.float16, torch.bfloat16)
+"""Types of scales whose products with quants and zeros are exact in float32."""
+
+Fields = Mapping[str, torch.Tensor]
+"""A layer's tensors, by their names in it."""
+
+
+@dataclass
+class ScaledFloats:
+    """Weights [outputs, inputs] as 8-bit floats, each to be multiplied with the scale of its part.
+
+    Attributes:
+        values: 8-bit floats [outputs, inputs].
+        scales: float32 [parts along the outputs, parts along the inputs].
+        part: outputs and inputs of a part; the last ones may be smaller.
+    """
+
+    values: torch.Tensor
+    scales: torch.Tensor
+    part: tuple[int, int]
+
+    def widen(self) -> torch.Tensor:
+        """float32 [outputs, inputs]"""
+        outputs, inputs = (
+            torch.arange(size) // width for size, width in zip(self.values.shape, self.part, strict=True)
+        )
+        return self.values.float() * self.scales[outputs][:, inputs]
+
+
+Weight = Blocks | ScaledFloats | torch.Tensor
+"""Integers in blocks, scaled floats, or float32 [outputs, inputs]."""
+
+
+def widen(weight: Weight) -> torch.Tensor:
+    """float32 [outputs, inputs]"""
+    if isinstance(weight, Blocks):
+        return weight.widen(torch.float32)
+    return weight.widen() if isinstance(weight, ScaledFloats) else weight.float()
+
+
+def scale_floats(
+    values: torch.Tensor, scales: torch.Tensor, part: tuple[int, int] | None = None
+) -> ScaledFloats:
+    """8-bit floats [outputs, inputs] with scales of any float dtype: one, one for each output, or [parts
+    along the outputs, parts along the inputs], then with the `part`'s size where it is known. Raises
+    ValueError.
+    """
+    scales = scales.float()
+    table = scales if scales.dim() == 2 else scales.reshape(-1, 1)
+    sizes = zip(values.shape, table.shape, strict=True)
+    if part is None or table.numel() == 1 or table.shape == (len(values), 1):
+        part = tuple(-(-size // count) for size, count in sizes)  # type: ignore[assignment]
+    assert part is not None
+    counts = [-(-size // width) for size, width in zip(values.shape, part, strict=True)]
+    if list(table.shape) != counts:
+        raise ValueError(f"scales {list(scales.shape)} do not fit weights {list(values.shape)}")
+    return ScaledFloats(values, table, part)
+
+
+def scale_integers(
+    quants: torch.Tensor,
+    scales: torch.Tensor,
+    zeros: torch.Tensor | None,
+    size: int,
+    groups: torch.Tensor | None = None,
+) -> Blocks | torch.Tensor:
+    """Weights (quant - zero) * scale, of each group of inputs its own; in blocks where `size` inputs in turn
+    are a group and the kernels' sums are exact.
+
+    quants uint8, then with zeros, or int8 [outputs, inputs]; scales of any float dtype and zeros, integers,
+    [outputs, groups]; `groups`, integers [inputs]: of each input.
+    """
+    inputs = quants.shape[1]
+    in_turn = torch.arange(inputs) // size
+    groups = in_turn if groups is None else groups.long()
+    width = math.gcd(size, LARGEST_BLOCK, inputs)
+    exact = zeros is None or any(
+        torch.equal(scales.to(kind).to(scales.dtype), scales) for kind in (torch.half, torch.bfloat16)
+    )
+    if not torch.equal(groups, in_turn) or width < SMALLEST_BLOCK or not exact:
+        centred = quants.float() if zeros is None else quants.float() - zeros.float()[:, groups]
+        return centred * scales.float()[:, groups]
+    if quants.dtype == torch.uint8 and quants.max() > 15 and zeros is not None:
+        quants, zeros = (quants.short() - 128).to(torch.int8), zeros.short() - 128
+    columns = groups[::width]
+    offsets = None if zeros is None else (-zeros.float() * scales.float())[:, columns]
+    return halved(Blocks(quants, scales.float()[:, columns], offsets))
+
+
+def halved(blocks: Blocks) -> Blocks:
+    """With float16 scales and offsets where these are the same numbers."""
+    factors = [factor for factor in (blocks.scales, blocks.offsets) if factor is not None]
+    if not all(torch.equal(factor.half().float(), factor.float()) for factor in factors):
+        return blocks
+    offsets = None if blocks.offsets is None else blocks.offsets.half()
+    return Blocks(blocks.quants, blocks.scales.half(), offsets)
