@@ -5,13 +5,17 @@ forbids is refused, and every response is as described.
 import asyncio
 import re
 import threading
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
 import httpx
 import pytest
+import requests
 import schemathesis
 from hypothesis import HealthCheck, settings
+from schemathesis.core.result import Ok
+from schemathesis.generation.hypothesis.builder import HypothesisTestConfig, HypothesisTestMode, create_test
 from schemathesis.specs.openapi.checks import negative_data_rejection, positive_data_acceptance
 
 from api.app import build
@@ -25,7 +29,13 @@ from tests.support.fleet.scripted_worker import Answer, working
 from tests.support.waiting import PATIENCE_S
 
 TOKENIZER = model_tokenizer().backend
-NUM_EXAMPLES = 10
+SETTINGS = settings(
+    max_examples=10, derandomize=True, deadline=None, database=None, suppress_health_check=list(HealthCheck)
+)
+MODES = list(HypothesisTestMode)
+UNCOVERED = [HypothesisTestMode.EXAMPLES, HypothesisTestMode.FUZZING]
+TWINS = ("/", "/generate_stream", "/invocations", "/vertex", "/chat_tokenize")
+"""Routes that take the body of another: not each of its fields is tried at each of its limits."""
 UNKNOWN_HEADER = "x-schemathesis-unknown-property"
 UNDESCRIBED = re.compile(
     "Input should be a valid integer"  # JSON Schema takes 5.0 for one
@@ -60,9 +70,6 @@ async def document() -> Any:
         return (await client.get("/api-doc/openapi.json")).json()
 
 
-schema = schemathesis.openapi.from_dict(asyncio.run(document()))
-
-
 def answer(request: Generate) -> Answer:
     """Three tokens, or as many as the request allows where the end-of-sequence token does not end it."""
     return Answer([5, 6] * (request.stopping.max_new_tokens if request.stopping.ignore_eos else 1))
@@ -94,16 +101,33 @@ def base_url(shared_broker: Broker) -> Iterator[str]:
     thread.join()
 
 
-@schema.parametrize()
-@settings(
-    max_examples=NUM_EXAMPLES,
-    derandomize=True,
-    deadline=None,
-    database=None,
-    suppress_health_check=list(HealthCheck),
+@pytest.mark.parametrize(
+    "modes_of_twins", [UNCOVERED, pytest.param(MODES, marks=pytest.mark.slow)], ids=["", "all"]
 )
-def test_every_route_is_as_described(case: schemathesis.Case[Any], base_url: str) -> None:
-    response = case.call(base_url=base_url)
+def test_every_route_is_as_described(
+    base_url: str, modes_of_twins: list[HypothesisTestMode], subtests: pytest.Subtests
+) -> None:
+    """Cases are made here rather than at collection: seconds, in each of the processes that collect."""
+    schema = schemathesis.openapi.from_dict(asyncio.run(document()))
+    num_cases = Counter[str]()
+
+    def check(case: schemathesis.Case[Any]) -> None:
+        num_cases[case.path] += 1
+        response = case.call(base_url=base_url, session=session)
+        case.validate_response(response, excluded_checks=excluded_checks(case, response))
+
+    with requests.Session() as session:
+        for found in schema.get_all_operations():
+            assert isinstance(found, Ok), found
+            operation = found.ok()
+            modes = modes_of_twins if operation.path in TWINS else MODES
+            config = HypothesisTestConfig(schema.config, modes, settings=SETTINGS)
+            with subtests.test(operation.label):
+                create_test(operation=operation, test_func=check, config=config)()
+                assert num_cases[operation.path]
+
+
+def excluded_checks(case: schemathesis.Case[Any], response: schemathesis.Response) -> list[Any]:
     excluded = []
     if response.status_code in (400, 422) and UNDESCRIBED.search(response.text):
         excluded.append(positive_data_acceptance)
@@ -111,4 +135,4 @@ def test_every_route_is_as_described(case: schemathesis.Case[Any], base_url: str
         excluded.append(negative_data_rejection)
     if UNKNOWN_HEADER in (case.headers or {}):  # headers that a route does not name are none of its business
         excluded.append(negative_data_rejection)
-    case.validate_response(response, excluded_checks=excluded)  # type: ignore[arg-type]
+    return excluded
