@@ -34,7 +34,7 @@ def test_processes_have_names_restart_and_drain() -> None:
         os.kill(old, signal.SIGKILL)
         assert fleet.restarted("w0", old) == preloaded
 
-        body = {"inputs": PROMPT, "parameters": {"max_new_tokens": 400, "ignore_eos": True, "details": True}}
+        body = {"inputs": PROMPT, "parameters": {"max_new_tokens": 200, "ignore_eos": True, "details": True}}
         with httpx.stream("POST", f"{fleet.base_url}/generate_stream", json=body, timeout=60) as answer:
             lines = answer.iter_lines()
             next(lines)
@@ -43,7 +43,7 @@ def test_processes_have_names_restart_and_drain() -> None:
             refused = httpx.post(f"{fleet.base_url}/generate", json=body)
             assert refused.status_code == 503 and "shutting down" in refused.text
             frames = [json.loads(line.removeprefix("data:")) for line in lines if line.startswith("data:")]
-        assert frames[-1]["details"]["generated_tokens"] == 400
+        assert frames[-1]["details"]["generated_tokens"] == 200
         everybody = fleet.processes()
         assert fleet.launcher.wait(60) == 0
         wait_until_sync(lambda: not any(map(is_alive, everybody)), GONE_S)

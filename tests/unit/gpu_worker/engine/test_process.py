@@ -92,7 +92,7 @@ def child(request: pytest.FixtureRequest) -> Iterator[Child]:
 
 def test_tokens_arrive_through_the_socket(child: Child) -> None:
     """Signals are ignored, two grants that arrive together are both applied, a stop without a step has a
-    result, and a closed socket ends the engine.
+    result, and a crash of the engine itself is reported: a row for which the forward raises only fails alone.
     """
     index = 4
     prompt = prompt_ids(PROMPTS)[index]
@@ -116,7 +116,10 @@ def test_tokens_arrive_through_the_socket(child: Child) -> None:
     child.send(Grant(5, 64, stops=[(7, "cancelled")]))
     assert child.receive() == StepResult(5, ended=((7, "cancelled", 5),), released=((7, len(prompt) + 4),))
     assert Path(f"/proc/{child.process.pid}/cmdline").read_text().startswith("tokenfleet engine")
-    assert end(child) == 0
+    child.send(Grant(6, 64, [replace(start_row(1, [1], 40, blocks=[1]), ids=b"no ids")]))
+    failure = child.receive()
+    assert isinstance(failure, EngineFailure) and failure.setting == "" and "ValueError" in failure.cause
+    assert child.process.wait(TIMEOUT_S) == 1
 
 
 @pytest.mark.parametrize(
@@ -148,7 +151,7 @@ def test_unservable_settings_are_reported(child: Child, setting: str, words: str
 
 
 def test_a_preloaded_engine_imports_only_and_loads_with_the_variables_it_is_given() -> None:
-    """Until then it has no title of a worker, and has not read a setting."""
+    """Until then it has no title of a worker, and has not read a setting. A closed socket ends it."""
     child = start_child("--preload", MODEL_ID="/nowhere", BLOCK_SIZE="many")
     try:
         assert child.receive() == LoadProgress("imported")
@@ -175,12 +178,3 @@ def test_an_import_that_initialises_cuda_is_refused(
     monkeypatch.setattr("ctypes.CDLL", lambda _: driver)
     with pytest.raises(RuntimeError, match="CUDA") if refused else contextlib.nullcontext():
         process.check_cuda_is_unused()
-
-
-def test_a_crash_is_reported(child: Child) -> None:
-    """Of the engine itself: a row for which the forward raises only fails alone."""
-    assert isinstance(child.ready(), Ready)
-    child.send(Grant(5, 64, [replace(start_row(1, [1], 40, blocks=[1]), ids=b"no ids")]))
-    failure = child.receive()
-    assert isinstance(failure, EngineFailure) and failure.setting == "" and "ValueError" in failure.cause
-    assert child.process.wait(TIMEOUT_S) == 1

@@ -110,7 +110,14 @@ def test_plain_weights_keep_their_type_and_give_the_ids_of_transformers(kind: TY
     assert play(engine_of(folder), dict(enumerate(prompts()))) == expected
 
 
-@pytest.mark.parametrize("types", [[TYPES.Q8_0], [TYPES.Q8_0, TYPES.F16, TYPES.Q4_0]], ids=str)
+@pytest.mark.parametrize(
+    "types",
+    [
+        [TYPES.Q8_0, TYPES.F16, TYPES.Q4_0],
+        pytest.param([TYPES.Q8_0], marks=pytest.mark.slow),  # one type less
+    ],
+    ids=str,
+)
 def test_quantised_weights_are_exact_in_float32(
     types: list[TYPES], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
