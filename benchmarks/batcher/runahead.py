@@ -105,7 +105,7 @@ class Load:
         return await asyncio.gather(*(ask() for _ in range(count)))
 
     async def has_ended(self, number: int) -> bool:
-        return bool(await self.redis.exists(KEYS.result(f"r{number}")))
+        return bool(await self.redis.hexists(KEYS.request(f"r{number}"), "terminal"))  # type: ignore[misc]
 
     async def fill(self, seconds: float) -> tuple[float, float]:
         """Twice as many requests as rows. Returns when that began and ended."""

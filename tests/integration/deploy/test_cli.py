@@ -93,6 +93,14 @@ def test_an_unreachable_broker_is_refused(command: str) -> None:
     assert "secret" not in line
 
 
+@pytest.mark.parametrize("command", ["serve", "batcher"])
+def test_a_broker_that_may_lose_keys_is_refused(command: str) -> None:
+    """By the whole fleet, and by a process that is started alone."""
+    with brokers.running("--maxmemory-policy", "allkeys-lfu") as evicting:
+        line = refusal(command, PORT=str(free_port()), REDIS_URL=evicting.url)
+    assert line.startswith("tokenfleet: REDIS_URL: the broker's maxmemory-policy is allkeys-lfu, which loses")
+
+
 def test_a_wrong_broker_password_is_refused() -> None:
     with brokers.running("--requirepass", "correct") as locked:
         line = refusal(

@@ -12,6 +12,12 @@ from common.settings.settings import SettingError
 from deploy.serve.embedded_broker import Broker, free_port
 from tests.support import brokers
 
+EVICTING = (
+    *(f"{which}-{how}" for which in ("allkeys", "volatile") for how in ("lru", "lfu", "random")),
+    "volatile-ttl",
+)
+"""Every value of maxmemory-policy but noeviction."""
+
 
 async def test_a_broker_that_answers_passes(broker: Broker) -> None:
     await access.check_broker(broker.url)
@@ -78,14 +84,28 @@ async def test_wrong_and_missing_passwords_are_refused() -> None:
         await access.check_broker(f"redis://:correct@127.0.0.1:{locked.port}")
 
 
-@pytest.mark.parametrize("policy", ["allkeys-lru", "volatile-ttl"])
-async def test_a_broker_that_evicts_keys_is_refused(policy: str) -> None:
-    with brokers.running("--maxmemory-policy", policy) as evicting:
-        assert f"maxmemory-policy is {policy}, which loses keys; set noeviction" in await refusal(
-            evicting.url
-        )
+@pytest.fixture(params=["", "/usr/bin/redis-server"], ids=["embedded", "redis-server"])
+def server(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The broker of this machine's Redis, too, where it is installed."""
+    if request.param:
+        if not Path(request.param).exists():
+            pytest.skip(f"there is no {request.param}")
+        monkeypatch.setenv("TEST_BROKER", request.param)
 
 
+@pytest.mark.usefixtures("server")
+async def test_every_policy_but_noeviction_is_refused_by_name() -> None:
+    with brokers.running() as evicting:
+        async with access.connect(evicting.url) as client:
+            for policy in EVICTING:
+                await client.config_set("maxmemory-policy", policy)
+                line = await refusal(evicting.url)
+                assert f"maxmemory-policy is {policy}, which loses keys; set noeviction" in line
+            await client.config_set("maxmemory-policy", "noeviction")
+        await access.check_broker(evicting.url)
+
+
+@pytest.mark.usefixtures("server")
 async def test_a_node_of_a_cluster_is_refused() -> None:
     with brokers.running("--cluster-enabled", "yes", "--cluster-port", str(free_port())) as node:
         assert "node of a Redis Cluster" in await refusal(node.url)
