@@ -8,6 +8,7 @@ in three hits two processes at once. Gateways lose 5% of the messages of their s
 Every answer is compared, token by token, with the undisturbed one, which is learnt first. Workers run engines
 without a model, whose ids depend on all ids before them; `--model` runs the real ones. It ends with 1 when
 a token is lost or repeated, a request fails, a process does not come back, or something is left over.
+SIGINT and SIGTERM end the run: what was counted so far is printed, and the fleet's log is kept.
 """
 
 import argparse
@@ -15,12 +16,12 @@ import asyncio
 import math
 import random
 import shutil
+import signal
 import sys
 import time
-from collections import Counter
-from collections.abc import AsyncIterator, Mapping, Sequence
+import traceback
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -37,83 +38,49 @@ from tests.support.chaos.figures import (
     Holdings,
     count_keys,
     describe_busy,
-    describe_pauses,
-    find_pauses,
     is_idle,
 )
+from tests.support.chaos.outcome import Outcome, Plan, describe
+from tests.support.chaos.proxy import LossyProxy
 from tests.support.chaos.strikes import BROKER_WAYS, KINDS, Targets, draw_strikes
 from tests.support.waiting import wait_until
 
-COUNTS = {"gateway": 2, "batcher": 2, "agent": 3, "engine": 3, "jobs": 2}
 IDLE_S = 120.0
-NUM_LONGEST = 8
 MOST_HANDLES, MOST_MEMORY = 64, 96 * MIB
 """How much more a process may hold afterwards than one of its kind held before."""
 
 
-@dataclass(frozen=True)
-class Plan:
-    """What is run.
-
-    Attributes:
-        num_cases: different requests of each kind.
-        counts: processes by kind.
-        spared: kinds of processes and ways to hit them that are left out.
-        every_s: mean time between two strikes.
-        loss: share of the messages of subscriptions that are lost.
-        step_ms: of an engine without a model; None runs the model.
-    """
-
-    seed: int = 1
-    kills: int = 100
-    num_streams: int = 64
-    every_s: float = 2.5
-    num_tokens: int = 200
-    num_cases: int = 16
-    spared: Sequence[str] = ()
-    loss: float = 0.05
-    counts: Mapping[str, int] = field(default_factory=lambda: COUNTS)
-    step_ms: float | None = 40.0
-    log_to: Path | None = None
-
-
-@dataclass
-class Outcome:
-    """What came of it; `wrong` is empty where all is as it must be."""
-
-    tally: Tally
-    attack: Attack
-    num_dropped: int = 0
-    before: Holdings | None = None
-    after: Holdings | None = None
-    keys: Counter[str] = field(default_factory=Counter)
-    left_over: list[str] = field(default_factory=list)
-
-    @property
-    def wrong(self) -> list[str]:
-        return [*self.tally.wrong, *(f"{name} never came back" for name in self.attack.lost), *self.left_over]
-
-
 async def run(plan: Plan) -> Outcome:
-    """Runs a fleet, its clients and the strikes."""
+    """Runs a fleet, its clients and the strikes. A failure or a cancel ends it; what was counted remains."""
     draw = random.Random(plan.seed)
     async with started(plan) as fleet, fleet.proxy(draw) as proxy:
         await asyncio.to_thread(fleet.ready)
-        attack = Attack(fleet, fleet.directory, Path(fleet.broker["files"]))
-        num_processes = len(fleet.pids())
-        async with make_reader(fleet.base_url, fleet.redis_url, str(plan.seed)) as reader:
-            crowd = Crowd(reader, make_cases(plan.seed, plan.num_cases, plan.num_tokens), plan.seed)
-            log("undisturbed answers")
-            await crowd.learn(plan.num_streams)
-            outcome = Outcome(crowd.tally, attack, before=Holdings.of(fleet))
-            proxy.share = plan.loss
-            await strike_under_load(plan, crowd, attack)
-            log("all processes are back")
-            await attack.settled(num_processes, plan.counts["agent"])
-        log("nothing is left over")
-        await look_for_leftovers(outcome, fleet)
+        outcome = Outcome(Tally(), Attack(fleet, fleet.directory, Path(fleet.broker["files"])))
+        try:
+            await play(plan, fleet, proxy, outcome)
+        except asyncio.CancelledError:
+            outcome.interrupted = True
+        except Exception as error:
+            traceback.print_exc()
+            outcome.left_over.append(f"the run ended early: {error!r}")
         outcome.num_dropped = proxy.num_dropped
     return outcome
+
+
+async def play(plan: Plan, fleet: ChaosFleet, proxy: LossyProxy, outcome: Outcome) -> None:
+    num_processes = len(fleet.pids())
+    async with make_reader(fleet.base_url, fleet.redis_url, str(plan.seed)) as reader:
+        cases = make_cases(plan.seed, plan.num_cases, plan.num_tokens)
+        crowd = Crowd(reader, cases, plan.seed, outcome.tally)
+        log("undisturbed answers")
+        await crowd.learn(plan.num_streams)
+        outcome.before = Holdings.of(fleet)
+        proxy.share = plan.loss
+        await strike_under_load(plan, crowd, outcome.attack)
+        log("all processes are back")
+        await outcome.attack.settled(num_processes, plan.counts["agent"])
+    log("nothing is left over")
+    await look_for_leftovers(outcome, fleet)
 
 
 @asynccontextmanager
@@ -124,8 +91,8 @@ async def started(plan: Plan) -> AsyncIterator[ChaosFleet]:
         for kind in ("gateway", "batcher", "jobs")
     }
     fleet = ChaosFleet(plan.step_ms, num_workers=plan.counts["agent"], kv_cache_bytes="256MiB", **counts)
-    fleet.start()
     try:
+        fleet.start()
         yield fleet
     finally:
         if plan.log_to:
@@ -135,8 +102,19 @@ async def started(plan: Plan) -> AsyncIterator[ChaosFleet]:
 
 async def strike_under_load(plan: Plan, crowd: Crowd, attack: Attack) -> None:
     """Strikes until there were as many hits as planned, and waits for the answers."""
-    noting = asyncio.create_task(attack.note_files())
     running = asyncio.create_task(crowd.run(plan.num_streams))
+    noting = asyncio.create_task(attack.note_files())
+    try:
+        await strike_often(plan, crowd, attack, running)
+        crowd.stopping.set()
+        log("the last answers")
+        await running
+    finally:
+        noting.cancel()
+        running.cancel()
+
+
+async def strike_often(plan: Plan, crowd: Crowd, attack: Attack, running: asyncio.Task[None]) -> None:
     strikes = draw_strikes(plan.seed, Targets.of(plan.counts), plan.every_s, plan.spared)
     while attack.hits.total() < plan.kills and not running.done():
         [strike] = islice(strikes, 1)
@@ -147,10 +125,6 @@ async def strike_under_load(plan: Plan, crowd: Crowd, attack: Attack) -> None:
             await attack.gone(victims)
             crowd.gateway_hit_s = time.monotonic()
         log(f"{attack.hits.total():4} {strike}")
-    crowd.stopping.set()
-    log("the last answers")
-    await running
-    noting.cancel()
 
 
 async def look_for_leftovers(outcome: Outcome, fleet: ChaosFleet) -> None:
@@ -173,38 +147,6 @@ async def look_for_leftovers(outcome: Outcome, fleet: ChaosFleet) -> None:
 def log(text: str) -> None:
     """Prints what is waited for, or was done."""
     print(f"{time.strftime('%X')} {text}", flush=True)
-
-
-def describe(plan: Plan, outcome: Outcome) -> str:
-    tally, attack = outcome.tally, outcome.attack
-    pauses = find_pauses(tally.choices, attack.struck)
-    assert outcome.before and outcome.after
-    lines = [
-        f"seed {plan.seed}: {attack.hits.total()} kills, {len(attack.struck)} strikes: {counts(attack.hits)}",
-        *(f"  {line}" for line in describe_pauses(pauses)),
-        "the longest pauses:",
-        *(f"  {pause}" for pause in pauses[:NUM_LONGEST]),
-        f"messages lost: {outcome.num_dropped}",
-        f"answers checked: {tally.whole.total()} ({counts(tally.whole)}); {tally.num_tokens} tokens",
-        f"of these, streams that broke off and went on: {tally.resumed.total()} ({counts(tally.resumed)})",
-        f"cut by a gateway's death, right so far, and asked again: {tally.cut.total()} ({counts(tally.cut)})",
-        f"refused and asked again: {tally.refused.total()} ({counts(tally.refused)})",
-        f"keys: {counts(outcome.keys)}",
-        f"handles, before → after: {changes(outcome.before.handles, outcome.after.handles, 1)}",
-        f"MiB, before → after: {changes(outcome.before.memory, outcome.after.memory, MIB)}",
-        f"tokens lost {tally.num_lost}, repeated or foreign {tally.num_added}; "
-        f"processes that never came back {len(attack.lost)}; wrong {len(outcome.wrong)}",
-        *(f"  {text}" for text in outcome.wrong),
-    ]
-    return "\n".join(lines)
-
-
-def counts(found: Counter[str]) -> str:
-    return ", ".join(f"{name} {count}" for name, count in sorted(found.items()))
-
-
-def changes(before: dict[str, int], after: dict[str, int], unit: int) -> str:
-    return ", ".join(f"{kind} {before[kind] // unit} → {after[kind] // unit}" for kind in sorted(after))
 
 
 def main() -> int:
@@ -234,9 +176,17 @@ def main() -> int:
         log_to=args.log,
     )
     print(f"seed {plan.seed}", flush=True)
-    outcome = uvloop.run(run(plan))
+    outcome = uvloop.run(run_until_told(plan))
     print(describe(plan, outcome), flush=True)
-    return 1 if outcome.wrong else 0
+    return 1 if outcome.wrong or outcome.interrupted else 0
+
+
+async def run_until_told(plan: Plan) -> Outcome:
+    """As `run`, until it is done or a signal ends it."""
+    running = asyncio.create_task(run(plan))
+    for number in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(number, running.cancel)
+    return await running
 
 
 if __name__ == "__main__":

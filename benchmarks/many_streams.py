@@ -21,6 +21,9 @@ from tests.support import brokers
 from tests.support.fleet.scripted_fleet import count_wrong, scripted_fleet
 from tests.support.waiting import wait_until
 
+LIMIT_MS = 20
+"""An event loop is to be held no longer."""
+
 
 async def measure(
     server: Gateway, url: str, num_streams: int, num_workers: int, num_tokens: int, step_s: float
@@ -36,9 +39,17 @@ async def measure(
             f"{wall_s:.0f} s, gateway {cpu_s / wall_s:.0%} of a core, "
             f"{cpu_s * 1e6 / num_streams / num_tokens:.0f} µs a token; holds:"
         )
+        longest = {}
         for clock, counts in (await read_holds(server.url)).items():
             during = {bound: count - before[clock][bound] for bound, count in counts.items()}
-            print(f"  {clock}: longest up to {longest_ms(during):g} ms; " + described(during))
+            longest[clock] = longest_ms(during)
+            print(f"  {clock}: longest up to {longest[clock]:g} ms; " + described(during))
+        cpu_ms, wall_ms = longest["cpu"], longest["wall"]
+        print(
+            f"{time.strftime('%F %X')}, {num_streams} streams, {num_workers} workers: {wrong} wrong; "
+            f"the event loop was held for {cpu_ms:g} ms of CPU at most ({wall_ms:g} ms by the clock); "
+            f"never longer than {LIMIT_MS} ms: {cpu_ms <= LIMIT_MS} (by the clock {wall_ms <= LIMIT_MS})"
+        )
 
 
 async def read_holds(url: str) -> dict[str, dict[float, int]]:

@@ -4,9 +4,10 @@ every process comes back, and nothing is left over.
 
 from itertools import islice
 
-from benchmarks.chaos import COUNTS, Plan, describe, run
+from benchmarks.chaos import run
 from tests.support.chaos.answers import Choice
-from tests.support.chaos.figures import find_pauses
+from tests.support.chaos.figures import find_pauses, groups_of
+from tests.support.chaos.outcome import COUNTS, Plan, describe
 from tests.support.chaos.strikes import KINDS, Hit, Strike, Targets, draw_strikes
 
 PLAN = Plan(
@@ -53,3 +54,12 @@ def test_a_pause_belongs_to_the_stop_that_lasts_into_it() -> None:
     assert label(11.5, 14.5) == label(13.9, 14.5) == "broker stop"
     assert label(14.1, 15.0) == label(14.1, 19.0) == "agent kill + batcher kill"
     assert label(14.1, 21.0) == "batcher kill"
+
+
+def test_pauses_of_stopped_processes_are_listed_apart() -> None:
+    assert groups_of("gateway kill") == ["* nothing stopped, one"]
+    assert groups_of("agent kill + agent stop") == ["* stopped, or one of them, two at once"]
+    assert groups_of("agent kill + batcher kill") == [
+        "* nothing stopped, two at once",
+        "* workers, batchers killed, two at once",
+    ]

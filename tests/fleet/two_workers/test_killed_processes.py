@@ -12,7 +12,7 @@ import psutil
 import pytest
 from redis.asyncio import Redis
 
-from benchmarks.chaos import Plan, strike_under_load
+from benchmarks.chaos import strike_under_load
 from common.broker.client import connect
 from common.broker.keys import Keys
 from common.messages.codec import decode
@@ -20,7 +20,8 @@ from common.messages.events import Events
 from common.process.incarnations import next_incarnation
 from tests.support.chaos.attack import Attack
 from tests.support.chaos.cases import make_cases, make_reader
-from tests.support.chaos.crowd import Crowd
+from tests.support.chaos.crowd import Crowd, Tally
+from tests.support.chaos.outcome import Plan
 from tests.support.fleet.fleet import Fleet
 from tests.support.load import Load
 from tests.support.waiting import wait_until
@@ -61,7 +62,7 @@ async def kill_processes(fleet: Fleet, plan: Plan) -> None:
     attack, num_processes = Attack(fleet, fleet.directory, fleet.directory), len(fleet.pids())
     cases = make_cases(plan.seed, plan.num_cases, plan.num_tokens)
     async with make_reader(fleet.base_url, fleet.redis_url, str(plan.seed)) as reader:
-        crowd = Crowd(reader, cases, plan.seed)
+        crowd = Crowd(reader, cases, plan.seed, Tally())
         await crowd.learn(plan.num_streams)
         await strike_under_load(plan, crowd, attack)
         await attack.settled(num_processes, plan.counts["agent"])

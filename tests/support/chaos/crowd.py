@@ -50,10 +50,10 @@ class Crowd:
         gateway_hit_s: when a gateway was killed last.
     """
 
-    def __init__(self, reader: Reader, cases: list[Case], seed: int) -> None:
+    def __init__(self, reader: Reader, cases: list[Case], seed: int, tally: Tally) -> None:
         self.reader, self.cases, self.draw = reader, cases, random.Random(seed)
         self.expected: dict[str, Answer] = {}
-        self.tally = Tally()
+        self.tally = tally
         self.live: dict[int, tuple[Case, Answer]] = {}
         self.gateway_hit_s = -1.0
         self.stopping = asyncio.Event()
@@ -119,14 +119,16 @@ class Crowd:
         """Raises TimeoutError when it hangs."""
         reading = asyncio.create_task(self.reader.read(case, answer))
         count, seen_s = -1, 0.0
-        while not reading.done():
-            if answer.num_tokens != count:
-                count, seen_s = answer.num_tokens, time.monotonic()
-            if time.monotonic() - seen_s > HUNG_S:
-                reading.cancel()
-                raise TimeoutError(f"no token for {HUNG_S:.0f} s")
-            await asyncio.wait([reading], timeout=1.0)
-        reading.result()
+        try:
+            while not reading.done():
+                if answer.num_tokens != count:
+                    count, seen_s = answer.num_tokens, time.monotonic()
+                if time.monotonic() - seen_s > HUNG_S:
+                    raise TimeoutError(f"no token for {HUNG_S:.0f} s")
+                await asyncio.wait([reading], timeout=1.0)
+            reading.result()
+        finally:
+            reading.cancel()
 
     def check(self, case: Case, answer: Answer, is_cut: bool) -> None:
         (self.tally.cut if is_cut else self.tally.whole)[case.kind] += 1

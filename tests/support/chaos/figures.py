@@ -1,11 +1,13 @@
 """Figures of chaos: pauses by what caused them, and what is left when all is over."""
 
+import contextlib
 import time
 from bisect import bisect_left, bisect_right
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+import psutil
 from redis.asyncio import Redis
 
 from common.broker.keys import Keys
@@ -60,18 +62,26 @@ def find_pauses(choices: Iterable[tuple[str, Choice]], struck: Sequence[tuple[fl
 
 
 def describe_pauses(pauses: Sequence[Pause]) -> list[str]:
-    """A line for each label; before them one for all single hits and one for all pairs, of everything and of
-    workers and batchers that were killed.
-    """
+    """A line for each group of strikes, one for each number of victims, then a line for each label."""
     by_label: defaultdict[str, list[float]] = defaultdict(list)
     for pause in reversed(pauses):
-        hits = pause.label.split(" + ")
-        number = "one" if len(hits) == 1 else "two at once"
-        by_label[f"* all strikes, {number}"].append(pause.duration_s)
-        if COMPUTING.issuperset(hits):
-            by_label[f"* workers, batchers killed, {number}"].append(pause.duration_s)
+        for group in groups_of(pause.label):
+            by_label[group].append(pause.duration_s)
         by_label[pause.label].append(pause.duration_s)
-    return [f"{label:36} {describe_durations(found)}" for label, found in sorted(by_label.items())]
+    return [f"{label:42} {describe_durations(found)}" for label, found in sorted(by_label.items())]
+
+
+def groups_of(label: str) -> list[str]:
+    """The groups of a strike: single or two at once, with a stop (SIGSTOP) or without; and, where workers and
+    batchers alone were killed, that.
+    """
+    hits = label.split(" + ")
+    number = "one" if len(hits) == 1 else "two at once"
+    is_stop = any(hit.endswith(" stop") for hit in hits)
+    groups = [f"* {'stopped, or one of them' if is_stop else 'nothing stopped'}, {number}"]
+    if COMPUTING.issuperset(hits):
+        groups.append(f"* workers, batchers killed, {number}")
+    return groups
 
 
 def describe_durations(sorted_s: Sequence[float]) -> str:
@@ -91,9 +101,10 @@ class Holdings:
         handles: dict[str, int] = {}
         memory: dict[str, int] = {}
         for process in [fleet.known[fleet.launcher.pid], *processes(fleet)]:
-            kind = " ".join(process.cmdline()).split()[1]
-            handles[kind] = max(handles.get(kind, 0), process.num_fds())
-            memory[kind] = max(memory.get(kind, 0), process.memory_info().rss)
+            with contextlib.suppress(psutil.NoSuchProcess):  # it ends meanwhile
+                kind = " ".join(process.cmdline()).split()[1]
+                handles[kind] = max(handles.get(kind, 0), process.num_fds())
+                memory[kind] = max(memory.get(kind, 0), process.memory_info().rss)
         return cls(handles, memory)
 
 

@@ -1,6 +1,7 @@
 """What is left in a fleet when everybody has gone: keys, rows, tasks, subscriptions, file handles, memory."""
 
 import asyncio
+import contextlib
 from typing import Any
 
 import psutil
@@ -77,10 +78,16 @@ async def subscriptions(redis: Redis) -> list[Any]:
 
 
 def processes(fleet: Fleet) -> list[psutil.Process]:
-    """All but the broker and the launcher; engines, too."""
-    pids = fleet.pids()
-    roots = [psutil.Process(pid) for name, pid in pids.items() if name != "broker"]
-    return [process for root in roots for process in (root, *root.children(recursive=True))]
+    """All but the broker and the launcher; engines, too; none that ends meanwhile."""
+    found: list[psutil.Process] = []
+    for name, pid in fleet.pids().items():
+        with contextlib.suppress(psutil.NoSuchProcess):
+            found += [] if name == "broker" else tree(psutil.Process(pid))
+    return found
+
+
+def tree(root: psutil.Process) -> list[psutil.Process]:
+    return [root, *root.children(recursive=True)]
 
 
 def handles(fleet: Fleet) -> dict[int, int]:
