@@ -187,13 +187,14 @@ class StructuredOutputFields(SamplingFields):
     response_format: dict[str, Any] | None = Field(
         default=None,
         description='What the text must look like: `{"type": "json_schema", "json_schema": {"schema": …}}`, '
-        '`{"type": "json_object"}`, or in TGI\'s way `{"type": "regex", "value": …}`.',
+        '`{"type": "json_object"}`, in vLLM\'s way `{"type": "structural_tag", "format": …}`, or in TGI\'s '
+        '`{"type": "regex", "value": …}`.',
         json_schema_extra={"required": ["type"], "properties": {"type": {"enum": ["text", "json_object"]}}},
     )
     structured_outputs: dict[str, Any] | None = Field(
         default=None,
         description="vLLM's form of `response_format`: an object with one of `json`, `regex`, `choice`, "
-        "`grammar` (Lark or GBNF) and `json_object`.",
+        "`grammar` (Lark or GBNF), `structural_tag` and `json_object`.",
         json_schema_extra={"required": ["json_object"], "properties": {"json_object": {"const": True}}},
     )
     guided_json: dict[str, Any] | str | None = guided_field("a JSON schema that the text satisfies")

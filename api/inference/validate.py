@@ -43,7 +43,7 @@ async def validate(params: GenerationParams, limits: Limits, tokenizer: ModelTok
     """
     check(params, limits, tokenizer)
     prompt_ids = await encode_prompt(params, limits, tokenizer)
-    own = {"grammar": await grammar_source(params, limits)} | watermark(params, limits)
+    own = {"grammar": await grammar_source(params, limits, tokenizer)} | watermark(params, limits)
     params = replace(params, sampling=replace(params.sampling, **own))
     request = Generate(
         request_id="",
@@ -171,7 +171,7 @@ def watermark(params: GenerationParams, limits: Limits) -> dict[str, Any]:
     return {"watermark_gamma": limits.watermark_gamma, "watermark_delta": limits.watermark_delta}
 
 
-async def grammar_source(params: GenerationParams, limits: Limits) -> str:
+async def grammar_source(params: GenerationParams, limits: Limits, tokenizer: ModelTokenizer) -> str:
     """The grammar in llguidance's form; "" for none. Raises ApiError, also where structured output is turned
     off.
     """
@@ -180,7 +180,9 @@ async def grammar_source(params: GenerationParams, limits: Limits) -> str:
         return ""
     if not limits.structured_output:
         raise invalid(f"`{grammar.field}` is turned off here (DISABLE_GRAMMAR_SUPPORT)", grammar.field)
-    return grammar.source if isinstance(grammar, CompiledGrammar) else await compile_grammar(grammar)
+    if isinstance(grammar, CompiledGrammar):
+        return grammar.source
+    return await compile_grammar(grammar, tokenizer.special_tokens)
 
 
 # --- lengths ------------------------------------------------------------------------------------------------

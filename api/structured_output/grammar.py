@@ -7,7 +7,7 @@ refused before it is queued. Workers compile it again for their model's vocabula
 import functools
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +16,9 @@ from llguidance.gbnf_to_lark import GbnfToLarkError, any_to_lark
 
 from api.errors import ApiError, invalid
 from api.offload import LONG, offload
+from api.structured_output.lark import Lark
 from api.structured_output.schemas import NAMES_OF_SCHEMAS, VALUES, close_objects, map_schemas
+from api.structured_output.structural_tag import source_of_tag
 
 MAX_GRAMMAR_BYTES = 256 * 1024
 MAX_SCHEMA_DEPTH = 64
@@ -35,7 +37,8 @@ class Grammar:
     """A grammar as a client wrote it.
 
     Attributes:
-        kind: `json` (a JSON schema), `regex`, `choice` (a JSON list of strings), `grammar` (Lark or GBNF).
+        kind: `json` (a JSON schema), `regex`, `choice` (a JSON list of strings), `grammar` (Lark or GBNF),
+            `structural_tag` (its format, as JSON).
         text: the grammar.
         field: the request's field that has it.
         whitespace: a regex for white space in JSON.
@@ -62,19 +65,23 @@ class CompiledGrammar:
     field: str
 
 
-async def compile_grammar(grammar: Grammar) -> str:
-    """The grammar in llguidance's own form. Raises ApiError (422) with the keyword at fault and its place."""
+async def compile_grammar(grammar: Grammar, special_tokens: Mapping[str, int]) -> str:
+    """The grammar in llguidance's own form. Raises ApiError (422) with the keyword at fault and its place.
+
+    `special_tokens` are the ids of the model's, by their texts: tags may be such.
+    """
     size = len(grammar.text)
     if size > MAX_GRAMMAR_BYTES:
         raise invalid(
             f"`{grammar.field}` must have at most {MAX_GRAMMAR_BYTES} characters. Given: {size}",
             grammar.field,
         )
-    return await offload(LONG, lambda: compile_cached(grammar))
+    marks = special_tokens.items() if grammar.kind == "structural_tag" else ()
+    return await offload(LONG, lambda: compile_cached(grammar, tuple(marks)))
 
 
 @functools.lru_cache(maxsize=256)
-def compile_cached(grammar: Grammar) -> str:
+def compile_cached(grammar: Grammar, marks: tuple[tuple[str, int], ...] = ()) -> str:
     try:
         source = source_of(grammar)
     except (ValueError, GbnfToLarkError) as error:
@@ -84,11 +91,13 @@ def compile_cached(grammar: Grammar) -> str:
         matcher.compute_bitmask()
     if matcher.is_error():
         raise refusal(grammar, matcher.get_error().split("<state>")[0].strip())
-    return source
+    return source_of(grammar, marks) if marks else source
 
 
-def source_of(grammar: Grammar) -> str:
-    """The grammar in llguidance's form, not yet checked. Raises ValueError."""
+def source_of(grammar: Grammar, marks: tuple[tuple[str, int], ...] = ()) -> str:
+    """The grammar in llguidance's form, not yet checked, for a vocabulary with these special tokens. Raises
+    ValueError.
+    """
     match grammar.kind:
         case "json":
             schema = as_compiled(checked_schema(grammar), grammar.closed)
@@ -100,8 +109,21 @@ def source_of(grammar: Grammar) -> str:
         case "choice":
             words = " | ".join(json.dumps(word, ensure_ascii=False) for word in json.loads(grammar.text))
             return llguidance.LLMatcher.grammar_from_lark(f"start: {words}")
+        case "structural_tag":
+            form = json.loads(grammar.text)
+            return source_of_tag(form, grammar.field, Lark(dict(marks)), embedded_schema)
         case _:
             return llguidance.LLMatcher.grammar_from_lark(any_to_lark(grammar.text))
+
+
+def embedded_schema(schema: Any, field: str) -> dict[str, Any]:
+    """A JSON schema as a part of a Lark grammar. Raises ApiError."""
+    if not isinstance(schema, dict | bool):
+        raise invalid(f"`{field}` must be a JSON schema", field)
+    grammar = Grammar("json", json.dumps(schema), field)
+    compile_cached(grammar)
+    schema = as_compiled(checked_schema(grammar), closed=False)
+    return {**schema, "x-guidance": {"whitespace_pattern": WHITESPACE}}
 
 
 def checked_schema(grammar: Grammar) -> Any:

@@ -8,6 +8,7 @@ from typing import Any
 
 from api.errors import ApiError, invalid
 from api.structured_output.grammar import WHITESPACE, Grammar
+from api.structured_output.structural_tag import format_of
 
 ANY_OBJECT = '{"type": "object"}'
 GUIDED = {
@@ -16,7 +17,7 @@ GUIDED = {
     "guided_choice": "choice",
     "guided_grammar": "grammar",
 }
-KINDS = ("json", "regex", "choice", "grammar", "json_object")
+KINDS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
 """Kinds of `structured_outputs`, of which it has one."""
 GRAMMAR_SCHEMA: Any = {
     "required": ["type", "value"],
@@ -47,8 +48,10 @@ def from_response_format(value: Mapping[str, Any], field: str = "response_format
             return named_schema(inner, f"{field}.{name}", closed=name == "value")
         case "regex":
             return Grammar("regex", text_of(value.get("value"), f"{field}.value"), f"{field}.value")
+        case "structural_tag":
+            return tag_grammar(value, field)
         case _:
-            allowed = "text, json_object, json_schema, json, regex"
+            allowed = "text, json_object, json_schema, json, regex, structural_tag"
             raise invalid(f"`{field}.type` must be one of {allowed}. Given: {kind!r}", f"{field}.type")
 
 
@@ -80,6 +83,8 @@ def guided(kind: str, value: Any, field: str, whitespace: str = WHITESPACE) -> G
         return Grammar("json", ANY_OBJECT, field, whitespace)
     if kind == "json":
         return schema_grammar(value, field, whitespace)
+    if kind == "structural_tag":
+        return tag_grammar(value, field)
     if kind != "choice":
         return Grammar(kind, text_of(value, field), field)
     if not isinstance(value, list) or not value or not all(isinstance(word, str) and word for word in value):
@@ -103,6 +108,17 @@ def schema_grammar(value: Any, field: str, whitespace: str = WHITESPACE, closed:
         raise invalid(f"`{field}` must be a JSON schema", field)
     text = value if isinstance(value, str) else json.dumps(value)
     return Grammar("json", text, field, whitespace, closed)
+
+
+def tag_grammar(value: Any, field: str) -> Grammar:
+    """A structural tag, given as an object or as its text. Raises ApiError."""
+    try:
+        tag = json.loads(value) if isinstance(value, str) else value
+    except (ValueError, RecursionError) as error:
+        raise invalid(f"`{field}` is not JSON: {error}", field) from error
+    if not isinstance(tag, Mapping):
+        raise invalid(f"`{field}` must be a structural tag", field)
+    return Grammar("structural_tag", json.dumps(format_of(tag, field)), field)
 
 
 def text_of(value: Any, field: str) -> str:

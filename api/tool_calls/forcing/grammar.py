@@ -10,8 +10,8 @@ import llguidance
 from api.errors import ApiError, invalid
 from api.offload import LONG, offload
 from api.structured_output.grammar import MAX_GRAMMAR_BYTES, byte_vocabulary
+from api.structured_output.lark import TEXT, Lark, escaped
 from api.tool_calls.forcing.harmony_rules import harmony_answer, harmony_final
-from api.tool_calls.forcing.lark import TEXT, Lark, escaped
 from api.tool_calls.forcing.offer import CallsRule, Offer
 from api.tool_calls.forcing.rules import RULES
 from api.tool_calls.forcing.schemas import field_of, forced_schema

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from api.tool_calls.forcing.lark import TEXT, Lark, literal, one_of
+from api.structured_output.lark import TEXT, Lark, literal, one_of
 from api.tool_calls.forcing.offer import Offer
 from api.tool_calls.formats import harmony
 

@@ -4,7 +4,7 @@ import json
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from api.tool_calls.forcing.lark import Lark, listed, literal, one_of
+from api.structured_output.lark import Lark, listed, literal, one_of
 from api.tool_calls.forcing.offer import CallsRule, Offer
 from api.tool_calls.formats import mistral, tgi
 from api.tool_calls.formats.llama_json import PYTHON_TAG

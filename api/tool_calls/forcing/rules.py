@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping
 
+from api.structured_output.lark import Lark
 from api.tool_calls.forcing.json_rules import (
     fenced_sections,
     list_after,
@@ -13,7 +14,6 @@ from api.tool_calls.forcing.json_rules import (
     objects_between,
     tgi_call,
 )
-from api.tool_calls.forcing.lark import Lark
 from api.tool_calls.forcing.offer import CallsRule, Offer
 from api.tool_calls.forcing.tagged_rules import functions_between, glm_calls, python_list
 from api.tool_calls.formats.sections import DEEPSEEK, KIMI

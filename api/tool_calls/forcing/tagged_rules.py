@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
-from api.tool_calls.forcing.lark import Lark, literal, one_of
+from api.structured_output.lark import Lark, literal, one_of
 from api.tool_calls.forcing.offer import CallsRule, Offer
 from api.tool_calls.forcing.schemas import properties_of, unsupported
 from api.tool_calls.formats import tagged

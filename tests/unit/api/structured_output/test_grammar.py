@@ -73,13 +73,13 @@ REFUSED = {
 
 @pytest.mark.parametrize("name", SERVED)
 async def test_a_grammar_is_compiled(name: str) -> None:
-    assert await compile_grammar(SERVED[name])
+    assert await compile_grammar(SERVED[name], {})
 
 
 @pytest.mark.parametrize("text", REFUSED)
 async def test_a_grammar_that_cannot_be_served_is_refused_with_the_reason(text: str) -> None:
     with pytest.raises(ApiError) as refusal:
-        await compile_grammar(REFUSED[text])
+        await compile_grammar(REFUSED[text], {})
     assert text in str(refusal.value)
     assert (refusal.value.status, refusal.value.param) == (422, "f")
 
@@ -87,7 +87,7 @@ async def test_a_grammar_that_cannot_be_served_is_refused_with_the_reason(text: 
 @pytest.mark.parametrize("closed", [False, True])
 async def test_other_properties_are_allowed_unless_objects_are_closed(closed: bool) -> None:
     schema = {"properties": {"a": {"type": "object", "properties": {"b": {}}}}}
-    source = await compile_grammar(Grammar("json", json.dumps(schema), "f", closed=closed))
+    source = await compile_grammar(Grammar("json", json.dumps(schema), "f", closed=closed), {})
     accepted = [accepts(source, text) for text in ('{"a": {"b": 1}}', '{"a": {"c": 1}}', '{"c": 1}')]
     assert accepted == [True, not closed, not closed]
 

@@ -108,9 +108,13 @@ def test_vllms_structured_outputs(value: dict[str, Any], kind: str) -> None:
 @pytest.mark.parametrize(
     ("value", "text"),
     [
-        ({}, "`structured_outputs` must have one of json, regex, choice, grammar, json_object. Given: 0"),
+        (
+            {},
+            "`structured_outputs` must have one of json, regex, choice, grammar, json_object, "
+            "structural_tag. Given: 0",
+        ),
         ({"json": {}, "regex": "a"}, "Given: 2"),
-        ({"structural_tag": "x"}, "`structured_outputs.structural_tag` is not supported yet"),
+        ({"structural_tag": "x"}, "`structured_outputs.structural_tag` is not JSON"),
         ({"choice": []}, "`structured_outputs.choice` must be a list of texts that are not empty"),
         ({"choice": ["a", 1]}, "`structured_outputs.choice` must be a list"),
         ({"regex": ""}, "`structured_outputs.regex` must be a text that is not empty"),

@@ -27,12 +27,14 @@ class Lark:
         return f"<[{self.special_ids[text]}]>" if text in self.special_ids else literal(text)
 
     def marked(self, text: str) -> str:
-        """A text with marks in it that may be special tokens."""
-        marks = [mark for mark in self.special_ids if mark in text]
-        if not marks:
-            return literal(text)
-        pieces = re.split(f"({'|'.join(map(re.escape, marks))})", text)
-        return " ".join(self.mark(piece) for piece in pieces if piece)
+        """A text with marks in it that may be special tokens; nothing for the empty text."""
+        return " ".join(map(self.mark, self.pieces(text)))
+
+    def pieces(self, text: str) -> list[str]:
+        """A text, cut around the special tokens in it."""
+        marks = [re.escape(mark) for mark in self.special_ids if mark in text]
+        pieces = re.split(f"({'|'.join(marks)})", text) if marks else [text]
+        return [piece for piece in pieces if piece]
 
     def rule(self, body: str, option: str = "") -> str:
         name = f"rule_{len(self.rules)}"
@@ -44,10 +46,12 @@ class Lark:
         return self.rule(f"%json {json.dumps(schema)}")
 
     def until(self, mark: str) -> str:
-        """Any text up to a mark, and the mark."""
-        if mark in self.special_ids:
-            return f"{self.rule(TEXT)} {self.mark(mark)}"
-        return self.rule(rf"/(.|\n)*{escaped(mark)}/", "[lazy]")
+        """Any text up to a mark, and the mark. Behind text, a special token can only be a mark, or in one."""
+        head, *tail = self.pieces(mark)
+        if head in self.special_ids:
+            return " ".join([self.rule(TEXT), *map(self.mark, (head, *tail))])
+        before = rf"/(.|\n)*{escaped(head)}/"
+        return " ".join([self.rule(before, "" if tail else "[lazy]"), *map(self.mark, tail)])
 
 
 def literal(text: str) -> str:
@@ -57,6 +61,13 @@ def literal(text: str) -> str:
 def escaped(text: str) -> str:
     """A text in a regex."""
     return re.escape(text).replace("/", r"\/").replace("\n", r"\n")
+
+
+def regex(pattern: str) -> str:
+    """A regex between slashes."""
+    escapes = {"/": r"\/", "\n": r"\n"}
+    escaped = re.sub(r"(?s)(\\.)|(/|\n)", lambda found: found[1] or escapes[found[2]], pattern)
+    return f"/{escaped}/"
 
 
 def one_of(expressions: Iterable[str]) -> str:

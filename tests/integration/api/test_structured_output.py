@@ -1,0 +1,77 @@
+"""Structured output reaches the workers from every door, in every shape in which a client may ask for it."""
+
+import json
+from typing import Any
+
+import pytest
+from redis.asyncio import Redis
+
+from api.structured_output.grammar import Grammar, compile_cached
+from api.structured_output.shapes import ANY_OBJECT
+from common.broker.keys import Keys
+from deploy.serve.embedded_broker import Broker
+from tests.support.fleet.scripted_worker import Answer
+from tests.support.jobs import Service
+from tests.support.openai_frames import CHAT, answering, ids
+
+KEYS = Keys("default")
+OBJECT: Any = {"response_format": {"type": "json_object"}}
+VLLM: Any = {"structured_outputs": {"json_object": True}}
+SCHEMA = {"type": "object"}
+TGI: Any = {"inputs": "a", "parameters": {"grammar": {"type": "json_object", "value": SCHEMA}}}
+COMPLETION = {"prompt": "a"}
+JSON_DOORS: list[tuple[str, Any]] = [
+    ("/v1/chat/completions", CHAT | OBJECT),
+    ("/v1/chat/completions", CHAT | VLLM),
+    ("/v1/completions", COMPLETION | OBJECT),
+    ("/v1/completions", COMPLETION | VLLM),
+    ("/v1/responses", {"input": "a", "text": {"format": {"type": "json_object"}}}),
+    ("/generate", TGI),
+    ("/", TGI),
+    ("/invocations", CHAT | OBJECT),
+]
+JOBS: list[Any] = [
+    TGI,
+    {**CHAT, "parameters": OBJECT},
+    {**CHAT, "parameters": VLLM},
+]
+TAG = {
+    "type": "structural_tag",
+    "structures": [{"begin": "<f>", "schema": SCHEMA, "end": "</f>"}],
+    "triggers": ["<f>"],
+}
+TAGGED: list[Any] = [{"response_format": TAG}, {"structured_outputs": {"structural_tag": json.dumps(TAG)}}]
+
+
+@pytest.fixture
+def service(redis: Redis) -> Service:
+    return Service(redis)
+
+
+async def test_an_object_of_any_kind_can_be_wished_at_every_door(broker: Broker, service: Service) -> None:
+    expected = compile_cached(Grammar("json", ANY_OBJECT, "f"))
+    async with answering(broker.url, Answer(ids("{}"))) as (worker, _, client):
+        for path, body in JSON_DOORS:
+            answer = await client.post(path, json={"model": "default"} | body if "/v1" in path else body)
+            assert answer.status_code == 200, (path, answer.text)
+        for i, job in enumerate(JOBS):
+            await service.submit(id=f"j{i}", **job)
+            assert "error" not in await service.result(f"j{i}")
+    assert len(worker.seen) == len(JSON_DOORS) + len(JOBS)
+    assert {one.sampling.grammar if one.sampling else "" for one in worker.seen} == {expected}
+
+
+async def test_structural_tags_reach_the_workers(broker: Broker, service: Service) -> None:
+    async with answering(broker.url, Answer(ids("a"))) as (worker, _, client):
+        for fields in TAGGED:
+            for path, body in (("/v1/chat/completions", CHAT), ("/v1/completions", COMPLETION)):
+                answer = await client.post(path, json=body | fields)
+                assert answer.status_code == 200, (path, answer.text)
+        await service.submit(id="j", **CHAT, parameters=TAGGED[0])
+        assert "error" not in await service.result("j")
+        wrong = await client.post(
+            "/v1/completions", json=COMPLETION | {"response_format": {**TAG, "triggers": ["x"]}}
+        )
+    sources = {one.sampling.grammar if one.sampling else "" for one in worker.seen}
+    assert len(worker.seen) == 5 and len(sources) == 1 and "</f>" in sources.pop()
+    assert wrong.json()["error"]["param"] == "response_format.format.tags.0.begin"

@@ -1,0 +1,158 @@
+"""Structural tags are texts in which structured parts stand between tags."""
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import llguidance
+import pytest
+
+from api.errors import ApiError
+from api.structured_output.grammar import byte_vocabulary, compile_cached, compile_grammar
+from api.structured_output.shapes import from_response_format, from_structured_outputs
+from common import model_files
+
+AGE = {"type": "json_schema", "json_schema": {"type": "integer", "maximum": 99}}
+DAY = {"begin": "<call=day>", "content": {"type": "any_text"}, "end": "</call>"}
+YEAR = {"begin": "<call=year>", "content": AGE, "end": "</call>"}
+CALLS = {"type": "triggered_tags", "triggers": ["<call="], "tags": [DAY, YEAR]}
+OTHER = {"begin": "[age ", "content": AGE, "end": "]"}
+ACCEPTED: list[tuple[dict[str, Any], list[str], list[str]]] = [
+    ({"type": "const_string", "value": 'a"b'}, ['a"b'], ["", "a", 'a"bc']),
+    ({"type": "regex", "pattern": r"a/\d\/+"}, ["a/7/"], ["a/", "a7/"]),
+    (AGE, ["12", "99"], ["100", "x"]),
+    ({"type": "any_text"}, ["", "<call=x>", "é\n"], []),
+    (
+        {"type": "or", "elements": [AGE, {"type": "const_string", "value": "no"}]},
+        ["3", "no"],
+        ["3no", "nono"],
+    ),
+    (
+        {"type": "sequence", "elements": [{"type": "const_string", "value": "I am "}, AGE]},
+        ["I am 7"],
+        ["7", "I am "],
+    ),
+    (
+        {"type": "tag", "begin": "<t>", "content": {"type": "any_text"}, "end": "</t>"},
+        ["<t></t>", "<t>a</b></t>"],
+        ["<t>", "<t></t>x", "a<t></t>"],
+    ),
+    (
+        CALLS,
+        [
+            "",
+            "text",
+            "a<call=day>now</call>b<call=year>12</call>",
+            "a < b",
+            "<call=year>1</call><call=day></call>",
+        ],
+        ["<call=", "<call=month>1</call>", "a<call=year>x</call>", "<call=year>1</call><call=year>"],
+    ),
+    (
+        {**CALLS, "at_least_one": True},
+        ["<call=year>1</call>", "<call=day></call> and <call=year>1</call>."],
+        ["", "text", "a<call=year>1</call>"],
+    ),
+    ({**CALLS, "stop_after_first": True}, ["a<call=year>1</call>", "a"], ["<call=year>1</call>b"]),
+    (
+        {**CALLS, "at_least_one": True, "stop_after_first": True},
+        ["<call=year>1</call>"],
+        ["", "a<call=year>1</call>", "<call=year>1</call>b"],
+    ),
+    (
+        {"type": "triggered_tags", "triggers": ["[", "<call="], "tags": [YEAR, OTHER]},
+        ["a[age 3]<call=year>4</call>", "a<call=year>4</call>[age 3]"],
+        ["a[<call=year>4</call>", "[age x]", "<call=year>[age 3]</call>", "[age 3] <call=year>]"],
+    ),
+    (
+        {"type": "tag", "begin": "{", "content": CALLS, "end": "}"},
+        ["{}", "{a}", "{a<call=year>4</call>b}"],
+        ["{", "{}b", "{<call=}</call>}"],
+    ),
+    (
+        {"type": "tags_with_separator", "tags": [YEAR, OTHER], "separator": ", "},
+        ["", "[age 3]", "[age 3], <call=year>4</call>"],
+        ["[age 3],", "[age 3][age 4]", "text"],
+    ),
+    (
+        {"type": "tags_with_separator", "tags": [OTHER], "separator": "", "at_least_one": True},
+        ["[age 3]", "[age 3][age 4]"],
+        ["", "[age 3],[age 4]"],
+    ),
+    (
+        {"type": "tags_with_separator", "tags": [OTHER], "separator": ",", "stop_after_first": True},
+        ["", "[age 3]"],
+        ["[age 3],[age 4]"],
+    ),
+]
+
+
+def source_of(form: Mapping[str, Any]) -> str:
+    grammar = from_response_format({"type": "structural_tag", "format": form})
+    assert grammar is not None
+    return compile_cached(grammar)
+
+
+def accepts(vocabulary: llguidance.LLTokenizer, source: str, tokens: list[int]) -> bool:
+    matcher = llguidance.LLMatcher(vocabulary, source, log_level=0)
+    return matcher.try_consume_tokens(tokens) == len(tokens) and matcher.is_accepting()
+
+
+@pytest.mark.parametrize(("form", "right", "wrong"), ACCEPTED)
+def test_texts_of_a_format_and_others(form: dict[str, Any], right: list[str], wrong: list[str]) -> None:
+    source = source_of(form)
+    assert [text for text in right if not accepts(byte_vocabulary(), source, list(text.encode()))] == []
+    assert [text for text in wrong if accepts(byte_vocabulary(), source, list(text.encode()))] == []
+
+
+def test_the_older_form_and_vllms_structured_outputs_mean_the_same() -> None:
+    structure = {"begin": "<call=year>", "schema": AGE["json_schema"], "end": "</call>"}
+    older = {"type": "structural_tag", "structures": [structure], "triggers": ["<call="]}
+    newer = {"type": "structural_tag", "format": {**CALLS, "tags": [YEAR]}}
+    grammars = [from_response_format(older), from_response_format(newer)]
+    grammars += [from_structured_outputs({"structural_tag": value}) for value in (json.dumps(older), newer)]
+    assert len({grammar.text for grammar in grammars if grammar}) == 1 and None not in grammars
+
+
+async def test_tags_may_be_special_tokens() -> None:
+    """The bundled model's `<|im_start|>` stands for such a tag: its text is no text to the engine."""
+    tag = {"begin": "<|im_start|>x=", "content": AGE, "end": "<|im_end|>"}
+    form = {"type": "triggered_tags", "triggers": ["<|im_start|>"], "tags": [tag]}
+    grammar = from_response_format({"type": "structural_tag", "format": form})
+    assert grammar is not None
+    path = str(model_files.resolve("smollm2") / "tokenizer.json")
+    vocabulary = llguidance.LLTokenizer(path, eos_token=0)
+    source = await compile_grammar(grammar, {"<|im_start|>": 1, "<|im_end|>": 2})
+    number = [*vocabulary.tokenize_str("x=1"), *vocabulary.tokenize_str("2")]
+    hello = vocabulary.tokenize_str("hello")
+    assert accepts(vocabulary, source, [*hello, 1, *number, 2, *hello])
+    assert accepts(vocabulary, source, hello)
+    assert not accepts(vocabulary, source, [*hello, 1, *number])
+    assert not accepts(vocabulary, source, [*hello, 1, *hello])
+
+
+@pytest.mark.parametrize(
+    ("form", "text"),
+    [
+        ({"type": "qwen_xml_parameter"}, "`response_format.format.type` must be one of const_string, "),
+        ({"type": "any_text", "excludes": ["a"]}, "`response_format.format.excludes` is not supported"),
+        ({"type": "const_string"}, "`response_format.format.value` must be a text that is not empty"),
+        (
+            {**CALLS, "triggers": ["<x"]},
+            "`response_format.format.tags.0.begin` must begin with one of `triggers`",
+        ),
+        ({**CALLS, "triggers": [1]}, "`response_format.format.triggers.0` must be a text"),
+        ({**CALLS, "tags": []}, "`response_format.format.tags` must be a list that is not empty"),
+        ({**CALLS, "at_least_one": 1}, "`response_format.format.at_least_one` must be true or false"),
+        ({"type": "sequence", "elements": [CALLS, AGE]}, "`response_format.format.elements.0` has no end"),
+        ({"type": "tag", "begin": "a", "end": "b"}, "`response_format.format.content` must be an object"),
+        (
+            {"type": "json_schema", "json_schema": {"not": {}}},
+            "`response_format.format.json_schema` cannot be compiled: the keyword `not` .at `#/not`. is not",
+        ),
+        ({"type": "regex", "pattern": "("}, "`response_format` cannot be compiled: "),
+    ],
+)
+def test_what_cannot_be_served_is_refused_by_its_place(form: dict[str, Any], text: str) -> None:
+    with pytest.raises(ApiError, match=text):
+        source_of(form)
