@@ -18,6 +18,7 @@ from redis.asyncio import Redis
 from api.arq.worker import JobWorker
 from common.broker.client import connect
 from common.broker.keys import Keys
+from common.messages.packing import unpack_ids
 from common.messages.request import Generate
 from common.settings.settings import Settings
 from deploy.serve.embedded_broker import Broker
@@ -268,3 +269,25 @@ async def test_the_answer_to_another_job_with_the_same_id_is_ignored(
     async with job_worker(broker.url):
         with pytest.raises(SerializationError, match="conflict"):
             await result(await enqueue(client, "generate", "Count.", _job_id="a"))
+
+
+async def test_a_chat_job_takes_what_vllm_adds_to_the_route(
+    client: ArqRedis, worker: FakeWorker, broker: Broker
+) -> None:
+    async with job_worker(broker.url):
+        more: list[dict[str, Any]] = [
+            {"return_token_ids": True, "prompt_logprobs": 1},
+            {"allowed_token_ids": [7, 11]},
+            {"structured_outputs": {"choice": ["yes", "no"]}},
+        ]
+        answers = [await result(await enqueue(client, "chat", CHAT["messages"], **fields)) for fields in more]
+        with pytest.raises(SerializationError, match=r"structured_outputs\.regex"):
+            await result(await enqueue(client, "chat", CHAT["messages"], structured_outputs={"regex": ""}))
+    prompt = unpack_ids(worker.seen[0].prompt_ids)
+    assert answers[0]["prompt_token_ids"] == prompt
+    assert answers[0]["choices"][0]["token_ids"] == [*IDS, 2]
+    scored = [next(iter(one)) for one in answers[0]["prompt_logprobs"][1:]]
+    assert scored == [str(token) for token in prompt[1:]]
+    samplings = [one.sampling for one in worker.seen if one.sampling]
+    assert [7, 11] in [sampling.allowed_token_ids for sampling in samplings]
+    assert any("yes" in sampling.grammar for sampling in samplings)
