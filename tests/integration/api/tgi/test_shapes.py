@@ -35,11 +35,30 @@ PARAMETERS = {
     "details": True,
     "seed": 0,
 }
+SCORED = {"decoder_input_details": True, "max_new_tokens": 4, "top_n_tokens": 2}
+BEST = {"best_of": 2, "do_sample": True, "details": True, "max_new_tokens": 4}
+PREFILL = "details.prefill[].id:int details.prefill[].text:str details.prefill[].logprob:float"
+TOPS = "details.top_tokens[][].id:int details.top_tokens[][].text:str details.top_tokens[][].logprob:float"
+OTHER = "details.best_of_sequences[]"
+OTHERS = f"{OTHER}.generated_text:str {OTHER}.finish_reason:str {OTHER}.seed:int {OTHER}.tokens[].id:int"
+REGEX = {"grammar": {"type": "regex", "value": " one two"}, "max_new_tokens": 4, "details": True}
+WEATHER = {"type": "object", "properties": {"unit": {"type": "string"}}, "required": ["unit"]}
 WHOLE: list[tuple[str, dict[str, Any], str]] = [
     ("/generate", {"inputs": "Hi", "parameters": PARAMETERS}, f"generated_text:str {DETAILS} {TOKEN}"),
     ("/v1/completions", {"prompt": "Hi", "temperature": 0.0}, f"{KNOWN} {CHOICE} choices[].text:str {USAGE}"),
     (CHAT_PATH, CHAT | {"seed": 1337}, f"{KNOWN} {CHOICE} {MESSAGE} {USAGE}"),
     (CHAT_PATH, CHAT | {"tools": TOOLS}, f"{KNOWN} {CHOICE} {CALLED} choices[].message.content:null {USAGE}"),
+    ("/generate", {"inputs": "Hi there you", "parameters": SCORED}, f"generated_text:str {PREFILL} {TOPS}"),
+    ("/generate", {"inputs": "Hi", "parameters": BEST}, f"generated_text:str {OTHERS} {TOKEN}"),
+    ("/generate", {"inputs": "Hi", "parameters": REGEX}, f"generated_text:str {TOKEN}"),
+    *(
+        (CHAT_PATH, CHAT | {"response_format": {"type": kind, "value": value}}, f"{KNOWN} {CHOICE} {MESSAGE}")
+        for kind, value in (
+            ("json", WEATHER),
+            ("json_object", WEATHER),
+            ("json_schema", {"name": "weather", "strict": True, "schema": WEATHER}),
+        )
+    ),
 ]
 CHUNK = f"{KNOWN} choices[].index:int choices[].logprobs:null choices[].finish_reason:null"
 STREAMED: list[tuple[str, dict[str, Any], str]] = [

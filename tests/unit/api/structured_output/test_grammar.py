@@ -92,6 +92,14 @@ async def test_other_properties_are_allowed_unless_objects_are_closed(closed: bo
     assert accepted == [True, not closed, not closed]
 
 
+async def test_white_space_between_the_tokens_of_json_is_bounded() -> None:
+    source = await compile_grammar(schema({"type": "object"}), {})
+    spaces = {"": True, " ": True, "  ": False, "\t": False, "\n" + 32 * " ": True, "\n" + 33 * " ": False}
+    spaces |= {"\n\n": False, " \n": False}
+    for around in ('{%s"a": 1}', '{"a":%s1}', '{"a": [1,%s2]}', '{"a": {}%s}'):
+        assert {space: accepts(source, around % space) for space in spaces} == spaces, around
+
+
 def accepts(source: str, text: str) -> bool:
     matcher = llguidance.LLMatcher(byte_vocabulary(), source, log_level=0)
     return matcher.consume_tokens(list(text.encode())) and matcher.is_accepting()
