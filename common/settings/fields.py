@@ -37,7 +37,7 @@ class SettingFields(BaseModel):
     load_format: LoadFormat = "auto"
     """auto or dummy; dummy makes random weights of the shapes in config.json, to measure speed"""
     quantize: str | None = None
-    """how the checkpoint is quantised (awq, gptq, fp8 …); another way ends the start (default: as it is)"""
+    """how the checkpoint is quantised (awq, gptq …); fp8 rounds plain weights; else the start ends"""
     trust_remote_code: bool = False
     """run the Python code that a checkpoint brings along"""
     huggingface_hub_cache: str | None = None

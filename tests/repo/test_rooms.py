@@ -52,6 +52,7 @@ FLOORS = {
         "agent engine.loop",
         "engine.engine",
         "engine.model.load",
+        "engine.model.fp8",
         "engine.model.layer_blocks",
         "engine.model.tp_weights",
         "engine.model.weights",
@@ -64,6 +65,7 @@ FLOORS = {
         "engine.agent_link engine.batch engine.parallel",
         "engine.model.config protocol rank",
         "engine.cuda.compile engine.cuda.fused_linear engine.cuda.kernels engine.errors",
+        "engine.cuda.fp8_linear",
     ],
     "common": [
         "process",

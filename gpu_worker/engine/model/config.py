@@ -9,6 +9,7 @@ from transformers import AutoConfig
 
 from common.settings.settings import SettingError, Settings
 
+ON_THE_FLY = "fp8"
 LAYER_TYPES = {"full_attention", "sliding_attention"}
 
 
@@ -39,12 +40,19 @@ def quantization_of(config: Any) -> dict[str, Any] | None:
     return values if isinstance(values, dict) or values is None else dict(values.to_dict())
 
 
+def quantizes(config: Any, settings: Settings) -> bool:
+    """Whether plain weights become 8-bit floats at load."""
+    return quantization_of(config) is None and settings.quantize == ON_THE_FLY
+
+
 def check_quantize(quantization: dict[str, Any] | None, settings: Settings) -> None:
-    """Raises SettingError where QUANTIZE names another method than the checkpoint: weights are loaded as it
-    has them. Names of kernels (`awq_marlin`) are those of their method.
+    """Raises SettingError where QUANTIZE names another method than the checkpoint; plain weights can become
+    FP8 only. Names of kernels (`awq_marlin`) are those of their method.
     """
     wanted = (settings.quantize or "").removesuffix("_marlin").replace("_", "-")
     own = str(quantization.get("quant_method") if quantization else "not quantised").replace("_", "-")
+    if quantization is None and wanted == ON_THE_FLY:
+        return  # see `quantizes`
     if wanted and wanted != own:
         raise SettingError(
             "quantize",

@@ -1,4 +1,4 @@
-"""Blocks of linear layers by the names of these in a model, each read when it is asked for."""
+"""Quantised weights of linear layers by the names of these in a model, each read when it is asked for."""
 
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -13,6 +13,7 @@ from gpu_worker.engine.model.tp_weights import intervals_of, parameter_finder
 from gpu_worker.engine.parallel.tp_plan import TensorShards
 from gpu_worker.engine.quantization.checkpoint import StoredWeight, read_tensors
 from gpu_worker.engine.quantization.methods import METHODS, method_of
+from gpu_worker.engine.quantization.weight import ScaledFloats
 
 
 class ReadBlocks(Mapping[str, Blocks]):
@@ -36,21 +37,41 @@ class ReadBlocks(Mapping[str, Blocks]):
 
 def find_blocks(path: Path, config: Any, model: Any) -> Mapping[str, Blocks]:
     """Of the checkpoint in a directory, quantised or converted from a GGUF file."""
-    quantization = quantization_of(config)
-    if not quantization or method_of(quantization) not in METHODS:
+    if quantization_of(config) is None:
         return LayerBlocks(path)
-    weights: dict[str, StoredWeight] = {}
-    find = parameter_finder(model)
-    for key, tensor in read_tensors(path, quantization).items():
-        name, converter = find(key)
-        if isinstance(tensor, StoredWeight) and not converter:
-            weights[name.removesuffix(".weight")] = tensor
+    weights = find_weights(path, config, model)
 
     def read(layer: str) -> Blocks | None:
         weight = weights[layer].read()
         return weight if isinstance(weight, Blocks) else None
 
     return ReadBlocks(list(weights), read)
+
+
+def find_weights(path: Path, config: Any, model: Any) -> dict[str, StoredWeight]:
+    """Of linear layers that are quantised by one of METHODS, by their names in the model."""
+    quantization, find = quantization_of(config), parameter_finder(model)
+    if not quantization or method_of(quantization) not in METHODS:
+        return {}
+    found = {}
+    for key, tensor in read_tensors(path, quantization).items():
+        name, converter = find(key)
+        if isinstance(tensor, StoredWeight) and not converter:
+            found[name.removesuffix(".weight")] = tensor
+    return found
+
+
+def shard_floats(weight: ScaledFloats, shards: TensorShards | None, rank: int) -> ScaledFloats:
+    """A rank's part of 8-bit floats [outputs, inputs] with float32 scales, one for each output or for all."""
+    if shards is None:
+        return weight
+    intervals = intervals_of(shards, weight.values.shape[shards.dim], rank)
+    places = torch.cat([torch.arange(*interval) for interval in intervals])
+    if shards.dim == 1:
+        values, scales = weight.values[:, places], weight.output_scales()
+    else:
+        values, scales = weight.values[places], weight.output_scales()[places]
+    return ScaledFloats(values, scales, (1, values.shape[1]))
 
 
 def shard_blocks(

@@ -25,7 +25,8 @@ from gpu_worker.engine.cpu.packed_linear import pack_linears
 from gpu_worker.engine.cuda.fused_linear import fuse_linears
 from gpu_worker.engine.errors import UnservableModel
 from gpu_worker.engine.model import rope
-from gpu_worker.engine.model.config import cannot_serve, read_config
+from gpu_worker.engine.model.config import cannot_serve, quantizes, read_config
+from gpu_worker.engine.model.fp8 import check_fp8, multiplies_fp8, quantize_linears, replace_linears
 from gpu_worker.engine.model.kv_budget import count_blocks, measure_peak
 from gpu_worker.engine.model.layer_blocks import find_blocks, shard_blocks
 from gpu_worker.engine.model.model import LoadedModel
@@ -34,6 +35,7 @@ from gpu_worker.engine.model.warmup import max_prompt_tokens, run_largest_step
 from gpu_worker.engine.model.weights import read_weights
 from gpu_worker.engine.parallel.communicator import Communicator
 from gpu_worker.engine.parallel.tp_model import connect_shards
+from gpu_worker.engine.parallel.tp_plan import TensorShards
 from gpu_worker.rank import Place
 
 log = logging.getLogger(__name__)
@@ -54,6 +56,7 @@ def load(settings: Settings, progress: model_files.Progress, communicator: Commu
     """
     device = choose_device(settings.device, communicator.place)
     dtype = choose_dtype(settings.dtype, device)
+    check_fp8(settings, device, dtype)
     path = model_files.resolve(settings.model_id, settings.revision, progress, dtype=name_of(dtype))
     torch.set_num_threads(settings.threads or threads_of(settings, communicator))
     config = read_config(path, settings)
@@ -66,10 +69,12 @@ def load(settings: Settings, progress: model_files.Progress, communicator: Commu
         if communicator.world_size > 1:
             model, plan = read_shard(path, config, dtype, device, settings, communicator)
             blocks = read_blocks(path, config, model, settings)
+            use_fp8(model, path, config, settings, plan.shards, communicator.rank)
             optimize_linears(model, device, shard_blocks(blocks, plan.shards, communicator.rank))
             connect_shards(model, plan, communicator)
         else:
             model = read_weights(path, config, dtype, device, settings)
+            use_fp8(model, path, config, settings, {}, 0)
             optimize_linears(model, device, read_blocks(path, config, model, settings))
         layers = probe_attention(model, lambda: probe_forward(model, device))
     except KeyError as error:  # model code that looks attention up in a table of its own
@@ -125,7 +130,19 @@ def assemble(
 def read_blocks(path: Path, config: Any, model: Any, settings: Settings) -> Mapping[str, Blocks]:
     """What can be multiplied as it is in the checkpoint: on CPU in bfloat16."""
     served = (model.device.type, model.dtype) == ("cpu", torch.bfloat16)
-    return find_blocks(path, config, model) if served and not settings.makes_weights else {}
+    changed = settings.makes_weights or quantizes(config, settings)
+    return find_blocks(path, config, model) if served and not changed else {}
+
+
+def use_fp8(
+    model: Any, path: Path, config: Any, settings: Settings, shards: Mapping[str, TensorShards], rank: int
+) -> None:
+    """`shards`: how weights [...] of any dtype are split, where there are several ranks."""
+    multiplied = multiplies_fp8(model.device, model.dtype)
+    if quantizes(config, settings):
+        quantize_linears(model, multiplied)
+    elif multiplied:
+        replace_linears(model, path, config, shards, rank)
 
 
 def optimize_linears(model: Any, device: torch.device, blocks: Mapping[str, Blocks]) -> None:

@@ -36,6 +36,10 @@ class ScaledFloats:
         )
         return self.values.float() * self.scales[outputs][:, inputs]
 
+    def output_scales(self) -> torch.Tensor:
+        """float32 [outputs, 1], where a part has all inputs"""
+        return self.scales.repeat_interleave(self.part[0], 0)[: len(self.values)]
+
 
 Weight = Blocks | ScaledFloats | torch.Tensor
 """Integers in blocks, scaled floats, or float32 [outputs, inputs]."""
