@@ -4,6 +4,7 @@ from collections.abc import AsyncIterator, Iterator
 
 import httpx
 import pytest
+from openai import AsyncOpenAI
 from redis.asyncio import Redis
 
 from common.broker.client import connect
@@ -50,4 +51,12 @@ async def http(fleet: Fleet) -> AsyncIterator[httpx.AsyncClient]:
 @pytest.fixture
 async def redis(fleet: Fleet) -> AsyncIterator[Redis]:
     async with connect(fleet.redis_url) as client:
+        yield client
+
+
+@pytest.fixture
+async def client(fleet: Fleet) -> AsyncIterator[AsyncOpenAI]:
+    async with AsyncOpenAI(
+        base_url=f"{fleet.base_url}/v1", api_key="none", max_retries=0, timeout=300
+    ) as client:
         yield client

@@ -1,7 +1,6 @@
 """OpenAI's own package against a whole fleet with the real model."""
 
 import asyncio
-from collections.abc import AsyncIterator
 from typing import Any, Literal
 
 import openai
@@ -12,20 +11,11 @@ from openai.types import CompletionUsage
 from transformers import AutoTokenizer
 
 from common import model_files
-from tests.support.fleet.fleet import Fleet
 from tests.support.openai_frames import TOKENIZER
 
 MODEL = "smollm2"
 CHAT: list[Any] = [{"role": "user", "content": "Name three colours."}]
 GREEDY: dict[str, Any] = {"model": MODEL, "messages": CHAT, "temperature": 0, "max_tokens": 12}
-
-
-@pytest.fixture
-async def client(fleet: Fleet) -> AsyncIterator[AsyncOpenAI]:
-    async with AsyncOpenAI(
-        base_url=f"{fleet.base_url}/v1", api_key="none", max_retries=0, timeout=300
-    ) as client:
-        yield client
 
 
 async def test_a_chat_is_the_same_streamed_and_whole(client: AsyncOpenAI) -> None:
@@ -164,7 +154,7 @@ ASK: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("temperature", [0, 1.3])
+@pytest.mark.parametrize("temperature", [1.3, pytest.param(0, marks=pytest.mark.slow)])
 async def test_a_call_that_is_required_is_valid(client: AsyncOpenAI, temperature: float) -> None:
     body = ASK | {"temperature": temperature, "seed": 5, "parallel_tool_calls": False}
     required = await client.chat.completions.create(**body, tools=LOOSE, tool_choice="required")

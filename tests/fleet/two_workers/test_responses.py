@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 import os
 import signal
-from collections.abc import AsyncIterator
 from typing import Any
 
 import openai
@@ -20,14 +19,6 @@ from tests.support.waiting import wait_until
 ASKED: dict[str, Any] = {"model": "smollm2", "input": "Name three colours.", "temperature": 0}
 SHORT = ASKED | {"max_output_tokens": 12}
 LONG = ASKED | {"max_output_tokens": 150, "extra_body": {"ignore_eos": True}}
-
-
-@pytest.fixture
-async def client(fleet: Fleet) -> AsyncIterator[AsyncOpenAI]:
-    async with AsyncOpenAI(
-        base_url=f"{fleet.base_url}/v1", api_key="none", max_retries=0, timeout=300
-    ) as client:
-        yield client
 
 
 class Colour(pydantic.BaseModel):

@@ -19,7 +19,7 @@ from tests.support.engine.batch_player import Player
 from tests.support.engine.reference import prompt_ids
 from tests.support.prompts import FEW, PROMPTS
 
-NEW_TOKENS = 24
+NEW_TOKENS = 16
 SETTINGS: dict[str, Any] = {
     "dtype": "bfloat16",
     "kv_cache_bytes": 2**27,
