@@ -45,6 +45,7 @@ def test_a_pause_belongs_to_the_stop_that_lasts_into_it() -> None:
         (10.0, Strike(0, (Hit("broker", "broker", "stop", 4.0),))),
         (12.0, Strike(0, (Hit("agent", "w0", "kill"), Hit("batcher", "b0", "kill")))),
         (20.0, Strike(0, (Hit("batcher", "b1", "kill"),))),
+        (22.0, Strike(0, (Hit("engine", "w1", "kill"),))),
     ]
 
     def label(begin_s: float, end_s: float) -> str:
@@ -54,6 +55,8 @@ def test_a_pause_belongs_to_the_stop_that_lasts_into_it() -> None:
     assert label(11.5, 14.5) == label(13.9, 14.5) == "broker stop"
     assert label(14.1, 15.0) == label(14.1, 19.0) == "agent kill + batcher kill"
     assert label(14.1, 21.0) == "batcher kill"
+    assert label(20.2, 24.0) == "batcher kill", "its last token came just after the strike"
+    assert label(21.0, 24.0) == "engine kill"
 
 
 def test_pauses_of_stopped_processes_are_listed_apart() -> None:

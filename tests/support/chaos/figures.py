@@ -19,6 +19,8 @@ from tests.support.fleet.leftovers import idle, processes
 KEYS = Keys("default")
 MIB = 2**20
 NUM_SHOWN = 6
+ON_ITS_WAY_S = 0.5
+"""For so long what a victim has sent may still arrive."""
 COMPUTING = {"agent kill", "engine kill", "batcher kill"}
 
 
@@ -42,7 +44,7 @@ class Pause:
 
 def find_pauses(choices: Iterable[tuple[str, Choice]], struck: Sequence[tuple[float, Strike]]) -> list[Pause]:
     """Pauses, the longest first. A gap belongs to the first strike whose stop lasts into it, else to the
-    first one within it, else to the last one before.
+    first one within it or just before it, else to the last one before.
     """
     times_s = [time_s for time_s, _ in struck]
     stopped_until_s = [time_s + max(hit.stop_s for hit in strike.hits) for time_s, strike in struck]
@@ -50,7 +52,7 @@ def find_pauses(choices: Iterable[tuple[str, Choice]], struck: Sequence[tuple[fl
     for case, choice in choices:
         longest: dict[int, Pause] = {}
         for begin_s, end_s in choice.gaps:
-            first, before = bisect_left(times_s, begin_s), bisect_right(times_s, begin_s) - 1
+            first, before = bisect_left(times_s, begin_s - ON_ITS_WAY_S), bisect_right(times_s, begin_s) - 1
             cause = first if first < len(times_s) and times_s[first] <= end_s else before
             cause = next((i for i in range(max(0, cause)) if stopped_until_s[i] > begin_s), cause)
             if cause < 0:
