@@ -6,6 +6,7 @@ from redis.asyncio import Redis
 
 from batcher.failure_detector import FailureDetector
 from batcher.orphans import OrphanTracker
+from batcher.scheduling.counts import count
 from batcher.scheduling.scheduler import Scheduler
 from batcher.worker_absence import WorkerAbsence
 from batcher.workers import WorkerRegistry
@@ -56,7 +57,7 @@ class Housekeeping:
     async def run(self, undecodable: int, control_id: str) -> list[str]:
         """Return the workers that must be sealed. Messages of `control` before `control_id` are done."""
         self.due_s = time.monotonic() + self.interval_s
-        orphans = await self.orphans.orphans(self.scheduler.sequences.values())
+        orphans = await self.orphans.orphans(self.scheduler.sequences, self.scheduler.gateways)
         dead = await self.workers.check()  # after them: it looks whether the broker's clock has jumped
         if self.detector.active:
             for request_id in orphans:
@@ -77,7 +78,7 @@ class Housekeeping:
 
     async def publish_state(self, undecodable: int) -> None:
         """Write the scheduler's counts, the pool's place in the list of pools, and the heartbeat."""
-        counts = self.scheduler.counts()
+        counts = count(self.scheduler)
         now_s = self.detector.now_ms() / 1000
         async with self.redis.pipeline() as pipe:
             pipe.hset(self.keys.state, mapping={**counts, "undecodable": undecodable})

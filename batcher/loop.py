@@ -2,16 +2,15 @@
 
 import asyncio
 import logging
-from collections import deque
-from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import NoReturn
 
 from redis.asyncio import Redis
 
 from batcher import parse
+from batcher.actions import Action, ActionQueue, ScriptAction
 from batcher.backlog import Backlog
-from batcher.dispatch import Dispatch
+from batcher.dispatch import Dispatch, read_answer
 from batcher.failure_detector import FailureDetector
 from batcher.housekeeping import Housekeeping
 from batcher.inbox import Inbox, StreamEntry
@@ -24,6 +23,7 @@ from batcher.terminals import Terminals
 from batcher.timeline import TimelineWriter
 from batcher.workers import WorkerRegistry, WorkerState
 from common.broker.client import ERRORS, describe_error
+from common.broker.fast_client import SerialClient
 from common.broker.keys import Keys
 from common.broker.sequences import ChannelSequences
 from common.messages.codec import WireError, decode
@@ -34,7 +34,6 @@ from common.settings.settings import Settings
 
 log = logging.getLogger(__name__)
 
-Action = Callable[[], Awaitable[object]]
 READ_WAIT_MS = 100
 SLICE_S = 0.02
 """For so long entries are handled in one turn: plans, and the lease, come between."""
@@ -45,7 +44,7 @@ class Batcher:
     """One epoch of the active batcher.
 
     Attributes:
-        pending: what was decided and not done yet, in order; each action can be repeated.
+        pending: what was decided and not done yet.
         undecodable: number of entries that could not be read.
     """
 
@@ -71,7 +70,7 @@ class Batcher:
         self.housekeeping = Housekeeping(
             settings, redis, keys, lease.holder, self.scheduler, self.workers, self.detector, self.channels
         )
-        self.pending: deque[Action] = deque()
+        self.pending = ActionQueue(SerialClient(redis))
         self.undecodable = 0
 
     async def run(self) -> NoReturn:
@@ -98,10 +97,10 @@ class Batcher:
         self.inbox.follow(self.keys.control, self.backlog.control_id)
         await self.backlog.read_requests(self.on_entry)
         self.inbox.follow(self.keys.requests, self.backlog.last_id or "0")
-        self.pending.extend(partial(self.terminals.dequeue, sequence) for sequence in self.backlog.ended)
+        self.pending.add(*(partial(self.terminals.dequeue, sequence) for sequence in self.backlog.ended))
         self.recovery.restore_unheld()
         for incarnation in self.workers.dead_holders(self.backlog.held_by, self.backlog.dead):
-            self.enqueue(partial(self.seal, incarnation, "it died before this epoch"))
+            self.pending.add(partial(self.seal, incarnation, "it died before this epoch"))
         log.info("active, epoch %d; workers: %d", self.epoch, len(self.workers.workers))
 
     async def turn(self) -> None:
@@ -112,7 +111,7 @@ class Batcher:
         if self.housekeeping.due:
             control_id = self.inbox.done_id(self.keys.control)
             for incarnation in await self.housekeeping.run(self.undecodable, control_id):
-                self.enqueue(partial(self.seal, incarnation, "no heartbeat"))
+                self.pending.add(partial(self.seal, incarnation, "no heartbeat"))
         await self.recovery.run_next()
         await self.inbox.fill(1 if self.recovery.actions else READ_WAIT_MS)
         for entry in self.inbox.take(SLICE_S):
@@ -124,13 +123,9 @@ class Batcher:
         """Run pending actions, and those that follow, until none is left."""
         while self.pending:
             await self.lease.confirm()
-            await self.pending[0]()
-            self.pending.popleft()
+            await self.pending.run_next()
             if not self.pending:
                 self.decide()
-
-    def enqueue(self, action: Action) -> None:
-        self.pending.append(action)
 
     def on_entry(self, entry: StreamEntry) -> None:
         """Handle one entry. One that cannot be read is counted and skipped."""
@@ -146,7 +141,7 @@ class Batcher:
             catalogue.UNDECODABLE.add()
             log.error("%s of %s cannot be read: %s", entry.id, entry.stream, error)
             if entry.stream == self.keys.requests:
-                self.enqueue(partial(self.terminals.finish_undecodable, entry))
+                self.pending.add(partial(self.terminals.finish_undecodable, entry))
 
     def on_request(self, entry: StreamEntry) -> None:
         if entry.kind != "generate":
@@ -155,7 +150,7 @@ class Batcher:
         is_new = self.keys.requests in self.inbox.last_ids
         sequence = parse.sequence(entry, now_ms if is_new else parse.queued_ms(entry, now_ms))
         if (known := self.scheduler.sequences.get(sequence.request_id)) is not None:
-            self.enqueue(partial(self.terminals.replace_entry, known, entry))
+            self.pending.add(partial(self.terminals.replace_entry, known, entry))
             return
         self.scheduler.register(sequence)
         if is_new and sequence.request.num_shown:
@@ -174,9 +169,9 @@ class Batcher:
             case "resume":
                 self.scheduler.restart(decode(Resume, entry.data).request_id)
             case "worker_ready":
-                self.enqueue(partial(self.workers.send_takeover, parse.incarnation(entry.data)))
+                self.pending.add(partial(self.workers.send_takeover, parse.incarnation(entry.data)))
             case "died":
-                self.enqueue(partial(self.seal_process, decode(WorkerDied, entry.data).incarnation))
+                self.pending.add(partial(self.seal_process, decode(WorkerDied, entry.data).incarnation))
             case other:
                 raise WireError(f"unknown kind {other!r}")
 
@@ -203,36 +198,41 @@ class Batcher:
             try:
                 self.recovery.take_over(incarnation, report)
             except ValueError as error:
-                self.enqueue(partial(self.seal, incarnation, f"its report contradicts itself: {error}"))
+                self.pending.add(partial(self.seal, incarnation, f"its report contradicts itself: {error}"))
 
     def decide(self) -> None:
         """Enqueue the scheduler's plans and outcomes."""
-        for plan in self.scheduler.plans():
-            self.enqueue(partial(self.send_plan, plan))
+        self.pending.add(*map(self.publication, self.scheduler.plans()))
         outcomes = self.scheduler.pop_outcomes()
-        for sequence in outcomes.finished:
-            self.enqueue(partial(self.recovery.close, sequence))
+        self.pending.add(*map(self.recovery.close, outcomes.finished))
         for sequence, why in outcomes.to_finish:
-            self.enqueue(partial(self.terminals.finish, sequence, why))
+            self.pending.add(partial(self.terminals.finish, sequence, why))
         if outcomes.interrupted:
-            self.enqueue(partial(self.recovery.resume, outcomes.interrupted))
+            self.pending.add(partial(self.recovery.resume, outcomes.interrupted))
 
-    async def send_plan(self, plan: PendingPlan) -> None:
-        """Publish a plan. Rows whose request is cancelled or has ended are withdrawn from it first."""
+    def publication(self, plan: PendingPlan) -> ScriptAction:
+        worker = plan.replica.capacity.incarnation
+        return ScriptAction(partial(self.dispatch.publish, plan), partial(self.on_published, plan), worker)
+
+    def on_published(self, plan: PendingPlan, reply: list[bytes]) -> list[ScriptAction]:
+        """Take the reply to a plan. Rows whose request is cancelled or has ended are withdrawn from it; then
+        it is published again, before the next one.
+        """
         incarnation = plan.replica.capacity.incarnation
-        answer, refused = await self.dispatch.publish(plan)
-        while answer == "refused":
-            for row in self.scheduler.withdraw(plan, refused):
-                why = row.sequence.stop_reason or "client"
-                self.enqueue(partial(self.terminals.finish, row.sequence, why))
-            answer, refused = await self.dispatch.publish(plan)
+        answer, refused = read_answer(reply)
         match answer:
             case "OK":
                 self.timeline.record_plan(plan)
+            case "refused":
+                for row in self.scheduler.withdraw(plan, refused):
+                    why = row.sequence.stop_reason or "client"
+                    self.pending.add(partial(self.terminals.finish, row.sequence, why))
+                return [self.publication(plan)]
             case "FENCED":
                 raise LeaseLost(f"worker {incarnation} has a plan of a newer epoch")
             case "MISSING":
-                self.enqueue(partial(self.seal, incarnation, "its logs are gone"))
+                self.pending.add(partial(self.seal, incarnation, "its logs are gone"))
+        return []
 
     async def seal_process(self, incarnation: str) -> None:
         """Declare every incarnation of a process dead, by the name that its launcher gave it."""

@@ -1,7 +1,7 @@
 """Orphans: requests whose gateway died. They go on for their grace period, then they are cancelled."""
 
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 
 from redis.asyncio import Redis
 
@@ -22,11 +22,13 @@ class OrphanTracker:
         self.absent_since_s: dict[str, float] = {}
         self.moved: dict[str, str] = {}
 
-    async def orphans(self, sequences: Collection[Sequence]) -> list[str]:
-        """Return the ids of requests whose gateway has been absent for longer than their grace."""
-        live = {sequence.request_id for sequence in sequences}
+    async def orphans(self, live: Mapping[str, Sequence], gateways: Collection[str]) -> list[str]:
+        """Return the ids of the live requests whose gateway has been absent for longer than their grace.
+        `gateways` are those that sent them. While all are there, no request is looked at.
+        """
         self.moved = {name: gateway for name, gateway in self.moved.items() if name in live}
-        await self.look_for({self.gateway(sequence) for sequence in sequences} - {""})
+        await self.look_for({*gateways, *self.moved.values()} - {""})
+        sequences = live.values() if self.absent_since_s else ()
         now_s = time.monotonic()
         overdue = [
             sequence

@@ -48,13 +48,15 @@ async def run_batcher(
     while True:
         epoch = await stand_by(settings, redis, keys, lease)
         async with publishing_metrics(redis, keys):
+            batcher = Batcher(settings, redis, keys, lease, epoch)
             try:
-                batcher = Batcher(settings, redis, keys, lease, epoch)
                 await run_until_one_ends(
                     lease.keep(), batcher.run(), close(batcher.scheduler, departure.told)
                 )
             except WritesLost as error:
                 log.warning("epoch %d is over: %s", epoch, error)
+            finally:
+                batcher.pending.client.close()
 
 
 async def close(scheduler: Scheduler, told_to_end: asyncio.Event) -> NoReturn:

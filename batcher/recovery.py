@@ -7,11 +7,12 @@ the log has is saved to the string first, so the log can be deleted.
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Iterable
 from functools import partial
 
 from redis.asyncio import Redis
 
+from batcher.actions import Action, ScriptAction
 from batcher.backlog import Backlog
 from batcher.lease import LeaseLost
 from batcher.scheduling.scheduler import Scheduler
@@ -61,7 +62,7 @@ class Recovery:
         self.timeline = timeline
         self.backlog = backlog
         self.save_script = script(redis, "save_committed")
-        self.actions: deque[Callable[[], Awaitable[object]]] = deque()
+        self.actions: deque[Action] = deque()
 
     async def run_next(self) -> None:
         if self.actions:
@@ -95,10 +96,16 @@ class Recovery:
         await self.save(states)
         return await self.enqueue(sequences, states)
 
-    async def close(self, sequence: Sequence) -> None:
+    def close(self, sequence: Sequence) -> ScriptAction:
         """Remove a request whose worker reported its end; it goes on if that worker's end did not count."""
-        if not await self.terminals.dequeue(sequence):
-            await self.resume([sequence])
+
+        def settle(has_ended: int) -> list[Action]:
+            is_over = self.terminals.on_dequeued(sequence, has_ended)
+            return [] if is_over else [partial(self.resume, [sequence])]
+
+        return ScriptAction(
+            lambda: self.terminals.dequeue_call(sequence.request_id, sequence.entry_id), settle
+        )
 
     async def restore(self, sequences: list[Sequence]) -> None:
         """Resume requests from before this epoch that their workers hold no more. Most have ended since."""

@@ -10,6 +10,7 @@ from batcher.scheduling.scheduler import Scheduler
 from batcher.scheduling.sequence import Sequence
 from batcher.timeline import TimelineWriter
 from common.broker.client import script
+from common.broker.fast_client import ScriptCall
 from common.broker.keys import Keys
 from common.broker.sequences import ChannelSequences
 from common.messages.codec import encode
@@ -57,10 +58,13 @@ class Terminals:
         """Remove a request that has its terminal from the queue and from the scheduler. Return whether it has
         one.
         """
-        if not await self.delete_entry(sequence.request_id, sequence.entry_id):
-            return False
-        self.scheduler.forget(sequence)
-        return True
+        call = self.dequeue_call(sequence.request_id, sequence.entry_id)
+        return self.on_dequeued(sequence, await self.dequeue_script(keys=call.keys, args=call.args))
+
+    def on_dequeued(self, sequence: Sequence, has_ended: int) -> bool:
+        if has_ended:
+            self.scheduler.forget(sequence)
+        return bool(has_ended)
 
     async def replace_entry(self, sequence: Sequence, entry: StreamEntry) -> None:
         """Remove the entry of a live request that a gateway has queued again, after the broker lost it."""
@@ -87,11 +91,15 @@ class Terminals:
             args=[*kept_of(terminal, b""), ttl_ms, channel, encode(events)],
         )
 
-    async def delete_entry(self, request_id: str, entry_id: str) -> bool:
+    async def delete_entry(self, request_id: str, entry_id: str) -> None:
+        call = self.dequeue_call(request_id, entry_id)
+        await self.dequeue_script(keys=call.keys, args=call.args)
+
+    def dequeue_call(self, request_id: str, entry_id: str) -> ScriptCall:
         keys = [
             self.keys.requests,
             self.keys.places,
             self.keys.tokens(request_id),
             self.keys.request(request_id),
         ]
-        return bool(await self.dequeue_script(keys=keys, args=[entry_id]))
+        return ScriptCall("dequeue", keys, [entry_id])

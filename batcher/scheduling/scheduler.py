@@ -21,7 +21,6 @@ from batcher.scheduling.takeover import take_over
 from batcher.scheduling.worker_set import WorkerSet
 from common.messages.finish_reasons import INTERRUPTED
 from common.messages.plan import Report, WorkerCapacity
-from common.messages.service_class import SERVICE_CLASSES
 
 MAX_CRASHES = 3
 """A request under which so many incarnations died, without a token committed beyond its base, is failed. Two
@@ -49,6 +48,7 @@ class Scheduler:
 
     Attributes:
         sequences: every live request, by id.
+        gateways: how many of them each gateway has sent.
         replicas: every worker that may be given rows, by incarnation.
         queue: the requests that wait, in order.
         deadlines: a heap of (deadline in ms, request id).
@@ -58,28 +58,17 @@ class Scheduler:
         self.limits = limits
         self.epoch = epoch
         self.sequences: dict[str, Sequence] = {}
+        self.gateways: Counter[str] = Counter()
         self.workers = WorkerSet(limits)
         self.replicas = self.workers.replicas
         self.queue = RequestQueue(weights or {})
         self.deadlines: list[tuple[int, str]] = []
         self.outcomes = Outcomes()
 
-    def counts(self) -> dict[str, int]:
-        """Numbers of workers, live requests, waiting requests, and rows and KV blocks on workers."""
-        replicas = self.replicas.values()
-        waiting = Counter(sequence.rank for sequence in self.sequences.values() if sequence.waiting)
-        return {
-            "workers": len(replicas),
-            "requests": len(self.sequences),
-            "waiting": waiting.total(),
-            **{f"waiting_{name}": waiting[rank] for rank, name in enumerate(SERVICE_CLASSES)},
-            "rows": sum(len(replica.rows) for replica in replicas),
-            "blocks": sum(replica.pool.num_blocks - replica.pool.num_free for replica in replicas),
-        }
-
     def register(self, sequence: Sequence) -> None:
         """Add a live request; `enqueue` or `resume` puts it in the queue."""
         self.sequences[sequence.request_id] = sequence
+        self.gateways[sequence.request.gateway] += 1
         heapq.heappush(self.deadlines, (sequence.deadline_ms, sequence.request_id))
 
     def enqueue(self, sequence: Sequence) -> None:
@@ -144,7 +133,8 @@ class Scheduler:
 
     def forget(self, sequence: Sequence) -> None:
         """Drop a request that has its terminal and no queue entry any more."""
-        self.sequences.pop(sequence.request_id, None)
+        if self.sequences.pop(sequence.request_id, None):
+            self.gateways -= Counter([sequence.request.gateway])
 
     def take_over(
         self, capacity: WorkerCapacity, report: Report, sequences: list[Sequence]

@@ -1,6 +1,7 @@
 """The active batcher, turn by turn, against a real broker: lost replies, garbage, keys of another type."""
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
+from typing import Any
 
 import pytest
 from redis.asyncio import Redis
@@ -11,6 +12,7 @@ from batcher import loop
 from batcher.lease import Lease
 from batcher.loop import Batcher
 from common.broker import client as brokers
+from common.broker.fast_client import ScriptCall
 from common.messages.codec import decode, encode
 from common.messages.plan import Plan, Report, WorkerDied
 from common.messages.request import Cancel
@@ -49,17 +51,19 @@ async def plans(redis: Redis, name: str = "w1") -> list[Plan]:
 
 def lose_reply(batcher: Batcher, number: int) -> None:
     """Lose the connection after call `number` of publish_plan ran and before its reply came."""
-    real, calls = batcher.dispatch.script, 0
+    client, num_calls = batcher.pending.client, 0
+    real = client.run_scripts
 
-    async def flaky(**arguments: object) -> object:
-        nonlocal calls
-        answer = await real(**arguments)
-        calls += 1
-        if calls == number:
+    async def flaky(calls: Sequence[ScriptCall]) -> list[Any]:
+        nonlocal num_calls
+        replies = await real(calls)
+        num_calls += any(call.name == "publish_plan" for call in calls)
+        if num_calls == number:
+            num_calls += 1
             raise ConnectionError("cut")
-        return answer
+        return replies
 
-    batcher.dispatch.script = flaky
+    client.run_scripts = flaky  # type: ignore[method-assign]
 
 
 async def test_a_request_queued_before_this_epoch_is_recorded_as_queued_once(
