@@ -64,6 +64,7 @@ async def test_rows_of_a_drained_worker_go_on_elsewhere_and_it_gets_no_others(
 ) -> None:
     async with modeless_worker(broker.url, "w0") as w0, modeless_worker(broker.url, "w1") as w1:
         with batcher(broker.url):
+            await wait_until(lambda: counts(redis, "workers", 2))
             await send(redis, range(8))
             await wait_until(lambda: w0.num_starts and w1.num_starts and min(w0.rows.step, w1.rows.step) > 5)
             before = w0.num_starts
@@ -103,12 +104,12 @@ async def test_a_worker_that_joins_gets_what_waits_for_a_row_of_another(broker: 
     async with modeless_worker(broker.url, "w0", max_batch_size=2):
         with batcher(broker.url, MAX_BATCH_SIZE="2"):
             await send(redis, range(2), num_tokens=5000)
-            await wait_until(lambda: is_full(redis))
+            await wait_until(lambda: counts(redis, "rows", 2))
             await send(redis, range(2, 4))
             async with modeless_worker(broker.url, "w1", max_batch_size=2):
                 await check_answers(redis, range(2, 4))
                 assert await attempts(redis, range(2)) == [b"1"] * 2
 
 
-async def is_full(redis: Redis) -> bool:
-    return bool(await redis.hget(KEYS.state, "rows") == b"2")  # type: ignore[misc]
+async def counts(redis: Redis, what: str, number: int) -> bool:
+    return int(await redis.hget(KEYS.state, what) or 0) == number  # type: ignore[misc]
