@@ -11,7 +11,6 @@ from typing import NoReturn
 
 from redis.asyncio import Redis
 
-from batcher.pool_clock import PoolClock
 from common.broker.client import ERRORS, describe_error, read_server_id, script
 from common.broker.keys import Keys
 from common.process.readiness import READY
@@ -29,6 +28,21 @@ class WritesLost(Exception):
     """The broker may lack what was written last, so what this batcher knows may not be so: a new epoch begins
     with what the broker has.
     """
+
+
+class PoolClock:
+    """The clock that deadlines are told by: milliseconds that the pool's active batchers counted.
+
+    It shows `start_ms` when it is made, and goes on from there with this process' monotonic clock: from where
+    the last holder of the lease left it, so no jump of the broker's clock, or of a host's, moves a deadline.
+    Time in which no batcher was active does not count.
+    """
+
+    def __init__(self, start_ms: int) -> None:
+        self.offset_ms = start_ms - time.monotonic() * 1000
+
+    def now_ms(self) -> int:
+        return round(time.monotonic() * 1000 + self.offset_ms)
 
 
 class Lease:

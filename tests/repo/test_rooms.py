@@ -43,7 +43,7 @@ FLOORS = {
         "terminals workers",
         "backlog departure dispatch orphans parse timeline",
         "lease scheduling",
-        "actions failure_detector inbox pool_clock worker_absence",
+        "actions failure_detector inbox worker_absence",
     ],
     "gpu_worker": [
         "__main__ engine.__main__",

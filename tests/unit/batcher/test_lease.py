@@ -6,8 +6,7 @@ import pytest
 from redis.asyncio import Redis
 from redis.exceptions import ConnectionError
 
-from batcher.lease import Lease, LeaseLost, WritesLost
-from batcher.pool_clock import PoolClock
+from batcher.lease import Lease, LeaseLost, PoolClock, WritesLost
 from common.broker.keys import Keys
 from tests.support.waiting import wait_until
 
