@@ -68,7 +68,11 @@ async def test_rows_of_a_drained_worker_go_on_elsewhere_and_it_gets_no_others(
             await send(redis, range(8))
             await wait_until(lambda: w0.num_starts and w1.num_starts and min(w0.rows.step, w1.rows.step) > 5)
             before = w0.num_starts
-            code, lines = await output(await drain(broker, "w0"))
+            w0.step_s = w1.step_s = 1.0  # a command takes long to start on a busy machine
+            process = await drain(broker, "w0")
+            await wait_until(lambda: is_draining(redis))
+            w0.step_s = w1.step_s = 0.01
+            code, lines = await output(process)
             assert (code, lines[-1]) == (0, "w0-1 has left")
             await wait_until(lambda: has_left(w0))
             assert not w0.owners, "it left empty"
