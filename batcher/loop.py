@@ -54,9 +54,7 @@ class Batcher:
         self.lease = lease
         self.epoch = epoch
         self.channels = ChannelSequences(f"{lease.holder}-{epoch}")
-        target_ms = settings.inter_token_latency_target_ms
-        limits = WorkerLimits(settings.max_batch_size, settings.horizon, target_ms)
-        self.scheduler = Scheduler(limits, epoch, settings.weights)
+        self.scheduler = Scheduler(WorkerLimits.read(settings), epoch, settings.weights)
         self.inbox = Inbox(redis)
         self.backlog = Backlog(redis, keys)
         self.dispatch = Dispatch(redis, keys)

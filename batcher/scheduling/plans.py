@@ -1,6 +1,7 @@
 """Plans: what the next plan of one worker holds. Pure functions of a replica; they allocate its blocks."""
 
 from batcher.scheduling.preemption import PREEMPT, importance, preempt_for
+from batcher.scheduling.prefill_budget import mixed_prefill_tokens
 from batcher.scheduling.replica import Replica
 from batcher.scheduling.sequence import PlacedRow
 from common.messages.packing import pack_ids
@@ -17,15 +18,12 @@ def next_plan(replica: Replica, epoch: int, starting: list[PlacedRow]) -> Plan |
     if needs_grant:
         replica.until = replica.step + replica.limits.horizon
     replica.plan += 1
-    prefill_tokens = replica.capacity.max_batch_prefill_tokens
     return Plan(
         epoch=epoch,
         number=replica.plan,
         until=replica.until,
-        prefill_tokens=prefill_tokens,
-        mixed_prefill_tokens=replica.times.prefill_tokens(
-            replica.limits.inter_token_target_ms, prefill_tokens
-        ),
+        prefill_tokens=replica.capacity.max_batch_prefill_tokens,
+        mixed_prefill_tokens=mixed_prefill_tokens(replica),
         starts=[row_start(row) for row in starting],
         blocks=blocks,
         stops=stops,

@@ -8,6 +8,7 @@ from batcher.scheduling.sequence import PlacedRow, Sequence
 from batcher.scheduling.step_times import StepTimes
 from common.block_hashes import block_names
 from common.messages.plan import WorkerCapacity
+from common.settings.fields import SettingFields
 
 WORTH_WAITING = 32
 """A request waits for a row that computes so many tokens which it needs, too."""
@@ -20,6 +21,18 @@ class WorkerLimits:
     max_batch_size: int = 256
     horizon: int = 32
     inter_token_target_ms: float = 0.0
+    waiting_served_ratio: float | None = None
+    max_waiting_tokens: int | None = None
+
+    @classmethod
+    def read(cls, settings: SettingFields) -> "WorkerLimits":
+        return cls(
+            settings.max_batch_size,
+            settings.horizon,
+            settings.inter_token_latency_target_ms,
+            settings.waiting_served_ratio,
+            settings.max_waiting_tokens,
+        )
 
     def first_tokens(self, sequence: Sequence, block_size: int) -> int:
         """Tokens for which a row starts with blocks: those it has, the horizon, and a block of progress,
@@ -109,7 +122,6 @@ class Replica:
         return -(-tokens // self.block_size)
 
     def first_blocks(self, sequence: Sequence) -> int:
-        """Number of blocks that a row starts with."""
         return self.blocks_for(self.limits.first_tokens(sequence, self.block_size))
 
     def can_start(self, sequence: Sequence) -> bool:
@@ -155,6 +167,7 @@ class Replica:
     def add(self, row: PlacedRow) -> None:
         """A row is here that has not ended."""
         self.rows[row.number] = row
+        row.added_at = self.step
         self.num_running += 1
         row.sequence.row = row
         self.reserve(row)

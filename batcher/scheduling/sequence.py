@@ -105,6 +105,7 @@ class PlacedRow:
         num_cached: tokens whose KV the first of them held when it started.
         kv_len, at_step: after step `at_step` it held `kv_len` tokens, and one more with each step since; 0
             before its prefill is done.
+        added_at: the last step that its worker had reported when it was placed, or adopted.
         stopping: why it was asked to stop, once it was.
         ended: whether the worker reported that it takes part in no further step.
         worker: the incarnation that holds it.
@@ -116,6 +117,7 @@ class PlacedRow:
     blocks: list[int] = field(default_factory=list)
     kv_len: int = 0
     at_step: int = 0
+    added_at: int = 0
     stopping: str = ""
     ended: bool = False
     num_cached: int = 0

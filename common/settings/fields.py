@@ -148,6 +148,10 @@ class SettingFields(BaseModel):
     """requests that begin alike share KV blocks; needs a BLOCK_SIZE that is a multiple of 16"""
     inter_token_latency_target_ms: Annotated[float, Field(ge=0, le=60_000)] = 100.0
     """prefill beside decode makes a step at most so long (ms; 0: no bound)"""
+    waiting_served_ratio: Annotated[float, Field(ge=0, le=1000)] | None = None
+    """prompts take whole steps, whatever that target, where so many wait for each row that decodes"""
+    max_waiting_tokens: Number | None = None
+    """a prompt takes whole steps, whatever that target, once rows have decoded so often since it started"""
     horizon: Count = 32
     """steps granted ahead"""
 

@@ -22,8 +22,6 @@ TGI = (
     ),
     Option("speculate", (0,), NO_SPECULATION, int),
     Option("kv_cache_dtype", ("auto",), "the KV cache has the type of the model (DTYPE)"),
-    Option("waiting_served_ratio", ANY, CHUNKED, float),
-    Option("max_waiting_tokens", ANY, CHUNKED, int),
     Option(
         "cuda_graphs",
         ("0", "1,2,4,8,16,32"),

@@ -240,4 +240,4 @@ def test_the_help_says_what_becomes_of_each() -> None:
     assert "--speculate X only 0: speculation is not built yet" in text
     assert "--ngrok-edge X refused: tunnels are not built" in text
     assert any(option.accepts is ANY for option in OPTIONS.values())
-    assert "--max-waiting-tokens X accepted: prompts are computed in chunks" in text
+    assert "--validation-workers X accepted: a gateway tokenizes" in text

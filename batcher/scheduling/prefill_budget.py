@@ -1,0 +1,31 @@
+"""Prefill budget: how many tokens of prompts a step may compute beside rows that decode. Pure functions.
+
+Usually as many as INTER_TOKEN_LATENCY_TARGET_MS leaves, so that running answers go on evenly. Whole steps,
+MAX_BATCH_PREFILL_TOKENS, where prompts have the greater claim: TGI's WAITING_SERVED_RATIO and
+MAX_WAITING_TOKENS say when.
+"""
+
+from batcher.scheduling.replica import Replica, WorkerLimits
+
+
+def mixed_prefill_tokens(replica: Replica) -> int:
+    """Return the most prompt tokens of a step in which rows decode, up to the next plan."""
+    limits, most = replica.limits, replica.capacity.max_batch_prefill_tokens
+    if limits.waiting_served_ratio is not None or limits.max_waiting_tokens is not None:
+        ages = [replica.step - row.added_at for row in replica.running if not row.prefilled]
+        if takes_whole_steps(limits, ages, replica.num_running - len(ages)):
+            return most
+    return replica.times.prefill_tokens(limits.inter_token_target_ms, most)
+
+
+def takes_whole_steps(limits: WorkerLimits, ages: list[int], num_decoding: int) -> bool:
+    """Whether prompts take whole steps: there are enough of them for the rows that decode, or one of them has
+    waited long enough.
+
+    `ages` has for each row whose prompt is not computed how many steps ago it started.
+    """
+    ratio, most_steps = limits.waiting_served_ratio, limits.max_waiting_tokens
+    if not ages:
+        return False
+    are_many = ratio is not None and len(ages) >= ratio * num_decoding
+    return are_many or (most_steps is not None and max(ages) >= most_steps)
