@@ -5,7 +5,7 @@ the broker runs them in order, too. What a reply decides comes before everything
 """
 
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,12 +13,14 @@ from common.broker.fast_client import ScriptCall, SerialClient
 
 MAX_CALLS = 64
 """Scripts that are sent at once: the lease is looked at in between."""
+MAX_BYTES = 2**22
+"""No further script is sent with those that carry so much, as plans with long prompts do."""
 
 Action = Callable[[], Awaitable[object]]
 """Something that takes any number of round trips."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class ScriptAction:
     """Something that one script does.
 
@@ -51,29 +53,39 @@ class ActionQueue:
         """Do the first action, or all scripts that come before the next other one."""
         first = self.queue[0]
         if isinstance(first, ScriptAction):
-            await self.run_scripts(self.first_scripts())
+            await self.run_scripts()
         else:
             await first()
             self.queue.popleft()
 
-    def first_scripts(self) -> list[ScriptAction]:
-        """The scripts at the head of the queue that may be sent at once."""
-        found: list[ScriptAction] = []
+    def first_scripts(self) -> Iterator[ScriptAction]:
+        """The scripts at the head of the queue that may be sent at once, however many and long they are."""
         workers: set[str] = set()
         for action in self.queue:
-            if not isinstance(action, ScriptAction) or action.worker in workers or len(found) == MAX_CALLS:
-                break
+            if not isinstance(action, ScriptAction) or action.worker in workers:
+                return
             if action.worker:
                 workers.add(action.worker)
-            found.append(action)
-        return found
+            yield action
 
-    async def run_scripts(self, actions: list[ScriptAction]) -> None:
-        """Run the first so many actions of the queue. Those behind one that the broker refused stay in it."""
-        replies = await self.client.run_scripts([action.call() for action in actions])
+    def first_calls(self) -> dict[ScriptAction, ScriptCall]:
+        """The scripts that are sent next, with their calls."""
+        calls: dict[ScriptAction, ScriptCall] = {}
+        num_bytes = 0
+        for action in self.first_scripts():
+            call = calls[action] = action.call()
+            num_bytes += sum(len(arg) for arg in call.args if isinstance(arg, bytes))
+            if len(calls) == MAX_CALLS or num_bytes > MAX_BYTES:
+                break
+        return calls
+
+    async def run_scripts(self) -> None:
+        """Run the first scripts of the queue. Those behind one that the broker refused stay in it."""
+        calls = self.first_calls()
+        replies = await self.client.run_scripts(list(calls.values()))
         follow: list[Action | ScriptAction] = []
         try:
-            for action, reply in zip(actions, replies, strict=True):
+            for action, reply in zip(calls, replies, strict=True):
                 if isinstance(reply, Exception):
                     raise reply
                 self.queue.popleft()

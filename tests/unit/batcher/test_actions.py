@@ -7,7 +7,7 @@ import pytest
 from redis.asyncio import Redis
 from redis.exceptions import ConnectionError, ResponseError
 
-from batcher.actions import Action, ActionQueue, ScriptAction
+from batcher.actions import MAX_BYTES, MAX_CALLS, Action, ActionQueue, ScriptAction
 from common.broker.fast_client import ScriptCall, SerialClient
 
 Settle = Callable[[Any], Iterable[Action | ScriptAction]]
@@ -63,6 +63,13 @@ async def test_scripts_between_other_actions_are_sent_at_once(
     actions.add(script("a", done), script("b", done), note, script("c", done))
     await run_all(actions)
     assert (client.sent, done) == ([["a", "b"], ["c"]], ["a", "b", "other", "c"])
+
+
+async def test_what_is_sent_at_once_is_bounded(client: RecordingClient, actions: ActionQueue) -> None:
+    long = ScriptAction(lambda: ScriptCall("dequeue", [], ["long", bytes(MAX_BYTES + 1)]), lambda _: [])
+    actions.add(script("a", []), long, *(script("b", []) for _ in range(MAX_CALLS + 1)))
+    await run_all(actions)
+    assert [len(names) for names in client.sent] == [2, MAX_CALLS, 1]
 
 
 async def test_the_next_plan_of_a_worker_waits_for_what_the_reply_to_the_one_before_decides(
