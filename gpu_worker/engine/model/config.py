@@ -51,7 +51,7 @@ def check_quantize(quantization: dict[str, Any] | None, settings: Settings) -> N
     """
     wanted = (settings.quantize or "").removesuffix("_marlin").replace("_", "-")
     own = str(quantization.get("quant_method") if quantization else "not quantised").replace("_", "-")
-    if quantization is None and wanted == ON_THE_FLY:
+    if quantization is None and settings.quantize == ON_THE_FLY:
         return  # see `quantizes`
     if wanted and wanted != own:
         raise SettingError(

@@ -112,11 +112,13 @@ def test_a_quantisation_method_that_is_not_read_is_refused(
 
 
 def test_quantize_is_what_the_checkpoint_says(tmp_path: Path) -> None:
-    """Names of vLLM's kernels are those of their method; nothing is quantised at the start."""
+    """Names of vLLM's kernels are those of their method; plain weights become 8-bit floats only."""
     tiny_models.save(tmp_path, "Llama", tiny_models.LLAMA)
     plain = Settings(model_id=str(tmp_path), quantize="awq")
-    with pytest.raises(SettingError, match=r"^QUANTIZE: awq is not served: .* \(not quantised\)"):
-        read_config(tmp_path, plain)
+    for name in ("awq", "fp8_marlin"):
+        with pytest.raises(SettingError, match=rf"^QUANTIZE: {name} is not served: .* \(not quantised\)"):
+            read_config(tmp_path, plain.model_copy(update={"quantize": name}))
+    read_config(tmp_path, plain.model_copy(update={"quantize": "fp8"}))
     configure(tmp_path, quantization_config={"quant_method": "awq", "bits": 4, "group_size": 128})
     for name in ("awq", "awq_marlin"):
         read_config(tmp_path, plain.model_copy(update={"quantize": name}))
