@@ -13,8 +13,8 @@ from gpu_worker.engine.cpu.kernel_arguments import KernelArguments
 
 
 def supports(geometry: Geometry) -> bool:
-    """K dimensions are multiplied in pairs."""
-    return all(layer.key_dim % 2 == 0 for layer in geometry.layers)
+    """K dimensions are multiplied in pairs; scores have no biases."""
+    return all(layer.key_dim % 2 == 0 and not layer.spec.alibi_slopes for layer in geometry.layers)
 
 
 class CpuPagedBackend:

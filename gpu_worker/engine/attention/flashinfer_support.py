@@ -25,6 +25,8 @@ def unsupported_because(geometry: Geometry) -> str:
     dims = sorted({dim for layer in geometry.layers for dim in (layer.key_dim, layer.value_dim)})
     if geometry.dtype not in DTYPES:
         return f"it has kernels for {listed(DTYPES)}, not for {geometry.dtype}"
+    if any(spec.alibi_slopes for spec in geometry.specs):
+        return "its kernels here have no ALiBi position biases"
     return (
         ""
         if len(dims) == 1 and dims[0] in DIMS

@@ -24,6 +24,7 @@ class AttentionSpec:
         window: keys that a query sees, its own included; None is all of its past.
         scaling: what scores are multiplied with.
         softcap: bounds scores as in Gemma 2 (arXiv:2408.00118).
+        alibi_slopes: how much scores fall for each token between key and query, by head (arXiv:2108.12409).
     """
 
     kv_heads: int
@@ -31,6 +32,7 @@ class AttentionSpec:
     window: int | None
     scaling: float
     softcap: float | None = None
+    alibi_slopes: tuple[float, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True)

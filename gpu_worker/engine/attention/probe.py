@@ -74,6 +74,7 @@ class AttentionRecorder:
         softcap: float | None = None,
         sliding_window: int | None = None,
         position_bias: torch.Tensor | None = None,
+        alibi_slopes: tuple[float, ...] | None = None,
         **rest: Any,
     ) -> tuple[torch.Tensor, None]:
         """Takes the place of `backend.attend`: query [1, heads, tokens, key_dim], key [1, kv_heads, tokens,
@@ -94,7 +95,7 @@ class AttentionRecorder:
             raise UnservableModel(f"its attention has a window of {sliding_window} and a mask of {window}")
         kv_heads = key.shape[1]
         scaling = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
-        spec = AttentionSpec(kv_heads, query.shape[1] // kv_heads, window, scaling, softcap)
+        spec = AttentionSpec(kv_heads, query.shape[1] // kv_heads, window, scaling, softcap, alibi_slopes)
         self.layers[module] = LayerSpec(spec, key.shape[-1], value.shape[-1])
         return attend_to_nothing(query, key, value), None
 

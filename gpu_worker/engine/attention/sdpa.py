@@ -99,7 +99,8 @@ class SdpaBackend:
         length = blocks.shape[1] * self.block_size
         positions = np.arange(length) + first[:, None] * self.block_size
         hidden = (positions >= span.lengths[:, None]) | (positions < begins[:, None])
-        bias = self.bias(hidden.repeat(spec.kv_heads, axis=0)[:, None])
+        distances = (span.lengths[:, None] - 1 - positions)[:, None]
+        bias = self.bias(hidden.repeat(spec.kv_heads, axis=0)[:, None], spec, distances)
         return blocks, [QueryTile(span.begin, span.begin + len(span.lengths), 0, length, bias)]
 
     def prompt_tiles(self, spec: AttentionSpec, span: Span) -> list[QueryTile]:
@@ -118,13 +119,18 @@ class SdpaBackend:
                     span.begin + end,
                     first,
                     last,
-                    self.bias(np.tile(hidden, (spec.group, 1))[None]),
+                    self.bias(np.tile(hidden, (spec.group, 1))[None], spec, (queries - positions)[None]),
                 )
             )
         return tiles
 
-    def bias(self, hidden: Any) -> torch.Tensor:
+    def bias(self, hidden: Any, spec: AttentionSpec, distances: Int64) -> torch.Tensor:
+        """hidden bool [rows * kv_heads or 1, group * queries or 1, keys], distances [rows, queries, keys]
+        from key to query → what is added to scores, of the cache's dtype; with ALiBi of each head.
+        """
         bias = np.where(hidden, np.float32("-inf"), np.float32(0))
+        if spec.alibi_slopes:
+            bias = bias - falls_of(spec, distances)
         return self.tensor(bias).to(self.dtype)
 
     def tensor(self, array: Any) -> torch.Tensor:
@@ -180,6 +186,15 @@ class SdpaBackend:
             .mul_(spec.softcap)
             .add_(bias)
         )
+
+
+def falls_of(spec: AttentionSpec, distances: Int64) -> npt.NDArray[np.float32]:
+    """distances int64 [rows, queries, keys] → float32 [rows * kv_heads, group * queries, keys]: how much
+    ALiBi lowers scores.
+    """
+    slopes = np.array(spec.alibi_slopes, np.float32).reshape(1, spec.kv_heads, spec.group, 1, 1)
+    falls = slopes * distances[:, None, None].astype(np.float32)
+    return falls.reshape(len(distances) * spec.kv_heads, -1, distances.shape[-1])
 
 
 def shifted(blocks: Int64, first: Int64, width: int) -> Int64:

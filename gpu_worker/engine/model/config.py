@@ -66,8 +66,10 @@ def refusal_of(config: Any, text: Any) -> str | None:
         return "is an encoder-decoder model; only decoders are served"
     if not has_attention(text):
         return "has no attention heads; only decoders with attention are served"
-    if has_alibi(text):
-        return "uses ALiBi position biases, which are not served"
+    if getattr(text, "alibi", False):
+        return "uses ALiBi position biases, which are served for Bloom and MPT only"
+    if getattr(getattr(text, "attn_config", None), "alibi", True) is False:
+        return "has no ALiBi position biases; transformers' code of it always adds them"
     if others := sorted({*(getattr(text, "layer_types", None) or ())} - LAYER_TYPES):
         return f"has layers of type {', '.join(others)}; only {' and '.join(sorted(LAYER_TYPES))} are served"
     return None
@@ -80,13 +82,6 @@ def has_attention(config: Any) -> bool:
         )
     except RuntimeError:  # transformers', where the number differs between layers
         return True
-
-
-def has_alibi(config: Any) -> bool:
-    """Bloom always has ALiBi; MPT has the switch in its attention config."""
-    return config.model_type == "bloom" or any(
-        getattr(part, "alibi", False) for part in (config, getattr(config, "attn_config", None))
-    )
 
 
 def stretch_rope(config: Any, kind: str, factor: float) -> None:

@@ -1,6 +1,5 @@
 """Loading: from settings to a model on its device, with a KV cache on its attention modules."""
 
-import importlib
 import io
 import logging
 from collections.abc import Mapping, Sequence
@@ -26,6 +25,7 @@ from gpu_worker.engine.cuda.fused_linear import fuse_linears
 from gpu_worker.engine.errors import UnservableModel
 from gpu_worker.engine.model import rope
 from gpu_worker.engine.model.config import cannot_serve, quantizes, read_config
+from gpu_worker.engine.model.families.register import page_attention, register_family
 from gpu_worker.engine.model.fp8 import check_fp8, multiplies_fp8, quantize_linears, replace_linears
 from gpu_worker.engine.model.kv_budget import count_blocks, measure_peak
 from gpu_worker.engine.model.layer_blocks import find_blocks, shard_blocks
@@ -41,10 +41,6 @@ from gpu_worker.rank import Place
 log = logging.getLogger(__name__)
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
-FAMILY_MODULES = {"falcon": "gpu_worker.engine.model.families.falcon"}
-"""By model type, for model code that computes attention itself: the module that makes it use the interface
-of transformers.
-"""
 BLOCK_SIZES = {"cpu": 16, "cuda": 64}
 PROGRESS_S = 2.0
 
@@ -60,8 +56,7 @@ def load(settings: Settings, progress: model_files.Progress, communicator: Commu
     path = model_files.resolve(settings.model_id, settings.revision, progress, dtype=name_of(dtype))
     torch.set_num_threads(settings.threads or threads_of(settings, communicator))
     config = read_config(path, settings)
-    if config.model_type in FAMILY_MODULES:
-        importlib.import_module(FAMILY_MODULES[config.model_type])
+    register_family(config.model_type)
     report_progress(progress)
     place = f"{device.type}, {torch.get_num_threads()} threads" if device.type == "cpu" else device.type
     progress(f"loading {settings.model_name} as {name_of(dtype)} on {place}")
@@ -76,6 +71,7 @@ def load(settings: Settings, progress: model_files.Progress, communicator: Commu
             model = read_weights(path, config, dtype, device, settings)
             use_fp8(model, path, config, settings, {}, 0)
             optimize_linears(model, device, read_blocks(path, config, model, settings))
+        page_attention(model)
         layers = probe_attention(model, lambda: probe_forward(model, device))
     except KeyError as error:  # model code that looks attention up in a table of its own
         cause = UnservableModel(f"the attention of {config.model_type} cannot be replaced")

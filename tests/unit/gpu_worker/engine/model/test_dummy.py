@@ -1,6 +1,5 @@
 """LOAD_FORMAT=dummy: an engine for a config without weights."""
 
-import importlib
 import json
 import math
 import re
@@ -18,7 +17,7 @@ import transformers
 from common.settings.settings import SettingError, Settings
 from gpu_worker.engine.engine import Engine
 from gpu_worker.engine.model import dummy
-from gpu_worker.engine.model.load import FAMILY_MODULES
+from gpu_worker.engine.model.families.register import register_family
 from gpu_worker.engine.model.tp_weights import equalize_replicas
 from gpu_worker.engine.model.weights import meta_model
 from gpu_worker.engine.parallel.tp_plan import make_tp_plan
@@ -73,8 +72,7 @@ def test_every_weight_is_initialised(family: str, monkeypatch: pytest.MonkeyPatc
     """Nothing is left of what stood in the memory before."""
     name, sizes = tiny_models.FAMILIES[family]
     config = getattr(transformers, f"{name}Config")(**sizes)
-    if config.model_type in FAMILY_MODULES:
-        importlib.import_module(FAMILY_MODULES[config.model_type])
+    register_family(config.model_type)
     whole = meta_model(config, Settings())
     for allocate in (torch.empty_like, torch.empty):
         monkeypatch.setattr(torch, allocate.__name__, partial(spoiled, allocate))

@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -37,7 +38,6 @@ QUICK = (
     "Qwen2-MoE",
 )
 SERVED = [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in FAMILIES | SEEING]
-OLD = {"vocab_size": VOCAB, "n_layer": 2, "n_head": 4}
 HYBRID = {"mamba_d_ssm": 128, "mamba_n_heads": 4, "mamba_d_head": 32, "mamba_d_state": 16, "mamba_expand": 2}
 COMPRESSED = SIZES | {
     "num_key_value_heads": 2,
@@ -48,9 +48,10 @@ COMPRESSED = SIZES | {
 }
 INDEXED = LATENT | {"index_topk": 8, "index_head_dim": 16, "index_n_heads": 2, "sliding_window": 16}
 REFUSED = {
-    "Bloom": (OLD | {"hidden_size": 64}, "uses ALiBi"),
-    "Mpt": ({"vocab_size": VOCAB, "d_model": 64, "n_layers": 2, "n_heads": 4}, "uses ALiBi"),
-    "GPTJ": (OLD | {"n_embd": 64, "rotary_dim": 8}, "cannot be replaced"),
+    "Mpt": (
+        {"vocab_size": VOCAB, "d_model": 64, "n_layers": 2, "n_heads": 4, "attn_config": {"alibi": False}},
+        "has no ALiBi",
+    ),
     "Falcon": (SIZES | {"alibi": True}, "ALiBi"),
     "Llama4Text": (
         LLAMA | {"head_dim": 16, "attention_chunk_size": 16, "num_local_experts": 2},
@@ -160,6 +161,7 @@ FEATURES: dict[str, tuple[str, list[tuple[Any, str, Any]]]] = {
         "gpt-oss",
         [(sdpa, "softmax_with_sinks", lambda scores, *rest: torch.softmax(scores, -1))],
     ),
+    "ALiBi, torch": ("Bloom", [(sdpa, "falls_of", lambda spec, distances: np.float32(0))]),
     "grouped heads": ("Llama", [(KernelArguments, "make_cache", of_one_kv_head)]),
     "multi-head latent": ("DeepSeek-V3", [(load, "Geometry", scaled_by_values)]),
     "QK norm": (

@@ -1,0 +1,31 @@
+"""Bloom's attention, which transformers writes out in the model's code, through the interface that all others
+use, with ALiBi (arXiv:2108.12409) as a slope for each head.
+"""
+
+from typing import Any
+
+import torch
+from transformers import AttentionInterface
+from transformers.models.bloom import modeling_bloom
+
+from gpu_worker.engine.attention.backend import NAME
+
+modeling: Any = modeling_bloom
+
+
+class PagedBloomAttention(modeling_bloom.BloomAttention):
+    """hidden_states and residual [1, tokens, hidden] of the model's dtype → the same shape."""
+
+    def forward(  # type: ignore[override]
+        self, hidden_states: torch.Tensor, residual: torch.Tensor, attention_mask: Any, **rest: Any
+    ) -> tuple[torch.Tensor, None]:
+        query, key, value = self._reshape(self.query_key_value(hidden_states))
+        slopes = tuple(modeling._get_alibi_slopes(self.num_heads, torch.device("cpu")).tolist())
+        attend = AttentionInterface()[NAME]  # type: ignore[no-untyped-call]
+        output, _ = attend(
+            self, query, key, value, attention_mask, scaling=self.inv_norm_factor, alibi_slopes=slopes
+        )
+        return self.dense(output.flatten(2)) + residual, None
+
+
+PAGED: dict[type, type] = {modeling_bloom.BloomAttention: PagedBloomAttention}
