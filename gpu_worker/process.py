@@ -157,6 +157,7 @@ def capacity(
         world_size=ready.world_size,
         device=ready.device,
         prefix_caching=ready.prefix_caching,
+        standby=True,
     )
 
 

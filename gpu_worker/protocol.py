@@ -66,6 +66,7 @@ class Grant:
         until: the last step that may be run; never smaller than in an earlier grant.
         prefill_tokens, mixed_prefill_tokens: prompt tokens in one step, over all rows, and in one in which
             rows decode, too (0: as many). Longer prompts are chunked, in the order of starts.
+        max_rows: in one step, the first that have not ended (0: no bound).
         starts: rows that start; one that has its last token already is reported ended.
         blocks: (row, packed int32 blocks) appended to what the row has; ignored if it has ended.
         stops: (row, why): the row takes part in no further step and is reported ended with `why`.
@@ -77,6 +78,7 @@ class Grant:
     blocks: Sequence[tuple[int, bytes]] = ()
     stops: Sequence[tuple[int, str]] = ()
     mixed_prefill_tokens: int = 0
+    max_rows: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -245,6 +247,4 @@ def make_start_row(*values: Any) -> StartRow:
 CONSTRUCTORS: dict[str, Callable[..., Frame]] = {name: kind for kind, name in NAMES.items()} | {
     "grant": make_grant
 }
-"""By the name of a frame; they take its fields. Both ends come from one checkout, so the fields themselves
-are trusted.
-"""
+"""By the name of a frame; they take its fields, which are trusted: both ends come from one checkout."""

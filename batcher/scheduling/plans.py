@@ -1,9 +1,9 @@
 """Plans: what the next plan of one worker holds. Pure functions of a replica; they allocate its blocks."""
 
-from batcher.scheduling.preemption import PREEMPT, importance, preempt_for
+from batcher.scheduling.preemption import importance, preempt_for
 from batcher.scheduling.prefill_budget import mixed_prefill_tokens
 from batcher.scheduling.replica import Replica
-from batcher.scheduling.sequence import PlacedRow
+from batcher.scheduling.sequence import PREEMPT, PlacedRow
 from common.messages.packing import pack_ids
 from common.messages.plan import Plan, RowStart
 
@@ -28,6 +28,7 @@ def next_plan(replica: Replica, epoch: int, starting: list[PlacedRow]) -> Plan |
         blocks=blocks,
         stops=stops,
         acknowledged=replica.acknowledged,
+        max_rows=replica.limits.max_batch_size,
     )
 
 

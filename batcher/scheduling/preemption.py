@@ -6,10 +6,8 @@ has filled a block of its own, so every stay on a worker brings a request on, ho
 """
 
 from batcher.scheduling.replica import Replica
-from batcher.scheduling.sequence import PlacedRow
-
-PREEMPT = "preempt"
-"""`PlacedRow.stopping` of a row that is to be preempted and was not asked to stop yet."""
+from batcher.scheduling.sequence import PREEMPT, PlacedRow
+from batcher.scheduling.standby import standby_rows
 
 
 def importance(row: PlacedRow) -> tuple[int, int]:
@@ -18,13 +16,14 @@ def importance(row: PlacedRow) -> tuple[int, int]:
 
 
 def preempt_for(replica: Replica, row: PlacedRow) -> None:
-    """Preempt the least important row of those that are less so than `row`, which lacks blocks.
+    """Preempt a row that stands by, or the least important one of those that are less so than `row`, which
+    lacks blocks.
 
     Nothing is preempted while another row is stopping: its blocks are free once it is released.
     """
     if replica.leaving or any(other.stopping or other.ended for other in replica.rows.values()):
         return
-    victims = [
+    victims = standby_rows(replica) or [
         other
         for other in replica.running
         if importance(other) > importance(row) and has_progressed(replica, other)

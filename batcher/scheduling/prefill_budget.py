@@ -5,6 +5,8 @@ MAX_BATCH_PREFILL_TOKENS, where prompts have the greater claim: TGI's WAITING_SE
 MAX_WAITING_TOKENS say when.
 """
 
+from itertools import islice
+
 from batcher.scheduling.replica import Replica, WorkerLimits
 
 
@@ -12,8 +14,9 @@ def mixed_prefill_tokens(replica: Replica) -> int:
     """Return the most prompt tokens of a step in which rows decode, up to the next plan."""
     limits, most = replica.limits, replica.capacity.max_batch_prefill_tokens
     if limits.waiting_served_ratio is not None or limits.max_waiting_tokens is not None:
-        ages = [replica.step - row.added_at for row in replica.running if not row.prefilled]
-        if takes_whole_steps(limits, ages, replica.num_running - len(ages)):
+        rows = list(islice(replica.running, limits.max_batch_size))  # the others stand by
+        ages = [replica.step - row.added_at for row in rows if not row.prefilled]
+        if takes_whole_steps(limits, ages, len(rows) - len(ages)):
             return most
     return replica.times.prefill_tokens(limits.inter_token_target_ms, most)
 

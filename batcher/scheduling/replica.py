@@ -125,14 +125,14 @@ class Replica:
         return self.blocks_for(self.limits.first_tokens(sequence, self.block_size))
 
     def can_start(self, sequence: Sequence) -> bool:
-        """Whether a row may start now.
-
-        What running rows may soon need must be left, or a row would be preempted for the new one. Suspects
-        start one at a time, so the next crash tells which of them is to blame.
-        """
-        if self.starved or self.num_due >= self.limits.max_batch_size:
+        """Whether a row may start now. Suspects start one at a time: the next crash tells who is to blame."""
+        if self.num_due >= self.limits.max_batch_size or (sequence.crash_count and self.has_suspect):
             return False
-        if sequence.crash_count and self.has_suspect:
+        return self.has_blocks(sequence)
+
+    def has_blocks(self, sequence: Sequence) -> bool:
+        """Whether a row can start beside what running rows may soon need: none is preempted for it."""
+        if self.starved:
             return False
         needed = self.first_blocks(sequence) + self.reserved
         if self.pool.can_allocate(needed):

@@ -1,8 +1,7 @@
 """Scheduler: decides which request runs on which worker.
 
 It is a pure function of requests, reports, limits and the time it is given: no I/O, no clock, no torch. The
-loop reports what happened (`register`, `enqueue`, `resume`, `cancel`, `expire`, `take_over`, `drain`,
-`apply_report`, `remove_worker`) and asks for plans. What needs I/O is left in `outcomes`: sequences that have
+loop reports what happened and asks for plans. What needs I/O is left in `outcomes`: sequences that have
 ended, that must be ended, or whose committed tokens must be read before they go on.
 """
 
@@ -13,10 +12,10 @@ from dataclasses import dataclass, field
 
 from batcher.scheduling.pending_plan import PendingPlan
 from batcher.scheduling.plans import next_plan
-from batcher.scheduling.preemption import PREEMPT
 from batcher.scheduling.replica import Replica, WorkerLimits
 from batcher.scheduling.request_queue import RequestQueue
-from batcher.scheduling.sequence import PlacedRow, Sequence
+from batcher.scheduling.sequence import PREEMPT, PlacedRow, Sequence
+from batcher.scheduling.standby import Turn, move_standby
 from batcher.scheduling.takeover import take_over
 from batcher.scheduling.worker_set import WorkerSet
 from common.messages.finish_reasons import INTERRUPTED
@@ -203,6 +202,7 @@ class Scheduler:
     def plans(self) -> Iterator[PendingPlan]:
         """Yield a plan for each worker for which something changes."""
         placed = self.place_waiting()
+        move_standby(self.workers)
         for replica in self.workers.take_changed():
             rows = placed.get(replica, [])
             if (plan := next_plan(replica, self.epoch, rows)) is not None:
@@ -213,6 +213,7 @@ class Scheduler:
     def place_waiting(self) -> dict[Replica, list[PlacedRow]]:
         """Start waiting requests in order, each on a worker that can take it."""
         placed: dict[Replica, list[PlacedRow]] = {}
+        turn = Turn(self.workers.placement)
         while (sequence := self.queue.first()) is not None:
             if self.replicas and sequence.max_kv > self.workers.most_tokens:
                 sequence.waiting = False
@@ -220,13 +221,13 @@ class Scheduler:
             elif self.workers.closing and not sequence.request.gateway:
                 self.queue.skip(sequence)
             else:
-                self.place(sequence, placed)
+                self.place(sequence, turn, placed)
         self.queue.end_turn()
         return placed
 
-    def place(self, sequence: Sequence, placed: dict[Replica, list[PlacedRow]]) -> None:
+    def place(self, sequence: Sequence, turn: Turn, placed: dict[Replica, list[PlacedRow]]) -> None:
         """Start the first request of the queue, or have it wait for a row, or for room."""
-        replica, row = self.workers.placement.choose(sequence)
+        replica, row = turn.choose(sequence)
         if replica is None:
             (self.queue.skip if sequence.crash_count else self.queue.look_past)(sequence)
             return

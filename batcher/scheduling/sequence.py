@@ -8,6 +8,9 @@ from common.messages.records import RECORD, unpack_columns
 from common.messages.request import Generate
 from common.messages.service_class import class_rank
 
+PREEMPT = "preempt"
+"""`PlacedRow.stopping` of a row that is to be preempted and was not asked to stop yet."""
+
 
 @dataclass(slots=True, eq=False)
 class Sequence:

@@ -43,6 +43,8 @@ class Plan:
         stops: (row, why) of rows that stop.
         acknowledged: sequence of the last report applied; the worker trims its reports up to it.
         takeover: the plan of a new batcher; the worker answers with such a report.
+        max_rows: most rows in one step, the first of those that have not ended; the others stand by. 0, as a
+            batcher of an earlier version sends it, sets no bound.
         adopts: with `takeover`: the report says what is held, and rows go on. Without it, as a batcher of an
             earlier version sends it, the worker drops every row first.
     """
@@ -58,6 +60,7 @@ class Plan:
     takeover: bool = wire_field("t", default=False)
     adopts: bool = wire_field("ad", default=False)
     mixed_prefill_tokens: int = wire_field("mp", default=0)
+    max_rows: int = wire_field("mr", default=0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,6 +138,7 @@ class WorkerCapacity:
         context: longest sequence that the model supports, in tokens.
         eos_ids: packed ids that end a generation.
         prefix_caching: whether rows can start with blocks that other rows have computed.
+        standby: whether it obeys `max_rows` of a plan, so that rows can stand by.
     """
 
     incarnation: str = wire_field("i")
@@ -150,6 +154,7 @@ class WorkerCapacity:
     device: str = wire_field("dv", default="")
     model_id: str = wire_field("mi", default="")
     prefix_caching: bool = wire_field("pc", default=False)
+    standby: bool = wire_field("sb", default=False)
 
     @property
     def max_total_tokens(self) -> int:

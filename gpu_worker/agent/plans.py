@@ -67,6 +67,7 @@ class PlanHandler:
         state.until = max(state.until, plan.until)
         state.prefill_tokens = plan.prefill_tokens
         state.mixed_prefill_tokens = plan.mixed_prefill_tokens
+        state.max_rows = plan.max_rows
         state.report_at_step = (state.step + state.until + 1) // 2
         starts = [self.start_row(start) for start in plan.starts]
         for number, blocks in plan.blocks:

@@ -18,7 +18,7 @@ class AgentState:
         signalled: a signal told it so: it has no more than GRACEFUL_TERMINATION_TIMEOUT.
         outbox: what the next flush publishes; `wake` says that there is something.
         epoch, plan, acknowledged: of the newest plan.
-        until, prefill_tokens, mixed_prefill_tokens: the newest grant.
+        until, prefill_tokens, mixed_prefill_tokens, max_rows: the newest grant.
         step: the last step that the engine completed.
         report_at_step: a report is due once this step is completed, so that the next grant comes in time.
         num_tokens: tokens sampled in this incarnation's life.
@@ -40,6 +40,7 @@ class AgentState:
     until: int = 0
     prefill_tokens: int = 0
     mixed_prefill_tokens: int = 0
+    max_rows: int = 0
     step: int = 0
     report_at_step: int = 0
     num_tokens: int = 0
@@ -53,7 +54,8 @@ class AgentState:
         stops: Sequence[tuple[int, str]] = (),
     ) -> Grant:
         """The newest grant, with what is to be started, extended and stopped."""
-        return Grant(self.until, self.prefill_tokens, starts, blocks, stops, self.mixed_prefill_tokens)
+        bounds = self.mixed_prefill_tokens, self.max_rows
+        return Grant(self.until, self.prefill_tokens, starts, blocks, stops, *bounds)
 
     def add_time(self, step: StepResult) -> None:
         """Counts what a step took, for the next report."""

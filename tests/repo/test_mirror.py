@@ -12,6 +12,7 @@ BEHAVIOURS = {
     "common/scripts/test_scripts.py",  # Lua
     "common/scripts/test_terminal_scripts.py",  # Lua
     "gpu_worker/agent/test_offer.py",
+    "gpu_worker/engine/batch/test_max_rows.py",
     "gpu_worker/engine/cuda/test_kernels.py",
     "gpu_worker/engine/model/test_families.py",
     "gpu_worker/engine/parallel/test_tensor_parallel.py",

@@ -5,6 +5,7 @@ One more step may be launched between the two: `launch` only needs arithmetic, a
 waits for `collect`.
 """
 
+import sys
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -59,6 +60,7 @@ class Rows:
         self.until = 0
         self.prefill_tokens = 0
         self.mixed_prefill_tokens = 0
+        self.max_rows = sys.maxsize
         self.result = StepResultBuilder()
 
     def apply(self, grant: Grant) -> list[Int32]:
@@ -66,6 +68,7 @@ class Rows:
         self.until = grant.until
         self.prefill_tokens = grant.prefill_tokens
         self.mixed_prefill_tokens = grant.mixed_prefill_tokens or grant.prefill_tokens
+        self.max_rows = grant.max_rows or sys.maxsize
         for number, why in grant.stops:
             if number in self.rows:
                 self.finish(self.rows[number], why)
@@ -122,11 +125,17 @@ class Rows:
 
     def schedule_slices(self) -> list[RowSlice]:
         """Chooses what the next step computes: a token of each row that decodes, then chunks of prompts up to
-        the budgets.
+        the budgets. Rows behind the first `max_rows` stand by.
         """
         slices, prompts, scores_left = [], [], self.max_scored_tokens
+        places = self.max_rows
         for row in self.rows.values():
-            if row.ended or row.index >= row.max_new_tokens or not row.is_ready:
+            if row.ended or row.index >= row.max_new_tokens:
+                continue
+            if not places:
+                break
+            places -= 1
+            if not row.is_ready:
                 continue
             begin = row.kv_len
             if begin < len(row.ids):

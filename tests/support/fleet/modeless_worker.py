@@ -43,6 +43,7 @@ class ModelessEngine(EngineClient):
         ids: of each row, prompt and tokens.
         owners: row by block.
         num_starts: rows that ever started.
+        most_rows: in one step.
         draining: of its agent: set it, and the worker drains as at SIGTERM.
         serving: its agent's task.
     """
@@ -58,6 +59,7 @@ class ModelessEngine(EngineClient):
         self.ids: dict[int, list[int]] = {}
         self.owners: dict[int, int] = {}
         self.num_starts = 0
+        self.most_rows = 0
         self.granted = asyncio.Event()
 
     def send(self, grant: Grant) -> None:
@@ -85,6 +87,7 @@ class ModelessEngine(EngineClient):
 
     def run_step(self) -> StepResult | None:
         slices = self.rows.launch()
+        self.most_rows = max(self.most_rows, len(slices))
         sampled = [one.row.number for one in slices if one.samples]
         ids = [next_id(self.ids[number]) for number in sampled]
         for number, token_id in zip(sampled, ids, strict=True):
@@ -105,7 +108,8 @@ async def modeless_worker(
     """A worker that serves while the context is open."""
     redis: Redis = connect(url)
     engine = ModelessEngine(step_s)
-    worker = WorkerCapacity(f"{name}-1", name, "m", "float32", BLOCK_SIZE, num_blocks, 512, 8192)
+    sizes = (BLOCK_SIZE, num_blocks, 512, 8192)
+    worker = WorkerCapacity(f"{name}-1", name, "m", "float32", *sizes, standby=True)
     settings = Settings(heartbeat_s=0.2, worker_ttl_s=5.0, max_batch_size=max_batch_size)
     agent = Agent(settings, redis, engine, AgentState(RowTable(TOKENIZER)), worker)
     engine.draining = agent.state.draining

@@ -47,7 +47,9 @@ class Pool:
         limits: WorkerLimits | None = None,
         eos_chance: float = 0.02,
         shares: bool = True,
+        standby: bool = True,
     ) -> None:
+        self.standby = standby
         self.random = random.Random(seed)
         self.shares = shares
         self.eos_chance = eos_chance
@@ -72,7 +74,9 @@ class Pool:
 
     def capacity(self, name: str) -> WorkerCapacity:
         sizes = (BLOCK_SIZE, self.num_blocks, 64, 4096)
-        return WorkerCapacity(name, name, "m", "float32", *sizes, prefix_caching=self.shares)
+        return WorkerCapacity(
+            name, name, "m", "float32", *sizes, prefix_caching=self.shares, standby=self.standby
+        )
 
     def add(self, *sequences: Sequence) -> None:
         for sequence in sequences:

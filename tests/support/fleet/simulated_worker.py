@@ -4,6 +4,7 @@ the rules of blocks.
 
 import random
 from dataclasses import dataclass, field
+from itertools import islice
 
 from common.block_hashes import HASHED_TOKENS, block_names, extend_hashes
 from common.messages.finish_reasons import INTERRUPTED
@@ -69,6 +70,7 @@ class SimulatedWorker:
     sequence: int = 0
     prefill_tokens: int = 0
     mixed_prefill_tokens: int = 0
+    max_rows: int = 0
     num_decoded: int = 0
     most_rows: int = 0
     last_row: int = 0
@@ -90,6 +92,7 @@ class SimulatedWorker:
             plan.prefill_tokens,
         )
         self.mixed_prefill_tokens = plan.mixed_prefill_tokens or plan.prefill_tokens
+        self.max_rows = plan.max_rows
         for number, why in plan.stops:
             if number in self.rows:
                 self.end(number, why)
@@ -103,7 +106,6 @@ class SimulatedWorker:
             num_shared, held = start.num_cached // self.block_size, unpack_ids(start.blocks)
             self.share(row, held[:num_shared])
             self.own(start.row, held[num_shared:])
-        self.most_rows = max(self.most_rows, len(self.rows))
 
     def share(self, row: SimulatedRow, blocks: list[int]) -> None:
         row.kv_len = len(blocks) * self.block_size
@@ -133,12 +135,14 @@ class SimulatedWorker:
 
     def run(self) -> bool:
         """One step, if one is granted and a row can take part."""
-        decodes = any(row.prefilled for row in self.rows.values())
+        in_step = list(islice(self.rows.items(), self.max_rows))
+        self.most_rows = max(self.most_rows, len(in_step))
+        decodes = any(row.prefilled for _, row in in_step)
         budget = self.mixed_prefill_tokens if decodes else self.prefill_tokens
         took_part = False
         if self.step >= self.until:
             return False
-        for number, row in list(self.rows.items()):
+        for number, row in in_step:
             room = len(row.blocks) * self.block_size - row.kv_len
             if not row.prefilled:
                 chunk = min(row.target - row.kv_len, budget, room)

@@ -7,9 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from batcher.scheduling.plans import next_plan
-from batcher.scheduling.preemption import PREEMPT, importance
+from batcher.scheduling.preemption import importance
 from batcher.scheduling.replica import Replica, WorkerLimits
-from batcher.scheduling.sequence import PlacedRow
+from batcher.scheduling.sequence import PREEMPT, PlacedRow
 from tests.support.fleet.simulated_pool import BLOCK_SIZE, Pool, sharing_request
 from tests.support.fleet.simulated_worker import SimulatedWorker
 from tests.unit.batcher.scheduling.test_replica import make_replica, make_sequence

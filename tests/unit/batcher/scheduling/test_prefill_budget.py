@@ -3,7 +3,7 @@
 import pytest
 
 from batcher.scheduling.plans import next_plan
-from batcher.scheduling.prefill_budget import takes_whole_steps
+from batcher.scheduling.prefill_budget import mixed_prefill_tokens, takes_whole_steps
 from batcher.scheduling.replica import WorkerLimits
 from batcher.scheduling.step_times import StepTimes
 from tests.unit.batcher.scheduling.test_replica import make_replica, make_sequence
@@ -32,6 +32,15 @@ def test_without_prompts_or_without_the_settings_nothing_is_whole() -> None:
     both = WorkerLimits(waiting_served_ratio=0.0, max_waiting_tokens=0)
     assert not takes_whole_steps(both, [], 5)
     assert not takes_whole_steps(WorkerLimits(), [1000] * 9, 1)
+
+
+def test_a_prompt_that_stands_by_is_not_counted() -> None:
+    replica = make_replica(num_blocks=100)
+    replica.limits = WorkerLimits(max_batch_size=1, inter_token_target_ms=50.0, max_waiting_tokens=0)
+    replica.times = SLOW
+    replica.prefilled(replica.start(make_sequence(16)), 16, 1)
+    replica.start(make_sequence(16))
+    assert mixed_prefill_tokens(replica) == 30
 
 
 @pytest.mark.parametrize(

@@ -132,8 +132,9 @@ EXAMPLES = [
             False,
             True,
             16,
+            8,
         ),
-        {"v": 1, "e": 9, "n": 2, "u": 40, "pt": 64, "mp": 16}
+        {"v": 1, "e": 9, "n": 2, "u": 40, "pt": 64, "mp": 16, "mr": 8}
         | {
             "s": [
                 {"r": 1, "a": 1, "b": 0, "s": b"", "k": b"\x01\0\0\0", "q": msgpack.unpackb(encode(GENERATE))}
@@ -168,7 +169,7 @@ EXAMPLES = [
     ),
     (
         WorkerCapacity(
-            "w0-1", "w0", "m", "float32", 16, 10, 64, 2048, pack_ids([2]), 1, "cpu", "dir/m", True
+            *("w0-1", "w0", "m", "float32", 16, 10, 64, 2048, pack_ids([2]), 1, "cpu", "dir/m", True, True)
         ),
         {
             "v": 1,
@@ -184,7 +185,7 @@ EXAMPLES = [
             "w": 1,
             "mi": "dir/m",
         }
-        | {"dv": "cpu", "pc": True},
+        | {"dv": "cpu", "pc": True, "sb": True},
     ),
     (
         Events("w0-1", 6, [TOKENS], [Terminal("r1", "error", 4, "why", "generation")], 9),

@@ -24,9 +24,10 @@ from tests.support.waiting import wait_until
 
 async def test_every_grant_has_the_budgets_of_the_newest_plan(agent: Agent) -> None:
     await start(agent)
-    agent.plans.apply(plan(agent, mixed_prefill_tokens=24))
+    agent.plans.apply(plan(agent, mixed_prefill_tokens=24, max_rows=8))
     agent.steps.stop(agent.state.table.rows[1], "stop_sequence")
-    assert [grant.mixed_prefill_tokens for grant in grants(agent)] == [0, 24, 24]
+    budgets = [(grant.mixed_prefill_tokens, grant.max_rows) for grant in grants(agent)]
+    assert budgets == [(0, 0), (24, 8), (24, 8)]
 
 
 async def test_unknown_rows_are_reported_preempted(agent: Agent, redis: Redis) -> None:

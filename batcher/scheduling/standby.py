@@ -1,0 +1,89 @@
+"""Standby: rows that a worker holds beside a full batch. Each takes the place of a row that ends at the same
+step boundary, without a plan.
+
+To a worker, rows behind the first `max_rows` of those that have not ended stand by (`Plan.max_rows`); in all
+else they are rows whose prompt is not computed: they are stopped, adopted and resumed like these. Which of
+them have a place by now, the batcher knows when it hears what has ended.
+"""
+
+from collections.abc import Iterator
+from itertools import islice
+
+from batcher.scheduling.placement import FEW, Placement
+from batcher.scheduling.replica import Replica
+from batcher.scheduling.sequence import PREEMPT, PlacedRow, Sequence
+from batcher.scheduling.worker_set import WorkerSet
+
+LEAST_ROWS = 16
+ROWS_OF_ONE = 32
+"""In a small batch it is long until a row ends: whoever stands by would hold up requests that are more
+urgent. In others there is one for so many rows.
+"""
+
+
+def max_standby(max_batch_size: int) -> int:
+    """How many rows may stand by on a worker with so many places."""
+    return -(-max_batch_size // ROWS_OF_ONE) if max_batch_size >= LEAST_ROWS else 0
+
+
+def standby_rows(replica: Replica) -> list[PlacedRow]:
+    """Rows that had no place yet when the worker last reported, but those that are asked to stop."""
+    num_places = replica.limits.max_batch_size
+    if replica.num_running <= num_places:
+        return []
+    return [row for row in islice(replica.running, num_places, None) if not row.stopping]
+
+
+def may_stand_by(sequence: Sequence) -> bool:
+    """Whether a request may do so on any worker. A suspect may not, since whoever stands by is one when the
+    worker dies. Choices of one answer wait until their prompt is computed.
+    """
+    return not sequence.crash_count and sequence.request.num_choices == 1
+
+
+class Turn:
+    """One turn of the scheduler, in which requests come in order.
+
+    Attributes:
+        is_open: whether requests may stand by: nobody may behind one that waits for a place and may not
+            stand by, or every place that a row leaves would be taken before it comes to that one.
+    """
+
+    def __init__(self, placement: Placement) -> None:
+        self.placement = placement
+        self.is_open = True
+
+    def choose(self, sequence: Sequence) -> tuple[Replica | None, PlacedRow | None]:
+        """Return where a request starts, as `Placement.choose`; where it has no place at once, where it
+        stands by.
+        """
+        replica, row = self.placement.choose(sequence)
+        if replica is None:
+            self.is_open = self.is_open and may_stand_by(sequence)
+            replica = next(self.able_to_hold(sequence), None)
+        return replica, row
+
+    def able_to_hold(self, sequence: Sequence) -> Iterator[Replica]:
+        """Full workers where a request may stand by, first those where the fewest do."""
+        num_places = self.placement.limits.max_batch_size
+        for level in range(num_places, num_places + max_standby(num_places) * self.is_open):
+            for replica in islice(self.placement.levels.get(level, ()), FEW):
+                if replica.capacity.standby and replica.has_blocks(sequence):
+                    yield replica
+
+
+def move_standby(workers: WorkerSet) -> None:
+    """Stop rows that stand by while another worker has a place for them, where they start then; at most one
+    of a worker, of some of those that have most rows.
+    """
+    placement = workers.placement
+    num_places = placement.limits.max_batch_size
+    most, fewest = max(placement.levels, default=0), min(placement.levels, default=0)
+    if most <= num_places or fewest >= num_places:
+        return
+    for replica in list(islice(placement.levels[most], FEW)):
+        rows = standby_rows(replica)
+        if rows and placement.fewest_rows(rows[-1].sequence) is not None:
+            rows[-1].stopping = PREEMPT
+            replica.due_stops.append(rows[-1])
+            workers.note_change(replica)

@@ -1,0 +1,187 @@
+"""Standby: rows beside a full batch take the place of those that end, and are in nobody's way."""
+
+from collections import deque
+from itertools import count
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from batcher.scheduling.plans import next_plan
+from batcher.scheduling.replica import Replica, WorkerLimits
+from batcher.scheduling.standby import max_standby, standby_rows
+from common.messages.plan import Plan, Report
+from tests.support.fleet.simulated_pool import Pool, request, sharing_request
+from tests.unit.batcher.scheduling.test_replica import make_replica, make_sequence
+
+ROWS = 16
+LIMITS = WorkerLimits(max_batch_size=ROWS)
+
+
+def full_pool(num_blocks: int = 1000, num_workers: int = 1, standby: bool = True) -> Pool:
+    """Every place is taken, for long, and one request more waits."""
+    pool = Pool(num_workers, num_blocks, seed=1, limits=LIMITS, eos_chance=0, standby=standby)
+    pool.add(*(request(f"r{i}", 8, 40 if i == 3 else 200, i) for i in range(ROWS * num_workers + 1)))
+    pool.decide()
+    return pool
+
+
+def test_a_row_that_ends_is_replaced_at_the_same_step_boundary() -> None:
+    pool = full_pool()
+    worker = pool.workers["w0"]
+    while len(worker.rows) > ROWS:
+        assert worker.run() and worker.rows[ROWS + 1].kv_len == 0
+        if worker.step > worker.until // 2:
+            pool.scheduler.apply_report("w0", worker.take_report())
+            pool.decide()
+    assert worker.run(), "before anybody hears of the end"
+    assert worker.rows[ROWS + 1].prefilled
+    assert worker.most_rows == ROWS
+    pool.run()
+    assert len(pool.finished) == ROWS + 1
+    pool.check_blocks_returned()
+
+
+def busy_share(standby: bool, late_steps: int, num_steps: int = 800) -> float:
+    """Share of 64 places that are taken in steps, of answers of 128 tokens on average, while others wait;
+    plans and reports come `late_steps` late.
+    """
+    limits = WorkerLimits(max_batch_size=64)
+    pool = Pool(1, 2000, seed=1, limits=limits, eos_chance=1 / 128, shares=False, standby=standby)
+    worker, numbers, num_taken = pool.workers["w0"], count(), 0
+    plans: deque[tuple[int, Plan]] = deque()
+    reports: deque[tuple[int, Report]] = deque()
+    for step in range(num_steps):
+        while len(pool.scheduler.sequences) < 3 * 64:
+            number = next(numbers)
+            pool.add(request(f"r{number}", 8, 1000, number))
+        plans += [(step + late_steps, pending.plan) for pending in pool.scheduler.plans()]
+        for sequence in pool.scheduler.pop_outcomes().finished:
+            pool.scheduler.forget(sequence)
+        while plans and plans[0][0] <= step:
+            worker.apply_plan(plans.popleft()[1])
+        num_taken += min(64, len(worker.rows)) * worker.run()
+        worker.release()
+        if worker.report.ended or worker.report.released or worker.until - worker.step <= 16:
+            reports.append((step + late_steps, worker.take_report()))
+        while reports and reports[0][0] <= step:
+            pool.scheduler.apply_report("w0", reports.popleft()[1])
+    return num_taken / num_steps / 64
+
+
+def test_places_stay_taken_though_plans_and_reports_are_late() -> None:
+    assert busy_share(True, late_steps=3) > 0.97 > busy_share(False, late_steps=3)
+
+
+@pytest.mark.parametrize(
+    ("places", "num_standby"), [(1, 0), (15, 0), (16, 1), (32, 1), (33, 2), (256, 8)], ids=str
+)
+def test_few_stand_by_and_none_beside_a_small_batch(places: int, num_standby: int) -> None:
+    assert max_standby(places) == num_standby
+    pool = Pool(1, 2000, seed=1, limits=WorkerLimits(max_batch_size=places), eos_chance=0)
+    pool.add(*(request(f"r{i}", 8, 200, i) for i in range(places + 10)))
+    pool.decide()
+    assert len(pool.workers["w0"].rows) == places + num_standby
+
+
+def test_a_worker_that_does_not_know_of_standby_gets_no_row_beside_a_full_batch() -> None:
+    assert len(full_pool(standby=False).workers["w0"].rows) == ROWS
+
+
+def test_suspects_and_choices_that_share_their_prompt_do_not_stand_by() -> None:
+    pool = full_pool()
+    pool.scheduler.cancel(f"r{ROWS}", "client")
+    pool.turn()
+    suspect, choice = request("s", 8, 10, 90), sharing_request("c", [*range(40)], 10, 91, num_choices=2)
+    suspect.crash_count = 1
+    pool.add(suspect, choice)
+    pool.decide()
+    assert suspect.waiting and choice.waiting
+    for sequence in (suspect, choice):
+        pool.scheduler.cancel(sequence.request_id, "client")
+    pool.add(request("r90", 8, 10, 92))
+    pool.decide()
+    assert not pool.scheduler.sequences["r90"].waiting
+
+
+@pytest.mark.parametrize("kind", ["suspect", "choice"])
+def test_whoever_may_not_stand_by_gets_a_place_before_those_behind(kind: str) -> None:
+    """Else those that stand by would take every place that a row leaves."""
+    pool = Pool(1, 2000, seed=1, limits=LIMITS, eos_chance=0)
+    pool.add(*(request(f"r{i}", 8, 20 + 10 * i, i) for i in range(ROWS + 1)))
+    pool.decide()
+    one = sharing_request("one", [*range(8)], 10, 50, num_choices=2 if kind == "choice" else 1)
+    one.crash_count = int(kind == "suspect")
+    pool.add(one, *(request(f"b{i}", 8, 200, 100 + i) for i in range(60)))
+    while one.waiting:
+        pool.turn()
+        assert len(pool.finished) < 6
+    pool.run()
+
+
+def test_a_cancel_ends_a_row_that_stands_by() -> None:
+    pool = full_pool()
+    pool.scheduler.cancel(f"r{ROWS}", "client")
+    pool.decide()
+    assert len(pool.workers["w0"].rows) == ROWS
+    pool.scheduler.apply_report("w0", pool.workers["w0"].take_report())
+    pool.decide()
+    assert pool.finished == [f"r{ROWS}"]
+    assert not standby_rows(pool.scheduler.replicas["w0"])
+
+
+def test_nobody_stands_by_where_another_worker_has_room() -> None:
+    pool = full_pool()
+    waits = pool.scheduler.sequences[f"r{ROWS}"]
+    assert waits.row in standby_rows(pool.scheduler.replicas["w0"])
+    other = pool.add_worker()
+    pool.decide()
+    pool.scheduler.apply_report("w0", pool.workers["w0"].take_report())
+    pool.decide()
+    pool.decide()
+    assert waits.row and waits.row.worker == other and waits.attempt == 2
+    pool.run()
+    pool.check_blocks_returned()
+
+
+def test_a_row_that_stands_by_gives_its_blocks_to_one_that_lacks_them() -> None:
+    """Else they would wait for each other, where nothing else runs."""
+    replica = Replica(make_replica(num_blocks=6).capacity, WorkerLimits(max_batch_size=1))
+    runs, waits = make_sequence(16), make_sequence(16)
+    waits.rank = 0  # more urgent, but it has nothing to lose
+    running, standby = replica.start(runs), replica.start(waits)
+    replica.prefilled(running, 16, step=1)
+    replica.step = replica.until = 33
+    plan = next_plan(replica, 1, [])
+    assert plan and plan.stops == [(standby.number, "preempted")] and replica.starved
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    num_workers=st.integers(1, 3),
+    num_blocks=st.integers(40, 200),
+    sizes=st.lists(st.tuples(st.integers(1, 60), st.integers(1, 120)), min_size=20, max_size=70),
+    actions=st.lists(
+        st.sampled_from(["kill", "succeed", "drain", "cancel", "cancel", "none", "none"]), max_size=25
+    ),
+    seed=st.integers(0, 10**6),
+    shares=st.booleans(),
+)
+def test_every_request_ends_once_whatever_dies_while_rows_stand_by(
+    num_workers: int,
+    num_blocks: int,
+    sizes: list[tuple[int, int]],
+    actions: list[str],
+    seed: int,
+    shares: bool,
+) -> None:
+    pool = Pool(num_workers, num_blocks, seed, LIMITS, shares=shares)
+    for i, (num_prompt, new) in enumerate(sizes):
+        pool.add(sharing_request(f"r{i}", [i % 3] * num_prompt, new, i))
+    for action in actions:
+        pool.disturb(action, len(sizes))
+        pool.turn()
+    pool.run()
+    ended = pool.finished + [name for name, _ in pool.to_finish]
+    assert sorted(ended) == sorted(f"r{i}" for i in range(len(sizes)))
+    pool.check_blocks_returned()
