@@ -12,7 +12,18 @@ from tests.support.engine.quantized_models import FORMATS, multiplies_blocks
 from tests.support.engine.tiny_engine import engine_of, play
 
 NEW_TOKENS = 40
-SLOW = ("gptq-v2", "gptq-2", "gptq-8", "fbgemm_fp8", "w8a16", "w8a8-fp8", "bitsandbytes-4")
+IN_BLOCKS = ("gptq", "awq", "w8a8-int8")
+SLOW = (
+    *IN_BLOCKS,
+    "gptq-v2",
+    "gptq-2",
+    "gptq-8",
+    "fbgemm_fp8",
+    "w8a16",
+    "w4a16",
+    "w8a8-fp8",
+    "bitsandbytes-4",
+)
 PROMPTS = ([5, 6, 7], list(range(3, 40)))
 
 
@@ -26,14 +37,14 @@ def test_ids_are_those_of_the_numbers_that_a_checkpoint_means(form: str, tmp_pat
     assert list(ids.values()) == expected
 
 
-@pytest.mark.parametrize("form", ["gptq", "awq", "w8a8-int8"])
+@pytest.mark.parametrize("form", IN_BLOCKS)
 def test_integers_are_multiplied_in_blocks_with_the_bits_of_plain_weights(form: str, tmp_path: Path) -> None:
-    if not multiplies_blocks():
-        pytest.skip("weights are widened on this processor")
     quantized_models.save(tmp_path, *FORMATS[form])
     own, plain = (engine_of(folder, dtype="bfloat16") for folder in (tmp_path, tmp_path / "plain"))
     rows = dict(enumerate(PROMPTS))
     assert play(own, rows) == play(plain, rows)
+    if not multiplies_blocks():
+        pytest.skip("weights are widened on this processor")
     layers = own.loaded.model.model.layers
     assert all(layer.mlp.down_proj.blocks and layer.self_attn.q_proj.blocks for layer in layers)
     assert not plain.loaded.model.model.layers[0].mlp.down_proj.blocks

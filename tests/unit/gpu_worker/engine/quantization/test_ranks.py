@@ -13,7 +13,7 @@ from tests.support.engine.quantized_models import FORMATS, multiplies_blocks
 from tests.support.engine.tiny_engine import NEW_TOKENS, play
 
 ROWS = {0: [5, 6, 7], 1: list(range(3, 40))}
-QUICK = ("gptq-desc_act", "fp8-blocks")
+QUICK = ("gptq-desc_act",)
 SETTINGS: dict[str, Any] = {
     "kv_cache_bytes": 2**23,
     "max_batch_prefill_tokens": 64,
