@@ -90,7 +90,8 @@ async def started(plan: Plan) -> AsyncIterator[ChaosFleet]:
         f"num_{kind}{'' if kind == 'jobs' else 's'}": plan.counts[kind]
         for kind in ("gateway", "batcher", "jobs")
     }
-    fleet = ChaosFleet(plan.step_ms, num_workers=plan.counts["agent"], kv_cache_bytes="256MiB", **counts)
+    counts |= {"num_workers": plan.counts["agent"], "speculate": plan.speculate}
+    fleet = ChaosFleet(plan.step_ms, kv_cache_bytes="256MiB", **counts)
     try:
         fleet.start()
         yield fleet
@@ -162,6 +163,7 @@ def main() -> int:
     choices = sorted({*KINDS, *BROKER_WAYS, "stop"} - {"kill"})
     parser.add_argument("--spare", nargs="+", default=(), choices=choices, help="what is not to happen")
     parser.add_argument("--model", action="store_true", help="real engines with the embedded model")
+    parser.add_argument("--speculate", type=int, default=0, help="tokens that rows propose at a time")
     parser.add_argument("--log", type=Path, help="file for what the fleet logs")
     args = parser.parse_args()
     plan = Plan(
@@ -173,6 +175,7 @@ def main() -> int:
         spared=args.spare,
         loss=args.loss,
         step_ms=None if args.model else Plan.step_ms,
+        speculate=args.speculate,
         log_to=args.log,
     )
     print(f"seed {plan.seed}", flush=True)

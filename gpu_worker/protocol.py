@@ -123,8 +123,7 @@ class Ready:
 
 @dataclass(slots=True)
 class StepResult:
-    """What one step brought. It is not frozen, for there is one a token where one row runs: that takes seven
-    times as long to make.
+    """What one step brought. Not frozen, which takes seven times as long to make: there may be one a token.
 
     Attributes:
         step: number of the step, counted from 1 in this engine's life; a boundary without a step repeats the
@@ -140,7 +139,7 @@ class StepResult:
         ended: (row, why, end index, exclusive). `length`, `eos_token` and `stop_sequence` (a stop id) are
             decided by the engine, others repeat a stop's `why`.
         released: (row, kv_len): the last launched step that held the row is over.
-        prefill_tokens: tokens of prompts that the step computed.
+        prefill_tokens, proposed_tokens: tokens of prompts, and proposals, that the step computed.
     """
 
     step: int
@@ -152,6 +151,7 @@ class StepResult:
     released: Sequence[tuple[int, int]] = ()
     duration_ms: float = 0.0
     prefill_tokens: int = 0
+    proposed_tokens: int = 0
 
     @property
     def num_samples(self) -> int:

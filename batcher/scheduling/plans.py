@@ -1,5 +1,7 @@
 """Plans: what the next plan of one worker holds. Pure functions of a replica; they allocate its blocks."""
 
+from collections.abc import Iterable
+
 from batcher.scheduling.preemption import importance, preempt_for
 from batcher.scheduling.prefill_budget import mixed_prefill_tokens
 from batcher.scheduling.replica import Replica
@@ -17,6 +19,7 @@ def next_plan(replica: Replica, epoch: int, starting: list[PlacedRow]) -> Plan |
         return None
     if needs_grant:
         replica.until = replica.step + replica.limits.horizon
+        replica.is_short = False
     replica.plan += 1
     return Plan(
         epoch=epoch,
@@ -30,6 +33,20 @@ def next_plan(replica: Replica, epoch: int, starting: list[PlacedRow]) -> Plan |
         acknowledged=replica.acknowledged,
         max_rows=replica.limits.max_batch_size,
     )
+
+
+def set_lengths(replica: Replica, lengths: Iterable[tuple[int, int, int]]) -> None:
+    """Note how long rows are that are ahead of one token a step. A grant is due where half of one would fill
+    a row's blocks.
+    """
+    for number, kv_len, step in lengths:
+        if (row := replica.rows.get(number)) is None or row.ended:
+            continue
+        row.kv_len = kv_len
+        row.at_step = step
+        slots_left = len(row.blocks) * replica.block_size - kv_len
+        needs_more = len(row.blocks) < replica.blocks_for(row.sequence.max_kv)
+        replica.is_short |= needs_more and slots_left <= replica.limits.horizon // 2
 
 
 def grow_rows(replica: Replica, starting: list[PlacedRow]) -> list[tuple[int, bytes]]:

@@ -58,6 +58,7 @@ class Replica:
             releases the row.
         disowned: those of them that must be stopped.
         due_stops: rows of which the next plan must find out whether they stop.
+        is_short: a row may fill its blocks before the steps granted are over.
         starved: a row did not get all the blocks it needs for the steps granted.
         draining: it was told to end.
         evacuates: it drains, and its rows go to other workers.
@@ -79,6 +80,7 @@ class Replica:
     leaving: dict[int, list[int]] = field(default_factory=dict)
     disowned: list[int] = field(default_factory=list)
     due_stops: list[PlacedRow] = field(default_factory=list)
+    is_short: bool = False
     starved: bool = False
     draining: bool = False
     evacuates: bool = False
@@ -114,9 +116,8 @@ class Replica:
     @property
     def needs_grant(self) -> bool:
         """Whether it is time to grant more steps, or blocks that were missing."""
-        return self.num_running > 0 and (
-            self.until - self.step <= self.limits.horizon // 2 or (self.starved and self.pool.num_free > 0)
-        )
+        lacks_blocks = self.is_short or (self.starved and self.pool.num_free > 0)
+        return self.num_running > 0 and (lacks_blocks or self.until - self.step <= self.limits.horizon // 2)
 
     def blocks_for(self, tokens: int) -> int:
         return -(-tokens // self.block_size)
@@ -145,9 +146,7 @@ class Replica:
         return sequence.names(self.block_size) if self.capacity.prefix_caching else []
 
     def cached_blocks(self, sequence: Sequence) -> list[int]:
-        """Blocks whose KV a row would find here. One token at least is left to compute, for the logits of the
-        next one.
-        """
+        """Blocks whose KV a row would find here; one token at least is left to compute, for logits."""
         names = self.names(sequence)
         return self.pool.cache.find(names)[: (sequence.num_known - 1) // self.block_size] if names else []
 

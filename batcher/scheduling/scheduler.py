@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from batcher.scheduling.pending_plan import PendingPlan
-from batcher.scheduling.plans import next_plan
+from batcher.scheduling.plans import next_plan, set_lengths
 from batcher.scheduling.replica import Replica, WorkerLimits
 from batcher.scheduling.request_queue import RequestQueue
 from batcher.scheduling.sequence import PREEMPT, PlacedRow, Sequence
@@ -138,9 +138,8 @@ class Scheduler:
     def take_over(
         self, capacity: WorkerCapacity, report: Report, sequences: list[Sequence]
     ) -> list[Sequence]:
-        """Add a worker that answered the takeover. Return those of `sequences` that it holds no more.
-
-        Raises ValueError if the report contradicts itself.
+        """Add a worker that answered the takeover. Return those of `sequences` that it holds no more. Raises
+        ValueError if the report contradicts itself.
         """
         replica = Replica(capacity, self.limits)
         left = take_over(replica, report, sequences)
@@ -187,6 +186,7 @@ class Scheduler:
             if (row := replica.rows.get(number)) is not None:
                 replica.prefilled(row, kv_len, step)
                 self.release_followers(replica, row)
+        set_lengths(replica, report.lengths)
         for number, why, end in report.ended:
             if (row := replica.rows.get(number)) is not None and not row.ended:
                 replica.end(row)

@@ -100,7 +100,7 @@ class Report:
         epoch, plan: the newest plan applied.
         step: the last step completed.
         prefilled: (row, kv_len, step) of rows whose prompt is computed; from `step` on they grow by one token
-            in each step.
+            in each step, but for `lengths`.
         ended: (row, why, number of tokens generated).
         released: (row, kv_len): the row has its blocks no more.
         hashes: (row, hashes) of released rows that have generated whole pieces (common/block_hashes.py): the
@@ -112,6 +112,9 @@ class Report:
             read.
         step_times: (steps, those of them in which rows decoded, tokens of prompts that they computed, their
             milliseconds) since the last report, of each kind of steps.
+        lengths: (row, kv_len, step) of rows that have had several tokens in one step, by speculation: after
+            `step` they held `kv_len` tokens, and from there on they are taken to grow by one in each step,
+            until a report says more.
     """
 
     sequence: int = wire_field("q")
@@ -127,6 +130,7 @@ class Report:
     reports_lost: bool = wire_field("l", default=False)
     hashes: list[tuple[int, bytes]] = wire_field("bh", default_factory=list)
     step_times: list[tuple[int, int, int, float]] = wire_field("st", default_factory=list)
+    lengths: list[tuple[int, int, int]] = wire_field("ln", default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)

@@ -92,7 +92,7 @@ INPUT_LENGTH = Histogram("tgi_request_input_length", "Prompt length, in tokens")
 MAX_NEW_TOKENS = Histogram("tgi_request_max_new_tokens", "Maximum number of new tokens of a request")
 GENERATED_TOKENS = Histogram("tgi_request_generated_tokens", "Number of generated tokens of a request")
 SKIPPED_TOKENS = Summary(
-    "tgi_request_skipped_tokens", "Accepted speculative tokens; always 0, because there is no speculation"
+    "tgi_request_skipped_tokens", "Accepted speculative tokens; always 0: tokenfleet_accepted_tokens has them"
 )
 
 # Steps, counted by workers. TGI calls a step a batch.
@@ -159,6 +159,10 @@ REQUESTS = Counter(
 TOKENS = Counter("tokenfleet_generated_tokens", "Number of tokens sampled by workers")
 PREFILLED_TOKENS = Counter(
     "tokenfleet_prefilled_tokens", "Number of prompt tokens computed, those of resumed requests included"
+)
+PROPOSED_TOKENS = Counter("tokenfleet_proposed_tokens", "Number of tokens proposed by speculation")
+ACCEPTED_TOKENS = Counter(
+    "tokenfleet_accepted_tokens", "Number of those that were right: they came without a step of their own"
 )
 PREFIX_QUERIES = Counter(
     "tokenfleet_prefix_cache_queries",

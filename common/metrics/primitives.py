@@ -49,7 +49,9 @@ class Gauge(Metric):
 
 @dataclass(slots=True, eq=False)
 class Summary(Metric):
-    """Quantiles. Only TGI's skipped tokens have this type, and they never occur."""
+    """Quantiles. Only TGI's skipped tokens have this type; quantiles of several processes cannot be added, so
+    they are counted by metrics of ours.
+    """
 
     kind: Kind = field(init=False, default="summary")
 

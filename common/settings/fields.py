@@ -154,6 +154,8 @@ class SettingFields(BaseModel):
     """a prompt takes whole steps, whatever that target, once rows have decoded so often since it started"""
     horizon: Count = 32
     """steps granted ahead"""
+    speculate: Annotated[Number, Field(le=15)] = 0
+    """tokens that a step checks beyond a row's next, found in what the row has so far (0: none; CPU only)"""
 
     device: Device = "auto"
     """cpu, cuda or auto"""

@@ -5,7 +5,6 @@ from common.settings.option import ANY, NONE, OFF, ON, Option, options
 RANKS_FIND = "the ranks of one machine find each other by themselves; torchrun says where those of several do"
 BY_TORCHRUN = "set by torchrun for a worker whose ranks run on several machines (NUM_SHARD for those of one)"
 CHUNKED = "prompts are computed in chunks beside the running requests, so none of both waits for the other"
-NO_SPECULATION = "speculation is not built yet"
 NO_TRACES = "traces are not built yet; metrics are (METRICS_PORT)"
 NO_NGROK = "tunnels are not built; put a proxy in front"
 NO_LORA = "adapters are not built yet; merge the adapter into the model"
@@ -20,7 +19,6 @@ TGI = (
         "a gateway tokenizes short prompts at once and long ones in threads; NUM_GATEWAYS adds more",
         int,
     ),
-    Option("speculate", (0,), NO_SPECULATION, int),
     Option("kv_cache_dtype", ("auto",), "the KV cache has the type of the model (DTYPE)"),
     Option(
         "cuda_graphs",

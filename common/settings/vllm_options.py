@@ -4,7 +4,6 @@ from common.settings.option import ANY, NONE, OFF, ON, Option, options
 from common.settings.tgi_options import (
     CHUNKED,
     NO_LORA,
-    NO_SPECULATION,
     NO_TRACES,
     OWN_TOKENIZER,
 )
@@ -19,6 +18,7 @@ BLOCKS = "KV_CACHE_BYTES says how large the cache is"
 READ_AS_THEY_ARE = "weights are read from .safetensors files, and the start says how far it is"
 NO_MAMBA = "models with states in place of attention are not served"
 EXPERTS = "ranks share the experts as the model's plan says (NUM_SHARD)"
+ONLY_NGRAMS = "no other model proposes tokens; SPECULATE finds them in the row itself (n-grams)"
 IN_PYTHON = "code of yours is not loaded into the processes"
 
 VLLM = (
@@ -40,7 +40,7 @@ VLLM = (
     Option("lora_modules", NONE, NO_LORA),
     *options("max_loras max_lora_rank max_cpu_loras", ANY, NO_LORA, int),
     Option("fully_sharded_loras", ANY, NO_LORA, bool),
-    *options("speculative_config speculative_model num_speculative_tokens", NONE, NO_SPECULATION),
+    *options("speculative_config speculative_model num_speculative_tokens", NONE, ONLY_NGRAMS),
     Option("enable_auto_tool_choice", ANY, "the model decides whenever a request has tools", bool),
     Option("exclude_tools_when_tool_choice_none", ON, "the prompt has no tools that may not be called", bool),
     Option("tool_parser_plugin", NONE, IN_PYTHON),

@@ -63,7 +63,7 @@ class Agent:
         self.steps = StepHandler(engine, self.state, worker.prefix_caching)
         plans = self.keys.plans(worker.incarnation)
         self.plans = PlanHandler(redis, plans, engine, self.state, self.steps)
-        self.flusher = Flusher(self.publisher, self.state, self.steps.drop)
+        self.flusher = Flusher(self.publisher, self.state, self.steps.drop, worker.block_size)
         self.watchdog = Watchdog(self.step_timeout_s, self.is_busy, engine.run_delay_s)
         self.heartbeat_now = asyncio.Event()
 

@@ -24,13 +24,17 @@ class Flusher:
 
     Attributes:
         drop: stops a row that is not this worker's to go on with.
+        block_size: tokens of a KV block.
         reported_s: monotonic time of the last report.
     """
 
-    def __init__(self, publisher: Publisher, state: AgentState, drop: Callable[[RowText], None]) -> None:
+    def __init__(
+        self, publisher: Publisher, state: AgentState, drop: Callable[[RowText], None], block_size: int
+    ) -> None:
         self.publisher = publisher
         self.state = state
         self.drop = drop
+        self.block_size = block_size
         self.reported_s = 0.0
 
     async def run(self) -> None:
@@ -78,16 +82,21 @@ class Flusher:
         self.publisher.offer(flush, replace(report, reports_lost=True), state.table.live)
 
     def report_due(self) -> bool:
-        """Whether the batcher must hear how far the rows are: the grant is half used, or time has passed."""
+        """Whether the batcher must hear how far the rows are: the grant is half used, a row that is ahead
+        needs blocks, or time has passed.
+        """
         state = self.state
         return bool(state.table.rows) and (
-            state.step >= state.report_at_step or time.monotonic() - self.reported_s >= REPORT_INTERVAL_S
+            state.step >= state.report_at_step
+            or time.monotonic() - self.reported_s >= REPORT_INTERVAL_S
+            or state.runs_short(self.block_size)
         )
 
     def make_report(self, outbox: Outbox, sequence: int) -> Report:
         """The report of the flush with this number."""
         state = self.state
         self.reported_s = time.monotonic()
+        lengths = state.take_lengths()
         if state.step >= state.report_at_step:
             state.report_at_step = state.until + 1
         return Report(
@@ -103,4 +112,5 @@ class Flusher:
             last_row=state.table.last_row,
             hashes=outbox.hashes,
             step_times=state.take_step_times(),
+            lengths=lengths,
         )

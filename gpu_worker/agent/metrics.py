@@ -54,6 +54,10 @@ class BatchMetrics:
             if step.duration_ms:
                 forwards[self.method].append(step.duration_ms / 1000)
             self.move_rows(step)
+            if step.proposed_tokens:
+                catalogue.PROPOSED_TOKENS.add(step.proposed_tokens)
+                num_rows = len({row for row, *_ in step.sampled})
+                catalogue.ACCEPTED_TOKENS.add(step.num_samples - num_rows)
         for method, forwards_s in forwards.items():
             if forwards_s:
                 self.count(method, forwards_s, text_s)

@@ -3,6 +3,7 @@
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from math import inf
 
 from tokenizers import Tokenizer
 
@@ -26,7 +27,8 @@ class RowText:
         num_spilled: number of tokens that stand in the request's own string in Redis.
         blocks: packed numbers of the KV blocks that it has.
         num_cached: tokens whose KV they held when it started.
-        kv_len, prefilled_step: tokens that it held after the step that completed its prefill; 0 before that.
+        kv_len, at_step: after step `at_step` it held `kv_len` tokens, as the batcher was told last; 0 before
+            its prefill is complete.
         prompt: packed records of the prompt's tokens but the first, as far as they are computed; None where
             the request does not ask for them, or an earlier attempt has written them to Redis.
         texts: the text of each token that is not published yet.
@@ -47,7 +49,7 @@ class RowText:
     blocks: bytes
     num_cached: int = 0
     kv_len: int = 0
-    prefilled_step: int = 0
+    at_step: int = 0
     prompt: bytearray | None = None
     texts: list[str] = field(default_factory=list)
     ended: bool = False
@@ -109,6 +111,17 @@ class RowText:
         return self.matcher is not None and self.matcher.matched
 
     @property
+    def kv_now(self) -> int:
+        """Tokens that it holds once its prefill is complete: its last one is not computed yet."""
+        return len(self.prompt_ids) + self.num_tokens - 1
+
+    def slots_left(self, block_size: int) -> float:
+        """Slots left in its blocks; infinitely many where they suffice to its end."""
+        num_slots = len(self.blocks) // 4 * block_size
+        max_kv = len(self.prompt_ids) + self.request.stopping.max_new_tokens - 1
+        return num_slots - self.kv_now if num_slots < max_kv else inf
+
+    @property
     def held(self) -> HeldRow:
         """What a new batcher must know to go on with the row."""
         return HeldRow(
@@ -119,7 +132,7 @@ class RowText:
             self.num_tokens,
             self.blocks,
             self.kv_len,
-            self.prefilled_step,
+            self.at_step,
             self.ended,
             self.num_cached,
         )

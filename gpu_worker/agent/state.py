@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from gpu_worker.agent.outbox import Outbox
-from gpu_worker.agent.row_text import RowTable
+from gpu_worker.agent.row_text import RowTable, RowText
 from gpu_worker.protocol import Grant, StartRow, StepResult
 
 
@@ -22,6 +22,7 @@ class AgentState:
         step: the last step that the engine completed.
         report_at_step: a report is due once this step is completed, so that the next grant comes in time.
         num_tokens: tokens sampled in this incarnation's life.
+        ahead: rows that have had several tokens in one step since the last report, by number.
         takeover_pending: a new batcher that adopts no rows waits until none is left.
         step_times: steps, tokens of prompts and ms since the last report, by whether rows decoded in the
             steps, and whether they computed any of a prompt.
@@ -44,6 +45,7 @@ class AgentState:
     step: int = 0
     report_at_step: int = 0
     num_tokens: int = 0
+    ahead: dict[int, RowText] = field(default_factory=dict)
     takeover_pending: bool = False
     step_times: dict[tuple[bool, bool], tuple[int, int, float]] = field(default_factory=dict)
 
@@ -75,6 +77,20 @@ class AgentState:
         """A signal tells the worker to end."""
         self.signalled.set()
         self.draining.set()
+
+    def runs_short(self, block_size: int) -> bool:
+        """Whether a row that is ahead has so few slots left in its blocks that they are full in half of the
+        steps granted.
+        """
+        steps_left = self.until - self.step
+        return any(2 * row.slots_left(block_size) <= steps_left for row in self.ahead.values())
+
+    def take_lengths(self) -> list[tuple[int, int, int]]:
+        """Returns how long the rows are that are ahead, as a report has them."""
+        ahead, self.ahead = self.ahead, {}
+        for row in ahead.values():
+            row.kv_len, row.at_step = row.kv_now, self.step
+        return [(row.row, row.kv_len, row.at_step) for row in ahead.values() if not row.ended]
 
     def next_incarnation(self) -> "AgentState":
         """The state of the next incarnation over the same engine, which holds no row any more. Numbers of

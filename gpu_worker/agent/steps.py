@@ -56,6 +56,7 @@ class StepHandler:
         for number, kv_len in step.released:
             state.outbox.released.append((number, kv_len))
             row = rows.pop(number, None)
+            state.ahead.pop(number, None)
             if row is not None and self.prefix_caching and (hashes := row.generated_hashes(kv_len)):
                 state.outbox.hashes.append((number, hashes))
         if state.takeover_pending and not rows:
@@ -64,10 +65,14 @@ class StepHandler:
     def add_tokens(self, step: StepResult) -> None:
         rows, outbox = self.state.table.rows, self.state.outbox
         top_logprobs = {place: top for place, *top in step.top_logprobs}
+        previous = 0
         for place, (number, _, token_id, logprob) in enumerate(step.sampled):
             if (row := rows.get(number)) is not None and not row.ended:
                 if not row.texts:
                     outbox.rows.append(row)
+                if number == previous:
+                    self.state.ahead[number] = row
+                previous = number
                 if row.matches_stop_string(row.add(token_id, logprob, top_logprobs.get(place))):
                     self.end_at_stop_string(row, step)
 
@@ -80,7 +85,7 @@ class StepHandler:
             outbox.prefilled.append((number, kv_len, step.step))
             if (row := rows.get(number)) is not None:
                 row.kv_len = kv_len
-                row.prefilled_step = step.step
+                row.at_step = step.step
                 if row.prompt is not None:
                     outbox.prompts.append(row)
 
@@ -88,7 +93,7 @@ class StepHandler:
         """Ends a row whose text has a stop string, unless the same token ends it for a reason that comes
         first.
         """
-        if not any(number == row.row for number, _, _ in step.ended):
+        if (row.row, row.num_tokens) not in ((number, end) for number, _, end in step.ended):
             self.end(row, "stop_sequence", row.num_tokens)
             self.stop(row, "stop_sequence")
 

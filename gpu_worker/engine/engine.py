@@ -11,7 +11,8 @@ import torch
 from common.model_files import Progress, no_progress
 from common.settings.settings import SettingError, Settings
 from gpu_worker.engine.batch.inputs import build_inputs
-from gpu_worker.engine.batch.row import RowSlice
+from gpu_worker.engine.batch.proposer import NgramProposer
+from gpu_worker.engine.batch.row_slice import RowSlice
 from gpu_worker.engine.batch.rows import NO_BLOCKS, Rows
 from gpu_worker.engine.batch.step_result import Int32
 from gpu_worker.engine.cuda.compile import compile_layers, stop_compiling
@@ -68,6 +69,7 @@ class Engine:
             max(1, MAX_LOGITS // self.loaded.vocab_size),
             self.loaded.recompute_length,
             self.prefix_caching,
+            partial(NgramProposer, settings.speculate) if settings.speculate else None,
         )
         self.graphs: CudaGraphs | FixedShapeGraph | None = None
         self.runs_ahead = self.loaded.device.type != "cpu"
@@ -170,7 +172,7 @@ class Engine:
         if not slices:
             return None
         if before is None and not self.communicator.rank:
-            self.matchers.begin(sample_requests(slices))
+            self.matchers.begin(row_slice.sample_request for row_slice in slices if row_slice.samples)
         logits = self.forward_able(slices, before.ids if before else None)
         return LaunchedStep(self.rows.step, slices, logits, started_s) if slices else None
 

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from gpu_worker.engine.batch.row import RowSlice
+from gpu_worker.engine.batch.row_slice import RowSlice
 from gpu_worker.engine.split_step import Forward, is_out_of_memory, release_tensors
 
 log = logging.getLogger(__name__)

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from gpu_worker.engine.batch.row import RowSlice
+from gpu_worker.engine.batch.row_slice import RowSlice
 from gpu_worker.engine.batch.sampling_state import SampleRequest
 from gpu_worker.engine.batch.step_result import PromptLogprobs, TopLogprobs
 from gpu_worker.engine.sampling.multinomial import SamplerOutput
@@ -29,11 +29,13 @@ class LaunchedStep:
 
 def sample_requests(slices: Sequence[RowSlice]) -> list[SampleRequest | None]:
     """The requests of the rows that sample, valid once the host has read the step before."""
-    return [
-        row_slice.sample_request if row_slice.row.sampling_state else None
-        for row_slice in slices
-        if row_slice.samples
-    ]
+    requests: list[SampleRequest | None] = []
+    for row_slice in slices:
+        if row_slice.samples:
+            requests += (
+                row_slice.sample_requests if row_slice.row.sampling_state else [None] * row_slice.num_samples
+            )
+    return requests
 
 
 @dataclass(frozen=True, slots=True)

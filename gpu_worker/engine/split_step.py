@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from gpu_worker.engine.batch.row import RowSlice
+from gpu_worker.engine.batch.row_slice import RowSlice
 
 log = logging.getLogger(__name__)
 
@@ -48,12 +48,14 @@ def release_tensors(error: Exception) -> None:
 
 
 def split_step(slices: Sequence[RowSlice]) -> list[list[RowSlice]]:
-    """Returns the slices of two steps that together do what one would; nothing for a single token."""
+    """Returns the slices of two steps that together do what one would; nothing for a single token, or for one
+    row that decodes.
+    """
     if len(slices) > 1:
         middle = len(slices) // 2
         return [list(slices[:middle]), list(slices[middle:])]
     [row_slice] = slices
-    if row_slice.count == 1:
+    if row_slice.decodes or row_slice.count == 1:
         return []
     first = row_slice.count // 2
     scores = min(first, row_slice.num_scored)

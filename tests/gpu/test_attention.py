@@ -13,7 +13,7 @@ from gpu_worker.engine.attention.kv_cache import AttentionSpec, Geometry, KVCach
 from gpu_worker.engine.attention.kv_write import fill_kv, write_kv
 from gpu_worker.engine.attention.sdpa import SdpaBackend
 from gpu_worker.engine.batch.inputs import build_inputs
-from gpu_worker.engine.batch.row import arrange
+from gpu_worker.engine.batch.row_slice import arrange
 from gpu_worker.engine.batch.to_device import to_device
 from tests.support.engine.attention_steps import BLOCKS, CPU, STEPS, chunk, rows
 from tests.support.engine.on_cuda import ANYWHERE, ON_GPUS, backend_of, needs_flash

@@ -12,6 +12,7 @@ BEHAVIOURS = {
     "common/scripts/test_scripts.py",  # Lua
     "common/scripts/test_terminal_scripts.py",  # Lua
     "gpu_worker/agent/test_offer.py",
+    "gpu_worker/agent/test_speculation.py",
     "gpu_worker/engine/batch/test_max_rows.py",
     "gpu_worker/engine/cuda/test_kernels.py",
     "gpu_worker/engine/model/test_families.py",
@@ -20,6 +21,7 @@ BEHAVIOURS = {
     "gpu_worker/engine/sampling/test_seeds.py",
     "gpu_worker/engine/test_deterministic.py",
     "gpu_worker/engine/test_exact_ids.py",
+    "gpu_worker/engine/test_speculation.py",
     "gpu_worker/engine/test_structured_output.py",
 }
 """Files that are about what several modules do together."""

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from gpu_worker.engine.batch.row import RowSlice
+from gpu_worker.engine.batch.row_slice import RowSlice
 from gpu_worker.engine.batch.step_result import Int32
 from gpu_worker.engine.batch.to_device import to_device
 
@@ -25,14 +25,17 @@ class Span:
 
     Attributes:
         begin, count: place of the first token, tokens of each row.
-        lengths: int64 [rows]; tokens that a row has in the cache after this step.
+        lengths: int64 [rows]; tokens that a row has in the cache after this step. A proposal is a row of its
+            own here: it sees what is before it.
         blocks: int64 [rows, blocks]; padded with scratch block 0.
+        shares: int64 [slices]; how many neighbouring rows are one slice: one, and its proposals.
     """
 
     begin: int
     count: int
     lengths: npt.NDArray[np.int64]
     blocks: npt.NDArray[np.int64]
+    shares: npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +89,7 @@ def logit_positions(slices: Sequence[RowSlice]) -> npt.NDArray[np.int64]:
     slice.
     """
     ends = np.cumsum([row_slice.count for row_slice in slices])
-    if not any(row_slice.num_scored for row_slice in slices):
+    if all(row_slice.num_logits == row_slice.samples for row_slice in slices):
         return np.asarray(ends[[row_slice.samples for row_slice in slices]] - 1)
     return np.concatenate(
         [np.arange(end - row_slice.num_logits, end) for end, row_slice in zip(ends, slices, strict=True)]
@@ -97,7 +100,7 @@ def token_ids(slices: Sequence[RowSlice]) -> Int32:
     """Returns the ids of arranged slices, int32 [tokens]."""
     num_decoding = sum(row_slice.decodes for row_slice in slices)
     prompts = (row_slice.row.ids[row_slice.begin : row_slice.kv_len] for row_slice in slices[num_decoding:])
-    return np.concatenate([np.array(last_ids(slices[:num_decoding]), np.int32), *prompts])
+    return np.concatenate([np.array(decode_ids(slices[:num_decoding]), np.int32), *prompts])
 
 
 def positions_of(slices: Sequence[RowSlice]) -> npt.NDArray[np.int64]:
@@ -113,14 +116,16 @@ def offsets_of(counts: Iterable[int]) -> npt.NDArray[np.int64]:
     return np.cumsum([0, *counts])
 
 
-def last_ids(slices: Sequence[RowSlice]) -> list[int]:
-    """Returns the input ids of rows that decode. An id that the host does not know yet is -1 minus its place
-    among the samples of the step before.
+def decode_ids(slices: Sequence[RowSlice]) -> list[int]:
+    """Returns the input ids of rows that decode: of each its last one, then its proposals. An id that the
+    host does not know yet is -1 minus its place among the samples of the step before.
     """
-    return [
-        row_slice.row.last_id if row_slice.source_place is None else -1 - row_slice.source_place
-        for row_slice in slices
-    ]
+    ids: list[int] = []
+    for row_slice in slices:
+        source = row_slice.source_place
+        ids.append(row_slice.row.last_id if source is None else -1 - source)
+        ids += row_slice.proposed
+    return ids
 
 
 def fill_pending_ids(ids: torch.Tensor, previous: torch.Tensor | None) -> torch.Tensor:
@@ -155,9 +160,12 @@ def fits_span(longest: RowSlice, row_slice: RowSlice) -> bool:
 
 
 def make_span(slices: Sequence[RowSlice], begin: int, block_size: int) -> Span:
-    lengths = np.array([row_slice.kv_len for row_slice in slices])
+    shares = np.array([1 + len(row_slice.proposed) for row_slice in slices], np.int64)
+    kv_lens = np.array([row_slice.kv_len for row_slice in slices], np.int64)
+    lengths = np.repeat(kv_lens - np.cumsum(shares), shares) + np.arange(1, shares.sum() + 1)
     held = -(-lengths // block_size)
-    blocks = np.zeros((len(slices), int(held.max())), np.int64)
-    tables = [row_slice.row.blocks[:count] for row_slice, count in zip(slices, held.tolist(), strict=True)]
+    blocks = np.zeros((len(lengths), int(held.max())), np.int64)
+    rows = np.repeat(np.arange(len(slices)), shares).tolist()
+    tables = [slices[row].row.blocks[:count] for row, count in zip(rows, held.tolist(), strict=True)]
     blocks[np.arange(blocks.shape[1]) < held[:, None]] = np.concatenate(tables)
-    return Span(begin, slices[0].count, lengths, blocks)
+    return Span(begin, slices[0].count - len(slices[0].proposed), lengths, blocks, shares)

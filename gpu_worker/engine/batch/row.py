@@ -1,13 +1,13 @@
-"""A row, and the slice of it that one step computes. No tensors."""
+"""A row: one line of the batch, from its start to its end. No tensors."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from operator import attrgetter
 
 import numpy as np
 
 from gpu_worker.engine.batch.grammar import GrammarMask
-from gpu_worker.engine.batch.sampling_state import SampleRequest, SamplingState
+from gpu_worker.engine.batch.proposer import Proposer
+from gpu_worker.engine.batch.sampling_state import SamplingState
 from gpu_worker.engine.batch.step_result import Int32
 from gpu_worker.protocol import StartRow
 
@@ -18,6 +18,10 @@ GrammarFactory = Callable[[str, Sequence[int]], GrammarMask]
 def no_grammars(source: str, tokens: Sequence[int]) -> GrammarMask:
     """For rows that have no grammar."""
     raise ValueError("rows with a grammar need a model's vocabulary")
+
+
+ProposerFactory = Callable[[Int32], Proposer]
+"""Ids of a row so far → what proposes its next ones."""
 
 
 @dataclass(slots=True, eq=False)
@@ -39,6 +43,7 @@ class Row:
             step.
         sample_place: place of its token among those sampled by the last launched step that held it.
         in_flight: steps launched with this row and not read yet.
+        proposer: proposes tokens that are checked in the step of the one before them; None proposes none.
     """
 
     number: int
@@ -56,6 +61,7 @@ class Row:
     last_id: int = 0
     sample_place: int = 0
     in_flight: int = 0
+    proposer: Proposer | None = None
     ended: bool = False
 
     @classmethod
@@ -65,9 +71,11 @@ class Row:
         eos_ids: Sequence[int],
         make_grammar: GrammarFactory = no_grammars,
         generated_as_prompt: bool = False,
+        make_proposer: ProposerFactory | None = None,
     ) -> "Row":
         """Makes a row that starts; `eos_ids` end it, too, unless it ignores them. A grammar's end is such an
-        id: nothing may follow it.
+        id: nothing may follow it. A row with a grammar has no proposer: its masks are computed one token
+        after the other.
         """
         ids, blocks = np.frombuffer(start.ids, "<i4"), np.frombuffer(start.blocks, "<i4")
         source = start.sampling.grammar if start.sampling else ""
@@ -89,6 +97,7 @@ class Row:
             collected_index=start.base,
             last_id=int(ids[-1]) if start.base else 0,
             kv_len=start.num_cached,
+            proposer=make_proposer(ids) if make_proposer and not grammar else None,
         )
 
     @property
@@ -103,57 +112,19 @@ class Row:
         """Whether a step may compute it. A row waits for its grammar as a whole: its first token would."""
         return self.sampling_state is None or self.sampling_state.is_ready
 
+    def propose(self, room: int) -> Sequence[int]:
+        """Proposes the tokens behind the next one: KV of at most `room` fits into its blocks. None where the
+        host does not know the last token yet.
+        """
+        most = min(room, self.max_new_tokens - self.index - 1)
+        return self.proposer.propose(most) if self.proposer and most > 0 and not self.in_flight else ()
+
+    def confirm(self, kv_len: int) -> None:
+        """Goes back from what a step computed to the `kv_len` tokens whose ids are certain."""
+        self.kv_len = kv_len
+        self.index = kv_len - (len(self.ids) - self.base) + 1
+
     @property
     def first_length(self) -> int:
         """Length of the sequence when the K of its first tokens are computed."""
         return len(self.ids) - (0 if self.generated_as_prompt else self.base)
-
-
-@dataclass(slots=True)  # not frozen: to make one would take twice as long
-class RowSlice:
-    """What one step computes of a row: positions `begin` to `begin + count - 1`, then a sample where
-    `samples`.
-
-    Attributes:
-        source_place: where its input is sampled by a step that is not read yet: the place among that step's
-            samples.
-        num_scored: tokens of the prompt whose log-probabilities are reported, from position `begin + 1` on.
-    """
-
-    row: Row
-    begin: int
-    count: int
-    samples: bool
-    source_place: int | None = None
-    num_scored: int = 0
-
-    @property
-    def decodes(self) -> bool:
-        return self.begin >= len(self.row.ids)
-
-    @property
-    def kv_len(self) -> int:
-        """Tokens of the row whose KV is written once the slice is computed."""
-        return self.begin + self.count
-
-    @property
-    def num_logits(self) -> int:
-        """Number of tokens, up to its last, whose logits are needed: the scored ones,
-        then the one to sample.
-        """
-        return self.num_scored + self.samples
-
-    @property
-    def sample_request(self) -> SampleRequest | None:
-        """None is greedy without penalties."""
-        state, index = self.row.sampling_state, self.kv_len - (len(self.row.ids) - self.row.base)
-        return SampleRequest(state, index) if state and state.applies_at(index) else None
-
-
-def arrange(slices: Sequence[RowSlice]) -> list[RowSlice]:
-    """Puts slices in the order of a step's tokens: rows that decode, longest first, then chunks of prompts in
-    the order of starts.
-    """
-    decoding = [row_slice for row_slice in slices if row_slice.decodes]
-    prompts = [row_slice for row_slice in slices if not row_slice.decodes]
-    return sorted(decoding, key=attrgetter("begin"), reverse=True) + prompts

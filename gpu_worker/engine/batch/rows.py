@@ -7,11 +7,13 @@ waits for `collect`.
 
 import sys
 from collections.abc import Mapping, Sequence
+from itertools import islice
 
 import numpy as np
 
 from common.messages.packing import pack_floats, pack_ids
-from gpu_worker.engine.batch.row import GrammarFactory, Row, RowSlice, arrange, no_grammars
+from gpu_worker.engine.batch.row import GrammarFactory, ProposerFactory, Row, no_grammars
+from gpu_worker.engine.batch.row_slice import RowSlice, arrange, confirmed, decode_slice, place_samples
 from gpu_worker.engine.batch.step_result import (
     NO_PROMPT_LOGPROBS,
     NO_TOP_LOGPROBS,
@@ -36,6 +38,7 @@ class Rows:
         recompute_length: beyond this length the model needs every K computed anew: the row is preempted, and
             starts again with all its tokens.
         prefix_caching: other rows may start with the blocks that a row has filled.
+        make_proposer: ids of a row → what proposes its tokens; None: nothing does.
         step, until: the last step launched, and the last one granted.
         result: what happened since the last `take_result`.
     """
@@ -48,6 +51,7 @@ class Rows:
         max_scored_tokens: int = MAX_SCORED_TOKENS,
         recompute_length: int | None = None,
         prefix_caching: bool = False,
+        make_proposer: ProposerFactory | None = None,
     ) -> None:
         self.block_size = block_size
         self.eos_ids = eos_ids
@@ -55,6 +59,7 @@ class Rows:
         self.max_scored_tokens = max_scored_tokens
         self.recompute_length = recompute_length
         self.prefix_caching = prefix_caching
+        self.make_proposer = make_proposer
         self.rows: dict[int, Row] = {}
         self.step = 0
         self.until = 0
@@ -75,7 +80,7 @@ class Rows:
         granted = [self.extend(number, np.frombuffer(blocks, "<i4")) for number, blocks in grant.blocks]
         for start in grant.starts:
             self.rows[start.row] = row = Row.of(
-                start, self.eos_ids, self.make_grammar, self.recompute_length is not None
+                start, self.eos_ids, self.make_grammar, self.recompute_length is not None, self.make_proposer
             )
             granted.append(row.blocks[start.num_cached // self.block_size :])
             if end := row.end:  # the broker lost that it had ended
@@ -104,7 +109,7 @@ class Rows:
         for row_slice in slices:
             row = row_slice.row
             row.kv_len = row_slice.kv_len
-            row.index += row_slice.samples
+            row.index += row_slice.num_samples
             row.in_flight += 1
         place_samples(slices)
         return slices
@@ -124,8 +129,8 @@ class Rows:
         place_samples(computed)
 
     def schedule_slices(self) -> list[RowSlice]:
-        """Chooses what the next step computes: a token of each row that decodes, then chunks of prompts up to
-        the budgets. Rows behind the first `max_rows` stand by.
+        """Chooses what the next step computes: a token of each row that decodes and its proposals, then
+        chunks of prompts up to the budgets. Rows behind the first `max_rows` stand by.
         """
         slices, prompts, scores_left = [], [], self.max_scored_tokens
         places = self.max_rows
@@ -137,11 +142,11 @@ class Rows:
             places -= 1
             if not row.is_ready:
                 continue
-            begin = row.kv_len
-            if begin < len(row.ids):
+            room = len(row.blocks) * self.block_size - row.kv_len
+            if row.kv_len < len(row.ids):
                 prompts.append(row)
-            elif len(row.blocks) * self.block_size > begin:
-                slices.append(RowSlice(row, begin, 1, True, row.sample_place if row.in_flight else None))
+            elif room > 0:
+                slices.append(decode_slice(row, room, self.recompute_length))
         tokens_left = self.mixed_prefill_tokens if slices else self.prefill_tokens
         for row in prompts:
             begin, scored = row.kv_len, row.prompt_logprobs is not None
@@ -163,20 +168,20 @@ class Rows:
         top_logprobs: Mapping[int, TopLogprobs] = NO_TOP_LOGPROBS,
         prompt_logprobs: Sequence[PromptLogprobs] = NO_PROMPT_LOGPROBS,
     ) -> None:
-        """Takes what a launched step sampled: `ids` has one entry for each slice that samples, in order;
+        """Takes what a launched step sampled: `ids` has one entry for each sample of each slice, in order;
         `top_logprobs` is by the place in `ids`; `prompt_logprobs` has one entry for each slice with
         `num_scored`, in order.
         """
         sampled, scored = enumerate(zip(ids, logprobs, strict=True)), iter(prompt_logprobs)
         for row_slice in slices:
             row_slice.row.in_flight -= 1
-            if row_slice.count > 1:
+            if row_slice.count > 1 and not row_slice.decodes:
                 self.result.prefill_tokens += row_slice.count
+            self.result.proposed_tokens += len(row_slice.proposed)
             if row_slice.num_scored:
                 self.add_prompt_logprobs(row_slice, next(scored))
             if row_slice.samples:
-                place, (token, logprob) = next(sampled)
-                self.add_token(row_slice, token, logprob, top_logprobs.get(place))
+                self.add_tokens(row_slice, list(islice(sampled, row_slice.num_samples)), top_logprobs)
             if row_slice.row.ended:
                 self.release(row_slice.row)
 
@@ -184,7 +189,29 @@ class Rows:
         if not row_slice.row.ended:
             self.result.prompt_logprobs.append((row_slice.row.number, row_slice.begin + 1, *logprobs))
 
-    def add_token(self, row_slice: RowSlice, token: int, logprob: float, top: TopLogprobs | None) -> None:
+    def add_tokens(
+        self,
+        row_slice: RowSlice,
+        samples: Sequence[tuple[int, tuple[int, float]]],
+        top_logprobs: Mapping[int, TopLogprobs],
+    ) -> None:
+        """Adds (place, (id, log-probability)) of each sample as far as proposals before it were right."""
+        row, proposed = row_slice.row, row_slice.proposed
+        tokens = confirmed([token for _, (token, _) in samples], proposed)
+        first_kv_len = row_slice.kv_len - len(proposed)
+        for kv_len, (place, (token, logprob)) in enumerate(samples[: len(tokens)], first_kv_len):
+            if proposed:
+                row.confirm(kv_len)
+            self.add_token(row_slice, kv_len, token, logprob, top_logprobs.get(place))
+            if row.ended:
+                break
+        if row.proposer:
+            row.proposer.learn(tokens, len(proposed))
+
+    def add_token(
+        self, row_slice: RowSlice, kv_len: int, token: int, logprob: float, top: TopLogprobs | None
+    ) -> None:
+        """Adds a token that was sampled behind `kv_len` others."""
         row, result = row_slice.row, self.result
         if row.ended:
             return
@@ -192,7 +219,7 @@ class Rows:
             self.finish(row, "grammar")
             return
         if not row_slice.decodes:
-            result.prefilled.append((row.number, row_slice.kv_len))
+            result.prefilled.append((row.number, kv_len))
         if top:
             result.top_logprobs.append((len(result.samples), pack_ids(top.ids), pack_floats(top.logprobs)))
         result.samples.append((row.number, row.collected_index, token, logprob))
@@ -200,7 +227,7 @@ class Rows:
         row.collected_index += 1
         if why := row.end:
             self.finish(row, why)
-        elif row_slice.kv_len == self.recompute_length:
+        elif kv_len == self.recompute_length:
             self.finish(row, "preempted")
 
     def finish(self, row: Row, why: str) -> None:
@@ -221,11 +248,3 @@ class Rows:
         """Returns what happened since the last call."""
         result, self.result = self.result, StepResultBuilder()
         return result
-
-
-def place_samples(slices: Sequence[RowSlice]) -> None:
-    """Tells each row the place of its token among those that a step samples."""
-    place = 0
-    for row_slice in slices:
-        row_slice.row.sample_place = place
-        place += row_slice.samples

@@ -1,6 +1,7 @@
 """Sampling states: how a row samples its tokens, and what it keeps from one token to the next. No tensors."""
 
-from dataclasses import dataclass, field
+from copy import copy
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -119,6 +120,14 @@ class SamplingState:
         if self.allowed is not None and token not in self.allowed:
             return False
         return self.grammar is None or self.grammar.accept(token)
+
+    def after(self, token: int) -> "SamplingState":
+        """A copy that has taken one more token. A row with a grammar has none."""
+        assert self.grammar is None
+        counts = self.token_counts.copy() if self.token_counts else None
+        state = replace(self, token_counts=counts, top_p_decay=copy(self.top_p_decay))
+        state.accept(token)
+        return state
 
     def penalty(self) -> Float32:
         """Returns what the frequency and presence penalties subtract from the scores of

@@ -55,6 +55,7 @@ class StepResultBuilder:
     released: list[tuple[int, int]] = field(default_factory=list)
     freed: list[Int32] = field(default_factory=list)
     prefill_tokens: int = 0
+    proposed_tokens: int = 0
 
     def __bool__(self) -> bool:
         return bool(self.samples or self.ended or self.released)
@@ -70,4 +71,5 @@ class StepResultBuilder:
             tuple(self.released),
             duration_ms,
             self.prefill_tokens,
+            self.proposed_tokens,
         )

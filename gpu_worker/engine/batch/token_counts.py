@@ -1,6 +1,7 @@
 """Token counts of a row: its distinct ids, and how often each occurs. Penalties need them."""
 
 from collections.abc import Iterable
+from copy import copy
 
 import numpy as np
 import numpy.typing as npt
@@ -49,6 +50,12 @@ class TokenCounts:
             self.add_column(token)
         self.table[1:, place] += 1
         self.num_tokens += 1
+
+    def copy(self) -> "TokenCounts":
+        """Counts that go on by themselves."""
+        other = copy(self)
+        other.table, other.column_of = self.table.copy(), self.column_of.copy()
+        return other
 
     def add_column(self, token: int) -> None:
         if self.num_distinct == self.table.shape[1]:

@@ -77,11 +77,13 @@ class KernelArguments:
 
 def tiles_of(span: Span, start: int, width: int) -> npt.NDArray[np.int64]:
     """→ int64 [tiles, 4] as in kernels/structs.h; a row's blocks begin at a multiple of `width` after `start`
-    in the tables.
+    in the tables. A row and its proposals are one tile, which reads its blocks as the last of them has them:
+    tokens that see each other's K are never in tiles of one token only.
     """
     if span.count == 1:
-        rows = np.arange(len(span.lengths))
-        return np.stack((span.begin + rows, np.ones_like(rows), span.lengths - 1, start + rows * width), 1)
+        last = np.cumsum(span.shares) - 1
+        first = last - span.shares + 1
+        return np.stack((span.begin + first, span.shares, span.lengths[first] - 1, start + last * width), 1)
     offsets = np.arange(0, span.count, TILE)
     counts = np.minimum(TILE, span.count - offsets)
     positions = span.lengths[0] - span.count + offsets

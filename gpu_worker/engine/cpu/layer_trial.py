@@ -10,7 +10,8 @@ import numpy as np
 import torch
 
 from gpu_worker.engine.batch.inputs import Inputs, build_inputs
-from gpu_worker.engine.batch.row import Row, RowSlice
+from gpu_worker.engine.batch.row import Row
+from gpu_worker.engine.batch.row_slice import RowSlice
 
 TRIAL_TOKENS = 8
 TOLERANCES = {torch.float32: (1e-4, 1e-6), torch.bfloat16: (3e-2, 4e-3)}

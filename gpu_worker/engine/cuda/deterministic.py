@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from gpu_worker.engine.batch.inputs import fill_pending_ids, logit_positions, positions_of, token_ids
-from gpu_worker.engine.batch.row import RowSlice
+from gpu_worker.engine.batch.row_slice import RowSlice
 from gpu_worker.engine.batch.step_result import Int32
 from gpu_worker.engine.batch.to_device import to_device
 from gpu_worker.engine.cuda.graphs import CudaGraphs

@@ -7,8 +7,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from gpu_worker.engine.batch.inputs import fill_pending_ids, last_ids
-from gpu_worker.engine.batch.row import RowSlice
+from gpu_worker.engine.batch.inputs import decode_ids, fill_pending_ids
+from gpu_worker.engine.batch.row_slice import RowSlice
 from gpu_worker.engine.batch.step_result import Int32
 from gpu_worker.engine.batch.to_device import to_device
 
@@ -99,7 +99,7 @@ class CudaGraphs:
 def inputs_of(slices: Sequence[RowSlice], size: int) -> Int32:
     """→ int32 [2 + blocks, size]: ids, positions, and the rows' blocks, each in its column."""
     inputs = np.zeros((2 + max(len(row_slice.row.blocks) for row_slice in slices), size), np.int32)
-    inputs[0, : len(slices)] = last_ids(slices)
+    inputs[0, : len(slices)] = decode_ids(slices)
     inputs[1, : len(slices)] = [row_slice.begin for row_slice in slices]
     for column, row_slice in enumerate(slices):
         inputs[2 : 2 + len(row_slice.row.blocks), column] = row_slice.row.blocks

@@ -17,7 +17,7 @@ from gpu_worker.engine.attention.cpu_paged import CpuPagedBackend
 from gpu_worker.engine.attention.kv_cache import Geometry, LayerSpec
 from gpu_worker.engine.attention.probe import PROBE_TOKENS, probe_attention
 from gpu_worker.engine.batch.inputs import build_inputs
-from gpu_worker.engine.batch.row import RowSlice
+from gpu_worker.engine.batch.row_slice import RowSlice
 from gpu_worker.engine.cpu.blocks import Blocks
 from gpu_worker.engine.cpu.fused_layer import fuse_layers
 from gpu_worker.engine.cpu.packed_linear import pack_linears
@@ -51,6 +51,10 @@ def load(settings: Settings, progress: model_files.Progress, communicator: Commu
     checked before.
     """
     device = choose_device(settings.device, communicator.place)
+    if settings.speculate and device.type != "cpu":
+        raise SettingError(
+            "speculate", f"{settings.speculate}, but steps on {device.type} are launched ahead"
+        )
     dtype = choose_dtype(settings.dtype, device)
     check_fp8(settings, device, dtype)
     path = model_files.resolve(settings.model_id, settings.revision, progress, dtype=name_of(dtype))

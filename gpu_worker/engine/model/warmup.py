@@ -9,7 +9,8 @@ import numpy as np
 import torch
 
 from common.messages.request import SamplingParams, StoppingParams
-from gpu_worker.engine.batch.row import Row, RowSlice
+from gpu_worker.engine.batch.row import Row
+from gpu_worker.engine.batch.row_slice import RowSlice
 from gpu_worker.engine.batch.sampling_state import SampleRequest, SamplingState
 from gpu_worker.engine.sampling.sampler import sample
 from gpu_worker.protocol import StartRow

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from gpu_worker.engine.batch.inputs import offsets_of
-from gpu_worker.engine.batch.row import RowSlice
+from gpu_worker.engine.batch.row_slice import RowSlice
 from gpu_worker.engine.batch.to_device import to_device
 from gpu_worker.engine.sampling import cpu_sampler
 from gpu_worker.engine.sampling.multinomial import SamplerOutput, log_of_weights, to_weights
@@ -24,8 +24,11 @@ def select_sample_logits(logits: torch.Tensor, slices: Sequence[RowSlice]) -> to
     """logits float [num_logits, vocabulary] of a step → those to sample from, float [rows, vocabulary]."""
     if not any(row_slice.num_scored for row_slice in slices):
         return logits
-    last = np.cumsum([row_slice.num_logits for row_slice in slices]) - 1
-    return logits.index_select(0, to_device(last[[row_slice.samples for row_slice in slices]], logits.device))
+    ends = np.cumsum([row_slice.num_logits for row_slice in slices])
+    places = [
+        np.arange(end - row_slice.num_samples, end) for end, row_slice in zip(ends, slices, strict=True)
+    ]
+    return logits.index_select(0, to_device(np.concatenate(places), logits.device))
 
 
 def score_prompts(logits: torch.Tensor, slices: Sequence[RowSlice]) -> list[SamplerOutput]:

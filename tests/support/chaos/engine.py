@@ -2,7 +2,7 @@
 
 Its rows are the real engine's. Each id is a function of all ids before it, and of seed and choice: a row that
 resumes with a token too few or too many goes on with other ids, and so does one that starts with blocks in
-which other ids were computed.
+which other ids were computed. With SPECULATE rows propose what they will sample, and sometimes other ids.
 """
 
 import argparse
@@ -13,14 +13,16 @@ import socket
 import struct
 import time
 from collections.abc import Sequence
+from itertools import accumulate
 from zlib import crc32
 
 import setproctitle
 
 from common.messages.packing import pack_ids, unpack_ids
 from common.process.parent_death import die_with_parent
+from common.settings.settings import Settings
 from gpu_worker.engine.agent_link import AgentLink
-from gpu_worker.engine.batch.row import RowSlice
+from gpu_worker.engine.batch.row_slice import RowSlice, confirmed
 from gpu_worker.engine.batch.rows import Rows
 from gpu_worker.engine.errors import PeerClosed
 from gpu_worker.protocol import Grant, LoadProgress, Ready, StartRow, StepResult
@@ -44,8 +46,9 @@ class ScriptedEngine:
         contents: checksum of the ids that were computed up to the end of a block, of full blocks.
     """
 
-    def __init__(self, step_s: float) -> None:
+    def __init__(self, step_s: float, num_speculated: int = 0) -> None:
         self.step_s = step_s
+        self.num_speculated = num_speculated
         self.rows = Rows(BLOCK_SIZE, eos_ids=(), prefix_caching=True)
         self.chains: dict[int, int] = {}
         self.ids: dict[int, bytes] = {}
@@ -58,6 +61,8 @@ class ScriptedEngine:
         for start in grant.starts:
             self.chains[start.row] = first_chain(start) ^ self.check_cached(start)
             self.ids[start.row] = start.ids
+            if self.num_speculated and start.row in self.rows.rows:
+                self.rows.rows[start.row].proposer = Guesser(self, start.row)
 
     def check_cached(self, start: StartRow) -> int:
         """0 if the blocks with which a row starts hold what they should."""
@@ -68,31 +73,66 @@ class ScriptedEngine:
 
     def fill_blocks(self, slices: Sequence[RowSlice]) -> None:
         for one in slices:
+            ids = self.ids[one.row.number] + pack_ids(one.proposed)
             for place in range(one.begin // BLOCK_SIZE, one.kv_len // BLOCK_SIZE):
-                self.contents[int(one.row.blocks[place])] = checksum(self.ids[one.row.number], place)
+                self.contents[int(one.row.blocks[place])] = checksum(ids, place)
 
     def step(self) -> StepResult | None:
         slices = self.rows.launch()
         if slices:
             time.sleep(self.step_s)
-            chains = [
-                self.extend(one.row.number, one.row.last_id, one.decodes) for one in slices if one.samples
-            ]
-            ids, logprobs = [FIRST_ID + chain % NUM_IDS for chain in chains], [-0.5] * len(chains)
             self.fill_blocks(slices)
-            for one, token in zip((one for one in slices if one.samples), ids, strict=True):
-                self.ids[one.row.number] += pack_ids([token])
-            self.rows.collect(slices, ids, logprobs)
+            ids = [token for one in slices if one.samples for token in self.sample(one)]
+            self.rows.collect(slices, ids, [-0.5] * len(ids))
         result = self.rows.take_result()
         self.chains = {row: chain for row, chain in self.chains.items() if row in self.rows.rows}
         self.ids = {row: ids for row, ids in self.ids.items() if row in self.rows.rows}
         return result.build(self.rows.step, self.step_s * 1e3) if slices or result else None
 
-    def extend(self, row: int, last_id: int, decodes: bool) -> int:
-        """The row's chain with the token that this step computes; a prefill's ids are in it already."""
-        if decodes:
-            self.chains[row] = crc32(struct.pack("<i", last_id), self.chains[row])
-        return self.chains[row]
+    def sample(self, one: RowSlice) -> list[int]:
+        """What a slice samples, behind its proposals too; the row goes on with what is confirmed. A prefill's
+        ids are in its chain already.
+        """
+        row = one.row.number
+        chain = extend(self.chains[row], one.row.last_id) if one.decodes else self.chains[row]
+        chains = [*accumulate(one.proposed, extend, initial=chain)]
+        sampled = [*map(id_of, chains)]
+        tokens = confirmed(sampled, one.proposed)
+        self.chains[row] = chains[len(tokens) - 1]
+        self.ids[row] += pack_ids(tokens)
+        return sampled
+
+
+class Guesser:
+    """Proposes what a row of the scripted engine will sample; each fifth time the last of them is wrong."""
+
+    def __init__(self, engine: ScriptedEngine, row: int) -> None:
+        self.engine = engine
+        self.row = row
+        self.num_tokens = 0
+
+    def propose(self, most: int) -> list[int]:
+        chain, last_id = self.engine.chains[self.row], unpack_ids(self.engine.ids[self.row][-4:])[0]
+        proposed: list[int] = []
+        for _ in range(min(most, self.engine.num_speculated, self.num_tokens % 7)):
+            chain = extend(chain, last_id)
+            last_id = id_of(chain)
+            proposed.append(last_id)
+        wrong = self.num_tokens % 5 == 0
+        return [*proposed[:-1], *(token + wrong for token in proposed[-1:])]
+
+    def learn(self, tokens: Sequence[int], num_proposed: int) -> None:
+        self.num_tokens += len(tokens)
+
+
+def extend(chain: int, token: int) -> int:
+    """The chain of one more token."""
+    return crc32(struct.pack("<i", token), chain)
+
+
+def id_of(chain: int) -> int:
+    """What is sampled behind the ids of a chain."""
+    return FIRST_ID + chain % NUM_IDS
 
 
 def checksum(ids: bytes, place: int) -> int:
@@ -142,7 +182,8 @@ def main() -> None:
     with contextlib.suppress(PeerClosed):
         link.send(LoadProgress("there is no model to load"))
         link.send(ready)
-        run(ScriptedEngine(float(os.environ[STEP_MS]) / 1e3), link)
+        speculate = Settings.read([], os.environ).speculate
+        run(ScriptedEngine(float(os.environ[STEP_MS]) / 1e3, speculate), link)
 
 
 if __name__ == "__main__":

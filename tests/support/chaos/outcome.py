@@ -37,6 +37,7 @@ class Plan:
     loss: float = 0.05
     counts: Mapping[str, int] = field(default_factory=lambda: COUNTS)
     step_ms: float | None = 40.0
+    speculate: int = 0
     log_to: Path | None = None
 
 

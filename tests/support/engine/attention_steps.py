@@ -3,7 +3,8 @@
 import numpy as np
 import torch
 
-from gpu_worker.engine.batch.row import Row, RowSlice
+from gpu_worker.engine.batch.row import Row
+from gpu_worker.engine.batch.row_slice import RowSlice
 
 CPU = torch.device("cpu")
 

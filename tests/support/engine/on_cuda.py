@@ -18,7 +18,7 @@ from common.settings.settings import Settings
 from gpu_worker.engine import engine as engines
 from gpu_worker.engine.attention.kv_cache import Geometry
 from gpu_worker.engine.attention.sdpa import SdpaBackend
-from gpu_worker.engine.batch.row import RowSlice
+from gpu_worker.engine.batch.row_slice import RowSlice
 from gpu_worker.engine.cuda.fused_linear import fuse_linears
 from gpu_worker.engine.cuda.graphs import CudaGraphs
 from gpu_worker.engine.engine import Engine

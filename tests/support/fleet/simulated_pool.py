@@ -48,11 +48,13 @@ class Pool:
         eos_chance: float = 0.02,
         shares: bool = True,
         standby: bool = True,
+        num_speculated: int = 0,
     ) -> None:
         self.standby = standby
         self.random = random.Random(seed)
         self.shares = shares
         self.eos_chance = eos_chance
+        self.num_speculated = num_speculated
         self.scheduler = Scheduler(limits or WorkerLimits(), epoch=1)
         self.workers: dict[str, SimulatedWorker] = {}
         self.num_blocks = num_blocks
@@ -68,7 +70,7 @@ class Pool:
     def add_worker(self) -> str:
         name = f"w{self.num_added}"
         self.num_added += 1
-        self.workers[name] = SimulatedWorker(BLOCK_SIZE, self.random, self.eos_chance)
+        self.workers[name] = SimulatedWorker(BLOCK_SIZE, self.random, self.eos_chance, self.num_speculated)
         self.scheduler.workers.add(Replica(self.capacity(name), self.scheduler.limits))
         return name
 

@@ -23,7 +23,8 @@ class SimulatedRow:
     blocks: list[int]
     kv_len: int = 0
     num_tokens: int = 0
-    prefilled_as: tuple[int, int] = (0, 0)
+    told_as: tuple[int, int] = (0, 0)
+    is_ahead: bool = False
     ids: bytes = b""
     hashes: bytes = b""
 
@@ -58,6 +59,7 @@ class SimulatedWorker:
     block_size: int
     draw: random.Random
     eos_chance: float = 0.02
+    num_speculated: int = 0
     rows: dict[int, SimulatedRow] = field(default_factory=dict)
     leaving: list[tuple[int, SimulatedRow]] = field(default_factory=list)
     owned: dict[int, set[int]] = field(default_factory=dict)
@@ -152,17 +154,24 @@ class SimulatedWorker:
                 self.fill(row, chunk)
                 took_part = took_part or chunk > 0
                 if row.prefilled:
-                    row.prefilled_as = row.kv_len, self.step + 1
-                    self.report.prefilled.append((number, *row.prefilled_as))
+                    row.told_as = row.kv_len, self.step + 1
+                    self.report.prefilled.append((number, *row.told_as))
                     self.sample(number, row)
             elif room > 0:
-                row.kv_len += 1
-                self.num_decoded += 1
-                self.fill(row, 1)
                 took_part = True
-                self.sample(number, row)
+                self.decode(number, row, min(room, 1 + self.draw.randint(0, self.num_speculated)))
         self.step += took_part
         return took_part
+
+    def decode(self, number: int, row: SimulatedRow, most: int) -> None:
+        """A token, and more where its proposals were right."""
+        for num_right in range(most):
+            if number in self.rows:
+                row.kv_len += 1
+                row.is_ahead |= num_right > 0
+                self.num_decoded += 1
+                self.fill(row, 1)
+                self.sample(number, row)
 
     def fill(self, row: SimulatedRow, count: int) -> None:
         """The row has computed `count` tokens: the blocks that are full now hold its ids."""
@@ -199,6 +208,7 @@ class SimulatedWorker:
 
     def answer_takeover(self, epoch: int) -> Report:
         """What it holds. Reports that were not read are lost, as those to an earlier batcher are."""
+        self.take_lengths()
         self.clear()
         self.plan = 1
         held = [self.held(number, row, False) for number, row in self.rows.items()]
@@ -206,7 +216,7 @@ class SimulatedWorker:
         return Report(self.sequence, epoch, 1, self.step, takeover=True, held=held, last_row=self.last_row)
 
     def held(self, number: int, row: SimulatedRow, ended: bool) -> HeldRow:
-        request, (kv_len, step) = row.start.request.request_id, row.prefilled_as
+        request, (kv_len, step) = row.start.request.request_id, row.told_as
         start = row.start
         return HeldRow(
             number,
@@ -221,6 +231,13 @@ class SimulatedWorker:
             start.num_cached,
         )
 
+    def take_lengths(self) -> list[tuple[int, int, int]]:
+        """How long rows are that are ahead of one token a step."""
+        ahead = [(number, row) for number, row in self.rows.items() if row.is_ahead]
+        for _, row in ahead:
+            row.told_as, row.is_ahead = (row.kv_len, self.step), False
+        return [(number, *row.told_as) for number, row in ahead]
+
     def take_report(self) -> Report:
         report = Report(
             self.sequence,
@@ -233,6 +250,7 @@ class SimulatedWorker:
             self.report.takeover,
             hashes=self.report.hashes,
             step_times=self.report.step_times,
+            lengths=self.take_lengths(),
         )
         self.clear()
         return report

@@ -18,7 +18,7 @@ from typing import NamedTuple
 from common.process.parent_death import die_with_parent
 from gpu_worker.engine import process
 from gpu_worker.engine.agent_link import AgentLink
-from gpu_worker.engine.batch.row import RowSlice
+from gpu_worker.engine.batch.row_slice import RowSlice
 from gpu_worker.engine.batch.rows import Rows
 from gpu_worker.engine.errors import PeerClosed
 from gpu_worker.protocol import Frame, Grant, Ready, StepResult

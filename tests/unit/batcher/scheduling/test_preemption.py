@@ -96,13 +96,19 @@ class WatchedWorker(SimulatedWorker):
     horizon=st.sampled_from([4, 16, 32]),
     seed=st.integers(0, 10**6),
     shares=st.booleans(),
+    num_speculated=st.sampled_from([0, 3]),
 )
 def test_whoever_is_preempted_has_filled_a_block_and_the_most_important_request_never_is(
-    sizes: list[tuple[int, int, int]], num_blocks: int, horizon: int, seed: int, shares: bool
+    sizes: list[tuple[int, int, int]],
+    num_blocks: int,
+    horizon: int,
+    seed: int,
+    shares: bool,
+    num_speculated: int,
 ) -> None:
     limits = WorkerLimits(max_batch_size=16, horizon=horizon)
     pool = Pool(1, num_blocks, seed, limits, eos_chance=0.005, shares=shares)
-    worker = pool.workers["w0"] = WatchedWorker(BLOCK_SIZE, pool.random, pool.eos_chance)
+    worker = pool.workers["w0"] = WatchedWorker(BLOCK_SIZE, pool.random, pool.eos_chance, num_speculated)
     replica = pool.scheduler.replicas["w0"]
     for i, (num_prompt, new, rank) in enumerate(sizes):
         sequence = sharing_request(f"r{i}", [*range(num_prompt)], new, i)

@@ -2,6 +2,7 @@
 
 import pytest
 
+from batcher.scheduling.plans import next_plan, set_lengths
 from batcher.scheduling.replica import Replica, WorkerLimits
 from batcher.scheduling.sequence import Sequence
 from common.messages.packing import pack_ids
@@ -119,3 +120,28 @@ def test_a_withdrawn_row_leaves_nothing_behind() -> None:
     replica.withdraw(row)
     assert (replica.num_running, replica.pool.num_free, replica.rows) == (0, 10, {})
     assert row.sequence.row is None
+
+
+@pytest.mark.parametrize(
+    ("kv_len", "max_new_tokens", "is_due"),
+    [
+        (31, 100, False),  # 17 slots left of 48, more than half a horizon
+        (32, 100, True),
+        (32, 33, False),  # no more than it has can it ever fill
+    ],
+)
+def test_a_grant_is_needed_where_a_row_that_is_ahead_fills_its_blocks(
+    kv_len: int, max_new_tokens: int, is_due: bool
+) -> None:
+    replica = make_replica()
+    row = replica.start(make_sequence(16, max_new_tokens))
+    replica.prefilled(row, 16, 1)
+    replica.until, replica.step = 32, 5
+    assert not replica.needs_grant
+    set_lengths(replica, [(row.number, kv_len, 5), (99, 1, 5)])
+    assert replica.needs_grant == is_due
+    if is_due:
+        plan = next_plan(replica, 1, [])
+        assert plan and plan.until == 37 and [number for number, _ in plan.blocks] == [row.number]
+        assert len(row.blocks) == 4, "for 32 tokens and a horizon"
+        assert not replica.needs_grant

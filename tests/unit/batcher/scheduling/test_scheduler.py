@@ -20,8 +20,9 @@ sizes = st.lists(st.tuples(st.integers(1, 200), st.integers(1, 120)), min_size=1
     num_blocks=20,
     seed=8967,
     actions=["kill"],
+    num_speculated=0,
 )
-@example(sizes=[(99, 63), (94, 52)], num_workers=1, num_blocks=20, seed=20, actions=[])
+@example(sizes=[(99, 63), (94, 52)], num_workers=1, num_blocks=20, seed=20, actions=[], num_speculated=0)
 @given(
     sizes=sizes,
     num_workers=st.integers(1, 3),
@@ -30,11 +31,17 @@ sizes = st.lists(st.tuples(st.integers(1, 200), st.integers(1, 120)), min_size=1
     actions=st.lists(
         st.sampled_from(["kill", "drain", "cancel", "cancel", "succeed", "succeed"]), max_size=6
     ),
+    num_speculated=st.sampled_from([0, 1, 5]),
 )
 def test_every_request_ends_once_and_every_block_comes_back(
-    sizes: list[tuple[int, int]], num_workers: int, num_blocks: int, seed: int, actions: list[str]
+    sizes: list[tuple[int, int]],
+    num_workers: int,
+    num_blocks: int,
+    seed: int,
+    actions: list[str],
+    num_speculated: int,
 ) -> None:
-    pool = Pool(num_workers, num_blocks, seed, WorkerLimits(max_batch_size=8))
+    pool = Pool(num_workers, num_blocks, seed, WorkerLimits(max_batch_size=8), num_speculated=num_speculated)
     pool.add(*(request(f"r{i}", prompt, new, i) for i, (prompt, new) in enumerate(sizes)))
     for action in actions:
         for _ in range(pool.random.randint(1, 30)):

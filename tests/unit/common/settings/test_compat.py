@@ -48,6 +48,7 @@ TGI_DEFAULTS = """
 --sharded false
 --num-shard 1
 --speculate 0
+--speculate 2
 --dtype float16
 --waiting-served-ratio 0.3
 --cuda-graphs 1,2,4,8,16,32
@@ -71,7 +72,6 @@ are variables, too.
 """
 
 NOT_SERVED = """
---speculate 2
 --kv-cache-dtype fp8_e4m3fn
 --kv-cache-dtype fp8_e5m2
 --cuda-graphs 1,2
@@ -237,7 +237,7 @@ def test_every_name_is_answered_once() -> None:
 
 def test_the_help_says_what_becomes_of_each() -> None:
     text = " ".join(flag_parser("tokenfleet serve", everything=True).format_help().split())
-    assert "--speculate X only 0: speculation is not built yet" in text
+    assert "--kv-cache-dtype X only auto: the KV cache has the type of the model" in text
     assert "--ngrok-edge X refused: tunnels are not built" in text
     assert any(option.accepts is ANY for option in OPTIONS.values())
     assert "--validation-workers X accepted: a gateway tokenizes" in text

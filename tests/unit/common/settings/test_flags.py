@@ -48,7 +48,7 @@ REFUSED = {
     "--hf-overrides {}": "HF_OVERRIDES: {} is not served: edit the config.json",
     "--kv-cache-dtype fp8": "KV_CACHE_DTYPE: fp8 is not served: the KV cache has",
     "--enable-lora --lora-modules a=/b": "ENABLE_LORA: true is not served: adapters",
-    "--speculative_config {}": "SPECULATIVE_CONFIG: {} is not served: speculation",
+    "--speculative_config {}": "SPECULATIVE_CONFIG: {} is not served: no other model proposes",
     "--default-chat-template-kwargs {}": "DEFAULT_CHAT_TEMPLATE_KWARGS: {} is not served: requests give",
     "--decode-context-parallel-size 8": "DECODE_CONTEXT_PARALLEL_SIZE: 8 is not served: one sequence",
     "--data-parallel-size-local 4": "DATA_PARALLEL_SIZE_LOCAL: 4 is not served: workers of other machines",

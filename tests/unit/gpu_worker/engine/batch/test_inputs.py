@@ -3,7 +3,9 @@
 import torch
 
 from gpu_worker.engine.batch.inputs import MAX_PADDING, Inputs, build_inputs
-from gpu_worker.engine.batch.row import Row, RowSlice
+from gpu_worker.engine.batch.row import Row
+from gpu_worker.engine.batch.row_slice import RowSlice
+from gpu_worker.engine.cpu.kernel_arguments import tiles_of
 from tests.support.engine.row_steps import BLOCK, EOS, TEXT, start
 
 CPU = torch.device("cpu")
@@ -77,3 +79,22 @@ def test_keys_of_a_prompt_are_computed_at_its_whole_length() -> None:
     """Those of generated tokens of a resumed row, here the last four, at the length up to the token."""
     inputs = build(chunk(0, num_ids=6, begin=0), chunk(1, num_ids=6, begin=0, base=4))
     assert inputs.lengths.tolist() == [6] * 6 + [2, 2, 3, 4, 5, 6]
+
+
+def test_proposals_are_rows_beside_the_token_before_them() -> None:
+    """Each sees what is before it, and is one token longer; its slice is one tile of the native kernels, or
+    tokens would be attended to before their K is written.
+    """
+    speculating, plain = decoding(0, kv_len=11), decoding(1, kv_len=6)
+    speculating = RowSlice(speculating.row, 7, 4, True, proposed=[21, 22, 23])
+    inputs = build(speculating, plain, chunk(2, num_ids=6, begin=2))
+    assert inputs.ids.tolist() == [[TEXT, 21, 22, 23, TEXT, 2, 3, 4, 5]]
+    assert inputs.positions.tolist() == [[7, 8, 9, 10, 5, 2, 3, 4, 5]]
+    assert inputs.slots.tolist()[:5] == [2 * BLOCK + 3, *range(3 * BLOCK, 3 * BLOCK + 3), 102 * BLOCK + 1]
+    assert inputs.sampled.tolist() == [0, 1, 2, 3, 4, 8]
+    decoded, prompt = inputs.spans
+    assert (decoded.begin, decoded.count, prompt.begin, prompt.count) == (0, 1, 5, 4)
+    assert decoded.lengths.tolist() == [8, 9, 10, 11, 6]
+    assert decoded.blocks.tolist() == [[1, 2, 0], [1, 2, 3], [1, 2, 3], [1, 2, 3], [101, 102, 0]]
+    assert decoded.shares.tolist() == [4, 1]
+    assert tiles_of(decoded, 0, 3).tolist() == [[0, 4, 7, 9], [4, 1, 5, 12]]

@@ -1,0 +1,217 @@
+"""Speculation: ids, log-probabilities and KV are those of rows that sample one token a step."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from common.messages.request import SamplingParams
+from common.settings.settings import SettingError, Settings
+from gpu_worker.engine.batch.proposer import NgramProposer
+from gpu_worker.engine.engine import Engine
+from gpu_worker.engine.model import load
+from tests.support.engine import tiny_models
+from tests.support.engine.batch_player import Player
+from tests.support.engine.reference import prompt_ids, reference_ids
+from tests.support.engine.tiny_engine import engine_of, prompts
+from tests.support.engine.tiny_models import FAMILIES
+from tests.support.prompts import FEW, PROMPTS
+from tests.support.speculation.knowing_proposer import KnowingProposers
+
+NEW_TOKENS = 48
+SEEDED = SamplingParams(temperature=0.7, seed=11)
+ROWS: dict[int, SamplingParams | None] = {
+    0: None,
+    1: SEEDED,
+    2: replace(SEEDED, top_p=0.8, repetition_penalty=1.3, frequency_penalty=0.3, presence_penalty=0.2),
+    3: replace(SEEDED, top_k=20, choice=1, top_p=0.9, top_p_decay=0.9, top_p_min=0.2),
+    4: SamplingParams(repetition_penalty=1.2, relative_frequency_penalty=1.0),
+    5: replace(SEEDED, logit_bias=[(7, 3.0)], bad_words=[[7, 9], [11]], raw_logprobs=True),
+    6: replace(SEEDED, allowed_token_ids=list(range(3, 60))),
+    7: replace(SEEDED, watermark_delta=2.0),
+}
+"""Sampling parameters of row n."""
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory: pytest.TempPathFactory) -> Engine:
+    folder = tmp_path_factory.mktemp("model")
+    tiny_models.save(folder, *FAMILIES["Llama"])
+    return engine_of(folder, block_size=16)
+
+
+def ids_of(row: int) -> list[int]:
+    return prompts()[row % 4] + [3 + row] * (row > 3)
+
+
+Told = dict[int, tuple[list[int], dict[int, dict[int, float]]]]
+"""Of each row its ids, and the likeliest tokens by index."""
+
+
+def play(
+    engine: Engine, prefill_tokens: int = 1000, shown: dict[int, list[int]] | None = None, **run: Any
+) -> Told:
+    return told(played_rows(engine, prefill_tokens, shown, **run))
+
+
+def played_rows(
+    engine: Engine,
+    prefill_tokens: int = 1000,
+    shown: dict[int, list[int]] | None = None,
+    num_blocks: int | None = None,
+    **run: Any,
+) -> Player:
+    """All rows, resumed behind the tokens that were `shown`."""
+    shown = shown or {}
+    free = list(range(1, 1 + (num_blocks or engine.ready.num_blocks)))
+    played = Player(engine, free, prefill_tokens, until=engine.rows.step)
+    played.run(
+        [
+            played.start(
+                row,
+                ids_of(row) + shown.get(row, []),
+                NEW_TOKENS,
+                len(shown.get(row, [])),
+                sampling=sampling,
+                top_n_tokens=row % 3,
+                min_new_tokens=9,
+                ignore_eos=row % 2 == 0,
+            )
+            for row, sampling in ROWS.items()
+        ],
+        **run,
+    )
+    return played
+
+
+def told(played: Player) -> Told:
+    tops: dict[int, dict[int, dict[int, float]]] = {row: {} for row in played.ids}
+    for (row, index), top in played.top_logprobs.items():
+        tops[row][index] = top
+    return {row: (ids, tops[row]) for row, ids in played.ids.items()}
+
+
+@pytest.fixture(scope="module")
+def plain(engine: Engine) -> Told:
+    assert engine.rows.make_proposer is None
+    return play(engine)
+
+
+@pytest.fixture(params=[0.0, 0.3, 1.0], ids=["right", "mixed", "wrong"])
+def proposers(request: pytest.FixtureRequest, engine: Engine, plain: Told) -> Iterator[KnowingProposers]:
+    answers = {tuple(ids_of(row)): ids for row, (ids, _) in plain.items()}
+    engine.rows.make_proposer = made = KnowingProposers(answers, request.param)
+    yield made
+    engine.rows.make_proposer = None
+    assert (max(made.steps) > 1) == (request.param < 1)
+    if not request.param:
+        assert max(made.steps) == 1 + made.num_speculated
+
+
+def test_ids_are_those_of_the_plain_way(engine: Engine, plain: Told, proposers: KnowingProposers) -> None:
+    assert play(engine) == plain
+
+
+def test_ids_are_those_of_the_plain_way_in_chunks_and_scarce_blocks(
+    engine: Engine, plain: Told, proposers: KnowingProposers
+) -> None:
+    """A row runs into the end of its blocks with each grant."""
+    assert play(engine, 7, lead=1, horizon=2) == plain
+    assert play(engine, 1000, num_blocks=2 * len(ROWS) + 8, lead=1, served=1) == plain
+
+
+def test_rows_resume_in_the_midst(engine: Engine, plain: Told, proposers: KnowingProposers) -> None:
+    shown = {row: ids[: 5 + 4 * row] for row, (ids, _) in plain.items()}
+    resumed = play(engine, shown=shown)
+    for row, (ids, tops) in plain.items():
+        assert shown[row] + resumed[row][0] == ids
+        assert resumed[row][1] == {index: top for index, top in tops.items() if index >= len(shown[row])}
+
+
+SLOW = ["Llama-dynamic", "Gemma2", "Gemma3-longrope", "Mixtral", "gpt-oss"]
+
+
+@pytest.mark.parametrize(
+    "family", ["Phi3-longrope", *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)]
+)
+def test_ids_of_other_models(family: str, tmp_path: Path) -> None:
+    """Attention with windows and soft-caps; frequencies that depend on the length, for which a row stops."""
+    tiny_models.save(tmp_path, *FAMILIES[family])
+    engine = engine_of(tmp_path, block_size=16)
+    plain = play(engine)
+    proposers = KnowingProposers({tuple(ids_of(row)): ids for row, (ids, _) in plain.items()}, 0.3)
+    engine.rows.make_proposer = proposers
+    assert play(engine) == plain
+    assert max(proposers.steps) > 1
+
+
+def second_turns(engine: Engine, plain: Told, prefix: int) -> dict[int, list[int]]:
+    """What rows answer that start with the blocks of rows before them, and with the answers of these."""
+    free = list(range(1, 1 + engine.ready.num_blocks))
+    played = Player(engine, free, until=engine.rows.step, kept=set(free))
+    rows = [row for row in plain if row % 2 == 0]
+    first = [
+        played.start(row, ids_of(row), NEW_TOKENS, sampling=ROWS[row], min_new_tokens=9, ignore_eos=True)
+        for row in rows
+    ]
+    tables = {row: played.rows[row].blocks for row in rows}
+    played.run(first)
+    engine.rows.make_proposer = None
+    turns = {row: [*ids_of(row), *plain[row][0], 5] for row in rows}
+    cached = {row: tables[row][: (len(ids) - 2) // engine.block_size] for row, ids in turns.items()}
+    second = [
+        played.start_behind(cached[row], prefix + row, ids, NEW_TOKENS, ignore_eos=True)
+        for row, ids in turns.items()
+    ]
+    ids = played.run(second)
+    return {row: ids[prefix + row] for row in rows}
+
+
+def test_blocks_that_others_start_with_hold_what_was_confirmed(
+    engine: Engine, plain: Told, proposers: KnowingProposers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine.rows, "prefix_caching", True)
+    speculated = second_turns(engine, plain, 100)
+    assert speculated == second_turns(engine, plain, 200)
+
+
+def test_ids_of_the_small_model_are_those_of_transformers(loaded: Engine) -> None:
+    """Its answers repeat themselves, so proposals are right."""
+    indices = [*FEW, PROMPTS.index("na " * 40 + "Batman")]
+    ids = prompt_ids([PROMPTS[index] for index in indices])
+    answers = dict(zip(indices, reference_ids(ids, 40), strict=True))
+    free = list(range(1, 1 + loaded.ready.num_blocks))
+    played = Player(loaded, free, until=loaded.rows.step)
+    loaded.runs_ahead = False
+    loaded.rows.make_proposer = lambda known: NgramProposer(3, known)
+    try:
+        played.run([played.start(index, ids[place], 40) for place, index in enumerate(indices)], lead=64)
+    finally:
+        loaded.rows.make_proposer = None
+    assert played.ids == answers
+    num_steps = sum(bool(step.num_samples) for step in played.steps)
+    num_proposed = sum(step.proposed_tokens for step in played.steps)
+    assert num_proposed and num_steps < 40 + len(indices)
+
+
+def test_speculation_on_cuda_ends_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(load, "choose_device", lambda name, place: torch.device("cuda"))
+    with pytest.raises(SettingError, match="SPECULATE: 2, but steps on cuda are launched ahead"):
+        Engine(Settings(speculate=2))
+
+
+def test_speculate_is_how_many_an_engine_proposes(tmp_path: Path) -> None:
+    tiny_models.save(tmp_path, *FAMILIES["Llama"])
+    settings: dict[str, Any] = {
+        "dtype": "float32",
+        "kv_cache_bytes": 2**23,
+        "max_batch_prefill_tokens": 64,
+        "threads": 1,
+    }
+    engine = Engine(Settings(model_id=str(tmp_path), speculate=2, **settings))
+    played = Player(engine, list(range(1, 1 + engine.ready.num_blocks)))
+    played.run([played.start(0, [5, 6] * 9, 60, ignore_eos=True)])
+    assert max(step.num_samples for step in played.steps) == 3
