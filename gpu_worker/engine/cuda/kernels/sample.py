@@ -32,7 +32,6 @@ WIDTH = 4096
 PART = 1024
 """Tokens of a list that a program looks at together, each for all digits."""
 WARPS = 16
-NUM_PARAMETERS = 16
 
 
 @triton.jit  # type: ignore[untyped-decorator]

@@ -39,6 +39,9 @@ def test_optional_numbers() -> None:
     assert Settings.read([], {}).threads is None
 
 
+WEIGHT = "is not a tenant and a weight of 0.01 to 1000, as alice=4"
+
+
 @pytest.mark.parametrize(
     ("argv", "environ", "line"),
     [
@@ -56,6 +59,10 @@ def test_optional_numbers() -> None:
             {"COMPUTE_TYPE": "a\r\nb: c"},
             "COMPUTE_TYPE: 'a\\r\\nb: c' cannot be sent as a header: it must be printable ASCII",
         ),
+        *[
+            ([], {"TENANT_WEIGHTS": f"bob=2,{word}"}, f"TENANT_WEIGHTS: {word!r} {WEIGHT}")
+            for word in ("alice", "alice=", "alice=0", "alice=some", "=2", "alice=1e9")
+        ],
         (["stray"], {}, "ARGUMENTS: 'stray' is not expected"),
         (["--port"], {}, "FLAGS: argument -p/--port: expected one argument"),
     ],
