@@ -15,8 +15,8 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from benchmarks import floors
-from benchmarks.waits import Waits
+from benchmarks.step_times import floors
+from benchmarks.step_times.waits import Waits
 from common.messages.request import SamplingParams, StoppingParams
 from common.settings.settings import Settings
 from gpu_worker.engine.engine import Engine

@@ -22,7 +22,7 @@ from typing import Any
 import orjson
 
 from api.structured_output.grammar import Grammar, compile_cached
-from benchmarks.serve import OUT_TOKENS, Figures, answers_of, figures, load, request
+from benchmarks.serve import OUT_TOKENS, Figures, answers_of, figures, load, median, request
 from common import model_files
 from gpu_worker.engine.sampling.matcher import Matcher, Matchers
 from tests.support.fleet.fleet import Fleet
@@ -111,22 +111,13 @@ async def measure(urls: list[str], model: str, runs: int) -> None:
     for url in urls:
         print(f"{url}: tokens/s, first token ms, between tokens ms: plain → with a schema")
         for streams, _ in STREAMS:
-            plain, guided = (medians(taken[url, streams, kind]) for kind in (False, True))
+            plain, guided = (median(taken[url, streams, kind]) for kind in (False, True))
             print(
                 f"  {streams:3} streams: {plain.tokens_per_s:.0f} → {guided.tokens_per_s:.0f} "
                 f"({guided.tokens_per_s / plain.tokens_per_s:.2f}), "
                 f"{plain.first_token_ms:.0f} → {guided.first_token_ms:.0f}, "
                 f"{plain.gap_ms:.1f} → {guided.gap_ms:.1f}"
             )
-
-
-def medians(runs: list[Figures]) -> Figures:
-    return Figures(
-        *(
-            statistics.median(getattr(run, name) for run in runs)
-            for name in ("tokens_per_s", "first_token_ms", "gap_ms", "gap_p99_ms")
-        )
-    )
 
 
 def main() -> None:
