@@ -160,7 +160,10 @@ TOKENS = Counter("tokenfleet_generated_tokens", "Number of tokens sampled by wor
 PREFILLED_TOKENS = Counter(
     "tokenfleet_prefilled_tokens", "Number of prompt tokens computed, those of resumed requests included"
 )
-PROPOSED_TOKENS = Counter("tokenfleet_proposed_tokens", "Number of tokens proposed by speculation")
+PROPOSED_TOKENS = Counter(
+    "tokenfleet_proposed_tokens",
+    "Number of tokens proposed by speculation, and by grammars that allow no other",
+)
 ACCEPTED_TOKENS = Counter(
     "tokenfleet_accepted_tokens", "Number of those that were right: they came without a step of their own"
 )

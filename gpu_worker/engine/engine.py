@@ -11,7 +11,7 @@ import torch
 from common.model_files import Progress, no_progress
 from common.settings.settings import SettingError, Settings
 from gpu_worker.engine.batch.inputs import build_inputs
-from gpu_worker.engine.batch.proposer import NgramProposer
+from gpu_worker.engine.batch.proposer import make_proposer
 from gpu_worker.engine.batch.row_slice import RowSlice
 from gpu_worker.engine.batch.rows import NO_BLOCKS, Rows
 from gpu_worker.engine.batch.step_result import Int32
@@ -69,7 +69,7 @@ class Engine:
             max(1, MAX_LOGITS // self.loaded.vocab_size),
             self.loaded.recompute_length,
             self.prefix_caching,
-            partial(NgramProposer, settings.speculate) if settings.speculate else None,
+            partial(make_proposer, settings.speculate),
         )
         self.graphs: CudaGraphs | FixedShapeGraph | None = None
         self.runs_ahead = self.loaded.device.type != "cpu"
@@ -168,11 +168,11 @@ class Engine:
     def launch(self, before: InFlightStep | None = None) -> LaunchedStep | None:
         """Launches the forward of the next step, if there is one; `before` is in flight."""
         started_s = time.monotonic()
-        slices = self.rows.launch()
+        slices = self.rows.launch(self.runs_ahead)
         if not slices:
             return None
         if before is None and not self.communicator.rank:
-            self.matchers.begin(row_slice.sample_request for row_slice in slices if row_slice.samples)
+            self.matchers.begin(sample_requests([part for part in slices if part.row.has_grammar]))
         logits = self.forward_able(slices, before.ids if before else None)
         return LaunchedStep(self.rows.step, slices, logits, started_s) if slices else None
 

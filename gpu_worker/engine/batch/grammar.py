@@ -1,5 +1,6 @@
 """Grammar masks: what a grammar allows as a row's next token."""
 
+from collections.abc import Sequence
 from typing import Protocol
 
 import numpy as np
@@ -21,6 +22,12 @@ class GrammarMask(Protocol):
 
     def accept(self, token: int) -> bool:
         """Takes the row's newest token. False: the grammar does not allow it, so the row fails."""
+
+    def after(self, token: int) -> "GrammarMask":
+        """A copy that has taken one more token."""
+
+    def forced(self) -> Sequence[int]:
+        """The next tokens, as far as no others may come."""
 
     def mask(self) -> Bits | None:
         """Returns the tokens that may come next, at least one: bit t % 32 of word t //

@@ -1,10 +1,13 @@
-"""Proposals for a row's next tokens (speculation): prompt look-up, from the row's own ids."""
+"""Proposals for a row's next tokens: prompt look-up, from the row's own ids (speculation), and what a grammar
+forces (jump-forward).
+"""
 
 from collections.abc import Sequence
 from typing import Protocol
 
 import numpy as np
 
+from gpu_worker.engine.batch.grammar import GrammarMask
 from gpu_worker.engine.batch.step_result import Int32
 
 MIN_MATCH, MAX_MATCH = 2, 8
@@ -19,6 +22,10 @@ FIRST_PAUSE, LONGEST_PAUSE = 16, 256
 """Tokens without proposals once they do not pay; then they are tried again, and the next pause is twice as
 long.
 """
+
+
+MAX_FORCED = 15
+"""Proposals of a grammar at a time."""
 
 
 class Proposer(Protocol):
@@ -97,3 +104,25 @@ class NgramProposer:
             self.known = np.concatenate((self.known[: self.length], np.empty(end, np.int32)))
         self.known[self.length : end] = tokens
         self.length = end
+
+
+class ForcedProposer:
+    """Proposes what follows by the row's grammar alone: these tokens cost one step together."""
+
+    def __init__(self, grammar: GrammarMask) -> None:
+        self.grammar = grammar
+
+    def propose(self, most: int) -> Sequence[int]:
+        return self.grammar.forced()[: min(most, MAX_FORCED)]
+
+    def learn(self, tokens: Sequence[int], num_proposed: int) -> None:
+        """The grammar has taken them."""
+
+
+def make_proposer(num_speculated: int, ids: Int32, grammar: GrammarMask | None) -> Proposer | None:
+    """The proposer of a row with these ids so far, which speculates if `num_speculated` is not 0; None for a
+    row without anything to propose.
+    """
+    if grammar is not None:
+        return ForcedProposer(grammar)
+    return NgramProposer(num_speculated, ids) if num_speculated else None

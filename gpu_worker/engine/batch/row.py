@@ -20,8 +20,8 @@ def no_grammars(source: str, tokens: Sequence[int]) -> GrammarMask:
     raise ValueError("rows with a grammar need a model's vocabulary")
 
 
-ProposerFactory = Callable[[Int32], Proposer]
-"""Ids of a row so far → what proposes its next ones."""
+ProposerFactory = Callable[[Int32, GrammarMask | None], Proposer | None]
+"""Ids of a row so far, and its grammar → what proposes its next ones."""
 
 
 @dataclass(slots=True, eq=False)
@@ -74,8 +74,7 @@ class Row:
         make_proposer: ProposerFactory | None = None,
     ) -> "Row":
         """Makes a row that starts; `eos_ids` end it, too, unless it ignores them. A grammar's end is such an
-        id: nothing may follow it. A row with a grammar has no proposer: its masks are computed one token
-        after the other.
+        id: nothing may follow it.
         """
         ids, blocks = np.frombuffer(start.ids, "<i4"), np.frombuffer(start.blocks, "<i4")
         source = start.sampling.grammar if start.sampling else ""
@@ -97,8 +96,12 @@ class Row:
             collected_index=start.base,
             last_id=int(ids[-1]) if start.base else 0,
             kv_len=start.num_cached,
-            proposer=make_proposer(ids) if make_proposer and not grammar else None,
+            proposer=make_proposer(ids, grammar) if make_proposer else None,
         )
+
+    @property
+    def has_grammar(self) -> bool:
+        return self.sampling_state is not None and self.sampling_state.grammar is not None
 
     @property
     def end(self) -> str | None:

@@ -89,14 +89,14 @@ def arrange(slices: Sequence[RowSlice]) -> list[RowSlice]:
     return sorted(decoding, key=attrgetter("begin"), reverse=True) + prompts
 
 
-def decode_slice(row: Row, room: int, recompute_length: int | None) -> RowSlice:
+def decode_slice(row: Row, room: int, recompute_length: int | None, is_read_late: bool) -> RowSlice:
     """A token of a row that decodes, and proposals as far as there is room in its blocks, and its rotary
-    frequencies stay as they are.
+    frequencies stay as they are; none in a step that is read after the next one is launched.
     """
     begin = row.kv_len
     if recompute_length and begin < recompute_length:
         room = min(room, recompute_length - begin)
-    proposed = row.propose(room - 1)
+    proposed = () if is_read_late else row.propose(room - 1)
     source_place = row.sample_place if row.in_flight else None
     return RowSlice(row, begin, 1 + len(proposed), True, source_place, proposed=proposed)
 

@@ -38,7 +38,7 @@ class Rows:
         recompute_length: beyond this length the model needs every K computed anew: the row is preempted, and
             starts again with all its tokens.
         prefix_caching: other rows may start with the blocks that a row has filled.
-        make_proposer: ids of a row → what proposes its tokens; None: nothing does.
+        make_proposer: ids of a row, and its grammar → what proposes its tokens; None: nothing does.
         step, until: the last step launched, and the last one granted.
         result: what happened since the last `take_result`.
     """
@@ -100,11 +100,11 @@ class Rows:
         """Whether a row waits until its grammar is compiled."""
         return not all(row.is_ready for row in self.rows.values())
 
-    def launch(self) -> list[RowSlice]:
+    def launch(self, is_read_late: bool = False) -> list[RowSlice]:
         """Launches the next step → its slices, arranged; empty where no step may or can run."""
         if self.step >= self.until:
             return []
-        slices = arrange(self.schedule_slices())
+        slices = arrange(self.schedule_slices(is_read_late))
         self.step += bool(slices)
         for row_slice in slices:
             row = row_slice.row
@@ -128,7 +128,7 @@ class Rows:
                 self.finish(row, "forward")
         place_samples(computed)
 
-    def schedule_slices(self) -> list[RowSlice]:
+    def schedule_slices(self, is_read_late: bool) -> list[RowSlice]:
         """Chooses what the next step computes: a token of each row that decodes and its proposals, then
         chunks of prompts up to the budgets. Rows behind the first `max_rows` stand by.
         """
@@ -146,7 +146,7 @@ class Rows:
             if row.kv_len < len(row.ids):
                 prompts.append(row)
             elif room > 0:
-                slices.append(decode_slice(row, room, self.recompute_length))
+                slices.append(decode_slice(row, room, self.recompute_length, is_read_late))
         tokens_left = self.mixed_prefill_tokens if slices else self.prefill_tokens
         for row in prompts:
             begin, scored = row.kv_len, row.prompt_logprobs is not None

@@ -111,22 +111,26 @@ class SamplingState:
 
     def accept(self, token: int) -> bool:
         """Takes a sampled token. False: its grammar, or its allowed ids, do not have it."""
+        self.note(token)
+        if self.allowed is not None and token not in self.allowed:
+            return False
+        return self.grammar is None or self.grammar.accept(token)
+
+    def note(self, token: int) -> None:
+        """Takes a sampled token into account, its grammar apart."""
         if self.token_counts is not None:
             self.token_counts.accept(token)
         if self.tail_length:
             self.tail = [*self.tail, token][-self.tail_length :]
         if self.top_p_decay is not None:
             self.top_p_decay.accept(token)
-        if self.allowed is not None and token not in self.allowed:
-            return False
-        return self.grammar is None or self.grammar.accept(token)
 
     def after(self, token: int) -> "SamplingState":
-        """A copy that has taken one more token. A row with a grammar has none."""
-        assert self.grammar is None
+        """A copy that has taken one more token."""
         counts = self.token_counts.copy() if self.token_counts else None
-        state = replace(self, token_counts=counts, top_p_decay=copy(self.top_p_decay))
-        state.accept(token)
+        grammar = self.grammar.after(token) if self.grammar else None
+        state = replace(self, token_counts=counts, top_p_decay=copy(self.top_p_decay), grammar=grammar)
+        state.note(token)
         return state
 
     def penalty(self) -> Float32:

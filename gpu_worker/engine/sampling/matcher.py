@@ -25,16 +25,22 @@ class Matcher:
         newest: the newest token.
         bits: the mask of the next token, once `Matchers` has computed it.
         window: the row's text is steered to an end within so many last tokens; `Endings` finds it.
+        following: the copy of this step that has taken one more token.
     """
 
     def __init__(
-        self, compiled: "Future[llguidance.LLMatcher]", num_words: int, newest: int | None = None
+        self,
+        compiled: "Future[llguidance.LLMatcher]",
+        num_words: int,
+        newest: int | None = None,
+        window: int | None = None,
     ) -> None:
         self.compiled = compiled
         self.num_words = num_words
         self.newest = newest
         self.bits: Bits | None = None
-        self.window: int | None = None
+        self.window = window
+        self.following: Matcher | None = None
 
     def is_ready(self) -> bool:
         return self.compiled.done()
@@ -43,13 +49,25 @@ class Matcher:
         return self.compiled.result().is_stopped()
 
     def accept(self, token: int) -> bool:
-        self.bits = None
+        self.bits = self.following = None
         self.newest = token
         matcher = self.compiled.result()
         if matcher.consume_token(token):
             return True
         log.warning("a row fails: %s", matcher.get_error().split("<state>")[0].strip())
         return False
+
+    def after(self, token: int) -> "Matcher":
+        if self.following is None or self.following.newest != token:
+            copied: Future[llguidance.LLMatcher] = Future()
+            copied.set_result(self.compiled.result().deep_copy())
+            copied.result().consume_token(token)
+            self.following = Matcher(copied, self.num_words, token, self.window)
+        return self.following
+
+    def forced(self) -> list[int]:
+        """The next tokens, as far as no others may come; none for a matcher with an error."""
+        return self.compiled.result().compute_ff_tokens()
 
     def mask(self) -> Bits | None:
         return self.bits

@@ -19,5 +19,11 @@ class FixedGrammar:
     def accept(self, token: int) -> bool:
         return True
 
+    def after(self, token: int) -> "FixedGrammar":
+        return self
+
+    def forced(self) -> list[int]:
+        return []
+
     def mask(self) -> Any:
         return self.mask_words

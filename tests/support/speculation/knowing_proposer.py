@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
+from gpu_worker.engine.batch.grammar import GrammarMask
 from gpu_worker.engine.batch.proposer import Proposer
 from gpu_worker.engine.batch.step_result import Int32
 
@@ -54,7 +55,7 @@ class KnowingProposers:
         self.num_speculated = num_speculated
         self.steps: list[int] = []
 
-    def __call__(self, ids: Int32) -> Proposer:
+    def __call__(self, ids: Int32, grammar: GrammarMask | None) -> Proposer:
         known = tuple(np.asarray(ids).tolist())
         prompt = max((one for one in self.answers if known[: len(one)] == one), key=len)
         return KnowingProposer(

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 
 from common.messages.request import SamplingParams
 from common.settings.settings import SettingError, Settings
-from gpu_worker.engine.batch.proposer import NgramProposer
+from gpu_worker.engine.batch.proposer import make_proposer
 from gpu_worker.engine.engine import Engine
 from gpu_worker.engine.model import load
 from tests.support.engine import tiny_models
@@ -96,7 +97,6 @@ def told(played: Player) -> Told:
 
 @pytest.fixture(scope="module")
 def plain(engine: Engine) -> Told:
-    assert engine.rows.make_proposer is None
     return play(engine)
 
 
@@ -178,7 +178,9 @@ def test_blocks_that_others_start_with_hold_what_was_confirmed(
     assert speculated == second_turns(engine, plain, 200)
 
 
-def test_ids_of_the_small_model_are_those_of_transformers(loaded: Engine) -> None:
+def test_ids_of_the_small_model_are_those_of_transformers(
+    loaded: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Its answers repeat themselves, so proposals are right."""
     indices = [*FEW, PROMPTS.index("na " * 40 + "Batman")]
     ids = prompt_ids([PROMPTS[index] for index in indices])
@@ -186,11 +188,8 @@ def test_ids_of_the_small_model_are_those_of_transformers(loaded: Engine) -> Non
     free = list(range(1, 1 + loaded.ready.num_blocks))
     played = Player(loaded, free, until=loaded.rows.step)
     loaded.runs_ahead = False
-    loaded.rows.make_proposer = lambda known: NgramProposer(3, known)
-    try:
-        played.run([played.start(index, ids[place], 40) for place, index in enumerate(indices)], lead=64)
-    finally:
-        loaded.rows.make_proposer = None
+    monkeypatch.setattr(loaded.rows, "make_proposer", partial(make_proposer, 3))
+    played.run([played.start(index, ids[place], 40) for place, index in enumerate(indices)], lead=64)
     assert played.ids == answers
     num_steps = sum(bool(step.num_samples) for step in played.steps)
     num_proposed = sum(step.proposed_tokens for step in played.steps)

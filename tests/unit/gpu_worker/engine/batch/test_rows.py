@@ -295,6 +295,12 @@ class SlowGrammar:
     def accept(self, token: int) -> bool:
         return token == TEXT
 
+    def after(self, token: int) -> "SlowGrammar":
+        return self
+
+    def forced(self) -> list[int]:
+        return []
+
     def mask(self) -> None:
         return None
 
