@@ -69,10 +69,12 @@ class PoolRegistry:
         return pool
 
     async def named(self, name: str) -> Pool:
-        """The pool `name`. Raises ApiError: 404 where it has no live worker, 503."""
+        """The pool `name`, which has admitted a request. Raises ApiError (503), also while no worker of it
+        lives.
+        """
         pool = self.own if name == self.own.settings.pool else await self.find_foreign(name)
         if pool is None:
-            raise model_not_found(f"The pool `{name}` has no worker")
+            raise unavailable(f"the pool {name} has no worker")
         return pool
 
     async def find_foreign(self, name: str) -> Pool | None:

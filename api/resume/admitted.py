@@ -29,9 +29,7 @@ class Admitted(NamedTuple):
 
 
 async def find_own(request: Request, request_id: str) -> Admitted | None:
-    """The answer with this id, if it was asked for with the API key of this request. Raises ApiError: 404
-    where its pool has no worker, 503.
-    """
+    """The answer with this id, if asked for with the API key of this request. Raises ApiError (503)."""
     return await find(pools_of(request), request_id, owner_of(request, request_id))
 
 

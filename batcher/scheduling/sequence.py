@@ -106,8 +106,8 @@ class PlacedRow:
         blocks: KV blocks it has, until the engine reports it released.
         reserved: blocks that its worker keeps free for it.
         num_cached: tokens whose KV the first of them held when it started.
-        kv_len, at_step: after step `at_step` it held `kv_len` tokens, and one more with each step since; 0
-            before its prefill is done.
+        kv_len, at_step: after step `at_step` it held `kv_len` tokens, and, as far as is known, one more with
+            each step since; 0 before its prefill is done.
         added_at: the last step that its worker had reported when it was placed, or adopted.
         stopping: why it was asked to stop, once it was.
         ended: whether the worker reported that it takes part in no further step.

@@ -83,7 +83,8 @@ def move_standby(workers: WorkerSet) -> None:
         return
     for replica in list(islice(placement.levels[most], FEW)):
         rows = standby_rows(replica)
-        if rows and placement.fewest_rows(rows[-1].sequence) is not None:
+        is_moving = any(row.stopping == PREEMPT for row in islice(replica.running, num_places, None))
+        if rows and not is_moving and placement.fewest_rows(rows[-1].sequence) is not None:
             rows[-1].stopping = PREEMPT
             replica.due_stops.append(rows[-1])
             workers.note_change(replica)

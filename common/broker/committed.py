@@ -32,6 +32,7 @@ class Committed:
     Attributes:
         known: whether the request exists; its keys expire some time after its end.
         terminal: why it ended; then `num_final`, `error` and `error_type` say what its terminal says.
+            `num_final` is -1 where a process of an earlier version ended it, and kept its tokens elsewhere.
         width: records of one token: its own, then one for each of the likeliest tokens.
         records: packed records of all committed tokens; of one that ended without an answer none are kept.
         spilled_bytes: how many bytes of them are in the string.
@@ -139,7 +140,7 @@ def parse_state(fields: list[bytes | None] | None, records: bytes | None) -> Com
         crash_count=int(found["crash_count"] or 0),
         cancelled=found["cancel"] is not None,
         terminal=(found["terminal"] or b"").decode(),
-        num_final=int(found["num_tokens"] or 0),
+        num_final=int(found["num_tokens"] or (-1 if found["terminal"] else 0)),
         error=(found["error"] or b"").decode(),
         error_type=(found["error_type"] or b"").decode(),
         width=int(found["width"] or 1),

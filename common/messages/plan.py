@@ -71,7 +71,7 @@ class HeldRow:
         base: index of the first token that this attempt samples.
         num_tokens: tokens generated, over all attempts.
         blocks: packed numbers of the KV blocks that the row has.
-        kv_len, step: after step `step` it held `kv_len` tokens, and at most one more with each step since; 0
+        kv_len, step: after step `step` it held `kv_len` tokens, and more with the steps since; 0
             before its prompt is computed.
         ended: whether it takes part in no further step; its blocks are released by a later report.
         num_cached: tokens whose KV the first blocks held when it started.

@@ -26,7 +26,7 @@ class BatchMetrics:
 
     @property
     def method(self) -> str:
-        """The kind of the step that runs: a step that computes any prompt is a prefill."""
+        """The kind of the step that runs, as far as the agent knows: rows may stand by."""
         return "prefill" if self.prefilling else "decode"
 
     def on_grant(self, grant: Grant, started_s: float) -> None:
@@ -52,7 +52,7 @@ class BatchMetrics:
         forwards: dict[str, list[float]] = {"prefill": [], "decode": []}
         for step in steps:
             if step.duration_ms:
-                forwards[self.method].append(step.duration_ms / 1000)
+                forwards[method_of(step)].append(step.duration_ms / 1000)
             self.move_rows(step)
             if step.proposed_tokens:
                 catalogue.PROPOSED_TOKENS.add(step.proposed_tokens)
@@ -84,3 +84,8 @@ class BatchMetrics:
         if self.prefilling or self.running:
             catalogue.BATCH_COUNT.add(1, self.method)
             catalogue.BATCH_FAILURE.add(1, self.method)
+
+
+def method_of(step: StepResult) -> str:
+    """The kind of a step: one that computes any prompt is a prefill."""
+    return "prefill" if step.prefill_tokens or step.prefilled else "decode"

@@ -21,7 +21,7 @@ local function add_place(places, sign, class, tokens, tenant, bytes)
   redis.call('HINCRBY', places, 'all', sign)
   redis.call('HINCRBY', places, 'requests:' .. class, sign)
   redis.call('HINCRBY', places, 'tokens:' .. class, sign * tokens + 0) -- Redis 7.0 takes no -0
-  redis.call('HINCRBY', places, 'bytes:' .. class, sign * bytes)
+  redis.call('HINCRBY', places, 'bytes:' .. class, sign * bytes + 0)
   local own = 'tenant:' .. class .. ':' .. tenant
   if redis.call('HINCRBY', places, own, sign) <= 0 then redis.call('HDEL', places, own) end
 end

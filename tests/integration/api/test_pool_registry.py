@@ -10,6 +10,7 @@ import httpx
 import pytest
 from redis.asyncio import Redis
 
+from api.errors import ApiError
 from api.inference.pool_registry import IDLE_S
 from api.lifecycle import Gateway
 from common.broker.keys import POOLS, Keys
@@ -174,3 +175,14 @@ async def test_a_pool_without_a_live_worker_is_not_found(broker: Broker, redis: 
             assert response.status_code == 404
             assert response.json()["error"]["code"] == "model_not_found"
         assert not gateway.pools.foreign
+
+
+async def test_a_request_of_a_pool_whose_worker_is_away_is_asked_for_again_later(
+    broker: Broker, redis: Redis
+) -> None:
+    """It lives on: its client is not told that it does not exist."""
+    await redis.zadd(POOLS, {"b": 1})
+    async with gateway_of_default(broker.url) as (gateway, _):
+        with pytest.raises(ApiError) as refusal:
+            await gateway.pools.named("b")
+        assert (refusal.value.status, refusal.value.error_type) == (503, "unavailable")

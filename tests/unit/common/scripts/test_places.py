@@ -95,3 +95,13 @@ async def test_what_is_refused_says_when_to_ask_again(redis: Redis) -> None:
     for i in range(3, LIMIT):
         await end(redis, f"r{i}")
     assert not await redis.exists(KEYS.places)
+
+
+async def test_an_entry_that_is_no_request_gives_its_place_back(redis: Redis) -> None:
+    """Somebody else wrote it: it weighs nothing."""
+    foreign = await redis.xadd(KEYS.requests, {"hello": "world"})
+    await fill(redis, "r", 1)
+    keys = [KEYS.requests, KEYS.places, KEYS.tokens("foreign"), KEYS.request("foreign")]
+    assert await call(redis, "dequeue", keys, [foreign]) == 1
+    places = await redis.hgetall(KEYS.places)  # type: ignore[misc]
+    assert (places[b"all"], places[b"bytes:standard"], places[b"tenant:standard:"]) == (b"1", b"10", b"1")
