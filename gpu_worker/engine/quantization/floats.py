@@ -4,7 +4,7 @@ Functions named `shape` return [outputs, inputs] of a layer, whose tensors are `
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -25,12 +25,29 @@ def weight_shape(stored: Stored, config: Config) -> list[int]:
 
 
 def read_fp8(fields: Fields, config: Config) -> Weight:
-    """Raises ValueError where the layer has no scales."""
+    """Raises ValueError where the layer has no scales, or others than these mean."""
     scales = fields.get("weight_scale_inv", fields.get("weight_scale"))
     if scales is None:
         raise ValueError("8-bit floats without weight_scale or weight_scale_inv")
-    size = config.get("weight_block_size")
-    return scale_floats(fields["weight"], scales, (size[0], size[1]) if size else None)
+    zeros = fields.get("weight_zero_point")
+    if zeros is not None and zeros.float().any():
+        raise ValueError("8-bit floats with zero points")
+    return scale_floats(fields["weight"], scales, next(iter(block_sizes(config)), None))
+
+
+def block_sizes(config: Config) -> list[tuple[int, int]]:
+    """Outputs and inputs of blocks that have a scale each, in order. compressed-tensors has them in each of
+    its groups of layers, older versions as `128x128`.
+    """
+    groups = (config.get("config_groups") or {}).values()
+    sizes = [(group.get("weights") or {}).get("block_structure") for group in groups]
+    named = filter(None, (config.get("weight_block_size"), *sizes))
+    return sorted({block_size(size) for size in named})
+
+
+def block_size(named: str | Sequence[int]) -> tuple[int, int]:
+    outputs, inputs = named.split("x") if isinstance(named, str) else named
+    return int(outputs), int(inputs)
 
 
 # --- bitsandbytes, 8 bits: weight int8 [outputs, inputs], SCB [outputs]; 127 stands for SCB

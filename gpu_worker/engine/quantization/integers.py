@@ -111,14 +111,16 @@ def read_int8(fields: Fields, config: Config) -> Weight:
 
 
 def scale_channels(quants: torch.Tensor, fields: Fields, zeros: torch.Tensor | None) -> Weight:
-    """quants uint8 or int8 [outputs, inputs], zeros, integers, as weight_scale"""
+    """quants uint8 or int8 [outputs, inputs], zeros, integers, as weight_scale. Raises ValueError."""
     outputs, inputs = quants.shape
     groups = fields.get("weight_g_idx")
     if groups is not None and (groups < 0).any():
         groups = None
     scales = for_each_output(fields["weight_scale"], outputs)
+    if inputs % scales.shape[1]:
+        raise ValueError(f"{scales.shape[1]} groups do not divide {inputs} inputs")
     zeros = None if zeros is None else for_each_output(zeros, outputs)
-    return scale_integers(quants, scales, zeros, -(-inputs // scales.shape[1]), groups)
+    return scale_integers(quants, scales, zeros, inputs // scales.shape[1], groups)
 
 
 def for_each_output(table: torch.Tensor, outputs: int) -> torch.Tensor:

@@ -30,7 +30,13 @@ class Layout:
 
 GPTQ = Layout({"I32"}, ("qweight", "scales", "qzeros"), ("g_idx",), integers.gptq_shape, integers.read_gptq)
 AWQ = Layout({"I32"}, ("qweight", "scales", "qzeros"), (), integers.awq_shape, integers.read_awq)
-FP8 = Layout(FLOATS8, ("weight",), ("weight_scale", "weight_scale_inv"), floats.weight_shape, floats.read_fp8)
+FP8 = Layout(
+    FLOATS8,
+    ("weight",),
+    ("weight_scale", "weight_scale_inv", "weight_zero_point"),
+    floats.weight_shape,
+    floats.read_fp8,
+)
 ZEROS = ("weight_zero_point", "weight_g_idx")
 PACKED = Layout(
     {"I32"},
@@ -92,6 +98,8 @@ def refuse_compressed(config: Config) -> str | None:
     for form in (config.get("format"), *(group.get("format") for group in groups)):
         if form and form not in COMPRESSED:
             return f"its format is {form}; {', '.join(sorted(COMPRESSED))} are read"
+    if len(sizes := floats.block_sizes(config)) > 1:
+        return f"its blocks have several sizes: {', '.join(f'{rows}x{columns}' for rows, columns in sizes)}"
     sparsity = config.get("sparsity_config") or {}
     if sparsity.get("format", "dense") != "dense":
         return f"its weights are sparse ({sparsity['format']})"

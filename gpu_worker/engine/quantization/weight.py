@@ -56,19 +56,28 @@ def scale_floats(
     values: torch.Tensor, scales: torch.Tensor, part: tuple[int, int] | None = None
 ) -> ScaledFloats:
     """8-bit floats [outputs, inputs] with scales of any float dtype: one, one for each output, or [parts
-    along the outputs, parts along the inputs], then with the `part`'s size where it is known. Raises
-    ValueError.
+    along the outputs, parts along the inputs], then with the `part`'s size where it is known; else they are
+    equal. Raises ValueError.
     """
     scales = scales.float()
     table = scales if scales.dim() == 2 else scales.reshape(-1, 1)
-    sizes = zip(values.shape, table.shape, strict=True)
     if part is None or table.numel() == 1 or table.shape == (len(values), 1):
-        part = tuple(-(-size // count) for size, count in sizes)  # type: ignore[assignment]
-    assert part is not None
+        part = equal_part(values, table)
     counts = [-(-size // width) for size, width in zip(values.shape, part, strict=True)]
     if list(table.shape) != counts:
         raise ValueError(f"scales {list(scales.shape)} do not fit weights {list(values.shape)}")
     return ScaledFloats(values, table, part)
+
+
+def equal_part(values: torch.Tensor, table: torch.Tensor) -> tuple[int, int]:
+    """Of 8-bit floats [outputs, inputs] with scales [parts along the outputs, parts along the inputs] of any
+    dtype. Raises ValueError.
+    """
+    (outputs, inputs), (rows, columns) = values.shape, table.shape
+    if outputs % rows or inputs % columns:
+        scales = f"scales {list(table.shape)} of blocks whose size the config does not name"
+        raise ValueError(f"{scales} do not divide weights {list(values.shape)}")
+    return outputs // rows, inputs // columns
 
 
 def scale_integers(

@@ -138,13 +138,14 @@ def int8(weight: torch.Tensor) -> Written:
 
 
 def fp8(rows: int, columns: int, name: str = "weight_scale", flat: bool = False) -> Write:
-    """With a scale for parts of so many rows and columns; 0: of all."""
+    """With a scale for parts of so many rows and columns, the last ones smaller; 0: of all."""
 
     def write(weight: torch.Tensor) -> Written:
-        height, width = rows or weight.shape[0], columns or weight.shape[1]
-        parts = weight.view(weight.shape[0] // height, height, -1, width)
-        scales = parts.abs().amax((1, 3)) / FP8_MAX
-        wide = scales.repeat_interleave(height, 0).repeat_interleave(width, 1)
+        outputs, inputs = weight.shape
+        height, width = rows or outputs, columns or inputs
+        padded = torch.nn.functional.pad(weight, (0, -inputs % width, 0, -outputs % height))
+        scales = padded.view(-(-outputs // height), height, -1, width).abs().amax((1, 3)) / FP8_MAX
+        wide = scales.repeat_interleave(height, 0).repeat_interleave(width, 1)[:outputs, :inputs]
         values = (weight / wide).to(torch.float8_e4m3fn)
         return {"weight": values, name: scales.flatten() if flat else scales}, values.float() * wide
 
@@ -188,6 +189,8 @@ AWQ = {"quant_method": "awq", "bits": 4, "group_size": GROUP, "zero_point": True
 FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic"}
 PACKED = {"quant_method": "compressed-tensors", "format": "pack-quantized"}
 BNB4 = {"quant_method": "bitsandbytes", "load_in_4bit": True}
+UNEVEN = {"group_0": {"weights": {"strategy": "block", "block_structure": [48, 48]}}}
+"""Blocks whose size divides no matrix."""
 FORMATS: dict[str, tuple[Write, dict[str, Any]]] = {
     "gptq": (gptq(4), GPTQ),
     "gptq-v2": (gptq(4, 2), GPTQ | {"checkpoint_format": "gptq_v2"}),
@@ -204,6 +207,7 @@ FORMATS: dict[str, tuple[Write, dict[str, Any]]] = {
     "w4a16-asymmetric": (packed_asymmetric, PACKED),
     "w8a8-int8": (int8, PACKED | {"format": "int-quantized"}),
     "w8a8-fp8": (fp8(1, 0), PACKED | {"format": "float-quantized"}),
+    "w8a8-fp8-blocks": (fp8(48, 48), PACKED | {"format": "float-quantized", "config_groups": UNEVEN}),
     "bitsandbytes-8": (bnb8, {"quant_method": "bitsandbytes", "load_in_8bit": True}),
     "bitsandbytes-4": (bnb4(False), BNB4),
     "bitsandbytes-4-nested": (bnb4(True), BNB4),

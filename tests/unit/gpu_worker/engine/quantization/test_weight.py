@@ -8,6 +8,7 @@ from gpu_worker.engine.cpu import native
 from gpu_worker.engine.cpu.blocks import Blocks
 from gpu_worker.engine.cpu.large_pages import LargePages
 from gpu_worker.engine.cpu.packed_linear import NativeLinear
+from gpu_worker.engine.quantization.integers import read_int8
 from gpu_worker.engine.quantization.weight import scale_floats, scale_integers, widen
 from tests.support.engine.quantized_models import mean, multiplies_blocks
 
@@ -68,3 +69,13 @@ def test_parts_of_floats_may_end_early() -> None:
     assert scale_floats(values, scales, (4, 3)).widen()[3:, 2:].tolist() == [[0, 1, 1, 1, 2], [3, 4, 4, 4, 5]]
     with pytest.raises(ValueError, match=r"scales \[2, 3\] do not fit weights \[5, 7\]"):
         scale_floats(values, scales, (2, 3))
+
+
+def test_parts_of_a_size_that_no_config_names_are_equal() -> None:
+    values = torch.ones(576, 128).to(torch.float8_e4m3fn)
+    assert scale_floats(values, torch.ones(4, 2)).part == (144, 64)
+    with pytest.raises(ValueError, match=r"scales \[5, 1\] of blocks .* do not divide weights \[576, 128\]"):
+        scale_floats(values, torch.ones(5, 1))
+    quants = {"weight": torch.ones(2, 576, dtype=torch.int8), "weight_scale": torch.ones(2, 5)}
+    with pytest.raises(ValueError, match=r"5 groups do not divide 576 inputs"):
+        read_int8(quants, {})
