@@ -2,6 +2,7 @@
 use, with ALiBi (arXiv:2108.12409) as a slope for each head.
 """
 
+import functools
 from typing import Any
 
 import torch
@@ -20,12 +21,18 @@ class PagedBloomAttention(modeling_bloom.BloomAttention):
         self, hidden_states: torch.Tensor, residual: torch.Tensor, attention_mask: Any, **rest: Any
     ) -> tuple[torch.Tensor, None]:
         query, key, value = self._reshape(self.query_key_value(hidden_states))
-        slopes = tuple(modeling._get_alibi_slopes(self.num_heads, torch.device("cpu")).tolist())
+        slopes = slopes_of(self.num_heads)
         attend = AttentionInterface()[NAME]  # type: ignore[no-untyped-call]
         output, _ = attend(
             self, query, key, value, attention_mask, scaling=self.inv_norm_factor, alibi_slopes=slopes
         )
         return self.dense(output.flatten(2)) + residual, None
+
+
+@functools.cache
+def slopes_of(num_heads: int) -> tuple[float, ...]:
+    """How much a score falls for each token between key and query, by head."""
+    return tuple(modeling._get_alibi_slopes(num_heads, torch.device("cpu")).tolist())
 
 
 PAGED: dict[type, type] = {modeling_bloom.BloomAttention: PagedBloomAttention}

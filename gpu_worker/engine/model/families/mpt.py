@@ -2,6 +2,7 @@
 use, with ALiBi (arXiv:2108.12409) as a slope for each head.
 """
 
+import functools
 from typing import Any
 
 import torch
@@ -50,6 +51,7 @@ class PagedMptModel(modeling_mpt.MptModel):  # type: ignore[no-untyped-call]
         return BaseModelOutputWithPast(last_hidden_state=self.norm_f(hidden))
 
 
+@functools.cache
 def slopes_of(num_heads: int) -> tuple[float, ...]:
     """How much a score falls for each token between key and query, by head."""
     bias = modeling.build_mpt_alibi_tensor(num_heads, 2)
