@@ -4,7 +4,7 @@ On CUDA they are multiplied so; on CPU they are the same numbers in the model's 
 chooses experts stay plain, and so do experts that are one parameter.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,17 +13,19 @@ from torch import nn
 
 from common.settings.settings import SettingError, Settings
 from gpu_worker.engine.cuda.fp8_linear import COMPUTE_CAPABILITY, DTYPE, Fp8Linear, fits, round_rows
-from gpu_worker.engine.model.config import ON_THE_FLY, quantization_of
+from gpu_worker.engine.model.config import quantization_of, quantizes
 from gpu_worker.engine.model.layer_blocks import find_weights, shard_floats
 from gpu_worker.engine.parallel.tp_plan import TensorShards
 from gpu_worker.engine.quantization.weight import ScaledFloats
 
-ROUTERS = ("gate", "router")
+ROUTERS = {"gate", "router"}
 
 
-def check_fp8(settings: Settings, device: torch.device, dtype: torch.dtype) -> None:
-    """Raises SettingError where the card or the dtype has no products of 8-bit floats."""
-    if settings.quantize != ON_THE_FLY or device.type == "cpu":
+def check_fp8(config: Any, settings: Settings, device: torch.device, dtype: torch.dtype) -> None:
+    """Raises SettingError where plain weights would become 8-bit floats, and the card or the dtype has no
+    products of these.
+    """
+    if not quantizes(config, settings) or device.type == "cpu":
         return
     if (capability := torch.cuda.get_device_capability(device)) < COMPUTE_CAPABILITY:
         have, need = (".".join(map(str, version)) for version in (capability, COMPUTE_CAPABILITY))
@@ -42,16 +44,27 @@ def multiplies_fp8(device: torch.device, dtype: torch.dtype) -> bool:
 
 def quantize_linears(model: Any, multiplied: bool) -> None:
     """Rounds the plain linear layers of a model, with a scale for each output; `multiplied`: as 8-bit floats.
-    On several ranks, each takes the scales from its own part.
+    On several ranks, each takes the scales from its own part. Raises SettingError where there are none.
     """
     head = model.get_output_embeddings()
-    for module, name, child in list(plain_linears(model)):
-        if child is not head and name not in ROUTERS and fits(child.weight):
-            values, scales = round_rows(child.weight.detach())
-            if multiplied:
-                setattr(module, name, Fp8Linear(values, scales, child.bias))
-            else:
-                child.weight.copy_(values.float() * scales)
+    rounded = [
+        (name, linear) for name, linear in plain_linears(model) if linear is not head and rounds(name, linear)
+    ]
+    if not rounded:
+        raise SettingError(
+            "quantize", f"fp8, but {type(model).__name__} has no linear layers that can be rounded"
+        )
+    for name, linear in rounded:
+        values, scales = round_rows(linear.weight.detach())
+        if multiplied:
+            model.set_submodule(name, Fp8Linear(values, scales, linear.bias))
+        else:
+            linear.weight.copy_(values.float() * scales)
+
+
+def rounds(name: str, linear: nn.Linear) -> bool:
+    """Routers may be a layer within a module that is named so."""
+    return fits(linear.weight) and not {*name.split(".")} & ROUTERS
 
 
 def replace_linears(
@@ -63,20 +76,16 @@ def replace_linears(
     if quantization_of(config) is None:
         return
     stored = find_weights(path, config, model)
-    names = {module: name for name, module in model.named_modules()}
-    for module, name, child in list(plain_linears(model)):
-        weight = stored[names[child]].read() if names[child] in stored else None
+    for name, linear in plain_linears(model):
+        weight = stored[name].read() if name in stored else None
         if isinstance(weight, ScaledFloats) and weight.values.dtype == DTYPE and weight.scales.shape[1] == 1:
-            own = shard_floats(weight, shards.get(f"{names[child]}.weight"), rank)
+            own = shard_floats(weight, shards.get(f"{name}.weight"), rank)
             if fits(own.values):
-                device = child.weight.device
+                device = linear.weight.device
                 values, scales = own.values.to(device), own.output_scales().to(device)
-                setattr(module, name, Fp8Linear(values, scales, child.bias))
+                model.set_submodule(name, Fp8Linear(values, scales, linear.bias))
 
 
-def plain_linears(model: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Linear]]:
-    """Each with the module that it is in, and its name there."""
-    for module in model.modules():
-        for name, child in module.named_children():
-            if type(child) is nn.Linear:
-                yield module, name, child
+def plain_linears(model: nn.Module) -> list[tuple[str, nn.Linear]]:
+    """By their names in the model."""
+    return [(name, module) for name, module in model.named_modules() if type(module) is nn.Linear]

@@ -56,10 +56,10 @@ def load(settings: Settings, progress: model_files.Progress, communicator: Commu
             "speculate", f"{settings.speculate}, but steps on {device.type} are launched ahead"
         )
     dtype = choose_dtype(settings.dtype, device)
-    check_fp8(settings, device, dtype)
     path = model_files.resolve(settings.model_id, settings.revision, progress, dtype=name_of(dtype))
     torch.set_num_threads(settings.threads or threads_of(settings, communicator))
     config = read_config(path, settings)
+    check_fp8(config, settings, device, dtype)
     register_family(config.model_type)
     report_progress(progress)
     place = f"{device.type}, {torch.get_num_threads()} threads" if device.type == "cpu" else device.type

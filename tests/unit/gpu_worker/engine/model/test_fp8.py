@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 
 from common.settings.settings import SettingError, Settings
 from gpu_worker.engine.cuda.fp8_linear import Fp8Linear, round_rows
@@ -100,12 +100,43 @@ def round_input(module: nn.Module, inputs: tuple[torch.Tensor]) -> torch.Tensor:
 
 
 def test_cards_and_types_without_such_products_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = LlamaConfig()
     cuda, settings = torch.device("cuda", 0), Settings(quantize="fp8", dtype="float16")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 6))
     with pytest.raises(SettingError, match=r"^QUANTIZE: fp8 needs .* capability 8\.9, and this has 8\.6"):
-        check_fp8(settings, cuda, torch.bfloat16)
+        check_fp8(plain, settings, cuda, torch.bfloat16)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     with pytest.raises(SettingError, match=r"^QUANTIZE: fp8 gives bfloat16, and DTYPE is float16"):
-        check_fp8(settings, cuda, torch.float16)
-    check_fp8(settings, cuda, torch.bfloat16)
-    check_fp8(settings, torch.device("cpu"), torch.float32)
+        check_fp8(plain, settings, cuda, torch.float16)
+    check_fp8(plain, settings, cuda, torch.bfloat16)
+    check_fp8(plain, settings, torch.device("cpu"), torch.float32)
+
+
+def test_8_bit_floats_of_a_checkpoint_are_served_everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where QUANTIZE names them: they are dequantised where the card has no products of them."""
+    own: Any = LlamaConfig()
+    own.quantization_config = {"quant_method": "fp8"}
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 6))
+    settings = Settings(quantize="fp8", dtype="float16")
+    check_fp8(own, settings, torch.device("cuda", 0), torch.float16)
+
+
+@torch.inference_mode()
+def test_routers_stay_plain_also_within_a_module_of_their_own(tmp_path: Path) -> None:
+    name, sizes = tiny_models.FAMILIES["HunYuan-MoE"]
+    model = tiny_models.save(tmp_path, name, sizes | {"num_experts": 16})
+    before = {name: weight.clone() for name, weight in model.named_parameters() if "layers.0" in name}
+    quantize_linears(model, multiplied=False)
+    same = {name for name, weight in before.items() if torch.equal(weight, model.get_parameter(name))}
+    assert "model.layers.0.mlp.gate.wg.weight" in same
+    assert "model.layers.0.self_attn.q_proj.weight" not in same
+
+
+def test_a_model_without_layers_to_round_is_refused(tmp_path: Path) -> None:
+    """GPT-2's are of transformers' own kind."""
+    tiny_models.save(tmp_path, *tiny_models.FAMILIES["GPT2"])
+    settings = Settings(
+        model_id=str(tmp_path), quantize="fp8", dtype="float32", kv_cache_bytes=2**22, threads=1
+    )
+    with pytest.raises(SettingError, match=r"^QUANTIZE: fp8, but GPT2LMHeadModel has no linear layers"):
+        Engine(settings)
