@@ -18,7 +18,7 @@ from common.settings.settings import SettingError, Settings
 from gpu_worker.engine.attention import backend
 from gpu_worker.engine.model import dummy
 from gpu_worker.engine.model.config import quantization_of
-from gpu_worker.engine.quantization.checkpoint import PLAIN_DTYPES, read_tensors
+from gpu_worker.engine.quantization.checkpoint import find_packed, read_tensors
 from gpu_worker.engine.quantization.methods import METHODS, method_of
 
 MAX_NAMED = 3
@@ -125,13 +125,11 @@ def check_types(path: Path, model_id: str) -> None:
     """A config without quantisation, beside weights of few bits: transformers would take these
     for plain numbers.
     """
-    for file in model_files.weight_files(path):
-        for name, kind in tensor_types(file).items():
-            if name.endswith(".weight") and kind not in PLAIN_DTYPES:
-                weights = f"weights of type {kind} ({name})"
-                raise SettingError(
-                    "model_id", f"{model_id} has {weights}, and its config.json says nothing of them"
-                )
+    files = model_files.weight_files(path)
+    types = {name: kind for file in files for name, kind in tensor_types(file).items()}
+    for name in find_packed(types):
+        weights = f"weights of type {types[name]} ({name})"
+        raise SettingError("model_id", f"{model_id} has {weights}, and its config.json says nothing of them")
 
 
 def tensor_types(file: Path) -> dict[str, str]:

@@ -2,6 +2,7 @@
 is read.
 """
 
+import contextlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +18,11 @@ from gpu_worker.engine.quantization.weight import Weight, widen
 
 PLAIN_DTYPES = {"F64", "F32", "F16", "BF16"}
 WEIGHTS = ("weight", "qweight", "weight_packed")
+FEW_BITS = ("F4", "F6_", "F8_", "I8", "U8")
+"""How types begin whose numbers need scales."""
+MASKS = ("bias", "masked_bias", "mask", "causal_mask", "attn_mask")
+"""Names of tables of zeros and ones that older checkpoints have beside their weights."""
+SCALES = ("_scale", "_scale_inv", "_scales")
 
 
 @dataclass
@@ -24,26 +30,42 @@ class StoredWeight:
     """The weights of one linear layer. Stands for a tensor of a safetensors file, as transformers takes it.
 
     Attributes:
+        layer: its name in the checkpoint.
         stored: the layer's tensors in the file, by their names in it.
     """
 
+    layer: str
     layout: Layout
     stored: Mapping[str, Any]
     config: Mapping[str, Any]
 
     def read(self) -> Weight:
-        fields = {name: tensor[...] for name, tensor in self.stored.items()}
-        return self.layout.read(fields, self.config)
+        """Raises UnservableModel where the layer's tensors do not belong together."""
+        with naming_layer(self.layer):
+            fields = {name: tensor[...] for name, tensor in self.stored.items()}
+            return self.layout.read(fields, self.config)
 
     def get_dtype(self) -> str:
         return "F32"
 
     def get_shape(self) -> list[int]:
-        return self.layout.shape(self.stored, self.config)
+        """[outputs, inputs]. Raises UnservableModel."""
+        with naming_layer(self.layer):
+            return self.layout.shape(self.stored, self.config)
 
     def __getitem__(self, part: Any) -> torch.Tensor:
-        """float32 [outputs, inputs], or this part of it"""
+        """float32 [outputs, inputs], or this part of it. Raises UnservableModel."""
         return widen(self.read())[part]
+
+
+@contextlib.contextmanager
+def naming_layer(layer: str) -> Iterator[None]:
+    """Raises UnservableModel for whatever torch and the methods say of tensors that do not fit each other."""
+    try:
+        yield
+    except (ValueError, LookupError, TypeError, ArithmeticError, AttributeError, RuntimeError) as error:
+        cause = next(iter(str(error).splitlines()), "") or type(error).__name__
+        raise UnservableModel(f"{layer} cannot be read: {cause}") from error
 
 
 def read_tensors(path: Path, config: Mapping[str, Any] | None = None) -> dict[str, Any]:
@@ -80,7 +102,7 @@ def find_weights(slices: Mapping[str, Any], config: Mapping[str, Any]) -> Iterat
         for name, tensor in slices.items():
             if name.endswith(first) and tensor.get_dtype() in layout.types:
                 layer = name.removesuffix(first)
-                yield layer, StoredWeight(layout, collect_fields(slices, layer, layout), config)
+                yield layer, StoredWeight(layer, layout, collect_fields(slices, layer, layout), config)
 
 
 def collect_fields(slices: Mapping[str, Any], layer: str, layout: Layout) -> dict[str, Any]:
@@ -94,8 +116,18 @@ def collect_fields(slices: Mapping[str, Any], layer: str, layout: Layout) -> dic
 
 def check_plain(slices: Mapping[str, Any]) -> None:
     """Raises UnservableModel for weights that are no plain numbers."""
-    for name, tensor in slices.items():
-        if name.rpartition(".")[2] in WEIGHTS and tensor.get_dtype() not in PLAIN_DTYPES:
-            raise UnservableModel(
-                f"weights of type {tensor.get_dtype()} ({name}) that its method does not have"
-            )
+    types = {name: str(tensor.get_dtype()) for name, tensor in slices.items()}
+    for name in find_packed(types):
+        raise UnservableModel(f"weights of type {types[name]} ({name}) that its method does not have")
+
+
+def find_packed(types: Mapping[str, str]) -> Iterator[str]:
+    """Tensors whose values mean nothing without others, from the type of each. Experts that are one tensor
+    have a name of their own, and their scales one that begins with it.
+    """
+    for name, kind in types.items():
+        last = name.rpartition(".")[2]
+        scaled = any(f"{name}{scale}" in types for scale in SCALES)
+        few = kind.startswith(FEW_BITS) and last not in MASKS
+        if kind not in PLAIN_DTYPES and (last in WEIGHTS or scaled or few):
+            yield name

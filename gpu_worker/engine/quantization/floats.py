@@ -72,9 +72,11 @@ def bnb4_shape(stored: Stored, config: Config) -> list[int]:
 
 
 def quant_state(fields: Fields) -> dict[str, Any]:
-    state: dict[str, Any] = json.loads(
-        next(bytes(fields[name].tolist()) for name in STATES if name in fields)
-    )
+    """Raises ValueError where the layer has none."""
+    text = next((bytes(fields[name].tolist()) for name in STATES if name in fields), None)
+    if text is None:
+        raise ValueError(f"4-bit floats without {' or '.join(STATES)}")
+    state: dict[str, Any] = json.loads(text)
     return state
 
 

@@ -65,6 +65,7 @@ METHODS: dict[str, tuple[Layout, ...]] = {
 }
 IGNORED = (
     "input_scale",
+    "activation_scale",
     "input_scale_ub",
     "input_zero_point",
     "output_scale",
@@ -72,6 +73,9 @@ IGNORED = (
     "k_scale",
     "v_scale",
     "q_scale",
+    "k_zero_point",
+    "v_zero_point",
+    "q_zero_point",
     "weight_format",
 )
 """Tensors about activations and the KV cache, which are not quantised."""

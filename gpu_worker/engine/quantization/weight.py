@@ -91,10 +91,13 @@ def scale_integers(
     are a group and the kernels' sums are exact.
 
     quants uint8, then with zeros, or int8 [outputs, inputs]; scales of any float dtype and zeros, integers,
-    [outputs, groups]; `groups`, integers [inputs]: of each input.
+    [outputs, groups]; `groups`, integers [inputs]: of each input. Raises ValueError.
     """
-    inputs = quants.shape[1]
+    outputs, inputs = quants.shape
     in_turn = torch.arange(inputs) // size
+    expected = [outputs, -(-inputs // size) if groups is None else scales.shape[-1]]
+    if list(scales.shape) != expected:
+        raise ValueError(f"scales {list(scales.shape)} do not fit weights {[outputs, inputs]}")
     groups = in_turn if groups is None else groups.long()
     width = math.gcd(size, LARGEST_BLOCK, inputs)
     exact = zeros is None or any(

@@ -135,6 +135,15 @@ def test_8_bit_weights_without_a_quantisation_config_are_refused(tmp_path: Path)
     )
 
 
+def test_8_bit_experts_without_a_quantisation_config_are_refused(tmp_path: Path) -> None:
+    tiny_models.save(tmp_path, "Llama", tiny_models.LLAMA)
+    tensors = load_file(tmp_path / "model.safetensors")
+    name = "model.layers.0.mlp.experts.down_proj"
+    tensors |= {name: torch.ones(4, 2, 2).to(torch.float8_e4m3fn), f"{name}_scale_inv": torch.ones(4)}
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    refused(tmp_path, rf"weights of type F8_E4M3 \({name}\), and its config\.json says nothing of them")
+
+
 def test_missing_weights_are_refused(tmp_path: Path) -> None:
     tiny_models.save(tmp_path, "Llama", tiny_models.LLAMA)
     tensors = load_file(tmp_path / "model.safetensors")

@@ -1,12 +1,18 @@
 """A quantised checkpoint is served with the ids of plain weights of the same numbers."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
 
 from common.settings.settings import SettingError
+from gpu_worker.engine.errors import UnservableModel
+from gpu_worker.engine.quantization.checkpoint import find_packed, read_tensors
+from gpu_worker.engine.quantization.methods import refusal_of
 from tests.support.engine import quantized_models, tiny_models
 from tests.support.engine.quantized_models import FORMATS, multiplies_blocks
 from tests.support.engine.tiny_engine import engine_of, play
@@ -62,7 +68,11 @@ def test_experts_are_dequantised_at_load(tmp_path: Path) -> None:
     ("form", "field", "words"),
     [
         ("gptq", "scales", r"there is model\.layers\.1\.mlp\.up_proj\.qweight, but no .*up_proj\.scales"),
-        ("fp8-tensor", "weight_scale", r"8-bit floats without weight_scale"),
+        (
+            "fp8-tensor",
+            "weight_scale",
+            r"model\.layers\.1\.mlp\.up_proj cannot be read: 8-bit floats without weight_scale",
+        ),
     ],
 )
 def test_a_layer_without_its_scales_is_refused(form: str, field: str, words: str, tmp_path: Path) -> None:
@@ -73,6 +83,83 @@ def test_a_layer_without_its_scales_is_refused(form: str, field: str, words: str
     with pytest.raises(SettingError, match=words) as caught:
         engine_of(tmp_path)
     assert caught.value.name == "model_id" and "\n" not in str(caught.value)
+
+
+EXPERTS = "model.layers.0.mlp.experts.gate_up_proj"
+
+
+def test_blocks_of_several_sizes_are_refused() -> None:
+    groups = {str(size): {"weights": {"block_structure": f"{size}x{size}"}} for size in (64, 128)}
+    config = {"quant_method": "compressed-tensors", "config_groups": groups}
+    assert refusal_of(config) == "its blocks have several sizes: 64x64, 128x128"
+    assert refusal_of(config | {"config_groups": {"64": groups["64"], "same": groups["64"]}}) is None
+
+
+def test_experts_of_8_bit_floats_in_one_tensor_are_refused(tmp_path: Path) -> None:
+    """Their scales lie beside them, under a name that no layout has."""
+    quantized_models.save(tmp_path, *FORMATS["fp8-tensor"])
+    tensors = load_file(tmp_path / "model.safetensors")
+    tensors |= {EXPERTS: torch.ones(4, 2, 2).to(torch.float8_e4m3fn), f"{EXPERTS}_scale_inv": torch.ones(4)}
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(SettingError, match=rf"weights of type F8_E4M3 \({EXPERTS}\) that its method"):
+        engine_of(tmp_path)
+
+
+def test_tensors_of_few_bits_are_plain_only_as_masks() -> None:
+    plain = {"a.weight": "BF16", "a.attn.bias": "U8", "a.causal_mask": "I8", "a.table": "I64", "b": "F64"}
+    packed = {"a.weight": "I32", "a.down_proj": "F8_E5M2", "a.up": "I8", "a.bias": "U8", "a.gate_proj": "I32"}
+    scales = {"a.bias_scale": "F32", "a.gate_proj_scale_inv": "F32"}
+    assert list(find_packed(plain)) == []
+    assert list(find_packed(packed | scales)) == list(packed)
+
+
+def cut(rows: int, columns: int) -> Callable[[torch.Tensor], torch.Tensor]:
+    return lambda table: table[: len(table) - rows, : table.shape[1] - columns].contiguous()
+
+
+@pytest.mark.parametrize(
+    ("form", "field", "damage"),
+    [
+        ("gptq", "scales", cut(1, 0)),
+        ("gptq", "scales", cut(0, 8)),
+        ("gptq-3", "qweight", cut(1, 0)),
+        ("awq", "scales", cut(1, 0)),
+        ("awq", "scales", lambda table: table.repeat(2, 1)),
+        ("awq", "qzeros", cut(0, 1)),
+        ("fp8-blocks", "weight_scale_inv", cut(1, 0)),
+        ("w4a16", "weight_scale", cut(1, 0)),
+        ("bitsandbytes-4", "weight.quant_state.bitsandbytes__nf4", None),
+        ("bitsandbytes-4", "weight.absmax", lambda table: table[1:].clone()),
+        ("bitsandbytes-8", "SCB", lambda table: table[1:].clone()),
+        ("fp8-tensor", "weight_scale", None),
+    ],
+)
+def test_a_damaged_layer_is_named(form: str, field: str, damage: Any, tmp_path: Path) -> None:
+    """`damage` None: without this tensor."""
+    quantized_models.save(tmp_path, *FORMATS[form])
+    tensors = load_file(tmp_path / "model.safetensors")
+    layer = "model.layers.1.mlp.up_proj"
+    table = tensors.pop(f"{layer}.{field}")
+    save_file(
+        tensors if damage is None else tensors | {f"{layer}.{field}": damage(table)},
+        tmp_path / "model.safetensors",
+        metadata={"format": "pt"},
+    )
+    config = json.loads((tmp_path / "config.json").read_text())["quantization_config"]
+    with pytest.raises(UnservableModel, match=rf"^{layer} cannot be read: \S"):
+        stored = read_tensors(tmp_path, config)[f"{layer}.weight"]
+        stored.get_shape()
+        stored[...]
+
+
+def test_tensors_about_activations_are_left_out(tmp_path: Path) -> None:
+    quantized_models.save(tmp_path, *FORMATS["fp8-tensor"])
+    tensors = load_file(tmp_path / "model.safetensors")
+    names = ("input_scale", "activation_scale")
+    tensors |= {f"model.layers.1.mlp.up_proj.{name}": torch.ones(1) for name in names}
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    found = read_tensors(tmp_path, {"quant_method": "fp8", "activation_scheme": "static"})
+    assert {name.rpartition(".")[2] for name in found} == {"weight"}
 
 
 def test_weights_of_another_method_than_the_named_one_are_refused(tmp_path: Path) -> None:
