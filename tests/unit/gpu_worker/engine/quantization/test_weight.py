@@ -79,3 +79,10 @@ def test_parts_of_a_size_that_no_config_names_are_equal() -> None:
     quants = {"weight": torch.ones(2, 576, dtype=torch.int8), "weight_scale": torch.ones(2, 5)}
     with pytest.raises(ValueError, match=r"5 groups do not divide 576 inputs"):
         read_int8(quants, {})
+
+
+def test_scales_of_more_groups_than_there_are_inputs_for_are_refused() -> None:
+    quants = torch.ones(2, 32, dtype=torch.int8)
+    assert widen(scale_integers(quants, torch.ones(2, 2), None, 16)).shape == (2, 32)
+    with pytest.raises(ValueError, match=r"scales \[2, 4\] do not fit weights \[2, 32\]"):
+        scale_integers(quants, torch.ones(2, 4), None, 16)
