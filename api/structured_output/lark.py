@@ -41,17 +41,25 @@ class Lark:
         self.rules.append(f"{name}{option}: {body}")
         return name
 
+    def lexeme(self, pattern: str) -> str:
+        """One lexeme of regexes and literals: the longest text that is such."""
+        name = f"LEXEME_{len(self.rules)}"
+        self.rules.append(f"{name}: {pattern}")
+        return name
+
     def json(self, schema: Mapping[str, Any]) -> str:
         """A JSON value."""
         return self.rule(f"%json {json.dumps(schema)}")
 
-    def until(self, mark: str) -> str:
-        """Any text up to a mark, and the mark. Behind text, a special token can only be a mark, or in one."""
+    def until(self, mark: str, pattern: str = TEXT) -> str:
+        """Any text, or one that matches regexes, up to a mark, and the mark. Behind text, a special token can
+        only be a mark, or in one.
+        """
         head, *tail = self.pieces(mark)
         if head in self.special_ids:
-            return " ".join([self.rule(TEXT), *map(self.mark, (head, *tail))])
-        before = rf"/(.|\n)*{escaped(head)}/"
-        return " ".join([self.rule(before, "" if tail else "[lazy]"), *map(self.mark, tail)])
+            return " ".join([self.lexeme(pattern), *map(self.mark, (head, *tail))])
+        before = f"{pattern} {literal(head)}"
+        return " ".join([self.lexeme(before) if tail else self.rule(before, "[lazy]"), *map(self.mark, tail)])
 
 
 def literal(text: str) -> str:
@@ -59,14 +67,14 @@ def literal(text: str) -> str:
 
 
 def escaped(text: str) -> str:
-    """A text in a regex."""
-    return re.escape(text).replace("/", r"\/").replace("\n", r"\n")
+    """A text in a regex between slashes, which must stand in one line."""
+    return re.escape(text).replace("\\\n", r"\n").replace("/", r"\/")
 
 
 def regex(pattern: str) -> str:
     """A regex between slashes."""
-    escapes = {"/": r"\/", "\n": r"\n"}
-    escaped = re.sub(r"(?s)(\\.)|(/|\n)", lambda found: found[1] or escapes[found[2]], pattern)
+    escapes = {"/": r"\/", "\n": r"\n", "\\\n": r"\n"}
+    escaped = re.sub(r"(?s)\\.|/|\n", lambda found: escapes.get(found[0], found[0]), pattern)
     return f"/{escaped}/"
 
 

@@ -38,6 +38,22 @@ ACCEPTED: list[tuple[dict[str, Any], list[str], list[str]]] = [
         ["<t>", "<t></t>x", "a<t></t>"],
     ),
     (
+        {"type": "tag", "begin": "<t>\n", "content": {"type": "any_text"}, "end": "\n</t>"},
+        ["<t>\na\n</t>", "<t>\n\n</t>"],
+        ["<t>\na</t>", "<t>\na\\n</t>"],
+    ),
+    (
+        {"type": "tag", "begin": "<t>", "content": {"type": "any_text"}, "end": "\x01\t\r\n/\""},
+        ["<t>a\x01\t\r\n/\""],
+        ["<t>a", "<t>a\x01t\n/"],
+    ),
+    ({"type": "regex", "pattern": "a\\\nb\n"}, ["a\nb\n"], ["ab", "a\\nb\n"]),
+    (
+        {**CALLS, "triggers": ["<call=year>\n"], "tags": [{**YEAR, "begin": "<call=year>\n"}]},
+        ["<call=year>\n1</call>", "<call=year>"],
+        ["a<call=year>\n", "<call=year>\nx"],
+    ),
+    (
         CALLS,
         [
             "",
