@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from api.errors import ApiError, invalid
+from api.structured_output.format_fields import format_of
 from api.structured_output.grammar import WHITESPACE, Grammar
-from api.structured_output.structural_tag import format_of
 
 ANY_OBJECT = '{"type": "object"}'
 GUIDED = {

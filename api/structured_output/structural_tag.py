@@ -2,41 +2,25 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
-from api.errors import ApiError, invalid
-from api.structured_output.lark import TEXT, Lark, one_of, regex
+from api.errors import invalid
+from api.structured_output.format_fields import checked, flag_of, items_of, object_of, text_of
+from api.structured_output.lark import TEXT, Lark, escaped, one_of, regex
+from api.structured_output.regexes import can_go_on
 
 SchemaRule = Callable[[Any, str], Mapping[str, Any]]
 """(JSON schema, its field) → the schema as it is compiled. Raises ApiError."""
-FIELDS: Mapping[str, tuple[str, ...]] = {
-    "const_string": ("value",),
-    "json_schema": ("json_schema",),
-    "regex": ("pattern",),
-    "any_text": (),
-    "sequence": ("elements",),
-    "or": ("elements",),
-    "tag": ("begin", "content", "end"),
-    "triggered_tags": ("triggers", "tags", "at_least_one", "stop_after_first"),
-    "tags_with_separator": ("tags", "separator", "at_least_one", "stop_after_first"),
+FIRST_OF_JSON = {
+    "object": r"\{",
+    "array": r"\[",
+    "string": '"',
+    "integer": "[-0-9]",
+    "number": "[-0-9]",
+    "boolean": "[tf]",
+    "null": "n",
 }
-"""Formats, and what each consists of."""
-
-
-def format_of(value: Mapping[str, Any], field: str) -> Mapping[str, Any]:
-    """The `format` of a structural tag; from the older form with `structures` and `triggers`, too. Raises
-    ApiError.
-    """
-    if "format" in value:
-        return object_of(value["format"], f"{field}.format")
-    structures = items_of(value.get("structures"), f"{field}.structures")
-    tags = []
-    for i, structure in enumerate(structures):
-        one = object_of(structure, f"{field}.structures.{i}")
-        schema = one.get("schema")
-        content = {"type": "json_schema", "json_schema": {} if schema is None else schema}
-        tags.append({"begin": one.get("begin"), "content": content, "end": one.get("end")})
-    return {"type": "triggered_tags", "triggers": value.get("triggers"), "tags": tags}
+FIRST_OF_ANY_JSON = r"[\[{\"\-0-9tfn]"
 
 
 def source_of_tag(form: Mapping[str, Any], field: str, lark: Lark, schema_rule: SchemaRule) -> str:
@@ -44,77 +28,101 @@ def source_of_tag(form: Mapping[str, Any], field: str, lark: Lark, schema_rule: 
     return lark.source(FormatRules(lark, schema_rule).rule(form, f"{field}.format"))
 
 
+class Behind(NamedTuple):
+    """What stands behind a format.
+
+    Attributes:
+        text: it begins with this; free text ends there, for the first time that it comes.
+        first: where it is no such text, a regex of its first character; "" is the end of the whole.
+    """
+
+    text: str = ""
+    first: str = ""
+
+    @property
+    def start(self) -> str:
+        """A regex of its first character."""
+        return escaped(self.text[0]) if self.text else self.first
+
+
+END = Behind()
+SOMETHING = Behind(first=r"(.|\n)")
+
+
 @dataclass(frozen=True, slots=True)
 class FormatRules:
-    """The rules of formats in one grammar. `end` is what stands behind a format: free text ends there, for
-    the first time that it comes; "" is the end of the text.
-    """
+    """The rules of formats in one grammar. Each is one with the text `behind` it."""
 
     lark: Lark
     schema_rule: SchemaRule
 
-    def rule(self, form: Any, field: str, end: str = "") -> str:
-        form = object_of(form, field)
-        kind = form.get("type")
-        if not isinstance(kind, str) or kind not in FIELDS:
-            allowed = ", ".join(FIELDS)
-            raise invalid(f"`{field}.type` must be one of {allowed}. Given: {kind!r}", f"{field}.type")
-        for name, item in form.items():
-            if name not in (*FIELDS[kind], "type") and item not in (None, False, []):
-                raise invalid(f"`{field}.{name}` is not supported", f"{field}.{name}")
-        match kind:
-            case "any_text":
-                return self.text(end)
+    def rule(self, form: Any, field: str, behind: Behind = END) -> str:
+        form = checked(form, field)
+        match form["type"]:
+            case "any_text" | "regex":
+                return self.matched(pattern_of(form, field), field, behind)
             case "sequence":
-                return self.sequence(form, field, end)
+                return self.sequence(form, field, behind)
             case "or":
                 elements = items_of(form.get("elements"), f"{field}.elements")
-                return one_of(self.rule(one, f"{field}.elements.{i}", end) for i, one in enumerate(elements))
-            case "triggered_tags":
-                return self.triggered(form, field, end)
-            case _:
-                return f"{self.bounded(kind, form, field)} {self.lark.marked(end)}"
-
-    def bounded(self, kind: str, form: Mapping[str, Any], field: str) -> str:
-        """A format that says itself where it ends."""
-        match kind:
-            case "const_string":
-                return self.lark.marked(text_of(form, "value", field))
-            case "json_schema":
-                place = f"{field}.json_schema"
-                return self.lark.json(self.schema_rule(form.get("json_schema"), place))
-            case "regex":
-                return self.lark.rule(regex(text_of(form, "pattern", field)))
+                return one_of(
+                    self.rule(one, f"{field}.elements.{i}", behind) for i, one in enumerate(elements)
+                )
             case "tag":
-                return self.tag(form, field)
+                return self.tag(form, field, behind)
+            case "triggered_tags":
+                return self.triggered(form, field, behind)
+            case "const_string":
+                one = self.lark.marked(text_of(form, "value", field))
+            case "json_schema":
+                one = self.lark.json(self.schema_rule(form.get("json_schema"), f"{field}.json_schema"))
             case _:
-                return self.separated(form, field)
+                one = self.separated(form, field, behind)
+        return f"{one} {self.lark.marked(behind.text)}"
 
-    def text(self, end: str) -> str:
-        return self.lark.until(end) if end else self.lark.rule(TEXT)
+    def matched(self, pattern: str, field: str, behind: Behind) -> str:
+        """A text that matches. The longest one is taken, but where a text says where it ends."""
+        if behind.text:
+            return self.lark.until(behind.text, pattern)
+        if behind.first and goes_on(pattern, behind.first, field):
+            raise invalid(f"`{field}` has no end: it must be the last, or a text must stand behind it", field)
+        return self.lark.lexeme(pattern)
 
-    def sequence(self, form: Mapping[str, Any], field: str, end: str) -> str:
-        *elements, last = items_of(form.get("elements"), f"{field}.elements")
-        for i, element in enumerate(elements):
-            if is_open(element):
-                place = f"{field}.elements.{i}"
-                raise invalid(f"`{place}` has no end: only the last of a sequence may be such", place)
-        parts = [self.rule(one, f"{field}.elements.{i}") for i, one in enumerate(elements)]
-        return " ".join([*parts, self.rule(last, f"{field}.elements.{len(elements)}", end)])
+    def sequence(self, form: Mapping[str, Any], field: str, behind: Behind) -> str:
+        """The elements, each with the text that the next one begins with. Regexes side by side are one."""
+        items = items_of(form.get("elements"), f"{field}.elements")
+        places = [f"{field}.elements.{i}" for i in range(len(items))]
+        heads, rests = zip(*map(cut_head, items, places), strict=True)
+        ends = [*(Behind(*pair) for pair in zip(heads[1:], map(first_of, rests[1:]), strict=True)), behind]
+        source, pattern = [self.lark.marked(heads[0])], ""
+        for i, (rest, place, end) in enumerate(zip(rests, places, ends, strict=True)):
+            if is_match(rest):
+                pattern = f"{pattern} {pattern_of(rest, place)}"
+                if end.text or i + 1 == len(rests) or not is_match(rests[i + 1]):
+                    source.append(self.matched(pattern, place, end))
+                    pattern = ""
+            else:
+                source.append(self.rule(rest, place, end) if rest else self.lark.marked(end.text))
+        return " ".join(source)
 
-    def tag(self, form: Mapping[str, Any], field: str, trigger: str = "") -> str:
+    def tag(self, form: Mapping[str, Any], field: str, behind: Behind, trigger: str = "") -> str:
         """A tag, behind the trigger that it begins with."""
-        begin = text_of(form, "begin", field, empty=True)[len(trigger) :]
+        begin = self.lark.marked(text_of(form, "begin", field, empty=True)[len(trigger) :])
+        content, place = form.get("content"), f"{field}.content"
         end = text_of(form, "end", field, empty=True)
-        return f"{self.lark.marked(begin)} {self.rule(form.get('content'), f'{field}.content', end)}"
+        if not end:
+            return f"{begin} {self.rule(content, place, behind)}"
+        return f"{begin} {self.rule(content, place, Behind(end))} {self.lark.marked(behind.text)}"
 
-    def triggered(self, form: Mapping[str, Any], field: str, end: str) -> str:
+    def triggered(self, form: Mapping[str, Any], field: str, behind: Behind) -> str:
         """Text, with tags in it wherever their triggers come."""
         tags = self.tags_of(form, field)
         triggers = [
             text_of({"": trigger}, "", f"{field}.triggers.{i}")
             for i, trigger in enumerate(items_of(form.get("triggers"), f"{field}.triggers"))
         ]
+        is_needed, is_single = (flag_of(form, name, field) for name in ("at_least_one", "stop_after_first"))
+        behind_tag = behind if is_single or behind == END else SOMETHING
         groups: dict[str, list[str]] = {}
         for place, tag in tags:
             begin = text_of(tag, "begin", place)
@@ -122,28 +130,31 @@ class FormatRules:
             if found is None:
                 raise invalid(f"`{place}.begin` must begin with one of `triggers`", f"{place}.begin")
             trigger = self.whole_mark(begin, found)
-            groups.setdefault(trigger, []).append(self.tag(tag, place, trigger))
+            groups.setdefault(trigger, []).append(self.tag(tag, place, behind_tag, trigger))
         calls = [f"{self.lark.until(trigger)} {one_of(rest)}" for trigger, rest in groups.items()]
         found_tag = self.lark.rule(one_of(calls))
         first = [f"{self.lark.marked(trigger)} {one_of(rest)}" for trigger, rest in groups.items()]
-        is_needed, is_single = (flag_of(form, name, field) for name in ("at_least_one", "stop_after_first"))
         start = one_of(first) if is_needed else ""
         if is_single:
-            closed = f"{start or found_tag} {self.lark.marked(end)}"
-            return closed if is_needed else one_of([closed, self.text(end)])
-        return f"{start} ({found_tag})* {self.text(end)}"
+            return start or one_of([found_tag, self.matched(TEXT, field, behind)])
+        return f"{start} ({found_tag})* {self.matched(TEXT, field, behind)}"
 
     def whole_mark(self, begin: str, trigger: str) -> str:
         """A trigger that is a part of a special token comes with that whole token."""
         marks = [mark for mark in self.lark.special_ids if begin.startswith(mark)]
         return next((mark for mark in marks if mark.startswith(trigger)), trigger)
 
-    def separated(self, form: Mapping[str, Any], field: str) -> str:
-        one = self.lark.rule(one_of(self.tag(tag, place) for place, tag in self.tags_of(form, field)))
-        separator = self.lark.marked(text_of(form, "separator", field, empty=True))
+    def separated(self, form: Mapping[str, Any], field: str, behind: Behind) -> str:
+        tags = self.tags_of(form, field)
+        separator = text_of(form, "separator", field, empty=True)
         is_single = flag_of(form, "stop_after_first", field)
-        tags = one if is_single else f"{one} ({separator} {one})*"
-        return tags if flag_of(form, "at_least_one", field) else f"({tags})?"
+        starts = [behind.start] if is_single else [escaped(separator[0]) if separator else SOMETHING.first]
+        if not is_single and behind != END:
+            starts.append(behind.start)
+        inside = Behind(first="|".join(starts))
+        one = self.lark.rule(one_of(self.tag(tag, place, inside) for place, tag in tags))
+        many = one if is_single else f"{one} ({self.lark.marked(separator)} {one})*"
+        return many if flag_of(form, "at_least_one", field) else f"({many})?"
 
     def tags_of(self, form: Mapping[str, Any], field: str) -> list[tuple[str, Mapping[str, Any]]]:
         """The tags of a format, and their fields."""
@@ -157,41 +168,37 @@ class FormatRules:
         return found
 
 
-def is_open(form: Any) -> bool:
-    """Whether only what follows a format, or the end of the text, ends it."""
-    if not isinstance(form, Mapping):
-        return False
-    if form.get("type") in ("sequence", "or"):
-        elements = form.get("elements")
-        return isinstance(elements, list) and any(map(is_open, elements))
-    return form.get("type") in ("any_text", "triggered_tags")
+def cut_head(value: Any, field: str) -> tuple[str, Mapping[str, Any]]:
+    """The text that a format begins with, and the rest of it: empty, if it is all text. Raises ApiError."""
+    form = checked(value, field)
+    match form["type"]:
+        case "const_string":
+            return text_of(form, "value", field), {}
+        case "tag":
+            return text_of(form, "begin", field, empty=True), {**form, "begin": ""}
+        case _:
+            return "", form
 
 
-def text_of(form: Mapping[str, Any], name: str, field: str, empty: bool = False) -> str:
-    value, place = form.get(name), f"{field}.{name}".removesuffix(".")
-    if not isinstance(value, str) or not (value or empty):
-        raise invalid(f"`{place}` must be a text{'' if empty else ' that is not empty'}", place)
-    return value
+def first_of(form: Mapping[str, Any]) -> str:
+    """A regex of the character that a format begins with."""
+    if form.get("type") != "json_schema":
+        return SOMETHING.first
+    schema = form.get("json_schema")
+    kind = schema.get("type") if isinstance(schema, Mapping) else None
+    return FIRST_OF_JSON.get(kind, FIRST_OF_ANY_JSON) if isinstance(kind, str) else FIRST_OF_ANY_JSON
 
 
-def flag_of(form: Mapping[str, Any], name: str, field: str) -> bool:
-    value = form.get(name)
-    if not isinstance(value, bool | None):
-        raise invalid(f"`{field}.{name}` must be true or false", f"{field}.{name}")
-    return bool(value)
+def is_match(form: Mapping[str, Any]) -> bool:
+    return form.get("type") in ("any_text", "regex")
 
 
-def object_of(value: Any, field: str) -> Mapping[str, Any]:
-    if not isinstance(value, Mapping):
-        raise needed(field, "an object")
-    return value
+def pattern_of(form: Mapping[str, Any], field: str) -> str:
+    return TEXT if form["type"] == "any_text" else regex(text_of(form, "pattern", field))
 
 
-def items_of(value: Any, field: str) -> list[Any]:
-    if not isinstance(value, list) or not value:
-        raise needed(field, "a list that is not empty")
-    return value
-
-
-def needed(field: str, what: str) -> ApiError:
-    return invalid(f"`{field}` must be {what}", field)
+def goes_on(pattern: str, first: str, field: str) -> bool:
+    try:
+        return can_go_on(pattern, first)
+    except ValueError as error:
+        raise invalid(f"`{field}` cannot be compiled: {error}", field) from error

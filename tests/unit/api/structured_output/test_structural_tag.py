@@ -12,6 +12,27 @@ from api.structured_output.grammar import byte_vocabulary, compile_cached, compi
 from api.structured_output.shapes import from_response_format, from_structured_outputs
 from common import model_files
 
+
+def regex(pattern: str) -> dict[str, Any]:
+    return {"type": "regex", "pattern": pattern}
+
+
+def text(value: str) -> dict[str, Any]:
+    return {"type": "const_string", "value": value}
+
+
+def sequence(*elements: Any) -> dict[str, Any]:
+    return {"type": "sequence", "elements": list(elements)}
+
+
+def one_of(*elements: Any) -> dict[str, Any]:
+    return {"type": "or", "elements": list(elements)}
+
+
+def tag(content: Any, begin: str = "<t>", end: str = "</t>") -> dict[str, Any]:
+    return {"type": "tag", "begin": begin, "content": content, "end": end}
+
+
 AGE = {"type": "json_schema", "json_schema": {"type": "integer", "maximum": 99}}
 DAY = {"begin": "<call=day>", "content": {"type": "any_text"}, "end": "</call>"}
 YEAR = {"begin": "<call=year>", "content": AGE, "end": "</call>"}
@@ -43,8 +64,8 @@ ACCEPTED: list[tuple[dict[str, Any], list[str], list[str]]] = [
         ["<t>\na</t>", "<t>\na\\n</t>"],
     ),
     (
-        {"type": "tag", "begin": "<t>", "content": {"type": "any_text"}, "end": "\x01\t\r\n/\""},
-        ["<t>a\x01\t\r\n/\""],
+        {"type": "tag", "begin": "<t>", "content": {"type": "any_text"}, "end": '\x01\t\r\n/"'},
+        ['<t>a\x01\t\r\n/"'],
         ["<t>a", "<t>a\x01t\n/"],
     ),
     ({"type": "regex", "pattern": "a\\\nb\n"}, ["a\nb\n"], ["ab", "a\\nb\n"]),
@@ -52,6 +73,29 @@ ACCEPTED: list[tuple[dict[str, Any], list[str], list[str]]] = [
         {**CALLS, "triggers": ["<call=year>\n"], "tags": [{**YEAR, "begin": "<call=year>\n"}]},
         ["<call=year>\n1</call>", "<call=year>"],
         ["a<call=year>\n", "<call=year>\nx"],
+    ),
+    (tag(regex(".*")), ["<t>abc</t>", "<t></t>"], ["<t>abc", "<t>a</t>b</t>", "<t>\n</t>"]),
+    (tag(regex("[a-z]+")), ["<t>abc</t>"], ["<t></t>", "<t>1</t>"]),
+    (tag(regex("a|[a-z]+"), end="z"), ["<t>az", "<t>bz"], ["<t>z", "<t>a"]),
+    (tag(sequence(regex("[a-z]+"), regex("[a-z0-9]+"))), ["<t>ab</t>", "<t>a1</t>"], ["<t>a</t>"]),
+    (tag(one_of(regex("[a-z]+"), AGE)), ["<t>abc</t>", "<t>12</t>"], ["<t>abc12</t>"]),
+    (sequence(regex("[a-z]+"), text("end")), ["aend"], ["end", "aendx"]),
+    (sequence(regex("[a-z]+"), tag(AGE, "n", "")), ["an1", "bn2"], ["n1", "a1"]),
+    (sequence(regex("[a-z]+"), AGE), ["a1"], ["a", "1"]),
+    (sequence(regex("(ab)+"), {"type": "any_text"}), ["ab", "abac", "ab\n"], ["a", "ac"]),
+    (sequence(regex("(ab)+ "), one_of(AGE, text("no"))), ["ab 1", "abab no"], ["ab1", "ab "]),
+    (sequence(tag({"type": "any_text"}, end=""), text("end")), ["<t>end", "<t>a end"], ["<t>", "<t>endx"]),
+    (sequence({"type": "any_text"}, text("\n"), AGE), ["a\n1", "\n1"], ["1", "a\n\n1"]),
+    (
+        {"type": "tags_with_separator", "tags": [tag(regex("[a-z]+"), end="")], "separator": ", "},
+        ["", "<t>a", "<t>a, <t>b"],
+        ["<t>a,", "<t>a, b"],
+    ),
+    ({**CALLS, "tags": [{**DAY, "end": ""}]}, ["<call=day>x", "a"], ["<call=da"]),
+    (
+        tag({**CALLS, "tags": [{**DAY, "end": ""}], "stop_after_first": True}),
+        ["<t>a<call=day>x</t>", "<t></t>"],
+        ["<t><call=day>", "<t><call=day></t></t>"],
     ),
     (
         CALLS,
@@ -132,8 +176,8 @@ def test_the_older_form_and_vllms_structured_outputs_mean_the_same() -> None:
 
 async def test_tags_may_be_special_tokens() -> None:
     """The bundled model's `<|im_start|>` stands for such a tag: its text is no text to the engine."""
-    tag = {"begin": "<|im_start|>x=", "content": AGE, "end": "<|im_end|>"}
-    form = {"type": "triggered_tags", "triggers": ["<|im_start|>"], "tags": [tag]}
+    age = {"begin": "<|im_start|>x=", "content": AGE, "end": "<|im_end|>"}
+    form = {"type": "triggered_tags", "triggers": ["<|im_start|>"], "tags": [age]}
     grammar = from_response_format({"type": "structural_tag", "format": form})
     assert grammar is not None
     path = str(model_files.resolve("smollm2") / "tokenizer.json")
@@ -161,6 +205,22 @@ async def test_tags_may_be_special_tokens() -> None:
         ({**CALLS, "tags": []}, "`response_format.format.tags` must be a list that is not empty"),
         ({**CALLS, "at_least_one": 1}, "`response_format.format.at_least_one` must be true or false"),
         ({"type": "sequence", "elements": [CALLS, AGE]}, "`response_format.format.elements.0` has no end"),
+        (sequence(regex("[0-9]+"), AGE), "`response_format.format.elements.0` has no end"),
+        (sequence(regex(".*"), one_of(AGE, AGE)), "`response_format.format.elements.0` has no end"),
+        (
+            sequence(tag({"type": "any_text"}, end=""), AGE),
+            "`response_format.format.elements.0.content` has no end",
+        ),
+        (
+            tag({**CALLS, "tags": [{**DAY, "end": ""}]}),
+            "`response_format.format.content.tags.0.content` has no end",
+        ),
+        (
+            {"type": "tags_with_separator", "tags": [{**DAY, "end": ""}], "separator": ","},
+            "`response_format.format.tags.0.content` has no end",
+        ),
+        (sequence(regex("a)(b"), AGE), "`response_format.format.elements.0` cannot be compiled: "),
+        (tag(regex("a)(b")), "`response_format` cannot be compiled: "),
         ({"type": "tag", "begin": "a", "end": "b"}, "`response_format.format.content` must be an object"),
         (
             {"type": "json_schema", "json_schema": {"not": {}}},
