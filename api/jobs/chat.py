@@ -55,8 +55,8 @@ async def accept(pool: Pool, job: Job) -> ChatJob:
     for name in NOT_PARAMETERS:
         if name in parameters:
             raise invalid(f"`{name}` is no parameter of a job", name)
-    streamed = bool(job.reply_to or job.in_stream)
-    content = to_json(parameters | {"messages": job.body.messages, "stream": streamed})
+    is_whole = not (job.reply_to or job.in_stream) and parameters.get("prompt_logprobs") is not None
+    content = to_json(parameters | {"messages": job.body.messages, "stream": not is_whole})
     chat = await offload(len(content), lambda: parse_body(ChatRequest, content))
     chat.check()
     chat = fill_defaults(chat, pool.tokenizer.sampling_defaults)

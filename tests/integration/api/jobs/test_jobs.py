@@ -60,6 +60,21 @@ async def test_a_chat_job_gets_the_answer_of_http(
     assert await service.stream("c") == received
 
 
+async def test_a_chat_job_is_the_same_with_and_without_a_receiver_of_its_chunks(
+    service: Service, worker: FakeWorker, broker: Broker
+) -> None:
+    job = {"id": "c", **CHAT, "parameters": {"stream_options": {"include_usage": True}}}
+    async with running_gateway(broker.url):
+        await service.submit(**job)
+        whole = await service.result("c")
+        received = await service.listen("ext:me")
+        await service.submit(**job, reply_to="ext:me")
+        await wait_until(lambda: received and received[-1].get("usage"))
+    assert whole["choices"][0]["message"]["content"] == TEXT
+    assert received[-1]["usage"] == whole["usage"]
+    assert len(worker.seen) == 1
+
+
 async def test_a_job_has_prompt_logprobs_in_its_answer_only(
     service: Service, worker: FakeWorker, broker: Broker
 ) -> None:
