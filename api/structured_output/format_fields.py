@@ -19,22 +19,6 @@ FIELDS: Mapping[str, tuple[str, ...]] = {
 """Formats, and what each consists of."""
 
 
-def format_of(value: Mapping[str, Any], field: str) -> Mapping[str, Any]:
-    """The `format` of a structural tag; from the older form with `structures` and `triggers`, too. Raises
-    ApiError.
-    """
-    if "format" in value:
-        return object_of(value["format"], f"{field}.format")
-    structures = items_of(value.get("structures"), f"{field}.structures")
-    tags = []
-    for i, structure in enumerate(structures):
-        one = object_of(structure, f"{field}.structures.{i}")
-        schema = one.get("schema")
-        content = {"type": "json_schema", "json_schema": {} if schema is None else schema}
-        tags.append({"begin": one.get("begin"), "content": content, "end": one.get("end")})
-    return {"type": "triggered_tags", "triggers": value.get("triggers"), "tags": tags}
-
-
 def checked(value: Any, field: str) -> Mapping[str, Any]:
     """A format that has a type, and no field that the type has not. Raises ApiError."""
     form = object_of(value, field)

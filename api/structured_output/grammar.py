@@ -38,7 +38,7 @@ class Grammar:
 
     Attributes:
         kind: `json` (a JSON schema), `regex`, `choice` (a JSON list of strings), `grammar` (Lark or GBNF),
-            `structural_tag` (its format, as JSON).
+            `structural_tag` (as JSON).
         text: the grammar.
         field: the request's field that has it.
         whitespace: a regex for white space in JSON.
@@ -110,20 +110,20 @@ def source_of(grammar: Grammar, marks: tuple[tuple[str, int], ...] = ()) -> str:
             words = " | ".join(json.dumps(word, ensure_ascii=False) for word in json.loads(grammar.text))
             return llguidance.LLMatcher.grammar_from_lark(f"start: {words}")
         case "structural_tag":
-            form = json.loads(grammar.text)
-            return source_of_tag(form, grammar.field, Lark(dict(marks)), embedded_schema)
+            schema_rule = functools.partial(embedded_schema, whitespace=grammar.whitespace)
+            return source_of_tag(json.loads(grammar.text), grammar.field, Lark(dict(marks)), schema_rule)
         case _:
             return llguidance.LLMatcher.grammar_from_lark(any_to_lark(grammar.text))
 
 
-def embedded_schema(schema: Any, field: str) -> dict[str, Any]:
+def embedded_schema(schema: Any, field: str, whitespace: str) -> dict[str, Any]:
     """A JSON schema as a part of a Lark grammar. Raises ApiError."""
     if not isinstance(schema, dict | bool):
         raise invalid(f"`{field}` must be a JSON schema", field)
-    grammar = Grammar("json", json.dumps(schema), field)
+    grammar = Grammar("json", json.dumps(schema), field, whitespace)
     compile_cached(grammar)
     schema = as_compiled(checked_schema(grammar), closed=False)
-    return {**schema, "x-guidance": {"whitespace_pattern": WHITESPACE}}
+    return {**schema, "x-guidance": {"whitespace_pattern": whitespace}}
 
 
 def checked_schema(grammar: Grammar) -> Any:

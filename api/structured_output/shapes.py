@@ -7,8 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from api.errors import ApiError, invalid
-from api.structured_output.format_fields import format_of
-from api.structured_output.grammar import WHITESPACE, Grammar
+from api.structured_output.grammar import MAX_SCHEMA_DEPTH, WHITESPACE, Grammar, depth_of
 
 ANY_OBJECT = '{"type": "object"}'
 GUIDED = {
@@ -84,7 +83,7 @@ def guided(kind: str, value: Any, field: str, whitespace: str = WHITESPACE) -> G
     if kind == "json":
         return schema_grammar(value, field, whitespace)
     if kind == "structural_tag":
-        return tag_grammar(value, field)
+        return tag_grammar(value, field, whitespace)
     if kind != "choice":
         return Grammar(kind, text_of(value, field), field)
     if not isinstance(value, list) or not value or not all(isinstance(word, str) and word for word in value):
@@ -110,7 +109,7 @@ def schema_grammar(value: Any, field: str, whitespace: str = WHITESPACE, closed:
     return Grammar("json", text, field, whitespace, closed)
 
 
-def tag_grammar(value: Any, field: str) -> Grammar:
+def tag_grammar(value: Any, field: str, whitespace: str = WHITESPACE) -> Grammar:
     """A structural tag, given as an object or as its text. Raises ApiError."""
     try:
         tag = json.loads(value) if isinstance(value, str) else value
@@ -118,7 +117,12 @@ def tag_grammar(value: Any, field: str) -> Grammar:
         raise invalid(f"`{field}` is not JSON: {error}", field) from error
     if not isinstance(tag, Mapping):
         raise invalid(f"`{field}` must be a structural tag", field)
-    return Grammar("structural_tag", json.dumps(format_of(tag, field)), field)
+    if (depth := depth_of(tag)) > MAX_SCHEMA_DEPTH:
+        raise invalid(
+            f"`{field}` cannot be compiled: its depth must be at most {MAX_SCHEMA_DEPTH}. Given: {depth}",
+            field,
+        )
+    return Grammar("structural_tag", json.dumps(tag), field, whitespace)
 
 
 def text_of(value: Any, field: str) -> str:

@@ -1,6 +1,6 @@
 """Structural tags: texts with structured parts between tags, as vLLM and xgrammar describe them, in Lark."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -11,6 +11,8 @@ from api.structured_output.regexes import can_go_on
 
 SchemaRule = Callable[[Any, str], Mapping[str, Any]]
 """(JSON schema, its field) → the schema as it is compiled. Raises ApiError."""
+Tag = tuple[str, Mapping[str, Any]]
+"""(its field, its own fields)."""
 FIRST_OF_JSON = {
     "object": r"\{",
     "array": r"\[",
@@ -23,9 +25,15 @@ FIRST_OF_JSON = {
 FIRST_OF_ANY_JSON = r"[\[{\"\-0-9tfn]"
 
 
-def source_of_tag(form: Mapping[str, Any], field: str, lark: Lark, schema_rule: SchemaRule) -> str:
-    """The grammar of a text that has this format. Raises ApiError that names the part at fault."""
-    return lark.source(FormatRules(lark, schema_rule).rule(form, f"{field}.format"))
+def source_of_tag(value: Mapping[str, Any], field: str, lark: Lark, schema_rule: SchemaRule) -> str:
+    """The grammar of a structural tag: a `format`, or the older `structures` and `triggers`. Raises ApiError
+    that names the part at fault.
+    """
+    rules = FormatRules(lark, schema_rule)
+    if "format" in value:
+        return lark.source(rules.rule(value["format"], f"{field}.format"))
+    form = {"triggers": value.get("triggers")}
+    return lark.source(rules.triggered(form, rules.structures_of(value, field), field, END))
 
 
 class Behind(NamedTuple):
@@ -71,7 +79,7 @@ class FormatRules:
             case "tag":
                 return self.tag(form, field, behind)
             case "triggered_tags":
-                return self.triggered(form, field, behind)
+                return self.triggered(form, self.tags_of(form, field), field, behind)
             case "const_string":
                 one = self.lark.marked(text_of(form, "value", field))
             case "json_schema":
@@ -114,9 +122,8 @@ class FormatRules:
             return f"{begin} {self.rule(content, place, behind)}"
         return f"{begin} {self.rule(content, place, Behind(end))} {self.lark.marked(behind.text)}"
 
-    def triggered(self, form: Mapping[str, Any], field: str, behind: Behind) -> str:
+    def triggered(self, form: Mapping[str, Any], tags: Sequence[Tag], field: str, behind: Behind) -> str:
         """Text, with tags in it wherever their triggers come."""
-        tags = self.tags_of(form, field)
         triggers = [
             text_of({"": trigger}, "", f"{field}.triggers.{i}")
             for i, trigger in enumerate(items_of(form.get("triggers"), f"{field}.triggers"))
@@ -126,6 +133,7 @@ class FormatRules:
         groups: dict[str, list[str]] = {}
         for place, tag in tags:
             begin = text_of(tag, "begin", place)
+            # the shortest: it comes before those that it begins
             found = max((trigger for trigger in triggers if begin.startswith(trigger)), key=len, default=None)
             if found is None:
                 raise invalid(f"`{place}.begin` must begin with one of `triggers`", f"{place}.begin")
@@ -156,9 +164,20 @@ class FormatRules:
         many = one if is_single else f"{one} ({self.lark.marked(separator)} {one})*"
         return many if flag_of(form, "at_least_one", field) else f"({many})?"
 
-    def tags_of(self, form: Mapping[str, Any], field: str) -> list[tuple[str, Mapping[str, Any]]]:
-        """The tags of a format, and their fields."""
-        found: list[tuple[str, Mapping[str, Any]]] = []
+    def structures_of(self, value: Mapping[str, Any], field: str) -> list[Tag]:
+        """The tags of the older form."""
+        found: list[Tag] = []
+        for i, structure in enumerate(items_of(value.get("structures"), f"{field}.structures")):
+            place = f"{field}.structures.{i}"
+            one = object_of(structure, place)
+            schema = {} if one.get("schema") is None else one["schema"]
+            self.schema_rule(schema, f"{place}.schema")
+            content = {"type": "json_schema", "json_schema": schema}
+            found.append((place, {"begin": one.get("begin"), "content": content, "end": one.get("end")}))
+        return found
+
+    def tags_of(self, form: Mapping[str, Any], field: str) -> list[Tag]:
+        found: list[Tag] = []
         for i, value in enumerate(items_of(form.get("tags"), f"{field}.tags")):
             place = f"{field}.tags.{i}"
             tag = {"type": "tag", **object_of(value, place)}
