@@ -134,7 +134,7 @@ class FormatRules:
         for place, tag in tags:
             begin = text_of(tag, "begin", place)
             # the shortest: it comes before those that it begins
-            found = max((trigger for trigger in triggers if begin.startswith(trigger)), key=len, default=None)
+            found = min((trigger for trigger in triggers if begin.startswith(trigger)), key=len, default=None)
             if found is None:
                 raise invalid(f"`{place}.begin` must begin with one of `triggers`", f"{place}.begin")
             trigger = self.whole_mark(begin, found)

@@ -125,6 +125,11 @@ ACCEPTED: list[tuple[dict[str, Any], list[str], list[str]]] = [
         ["a[<call=year>4</call>", "[age x]", "<call=year>[age 3]</call>", "[age 3] <call=year>]"],
     ),
     (
+        {"type": "triggered_tags", "triggers": ["<", "<call="], "tags": [YEAR, tag(AGE, "<b>", "</b>")]},
+        ["a<b>1</b><call=year>2</call>c", "<call=year>2</call><b>1</b>"],
+        ["a<b", "a<c", "<call=day>"],
+    ),
+    (
         {"type": "tag", "begin": "{", "content": CALLS, "end": "}"},
         ["{}", "{a}", "{a<call=year>4</call>b}"],
         ["{", "{}b", "{<call=}</call>}"],
@@ -171,7 +176,59 @@ def test_the_older_form_and_vllms_structured_outputs_mean_the_same() -> None:
     newer = {"type": "structural_tag", "format": {**CALLS, "tags": [YEAR]}}
     grammars = [from_response_format(older), from_response_format(newer)]
     grammars += [from_structured_outputs({"structural_tag": value}) for value in (json.dumps(older), newer)]
-    assert len({grammar.text for grammar in grammars if grammar}) == 1 and None not in grammars
+    assert len({compile_cached(grammar) for grammar in grammars if grammar}) == 1 and None not in grammars
+
+
+STRUCTURE = {"begin": "<a>", "schema": {"type": "integer"}, "end": "</a>"}
+
+
+@pytest.mark.parametrize(
+    ("sent", "text"),
+    [
+        ({"structures": [{**STRUCTURE, "begin": 1}]}, "`f.structures.0.begin` must be a text"),
+        ({"structures": [STRUCTURE, {**STRUCTURE, "end": None}]}, "`f.structures.1.end` must be a text"),
+        ({"structures": [{**STRUCTURE, "begin": "b"}]}, "`f.structures.0.begin` must begin with one of `tr"),
+        ({"structures": [{**STRUCTURE, "schema": []}]}, "`f.structures.0.schema` must be a JSON schema"),
+        (
+            {"structures": [{**STRUCTURE, "schema": {"not": {}}}]},
+            "`f.structures.0.schema` cannot be compiled",
+        ),
+        ({"structures": [1]}, "`f.structures.0` must be an object"),
+        ({"structures": []}, "`f.structures` must be a list that is not empty"),
+        ({"structures": [STRUCTURE], "triggers": []}, "`f.triggers` must be a list that is not empty"),
+        ({"structures": [STRUCTURE], "triggers": [""]}, "`f.triggers.0` must be a text that is not empty"),
+    ],
+)
+def test_the_older_form_is_refused_by_its_own_fields(sent: dict[str, Any], text: str) -> None:
+    with pytest.raises(ApiError) as refusal:
+        grammar = from_response_format({"type": "structural_tag", "triggers": ["<"], **sent}, "f")
+        assert grammar is not None
+        compile_cached(grammar)
+    assert str(refusal.value).startswith(text) and f"`{refusal.value.param}`" == text.split()[0]
+
+
+@pytest.mark.parametrize("depth", [62, 330, 100_000])
+def test_a_tag_that_is_nested_deeply_is_refused_by_the_limit(depth: int) -> None:
+    head = '{"type": "tag", "begin": "a", "end": "b", "content": '
+    value = f'{{"format": {head * depth}{{"type": "any_text"}}{"}" * depth}}}'
+    grammar = None
+    try:
+        grammar = from_structured_outputs({"structural_tag": value})
+        assert grammar is not None
+        compile_cached(grammar)
+    except ApiError as error:
+        assert depth > 62 and error.param == "structured_outputs.structural_tag"
+        assert depth > 330 or f"its depth must be at most 64. Given: {depth + 2}" in str(error)
+    assert (grammar is not None) == (depth == 62)
+
+
+def test_white_space_in_a_tags_json_is_as_asked_for() -> None:
+    form = {"format": tag({"type": "json_schema", "json_schema": {"type": "object"}})}
+    grammar = from_structured_outputs({"structural_tag": form, "whitespace_pattern": r"\t*"})
+    assert grammar is not None
+    source = compile_cached(grammar)
+    texts = ["<t>{\t\t}</t>", "<t>{ }</t>"]
+    assert [accepts(byte_vocabulary(), source, list(one.encode())) for one in texts] == [True, False]
 
 
 async def test_tags_may_be_special_tokens() -> None:
