@@ -74,4 +74,4 @@ async def test_structural_tags_reach_the_workers(broker: Broker, service: Servic
         )
     sources = {one.sampling.grammar if one.sampling else "" for one in worker.seen}
     assert len(worker.seen) == 5 and len(sources) == 1 and "</f>" in sources.pop()
-    assert wrong.json()["error"]["param"] == "response_format.format.tags.0.begin"
+    assert wrong.json()["error"]["param"] == "response_format.structures.0.begin"
