@@ -58,8 +58,7 @@ class Terminals:
         """Remove a request that has its terminal from the queue and from the scheduler. Return whether it has
         one.
         """
-        call = self.dequeue_call(sequence.request_id, sequence.entry_id)
-        return self.on_dequeued(sequence, await self.dequeue_script(keys=call.keys, args=call.args))
+        return self.on_dequeued(sequence, await self.delete_entry(sequence.request_id, sequence.entry_id))
 
     def on_dequeued(self, sequence: Sequence, has_ended: int) -> bool:
         if has_ended:
@@ -91,9 +90,9 @@ class Terminals:
             args=[*kept_of(terminal, b""), ttl_ms, channel, encode(events)],
         )
 
-    async def delete_entry(self, request_id: str, entry_id: str) -> None:
+    async def delete_entry(self, request_id: str, entry_id: str) -> int:
         call = self.dequeue_call(request_id, entry_id)
-        await self.dequeue_script(keys=call.keys, args=call.args)
+        return int(await self.dequeue_script(keys=call.keys, args=call.args))
 
     def dequeue_call(self, request_id: str, entry_id: str) -> ScriptCall:
         keys = [

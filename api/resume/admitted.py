@@ -1,6 +1,7 @@
 """Admitted: the answer of a request that a pool has admitted, found by the request's id."""
 
 import hmac
+import re
 from typing import NamedTuple
 
 from redis.asyncio import Redis
@@ -14,6 +15,8 @@ from api.inference.pool_registry import PoolRegistry
 from common.broker.keys import POOLS, Keys
 from common.messages.answer import HttpAnswer
 from common.messages.codec import WireError, decode
+
+REQUEST_ID = re.compile(r"[0-9a-f]{32}")
 
 
 class Admitted(NamedTuple):
@@ -30,6 +33,8 @@ class Admitted(NamedTuple):
 
 async def find_own(request: Request, request_id: str) -> Admitted | None:
     """The answer with this id, if asked for with the API key of this request. Raises ApiError (503)."""
+    if not REQUEST_ID.fullmatch(request_id):
+        return None
     return await find(pools_of(request), request_id, owner_of(request, request_id))
 
 

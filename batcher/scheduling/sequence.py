@@ -95,7 +95,7 @@ class Sequence:
     @property
     def max_kv(self) -> int:
         """KV slots it can ever fill: the last token sampled is never an input."""
-        return self.num_prompt + self.request.stopping.max_new_tokens - 1
+        return self.request.max_kv
 
 
 @dataclass(slots=True, eq=False)

@@ -134,6 +134,11 @@ class Generate:
         return len(self.prompt_ids) // 4
 
     @property
+    def max_kv(self) -> int:
+        """The most tokens whose KV it needs: its last one is never computed."""
+        return self.num_prompt + self.stopping.max_new_tokens - 1
+
+    @property
     def width(self) -> int:
         """Records of one token: its own, then one for each of the likeliest tokens."""
         return 1 + self.top_n_tokens

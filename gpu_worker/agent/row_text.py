@@ -118,8 +118,7 @@ class RowText:
     def slots_left(self, block_size: int) -> float:
         """Slots left in its blocks; infinitely many where they suffice to its end."""
         num_slots = len(self.blocks) // 4 * block_size
-        max_kv = len(self.prompt_ids) + self.request.stopping.max_new_tokens - 1
-        return num_slots - self.kv_now if num_slots < max_kv else inf
+        return num_slots - self.kv_now if num_slots < self.request.max_kv else inf
 
     @property
     def held(self) -> HeldRow:

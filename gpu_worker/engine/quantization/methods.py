@@ -79,8 +79,14 @@ IGNORED = (
     "weight_format",
 )
 """Tensors about activations and the KV cache, which are not quantised."""
-COMPRESSED = {"pack-quantized", "int-quantized", "float-quantized", "naive-quantized", "mixed-precision"}
-COMPRESSED |= {"dense"}
+COMPRESSED = {
+    "dense",
+    "float-quantized",
+    "int-quantized",
+    "mixed-precision",
+    "naive-quantized",
+    "pack-quantized",
+}
 
 
 def method_of(config: Config) -> str:

@@ -26,6 +26,7 @@ from gpu_worker.engine.batch.row_slice import RowSlice, confirmed
 from gpu_worker.engine.batch.rows import Rows
 from gpu_worker.engine.errors import PeerClosed
 from gpu_worker.protocol import Grant, LoadProgress, Ready, StartRow, StepResult
+from tests.support.chaos.engine_loop import run
 
 STEP_MS = "CHAOS_STEP_MS"
 """Variable: duration of a step."""
@@ -34,7 +35,6 @@ BLOCKS = "CHAOS_NUM_BLOCKS"
 BLOCK_SIZE, NUM_BLOCKS, CONTEXT = 16, 8192, 2048
 MAX_BATCH_PREFILL_TOKENS = 256
 FIRST_ID, NUM_IDS = 1_000, 40_000
-KEEPALIVE_S = 5.0
 
 
 class ScriptedEngine:
@@ -143,20 +143,6 @@ def checksum(ids: bytes, place: int) -> int:
 def first_chain(start: StartRow) -> int:
     sampling = start.sampling
     return crc32(start.ids, crc32(struct.pack("<qi", sampling.seed, sampling.choice)) if sampling else 0)
-
-
-def run(engine: ScriptedEngine, link: AgentLink) -> None:
-    """Runs steps until the agent closes the socket (raises PeerClosed)."""
-    wait_s = 0.0
-    while True:
-        for grant in link.grants(wait_s):
-            engine.apply(grant)
-        step = engine.step()
-        if step is not None:
-            link.send(step)
-        elif wait_s and engine.rows.rows:
-            link.send(StepResult(engine.rows.step))
-        wait_s = 0.0 if step else KEEPALIVE_S
 
 
 def main() -> None:

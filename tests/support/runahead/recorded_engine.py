@@ -22,10 +22,10 @@ from gpu_worker.engine.batch.row_slice import RowSlice
 from gpu_worker.engine.batch.rows import Rows
 from gpu_worker.engine.errors import PeerClosed
 from gpu_worker.protocol import Frame, Grant, Ready, StepResult
+from tests.support.chaos.engine_loop import run
 
 STEP_MS, RECORD = "TIMED_STEP_MS", "RECORD_FILE"
 BLOCK_SIZE, NUM_BLOCKS, CONTEXT, MAX_PREFILL = 16, 8192, 4096, 512
-KEEPALIVE_S = 5.0
 FIRST_ID, NUM_IDS = 1_000, 40_000
 
 
@@ -79,6 +79,9 @@ class TimedEngine:
         self.free_s = begin_s + self.step_s
         return TimedStep(self.rows.step, slices, begin_s, self.free_s)
 
+    def apply(self, grant: Grant) -> None:
+        self.rows.apply(grant)
+
     def step(self) -> StepResult | None:
         read = self.in_flight or self.launch()
         self.in_flight = self.launch() if read else None
@@ -91,20 +94,6 @@ class TimedEngine:
         if not read and not result:
             return None
         return result.build(read.number if read else self.rows.step, self.step_s * 1e3 if read else 0.0)
-
-
-def run(engine: TimedEngine, link: AgentLink) -> None:
-    """Runs steps until the agent closes the socket (raises PeerClosed)."""
-    wait_s = 0.0
-    while True:
-        for grant in link.grants(wait_s):
-            engine.rows.apply(grant)
-        step = engine.step()
-        if step is not None:
-            link.send(step)
-        elif wait_s and engine.rows.rows:
-            link.send(StepResult(engine.rows.step))
-        wait_s = 0.0 if step else KEEPALIVE_S
 
 
 def main() -> None:

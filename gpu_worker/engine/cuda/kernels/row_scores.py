@@ -5,6 +5,8 @@ masks, temperature; and what they leave out.
 import triton
 import triton.language as tl
 
+from gpu_worker.engine.cuda.kernels.row_lists import keys_of
+
 
 @triton.jit  # type: ignore[untyped-decorator]
 def read_row(
@@ -94,7 +96,7 @@ def exclude(
     for begin in range(0, size, width):
         place = begin + column
         found = tl.load(scores + place, mask=place < size, other=0)
-        own = tl.abs(found + entropy).to(tl.int32, bitcast=True)
+        own = keys_of(found, entropy)
         kept = (own < key) | ((own == key) & (place <= last))
         tl.store(scores + place, float("-inf"), mask=(place < size) & ~kept)
     tl.debug_barrier()
