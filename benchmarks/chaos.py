@@ -91,6 +91,7 @@ async def started(plan: Plan) -> AsyncIterator[ChaosFleet]:
         for kind in ("gateway", "batcher", "jobs")
     }
     counts |= {"num_workers": plan.counts["agent"], "speculate": plan.speculate}
+    counts |= {"stopped_grace_s": plan.stopped_grace_s}
     fleet = ChaosFleet(plan.step_ms, kv_cache_bytes="256MiB", **counts)
     try:
         fleet.start()
@@ -164,6 +165,12 @@ def main() -> int:
     parser.add_argument("--spare", nargs="+", default=(), choices=choices, help="what is not to happen")
     parser.add_argument("--model", action="store_true", help="real engines with the embedded model")
     parser.add_argument("--speculate", type=int, default=0, help="tokens that rows propose at a time")
+    parser.add_argument(
+        "--stopped-grace",
+        type=float,
+        default=Plan.stopped_grace_s,
+        help="STOPPED_GRACE_S: 0 lets the stopped go on with what they held",
+    )
     parser.add_argument("--log", type=Path, help="file for what the fleet logs")
     args = parser.parse_args()
     plan = Plan(
@@ -176,6 +183,7 @@ def main() -> int:
         loss=args.loss,
         step_ms=None if args.model else Plan.step_ms,
         speculate=args.speculate,
+        stopped_grace_s=args.stopped_grace,
         log_to=args.log,
     )
     print(f"seed {plan.seed}", flush=True)

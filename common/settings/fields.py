@@ -182,6 +182,8 @@ class SettingFields(BaseModel):
     """between two heartbeats of a process (s)"""
     worker_ttl_s: Seconds = 5.0
     """a worker without a heartbeat for so long is declared dead; at least twice HEARTBEAT_S (s)"""
+    stopped_grace_s: Seconds = 0.5
+    """a process that is stopped (SIGSTOP) for so long is ended and started again (0: it is waited for) (s)"""
     step_timeout_s: Annotated[Seconds, Field(ge=1)] = 60.0
     """an engine that computes, but no step for so long and 20 times what one takes, is killed (s)"""
     worker_grace_s: Seconds = 30.0

@@ -16,6 +16,7 @@ from deploy.serve.embedded_broker import embedded
 from deploy.serve.fleet import LocalFleet, new_fleet
 from deploy.serve.shutdown import FleetEnded, end_on_signals
 from deploy.serve.startup import last_lines, wait_for_broker, wait_until_ready, workers_are_ready
+from deploy.serve.stopped import end_stopped
 from deploy.serve.supervised_process import SupervisedProcess, describe, kill
 
 log = logging.getLogger(__name__)
@@ -50,6 +51,7 @@ async def run(fleet: LocalFleet) -> int:
     try:
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(end_on_signals(fleet))
+            tasks.create_task(end_stopped(fleet))
             tasks.create_task(launch(fleet, tasks))
     except* FleetEnded as group:
         over = next(error for error in group.exceptions if isinstance(error, FleetEnded))

@@ -115,13 +115,18 @@ class SupervisedProcess:
     def is_running(self) -> bool:
         return self.running is not None and self.running.returncode is None
 
+    @property
+    def pid(self) -> int | None:
+        """None while it does not run."""
+        return self.running.pid if self.running is not None and self.is_running else None
+
     def send(self, number: signal.Signals) -> None:
         """Sends a signal, if it runs. Not by `running.send_signal`: that reaps a process that has just ended,
         of which asyncio then complains.
         """
-        if self.running is not None and self.is_running:
+        if (pid := self.pid) is not None:
             with contextlib.suppress(ProcessLookupError):
-                os.kill(self.running.pid, number)
+                os.kill(pid, number)
 
     def kill(self) -> None:
         """Ends it now, with whatever it has started."""

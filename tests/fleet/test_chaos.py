@@ -2,6 +2,7 @@
 every process comes back, and nothing is left over.
 """
 
+import math
 from itertools import islice
 
 from benchmarks.chaos import run
@@ -18,6 +19,7 @@ PLAN = Plan(
     num_tokens=100,
     num_cases=4,
     step_ms=25.0,
+    stopped_grace_s=0.0,
 )
 
 
@@ -48,11 +50,12 @@ def test_a_pause_belongs_to_the_stop_that_lasts_into_it() -> None:
         (22.0, Strike(0, (Hit("engine", "w1", "kill"),))),
     ]
 
-    def label(begin_s: float, end_s: float) -> str:
-        [pause] = find_pauses([("greedy 0", Choice(times_s=[begin_s, end_s]))], struck)
+    def label(begin_s: float, end_s: float, longest_stop_s: float = math.inf) -> str:
+        [pause] = find_pauses([("greedy 0", Choice(times_s=[begin_s, end_s]))], struck, longest_stop_s)
         return pause.label
 
     assert label(11.5, 14.5) == label(13.9, 14.5) == "broker stop"
+    assert label(11.5, 14.5, longest_stop_s=1.0) == "agent kill + batcher kill", "the launcher ended the stop"
     assert label(14.1, 15.0) == label(14.1, 19.0) == "agent kill + batcher kill"
     assert label(14.1, 21.0) == "batcher kill"
     assert label(20.2, 24.0) == "batcher kill", "its last token came just after the strike"

@@ -22,6 +22,7 @@ SETTINGS = {
     "max_batch_size": 16,
     "max_batch_prefill_tokens": 64,
     "worker_ttl_s": 3,
+    "stopped_grace_s": 0,
 }
 NUM_PROCESSES = 8
 """The broker, the batcher, and two of each other kind."""

@@ -42,12 +42,16 @@ class Pause:
         return f"{self.case}: {self.duration_s:.1f} s from {begun} on ({self.label})"
 
 
-def find_pauses(choices: Iterable[tuple[str, Choice]], struck: Sequence[tuple[float, Strike]]) -> list[Pause]:
+def find_pauses(
+    choices: Iterable[tuple[str, Choice]], struck: Sequence[tuple[float, Strike]], longest_stop_s: float
+) -> list[Pause]:
     """Pauses, the longest first. A gap belongs to the first strike whose stop lasts into it, else to the
     first one within it or just before it, else to the last one before.
     """
     times_s = [time_s for time_s, _ in struck]
-    stopped_until_s = [time_s + max(hit.stop_s for hit in strike.hits) for time_s, strike in struck]
+    stopped_until_s = [
+        time_s + max(min(hit.stop_s, longest_stop_s) for hit in strike.hits) for time_s, strike in struck
+    ]
     found: list[Pause] = []
     for case, choice in choices:
         longest: dict[int, Pause] = {}

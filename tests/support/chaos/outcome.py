@@ -1,5 +1,6 @@
 """Outcome: what came of a run of kills, in words."""
 
+import math
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -25,6 +26,7 @@ class Plan:
         every_s: mean time between two strikes.
         loss: share of the messages of subscriptions that are lost.
         step_ms: of an engine without a model; None runs the model.
+        stopped_grace_s: STOPPED_GRACE_S; with 0 the stopped go on, with what they held.
     """
 
     seed: int = 1
@@ -38,6 +40,7 @@ class Plan:
     counts: Mapping[str, int] = field(default_factory=lambda: COUNTS)
     step_ms: float | None = 40.0
     speculate: int = 0
+    stopped_grace_s: float = 0.5
     log_to: Path | None = None
 
 
@@ -65,7 +68,7 @@ class Outcome:
 
 def describe(plan: Plan, outcome: Outcome) -> str:
     tally, attack = outcome.tally, outcome.attack
-    pauses = find_pauses(tally.choices, attack.struck)
+    pauses = find_pauses(tally.choices, attack.struck, plan.stopped_grace_s or math.inf)
     lines = [
         f"seed {plan.seed}: {attack.hits.total()} kills, {len(attack.struck)} strikes: {counts(attack.hits)}",
         f"pauses, with {plan.counts['agent']} workers, of which a strike hits two at most:",

@@ -114,6 +114,24 @@ def test_a_killed_worker_restarts_with_a_new_incarnation_and_the_batcher_is_info
     assert "killed by SIGKILL; starts again in 0.0 s" in fleet.error()
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="/proc tells who is stopped")
+def test_a_stopped_worker_or_broker_is_replaced_like_a_killed_one(launch: Callable[[], Launched]) -> None:
+    fleet = launch()
+    fleet.ready()
+    [(pid, incarnation)] = fleet.starts("w1")
+    os.kill(pid, signal.SIGSTOP)
+    wait_until_sync(lambda: len(fleet.starts("w1")) == 2)
+    assert f"w1 is ended: process {pid} was stopped" in fleet.error()
+    with fleet.client() as client:
+        [(_, entry)] = wait_until_sync(lambda: client.xrange(Keys("default").control))
+        assert decode(WorkerDied, entry[b"died"]) == WorkerDied(incarnation)
+        old = fleet.broker().pid
+        os.kill(old, signal.SIGSTOP)
+        wait_until_sync(functools.partial(has_broker_besides, fleet, old))
+        wait_until_sync(lambda: answers(client))
+        assert client.xlen(Keys("default").control) == 1
+
+
 def test_a_killed_broker_restarts_with_its_data_on_its_port(launch: Callable[[], Launched]) -> None:
     fleet = launch()
     fleet.ready()
