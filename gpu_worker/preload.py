@@ -1,11 +1,12 @@
-"""Preload: a worker process that has imported everything, as have its engine's processes, and waits until the
-launcher says which worker it becomes.
+"""Preload: a worker process that has imported everything, as have its engine's processes, and perhaps loaded
+the model, and waits until the launcher says which worker it becomes.
 """
 
 import asyncio
 import os
 import socket
 import sys
+from collections.abc import Sequence
 
 import setproctitle
 
@@ -14,13 +15,14 @@ from gpu_worker.agent.engine_client import RankProcess
 from gpu_worker.protocol import LoadProgress
 
 
-async def wait_for_place(num_ranks: int) -> list[RankProcess]:
-    """Start the processes of `num_ranks` ranks, and return them when this process has its place in the fleet:
-    its variables are in the environment then. Exits when the launcher or a rank ends before.
+async def wait_for_place(num_ranks: int, flags: Sequence[str]) -> list[RankProcess]:
+    """Start the processes of `num_ranks` ranks with these flags, and return them when this process has its
+    place in the fleet: its variables are in the environment then. Exits when the launcher or a rank ends
+    before.
     """
     launcher = socket.socket(fileno=os.dup(sys.stdin.fileno()))
     reader, writer = await asyncio.open_unix_connection(sock=launcher)
-    ranks = [await RankProcess.start({}, preload=True) for _ in range(num_ranks)]
+    ranks = [await RankProcess.start({}, flags) for _ in range(num_ranks)]
     for rank in ranks:
         if not isinstance(frame := await rank.receive(), LoadProgress):
             sys.exit(f"an engine cannot be preloaded: {frame}")

@@ -176,11 +176,11 @@ async def seal(redis: Redis, keys: Keys, incarnation: str, why: str) -> None:
         log.warning("not sealed: %s", describe_error(error))
 
 
-async def serve_preloaded() -> int:
+async def serve_preloaded(flags: Sequence[str]) -> int:
     """Waits for a place in the fleet, then serves there → the exit status."""
     parent_death.die_with_parent()
     setproctitle.setproctitle("tokenfleet preloading")
-    ranks = await wait_for_place(gpu_claims.num_ranks(Settings.read([])))
+    ranks = await wait_for_place(gpu_claims.num_ranks(Settings.read([])), flags)
     identity = start_process("worker", "w0")
     settings = Settings.read([])
     configure_process(identity, settings)
@@ -191,9 +191,9 @@ def main() -> None:
     """Runs a worker, preloaded with `--preload`; or, where torchrun started this process as a rank above 0,
     that rank of the engine.
     """
-    if sys.argv[1:] == [FLAG]:
+    if sys.argv[1:2] == [FLAG]:
         with exit_when_unservable():
-            sys.exit(uvloop.run(serve_preloaded()))
+            sys.exit(uvloop.run(serve_preloaded(sys.argv[1:])))
     identity = start_process("worker", "w0")
     with exit_when_unservable():
         settings, place = Settings.read([]), Place.read(os.environ)

@@ -126,7 +126,7 @@ class SettingFields(BaseModel):
     num_workers: Processes = 1
     """worker processes that `serve` starts"""
     preload_worker: bool | None = None
-    """`serve` keeps a process with torch imported, for the next worker (default: where memory allows)"""
+    """`serve` keeps a process that is ready to become the next worker (default: where memory allows)"""
     num_shard: Processes | None = None
     """ranks that run one model together, each on a GPU of its own (default: 1; all GPUs with SHARDED)"""
     sharded: bool | None = None

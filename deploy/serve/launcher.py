@@ -13,6 +13,7 @@ from common.settings.settings import Settings
 from deploy.serve import checks
 from deploy.serve.deaths import DEATHS, report_death
 from deploy.serve.embedded_broker import embedded
+from deploy.serve.family import family, resident_bytes
 from deploy.serve.fleet import LocalFleet, new_fleet
 from deploy.serve.shutdown import FleetEnded, end_on_signals
 from deploy.serve.startup import last_lines, wait_for_broker, wait_until_ready, workers_are_ready
@@ -74,7 +75,14 @@ async def launch(fleet: LocalFleet, tasks: asyncio.TaskGroup) -> None:
         if fleet.is_whole:
             print(last_lines(fleet.settings), flush=True)  # for people; logs are on stderr
         if fleet.preloaded is not None:
-            tasks.create_task(fleet.preloaded.keep(partial(workers_are_ready, fleet)))
+            tasks.create_task(
+                fleet.preloaded.keep(partial(workers_are_ready, fleet), partial(worker_bytes, fleet))
+            )
+
+
+def worker_bytes(fleet: LocalFleet) -> int:
+    """Memory that the largest worker takes."""
+    return max(sum(map(resident_bytes, family(worker.pid))) for worker in fleet.workers)
 
 
 async def supervise(process: SupervisedProcess, fleet: LocalFleet, tasks: asyncio.TaskGroup) -> None:

@@ -1,5 +1,5 @@
-"""Preloaded worker: one process that has imported what workers need, and waits to become the next worker that
-starts. It serves nobody before, and is no worker of the fleet.
+"""Preloaded worker: a process that has imported what workers need, and loaded the model where memory allows.
+It waits to become the next worker that starts; it serves nobody before, and is no worker of the fleet.
 """
 
 import asyncio
@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from common.process import memory
-from common.process.preload import ACCEPTED, FLAG, READY, encode_variables
+from common.process.preload import ACCEPTED, FLAG, LOAD_FLAG, READY, encode_variables
 from common.settings.settings import Settings
 from deploy.serve import checks
 
@@ -26,13 +26,26 @@ FIRST_RETRY_S, LAST_RETRY_S = 10.0, 3600.0
 ANSWER_S = 1.0
 
 
-def fits_in_memory(settings: Settings) -> bool:
-    """Whether a preloaded worker leaves memory for all caches, and as much as it takes besides. Caches on CPU
-    take their pages as they are used.
+def choose_flags(settings: Settings, worker_bytes: int) -> list[str]:
+    """How a worker is preloaded: with its model, where that is on CPU and of one rank and leaves memory, or
+    without; not at all where even that does not, unless PRELOAD_WORKER demands it.
+
+    Attributes:
+        worker_bytes: what a worker takes that has loaded the model.
+    """
+    num_ranks = settings.num_shard or 1
+    may_load = num_ranks == 1 and not checks.caches_on_gpu(settings)
+    if may_load and fits_in_memory(settings, max(worker_bytes, RANK_BYTES)):
+        return [FLAG, LOAD_FLAG]
+    return [FLAG] if settings.preload_worker or fits_in_memory(settings, num_ranks * RANK_BYTES) else []
+
+
+def fits_in_memory(settings: Settings, taken_bytes: int) -> bool:
+    """Whether so much leaves memory for all caches, and as much again. Caches on CPU take their pages as they
+    are used.
     """
     caches_bytes = 0 if checks.caches_on_gpu(settings) else settings.num_workers * settings.cpu_cache_bytes
-    wanted_bytes = 2 * RANK_BYTES * (settings.num_shard or 1)
-    return memory.available_bytes() - caches_bytes >= wanted_bytes
+    return memory.available_bytes() - caches_bytes >= 2 * taken_bytes
 
 
 @dataclass(slots=True)
@@ -53,7 +66,7 @@ class WaitingProcess:
         with theirs:
             try:
                 process = await asyncio.create_subprocess_exec(
-                    *command, FLAG, env=environ, stdin=theirs.fileno(), start_new_session=True
+                    *command, env=environ, stdin=theirs.fileno(), start_new_session=True
                 )
             except OSError:
                 ours.close()
@@ -107,7 +120,9 @@ class PreloadedWorker:
         self.environ = environ
         self.waiting: WaitingProcess | None = None
 
-    async def keep(self, workers_are_ready: Callable[[], Awaitable[bool]]) -> None:
+    async def keep(
+        self, workers_are_ready: Callable[[], Awaitable[bool]], worker_bytes: Callable[[], int]
+    ) -> None:
         """Never returns; no process is left when it is cancelled."""
         retry_s = FIRST_RETRY_S
         try:
@@ -115,9 +130,10 @@ class PreloadedWorker:
                 if not await workers_are_ready():
                     await asyncio.sleep(POLL_S)
                     continue
-                if self.settings.preload_worker is None and not fits_in_memory(self.settings):
+                flags = choose_flags(self.settings, worker_bytes())
+                if not flags:
                     log.info("no worker is preloaded: memory is short (PRELOAD_WORKER)")
-                elif await self.wait_until_taken():
+                elif await self.wait_until_taken(flags):
                     retry_s = FIRST_RETRY_S
                     continue
                 await asyncio.sleep(retry_s)
@@ -126,17 +142,18 @@ class PreloadedWorker:
             if self.waiting is not None:
                 await self.waiting.end()
 
-    async def wait_until_taken(self) -> bool:
+    async def wait_until_taken(self, flags: Sequence[str]) -> bool:
         """Start a process, and return when it was taken; False when it ended by itself."""
         environ = os.environ | self.environ | {"PARENT_PID": str(os.getpid())}
         try:
-            waiting = self.waiting = await WaitingProcess.start(self.command, environ)
+            waiting = self.waiting = await WaitingProcess.start([*self.command, *flags], environ)
         except OSError as error:
             log.warning("no worker is preloaded: %s", error)
             return False
         waiting.is_ready = await waiting.says(READY)
         if waiting.is_ready:
-            log.info("a preloaded worker waits, process %d", waiting.process.pid)
+            what = "with its model" if LOAD_FLAG in flags else "without its model"
+            log.info("a preloaded worker waits %s, process %d", what, waiting.process.pid)
             await waiting.until_taken_or_ended()
         if waiting.taken.is_set():
             return True

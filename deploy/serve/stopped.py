@@ -5,18 +5,15 @@ stopped is certain in /proc, however loaded the machine is; so it need not be wa
 """
 
 import asyncio
-import contextlib
 import logging
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
+from deploy.serve.family import PROC, family
 from deploy.serve.fleet import LocalFleet
 
 log = logging.getLogger(__name__)
 
-PROC = Path("/proc")
 NUM_LOOKS = 5
 """So many looks in a row must find one stop. They are counted, not seconds: while the launcher itself was
 stopped, nobody could go on before it looked again.
@@ -46,26 +43,15 @@ def read_stop(pid: int) -> Stop | None:
     return Stop(pid, int(fields[19]), int(fields[11]) + int(fields[12]))
 
 
-def find_stops(pid: int | None) -> Iterator[Stop]:
-    """Those of a process and of all that it has started, as a worker its engine."""
-    if pid is None:
-        return
-    if stop := read_stop(pid):
-        yield stop
-    children = b""
-    with contextlib.suppress(OSError):  # it has ended, or the kernel does not tell
-        children = (PROC / str(pid) / "task" / str(pid) / "children").read_bytes()
-    for child in children.split():
-        yield from find_stops(int(child))
-
-
 async def end_stopped(fleet: LocalFleet) -> None:
     """End every process of which a part stays stopped for STOPPED_GRACE_S, with all that it has started."""
     grace_s = fleet.settings.stopped_grace_s
     seen: Counter[Stop] = Counter()
     while grace_s:
         await asyncio.sleep(grace_s / NUM_LOOKS)
-        found = {stop: process for process in fleet.all for stop in find_stops(process.pid)}
+        found = {
+            stop: process for process in fleet.all for pid in family(process.pid) if (stop := read_stop(pid))
+        }
         seen = Counter({stop: seen[stop] + 1 for stop in found})
         for stop, process in found.items():
             if seen[stop] == NUM_LOOKS:

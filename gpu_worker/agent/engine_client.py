@@ -11,7 +11,6 @@ from asyncio.subprocess import Process
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from common.process.preload import FLAG
 from common.process.run_delay import run_delay_s
 from gpu_worker.agent.metrics import BatchMetrics
 from gpu_worker.protocol import (
@@ -56,13 +55,13 @@ class RankProcess:
     frames: FrameDecoder = field(default_factory=FrameDecoder)
 
     @classmethod
-    async def start(cls, environ: Mapping[str, str], *, preload: bool = False) -> "RankProcess":
-        """Starts the process; with `preload` it waits for `begin`."""
+    async def start(cls, environ: Mapping[str, str], flags: Sequence[str] = ()) -> "RankProcess":
+        """Starts the process; with the flags of a preloaded one it waits for `begin`."""
         ours, theirs = socket.socketpair()
         with theirs:
             process = await asyncio.create_subprocess_exec(
                 *(sys.executable, "-P", "-m", ENGINE_MODULE, "--fd", str(theirs.fileno())),
-                *([FLAG] if preload else []),
+                *flags,
                 pass_fds=[theirs.fileno()],
                 stdin=asyncio.subprocess.DEVNULL,
                 env={**os.environ, **environ, "PARENT_PID": str(os.getpid())},

@@ -22,6 +22,7 @@ from gpu_worker.engine.failing_rows import forward_without_failing
 from gpu_worker.engine.in_flight import InFlightStep, LaunchedStep, sample_requests
 from gpu_worker.engine.model import warmup
 from gpu_worker.engine.model.load import load, name_of
+from gpu_worker.engine.model.model import LoadedModel
 from gpu_worker.engine.parallel.communicator import SINGLE_RANK, Communicator
 from gpu_worker.engine.sampling.endings import Endings
 from gpu_worker.engine.sampling.matcher import Matchers
@@ -36,7 +37,7 @@ NAN = float("nan")
 
 
 class Engine:
-    """Runs steps of the rows that grants start.
+    """Runs steps of the rows that grants start; loads the model, unless it is `loaded`.
 
     Raises SettingError where the settings cannot be served. With `debug_kv` freed blocks are NaN, and zero
     again once granted.
@@ -48,35 +49,35 @@ class Engine:
     """
 
     def __init__(
-        self, settings: Settings, progress: Progress = no_progress, communicator: Communicator = SINGLE_RANK
+        self,
+        settings: Settings,
+        progress: Progress = no_progress,
+        communicator: Communicator = SINGLE_RANK,
+        loaded: LoadedModel | None = None,
     ) -> None:
         self.communicator = communicator
-        self.loaded = load(settings, progress, communicator)
-        self.block_size = self.loaded.geometry.block_size
+        self.loaded = loaded = loaded or load(settings, progress, communicator)
+        self.block_size = loaded.geometry.block_size
         self.debug_kv = settings.debug_kv
-        self.matchers = Matchers(
-            self.loaded.directory,
-            self.loaded.vocab_size,
-            self.loaded.eos_ids,
-            waits=communicator.world_size > 1,
-        )
+        waits = communicator.world_size > 1
+        self.matchers = Matchers(loaded.directory, loaded.vocab_size, loaded.eos_ids, waits=waits)
         self.endings = Endings(self.matchers, settings.finish_json)
-        self.prefix_caching = settings.prefix_caching and self.loaded.can_share_blocks
+        self.prefix_caching = settings.prefix_caching and loaded.can_share_blocks
         self.rows = Rows(
             self.block_size,
-            self.loaded.eos_ids,
+            loaded.eos_ids,
             self.matchers.start,
-            max(1, MAX_LOGITS // self.loaded.vocab_size),
-            self.loaded.recompute_length,
+            max(1, MAX_LOGITS // loaded.vocab_size),
+            loaded.recompute_length,
             self.prefix_caching,
             partial(make_proposer, settings.speculate),
         )
         self.graphs: CudaGraphs | FixedShapeGraph | None = None
-        self.runs_ahead = self.loaded.device.type != "cpu"
+        self.runs_ahead = loaded.device.type != "cpu"
         self.in_flight: InFlightStep | None = None
         self.collected_step = 0
         self.collected_s = 0.0
-        if self.loaded.device.type == "cuda":
+        if loaded.device.type == "cuda":
             self.compile_and_capture(settings, progress)
         progress("measuring its speed")
         self.ready = self.warm_up(settings)
@@ -123,9 +124,8 @@ class Engine:
 
     def warm_up(self, settings: Settings) -> Ready:
         loaded = self.loaded
-        token_ms = warmup.token_ms(
-            self.forward, loaded.context, loaded.vocab_size, self.block_size, loaded.device
-        )
+        shape = loaded.context, loaded.vocab_size, self.block_size
+        token_ms = warmup.token_ms(self.forward, *shape, loaded.device)
         most = warmup.max_prompt_tokens(settings.max_batch_prefill_tokens, loaded.context, loaded.device)
         tokens = settings.max_batch_prefill_tokens or warmup.max_batch_prefill_tokens(token_ms, most)
         return Ready(

@@ -2,8 +2,8 @@
 
 Settings and the rank's place (torchrun's variables) are in the environment. File N is a socket to the agent,
 through which ranks above 0 send no more than why they failed. A rank that torchrun starts on another machine
-has no agent beside it, and no socket. With --preload it imports everything first, and waits for the
-variables of the worker that it becomes a part of.
+has no agent beside it, and no socket. With --preload it imports everything first, with --load beside it also
+loads the model, and waits for the variables of the worker that it becomes a part of.
 """
 
 import argparse
@@ -15,14 +15,14 @@ import os
 import signal
 import socket
 import sys
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import setproctitle
 
 from common.model_files import no_progress
 from common.process import logs
 from common.process.parent_death import die_with_parent
-from common.process.preload import FLAG
+from common.process.preload import FLAG, LOAD_FLAG
 from common.settings.settings import SettingError, Settings
 from gpu_worker.engine.agent_link import AgentLink
 from gpu_worker.engine.errors import PeerClosed
@@ -45,13 +45,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m gpu_worker.engine")
     parser.add_argument("--fd", type=int, help="inherited stream socket to the agent")
     parser.add_argument(FLAG, action="store_true", help="import everything, then wait for the variables")
+    parser.add_argument(LOAD_FLAG, action="store_true", help="load the model before, too (on CPU, one rank)")
     flags = parser.parse_args()
     link = AgentLink(socket.socket(fileno=flags.fd)) if flags.fd is not None else None
     try:
-        if flags.preload and link is not None:
-            preload(link)
+        loaded = preload(link, flags.load) if flags.preload and link is not None else None
         setproctitle.setproctitle(f"tokenfleet engine {os.environ.get('WORKER_NAME', 'w0')}")
-        serve(link)
+        serve(link, loaded)
     except PeerClosed:
         exit_now(0)
     except SettingError as error:
@@ -61,17 +61,22 @@ def main() -> None:
         report_failure(link, EngineFailure("", repr(error)))
 
 
-def preload(link: AgentLink) -> None:
-    """Import all that an engine needs, and nothing more: the GPUs that it may use are not known yet. Return
-    when the variables have come. Raises PeerClosed.
+def preload(link: AgentLink, loads_model: bool) -> Any:
+    """Import all that an engine needs; GPUs are not touched, since those that it may use are not known yet.
+    Return the model if it is to be loaded, else None, when the variables have come. Raises PeerClosed,
+    SettingError.
     """
     setproctitle.setproctitle("tokenfleet engine preloaded")
     prepare_import()
     import gpu_worker.engine.loop  # noqa: F401  it imports everything
+    from gpu_worker.engine.model.load import load
+    from gpu_worker.engine.parallel.communicator import SINGLE_RANK
 
     check_cuda_is_unused()
-    link.send(LoadProgress("imported"))
+    loaded = load(Settings.read([], os.environ), no_progress, SINGLE_RANK) if loads_model else None
+    link.send(LoadProgress("preloaded"))
     os.environ.update(link.begin().variables)
+    return loaded
 
 
 def prepare_import() -> None:
@@ -89,7 +94,8 @@ def check_cuda_is_unused() -> None:
             raise RuntimeError("an import has initialised CUDA")
 
 
-def serve(link: AgentLink | None) -> None:
+def serve(link: AgentLink | None, loaded: Any) -> None:
+    """Serve with the model that is `loaded`, or load it."""
     settings, place = Settings.read([], os.environ), Place.read(os.environ)
     name = f"{os.environ.get('WORKER_NAME', 'w0')} engine{f' rank {place.rank}' if place.rank else ''}"
     logs.set_up(name, settings.log_level, settings.json_output, os.environ.get("WORKER_INCARNATION", ""))
@@ -101,7 +107,10 @@ def serve(link: AgentLink | None) -> None:
     communicator = Communicator(place)
     leads = link if place.rank == 0 else None
     engine = Engine(
-        settings, (lambda text: leads.send(LoadProgress(text))) if leads else no_progress, communicator
+        settings,
+        (lambda text: leads.send(LoadProgress(text))) if leads else no_progress,
+        communicator,
+        loaded,
     )
     gc.freeze()
     gc.enable()

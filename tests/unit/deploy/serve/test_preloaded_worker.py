@@ -7,16 +7,20 @@ import signal
 import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 
 from common.process import memory
+from common.process.preload import FLAG, LOAD_FLAG
 from common.settings.settings import Settings
 from deploy.serve import preloaded_worker
-from deploy.serve.preloaded_worker import RANK_BYTES, PreloadedWorker, fits_in_memory
+from deploy.serve.preloaded_worker import RANK_BYTES, PreloadedWorker, choose_flags
 from deploy.serve.supervised_process import SupervisedProcess
 from tests.support.waiting import wait_until
+
+WORKER_BYTES = 2 * RANK_BYTES
 
 FAKE = """
 import os, socket, sys, time
@@ -76,7 +80,7 @@ async def workshop(directory: Path, settings: Settings | None = None) -> AsyncIt
     """Leaving ends the keeping, and checks that it leaves no process."""
     others = set(psutil.Process().children(recursive=True))
     shop = Workshop(directory, settings or Settings(preload_worker=True))
-    keeping = asyncio.create_task(shop.preloaded.keep(shop.workers_are_ready))
+    keeping = asyncio.create_task(shop.preloaded.keep(shop.workers_are_ready, lambda: 0))
     try:
         yield shop
     finally:
@@ -151,22 +155,26 @@ async def test_one_whose_command_is_missing_keeps_nobody_from_starting(tmp_path:
 
 
 @pytest.mark.parametrize(
-    ("spare_bytes", "settings", "fits"),
+    ("spare_bytes", "settings", "flags"),
     [
-        (2 * RANK_BYTES, {}, True),
-        (2 * RANK_BYTES - 1, {}, False),
-        (2 * RANK_BYTES, {"num_shard": 2}, False),
-        (4 * RANK_BYTES, {"num_shard": 2}, True),
+        (2 * WORKER_BYTES, {}, [FLAG, LOAD_FLAG]),
+        (2 * WORKER_BYTES - 1, {}, [FLAG]),
+        (2 * RANK_BYTES, {}, [FLAG]),
+        (2 * RANK_BYTES - 1, {}, []),
+        (2 * RANK_BYTES - 1, {"preload_worker": True}, [FLAG]),
+        (2 * RANK_BYTES, {"num_shard": 2}, []),
+        (2 * WORKER_BYTES, {"num_shard": 2}, [FLAG]),
+        (2 * WORKER_BYTES + 4 * 3 * 2**20, {"device": "cuda"}, [FLAG]),
     ],
 )
-def test_by_default_memory_decides(
-    spare_bytes: int, settings: dict[str, int], fits: bool, monkeypatch: pytest.MonkeyPatch
+def test_memory_decides_what_is_preloaded(
+    spare_bytes: int, settings: dict[str, Any], flags: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What the caches of all workers may still take is not free."""
+    """What the caches of all workers may still take is not free. Ranks and GPUs load for themselves."""
     caches_bytes = 3 * 2**20
     monkeypatch.setattr(memory, "available_bytes", lambda: 2 * caches_bytes + spare_bytes)
-    own = Settings(device="cpu", num_workers=2, kv_cache_bytes=caches_bytes, **settings)  # type: ignore[arg-type]
-    assert fits_in_memory(own) == fits
+    own: dict[str, Any] = {"device": "cpu", "num_workers": 2, "kv_cache_bytes": caches_bytes}
+    assert choose_flags(Settings(**own | settings), WORKER_BYTES) == flags
 
 
 async def test_without_memory_none_waits_unless_it_is_demanded(

@@ -10,40 +10,46 @@ import psutil
 import pytest
 
 from common.settings.settings import Settings
+from deploy.serve.family import family
 from deploy.serve.fleet import LocalFleet
-from deploy.serve.stopped import end_stopped, find_stops
+from deploy.serve.stopped import Stop, end_stopped, read_stop
 from tests.support.waiting import wait_until_sync
 
 FAMILY = "import subprocess; subprocess.run(['sleep', '600'])"
 
 
 @pytest.fixture
-def family() -> Iterator[list[psutil.Process]]:
-    """A process, and one that it has started."""
+def parent() -> Iterator[psutil.Process]:
+    """A process that has started another."""
     with subprocess.Popen([sys.executable, "-c", FAMILY], start_new_session=True) as process:
-        parent = psutil.Process(process.pid)
-        yield [parent, *wait_until_sync(parent.children)]
+        found = psutil.Process(process.pid)
+        wait_until_sync(found.children)
+        yield found
         os.killpg(process.pid, signal.SIGKILL)
 
 
+def stops(parent: psutil.Process) -> list[Stop]:
+    return [stop for pid in family(parent.pid) if (stop := read_stop(pid))]
+
+
 @pytest.mark.parametrize("number", [0, 1])
-def test_a_stop_is_found_and_lasts_until_its_process_goes_on(
-    family: list[psutil.Process], number: int
-) -> None:
-    parent, victim = family[0], family[number]
-    assert not [*find_stops(parent.pid)]
+def test_a_stop_is_found_and_lasts_until_its_process_goes_on(parent: psutil.Process, number: int) -> None:
+    victim = [parent, *parent.children()][number]
+    assert not stops(parent)
     victim.suspend()
-    [stop] = wait_until_sync(lambda: [*find_stops(parent.pid)])
+    [stop] = wait_until_sync(lambda: stops(parent))
     assert stop.pid == victim.pid
-    assert [*find_stops(parent.pid)] == [stop]
+    assert stops(parent) == [stop]
     victim.resume()
-    wait_until_sync(lambda: not [*find_stops(parent.pid)])
+    wait_until_sync(lambda: not stops(parent))
 
 
-def test_nobody_is_stopped_who_has_ended(family: list[psutil.Process]) -> None:
-    family[1].kill()
-    wait_until_sync(lambda: not psutil.pid_exists(family[1].pid))
-    assert not [*find_stops(family[1].pid)]
+def test_nobody_is_stopped_who_has_ended(parent: psutil.Process) -> None:
+    [child] = parent.children()
+    child.suspend()
+    child.kill()
+    wait_until_sync(lambda: not psutil.pid_exists(child.pid))
+    assert read_stop(child.pid) is None
 
 
 async def test_0_waits_for_stopped_processes() -> None:

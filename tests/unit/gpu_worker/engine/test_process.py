@@ -154,12 +154,32 @@ def test_a_preloaded_engine_imports_only_and_loads_with_the_variables_it_is_give
     """Until then it has no title of a worker, and has not read a setting. A closed socket ends it."""
     child = start_child("--preload", MODEL_ID="/nowhere", BLOCK_SIZE="many")
     try:
-        assert child.receive() == LoadProgress("imported")
+        assert child.receive() == LoadProgress("preloaded")
         assert " ".join(psutil.Process(child.process.pid).cmdline()).strip() == "tokenfleet engine preloaded"
         child.send(Begin({"MODEL_ID": "smollm2", "BLOCK_SIZE": "32", "WORKER_NAME": "w3"}))
         ready = child.ready()
         assert isinstance(ready, Ready) and ready.block_size == 32
         assert " ".join(psutil.Process(child.process.pid).cmdline()).strip() == "tokenfleet engine w3"
+    finally:
+        assert end(child) == 0
+
+
+def test_a_preloaded_engine_with_its_model_loads_nothing_when_it_is_used() -> None:
+    index = 4
+    prompt = prompt_ids(PROMPTS)[index]
+    child = start_child("--preload", "--load")
+    try:
+        assert child.receive() == LoadProgress("preloaded")
+        child.send(Begin({"WORKER_NAME": "w3"}))
+        assert child.receive() == LoadProgress("measuring its speed")
+        assert isinstance(child.ready(), Ready)
+        child.send(Grant(3, 64, [start_row(7, prompt, 3, blocks=[1, 2, 3, 4])]))
+        ids: list[int] = []
+        while len(ids) < 3:
+            step = child.receive()
+            assert isinstance(step, StepResult)
+            ids += [token for _, _, token, _ in step.sampled]
+        assert ids == reference_ids([prompt], 40)[0][:3]
     finally:
         assert end(child) == 0
 
