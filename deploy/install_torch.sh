@@ -13,7 +13,12 @@ run_pip() { "$pip" --disable-pip-version-check install ${QUIET:-} --no-deps "$@"
 
 at_hand() { run_pip --no-index 2>/dev/null; }
 
-answers() { timeout 20 "$pip" --retries 0 --timeout 5 index versions --index-url "$1" torch >/dev/null 2>&1; }
+answers() { # by the pages that pip could not fetch: folders and other indexes that pip knows of may have a torch, too
+    place=${1#*://}
+    place=${place#*@} # pip hides passwords
+    said=$("$pip" --disable-pip-version-check -vv --retries 0 --timeout 5 index versions --index-url "$1" torch 2>&1) || return 1
+    ! printf '%s\n' "$said" | grep "Could not fetch URL" | grep -qF "${place%/}/"
+}
 
 if [ -n "${TORCH_INDEX:-}" ]; then
     answers "$TORCH_INDEX" || { echo "TORCH_INDEX: $TORCH_INDEX does not answer, or has no torch for this Python" >&2; exit 1; }

