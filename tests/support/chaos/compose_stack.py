@@ -8,6 +8,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from deploy.lock import read_lock
+
 ROOT = Path(__file__).parents[3]
 COMPOSE_VERSION = (2, 24)
 UNREACHABLE = (
@@ -135,6 +137,13 @@ def is_json_object(line: str) -> bool:
 
 def is_unreachable(error: str) -> bool:
     return any(words in error for words in UNREACHABLE)
+
+
+def packages_of(image: str) -> dict[str, str]:
+    """Name → version of every package of Python in an image."""
+    done = run(["docker", "run", "--rm", "--entrypoint", "pip", image, "list", "--format", "freeze"])
+    assert done.returncode == 0, done.stderr
+    return {name: version.partition("+")[0] for name, version in read_lock(done.stdout).items()}
 
 
 def image_sizes() -> dict[str, Any]:
