@@ -27,7 +27,7 @@ from tests.support.chaos.compose_stack import (
     packages_of,
     why_no_engine,
 )
-from tests.support.fleet.dashboard import panel_queries
+from tests.support.chaos.dashboard import panel_queries
 from tests.support.waiting import wait_until
 
 SERVICES = ["redis", "proxy", "api", "batcher", "jobs", "cpu_worker", "prometheus", "alertmanager"]

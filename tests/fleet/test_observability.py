@@ -19,7 +19,7 @@ import yaml
 from deploy.cli import run
 from deploy.serve.embedded_broker import free_port
 from tests.support.chaos.chaos_fleet import ChaosFleet
-from tests.support.fleet.dashboard import panel_queries
+from tests.support.chaos.dashboard import panel_queries
 from tests.support.fleet.fleet import Fleet
 from tests.support.waiting import wait_until, wait_until_sync
 

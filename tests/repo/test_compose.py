@@ -90,6 +90,12 @@ def test_every_setting_may_come_from_the_shell() -> None:
         }
 
 
+def test_as_many_workers_as_are_started_divide_the_cores() -> None:
+    worker = SERVICES["cpu_worker"]
+    assert worker["environment"]["NUM_WORKERS"] == worker["deploy"]["replicas"] == "${CPU_WORKERS:-1}"
+    assert SERVICES["gpu_worker"]["environment"]["NUM_WORKERS"] == "1", "each has its own GPU"
+
+
 @pytest.mark.parametrize("file", FILES)
 def test_images_run_without_root(file: str) -> None:
     assert (
