@@ -1,4 +1,4 @@
-"""The batcher process and a broker, without workers: waiting requests get their terminals."""
+"""The batcher process and a broker, without workers: requests get their terminals."""
 
 import asyncio
 
@@ -10,9 +10,11 @@ from common.broker.client import script
 from common.broker.keys import Keys
 from common.messages.codec import decode, encode
 from common.messages.events import Events
+from common.messages.packing import pack_ids
 from common.messages.request import Cancel, Generate, StoppingParams
 from deploy.serve.embedded_broker import Broker
 from tests.support.fleet.batchers import CHANNEL, admit, batcher, ended, waiting
+from tests.support.fleet.modeless_worker import modeless_worker
 from tests.support.waiting import wait_until
 
 KEYS = Keys("default")
@@ -152,3 +154,19 @@ async def test_without_workers_for_worker_grace_s_clients_get_an_error_and_jobs_
         end = await ended(redis, "r1")
         assert (end.error_type, "WORKER_GRACE_S" in end.error) == ("unavailable", True)
         assert await waiting(redis, 1), "the job"
+
+
+async def test_what_ran_on_the_last_worker_ends_after_worker_grace_s_and_says_so(
+    broker: Broker, redis: Redis
+) -> None:
+    """Its client has the tokens until then."""
+    stopping = StoppingParams(4000, ignore_eos=True)
+    request = Generate("r1", "d", pack_ids([300, 301]), stopping, channel=CHANNEL, gateway="g")
+    with batcher(broker.url, WORKER_GRACE_S="0.5"):
+        async with modeless_worker(broker.url, "w0") as engine:
+            await admit(redis, "r1", encode(request))
+            await wait_until(lambda: any(len(ids) > 7 for ids in engine.ids.values()))
+            assert await redis.hget(KEYS.request("r1"), "terminal") is None  # type: ignore[misc]
+        end = await ended(redis, "r1")
+    assert (end.error_type, "WORKER_GRACE_S" in end.error) == ("unavailable", True)
+    assert 0 < end.num_final < 4000
