@@ -5,8 +5,10 @@ import os
 import random
 import signal
 import socket
+import sys
 from collections.abc import Callable
 
+import setproctitle
 import uvicorn
 from starlette.types import ASGIApp
 
@@ -20,36 +22,57 @@ from api.inference.tokenizer import ModelTokenizer
 from api.lifecycle import Gateway
 from common import model_files
 from common.messages.kept_answer import WHOLE_FLEET_VARIABLE
+from common.process import logs, parent_death
+from common.process.preload import FLAG, wait_for_place
 from common.process.startup import configure_process, start_process
 from common.settings.settings import SettingError, Settings, exit_when_unservable
 
 log = logging.getLogger(__name__)
 
+PRELOADED = "preloaded-api"
 BACKLOG = 2048
 CLOSE_S = 3
 """How long connections may take to close once the gateway has drained."""
 
 
 def main() -> None:
-    """Serve until SIGTERM; exits with EX_CONFIG if a setting cannot be served."""
-    own = start_process("api", "g0")
+    """Serve until SIGTERM, with `--preload` from when this process has its place in the fleet on; exits with
+    EX_CONFIG if a setting cannot be served.
+    """
     with exit_when_unservable():
+        preloaded = preload() if sys.argv[1:] == [FLAG] else None
+        own = start_process("api", "g0")
         settings = Settings.read([])
         configure_process(own, settings)
-        serve(settings, own.incarnation)
+        serve(settings, own.incarnation, preloaded or load_tokenizer(settings))
 
 
-def serve(settings: Settings, incarnation: str) -> None:
-    """Run one gateway. Raises SettingError."""
+def preload() -> ModelTokenizer:
+    """Load the tokenizer, and return it when this process has its place in the fleet. Raises SettingError."""
+    parent_death.die_with_parent()
+    settings = Settings.read([])
+    logs.set_up(PRELOADED, settings.log_level, settings.json_output)
+    tokenizer = load_tokenizer(settings)
+    setproctitle.setproctitle(f"tokenfleet {PRELOADED}")
+    wait_for_place()
+    return tokenizer
+
+
+def load_tokenizer(settings: Settings) -> ModelTokenizer:
+    """Raises SettingError."""
+    # A gateway tokenises one prompt at a time: a thread pool would only cost.
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     path = model_files.resolve(settings.model_id, settings.revision, dtype=settings.dtype)
-    tokenizer = ModelTokenizer.load(
+    return ModelTokenizer.load(
         path,
         settings.tokenizer_config_path,
         settings.chat_template,
         load_sampling_defaults(path, settings),
     )
-    # A gateway tokenises one prompt at a time: a thread pool would only cost.
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+
+def serve(settings: Settings, incarnation: str, tokenizer: ModelTokenizer) -> None:
+    """Run one gateway. Raises SettingError."""
     sockets = [shared_listener(settings.listen_host, settings.port), own_listener(settings.gateway_port)]
     gateway = Gateway(settings, incarnation, tokenizer, lossy(os.environ.get("TOKENFLEET_TEST_LOSE", "")))
     draining = Draining(gateway.show_draining, gateway.give_up, WHOLE_FLEET_VARIABLE in os.environ)

@@ -139,10 +139,10 @@ async def look_for_leftovers(outcome: Outcome, fleet: ChaosFleet) -> None:
     outcome.after = after = Holdings.of(fleet)
     assert outcome.before
     for kind, count in after.handles.items():
-        if count > outcome.before.handles[kind] + MOST_HANDLES:
+        if count > outcome.before.handles.get(kind, count) + MOST_HANDLES:
             outcome.left_over.append(f"{kind} has {count} handles")
     for kind, size in after.memory.items():
-        if size > outcome.before.memory[kind] + MOST_MEMORY:
+        if size > outcome.before.memory.get(kind, size) + MOST_MEMORY:
             outcome.left_over.append(f"{kind} has {size // MIB} MiB")
 
 

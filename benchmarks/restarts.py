@@ -13,7 +13,7 @@ import time
 import redis
 
 from common.broker.keys import Keys
-from tests.support.fleet.fleet import Fleet
+from tests.support.fleet.fleet import READY_S, Fleet
 from tests.support.waiting import wait_until_sync
 
 KEYS = Keys("default")
@@ -46,7 +46,7 @@ def measure(fleet: Fleet, preload: bool) -> float:
     """Kill the worker, and return the seconds until its successor is ready."""
     with redis.Redis.from_url(fleet.redis_url) as client:
         [old] = wait_until_sync(lambda: ready(client))
-        wait_until_sync(lambda: bool(fleet.preloaded()) == preload)
+        wait_until_sync(lambda: bool(fleet.preloaded()) == preload, READY_S)
         time.sleep(LONG_LIFE_S)
         killed_s = time.monotonic()
         os.kill(fleet.pid("w0"), signal.SIGKILL)

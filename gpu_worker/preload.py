@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import setproctitle
 
-from common.process.preload import ACCEPTED, READY, decode_variables
+from common.process.preload import ACCEPTED, READY, decode_variables, detach_stdin
 from gpu_worker.agent.engine_client import RankProcess
 from gpu_worker.protocol import LoadProgress
 
@@ -47,9 +47,3 @@ async def first_line(reader: asyncio.StreamReader, ranks: list[RankProcess]) -> 
     for end in ends:
         end.cancel()
     return line.result() if line.done() else b""
-
-
-def detach_stdin() -> None:
-    """Close the socket that was standard input: a worker reads none."""
-    with open(os.devnull, "rb") as nothing:
-        os.dup2(nothing.fileno(), sys.stdin.fileno())

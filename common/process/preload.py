@@ -6,6 +6,9 @@ fleet, and it answers ACCEPTED.
 """
 
 import json
+import os
+import socket
+import sys
 from collections.abc import Mapping
 
 FLAG = "--preload"
@@ -22,3 +25,23 @@ def encode_variables(variables: Mapping[str, str]) -> bytes:
 def decode_variables(line: bytes) -> dict[str, str]:
     """The variables of a line that `encode_variables` made."""
     return {str(name): str(value) for name, value in json.loads(line).items()}
+
+
+def wait_for_place() -> None:
+    """Say READY, and return when this process has its place in the fleet: its variables are in the
+    environment then. Exits when the launcher ends before.
+    """
+    with socket.socket(fileno=os.dup(sys.stdin.fileno())) as launcher:
+        launcher.sendall(READY)
+        line = launcher.makefile("rb").readline()
+        if not line:
+            sys.exit(0)
+        os.environ.update(decode_variables(line))
+        launcher.sendall(ACCEPTED)
+    detach_stdin()
+
+
+def detach_stdin() -> None:
+    """Close the socket that was standard input: no process of a fleet reads any."""
+    with open(os.devnull, "rb") as nothing:
+        os.dup2(nothing.fileno(), sys.stdin.fileno())

@@ -127,6 +127,8 @@ class SettingFields(BaseModel):
     """worker processes that `serve` starts"""
     preload_worker: bool | None = None
     """`serve` keeps a process that is ready to become the next worker (default: where memory allows)"""
+    preload_gateway: bool | None = None
+    """`serve` keeps a process that is ready to become the next gateway (default: where memory allows)"""
     num_shard: Processes | None = None
     """ranks that run one model together, each on a GPU of its own (default: 1; all GPUs with SHARDED)"""
     sharded: bool | None = None

@@ -9,7 +9,9 @@ from common.messages.kept_answer import WHOLE_FLEET_VARIABLE
 from common.settings.settings import SettingError, Settings
 from common.settings.types import MAX_PORT
 from deploy.serve.embedded_broker import Broker
-from deploy.serve.preloaded_worker import PreloadedWorker
+from deploy.serve.family import family, resident_bytes
+from deploy.serve.preload_flags import gateway_flags, worker_flags
+from deploy.serve.preloaded_process import PreloadedProcess
 from deploy.serve.socket_keeper import SocketKeeper
 from deploy.serve.supervised_process import SupervisedProcess
 
@@ -30,7 +32,7 @@ class LocalFleet:
         brokers: the embedded broker, or nothing when the broker is not ours.
         was_ready: whether the fleet ever served.
         is_ending: whether it was told to end; who ends by itself then has been told, too.
-        preloaded: becomes the next worker that starts; None where that is not wanted.
+        preloaded_worker, preloaded_gateway: become the next ones that start; None where that is not wanted.
         keeper: of the sockets of answers; closed when the fleet ends.
     """
 
@@ -42,7 +44,8 @@ class LocalFleet:
     jobs: list[SupervisedProcess] = field(default_factory=list)
     was_ready: bool = False
     is_ending: bool = False
-    preloaded: PreloadedWorker | None = None
+    preloaded_worker: PreloadedProcess | None = None
+    preloaded_gateway: PreloadedProcess | None = None
     keeper: SocketKeeper = field(default_factory=SocketKeeper)
 
     @property
@@ -98,10 +101,21 @@ def build_fleet(settings: Settings, broker: Broker | None, counts: Mapping[str, 
         keeper=SocketKeeper(settings.gateway_grace_s),
     )
     if fleet.workers and settings.preload_worker is not False:
-        fleet.preloaded = PreloadedWorker(settings, command(MODULES["worker"]), environ)
-        for worker in fleet.workers:
-            worker.preloaded = fleet.preloaded
+        fleet.preloaded_worker = PreloadedProcess(
+            "worker", command(MODULES["worker"]), environ, lambda: worker_flags(settings, worker_bytes(fleet))
+        )
+    if fleet.gateways and settings.preload_gateway is not False:
+        fleet.preloaded_gateway = PreloadedProcess(
+            "gateway",
+            command(MODULES["gateway"]),
+            environ,
+            lambda: gateway_flags(settings),
+            fleet.keeper.open_channel,
+        )
+    for worker in fleet.workers:
+        worker.preloaded = fleet.preloaded_worker
     for gateway in fleet.gateways:
+        gateway.preloaded = fleet.preloaded_gateway
         gateway.open_channel = fleet.keeper.open_channel
         if fleet.is_whole:
             gateway.environ = gateway.environ | {WHOLE_FLEET_VARIABLE: "1"}
@@ -109,6 +123,11 @@ def build_fleet(settings: Settings, broker: Broker | None, counts: Mapping[str, 
     number_ports(fleet.gateways, "GATEWAY_PORT", settings.gateway_port, taken)
     number_ports(fleet.ours, "METRICS_PORT", settings.metrics_port, taken)
     return fleet
+
+
+def worker_bytes(fleet: LocalFleet) -> int:
+    """Memory that the largest worker takes."""
+    return max(sum(map(resident_bytes, family(worker.pid))) for worker in fleet.workers)
 
 
 def supervised_broker(broker: Broker) -> SupervisedProcess:

@@ -13,10 +13,15 @@ from common.settings.settings import Settings
 from deploy.serve import checks
 from deploy.serve.deaths import DEATHS, report_death
 from deploy.serve.embedded_broker import embedded
-from deploy.serve.family import family, resident_bytes
 from deploy.serve.fleet import LocalFleet, new_fleet
 from deploy.serve.shutdown import FleetEnded, end_on_signals
-from deploy.serve.startup import last_lines, wait_for_broker, wait_until_ready, workers_are_ready
+from deploy.serve.startup import (
+    gateways_are_ready,
+    last_lines,
+    wait_for_broker,
+    wait_until_ready,
+    workers_are_ready,
+)
 from deploy.serve.stopped import end_stopped
 from deploy.serve.supervised_process import SupervisedProcess, describe, kill
 
@@ -74,15 +79,10 @@ async def launch(fleet: LocalFleet, tasks: asyncio.TaskGroup) -> None:
         fleet.was_ready = True
         if fleet.is_whole:
             print(last_lines(fleet.settings), flush=True)  # for people; logs are on stderr
-        if fleet.preloaded is not None:
-            tasks.create_task(
-                fleet.preloaded.keep(partial(workers_are_ready, fleet), partial(worker_bytes, fleet))
-            )
-
-
-def worker_bytes(fleet: LocalFleet) -> int:
-    """Memory that the largest worker takes."""
-    return max(sum(map(resident_bytes, family(worker.pid))) for worker in fleet.workers)
+        if fleet.preloaded_gateway is not None:
+            tasks.create_task(fleet.preloaded_gateway.keep(partial(gateways_are_ready, fleet)))
+        if fleet.preloaded_worker is not None:
+            tasks.create_task(fleet.preloaded_worker.keep(partial(workers_are_ready, fleet)))
 
 
 async def supervise(process: SupervisedProcess, fleet: LocalFleet, tasks: asyncio.TaskGroup) -> None:

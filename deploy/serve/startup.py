@@ -6,6 +6,7 @@ import itertools
 import logging
 import shutil
 import sys
+from collections.abc import Awaitable, Callable, Sequence
 from typing import TextIO
 
 from redis.asyncio import Redis
@@ -16,6 +17,7 @@ from common.process.incarnations import first_incarnation
 from common.settings.settings import SettingError, Settings
 from deploy.serve import checks
 from deploy.serve.fleet import LocalFleet
+from deploy.serve.supervised_process import SupervisedProcess
 
 log = logging.getLogger(__name__)
 
@@ -110,16 +112,29 @@ async def is_ready(fleet: LocalFleet) -> bool:
 
 async def workers_are_ready(fleet: LocalFleet) -> bool:
     """Whether every worker that should run is ready; False where the broker does not answer."""
+    return await are_among(fleet, fleet.workers, ready_workers)
+
+
+async def gateways_are_ready(fleet: LocalFleet) -> bool:
+    """As `workers_are_ready`."""
+    return await are_among(fleet, fleet.gateways, ready_gateways)
+
+
+async def are_among(
+    fleet: LocalFleet,
+    processes: Sequence[SupervisedProcess],
+    read_ready: Callable[[Redis, Keys], Awaitable[set[str]]],
+) -> bool:
     assert fleet.settings.redis_url is not None
-    running = {worker.incarnation for worker in fleet.workers if worker.should_run}
+    running = {process.incarnation for process in processes if process.should_run}
     try:
         async with asyncio.timeout(HEALTH_TIMEOUT_S), connect(fleet.settings.redis_url) as redis:
-            return bool(running) and running <= await ready_processes(redis, Keys(fleet.settings.pool))
+            return bool(running) and running <= await read_ready(redis, Keys(fleet.settings.pool))
     except ERRORS:
         return False
 
 
-async def ready_processes(redis: Redis, keys: Keys) -> set[str]:
+async def ready_workers(redis: Redis, keys: Keys) -> set[str]:
     """Workers with a heartbeat, by the first incarnation of their process."""
     members = [member.decode() for member in await redis.zrange(keys.workers, 0, -1)]
     async with redis.pipeline(transaction=False) as pipe:
@@ -127,6 +142,12 @@ async def ready_processes(redis: Redis, keys: Keys) -> set[str]:
             pipe.exists(keys.worker(member))
         found = await pipe.execute()
     return {first_incarnation(member) for member, is_there in zip(members, found, strict=True) if is_there}
+
+
+async def ready_gateways(redis: Redis, keys: Keys) -> set[str]:
+    """Gateways with a heartbeat: they have one as soon as they serve."""
+    members = [member.decode().partition(":") for member in await redis.zrange(keys.processes, 0, -1)]
+    return {name for kind, _, name in members if kind == "gateway"}
 
 
 async def wait_for_broker(settings: Settings) -> None:

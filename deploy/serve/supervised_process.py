@@ -5,14 +5,13 @@ import contextlib
 import logging
 import os
 import signal
-import socket
 from asyncio.subprocess import DEVNULL
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from common.messages.kept_answer import HANDLE_VARIABLE
 from common.process.incarnations import new_incarnation
-from deploy.serve.preloaded_worker import PreloadedWorker
+from deploy.serve.preloaded_process import PreloadedProcess
+from deploy.serve.spawn import OpenChannel, spawn
 
 log = logging.getLogger(__name__)
 
@@ -71,13 +70,13 @@ class SupervisedProcess:
     name: str
     command: Sequence[str]
     environ: dict[str, str]
-    preloaded: PreloadedWorker | None = None
+    preloaded: PreloadedProcess | None = None
     should_run: bool = True
     stop_signal: signal.Signals = signal.SIGTERM
     incarnation: str = ""
     running: asyncio.subprocess.Process | None = None
     restarts: Restarts = field(default_factory=Restarts)
-    open_channel: Callable[[], socket.socket] | None = None
+    open_channel: OpenChannel | None = None
 
     async def run_once(self) -> tuple[int, float]:
         """Run the process once. Returns its return code, and the seconds that it ran."""
@@ -88,7 +87,7 @@ class SupervisedProcess:
         variables = self.environ | own
         try:
             preloaded = await self.preloaded.become(variables) if self.preloaded else None
-            self.running = preloaded or await self.start(variables)
+            self.running = preloaded or await spawn(self.command, variables, DEVNULL, self.open_channel)
         except OSError as error:  # no memory, no process left: later, perhaps
             log.error("%s does not start: %s", self.name, error)
             return os.EX_OSERR, clock() - started_s
@@ -97,19 +96,6 @@ class SupervisedProcess:
         returncode = await self.running.wait()
         self.kill_group()  # what it left behind
         return returncode, clock() - started_s
-
-    async def start(self, variables: dict[str, str]) -> asyncio.subprocess.Process:
-        """Raises OSError."""
-        with self.open_channel() if self.open_channel else contextlib.nullcontext() as channel:
-            handles = [channel.fileno()] if channel else []
-            own = {HANDLE_VARIABLE: str(channel.fileno())} if channel else {}
-            return await asyncio.create_subprocess_exec(
-                *self.command,
-                env=os.environ | variables | own,
-                pass_fds=handles,
-                stdin=DEVNULL,
-                start_new_session=True,
-            )
 
     @property
     def is_running(self) -> bool:

@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.support.fleet.fleet import Fleet, is_alive
+from tests.support.fleet.fleet import READY_S, Fleet, is_alive
 from tests.support.waiting import wait_until_sync
 
 BODY = {"inputs": "The sky is", "parameters": {"max_new_tokens": 60, "ignore_eos": True, "details": True}}
@@ -50,13 +50,13 @@ def workers(fleet: Fleet) -> list[dict[str, Any]]:
 
 def test_the_successor_was_preloaded_and_no_token_is_lost(fleet: Fleet) -> None:
     expected = generate(fleet)
-    waiting = wait_until_sync(fleet.preloaded)
+    waiting = wait_until_sync(fleet.preloaded, READY_S)
     assert len(workers(fleet)) == 1, "it is no worker yet"
     assert generate_over_a_kill(fleet) == expected
     [worker] = workers(fleet)
     assert worker["pid"] == waiting
 
-    second = wait_until_sync(fleet.preloaded)
+    second = wait_until_sync(fleet.preloaded, READY_S)
     assert second != waiting
     os.kill(second, signal.SIGKILL)
     assert generate(fleet) == expected

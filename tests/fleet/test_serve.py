@@ -4,13 +4,15 @@ import json
 import os
 import signal
 import time
+from collections.abc import Iterator
+from typing import Any
 
 import httpx
 import pytest
 
 from common.settings.settings import Settings
 from deploy.serve import checks
-from tests.support.fleet.fleet import Fleet, is_alive
+from tests.support.fleet.fleet import READY_S, Fleet, is_alive
 from tests.support.waiting import wait_until_sync
 
 GONE_S = 3.0
@@ -18,8 +20,9 @@ PROMPT = "The sky is blue because"
 
 
 def test_processes_have_names_restart_and_drain() -> None:
-    """The successor of a worker is the preloaded process; no process is left at the end."""
-    with Fleet(num_workers=1, kv_cache_bytes="64MiB", preload_worker=True) as fleet:
+    """The successors of a worker and of a gateway are preloaded processes; no process is left at the end."""
+    preloads = {"preload_worker": True, "preload_gateway": True}
+    with Fleet(num_workers=1, kv_cache_bytes="64MiB", **preloads) as fleet:
         titles = {" ".join(process.cmdline()).strip() for process in fleet.processes()}
         assert {
             "tokenfleet serve",
@@ -29,12 +32,20 @@ def test_processes_have_names_restart_and_drain() -> None:
         } <= titles
         assert httpx.get(f"{fleet.base_url}/v1/models").json()["data"][0]["id"] == "smollm2"
 
-        old, preloaded = fleet.pid("w0"), wait_until_sync(fleet.preloaded)
+        old, preloaded = fleet.pid("w0"), wait_until_sync(fleet.preloaded, READY_S)
         assert kinds(fleet).count("worker") == 1
         os.kill(old, signal.SIGKILL)
         assert fleet.restarted("w0", old) == preloaded
 
         body = {"inputs": PROMPT, "parameters": {"max_new_tokens": 200, "ignore_eos": True, "details": True}}
+        old, preloaded = fleet.pid("g0"), wait_until_sync(lambda: fleet.preloaded("preloaded-api"), READY_S)
+        with httpx.stream("POST", f"{fleet.base_url}/generate_stream", json=body, timeout=60) as answer:
+            lines = answer.iter_lines()
+            next(lines)
+            os.kill(old, signal.SIGKILL)
+            assert fleet.restarted("g0", old) == preloaded
+            assert last_frame(lines)["details"]["generated_tokens"] == 200
+
         with httpx.stream("POST", f"{fleet.base_url}/generate_stream", json=body, timeout=60) as answer:
             lines = answer.iter_lines()
             next(lines)
@@ -42,14 +53,20 @@ def test_processes_have_names_restart_and_drain() -> None:
             wait_until_sync(lambda: httpx.get(f"{fleet.base_url}/health").status_code == 503)
             refused = httpx.post(f"{fleet.base_url}/generate", json=body)
             assert refused.status_code == 503 and "shutting down" in refused.text
-            frames = [json.loads(line.removeprefix("data:")) for line in lines if line.startswith("data:")]
-        assert frames[-1]["details"]["generated_tokens"] == 200
+            assert last_frame(lines)["details"]["generated_tokens"] == 200
         everybody = fleet.processes()
         assert fleet.launcher.wait(60) == 0
         wait_until_sync(lambda: not any(map(is_alive, everybody)), GONE_S)
         checks.check_port(
             Settings(hostname="127.0.0.1", port=fleet.settings["port"])
         )  # a next fleet may start at once
+
+
+def last_frame(lines: Iterator[str]) -> dict[str, Any]:
+    """Of a stream, once it has ended."""
+    *_, last = (line for line in lines if line.startswith("data:"))
+    found: dict[str, Any] = json.loads(last.removeprefix("data:"))
+    return found
 
 
 def kinds(fleet: Fleet) -> list[str]:
@@ -59,7 +76,7 @@ def kinds(fleet: Fleet) -> list[str]:
 @pytest.mark.slow
 def test_a_killed_launcher_leaves_no_process() -> None:
     with Fleet(kv_cache_bytes="64MiB", preload_worker=True) as fleet:
-        wait_until_sync(fleet.preloaded)
+        wait_until_sync(fleet.preloaded, READY_S)
         processes = fleet.processes()
         assert any("engine" in " ".join(process.cmdline()) for process in processes)
         for process in processes[1:]:

@@ -31,7 +31,8 @@ class ChaosFleet(Fleet):
         **settings: Any,
     ) -> None:
         preload_worker = None if step_ms is None else False
-        super().__init__(pythonpath=ROOT, preload_worker=preload_worker, **settings)
+        preloads = {"preload_worker": preload_worker, "preload_gateway": None}
+        super().__init__(**{"pythonpath": ROOT} | preloads | settings)
         self.proxy_port = free_port()
         self.settings |= {
             DIRECTORY: self.directory,

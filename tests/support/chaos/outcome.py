@@ -106,4 +106,6 @@ def counts(found: Counter[str]) -> str:
 
 
 def changes(before: dict[str, int], after: dict[str, int], unit: int) -> str:
-    return ", ".join(f"{kind} {before[kind] // unit} → {after[kind] // unit}" for kind in sorted(after))
+    return ", ".join(
+        f"{kind} {before.get(kind, 0) // unit} → {after[kind] // unit}" for kind in sorted(after)
+    )

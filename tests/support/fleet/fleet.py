@@ -38,7 +38,8 @@ class Fleet:
     command: tuple[str, ...] = ("deploy.cli", "serve")
 
     def __init__(self, **settings: Any) -> None:
-        own = {"hostname": "127.0.0.1", "port": free_port(), "num_jobs": 0, "preload_worker": False}
+        own = {"hostname": "127.0.0.1", "port": free_port(), "num_jobs": 0}
+        own |= {"preload_worker": False, "preload_gateway": False}
         self.settings: dict[str, Any] = own | settings
         self.base_url = f"http://127.0.0.1:{self.settings['port']}"
         self.directory = Path(tempfile.mkdtemp(prefix="tokenfleet-test-"))
@@ -115,10 +116,10 @@ class Fleet:
         """Process id of `w0`, once there is one."""
         return int(wait_until_sync(lambda: self.pids().get(name)))
 
-    def preloaded(self) -> int:
-        """Process id of the preloaded worker that waits; 0 without one."""
+    def preloaded(self, name: str = "preloaded") -> int:
+        """Process id of the preloaded worker that waits, or of the `preloaded-api`; 0 without one."""
         children = psutil.Process(self.launcher.pid).children()
-        return next((child.pid for child in children if title(child) == ["tokenfleet", "preloaded"]), 0)
+        return next((child.pid for child in children if title(child) == ["tokenfleet", name]), 0)
 
     def workers_ready(self, pool: str = "default") -> int:
         """Workers that the batcher has taken over and gives rows to."""

@@ -104,7 +104,7 @@ def test_a_killed_worker_restarts_with_a_new_incarnation_and_the_batcher_is_info
     fleet.ready()
     [(pid, incarnation)] = fleet.starts("w1")
     os.kill(pid, signal.SIGKILL)
-    wait_until_sync(lambda: len(fleet.starts("w1")) == 2, GONE_S)
+    wait_until_sync(lambda: len(fleet.starts("w1")) == 2)
     assert fleet.starts("w1")[1][1] != incarnation
     assert len(fleet.starts("w0")) == 1
     with fleet.client() as client:

@@ -7,20 +7,15 @@ import signal
 import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
 
-from common.process import memory
-from common.process.preload import FLAG, LOAD_FLAG
-from common.settings.settings import Settings
-from deploy.serve import preloaded_worker
-from deploy.serve.preloaded_worker import RANK_BYTES, PreloadedWorker, choose_flags
+from common.process.preload import FLAG
+from deploy.serve import preloaded_process
+from deploy.serve.preloaded_process import PreloadedProcess
 from deploy.serve.supervised_process import SupervisedProcess
 from tests.support.waiting import wait_until
-
-WORKER_BYTES = 2 * RANK_BYTES
 
 FAKE = """
 import os, socket, sys, time
@@ -47,11 +42,11 @@ time.sleep(600)
 class Workshop:
     """A preloaded worker, and a worker `w0` that may use it; `imports` is a file that keeps it importing."""
 
-    def __init__(self, directory: Path, settings: Settings) -> None:
+    def __init__(self, directory: Path, flags: list[str]) -> None:
         self.imports, self.told = directory / "imports", directory / "told"
         command = [sys.executable, "-c", FAKE]
         environ = {"IMPORTS": str(self.imports), "TOLD": str(self.told)}
-        self.preloaded = PreloadedWorker(settings, command, environ)
+        self.preloaded = PreloadedProcess("worker", command, environ, lambda: flags)
         self.worker = SupervisedProcess("worker", "w0", command, environ, self.preloaded)
         self.are_ready = asyncio.Event()
         self.are_ready.set()
@@ -76,11 +71,11 @@ class Workshop:
 
 
 @contextlib.asynccontextmanager
-async def workshop(directory: Path, settings: Settings | None = None) -> AsyncIterator[Workshop]:
+async def workshop(directory: Path, *flags: str) -> AsyncIterator[Workshop]:
     """Leaving ends the keeping, and checks that it leaves no process."""
     others = set(psutil.Process().children(recursive=True))
-    shop = Workshop(directory, settings or Settings(preload_worker=True))
-    keeping = asyncio.create_task(shop.preloaded.keep(shop.workers_are_ready, lambda: 0))
+    shop = Workshop(directory, [*flags])
+    keeping = asyncio.create_task(shop.preloaded.keep(shop.workers_are_ready))
     try:
         yield shop
     finally:
@@ -92,7 +87,7 @@ async def workshop(directory: Path, settings: Settings | None = None) -> AsyncIt
 
 async def test_it_becomes_the_worker_that_starts_next_and_is_replaced(tmp_path: Path) -> None:
     """Not before the workers are ready again: it would take processor time from the one that loads."""
-    async with workshop(tmp_path) as shop:
+    async with workshop(tmp_path, FLAG) as shop:
         first = await shop.ready()
         shop.are_ready.clear()
         assert await shop.start() == [str(first), "preloaded", shop.worker.incarnation]
@@ -105,7 +100,7 @@ async def test_it_becomes_the_worker_that_starts_next_and_is_replaced(tmp_path: 
 
 
 async def test_one_that_still_imports_makes_way_for_the_worker(tmp_path: Path) -> None:
-    async with workshop(tmp_path) as shop:
+    async with workshop(tmp_path, FLAG) as shop:
         shop.imports.touch()
         await wait_until(lambda: shop.preloaded.waiting)
         assert shop.preloaded.waiting is not None
@@ -117,7 +112,7 @@ async def test_one_that_still_imports_makes_way_for_the_worker(tmp_path: Path) -
 
 
 async def test_one_that_does_not_answer_is_ended_and_a_worker_starts(tmp_path: Path) -> None:
-    async with workshop(tmp_path) as shop:
+    async with workshop(tmp_path, FLAG) as shop:
         pid = await shop.ready()
         os.kill(pid, signal.SIGSTOP)
         assert (await shop.start())[1] == "alone"
@@ -125,8 +120,8 @@ async def test_one_that_does_not_answer_is_ended_and_a_worker_starts(tmp_path: P
 
 
 async def test_one_that_is_killed_is_replaced_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(preloaded_worker, "FIRST_RETRY_S", 0.01)
-    async with workshop(tmp_path) as shop:
+    monkeypatch.setattr(preloaded_process, "FIRST_RETRY_S", 0.01)
+    async with workshop(tmp_path, FLAG) as shop:
         first = await shop.ready()
         os.kill(first, signal.SIGKILL)
         assert (await shop.start())[1] in ("alone", "preloaded")
@@ -135,7 +130,7 @@ async def test_one_that_is_killed_is_replaced_later(tmp_path: Path, monkeypatch:
 
 async def test_one_that_dies_while_it_is_asked_keeps_nobody_from_starting(tmp_path: Path) -> None:
     """What it was sent is unread, which resets the connection."""
-    async with workshop(tmp_path) as shop:
+    async with workshop(tmp_path, FLAG) as shop:
         pid = await shop.ready()
         os.kill(pid, signal.SIGSTOP)
         asked = shop.preloaded.waiting
@@ -147,43 +142,15 @@ async def test_one_that_dies_while_it_is_asked_keeps_nobody_from_starting(tmp_pa
 
 
 async def test_one_whose_command_is_missing_keeps_nobody_from_starting(tmp_path: Path) -> None:
-    async with workshop(tmp_path) as shop:
+    async with workshop(tmp_path, FLAG) as shop:
         await shop.ready()
         shop.preloaded.command = ["/nowhere/python"]
         assert (await shop.start())[1] == "preloaded"
         assert (await shop.start())[1] == "alone"
 
 
-@pytest.mark.parametrize(
-    ("spare_bytes", "settings", "flags"),
-    [
-        (2 * WORKER_BYTES, {}, [FLAG, LOAD_FLAG]),
-        (2 * WORKER_BYTES - 1, {}, [FLAG]),
-        (2 * RANK_BYTES, {}, [FLAG]),
-        (2 * RANK_BYTES - 1, {}, []),
-        (2 * RANK_BYTES - 1, {"preload_worker": True}, [FLAG]),
-        (2 * RANK_BYTES, {"num_shard": 2}, []),
-        (2 * WORKER_BYTES, {"num_shard": 2}, [FLAG]),
-        (2 * WORKER_BYTES + 4 * 3 * 2**20, {"device": "cuda"}, [FLAG]),
-    ],
-)
-def test_memory_decides_what_is_preloaded(
-    spare_bytes: int, settings: dict[str, Any], flags: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What the caches of all workers may still take is not free. Ranks and GPUs load for themselves."""
-    caches_bytes = 3 * 2**20
-    monkeypatch.setattr(memory, "available_bytes", lambda: 2 * caches_bytes + spare_bytes)
-    own: dict[str, Any] = {"device": "cpu", "num_workers": 2, "kv_cache_bytes": caches_bytes}
-    assert choose_flags(Settings(**own | settings), WORKER_BYTES) == flags
-
-
-async def test_without_memory_none_waits_unless_it_is_demanded(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(memory, "available_bytes", lambda: 0)
-    caplog.set_level("INFO", preloaded_worker.__name__)
-    async with workshop(tmp_path, Settings()) as shop:
-        await wait_until(lambda: "memory is short (PRELOAD_WORKER)" in caplog.text)
+async def test_without_memory_none_waits(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", preloaded_process.__name__)
+    async with workshop(tmp_path) as shop:
+        await wait_until(lambda: "no worker is preloaded: memory is short" in caplog.text)
         assert shop.preloaded.waiting is None
-    async with workshop(tmp_path, Settings(preload_worker=True)) as shop:
-        await shop.ready()
