@@ -12,10 +12,8 @@ GATEWAY_BYTES = 128 * 2**20
 
 def worker_flags(settings: Settings, worker_bytes: int) -> list[str]:
     """How a worker is preloaded: with its model, where that is on CPU and of one rank and leaves memory, or
-    without; not at all where even that does not, unless PRELOAD_WORKER demands it.
-
-    Attributes:
-        worker_bytes: what a worker takes that has loaded the model.
+    without; not at all where even that does not, unless PRELOAD_WORKER demands it. `worker_bytes`: what a
+    worker takes that has loaded the model.
     """
     num_ranks = settings.num_shard or 1
     may_load = num_ranks == 1 and not checks.caches_on_gpu(settings)

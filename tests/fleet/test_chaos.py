@@ -60,6 +60,8 @@ def test_a_pause_belongs_to_the_stop_that_lasts_into_it() -> None:
     assert label(14.1, 21.0) == "batcher kill"
     assert label(20.2, 24.0) == "batcher kill", "its last token came just after the strike"
     assert label(21.0, 24.0) == "engine kill"
+    [chain] = find_pauses([("greedy 0", Choice(times_s=[9.5, 20.5]))], struck, math.inf)
+    assert str(chain).endswith("(broker stop, then 2 more)")
 
 
 def test_pauses_of_stopped_processes_are_listed_apart() -> None:

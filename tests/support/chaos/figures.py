@@ -26,12 +26,17 @@ COMPUTING = {"agent kill", "engine kill", "batcher kill"}
 
 @dataclass(frozen=True, slots=True)
 class Pause:
-    """The longest pause of a stream after one strike; times are of the monotonic clock."""
+    """The longest pause of a stream after one strike; times are of the monotonic clock.
+
+    Attributes:
+        num_later: strikes that came between this one and the end of the pause, and prolonged it perhaps.
+    """
 
     case: str
     label: str
     begin_s: float
     end_s: float
+    num_later: int
 
     @property
     def duration_s(self) -> float:
@@ -39,7 +44,8 @@ class Pause:
 
     def __str__(self) -> str:
         begun = time.strftime("%X", time.localtime(time.time() - time.monotonic() + self.begin_s))
-        return f"{self.case}: {self.duration_s:.1f} s from {begun} on ({self.label})"
+        later = f", then {self.num_later} more" if self.num_later else ""
+        return f"{self.case}: {self.duration_s:.1f} s from {begun} on ({self.label}{later})"
 
 
 def find_pauses(
@@ -61,7 +67,8 @@ def find_pauses(
             cause = next((i for i in range(max(0, cause)) if stopped_until_s[i] > begin_s), cause)
             if cause < 0:
                 continue
-            pause = Pause(case, struck[cause][1].label, begin_s, end_s)
+            num_later = max(0, bisect_right(times_s, end_s) - cause - 1)
+            pause = Pause(case, struck[cause][1].label, begin_s, end_s, num_later)
             longest[cause] = max(longest.get(cause, pause), pause, key=lambda one: one.duration_s)
         found += longest.values()
     return sorted(found, key=lambda one: -one.duration_s)

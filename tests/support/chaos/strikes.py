@@ -77,8 +77,9 @@ def draw_strikes(seed: int, targets: Targets, every_s: float, spared: Sequence[s
     """
     draw = random.Random(seed)
     kinds = [kind for kind in KINDS if kind not in spared]
-    singles = endless_deck(draw, [(kind,) for kind in kinds])
-    pairs = endless_deck(draw, possible_pairs(targets, kinds))
+    cards = [(kind,) for kind in kinds]
+    singles = endless_deck(draw, cards)
+    pairs = endless_deck(draw, possible_pairs(targets, kinds) or cards)
     while True:
         deck = pairs if draw.random() < PAIRS else singles
         pause_s = every_s * draw.uniform(0.5, 1.5)
@@ -93,7 +94,7 @@ def possible_pairs(targets: Targets, kinds: Sequence[str]) -> list[tuple[str, ..
     ]
 
 
-def endless_deck(draw: random.Random, cards: list[tuple[str, ...]]) -> Iterator[tuple[str, ...]]:
+def endless_deck(draw: random.Random, cards: Sequence[tuple[str, ...]]) -> Iterator[tuple[str, ...]]:
     while cards:
         yield from draw.sample(cards, len(cards))
 
