@@ -9,6 +9,7 @@ from collections import OrderedDict
 from collections.abc import Collection, Iterator
 from itertools import islice
 
+from batcher.scheduling.pace import LEAST_HORIZON
 from batcher.scheduling.prefix_cache import PrefixCache, PrefixIndex
 from batcher.scheduling.replica import Replica, WorkerLimits
 from batcher.scheduling.sequence import PlacedRow, Sequence
@@ -106,7 +107,7 @@ class Placement:
         """Return the worker with the fewest rows of those that can start a request, and the most free blocks
         of some of these.
         """
-        tokens = self.limits.first_tokens(sequence, self.block_size)
+        tokens = sequence.kv_ahead(min(LEAST_HORIZON, self.limits.max_horizon))
         behind = 0 if sequence.crash_count else sequence.refused_at
         if not behind and tokens >= self.refusal[0] and not sequence.crash_count:
             behind = self.refusal[1]

@@ -18,7 +18,8 @@ def next_plan(replica: Replica, epoch: int, starting: list[PlacedRow]) -> Plan |
     if not (starting or needs_grant or stops):
         return None
     if needs_grant:
-        replica.until = replica.step + replica.limits.horizon
+        replica.until = replica.step + replica.horizon
+        replica.report_at = replica.until - replica.horizon // 2
         replica.is_short = False
     replica.plan += 1
     return Plan(
@@ -32,6 +33,7 @@ def next_plan(replica: Replica, epoch: int, starting: list[PlacedRow]) -> Plan |
         stops=stops,
         acknowledged=replica.acknowledged,
         max_rows=replica.limits.max_batch_size,
+        report_at=replica.report_at,
     )
 
 
@@ -46,7 +48,7 @@ def set_lengths(replica: Replica, lengths: Iterable[tuple[int, int, int]]) -> No
         row.at_step = step
         slots_left = len(row.blocks) * replica.block_size - kv_len
         needs_more = len(row.blocks) < replica.blocks_for(row.sequence.max_kv)
-        replica.is_short |= needs_more and slots_left <= replica.limits.horizon // 2
+        replica.is_short |= needs_more and slots_left <= replica.horizon // 2
 
 
 def grow_rows(replica: Replica, starting: list[PlacedRow]) -> list[tuple[int, bytes]]:
@@ -54,7 +56,7 @@ def grow_rows(replica: Replica, starting: list[PlacedRow]) -> list[tuple[int, by
 
     When blocks run out, the most important rows get theirs first, and the least important one is preempted.
     """
-    until = replica.step + replica.limits.horizon
+    until = replica.step + replica.horizon
     needs = {
         row: missing
         for row in replica.running

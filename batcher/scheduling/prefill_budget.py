@@ -18,7 +18,7 @@ def mixed_prefill_tokens(replica: Replica) -> int:
         ages = [replica.step - row.added_at for row in rows if not row.prefilled]
         if takes_whole_steps(limits, ages, len(rows) - len(ages)):
             return most
-    return replica.times.prefill_tokens(limits.inter_token_target_ms, most)
+    return replica.pace.times.prefill_tokens(limits.inter_token_target_ms, most)
 
 
 def takes_whole_steps(limits: WorkerLimits, ages: list[int], num_decoding: int) -> bool:

@@ -4,8 +4,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from batcher.scheduling.block_pool import BlockPool
+from batcher.scheduling.pace import WorkerPace, horizon
 from batcher.scheduling.sequence import PlacedRow, Sequence
-from batcher.scheduling.step_times import StepTimes
 from common.block_hashes import block_names
 from common.messages.plan import WorkerCapacity
 from common.settings.fields import SettingFields
@@ -19,7 +19,7 @@ class WorkerLimits:
     """Limits of every worker, besides its own capacity."""
 
     max_batch_size: int = 256
-    horizon: int = 32
+    max_horizon: int = 256
     inter_token_target_ms: float = 0.0
     waiting_served_ratio: float | None = None
     max_waiting_tokens: int | None = None
@@ -34,12 +34,6 @@ class WorkerLimits:
             settings.max_waiting_tokens,
         )
 
-    def first_tokens(self, sequence: Sequence, block_size: int) -> int:
-        """Tokens for which a row starts with blocks: those it has, the horizon, and a block of progress,
-        without which it is not preempted.
-        """
-        return min(sequence.num_known + max(self.horizon, block_size), sequence.max_kv)
-
 
 @dataclass(slots=True, eq=False)
 class Replica:
@@ -51,18 +45,17 @@ class Replica:
         reserved: blocks that these may soon need, so that no row starts with them.
         num_followers: requests that wait until one of its rows has computed what they share.
         step: the last step it reported.
-        until: the last step granted.
+        until, report_at: the last step granted, and the one at which the next grant is due.
         plan, plan_seen: numbers of the last plan made and of the last one that the worker reported.
         acknowledged: sequence of the last report applied.
-        leaving: blocks, by number, of rows from before this epoch that do not go on; in use until the engine
-            releases the row.
+        leaving: by number, blocks of rows from before this epoch that do not go on, until their release.
         disowned: those of them that must be stopped.
         due_stops: rows of which the next plan must find out whether they stop.
         is_short: a row may fill its blocks before the steps granted are over.
         starved: a row did not get all the blocks it needs for the steps granted.
         draining: it was told to end.
         evacuates: it drains, and its rows go to other workers.
-        times: of its steps.
+        pace: how fast it goes.
     """
 
     capacity: WorkerCapacity
@@ -74,6 +67,7 @@ class Replica:
     num_followers: int = 0
     step: int = 0
     until: int = 0
+    report_at: int = 0
     plan: int = 1
     plan_seen: int = 1
     acknowledged: int = 0
@@ -85,7 +79,7 @@ class Replica:
     draining: bool = False
     evacuates: bool = False
     next_row: int = 1
-    times: StepTimes = field(default_factory=StepTimes)
+    pace: WorkerPace = field(default_factory=WorkerPace)
 
     def __post_init__(self) -> None:
         self.pool = BlockPool(self.capacity.num_blocks)
@@ -117,13 +111,20 @@ class Replica:
     def needs_grant(self) -> bool:
         """Whether it is time to grant more steps, or blocks that were missing."""
         lacks_blocks = self.is_short or (self.starved and self.pool.num_free > 0)
-        return self.num_running > 0 and (lacks_blocks or self.until - self.step <= self.limits.horizon // 2)
+        return self.num_running > 0 and (lacks_blocks or self.step >= self.report_at)
+
+    @property
+    def horizon(self) -> int:
+        """How many steps it is granted ahead."""
+        slots_per_row = self.pool.num_blocks * self.block_size // max(1, self.num_running)
+        return horizon(self.limits.max_horizon, self.pace.late_trip_steps, slots_per_row)
 
     def blocks_for(self, tokens: int) -> int:
         return -(-tokens // self.block_size)
 
     def first_blocks(self, sequence: Sequence) -> int:
-        return self.blocks_for(self.limits.first_tokens(sequence, self.block_size))
+        """A row starts with blocks for the steps granted, and for the progress before it is preempted."""
+        return self.blocks_for(sequence.kv_ahead(max(self.horizon, self.until - self.step, self.block_size)))
 
     def can_start(self, sequence: Sequence) -> bool:
         """Whether a row may start now. Suspects start one at a time: the next crash tells who is to blame."""
@@ -175,7 +176,7 @@ class Replica:
         """Reserve blocks for a horizon and a block more of a row, or to its end."""
         left = self.blocks_for(row.sequence.max_kv) - len(row.blocks)
         self.reserved -= row.reserved
-        row.reserved = min(left, self.blocks_for(self.limits.horizon) + 1)
+        row.reserved = min(left, self.blocks_for(self.horizon) + 1)
         self.reserved += row.reserved
 
     def leave(self, row: PlacedRow) -> None:

@@ -178,9 +178,9 @@ class Scheduler:
     def apply_report(self, incarnation: str, report: Report) -> None:
         """Update the rows of a worker from its report."""
         replica = self.replicas[incarnation]
+        replica.pace.add(report, max(0, report.step - replica.step))
         replica.step = max(replica.step, report.step)
         replica.acknowledged = report.sequence
-        replica.times.add(report.step_times)
         replica.plan_seen = max(replica.plan_seen, report.plan)
         for number, kv_len, step in report.prefilled:
             if (row := replica.rows.get(number)) is not None:

@@ -97,6 +97,10 @@ class Sequence:
         """KV slots it can ever fill: the last token sampled is never an input."""
         return self.request.max_kv
 
+    def kv_ahead(self, tokens: int) -> int:
+        """KV slots it can have filled when it has so many tokens more."""
+        return min(self.num_known + tokens, self.max_kv)
+
 
 @dataclass(slots=True, eq=False)
 class PlacedRow:

@@ -6,6 +6,7 @@ else they are rows whose prompt is not computed: they are stopped, adopted and r
 them have a place by now, the batcher knows when it hears what has ended.
 """
 
+import math
 from collections.abc import Iterator
 from itertools import islice
 
@@ -14,16 +15,21 @@ from batcher.scheduling.replica import Replica
 from batcher.scheduling.sequence import PREEMPT, PlacedRow, Sequence
 from batcher.scheduling.worker_set import WorkerSet
 
-LEAST_ROWS = 16
-ROWS_OF_ONE = 32
+LEAST_PLACES = 16
 """In a small batch it is long until a row ends: whoever stands by would hold up requests that are more
-urgent. In others there is one for so many rows.
+urgent.
 """
+PLACES_OF_ONE = 2
+"""One row stands by for so many places at most."""
 
 
-def max_standby(max_batch_size: int) -> int:
-    """How many rows may stand by on a worker with so many places."""
-    return -(-max_batch_size // ROWS_OF_ONE) if max_batch_size >= LEAST_ROWS else 0
+def max_standby(num_places: int, ends_per_trip: float) -> int:
+    """How many rows may stand by on a worker with so many places: nearly always as many as end until the
+    batcher can answer an end.
+    """
+    if num_places < LEAST_PLACES:
+        return 0
+    return min(num_places // PLACES_OF_ONE, max(1, math.ceil(ends_per_trip + math.sqrt(ends_per_trip))))
 
 
 def standby_rows(replica: Replica) -> list[PlacedRow]:
@@ -66,9 +72,12 @@ class Turn:
     def able_to_hold(self, sequence: Sequence) -> Iterator[Replica]:
         """Full workers where a request may stand by, first those where the fewest do."""
         num_places = self.placement.limits.max_batch_size
-        for level in range(num_places, num_places + max_standby(num_places) * self.is_open):
-            for replica in islice(self.placement.levels.get(level, ()), FEW):
-                if replica.capacity.standby and replica.has_blocks(sequence):
+        for level in sorted(level for level in self.placement.levels if level >= num_places and self.is_open):
+            for replica in islice(self.placement.levels[level], FEW):
+                may_hold = replica.capacity.standby and level - num_places < max_standby(
+                    num_places, replica.pace.ends_per_trip
+                )
+                if may_hold and replica.has_blocks(sequence):
                     yield replica
 
 

@@ -197,7 +197,7 @@ def percentile(values: list[float], share: float) -> float:
 
 async def main(real: bool, seconds: float, delays_ms: list[float]) -> None:
     for delay_ms in delays_ms:
-        for name, horizon in (("lock-step", 1), ("granted ahead", 32)):
+        for name, horizon in (("lock-step", 1), ("granted ahead", 256)):
             figures = await measure(delay_ms, horizon, real, seconds)
             print(f"broker {delay_ms:.0f} ms late, {name:13}: {figures}", flush=True)
 

@@ -45,6 +45,8 @@ class Plan:
         takeover: the plan of a new batcher; the worker answers with such a report.
         max_rows: most rows in one step, the first of those that have not ended; the others stand by. 0, as a
             batcher of an earlier version sends it, sets no bound.
+        report_at: the step at which a report is due, so that the next grant comes in time; 0, as a batcher of
+            an earlier version sends it, is half of the steps left.
         adopts: with `takeover`: the report says what is held, and rows go on. Without it, as a batcher of an
             earlier version sends it, the worker drops every row first.
     """
@@ -61,6 +63,7 @@ class Plan:
     adopts: bool = wire_field("ad", default=False)
     mixed_prefill_tokens: int = wire_field("mp", default=0)
     max_rows: int = wire_field("mr", default=0)
+    report_at: int = wire_field("ra", default=0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,6 +118,8 @@ class Report:
         lengths: (row, kv_len, step) of rows that have had several tokens in one step, by speculation: after
             `step` they held `kv_len` tokens, and from there on they are taken to grow by one in each step,
             until a report says more.
+        round_trips: ms from the step at which a report was due until the engine had the next grant, of each
+            since the last report.
     """
 
     sequence: int = wire_field("q")
@@ -131,6 +136,7 @@ class Report:
     hashes: list[tuple[int, bytes]] = wire_field("bh", default_factory=list)
     step_times: list[tuple[int, int, int, float]] = wire_field("st", default_factory=list)
     lengths: list[tuple[int, int, int]] = wire_field("ln", default_factory=list)
+    round_trips: list[float] = wire_field("rt", default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)

@@ -154,8 +154,8 @@ class SettingFields(BaseModel):
     """prompts take whole steps, whatever that target, where so many wait for each row that decodes"""
     max_waiting_tokens: Number | None = None
     """a prompt takes whole steps, whatever that target, once rows have decoded so often since it started"""
-    horizon: Count = 32
-    """steps granted ahead"""
+    horizon: Count = 256
+    """steps granted ahead at most: 32, and where grants take long, as many as they take"""
     speculate: Annotated[Number, Field(le=15)] = 0
     """tokens that a step checks beyond a row's next, found in what the row has so far (0: none; CPU only)"""
 

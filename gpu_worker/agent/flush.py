@@ -87,7 +87,7 @@ class Flusher:
         """
         state = self.state
         return bool(state.table.rows) and (
-            state.step >= state.report_at_step
+            state.report_clock.is_due(state.step)
             or time.monotonic() - self.reported_s >= REPORT_INTERVAL_S
             or state.runs_short(self.block_size)
         )
@@ -97,8 +97,6 @@ class Flusher:
         state = self.state
         self.reported_s = time.monotonic()
         lengths = state.take_lengths()
-        if state.step >= state.report_at_step:
-            state.report_at_step = state.until + 1
         return Report(
             sequence=sequence,
             epoch=state.epoch,
@@ -113,4 +111,5 @@ class Flusher:
             hashes=outbox.hashes,
             step_times=state.take_step_times(),
             lengths=lengths,
+            round_trips=state.report_clock.report(state.step),
         )

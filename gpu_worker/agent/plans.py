@@ -68,7 +68,7 @@ class PlanHandler:
         state.prefill_tokens = plan.prefill_tokens
         state.mixed_prefill_tokens = plan.mixed_prefill_tokens
         state.max_rows = plan.max_rows
-        state.report_at_step = (state.step + state.until + 1) // 2
+        state.report_clock.grant(plan.report_at or (state.step + state.until + 1) // 2)
         starts = [self.start_row(start) for start in plan.starts]
         for number, blocks in plan.blocks:
             if (row := state.table.rows.get(number)) is not None:
@@ -112,6 +112,7 @@ class PlanHandler:
         first.
         """
         state = self.state
+        state.report_clock.take_over()
         state.takeover_pending = not plan.adopts
         if plan.adopts or not state.table.rows:
             state.finish_takeover()

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from gpu_worker.agent.outbox import Outbox
+from gpu_worker.agent.report_clock import ReportClock
 from gpu_worker.agent.row_text import RowTable, RowText
 from gpu_worker.protocol import Grant, StartRow, StepResult
 
@@ -20,7 +21,7 @@ class AgentState:
         epoch, plan, acknowledged: of the newest plan.
         until, prefill_tokens, mixed_prefill_tokens, max_rows: the newest grant.
         step: the last step that the engine completed.
-        report_at_step: a report is due once this step is completed, so that the next grant comes in time.
+        report_clock: when a report is due.
         num_tokens: tokens sampled in this incarnation's life.
         ahead: rows that have had several tokens in one step since the last report, by number.
         takeover_pending: a new batcher that adopts no rows waits until none is left.
@@ -43,7 +44,7 @@ class AgentState:
     mixed_prefill_tokens: int = 0
     max_rows: int = 0
     step: int = 0
-    report_at_step: int = 0
+    report_clock: ReportClock = field(default_factory=ReportClock)
     num_tokens: int = 0
     ahead: dict[int, RowText] = field(default_factory=dict)
     takeover_pending: bool = False

@@ -45,6 +45,7 @@ class StepHandler:
         """Adds what a step brought to the rows and to the outbox."""
         state = self.state
         state.step = step.step
+        state.report_clock.complete(step.step)
         state.num_tokens += step.num_samples
         state.add_time(step)
         self.add_tokens(step)

@@ -73,6 +73,7 @@ class SimulatedWorker:
     prefill_tokens: int = 0
     mixed_prefill_tokens: int = 0
     max_rows: int = 0
+    report_at: int = 0
     num_decoded: int = 0
     most_rows: int = 0
     last_row: int = 0
@@ -94,7 +95,7 @@ class SimulatedWorker:
             plan.prefill_tokens,
         )
         self.mixed_prefill_tokens = plan.mixed_prefill_tokens or plan.prefill_tokens
-        self.max_rows = plan.max_rows
+        self.max_rows, self.report_at = plan.max_rows, plan.report_at
         for number, why in plan.stops:
             if number in self.rows:
                 self.end(number, why)
@@ -251,6 +252,7 @@ class SimulatedWorker:
             hashes=self.report.hashes,
             step_times=self.report.step_times,
             lengths=self.take_lengths(),
+            round_trips=self.report.round_trips,
         )
         self.clear()
         return report

@@ -66,7 +66,7 @@ def test_a_row_without_a_block_of_progress_stays(progress: str) -> None:
 def test_only_one_row_gives_its_blocks_at_a_time() -> None:
     replica, placed = full_replica((1, 1), (1, 2), (1, 3), (1, 4))
     next_plan(replica, 1, [])
-    replica.until = replica.step
+    replica.report_at = replica.step
     plan = next_plan(replica, 1, [])
     assert plan and plan.stops == [] and placed[3].stopping == "preempted"
     assert not any(row.stopping == PREEMPT for row in placed)
@@ -106,7 +106,7 @@ def test_whoever_is_preempted_has_filled_a_block_and_the_most_important_request_
     shares: bool,
     num_speculated: int,
 ) -> None:
-    limits = WorkerLimits(max_batch_size=16, horizon=horizon)
+    limits = WorkerLimits(max_batch_size=16, max_horizon=horizon)
     pool = Pool(1, num_blocks, seed, limits, eos_chance=0.005, shares=shares)
     worker = pool.workers["w0"] = WatchedWorker(BLOCK_SIZE, pool.random, pool.eos_chance, num_speculated)
     replica = pool.scheduler.replicas["w0"]

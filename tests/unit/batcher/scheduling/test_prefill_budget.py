@@ -37,7 +37,7 @@ def test_without_prompts_or_without_the_settings_nothing_is_whole() -> None:
 def test_a_prompt_that_stands_by_is_not_counted() -> None:
     replica = make_replica(num_blocks=100)
     replica.limits = WorkerLimits(max_batch_size=1, inter_token_target_ms=50.0, max_waiting_tokens=0)
-    replica.times = SLOW
+    replica.pace.times = SLOW
     replica.prefilled(replica.start(make_sequence(16)), 16, 1)
     replica.start(make_sequence(16))
     assert mixed_prefill_tokens(replica) == 30
@@ -55,7 +55,7 @@ def test_a_prompt_that_stands_by_is_not_counted() -> None:
 def test_a_plan_grants_whole_steps_beside_the_target(limits: WorkerLimits, budgets: list[int]) -> None:
     """One row decodes, another's prompt waits; the second plan comes 16 steps after its start."""
     replica = make_replica(num_blocks=100)
-    replica.limits, replica.times = limits, SLOW
+    replica.limits, replica.pace.times = limits, SLOW
     replica.prefilled(replica.start(make_sequence(16)), 16, 1)
     row = replica.start(make_sequence(16))
     plans = [next_plan(replica, 1, [row])]

@@ -87,18 +87,35 @@ def test_one_suspect_at_a_time_is_in_its_prefill() -> None:
 def test_a_grant_is_needed_when_half_of_the_horizon_is_used() -> None:
     replica = make_replica()
     assert not replica.needs_grant, "without rows nothing runs"
-    replica.start(make_sequence(1))
-    replica.until = 32
+    row = replica.start(make_sequence(1))
+    plan = next_plan(replica, 1, [row])
+    assert plan and (plan.until, plan.report_at) == (32, 16)
     replica.step = 15
     assert not replica.needs_grant
     replica.step = 16
     assert replica.needs_grant
 
 
+def test_a_plan_that_grants_nothing_leaves_it_as_it_is_when_a_report_is_due() -> None:
+    """Else each plan would put the report off."""
+    replica = make_replica(num_blocks=100)
+    next_plan(replica, 1, [replica.start(make_sequence(1))])
+    replica.step = 10
+    plan = next_plan(replica, 1, [replica.start(make_sequence(1))])
+    assert plan and (plan.until, plan.report_at) == (32, 16)
+
+
+def test_a_row_that_starts_has_blocks_for_all_steps_granted_though_the_horizon_is_less_by_then() -> None:
+    replica = make_replica(num_blocks=1000)
+    replica.step, replica.until = 10, 138
+    assert replica.horizon == 32
+    assert len(replica.start(make_sequence(16, 200)).blocks) == (16 + 128) // BLOCK_SIZE
+
+
 def test_a_starved_worker_needs_a_grant_once_blocks_are_free() -> None:
     replica = make_replica(num_blocks=3)
     replica.start(make_sequence(16))
-    replica.until = 32
+    replica.until, replica.report_at = 32, 16
     replica.starved = True
     assert not replica.needs_grant
     replica.pool.release([3])
@@ -136,7 +153,7 @@ def test_a_grant_is_needed_where_a_row_that_is_ahead_fills_its_blocks(
     replica = make_replica()
     row = replica.start(make_sequence(16, max_new_tokens))
     replica.prefilled(row, 16, 1)
-    replica.until, replica.step = 32, 5
+    replica.until, replica.report_at, replica.step = 32, 16, 5
     assert not replica.needs_grant
     set_lengths(replica, [(row.number, kv_len, 5), (99, 1, 5)])
     assert replica.needs_grant == is_due

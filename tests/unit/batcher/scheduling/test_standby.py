@@ -1,8 +1,5 @@
 """Standby: rows beside a full batch take the place of those that end, and are in nobody's way."""
 
-from collections import deque
-from itertools import count
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -10,8 +7,8 @@ from hypothesis import strategies as st
 from batcher.scheduling.plans import next_plan
 from batcher.scheduling.replica import Replica, WorkerLimits
 from batcher.scheduling.standby import max_standby, standby_rows
-from common.messages.plan import Plan, Report
 from tests.support.fleet.simulated_pool import Pool, request, sharing_request
+from tests.support.scheduling.late_pool import LatePool
 from tests.unit.batcher.scheduling.test_replica import make_replica, make_sequence
 
 ROWS = 16
@@ -42,42 +39,37 @@ def test_a_row_that_ends_is_replaced_at_the_same_step_boundary() -> None:
     pool.check_blocks_returned()
 
 
-def busy_share(standby: bool, late_steps: int, num_steps: int = 800) -> float:
-    """Share of 64 places that are taken in steps, of answers of 128 tokens on average, while others wait;
-    plans and reports come `late_steps` late.
-    """
-    limits = WorkerLimits(max_batch_size=64)
-    pool = Pool(1, 2000, seed=1, limits=limits, eos_chance=1 / 128, shares=False, standby=standby)
-    worker, numbers, num_taken = pool.workers["w0"], count(), 0
-    plans: deque[tuple[int, Plan]] = deque()
-    reports: deque[tuple[int, Report]] = deque()
-    for step in range(num_steps):
-        while len(pool.scheduler.sequences) < 3 * 64:
-            number = next(numbers)
-            pool.add(request(f"r{number}", 8, 1000, number))
-        plans += [(step + late_steps, pending.plan) for pending in pool.scheduler.plans()]
-        for sequence in pool.scheduler.pop_outcomes().finished:
-            pool.scheduler.forget(sequence)
-        while plans and plans[0][0] <= step:
-            worker.apply_plan(plans.popleft()[1])
-        num_taken += min(64, len(worker.rows)) * worker.run()
-        worker.release()
-        if worker.report.ended or worker.report.released or worker.until - worker.step <= 16:
-            reports.append((step + late_steps, worker.take_report()))
-        while reports and reports[0][0] <= step:
-            pool.scheduler.apply_report("w0", reports.popleft()[1])
-    return num_taken / num_steps / 64
-
-
-def test_places_stay_taken_though_plans_and_reports_are_late() -> None:
-    assert busy_share(True, late_steps=3) > 0.97 > busy_share(False, late_steps=3)
+@pytest.mark.parametrize(("places", "late"), [(16, 12), (64, 3)])
+def test_places_stay_taken_though_plans_and_reports_are_late(places: int, late: int) -> None:
+    """Answers have 128 tokens on average; others wait."""
+    busy = {}
+    for standby in (True, False):
+        pool = LatePool(late, WorkerLimits(max_batch_size=places), eos_chance=1 / 128, standby=standby)
+        pool.run(300)
+        busy[standby] = sum(taken * ticks for taken, ticks in pool.run(500).items()) / 500 / places
+    assert busy[True] > 0.97 > busy[False]
 
 
 @pytest.mark.parametrize(
-    ("places", "num_standby"), [(1, 0), (15, 0), (16, 1), (32, 1), (33, 2), (256, 8)], ids=str
+    ("places", "ends_per_trip", "num_standby"),
+    [
+        (15, 5.0, 0),
+        (16, 0.0, 1),
+        (16, 1.25, 3),
+        (16, 10.0, 8),
+        (256, 0.0, 1),
+        (256, 4.0, 6),
+        (256, 999.0, 128),
+    ],
 )
-def test_few_stand_by_and_none_beside_a_small_batch(places: int, num_standby: int) -> None:
-    assert max_standby(places) == num_standby
+def test_as_many_stand_by_as_end_in_a_round_trip(places: int, ends_per_trip: float, num_standby: int) -> None:
+    assert max_standby(places, ends_per_trip) == num_standby
+
+
+@pytest.mark.parametrize(("places", "num_standby"), [(1, 0), (15, 0), (16, 1), (256, 1)])
+def test_one_stands_by_while_no_end_is_known_and_none_beside_a_small_batch(
+    places: int, num_standby: int
+) -> None:
     pool = Pool(1, 2000, seed=1, limits=WorkerLimits(max_batch_size=places), eos_chance=0)
     pool.add(*(request(f"r{i}", 8, 200, i) for i in range(places + 10)))
     pool.decide()
