@@ -35,6 +35,7 @@ def test_half_of_the_steps_granted_last_as_long_as_a_grant_takes(
     assert horizon(5, trip_steps, slots_per_row) == 5, "HORIZON"
 
 
+@settings(deadline=None)
 @given(most=st.integers(1, 10**4), trip_steps=st.integers(0, 10**4), slots_per_row=st.integers(0, 10**6))
 def test_what_is_granted_keeps_within_memory_and_setting(
     most: int, trip_steps: int, slots_per_row: int
