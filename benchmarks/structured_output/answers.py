@@ -3,9 +3,10 @@ benchmarks.structured_output.answers CLONE [--count 500] [--seed 3] [--max-token
 
 CLONE is one of MaskBench (cases.py). A fleet of two workers with `--finish-json` answers 8 requests at a
 time, greedy and hot in turns; after each 50 answers a worker is killed. Each answer is checked by the package
-`jsonschema`, not by the library that makes the masks. Printed are the schemas refused, the answers that are
-valid, and those that are cut, because the shortest text of their schema is longer than `max_tokens`. An
-answer that ended by itself and is not valid is a failure (exit status 1).
+`jsonschema` (formats, too), not by the library that makes the masks. Printed, every 25 answers and at the
+end, are the schemas refused, the answers that are valid, those that `max_tokens` cuts, because no ending that
+is short enough was found, and how many requests a kill has moved. An answer that ended by itself and is not
+valid is a failure (exit status 1).
 """
 
 import argparse
@@ -21,6 +22,7 @@ from typing import Any
 
 import httpx
 import jsonschema
+from prometheus_client.parser import text_string_to_metric_families
 
 from benchmarks.structured_output.cases import Case, read_cases
 from tests.support.fleet.fleet import Fleet
@@ -28,6 +30,7 @@ from tests.support.waiting import wait_until
 
 AT_ONCE = 8
 HOT = {"temperature": 1.3, "top_p": 0.95}
+RESUMES = "tokenfleet_request_resumes_total"
 QUESTION = "Invent an example of this, as JSON: "
 
 
@@ -37,6 +40,9 @@ class Tally:
     cut: list[str] = field(default_factory=list)
     wrong: list[str] = field(default_factory=list)
     kills: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.outcomes.total()} schemas, {self.kills} kills: {dict(self.outcomes)}"
 
 
 def body_of(case: Case, number: int, max_tokens: int) -> dict[str, Any]:
@@ -68,7 +74,7 @@ async def ask(client: httpx.AsyncClient, case: Case, number: int, max_tokens: in
 def judge(case: Case, text: str, reason: str, tally: Tally) -> None:
     validator = jsonschema.validators.validator_for(case.schema, jsonschema.Draft202012Validator)
     try:
-        validator(case.schema).validate(json.loads(text))
+        validator(case.schema, format_checker=validator.FORMAT_CHECKER).validate(json.loads(text))
     except (ValueError, jsonschema.ValidationError) as error:
         tally.outcomes["cut" if reason == "length" else "invalid"] += 1
         if reason == "length":
@@ -86,7 +92,9 @@ async def run(fleet: Fleet, cases: list[Case], max_tokens: int, kill_every: int,
         while queue:
             number, case = queue.pop(0)
             await ask(client, case, number, max_tokens, tally)
-            if sum(tally.outcomes.values()) % kill_every == 0:
+            if tally.outcomes.total() % 25 == 0:
+                print(tally, flush=True)
+            if tally.outcomes.total() % kill_every == 0:
                 await wait_until(lambda: fleet.workers_ready() == 2, timeout_s=300)
                 os.kill(fleet.pid(f"w{tally.kills % 2}"), signal.SIGKILL)
                 tally.kills += 1
@@ -97,6 +105,18 @@ async def run(fleet: Fleet, cases: list[Case], max_tokens: int, kill_every: int,
     ):
         for _ in range(AT_ONCE):
             group.create_task(take())
+
+
+def count_resumes(base_url: str) -> int:
+    """Times that a request went on elsewhere because its worker had died."""
+    shown = httpx.get(f"{base_url}/metrics", timeout=60).text
+    samples = [
+        sample
+        for family in text_string_to_metric_families(shown)
+        for sample in family.samples
+        if sample.name == RESUMES and sample.labels["cause"] == "died"
+    ]
+    return int(sum(sample.value for sample in samples))
 
 
 def main() -> None:
@@ -110,7 +130,8 @@ def main() -> None:
     cases, tally = list(read_cases(chosen.clone, chosen.count, chosen.seed)), Tally()
     with Fleet(num_workers=2, finish_json=True, kv_cache_bytes="256MiB") as fleet:
         asyncio.run(run(fleet, cases, chosen.max_tokens, chosen.kill_every, tally))
-    print(f"{len(cases)} schemas, {tally.kills} kills: {dict(tally.outcomes)}")
+        moved = count_resumes(fleet.base_url)
+    print(f"{tally}, {moved} requests moved by kills")
     print(f"cut: {', '.join(tally.cut)}")
     print(*tally.wrong, sep="\n")
     sys.exit(bool(tally.wrong))

@@ -106,10 +106,11 @@ def spell_as_ours(argv: Sequence[str], parser: argparse.ArgumentParser) -> list[
 
 
 def spell_flag(word: str, parser: argparse.ArgumentParser) -> list[str]:
-    if not word.startswith("--"):
+    if not word.startswith("-"):
         return [word]
     name, equals, value = word.partition("=")
-    name = name.replace("_", "-")
+    if name.startswith("--"):
+        name = name.replace("_", "-")
     whole, dot, _ = name.partition(".")
     if dot and whole in parser._option_string_actions:  # --structured-outputs-config.backend: a part of it
         name = whole
@@ -232,5 +233,17 @@ def flag_of(name: str) -> str:
 
 def nearest(flag: str, parser: argparse.ArgumentParser) -> str:
     flags = [name for name in parser._option_string_actions if name.startswith("--")]
-    match = difflib.get_close_matches(flag, flags, n=1, cutoff=0.8)
-    return f"; the nearest is {match[0]}" if match else "; --help lists them"
+    matches = [
+        name
+        for name in difflib.get_close_matches(flag, flags, n=5, cutoff=0.8)
+        if has_words(name, flag) or has_words(flag, name)
+    ]
+    return f"; the nearest is {matches[0]}" if matches else "; --help lists them"
+
+
+def has_words(flag: str, other: str) -> bool:
+    """Whether a flag has all words of another one, or such as look like them."""
+    words = flag.removeprefix("--").split("-")
+    return all(
+        difflib.get_close_matches(word, words, cutoff=0.65) for word in other.removeprefix("--").split("-")
+    )

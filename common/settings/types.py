@@ -79,8 +79,12 @@ def to_level(text: str) -> str:
     return LEVELS.get(level, level)
 
 
+OF_SAFETENSORS = ("safetensors", "fastsafetensors", "runai_streamer")
+"""vLLM's names of ways to read such files."""
+
+
 def to_load_format(text: str) -> str:
-    return "auto" if text.lower() == "safetensors" else text.lower()
+    return "auto" if text.lower() in OF_SAFETENSORS else text.lower()
 
 
 def to_dtype(text: str) -> str:

@@ -19,6 +19,8 @@ READ_AS_THEY_ARE = "weights are read from .safetensors files, and the start says
 NO_MAMBA = "models with states in place of attention are not served"
 EXPERTS = "ranks share the experts as the model's plan says (NUM_SHARD)"
 ONLY_NGRAMS = "no other model proposes tokens; SPECULATE finds them in the row itself (n-grams)"
+IN_METRICS = "figures are in /metrics, not in the log"
+ONE_WORKERS_RANKS = "one sequence is computed by the ranks of one worker (NUM_SHARD)"
 IN_PYTHON = "code of yours is not loaded into the processes"
 
 VLLM = (
@@ -32,24 +34,41 @@ VLLM = (
     *options("task runner convert", ("auto", "generate", "none"), "models generate text"),
     Option("chat_template_content_format", ("auto", "string"), "templates get the content as one text"),
     Option("response_role", ("assistant",), "answers are the assistant's"),
-    Option("logits_processors", NONE, IN_PYTHON),
-    Option("middleware", NONE, IN_PYTHON),
-    Option("worker_extension_cls", NONE, IN_PYTHON),
+    *options("logits_processors logits_processor_pattern middleware worker_extension_cls", NONE, IN_PYTHON),
+    Option("worker_cls", ("auto",), IN_PYTHON),
+    Option("additional_config", ("{}",), "there are no plugins of platforms"),
+    Option("omni", OFF, "models take and give text only", bool),
+    *options("pooler_config override_pooler_config", NONE, "models generate text"),
+    Option("override_attention_dtype", NONE, "attention has the type of the model (DTYPE)"),
     # what is not built
     Option("enable_lora", OFF, NO_LORA, bool),
-    Option("lora_modules", NONE, NO_LORA),
-    *options("max_loras max_lora_rank max_cpu_loras", ANY, NO_LORA, int),
-    Option("fully_sharded_loras", ANY, NO_LORA, bool),
-    *options("speculative_config speculative_model num_speculative_tokens", NONE, ONLY_NGRAMS),
+    *options("lora_modules default_mm_loras qlora_adapter_name_or_path", NONE, NO_LORA),
+    *options("max_loras max_lora_rank max_cpu_loras lora_extra_vocab_size", ANY, NO_LORA, int),
+    *options("lora_dtype lora_target_modules long_lora_scaling_factors", ANY, NO_LORA),
+    *options("fully_sharded_loras enable_lora_bias", ANY, NO_LORA, bool),
+    Option("enable_prompt_adapter", OFF, NO_LORA, bool),
+    *options(
+        "speculative_config speculative_model num_speculative_tokens ngram_prompt_lookup_max "
+        "ngram_prompt_lookup_min",
+        NONE,
+        ONLY_NGRAMS,
+    ),
     Option("enable_auto_tool_choice", ANY, "the model decides whenever a request has tools", bool),
     Option("exclude_tools_when_tool_choice_none", ON, "the prompt has no tools that may not be called", bool),
     Option("tool_parser_plugin", NONE, IN_PYTHON),
     Option("tool_server", NONE, "the client calls the tools"),
     *options("guided_decoding_backend structured_outputs_config", ANY, BY_LLGUIDANCE),
     Option("reasoning_parser_plugin", NONE, IN_PYTHON),
+    Option("reasoning_config", NONE, "thinking is not cut; its marks are the chat template's"),
     Option("enable_reasoning", ANY, "reasoning is apart from content (REASONING_PARSER)", bool),
     *options("otlp_traces_endpoint collect_detailed_traces", NONE, NO_TRACES),
-    *options("kv_transfer_config kv_events_config", NONE, "KV caches stay where they are computed"),
+    *options(
+        "kv_transfer_config kv_events_config ec_transfer_config weight_transfer_config",
+        NONE,
+        "weights and KV caches stay where they are",
+    ),
+    Option("profiler_config", NONE, "profilers are attached from outside"),
+    Option("enable_return_routed_experts", OFF, "answers have tokens, not experts", bool),
     Option("enable_sleep_mode", OFF, "a worker that is not needed is stopped", bool),
     *options(
         "limit_mm_per_prompt mm_processor_kwargs mm_processor_cache_gb media_io_kwargs",
@@ -64,7 +83,7 @@ VLLM = (
     ),
     *options(
         "disable_mm_preprocessor_cache language_model_only skip_mm_profiling interleave_mm_strings "
-        "enable_mm_embeds mm_encoder_only",
+        "enable_mm_embeds mm_encoder_only disable_chunked_mm_input",
         ANY,
         NO_IMAGES,
         bool,
@@ -77,7 +96,11 @@ VLLM = (
     Option("logprobs_mode", ("raw_logprobs",), "log-probabilities of /v1 are the model's own"),
     Option("rope_theta", NONE, "edit the config.json in the model's directory", float),
     Option("scheduler_cls", NONE, IN_PYTHON),
-    *options("model_loader_extra_config ignore_patterns safetensors_load_strategy", ANY, READ_AS_THEY_ARE),
+    *options(
+        "model_loader_extra_config ignore_patterns safetensors_load_strategy pt_load_map_location",
+        ANY,
+        READ_AS_THEY_ARE,
+    ),
     Option("use_tqdm_on_load", ANY, READ_AS_THEY_ARE, bool),
     # machines and ranks
     Option(
@@ -95,7 +118,8 @@ VLLM = (
     *options(
         "data_parallel_size_local data_parallel_start_rank data_parallel_rank", NONE, OTHER_MACHINES, int
     ),
-    *options("headless worker_use_ray", OFF, OTHER_MACHINES, bool),
+    *options("headless worker_use_ray ray_workers_use_nsight", OFF, OTHER_MACHINES, bool),
+    Option("data_parallel_supervisor_port", NONE, OTHER_MACHINES, int),
     *options(
         "data_parallel_hybrid_lb data_parallel_external_lb",
         ANY,
@@ -105,19 +129,27 @@ VLLM = (
     *options(
         "decode_context_parallel_size prefill_context_parallel_size",
         (1,),
-        "one sequence is computed by the ranks of one worker (NUM_SHARD)",
+        ONE_WORKERS_RANKS,
         int,
     ),
-    *options("enable_eplb enable_dbo ubatch_size", ANY, EXPERTS, bool),
+    *options("dcp_kv_cache_interleave_size cp_kv_cache_interleave_size", ANY, ONE_WORKERS_RANKS, int),
+    Option("dcp_comm_backend", ANY, ONE_WORKERS_RANKS),
+    Option("disable_nccl_for_dp_synchronization", ANY, "workers do not wait for each other", bool),
+    Option("distributed_timeout_seconds", ANY, "a worker that hangs is replaced (WORKER_TTL_S)", float),
+    *options("enable_eplb enable_dbo ubatch_size enable_elastic_ep", ANY, EXPERTS, bool),
     *options("eplb_config all2all_backend expert_placement_strategy moe_backend", ANY, EXPERTS),
     *options("mamba_ssm_cache_dtype mamba_cache_dtype mamba_cache_mode mamba_block_size", ANY, NO_MAMBA),
+    Option("mamba_backend", ANY, NO_MAMBA),
     Option("numa_bind", ANY, "the operating system places processes", bool),
     # memory
     Option("swap_space", ANY, "nothing is swapped: what is preempted is computed again", float),
     Option("preemption_mode", ("recompute",), "nothing is swapped: what is preempted is computed again"),
     *options("cpu_offload_gb kv_offloading_size", (0.0,), "weights and caches stay on the device", float),
     Option("num_gpu_blocks_override", NONE, BLOCKS, int),
-    *options("kv_offloading_backend prefix_caching_hash_algo", ANY, "caches stay on the device"),
+    *options(
+        "kv_offloading_backend offload_backend prefix_caching_hash_algo", ANY, "caches stay on the device"
+    ),
+    Option("kv_sharing_fast_prefill", ANY, CHUNKED, bool),
     Option("calculate_kv_scales", OFF, "the KV cache has the type of the model (DTYPE)", bool),
     # scheduling and speed
     Option("seed", (0,), "a seed belongs to a request", int),
@@ -128,9 +160,12 @@ VLLM = (
     *options("num_scheduler_steps stream_interval", ANY, "steps are granted ahead (HORIZON)", int),
     Option("async_scheduling", ANY, "steps are granted ahead (HORIZON)", bool),
     *options("attention_backend mm_encoder_attn_backend", ANY, "each device has its own attention kernels"),
+    Option("linear_backend", ANY, "each device has its own kernels for products"),
     *options("compilation_config optimization_level cudagraph_capture_sizes", ANY, CAPTURES),
     *options("cuda_graph_sizes kernel_config performance_mode", ANY, CAPTURES),
-    *options("max_seq_len_to_capture max_cudagraph_capture_size", ANY, CAPTURES, int),
+    *options(
+        "max_seq_len_to_capture max_context_len_to_capture max_cudagraph_capture_size", ANY, CAPTURES, int
+    ),
     *options("attention_config flash_attn_version", ANY, "each device has its own attention kernels"),
     Option(
         "enable_flashinfer_autotune", ANY, "FlashInfer compiles its kernels when they are first used", bool
@@ -152,12 +187,23 @@ VLLM = (
     Option("disable_sliding_window", OFF, "a model's windows are as its config says", bool),
     Option("disable_frontend_multiprocessing", ANY, "gateways are processes (NUM_GATEWAYS)", bool),
     # HTTP and logs
-    *options("enable_log_requests disable_log_requests enable_log_outputs", ANY, NO_CONTENT, bool),
+    *options(
+        "enable_log_requests disable_log_requests enable_log_outputs enable_log_deltas", ANY, NO_CONTENT, bool
+    ),
     Option("max_log_len", ANY, NO_CONTENT, int),
-    Option("disable_log_stats", ANY, "figures are in /metrics, not in the log", bool),
+    *options(
+        "disable_log_stats aggregate_engine_logging cudagraph_metrics kv_cache_metrics enable_mfu_metrics",
+        ANY,
+        IN_METRICS,
+        bool,
+    ),
+    Option("kv_cache_metrics_sample", ANY, IN_METRICS, float),
+    Option("show_hidden_metrics_for_version", ANY, "no metric is hidden"),
     *options("disable_uvicorn_access_log disable_access_log", ANY, "requests are counted, not logged", bool),
     Option("enable_request_id_headers", ON, "every response has the header x-request-id", bool),
-    Option("enable_prompt_tokens_details", ANY, "no part of a prompt comes from a cache", bool),
+    Option("enable_prompt_tokens_details", ANY, "usage always has them", bool),
+    Option("fingerprint_mode", ANY, "`system_fingerprint` has this server's version"),
+    Option("fingerprint_value", NONE, "`system_fingerprint` has this server's version"),
     Option("enable_server_load_tracking", ANY, "the load is in /metrics", bool),
     Option("return_tokens_as_token_ids", OFF, "tokens are texts", bool),
     Option("enable_force_include_usage", OFF, "`stream_options` asks for usage", bool),

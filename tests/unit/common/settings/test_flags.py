@@ -41,12 +41,21 @@ SERVED = """
 --h11-max-header-count 256 --disable-access-log-for-endpoints /health --enable-offline-docs
 --quantization awq_marlin --dtype half
 --enable-flashinfer-autotune --scheduler-reserve-full-isl --disable-async-output-proc
+-cc.pass_config.fuse_rope_kvcache true -O.mode 3 -ac.backend=TRITON_ATTN -ep -asc 2 -dph -dcp 1
+--linear-backend flashinfer_cutlass --mamba-backend flashinfer --load-format fastsafetensors
+--disable_chunked_mm_input --worker-cls auto --fingerprint-mode hash --offload-backend auto --lora-dtype auto
 --kv-cache-memory-bytes 4GiB --load-format safetensors --revision main --download-dir /models
 """.strip().splitlines()
 
 REFUSED = {
     "--hf-overrides {}": "HF_OVERRIDES: {} is not served: edit the config.json",
     "--kv-cache-dtype fp8": "KV_CACHE_DTYPE: fp8 is not served: the KV cache has",
+    "--omni --port 80": "OMNI: true is not served: models take and give text only",
+    "-sc.method mtp": "SPECULATIVE_CONFIG: mtp is not served: no other model proposes",
+    "-dcp 4": "DECODE_CONTEXT_PARALLEL_SIZE: 4 is not served: one sequence",
+    "-n 2 -r 1": "NNODES: 2 is not served: workers of other machines",
+    "--reasoning-config {}": "REASONING_CONFIG: {} is not served: thinking is not cut",
+    "--load-format mistral": "LOAD_FORMAT: 'mistral' is not one of auto, dummy",
     "--enable-lora --lora-modules a=/b": "ENABLE_LORA: true is not served: adapters",
     "--speculative_config {}": "SPECULATIVE_CONFIG: {} is not served: no other model proposes",
     "--default-chat-template-kwargs {}": "DEFAULT_CHAT_TEMPLATE_KWARGS: {} is not served: requests give",
@@ -61,6 +70,11 @@ REFUSED = {
     "--no-enable-chunked-prefill": "--enable-chunked-prefill: false is not served: prompts are",
     "--frobnicate 3": "--frobnicate: unknown flag; --help lists them",
     "--max-model-length 3": "--max-model-length: unknown flag; the nearest is --max-model-len",
+    "--prot 3": "--prot: unknown flag; the nearest is --port",
+    "--tensor-parallel 3": "--tensor-parallel: unknown flag; the nearest is --tensor-parallel-size",
+    "--tool-call-parser-plugin a": "the nearest is --tool-parser-plugin",
+    "--deploy-config a": "--deploy-config: unknown flag; --help lists them",
+    "--cfg-parallel-size 2": "--cfg-parallel-size: unknown flag; --help lists them",
     "--no-port": "--no-port: unknown flag",
     "--config /missing.yaml": "--config: '/missing.yaml' cannot be read",
 }
