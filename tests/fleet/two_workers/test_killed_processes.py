@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import httpx
 import psutil
 import pytest
 from redis.asyncio import Redis
@@ -190,3 +191,21 @@ async def test_a_killed_gateway_and_a_drained_one_cut_no_stream(
 async def test_a_suspended_bfloat16_worker_publishes_nothing_when_it_resumes() -> None:
     with Fleet(**SETTINGS, dtype="bfloat16") as fleet:
         await suspend_and_resume(fleet, None)
+
+
+@pytest.mark.slow
+async def test_killed_workers_that_speculate_have_the_ids_of_those_that_do_not(
+    undisturbed: list[list[int]],
+) -> None:
+    """An agent, and an engine by itself, while rows are ahead of one token a step."""
+    with Fleet(**SETTINGS, dtype="float32", threads=1, speculate=4) as fleet:
+        await two_ready(fleet)
+        load = Load(fleet, MAX_NEW_TOKENS, 6)
+        for name in ("w0", "w1"):
+            await load.progress(8)
+            old = fleet.pid(name)
+            os.kill(old if name == "w0" else psutil.Process(old).children()[0].pid, signal.SIGKILL)
+            await asyncio.to_thread(fleet.restarted, name, old)
+        assert await load.whole() == undisturbed[:6]
+        metrics = f"{fleet.base_url}/metrics"
+        await wait_until(lambda: "tokenfleet_accepted_tokens_total{" in httpx.get(metrics).text)

@@ -36,7 +36,7 @@ class KnowingProposer:
     def propose(self, most: int) -> list[int]:
         count = self.random.randint(0, min(most, self.num_speculated))
         right = self.answer[self.place : self.place + count]
-        return [token + (self.random.random() < self.wrong) for token in right]
+        return [abs(token - (self.random.random() < self.wrong)) for token in right]
 
     def learn(self, tokens: Sequence[int], num_proposed: int) -> None:
         self.place += len(tokens)

@@ -5,14 +5,13 @@
 #include <algorithm>
 #include "blocks.h"
 #include "structs.h"
-#include "tiles.h"
 #include "vector.h"
 
-constexpr int PANEL = WIDTH * LANES, AT_ONCE = std::max(ROWS, TILE);  // rows
+constexpr int PANEL = WIDTH * LANES;
+constexpr int AHEAD = 4096;  // bytes of weights prefetched in advance
 constexpr int FEW = 4;  // so few rows are multiplied with blocks faster than with plain weights
 constexpr int GROUP = 32;  // rows for which a chunk of blocks is expanded once
-static_assert(GROUP % AT_ONCE == 0);
-static_assert(TILE == 1 || PANEL == 3 * TILE);
+static_assert(GROUP % ROWS == 0);
 
 inline int num_panels(const Linear& linear) { return (linear.outputs + PANEL - 1) / PANEL; }
 
@@ -94,17 +93,12 @@ inline void multiply_blocks(
 
 // The sums of up to GROUP rows and a panel, with the bias.
 template <class T>
-void panel_sums(const Factor<T>* rows, int count, const Linear& linear, int panel, Tiles& tiles, float* sums) {
+void panel_sums(const Factor<T>* rows, int count, const Linear& linear, int panel, float* sums) {
     int inputs = linear.inputs;
     std::fill(sums, sums + count * PANEL, 0.f);
     if (linear.packed && !(linear.blocks.bits && count <= FEW)) {
         const T* packed = (const T*)linear.packed + (int64_t)panel * PANEL * inputs;
-        for (int row = 0; row < count; row += AT_ONCE) {
-            int few = std::min(AT_ONCE, count - row);
-            const Factor<T>* own = rows + (int64_t)row * inputs;
-            if (!tiles.multiply(own, few, inputs, packed, sums + row * PANEL))
-                multiply_rows<T, AHEAD>(few, own, inputs, inputs, packed, sums + row * PANEL);
-        }
+        multiply_rows<T, AHEAD>(count, rows, inputs, inputs, packed, sums);
     } else if constexpr (std::is_same_v<T, bfloat16>) multiply_blocks(rows, count, linear, panel, sums);
     if (linear.bias)
         for (int n = 0; n < count; n++)
@@ -130,11 +124,10 @@ template <class F> void for_own_panels(int panels, int thread, int threads, F ea
 template <class T, class U> void panel_product(const Factor<T>* rows, int num_rows, const Linear& linear,
     int panel, U* out, int64_t stride, const T* residual) {
     alignas(64) float sums[GROUP * PANEL];
-    Tiles tiles;
     int width = std::min(PANEL, linear.outputs - panel * PANEL);
     for (int row = 0; row < num_rows; row += GROUP) {
         int count = std::min(GROUP, num_rows - row);
-        panel_sums<T>(rows + (int64_t)row * linear.inputs, count, linear, panel, tiles, sums);
+        panel_sums<T>(rows + (int64_t)row * linear.inputs, count, linear, panel, sums);
         for (int n = 0; n < count; n++) {
             int64_t at = (row + n) * stride + panel * PANEL;
             if (residual)
@@ -150,12 +143,11 @@ inline Floats sigmoid_linear(Floats x) { return x / (1.f + exponential(-x)); }
 template <class T> void panel_gated(
     const Factor<T>* rows, int num_rows, const Linear& gate, const Linear& up, int panel, Factor<T>* out) {
     alignas(64) float gates[GROUP * PANEL], ups[GROUP * PANEL];
-    Tiles tiles;
     int width = std::min(PANEL, gate.outputs - panel * PANEL);
     for (int row = 0; row < num_rows; row += GROUP) {
         int count = std::min(GROUP, num_rows - row);
-        panel_sums<T>(rows + (int64_t)row * gate.inputs, count, gate, panel, tiles, gates);
-        panel_sums<T>(rows + (int64_t)row * up.inputs, count, up, panel, tiles, ups);
+        panel_sums<T>(rows + (int64_t)row * gate.inputs, count, gate, panel, gates);
+        panel_sums<T>(rows + (int64_t)row * up.inputs, count, up, panel, ups);
         for (int n = 0; n < count; n++) {
             for (int j = n * PANEL; j < (n + 1) * PANEL; j += LANES)
                 store(gates + j, sigmoid_linear(load(gates + j)) * load(ups + j));

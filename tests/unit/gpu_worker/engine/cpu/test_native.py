@@ -32,23 +32,17 @@ pytestmark = pytest.mark.usefixtures("library")
         ("x86-64-v3", "split"),
         ("native", "plain"),
         ("native", "split"),
-        ("native", "tiles"),
         ("native", "one thread"),
     ],
 )
 def test_builds_for_other_processors_compute_the_same(
     march: str, kind: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Narrower vectors; bfloat16 multiplied in pairs, where this processor can, widened, or by a matrix unit;
-    no OpenMP.
-    """
+    """Narrower vectors; bfloat16 multiplied in pairs, where this processor can, or widened; no OpenMP."""
     command = [
         word.replace("=native", f"={march}") for word in native.compile_command() if word != "-DSPLIT_PAIRS"
     ]
-    command += {
-        "split": ["-DSPLIT_PAIRS"],
-        "tiles": ["-include", str(Path(__file__).parents[4] / "support/engine/fake_tiles.h")],
-    }.get(kind, [])
+    command += ["-DSPLIT_PAIRS"] if kind == "split" else []
     command = [word for word in command if kind != "one thread" or word not in native.openmp_flags()]
     command += (
         ["-fno-gnu-unique"] if "g++" in command[0] or command[0] == "c++" else []
