@@ -64,8 +64,9 @@ FLOORS = {
         "engine.cuda.graphs engine.model.rope engine.split_step",
         "engine.agent_link engine.batch engine.parallel",
         "engine.model.config protocol rank",
-        "engine.cuda.compile engine.cuda.fused_linear engine.cuda.kernels engine.errors",
-        "engine.cuda.fp8_linear",
+        "engine.cuda.compile engine.cuda.fused_linear engine.errors",
+        "engine.cuda.block_linear engine.cuda.fp8_linear",
+        "engine.cuda.kernels engine.blocks",
     ],
     "common": [
         "process",

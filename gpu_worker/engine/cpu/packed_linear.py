@@ -12,9 +12,10 @@ import torch
 from torch import nn
 
 from common.process import memory
+from gpu_worker.engine.blocks import Blocks
 from gpu_worker.engine.cpu import native
-from gpu_worker.engine.cpu.blocks import Blocks, pack_blocks
 from gpu_worker.engine.cpu.large_pages import LargePages
+from gpu_worker.engine.cpu.packed_blocks import pack_blocks
 
 log = logging.getLogger(__name__)
 

@@ -9,24 +9,32 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from gpu_worker.engine.cuda.fp8_linear import Fp8Linear, multiply
+from gpu_worker.engine.cuda import block_linear, fp8_linear
+from gpu_worker.engine.cuda.block_linear import BlockLinear
+from gpu_worker.engine.cuda.fp8_linear import Fp8Linear
 
 GROUPS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 """Names of linear layers that model code calls one after the other with the same input."""
+JOINED = ("weight", "bias", "scales", "offsets")
+"""Tensors of linear layers that have an entry for each output; not all layers have each."""
+SHARED = ("codes", "order")
+"""Tensors that must be the same in all of a group."""
 
 
 class FusedLinear:
-    """The weights of a group, with scales where they are 8-bit floats, and its last product while slices of
-    it are still to be read. Rows are [..., inputs] of the weights' dtype, a slice of the product [...,
-    outputs of one layer].
+    """The weights of a group, with scales and more where they are quantised, and its last product while
+    slices of it are still to be read. Rows are [..., inputs] of the model's dtype, a slice of the product
+    [..., outputs of one layer].
     """
 
     def __init__(self, linears: Sequence[Any]) -> None:
-        self.weight = nn.Parameter(torch.cat(tuple(linear.weight for linear in linears)), requires_grad=False)
-        biases = tuple(linear.bias for linear in linears)
-        self.bias = None if biases[0] is None else nn.Parameter(torch.cat(biases), requires_grad=False)
-        scales = [linear.scales.data for linear in linears if isinstance(linear, Fp8Linear)]
-        self.scales = nn.Parameter(torch.cat(scales), requires_grad=False) if scales else None
+        self.kind = type(linears[0])
+        self.weight = joined(linears, "weight")
+        self.bias = joined(linears, "bias")
+        self.scales = joined(linears, "scales")
+        self.offsets = joined(linears, "offsets")
+        self.codes = getattr(linears[0], "codes", None)
+        self.order = getattr(linears[0], "order", None)
         self.sizes = [linear.out_features for linear in linears]
         self.multiplied: torch.Tensor | None = None
         self.parts: tuple[torch.Tensor, ...] = ()
@@ -37,10 +45,16 @@ class FusedLinear:
         return self.parts[0]
 
     def product(self, rows: torch.Tensor, own: slice) -> torch.Tensor:
-        bias = None if self.bias is None else self.bias[own]
-        if self.scales is None:
-            return functional.linear(rows, self.weight[own], bias)
-        return multiply(rows, self.weight[own], self.scales[own], bias)
+        weight, bias, scales, offsets = (
+            None if tensor is None else tensor[own]
+            for tensor in (self.weight, self.bias, self.scales, self.offsets)
+        )
+        assert weight is not None
+        if self.kind is BlockLinear:
+            return block_linear.multiply(rows, self.order, weight, scales, offsets, self.codes, bias)
+        if scales is not None:
+            return fp8_linear.multiply(rows, weight, scales, bias)
+        return functional.linear(rows, weight, bias)
 
     def output_of(self, number: int, rows: torch.Tensor) -> torch.Tensor:
         """Return one layer's slice of the last product; computed by itself where that had another input, as
@@ -67,9 +81,8 @@ class FusedLinearSlice(nn.Module):
         self.in_features = linear.in_features
         self.out_features = linear.out_features
         if number == 0:
-            self.weight = fused.weight
-            self.bias = fused.bias
-            self.scales = fused.scales
+            for name in (*JOINED, *SHARED):
+                setattr(self, name, getattr(fused, name))
 
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
         return self.fused.output_of(self.number, rows) if self.number else self.fused.multiply(rows)
@@ -91,8 +104,19 @@ def fuse_linears(model: nn.Module) -> None:
 
 def is_unchanged_linear(linear: Any) -> bool:
     """Nobody has changed what it computes."""
-    return type(linear) in (nn.Linear, Fp8Linear) and "forward" not in vars(linear)
+    return type(linear) in (nn.Linear, Fp8Linear, BlockLinear) and "forward" not in vars(linear)
 
 
-def signature_of(linear: Any) -> tuple[int, bool, torch.dtype]:
-    return linear.in_features, linear.bias is None, linear.weight.dtype
+def signature_of(linear: Any) -> tuple[object, ...]:
+    """Layers with the same one can be a group."""
+    tensors = [getattr(linear, name, None) for name in JOINED]
+    kinds = [None if tensor is None else (tensor.dtype, tensor.shape[1:]) for tensor in tensors]
+    shared = [getattr(linear, name, None) for name in SHARED]
+    contents = [None if tensor is None else tuple(tensor.tolist()) for tensor in shared]
+    return type(linear), linear.in_features, *kinds, *contents
+
+
+def joined(linears: Sequence[Any], name: str) -> nn.Parameter | None:
+    """Their tensors [outputs, ...] of any dtype in one; None where they have none."""
+    tensors = [tensor for linear in linears if (tensor := getattr(linear, name, None)) is not None]
+    return nn.Parameter(torch.cat(tensors), requires_grad=False) if tensors else None

@@ -10,6 +10,8 @@ from transformers import AutoConfig
 from common.settings.settings import SettingError, Settings
 
 ON_THE_FLY = "fp8"
+TEXT_ONLY = {"qwen2_vl_text": "qwen2", "qwen2_5_vl_text": "qwen2", "qwen3_vl_text": "qwen3"}
+"""Model types of text parts → those of the models for text that they equal without images."""
 LAYER_TYPES = {"full_attention", "sliding_attention"}
 
 
@@ -25,6 +27,7 @@ def read_config(path: Path, settings: Settings) -> Any:
         raise cannot_serve(model_id, error) from error
     if cause := refusal_of(config, text):
         raise SettingError("model_id", f"{model_id} ({config.model_type}) {cause}")
+    text = plain_text_config(text)
     text.tie_word_embeddings = getattr(config, "tie_word_embeddings", False)
     if getattr(config, "quantization_config", None) is not None:
         text.quantization_config = config.quantization_config
@@ -32,6 +35,19 @@ def read_config(path: Path, settings: Settings) -> Any:
     if settings.rope_factor is not None:
         stretch_rope(text, settings.rope_scaling or "linear", settings.rope_factor)
     return text
+
+
+def plain_text_config(text: Any) -> Any:
+    """A text part that only differs from a model for text by positions with a part for each axis of an image:
+    as that model's, since these are all the same in text.
+    """
+    if text.model_type not in TEXT_ONLY:
+        return text
+    values = {name: value for name, value in text.to_dict().items() if name != "model_type"}
+    of_images = ("mrope_section", "mrope_interleaved")
+    rope = values.get("rope_parameters") or {}
+    values["rope_parameters"] = {name: value for name, value in rope.items() if name not in of_images}
+    return AutoConfig.for_model(TEXT_ONLY[text.model_type], **values)
 
 
 def quantization_of(config: Any) -> dict[str, Any] | None:

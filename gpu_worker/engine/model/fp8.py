@@ -67,9 +67,7 @@ def rounds(name: str, linear: nn.Linear) -> bool:
     return fits(linear.weight) and not {*name.split(".")} & ROUTERS
 
 
-def replace_linears(
-    model: Any, path: Path, config: Any, shards: Mapping[str, TensorShards], rank: int
-) -> None:
+def multiply_fp8(model: Any, path: Path, config: Any, shards: Mapping[str, TensorShards], rank: int) -> None:
     """Makes those linear layers multiply 8-bit floats that a checkpoint has so, with one scale, or one for
     each output; `shards`: how parameters [...] of any dtype are split between ranks.
     """

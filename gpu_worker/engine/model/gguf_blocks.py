@@ -13,7 +13,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import nn
 
-from gpu_worker.engine.cpu.blocks import Blocks
+from gpu_worker.engine.blocks import Blocks
 from gpu_worker.engine.model.gguf_types import UNPACK, unpack
 
 BLOCKS_FILE = Path("blocks") / "model.safetensors"

@@ -1,19 +1,24 @@
-"""Quantised weights of linear layers by the names of these in a model, each read when it is asked for."""
+"""Quantised weights of linear layers by the names of these in a model, each read when it is asked for; on
+CUDA, layers that multiply them as they are.
+"""
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
-from gpu_worker.engine.cpu.blocks import Blocks
+from gpu_worker.engine.blocks import LARGEST_BLOCK, SMALLEST_BLOCK, Blocks
+from gpu_worker.engine.cuda.block_linear import BlockLinear, converts_floats, fits, multiplies_blocks
 from gpu_worker.engine.model.config import quantization_of
 from gpu_worker.engine.model.gguf_blocks import LayerBlocks
 from gpu_worker.engine.model.tp_weights import intervals_of, parameter_finder
 from gpu_worker.engine.parallel.tp_plan import TensorShards
 from gpu_worker.engine.quantization.checkpoint import StoredWeight, read_tensors
 from gpu_worker.engine.quantization.methods import METHODS, method_of
-from gpu_worker.engine.quantization.weight import ScaledFloats
+from gpu_worker.engine.quantization.weight import ScaledFloats, Weight
 
 
 class ReadBlocks(Mapping[str, Blocks]):
@@ -35,17 +40,42 @@ class ReadBlocks(Mapping[str, Blocks]):
         return len(self.layers)
 
 
-def find_blocks(path: Path, config: Any, model: Any) -> Mapping[str, Blocks]:
-    """Of the checkpoint in a directory, quantised or converted from a GGUF file."""
+def find_blocks(path: Path, config: Any, model: Any, device: torch.device) -> Mapping[str, Blocks]:
+    """What the device multiplies as it is in the checkpoint of a directory, quantised or converted from a
+    GGUF file: on CPU in bfloat16 integers in turn, on CUDA all that the card can.
+    """
+    on_cuda = multiplies_blocks(device, model.dtype)
+    if not on_cuda and (device.type, model.dtype) != ("cpu", torch.bfloat16):
+        return {}
     if quantization_of(config) is None:
         return LayerBlocks(path)
-    weights = find_weights(path, config, model)
+    weights, floats = find_weights(path, config, model), on_cuda and converts_floats(device)
 
     def read(layer: str) -> Blocks | None:
-        weight = weights[layer].read()
-        return weight if isinstance(weight, Blocks) else None
+        blocks = blocks_of(weights[layer].read(), floats)
+        return blocks if blocks and (on_cuda or blocks.are_integers_in_turn) else None
 
     return ReadBlocks(list(weights), read)
+
+
+def blocks_of(weight: Weight, floats: bool) -> Blocks | None:
+    """A layer's weight as blocks, with `floats` also 8-bit ones whose scales are of parts of its inputs."""
+    if isinstance(weight, Blocks):
+        return weight
+    if not floats or not isinstance(weight, ScaledFloats) or weight.values.dtype != torch.float8_e4m3fn:
+        return None
+    size = math.gcd(weight.part[1], LARGEST_BLOCK)
+    if weight.scales.shape[1] == 1 or weight.values.shape[1] % weight.part[1] or size < SMALLEST_BLOCK:
+        return None
+    scales = weight.output_scales().repeat_interleave(weight.part[1] // size, 1)
+    return Blocks(weight.values, scales, None)
+
+
+def replace_linears(model: Any, blocks: Mapping[str, Blocks]) -> None:
+    """Makes linear layers multiply their blocks on CUDA. The model need not be there yet."""
+    for name, linear in list(model.named_modules()):
+        if type(linear) is nn.Linear and (own := blocks.get(name)) and fits(own):
+            model.set_submodule(name, BlockLinear(own, linear.bias))
 
 
 def find_weights(path: Path, config: Any, model: Any) -> dict[str, StoredWeight]:

@@ -18,7 +18,7 @@ from gpu_worker.engine.attention.kv_cache import Geometry, LayerSpec
 from gpu_worker.engine.attention.probe import PROBE_TOKENS, probe_attention
 from gpu_worker.engine.batch.inputs import build_inputs
 from gpu_worker.engine.batch.row_slice import RowSlice
-from gpu_worker.engine.cpu.blocks import Blocks
+from gpu_worker.engine.blocks import Blocks
 from gpu_worker.engine.cpu.fused_layer import fuse_layers
 from gpu_worker.engine.cpu.packed_linear import pack_linears
 from gpu_worker.engine.cuda.fused_linear import fuse_linears
@@ -26,9 +26,9 @@ from gpu_worker.engine.errors import UnservableModel
 from gpu_worker.engine.model import rope
 from gpu_worker.engine.model.config import cannot_serve, quantizes, read_config
 from gpu_worker.engine.model.families.register import page_attention, register_family
-from gpu_worker.engine.model.fp8 import check_fp8, multiplies_fp8, quantize_linears, replace_linears
+from gpu_worker.engine.model.fp8 import check_fp8, multiplies_fp8, multiply_fp8, quantize_linears
 from gpu_worker.engine.model.kv_budget import count_blocks, measure_peak
-from gpu_worker.engine.model.layer_blocks import find_blocks, shard_blocks
+from gpu_worker.engine.model.layer_blocks import find_blocks, replace_linears, shard_blocks
 from gpu_worker.engine.model.model import LoadedModel
 from gpu_worker.engine.model.tp_weights import read_shard
 from gpu_worker.engine.model.warmup import max_prompt_tokens, run_largest_step
@@ -67,14 +67,14 @@ def load(settings: Settings, progress: model_files.Progress, communicator: Commu
     try:
         if communicator.world_size > 1:
             model, plan = read_shard(path, config, dtype, device, settings, communicator)
-            blocks = read_blocks(path, config, model, settings)
-            use_fp8(model, path, config, settings, plan.shards, communicator.rank)
+            blocks = read_blocks(path, config, model, device, settings)
+            use_fp8(model, path, config, device, settings, plan.shards, communicator.rank)
             optimize_linears(model, device, shard_blocks(blocks, plan.shards, communicator.rank))
             connect_shards(model, plan, communicator)
         else:
             model = read_weights(path, config, dtype, device, settings)
-            use_fp8(model, path, config, settings, {}, 0)
-            optimize_linears(model, device, read_blocks(path, config, model, settings))
+            use_fp8(model, path, config, device, settings, {}, 0)
+            optimize_linears(model, device, read_blocks(path, config, model, device, settings))
         page_attention(model)
         layers = probe_attention(model, lambda: probe_forward(model, device))
     except KeyError as error:  # model code that looks attention up in a table of its own
@@ -127,22 +127,29 @@ def assemble(
     )
 
 
-def read_blocks(path: Path, config: Any, model: Any, settings: Settings) -> Mapping[str, Blocks]:
-    """What can be multiplied as it is in the checkpoint: on CPU in bfloat16."""
-    served = (model.device.type, model.dtype) == ("cpu", torch.bfloat16)
+def read_blocks(
+    path: Path, config: Any, model: Any, device: torch.device, settings: Settings
+) -> Mapping[str, Blocks]:
+    """What can be multiplied as it is in the checkpoint."""
     changed = settings.makes_weights or quantizes(config, settings)
-    return find_blocks(path, config, model) if served and not changed else {}
+    return {} if changed else find_blocks(path, config, model, device)
 
 
 def use_fp8(
-    model: Any, path: Path, config: Any, settings: Settings, shards: Mapping[str, TensorShards], rank: int
+    model: Any,
+    path: Path,
+    config: Any,
+    device: torch.device,
+    settings: Settings,
+    shards: Mapping[str, TensorShards],
+    rank: int,
 ) -> None:
     """`shards`: how weights [...] of any dtype are split, where there are several ranks."""
-    multiplied = multiplies_fp8(model.device, model.dtype)
+    multiplied = multiplies_fp8(device, model.dtype)
     if quantizes(config, settings):
         quantize_linears(model, multiplied)
     elif multiplied:
-        replace_linears(model, path, config, shards, rank)
+        multiply_fp8(model, path, config, shards, rank)
 
 
 def optimize_linears(model: Any, device: torch.device, blocks: Mapping[str, Blocks]) -> None:
@@ -150,6 +157,8 @@ def optimize_linears(model: Any, device: torch.device, blocks: Mapping[str, Bloc
     if device.type == "cpu":
         pack_linears(model, blocks)
     else:
+        replace_linears(model, blocks)
+        model.to(device)
         fuse_linears(model)
 
 

@@ -68,8 +68,8 @@ def read_shard(
     settings: Settings,
     communicator: Communicator,
 ) -> tuple[Any, TpPlan]:
-    """This rank's part of a model on its device, and how all parts belong together. Raises as `read_weights`,
-    and UnservableModel.
+    """This rank's part of a model, on the device that `read_weights` leaves it on, and how all parts belong
+    together. Raises as `read_weights`, and UnservableModel.
     """
     rank, world_size = communicator.rank, communicator.world_size
     method, quantization = quantization_method(config, settings.model_id), quantization_of(config)
@@ -92,7 +92,8 @@ def read_shard(
         check_types(path, settings.model_id)
     tensors = dict(rank_tensors(read_tensors(path, quantization), whole, plan.shards, rank))
     source = partial(part.from_pretrained, None, config=config, state_dict=tensors)
-    return load_pretrained(source, settings, dtype=dtype).to(device), plan
+    model = load_pretrained(source, settings, dtype=dtype)
+    return model if method else model.to(device), plan
 
 
 def equalize_replicas(model: Any, plan: TpPlan, communicator: Communicator) -> None:

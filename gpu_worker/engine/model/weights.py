@@ -35,8 +35,8 @@ those in the model for text.
 def read_weights(
     path: Path, config: Any, dtype: torch.dtype, device: torch.device, settings: Settings
 ) -> Any:
-    """The model on its device. Raises SettingError where its weights would not be what the checkpoint means;
-    or as transformers does.
+    """The model on its device; on CPU where some of its layers may stay quantised. Raises SettingError where
+    its weights would not be what the checkpoint means; or as transformers does.
     """
     method = quantization_method(config, settings.model_id)
     if settings.makes_weights:
@@ -53,7 +53,7 @@ def read_weights(
         source = type(meta_model(plain, settings)).from_pretrained
         tensors = read_tensors(path, quantization_of(config))
         options = {"config": plain, "state_dict": tensors}
-        return load_pretrained(partial(source, None, **options), settings, dtype=dtype).to(device)
+        return load_pretrained(partial(source, None, **options), settings, dtype=dtype)
     try:
         return load_pretrained(whole, settings, dtype=dtype, device_map={"": device})
     except (ImportError, RuntimeError, ValueError, NotImplementedError) as error:
@@ -113,29 +113,48 @@ def without_quantization(config: Any) -> Any:
 
 
 def check_whole(path: Path, model_id: str) -> None:
-    """Raises SettingError unless all .safetensors files are there; pickled weights are not read."""
-    if not model_files.weight_files(path):
+    """Raises SettingError unless all .safetensors files are there, and whole; pickled ones are not read."""
+    files = model_files.weight_files(path)
+    if not files:
         cause = f"has no whole set of .safetensors files in {path}, and nothing else is served"
         raise SettingError(
             "model_id", f"{model_id} {cause} (LOAD_FORMAT=dummy makes weights up, to measure speed)"
         )
+    for file in files:
+        if cause := fault_of(file):
+            raise SettingError("model_id", f"{model_id} cannot be served: {file} {cause}")
+
+
+def fault_of(file: Path) -> str:
+    """What is wrong with the form of a safetensors file; empty where nothing is."""
+    size = file.stat().st_size
+    try:
+        header, begin = read_header(file)
+        end = begin + max((value["data_offsets"][1] for value in header.values()), default=0)
+    except (ValueError, LookupError, TypeError, AttributeError):
+        return "is no safetensors file, or damaged: its header cannot be read"
+    return "" if size == end else f"is damaged: it has {size} bytes, and {end} by its header"
 
 
 def check_types(path: Path, model_id: str) -> None:
     """A config without quantisation, beside weights of few bits: transformers would take these
     for plain numbers.
     """
-    files = model_files.weight_files(path)
-    types = {name: kind for file in files for name, kind in tensor_types(file).items()}
+    headers = [read_header(file)[0] for file in model_files.weight_files(path)]
+    types = {name: str(value["dtype"]) for header in headers for name, value in header.items()}
     for name in find_packed(types):
         weights = f"weights of type {types[name]} ({name})"
         raise SettingError("model_id", f"{model_id} has {weights}, and its config.json says nothing of them")
 
 
-def tensor_types(file: Path) -> dict[str, str]:
-    """Tensor → type, from the header of a safetensors file: 8 bytes with its length, little-endian, then
-    JSON.
+def read_header(file: Path) -> tuple[dict[str, Any], int]:
+    """What a safetensors file says of each of its tensors, and where their data begin. It begins with the
+    length of its header, 8 bytes, little-endian; then comes that, JSON. Raises ValueError.
     """
     with file.open("rb") as opened:
-        header = json.loads(opened.read(int.from_bytes(opened.read(8), "little")))
-    return {name: value["dtype"] for name, value in header.items() if name != "__metadata__"}
+        length = int.from_bytes(opened.read(8), "little")
+        if length > file.stat().st_size:
+            raise ValueError(f"its header would have {length} bytes")
+        header = json.loads(opened.read(length))
+    header.pop("__metadata__", None)
+    return header, 8 + length

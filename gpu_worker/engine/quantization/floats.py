@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from gpu_worker.engine.blocks import SMALLEST_BLOCK, Blocks
 from gpu_worker.engine.quantization.weight import Fields, Weight, scale_floats, scale_integers
 
 Config = Mapping[str, Any]
@@ -82,14 +83,17 @@ def quant_state(fields: Fields) -> dict[str, Any]:
 
 def read_bnb4(fields: Fields, config: Config) -> Weight:
     state, packed = quant_state(fields), fields["weight"].flatten()
-    quants = torch.stack([packed >> 4, packed & 15], 1).flatten().long()
+    quants = torch.stack([packed >> 4, packed & 15], 1).flatten()
     factors = fields["weight.absmax"]
     if factors.dtype == torch.uint8:
         factors = fields["weight.nested_quant_map"].float()[factors.long()]
         factors = scaled(factors, fields["weight.nested_absmax"].float(), state["nested_blocksize"])
         factors = factors + state["nested_offset"]
-    numbers = fields["weight.quant_map"].float()[quants[: torch.Size(state["shape"]).numel()]]
-    return scaled(numbers, factors.float(), state["blocksize"]).view(state["shape"])
+    codes, shape, size = fields["weight.quant_map"].float(), state["shape"], state["blocksize"]
+    quants = quants[: torch.Size(shape).numel()]
+    if len(shape) == 2 and shape[1] % size == 0 and size % SMALLEST_BLOCK == 0:
+        return Blocks(quants.view(shape), factors.float().view(shape[0], -1), None, codes)
+    return scaled(codes[quants.long()], factors.float(), size).view(shape)
 
 
 def scaled(numbers: torch.Tensor, factors: torch.Tensor, size: int) -> torch.Tensor:

@@ -2,11 +2,11 @@
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
-from gpu_worker.engine.cpu.blocks import LARGEST_BLOCK, SMALLEST_BLOCK, Blocks
+from gpu_worker.engine.blocks import LARGEST_BLOCK, SMALLEST_BLOCK, Blocks
 
 SHORT = (torch.float16, torch.bfloat16)
 """Types of scales whose products with quants and zeros are exact in float32."""
@@ -37,7 +37,7 @@ class ScaledFloats:
         return self.values.float() * self.scales[outputs][:, inputs]
 
     def output_scales(self) -> torch.Tensor:
-        """float32 [outputs, 1], where a part has all inputs"""
+        """float32 [outputs, parts along the inputs]"""
         return self.scales.repeat_interleave(self.part[0], 0)[: len(self.values)]
 
 
@@ -87,8 +87,8 @@ def scale_integers(
     size: int,
     groups: torch.Tensor | None = None,
 ) -> Blocks | torch.Tensor:
-    """Weights (quant - zero) * scale, of each group of inputs its own; in blocks where `size` inputs in turn
-    are a group and the kernels' sums are exact.
+    """Weights (quant - zero) * scale, of each group of inputs its own; in blocks where a group has `size`
+    inputs and the kernels' sums are exact.
 
     quants uint8, then with zeros, or int8 [outputs, inputs]; scales of any float dtype and zeros, integers,
     [outputs, groups]; `groups`, integers [inputs]: of each input. Raises ValueError.
@@ -103,14 +103,17 @@ def scale_integers(
     exact = zeros is None or any(
         torch.equal(scales.to(kind).to(scales.dtype), scales) for kind in (torch.half, torch.bfloat16)
     )
-    if not torch.equal(groups, in_turn) or width < SMALLEST_BLOCK or not exact:
+    order = None if torch.equal(groups, in_turn) else groups.argsort(stable=True)
+    even = order is None or torch.equal(groups[order], in_turn)
+    if not even or width < SMALLEST_BLOCK or not exact:
         centred = quants.float() if zeros is None else quants.float() - zeros.float()[:, groups]
         return centred * scales.float()[:, groups]
     if quants.dtype == torch.uint8 and quants.max() > 15 and zeros is not None:
         quants, zeros = (quants.short() - 128).to(torch.int8), zeros.short() - 128
-    columns = groups[::width]
+    columns = in_turn[::width]
+    quants = quants if order is None else quants[:, order]
     offsets = None if zeros is None else (-zeros.float() * scales.float())[:, columns]
-    return halved(Blocks(quants, scales.float()[:, columns], offsets))
+    return halved(Blocks(quants, scales.float()[:, columns], offsets, order=order))
 
 
 def halved(blocks: Blocks) -> Blocks:
@@ -119,4 +122,4 @@ def halved(blocks: Blocks) -> Blocks:
     if not all(torch.equal(factor.half().float(), factor.float()) for factor in factors):
         return blocks
     offsets = None if blocks.offsets is None else blocks.offsets.half()
-    return Blocks(blocks.quants, blocks.scales.half(), offsets)
+    return replace(blocks, scales=blocks.scales.half(), offsets=offsets)

@@ -53,6 +53,7 @@ EYES = {
     "image_size": 28,
     "patch_size": 14,
 }
+QWEN_EYES = {"depth": 1, "hidden_size": 32, "num_heads": 2, "intermediate_size": 32, "out_hidden_size": 64}
 UNTIED = {"tie_word_embeddings": False}
 
 
@@ -206,6 +207,19 @@ SEEING: dict[str, tuple[str, dict[str, Any]]] = {
         {
             "text_config": LLAMA | {"model_type": "ministral3", "head_dim": 16},
             "vision_config": EYES | {"model_type": "pixtral"},
+        }
+        | UNTIED,
+    ),
+    "Qwen2.5-VL": (
+        "Qwen2_5_VL",
+        {"text_config": LLAMA | rope("default", mrope_section=[2, 3, 3]), "vision_config": QWEN_EYES}
+        | UNTIED,
+    ),
+    "Qwen3-VL": (
+        "Qwen3VL",
+        {
+            "text_config": LLAMA | WIDE | rope("default", mrope_section=[4, 6, 6], mrope_interleaved=True),
+            "vision_config": QWEN_EYES | {"deepstack_visual_indexes": [0]},
         }
         | UNTIED,
     ),

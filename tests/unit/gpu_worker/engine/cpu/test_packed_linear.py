@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 from common.process import memory
+from gpu_worker.engine.blocks import Blocks
 from gpu_worker.engine.cpu import native, packed_linear
-from gpu_worker.engine.cpu.blocks import Blocks
 from gpu_worker.engine.cpu.large_pages import LargePages
 from gpu_worker.engine.cpu.packed_linear import NativeLinear
 

@@ -8,6 +8,8 @@ import pytest
 import torch
 
 from gpu_worker.engine.attention.kv_write import fill_kv, write_kv
+from gpu_worker.engine.blocks import Blocks
+from gpu_worker.engine.cuda.block_linear import UNIT, BlockLinear
 from gpu_worker.engine.sampling.greedy import greedy
 from tests.support.engine.triton_interpreter import forget_kernels, interpret_kernels, kernels
 from tests.support.source_tree import ROOT
@@ -92,11 +94,43 @@ def test_top_k_equals_that_of_torch(
     assert torch.equal(torch.cat(alone), logprobs)
 
 
+@pytest.mark.parametrize("kind", [torch.uint8, torch.int8, torch.float8_e4m3fn])
+@pytest.mark.parametrize(("size", "rows"), [(16, 1), (32, 5), (128, 19)])
+def test_products_with_blocks_equal_those_with_dequantised_weights(
+    kind: torch.dtype, size: int, rows: int, interpreted: Interpreted
+) -> None:
+    """In float32, to the order of sums; more rows and outputs than a tile has; a part of the outputs; quants
+    of 4 bits also as codes.
+    """
+    torch.manual_seed(0)
+    outputs, inputs = 70, 256
+    quants = torch.randint(0, 16, (outputs, inputs)).to(kind)
+    scales, offsets = torch.rand(outputs, inputs // size).half(), torch.randn(outputs, inputs // size)
+    numbers, bias = torch.randn(rows, inputs), torch.randn(outputs)
+    multiply_tiles = interpreted("products").multiply_tiles
+    for codes, own in ((None, slice(None)), (torch.randn(16) if kind == torch.uint8 else None, slice(6, 70))):
+        blocks = Blocks(quants, scales, offsets if codes is None else None, codes)
+        packed = BlockLinear(blocks, bias)
+        tensors = (packed.weight, packed.scales, packed.offsets)
+        parts = [None if tensor is None else tensor[own] for tensor in tensors]
+        found = multiply_tiles(numbers, *parts, codes, bias[own], UNIT)
+        expected = torch.nn.functional.linear(numbers, blocks.widen(torch.float32)[own], bias[own])
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-4)
+        halves = multiply_tiles(numbers.half(), *parts, codes, None, UNIT)
+        rounded = torch.nn.functional.linear(numbers.half().float(), blocks.widen(torch.float16)[own].float())
+        torch.testing.assert_close(halves.float(), rounded, rtol=1e-3, atol=1e-2)
+
+
 def types_of(numbers: str, slots: str) -> dict[str, str]:
     return dict.fromkeys(("keys", "values", "key", "value"), numbers) | {"slots": slots}
 
 
-COMPILED: list[tuple[str, str, dict[str, int], dict[str, str]]] = [
+def product_types(quants: str) -> dict[str, str]:
+    types = {"rows": "*bf16", "bias": "*bf16", "results": "*bf16", "codes": "*fp32", "quants": quants}
+    return types | dict.fromkeys(("scales", "offsets"), "*fp16")
+
+
+COMPILED: list[tuple[str, str, dict[str, int | None], dict[str, str]]] = [
     (
         "kv_write",
         "write_line",
@@ -122,6 +156,33 @@ COMPILED: list[tuple[str, str, dict[str, int], dict[str, str]]] = [
         {"logits": "*bf16", "ids": "*i64", "logprobs": "*fp32"},
     ),
     (
+        "products",
+        "multiply_tile",
+        {
+            "size": 128,
+            "halves": 2,
+            "tile_rows": 16,
+            "tile_outputs": 32,
+            "part": 32,
+            "codes": None,
+            "bias": None,
+        },
+        product_types("*u8"),
+    ),
+    (
+        "products",
+        "multiply_tile",
+        {"size": 64, "halves": 2, "tile_rows": 64, "tile_outputs": 64, "part": 32, "offsets": None},
+        product_types("*u8"),
+    ),
+    (
+        "products",
+        "multiply_tile",
+        {"size": 128, "halves": 1, "tile_rows": 16, "tile_outputs": 32, "part": 32}
+        | {"codes": None, "offsets": None, "bias": None},
+        product_types("*fp8e4nv"),
+    ),
+    (
         "sample",
         "sample_row",
         {"size": 151_936, "width": 4096, "part": 1024},
@@ -137,7 +198,7 @@ constant.
 
 @pytest.mark.parametrize(("module", "name", "constants", "types"), COMPILED)
 def test_kernels_compile_for_gpus(
-    module: str, name: str, constants: dict[str, int], types: dict[str, str]
+    module: str, name: str, constants: dict[str, int | None], types: dict[str, str]
 ) -> None:
     """For a GPU that need not be there: what is annotated or computed in a way that Triton does not know
     fails here.

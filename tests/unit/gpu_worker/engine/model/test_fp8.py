@@ -14,7 +14,7 @@ from common.settings.settings import SettingError, Settings
 from gpu_worker.engine.cuda.fp8_linear import Fp8Linear, round_rows
 from gpu_worker.engine.cuda.fused_linear import fuse_linears
 from gpu_worker.engine.engine import Engine
-from gpu_worker.engine.model.fp8 import check_fp8, quantize_linears, replace_linears
+from gpu_worker.engine.model.fp8 import check_fp8, multiply_fp8, quantize_linears
 from gpu_worker.engine.parallel.tp_plan import make_tp_plan
 from tests.support.engine import quantized_models, tiny_models
 from tests.support.engine.quantized_models import FORMATS
@@ -66,7 +66,7 @@ def test_a_checkpoints_own_floats_are_multiplied(form: str, tmp_path: Path) -> N
     plain = AutoModelForCausalLM.from_pretrained(tmp_path / "plain", dtype=torch.float32)
     config, model = AutoConfig.from_pretrained(tmp_path), copy.deepcopy(plain)
     config.quantization_config = json.loads((tmp_path / "config.json").read_text())["quantization_config"]
-    replace_linears(model, tmp_path, config, {}, 0)
+    multiply_fp8(model, tmp_path, config, {}, 0)
     found = linears_of(model, Fp8Linear)
     assert len(found) == 21
     for name, linear in found.items():
@@ -75,7 +75,7 @@ def test_a_checkpoints_own_floats_are_multiplied(form: str, tmp_path: Path) -> N
     assert similarity(model, plain) > 0.999
     plan, parts = make_tp_plan(plain, 2), [copy.deepcopy(plain) for _ in range(2)]
     for rank, part in enumerate(parts):
-        replace_linears(part, tmp_path, config, plan.shards, rank)
+        multiply_fp8(part, tmp_path, config, plan.shards, rank)
     for name in ("model.layers.1.mlp.up_proj", "model.layers.1.mlp.down_proj"):
         own: list[Any] = [part.get_submodule(name) for part in parts]
         numbers = torch.cat(

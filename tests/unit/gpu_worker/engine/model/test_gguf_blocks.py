@@ -8,8 +8,8 @@ import pytest
 import torch
 from safetensors import safe_open
 
+from gpu_worker.engine.blocks import Blocks
 from gpu_worker.engine.cpu import native
-from gpu_worker.engine.cpu.blocks import Blocks
 from gpu_worker.engine.cpu.packed_linear import NativeLinear
 from gpu_worker.engine.model import gguf as convert
 from gpu_worker.engine.model.gguf_blocks import BLOCKS_FILE, LayerBlocks

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 import torch
 
-from gpu_worker.engine.cpu.blocks import Blocks
+from gpu_worker.engine.blocks import Blocks
 from gpu_worker.engine.model.gguf_types import UNPACK, unpack
 
 ROWS, INPUTS = 6, 768

@@ -205,3 +205,22 @@ def test_code_of_a_checkpoint_runs_only_when_trusted(tmp_path: Path) -> None:
     refused(tmp_path, "Python code along, which is run with TRUST_REMOTE_CODE only")
     engine = engine_of(tmp_path, trust_remote_code=True)
     assert type(engine.loaded.model).__name__ == "Model"
+
+
+@pytest.mark.parametrize("damage", ["truncated", "longer", "no header", "a long header", "empty"])
+def test_a_damaged_file_ends_the_start_with_its_name(damage: str, tmp_path: Path) -> None:
+    tiny_models.save(tmp_path, "Llama", tiny_models.LLAMA)
+    file = tmp_path / "model.safetensors"
+    data = file.read_bytes()
+    damaged, fault = {
+        "truncated": (data[:-7], f"is damaged: it has {len(data) - 7} bytes, and {len(data)} by its header"),
+        "longer": (data + b"0", f"is damaged: it has {len(data) + 1} bytes, and {len(data)} by its header"),
+        "no header": (data[:8] + b"\xff" * 9000, "is no safetensors file, or damaged"),
+        "a long header": (b"\xff" * 100, "is no safetensors file, or damaged"),
+        "empty": (b"", "is no safetensors file, or damaged"),
+    }[damage]
+    file.write_bytes(damaged)
+    with pytest.raises(SettingError) as caught:
+        engine_of(tmp_path)
+    assert str(caught.value).startswith(f"MODEL_ID: {tmp_path} cannot be served: {file} {fault}")
+    assert "\n" not in str(caught.value)

@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import nn
 
+from gpu_worker.engine.blocks import Blocks
 from gpu_worker.engine.cpu import native
-from gpu_worker.engine.cpu.blocks import Blocks
 from gpu_worker.engine.cpu.large_pages import LargePages
 from gpu_worker.engine.cpu.packed_linear import NativeLinear
 from gpu_worker.engine.quantization.integers import read_int8
@@ -51,13 +51,17 @@ def test_parts_of_blocks_begin_where_blocks_do_not() -> None:
 
 
 def test_weights_without_blocks_are_plain() -> None:
-    """Where a group's inputs do not lie together, its size fits no kernel, or its sums would be rounded."""
+    """Where groups have several sizes, one that fits no kernel, or sums would be rounded."""
     quants, zeros = torch.arange(16, dtype=torch.uint8).repeat(2, 2), torch.full((2, 2), 3)
     scales = torch.tensor([[0.5, 2.0]] * 2)
-    mixed = torch.arange(32) % 2
+    mixed = (torch.arange(32) % 3).clamp(max=1)
     found = scale_integers(quants, scales, zeros, 16, mixed)
     assert isinstance(found, torch.Tensor)
     assert torch.equal(found, (quants.float() - 3) * scales[:, mixed])
+    mixed = torch.arange(32) % 2
+    found = scale_integers(quants, scales, zeros, 16, mixed)
+    assert isinstance(found, Blocks) and found.of_columns(0, 16) is None
+    assert torch.equal(widen(found), (quants.float() - 3) * scales[:, mixed])
     assert isinstance(scale_integers(quants[:, :24], scales, zeros, 12), torch.Tensor)
     assert isinstance(scale_integers(quants, scales / 3, zeros, 16), torch.Tensor)
     assert isinstance(scale_integers(quants, scales, zeros, 16), Blocks)
