@@ -1,5 +1,6 @@
 """Housekeeping: what the active batcher does at an interval, besides scheduling."""
 
+import math
 import time
 
 from redis.asyncio import Redis
@@ -51,8 +52,9 @@ class Housekeeping:
         self.due_s = 0.0
 
     @property
-    def due(self) -> bool:
-        return time.monotonic() >= self.due_s
+    def left_ms(self) -> int:
+        """Milliseconds until the next run; 0 or less when it is due."""
+        return math.ceil(1000 * (self.due_s - time.monotonic()))
 
     async def run(self, undecodable: int, control_id: str) -> list[str]:
         """Return the workers that must be sealed. Messages of `control` before `control_id` are done."""

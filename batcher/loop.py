@@ -106,12 +106,14 @@ class Batcher:
         await self.lease.confirm()
         await self.run_pending()
         await self.timeline.write()
-        if self.housekeeping.due:
+        if self.housekeeping.left_ms <= 0:
             control_id = self.inbox.done_id(self.keys.control)
             for incarnation in await self.housekeeping.run(self.undecodable, control_id):
                 self.pending.add(partial(self.seal, incarnation, "no heartbeat"))
         await self.recovery.run_next()
-        await self.inbox.fill(1 if self.recovery.actions else READ_WAIT_MS)
+        is_idle = not (self.scheduler.sequences or self.timeline.unwritten)
+        wait_ms = self.housekeeping.left_ms if is_idle else READ_WAIT_MS
+        await self.inbox.fill(1 if self.recovery.actions else wait_ms)
         for entry in self.inbox.take(SLICE_S):
             self.on_entry(entry)
         self.scheduler.expire(self.lease.clock.now_ms())

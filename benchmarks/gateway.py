@@ -29,7 +29,7 @@ from tests.support.fleet.gateways import model_tokenizer
 from tests.support.fleet.scripted_worker import Answer, working
 from tests.support.waiting import wait_until
 
-LOADS = ((1, 768, 0.01), (32, 256, 0.04))
+LOADS = ((1, 768, 0.01), (32, 256, 0.04), (256, 96, 0.1))
 """(streams, new tokens of each, seconds between steps)"""
 ONE_TOKEN = {"inputs": "number 0", "parameters": {"max_new_tokens": 1}}
 COPIES = "import numpy; a = numpy.ones(2**26, 'f4'); b = a.copy()\nwhile True: b[:] = a"

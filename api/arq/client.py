@@ -40,12 +40,17 @@ class WaitingJob:
 
 
 class ArqClient:
-    """Submits jobs under ids of its own; one poll asks for the answers to all of them."""
+    """Submits jobs under ids of its own; one poll asks for the answers to all of them.
+
+    Attributes:
+        submitted: set while jobs wait.
+    """
 
     def __init__(self, redis: Redis, keys: Keys) -> None:
         self.redis: Any = redis
         self.keys = keys
         self.waiting: set[WaitingJob] = set()
+        self.submitted = asyncio.Event()
         self.checked_s = 0.0
 
     async def run_job(self, job_id: str, content: dict[str, Any]) -> Any:
@@ -54,6 +59,7 @@ class ArqClient:
         entry_id = await self.add_entry(fields)
         job = WaitingJob(job_id, fields, entry_id, asyncio.get_running_loop().create_future())
         self.waiting.add(job)
+        self.submitted.set()
         try:
             result = orjson.loads(await job.answer)
         finally:
@@ -73,6 +79,9 @@ class ArqClient:
     async def run(self) -> None:
         """Never returns."""
         while True:
+            if not self.waiting:
+                self.submitted.clear()
+                await self.submitted.wait()
             await asyncio.sleep(POLL_S)
             try:
                 await self.poll()

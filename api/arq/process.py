@@ -4,6 +4,8 @@ import asyncio
 import contextlib
 import logging
 
+import uvloop
+
 from api.arq.worker import JobWorker
 from common.broker import client
 from common.broker.keys import Keys
@@ -22,7 +24,7 @@ def main() -> None:
         settings = Settings.read([])
         configure_process(own, settings)
         logging.getLogger("arq.worker").setLevel(logging.WARNING)  # below that it logs prompts
-    asyncio.run(serve(settings, own.incarnation))
+    uvloop.run(serve(settings, own.incarnation))
 
 
 async def serve(settings: Settings, incarnation: str) -> None:

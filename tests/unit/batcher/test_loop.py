@@ -9,6 +9,7 @@ from redis.exceptions import ConnectionError
 
 from api.admin import timeline
 from batcher import loop
+from batcher.housekeeping import Housekeeping
 from batcher.lease import Lease
 from batcher.loop import Batcher
 from common.broker import client as brokers
@@ -25,6 +26,7 @@ from tests.support.broker_state import KEYS, admit, make_request, start_worker
 async def batcher(redis: Redis, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Batcher]:
     """One that waits for no entry: what its tests write is there before a turn."""
     monkeypatch.setattr(loop, "READ_WAIT_MS", 1)
+    monkeypatch.setattr(Housekeeping, "left_ms", 0)
     lease = Lease(redis, KEYS, "b0-1", 60.0)
     yield Batcher(Settings(), redis, KEYS, lease, await lease.acquire())
 
