@@ -31,6 +31,10 @@ log = logging.getLogger(__name__)
 
 PRELOADED = "preloaded-api"
 BACKLOG = 2048
+IDLE_S = 75
+"""How long a connection without a request is kept: longer than load balancers (60 s) and clients keep theirs,
+since a request that is on its way when the server closes is lost.
+"""
 CLOSE_S = 3
 """How long connections may take to close once the gateway has drained."""
 
@@ -87,6 +91,7 @@ def serve(settings: Settings, incarnation: str, tokenizer: ModelTokenizer) -> No
         access_log=False,
         server_header=False,
         backlog=BACKLOG,
+        timeout_keep_alive=IDLE_S,
         timeout_graceful_shutdown=CLOSE_S,
     )
     log.info(

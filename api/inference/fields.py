@@ -15,13 +15,14 @@ from pydantic_core import CoreSchema
 from api.errors import invalid
 from api.inference.ranges import BIASES, RANGES
 from api.service.terms import TIERS
-from api.structured_output.grammar import WHITESPACE, Grammar
+from api.structured_output.grammar import Grammar
 from api.structured_output.shapes import (
     GUIDED,
     from_response_format,
     from_structured_outputs,
     guided,
     only_one,
+    with_whitespace,
 )
 from common.messages.request import SamplingParams, StoppingParams
 from common.messages.service_class import SERVICE_CLASSES
@@ -202,14 +203,14 @@ class StructuredOutputFields(SamplingFields):
     guided_choice: Listed[str] | None = guided_field("texts of which the text is one")
     guided_grammar: str | None = guided_field("a grammar (Lark or GBNF) that the text satisfies")
     guided_whitespace_pattern: str | None = Field(
-        default=None, description="vLLM's older form: a regex for the white space of `guided_json`."
+        default=None, description="vLLM's older form: a regex for the white space of JSON."
     )
     guided_decoding_backend: str | None = Field(default=None, description="Has no effect.")
 
     def grammar(self) -> Grammar | None:
         """What the text must look like. Raises ApiError."""
         fields: dict[str, Grammar | None] = {
-            name: guided(kind, getattr(self, name), name, self.guided_whitespace_pattern or WHITESPACE)
+            name: guided(kind, getattr(self, name), name)
             for name, kind in GUIDED.items()
             if getattr(self, name) is not None
         }
@@ -217,4 +218,5 @@ class StructuredOutputFields(SamplingFields):
             fields["response_format"] = from_response_format(self.response_format)
         if self.structured_outputs is not None:
             fields["structured_outputs"] = from_structured_outputs(self.structured_outputs)
-        return only_one(fields)
+        pattern = self.guided_whitespace_pattern
+        return with_whitespace(only_one(fields), pattern, "guided_whitespace_pattern")

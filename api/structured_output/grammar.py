@@ -174,7 +174,7 @@ def refusal(grammar: Grammar, cause: str) -> ApiError:
     if (found := UNIMPLEMENTED.fullmatch(cause)) is not None:
         keyword = found[1].split('", "')[0]
         place = next(places(json.loads(grammar.text), keyword), "")
-        cause = f"the keyword `{keyword}` (at `{place}`) is not supported"
+        cause = f"the keyword `{keyword}`{f' (at `{place}`)' if place else ''} is not supported"
     elif cause.startswith("oneOf constraints"):
         place = next(places(json.loads(grammar.text), "oneOf"), "")
         cause = (

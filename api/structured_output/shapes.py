@@ -4,10 +4,11 @@
 
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from api.errors import ApiError, invalid
-from api.structured_output.grammar import MAX_SCHEMA_DEPTH, WHITESPACE, Grammar, depth_of
+from api.structured_output.grammar import MAX_SCHEMA_DEPTH, Grammar, depth_of
 
 ANY_OBJECT = '{"type": "object"}'
 GUIDED = {
@@ -25,6 +26,8 @@ GRAMMAR_SCHEMA: Any = {
 """JSON schema of TGI's grammars."""
 WITHOUT_EFFECT = ("disable_fallback", "disable_any_whitespace", "_backend", "_backend_was_auto")
 PATTERN = "whitespace_pattern"
+OF_JSON = ("json", "structural_tag")
+"""Kinds of grammars that have JSON in them."""
 
 
 def from_response_format(value: Mapping[str, Any], field: str = "response_format") -> Grammar | None:
@@ -70,20 +73,30 @@ def from_structured_outputs(value: Mapping[str, Any], field: str = "structured_o
     if len(given) != 1:
         raise invalid(f"`{field}` must have one of {', '.join(KINDS)}. Given: {len(given)}", field)
     [(name, item)] = given.items()
-    whitespace = text_of(value.get(PATTERN) or WHITESPACE, f"{field}.{PATTERN}")
-    return guided(name, item, f"{field}.{name}", whitespace)
+    return with_whitespace(guided(name, item, f"{field}.{name}"), value.get(PATTERN), f"{field}.{PATTERN}")
 
 
-def guided(kind: str, value: Any, field: str, whitespace: str = WHITESPACE) -> Grammar:
+def with_whitespace(grammar: Grammar | None, pattern: Any, field: str) -> Grammar | None:
+    """The grammar with a pattern, if one is given, for the white space of its JSON. Raises ApiError where it
+    has no JSON.
+    """
+    if pattern is None or pattern == "":
+        return grammar
+    if grammar is None or grammar.kind not in OF_JSON:
+        raise invalid(f"`{field}` can only be used for JSON: beside a JSON schema or a structural tag", field)
+    return replace(grammar, whitespace=text_of(pattern, field))
+
+
+def guided(kind: str, value: Any, field: str) -> Grammar:
     """The grammar of a field that has the kind in its name. Raises ApiError."""
     if kind == "json_object":
         if value is not True:
             raise invalid(f"`{field}` must be true", field)
-        return Grammar("json", ANY_OBJECT, field, whitespace)
+        return Grammar("json", ANY_OBJECT, field)
     if kind == "json":
-        return schema_grammar(value, field, whitespace)
+        return schema_grammar(value, field)
     if kind == "structural_tag":
-        return tag_grammar(value, field, whitespace)
+        return tag_grammar(value, field)
     if kind != "choice":
         return Grammar(kind, text_of(value, field), field)
     if not isinstance(value, list) or not value or not all(isinstance(word, str) and word for word in value):
@@ -101,15 +114,15 @@ def named_schema(value: Mapping[str, Any], field: str, closed: bool = False) -> 
     return schema_grammar(value["schema"], f"{field}.schema", closed=closed or strict is True)
 
 
-def schema_grammar(value: Any, field: str, whitespace: str = WHITESPACE, closed: bool = False) -> Grammar:
+def schema_grammar(value: Any, field: str, closed: bool = False) -> Grammar:
     """A JSON schema, given as an object or as its text. Raises ApiError."""
     if not isinstance(value, str | dict | bool):
         raise invalid(f"`{field}` must be a JSON schema", field)
     text = value if isinstance(value, str) else json.dumps(value)
-    return Grammar("json", text, field, whitespace, closed)
+    return Grammar("json", text, field, closed=closed)
 
 
-def tag_grammar(value: Any, field: str, whitespace: str = WHITESPACE) -> Grammar:
+def tag_grammar(value: Any, field: str) -> Grammar:
     """A structural tag, given as an object or as its text. Raises ApiError."""
     try:
         tag = json.loads(value) if isinstance(value, str) else value
@@ -122,7 +135,7 @@ def tag_grammar(value: Any, field: str, whitespace: str = WHITESPACE) -> Grammar
             f"`{field}` cannot be compiled: its depth must be at most {MAX_SCHEMA_DEPTH}. Given: {depth}",
             field,
         )
-    return Grammar("structural_tag", json.dumps(tag), field, whitespace)
+    return Grammar("structural_tag", json.dumps(tag), field)
 
 
 def text_of(value: Any, field: str) -> str:

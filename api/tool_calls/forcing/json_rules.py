@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from api.structured_output.lark import Lark, listed, literal, one_of
-from api.tool_calls.forcing.offer import CallsRule, Offer
+from api.tool_calls.forcing.offer import CallsRule, Offer, calls_between
 from api.tool_calls.formats import mistral, tgi
 from api.tool_calls.formats.llama_json import PYTHON_TAG
 from api.tool_calls.formats.sections import FENCE, SectionMarks
@@ -28,9 +28,7 @@ def objects_between(open: str, close: str) -> Rule:
 
     def rule(lark: Lark, offer: Offer) -> CallsRule:
         one = lark.rule(one_of(call_objects(lark, offer, "arguments")))
-        call = f'"\\n" {one} "\\n" {lark.mark(close)}'
-        more = f' ("\\n" {lark.mark(open)} {call})*' if offer.is_parallel else ""
-        return CallsRule(open, call + more)
+        return calls_between(lark, offer, open, f'"\\n" {one} "\\n"', close)
 
     return rule
 

@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from api.structured_output.lark import Lark
 from api.tool_calls.reading.deltas import Tool
 
 
@@ -41,3 +42,10 @@ class CallsRule:
     mark: str
     rest: str
     first: str = ""
+
+
+def calls_between(lark: Lark, offer: Offer, open: str, call: str, close: str) -> CallsRule:
+    """A call between two marks; several are on lines of their own."""
+    one = f"{call} {lark.mark(close)}"
+    more = f' ("\\n" {lark.mark(open)} {one})*' if offer.is_parallel else ""
+    return CallsRule(open, one + more)

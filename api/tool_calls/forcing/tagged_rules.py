@@ -6,7 +6,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from api.structured_output.lark import Lark, literal, one_of
-from api.tool_calls.forcing.offer import CallsRule, Offer
+from api.tool_calls.forcing.offer import CallsRule, Offer, calls_between
 from api.tool_calls.forcing.schemas import properties_of, unsupported
 from api.tool_calls.formats import tagged
 from api.tool_calls.reading.deltas import Tool
@@ -37,18 +37,14 @@ def functions_between(open: str, close: str) -> Rule:
     def rule(lark: Lark, offer: Offer) -> CallsRule:
         one = call_of_any(lark, offer, tagged.FUNCTION, ">\n", partial(arguments_of, lark, PARAMETER))
         tail = literal(f"{tagged.END_FUNCTION}\n")
-        call = f'"\\n" {one} {tail} {lark.mark(close)}'
-        more = f' ("\\n" {lark.mark(open)} {call})*' if offer.is_parallel else ""
-        return CallsRule(open, call + more)
+        return calls_between(lark, offer, open, f'"\\n" {one} {tail}', close)
 
     return rule
 
 
 def glm_calls(lark: Lark, offer: Offer) -> CallsRule:
     call = call_of_any(lark, offer, "", "\n", partial(arguments_of, lark, PAIR))
-    one = f"{call} {lark.mark(tagged.CLOSE)}"
-    more = f' ("\\n" {lark.mark(tagged.OPEN)} {one})*' if offer.is_parallel else ""
-    return CallsRule(tagged.OPEN, one + more)
+    return calls_between(lark, offer, tagged.OPEN, call, tagged.CLOSE)
 
 
 def call_of_any(lark: Lark, offer: Offer, before: str, after: str, arguments: Arguments) -> str:

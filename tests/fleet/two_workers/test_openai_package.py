@@ -183,7 +183,7 @@ async def test_a_call_that_is_required_is_valid(client: AsyncOpenAI, temperature
 
 
 async def test_a_streamed_call_is_the_whole_one(client: AsyncOpenAI) -> None:
-    body = ASK | {"temperature": 0, "tools": LOOSE, "tool_choice": "required", "parallel_tool_calls": False}
+    body = ASK | {"temperature": 0, "tools": TOOLS, "tool_choice": "required", "parallel_tool_calls": False}
     whole = (await client.chat.completions.create(**body)).choices[0]
     async with client.chat.completions.stream(**body) as stream:
         events = [event.type async for event in stream]

@@ -118,6 +118,14 @@ def test_vllms_structured_outputs(value: dict[str, Any], kind: str) -> None:
         ({"choice": []}, "`structured_outputs.choice` must be a list of texts that are not empty"),
         ({"choice": ["a", 1]}, "`structured_outputs.choice` must be a list"),
         ({"regex": ""}, "`structured_outputs.regex` must be a text that is not empty"),
+        (
+            {"regex": "a", "whitespace_pattern": " "},
+            "`structured_outputs.whitespace_pattern` can only be used for JSON",
+        ),
+        (
+            {"json": {}, "whitespace_pattern": 1},
+            "`structured_outputs.whitespace_pattern` must be a text that is not empty",
+        ),
     ],
 )
 def test_wrong_structured_outputs_are_refused_by_their_field(value: dict[str, Any], text: str) -> None:
@@ -141,6 +149,16 @@ def test_fields_of_older_versions_of_vllm() -> None:
         "choice", '["a"]', "guided_choice"
     )
     assert chat(response_format={"type": "text"}).grammar() is None
+
+
+def test_a_pattern_for_white_space_is_that_of_every_shape_with_json_and_refused_elsewhere() -> None:
+    shape = {"response_format": {"type": "json_object"}}
+    assert chat(guided_whitespace_pattern=" ", **shape).grammar() == Grammar(
+        "json", ANY_OBJECT, "response_format", " "
+    )
+    for fields in ({"guided_regex": "a"}, {"guided_choice": ["a"]}, {"guided_grammar": "start: A"}, {}):
+        with pytest.raises(ApiError, match="`guided_whitespace_pattern` can only be used for JSON"):
+            chat(guided_whitespace_pattern=" ", **fields).grammar()
 
 
 def test_two_fields_that_ask_for_structure_exclude_each_other() -> None:
