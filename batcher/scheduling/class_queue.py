@@ -2,8 +2,8 @@
 
 Resumed requests start first, the shortest first: it is back the soonest. Then the tenant that has had the
 least service for its weight; of one tenant the oldest request. Service is what was computed: tokens of
-prompts and generated tokens. What a request will generate is not known when it starts: its tenant is charged
-with what its requests generate on average, which is corrected at the end.
+prompts and generated tokens. What a row will generate is not known when it starts: its tenant is charged
+with what its rows generate on average; once the row is released, with what it has computed.
 """
 
 import heapq
@@ -27,7 +27,7 @@ class Account:
     Attributes:
         served: tokens by weight.
         mean_output: what its requests generate on average, in tokens.
-        num_started: requests that have started and not ended.
+        num_started: rows that are not released.
         waiting: a heap of (arrival, request).
         place: number of its valid place in the order of tenants; 0 for none.
     """
@@ -136,24 +136,31 @@ class ClassQueue:
         heapq.heappop(account.waiting)
         self.place(account)
 
-    def charge(self, sequence: Sequence, num_prefill: int) -> None:
-        """Charge the tenant of a request that starts, which computes `num_prefill` tokens first."""
+    def charge(self, sequence: Sequence, num_prefill: int) -> int:
+        """Charge the tenant of a request that starts, which computes `num_prefill` tokens first. Return with
+        how many.
+        """
         account = self.account(sequence)
         if not sequence.resumed:
             self.level = account.served
         left = sequence.request.stopping.max_new_tokens - sequence.base
-        sequence.expected = min(left, round(account.mean_output))
+        charged = num_prefill + min(left, round(account.mean_output))
         account.num_started += 1
-        account.served += (num_prefill + sequence.expected) / account.weight
+        account.served += charged / account.weight
         self.place(account)
+        return charged
 
-    def settle(self, sequence: Sequence, num_generated: int) -> None:
-        """A request that started has ended, or was interrupted: correct what its tenant was charged with."""
+    def settle(self, sequence: Sequence, charged: int, num_computed: int) -> None:
+        """A row that computes no more has computed so many tokens: correct what was charged for it."""
         account = self.account(sequence)
         account.num_started -= 1
-        account.served += (num_generated - (sequence.expected or 0)) / account.weight
-        account.mean_output = MEMORY * account.mean_output + (1 - MEMORY) * num_generated
+        account.served += (num_computed - charged) / account.weight
         self.place(account)
+
+    def learn(self, sequence: Sequence, num_generated: int) -> None:
+        """A row has ended after so many tokens."""
+        account = self.account(sequence)
+        account.mean_output = MEMORY * account.mean_output + (1 - MEMORY) * num_generated
 
     def end_turn(self) -> None:
         """Put back what this turn has looked past or skipped, where it stood."""

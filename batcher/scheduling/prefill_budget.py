@@ -1,4 +1,4 @@
-"""Prefill budget: how many tokens of prompts a step may compute beside rows that decode. Pure functions.
+"""Prefill budget: how many tokens of prompts a step may compute beside rows that decode.
 
 Usually as many as INTER_TOKEN_LATENCY_TARGET_MS leaves, so that running answers go on evenly. Whole steps,
 MAX_BATCH_PREFILL_TOKENS, where prompts have the greater claim: TGI's WAITING_SERVED_RATIO and
@@ -14,7 +14,9 @@ def mixed_prefill_tokens(replica: Replica) -> int:
     """Return the most prompt tokens of a step in which rows decode, up to the next plan."""
     limits, most = replica.limits, replica.capacity.max_batch_prefill_tokens
     if limits.waiting_served_ratio is not None or limits.max_waiting_tokens is not None:
-        rows = list(islice(replica.running, limits.max_batch_size))  # the others stand by
+        for row in islice(replica.running, limits.max_batch_size, None):
+            row.added_at = replica.step  # a row that stands by waits for a place, not for its prefill
+        rows = list(islice(replica.running, limits.max_batch_size))
         ages = [replica.step - row.added_at for row in rows if not row.prefilled]
         if takes_whole_steps(limits, ages, len(rows) - len(ages)):
             return most

@@ -8,7 +8,7 @@ before it.
 from collections.abc import Mapping
 
 from batcher.scheduling.class_queue import ClassQueue
-from batcher.scheduling.sequence import Sequence
+from batcher.scheduling.sequence import PlacedRow, Sequence
 from common.messages.service_class import SERVICE_CLASSES
 
 PATIENCE = 16
@@ -54,17 +54,20 @@ class RequestQueue:
                 return None
         return None
 
-    def start(self, sequence: Sequence, num_prefill: int) -> None:
-        """The first request starts, and computes `num_prefill` tokens before it generates."""
+    def start(self, sequence: Sequence, num_prefill: int) -> int:
+        """The first request starts, and computes `num_prefill` tokens before it generates. Return with how
+        many its tenant is charged.
+        """
         queue = self.classes[sequence.rank]
         queue.take(sequence)
-        queue.charge(sequence, num_prefill)
+        charged = queue.charge(sequence, num_prefill)
         sequence.num_passed = 0
         for other in self.classes:
             has_waiting = bool(other.looked_past) or other.first() is not None
             other.num_passed = other.num_passed + 1 if has_waiting and other is not queue else 0
             for waiting in other.looked_past:
                 waiting.num_passed += 1
+        return charged
 
     def look_past(self, sequence: Sequence) -> None:
         """The first request does not fit; others of its class may start before it."""
@@ -83,11 +86,17 @@ class RequestQueue:
         queue.take(sequence)
         queue.skipped.append(sequence)
 
-    def settle(self, sequence: Sequence, num_generated: int) -> None:
-        """A row of a request has ended, after so many tokens."""
-        if sequence.expected is not None:
-            self.classes[sequence.rank].settle(sequence, num_generated)
-            sequence.expected = None
+    def settle(self, row: PlacedRow, kv_len: int) -> None:
+        """A row computes no more, and held `kv_len` tokens. One that was adopted was charged to nobody."""
+        if row.charged is not None:
+            num_computed = max(0, kv_len - row.num_cached)
+            self.classes[row.sequence.rank].settle(row.sequence, row.charged, num_computed)
+            row.charged = None
+
+    def learn(self, sequence: Sequence, num_generated: int) -> None:
+        """A row has ended after so many tokens; one that never ran says nothing of others."""
+        if num_generated > 0:
+            self.classes[sequence.rank].learn(sequence, num_generated)
 
     def end_turn(self) -> None:
         self.stopped = False

@@ -154,10 +154,11 @@ class Scheduler:
         """Remove a sealed worker. Return the requests that it held."""
         if (replica := self.workers.remove(incarnation)) is None:
             return []
+        for row in replica.rows.values():
+            self.queue.settle(row, row.kv_at(replica.step, replica.step) if row.prefilled else 0)
         held = list(replica.running)
         for row in held:
             row.sequence.row = None
-            self.queue.settle(row.sequence, 0)
             self.release_followers(replica, row)
         return [row.sequence for row in held]
 
@@ -165,7 +166,7 @@ class Scheduler:
         """Remove rows from a plan that was not published, as if they had never been placed. Return them."""
         withdrawn = pending.withdraw(positions)
         for row in withdrawn:
-            self.queue.settle(row.sequence, 0)
+            self.queue.settle(row, 0)
             self.release_followers(pending.replica, row)
         self.workers.note_change(pending.replica)
         return withdrawn
@@ -191,11 +192,13 @@ class Scheduler:
             if (row := replica.rows.get(number)) is not None and not row.ended:
                 replica.end(row)
                 self.release_followers(replica, row)
-                self.queue.settle(row.sequence, end - row.sequence.base)
+                self.queue.learn(row.sequence, end - row.sequence.base)
                 ended = self.outcomes.interrupted if why in INTERRUPTED else self.outcomes.finished
                 ended.append(row.sequence)
         hashes = dict(report.hashes)
         for number, kv_len in report.released:
+            if (row := replica.rows.get(number)) is not None:
+                self.queue.settle(row, kv_len)
             replica.release(number, kv_len, hashes.get(number, b""))
         self.workers.note_change(replica)
 
@@ -236,6 +239,6 @@ class Scheduler:
             replica.follow(row, sequence)
         else:
             row = replica.start(sequence)
-            self.queue.start(sequence, sequence.num_known - row.num_cached)
+            row.charged = self.queue.start(sequence, sequence.num_known - row.num_cached)
             placed.setdefault(replica, []).append(row)
         self.workers.note_change(replica)

@@ -27,7 +27,6 @@ class Sequence:
         rank: of its service class: 0 is the most urgent.
         resumed: it has started before, or was to.
         num_passed: requests that started while it did not fit.
-        expected: tokens that its tenant was charged with when its row started; None while it has none.
         follows: the row that computes what this request needs, too: it starts when that is there.
         refused_at: number of the change of a worker behind which there was no room for it.
         block_hashes: hashes of the prompt and of `records` (common/block_hashes.py); none where the request
@@ -48,7 +47,6 @@ class Sequence:
     rank: int = 0
     resumed: bool = False
     num_passed: int = 0
-    expected: int | None = None
     follows: "PlacedRow | None" = None
     refused_at: int = 0
     block_hashes: bytes = b""
@@ -112,11 +110,13 @@ class PlacedRow:
         num_cached: tokens whose KV the first of them held when it started.
         kv_len, at_step: after step `at_step` it held `kv_len` tokens, and, as far as is known, one more with
             each step since; 0 before its prefill is done.
-        added_at: the last step that its worker had reported when it was placed, or adopted.
+        added_at: the last step that its worker had reported when it was placed, or adopted; with
+            MAX_WAITING_TOKENS, when it last stood by.
         stopping: why it was asked to stop, once it was.
         ended: whether the worker reported that it takes part in no further step.
         worker: the incarnation that holds it.
         followers: requests that wait for what it computes.
+        charged: tokens that its tenant is charged with until it is released; None where it was adopted.
     """
 
     number: int
@@ -131,6 +131,7 @@ class PlacedRow:
     reserved: int = 0
     worker: str = ""
     followers: list[Sequence] = field(default_factory=list)
+    charged: int | None = None
 
     @property
     def prefilled(self) -> bool:

@@ -9,6 +9,7 @@ from redis.asyncio import Redis
 
 from common.broker.client import ERRORS, broker_url, connect, describe_error, script
 from common.broker.keys import Keys
+from common.process.incarnations import first_incarnation
 from common.settings.flags import FlagParser
 from common.settings.settings import Settings
 from deploy.commands.client import ServerError, print_error
@@ -18,13 +19,13 @@ ASK_S = 0.5
 DESCRIPTION = """
 Has a worker leave, as SIGTERM does: it gets no new requests, and those that it runs go on elsewhere from
 their last token. Where no other worker is ready, it finishes the requests of clients first. Returns when it
-has left; Ctrl-C only ends the waiting. What supervises it starts it again, so draining one worker after the
-other rolls them all.
+is gone, and says what it was last seen to do: it may also die meanwhile. Ctrl-C only ends the waiting. What
+supervises it starts it again, so draining one worker after the other rolls them all.
 """
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the command. Returns 1 for an unknown worker. Raises SettingError."""
+    """Run the command. Returns 1 for an unknown worker, and for one that is back. Raises SettingError."""
     parser = FlagParser(
         prog="tokenfleet drain",
         allow_abbrev=False,
@@ -51,11 +52,14 @@ async def drain(settings: Settings, word: str) -> None:
     keys = Keys(settings.pool)
     async with connect(broker_url(settings)) as redis:
         try:
-            members = [member.decode() for member in await redis.zrange(keys.workers, 0, -1)]
+            worker = choose_worker(await find_workers(redis, keys), word, settings.pool)
         except ERRORS as error:
             raise ServerError(describe_error(error)) from error
-        worker = choose_worker(members, word, settings.pool)
-        await wait_until_left(redis, keys, worker)
+        await wait_until_gone(redis, keys, worker)
+
+
+async def find_workers(redis: Redis, keys: Keys) -> list[str]:
+    return [member.decode() for member in await redis.zrange(keys.workers, 0, -1)]
 
 
 def choose_worker(workers: Sequence[str], word: str, pool: str) -> str:
@@ -70,17 +74,26 @@ def choose_worker(workers: Sequence[str], word: str, pool: str) -> str:
     raise ServerError(f"{problem}; those of the pool {pool!r}: {found}")
 
 
-async def wait_until_left(redis: Redis, keys: Keys, worker: str) -> None:
-    """Ask a worker to drain until it is gone; a line tells of each change."""
-    ask, shown = script(redis, "drain"), ""
+def check_return(worker: str, workers: Sequence[str]) -> None:
+    """Raises ServerError where a process whose heartbeat had expired is among the workers again."""
+    first = first_incarnation(worker)
+    if back := [other for other in workers if other != worker and first_incarnation(other) == first]:
+        raise ServerError(f"{worker} was cut off, and is back as {back[0]}, which is not drained")
+
+
+async def wait_until_gone(redis: Redis, keys: Keys, worker: str) -> None:
+    """Ask a worker to drain until it is gone; lines tell of changes. Raises ServerError if it is back."""
+    ask, shown, seen = script(redis, "drain"), "", "seen by nobody"
     while True:
         try:
             found: list[bytes | None] | None = await ask(keys=[keys.worker(worker)], args=[])
             if found is None:
-                print(f"{worker} has left", flush=True)
+                check_return(worker, await find_workers(redis, keys))
+                print(f"{worker} is gone; it was last {seen}", flush=True)
                 return
             state, rows = ((field or b"").decode() for field in found)
-            line = f"{worker} is {state}: {rows} requests"
+            seen = f"{state}, with {rows} requests"
+            line = f"{worker} is {seen}"
         except ERRORS as error:
             line = f"{worker}: {describe_error(error)}"
         if line != shown:

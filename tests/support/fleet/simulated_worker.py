@@ -3,6 +3,7 @@ the rules of blocks.
 """
 
 import random
+from collections import Counter
 from dataclasses import dataclass, field
 from itertools import islice
 
@@ -65,6 +66,7 @@ class SimulatedWorker:
     owned: dict[int, set[int]] = field(default_factory=dict)
     contents: dict[int, bytes] = field(default_factory=dict)
     num_prefilled: int = 0
+    computed: Counter[str] = field(default_factory=Counter)
     committed: dict[str, int] = field(default_factory=dict)
     until: int = 0
     step: int = 0
@@ -176,6 +178,7 @@ class SimulatedWorker:
 
     def fill(self, row: SimulatedRow, count: int) -> None:
         """The row has computed `count` tokens: the blocks that are full now hold its ids."""
+        self.computed[row.start.request.tenant] += count
         filled = range((row.kv_len - count) // self.block_size, row.kv_len // self.block_size)
         if filled and (names := row.names(self.block_size)):
             for i in filled:

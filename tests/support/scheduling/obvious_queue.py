@@ -20,7 +20,6 @@ class ObviousQueue:
     waiting: list[Sequence] = field(default_factory=list)
     served: dict[Tenant, float] = field(default_factory=dict)
     means: dict[Tenant, float] = field(default_factory=dict)
-    expected: dict[str, int] = field(default_factory=dict)
     levels: list[float] = field(default_factory=lambda: [0.0] * 3)
     passed: list[int] = field(default_factory=lambda: [0] * 3)
     num_passed: dict[str, int] = field(default_factory=dict)
@@ -62,32 +61,33 @@ class ObviousQueue:
                 return found
         return None
 
-    def start(self, sequence: Sequence, num_prefill: int) -> None:
+    def start(self, sequence: Sequence, num_prefill: int) -> int:
         tenant, rank = tenant_of(sequence), sequence.rank
         self.waiting.remove(sequence)
         served = self.served.get(tenant, self.levels[rank])
         if not sequence.resumed:
             self.levels[rank] = served
         left = sequence.request.stopping.max_new_tokens - sequence.base
-        expected = min(left, round(self.means.get(tenant, FIRST_OUTPUT)))
-        self.expected[sequence.request_id] = expected
-        self.served[tenant] = served + (num_prefill + expected) / self.weights.get(tenant[1], 1.0)
+        charged = num_prefill + min(left, round(self.means.get(tenant, FIRST_OUTPUT)))
+        self.served[tenant] = served + charged / self.weights.get(tenant[1], 1.0)
         self.num_passed[sequence.request_id] = 0
         for other in range(3):
             waits = any(one.rank == other and one.waiting for one in self.waiting)
             self.passed[other] = self.passed[other] + 1 if waits and other != rank else 0
         for one in self.looked_past:
             self.num_passed[one.request_id] = self.num_passed.get(one.request_id, 0) + 1
+        return charged
 
     def look_past(self, sequence: Sequence) -> None:
         self.looked_past.append(sequence)
 
-    def settle(self, sequence: Sequence, num_generated: int) -> None:
+    def settle(self, sequence: Sequence, charged: int, num_computed: int) -> None:
         tenant = tenant_of(sequence)
-        mean = self.means.get(tenant, FIRST_OUTPUT)
-        weight = self.weights.get(tenant[1], 1.0)
-        self.served[tenant] += (num_generated - self.expected.pop(sequence.request_id)) / weight
-        self.means[tenant] = MEMORY * mean + (1 - MEMORY) * num_generated
+        self.served[tenant] += (num_computed - charged) / self.weights.get(tenant[1], 1.0)
+
+    def learn(self, sequence: Sequence, num_generated: int) -> None:
+        mean = self.means.get(tenant_of(sequence), FIRST_OUTPUT)
+        self.means[tenant_of(sequence)] = MEMORY * mean + (1 - MEMORY) * num_generated
 
     def end_turn(self) -> None:
         self.looked_past.clear()

@@ -1,5 +1,7 @@
 """The prefill budget: TGI's WAITING_SERVED_RATIO and MAX_WAITING_TOKENS beside the target for the gaps."""
 
+from dataclasses import replace
+
 import pytest
 
 from batcher.scheduling.plans import next_plan
@@ -41,6 +43,26 @@ def test_a_prompt_that_stands_by_is_not_counted() -> None:
     replica.prefilled(replica.start(make_sequence(16)), 16, 1)
     replica.start(make_sequence(16))
     assert mixed_prefill_tokens(replica) == 30
+
+
+def test_a_prompt_waits_from_when_it_has_a_place() -> None:
+    """Until then rows of its worker decode, and could not have let it in."""
+    replica = make_replica(num_blocks=100)
+    replica.limits = WorkerLimits(max_batch_size=1, inter_token_target_ms=50.0, max_waiting_tokens=20)
+    replica.pace.times = SLOW
+    first = replica.start(make_sequence(16))
+    replica.prefilled(first, 16, 1)
+    replica.start(make_sequence(16))
+    other = replica.start(make_sequence(16))
+    replica.step = 100
+    assert mixed_prefill_tokens(replica) == 30
+    replica.end(first)
+    replica.limits = replace(replica.limits, max_batch_size=2)
+    replica.prefilled(other, 16, 101)
+    budgets = []
+    for replica.step in (119, 120):
+        budgets.append(mixed_prefill_tokens(replica))
+    assert budgets == [30, 64]
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from batcher.scheduling.class_queue import LOOK_PAST
 from batcher.scheduling.replica import WorkerLimits
 from batcher.scheduling.request_queue import MAX_PASSED, PATIENCE, RequestQueue
-from batcher.scheduling.sequence import Sequence
+from batcher.scheduling.sequence import PlacedRow, Sequence
 from common.messages.service_class import SERVICE_CLASSES
 from tests.support.fleet.simulated_pool import Pool, request
 from tests.support.scheduling.obvious_queue import ObviousQueue
@@ -42,8 +42,10 @@ def start_all(queue: RequestQueue, most: int = 10**6, fits: Callable[[Sequence],
     while (first := queue.first()) is not None and len(started) < most:
         if fits(first):
             first.waiting = False
-            queue.start(first, first.num_known)
-            queue.settle(first, first.request.stopping.max_new_tokens)
+            num_new = first.request.stopping.max_new_tokens
+            row = PlacedRow(1, first, charged=queue.start(first, first.num_known))
+            queue.learn(first, num_new)
+            queue.settle(row, first.num_known + num_new)
             started.append(first.request_id)
         else:
             queue.look_past(first)
@@ -143,7 +145,7 @@ def test_an_obvious_queue_starts_the_same_and_each_once(
     """
     weights = {"t0": weight}
     queue, obvious = RequestQueue(weights), ObviousQueue(weights)
-    running: list[Sequence] = []
+    running: list[PlacedRow] = []
     started: list[str] = []
     num_added = 0
 
@@ -157,15 +159,18 @@ def test_an_obvious_queue_starts_the_same_and_each_once(
             if first is None:
                 break
             first.waiting = False
-            obvious.start(first, first.num_known)
-            queue.start(first, first.num_known)
-            running.append(first)
+            charged = queue.start(first, first.num_known)
+            assert charged == obvious.start(first, first.num_known)
+            running.append(PlacedRow(1, first, charged=charged))
             started.append(first.request_id)
         queue.end_turn()
         obvious.end_turn()
-        for sequence in running[:num_ends]:
-            queue.settle(sequence, sequence.request.stopping.max_new_tokens // 2)
-            obvious.settle(sequence, sequence.request.stopping.max_new_tokens // 2)
+        for row in running[:num_ends]:
+            num_new = row.sequence.request.stopping.max_new_tokens // 2 + 1
+            obvious.settle(row.sequence, row.charged or 0, row.sequence.num_known + num_new)
+            obvious.learn(row.sequence, num_new)
+            queue.settle(row, row.sequence.num_known + num_new)
+            queue.learn(row.sequence, num_new)
         del running[:num_ends]
 
     for coming, most, longest, num_ends in trace:
@@ -210,6 +215,33 @@ def test_two_backlogged_tenants_are_served_alike(sizes: list[tuple[int, int, int
         assert abs(served["a"] - served["b"]) <= 2 * (largest + STEP_TOKENS)
     pool.run()
     assert sorted(pool.finished) == sorted(prompts)
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    num_new=st.integers(5, 100),
+    num_blocks=st.integers(60, 400),
+    prompts=st.lists(st.integers(1, 150), min_size=40, max_size=70),
+    actions=st.lists(st.sampled_from(["join", "drain", "cancel", "none", "none"]), max_size=12),
+    seed=st.integers(0, 10**6),
+)
+def test_tenants_are_charged_with_what_was_computed_whichever_rows_stand_by_and_move(
+    num_new: int, num_blocks: int, prompts: list[int], actions: list[str], seed: int
+) -> None:
+    pool = Pool(1, num_blocks, seed, WorkerLimits(max_batch_size=16), shares=False)
+    for i, num_prompt in enumerate(prompts):
+        pool.add(new(f"r{i}", i, tenant="ab"[i % 3 == 0], prompt=num_prompt, most=num_new))
+    for action in actions:
+        if action == "join":
+            pool.add_worker()
+        pool.disturb(action, len(prompts))
+        pool.turn()
+    pool.run()
+    pool.check_blocks_returned()
+    computed = sum((worker.computed for worker in pool.workers.values()), Counter[str]())
+    accounts = pool.scheduler.queue.classes[1].accounts
+    assert {name: round(account.served) for name, account in accounts.items()} == computed
+    assert not any(account.num_started for account in accounts.values())
 
 
 def waiting_of(pool: Pool, tenant: str) -> list[Sequence]:

@@ -1,9 +1,9 @@
-"""`tokenfleet drain`: which worker a word means."""
+"""`tokenfleet drain`: which worker a word means, and whether it is gone."""
 
 import pytest
 
 from deploy.commands.client import ServerError
-from deploy.commands.drain import choose_worker
+from deploy.commands.drain import check_return, choose_worker
 
 WORKERS = ["w0-1f", "w0-2e.2", "w1-3d"]
 
@@ -22,3 +22,11 @@ def test_other_words_are_refused_with_the_workers_there_are(word: str, problem: 
         choose_worker(WORKERS, word, "default")
     with pytest.raises(ServerError, match=r"those of the pool 'b': none$"):
         choose_worker([], word, "b")
+
+
+def test_a_worker_that_was_cut_off_and_is_back_is_not_said_to_be_gone() -> None:
+    check_return("w0-2e", ["w0-1f", "w1-3d.2"])
+    with pytest.raises(
+        ServerError, match=r"^w0-2e was cut off, and is back as w0-2e\.2, which is not drained$"
+    ):
+        check_return("w0-2e", WORKERS)
