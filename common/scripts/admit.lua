@@ -17,8 +17,24 @@ local tokens, max_requests = tonumber(ARGV[12]), tonumber(ARGV[2])
 local WINDOW_MS = 30000
 local time = redis.call('TIME')
 local now_ms = time[1] * 1000 + math.floor(time[2] / 1000)
+local weights_field = 'weights:' .. class
+
+local function weight_of(members)
+  local sum = 0
+  for _, member in ipairs(members) do sum = sum + tonumber(string.match(member, '^%S+')) end
+  return sum
+end
+
+-- The sum of weights is kept, as long as the places are: of 10,000 tenants it would take milliseconds each time.
+local function add_weights(sum)
+  if sum ~= 0 and redis.call('HEXISTS', places, weights_field) == 1 then
+    redis.call('HINCRBYFLOAT', places, weights_field, sum)
+  end
+end
+
 -- A broker without memory refuses a script at its first write only, and only one that may take memory.
-redis.call('ZADD', KEYS[5], now_ms, ARGV[11] .. ' ' .. tenant)
+add_weights(redis.call('ZADD', KEYS[5], now_ms, ARGV[11] .. ' ' .. tenant) * tonumber(ARGV[11]))
+add_weights(-weight_of(redis.call('ZRANGEBYSCORE', KEYS[5], '-inf', now_ms - WINDOW_MS)))
 redis.call('ZREMRANGEBYSCORE', KEYS[5], '-inf', now_ms - WINDOW_MS)
 redis.call('PEXPIRE', KEYS[5], WINDOW_MS)
 if redis.call('XLEN', KEYS[1]) ~= tonumber(redis.call('HGET', places, 'all') or '0') then
@@ -46,13 +62,14 @@ if ARGV[13] ~= '' and total_tokens > 0 and total_tokens + tokens > tonumber(ARGV
   return refuse('tokens', total_tokens, 1)
 end
 if total_bytes + #ARGV[1] > tonumber(ARGV[3]) then return refuse('bytes', total_bytes, 1) end
-if redis.call('ZCARD', KEYS[5]) > 1 then
-  local weights = 0
-  for _, member in ipairs(redis.call('ZRANGE', KEYS[5], 0, -1)) do
-    weights = weights + tonumber(string.match(member, '^%S+'))
+local own = tonumber(redis.call('HGET', places, 'tenant:' .. class .. ':' .. tenant) or '0')
+if own > 0 and redis.call('ZCARD', KEYS[5]) > 1 then -- each may have one
+  local weights = redis.call('HGET', places, weights_field)
+  if not weights then
+    weights = weight_of(redis.call('ZRANGE', KEYS[5], 0, -1))
+    redis.call('HSET', places, weights_field, weights)
   end
-  local share = math.max(1, math.floor((max_requests - above) * tonumber(ARGV[11]) / weights))
-  local own = tonumber(redis.call('HGET', places, 'tenant:' .. class .. ':' .. tenant) or '0')
+  local share = math.max(1, math.floor((max_requests - above) * tonumber(ARGV[11]) / tonumber(weights)))
   if own >= share then return refuse('tenant', own, own - share + 1) end
 end
 

@@ -70,6 +70,7 @@ async def test_requests_of_a_dead_gateway_are_cancelled_after_their_grace(
         await redis.delete(KEYS.gateway("g"))
         assert "gateway" in (await ended(redis, "r1")).error
         await wait_until(lambda: waiting(redis, 1))
+        assert await redis.hget(KEYS.places, "all") == b"1", "its place is back"  # type: ignore[misc]
         assert not await redis.hexists(KEYS.request("r2"), "terminal")  # type: ignore[misc]
 
 

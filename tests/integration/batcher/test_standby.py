@@ -32,6 +32,11 @@ async def send(redis: Redis) -> None:
 async def check_answers(redis: Redis, numbers: Iterable[int]) -> None:
     for number in numbers:
         assert await result_ids(redis, f"r{number}") == generate(prompt(number), NUM_TOKENS - 3 * number)
+    await wait_until(lambda: has_all_places(redis))
+
+
+async def has_all_places(redis: Redis) -> bool:
+    return not await redis.exists(KEYS.places)
 
 
 async def states(redis: Redis, field: str) -> list[int]:

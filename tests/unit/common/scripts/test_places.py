@@ -67,6 +67,26 @@ async def test_shares_have_the_weights_of_tenants(redis: Redis) -> None:
     assert await fill(redis, "a", 10, tenant="a", weight=4.0) == 7
 
 
+async def test_a_share_grows_when_other_tenants_ask_no_more(redis: Redis) -> None:
+    """The sum of weights is kept beside the places: tenants that have left must leave it."""
+    tenants = KEYS.tenants("standard")
+    for tenant in "abcde":
+        await ask(redis, f"first-{tenant}", tenant=tenant)
+    assert await fill(redis, "a", 10, tenant="a") == 1, "two of ten places"
+    for tenant in "cde":
+        await redis.zadd(tenants, {f"1.0 {tenant}": 1})
+        await end(redis, f"first-{tenant}")
+    assert await fill(redis, "more", 10, tenant="a") == 3, "five of ten"
+    for name in ("first-a", "first-b", "a0", "more0", "more1", "more2"):
+        await end(redis, name)
+    assert not await redis.exists(KEYS.places)
+    assert await fill(redis, "again", 10, tenant="a") == 5, "the sum is made anew"
+    assert await ask(redis, "new", tenant="f", weight=3.0) == "admitted"
+    assert await fill(redis, "f", 10, tenant="f", weight=3.0) == 4, "up to the limit"
+    await end(redis, "again0")
+    assert await ask(redis, "last", tenant="a") == "tenant", "two of ten"
+
+
 async def test_tokens_have_a_limit_too_but_one_prompt_is_always_taken(redis: Redis) -> None:
     assert await ask(redis, "long", tokens=500, max_tokens=100) == "admitted"
     assert await ask(redis, "next", tokens=1, max_tokens=100) == "tokens"
