@@ -50,6 +50,8 @@ class Broker:
             "--appendonly": "yes",
             # the file must outlive the server, not the machine; and a busy disk must not stop us
             "--appendfsync": "no",
+            # a restart reads it from its beginning: from 8 MiB on it is written anew whenever it has doubled
+            "--auto-aof-rewrite-min-size": "8mb",
             "--save": "",
             "--maxmemory-policy": "noeviction",
             "--loglevel": "warning",

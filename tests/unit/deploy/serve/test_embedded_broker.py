@@ -1,3 +1,4 @@
+import contextlib
 import os
 import subprocess
 import sys
@@ -6,8 +7,9 @@ from pathlib import Path
 import pytest
 import redis
 
-from deploy.serve.embedded_broker import PREFIX, embedded
+from deploy.serve.embedded_broker import PREFIX, Broker, embedded
 from tests.support import brokers
+from tests.support.waiting import wait_until_sync
 
 
 def test_restarted_broker_keeps_its_port_and_data() -> None:
@@ -18,6 +20,27 @@ def test_restarted_broker_keeps_its_port_and_data() -> None:
                 assert client.incr("starts") == number + 1
             process.kill()
             process.wait()
+
+
+def test_its_file_is_written_anew_before_it_is_long_to_read() -> None:
+    """Its first part is a snapshot then, and what was overwritten is gone."""
+    written, most = 24 * 2**20, 16 * 2**20
+    with embedded() as broker:
+        process = brokers.start(broker)
+        with redis.Redis.from_url(broker.url) as client:
+            for _ in range(written // 2**20):
+                client.set("key", bytes(2**20))
+        try:
+            wait_until_sync(lambda: file_bytes(broker) < most)
+        finally:
+            process.kill()
+            process.wait()
+
+
+def file_bytes(broker: Broker) -> int:
+    with contextlib.suppress(FileNotFoundError):  # just being replaced
+        return sum(path.stat().st_size for path in (broker.directory / "appendonlydir").iterdir())
+    return sys.maxsize
 
 
 def test_abandoned_directories_are_removed_at_the_next_start(
